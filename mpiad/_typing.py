@@ -1,0 +1,26 @@
+"""Names for the kinds of argument that public functions take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+# NumPy arrays, autograd boxes and device arrays are told apart at run time; a type checker can't.
+Array: TypeAlias = Any
+Scalar: TypeAlias = Any
+Tree: TypeAlias = Any
+"""Any nest of dict, list and tuple whose leaves are arrays or scalars."""
+Comm: TypeAlias = Any
+"""An mpi4py intracommunicator; None means the library's own duplicate of the world."""
+Op: TypeAlias = Any
+"""An mpi4py reduction operation, as `MPI.SUM`."""
+Rank: TypeAlias = int
+Shape: TypeAlias = tuple[int, ...]
+Function: TypeAlias = Callable[..., Any]
+
+LocalArray: TypeAlias = Array
+"""An array that differs from rank to rank: this rank's own piece."""
+ReplicatedArray: TypeAlias = Array
+"""An array of which every rank holds the same copy."""
+RootArray: TypeAlias = Array
+"""An array that counts on the root only."""

@@ -1,0 +1,7 @@
+"""The ordered tape, and the derivatives taken with it."""
+
+from mpiad.differentiation.gradient import grad, value_and_grad
+from mpiad.differentiation.jacobian import jacobian
+from mpiad.differentiation.products import hvp, jvp, make_jvp, make_vjp
+
+__all__ = ["grad", "hvp", "jacobian", "jvp", "make_jvp", "make_vjp", "value_and_grad"]

@@ -1,0 +1,185 @@
+"""`value_and_grad` and `grad`: the objective of all ranks and its derivative by each rank's own variables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import autograd.numpy as anp
+import numpy as np
+
+from mpiad._typing import Comm, Function, Rank
+from mpiad.differentiation.backward import run_backward
+from mpiad.differentiation.objective import check_objective, problem_with, share, weight_of
+from mpiad.differentiation.trace import Traced, Variables, arguments_with, trace_backwards, variables_of
+from mpiad.primitives.allreduce import mpi_allreduce
+from mpiad.primitives.checks import root_of
+from mpiad.primitives.cotangents import conform, spec_like
+from mpiad.transport import channel
+
+__all__ = ["cotangents_of_variables", "grad", "shared_sum", "value_and_grad"]
+
+
+def value_and_grad(
+    fun: Function,
+    argnum: int | tuple[int, ...] = 0,
+    *,
+    objective: str = "root",
+    shared: bool = False,
+    root: Rank = 0,
+    comm: Comm = None,
+) -> Callable[..., tuple[Any, Any]]:
+    """Make the function that evaluates the objective J of all ranks and its gradient by each rank's own argument.
+
+    Parameters
+    ----------
+    fun : callable
+        Runs on every rank and returns this rank's L_r, one real number (under "root" others may return None).
+    argnum : int or tuple of int
+        Which positional arguments to differentiate by: nests of dict, list, tuple, array, number.
+    objective : {"root", "sum", "mean"}
+        J = L_root, the sum of all L_r, or their mean.
+    shared : bool
+        Whether the argument is one variable of which every rank holds a copy: each rank then gets the whole dJ/dx.
+    root : int
+    comm : mpi4py intracommunicator, optional
+        The ranks that share J.
+
+    Returns
+    -------
+    callable
+        ``(*args) -> (J, dJ/dx_r)`` with the same J on all ranks, and the gradient in the form of the argument.
+
+    Raises
+    ------
+    TypeError
+        On all ranks, where one returns anything but a real number; where the argument holds nothing to differentiate by.
+    ValueError
+        Where there is no such objective or root.
+    RequestError
+        On all ranks, where one leaves a request unwaited for.
+
+    Ranks
+    -----
+    All ranks of `comm` call the result; their arguments may differ in value, shape and form (not with `shared`).
+
+    Adjoint
+    -------
+    J and the gradient can be differentiated again, by a trace of this library around the call.
+    """
+    check_objective(objective, "value_and_grad")
+
+    def evaluate(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        used = channel(comm, "value_and_grad")
+        weight = weight_of(objective, used, root_of(root, used, "value_and_grad"))
+        variables = variables_of(args, argnum, "value_and_grad")
+        traced = trace_backwards(lambda x: fun(*arguments_with(args, argnum, x), **kwargs), variables)
+        value, problem = _one_number(traced, weight)
+        total = share(value, weight, problem, used)
+        gradients = _gradients(traced, value, weight, variables)
+        if shared:
+            gradients = shared_sum(gradients, comm)
+        return total, variables.filled(gradients, _no_gradient)
+
+    return evaluate
+
+
+def grad(
+    fun: Function,
+    argnum: int | tuple[int, ...] = 0,
+    *,
+    objective: str = "root",
+    shared: bool = False,
+    root: Rank = 0,
+    comm: Comm = None,
+) -> Callable[..., Any]:
+    """Make the function that evaluates the gradient of the objective by each rank's own argument.
+
+    Parameters
+    ----------
+    fun : callable
+    argnum : int or tuple of int
+    objective : {"root", "sum", "mean"}
+    shared : bool
+    root : int
+    comm : mpi4py intracommunicator, optional
+        All as in `value_and_grad`.
+
+    Returns
+    -------
+    callable
+        ``(*args) -> dJ/dx_r``
+
+    Raises
+    ------
+    TypeError, ValueError, RequestError
+        As in `value_and_grad`.
+
+    Ranks
+    -----
+    All ranks of `comm` call the result.
+
+    Adjoint
+    -------
+    The gradient can be differentiated again.
+    """
+    both = value_and_grad(fun, argnum, objective=objective, shared=shared, root=root, comm=comm)
+
+    def evaluate(*args: Any, **kwargs: Any) -> Any:
+        return both(*args, **kwargs)[1]
+
+    return evaluate
+
+
+def _one_number(traced: Traced, weight: float) -> tuple[Any, Any]:
+    value = traced.values[0] if len(traced.values) == 1 else tuple(traced.values)
+    return value, traced.problem or problem_with(value, weight, "value_and_grad")
+
+
+def _gradients(traced: Traced, value: Any, weight: float, variables: Variables) -> list[Any]:
+    place = traced.places[0]
+    seeds = []
+    if place >= 0 and weight != 0.0:
+        spec = spec_like(value)
+        seeds.append((place, spec.dtype.type(weight) if not spec.shape else np.full(spec.shape, weight, spec.dtype)))
+    return cotangents_of_variables(traced, seeds, variables)
+
+
+def cotangents_of_variables(
+    traced: Traced, seeds: list[tuple[int, Any]], variables: Variables, keep: bool = False
+) -> list[Any]:
+    """Run backwards and return one cotangent for each variable, in its shape and dtype."""
+    found = run_backward(traced.recording, seeds, len(variables.places), keep)
+    return [_returned(g, variables.leaves[place]) for g, place in zip(found, variables.places)]
+
+
+def _returned(g: Any, leaf: Any) -> Any:
+    spec = spec_like(leaf)
+    if g is None:
+        return spec.zeros()
+    g = conform(g, *spec)
+    # A cotangent may be a view of one number, spread out; what the caller gets can be written to.
+    return g if type(g) is not np.ndarray or g.flags.writeable else g.copy()
+
+
+def _no_gradient(leaf: Any) -> Any:
+    """Return the gradient by what is no variable: zero for integers, None for what isn't a number."""
+    return np.zeros_like(leaf)[()] if isinstance(leaf, (bool, int, np.integer, np.ndarray)) else None
+
+
+def shared_sum(gradients: list[Any], comm: Comm) -> list[Any]:
+    """Add up the gradients of all ranks, in one message for each dtype."""
+    specs = [spec_like(g) for g in gradients]
+    out = list(gradients)
+    for dtype in dict.fromkeys(spec.dtype for spec in specs):
+        chosen = [i for i, spec in enumerate(specs) if spec.dtype == dtype]
+        if len(chosen) == 1:
+            out[chosen[0]] = mpi_allreduce(gradients[chosen[0]], comm=comm)
+            continue
+        total = mpi_allreduce(anp.concatenate([anp.ravel(gradients[i]) for i in chosen]), comm=comm)
+        start = 0
+        for i in chosen:
+            count = int(np.prod(specs[i].shape))
+            out[i] = anp.reshape(total[start : start + count], specs[i].shape)
+            start += count
+    return out

@@ -1,0 +1,116 @@
+"""`jacobian`: all derivatives of an array-valued objective, one reverse pass for each entry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import autograd.numpy as anp
+import numpy as np
+
+from mpiad._typing import Comm, Function, Rank
+from mpiad.differentiation.gradient import cotangents_of_variables, shared_sum
+from mpiad.differentiation.objective import check_objective, weight_of
+from mpiad.differentiation.trace import Traced, Variables, arguments_with, trace_backwards, variables_of
+from mpiad.primitives.checks import root_of
+from mpiad.primitives.cotangents import spec_like
+from mpiad.transport import Channel, Spec, channel
+
+__all__ = ["jacobian"]
+
+
+def jacobian(
+    fun: Function,
+    argnum: int | tuple[int, ...] = 0,
+    *,
+    objective: str = "root",
+    shared: bool = False,
+    root: Rank = 0,
+    comm: Comm = None,
+) -> Callable[..., Any]:
+    """Make the function that evaluates the Jacobian of an array-valued objective by each rank's own argument.
+
+    Parameters
+    ----------
+    fun : callable
+        Runs on every rank and returns this rank's real array F_r; under "root" others may return None.
+    argnum : int or tuple of int
+    objective : {"root", "sum", "mean"}
+        J = F_root, the sum of all F_r, or their mean.
+    shared : bool
+        Whether the argument is one variable of which every rank holds a copy.
+    root : int
+    comm : mpi4py intracommunicator, optional
+
+    Returns
+    -------
+    callable
+        ``(*args) -> dJ/dx_r``, each leaf of shape ``(*J.shape, *x.shape)``.
+
+    Raises
+    ------
+    TypeError
+        On all ranks, where the returned arrays aren't real or differ in shape.
+    ValueError
+        Where there is no such objective or root.
+
+    Ranks
+    -----
+    All ranks of `comm` call the result.
+
+    Adjoint
+    -------
+    The Jacobian can be differentiated again.
+    """
+    check_objective(objective, "jacobian")
+
+    def evaluate(*args: Any, **kwargs: Any) -> Any:
+        used = channel(comm, "jacobian")
+        weight = weight_of(objective, used, root_of(root, used, "jacobian"))
+        variables = variables_of(args, argnum, "jacobian")
+        traced = trace_backwards(lambda x: fun(*arguments_with(args, argnum, x), **kwargs), variables)
+        spec = _agreed_spec(traced, weight, used)
+        rows = [_row(traced, k, spec, weight, variables) for k in range(int(np.prod(spec.shape)))]
+        leaves = [_stacked(rows, i, spec, variables) for i in range(len(variables.places))]
+        return variables.filled(shared_sum(leaves, comm) if shared else leaves, lambda leaf: None)
+
+    return evaluate
+
+
+def _agreed_spec(traced: Traced, weight: float, used: Channel) -> Spec:
+    """Return shape and dtype of J, or raise on all ranks."""
+    value = traced.values[0] if len(traced.values) == 1 else tuple(traced.values)
+    problem = None if traced.problem is None else traced.problem.text
+    spec = None
+    if value is not None and weight != 0.0:
+        try:
+            spec = spec_like(value)
+        except (TypeError, ValueError):
+            problem = problem or f"the function returned {type(value).__name__}"
+        if spec is not None and spec.dtype.kind not in "fiu":
+            problem = problem or f"the function returned dtype {spec.dtype}, but a real array is expected"
+    found = used.data.allgather((problem, spec and spec.shape, spec and spec.dtype.str, weight != 0.0))
+    problems = [f"rank {rank}: {text}" for rank, (text, *_) in enumerate(found) if text]
+    shapes = {(shape, dtype) for _, shape, dtype, counts in found if counts}
+    if problems or len(shapes) != 1 or None in next(iter(shapes)):
+        listed = "; ".join(problems) or f"shapes and dtypes {sorted(map(str, shapes))}"
+        raise TypeError(f"jacobian: the ranks that count must return real arrays of one shape and dtype, but got {listed}.")
+    shape, dtype = shapes.pop()
+    return Spec(shape, np.dtype(dtype))
+
+
+def _row(traced: Traced, k: int, spec: Spec, weight: float, variables: Variables) -> list[Any]:
+    seeds = []
+    if traced.places[0] >= 0 and weight != 0.0:
+        seed = spec.zeros()
+        if spec.shape:
+            seed.reshape(-1)[k] = weight
+        seeds.append((traced.places[0], seed if spec.shape else spec.dtype.type(weight)))
+    return cotangents_of_variables(traced, seeds, variables, keep=True)
+
+
+def _stacked(rows: list[list[Any]], i: int, spec: Spec, variables: Variables) -> Any:
+    leaf = spec_like(variables.leaves[variables.places[i]])
+    if not rows:
+        return np.zeros((*spec.shape, *leaf.shape), leaf.dtype)
+    return anp.reshape(anp.stack([row[i] for row in rows]), (*spec.shape, *leaf.shape))

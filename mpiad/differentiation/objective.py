@@ -1,0 +1,111 @@
+"""The objective J of a distributed program: one real number made of every rank's own.
+
+One reduction of two numbers shares J and tells all ranks whether each of them returned what the objective takes, so
+that a mistake on one rank is raised on all. It is an operation like the others: J can be differentiated in a trace
+around this one.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from autograd.tracer import Box
+
+import mpiad.errors as errors
+from mpiad.primitives.catalogue import ALLREDUCE, Reduction
+from mpiad.primitives.operation import Operation, communicate
+from mpiad.transport import SUM, Channel
+
+__all__ = ["Problem", "check_objective", "problem_with", "share", "weight_of"]
+
+_CHOICES = ("root", "sum", "mean")
+
+
+class Problem(NamedTuple):
+    """A mistake that all ranks are to raise: a kind and what is wrong on this rank."""
+
+    kind: type[Exception]
+    text: str
+
+
+class Sharing(NamedTuple):
+    """Where to share, and what is wrong on this rank."""
+
+    channel: Channel
+    problem: Problem | None
+
+
+def check_objective(objective: Any, call: str) -> str:
+    """Return the objective; a ValueError where there is no such one."""
+    if objective in _CHOICES:
+        return objective
+    raise ValueError(f"{call}: objective must be one of {', '.join(map(repr, _CHOICES))}, but got {objective!r}.")
+
+
+def weight_of(objective: str, channel: Channel, root: int) -> float:
+    """Return the factor with which this rank's own number enters J."""
+    if objective == "root":
+        return 1.0 if channel.rank == root else 0.0
+    return 1.0 if objective == "sum" else 1.0 / channel.size
+
+
+def problem_with(value: Any, weight: float, call: str) -> Problem | None:
+    """Return what is wrong with a rank's own number, None where nothing is."""
+    if type(value) is float or isinstance(value, (float, int, np.floating, np.integer)):
+        return None
+    if value is None and weight == 0.0:
+        return None
+    if isinstance(value, np.ndarray) or type(value) in Box.types:
+        if getattr(value, "size", 0) == 1 and value.dtype.kind in "fiu":
+            return None
+        got = f"an array of shape {np.shape(value)} and dtype {getattr(value, 'dtype', None)}"
+    else:
+        got = f"{type(value).__name__} {value!r}"[:80]
+    return Problem(
+        TypeError,
+        f"{call}: the function must return one real number (None is allowed off the root of objective='root'), "
+        f"but returned {got}. Reduce it to a scalar, or use mpiad.jacobian for arrays.",
+    )
+
+
+def share(value: Any, weight: float, problem: Problem | None, channel: Channel) -> Any:
+    """Return J on all ranks; raise on all where there is a problem on one."""
+    if problem is not None or weight == 0.0:
+        part: Any = 0.0
+    else:
+        part = value if np.ndim(value) == 0 else value.reshape(())
+        part = part if weight == 1.0 else part * weight
+    return communicate(_SHARE, part, Sharing(channel, problem))
+
+
+def _forward(x: Any, p: Sharing) -> Any:
+    sent, shared = p.channel.share_in, p.channel.share_out
+    sent[0], sent[1] = p.problem is not None, x
+    p.channel.data.Allreduce(sent, shared)
+    if shared[0]:
+        _raise_everywhere(p)
+    return shared[1]
+
+
+def _raise_everywhere(p: Sharing) -> None:
+    described = None if p.problem is None else (p.problem.kind.__name__, p.problem.text)
+    found = [(rank, problem) for rank, problem in enumerate(p.channel.data.allgather(described)) if problem]
+    rank, (kind, text) = found[0]
+    others = f" (and on {len(found) - 1} more ranks)" if len(found) > 1 else ""
+    raise {"TypeError": TypeError, "ValueError": ValueError}.get(kind, getattr(errors, kind, RuntimeError))(
+        f"{text} This happened on rank {rank}{others}."
+    )
+
+
+def _adjoint(ans: Any, x: Any, p: Sharing) -> Any:
+    """Return the transpose of adding up with the result on all ranks: all ranks' cotangents add up."""
+    return lambda g: communicate(ALLREDUCE, g, Reduction(p.channel, SUM))
+
+
+def _tangent(dx: Any, ans: Any, x: Any, p: Sharing) -> Any:
+    return communicate(ALLREDUCE, dx, Reduction(p.channel, SUM))
+
+
+_SHARE = Operation("value_and_grad")
+_SHARE.define(_forward, _adjoint, _tangent)

@@ -1,0 +1,210 @@
+"""Products with the Jacobian and the Hessian of a distributed function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from mpiad._typing import Comm, Function, Rank, Tree
+from mpiad.differentiation.gradient import cotangents_of_variables, grad
+from mpiad.differentiation.trace import (
+    Variables,
+    arguments_with,
+    trace_backwards,
+    trace_forwards,
+    variables_of,
+)
+from mpiad.differentiation.trees import flatten
+from mpiad.primitives.cotangents import conform, spec_like
+
+__all__ = ["hvp", "jvp", "make_jvp", "make_vjp"]
+
+
+def make_vjp(fun: Function, argnum: int | tuple[int, ...] = 0) -> Callable[..., tuple[Callable, Any]]:
+    """Make the function that evaluates `fun` and returns its transposed Jacobian product.
+
+    Parameters
+    ----------
+    fun : callable
+        Runs on every rank and returns any nest of arrays.
+    argnum : int or tuple of int
+
+    Returns
+    -------
+    callable
+        ``(*args) -> (vjp, value)``. ``vjp(ȳ_r)``, in the form of the value, returns x̄_r on every rank: the transpose of
+        the Jacobian of the whole program, from all ranks' results to all ranks' arguments. It may be called repeatedly.
+
+    Raises
+    ------
+    TypeError
+        Where the argument holds nothing to differentiate by, or a cotangent doesn't have the form of the value.
+    RequestError
+        Where a request is left unwaited for.
+
+    Ranks
+    -----
+    All ranks that communicate in `fun` call the result, and its `vjp`.
+
+    Adjoint
+    -------
+    `vjp` can be differentiated by its cotangent and, in a trace around all, by the arguments.
+    """
+
+    def evaluate(*args: Any, **kwargs: Any) -> tuple[Callable, Any]:
+        variables = variables_of(args, argnum, "make_vjp")
+        traced = trace_backwards(lambda x: fun(*arguments_with(args, argnum, x), **kwargs), variables)
+        if traced.problem is not None:
+            raise traced.problem.kind(traced.problem.text)
+
+        def vjp(cotangent: Tree) -> Tree:
+            seeds = _seeds(cotangent, traced.values, traced.places)
+            return variables.filled(cotangents_of_variables(traced, seeds, variables, keep=True), lambda leaf: None)
+
+        return vjp, traced.build(traced.values)
+
+    return evaluate
+
+
+def _seeds(cotangent: Tree, values: list[Any], places: list[int]) -> list[tuple[int, Any]]:
+    given = flatten(cotangent)[0]
+    if len(given) != len(values):
+        raise TypeError(f"vjp: the value has {len(values)} leaves, so its cotangent must, but got {len(given)}.")
+    return [(place, _shaped(g, value, "vjp")) for g, value, place in zip(given, values, places) if place >= 0]
+
+
+def _shaped(g: Any, value: Any, call: str) -> Any:
+    spec = spec_like(value)
+    if spec_like(g).shape != spec.shape:
+        raise TypeError(f"{call}: expected shape {spec.shape}, that of what it belongs to, but got {spec_like(g).shape}.")
+    return conform(g, *spec)
+
+
+def make_jvp(fun: Function, argnum: int | tuple[int, ...] = 0) -> Callable[..., Callable]:
+    """Make the function that evaluates `fun` and its Jacobian product.
+
+    Parameters
+    ----------
+    fun : callable
+        Runs on every rank and returns any nest of arrays.
+    argnum : int or tuple of int
+
+    Returns
+    -------
+    callable
+        ``(*args)(v_r) -> (value, tangent)``: the tangent of this rank's value along all ranks' v.
+
+    Raises
+    ------
+    TypeError
+        Where the argument holds nothing to differentiate by, or `v` doesn't have its form.
+    RequestError
+        Where a request is left unwaited for.
+
+    Ranks
+    -----
+    All ranks that communicate in `fun` call the result, each with its own v.
+
+    Adjoint
+    -------
+    Value and tangent can be differentiated again.
+    """
+
+    def at(*args: Any, **kwargs: Any) -> Callable:
+        variables = variables_of(args, argnum, "make_jvp")
+
+        def along(v: Tree) -> tuple[Any, Any]:
+            tangents = _tangents(v, variables)
+            return trace_forwards(
+                lambda x: fun(*arguments_with(args, argnum, x), **kwargs), variables, tangents, "make_jvp"
+            )
+
+        return along
+
+    return at
+
+
+def _tangents(v: Tree, variables: Variables) -> list[Any]:
+    given = flatten(v)[0]
+    if len(given) != len(variables.leaves):
+        raise TypeError(f"jvp: the argument has {len(variables.leaves)} leaves, so v must, but got {len(given)}.")
+    return [_shaped(given[place], variables.leaves[place], "jvp") for place in variables.places]
+
+
+def jvp(fun: Function, x: Tree, v: Tree) -> tuple[Any, Any]:
+    """Evaluate a function of one argument and its tangent.
+
+    Parameters
+    ----------
+    fun : callable
+    x, v : nest of arrays
+        This rank's argument and direction.
+
+    Returns
+    -------
+    (value, tangent)
+
+    Raises
+    ------
+    TypeError
+        Where `x` holds nothing to differentiate by, or `v` doesn't have its form.
+
+    Ranks
+    -----
+    All ranks that communicate in `fun`, each with its own `x` and `v`.
+
+    Adjoint
+    -------
+    Value and tangent can be differentiated again.
+    """
+    return make_jvp(fun)(x)(v)
+
+
+def hvp(
+    fun: Function,
+    argnum: int | tuple[int, ...] = 0,
+    *,
+    objective: str = "root",
+    shared: bool = False,
+    root: Rank = 0,
+    comm: Comm = None,
+) -> Callable[..., Any]:
+    """Make the function that evaluates the product of the Hessian of the objective with a direction.
+
+    Forward over reverse: one tangent carried through the gradient, at about twice its cost.
+
+    Parameters
+    ----------
+    fun : callable
+    argnum : int or tuple of int
+    objective : {"root", "sum", "mean"}
+    shared : bool
+        Whether argument and direction are one variable of which every rank holds a copy.
+    root : int
+    comm : mpi4py intracommunicator, optional
+        All as in `value_and_grad`.
+
+    Returns
+    -------
+    callable
+        ``(*args, v_r) -> (H v)_r``, the sum over all ranks s of ∂²J/∂x_r∂x_s v_s.
+
+    Raises
+    ------
+    TypeError, ValueError, RequestError
+        As in `value_and_grad`.
+
+    Ranks
+    -----
+    All ranks of `comm` call the result.
+
+    Adjoint
+    -------
+    The product can be differentiated again.
+    """
+    gradient = grad(fun, argnum, objective=objective, shared=shared, root=root, comm=comm)
+
+    def evaluate(*args: Any, **kwargs: Any) -> Any:
+        return make_jvp(gradient, argnum)(*args[:-1], **kwargs)(args[-1])[1]
+
+    return evaluate

@@ -1,0 +1,97 @@
+"""The ordered tape: the steps of one trace, in the order in which they ran, communications always among them.
+
+A tape is current from the start of its trace to the end. Node and tape refer to each other while the trace is open;
+at its end the record is handed over and the tape forgets it, so that no cycle is left and memory returns as soon as
+the result is dropped.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from mpiad.differentiation.nodes import OrderedNode, TangentNode
+from mpiad.differentiation.numbering import enter, leave
+from mpiad.primitives.cotangents import conform, spec_like
+from mpiad.primitives.operation import Operation, Tape, current, suspended
+from mpiad.transport import Channel, Spec
+
+__all__ = ["OrderedTape", "Recording", "TangentTape", "mark_unfinished"]
+
+_NO_VALUE = Spec(None, None)  # type: ignore[arg-type]
+
+
+class Recording(NamedTuple):
+    """What a closed tape leaves behind."""
+
+    nodes: list[Any]
+    channels: set[Channel]
+
+
+class _Tape:
+    """What tapes of both directions share: their number, their place in the nest, and what must be finished."""
+
+    __slots__ = ("_before", "channels", "number", "outer", "record", "requests")
+
+    def __init__(self) -> None:
+        self.record: Any = []
+        self.requests: dict[int, Any] = {}
+        self.channels: set[Channel] = set()
+
+    def __enter__(self) -> Any:
+        self.outer: Tape | None = current.tape
+        self.number, self._before = enter()
+        current.tape = self
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        outer = current.tape = self.outer
+        self.outer = None
+        leave(self.number, self._before)
+        if kind is not None:
+            self.record = None
+            mark_unfinished(self.channels, f"{kind.__name__} left a trace in which messages were under way.")
+        elif outer is not None and self.channels:
+            outer.channels |= self.channels
+
+    def close(self) -> Recording:
+        """Hand over the record; what was traced is constant from now on."""
+        recording = Recording(self.record, self.channels)
+        self.record = None
+        return recording
+
+
+def mark_unfinished(channels: set[Channel], reason: str) -> None:
+    """Refuse the further use of channels on which messages may be left."""
+    for channel in channels:
+        channel.mark(reason)
+
+
+class OrderedTape(_Tape):
+    """The tape of a trace that is to be run backwards."""
+
+    __slots__ = ()
+
+    def communicated(self, operation: Operation, ans: Any, x: Any, params: Any, parent: Any) -> Any:
+        """Record a communication; return its node, or None where its result carries no derivative."""
+        places = () if parent is None or parent.tape is not self else (parent.index,)
+        dtype = getattr(ans, "dtype", None)
+        like = _NO_VALUE if dtype is None else Spec(ans.shape, dtype)
+        vjp = operation.vjp(ans, x, params, self.number)
+        node = OrderedNode.placed(self, places, lambda g: (vjp(g),), like)
+        return None if dtype is None else node
+
+
+class TangentTape(_Tape):
+    """The tape of a trace that carries tangents along; nothing needs to be recorded."""
+
+    __slots__ = ()
+
+    def communicated(self, operation: Operation, ans: Any, x: Any, params: Any, parent: Any) -> Any:
+        """Communicate the tangent, as part of the trace around this one; return its node."""
+        dx = parent.g if parent is not None and parent.tape is self else None
+        if x is not None:
+            spec = spec_like(x)
+            dx = spec.zeros() if dx is None else conform(dx, *spec)
+        with suspended(self.outer):
+            tangent = operation.jvp(dx, ans, x, params, self.number)
+        return TangentNode.placed(self, tangent) if hasattr(ans, "dtype") else None

@@ -1,0 +1,163 @@
+"""Run a function under one of our tapes: variables in, results and their places on the tape out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from autograd.tracer import Box, new_box
+
+from mpiad._typing import Tree
+from mpiad.differentiation.nodes import OrderedNode, TangentNode
+from mpiad.differentiation.objective import Problem
+from mpiad.differentiation.tape import OrderedTape, Recording, TangentTape, mark_unfinished
+from mpiad.differentiation.trees import flatten, is_variable
+from mpiad.errors import RequestError
+from mpiad.primitives.cotangents import conform, spec_like
+
+__all__ = ["Traced", "Variables", "trace_backwards", "trace_forwards", "variables_of"]
+
+_box_types = Box.types
+
+
+class Variables(NamedTuple):
+    """The arguments to differentiate by: all leaves, which of them are variables, and the way back to the nest."""
+
+    leaves: list[Any]
+    places: list[int]
+    build: Callable[[list[Any]], Tree]
+
+    def filled(self, values: Sequence[Any], otherwise: Callable[[Any], Any] | None = None) -> Tree:
+        """Build the nest with these values in the place of the variables."""
+        leaves = list(self.leaves) if otherwise is None else [otherwise(leaf) for leaf in self.leaves]
+        for place, value in zip(self.places, values):
+            leaves[place] = value
+        return self.build(leaves)
+
+
+class Traced(NamedTuple):
+    """What a traced run gives: its result's leaves with their places on the tape (-1: constant), and the record."""
+
+    values: list[Any]
+    places: list[int]
+    build: Callable[[list[Any]], Tree]
+    recording: Recording
+    problem: Problem | None
+
+
+def variables_of(args: tuple, argnum: int | tuple[int, ...], call: str) -> Variables:
+    """Return the variables among the arguments.
+
+    Raises
+    ------
+    TypeError
+        Where there is no such argument, or it holds nothing to differentiate by.
+    """
+    try:
+        chosen = args[argnum] if isinstance(argnum, int) else tuple([args[i] for i in argnum])
+    except IndexError:
+        raise TypeError(
+            f"{call}: argnum={argnum!r} names an argument by its position, but {len(args)} positional were given."
+        ) from None
+    leaves, build = flatten(chosen)
+    leaves = [_without_ended(leaf) for leaf in leaves]
+    places = [place for place, leaf in enumerate(leaves) if is_variable(leaf)]
+    if not places:
+        kinds = ", ".join(sorted({_described(leaf) for leaf in leaves})) or "nothing"
+        raise TypeError(
+            f"{call}: argument {argnum!r} holds {kinds}, but a derivative is taken by real or complex numbers or arrays. "
+            "Pass floats (3.0 instead of 3) or an array of dtype float32, float64, complex64 or complex128."
+        )
+    return Variables(leaves, places, build)
+
+
+def _described(leaf: Any) -> str:
+    return f"{type(leaf).__name__} of dtype {leaf.dtype}" if hasattr(leaf, "dtype") else type(leaf).__name__
+
+
+def arguments_with(args: tuple, argnum: int | tuple[int, ...], chosen: Any) -> list[Any]:
+    """Return the arguments with the chosen ones replaced."""
+    new = list(args)
+    if isinstance(argnum, int):
+        new[argnum] = chosen
+    else:
+        for i, value in zip(argnum, chosen):
+            new[i] = value
+    return new
+
+
+def trace_backwards(fun: Callable[[Tree], Any], variables: Variables) -> Traced:
+    """Run a function with its variables traced, in reverse mode."""
+    tape = OrderedTape()
+    with tape:
+        boxes = [new_box(variables.leaves[place], tape.number, OrderedNode.variable(tape)) for place in variables.places]
+        out = fun(variables.filled(boxes))
+    leaves, build = flatten(out)
+    found = [_unboxed(leaf, tape) for leaf in leaves]
+    places = [-1 if node is None else node.index for _, node in found]
+    recording = tape.close()
+    return Traced([value for value, _ in found], places, build, recording, _unfinished(tape))
+
+
+def trace_forwards(
+    fun: Callable[[Tree], Any], variables: Variables, tangents: Sequence[Any], call: str
+) -> tuple[Tree, Tree]:
+    """Run a function with tangents carried along; return its result and the result's tangent."""
+    tape = TangentTape()
+    with tape:
+        boxes = [
+            new_box(variables.leaves[place], tape.number, TangentNode.placed(tape, tangent))
+            for place, tangent in zip(variables.places, tangents)
+        ]
+        out = fun(variables.filled(boxes))
+        problem = _unfinished(tape)
+        if problem is not None:
+            raise problem.kind(problem.text)
+    leaves, build = flatten(out)
+    found = [_unboxed(leaf, tape) for leaf in leaves]
+    tape.close()
+    return build([value for value, _ in found]), build([_tangent(value, node) for value, node in found])
+
+
+def _tangent(value: Any, node: Any) -> Any:
+    if not is_variable(value):
+        return value
+    spec = spec_like(value)
+    return spec.zeros() if node is None else conform(node.g, *spec)
+
+
+def _unboxed(value: Any, tape: Any) -> tuple[Any, Any]:
+    """Return a result's value, and its node on this tape, None for a constant."""
+    number = tape.number
+    while type(value) in _box_types and value._trace > number:
+        value = value._value  # of a trace inside this one that has ended
+    if type(value) in _box_types and value._trace == number:
+        node = value._node
+        return value._value, node if getattr(node, "tape", None) is tape else None
+    return _without_ended(value), None
+
+
+def _without_ended(value: Any) -> Any:
+    while type(value) in _box_types:
+        tape = getattr(value._node, "tape", None)
+        if tape is None or tape.record is not None:
+            break
+        value = value._value
+    return value
+
+
+def _unfinished(tape: Any) -> Problem | None:
+    """Return the mistake of a trace that ends before its requests are waited for."""
+    if not tape.requests:
+        return None
+    waiting = list(tape.requests.values())
+    tape.requests.clear()
+    mark_unfinished(tape.channels, "A trace ended before its requests were waited for.")
+    listed = ", ".join(map(repr, waiting[:4])) + (", ..." if len(waiting) > 4 else "")
+    for request in waiting:
+        request.done, request.tape = True, None
+    return Problem(
+        RequestError,
+        f"{len(waiting)} request(s) were never waited for in the trace that started them: {listed}. "
+        "Call mpi_wait or mpi_waitall before the function returns.",
+    )

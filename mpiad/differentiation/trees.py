@@ -1,0 +1,65 @@
+"""Nests of dict, list and tuple: their leaves in an order that all ranks agree on, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from autograd.builtins import DictBox, SequenceBox
+from autograd.tracer import Box
+
+from mpiad._typing import Tree
+
+__all__ = ["flatten", "is_variable"]
+
+
+def flatten(tree: Tree) -> tuple[list[Any], Callable[[list[Any]], Tree]]:
+    """Return the leaves of a nest, and the function that builds the nest of other leaves."""
+    leaves: list[Any] = []
+    build = _walk(tree, leaves)
+    return leaves, lambda new: build(iter(new))
+
+
+def _walk(tree: Any, leaves: list[Any]) -> Callable:
+    if isinstance(tree, (dict, DictBox)):
+        return _walk_dict(tree, leaves)
+    if isinstance(tree, (list, tuple, SequenceBox)):
+        parts = [_walk(tree[i], leaves) for i in range(len(tree))]
+        make = _maker(tree)
+        return lambda new: make([part(new) for part in parts])
+    leaves.append(tree)
+    return next
+
+
+def _walk_dict(tree: Any, leaves: list[Any]) -> Callable:
+    keys = list(tree.keys())
+    try:
+        ordered = sorted(keys)  # two ranks may have filled theirs in different orders
+    except TypeError:
+        ordered = keys
+    parts = [(key, _walk(tree[key], leaves)) for key in ordered]
+    kind = type(tree) if isinstance(tree, dict) and type(tree).__init__ is dict.__init__ else dict
+
+    def build(new: Any) -> dict:
+        found = {key: part(new) for key, part in parts}
+        return kind((key, found[key]) for key in keys)
+
+    return build
+
+
+def _maker(tree: Any) -> Callable[[list[Any]], Any]:
+    if hasattr(tree, "_fields"):  # a named tuple
+        return lambda items: type(tree)(*items)
+    if isinstance(tree, SequenceBox):
+        return tuple
+    return type(tree)
+
+
+def is_variable(leaf: Any) -> bool:
+    """Tell whether a leaf can be differentiated: a real or complex number or array of them, traced or not."""
+    if isinstance(leaf, (float, complex, np.inexact)):
+        return True
+    if isinstance(leaf, np.ndarray) or type(leaf) in Box.types:
+        return getattr(leaf, "dtype", np.dtype(object)).kind in "fc"
+    return False

@@ -1,0 +1,40 @@
+"""The differentiable primitives, one file each."""
+
+from mpiad.primitives.allgather import mpi_allgather
+from mpiad.primitives.allreduce import mpi_allreduce
+from mpiad.primitives.alltoall import mpi_alltoall
+from mpiad.primitives.barrier import mpi_barrier
+from mpiad.primitives.bcast import mpi_bcast
+from mpiad.primitives.exchange import mpi_exchange
+from mpiad.primitives.gather import mpi_gather
+from mpiad.primitives.iallreduce import mpi_iallreduce
+from mpiad.primitives.irecv import mpi_irecv
+from mpiad.primitives.isend import mpi_isend
+from mpiad.primitives.print import mpi_print
+from mpiad.primitives.recv import mpi_recv
+from mpiad.primitives.reduce import mpi_reduce
+from mpiad.primitives.reduce_scatter import mpi_reduce_scatter
+from mpiad.primitives.scan import mpi_exscan, mpi_scan
+from mpiad.primitives.scatter import mpi_scatter
+from mpiad.primitives.send import mpi_send
+from mpiad.primitives.sendrecv import mpi_sendrecv
+from mpiad.primitives.session import (
+    mpi_finalize,
+    mpi_finalized,
+    mpi_init,
+    mpi_initialized,
+    mpi_local_rank,
+    mpi_rank,
+    mpi_size,
+    reset,
+    stop,
+)
+from mpiad.primitives.sum import mpi_sum
+from mpiad.primitives.wait import mpi_wait, mpi_waitall
+
+__all__ = [
+    "mpi_allgather", "mpi_allreduce", "mpi_alltoall", "mpi_barrier", "mpi_bcast", "mpi_exchange", "mpi_exscan",
+    "mpi_finalize", "mpi_finalized", "mpi_gather", "mpi_iallreduce", "mpi_init", "mpi_initialized", "mpi_irecv",
+    "mpi_isend", "mpi_local_rank", "mpi_print", "mpi_rank", "mpi_recv", "mpi_reduce", "mpi_reduce_scatter", "mpi_scan",
+    "mpi_scatter", "mpi_send", "mpi_sendrecv", "mpi_size", "mpi_sum", "mpi_wait", "mpi_waitall", "reset", "stop",
+]

@@ -1,0 +1,70 @@
+"""`mpi_allgather`: collect the arrays of all ranks on all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autograd.tracer import getval
+
+from mpiad._typing import Comm, LocalArray, ReplicatedArray
+from mpiad.primitives.catalogue import ALLGATHER, REDUCE_SCATTER, Dividing
+from mpiad.primitives.checks import axis_of
+from mpiad.primitives.operation import communicate
+from mpiad.transport import channel, collectives
+from mpiad.transport.buffers import outgoing, spec_of
+
+__all__ = ["mpi_allgather"]
+
+
+def mpi_allgather(x: LocalArray, axis: int | None = None, comm: Comm = None) -> ReplicatedArray:
+    """Collect the arrays of all ranks on all ranks.
+
+    Parameters
+    ----------
+    x : array or number
+        Same shape and dtype on all ranks; with `axis`, lengths along it may differ.
+    axis : int, optional
+        Axis along which the arrays are concatenated, in the order of ranks; None stacks them along a new first axis.
+    comm : mpi4py intracommunicator, optional
+
+    Returns
+    -------
+    array
+        Shape ``(size, *x.shape)``, or that of the concatenation; equal on all ranks.
+
+    Raises
+    ------
+    TypeError
+        Where `x` can't be sent.
+    ValueError
+        Where there is no such axis; on all ranks, where shapes or dtypes differ.
+
+    Ranks
+    -----
+    All ranks of `comm` call it, with the same axis.
+
+    Adjoint
+    -------
+    All ranks' cotangents are added up and scattered: each rank gets the sum for its own piece.
+    """
+    used = channel(comm, "mpi_allgather")
+    array = outgoing(getval(x), "mpi_allgather")
+    axis = axis_of(axis, array.ndim, "mpi_allgather")
+    lengths = collectives.lengths_of_all(used, array, axis, "mpi_allgather")
+    return communicate(ALLGATHER, x, Dividing(used, None, axis, lengths, spec_of(array, "mpi_allgather")))
+
+
+def _forward(x: Any, p: Dividing) -> Any:
+    return collectives.gather(p.channel, x, None, p.axis, p.lengths, "mpi_allgather")
+
+
+def _adjoint(ans: Any, x: Any, p: Dividing) -> Any:
+    """Return the transpose: every rank holds a copy of each piece, so the copies' cotangents add up at its owner."""
+    return lambda g: communicate(REDUCE_SCATTER, g, p)
+
+
+def _tangent(dx: Any, ans: Any, x: Any, p: Dividing) -> Any:
+    return communicate(ALLGATHER, dx, p)
+
+
+ALLGATHER.define(_forward, _adjoint, _tangent)

@@ -1,0 +1,101 @@
+"""`mpi_allreduce`: combine every rank's array, with the result on all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import autograd.numpy as anp
+import numpy as np
+from autograd.tracer import getval
+
+from mpiad._typing import Comm, LocalArray, Op, ReplicatedArray
+from mpiad.primitives.allgather import mpi_allgather
+from mpiad.primitives.catalogue import ALLREDUCE, Reduction
+from mpiad.primitives.checks import reduction_of
+from mpiad.primitives.operation import communicate
+from mpiad.transport import PROD, SUM, channel, collectives
+
+__all__ = ["mpi_allreduce"]
+
+
+def mpi_allreduce(x: LocalArray, op: Op = SUM, comm: Comm = None) -> ReplicatedArray:
+    """Combine the arrays of all ranks, entry by entry, with the result on all ranks.
+
+    Parameters
+    ----------
+    x : array or number, the same shape and dtype on all ranks
+    op : mpi4py operation
+        `MPI.SUM`, `PROD`, `MAX` or `MIN`; for integers and booleans any that MPI has for them.
+    comm : mpi4py intracommunicator, optional
+
+    Returns
+    -------
+    array
+        Same shape and dtype as `x`, equal on all ranks.
+
+    Raises
+    ------
+    TypeError
+        Where `x` or `op` can't be reduced.
+
+    Ranks
+    -----
+    All ranks of `comm` call it.
+
+    Adjoint
+    -------
+    SUM: the sum of all ranks' cotangents, on every rank. PROD: that sum times the product of the other ranks' factors
+    (right with zeros among them). MAX, MIN: that sum, shared equally among all tied entries of all ranks.
+    """
+    return communicate(ALLREDUCE, x, Reduction(channel(comm, "mpi_allreduce"), reduction_of(op, x, "mpi_allreduce")))
+
+
+def _forward(x: Any, p: Reduction) -> Any:
+    return collectives.allreduce(p.channel, x, p.op, "mpi_allreduce")
+
+
+def _adjoint(ans: Any, x: Any, p: Reduction) -> Any:
+    """Return the transpose of the Jacobian: y_r depends on every x_s, so x̄_s sums over all r."""
+    total = p._replace(op=SUM)
+    if p.op == SUM:
+        return lambda g: communicate(ALLREDUCE, g, total)
+    return lambda g: communicate(ALLREDUCE, g, total) * _slope(ans, x, p)
+
+
+def _tangent(dx: Any, ans: Any, x: Any, p: Reduction) -> Any:
+    total = p._replace(op=SUM)
+    return communicate(ALLREDUCE, dx if p.op == SUM else dx * _slope(ans, x, p), total)
+
+
+def _slope(ans: Any, x: Any, p: Reduction) -> Any:
+    """Return the derivative of the result by this rank's own entries."""
+    return _product_of_others(ans, x, p) if p.op == PROD else _share_of_tie(ans, x, p)
+
+
+def _product_of_others(ans: Any, x: Any, p: Reduction) -> Any:
+    # The result is the same on all ranks, so they agree on which way to take.
+    y = getval(ans)
+    safe = np.finfo(y.dtype).tiny / np.finfo(y.dtype).eps
+    if np.all((np.abs(y) > safe) & np.isfinite(y)):
+        return ans / x
+    factors = mpi_allgather(x, comm=p.channel.user)
+    others = anp.concatenate((factors[: p.channel.rank], factors[p.channel.rank + 1 :]))
+    return _product(others) if len(others) else np.ones(y.shape, y.dtype)
+
+
+def _product(factors: Any) -> Any:
+    # Multiplied in pairs: the derivative of a product is then right with zeros too, at any order.
+    while len(factors) > 1:
+        half = len(factors) // 2
+        odd = factors[2 * half :]
+        factors = anp.concatenate((factors[:half] * factors[half : 2 * half], odd))
+    return factors[0]
+
+
+def _share_of_tie(ans: Any, x: Any, p: Reduction) -> Any:
+    y = getval(ans)
+    tied = np.asarray(getval(x) == y, dtype=y.dtype)
+    return tied / collectives.allreduce(p.channel, tied, SUM, "mpi_allreduce")
+
+
+ALLREDUCE.define(_forward, _adjoint, _tangent)

@@ -1,0 +1,65 @@
+"""`mpi_alltoall`: transpose blocks between all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autograd.tracer import getval
+
+from mpiad._typing import Comm, LocalArray
+from mpiad.primitives.catalogue import ALLTOALL, Reduction
+from mpiad.primitives.checks import lengths_along
+from mpiad.primitives.operation import communicate
+from mpiad.transport import SUM, channel, collectives
+from mpiad.transport.buffers import outgoing
+
+__all__ = ["mpi_alltoall"]
+
+
+def mpi_alltoall(x: LocalArray, comm: Comm = None) -> LocalArray:
+    """Exchange blocks between all ranks: block s of rank r becomes block r of rank s.
+
+    Parameters
+    ----------
+    x : array, shape (size, ...), the same shape and dtype on all ranks
+    comm : mpi4py intracommunicator, optional
+
+    Returns
+    -------
+    array
+        Same shape and dtype as `x`; its block s is what rank s had for this rank.
+
+    Raises
+    ------
+    TypeError
+        Where `x` can't be sent.
+    ValueError
+        Where its first axis isn't the number of ranks.
+
+    Ranks
+    -----
+    All ranks of `comm` call it.
+
+    Adjoint
+    -------
+    The same exchange of the cotangents.
+    """
+    used = channel(comm, "mpi_alltoall")
+    lengths_along(None, None, outgoing(getval(x), "mpi_alltoall").shape, used, "mpi_alltoall")
+    return communicate(ALLTOALL, x, Reduction(used, SUM))
+
+
+def _forward(x: Any, p: Reduction) -> Any:
+    return collectives.alltoall(p.channel, x, "mpi_alltoall")
+
+
+def _adjoint(ans: Any, x: Any, p: Reduction) -> Any:
+    """Return the transpose of a permutation, which here is the permutation itself."""
+    return lambda g: communicate(ALLTOALL, g, p)
+
+
+def _tangent(dx: Any, ans: Any, x: Any, p: Reduction) -> Any:
+    return communicate(ALLTOALL, dx, p)
+
+
+ALLTOALL.define(_forward, _adjoint, _tangent)

@@ -1,0 +1,46 @@
+"""`mpi_barrier`: wait for all ranks, at the same place backwards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpiad._typing import Comm
+from mpiad.primitives.catalogue import BARRIER
+from mpiad.primitives.operation import communicate
+from mpiad.transport import Channel, channel, collectives
+
+__all__ = ["mpi_barrier"]
+
+
+def mpi_barrier(comm: Comm = None) -> None:
+    """Wait until all ranks have come here.
+
+    Parameters
+    ----------
+    comm : mpi4py intracommunicator, optional
+
+    Ranks
+    -----
+    All ranks of `comm` call it.
+
+    Adjoint
+    -------
+    Nothing flows back; a reverse pass waits for all ranks at this place too.
+    """
+    communicate(BARRIER, None, channel(comm, "mpi_barrier"))
+
+
+def _forward(x: None, p: Channel) -> None:
+    collectives.barrier(p)
+
+
+def _adjoint(ans: None, x: None, p: Channel) -> Any:
+    """Return a barrier: the order of events is kept, reversed."""
+    return lambda g: communicate(BARRIER, None, p)
+
+
+def _tangent(dx: None, ans: None, x: None, p: Channel) -> None:
+    return None
+
+
+BARRIER.define(_forward, _adjoint, _tangent)

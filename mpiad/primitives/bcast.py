@@ -1,0 +1,72 @@
+"""`mpi_bcast`: copy the root's array to all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpiad._typing import Comm, Rank, ReplicatedArray, RootArray
+from mpiad.primitives.catalogue import BCAST, SUM_TO_ROOT, Copying, Summing
+from mpiad.primitives.checks import root_of
+from mpiad.primitives.cotangents import spec_like
+from mpiad.primitives.operation import communicate
+from mpiad.transport import channel, collectives, headers
+
+__all__ = ["mpi_bcast"]
+
+
+def mpi_bcast(x: RootArray, root: Rank = 0, comm: Comm = None) -> ReplicatedArray:
+    """Copy the root's array to all ranks.
+
+    Parameters
+    ----------
+    x : array or number
+        Counts on the root; on other ranks it is a template that may differ in shape and dtype, or None.
+    root : int
+    comm : mpi4py intracommunicator, optional
+
+    Returns
+    -------
+    array
+        Shape and dtype of the root's `x`, new memory, equal on all ranks.
+
+    Raises
+    ------
+    TypeError
+        On all ranks, where the root's `x` can't be sent.
+    ValueError
+        Where there is no such root.
+
+    Ranks
+    -----
+    All ranks of `comm` call it, with the same root.
+
+    Adjoint
+    -------
+    The sum of all ranks' cotangents goes to the root's `x`, zero to the templates.
+    """
+    used = channel(comm, "mpi_bcast")
+    return communicate(BCAST, x, Copying(used, root_of(root, used, "mpi_bcast"), None))
+
+
+def _forward(x: Any, p: Copying) -> Any:
+    if p.spec is None:
+        return headers.bcast_with_header(p.channel, x, p.root, "mpi_bcast")
+    return collectives.bcast(p.channel, x, p.spec, p.root, "mpi_bcast")
+
+
+def _adjoint(ans: Any, x: Any, p: Copying) -> Any:
+    """Return the transpose of copying: the copies' cotangents add up at the root; templates had no influence."""
+    template = None if x is None or p.channel.rank == p.root else spec_like(x)
+
+    def vjp(g: Any) -> Any:
+        total = communicate(SUM_TO_ROOT, g, Summing(p.channel, p.root))
+        return total if template is None else template.zeros()
+
+    return vjp
+
+
+def _tangent(dx: Any, ans: Any, x: Any, p: Copying) -> Any:
+    return communicate(BCAST, dx, p._replace(spec=spec_like(ans)))
+
+
+BCAST.define(_forward, _adjoint, _tangent)

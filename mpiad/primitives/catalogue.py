@@ -1,0 +1,95 @@
+"""All operations by name, and what each must know besides its array.
+
+An operation and its adjoint need each other, and each has a file of its own: both find the other here.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from mpiad._typing import Op
+from mpiad.primitives.operation import Operation
+from mpiad.transport import Channel, Envelope, Spec
+
+__all__ = [
+    "ALLGATHER", "ALLREDUCE", "ALLTOALL", "BARRIER", "BCAST", "EXCHANGE", "GATHER", "IALLREDUCE", "IRECV", "ISEND", "RECV",
+    "REDUCE_SCATTER", "SCAN", "SCATTER", "SEND", "SUM_TO_ROOT", "WAIT", "Copying", "Dividing", "Exchange", "Prefix",
+    "Receiving", "Reduction", "Summing",
+]
+
+BCAST = Operation("mpi_bcast")
+SUM_TO_ROOT = Operation("mpi_sum")
+ALLREDUCE = Operation("mpi_allreduce")
+GATHER = Operation("mpi_gather")
+ALLGATHER = Operation("mpi_allgather")
+SCATTER = Operation("mpi_scatter")
+REDUCE_SCATTER = Operation("mpi_reduce_scatter")
+ALLTOALL = Operation("mpi_alltoall")
+SCAN = Operation("mpi_scan")
+BARRIER = Operation("mpi_barrier")
+SEND = Operation("mpi_send", point_to_point=True)
+RECV = Operation("mpi_recv", point_to_point=True)
+EXCHANGE = Operation("mpi_exchange", point_to_point=True)
+ISEND = Operation("mpi_isend", point_to_point=True, halves=True)
+IRECV = Operation("mpi_irecv", point_to_point=True, halves=True)
+IALLREDUCE = Operation("mpi_iallreduce", point_to_point=True, halves=True)
+WAIT = Operation("mpi_wait", point_to_point=True, halves=True)
+
+
+class Copying(NamedTuple):
+    """Root of a copy to all; the spec of the array, where all ranks know it."""
+
+    channel: Channel
+    root: int
+    spec: Spec | None
+
+
+class Summing(NamedTuple):
+    """Root of a sum."""
+
+    channel: Channel
+    root: int
+
+
+class Reduction(NamedTuple):
+    """How all ranks reduce."""
+
+    channel: Channel
+    op: Op
+
+
+class Dividing(NamedTuple):
+    """How an array is divided among the ranks: their lengths along an axis, or one block each where it is None.
+
+    `spec` is that of this rank's piece, `root` None where all ranks hold the whole.
+    """
+
+    channel: Channel
+    root: int | None
+    axis: int | None
+    lengths: list[int]
+    spec: Spec
+
+
+class Prefix(NamedTuple):
+    """Which ranks a sum over the ranks before this one takes in, or after it where `backwards`."""
+
+    channel: Channel
+    exclusive: bool
+    backwards: bool
+
+
+class Receiving(NamedTuple):
+    """What is received, and from whom; `back` is None for no partner."""
+
+    spec: Spec
+    back: Envelope | None
+
+
+class Exchange(NamedTuple):
+    """To whom, what comes back, and from whom; None for no partner."""
+
+    there: Envelope | None
+    spec: Spec
+    back: Envelope | None
+

@@ -1,0 +1,117 @@
+"""Checks of arguments that several operations share: ranks, tags, axes, how an array is divided."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import numpy as np
+
+from mpiad.transport import ANY_SOURCE, ANY_TAG, MAX, MIN, PROC_NULL, PROD, SUM, Channel, Op, Spec
+
+__all__ = ["axis_of", "lengths_along", "partner_of", "piece_of", "reduction_of", "root_of", "tag_of"]
+
+_TRACED_OPS = (SUM, PROD, MAX, MIN)
+
+
+def _integer(value: Any, call: str, argument: str, allowed: str) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{call}: {argument} must be {allowed}, but got {type(value).__name__} {value!r}.") from None
+
+
+def root_of(root: Any, channel: Channel, call: str) -> int:
+    """Return the root as an int; a ValueError where there is no such rank."""
+    allowed = f"a rank from 0 to {channel.size - 1}"
+    if type(root) is not int:
+        root = _integer(root, call, "root", allowed)
+    if 0 <= root < channel.size:
+        return root
+    raise ValueError(f"{call}: root must be {allowed} (the communicator has {channel.size} ranks), but got {root}.")
+
+
+def partner_of(rank: Any, channel: Channel, call: str, argument: str, wildcard: bool = False) -> int | None:
+    """Return a partner's rank, None for no partner; a ValueError where there is no such rank."""
+    if type(rank) is int and 0 <= rank < channel.size:
+        return rank
+    if rank is None or rank == PROC_NULL:
+        return None
+    allowed = f"a rank from 0 to {channel.size - 1} or MPI.PROC_NULL" + (" or MPI.ANY_SOURCE" if wildcard else "")
+    rank = _integer(rank, call, argument, allowed)
+    if 0 <= rank < channel.size or (wildcard and rank == ANY_SOURCE):
+        return rank
+    raise ValueError(
+        f"{call}: {argument} must be {allowed} (the communicator has {channel.size} ranks), but got {rank}."
+    )
+
+
+def tag_of(tag: Any, channel: Channel, call: str, wildcard: bool = False) -> int:
+    """Return the tag as an int; a ValueError where MPI has no such tag."""
+    allowed = f"an integer from 0 to {channel.tag_limit}" + (" or MPI.ANY_TAG" if wildcard else "")
+    if type(tag) is not int:
+        tag = _integer(tag, call, "tag", allowed)
+    if 0 <= tag <= channel.tag_limit or (wildcard and tag == ANY_TAG):
+        return tag
+    raise ValueError(f"{call}: tag must be {allowed}, but got {tag}.")
+
+
+def reduction_of(op: Any, x: Any, call: str) -> Op:
+    """Return the reduction; a TypeError where it isn't one, or not for this dtype."""
+    if op is SUM:
+        return op
+    if not isinstance(op, Op):
+        raise TypeError(f"{call}: op must be an mpi4py operation as MPI.SUM, but got {type(op).__name__} {op!r}.")
+    kind = getattr(x, "dtype", np.dtype(type(x)) if isinstance(x, (int, float, complex)) else np.dtype(object)).kind
+    if kind == "f" and op not in _TRACED_OPS:
+        raise TypeError(f"{call}: floats are reduced by MPI.SUM, PROD, MAX or MIN; other operations take integers only.")
+    if kind == "c" and op not in (SUM, PROD):
+        raise TypeError(f"{call}: complex numbers have no order: op must be MPI.SUM or PROD, but x is complex.")
+    return op
+
+
+def axis_of(axis: Any, ndim: int, call: str) -> int | None:
+    """Return the axis counted from the front, None for none; an error where the array has no such axis."""
+    if axis is None:
+        return None
+    index = _integer(axis, call, "axis", "None or an integer")
+    if -ndim <= index < ndim:
+        return index % ndim
+    raise ValueError(f"{call}: axis must be None or from {-ndim} to {ndim - 1} for {ndim} dimensions, but got {index}.")
+
+
+def lengths_along(axis: int | None, counts: Any, shape: tuple[int, ...], channel: Channel, call: str) -> list[int]:
+    """Return each rank's length along `axis`; 1 each along the first axis where `axis` is None.
+
+    Raises
+    ------
+    ValueError
+        Where the first axis isn't the number of ranks (no `axis`), or `counts` doesn't fit.
+    """
+    size = channel.size
+    if axis is None:
+        if counts is not None:
+            raise ValueError(f"{call}: counts divide x along an axis, so they need one; got axis=None, counts={counts!r}.")
+        if not shape or shape[0] != size:
+            raise ValueError(
+                f"{call}: without axis the first axis of x must be the number of ranks, {size}, but x has shape {shape}. "
+                "Give axis= to divide x along an axis of any length."
+            )
+        return [1] * size
+    length = shape[axis]
+    if counts is None:
+        return [length // size + (rank < length % size) for rank in range(size)]
+    lengths = [_integer(count, call, "counts", "integers") for count in counts]
+    if len(lengths) != size or min(lengths) < 0 or sum(lengths) != length:
+        raise ValueError(
+            f"{call}: counts must be {size} integers, none negative, that add up to {length}, the length of x "
+            f"(shape {shape}) along axis {axis}; but got {lengths}, which add up to {sum(lengths)}."
+        )
+    return lengths
+
+
+def piece_of(whole: Spec, axis: int | None, length: int) -> Spec:
+    """Return the spec of one rank's piece of a divided array."""
+    if axis is None:
+        return Spec(whole.shape[1:], whole.dtype)
+    return Spec((*whole.shape[:axis], length, *whole.shape[axis + 1 :]), whole.dtype)

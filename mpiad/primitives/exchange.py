@@ -1,0 +1,78 @@
+"""`mpi_exchange`: each rank sends to one neighbour and receives from another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpiad._typing import Array, Comm, LocalArray, Rank
+from mpiad.primitives.addresses import address_from, address_to, template
+from mpiad.primitives.catalogue import EXCHANGE, Exchange
+from mpiad.primitives.cotangents import spec_like
+from mpiad.primitives.operation import communicate
+from mpiad.transport.buffers import outgoing, private_copy
+from mpiad.transport.messages import receive, send, swap
+
+__all__ = ["mpi_exchange"]
+
+
+def mpi_exchange(
+    x: LocalArray, dest: Rank | None, source: Rank | None, like: Array = None, tag: int = 0, comm: Comm = None
+) -> LocalArray:
+    """Send x to one neighbour and return what another one sent: a ring shift, a swap, one side of a halo.
+
+    Parameters
+    ----------
+    x : array or number
+    dest, source : int
+        This rank's own neighbours; None or `MPI.PROC_NULL` for none (what `Cart.Shift` returns).
+    like : array or number, optional
+        Has the shape and dtype of what is received; that of `x` by default.
+    tag : int
+    comm : mpi4py intracommunicator, optional
+        Prepared by a collective or by `mpi_init(comm)`.
+
+    Returns
+    -------
+    array
+        What `source` sent; zeros where there is none.
+
+    Raises
+    ------
+    TypeError
+        Where `x` can't be sent or `like` can't be received.
+    ValueError
+        Where there is no such rank or tag, or the message has another size than `like`.
+
+    Ranks
+    -----
+    Each rank calls it whose neighbour does: its `dest` must receive, and its `source` send.
+
+    Adjoint
+    -------
+    The exchange reversed: the cotangent goes to `source`, and that of x comes from `dest`.
+    """
+    spec = template(x if like is None else like, "mpi_exchange")
+    there = address_to(dest, tag, comm, "mpi_exchange")
+    return communicate(EXCHANGE, x, Exchange(there, spec, address_from(source, tag, comm, "mpi_exchange")))
+
+
+def _forward(x: Any, p: Exchange) -> Any:
+    array = outgoing(x, "mpi_exchange")
+    if p.there is not None and p.back is not None:
+        return swap(array, p.there, p.spec, p.back, "mpi_exchange")
+    if p.there is not None:
+        send(private_copy(array, x), p.there)
+    return p.spec.zeros() if p.back is None else receive(p.spec, p.back, "mpi_exchange")
+
+
+def _adjoint(ans: Any, x: Any, p: Exchange) -> Any:
+    """Return the transpose of a permutation between ranks, its inverse: both directions reversed."""
+    reverse = Exchange(p.back and p.back.back(), spec_like(x), p.there and p.there.back())
+    return lambda g: communicate(EXCHANGE, g, reverse)
+
+
+def _tangent(dx: Any, ans: Any, x: Any, p: Exchange) -> Any:
+    return communicate(EXCHANGE, dx, Exchange(p.there and p.there.along(), p.spec, p.back and p.back.along()))
+
+
+EXCHANGE.define(_forward, _adjoint, _tangent)

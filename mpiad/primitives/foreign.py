@@ -1,0 +1,91 @@
+"""Communication under plain `autograd.grad`, whose backward order follows the expression and not the program.
+
+Point-to-point calls are refused at once. Collectives are numbered, and their adjoints must come in the reverse order:
+two ranks whose loss is written differently would otherwise pair different adjoints. A trace of autograd's is seen by
+its boxes, or, where no input is traced, by its counter, which differs from the number of our own tape. The counter
+stays raised after an exception, so the frames of the stack decide.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from autograd import tracer
+from autograd.core import VJPNode
+
+from mpiad.errors import ForeignTraceError
+
+__all__ = ["checked_adjoint", "raise_for_foreign", "refuse_foreign_trace"]
+
+_ADVICE = (
+    "Plain autograd's reverse pass follows the expression, not the program, so its communication can hang or go "
+    "missing. Use mpiad.grad or mpiad.value_and_grad instead of autograd's."
+)
+
+
+class _Sequence(threading.local):
+    def __init__(self) -> None:
+        self.last = 0
+        self.waiting: dict[int, set[int]] = {}
+
+
+_sequence = _Sequence()
+
+
+def refuse_foreign_trace(tape: Any, call: str) -> None:
+    """Raise where a trace of plain autograd is open inside the current tape."""
+    if tracer.trace_stack.top != (-1 if tape is None else tape.number) and _trace_is_open(tape):
+        raise_for_foreign(call)
+
+
+def raise_for_foreign(call: str) -> NoReturn:
+    """Raise for a point-to-point call inside a reverse-mode derivative of plain autograd."""
+    raise ForeignTraceError(f"{call} was called inside a derivative of plain autograd. {_ADVICE}")
+
+
+def _trace_is_open(tape: Any) -> bool:
+    frame: Any = sys._getframe(1)
+    foreign = tracer.trace.__code__
+    while frame is not None:
+        if frame.f_code is foreign and _differentiates_backwards(frame):
+            return True
+        # Our own traces run the user's function from here: what lies further out is around our tape.
+        if tape is not None and frame.f_globals.get("__name__") == "mpiad.differentiation.trace":
+            return False
+        frame = frame.f_back
+    return False
+
+
+def _differentiates_backwards(frame: Any) -> bool:
+    return type(frame.f_locals.get("start_node")) is VJPNode
+
+
+def checked_adjoint(vjp: Callable, call: str, level: int) -> Callable:
+    """Return an adjoint that raises where plain autograd runs it out of order.
+
+    Parameters
+    ----------
+    vjp : callable
+    call : str
+        Name of the public function, for the message of the error.
+    level : int
+        Number of the trace; each nested derivative has an order of its own.
+    """
+    waiting = _sequence.waiting.setdefault(level, set())
+    _sequence.last = number = _sequence.last + 1
+    waiting.add(number)
+
+    def adjoint(g: Any) -> Any:
+        later = sum(other > number for other in waiting)
+        if later:
+            waiting.clear()
+            raise ForeignTraceError(
+                f"{call}: its adjoint runs before those of {later} communication(s) that came after it. {_ADVICE}"
+            )
+        waiting.discard(number)
+        return vjp(g)
+
+    return adjoint

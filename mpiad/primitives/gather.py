@@ -1,0 +1,73 @@
+"""`mpi_gather`: collect the arrays of all ranks on the root."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autograd.tracer import getval
+
+from mpiad._typing import Comm, LocalArray, Rank, RootArray
+from mpiad.primitives.catalogue import GATHER, SCATTER, Dividing
+from mpiad.primitives.checks import axis_of, root_of
+from mpiad.primitives.operation import communicate
+from mpiad.transport import channel, collectives
+from mpiad.transport.buffers import outgoing, spec_of
+
+__all__ = ["mpi_gather"]
+
+
+def mpi_gather(x: LocalArray, root: Rank = 0, axis: int | None = None, comm: Comm = None) -> RootArray:
+    """Collect the arrays of all ranks on the root.
+
+    Parameters
+    ----------
+    x : array or number
+        Same shape and dtype on all ranks; with `axis`, lengths along it may differ.
+    root : int
+    axis : int, optional
+        Axis along which the arrays are concatenated, in the order of ranks; None stacks them along a new first axis.
+    comm : mpi4py intracommunicator, optional
+
+    Returns
+    -------
+    array
+        On the root, shape ``(size, *x.shape)``, or that of the concatenation. Elsewhere an empty array: length 0 along
+        the first axis, or along `axis`.
+
+    Raises
+    ------
+    TypeError
+        Where `x` can't be sent.
+    ValueError
+        Where there is no such root or axis; on all ranks, where shapes or dtypes differ.
+
+    Ranks
+    -----
+    All ranks of `comm` call it, with the same root and axis.
+
+    Adjoint
+    -------
+    The root's cotangent is scattered: each rank gets its own piece.
+    """
+    used = channel(comm, "mpi_gather")
+    root = root_of(root, used, "mpi_gather")
+    array = outgoing(getval(x), "mpi_gather")
+    axis = axis_of(axis, array.ndim, "mpi_gather")
+    lengths = collectives.lengths_of_all(used, array, axis, "mpi_gather")
+    return communicate(GATHER, x, Dividing(used, root, axis, lengths, spec_of(array, "mpi_gather")))
+
+
+def _forward(x: Any, p: Dividing) -> Any:
+    return collectives.gather(p.channel, x, p.root, p.axis, p.lengths, "mpi_gather")
+
+
+def _adjoint(ans: Any, x: Any, p: Dividing) -> Any:
+    """Return the transpose of collecting the pieces: each goes back to its rank."""
+    return lambda g: communicate(SCATTER, g, p)
+
+
+def _tangent(dx: Any, ans: Any, x: Any, p: Dividing) -> Any:
+    return communicate(GATHER, dx, p)
+
+
+GATHER.define(_forward, _adjoint, _tangent)

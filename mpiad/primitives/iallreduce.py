@@ -1,0 +1,74 @@
+"""`mpi_iallreduce`: start to add up the arrays of all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpiad._typing import Comm, LocalArray
+from mpiad.primitives.addresses import point_to_point
+from mpiad.primitives.catalogue import ALLREDUCE, IALLREDUCE, Reduction
+from mpiad.primitives.checks import reduction_of
+from mpiad.primitives.operation import communicate
+from mpiad.primitives.request import Request, started
+from mpiad.transport import SUM, Spec, channel
+from mpiad.transport.buffers import outgoing, private_copy
+from mpiad.transport.collectives import start_allreduce
+
+__all__ = ["mpi_iallreduce"]
+
+
+def mpi_iallreduce(x: LocalArray, comm: Comm = None) -> Request:
+    """Start to add up the arrays of all ranks, with the sum on all ranks.
+
+    Parameters
+    ----------
+    x : array or number, the same shape and dtype on all ranks
+        May be changed at once: what is added up is a copy.
+    comm : mpi4py intracommunicator, optional
+
+    Returns
+    -------
+    Request
+        For `mpi_wait`, which returns the sum.
+
+    Raises
+    ------
+    TypeError
+        Where `x` can't be sent.
+
+    Ranks
+    -----
+    All ranks of `comm` call it, in the same order among its other collectives; they may wait in different orders.
+
+    Adjoint
+    -------
+    The sum of all ranks' cotangents, on every rank, reduced in the adjoint of the start.
+    """
+    used = channel(comm, "mpi_iallreduce")
+    reduction_of(SUM, x, "mpi_iallreduce")
+    point_to_point(comm, "mpi_iallreduce")
+    return started(communicate(IALLREDUCE, x, Reduction(used, SUM)))
+
+
+def _forward(x: Any, p: Reduction) -> Request:
+    array = private_copy(outgoing(x, "mpi_iallreduce"), x)
+    handle = start_allreduce(p.channel, array)
+    return Request("mpi_iallreduce", p.channel, handle, None, Spec(array.shape, array.dtype))
+
+
+def _adjoint(ans: Request, x: Any, p: Reduction, level: int) -> Any:
+    """Return the transpose of summing everywhere. Starts come in the same order on all ranks, so it is reduced here."""
+    cell, spec = ans.cell(level), ans.spec
+
+    def vjp(g: None) -> Any:
+        cotangent, cell.cotangent = cell.cotangent, None
+        return communicate(ALLREDUCE, spec.zeros() if cotangent is None else cotangent, p)
+
+    return vjp
+
+
+def _tangent(dx: Any, ans: Request, x: Any, p: Reduction, level: int) -> None:
+    ans.cell(level).request = communicate(IALLREDUCE, dx, p)
+
+
+IALLREDUCE.define(_forward, _adjoint, _tangent)

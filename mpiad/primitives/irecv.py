@@ -1,0 +1,76 @@
+"""`mpi_irecv`: start to receive an array from another rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpiad._typing import Array, Comm, Rank
+from mpiad.primitives.addresses import address_from, template
+from mpiad.primitives.catalogue import IRECV, WAIT, Receiving
+from mpiad.primitives.operation import communicate
+from mpiad.primitives.request import Request, started
+from mpiad.transport.messages import post_receive
+
+__all__ = ["mpi_irecv"]
+
+
+def mpi_irecv(like: Array, source: Rank, tag: int = 0, comm: Comm = None) -> Request:
+    """Start to receive an array from another rank.
+
+    Parameters
+    ----------
+    like : array or number
+        Has the shape and dtype of what is received; its values don't count.
+    source : int
+        The sender, named: from any rank only `mpi_recv` receives. None or `MPI.PROC_NULL` for none.
+    tag : int
+    comm : mpi4py intracommunicator, optional
+        Prepared by a collective or by `mpi_init(comm)`.
+
+    Returns
+    -------
+    Request
+        For `mpi_wait`, which returns what was sent; zeros where there is no sender.
+
+    Raises
+    ------
+    TypeError
+        Where `like` isn't an array that can be received.
+    ValueError
+        Where there is no such rank or tag.
+
+    Ranks
+    -----
+    The receiver calls it, and the sender a matching `mpi_isend` or `mpi_send`.
+
+    Adjoint
+    -------
+    The wait starts to send the cotangent back; the start completes it.
+    """
+    spec = template(like, "mpi_irecv")
+    return started(communicate(IRECV, None, Receiving(spec, address_from(source, tag, comm, "mpi_irecv"))))
+
+
+def _forward(x: None, p: Receiving) -> Request:
+    if p.back is None:
+        return Request("mpi_irecv", None, None, p.spec.zeros(), p.spec)
+    return Request("mpi_irecv", p.back.channel, post_receive(p.spec, p.back), None, p.spec, p.back)
+
+
+def _adjoint(ans: Request, x: None, p: Receiving, level: int) -> Any:
+    """Return the end of sending the cotangent back, which the adjoint of the wait has started."""
+    cell = ans.cell(level)
+
+    def vjp(g: None) -> None:
+        if cell.request is not None:
+            communicate(WAIT, None, cell.request)
+            cell.request = None
+
+    return vjp
+
+
+def _tangent(dx: None, ans: Request, x: None, p: Receiving, level: int) -> None:
+    ans.cell(level).request = communicate(IRECV, None, p._replace(back=p.back and p.back.along()))
+
+
+IRECV.define(_forward, _adjoint, _tangent)

@@ -1,0 +1,81 @@
+"""`mpi_isend`: start to send an array to another rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpiad._typing import Array, Comm, Rank
+from mpiad.primitives.addresses import address_to
+from mpiad.primitives.catalogue import ISEND, WAIT
+from mpiad.primitives.operation import communicate
+from mpiad.primitives.request import Request, started
+from mpiad.transport import Envelope, Spec
+from mpiad.transport.buffers import outgoing, private_copy, result
+from mpiad.transport.messages import post_send
+
+__all__ = ["mpi_isend"]
+
+
+def mpi_isend(x: Array, dest: Rank, tag: int = 0, comm: Comm = None) -> Request:
+    """Start to send an array to another rank.
+
+    Parameters
+    ----------
+    x : array or number
+        May be changed at once: what is sent is a copy.
+    dest : int
+        The receiver; None or `MPI.PROC_NULL` for none.
+    tag : int
+    comm : mpi4py intracommunicator, optional
+        Prepared by a collective or by `mpi_init(comm)`.
+
+    Returns
+    -------
+    Request
+        For `mpi_wait`, which returns the values sent.
+
+    Raises
+    ------
+    TypeError
+        Where `x` can't be sent.
+    ValueError
+        Where there is no such rank or tag.
+
+    Ranks
+    -----
+    The sender calls it, and the receiver a matching `mpi_irecv` or `mpi_recv`.
+
+    Adjoint
+    -------
+    The wait starts to receive what comes back from `dest`; the start completes it and adds the cotangent of the value
+    that `mpi_wait` returned.
+    """
+    return started(communicate(ISEND, x, address_to(dest, tag, comm, "mpi_isend")))
+
+
+def _forward(x: Any, p: Envelope | None) -> Request:
+    array = private_copy(outgoing(x, "mpi_isend"), x)
+    handle = None if p is None else post_send(array, p)
+    return Request("mpi_isend", p and p.channel, handle, result(array), Spec(array.shape, array.dtype), p)
+
+
+def _adjoint(ans: Request, x: Any, p: Envelope | None, level: int) -> Any:
+    """Return the transpose of copying to here and there; the wait before it has started the receive."""
+    cell = ans.cell(level)
+
+    def vjp(g: None) -> Any:
+        request, here = cell.request, cell.cotangent
+        cell.request = cell.cotangent = None
+        if request is None:
+            return here
+        there = communicate(WAIT, None, request)
+        return there if here is None else here + there
+
+    return vjp
+
+
+def _tangent(dx: Any, ans: Request, x: Any, p: Envelope | None, level: int) -> None:
+    ans.cell(level).request = communicate(ISEND, dx, p and p.along())
+
+
+ISEND.define(_forward, _adjoint, _tangent)

@@ -1,0 +1,165 @@
+"""How a communication is recorded: always, whether or not its input is traced.
+
+A define-by-run tape visits only what the loss depends on. A rank whose loss doesn't use what it sent would then never
+receive the cotangent that comes back, and its partner would hang. So each trace of ours has a tape that is *current*
+while the function runs, and every communication is recorded on it, with its traced input as parent where it has one.
+Tapes are nested like traces: an operation records itself on the innermost tape, computes its value with the next outer
+one, and so on down to plain arrays. Its adjoint and tangent are made of the same operations, and so are recorded by
+whatever tape is current when they run: higher orders need no further rule.
+
+`Operation` is one kind of communication; `communicate` applies it. The tapes themselves live in `differentiation`; here
+is only what an operation must know of them: `number`, `outer` and `communicated`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from autograd.core import JVPNode, VJPNode, primitive_jvps, primitive_vjps
+from autograd.tracer import Box, new_box
+
+from mpiad._typing import Array
+from mpiad.primitives.cotangents import conform, spec_like
+from mpiad.primitives.foreign import checked_adjoint, raise_for_foreign
+
+__all__ = ["Operation", "Tape", "communicate", "current", "is_traced", "suspended"]
+
+_box_types = Box.types
+
+
+class Tape(Protocol):
+    """What an operation needs of a tape."""
+
+    number: int
+    outer: Tape | None
+
+    def communicated(self, operation: Operation, ans: Any, x: Any, params: Any, parent: Any) -> Any:
+        """Record a communication and return its node."""
+
+
+class _Current(threading.local):
+    tape: Tape | None = None
+
+
+current = _Current()
+
+
+class suspended:
+    """A context in which the current tape is another one: none, where an operation's body is one node."""
+
+    __slots__ = ("_kept", "_tape")
+
+    def __init__(self, tape: Tape | None = None):
+        self._tape = tape
+
+    def __enter__(self) -> None:
+        self._kept, current.tape = current.tape, self._tape
+
+    def __exit__(self, *exc: object) -> None:
+        current.tape = self._kept
+
+
+class Operation:
+    """One kind of communication: made in `catalogue`, defined in the file of its public function.
+
+    Parameters
+    ----------
+    name : str
+        The public function that applies it.
+    point_to_point : bool
+        Whether only two ranks take part: refused under plain autograd.
+    halves : bool
+        Whether it is the start or the wait of a request, whose rules also take the number of the trace.
+    """
+
+    def __init__(self, name: str, point_to_point: bool = False, halves: bool = False):
+        self.__name__, self.point_to_point, self.halves = name, point_to_point, halves
+
+    def define(self, forward: Callable, adjoint: Callable, tangent: Callable) -> None:
+        """Say what the operation does.
+
+        Parameters
+        ----------
+        forward : callable
+            ``forward(x, params) -> ans`` on plain arrays.
+        adjoint : callable
+            ``adjoint(ans, x, params) -> vjp``, and ``vjp(g)`` returns the cotangent of x. `g` has the shape and dtype
+            of the result (zeros, where nothing depends on it), and is None where the result isn't an array.
+        tangent : callable
+            ``tangent(dx, ans, x, params)`` returns the tangent of the result. `dx` has the shape and dtype of x (zeros,
+            where x isn't traced).
+        """
+        self.forward, self.adjoint, self.tangent = forward, adjoint, tangent
+        primitive_vjps[self] = self._foreign_vjp
+        primitive_jvps[self] = self._foreign_jvp
+
+    def vjp(self, ans: Any, x: Any, params: Any, level: int) -> Callable:
+        """Return the function that maps the cotangent of the result to that of x."""
+        return self.adjoint(ans, x, params, level) if self.halves else self.adjoint(ans, x, params)
+
+    def jvp(self, dx: Any, ans: Any, x: Any, params: Any, level: int) -> Any:
+        """Return the tangent of the result."""
+        return self.tangent(dx, ans, x, params, level) if self.halves else self.tangent(dx, ans, x, params)
+
+    def _foreign_vjp(self, argnums: tuple, ans: Any, args: tuple, kwargs: dict) -> Callable:
+        if self.point_to_point:
+            raise_for_foreign(self.__name__)
+        vjp, spec = self.adjoint(ans, args[0], kwargs["params"]), spec_like(ans)
+        return checked_adjoint(lambda g: (vjp(conform(g, *spec)),), self.__name__, kwargs["level"])
+
+    def _foreign_jvp(self, argnums: tuple, gs: list, ans: Any, args: tuple, kwargs: dict) -> Any:
+        return self.jvp(conform(gs[0], *spec_like(args[0])), ans, args[0], kwargs["params"], kwargs["level"])
+
+    def __repr__(self) -> str:
+        return f"Operation({self.__name__})"
+
+
+def communicate(operation: Operation, x: Array, params: Any) -> Any:
+    """Apply an operation, recorded on the current tape and on those around it."""
+    tape = current.tape
+    if tape is None and type(x) not in _box_types:
+        return operation.forward(x, params)
+    return _apply(operation, tape, x, params)
+
+
+def _apply(operation: Operation, tape: Tape | None, x: Array, params: Any) -> Any:
+    number = -1 if tape is None else tape.number
+    level = x._trace if type(x) in _box_types else -1
+    if level > number:
+        return _apply_above(operation, tape, x, params)
+    if tape is None:
+        return operation.forward(x, params)
+    inner, parent = (x._value, x._node) if level == number else (x, None)
+    ans = _apply(operation, tape.outer, inner, params)
+    if not _differentiable(ans):
+        return ans
+    node = tape.communicated(operation, ans, inner, params, parent)
+    return ans if node is None else new_box(ans, number, node)
+
+
+def _apply_above(operation: Operation, tape: Tape | None, x: Any, params: Any) -> Any:
+    """Apply to a value of a trace inside the current tape: plain autograd's, or an ended one of ours (a constant)."""
+    ans = _apply(operation, tape, x._value, params)
+    node_type = type(x._node)
+    if node_type is not VJPNode and node_type is not JVPNode:
+        return ans
+    if not _differentiable(ans):
+        return ans
+    node = node_type(ans, operation, (x._value,), {"params": params, "level": x._trace}, (0,), (x._node,))
+    return new_box(ans, x._trace, node) if hasattr(ans, "dtype") else ans
+
+
+def _differentiable(ans: Any) -> bool:
+    # What is no array (a request, the None of a barrier) is recorded too; integers aren't, nor requests for them.
+    dtype = getattr(ans, "dtype", None)
+    if dtype is None:
+        spec = getattr(ans, "spec", None)
+        return spec is None or spec.differentiable
+    return dtype.kind in "fc"
+
+
+def is_traced(x: Any) -> bool:
+    """Tell whether x belongs to a trace."""
+    return type(x) in _box_types

@@ -1,0 +1,38 @@
+"""`mpi_print`: one whole line for each rank, in the order of ranks."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from autograd.tracer import getval
+
+from mpiad._typing import Comm
+from mpiad.transport import channel
+
+__all__ = ["mpi_print"]
+
+
+def mpi_print(*values: Any, sep: str = " ", end: str = "\n", file: Any = None, comm: Comm = None) -> None:
+    """Print one line for each rank, in the order of ranks, none mixed with another.
+
+    Parameters
+    ----------
+    *values : object
+        As `print` takes them; of traced values the plain value is shown.
+    sep, end : str
+    file : file, optional
+        Of rank 0, which writes all lines; standard output by default.
+    comm : mpi4py intracommunicator, optional
+
+    Ranks
+    -----
+    All ranks of `comm` call it.
+    """
+    used = channel(comm, "mpi_print")
+    line = sep.join([str(getval(value)) for value in values]) + end
+    lines = used.data.gather(line, 0)
+    if lines is not None:
+        out = sys.stdout if file is None else file
+        out.write("".join(lines))
+        out.flush()

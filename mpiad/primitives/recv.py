@@ -1,0 +1,74 @@
+"""`mpi_recv`: receive an array from another rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpiad._typing import Array, Comm, Rank
+from mpiad.primitives.addresses import address_from, template
+from mpiad.primitives.catalogue import RECV, SEND, Receiving
+from mpiad.primitives.operation import communicate
+from mpiad.transport.messages import receive
+
+__all__ = ["mpi_recv"]
+
+
+def mpi_recv(like: Array, source: Rank, tag: int = 0, comm: Comm = None) -> Array:
+    """Receive an array from another rank.
+
+    Parameters
+    ----------
+    like : array or number
+        Has the shape and dtype of what is received; its values don't count.
+    source : int
+        The sender; `MPI.ANY_SOURCE` for any, None or `MPI.PROC_NULL` for none.
+    tag : int
+        `MPI.ANY_TAG` for any.
+    comm : mpi4py intracommunicator, optional
+        Prepared by a collective or by `mpi_init(comm)`.
+
+    Returns
+    -------
+    array
+        What was sent; zeros where there is no sender.
+
+    Raises
+    ------
+    TypeError
+        Where `like` isn't an array that can be received.
+    ValueError
+        Where there is no such rank or tag, or the message has another size than `like`.
+
+    Ranks
+    -----
+    The receiver calls it, and the sender a matching `mpi_send`.
+
+    Adjoint
+    -------
+    The cotangent goes back to the sender (from any: to the one that it was).
+    """
+    spec = template(like, "mpi_recv")
+    return communicate(RECV, None, Receiving(spec, address_from(source, tag, comm, "mpi_recv", wildcard=True)))
+
+
+def _forward(x: None, p: Receiving) -> Any:
+    return p.spec.zeros() if p.back is None else receive(p.spec, p.back, "mpi_recv")
+
+
+def _adjoint(ans: Any, x: None, p: Receiving) -> Any:
+    """Return the transpose of receiving: the cotangent is sent back, and nothing here had an influence."""
+    if p.back is None:
+        return lambda g: None
+    there = p.back.back()
+
+    def vjp(g: Any) -> None:
+        communicate(SEND, g, there)
+
+    return vjp
+
+
+def _tangent(dx: None, ans: Any, x: None, p: Receiving) -> Any:
+    return communicate(RECV, None, p._replace(back=p.back and p.back.along()))
+
+
+RECV.define(_forward, _adjoint, _tangent)

@@ -1,0 +1,52 @@
+"""`mpi_reduce`: combine the arrays of all ranks on the root."""
+
+from __future__ import annotations
+
+from mpiad._typing import Comm, LocalArray, Op, Rank, RootArray
+from mpiad.primitives.allreduce import mpi_allreduce
+from mpiad.primitives.checks import reduction_of, root_of
+from mpiad.primitives.cotangents import spec_like
+from mpiad.primitives.sum import mpi_sum
+from mpiad.transport import SUM, channel
+
+__all__ = ["mpi_reduce"]
+
+
+def mpi_reduce(x: LocalArray, op: Op = SUM, root: Rank = 0, comm: Comm = None) -> RootArray:
+    """Combine the arrays of all ranks, entry by entry, on the root.
+
+    Parameters
+    ----------
+    x : array or number, the same shape and dtype on all ranks
+    op : mpi4py operation
+        `MPI.SUM`, `PROD`, `MAX` or `MIN`; for integers and booleans any that MPI has for them.
+    root : int
+    comm : mpi4py intracommunicator, optional
+
+    Returns
+    -------
+    array
+        Same shape and dtype as `x`: the result on the root, zeros elsewhere.
+
+    Raises
+    ------
+    TypeError
+        Where `x` or `op` can't be reduced.
+    ValueError
+        Where there is no such root.
+
+    Ranks
+    -----
+    All ranks of `comm` call it, with the same operation and root.
+
+    Adjoint
+    -------
+    That of `mpi_allreduce`, from the root's cotangent alone.
+    """
+    used = channel(comm, "mpi_reduce")
+    root = root_of(root, used, "mpi_reduce")
+    if reduction_of(op, x, "mpi_reduce") == SUM:
+        return mpi_sum(x, root, comm)
+    # The adjoints of the others need the result on all ranks, so it goes there at once.
+    everywhere = mpi_allreduce(x, op, comm)
+    return everywhere if used.rank == root else spec_like(everywhere).zeros()

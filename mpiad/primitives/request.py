@@ -1,0 +1,96 @@
+"""Requests: communication that was started, and what its adjoint and tangent still have to do with it.
+
+A request is a plain object; start and wait are each recorded on the tape by themselves. Backwards the wait comes first:
+its adjoint starts the message that carries the cotangent, and the adjoint of the start completes it, so that the
+message travels while the reverse pass computes. What one leaves for the other lies in a `Cell`, one for each nested
+trace, since each has a reverse pass of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpiad._typing import Array
+from mpiad.errors import RequestError
+from mpiad.primitives.operation import current
+from mpiad.transport import Channel, Envelope, Spec
+
+__all__ = ["Cell", "Request", "claim", "started"]
+
+
+class Cell:
+    """What the adjoint (or tangent) of a wait and that of its start leave for each other."""
+
+    __slots__ = ("cotangent", "request")
+
+    def __init__(self) -> None:
+        self.cotangent: Any = None
+        self.request: Request | None = None
+
+
+class Request:
+    """Communication under way, completed by `mpi_wait`.
+
+    Attributes
+    ----------
+    call : str
+        The function that started it.
+    value : array or None
+        What was sent, or the buffer that is being filled.
+    """
+
+    __slots__ = ("call", "cells", "channel", "done", "envelope", "handle", "spec", "tape", "value")
+
+    def __init__(
+        self, call: str, channel: Channel | None, handle: Any, value: Array, spec: Spec, envelope: Envelope | None = None
+    ):
+        self.call, self.channel, self.handle, self.value, self.spec = call, channel, handle, value, spec
+        self.envelope = envelope
+        self.done = False
+        self.tape: Any = None
+        self.cells: dict[int, Cell] = {}
+
+    def cell(self, level: int) -> Cell:
+        """Return what start and wait share in the trace of that number."""
+        return self.cells.setdefault(level, Cell())
+
+    def __repr__(self) -> str:
+        partner = "" if self.envelope is None else f", peer {self.envelope.peer}, tag {self.envelope.tag}"
+        state = "done" if self.done else "under way"
+        return f"<{self.call} of shape {self.spec.shape}, dtype {self.spec.dtype}{partner}: {state}>"
+
+
+def started(request: Request) -> Request:
+    """Note a request of the user's on the current trace, which must not end before it is waited for."""
+    request.tape = current.tape
+    if request.tape is not None:
+        request.tape.requests[id(request)] = request
+    return request
+
+
+def claim(request: Any, call: str) -> Request:
+    """Take a request off its trace before it is completed.
+
+    Raises
+    ------
+    TypeError
+        Where it isn't a request of this library's.
+    RequestError
+        Where it was waited for before, or was started in another trace.
+    """
+    if not isinstance(request, Request):
+        raise TypeError(
+            f"{call}: expected a request of mpi_isend, mpi_irecv or mpi_iallreduce, but got {type(request).__name__}."
+        )
+    if request.done:
+        raise RequestError(f"{call}: {request!r} was waited for before. Wait for each request once, and keep its value.")
+    if request.tape is not current.tape:
+        where = "outside any trace" if request.tape is None else "in another trace"
+        raise RequestError(
+            f"{call}: {request!r} was started {where}. Its adjoint belongs between start and wait: "
+            "call both inside the same differentiated function, or both outside."
+        )
+    if request.tape is not None:
+        del request.tape.requests[id(request)]
+    request.done, request.tape = True, None
+    return request

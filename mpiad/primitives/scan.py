@@ -1,0 +1,92 @@
+"""`mpi_scan`, `mpi_exscan`: sums over the ranks before this one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpiad._typing import Comm, LocalArray
+from mpiad.primitives.catalogue import SCAN, Prefix
+from mpiad.primitives.checks import reduction_of
+from mpiad.primitives.operation import communicate
+from mpiad.transport import SUM, channel, collectives
+
+__all__ = ["mpi_exscan", "mpi_scan"]
+
+
+def mpi_scan(x: LocalArray, comm: Comm = None) -> LocalArray:
+    """Add up the arrays of this rank and of those before it.
+
+    Parameters
+    ----------
+    x : array or number, the same shape and dtype on all ranks
+    comm : mpi4py intracommunicator, optional
+
+    Returns
+    -------
+    array
+        Same shape and dtype as `x`: the sum over ranks 0 to this one.
+
+    Raises
+    ------
+    TypeError
+        Where `x` can't be sent.
+
+    Ranks
+    -----
+    All ranks of `comm` call it.
+
+    Adjoint
+    -------
+    The sum of the cotangents of this rank and of those after it.
+    """
+    return communicate(SCAN, x, _prefix(x, comm, False, "mpi_scan"))
+
+
+def mpi_exscan(x: LocalArray, comm: Comm = None) -> LocalArray:
+    """Add up the arrays of the ranks before this one.
+
+    Parameters
+    ----------
+    x : array or number, the same shape and dtype on all ranks
+    comm : mpi4py intracommunicator, optional
+
+    Returns
+    -------
+    array
+        Same shape and dtype as `x`: the sum over ranks 0 to the one before; zeros on rank 0.
+
+    Raises
+    ------
+    TypeError
+        Where `x` can't be sent.
+
+    Ranks
+    -----
+    All ranks of `comm` call it.
+
+    Adjoint
+    -------
+    The sum of the cotangents of the ranks after this one; zeros on the last.
+    """
+    return communicate(SCAN, x, _prefix(x, comm, True, "mpi_exscan"))
+
+
+def _prefix(x: Any, comm: Comm, exclusive: bool, call: str) -> Prefix:
+    reduction_of(SUM, x, call)
+    return Prefix(channel(comm, call), exclusive, False)
+
+
+def _forward(x: Any, p: Prefix) -> Any:
+    return collectives.scan(p.channel, x, p.exclusive, p.backwards, "mpi_exscan" if p.exclusive else "mpi_scan")
+
+
+def _adjoint(ans: Any, x: Any, p: Prefix) -> Any:
+    """Return the transpose of a lower triangle of ones, an upper one: sums from the other end."""
+    return lambda g: communicate(SCAN, g, p._replace(backwards=not p.backwards))
+
+
+def _tangent(dx: Any, ans: Any, x: Any, p: Prefix) -> Any:
+    return communicate(SCAN, dx, p)
+
+
+SCAN.define(_forward, _adjoint, _tangent)

@@ -1,0 +1,96 @@
+"""`mpi_scatter`: give each rank its piece of the root's array."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autograd.tracer import getval
+
+from mpiad._typing import Comm, LocalArray, Rank, RootArray
+from mpiad.primitives.catalogue import GATHER, SCATTER, Dividing
+from mpiad.primitives.checks import axis_of, lengths_along, piece_of, root_of
+from mpiad.primitives.cotangents import spec_like
+from mpiad.primitives.operation import communicate
+from mpiad.transport import Channel, Spec, channel, collectives, headers
+from mpiad.transport.buffers import outgoing
+
+__all__ = ["mpi_scatter"]
+
+
+def mpi_scatter(
+    x: RootArray, root: Rank = 0, axis: int | None = None, counts: list[int] | None = None, comm: Comm = None
+) -> LocalArray:
+    """Give each rank its piece of the root's array: the inverse of `mpi_gather`.
+
+    Parameters
+    ----------
+    x : array
+        Counts on the root; other ranks may pass None. Without `axis` its first axis is the number of ranks.
+    root : int
+    axis : int, optional
+        Axis along which `x` is divided; None takes one block of the first axis for each rank, without that axis.
+    counts : list of int, optional
+        Each rank's length along `axis`; counts on the root. Even shares by default, the first ranks' longer by one.
+    comm : mpi4py intracommunicator, optional
+
+    Returns
+    -------
+    array
+        This rank's piece.
+
+    Raises
+    ------
+    TypeError
+        On all ranks, where the root's `x` can't be sent.
+    ValueError
+        Where there is no such root; on all ranks, where the root's `x` can't be divided so.
+
+    Ranks
+    -----
+    All ranks of `comm` call it, with the same root and axis.
+
+    Adjoint
+    -------
+    The pieces' cotangents are gathered on the root; `x` on other ranks gets zero.
+    """
+    used = channel(comm, "mpi_scatter")
+    root = root_of(root, used, "mpi_scatter")
+    whole, ndim, lengths = _agreed(used, getval(x), root, axis, counts)
+    place = None if axis is None else axis_of(axis, ndim, "mpi_scatter")
+    return communicate(SCATTER, x, Dividing(used, root, place, lengths, piece_of(whole, place, lengths[used.rank])))
+
+
+def _agreed(used: Channel, x: Any, root: int, axis: int | None, counts: Any) -> tuple[Spec, int, list[int]]:
+    """Tell all ranks the whole array's spec and how it is divided, or raise the root's error on all of them."""
+    lengths: list[int] = []
+
+    def whole() -> Spec:
+        array = outgoing(x, "mpi_scatter")
+        place = axis_of(axis, array.ndim, "mpi_scatter")
+        lengths.extend(lengths_along(place, counts, array.shape, used, "mpi_scatter"))
+        return Spec(array.shape, array.dtype)
+
+    spec = headers.agree_on_spec(used, whole, root, "mpi_scatter")
+    return spec, len(spec.shape), headers.bcast_integers(used, lengths, root)
+
+
+def _forward(x: Any, p: Dividing) -> Any:
+    return collectives.scatter(p.channel, x, p.root, p.axis, p.lengths, p.spec, "mpi_scatter")
+
+
+def _adjoint(ans: Any, x: Any, p: Dividing) -> Any:
+    """Return the transpose of handing out the pieces: they are collected; what wasn't the root's had no influence."""
+    template = None if x is None or p.channel.rank == p.root else spec_like(x)
+
+    def vjp(g: Any) -> Any:
+        whole = communicate(GATHER, g, p)
+        return whole if template is None else template.zeros()
+
+    return vjp
+
+
+def _tangent(dx: Any, ans: Any, x: Any, p: Dividing) -> Any:
+    return communicate(SCATTER, dx, p)
+
+
+SCATTER.define(_forward, _adjoint, _tangent)

@@ -1,0 +1,75 @@
+"""`mpi_send`: send an array to another rank, without waiting for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mpiad._typing import Array, Comm, Rank
+from mpiad.primitives.addresses import address_to
+from mpiad.primitives.catalogue import RECV, SEND, Receiving
+from mpiad.primitives.cotangents import spec_like
+from mpiad.primitives.operation import communicate
+from mpiad.transport import Envelope
+from mpiad.transport.buffers import outgoing, private_copy
+from mpiad.transport.messages import send
+
+__all__ = ["mpi_send"]
+
+
+def mpi_send(x: Array, dest: Rank, tag: int = 0, comm: Comm = None) -> Array:
+    """Send an array to another rank.
+
+    Parameters
+    ----------
+    x : array or number
+    dest : int
+        The receiver; None or `MPI.PROC_NULL` for none.
+    tag : int
+    comm : mpi4py intracommunicator, optional
+        Prepared by a collective or by `mpi_init(comm)`.
+
+    Returns
+    -------
+    array
+        `x` itself. The call doesn't wait for the receiver, and changing `x` afterwards changes nothing that was sent.
+
+    Raises
+    ------
+    TypeError
+        Where `x` can't be sent.
+    ValueError
+        Where there is no such rank or tag.
+
+    Ranks
+    -----
+    The sender calls it, and the receiver a matching `mpi_recv`.
+
+    Adjoint
+    -------
+    ``x̄ = ȳ +`` what comes back from `dest`.
+    """
+    return communicate(SEND, x, address_to(dest, tag, comm, "mpi_send"))
+
+
+def _forward(x: Any, p: Envelope | None) -> Any:
+    array = outgoing(x, "mpi_send")
+    if p is not None:
+        send(private_copy(array, x), p)
+    return x if isinstance(x, (np.ndarray, np.generic)) else array[()]
+
+
+def _adjoint(ans: Any, x: Any, p: Envelope | None) -> Any:
+    """Return the transpose of copying to here and there: the cotangents of both add up."""
+    if p is None:
+        return lambda g: g
+    coming = Receiving(spec_like(ans), p.back())
+    return lambda g: g + communicate(RECV, None, coming)
+
+
+def _tangent(dx: Any, ans: Any, x: Any, p: Envelope | None) -> Any:
+    return communicate(SEND, dx, p and p.along())
+
+
+SEND.define(_forward, _adjoint, _tangent)

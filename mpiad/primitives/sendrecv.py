@@ -1,0 +1,68 @@
+"""`mpi_sendrecv`: all ranks name one pair, whose first sends to its second."""
+
+from __future__ import annotations
+
+from mpiad._typing import Comm, LocalArray, Rank
+from mpiad.primitives.addresses import point_to_point
+from mpiad.primitives.checks import partner_of
+from mpiad.primitives.recv import mpi_recv
+from mpiad.primitives.send import mpi_send
+from mpiad.transport import Channel, channel
+
+__all__ = ["mpi_sendrecv"]
+
+
+def mpi_sendrecv(x: LocalArray, dest: Rank, source: Rank, tag: int = 0, comm: Comm = None) -> LocalArray:
+    """Send x of rank `source` to rank `dest`, named alike by all ranks.
+
+    Parameters
+    ----------
+    x : array or number
+        On `dest` the template of what is received.
+    dest, source : int
+        The pair. Neighbours of each rank's own, as in MPI's call of this name, belong in `mpi_exchange`.
+    tag : int
+    comm : mpi4py intracommunicator, optional
+
+    Returns
+    -------
+    array
+        What was received on rank `dest`; `x` elsewhere.
+
+    Raises
+    ------
+    TypeError
+        Where `x` can't be sent.
+    ValueError
+        Where there is no such rank; on all ranks, where the ranks name different pairs in a communicator's first call.
+
+    Ranks
+    -----
+    All ranks of `comm` call it, with the same pair.
+
+    Adjoint
+    -------
+    The cotangent of `dest` goes to x of `source`, which also keeps its own; x of `dest` gets zero.
+    """
+    used = channel(comm, "mpi_sendrecv")
+    pair = [partner_of(rank, used, "mpi_sendrecv", name) for rank, name in ((dest, "dest"), (source, "source"))]
+    if not used.pairs_compared:
+        _compare_pairs(used, pair)
+    point_to_point(comm, "mpi_sendrecv")
+    dest, source = pair
+    if dest == source or dest is None or source is None:
+        return x
+    if used.rank == source:
+        return mpi_send(x, dest, tag, comm)
+    return mpi_recv(x, source, tag, comm) if used.rank == dest else x
+
+
+def _compare_pairs(used: Channel, pair: list) -> None:
+    pairs = used.data.allgather(pair)
+    if any(other != pair for other in pairs):
+        listed = ", ".join(f"rank {rank}: ({dest}, {source})" for rank, (dest, source) in enumerate(pairs))
+        raise ValueError(
+            f"mpi_sendrecv: all ranks must name the same pair (dest, source), but got {listed}. "
+            "For neighbours of each rank's own use mpi_exchange."
+        )
+    used.pairs_compared = True

@@ -1,0 +1,142 @@
+"""Start, end and renewal of communication; who and how many we are; the value behind a trace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autograd.tracer import getval
+
+from mpiad._typing import Comm, Rank
+from mpiad.transport import channel, prepare, renew, world
+
+__all__ = [
+    "mpi_finalize", "mpi_finalized", "mpi_init", "mpi_initialized", "mpi_local_rank", "mpi_rank", "mpi_size", "reset",
+    "stop",
+]
+
+
+def mpi_init(comm: Comm = None) -> None:
+    """Initialise MPI where it isn't, and prepare a communicator for every kind of call.
+
+    Parameters
+    ----------
+    comm : mpi4py intracommunicator, optional
+        The world by default, which the import of the package prepares where MPI is initialised by then.
+
+    Raises
+    ------
+    TypeError
+        Where `comm` isn't a communicator.
+    CommunicatorError
+        Where it is freed, null or between groups.
+
+    Ranks
+    -----
+    All ranks of `comm` call it. A second call does nothing.
+    """
+    world.start()
+    if comm is not None:
+        prepare(comm, "mpi_init")
+
+
+def mpi_initialized() -> bool:
+    """Tell whether communication is possible.
+
+    Returns
+    -------
+    bool
+    """
+    return world.initialized()
+
+
+def mpi_finalize() -> None:
+    """Complete what was sent and finalise MPI; the end of the program does it otherwise.
+
+    Ranks
+    -----
+    All ranks of the world call it. A second call does nothing.
+    """
+    world.finalize()
+
+
+def mpi_finalized() -> bool:
+    """Tell whether MPI was finalised.
+
+    Returns
+    -------
+    bool
+    """
+    return world.finalized()
+
+
+def mpi_rank(comm: Comm = None) -> Rank:
+    """Return this process's rank.
+
+    Parameters
+    ----------
+    comm : mpi4py intracommunicator, optional
+
+    Returns
+    -------
+    int
+    """
+    return channel(None, "mpi_rank").rank if comm is None else comm.rank
+
+
+def mpi_size(comm: Comm = None) -> int:
+    """Return the number of ranks.
+
+    Parameters
+    ----------
+    comm : mpi4py intracommunicator, optional
+
+    Returns
+    -------
+    int
+    """
+    return channel(None, "mpi_size").size if comm is None else comm.size
+
+
+def mpi_local_rank() -> Rank:
+    """Return this process's number among the ranks of its node, which decides its GPU.
+
+    Returns
+    -------
+    int
+    """
+    return world.local_rank()
+
+
+def reset(comm: Comm = None) -> None:
+    """Renew the library's duplicates of a communicator after an exception left messages under way.
+
+    Parameters
+    ----------
+    comm : mpi4py intracommunicator, optional
+        The world by default.
+
+    Raises
+    ------
+    CommunicatorError
+        Where it is freed, null or between groups.
+
+    Ranks
+    -----
+    All ranks of `comm` call it, each after it has caught its exception.
+    """
+    renew(comm, "reset")
+
+
+def stop(x: Any) -> Any:
+    """Return the plain value behind a traced one, through which no derivative flows.
+
+    Parameters
+    ----------
+    x : array or number
+
+    Returns
+    -------
+    array or number
+        `x` itself where it isn't traced.
+    """
+    return getval(x)

@@ -1,0 +1,65 @@
+"""`mpi_sum`: add the arrays of all ranks up on the root."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpiad._typing import Comm, LocalArray, Rank, RootArray
+from mpiad.primitives.catalogue import BCAST, SUM_TO_ROOT, Copying, Summing
+from mpiad.primitives.checks import reduction_of, root_of
+from mpiad.primitives.cotangents import spec_like
+from mpiad.primitives.operation import communicate
+from mpiad.transport import SUM, channel, collectives
+
+__all__ = ["mpi_sum"]
+
+
+def mpi_sum(x: LocalArray, root: Rank = 0, comm: Comm = None) -> RootArray:
+    """Add the arrays of all ranks up on the root.
+
+    Parameters
+    ----------
+    x : array or number, the same shape and dtype on all ranks
+    root : int
+    comm : mpi4py intracommunicator, optional
+
+    Returns
+    -------
+    array
+        Same shape and dtype as `x`: the sum on the root, zeros elsewhere.
+
+    Raises
+    ------
+    TypeError
+        Where `x` can't be sent.
+    ValueError
+        Where there is no such root.
+
+    Ranks
+    -----
+    All ranks of `comm` call it, with the same root.
+
+    Adjoint
+    -------
+    The root's cotangent goes to every rank's `x`; those of the zeros elsewhere are dropped.
+    """
+    used = channel(comm, "mpi_sum")
+    reduction_of(SUM, x, "mpi_sum")
+    return communicate(SUM_TO_ROOT, x, Summing(used, root_of(root, used, "mpi_sum")))
+
+
+def _forward(x: Any, p: Summing) -> Any:
+    return collectives.reduce(p.channel, x, SUM, p.root, "mpi_sum")
+
+
+def _adjoint(ans: Any, x: Any, p: Summing) -> Any:
+    """Return the transpose of adding up on one rank: that rank's cotangent is copied to all."""
+    spec = spec_like(ans)
+    return lambda g: communicate(BCAST, g, Copying(p.channel, p.root, spec))
+
+
+def _tangent(dx: Any, ans: Any, x: Any, p: Summing) -> Any:
+    return communicate(SUM_TO_ROOT, dx, p)
+
+
+SUM_TO_ROOT.define(_forward, _adjoint, _tangent)

@@ -1,0 +1,112 @@
+"""`mpi_wait`, `mpi_waitall`: complete what was started."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from mpiad._typing import Array
+from mpiad.primitives.catalogue import IRECV, ISEND, WAIT, Receiving
+from mpiad.primitives.operation import communicate
+from mpiad.primitives.request import Request, claim
+from mpiad.transport.collectives import Summation, finish_allreduce
+from mpiad.transport.messages import Receipt, finish_receive
+
+__all__ = ["mpi_wait", "mpi_waitall"]
+
+
+def mpi_wait(request: Request) -> Array:
+    """Complete what was started and return its value.
+
+    Parameters
+    ----------
+    request : Request
+        Of `mpi_isend`, `mpi_irecv` or `mpi_iallreduce`.
+
+    Returns
+    -------
+    array
+        What was received, or the sum; of a send, the values sent.
+
+    Raises
+    ------
+    RequestError
+        Where it was waited for before, or was started in another trace.
+    ValueError
+        Where the message has another size than its template.
+
+    Ranks
+    -----
+    Each rank that started something waits for it, in any order.
+
+    Adjoint
+    -------
+    Starts the communication of the cotangent, which the adjoint of the start completes.
+    """
+    return communicate(WAIT, None, claim(request, "mpi_wait"))
+
+
+def mpi_waitall(requests: Iterable[Request]) -> list[Array]:
+    """Complete several requests and return their values, in their order.
+
+    Parameters
+    ----------
+    requests : iterable of Request
+
+    Returns
+    -------
+    list of array
+
+    Raises
+    ------
+    RequestError
+        Where one was waited for before, or was started in another trace.
+    ValueError
+        Where a message has another size than its template.
+
+    Ranks
+    -----
+    As `mpi_wait`.
+
+    Adjoint
+    -------
+    As `mpi_wait`, from the last to the first.
+    """
+    return [mpi_wait(request) for request in requests]
+
+
+def _forward(x: None, request: Request) -> Any:
+    request.done, handle = True, request.handle
+    request.handle = None
+    if isinstance(handle, Receipt):
+        return finish_receive(handle, request.call)
+    if isinstance(handle, Summation):
+        return finish_allreduce(handle)
+    if handle is not None:
+        handle.Wait()
+    return request.value
+
+
+def _adjoint(ans: Any, x: None, request: Request, level: int) -> Any:
+    """Return the start of what the adjoint of the request's own start completes."""
+    cell, there = request.cell(level), request.envelope and request.envelope.back()
+    kind, spec = request.call, request.spec
+
+    def vjp(g: Any) -> None:
+        if kind == "mpi_irecv":
+            cell.request = there and communicate(ISEND, g, there)
+            return
+        cell.cotangent = g
+        if there is not None:
+            cell.request = communicate(IRECV, None, Receiving(spec, there))
+
+    return vjp
+
+
+def _tangent(dx: None, ans: Any, x: None, request: Request, level: int) -> Any:
+    cell = request.cell(level)
+    pending, cell.request = cell.request, None
+    return communicate(WAIT, None, pending)
+
+
+WAIT.define(_forward, _adjoint, _tangent)

@@ -1,0 +1,12 @@
+"""What knows MPI: buffers, communicators, messages and collectives, without derivatives."""
+
+from mpi4py.MPI import ANY_SOURCE, ANY_TAG, MAX, MIN, PROC_NULL, PROD, SUM, Op
+
+from mpiad.transport.buffers import Spec, spec_of
+from mpiad.transport.channels import Channel, channel, prepare, renew
+from mpiad.transport.envelopes import Envelope
+
+__all__ = [
+    "ANY_SOURCE", "ANY_TAG", "MAX", "MIN", "PROC_NULL", "PROD", "SUM", "Channel", "Envelope", "Op", "Spec", "channel",
+    "prepare", "renew", "spec_of",
+]

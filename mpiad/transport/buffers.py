@@ -1,0 +1,112 @@
+"""Arrays as MPI takes them: contiguous, of a dtype that MPI has a type for.
+
+Nothing is cast here. What can't be sent as it is raises before anything is sent.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpiad._typing import Array, Shape
+
+__all__ = ["Spec", "outgoing", "private_copy", "result", "spec_of"]
+
+_INEXACT = tuple(np.dtype(name) for name in ("f4", "f8", "c8", "c16"))
+_EXACT = tuple(np.dtype(name) for name in ("?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8"))
+_DTYPES = frozenset(_INEXACT + _EXACT)
+_SCALARS = (bool, int, float, complex, np.generic)
+_ALLOWED = "an array or number of dtype float32/64, complex64/128, an integer type or bool"
+
+
+class Spec(NamedTuple):
+    """Shape and dtype of an array."""
+
+    shape: Shape
+    dtype: np.dtype
+
+    @property
+    def differentiable(self) -> bool:
+        """Tell whether arrays like this one carry derivatives."""
+        return self.dtype.kind in "fc"
+
+    def empty(self) -> np.ndarray:
+        """Make a new array without values."""
+        return np.empty(self.shape, self.dtype)
+
+    def zeros(self) -> Array:
+        """Make a new array of zeros; a scalar for shape ()."""
+        return np.zeros(self.shape, self.dtype) if self.shape else self.dtype.type(0)
+
+
+def outgoing(x: Array, call: str) -> np.ndarray:
+    """Return `x` as a C-contiguous array, itself where it is one already.
+
+    Parameters
+    ----------
+    x : array or number
+    call : str
+        Name of the public function, for the message of the error.
+
+    Raises
+    ------
+    TypeError
+        For objects, strings, sequences, masked arrays, and dtypes that MPI has no type for.
+    """
+    if type(x) is np.ndarray and x.dtype in _DTYPES:
+        return x if x.flags.c_contiguous else x.copy(order="C")
+    return _converted(x, call)
+
+
+def _converted(x: Any, call: str) -> np.ndarray:
+    if isinstance(x, np.ma.MaskedArray) or not isinstance(x, (np.ndarray, *_SCALARS)):
+        raise TypeError(f"{call}: x must be {_ALLOWED}, but got {type(x).__name__} ({_shortened(x)}). {_advice(x)}")
+    array = np.ascontiguousarray(x) if np.ndim(x) else np.asarray(x)
+    if array.dtype not in _DTYPES:
+        raise TypeError(f"{call}: x must be {_ALLOWED}, but got dtype {array.dtype!r} with shape {array.shape}.")
+    return array
+
+
+def _advice(x: Any) -> str:
+    if x is None:
+        return "Only ranks whose x doesn't count may pass None."
+    if isinstance(x, np.ma.MaskedArray):
+        return "Send its data and its mask apart."
+    if isinstance(x, (list, tuple)):
+        return "Make it an array with autograd.numpy.array, or send its items one by one."
+    return "Pickled objects don't travel through these functions; use mpi4py's own for them."
+
+
+def _shortened(x: Any) -> str:
+    text = repr(x)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def private_copy(array: np.ndarray, x: Array) -> np.ndarray:
+    """Return `array`, made from `x` by `outgoing`, as memory that nobody else can change."""
+    return array.copy() if array is x or array.base is not None else array
+
+
+def result(array: np.ndarray) -> Array:
+    """Return a received array; a NumPy scalar where it has no dimensions, as NumPy's own functions do."""
+    return array if array.ndim else array[()]
+
+
+def spec_of(like: Array, call: str, argument: str = "like") -> Spec:
+    """Return shape and dtype of a template.
+
+    Raises
+    ------
+    TypeError
+        Where the template is missing or isn't an array of a dtype that can be received.
+    """
+    if isinstance(like, np.ndarray) or isinstance(like, _SCALARS):
+        dtype = np.result_type(like) if isinstance(like, (bool, int, float, complex)) else like.dtype
+        if dtype in _DTYPES:
+            return Spec(np.shape(like), dtype)
+        raise TypeError(f"{call}: {argument} must be {_ALLOWED}, but got dtype {dtype!r}.")
+    raise TypeError(
+        f"{call}: {argument} says the shape and dtype of what is received and must be {_ALLOWED}, "
+        f"but got {type(like).__name__} ({_shortened(like)})."
+    )

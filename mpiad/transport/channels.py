@@ -1,0 +1,203 @@
+"""Communicators of the library's own: duplicates, so that its messages never meet the user's.
+
+A `Channel` belongs to one communicator of the user's. It holds two duplicates (`data` for the forward messages and all
+collectives, `reverse` for the messages of adjoints) and numbers the point-to-point messages: the k-th message from a
+rank to another with a tag is the k-th on both sides, and the adjoint's message, which may be started in another order,
+is found by that number. The channel hangs on the communicator as an attribute and is freed with it.
+
+An exception that leaves messages under way marks the channel, since an old message would be taken for a new one;
+`reset` renews its duplicates.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mpiad._typing import Comm
+from mpiad.errors import CommunicatorError, UnfinishedMessagesError
+
+__all__ = ["Channel", "channel", "close_world", "open_world", "prepare", "renew"]
+
+
+class Channel:
+    """Duplicates and message numbers of one communicator."""
+
+    def __init__(self, user: Comm):
+        self.user = user
+        self.rank, self.size = user.rank, user.size
+        self.fault: str | None = None
+        self.pairs_compared = False
+        self.share_in, self.share_out = np.zeros(2), np.zeros(2)
+        self._open()
+
+    def _open(self) -> None:
+        self.data, self.reverse = self.user.Dup(), self.user.Dup()
+        self.tag_limit = min(self.data.Get_attr(MPI.TAG_UB), 2**31 - 1)
+        self.sent: dict[tuple[int, int], int] = {}
+        self.received: dict[tuple[int, int], int] = {}
+        self.pending: list[tuple[Any, np.ndarray]] = []
+        self._next_look = 1
+        self._backwards: Comm | None = None
+
+    def backwards(self) -> Comm:
+        """Return a duplicate with its ranks in reverse order (suffix sums are prefix sums there); collective at first."""
+        if self._backwards is None:
+            self._backwards = self.data.Split(0, self.size - 1 - self.rank)
+        return self._backwards
+
+    def keep(self, request: Any, array: np.ndarray) -> None:
+        """Hold the buffer of a send until MPI is done with it."""
+        self.pending.append((request, array))
+        if len(self.pending) >= self._next_look:
+            self.pending = [held for held in self.pending if not held[0].Test()]
+            # Looking again only when twice as many wait keeps the looks linear in the number of sends.
+            self._next_look = 2 * len(self.pending) + 1
+
+    def complete(self) -> None:
+        """Wait until all sends are done."""
+        MPI.Request.Waitall([request for request, _ in self.pending])
+        self.pending.clear()
+
+    def mark(self, reason: str) -> None:
+        """Refuse further use until `renew`."""
+        if self.fault is None:
+            self.fault = reason
+
+    def renew(self) -> None:
+        """Replace the duplicates; collective. What was under way on the old ones is never received."""
+        old, kept = (self.data, self.reverse, self._backwards), self.pending
+        self._open()
+        self.fault = None
+        _ABANDONED.extend(kept)  # MPI may still read these buffers
+        _free(old)
+
+    def close(self) -> None:
+        """Free the duplicates; collective."""
+        _free((self.data, self.reverse, self._backwards))
+
+
+_ABANDONED: list[tuple[Any, np.ndarray]] = []
+_world: Channel | None = None
+_finalized = False
+_KEY = MPI.Comm.Create_keyval(delete_fn=lambda comm, key, owned: owned.close()) if MPI.Is_initialized() else None
+
+
+def _free(comms: tuple[Comm | None, ...]) -> None:
+    for comm in comms:
+        if comm is not None and comm != MPI.COMM_NULL:
+            comm.Free()
+
+
+def _key() -> int:
+    global _KEY
+    if _KEY is None:
+        _KEY = MPI.Comm.Create_keyval(delete_fn=lambda comm, key, owned: owned.close())
+    return _KEY
+
+
+def open_world() -> Channel:
+    """Make the duplicates of the world; collective over all ranks."""
+    global _world, _finalized
+    if _world is None:
+        _world = Channel(MPI.COMM_WORLD)
+        _finalized = False
+    return _world
+
+
+def close_world() -> None:
+    """Complete what was sent and free the duplicates of the world; collective over all ranks."""
+    global _world, _finalized
+    if _world is not None:
+        _world.complete()
+        _world.close()
+    _world, _finalized = None, True
+
+
+def channel(comm: Comm, call: str, collective: bool = True) -> Channel:
+    """Return the channel of a communicator, made at its first collective use.
+
+    Parameters
+    ----------
+    comm : mpi4py intracommunicator or None
+    call : str
+        Name of the public function, for the message of an error.
+    collective : bool
+        Whether all ranks of `comm` are in this call, so that duplicates can be made.
+
+    Raises
+    ------
+    CommunicatorError
+        For a communicator that is freed, null, between groups or not prepared, and after the end of MPI.
+    UnfinishedMessagesError
+        Where an exception has left messages under way.
+    """
+    found = _world if comm is None else _lookup(comm, call, collective)
+    if found is None:
+        raise CommunicatorError(f"{call}: {_why_no_world()}")
+    if found.fault is not None:
+        raise UnfinishedMessagesError(
+            f"{call}: {found.fault} Call mpiad.reset(comm) on all ranks of this communicator before its next use: "
+            "an old message would be taken for a new one."
+        )
+    return found
+
+
+def _why_no_world() -> str:
+    if _finalized or MPI.Is_finalized():
+        return "called after mpi_finalize. No communication is possible any more; move this call before it."
+    return "MPI is not initialised. Call mpiad.mpi_init() on all ranks first."
+
+
+def _lookup(comm: Comm, call: str, collective: bool) -> Channel | None:
+    if _finalized or MPI.Is_finalized():
+        return None
+    _validate(comm, call)
+    if comm == MPI.COMM_WORLD:
+        return _world
+    found = comm.Get_attr(_key())
+    if found is None and not collective:
+        raise CommunicatorError(
+            f"{call}: this communicator of {comm.size} ranks was never prepared, and a point-to-point call can't do it, "
+            "since not all its ranks take part. Call mpiad.mpi_init(comm) on all its ranks first."
+        )
+    return found or prepare(comm, call)
+
+
+def _validate(comm: Comm, call: str) -> None:
+    if not isinstance(comm, MPI.Comm):
+        raise TypeError(f"{call}: comm must be an mpi4py intracommunicator or None, but got {type(comm).__name__}.")
+    if comm == MPI.COMM_NULL:
+        raise CommunicatorError(
+            f"{call}: comm is the null communicator: it was freed, or this rank isn't a member of it. "
+            "Call this on its members only, before comm.Free()."
+        )
+    if comm.Is_inter():
+        raise CommunicatorError(
+            f"{call}: comm is an intercommunicator ({comm.size} local and {comm.remote_size} remote ranks), "
+            "but an intracommunicator is expected. Merge it first: comm.Merge()."
+        )
+
+
+def prepare(comm: Comm, call: str) -> Channel:
+    """Return the channel of a communicator, making its duplicates where there are none; collective."""
+    _validate(comm, call)
+    if comm == MPI.COMM_WORLD:
+        return open_world()
+    found = comm.Get_attr(_key())
+    if found is None:
+        found = Channel(comm)
+        comm.Set_attr(_key(), found)
+    return found
+
+
+def renew(comm: Comm, call: str) -> None:
+    """Renew the duplicates of a communicator; collective over its ranks."""
+    if comm is None or comm == MPI.COMM_WORLD:
+        open_world().renew()
+    else:
+        prepare(comm, call).renew()
+
+

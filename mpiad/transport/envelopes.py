@@ -1,0 +1,80 @@
+"""Who sends to whom, under which tag and number: the address of a message and of the adjoint's answer to it.
+
+Forward messages carry the user's tag, and MPI matches them in the order of their start. The messages of adjoints may be
+started in another order on either side (requests are waited for in any order), so their tag is made of the user's tag
+and the message's number: multiples of the golden section of the tags there are, plus the number. Two messages that are
+under way between the same ranks at the same time then differ in their tag, as long as the product of their distance in
+user tags and in number is below 0.38 times the number of tags (10⁸ with MPICH and more with Open MPI).
+"""
+
+from __future__ import annotations
+
+from mpiad._typing import Comm
+from mpiad.transport.channels import Channel
+
+__all__ = ["Envelope"]
+
+_GOLDEN_SECTION = 0.6180339887498949
+
+
+class Envelope:
+    """Address of one point-to-point message, seen from this rank.
+
+    Parameters
+    ----------
+    channel : Channel
+    peer : int
+        The other rank.
+    tag : int
+        The user's tag.
+    outgoing : bool
+        Whether this rank sends it.
+    number : int, optional
+        Its place among the messages of that peer, tag and direction; the next one where it isn't given, and unknown
+        until it has come where it may come from any rank (negative `peer` or `tag`).
+    reverse : bool
+        Whether it is the message of an adjoint.
+    """
+
+    __slots__ = ("channel", "number", "outgoing", "peer", "reverse", "tag")
+
+    def __init__(
+        self, channel: Channel, peer: int, tag: int, outgoing: bool, number: int | None = None, reverse: bool = False
+    ):
+        self.channel, self.peer, self.tag, self.outgoing, self.reverse = channel, peer, tag, outgoing, reverse
+        self.number = number if number is not None or peer < 0 or tag < 0 else self._next()
+
+    def _next(self) -> int:
+        counts = self.channel.sent if self.outgoing else self.channel.received
+        key = (self.peer, self.tag)
+        number = counts.get(key, 0)
+        counts[key] = number + 1
+        return number
+
+    @property
+    def mpi_tag(self) -> int:
+        """Tag that the message has for MPI."""
+        if not self.reverse:
+            return self.tag
+        limit = self.channel.tag_limit
+        return (self.tag * int(limit * _GOLDEN_SECTION) + self.number) % limit
+
+    @property
+    def comm(self) -> Comm:
+        """Duplicate that the message travels on."""
+        return self.channel.reverse if self.reverse else self.channel.data
+
+    def answered_from(self, peer: int, tag: int) -> None:
+        """Put in the sender and tag of a message that was received from any."""
+        self.peer, self.tag = peer, tag
+        self.number = self._next()
+
+    def back(self) -> Envelope:
+        """Return the address of the message that carries the cotangent back."""
+        return Envelope(self.channel, self.peer, self.tag, not self.outgoing, self.number, True)
+
+    def along(self) -> Envelope:
+        """Return the address of the message that carries the tangent, right after this one."""
+        if self.reverse:
+            return self
+        return Envelope(self.channel, self.peer, self.tag, self.outgoing)

@@ -1,0 +1,101 @@
+"""Point-to-point messages: Isend, Irecv and Wait, with every buffer kept until MPI is done with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mpiad.transport.buffers import Spec, result
+from mpiad.transport.envelopes import Envelope
+
+__all__ = ["Receipt", "finish_receive", "post_receive", "post_send", "receive", "send", "swap"]
+
+
+class Receipt:
+    """A receive under way: its buffer, its MPI request and its address."""
+
+    __slots__ = ("buffer", "envelope", "request")
+
+    def __init__(self, buffer: np.ndarray, request: Any, envelope: Envelope):
+        self.buffer, self.request, self.envelope = buffer, request, envelope
+
+
+def post_send(array: np.ndarray, envelope: Envelope) -> Any:
+    """Start a send of memory that nobody changes before the request is done; return MPI's request."""
+    return envelope.comm.Isend(array, envelope.peer, envelope.mpi_tag)
+
+
+def send(array: np.ndarray, envelope: Envelope) -> None:
+    """Send without waiting for the receiver; `array` must be private memory."""
+    request = post_send(array, envelope)
+    if not request.Test():
+        envelope.channel.keep(request, array)
+
+
+def post_receive(spec: Spec, envelope: Envelope) -> Receipt:
+    """Start a receive of an array of known shape and dtype."""
+    buffer = spec.empty()
+    return Receipt(buffer, envelope.comm.Irecv(buffer, envelope.peer, envelope.mpi_tag), envelope)
+
+
+def finish_receive(receipt: Receipt, call: str) -> Any:
+    """Wait for a receive and return its array.
+
+    Raises
+    ------
+    ValueError
+        Where the message has another number of bytes than the array it is received into.
+    """
+    status = MPI.Status()
+    try:
+        receipt.request.Wait(status)
+    except MPI.Exception as error:
+        _raise_if_truncated(error, receipt.buffer, receipt.envelope, call)
+        raise
+    return _verified(receipt.buffer, status, receipt.envelope, call)
+
+
+def receive(spec: Spec, envelope: Envelope, call: str) -> Any:
+    """Receive an array; the envelope of a receive from anyone learns who it was."""
+    receipt, status = post_receive(spec, envelope), MPI.Status()
+    try:
+        receipt.request.Wait(status)
+    except MPI.Exception as error:
+        _raise_if_truncated(error, receipt.buffer, envelope, call)
+        raise
+    if envelope.number is None:
+        envelope.answered_from(status.source, status.tag)
+    return _verified(receipt.buffer, status, envelope, call)
+
+
+def swap(array: np.ndarray, there: Envelope, spec: Spec, back: Envelope, call: str) -> Any:
+    """Send to one rank and receive from another in one step, and wait for both."""
+    buffer, status = spec.empty(), MPI.Status()
+    try:
+        there.comm.Sendrecv(array, there.peer, there.mpi_tag, buffer, back.peer, back.mpi_tag, status)
+    except MPI.Exception as error:
+        _raise_if_truncated(error, buffer, back, call)
+        raise
+    return _verified(buffer, status, back, call)
+
+
+def _verified(buffer: np.ndarray, status: Any, envelope: Envelope, call: str) -> Any:
+    got = status.Get_count(MPI.BYTE)
+    if got != buffer.nbytes:
+        raise ValueError(_mismatch(buffer, f"{got} bytes", envelope, call))
+    return result(buffer)
+
+
+def _raise_if_truncated(error: Any, buffer: np.ndarray, envelope: Envelope, call: str) -> None:
+    if error.Get_error_class() == MPI.ERR_TRUNCATE:
+        raise ValueError(_mismatch(buffer, "more bytes", envelope, call)) from None
+
+
+def _mismatch(buffer: np.ndarray, got: str, envelope: Envelope, call: str) -> str:
+    return (
+        f"{call}: rank {envelope.peer} sent {got} with tag {envelope.tag}, but the array it is received into has "
+        f"shape {buffer.shape} and dtype {buffer.dtype}: {buffer.nbytes} bytes. "
+        "Give a template (`like`) with the shape and dtype of what is sent."
+    )

@@ -1,0 +1,73 @@
+"""Start and end: what happens to this process at import, in `mpi_init` and in `mpi_finalize`."""
+
+from __future__ import annotations
+
+import atexit
+import os
+
+from mpi4py import MPI
+
+from mpiad.transport.abort import install_abort_hook
+from mpiad.transport.channels import close_world, open_world
+from mpiad.transport.memory import raise_malloc_thresholds
+from mpiad.transport.threads import limit_threads
+
+__all__ = ["finalize", "finalized", "initialized", "local_rank", "start"]
+
+_local: tuple[int, int] | None = None
+
+
+def start() -> None:
+    """Prepare the world, once; collective over all ranks."""
+    global _local
+    if not MPI.Is_initialized():
+        MPI.Init_thread()
+    if _local is not None:
+        return
+    open_world()
+    _local = _place_on_node()
+    install_abort_hook()
+    raise_malloc_thresholds()
+    if os.environ.get("MPIAD_THREADS") != "0":
+        limit_threads(_local[1], logs=MPI.COMM_WORLD.rank == 0)
+
+
+def _place_on_node() -> tuple[int, int]:
+    node = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
+    place = node.rank, node.size
+    node.Free()
+    return place
+
+
+def local_rank() -> int:
+    """Return this rank's number among the ranks of its node."""
+    if _local is None:
+        start()
+    return _local[0]  # type: ignore[index]
+
+
+def initialized() -> bool:
+    """Tell whether communication is possible: MPI initialised and not finalised, the world prepared."""
+    return _local is not None and MPI.Is_initialized() and not MPI.Is_finalized()
+
+
+def finalized() -> bool:
+    """Tell whether MPI was finalised."""
+    return MPI.Is_finalized()
+
+
+def finalize() -> None:
+    """Complete what was sent and finalise MPI; collective over all ranks. A second call does nothing."""
+    if MPI.Is_initialized() and not MPI.Is_finalized():
+        close_world()
+        MPI.Finalize()
+
+
+@atexit.register
+def _complete_at_exit() -> None:
+    if MPI.Is_initialized() and not MPI.Is_finalized():
+        close_world()
+
+
+if MPI.Is_initialized():
+    start()
