@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 from mpiad.differentiation.nodes import OrderedNode, TangentNode
 from mpiad.differentiation.numbering import enter, leave
-from mpiad.primitives.cotangents import conform, spec_like
-from mpiad.primitives.operation import Operation, Tape, current, suspended
+from mpiad.primitives.operation import Tape, current, suspended
 from mpiad.transport import Channel, Spec
 
 __all__ = ["OrderedTape", "Recording", "TangentTape", "mark_unfinished"]
@@ -71,13 +70,16 @@ class OrderedTape(_Tape):
 
     __slots__ = ()
 
-    def communicated(self, operation: Operation, ans: Any, x: Any, params: Any, parent: Any) -> Any:
-        """Record a communication; return its node, or None where its result carries no derivative."""
-        places = () if parent is None or parent.tape is not self else (parent.index,)
+    def communicated(
+        self, operation: Any, ans: Any, x: Any, params: Any, argnums: tuple[int, ...], parents: tuple[Any, ...]
+    ) -> Any:
+        """Record a communication; return its node, or None where its result isn't an array."""
         dtype = getattr(ans, "dtype", None)
         like = _NO_VALUE if dtype is None else Spec(ans.shape, dtype)
-        vjp = operation.vjp(ans, x, params, self.number)
-        node = OrderedNode.placed(self, places, lambda g: (vjp(g),), like)
+        # An input that has outlived its own trace is a constant.
+        kept = [(k, node.index) for k, node in zip(argnums, parents) if node.tape is self]
+        vjp = operation.vjp(ans, x, params, tuple([k for k, _ in kept]), self.number)
+        node = OrderedNode.placed(self, tuple([place for _, place in kept]), vjp, like)
         return None if dtype is None else node
 
 
@@ -86,12 +88,11 @@ class TangentTape(_Tape):
 
     __slots__ = ()
 
-    def communicated(self, operation: Operation, ans: Any, x: Any, params: Any, parent: Any) -> Any:
+    def communicated(
+        self, operation: Any, ans: Any, x: Any, params: Any, argnums: tuple[int, ...], parents: tuple[Any, ...]
+    ) -> Any:
         """Communicate the tangent, as part of the trace around this one; return its node."""
-        dx = parent.g if parent is not None and parent.tape is self else None
-        if x is not None:
-            spec = spec_like(x)
-            dx = spec.zeros() if dx is None else conform(dx, *spec)
+        tangents = {k: node.g for k, node in zip(argnums, parents) if node.tape is self}
         with suspended(self.outer):
-            tangent = operation.jvp(dx, ans, x, params, self.number)
+            tangent = operation.jvp(tangents, ans, x, params, self.number)
         return TangentNode.placed(self, tangent) if hasattr(ans, "dtype") else None

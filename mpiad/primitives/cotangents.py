@@ -9,7 +9,7 @@ import numpy as np
 
 from mpiad.transport import Spec
 
-__all__ = ["conform", "spec_like"]
+__all__ = ["conform", "spec_like", "tangent_of"]
 
 
 def spec_like(x: Any) -> Spec:
@@ -29,3 +29,9 @@ def conform(g: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:
     if g.dtype != dtype:
         g = g.astype(dtype)
     return g if g.shape == shape else anp.broadcast_to(g, shape)
+
+
+def tangent_of(x: Any, dx: Any) -> Any:
+    """Return the tangent of an input in its shape and dtype; zeros where it isn't traced (`dx` None)."""
+    spec = spec_like(x)
+    return spec.zeros() if dx is None else conform(dx, *spec)

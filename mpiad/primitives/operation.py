@@ -21,12 +21,13 @@ from autograd.core import JVPNode, VJPNode, primitive_jvps, primitive_vjps
 from autograd.tracer import Box, new_box
 
 from mpiad._typing import Array
-from mpiad.primitives.cotangents import conform, spec_like
+from mpiad.primitives.cotangents import conform, spec_like, tangent_of
 from mpiad.primitives.foreign import checked_adjoint, raise_for_foreign
 
-__all__ = ["Operation", "Tape", "communicate", "current", "is_traced", "suspended"]
+__all__ = ["Operation", "Tape", "communicate", "current", "differentiable", "suspended"]
 
 _box_types = Box.types
+_NO_PARENTS: tuple = ((), ())
 
 
 class Tape(Protocol):
@@ -35,8 +36,10 @@ class Tape(Protocol):
     number: int
     outer: Tape | None
 
-    def communicated(self, operation: Operation, ans: Any, x: Any, params: Any, parent: Any) -> Any:
-        """Record a communication and return its node."""
+    def communicated(
+        self, operation: Any, ans: Any, x: Any, params: Any, argnums: tuple[int, ...], parents: tuple[Any, ...]
+    ) -> Any:
+        """Record a communication and return its node, None where its result isn't an array."""
 
 
 class _Current(threading.local):
@@ -95,22 +98,24 @@ class Operation:
         primitive_vjps[self] = self._foreign_vjp
         primitive_jvps[self] = self._foreign_jvp
 
-    def vjp(self, ans: Any, x: Any, params: Any, level: int) -> Callable:
-        """Return the function that maps the cotangent of the result to that of x."""
-        return self.adjoint(ans, x, params, level) if self.halves else self.adjoint(ans, x, params)
+    def vjp(self, ans: Any, x: Any, params: Any, argnums: tuple[int, ...], level: int) -> Callable:
+        """Return the function that maps the cotangent of the result to those of its traced inputs: here, to x's."""
+        rule = self.adjoint(ans, x, params, level) if self.halves else self.adjoint(ans, x, params)
+        return lambda g: (rule(g),)
 
-    def jvp(self, dx: Any, ans: Any, x: Any, params: Any, level: int) -> Any:
+    def jvp(self, tangents: dict[int, Any], ans: Any, x: Any, params: Any, level: int) -> Any:
         """Return the tangent of the result."""
+        dx = None if x is None else tangent_of(x, tangents.get(0))
         return self.tangent(dx, ans, x, params, level) if self.halves else self.tangent(dx, ans, x, params)
 
     def _foreign_vjp(self, argnums: tuple, ans: Any, args: tuple, kwargs: dict) -> Callable:
         if self.point_to_point:
             raise_for_foreign(self.__name__)
-        vjp, spec = self.adjoint(ans, args[0], kwargs["params"]), spec_like(ans)
-        return checked_adjoint(lambda g: (vjp(conform(g, *spec)),), self.__name__, kwargs["level"])
+        rule, spec = self.adjoint(ans, args[0], kwargs["params"]), spec_like(ans)
+        return checked_adjoint(lambda g: (rule(conform(g, *spec)),), self.__name__, kwargs["level"])
 
     def _foreign_jvp(self, argnums: tuple, gs: list, ans: Any, args: tuple, kwargs: dict) -> Any:
-        return self.jvp(conform(gs[0], *spec_like(args[0])), ans, args[0], kwargs["params"], kwargs["level"])
+        return self.jvp({0: gs[0]}, ans, args[0], kwargs["params"], kwargs["level"])
 
     def __repr__(self) -> str:
         return f"Operation({self.__name__})"
@@ -131,11 +136,11 @@ def _apply(operation: Operation, tape: Tape | None, x: Array, params: Any) -> An
         return _apply_above(operation, tape, x, params)
     if tape is None:
         return operation.forward(x, params)
-    inner, parent = (x._value, x._node) if level == number else (x, None)
+    inner, parents = (x._value, ((0,), (x._node,))) if level == number else (x, _NO_PARENTS)
     ans = _apply(operation, tape.outer, inner, params)
-    if not _differentiable(ans):
+    if not differentiable(ans):
         return ans
-    node = tape.communicated(operation, ans, inner, params, parent)
+    node = tape.communicated(operation, ans, inner, params, *parents)
     return ans if node is None else new_box(ans, number, node)
 
 
@@ -145,21 +150,17 @@ def _apply_above(operation: Operation, tape: Tape | None, x: Any, params: Any) -
     node_type = type(x._node)
     if node_type is not VJPNode and node_type is not JVPNode:
         return ans
-    if not _differentiable(ans):
+    if not differentiable(ans):
         return ans
     node = node_type(ans, operation, (x._value,), {"params": params, "level": x._trace}, (0,), (x._node,))
     return new_box(ans, x._trace, node) if hasattr(ans, "dtype") else ans
 
 
-def _differentiable(ans: Any) -> bool:
+def differentiable(ans: Any) -> bool:
+    """Tell whether a result is recorded."""
     # What is no array (a request, the None of a barrier) is recorded too; integers aren't, nor requests for them.
     dtype = getattr(ans, "dtype", None)
     if dtype is None:
         spec = getattr(ans, "spec", None)
         return spec is None or spec.differentiable
     return dtype.kind in "fc"
-
-
-def is_traced(x: Any) -> bool:
-    """Tell whether x belongs to a trace."""
-    return type(x) in _box_types

@@ -1,0 +1,246 @@
+"""Operators of the user's own that communicate: ten lines of Python, with their adjoint beside them.
+
+`communicating` turns a function into an operator that the ordered tape treats like a built-in: one node, recorded
+whether or not an input is traced, visited always, on every rank. Its body runs on plain arrays with no tape current,
+and may use bare mpi4py (post the receives, post the sends, wait for all). `defvjp`, `defjvp` say its derivatives,
+`defadjoint` both at once for a linear map. Rules made of communicating operators can be differentiated again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from autograd.core import JVPNode, VJPNode, primitive_jvps, primitive_vjps
+from autograd.tracer import Box, new_box
+
+from mpiad._typing import Function
+from mpiad.primitives.cotangents import conform, spec_like, tangent_of
+from mpiad.primitives.foreign import checked_adjoint
+from mpiad.primitives.operation import Tape, current, differentiable, suspended
+
+__all__ = ["Communicating", "communicating", "defadjoint", "defjvp", "defvjp", "defvjp_together"]
+
+_box_types = Box.types
+
+
+class Communicating:
+    """An operator that communicates; made by `communicating`."""
+
+    def __init__(self, fun: Function):
+        self.fun = fun
+        self.__name__ = getattr(fun, "__name__", "operator")
+        self.__doc__ = getattr(fun, "__doc__", None)
+        self.backward: Callable | None = None
+        self.forward: Callable | None = None
+        primitive_vjps[self] = self._foreign_vjp
+        primitive_jvps[self] = self._foreign_jvp
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _apply(self, current.tape, args, kwargs)
+
+    def __repr__(self) -> str:
+        return f"<communicating operator {self.__name__}>"
+
+    def body(self, args: tuple, kwargs: dict) -> Any:
+        """Run the function on plain arrays, as one node."""
+        with suspended():
+            ans = self.fun(*args, **kwargs)
+        if type(ans) in _box_types:
+            raise TypeError(
+                f"{self.__name__}: its body returned a traced value, so it uses a traced variable from outside. "
+                "Pass every variable to differentiate by as an argument."
+            )
+        return np.asarray(ans)[()] if isinstance(ans, (float, complex)) else ans
+
+    def vjp(self, ans: Any, args: Any, kwargs: Any, argnums: tuple[int, ...], level: int) -> Callable:
+        """Return the function that maps the cotangent of the result to those of its traced arguments."""
+        if self.backward is None:
+            raise NotImplementedError(f"{self.__name__} has no adjoint: give it one with mpiad.extend.defvjp.")
+        rule = self.backward(ans, args, kwargs)
+
+        def vjp(g: Any) -> tuple:
+            # All of it runs, also for arguments that aren't traced here: other ranks may wait for their part.
+            cotangents = rule(g)
+            return tuple([_part(cotangents, k, args) for k in argnums])
+
+        return vjp
+
+    def jvp(self, tangents: dict[int, Any], ans: Any, args: Any, kwargs: Any, level: int) -> Any:
+        """Return the tangent of the result."""
+        if self.forward is None:
+            raise NotImplementedError(f"{self.__name__} has no tangent: give it one with mpiad.extend.defjvp.")
+        return self.forward(tangents, ans, args, kwargs)
+
+    def _foreign_vjp(self, argnums: tuple, ans: Any, args: tuple, kwargs: dict) -> Callable:
+        level, kwargs = kwargs["level"], kwargs["params"]
+        vjp, spec = self.vjp(ans, args, kwargs, argnums, level), spec_like(ans)
+        return checked_adjoint(lambda g: vjp(conform(g, *spec)), self.__name__, level)
+
+    def _foreign_jvp(self, argnums: tuple, gs: list, ans: Any, args: tuple, kwargs: dict) -> Any:
+        return self.jvp(dict(zip(argnums, gs)), ans, args, kwargs["params"], kwargs["level"])
+
+
+def _part(cotangents: Any, k: int, args: tuple) -> Any:
+    part = cotangents[k] if k < len(cotangents) else None
+    return None if part is None else conform(part, *spec_like(args[k]))
+
+
+def _apply(operator: Communicating, tape: Tape | None, args: tuple, kwargs: dict) -> Any:
+    number = -1 if tape is None else tape.number
+    levels = [arg._trace if type(arg) in _box_types else -1 for arg in args]
+    top = max(levels, default=-1)
+    if top < 0 and tape is None:
+        return operator.body(args, kwargs)
+    level = max(top, number)
+    argnums = tuple([k for k, found in enumerate(levels) if found == level])
+    parents = tuple([args[k]._node for k in argnums])
+    inner = tuple([arg._value if found == level else arg for arg, found in zip(args, levels)])
+    if top > number:
+        return _apply_above(operator, tape, inner, kwargs, argnums, parents, top)
+    ans = _apply(operator, tape.outer, inner, kwargs)  # type: ignore[union-attr]
+    if not differentiable(ans):
+        return ans
+    node = tape.communicated(operator, ans, inner, kwargs, argnums, parents)  # type: ignore[union-attr]
+    return ans if node is None else new_box(ans, number, node)
+
+
+def _apply_above(
+    operator: Communicating, tape: Tape | None, args: tuple, kwargs: dict, argnums: tuple, parents: tuple, level: int
+) -> Any:
+    """Apply to values of a trace inside the current tape: plain autograd's, or an ended one of ours (constants)."""
+    ans = _apply(operator, tape, args, kwargs)
+    node_type = type(parents[0])
+    if (node_type is not VJPNode and node_type is not JVPNode) or not hasattr(ans, "dtype") or not differentiable(ans):
+        return ans
+    return new_box(ans, level, node_type(ans, operator, args, {"params": kwargs, "level": level}, argnums, parents))
+
+
+def communicating(fun: Function) -> Communicating:
+    """Make an operator of a function that communicates.
+
+    Parameters
+    ----------
+    fun : callable
+        Takes arrays (and anything else) by position, constants by keyword; returns an array, a number or None. Called
+        with plain arrays.
+
+    Returns
+    -------
+    Communicating
+        A callable with the same arguments; without derivatives until `defvjp`, `defjvp` or `defadjoint` gives them.
+
+    Ranks
+    -----
+    Those that take part in the communication of `fun` call it, and all of them run its adjoint.
+
+    Adjoint
+    -------
+    As given by `defvjp` or `defadjoint`.
+    """
+    return Communicating(fun)
+
+
+def defvjp(operator: Communicating, *makers: Callable | None) -> None:
+    """Give an operator its adjoint, one rule for each argument.
+
+    Parameters
+    ----------
+    operator : Communicating
+    *makers : callable or None
+        ``maker(ans, *args, **kwargs) -> vjp``, and ``vjp(g)`` returns the cotangent of that argument; None for arguments
+        without one. All run on every rank, in this order, also where an argument isn't traced or `g` is zero.
+
+    Raises
+    ------
+    TypeError
+        Where `operator` wasn't made by `communicating`.
+    """
+
+    def backward(ans: Any, args: tuple, kwargs: dict) -> Callable:
+        rules = [None if maker is None else maker(ans, *args, **kwargs) for maker in makers]
+        return lambda g: [None if rule is None else rule(g) for rule in rules]
+
+    _checked(operator, "defvjp").backward = backward
+
+
+def defvjp_together(operator: Communicating, maker: Callable) -> None:
+    """Give an operator its adjoint, one rule for all arguments: for those that share a costly part.
+
+    Parameters
+    ----------
+    operator : Communicating
+    maker : callable
+        ``maker(ans, *args, **kwargs) -> vjp``, and ``vjp(g)`` returns a sequence with the cotangent of each argument
+        (None for those without one).
+
+    Raises
+    ------
+    TypeError
+        Where `operator` wasn't made by `communicating`.
+    """
+    _checked(operator, "defvjp_together").backward = lambda ans, args, kwargs: maker(ans, *args, **kwargs)
+
+
+def defjvp(operator: Communicating, *rules: Callable | None) -> None:
+    """Give an operator its tangent, one rule for each argument; their results are added up.
+
+    Parameters
+    ----------
+    operator : Communicating
+    *rules : callable or None
+        ``rule(g, ans, *args, **kwargs)`` returns the tangent of the result along the tangent `g` of that argument; None
+        for arguments without one. All run on every rank, in this order, with zeros where an argument isn't traced.
+
+    Raises
+    ------
+    TypeError
+        Where `operator` wasn't made by `communicating`.
+    """
+
+    def forward(tangents: dict[int, Any], ans: Any, args: tuple, kwargs: dict) -> Any:
+        total = None
+        for k, rule in enumerate(rules):
+            if rule is not None:
+                part = rule(tangent_of(args[k], tangents.get(k)), ans, *args, **kwargs)
+                total = part if total is None else total + part
+        return total
+
+    _checked(operator, "defjvp").forward = forward
+
+
+def defadjoint(operator: Communicating, adjoint: Function) -> Communicating:
+    """Give an operator that is linear in its first argument its adjoint, and with it all derivatives at any order.
+
+    Parameters
+    ----------
+    operator : Communicating
+        ``operator(x, *rest)``, linear in x.
+    adjoint : callable
+        ``adjoint(y, *rest)``: the transpose, over all ranks, without conjugation; `rest` carries no derivative.
+
+    Returns
+    -------
+    Communicating
+        The adjoint as an operator, whose adjoint is `operator`. `mpiad.testing.check_adjoint` checks the pair.
+
+    Raises
+    ------
+    TypeError
+        Where `operator` wasn't made by `communicating`.
+    """
+    transpose = adjoint if isinstance(adjoint, Communicating) else communicating(adjoint)
+    _checked(operator, "defadjoint")
+    for one, other in ((operator, transpose), (transpose, operator)):
+        defvjp(one, lambda ans, x, *rest, other=other, **kwargs: lambda g: other(g, *rest, **kwargs))
+        defjvp(one, lambda g, ans, x, *rest, one=one, **kwargs: one(g, *rest, **kwargs))
+    return transpose
+
+
+def _checked(operator: Any, call: str) -> Communicating:
+    if isinstance(operator, Communicating):
+        return operator
+    raise TypeError(
+        f"{call}: expected an operator made by mpiad.extend.communicating, but got {type(operator).__name__} {operator!r}."
+    )
