@@ -132,7 +132,7 @@ def grad(
 
 
 def _one_number(traced: Traced, weight: float) -> tuple[Any, Any]:
-    value = traced.values[0] if len(traced.values) == 1 else tuple(traced.values)
+    value = traced.build(traced.values)
     return value, traced.problem or problem_with(value, weight, "value_and_grad")
 
 

@@ -79,7 +79,7 @@ def jacobian(
 
 def _agreed_spec(traced: Traced, weight: float, used: Channel) -> Spec:
     """Return shape and dtype of J, or raise on all ranks."""
-    value = traced.values[0] if len(traced.values) == 1 else tuple(traced.values)
+    value = traced.build(traced.values)
     problem = None if traced.problem is None else traced.problem.text
     spec = None
     if value is not None and weight != 0.0:
