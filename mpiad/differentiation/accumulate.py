@@ -1,8 +1,8 @@
 """Sum the cotangents that reach one node of the tape.
 
-The first cotangent is kept as it came, by reference: it may be shared with other nodes, or be a read-only view with
-strides of zero. Only a sum that was made here is *owned*, and further cotangents are added to it in place. A
-cotangent that is zero but for some elements (`Scatter`) is added without being written out.
+The first cotangent is kept as it came, by reference: it may be shared with other nodes, or be a read-only
+view with strides of zero. Only a sum that was made here is *owned*, and further cotangents are added to it in
+place. A cotangent that is zero but for some elements (`Scatter`) is added without being written out.
 """
 
 from __future__ import annotations

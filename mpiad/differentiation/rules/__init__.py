@@ -1,0 +1,54 @@
+"""Local adjoints and tangents that the node types look up before autograd's own.
+
+Autograd's rules are right but often far from the limit: the adjoint of a slice goes through `np.add.at`,
+that of `x**2` computes `x ** where(2, 1, 1.0)`, every broadcasting operation measures its operands at each
+call. The rules here are the same linear maps, written for plain arrays first. What they are given may also be
+a traced value of an outer differentiation; then they use operators and traced functions only, so that they
+can be differentiated again.
+
+A rule follows autograd's protocol: `vjpmaker(argnums, ans, args, kwargs) -> vjp` with `vjp(g) -> cotangents`,
+one for each argnum, and `jvpmaker(argnums, gs, ans, args, kwargs) -> tangent`. A cotangent may also be None,
+which adds nothing, or a `Scatter`; `accumulate` sums them. Arguments that a rule doesn't know go to
+autograd's own rule. Nothing in autograd is changed: who doesn't use these tables doesn't see them.
+"""
+
+from __future__ import annotations
+
+from mpiad.differentiation.rules import (
+    arithmetic,
+    assembly,
+    elementwise,
+    extrema,
+    indexing,
+    padding,
+    powers,
+    products,
+    reductions,
+    reshaping,
+    rolling,
+    selection,
+)
+from mpiad.differentiation.rules.protocol import JvpMaker, Primitive, VjpMaker
+
+__all__ = ["JVP_RULES", "VJP_RULES"]
+
+_FAMILIES = (
+    arithmetic,
+    assembly,
+    elementwise,
+    extrema,
+    indexing,
+    padding,
+    powers,
+    products,
+    reductions,
+    reshaping,
+    rolling,
+    selection,
+)
+
+VJP_RULES: dict[Primitive, VjpMaker] = {}
+JVP_RULES: dict[Primitive, JvpMaker] = {}
+for _family in _FAMILIES:
+    VJP_RULES.update(_family.VJPS)
+    JVP_RULES.update(_family.JVPS)

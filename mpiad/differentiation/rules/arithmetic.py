@@ -1,0 +1,158 @@
+"""Sums, differences, products and quotients with broadcasting."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mpiad._typing import Array
+from mpiad.differentiation.rules.broadcasting import fitting, widened
+from mpiad.differentiation.rules.powers import doubled
+from mpiad.differentiation.rules.protocol import (
+    Argnums,
+    Vjp,
+    anp,
+    inherited_jvp,
+    inherited_vjp,
+    one_negated,
+    one_unchanged,
+    two_unchanged,
+)
+
+__all__ = ["JVPS", "VJPS"]
+
+
+def add_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+    """Pass the cotangent of a sum to its terms."""
+    if kwargs or len(args) != 2:
+        return inherited_vjp(anp.add, argnums, ans, args, kwargs)
+    if len(argnums) == 2:
+        fit_x, fit_y = fitting(args[0], ans), fitting(args[1], ans)
+        if fit_x is None and fit_y is None:
+            return two_unchanged
+        return lambda g: (_fitted(fit_x, g), _fitted(fit_y, g))
+    fit = fitting(args[argnums[0]], ans)
+    return one_unchanged if fit is None else lambda g: (fit(g),)
+
+
+def subtract_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+    """Pass the cotangent of a difference to its terms, negated to the second."""
+    if kwargs or len(args) != 2:
+        return inherited_vjp(anp.subtract, argnums, ans, args, kwargs)
+    if len(argnums) == 2:
+        fit_x, fit_y = fitting(args[0], ans), fitting(args[1], ans)
+        if fit_x is None and fit_y is None:
+            return _one_unchanged_one_negated
+        return lambda g: (_fitted(fit_x, g), -_fitted(fit_y, g))
+    fit = fitting(args[argnums[0]], ans)
+    if argnums[0] == 0:
+        return one_unchanged if fit is None else lambda g: (fit(g),)
+    return one_negated if fit is None else lambda g: (-fit(g),)
+
+
+def multiply_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+    """Multiply the cotangent of a product by the other factor."""
+    if kwargs or len(args) != 2:
+        return inherited_vjp(anp.multiply, argnums, ans, args, kwargs)
+    x, y = args
+    if len(argnums) == 2:
+        fit_x, fit_y = fitting(x, ans), fitting(y, ans)
+        if fit_x is None and fit_y is None:
+            return (lambda g: (doubled(g * x), None)) if x is y else lambda g: (g * y, g * x)
+        return lambda g: (_fitted(fit_x, g * y), _fitted(fit_y, g * x))
+    if argnums[0] == 0:
+        factor, other = x, y
+    else:
+        factor, other = y, x
+    fit = fitting(factor, ans)
+    if fit is None:
+        return lambda g: (g * other,)
+    return lambda g: (fit(g * other),)
+
+
+def divide_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+    """Divide the cotangent of a quotient; the denominator's is that times the negated quotient."""
+    if kwargs or len(args) != 2:
+        return inherited_vjp(anp.divide, argnums, ans, args, kwargs)
+    x, y = args
+    if argnums == (0,):
+        fit = fitting(x, ans)
+        return (lambda g: (g / y,)) if fit is None else lambda g: (fit(g / y),)
+    fit_y = fitting(y, ans)
+    if len(argnums) == 1:
+        return lambda g: (_fitted(fit_y, _times_minus(g / y, ans)),)
+    fit_x = fitting(x, ans)
+
+    def vjp(g: Array) -> tuple[Array, Array]:
+        of_numerator = g / y
+        return _fitted(fit_x, of_numerator), _fitted(fit_y, -(of_numerator * ans))
+
+    return vjp
+
+
+def _one_unchanged_one_negated(g: Array) -> tuple[Array, Array]:
+    return (g, -g)
+
+
+def _fitted(fit: Any, g: Array) -> Array:
+    return g if fit is None else fit(g)
+
+
+def _times_minus(t: Array, factor: Array) -> Array:
+    """Return minus the product, in the memory of `t`, a fresh value, where it fits."""
+    if type(t) is type(factor) is np.ndarray and t.dtype == factor.dtype and t.shape == factor.shape:
+        return np.negative(np.multiply(t, factor, t), t)
+    return -(t * factor)
+
+
+def add_jvp(argnums: Argnums, gs: Any, ans: Array, args: tuple, kwargs: dict) -> Array:
+    """Add the tangents of the terms."""
+    if kwargs or len(args) != 2:
+        return inherited_jvp(anp.add, argnums, gs, ans, args, kwargs)
+    return gs[0] + gs[1] if len(argnums) == 2 else widened(gs[0], ans)
+
+
+def subtract_jvp(argnums: Argnums, gs: Any, ans: Array, args: tuple, kwargs: dict) -> Array:
+    """Subtract the tangents of the terms."""
+    if kwargs or len(args) != 2:
+        return inherited_jvp(anp.subtract, argnums, gs, ans, args, kwargs)
+    if len(argnums) == 2:
+        return gs[0] - gs[1]
+    return widened(gs[0] if argnums[0] == 0 else -gs[0], ans)
+
+
+def multiply_jvp(argnums: Argnums, gs: Any, ans: Array, args: tuple, kwargs: dict) -> Array:
+    """Add each factor's tangent times the other factor."""
+    if kwargs or len(args) != 2:
+        return inherited_jvp(anp.multiply, argnums, gs, ans, args, kwargs)
+    x, y = args
+    if len(argnums) == 2:
+        return gs[0] * y + x * gs[1]
+    return gs[0] * y if argnums[0] == 0 else x * gs[0]
+
+
+def divide_jvp(argnums: Argnums, gs: Any, ans: Array, args: tuple, kwargs: dict) -> Array:
+    """Divide what the numerator gains beyond the quotient's share of the denominator."""
+    if kwargs or len(args) != 2:
+        return inherited_jvp(anp.divide, argnums, gs, ans, args, kwargs)
+    y = args[1]
+    if len(argnums) == 2:
+        return (gs[0] - ans * gs[1]) / y
+    return gs[0] / y if argnums[0] == 0 else _times_minus(gs[0] / y, ans)
+
+
+VJPS = {
+    anp.add: add_vjp,
+    anp.subtract: subtract_vjp,
+    anp.multiply: multiply_vjp,
+    anp.divide: divide_vjp,
+    anp.true_divide: divide_vjp,
+}
+JVPS = {
+    anp.add: add_jvp,
+    anp.subtract: subtract_jvp,
+    anp.multiply: multiply_jvp,
+    anp.divide: divide_jvp,
+    anp.true_divide: divide_jvp,
+}

@@ -1,0 +1,94 @@
+"""Fit a cotangent of the result of a broadcasting operation to one of its operands.
+
+Where operand and result have the same shape and dtype, which is nearly always so, the answer is None, "as it
+is", and nothing is left to do in the backward pass. Otherwise the cotangent is summed over the repeated axes,
+loses its imaginary part where the operand is real, and takes the operand's precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+from autograd.tracer import getval
+
+from mpiad._typing import Array, Shape
+from mpiad.differentiation.rules.protocol import BOX_TYPES, anp
+
+__all__ = ["fitting", "widened"]
+
+_ndarray, _float64 = np.ndarray, np.float64
+
+
+def fitting(operand: Array, ans: Array) -> Callable[[Array], Array] | None:
+    """Return the map from cotangents of `ans` to cotangents of `operand`, None for the identity.
+
+    Parameters
+    ----------
+    operand : array or scalar
+        Operand of a broadcasting operation, maybe traced.
+    ans : array or scalar
+        Result of the operation, maybe traced.
+
+    Returns
+    -------
+    callable or None
+        Linear map, the transpose of broadcasting `operand` to the shape of `ans`.
+    """
+    kind = type(operand)
+    if kind is _ndarray:
+        if operand.shape == ans.shape and operand.dtype == ans.dtype:
+            return None
+    elif kind is _float64 and type(ans) is _float64:
+        return None
+    return _general_fitting(getval(operand), getval(ans))
+
+
+def _general_fitting(operand: Array, ans: Array) -> Callable[[Array], Array] | None:
+    shape, full = np.shape(operand), np.shape(ans)
+    lead = len(full) - len(shape)
+    stretched = [lead + i for i, n in enumerate(shape) if n == 1 and full[lead + i] != 1]
+    axes = (*range(lead), *stretched)
+    # A Python number is real or complex, but has no precision of its own.
+    dtype = getattr(operand, "dtype", None)
+    becomes_real = ans.dtype.kind == "c" and not np.iscomplexobj(operand)
+    if dtype == ans.dtype:
+        dtype = None
+    if not axes and not becomes_real and dtype is None:
+        return None
+    return partial(_fit, shape, axes, becomes_real, dtype)
+
+
+def _fit(shape: Shape, axes: tuple[int, ...], becomes_real: bool, dtype: np.dtype | None, g: Array) -> Array:
+    traced = type(g) in BOX_TYPES
+    space = anp if traced else np
+    if axes:
+        g = space.reshape(space.sum(g, axis=axes), shape)
+    if becomes_real:
+        g = space.real(g)
+    # Autograd's cast has no tangent, so a traced cotangent keeps the precision of the result, as in autograd.
+    if dtype is not None and not traced and dtype.kind == g.dtype.kind:
+        g = g.astype(dtype)
+    return g
+
+
+def widened(tangent: Array, ans: Array) -> Array:
+    """Broadcast the tangent of one operand to the shape of the result `ans`.
+
+    Parameters
+    ----------
+    tangent : array or scalar
+        Tangent of an operand of a sum, maybe traced.
+    ans : array or scalar
+        The sum, maybe traced.
+
+    Returns
+    -------
+    array
+        Tangent of the sum.
+    """
+    value = getval(tangent)
+    if type(value) is _ndarray and value.shape == ans.shape and value.dtype == ans.dtype:
+        return tangent
+    return tangent + np.zeros(anp.shape(ans), anp.result_type(ans))

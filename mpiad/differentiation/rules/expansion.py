@@ -1,0 +1,118 @@
+"""The transpose of a sum over axes: a cotangent repeated along them, without being written out."""
+
+from __future__ import annotations
+
+import numpy as np
+from autograd.extend import defjvp, defvjp, primitive
+
+from mpiad._typing import Array, Shape
+from mpiad.differentiation.rules.protocol import BOX_TYPES, anp
+
+__all__ = ["expand", "filled", "kept_shape", "spread"]
+
+
+def kept_shape(shape: Shape, axis: int | tuple[int, ...] | None) -> Shape:
+    """Return the shape of a reduction with `keepdims=True`.
+
+    Parameters
+    ----------
+    shape : tuple of int
+        Shape before the reduction.
+    axis : int, tuple of int or None
+        Axes reduced, all for None; negative ones count from the last.
+
+    Returns
+    -------
+    tuple of int
+    """
+    if axis is None:
+        return (1,) * len(shape)
+    kept = list(shape)
+    for i in axis if isinstance(axis, tuple) else (axis,):
+        kept[i] = 1
+    return tuple(kept)
+
+
+def spread(g: Array, shape: Shape, kept: Shape, dtype: np.dtype) -> Array:
+    """Repeat a cotangent to a shape; untraced, the result is a read-only view with strides of zero.
+
+    Parameters
+    ----------
+    g : array or scalar
+        Cotangent of a reduction, maybe traced.
+    shape : tuple of int
+        Shape to reach.
+    kept : tuple of int
+        Shape of the reduction with `keepdims=True`.
+    dtype : numpy.dtype
+        Dtype to reach; a complex cotangent stays complex.
+
+    Returns
+    -------
+    array of shape `shape`
+    """
+    if type(g) in BOX_TYPES:
+        return expand(g, shape, kept)
+    # np.broadcast_to does the same in several times the time, which counts for small arrays.
+    g = np.asarray(g)
+    g = np.ascontiguousarray(g, dtype if g.dtype.kind != "c" else None)
+    dtype = g.dtype
+    strides, step = [], dtype.itemsize
+    for n, k in zip(reversed(shape), reversed(kept)):
+        strides.append(0 if k != n else step)
+        step *= k
+    view = np.ndarray(shape, dtype, g, 0, strides[::-1])
+    view.flags.writeable = False
+    return view
+
+
+def filled(g: Array, shape: Shape, dtype: np.dtype) -> Array:
+    """Repeat a cotangent that is one number, like `spread`.
+
+    Parameters
+    ----------
+    g : scalar
+        Cotangent of a reduction to one number, maybe traced.
+    shape : tuple of int
+        Shape to reach.
+    dtype : numpy.dtype
+        Dtype to reach.
+
+    Returns
+    -------
+    array of shape `shape`
+    """
+    if type(g) is np.float64 and dtype == np.float64:
+        return np.ndarray(shape, dtype, g, 0, (0,) * len(shape))
+    return spread(g, shape, (1,) * len(shape), dtype)
+
+
+@primitive
+def expand(g: Array, shape: Shape, kept: Shape) -> Array:
+    """Repeat a traced cotangent to a shape.
+
+    Parameters
+    ----------
+    g : array or scalar
+        Cotangent of a reduction.
+    shape : tuple of int
+        Shape to reach.
+    kept : tuple of int
+        Shape of the reduction with `keepdims=True`.
+
+    Returns
+    -------
+    array of shape `shape`
+    """
+    return np.broadcast_to(np.reshape(g, kept), shape)
+
+
+def _expand_vjp(ans: Array, g: Array, shape: Shape, kept: Shape):
+    # Repeating along axes and summing over them are each other's transposes.
+    axes = tuple(i for i, (n, k) in enumerate(zip(shape, kept)) if n != k)
+    reduced = anp.shape(g)
+    return lambda h: anp.reshape(anp.sum(h, axis=axes), reduced)
+
+
+defvjp(expand, _expand_vjp)
+defjvp(expand, lambda dg, ans, g, shape, kept: expand(dg, shape, kept))

@@ -1,0 +1,85 @@
+"""Elements, slices, columns, masks and lists of an array."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from autograd.core import sparse_add, sparse_object_types
+from autograd.extend import vspace
+from autograd.numpy.numpy_boxes import ArrayBox
+
+from mpiad._typing import Array
+from mpiad.differentiation.rules.protocol import BOX_TYPES, Argnums, Vjp, inherited_jvp, inherited_vjp
+from mpiad.differentiation.rules.scatter import Scatter, is_basic, put
+
+__all__ = ["JVPS", "VJPS"]
+
+_getitem = ArrayBox.__getitem__
+
+
+def getitem_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+    """Put the cotangent of the taken elements where they came from."""
+    if argnums != (0,):
+        return inherited_vjp(_getitem, argnums, ans, args, kwargs)
+    x, idx = args
+    basic = is_basic(idx)
+    shape, dtype = x.shape, x.dtype
+    if basic and type(ans) is np.ndarray and ans.ndim and ans.size == x.size and _keeps_order(idx):
+        return lambda g: (g.reshape(shape),)
+    if not basic:
+        idx = _as_array_index(idx)
+    repeats = not basic and not _is_mask(idx)
+
+    def vjp(g: Array) -> tuple[Any]:
+        if type(g) in BOX_TYPES:
+            return (put(g, idx, repeats, vspace(np.empty(shape, dtype))),)
+        return (Scatter(shape, dtype, idx, g, repeats),)
+
+    return vjp
+
+
+def getitem_jvp(argnums: Argnums, gs: Any, ans: Array, args: tuple, kwargs: dict) -> Array:
+    """Take the same elements of the tangent."""
+    if argnums != (0,):
+        return inherited_jvp(_getitem, argnums, gs, ans, args, kwargs)
+    return gs[0][args[1]]
+
+
+def _keeps_order(idx: Any) -> bool:
+    # An index that takes as many elements as there are takes all of them; only a step of -1 reorders them.
+    for i in idx if type(idx) is tuple else (idx,):
+        if type(i) is slice and i.step is not None and i.step < 0:
+            return False
+    return True
+
+
+def _as_array_index(idx: Any) -> Any:
+    # An empty list is an array of floats to NumPy, but an index of nothing.
+    if isinstance(idx, list):
+        return np.asarray(idx, dtype=None if idx else np.intp)
+    return idx
+
+
+def _is_mask(idx: Any) -> bool:
+    parts = idx if type(idx) is tuple else (idx,)
+    advanced = [i for i in parts if not is_basic(i)]
+    return len(advanced) == 1 and isinstance(advanced[0], np.ndarray) and advanced[0].dtype == bool
+
+
+def sparse_add_jvp(argnums: Argnums, gs: Any, ans: Array, args: tuple, kwargs: dict) -> Array:
+    """Add the tangent of the piece in place to a copy of the sum's."""
+    # The space comes first among the arguments and has no tangent.
+    piece = gs[-1]
+    if argnums == (1,) or type(piece) not in sparse_object_types:
+        return inherited_jvp(sparse_add, argnums, gs, ans, args, kwargs)
+    space = vspace(piece)
+    if argnums == (2,):
+        return sparse_add(space, None, piece)
+    total = gs[0]
+    copy = total.copy() if type(total) is np.ndarray else space.mut_add(None, total)
+    return sparse_add(space, copy, piece)
+
+
+VJPS = {_getitem: getitem_vjp}
+JVPS = {_getitem: getitem_jvp, sparse_add: sparse_add_jvp}

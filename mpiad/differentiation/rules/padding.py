@@ -1,0 +1,99 @@
+"""Padding: constant, and by the array's own elements (edge, reflect, symmetric, wrap)."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import numpy as np
+from autograd.extend import defjvp, defvjp, primitive
+from autograd.tracer import getval
+
+from mpiad._typing import Array, Shape
+from mpiad.differentiation.rules.protocol import Argnums, Vjp, anp, inherited_jvp, inherited_vjp
+
+__all__ = ["JVPS", "VJPS", "fold"]
+
+Widths: TypeAlias = list[tuple[int, int]]
+_COPYING = frozenset({"edge", "reflect", "symmetric", "wrap"})
+
+
+def pad_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+    """Cut the padding off the cotangent, and add what was copied into it to where it came from."""
+    x, width, mode, others = _bound(args, kwargs)
+    if argnums != (0,) or isinstance(width, dict) or not _is_known(mode, others):
+        return inherited_vjp(anp.pad, argnums, ans, args, kwargs)
+    shape = np.shape(getval(x))
+    widths = _widths(width, len(shape))
+    if mode == "constant":
+        inner = _inner(widths, shape)
+        return lambda g: (g[inner],)
+    return lambda g: (fold(g, widths, mode, shape),)
+
+
+def pad_jvp(argnums: Argnums, gs: Any, ans: Array, args: tuple, kwargs: dict) -> Array:
+    """Pad the tangent: with zeros, or with its own elements."""
+    _, width, mode, others = _bound(args, kwargs)
+    if argnums != (0,) or not _is_known(mode, others):
+        return inherited_jvp(anp.pad, argnums, gs, ans, args, kwargs)
+    return anp.pad(gs[0], width, mode)
+
+
+def _bound(args: tuple, kwargs: dict) -> tuple[Any, Any, Any, dict]:
+    given = {**dict(zip(("array", "pad_width", "mode"), args)), **kwargs}
+    return given.pop("array"), given.pop("pad_width"), given.pop("mode", "constant"), given
+
+
+def _is_known(mode: Any, others: dict) -> bool:
+    # A constant may be given for the padding; an odd reflection ("reflect_type") isn't a copy of elements.
+    return mode == "constant" or (isinstance(mode, str) and mode in _COPYING and not others)
+
+
+def _widths(width: Any, ndim: int) -> Widths:
+    """Return how many elements are added before and after, for each axis."""
+    if type(width) is int:
+        return [(width, width)] * ndim
+    return [(int(before), int(after)) for before, after in np.broadcast_to(width, (ndim, 2))]
+
+
+def _inner(widths: Widths, shape: Shape) -> tuple[slice, ...]:
+    return tuple(slice(before, before + n) for (before, _), n in zip(widths, shape))
+
+
+@primitive
+def fold(g: Array, widths: Widths, mode: str, shape: Shape) -> Array:
+    """Add the layers that padding copied to what they were copied from.
+
+    Parameters
+    ----------
+    g : array
+        Cotangent of the padded array.
+    widths : list of pairs of int
+        How many elements were added before and after, for each axis.
+    mode : str
+        "edge", "reflect", "symmetric" or "wrap".
+    shape : tuple of int
+        Shape before padding.
+
+    Returns
+    -------
+    array of shape `shape`
+        Cotangent of the array.
+    """
+    for axis, ((before, after), n) in enumerate(zip(widths, shape)):
+        if before == after == 0:
+            continue
+        lead = (slice(None),) * axis
+        total = g[(*lead, slice(before, before + n))].copy()
+        source = np.pad(np.arange(n), (before, after), mode)  # type: ignore[call-overload]
+        for layer in (*range(before), *range(before + n, before + n + after)):
+            total[(*lead, source[layer])] += g[(*lead, layer)]
+        g = total
+    return g
+
+
+# Padding by the array's own elements is linear; fold is its transpose, axis after axis.
+defvjp(fold, lambda ans, g, widths, mode, shape: lambda h: anp.pad(h, widths, mode))
+defjvp(fold, lambda dg, ans, g, widths, mode, shape: fold(dg, widths, mode, shape))
+
+VJPS = {anp.pad: pad_vjp}
+JVPS = {anp.pad: pad_jvp}

@@ -1,0 +1,120 @@
+"""Powers with a constant exponent, square and square root, without a call to `pow` where products do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from mpiad._typing import Array
+from mpiad.differentiation.rules.broadcasting import fitting
+from mpiad.differentiation.rules.protocol import (
+    Argnums,
+    Vjp,
+    anp,
+    inherited_jvp,
+    inherited_vjp,
+    one_unchanged,
+)
+
+__all__ = ["JVPS", "VJPS", "doubled"]
+
+Slope = Callable[[Array], Array]
+
+
+def power_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+    """Multiply the cotangent of `x**y` by `y x**(y-1)` where y is one number."""
+    slope = None if argnums != (0,) or kwargs or len(args) != 2 else _slope(args[0], args[1], ans)
+    if slope is None:
+        return inherited_vjp(anp.power, argnums, ans, args, kwargs)
+    fit = fitting(args[0], ans)
+    if slope is _unit_slope:
+        return one_unchanged if fit is None else lambda g: (fit(g),)
+    return (lambda g: (slope(g),)) if fit is None else lambda g: (fit(slope(g)),)
+
+
+def power_jvp(argnums: Argnums, gs: Any, ans: Array, args: tuple, kwargs: dict) -> Array:
+    """Multiply the tangent by `y x**(y-1)` where y is one number."""
+    slope = None if argnums != (0,) or kwargs or len(args) != 2 else _slope(args[0], args[1], ans)
+    return inherited_jvp(anp.power, argnums, gs, ans, args, kwargs) if slope is None else slope(gs[0])
+
+
+def square_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+    """Multiply the cotangent of `x**2` by `2 x`."""
+    if kwargs or len(args) != 1:
+        return inherited_vjp(anp.square, argnums, ans, args, kwargs)
+    x = args[0]
+    return lambda g: (doubled(g * x),)
+
+
+def sqrt_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+    """Divide the cotangent of a square root by twice the root."""
+    if kwargs or len(args) != 1:
+        return inherited_vjp(anp.sqrt, argnums, ans, args, kwargs)
+    return lambda g: (_halved_quotient(g, ans),)
+
+
+def sqrt_jvp(argnums: Argnums, gs: Any, ans: Array, args: tuple, kwargs: dict) -> Array:
+    """Divide the tangent by twice the root."""
+    if kwargs or len(args) != 1:
+        return inherited_jvp(anp.sqrt, argnums, gs, ans, args, kwargs)
+    return _halved_quotient(gs[0], ans)
+
+
+def _slope(x: Array, y: Any, ans: Array) -> Slope | None:
+    """Return the map g -> g y x**(y-1), None where `y` isn't one constant real number other than 0."""
+    # Autograd's rule says what the derivative of x**0 is where x isn't finite; so zero stays with it.
+    if isinstance(y, bool) or not isinstance(y, (int, float, np.integer, np.floating)) or y == 0:
+        return None
+    y = y if type(y) is int else float(y)
+    if y == 2:
+        return lambda g: doubled(g * x)
+    if y == 1:
+        return _unit_slope
+    if y == 3 or y == 4:
+        return lambda g: _times_power(g, x, int(y))
+    if y == -1:
+        return lambda g: -(g * ans * ans)
+    if y == 0.5:
+        return lambda g: _halved_quotient(g, ans)
+    return lambda g: g * y * x ** (y - 1)
+
+
+def _unit_slope(g: Array) -> Array:
+    return g
+
+
+def doubled(t: Array) -> Array:
+    """Return twice a fresh value, in its memory.
+
+    Parameters
+    ----------
+    t : array or scalar
+        Value that nothing else refers to, maybe traced.
+
+    Returns
+    -------
+    array or scalar
+    """
+    # Scalars and traced values have no += of their own, so they aren't changed.
+    t += t
+    return t
+
+
+def _times_power(g: Array, x: Array, n: int) -> Array:
+    t = g * x
+    for _ in range(n - 2):
+        t *= x
+    t *= n
+    return t
+
+
+def _halved_quotient(g: Array, ans: Array) -> Array:
+    t = g / ans
+    t *= 0.5
+    return t
+
+
+VJPS = {anp.power: power_vjp, anp.square: square_vjp, anp.sqrt: sqrt_vjp}
+JVPS = {anp.power: power_jvp, anp.sqrt: sqrt_jvp}

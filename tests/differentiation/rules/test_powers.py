@@ -1,0 +1,63 @@
+import autograd.numpy as np
+import numpy
+import pytest
+from against_autograd import check, random_like
+
+pytestmark = pytest.mark.serial
+
+DTYPES = [numpy.float64, numpy.float32, numpy.complex128, numpy.complex64]
+EXPONENTS = [2, 3, 4, 5, 1, 0, -1, -2, 0.5, 2.0, 3.0, 1.5, -0.5]
+EXPONENTS += [numpy.float64(2), numpy.int64(3), numpy.float32(0.5)]
+
+
+def positive(shape, dtype=float):
+    return numpy.abs(random_like(numpy.empty(shape))).astype(dtype)[()] + numpy.asarray(0.5, dtype)[()]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", EXPONENTS, ids=repr)
+def test_constant_exponent(n, dtype):
+    for shape in ((3, 2), (1,), (), (0, 2)):
+        x = positive(shape, dtype)
+        check(lambda x: x**n, x)
+        check(lambda x: np.power(x, n), x)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 5, 1, -1, -2, 3.0])
+def test_negative_base(n):
+    check(lambda x: x**n, random_like(numpy.empty(5)))
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 1, 1.5, 0])
+def test_zero_base(n):
+    check(lambda x: x**n, numpy.array([0.0, 1.0, 0.0]), order=2 if isinstance(n, int) and n != 0 else 1)
+
+
+@pytest.mark.parametrize("n", [2, 3, -1, 0.5, 1 + 2j])
+def test_complex_base(n):
+    check(lambda x: x**n, random_like(numpy.empty(4, complex)))
+
+
+def test_other_exponents_take_autograds_rule():
+    x, y = positive((3, 2)), random_like(numpy.empty((2,)))
+    check(lambda x: x**y, x)
+    check(lambda y: x**y, y)
+    check(lambda z: z[0] ** z[1], (x, y))
+    check(lambda y: 2.0**y, y)
+    check(lambda x: x**True, x)
+    check(lambda x: x ** numpy.array(2.0), x)
+
+
+def test_traced_scalar_exponent():
+    check(lambda y: positive((3,)) ** y, numpy.float64(2.0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_square_and_square_root(dtype):
+    for shape in ((3, 2), (1,), (), (0, 2)):
+        check(np.square, positive(shape, dtype))
+        check(np.sqrt, positive(shape, dtype))
+
+
+def test_single_precision_base_with_double_exponent():
+    check(lambda x: x ** numpy.float64(2.0), positive((3,), numpy.float32))

@@ -1,0 +1,42 @@
+import operator
+
+import autograd.numpy as np
+import numpy
+import pytest
+from against_autograd import check, random_like
+
+pytestmark = pytest.mark.serial
+
+SHAPES = [
+    ((3,), (3,)),
+    ((2, 3), (3,)),
+    ((3,), (3, 2)),
+    ((2, 3), (3, 4)),
+    ((1, 1), (1, 1)),
+    ((0, 3), (3, 2)),
+    ((2, 0), (0,)),
+    ((4, 2, 3), (3, 2)),
+    ((2, 3), (4, 3, 2)),
+]
+
+
+@pytest.mark.parametrize("dtype", [numpy.float64, numpy.float32, numpy.complex128])
+@pytest.mark.parametrize("shapes", SHAPES, ids=str)
+@pytest.mark.parametrize("fun", [np.dot, np.matmul, operator.matmul])
+def test_shapes(fun, shapes, dtype):
+    x, y = (random_like(numpy.empty(shape, dtype), i) for i, shape in enumerate(shapes))
+    check(lambda z: fun(z[0], z[1]), (x, y))
+    check(lambda x: fun(x, y), x)
+    check(lambda y: fun(x, y), y)
+
+
+def test_same_vector_twice():
+    check(lambda x: np.dot(x, x) * x, random_like(numpy.empty(4)))
+
+
+@pytest.mark.filterwarnings("ignore:Casting complex values")
+def test_scalars_and_mixed_dtypes_take_autograds_rule():
+    x = random_like(numpy.empty((2, 3)))
+    check(lambda x: np.dot(x, 2.0), x)
+    check(lambda x: np.dot(x, random_like(numpy.empty(3, numpy.float32))), x)
+    check(lambda x: np.dot(x, random_like(numpy.empty(3, complex))), x)
