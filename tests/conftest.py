@@ -1,0 +1,122 @@
+"""Fixtures, and how the tests run on several ranks.
+
+Every test runs on every number of ranks, on all ranks at once. `@pytest.mark.mpi(min_size=2)` says that a
+test needs more than one; `@pytest.mark.launches` that it starts its own mpiexec: it runs in the one-rank run
+only; `@pytest.mark.limit(seconds)` that it may take longer than MPIAD_TEST_TIMEOUT (60 s).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import hypothesis
+import launch
+import numpy as np
+import pytest
+from agreement import Agreement
+from mpi4py import MPI
+from time_limit import TimeLimit, open_report
+
+WORLD = MPI.COMM_WORLD
+
+# All ranks must draw the same examples, and none may go on to search a smaller one while the others wait.
+hypothesis.settings.register_profile(
+    "ranks",
+    derandomize=True,
+    database=None,
+    deadline=None,
+    phases=(hypothesis.Phase.explicit, hypothesis.Phase.generate),
+)
+hypothesis.settings.load_profile("ranks")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    expected = int(os.environ.get("MPIAD_LAUNCH_RANKS", WORLD.size))
+    if WORLD.size != expected:
+        raise pytest.UsageError(f"{expected} ranks were started, and MPI's world has {WORLD.size}")
+    report, launched = open_report(config)
+    limit = TimeLimit(report, launched)
+    limit.restart()
+    config.pluginmanager.register(limit, "time-limit")
+    if WORLD.size > 1:
+        config.pluginmanager.register(Agreement(report, launched), "agreement")
+    if WORLD.rank > 0:
+        config.pluginmanager.unregister(name="terminalreporter")
+    for plugin in config.pluginmanager.get_plugins():
+        if type(plugin).__name__ == "MPIPlugin":
+            plugin._is_testing_mpi = False  # its summary of forty lines; ours is pytest_report_header
+
+
+def pytest_report_header() -> str:
+    vendor, version = MPI.get_vendor()
+    return f"mpi: {vendor} {'.'.join(map(str, version))}, {WORLD.size} ranks, Python {sys.version.split()[0]}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if WORLD.size == 1:
+        return
+    launching = [item for item in items if item.get_closest_marker("launches")]
+    config.hook.pytest_deselected(items=launching)
+    items[:] = [item for item in items if item not in set(launching)]
+
+
+@pytest.fixture
+def rank() -> int:
+    """This rank in the world."""
+    return WORLD.rank
+
+
+@pytest.fixture
+def size() -> int:
+    """The number of ranks in the world."""
+    return WORLD.size
+
+
+@pytest.fixture
+def rank_rng(request: pytest.FixtureRequest) -> Callable[[int], np.random.Generator]:
+    """`rank_rng(r)`: rank r's generator in this test, so that each rank can make the inputs of all ranks."""
+    seed = zlib.crc32(request.node.nodeid.encode())
+    return lambda rank: np.random.default_rng([seed, rank])
+
+
+@pytest.fixture
+def rng(rank_rng: Callable[[int], np.random.Generator], rank: int) -> np.random.Generator:
+    """This rank's generator in this test."""
+    return rank_rng(rank)
+
+
+@pytest.fixture
+def mpirun(tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..., CompletedProcess]:
+    """`mpirun(n, program, *args, timeout=40, env=None, cwd=None)`: run a program on n ranks of its own.
+
+    `program` is a path (from the repository's root), or the text of a program (a string with a line break).
+    The result has returncode, stdout and stderr. A program that takes longer is killed and fails the test
+    with what it printed and the stacks of all ranks. `env` changes the environment; None removes a variable.
+    """
+
+    def start(
+        n: int,
+        program: str | os.PathLike,
+        *args: object,
+        timeout: float = 40,
+        env: Mapping[str, str | None] | None = None,
+        cwd: str | os.PathLike | None = None,
+    ) -> CompletedProcess:
+        if isinstance(program, str) and "\n" in program:
+            path = tmp_path / f"program_{len(list(tmp_path.glob('program_*')))}.py"
+            path.write_text(program)
+        else:
+            path = request.config.rootpath / program
+        command = [str(path), *map(str, args)]
+        job = launch.run_captured(n, command, limit=timeout, env=env, mpiexec=True, cwd=cwd)
+        if job.reports:
+            pytest.fail(f"{job.reports}\n-- stdout --\n{job.stdout}\n-- stderr --\n{job.stderr}")
+        return CompletedProcess(command, job.returncode, job.stdout, job.stderr)
+
+    return start

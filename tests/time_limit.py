@@ -1,0 +1,65 @@
+"""A limit for each test, after which every rank shows where it is.
+
+One timer is always running, from the start of pytest to its end: a hang while collecting or in a teardown is
+a hang too. It is a thread in C, so it fires while Python waits inside MPI. Under `launch.py` it writes this
+rank's stacks to the report file, and the launcher then collects the other ranks' and ends the job; without
+it, it writes to stderr and ends this process.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO
+
+import pytest
+from launch import CURRENT_TEST
+
+DEFAULT = float(os.environ.get("MPIAD_TEST_TIMEOUT", "60"))
+
+
+def open_report(config: pytest.Config) -> tuple[TextIO, bool]:
+    """Return the file to report to when stuck, and whether a launcher reads it."""
+    prepared = sys.modules.get("sitecustomize")
+    file = getattr(prepared, "report_file", None)
+    if file is not None:
+        return file, True
+    capture = config.pluginmanager.getplugin("capturemanager")
+    with capture.global_and_fixture_disabled():
+        return os.fdopen(os.dup(2), "w"), False
+
+
+class TimeLimit:
+    """The plugin that restarts the timer before each test, with the seconds of its `limit` mark.
+
+    It also notes the test that runs, for the launcher to name where a rank ends without a word.
+    """
+
+    def __init__(self, report: TextIO, launched: bool) -> None:
+        self.report, self.launched = report, launched
+        speaks = launched and Path(report.name).stem == "0"
+        self.note = Path(report.name).with_name(CURRENT_TEST) if speaks else None
+
+    def restart(self, seconds: float = DEFAULT) -> None:
+        faulthandler.dump_traceback_later(seconds, exit=not self.launched, file=self.report)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        if self.note:
+            self.note.write_text(item.nodeid)
+        mark = item.get_closest_marker("limit")
+        self.restart(float(mark.args[0]) if mark else DEFAULT)
+        try:
+            return (yield)
+        finally:
+            self.restart()
+
+    def pytest_sessionfinish(self) -> None:
+        if self.note:
+            self.note.unlink(missing_ok=True)
+
+    def pytest_unconfigure(self) -> None:
+        faulthandler.cancel_dump_traceback_later()
