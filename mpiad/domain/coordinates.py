@@ -1,0 +1,65 @@
+"""Coordinates of a block's cells in a grid with equal spacing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from mpiad._typing import LocalArray, Shape
+
+__all__ = ["points_along", "spacing_of"]
+
+
+def spacing_of(
+    shape: Shape,
+    periodic: tuple[bool, ...],
+    extent: float | Sequence,
+    centred: bool,
+) -> tuple[list[float], list[float]]:
+    """Return the first coordinate and the spacing along each dimension of a grid that fills an extent.
+
+    Parameters
+    ----------
+    shape : tuple of int
+    periodic : tuple of bool
+    extent : float, pair, or one of these for each dimension
+        Length from 0, or lower and upper end.
+    centred : bool
+        Whether points are the centres of equal cells; else the first and the last are on the ends (on a periodic
+        dimension the upper end is the first point again).
+
+    Raises
+    ------
+    ValueError
+        Where the extent doesn't have one entry for each dimension, or an end is not above the other.
+    """
+    firsts, steps = [], []
+    for n, wraps, (low, high) in zip(shape, periodic, _ends(extent, len(shape))):
+        if not high > low:
+            raise ValueError(f"Domain.coordinates: extent must go from a lower to a higher end, but got ({low}, {high}).")
+        step = (high - low) / (n if centred or wraps else max(1, n - 1))
+        firsts.append(low + step / 2 if centred else low)
+        steps.append(step)
+    return firsts, steps
+
+
+def _ends(extent: float | Sequence, ndim: int) -> list[tuple[float, float]]:
+    if np.ndim(extent) == 0:  # type: ignore[arg-type]
+        return [(0.0, float(extent))] * ndim  # type: ignore[arg-type]
+    entries = list(extent)  # type: ignore[arg-type]
+    if len(entries) != ndim:
+        raise ValueError(
+            f"Domain.coordinates: extent must be a length or hold a length or a pair (low, high) for each of {ndim} "
+            f"dimensions, but got {extent!r}."
+        )
+    return [(0.0, float(e)) if np.ndim(e) == 0 else (float(e[0]), float(e[1])) for e in entries]
+
+
+def points_along(
+    axis: int, ndim: int, start: int, stop: int, first: float, step: float
+) -> LocalArray:
+    """Return coordinates of the cells from `start` to `stop` along one dimension, in a shape that broadcasts."""
+    shape = [1] * ndim
+    shape[axis] = stop - start
+    return (first + step * np.arange(start, stop)).reshape(shape)

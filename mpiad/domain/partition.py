@@ -1,0 +1,119 @@
+"""How a grid is divided: a Cartesian grid of ranks, and the block of cells that each one owns.
+
+Ranks are placed in row-major order (the last dimension varies fastest), as MPI's Cartesian communicators place them.
+Along each dimension the first blocks are longer by one cell where the cells don't divide evenly.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+from mpiad._typing import Rank, Shape
+
+__all__ = ["Partition", "choose_dims"]
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A grid of cells and the grid of ranks over it.
+
+    Parameters
+    ----------
+    shape : tuple of int
+        Cells along each dimension.
+    dims : tuple of int
+        Ranks along each dimension.
+    periodic : tuple of bool
+        Whether the last cell along a dimension is followed by the first.
+    """
+
+    shape: Shape
+    dims: tuple[int, ...]
+    periodic: tuple[bool, ...]
+
+    def position(self, rank: Rank) -> tuple[int, ...]:
+        """Return a rank's place in the grid of ranks."""
+        place = []
+        for n in reversed(self.dims):
+            rank, along = divmod(rank, n)
+            place.append(along)
+        return tuple(reversed(place))
+
+    def rank(self, position: tuple[int, ...]) -> Rank | None:
+        """Return the rank at a place, None beyond a side that isn't periodic."""
+        number = 0
+        for along, n, periodic in zip(position, self.dims, self.periodic):
+            if not 0 <= along < n and not periodic:
+                return None
+            number = number * n + along % n
+        return number
+
+    def neighbours(self, rank: Rank) -> tuple[tuple[Rank | None, Rank | None], ...]:
+        """Return the ranks before and after a rank along each dimension."""
+        here = self.position(rank)
+
+        def beside(axis: int, step: int) -> Rank | None:
+            return self.rank((*here[:axis], here[axis] + step, *here[axis + 1 :]))
+
+        return tuple((beside(axis, -1), beside(axis, 1)) for axis in range(len(self.dims)))
+
+    def block(self, rank: Rank) -> tuple[slice, ...]:
+        """Return the cells that a rank owns, as slices of the grid."""
+        return tuple(slice(*_bounds(n, p, i)) for n, p, i in zip(self.shape, self.dims, self.position(rank)))
+
+    def smallest(self) -> Shape:
+        """Return the length of the shortest block along each dimension."""
+        return tuple(n // p for n, p in zip(self.shape, self.dims))
+
+
+def _bounds(cells: int, parts: int, index: int) -> tuple[int, int]:
+    share, longer = divmod(cells, parts)
+    start = index * share + min(index, longer)
+    return start, start + share + (index < longer)
+
+
+def choose_dims(shape: Shape, size: int, halo: tuple[int, ...], periodic: tuple[bool, ...]) -> tuple[int, ...] | None:
+    """Return the grid of ranks with the least halo surface, None where no grid gives every rank enough cells.
+
+    Parameters
+    ----------
+    shape : tuple of int
+    size : int
+        Number of ranks.
+    halo : tuple of int
+        Width of the halo along each dimension, which no block may be smaller than.
+    periodic : tuple of bool
+
+    Returns
+    -------
+    tuple of int or None
+        Among equals the one with more ranks along the first dimensions, whose layers are contiguous in memory.
+    """
+    fitting = [
+        dims
+        for dims in _factorisations(size, len(shape))
+        if all(n // p >= max(1, h) for n, p, h in zip(shape, dims, halo))
+    ]
+
+    def cost(dims: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+        return _exchanged_cells(shape, dims, halo, periodic), tuple(-p for p in dims)
+
+    return min(fitting, key=cost, default=None)
+
+
+def _exchanged_cells(shape: Shape, dims: tuple[int, ...], halo: tuple[int, ...], periodic: tuple[bool, ...]) -> int:
+    cells = math.prod(shape)
+    # A cut across a dimension exchanges `halo` layers, each of all cells that share a coordinate along it.
+    cuts = [0 if p == 1 else p if wraps else p - 1 for p, wraps in zip(dims, periodic)]
+    return sum(cut * max(1, h) * (cells // n) for cut, h, n in zip(cuts, halo, shape))
+
+
+def _factorisations(size: int, ndim: int) -> list[tuple[int, ...]]:
+    divisors = [k for k in range(1, size + 1) if size % k == 0]
+    return [
+        (*first, size // math.prod(first))
+        for first in itertools.product(divisors, repeat=ndim - 1)
+        if size % math.prod(first) == 0
+    ]

@@ -1,0 +1,73 @@
+"""Mistakes that all ranks raise: what one rank finds wrong before a collective, the others learn from it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mpiad.transport.channels import Channel
+
+__all__ = ["raise_together", "require_same"]
+
+_KINDS: dict[str, type[Exception]] = {kind.__name__: kind for kind in (TypeError, ValueError, RuntimeError)}
+
+
+def raise_together(channel: Channel, error: Exception | None) -> None:
+    """Raise on all ranks where one has an error: its own there, one of the same kind and text elsewhere.
+
+    Parameters
+    ----------
+    channel : Channel
+    error : Exception or None
+        What is wrong on this rank.
+
+    Raises
+    ------
+    Exception
+        As described; a RuntimeError elsewhere for kinds other than TypeError and ValueError.
+
+    Ranks
+    -----
+    All ranks of the channel call it.
+    """
+    flag = np.array(error is not None, dtype=np.int32)
+    total = np.zeros_like(flag)
+    channel.data.Allreduce(flag, total)
+    if total:
+        _raise_first(channel, error)
+
+
+def _raise_first(channel: Channel, error: Exception | None) -> None:
+    described = None if error is None else (type(error).__name__, str(error))
+    found = [(rank, said) for rank, said in enumerate(channel.data.allgather(described)) if said is not None]
+    if error is not None:
+        raise error
+    rank, (kind, text) = found[0]
+    raise _KINDS.get(kind, RuntimeError)(f"{text} (raised on rank {rank})")
+
+
+def require_same(channel: Channel, described: str, call: str) -> None:
+    """Raise on all ranks where they were called with different arguments.
+
+    Parameters
+    ----------
+    channel : Channel
+    described : str
+        The arguments, as the error shows them.
+    call : str
+        Name of the public function.
+
+    Raises
+    ------
+    ValueError
+        On all ranks, with the first two that differ.
+
+    Ranks
+    -----
+    All ranks of the channel call it.
+    """
+    found = channel.data.allgather(described)
+    for rank, other in enumerate(found):
+        if other != found[0]:
+            raise ValueError(
+                f"{call}: all ranks must give the same arguments, but rank 0 gave {found[0]} and rank {rank} gave {other}."
+            )
