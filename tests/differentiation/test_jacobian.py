@@ -1,0 +1,94 @@
+"""`jacobian`: array-valued objectives."""
+
+import autograd
+import autograd.numpy as anp
+import numpy as np
+import pytest
+from one_process import assert_close, inputs, jacobian, objective
+
+import mpiad
+
+
+def program(x, rank, size):
+    total = mpiad.mpi_allreduce(anp.array([[anp.sum(x**2), anp.prod(x)], [anp.sum(x), rank + 1.0]]))
+    return total * anp.sum(anp.sin(x)) + mpiad.mpi_scan(anp.sum(x**3))
+
+
+def outputs(xs):
+    total = sum(
+        anp.array([[anp.sum(x**2), anp.prod(x)], [anp.sum(x), r + 1.0]]) for r, x in enumerate(xs)
+    )
+    return [
+        total * anp.sum(anp.sin(x)) + sum(anp.sum(y**3) for y in xs[: r + 1]) for r, x in enumerate(xs)
+    ]
+
+
+def columns_of(dense, xs, rank):
+    start = sum(np.size(x) for x in xs[:rank])
+    return dense[:, start : start + np.size(xs[rank])]
+
+
+@pytest.mark.parametrize("kind", ["root", "sum", "mean"])
+def test_each_objective(kind, rank, size, rank_rng):
+    xs, root = inputs(rank_rng, size), size - 1
+    got = mpiad.jacobian(program, objective=kind, root=root)(xs[rank], rank, size)
+    dense = jacobian(lambda zs: [objective(outputs(zs), kind, root)], xs)
+    assert_close(got, columns_of(dense, xs, rank).reshape(2, 2, *xs[rank].shape))
+
+
+def test_all_blocks_root_by_root(rank, size, rank_rng):
+    """The derivative of every rank's result by every rank's input."""
+    xs = inputs(rank_rng, size)
+    dense = columns_of(jacobian(outputs, xs), xs, rank).reshape(size, 2, 2, *xs[rank].shape)
+    for root in range(size):
+        assert_close(mpiad.jacobian(program, root=root)(xs[rank], rank, size), dense[root])
+
+
+def test_shared_variables_in_a_nest(rank, size, rank_rng):
+    xs = inputs(rank_rng, size)
+    theta = {"a": np.array([0.5, 1.5]), "b": 2.0}
+
+    def model(theta, x):
+        return theta["a"] ** 2 * anp.sum(x) + theta["b"] * theta["a"][0]
+
+    got = mpiad.jacobian(model, objective="sum", shared=True)(theta, xs[rank])
+    assert_close(got["a"], autograd.jacobian(lambda a: sum(model({"a": a, "b": 2.0}, x) for x in xs))(theta["a"]))
+    assert_close(got["b"], autograd.jacobian(lambda b: sum(model({"a": theta["a"], "b": b}, x) for x in xs))(2.0))
+
+
+def test_argnum_as_a_tuple(rank, size):
+    def f(a, b):
+        return mpiad.mpi_allreduce(a * b)
+
+    by_b, by_a = mpiad.jacobian(f, argnum=(1, 0))(np.array([1.0, 2.0]) + rank, 3.0 + rank)
+    assert_close(by_b, np.array([1.0, 2.0]) + rank)
+    assert_close(by_a, np.eye(2) * (3.0 + rank))
+
+
+def test_scalars_and_no_entries(rank):
+    assert_close(mpiad.jacobian(lambda x: mpiad.mpi_allreduce(anp.sum(x**2)))(np.ones(2) * rank), np.full(2, 2.0 * rank))
+    assert_close(mpiad.jacobian(lambda x: x[:0])(np.ones(2)), np.zeros((0, 2)))
+
+
+def test_other_ranks_than_the_root_may_return_nothing(rank, size):
+    root = size - 1
+
+    def program(x):
+        every = mpiad.mpi_gather(x**2, root=root)
+        return every if rank == root else None
+
+    got = mpiad.jacobian(program, root=root)(rank + 1.0)
+    assert_close(got, 2.0 * (rank + 1) * (np.arange(size) == rank))
+
+
+@pytest.mark.parametrize("wrong", ["text", None, 1j, np.ones(2) * 1j], ids=str)
+def test_what_is_no_real_array_raises_on_all_ranks(wrong, rank, size):
+    with pytest.raises(TypeError, match="real array"):
+        mpiad.jacobian(lambda x: wrong if rank == size - 1 else x, objective="sum")(np.ones(2))
+    assert_close(mpiad.jacobian(lambda x: x)(np.ones(2)), np.eye(2) * (rank == 0))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_shapes_that_differ_raise_on_all_ranks(rank):
+    with pytest.raises(TypeError, match=r"\(2,\).*\(3,\)"):
+        mpiad.jacobian(lambda x: x, objective="mean")(np.ones(2 + (rank > 0)))

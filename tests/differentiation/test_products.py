@@ -1,0 +1,199 @@
+"""`make_vjp`, `make_jvp`, `jvp`, `hvp`: products with the Jacobian and Hessian of the whole program."""
+
+import autograd.numpy as anp
+import numpy as np
+import pytest
+from mpi4py import MPI
+from one_process import (
+    assert_close,
+    directions,
+    gradients,
+    hessian_products,
+    inputs,
+    jacobian,
+    objective,
+    pieces,
+)
+
+import mpiad
+
+
+def program(x, rank, size):
+    """An array on every rank, of a length that differs by rank."""
+    every = mpiad.mpi_allgather(x**2, axis=0)
+    largest = mpiad.mpi_reduce(anp.sum(x), op=MPI.MAX, root=size - 1)
+    largest = mpiad.mpi_bcast(largest, root=size - 1)
+    right = mpiad.mpi_exchange(anp.sin(x[:2]), (rank + 1) % size, (rank - 1) % size)
+    return anp.concatenate([every[: rank + 2] * largest, x * anp.sum(right)])
+
+
+def outputs(xs):
+    every = anp.concatenate([x**2 for x in xs])
+    largest = anp.max(anp.array([anp.sum(x) for x in xs]))
+    return [
+        anp.concatenate([every[: r + 2] * largest, x * anp.sum(anp.sin(xs[r - 1][:2]))])
+        for r, x in enumerate(xs)
+    ]
+
+
+def test_make_vjp_is_the_transposed_jacobian(rank, size, rank_rng):
+    xs = inputs(rank_rng, size)
+    ys = outputs(xs)
+    vjp, value = mpiad.make_vjp(program)(xs[rank], rank, size)
+    assert_close(value, ys[rank])
+    dense = jacobian(outputs, xs)
+    for seed in (1, 2):  # it may be called repeatedly
+        cotangents = directions(ys, seed)
+        expected = pieces(dense.T @ np.concatenate(cotangents), xs)[rank]
+        assert_close(vjp(cotangents[rank]), expected)
+
+
+@pytest.mark.parametrize("call", [lambda f, x, v: mpiad.make_jvp(f)(x)(v), mpiad.jvp], ids=["make_jvp", "jvp"])
+def test_tangents_are_the_jacobian(call, rank, size, rank_rng):
+    xs = inputs(rank_rng, size)
+    vs, ys = directions(xs), outputs(xs)
+    value, tangent = call(lambda x: program(x, rank, size), xs[rank], vs[rank])
+    assert_close(value, ys[rank])
+    assert_close(tangent, pieces(jacobian(outputs, xs) @ np.concatenate(vs), ys)[rank])
+
+
+def test_jvp_and_vjp_agree_on_nests(rank, size, rng):
+    """⟨A v, w⟩ = ⟨v, Aᵀ w⟩, added up over all ranks, for a nest that each rank fills in another way."""
+
+    def nested(tree, scale):
+        total = mpiad.mpi_allreduce(anp.sum(tree["a"]) * tree["b"][0] * scale)
+        return {"total": total**2, "more": (tree["a"] * total, [tree["b"][1] * tree["n"], 3.0])}
+
+    def leaves(tree):
+        return [tree["total"], tree["more"][0], tree["more"][1][0]]
+
+    def random_tree():
+        return {
+            "a": rng.standard_normal(rank + 1), "b": (rng.standard_normal(), rng.standard_normal((2, 2))), "n": 2
+        }
+
+    x, v = random_tree(), random_tree()
+    value, tangent = mpiad.make_jvp(nested)(x, 0.5)(v)
+    w = {"total": 0.3, "more": (rng.standard_normal(rank + 1), [rng.standard_normal((2, 2)), 1.0])}
+    vjp, again = mpiad.make_vjp(nested)(x, 0.5)
+    back = vjp(w)
+
+    assert type(value["more"]) is tuple and type(tangent["more"][1]) is list
+    for one, other in zip(leaves(value), leaves(again)):
+        assert_close(one, other)
+    assert tangent["more"][1][1] == 0.0
+    here = sum(np.sum(t * s) for t, s in zip(leaves(tangent), leaves(w)))
+    there = np.sum(back["a"] * v["a"]) + back["b"][0] * v["b"][0] + np.sum(back["b"][1] * v["b"][1])
+    sums = MPI.COMM_WORLD.allreduce(np.array([here, there]))
+    assert_close(sums[0], sums[1], rounding=1e-13)
+
+
+def test_a_second_argument_and_keywords(rank, size, rank_rng):
+    xs = inputs(rank_rng, size, lambda r: (2,))
+    vs = directions(xs)
+
+    def scaled(a, x, *, power):
+        return a * mpiad.mpi_allreduce(x**power)
+
+    total, slope = sum(x**3 for x in xs), sum(3 * x**2 * v for x, v in zip(xs, vs))
+    value, tangent = mpiad.make_jvp(scaled, argnum=1)(2.0, xs[rank], power=3)(vs[rank])
+    assert_close(value, 2 * total)
+    assert_close(tangent, 2 * slope)
+    both = mpiad.make_jvp(scaled, argnum=(1, 0))(2.0, xs[rank], power=3)((vs[rank], 0.5))[1]
+    assert_close(both, 2 * slope + 0.5 * total)
+    vjp, _ = mpiad.make_vjp(scaled, argnum=(1, 0))(2.0, xs[rank], power=3)
+    by_x, by_a = vjp(np.ones(2) * (rank + 1))
+    assert_close(by_x, 2 * 3 * xs[rank] ** 2 * sum(range(1, size + 1)))
+    assert_close(by_a, np.sum(total) * (rank + 1))
+
+
+def test_constants_have_zero_tangents_and_take_any_cotangent(rank):
+    value, tangent = mpiad.jvp(lambda x: (np.ones(3), mpiad.mpi_barrier(), 2), np.ones(2), np.ones(2))
+    assert_close(tangent[0], np.zeros(3))
+    assert tangent[1] is None and value[2] == 2
+    vjp, _ = mpiad.make_vjp(lambda x: np.ones(3))(np.ones(2))
+    assert_close(vjp(np.ones(3)), np.zeros(2))
+
+
+def test_a_form_that_does_not_fit_is_refused(rank):
+    vjp, _ = mpiad.make_vjp(lambda x: (x, x))(np.ones(2))
+    with pytest.raises(TypeError, match="2 leaves"):
+        vjp(np.ones(2))
+    with pytest.raises(TypeError, match=r"\(2,\).*\(3,\)"):
+        vjp((np.ones(2), np.ones(3)))
+    with pytest.raises(TypeError, match=r"\(2,\).*\(\)"):
+        mpiad.jvp(lambda x: x, np.ones(2), 1.0)
+    with pytest.raises(TypeError, match="1 leaves"):
+        mpiad.jvp(lambda x: x, np.ones(2), [1.0, 2.0])
+
+
+def loss(x, rank, size):
+    y = program(x, rank, size)
+    return mpiad.mpi_allreduce(anp.sum(y**2) * (rank + 1.0)) + anp.sum(x) ** 3 * (rank + 2.0)
+
+
+def losses(xs):
+    shared = sum(anp.sum(y**2) * (r + 1.0) for r, y in enumerate(outputs(xs)))
+    return [shared + anp.sum(x) ** 3 * (r + 2.0) for r, x in enumerate(xs)]
+
+
+@pytest.mark.parametrize("kind", ["root", "sum", "mean"])
+def test_hvp_with_each_objective(kind, rank, size, rank_rng):
+    xs, root = inputs(rank_rng, size), size - 1
+    vs = directions(xs)
+    got = mpiad.hvp(loss, objective=kind, root=root)(xs[rank], rank, size, vs[rank])
+    assert_close(got, hessian_products(lambda zs: objective(losses(zs), kind, root), xs, vs)[rank])
+
+
+@pytest.mark.parametrize("kind", ["root", "sum", "mean"])
+def test_hvp_of_a_shared_variable(kind, rank, size, rank_rng):
+    theta, v = np.array([0.4, -0.2, 1.3]), np.array([1.0, 0.5, -2.0])
+    xs = inputs(rank_rng, size, lambda r: (3,))
+
+    def model(theta, x):
+        first = mpiad.mpi_bcast(theta, root=size - 1)
+        return mpiad.mpi_allreduce(anp.sum(anp.sin(first * x) ** 2)) ** 2 * (rank + 1.0) + anp.sum(theta**3 * x)
+
+    def whole(one):
+        total = sum(anp.sum(anp.sin(one[0] * x) ** 2) for x in xs) ** 2
+        return objective([total * (r + 1.0) + anp.sum(one[0] ** 3 * x) for r, x in enumerate(xs)], kind)
+
+    got = mpiad.hvp(model, objective=kind, shared=True)(theta, xs[rank], v)
+    assert_close(got, hessian_products(whole, [theta], [v])[0])
+
+
+def test_hvp_by_a_tuple_of_arguments_and_by_nests(rank, size, rank_rng):
+    xs, vs = inputs(rank_rng, size), None
+    vs = directions(xs)
+
+    def apart(a, b):
+        return mpiad.mpi_allreduce(anp.prod(a) * anp.sum(b**3))
+
+    def whole(zs):
+        return sum(anp.prod(z[:2]) * anp.sum(z[2:] ** 3) for z in zs)
+
+    expected = hessian_products(whole, xs, vs)[rank]
+    x, v = xs[rank], vs[rank]
+    first, second = mpiad.hvp(apart, argnum=(0, 1))(x[:2], x[2:], (v[:2], v[2:]))
+    assert_close(np.concatenate([first, second]), expected)
+    nest = mpiad.hvp(lambda tree: apart(tree["a"], tree["b"]))({"a": x[:2], "b": x[2:]}, {"a": v[:2], "b": v[2:]})
+    assert_close(np.concatenate([nest["a"], nest["b"]]), expected)
+
+
+def test_vjp_can_be_differentiated_by_its_cotangent_and_by_the_argument(rank, size, rank_rng):
+    xs = inputs(rank_rng, size)
+    ws, vs = directions(outputs(xs), 3), directions(xs, 4)
+
+    def weighted(zs):  # Σ_r ⟨v_r, (Jᵀ w)_r⟩ by reverse over reverse, in one process
+        g = gradients(lambda ys: sum(anp.sum(w * y) for w, y in zip(ws, outputs(ys))), zs)
+        return sum(anp.sum(v * part) for v, part in zip(vs, g))
+
+    def mine(x):
+        vjp, _ = mpiad.make_vjp(program)(x, rank, size)
+        return anp.sum(vjp(ws[rank]) * vs[rank])
+
+    assert_close(mpiad.grad(mine, objective="sum")(xs[rank]), gradients(weighted, xs)[rank])
+
+    vjp, _ = mpiad.make_vjp(program)(xs[rank], rank, size)
+    by_cotangent = mpiad.grad(lambda w: anp.sum(vjp(w) * vs[rank]), objective="sum")(ws[rank])
+    assert_close(by_cotangent, pieces(jacobian(outputs, xs) @ np.concatenate(vs), ws)[rank])

@@ -1,0 +1,119 @@
+"""`shared=True`: one variable of which every rank holds a copy gets the whole derivative, whatever is done with it."""
+
+import autograd.numpy as anp
+import numpy as np
+import pytest
+from mpi4py import MPI
+from one_process import assert_close, gradients, inputs, objective
+
+import mpiad
+
+THETA = np.array([0.3, -1.1, 0.7])
+KINDS = ["root", "sum", "mean"]
+
+
+def model(theta, x):
+    return anp.sum(anp.sin(theta * anp.sum(x)) ** 2 + theta[0] * theta[1:2])
+
+
+def broadcasts(theta, x, rank, size):
+    theta = mpiad.mpi_bcast(theta, root=size - 1)
+    return mpiad.mpi_allreduce(model(theta, x)) ** 2 * (rank + 1.0)
+
+
+def uses_directly(theta, x, rank, size):
+    return mpiad.mpi_allreduce(model(theta, x)) ** 2 * (rank + 1.0)
+
+
+def uses_on_some_ranks(theta, x, rank, size):
+    here = model(theta, x) if rank % 2 == 0 else anp.sum(x)
+    return mpiad.mpi_allreduce(here) ** 2 * (rank + 1.0)
+
+
+def sends_from_one_rank(theta, x, rank, size):
+    """The last rank's copy goes round the others; theirs serve as templates only."""
+    theta = theta if rank == size - 1 else mpiad.mpi_recv(theta, rank + 1, tag=3)
+    if rank > 0:
+        mpiad.mpi_send(theta, rank - 1, tag=3)
+    return mpiad.mpi_allreduce(model(theta, x)) ** 2 * (rank + 1.0)
+
+
+def whole(theta, xs, kind, root, used):
+    total = sum(model(theta, x) if used(r) else anp.sum(x) for r, x in enumerate(xs)) ** 2
+    return objective([total * (r + 1.0) for r in range(len(xs))], kind, root)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("program", [broadcasts, uses_directly, uses_on_some_ranks, sends_from_one_rank])
+def test_the_whole_derivative_on_every_rank(program, kind, rank, size, rank_rng):
+    xs, root = inputs(rank_rng, size), size // 2
+    used = (lambda r: r % 2 == 0) if program is uses_on_some_ranks else (lambda r: True)
+
+    evaluate = mpiad.value_and_grad(program, objective=kind, shared=True, root=root)
+    value, g = evaluate(THETA.copy(), xs[rank], rank, size)
+
+    assert_close(value, whole(THETA, xs, kind, root, used))
+    assert_close(g, gradients(lambda one: whole(one[0], xs, kind, root, used), [THETA])[0])
+    assert len(set(MPI.COMM_WORLD.allgather(g.tobytes()))) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_share_on_each_rank(kind, rank, size, rank_rng):
+    """Nothing is reduced by the function: the usual form of training."""
+    xs = inputs(rank_rng, size)
+    g = mpiad.grad(model, objective=kind, shared=True)(THETA, xs[rank])
+    expected = gradients(lambda one: objective([model(one[0], x) for x in xs], kind), [THETA])[0]
+    assert_close(g, expected)
+
+
+def test_nests_of_several_dtypes(rank, size, rank_rng):
+    xs = inputs(rank_rng, size, lambda r: (4,))
+    parameters = {
+        "weights": [np.linspace(0, 1, 8).reshape(2, 4), np.array([0.5, 2.0])],
+        "bias": np.array([1.5, -0.5], np.float32),
+        "rotation": np.array([0.3 + 0.4j]),
+        "scale": 2.0,
+        "layers": 2,
+    }
+
+    def loss(p, x):
+        hidden = anp.tanh(anp.dot(p["weights"][0], x) + p["bias"])
+        turned = anp.real(anp.sum(p["rotation"] ** p["layers"] * hidden))
+        return p["scale"] * anp.sum(hidden * p["weights"][1]) ** 2 + turned
+
+    def whole(zs):
+        w, v, bias, rotation, scale = zs
+        p = {"weights": [w, v], "bias": bias, "rotation": rotation, "scale": scale, "layers": 2}
+        return sum(loss(p, x) for x in xs)
+
+    g = mpiad.grad(loss, objective="sum", shared=True)(parameters, xs[rank])
+    names = ("bias", "rotation", "scale")
+    expected = gradients(whole, [*parameters["weights"], *(parameters[name] for name in names)])
+    expected = {"weights": expected[:2], **dict(zip(names, expected[2:]))}
+
+    assert_close(g["weights"][0], expected["weights"][0])
+    assert_close(g["weights"][1], expected["weights"][1])
+    assert_close(g["rotation"], expected["rotation"])
+    assert_close(g["scale"], np.float64(expected["scale"]))
+    assert g["bias"].dtype == np.float32
+    assert_close(g["bias"], expected["bias"].astype(np.float32), rounding=1e-6)
+    assert g["layers"] == 0
+
+
+def test_shared_over_a_part_of_the_ranks(rank, size, rank_rng):
+    xs = inputs(rank_rng, size)
+    part = MPI.COMM_WORLD.Split(rank % 2, rank)
+    g = mpiad.grad(model, objective="sum", shared=True, comm=part)(THETA, xs[rank])
+    expected = gradients(lambda one: sum(model(one[0], x) for x in xs[rank % 2 :: 2]), [THETA])[0]
+    assert_close(g, expected)
+    part.Free()
+
+
+def test_shared_beside_an_argument_of_each_rank(rank, size, rank_rng):
+    """Two derivatives of one function: by the shared parameters, and by each rank's own data."""
+    xs = inputs(rank_rng, size)
+    by_theta = mpiad.grad(uses_directly, 0, shared=True)(THETA, xs[rank], rank, size)
+    by_x = mpiad.grad(uses_directly, 1)(THETA, xs[rank], rank, size)
+    expected = gradients(lambda zs: sum(model(zs[0], x) for x in zs[1:]) ** 2, [THETA, *xs])
+    assert_close(by_theta, expected[0])
+    assert_close(by_x, expected[1 + rank])
