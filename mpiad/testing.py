@@ -38,14 +38,14 @@ class AdjointError(AssertionError):
 class _Line:
     """The objective along a random direction through the arguments, the same point on all ranks."""
 
-    def __init__(self, fun: Function, args: tuple, argnum: Any, shared: bool, comm: Comm, seed: int, options: dict):
+    def __init__(self, fun: Function, args: tuple, argnum: Any, shared: bool, comm: Comm, seed: int, options: dict[str, Any]):
         self.used, self.comm, self.shared = channel(comm, "check_grads"), comm, shared
         self.args, self.argnum = args, argnum
         self.x = args[argnum] if isinstance(argnum, int) else tuple([args[i] for i in argnum])
-        self.options = dict(options, objective=options["objective"], shared=shared, comm=comm)
-        self.gradient = value_and_grad(self._of_one(fun), **self.options)
-        self.product = hvp(self._of_one(fun), **self.options)
-        self.slope = grad(self._of_one(fun), **self.options)
+        options = {**options, "shared": shared, "comm": comm}
+        self.gradient = value_and_grad(self._of_one(fun), **options)
+        self.product = hvp(self._of_one(fun), **options)
+        self.slope = grad(self._of_one(fun), **options)
         self.v = self._direction(seed)
 
     def _of_one(self, fun: Function) -> Function:

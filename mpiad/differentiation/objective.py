@@ -7,6 +7,7 @@ around this one.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +15,7 @@ from autograd.tracer import Box
 
 import mpiad.errors as errors
 from mpiad.primitives.catalogue import ALLREDUCE, Reduction
+from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import Operation, communicate
 from mpiad.transport import SUM, Channel
 
@@ -52,16 +54,14 @@ def weight_of(objective: str, channel: Channel, root: int) -> float:
 
 def problem_with(value: Any, weight: float, call: str) -> Problem | None:
     """Return what is wrong with a rank's own number, None where nothing is."""
-    if type(value) is float or isinstance(value, (float, int, np.floating, np.integer)):
+    if isinstance(value, (float, int, np.floating, np.integer)):
         return None
     if value is None and weight == 0.0:
         return None
-    if isinstance(value, np.ndarray) or type(value) in Box.types:
-        if getattr(value, "size", 0) == 1 and value.dtype.kind in "fiu":
-            return None
-        got = f"an array of shape {np.shape(value)} and dtype {getattr(value, 'dtype', None)}"
-    else:
-        got = f"{type(value).__name__} {value!r}"[:80]
+    spec = spec_like(value) if isinstance(value, np.ndarray) or type(value) in Box.types else None
+    if spec is not None and spec.dtype.kind in "fiu" and math.prod(spec.shape) == 1:
+        return None
+    got = f"{type(value).__name__} {value!r}"[:80] if spec is None else f"an array of {spec.dtype}, shape {spec.shape}"
     return Problem(
         TypeError,
         f"{call}: the function must return one real number (None is allowed off the root of objective='root'), "

@@ -26,7 +26,7 @@ class Recording(NamedTuple):
     channels: set[Channel]
 
 
-class _Tape:
+class _Tape(Tape):
     """What tapes of both directions share: their number, their place in the nest, and what must be finished."""
 
     __slots__ = ("_before", "channels", "number", "outer", "record", "requests")

@@ -23,6 +23,7 @@ from autograd.tracer import Box, new_box
 from mpiad._typing import Array
 from mpiad.primitives.cotangents import conform, spec_like, tangent_of
 from mpiad.primitives.foreign import checked_adjoint, raise_for_foreign
+from mpiad.transport import Channel
 
 __all__ = ["Operation", "Tape", "communicate", "current", "differentiable", "suspended"]
 
@@ -31,10 +32,24 @@ _NO_PARENTS: tuple = ((), ())
 
 
 class Tape(Protocol):
-    """What an operation needs of a tape."""
+    """What an operation needs of a tape.
+
+    Attributes
+    ----------
+    number : int
+        That of its trace; the inner of two has the higher.
+    outer : Tape or None
+        The one that was current before.
+    channels : set of Channel
+        Those with point-to-point messages, which an exception can leave unfinished.
+    requests : dict
+        What was started and not yet waited for, by identity.
+    """
 
     number: int
     outer: Tape | None
+    channels: set[Channel]
+    requests: dict[int, Any]
 
     def communicated(
         self, operation: Any, ans: Any, x: Any, params: Any, argnums: tuple[int, ...], parents: tuple[Any, ...]

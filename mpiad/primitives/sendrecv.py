@@ -49,12 +49,12 @@ def mpi_sendrecv(x: LocalArray, dest: Rank, source: Rank, tag: int = 0, comm: Co
     if not used.pairs_compared:
         _compare_pairs(used, pair)
     point_to_point(comm, "mpi_sendrecv")
-    dest, source = pair
-    if dest == source or dest is None or source is None:
+    receiver, sender = pair
+    if receiver == sender or receiver is None or sender is None:
         return x
-    if used.rank == source:
-        return mpi_send(x, dest, tag, comm)
-    return mpi_recv(x, source, tag, comm) if used.rank == dest else x
+    if used.rank == sender:
+        return mpi_send(x, receiver, tag, comm)
+    return mpi_recv(x, sender, tag, comm) if used.rank == receiver else x
 
 
 def _compare_pairs(used: Channel, pair: list) -> None:

@@ -176,7 +176,7 @@ def _validate(comm: Comm, call: str) -> None:
         )
     if comm.Is_inter():
         raise CommunicatorError(
-            f"{call}: comm is an intercommunicator ({comm.size} local and {comm.remote_size} remote ranks), "
+            f"{call}: comm is an intercommunicator (with {comm.size} ranks on this side), "
             "but an intracommunicator is expected. Merge it first: comm.Merge()."
         )
 

@@ -120,7 +120,7 @@ def allgather(channel: Channel, x: Array, axis: int | None, lengths: list[int], 
 
 
 def scatter(
-    channel: Channel, x: Array, root: int, axis: int | None, lengths: list[int], piece: Spec, call: str
+    channel: Channel, x: Array, root: int | None, axis: int | None, lengths: list[int], piece: Spec, call: str
 ) -> Array:
     """Give each rank its piece of the root's array; every rank knows the spec of its own piece."""
     shape = piece.shape if axis is None else (piece.shape[axis], *piece.shape[:axis], *piece.shape[axis + 1 :])

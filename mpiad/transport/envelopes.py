@@ -57,7 +57,8 @@ class Envelope:
         if not self.reverse:
             return self.tag
         limit = self.channel.tag_limit
-        return (self.tag * int(limit * _GOLDEN_SECTION) + self.number) % limit
+        number = 0 if self.number is None else self.number
+        return (self.tag * int(limit * _GOLDEN_SECTION) + number) % limit
 
     @property
     def comm(self) -> Comm:

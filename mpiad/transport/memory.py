@@ -39,4 +39,5 @@ def raise_malloc_thresholds() -> bool:
         return False
     mallopt.argtypes, mallopt.restype = [ctypes.c_int, ctypes.c_int], ctypes.c_int
     settings = ((_M_MMAP_THRESHOLD, _MMAP_BYTES), (_M_TRIM_THRESHOLD, _TRIM_BYTES), (_M_TOP_PAD, _PAD_BYTES))
-    return all([mallopt(parameter, value) == 1 for parameter, value in settings])
+    accepted = [mallopt(parameter, value) == 1 for parameter, value in settings]  # all are tried
+    return all(accepted)

@@ -29,7 +29,8 @@ def concatenate_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> 
     lead = (slice(None),) * (axis % ans.ndim)
     cuts, stop = [], 0
     for piece in pieces:
-        start, stop = stop, stop + np.shape(getval(piece))[axis]
+        shape = piece.shape if type(piece) is np.ndarray else np.shape(getval(piece))
+        start, stop = stop, stop + shape[axis]
         cuts.append((*lead, slice(start, stop)))
     chosen = [(cuts[i - 1], _must_be_real(pieces[i - 1], ans)) for i in argnums]
     return lambda g: tuple([anp.real(g[cut]) if real else g[cut] for cut, real in chosen])

@@ -46,7 +46,7 @@ def fitting(operand: Array, ans: Array) -> Callable[[Array], Array] | None:
 
 
 def _general_fitting(operand: Array, ans: Array) -> Callable[[Array], Array] | None:
-    shape, full = np.shape(operand), np.shape(ans)
+    shape, full = getattr(operand, "shape", ()), ans.shape
     lead = len(full) - len(shape)
     stretched = [lead + i for i, n in enumerate(shape) if n == 1 and full[lead + i] != 1]
     axes = (*range(lead), *stretched)
@@ -64,7 +64,10 @@ def _fit(shape: Shape, axes: tuple[int, ...], becomes_real: bool, dtype: np.dtyp
     traced = type(g) in BOX_TYPES
     space = anp if traced else np
     if axes:
-        g = space.reshape(space.sum(g, axis=axes), shape)
+        # The sum of all elements is by far the quickest of the sums.
+        g = space.sum(g, axis=axes) if shape else space.sum(g)
+        if g.shape != shape:
+            g = space.reshape(g, shape)
     if becomes_real:
         g = space.real(g)
     # Autograd's cast has no tangent, so a traced cotangent keeps the precision of the result, as in autograd.

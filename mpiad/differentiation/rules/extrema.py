@@ -52,6 +52,8 @@ def _extremum_vjp(fun: Primitive) -> VjpMaker:
 def _weights(x: Array, extremum: Array) -> Array:
     """Return each element's share of its group's cotangent."""
     equal = x == extremum
+    if extremum.size == 1:
+        return equal / x.real.dtype.type(np.count_nonzero(equal))
     axes = tuple(i for i, (n, k) in enumerate(zip(x.shape, extremum.shape)) if n != k)
     return equal / np.sum(equal, axis=axes, keepdims=True, dtype=x.real.dtype)
 
@@ -97,7 +99,7 @@ def _choice_vjp(fun: Primitive) -> VjpMaker:
 def _share(argnum: int, args: tuple, ans: Array) -> Array:
     x, y, chosen = getval(args[argnum]), getval(args[1 - argnum]), getval(ans)
     share, tied = np.equal(x, chosen), np.equal(x, y)
-    return share / (1.0 + tied) if np.any(tied) else share
+    return share / (1.0 + tied) if np.count_nonzero(tied) else share
 
 
 _EXTREMA = (anp.max, anp.min, anp.amax, anp.amin)

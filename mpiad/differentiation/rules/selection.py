@@ -52,7 +52,7 @@ def _kept(condition: Array, g: Array) -> Array:
     """Return the cotangent where the condition holds, zero elsewhere."""
     if type(g) in BOX_TYPES:
         return anp.where(condition, g, 0.0)
-    word = _WORDS.get(g.dtype) if np.size(g) > _SMALL else None
+    word = _WORDS.get(g.dtype) if type(g) is np.ndarray and g.size > _SMALL else None
     if word is None:
         return np.where(condition, g, 0.0)
     # np.where branches at each element and takes ten times as long on an irregular condition. A word of ones
