@@ -38,6 +38,7 @@ class Communicating:
         primitive_jvps[self] = self._foreign_jvp
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Apply the operator, recorded on the current tape and on those around it."""
         return _apply(self, current.tape, args, kwargs)
 
     def __repr__(self) -> str:

@@ -32,10 +32,11 @@ def raise_malloc_thresholds() -> bool:
         return False
     try:
         libc = ctypes.CDLL(None)
-        # musl has a mallopt that does nothing; only glibc tells its version.
-        libc.gnu_get_libc_version
         mallopt = libc.mallopt
     except (AttributeError, OSError):
+        return False
+    # musl has a mallopt that does nothing; only glibc tells its version.
+    if not hasattr(libc, "gnu_get_libc_version"):
         return False
     mallopt.argtypes, mallopt.restype = [ctypes.c_int, ctypes.c_int], ctypes.c_int
     settings = ((_M_MMAP_THRESHOLD, _MMAP_BYTES), (_M_TRIM_THRESHOLD, _TRIM_BYTES), (_M_TOP_PAD, _PAD_BYTES))
