@@ -1,0 +1,92 @@
+"""The dot-product test: Σ⟨A x, y⟩ = Σ⟨x, Aᵀ y⟩ over all ranks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from mpiad._typing import Comm, Function, LocalArray
+from mpiad.differentiation import make_vjp
+from mpiad.primitives.cotangents import spec_like
+from mpiad.testing.noise import noise_like
+from mpiad.transport import channel
+
+__all__ = ["AdjointError", "check_adjoint"]
+
+
+class AdjointError(AssertionError):
+    """Report an adjoint that isn't the transpose."""
+
+
+def check_adjoint(
+    linear_map: Function,
+    x: LocalArray,
+    *,
+    adjoint: Function | None = None,
+    comm: Comm = None,
+    ulps: float = 16.0,
+    seed: int = 0,
+) -> float:
+    """Test over all ranks that the adjoint of a linear map is its transpose.
+
+    Parameters
+    ----------
+    linear_map : callable
+        ``A(x)``, a map of one array.
+    x : array
+        This rank's argument, whose shape and dtype count; values are drawn.
+    adjoint : callable, optional
+        ``Aᵀ(y)``; by default what reverse mode gives.
+    comm : mpi4py intracommunicator, optional
+    ulps : float
+        How many roundings of the sum of absolute products the two sides may differ by.
+    seed : int
+
+    Returns
+    -------
+    float
+        By how many roundings they differ.
+
+    Raises
+    ------
+    AdjointError
+        On all ranks, where they differ by more, or the map isn't linear.
+
+    Ranks
+    -----
+    All ranks of `comm` call it.
+
+    Adjoint
+    -------
+    Not differentiable.
+    """
+    used = channel(comm, "check_adjoint")
+    rng = np.random.default_rng((seed, used.rank, 1))
+    x = noise_like(x, rng)
+    vjp, y = make_vjp(linear_map)(x)
+    twice = linear_map(x + x)
+    y_bar = noise_like(y, rng)
+    x_bar = vjp(y_bar) if adjoint is None else adjoint(y_bar)
+    sides, sizes, bends = _products(used, (y, y_bar), (x, x_bar), np.max(np.abs(twice - y - y), initial=0.0))
+    eps = max(used.data.allgather(float(np.finfo(spec_like(x).dtype).eps)))
+    scale = eps * max(sizes, np.finfo(float).tiny)
+    if bends > 1e3 * eps * max(1.0, sizes):
+        raise AdjointError(f"check_adjoint: the map isn't linear: A(2x) − 2 A(x) reaches {bends:.3e}.")
+    error = abs(sides[0] - sides[1]) / scale
+    if error > ulps:
+        raise AdjointError(
+            f"check_adjoint: Σ⟨A x, y⟩ = {sides[0]!r}, but Σ⟨x, Aᵀ y⟩ = {sides[1]!r} over {used.size} ranks: "
+            f"{error:.3g} roundings apart, {ulps:g} are allowed. The adjoint isn't the transpose."
+        )
+    return float(error)
+
+
+def _products(used: Any, left: tuple, right: tuple, bend: float) -> tuple[list[complex], float, float]:
+    """Return both inner products over all ranks, exactly rounded, and the sum of absolute products."""
+    terms = [np.ravel(np.asarray(a) * np.asarray(b)) for a, b in (left, right)]
+    every = used.data.allgather((terms, bend))
+    flat = [np.concatenate([pair[0][side] for pair in every]) for side in (0, 1)]
+    sides = [complex(math.fsum(np.real(part)), math.fsum(np.imag(part))) for part in flat]
+    return sides, max(float(np.sum(np.abs(part))) for part in flat), max(pair[1] for pair in every)

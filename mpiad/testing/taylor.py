@@ -1,0 +1,190 @@
+"""The Taylor test: a right derivative is known by the rate at which the remainder shrinks, whatever the scale.
+
+With the right gradient J(x + hv) − J(x) − h g·v shrinks like h², with a wrong one like h.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import autograd.numpy as anp
+import numpy as np
+
+from mpiad._typing import Comm, Function, Rank
+from mpiad.differentiation import grad, hvp, jvp, value_and_grad
+from mpiad.differentiation.trees import flatten, is_variable
+from mpiad.primitives.cotangents import spec_like
+from mpiad.testing.noise import noise_like
+from mpiad.transport import channel
+
+__all__ = ["GradientError", "check_grads"]
+
+_HALVINGS = 12
+_MISSING_RATE = 0.2  # how far below the full rate a measured one may lie
+
+
+class GradientError(AssertionError):
+    """Report a derivative whose Taylor remainder shrinks too slowly."""
+
+
+class _Line:
+    """The objective along a random direction through the arguments, the same point on all ranks."""
+
+    def __init__(
+        self, fun: Function, args: tuple, argnum: Any, shared: bool, comm: Comm, seed: int, options: dict[str, Any]
+    ):
+        self.used, self.comm, self.shared = channel(comm, "check_grads"), comm, shared
+        self.args, self.argnum = args, argnum
+        self.x = args[argnum] if isinstance(argnum, int) else tuple([args[i] for i in argnum])
+        options = {**options, "shared": shared, "comm": comm}
+        self.gradient = value_and_grad(self._of_one(fun), **options)
+        self.product = hvp(self._of_one(fun), **options)
+        self.slope = grad(self._of_one(fun), **options)
+        self.v = self._direction(seed)
+
+    def _of_one(self, fun: Function) -> Function:
+        def of_one(x: Any) -> Any:
+            new = list(self.args)
+            for i, value in ((self.argnum, x),) if isinstance(self.argnum, int) else zip(self.argnum, x):
+                new[i] = value
+            return fun(*new)
+
+        return of_one
+
+    def _direction(self, seed: int) -> Any:
+        rng = np.random.default_rng((seed, 0 if self.shared else self.used.rank))
+        leaves, build = flatten(self.x)
+        return build([noise_like(leaf, rng) if is_variable(leaf) else leaf for leaf in leaves])
+
+    def at(self, h: float) -> Any:
+        """Return the point at distance h."""
+        return _combined(self.x, self.v, lambda x, v: x + np.asarray(h, dtype=spec_like(v).dtype)[()] * v)
+
+    def along(self, g: Any) -> float:
+        """Return the derivative along the line of a gradient, over all ranks."""
+        pairs = zip(flatten(g)[0], flatten(self.v)[0], flatten(self.x)[0])
+        mine = sum(np.real(np.sum(a * b)) for a, b, x in pairs if is_variable(x))
+        return float(mine) if self.shared else float(self.used.data.allreduce(float(mine)))
+
+
+def _combined(x: Any, v: Any, act: Callable) -> Any:
+    leaves, build = flatten(x)
+    return build([act(a, b) if is_variable(a) else a for a, b in zip(leaves, flatten(v)[0])])
+
+
+def check_grads(
+    fun: Function,
+    *args: Any,
+    order: int = 2,
+    modes: Sequence[str] = ("rev", "fwd"),
+    argnum: int | tuple[int, ...] = 0,
+    objective: str = "root",
+    shared: bool = False,
+    root: Rank = 0,
+    comm: Comm = None,
+    step: float = 0.1,
+    seed: int = 0,
+) -> dict[str, float]:
+    """Measure the rate at which the Taylor remainders of the objective shrink, and raise where it is too low.
+
+    Parameters
+    ----------
+    fun : callable
+        As for `value_and_grad`: returns this rank's real number.
+    *args : object
+        This rank's arguments.
+    order : {1, 2}
+        2 checks second derivatives too.
+    modes : sequence of {"rev", "fwd"}
+        Reverse mode (and reverse over reverse), forward mode (and forward over reverse).
+    argnum, objective, shared, root, comm
+        As for `value_and_grad`.
+    step : float
+        Longest step along the random direction; it is halved repeatedly.
+    seed : int
+        Of the direction, which differs on every rank (not with `shared`).
+
+    Returns
+    -------
+    dict
+        The measured rate of each check: about 2 for first derivatives, 3 for second, infinite where nothing remains.
+
+    Raises
+    ------
+    GradientError
+        On all ranks, where a rate is lower.
+    ValueError
+        Where there is no such order or mode.
+
+    Ranks
+    -----
+    All ranks of `comm` call it.
+
+    Adjoint
+    -------
+    Not differentiable.
+
+    References
+    ----------
+    P. E. Farrell, D. A. Ham, S. W. Funke, M. E. Rognes, "Automated derivation of the adjoint of high-level transient
+    finite element programs", SIAM J. Sci. Comput. 35 (2013), section 5.
+    """
+    if order not in (1, 2) or not modes or any(mode not in ("rev", "fwd") for mode in modes):
+        raise ValueError(f"check_grads: order must be 1 or 2 and modes of 'rev', 'fwd', but got {order!r}, {modes!r}.")
+    line = _Line(fun, args, argnum, shared, comm, seed, {"objective": objective, "root": root})
+    value, gradient = line.gradient(line.x)
+    steps = [step / 2**k for k in range(_HALVINGS)]
+    values = [line.gradient(line.at(h))[0] for h in steps]
+    rates: dict[str, float] = {}
+    for mode in modes:
+        first = _first(line, gradient, mode)
+        remainders = [abs(there - value - h * first) for h, there in zip(steps, values)]
+        rates[f"{mode} 1"] = _rate(remainders, values, line, 1, mode)
+        if order == 2:
+            second = _second(line, mode)
+            remainders = [abs(there - value - h * first - h * h / 2 * second) for h, there in zip(steps, values)]
+            rates[f"{mode} 2"] = _rate(remainders, values, line, 2, mode)
+    return rates
+
+
+def _first(line: _Line, gradient: Any, mode: str) -> float:
+    if mode == "rev":
+        return line.along(gradient)
+    return float(jvp(lambda x: line.gradient(x)[0], line.x, line.v)[1])
+
+
+def _second(line: _Line, mode: str) -> float:
+    if mode == "fwd":
+        return line.along(line.product(line.x, line.v))
+    # Reverse over reverse: the gradient of g·v, each rank's own term. A shared g is the same on all ranks already.
+    weight = 1.0 / line.used.size if line.shared else 1.0
+
+    def slope(x: Any) -> Any:
+        parts = zip(flatten(line.slope(x))[0], flatten(line.v)[0])
+        return sum(anp.sum(anp.real(g * v)) for g, v in parts if is_variable(v)) * weight
+
+    return line.along(grad(slope, objective="sum", shared=line.shared, comm=line.comm)(line.x))
+
+
+def _rate(remainders: list[float], values: list[float], line: _Line, order: int, mode: str) -> float:
+    leaves = [leaf for leaf in flatten(line.x)[0] if is_variable(leaf)]
+    eps = max(line.used.data.allgather(max(float(np.finfo(spec_like(leaf).dtype).eps) for leaf in leaves)))
+    floor = 200 * eps * max(max(map(abs, values)), np.finfo(float).tiny)
+    rates = [
+        math.log2(coarse / fine) for coarse, fine in zip(remainders, remainders[1:]) if coarse > floor and fine > floor
+    ]
+    if not all(map(math.isfinite, values)):
+        raise GradientError(f"check_grads: the objective isn't finite along the direction: {values}.")
+    if not rates:
+        return math.inf
+    # The last steps above rounding are the asymptotic ones.
+    rate = float(np.median(rates[-3:]))
+    if rate < order + 1 - _MISSING_RATE:
+        listed = ", ".join(f"{remainder:.2e}" for remainder in remainders)
+        raise GradientError(
+            f"check_grads: the remainder of order {order} in mode {mode!r} shrinks at rate {rate:.2f}, but a right "
+            f"derivative gives {order + 1}. Remainders at each halving of the step: {listed}."
+        )
+    return rate
