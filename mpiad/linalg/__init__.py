@@ -1,0 +1,5 @@
+"""Distributed linear solves, differentiated by the implicit function theorem."""
+
+from mpiad.linalg.solve import solve
+
+__all__ = ["solve"]
