@@ -37,13 +37,21 @@ def make_vjp(fun, x):
     value, end = trace(RuleNode.new_root(), fun, x)
     if end is None:
         return lambda g: vspace(x).zeros(), value
-    return lambda g: _backward(g, end), value
+
+
+    def vjp(g):
+        total = _backward(g, end)
+        return vspace(x).zeros() if total is None else total
+
+    return vjp, value
 
 
 def _backward(g, end):
     totals = {end: (g, False)}
     for node in toposort(end):
         total = totals.pop(node)
+        if total[0] is None:
+            continue
         for parent, part in zip(node.parents, node.vjp(total[0])):
             totals[parent] = accumulate(*totals.get(parent, (None, False)), part)
     return total[0]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from autograd.extend import vspace
 from autograd.tracer import getval
 
 from mpiad._typing import Array
@@ -34,18 +33,14 @@ def where_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
         return inherited_vjp(_where, argnums, ans, args, kwargs)
     condition = np.asarray(getval(args[0]), dtype=bool)
     parts = [(i, None if i == 0 else fitting(args[i], ans)) for i in argnums]
+    return lambda g: tuple([_part(i, fit, condition, g) for i, fit in parts])
 
-    def vjp(g: Array) -> tuple[Array, ...]:
-        cotangents = []
-        for i, fit in parts:
-            if i == 0:
-                cotangents.append(vspace(getval(args[0])).zeros())
-                continue
-            part = _kept(condition if i == 1 else ~condition, g)
-            cotangents.append(part if fit is None else fit(part))
-        return tuple(cotangents)
 
-    return vjp
+def _part(argnum: int, fit: Any, condition: Array, g: Array) -> Array | None:
+    if argnum == 0:
+        return None
+    part = _kept(condition if argnum == 1 else ~condition, g)
+    return part if fit is None else fit(part)
 
 
 def _kept(condition: Array, g: Array) -> Array:

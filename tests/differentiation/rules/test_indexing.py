@@ -91,9 +91,7 @@ def test_many_contributions():
 
 def test_stencil():
     def step(u):
-        return u[1:-1, 1:-1] + 0.1 * (
-            u[2:, 1:-1] + u[:-2, 1:-1] + u[1:-1, 2:] + u[1:-1, :-2] - 4 * u[1:-1, 1:-1]
-        )
+        return u[1:-1, 1:-1] + 0.1 * (u[2:, 1:-1] + u[:-2, 1:-1] + u[1:-1, 2:] + u[1:-1, :-2] - 4 * u[1:-1, 1:-1])
 
     check(lambda u: step(step(u)), random_like(numpy.empty((7, 6))))
 
