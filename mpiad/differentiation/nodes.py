@@ -14,6 +14,7 @@ from autograd.core import JVPNode, VJPNode, primitive_jvps, primitive_vjps
 from autograd.tracer import notrace_primitives
 
 from mpiad.differentiation.rules import JVP_RULES, VJP_RULES
+from mpiad.differentiation.rules.transposition import tangent_by_transposition
 from mpiad.transport import Spec
 
 __all__ = ["OrderedNode", "TangentNode"]
@@ -118,10 +119,14 @@ class TangentNode(JVPNode):
                 return
             parent_argnums, parents = tuple([argnum for argnum, _ in kept]), [parent for _, parent in kept]
             tape = parents[0].tape
+        tangents = [parent.g for parent in parents]
         rule = JVP_RULES.get(fun) or primitive_jvps.get(fun)
-        if rule is None:
+        if rule is not None:
+            self.g = rule(parent_argnums, tangents, value, args, kwargs)
+        elif fun in primitive_vjps and hasattr(value, "dtype"):
+            self.g = tangent_by_transposition(primitive_vjps[fun], parent_argnums, tangents, value, args, kwargs)
+        else:
             raise NotImplementedError(f"the tangent of {_name(fun)} for argument {parent_argnums} isn't defined")
-        self.g = rule(parent_argnums, [parent.g for parent in parents], value, args, kwargs)
         self.tape = tape
 
     @classmethod

@@ -71,10 +71,12 @@ def problem_with(value: Any, weight: float, call: str) -> Problem | None:
 
 def share(value: Any, weight: float, problem: Problem | None, channel: Channel) -> Any:
     """Return J on all ranks; raise on all where there is a problem on one."""
-    if problem is not None or weight == 0.0:
-        part: Any = 0.0
-    else:
+    part: Any = 0.0
+    if problem is None and weight != 0.0:
         part = value if np.ndim(value) == 0 else value.reshape(())
+        # Ranks whose number doesn't count share a float64 zero: tangents and cotangents must be alike on all.
+        if type(part) is not float:
+            part = part.astype(np.float64) if hasattr(part, "astype") else float(part)
         part = part if weight == 1.0 else part * weight
     return communicate(_SHARE, part, Sharing(channel, problem))
 

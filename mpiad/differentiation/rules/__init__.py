@@ -17,6 +17,7 @@ from __future__ import annotations
 from mpiad.differentiation.rules import (
     arithmetic,
     assembly,
+    casting,
     elementwise,
     extrema,
     indexing,
@@ -35,6 +36,7 @@ __all__ = ["JVP_RULES", "VJP_RULES"]
 _FAMILIES = (
     arithmetic,
     assembly,
+    casting,
     elementwise,
     extrema,
     indexing,

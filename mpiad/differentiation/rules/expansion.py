@@ -8,7 +8,26 @@ from autograd.extend import defjvp, defvjp, primitive
 from mpiad._typing import Array, Shape
 from mpiad.differentiation.rules.protocol import BOX_TYPES, anp
 
-__all__ = ["expand", "filled", "kept_shape", "spread"]
+__all__ = ["expand", "filled", "is_known", "kept_shape", "spread"]
+
+
+def is_known(args: tuple, kwargs: dict, names: frozenset[str]) -> bool:
+    """Tell whether a rule for a reduction knows all arguments of a call.
+
+    Parameters
+    ----------
+    args : tuple
+        Positional arguments: the array, and maybe the axis.
+    kwargs : dict
+        Keywords; NumPy's own functions pass `out=None` where they are called with a traced value.
+    names : frozenset of str
+        Keywords that the rule knows.
+
+    Returns
+    -------
+    bool
+    """
+    return len(args) <= 2 and kwargs.get("out") is None and not (kwargs.keys() - names - {"out"})
 
 
 def kept_shape(shape: Shape, axis: int | tuple[int, ...] | None) -> Shape:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from autograd.tracer import getval
 
 from mpiad._typing import Array
 from mpiad.differentiation.rules.broadcasting import fitting
-from mpiad.differentiation.rules.expansion import kept_shape, spread
+from mpiad.differentiation.rules.expansion import is_known, kept_shape, spread
 from mpiad.differentiation.rules.protocol import (
     BOX_TYPES,
     Argnums,
@@ -25,62 +25,86 @@ from mpiad.differentiation.rules.scatter import Scatter
 
 __all__ = ["JVPS", "VJPS"]
 
-_KNOWN = frozenset({"axis", "keepdims"})
+_KNOWN = frozenset({"axis", "keepdims", "where", "initial"})
 _SMALL = 2048  # below this size a mask is cheaper than a list of places
 _FEW = 16  # one hit in so many elements: more are multiplied by a mask too
+
+
+class _Extremum(NamedTuple):
+    """An array, its extrema with the reduced axes kept, and which of its elements took part."""
+
+    x: Array
+    value: Array
+    where: Any
+    outside: bool  # the extremum may be none of the elements, but `initial`
+
+    @classmethod
+    def of(cls, ans: Array, args: tuple, kwargs: dict) -> _Extremum | None:
+        """Return what was asked for, None where this isn't known or the array isn't one."""
+        x = getval(args[0])
+        if type(x) is not np.ndarray or not is_known(args, kwargs, _KNOWN):
+            return None
+        axis = args[1] if len(args) == 2 else kwargs.get("axis")
+        value = np.reshape(getval(ans), kept_shape(x.shape, axis))
+        return cls(x, value, kwargs.get("where", True), "initial" in kwargs)
+
+    def hits(self) -> Array:
+        """Tell which elements equal their extremum."""
+        equal = self.x == self.value
+        return equal if self.where is True else equal & self.where
+
+    def weights(self) -> Array:
+        """Return each element's share of its group's cotangent."""
+        hits = self.hits()
+        dtype = self.x.real.dtype
+        if self.value.size == 1:
+            counts = dtype.type(np.count_nonzero(hits))
+        else:
+            axes = tuple(i for i, (n, k) in enumerate(zip(self.x.shape, self.value.shape)) if n != k)
+            counts = np.sum(hits, axis=axes, keepdims=True, dtype=dtype)
+        # Without `initial`, a group without a hit has a NaN: its gradient is NaN, as in autograd.
+        return hits / (np.maximum(counts, 1) if self.outside else counts)
 
 
 def _extremum_vjp(fun: Primitive) -> VjpMaker:
     def extremum_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
         """Give the cotangent of an extremum to the elements that equal it, in equal shares."""
-        x = getval(args[0])
-        if len(args) > 2 or kwargs.keys() - _KNOWN or type(x) is not np.ndarray:
+        asked = _Extremum.of(ans, args, kwargs)
+        if asked is None:
             return inherited_vjp(fun, argnums, ans, args, kwargs)
-        kept = kept_shape(x.shape, args[1] if len(args) == 2 else kwargs.get("axis"))
-        extremum = np.reshape(getval(ans), kept)
-
-        def vjp(g: Array) -> tuple[Any]:
-            if type(g) in BOX_TYPES:
-                return (spread(g, x.shape, kept, x.dtype) * _weights(x, extremum),)
-            return (_scattered(g, x, extremum),)
-
-        return vjp
+        return lambda g: (_shared(g, asked),)
 
     return extremum_vjp
 
 
-def _weights(x: Array, extremum: Array) -> Array:
-    """Return each element's share of its group's cotangent."""
-    equal = x == extremum
-    if extremum.size == 1:
-        return equal / x.real.dtype.type(np.count_nonzero(equal))
-    axes = tuple(i for i, (n, k) in enumerate(zip(x.shape, extremum.shape)) if n != k)
-    return equal / np.sum(equal, axis=axes, keepdims=True, dtype=x.real.dtype)
+def _shared(g: Array, asked: _Extremum) -> Array | Scatter:
+    x, kept = asked.x, asked.value.shape
+    if type(g) in BOX_TYPES:
+        return spread(g, x.shape, kept, x.dtype) * asked.weights()
+    scattered = _scattered(g, asked) if x.size >= _SMALL and not asked.outside else None
+    return np.reshape(g, kept) * asked.weights() if scattered is None else scattered
 
 
-def _scattered(g: Array, x: Array, extremum: Array) -> Array | Scatter:
-    if x.size < _SMALL:
-        return np.reshape(g, extremum.shape) * _weights(x, extremum)
-    hits = np.flatnonzero(x == extremum)
+def _scattered(g: Array, asked: _Extremum) -> Scatter | None:
+    """Return the cotangent at the places of the extrema, None where these are many or missing."""
+    x, kept = asked.x, asked.value.shape
+    hits = np.flatnonzero(asked.hits())
+    if hits.size * _FEW > x.size:
+        return None
     idx = np.unravel_index(hits, x.shape)
-    kept = extremum.shape
     groups = np.ravel_multi_index([i if k > 1 else i * 0 for i, k in zip(idx, kept)], kept)
-    counts = np.bincount(groups, minlength=extremum.size)
-    if hits.size * _FEW > x.size or not counts.all():
-        # A group with a NaN has no element that equals its extremum: its gradient is NaN, as in autograd.
-        return np.reshape(g, kept) * _weights(x, extremum)
-    return Scatter(x.shape, x.dtype, idx, (np.ravel(g) / counts)[groups], False)
+    counts = np.bincount(groups, minlength=asked.value.size)
+    return Scatter(x.shape, x.dtype, idx, (np.ravel(g) / counts)[groups], False) if counts.all() else None
 
 
 def _extremum_jvp(fun: Primitive) -> JvpMaker:
     def extremum_jvp(argnums: Argnums, gs: Any, ans: Array, args: tuple, kwargs: dict) -> Array:
         """Average the tangents of the elements that equal the extremum."""
-        x = getval(args[0])
-        if len(args) > 2 or kwargs.keys() - _KNOWN or type(x) is not np.ndarray:
+        asked = _Extremum.of(ans, args, kwargs)
+        if asked is None:
             return inherited_jvp(fun, argnums, gs, ans, args, kwargs)
         axis = args[1] if len(args) == 2 else kwargs.get("axis")
-        weights = _weights(x, np.reshape(getval(ans), kept_shape(x.shape, axis)))
-        return anp.sum(gs[0] * weights, axis=axis, keepdims=kwargs.get("keepdims", False))
+        return anp.sum(gs[0] * asked.weights(), axis=axis, keepdims=kwargs.get("keepdims", False))
 
     return extremum_jvp
 

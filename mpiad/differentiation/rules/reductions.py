@@ -8,12 +8,13 @@ import numpy as np
 from autograd.tracer import getval
 
 from mpiad._typing import Array
-from mpiad.differentiation.rules.expansion import filled, kept_shape, spread
+from mpiad.differentiation.rules.expansion import filled, is_known, kept_shape, spread
 from mpiad.differentiation.rules.protocol import PRIMITIVES, Argnums, Vjp, anp, inherited_vjp
 
 __all__ = ["JVPS", "VJPS"]
 
-_KNOWN = frozenset({"axis", "keepdims", "dtype"})
+_KNOWN = frozenset({"axis", "keepdims", "dtype", "where"})
+_KNOWN_TO_SUM = _KNOWN | {"initial"}
 # autograd.numpy.mean is a plain function around the primitive.
 _mean = PRIMITIVES[np.mean]
 
@@ -24,28 +25,42 @@ def sum_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     if type(x) is np.ndarray and len(args) == 1 and not kwargs:
         shape, dtype = x.shape, x.dtype
         return lambda g: (filled(g, shape, dtype),)
-    x = getval(x)
-    if len(args) > 2 or kwargs.keys() - _KNOWN:
+    if not is_known(args, kwargs, _KNOWN_TO_SUM):
         return inherited_vjp(anp.sum, argnums, ans, args, kwargs)
-    shape, dtype = np.shape(x), np.result_type(x)
-    kept = kept_shape(shape, _axis(args, kwargs))
-    return lambda g: (spread(g, shape, kept, dtype),)
+    return _repeated(getval(x), _axis(args, kwargs), kwargs.get("where", True))
+
+
+def sum_jvp(argnums: Argnums, gs: Any, ans: Array, args: tuple, kwargs: dict) -> Array:
+    """Sum the tangents; what the sum starts from is constant."""
+    kwargs = {name: value for name, value in kwargs.items() if name != "initial"}
+    return anp.sum(gs[0], *args[1:], **kwargs)
 
 
 def mean_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     """Repeat the cotangent of a mean to every term, divided by their number."""
-    x = getval(args[0])
-    if len(args) > 2 or kwargs.keys() - _KNOWN:
+    if not is_known(args, kwargs, _KNOWN):
         return inherited_vjp(_mean, argnums, ans, args, kwargs)
-    shape, dtype = np.shape(x), np.result_type(x)
-    kept = kept_shape(shape, _axis(args, kwargs))
-    terms = np.size(x) / max(np.size(getval(ans)), 1)
-    return lambda g: (spread(g / terms, shape, kept, dtype),)
+    x, axis, where = getval(args[0]), _axis(args, kwargs), kwargs.get("where", True)
+    repeated = _repeated(x, axis, where)
+    if where is True:
+        terms = np.size(x) / max(np.size(getval(ans)), 1)
+    else:
+        terms = np.sum(np.broadcast_to(where, np.shape(x)), axis=axis, keepdims=kwargs.get("keepdims", False))
+    return lambda g: repeated(g / terms)
 
 
 def _axis(args: tuple, kwargs: dict) -> Any:
     return args[1] if len(args) == 2 else kwargs.get("axis")
 
 
+def _repeated(x: Array, axis: Any, where: Any) -> Vjp:
+    shape, dtype = np.shape(x), np.result_type(x)
+    kept = kept_shape(shape, axis)
+    if where is True:
+        return lambda g: (spread(g, shape, kept, dtype),)
+    # Autograd's rule takes the terms that were left out for others.
+    return lambda g: (anp.where(where, spread(g, shape, kept, dtype), 0.0),)
+
+
 VJPS = {anp.sum: sum_vjp, _mean: mean_vjp}
-JVPS: dict = {}
+JVPS = {anp.sum: sum_jvp}

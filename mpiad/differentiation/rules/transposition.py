@@ -1,0 +1,47 @@
+"""Tangents of functions for which autograd knows the adjoint only: transforms, factorisations, special functions.
+
+The adjoint w -> Jᵀw is linear, so the derivative of ⟨Jᵀw, v⟩ by w is Jv, at any w: the transpose of the transpose.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import autograd.numpy as anp
+import numpy as np
+from autograd.core import make_vjp
+from autograd.tracer import getval
+
+from mpiad._typing import Array
+from mpiad.differentiation.rules.protocol import Argnums, VjpMaker
+
+__all__ = ["tangent_by_transposition"]
+
+
+def tangent_by_transposition(
+    rule: VjpMaker, argnums: Argnums, gs: Any, ans: Array, args: tuple, kwargs: dict
+) -> Array:
+    """Return the tangent of a result, made of its adjoint alone.
+
+    Parameters
+    ----------
+    rule : callable
+        Maker of the adjoint.
+    argnums : tuple of int
+        Which arguments have a tangent.
+    gs : sequence of array
+        These tangents.
+    ans, args, kwargs
+        The result and what it was made of; maybe traced.
+
+    Returns
+    -------
+    array
+    """
+    adjoint = rule(argnums, ans, args, kwargs)
+    plain = np.asarray(getval(ans))
+
+    def paired(w: Any) -> Any:
+        return sum(anp.sum(anp.real(part * g)) for part, g in zip(adjoint(w), gs))
+
+    return make_vjp(paired, np.zeros_like(plain))[0](1.0)
