@@ -2,6 +2,7 @@
 
 from mpiad.differentiation import grad, hvp, jacobian, jvp, make_jvp, make_vjp, value_and_grad
 from mpiad.domain import Domain
+from mpiad.optimize import minimize
 from mpiad.primitives import (
     mpi_allgather,
     mpi_allreduce,
@@ -39,10 +40,9 @@ from mpiad.primitives import (
 __version__ = "0.1.0"
 
 __all__ = [
-    "Domain", "grad", "hvp", "jacobian", "jvp", "make_jvp", "make_vjp", "mpi_allgather", "mpi_allreduce",
-    "mpi_alltoall",
-    "mpi_barrier", "mpi_bcast", "mpi_exchange", "mpi_exscan", "mpi_finalize", "mpi_finalized", "mpi_gather",
-    "mpi_iallreduce", "mpi_init", "mpi_initialized", "mpi_irecv", "mpi_isend", "mpi_local_rank", "mpi_print", "mpi_rank",
-    "mpi_recv", "mpi_reduce", "mpi_reduce_scatter", "mpi_scan", "mpi_scatter", "mpi_send", "mpi_sendrecv", "mpi_size",
-    "mpi_sum", "mpi_wait", "mpi_waitall", "reset", "stop", "value_and_grad",
+    "Domain", "grad", "hvp", "jacobian", "jvp", "make_jvp", "make_vjp", "minimize", "mpi_allgather", "mpi_allreduce",
+    "mpi_alltoall", "mpi_barrier", "mpi_bcast", "mpi_exchange", "mpi_exscan", "mpi_finalize", "mpi_finalized",
+    "mpi_gather", "mpi_iallreduce", "mpi_init", "mpi_initialized", "mpi_irecv", "mpi_isend", "mpi_local_rank",
+    "mpi_print", "mpi_rank", "mpi_recv", "mpi_reduce", "mpi_reduce_scatter", "mpi_scan", "mpi_scatter", "mpi_send",
+    "mpi_sendrecv", "mpi_size", "mpi_sum", "mpi_wait", "mpi_waitall", "reset", "stop", "value_and_grad",
 ]

@@ -8,6 +8,7 @@ __all__ = [
     "ForeignTraceError",
     "RequestError",
     "UnfinishedMessagesError",
+    "WorkerError",
 ]
 
 
@@ -39,3 +40,19 @@ class ConvergenceError(RuntimeError):
     def __init__(self, message: str, history: list[float] | None = None):
         super().__init__(message)
         self.history = [] if history is None else list(history)
+
+
+class WorkerError(RuntimeError):
+    """Report, on all ranks of a collective solve, the exception on one rank that ended it.
+
+    Attributes
+    ----------
+    rank : int
+        Where it happened, in the solve's communicator.
+    traceback : str
+        That rank's traceback.
+    """
+
+    def __init__(self, message: str, rank: int = -1, traceback: str = ""):
+        super().__init__(message)
+        self.rank, self.traceback = rank, traceback

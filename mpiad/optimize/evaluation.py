@@ -1,0 +1,154 @@
+"""Evaluate the objective and its derivatives, on all ranks together."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpiad._typing import Comm, Function, Rank, Tree
+from mpiad.differentiation import hvp
+from mpiad.differentiation.objective import Problem, problem_with, share, weight_of
+from mpiad.optimize.agreement import Agreement, WrongValueError
+from mpiad.optimize.forward_pass import ForwardPass, forward_pass
+from mpiad.optimize.variables import Packing
+from mpiad.transport import SUM, Channel
+
+__all__ = ["Evaluation", "Program"]
+
+
+class Program(NamedTuple):
+    """What a rank was given to evaluate.
+
+    Attributes
+    ----------
+    fun : callable
+    jac : callable or bool or None
+        The gradient, True where `fun` returns it beside its value, None where it is found by differentiation.
+    hessp : callable or None
+    args : tuple
+    objective : {"root", "sum", "mean"}
+        How the ranks' values make the objective; the values of `jac` and `hessp` are put together alike.
+    root : int
+    """
+
+    fun: Function
+    jac: Function | bool | None
+    hessp: Function | None
+    args: tuple
+    objective: str
+    root: Rank
+
+
+class Evaluation:
+    """The stages of evaluations: every rank calls the same method with the root's variables.
+
+    Parameters
+    ----------
+    program : Program
+    packing : Packing
+    agreement : Agreement
+    used : Channel
+        The user's communicator.
+    comm : mpi4py intracommunicator
+        The solve's own duplicate.
+
+    Attributes
+    ----------
+    only_both : bool
+        Whether value and gradient can't be had apart.
+    separate : bool
+        Whether the gradient doesn't need the value's forward pass.
+    """
+
+    def __init__(self, program: Program, packing: Packing, agreement: Agreement, used: Channel, comm: Comm):
+        self._program, self._packing, self._agreement = program, packing, agreement
+        self._used, self._comm = used, comm
+        self._weight = weight_of(program.objective, used, program.root)
+        self._forward: ForwardPass | None = None
+        self.only_both, self.separate = program.jac is True, callable(program.jac)
+
+    def raise_if_ended(self) -> None:
+        """Raise what has ended the solve on all ranks, should a method go on in spite of it."""
+        if self._agreement.error is not None:
+            raise self._agreement.error
+
+    def value(self, vector: np.ndarray) -> float:
+        """Return the objective, on all ranks; keep the forward pass for `gradient`, where that needs it."""
+        x = self._packing.unpack(vector)
+        if self.separate:
+            return self._shared(self._agreement.run(lambda: self._value_at(x)))
+        self._forward = None  # its memory returns before the next takes as much
+        # The agreement comes before the backward pass, in which the ranks wait for each other.
+        self._forward = forward_pass(lambda x: self._agreement.run(lambda: self._value_at(x)), x)
+        return self._shared(self._forward.value, self._forward.problem)
+
+    def gradient(self, vector: np.ndarray) -> np.ndarray | None:
+        """Return the gradient on the root; without `jac`, at the point of the last `value`."""
+        if self.separate:
+            x = self._packing.unpack(vector)
+            jac, args = self._program.jac, self._program.args
+            return self._total(self._agreement.run(lambda: self._weighted(jac(x, *args), "jac")))  # type: ignore[operator]
+        return self._total(self._agreement.run(self._backward))
+
+    def _backward(self) -> np.ndarray:
+        forward: ForwardPass = self._forward  # type: ignore[assignment]
+        self._forward = None
+        return self._packing.pack_gradient(forward.backward(self._weight))
+
+    def both(self, vector: np.ndarray) -> tuple[float, np.ndarray | None]:
+        """Return the objective, on all ranks, and its gradient, on the root."""
+        if not self.only_both:
+            return self.value(vector), self.gradient(vector)
+        value, local = self._agreement.run(lambda: self._pair_at(self._packing.unpack(vector)))
+        return self._shared(value), self._total(local)
+
+    def product(self, vector: np.ndarray, direction: np.ndarray) -> np.ndarray | None:
+        """Return the product of the Hessian with a direction, on the root."""
+        x, v = self._packing.unpack(vector), self._packing.unpack(direction)
+        given, args = self._program.hessp, self._program.args
+        if given is not None:
+            return self._total(self._agreement.run(lambda: self._weighted(given(x, v, *args), "hessp")))
+        # Of each rank's own copy, along all copies: their sum is that of the shared variable.
+        products = hvp(
+            lambda x: self._agreement.run(lambda: self._value_at(x)),
+            objective=self._program.objective, root=self._program.root, comm=self._used.user,
+        )
+        return self._total(self._agreement.run(lambda: self._packing.pack_gradient(products(x, v))))
+
+    def _value_at(self, x: Tree) -> Any:
+        out = self._program.fun(x, *self._program.args)
+        return self._checked(out[0] if self.only_both and isinstance(out, tuple) else out)
+
+    def _pair_at(self, x: Tree) -> tuple[Any, np.ndarray]:
+        out = self._program.fun(x, *self._program.args)
+        if out is None and self._weight == 0.0:
+            return None, np.zeros(self._packing.size)
+        if not isinstance(out, tuple) or len(out) != 2:
+            raise WrongValueError(f"minimize: with jac=True fun must return (value, gradient), but got {out!r:.60}.")
+        return self._checked(out[0]), self._weighted(out[1], "fun")
+
+    def _checked(self, value: Any) -> Any:
+        problem = problem_with(value, self._weight, "minimize")
+        if problem is not None:
+            raise WrongValueError(problem.text)
+        return value
+
+    def _weighted(self, local: Tree, source: str) -> np.ndarray:
+        """Return this rank's part of a gradient that the user computes."""
+        if self._weight == 0.0:
+            return np.zeros(self._packing.size)
+        try:
+            return self._weight * self._packing.pack_gradient(local)
+        except TypeError as error:
+            raise WrongValueError(f"{error} It was returned by {source}.") from None
+
+    def _shared(self, value: Any, problem: Problem | None = None) -> float:
+        return float(share(value, self._weight, problem, self._used))
+
+    def _total(self, local: np.ndarray) -> np.ndarray | None:
+        if self._comm.size == 1:
+            return local
+        total = np.empty_like(local) if self._comm.rank == self._program.root else None
+        self._comm.Reduce(local, total, SUM, self._program.root)
+        return total

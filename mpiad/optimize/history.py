@@ -1,0 +1,89 @@
+"""What a solve has been through: one row for each iterate, the starting point first."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import NamedTuple
+
+import numpy as np
+
+from mpiad.optimize.points import Point
+
+__all__ = ["History", "Record", "Row"]
+
+
+class Row(NamedTuple):
+    """One iterate.
+
+    Attributes
+    ----------
+    iteration : int
+    loss : float
+    gradient_norm : float
+        Largest absolute entry of the gradient.
+    evaluations : int
+        Evaluations of the objective so far.
+    seconds : float
+        Time since the start of the solve.
+    """
+
+    iteration: int
+    loss: float
+    gradient_norm: float
+    evaluations: int
+    seconds: float
+
+
+class History(NamedTuple):
+    """The rows of a solve as arrays of length (iterations + 1), the starting point first.
+
+    Attributes
+    ----------
+    loss : array
+    gradient_norm : array
+        Largest absolute entry of the gradient.
+    evaluations : array of int
+        Evaluations of the objective so far.
+    seconds : array
+        Time since the start of the solve.
+    """
+
+    loss: np.ndarray
+    gradient_norm: np.ndarray
+    evaluations: np.ndarray
+    seconds: np.ndarray
+
+
+class Record:
+    """The rows of a solve under way.
+
+    Notes
+    -----
+    Some methods call back before they have asked for the gradient at their iterate; its norm is filled in later. It
+    stays NaN where they never ask: a record evaluates nothing.
+    """
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+        self._start = time.perf_counter()
+        self._last: Point | None = None
+
+    def add(self, point: Point, evaluations: int) -> Row:
+        """Append an iterate and return its row."""
+        self._settle()
+        loss = math.nan if point.value is None else float(point.value)
+        row = Row(len(self.rows), loss, point.gradient_norm, evaluations, time.perf_counter() - self._start)
+        self.rows.append(row)
+        self._last = point
+        return row
+
+    def _settle(self) -> None:
+        if self._last is not None:
+            self.rows[-1] = self.rows[-1]._replace(gradient_norm=self._last.gradient_norm)
+
+    def history(self) -> History:
+        """Return the rows as arrays."""
+        self._settle()
+        columns = [[row[k] for row in self.rows] for k in range(1, 5)]
+        return History(*(np.array(column, kind) for column, kind in zip(columns, (float, float, int, float))))

@@ -1,0 +1,148 @@
+"""`minimize`: the root drives one of SciPy's methods, and all ranks evaluate.
+
+Every decision (one more trial, stop, a limit, an error) is taken on the root and told to all, so that no two ranks can
+disagree on whether another evaluation follows. What each file does: `protocol` carries the root's instructions,
+`evaluation` carries them out, `agreement` makes a failure on one rank known to all, `points` remembers what is known,
+`scipy_methods` runs the method.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from scipy.optimize import OptimizeResult
+
+from mpiad._typing import Comm, Function, Rank, Tree
+from mpiad.differentiation.objective import check_objective
+from mpiad.optimize.evaluation import Program
+from mpiad.optimize.root_driven import RootDriven
+from mpiad.optimize.scipy_methods import Method, Wishes, method_named
+from mpiad.optimize.variables import as_variables
+from mpiad.primitives.checks import root_of
+from mpiad.primitives.operation import suspended
+from mpiad.transport import Channel, channel, renew
+from mpiad.transport.agreement import raise_together, require_same
+
+__all__ = ["minimize"]
+
+
+def minimize(
+    fun: Function,
+    x0: Tree = None,
+    *,
+    method: str = "L-BFGS",
+    jac: Function | bool | None = None,
+    hessp: Function | None = None,
+    bounds: Any = None,
+    root: Rank = 0,
+    comm: Comm = None,
+    tol: float | None = None,
+    options: dict | None = None,
+    callback: Function | None = None,
+    objective: str = "root",
+    args: tuple = (),
+    progress: bool = False,
+) -> OptimizeResult:
+    """Minimise the objective of all ranks, with the variables on the root.
+
+    The root updates the variables by one of SciPy's methods; the other ranks wait for its instruction to evaluate.
+
+    Parameters
+    ----------
+    fun : callable
+        ``fun(x, *args)`` is called on every rank with the root's x and returns this rank's L_r, one real number.
+    x0 : nest of arrays
+        The starting point. Counts on the root only. A list of numbers is taken as an array.
+    method : str
+        "L-BFGS" (SciPy's L-BFGS-B), "BFGS", "CG", "TNC", "SLSQP", "Newton-CG", "trust-ncg", "trust-krylov" or
+        "trust-constr".
+    jac : callable or True, optional
+        ``jac(x, *args)`` returns the gradient of L_r, in the form of x; True: `fun` returns ``(L_r, gradient)``. By
+        default the gradient is found by `value_and_grad`, as that of one variable which all ranks share.
+    hessp : callable, optional
+        ``hessp(x, v, *args)`` returns the Hessian of L_r times v. By default it is found by `hvp`, for methods that use
+        it.
+    bounds : sequence of (low, high) or scipy.optimize.Bounds, optional
+        Of the variables in the order of the flattened nest. Counts on the root only, as do the next three.
+    root : int
+    comm : mpi4py intracommunicator, optional
+    tol : float, optional
+    options : dict, optional
+        Both are passed on to SciPy.
+    callback : callable, optional
+        Called on the root after each iteration, as SciPy does: ``callback(x)``, or with an OptimizeResult if its only
+        parameter is named `intermediate_result`. It mustn't communicate. StopIteration from it ends the solve.
+    objective : {"root", "sum", "mean"}
+        What is minimised: L_root, the sum of all L_r, or their mean.
+    args : tuple
+        Further arguments of `fun`, `jac` and `hessp`: this rank's own.
+    progress : bool
+        Whether the root writes its progress to standard error.
+
+    Returns
+    -------
+    scipy.optimize.OptimizeResult
+        SciPy's fields, with `x` and `jac` in the form of x0, and
+
+        - `history`: the iterates' `loss`, `gradient_norm` (largest entry), `evaluations` and `seconds` since the start,
+          the starting point first;
+        - `evaluations`: how often each was evaluated: "value", "gradient" (alone), "both", "product".
+
+        Reaching a limit gives ``success=False``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        On all ranks, where an argument on any of them is wrong, or `fun` returns anything but a real number.
+    WorkerError
+        On all ranks, where an evaluation raises on any, with that rank's traceback; the communicator is usable
+        afterwards. Where other ranks wait for that rank inside a communication, the job ends with its traceback.
+
+    Ranks
+    -----
+    All ranks of `comm` call it, with the same method, objective, root and kind of `jac`. The result is the same on all,
+    bit for bit.
+
+    Adjoint
+    -------
+    None: the result is a constant in every trace.
+    """
+    used = channel(comm, "minimize")
+    program = Program(fun, jac, hessp, args if isinstance(args, tuple) else (args,), objective, root)
+    with suspended():
+        chosen, template = _agree_on_arguments(used, program, method, x0)
+        solve = RootDriven(used, program, template)
+        try:
+            return solve.run(chosen, Wishes(bounds, tol, options, callback), progress)
+        except Exception:
+            if solve.agreement.error is not None:
+                renew(comm, "minimize")  # an evaluation may have left messages under way
+            raise
+
+
+def _agree_on_arguments(used: Channel, program: Program, method: Any, x0: Tree) -> tuple[Method, Tree]:
+    """Check the arguments on all ranks; return the method, and the root's x0 as a nest of variables."""
+    wrong, start = None, None
+    try:
+        method_named(method)
+        _check_program(program, used)
+        start = as_variables(x0) if used.rank == program.root else None
+    except (TypeError, ValueError) as error:
+        wrong = error
+    raise_together(used, wrong)
+    jac = "a function" if callable(program.jac) else program.jac
+    described = f"method={method!r}, objective={program.objective!r}, root={program.root}, jac={jac}"
+    require_same(used, described, "minimize")
+    return method_named(method), used.data.bcast(start, program.root)
+
+
+def _check_program(program: Program, used: Channel) -> None:
+    root_of(program.root, used, "minimize")
+    check_objective(program.objective, "minimize")
+    for name, value, allowed in (
+        ("fun", program.fun, callable(program.fun)),
+        ("jac", program.jac, callable(program.jac) or program.jac in (None, True, False)),
+        ("hessp", program.hessp, program.hessp is None or callable(program.hessp)),
+    ):
+        if not allowed:
+            raise TypeError(f"minimize: {name} must be callable, but got {type(value).__name__} {value!r:.60}.")

@@ -1,0 +1,113 @@
+"""The root instructs, the others wait: what is evaluated next, and when it ends.
+
+An instruction and the variables that it is about are one broadcast of (1 + n) doubles; a direction follows where the
+instruction is a Hessian product. The end is one pickled outcome. All of it travels on the solve's own duplicate.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from typing import Any
+
+import numpy as np
+
+from mpiad._typing import Comm, Rank
+from mpiad.errors import WorkerError
+from mpiad.optimize.agreement import worker_error
+from mpiad.optimize.evaluation import Evaluation
+
+__all__ = ["Instructions", "Refusal", "serve"]
+
+VALUE, GRADIENT, BOTH, PRODUCT, FINISH = range(5)
+
+# Ranks often outnumber cores; an MPI's own wait would take the root's core away.
+_AT_ONCE = 0.01
+_LONGEST_NAP = 1e-3
+
+
+class Instructions:
+    """Both ends of the broadcast.
+
+    Parameters
+    ----------
+    comm : mpi4py intracommunicator
+    root : int
+    size : int
+        Number of variables.
+    """
+
+    def __init__(self, comm: Comm, root: Rank, size: int):
+        self.comm, self.root = comm, root
+        self._packet = np.zeros(1 + size)
+
+    def give(self, kind: int, vector: np.ndarray | None = None, direction: np.ndarray | None = None) -> None:
+        """Tell the other ranks what comes next; the root calls this."""
+        self._packet[0] = kind
+        if vector is not None:
+            self._packet[1:] = vector
+        if self.comm.size > 1:
+            self.comm.Ibcast(self._packet, self.root).Wait()
+            if direction is not None:
+                self.comm.Bcast(np.ascontiguousarray(direction, dtype=float), self.root)
+
+    def await_next(self) -> tuple[int, np.ndarray, np.ndarray | None]:
+        """Return the root's next instruction; the others call this."""
+        _wait_gently(self.comm.Ibcast(self._packet, self.root))
+        kind, vector = int(self._packet[0]), self._packet[1:]
+        direction = None
+        if kind == PRODUCT:
+            direction = np.empty_like(vector)
+            self.comm.Bcast(direction, self.root)
+        return kind, vector, direction
+
+    def share_outcome(self, outcome: Any = None) -> Any:
+        """Return the root's outcome on all ranks; raise it where it is a refusal."""
+        outcome = self.comm.bcast(outcome, self.root)
+        if isinstance(outcome, Refusal):
+            raise outcome.error(self.root)
+        return outcome
+
+
+class Refusal:
+    """An exception outside of the evaluations, which only the root has met: in the method, its options, the callback."""
+
+    def __init__(self, error: Exception):
+        self._kind = next((kind for kind in (TypeError, ValueError) if isinstance(error, kind)), None)
+        self._text = str(error)
+        self._summary = "".join(traceback.format_exception_only(type(error), error)).strip()
+        self._trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+
+    def error(self, root: Rank) -> TypeError | ValueError | WorkerError:
+        """Return what all ranks raise: wrong arguments by their own type."""
+        if self._kind is not None:
+            return self._kind(f"{self._text} (raised on the root, rank {root})")
+        return worker_error(f"minimize: the root, rank {root}, raised {self._summary}", root, self._trace)
+
+
+def _wait_gently(request: Any) -> None:
+    start, nap = time.perf_counter(), 0.0
+    while not request.Test():
+        time.sleep(nap)  # of no length: gives the core to whoever wants it
+        if nap or time.perf_counter() - start > _AT_ONCE:
+            nap = min(nap + 2e-5, _LONGEST_NAP)
+
+
+def serve(instructions: Instructions, evaluation: Evaluation) -> Any:
+    """Evaluate what the root asks for, until the end; return its outcome."""
+    while True:
+        kind, vector, direction = instructions.await_next()
+        if kind == FINISH:
+            return instructions.share_outcome()
+        evaluate(evaluation, kind, vector, direction)
+
+
+def evaluate(evaluation: Evaluation, kind: int, vector: np.ndarray, direction: np.ndarray | None) -> Any:
+    """Carry out an instruction."""
+    if kind == VALUE:
+        return evaluation.value(vector), None
+    if kind == GRADIENT:
+        return None, evaluation.gradient(vector)
+    if kind == BOTH:
+        return evaluation.both(vector)
+    return evaluation.product(vector, direction)  # type: ignore[arg-type]

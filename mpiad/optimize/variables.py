@@ -1,0 +1,112 @@
+"""The variables of a solve: any nest of arrays for the user, one vector of doubles for the method and the messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from autograd.tracer import Box
+
+from mpiad._typing import Array, Tree
+from mpiad.differentiation.trees import flatten, is_variable
+
+__all__ = ["Packing", "as_variables"]
+
+_NUMBERS = (int, float, np.integer, np.floating)
+
+
+def as_variables(x0: Any) -> Tree:
+    """Return x0 as the nest that the function will get.
+
+    A plain list of numbers becomes an array, and integers become doubles, as in SciPy; other nests stay as they are.
+
+    Raises
+    ------
+    TypeError
+        Where nothing in x0 can be varied, or a part of it belongs to a trace.
+    """
+    if isinstance(x0, (list, tuple)) and not hasattr(x0, "_fields") and x0 and all(map(_is_number, x0)):
+        x0 = np.array(x0, dtype=float)
+    elif _is_number(x0) or (isinstance(x0, np.ndarray) and x0.dtype.kind in "iu"):
+        x0 = x0.astype(float) if isinstance(x0, np.ndarray) else float(x0)  # type: ignore[arg-type]
+    leaves = flatten(x0)[0]
+    if any(type(leaf) in Box.types for leaf in leaves):
+        raise TypeError(
+            "minimize: x0 belongs to a trace, but no derivative is taken through a solve. Pass mpiad.stop(x0)."
+        )
+    if not any(is_variable(leaf) for leaf in leaves):
+        raise TypeError(
+            f"minimize: x0 must hold real or complex numbers or arrays of them on the root, but got "
+            f"{type(x0).__name__} {x0!r:.60}."
+        )
+    return x0
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, _NUMBERS) and not isinstance(x, bool)
+
+
+class Packing:
+    """How a nest lies in one vector of doubles; complex numbers as pairs.
+
+    Parameters
+    ----------
+    template : nest of arrays
+        Says structure, shapes and dtypes. Its leaves that aren't variables (integers, strings) are constant.
+
+    Attributes
+    ----------
+    size : int
+        Length of the vector.
+    """
+
+    def __init__(self, template: Tree):
+        self._leaves, self._build = flatten(template)
+        self._places = [place for place, leaf in enumerate(self._leaves) if is_variable(leaf)]
+        self._specs = [(np.shape(self._leaves[p]), np.result_type(self._leaves[p])) for p in self._places]
+        self._lengths = [int(np.prod(shape)) * (1 + (dtype.kind == "c")) for shape, dtype in self._specs]
+        self.size = sum(self._lengths)
+
+    def pack(self, tree: Tree) -> np.ndarray:
+        """Return a nest's variables as a new vector, shape (size,)."""
+        return self._packed(tree, lambda z: z)
+
+    def pack_gradient(self, tree: Tree) -> np.ndarray:
+        """Return a gradient as a new vector: that by real and imaginary part where a variable is complex."""
+        return self._packed(tree, np.conj)  # autograd's gradient by x + iy is ∂/∂x - i ∂/∂y
+
+    def _packed(self, tree: Tree, view: Callable[[Array], Array]) -> np.ndarray:
+        leaves = flatten(tree)[0]
+        if len(leaves) != len(self._leaves):
+            raise TypeError(f"minimize: expected a nest of {len(self._leaves)} arrays like x0, but got {len(leaves)}.")
+        out, start = np.empty(self.size), 0
+        for place, (shape, dtype), length in zip(self._places, self._specs, self._lengths):
+            leaf = np.asarray(leaves[place])
+            if leaf.shape != shape:
+                raise TypeError(f"minimize: expected shape {shape}, that of x0, but got {leaf.shape}.")
+            piece = out[start : start + length]
+            if dtype.kind == "c":
+                piece.view(complex)[:] = view(leaf).reshape(-1)
+            else:
+                piece[:] = leaf.reshape(-1)
+            start += length
+        return out
+
+    def unpack(self, vector: np.ndarray) -> Tree:
+        """Return the nest of a vector, in new memory."""
+        return self._unpacked(vector, lambda z: z)
+
+    def unpack_gradient(self, vector: np.ndarray) -> Tree:
+        """Return the nest of what `pack_gradient` made."""
+        return self._unpacked(vector, np.conj)
+
+    def _unpacked(self, vector: np.ndarray, view: Callable[[Array], Array]) -> Tree:
+        leaves, start = list(self._leaves), 0
+        for place, (shape, dtype), length in zip(self._places, self._specs, self._lengths):
+            piece = vector[start : start + length]
+            piece = view(piece.view(complex)) if dtype.kind == "c" else piece
+            array = piece.astype(dtype).reshape(shape)
+            leaves[place] = array if array.ndim else array[()]
+            start += length
+        return self._build(leaves)
