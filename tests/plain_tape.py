@@ -38,7 +38,6 @@ def make_vjp(fun, x):
     if end is None:
         return lambda g: vspace(x).zeros(), value
 
-
     def vjp(g):
         total = _backward(g, end)
         return vspace(x).zeros() if total is None else total

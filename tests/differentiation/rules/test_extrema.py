@@ -63,6 +63,26 @@ def test_nan(axis, shape):
     assert_close(ours(g), theirs(g), x)
 
 
+def test_where_and_initial():
+    # Autograd's rules know neither; the same is a choice before the extremum.
+    x, mask = random_like(numpy.empty((60, 50))), random_like(numpy.empty((60, 50)), 1) > 0
+    for axis in (None, 0, 1):
+        check(
+            lambda x, axis=axis: np.max(x, axis=axis, where=mask, initial=-9.0),
+            x,
+            lambda x, axis=axis: np.max(np.where(mask, x, -9.0), axis=axis),
+            mixed=False,
+        )
+    low = numpy.array([[1.0, 2.0], [-3.0, -4.0]])
+    check(lambda x: np.max(x, axis=1, initial=0.0), low, lambda x: np.array([x[0, 1], 0.0]), mixed=False)
+    check(lambda x: np.min(x, initial=-9.0), low, lambda x: 0.0 * x[0, 0] - 9.0, mixed=False)
+
+
+def test_numpys_own_functions():
+    for fun in (numpy.max, numpy.min):
+        check(lambda x, fun=fun: fun(x, axis=0), TIED)
+
+
 def test_methods_and_scalars():
     for fun in (lambda x: x.max(), lambda x: x.min(axis=0), lambda x: np.max(x, 0)):
         check(fun, TIED)

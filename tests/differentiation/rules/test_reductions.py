@@ -16,7 +16,7 @@ AXES = [None, 0, 1, -1, (0, 2), (-1, 0), (0, 1, 2), ()]
 @pytest.mark.parametrize("fun", [np.sum, np.mean])
 def test_axes(fun, axis, keepdims, dtype):
     x = random_like(numpy.empty((3, 4, 2), dtype))
-    check(lambda x: fun(x, axis=axis, keepdims=keepdims), x)
+    check(lambda x: fun(x, axis=axis, keepdims=keepdims), x, floor=1.0)
 
 
 @pytest.mark.parametrize("fun", [np.sum, np.mean])
@@ -71,5 +71,31 @@ def test_cotangent_is_read_only_and_never_added_into(fun):
     assert not view(numpy.float64(1.0)).flags.writeable
 
 
-def test_initial_takes_autograds_rule():
-    check(lambda x: np.sum(x, initial=2.0), random_like(numpy.empty(3)))
+@pytest.mark.parametrize("axis", [None, 0, 1])
+def test_initial(axis):
+    # Autograd adds it to the tangent too.
+    x = random_like(numpy.empty((3, 4)))
+    check(lambda x: np.sum(x, axis=axis, initial=2.0), x, lambda x: np.sum(x, axis=axis) + 2.0, mixed=False, floor=1.0)
+
+
+@pytest.mark.parametrize("axis", [None, 0, 1])
+@pytest.mark.parametrize("keepdims", [False, True])
+def test_where(axis, keepdims):
+    # Autograd's adjoint doesn't know it.
+    x = random_like(numpy.empty((3, 4)))
+    shape = {"axis": axis, "keepdims": keepdims}
+    for mask in (numpy.arange(12).reshape(3, 4) % 5 > 0, numpy.array([True, True, True, True]), True):
+        chosen = mask * numpy.ones((3, 4))
+        counts = numpy.sum(chosen, **shape)
+        check_masked(np.sum, x, mask, lambda x, c=chosen: np.sum(x * c, **shape), shape)
+        check_masked(np.mean, x, mask, lambda x, c=chosen, n=counts: np.sum(x * c, **shape) / n, shape)
+
+
+def check_masked(fun, x, mask, reference, shape):
+    check(lambda x: fun(x, where=mask, **shape), x, reference, mixed=False, floor=1.0)
+
+
+def test_numpys_own_functions():
+    x = random_like(numpy.empty((3, 4)))
+    for fun in (numpy.sum, numpy.mean):
+        check(lambda x, fun=fun: fun(x, axis=0), x)
