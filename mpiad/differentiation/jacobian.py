@@ -10,8 +10,9 @@ import numpy as np
 
 from mpiad._typing import Comm, Function, Rank
 from mpiad.differentiation.gradient import cotangents_of_variables, shared_sum
-from mpiad.differentiation.objective import check_objective, weight_of
+from mpiad.differentiation.objective import Problem, check_objective, weight_of
 from mpiad.differentiation.trace import Traced, Variables, arguments_with, trace_backwards, variables_of
+from mpiad.errors import RequestError
 from mpiad.primitives.checks import root_of
 from mpiad.primitives.cotangents import spec_like
 from mpiad.transport import Channel, Spec, channel
@@ -51,6 +52,8 @@ def jacobian(
     ------
     TypeError
         On all ranks, where the returned arrays aren't real or differ in shape.
+    RequestError
+        On all ranks, where one leaves a request unwaited for.
     ValueError
         Where there is no such objective or root.
 
@@ -80,17 +83,19 @@ def jacobian(
 def _agreed_spec(traced: Traced, weight: float, used: Channel) -> Spec:
     """Return shape and dtype of J, or raise on all ranks."""
     value = traced.build(traced.values)
-    problem = None if traced.problem is None else traced.problem.text
+    problem = traced.problem
     spec = None
     if value is not None and weight != 0.0:
         try:
             spec = spec_like(value)
         except (TypeError, ValueError):
-            problem = problem or f"the function returned {type(value).__name__}"
+            problem = problem or Problem(TypeError, f"the function returned {type(value).__name__}")
         if spec is not None and spec.dtype.kind not in "fiu":
-            problem = problem or f"the function returned dtype {spec.dtype}, but a real array is expected"
+            problem = problem or Problem(TypeError, f"the function returned dtype {spec.dtype}")
     found = used.data.allgather((problem, spec and spec.shape, spec and spec.dtype.str, weight != 0.0))
-    problems = [f"rank {rank}: {text}" for rank, (text, *_) in enumerate(found) if text]
+    problems = [f"rank {rank}: {problem.text}" for rank, (problem, *_) in enumerate(found) if problem]
+    if any(problem and problem.kind is RequestError for problem, *_ in found):
+        raise RequestError(f"jacobian: {'; '.join(problems)}")
     shapes = {(shape, dtype) for _, shape, dtype, counts in found if counts}
     if problems or len(shapes) != 1 or None in next(iter(shapes)):
         listed = "; ".join(problems) or f"shapes and dtypes {sorted(map(str, shapes))}"
