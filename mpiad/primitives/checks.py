@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from mpiad.transport import ANY_SOURCE, ANY_TAG, MAX, MIN, PROC_NULL, PROD, SUM, Channel, Op, Spec
+from mpiad.transport import ANY_SOURCE, ANY_TAG, PROC_NULL, SUM, Channel, Op, Spec
+from mpiad.transport.reductions import defined_for, name_of
 
 __all__ = ["axis_of", "lengths_along", "partner_of", "piece_of", "reduction_of", "root_of", "tag_of"]
-
-_TRACED_OPS = (SUM, PROD, MAX, MIN)
 
 
 def _integer(value: Any, call: str, argument: str, allowed: str) -> int:
@@ -58,16 +57,25 @@ def tag_of(tag: Any, channel: Channel, call: str, wildcard: bool = False) -> int
 
 def reduction_of(op: Any, x: Any, call: str) -> Op:
     """Return the reduction; a TypeError where it isn't one, or not for this dtype."""
-    if op is SUM:
+    dtype = _dtype_of(x)
+    kind = dtype.kind
+    if op is SUM and kind != "b":
         return op
     if not isinstance(op, Op):
         raise TypeError(f"{call}: op must be an mpi4py operation as MPI.SUM, but got {type(op).__name__} {op!r}.")
-    kind = getattr(x, "dtype", np.dtype(type(x)) if isinstance(x, (int, float, complex)) else np.dtype(object)).kind
-    if kind == "f" and op not in _TRACED_OPS:
-        raise TypeError(f"{call}: floats are reduced by MPI.SUM, PROD, MAX or MIN; other operations take integers only.")
-    if kind == "c" and op not in (SUM, PROD):
-        raise TypeError(f"{call}: complex numbers have no order: op must be MPI.SUM or PROD, but x is complex.")
-    return op
+    name, allowed = name_of(op), defined_for(kind)
+    if name in allowed or (name is None and kind not in "fc"):
+        return op
+    got = "an operation of your own" if name is None else f"MPI.{name}"
+    hint = " Make x an integer to count." if kind == "b" else ""
+    raise TypeError(f"{call}: op must be MPI.{', MPI.'.join(allowed)} for x of dtype {dtype}, but got {got}.{hint}")
+
+
+def _dtype_of(x: Any) -> np.dtype:
+    dtype = getattr(x, "dtype", None)
+    if dtype is None:
+        return np.dtype(type(x)) if isinstance(x, (int, float, complex)) else np.dtype(object)
+    return dtype
 
 
 def axis_of(axis: Any, ndim: int, call: str) -> int | None:
@@ -101,6 +109,8 @@ def lengths_along(axis: int | None, counts: Any, shape: tuple[int, ...], channel
     length = shape[axis]
     if counts is None:
         return [length // size + (rank < length % size) for rank in range(size)]
+    if np.ndim(counts) != 1:
+        raise TypeError(f"{call}: counts must be a list of {size} integers, but got {type(counts).__name__} {counts!r}.")
     lengths = [_integer(count, call, "counts", "integers") for count in counts]
     if len(lengths) != size or min(lengths) < 0 or sum(lengths) != length:
         raise ValueError(

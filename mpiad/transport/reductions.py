@@ -1,0 +1,35 @@
+"""MPI's own reductions: their names, and the kinds of number that each is defined for."""
+
+from __future__ import annotations
+
+from mpi4py import MPI
+
+from mpiad._typing import Op
+
+__all__ = ["defined_for", "name_of"]
+
+_NAMES = (
+    "SUM", "PROD", "MAX", "MIN", "LAND", "LOR", "LXOR", "BAND", "BOR", "BXOR", "MINLOC", "MAXLOC", "REPLACE", "NO_OP",
+    "OP_NULL",
+)
+_INTEGER = ("SUM", "PROD", "MAX", "MIN", "LAND", "LOR", "LXOR", "BAND", "BOR", "BXOR")
+_OF_KIND = {
+    "b": ("LAND", "LOR", "LXOR"),
+    "i": _INTEGER,
+    "u": _INTEGER,
+    "f": ("SUM", "PROD", "MAX", "MIN"),
+    "c": ("SUM", "PROD"),
+}
+
+
+def defined_for(kind: str) -> tuple[str, ...]:
+    """Return the names of the reductions of a kind of number, NumPy's letter for it; all where it is no number."""
+    return _OF_KIND.get(kind, _NAMES)
+
+
+def name_of(op: Op) -> str | None:
+    """Return the name of one of MPI's own reductions, None for a user's own."""
+    for name in _NAMES:
+        if op == getattr(MPI, name):
+            return name
+    return None
