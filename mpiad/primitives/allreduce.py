@@ -6,7 +6,7 @@ from typing import Any
 
 import autograd.numpy as anp
 import numpy as np
-from autograd.tracer import getval
+from autograd.tracer import getval, isbox
 
 from mpiad._typing import Comm, LocalArray, Op, ReplicatedArray
 from mpiad.primitives.allgather import mpi_allgather
@@ -73,10 +73,11 @@ def _slope(ans: Any, x: Any, p: Reduction) -> Any:
 
 
 def _product_of_others(ans: Any, x: Any, p: Reduction) -> Any:
-    # The result is the same on all ranks, so they agree on which way to take.
+    # The result is the same on all ranks, and traced on all or none, so they agree on which way to take. Differentiated
+    # again, the quotient would be the difference of two large numbers where a factor is small.
     y = getval(ans)
     safe = np.finfo(y.dtype).tiny / np.finfo(y.dtype).eps
-    if np.all((np.abs(y) > safe) & np.isfinite(y)):
+    if not isbox(ans) and np.all((np.abs(y) > safe) & np.isfinite(y)):
         return ans / x
     factors = mpi_allgather(x, comm=p.channel.user)
     others = anp.concatenate((factors[: p.channel.rank], factors[p.channel.rank + 1 :]))
