@@ -29,7 +29,11 @@ class Variables(NamedTuple):
 
     def filled(self, values: Sequence[Any], otherwise: Callable[[Any], Any] | None = None) -> Tree:
         """Build the nest with these values in the place of the variables."""
-        leaves = list(self.leaves) if otherwise is None else [otherwise(leaf) for leaf in self.leaves]
+        leaves = list(self.leaves)
+        if otherwise is not None and len(values) < len(leaves):
+            # Only what is no variable: zeros for an array that is replaced at once would cost as much as its gradient.
+            variables = set(self.places)
+            leaves = [leaf if k in variables else otherwise(leaf) for k, leaf in enumerate(leaves)]
         for place, value in zip(self.places, values):
             leaves[place] = value
         return self.build(leaves)
