@@ -84,7 +84,7 @@ class Domain:
         self.local_shape: Shape = tuple(s.stop - s.start for s in self.owned)
         self._halo = Halo(self.local_shape, self.halo, self.neighbours, used.rank, comm)
         self.padded_shape = self._halo.padded
-        self.interior = self._halo.interior()[1:]
+        self.interior = self._halo.interior[1:]
 
     def __repr__(self) -> str:
         return f"Domain({self.shape}, halo={self.halo}, periodic={self.periodic}, dims={self.dims})"

@@ -22,6 +22,8 @@ from mpiad.transport.agreement import raise_together
 
 __all__ = ["Settings", "System"]
 
+_MOST_ITERATIONS = 10_000
+
 
 class Settings(NamedTuple):
     """How to solve; the same on all ranks.
@@ -63,10 +65,12 @@ class System:
     def __init__(
         self, matvec: Function, preconditioner: Function | None, params: Any, like: LocalArray, settings: Settings
     ):
-        self.settings, self.history = settings, []
+        self.settings = settings
+        self.history: list[float] = []
         self._matvec, self._preconditioner, self._params = matvec, preconditioner, params
         self._rest = params if preconditioner is not None and _takes(preconditioner, len(params)) else ()
-        self._shape, self._problem = like.shape, None
+        self._shape: tuple[int, ...] = like.shape
+        self._problem: Exception | None = None
 
     def apply(self, u: LocalArray) -> LocalArray:
         """Return the operator's product with this rank's block; NaN where it can't be used."""
@@ -101,13 +105,36 @@ class System:
             raise_together(channel(self.settings.comm, "linalg.solve"), self._problem)
         return sums
 
+    def start(self, b: LocalArray) -> tuple[float, int]:
+        """Return the norm that the residual is to fall to, 0 where `b` is zero, and the number of iterations allowed.
+
+        Raises
+        ------
+        ValueError
+            On all ranks, where `b` isn't finite.
+        """
+        square, unknowns = self.dots((b, b), (np.array([b.size], float), np.ones(1)))
+        self.require_finite(square, b, "b")
+        settings = self.settings
+        limit = min(10 * int(unknowns), _MOST_ITERATIONS) if settings.maxiter is None else settings.maxiter
+        return (max(settings.rtol * math.sqrt(square), settings.atol) if square else 0.0), limit
+
+    def note(self, norm: float) -> float:
+        """Add the residual's norm to the history, call the user's callback, and return the norm."""
+        self.history.append(norm)
+        if self.settings.callback is not None and len(self.history) > 1:
+            self.settings.callback(norm)
+        return norm
+
     def require_finite(self, value: float, array: LocalArray, name: str) -> None:
-        """Raise a ValueError on all ranks where a sum isn't finite, which says on which rank `array` isn't."""
+        """Raise on all ranks where a sum over an array isn't finite, saying on which rank the array isn't."""
         if math.isfinite(value):
             return
+        used = channel(self.settings.comm, "linalg.solve")
         bad = int(array.size - np.count_nonzero(np.isfinite(array)))
-        raise_together(channel(self.settings.comm, "linalg.solve"), _not_finite(bad, array.size, name) if bad else None)
-        self.fail(f"the norm of {name} overflows")
+        text = f"linalg.solve: {name} is not finite: {bad} of {array.size} entries on rank {used.rank} are NaN or infinite."
+        raise_together(used, ValueError(text) if bad else None)
+        self.fail(f"a sum over {name} overflows")
 
     def fail(self, what: str) -> NoReturn:
         """Raise a ConvergenceError with the residuals so far; called on all ranks alike."""
@@ -115,7 +142,7 @@ class System:
         last = f"{self.history[-1]:.3e}" if self.history else "unknown"
         raise ConvergenceError(
             f"linalg.solve: {self.settings.method}: {what}. After {max(0, len(self.history) - 1)} iterations the norm of the "
-            f"residual is {last}, from {start} (all of them: the history of this error).",
+            f"residual is {last}, from {start} at the start (the history of this error has them all).",
             self.history,
         )
 
@@ -145,7 +172,3 @@ def _problem_with(out: Any, name: str, shape: tuple[int, ...]) -> Exception:
             f"linalg.solve: {name} must return an array of the shape of b on this rank, {shape}, but returned {out.shape}."
         )
     return TypeError(f"linalg.solve: {name} must return real floats, but returned dtype {out.dtype}.")
-
-
-def _not_finite(bad: int, size: int, name: str) -> ValueError:
-    return ValueError(f"linalg.solve: {name} is not finite: {bad} of {size} entries on this rank are NaN or infinite.")
