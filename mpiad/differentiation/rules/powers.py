@@ -65,11 +65,14 @@ def sqrt_jvp(argnums: Argnums, gs: Any, ans: Array, args: tuple, kwargs: dict) -
 def _slope(x: Array, y: Any, ans: Array) -> Slope | None:
     """Return the map g -> g y x**(y-1), None where `y` isn't one constant real number other than 0."""
     # Autograd's rule says what the derivative of x**0 is where x isn't finite; so zero stays with it.
-    if isinstance(y, bool) or not isinstance(y, (int, float, np.integer, np.floating)) or y == 0:
-        return None
-    y = y if type(y) is int else float(y)
+    if type(y) is not int and type(y) is not float:
+        if not isinstance(y, (np.integer, np.floating)):
+            return None
+        y = y.item()
     if y == 2:
         return lambda g: doubled(g * x)
+    if y == 0:
+        return None
     if y == 1:
         return _unit_slope
     if y == 3 or y == 4:
@@ -97,13 +100,17 @@ def doubled(t: Array) -> Array:
     -------
     array or scalar
     """
-    # Scalars and traced values have no += of their own, so they aren't changed.
-    t += t
-    return t
+    # NumPy takes three times as long to add one element in place as to a new array.
+    if type(t) is np.ndarray and t.size > 1:
+        t += t
+        return t
+    return t + t
 
 
 def _times_power(g: Array, x: Array, n: int) -> Array:
     t = g * x
+    if type(t) is not np.ndarray or t.size == 1:
+        return t * n * x if n == 3 else t * n * x * x
     for _ in range(n - 2):
         t *= x
     t *= n
@@ -111,9 +118,10 @@ def _times_power(g: Array, x: Array, n: int) -> Array:
 
 
 def _halved_quotient(g: Array, ans: Array) -> Array:
-    t = g / ans
-    t *= 0.5
-    return t
+    t = ans + ans
+    if type(g) is type(t) is np.ndarray and g.dtype == t.dtype and t.size > 1:
+        return np.divide(g, t, t)
+    return g / t
 
 
 VJPS = {anp.power: power_vjp, anp.square: square_vjp, anp.sqrt: sqrt_vjp}
