@@ -48,6 +48,7 @@ def cases(size: int) -> dict[str, tuple[Callable, np.ndarray]]:
     rng = np.random.default_rng(0)
     side = int(size**0.5)
     x, u = rng.uniform(0.5, 1.5, size), rng.uniform(0.5, 1.5, (side, side))
+    chosen = rng.integers(0, side, side)
     positive, row = rng.uniform(size=size) < 0.5, rng.uniform(0.5, 1.5, side)
     return {
         "neighbours": (lambda x: x[1:] * x[:-1], x),
@@ -55,6 +56,7 @@ def cases(size: int) -> dict[str, tuple[Callable, np.ndarray]]:
         "periodic": (periodic, u),
         "columns": (lambda u: anp.sum(u[:, 0] * u[:, -1]) + anp.sum(u * u), u),
         "mask": (lambda x: x[positive], x),
+        "rows by list": (lambda u: u[chosen], u),
         "stack": (lambda x: anp.stack([x, 2.0 * x]), x),
         "concatenate": (lambda x: anp.concatenate([x, x]), x),
         "pad": (lambda u: anp.pad(u, 1, "constant"), u),

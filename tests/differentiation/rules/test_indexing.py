@@ -118,6 +118,16 @@ def test_cotangent_of_a_mask_is_not_doubled_by_its_order():
     numpy.testing.assert_array_equal(vjp(numpy.array([1.0, 2.0, 4.0])), [2.0, 0.0, 5.0])
 
 
+def test_few_and_many_of_a_large_array():
+    x = random_like(numpy.empty((40, 30)))
+    draw = numpy.random.default_rng(3)
+    for size in (3, 200):
+        rows, columns = draw.integers(0, 40, size), draw.integers(0, 30, size)
+        check(lambda x, rows=rows: x[rows] * 2.0, x)
+        check(lambda x, rows=rows, columns=columns: x[rows, columns], x)
+        check(lambda x, columns=columns: x[1:, columns], numpy.asfortranarray(x))
+
+
 SHAPES = hnp.array_shapes(min_dims=1, max_dims=3, min_side=0, max_side=4)
 
 
