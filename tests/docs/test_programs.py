@@ -1,0 +1,112 @@
+"""Every program in README and docs is run whole, under its ranks, and does what the page says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import shown_programs
+from shown_programs import PageError, programs_of
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SHOWN = {page.name: programs_of(page.read_text(), page.name) for page in PAGES}
+PROGRAMS = [program for programs, _ in SHOWN.values() for program in programs]
+SNIPPETS = [(name, text) for name, (_, snippets) in SHOWN.items() for text in snippets]
+
+PAGE = """
+```python
+# mpiexec -n 2 python total.py
+from mpiad import mpi_allreduce, mpi_print
+
+mpi_print(mpi_allreduce(1.5))
+```
+```text
+3.0
+3.0
+```
+"""
+WRONG_PAGE = """
+```python
+# mpiexec -n 2 python wrong.py
+from mpiad import mpi_allreduce
+
+mpi_allreduce("a")
+```
+```text
+TypeError: mpi_allreduce: x must be an array
+or number
+```
+"""
+
+
+def run(program: shown_programs.Program, mpirun) -> None:
+    """Run a program and compare; an AssertionError where it does something else than the page says."""
+    if not program.ends:
+        with pytest.raises(pytest.fail.Exception, match="no end after"):
+            mpirun(program.ranks, program.text, timeout=2)
+        return
+    job = mpirun(program.ranks, program.text)
+    if program.error:
+        assert job.returncode != 0
+        assert program.error in shown_programs.errors_in(job.stderr)
+        assert job.stdout.startswith(program.stdout)
+    else:
+        assert job.stdout == program.stdout
+        assert job.stderr == ""
+        assert job.returncode == 0
+
+
+@pytest.mark.launches
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: f"{program.page}:{program.name}")
+def test_a_shown_program_does_what_the_page_says(program, mpirun):
+    run(program, mpirun)
+
+
+def test_snippets_are_python():
+    for page, text in SNIPPETS:
+        compile(text, page, "exec")
+
+
+def test_names_of_programs_are_unique():
+    names = [program.name for program in PROGRAMS]
+    assert len(names) == len(set(names)) > 0
+
+
+@pytest.mark.launches
+def test_a_page_is_believed_only_where_its_program_prints_that(mpirun):
+    ((program,), _) = programs_of(PAGE, "page.md")
+    run(program, mpirun)
+    program.stdout = "3.0\n3.1\n"
+    with pytest.raises(AssertionError):
+        run(program, mpirun)
+
+
+@pytest.mark.launches
+def test_a_page_is_believed_only_where_its_program_raises_that(mpirun):
+    ((program,), _) = programs_of(WRONG_PAGE, "page.md")
+    assert program.error == "TypeError: mpi_allreduce: x must be an array or number"
+    with pytest.raises(AssertionError):
+        run(program, mpirun)
+
+
+@pytest.mark.launches
+def test_a_program_that_ends_is_not_one_that_never_ends(mpirun):
+    ((program,), _) = programs_of(PAGE.replace("3.0\n3.0", "(never ends)"), "page.md")
+    with pytest.raises(pytest.fail.Exception):
+        run(program, mpirun)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "complaint"),
+    [
+        ("# mpiexec -n 2 python total.py\n", "", "not marked"),
+        ("```python", "```python example", "not marked"),
+        ("```python", "```py", "not marked"),
+        ("```text", "so it prints\n```text", "isn't followed"),
+        ("```text", "```console", "isn't followed"),
+    ],
+)
+def test_python_that_nobody_runs_is_refused(before, after, complaint):
+    with pytest.raises(PageError, match=complaint):
+        programs_of(PAGE.replace(before, after), "page.md")
