@@ -7,11 +7,10 @@ from typing import Any, TypeAlias
 
 import autograd.numpy
 from autograd.core import primitive_jvps, primitive_vjps
-from autograd.tracer import Box, trace_primitives_map
+from autograd.tracer import Box
 
 __all__ = [
     "BOX_TYPES",
-    "PRIMITIVES",
     "Argnums",
     "JvpMaker",
     "Primitive",
@@ -22,6 +21,8 @@ __all__ = [
     "inherited_vjp",
     "one_negated",
     "one_unchanged",
+    "primitive_mean",
+    "primitive_where",
     "two_unchanged",
 ]
 
@@ -36,8 +37,9 @@ anp: Any = autograd.numpy
 
 BOX_TYPES = Box.types
 """Autograd's live set of the types of traced values; `type(x) in BOX_TYPES` tells a traced value."""
-PRIMITIVES = trace_primitives_map
-"""Autograd's primitive for each function of NumPy; a few names of autograd.numpy are functions around one."""
+# In later versions of autograd these two names of its NumPy are plain functions around the primitive.
+primitive_mean: Primitive = getattr(autograd.numpy.numpy_wrapper, "_primitive_mean", anp.mean)
+primitive_where: Primitive = getattr(autograd.numpy, "_original_where", anp.where)
 
 
 def inherited_vjp(fun: Primitive, argnums: Argnums, ans: Any, args: tuple, kwargs: dict) -> Vjp:

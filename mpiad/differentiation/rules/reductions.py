@@ -9,14 +9,12 @@ from autograd.tracer import getval
 
 from mpiad._typing import Array
 from mpiad.differentiation.rules.expansion import filled, is_known, kept_shape, spread
-from mpiad.differentiation.rules.protocol import PRIMITIVES, Argnums, Vjp, anp, inherited_vjp
+from mpiad.differentiation.rules.protocol import Argnums, Vjp, anp, inherited_vjp, primitive_mean
 
 __all__ = ["JVPS", "VJPS"]
 
 _KNOWN = frozenset({"axis", "keepdims", "dtype", "where"})
 _KNOWN_TO_SUM = _KNOWN | {"initial"}
-# autograd.numpy.mean is a plain function around the primitive.
-_mean = PRIMITIVES[np.mean]
 
 
 def sum_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
@@ -39,7 +37,7 @@ def sum_jvp(argnums: Argnums, gs: Any, ans: Array, args: tuple, kwargs: dict) ->
 def mean_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     """Repeat the cotangent of a mean to every term, divided by their number."""
     if not is_known(args, kwargs, _KNOWN):
-        return inherited_vjp(_mean, argnums, ans, args, kwargs)
+        return inherited_vjp(primitive_mean, argnums, ans, args, kwargs)
     x, axis, where = getval(args[0]), _axis(args, kwargs), kwargs.get("where", True)
     repeated = _repeated(x, axis, where)
     if where is True:
@@ -62,5 +60,5 @@ def _repeated(x: Array, axis: Any, where: Any) -> Vjp:
     return lambda g: (anp.where(where, spread(g, shape, kept, dtype), 0.0),)
 
 
-VJPS = {anp.sum: sum_vjp, _mean: mean_vjp}
+VJPS = {anp.sum: sum_vjp, primitive_mean: mean_vjp}
 JVPS = {anp.sum: sum_jvp}

@@ -11,18 +11,16 @@ from mpiad._typing import Array
 from mpiad.differentiation.rules.broadcasting import fitting, widened
 from mpiad.differentiation.rules.protocol import (
     BOX_TYPES,
-    PRIMITIVES,
     Argnums,
     Vjp,
     anp,
     inherited_jvp,
     inherited_vjp,
+    primitive_where,
 )
 
 __all__ = ["JVPS", "VJPS"]
 
-# autograd.numpy.where is a plain function around the primitive.
-_where = PRIMITIVES[np.where]
 _SMALL = 2048
 _WORDS = {np.dtype(np.float64): np.dtype(np.int64), np.dtype(np.float32): np.dtype(np.int32)}
 
@@ -30,7 +28,7 @@ _WORDS = {np.dtype(np.float64): np.dtype(np.int64), np.dtype(np.float32): np.dty
 def where_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     """Give each element of the cotangent to the array that it was taken from."""
     if kwargs or len(args) != 3:
-        return inherited_vjp(_where, argnums, ans, args, kwargs)
+        return inherited_vjp(primitive_where, argnums, ans, args, kwargs)
     condition = np.asarray(getval(args[0]), dtype=bool)
     parts = [(i, None if i == 0 else fitting(args[i], ans)) for i in argnums]
     return lambda g: tuple([_part(i, fit, condition, g) for i, fit in parts])
@@ -60,10 +58,10 @@ def _kept(condition: Array, g: Array) -> Array:
 def where_jvp(argnums: Argnums, gs: Any, ans: Array, args: tuple, kwargs: dict) -> Array:
     """Choose between the tangents as between the arrays."""
     if kwargs or len(args) != 3:
-        return inherited_jvp(_where, argnums, gs, ans, args, kwargs)
+        return inherited_jvp(primitive_where, argnums, gs, ans, args, kwargs)
     tangents = dict(zip(argnums, gs))
     return widened(anp.where(getval(args[0]), tangents.get(1, 0.0), tangents.get(2, 0.0)), ans)
 
 
-VJPS = {_where: where_vjp}
-JVPS = {_where: where_jvp}
+VJPS = {primitive_where: where_vjp}
+JVPS = {primitive_where: where_jvp}

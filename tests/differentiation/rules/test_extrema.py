@@ -79,8 +79,9 @@ def test_where_and_initial():
 
 
 def test_numpys_own_functions():
-    for fun in (numpy.max, numpy.min):
-        check(lambda x, fun=fun: fun(x, axis=0), TIED)
+    # They pass out=None on, which autograd's rules of some versions don't take.
+    check(lambda x: numpy.max(x, axis=0), TIED, lambda x: np.max(x, axis=0), mixed=False)
+    check(lambda x: numpy.min(x, axis=0), TIED, lambda x: np.min(x, axis=0), mixed=False)
 
 
 def test_methods_and_scalars():
