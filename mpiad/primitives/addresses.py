@@ -38,6 +38,6 @@ def address_from(source: Any, tag: Any, comm: Comm, call: str, wildcard: bool = 
     return None if peer is None else Envelope(used, peer, tag, False)
 
 
-def template(like: Any, call: str) -> Spec:
+def template(like: Any, call: str, argument: str = "like") -> Spec:
     """Return shape and dtype of the template of a receive."""
-    return spec_of(getval(like), call)
+    return spec_of(getval(like), call, argument)

@@ -51,7 +51,7 @@ def mpi_exchange(
     -------
     The exchange reversed: the cotangent goes to `source`, and that of x comes from `dest`.
     """
-    spec = template(x if like is None else like, "mpi_exchange")
+    spec = template(x, "mpi_exchange", "x") if like is None else template(like, "mpi_exchange")
     there = address_to(dest, tag, comm, "mpi_exchange")
     return communicate(EXCHANGE, x, Exchange(there, spec, address_from(source, tag, comm, "mpi_exchange")))
 
