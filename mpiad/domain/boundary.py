@@ -6,15 +6,16 @@ from numbers import Number
 from typing import Any, TypeAlias
 
 import numpy as np
-from autograd.tracer import isbox
+from autograd.tracer import getval, isbox
 
-__all__ = ["Boundary", "Side", "Sides", "homogeneous", "shifted", "sides_of"]
+__all__ = ["Boundary", "Side", "Sides", "check_values", "homogeneous", "shifted", "sides_of"]
 
-Side: TypeAlias = "str | Number"
-Sides: TypeAlias = "tuple[tuple[Side, Side], ...]"
-"""For each dimension what lies before its first cell and after its last: "edge", "reflect" or a value."""
+Side: TypeAlias = Any
+"""One of "edge", "reflect", or a number."""
+Sides: TypeAlias = tuple[tuple[Side, Side], ...]
+"""For each dimension what lies before its first cell and after its last."""
 Boundary: TypeAlias = Any
-"""What users give: one of the above or "zero", for all sides; or a sequence of one for each dimension, or of a pair."""
+"""What users give: a side or "zero", for all sides; or a tuple of one, or of a pair, for each dimension."""
 
 _ALLOWED = 'one of "zero", "edge", "reflect" or a number; or, in a tuple, one of these or a pair for each dimension'
 
@@ -63,7 +64,7 @@ def _side(kind: Any, call: str) -> Side:
 
 def homogeneous(sides: Sides) -> Sides:
     """Return the sides of a derivative: zero where a value was given."""
-    return tuple(tuple(kind if isinstance(kind, str) else 0 for kind in pair) for pair in sides)  # type: ignore[misc]
+    return tuple([(low if isinstance(low, str) else 0, high if isinstance(high, str) else 0) for low, high in sides])
 
 
 def shifted(sides: Sides, call: str) -> tuple[Any, Sides]:
@@ -86,18 +87,19 @@ def shifted(sides: Sides, call: str) -> tuple[Any, Sides]:
     if not traced:
         return None, sides
     value = traced[0]
-    if value.shape != () or any(other is not value for other in values):
+    shape = np.shape(getval(value))
+    if shape != () or any(other is not value for other in values):
         raise TypeError(
             f"{call}: a traced boundary value must be one number, the same on all sides that have a value, but got "
-            f"shape {value.shape} and {len(values)} values. Exchange with zero there, and add what the values contribute."
+            f"shape {shape} and {values!r}. Exchange with zero there, and add what the values contribute."
         )
     return value, homogeneous(sides)
 
 
 def check_values(sides: Sides, dtype: np.dtype, call: str) -> None:
     """Raise a TypeError where a value would be cast to the dtype of the array with loss of its kind."""
-    for value in {kind for pair in sides for kind in pair if not isinstance(kind, str)}:
-        if not np.can_cast(np.result_type(value), dtype, "same_kind"):
+    for value in [kind for pair in sides for kind in pair if not isinstance(kind, str)]:
+        if value and not np.can_cast(np.min_scalar_type(value), dtype, "same_kind"):
             raise TypeError(
                 f"{call}: the boundary value {value!r} doesn't fit into an array of dtype {dtype}. "
                 "Convert the array first."

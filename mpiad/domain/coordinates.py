@@ -45,15 +45,14 @@ def spacing_of(
 
 
 def _ends(extent: float | Sequence, ndim: int) -> list[tuple[float, float]]:
-    if np.ndim(extent) == 0:  # type: ignore[arg-type]
-        return [(0.0, float(extent))] * ndim  # type: ignore[arg-type]
-    entries = list(extent)  # type: ignore[arg-type]
-    if len(entries) != ndim:
+    if not isinstance(extent, (Sequence, np.ndarray)):
+        return [(0.0, float(extent))] * ndim
+    if len(extent) != ndim:
         raise ValueError(
             f"Domain.coordinates: extent must be a length or hold a length or a pair (low, high) for each of {ndim} "
             f"dimensions, but got {extent!r}."
         )
-    return [(0.0, float(e)) if np.ndim(e) == 0 else (float(e[0]), float(e[1])) for e in entries]
+    return [(0.0, float(e)) if np.ndim(e) == 0 else (float(e[0]), float(e[1])) for e in extent]
 
 
 def points_along(

@@ -12,7 +12,7 @@ from autograd.tracer import getval
 
 from mpiad._typing import Comm, LocalArray, Rank, ReplicatedArray, RootArray, Shape
 from mpiad.domain.blocks import from_blocks, into_blocks
-from mpiad.domain.boundary import Boundary, check_values, shifted, sides_of
+from mpiad.domain.boundary import Boundary, Sides, check_values, shifted, sides_of
 from mpiad.domain.coordinates import points_along, spacing_of
 from mpiad.domain.halo import Halo, fill_halo
 from mpiad.domain.layout import layout, per_dimension
@@ -193,6 +193,9 @@ class Domain:
         sides = sides_of(boundary, len(self.shape), "Domain.exchange")
         if isinstance(u, (tuple, list)):
             return self._exchange_fields(u, sides)
+        return self._exchange_field(u, sides)
+
+    def _exchange_field(self, u: LocalArray, sides: Sides) -> LocalArray:
         value, sides = shifted(sides, "Domain.exchange")
         u = self._checked(u, self.local_shape, "Domain.exchange")
         check_values(sides, u.dtype, "Domain.exchange")
@@ -201,7 +204,7 @@ class Domain:
             return fill_halo(u, self._halo, sides)
         return fill_halo(u - value, self._halo, sides) + value
 
-    def _exchange_fields(self, fields: Sequence[LocalArray], boundary: Boundary) -> list[LocalArray]:
+    def _exchange_fields(self, fields: Sequence[LocalArray], sides: Sides) -> list[LocalArray]:
         fields = [self._checked(field, self.local_shape, "Domain.exchange") for field in fields]
         if len({field.dtype for field in fields}) > 1:
             raise TypeError(
@@ -212,7 +215,7 @@ class Domain:
         if not fields:
             return []
         joined = anp.concatenate([field.reshape((-1, *self.local_shape)) for field in fields])
-        padded = self.exchange(joined, boundary)
+        padded = self._exchange_field(joined, sides)
         stops = np.cumsum([math.prod(lead) for lead in leads])
         return [
             padded[stop - math.prod(lead) : stop].reshape(lead + self.padded_shape) for stop, lead in zip(stops, leads)
@@ -318,7 +321,7 @@ class Domain:
             )
         return u
 
-    def _check_reflection(self, sides: Any) -> None:
+    def _check_reflection(self, sides: Sides) -> None:
         for axis, (n, p, h, pair) in enumerate(zip(self.shape, self.dims, self.halo, sides)):
             if p == 1 and h >= n and not self.periodic[axis] and "reflect" in pair:
                 raise ValueError(

@@ -67,7 +67,7 @@ def per_dimension(value: Any, ndim: int, argument: str) -> list[Any]:
     ValueError
         Where the sequence has another length.
     """
-    if not hasattr(value, "__len__"):
+    if isinstance(value, str) or not hasattr(value, "__len__"):
         return [value] * ndim
     if len(value) != ndim:
         raise ValueError(f"Domain: {argument} must have one entry for each of {ndim} dimensions, but got {value!r}.")

@@ -141,8 +141,8 @@ class System:
         start = f"{self.history[0]:.3e}" if self.history else "unknown"
         last = f"{self.history[-1]:.3e}" if self.history else "unknown"
         raise ConvergenceError(
-            f"linalg.solve: {self.settings.method}: {what}. After {max(0, len(self.history) - 1)} iterations the norm of the "
-            f"residual is {last}, from {start} at the start (the history of this error has them all).",
+            f"linalg.solve: {self.settings.method}: {what}. After {max(0, len(self.history) - 1)} iterations the norm of "
+            f"the residual is {last}, from {start} at the start (the history of this error has them all).",
             self.history,
         )
 
@@ -169,6 +169,6 @@ def _problem_with(out: Any, name: str, shape: tuple[int, ...]) -> Exception:
         return TypeError(f"linalg.solve: {name} must return an array, but returned {type(out).__name__}.")
     if out.shape != shape:
         return ValueError(
-            f"linalg.solve: {name} must return an array of the shape of b on this rank, {shape}, but returned {out.shape}."
+            f"linalg.solve: {name} must return an array of the shape of b, {shape} on this rank, but returned {out.shape}."
         )
     return TypeError(f"linalg.solve: {name} must return real floats, but returned dtype {out.dtype}.")
