@@ -10,7 +10,7 @@ from mpiad.primitives.catalogue import IRECV, ISEND, WAIT, Receiving
 from mpiad.primitives.operation import communicate
 from mpiad.primitives.request import Request, claim
 from mpiad.transport.collectives import Summation, finish_allreduce
-from mpiad.transport.messages import Receipt, finish_receive
+from mpiad.transport.messages import Receipt, finish_receive, finish_send
 
 __all__ = ["mpi_wait", "mpi_waitall"]
 
@@ -82,8 +82,8 @@ def _forward(x: None, request: Request) -> Any:
         return finish_receive(handle, request.call)
     if isinstance(handle, Summation):
         return finish_allreduce(handle)
-    if handle is not None:
-        handle.Wait()
+    if request.envelope is not None:
+        finish_send(handle, request.envelope)
     return request.value
 
 

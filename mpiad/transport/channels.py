@@ -6,7 +6,7 @@ rank to another with a tag is the k-th on both sides, and the adjoint's message,
 is found by that number. The channel hangs on the communicator as an attribute and is freed with it.
 
 An exception that leaves messages under way marks the channel, since an old message would be taken for a new one;
-`reset` renews its duplicates.
+`reset` renews its duplicates. Buffers are held here until MPI is done with them: an exception drops the requests.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from mpi4py import MPI
 
 from mpiad._typing import Comm
 from mpiad.errors import CommunicatorError, UnfinishedMessagesError
+from mpiad.transport.unreceived import drain
 
 __all__ = ["Channel", "channel", "close_world", "open_world", "prepare", "renew"]
 
@@ -39,6 +40,7 @@ class Channel:
         self.sent: dict[tuple[int, int], int] = {}
         self.received: dict[tuple[int, int], int] = {}
         self.pending: list[tuple[Any, np.ndarray]] = []
+        self.started: dict[int, tuple[str, Any, Any]] = {}
         self._next_look = 1
         self._backwards: Comm | None = None
 
@@ -56,10 +58,27 @@ class Channel:
             # Looking again only when twice as many wait keeps the looks linear in the number of sends.
             self._next_look = 2 * len(self.pending) + 1
 
-    def complete(self) -> None:
-        """Wait until all sends are done."""
-        MPI.Request.Waitall([request for request, _ in self.pending])
+    def hold(self, kind: str, request: Any, buffers: Any) -> None:
+        """Hold the buffers of what will be waited for; `kind` is "send", "receive" or "reduction"."""
+        self.started[id(request)] = kind, request, buffers
+
+    def release(self, request: Any) -> None:
+        """Give up the buffers of what was waited for."""
+        self.started.pop(id(request), None)
+
+    def end(self) -> None:
+        """End all messages, received or not; collective."""
+        for kind, request, _ in self.started.values():
+            if kind == "receive":
+                _cancel(request)
+        for comm in (self.data, self.reverse):
+            drain(comm, self.tag_limit)
+        sends = [request for kind, request, _ in self.started.values() if kind == "send"]
+        MPI.Request.Waitall([request for request, _ in self.pending] + sends)
+        # A reduction that not all ranks have started never ends.
+        _ABANDONED.extend(held for held in self.started.values() if held[0] == "reduction")
         self.pending.clear()
+        self.started.clear()
 
     def mark(self, reason: str) -> None:
         """Refuse further use until `renew`."""
@@ -67,19 +86,22 @@ class Channel:
             self.fault = reason
 
     def renew(self) -> None:
-        """Replace the duplicates; collective. What was under way on the old ones is never received."""
-        old, kept = (self.data, self.reverse, self._backwards), self.pending
+        """Replace the duplicates; collective. What was under way on the old ones is dropped."""
+        self.end()
+        old = (self.data, self.reverse, self._backwards)
         self._open()
         self.fault = None
-        _ABANDONED.extend(kept)  # MPI may still read these buffers
         _free(old)
 
     def close(self) -> None:
         """Free the duplicates; collective."""
-        _free((self.data, self.reverse, self._backwards))
+        _ABANDONED.extend([held for held in self.pending if not held[0].Test()])
+        _ABANDONED.extend(self.started.values())
+        if self.fault is None:  # else messages are left on them, and their numbers must not be given to others
+            _free((self.data, self.reverse, self._backwards))
 
 
-_ABANDONED: list[tuple[Any, np.ndarray]] = []
+_ABANDONED: list[tuple] = []  # MPI may still use these buffers
 _world: Channel | None = None
 _finalized = False
 _KEY = MPI.Comm.Create_keyval(delete_fn=lambda comm, key, owned: owned.close()) if MPI.Is_initialized() else None
@@ -89,6 +111,14 @@ def _free(comms: tuple[Comm | None, ...]) -> None:
     for comm in comms:
         if comm is not None and comm != MPI.COMM_NULL:
             comm.Free()
+
+
+def _cancel(receive: Any) -> None:
+    receive.Cancel()
+    try:
+        receive.Wait()
+    except MPI.Exception:  # it had come, and was too long
+        pass
 
 
 def _key() -> int:
@@ -111,7 +141,7 @@ def close_world() -> None:
     """Complete what was sent and free the duplicates of the world; collective over all ranks."""
     global _world, _finalized
     if _world is not None:
-        _world.complete()
+        _world.end()
         _world.close()
     _world, _finalized = None, True
 

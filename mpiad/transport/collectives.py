@@ -156,21 +156,24 @@ def _count(shape: tuple[int, ...]) -> int:
 
 
 class Summation:
-    """A reduction under way: its result, and what MPI still reads."""
+    """A reduction under way and its result."""
 
-    __slots__ = ("kept", "out", "request")
+    __slots__ = ("channel", "out", "request")
 
-    def __init__(self, kept: np.ndarray, out: np.ndarray, request: Any):
-        self.kept, self.out, self.request = kept, out, request
+    def __init__(self, channel: Channel, out: np.ndarray, request: Any):
+        self.channel, self.out, self.request = channel, out, request
 
 
 def start_allreduce(channel: Channel, array: np.ndarray) -> Summation:
     """Start to add up arrays that nobody changes meanwhile."""
     out = np.empty(array.shape, array.dtype)
-    return Summation(array, out, channel.data.Iallreduce(array, out, MPI.SUM))
+    request = channel.data.Iallreduce(array, out, MPI.SUM)
+    channel.hold("reduction", request, (array, out))
+    return Summation(channel, out, request)
 
 
 def finish_allreduce(summation: Summation) -> Array:
     """Wait for the sum and return it."""
     summation.request.Wait()
+    summation.channel.release(summation.request)
     return result(summation.out)

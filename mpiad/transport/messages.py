@@ -10,7 +10,7 @@ from mpi4py import MPI
 from mpiad.transport.buffers import Spec, result
 from mpiad.transport.envelopes import Envelope
 
-__all__ = ["Receipt", "finish_receive", "post_receive", "post_send", "receive", "send", "swap"]
+__all__ = ["Receipt", "finish_receive", "finish_send", "post_receive", "post_send", "receive", "send", "swap"]
 
 
 class Receipt:
@@ -22,20 +22,34 @@ class Receipt:
         self.buffer, self.request, self.envelope = buffer, request, envelope
 
 
-def post_send(array: np.ndarray, envelope: Envelope) -> Any:
-    """Start a send of memory that nobody changes before the request is done; return MPI's request."""
-    return envelope.comm.Isend(array, envelope.peer, envelope.mpi_tag)
-
-
 def send(array: np.ndarray, envelope: Envelope) -> None:
     """Send without waiting for the receiver; `array` must be private memory."""
-    request = post_send(array, envelope)
+    request = envelope.comm.Isend(array, envelope.peer, envelope.mpi_tag)
     if not request.Test():
         envelope.channel.keep(request, array)
 
 
+def post_send(array: np.ndarray, envelope: Envelope) -> Any:
+    """Start a send of memory that nobody changes before `finish_send`; return MPI's request."""
+    request = envelope.comm.Isend(array, envelope.peer, envelope.mpi_tag)
+    envelope.channel.hold("send", request, array)
+    return request
+
+
+def finish_send(request: Any, envelope: Envelope) -> None:
+    """Wait until MPI is done with the memory of a send."""
+    request.Wait()
+    envelope.channel.release(request)
+
+
 def post_receive(spec: Spec, envelope: Envelope) -> Receipt:
     """Start a receive of an array of known shape and dtype."""
+    receipt = _receipt(spec, envelope)
+    envelope.channel.hold("receive", receipt.request, receipt.buffer)
+    return receipt
+
+
+def _receipt(spec: Spec, envelope: Envelope) -> Receipt:
     buffer = spec.empty()
     return Receipt(buffer, envelope.comm.Irecv(buffer, envelope.peer, envelope.mpi_tag), envelope)
 
@@ -48,6 +62,7 @@ def finish_receive(receipt: Receipt, call: str) -> Any:
     ValueError
         Where the message has another number of bytes than the array it is received into.
     """
+    receipt.envelope.channel.release(receipt.request)
     status = MPI.Status()
     try:
         receipt.request.Wait(status)
@@ -59,7 +74,7 @@ def finish_receive(receipt: Receipt, call: str) -> Any:
 
 def receive(spec: Spec, envelope: Envelope, call: str) -> Any:
     """Receive an array; the envelope of a receive from anyone learns who it was."""
-    receipt, status = post_receive(spec, envelope), MPI.Status()
+    receipt, status = _receipt(spec, envelope), MPI.Status()
     try:
         receipt.request.Wait(status)
     except MPI.Exception as error:
