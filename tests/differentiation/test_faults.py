@@ -1,0 +1,262 @@
+"""An exception that leaves a trace or a reverse pass: what is refused, how it is mended, what is as before."""
+
+import autograd.numpy as anp
+import numpy as np
+import pytest
+from autograd.extend import defvjp, primitive
+from autograd.tracer import trace_stack
+from mpi4py import MPI
+from one_process import assert_close, gradients, inputs
+
+import mpiad
+from mpiad.errors import UnfinishedMessagesError
+
+
+class InterruptedStep(Exception):
+    """What the programs here raise."""
+
+
+@pytest.fixture(autouse=True)
+def renewed():
+    """Whatever a fault leaves under way ends with its test."""
+    yield
+    mpiad.reset()
+
+
+def program(x, rank, size, interrupted=False):
+    """Send two messages round the ring; the interruption comes between a send and its receive."""
+    right, left = (rank + 1) % size, (rank - 1) % size
+    mpiad.mpi_send(anp.sin(x), right)
+    if interrupted:
+        raise InterruptedStep(rank)
+    return mpiad.mpi_allreduce(anp.sum(mpiad.mpi_recv(x, left) ** 2) * (rank + 1.0))
+
+
+def check_program(rank, size, rank_rng):
+    """The gradient is right: no old message is taken for a new one."""
+    xs = [5 + x for x in inputs(rank_rng, size, lambda r: (2,))]
+    expected = gradients(lambda zs: sum(anp.sum(anp.sin(zs[r - 1]) ** 2) * (r + 1.0) for r in range(size)), xs)
+    assert_close(mpiad.grad(program)(xs[rank], rank, size), expected[rank])
+
+
+CALLS = {
+    "value_and_grad": lambda f, x: mpiad.value_and_grad(f)(x),
+    "make_vjp": lambda f, x: mpiad.make_vjp(f)(x),
+    "jvp": lambda f, x: mpiad.jvp(f, x, np.ones_like(x)),
+    "hvp": lambda f, x: mpiad.hvp(f)(x, np.ones_like(x)),
+    "jacobian": lambda f, x: mpiad.jacobian(f)(x),
+    "nested": lambda f, x: mpiad.grad(lambda y: anp.sum(mpiad.grad(f)(y)))(x),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_an_exception_between_a_send_and_its_receive(call, rank, size, rank_rng):
+    with pytest.raises(InterruptedStep):
+        CALLS[call](lambda x: program(x, rank, size, interrupted=True), np.ones(2))
+    for use in (lambda: mpiad.mpi_allreduce(1.0), lambda: mpiad.mpi_send(1.0, rank), lambda: mpiad.mpi_barrier()):
+        with pytest.raises(UnfinishedMessagesError, match=r"InterruptedStep.*mpiad\.reset"):
+            use()
+    with pytest.raises(UnfinishedMessagesError):
+        CALLS[call](lambda x: program(x, rank, size), np.ones(2))
+    mpiad.reset()
+    check_program(rank, size, rank_rng)
+
+
+@pytest.mark.parametrize("length", [2, 100_000], ids=["short", "long"])
+def test_no_message_of_an_earlier_fault_is_received_after_a_later_one(length, rank, size):
+    """MPI gives the numbers of freed communicators to new ones; what was left on them must be gone."""
+    right, left = (rank + 1) % size, (rank - 1) % size
+
+    def interrupted(x):
+        mpiad.mpi_send(np.full(length, -1.0) * x, right)
+        mpiad.mpi_isend(np.full(length, -2.0) * x, right)
+        mpiad.mpi_irecv(np.zeros(length), right, tag=8)  # from the other neighbour: never sent
+        raise InterruptedStep
+
+    for k in range(4):
+        with pytest.raises(InterruptedStep):
+            mpiad.grad(interrupted)(1.0)
+        mpiad.reset()
+        comm = MPI.COMM_WORLD.Dup()
+        mpiad.mpi_init(comm)
+        for used in (None, comm):
+            mpiad.mpi_send(np.full(length, 10.0 * k + rank), right, comm=used)
+            assert_close(mpiad.mpi_recv(np.zeros(length), left, comm=used), np.full(length, 10.0 * k + left))
+        comm.Free()
+
+
+@pytest.mark.launches
+@pytest.mark.parametrize("length", [10, 1_000_000])
+def test_a_program_that_never_resets_ends(length, mpirun):
+    program = f"""
+import numpy as np, mpiad
+def interrupted(x):
+    mpiad.mpi_send(np.ones({length}) * x, 1 - mpiad.mpi_rank())
+    mpiad.mpi_irecv(x, 1 - mpiad.mpi_rank(), tag=5)
+    raise ValueError
+try:
+    mpiad.grad(interrupted)(1.0)
+except ValueError:
+    pass
+"""
+    assert mpirun(2, program, timeout=20).returncode == 0
+
+
+@pytest.mark.mpi(min_size=2)
+def test_an_exception_on_one_rank_that_the_others_learn_of(rank, size, rank_rng):
+    """The rank that failed tells the others through the user's own communicator; all leave and reset."""
+
+    def guarded(x):
+        mpiad.mpi_send(anp.sin(x), (rank + 1) % size)
+        if MPI.COMM_WORLD.allreduce(rank == size - 1, op=MPI.LOR):
+            raise InterruptedStep(rank)
+        return anp.sum(mpiad.mpi_recv(x, (rank - 1) % size))
+
+    with pytest.raises(InterruptedStep):
+        mpiad.grad(guarded)(np.ones(2))
+    mpiad.reset()
+    check_program(rank, size, rank_rng)
+
+
+@primitive
+def fragile(x):
+    """The identity, whose adjoint fails."""
+    return x * 1.0
+
+
+def _failing_adjoint(ans, x):
+    def vjp(g):
+        raise InterruptedStep("adjoint")
+
+    return vjp
+
+
+defvjp(fragile, _failing_adjoint)
+
+
+def test_an_exception_in_a_reverse_pass(rank, size, rank_rng):
+    """It comes after the adjoint of the receive has sent, and before that of the send receives."""
+
+    def breaks(x):
+        return program(fragile(x), rank, size) + mpiad.mpi_allreduce(anp.sum(fragile(anp.sin(x))))
+
+    with pytest.raises(InterruptedStep, match="adjoint"):
+        mpiad.grad(breaks)(np.ones(2))
+    with pytest.raises(UnfinishedMessagesError, match="InterruptedStep left a reverse pass"):
+        mpiad.mpi_allreduce(1.0)
+    mpiad.reset()
+    check_program(rank, size, rank_rng)
+
+
+def test_an_exception_in_the_reverse_pass_of_an_inner_trace(rank, size, rank_rng):
+    def outer(x):
+        return anp.sum(mpiad.grad(lambda y: program(fragile(y), rank, size))(x))
+
+    with pytest.raises(InterruptedStep):
+        mpiad.grad(outer)(np.ones(2))
+    with pytest.raises(UnfinishedMessagesError):
+        mpiad.mpi_barrier()
+    mpiad.reset()
+    check_program(rank, size, rank_rng)
+
+
+def test_only_the_communicators_that_were_used_are_refused(rank, size, rank_rng):
+    comm = MPI.COMM_WORLD.Dup()
+    mpiad.mpi_init(comm)
+
+    def interrupted(x):
+        mpiad.mpi_send(x, (rank + 1) % size, comm=comm)
+        raise InterruptedStep
+
+    with pytest.raises(InterruptedStep):
+        mpiad.grad(interrupted)(np.ones(2))
+    check_program(rank, size, rank_rng)
+    with pytest.raises(UnfinishedMessagesError):
+        mpiad.mpi_allreduce(1.0, comm=comm)
+    mpiad.reset(comm)
+    came = mpiad.mpi_exchange(float(rank), (rank + 1) % size, (rank - 1) % size, comm=comm)
+    assert came == (rank - 1) % size
+    comm.Free()
+
+
+def test_an_exception_with_nothing_under_way_needs_no_reset(rank, size, rank_rng):
+    def interrupted(x):
+        mpiad.mpi_allreduce(x)
+        raise InterruptedStep
+
+    with pytest.raises(InterruptedStep):
+        mpiad.grad(interrupted)(np.ones(2))
+    check_program(rank, size, rank_rng)
+
+
+def test_requests_under_way_when_an_exception_comes(rank, size, rank_rng):
+    def interrupted(x):
+        mpiad.mpi_irecv(x, (rank - 1) % size)
+        mpiad.mpi_isend(x, (rank + 1) % size)
+        mpiad.mpi_iallreduce(x)
+        raise InterruptedStep
+
+    with pytest.raises(InterruptedStep):
+        mpiad.grad(interrupted)(np.ones(2))
+    mpiad.reset()
+    check_program(rank, size, rank_rng)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_the_trace_counter_is_restored(call, rank, size):
+    """Autograd's own is left raised by an exception; every later trace would count from there."""
+    before = trace_stack.top
+
+    def interrupted(x):
+        raise InterruptedStep
+
+    for _ in range(3):
+        with pytest.raises(InterruptedStep):
+            CALLS[call](interrupted, np.ones(2))
+        assert trace_stack.top == before
+
+    def caught_inside(x):
+        here = trace_stack.top
+        with pytest.raises(InterruptedStep):
+            mpiad.grad(interrupted)(x)
+        assert trace_stack.top == here
+        return anp.sum(x**2)
+
+    CALLS[call](caught_inside, np.ones(2))
+    assert trace_stack.top == before
+
+
+def test_an_inner_exception_that_is_caught_changes_nothing(rank, size, rank_rng):
+    """A step that fails and is done otherwise, in the middle of a trace."""
+    xs = inputs(rank_rng, size)
+
+    def interrupted(y):
+        mpiad.mpi_allreduce(anp.sum(y))
+        raise InterruptedStep
+
+    def robust(x):
+        total = mpiad.mpi_allreduce(anp.sum(x))
+        try:
+            step = mpiad.grad(interrupted)(x)
+        except InterruptedStep:
+            step = mpiad.grad(lambda y: mpiad.mpi_allreduce(anp.sum(y**3)))(x)
+        return mpiad.mpi_allreduce(anp.sum(step * x)) * total
+
+    def whole(zs):
+        return 3 * sum(anp.sum(z**3) for z in zs) * sum(anp.sum(z) for z in zs)
+
+    assert_close(mpiad.grad(robust)(xs[rank]), gradients(whole, xs)[rank])
+
+
+def test_a_keyboard_interrupt_leaves_like_any_other(rank, size, rank_rng):
+    def interrupted(x):
+        mpiad.mpi_send(x, rank)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        mpiad.grad(interrupted)(np.ones(2))
+    assert trace_stack.top == -1
+    with pytest.raises(UnfinishedMessagesError, match="KeyboardInterrupt"):
+        mpiad.mpi_barrier()
+    mpiad.reset()
+    check_program(rank, size, rank_rng)
