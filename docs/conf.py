@@ -1,0 +1,46 @@
+"""How the documentation is built: `make docs`; a warning is an error."""
+
+import re
+from configparser import ConfigParser
+from pathlib import Path
+
+_setup = ConfigParser()
+_setup.read(Path(__file__).parents[1] / "setup.cfg")
+
+project = "mpiad"
+release = version = _setup["metadata"]["version"]
+copyright = "the mpiad authors"
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build"]
+default_role = "code"  # in docstrings, `x` is code
+
+html_theme = "furo"
+html_title = "mpiad"
+html_copy_source = False
+
+myst_heading_anchors = 3
+
+napoleon_google_docstring = False
+napoleon_use_rtype = False
+# Sections of ours in NumPy's form: who must call, and what flows back.
+napoleon_custom_sections = ["Ranks", "Adjoint"]
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+# Without this they would all be shown as what they stand for, Any.
+_ALIASES = "Array Comm Function LocalArray Op Rank ReplicatedArray RootArray Scalar Shape Tree Boundary Argnums"
+autodoc_type_aliases = {name: name for name in _ALIASES.split()}
+
+_LITERAL_OR_MARK = re.compile(r"``.*?``|`.*?`|([*|])", re.DOTALL)
+
+
+def take_literally(app, what, name, obj, options, lines):
+    """Escape what docstrings mean literally: a shape `(..., *local_shape)`, the norm |u|."""
+    text = _LITERAL_OR_MARK.sub(lambda found: "\\" + found[1] if found[1] else found[0], "\n".join(lines))
+    lines[:] = text.split("\n")
+
+
+def setup(app):
+    """Register the above, before napoleon sees the docstrings."""
+    app.connect("autodoc-process-docstring", take_literally, priority=100)

@@ -1,0 +1,75 @@
+"""What the pages name exists, and what exists is named: public names, environment variables, files."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import mpiad
+import mpiad.errors
+import mpiad.extend
+import mpiad.testing
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PRIMITIVES = [
+    name
+    for name in mpiad.__all__
+    if name.startswith("mpi_")
+    and not re.fullmatch("mpi_(init|finali|rank|size|local|print|optimize|map).*", name)
+]
+VARIABLES = sorted(
+    {
+        name
+        for folder in ("mpiad", "tests")
+        for file in (ROOT / folder).rglob("*.py")
+        for name in re.findall(r"\bMPIAD_[A-Z_]+\b", file.read_text())
+    }
+)
+AUTOMATIC = re.compile(r"^\.\. auto(?:function|class|exception):: (?:mpiad\.)?(\S+)$", re.MULTILINE)
+PATH = re.compile(r"`((?:mpiad|tests|examples|benchmarks|docs|\.ci)/[\w./]*|\w+\.(?:md|toml|cfg)|Makefile)`")
+
+
+def page(name: str) -> str:
+    return (ROOT / name).read_text()
+
+
+def test_public_names_are_in_the_list():
+    assert set(mpiad.__all__) <= set(AUTOMATIC.findall(page("docs/api.md")))
+
+
+@pytest.mark.parametrize("module", [mpiad.extend, mpiad.errors])
+def test_modules_are_in_the_list(module):
+    assert f".. automodule:: {module.__name__}\n   :members:" in page("docs/api.md")
+
+
+def test_checks_are_in_the_list():
+    listed = page("docs/api.md").partition("currentmodule:: mpiad.testing")[2]
+    assert set(mpiad.testing.__all__) <= set(AUTOMATIC.findall(listed))
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/semantics.md"])
+def test_primitives_are_in_the_table(name):
+    lines = [line.split("|")[1] for line in page(name).splitlines() if line.startswith("| ")]
+    named = {word for line in lines for word in re.findall(r"`(mpi_\w+)", line)}
+    assert set(PRIMITIVES) - {"mpi_waitall"} <= named
+
+
+def test_primitives_are_derived():
+    assert set(PRIMITIVES) - {"mpi_waitall"} <= set(re.findall(r"`(mpi_\w+)`", page("docs/adjoints.md")))
+
+
+def test_environment_variables_are_documented():
+    assert set(VARIABLES) == set(re.findall(r"`(MPIAD_[A-Z_]+)`", page("docs/environment.md")))
+
+
+def test_files_that_pages_name_exist():
+    named = {path for name in ("docs/rooms.md", "docs/performance.md") for path in PATH.findall(page(name))}
+    assert len(named) > 40
+    assert sorted(path for path in named if not (ROOT / path).exists()) == []
+
+
+def test_rooms_are_in_the_house():
+    house = page("docs/rooms.md").partition("```text\n")[2].partition("```")[0]
+    rooms = {path.name for path in (ROOT / "mpiad").iterdir() if not path.name.startswith("__pycache__")}
+    assert {re.sub("/$", "", word) for word in re.findall(r"^  (\S+)", house, re.MULTILINE)} == rooms - {"py.typed"}
