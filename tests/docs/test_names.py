@@ -5,18 +5,18 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 import mpiad
 import mpiad.errors
 import mpiad.extend
 import mpiad.testing
-import pytest
 
 ROOT = Path(__file__).parents[2]
 PRIMITIVES = [
     name
     for name in mpiad.__all__
-    if name.startswith("mpi_")
-    and not re.fullmatch("mpi_(init|finali|rank|size|local|print|optimize|map).*", name)
+    if name.startswith("mpi_") and not re.fullmatch("mpi_(init|finali|rank|size|local|print|optimize|map).*", name)
 ]
 VARIABLES = sorted(
     {
