@@ -49,7 +49,7 @@ def programs_of(text: str, page: str) -> tuple[list[Program], list[str]]:
     """Return the programs and the snippets of a page; a PageError where a block of Python is neither."""
     programs, snippets = [], []
     blocks = list(FENCE.finditer(text))
-    for block, after in zip(blocks, [*blocks[1:], None], strict=True):
+    for block, after in zip(blocks, [*blocks, None][1:]):
         language, _, mark = block[2].strip().partition(" ")
         if language not in ("python", "py", "python3", "{code-block}", "{testcode}"):
             continue
