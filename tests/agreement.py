@@ -11,6 +11,7 @@ the same on all ranks.
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterator
 from typing import TextIO
@@ -21,6 +22,8 @@ from mpi4py import MPI
 
 PATIENCE = float(os.environ.get("MPIAD_TEST_PATIENCE", "10"))
 PASSED, SKIPPED, FAILED = range(3)
+PLACE = re.compile(r"^\S+:\d+: ", re.MULTILINE)  # "tests/test_x.py:12: AssertionError"
+OF_THE_ERROR = re.compile(r"E  |\S+:\d+: ")
 CODES = {"passed": PASSED, "skipped": SKIPPED, "failed": FAILED}
 
 
@@ -41,13 +44,24 @@ def full_text(report: pytest.TestReport) -> str:
     return "\n".join([report.longreprtext, *printed])
 
 
+def what_differs(text: str) -> str:
+    """Return a report without the source lines: errors, places, and what the test printed."""
+    traceback, mark, printed = text.partition("\n-- ")
+    return "\n".join(line for line in traceback.split("\n") if OF_THE_ERROR.match(line)) + mark + printed
+
+
 def merged_text(texts: list[str | None]) -> str:
-    """Return the ranks' texts, each one once, under the ranks that it is from."""
+    """Return the ranks' reports: equal ones once, and the source lines once for each place of failure."""
     ranks_of: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
         if text is not None:
             ranks_of.setdefault(text, []).append(rank)
-    blocks = [f"---- rank {', '.join(map(str, ranks))} ----\n{text}" for text, ranks in ranks_of.items()]
+    blocks, places = [], set()
+    for text, ranks in ranks_of.items():
+        place = tuple(PLACE.findall(text))
+        shown = what_differs(text) if place and place in places else text
+        places.add(place)
+        blocks.append(f"---- rank {', '.join(map(str, ranks))} ----\n{shown}")
     return "\n".join(blocks)
 
 

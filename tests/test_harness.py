@@ -103,6 +103,15 @@ def test_after():
 
 
 @pytest.mark.launches
+def test_a_failure_everywhere_shows_the_source_once(suite):
+    job = suite("def test_all(rank):\n    print('printed by', rank)\n    assert rank == 2")
+    assert job.stdout.count("rank 0 failed, rank 1 failed") >= 1
+    assert job.stdout.count(">       assert rank == 2") == 1
+    assert "E       assert 0 == 2" in job.stdout and "E       assert 1 == 2" in job.stdout
+    assert "printed by 0" in job.stdout and "printed by 1" in job.stdout
+
+
+@pytest.mark.launches
 def test_a_failure_that_leaves_others_waiting_ends_the_job(suite):
     text = "def test_uneven(rank):\n    assert rank == 0, 'only here'\n    WORLD.barrier()\n"
     job = suite(text, MPIAD_TEST_PATIENCE="1")
