@@ -34,6 +34,7 @@ def run_backward(recording: Recording, seeds: Iterable[tuple[int, Any]], variabl
     list
         One cotangent for each variable, None where nothing depends on it.
     """
+    # Indexed by place: a list is cheaper than a dictionary of nodes, and needs no order to be found first.
     totals: list[Any] = [None] * len(recording.nodes)
     for place, g in seeds:
         totals[place] = g if totals[place] is None else totals[place] + g
@@ -52,16 +53,17 @@ def _sweep(nodes: list[Any], totals: list[Any], variables: int, keep: bool) -> N
         like = node.like
         if like is None:
             if g is None:
-                continue
+                continue  # nothing depends on it, and no other rank knows of it
         elif like.dtype is not None:
             # A communication is visited whether or not anything depends on its result here: its partners wait for it.
             g = like.zeros() if g is None else conform(g, *like)
         totals[place] = None
         for parent, part in zip(node.parents, node.vjp(g)):
             total = totals[parent]
+            # The commonest case needs no call: the first cotangent, kept by reference.
             if total is None and type(part) is _ndarray:
                 totals[parent] = part
             elif part is not None:
                 totals[parent], owned[parent] = accumulate(total, owned[parent], part)
         if not keep:
-            nodes[place] = None
+            nodes[place] = None  # what it holds for its adjoint is free for the next one

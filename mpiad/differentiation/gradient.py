@@ -75,6 +75,7 @@ def value_and_grad(
         variables = variables_of(args, argnum, "value_and_grad")
         traced = trace_backwards(lambda x: fun(*arguments_with(args, argnum, x), **kwargs), variables)
         value, problem = _one_number(traced, weight)
+        # Before the reverse pass: where one rank's number is wrong, no rank starts to run backwards.
         total = share(value, weight, problem, used)
         gradients = _gradients(traced, value, weight, variables)
         if shared:
@@ -171,11 +172,13 @@ def shared_sum(gradients: list[Any], comm: Comm) -> list[Any]:
     """Add up the gradients of all ranks, in one message for each dtype."""
     specs = [spec_like(g) for g in gradients]
     out = list(gradients)
+    # In the order of the leaves, which `flatten` makes the same on all ranks.
     for dtype in dict.fromkeys(spec.dtype for spec in specs):
         chosen = [i for i, spec in enumerate(specs) if spec.dtype == dtype]
         if len(chosen) == 1:
             out[chosen[0]] = mpi_allreduce(gradients[chosen[0]], comm=comm)
             continue
+        # Latency counts more than the copies: a network has hundreds of small arrays.
         total = mpi_allreduce(anp.concatenate([anp.ravel(gradients[i]) for i in chosen]), comm=comm)
         start = 0
         for i in chosen:

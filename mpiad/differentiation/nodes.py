@@ -42,6 +42,7 @@ class OrderedNode(VJPNode):
     def __init__(self, value: Any, fun: Any, args: Any, kwargs: Any, parent_argnums: Any, parents: Sequence[Any]):
         tape = parents[0].tape
         record = tape.record
+        # The ways are kept apart for speed: one node is made for each operation of the user's.
         if len(parents) == 1:
             if record is None:
                 self._end()
@@ -50,6 +51,7 @@ class OrderedNode(VJPNode):
         elif record is not None and _all_on(tape, parents):
             self.parents = tuple([parent.index for parent in parents])
         else:
+            # A value that outlived its own trace has met one of this trace: the first is a constant.
             kept = [(argnum, p) for argnum, p in zip(parent_argnums, parents) if p.tape.record is not None]
             if not kept:
                 self._end()
@@ -57,6 +59,7 @@ class OrderedNode(VJPNode):
             parent_argnums = tuple([argnum for argnum, _ in kept])
             tape, record = kept[0][1].tape, kept[0][1].tape.record
             self.parents = tuple([parent.index for _, parent in kept])
+        # Made now and not in the reverse pass, so that an error shows the user's own line.
         rule = VJP_RULES.get(fun)
         if rule is None:
             rule = primitive_vjps.get(fun)

@@ -44,12 +44,14 @@ class _Tape(Tape):
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         outer = current.tape = self.outer
-        self.outer = None
+        self.outer = None  # an ended tape must not keep the tapes around it
         leave(self.number, self._before)
         if kind is not None:
+            # Ends the cycle of tape and nodes, and makes constants of what was traced.
             self.record = None
             mark_unfinished(self.channels, f"{kind.__name__} left a trace in which messages were under way.")
         elif outer is not None and self.channels:
+            # The trace around this one runs these communications backwards too.
             outer.channels |= self.channels
 
     def close(self) -> Recording:
@@ -93,6 +95,7 @@ class TangentTape(_Tape):
     ) -> Any:
         """Communicate the tangent, as part of the trace around this one; return its node."""
         tangents = {k: node.g for k, node in zip(argnums, parents) if node.tape is self}
+        # The tangent's communication belongs to the trace around; on this tape it would be traced again, without end.
         with suspended(self.outer):
             tangent = operation.jvp(tangents, ans, x, params, self.number)
         return TangentNode.placed(self, tangent) if hasattr(ans, "dtype") else None

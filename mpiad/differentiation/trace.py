@@ -96,6 +96,7 @@ def trace_backwards(fun: Callable[[Tree], Any], variables: Variables) -> Traced:
     with tape:
         boxes = [new_box(variables.leaves[place], tape.number, OrderedNode.variable(tape)) for place in variables.places]
         out = fun(variables.filled(boxes))
+    # The tape is still open here: an ended one can't tell its own values from constants.
     leaves, build = flatten(out)
     found = [_unboxed(leaf, tape) for leaf in leaves]
     places = [-1 if node is None else node.index for _, node in found]

@@ -1,4 +1,7 @@
-"""From the arguments of point-to-point calls to the addresses of their messages."""
+"""From the arguments of point-to-point calls to the addresses of their messages.
+
+An address numbers its message, and both sides must count alike: all arguments are checked before one is made.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,9 @@ from mpiad.primitives.checks import partner_of, tag_of
 from mpiad.primitives.foreign import refuse_foreign_trace
 from mpiad.primitives.operation import current
 from mpiad.transport import Channel, Envelope, Spec, channel, spec_of
+from mpiad.transport.buffers import require_sendable
 
-__all__ = ["address_from", "address_to", "point_to_point", "template"]
+__all__ = ["address_from", "address_to", "addresses", "point_to_point", "template"]
 
 
 def point_to_point(comm: Comm, call: str) -> Channel:
@@ -24,11 +28,26 @@ def point_to_point(comm: Comm, call: str) -> Channel:
     return used
 
 
-def address_to(dest: Any, tag: Any, comm: Comm, call: str) -> Envelope | None:
-    """Return the address of a message to `dest`, None for no partner."""
+def address_to(x: Any, dest: Any, tag: Any, comm: Comm, call: str) -> Envelope | None:
+    """Return the address of a message with `x` to `dest`, None for no partner."""
+    require_sendable(getval(x), call)
     used = point_to_point(comm, call)
     peer, tag = partner_of(dest, used, call, "dest"), tag_of(tag, used, call)
     return None if peer is None else Envelope(used, peer, tag, True)
+
+
+def addresses(
+    x: Any, dest: Any, source: Any, tag: Any, comm: Comm, call: str
+) -> tuple[Envelope | None, Envelope | None]:
+    """Return the addresses of a message with `x` to `dest` and of one from `source`, None for no partner."""
+    require_sendable(getval(x), call)
+    used = point_to_point(comm, call)
+    there, back = partner_of(dest, used, call, "dest"), partner_of(source, used, call, "source")
+    tag = tag_of(tag, used, call)
+    return (
+        None if there is None else Envelope(used, there, tag, True),
+        None if back is None else Envelope(used, back, tag, False),
+    )
 
 
 def address_from(source: Any, tag: Any, comm: Comm, call: str, wildcard: bool = False) -> Envelope | None:

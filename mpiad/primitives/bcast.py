@@ -56,6 +56,7 @@ def _forward(x: Any, p: Copying) -> Any:
 
 def _adjoint(ans: Any, x: Any, p: Copying) -> Any:
     """Return the transpose of copying: the copies' cotangents add up at the root; templates had no influence."""
+    # A template may be of another shape than what came.
     template = None if x is None or p.channel.rank == p.root else spec_like(x)
 
     def vjp(g: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mpiad._typing import Array, Comm, LocalArray, Rank
-from mpiad.primitives.addresses import address_from, address_to, template
+from mpiad.primitives.addresses import addresses, template
 from mpiad.primitives.catalogue import EXCHANGE, Exchange
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import communicate
@@ -52,8 +52,8 @@ def mpi_exchange(
     The exchange reversed: the cotangent goes to `source`, and that of x comes from `dest`.
     """
     spec = template(x, "mpi_exchange", "x") if like is None else template(like, "mpi_exchange")
-    there = address_to(dest, tag, comm, "mpi_exchange")
-    return communicate(EXCHANGE, x, Exchange(there, spec, address_from(source, tag, comm, "mpi_exchange")))
+    there, back = addresses(x, dest, source, tag, comm, "mpi_exchange")
+    return communicate(EXCHANGE, x, Exchange(there, spec, back))
 
 
 def _forward(x: Any, p: Exchange) -> Any:

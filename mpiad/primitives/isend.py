@@ -50,7 +50,7 @@ def mpi_isend(x: Array, dest: Rank, tag: int = 0, comm: Comm = None) -> Request:
     The wait starts to receive what comes back from `dest`; the start completes it and adds the cotangent of the value
     that `mpi_wait` returned.
     """
-    return started(communicate(ISEND, x, address_to(dest, tag, comm, "mpi_isend")))
+    return started(communicate(ISEND, x, address_to(x, dest, tag, comm, "mpi_isend")))
 
 
 def _forward(x: Any, p: Envelope | None) -> Request:

@@ -139,6 +139,7 @@ class Operation:
 def communicate(operation: Operation, x: Array, params: Any) -> Any:
     """Apply an operation, recorded on the current tape and on those around it."""
     tape = current.tape
+    # Outside of all traces nothing is recorded: one test is all that is paid.
     if tape is None and type(x) not in _box_types:
         return operation.forward(x, params)
     return _apply(operation, tape, x, params)
@@ -151,6 +152,7 @@ def _apply(operation: Operation, tape: Tape | None, x: Array, params: Any) -> An
         return _apply_above(operation, tape, x, params)
     if tape is None:
         return operation.forward(x, params)
+    # One level down, with the next outer tape, until the arrays are plain; then recorded on the way back.
     inner, parents = (x._value, ((0,), (x._node,))) if level == number else (x, _NO_PARENTS)
     ans = _apply(operation, tape.outer, inner, params)
     if not differentiable(ans):

@@ -64,6 +64,7 @@ def started(request: Request) -> Request:
     """Note a request of the user's on the current trace, which must not end before it is waited for."""
     request.tape = current.tape
     if request.tape is not None:
+        # Until it is waited for: a trace that ends before has lost an adjoint.
         request.tape.requests[id(request)] = request
     return request
 

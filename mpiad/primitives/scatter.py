@@ -80,6 +80,7 @@ def _forward(x: Any, p: Dividing) -> Any:
 
 def _adjoint(ans: Any, x: Any, p: Dividing) -> Any:
     """Return the transpose of handing out the pieces: they are collected; what wasn't the root's had no influence."""
+    # A template may be of another shape than the root's array.
     template = None if x is None or p.channel.rank == p.root else spec_like(x)
 
     def vjp(g: Any) -> Any:

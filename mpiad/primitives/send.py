@@ -50,7 +50,7 @@ def mpi_send(x: Array, dest: Rank, tag: int = 0, comm: Comm = None) -> Array:
     -------
     ``x̄ = ȳ +`` what comes back from `dest`.
     """
-    return communicate(SEND, x, address_to(dest, tag, comm, "mpi_send"))
+    return communicate(SEND, x, address_to(x, dest, tag, comm, "mpi_send"))
 
 
 def _forward(x: Any, p: Envelope | None) -> Any:

@@ -46,6 +46,7 @@ def mpi_sendrecv(x: LocalArray, dest: Rank, source: Rank, tag: int = 0, comm: Co
     """
     used = channel(comm, "mpi_sendrecv")
     pair = [partner_of(rank, used, "mpi_sendrecv", name) for rank, name in ((dest, "dest"), (source, "source"))]
+    # Once for each communicator: who mistakes the call for MPI's does so everywhere.
     if not used.pairs_compared:
         _compare_pairs(used, pair)
     point_to_point(comm, "mpi_sendrecv")

@@ -28,6 +28,7 @@ def install_abort_hook() -> bool:
 
 
 def _end_job(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    # Nobody waits for this rank any more, or yet.
     if not MPI.Is_initialized() or MPI.Is_finalized():
         _end_job.before(kind, error, trace)  # type: ignore[attr-defined]
         return

@@ -11,7 +11,7 @@ import numpy as np
 
 from mpiad._typing import Array, Shape
 
-__all__ = ["Spec", "outgoing", "private_copy", "result", "spec_of"]
+__all__ = ["Spec", "outgoing", "private_copy", "require_sendable", "result", "spec_of"]
 
 _INEXACT = tuple(np.dtype(name) for name in ("f4", "f8", "c8", "c16"))
 _EXACT = tuple(np.dtype(name) for name in ("?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8"))
@@ -57,6 +57,12 @@ def outgoing(x: Array, call: str) -> np.ndarray:
     if type(x) is np.ndarray and x.dtype in _DTYPES:
         return x if x.flags.c_contiguous else x.copy(order="C")
     return _converted(x, call)
+
+
+def require_sendable(x: Array, call: str) -> None:
+    """Raise a TypeError where `outgoing` would."""
+    if type(x) is not np.ndarray or x.dtype not in _DTYPES:
+        _converted(x, call)
 
 
 def _converted(x: Any, call: str) -> np.ndarray:

@@ -54,7 +54,7 @@ def scan(channel: Channel, x: Array, exclusive: bool, backwards: bool, call: str
     comm = channel.backwards() if backwards else channel.data
     (comm.Exscan if exclusive else comm.Scan)(array, out, MPI.SUM)
     if exclusive and comm.rank == 0:
-        out[...] = 0
+        out[...] = 0  # some MPIs write to it all the same
     return result(out)
 
 
@@ -144,6 +144,7 @@ def reduce_scatter(channel: Channel, x: Array, axis: int | None, lengths: list[i
 
 
 def _front(array: np.ndarray, axis: int | None) -> np.ndarray:
+    # MPI counts in contiguous entries, so the divided axis comes first while it travels.
     return array if not axis else np.ascontiguousarray(np.moveaxis(array, axis, 0))
 
 

@@ -25,6 +25,7 @@ _ERROR = -1
 
 def bcast_with_header(channel: Channel, x: Array, root: int, call: str) -> Array:
     """Copy the root's array to all ranks, which needn't know its shape and dtype."""
+    # Of fixed size, since the receivers can't know another; what fits travels in it and needs no second message.
     packet = np.zeros(_WORDS, dtype=np.int64)
     if channel.rank == root:
         return _bcast_from_here(channel, x, root, call, packet)
@@ -41,7 +42,7 @@ def bcast_with_header(channel: Channel, x: Array, root: int, call: str) -> Array
 def _bcast_from_here(channel: Channel, x: Array, root: int, call: str, packet: np.ndarray) -> Array:
     try:
         array = outgoing(x, call)
-    except TypeError as error:
+    except TypeError as error:  # the others wait for a header by now
         _send_error(channel, error, root, packet)
         raise
     _pack(packet, Spec(array.shape, array.dtype))

@@ -97,6 +97,7 @@ def swap(array: np.ndarray, there: Envelope, spec: Spec, back: Envelope, call: s
 
 
 def _verified(buffer: np.ndarray, status: Any, envelope: Envelope, call: str) -> Any:
+    # MPI reports what is too long; what is too short it receives without a word.
     got = status.Get_count(MPI.BYTE)
     if got != buffer.nbytes:
         raise ValueError(_mismatch(buffer, f"{got} bytes", envelope, call))

@@ -33,6 +33,7 @@ def start() -> None:
 
 
 def _place_on_node() -> tuple[int, int]:
+    # Ranks of one node share its cores and GPUs.
     node = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
     place = node.rank, node.size
     node.Free()
