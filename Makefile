@@ -52,8 +52,10 @@ $(VENV)/.ready-%: $(VENV)/.ready
 demo: $(VENV)/.ready ## recover a field under real terrain, on 4 ranks (DEMO="--coarsen 1": further arguments)
 	@$(LAUNCH) --ranks 4 -- examples/terrain_inversion.py $(DEMO)
 
-bench: $(VENV)/.ready ## measure what the primitives cost beyond bare MPI, on 2 ranks
+bench: $(VENV)/.ready ## measure the primitives beyond bare MPI, the local adjoints, and what peers are installed, on 2 ranks
 	@$(LAUNCH) --ranks 2 --limit 1800 -- benchmarks/primitives.py
+	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/local_adjoints.py
+	@$(BIN)/python benchmarks/beside_peers.py
 
 # ---- checks
 
