@@ -141,3 +141,22 @@ def test_wrong_arguments(size):
         mpiad.mpi_exchange([1.0], 0, 0, like=1.0)
     with pytest.raises(TypeError, match=r"mpi_exchange: x says .*must be an array.*got list \(\[1.0\]\)"):
         mpiad.mpi_exchange([1.0], 0, 0)
+
+
+def test_refused_calls_are_not_counted(rngs, rank, size):
+    """Messages and the adjoints' replies are matched by their number, which a call that was refused must not take."""
+    after, before = (rank + 1) % size, (rank - 1) % size
+    refused = [
+        lambda: mpiad.mpi_exchange([1.0], after, before, like=1.0, tag=6),
+        lambda: mpiad.mpi_exchange(1.0, after, size, tag=6),
+        lambda: mpiad.mpi_exchange(1.0, size, before, tag=6),
+        lambda: mpiad.mpi_send("text", after, 6),
+        lambda: mpiad.mpi_isend([1.0], after, 6),
+        lambda: mpiad.mpi_recv(None, before, 6),
+        lambda: mpiad.mpi_irecv([1.0], before, 6),
+    ]
+    for call in refused[: rank + 3]:
+        with pytest.raises((TypeError, ValueError)):
+            call()
+    program = reference.move([(2, 3)] * size, [(r - 1) % size for r in range(size)])
+    check(lambda x: mpiad.mpi_exchange(x, after, before, tag=6), program, arrays(rngs, (2, 3)), rngs)
