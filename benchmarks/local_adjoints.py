@@ -4,8 +4,9 @@
 
 For each program: its own time on plain arrays, and the time of program and adjoint together (the cotangent is a
 full random array) over that, with mpiad's tape and rules and with autograd's. All sides run in one process,
-alternated, so that noise hits all of them; the smallest time over the repeats is shown. The gradients are
-compared before anything is timed.
+alternated, so that noise hits all of them; the smallest processor time over the repeats is shown (one thread, no
+input or output: on an idle machine that is the time on the clock, on a busy one it doesn't count the others). The
+gradients are compared before anything is timed.
 
 `reach` is what is aimed at for 10⁶ doubles; the exit status tells whether it was reached. At sizes where the
 time is Python's, the ratio to a single NumPy call says little; there the two tapes' times are to be compared.
@@ -99,18 +100,18 @@ def check(name: str, sides: dict[str, Callable]) -> None:
 
 def times(sides: dict[str, Callable]) -> dict[str, float]:
     """Return each side's smallest time in µs."""
-    start = time.perf_counter()
+    start = time.process_time()
     for side in sides.values():
         side()
-    once = time.perf_counter() - start
+    once = time.process_time() - start
     inner = max(1, int(2e-3 / once))
     best = dict.fromkeys(sides, float("inf"))
     for _ in range(max(5, int(SECONDS / (inner * once)))):
         for name, side in sides.items():
-            start = time.perf_counter()
+            start = time.process_time()
             for _ in range(inner):
                 side()
-            best[name] = min(best[name], (time.perf_counter() - start) / inner * 1e6)
+            best[name] = min(best[name], (time.process_time() - start) / inner * 1e6)
     return best
 
 
