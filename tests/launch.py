@@ -29,7 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 STARTUP = Path(__file__).parent / "startup"
-CURRENT_TEST = "current-test"  # in a job's folder while a test runs
+CURRENT_TEST = "current-test"  # in a job's folder while pytest runs, and what has failed by then
+FAILURES = "failures"
 EXPIRED = 124  # as coreutils' timeout returns
 RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
 RUNNER_FRAME = re.compile(r'^  File ".*/site-packages/(_pytest|pytest|pluggy)/|^  File "<frozen runpy>"')
@@ -120,9 +121,11 @@ def without_the_runner(text: str) -> str:
 
 
 def reports_text(folder: Path, reason: str) -> str:
-    """Return what the processes reported, each under its rank, and the test in which a run broke off."""
-    lines = [reason] if reason else []
-    current = folder / CURRENT_TEST
+    """Return what the processes reported, each under its rank, and where a run of pytest broke off."""
+    failures, current = folder / FAILURES, folder / CURRENT_TEST
+    lines = [failures.read_text()] if failures.exists() else []
+    if reason:
+        lines.append(reason)
     if current.exists():
         lines.append(f"the run broke off in {current.read_text()}")
     for file in report_files(folder):

@@ -153,8 +153,19 @@ def test_a_hang_without_the_launcher_ends_too(tmp_path):
 
 @pytest.mark.launches
 def test_a_rank_that_ends_without_a_word_is_noticed(suite):
-    job = suite("def test_gone(rank):\n    if rank == 1: os._exit(3)\n    WORLD.barrier()")
+    job = suite(
+        """
+def test_before(rank):
+    assert rank == 0, "a failure before"
+
+def test_gone(rank):
+    if rank == 1:
+        os._exit(3)
+    WORLD.barrier()
+"""
+    )
     assert job.returncode != 0
+    assert "AssertionError: a failure before" in job.reports
     assert "test_suite.py::test_gone" in job.reports
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TextIO
 
 import pytest
-from launch import CURRENT_TEST
+from launch import CURRENT_TEST, FAILURES
 
 DEFAULT = float(os.environ.get("MPIAD_TEST_TIMEOUT", "60"))
 
@@ -35,21 +35,21 @@ def open_report(config: pytest.Config) -> tuple[TextIO, bool]:
 class TimeLimit:
     """The plugin that restarts the timer before each test, with the seconds of its `limit` mark.
 
-    It also notes the test that runs, for the launcher to name where a rank ends without a word.
+    It also notes the test that runs and what has failed, for the launcher to show where the run breaks off.
     """
 
     def __init__(self, report: TextIO, launched: bool) -> None:
         self.report, self.launched = report, launched
-        speaks = launched and Path(report.name).stem == "0"
-        self.note = Path(report.name).with_name(CURRENT_TEST) if speaks else None
+        folder = Path(report.name).parent if launched and Path(report.name).stem == "0" else None
+        self.notes = {name: folder / name for name in (CURRENT_TEST, FAILURES)} if folder else {}
 
     def restart(self, seconds: float = DEFAULT) -> None:
         faulthandler.dump_traceback_later(seconds, exit=not self.launched, file=self.report)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        if self.note:
-            self.note.write_text(item.nodeid)
+        if self.notes:
+            self.notes[CURRENT_TEST].write_text(item.nodeid)
         mark = item.get_closest_marker("limit")
         self.restart(float(mark.args[0]) if mark else DEFAULT)
         try:
@@ -57,9 +57,14 @@ class TimeLimit:
         finally:
             self.restart()
 
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed and self.notes:
+            with open(self.notes[FAILURES], "a") as notes:
+                notes.write(f"\n____ {report.nodeid} ({report.when}) ____\n{report.longreprtext}\n")
+
     def pytest_sessionfinish(self) -> None:
-        if self.note:
-            self.note.unlink(missing_ok=True)
+        for note in self.notes.values():
+            note.unlink(missing_ok=True)
 
     def pytest_unconfigure(self) -> None:
         faulthandler.cancel_dump_traceback_later()
