@@ -114,7 +114,7 @@ class System:
             On all ranks, where `b` isn't finite.
         """
         square, unknowns = self.dots((b, b), (np.array([b.size], float), np.ones(1)))
-        self.require_finite(square, b, "b")
+        self.require_finite(square, b, "the right-hand side (b, or a cotangent)")
         settings = self.settings
         limit = min(10 * int(unknowns), _MOST_ITERATIONS) if settings.maxiter is None else settings.maxiter
         return (max(settings.rtol * math.sqrt(square), settings.atol) if square else 0.0), limit

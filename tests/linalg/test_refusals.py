@@ -1,0 +1,169 @@
+"""What `solve` refuses: on all ranks, with what was wrong and where, and the program can go on."""
+
+import autograd.numpy as anp
+import numpy as np
+import pytest
+
+import mpiad
+from mpiad.domain import Domain
+from mpiad.errors import ConvergenceError
+from mpiad.linalg import solve
+
+SHAPE = (9, 8)
+
+
+@pytest.fixture
+def domain():
+    return Domain(SHAPE)
+
+
+@pytest.fixture(autouse=True)
+def all_ranks_go_on(size):
+    yield
+    assert mpiad.mpi_allreduce(1) == size
+
+
+def laplacian(domain, boundary="zero"):
+    def matvec(u, scale=1.0):
+        v = domain.exchange(u, boundary)
+        return scale * (4 * u - v[:-2, 1:-1] - v[2:, 1:-1] - v[1:-1, :-2] - v[1:-1, 2:])
+
+    return matvec
+
+
+def right_hand_side(domain, rank_rng):
+    return rank_rng(100).standard_normal(SHAPE)[domain.owned]
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "changes"),
+    [
+        (TypeError, "b must be an array .* but got list", {"b": [1.0]}),
+        (TypeError, "dtype int64. Convert it", {"b": np.ones(3, int)}),
+        (TypeError, "dtype complex128. Solve for real and imaginary part apart", {"b": np.ones(3) + 0j}),
+        (ValueError, r"x0 must have the shape of b, \(3,\), but has \(2,\)", {"x0": np.ones(2)}),
+        (ValueError, "method must be one of 'cg', but got 'gmres'", {"method": "gmres"}),
+        (ValueError, "one above zero, but got 0.0 and 0.0", {"rtol": 0.0}),
+        (ValueError, "zero or more, and one above zero, but got nan", {"rtol": np.nan}),
+        (ValueError, "maxiter must be None or an integer above zero, but got 0", {"maxiter": 0}),
+        (TypeError, "matvec must be a function, but got ndarray", {"matvec": np.eye(3)}),
+        (TypeError, "preconditioner must be a function, but got float", {"preconditioner": 0.5}),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_arguments(error, match, changes, rank, size):
+    for wrong_on in {0, size - 1, "all"}:
+        args = {"matvec": lambda u: 2 * u, "b": np.ones(3)}
+        if wrong_on in (rank, "all"):
+            args.update(changes)
+        with pytest.raises(error, match=match):
+            solve(args.pop("matvec"), args.pop("b"), **args)
+
+
+@pytest.mark.parametrize("name", ["matvec", "preconditioner"])
+def test_functions_that_return_something_else(domain, rank, size, name):
+    b = np.ones(domain.local_shape)
+    wrong_results = [
+        (ValueError, rf"{name} must return an array of the shape of b, .* but returned \(3,\)", np.ones(3)),
+        (TypeError, f"{name} must return an array, but returned list", [1.0]),
+        (TypeError, f"{name} must return real floats, but returned dtype complex128", b + 0j),
+    ]
+    for error, match, wrong in wrong_results:
+        functions = {"matvec": laplacian(domain), "preconditioner": lambda r: r / 4}
+        right = functions[name]
+        functions[name] = lambda u: (right(u), wrong)[rank == size - 1]  # noqa: B023
+        with pytest.raises(error, match=match):
+            solve(functions["matvec"], b, preconditioner=functions["preconditioner"])
+
+
+def test_nan(domain, rank, size, rank_rng):
+    b, last = right_hand_side(domain, rank_rng), size - 1
+    bad = b.copy()
+    if rank == last:
+        bad[0, 1] = np.nan
+    with pytest.raises(ValueError, match=rf"right-hand side .* is not finite: 1 of \d+ entries on rank {last}"):
+        solve(laplacian(domain), bad)
+    with pytest.raises(ValueError, match="right-hand side .* is not finite") as caught:
+        solve(laplacian(domain), np.full(domain.local_shape, np.inf))
+    assert "infinite" in str(caught.value)
+    scale = np.nan if rank == last else 1.0
+    with pytest.raises(ValueError, match=rf"what matvec returned is not finite: .* on rank {last}"):
+        solve(laplacian(domain), b, scale)
+    with pytest.raises(ValueError, match=rf"what preconditioner returned is not finite: .* on rank {last}"):
+        solve(laplacian(domain), b, preconditioner=lambda r: r * scale)
+    with pytest.raises(ConvergenceError, match="a sum over the right-hand side .* overflows"):
+        solve(laplacian(domain), np.full(domain.local_shape, 1e300))
+
+
+def test_too_few_iterations(domain, rank_rng):
+    with pytest.raises(ConvergenceError, match="within maxiter=3 iterations. After 3 iterations the norm") as caught:
+        solve(laplacian(domain), right_hand_side(domain, rank_rng), maxiter=3)
+    history = caught.value.history
+    assert len(history) == 4 and 0 < history[-1] < history[0]
+    np.testing.assert_allclose(history[0], np.linalg.norm(rank_rng(100).standard_normal(SHAPE)), 1e-12)
+
+
+def test_operators_that_are_not_positive_definite(domain, rank_rng):
+    b, matvec = right_hand_side(domain, rank_rng), laplacian(domain)
+    with pytest.raises(ConvergenceError, match=r"positive definite operator, but p·Ap = -\d.*Is its sign right"):
+        solve(lambda u: -matvec(u), b)
+    with pytest.raises(ConvergenceError, match="positive definite operator") as caught:
+        solve(lambda u: matvec(u) - 3 * u, b)
+    assert caught.value.history
+    with pytest.raises(ConvergenceError, match="it is singular. Is this a pure Neumann problem"):
+        solve(laplacian(domain, "edge"), np.ones(domain.local_shape))
+    with pytest.raises(ConvergenceError, match="positive definite preconditioner, but r·z = -"):
+        solve(matvec, b, preconditioner=lambda r: -r)
+
+
+def test_operator_that_is_not_symmetric(domain, rank_rng):
+    # Conjugate gradients may still arrive; the derivative, which takes A for Aᵀ, would be wrong.
+    b = right_hand_side(domain, rank_rng)
+
+    def matvec(u, wind):
+        v = domain.exchange(u)
+        return laplacian(domain)(u) + wind * (v[2:, 1:-1] - v[:-2, 1:-1])
+
+    def loss(wind):
+        return domain.sum(b * solve(matvec, b, wind))
+
+    assert np.isfinite(mpiad.grad(loss)(0.0))
+    with pytest.raises(ValueError, match="needs a symmetric operator, but in the derivative"):
+        mpiad.grad(loss)(0.01)
+
+
+def test_traced_value_from_around_the_operator(domain, rank_rng):
+    b, matvec = right_hand_side(domain, rank_rng), laplacian(domain)
+
+    def around_matvec(scale):
+        return domain.sum(solve(lambda u: matvec(u, scale), b))
+
+    def around_preconditioner(scale):
+        return domain.sum(solve(matvec, b, preconditioner=lambda r: r * scale))
+
+    with pytest.raises(TypeError, match="matvec uses a traced variable from outside .* among the params"):
+        mpiad.grad(around_matvec)(2.0)
+    with pytest.raises(TypeError, match="preconditioner uses a traced variable from outside"):
+        mpiad.grad(around_preconditioner)(0.25)
+    with pytest.raises(TypeError, match="matvec uses a traced variable from outside"):
+        mpiad.jvp(around_matvec, 2.0, 1.0)
+
+    def stopped(scale):
+        return domain.sum(solve(matvec, b, scale, preconditioner=lambda r: r * mpiad.stop(scale)))
+
+    assert np.isfinite(mpiad.grad(stopped)(2.0))
+
+
+def test_mistakes_in_the_middle_of_a_trace(domain, rank_rng):
+    # All ranks raise the same, so the next gradient on the same communicator is right.
+    b, matvec = right_hand_side(domain, rank_rng), laplacian(domain)
+
+    def loss(scale, sign):
+        return domain.sum(b * solve(lambda u, s: sign * matvec(u, s), b, scale))
+
+    with pytest.raises(ConvergenceError):
+        mpiad.grad(loss)(1.0, -1.0)
+    value, slope = mpiad.value_and_grad(loss, objective="root")(2.0, 1.0)
+    total = mpiad.mpi_allreduce(slope)
+    np.testing.assert_allclose(total, -value / 2, 1e-7)
+    np.testing.assert_allclose(anp.sqrt(value**2), value)

@@ -1,0 +1,288 @@
+"""`solve` on blocks against the matrix of the whole grid in one process, on every number of ranks."""
+
+import autograd.numpy as anp
+import numpy as np
+import pytest
+from diffusion import Diffusion
+from mpi4py import MPI
+from whole_grid import owned
+
+import mpiad
+import mpiad.linalg.system
+from mpiad.domain import Domain
+from mpiad.linalg import solve
+from mpiad.testing import check_grads
+
+SHAPE = (7, 6)
+CLOSE = {"rtol": 1e-9, "atol": 1e-11}
+TIGHT = {"rtol": 1e-13}
+
+
+class Case:
+    """The same problem on all ranks: whole fields, this rank's blocks, and the operator on blocks."""
+
+    def __init__(self, rank_rng):
+        self.domain, self.reference = Domain(SHAPE), Diffusion(SHAPE)
+        rng = rank_rng(100)
+        self.kappa, self.c = np.exp(0.3 * rng.standard_normal(SHAPE)), 2.0
+        self.b, self.w = rng.standard_normal(SHAPE), rng.standard_normal(SHAPE)
+        self.directions = rng.standard_normal(SHAPE), 0.7, rng.standard_normal(SHAPE)
+        self.products = 0
+
+    def block(self, u):
+        return u[self.domain.owned]
+
+    def local(self, kappa, c, b):
+        """Return the nest that the tests differentiate by."""
+        return {"medium": (self.block(kappa), c), "b": self.block(b)}
+
+    @property
+    def point(self):
+        return self.local(self.kappa, self.c, self.b)
+
+    @property
+    def direction(self):
+        return self.local(*self.directions)
+
+    def matvec(self, u, medium):
+        self.products += 1
+        kappa, c = medium
+        k, v = self.domain.exchange(kappa, "edge"), self.domain.exchange(u)
+        rows = (k[1:, 1:-1] + k[:-1, 1:-1]) / 2 * (v[1:, 1:-1] - v[:-1, 1:-1])
+        columns = (k[1:-1, 1:] + k[1:-1, :-1]) / 2 * (v[1:-1, 1:] - v[1:-1, :-1])
+        return rows[:-1] - rows[1:] + columns[:, :-1] - columns[:, 1:] + c * u
+
+    def jacobi(self, r, medium):
+        kappa, c = medium
+        return r / (4 * kappa + c)
+
+    def loss(self, x):
+        u = solve(self.matvec, x["b"], x["medium"], **TIGHT)
+        return self.domain.dot(self.block(self.w), u**2) / 2
+
+    def check(self, found, expected):
+        """Compare a nest like `point` with whole fields; the c of all ranks are one number's shares."""
+        of_kappa, of_c, of_b = expected
+        total_of_c = mpiad.mpi_allreduce(found["medium"][1])
+        np.testing.assert_allclose(found["medium"][0], self.block(of_kappa), **CLOSE)
+        np.testing.assert_allclose(total_of_c, of_c, **CLOSE)
+        np.testing.assert_allclose(found["b"], self.block(of_b), **CLOSE)
+
+
+@pytest.fixture
+def case(rank_rng):
+    return Case(rank_rng)
+
+
+@pytest.mark.parametrize("preconditioned", [False, True])
+def test_value(case, preconditioned):
+    settings = {"preconditioner": case.jacobi} if preconditioned else {}
+    u = solve(case.matvec, case.block(case.b), (case.block(case.kappa), case.c), **TIGHT, **settings)
+    np.testing.assert_allclose(u, case.block(case.reference.solve(case.kappa, case.c, case.b)), **CLOSE)
+
+
+def test_gradient(case):
+    value, gradient = mpiad.value_and_grad(case.loss)(case.point)
+    u = case.reference.solve(case.kappa, case.c, case.b)
+    np.testing.assert_allclose(value, np.sum(case.w * u**2) / 2, **CLOSE)
+    case.check(gradient, case.reference.gradient(case.kappa, case.c, case.b, case.w))
+
+
+def test_tangent(case):
+    def solution(x):
+        return solve(case.matvec, x["b"], x["medium"], **TIGHT)
+
+    _, tangent = mpiad.jvp(solution, case.point, case.direction)
+    expected = case.reference.tangent(case.kappa, case.c, case.b, case.directions)
+    np.testing.assert_allclose(tangent, case.block(expected), **CLOSE)
+
+
+def test_hessian(case):
+    expected = case.reference.hessian_product(case.kappa, case.c, case.b, case.w, case.directions)
+    case.check(mpiad.hvp(case.loss)(case.point, case.direction), expected)
+
+    def slope(x):
+        # Reverse over reverse: the derivative of this rank's part of the gradient along the direction.
+        g, d = mpiad.grad(case.loss)(x), case.direction
+        parts = (g["b"] * d["b"], g["medium"][0] * d["medium"][0], g["medium"][1] * d["medium"][1])
+        return sum(anp.sum(part) for part in parts)
+
+    case.check(mpiad.grad(slope, objective="sum")(case.point), expected)
+
+
+def test_taylor_rates(case):
+    check_grads(case.loss, case.point, order=1)
+
+
+def test_solution_that_one_rank_uses(case, rank):
+    # J = the sum of the root's block; the others return None and must solve the adjoint all the same.
+    def loss(x):
+        u = solve(case.matvec, x["b"], x["medium"], **TIGHT)
+        return anp.sum(u**2) / 2 if rank == 0 else None
+
+    roots = np.zeros(SHAPE)
+    roots[owned(SHAPE, case.domain.dims, 0)] = 1
+    case.check(mpiad.grad(loss)(case.point), case.reference.gradient(case.kappa, case.c, case.b, roots))
+
+
+def test_right_hand_side_alone(case):
+    # Nothing but b is differentiated, and then nothing but a parameter, on one rank.
+    def loss(b):
+        u = solve(case.matvec, b, (case.block(case.kappa), case.c), **TIGHT)
+        return case.domain.dot(case.block(case.w), u**2) / 2
+
+    expected = case.reference.gradient(case.kappa, case.c, case.b, case.w)
+    np.testing.assert_allclose(mpiad.grad(loss)(case.block(case.b)), case.block(expected[2]), **CLOSE)
+
+    def identity(b):
+        return case.domain.sum(solve(lambda u: 2 * u, b) ** 2)
+
+    np.testing.assert_allclose(mpiad.grad(identity)(case.block(case.b)), case.block(case.b) / 2, **CLOSE)
+
+
+def test_rank_without_variables(case, rank):
+    # The parameter is None on all ranks but the root, where it is a number.
+    def matvec(u, c):
+        share = mpiad.mpi_bcast(c, 0)
+        return case.matvec(u, (case.block(case.kappa), share))
+
+    def loss(x):
+        c = x if rank == 0 else None
+        u = solve(matvec, case.block(case.b), c, **TIGHT)
+        return case.domain.dot(case.block(case.w), u**2) / 2
+
+    expected = case.reference.gradient(case.kappa, case.c, case.b, case.w)[1]
+    np.testing.assert_allclose(mpiad.grad(loss)(case.c), expected if rank == 0 else 0.0, **CLOSE)
+
+
+def test_several_right_hand_sides_as_one_system(case, rank_rng):
+    # Leading axes of u are further unknowns; one iteration serves all of them.
+    many = rank_rng(50).standard_normal((3, *SHAPE))
+
+    def matvec(u, kappa):
+        k, v = case.domain.exchange(kappa, "edge"), case.domain.exchange(u)
+        rows = (k[1:, 1:-1] + k[:-1, 1:-1]) / 2 * (v[:, 1:, 1:-1] - v[:, :-1, 1:-1])
+        columns = (k[1:-1, 1:] + k[1:-1, :-1]) / 2 * (v[:, 1:-1, 1:] - v[:, 1:-1, :-1])
+        return rows[:, :-1] - rows[:, 1:] + columns[:, :, :-1] - columns[:, :, 1:] + case.c * u
+
+    def loss(kappa):
+        u = solve(matvec, case.block_of_many(many), kappa, **TIGHT)
+        return case.domain.dot(anp.broadcast_to(case.block(case.w), u.shape), u**2) / 2
+
+    case.block_of_many = lambda u: u[(slice(None), *case.domain.owned)]
+    gradient = mpiad.grad(loss)(case.block(case.kappa))
+    expected = sum(case.reference.gradient(case.kappa, case.c, b, case.w)[0] for b in many)
+    np.testing.assert_allclose(gradient, case.block(expected), **CLOSE)
+
+
+def test_communicator_of_some_ranks(rank, rank_rng):
+    part = MPI.COMM_WORLD.Split(rank % 2, rank)
+    case = Case(rank_rng)
+    case.domain = Domain(SHAPE, comm=part)
+
+    def loss(x):
+        u = solve(case.matvec, x["b"], x["medium"], **TIGHT, comm=part)
+        return case.domain.dot(case.block(case.w), u**2) / 2
+
+    gradient = mpiad.grad(loss, comm=part)(case.point)
+    expected = case.reference.gradient(case.kappa, case.c, case.b, case.w)
+    np.testing.assert_allclose(gradient["medium"][0], case.block(expected[0]), **CLOSE)
+    part.Free()
+
+
+def test_single_precision(case):
+    point = case.block(case.b).astype("f4"), (case.block(case.kappa).astype("f4"), np.float32(case.c))
+
+    def loss(b, medium):
+        return case.domain.sum(solve(case.matvec, b, medium, rtol=1e-6) ** 2)
+
+    u = solve(case.matvec, point[0], point[1], rtol=1e-6)
+    assert u.dtype == np.float32
+    reference = case.reference.solve(case.kappa, case.c, case.b)
+    np.testing.assert_allclose(u, case.block(reference), atol=1e-5 * np.abs(reference).max())
+    of_b, of_medium = mpiad.grad(loss, (0, 1))(*point)
+    assert of_b.dtype == of_medium[0].dtype == np.float32
+    expected = case.reference.gradient(case.kappa, case.c, case.b, 2.0)
+    np.testing.assert_allclose(of_b, case.block(expected[2]), atol=1e-4 * np.abs(expected[2]).max())
+    np.testing.assert_allclose(of_medium[0], case.block(expected[0]), atol=1e-4 * np.abs(expected[0]).max())
+
+
+def test_products_with_the_operator_are_counted(case):
+    """One product for each iteration and one more; a gradient takes one more solve and one product with its adjoint."""
+    medium, w = (case.block(case.kappa), case.c), case.block(case.w)
+
+    def solved(b):
+        case.products, norms = 0, []
+        u = solve(case.matvec, b, medium, callback=norms.append)
+        assert case.products == len(norms) + 1
+        return u, case.products
+
+    u, of_solution = solved(case.block(case.b))
+    _, of_adjoint = solved(w * u)
+    case.products = 0
+
+    def loss(x):
+        return case.domain.dot(w, solve(case.matvec, case.block(case.b), x) ** 2) / 2
+
+    mpiad.grad(loss)(medium)
+    assert case.products == of_solution + of_adjoint + 1
+
+
+def test_one_reduction_for_each_iteration(case, monkeypatch):
+    calls, norms = [], []
+
+    def counting(x, comm=None):
+        calls.append(x.size)
+        return mpiad.mpi_allreduce(x, comm=comm)
+
+    monkeypatch.setattr(mpiad.linalg.system, "mpi_allreduce", counting)
+    solve(case.matvec, case.block(case.b), (case.block(case.kappa), case.c), callback=norms.append)
+    assert len(calls) == len(norms) + 2
+
+
+def test_residuals_and_start(case):
+    medium, b, norms = (case.block(case.kappa), case.c), case.block(case.b), []
+    u = solve(case.matvec, b, medium, rtol=1e-6, callback=norms.append)
+    true = case.domain.norm(b - case.matvec(u, medium))
+    np.testing.assert_allclose(norms[-1], true, 1e-6)
+    assert true <= 1e-6 * case.domain.norm(b) < norms[-2]
+    again = []
+    np.testing.assert_array_equal(solve(case.matvec, b, medium, x0=u, rtol=1e-6, callback=again.append), u)
+    assert again == []
+    better = solve(case.matvec, b, medium, x0=u, **TIGHT, callback=again.append)
+    np.testing.assert_allclose(better, case.block(case.reference.solve(case.kappa, case.c, case.b)), **CLOSE)
+    rough = []
+    solve(case.matvec, b, medium, atol=0.1 * case.domain.norm(b), callback=rough.append)
+    assert len(rough) < len(norms) and rough[-1] <= 0.1 * case.domain.norm(b)
+
+
+def test_gradient_does_not_depend_on_the_start(case):
+    start = case.block(case.reference.solve(case.kappa, case.c, case.b)) + 0.1
+
+    def loss(x):
+        u = solve(case.matvec, x["b"], x["medium"], x0=start * x["medium"][1], preconditioner=lambda r: r / 4, **TIGHT)
+        return case.domain.dot(case.block(case.w), u**2) / 2
+
+    case.check(mpiad.grad(loss)(case.point), case.reference.gradient(case.kappa, case.c, case.b, case.w))
+
+
+def test_preconditioner_saves_iterations(case, rank_rng):
+    uneven = np.exp(3 * rank_rng(60).standard_normal(SHAPE))
+    medium, plain, jacobi = (case.block(uneven), case.c), [], []
+    u = solve(case.matvec, case.block(case.b), medium, callback=plain.append, **TIGHT)
+    diagonal = case.block(case.reference.matrix(uneven, case.c).diagonal().reshape(SHAPE))
+
+    def precondition(r, damping=1.0):  # what has a default isn't asked for
+        return damping * r / diagonal
+
+    v = solve(case.matvec, case.block(case.b), medium, preconditioner=precondition, callback=jacobi.append, **TIGHT)
+    assert len(jacobi) < 0.8 * len(plain)
+    np.testing.assert_allclose(u, v, 1e-8, 1e-10)
+
+
+def test_right_hand_side_of_zeros(case):
+    zeros = np.zeros(case.domain.local_shape)
+    u, gradient = mpiad.make_vjp(lambda b: solve(case.matvec, b, (case.block(case.kappa), case.c), **TIGHT))(zeros)[::-1]
+    assert not u.any()
+    expected = case.reference.solve(case.kappa, case.c, case.w)
+    np.testing.assert_allclose(gradient(case.block(case.w)), case.block(expected), **CLOSE)
