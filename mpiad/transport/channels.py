@@ -80,6 +80,17 @@ class Channel:
         self.pending.clear()
         self.started.clear()
 
+    def has_unfinished(self) -> bool:
+        """Tell whether any rank has messages under way; collective.
+
+        To end them takes a message from each rank to each, which thousands of ranks needn't send at every exit.
+        """
+        self.pending = [held for held in self.pending if not held[0].Test()]
+        mine, every = np.array([bool(self.pending or self.started)]), np.empty(1, dtype=bool)
+        # Not on `data`: a rank that leaves early would meet the collectives of those that still compute.
+        self.reverse.Allreduce(mine, every, MPI.LOR)
+        return bool(every[0])
+
     def mark(self, reason: str) -> None:
         """Refuse further use until `renew`."""
         if self.fault is None:
@@ -141,7 +152,8 @@ def close_world() -> None:
     """Complete what was sent and free the duplicates of the world; collective over all ranks."""
     global _world, _finalized
     if _world is not None:
-        _world.end()
+        if _world.has_unfinished():
+            _world.end()
         _world.close()
     _world, _finalized = None, True
 
