@@ -77,7 +77,7 @@ types: $(VENV)/.ready-dev ## check the types (pyright)
 	@$(BIN)/pyright --pythonpath $(BIN)/python
 
 examples: $(VENV)/.ready-test ## run the programs of examples/, README and docs, and compare their output
-	@$(LAUNCH) --ranks 1 --limit $(LIMIT) -- $(PYTEST) tests/examples
+	@$(LAUNCH) --ranks 1 --limit $(LIMIT) -- $(PYTEST) tests/examples tests/docs
 
 docs: $(VENV)/.ready-docs ## build the documentation; a warning is an error
 	@$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
