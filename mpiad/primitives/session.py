@@ -7,7 +7,7 @@ from typing import Any
 from autograd.tracer import getval
 
 from mpiad._typing import Comm, Rank
-from mpiad.transport import channel, prepare, renew, world
+from mpiad.transport import member, prepare, renew, world
 
 __all__ = [
     "mpi_finalize", "mpi_finalized", "mpi_init", "mpi_initialized", "mpi_local_rank", "mpi_rank", "mpi_size", "reset",
@@ -28,13 +28,13 @@ def mpi_init(comm: Comm = None) -> None:
     TypeError
         Where `comm` isn't a communicator.
     CommunicatorError
-        Where it is freed, null or between groups.
+        Where it is freed, null or between groups; after the end of MPI.
 
     Ranks
     -----
     All ranks of `comm` call it. A second call does nothing.
     """
-    world.start()
+    world.start("mpi_init")
     if comm is not None:
         prepare(comm, "mpi_init")
 
@@ -79,8 +79,15 @@ def mpi_rank(comm: Comm = None) -> Rank:
     Returns
     -------
     int
+
+    Raises
+    ------
+    TypeError
+        Where `comm` isn't a communicator.
+    CommunicatorError
+        Where it is freed, null or between groups; before the start and after the end of MPI.
     """
-    return channel(None, "mpi_rank").rank if comm is None else comm.rank
+    return member(comm, "mpi_rank").rank
 
 
 def mpi_size(comm: Comm = None) -> int:
@@ -93,8 +100,15 @@ def mpi_size(comm: Comm = None) -> int:
     Returns
     -------
     int
+
+    Raises
+    ------
+    TypeError
+        Where `comm` isn't a communicator.
+    CommunicatorError
+        Where it is freed, null or between groups; before the start and after the end of MPI.
     """
-    return channel(None, "mpi_size").size if comm is None else comm.size
+    return member(comm, "mpi_size").size
 
 
 def mpi_local_rank() -> Rank:
@@ -118,7 +132,7 @@ def reset(comm: Comm = None) -> None:
     Raises
     ------
     CommunicatorError
-        Where it is freed, null or between groups.
+        Where it is freed, null or between groups; before the start and after the end of MPI.
 
     Ranks
     -----

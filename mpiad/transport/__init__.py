@@ -3,10 +3,10 @@
 from mpi4py.MPI import ANY_SOURCE, ANY_TAG, MAX, MIN, PROC_NULL, PROD, SUM, Op
 
 from mpiad.transport.buffers import Spec, spec_of
-from mpiad.transport.channels import Channel, channel, prepare, renew
+from mpiad.transport.channels import Channel, channel, member, prepare, renew
 from mpiad.transport.envelopes import Envelope
 
 __all__ = [
     "ANY_SOURCE", "ANY_TAG", "MAX", "MIN", "PROC_NULL", "PROD", "SUM", "Channel", "Envelope", "Op", "Spec", "channel",
-    "prepare", "renew", "spec_of",
+    "member", "prepare", "renew", "spec_of",
 ]

@@ -176,9 +176,9 @@ def channel(comm: Comm, call: str, collective: bool = True) -> Channel:
     UnfinishedMessagesError
         Where an exception has left messages under way.
     """
-    found = _world if comm is None else _lookup(comm, call, collective)
-    if found is None:
+    if _world is None or MPI.Is_finalized():
         raise CommunicatorError(f"{call}: {_why_no_world()}")
+    found = _world if comm is None else _lookup(comm, call, collective)
     if found.fault is not None:
         raise UnfinishedMessagesError(
             f"{call}: {found.fault} Call mpiad.reset(comm) on all ranks of this communicator before its next use: "
@@ -190,15 +190,30 @@ def channel(comm: Comm, call: str, collective: bool = True) -> Channel:
 def _why_no_world() -> str:
     if _finalized or MPI.Is_finalized():
         return "called after mpi_finalize. No communication is possible any more; move this call before it."
-    return "MPI is not initialised. Call mpiad.mpi_init() on all ranks first."
+    state = "MPI was initialised after the import of mpiad" if MPI.Is_initialized() else "MPI is not initialised"
+    return f"{state}. Call mpiad.mpi_init() on all ranks first."
 
 
-def _lookup(comm: Comm, call: str, collective: bool) -> Channel | None:
-    if _finalized or MPI.Is_finalized():
-        return None
+def member(comm: Comm, call: str) -> Comm:
+    """Return a communicator that may be asked for its rank and size: the world for None.
+
+    Raises
+    ------
+    CommunicatorError
+        For a communicator that is freed, null or between groups, before the start and after the end of MPI.
+    """
+    if _world is None or MPI.Is_finalized():
+        raise CommunicatorError(f"{call}: {_why_no_world()}")
+    if comm is None:
+        return MPI.COMM_WORLD
+    _validate(comm, call)
+    return comm
+
+
+def _lookup(comm: Comm, call: str, collective: bool) -> Channel:
     _validate(comm, call)
     if comm == MPI.COMM_WORLD:
-        return _world
+        return open_world()
     found = comm.Get_attr(_key())
     if found is None and not collective:
         raise CommunicatorError(
@@ -225,7 +240,7 @@ def _validate(comm: Comm, call: str) -> None:
 
 def prepare(comm: Comm, call: str) -> Channel:
     """Return the channel of a communicator, making its duplicates where there are none; collective."""
-    _validate(comm, call)
+    member(comm, call)
     if comm == MPI.COMM_WORLD:
         return open_world()
     found = comm.Get_attr(_key())
@@ -237,6 +252,7 @@ def prepare(comm: Comm, call: str) -> Channel:
 
 def renew(comm: Comm, call: str) -> None:
     """Renew the duplicates of a communicator; collective over its ranks."""
+    member(comm, call)
     if comm is None or comm == MPI.COMM_WORLD:
         open_world().renew()
     else:

@@ -7,6 +7,7 @@ import os
 
 from mpi4py import MPI
 
+from mpiad.errors import CommunicatorError
 from mpiad.transport.abort import install_abort_hook
 from mpiad.transport.channels import close_world, open_world
 from mpiad.transport.memory import raise_malloc_thresholds
@@ -17,9 +18,17 @@ __all__ = ["finalize", "finalized", "initialized", "local_rank", "start"]
 _local: tuple[int, int] | None = None
 
 
-def start() -> None:
-    """Prepare the world, once; collective over all ranks."""
+def start(call: str) -> None:
+    """Prepare the world, once; collective over all ranks.
+
+    Raises
+    ------
+    CommunicatorError
+        After the end of MPI, which can't be started again.
+    """
     global _local
+    if MPI.Is_finalized():
+        raise CommunicatorError(f"{call}: called after mpi_finalize. MPI can't be started again in this process.")
     if not MPI.Is_initialized():
         MPI.Init_thread()
     if _local is not None:
@@ -43,7 +52,7 @@ def _place_on_node() -> tuple[int, int]:
 def local_rank() -> int:
     """Return this rank's number among the ranks of its node."""
     if _local is None:
-        start()
+        start("mpi_local_rank")
     return _local[0]  # type: ignore[index]
 
 
@@ -70,5 +79,5 @@ def _complete_at_exit() -> None:
         close_world()
 
 
-if MPI.Is_initialized():
-    start()
+if MPI.Is_initialized() and not MPI.Is_finalized():
+    start("import mpiad")
