@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from autograd.tracer import getval
+
 from mpiad._typing import Comm, LocalArray, Op, Rank, RootArray
 from mpiad.primitives.allreduce import mpi_allreduce
 from mpiad.primitives.checks import reduction_of, root_of
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.sum import mpi_sum
 from mpiad.transport import SUM, channel
+from mpiad.transport.buffers import require_sendable
 
 __all__ = ["mpi_reduce"]
 
@@ -47,6 +50,7 @@ def mpi_reduce(x: LocalArray, op: Op = SUM, root: Rank = 0, comm: Comm = None) -
     root = root_of(root, used, "mpi_reduce")
     if reduction_of(op, x, "mpi_reduce") == SUM:
         return mpi_sum(x, root, comm)
+    require_sendable(getval(x), "mpi_reduce")
     # The adjoints of the others need the result on all ranks, so it goes there at once.
     everywhere = mpi_allreduce(x, op, comm)
     return everywhere if used.rank == root else spec_like(everywhere).zeros()
