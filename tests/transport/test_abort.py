@@ -1,0 +1,50 @@
+"""An exception that nobody catches on one rank ends the job on all."""
+
+import re
+import time
+
+import pytest
+
+pytestmark = pytest.mark.launches
+
+PROGRAM = """
+import time
+import numpy as np
+import mpiad
+
+def work(x):
+    if mpiad.mpi_rank() == 1:
+        print(time.time(), flush=True)
+        {mistake}
+    return np.sum(mpiad.mpi_allreduce(x))  # the other ranks wait here
+
+mpiad.grad(work)(np.ones(3))
+print("not reached")
+"""
+
+
+@pytest.mark.parametrize(
+    "mistake, text",
+    [("1 / 0", "ZeroDivisionError: division"), ("mpiad.mpi_bcast(x, 7)", "ValueError: mpi_bcast: root must be a rank from 0 to 2")],
+)
+def test_ends_all_ranks_within_two_seconds_with_the_traceback(mpirun, mistake, text):
+    done = mpirun(3, PROGRAM.format(mistake=mistake))
+    assert time.time() - float(done.stdout) < 2
+    assert done.returncode != 0
+    assert "rank 1 ended the job by an exception that nobody caught" in done.stderr
+    assert re.search(rf"Traceback .* in work\n.*{text}", done.stderr, re.S)
+
+
+SWITCHED_OFF = """
+import sys
+import mpiad
+assert sys.excepthook is sys.__excepthook__
+"""
+
+
+def test_can_be_switched_off(mpirun):
+    assert mpirun(2, SWITCHED_OFF, env={"MPIAD_ABORT": "0"}).returncode == 0
+
+
+def test_is_not_there_on_one_rank(mpirun):
+    assert mpirun(1, SWITCHED_OFF).returncode == 0

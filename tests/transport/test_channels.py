@@ -1,0 +1,178 @@
+"""Communicators of all kinds, and the library's duplicates of them."""
+
+import autograd.numpy as anp
+import numpy as np
+import pytest
+import reference
+from against_reference import arrays, check
+from mpi4py import MPI
+
+import mpiad
+from mpiad.transport import channel
+
+WORLD = MPI.COMM_WORLD
+
+
+def ring(x, comm):
+    """Return what the rank before sends, in a send and a receive."""
+    mpiad.mpi_send(x, (comm.rank + 1) % comm.size, 3, comm)
+    return mpiad.mpi_recv(x, (comm.rank - 1) % comm.size, 3, comm)
+
+
+def shifted(shapes):
+    return reference.move(shapes, [(rank - 1) % len(shapes) for rank in range(len(shapes))])
+
+
+PRIMITIVES = {
+    "bcast": (lambda x, comm: mpiad.mpi_bcast(x, comm.size - 1, comm), lambda s: reference.bcast(s, len(s) - 1)),
+    "sum": (lambda x, comm: mpiad.mpi_sum(x, comm.size - 1, comm), lambda s: reference.sum_to_root(s, len(s) - 1)),
+    "allreduce": (lambda x, comm: mpiad.mpi_allreduce(x, comm=comm), reference.allreduce),
+    "gather": (lambda x, comm: mpiad.mpi_gather(x, 0, 0, comm), lambda s: reference.gather(s, 0, 0)),
+    "allgather": (lambda x, comm: mpiad.mpi_allgather(x, 0, comm), lambda s: reference.allgather(s, 0)),
+    "scatter": (lambda x, comm: mpiad.mpi_scatter(x, 0, 0, comm=comm), lambda s: reference.scatter(s, 0, 0)),
+    "reduce_scatter": (lambda x, comm: mpiad.mpi_reduce_scatter(x, 0, comm=comm), lambda s: reference.reduce_scatter(s, 0)),
+    "scan": (mpiad.mpi_scan, reference.scan),
+    "exscan": (mpiad.mpi_exscan, reference.exscan),
+    "send": (ring, shifted),
+    "exchange": (
+        lambda x, comm: mpiad.mpi_exchange(x, (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size, comm=comm), shifted,
+    ),
+    "iallreduce": (lambda x, comm: mpiad.mpi_wait(mpiad.mpi_iallreduce(x, comm)), reference.allreduce),
+}
+
+
+@pytest.fixture
+def parity(rank):
+    """The ranks of this rank's parity, in reverse order."""
+    comm = WORLD.Split(rank % 2, -rank)
+    mpiad.mpi_init(comm)
+    yield comm
+    comm.Free()
+
+
+def parities(size):
+    """Return the groups of `parity`, as the reference takes them."""
+    return [group for group in (list(range(size))[::-1][first::2] for first in (0, 1)) if group]
+
+
+@pytest.mark.parametrize("name", list(PRIMITIVES))
+def test_part_of_the_ranks(rngs, parity, size, name):
+    fun, make = PRIMITIVES[name]
+    program = reference.within(parities(size), [(3, 2)] * size, make)
+    check(lambda x: fun(x, parity), program, arrays(rngs, (3, 2)), rngs)
+
+
+def test_product_over_part_of_the_ranks(rngs, parity, rank, size):
+    """Its adjoint gathers the factors, on the communicator that they were multiplied on."""
+    group = next(group for group in parities(size) if rank in group)
+    xs = [np.where(rng.uniform(size=4) < 0.3, 0, x) for rng, x in zip(rngs, arrays(rngs, (4,)))]
+    program = reference.reduction("PROD", [(4,)] * len(group))
+    own, own_rngs = [xs[r] for r in group], [rngs[r] for r in group]
+    check(lambda x: mpiad.mpi_allreduce(x, MPI.PROD, parity), program, own, own_rngs, parity)
+
+
+def test_only_some_ranks_call(rngs, parity, rank, size):
+    """What one part of the ranks does, the other needn't know."""
+    own_rngs = [rngs[r] for r in next(group for group in parities(size) if rank in group)]
+    if rank % 2 == 0:
+        xs = arrays(own_rngs, (3,))
+        check(lambda x: mpiad.mpi_scan(x, parity), reference.scan([(3,)] * len(xs)), xs, own_rngs, parity)
+
+
+def test_two_communicators_and_the_world_interleaved(rngs, parity, rank, size):
+    halves = [list(range(size))[: size // 2], list(range(size))[size // 2 :]]
+    half = WORLD.Split(rank >= size // 2, rank)
+
+    def fun(x):
+        a = mpiad.mpi_allreduce(x, comm=parity)
+        b = mpiad.mpi_scan(x, comm=half)
+        c = mpiad.mpi_bcast(x, size - 1)
+        return anp.stack((mpiad.mpi_scan(a, comm=half), mpiad.mpi_allreduce(b, comm=parity), c))
+
+    shapes = [(3,)] * size
+    summed = reference.within(parities(size), shapes, reference.allreduce).jacobian(np.zeros(0))
+    scanned = reference.within([half for half in halves if half], shapes, reference.scan).jacobian(np.zeros(0))
+    parts = [scanned @ summed, summed @ scanned, reference.bcast(shapes, size - 1).jacobian(np.zeros(0))]
+    program = reference.stack(*(reference.linear(shapes, shapes, part) for part in parts))
+    check(fun, program, arrays(rngs, (3,)), rngs)
+    half.Free()
+
+
+@pytest.mark.parametrize("periodic", [False, True])
+def test_line_of_ranks(rngs, rank, size, periodic):
+    """`Shift` gives MPI.PROC_NULL at the ends of a line."""
+    line = WORLD.Create_cart([size], [periodic])
+    mpiad.mpi_init(line)
+    left, right = line.Shift(0, 1)
+
+    def fun(x):
+        from_left = mpiad.mpi_exchange(x, right, left, comm=line)
+        mpiad.mpi_send(x, left, comm=line)
+        return anp.stack((from_left, mpiad.mpi_recv(x, right, comm=line)))
+
+    def shift(step):
+        places = [r + step for r in range(size)]
+        return reference.move([(3,)] * size, [p % size if periodic or 0 <= p < size else None for p in places])
+
+    check(fun, reference.stack(shift(-1), shift(1)), arrays(rngs, (3,)), rngs, line)
+    line.Free()
+
+
+def test_grid_of_ranks(rngs, rank, size):
+    dims = MPI.Compute_dims(size, 2)
+    grid = WORLD.Create_cart(dims, [False, True])
+    mpiad.mpi_init(grid)
+
+    def fun(x):
+        for axis in range(2):
+            source, dest = grid.Shift(axis, 1)
+            x = x + mpiad.mpi_exchange(x, dest, source, comm=grid)
+        return x
+
+    total = np.eye(2 * size)
+    for axis in range(2):
+        sources = []
+        for r in range(size):
+            place = np.array(np.unravel_index(r, dims))
+            place[axis] -= 1
+            sources.append(None if place[0] < 0 else int(np.ravel_multi_index(place, dims, mode="wrap")))
+        total = total + reference.move([(2,)] * size, sources).jacobian(np.zeros(0)) @ total
+    program = reference.linear([(2,)] * size, [(2,)] * size, total)
+    check(fun, program, arrays(rngs, (2,)), rngs, grid)
+    grid.Free()
+
+
+def test_the_world_is_the_default_communicator():
+    assert channel(WORLD, "test") is channel(None, "test")
+
+
+def test_duplicates_are_private_and_freed_with_the_communicator(rank):
+    comm = WORLD.Dup()
+    used = channel(comm, "test")
+    assert channel(comm, "test") is used
+    for mine in (used.data, used.reverse):
+        assert MPI.Comm.Compare(mine, comm) == MPI.CONGRUENT
+    comm.Free()
+    assert used.data == used.reverse == MPI.COMM_NULL
+
+
+@pytest.mark.limit(120)
+def test_freed_communicators_leave_nothing_behind():
+    """More than MPI has numbers for: MPICH ends after about 2,000."""
+    for _ in range(800):
+        comm = MPI.COMM_SELF.Dup()
+        mpiad.mpi_exscan(1.0, comm)
+        comm.Free()
+
+
+def test_users_own_collectives_in_between(rank, size):
+    def fun(x):
+        request = WORLD.Ibarrier()
+        y = mpiad.mpi_allreduce(x)
+        assert WORLD.allreduce(1) == size
+        y = y * mpiad.mpi_allreduce(x)
+        request.Wait()
+        return y
+
+    total = size * (size + 1) / 2
+    assert mpiad.grad(fun)(1.0 + rank) == 2 * total
