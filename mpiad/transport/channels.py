@@ -36,7 +36,8 @@ class Channel:
 
     def _open(self) -> None:
         self.data, self.reverse = self.user.Dup(), self.user.Dup()
-        self.tag_limit = min(self.data.Get_attr(MPI.TAG_UB), 2**31 - 1)
+        # MPI promises this attribute on the world alone.
+        self.tag_limit = min(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB), 2**31 - 1)
         self.sent: dict[tuple[int, int], int] = {}
         self.received: dict[tuple[int, int], int] = {}
         self.pending: list[tuple[Any, np.ndarray]] = []
