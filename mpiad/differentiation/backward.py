@@ -52,13 +52,15 @@ def _sweep(nodes: list[Any], totals: list[Any], variables: int, keep: bool) -> N
         node, g = nodes[place], totals[place]
         like = node.like
         if like is None:
-            if g is None:
-                continue  # nothing depends on it, and no other rank knows of it
+            if g is None:  # nothing depends on it, and no other rank knows of it
+                if not keep:
+                    node.pull = None
+                continue
         elif like.dtype is not None:
             # A communication is visited whether or not anything depends on its result here: its partners wait for it.
             g = like.zeros() if g is None else conform(g, *like)
         totals[place] = None
-        for parent, part in zip(node.parents, node.vjp(g)):
+        for parent, part in zip(node.inputs, node.pull(g)):
             total = totals[parent]
             # The commonest case needs no call: the first cotangent, kept by reference.
             if total is None and type(part) is _ndarray:
@@ -66,4 +68,5 @@ def _sweep(nodes: list[Any], totals: list[Any], variables: int, keep: bool) -> N
             elif part is not None:
                 totals[parent], owned[parent] = accumulate(total, owned[parent], part)
         if not keep:
-            nodes[place] = None  # what it holds for its adjoint is free for the next one
+            node.pull = None  # what it holds for its adjoint is free for the next one, also where the user keeps its value
+            nodes[place] = None

@@ -3,6 +3,10 @@
 The type of the traced input's node decides the type of all nodes that follow, so autograd's operators and functions
 make these nodes by themselves. Each looks up a rule of ours before autograd's. A node knows its parents by their place
 on the tape, not by reference: what outlives the trace (a loss kept in a list) holds no part of the graph.
+
+Such a lasting value is a constant. Its trace number may be that of a later trace, of any kind, and the type of its node
+then decides what nodes are made: so the nodes of a trace change their type at its end, to one that makes nodes of the
+type of an input that is still traced.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from mpiad.differentiation.rules import JVP_RULES, VJP_RULES
 from mpiad.differentiation.rules.transposition import tangent_by_transposition
 from mpiad.transport import Spec
 
-__all__ = ["OrderedNode", "TangentNode"]
+__all__ = ["LastingNode", "OrderedNode", "TangentNode"]
 
 
 class OrderedNode(VJPNode):
@@ -27,50 +31,42 @@ class OrderedNode(VJPNode):
     ----------
     tape : OrderedTape
     index : int
-        Place on the tape; -1 for a node of an ended trace, whose value is a constant.
-    parents : tuple of int
-        Places of its traced inputs.
-    vjp : callable or None
-        None for the variables.
+        Place on the tape.
+    inputs : tuple of int
+        Places of its traced inputs. (`parents` is what a trace of plain autograd sees of a lasting value: none.)
+    pull : callable or None
+        From its cotangent to those of the inputs; None for the variables.
     like : Spec or None
         None for local steps; for a communication the shape and dtype of its result (`Spec(None, None)` where it has
         none). It is visited always.
     """
 
-    __slots__ = ("index", "like", "tape")
+    __slots__ = ("index", "inputs", "like", "pull", "tape")
+    parents: Any = ()
 
     def __init__(self, value: Any, fun: Any, args: Any, kwargs: Any, parent_argnums: Any, parents: Sequence[Any]):
         tape = parents[0].tape
-        record = tape.record
-        # The ways are kept apart for speed: one node is made for each operation of the user's.
         if len(parents) == 1:
-            if record is None:
-                self._end()
-                return
-            self.parents = (parents[0].index,)
-        elif record is not None and _all_on(tape, parents):
-            self.parents = tuple([parent.index for parent in parents])
+            self.inputs = (parents[0].index,)
+        elif _all_on(tape, parents):
+            self.inputs = tuple([parent.index for parent in parents])
         else:
-            # A value that outlived its own trace has met one of this trace: the first is a constant.
-            kept = [(argnum, p) for argnum, p in zip(parent_argnums, parents) if p.tape.record is not None]
-            if not kept:
-                self._end()
-                return
-            parent_argnums = tuple([argnum for argnum, _ in kept])
-            tape, record = kept[0][1].tape, kept[0][1].tape.record
-            self.parents = tuple([parent.index for _, parent in kept])
-        # Made now and not in the reverse pass, so that an error shows the user's own line.
+            parent_argnums, parents = _still_traced(parent_argnums, parents)
+            self.inputs = tuple([parent.index for parent in parents])
         rule = VJP_RULES.get(fun)
         if rule is None:
             rule = primitive_vjps.get(fun)
             if rule is None:
                 raise NotImplementedError(f"the adjoint of {_name(fun)} for argument {parent_argnums} isn't defined")
-        self.vjp = rule(parent_argnums, value, args, kwargs)
+        self.pull = rule(parent_argnums, value, args, kwargs)
+        record = tape.record
         self.tape, self.like, self.index = tape, None, len(record)
         record.append(self)
 
-    def _end(self) -> None:
-        self.tape, self.like, self.index, self.parents, self.vjp = _ENDED, None, -1, (), None
+    @staticmethod
+    def vjp(g: Any) -> tuple:
+        """Return no cotangents, where plain autograd asks a lasting value for them."""
+        return ()
 
     @classmethod
     def variable(cls, tape: Any) -> OrderedNode:
@@ -78,10 +74,10 @@ class OrderedNode(VJPNode):
         return cls.placed(tape, (), None, None)
 
     @classmethod
-    def placed(cls, tape: Any, parents: tuple[int, ...], vjp: Any, like: Spec | None) -> OrderedNode:
+    def placed(cls, tape: Any, inputs: tuple[int, ...], pull: Any, like: Spec | None) -> OrderedNode:
         """Make a node and note it on the tape."""
         node = cls.__new__(cls)
-        node.tape, node.parents, node.vjp, node.like = tape, parents, vjp, like
+        node.tape, node.inputs, node.pull, node.like = tape, inputs, pull, like
         node.index = len(tape.record)
         tape.record.append(node)
         return node
@@ -94,18 +90,45 @@ def _all_on(tape: Any, parents: Sequence[Any]) -> bool:
     return True
 
 
+def _still_traced(argnums: Sequence[int], parents: Sequence[Any]) -> tuple[tuple[int, ...], tuple[Any, ...]]:
+    kept = [k for k, parent in enumerate(parents) if getattr(parent, "tape", _OPEN).record is not None]
+    return tuple([argnums[k] for k in kept]), tuple([parents[k] for k in kept])
+
+
 def _name(fun: Any) -> str:
     return getattr(fun, "__name__", repr(fun))
 
 
-class _Ended:
-    """The tape of what outlived its trace."""
+class _Tape:
+    """Stands for the tape of an ended trace, or of one of plain autograd."""
+
+    __slots__ = ("record",)
+
+    def __init__(self, record: Any):
+        self.record = record
+
+
+_ENDED, _OPEN = _Tape(None), _Tape(())
+
+
+class LastingNode(OrderedNode):
+    """What a node becomes at the end of its trace; called as a type, it makes a node of what is still traced."""
 
     __slots__ = ()
-    record = None
+
+    def __new__(cls, value: Any, fun: Any, args: Any, kwargs: Any, parent_argnums: Any, parents: Any) -> Any:
+        """Make a node of the type of the first input that is still traced, or that of a constant."""
+        parent_argnums, parents = _still_traced(parent_argnums, parents)
+        if parents:
+            return type(parents[0])(value, fun, args, kwargs, parent_argnums, parents)
+        return _CONSTANT
+
+    def __init__(self, *args: Any):
+        """Leave the one constant as it is."""
 
 
-_ENDED = _Ended()
+_CONSTANT: Any = object.__new__(LastingNode)
+_CONSTANT.tape = _ENDED
 
 
 class TangentNode(JVPNode):
@@ -113,15 +136,18 @@ class TangentNode(JVPNode):
 
     __slots__ = ("tape",)
 
+    def __new__(cls, value: Any, fun: Any, args: Any, kwargs: Any, parent_argnums: Any, parents: Any) -> Any:
+        """Make a node, of another type where the first input has outlived its trace: these nodes are kept nowhere."""
+        if parents[0].tape.record is None:
+            return LastingNode(value, fun, args, kwargs, parent_argnums, parents)
+        return object.__new__(cls)
+
     def __init__(self, value: Any, fun: Any, args: Any, kwargs: Any, parent_argnums: Any, parents: Sequence[Any]):
         tape = parents[0].tape
-        if tape.record is None or not _all_on(tape, parents):
-            kept = [(argnum, p) for argnum, p in zip(parent_argnums, parents) if p.tape.record is not None]
-            if not kept:
-                self.tape, self.g = _ENDED, None
-                return
-            parent_argnums, parents = tuple([argnum for argnum, _ in kept]), [parent for _, parent in kept]
-            tape = parents[0].tape
+        if tape.record is None:
+            return  # made by LastingNode
+        if not _all_on(tape, parents):
+            parent_argnums, parents = _still_traced(parent_argnums, parents)
         tangents = [parent.g for parent in parents]
         rule = JVP_RULES.get(fun) or primitive_jvps.get(fun)
         if rule is not None:
@@ -135,11 +161,12 @@ class TangentNode(JVPNode):
     @classmethod
     def placed(cls, tape: Any, tangent: Any) -> TangentNode:
         """Make a node with a tangent that is known."""
-        node = cls.__new__(cls)
+        node = object.__new__(cls)
         node.tape, node.g = tape, tangent
         return node
 
 
 # What carries no derivative (comparisons, rounding) isn't recorded here either.
 notrace_primitives[OrderedNode] = notrace_primitives[VJPNode]
+notrace_primitives[LastingNode] = notrace_primitives[VJPNode]
 notrace_primitives[TangentNode] = notrace_primitives[JVPNode]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from mpiad.differentiation.nodes import OrderedNode, TangentNode
+from mpiad.differentiation.nodes import LastingNode, OrderedNode, TangentNode
 from mpiad.differentiation.numbering import enter, leave
 from mpiad.primitives.operation import Tape, current, suspended
 from mpiad.transport import Channel, Spec
@@ -71,6 +71,11 @@ class OrderedTape(_Tape):
     """The tape of a trace that is to be run backwards."""
 
     __slots__ = ()
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        for node in self.record:
+            node.__class__ = LastingNode
+        super().__exit__(kind, error, trace)
 
     def communicated(
         self, operation: Any, ans: Any, x: Any, params: Any, argnums: tuple[int, ...], parents: tuple[Any, ...]
