@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -122,6 +123,6 @@ def _wrong_setting(s: Settings) -> Exception | None:
         return ValueError(
             f"linalg.solve: rtol and atol must be zero or more, and one above zero, but got {s.rtol!r} and {s.atol!r}."
         )
-    if s.maxiter is not None and (isinstance(s.maxiter, bool) or not isinstance(s.maxiter, int) or s.maxiter < 1):
+    if s.maxiter is not None and (not isinstance(s.maxiter, Integral) or s.maxiter < 1):
         return ValueError(f"linalg.solve: maxiter must be None or an integer above zero, but got {s.maxiter!r}.")
     return None

@@ -83,7 +83,7 @@ class System:
         return self._checked(self._preconditioner(r, *self._rest), "preconditioner")
 
     def _checked(self, out: Any, name: str) -> LocalArray:
-        if type(out) is np.ndarray and out.shape == self._shape and out.dtype.kind == "f":
+        if isinstance(out, np.ndarray) and out.shape == self._shape and out.dtype.kind == "f":
             return out
         if self._problem is None:
             self._problem = _problem_with(out, name, self._shape)
