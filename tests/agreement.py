@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import time
 from collections.abc import Iterator
 from typing import TextIO
@@ -65,6 +66,16 @@ def merged_text(texts: list[str | None]) -> str:
     return "\n".join(blocks)
 
 
+def clear_messages(report: pytest.TestReport) -> None:
+    """Renew the library's communicators: a test that fails may leave messages, which the next test would take."""
+    reset = getattr(sys.modules.get("mpiad"), "reset", None)
+    if reset is not None and report.when == "call":
+        try:
+            reset()
+        except Exception as error:
+            report.sections.append(("mpiad.reset after the failure", repr(error)))
+
+
 class Agreement:
     """The plugin; `report` is where a rank writes that it waits in vain."""
 
@@ -98,6 +109,7 @@ class Agreement:
             self.give_up(report)
         if extremes[0] == FAILED or extremes[0] != -extremes[1]:
             self.fail_everywhere(report)
+            clear_messages(report)
         return report
 
     def fail_everywhere(self, report: pytest.TestReport) -> None:

@@ -112,6 +112,27 @@ def test_a_failure_everywhere_shows_the_source_once(suite):
 
 
 @pytest.mark.launches
+def test_messages_of_a_failed_test_do_not_meet_the_next(suite):
+    job = suite(
+        """
+import mpiad
+
+def test_fails_with_a_message_under_way(rank):
+    if rank == 1:
+        mpiad.mpi_send(1.0, 0)
+    assert rank == 1
+
+def test_next(rank):
+    if rank == 1:
+        mpiad.mpi_send(2.0, 0)
+    else:
+        assert mpiad.mpi_recv(0.0, 1) == 2.0
+"""
+    )
+    assert "1 failed, 1 passed" in job.stdout, job.stdout + job.stderr
+
+
+@pytest.mark.launches
 def test_a_failure_that_leaves_others_waiting_ends_the_job(suite):
     text = "def test_uneven(rank):\n    assert rank == 0, 'only here'\n    WORLD.barrier()\n"
     job = suite(text, MPIAD_TEST_PATIENCE="1")
