@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from autograd import tracer
-from autograd.core import VJPNode
+from autograd.core import JVPNode, VJPNode
 
 from mpiad.errors import ForeignTraceError
 
@@ -42,7 +42,7 @@ def refuse_foreign_trace(tape: Any, call: str) -> None:
 
 
 def raise_for_foreign(call: str) -> NoReturn:
-    """Raise for a point-to-point call inside a reverse-mode derivative of plain autograd."""
+    """Raise for a point-to-point call inside a derivative of plain autograd."""
     raise ForeignTraceError(f"{call} was called inside a derivative of plain autograd. {_ADVICE}")
 
 
@@ -50,7 +50,7 @@ def _trace_is_open(tape: Any) -> bool:
     frame: Any = sys._getframe(1)
     foreign = tracer.trace.__code__
     while frame is not None:
-        if frame.f_code is foreign and _differentiates_backwards(frame):
+        if frame.f_code is foreign and _differentiates(frame):
             return True
         # Our own traces run the user's function from here: what lies further out is around our tape.
         if tape is not None and frame.f_globals.get("__name__") == "mpiad.differentiation.trace":
@@ -59,8 +59,9 @@ def _trace_is_open(tape: Any) -> bool:
     return False
 
 
-def _differentiates_backwards(frame: Any) -> bool:
-    return type(frame.f_locals.get("start_node")) is VJPNode
+def _differentiates(frame: Any) -> bool:
+    # Forwards too: a receive, which has no traced input, would leave the tangent for the next message.
+    return type(frame.f_locals.get("start_node")) in (VJPNode, JVPNode)
 
 
 def checked_adjoint(vjp: Callable, call: str, level: int) -> Callable:
