@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+import autograd.numpy as anp
 import numpy as np
 from autograd.tracer import Box
 
@@ -78,6 +79,9 @@ def share(value: Any, weight: float, problem: Problem | None, channel: Channel) 
         if type(part) is not float:
             part = part.astype(np.float64) if hasattr(part, "astype") else float(part)
         part = part if weight == 1.0 else part * weight
+    elif problem is None and type(value) in Box.types:
+        # Plain autograd around this call runs the adjoint where the input is traced: on all ranks, or on none.
+        part = anp.where(False, anp.reshape(value, ()), np.float64(0.0))
     return communicate(_SHARE, part, Sharing(channel, problem))
 
 
