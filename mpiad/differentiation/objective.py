@@ -8,6 +8,7 @@ around this one.
 from __future__ import annotations
 
 import math
+import threading
 from typing import Any, NamedTuple
 
 import autograd.numpy as anp
@@ -85,9 +86,18 @@ def share(value: Any, weight: float, problem: Problem | None, channel: Channel) 
     return communicate(_SHARE, part, Sharing(channel, problem))
 
 
+class _Buffers(threading.local):
+    """Kept, since this is part of every gradient, also of those that take microseconds; each thread has its own."""
+
+    def __init__(self) -> None:
+        self.sent, self.shared = np.zeros(2), np.zeros(2)
+
+
+_buffers = _Buffers()
+
+
 def _forward(x: Any, p: Sharing) -> Any:
-    # Kept buffers: this is part of every gradient, also of those that take microseconds.
-    sent, shared = p.channel.share_in, p.channel.share_out
+    sent, shared = _buffers.sent, _buffers.shared
     sent[0], sent[1] = p.problem is not None, x
     p.channel.data.Allreduce(sent, shared)
     if shared[0]:

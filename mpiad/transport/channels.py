@@ -31,7 +31,6 @@ class Channel:
         self.rank, self.size = user.rank, user.size
         self.fault: str | None = None
         self.pairs_compared = False
-        self.share_in, self.share_out = np.zeros(2), np.zeros(2)
         self._open()
 
     def _open(self) -> None:
