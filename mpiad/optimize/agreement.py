@@ -75,7 +75,7 @@ class Agreement:
 
     def _raise_everywhere(self, failure: BaseException | None) -> None:
         failed: list[int] = np.flatnonzero(self._all).tolist()
-        self._watch.close(failed)
+        self._watch.close(failed=True)
         described = self._comm.bcast(None if failure is None else _described(failure), failed[0])
         others = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
         self.error = _error_from(described, failed[0], others)

@@ -2,8 +2,9 @@
 
 A rank whose part of an evaluation fails goes to the agreement on the status of all ranks. There the others meet it when
 their own parts are done, however long these take: unless they wait for that rank inside a communication. A rank that
-waits can't look around, so each has a second thread, which wakes up five times a second. Once the failed rank has told
-it, it looks where its main thread is, and answers if that has been inside one and the same communication for a while.
+waits can't look around, so each has a second thread, which wakes up five times a second. Once a failed rank has told it,
+it tells that rank whenever its main thread begins to wait, moves on, or arrives at the agreement. When some wait and
+none moves, nobody ever will.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
@@ -20,7 +20,7 @@ from mpiad.transport.notices import Notices, threads_may_communicate
 
 __all__ = ["Watch"]
 
-_FAILED, _WAITING = 1, 2
+_FAILED, _MOVES, _WAITS, _ARRIVED = range(1, 5)
 _TICK = 0.2
 _WAITS_AFTER = 0.5
 # In code of the user's own a communication by bare mpi4py can't be told from a long computation.
@@ -28,6 +28,8 @@ _STUCK_AFTER = 10.0
 _COMMUNICATES = ("mpiad.transport", "mpiad.primitives", "mpiad.differentiation", "mpiad.domain", "mpiad.linalg")
 # Without a second thread the failed rank can only wait for so long.
 _PATIENCE = 1.5
+# MPI's abort may return some time before the launcher kills this process.
+_DEATH_WITHIN = 2.0
 
 
 class Watch:
@@ -36,8 +38,9 @@ class Watch:
     def __init__(self, comm: Comm):
         self._comm, self._notices = comm, Notices(comm)
         self._watched = threading.get_ident()
-        self._noticed: set[int] = set()
-        self._answered = False
+        self._told: dict[int, int] = {}  # failed ranks, and what they know of this one
+        self._states = dict.fromkeys(set(range(comm.size)) - {comm.rank}, _MOVES)
+        self._ear = threading.Lock()
         self._place: tuple[FrameType, int, float] | None = None
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
@@ -47,53 +50,66 @@ class Watch:
 
     def _look_out(self) -> None:
         while not self._done.wait(_TICK):
-            source = self._notices.take(_FAILED)
-            if source is not None:
-                self._noticed.add(source)
-            if self._noticed and not self._answered and self._waits():
-                self._answered = True
-                for rank in self._noticed:
-                    self._notices.post(rank, _WAITING)
+            self._hear()
+            if self._told:
+                self._tell(self._state())
 
-    def _waits(self) -> bool:
-        """Tell whether the main thread has been at one instruction for too long."""
+    def _hear(self) -> None:
+        """Take all notices that have come, in their order, whichever thread looks."""
+        with self._ear:
+            while (notice := self._notices.take()) is not None:
+                source, kind = notice
+                if kind == _FAILED:
+                    self._told[source] = _MOVES
+                else:
+                    self._states[source] = kind
+
+    def _tell(self, state: int) -> None:
+        for rank in list(self._told):
+            if self._told[rank] != state:
+                self._told[rank] = state
+                self._notices.post(rank, state)
+
+    def _state(self) -> int:
+        """Return what the main thread does: whether it has been at one instruction for long."""
         frame, now = sys._current_frames().get(self._watched), time.monotonic()
         if frame is None:
-            return False
+            return _MOVES
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith("mpiad.optimize"):
+            return _ARRIVED
         if self._place is None or self._place[0] is not frame or self._place[1] != frame.f_lasti:
             self._place = frame, frame.f_lasti, now  # the frame is kept, so that no other can have its identity
-            return False
-        inside = frame.f_globals.get("__name__", "").startswith(_COMMUNICATES)
-        return now - self._place[2] >= (_WAITS_AFTER if inside else _STUCK_AFTER)
+        limit = _WAITS_AFTER if module.startswith(_COMMUNICATES) else _STUCK_AFTER
+        return _WAITS if now - self._place[2] >= limit else _MOVES
 
     def wait_as_failed(self, request: Any, error: BaseException) -> None:
         """Wait until all ranks have come to an agreement; end the job where one never will."""
         start = time.monotonic()
-        for rank in range(self._comm.size):
-            if rank != self._comm.rank:
-                self._notices.post(rank, _FAILED)
+        for rank in self._states:
+            self._notices.post(rank, _FAILED)
         while not request.Test():
-            waiting = self._notices.take(_WAITING)
-            if waiting is not None:
-                _end_job(error, f"rank {waiting} waits for it in a communication")
-            elif self._thread is None and time.monotonic() - start > _PATIENCE:
+            self._hear()
+            waiting = [rank for rank, state in self._states.items() if state == _WAITS]
+            if waiting and _MOVES not in self._states.values():
+                _end_job(error, f"rank {waiting[0]} waits in a communication and no rank moves on")
+            if self._thread is None and time.monotonic() - start > _PATIENCE:
                 _end_job(error, f"another rank has not finished its part for {_PATIENCE} seconds")
             time.sleep(1e-3)
 
-    def close(self, failed: Sequence[int] = ()) -> None:
-        """End the lookout and take the notices that the failed ranks have posted."""
+    def close(self, failed: bool = False) -> None:
+        """End the lookout; all ranks say whether there was a failure, after which notices may be under way."""
         self._done.set()
         if self._thread is not None:
             self._thread.join()
         self._place = None
-        for rank in failed:
-            if rank != self._comm.rank and rank not in self._noticed:
-                self._notices.take_from(rank, _FAILED)
-        self._notices.close()
+        if failed:
+            self._notices.drain()
 
 
 def _end_job(error: BaseException, reason: str) -> None:
-    sys.stderr.write(f"mpiad: minimize can't raise this exception on all ranks, since {reason}.\n")
+    sys.stderr.write(f"mpiad: minimize can't raise this exception on all ranks: {reason}.\n")
     # The hook that the library installs ends the job. Where there is another (MPIAD_ABORT=0), this rank raises alone.
     sys.excepthook(type(error), error, error.__traceback__)
+    time.sleep(_DEATH_WITHIN)
     raise error

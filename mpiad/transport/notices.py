@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -24,24 +25,31 @@ class Notices:
         self._comm = comm
         self._empty = np.empty(0)
         self._posted: list[Any] = []
+        self._sent: Counter[Rank] = Counter()
+        self._taken: Counter[Rank] = Counter()
 
     def post(self, dest: Rank, kind: int) -> None:
         """Send a notice, without waiting."""
         self._posted.append(self._comm.Isend(self._empty, dest, kind))
+        self._sent[dest] += 1
 
-    def take(self, kind: int) -> Rank | None:
-        """Return the rank that a notice came from, None where there is none."""
+    def take(self) -> tuple[Rank, int] | None:
+        """Return sender and kind of the next notice, None where there is none; one thread at a time."""
         status = MPI.Status()
-        if not self._comm.Iprobe(MPI.ANY_SOURCE, kind, status):
+        if not self._comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, status):
             return None
-        return self.take_from(status.source, kind)
+        self._receive(status.source, status.tag)
+        return status.source, status.tag
 
-    def take_from(self, source: Rank, kind: int) -> Rank:
-        """Wait for the notice of one rank."""
-        self._comm.Recv(self._empty, source, kind)
-        return source
+    def _receive(self, source: Rank, tag: int) -> None:
+        self._comm.Recv(self._empty, source, tag)
+        self._taken[source] += 1
 
-    def close(self) -> None:
-        """Complete what was posted, once all of it was taken."""
+    def drain(self) -> None:
+        """Take all that is still under way, so that the communicator can be freed; all its ranks call it."""
+        size = self._comm.size
+        for source, sent in enumerate(self._comm.alltoall([self._sent[rank] for rank in range(size)])):
+            while self._taken[source] < sent:
+                self._receive(source, MPI.ANY_TAG)
         MPI.Request.Waitall(self._posted)
         self._posted.clear()

@@ -1,0 +1,100 @@
+"""The small examples print what their closed forms say, on the ranks of their first lines and on others."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.launches
+
+Run = Callable[..., CompletedProcess]
+NUMBER = re.compile(r"-?\d+\.?\d*(?:e[+-]?\d+)?")
+
+
+def lines_of(done: CompletedProcess) -> list[str]:
+    """Return what a program printed, once it has ended well."""
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.strip().splitlines()
+
+
+def numbers_after(label: str, line: str) -> list[float]:
+    """Return the numbers that follow a label in a line, up to the next label."""
+    tail = re.split(r"[a-z]{2,}", line.split(label, 1)[1], maxsplit=1)[0]
+    return [float(number) for number in NUMBER.findall(tail)]
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+def test_sum_of_powers(mpirun: Run, ranks: int) -> None:
+    first, second = lines_of(mpirun(ranks, "examples/sum_of_powers.py"))
+    for line, theta in ((first, 1.0), (second, 0.5)):
+        polynomial = np.polynomial.Polynomial(np.ones(ranks))
+        assert numbers_after("f = ", line) == pytest.approx([polynomial(theta)], abs=1e-6)
+        assert numbers_after("df/dtheta = ", line) == pytest.approx([polynomial.deriv()(theta)], abs=1e-6)
+    if ranks == 4:
+        assert "f = 4.000000, df/dtheta = 6.000000" in first
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_reduce_sum(mpirun: Run, ranks: int) -> None:
+    lines = lines_of(mpirun(ranks, "examples/reduce_sum.py"))
+    assert len(lines) == ranks
+    for line in lines:
+        assert numbers_after("L = ", line) == [55.0 * ranks * (ranks - 1) / 2]
+        assert numbers_after("gradient of a = ", line) == [1.0] * 10
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_broadcast(mpirun: Run, ranks: int) -> None:
+    lines = lines_of(mpirun(ranks, "examples/broadcast.py"))
+    assert len(lines) == ranks
+    for rank, line in enumerate(lines):
+        assert numbers_after("L = ", line) == [{2: 20.0, 4: 360.0}[ranks]]
+        assert numbers_after("gradient of a = ", line) == [{2: 4.0, 4: 24.0}[ranks] * (rank == ranks - 1)] * 10
+
+
+def test_send_receive(mpirun: Run) -> None:
+    lines = lines_of(mpirun(4, "examples/send_receive.py"))
+    before = [0.0, 2.0, 8.0, 6.0]  # rank 2's a counts twice, rank 0's not at all
+    after = [4.0, 2.0, 4.0, 6.0]  # ranks 0 and 2 both hold what was rank 2's
+    for rank, line in enumerate(lines):
+        assert numbers_after("J = ", line) == [10.0 * (4 + 1 + 4 + 9)]
+        assert numbers_after("gradient before ", line) == [before[rank]] * 10
+        assert numbers_after("after ", line) == [after[rank]] * 10
+
+
+@pytest.mark.parametrize("ranks, mebibytes", [(1, 1), (2, 64), (4, 4)])
+def test_halo_deadlock(mpirun: Run, ranks: int, mebibytes: int) -> None:
+    lines = lines_of(mpirun(ranks, "examples/halo_deadlock.py", "--mebibytes", mebibytes))
+    squares = sum((1 + rank) ** 2 for rank in range(ranks))
+    for line, count in zip(lines, (1, mebibytes * 2**17), strict=True):
+        assert int(line.split()[0]) == 8 * count
+        assert numbers_after("J = ", line)[0] == pytest.approx(count * squares / 2, rel=1e-5)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_custom_operator(mpirun: Run, ranks: int) -> None:
+    lines = lines_of(mpirun(ranks, "examples/custom_operator.py"))
+    n = 8 * ranks
+    u = np.sin(1.0 + np.arange(n) ** 2)
+    # A periodic ring is diagonal in Fourier space: each wave decays by its own factor in each of the 20 steps.
+    decay = (1 - 0.4 * (1 - np.cos(2 * np.pi * np.arange(n) / n))) ** 20
+    diffused = np.fft.ifft(decay * np.fft.fft(u)).real
+    gradient = 2 * np.fft.ifft(decay * np.fft.fft(diffused)).real
+    for rank, line in enumerate(lines):
+        assert numbers_after("J = ", line) == pytest.approx([diffused @ diffused], abs=1e-11)
+        assert numbers_after("first cell ", line) == pytest.approx([gradient[8 * rank]], abs=1e-11)
+
+
+def test_every_example_names_its_command_and_is_tested(request: pytest.FixtureRequest) -> None:
+    folder = request.config.rootpath
+    tests = "".join(path.read_text() for path in sorted(Path(__file__).parent.glob("test_*.py")))
+    for path in sorted((folder / "examples").glob("*.py")):
+        name = f"examples/{path.name}"
+        assert f'"{name}"' in tests, f"{name} isn't run by a test"
+        first_lines = path.read_text().splitlines()[:4]
+        assert any(re.fullmatch(rf"    mpiexec -n \d+ python {name}", line) for line in first_lines), name

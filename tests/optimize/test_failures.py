@@ -1,0 +1,263 @@
+"""What ends a solve ends it on all ranks, and the next one works."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from subprocess import CompletedProcess
+from typing import Any
+
+import autograd.numpy as anp
+import numpy as np
+import pytest
+from autograd.extend import defvjp, primitive
+from mpi4py import MPI
+
+import mpiad
+from mpiad.errors import WorkerError
+from mpiad.optimize import minimize
+from mpiad.optimize.root_driven import RootDriven
+
+
+def bowl(x: Any) -> Any:
+    return anp.sum((x - 3.0) ** 2 * np.arange(1, 4))
+
+
+def fails_at(evaluation: int, failing: int, rank: int, error: BaseException) -> Callable[[Any], Any]:
+    """Return an objective that raises on one rank."""
+    count = [0]
+
+    def fun(x: Any) -> Any:
+        count[0] += 1
+        if count[0] == evaluation and rank == failing:
+            raise error
+        return bowl(x)
+
+    return fun
+
+
+def expect_worker_error(failing: int, words: str, *args: Any, **keywords: Any) -> WorkerError:
+    """Solve, and check the error on this rank and on all others; then solve again."""
+    with pytest.raises(WorkerError) as caught:
+        minimize(*args, **keywords)
+    error = caught.value
+    assert error.rank == failing and words in str(error) and words in error.traceback
+    assert "Traceback" in str(error) and f"rank {failing}" in str(error)
+    assert all(other == str(error) for other in MPI.COMM_WORLD.allgather(str(error)))
+    again = minimize(lambda x: mpiad.mpi_allreduce(bowl(x)), np.zeros(3))
+    np.testing.assert_allclose(again.x, 3.0, atol=1e-4)
+    return error
+
+
+@pytest.mark.parametrize("evaluation", [1, 3])
+@pytest.mark.parametrize("method", ["L-BFGS", "TNC", "SLSQP", "trust-constr"])
+def test_exception_in_the_function(evaluation: int, method: str, rank: int, size: int) -> None:
+    for failing in {0, size - 1}:
+        fun = fails_at(evaluation, failing, rank, ZeroDivisionError("no way"))
+        error = expect_worker_error(
+            failing, "ZeroDivisionError: no way", fun, np.zeros(3), method=method, objective="mean"
+        )
+        assert "test_failures.py" in error.traceback and "raise error" in error.traceback
+        assert (type(error.__cause__) is ZeroDivisionError) == (rank == failing)
+
+
+def test_exception_on_several_ranks(rank: int, size: int) -> None:
+    def fun(x: Any) -> Any:
+        raise KeyError(f"mine is {rank}")
+
+    error = expect_worker_error(0, "mine is 0", fun, np.zeros(3))
+    assert (f"and {size - 1} more" in str(error)) == (size > 1)
+
+
+def test_exit_in_the_function(rank: int, size: int) -> None:
+    expect_worker_error(
+        size - 1, "SystemExit: 4", fails_at(2, size - 1, rank, SystemExit(4)), np.zeros(3), objective="mean"
+    )
+
+
+def test_exception_in_the_backward_pass(rank: int, size: int) -> None:
+    broken = primitive(lambda x: x)
+
+    def adjoint(ans: Any, x: Any) -> Any:
+        def vjp(g: Any) -> Any:
+            raise ArithmeticError("in the adjoint")
+
+        return vjp
+
+    defvjp(broken, adjoint)
+    for method in ("L-BFGS", "SLSQP"):
+        expect_worker_error(
+            size - 1, "in the adjoint", lambda x: bowl(broken(x) if rank == size - 1 else x), np.zeros(3),
+            objective="sum", method=method,
+        )
+
+
+@pytest.mark.parametrize("source", ["jac", "hessp"])
+def test_exception_in_derivatives_of_the_user_s_own(source: str, rank: int, size: int) -> None:
+    def broken(x: Any, *rest: Any) -> Any:
+        if rank == size - 1:
+            raise LookupError("no derivative")
+        return np.zeros(3)
+
+    expect_worker_error(
+        size - 1, "no derivative", bowl, np.ones(3), method="Newton-CG", objective="mean", **{source: broken}
+    )
+
+
+@pytest.mark.mpi(min_size=2)
+def test_exception_between_a_send_and_its_receive(rank: int, size: int) -> None:
+    def fun(x: Any) -> Any:
+        if rank == 0:
+            mpiad.mpi_send(x, 1, tag=7)
+            raise RuntimeError("after the send")
+        return bowl(x)  # rank 1 doesn't receive
+
+    expect_worker_error(0, "after the send", fun, np.zeros(3), objective="mean")
+    if rank == 0:  # the old message isn't taken for this one
+        mpiad.mpi_send(np.full(3, 5.0), 1, tag=7)
+    elif rank == 1:
+        assert np.array_equal(mpiad.mpi_recv(np.zeros(3), 0, tag=7), np.full(3, 5.0))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_others_may_compute_for_long(rank: int, size: int) -> None:
+    def fun(x: Any) -> Any:
+        if rank == size - 1:
+            raise ValueError("at once")
+        time.sleep(2.5)
+        return bowl(x)
+
+    expect_worker_error(size - 1, "at once", fun, np.zeros(3), objective="mean")
+
+
+@pytest.mark.mpi(min_size=2)
+def test_others_may_communicate_among_themselves(rank: int, size: int) -> None:
+    comm = MPI.COMM_WORLD.Split(int(rank == size - 1), rank)
+    mpiad.mpi_init(comm)
+
+    def fun(x: Any) -> Any:
+        if rank == size - 1:
+            raise ValueError("at once")
+        if rank == 0:
+            time.sleep(2.0)  # the ranks between wait for this one, and not for the one that failed
+        for _ in range(20):
+            mpiad.mpi_allreduce(1.0, comm=comm)
+        return bowl(x)
+
+    expect_worker_error(size - 1, "at once", fun, np.zeros(3), objective="mean")
+    comm.Free()
+
+
+def test_exception_in_the_callback(rank: int) -> None:
+    def callback(x: Any) -> None:
+        raise KeyError("in the callback")
+
+    expect_worker_error(0, "in the callback", bowl, np.zeros(3), callback=callback)
+
+
+@pytest.mark.parametrize("value", ["array", "none", "text", "pair"])
+def test_wrong_value_on_one_rank(value: str, rank: int, size: int) -> None:
+    wrong = {"array": np.ones(2), "none": None, "text": "3.0", "pair": (1.0, 2.0)}[value]
+    with pytest.raises(TypeError, match=rf"one real number.*rank {size - 1}"):
+        minimize(lambda x: wrong if rank == size - 1 else bowl(x), np.zeros(3), objective="sum")
+    assert minimize(bowl, np.zeros(3)).success
+
+
+def test_wrong_gradient_on_one_rank(rank: int, size: int) -> None:
+    with pytest.raises(TypeError, match=r"expected shape \(3,\).*got \(2,\).*jac"):
+        minimize(
+            lambda x: 0.0, np.zeros(3), jac=lambda x: np.zeros(2 if rank == size - 1 else 3), objective="sum"
+        )
+    with pytest.raises(TypeError, match="jac=True fun must return"):
+        minimize(lambda x: 0.0, np.zeros(3), jac=True)
+
+
+def test_mistakes_that_only_the_root_can_see() -> None:
+    with pytest.raises(ValueError, match="upper bound is less than"):
+        minimize(bowl, np.zeros(3), bounds=[(1, 0)] * 3)
+    with pytest.raises(ValueError, match="number of bounds|length of|must match|broadcast"):
+        minimize(bowl, np.zeros(3), bounds=[(0, 1)] * 2)
+    assert minimize(bowl, np.zeros(3)).success
+
+
+def test_mistakes_on_one_rank_are_raised_on_all(rank: int, size: int) -> None:
+    last = rank == size - 1
+    with pytest.raises(ValueError, match="'Nelder-Mead'"):
+        minimize(bowl, np.zeros(3), method="Nelder-Mead" if last else "CG")
+    with pytest.raises(ValueError, match="objective"):
+        minimize(bowl, np.zeros(3), objective="total" if last else "sum")
+    with pytest.raises(TypeError, match="fun must be callable, but got float 3.0"):
+        minimize(3.0 if last else bowl, np.zeros(3))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="jac must be callable, but got str"):
+        minimize(bowl, np.zeros(3), jac="2-point" if last else None)  # type: ignore[arg-type]
+    for wrong in (np.array(["a"]), None, {"n": "text"}, []):
+        with pytest.raises(TypeError, match="x0 must hold"):
+            minimize(bowl, wrong)
+    with pytest.raises(ValueError, match="root"):
+        minimize(bowl, np.zeros(3), root=size)
+    if size > 1:
+        with pytest.raises(ValueError, match="same"):
+            minimize(bowl, np.zeros(3), method="CG" if last else "BFGS")
+    assert minimize(bowl, np.zeros(3)).success
+
+
+def test_traced_start_is_refused() -> None:
+    def outer(a: Any) -> Any:
+        return bowl(minimize(bowl, a).x)
+
+    with pytest.raises(TypeError, match="mpiad.stop"):
+        mpiad.grad(outer)(np.zeros(3))
+
+
+WAITING = """
+import sys, time
+import autograd.numpy as np
+import mpiad
+
+rank, count = mpiad.mpi_rank(), [0]
+
+def fun(x):
+    count[0] += 1
+    if rank == 1 and count[0] == 2:
+        print("raised", time.time(), flush=True)
+        raise ZeroDivisionError("on one rank only")
+    return mpiad.mpi_allreduce(np.sum((x - 3.0) ** 2))
+
+try:
+    mpiad.minimize(fun, np.zeros(3))
+finally:
+    print("left", rank, flush=True)
+"""
+
+
+@pytest.mark.launches
+def test_job_ends_where_others_wait_in_a_communication(mpirun: Callable[..., CompletedProcess]) -> None:
+    done = mpirun(3, WAITING, timeout=30)
+    ended = time.time()
+    raised = float(done.stdout.split("raised ", 1)[1].split()[0])
+    assert done.returncode != 0
+    assert "ZeroDivisionError: on one rank only" in done.stderr and "in fun" in done.stderr
+    assert "waits in a communication" in done.stderr
+    assert "left" not in done.stdout
+    assert ended - raised < 10.0  # two seconds, on cores that other processes don't need
+
+
+def test_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    solves = []
+
+    def kept(self: RootDriven, *args: Any) -> None:
+        made(self, *args)
+        solves.append(self)
+
+    made = RootDriven.__init__
+    monkeypatch.setattr(RootDriven, "__init__", kept)
+    before = threading.active_count()
+    minimize(bowl, np.zeros(3))
+    with pytest.raises(WorkerError):
+        minimize(lambda x: sys.exit(1), np.zeros(3))
+    with pytest.raises(ValueError, match="upper bound"):
+        minimize(bowl, np.zeros(3), bounds=[(1, 0)] * 3)
+    assert len(solves) == 3 and all(solve._comm == MPI.COMM_NULL for solve in solves)
+    assert threading.active_count() == before
