@@ -67,22 +67,7 @@ def value_and_grad(
     -------
     J and the gradient can be differentiated again, by a trace of this library around the call.
     """
-    check_objective(objective, "value_and_grad")
-
-    def evaluate(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        used = channel(comm, "value_and_grad")
-        weight = weight_of(objective, used, root_of(root, used, "value_and_grad"))
-        variables = variables_of(args, argnum, "value_and_grad")
-        traced = trace_backwards(lambda x: fun(*arguments_with(args, argnum, x), **kwargs), variables)
-        value, problem = _one_number(traced, weight)
-        # Before the reverse pass: where one rank's number is wrong, no rank starts to run backwards.
-        total = share(value, weight, problem, used)
-        gradients = _gradients(traced, value, weight, variables)
-        if shared:
-            gradients = shared_sum(gradients, comm)
-        return total, variables.filled(gradients, _no_gradient)
-
-    return evaluate
+    return _evaluator(fun, argnum, objective, shared, root, comm, "value_and_grad")
 
 
 def grad(
@@ -124,7 +109,7 @@ def grad(
     -------
     The gradient can be differentiated again.
     """
-    both = value_and_grad(fun, argnum, objective=objective, shared=shared, root=root, comm=comm)
+    both = _evaluator(fun, argnum, objective, shared, root, comm, "grad")
 
     def evaluate(*args: Any, **kwargs: Any) -> Any:
         return both(*args, **kwargs)[1]
@@ -132,9 +117,30 @@ def grad(
     return evaluate
 
 
-def _one_number(traced: Traced, weight: float) -> tuple[Any, Any]:
+def _evaluator(
+    fun: Function, argnum: int | tuple[int, ...], objective: str, shared: bool, root: Rank, comm: Comm, call: str
+) -> Callable[..., tuple[Any, Any]]:
+    check_objective(objective, call)
+
+    def evaluate(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        used = channel(comm, call)
+        weight = weight_of(objective, used, root_of(root, used, call))
+        variables = variables_of(args, argnum, call)
+        traced = trace_backwards(lambda x: fun(*arguments_with(args, argnum, x), **kwargs), variables)
+        value, problem = _one_number(traced, weight, call)
+        # Before the reverse pass: where one rank's number is wrong, no rank starts to run backwards.
+        total = share(value, weight, problem, used)
+        gradients = _gradients(traced, value, weight, variables)
+        if shared:
+            gradients = shared_sum(gradients, comm)
+        return total, variables.filled(gradients, _no_gradient)
+
+    return evaluate
+
+
+def _one_number(traced: Traced, weight: float, call: str) -> tuple[Any, Any]:
     value = traced.build(traced.values)
-    return value, traced.problem or problem_with(value, weight, "value_and_grad")
+    return value, traced.problem or problem_with(value, weight, call)
 
 
 def _gradients(traced: Traced, value: Any, weight: float, variables: Variables) -> list[Any]:

@@ -63,44 +63,38 @@ def finish_receive(receipt: Receipt, call: str) -> Any:
         Where the message has another number of bytes than the array it is received into.
     """
     receipt.envelope.channel.release(receipt.request)
-    status = MPI.Status()
-    try:
-        receipt.request.Wait(status)
-    except MPI.Exception as error:
-        _raise_if_truncated(error, receipt.buffer, receipt.envelope, call)
-        raise
-    return _verified(receipt.buffer, status, receipt.envelope, call)
+    return _completed(receipt, MPI.Status(), call)
 
 
 def receive(spec: Spec, envelope: Envelope, call: str) -> Any:
     """Receive an array; the envelope of a receive from anyone learns who it was."""
-    receipt, status = _receipt(spec, envelope), MPI.Status()
-    try:
-        receipt.request.Wait(status)
-    except MPI.Exception as error:
-        _raise_if_truncated(error, receipt.buffer, envelope, call)
-        raise
+    status = MPI.Status()
+    value = _completed(_receipt(spec, envelope), status, call)
     if envelope.number is None:
         envelope.answered_from(status.source, status.tag)
-    return _verified(receipt.buffer, status, envelope, call)
+    return value
 
 
 def swap(array: np.ndarray, there: Envelope, spec: Spec, back: Envelope, call: str) -> Any:
-    """Send to one rank and receive from another in one step, and wait for both."""
-    buffer, status = spec.empty(), MPI.Status()
+    """Send to one rank and receive from another, and wait for both."""
+    receipt = _receipt(spec, back)
+    sending = post_send(array, there)
+    value = _completed(receipt, MPI.Status(), call)
+    finish_send(sending, there)
+    return value
+
+
+def _completed(receipt: Receipt, status: Any, call: str) -> Any:
+    buffer = receipt.buffer
     try:
-        there.comm.Sendrecv(array, there.peer, there.mpi_tag, buffer, back.peer, back.mpi_tag, status)
+        receipt.request.Wait(status)
     except MPI.Exception as error:
-        _raise_if_truncated(error, buffer, back, call)
+        _raise_if_truncated(error, buffer, receipt.envelope, call)
         raise
-    return _verified(buffer, status, back, call)
-
-
-def _verified(buffer: np.ndarray, status: Any, envelope: Envelope, call: str) -> Any:
     # MPI reports what is too long; what is too short it receives without a word.
     got = status.Get_count(MPI.BYTE)
     if got != buffer.nbytes:
-        raise ValueError(_mismatch(buffer, f"{got} bytes", envelope, call))
+        raise ValueError(_mismatch(buffer, f"{got} bytes", receipt.envelope, call))
     return result(buffer)
 
 
