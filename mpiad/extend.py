@@ -18,9 +18,11 @@ from autograd.tracer import Box, new_box
 from mpiad._typing import Function
 from mpiad.primitives.cotangents import conform, spec_like, tangent_of
 from mpiad.primitives.foreign import checked_adjoint
-from mpiad.primitives.operation import Tape, current, differentiable, suspended
+from mpiad.primitives.operation import Tape, current, differentiable, refuse_suspended, suspended
 
-__all__ = ["Communicating", "communicating", "defadjoint", "defjvp", "defvjp", "defvjp_together"]
+__all__ = [
+    "Communicating", "communicating", "defadjoint", "defjvp", "defjvp_together", "defvjp", "defvjp_together",
+]
 
 _box_types = Box.types
 
@@ -111,6 +113,8 @@ def _apply_above(
     operator: Communicating, tape: Tape | None, args: tuple, kwargs: dict, argnums: tuple, parents: tuple, level: int
 ) -> Any:
     """Apply to values of a trace inside the current tape: plain autograd's, or an ended one of ours (constants)."""
+    for parent in parents:
+        refuse_suspended(parent, operator.__name__)
     ans = _apply(operator, tape, args, kwargs)
     node_type = type(parents[0])
     if (node_type is not VJPNode and node_type is not JVPNode) or not hasattr(ans, "dtype") or not differentiable(ans):
@@ -209,6 +213,28 @@ def defjvp(operator: Communicating, *rules: Callable | None) -> None:
         return total
 
     _checked(operator, "defjvp").forward = forward
+
+
+def defjvp_together(operator: Communicating, rule: Callable) -> None:
+    """Give an operator its tangent, one rule for all arguments: for those that share a costly part.
+
+    Parameters
+    ----------
+    operator : Communicating
+    rule : callable
+        ``rule(gs, ans, *args, **kwargs)`` returns the tangent of the result; `gs` has the tangent of each argument, None
+        where it isn't traced on this rank. It runs on every rank.
+
+    Raises
+    ------
+    TypeError
+        Where `operator` wasn't made by `communicating`.
+    """
+
+    def forward(tangents: dict[int, Any], ans: Any, args: tuple, kwargs: dict) -> Any:
+        return rule([tangents.get(k) for k in range(len(args))], ans, *args, **kwargs)
+
+    _checked(operator, "defjvp_together").forward = forward
 
 
 def defadjoint(operator: Communicating, adjoint: Function) -> Communicating:

@@ -7,8 +7,8 @@ import pytest
 from mpi4py import MPI
 
 import mpiad
-from mpiad.errors import ForeignTraceError
-from mpiad.extend import communicating, defadjoint, defjvp, defvjp, defvjp_together
+from mpiad.errors import ForeignTraceError, UnfinishedMessagesError
+from mpiad.extend import communicating, defadjoint, defjvp, defjvp_together, defvjp, defvjp_together
 from mpiad.testing import check_adjoint, check_grads
 
 COMM = MPI.COMM_WORLD.Dup()
@@ -128,6 +128,39 @@ def test_a_traced_variable_from_outside_is_refused():
         mpiad.grad(loss)(np.ones(2))
 
 
+def test_one_tangent_rule_for_all_arguments(rng):
+    product = communicating(lambda a, b: COMM.allreduce(float(a @ b)))
+    calls = []
+
+    def rule(gs, ans, a, b):
+        calls.append([g is None for g in gs])
+        parts = [anp.sum(g * other) for g, other in zip(gs, (b, a)) if g is not None]
+        return mpiad.mpi_allreduce(sum(parts))
+
+    defjvp_together(product, rule)
+    a, b, v = rng.standard_normal((3, 3))
+    value, tangent = mpiad.make_jvp(product, (0, 1))(a, b)((v, 2 * v))
+    np.testing.assert_allclose(tangent, COMM.allreduce(v @ b + 2 * a @ v), rtol=1e-13)
+    assert mpiad.make_jvp(product)(a, b)(v)[1] == pytest.approx(COMM.allreduce(v @ b))
+    assert calls == [[False, False], [False, True]]
+
+
+@pytest.mark.mpi(min_size=2)
+def test_an_exception_between_messages_in_a_body_marks_the_communicator(rank, size):
+    def body(x):
+        mpiad.mpi_send(x, RIGHT)
+        raise KeyError("between send and receive")
+
+    operator = communicating(body)
+    defadjoint(operator, body)
+    with pytest.raises(KeyError):
+        mpiad.grad(lambda x: anp.sum(operator(x)))(np.ones(2))
+    with pytest.raises(UnfinishedMessagesError, match="left an operator in which messages were under way"):
+        mpiad.mpi_allreduce(1.0)
+    mpiad.reset()
+    assert mpiad.mpi_allreduce(1.0) == size
+
+
 def test_operators_without_rules_and_rules_without_operators():
     operator = communicating(lambda x: x)
     assert operator(3.0) == 3.0
@@ -135,7 +168,7 @@ def test_operators_without_rules_and_rules_without_operators():
         mpiad.grad(lambda x: anp.sum(operator(x)))(np.ones(2))
     with pytest.raises(NotImplementedError, match="has no tangent"):
         mpiad.jvp(operator, np.ones(2), np.ones(2))
-    for rule in (defvjp, defjvp, defvjp_together, defadjoint):
+    for rule in (defvjp, defjvp, defvjp_together, defjvp_together, defadjoint):
         with pytest.raises(TypeError, match=f"{rule.__name__}: expected an operator made by"):
             rule(np.sin, lambda *args: None)
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from mpiad._typing import Function, LocalArray
 from mpiad.differentiation import make_jvp, make_vjp
-from mpiad.extend import communicating, defvjp_together
+from mpiad.extend import communicating, defjvp_together, defvjp_together
 from mpiad.linalg.conjugate_gradients import conjugate_gradients
 from mpiad.linalg.system import Settings, System
 from mpiad.primitives import mpi_allreduce, stop
@@ -101,13 +101,12 @@ def _adjoint(ans: LocalArray, b: LocalArray, *leaves: Any, problem: Problem) -> 
     return vjp
 
 
-def _tangent(tangents: dict[int, Any], ans: LocalArray, args: tuple, kwargs: dict) -> LocalArray:
+def _tangent(gs: list, ans: LocalArray, b: LocalArray, *leaves: Any, problem: Problem) -> LocalArray:
     """Return the derivative of the solution along tangents of b and of the leaves."""
-    problem, b, leaves = kwargs["problem"], args[0], args[1:]
-    residual = tangent_of(b, tangents.get(0))
+    residual = tangent_of(b, gs[0])
     if leaves:
         push = make_jvp(problem.product)([ans, *leaves])
-        along = [_direction(leaf, tangents.get(k)) for k, leaf in enumerate(leaves, 1)]
+        along = [_direction(leaf, g) for leaf, g in zip(leaves, gs[1:])]
         residual = residual - push([np.zeros(ans.shape, ans.dtype), *along])[1]
     return solution(residual, *leaves, problem=problem.derived())
 
@@ -117,7 +116,7 @@ def _direction(leaf: Any, tangent: Any) -> Any:
 
 
 defvjp_together(solution, _adjoint)
-solution.forward = _tangent
+defjvp_together(solution, _tangent)
 
 
 def _require_transpose(transposed: LocalArray, g: LocalArray, settings: Settings) -> None:

@@ -25,6 +25,8 @@ def point_to_point(comm: Comm, call: str) -> Channel:
     refuse_foreign_trace(tape, call)
     if tape is not None:
         tape.channels.add(used)
+    elif current.body is not None:
+        current.body.add(used)
     return used
 
 

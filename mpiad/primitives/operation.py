@@ -25,7 +25,7 @@ from mpiad.primitives.cotangents import conform, spec_like, tangent_of
 from mpiad.primitives.foreign import checked_adjoint, raise_for_foreign
 from mpiad.transport import Channel
 
-__all__ = ["Operation", "Tape", "communicate", "current", "differentiable", "suspended"]
+__all__ = ["Operation", "Tape", "communicate", "current", "differentiable", "refuse_suspended", "suspended"]
 
 _box_types = Box.types
 _NO_PARENTS: tuple = ((), ())
@@ -58,7 +58,10 @@ class Tape(Protocol):
 
 
 class _Current(threading.local):
+    """The current tape, and inside a body without one the channels of its point-to-point messages."""
+
     tape: Tape | None = None
+    body: set[Channel] | None = None
 
 
 current = _Current()
@@ -67,16 +70,20 @@ current = _Current()
 class suspended:
     """A context in which the current tape is another one: none, where an operation's body is one node."""
 
-    __slots__ = ("_kept", "_tape")
+    __slots__ = ("_body", "_kept", "_tape")
 
     def __init__(self, tape: Tape | None = None):
         self._tape = tape
 
     def __enter__(self) -> None:
-        self._kept, current.tape = current.tape, self._tape
+        self._kept, self._body = current.tape, current.body
+        current.tape, current.body = self._tape, set()
 
-    def __exit__(self, *exc: object) -> None:
-        current.tape = self._kept
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if kind is not None:
+            for channel in current.body or ():
+                channel.mark(f"{kind.__name__} left an operator in which messages were under way.")
+        current.tape, current.body = self._kept, self._body
 
 
 class Operation:
@@ -163,6 +170,7 @@ def _apply(operation: Operation, tape: Tape | None, x: Array, params: Any) -> An
 
 def _apply_above(operation: Operation, tape: Tape | None, x: Any, params: Any) -> Any:
     """Apply to a value of a trace inside the current tape: plain autograd's, or an ended one of ours (a constant)."""
+    refuse_suspended(x._node, operation.__name__)
     ans = _apply(operation, tape, x._value, params)
     node_type = type(x._node)
     if node_type is not VJPNode and node_type is not JVPNode:
@@ -171,6 +179,17 @@ def _apply_above(operation: Operation, tape: Tape | None, x: Any, params: Any) -
         return ans
     node = node_type(ans, operation, (x._value,), {"params": params, "level": x._trace}, (0,), (x._node,))
     return new_box(ans, x._trace, node) if hasattr(ans, "dtype") else ans
+
+
+def refuse_suspended(node: Any, call: str) -> None:
+    """Raise a TypeError for a value of a trace that goes on outside the body of an operator, where it was used."""
+    tape = getattr(node, "tape", None)
+    if tape is not None and tape.record is not None:
+        raise TypeError(
+            f"{call}: got a traced value inside the body of an operator that is one node (a solve, or a function made by "
+            "mpiad.extend.communicating), so its derivative would be lost. Pass it to the operator as an argument; "
+            "mpiad.stop(x) gives its plain value where no derivative is wanted."
+        )
 
 
 def differentiable(ans: Any) -> bool:

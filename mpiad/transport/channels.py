@@ -36,7 +36,7 @@ class Channel:
     def _open(self) -> None:
         self.data, self.reverse = self.user.Dup(), self.user.Dup()
         # MPI promises this attribute on the world alone.
-        self.tag_limit = min(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB), 2**31 - 1)
+        self.tag_limit = min(int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767), 2**31 - 1)
         self.sent: dict[tuple[int, int], int] = {}
         self.received: dict[tuple[int, int], int] = {}
         self.pending: list[tuple[Any, np.ndarray]] = []

@@ -143,6 +143,18 @@ def test_traced_value_from_around_the_operator(domain, rank_rng):
 
     with pytest.raises(TypeError, match="matvec uses a traced variable from outside .* among the params"):
         mpiad.grad(around_matvec)(2.0)
+    def around_exchange(scale):
+        field = scale * np.ones(domain.local_shape)
+        return domain.sum(solve(lambda u: domain.exchange(field, "edge")[1:-1, 1:-1] * matvec(u), b))
+
+    def around_reduction(scale):
+        return domain.sum(solve(lambda u: mpiad.mpi_allreduce(scale) * matvec(u), b))
+
+    for fun in (around_exchange, around_reduction):
+        with pytest.raises(TypeError, match="traced value inside the body of an operator"):
+            mpiad.grad(fun)(2.0)
+        with pytest.raises(TypeError, match="traced value inside the body of an operator"):
+            mpiad.jvp(fun, 2.0, 1.0)
     with pytest.raises(TypeError, match="preconditioner uses a traced variable from outside"):
         mpiad.grad(around_preconditioner)(0.25)
     with pytest.raises(TypeError, match="matvec uses a traced variable from outside"):
