@@ -15,7 +15,7 @@ import mpiad
 def work(x):
     if mpiad.mpi_rank() == 1:
         print(time.time(), flush=True)
-        {mistake}
+        mpiad.mpi_bcast(x, 7)
     return np.sum(mpiad.mpi_allreduce(x))  # the other ranks wait here
 
 mpiad.grad(work)(np.ones(3))
@@ -23,16 +23,12 @@ print("not reached")
 """
 
 
-@pytest.mark.parametrize(
-    "mistake, text",
-    [("1 / 0", "ZeroDivisionError: division"), ("mpiad.mpi_bcast(x, 7)", "ValueError: mpi_bcast: root must be a rank from 0 to 2")],
-)
-def test_ends_all_ranks_within_two_seconds_with_the_traceback(mpirun, mistake, text):
-    done = mpirun(3, PROGRAM.format(mistake=mistake))
+def test_ends_all_ranks_within_two_seconds_with_the_traceback(mpirun):
+    done = mpirun(3, PROGRAM)
     assert time.time() - float(done.stdout) < 2
     assert done.returncode != 0
     assert "rank 1 ended the job by an exception that nobody caught" in done.stderr
-    assert re.search(rf"Traceback .* in work\n.*{text}", done.stderr, re.S)
+    assert re.search(r"Traceback .* in work\n.*ValueError: mpi_bcast: root must be .* got 7", done.stderr, re.S)
 
 
 SWITCHED_OFF = """

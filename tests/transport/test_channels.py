@@ -5,40 +5,13 @@ import numpy as np
 import pytest
 import reference
 from against_reference import arrays, check
+from linear_primitives import LINEAR_PRIMITIVES
 from mpi4py import MPI
 
 import mpiad
 from mpiad.transport import channel
 
 WORLD = MPI.COMM_WORLD
-
-
-def ring(x, comm):
-    """Return what the rank before sends, in a send and a receive."""
-    mpiad.mpi_send(x, (comm.rank + 1) % comm.size, 3, comm)
-    return mpiad.mpi_recv(x, (comm.rank - 1) % comm.size, 3, comm)
-
-
-def shifted(shapes):
-    return reference.move(shapes, [(rank - 1) % len(shapes) for rank in range(len(shapes))])
-
-
-PRIMITIVES = {
-    "bcast": (lambda x, comm: mpiad.mpi_bcast(x, comm.size - 1, comm), lambda s: reference.bcast(s, len(s) - 1)),
-    "sum": (lambda x, comm: mpiad.mpi_sum(x, comm.size - 1, comm), lambda s: reference.sum_to_root(s, len(s) - 1)),
-    "allreduce": (lambda x, comm: mpiad.mpi_allreduce(x, comm=comm), reference.allreduce),
-    "gather": (lambda x, comm: mpiad.mpi_gather(x, 0, 0, comm), lambda s: reference.gather(s, 0, 0)),
-    "allgather": (lambda x, comm: mpiad.mpi_allgather(x, 0, comm), lambda s: reference.allgather(s, 0)),
-    "scatter": (lambda x, comm: mpiad.mpi_scatter(x, 0, 0, comm=comm), lambda s: reference.scatter(s, 0, 0)),
-    "reduce_scatter": (lambda x, comm: mpiad.mpi_reduce_scatter(x, 0, comm=comm), lambda s: reference.reduce_scatter(s, 0)),
-    "scan": (mpiad.mpi_scan, reference.scan),
-    "exscan": (mpiad.mpi_exscan, reference.exscan),
-    "send": (ring, shifted),
-    "exchange": (
-        lambda x, comm: mpiad.mpi_exchange(x, (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size, comm=comm), shifted,
-    ),
-    "iallreduce": (lambda x, comm: mpiad.mpi_wait(mpiad.mpi_iallreduce(x, comm)), reference.allreduce),
-}
 
 
 @pytest.fixture
@@ -55,9 +28,9 @@ def parities(size):
     return [group for group in (list(range(size))[::-1][first::2] for first in (0, 1)) if group]
 
 
-@pytest.mark.parametrize("name", list(PRIMITIVES))
+@pytest.mark.parametrize("name", list(LINEAR_PRIMITIVES))
 def test_part_of_the_ranks(rngs, parity, size, name):
-    fun, make = PRIMITIVES[name]
+    fun, make = LINEAR_PRIMITIVES[name]
     program = reference.within(parities(size), [(3, 2)] * size, make)
     check(lambda x: fun(x, parity), program, arrays(rngs, (3, 2)), rngs)
 
