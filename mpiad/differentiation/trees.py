@@ -7,18 +7,27 @@ from typing import Any
 
 import numpy as np
 from autograd.builtins import DictBox, SequenceBox
+from autograd.numpy.numpy_boxes import ArrayBox
 from autograd.tracer import Box
 
 from mpiad._typing import Tree
 
 __all__ = ["flatten", "is_variable"]
 
+_NO_NESTS = frozenset({np.ndarray, ArrayBox, float, np.float64, np.float32})
+
 
 def flatten(tree: Tree) -> tuple[list[Any], Callable[[list[Any]], Tree]]:
     """Return the leaves of a nest, and the function that builds the nest of other leaves."""
+    if type(tree) in _NO_NESTS:  # which is what most functions take and return
+        return [tree], _only
     leaves: list[Any] = []
     build = _walk(tree, leaves)
     return leaves, lambda new: build(iter(new))
+
+
+def _only(leaves: list[Any]) -> Any:
+    return leaves[0]
 
 
 def _walk(tree: Any, leaves: list[Any]) -> Callable:

@@ -22,6 +22,8 @@ from mpiad.transport.unreceived import drain
 
 __all__ = ["Channel", "channel", "close_world", "open_world", "prepare", "renew"]
 
+_GOLDEN_SECTION = 0.6180339887498949
+
 
 class Channel:
     """Duplicates and message numbers of one communicator."""
@@ -37,6 +39,7 @@ class Channel:
         self.data, self.reverse = self.user.Dup(), self.user.Dup()
         # MPI promises this attribute on the world alone.
         self.tag_limit = min(int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767), 2**31 - 1)
+        self.tag_stride = int(self.tag_limit * _GOLDEN_SECTION)
         self.sent: dict[tuple[int, int], int] = {}
         self.received: dict[tuple[int, int], int] = {}
         self.pending: list[tuple[Any, np.ndarray]] = []

@@ -14,8 +14,6 @@ from mpiad.transport.channels import Channel
 
 __all__ = ["Envelope"]
 
-_GOLDEN_SECTION = 0.6180339887498949
-
 
 class Envelope:
     """Address of one point-to-point message, seen from this rank.
@@ -56,9 +54,8 @@ class Envelope:
         """Tag that the message has for MPI."""
         if not self.reverse:
             return self.tag
-        limit = self.channel.tag_limit
         number = 0 if self.number is None else self.number
-        return (self.tag * int(limit * _GOLDEN_SECTION) + number) % limit
+        return (self.tag * self.channel.tag_stride + number) % self.channel.tag_limit
 
     @property
     def comm(self) -> Comm:

@@ -78,9 +78,13 @@ def receive(spec: Spec, envelope: Envelope, call: str) -> Any:
 def swap(array: np.ndarray, there: Envelope, spec: Spec, back: Envelope, call: str) -> Any:
     """Send to one rank and receive from another, and wait for both."""
     receipt = _receipt(spec, back)
-    sending = post_send(array, there)
-    value = _completed(receipt, MPI.Status(), call)
-    finish_send(sending, there)
+    sending = there.comm.Isend(array, there.peer, there.mpi_tag)
+    try:
+        value = _completed(receipt, MPI.Status(), call)
+    except (ValueError, MPI.Exception):
+        there.channel.keep(sending, array)
+        raise
+    sending.Wait()
     return value
 
 
