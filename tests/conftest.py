@@ -61,9 +61,10 @@ def pytest_report_header() -> str:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if WORLD.size == 1:
         return
-    launching = [item for item in items if item.get_closest_marker("launches")]
-    config.hook.pytest_deselected(items=launching)
-    items[:] = [item for item in items if item not in set(launching)]
+    # What starts programs of its own, and what doesn't communicate, would only be done again by each rank.
+    alone = {item for item in items if item.get_closest_marker("launches") or item.get_closest_marker("serial")}
+    config.hook.pytest_deselected(items=[item for item in items if item in alone])
+    items[:] = [item for item in items if item not in alone]
 
 
 @pytest.fixture
