@@ -10,6 +10,7 @@ import numpy as np
 
 from mpiad._typing import Comm, Function, Rank
 from mpiad.differentiation.backward import run_backward
+from mpiad.differentiation.copies import require_equal_copies
 from mpiad.differentiation.objective import check_objective, problem_with, share, weight_of
 from mpiad.differentiation.trace import Traced, Variables, arguments_with, trace_backwards, variables_of
 from mpiad.primitives.allreduce import mpi_allreduce
@@ -126,6 +127,8 @@ def _evaluator(
         used = channel(comm, call)
         weight = weight_of(objective, used, root_of(root, used, call))
         variables = variables_of(args, argnum, call)
+        if shared:
+            require_equal_copies(variables.leaves, used, call)
         traced = trace_backwards(lambda x: fun(*arguments_with(args, argnum, x), **kwargs), variables)
         value, problem = _one_number(traced, weight, call)
         # Before the reverse pass: where one rank's number is wrong, no rank starts to run backwards.

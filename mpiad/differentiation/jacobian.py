@@ -9,6 +9,7 @@ import autograd.numpy as anp
 import numpy as np
 
 from mpiad._typing import Comm, Function, Rank
+from mpiad.differentiation.copies import require_equal_copies
 from mpiad.differentiation.gradient import cotangents_of_variables, shared_sum
 from mpiad.differentiation.objective import Problem, check_objective, weight_of
 from mpiad.differentiation.trace import Traced, Variables, arguments_with, trace_backwards, variables_of
@@ -71,6 +72,8 @@ def jacobian(
         used = channel(comm, "jacobian")
         weight = weight_of(objective, used, root_of(root, used, "jacobian"))
         variables = variables_of(args, argnum, "jacobian")
+        if shared:
+            require_equal_copies(variables.leaves, used, "jacobian")
         traced = trace_backwards(lambda x: fun(*arguments_with(args, argnum, x), **kwargs), variables)
         spec = _agreed_spec(traced, weight, used)
         rows = [_row(traced, k, spec, weight, variables) for k in range(int(np.prod(spec.shape)))]
