@@ -10,8 +10,9 @@ and each time the head is measured in the same 5 % of the cells, with 1 % noise.
 
 The grid is divided among the ranks; all wells are solved for at once by conjugate gradients, whose derivative is one
 more solve; the root holds the variables and runs L-BFGS. The variables x are white noise until they are smoothed: m is
-x after some steps of diffusion, and |x|²/2 added to the misfit says that m is smooth (the most probable m, if it was
-drawn so). Any number of ranks gives the same answer.
+x, smoothed, and |x|²/2 added to the misfit says that m is smooth (the most probable m, if it was drawn so). Any number
+of ranks gives the same answer. The heads to explain are computed on the same grid, so that the noise is their only
+error; near the sides, where heads are zero whatever κ is, and far from wells the field is found less well.
 """
 
 import argparse
@@ -29,7 +30,7 @@ import mpiad.linalg
 
 NOISE, OBSERVED, SEED = 0.01, 0.05, 12
 ROUGHNESS, SMOOTHING = 1000.0, 750.0  # metres: smoothing of the elevation, and of x
-COARSE = 8  # nodes of the preconditioner's coarse grid, each way
+COARSE = 10  # nodes of the preconditioner's coarse grid, each way
 
 parser = argparse.ArgumentParser(description="Recover log κ under the Jacksboro terrain.")
 parser.add_argument("--coarsen", type=int, default=3, help="cells of the elevation model in one of ours, each way")
@@ -90,9 +91,10 @@ class Aquifer:
         if in_y is not self.prepared_for:
             self.factors, self.coarse_inverse = self.factorised(in_y, in_x)
             self.prepared_for = in_y
-        flat, hats = r.reshape(len(r), -1).T, self.hats.reshape(len(self.hats), -1)
-        correction = self.coarse_inverse @ mpiad.mpi_allreduce(hats @ flat)
-        return (self.factors.solve(flat) + hats.T @ correction).T.reshape(r.shape)
+        hats_y, hats_x = self.hats
+        coarse = mpiad.mpi_allreduce(hats_y @ r @ hats_x.T)
+        coarse = (coarse.reshape(len(r), -1) @ self.coarse_inverse).reshape(coarse.shape)
+        return self.factors.solve(r.reshape(len(r), -1).T).T.reshape(r.shape) + hats_y.T @ coarse @ hats_x
 
     def factorised(self, in_y, in_x):
         nx = self.domain.local_shape[1]
@@ -100,8 +102,9 @@ class Aquifer:
         below, beside = in_y[1:-1].ravel(), numpy.where(numpy.arange(nx) < nx - 1, in_x[:, 1:], 0.0).ravel()[:-1]
         matrix = scipy.sparse.diags([diagonal.ravel(), -below, -below, -beside, -beside], [0, nx, -nx, 1, -1], format="csc")
         factors = scipy.sparse.linalg.splu(matrix, "MMD_AT_PLUS_A", diag_pivot_thresh=0.0, options={"SymmetricMode": True})
-        coarse = numpy.tensordot(self.hats, self.outflow(self.hats, in_y, in_x), axes=((1, 2), (1, 2)))
-        return factors, numpy.linalg.inv(mpiad.mpi_allreduce(coarse))
+        hats = numpy.einsum("iy,jx->ijyx", *self.hats).reshape(-1, *self.domain.local_shape)
+        coarse = self.hats[0] @ self.outflow(hats, in_y, in_x) @ self.hats[1].T
+        return factors, numpy.linalg.inv(mpiad.mpi_allreduce(coarse.reshape(len(hats), len(hats))))
 
     def smoothed(self, x):
         """Return x, smoothed over SMOOTHING metres and scaled so that white noise gets a standard deviation of 1."""
@@ -109,11 +112,10 @@ class Aquifer:
 
 
 def coarse_hats(domain):
-    """Return the piecewise bilinear functions of a coarse grid on this rank's block, shape (COARSE**2, ny, nx)."""
+    """Return the piecewise linear functions of a coarse grid on this rank's block, shapes (COARSE, ny) and (COARSE, nx)."""
     nodes = numpy.arange(1, COARSE + 1)[:, None]
     places = [(COARSE + 1) * x.ravel() for x in domain.coordinates(extent=1.0, centred=True)]
-    in_y, in_x = (numpy.maximum(0.0, 1.0 - abs(x - nodes)) for x in places)
-    return numpy.einsum("iy,jx->ijyx", in_y, in_x).reshape(-1, *domain.local_shape)
+    return [numpy.maximum(0.0, 1.0 - abs(x - nodes)) for x in places]
 
 
 def blurring(deviation, halo, cells):
