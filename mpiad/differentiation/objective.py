@@ -23,6 +23,7 @@ from mpiad.transport import SUM, Channel
 
 __all__ = ["Problem", "check_objective", "problem_with", "share", "weight_of"]
 
+_FLOAT64 = np.dtype(np.float64)
 _CHOICES = ("root", "sum", "mean")
 
 
@@ -77,7 +78,7 @@ def share(value: Any, weight: float, problem: Problem | None, channel: Channel) 
     if problem is None and weight != 0.0:
         part = value if np.ndim(value) == 0 else value.reshape(())
         # Ranks whose number doesn't count share a float64 zero: tangents and cotangents must be alike on all.
-        if type(part) is not float:
+        if getattr(part, "dtype", None) != _FLOAT64:
             part = part.astype(np.float64) if hasattr(part, "astype") else float(part)
         part = part if weight == 1.0 else part * weight
     elif problem is None and type(value) in Box.types:

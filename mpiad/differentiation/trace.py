@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from autograd.tracer import Box, new_box
 
 from mpiad._typing import Tree
@@ -64,7 +65,7 @@ def variables_of(args: tuple, argnum: int | tuple[int, ...], call: str) -> Varia
             f"{call}: argnum={argnum!r} names an argument by its position, but {len(args)} positional were given."
         ) from None
     leaves, build = flatten(chosen)
-    leaves = [_without_ended(leaf) for leaf in leaves]
+    leaves = [_with_dtype(leaf) for leaf in leaves]
     places = [place for place, leaf in enumerate(leaves) if is_variable(leaf)]
     if not places:
         kinds = ", ".join(sorted({_described(leaf) for leaf in leaves})) or "nothing"
@@ -73,6 +74,13 @@ def variables_of(args: tuple, argnum: int | tuple[int, ...], call: str) -> Varia
             "Pass floats (3.0 instead of 3) or an array of dtype float32, float64, complex64 or complex128."
         )
     return Variables(leaves, places, build)
+
+
+def _with_dtype(leaf: Any) -> Any:
+    # The box of a Python number lacks what that of an array has.
+    if type(leaf) is float:
+        return np.float64(leaf)
+    return np.complex128(leaf) if type(leaf) is complex else _without_ended(leaf)
 
 
 def _described(leaf: Any) -> str:
