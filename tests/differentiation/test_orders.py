@@ -162,6 +162,26 @@ def test_the_tangent_of_j_itself(xs, rank, size):
     assert_close(tangent, sum(np.sum(g * v) for g, v in zip(gradients(summed, xs), vs)) / size)
 
 
+IN_NUMBERS = {
+    "hvp": lambda f: mpiad.hvp(f, objective="sum")(3.0, 1.0),
+    "reverse over reverse": lambda f: mpiad.grad(mpiad.grad(f, objective="sum"), objective="sum")(3.0),
+    "reverse over forward": lambda f: mpiad.grad(lambda y: mpiad.jvp(f, y, 1.0)[1], objective="sum")(3.0),
+    "jacobian": lambda f: mpiad.jacobian(mpiad.grad(f, objective="sum"), objective="sum")(3.0),
+    "plain autograd": lambda f: autograd.grad(mpiad.grad(f, objective="sum"))(3.0),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Output seems independent of input")
+@pytest.mark.parametrize("nesting", IN_NUMBERS)
+def test_derivatives_by_python_numbers(nesting, size):
+    """Also of the variable itself, whose box has no array behind it."""
+    assert_close(np.float64(IN_NUMBERS[nesting](lambda x: x)), np.float64(0.0))
+    assert_close(np.float64(IN_NUMBERS[nesting](lambda x: x**3)), np.float64(18.0))
+    if nesting != "plain autograd":  # it would never run the adjoint of the sharing of J, which isn't used here
+        total = IN_NUMBERS[nesting](lambda x: mpiad.mpi_allreduce(x) ** 2)
+        assert_close(np.float64(total), np.float64(2.0 * size**2))
+
+
 # ---- bilevel programs: the solution of an inner problem that communicates enters an outer one that does
 
 

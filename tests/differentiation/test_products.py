@@ -115,6 +115,27 @@ def test_constants_have_zero_tangents_and_take_any_cotangent(rank):
     assert_close(vjp(np.ones(3)), np.zeros(2))
 
 
+def test_requests_in_a_program_that_is_run_backwards_repeatedly(rank, size, rank_rng):
+    """Each run starts and completes the reverse messages anew."""
+    xs, right, left = inputs(rank_rng, size, lambda r: (2,)), (rank + 1) % size, (rank - 1) % size
+
+    def shifted(x):
+        requests = [mpiad.mpi_isend(x**2, right), mpiad.mpi_irecv(x, left), mpiad.mpi_iallreduce(x)]
+        sent, came, total = mpiad.mpi_waitall(requests[:: 1 if rank % 2 else -1])[:: 1 if rank % 2 else -1]
+        return came * total + sent
+
+    def outputs(zs):
+        return [zs[r - 1] ** 2 * sum(zs) + zs[r] ** 2 for r in range(size)]
+
+    dense = jacobian(outputs, xs)
+    vjp, _ = mpiad.make_vjp(shifted)(xs[rank])
+    for seed in (1, 2, 3):
+        cotangents = directions(xs, seed)
+        assert_close(vjp(cotangents[rank]), pieces(dense.T @ np.concatenate(cotangents), xs)[rank])
+    rows = mpiad.jacobian(shifted, root=size - 1)(xs[rank])
+    assert_close(rows, dense[-2:, 2 * rank : 2 * rank + 2])
+
+
 def test_a_form_that_does_not_fit_is_refused(rank):
     vjp, _ = mpiad.make_vjp(lambda x: (x, x))(np.ones(2))
     with pytest.raises(TypeError, match="2 leaves"):
