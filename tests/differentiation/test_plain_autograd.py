@@ -138,6 +138,25 @@ def test_a_counter_left_raised_by_an_exception_refuses_nothing(exceptions, rank,
         trace_stack.top = before
 
 
+def test_an_exception_in_plain_autograd_that_is_caught_inside_ours(rank, size, rank_rng):
+    """The counter is raised for the rest of our trace: messages and further derivatives go on as before."""
+    xs, right, left = inputs(rank_rng, size), (rank + 1) % size, (rank - 1) % size
+    before = trace_stack.top
+
+    def program(x):
+        with pytest.raises(ZeroDivisionError):
+            autograd.grad(lambda y: 1 // 0)(x)
+        came = mpiad.mpi_exchange(x[:2], right, left)
+        inner = mpiad.grad(lambda y: mpiad.mpi_allreduce(anp.sum(y**3)))(x)
+        return anp.sum(came * x[1:3]) * anp.sum(autograd.grad(lambda y: anp.sum(y**2))(inner))
+
+    def whole(zs):
+        return sum(anp.sum(zs[r - 1][:2] * z[1:3]) * anp.sum(6 * z**2) for r, z in enumerate(zs))
+
+    assert_close(mpiad.grad(program, objective="sum")(xs[rank]), gradients(whole, xs)[rank])
+    assert trace_stack.top == before
+
+
 # ---- inside each other
 
 
