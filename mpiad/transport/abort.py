@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import traceback
 from types import TracebackType
 
 from mpi4py import MPI
 
 __all__ = ["install_abort_hook"]
+
+_UNTIL_KILLED = 2.0  # seconds
 
 
 def install_abort_hook() -> bool:
@@ -38,4 +41,8 @@ def _end_job(kind: type[BaseException], error: BaseException, trace: TracebackTy
     sys.stdout.flush()
     sys.stderr.write(f"mpiad: rank {rank} ended the job by an exception that nobody caught:\n{text}")
     sys.stderr.flush()
-    MPI.COMM_WORLD.Abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
+    code = 130 if issubclass(kind, KeyboardInterrupt) else 1
+    MPI.COMM_WORLD.Abort(code)
+    # Some MPIs return from it. What would run at the exit of this process waits for the other ranks.
+    time.sleep(_UNTIL_KILLED)
+    os._exit(code)
