@@ -10,7 +10,7 @@ from mpiad.errors import RequestError, UnfinishedMessagesError
 
 
 def check(program, outputs, xs, rank):
-    """Compare value, gradient, both second-order products and the tangent with the one-process program."""
+    """Compare value, gradient, tangent and the second order in all four nestings with the one-process program."""
     vs = directions(xs)
 
     def whole(zs):
@@ -26,8 +26,11 @@ def check(program, outputs, xs, rank):
     assert_close(mpiad.grad(lambda x: anp.sum(gradient(x) * vs[rank]), objective="sum")(xs[rank]), expected)
     assert_close(mpiad.grad(lambda x: mpiad.jvp(program, x, vs[rank])[1], objective="sum")(xs[rank]), expected)
 
+    mine, ws = lambda zs: outputs(zs)[rank], directions(xs, 6)  # noqa: E731
     tangent = mpiad.jvp(program, xs[rank], vs[rank])[1]
-    assert_close(tangent, flat(gradients(lambda zs: outputs(zs)[rank], xs)) @ flat(vs))
+    assert_close(tangent, flat(gradients(mine, xs)) @ flat(vs))
+    second = mpiad.jvp(lambda x: mpiad.jvp(program, x, vs[rank])[1], xs[rank], ws[rank])[1]
+    assert_close(second, flat(hessian_products(mine, xs, vs)) @ flat(ws))
 
 
 def ring(size, rank):
