@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from scipy.optimize import OptimizeResult
+import scipy
 
 from mpiad._typing import Comm, Function, Rank, Tree
 from mpiad.differentiation.objective import check_objective
@@ -42,7 +42,7 @@ def minimize(
     objective: str = "root",
     args: tuple = (),
     progress: bool = False,
-) -> OptimizeResult:
+) -> scipy.optimize.OptimizeResult:
     """Minimise the objective of all ranks, with the variables on the root.
 
     The root updates the variables by one of SciPy's methods; the other ranks wait for its instruction to evaluate.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from scipy.optimize import OptimizeResult
+import scipy
 
 from mpiad.optimize.history import History
 from mpiad.optimize.points import Counts
@@ -14,7 +14,7 @@ from mpiad.optimize.variables import Packing
 __all__ = ["finished", "outcome_of"]
 
 
-def outcome_of(result: OptimizeResult, history: History, counts: Counts) -> dict[str, Any]:
+def outcome_of(result: scipy.optimize.OptimizeResult, history: History, counts: Counts) -> dict[str, Any]:
     """Return what the root tells the other ranks of SciPy's result."""
     outcome = dict(result)
     outcome["x"] = np.array(outcome["x"], dtype=float)
@@ -23,9 +23,9 @@ def outcome_of(result: OptimizeResult, history: History, counts: Counts) -> dict
     return outcome
 
 
-def finished(outcome: dict[str, Any], packing: Packing) -> OptimizeResult:
+def finished(outcome: dict[str, Any], packing: Packing) -> scipy.optimize.OptimizeResult:
     """Return the result with variables and gradient in the form of x0."""
-    result = OptimizeResult(outcome)
+    result = scipy.optimize.OptimizeResult(outcome)
     result.x = packing.unpack(outcome["x"])
     for name in ("jac", "grad"):  # "trust-constr" calls the gradient grad, and the constraints' Jacobians jac
         gradient = outcome.get(name)

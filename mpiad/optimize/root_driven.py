@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from scipy.optimize import OptimizeResult
+import scipy
 
 from mpiad._typing import Tree
 from mpiad.optimize.agreement import Agreement
@@ -48,7 +48,7 @@ class RootDriven:
         self._evaluation = Evaluation(program, self._packing, self.agreement, used, self._comm)
         self._instructions = Instructions(self._comm, program.root, self._packing.size)
 
-    def run(self, method: Method, wishes: Wishes, progress: bool) -> OptimizeResult:
+    def run(self, method: Method, wishes: Wishes, progress: bool) -> scipy.optimize.OptimizeResult:
         """Drive on the root, serve elsewhere; return the outcome, or raise, on all ranks alike."""
         try:
             if self._leads:

@@ -6,7 +6,7 @@ import inspect
 from typing import Any, NamedTuple
 
 import numpy as np
-import scipy.optimize
+import scipy  # loads its parts at their first use: to load them here would double the time of importing mpiad
 
 from mpiad._typing import Function
 from mpiad.optimize.history import History, Record, Row
