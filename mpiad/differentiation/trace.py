@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from autograd.tracer import Box, new_box
+from autograd.tracer import Box, getval, new_box
 
 from mpiad._typing import Tree
 from mpiad.differentiation.nodes import OrderedNode, TangentNode
@@ -80,7 +80,12 @@ def _with_dtype(leaf: Any) -> Any:
     # The box of a Python number lacks what that of an array has.
     if type(leaf) is float:
         return np.float64(leaf)
-    return np.complex128(leaf) if type(leaf) is complex else _without_ended(leaf)
+    if type(leaf) is complex:
+        return np.complex128(leaf)
+    leaf = _without_ended(leaf)
+    if type(leaf) in _box_types and not hasattr(leaf, "dtype") and isinstance(getval(leaf), (float, complex)):
+        return leaf * np.float64(1.0)  # of plain autograd's
+    return leaf
 
 
 def _described(leaf: Any) -> str:
