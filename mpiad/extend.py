@@ -48,14 +48,10 @@ class Communicating:
 
     def body(self, args: tuple, kwargs: dict) -> Any:
         """Run the function on plain arrays, as one node."""
+        args = tuple([_lent(arg) if type(arg) is np.ndarray else arg for arg in args])
         with suspended():
             ans = self.fun(*args, **kwargs)
-        if type(ans) in _box_types:
-            raise TypeError(
-                f"{self.__name__}: its body returned a traced value, so it uses a traced variable from outside. "
-                "Pass every variable to differentiate by as an argument."
-            )
-        return np.asarray(ans)[()] if isinstance(ans, (float, complex)) else ans
+        return ans.copy() if type(ans) is np.ndarray and not ans.flags.writeable else _result(ans, self.__name__)
 
     def vjp(self, ans: Any, args: Any, kwargs: Any, argnums: tuple[int, ...], level: int) -> Callable:
         """Return the function that maps the cotangent of the result to those of its traced arguments."""
@@ -65,8 +61,7 @@ class Communicating:
 
         def vjp(g: Any) -> tuple:
             # All of it runs, also for arguments that aren't traced here: other ranks may wait for their part.
-            cotangents = rule(g)
-            return tuple([_part(cotangents, k, args) for k in argnums])
+            return _parts(rule(g), argnums, args, self.__name__)
 
         return vjp
 
@@ -85,9 +80,44 @@ class Communicating:
         return self.jvp(dict(zip(argnums, gs)), ans, args, kwargs["params"], kwargs["level"])
 
 
-def _part(cotangents: Any, k: int, args: tuple) -> Any:
-    part = cotangents[k] if k < len(cotangents) else None
-    return None if part is None else conform(part, *spec_like(args[k]))
+def _lent(array: np.ndarray) -> np.ndarray:
+    """Return an array as MPI takes it, which can't be written to: a cotangent may belong to other steps too."""
+    lent = (array if array.flags.c_contiguous else array.copy(order="C")).view()
+    lent.flags.writeable = False
+    return lent
+
+
+def _result(ans: Any, name: str) -> Any:
+    if isinstance(ans, (np.ndarray, np.generic, bool, int)) or ans is None:
+        return ans
+    if isinstance(ans, (float, complex)):
+        return np.asarray(ans)[()]
+    if type(ans) in _box_types:
+        raise TypeError(
+            f"{name}: its body returned a traced value, so it uses a traced variable from outside. "
+            "Pass every variable to differentiate by as an argument."
+        )
+    raise TypeError(f"{name}: an operator must return one array, a number or None, but returned {type(ans).__name__}.")
+
+
+def _parts(cotangents: Any, argnums: tuple[int, ...], args: tuple, name: str) -> tuple:
+    if not isinstance(cotangents, (tuple, list)) or len(cotangents) > len(args):
+        raise TypeError(
+            f"{name}: its adjoint must return a tuple with the cotangent of each of {len(args)} argument(s), but returned "
+            f"{type(cotangents).__name__}{f' of {len(cotangents)}' if isinstance(cotangents, (tuple, list)) else ''}."
+        )
+    return tuple([_part(cotangents[k] if k < len(cotangents) else None, k, args, name) for k in argnums])
+
+
+def _part(part: Any, k: int, args: tuple, name: str) -> Any:
+    if part is None:
+        return None
+    shape, dtype = spec_like(args[k])
+    if np.shape(part) != shape:
+        raise TypeError(
+            f"{name}: the cotangent of argument {k} must have its shape, {shape}, but the adjoint gave {np.shape(part)}."
+        )
+    return conform(part, shape, dtype)
 
 
 def _apply(operator: Communicating, tape: Tape | None, args: tuple, kwargs: dict) -> Any:
@@ -210,7 +240,7 @@ def defjvp(operator: Communicating, *rules: Callable | None) -> None:
             if rule is not None:
                 part = rule(tangent_of(args[k], tangents.get(k)), ans, *args, **kwargs)
                 total = part if total is None else total + part
-        return total
+        return spec_like(ans).zeros() if total is None and hasattr(ans, "dtype") else total
 
     _checked(operator, "defjvp").forward = forward
 

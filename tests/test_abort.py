@@ -100,3 +100,21 @@ raise ArithmeticError("seen")
     done = mpirun(1, program)
     assert done.stdout == "mine: seen\n"
     assert done.returncode != 0
+
+
+def test_an_exception_in_a_second_thread_ends_the_job(mpirun):
+    done = mpirun(
+        2,
+        """
+import threading
+import mpiad
+
+if mpiad.mpi_rank() == 1:
+    thread = threading.Thread(target=lambda: 1 / 0)
+    thread.start()
+    thread.join()
+mpiad.mpi_allreduce(mpiad.mpi_recv(1.0, 1 - mpiad.mpi_rank()))
+""",
+    )
+    assert done.returncode != 0
+    assert "rank 1 ended the job" in done.stderr and "ZeroDivisionError" in done.stderr

@@ -185,3 +185,58 @@ def test_plain_autograd_runs_it_in_order_and_is_refused_out_of_order():
 
     with pytest.raises(ForeignTraceError, match="mpiad.grad"):
         autograd.grad(crossed)(x)
+
+
+def test_bodies_get_contiguous_arrays(rank, size):
+    # MPI takes contiguous buffers only: a transposed result has a Fortran-ordered cotangent, a sum one without strides.
+    def moved(x, dest, source):
+        got = np.empty_like(x)
+        COMM.Sendrecv(x, dest, 5, got, source, 5)
+        return got
+
+    operator = communicating(lambda x: moved(x, RIGHT, LEFT))
+    defadjoint(operator, lambda y: moved(y, LEFT, RIGHT))
+    weights = [np.arange(6.0).reshape(3, 2) * (r + 1) for r in range(size)]
+    g = mpiad.grad(lambda x: anp.sum(operator(x).T * weights[rank]), objective="sum")(np.ones((2, 3)))
+    np.testing.assert_array_equal(g, weights[RIGHT].T)
+    np.testing.assert_array_equal(mpiad.grad(lambda x: anp.sum(operator(x)), objective="sum")(np.ones(3)), np.ones(3))
+
+
+def test_bodies_cannot_write_to_what_others_hold(rank):
+    def in_place(x):
+        x += 1.0
+        return x
+
+    x = np.arange(3.0)
+    with pytest.raises(ValueError, match="read-only"):
+        communicating(in_place)(x)
+    np.testing.assert_array_equal(x, np.arange(3.0))
+    same = communicating(lambda x: x)
+    out = same(x)
+    out += 1.0  # the result is the caller's own
+    np.testing.assert_array_equal(x, np.arange(3.0))
+
+
+def test_results_and_cotangents_of_another_form_are_refused():
+    with pytest.raises(TypeError, match="must return one array, a number or None, but returned tuple"):
+        communicating(lambda x: (x, x))(np.ones(2))
+    bare, scalar, long = (communicating(lambda a, b: a + b) for _ in range(3))
+    defvjp_together(bare, lambda ans, a, b: lambda g: g)
+    defvjp(scalar, lambda ans, a, b: lambda g: g.sum())
+    defvjp_together(long, lambda ans, a, b: lambda g: (g, g, g))
+    for operator, text in (
+        (bare, "must return a tuple with the cotangent of each of 2 argument.*returned ndarray"),
+        (scalar, r"cotangent of argument 0 must have its shape, \(3,\), but the adjoint gave \(\)"),
+        (long, r"each of 2 argument.*returned tuple of 3"),
+    ):
+        with pytest.raises(TypeError, match=text):
+            mpiad.grad(lambda x, f=operator: anp.sum(f(x, x)))(np.ones(3))
+
+
+def test_rules_of_none_give_zeros():
+    operator = communicating(lambda x: x * 2.0)
+    defvjp(operator, None)
+    defjvp(operator, None)
+    g = mpiad.grad(lambda x: anp.sum(operator(x) + x), objective="sum")(np.ones(2))
+    np.testing.assert_array_equal(g, np.ones(2))
+    np.testing.assert_array_equal(mpiad.jvp(operator, np.ones(2), np.ones(2))[1], np.zeros(2))

@@ -12,7 +12,7 @@ from mpiad._typing import Comm, Function, Rank
 from mpiad.differentiation.backward import run_backward
 from mpiad.differentiation.copies import require_equal_copies
 from mpiad.differentiation.objective import check_objective, problem_with, share, weight_of
-from mpiad.differentiation.trace import Traced, Variables, arguments_with, trace_backwards, variables_of
+from mpiad.differentiation.trace import Traced, Variables, arguments_with, no_derivative, trace_backwards, variables_of
 from mpiad.primitives.allreduce import mpi_allreduce
 from mpiad.primitives.checks import root_of
 from mpiad.primitives.cotangents import conform, spec_like
@@ -136,7 +136,7 @@ def _evaluator(
         gradients = _gradients(traced, value, weight, variables)
         if shared:
             gradients = shared_sum(gradients, comm)
-        return total, variables.filled(gradients, _no_gradient)
+        return total, variables.filled(gradients, no_derivative)
 
     return evaluate
 
@@ -172,11 +172,6 @@ def _returned(g: Any, leaf: Any) -> Any:
     return g if type(g) is not np.ndarray or g.flags.writeable else g.copy()
 
 
-def _no_gradient(leaf: Any) -> Any:
-    """Return the gradient by what is no variable: zero for integers, None for what isn't a number."""
-    return np.zeros_like(leaf)[()] if isinstance(leaf, (bool, int, np.integer, np.ndarray)) else None
-
-
 def shared_sum(gradients: list[Any], comm: Comm) -> list[Any]:
     """Add up the gradients of all ranks, in one message for each dtype."""
     specs = [spec_like(g) for g in gradients]
@@ -192,6 +187,6 @@ def shared_sum(gradients: list[Any], comm: Comm) -> list[Any]:
         start = 0
         for i in chosen:
             count = int(np.prod(specs[i].shape))
-            out[i] = anp.reshape(total[start : start + count], specs[i].shape)
+            out[i] = anp.reshape(total[start : start + count], specs[i].shape) if specs[i].shape else total[start]
             start += count
     return out

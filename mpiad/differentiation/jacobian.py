@@ -7,6 +7,7 @@ from typing import Any
 
 import autograd.numpy as anp
 import numpy as np
+from autograd.tracer import Box
 
 from mpiad._typing import Comm, Function, Rank
 from mpiad.differentiation.copies import require_equal_copies
@@ -89,9 +90,9 @@ def _agreed_spec(traced: Traced, weight: float, used: Channel) -> Spec:
     problem = traced.problem
     spec = None
     if value is not None and weight != 0.0:
-        try:
+        if isinstance(value, (np.ndarray, np.generic, int, float)) or type(value) in Box.types:
             spec = spec_like(value)
-        except (TypeError, ValueError):
+        else:
             problem = problem or Problem(TypeError, f"the function returned {type(value).__name__}")
         if spec is not None and spec.dtype.kind not in "fiu":
             problem = problem or Problem(TypeError, f"the function returned dtype {spec.dtype}")

@@ -24,6 +24,7 @@ from mpiad.transport import SUM, Channel
 __all__ = ["Problem", "check_objective", "problem_with", "share", "weight_of"]
 
 _FLOAT64 = np.dtype(np.float64)
+_HUGE = 2**1023  # integers from here on have no float
 _CHOICES = ("root", "sum", "mean")
 
 
@@ -43,7 +44,7 @@ class Sharing(NamedTuple):
 
 def check_objective(objective: Any, call: str) -> str:
     """Return the objective; a ValueError where there is no such one."""
-    if objective in _CHOICES:
+    if isinstance(objective, str) and objective in _CHOICES:
         return objective
     raise ValueError(f"{call}: objective must be one of {', '.join(map(repr, _CHOICES))}, but got {objective!r}.")
 
@@ -57,7 +58,7 @@ def weight_of(objective: str, channel: Channel, root: int) -> float:
 
 def problem_with(value: Any, weight: float, call: str) -> Problem | None:
     """Return what is wrong with a rank's own number, None where nothing is."""
-    if isinstance(value, (float, int, np.floating, np.integer)):
+    if isinstance(value, (float, np.floating, np.integer)) or (isinstance(value, int) and abs(value) < _HUGE):
         return None
     if value is None and weight == 0.0:
         return None

@@ -57,7 +57,11 @@ def variables_of(args: tuple, argnum: int | tuple[int, ...], call: str) -> Varia
     ------
     TypeError
         Where there is no such argument, or it holds nothing to differentiate by.
+    ValueError
+        Where an argument is named twice.
     """
+    if not isinstance(argnum, int) and len(set(argnum)) != len(argnum):
+        raise ValueError(f"{call}: argnum={argnum!r} names an argument twice.")
     try:
         chosen = args[argnum] if isinstance(argnum, int) else tuple([args[i] for i in argnum])
     except IndexError:
@@ -137,9 +141,14 @@ def trace_forwards(
     return build([value for value, _ in found]), build([_tangent(value, node) for value, node in found])
 
 
+def no_derivative(leaf: Any) -> Any:
+    """Return the derivative by or of what is no variable: zero for integers, None for what isn't a number."""
+    return np.zeros_like(leaf)[()] if isinstance(leaf, (bool, int, np.integer, np.ndarray)) else None
+
+
 def _tangent(value: Any, node: Any) -> Any:
     if not is_variable(value):
-        return value
+        return no_derivative(value)
     spec = spec_like(value)
     return spec.zeros() if node is None else conform(node.g, *spec)
 

@@ -96,7 +96,8 @@ def _product(factors: Any) -> Any:
 def _share_of_tie(ans: Any, x: Any, p: Reduction) -> Any:
     y = getval(ans)
     tied = np.asarray(getval(x) == y, dtype=y.dtype)
-    return tied / collectives.allreduce(p.channel, tied, SUM, "mpi_allreduce")
+    with np.errstate(invalid="ignore"):  # where y is NaN nothing is tied, and the derivative is NaN too
+        return tied / collectives.allreduce(p.channel, tied, SUM, "mpi_allreduce")
 
 
 ALLREDUCE.define(_forward, _adjoint, _tangent)

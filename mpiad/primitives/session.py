@@ -146,11 +146,13 @@ def stop(x: Any) -> Any:
 
     Parameters
     ----------
-    x : array or number
+    x : array or number, or a nest of dict, list and tuple
 
     Returns
     -------
-    array or number
+    array or number, or the nest of them
         `x` itself where it isn't traced.
     """
-    return getval(x)
+    if type(x) is dict:
+        return {key: stop(part) for key, part in x.items()}
+    return type(x)(map(stop, x)) if type(x) in (list, tuple) else getval(x)

@@ -86,6 +86,9 @@ def check_adjoint(
 def _products(used: Any, left: tuple, right: tuple, bend: float) -> tuple[list[complex], float, float]:
     """Return both inner products over all ranks, exactly rounded, and the sum of absolute products."""
     terms = [np.ravel(np.asarray(a) * np.asarray(b)) for a, b in (left, right)]
+    if not np.iscomplexobj(right[0]):
+        # The cotangent of a real x is real: the real part of the product is what the map is the transpose in.
+        terms = [np.real(part) for part in terms]
     every = used.data.allgather((terms, bend))
     flat = [np.concatenate([pair[0][side] for pair in every]) for side in (0, 1)]
     sides = [complex(math.fsum(np.real(part)), math.fsum(np.imag(part))) for part in flat]

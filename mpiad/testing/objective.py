@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpiad._typing import Comm, Function, Rank
+from mpiad.primitives.checks import root_of
 from mpiad.transport import channel
 
 __all__ = ["ObjectiveReport", "describe_objective"]
@@ -71,6 +72,7 @@ def describe_objective(fun: Function, *args: Any, root: Rank = 0, comm: Comm = N
     Not differentiable.
     """
     used = channel(comm, "describe_objective")
+    root = root_of(root, used, "describe_objective")
     found = fun(*args)
     scalar = found is None or (np.ndim(found) == 0 and np.isrealobj(found) and not isinstance(found, str))
     values = used.data.allgather(None if found is None else float(found) if scalar else repr(found)[:60])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 import traceback
 from types import TracebackType
@@ -27,7 +28,16 @@ def install_abort_hook() -> bool:
         return False
     _end_job.before = sys.excepthook  # type: ignore[attr-defined]
     sys.excepthook = _end_job
+    _end_job_of_thread.before = threading.excepthook  # type: ignore[attr-defined]
+    threading.excepthook = _end_job_of_thread
     return True
+
+
+def _end_job_of_thread(args: threading.ExceptHookArgs) -> None:
+    if args.exc_type is SystemExit:  # ends the thread alone, as ever
+        _end_job_of_thread.before(args)  # type: ignore[attr-defined]
+        return
+    _end_job(args.exc_type, args.exc_value or args.exc_type(), args.exc_traceback)
 
 
 def _end_job(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

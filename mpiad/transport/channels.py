@@ -84,15 +84,17 @@ class Channel:
         self.started.clear()
 
     def has_unfinished(self) -> bool:
-        """Tell whether any rank has messages under way; collective.
+        """Tell whether messages may be under way on any rank; collective.
 
         To end them takes a message from each rank to each, which thousands of ranks needn't send at every exit.
         """
         self.pending = [held for held in self.pending if not held[0].Test()]
-        mine, every = np.array([bool(self.pending or self.started)]), np.empty(1, dtype=bool)
+        here = bool(self.pending or self.started or self.fault)
+        unreceived = sum(self.sent.values()) - sum(self.received.values())
+        mine, every = np.array([here, unreceived], dtype=np.int64), np.empty(2, dtype=np.int64)
         # Not on `data`: a rank that leaves early would meet the collectives of those that still compute.
-        self.reverse.Allreduce(mine, every, MPI.LOR)
-        return bool(every[0])
+        self.reverse.Allreduce(mine, every, MPI.SUM)
+        return bool(every.any())
 
     def mark(self, reason: str) -> None:
         """Refuse further use until `renew`."""
@@ -108,11 +110,21 @@ class Channel:
         _free(old)
 
     def close(self) -> None:
-        """Free the duplicates; collective."""
-        _ABANDONED.extend([held for held in self.pending if not held[0].Test()])
-        _ABANDONED.extend(self.started.values())
-        if self.fault is None:  # else messages are left on them, and their numbers must not be given to others
-            _free((self.data, self.reverse, self._backwards))
+        """End what is under way and free the duplicates; collective."""
+        if self.has_unfinished():
+            self.end()
+        _free((self.data, self.reverse, self._backwards))
+        self.data = self.reverse = self._backwards = _Freed()
+
+
+class _Freed:
+    """Stands for a duplicate that is gone: an adjoint may still know its channel."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise CommunicatorError(
+            "a communicator was freed before the reverse pass that runs its communication backwards. "
+            "Free it after the gradient."
+        )
 
 
 _ABANDONED: list[tuple] = []  # MPI may still use these buffers
@@ -155,8 +167,6 @@ def close_world() -> None:
     """Complete what was sent and free the duplicates of the world; collective over all ranks."""
     global _world, _finalized
     if _world is not None:
-        if _world.has_unfinished():
-            _world.end()
         _world.close()
     _world, _finalized = None, True
 

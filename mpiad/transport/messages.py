@@ -73,12 +73,14 @@ def receive(spec: Spec, envelope: Envelope, call: str) -> Any:
     """Receive an array; the envelope of a receive from anyone learns who it was."""
     status = MPI.Status()
     if _LOOKS_FIRST:
-        value = _matched(spec, envelope, status, call)
-    else:
-        value = _completed(_receipt(spec, envelope), status, call)
-    if envelope.number is None:
+        return _matched(spec, envelope, status, call)
+    return _completed(_receipt(spec, envelope), status, call)
+
+
+def _answered(envelope: Envelope, status: Any) -> None:
+    # Also for a message that is refused: its sender has counted it.
+    if envelope.number is None and status.source >= 0:
         envelope.answered_from(status.source, status.tag)
-    return value
 
 
 def _matched(spec: Spec, envelope: Envelope, status: Any, call: str) -> Any:
@@ -86,6 +88,7 @@ def _matched(spec: Spec, envelope: Envelope, status: Any, call: str) -> Any:
     buffer = spec.empty()
     message = envelope.comm.Mprobe(envelope.peer, envelope.mpi_tag, status)
     got = status.Get_count(MPI.BYTE)
+    _answered(envelope, status)
     if got == buffer.nbytes:
         message.Recv(buffer)
         return result(buffer)
@@ -111,8 +114,10 @@ def _completed(receipt: Receipt, status: Any, call: str) -> Any:
     try:
         receipt.request.Wait(status)
     except MPI.Exception as error:
+        _answered(receipt.envelope, status)
         _raise_if_truncated(error, buffer, receipt.envelope, call)
         raise
+    _answered(receipt.envelope, status)
     # MPI reports what is too long; what is too short it receives without a word.
     got = status.Get_count(MPI.BYTE)
     if got != buffer.nbytes:

@@ -92,3 +92,9 @@ def test_what_is_no_real_array_raises_on_all_ranks(wrong, rank, size):
 def test_shapes_that_differ_raise_on_all_ranks(rank):
     with pytest.raises(TypeError, match=r"\(2,\).*\(3,\)"):
         mpiad.jacobian(lambda x: x, objective="mean")(np.ones(2 + (rank > 0)))
+
+
+@pytest.mark.parametrize("nest", [tuple, list])
+def test_a_nest_is_no_array(nest):
+    with pytest.raises(TypeError, match=f"the function returned {nest.__name__}"):
+        mpiad.jacobian(lambda x: nest((x[0] ** 2, x[1])))(np.ones(2))

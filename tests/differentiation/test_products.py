@@ -218,3 +218,15 @@ def test_vjp_can_be_differentiated_by_its_cotangent_and_by_the_argument(rank, si
     vjp, _ = mpiad.make_vjp(program)(xs[rank], rank, size)
     by_cotangent = mpiad.grad(lambda w: anp.sum(vjp(w) * vs[rank]), objective="sum")(ws[rank])
     assert_close(by_cotangent, pieces(jacobian(outputs, xs) @ np.concatenate(vs), ws)[rank])
+
+
+def test_constants_have_no_tangent():
+    value, tangent = mpiad.jvp(lambda x: (x**2, 5, "a", np.arange(2)), 3.0, 1.0)
+    assert value[:3] == (9.0, 5, "a")
+    assert tangent[:3] == (6.0, 0, None)
+    np.testing.assert_array_equal(tangent[3], [0, 0])
+
+
+def test_an_argument_named_twice():
+    with pytest.raises(ValueError, match="names an argument twice"):
+        mpiad.grad(lambda a, b: a * b, (0, 0))(1.0, 2.0)

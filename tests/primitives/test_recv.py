@@ -159,3 +159,17 @@ def test_sender_that_is_not_there(size):
         mpiad.mpi_recv(1.0, 0.0)
     with pytest.raises(ValueError, match="mpi_recv: tag must be .* or MPI.ANY_TAG, but got -9"):
         mpiad.mpi_recv(1.0, 0, -9)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_refused_message_from_anyone_is_counted(rank, size):
+    def fun(x):
+        mpiad.mpi_send(x, (rank + 1) % size, 6)
+        return anp.sum(mpiad.mpi_recv(x, (rank - 1) % size, 6) ** 2)
+
+    mpiad.mpi_send(np.ones(5), (rank + 1) % size, 6)
+    with pytest.raises(ValueError, match=rf"rank {(rank - 1) % size} sent"):
+        mpiad.mpi_recv(np.ones(2), MPI.ANY_SOURCE, 6)
+    # Without the count its adjoint would wait for another message's answer.
+    x = np.arange(2.0) + rank
+    assert_close(mpiad.grad(fun, objective="sum")(x), 2 * x, "f8")

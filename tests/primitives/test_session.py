@@ -130,3 +130,11 @@ def test_end_by_mpi4pys_own_call(mpirun):
     done = mpirun(2, FINALIZED_BY_THE_USER)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("mpi_allreduce: called after mpi_finalize") == 4
+
+
+def test_stop_reaches_into_nests():
+    x = np.array([1.0, 2.0])
+    nests = (lambda x: [x], lambda x: (3, {"a": x}))
+    for nest, part in zip(nests, (lambda n: n[0], lambda n: n[1]["a"])):
+        g = mpiad.grad(lambda x, nest=nest, part=part: anp.sum(x * part(mpiad.stop(nest(x)))), objective="sum")(x)
+        np.testing.assert_array_equal(g, x)

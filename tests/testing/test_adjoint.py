@@ -54,3 +54,9 @@ def test_maps_that_are_not_linear_are_refused():
     for bent in (lambda x: x**2, lambda x: x + 1.0):
         with pytest.raises(AdjointError, match="isn't linear"):
             check_adjoint(bent, np.ones(3))
+
+
+def test_maps_from_real_to_complex():
+    assert check_adjoint(lambda x: mpiad.mpi_allreduce(x) * (2.0 + 1j), np.ones(3)) < 16
+    with pytest.raises(AdjointError):
+        check_adjoint(lambda x: x * (2.0 + 1j), np.ones(3), adjoint=lambda y: np.real(y))

@@ -9,6 +9,7 @@ from linear_primitives import LINEAR_PRIMITIVES
 from mpi4py import MPI
 
 import mpiad
+from mpiad.errors import CommunicatorError
 from mpiad.transport import channel
 
 WORLD = MPI.COMM_WORLD
@@ -123,10 +124,11 @@ def test_duplicates_are_private_and_freed_with_the_communicator(rank):
     comm = WORLD.Dup()
     used = channel(comm, "test")
     assert channel(comm, "test") is used
-    for mine in (used.data, used.reverse):
+    duplicates = used.data, used.reverse
+    for mine in duplicates:
         assert MPI.Comm.Compare(mine, comm) == MPI.CONGRUENT
     comm.Free()
-    assert used.data == used.reverse == MPI.COMM_NULL
+    assert duplicates == (MPI.COMM_NULL, MPI.COMM_NULL)
 
 
 @pytest.mark.limit(120)
@@ -149,3 +151,36 @@ def test_users_own_collectives_in_between(rank, size):
 
     total = size * (size + 1) / 2
     assert mpiad.grad(fun)(1.0 + rank) == 2 * total
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_message_left_on_a_freed_communicator_is_not_received_on_the_next(rank, size):
+    for value in (111.0, 222.0):
+        sub = MPI.COMM_WORLD.Split(0, rank)
+        mpiad.mpi_init(sub)
+        mpiad.mpi_send(np.full(2, value), (rank + 1) % size, 3, sub)
+        if value == 222.0:
+            np.testing.assert_array_equal(mpiad.mpi_recv(np.ones(2), (rank - 1) % size, 3, sub), [222.0, 222.0])
+        sub.Free()
+
+
+@pytest.mark.limit(120)
+def test_freed_communicators_give_their_numbers_back(rank):
+    # MPI has about two thousand; marked ones must not keep theirs either.
+    for k in range(1100):
+        sub = MPI.COMM_WORLD.Split(0, rank)
+        mpiad.mpi_init(sub)
+        if k % 2:
+            channel(sub, "test").mark("left unfinished by the test.")
+        sub.Free()
+
+
+def test_a_communicator_freed_before_the_reverse_pass(rank):
+    def loss(x):
+        sub = MPI.COMM_WORLD.Split(0, rank)
+        y = mpiad.mpi_allreduce(x, comm=sub)
+        sub.Free()
+        return anp.sum(y)
+
+    with pytest.raises(CommunicatorError, match="freed before the reverse pass"):
+        mpiad.grad(loss)(np.ones(2))
