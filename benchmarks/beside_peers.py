@@ -44,7 +44,7 @@ def mpiad_times() -> dict[tuple[str, int], float]:
         file = Path(folder) / "times.json"
         mpiexec = Path(sys.executable).parent / "mpiexec"
         launcher = str(mpiexec) if mpiexec.exists() else "mpiexec"
-        run(launcher, sys.executable, HERE / "primitives.py", "--quick", "--json", str(file))
+        run(launcher, sys.executable, HERE / "primitives.py", "--alone", "--json", str(file))
         return {(row["case"], row["n"]): row["mpiad"] for row in json.loads(file.read_text())}
 
 

@@ -1,6 +1,6 @@
 """What the primitives cost beyond autograd and bare MPI: value and gradient, on 2 ranks.
 
-    mpiexec -n 2 python benchmarks/primitives.py [--json FILE] [--quick]
+    mpiexec -n 2 python benchmarks/primitives.py [--json FILE] [--alone]
 
 Two programs, for 1, 10³, 10⁵ and 10⁶ doubles:
 
@@ -127,24 +127,27 @@ def main() -> None:
     """Run the cases and print a line for each on rank 0."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--json", help="also write the times to this file")
-    parser.add_argument("--quick", action="store_true", help="a tenth of the repeats, and no memory test")
+    parser.add_argument("--alone", action="store_true", help="mpiad's side only, as its peers are timed; no memory test")
     options = parser.parse_args()
     rows = []
     header = f"{'':10}{'doubles':>9}{'mpiad µs':>11}{'(a) autograd':>14}{'(b) bare':>10}{'(c) by hand':>13}"
-    if rank == 0:
+    if rank == 0 and not options.alone:
         print(header + f"{'mpiad/(a+b)':>13}{'reach':>7}{'mpiad/(c)':>11}", flush=True)
     for case, make in (("allreduce", allreduce_sides), ("ring", ring_sides)):
         for n, repeats in REPEATS.items():
             sides = make(np.random.default_rng(rank).standard_normal(n))
             check(sides, case, n)
-            best = times(sides, repeats // 10 if options.quick else repeats)
+            if options.alone:
+                rows.append({"case": case, "n": n, **times({"mpiad": sides["mpiad"]}, repeats)})
+                continue
+            best = times(sides, repeats)
             ratio = best["mpiad"] / (best["autograd"] + best["bare"])
             rows.append({"case": case, "n": n, "ratio": ratio, **best})
             if rank == 0:
                 shown = f"{best['mpiad']:11.1f}{best['autograd']:14.1f}{best['bare']:10.1f}{best['by hand']:13.1f}"
                 over = best["mpiad"] / best["by hand"]
                 print(f"{case:10}{n:9}{shown}{ratio:13.3f}{REACH[case][n]:7.2f}{over:11.2f}", flush=True)
-    if not options.quick:
+    if not options.alone:
         grown = growth(1000, 1_000_000)
         if rank == 0:
             print(f"memory held after 1,000 gradients of 10^6 doubles, no garbage collector: {grown / 2**20:+.2f} MiB")
