@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 __all__ = ["install_abort_hook"]
 
-_UNTIL_KILLED = 2.0  # seconds
+_UNTIL_READ, _UNTIL_KILLED = 0.3, 2.0  # seconds
 
 
 def install_abort_hook() -> bool:
@@ -51,6 +51,8 @@ def _end_job(kind: type[BaseException], error: BaseException, trace: TracebackTy
     sys.stdout.flush()
     sys.stderr.write(f"mpiad: rank {rank} ended the job by an exception that nobody caught:\n{text}")
     sys.stderr.flush()
+    # Launchers end a job without reading what is still in its pipes: the traceback would be lost now and then.
+    time.sleep(_UNTIL_READ)
     code = 130 if issubclass(kind, KeyboardInterrupt) else 1
     MPI.COMM_WORLD.Abort(code)
     # Some MPIs return from it. What would run at the exit of this process waits for the other ranks.
