@@ -18,7 +18,7 @@ from mpiad.primitives.checks import root_of
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.transport import channel
 
-__all__ = ["cotangents_of_variables", "grad", "shared_sum", "value_and_grad"]
+__all__ = ["cotangents_of_variables", "grad", "gradients_of_term", "shared_sum", "value_and_grad"]
 
 
 def value_and_grad(
@@ -133,7 +133,7 @@ def _evaluator(
         value, problem = _one_number(traced, weight, call)
         # Before the reverse pass: where one rank's number is wrong, no rank starts to run backwards.
         total = share(value, weight, problem, used)
-        gradients = _gradients(traced, value, weight, variables)
+        gradients = gradients_of_term(traced, weight, variables)
         if shared:
             gradients = shared_sum(gradients, comm)
         return total, variables.filled(gradients, no_derivative)
@@ -146,11 +146,12 @@ def _one_number(traced: Traced, weight: float, call: str) -> tuple[Any, Any]:
     return value, traced.problem or problem_with(value, weight, call)
 
 
-def _gradients(traced: Traced, value: Any, weight: float, variables: Variables) -> list[Any]:
+def gradients_of_term(traced: Traced, weight: float, variables: Variables) -> list[Any]:
+    """Run backwards from `weight` times the one number that a traced run returned; collective like its messages."""
     place = traced.places[0]
     seeds = []
     if place >= 0 and weight != 0.0:
-        spec = spec_like(value)
+        spec = spec_like(traced.values[0])
         seeds.append((place, spec.dtype.type(weight) if not spec.shape else np.full(spec.shape, weight, spec.dtype)))
     return cotangents_of_variables(traced, seeds, variables)
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from mpiad._typing import Function, Tree
-from mpiad.differentiation.gradient import cotangents_of_variables
+from mpiad.differentiation.gradient import gradients_of_term
 from mpiad.differentiation.objective import Problem
 from mpiad.differentiation.trace import Traced, Variables, trace_backwards, variables_of
 
@@ -37,11 +35,7 @@ class ForwardPass(NamedTuple):
         -----
         All ranks call it, also those whose weight is zero: the cotangents of the others pass through them.
         """
-        place, value = self.traced.places[0], self.traced.values[0]
-        seeds = []
-        if place >= 0 and weight != 0.0:
-            seeds.append((place, np.full(np.shape(value), weight, value.dtype)[()]))
-        found = cotangents_of_variables(self.traced, seeds, self.variables)
+        found = gradients_of_term(self.traced, weight, self.variables)
         return self.variables.filled(found, lambda leaf: None)
 
 

@@ -12,7 +12,7 @@ from mpiad.transport.buffers import Spec, outgoing, result
 from mpiad.transport.channels import Channel
 
 __all__ = [
-    "allgather", "allreduce", "alltoall", "barrier", "bcast", "gather", "lengths_of_all", "reduce", "reduce_scatter",
+    "allreduce", "alltoall", "barrier", "bcast", "gather", "lengths_of_all", "reduce", "reduce_scatter",
     "scan", "scatter", "Summation", "finish_allreduce", "start_allreduce",
 ]
 
@@ -112,11 +112,6 @@ def gather(channel: Channel, x: Array, root: int | None, axis: int | None, lengt
     else:
         channel.data.Gatherv(array, [out, counts] if mine else None, root)
     return _back(out, axis)
-
-
-def allgather(channel: Channel, x: Array, axis: int | None, lengths: list[int], call: str) -> Array:
-    """Stack or concatenate every rank's array on all ranks."""
-    return gather(channel, x, None, axis, lengths, call)
 
 
 def scatter(
