@@ -1,5 +1,8 @@
 """Differentiable MPI programs: primitives, exact gradients of the whole distributed program, optimisation."""
 
+from importlib import import_module
+from types import ModuleType
+
 from mpiad.differentiation import grad, hvp, jacobian, jvp, make_jvp, make_vjp, value_and_grad
 from mpiad.domain import Domain
 from mpiad.optimize import minimize
@@ -46,3 +49,16 @@ __all__ = [
     "mpi_print", "mpi_rank", "mpi_recv", "mpi_reduce", "mpi_reduce_scatter", "mpi_scan", "mpi_scatter", "mpi_send",
     "mpi_sendrecv", "mpi_size", "mpi_sum", "mpi_wait", "mpi_waitall", "reset", "stop", "value_and_grad",
 ]
+
+# Loaded at their first use: `mpiad.debug` after `import mpiad` costs nothing where nobody looks.
+_ROOMS = ("debug", "errors", "extend", "linalg", "testing")
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name in _ROOMS:
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_ROOMS})

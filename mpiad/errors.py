@@ -6,6 +6,7 @@ __all__ = [
     "CommunicatorError",
     "ConvergenceError",
     "ForeignTraceError",
+    "ReplicationError",
     "RequestError",
     "UnfinishedMessagesError",
     "WorkerError",
@@ -26,6 +27,30 @@ class RequestError(RuntimeError):
 
 class ForeignTraceError(RuntimeError):
     """Report communication under a derivative of plain autograd whose order can't be trusted."""
+
+
+class ReplicationError(ValueError):
+    """Report, on all ranks, a value of which every rank should hold the same copy, and doesn't.
+
+    Attributes
+    ----------
+    ranks : list of int
+        Those that differ, in the value's communicator.
+    path : str
+        Of the first part of the value that differs, on the first of them.
+    index : tuple of int
+        Of its first entry that differs; empty for numbers, and where shapes or structures differ.
+    absolute, relative : float
+        The largest difference of that part's entries; NaN where it has none.
+    """
+
+    def __init__(
+        self, message: str, ranks: list[int] | None = None, path: str = "", index: tuple[int, ...] = (),
+        absolute: float = float("nan"), relative: float = float("nan"),
+    ):
+        super().__init__(message)
+        self.ranks, self.path, self.index = [] if ranks is None else list(ranks), path, index
+        self.absolute, self.relative = absolute, relative
 
 
 class ConvergenceError(RuntimeError):

@@ -1,4 +1,4 @@
-"""Whether the copies of one variable, of which every rank holds its own, are equal.
+"""Whether what should be the same on all ranks is: a shared variable, and the objective.
 
 Looked at under ``MPIAD_DEBUG=1`` only, since it takes a reduction more. Copies that have drifted apart (one rank that
 was seeded otherwise, or updated its own) give a gradient that belongs to none of them.
@@ -6,26 +6,26 @@ was seeded otherwise, or updated its own) give a gradient that belongs to none o
 
 from __future__ import annotations
 
-import hashlib
 import os
-from typing import Any
 
-import numpy as np
-from autograd.tracer import getval
-
+from mpiad._typing import Array
+from mpiad.differentiation.trace import Variables
+from mpiad.differentiation.trees import named_leaves
 from mpiad.transport import Channel
+from mpiad.transport.replication import require_replicated
 
-__all__ = ["require_equal_copies"]
+__all__ = ["compares_copies", "require_equal_copies", "require_equal_objective"]
 
 _LOOKS = os.environ.get("MPIAD_DEBUG") == "1"
+_BROADCAST = "Broadcast the variable once before the first step, and update it alike on all ranks."
 
 
-def require_equal_copies(leaves: list[Any], channel: Channel, call: str) -> None:
+def require_equal_copies(variables: Variables, channel: Channel, call: str) -> None:
     """Raise on all ranks where their copies of a shared argument differ, under ``MPIAD_DEBUG=1``.
 
     Parameters
     ----------
-    leaves : list of array or number
+    variables : Variables
         This rank's copy.
     channel : Channel
     call : str
@@ -33,34 +33,25 @@ def require_equal_copies(leaves: list[Any], channel: Channel, call: str) -> None
 
     Raises
     ------
-    ValueError
-        Naming the first leaf that differs and the ranks.
+    ReplicationError
+        Naming the ranks and the first entry that differs.
 
     Ranks
     -----
     All ranks of the channel call it.
     """
-    if _LOOKS:
-        _compare([_described(leaf) for leaf in leaves], channel, call)
+    if compares_copies():
+        said = f"{call}: shared=True says that all ranks hold the same variable x"
+        require_replicated(channel, named_leaves(variables.build(variables.leaves), "x"), said, _BROADCAST)
 
 
-def _described(leaf: Any) -> tuple[str, str]:
-    value = np.ascontiguousarray(getval(leaf))
-    return f"shape {np.shape(getval(leaf))}, dtype {value.dtype}", hashlib.sha256(value.tobytes()).hexdigest()
+def require_equal_objective(value: Array, channel: Channel, call: str) -> None:
+    """Raise on all ranks where J differs, under ``MPIAD_DEBUG=1``: decisions that depend on it would, too."""
+    if compares_copies():
+        advice = "This MPI's reductions give other bits on other ranks. Let one rank decide, and broadcast its decision."
+        require_replicated(channel, named_leaves(value, "J"), f"{call}: J must be the same on all ranks", advice)
 
 
-def _compare(mine: list[tuple[str, str]], channel: Channel, call: str) -> None:
-    every = channel.data.allgather(mine)
-    counts = {len(leaves) for leaves in every}
-    if len(counts) > 1:
-        raise ValueError(f"{call}: shared=True, but the copies have {sorted(counts)} leaves. {_ADVICE}")
-    for k, leaf in enumerate(every[0]):
-        others = [rank for rank, leaves in enumerate(every) if leaves[k] != leaf]
-        if others:
-            raise ValueError(
-                f"{call}: shared=True says that all ranks hold the same variable, but leaf {k} of it ({leaf[0]} on rank 0) "
-                f"differs from rank 0's on rank(s) {others} ({every[others[0]][k][0]}). {_ADVICE}"
-            )
-
-
-_ADVICE = "Broadcast the variable once before the first step, and update it alike on all ranks."
+def compares_copies() -> bool:
+    """Tell whether copies are looked at."""
+    return _LOOKS

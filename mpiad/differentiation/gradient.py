@@ -10,7 +10,7 @@ import numpy as np
 
 from mpiad._typing import Comm, Function, Rank
 from mpiad.differentiation.backward import run_backward
-from mpiad.differentiation.copies import require_equal_copies
+from mpiad.differentiation.copies import require_equal_copies, require_equal_objective
 from mpiad.differentiation.objective import check_objective, problem_with, share, weight_of
 from mpiad.differentiation.trace import Traced, Variables, arguments_with, no_derivative, trace_backwards, variables_of
 from mpiad.primitives.allreduce import mpi_allreduce
@@ -128,11 +128,12 @@ def _evaluator(
         weight = weight_of(objective, used, root_of(root, used, call))
         variables = variables_of(args, argnum, call)
         if shared:
-            require_equal_copies(variables.leaves, used, call)
+            require_equal_copies(variables, used, call)
         traced = trace_backwards(lambda x: fun(*arguments_with(args, argnum, x), **kwargs), variables)
         value, problem = _one_number(traced, weight, call)
         # Before the reverse pass: where one rank's number is wrong, no rank starts to run backwards.
         total = share(value, weight, problem, used)
+        require_equal_objective(total, used, call)
         gradients = gradients_of_term(traced, weight, variables)
         if shared:
             gradients = shared_sum(gradients, comm)

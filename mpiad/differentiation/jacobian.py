@@ -74,7 +74,7 @@ def jacobian(
         weight = weight_of(objective, used, root_of(root, used, "jacobian"))
         variables = variables_of(args, argnum, "jacobian")
         if shared:
-            require_equal_copies(variables.leaves, used, "jacobian")
+            require_equal_copies(variables, used, "jacobian")
         traced = trace_backwards(lambda x: fun(*arguments_with(args, argnum, x), **kwargs), variables)
         spec = _agreed_spec(traced, weight, used)
         rows = [_row(traced, k, spec, weight, variables) for k in range(int(np.prod(spec.shape)))]

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from autograd.builtins import DictBox, SequenceBox
 from autograd.numpy.numpy_boxes import ArrayBox
-from autograd.tracer import Box
+from autograd.tracer import Box, getval
 
 from mpiad._typing import Tree
 
-__all__ = ["flatten", "is_variable"]
+__all__ = ["flatten", "is_variable", "named_leaves"]
 
 _NO_NESTS = frozenset({np.ndarray, ArrayBox, float, np.float64, np.float32})
 
@@ -43,11 +43,7 @@ def _walk(tree: Any, leaves: list[Any]) -> Callable:
 
 def _walk_dict(tree: Any, leaves: list[Any]) -> Callable:
     keys = list(tree.keys())
-    try:
-        ordered = sorted(keys)  # two ranks may have filled theirs in different orders
-    except TypeError:
-        ordered = keys
-    parts = [(key, _walk(tree[key], leaves)) for key in ordered]
+    parts = [(key, _walk(tree[key], leaves)) for key in _in_order(tree)]
     kind = type(tree) if isinstance(tree, dict) and type(tree).__init__ is dict.__init__ else dict
 
     def build(new: Any) -> dict:
@@ -57,12 +53,37 @@ def _walk_dict(tree: Any, leaves: list[Any]) -> Callable:
     return build
 
 
+def _in_order(tree: Any) -> list[Any]:
+    keys = list(tree.keys())
+    try:
+        return sorted(keys)  # two ranks may have filled theirs in different orders
+    except TypeError:
+        return keys
+
+
 def _maker(tree: Any) -> Callable[[list[Any]], Any]:
     if hasattr(tree, "_fields"):  # a named tuple
         return lambda items: type(tree)(*items)
     if isinstance(tree, SequenceBox):
         return tuple
     return type(tree)
+
+
+def named_leaves(tree: Tree, name: str) -> list[tuple[str, Any]]:
+    """Return the plain values of the leaves, in the order of `flatten`, each with its path: ``x['w'][0]``.
+
+    A nest that holds nothing counts as a leaf, so that it isn't taken for one that isn't there.
+    """
+    if isinstance(tree, (dict, DictBox)):
+        parts = [(f"{name}[{key!r}]", tree[key]) for key in _in_order(tree)]
+    elif isinstance(tree, (list, tuple, SequenceBox)):
+        fields = getattr(tree, "_fields", None)
+        parts = [(f"{name}.{fields[i]}" if fields else f"{name}[{i}]", tree[i]) for i in range(len(tree))]
+    else:
+        return [(name, getval(tree))]
+    if not parts:
+        return [(name, "an empty nest")]
+    return [leaf for path, part in parts for leaf in named_leaves(part, path)]
 
 
 def is_variable(leaf: Any) -> bool:

@@ -17,7 +17,7 @@ from mpiad.differentiation.objective import check_objective
 from mpiad.optimize.evaluation import Program
 from mpiad.optimize.root_driven import RootDriven
 from mpiad.optimize.scipy_methods import Method, Wishes, method_named
-from mpiad.optimize.variables import as_variables
+from mpiad.optimize.variables import as_variables, require_equal_start
 from mpiad.primitives.checks import root_of
 from mpiad.primitives.operation import suspended
 from mpiad.transport import Channel, channel, renew
@@ -133,7 +133,9 @@ def _agree_on_arguments(used: Channel, program: Program, method: Any, x0: Tree) 
     jac = "a function" if callable(program.jac) else program.jac
     described = f"method={method!r}, objective={program.objective!r}, root={program.root}, jac={jac}"
     require_same(used, described, "minimize")
-    return method_named(method), used.data.bcast(start, program.root)
+    template = used.data.bcast(start, program.root)
+    require_equal_start(x0, template, used)
+    return method_named(method), template
 
 
 def _check_program(program: Program, used: Channel) -> None:

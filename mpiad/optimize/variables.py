@@ -9,9 +9,12 @@ import numpy as np
 from autograd.tracer import Box
 
 from mpiad._typing import Array, Tree
-from mpiad.differentiation.trees import flatten, is_variable
+from mpiad.differentiation.copies import compares_copies
+from mpiad.differentiation.trees import flatten, is_variable, named_leaves
+from mpiad.transport import Channel
+from mpiad.transport.replication import require_replicated
 
-__all__ = ["Packing", "as_variables"]
+__all__ = ["Packing", "as_variables", "require_equal_start"]
 
 _NUMBERS = (int, float, np.integer, np.floating)
 
@@ -41,6 +44,18 @@ def as_variables(x0: Any) -> Tree:
             f"{type(x0).__name__} {x0!r:.60}."
         )
     return x0
+
+
+def require_equal_start(x0: Any, template: Tree, channel: Channel) -> None:
+    """Raise on all ranks where one gave another x0 than the root's, which is the one that counts, in debug mode."""
+    if not compares_copies():
+        return
+    try:
+        mine = template if x0 is None else as_variables(x0)
+    except TypeError:  # not that of the root, then
+        mine = x0
+    said = "minimize: x0 counts on the root only, and the other ranks give the same or None"
+    require_replicated(channel, named_leaves(mine, "x0"), said)
 
 
 def _is_number(x: Any) -> bool:

@@ -18,8 +18,33 @@ for drift in (0.0, 1e-15):
             derivative(p, p) if take is mpiad.hvp else derivative(p)
             told = "fine"
         except ValueError as error:
-            told = str(error)
+            told = str(error).replace(chr(10), "")
         mpiad.mpi_print(rank, drift, take.__name__, told)
+"""
+
+# A reduction whose bits differ between ranks, as some MPIs' do over unlike machines.
+UNEQUAL = """
+import numpy as np, mpiad
+from mpiad.differentiation import objective
+shared = objective._SHARE.forward
+objective._SHARE.forward = lambda x, p: shared(x, p) * (1 + 2.0**-52 * (mpiad.mpi_rank() == 1))
+try:
+    mpiad.mpi_print(mpiad.value_and_grad(lambda x: x)(1.0)[0])
+except mpiad.errors.ReplicationError as error:
+    mpiad.mpi_print(error.ranks, error.path, error.absolute == 2.0**-52)
+"""
+
+START = """
+import numpy as np, autograd.numpy as anp, mpiad
+rank = mpiad.mpi_rank()
+loss = lambda x: mpiad.mpi_sum(anp.sum((x - 1) ** 2))
+for other in (None, [0, 0], np.zeros(2), np.ones(2), "nonsense"):
+    try:
+        result = mpiad.minimize(loss, np.zeros(2) if rank == 0 else other)
+        told = result.success
+    except mpiad.errors.ReplicationError as error:
+        told = error.ranks, error.path
+    mpiad.mpi_print(told)
 """
 
 
@@ -30,10 +55,26 @@ def test_copies_that_differ_raise_on_all_ranks(mpirun):
     assert len(lines) == 18
     assert all(line.endswith("fine") for line in lines[:9])
     for line in lines[9:]:
-        assert "leaf 1 of it (shape (3,), dtype float64 on rank 0) differs from rank 0's on rank(s) [2]" in line
+        assert "rank(s) [2] of 3 differ from rank 0." in line
+        assert "rank 2: x['w'] (shape (3,), dtype float64) first at [1] is 1.000000000000001 instead of" in line
 
 
 def test_without_it_nothing_is_compared(mpirun):
     done = mpirun(3, PROGRAM, env={"MPIAD_DEBUG": None})
     assert done.returncode == 0, done.stderr
     assert all(line.endswith("fine") for line in done.stdout.splitlines())
+
+
+def test_an_objective_that_differs_raises_on_all_ranks(mpirun):
+    done = mpirun(3, UNEQUAL, env={"MPIAD_DEBUG": "1"})
+    assert (done.stdout, done.returncode) == ("[1] J True\n" * 3, 0), done.stderr
+    done = mpirun(3, UNEQUAL, env={"MPIAD_DEBUG": None})
+    assert done.stdout == "1.0\n1.0000000000000002\n1.0\n", done.stderr
+
+
+def test_a_start_that_differs_from_the_roots_raises_on_all_ranks(mpirun):
+    done = mpirun(2, START, env={"MPIAD_DEBUG": "1"})
+    expected = "True\nTrue\n" * 3 + "([1], 'x0')\n([1], 'x0')\n" * 2
+    assert (done.stdout, done.returncode) == (expected, 0), done.stderr
+    done = mpirun(2, START, env={"MPIAD_DEBUG": None})
+    assert done.stdout == "True\n" * 10, done.stderr

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import mpiad
+import mpiad.debug
 import mpiad.errors
 import mpiad.extend
 import mpiad.testing
@@ -43,9 +44,10 @@ def test_modules_are_in_the_list(module):
     assert f".. automodule:: {module.__name__}\n   :members:" in page("docs/api.md")
 
 
-def test_checks_are_in_the_list():
-    listed = page("docs/api.md").partition("currentmodule:: mpiad.testing")[2]
-    assert set(mpiad.testing.__all__) <= set(AUTOMATIC.findall(listed))
+@pytest.mark.parametrize("module", [mpiad.testing, mpiad.debug])
+def test_rooms_of_tools_are_in_the_list(module):
+    listed = page("docs/api.md").partition(f"currentmodule:: {module.__name__}\n")[2].partition("currentmodule")[0]
+    assert set(module.__all__) <= set(AUTOMATIC.findall(listed))
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/semantics.md"])

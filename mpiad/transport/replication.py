@@ -1,0 +1,157 @@
+"""Whether a value of which every rank holds a copy is the same on all of them, bit for bit.
+
+Equal copies cost one reduction of a hash, whatever their size. Only where the hashes differ do the ranks tell each other
+what they hold, leaf by leaf, and look for the first entry that differs.
+
+Equality is that of bits: ``-0.0`` isn't ``0.0`` (they divide differently), and a NaN equals a NaN of the same bits and no
+other. Copies that were broadcast, and updated alike, are equal in this sense; those that are only nearly equal drift apart.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+
+from mpiad.errors import ReplicationError
+from mpiad.transport.channels import Channel
+from mpiad.transport.differences import Difference, compare, greatest
+
+__all__ = ["require_replicated"]
+
+_SHOWN = 8
+
+
+class _Held(NamedTuple):
+    """What the ranks tell each other of a leaf: where it is, what kind of value, and a hash of its bits."""
+
+    path: str
+    kind: str
+    digest: bytes
+
+    def __str__(self) -> str:
+        return f"{self.path} ({self.kind})"
+
+
+def require_replicated(channel: Channel, leaves: Sequence[tuple[str, Any]], said: str, advice: str = "") -> None:
+    """Raise on all ranks where the copies of a value differ.
+
+    Parameters
+    ----------
+    channel : Channel
+    leaves : sequence of (str, value)
+        The arrays, numbers, strings and Nones that this rank's copy is made of, each with its path.
+    said : str
+        What the user said, for the start of the message.
+    advice : str
+        What to do, for its end.
+
+    Raises
+    ------
+    ReplicationError
+        On all ranks: which ranks differ, where first, and by how much.
+    TypeError
+        On all ranks, where one holds an object whose bits can't be compared.
+
+    Ranks
+    -----
+    All ranks of the channel call it.
+    """
+    values, wrong = [], ""
+    held = []
+    try:
+        for path, value in leaves:
+            values.append(_plain(path, value))
+            held.append(_Held(path, *_described(values[-1])))
+    except TypeError as error:
+        wrong = str(error)
+    mine = hashlib.blake2b(repr(held).encode(), digest_size=16).digest()
+    if not _all_equal(channel, mine, bool(wrong)):
+        _explain(channel, values, held, wrong, f"{said}, but ", f" {advice}" if advice else "")
+
+
+def _plain(path: str, value: Any) -> Any:
+    if value is None or isinstance(value, (str, bytes, int)):  # a Python integer of any size
+        return value
+    array = np.asarray(value) if isinstance(value, (float, complex, np.generic, np.ndarray)) else None
+    if array is None or array.dtype.hasobject:
+        raise TypeError(
+            f"{path} is {type(value).__name__} {value!r:.60}. The ranks can compare numbers, strings and arrays of them."
+        )
+    return array
+
+
+def _described(value: Any) -> tuple[str, bytes]:
+    if not isinstance(value, np.ndarray):
+        return type(value).__name__, hashlib.blake2b(repr(value).encode(), digest_size=16).digest()
+    # Hashing a view of the memory copies nothing.
+    bits = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+    return f"shape {value.shape}, dtype {value.dtype}", hashlib.blake2b(bits.data, digest_size=16).digest()
+
+
+def _all_equal(channel: Channel, digest: bytes, wrong: bool) -> bool:
+    """Tell whether the least and the greatest hash are the same one, and no rank has a mistake to tell."""
+    words = np.frombuffer(digest, dtype=np.uint64)
+    sent = np.concatenate([words, ~words, np.array([not wrong], dtype=np.uint64)])
+    least = np.empty_like(sent)
+    channel.data.Allreduce(sent, least, MPI.MIN)
+    return bool(least[4]) and bool((least[:2] == ~least[2:4]).all())
+
+
+def _explain(channel: Channel, values: list[Any], held: list[_Held], wrong: str, said: str, advice: str) -> None:
+    every: list[tuple[list[_Held], str]] = channel.data.allgather((held, wrong))
+    for rank, (_, text) in enumerate(every):
+        if text:
+            raise TypeError(f"{said}{text} This happened on rank {rank}.")
+    copies = [tuple(found) for found, _ in every]
+    # Where one rank of many has drifted away, it is that rank that differs, whichever it is.
+    reference = copies.index(Counter(copies).most_common(1)[0][0])
+    ranks = [rank for rank, copy in enumerate(copies) if copy != copies[reference]]
+    places = {rank: _first_difference(copies[rank], copies[reference]) for rank in ranks}
+    found = channel.data.allgather(_compared(channel, values, copies, reference, places))
+    differences: list[Difference] = [found[rank] for rank in ranks]
+    lines = [f"\n  rank {rank}: {difference}" for rank, difference in zip(ranks, differences)]
+    more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+    raise ReplicationError(
+        f"{said}rank(s) {ranks} of {channel.size} differ from rank {reference}.{advice}{''.join(lines[:_SHOWN])}{more}",
+        ranks, differences[0].path, differences[0].index,
+        greatest([difference.absolute for difference in differences]),
+        greatest([difference.relative for difference in differences]),
+    )
+
+
+def _first_difference(copy: tuple[_Held, ...], other: tuple[_Held, ...]) -> int:
+    for k, (mine, theirs) in enumerate(zip(copy, other)):
+        if mine != theirs:
+            return k
+    return min(len(copy), len(other))
+
+
+def _compared(
+    channel: Channel, values: list[Any], copies: list[tuple[_Held, ...]], reference: int, places: dict[int, int]
+) -> Difference | None:
+    """Compare this rank's copy with the reference's, which tells what it holds where only the bits differ."""
+    result, shared = None, copies[reference]
+    for k in sorted(set(places.values())):
+        alike = [rank for rank, place in places.items() if place == k and _alike(copies[rank], shared, k)]
+        theirs = channel.data.bcast(values[k] if channel.rank == reference else None, reference) if alike else None
+        if channel.rank in alike:
+            others = sum(mine != other for mine, other in zip(copies[channel.rank], shared)) - 1
+            result = compare(shared[k].path, shared[k].kind, values[k], theirs, reference, others)
+        elif places.get(channel.rank) == k:
+            result = _of_structure(copies[channel.rank], shared, k, reference)
+    return result
+
+
+def _alike(copy: tuple[_Held, ...], other: tuple[_Held, ...], k: int) -> bool:
+    return k < min(len(copy), len(other)) and copy[k][:2] == other[k][:2]
+
+
+def _of_structure(copy: tuple[_Held, ...], other: tuple[_Held, ...], k: int, reference: int) -> Difference:
+    here, there = (str(held[k]) if k < len(held) else f"nothing after {k} leaves" for held in (copy, other))
+    path = (copy if k < len(copy) else other)[k].path
+    return Difference(path, (), float("nan"), float("nan"), f"{here} instead of rank {reference}'s {there}")
