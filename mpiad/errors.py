@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 __all__ = [
+    "CommunicationMismatch",
     "CommunicatorError",
     "ConvergenceError",
+    "DeadlockError",
     "ForeignTraceError",
+    "MessageMismatch",
     "ReplicationError",
     "RequestError",
     "UnfinishedMessagesError",
@@ -23,6 +26,44 @@ class UnfinishedMessagesError(RuntimeError):
 
 class RequestError(RuntimeError):
     """Report a request that was waited for twice, in another trace, or never."""
+
+
+class CommunicationMismatch(RuntimeError):
+    """Report ranks that were about to communicate with each other in different calls; under ``MPIAD_DEBUG=1``.
+
+    Attributes
+    ----------
+    table : str
+        What each rank was about to do, and where: one line for each.
+    ranks : tuple of int
+        Those in the table, as ranks of the world.
+    """
+
+    def __init__(self, message: str, table: str = "", ranks: tuple[int, ...] = ()):
+        super().__init__(message)
+        self.table, self.ranks = table, tuple(ranks)
+
+
+class MessageMismatch(CommunicationMismatch, ValueError):
+    """Report a message that differs from what it was received into; a ValueError too, as without ``MPIAD_DEBUG``."""
+
+
+class DeadlockError(RuntimeError):
+    """Report a wait that took longer than ``MPIAD_TIMEOUT`` seconds.
+
+    Attributes
+    ----------
+    table : str
+        What each rank of the world was doing, and where: one line for each.
+    ranks : tuple of int
+        Those that raise it.
+    cycle : tuple of int
+        Ranks that wait for each other in this order, the first one once more at the end; empty where there is no cycle.
+    """
+
+    def __init__(self, message: str, table: str = "", ranks: tuple[int, ...] = (), cycle: tuple[int, ...] = ()):
+        super().__init__(message)
+        self.table, self.ranks, self.cycle = table, tuple(ranks), tuple(cycle)
 
 
 class ForeignTraceError(RuntimeError):

@@ -18,7 +18,9 @@ from autograd.tracer import Box, new_box
 from mpiad._typing import Function
 from mpiad.primitives.cotangents import conform, spec_like, tangent_of
 from mpiad.primitives.foreign import checked_adjoint
+from mpiad.primitives.noting import noted_methods
 from mpiad.primitives.operation import Tape, current, differentiable, refuse_suspended, suspended
+from mpiad.transport import calls
 
 __all__ = [
     "Communicating", "communicating", "defadjoint", "defjvp", "defjvp_together", "defvjp", "defvjp_together",
@@ -78,6 +80,17 @@ class Communicating:
 
     def _foreign_jvp(self, argnums: tuple, gs: list, ans: Any, args: tuple, kwargs: dict) -> Any:
         return self.jvp(dict(zip(argnums, gs)), ans, args, kwargs["params"], kwargs["level"])
+
+
+_BARE = Communicating.body, Communicating.vjp, Communicating.jvp
+_NOTED = noted_methods(*_BARE)
+
+
+def _switch_noting(on: bool) -> None:
+    Communicating.body, Communicating.vjp, Communicating.jvp = _NOTED if on else _BARE
+
+
+calls.register(_switch_noting)
 
 
 def _lent(array: np.ndarray) -> np.ndarray:

@@ -23,6 +23,7 @@ from autograd.tracer import Box, new_box
 from mpiad._typing import Array
 from mpiad.primitives.cotangents import conform, spec_like, tangent_of
 from mpiad.primitives.foreign import checked_adjoint, raise_for_foreign
+from mpiad.primitives.noting import apply_to
 from mpiad.transport import Channel
 
 __all__ = ["Operation", "Tape", "communicate", "current", "differentiable", "refuse_suspended", "suspended"]
@@ -116,7 +117,8 @@ class Operation:
             ``tangent(dx, ans, x, params)`` returns the tangent of the result. `dx` has the shape and dtype of x (zeros,
             where x isn't traced).
         """
-        self.forward, self.adjoint, self.tangent = forward, adjoint, tangent
+        self.forward, self.adjoint, self.tangent = self.bare = (forward, adjoint, tangent)
+        apply_to(self)
         primitive_vjps[self] = self._foreign_vjp
         primitive_jvps[self] = self._foreign_jvp
 

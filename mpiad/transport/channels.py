@@ -31,6 +31,7 @@ class Channel:
     def __init__(self, user: Comm):
         self.user = user
         self.rank, self.size = user.rank, user.size
+        self.members, self.label = _named(user)
         self.fault: str | None = None
         self.pairs_compared = False
         self._open()
@@ -115,6 +116,23 @@ class Channel:
             self.end()
         _free((self.data, self.reverse, self._backwards))
         self.data = self.reverse = self._backwards = _Freed()
+
+
+def _named(user: Comm) -> tuple[tuple[int, ...], str]:
+    """Return the ranks in the world of a communicator's members, and a name that is the same on all of them."""
+    group, world = user.Get_group(), MPI.COMM_WORLD.Get_group()
+    members = tuple(group.Translate_ranks(None, world))
+    group.Free()
+    world.Free()
+    # Collective calls come in the same order on all members, so they count alike.
+    number = _made[members] = _made.get(members, 0) + 1
+    if user == MPI.COMM_WORLD:
+        return members, "world"
+    listed = str(list(members)) if len(members) <= 8 else f"[{members[0]}, {members[1]}, ... {members[-1]}]"
+    return members, f"ranks {listed}, number {number} of them"
+
+
+_made: dict[tuple[int, ...], int] = {}
 
 
 class _Freed:

@@ -1,0 +1,160 @@
+"""Operations that note which line of the user's called them, swapped in while somebody asks (see `transport.calls`)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakSet
+
+import numpy as np
+from autograd.tracer import getval
+
+from mpiad.transport import calls
+from mpiad.transport.calls import Arguments, Call, Site
+from mpiad.transport.reductions import name_of
+
+__all__ = ["apply_to", "noted_methods"]
+
+_operations: WeakSet[Any] = WeakSet()
+
+
+def apply_to(operation: Any) -> None:
+    """Take in an operation that was just defined."""
+    _operations.add(operation)
+    if calls.is_noting():
+        _swap(operation)
+
+
+def _switch(on: bool) -> None:
+    for operation in _operations:
+        if on:
+            _swap(operation)
+        else:
+            operation.forward, operation.adjoint, operation.tangent = operation.bare
+
+
+def _swap(operation: Any) -> None:
+    forward, adjoint, tangent = operation.bare
+    name = operation.__name__
+    operation.forward = _noted_forward(name, forward)
+    operation.adjoint, operation.tangent = _noted_adjoint(name, adjoint), _noted_tangent(name, tangent)
+
+
+def _noted_forward(name: str, forward: Callable) -> Callable:
+    """Return a forward function that notes its call."""
+
+    def noted(x: Any, params: Any) -> Any:
+        call = calls.begin(name, x, params)
+        try:
+            return forward(x, params)
+        finally:
+            calls.end(call)
+
+    return noted
+
+
+def _noted_adjoint(name: str, adjoint: Callable) -> Callable:
+    """Return a maker of adjoints that remember the line of their forward call."""
+
+    def make(ans: Any, x: Any, params: Any, *level: int) -> Callable:
+        return _noted_rule(name, adjoint(ans, x, params, *level), params)
+
+    return make
+
+
+def _noted_rule(name: str, rule: Callable, params: Any) -> Callable:
+    called, site = _recorded(name)
+
+    def noted(g: Any) -> Any:
+        call = calls.begin_rule("adjoint", called, site, g, params)
+        try:
+            return rule(g)
+        finally:
+            calls.end(call)
+
+    return noted
+
+
+def _noted_tangent(name: str, tangent: Callable) -> Callable:
+    """Return a tangent rule that notes its call."""
+
+    def noted(dx: Any, ans: Any, x: Any, params: Any, *level: int) -> Any:
+        called, site = _recorded(name)
+        call = calls.begin_rule("tangent", called, site, dx, params)
+        try:
+            return tangent(dx, ans, x, params, *level)
+        finally:
+            calls.end(call)
+
+    return noted
+
+
+def noted_methods(body: Callable, vjp: Callable, jvp: Callable) -> tuple[Callable, Callable, Callable]:
+    """Return the methods of a class of operators as ones that note their calls."""
+
+    def noted_body(self: Any, args: tuple, kwargs: dict) -> Any:
+        call = calls.begin(self.__name__, args[0] if args else None, None)
+        try:
+            return body(self, args, kwargs)
+        finally:
+            calls.end(call)
+
+    def noted_vjp(self: Any, ans: Any, args: Any, kwargs: Any, argnums: tuple[int, ...], level: int) -> Callable:
+        return _noted_rule(self.__name__, vjp(self, ans, args, kwargs, argnums, level), None)
+
+    def noted_jvp(self: Any, tangents: dict, ans: Any, args: Any, kwargs: Any, level: int) -> Any:
+        called, site = _recorded(self.__name__)
+        call = calls.begin_rule("tangent", called, site, args[0] if args else None, None)
+        try:
+            return jvp(self, tangents, ans, args, kwargs, level)
+        finally:
+            calls.end(call)
+
+    return noted_body, noted_vjp, noted_jvp
+
+
+def _recorded(name: str) -> tuple[str, Site]:
+    """Return name and site of the forward call that is being recorded."""
+    outer = calls.current()
+    if outer is not None and outer.forward_site is not None:
+        return outer.forward_name or name, outer.forward_site  # an adjoint's own adjoint: the same line again
+    site = calls.site_of(sys._getframe(2))
+    return site.named(name), site
+
+
+def _read(x: Any, params: Any) -> Arguments:
+    """Return what an operation was given, whatever kind it is."""
+    address = next((found for name in _ADDRESSES if (found := getattr(params, name, None)) is not None), None)
+    if address is None and hasattr(params, "peer"):
+        address = params
+    channel = getattr(params, "channel", None) or getattr(address, "channel", None)
+    if channel is None and hasattr(params, "data"):
+        channel = params  # a barrier has nothing else
+    op = getattr(params, "op", None)
+    shape, dtype, nbytes = _extent(x, params)
+    return Arguments(
+        getattr(channel, "label", None), getattr(params, "root", None), getattr(address, "peer", None),
+        getattr(address, "tag", None), shape, dtype, nbytes,
+        None if op is None else name_of(op) or "user-defined",
+    )
+
+
+_ADDRESSES = ("there", "back", "envelope")
+
+
+def _extent(x: Any, params: Any) -> tuple[Any, Any, int]:
+    value = getval(x)
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.shape, value.dtype, value.nbytes
+    if isinstance(value, (bool, int, float, complex)):
+        dtype = np.result_type(value)
+        return (), dtype, dtype.itemsize
+    spec = getattr(params, "spec", None)
+    if spec is None or spec.dtype is None:
+        return None, None, 0
+    return spec.shape, spec.dtype, spec.dtype.itemsize * int(np.prod(spec.shape))
+
+
+Call.read = staticmethod(_read)
+calls.register(_switch)

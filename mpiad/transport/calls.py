@@ -1,0 +1,297 @@
+"""Which call of the user's program a communication belongs to: its name, its line, and backwards that of its forward call.
+
+A thread-local stack of `Call` records, the innermost last. Nothing is noted until somebody asks for it: `note(owner)`
+has the registered switches swap the functions of all operations for ones that push and pop a record, and
+`forget(owner)` puts the bare ones back, so that nothing at all is paid while nobody asks.
+
+`observers` see every record begin and end: objects with ``began(call)`` and ``ended(call)``. An adjoint's record may
+have others inside it (`outer` says which), since adjoints are made of the same operations.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+import threading
+from collections.abc import Callable, Hashable
+from time import perf_counter
+from types import CodeType, FrameType
+from typing import Any, NamedTuple, Protocol
+
+from mpiad._typing import Shape
+
+__all__ = [
+    "Arguments", "Call", "Observer", "Site", "begin", "begin_rule", "current", "end", "entry", "forget", "is_noting",
+    "note", "observers", "register", "site_of", "user_frame",
+]
+
+
+class Site:
+    """A place in the user's program; there is one object for each, so that they are compared by identity.
+
+    Attributes
+    ----------
+    file : str
+        Path, as Python knows it.
+    line : int
+    function : str
+    entry : str
+        The function of this library's that was called there.
+    text : str
+        As messages show it: ``"program.py:12 in main"``.
+    """
+
+    __slots__ = ("entry", "file", "function", "line", "text")
+
+    def __init__(self, file: str, line: int, function: str, entry: str):
+        self.file, self.line, self.function, self.entry = file, line, function, entry
+        where = "" if function == "<module>" else f" in {function}"
+        self.text = f"{os.path.basename(file)}:{line}{where}"
+
+    def named(self, operation: str) -> str:
+        """Return the public function that the user called, where an operation serves several of them."""
+        return self.entry if self.entry.startswith("mpi_") and self.entry not in _COMPOSITES else operation
+
+    def __str__(self) -> str:
+        return self.text
+
+
+_COMPOSITES = ("mpi_optimize", "mpi_map")
+
+
+class Arguments(NamedTuple):
+    """What a call was given, as far as it has such a thing."""
+
+    communicator: str | None = None
+    root: int | None = None
+    peer: int | None = None
+    tag: int | None = None
+    shape: Shape | None = None
+    dtype: Any = None
+    nbytes: int = 0
+    reduction: str | None = None
+
+
+class Call:
+    """One communication of the user's program, while it runs.
+
+    Attributes
+    ----------
+    name : str
+        The public function, as ``"mpi_bcast"``.
+    direction : {"forward", "adjoint", "tangent"}
+    site : Site
+        The user's line that runs now: of an adjoint that of the gradient.
+    forward_name : str or None
+    forward_site : Site or None
+        Of an adjoint: the call that it belongs to, noted when it was recorded.
+    outer : Call or None
+        The one around it.
+    began, ended : float
+        `time.perf_counter()`; `ended` is 0 until then.
+    """
+
+    __slots__ = (
+        "_params", "_x", "began", "direction", "ended", "forward_name", "forward_site", "name", "outer", "site",
+    )
+
+    # How the values of an operation are read is known above: primitives.noting puts it in.
+    read: Callable[[Any, Any], Arguments] = staticmethod(lambda x, params: Arguments())
+
+    def __init__(
+        self, name: str, direction: str, site: Site, forward_name: str | None, forward_site: Site | None, x: Any, params: Any,
+    ):
+        self.name, self.direction, self.site = name, direction, site
+        self.forward_name, self.forward_site = forward_name, forward_site
+        self._x, self._params = x, params
+        self.outer: Call | None = None
+        self.ended = 0.0
+        self.began = perf_counter()
+
+    @property
+    def arguments(self) -> Arguments:
+        """What it was given; read when it is asked for."""
+        return Call.read(self._x, self._params)
+
+    def __repr__(self) -> str:
+        return f"<Call {self.described} at {self.forward_site or self.site}>"
+
+    @property
+    def described(self) -> str:
+        """The call in words: ``"mpi_bcast"``, or ``"adjoint of mpi_bcast"``."""
+        return self.name if self.direction == "forward" else f"{self.direction} of {self.forward_name or self.name}"
+
+
+class Observer(Protocol):
+    """What is told of every call."""
+
+    def began(self, call: Call) -> None:
+        """Take note of a call before it communicates."""
+
+    def ended(self, call: Call) -> None:
+        """Take note of its end, whether or not by an exception."""
+
+
+observers: list[Observer] = []
+
+
+class _Stack(threading.local):
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+
+
+_stack = _Stack()
+_owners: set[Hashable] = set()
+_switches: list[Callable[[bool], None]] = []
+
+
+def register(switch: Callable[[bool], None]) -> None:
+    """Add a function that swaps operations for noting ones, or back; it is told the present state at once."""
+    _switches.append(switch)
+    if _owners:
+        switch(True)
+
+
+def note(owner: Hashable) -> None:
+    """Have all calls noted, until `forget`."""
+    _owners.add(owner)
+    if len(_owners) == 1:
+        for switch in _switches:
+            switch(True)
+
+
+def forget(owner: Hashable) -> None:
+    """End what `note` began; the last owner switches it off."""
+    if owner in _owners:
+        _owners.remove(owner)
+        if not _owners:
+            for switch in _switches:
+                switch(False)
+
+
+def is_noting() -> bool:
+    """Tell whether calls are noted."""
+    return bool(_owners)
+
+
+def current() -> Call | None:
+    """Return the innermost call of this thread, None where there is none."""
+    calls = _stack.calls
+    return calls[-1] if calls else None
+
+
+def begin(name: str, x: Any, params: Any) -> Call:
+    """Note a call; the caller ends it with `end`."""
+    calls = _stack.calls
+    if calls and calls[-1].direction != "forward":
+        # Part of an adjoint or tangent: it stands for the same line.
+        outer = calls[-1]
+        call = Call(name, outer.direction, outer.site, outer.forward_name, outer.forward_site, x, params)
+    else:
+        site = site_of(sys._getframe(1))
+        call = Call(site.named(name), "forward", site, None, None, x, params)
+    return _pushed(calls, call)
+
+
+def begin_rule(direction: str, name: str, forward_site: Site, x: Any, params: Any) -> Call:
+    """Note an adjoint or tangent, with the name and site of its forward call; the caller ends it with `end`."""
+    calls = _stack.calls
+    return _pushed(calls, Call(name, direction, site_of(sys._getframe(1)), name, forward_site, x, params))
+
+
+def _pushed(calls: list[Call], call: Call) -> Call:
+    if calls:
+        call.outer = calls[-1]
+    calls.append(call)
+    if observers:
+        for observer in tuple(observers):
+            observer.began(call)
+    return call
+
+
+def end(call: Call) -> None:
+    """Take a call off the stack, with all that an exception left above it."""
+    call.ended = perf_counter()
+    calls = _stack.calls
+    while calls and calls.pop() is not call:
+        pass
+    if observers:
+        for observer in tuple(observers):
+            observer.ended(call)
+    call._x = call._params = None
+
+
+def _folder(path: str) -> str:
+    return os.path.join(os.path.realpath(path), "")
+
+
+_OURS = _folder(os.path.dirname(os.path.dirname(__file__)))
+_STANDARD = tuple({_folder(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")})
+_PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("autograd", "scipy", "numpy", "mpi4py"))
+_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+
+# By code object, since the same frames come again and again: 0 the user's, 1 this library's, 2 another library's.
+_kinds: dict[CodeType, int] = {}
+_sites: dict[tuple[CodeType, int, CodeType | None], Site] = {}
+
+
+def _kind(code: CodeType) -> int:
+    found = _kinds.get(code)
+    if found is None:
+        found = _kinds[code] = _kind_of_file(code.co_filename)
+    return found
+
+
+def _kind_of_file(name: str) -> int:
+    if name.startswith("<frozen"):
+        return 2
+    path = os.path.realpath(name) if os.path.exists(name) else name
+    if path.startswith(_OURS):
+        return 1
+    installed = any(mark in path for mark in _INSTALLED)
+    if installed:
+        return 2 if any(mark in path for mark in _PACKAGES) else 0
+    return 2 if path.startswith(_STANDARD) else 0
+
+
+def user_frame(frame: FrameType | None) -> tuple[FrameType | None, CodeType | None]:
+    """Return the innermost frame of the user's, and the code of this library's that it called (None: another's)."""
+    called = None
+    while frame is not None:
+        kind = _kind(frame.f_code)
+        if kind == 0:
+            return frame, called
+        if kind == 1:
+            called = frame.f_code
+        frame = frame.f_back
+    return None, called
+
+
+def site_of(frame: FrameType | None) -> Site:
+    """Return the user's place in a stack of frames, innermost first."""
+    found, called = user_frame(frame)
+    if found is None:
+        return _NOWHERE
+    # The line is worked out once for each instruction: that takes longer than all the rest.
+    key = found.f_code, found.f_lasti, called
+    site = _sites.get(key)
+    if site is None:
+        code = found.f_code
+        site = _sites[key] = Site(code.co_filename, found.f_lineno or 0, code.co_name, entry(called))
+    return site
+
+
+def entry(code: CodeType | None) -> str:
+    """Return the name of the library's function that the user called, "" for none."""
+    if code is None:
+        return ""
+    # What a function of ours returned (a gradient) is named by its file; gradient.py's by its first function.
+    name, file = code.co_name, os.path.basename(code.co_filename)[:-3]
+    if name in ("evaluate", "<lambda>", "vjp", "products", "__call__"):
+        return "value_and_grad" if file == "gradient" else file
+    return name
+
+
+_NOWHERE = Site("", 0, "<module>", "")
+_NOWHERE.text = "outside the user's program"
