@@ -49,7 +49,7 @@ class MessageMismatch(CommunicationMismatch, ValueError):
 
 
 class DeadlockError(RuntimeError):
-    """Report a wait that took longer than ``MPIAD_TIMEOUT`` seconds.
+    """Report a wait that took longer than ``MPIAD_TIMEOUT`` allows.
 
     Attributes
     ----------

@@ -100,7 +100,8 @@ class Call:
     read: Callable[[Any, Any], Arguments] = staticmethod(lambda x, params: Arguments())
 
     def __init__(
-        self, name: str, direction: str, site: Site, forward_name: str | None, forward_site: Site | None, x: Any, params: Any,
+        self, name: str, direction: str, site: Site, forward_name: str | None, forward_site: Site | None, x: Any,
+        params: Any,
     ):
         self.name, self.direction, self.site = name, direction, site
         self.forward_name, self.forward_site = forward_name, forward_site
