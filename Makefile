@@ -29,10 +29,10 @@ ALL_RANKS := 1 2 3 4 5
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-all bench lint types examples docs check clean $(ALL_RANKS:%=test-%)
+.PHONY: help demo test test-all bench bench-peers lint types examples docs check clean $(ALL_RANKS:%=test-%)
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z0-9%-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z0-9%-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 # ---- environments: a stamp each, so that the second call starts at once
 
@@ -52,10 +52,14 @@ $(VENV)/.ready-%: $(VENV)/.ready
 demo: $(VENV)/.ready ## recover a field under real terrain, on 4 ranks (DEMO="--coarsen 1": further arguments)
 	@$(LAUNCH) --ranks 4 -- examples/terrain_inversion.py $(DEMO)
 
-bench: $(VENV)/.ready ## measure the primitives beyond bare MPI, the local adjoints, and what peers are installed, on 2 ranks
+bench: $(VENV)/.ready ## measure primitives, local adjoints and ensembles, beside what peers are installed, on 2 ranks
 	@$(LAUNCH) --ranks 2 --limit 1800 -- benchmarks/primitives.py
 	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/local_adjoints.py
 	@$(BIN)/python benchmarks/beside_peers.py
+	@$(BIN)/python benchmarks/ensemble.py
+
+bench-peers: ## install the libraries that are measured beside mpiad, into .venv-peers (gigabytes)
+	@PYTHON="$(PYTHON)" benchmarks/peers/install.sh
 
 # ---- checks
 

@@ -2,8 +2,8 @@
 
     python benchmarks/beside_peers.py [--rounds 3]
 
-Each library runs in its own environment (`benchmarks/peers/install.sh` makes that of the peers), so the programs are
-started in turn, several rounds of each, and the smallest time counts. A peer that isn't there is left out, and said so.
+Each library runs in its own environment (`make bench-peers` makes that of the peers), so the programs are started in
+turn, several rounds of each, and the smallest time counts. A peer that isn't there is left out, and said so.
 
 mpi4jax transposes an allreduce as the identity: its `allreduce` communicates forward only, and is right for one copy of
 the loss. `allreduce_summed` communicates backward too, as the other libraries do: that is equal work. The peers run with
@@ -74,7 +74,7 @@ def main() -> None:
         if installed(library):
             best[library] = {}
         else:
-            print(f"{library} isn't installed: run benchmarks/peers/install.sh")
+            print(f"{library} isn't installed: make bench-peers")
     for _ in range(rounds):
         for library, found in best.items():
             for key, time in (mpiad_times() if library == "mpiad" else peer_times(library)).items():

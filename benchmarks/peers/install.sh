@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
-# Make .venv-peers with mpi4jax and mpi4torch, to be measured beside mpiad. Call it again: what is there stays.
+# Make .venv-peers with the libraries that are measured beside mpiad. Call it again: what is there stays.
 #
-#   benchmarks/peers/install.sh
+#   benchmarks/peers/install.sh [LIBRARY ...]
 #
+# LIBRARY  mpi4jax, mpi4torch (communication), torchdiffeq, torchode, diffrax (ensembles of ODEs); all by default
 # PYTHON   interpreter for the environment (python3)
 # JAX      what pip installs as JAX; 0.11.2 is the last that mpi4jax 0.9.1.post2 was tested with
 # TORCH    what pip installs as torch. A CPU build: the default build brings gigabytes of CUDA along. Where the
 #          index has none, name one that has in PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS.
 #
-# Ends with 0 if both libraries can be imported, with 1 if one is missing, and says which and why.
+# Ends with 0 if the libraries can all be imported, with 1 if one is missing, and says which and why.
 
 set -uo pipefail
 
@@ -17,6 +18,9 @@ JAX=${JAX:-jax[cpu]>=0.6,<=0.11.2}
 TORCH=${TORCH:-torch==2.13.0+cpu}
 MPI4JAX=mpi4jax==0.9.1.post2
 MPI4TORCH=mpi4torch==0.1.3
+TORCHDIFFEQ=torchdiffeq==0.2.5
+TORCHODE=torchode==1.0.1
+DIFFRAX=diffrax==0.7.2
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$(cd "$here/../.." && pwd)
@@ -65,11 +69,21 @@ install_mpi4torch() {
     pip_install --no-cache-dir --no-build-isolation --no-deps "$MPI4TORCH"
 }
 
+# SciPy is the side that all solvers of ODEs are timed beside. Named again, JAX and torch keep their versions.
+install_torchdiffeq() { pip_install scipy "$TORCH" "$TORCHDIFFEQ"; }
+install_torchode() { pip_install scipy "$TORCH" "$TORCHODE"; }
+install_diffrax() { pip_install scipy "$JAX" "$DIFFRAX"; }
+
 if ! make_environment; then
   echo "peers: $venv could not be made with $PYTHON" >&2
   exit 1
 fi
-for library in mpi4jax mpi4torch; do
+[ $# -gt 0 ] || set -- mpi4jax mpi4torch torchdiffeq torchode diffrax
+for library; do
+  case $library in
+    mpi4jax | mpi4torch | torchdiffeq | torchode | diffrax) ;;
+    *) echo "peers: $library is none of mpi4jax, mpi4torch, torchdiffeq, torchode, diffrax" >&2; exit 2 ;;
+  esac
   if ! has "$library"; then
     "install_$library" >"$logs/$library.log" 2>&1
     has "$library" || give_up "$library" "$logs/$library.log"
@@ -77,5 +91,5 @@ for library in mpi4jax mpi4torch; do
 done
 
 "$venv/bin/python" -m pip list --disable-pip-version-check 2>/dev/null |
-  grep -E '^(jax|jaxlib|mpi4jax|mpi4py|mpi4torch|mpich|numpy|torch) '
+  grep -E '^(diffrax|jax|jaxlib|mpi4jax|mpi4py|mpi4torch|mpich|numpy|scipy|torch|torchdiffeq|torchode) '
 exit $missing
