@@ -8,9 +8,11 @@ import os
 from mpi4py import MPI
 
 from mpiad.errors import CommunicatorError
-from mpiad.transport.abort import install_abort_hook
+from mpiad.transport.abort import install_abort_hook, is_rank
 from mpiad.transport.channels import close_world, open_world
+from mpiad.transport.departure import await_others, watch_departures
 from mpiad.transport.memory import raise_malloc_thresholds
+from mpiad.transport.signals import install_signal_handlers
 from mpiad.transport.threads import limit_threads
 
 __all__ = ["finalize", "finalized", "initialized", "local_rank", "start"]
@@ -35,7 +37,9 @@ def start(call: str) -> None:
         return
     open_world()
     _local = _place_on_node()
-    install_abort_hook()
+    if install_abort_hook():
+        install_signal_handlers()
+        watch_departures()
     raise_malloc_thresholds()
     if os.environ.get("MPIAD_THREADS") != "0":
         limit_threads(_local[1], logs=MPI.COMM_WORLD.rank == 0)
@@ -69,14 +73,19 @@ def finalized() -> bool:
 def finalize() -> None:
     """Complete what was sent and finalise MPI; collective over all ranks. A second call does nothing."""
     if MPI.Is_initialized() and not MPI.Is_finalized():
-        close_world()
+        _close()
         MPI.Finalize()
 
 
 @atexit.register
 def _complete_at_exit() -> None:
-    if MPI.Is_initialized() and not MPI.Is_finalized():
-        close_world()
+    if is_rank():
+        _close()
+
+
+def _close() -> None:
+    await_others()
+    close_world()
 
 
 if MPI.Is_initialized() and not MPI.Is_finalized():

@@ -1,0 +1,136 @@
+"""A rank leaves the program: with which code, from where, and whether the others leave too.
+
+MPI ends on all ranks or on none, so a rank that has left waits for the others. One that left with an error waits for
+some seconds only: the others may be waiting for it. `os._exit` leaves nothing to wait with, and the launchers differ in
+what they make of it (one ends the other ranks at once, and returns 0), so it waits first.
+
+Python tells nobody with which code it will end. Here `sys.exit` raises a kind of SystemExit that knows when it is
+dropped: if no frame of the program is below by then, nobody has caught it. `raise SystemExit` is not seen.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from typing import Any, NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+
+from mpiad.transport.abort import end_job, is_rank
+from mpiad.transport.notices import threads_may_communicate
+from mpiad.transport.places import place
+
+__all__ = ["await_others", "watch_departures"]
+
+# From the first error to the end of the job: others may leave too, with something to tell.
+_GRACE = 5.0
+_AT_ONCE = 0.01
+_NAP = 2e-3
+
+_exit = os._exit
+_comm: Any = None
+_farewell: _Farewell | None = None
+
+
+class _Farewell(NamedTuple):
+    """How this rank left."""
+
+    call: str
+    code: int
+    where: str
+
+
+class _Exit(SystemExit):
+    """What `sys.exit` raises in the main thread."""
+
+    where = ""
+
+    def __reduce__(self) -> tuple:
+        return SystemExit, self.args
+
+    def __del__(self) -> None:
+        global _farewell
+        try:
+            sys._getframe(1)
+        except ValueError:  # dropped by the interpreter itself
+            _farewell = _Farewell(f"sys.exit({_shown(self.code)})", _exit_code(self.code), self.where)
+
+
+_Exit.__name__ = _Exit.__qualname__ = "SystemExit"  # so it is shown
+_Exit.__module__ = "builtins"
+
+
+def _shown(code: Any) -> str:
+    text = repr(code)
+    return text if len(text) <= 200 else f"{text[:197]}..."
+
+
+def _exit_code(code: Any) -> int:
+    if code is None:
+        return 0
+    return code & 0xFF if isinstance(code, int) else 1
+
+
+def watch_departures() -> None:
+    """Note with which code this rank leaves; collective over all ranks."""
+    global _comm
+    _comm = MPI.COMM_WORLD.Dup()
+    sys.exit = _leave
+    os._exit = _leave_at_once
+
+
+def _leave(status: Any = None, /) -> None:
+    # That of a thread ends the thread alone, and Python knows it by its exact type.
+    kind = _Exit if threading.current_thread() is threading.main_thread() else SystemExit
+    error = kind() if status is None else kind(status)
+    if isinstance(error, _Exit):
+        error.where = place(sys._getframe(1))
+    raise error
+
+
+def _leave_at_once(status: int) -> None:
+    if is_rank() and _comm is not None and threads_may_communicate():
+        where = place(sys._getframe(1))
+        _await(_Farewell(f"os._exit({status})", status & 0xFF, where), at_once=True)
+    _exit(status)
+
+
+def await_others() -> None:
+    """Wait until all ranks have left the program; end the job where this one left with an error and others haven't.
+
+    Ranks
+    -----
+    All ranks of the world call it, once.
+    """
+    global _comm
+    if _comm is None:
+        return
+    _await(_farewell, at_once=False)
+    _comm.Free()
+    _comm = None
+
+
+def _await(farewell: _Farewell | None, at_once: bool) -> None:
+    mine, every = np.array([at_once, not at_once], dtype=np.int8), np.empty(2, dtype=np.int8)
+    hurried = at_once or (farewell is not None and farewell.code != 0)
+    start = time.monotonic()
+    try:
+        request = _comm.Iallreduce(mine, every, MPI.MAX)
+        while not request.Test():
+            waited = time.monotonic() - start
+            if hurried and waited > _GRACE:
+                _end(farewell, f"{_GRACE:g} s ago, and other ranks have not left since")
+            time.sleep(_NAP if waited > _AT_ONCE else 0)
+    except MPI.Exception:  # a rank has died, where the MPI survives that: there is nobody to wait for
+        return
+    if at_once and every.all():
+        _end(farewell, "where other ranks leave in good order, which takes all of them")
+
+
+def _end(farewell: _Farewell | None, why: str) -> None:
+    call, code, where = farewell  # type: ignore[misc]
+    at = f" at {where}" if where else ""
+    end_job(f"mpiad: rank {MPI.COMM_WORLD.rank} left the program by {call}{at}, {why}. The job ends.\n", code or 1)

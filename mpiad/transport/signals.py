@@ -1,0 +1,169 @@
+"""End the job, and say where the rank was, when one is told to end: SIGTERM, and SIGINT that can't be raised.
+
+Python runs its handlers between two instructions of the main thread, and a thread that waits inside MPI has none. So
+Python's wakeup file tells a second thread, which finds the place and ends the job. Whoever has a handler of his own,
+installed before or after, or a wakeup file, keeps it. SIGINT stays a KeyboardInterrupt; only where the main thread has
+not moved for a second after it does the job end here.
+
+Who wants to end in good order (write a checkpoint, return) runs inside `postponed` and looks at `requested` between
+two steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+from mpi4py import MPI
+
+from mpiad.transport.abort import end_job, is_rank
+from mpiad.transport.places import place, place_of_thread
+
+__all__ = ["install_signal_handlers", "postponed", "requested"]
+
+_RAISED_WITHIN = 1.0
+# In code of the user's own a communication by bare mpi4py can't be told from a long computation.
+_RAISED_WITHIN_FOREIGN = 10.0
+
+_mask = threading.local()
+_requested: int | None = None
+_patience: list[float] = []  # of those who have postponed the end, the innermost last
+
+
+def requested() -> int | None:
+    """Return the signal that told this rank to end while the end was postponed; None where none has come.
+
+    Ranks
+    -----
+    A rank's own: others may have had none. Agree before acting on it.
+    """
+    return _requested
+
+
+@contextlib.contextmanager
+def postponed(patience: float = 30.0) -> Iterator[None]:
+    """Leave it to the caller to end after SIGTERM: it looks at `requested` between its steps, and returns.
+
+    Parameters
+    ----------
+    patience : float
+        Seconds after which the job ends all the same, where the caller hasn't come to its end by then.
+    """
+    _patience.append(patience)
+    try:
+        yield
+    finally:
+        _patience.pop()
+
+
+def install_signal_handlers() -> bool:
+    """Make SIGTERM end all ranks with 143, and SIGINT in a wait with 130.
+
+    Returns
+    -------
+    bool
+        Whether it was done: in the main thread, which alone may do it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _on_sigterm)
+    _listen()
+    os.register_at_fork(before=_hold_back, after_in_parent=_let_come, after_in_child=_forget)
+    return True
+
+
+def _listen() -> None:
+    ear, mouth = os.pipe()
+    os.set_blocking(mouth, False)
+    others = signal.set_wakeup_fd(mouth, warn_on_full_buffer=False)
+    if others != -1:  # somebody listens already
+        signal.set_wakeup_fd(others)
+        os.close(ear)
+        os.close(mouth)
+        return
+    thread = threading.Thread(target=_hear, args=(ear, threading.get_ident()), name="mpiad-signals", daemon=True)
+    thread.start()
+
+
+def _hold_back() -> None:
+    # A fork shares the file until it has forgotten it: what is sent to the child would be heard here.
+    _mask.held = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))
+
+
+def _let_come() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _mask.held)
+
+
+def _forget() -> None:
+    signal.set_wakeup_fd(-1)
+    if signal.getsignal(signal.SIGTERM) is _on_sigterm:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _let_come()
+
+
+def _hear(ear: int, main: int) -> None:
+    while True:
+        for number in os.read(ear, 64):
+            if number == signal.SIGTERM and signal.getsignal(number) is _on_sigterm:
+                _answer(place_of_thread(main))
+            elif number == signal.SIGINT and signal.getsignal(number) is signal.default_int_handler:
+                threading.Thread(target=_end_if_blocked, args=(main,), daemon=True).start()
+
+
+def _on_sigterm(number: int, frame: FrameType | None) -> None:
+    if is_rank():
+        _answer(place(frame))
+    else:  # a fork, or after the end of MPI
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+
+def _answer(where: str) -> None:
+    """Take note of a SIGTERM; two threads may bring the same one."""
+    global _requested
+    if not _patience:
+        _end("was told to end by SIGTERM", where, signal.SIGTERM)
+    elif _requested is None:
+        _requested = int(signal.SIGTERM)
+        threading.Thread(target=_end_later, args=(_patience[-1], len(_patience)), daemon=True).start()
+
+
+def _end_later(patience: float, depth: int) -> None:
+    ends = time.monotonic() + patience
+    while len(_patience) >= depth:
+        if time.monotonic() > ends:
+            where = place_of_thread(threading.main_thread().ident or 0)
+            _end(f"was told to end by SIGTERM {patience:g} s ago, and has not come to its end", where, signal.SIGTERM)
+        time.sleep(min(0.1, patience))
+
+
+def _end_if_blocked(main: int) -> None:
+    start, before = time.monotonic(), _instruction(main)
+    while (now := _instruction(main)) is not None and now == before:
+        if time.monotonic() - start > _within(now[0]):
+            _end("was interrupted by SIGINT while it waited inside MPI", place(now[0]), signal.SIGINT)
+        time.sleep(0.1)
+
+
+def _instruction(thread: int) -> tuple[Any, int] | None:
+    frame = sys._current_frames().get(thread)
+    return None if frame is None else (frame, frame.f_lasti)
+
+
+def _within(frame: FrameType) -> float:
+    ours = frame.f_globals.get("__name__", "").startswith("mpiad.")
+    return _RAISED_WITHIN if ours else _RAISED_WITHIN_FOREIGN
+
+
+def _end(why: str, where: str, number: int) -> None:
+    if is_rank():  # nobody waits after the end of MPI
+        at = f" at {where}" if where else ""
+        end_job(f"mpiad: rank {MPI.COMM_WORLD.rank} {why}{at}. The job ends.\n", 128 + number)

@@ -1,0 +1,194 @@
+"""SIGTERM and SIGINT of one rank: the job ends with a sentence, and the user's own handlers win."""
+
+import os
+import re
+import signal
+import time
+
+import pytest
+
+from mpiad.transport import signals
+
+launches = pytest.mark.launches
+
+START = """
+import os, signal, subprocess, sys, threading, time
+import mpiad
+from mpi4py import MPI
+
+rank = mpiad.mpi_rank()
+mpiad.mpi_barrier()
+
+def tell_soon(number):  # from another process, while this one waits
+    print("told", time.time() + 0.3, flush=True)
+    subprocess.Popen(["sh", "-c", f"sleep 0.3; kill -{int(number)} {os.getpid()}"])
+"""
+
+WAITS = {
+    "in the library": "mpiad.mpi_recv(0.0, 0)  # here",
+    "in bare MPI": "MPI.COMM_WORLD.recv(source=0)  # here",
+    "in Python": "while True: time.sleep(0.01)  # here",
+}
+
+
+def line_of(program, mark="# here"):
+    return 1 + program[: program.index(mark)].count("\n")
+
+
+def seconds_since_told(done):
+    return time.time() - float(re.search(r"told ([\d.]+)", done.stdout)[1])
+
+
+@launches
+@pytest.mark.parametrize("waits", WAITS)
+def test_sigterm_of_one_rank_ends_the_job(waits, mpirun):
+    program = START + f"if rank == 1:\n    tell_soon(15)\n    {WAITS[waits]}\nmpiad.mpi_recv(0.0, 1)"
+    done = mpirun(2, program)
+    assert seconds_since_told(done) < 2
+    assert done.returncode == 143
+    sentence = f"mpiad: rank 1 was told to end by SIGTERM at program_0.py:{line_of(program)}. The job ends."
+    assert done.stderr.count(sentence) == 1
+
+
+@launches
+def test_sigterm_of_all_ranks(mpirun):
+    done = mpirun(2, START + "tell_soon(15)\nMPI.COMM_WORLD.recv(source=1 - rank)")
+    assert done.returncode == 143
+    assert "rank 0 was told to end" in done.stderr and "rank 1 was told to end" in done.stderr
+
+
+@launches
+def test_sigterm_at_exit(mpirun):
+    done = mpirun(2, START + "if rank == 1:\n    tell_soon(15)\nelse:\n    time.sleep(20)")
+    assert done.returncode == 143 and "rank 1 was told to end by SIGTERM. The job" in done.stderr
+
+
+@launches
+def test_sigint_in_a_wait_ends_the_job(mpirun):
+    program = START + "if rank == 1:\n    tell_soon(2)\n    mpiad.mpi_recv(0.0, 0)  # here\nmpiad.mpi_recv(0.0, 1)"
+    done = mpirun(2, program)
+    assert done.returncode == 130
+    assert f"rank 1 was interrupted by SIGINT while it waited inside MPI at program_0.py:{line_of(program)}." in done.stderr
+
+
+@launches
+def test_sigint_is_a_keyboard_interrupt_where_it_can_be(mpirun):
+    caught = """
+if rank == 1:
+    tell_soon(2)
+    try:
+        time.sleep(20)
+    except KeyboardInterrupt:
+        print("caught", flush=True)
+time.sleep(1.5)
+mpiad.mpi_barrier()
+"""
+    done = mpirun(2, START + caught)
+    assert done.returncode == 0 and "caught" in done.stdout and done.stderr == ""
+    done = mpirun(2, START + "if rank == 1:\n    tell_soon(2)\n    time.sleep(20)\nmpiad.mpi_recv(0.0, 1)")
+    assert done.returncode == 130
+    assert "rank 1 ended the job by an exception" in done.stderr and "KeyboardInterrupt" in done.stderr
+
+
+OWN = {
+    "before": ("signal.signal(15, lambda *_: print('mine', flush=True))\n", ""),
+    "after": ("", "signal.signal(15, lambda *_: print('mine', flush=True))\n"),
+    "ignored": ("signal.signal(15, signal.SIG_IGN); print('mine', flush=True)\n", ""),
+}
+
+
+@launches
+@pytest.mark.parametrize("when", OWN)
+def test_the_user_s_handler_wins(when, mpirun):
+    before, after = OWN[when]
+    program = "import signal\n" + before + START + after + "tell_soon(15)\ntime.sleep(1)\nmpiad.mpi_barrier()"
+    done = mpirun(2, program)
+    assert done.returncode == 0 and done.stdout.count("mine") == 2 and done.stderr == ""
+
+
+@launches
+def test_a_wakeup_file_of_somebody_else_stays(mpirun):
+    theirs = """
+import os, signal
+ear, mouth = os.pipe()
+os.set_blocking(mouth, False)
+signal.set_wakeup_fd(mouth)
+import mpiad
+assert signal.set_wakeup_fd(-1) == mouth
+if mpiad.mpi_rank() == 1:
+    os.kill(os.getpid(), 15)  # here
+mpiad.mpi_recv(0.0, 1 - mpiad.mpi_rank())
+"""
+    done = mpirun(2, theirs)
+    assert done.returncode == 143
+    assert f"rank 1 was told to end by SIGTERM at program_0.py:{line_of(theirs)}." in done.stderr
+
+
+@launches
+def test_children_have_python_s_own_handlers(mpirun):
+    children = """
+child = subprocess.Popen(["sleep", "20"])
+child.terminate()
+assert child.wait() == -15
+fork = os.fork()
+if fork == 0:
+    time.sleep(20)
+os.kill(fork, 15)
+assert os.waitstatus_to_exitcode(os.wait()[1]) == -15
+time.sleep(0.3)
+mpiad.mpi_barrier()
+print("right")
+"""
+    done = mpirun(2, START + children)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "right\nright\n", "")
+
+
+@launches
+def test_can_be_switched_off(mpirun):
+    program = "import mpiad, signal\nassert signal.getsignal(15) == signal.SIG_DFL and signal.set_wakeup_fd(-1) == -1"
+    assert mpirun(2, program, env={"MPIAD_ABORT": "0"}).returncode == 0
+    assert mpirun(1, program).returncode == 0
+
+
+POSTPONED = """
+from mpiad.transport.signals import postponed, requested
+
+assert requested() is None
+with postponed(patience=PATIENCE):
+    tell_soon(15)
+    for step in range(40):
+        time.sleep(0.05)  # here
+        if mpiad.mpi_allreduce(float(requested() is not None)) == 2:
+            print("checkpoint after step", step, flush=True)
+            break
+assert requested() == 15
+time.sleep(1)
+mpiad.mpi_print("saved")
+"""
+
+
+@launches
+def test_the_end_can_be_postponed(mpirun):
+    done = mpirun(2, START + POSTPONED.replace("PATIENCE", "30.0"))
+    assert done.returncode == 0 and done.stdout.count("checkpoint") == 2 and "saved\nsaved\n" in done.stdout
+
+
+@launches
+def test_but_not_for_ever(mpirun):
+    program = START + POSTPONED.replace("PATIENCE", "0.5").replace("== 2", "== 3")
+    done = mpirun(2, program)
+    assert done.returncode == 143 and "saved" not in done.stdout
+    assert re.search(r"rank \d was told to end by SIGTERM 0.5 s ago, and has not come to its end at pr", done.stderr)
+
+
+@pytest.mark.serial
+def test_the_request_is_kept_for_later_steps(monkeypatch):
+    monkeypatch.setattr(signals, "_requested", None)
+    before = signal.signal(signal.SIGTERM, signals._on_sigterm)
+    try:
+        with signals.postponed(), signals.postponed():
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert signals.requested() == signal.SIGTERM
+        assert signals.requested() == signal.SIGTERM
+    finally:
+        signal.signal(signal.SIGTERM, before)
