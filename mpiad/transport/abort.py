@@ -13,12 +13,14 @@ import sys
 import threading
 import time
 import traceback
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 from mpi4py import MPI
 
-__all__ = ["end_job", "install_abort_hook", "is_rank"]
+from mpiad.transport.calls import site_of
+
+__all__ = ["at_place", "end_job", "install_abort_hook", "is_rank"]
 
 _UNTIL_READ, _UNTIL_KILLED = 0.3, 2.0  # seconds
 
@@ -30,6 +32,12 @@ _ending = threading.Lock()
 def is_rank() -> bool:
     """Tell whether this process can communicate: MPI is there, and this is no fork of a rank."""
     return os.getpid() == _process and MPI.Is_initialized() and not MPI.Is_finalized()
+
+
+def at_place(frame: FrameType | None) -> str:
+    """Return " at program.py:12 in work, in mpi_recv" for a frame of the program; "" where there is none."""
+    site = site_of(frame)
+    return f" at {site}{f', in {site.entry}' if site.entry else ''}" if site.file else ""
 
 
 def end_job(text: str, code: int) -> None:

@@ -19,9 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from mpiad.transport.abort import end_job, is_rank
+from mpiad.transport.abort import at_place, end_job, is_rank
 from mpiad.transport.notices import threads_may_communicate
-from mpiad.transport.places import place
 
 __all__ = ["await_others", "watch_departures"]
 
@@ -87,13 +86,13 @@ def _leave(status: Any = None, /) -> None:
     kind = _Exit if threading.current_thread() is threading.main_thread() else SystemExit
     error = kind() if status is None else kind(status)
     if isinstance(error, _Exit):
-        error.where = place(sys._getframe(1))
+        error.where = at_place(sys._getframe(1))
     raise error
 
 
 def _leave_at_once(status: int) -> None:
     if is_rank() and _comm is not None and threads_may_communicate():
-        where = place(sys._getframe(1))
+        where = at_place(sys._getframe(1))
         _await(_Farewell(f"os._exit({status})", status & 0xFF, where), at_once=True)
     _exit(status)
 
@@ -132,5 +131,4 @@ def _await(farewell: _Farewell | None, at_once: bool) -> None:
 
 def _end(farewell: _Farewell | None, why: str) -> None:
     call, code, where = farewell  # type: ignore[misc]
-    at = f" at {where}" if where else ""
-    end_job(f"mpiad: rank {MPI.COMM_WORLD.rank} left the program by {call}{at}, {why}. The job ends.\n", code or 1)
+    end_job(f"mpiad: rank {MPI.COMM_WORLD.rank} left the program by {call}{where}, {why}. The job ends.\n", code or 1)

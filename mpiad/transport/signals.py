@@ -23,8 +23,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from mpiad.transport.abort import end_job, is_rank
-from mpiad.transport.places import place, place_of_thread
+from mpiad.transport.abort import at_place, end_job, is_rank
 
 __all__ = ["install_signal_handlers", "postponed", "requested"]
 
@@ -113,24 +112,24 @@ def _hear(ear: int, main: int) -> None:
     while True:
         for number in os.read(ear, 64):
             if number == signal.SIGTERM and signal.getsignal(number) is _on_sigterm:
-                _answer(place_of_thread(main))
+                _answer(sys._current_frames().get(main))
             elif number == signal.SIGINT and signal.getsignal(number) is signal.default_int_handler:
                 threading.Thread(target=_end_if_blocked, args=(main,), daemon=True).start()
 
 
 def _on_sigterm(number: int, frame: FrameType | None) -> None:
     if is_rank():
-        _answer(place(frame))
+        _answer(frame)
     else:  # a fork, or after the end of MPI
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
 
-def _answer(where: str) -> None:
+def _answer(frame: FrameType | None) -> None:
     """Take note of a SIGTERM; two threads may bring the same one."""
     global _requested
     if not _patience:
-        _end("was told to end by SIGTERM", where, signal.SIGTERM)
+        _end("was told to end by SIGTERM", frame, signal.SIGTERM)
     elif _requested is None:
         _requested = int(signal.SIGTERM)
         threading.Thread(target=_end_later, args=(_patience[-1], len(_patience)), daemon=True).start()
@@ -140,8 +139,8 @@ def _end_later(patience: float, depth: int) -> None:
     ends = time.monotonic() + patience
     while len(_patience) >= depth:
         if time.monotonic() > ends:
-            where = place_of_thread(threading.main_thread().ident or 0)
-            _end(f"was told to end by SIGTERM {patience:g} s ago, and has not come to its end", where, signal.SIGTERM)
+            frame = sys._current_frames().get(threading.main_thread().ident or 0)
+            _end(f"was told to end by SIGTERM {patience:g} s ago, and has not come to its end", frame, signal.SIGTERM)
         time.sleep(min(0.1, patience))
 
 
@@ -149,7 +148,7 @@ def _end_if_blocked(main: int) -> None:
     start, before = time.monotonic(), _instruction(main)
     while (now := _instruction(main)) is not None and now == before:
         if time.monotonic() - start > _within(now[0]):
-            _end("was interrupted by SIGINT while it waited inside MPI", place(now[0]), signal.SIGINT)
+            _end("was interrupted by SIGINT while it waited inside MPI", now[0], signal.SIGINT)
         time.sleep(0.1)
 
 
@@ -163,7 +162,6 @@ def _within(frame: FrameType) -> float:
     return _RAISED_WITHIN if ours else _RAISED_WITHIN_FOREIGN
 
 
-def _end(why: str, where: str, number: int) -> None:
+def _end(why: str, frame: FrameType | None, number: int) -> None:
     if is_rank():  # nobody waits after the end of MPI
-        at = f" at {where}" if where else ""
-        end_job(f"mpiad: rank {MPI.COMM_WORLD.rank} {why}{at}. The job ends.\n", 128 + number)
+        end_job(f"mpiad: rank {MPI.COMM_WORLD.rank} {why}{at_place(frame)}. The job ends.\n", 128 + number)
