@@ -1,5 +1,8 @@
 """What knows MPI: buffers, communicators, messages and collectives, without derivatives."""
 
+from mpiad.transport import launcher  # looks at the environment before MPI starts, which may end the process
+
+# isort: split
 from mpi4py.MPI import ANY_SOURCE, ANY_TAG, MAX, MIN, PROC_NULL, PROD, SUM, Op
 
 from mpiad.transport.buffers import Spec, spec_of
@@ -8,5 +11,5 @@ from mpiad.transport.envelopes import Envelope
 
 __all__ = [
     "ANY_SOURCE", "ANY_TAG", "MAX", "MIN", "PROC_NULL", "PROD", "SUM", "Channel", "Envelope", "Op", "Spec", "channel",
-    "member", "prepare", "renew", "spec_of",
+    "launcher", "member", "prepare", "renew", "spec_of",
 ]

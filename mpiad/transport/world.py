@@ -11,6 +11,7 @@ from mpiad.errors import CommunicatorError
 from mpiad.transport.abort import install_abort_hook, is_rank
 from mpiad.transport.channels import close_world, open_world
 from mpiad.transport.departure import await_others, watch_departures
+from mpiad.transport.launcher import warn_of_separate_worlds
 from mpiad.transport.memory import raise_malloc_thresholds
 from mpiad.transport.signals import install_signal_handlers
 from mpiad.transport.threads import limit_threads
@@ -36,6 +37,7 @@ def start(call: str) -> None:
     if _local is not None:
         return
     open_world()
+    warn_of_separate_worlds(MPI.COMM_WORLD.size)
     _local = _place_on_node()
     if install_abort_hook():
         install_signal_handlers()

@@ -75,3 +75,7 @@ def test_rooms_are_in_the_house():
     house = page("docs/rooms.md").partition("```text\n")[2].partition("```")[0]
     rooms = {path.name for path in (ROOT / "mpiad").iterdir() if not path.name.startswith("__pycache__")}
     assert {re.sub("/$", "", word) for word in re.findall(r"^  (\S+)", house, re.MULTILINE)} == rooms - {"py.typed"}
+
+
+def test_a_misspelt_variable_is_told_from_all_there_are():
+    assert set(mpiad.debug.variables.VARIABLES) == set(VARIABLES)

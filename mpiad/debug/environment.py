@@ -1,0 +1,144 @@
+"""`environment`: what this program runs on, whether it was started as it should be, and whether gradients are right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from mpiad._typing import Comm
+from mpiad.debug.mistakes import Mistake, of_mpiexec, of_places, of_start, of_versions
+from mpiad.debug.place import PACKAGES, Place, place, with_gpu
+from mpiad.debug.selftest import SelfTest, run_selftest
+from mpiad.debug.speed import Speed, speed_of
+from mpiad.debug.variables import misspelt
+from mpiad.primitives.operation import suspended
+from mpiad.transport import Channel, channel, world
+from mpiad.transport.launcher import Launcher, launcher
+from mpiad.transport.library import Library, library
+
+__all__ = ["Environment", "environment"]
+
+
+class Environment(NamedTuple):
+    """What a program runs on; `str` of it is the report of ``python -m mpiad``.
+
+    Attributes
+    ----------
+    library : Library
+        The MPI library.
+    launcher : Launcher
+        What started the processes.
+    places : list of Place
+        Where each rank runs, and with which versions.
+    speed : Speed or None
+        Latency and bandwidth; None with one rank.
+    selftest : SelfTest
+        A gradient against its closed form.
+    mistakes : list of Mistake
+        What is wrong or slow, and how to mend it.
+    """
+
+    library: Library
+    launcher: Launcher
+    places: list[Place]
+    speed: Speed | None
+    selftest: SelfTest
+    mistakes: list[Mistake]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong; something may be slow."""
+        return self.selftest.passed and not any(mistake.severity == "error" for mistake in self.mistakes)
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+
+def environment(comm: Comm = None) -> Environment:
+    """Find out what this program runs on, and test that messages and gradients work.
+
+    Parameters
+    ----------
+    comm : mpi4py intracommunicator, optional
+
+    Returns
+    -------
+    Environment
+        The same on all ranks. ``print(environment())`` shows what ``python -m mpiad`` does.
+
+    Ranks
+    -----
+    All ranks of `comm` call it. It takes about a second.
+    """
+    with suspended():
+        return examine(channel(comm, "environment"), lambda stage: None)
+
+
+def examine(used: Channel, entered: Callable[[str], None]) -> Environment:
+    """Do the work of `environment`; `entered` is told of each stage before it begins."""
+    entered("telling each other where they run")
+    places = _places(used)
+    entered("measuring messages")
+    speed = speed_of(used)
+    entered("comparing a gradient with its closed form")
+    selftest = run_selftest(used.user)
+    entered("collecting what they found")
+    found, loaded = launcher(), library()
+    mistakes = of_start(loaded, found, used.size) + of_places(places) + of_versions(places)
+    mistakes += [Mistake("warning", text) for text in misspelt()]
+    if not found.name:
+        mistakes += of_mpiexec(loaded, len(places[0].cores))
+    return Environment(*used.data.bcast((loaded, found, places, speed, selftest, mistakes), 0))
+
+
+def _places(used: Channel) -> list[Place]:
+    mine = place(used.rank, world.local_rank())
+    count = {found.node: len(found.gpus) for found in used.data.allgather(mine) if found.gpus}.get(mine.node, 0)
+    return used.data.allgather(with_gpu(mine, count))
+
+
+def _lines(found: Environment) -> list[str]:
+    places, loaded = found.places, found.library
+    versions = places[0].versions
+    nodes = list(dict.fromkeys(place.node for place in places))
+    verdict = "all is well" if found.ok else "something is wrong"
+    if found.ok and any(mistake.severity == "warning" for mistake in found.mistakes):
+        verdict = "works, with warnings"
+    others = [f"{name} {version}" for name, version in versions.items() if name not in (*PACKAGES, "python")]
+    return [
+        f"mpiad {versions['mpiad']} on {_counted(len(places), 'rank')} and {_counted(len(nodes), 'node')}: {verdict}",
+        f"  Python    {versions['python']} ({places[0].python})",
+        f"  packages  {', '.join([f'{name} {versions[name]}' for name in PACKAGES[1:]] + others)}",
+        f"  MPI       {loaded.vendor} {loaded.version}, standard {loaded.standard}, threads: {loaded.threads}"
+        + (f" ({loaded.path})" if loaded.path else ""),
+        f"  launcher  {found.launcher.name or 'none: a single process'}",
+        f"  GPU memory in messages  {loaded.takes_device_buffers}",
+        *[line for node in nodes for line in _of_node(node, [place for place in places if place.node == node])],
+        f"  messages  {found.speed or 'none: one rank has nobody to talk to'}",
+        f"  gradient  {found.selftest}",
+        *[f"  {mistake.severity}: {mistake.text}" for mistake in found.mistakes],
+    ]
+
+
+def _of_node(node: str, ranks: list[Place]) -> list[str]:
+    cores = len({core for place in ranks for core in place.cores})
+    pools = {name: count for place in ranks for name, count in place.threads.items()}
+    threads = ", ".join(f"{count} of {name}" for name, count in pools.items()) or "none"
+    numbers = _ranges([place.rank for place in ranks])
+    gpus = ranks[0].gpus
+    counted = f"{_counted(cores, 'core')}; threads per rank: {threads}; {_counted(len(gpus), 'GPU') if gpus else 'no GPU'}"
+    lines = [f"  node      {node}: rank{'s' * (len(ranks) > 1)} {numbers}; {counted}"]
+    if gpus:
+        lines.append(f"  GPUs      {', '.join(dict.fromkeys(gpus))}; " + ", ".join(
+            f"rank {place.rank}: {place.gpu or 'none'}" for place in ranks
+        ))
+    return lines
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
+def _ranges(numbers: list[int]) -> str:
+    whole = len(numbers) > 1 and numbers == list(range(numbers[0], numbers[-1] + 1))
+    return f"{numbers[0]}-{numbers[-1]}" if whole else ", ".join(map(str, numbers))

@@ -1,0 +1,107 @@
+"""Where a rank runs: its node, its cores, its threads, its GPU, and the versions of what it runs."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+
+import threadpoolctl
+
+from mpiad._typing import Rank
+from mpiad.transport.gpus import device_of, gpus_of_node, visible
+
+__all__ = ["PACKAGES", "Place", "place"]
+
+PACKAGES = ("mpiad", "numpy", "autograd", "scipy", "mpi4py")
+_OPTIONAL = ("cupy", "cupy-cuda12x", "cupy-cuda13x", "cupy-rocm-5-0", "numba", "petsc4py")
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+
+class Place(NamedTuple):
+    """Where one rank runs.
+
+    Attributes
+    ----------
+    rank, local_rank : int
+        In the world, and among the ranks of its node.
+    node : str
+    cores : tuple of int
+        The numbers of the cores that it may use.
+    quota : float
+        How many cores' time it may take (of a container), inf where there is no limit.
+    threads : dict
+        The number of threads of each thread pool (of BLAS, of OpenMP) that is loaded.
+    gpus : list of str
+        Names of the node's GPUs; on the first rank of each node.
+    gpu : str
+        The one that this rank uses: the first, second, ... of those it may see, by its `local_rank`.
+    python : str
+        The interpreter.
+    versions : dict
+        Of Python and of each package; optional packages only where they are installed.
+    """
+
+    rank: Rank
+    local_rank: Rank
+    node: str
+    cores: tuple[int, ...]
+    quota: float
+    threads: dict[str, int]
+    gpus: list[str]
+    gpu: str
+    python: str
+    versions: dict[str, str]
+
+
+def place(rank: Rank, local_rank: Rank) -> Place:
+    """Return where this process runs."""
+    # One process of a node asks for its GPUs; the others only count those they are allowed.
+    gpus = gpus_of_node() if local_rank == 0 else []
+    return Place(
+        rank, local_rank, socket.gethostname(), _cores(), _quota(), _threads(), gpus, "", sys.executable, versions()
+    )
+
+
+def with_gpu(found: Place, count: int) -> Place:
+    """Return a place with the GPU that this process uses, of a node with so many."""
+    return found._replace(gpu=device_of(found.local_rank, count), gpus=found.gpus if visible(count) else [])
+
+
+def _cores() -> tuple[int, ...]:
+    try:
+        return tuple(sorted(os.sched_getaffinity(0)))
+    except AttributeError:  # not on every system
+        return tuple(range(os.cpu_count() or 1))
+
+
+def _quota() -> float:
+    try:
+        time, period = _QUOTA.read_text().split()
+        return float("inf") if time == "max" else int(time) / int(period)
+    except (OSError, ValueError):
+        return float("inf")
+
+
+def _threads() -> dict[str, int]:
+    found: dict[str, int] = {}
+    for pool in threadpoolctl.threadpool_info():
+        name = pool["internal_api"]
+        found[name] = max(pool["num_threads"], found.get(name, 0))
+    return found
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages."""
+    found = {"python": sys.version.split()[0]}
+    for name in (*PACKAGES, *_OPTIONAL):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            module = sys.modules.get(name)
+            if name in PACKAGES:  # used from its folder, without an installation
+                found[name] = getattr(module, "__version__", "not installed")
+    return found

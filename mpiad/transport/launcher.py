@@ -1,0 +1,117 @@
+"""Who started this process, by what its launcher left in the environment; read before MPI starts.
+
+A launcher and a library of different MPIs don't find each other. Some libraries then make each process a world of its
+own, and others end the process while MPI starts, which with mpi4py is at its import: so the warning comes before that.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+__all__ = ["Launcher", "family_of", "launcher", "mpiexec_beside", "warn_of_other_library", "warn_of_separate_worlds"]
+
+_log = logging.getLogger("mpiad")
+
+
+class Launcher(NamedTuple):
+    """What started this process.
+
+    Attributes
+    ----------
+    name : str
+        Empty where no launcher is recognised.
+    family : str
+        Whose libraries it starts: "mpich", "openmpi", or "" for those that start any.
+    size, rank : int
+        The number of processes that it started, and which of them this one is.
+    """
+
+    name: str = ""
+    family: str = ""
+    size: int = 1
+    rank: int = 0
+
+
+# Name, family, the variable that gives it away, and those of size and rank. A launcher that runs inside another one's
+# job comes before it.
+_KNOWN = (
+    ("Open MPI's mpiexec", "openmpi", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    ("Hydra, the mpiexec of MPICH and its kin", "mpich", "HYDI_CONTROL_FD", "PMI_SIZE", "PMI_RANK"),
+    ("Hydra, the mpiexec of MPICH and its kin", "mpich", "MPI_LOCALNRANKS", "PMI_SIZE", "PMI_RANK"),
+    ("Slurm's srun", "", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+    ("PALS, the mpiexec of Cray's", "mpich", "PALS_RANKID", "PMI_SIZE", "PALS_RANKID"),
+    ("Flux", "", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_RANK"),
+    ("jsrun", "openmpi", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK"),
+    ("a launcher that speaks PMI", "", "PMI_SIZE", "PMI_SIZE", "PMI_RANK"),
+)
+_FAMILIES = {"Open MPI": "openmpi", "Spectrum MPI": "openmpi", "MPICH": "mpich", "Intel MPI": "mpich", "MVAPICH": "mpich"}
+
+
+def launcher(environment: Mapping[str, str] = os.environ) -> Launcher:
+    """Return what started this process."""
+    for name, family, mark, size, rank in _KNOWN:
+        if mark in environment and environment.get(size, "").isdigit():
+            number = environment.get(rank, "0")
+            return Launcher(name, family, int(environment[size]), int(number) if number.isdigit() else 0)
+    return Launcher()
+
+
+def family_of(vendor: str) -> str:
+    """Return the family of a library, "" for one that isn't known."""
+    return next((family for name, family in _FAMILIES.items() if vendor.startswith(name)), "")
+
+
+def mpiexec_beside(library: str) -> str:
+    """Return the mpiexec that was installed with a library (its path), "" where there is none."""
+    candidate = Path(library).parent.parent / "bin" / "mpiexec"
+    return str(candidate) if library and candidate.exists() else ""
+
+
+def warn_of_other_library() -> None:
+    """Log, on the first process, that mpi4py is about to load a library that this launcher doesn't start.
+
+    Only for Open MPI's launcher: with it other libraries may end the process at the import of mpi4py.
+    """
+    found = launcher()
+    if found.family != "openmpi" or found.rank != 0 or "mpi4py.MPI" in sys.modules:
+        return
+    family = _family_to_be_loaded()
+    if family not in ("", found.family):
+        beside = Path(sys.executable).with_name("mpiexec")
+        mend = str(beside) if beside.exists() else "the mpiexec of that library"
+        _log.warning(
+            "mpiad: this job was started by %s, but mpi4py loads another MPI, of MPICH's kind. Where the two don't find "
+            "each other, it ends now or each process is alone. Start it with %s.", found.name, mend,
+        )
+
+
+def _family_to_be_loaded() -> str:
+    # mpi4py's wheels choose among several builds at import, by a module of their own; other builds know one MPI only.
+    try:
+        from mpi4py import _mpiabi
+    except ImportError:
+        return ""
+    try:
+        known: Any = _mpiabi
+        kind = known._get_mpiabi() if known._registry.get("mpi4py.MPI") else ""
+    except (AttributeError, OSError, RuntimeError):
+        return ""
+    return {"openmpi": "openmpi", "mpich": "mpich", "mpiabi": "mpich"}.get(kind, "")
+
+
+def warn_of_separate_worlds(size: int) -> None:
+    """Log, on the first process, that several were started of which each is a world of its own."""
+    found = launcher()
+    if size == 1 and found.size > 1 and found.rank == 0:
+        _log.warning(
+            "mpiad: %s started %d processes, but each of them is a world of one rank: the launcher belongs to another MPI "
+            "than the library. `python -m mpiad` under the same launcher says how to mend it.", found.name, found.size,
+        )
+
+
+warn_of_other_library()

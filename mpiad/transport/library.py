@@ -1,0 +1,92 @@
+"""What the MPI library says of itself."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import NamedTuple
+
+import mpi4py
+from mpi4py import MPI
+
+__all__ = ["Library", "library"]
+
+_LEVELS = {
+    MPI.THREAD_SINGLE: "single", MPI.THREAD_FUNNELED: "funneled", MPI.THREAD_SERIALIZED: "serialized",
+    MPI.THREAD_MULTIPLE: "multiple",
+}
+_QUERIES = {"CUDA": "MPIX_Query_cuda_support", "ROCm": "MPIX_Query_rocm_support", "HIP": "MPIX_Query_hip_support"}
+
+
+class Library(NamedTuple):
+    """An MPI library.
+
+    Attributes
+    ----------
+    vendor, version : str
+        As "MPICH", "5.0.2".
+    standard : str
+        The version of the MPI standard that it follows.
+    threads : {"single", "funneled", "serialized", "multiple"}
+        The level of thread support it was initialised with.
+    path : str
+        Its file, "" where the system doesn't tell.
+    takes_device_buffers : str
+        "yes (CUDA)", "no", or "unknown": whether it takes the memory of a GPU as it is.
+    mpi4py : str
+        Version of mpi4py.
+    """
+
+    vendor: str
+    version: str
+    standard: str
+    threads: str
+    path: str
+    takes_device_buffers: str
+    mpi4py: str
+
+
+def library() -> Library:
+    """Return what the loaded MPI library says of itself; MPI must be initialised."""
+    vendor, version = MPI.get_vendor()
+    path, standard = _path(), _dotted(MPI.Get_version())
+    threads = _LEVELS[MPI.Query_thread()]
+    return Library(vendor, _dotted(version), standard, threads, path, _device_buffers(path), mpi4py.__version__)
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
+
+
+def _path() -> str:
+    """Return the file of the library, by what this process has mapped."""
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        return ""
+    for line in maps.read_text().splitlines():
+        file = line.rpartition(" ")[2]
+        if Path(file).name.startswith(("libmpi.", "libmpi_abi.", "libmpich.")):
+            return file
+    return ""
+
+
+def _device_buffers(path: str) -> str:
+    kinds = []
+    info = MPI.COMM_WORLD.Get_info()
+    told = (info.Get("mpi_memory_alloc_kinds") or "").split(",")  # of MPI 4.1
+    info.Free()
+    kinds += [kind for kind, name in (("CUDA", "cuda"), ("ROCm", "rocm")) if name in (word.split(":")[0] for word in told)]
+    asked = _asked(path)
+    kinds += [kind for kind, answer in asked.items() if answer and kind not in kinds]
+    if kinds:
+        return f"yes ({', '.join(kinds)})"
+    return "no" if asked or told != [""] else "unknown"
+
+
+def _asked(path: str) -> dict[str, bool]:
+    # Extensions, which mpi4py doesn't wrap; loading what is loaded already only adds a name for it.
+    try:
+        loaded = ctypes.CDLL(path or None)
+    except OSError:
+        return {}
+    return {kind: bool(getattr(loaded, name)()) for kind, name in _QUERIES.items() if hasattr(loaded, name)}
