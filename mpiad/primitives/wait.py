@@ -26,7 +26,7 @@ def mpi_wait(request: Request) -> Array:
     Returns
     -------
     array
-        What was received, or the sum; of a send, the values sent.
+        What was received, or the sum; of a send, the values sent, without waiting for the receiver.
 
     Raises
     ------

@@ -66,9 +66,9 @@ class Channel:
         """Hold the buffers of what will be waited for; `kind` is "send", "receive" or "reduction"."""
         self.started[id(request)] = kind, request, buffers
 
-    def release(self, request: Any) -> None:
-        """Give up the buffers of what was waited for."""
-        self.started.pop(id(request), None)
+    def release(self, request: Any) -> Any:
+        """Give up the buffers of what was waited for, and return them."""
+        return self.started.pop(id(request), (None, None, None))[2]
 
     def end(self) -> None:
         """End all messages, received or not; collective."""

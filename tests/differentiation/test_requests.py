@@ -187,6 +187,31 @@ def test_reductions_waited_for_in_different_orders(rank, size, rank_rng):
     check(program, outputs, xs, rank)
 
 
+@pytest.mark.parametrize("length", [1, 300_000])
+@pytest.mark.parametrize("shift", [0, 1])
+def test_a_blocking_send_before_a_receive_that_is_started(length, shift, rank, size):
+    """Backwards the start of the receive must not wait for the message back: its receiver comes to it only after that."""
+
+    def program(x):
+        mpiad.mpi_send(x**2, (rank + shift) % size)
+        came = mpiad.mpi_wait(mpiad.mpi_irecv(x, (rank - shift) % size))
+        return anp.sum(came * np.arange(1.0, length + 1))
+
+    x = np.full(length, 2.0 + rank)
+    g = mpiad.grad(program, objective="sum")(x)
+    np.testing.assert_array_equal(g, 2 * x * np.arange(1.0, length + 1))
+
+
+@pytest.mark.parametrize("length", [1, 300_000])
+def test_a_send_that_is_waited_for_before_its_receiver_comes(length, rank, size):
+    def program(x):
+        mpiad.mpi_wait(mpiad.mpi_isend(x**2, (rank + 1) % size))
+        return anp.sum(mpiad.mpi_recv(x, (rank - 1) % size))
+
+    x = np.full(length, 2.0 + rank)
+    np.testing.assert_array_equal(mpiad.grad(program, objective="sum")(x), 2 * x)
+
+
 def test_no_partner(rank, size, rank_rng):
     """PROC_NULL or None: a send that goes nowhere, a receive of zeros."""
 
