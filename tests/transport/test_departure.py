@@ -23,7 +23,7 @@ def test_all_may_leave_with_a_code_of_their_own(mpirun):
 def test_all_may_leave_at_once(mpirun):
     done = mpirun(2, START + "print('done', flush=True)\ntime.sleep(0.5 * rank)\nos._exit(5)")
     assert done.returncode == 5 and "mpiad" not in done.stderr
-    assert done.stdout == "done\ndone\n"
+    assert done.stdout.count("done") == 2
 
 
 @pytest.mark.launches

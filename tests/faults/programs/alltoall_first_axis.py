@@ -1,0 +1,9 @@
+# A first axis that isn't the number of ranks.
+# raises: ValueError
+# says: {here}.*ValueError: mpi_alltoall: .*\(3, 2\)
+
+import numpy as np
+
+import mpiad
+
+mpiad.mpi_alltoall(np.ones((3, 2)))  # here

@@ -1,0 +1,11 @@
+# One rank leaves without any clearing up. One launcher would end the others, and return 0.
+# within: 14
+# says: mpiad: rank 1 left the program by os._exit\(0\) at {here}, 5 s ago, and other ranks have not left
+
+import os
+
+import mpiad
+
+if mpiad.mpi_rank() == 1:
+    os._exit(0)  # here
+mpiad.mpi_allreduce(1.0)

@@ -1,0 +1,12 @@
+# One rank leaves with a message, and the others wait for it.
+# within: 14
+# says: no file 'a.nc'\n
+# says: mpiad: rank 0 left the program by sys.exit\("no file 'a.nc'"\) at {here}, 5 s ago
+
+import sys
+
+import mpiad
+
+if mpiad.mpi_rank() == 0:
+    sys.exit("no file 'a.nc'")  # here
+mpiad.mpi_recv(0.0, source=0)

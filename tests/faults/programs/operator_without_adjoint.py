@@ -1,0 +1,17 @@
+# An operator of the user's own has no adjoint.
+# raises: NotImplementedError
+# says: NotImplementedError: .*total
+
+import numpy as np
+from mpi4py import MPI
+
+import mpiad
+from mpiad.extend import communicating
+
+
+@communicating
+def total(x):
+    return MPI.COMM_WORLD.allreduce(x)
+
+
+mpiad.grad(lambda x: total(x) ** 2)(np.array(3.0))

@@ -1,0 +1,8 @@
+# A collective after the end of MPI.
+# raises: mpiad.errors.CommunicatorError
+# says: {here}.*CommunicatorError: mpi_allreduce: called after mpi_finalize
+
+import mpiad
+
+mpiad.mpi_finalize()
+mpiad.mpi_allreduce(1.0)  # here
