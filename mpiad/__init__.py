@@ -51,7 +51,7 @@ __all__ = [
 ]
 
 # Loaded at their first use: `mpiad.debug` after `import mpiad` costs nothing where nobody looks.
-_ROOMS = ("debug", "errors", "extend", "linalg", "testing")
+_ROOMS = ("debug", "ensemble", "errors", "extend", "linalg", "testing")
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -8,6 +8,7 @@ __all__ = [
     "ConvergenceError",
     "DeadlockError",
     "ForeignTraceError",
+    "IntegrationError",
     "MessageMismatch",
     "ReplicationError",
     "RequestError",
@@ -106,6 +107,10 @@ class ConvergenceError(RuntimeError):
     def __init__(self, message: str, history: list[float] | None = None):
         super().__init__(message)
         self.history = [] if history is None else list(history)
+
+
+class IntegrationError(RuntimeError):
+    """Report trajectories of an ODE that didn't reach their end, where `solve` was asked to throw."""
 
 
 class WorkerError(RuntimeError):

@@ -9,6 +9,7 @@ import pytest
 
 import mpiad
 import mpiad.debug
+import mpiad.ensemble
 import mpiad.errors
 import mpiad.extend
 import mpiad.testing
@@ -44,8 +45,8 @@ def test_modules_are_in_the_list(module):
     assert f".. automodule:: {module.__name__}\n   :members:" in page("docs/api.md")
 
 
-@pytest.mark.parametrize("module", [mpiad.testing, mpiad.debug])
-def test_rooms_of_tools_are_in_the_list(module):
+@pytest.mark.parametrize("module", [mpiad.testing, mpiad.debug, mpiad.ensemble])
+def test_rooms_with_names_of_their_own_are_in_the_list(module):
     listed = page("docs/api.md").partition(f"currentmodule:: {module.__name__}\n")[2].partition("currentmodule")[0]
     assert set(module.__all__) <= set(AUTOMATIC.findall(listed))
 

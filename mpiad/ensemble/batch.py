@@ -1,0 +1,86 @@
+"""The trajectories of one solve as columns of arrays: what every backend starts from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpiad._typing import Array, Function, Shape, Tree
+from mpiad.ensemble.derivative import Columns
+
+__all__ = ["Batch", "Parameters"]
+
+
+class Parameters(NamedTuple):
+    """The parameters of all trajectories.
+
+    Parameters
+    ----------
+    leaves : list
+        Arrays and numbers.
+    varies : list of bool
+        Whether the last axis of a leaf counts trajectories; a leaf that doesn't vary is handed to f as it is.
+    build : callable
+        From leaves to the parameters as f takes them.
+    """
+
+    leaves: list[Any]
+    varies: list[bool]
+    build: Callable[[Any], Tree]
+
+    def columns(self, ids: Array, one_by_one: bool = False) -> Tree:
+        """Return the parameters of some trajectories as f takes them.
+
+        Parameters
+        ----------
+        ids : array of int
+        one_by_one : bool
+            Whether f takes one state at a time, a matrix.
+        """
+        if not any(self.varies):
+            return self.build(self.leaves)
+        taken = [_taken(leaf, ids) if varies else leaf for leaf, varies in zip(self.leaves, self.varies)]
+        return Columns(taken, self.varies, self.build) if one_by_one else self.build(taken)
+
+
+def _taken(leaf: Array, ids: Array) -> Array:
+    columns = np.take(leaf, ids, axis=-1)
+    columns.flags.writeable = False
+    return columns
+
+
+class Batch(NamedTuple):
+    """N initial value problems with one f.
+
+    Parameters
+    ----------
+    f : callable
+    shape : tuple of int
+        Of one state.
+    u0 : array, shape (d, N)
+        The flattened initial states.
+    p : Parameters
+    start, end : array, shape (N,)
+        tspan.
+    """
+
+    f: Function
+    shape: Shape
+    u0: Array
+    p: Parameters
+    start: Array
+    end: Array
+
+    @property
+    def size(self) -> int:
+        """The number of trajectories."""
+        return self.u0.shape[1]
+
+    def share(self, rows: slice) -> Batch:
+        """Return some of the trajectories."""
+        leaves = [leaf[..., rows] if varies else leaf for leaf, varies in zip(self.p.leaves, self.p.varies)]
+        return self._replace(
+            u0=self.u0[:, rows], p=self.p._replace(leaves=leaves), start=self.start[rows], end=self.end[rows]
+        )

@@ -1,0 +1,130 @@
+"""The arguments of `solve`, looked at before anything is computed."""
+
+from __future__ import annotations
+
+import math
+from numbers import Integral
+from typing import Any, NamedTuple
+
+import numpy as np
+from autograd.tracer import isbox
+
+from mpiad._typing import Array
+from mpiad.ensemble.algorithms import Algorithm
+from mpiad.ensemble.backends import EnsembleAlgorithm
+from mpiad.ensemble.events import Event
+from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
+
+__all__ = ["Demands", "check_demands"]
+
+_LEAST_RTOL = 100 * float(np.finfo(float).eps)
+
+
+class Demands(NamedTuple):
+    """The arguments of `solve`, by its names."""
+
+    problem: Any
+    alg: Any
+    ensemblealg: Any
+    trajectories: Any
+    saveat: Any
+    save_everystep: bool
+    rtol: Any
+    atol: Any
+    dt: Any
+    dtmax: Any
+    max_steps: Any
+    events: Any
+    batch_size: Any
+
+
+def check_demands(demands: Demands) -> Demands:
+    """Return the arguments in the form that the solve needs.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Where one of them can't be used.
+    """
+    _check_kinds(demands)
+    _check_numbers(demands)
+    events = (demands.events,) if isinstance(demands.events, Event) else tuple(demands.events)
+    for event in events:
+        if not isinstance(event, Event):
+            raise TypeError(f"solve: events must be mpiad.ensemble.Event, but got {type(event).__name__}.")
+    if demands.save_everystep and demands.saveat is not None:
+        raise ValueError("solve: give either saveat or save_everystep=True, not both.")
+    count = _trajectories(demands)
+    saveat = demands.saveat
+    if saveat is not None and not isbox(saveat):
+        saveat = np.asarray(saveat)
+        if saveat.ndim == 2 and len(saveat) != count:
+            raise ValueError(f"solve: saveat has {len(saveat)} rows, but there are {count} trajectories.")
+    # SciPy's bound: below it rounding is all that the error estimate sees.
+    rtol = max(demands.rtol, _LEAST_RTOL)
+    return demands._replace(events=events, trajectories=count, saveat=saveat, rtol=rtol)
+
+
+def _check_kinds(demands: Demands) -> None:
+    for name, kinds in (
+        ("problem", (ODEProblem, EnsembleProblem)), ("alg", Algorithm), ("ensemblealg", EnsembleAlgorithm)
+    ):  # fmt: skip
+        value = getattr(demands, name)
+        if isinstance(value, kinds):
+            continue
+        hint = " Make one: write RK45() with brackets." if isinstance(value, type) else ""
+        expected = " or ".join(kind.__name__ for kind in kinds) if isinstance(kinds, tuple) else kinds.__name__
+        raise TypeError(f"solve: {name} must be an {expected}, but got {value!r}.{hint}")
+
+
+def _check_numbers(demands: Demands) -> None:
+    for name in ("rtol", "dtmax", "dt"):
+        value = getattr(demands, name)
+        if value is None and name == "dt":
+            if demands.alg.tableau.error is None:
+                raise ValueError(f"solve: {type(demands.alg).__name__} takes fixed steps and needs their size, as dt=0.01.")
+        elif not _is_positive(value):
+            raise ValueError(f"solve: {name} must be above zero, but got {value!r}.")
+    if not math.isfinite(demands.rtol):
+        raise ValueError(f"solve: rtol must be finite, but got {demands.rtol!r}.")
+    atol = np.asarray(demands.atol)
+    if atol.dtype.kind not in "iuf" or not (np.isfinite(atol) & (atol >= 0)).all():
+        raise ValueError(f"solve: atol must be zero or more, but got {demands.atol!r}.")
+    for name in ("max_steps", "batch_size"):
+        value = getattr(demands, name)
+        if value is None and name == "batch_size":
+            continue
+        if not isinstance(value, Integral) or value < 1:
+            raise ValueError(f"solve: {name} must be an integer above zero, but got {value!r}.")
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, (int, float, np.integer, np.floating)) and bool(value > 0)
+
+
+def _trajectories(demands: Demands) -> int:
+    problem, count = demands.problem, demands.trajectories
+    if isinstance(problem, ODEProblem):
+        if count is not None:
+            raise ValueError(f"solve: trajectories={count!r} needs an EnsembleProblem, but got one ODEProblem.")
+        return 1
+    lengths = {name: _length(getattr(problem, name)) for name in ("u0", "p") if getattr(problem, name) is not None}
+    if count is None and not lengths:
+        raise ValueError("solve: trajectories=N is needed, where the ensemble has no arrays u0= or p=.")
+    count = next(iter(lengths.values())) if count is None else count
+    if not isinstance(count, Integral) or isinstance(count, bool) or count < 0:
+        raise ValueError(f"solve: trajectories must be an integer, zero or more, but got {count!r}.")
+    for name, length in lengths.items():
+        if length != count:
+            raise ValueError(f"solve: {name}= of the ensemble has {length} rows, but there are {count} trajectories.")
+    return int(count)
+
+
+def _length(tree: Array) -> int:
+    from mpiad.differentiation.trees import flatten
+
+    leaves, _ = flatten(tree)
+    lengths = {np.shape(leaf)[0] if np.ndim(leaf) else -1 for leaf in leaves}
+    if len(lengths) != 1 or -1 in lengths:
+        raise ValueError("solve: u0= and p= of the ensemble must have one row for each trajectory.")
+    return lengths.pop()

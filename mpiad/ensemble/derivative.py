@@ -1,0 +1,166 @@
+"""The user's f, called with columns: checked at its first call, then as fast as it goes.
+
+f sees read-only arrays, so one that writes into its arguments is refused. Whatever it returns is copied, so it may keep
+and reuse its own buffers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from autograd.tracer import isbox
+
+from mpiad._typing import Array, Function, Shape, Tree
+
+__all__ = ["Derivative", "derivative_of"]
+
+_CAUSE = (
+    "f is called with columns, u of shape (d, n) and t of shape (n,); it is usually a sum or a product over all of u "
+    "(np.sum(u), np.dot(u, u)), or a constant array, that must be written for columns (np.sum(u, axis=0))."
+)
+
+
+class Derivative:
+    """f of a problem whose state has shape (d,).
+
+    Parameters
+    ----------
+    f : callable
+    shape : tuple of int
+        Of one state.
+    """
+
+    def __init__(self, f: Function, shape: Shape):
+        self.f, self.shape = f, shape
+
+    def write(self, out: Array, u: Array, p: Tree, t: Array) -> None:
+        """Write the derivative of each column into `out`, both of shape (d, n)."""
+        value = self.f(u, p, t)
+        if type(value) is np.ndarray:
+            if value.shape != out.shape:
+                raise ValueError(self._mismatch(value.shape, out.shape))
+            np.copyto(out, value, casting="same_kind")
+        else:
+            for i, component in enumerate(value):
+                out[i] = component
+
+    def check(self, u: Array, p: Tree, t: Array) -> None:
+        """Call f once and look at all that `write` takes for granted.
+
+        Raises
+        ------
+        NotImplementedError
+            Where f uses a traced value from around it.
+        TypeError, ValueError
+            Where f writes into its arguments, or returns what can't be the derivative of u.
+        """
+        try:
+            value = self.called(u, p, t)
+        except ValueError as error:
+            if "read-only" in str(error):
+                raise TypeError(
+                    "solve: f writes into its arguments, which are read-only. Return the derivative: a list of its "
+                    "components, or a new array."
+                ) from error
+            if "inhomogeneous" in str(error):
+                raise ValueError(
+                    "solve: f makes an array of components of different shapes: a constant among them has no column. "
+                    "Return a list of the components, or write the constant as 0 * u[0] + c."
+                ) from error
+            raise
+        self._check_value(value, u)
+
+    def called(self, u: Array, p: Tree, t: Array) -> Any:
+        """Return what f does."""
+        return self.f(u, p, t)
+
+    def _check_value(self, value: Any, u: Array) -> None:
+        parts = value if isinstance(value, (list, tuple)) else [value]
+        if any(map(isbox, parts)):
+            raise NotImplementedError(
+                "solve: f uses a traced value from around it, through which no derivative can flow. Pass it as p."
+            )
+        shape = (len(value), *u.shape[1:]) if isinstance(value, (list, tuple)) else np.shape(value)
+        if shape != u.shape:
+            raise ValueError(self._mismatch(shape, u.shape))
+        for part in parts:
+            if isinstance(value, (list, tuple)) and np.shape(part) not in ((), u.shape[1:]):
+                raise ValueError(self._mismatch(np.shape(part), u.shape[1:], "each component must be a number or "))
+            dtype = np.asarray(part).dtype
+            if not np.can_cast(dtype, u.dtype, casting="same_kind"):
+                raise TypeError(f"solve: f returned {dtype} for u of {u.dtype}. Give u0 the dtype that the derivative has.")
+
+    def _mismatch(self, got: Shape, expected: Shape, what: str = "") -> str:
+        return f"solve: f returned shape {got}, but {what}of shape {expected} was expected. {_CAUSE}"
+
+
+class NumberDerivative(Derivative):
+    """f of a problem whose state is one number: it is called with u of shape (n,)."""
+
+    def write(self, out: Array, u: Array, p: Tree, t: Array) -> None:
+        """Write the derivative of each column into `out`, both of shape (1, n)."""
+        out[0] = self.f(u[0], p, t)
+
+    def called(self, u: Array, p: Tree, t: Array) -> Any:
+        """Return what f does, as for a state of one component."""
+        return [self.f(u[0], p, t)]
+
+
+class MatrixDerivative(Derivative):
+    """f of a problem whose state is a matrix (or has more axes): it is called for one state after the other."""
+
+    def write(self, out: Array, u: Array, p: Tree, t: Array) -> None:
+        """Write the derivative of each column, a flattened state, into `out`."""
+        for j in range(u.shape[1]):
+            # A single state comes twice, because the working set has two columns at least.
+            if j and not isinstance(p, Columns) and t[j] == t[0] and (u[:, j] == u[:, 0]).all():
+                out[:, j] = out[:, 0]
+            else:
+                out[:, j] = self._one(u, p, t, j)
+
+    def called(self, u: Array, p: Tree, t: Array) -> Any:
+        """Return the derivative of all columns."""
+        return np.stack([self._one(u, p, t, j) for j in range(u.shape[1])], axis=1)
+
+    def _one(self, u: Array, p: Tree, t: Array, j: int) -> Array:
+        state = np.ascontiguousarray(u[:, j]).reshape(self.shape)
+        state.flags.writeable = False
+        value = self.f(state, self.column(p, j), t[j])
+        value = np.asarray(value) if not isbox(value) else value
+        if isbox(value):
+            raise NotImplementedError("solve: f uses a traced value from around it. Pass it as p.")
+        if value.shape != self.shape:
+            raise ValueError(f"solve: f returned shape {value.shape} for u of shape {self.shape}; they must be equal.")
+        return value.reshape(-1)
+
+    @staticmethod
+    def column(p: Tree, j: int) -> Tree:
+        """Return the parameters of column j."""
+        return p.column(j) if isinstance(p, Columns) else p
+
+
+class Columns:
+    """Parameters of several columns of matrix states, handed out one by one.
+
+    Parameters
+    ----------
+    leaves : list of array
+    varies : list of bool
+        Whether the last axis of a leaf counts trajectories.
+    build : callable
+    """
+
+    def __init__(self, leaves: list, varies: list[bool], build: Function):
+        self._leaves, self._varies, self._build = leaves, varies, build
+
+    def column(self, j: int) -> Tree:
+        """Return the parameters of column j."""
+        return self._build([leaf[..., j] if varies else leaf for leaf, varies in zip(self._leaves, self._varies)])
+
+
+def derivative_of(f: Function, shape: Shape) -> Derivative:
+    """Return f as it is called for states of a shape."""
+    if len(shape) == 1:
+        return Derivative(f, shape)
+    return NumberDerivative(f, shape) if not shape else MatrixDerivative(f, shape)

@@ -1,0 +1,192 @@
+"""From a problem, or an ensemble of them, to the columns that are solved."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from autograd.tracer import isbox
+
+from mpiad._typing import Array, Function, Tree
+from mpiad.differentiation.trees import flatten
+from mpiad.ensemble.batch import Batch, Parameters
+from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
+
+__all__ = ["columns_of", "generator", "master_seed", "members"]
+
+
+def master_seed(seed: int | None) -> int:
+    """Return the seed from which the generators of all trajectories are drawn: `seed`, or a fresh one."""
+    return np.random.SeedSequence(seed).entropy  # type: ignore[return-value]
+
+
+def generator(seed: int, i: int, repeat: int = 1) -> np.random.Generator:
+    """Return the generator of a trajectory's try, both counted from 1; it depends on nothing else but the seed."""
+    # A child of one master, reached without making those before it.
+    return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(i, repeat)))
+
+
+def members(ensemble: EnsembleProblem, numbers: Sequence[int], repeat: int, seed: int) -> Batch:
+    """Return some trajectories of an ensemble.
+
+    Parameters
+    ----------
+    ensemble : EnsembleProblem
+    numbers : sequence of int
+        Which ones, counted from 1.
+    repeat : int
+        Which try this is, counted from 1.
+    seed : int
+
+    Returns
+    -------
+    Batch
+
+    Raises
+    ------
+    TypeError, ValueError
+        Where `prob_func` returns something else than a problem of the same f and dimension.
+    """
+    if ensemble.prob_func is None or not len(numbers):
+        return _from_arrays(ensemble, numbers)
+    fun = ensemble.prob_func
+    extra = _takes_generator(fun)
+    problems = []
+    for i in numbers:
+        more = {"rng": generator(seed, i, repeat)} if extra else {}
+        problems.append(_checked(fun(ensemble.problem, i, repeat, **more), ensemble.problem, i))
+    return columns_of(problems, numbers)
+
+
+def columns_of(problems: Sequence[ODEProblem], numbers: Sequence[int]) -> Batch:
+    """Return problems of one f and of equal shapes as columns."""
+    first = problems[0]
+    states = [as_state(problem.u0) for problem in problems]
+    for i, state in zip(numbers, states):
+        if state.shape != states[0].shape:
+            raise ValueError(
+                f"solve: all trajectories must have u0 of one shape: {states[0].shape} for trajectory {numbers[0]}, but "
+                f"{state.shape} for trajectory {i}."
+            )
+    dtype = np.result_type(*{state.dtype for state in states})
+    u0 = np.stack([state.reshape(-1) for state in states], axis=1).astype(dtype, copy=False)
+    spans = np.array([_span(problem) for problem in problems], dtype=float)
+    return Batch(
+        first.f, states[0].shape, u0, _stacked([problem.p for problem in problems], numbers), spans[:, 0], spans[:, 1]
+    )
+
+
+def as_state(u0: Any) -> Array:
+    """Return an initial state as an array of floats.
+
+    Raises
+    ------
+    NotImplementedError
+        Where it is traced.
+    TypeError
+        Where it isn't numbers.
+    """
+    parts = u0 if isinstance(u0, (list, tuple)) else [u0]
+    if isbox(u0) or any(map(isbox, parts)):
+        raise _traced("u0")
+    state = np.asarray(u0)
+    if state.dtype.kind in "biu":
+        return state.astype(float)
+    if state.dtype not in (np.float32, np.float64, np.complex64, np.complex128):
+        raise TypeError(
+            f"solve: u0 must be numbers (float32, float64, complex64, complex128, or integers, which become float64), but "
+            f"got {type(u0).__name__} of dtype {state.dtype}."
+        )
+    return state
+
+
+def _from_arrays(ensemble: EnsembleProblem, numbers: Sequence[int]) -> Batch:
+    problem, count = ensemble.problem, len(numbers)
+    rows = slice(numbers[0] - 1, numbers[-1]) if count else slice(0, 0)
+    first = as_state(problem.u0)
+    if ensemble.u0 is None:
+        u0 = np.repeat(first.reshape(-1, 1), count, axis=1)
+    else:
+        given = as_state(ensemble.u0)
+        if given.shape[1:] != first.shape:
+            raise ValueError(
+                f"solve: u0= of the ensemble must have shape (N, *{first.shape}), after the problem's u0, but has shape "
+                f"{given.shape}."
+            )
+        u0 = np.ascontiguousarray(given[rows].reshape(count, first.size).T)
+    leaves, build = flatten(problem.p)
+    p = Parameters([_plain(leaf) for leaf in leaves], [False] * len(leaves), build)
+    if ensemble.p is not None:
+        leaves, build = flatten(ensemble.p)
+        p = Parameters([_last(np.asarray(_plain(leaf))[rows]) for leaf in leaves], [True] * len(leaves), build)
+    start, end = _span(problem)
+    return Batch(problem.f, first.shape, u0, p, np.full(count, start), np.full(count, end))
+
+
+def _last(leaf: Array) -> Array:
+    return np.ascontiguousarray(np.moveaxis(leaf, 0, -1))
+
+
+def _stacked(trees: list[Tree], numbers: Sequence[int]) -> Parameters:
+    flat = [flatten(tree) for tree in trees]
+    first, build = flat[0]
+    columns, varies = [], []
+    for place in range(len(first)):
+        leaves = [_plain(leaves[place]) for leaves, _ in flat if len(leaves) == len(first)]
+        if len(leaves) < len(flat):
+            raise ValueError(f"solve: p must have {len(first)} parts in all trajectories, as in trajectory {numbers[0]}.")
+        shapes = {np.shape(leaf) for leaf in leaves}
+        if len(shapes) > 1:
+            raise ValueError(f"solve: p must have one shape in all trajectories, but has {sorted(shapes)}.")
+        shared = all(leaf is leaves[0] for leaf in leaves)
+        varies.append(not shared)
+        columns.append(leaves[0] if shared else np.stack([np.asarray(leaf) for leaf in leaves], axis=-1))
+    return Parameters(columns, varies, build)
+
+
+def _plain(leaf: Any) -> Any:
+    if isbox(leaf):
+        raise _traced("p")
+    return leaf
+
+
+def _traced(name: str) -> Exception:
+    return NotImplementedError(
+        f"solve: {name} is traced, and the derivative of an ODE's solution isn't there yet. mpiad.stop(x) gives its plain "
+        "value where no derivative is wanted."
+    )
+
+
+def _span(problem: ODEProblem) -> tuple[float, float]:
+    try:
+        start, end = problem.tspan
+    except (TypeError, ValueError):
+        raise ValueError(f"solve: tspan must be two numbers (t0, t1), but got {problem.tspan!r}.") from None
+    if isbox(start) or isbox(end):
+        raise _traced("tspan")
+    if not (np.isfinite(start) and np.isfinite(end)):
+        raise ValueError(f"solve: tspan must be two finite numbers, but got {problem.tspan!r}.")
+    return float(start), float(end)
+
+
+def _checked(made: Any, original: ODEProblem, i: int) -> ODEProblem:
+    if not isinstance(made, ODEProblem):
+        raise TypeError(
+            f"solve: prob_func must return an ODEProblem (see remake), but returned {type(made).__name__} for "
+            f"trajectory {i}."
+        )
+    if made.f is not original.f:
+        raise ValueError(
+            f"solve: prob_func returned a problem with another f for trajectory {i}. All trajectories share one f; what "
+            "differs between them belongs in p."
+        )
+    return made
+
+
+def _takes_generator(fun: Function) -> bool:
+    try:
+        return "rng" in inspect.signature(fun).parameters
+    except (TypeError, ValueError):
+        return False  # some built-in functions don't say

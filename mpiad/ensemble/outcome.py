@@ -1,0 +1,88 @@
+"""What a solve leaves of each trajectory, before it becomes a solution."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mpiad._typing import Array
+from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.record import Steps
+from mpiad.ensemble.retcodes import ReturnCode
+from mpiad.ensemble.settings import Settings
+
+__all__ = ["Outcome"]
+
+_BY_TRAJECTORY = ("t_reached", "codes", "naccept", "nreject", "saved", "save_step", "end_part")
+
+
+@dataclass
+class Outcome:
+    """The results of N trajectories, filled in as they end.
+
+    Parameters
+    ----------
+    u_end : array, shape (d, N)
+        The last accepted state.
+    t_reached : array, shape (N,)
+    codes : array of int, shape (N,)
+        Numbers of return codes.
+    naccept, nreject : array of int, shape (N,)
+    saved : array, shape (N, n_saved, d), or None
+        NaN at times that weren't reached.
+    save_step : array of int, shape (N, n_saved), or None
+        In which accepted step (from 0) each saved time lies; -1 where it is the initial state, -2 where it wasn't reached.
+    steps : list of (int, Steps)
+        All accepted steps, where they are recorded: for each share its first trajectory and its steps, which count
+        trajectories from there.
+    end_part : array, shape (N,)
+        Which part of the last accepted step was gone: less than 1 where a terminal event ended the trajectory inside it.
+    event_times : list of list of (int, float)
+        For each trajectory, numbers of events and their times.
+    """
+
+    u_end: Array
+    t_reached: Array
+    codes: Array
+    naccept: Array
+    nreject: Array
+    saved: Array | None
+    save_step: Array | None
+    end_part: Array
+    event_times: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
+    steps: list[tuple[int, Steps]] = field(default_factory=list)
+
+    @classmethod
+    def empty(cls, batch: Batch, settings: Settings) -> Outcome:
+        """Return the outcome of trajectories that have not started."""
+        d, n = batch.u0.shape
+        n_saved = None if settings.saveat is None else settings.saveat.shape[-1]
+        saved = None if n_saved is None else np.full((n, n_saved, d), np.nan, batch.u0.dtype)
+        save_step = np.full((n, n_saved), -2, np.int32) if settings.record and n_saved is not None else None
+        return cls(
+            batch.u0.copy(), batch.start.copy(), np.full(n, ReturnCode.Success.code, np.int8),
+            np.zeros(n, np.int64), np.zeros(n, np.int64), saved, save_step, np.ones(n),
+        )  # fmt: skip
+
+    @staticmethod
+    def joined(parts: list[Outcome]) -> Outcome:
+        """Return the outcome of several shares, one after the other; their steps stay apart."""
+        if len(parts) == 1:
+            return parts[0]
+        events, steps, offset = {}, [], 0
+        for part in parts:
+            events.update({i + offset: found for i, found in part.event_times.items()})
+            steps += [(first + offset, found) for first, found in part.steps]
+            offset += len(part.codes)
+        return Outcome(
+            np.concatenate([part.u_end for part in parts], axis=1),
+            event_times=events,
+            steps=steps,
+            **{name: _join([getattr(part, name) for part in parts]) for name in _BY_TRAJECTORY},
+        )
+
+
+def _join(arrays: list[Any]) -> Any:
+    return None if arrays[0] is None else np.concatenate(arrays)

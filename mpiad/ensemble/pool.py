@@ -1,0 +1,209 @@
+"""Many trajectories that advance together, each with its own time, step and error control.
+
+The working set is a block of columns that fits the cache. All arithmetic is elementwise over columns, so a trajectory's
+numbers don't depend on those beside it. Ended trajectories stay, with steps of length zero, until there are enough of them
+to be replaced by waiting ones (or dropped, when none wait): so a long one doesn't make all the others pay, and nothing is
+gathered or scattered from turn to turn. There are two columns at least (see `norms`): a single trajectory comes twice.
+
+Times run in the direction of the solve, negated where it goes backwards.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mpiad._typing import Array
+from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.controller import LEAST_ERROR
+from mpiad.ensemble.entrance import Entrance, Entrants, Joint, least_step
+from mpiad.ensemble.outcome import Outcome
+from mpiad.ensemble.retcodes import ReturnCode
+from mpiad.ensemble.settings import Settings
+from mpiad.ensemble.stages import Stages
+from mpiad.ensemble.step import Step
+from mpiad.ensemble.witnesses import Witnesses
+
+__all__ = ["integrate"]
+
+# Numbers in one array of the working set: a dozen such arrays stay in a core's second-level cache.
+_BLOCK = 6144
+_LEAST_COLUMNS = 512
+# Ended columns are replaced when they are one in so many.
+_ENDED_SHARE = 8
+# Of a step: what is left to the end, where steps are fixed.
+_ROUNDING = 1e-9
+
+
+def integrate(batch: Batch, settings: Settings) -> Outcome:
+    """Solve all trajectories of a batch.
+
+    Parameters
+    ----------
+    batch : Batch
+    settings : Settings
+
+    Returns
+    -------
+    Outcome
+    """
+    outcome = Outcome.empty(batch, settings)
+    # What overflows or turns NaN in one trajectory is told by its return code.
+    with np.errstate(all="ignore"):
+        Pool(batch, settings, outcome).run()
+    return outcome
+
+
+class Pool:
+    """The working set of a solve.
+
+    Parameters
+    ----------
+    batch : Batch
+    settings : Settings
+    outcome : Outcome
+        Is filled in.
+    """
+
+    def __init__(self, batch: Batch, settings: Settings, outcome: Outcome):
+        self._settings, self._outcome = settings, outcome
+        self._tableau, self._controller = settings.alg.tableau, settings.alg.controller
+        self._entrance = Entrance(batch, settings)
+        self._witnesses = Witnesses(batch, settings, outcome, self._entrance)
+        self._width = max(_LEAST_COLUMNS, _BLOCK // max(1, len(batch.u0)))
+        self._turn = 0
+        none, number = np.empty(0), np.empty(0, np.int64)
+        self.ids = self.number = self.entered = number
+        self.t = self.end = self.h = self.idle = self.q2 = none
+        self.live = self.rejected = np.empty(0, bool)
+        self.u = self.k0 = batch.u0[:, :0]
+
+    def run(self) -> None:
+        """Advance until all trajectories have ended."""
+        while self._refill():
+            ended = 0
+            while ended * _ENDED_SHARE < len(self.ids):
+                ended += self._take_turn()
+            self.k0 = self._stages.k[0]
+        self._witnesses.close()
+
+    # ---- the working set
+
+    def _refill(self) -> bool:
+        """Replace ended trajectories by waiting ones, or drop them; return whether any are left."""
+        keep = np.flatnonzero(self.live)
+        new = self._entrance.admit(self._width - len(keep))
+        order = np.concatenate([keep, np.arange(len(self.ids), len(self.ids) + len(new.ids))])
+        if not len(order):
+            return False
+        self._join(new, Joint(np.repeat(order, 2) if len(order) == 1 else order))
+        self._alive, self._failed = len(order), False
+        if len(order) == 1:
+            self._retire(np.array([1]))
+        return True
+
+    def _join(self, new: Entrants, joined: Joint) -> None:
+        zeros = np.zeros(len(new.ids), np.int64)
+        self.ids, self.number = joined(self.ids, new.ids), joined(self.number, zeros)
+        self.entered = joined(self.entered, zeros + self._turn)
+        self.t, self.end, self.h = joined(self.t, new.t), joined(self.end, new.end), joined(self.h, new.h)
+        self.idle, self.q2 = joined(self.idle, 0.0 * zeros), joined(self.q2, zeros + LEAST_ERROR)
+        self.live, self.rejected = joined(self.live, zeros == 0), joined(self.rejected, zeros > 0)
+        self.u, k0 = joined(self.u, new.u), joined(self.k0, new.k)
+        self._stages = Stages(self._tableau, self._entrance.derivative, self.u.dtype, self.u.shape)
+        self._stages.k[0][:] = k0
+        self._sign, self._p = self._entrance.sign(self.ids), self._entrance.parameters(self.ids)
+        self._witnesses.enter(new, joined, self.u, self._p, self.t if self._sign is None else self.t * self._sign)
+        self._last_turn = int(self.entered.min()) + self._settings.max_steps
+        self._least_step = float(least_step(np.maximum(np.abs(self.t), np.abs(self.end)).max()))
+
+    # ---- one turn
+
+    def _take_turn(self) -> int:
+        """Try one step of every trajectory; return how many have ended."""
+        self._turn += 1
+        t_new, h = self._proposed()
+        self._stages.take(self.u, self._p, self.t, h, t_new, self._sign)
+        accepted = self._judged(h)
+        step = Step(
+            self.ids, self.number, accepted, self.t, h, t_new, self.u, self._stages.new, self._stages.k, self._sign
+        )
+        terminated = self._witnesses.see(step, self._p)
+        moved = int(np.count_nonzero(accepted))
+        # An ended column may move too: by nothing. A failed one's stages may be NaN.
+        self.u = self._stages.advance(self.u, None if moved == self._alive and not self._failed else accepted)
+        np.copyto(self.t, t_new, where=accepted)
+        self.number += accepted
+        ended = self._leave(terminated, ReturnCode.Terminated)
+        ended += self._leave(np.flatnonzero(accepted & (self.t == self.end) & self.live), ReturnCode.Success)
+        return ended + self._fail(accepted)
+
+    def _proposed(self) -> tuple[Array, Array]:
+        """Return the times after the next steps, and the steps."""
+        t_new = self.t + self.h
+        if self._tableau.error is None:
+            # Many equal steps don't sum up to the span; a last one of rounding's size is none.
+            np.copyto(t_new, self.end, where=t_new > self.end - _ROUNDING * self.h)
+        np.minimum(t_new, self.end, out=t_new)
+        return t_new, t_new - self.t
+
+    def _judged(self, h: Array) -> Array:
+        """Return which columns' steps are accepted, and set the sizes of the next."""
+        if self._tableau.error is None:
+            self._error = None
+            return np.isfinite(self._stages.new).all(axis=0) & self.live
+        q2 = self._error = self._stages.error(self.u, self._entrance.rtol, self._entrance.atol)
+        accepted = q2 < 1
+        accepted &= self.live
+        factor = self._controller.factor(q2, self.q2, accepted, self.rejected, self._tableau.order)
+        np.multiply(h, factor, out=self.h)
+        np.maximum(self.h, self.idle, out=self.h)
+        if self._settings.dtmax < np.inf:
+            np.minimum(self.h, self._settings.dtmax, out=self.h)
+        np.logical_not(accepted, out=self.rejected)
+        if self._controller.remembers:
+            np.copyto(self.q2, np.maximum(q2, LEAST_ERROR), where=accepted)
+        return accepted
+
+    # ---- ends
+
+    def _fail(self, accepted: Array) -> int:
+        """Let go of trajectories that can't go on; return how many."""
+        if self._error is None:
+            return self._leave(np.flatnonzero(self.live & ~accepted), ReturnCode.Unstable) + self._tire()
+        ended = 0
+        if self.h.min() < self._least_step:
+            least = least_step(self.t)
+            small = self.live & (self.h < least)
+            stuck, finite = small & ~accepted, np.isfinite(self._error)
+            ended += self._leave(np.flatnonzero(stuck & finite), ReturnCode.DtLessThanMin)
+            ended += self._leave(np.flatnonzero(stuck & ~finite), ReturnCode.Unstable)
+            np.copyto(self.h, least, where=small & accepted)
+        return ended + self._tire()
+
+    def _tire(self) -> int:
+        if self._turn < self._last_turn:
+            return 0
+        tired = self.live & (self._turn - self.entered >= self._settings.max_steps)
+        return self._leave(np.flatnonzero(tired), ReturnCode.MaxIters)
+
+    def _leave(self, columns: Array, code: ReturnCode) -> int:
+        """Take the results of trajectories that have ended, and leave their columns where they are."""
+        if not columns.size:
+            return 0
+        ids, outcome = self.ids[columns], self._outcome
+        outcome.u_end[:, ids] = self.u[:, columns]
+        outcome.t_reached[ids] = self.t[columns] * self._entrance.signs[ids]
+        outcome.codes[ids] = code.code
+        outcome.naccept[ids] = self.number[columns]
+        outcome.nreject[ids] = self._turn - self.entered[columns] - self.number[columns]
+        self._retire(columns)
+        self._alive -= len(columns)
+        self._failed |= code.failed
+        if self._settings.progress is not None:
+            self._settings.progress(len(columns))
+        return len(columns)
+
+    def _retire(self, columns: Array) -> None:
+        self.live[columns] = False
+        self.end[columns] = self.t[columns]
+        self.h[columns] = self.idle[columns] = 1.0

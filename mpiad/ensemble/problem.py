@@ -1,0 +1,145 @@
+"""What is to be solved: one ODE, or an ensemble made from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import autograd.numpy as anp
+import numpy as np
+from autograd.tracer import getval
+
+from mpiad._typing import Array, Function, Tree
+
+__all__ = ["EnsembleProblem", "ODEProblem", "remake"]
+
+
+@dataclass(frozen=True)
+class ODEProblem:
+    """The initial value problem u' = f(u, p, t), u(t₀) = u0, from t₀ to t₁.
+
+    Parameters
+    ----------
+    f : callable
+        ``f(u, p, t)`` returns the derivative: a list or tuple of its components, or an array. It is written for one
+        trajectory (``u[0] * u[1]``) and called with columns: u of shape (d, n), p of shape (m, n) or as given, t of shape
+        (n,). It must not write into its arguments.
+    u0 : array or number
+        Shape (d,). Of shape (d, n): n states that are solved as one, with one step size (f is called with exactly this
+        shape, and t is a number). Integers become float64. float32 and complex numbers keep their dtype.
+    tspan : tuple of two float
+        Where to start and to end; the end may lie before the start.
+    p : nest of arrays, optional
+        What f depends on. A list of numbers becomes an array, as in `u0`.
+
+    Raises
+    ------
+    TypeError
+        Where `f` isn't a function of three arguments.
+    """
+
+    f: Function
+    u0: Array
+    tspan: tuple[Any, Any]
+    p: Tree = None
+
+    def __post_init__(self) -> None:
+        if not callable(self.f):
+            raise TypeError(f"ODEProblem: f must be a function f(u, p, t), but got {type(self.f).__name__} {self.f!r}.")
+        if _required(self.f) == 4:
+            raise TypeError(
+                "ODEProblem: f must be f(u, p, t) and return the derivative, but it takes four arguments, as the form "
+                "f(du, u, p, t) that writes into du. Return a list of the components instead."
+            )
+        # So that prob_func can compute with them: 0.5 + prob.u0.
+        for name in ("u0", "p"):
+            value = getattr(self, name)
+            if type(value) is list and value and all(np.ndim(getval(part)) == 0 and _is_number(part) for part in value):
+                object.__setattr__(self, name, anp.array(value))
+
+
+@dataclass(frozen=True)
+class EnsembleProblem:
+    """Many solves of variants of one problem.
+
+    Parameters
+    ----------
+    problem : ODEProblem
+    prob_func : callable, optional
+        ``prob_func(problem, i, repeat)`` returns the problem of trajectory i, which counts from 1; `repeat` counts from 1
+        as well. With a parameter named ``rng`` it also gets this trajectory's own random generator.
+    output_func : callable, optional
+        ``output_func(sol, i)`` returns what is kept of a trajectory, and whether to solve it again (``repeat`` then counts
+        up).
+    reduction : callable, optional
+        ``reduction(u, batch, I)`` puts the outputs of a batch, those of the trajectories I, to what is kept so far (an
+        empty list, or `u_init`), and returns it with whether to stop early.
+    seed : int, optional
+        Of the generators: each is drawn from one master by its trajectory's number, whatever the backend.
+    u0 : array, shape (N, d), optional
+        Initial states, instead of a `prob_func`.
+    p : array, shape (N, m), optional
+        Parameters, instead of a `prob_func`.
+    u_init : object, optional
+        What `reduction` starts from.
+    """
+
+    problem: ODEProblem
+    prob_func: Function | None = None
+    output_func: Function | None = None
+    reduction: Function | None = None
+    seed: int | None = None
+    u0: Array = None
+    p: Array = None
+    u_init: Any = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.problem, ODEProblem):
+            raise TypeError(
+                f"EnsembleProblem: problem must be an ODEProblem, but got {type(self.problem).__name__} {self.problem!r}."
+            )
+        for name in ("prob_func", "output_func", "reduction"):
+            fun = getattr(self, name)
+            if fun is not None and not callable(fun):
+                raise TypeError(f"EnsembleProblem: {name} must be a function, but got {type(fun).__name__} {fun!r}.")
+        if self.prob_func is not None and not (self.u0 is None and self.p is None):
+            raise ValueError("EnsembleProblem: give either prob_func or u0 and p, not both: they say the same.")
+
+
+def remake(problem: ODEProblem | EnsembleProblem, **changes: Any) -> Any:
+    """Return a problem with some of its fields changed.
+
+    Parameters
+    ----------
+    problem : ODEProblem or EnsembleProblem
+    **changes
+        Fields and their new values, as ``u0=``.
+
+    Returns
+    -------
+    ODEProblem or EnsembleProblem
+
+    Raises
+    ------
+    TypeError
+        Where there is no such field.
+    """
+    names = [field.name for field in dataclasses.fields(problem)]
+    unknown = sorted(set(changes) - set(names))
+    if unknown:
+        raise TypeError(f"remake: {type(problem).__name__} has no field {unknown[0]!r}; it has {', '.join(names)}.")
+    return dataclasses.replace(problem, **changes)
+
+
+def _is_number(part: Any) -> bool:
+    return np.asarray(getval(part)).dtype.kind in "biufc"
+
+
+def _required(fun: Function) -> int | None:
+    try:
+        kinds = inspect.signature(fun).parameters.values()
+    except (TypeError, ValueError):
+        return None  # some built-in functions don't say
+    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty for p in kinds)

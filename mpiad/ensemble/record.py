@@ -1,0 +1,136 @@
+"""The accepted steps of a solve, in the order in which a reverse sweep needs them.
+
+While the solve runs, each turn's accepted columns are noted as a chunk. At its end they are put into *sweeps*: sweep s
+holds the (s+1)-th step from the end of every trajectory that has so many. Trajectories are ordered by their number of
+steps, the most first, so sweep s is about the first ``widths[s]`` of this order, and the next sweep is about no others: a
+reverse pass walks s = 0, 1, … over arrays that only get shorter (a forward pass walks back from the last sweep, over
+arrays that only get longer). Each sweep's states are one contiguous block of shape (d, width), of two columns at least:
+where there is one trajectory only, it comes twice.
+
+Memory is (d + 2) numbers per accepted step.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from mpiad._typing import Array
+from mpiad.ensemble.step import Step
+
+__all__ = ["Log", "Steps", "Sweep"]
+
+
+class Sweep(NamedTuple):
+    """One step of several trajectories.
+
+    Parameters
+    ----------
+    ids : array of int, shape (width,)
+        The trajectories, each at its place in the order; with a single one, width is 2 and it comes twice.
+    t, h : array, shape (width,)
+        Time before the step, and its signed size.
+    u : array, shape (d, width)
+        State before the step.
+    """
+
+    ids: Array
+    t: Array
+    h: Array
+    u: Array
+
+
+class Steps:
+    """All accepted steps, by sweeps.
+
+    Parameters
+    ----------
+    counts : array of int, shape (N,)
+        Accepted steps of each trajectory.
+    d : int
+    dtype : dtype
+        Of the states.
+
+    Attributes
+    ----------
+    order : array of int, shape (N,)
+        The trajectories, those with the most steps first.
+    rank : array of int, shape (N,)
+        The place of each trajectory in that order.
+    widths : array of int, shape (number of sweeps,)
+        How many trajectories take part in each sweep.
+    """
+
+    def __init__(self, counts: Array, d: int, dtype: np.dtype):
+        self.counts, self._d = counts, d
+        self.order = np.argsort(-counts, kind="stable")
+        self.rank = np.empty_like(self.order)
+        self.rank[self.order] = np.arange(len(counts))
+        most = int(counts.max(initial=0))
+        # How many trajectories have more than s steps.
+        self.widths = len(counts) - np.cumsum(np.bincount(counts, minlength=most + 1))[:most]
+        self._stored = np.maximum(self.widths, 2)
+        self._offsets = np.concatenate([[0], np.cumsum(self._stored)])
+        total = int(self._offsets[-1])
+        self._t, self._h, self._u = np.empty(total), np.empty(total), np.empty(d * total, dtype)
+
+    def __len__(self) -> int:
+        return len(self.widths)
+
+    def sweep(self, s: int) -> Sweep:
+        """Return the (s+1)-th steps from the end."""
+        start, stop = int(self._offsets[s]), int(self._offsets[s + 1])
+        ids = self.order[: stop - start] if self.widths[s] > 1 else np.repeat(self.order[:1], 2)
+        u = self._u[self._d * start : self._d * stop].reshape(self._d, stop - start)
+        return Sweep(ids, self._t[start:stop], self._h[start:stop], u)
+
+    def trajectory(self, i: int) -> tuple[Array, Array, Array]:
+        """Return times (n,), signed sizes (n,) and states (d, n) before the n steps of a trajectory, first to last."""
+        count = int(self.counts[i])
+        sweeps = np.arange(count - 1, -1, -1)
+        place = self._offsets[sweeps] + self.rank[i]
+        rows = self._d * self._offsets[sweeps] + np.arange(self._d)[:, None] * self._stored[sweeps] + self.rank[i]
+        return self._t[place], self._h[place], self._u[rows]
+
+    def fill(self, ids: Array, numbers: Array, t: Array, h: Array, u: Array) -> None:
+        """Put steps to their places: those of the trajectories `ids`, by their numbers from 0."""
+        sweeps, rank = self.counts[ids] - numbers - 1, self.rank[ids]
+        place = self._offsets[sweeps] + rank
+        self._t[place], self._h[place] = t, h
+        rows = self._d * self._offsets[sweeps] + rank
+        width = self._stored[sweeps]
+        for state in u:
+            self._u[rows] = state
+            rows = rows + width
+
+    def pad(self) -> None:
+        """Repeat the one trajectory of narrow sweeps."""
+        for s in np.flatnonzero(self.widths == 1):
+            sweep = self.sweep(int(s))
+            sweep.t[1], sweep.h[1], sweep.u[:, 1] = sweep.t[0], sweep.h[0], sweep.u[:, 0]
+
+
+class Log:
+    """Accepted steps in the order in which they were taken."""
+
+    def __init__(self) -> None:
+        self._chunks: list[tuple[Array, ...]] = []
+
+    def note(self, step: Step) -> None:
+        """Note the accepted columns of a step, with actual times and signed sizes."""
+        arrays = (step.ids, step.number, step.actual(step.t), step.actual(step.h), step.u)
+        accepted = step.accepted
+        if accepted.all():
+            self._chunks.append(tuple(array.copy() for array in arrays))
+        else:
+            self._chunks.append(tuple(array.compress(accepted, axis=-1) for array in arrays))
+
+    def steps(self, counts: Array, d: int, dtype: np.dtype) -> Steps:
+        """Return all that was noted, by sweeps; the log is empty afterwards."""
+        steps = Steps(counts, d, dtype)
+        self._chunks.reverse()
+        while self._chunks:  # each is freed when it has been copied
+            steps.fill(*self._chunks.pop())
+        steps.pad()
+        return steps

@@ -1,0 +1,48 @@
+"""How a trajectory can end."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import numpy as np
+
+from mpiad._typing import Array
+
+__all__ = ["ReturnCode", "names_of"]
+
+
+class ReturnCode(str, Enum):
+    """How a trajectory ended; equal to its name as a string."""
+
+    Success = "Success"
+    """The end of tspan was reached."""
+    Terminated = "Terminated"
+    """A terminal event came first."""
+    MaxIters = "MaxIters"
+    """max_steps steps were tried; raise max_steps, or the problem is stiff."""
+    DtLessThanMin = "DtLessThanMin"
+    """No step that time can resolve meets the tolerance: a singularity, a discontinuity, or a tolerance too tight."""
+    Unstable = "Unstable"
+    """f gave NaN or infinity however small the step."""
+
+    def __str__(self) -> str:
+        return self.value
+
+    @property
+    def code(self) -> int:
+        """Its number in arrays."""
+        return _ORDER.index(self)
+
+    @property
+    def failed(self) -> bool:
+        """Whether neither the end of tspan nor a terminal event was reached."""
+        return self not in (ReturnCode.Success, ReturnCode.Terminated)
+
+
+_ORDER = list(ReturnCode)
+_NAMES = np.array([code.value for code in ReturnCode])
+
+
+def names_of(codes: Array) -> Array:
+    """Return the names of the codes in an array of numbers."""
+    return _NAMES[codes]

@@ -1,0 +1,151 @@
+"""At which times states are saved, and how they get there while the trajectories advance."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mpiad._typing import Array
+from mpiad.ensemble.entrance import Joint
+from mpiad.ensemble.interpolant import interpolate
+from mpiad.ensemble.outcome import Outcome
+from mpiad.ensemble.step import Step
+from mpiad.ensemble.tableaus import Tableau
+
+__all__ = ["SavePoints", "save_times"]
+
+
+def save_times(saveat: Any, start: Array, end: Array) -> Array:
+    """Return the times that `saveat` asks for.
+
+    Parameters
+    ----------
+    saveat : None, number, list of numbers, or array of shape (N, n_saved)
+        None saves start and end; a number is the interval from the start on, and the end is saved too.
+    start, end : array, shape (N,)
+
+    Returns
+    -------
+    array, shape (n_saved,) or (N, n_saved)
+
+    Raises
+    ------
+    TypeError, ValueError
+        Where a time lies outside tspan, or times aren't in the order of the solve.
+    """
+    if saveat is None:
+        return _common(np.stack([start, end], axis=1))
+    times = np.asarray(saveat)
+    if times.dtype.kind not in "iuf":
+        raise TypeError(f"solve: saveat must be a number or numbers, but got {saveat!r}.")
+    times = times.astype(float)
+    if times.ndim == 0:
+        return _every(float(times), start, end)
+    if times.ndim > 2 or (times.ndim == 2 and len(times) != len(start)):
+        raise ValueError(
+            f"solve: saveat must be a number, a list of times, or an array of shape (N, n_saved) with N = {len(start)}, "
+            f"but has shape {times.shape}."
+        )
+    _check(times, start, end)
+    return times
+
+
+def _common(times: Array) -> Array:
+    return times[0] if len(times) and (times == times[0]).all() else times
+
+
+def _every(interval: float, start: Array, end: Array) -> Array:
+    if not (np.isfinite(interval) and interval > 0):
+        raise ValueError(f"solve: saveat as an interval must be above zero, but got {interval!r}.")
+    if not len(start):
+        return np.empty(0)
+    if (start != start[0]).any() or (end != end[0]).any():
+        raise ValueError(
+            "solve: saveat as an interval needs one tspan for all trajectories. Give an array of shape (N, n_saved)."
+        )
+    span = float(end[0] - start[0])
+    # A tenth of a thousand ten times isn't one in binary: the last multiple may miss the end by rounding.
+    count = int(np.floor(abs(span) / interval * (1 + 1e-12)))
+    times = start[0] + np.copysign(interval, span) * np.arange(count + 1)
+    if abs(times[-1] - end[0]) <= 1e-9 * interval:
+        times[-1] = end[0]
+        return times
+    return np.append(times, end[0])
+
+
+def _check(times: Array, start: Array, end: Array) -> None:
+    rows = np.atleast_2d(times)
+    low, high = np.minimum(start, end)[:, None], np.maximum(start, end)[:, None]
+    outside = ~((rows >= low) & (rows <= high))
+    if outside.any():
+        i, j = np.argwhere(outside)[0]
+        raise ValueError(
+            f"solve: saveat must lie in tspan, but {np.broadcast_to(rows, outside.shape)[i, j]} lies outside of "
+            f"({start[i]}, {end[i]})."
+        )
+    if ((rows[:, 1:] - rows[:, :-1]) * np.where(end < start, -1, 1)[:, None] < 0).any():
+        raise ValueError("solve: the times of saveat must be in the order of the solve, from the start of tspan on.")
+
+
+class SavePoints:
+    """The times at which the trajectories of a working set are saved next.
+
+    Parameters
+    ----------
+    times : array, shape (n_saved,) or (N, n_saved)
+    signs : array, shape (N,)
+    starts : array, shape (N,)
+    outcome : Outcome
+    tableau : Tableau
+    """
+
+    def __init__(self, times: Array, signs: Array, starts: Array, outcome: Outcome, tableau: Tableau):
+        self._times, self._signs, self._starts = times, signs, starts
+        self._saved: Array = outcome.saved
+        self._save_step, self._tableau = outcome.save_step, tableau
+        self._count = times.shape[-1]
+        self.next = np.empty(0)
+        self._place = np.empty(0, int)
+
+    def enter(self, ids: Array, u: Array, joined: Joint) -> None:
+        """Save the initial states of trajectories that enter, where asked for, and take up the next working set."""
+        place = np.zeros(len(ids), int)
+        due = self._due(ids, place)
+        while (at_start := due == self._starts[ids] * self._signs[ids]).any():
+            self._write(ids[at_start], place[at_start], u[:, at_start], -1)
+            place += at_start
+            due = self._due(ids, place)
+        self._place, self.next = joined(self._place, place), joined(self.next, due)
+
+    def _due(self, ids: Array, place: Array) -> Array:
+        ended = place >= self._count
+        index = np.minimum(place, self._count - 1)
+        times = self._times[index] if self._times.ndim == 1 else self._times[ids, index]
+        return np.where(ended, np.inf, times * self._signs[ids])
+
+    def _write(self, ids: Array, place: Array, u: Array, step: Any) -> None:
+        self._saved[ids, place] = u.T
+        if self._save_step is not None:
+            self._save_step[ids, place] = step
+
+    def pass_over(self, columns: Array, step: Step) -> None:
+        """Save what lies in the step that some columns have taken.
+
+        Parameters
+        ----------
+        columns : array of int
+        step : Step
+            Of these columns.
+        """
+        due, place = self.next[columns], self._place[columns]
+        while True:
+            now = due <= step.t_new
+            if not now.any():
+                break
+            x = np.where(now, (due - step.t) / step.h, 0.0)
+            values = np.where(due == step.t_new, step.new, interpolate(self._tableau, step.u, step.h, step.k, x))
+            self._write(step.ids[now], place[now], values[:, now], step.number[now])
+            place += now
+            due = np.where(now, self._due(step.ids, place), due)
+        self._place[columns], self.next[columns] = place, due

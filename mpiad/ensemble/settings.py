@@ -1,0 +1,52 @@
+"""How to solve: what all trajectories of a solve have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from mpiad._typing import Array
+from mpiad.ensemble.algorithms import Algorithm
+from mpiad.ensemble.events import Event
+
+__all__ = ["Settings"]
+
+
+class Settings(NamedTuple):
+    """The arguments of a solve that every backend needs.
+
+    Parameters
+    ----------
+    alg : Algorithm
+    rtol : float
+    atol : float or array, shape (d, 1)
+    dt : float or None
+        Of fixed steps, or the first step.
+    dtmax : float
+    max_steps : int
+    events : tuple of Event
+    saveat : array, shape (n_saved,) or (N, n_saved), or None
+    record : bool
+        Whether to keep all accepted steps.
+    progress : callable or None
+        ``progress(finished)`` is told how many more trajectories have ended.
+    """
+
+    alg: Algorithm
+    rtol: float
+    atol: Array | float
+    dt: float | None
+    dtmax: float
+    max_steps: int
+    events: tuple[Event, ...]
+    saveat: Array | None
+    record: bool
+    progress: Callable[[int], None] | None = None
+
+    def share(self, rows: slice) -> Settings:
+        """Return the settings of some of the trajectories."""
+        if self.saveat is None or np.ndim(self.saveat) == 1:
+            return self
+        return self._replace(saveat=self.saveat[rows])

@@ -1,0 +1,216 @@
+"""What a solve returns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mpiad._typing import Array
+from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.outcome import Outcome
+from mpiad.ensemble.retcodes import ReturnCode, names_of
+from mpiad.ensemble.settings import Settings
+from mpiad.ensemble.statistics import mean, quantile, spread, summary
+
+__all__ = ["EnsembleSolution", "ODESolution", "joined", "solution_of"]
+
+
+@dataclass
+class ODESolution:
+    """The solution of one problem.
+
+    Attributes
+    ----------
+    u : array, shape (n_saved, d)
+        States at the saved times; NaN where a time wasn't reached.
+    t : array, shape (n_saved,)
+    u_end : array, shape (d,)
+        The state at the end of tspan; of one that failed, its last accepted state; at a terminal event, the state there.
+    retcode : str
+        Success, Terminated, MaxIters, DtLessThanMin or Unstable.
+    t_reached : float
+    naccept, nreject, nf : int
+        Accepted and rejected steps, calls of f.
+    events : list of (int, float)
+        Which events happened, by their place among the events of the solve, and when.
+    """
+
+    u: Array
+    t: Array
+    u_end: Array
+    retcode: str
+    t_reached: float
+    naccept: int
+    nreject: int
+    nf: int
+    events: list[tuple[int, float]] = field(default_factory=list)
+
+
+@dataclass
+class EnsembleSolution:
+    """The solutions of an ensemble of N trajectories.
+
+    Attributes
+    ----------
+    u : array, shape (N, n_saved, d)
+        States at the saved times, NaN where a time wasn't reached. With an `output_func` or a `reduction`: what they made.
+    t : array, shape (n_saved,) or (N, n_saved)
+    u_end : array, shape (N, d)
+        The states at the end of tspan; of one that failed, its last accepted state; at a terminal event, the state there.
+    retcode : array of str, shape (N,)
+        Success, Terminated, MaxIters, DtLessThanMin or Unstable.
+    t_reached : array, shape (N,)
+    naccept, nreject, nf : array of int, shape (N,)
+        Accepted and rejected steps, calls of f.
+    events : dict
+        From trajectories (from 0) to lists of (place among the events of the solve, time).
+    converged : bool
+        Whether the reduction ended the solve early.
+    """
+
+    u: Any
+    t: Array
+    u_end: Array
+    retcode: Array
+    t_reached: Array
+    naccept: Array
+    nreject: Array
+    nf: Array
+    events: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
+    converged: bool = False
+
+    def __len__(self) -> int:
+        return len(self.retcode)
+
+    def __getitem__(self, i: int) -> ODESolution:
+        """Return the solution of trajectory i, from 0."""
+        i = range(len(self))[i]
+        times = self.t[i] if self.t.ndim == 2 else self.t
+        return ODESolution(
+            self.u[i], times, self.u_end[i], str(self.retcode[i]), float(self.t_reached[i]),
+            int(self.naccept[i]), int(self.nreject[i]), int(self.nf[i]), self.events.get(i, []),
+        )  # fmt: skip
+
+    def __iter__(self) -> Iterator[ODESolution]:
+        return (self[i] for i in range(len(self)))
+
+    @property
+    def survivors(self) -> Array:
+        """Which trajectories reached their end or a terminal event: array of bool, shape (N,)."""
+        return np.isin(self.retcode, [code.value for code in ReturnCode if not code.failed])
+
+    def mean(self) -> Array:
+        """Return the mean over the survivors at each saved time, shape (n_saved, d)."""
+        return mean(self.u[self.survivors])
+
+    def std(self) -> Array:
+        """Return the standard deviation (divided by the count) over the survivors, shape (n_saved, d)."""
+        return spread(self.u[self.survivors])
+
+    def quantile(self, q: float | list[float]) -> Array:
+        """Return quantiles over the survivors, shape (n_saved, d), with a first axis for a list of them.
+
+        Parameters
+        ----------
+        q : float or list of float
+            Between 0 and 1.
+        """
+        return quantile(self.u[self.survivors], q)
+
+    def summary(self) -> str:
+        """Return a text: how many survived, steps, and mean and standard deviation of the final states."""
+        return summary(self)
+
+    def plot(self, ax: Any = None, *, component: int = 0, band: tuple[float, float] = (0.05, 0.95), lines: int = 10) -> Any:
+        """Draw one component's mean, band of quantiles and first trajectories over time, with matplotlib.
+
+        Parameters
+        ----------
+        ax : matplotlib axes, optional
+        component : int
+        band : tuple of two float
+            Quantiles.
+        lines : int
+            How many single trajectories to draw.
+
+        Returns
+        -------
+        matplotlib axes
+
+        Raises
+        ------
+        ValueError
+            Where trajectories have saved times of their own.
+        """
+        from mpiad.ensemble.plot import draw
+
+        return draw(self, ax, component, band, lines)
+
+
+def solution_of(outcome: Outcome, batch: Batch, settings: Settings) -> EnsembleSolution:
+    """Return the solution of an ensemble, in the shapes that its users see.
+
+    Parameters
+    ----------
+    outcome : Outcome
+    batch : Batch
+    settings : Settings
+        Without saved times, all steps are saved, filled up with NaN.
+    """
+    count = batch.size
+    if settings.saveat is None:
+        times, u = _every_step(outcome, batch)
+    else:
+        times, u = settings.saveat, np.asarray(outcome.saved)
+        still = batch.start == batch.end
+        u[still] = batch.u0.T[still][:, None]
+    return EnsembleSolution(
+        u.reshape(*u.shape[:2], *batch.shape), times, outcome.u_end.T.reshape(count, *batch.shape),
+        names_of(outcome.codes), outcome.t_reached, outcome.naccept, outcome.nreject, _evaluations(outcome, settings),
+        outcome.event_times,
+    )  # fmt: skip
+
+
+def joined(parts: list[EnsembleSolution]) -> EnsembleSolution:
+    """Return the solution of several batches, one after the other."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    events, offset = {}, 0
+    for part in parts:
+        events.update({i + offset: found for i, found in part.events.items()})
+        offset += len(part)
+    width = max(part.u.shape[1] for part in parts)
+    times = first.t if first.t.ndim == 1 else np.concatenate([_widened(part.t, width) for part in parts])
+    names = ("u_end", "retcode", "t_reached", "naccept", "nreject", "nf")
+    rest: Any = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
+    u = np.concatenate([_widened(part.u, width) for part in parts])
+    return EnsembleSolution(u, times, events=events, **rest)
+
+
+def _widened(array: Array, width: int) -> Array:
+    missing = width - array.shape[1]
+    return np.pad(array, [(0, 0), (0, missing)] + [(0, 0)] * (array.ndim - 2), constant_values=np.nan) if missing else array
+
+
+def _every_step(outcome: Outcome, batch: Batch) -> tuple[Array, Array]:
+    most = int(outcome.naccept.max(initial=0)) + 1
+    times = np.full((batch.size, most), np.nan)
+    u = np.full((batch.size, most, len(batch.u0)), np.nan, batch.u0.dtype)
+    for first, steps in outcome.steps:
+        for i in range(len(steps.counts)):
+            t, _, states = steps.trajectory(i)
+            times[first + i, : len(t)], u[first + i, : len(t)] = t, states.T
+    every = np.arange(batch.size)
+    times[every, outcome.naccept], u[every, outcome.naccept] = outcome.t_reached, outcome.u_end.T
+    return times, u
+
+
+def _evaluations(outcome: Outcome, settings: Settings) -> Array:
+    """Return how often f was called for each trajectory."""
+    tries = outcome.naccept + outcome.nreject
+    at_start = 1 if settings.dt is not None else 2
+    return np.where(tries > 0, at_start + (settings.alg.tableau.stages - 1) * tries, 0)

@@ -1,0 +1,166 @@
+"""`solve`: one ODE, or an ensemble of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mpiad._typing import Array
+from mpiad.ensemble.algorithms import RK45, Algorithm
+from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleSerial, EnsembleVectorized
+from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.demands import Demands, check_demands
+from mpiad.ensemble.derivative import derivative_of
+from mpiad.ensemble.events import Event
+from mpiad.ensemble.failures import report
+from mpiad.ensemble.members import columns_of, master_seed, members
+from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
+from mpiad.ensemble.progress import Progress
+from mpiad.ensemble.reduction import reduced
+from mpiad.ensemble.saving import save_times
+from mpiad.ensemble.settings import Settings
+from mpiad.ensemble.solution import EnsembleSolution, joined, solution_of
+
+__all__ = ["solve"]
+
+_RK45, _VECTORIZED = RK45(), EnsembleVectorized()
+
+
+def solve(
+    problem: ODEProblem | EnsembleProblem,
+    alg: Algorithm = _RK45,
+    ensemblealg: EnsembleAlgorithm = _VECTORIZED,
+    *,
+    trajectories: int | None = None,
+    saveat: float | Array | None = None,
+    save_everystep: bool = False,
+    rtol: float = 1e-3,
+    atol: float | Array = 1e-6,
+    dt: float | None = None,
+    dtmax: float = np.inf,
+    max_steps: int = 100_000,
+    events: Event | tuple[Event, ...] = (),
+    batch_size: int | None = None,
+    progress: bool = False,
+    throw: bool = False,
+) -> Any:
+    """Solve an ODE, or each trajectory of an ensemble with its own time, step and error control.
+
+    Parameters
+    ----------
+    problem : ODEProblem or EnsembleProblem
+    alg : RK45, Tsit5 or RK4
+        `RK45` by default.
+    ensemblealg : EnsembleSerial, EnsembleVectorized or EnsembleThreads
+        How an ensemble is run, all together by default; the results are equal bit for bit.
+    trajectories : int, optional
+        N; needed where the ensemble has no arrays of initial states or parameters.
+    saveat : number, list of numbers, or array of shape (N, n_saved), optional
+        When to save states: an interval from the start on (the end is saved too), times for all, or times for each
+        trajectory; by default at the start and the end. In the order of the solve.
+    save_everystep : bool
+        Save after every accepted step; ``sol.t`` and ``sol.u`` of an ensemble are then filled up with NaN.
+    rtol, atol : float
+        The error of a step is at most ``atol + rtol * abs(u)``, in the root mean square over the components. `atol` may
+        have one entry for each component.
+    dt : float, optional
+        The first step; of RK4 every step.
+    dtmax : float
+        The largest step.
+    max_steps : int
+        Of each trajectory, rejected ones included.
+    events : Event or tuple of Event
+        Sign changes to look for.
+    batch_size : int, optional
+        How many trajectories are set up at once, which bounds memory; all by default.
+    progress : bool
+        Whether to show how many trajectories have ended, on standard error.
+    throw : bool
+        Whether to raise where a trajectory fails. By default it has a return code, and the log one line for all.
+
+    Returns
+    -------
+    ODESolution or EnsembleSolution
+
+    Raises
+    ------
+    TypeError, ValueError
+        Where an argument can't be used, or f doesn't return the derivative of columns.
+    NotImplementedError
+        Where u0, p or tspan are traced.
+    IntegrationError
+        With `throw`, where a trajectory fails.
+
+    Notes
+    -----
+    A trajectory's numbers depend neither on the others nor on how many there are, nor on the backend, bit for bit, where
+    f itself computes each column by itself (a matrix product in f agrees to rounding).
+    """
+    demands = check_demands(Demands(
+        problem, alg, ensemblealg, trajectories, saveat, save_everystep, rtol, atol, dt, dtmax, max_steps, events,
+        batch_size,
+    ))  # fmt: skip
+    if isinstance(problem, ODEProblem):
+        sol = _solved(demands, EnsembleSerial(), columns_of([problem], [1]), None)
+        report(sol, throw)
+        return sol[0]
+    shown = Progress(demands.trajectories) if progress else None
+    sol = _ensemble(demands, problem, shown)
+    report(sol, throw)
+    return sol
+
+
+def _ensemble(demands: Demands, problem: EnsembleProblem, shown: Progress | None) -> EnsembleSolution:
+    seed = master_seed(problem.seed)
+
+    def solved(numbers: range, repeat: int = 1) -> EnsembleSolution:
+        batch = members(problem, numbers, repeat, seed)
+        return _solved(demands, demands.ensemblealg, batch, None if repeat > 1 else shown, numbers)
+
+    size = max(1, demands.batch_size or demands.trajectories)
+    count = demands.trajectories
+    batches = [range(i, min(i + size, count + 1)) for i in range(1, count + 1, size)] or [range(1, 1)]
+    if problem.output_func is None and problem.reduction is None:
+        return joined([solved(numbers) for numbers in batches])
+    return reduced(problem, batches, solved)
+
+
+def _solved(
+    demands: Demands, backend: EnsembleAlgorithm, batch: Batch, shown: Progress | None, numbers: range = range(1, 2)
+) -> EnsembleSolution:
+    times = None
+    if not demands.save_everystep:
+        saveat = demands.saveat
+        rows = saveat[numbers[0] - 1 : numbers[-1]] if np.ndim(saveat) == 2 and len(numbers) else saveat
+        times = save_times(rows, batch.start, batch.end)
+    atol = demands.atol if np.ndim(demands.atol) == 0 else _column(demands.atol, batch)
+    settings = Settings(
+        demands.alg, demands.rtol, atol, demands.dt, demands.dtmax, demands.max_steps, demands.events, times,
+        demands.save_everystep, shown,
+    )  # fmt: skip
+    _try_once(batch)
+    return solution_of(backend.run(batch, settings), batch, settings)
+
+
+def _column(atol: Array, batch: Batch) -> Array:
+    if np.shape(atol) != batch.shape:
+        raise ValueError(
+            f"solve: atol must be one number, or have the shape of a state, {batch.shape}, but has shape {np.shape(atol)}."
+        )
+    return np.reshape(atol, (-1, 1))
+
+
+def _try_once(batch: Batch) -> None:
+    """Call f with so many columns that no other axis can be taken for theirs."""
+    if not batch.size:
+        return
+    taken = {len(batch.u0), *batch.shape}
+    for leaf, varies in zip(batch.p.leaves, batch.p.varies):
+        taken.update(np.shape(leaf)[:-1] if varies else np.shape(leaf))
+    width = next(n for n in range(2, len(taken) + 3) if n not in taken)
+    ids = np.resize(np.arange(batch.size), width)
+    u, t = batch.u0[:, ids], batch.start[ids].astype(batch.u0.real.dtype)
+    u.flags.writeable = t.flags.writeable = False
+    with np.errstate(all="ignore"):
+        derivative_of(batch.f, batch.shape).check(u, batch.p.columns(ids, len(batch.shape) > 1), t)

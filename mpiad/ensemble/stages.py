@@ -1,0 +1,129 @@
+"""One step of a Runge-Kutta pair for all columns at once.
+
+Stages are sums of products, written column by column (no BLAS, whose order of summation depends on the number of
+columns), into buffers that are made once for a number of columns.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mpiad._typing import Array, Tree
+from mpiad.ensemble.derivative import Derivative
+from mpiad.ensemble.norms import mean_square
+from mpiad.ensemble.tableaus import Tableau
+
+__all__ = ["Stages", "locked"]
+
+
+def locked(array: Array) -> Array:
+    """Return a read-only view."""
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
+class Stages:
+    """The buffers of n columns.
+
+    Parameters
+    ----------
+    tableau : Tableau
+    derivative : Derivative
+    dtype : dtype
+        Of the states.
+    shape : tuple of int
+        (d, n)
+
+    Attributes
+    ----------
+    k : list of array, shape (d, n)
+        The stages; the first is the derivative at the present state.
+    new : array, shape (d, n)
+        The state after the step.
+    """
+
+    def __init__(self, tableau: Tableau, derivative: Derivative, dtype: Any, shape: tuple[int, int]):
+        self.tableau, self._write = tableau, derivative.write
+        self._real = np.dtype(dtype).type(0).real.dtype
+        # Arrays without axes are what ufuncs take fastest, and they keep float32.
+        self._rows = [_weights(row, self._real) for row in tableau.a]
+        self._error = _weights(tableau.error or (), self._real)
+        self.k = [np.empty(shape, dtype) for _ in range(tableau.stages)]
+        self.new, self._argument, self._term = (np.empty(shape, dtype) for _ in range(3))
+        self._seen_new, self._seen_argument = locked(self.new), locked(self._argument)
+        self._h = np.empty(shape, self._real)
+        self._time = np.empty(shape[1], self._real)
+        self._seen_time = locked(self._time)
+        self._scale, self._scale_new = np.empty(shape, self._real), np.empty(shape, self._real)
+
+    def take(self, u: Array, p: Tree, t: Array, h: Array, t_new: Array, sign: Array | None) -> None:
+        """Compute all stages and the new state.
+
+        Parameters
+        ----------
+        u : array, shape (d, n)
+        p : nest
+        t, h, t_new : array, shape (n,)
+            In the direction of the solve: h is never negative.
+        sign : array, shape (n,), or None
+            -1 for columns that go backwards; None where there are none.
+        """
+        self._h[:] = h
+        last = len(self._rows)
+        for i, row in enumerate(self._rows, 1):
+            target, seen = (self.new, self._seen_new) if i == last else (self._argument, self._seen_argument)
+            self._sum(row, target)
+            np.multiply(target, self._h, out=target)
+            np.add(target, u, out=target)
+            self._set_time(t, h, t_new, self.tableau.c[i], sign)
+            self._write(self.k[i], seen, p, self._seen_time)
+            if sign is not None:
+                np.multiply(self.k[i], sign, out=self.k[i])
+
+    def error(self, u: Array, rtol: Array, atol: Array) -> Array:
+        """Return the mean square of the error over its tolerance, shape (n,)."""
+        e, scale = self._argument, self._scale
+        self._sum(self._error, e)
+        np.multiply(e, self._h, out=e)
+        np.abs(u, out=scale)
+        np.abs(self.new, out=self._scale_new)
+        np.maximum(scale, self._scale_new, out=scale)
+        np.multiply(scale, rtol, out=scale)
+        np.add(scale, atol, out=scale)
+        np.divide(e, scale, out=e)
+        return mean_square(e)
+
+    def advance(self, u: Array, accepted: Array | None) -> Array:
+        """Return the states after the step where it is accepted (None: everywhere), and before it elsewhere."""
+        k = self.k
+        if accepted is None:
+            k[0], k[-1] = k[-1], k[0]
+            self.new, u = u, self.new
+            self._seen_new = locked(self.new)
+            return u
+        np.copyto(u, self.new, where=accepted)
+        np.copyto(k[0], k[-1], where=accepted)
+        return u
+
+    def _sum(self, weights: list[tuple[int, Array]], out: Array) -> None:
+        k, term = self.k, self._term
+        (first, weight), *others = weights
+        np.multiply(k[first], weight, out=out)
+        for i, weight in others:
+            np.multiply(k[i], weight, out=term)
+            np.add(out, term, out=out)
+
+    def _set_time(self, t: Array, h: Array, t_new: Array, c: float, sign: Array | None) -> None:
+        if c == 1:
+            self._time[:] = t_new
+        else:
+            self._time[:] = t + c * h
+        if sign is not None:
+            np.multiply(self._time, sign, out=self._time)
+
+
+def _weights(row: tuple[float, ...], dtype: Any) -> list[tuple[int, Array]]:
+    return [(i, np.array(weight, dtype)) for i, weight in enumerate(row) if weight]

@@ -1,0 +1,58 @@
+"""The derivative and the size of the first step of each trajectory."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mpiad._typing import Array, Tree
+from mpiad.ensemble.derivative import Derivative
+from mpiad.ensemble.norms import mean_square, tolerance
+from mpiad.ensemble.stages import locked
+
+__all__ = ["derivative_at", "first_step"]
+
+
+def derivative_at(derivative: Derivative, u: Array, p: Tree, t: Array, sign: Array | None) -> Array:
+    """Return f in the direction of the solve, shape (d, n); t is in that direction too."""
+    k = np.empty_like(u)
+    time = np.array(t if sign is None else t * sign, u.real.dtype)
+    derivative.write(k, locked(u), p, locked(time))
+    return k if sign is None else np.multiply(k, sign, out=k)
+
+
+def first_step(
+    derivative: Derivative, u: Array, p: Tree, t: Array, end: Array, k: Array, sign: Array | None, rtol: Array, atol: Array
+) -> Array:
+    """Return the sizes of the first steps, as SciPy chooses them.
+
+    Parameters
+    ----------
+    derivative : Derivative
+    u, k : array, shape (d, n)
+        The initial states and f there.
+    p : nest
+    t, end : array, shape (n,)
+        In the direction of the solve.
+    sign : array, shape (n,), or None
+    rtol, atol : array
+
+    Returns
+    -------
+    array, shape (n,)
+
+    References
+    ----------
+    E. Hairer, S. P. Nørsett, G. Wanner, Solving Ordinary Differential Equations I, II.4.
+    """
+    span = end - t
+    scale = tolerance(u, rtol, atol)
+    d0, d1 = np.sqrt(mean_square(u / scale)), np.sqrt(mean_square(k / scale))
+    h0 = np.where((d0 < 1e-5) | (d1 < 1e-5), 1e-6, 0.01 * d0 / d1)
+    h0 = np.minimum(h0, span)
+    probe = u + h0.astype(u.real.dtype) * k
+    d2 = np.sqrt(mean_square((derivative_at(derivative, probe, p, t + h0, sign) - k) / scale)) / h0
+    steepest = np.maximum(d1, d2)
+    h1 = np.where((d1 <= 1e-15) & (d2 <= 1e-15), np.maximum(1e-6, h0 * 1e-3), np.power(0.01 / steepest, 0.2))
+    h = np.minimum(np.minimum(100 * h0, h1), span)
+    # A derivative that isn't finite leaves no estimate; the first step then fails by itself.
+    return np.where(np.isfinite(h), h, span)

@@ -1,0 +1,47 @@
+"""Statistics over the trajectories of an ensemble."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mpiad._typing import Array
+
+__all__ = ["mean", "quantile", "spread", "summary"]
+
+
+def mean(u: Array) -> Array:
+    """Return the mean over the first axis, of what isn't NaN."""
+    return np.nanmean(u, axis=0) if len(u) else np.full(u.shape[1:], np.nan)
+
+
+def spread(u: Array) -> Array:
+    """Return the standard deviation over the first axis, of what isn't NaN."""
+    return np.nanstd(u, axis=0) if len(u) else np.full(u.shape[1:], np.nan)
+
+
+def quantile(u: Array, q: float | list[float]) -> Array:
+    """Return quantiles over the first axis, of what isn't NaN."""
+    return np.nanquantile(u, q, axis=0) if len(u) else np.full((*np.shape(q), *u.shape[1:]), np.nan)
+
+
+def summary(sol: Any) -> str:
+    """Describe a solution: its survivors, how others failed, its steps, its final states."""
+    alive = sol.survivors
+    names, counts = np.unique(sol.retcode, return_counts=True)
+    codes = ", ".join(f"{count} {name}" for name, count in zip(names, counts))
+    lines = [f"{len(sol)} trajectories: {codes}" if codes else "0 trajectories"]
+    if len(sol):
+        lines.append(
+            f"accepted steps {sol.naccept.min()} to {sol.naccept.max()}, in the mean {sol.naccept.mean():.1f}; "
+            f"rejected in the mean {sol.nreject.mean():.1f}"
+        )
+    if alive.any():
+        ends = sol.u_end[alive]
+        lines.append(f"final state over {len(ends)}: mean {_numbers(mean(ends))}, std {_numbers(spread(ends))}")
+    return "\n".join(lines)
+
+
+def _numbers(values: Array) -> str:
+    return np.array2string(np.asarray(values), precision=6, threshold=8)

@@ -1,0 +1,72 @@
+"""Those who look at every step of the working set: the record, events, saved times; in this order."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mpiad._typing import Array, Tree
+from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.entrance import Entrance, Entrants, Joint
+from mpiad.ensemble.events import EventWatch
+from mpiad.ensemble.outcome import Outcome
+from mpiad.ensemble.record import Log
+from mpiad.ensemble.saving import SavePoints
+from mpiad.ensemble.settings import Settings
+from mpiad.ensemble.step import Step
+
+__all__ = ["Witnesses"]
+
+_NONE = np.empty(0, np.int64)
+
+
+class Witnesses:
+    """What is kept of the steps beside the final state.
+
+    Parameters
+    ----------
+    batch : Batch
+    settings : Settings
+    outcome : Outcome
+        Is filled in.
+    entrance : Entrance
+    """
+
+    def __init__(self, batch: Batch, settings: Settings, outcome: Outcome, entrance: Entrance):
+        self._outcome, self._entrance, self._batch = outcome, entrance, batch
+        tableau = settings.alg.tableau
+        self._log = Log() if settings.record else None
+        self._events = self._saves = None
+        if settings.events:
+            self._events = EventWatch(settings.events, tableau, outcome.event_times)
+        if outcome.saved is not None and settings.saveat is not None and outcome.saved.shape[1]:
+            self._saves = SavePoints(settings.saveat, entrance.signs, batch.start, outcome, tableau)
+
+    def enter(self, new: Entrants, joined: Joint, u: Array, p: Tree, t: Array) -> None:
+        """Take up the next working set: its new trajectories, its states, parameters and actual times."""
+        if self._saves is not None:
+            self._saves.enter(new.ids, new.u, joined)
+        if self._events is not None:
+            self._events.enter(u, p, t)
+
+    def see(self, step: Step, p: Tree) -> Array:
+        """Look at a step; return the columns that a terminal event ends, whose step is cut short there."""
+        if self._log is not None:
+            self._log.note(step)
+        terminated = _NONE
+        if self._events is not None:
+            terminated, parts, states = self._events.after(step, p, self._entrance.parameters)
+            # The end and its state, where nothing that is saved may lie behind it.
+            step.t_new[terminated] = step.t[terminated] + parts * step.h[terminated]
+            step.new[:, terminated] = states
+            self._outcome.end_part[step.ids[terminated]] = parts
+        if self._saves is not None:
+            columns = np.flatnonzero(step.accepted & (self._saves.next <= step.t_new))
+            if columns.size:
+                self._saves.pass_over(columns, step.at(columns))
+        return terminated
+
+    def close(self) -> None:
+        """Put the record in order."""
+        if self._log is not None:
+            u0 = self._batch.u0
+            self._outcome.steps = [(0, self._log.steps(self._outcome.naccept, len(u0), u0.dtype))]

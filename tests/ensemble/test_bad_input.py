@@ -1,0 +1,136 @@
+"""What can't be used is refused, with what came and what to do."""
+
+from __future__ import annotations
+
+import autograd.numpy as anp
+import numpy as np
+import pytest
+from autograd import grad as plain_grad
+
+import mpiad
+from mpiad.ensemble import RK4, RK45, EnsembleProblem, ODEProblem, remake, solve
+
+pytestmark = pytest.mark.serial
+
+GOOD = ODEProblem(lambda u, p, t: [u[1], -u[0]], [0.0, 1.0], (0.0, 1.0), 1.0)
+
+
+@pytest.mark.parametrize(
+    "f, kind, text",
+    [
+        (lambda u, p, t: [u[0]], ValueError, r"returned shape \(1, 3\), .*\(2, 3\) was expected.*columns"),
+        (lambda u, p, t: np.array([1.0, 2.0]), ValueError, r"returned shape \(2,\)"),
+        (lambda u, p, t: np.sum(u) * u[0], ValueError, r"returned shape \(3,\)"),
+        (lambda u, p, t: [u, u], ValueError, r"each component must be a number"),
+        (lambda u, p, t: np.array([u[0], 1.0]), ValueError, "components of different shapes"),
+        (lambda u, p, t: [1j * u[0], u[1]], TypeError, "complex128 for u of float64"),
+        (lambda u, p, t: None, ValueError, r"returned shape \(\)"),
+        (lambda u, p, t: u.__setitem__(0, 1.0), TypeError, "writes into its arguments"),
+        (lambda u, p, t: np.multiply(t, 2, out=t), TypeError, "writes into its arguments"),
+    ],
+)
+def test_derivative(f, kind, text):
+    with pytest.raises(kind, match=text):
+        solve(remake(GOOD, f=f))
+
+
+def test_parameters_taken_for_columns_are_found():
+    # p has as many entries as a working set of one trajectory has columns.
+    with pytest.raises(ValueError, match="broadcast"):
+        solve(remake(GOOD, f=lambda u, p, t: p * u, p=np.ones(2)))
+
+
+@pytest.mark.parametrize(
+    "arguments, kind, text",
+    [
+        ({"saveat": [0.5, 1.5]}, ValueError, r"1.5 lies outside of \(0.0, 1.0\)"),
+        ({"saveat": [0.5, 0.2]}, ValueError, "in the order of the solve"),
+        ({"saveat": -0.1}, ValueError, "interval must be above zero"),
+        ({"saveat": "all"}, TypeError, "'all'"),
+        ({"saveat": [[0.1], [0.2]]}, ValueError, "2 rows"),
+        ({"saveat": 0.5, "save_everystep": True}, ValueError, "not both"),
+        ({"rtol": 0.0}, ValueError, "rtol must be above zero, but got 0.0"),
+        ({"rtol": -1e-3}, ValueError, "-0.001"),
+        ({"rtol": np.nan}, ValueError, "nan"),
+        ({"atol": -1.0}, ValueError, "atol must be zero or more"),
+        ({"atol": [1e-6] * 3}, ValueError, r"shape of a state, \(2,\)"),
+        ({"max_steps": 0}, ValueError, "max_steps"),
+        ({"alg": RK4()}, ValueError, "needs their size, as dt=0.01"),
+        ({"alg": RK45}, TypeError, r"write RK45\(\) with brackets"),
+        ({"ensemblealg": None}, TypeError, "ensemblealg must be an EnsembleAlgorithm"),
+        ({"trajectories": 3}, ValueError, "needs an EnsembleProblem"),
+        ({"events": [3]}, TypeError, "events must be mpiad.ensemble.Event"),
+    ],
+)
+def test_arguments(arguments, kind, text):
+    with pytest.raises(kind, match=text):
+        solve(GOOD, **arguments)
+
+
+def test_problems():
+    with pytest.raises(TypeError, match="four arguments"):
+        ODEProblem(lambda du, u, p, t: None, [1.0], (0, 1))
+    with pytest.raises(TypeError, match="f must be a function"):
+        ODEProblem(3, [1.0], (0, 1))
+    with pytest.raises(TypeError, match="no field 'u1'; it has f, u0, tspan, p"):
+        remake(GOOD, u1=3)
+    with pytest.raises(TypeError, match="must be an ODEProblem"):
+        EnsembleProblem(lambda u: u)
+    with pytest.raises(ValueError, match="not both"):
+        EnsembleProblem(GOOD, prob_func=lambda *a: GOOD, u0=np.ones((3, 2)))
+    with pytest.raises(TypeError, match="problem must be an ODEProblem or EnsembleProblem"):
+        solve(3)
+    for tspan in (1.0, (0, np.inf), (0, np.nan), (0, 1, 2)):
+        with pytest.raises(ValueError, match="tspan must be two"):
+            solve(remake(GOOD, tspan=tspan))
+    with pytest.raises(TypeError, match="u0 must be numbers"):
+        solve(remake(GOOD, u0=["a", "b"]))
+
+
+def test_integers_become_floats():
+    sol = solve(remake(GOOD, u0=[0, 1]), rtol=1e-8)
+    assert sol.u_end.dtype == float
+    np.testing.assert_allclose(sol.u_end, [np.sin(1), np.cos(1)], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "fun, kind, text",
+    [
+        (lambda prob, i, repeat: remake(prob, u0=np.zeros(i + 1)), ValueError, r"\(2,\) for trajectory 1, but \(3,\)"),
+        (lambda prob, i, repeat: remake(prob, p=np.zeros(i)), ValueError, "p must have one shape"),
+        (lambda prob, i, repeat: remake(prob, p=[np.zeros(1)] * i), ValueError, "p must have 1 parts"),
+        (lambda prob, i, repeat: remake(prob, f=lambda u, p, t: u), ValueError, "another f for trajectory 1"),
+        (lambda prob, i, repeat: None, TypeError, "returned NoneType for trajectory 1"),
+    ],
+)
+def test_prob_func(fun, kind, text):
+    with pytest.raises(kind, match=text):
+        solve(EnsembleProblem(GOOD, prob_func=fun), trajectories=4)
+
+
+def test_counts():
+    with pytest.raises(ValueError, match="trajectories=N is needed"):
+        solve(EnsembleProblem(GOOD))
+    with pytest.raises(ValueError, match="has 3 rows, but there are 4"):
+        solve(EnsembleProblem(GOOD, u0=np.ones((3, 2))), trajectories=4)
+    with pytest.raises(ValueError, match="trajectories must be an integer"):
+        solve(EnsembleProblem(GOOD), trajectories=-1)
+    with pytest.raises(ValueError, match=r"shape \(N, \*\(2,\)\)"):
+        solve(EnsembleProblem(GOOD, u0=np.ones((3, 5))))
+
+
+@pytest.mark.parametrize("gradient", [mpiad.grad, plain_grad])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda x: anp.sum(solve(remake(GOOD, u0=x * np.ones(2))).u_end),
+        lambda x: anp.sum(solve(remake(GOOD, p=x)).u_end),
+        lambda x: anp.sum(solve(remake(GOOD, tspan=(0.0, x))).u_end),
+        lambda x: anp.sum(solve(remake(GOOD, f=lambda u, p, t: [x * u[1], -u[0]])).u_end),
+        lambda x: anp.sum(solve(EnsembleProblem(GOOD, lambda b, i, r: remake(b, p=i * x)), trajectories=3).u_end),
+    ],
+    ids=["u0", "p", "tspan", "f", "prob_func"],
+)
+def test_traced_values_are_refused(gradient, loss):
+    with pytest.raises(NotImplementedError, match="traced"):
+        gradient(loss)(2.0)

@@ -1,0 +1,112 @@
+"""A trajectory's numbers depend on nothing but itself, bit for bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from ode_systems import forced_pendulum, lorenz, van_der_pol
+
+from mpiad.ensemble import (
+    RK4,
+    RK45,
+    EnsembleProblem,
+    EnsembleSerial,
+    EnsembleThreads,
+    EnsembleVectorized,
+    ODEProblem,
+    PIController,
+    Tsit5,
+    remake,
+    solve,
+)
+
+pytestmark = pytest.mark.serial
+
+RHO = np.linspace(0, 21, 700)[:, None]
+LORENZ = EnsembleProblem(ODEProblem(lorenz, [1.0, 0.0, 0.0], (0.0, 1.0)), p=RHO)
+TIGHT = {"rtol": 1e-6, "atol": 1e-9}
+
+
+def same(a, b, rows=slice(None)):
+    for name in ("u_end", "u", "t_reached", "naccept", "nreject", "nf", "retcode"):
+        x, y = getattr(a, name)[rows], getattr(b, name)
+        assert x.shape == y.shape and (x.tobytes() == y.tobytes()), name
+
+
+def test_alone_and_in_any_company():
+    whole = solve(LORENZ, saveat=0.1, **TIGHT)
+    for start, stop in [(0, 1), (5, 6), (0, 2), (3, 6), (100, 165), (650, 700)]:
+        part = solve(remake(LORENZ, p=RHO[start:stop]), saveat=0.1, **TIGHT)
+        same(whole, part, slice(start, stop))
+    order = np.random.default_rng(1).permutation(len(RHO))
+    same(solve(remake(LORENZ, p=RHO[order]), saveat=0.1, **TIGHT), whole, np.argsort(order))
+
+
+@pytest.mark.parametrize("alg", [RK45(), RK45(PIController()), Tsit5(), RK4()], ids=["RK45", "PI", "Tsit5", "RK4"])
+def test_backends_agree(alg):
+    some = remake(LORENZ, p=RHO[::35])
+    dt = 0.01 if alg == RK4() else None
+    vectorized = solve(some, alg, EnsembleVectorized(), saveat=0.25, dt=dt, **TIGHT)
+    for backend in (EnsembleSerial(), EnsembleThreads(3)):
+        same(vectorized, solve(some, alg, backend, saveat=0.25, dt=dt, **TIGHT))
+
+
+def test_more_trajectories_than_the_working_set_holds():
+    # 2048 columns of three components are one working set.
+    rho = np.concatenate([RHO] * 7)
+    same(solve(remake(LORENZ, p=rho), **TIGHT), solve(LORENZ, **TIGHT), slice(4 * len(RHO), 5 * len(RHO)))
+    same(solve(remake(LORENZ, p=rho), batch_size=1000, **TIGHT), solve(remake(LORENZ, p=rho), **TIGHT))
+
+
+@pytest.mark.parametrize("d", [1, 2, 7, 40])
+def test_any_number_of_components(d):
+    rng = np.random.default_rng(d)
+    u0 = rng.standard_normal((50, d))
+    ensemble = EnsembleProblem(ODEProblem(lambda u, p, t: -u * u * u + np.sin(t), u0[0], (0.0, 2.0)), u0=u0)
+    whole = solve(ensemble)
+    for i in (0, 17, 49):
+        same(whole, solve(remake(ensemble, u0=u0[i : i + 1]), ensemblealg=EnsembleSerial()), slice(i, i + 1))
+
+
+def test_mixed_directions():
+    spans = [(0.0, 3.0), (3.0, 0.0), (1.0, 1.0), (-1.0, -4.0)] * 10
+    base = ODEProblem(forced_pendulum, [0.5, 1.0], (0.0, 1.0), [2.0, 0.1])
+    ensemble = EnsembleProblem(base, prob_func=lambda prob, i, repeat: remake(prob, tspan=spans[i - 1]))
+    sol = solve(ensemble, trajectories=len(spans))
+    for i in range(4):
+        alone = solve(remake(base, tspan=spans[i]))
+        assert alone.u_end.tobytes() == sol.u_end[i].tobytes() and alone.t_reached == sol.t_reached[i] == spans[i][1]
+        np.testing.assert_array_equal(sol.t[i], spans[i])
+
+
+def sick(u, p, t):
+    """Three right-hand sides in one: p[0] chooses blow-up, NaN after t = 0.5, a stiff van der Pol, or a good one."""
+    kind = p[0]
+    stiff = van_der_pol(u, [1000.0], t)
+    first = np.where(kind == 0, -u[0] + np.sin(t), np.where(kind == 1, u[0] ** 2, stiff[0]))
+    second = np.where(kind == 0, u[0] - u[1], np.where(kind == 1, 0.0, stiff[1]))
+    return [np.where((kind == 2) & (t > 0.5), np.nan, first), second]
+
+
+def test_failed_ones_harm_nobody():
+    kinds = np.zeros(1003)
+    kinds[[100, 500, 900]] = 1, 2, 3
+    u0 = np.linspace([0.5, 0.1], [2.0, 1.0], 1003)
+    u0[100] = 1.0, 0.0
+    ensemble = EnsembleProblem(ODEProblem(sick, u0[0], (0.0, 2.0)), u0=u0, p=kinds[:, None])
+    sol = solve(ensemble, saveat=[0.25, 0.5, 1.5, 2.0], max_steps=1000, rtol=1e-8, atol=1e-10)
+    good = kinds == 0
+    alone = solve(remake(ensemble, u0=u0[good], p=kinds[good][:, None]), saveat=[0.25, 0.5, 1.5, 2.0],
+                  max_steps=1000, rtol=1e-8, atol=1e-10)  # fmt: skip
+    same(sol, alone, good)
+    assert list(sol.retcode[~good]) == ["DtLessThanMin", "Unstable", "MaxIters"]
+    assert np.isfinite(sol.u_end).all()
+    # u' = u², u(0) = 1 is 1 / (1 - t): it gets as far as time can resolve, and no further.
+    t, u = sol.t_reached[100], sol.u_end[100, 0]
+    assert 1 - 1e-6 < t < 1 + 1e-6 and u > 1e6
+    assert 0.5 - 1e-9 < sol.t_reached[500] < 0.5 + 1e-9
+    assert 0 < sol.t_reached[900] < 2
+    # Saved times are there up to where a trajectory came, and NaN beyond.
+    assert np.isfinite(sol.u[100, :2]).all() and np.isnan(sol.u[100, 2:]).all()
+    np.testing.assert_allclose(sol.u[100, :2, 0], [4 / 3, 2], rtol=1e-6)
+    assert sol.naccept[900] + sol.nreject[900] == 1000

@@ -1,0 +1,57 @@
+"""Step counts and times are those of SciPy's RK45, trajectory by trajectory."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from ode_systems import forced_pendulum, lorenz, lotka_volterra
+from scipy.integrate import solve_ivp
+
+from mpiad.ensemble import RK45, EnsembleProblem, ODEProblem, solve
+
+pytestmark = pytest.mark.serial
+
+CASES = {
+    "lorenz": (lorenz, [1.0, 0.0, 0.0], np.linspace(0.5, 21, 12)[:, None], (0.0, 1.0)),
+    "lotka-volterra": (
+        lotka_volterra, [10.0, 5.0], np.array([1.5, 1.0, 3.0, 1.0]) * np.linspace(0.8, 1.2, 7)[:, None], (0.0, 6.0)
+    ),
+    "pendulum": (forced_pendulum, [0.5, 1.0], np.linspace([1, 0.1], [9, 0.5], 9), (0.0, 10.0)),
+    "pendulum, backwards": (forced_pendulum, [0.5, 1.0], np.linspace([1, 0.1], [9, 0.2], 5), (2.0, -1.5)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rtol, atol", [(1e-3, 1e-6), (1e-6, 1e-9), (1e-10, 1e-12)])
+@pytest.mark.parametrize("case", CASES)
+def test_steps_equal_scipys(case, rtol, atol):
+    f, u0, p, tspan = CASES[case]
+    ensemble = EnsembleProblem(ODEProblem(f, u0, tspan, p[0]), p=p)
+    sol = solve(ensemble, RK45(), rtol=rtol, atol=atol, save_everystep=True)
+    for i, row in enumerate(p):
+        expected = solve_ivp(lambda t, u, row=row: f(u, row, t), tspan, u0, method="RK45", rtol=rtol, atol=atol)
+        assert sol.naccept[i] == len(expected.t) - 1
+        assert sol.nf[i] == expected.nfev
+        np.testing.assert_allclose(sol.t[i, : len(expected.t)], expected.t, rtol=0, atol=1e-6)
+        assert np.isnan(sol.t[i, len(expected.t) :]).all()
+        # Rounding grows along the trajectory, and the steps follow it.
+        np.testing.assert_allclose(sol.u[i, : len(expected.t)], expected.y.T, rtol=1e-5, atol=1e-6)
+
+
+def test_first_steps_of_extreme_scales():
+    # Where f vanishes, where the state does, and where the span is shorter than the first step.
+    cases = [(lambda u, p, t: [0.0 * u[0]], [1.0], (0, 5)), (lambda u, p, t: [1.0 + u[0]], [0.0], (0, 5)),
+             (lambda u, p, t: [-u[0]], [1.0], (0, 1e-7)), (lambda u, p, t: [-1e6 * u[0]], [1.0], (0, 1e-5))]  # fmt: skip
+    for f, u0, tspan in cases:
+        expected = solve_ivp(lambda t, u, f=f: f(u, None, t), tspan, u0, method="RK45")
+        sol = solve(ODEProblem(f, u0, tspan), save_everystep=True)
+        np.testing.assert_allclose(sol.t, expected.t, rtol=1e-12)
+        np.testing.assert_allclose(sol.u, expected.y.T, rtol=1e-9)
+
+
+def test_dense_output_equals_scipys():
+    f, u0, p, tspan = CASES["pendulum"]
+    times = np.linspace(*tspan, 77)
+    sol = solve(EnsembleProblem(ODEProblem(f, u0, tspan), p=p), saveat=times)
+    for i, row in enumerate(p):
+        expected = solve_ivp(lambda t, u, row=row: f(u, row, t), tspan, u0, method="RK45", t_eval=times)
+        np.testing.assert_allclose(sol.u[i], expected.y.T, rtol=1e-9, atol=1e-10)
