@@ -10,6 +10,7 @@ __all__ = [
     "ForeignTraceError",
     "IntegrationError",
     "MessageMismatch",
+    "RemoteError",
     "ReplicationError",
     "RequestError",
     "UnfinishedMessagesError",
@@ -113,17 +114,36 @@ class IntegrationError(RuntimeError):
     """Report trajectories of an ODE that didn't reach their end, where `solve` was asked to throw."""
 
 
-class WorkerError(RuntimeError):
-    """Report, on all ranks of a collective solve, the exception on one rank that ended it.
+class RemoteError(RuntimeError):
+    """Report, on the ranks of a collective call that wait for another one, the exception that it raised.
 
     Attributes
     ----------
     rank : int
-        Where it happened, in the solve's communicator.
+        Where it happened, in the communicator of the call.
     traceback : str
-        That rank's traceback.
+        That rank's traceback, which the message ends with; empty where the rank died.
     """
 
     def __init__(self, message: str, rank: int = -1, traceback: str = ""):
-        super().__init__(message)
+        shown = f"\n\nThe traceback of rank {rank}:\n{traceback.rstrip()}" if traceback else ""
+        super().__init__(message + shown)
         self.rank, self.traceback = rank, traceback
+
+
+class WorkerError(RemoteError):
+    """Report, on all ranks of `minimize` or `mpi_map`, the exception on one rank that ended it.
+
+    Attributes
+    ----------
+    rank : int
+        Where it happened, in the communicator of the call.
+    traceback : str
+        That rank's traceback.
+    index : int or None
+        Of the item that it happened at, in `mpi_map`.
+    """
+
+    def __init__(self, message: str, rank: int = -1, traceback: str = "", index: int | None = None):
+        super().__init__(message, rank, traceback)
+        self.index = index

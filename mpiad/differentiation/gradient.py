@@ -17,6 +17,7 @@ from mpiad.primitives.allreduce import mpi_allreduce
 from mpiad.primitives.checks import root_of
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.transport import channel
+from mpiad.transport.recovery import recoverable
 
 __all__ = ["cotangents_of_variables", "grad", "gradients_of_term", "shared_sum", "value_and_grad"]
 
@@ -123,6 +124,7 @@ def _evaluator(
 ) -> Callable[..., tuple[Any, Any]]:
     check_objective(objective, call)
 
+    @recoverable(call, comm)
     def evaluate(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         used = channel(comm, call)
         weight = weight_of(objective, used, root_of(root, used, call))

@@ -18,6 +18,8 @@ from mpiad.errors import RequestError
 from mpiad.primitives.checks import root_of
 from mpiad.primitives.cotangents import spec_like
 from mpiad.transport import Channel, Spec, channel
+from mpiad.transport.agreement import agreed
+from mpiad.transport.recovery import recoverable
 
 __all__ = ["jacobian"]
 
@@ -69,6 +71,7 @@ def jacobian(
     """
     check_objective(objective, "jacobian")
 
+    @recoverable("jacobian", comm)
     def evaluate(*args: Any, **kwargs: Any) -> Any:
         used = channel(comm, "jacobian")
         weight = weight_of(objective, used, root_of(root, used, "jacobian"))
@@ -99,11 +102,12 @@ def _agreed_spec(traced: Traced, weight: float, used: Channel) -> Spec:
     found = used.data.allgather((problem, spec and spec.shape, spec and spec.dtype.str, weight != 0.0))
     problems = [f"rank {rank}: {problem.text}" for rank, (problem, *_) in enumerate(found) if problem]
     if any(problem and problem.kind is RequestError for problem, *_ in found):
-        raise RequestError(f"jacobian: {'; '.join(problems)}")
+        raise agreed(used, RequestError(f"jacobian: {'; '.join(problems)}"))
     shapes = {(shape, dtype) for _, shape, dtype, counts in found if counts}
     if problems or len(shapes) != 1 or None in next(iter(shapes)):
         listed = "; ".join(problems) or f"shapes and dtypes {sorted(map(str, shapes))}"
-        raise TypeError(f"jacobian: the ranks that count must return real arrays of one shape and dtype, but got {listed}.")
+        text = f"jacobian: the ranks that count must return real arrays of one shape and dtype, but got {listed}."
+        raise agreed(used, TypeError(text))
     shape, dtype = shapes.pop()
     return Spec(shape, np.dtype(dtype))
 

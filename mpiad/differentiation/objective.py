@@ -20,6 +20,7 @@ from mpiad.primitives.catalogue import ALLREDUCE, Reduction
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import Operation, communicate
 from mpiad.transport import SUM, Channel
+from mpiad.transport.agreement import agreed
 
 __all__ = ["Problem", "check_objective", "problem_with", "share", "weight_of"]
 
@@ -113,9 +114,8 @@ def _raise_everywhere(p: Sharing) -> None:
     found = [(rank, problem) for rank, problem in enumerate(p.channel.data.allgather(described)) if problem]
     rank, (kind, text) = found[0]
     others = f" (and on {len(found) - 1} more ranks)" if len(found) > 1 else ""
-    raise {"TypeError": TypeError, "ValueError": ValueError}.get(kind, getattr(errors, kind, RuntimeError))(
-        f"{text} This happened on rank {rank}{others}."
-    )
+    made = {"TypeError": TypeError, "ValueError": ValueError}.get(kind, getattr(errors, kind, RuntimeError))
+    raise agreed(p.channel, made(f"{text} This happened on rank {rank}{others}."))
 
 
 def _adjoint(ans: Any, x: Any, p: Sharing) -> Any:

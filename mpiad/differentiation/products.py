@@ -16,6 +16,7 @@ from mpiad.differentiation.trace import (
 )
 from mpiad.differentiation.trees import flatten
 from mpiad.primitives.cotangents import conform, spec_like
+from mpiad.transport.recovery import recoverable
 
 __all__ = ["hvp", "jvp", "make_jvp", "make_vjp"]
 
@@ -204,6 +205,7 @@ def hvp(
     """
     gradient = grad(fun, argnum, objective=objective, shared=shared, root=root, comm=comm)
 
+    @recoverable("hvp", comm)
     def evaluate(*args: Any, **kwargs: Any) -> Any:
         return make_jvp(gradient, argnum)(*args[:-1], **kwargs)(args[-1])[1]
 

@@ -16,10 +16,12 @@ from mpiad.linalg.system import Settings
 from mpiad.primitives import stop
 from mpiad.transport import channel
 from mpiad.transport.agreement import raise_together
+from mpiad.transport.recovery import recoverable
 
 __all__ = ["solve"]
 
 
+@recoverable("linalg.solve")
 def solve(
     matvec: Function,
     b: LocalArray,

@@ -18,7 +18,7 @@ from mpiad._typing import Comm, Function, LocalArray
 from mpiad.errors import ConvergenceError
 from mpiad.primitives import mpi_allreduce
 from mpiad.transport import channel
-from mpiad.transport.agreement import raise_together
+from mpiad.transport.agreement import agreed, raise_together
 
 __all__ = ["Settings", "System"]
 
@@ -140,11 +140,12 @@ class System:
         """Raise a ConvergenceError with the residuals so far; called on all ranks alike."""
         start = f"{self.history[0]:.3e}" if self.history else "unknown"
         last = f"{self.history[-1]:.3e}" if self.history else "unknown"
-        raise ConvergenceError(
+        error = ConvergenceError(
             f"linalg.solve: {self.settings.method}: {what}. After {max(0, len(self.history) - 1)} iterations the norm of "
             f"the residual is {last}, from {start} at the start (the history of this error has them all).",
             self.history,
         )
+        raise agreed(channel(self.settings.comm, "linalg.solve"), error)
 
 
 def _takes(fun: Function, extra: int) -> bool:

@@ -1,22 +1,25 @@
 """All ranks agree how a stage of an evaluation went before any goes on to the next.
 
 A rank that fails in the function must not leave the others waiting in the backward pass or in the reduction of the
-gradient. After each stage the ranks exchange one flag, and where one has failed, all raise the same.
+gradient. After each stage the ranks exchange one flag, and where one has failed, all raise the same. Where the MPI can
+interrupt ranks that wait, a failure isn't agreed on here: it leaves `minimize`, which brings the ranks together.
 """
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from mpiad._typing import Comm
 from mpiad.errors import WorkerError
 from mpiad.optimize.watch import Watch
+from mpiad.transport.agreement import forget_agreement
+from mpiad.transport.fault_tolerance import FAULT_TOLERANT
+from mpiad.transport.recovery import Failure, first_of
 
-__all__ = ["Agreement", "WrongValueError", "worker_error"]
+__all__ = ["Agreement", "WrongValueError", "verdict"]
 
 T = TypeVar("T")
 
@@ -32,10 +35,14 @@ class Agreement:
     ----------
     error : Exception or None
         What all ranks have raised; nothing is agreed on any more afterwards.
+    broken : bool
+        Whether this rank's stage has failed where the ranks that wait for it can be interrupted.
     """
 
     def __init__(self, comm: Comm):
-        self._comm, self._watch = comm, Watch(comm)
+        self._interrupts = FAULT_TOLERANT and comm.size > 1
+        self._comm, self._watch = comm, Watch(comm, listens=not self._interrupts)
+        self.broken = False
         self._mine, self._all = np.zeros(1, np.int8), np.zeros(comm.size, np.int8)
         self.error: Exception | None = None
 
@@ -54,6 +61,10 @@ class Agreement:
         try:
             result = stage()
         except (Exception, SystemExit) as failure:
+            if self._interrupts:
+                self.broken = True
+                forget_agreement(failure)  # `minimize` raises another, so all must meet
+                raise
             if self.error is None:  # else a stage inside this one has agreed already
                 self._conclude(failure)
             raise
@@ -76,9 +87,9 @@ class Agreement:
     def _raise_everywhere(self, failure: BaseException | None) -> None:
         failed: list[int] = np.flatnonzero(self._all).tolist()
         self._watch.close(failed=True)
-        described = self._comm.bcast(None if failure is None else _described(failure), failed[0])
-        others = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
-        self.error = _error_from(described, failed[0], others)
+        first = self._comm.bcast(None if failure is None else Failure.of(failure), failed[0])
+        described: dict[int, Any] = dict.fromkeys(failed, first)
+        self.error = verdict(described)
         raise self.error from failure
 
     def close(self) -> None:
@@ -87,19 +98,10 @@ class Agreement:
             self._watch.close()
 
 
-def _described(failure: BaseException) -> tuple[bool, str, str]:
-    trace = "".join(traceback.format_exception(type(failure), failure, failure.__traceback__))
-    summary = "".join(traceback.format_exception_only(type(failure), failure)).strip()
-    return isinstance(failure, WrongValueError), str(failure) if isinstance(failure, WrongValueError) else summary, trace
-
-
-def _error_from(described: tuple[bool, str, str], rank: int, others: str) -> Exception:
-    wrong_value, summary, trace = described
-    if wrong_value:
-        return TypeError(f"{summary} This happened on rank {rank}{others}.")
-    return worker_error(f"minimize: rank {rank}{others} raised {summary}", rank, trace)
-
-
-def worker_error(message: str, rank: int, trace: str) -> WorkerError:
-    """Make the error that shows another rank's traceback."""
-    return WorkerError(f"{message}\n\nThe traceback of rank {rank}:\n{trace.rstrip()}", rank, trace)
+def verdict(failures: dict[int, Failure]) -> Exception:
+    """Return what all ranks raise after failures on some; those of the first rank count."""
+    rank, others = first_of(failures)
+    failure = failures[rank]
+    if failure.kind == WrongValueError.__name__:
+        return TypeError(f"{failure.text} This happened on rank {rank}{others}.")
+    return WorkerError(f"minimize: rank {rank}{others} raised {failure.summary}", rank, failure.trace)

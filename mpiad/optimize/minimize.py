@@ -14,6 +14,7 @@ import scipy
 
 from mpiad._typing import Comm, Function, Rank, Tree
 from mpiad.differentiation.objective import check_objective
+from mpiad.optimize.agreement import verdict
 from mpiad.optimize.evaluation import Program
 from mpiad.optimize.root_driven import RootDriven
 from mpiad.optimize.scipy_methods import Method, Wishes, method_named
@@ -22,10 +23,12 @@ from mpiad.primitives.checks import root_of
 from mpiad.primitives.operation import suspended
 from mpiad.transport import Channel, channel, renew
 from mpiad.transport.agreement import raise_together, require_same
+from mpiad.transport.recovery import recoverable
 
 __all__ = ["minimize"]
 
 
+@recoverable("minimize", verdict=verdict)
 def minimize(
     fun: Function,
     x0: Tree = None,
@@ -96,7 +99,8 @@ def minimize(
         On all ranks, where an argument on any of them is wrong, or `fun` returns anything but a real number.
     WorkerError
         On all ranks, where an evaluation raises on any, with that rank's traceback; the communicator is usable
-        afterwards. Where other ranks wait for that rank inside a communication, the job ends with its traceback.
+        afterwards. Where other ranks wait for that rank inside a communication, and the MPI can't interrupt them, the job
+        ends with its traceback.
 
     Ranks
     -----

@@ -6,7 +6,6 @@ instruction is a Hessian product. The end is one pickled outcome. All of it trav
 
 from __future__ import annotations
 
-import time
 import traceback
 from typing import Any
 
@@ -14,16 +13,12 @@ import numpy as np
 
 from mpiad._typing import Comm, Rank
 from mpiad.errors import WorkerError
-from mpiad.optimize.agreement import worker_error
 from mpiad.optimize.evaluation import Evaluation
+from mpiad.transport.patience import wait_gently
 
 __all__ = ["Instructions", "Refusal", "serve"]
 
 VALUE, GRADIENT, BOTH, PRODUCT, FINISH = range(5)
-
-# Ranks often outnumber cores; an MPI's own wait would take the root's core away.
-_AT_ONCE = 0.01
-_LONGEST_NAP = 1e-3
 
 
 class Instructions:
@@ -53,7 +48,7 @@ class Instructions:
 
     def await_next(self) -> tuple[int, np.ndarray, np.ndarray | None]:
         """Return the root's next instruction; the others call this."""
-        _wait_gently(self.comm.Ibcast(self._packet, self.root))
+        wait_gently(self.comm.Ibcast(self._packet, self.root))
         kind, vector = int(self._packet[0]), self._packet[1:]
         direction = None
         if kind == PRODUCT:
@@ -82,15 +77,7 @@ class Refusal:
         """Return what all ranks raise: wrong arguments by their own type."""
         if self._kind is not None:
             return self._kind(f"{self._text} (raised on the root, rank {root})")
-        return worker_error(f"minimize: the root, rank {root}, raised {self._summary}", root, self._trace)
-
-
-def _wait_gently(request: Any) -> None:
-    start, nap = time.perf_counter(), 0.0
-    while not request.Test():
-        time.sleep(nap)  # of no length: gives the core to whoever wants it
-        if nap or time.perf_counter() - start > _AT_ONCE:
-            nap = min(nap + 2e-5, _LONGEST_NAP)
+        return WorkerError(f"minimize: the root, rank {root}, raised {self._summary}", root, self._trace)
 
 
 def serve(instructions: Instructions, evaluation: Evaluation) -> Any:

@@ -16,6 +16,7 @@ from mpiad.optimize.result import finished, outcome_of
 from mpiad.optimize.scipy_methods import Method, Wishes, drive
 from mpiad.optimize.variables import Packing
 from mpiad.transport import Channel
+from mpiad.transport.fault_tolerance import is_interruption
 
 __all__ = ["RootDriven"]
 
@@ -42,7 +43,7 @@ class RootDriven:
         if program.jac is False:
             program = program._replace(jac=None)
         self._start, self._packing = start, Packing(start)
-        self._comm = used.data.Dup()
+        self._used, self._comm = used, used.derive()
         self._leads = used.rank == program.root
         self.agreement = Agreement(self._comm)
         self._evaluation = Evaluation(program, self._packing, self.agreement, used, self._comm)
@@ -55,8 +56,10 @@ class RootDriven:
                 outcome = self._lead(method, wishes, Progress() if progress else None)
             else:
                 outcome = serve(self._instructions, self._evaluation)
-        except Exception:
-            self._close()
+        except Exception as error:
+            # Where ranks are still to be interrupted, they are so on this communicator too; `minimize` gives it up.
+            if not self.agreement.broken and not is_interruption(error):
+                self._close()
             raise
         self._close()
         return finished(outcome, self._packing)
@@ -68,6 +71,8 @@ class RootDriven:
             result, history = drive(method, points, start, wishes, self._packing, progress)
             outcome = outcome_of(result, history, points.counts)
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must not wait on
+            if self.agreement.broken or is_interruption(error):
+                raise
             if self.agreement.error is not None:
                 raise self.agreement.error from error.__cause__
             outcome = Refusal(error)
@@ -79,4 +84,4 @@ class RootDriven:
 
     def _close(self) -> None:
         self.agreement.close()
-        self._comm.Free()
+        self._used.drop(self._comm)

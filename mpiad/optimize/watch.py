@@ -33,9 +33,9 @@ _DEATH_WITHIN = 2.0
 
 
 class Watch:
-    """A rank's lookout during a solve; `close` ends it."""
+    """A rank's lookout during a solve; `close` ends it. It listens only where ranks that wait can't be interrupted."""
 
-    def __init__(self, comm: Comm):
+    def __init__(self, comm: Comm, listens: bool = True):
         self._comm, self._notices = comm, Notices(comm)
         self._watched = threading.get_ident()
         self._told: dict[int, int] = {}  # failed ranks, and what they know of this one
@@ -44,7 +44,7 @@ class Watch:
         self._place: tuple[FrameType, int, float] | None = None
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
-        if comm.size > 1 and threads_may_communicate():
+        if listens and comm.size > 1 and threads_may_communicate():
             self._thread = threading.Thread(target=self._look_out, name="mpiad-watch", daemon=True)
             self._thread.start()
 

@@ -25,6 +25,7 @@ from mpiad.primitives.cotangents import conform, spec_like, tangent_of
 from mpiad.primitives.foreign import checked_adjoint, raise_for_foreign
 from mpiad.primitives.noting import apply_to
 from mpiad.transport import Channel
+from mpiad.transport.recovery import interruptible
 
 __all__ = ["Operation", "Tape", "communicate", "current", "differentiable", "refuse_suspended", "suspended"]
 
@@ -117,6 +118,7 @@ class Operation:
             ``tangent(dx, ans, x, params)`` returns the tangent of the result. `dx` has the shape and dtype of x (zeros,
             where x isn't traced).
         """
+        forward = interruptible(self.__name__, forward)
         self.forward, self.adjoint, self.tangent = self.bare = (forward, adjoint, tangent)
         apply_to(self)
         primitive_vjps[self] = self._foreign_vjp

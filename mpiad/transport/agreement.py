@@ -6,9 +6,25 @@ import numpy as np
 
 from mpiad.transport.channels import Channel
 
-__all__ = ["raise_together", "require_same"]
+__all__ = ["agreed", "agreed_among", "forget_agreement", "raise_together", "require_same"]
 
 _KINDS: dict[str, type[Exception]] = {kind.__name__: kind for kind in (TypeError, ValueError, RuntimeError)}
+
+
+def agreed(channel: Channel, error: Exception) -> Exception:
+    """Return an exception that all ranks of a channel raise, so that none waits for another: noted as such."""
+    error.__dict__["_agreed_among"] = frozenset(channel.members)
+    return error
+
+
+def agreed_among(error: BaseException) -> frozenset[int]:
+    """Return the ranks of the world that raise this exception, or one like it, by agreement; none for others."""
+    return getattr(error, "_agreed_among", frozenset())
+
+
+def forget_agreement(error: BaseException) -> None:
+    """Undo what `agreed` noted."""
+    error.__dict__.pop("_agreed_among", None)
 
 
 def raise_together(channel: Channel, error: Exception | None) -> None:
@@ -40,9 +56,9 @@ def _raise_first(channel: Channel, error: Exception | None) -> None:
     described = None if error is None else (type(error).__name__, str(error))
     found = [(rank, said) for rank, said in enumerate(channel.data.allgather(described)) if said is not None]
     if error is not None:
-        raise error
+        raise agreed(channel, error)
     rank, (kind, text) = found[0]
-    raise _KINDS.get(kind, RuntimeError)(f"{text} (raised on rank {rank})")
+    raise agreed(channel, _KINDS.get(kind, RuntimeError)(f"{text} (raised on rank {rank})"))
 
 
 def require_same(channel: Channel, described: str, call: str) -> None:
@@ -68,6 +84,6 @@ def require_same(channel: Channel, described: str, call: str) -> None:
     found = channel.data.allgather(described)
     for rank, other in enumerate(found):
         if other != found[0]:
-            raise ValueError(
+            raise agreed(channel, ValueError(
                 f"{call}: all ranks must give the same arguments, but rank 0 gave {found[0]} and rank {rank} gave {other}."
-            )
+            ))

@@ -11,18 +11,23 @@ An exception that leaves messages under way marks the channel, since an old mess
 
 from __future__ import annotations
 
-from typing import Any
+from itertools import count
+from typing import Any, NoReturn
+from weakref import WeakSet
 
 import numpy as np
 from mpi4py import MPI
 
 from mpiad._typing import Comm
 from mpiad.errors import CommunicatorError, UnfinishedMessagesError
+from mpiad.transport.fault_tolerance import FAULT_TOLERANT
 from mpiad.transport.unreceived import drain
 
-__all__ = ["Channel", "channel", "close_world", "open_world", "prepare", "renew"]
+__all__ = ["Channel", "channel", "close_world", "live_channels", "open_world", "prepare", "renew"]
 
 _GOLDEN_SECTION = 0.6180339887498949
+_live: WeakSet[Channel] = WeakSet()
+_numbers = count()
 
 
 class Channel:
@@ -33,11 +38,15 @@ class Channel:
         self.rank, self.size = user.rank, user.size
         self.members, self.label = _named(user)
         self.fault: str | None = None
+        self.lost: tuple[int, ...] = ()  # ranks whose processes died
         self.pairs_compared = False
-        self._open()
+        self._number = next(_numbers)
+        self._open(self.user.Dup())
+        _live.add(self)
 
-    def _open(self) -> None:
-        self.data, self.reverse = self.user.Dup(), self.user.Dup()
+    def _open(self, data: Comm) -> None:
+        self.data, self.reverse = data, data.Dup()
+        self.derived: list[Comm] = []
         # MPI promises this attribute on the world alone.
         self.tag_limit = min(int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767), 2**31 - 1)
         self.tag_stride = int(self.tag_limit * _GOLDEN_SECTION)
@@ -53,6 +62,16 @@ class Channel:
         if self._backwards is None:
             self._backwards = self.data.Split(0, self.size - 1 - self.rank)
         return self._backwards
+
+    def derive(self) -> Comm:
+        """Return a further duplicate, which is given up together with this channel's own; collective."""
+        self.derived.append(self.data.Dup())
+        return self.derived[-1]
+
+    def drop(self, comm: Comm) -> None:
+        """Free what `derive` returned; collective."""
+        self.derived = [kept for kept in self.derived if kept is not comm]
+        comm.Free()
 
     def keep(self, request: Any, array: np.ndarray) -> None:
         """Hold the buffer of a send until MPI is done with it."""
@@ -104,15 +123,34 @@ class Channel:
 
     def renew(self) -> None:
         """Replace the duplicates; collective. What was under way on the old ones is dropped."""
+        if FAULT_TOLERANT:
+            self.reopen(self.data.Shrink())
+            return
         self.end()
         old = (self.data, self.reverse, self._backwards)
-        self._open()
+        self._open(self.user.Dup())
         self.fault = None
         _free(old)
 
+    def duplicates(self) -> list[Comm]:
+        """Return all communicators of this channel's own."""
+        return [comm for comm in (self.data, self.reverse, self._backwards, *self.derived) if comm is not None]
+
+    def reopen(self, data: Comm) -> None:
+        """Replace duplicates that may be revoked, `data` by this one of the same ranks; collective."""
+        # Not freed: their numbers mustn't be given to others while old messages are still on their way.
+        _ABANDONED.append((self.duplicates(), self.pending, self.started))
+        self._open(data)
+        self.fault = None
+
+    def lose(self, ranks: list[int]) -> None:
+        """Refuse further use for good, since processes have died."""
+        self.lost = tuple(ranks)
+        self.fault = f"the process of rank {', '.join(map(str, ranks))} of {self.size} has died."
+
     def close(self) -> None:
         """End what is under way and free the duplicates; collective."""
-        if self.has_unfinished():
+        if not self.lost and self.has_unfinished():
             self.end()
         _free((self.data, self.reverse, self._backwards))
         self.data = self.reverse = self._backwards = _Freed()
@@ -211,11 +249,24 @@ def channel(comm: Comm, call: str, collective: bool = True) -> Channel:
         raise CommunicatorError(f"{call}: {_why_no_world()}")
     found = _world if comm is None else _lookup(comm, call, collective)
     if found.fault is not None:
-        raise UnfinishedMessagesError(
-            f"{call}: {found.fault} Call mpiad.reset(comm) on all ranks of this communicator before its next use: "
-            "an old message would be taken for a new one."
-        )
+        _refuse(found, call)
     return found
+
+
+def _refuse(found: Channel, call: str) -> NoReturn:
+    if found.lost:
+        raise CommunicatorError(
+            f"{call}: {found.fault} The ranks that are left can go on with a communicator of theirs: comm.Shrink()."
+        )
+    raise UnfinishedMessagesError(
+        f"{call}: {found.fault} Call mpiad.reset(comm) on all ranks of this communicator before its next use: "
+        "an old message would be taken for a new one."
+    )
+
+
+def live_channels() -> list[Channel]:
+    """Return the channels that aren't closed, in the order in which they were made: the same on all who share two."""
+    return sorted([found for found in _live if not isinstance(found.data, _Freed)], key=lambda found: found._number)
 
 
 def _why_no_world() -> str:
@@ -284,9 +335,7 @@ def prepare(comm: Comm, call: str) -> Channel:
 def renew(comm: Comm, call: str) -> None:
     """Renew the duplicates of a communicator; collective over its ranks."""
     member(comm, call)
-    if comm is None or comm == MPI.COMM_WORLD:
-        open_world().renew()
-    else:
-        prepare(comm, call).renew()
-
-
+    found = open_world() if comm is None or comm == MPI.COMM_WORLD else prepare(comm, call)
+    if found.lost:
+        _refuse(found, call)
+    found.renew()

@@ -1,0 +1,54 @@
+"""Whether the MPI can tell its ranks that a communicator is given up, and which of its errors say so.
+
+Open MPI 5 can, where its launcher was told: ``mpiexec --with-ft ulfm``. It is found out once, without a call of MPI, so
+that what isn't needed elsewhere needn't exist there.
+"""
+
+from __future__ import annotations
+
+import os
+
+from mpi4py import MPI
+
+__all__ = ["FAULT_TOLERANT", "is_interruption", "is_revoked", "lost_ranks"]
+
+
+def _can_revoke() -> bool:
+    if os.environ.get("MPIAD_RECOVERY") == "0" or not hasattr(MPI.Comm, "Revoke"):
+        return False
+    # The launcher sets it for its ranks; elsewhere Open MPI has the calls, and doesn't carry them out.
+    asked = os.environ.get("OMPI_MCA_mpi_ft_enable", "").lower() in ("1", "true", "yes", "on", "enabled")
+    return asked and MPI.get_vendor()[0] == "Open MPI"
+
+
+FAULT_TOLERANT = _can_revoke()
+_CLASSES = {
+    getattr(MPI, name, None) for name in ("ERR_REVOKED", "ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING")
+} - {None}
+
+
+def is_revoked(comm: MPI.Comm) -> bool:
+    """Tell whether a rank has given a communicator up."""
+    return comm != MPI.COMM_NULL and comm.Is_revoked()
+
+
+def is_interruption(error: BaseException | None) -> bool:
+    """Tell whether an exception is, or was raised while handling, MPI's word that other ranks have failed."""
+    seen = 0
+    while error is not None and seen < 100:
+        if isinstance(error, MPI.Exception):
+            kind = error.Get_error_class()
+            # Calls for several requests say only that one of them has failed.
+            if kind in _CLASSES or (FAULT_TOLERANT and kind == MPI.ERR_IN_STATUS):
+                return True
+        error, seen = error.__cause__ or error.__context__, seen + 1
+    return False
+
+
+def lost_ranks(comm: MPI.Comm) -> list[int]:
+    """Return the ranks of a communicator whose processes are known to have died."""
+    failed, group = comm.Get_failed(), comm.Get_group()
+    lost = sorted(failed.Translate_ranks(None, group)) if failed.size else []
+    failed.Free()
+    group.Free()
+    return lost

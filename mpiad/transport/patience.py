@@ -1,0 +1,43 @@
+"""Wait without taking the core away from those who are waited for."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+__all__ = ["Patience", "wait_gently"]
+
+# Ranks often outnumber cores; an MPI's own wait would take another rank's core away.
+_AT_ONCE = 0.01
+_LONGEST_NAP = 1e-3
+
+
+class Patience:
+    """Pauses of one wait: none at first, longer and longer after 10 ms without news."""
+
+    __slots__ = ("_nap", "_start")
+
+    def __init__(self) -> None:
+        self.renew()
+
+    def renew(self) -> None:
+        """Begin again, since something has come."""
+        self._start, self._nap = time.perf_counter(), 0.0
+
+    def pause(self) -> None:
+        """Let others have the core."""
+        time.sleep(self._nap)  # of no length: gives the core to whoever wants it
+        if self._nap or time.perf_counter() - self._start > _AT_ONCE:
+            self._nap = min(self._nap + 2e-5, _LONGEST_NAP)
+
+    @property
+    def seconds(self) -> float:
+        """Return the time since the start."""
+        return time.perf_counter() - self._start
+
+
+def wait_gently(request: Any) -> None:
+    """Wait for a request of MPI's."""
+    patience = Patience()
+    while not request.Test():
+        patience.pause()

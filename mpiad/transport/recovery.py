@@ -1,0 +1,313 @@
+"""After an exception on one rank, bring all ranks of a collective call together, even out of a communication.
+
+This needs an MPI that can revoke a communicator (`fault_tolerance`); elsewhere nothing here is ever called, and a
+composite is the bare function. With it a composite ends by an agreement on its channel, which works on revoked
+communicators too: on all ranks that nothing has happened, or none leaves it. A rank that fails goes there at once. If
+the others don't come within a moment, it revokes the duplicates of the channel and of all channels among its ranks, so
+that whoever waits in one is interrupted, and comes too. Then the ranks tell each other what was raised where, and renew
+the duplicates. Those that failed raise their own exception, and the others a `RemoteError`.
+
+Of nested composites the outermost one recovers: messages around the inner one would be lost with its duplicates.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from mpi4py import MPI
+
+from mpiad.errors import RemoteError
+from mpiad.transport.agreement import agreed_among
+from mpiad.transport.channels import Channel, channel, live_channels
+from mpiad.transport.fault_tolerance import FAULT_TOLERANT, is_interruption, is_revoked
+from mpiad.transport.patience import Patience
+
+__all__ = ["Failure", "interruptible", "recover", "recoverable"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+_BY_KEYWORD: Any = object()
+_UNTIL_REVOKED = 0.05  # seconds in which ranks that fail alike come by themselves
+_UNTIL_NOTICED = 0.05  # revocations of several communicators come one after the other
+_UNTIL_LOGGED = 1.0
+_DEATH_WITHIN = 2.0
+_log = logging.getLogger("mpiad")
+
+
+class Failure(NamedTuple):
+    """What a rank tells the others of its exception."""
+
+    kind: str
+    text: str
+    summary: str
+    trace: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """Describe an exception."""
+        summary = "".join(traceback.format_exception_only(type(error), error)).strip()
+        trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        return cls(type(error).__name__, str(error), summary, trace)
+
+
+Failures = dict[int, Failure]
+Verdict = Callable[[Failures], BaseException]
+
+
+class _Current(threading.local):
+    """The channel whose composite would recover; None outside of all."""
+
+    place: Channel | None = None
+
+
+_current = _Current()
+
+
+def recoverable(call: str, comm: Any = _BY_KEYWORD, verdict: Verdict | None = None) -> Callable[[F], F]:
+    """Make the decorator of a collective composite, which all ranks of a communicator call.
+
+    Parameters
+    ----------
+    call : str
+        Name of the public function.
+    comm : mpi4py intracommunicator or None, optional
+        By default what the composite gets as its keyword `comm`.
+    verdict : callable, optional
+        ``verdict(failures)`` returns what all ranks raise; the composite then recovers inside of others too. By default
+        ranks that failed raise their own exception, and the others a RemoteError.
+
+    Returns
+    -------
+    callable
+        Returns the function itself where the MPI can't revoke.
+    """
+
+    def decorate(fun: F) -> F:
+        if not FAULT_TOLERANT:
+            return fun
+
+        @functools.wraps(fun)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            outer = _current.place
+            if outer is not None and verdict is None:
+                return fun(*args, **kwargs)
+            _current.place = used = channel(kwargs.get("comm") if comm is _BY_KEYWORD else comm, call)
+            try:
+                result = fun(*args, **kwargs)
+            except (Exception, SystemExit) as error:
+                recover(used, error, call, verdict)
+                raise
+            finally:
+                _current.place = outer
+            conclude(used, call, verdict)
+            return result
+
+        return run  # type: ignore[return-value]
+
+    return decorate
+
+
+def interruptible(name: str, forward: F) -> F:
+    """Return a communication that recovers when it is interrupted outside of all composites; itself where none can be."""
+    if not FAULT_TOLERANT:
+        return forward
+
+    @functools.wraps(forward)
+    def run(*args: Any) -> Any:
+        try:
+            return forward(*args)
+        except MPI.Exception as error:
+            if _current.place is None:
+                recover(None, error, name)
+            raise
+
+    return run  # type: ignore[return-value]
+
+
+def conclude(used: Channel, call: str, verdict: Verdict | None = None) -> None:
+    """Leave a composite together with all its ranks.
+
+    Raises
+    ------
+    RemoteError or what `verdict` returns
+        Where it has failed on another rank.
+    """
+    place = None if used.size == 1 else _trouble(used)
+    if place is None:
+        return
+    if place is not used:
+        _assemble(place, None, call)
+    _raise_verdict(used, place, _renewed(place, None), None, call, verdict)
+
+
+def recover(used: Channel | None, error: BaseException, call: str, verdict: Verdict | None = None) -> None:
+    """Meet the other ranks after an exception; return where this rank is to raise its own.
+
+    Parameters
+    ----------
+    used : Channel or None
+        Of the composite; None outside of all.
+    error : Exception or SystemExit
+    call : str
+    verdict : callable, optional
+        As in `recoverable`.
+
+    Raises
+    ------
+    RemoteError
+        Where another rank has failed and this one was interrupted, or where one has died.
+    BaseException
+        What `verdict` returns.
+
+    Ranks
+    -----
+    All ranks of the channel come here or to `conclude`, each with its own exception or with MPI's interruption.
+    """
+    interrupted = is_interruption(error)
+    if used is not None and (used.size == 1 or not interrupted and set(used.members) <= agreed_among(error)):
+        return
+    place = _meeting_place(used, interrupted)
+    if place is None:
+        return
+    mine = None if interrupted else error
+    _assemble(place, mine, call)
+    failures = _renewed(place, None if mine is None else Failure.of(mine))
+    _raise_verdict(used, place, failures, error, call, verdict)
+
+
+def _raise_verdict(
+    used: Channel | None, place: Channel, failures: Failures, error: BaseException | None, call: str,
+    verdict: Verdict | None,
+) -> None:
+    if place.lost:
+        lost = ", ".join(map(str, place.lost))
+        raise RemoteError(f"{call}: the process of rank {lost} of {place.size} has died.", place.lost[0]) from error
+    mine = error is not None and not is_interruption(error)
+    if verdict is not None and place is used and failures:
+        raise verdict(failures) from (error if mine else None)
+    if failures and not mine:
+        rank, others = first_of(failures)
+        failure = failures[rank]
+        # The interruption's traceback shows where this rank was.
+        raise RemoteError(f"{call}: rank {rank}{others} raised {failure.summary}", rank, failure.trace) from error
+
+
+def first_of(failures: Failures) -> tuple[int, str]:
+    """Return the first rank that failed, and how to say that there are more."""
+    others = f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
+    return min(failures), others
+
+
+def _meeting_place(used: Channel | None, interrupted: bool) -> Channel | None:
+    """Return the largest channel around this one that was revoked, else this one; any, outside of all composites."""
+    patience = Patience()
+    while True:
+        revoked = [found for found in _around(used) if _is_given_up(found)]
+        if not interrupted or patience.seconds > _UNTIL_NOTICED:
+            return max(revoked, key=lambda found: found.size, default=used)
+        if revoked and max(found.size for found in revoked) == MPI.COMM_WORLD.size:
+            return max(revoked, key=lambda found: found.size)
+        patience.pause()
+
+
+def _around(used: Channel | None) -> list[Channel]:
+    mine = set() if used is None else set(used.members)
+    return [found for found in live_channels() if mine <= set(found.members)]
+
+
+def _is_given_up(found: Channel) -> bool:
+    return any(map(is_revoked, found.duplicates()))
+
+
+def _trouble(used: Channel) -> Channel | None:
+    """Wait until all ranks of the channel have come; return where to meet if one has failed, there or around it."""
+    flag = np.ones(1, np.int32)
+    request, patience = used.data.Iagree(flag), Patience()
+    while not _is_complete(request, flag):
+        if patience.seconds > _UNTIL_REVOKED and _larger_is_given_up(used):
+            return _meeting_place(used, True)
+        patience.pause()
+    return None if flag[0] else used
+
+
+def _assemble(place: Channel, mine: BaseException | None, call: str) -> None:
+    """Wait until all ranks of the channel have come, and see to it that they do; `mine` is this rank's own exception."""
+    flag = np.zeros(1, np.int32)
+    request, patience = place.data.Iagree(flag), Patience()
+    revoked = logged = False
+    while not _is_complete(request, flag):
+        if not revoked and (mine is None or patience.seconds > _UNTIL_REVOKED):
+            _revoke(place)
+            revoked = True
+        if not logged and mine is not None and patience.seconds > _UNTIL_LOGGED:
+            _log.warning("%s: this rank raised, and waits for the others:\n%s", call, Failure.of(mine).trace.rstrip())
+            logged = True
+        if _larger_is_given_up(place):
+            _end_job(mine, call)
+        patience.pause()
+
+
+def _larger_is_given_up(place: Channel) -> bool:
+    return any(found.size > place.size and _is_given_up(found) for found in _around(place))
+
+
+def _is_complete(request: Any, flag: np.ndarray) -> bool:
+    try:
+        return request.Test()
+    except MPI.Exception:  # a rank has died; the others have come
+        flag[0] = 0
+        return True
+
+
+def _revoke(place: Channel) -> None:
+    for found in _within(place):
+        for comm in found.duplicates():
+            if not is_revoked(comm):
+                comm.Revoke()
+
+
+def _within(place: Channel) -> list[Channel]:
+    """Return the channel and, in the order in which they were made, those among its ranks."""
+    members = set(place.members)
+    return [place, *(found for found in live_channels() if found is not place and members >= set(found.members))]
+
+
+def _renewed(place: Channel, mine: Failure | None) -> Failures:
+    """Renew the duplicates of the channel and of those among its ranks; return what was raised on which rank."""
+    fresh = place.data.Shrink()
+    ranks = _ranks_of(fresh, place)
+    told = fresh.allgather(mine)
+    # In the same order on all ranks, so that no two wait for each other in different channels.
+    for found in _within(place):
+        data = fresh if found is place else found.data.Shrink()
+        lost = sorted(set(range(found.size)) - set(_ranks_of(data, found)))
+        if lost:
+            found.lose(lost)
+        else:
+            found.reopen(data)
+    return {rank: failure for rank, failure in zip(ranks, told) if failure is not None}
+
+
+def _ranks_of(comm: Any, place: Channel) -> list[int]:
+    """Return the ranks in a channel of a communicator's members."""
+    group, world = comm.Get_group(), MPI.COMM_WORLD.Get_group()
+    members = [place.members.index(rank) for rank in group.Translate_ranks(None, world)]
+    group.Free()
+    world.Free()
+    return members
+
+
+def _end_job(mine: BaseException | None, call: str) -> None:
+    error = RemoteError(f"{call} can't recover: meanwhile a call of more ranks has failed as well.")
+    error.__cause__ = mine
+    # The hook that the library installs ends the job.
+    sys.excepthook(type(error), error, error.__traceback__)
+    time.sleep(_DEATH_WITHIN)
+    raise error
