@@ -121,3 +121,15 @@ def mpirun(tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..., Comp
         return CompletedProcess(command, job.returncode, job.stdout, job.stderr)
 
     return start
+
+
+@pytest.fixture
+def ft_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mpirun: Callable[..., CompletedProcess]
+) -> Callable[..., CompletedProcess]:
+    """`mpirun` with Open MPI, under a launcher that lets a job outlive its ranks; see `fault_tolerant.with_ulfm`."""
+    launcher = tmp_path / "mpiexec-with-ft"
+    launcher.write_text(f'#!/bin/sh\nexec "{launch.find_mpiexec()}" --with-ft ulfm "$@"\n')
+    launcher.chmod(0o755)
+    monkeypatch.setenv("MPIEXEC", str(launcher))
+    return mpirun

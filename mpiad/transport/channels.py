@@ -20,10 +20,12 @@ from mpi4py import MPI
 
 from mpiad._typing import Comm
 from mpiad.errors import CommunicatorError, UnfinishedMessagesError
-from mpiad.transport.fault_tolerance import FAULT_TOLERANT
+from mpiad.transport.fault_tolerance import FAULT_TOLERANT, is_revoked
 from mpiad.transport.unreceived import drain
 
-__all__ = ["Channel", "channel", "close_world", "live_channels", "open_world", "prepare", "renew"]
+__all__ = [
+    "Channel", "channel", "close_world", "live_channels", "open_world", "prepare", "renew", "world_is_given_up",
+]
 
 _GOLDEN_SECTION = 0.6180339887498949
 _live: WeakSet[Channel] = WeakSet()
@@ -217,6 +219,11 @@ def open_world() -> Channel:
         _world = Channel(MPI.COMM_WORLD)
         _finalized = False
     return _world
+
+
+def world_is_given_up() -> bool:
+    """Tell whether ranks wait for this one to learn of a failure, where the MPI can say so."""
+    return FAULT_TOLERANT and _world is not None and is_revoked(_world.data)
 
 
 def close_world() -> None:

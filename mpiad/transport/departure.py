@@ -20,6 +20,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpiad.transport.abort import at_place, end_job, is_rank
+from mpiad.transport.channels import world_is_given_up
 from mpiad.transport.notices import threads_may_communicate
 
 __all__ = ["await_others", "watch_departures"]
@@ -122,6 +123,8 @@ def _await(farewell: _Farewell | None, at_once: bool) -> None:
             waited = time.monotonic() - start
             if hurried and waited > _GRACE:
                 _end(farewell, f"{_GRACE:g} s ago, and other ranks have not left since")
+            if world_is_given_up():
+                return
             time.sleep(_NAP if waited > _AT_ONCE else 0)
     except MPI.Exception:  # a rank has died, where the MPI survives that: there is nobody to wait for
         return

@@ -10,6 +10,8 @@ import os
 
 from mpi4py import MPI
 
+from mpiad._typing import Comm
+
 __all__ = ["FAULT_TOLERANT", "is_interruption", "is_revoked", "lost_ranks"]
 
 
@@ -27,7 +29,7 @@ _CLASSES = {
 } - {None}
 
 
-def is_revoked(comm: MPI.Comm) -> bool:
+def is_revoked(comm: Comm) -> bool:
     """Tell whether a rank has given a communicator up."""
     return comm != MPI.COMM_NULL and comm.Is_revoked()
 
@@ -45,7 +47,7 @@ def is_interruption(error: BaseException | None) -> bool:
     return False
 
 
-def lost_ranks(comm: MPI.Comm) -> list[int]:
+def lost_ranks(comm: Comm) -> list[int]:
     """Return the ranks of a communicator whose processes are known to have died."""
     failed, group = comm.Get_failed(), comm.Get_group()
     lost = sorted(failed.Translate_ranks(None, group)) if failed.size else []

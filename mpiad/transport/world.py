@@ -13,6 +13,7 @@ from mpiad.transport.channels import close_world, open_world
 from mpiad.transport.departure import await_others, watch_departures
 from mpiad.transport.launcher import warn_of_separate_worlds
 from mpiad.transport.memory import raise_malloc_thresholds
+from mpiad.transport.recovery import interruptible
 from mpiad.transport.signals import install_signal_handlers
 from mpiad.transport.threads import limit_threads
 
@@ -87,7 +88,8 @@ def _complete_at_exit() -> None:
 
 def _close() -> None:
     await_others()
-    close_world()
+    # Others may wait for this rank after a failure; with it, they all learn of it.
+    interruptible("the end of the program", close_world)()
 
 
 if MPI.Is_initialized() and not MPI.Is_finalized():

@@ -6,8 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from fault_tolerant import ft_run, with_ulfm  # noqa: F401 - a fixture
-
+from fault_tolerant import with_ulfm
 from shown_programs import programs_of
 
 from mpiad.transport.fault_tolerance import FAULT_TOLERANT
@@ -80,7 +79,6 @@ def test_nothing_is_paid_where_the_mpi_cannot_revoke():
     assert interruptible("mpi_send", fun) is fun
 
 
-@pytest.mark.usefixtures("ft_run")
 class TestRecovery:
     pytestmark = with_ulfm
 
@@ -306,3 +304,17 @@ solve(np.ones(3))
         steps = [["step 0: 12.0"] * 4, ["step 1: left out: " + "RemoteError"] * 4, ["step 2: 12.0"] * 4]
         steps[1][2] = "step 1: left out: ArithmeticError"
         assert done.stdout.splitlines() == sum(steps, [])
+
+    def test_a_rank_that_has_left_the_program(self, ft_run):
+        """It can't raise any more: the job ends, with the traceback of the rank that failed."""
+        done = ft_run(2, START + """
+if rank == 1:
+    failing["at the start"] = {1}
+    try:
+        solve(np.ones(3))
+    except ZeroDivisionError:
+        pass
+    time.sleep(1)
+""", timeout=20)
+        assert done.returncode != 0
+        assert "ZeroDivisionError: on rank 1 at the start" in done.stderr
