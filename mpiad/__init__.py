@@ -1,5 +1,6 @@
 """Differentiable MPI programs: primitives, exact gradients of the whole distributed program, optimisation."""
 
+import os as _os
 from importlib import import_module
 from types import ModuleType
 
@@ -62,3 +63,7 @@ def __getattr__(name: str) -> ModuleType:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_ROOMS})
+
+
+if _os.environ.get("MPIAD_TRACE") or _os.environ.get("MPIAD_DEBUG") == "1":
+    __getattr__("debug").recording.of_the_program(_os.environ.get("MPIAD_TRACE"))

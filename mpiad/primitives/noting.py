@@ -10,7 +10,7 @@ from weakref import WeakSet
 import numpy as np
 from autograd.tracer import getval
 
-from mpiad.transport import calls
+from mpiad.transport import Envelope, calls
 from mpiad.transport.calls import Arguments, Call, Site
 from mpiad.transport.reductions import name_of
 
@@ -125,9 +125,9 @@ def _recorded(name: str) -> tuple[str, Site]:
 
 def _read(x: Any, params: Any) -> Arguments:
     """Return what an operation was given, whatever kind it is."""
-    address = next((found for name in _ADDRESSES if (found := getattr(params, name, None)) is not None), None)
-    if address is None and hasattr(params, "peer"):
-        address = params
+    named = [params, *[getattr(params, name, None) for name in _ADDRESSES]]
+    envelopes = tuple([found for found in named if isinstance(found, Envelope)])
+    address = envelopes[0] if envelopes else None
     channel = getattr(params, "channel", None) or getattr(address, "channel", None)
     if channel is None and hasattr(params, "data"):
         channel = params  # a barrier has nothing else
@@ -136,7 +136,7 @@ def _read(x: Any, params: Any) -> Arguments:
     return Arguments(
         getattr(channel, "label", None), getattr(params, "root", None), getattr(address, "peer", None),
         getattr(address, "tag", None), shape, dtype, nbytes,
-        None if op is None else name_of(op) or "user-defined",
+        None if op is None else name_of(op) or "user-defined", getattr(channel, "members", ()), envelopes,
     )
 
 

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -20,9 +21,11 @@ from mpi4py import MPI
 
 from mpiad.transport.calls import site_of
 
-__all__ = ["at_place", "end_job", "install_abort_hook", "is_rank"]
+__all__ = ["at_place", "end_job", "install_abort_hook", "is_rank", "last_words"]
 
 _UNTIL_READ, _UNTIL_KILLED = 0.3, 2.0  # seconds
+
+last_words: list[Callable[[], None]] = []  # what a rank does before it ends the job: nothing that waits for others
 
 _exit = os._exit  # before `departure` replaces it
 _process = os.getpid()
@@ -57,6 +60,9 @@ def end_job(text: str, code: int) -> None:
         with contextlib.suppress(AttributeError, OSError, ValueError):  # there may be none, or a closed one
             stream.write(last)
             stream.flush()
+    for last in last_words:
+        with contextlib.suppress(Exception):
+            last()
     # Launchers end a job without reading what is still in its pipes: the text would be lost now and then.
     time.sleep(_UNTIL_READ)
     MPI.COMM_WORLD.Abort(code)

@@ -71,6 +71,8 @@ class Arguments(NamedTuple):
     dtype: Any = None
     nbytes: int = 0
     reduction: str | None = None
+    members: tuple[int, ...] = ()
+    envelopes: tuple[Any, ...] = ()
 
 
 class Call:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+from collections.abc import Callable
 
 from mpi4py import MPI
 
@@ -17,9 +18,11 @@ from mpiad.transport.recovery import interruptible
 from mpiad.transport.signals import install_signal_handlers
 from mpiad.transport.threads import limit_threads
 
-__all__ = ["finalize", "finalized", "initialized", "local_rank", "start"]
+__all__ = ["enclose", "finalize", "finalized", "initialized", "local_rank", "start"]
 
 _local: tuple[int, int] | None = None
+_begins: list[Callable[[], None]] = []
+_ends: list[Callable[[], None]] = []
 
 
 def start(call: str) -> None:
@@ -46,6 +49,16 @@ def start(call: str) -> None:
     raise_malloc_thresholds()
     if os.environ.get("MPIAD_THREADS") != "0":
         limit_threads(_local[1], logs=MPI.COMM_WORLD.rank == 0)
+    for begin in _begins:
+        begin()
+
+
+def enclose(begin: Callable[[], None], end: Callable[[], None]) -> None:
+    """Have collective functions run once the world is prepared (at once where it is), and before it is closed."""
+    _begins.append(begin)
+    _ends.append(end)
+    if initialized():
+        begin()
 
 
 def _place_on_node() -> tuple[int, int]:
@@ -88,6 +101,8 @@ def _complete_at_exit() -> None:
 
 def _close() -> None:
     await_others()
+    for end in _ends:
+        end()
     # Others may wait for this rank after a failure; with it, they all learn of it.
     interruptible("the end of the program", close_world)()
 

@@ -98,7 +98,9 @@ def test_each_rank_has_its_own_first_difference(rank, size):
     ids=repr,
 )
 def test_by_how_much(base, other, absolute, last):
-    assert raised(differing(base, other, last)).absolute == pytest.approx(absolute, abs=0, rel=1e-15, nan_ok=True)
+    error = raised(differing(base, other, last))
+    assert error.absolute == pytest.approx(absolute, abs=0, rel=1e-15, nan_ok=True)
+    assert error.relative == 0 if absolute == 0 else not error.relative <= 0
 
 
 @several

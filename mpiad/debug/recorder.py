@@ -1,0 +1,200 @@
+"""What a rank did and when: its communications and phases, as they end, each thread's properly nested."""
+
+from __future__ import annotations
+
+import threading
+from time import perf_counter
+from typing import Any, NamedTuple
+
+from mpiad.differentiation import phases
+from mpiad.transport import calls
+from mpiad.transport.calls import Arguments, Call
+
+__all__ = ["Event", "Message", "Recorder"]
+
+_MOST = 500_000  # events, each of some hundred bytes
+_WAITS = ("mpi_wait", "mpi_waitall")
+
+
+class Message(NamedTuple):
+    """A message between two ranks; equal on both, but for `outgoing`.
+
+    Attributes
+    ----------
+    outgoing : bool
+    communicator : str
+    source, dest : int
+        Ranks in the world.
+    tag, number : int
+        The user's tag, and the message's place among those of that tag.
+    reverse : bool
+        Whether it belongs to an adjoint.
+    """
+
+    outgoing: bool
+    communicator: str
+    source: int
+    dest: int
+    tag: int
+    number: int
+    reverse: bool
+
+
+class Event(NamedTuple):
+    """A communication or a phase.
+
+    Attributes
+    ----------
+    thread : int
+        0 is the main thread.
+    began, ended : float
+        Of this rank's `time.perf_counter()`.
+    name : str
+        As ``"mpi_bcast"``, ``"adjoint of mpi_bcast"``, ``"forward"``, ``"backward"``.
+    operation : str
+        What was done, which for an adjoint is another operation's forward; "" for a phase.
+    direction : str
+        "forward", "adjoint" or "tangent"; "phase".
+    innermost, outermost : bool
+        Whether no other communication is inside it, and it inside of no other.
+    site, forward_site : str
+        The user's line that ran, and for an adjoint that of its forward call.
+    arguments : Arguments
+    messages : tuple of Message
+        Those that it started or completed.
+    """
+
+    thread: int
+    began: float
+    ended: float
+    name: str
+    operation: str
+    direction: str
+    innermost: bool
+    outermost: bool
+    site: str
+    forward_site: str
+    arguments: Arguments
+    messages: tuple[Message, ...]
+
+
+class _Stacks(threading.local):
+    """Of each thread what has begun: key, time, name, and whether a communication was inside."""
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self.open: list[list[Any]] = []
+
+
+class Recorder:
+    """Records between `start` and `stop`.
+
+    Attributes
+    ----------
+    events : list of Event
+        In the order of their ends.
+    dropped : int
+        The number of events that were too many.
+    since, until : float
+        When it recorded.
+    threads : list of str
+        Their names, by number.
+    """
+
+    def __init__(self, most: int = _MOST) -> None:
+        self.events: list[Event] = []
+        self.dropped, self._most = 0, most
+        self.since = self.until = 0.0
+        self.threads: list[str] = []
+        self._stacks, self._lock = _Stacks(), threading.Lock()
+
+    def start(self) -> None:
+        """Begin to record."""
+        self._number()
+        self.since = perf_counter()
+        calls.observers.append(self)
+        phases.observers.append(self)
+        calls.note(self)
+
+    def stop(self) -> None:
+        """End it."""
+        calls.forget(self)
+        calls.observers.remove(self)
+        phases.observers.remove(self)
+        self.until = perf_counter()
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds that it has recorded."""
+        return (self.until or perf_counter()) - self.since
+
+    def began(self, call: Call) -> None:
+        """Open a communication, inside of what is open."""
+        for entry in self._stacks.open:
+            entry[3] = True
+        self._stacks.open.append([call, call.began, "", False])
+
+    def ended(self, call: Call) -> None:
+        """Close a communication."""
+        entry = self._closed(call)
+        if entry is None:
+            return
+        given, innermost = call.arguments, not entry[3]
+        self._add(Event(
+            self._number(), call.began, call.ended, call.described, call.name, call.direction, innermost,
+            call.outer is None, call.site.text, call.forward_site.text if call.forward_site else "",
+            given, _messages(call.name, given) if innermost and given.envelopes else (),
+        ))
+
+    def phase_began(self, key: Any, name: str) -> None:
+        """Open a phase."""
+        self._stacks.open.append([key, perf_counter(), name, False])
+
+    def phase_ended(self, key: Any) -> None:
+        """Close a phase."""
+        entry = self._closed(key)
+        if entry is not None:
+            _, began, name, _ = entry
+            self._add(Event(self._number(), began, perf_counter(), name, "", "phase", False, True, "", "", Arguments(), ()))
+
+    def _closed(self, key: Any) -> list[Any] | None:
+        """Return what was opened, with all that an exception left open inside it; None where its start wasn't seen."""
+        opened = self._stacks.open
+        for place in range(len(opened) - 1, -1, -1):
+            if opened[place][0] is key:
+                found = opened[place]
+                del opened[place:]
+                return found
+        return None
+
+    def _number(self) -> int:
+        number = self._stacks.number
+        if number is None:
+            with self._lock:
+                number = self._stacks.number = len(self.threads)
+                self.threads.append(threading.current_thread().name)
+        return number
+
+    def _add(self, event: Event) -> None:
+        if len(self.events) < self._most:
+            self.events.append(event)
+        else:
+            self.dropped += 1
+
+
+def _messages(operation: str, given: Arguments) -> tuple[Message, ...]:
+    """Return the messages that leave here, or have come here, with a communication."""
+    if operation == "mpi_irecv":
+        return ()  # they come with its wait
+    found = []
+    for envelope in given.envelopes:
+        # A send's wait has nothing more to send; who sent to a receive from any is known by now.
+        if envelope.number is None or (operation in _WAITS and envelope.outgoing):
+            continue
+        channel = envelope.channel
+        here, there = channel.members[channel.rank], channel.members[envelope.peer]
+        ends = (here, there) if envelope.outgoing else (there, here)
+        found.append(Message(
+            envelope.outgoing, channel.label, *ends, envelope.tag, envelope.number, envelope.reverse
+        ))
+    return tuple(found)

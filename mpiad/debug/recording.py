@@ -1,0 +1,149 @@
+"""Recordings of all ranks: of a block of the program, or of the whole of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from mpiad._typing import Comm
+from mpiad.debug.clocks import Clock, read_clock
+from mpiad.debug.recorder import Recorder
+from mpiad.debug.trace_file import gather_into, write_part
+from mpiad.transport import channel, world
+from mpiad.transport.abort import last_words
+
+__all__ = ["Recording", "latest", "of_the_program", "recorded", "traced"]
+
+
+class Recording:
+    """What all ranks did between `start` and `stop`, both collective.
+
+    Attributes
+    ----------
+    recorder : Recorder
+        This rank's part.
+    rank : int
+    """
+
+    def __init__(self) -> None:
+        self.recorder = Recorder()
+
+    def start(self) -> None:
+        """Compare the clocks and begin."""
+        with _scratch() as comm:
+            self.rank = comm.rank
+            self._first = read_clock(comm)
+        self.recorder.start()
+
+    def stop(self) -> None:
+        """End it on this rank; what it has recorded stays."""
+        if not self.recorder.until:
+            self.recorder.stop()
+
+    @contextmanager
+    def compared(self) -> Iterator[tuple[Comm, Clock]]:
+        """Enter a context with the clock of all ranks, and a communicator to exchange what was recorded; collective."""
+        with _scratch() as comm:
+            yield comm, Clock(self._first, read_clock(comm))
+
+    def write(self, path: Path) -> None:
+        """Write the trace of all ranks; collective."""
+        with self.compared() as (comm, clock):
+            gather_into(path, comm, self.recorder, clock)
+
+    def write_part(self, path: Path) -> Path:
+        """Write the trace of this rank alone, where the others can't be waited for."""
+        self.stop()
+        return write_part(path, self.rank, self.recorder, Clock(self._first, self._first))
+
+
+@contextmanager
+def _scratch() -> Iterator[Comm]:
+    """Enter a context with a duplicate of the world, on which no message of the program's can be met; collective."""
+    comm = channel(None, "mpiad.debug").user.Dup()
+    yield comm
+    comm.Free()  # not after an exception: it is collective
+
+
+_latest: Recording | None = None
+
+
+def latest() -> Recording | None:
+    """Return what is recorded now, else what was recorded last."""
+    return _latest
+
+
+@contextmanager
+def recorded() -> Iterator[None]:
+    """Record the communication of a block, for `report`.
+
+    Ranks
+    -----
+    All ranks of the world enter and leave it.
+    """
+    with _recording():
+        yield
+
+
+@contextmanager
+def traced(path: str | os.PathLike) -> Iterator[None]:
+    """Record a block of the program and write its timeline to a file, which Perfetto and chrome://tracing open.
+
+    Parameters
+    ----------
+    path : path
+        Of the file, which rank 0 writes, whole or not at all. A rank that leaves the block by an exception writes its own
+        part beside it, with ``.rank`` and its number appended.
+
+    Raises
+    ------
+    OSError
+        On all ranks, where the file can't be written.
+
+    Ranks
+    -----
+    All ranks of the world enter and leave it.
+    """
+    with _recording() as recording:
+        try:
+            yield
+        except BaseException:
+            recording.write_part(Path(path))
+            raise
+        recording.stop()
+        recording.write(Path(path))
+
+
+@contextmanager
+def _recording() -> Iterator[Recording]:
+    global _latest
+    recording = _latest = Recording()
+    recording.start()
+    try:
+        yield recording
+    finally:
+        recording.stop()
+
+
+def of_the_program(path: str | os.PathLike | None) -> None:
+    """Record from now, or from the start of MPI, to the end; write the timeline where there is a path for it."""
+    recording, file = Recording(), Path(path).absolute() if path else None
+
+    def start() -> None:
+        global _latest
+        _latest = recording
+        recording.start()
+
+    def finish() -> None:
+        recording.stop()
+        if file is not None:
+            recording.write(file)
+
+    def break_off() -> None:
+        if file is not None and recording.recorder.since:
+            recording.write_part(file)
+
+    world.enclose(start, finish)
+    last_words.append(break_off)

@@ -1,0 +1,154 @@
+"""The report: what was communicated where, by rank, and how long was waited for whom."""
+
+import io
+import time
+
+import autograd.numpy as anp
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpiad
+from mpiad.debug import recorded, recording, report
+from mpiad.debug.report import Row
+
+WORLD = MPI.COMM_WORLD
+LATE = 0.03  # seconds; what a busy machine adds goes to all ranks alike, more or less
+several = pytest.mark.mpi(min_size=2)
+
+
+def rows(found):
+    return {row.operation: row for row in found.rows}
+
+
+def silent():
+    """Return the report, which rank 0 would print."""
+    return report(io.StringIO())
+
+
+@several
+def test_calls_messages_and_bytes(rank, size):
+    def loss(x):
+        y = mpiad.mpi_bcast(x)
+        if rank == 0:
+            mpiad.mpi_send(y[:3], 1)
+        elif rank == 1:
+            mpiad.mpi_recv(y[:3], 0)
+        return mpiad.mpi_allreduce(anp.sum(mpiad.mpi_exchange(y, (rank + 1) % size, (rank - 1) % size)))
+
+    with recorded():
+        for _ in range(2):
+            mpiad.grad(loss)(np.ones(5))
+    found = rows(silent())
+    ones = np.ones(size, int)
+    ends = [ones * (np.arange(size) == r) for r in range(size)]
+    for name, calls, messages, nbytes in [
+        ("mpi_bcast", ones, 0 * ones, 40 * ones), ("adjoint of mpi_bcast", ones, 0 * ones, 40 * ones),
+        ("mpi_send", ends[0], ends[0], 24 * ends[0]), ("adjoint of mpi_send", ends[0], ends[0], 24 * ends[0]),
+        ("mpi_recv", ends[1], ends[1], 24 * ends[1]), ("adjoint of mpi_recv", ends[1], ends[1], 24 * ends[1]),
+        ("mpi_exchange", ones, 2 * ones, 40 * ones), ("adjoint of mpi_exchange", ones, 2 * ones, 40 * ones),
+        ("mpi_allreduce", ones, 0 * ones, 8 * ones), ("adjoint of mpi_allreduce", ones, 0 * ones, 8 * ones),
+    ]:
+        row = found[name]
+        np.testing.assert_array_equal([row.calls, row.messages, row.nbytes], 2 * np.array([calls, messages, nbytes]))
+        assert row.site.startswith("test_report.py:") and row.site.endswith(" in loss")
+    assert set(found) - {"value_and_grad"} == {name for name in found if "mpi_" in name} and len(found) == 11
+
+
+def test_the_same_on_all_ranks(size):
+    with recorded():
+        mpiad.mpi_barrier()
+    texts = WORLD.allgather(str(silent()))
+    assert texts == [texts[0]] * size and "mpi_barrier" in texts[0]
+
+
+WAITS = {
+    # Who comes late, what is called, and who waits for it.
+    "all": (lambda rank, size: mpiad.mpi_allreduce(1.0), lambda rank, late: rank != late),
+    "barrier": (lambda rank, size: mpiad.mpi_barrier(), lambda rank, late: rank != late),
+    "root that gives": (lambda rank, size: mpiad.mpi_bcast(np.ones(2), root=1), lambda rank, late: late == 1 and rank != 1),
+    "root that takes": (lambda rank, size: mpiad.mpi_sum(np.ones(2), root=1), lambda rank, late: rank == 1 and late != 1),
+    "neighbour": (
+        lambda rank, size: mpiad.mpi_exchange(np.ones(2), (rank + 1) % size, (rank - 1) % size),
+        lambda rank, late: rank == late + 1,
+    ),
+}
+
+
+@pytest.mark.mpi(min_size=3)
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("name", WAITS)
+def test_who_waits_for_whom(name, late, rank, size):
+    call, waits = WAITS[name]
+    with recorded():
+        WORLD.Barrier()
+        if rank == late:
+            time.sleep(LATE)
+        call(rank, size)
+    (row,) = silent().rows
+    expected = [LATE if waits(r, late) else 0.0 for r in range(size)]
+    np.testing.assert_allclose(row.waited, expected, atol=LATE / 2)
+    assert (row.waited <= row.seconds).all()
+
+
+@several
+def test_a_wait_for_a_message_started_before(rank):
+    with recorded():
+        WORLD.Barrier()
+        if rank == 0:
+            time.sleep(LATE)
+            mpiad.mpi_send(np.ones(2), 1)
+        elif rank == 1:
+            request = mpiad.mpi_irecv(np.ones(2), 0)
+            time.sleep(LATE / 2)
+            mpiad.mpi_wait(request)
+    found = rows(silent())
+    assert found["mpi_wait"].waited[1] == pytest.approx(LATE / 2, abs=LATE / 3)
+    assert found["mpi_wait"].nbytes[1] == 0 and found["mpi_irecv"].nbytes[1] == 16
+    assert not found["mpi_send"].waited.any() and not found["mpi_irecv"].waited.any()
+
+
+@pytest.mark.mpi(min_size=4)
+def test_ranks_that_do_not_take_part_are_not_waited_for(rank, size):
+    comm = WORLD.Split(rank % 2)
+    mpiad.mpi_init(comm)
+    with recorded():
+        WORLD.Barrier()
+        if rank == 1:
+            time.sleep(LATE)
+        mpiad.mpi_barrier(comm)
+    (row,) = silent().rows
+    np.testing.assert_allclose(row.waited, [LATE if r % 2 == 1 and r != 1 else 0 for r in range(size)], atol=LATE / 2)
+    comm.Free()
+
+
+@several
+def test_imbalance(size):
+    row = Row("", "", *np.zeros((4, size)), np.arange(size) * 1.0)
+    assert row.imbalance == pytest.approx(2.0 * (size - 1) / (size - 1) if size > 1 else 0)
+    assert row._replace(waited=np.zeros(size)).imbalance == 0
+
+
+def test_rank_0_prints(rank, capsys):
+    with recorded():
+        mpiad.mpi_barrier()
+    WORLD.Barrier()
+    capsys.readouterr()
+    found = report()
+    assert capsys.readouterr().out == (f"{found}\n" if rank == 0 else "")
+
+
+def test_where_nothing_was_recorded(rank, capsys, monkeypatch):
+    monkeypatch.setattr(recording, "_latest", None)
+    found = report()
+    assert found.rows == [] and ("nothing was recorded. Run it" in capsys.readouterr().out) == (rank == 0)
+
+
+@pytest.mark.launches
+@pytest.mark.parametrize("setting", [{"MPIAD_DEBUG": "1"}, {"MPIAD_TRACE": "t.json"}, {}])
+def test_of_the_whole_program(setting, mpirun, tmp_path):
+    program = "import mpiad\nmpiad.mpi_barrier()\nmpiad.debug.report()\n"
+    done = mpirun(2, program, env={"MPIAD_DEBUG": None, "MPIAD_TRACE": None} | setting, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert ("mpi_barrier" in done.stdout) == bool(setting)
+    assert ("nothing was recorded" in done.stdout) == (not setting)
