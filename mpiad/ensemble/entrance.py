@@ -45,13 +45,18 @@ class Joint:
     ----------
     order : array of int
         Which columns of the old ones followed by the new ones make the next working set.
+    in_place : bool
+        Whether `order` says instead which of the old columns are replaced by the new ones.
     """
 
-    def __init__(self, order: Array):
-        self._order = order
+    def __init__(self, order: Array, in_place: bool = False):
+        self._order, self._in_place = order, in_place
 
     def __call__(self, old: Array, new: Array) -> Array:
         """Return the next working set's array."""
+        if self._in_place:
+            old[..., self._order] = new
+            return old
         return np.take(np.concatenate([old, new], axis=-1), self._order, axis=-1)
 
 

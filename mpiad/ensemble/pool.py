@@ -10,6 +10,8 @@ Times run in the direction of the solve, negated where it goes backwards.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from mpiad._typing import Array
@@ -28,8 +30,8 @@ __all__ = ["integrate"]
 # Numbers in one array of the working set: a dozen such arrays stay in a core's second-level cache.
 _BLOCK = 6144
 _LEAST_COLUMNS = 512
-# Ended columns are replaced when they are one in so many.
-_ENDED_SHARE = 8
+# Ended columns are replaced when so many numbers have been computed for nothing: about what the replacement costs.
+_IDLE = 10_000
 # Of a step: what is left to the end, where steps are fixed.
 _ROUNDING = 1e-9
 
@@ -75,29 +77,35 @@ class Pool:
         self.ids = self.number = self.entered = number
         self.t = self.end = self.h = self.idle = self.q2 = none
         self.live = self.rejected = np.empty(0, bool)
-        self.u = self.k0 = batch.u0[:, :0]
+        self.u = batch.u0[:, :0]
+        self._stages: Any = None
 
     def run(self) -> None:
         """Advance until all trajectories have ended."""
         while self._refill():
-            ended = 0
-            while ended * _ENDED_SHARE < len(self.ids):
-                ended += self._take_turn()
-            self.k0 = self._stages.k[0]
+            idle, rows = 0, len(self.u)
+            while self._alive and idle < _IDLE:
+                self._take_turn()
+                idle += (len(self.ids) - self._alive) * rows
         self._witnesses.close()
 
     # ---- the working set
 
     def _refill(self) -> bool:
         """Replace ended trajectories by waiting ones, or drop them; return whether any are left."""
-        keep = np.flatnonzero(self.live)
+        keep, before = np.flatnonzero(self.live), len(self.ids)
         new = self._entrance.admit(self._width - len(keep))
-        order = np.concatenate([keep, np.arange(len(self.ids), len(self.ids) + len(new.ids))])
-        if not len(order):
+        count = len(keep) + len(new.ids)
+        if not count:
             return False
-        self._join(new, Joint(np.repeat(order, 2) if len(order) == 1 else order))
-        self._alive, self._failed = len(order), False
-        if len(order) == 1:
+        if count == before and len(keep):
+            joined = Joint(np.flatnonzero(~self.live), in_place=True)
+        else:
+            order = np.concatenate([keep, np.arange(before, before + len(new.ids))])
+            joined = Joint(np.repeat(order, 2) if count == 1 else order)
+        self._join(new, joined)
+        self._alive, self._failed = count, False
+        if count == 1:
             self._retire(np.array([1]))
         return True
 
@@ -108,9 +116,10 @@ class Pool:
         self.t, self.end, self.h = joined(self.t, new.t), joined(self.end, new.end), joined(self.h, new.h)
         self.idle, self.q2 = joined(self.idle, 0.0 * zeros), joined(self.q2, zeros + LEAST_ERROR)
         self.live, self.rejected = joined(self.live, zeros == 0), joined(self.rejected, zeros > 0)
-        self.u, k0 = joined(self.u, new.u), joined(self.k0, new.k)
-        self._stages = Stages(self._tableau, self._entrance.derivative, self.u.dtype, self.u.shape)
-        self._stages.k[0][:] = k0
+        self.u, k0 = joined(self.u, new.u), joined(self._stages.k[0] if self._stages else self.u, new.k)
+        if self._stages is None or self._stages.new.shape != self.u.shape:
+            self._stages = Stages(self._tableau, self._entrance.derivative, self.u.dtype, self.u.shape)
+        self._stages.k[0] = k0
         self._sign, self._p = self._entrance.sign(self.ids), self._entrance.parameters(self.ids)
         self._witnesses.enter(new, joined, self.u, self._p, self.t if self._sign is None else self.t * self._sign)
         self._last_turn = int(self.entered.min()) + self._settings.max_steps
@@ -118,8 +127,8 @@ class Pool:
 
     # ---- one turn
 
-    def _take_turn(self) -> int:
-        """Try one step of every trajectory; return how many have ended."""
+    def _take_turn(self) -> None:
+        """Try one step of every trajectory, and let go of those that end."""
         self._turn += 1
         t_new, h = self._proposed()
         self._stages.take(self.u, self._p, self.t, h, t_new, self._sign)
@@ -133,9 +142,12 @@ class Pool:
         self.u = self._stages.advance(self.u, None if moved == self._alive and not self._failed else accepted)
         np.copyto(self.t, t_new, where=accepted)
         self.number += accepted
-        ended = self._leave(terminated, ReturnCode.Terminated)
-        ended += self._leave(np.flatnonzero(accepted & (self.t == self.end) & self.live), ReturnCode.Success)
-        return ended + self._fail(accepted)
+        done = self.t == self.end
+        done &= accepted
+        done[terminated] = False
+        self._leave(terminated, ReturnCode.Terminated)
+        self._leave(np.flatnonzero(done), ReturnCode.Success)
+        self._fail(accepted)
 
     def _proposed(self) -> tuple[Array, Array]:
         """Return the times after the next steps, and the steps."""
@@ -166,30 +178,28 @@ class Pool:
 
     # ---- ends
 
-    def _fail(self, accepted: Array) -> int:
-        """Let go of trajectories that can't go on; return how many."""
+    def _fail(self, accepted: Array) -> None:
+        """Let go of trajectories that can't go on."""
         if self._error is None:
-            return self._leave(np.flatnonzero(self.live & ~accepted), ReturnCode.Unstable) + self._tire()
-        ended = 0
-        if self.h.min() < self._least_step:
-            least = least_step(self.t)
-            small = self.live & (self.h < least)
-            stuck, finite = small & ~accepted, np.isfinite(self._error)
-            ended += self._leave(np.flatnonzero(stuck & finite), ReturnCode.DtLessThanMin)
-            ended += self._leave(np.flatnonzero(stuck & ~finite), ReturnCode.Unstable)
-            np.copyto(self.h, least, where=small & accepted)
-        return ended + self._tire()
+            self._leave(np.flatnonzero(self.live & ~accepted), ReturnCode.Unstable)
+        elif self.h.min() < self._least_step:
+            self._meet_least_step(accepted, self._error)
+        if self._turn >= self._last_turn:
+            tired = self.live & (self._turn - self.entered >= self._settings.max_steps)
+            self._leave(np.flatnonzero(tired), ReturnCode.MaxIters)
 
-    def _tire(self) -> int:
-        if self._turn < self._last_turn:
-            return 0
-        tired = self.live & (self._turn - self.entered >= self._settings.max_steps)
-        return self._leave(np.flatnonzero(tired), ReturnCode.MaxIters)
+    def _meet_least_step(self, accepted: Array, error: Array) -> None:
+        least = least_step(self.t)
+        small = self.live & (self.h < least)
+        stuck, finite = small & ~accepted, np.isfinite(error)
+        np.copyto(self.h, least, where=small & accepted)
+        self._leave(np.flatnonzero(stuck & finite), ReturnCode.DtLessThanMin)
+        self._leave(np.flatnonzero(stuck & ~finite), ReturnCode.Unstable)
 
-    def _leave(self, columns: Array, code: ReturnCode) -> int:
+    def _leave(self, columns: Array, code: ReturnCode) -> None:
         """Take the results of trajectories that have ended, and leave their columns where they are."""
         if not columns.size:
-            return 0
+            return
         ids, outcome = self.ids[columns], self._outcome
         outcome.u_end[:, ids] = self.u[:, columns]
         outcome.t_reached[ids] = self.t[columns] * self._entrance.signs[ids]
@@ -201,7 +211,6 @@ class Pool:
         self._failed |= code.failed
         if self._settings.progress is not None:
             self._settings.progress(len(columns))
-        return len(columns)
 
     def _retire(self, columns: Array) -> None:
         self.live[columns] = False

@@ -129,23 +129,30 @@ class SavePoints:
         if self._save_step is not None:
             self._save_step[ids, place] = step
 
-    def pass_over(self, columns: Array, step: Step) -> None:
-        """Save what lies in the step that some columns have taken.
+    def see(self, step: Step) -> None:
+        """Save what lies in a step."""
+        columns = np.flatnonzero(step.accepted & (self.next <= step.t_new))
+        if not columns.size:
+            return
+        inside = columns[self.next[columns] < step.t_new[columns]]
+        if inside.size:
+            self._save_inside(inside, step.at(inside))
+        # Most often the end of the step is the end of the solve, for which nothing is interpolated.
+        while columns.size:
+            columns = columns[self.next[columns] == step.t_new[columns]]
+            self._save(columns, step.ids[columns], step.new[:, columns], step.number[columns])
 
-        Parameters
-        ----------
-        columns : array of int
-        step : Step
-            Of these columns.
-        """
-        due, place = self.next[columns], self._place[columns]
+    def _save_inside(self, columns: Array, step: Step) -> None:
         while True:
-            now = due <= step.t_new
+            due = self.next[columns]
+            now = due < step.t_new
             if not now.any():
-                break
+                return
             x = np.where(now, (due - step.t) / step.h, 0.0)
-            values = np.where(due == step.t_new, step.new, interpolate(self._tableau, step.u, step.h, step.k, x))
-            self._write(step.ids[now], place[now], values[:, now], step.number[now])
-            place += now
-            due = np.where(now, self._due(step.ids, place), due)
-        self._place[columns], self.next[columns] = place, due
+            values = interpolate(self._tableau, step.u, step.h, step.k, x)
+            self._save(columns[now], step.ids[now], values[:, now], step.number[now])
+
+    def _save(self, columns: Array, ids: Array, u: Array, number: Any) -> None:
+        self._write(ids, self._place[columns], u, number)
+        self._place[columns] += 1
+        self.next[columns] = self._due(ids, self._place[columns])

@@ -55,7 +55,7 @@ class Stages:
         self.new, self._argument, self._term = (np.empty(shape, dtype) for _ in range(3))
         self._seen_new, self._seen_argument = locked(self.new), locked(self._argument)
         self._h = np.empty(shape, self._real)
-        self._time = np.empty(shape[1], self._real)
+        self._time, self._time_part = np.empty(shape[1], self._real), np.empty(shape[1])
         self._seen_time = locked(self._time)
         self._scale, self._scale_new = np.empty(shape, self._real), np.empty(shape, self._real)
 
@@ -120,7 +120,8 @@ class Stages:
         if c == 1:
             self._time[:] = t_new
         else:
-            self._time[:] = t + c * h
+            np.multiply(h, c, out=self._time_part)
+            np.add(self._time_part, t, out=self._time, casting="same_kind")
         if sign is not None:
             np.multiply(self._time, sign, out=self._time)
 

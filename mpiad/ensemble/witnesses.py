@@ -60,9 +60,7 @@ class Witnesses:
             step.new[:, terminated] = states
             self._outcome.end_part[step.ids[terminated]] = parts
         if self._saves is not None:
-            columns = np.flatnonzero(step.accepted & (self._saves.next <= step.t_new))
-            if columns.size:
-                self._saves.pass_over(columns, step.at(columns))
+            self._saves.see(step)
         return terminated
 
     def close(self) -> None:
