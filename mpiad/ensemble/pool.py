@@ -1,6 +1,6 @@
 """Many trajectories that advance together, each with its own time, step and error control.
 
-The working set is a block of columns that fits the cache. All arithmetic is elementwise over columns, so a trajectory's
+The working set is a block of columns that stays in the cache. All arithmetic is elementwise over columns, so a trajectory's
 numbers don't depend on those beside it. Ended trajectories stay, with steps of length zero, until there are enough of them
 to be replaced by waiting ones (or dropped, when none wait): so a long one doesn't make all the others pay, and nothing is
 gathered or scattered from turn to turn. There are two columns at least (see `norms`): a single trajectory comes twice.
@@ -27,8 +27,9 @@ from mpiad.ensemble.witnesses import Witnesses
 
 __all__ = ["integrate"]
 
-# Numbers in one array of the working set: a dozen such arrays stay in a core's second-level cache.
-_BLOCK = 6144
+# Numbers in one array of the working set: large enough that NumPy's cost per call doesn't count, and small enough that
+# about fifteen such arrays stay in the cache.
+_BLOCK = 32_768
 _LEAST_COLUMNS = 512
 # Ended columns are replaced when so many numbers have been computed for nothing: about what the replacement costs.
 _IDLE = 10_000

@@ -52,16 +52,17 @@ def test_backends_agree(alg):
 
 
 def test_more_trajectories_than_the_working_set_holds():
-    # 2048 columns of three components are one working set.
-    rho = np.concatenate([RHO] * 7)
+    # 10,922 columns of three components are one working set.
+    rho = np.concatenate([RHO] * 17)
     same(solve(remake(LORENZ, p=rho), **TIGHT), solve(LORENZ, **TIGHT), slice(4 * len(RHO), 5 * len(RHO)))
-    same(solve(remake(LORENZ, p=rho), batch_size=1000, **TIGHT), solve(remake(LORENZ, p=rho), **TIGHT))
+    same(solve(remake(LORENZ, p=rho), batch_size=7000, **TIGHT), solve(remake(LORENZ, p=rho), **TIGHT))
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.complex128])
 @pytest.mark.parametrize("d", [1, 2, 7, 40])
-def test_any_number_of_components(d):
+def test_any_number_of_components(d, dtype):
     rng = np.random.default_rng(d)
-    u0 = rng.standard_normal((50, d))
+    u0 = (rng.standard_normal((50, d)) * (1 + 0.5j if dtype is np.complex128 else 1)).astype(dtype)
     ensemble = EnsembleProblem(ODEProblem(lambda u, p, t: -u * u * u + np.sin(t), u0[0], (0.0, 2.0)), u0=u0)
     whole = solve(ensemble)
     for i in (0, 17, 49):
