@@ -105,7 +105,7 @@ class Pool:
             order = np.concatenate([keep, np.arange(before, before + len(new.ids))])
             joined = Joint(np.repeat(order, 2) if count == 1 else order)
         self._join(new, joined)
-        self._alive, self._failed = count, False
+        self._alive = count
         if count == 1:
             self._retire(np.array([1]))
         return True
@@ -139,8 +139,8 @@ class Pool:
         )
         terminated = self._witnesses.see(step, self._p)
         moved = int(np.count_nonzero(accepted))
-        # An ended column may move too: by nothing. A failed one's stages may be NaN.
-        self.u = self._stages.advance(self.u, None if moved == self._alive and not self._failed else accepted)
+        # Ended columns may move too: by nothing, or, after a failure, to where nobody looks.
+        self.u = self._stages.advance(self.u, None if moved == self._alive else accepted)
         np.copyto(self.t, t_new, where=accepted)
         self.number += accepted
         done = self.t == self.end
@@ -209,7 +209,6 @@ class Pool:
         outcome.nreject[ids] = self._turn - self.entered[columns] - self.number[columns]
         self._retire(columns)
         self._alive -= len(columns)
-        self._failed |= code.failed
         if self._settings.progress is not None:
             self._settings.progress(len(columns))
 

@@ -108,7 +108,7 @@ class EnsembleProblem:
             raise ValueError("EnsembleProblem: give either prob_func or u0 and p, not both: they say the same.")
 
 
-def remake(problem: ODEProblem | EnsembleProblem, **changes: Any) -> Any:
+def remake(problem: ODEProblem | EnsembleProblem, /, **changes: Any) -> Any:
     """Return a problem with some of its fields changed.
 
     Parameters

@@ -53,6 +53,14 @@ def test_what_comes_after_the_end_did_not_happen():
     np.testing.assert_allclose([t for _, t in sol.events], [0.8, 0.9], rtol=1e-14)
 
 
+def test_at_the_very_end():
+    ensemble = EnsembleProblem(FALL, u0=np.ones((5, 2)))
+    sol = solve(remake(ensemble, problem=remake(FALL, tspan=(0.0, 0.25))), events=Event(lambda u, p, t: t - 0.25))
+    assert (sol.retcode == "Terminated").all() and (sol.t_reached == 0.25).all()
+    np.testing.assert_array_equal(sol.u[:, -1], sol.u_end)
+    np.testing.assert_allclose(sol.u_end[:, 0], 1.25 - 9.81 / 32, rtol=1e-12)
+
+
 def test_times_are_scipys_backwards_too():
     ground = lambda t, u: u[0] - 0.3  # noqa: E731
     ground.terminal = True

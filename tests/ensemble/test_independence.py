@@ -38,6 +38,7 @@ def test_alone_and_in_any_company():
     for start, stop in [(0, 1), (5, 6), (0, 2), (3, 6), (100, 165), (650, 700)]:
         part = solve(remake(LORENZ, p=RHO[start:stop]), saveat=0.1, **TIGHT)
         same(whole, part, slice(start, stop))
+    np.testing.assert_array_equal(whole.u[:, -1], whole.u_end)
     order = np.random.default_rng(1).permutation(len(RHO))
     same(solve(remake(LORENZ, p=RHO[order]), saveat=0.1, **TIGHT), whole, np.argsort(order))
 

@@ -55,3 +55,30 @@ def test_dense_output_equals_scipys():
     for i, row in enumerate(p):
         expected = solve_ivp(lambda t, u, row=row: f(u, row, t), tspan, u0, method="RK45", t_eval=times)
         np.testing.assert_allclose(sol.u[i], expected.y.T, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("t0", [0.0, 1e3, 1e6, -1e4])
+@pytest.mark.parametrize("rtol", [1e-3, 1e-6])
+def test_failures_are_scipys(t0, rtol):
+    # u' = u² has no solution beyond t0 + 1; the steps end where time can't resolve them.
+    tspan = (t0, t0 + 2)
+    expected = solve_ivp(lambda t, u: u * u, tspan, [1.0], rtol=rtol, atol=rtol * 1e-3)
+    sol = solve(ODEProblem(lambda u, p, t: u * u, [1.0], tspan), rtol=rtol, atol=rtol * 1e-3)
+    assert expected.status == -1 and sol.retcode == "DtLessThanMin"
+    assert (sol.naccept, sol.nf) == (len(expected.t) - 1, expected.nfev)
+    assert sol.t_reached == expected.t[-1]
+    np.testing.assert_allclose(sol.u_end, expected.y[:, -1], rtol=1e-6)
+
+
+def test_time_stays_in_tspan():
+    seen = []
+
+    def f(u, p, t):
+        seen.extend(t)
+        return -u * t
+
+    rng = np.random.default_rng(0)
+    for start, end in rng.standard_normal((200, 2)):
+        seen.clear()
+        assert solve(ODEProblem(f, [1.0], (start, end))).t_reached == end
+        assert min(start, end) == min(seen) and max(start, end) == max(seen)
