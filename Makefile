@@ -5,6 +5,8 @@
 #   RANKS         the numbers of ranks that the tests run on
 #   T             the tests to run
 #   PYTEST_FLAGS  further flags of pytest
+#   PROGRAMS      how many random programs `make fuzz` runs, divided among RANKS
+#   SEED          what they are drawn from; another one at each run by default
 #   LIMIT         seconds for the tests on one number of ranks
 #   MPIEXEC       another launcher than the environment's
 
@@ -15,6 +17,8 @@ T ?= tests
 PYTEST_FLAGS ?= -q
 LIMIT ?= 600
 DEMO ?=
+PROGRAMS ?= 10000
+SEED ?=
 
 ifeq ($(filter auto system mpich openmpi,$(MPI)),)
 $(error MPI=$(MPI) is none of auto, system, mpich, openmpi)
@@ -29,7 +33,7 @@ ALL_RANKS := 1 2 3 4 5
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-all bench bench-peers lint types examples docs check clean $(ALL_RANKS:%=test-%)
+.PHONY: help demo test fuzz test-all bench bench-peers lint types examples docs check clean $(ALL_RANKS:%=test-%)
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9%-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -68,6 +72,9 @@ test: $(VENV)/.ready-test ## run the tests on 1, 2, 3 and 4 ranks (test-3: on 3)
 
 $(ALL_RANKS:%=test-%): test-%:
 	@$(MAKE) --no-print-directory test RANKS=$*
+
+fuzz: $(VENV)/.ready-test ## check random programs against one process (PROGRAMS=10000 SEED=5 RANKS="2 3")
+	@$(BIN)/python tests/fuzz.py --programs $(PROGRAMS) --ranks $(RANKS) $(if $(SEED),--seed $(SEED))
 
 test-all: ## run the tests on 5 ranks too, and again under the Open MPI wheel
 	@$(MAKE) --no-print-directory test RANKS="$(ALL_RANKS)"

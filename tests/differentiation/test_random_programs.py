@@ -1,55 +1,68 @@
-"""Random programs that mix all primitives with local steps: value, gradient, tangent and second order."""
+"""200 random programs on each number of ranks: value, gradient, tangent and second order against one process.
 
-import autograd.numpy as anp
-import numpy as np
+`make fuzz` runs more, and finds the smallest that fails.
+"""
+
 import pytest
-from one_process import assert_close, directions, gradients, inputs, objective
-from random_programs import LENGTH, draw, run_local, run_whole
+from mpi4py import MPI
+from programs.comparison import differences
+from programs.drawing import drawn
+from programs.steps import script
 
-import mpiad
+from mpiad.primitives import catalogue
+from mpiad.primitives.operation import communicate
 
-ROUNDING = 1e-9
-"""Of twelve steps, some of which lose digits."""
-
-
-def loss(registers, weights, constant):
-    if constant:
-        return 0.75
-    return anp.sum(registers[0] * registers[1] * weights) + anp.sum(registers[2] ** 2)
+BATCHES, EACH = 8, 25
 
 
-@pytest.mark.filterwarnings("ignore:Output seems independent of input")  # the reference's, where a loss is constant
-@pytest.mark.parametrize("seed", range(30))
-def test_a_random_program(seed, rank, size, rank_rng):
-    rng = np.random.default_rng([seed, 1])
-    steps, xs = draw(seed, size), inputs(rank_rng, size, lambda r: (2 * LENGTH,))
-    kind, root = ["root", "sum", "mean"][rng.integers(3)], int(rng.integers(size))
-    weights, constant = rng.standard_normal((size, LENGTH)), rng.random(size) < 0.2
-    vs = directions(xs, seed)
+def programs(size, seed):
+    """Return the same programs on all ranks: rank 0 draws them."""
+    return MPI.COMM_WORLD.bcast(drawn(size, EACH, seed) if MPI.COMM_WORLD.rank == 0 else None)
 
-    def program(x):
-        return loss(run_local(steps, x, rank), weights[rank], constant[rank])
 
-    def losses(zs):
-        return [loss(registers, weights[r], constant[r]) for r, registers in enumerate(run_whole(steps, zs))]
+def checked(program):
+    try:
+        return differences(program)
+    except Exception as error:
+        raise AssertionError(f"{type(error).__name__}: {error}\n\n{script(program)}") from error
 
-    def whole(zs):
-        return objective(losses(zs), kind, root)
 
-    keywords = {"objective": kind, "root": root}
-    value, g = mpiad.value_and_grad(program, **keywords)(xs[rank])
-    expected = gradients(whole, xs)
-    assert_close(value, np.float64(whole(xs)), ROUNDING)
-    assert_close(g, expected[rank], ROUNDING)
+@pytest.mark.parametrize("seed", range(BATCHES))
+def test_random_programs(seed, size):
+    found = [(program, checked(program)) for program in programs(size, seed)]
+    wrong = [f"{script(program)}\n" + "\n".join(lines) for program, lines in found if lines]
+    assert not wrong, "\n\n".join(wrong)
+    assert sum(lines is None for _, lines in found) <= EACH // 5, "too many programs that the reference can't decide"
 
-    of_mine = gradients(lambda zs: losses(zs)[rank], xs)
-    tangent = mpiad.jvp(program, xs[rank], vs[rank])[1]
-    assert_close(np.float64(tangent), np.float64(sum(np.sum(d * v) for d, v in zip(of_mine, vs))), ROUNDING)
 
-    second = gradients(lambda zs: sum(anp.sum(d * v) for d, v in zip(gradients(whole, zs), vs)), xs)
-    if seed % 2:
-        got = mpiad.hvp(program, **keywords)(xs[rank], vs[rank])
-    else:
-        gradient = mpiad.grad(program, **keywords)
-        got = mpiad.grad(lambda x: anp.sum(gradient(x) * vs[rank]), objective="sum")(xs[rank])
-    assert_close(got, second[rank], ROUNDING)
+def is_found(size):
+    """Whether some program, of those above, comes out differently on some rank."""
+    for seed in range(BATCHES):
+        wrong = [bool(checked(program)) for program in programs(size, seed)]
+        if any(map(any, MPI.COMM_WORLD.allgather(wrong))):
+            return True
+    return False
+
+
+@pytest.mark.parametrize("name", ["REDUCE_SCATTER", "ALLTOALL"])
+def test_a_wrong_adjoint_is_found(name, size, monkeypatch):
+    operation = getattr(catalogue, name)
+    right = operation.adjoint
+
+    def adjoint(*args):
+        vjp = right(*args)
+        return lambda g: 2 * vjp(g)
+
+    monkeypatch.setattr(operation, "adjoint", adjoint)
+    assert is_found(size)
+
+
+def test_a_cotangent_that_is_lost_on_the_way_back_is_found(size, monkeypatch):
+    def adjoint(ans, x, p):
+        return lambda g: g if p is None else g + 0 * communicate(catalogue.RECV, None, received(ans, p))
+
+    def received(ans, p):
+        return catalogue.Receiving(catalogue.Spec(ans.shape, ans.dtype), p.back())
+
+    monkeypatch.setattr(catalogue.SEND, "adjoint", adjoint)
+    assert is_found(size)

@@ -1,0 +1,86 @@
+"""Whether the library differentiates a program as the reference does: value, gradient, tangent and second order."""
+
+import autograd.numpy as anp
+import numpy as np
+from programs import arithmetic, in_one_process, jets, on_ranks
+
+import mpiad
+
+ROUNDING = {False: 1e-9, True: 1e-3}
+"""By whether a program is in single precision; relative to the largest number of its kind on any rank, or to one."""
+
+
+def differences(program):
+    """Run and differentiate a program; return what differs on this rank, one line each. All ranks call it.
+
+    None where the reference can't tell.
+    """
+    rank, (xs, vs) = on_ranks.WORLD.rank, arithmetic.inputs(program)
+    try:
+        wanted = expected(program, xs, vs)
+    except in_one_process.Undecided:
+        return None
+    dtype = np.dtype({8: "f4", 16: "c8"}[xs[rank].itemsize]) if program.single else xs[rank].dtype
+    x, v = xs[rank].astype(dtype), vs[rank].astype(dtype)
+    results = found(program, x, v)
+    dtypes = {"J": np.dtype("f8"), "gradient": dtype, "second order": dtype}
+    lines = [compared(name, results[name], wanted[name], program, dtypes.get(name)) for name in results]
+    return [line for line in lines if line]
+
+
+def found(program, x, v):
+    """Return what the library finds on this rank, by name."""
+
+    def run(z):
+        return on_ranks.run(program, z)
+
+    value, gradient = mpiad.value_and_grad(run, **keywords(program))(x)
+    results = {"J": value, "gradient": gradient, "tangent": mpiad.jvp(run, x, v)[1]}
+    if program.second == "forward":
+        results["second tangent"] = mpiad.jvp(lambda z: mpiad.jvp(run, z, v)[1], x, v)[1]
+    elif program.second == "hvp":
+        results["second order"] = mpiad.hvp(run, **keywords(program))(x, v)
+    else:
+        gradient = mpiad.grad(run, **keywords(program))
+        # Every rank's product holds the whole gradient where the variable is shared: one of them counts.
+        outer = {"objective": "mean" if program.shared else "sum", "shared": program.shared}
+        results["second order"] = mpiad.grad(lambda z: anp.real(anp.sum(gradient(z) * v)), **outer)(x)
+    if program.losses[on_ranks.WORLD.rank] == "none":
+        results = {name: result for name, result in results.items() if "tangent" not in name}
+    return results
+
+
+def keywords(program):
+    return {"objective": program.objective, "root": program.root, "shared": program.shared}
+
+
+def expected(program, xs, vs):
+    """Return the same of all ranks, as the reference finds it."""
+    losses = in_one_process.run(program, xs, vs)
+    weights = np.full(program.size, 1.0 if program.objective == "sum" else 1.0 / program.size)
+    if program.objective == "root":
+        weights = np.arange(program.size) == program.root
+    total = sum(loss * float(weight) for loss, weight in zip(losses, weights))
+    gradients, seconds = jets.cut(total.first, xs), jets.cut(total.second, xs)
+    if program.shared:
+        gradients, seconds = [sum(gradients)] * program.size, [sum(seconds)] * program.size
+    curvatures = [sum(np.sum(g * v).real for g, v in zip(jets.cut(loss.second, xs), vs)) for loss in losses]
+    return {
+        "J": [total.value] * program.size, "gradient": gradients, "second order": seconds,
+        "tangent": [loss.along for loss in losses], "second tangent": curvatures,
+    }
+
+
+def compared(name, got, everyones, program, dtype=None):
+    """Return "" where a result is as expected, else a line that says how it isn't."""
+    if hasattr(got, "_trace"):
+        return f"{name}: a traced value was returned: {got}"
+    wanted = np.asarray(everyones[on_ranks.WORLD.rank])
+    got = np.asarray(got)
+    if got.shape != wanted.shape or (dtype is not None and got.dtype != dtype):
+        return f"{name}: got shape {got.shape}, dtype {got.dtype}, expected {wanted.shape}, {dtype}"
+    scale = max(1.0, *(np.max(np.abs(each)) for each in everyones))
+    error = np.max(np.abs(got - wanted)) / scale
+    if error <= ROUNDING[program.single]:
+        return ""
+    return f"{name}: off by {error:.1e} of {scale:.3g}\n  got      {got}\n  expected {wanted}"

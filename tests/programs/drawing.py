@@ -1,0 +1,132 @@
+"""Draw random programs with Hypothesis.
+
+A list of programs is drawn in one process and then run on all ranks: no rank may draw while others wait for it. The same
+seed and count always give the same list. A program that fails is made smaller in `simplifying`: Hypothesis would start
+the ranks anew for each program that it tries.
+"""
+
+import hypothesis
+from hypothesis import strategies as st
+from programs import steps
+from programs.arithmetic import FORMS
+
+PHASE = 10
+"""Steps of the longest of the three parts that a program is drawn in; Hypothesis's lists are short."""
+
+SETTINGS = {
+    "database": None,
+    "derandomize": False,
+    "deadline": None,
+    "suppress_health_check": list(hypothesis.HealthCheck),
+}
+
+REGISTER = st.integers(0, 2)
+PART = st.sampled_from([3, 3, 2, -1, 0])
+ROOT = st.integers(0, 3)
+TAG = st.sampled_from([0, 0, 1, 2, 3])
+GROUP = st.sampled_from([0, 0, 0, 0, 1, 1, 2, 3, 4])
+DELAY = st.integers(0, 3)
+AXIS = st.sampled_from([0, None, 1, -1])
+MESSAGE = st.sampled_from(["send", "isend"]), st.sampled_from(["recv", "irecv"])
+
+
+def each(size, item):
+    """Return a strategy for one item for each rank."""
+    return st.tuples(*[item] * size)
+
+
+def registers(*names):
+    return dict.fromkeys(names, REGISTER)
+
+
+def messages(partner):
+    return st.builds(
+        steps.Message, *MESSAGE, **registers("a", "out"), source=ROOT, dest=ROOT, tag=TAG, late=DELAY,
+        waits=st.tuples(DELAY, DELAY), used=st.booleans(), dropped=st.sampled_from([False, False, False, True]),
+        partner=partner, group=GROUP,
+    )
+
+
+def twins(size):
+    """Return a strategy for two messages under way together, between the same ranks and under the same tag."""
+
+    def both(first, out, waits):
+        first = first._replace(send="isend", recv="irecv", late=0, dest=first.source + 1)
+        return first, steps.Local(first.a, out, first.a, (1,) * size), first._replace(out=out, waits=waits)
+
+    return st.builds(both, messages(st.just("rank")), REGISTER, st.tuples(DELAY, DELAY))
+
+
+def kinds_of_step(size):
+    """Return the strategies of all kinds of step."""
+    lengths = each(size, st.integers(0, steps.LENGTH))
+    place = {"root": ROOT, "group": GROUP}
+    three, two = registers("a", "b", "out"), registers("a", "out")
+    return [
+        st.builds(steps.Local, **three, forms=each(size, st.integers(0, len(FORMS) - 1))),
+        st.builds(
+            steps.Combine, st.sampled_from(["allreduce", "reduce"]), st.sampled_from(["SUM", "PROD", "MAX", "MIN"]),
+            **three, **place, part=PART, twist=st.booleans(),
+        ),
+        st.builds(
+            steps.Combine, st.sampled_from(["bcast", "sum", "scan", "exscan"]), st.just("SUM"),
+            **three, **place, part=PART, twist=st.booleans(),
+        ),
+        st.builds(steps.Gather, st.sampled_from(["gather", "allgather"]), **three, **place, axis=AXIS, lengths=lengths),
+        st.builds(
+            steps.Scatter, st.sampled_from(["scatter", "reduce_scatter"]), **three, **place, axis=AXIS,
+            lengths=st.none() | lengths,
+        ),
+        st.builds(steps.Transpose, **three, part=PART, group=GROUP),
+        st.builds(
+            steps.Exchange, **three, shift=st.integers(0, 3), silent=each(size, st.booleans()), tag=TAG, group=GROUP
+        ),
+        st.builds(steps.Pair, **two, source=ROOT, dest=ROOT, tag=TAG, group=GROUP),
+        messages(st.sampled_from(["rank", "rank", "rank", "rank", "any", "none"])),
+        st.builds(steps.Start, **two, part=PART, waits=each(size, DELAY), group=GROUP),
+        st.builds(
+            steps.Integers,
+            st.sampled_from(["SUM", "MAX", "BXOR", "bcast", "exscan", "ring", "gather", "iallreduce"]),
+            **two, values=each(size, st.integers(0, 5)), **place,
+        ),
+        st.builds(steps.Barrier, GROUP),
+        st.builds(steps.Inner, **three, objective=st.sampled_from(["root", "sum", "mean"]), **place),
+    ]
+
+
+@st.composite
+def programs(draw, size):
+    """Return a strategy for programs of `size` ranks."""
+    kinds = kinds_of_step(size)
+    # Messages once more: in how they overlap there is the most to get wrong.
+    kind = st.one_of(*kinds, *kinds[6:10]).map(lambda step: (step,)) | twins(size)
+    objective, root = draw(st.sampled_from(["root", "sum", "mean"])), draw(st.integers(0, size - 1))
+    losses = [draw(st.sampled_from(["all", "all", "all", "all", "constant", "none"])) for _ in range(size)]
+    if objective != "root":
+        losses = ["constant" if kind == "none" else kind for kind in losses]
+    elif losses[root] == "none":
+        losses[root] = "all"
+    return steps.Program(
+        size=size, seed=draw(st.integers(0, 99)), single=draw(st.sampled_from([False, False, True])),
+        complex_input=draw(st.sampled_from([False, False, True])),
+        complex_registers=draw(st.sampled_from(
+            [(False,) * 3, (False,) * 3, (False, False, True), (True, False, False), (True,) * 3]
+        )),
+        objective=objective, root=root, shared=draw(st.booleans()), losses=tuple(losses),
+        second=draw(st.sampled_from(["hvp", "reverse", "forward"])), waitall=draw(st.booleans()),
+        steps=tuple(step for _ in range(3) for some in draw(st.lists(kind, max_size=PHASE)) for step in some),
+    )
+
+
+def drawn(size, count, seed):
+    """Return a list of programs."""
+    found = []
+
+    @hypothesis.seed(seed)
+    @hypothesis.settings(max_examples=count, phases=[hypothesis.Phase.generate], **SETTINGS)
+    @hypothesis.given(programs(size))
+    def draw(program):
+        found.append(program)
+
+    draw()
+    return found

@@ -1,0 +1,49 @@
+"""Smaller programs than one that fails, to be tried in this order.
+
+All that are smaller by one change are run in one job, up to the first that fails too; from there it begins again.
+"""
+
+PLAINER = {"isend": "send", "irecv": "recv", "any": "rank", "none": "all", "constant": "all", "MIN": "SUM", "MAX": "SUM"}
+
+
+def simpler(program):
+    """Return programs that are smaller by one change, the smallest first."""
+    found = [program._replace(steps=steps) for steps in shorter(program.steps)]
+    plain = {
+        "losses": ("all",) * program.size, "complex_registers": (False,) * 3, "complex_input": False, "single": False,
+        "shared": False, "waitall": False, "second": "hvp", "objective": "sum", "seed": 0,
+    }
+    found += [program._replace(**{name: value}) for name, value in plain.items()]
+    for place, step in enumerate(program.steps):
+        for plainer in plainer_steps(step):
+            found.append(program._replace(steps=(*program.steps[:place], plainer, *program.steps[place + 1 :])))
+    return [candidate for candidate in dict.fromkeys(found) if candidate != program]
+
+
+def shorter(steps):
+    """Return the lists without a stretch of steps, the longest stretches first."""
+    length = len(steps)
+    while length:
+        for start in range(0, len(steps), length):
+            yield steps[:start] + steps[start + length :]
+        length //= 2
+
+
+def plainer_steps(step):
+    """Return the step with one of its fields at its simplest."""
+    for name, value in zip(step._fields, step):
+        plainer = simplest(value)
+        if name == "part":
+            plainer = 3
+        if name == "lengths" and value is not None:
+            plainer = (2,) * len(value)
+        if plainer != value:
+            yield step._replace(**{name: plainer})
+
+
+def simplest(value):
+    if isinstance(value, tuple):
+        return tuple(map(simplest, value))
+    if isinstance(value, str):
+        return PLAINER.get(value, value)
+    return type(value)() if isinstance(value, (bool, int)) else value
