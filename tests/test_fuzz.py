@@ -1,5 +1,6 @@
 """Random programs themselves: the reference's arithmetic, that they are drawn alike, and what a failure shows."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -85,7 +86,7 @@ def test_fuzz_finds_a_wrong_adjoint_and_makes_the_program_small(tmp_path, mpirun
     assert "Scatter(call='reduce_scatter'" in text and "off by" in text and "--seed 2" in text
     assert len(read(text[text.index("Program(size") : text.index("])\n")]).steps) <= 2, text
     smallest = text[text.index("# PYTHONPATH") : text.index("])\n") + 3]
-    job = mpirun(2, smallest, env={"PYTHONPATH": str(HERE)})
+    job = mpirun(2, smallest, env={"PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])})
     assert job.returncode == 0, "the program is right: the adjoint was wrong"
 
 
