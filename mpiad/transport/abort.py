@@ -20,6 +20,7 @@ from typing import Any
 from mpi4py import MPI
 
 from mpiad.transport.calls import site_of
+from mpiad.transport.fault_tolerance import FAULT_TOLERANT, lost_ranks
 
 __all__ = ["at_place", "end_job", "install_abort_hook", "is_rank", "last_words"]
 
@@ -65,9 +66,11 @@ def end_job(text: str, code: int) -> None:
             last()
     # Launchers end a job without reading what is still in its pipes: the text would be lost now and then.
     time.sleep(_UNTIL_READ)
-    MPI.COMM_WORLD.Abort(code)
-    # Some MPIs return from it. What would run at the exit of this process waits for the other ranks.
-    time.sleep(_UNTIL_KILLED)
+    # Where Open MPI has outlived the death of a rank, its abort ends the job with 0, and a rank's exit with its code.
+    if not (FAULT_TOLERANT and lost_ranks(MPI.COMM_WORLD)):
+        MPI.COMM_WORLD.Abort(code)
+        # Some MPIs return from it. What would run at the exit of this process waits for the other ranks.
+        time.sleep(_UNTIL_KILLED)
     _exit(code)
 
 

@@ -4,6 +4,7 @@ import re
 import time
 
 import pytest
+from fault_tolerant import with_ulfm
 
 pytestmark = pytest.mark.launches
 
@@ -44,3 +45,25 @@ def test_can_be_switched_off(mpirun):
 
 def test_is_not_there_on_one_rank(mpirun):
     assert mpirun(1, SWITCHED_OFF).returncode == 0
+
+
+class TestOfAWorldThatOutlivesARank:
+    pytestmark = with_ulfm
+
+    @pytest.mark.parametrize(("end", "ender"), [("os.kill(os.getpid(), 9)", 0), ("raise ArithmeticError", 1)])
+    def test_it_doesn_t_end_with_0(self, end, ender, ft_run):
+        """Neither where the rank that raises meets a dead one, nor where others are far from any communication."""
+        program = f"""
+import os, time
+import mpiad
+mpiad.mpi_barrier()
+if mpiad.mpi_rank() == 1:
+    {end}
+if mpiad.mpi_rank() == 2:
+    time.sleep(20)
+mpiad.mpi_recv(0.0, 1)
+"""
+        start = time.monotonic()
+        done = ft_run(3, program)
+        assert done.returncode == 1 and f"rank {ender} ended the job by an exception" in done.stderr
+        assert time.monotonic() - start < 15
