@@ -85,7 +85,7 @@ CALLS = {
 @pytest.mark.parametrize("call", CALLS)
 def test_no_reference_cycles(call, no_collector, rank, size):
     """The collector finds nothing that only it could return."""
-    x = np.linspace(0.5, 1.0, 20) + rank
+    x = np.linspace(0.5, 1.0, 20) + (0 if call == "shared" else rank)
     run = lambda: CALLS[call](lambda y: program(y, rank, size), x, np.ones(20))  # noqa: E731
     run()
     gc.collect()
@@ -132,7 +132,7 @@ def watching(watched, rank, size, interrupted=False):
 
 @pytest.mark.parametrize("call", CALLS)
 def test_arrays_die_with_the_result(call, no_collector, watched, rank, size):
-    x = np.linspace(0.5, 1.0, 1000) + rank
+    x = np.linspace(0.5, 1.0, 1000) + (0 if call == "shared" else rank)
     result = CALLS[call](watching(watched, rank, size), x, np.ones(1000))
     assert result is not None and watched
     assert [reference() is None for reference in watched] == [True] * len(watched)

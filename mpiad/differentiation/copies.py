@@ -6,17 +6,15 @@ was seeded otherwise, or updated its own) give a gradient that belongs to none o
 
 from __future__ import annotations
 
-import os
-
 from mpiad._typing import Array
 from mpiad.differentiation.trace import Variables
 from mpiad.differentiation.trees import named_leaves
 from mpiad.transport import Channel
+from mpiad.transport.guarded import settings
 from mpiad.transport.replication import require_replicated
 
 __all__ = ["compares_copies", "require_equal_copies", "require_equal_objective"]
 
-_LOOKS = os.environ.get("MPIAD_DEBUG") == "1"
 _BROADCAST = "Broadcast the variable once before the first step, and update it alike on all ranks."
 
 
@@ -54,4 +52,4 @@ def require_equal_objective(value: Array, channel: Channel, call: str) -> None:
 
 def compares_copies() -> bool:
     """Tell whether copies are looked at."""
-    return _LOOKS
+    return settings.debug()

@@ -291,10 +291,15 @@ def entry(code: CodeType | None) -> str:
         return ""
     # What a function of ours returned (a gradient) is named by its file; gradient.py's by its first function.
     name, file = code.co_name, os.path.basename(code.co_filename)[:-3]
+    if name in _NAMES:
+        return _NAMES[name]
     if name in ("evaluate", "<lambda>", "vjp", "products", "__call__"):
         return "value_and_grad" if file == "gradient" else file
     return name
 
 
+_END = "the end of the program"
+_ENDS = ("mpi_finalize", "finalize", "_complete_at_exit", "_end_world", "close_at_exit")
+_NAMES = {"_freed": "comm.Free"} | dict.fromkeys(_ENDS, _END)
 _NOWHERE = Site("", 0, "<module>", "")
 _NOWHERE.text = "outside the user's program"

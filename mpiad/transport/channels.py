@@ -11,8 +11,9 @@ An exception that leaves messages under way marks the channel, since an old mess
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import count
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 from weakref import WeakSet
 
 import numpy as np
@@ -24,7 +25,8 @@ from mpiad.transport.fault_tolerance import FAULT_TOLERANT, is_revoked
 from mpiad.transport.unreceived import drain
 
 __all__ = [
-    "Channel", "channel", "close_world", "live_channels", "open_world", "prepare", "renew", "world_is_given_up",
+    "Channel", "Watch", "channel", "close_world", "live_channels", "open_world", "prepare", "renew", "set_watch",
+    "world_is_given_up",
 ]
 
 _GOLDEN_SECTION = 0.6180339887498949
@@ -38,13 +40,16 @@ class Channel:
     def __init__(self, user: Comm):
         self.user = user
         self.rank, self.size = user.rank, user.size
-        self.members, self.label = _named(user)
+        self.members, self.number, self.label = _named(user)
         self.fault: str | None = None
         self.lost: tuple[int, ...] = ()  # ranks whose processes died
         self.pairs_compared = False
-        self._number = next(_numbers)
-        self._open(self.user.Dup())
+        self._order = next(_numbers)
+        self._open(self._duplicate())
         _live.add(self)
+
+    def _duplicate(self) -> Comm:
+        return self.user.Dup() if _watch is None else _watch.duplicate(self)
 
     def _open(self, data: Comm) -> None:
         self.data, self.reverse = data, data.Dup()
@@ -58,6 +63,8 @@ class Channel:
         self.started: dict[int, tuple[str, Any, Any]] = {}
         self._next_look = 1
         self._backwards: Comm | None = None
+        if _watch is not None:
+            _watch.put_on(self)
 
     def backwards(self) -> Comm:
         """Return a duplicate with its ranks in reverse order (suffix sums are prefix sums there); collective at first."""
@@ -99,7 +106,8 @@ class Channel:
         for comm in (self.data, self.reverse):
             drain(comm, self.tag_limit)
         sends = [request for kind, request, _ in self.started.values() if kind == "send"]
-        MPI.Request.Waitall([request for request, _ in self.pending] + sends)
+        for request in [request for request, _ in self.pending] + sends:
+            request.Wait()
         # A reduction that not all ranks have started never ends.
         _ABANDONED.extend(held for held in self.started.values() if held[0] == "reduction")
         self.pending.clear()
@@ -128,9 +136,11 @@ class Channel:
         if FAULT_TOLERANT:
             self.reopen(self.data.Shrink())
             return
+        if _watch is not None:
+            _watch.start_anew(self)
         self.end()
         old = (self.data, self.reverse, self._backwards)
-        self._open(self.user.Dup())
+        self._open(self._duplicate())
         self.fault = None
         _free(old)
 
@@ -142,6 +152,8 @@ class Channel:
         """Replace duplicates that may be revoked, `data` by this one of the same ranks; collective."""
         # Not freed: their numbers mustn't be given to others while old messages are still on their way.
         _ABANDONED.append((self.duplicates(), self.pending, self.started))
+        if _watch is not None:
+            _watch.start_anew(self)
         self._open(data)
         self.fault = None
 
@@ -155,11 +167,39 @@ class Channel:
         if not self.lost and self.has_unfinished():
             self.end()
         _free((self.data, self.reverse, self._backwards))
+        _live.discard(self)
         self.data = self.reverse = self._backwards = _Freed()
 
 
-def _named(user: Comm) -> tuple[tuple[int, ...], str]:
-    """Return the ranks in the world of a communicator's members, and a name that is the same on all of them."""
+class Watch(NamedTuple):
+    """What guards the communicators of channels; `guarded.switch` puts it in.
+
+    Attributes
+    ----------
+    duplicate : callable
+        Makes a duplicate of a channel's communicator.
+    put_on : callable
+        Guards a channel's communicators.
+    start_anew : callable
+        Forgets what was agreed on a channel, whose communicators are about to be replaced.
+    """
+
+    duplicate: Callable[[Channel], Comm]
+    put_on: Callable[[Channel], None]
+    start_anew: Callable[[Channel], None]
+
+
+_watch: Watch | None = None
+
+
+def set_watch(watch: Watch | None) -> None:
+    """Guard the communicators that are made from now on, or no more."""
+    global _watch
+    _watch = watch
+
+
+def _named(user: Comm) -> tuple[tuple[int, ...], int, str]:
+    """Return the ranks in the world of a communicator's members, its number among those of the same, and its name."""
     group, world = user.Get_group(), MPI.COMM_WORLD.Get_group()
     members = tuple(group.Translate_ranks(None, world))
     group.Free()
@@ -167,9 +207,9 @@ def _named(user: Comm) -> tuple[tuple[int, ...], str]:
     # Collective calls come in the same order on all members, so they count alike.
     number = _made[members] = _made.get(members, 0) + 1
     if user == MPI.COMM_WORLD:
-        return members, "world"
+        return members, number, "world"
     listed = str(list(members)) if len(members) <= 8 else f"[{members[0]}, {members[1]}, ... {members[-1]}]"
-    return members, f"ranks {listed}, number {number} of them"
+    return members, number, f"communicator {number} of ranks {listed}"
 
 
 _made: dict[tuple[int, ...], int] = {}
@@ -188,7 +228,13 @@ class _Freed:
 _ABANDONED: list[tuple] = []  # MPI may still use these buffers
 _world: Channel | None = None
 _finalized = False
-_KEY = MPI.Comm.Create_keyval(delete_fn=lambda comm, key, owned: owned.close()) if MPI.Is_initialized() else None
+
+
+def _freed(comm: Comm, key: int, owned: Channel) -> None:
+    owned.close()
+
+
+_KEY = MPI.Comm.Create_keyval(delete_fn=_freed) if MPI.Is_initialized() else None
 
 
 def _free(comms: tuple[Comm | None, ...]) -> None:
@@ -208,7 +254,7 @@ def _cancel(receive: Any) -> None:
 def _key() -> int:
     global _KEY
     if _KEY is None:
-        _KEY = MPI.Comm.Create_keyval(delete_fn=lambda comm, key, owned: owned.close())
+        _KEY = MPI.Comm.Create_keyval(delete_fn=_freed)
     return _KEY
 
 
@@ -273,7 +319,7 @@ def _refuse(found: Channel, call: str) -> NoReturn:
 
 def live_channels() -> list[Channel]:
     """Return the channels that aren't closed, in the order in which they were made: the same on all who share two."""
-    return sorted([found for found in _live if not isinstance(found.data, _Freed)], key=lambda found: found._number)
+    return sorted([found for found in _live if not isinstance(found.data, _Freed)], key=lambda found: found._order)
 
 
 def _why_no_world() -> str:

@@ -23,7 +23,7 @@ from mpiad.transport.abort import at_place, end_job, is_rank
 from mpiad.transport.channels import world_is_given_up
 from mpiad.transport.notices import threads_may_communicate
 
-__all__ = ["await_others", "watch_departures"]
+__all__ = ["await_others", "farewell", "watch_departures"]
 
 # From the first error to the end of the job: others may leave too, with something to tell.
 _GRACE = 5.0
@@ -98,8 +98,21 @@ def _leave_at_once(status: int) -> None:
     _exit(status)
 
 
-def await_others() -> None:
+def farewell() -> tuple[str, str]:
+    """Return how this rank has left, and from where."""
+    if _farewell is not None:
+        return _farewell.call, _farewell.where.removeprefix(" at ") or "-"
+    error = getattr(sys, "last_value", None)
+    return "the end of the program" if error is None else f"ended by {type(error).__name__}", "-"
+
+
+def await_others(patience: float | None = None) -> None:
     """Wait until all ranks have left the program; end the job where this one left with an error and others haven't.
+
+    Parameters
+    ----------
+    patience : float, optional
+        Seconds after which the job ends in any case: communication was given up, and the others may never leave.
 
     Ranks
     -----
@@ -108,21 +121,22 @@ def await_others() -> None:
     global _comm
     if _comm is None:
         return
-    _await(_farewell, at_once=False)
+    gave_up = _Farewell("its end, after communication was given up", 1, "")
+    _await(_farewell if patience is None or _farewell is not None else gave_up, False, patience)
     _comm.Free()
     _comm = None
 
 
-def _await(farewell: _Farewell | None, at_once: bool) -> None:
+def _await(farewell: _Farewell | None, at_once: bool, patience: float | None = None) -> None:
     mine, every = np.array([at_once, not at_once], dtype=np.int8), np.empty(2, dtype=np.int8)
     hurried = at_once or (farewell is not None and farewell.code != 0)
-    start = time.monotonic()
+    start, grace = time.monotonic(), _GRACE if patience is None else patience
     try:
         request = _comm.Iallreduce(mine, every, MPI.MAX)
         while not request.Test():
             waited = time.monotonic() - start
-            if hurried and waited > _GRACE:
-                _end(farewell, f"{_GRACE:g} s ago, and other ranks have not left since")
+            if hurried and waited > grace:
+                _end(farewell, f"{grace:g} s ago, and other ranks have not left since")
             if world_is_given_up():
                 return
             time.sleep(_NAP if waited > _AT_ONCE else 0)

@@ -51,5 +51,6 @@ class Notices:
         for source, sent in enumerate(self._comm.alltoall([self._sent[rank] for rank in range(size)])):
             while self._taken[source] < sent:
                 self._receive(source, MPI.ANY_TAG)
-        MPI.Request.Waitall(self._posted)
+        for request in self._posted:
+            request.Wait()
         self._posted.clear()

@@ -28,10 +28,12 @@ def drain(comm: Comm, tag: int) -> None:
     tag : int
         Tag of the last messages.
     """
+    comm = getattr(comm, "plain", comm)  # under watch, that without headers
     sending = [comm.Isend(_LAST, peer, tag) for peer in range(comm.size)]
     for peer in range(comm.size):
         _receive_until_last(comm, peer, tag)
-    MPI.Request.Waitall(sending)
+    for request in sending:
+        request.Wait()
 
 
 def _receive_until_last(comm: Comm, peer: int, tag: int) -> None:

@@ -11,7 +11,8 @@ from mpi4py import MPI
 from mpiad.errors import CommunicatorError
 from mpiad.transport.abort import install_abort_hook, is_rank
 from mpiad.transport.channels import close_world, open_world
-from mpiad.transport.departure import await_others, watch_departures
+from mpiad.transport.departure import watch_departures
+from mpiad.transport.guarded import closing, switch
 from mpiad.transport.launcher import warn_of_separate_worlds
 from mpiad.transport.memory import raise_malloc_thresholds
 from mpiad.transport.recovery import interruptible
@@ -46,6 +47,7 @@ def start(call: str) -> None:
     if install_abort_hook():
         install_signal_handlers()
         watch_departures()
+    switch.start()
     raise_malloc_thresholds()
     if os.environ.get("MPIAD_THREADS") != "0":
         limit_threads(_local[1], logs=MPI.COMM_WORLD.rank == 0)
@@ -89,18 +91,17 @@ def finalized() -> bool:
 def finalize() -> None:
     """Complete what was sent and finalise MPI; collective over all ranks. A second call does nothing."""
     if MPI.Is_initialized() and not MPI.Is_finalized():
-        _close()
+        closing.close(_end_world)
         MPI.Finalize()
 
 
 @atexit.register
 def _complete_at_exit() -> None:
     if is_rank():
-        _close()
+        closing.close_at_exit(_end_world)
 
 
-def _close() -> None:
-    await_others()
+def _end_world() -> None:
     for end in _ends:
         end()
     # Others may wait for this rank after a failure; with it, they all learn of it.

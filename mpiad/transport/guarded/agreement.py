@@ -1,0 +1,146 @@
+"""The ranks of a group agree on what they are about to do, over a communicator of their own.
+
+Each rank has a number that stands for its call. In log2(P) rounds of one small message all learn the least and the
+greatest: where these are the same, all calls are. Only where they aren't do descriptions travel. Channels of the same
+ranks share one communicator for this, so that a call on the wrong one of two is found, too.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mpiad._typing import Comm
+from mpiad.transport.guarded.waits import Awaited, poll
+
+__all__ = ["Agreement"]
+
+_LANES = 256
+_EPOCHS = 60
+_abandoned: list[Any] = []  # MPI may still use these buffers
+
+
+class Agreement:
+    """What the ranks of one group agree over.
+
+    Attributes
+    ----------
+    members : tuple of int
+        Their ranks in the world, by their rank in its communicator.
+    label : str
+    number : int
+        Of agreements that this rank has begun: it says who is missing.
+    starts : int
+        Of nonblocking reductions begun: they must come at the same place among the other calls.
+    """
+
+    def __init__(self, comm: Comm, members: tuple[int, ...], label: str):
+        self.comm, self.members, self.label = comm, members, label
+        self.number = self.starts = self._epoch = 0
+        self._lanes: dict[int, _Lane] = {}
+        self._later = comm.Dup()
+
+    def later(self) -> Comm:
+        """Return the communicator for what is compared at the end of nonblocking calls."""
+        return self._later
+
+    def agree(self, mine: int, channel_number: int, make: Callable[[], Awaited]) -> bool:
+        """Tell whether all ranks have given the same number; a wait with a deadline."""
+        self.number += 1
+        lane = self._lane(channel_number)
+        return lane.agree(mine + self.starts, make)
+
+    def descriptions(self, mine: Any, channel_number: int, make: Callable[[], Awaited]) -> list[Any]:
+        """Return what each rank says; all ranks call it after they have disagreed."""
+        tag = self._tag(channel_number) + _LANES * _EPOCHS
+        buffer = np.frombuffer(pickle.dumps(mine), dtype=np.uint8)
+        sends = [self.comm.Isend(buffer, rank, tag) for rank in range(self.comm.size)]
+        found = [_received(self.comm, rank, tag, make) for rank in range(self.comm.size)]
+        for send in sends:
+            poll(send.Test, make)
+        return found
+
+    def renew(self) -> None:
+        """Forget what is under way: later messages have other tags. All ranks call it."""
+        self._epoch += 1
+        for lane in self._lanes.values():
+            lane.abandon()
+        self._lanes.clear()
+
+    def _lane(self, channel_number: int) -> _Lane:
+        # Threads beside the main one may each have a communicator: those agree apart.
+        number = 0 if threading.current_thread() is _MAIN else channel_number % (_LANES - 1) + 1
+        lane = self._lanes.get(number)
+        if lane is None or lane.broken:
+            lane = self._lanes[number] = _Lane(self.comm, self._tag(channel_number))
+        return lane
+
+    def _tag(self, channel_number: int) -> int:
+        number = 0 if threading.current_thread() is _MAIN else channel_number % (_LANES - 1) + 1
+        return self._epoch % _EPOCHS * _LANES + number
+
+
+_MAIN = threading.main_thread()
+
+
+def _received(comm: Comm, source: int, tag: int, make: Callable[[], Awaited]) -> Any:
+    status, found = MPI.Status(), []
+
+    def come() -> bool:
+        message = comm.Improbe(source, tag, status)
+        if message is not None:
+            found.append(message)
+        return bool(found)
+
+    poll(come, make)
+    buffer = np.empty(status.Get_count(MPI.BYTE), dtype=np.uint8)
+    found[0].Recv([buffer, MPI.BYTE])
+    return pickle.loads(buffer.tobytes())
+
+
+class _Lane:
+    """Persistent requests for the rounds of one tag."""
+
+    def __init__(self, comm: Comm, tag: int):
+        self.broken, self.active = False, None
+        self._rounds: list[tuple[np.ndarray, np.ndarray, Any, Any]] = []
+        distance = 1
+        while distance < comm.size:
+            out, into = np.zeros(2, np.int64), np.zeros(2, np.int64)
+            send = comm.Send_init(out, (comm.rank + distance) % comm.size, tag)
+            receive = comm.Recv_init(into, (comm.rank - distance) % comm.size, tag)
+            self._rounds.append((out, into, send, receive))
+            distance *= 2
+
+    def agree(self, mine: int, make: Callable[[], Awaited]) -> bool:
+        least = greatest = mine
+        try:
+            for out, into, send, receive in self._rounds:
+                out[0], out[1] = least, greatest
+                receive.Start()
+                send.Start()
+                self.active = receive
+                poll(receive.Test, make)
+                self.active = None
+                low, high = into.tolist()
+                least, greatest = min(least, low), max(greatest, high)
+                poll(send.Test, make)
+        except BaseException:
+            self.abandon()
+            raise
+        return least == greatest
+
+    def abandon(self) -> None:
+        """Take back what is under way: a later message must not be received in its place."""
+        self.broken = True
+        for _, _, _, receive in self._rounds:
+            if self.active is receive:
+                receive.Cancel()
+                receive.Wait()
+        _abandoned.append(self._rounds)
+        self._rounds, self.active = [], None

@@ -1,0 +1,106 @@
+"""What a rank waits for: all ranks in a collective, or one rank at the other end of a message."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpi4py import MPI
+
+from mpiad.transport.guarded.descriptions import Description, caller, shown_arguments, where
+from mpiad.transport.guarded.leaving import Departure
+
+__all__ = ["Gathering", "Letter"]
+
+
+class Gathering:
+    """A wait inside a collective.
+
+    Parameters
+    ----------
+    comm : Guarded
+    key : str
+        Of what the ranks count together: a communicator, or the agreement of its ranks.
+    number : int
+        Of the collective, by that count: who hasn't come so far is missing.
+    description : Description, optional
+    """
+
+    def __init__(self, comm: Any, key: str, number: int, description: Description | None = None, step: str = ""):
+        self.comm, self.key, self.number = comm, key, number
+        self.name, site, call = caller()
+        self.arguments = shown_arguments(call, comm.label, None, None, None, None)
+        self.place = where(call, site)
+        if description is not None:
+            self.name, self.arguments, self.place = description.operation, description.arguments, description.place
+
+    def give_up(self, reason: str) -> None:
+        """Refuse the further use of the communicator."""
+        self.comm.give_up(reason)
+
+    def in_vain(self, gone: dict[int, Departure], before: float) -> bool:
+        """Tell whether a member left the program without coming to this collective."""
+        return any(
+            rank in gone and gone[rank].heard < before and gone[rank].counts.get(self.key, 0) < self.number
+            for rank in self.comm.members
+        )
+
+    def report(self) -> dict[str, Any]:
+        """Return what a table of waits shows."""
+        return {
+            "call": self.name, "arguments": self.arguments, "place": self.place, "key": self.key, "number": self.number,
+            "members": self.comm.members, "hint": "",
+        }
+
+
+class Letter:
+    """A wait at one end of a message.
+
+    Parameters
+    ----------
+    comm : Guarded
+    sends : bool
+    peer, tag : int
+        As MPI counts in `comm`; may be any.
+    """
+
+    def __init__(self, comm: Any, sends: bool, peer: int, tag: int):
+        self.comm, self.sends, self.peer, self.tag = comm, sends, peer, tag
+        self.name, site, call = caller()
+        self.arguments = shown_arguments(call, comm.label, None, None, None, None)
+        self.place = where(call, site)
+
+    def give_up(self, reason: str) -> None:
+        """Refuse the further use of the communicator."""
+        self.comm.give_up(reason)
+
+    def in_vain(self, gone: dict[int, Departure], before: float) -> bool:
+        """Tell whether the other end has left the program."""
+        peers = self._peers()
+        return bool(peers) and all(rank in gone and gone[rank].heard < before for rank in peers)
+
+    def _peers(self) -> list[int]:
+        members = self.comm.members
+        anyone = [rank for rank in members if rank != members[self.comm.rank]]
+        return anyone if self.peer < 0 else [members[self.peer]]
+
+    def report(self) -> dict[str, Any]:
+        """Return what a table of waits shows."""
+        partner = "any rank" if self.peer < 0 else f"rank {self.peer}"
+        # The tag of an adjoint's message is made of several things.
+        tag = "" if self.comm.reverse else " with any tag" if self.tag < 0 else f" with tag {self.tag}"
+        direction = "to" if self.sends else "from"
+        arguments = ", ".join(filter(None, [f"{direction} {partner}{tag}", self.arguments]))
+        return {
+            "call": self.name, "arguments": arguments, "place": self.place, "peers": self._peers(), "hint": self._hint(),
+        }
+
+    def _hint(self) -> str:
+        """Say which message is there instead of the one that is awaited."""
+        if self.sends or self.comm.reverse:
+            return ""
+        status = MPI.Status()
+        for source, tag in ((self.peer, MPI.ANY_TAG), (MPI.ANY_SOURCE, self.tag), (MPI.ANY_SOURCE, MPI.ANY_TAG)):
+            if self.comm.bare.Iprobe(source, tag, status):
+                size = status.Get_count(MPI.BYTE)
+                return f"a message from rank {status.source} with tag {status.tag} ({size} bytes) is there instead"
+        return ""

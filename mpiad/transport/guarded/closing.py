@@ -1,0 +1,83 @@
+"""The end of the program under watch: ranks come to it at different times, and in debug mode nothing may be left over."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+
+from mpi4py import MPI
+
+from mpiad.errors import CommunicationMismatch
+from mpiad.transport import channels
+from mpiad.transport.departure import await_others
+from mpiad.transport.guarded import leaving, ledger, settings, switch
+from mpiad.transport.guarded.waits import deadline_lifted
+
+__all__ = ["close", "close_at_exit"]
+
+_KILLED_WITHIN = 3.0  # seconds
+
+
+def close(close_world: Callable[[], None]) -> None:
+    """Close the world, when all ranks have come to its end.
+
+    Raises
+    ------
+    CommunicationMismatch
+        On all ranks, in debug mode, where messages or requests are left over.
+    """
+    if not settings.present().watches:
+        await_others()
+        close_world()
+        return
+    leaving.note_leaving(True)
+    switch.announce(True)
+    # This rank may be done long before the others. After an error it waits no longer than ever.
+    faulted = any(channel.fault is not None for channel in channels.live_channels())
+    await_others(settings.present().timeout if faulted else None)
+    with deadline_lifted():
+        left_over = _left_over()
+        close_world()
+    switch.stop_answering()
+    if left_over:
+        raise CommunicationMismatch(
+            "the program ended with communication left over. Receive what is sent, with its tag and from its sender, and "
+            "wait for each request.\n" + "\n".join(left_over)
+        )
+
+
+def close_at_exit(close_world: Callable[[], None]) -> None:
+    """Close the world at the end of this process; end the job where something is left over."""
+    if not settings.present().watches:
+        close(close_world)
+        return
+    try:
+        close(close_world)
+    except Exception as error:  # noqa: BLE001 - nobody is left to catch it
+        _end_job(error)
+
+
+def _left_over() -> list[str]:
+    """Return sentences on what nobody received or waited for; collective over the world in debug mode."""
+    if not settings.debug():
+        return []
+    summaries = channels.open_world().reverse.allgather(ledger.summary())
+    requests = [
+        f"Rank {rank} started {call} at {place} and never waited for it."
+        for rank, found in enumerate(summaries)
+        for call, place in found[2]
+    ]
+    return ledger.unreceived(summaries) + requests
+
+
+def _end_job(error: Exception) -> None:
+    # One rank shows it; all know the same.
+    if MPI.COMM_WORLD.rank == 0 or not isinstance(error, CommunicationMismatch):
+        sys.excepthook(type(error), error, error.__traceback__)
+    else:
+        time.sleep(_KILLED_WITHIN)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)

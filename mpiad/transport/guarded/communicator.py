@@ -1,0 +1,261 @@
+"""A communicator whose waits end: the methods that the library uses of mpi4py's, each with a deadline.
+
+In debug mode the ranks agree on a collective before they enter it; then all are there, and MPI's own blocking call is
+the fastest. Without, the nonblocking form is started and polled. What is awaited is described only where it takes longer
+than a moment.
+"""
+
+from __future__ import annotations
+
+import pickle
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mpiad._typing import Comm
+from mpiad.transport.guarded import settings
+from mpiad.transport.guarded.agreement import Agreement
+from mpiad.transport.guarded.awaited import Gathering, Letter
+from mpiad.transport.guarded.descriptions import describe, fingerprint
+from mpiad.transport.guarded.mismatch import raise_mismatch
+from mpiad.transport.guarded.requests import GuardedRequest, keep_for_ever
+from mpiad.transport.guarded.waits import poll
+
+__all__ = ["Guarded", "counts"]
+
+_all: weakref.WeakSet[Guarded] = weakref.WeakSet()
+
+
+def counts() -> dict[str, int]:
+    """Return how many collectives this rank has begun, by what is counted together."""
+    found = {comm.label: comm.started for comm in tuple(_all)}
+    return found | {comm.agreement.label: comm.agreement.number for comm in tuple(_all) if comm.agreement is not None}
+
+
+def _collective(name: str, compared: Callable[..., tuple[Any, Any, Any]]) -> Any:
+    """Make the guarded form of a collective; `compared` takes its arguments and returns array, reduction and root."""
+    nonblocking = "I" + name.lower()
+
+    def method(self: Guarded, *args: Any) -> None:
+        if self.agreement is None:
+            self.finish(getattr(self.bare, nonblocking)(*args), name, args)
+        else:
+            self.agree(name, *compared(*args))
+            getattr(self.bare, name)(*args)
+
+    return method
+
+
+def _nonblocking(name: str) -> Any:
+    def method(self: Guarded, *args: Any) -> GuardedRequest:
+        self.started += 1
+        number = self.started
+        return GuardedRequest(getattr(self.bare, name)(*args), lambda: Gathering(self, self.label, number), args)
+
+    return method
+
+
+class Guarded:
+    """A communicator of mpi4py's under watch.
+
+    Parameters
+    ----------
+    bare : mpi4py communicator
+    label : str
+        The same on all its ranks.
+    members : tuple of int
+        Its ranks' numbers in the world.
+    agreement : Agreement, optional
+        With which its ranks compare collectives.
+    owner : Channel, optional
+        Which is marked where a wait is given up.
+    number : int
+        Of the channel, among those of the same ranks.
+    reverse : bool
+        Whether it carries the messages of adjoints.
+    """
+
+    def __init__(
+        self, bare: Comm, label: str, members: tuple[int, ...], agreement: Agreement | None = None, owner: Any = None,
+        number: int = 0, reverse: bool = False,
+    ):
+        self.bare, self.label, self.members, self.agreement = bare, label, members, agreement
+        self.rank, self.size = bare.rank, bare.size
+        self.number, self.reverse = number, reverse
+        self.owner = owner if owner is None or isinstance(owner, weakref.ref) else weakref.ref(owner)
+        self.started = self._made = 0
+        _all.add(self)
+
+    def agree(self, step: str, array: Any = None, op: Any = None, root: int | None = None) -> None:
+        """Raise on all ranks where they aren't about to do the same."""
+        if self.size == 1:
+            return
+        agreement: Agreement = self.agreement  # type: ignore[assignment]
+        array = array if isinstance(array, np.ndarray) else None
+        said = (self.label, step, array, op, root, settings.present().call_sites)
+
+        def make() -> Gathering:
+            return Gathering(self, agreement.label, agreement.number, describe(*said))
+
+        if not agreement.agree(fingerprint(*said), self.number, make):
+            mine = (describe(*said), agreement.starts)
+            raise_mismatch(agreement.descriptions(mine, self.number, make), agreement.members)
+
+    def finish(self, request: Any, name: str, held: Any) -> None:
+        """Wait for a collective that was started."""
+        self.started += 1
+        number = self.started
+        try:
+            poll(request.Test, lambda: Gathering(self, self.label, number))
+        except BaseException:
+            keep_for_ever(request, held)
+            raise
+
+    def give_up(self, reason: str) -> None:
+        """Refuse the further use of the channel."""
+        channel = None if self.owner is None else self.owner()
+        if channel is not None:
+            channel.mark(f"{reason.splitlines()[0].rstrip(':')}.")
+
+    def retire(self) -> None:
+        """Count no more: another communicator takes its place, under its name."""
+        _all.discard(self)
+
+    # ---- collectives of arrays
+    Allreduce = _collective("Allreduce", lambda send, recv, op=MPI.SUM: (send, op, None))
+    Reduce = _collective("Reduce", lambda send, recv, op=MPI.SUM, root=0: (send, op, root))
+    Scan = _collective("Scan", lambda send, recv, op=MPI.SUM: (send, op, None))
+    Exscan = _collective("Exscan", lambda send, recv, op=MPI.SUM: (send, op, None))
+    Reduce_scatter = _collective("Reduce_scatter", lambda send, recv, counts, op=MPI.SUM: (send, op, None))
+    Bcast = _collective("Bcast", lambda array, root=0: (array, None, root))
+    Allgather = _collective("Allgather", lambda send, recv: (send, None, None))
+    Alltoall = _collective("Alltoall", lambda send, recv: (send, None, None))
+    # The lengths of pieces may differ.
+    Allgatherv = _collective("Allgatherv", lambda send, recv: (None, None, None))
+    Gatherv = _collective("Gatherv", lambda send, recv, root=0: (None, None, root))
+    Scatterv = _collective("Scatterv", lambda send, recv, root=0: (None, None, root))
+    Barrier = _collective("Barrier", lambda: (None, None, None))
+    Iallgather = _nonblocking("Iallgather")
+    Iallreduce = _nonblocking("Iallreduce")
+    Ibcast = _nonblocking("Ibcast")
+
+    # ---- collectives of pickled objects
+    def allgather(self, value: Any) -> list[Any]:
+        """Return every rank's value on all ranks."""
+        if self.agreement is not None:
+            self.agree("allgather")
+            return self.bare.allgather(value)
+        mine = np.frombuffer(pickle.dumps(value), dtype=np.uint8)
+        lengths = np.empty(self.size, dtype=np.int64)
+        self.Allgather(np.array([mine.size], dtype=np.int64), lengths)
+        every = np.empty(int(lengths.sum()), dtype=np.uint8)
+        self.Allgatherv(mine, [every, lengths.tolist()])
+        return [pickle.loads(part.tobytes()) for part in np.split(every, np.cumsum(lengths)[:-1])]
+
+    def gather(self, value: Any, root: int = 0) -> list[Any] | None:
+        """Return every rank's value on the root."""
+        if self.agreement is not None:
+            self.agree("gather", root=root)
+            return self.bare.gather(value, root)
+        every = self.allgather(value)
+        return every if self.rank == root else None
+
+    def alltoall(self, values: list[Any]) -> list[Any]:
+        """Return what each rank has for this one."""
+        if self.agreement is not None:
+            self.agree("alltoall")
+            return self.bare.alltoall(values)
+        return [every[self.rank] for every in self.allgather(list(values))]
+
+    def allreduce(self, value: Any) -> Any:
+        """Return the sum of all ranks' values."""
+        every = self.allgather(value)
+        return sum(every[1:], every[0])
+
+    def bcast(self, value: Any, root: int = 0) -> Any:
+        """Return the root's value on all ranks."""
+        if self.agreement is not None:
+            self.agree("bcast", root=root)
+            return self.bare.bcast(value, root)
+        packed = np.frombuffer(pickle.dumps(value), dtype=np.uint8) if self.rank == root else None
+        length = np.array([0 if packed is None else packed.size], dtype=np.int64)
+        self.Bcast(length, root)
+        # Not the bytes of a pickle themselves: MPI takes writable memory for both ends.
+        packet = np.empty(int(length[0]), dtype=np.uint8) if packed is None else packed.copy()
+        self.Bcast(packet, root)
+        return value if self.rank == root else pickle.loads(packet.tobytes())
+
+    # ---- messages
+    def Isend(self, array: Any, dest: int, tag: int) -> GuardedRequest:
+        """Start to send."""
+        return GuardedRequest(self.bare.Isend(array, dest, tag), lambda: Letter(self, True, dest, tag), array)
+
+    def Irecv(self, buffer: Any, source: int, tag: int) -> GuardedRequest:
+        """Start to receive."""
+        request = self.bare.Irecv(buffer, source, tag)
+        return GuardedRequest(request, lambda: Letter(self, False, source, tag), buffer, receives=True)
+
+    def Recv(self, buffer: Any, source: int, tag: int, status: Any = None) -> None:
+        """Receive."""
+        Guarded.Irecv(self, buffer, source, tag).Wait(status)
+
+    def Iprobe(self, source: int, tag: int, status: Any = None) -> bool:
+        """Tell whether a message is there."""
+        return self.bare.Iprobe(source, tag, status)
+
+    def Probe(self, source: int, tag: int, status: Any = None) -> None:
+        """Wait for a message."""
+        poll(lambda: self.bare.Iprobe(source, tag, status), lambda: Letter(self, False, source, tag))
+
+    def Mprobe(self, source: int, tag: int, status: Any = None) -> Any:
+        """Wait for a message and take it out of the others."""
+        found: list[Any] = []
+
+        def come() -> bool:
+            message = self.bare.Improbe(source, tag, status)
+            if message is not None:
+                found.append(message)
+            return bool(found)
+
+        poll(come, lambda: Letter(self, False, source, tag))
+        return found[0]
+
+    # ---- communicators
+    def Dup(self) -> Guarded:
+        """Make a duplicate under the same watch, whose collectives aren't compared."""
+        self._together("Dup")
+        self._made += 1
+        return Guarded(self.bare.Dup(), f"{self.label}, duplicate {self._made}", self.members)
+
+    def Split(self, color: int, key: int) -> Guarded:
+        """Put all ranks in another order."""
+        self._together("Split")
+        made = self.bare.Split(color, key)
+        order = made.allgather(self.members[self.rank])
+        return Guarded(made, f"{self.label}, reordered", tuple(order), self.agreement, self.owner, self.number)
+
+    def _together(self, step: str) -> None:
+        # MPI makes communicators in blocking calls; they don't wait once all ranks are there.
+        if self.agreement is not None:
+            self.agree(step)
+        else:
+            self.Barrier()
+
+    def Free(self) -> None:
+        """Free the communicator."""
+        self.bare.Free()
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (not isinstance(other, Guarded) and self.bare == other)
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __getattr__(self, name: str) -> Any:
+        # The rest (names, attributes, revoking) doesn't wait.
+        if name == "bare":
+            raise AttributeError(name)
+        return getattr(self.bare, name)

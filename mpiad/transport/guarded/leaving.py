@@ -1,0 +1,45 @@
+"""Which ranks have left the program: told to all others at once, since who waits for one of them waits in vain."""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import NamedTuple
+
+from mpiad.transport.departure import farewell
+
+__all__ = ["Departure", "departed", "left", "note_departure", "note_leaving"]
+
+
+class Departure(NamedTuple):
+    """A rank's end of the program: how many collectives it had begun by then, and when it was heard here."""
+
+    counts: dict[str, int]
+    heard: float
+
+
+_leaving_since: float | None = None
+_departed: dict[int, Departure] = {}
+
+
+def note_leaving(leaves: bool) -> None:
+    """Note that this rank leaves the program, or that it has come back from an error on the way."""
+    global _leaving_since
+    _leaving_since = (_leaving_since or perf_counter()) if leaves else None
+
+
+def left() -> tuple[str, str, float] | None:
+    """Return how, where from and when this rank left, None while it is there."""
+    return None if _leaving_since is None else (*farewell(), _leaving_since)
+
+
+def note_departure(rank: int, counts: dict[str, int] | None) -> None:
+    """Note that another rank has left, or that it has come back (`counts` None)."""
+    if counts is None:
+        _departed.pop(rank, None)
+    else:
+        _departed[rank] = Departure(counts, perf_counter())
+
+
+def departed() -> dict[int, Departure]:
+    """Return what is known of other ranks that have left, by rank in the world."""
+    return _departed

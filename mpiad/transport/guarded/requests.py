@@ -1,0 +1,61 @@
+"""Requests whose wait has a deadline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from mpiad.errors import DeadlockError
+from mpiad.transport.guarded.waits import Awaited, poll
+
+__all__ = ["GuardedRequest", "keep_for_ever"]
+
+_abandoned: list[Any] = []
+
+
+def keep_for_ever(*buffers: Any) -> None:
+    """Hold what MPI may still use: the request that it belongs to was given up."""
+    _abandoned.append(buffers)
+
+
+class GuardedRequest:
+    """A request of mpi4py's, waited for by polling.
+
+    Parameters
+    ----------
+    request : mpi4py request
+    make : callable
+        Describes the wait.
+    held : object
+        Its buffers.
+    receives : bool
+        Whether it can be taken back.
+    """
+
+    def __init__(self, request: Any, make: Callable[[], Awaited], held: Any = None, receives: bool = False):
+        self.request, self._make = request, make
+        self._held, self._receives = held, receives
+
+    def Test(self, status: Any = None) -> bool:
+        """Tell whether it is complete."""
+        return self.request.Test(status)
+
+    def Wait(self, status: Any = None) -> None:
+        """Wait until it is complete."""
+        try:
+            poll(lambda: self.Test(status), self._make)
+        except DeadlockError:
+            self._give_up()
+            raise
+
+    def _give_up(self) -> None:
+        # The caller drops the buffers. A receive must not take a later message into them either.
+        if self._receives:
+            self.Cancel()
+            self.request.Wait()
+        else:
+            keep_for_ever(self.request, self._held)
+
+    def Cancel(self) -> None:
+        """Cancel it."""
+        self.request.Cancel()

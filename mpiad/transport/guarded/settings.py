@@ -1,0 +1,79 @@
+"""What is watched: read from the environment at the start, changed by `mpiad.debug.checked`."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import NamedTuple
+
+__all__ = ["DEBUG_TIMEOUT", "Settings", "debug", "from_environment", "present", "put", "seconds_of"]
+
+DEBUG_TIMEOUT = 300.0
+
+
+class Settings(NamedTuple):
+    """What is watched.
+
+    Attributes
+    ----------
+    debug : bool
+        Whether ranks agree before they communicate.
+    timeout : float or None
+        Seconds that a wait may take.
+    call_sites : bool
+        Whether ranks must call from the same line.
+    """
+
+    debug: bool = False
+    timeout: float | None = None
+    call_sites: bool = True
+
+    @property
+    def watches(self) -> bool:
+        """Whether anything is."""
+        return self.debug or self.timeout is not None
+
+
+_present = Settings()
+
+
+def present() -> Settings:
+    """Return what is watched now."""
+    return _present
+
+
+def debug() -> bool:
+    """Tell whether the ranks compare what they do."""
+    return _present.debug
+
+
+def put(settings: Settings) -> Settings:
+    """Change what is watched and return what was before; `switch.apply` does what follows from it."""
+    global _present
+    before, _present = _present, settings
+    return before
+
+
+def seconds_of(value: object, name: str) -> float | None:
+    """Return a number of seconds, None for no limit.
+
+    Raises
+    ------
+    ValueError
+        For anything but a number that isn't negative.
+    """
+    try:
+        seconds = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        seconds = math.nan
+    if not seconds >= 0:  # NaN too
+        raise ValueError(f"{name} must be a number of seconds, 0 for no limit, but got {value!r}.")
+    return seconds if 0 < seconds < math.inf else None
+
+
+def from_environment() -> Settings:
+    """Return what MPIAD_DEBUG, MPIAD_TIMEOUT and MPIAD_DEBUG_SITES ask for."""
+    checks = os.environ.get("MPIAD_DEBUG") == "1"
+    given = os.environ.get("MPIAD_TIMEOUT")
+    timeout = seconds_of(given, "MPIAD_TIMEOUT") if given else (DEBUG_TIMEOUT if checks else None)
+    return Settings(checks, timeout, os.environ.get("MPIAD_DEBUG_SITES") != "0")

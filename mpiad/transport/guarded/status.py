@@ -1,0 +1,167 @@
+"""What each rank is doing, told to a rank that asks: by a thread of each rank, over a communicator of its own.
+
+A rank whose wait has expired asks all others, makes the table of the answers and sends it to those that wait with it,
+which raise the same. Where MPI allows no second thread, ranks answer from inside their own waits only.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import threading
+import time
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mpiad._typing import Comm
+from mpiad.errors import DeadlockError
+from mpiad.transport import calls
+from mpiad.transport.guarded import communicator, leaving, ledger, waits
+from mpiad.transport.guarded.deadlock import Finding, finding_of
+from mpiad.transport.guarded.waits import Waiting
+from mpiad.transport.notices import threads_may_communicate
+
+__all__ = ["Responder"]
+
+_ASK, _TOLD, _VERDICT, _LEFT = 1, 2, 3, 4
+_TICK = 0.02
+_PATIENCE = 1.0
+
+
+class Responder:
+    """Answers questions about this rank, and asks about the others; made by all ranks together."""
+
+    def __init__(self, comm: Comm):
+        self._comm = comm
+        self._sends: list[Any] = []
+        self._asked = 0
+        self._asking = False
+        self._ear, self._mouth = threading.Lock(), threading.Lock()
+        self._done = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.start()
+
+    def start(self) -> None:
+        """Begin to answer."""
+        self._done.clear()
+        if threads_may_communicate() and self._comm.size > 1:
+            self._thread = threading.Thread(target=self._respond, name="mpiad-status", daemon=True)
+            self._thread.start()
+        waits.set_reporter(self.expire, None if self._thread is not None else self.answer)
+
+    def stop(self) -> None:
+        """Answer no more."""
+        self._done.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _respond(self) -> None:
+        while not self._done.wait(_TICK):
+            self.answer()
+
+    def answer(self) -> None:
+        """Answer what has come in."""
+        with self._ear:
+            while (come := self._taken(_ASK)) is not None:
+                source, (number,) = come
+                self._post(source, _TOLD, (number, _state(self._asking)))
+            while (come := self._taken(_LEFT)) is not None:
+                leaving.note_departure(*come)
+            while (come := self._taken(_VERDICT)) is not None:
+                _, (number, found) = come
+                waits.tell(number, _error(found))
+
+    def announce(self, leaves: bool) -> None:
+        """Tell all other ranks that this one has left the program, or that it is back."""
+        with self._ear:
+            for rank in range(self._comm.size):
+                if rank != self._comm.rank:
+                    self._post(rank, _LEFT, communicator.counts() if leaves else None)
+
+    def expire(self, waiting: Waiting) -> Exception:
+        """Return what a wait raises that has taken too long, and tell the ranks that wait with it."""
+        self._asking = True
+        try:
+            states = self._ask_all()
+            self.answer()
+            if waiting.verdict is not None:  # another rank was faster
+                return waiting.verdict
+            found = finding_of(states, self._comm.rank)
+            # Of several ranks that ask at the same time one makes the table.
+            first = min([self._comm.rank, *[r for r in found.ranks if (states[r] or {}).get("asking")]])
+            if first != self._comm.rank:
+                self._await_verdict(waiting)
+                if waiting.verdict is not None:
+                    return waiting.verdict
+            for rank in found.ranks:
+                state = states[rank]
+                if rank != self._comm.rank and state is not None:
+                    self._post(rank, _VERDICT, (state["wait"], found))
+            return _error(found)
+        finally:
+            self._asking = False
+
+    def _await_verdict(self, waiting: Waiting) -> None:
+        until = perf_counter() + _PATIENCE
+        while waiting.verdict is None and perf_counter() < until:
+            self.answer()
+            time.sleep(_TICK / 4)
+
+    def _ask_all(self) -> list[dict[str, Any] | None]:
+        states: list[dict[str, Any] | None] = [None] * self._comm.size
+        states[self._comm.rank] = _state(True)
+        self._asked += 1
+        others = [rank for rank in range(self._comm.size) if rank != self._comm.rank]
+        for rank in others:
+            self._post(rank, _ASK, (self._asked,))
+        until = perf_counter() + _PATIENCE
+        while perf_counter() < until and any(states[rank] is None for rank in others):
+            self.answer()
+            come = self._taken(_TOLD)
+            if come is None:
+                time.sleep(_TICK / 10)
+            elif come[1][0] == self._asked:
+                states[come[0]] = come[1][1]
+        return states
+
+    def _post(self, dest: int, tag: int, value: Any) -> None:
+        with self._mouth:
+            self._sends = [held for held in self._sends if not held[0].Test()]
+        buffer = np.frombuffer(pickle.dumps(value), dtype=np.uint8)
+        with self._mouth:
+            self._sends.append((self._comm.Isend(buffer, dest, tag), buffer))
+
+    def _taken(self, tag: int) -> tuple[int, Any] | None:
+        status = MPI.Status()
+        message = self._comm.Improbe(MPI.ANY_SOURCE, tag, status)
+        if message is None:
+            return None
+        buffer = np.empty(status.Get_count(MPI.BYTE), dtype=np.uint8)
+        message.Recv([buffer, MPI.BYTE])
+        return status.source, pickle.loads(buffer.tobytes())
+
+
+def _error(found: Finding) -> DeadlockError:
+    return DeadlockError(found.text, found.table, found.ranks, found.cycle)
+
+
+def _state(asking: bool) -> dict[str, Any]:
+    """Return what this rank is doing."""
+    main: int = threading.main_thread().ident  # type: ignore[assignment]
+    every = waits.who_waits()
+    waiting = every.get(main) or next(iter(every.values()), None)
+    common = {"asking": asking, "counts": communicator.counts(), "ledger": ledger.summary(), "pid": os.getpid()}
+    left = leaving.left()
+    if left is not None:
+        how, place, since = left
+        return common | {"state": "left", "how": how, "place": place, "seconds": perf_counter() - since}
+    if waiting is not None:
+        seconds = perf_counter() - waiting.began
+        return common | {"state": "waits", "wait": waiting.number, "seconds": seconds} | waiting.what.report()
+    frame = sys._current_frames().get(main)
+    return common | {"state": "computes", "place": calls.site_of(frame).text}

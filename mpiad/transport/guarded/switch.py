@@ -1,0 +1,155 @@
+"""Turn the watch on and off: replace the communicators of all channels, and of those that are made later."""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from mpi4py import MPI
+
+from mpiad._typing import Comm
+from mpiad.transport import calls, channels
+from mpiad.transport.channels import Channel, Watch
+from mpiad.transport.guarded import settings
+from mpiad.transport.guarded.agreement import Agreement
+from mpiad.transport.guarded.communicator import Guarded
+from mpiad.transport.guarded.letters import Letters
+from mpiad.transport.guarded.settings import Settings
+from mpiad.transport.guarded.status import Responder
+from mpiad.transport.unreceived import drain
+
+__all__ = ["announce", "apply", "restore", "start", "stop_answering"]
+
+_OWNER = "guard"
+_agreements: dict[tuple[int, ...], Agreement] = {}
+_posts: WeakKeyDictionary[Channel, Comm] = WeakKeyDictionary()
+_responder: Responder | None = None
+_meeting: Guarded | None = None
+
+
+def start() -> None:
+    """Turn on what the environment asks for, on any rank; collective over the world."""
+    wrong, wanted = None, Settings()
+    try:
+        wanted = settings.from_environment()
+    except ValueError as error:
+        wrong = error
+    # What one rank asks for, all do: one that doesn't answer would hang the others.
+    never = np.inf
+    limit = never if wanted.timeout is None else wanted.timeout
+    mine = np.array([wrong is None, not wanted.debug, wanted.call_sites, limit], dtype=float)
+    every = np.empty_like(mine)
+    MPI.COMM_WORLD.Allreduce(mine, every, MPI.MIN)
+    if wrong is not None or not every[0]:
+        raise wrong or ValueError("MPIAD_TIMEOUT on another rank isn't a number of seconds.")
+    timeout = None if every[3] == never else float(every[3])
+    found = Settings(not every[1], timeout, bool(every[2]))
+    if found.watches:
+        apply(found)
+
+
+def apply(wanted: Settings) -> None:
+    """Watch as wanted; collective over the world. Channels with the same communicators keep them."""
+    global _responder, _meeting
+    before = settings.put(wanted)
+    if _responder is None:
+        comm = MPI.COMM_WORLD.Dup()
+        _responder, _meeting = Responder(comm), Guarded(comm, "world, to meet", tuple(range(comm.size)))
+    elif not before.watches:
+        _responder.start()
+    calls.note(_OWNER)
+    live = _in_common_order()
+    channels.set_watch(Watch(_duplicate, _put_on, _start_anew))
+    if wanted.debug != before.debug or not before.watches:
+        for channel in live:
+            _take_off(channel)
+            _put_on(channel)
+            if isinstance(channel.data, Letters):
+                channel.data.skip(channel.sent, channel.received)
+
+
+def restore(before: Settings) -> None:
+    """Watch less, as before; each rank by itself, since an exception may have kept others from coming here."""
+    now = settings.put(before)
+    if not before.watches:
+        channels.set_watch(None)
+        calls.forget(_OWNER)
+        stop_answering()
+    if now.debug != before.debug or not before.watches:
+        for channel in channels.live_channels():
+            _take_off(channel)
+            if before.watches:
+                _put_on(channel)
+
+
+def stop_answering() -> None:
+    """End the thread that answers other ranks, before MPI ends."""
+    if _responder is not None:
+        _responder.stop()
+
+
+def announce(leaves: bool) -> None:
+    """Tell all ranks that this one has left the program, or that it is back."""
+    if _responder is not None:
+        _responder.announce(leaves)
+
+
+def _in_common_order() -> list[Channel]:
+    """Return this rank's channels in an order that all ranks share: making communicators is collective."""
+    mine = {(channel.members, channel.number): channel for channel in channels.live_channels()}
+    every = sorted({key for keys in _meeting.allgather(list(mine)) for key in keys})  # type: ignore[union-attr]
+    return [mine[key] for key in every if key in mine]
+
+
+def _put_on(channel: Channel) -> None:
+    """Put guarded communicators into a channel; collective over its ranks."""
+    checks = settings.debug()
+    agreement = _agreement(channel) if checks else None
+    common = (channel.label, channel.members, agreement, channel, channel.number)
+    if checks:
+        channel.data = Letters(channel.data, _post(channel), *common)
+    else:
+        channel.data = Guarded(channel.data, *common)
+    label = f"{channel.label}, backwards"
+    channel.reverse = Guarded(channel.reverse, label, *common[1:], reverse=True)
+
+
+def _post(channel: Channel) -> Comm:
+    """Return a communicator for headers, with none left on it; collective over the channel's ranks."""
+    found = _posts.get(channel)
+    if found is None or found == MPI.COMM_NULL:
+        found = _posts[channel] = channel.data.Dup()
+    else:
+        drain(found, channel.tag_limit)
+    return found
+
+
+def _take_off(channel: Channel) -> None:
+    for name in ("data", "reverse", "_backwards"):
+        comm = getattr(channel, name)
+        if isinstance(comm, Guarded):
+            setattr(channel, name, comm.bare)
+
+
+def _agreement(channel: Channel) -> Agreement:
+    # Of the same ranks, in any order.
+    key = tuple(sorted(channel.members))
+    found = _agreements.get(key)
+    if found is None:
+        found = _agreements[key] = Agreement(channel.data.Dup(), channel.members, f"agreement of {list(key)}")
+    return found
+
+
+def _duplicate(channel: Channel) -> Comm:
+    # MPI makes communicators in blocking calls: all ranks must be there first.
+    return Guarded(channel.user, f"{channel.label}, prepared", channel.members).Dup().bare
+
+
+def _start_anew(channel: Channel) -> None:
+    _posts.pop(channel, None)
+    for comm in (channel.data, channel.reverse):
+        if isinstance(comm, Guarded):
+            comm.retire()
+    agreement = _agreements.get(tuple(sorted(channel.members)))
+    if agreement is not None:
+        agreement.renew()

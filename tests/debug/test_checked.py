@@ -1,0 +1,98 @@
+"""`checked`: a part of the program under watch, and nothing left of it afterwards."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+import mpiad
+from mpiad.errors import CommunicationMismatch, DeadlockError, UnfinishedMessagesError
+from mpiad.primitives.catalogue import ALLREDUCE
+from mpiad.transport import channel
+from mpiad.transport.guarded import settings
+
+
+@pytest.mark.mpi(min_size=2)
+def test_only_the_part_is_watched(rank, size):
+    before = settings.present()
+    used = channel(None, "test")
+    bare = used.data, used.reverse, ALLREDUCE.forward
+    with mpiad.debug.checked():
+        assert settings.debug()
+        with pytest.raises(CommunicationMismatch, match="the shape differs"):
+            mpiad.mpi_allreduce(np.ones(2 + rank))
+        assert mpiad.mpi_allreduce(1) == size
+    assert settings.present() == before
+    if not before.debug:
+        assert (used.data, used.reverse, ALLREDUCE.forward) == bare
+    assert mpiad.mpi_allreduce(1) == size
+
+
+@pytest.mark.mpi(min_size=2)
+def test_lines_may_be_left_out(rank, size):
+    def meet():
+        return mpiad.mpi_allreduce(1) if rank == 0 else mpiad.mpi_allreduce(1)
+
+    def meet_on_two_lines():
+        if rank == 0:
+            return mpiad.mpi_allreduce(1)
+        return mpiad.mpi_allreduce(1)
+
+    with mpiad.debug.checked():
+        assert meet() == size
+        with pytest.raises(CommunicationMismatch, match="the call site differs"):
+            meet_on_two_lines()
+    with mpiad.debug.checked(call_sites=False):
+        assert meet_on_two_lines() == size
+
+
+@pytest.mark.mpi(min_size=2)
+def test_messages_under_way_at_its_beginning_and_end(rank, size):
+    right, left = (rank + 1) % size, (rank - 1) % size
+    for _ in range(3):
+        mpiad.mpi_send(np.full(3, 1.0 + rank), right)  # sent before, received inside
+        early = mpiad.mpi_irecv(0.0, left, tag=1)  # posted before, sent inside
+        mpiad.mpi_barrier()
+        with mpiad.debug.checked():
+            mpiad.mpi_send(10.0 + rank, right, tag=1)
+            assert mpiad.mpi_wait(early) == 10.0 + left
+            assert mpiad.mpi_recv(np.zeros(3), left)[0] == 1.0 + left
+            mpiad.mpi_send(np.full(2, 5.0), right)  # has its header
+            mpiad.mpi_send(20.0 + rank, right, tag=2)  # sent inside, received after
+            late = mpiad.mpi_irecv(0, left, tag=3)  # posted inside, sent after
+            assert mpiad.mpi_recv(np.zeros(2), left)[0] == 5.0
+        assert mpiad.mpi_recv(0.0, left, tag=2) == 20.0 + left
+        mpiad.mpi_send(rank, right, tag=3)
+        assert mpiad.mpi_wait(late) == left
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_wait_ends_at_its_deadline(rank, size):
+    start = time.perf_counter()
+    with mpiad.debug.checked(timeout=0.4), pytest.raises(DeadlockError) as caught:
+        mpiad.mpi_recv(0.0, (rank + 1) % size, tag=9)
+    assert 0.3 < time.perf_counter() - start < 8
+    error = caught.value
+    assert error.ranks == tuple(range(size)) and len(error.cycle) == size + 1
+    assert "test_checked.py" in error.table and "with tag 9" in error.table
+    with pytest.raises(UnfinishedMessagesError, match="mpiad.reset"):
+        mpiad.mpi_allreduce(1)
+    mpiad.reset()
+    assert mpiad.mpi_allreduce(1) == size
+
+
+@pytest.mark.parametrize("timeout", [-1, "soon", float("nan")])
+def test_a_limit_must_be_a_number_of_seconds(timeout):
+    with pytest.raises(ValueError, match="checked: timeout must be a number of seconds"):
+        with mpiad.debug.checked(timeout=timeout):
+            pass
+
+
+def test_an_exception_ends_it(rank):
+    before = settings.present()
+    with pytest.raises(ZeroDivisionError):
+        with mpiad.debug.checked():
+            raise ZeroDivisionError
+    assert settings.present() == before

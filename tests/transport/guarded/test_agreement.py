@@ -1,0 +1,136 @@
+"""Ranks that are about to do different things all raise the same table, and can go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import autograd.numpy as anp
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpiad
+from mpiad.errors import CommunicationMismatch
+
+pytestmark = pytest.mark.mpi(min_size=2)
+X = np.ones(3)
+
+# What differs, and what rank 0 and the others do.
+DIFFERENT: dict[str, tuple[str, Callable[[], Any], Callable[[], Any]]] = {
+    "order": ("operation", lambda: mpiad.mpi_allreduce(X), lambda: mpiad.mpi_bcast(X)),
+    "barrier": ("operation", lambda: mpiad.mpi_barrier(), lambda: mpiad.mpi_scan(X)),
+    "root of bcast": ("root", lambda: mpiad.mpi_bcast(X, 0), lambda: mpiad.mpi_bcast(X, 1)),
+    "root of sum": ("root", lambda: mpiad.mpi_sum(X, 1), lambda: mpiad.mpi_sum(X, 0)),
+    "root of scatter": ("root", lambda: mpiad.mpi_scatter(X, 1, 0), lambda: mpiad.mpi_scatter(X, 0, 0)),
+    "root of gather": ("root", lambda: mpiad.mpi_gather(X, 1), lambda: mpiad.mpi_gather(X, 0)),
+    "reduction": ("reduction", lambda: mpiad.mpi_allreduce(X, MPI.MAX), lambda: mpiad.mpi_allreduce(X, MPI.MIN)),
+    "shape": ("shape", lambda: mpiad.mpi_allreduce(np.ones(3)), lambda: mpiad.mpi_allreduce(np.ones(4))),
+    "shape of the same size": ("shape", lambda: mpiad.mpi_scan(np.ones((2, 3))), lambda: mpiad.mpi_scan(np.ones((3, 2)))),
+    "dtype": ("dtype", lambda: mpiad.mpi_allreduce(X), lambda: mpiad.mpi_allreduce(X.astype("f4"))),
+    "integer among floats": ("dtype", lambda: mpiad.mpi_allreduce(1), lambda: mpiad.mpi_allreduce(1.0)),
+    "function of one operation": ("operation", lambda: mpiad.mpi_scan(X), lambda: mpiad.mpi_exscan(X)),
+    "gradient on one": ("operation", lambda: mpiad.grad(anp.sum)(X), lambda: mpiad.mpi_allreduce(X)),
+    "printing": ("operation", lambda: mpiad.mpi_print("text"), lambda: mpiad.mpi_barrier()),
+}
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_what_differs_is_named_on_all_ranks(case: str, rank: int, size: int) -> None:
+    name, first, other = DIFFERENT[case]
+    with mpiad.debug.checked(call_sites=False), pytest.raises(CommunicationMismatch, match=f"the {name} differs") as caught:
+        (first if rank == 0 else other)()
+    every = MPI.COMM_WORLD.allgather(str(caught.value))
+    assert every == [every[0]] * size
+    lines = caught.value.table.splitlines()
+    assert len(lines) == 1 + size and all("test_agreement.py:" in line for line in lines[1:])
+    assert caught.value.ranks == tuple(range(size))
+    assert mpiad.mpi_allreduce(1) == size
+
+
+def test_the_wrong_one_of_two_communicators(rank: int, size: int) -> None:
+    first, second = MPI.COMM_WORLD.Dup(), MPI.COMM_WORLD.Dup()
+    mpiad.mpi_init(first)
+    mpiad.mpi_init(second)
+    with pytest.raises(CommunicationMismatch, match="the communicator differs"):
+        mpiad.mpi_allreduce(1.0, comm=first if rank == 0 else second)
+    assert mpiad.mpi_allreduce(1, comm=first) + mpiad.mpi_allreduce(1, comm=second) == 2 * size
+    first.Free()
+    second.Free()
+
+
+def test_a_nonblocking_reduction_is_compared_at_its_end(rank: int, size: int) -> None:
+    request = mpiad.mpi_iallreduce(np.ones(2 + (rank == 0)))
+    with pytest.raises(CommunicationMismatch, match="the shape differs"):
+        mpiad.mpi_wait(request)
+    mpiad.reset()
+    assert mpiad.mpi_wait(mpiad.mpi_iallreduce(1)) == size
+
+
+def test_a_nonblocking_reduction_needn_t_start_at_once(rank: int, size: int) -> None:
+    """A comparison that waits at the start would hang here."""
+
+    def start() -> Any:
+        return mpiad.mpi_iallreduce(1)
+
+    if rank == 0:
+        request = start()
+        for peer in range(1, size):
+            mpiad.mpi_send(1.0, peer)
+    else:
+        mpiad.mpi_recv(0.0, 0)
+        request = start()
+    assert mpiad.mpi_wait(request) == size
+
+
+def test_a_reduction_started_on_one_rank_too_early(rank: int) -> None:
+    requests = [mpiad.mpi_iallreduce(1)] if rank == 0 else []
+    with pytest.raises(CommunicationMismatch, match="number of mpi_iallreduce calls before differs"):
+        mpiad.mpi_allreduce(1)
+    if rank > 0:
+        requests.append(mpiad.mpi_iallreduce(1))
+    with pytest.raises(CommunicationMismatch, match="call site differs"):
+        mpiad.mpi_waitall(requests)
+    mpiad.reset()
+
+
+def test_an_adjoint_is_named_by_its_forward_call(rank: int, size: int) -> None:
+    def loss(x: Any) -> Any:
+        y = mpiad.mpi_allreduce(x)
+        z = mpiad.mpi_bcast(x)
+        return anp.sum(y * z)
+
+    vjp, _ = mpiad.make_vjp(loss)(X)
+    with pytest.raises(CommunicationMismatch) as caught:
+        if rank == 0:
+            mpiad.mpi_barrier()
+        else:
+            vjp(1.0)
+    first, other = caught.value.table.splitlines()[1:3]
+    assert "mpi_barrier" in first and "adjoint of mpi_bcast" in other
+    assert "in loss (run by test_agreement.py:" in other
+    vjp, _ = mpiad.make_vjp(loss)(X)
+    np.testing.assert_array_equal(vjp(1.0)[0] if isinstance(vjp(1.0), tuple) else vjp(1.0), vjp(1.0))
+
+
+def test_what_may_differ(rank: int, size: int) -> None:
+    assert len(mpiad.mpi_allgather(np.ones(rank), axis=0)) == size * (size - 1) // 2
+    mpiad.mpi_gather(np.ones((2, rank)), axis=1)
+    template = X if rank == 0 else None
+    assert mpiad.mpi_bcast(template).shape == (3,)
+    mpiad.mpi_scatter(np.ones(7) if rank == 1 else None, root=1, axis=0)
+    if rank == 0:
+        mpiad.mpi_bcast(X)
+    else:
+        mpiad.mpi_bcast(np.ones((2, 2), int))
+    total = mpiad.mpi_sum(X) if rank == 0 else mpiad.mpi_sum(2 * X)
+    assert total[0] == (2 * size - 1 if rank == 0 else 0)
+
+
+def test_parts_of_the_world_agree_alone(rank: int, size: int) -> None:
+    half = MPI.COMM_WORLD.Split(rank % 2, -rank)
+    if rank % 2:
+        assert mpiad.mpi_allreduce(1, comm=half) == half.size
+    else:
+        assert mpiad.mpi_bcast(rank, comm=half) == half.bcast(rank)
+    half.Free()

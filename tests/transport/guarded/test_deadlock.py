@@ -1,0 +1,126 @@
+"""Waits that don't end: who waits for whom, in which call, and the cycle."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import autograd.numpy as anp
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpiad
+from mpiad.errors import DeadlockError
+from mpiad.transport.guarded.deadlock import finding_of
+
+pytestmark = pytest.mark.mpi(min_size=2)
+
+
+@pytest.fixture(params=["compared", "deadline alone"])
+def mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Whether the ranks compare what they do, or only their waits end."""
+    from mpiad.transport.guarded import settings, switch
+
+    before = settings.present()
+    if request.param == "deadline alone":
+        switch.restore(settings.Settings(False, 1.0))
+    yield request.param
+    if request.param == "deadline alone":
+        switch.apply(before)
+
+
+def expect_deadlock(run: Any, *words: str) -> DeadlockError:
+    """Check the error and that `reset` helps; what ranks do that don't wait themselves must be alike."""
+    with pytest.raises(DeadlockError) as caught:
+        run()
+    for word in words:
+        assert word in str(caught.value)
+    recover()
+    return caught.value
+
+
+def recover() -> None:
+    """Meet the other ranks again, from the same line."""
+    MPI.COMM_WORLD.Barrier()
+    mpiad.reset()
+    assert mpiad.mpi_allreduce(1) == MPI.COMM_WORLD.size
+
+
+def test_all_receive_first(mode: str, rank: int, size: int) -> None:
+    error = expect_deadlock(
+        lambda: mpiad.mpi_recv(np.ones(3), (rank + 1) % size, tag=5), "-> rank 0", "with tag 5", "test_deadlock.py:"
+    )
+    assert error.ranks == tuple(range(size)) and set(error.cycle) == set(range(size))
+
+
+def test_one_doesn_t_come(mode: str, rank: int, size: int) -> None:
+    if rank == 1:
+        time.sleep(2.0)
+        recover()
+        return
+    error = expect_deadlock(lambda: mpiad.mpi_allreduce(np.ones(3)), "mpi_allreduce", "computes", "shape (3,), float64")
+    assert error.ranks == tuple(r for r in range(size) if r != 1) and error.cycle == ()
+    assert all(error.table.splitlines()[1 + other].endswith("rank 1") for other in error.ranks)
+
+
+def test_a_message_with_another_tag_is_named(mode: str, rank: int) -> None:
+    if rank > 1:
+        recover()
+        return
+    mpiad.mpi_send(np.ones(3), 1 - rank, tag=6)
+    error = expect_deadlock(
+        lambda: mpiad.mpi_recv(np.ones(3), 1 - rank, tag=5), "with tag 6 (24 bytes) is there instead"
+    )
+    assert error.cycle in ((0, 1, 0), (1, 0, 1))
+    if mode == "compared":
+        assert f"Rank {rank} sent a message to rank {1 - rank} with tag 6 at test_deadlock.py:" in str(error)
+
+
+def test_a_collective_against_a_message(mode: str, rank: int) -> None:
+    def wrong() -> Any:
+        return mpiad.mpi_recv(0.0, 0) if rank == 1 else mpiad.mpi_barrier()
+
+    error = expect_deadlock(wrong, "mpi_recv(from rank 0", "mpi_barrier")
+    assert {0, 1} <= set(error.ranks)
+
+
+def test_backwards_the_forward_line_is_named(mode: str, rank: int, size: int) -> None:
+    def loss(x: Any) -> Any:
+        y = mpiad.mpi_send(x, (rank + 1) % size)
+        return anp.sum(y * mpiad.mpi_recv(x, (rank - 1) % size))
+
+    vjp, _ = mpiad.make_vjp(loss)(np.ones(2))
+    if 0 < rank < size - 1:
+        vjp(1.0)
+        recover()
+        return
+    # The last one waits for the cotangent of what it has sent to the first.
+    error = expect_deadlock(lambda: vjp(1.0) if rank else mpiad.mpi_recv(0.0, size - 1, tag=3))
+    assert "adjoint of mpi_send" in error.table and "in loss (run by test_deadlock.py:" in error.table
+
+
+def test_a_caught_deadlock_in_a_trace_can_be_left(mode: str, rank: int, size: int) -> None:
+    def loss(x: Any) -> Any:
+        return anp.sum(mpiad.mpi_recv(x, (rank - 1) % size))
+
+    expect_deadlock(lambda: mpiad.grad(loss)(np.ones(2)))
+    assert mpiad.grad(lambda x: mpiad.mpi_allreduce(x))(1.0) == 1.0
+
+
+def waits(peers: list[int]) -> dict[str, Any]:
+    return {
+        "state": "waits", "seconds": 2.0, "call": "mpi_recv", "arguments": "", "place": "a.py:1", "peers": peers,
+        "hint": "", "ledger": ([], [], []), "wait": 1, "counts": {},
+    }
+
+
+def test_tables_of_states() -> None:
+    left = {"state": "left", "how": "sys.exit(3)", "place": "a.py:9", "seconds": 1.0, "ledger": ([], [], []), "counts": {}}
+    found = finding_of([waits([1]), left, None, waits([4]), waits([3])], 0)
+    assert found.ranks == (0,) and found.cycle == ()
+    assert "rank 1, which left the program" in found.text
+    rows = found.table.splitlines()
+    assert "sys.exit(3)" in rows[2] and "no answer" in rows[3]
+    found = finding_of([waits([1]), left, None, waits([4]), waits([3])], 4)
+    assert found.ranks == (3, 4) and found.cycle in ((3, 4, 3), (4, 3, 4))
