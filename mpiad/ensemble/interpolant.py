@@ -10,8 +10,8 @@ from mpiad.ensemble.tableaus import Tableau
 __all__ = ["interpolate", "stage_weights"]
 
 
-def stage_weights(tableau: Tableau, x: Array) -> list[Array]:
-    """Return the weight of each stage at the parts x of the steps.
+def stage_weights(tableau: Tableau, x: Array) -> Array:
+    """Return the weights of the stages at the parts x of the steps.
 
     Parameters
     ----------
@@ -20,16 +20,14 @@ def stage_weights(tableau: Tableau, x: Array) -> list[Array]:
 
     Returns
     -------
-    list of array, shape (n,)
+    array, shape (stages, n)
     """
-    weights = []
-    for row in tableau.dense:
-        weight = np.full_like(x, row[-1])
-        for coefficient in row[-2::-1]:
-            weight *= x
-            weight += coefficient
-        weight *= x
-        weights.append(weight)
+    # Horner's scheme for all stages at once, elementwise in x.
+    dense = tableau.dense
+    weights = dense[:, -1:] * x
+    for j in range(dense.shape[1] - 2, -1, -1):
+        weights += dense[:, j : j + 1]
+        weights *= x
     return weights
 
 
@@ -50,9 +48,8 @@ def interpolate(tableau: Tableau, u: Array, h: Array, k: list[Array], x: Array) 
     array, shape (d, n)
     """
     total = np.zeros_like(u)
-    for i, weight in enumerate(stage_weights(tableau, x)):
-        if tableau.dense[i].any():
-            total += weight.astype(u.real.dtype, copy=False) * k[i]
+    for weight, stage in zip(stage_weights(tableau, x).astype(u.real.dtype, copy=False), k):
+        total += weight * stage
     total *= h.astype(u.real.dtype, copy=False)
     total += u
     return total

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +16,8 @@ from autograd.tracer import getval
 from mpiad._typing import Array, Function, Tree
 
 __all__ = ["EnsembleProblem", "ODEProblem", "remake"]
+
+_NO_NUMBER = np.empty(1)
 
 
 @dataclass(frozen=True)
@@ -46,18 +50,23 @@ class ODEProblem:
     p: Tree = None
 
     def __post_init__(self) -> None:
-        if not callable(self.f):
-            raise TypeError(f"ODEProblem: f must be a function f(u, p, t), but got {type(self.f).__name__} {self.f!r}.")
-        if _required(self.f) == 4:
-            raise TypeError(
-                "ODEProblem: f must be f(u, p, t) and return the derivative, but it takes four arguments, as the form "
-                "f(du, u, p, t) that writes into du. Return a list of the components instead."
-            )
-        # So that prob_func can compute with them: 0.5 + prob.u0.
+        self._settle(("f", "u0", "p"))
+
+    def _settle(self, changed: Iterable[str]) -> None:
+        if "f" in changed:
+            _check_derivative(self.f)
         for name in ("u0", "p"):
             value = getattr(self, name)
-            if type(value) is list and value and all(np.ndim(getval(part)) == 0 and _is_number(part) for part in value):
+            # So that prob_func can compute with them: 0.5 + prob.u0.
+            if type(value) is list and value and all(map(_is_number, value)):
                 object.__setattr__(self, name, anp.array(value))
+
+    def changed(self, changes: dict[str, Any]) -> ODEProblem:
+        """Return the problem with some fields changed; what stays isn't checked again."""
+        made = copy.copy(self)
+        made.__dict__.update(changes)
+        made._settle(changes)
+        return made
 
 
 @dataclass(frozen=True)
@@ -126,15 +135,28 @@ def remake(problem: ODEProblem | EnsembleProblem, /, **changes: Any) -> Any:
     TypeError
         Where there is no such field.
     """
-    names = [field.name for field in dataclasses.fields(problem)]
-    unknown = sorted(set(changes) - set(names))
+    unknown = [name for name in changes if name not in problem.__dataclass_fields__]
     if unknown:
+        names = problem.__dataclass_fields__
         raise TypeError(f"remake: {type(problem).__name__} has no field {unknown[0]!r}; it has {', '.join(names)}.")
+    if isinstance(problem, ODEProblem):
+        return problem.changed(changes)
     return dataclasses.replace(problem, **changes)
 
 
+def _check_derivative(f: Any) -> None:
+    if not callable(f):
+        raise TypeError(f"ODEProblem: f must be a function f(u, p, t), but got {type(f).__name__} {f!r}.")
+    if _required(f) == 4:
+        raise TypeError(
+            "ODEProblem: f must be f(u, p, t) and return the derivative, but it takes four arguments, as the form "
+            "f(du, u, p, t) that writes into du. Return a list of the components instead."
+        )
+
+
 def _is_number(part: Any) -> bool:
-    return np.asarray(getval(part)).dtype.kind in "biufc"
+    plain = np.asarray(getval(part)) if type(part) is not list else _NO_NUMBER
+    return plain.ndim == 0 and plain.dtype.kind in "biufc"
 
 
 def _required(fun: Function) -> int | None:

@@ -136,23 +136,23 @@ class SavePoints:
             return
         inside = columns[self.next[columns] < step.t_new[columns]]
         if inside.size:
-            self._save_inside(inside, step.at(inside))
+            self._save_inside(inside, step)
         # Most often the end of the step is the end of the solve, for which nothing is interpolated.
-        while columns.size:
-            columns = columns[self.next[columns] == step.t_new[columns]]
-            self._save(columns, step.ids[columns], step.new[:, columns], step.number[columns])
+        while (columns := columns[self.next[columns] == step.t_new[columns]]).size:
+            self._write(step.ids[columns], self._place[columns], step.new[:, columns], step.number[columns])
+            self._go_on(columns, step.ids)
 
     def _save_inside(self, columns: Array, step: Step) -> None:
-        while True:
-            due = self.next[columns]
-            now = due < step.t_new
-            if not now.any():
-                return
-            x = np.where(now, (due - step.t) / step.h, 0.0)
-            values = interpolate(self._tableau, step.u, step.h, step.k, x)
-            self._save(columns[now], step.ids[now], values[:, now], step.number[now])
+        found = []
+        while columns.size:
+            found.append((columns, self._place[columns], self.next[columns]))
+            self._go_on(columns, step.ids)
+            columns = columns[self.next[columns] < step.t_new[columns]]
+        columns, place, due = (np.concatenate(parts) for parts in zip(*found))
+        step = step.at(columns)
+        values = interpolate(self._tableau, step.u, step.h, step.k, (due - step.t) / step.h)
+        self._write(step.ids, place, values, step.number)
 
-    def _save(self, columns: Array, ids: Array, u: Array, number: Any) -> None:
-        self._write(ids, self._place[columns], u, number)
+    def _go_on(self, columns: Array, ids: Array) -> None:
         self._place[columns] += 1
-        self.next[columns] = self._due(ids, self._place[columns])
+        self.next[columns] = self._due(ids[columns], self._place[columns])
