@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import inspect
 from collections.abc import Iterable
@@ -63,8 +62,8 @@ class ODEProblem:
 
     def changed(self, changes: dict[str, Any]) -> ODEProblem:
         """Return the problem with some fields changed; what stays isn't checked again."""
-        made = copy.copy(self)
-        made.__dict__.update(changes)
+        made = object.__new__(type(self))
+        made.__dict__.update(self.__dict__, **changes)
         made._settle(changes)
         return made
 
