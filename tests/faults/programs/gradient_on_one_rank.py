@@ -1,0 +1,12 @@
+# A gradient is a collective, also of a function that communicates nothing.
+# environment: MPIAD_TIMEOUT=2
+# raises: mpiad.errors.DeadlockError
+# says: 1 +waits [^\n]*{here}[^\n]*rank 0
+# says: 0 +left
+
+import autograd.numpy as np
+
+import mpiad
+
+if mpiad.mpi_rank() == 1:
+    mpiad.grad(lambda x: np.sum(x**2))(np.ones(3))  # here
