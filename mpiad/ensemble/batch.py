@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+from autograd.tracer import getval, isbox
 
 from mpiad._typing import Array, Function, Shape, Tree
 from mpiad.ensemble.derivative import Columns
@@ -77,6 +78,17 @@ class Batch(NamedTuple):
     def size(self) -> int:
         """The number of trajectories."""
         return self.u0.shape[1]
+
+    @property
+    def traced(self) -> bool:
+        """Whether anything of it is traced."""
+        return any(map(isbox, (self.u0, self.start, self.end, *self.p.leaves)))
+
+    def plain(self) -> Batch:
+        """Return the batch with plain arrays for what is traced."""
+        leaves = [getval(leaf) for leaf in self.p.leaves]
+        u0, start, end = (getval(x) for x in (self.u0, self.start, self.end))
+        return self._replace(u0=u0, p=self.p._replace(leaves=leaves), start=start, end=end)
 
     def share(self, rows: slice) -> Batch:
         """Return some of the trajectories."""

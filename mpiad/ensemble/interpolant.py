@@ -7,7 +7,7 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.ensemble.tableaus import Tableau
 
-__all__ = ["interpolate", "stage_weights"]
+__all__ = ["interpolate", "stage_rates", "stage_weights"]
 
 
 def stage_weights(tableau: Tableau, x: Array) -> Array:
@@ -53,3 +53,14 @@ def interpolate(tableau: Tableau, u: Array, h: Array, k: list[Array], x: Array) 
     total *= h.astype(u.real.dtype, copy=False)
     total += u
     return total
+
+
+def stage_rates(tableau: Tableau, x: Array) -> list[Array]:
+    """Return the derivatives of the stages' weights by x, each of shape (n,)."""
+    rates = []
+    for row in tableau.dense:
+        rate = np.full_like(x, len(row) * row[-1])
+        for power in range(len(row) - 1, 0, -1):
+            rate = rate * x + power * row[power - 1]
+        rates.append(rate)
+    return rates

@@ -6,8 +6,9 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
+import autograd.numpy as anp
 import numpy as np
-from autograd.tracer import isbox
+from autograd.tracer import getval, isbox
 
 from mpiad._typing import Array, Function, Tree
 from mpiad.differentiation.trees import flatten
@@ -71,11 +72,15 @@ def columns_of(problems: Sequence[ODEProblem], numbers: Sequence[int]) -> Batch:
                 f"{state.shape} for trajectory {i}."
             )
     dtype = np.result_type(*{state.dtype for state in states})
-    u0 = np.stack([state.reshape(-1) for state in states], axis=1).astype(dtype, copy=False)
-    spans = np.array([_span(problem) for problem in problems], dtype=float)
-    return Batch(
-        first.f, states[0].shape, u0, _stacked([problem.p for problem in problems], numbers), spans[:, 0], spans[:, 1]
-    )
+    u0 = _stack([state.reshape(-1) for state in states], axis=1)
+    spans = [_span(problem) for problem in problems]
+    start, end = (_stack([span[k] for span in spans]) for k in (0, 1))
+    u0 = u0 if u0.dtype == dtype else u0.astype(dtype)
+    return Batch(first.f, states[0].shape, u0, _stacked([problem.p for problem in problems], numbers), start, end)
+
+
+def _stack(arrays: list[Any], axis: int = 0) -> Array:
+    return (anp if any(map(isbox, arrays)) else np).stack(arrays, axis=axis)
 
 
 def as_state(u0: Any) -> Array:
@@ -83,15 +88,11 @@ def as_state(u0: Any) -> Array:
 
     Raises
     ------
-    NotImplementedError
-        Where it is traced.
     TypeError
         Where it isn't numbers.
     """
-    parts = u0 if isinstance(u0, (list, tuple)) else [u0]
-    if isbox(u0) or any(map(isbox, parts)):
-        raise _traced("u0")
-    state = np.asarray(u0)
+    traced = isbox(u0) or (isinstance(u0, (list, tuple)) and any(map(isbox, u0)))
+    state = anp.array(u0) if traced else np.asarray(u0)
     if state.dtype.kind in "biu":
         return state.astype(float)
     if state.dtype not in (np.float32, np.float64, np.complex64, np.complex128):
@@ -107,7 +108,7 @@ def _from_arrays(ensemble: EnsembleProblem, numbers: Sequence[int]) -> Batch:
     rows = slice(numbers[0] - 1, numbers[-1]) if count else slice(0, 0)
     first = as_state(problem.u0)
     if ensemble.u0 is None:
-        u0 = np.repeat(first.reshape(-1, 1), count, axis=1)
+        u0 = first.reshape(-1, 1) * np.ones((1, count), first.dtype) if isbox(first) else np.repeat(first.reshape(-1, 1), count, 1)
     else:
         given = as_state(ensemble.u0)
         if given.shape[1:] != first.shape:
@@ -117,16 +118,21 @@ def _from_arrays(ensemble: EnsembleProblem, numbers: Sequence[int]) -> Batch:
             )
         u0 = np.ascontiguousarray(given[rows].reshape(count, first.size).T)
     leaves, build = flatten(problem.p)
-    p = Parameters([_plain(leaf) for leaf in leaves], [False] * len(leaves), build)
+    p = Parameters(leaves, [False] * len(leaves), build)
     if ensemble.p is not None:
         leaves, build = flatten(ensemble.p)
-        p = Parameters([_last(np.asarray(_plain(leaf))[rows]) for leaf in leaves], [True] * len(leaves), build)
+        p = Parameters([_last(_array(leaf)[rows]) for leaf in leaves], [True] * len(leaves), build)
     start, end = _span(problem)
-    return Batch(problem.f, first.shape, u0, p, np.full(count, start), np.full(count, end))
+    every = np.ones(count)
+    return Batch(problem.f, first.shape, u0, p, start * every, end * every)
 
 
 def _last(leaf: Array) -> Array:
-    return np.ascontiguousarray(np.moveaxis(leaf, 0, -1))
+    return anp.moveaxis(leaf, 0, -1) if isbox(leaf) else np.ascontiguousarray(np.moveaxis(leaf, 0, -1))
+
+
+def _array(leaf: Any) -> Array:
+    return leaf if isbox(leaf) else np.asarray(leaf)
 
 
 def _stacked(trees: list[Tree], numbers: Sequence[int]) -> Parameters:
@@ -134,7 +140,7 @@ def _stacked(trees: list[Tree], numbers: Sequence[int]) -> Parameters:
     first, build = flat[0]
     columns, varies = [], []
     for place in range(len(first)):
-        leaves = [_plain(leaves[place]) for leaves, _ in flat if len(leaves) == len(first)]
+        leaves = [leaves[place] for leaves, _ in flat if len(leaves) == len(first)]
         if len(leaves) < len(flat):
             raise ValueError(f"solve: p must have {len(first)} parts in all trajectories, as in trajectory {numbers[0]}.")
         shapes = {np.shape(leaf) for leaf in leaves}
@@ -142,33 +148,18 @@ def _stacked(trees: list[Tree], numbers: Sequence[int]) -> Parameters:
             raise ValueError(f"solve: p must have one shape in all trajectories, but has {sorted(shapes)}.")
         shared = all(leaf is leaves[0] for leaf in leaves)
         varies.append(not shared)
-        columns.append(leaves[0] if shared else np.stack([np.asarray(leaf) for leaf in leaves], axis=-1))
+        columns.append(leaves[0] if shared else _stack([_array(leaf) for leaf in leaves], axis=-1))
     return Parameters(columns, varies, build)
 
 
-def _plain(leaf: Any) -> Any:
-    if isbox(leaf):
-        raise _traced("p")
-    return leaf
-
-
-def _traced(name: str) -> Exception:
-    return NotImplementedError(
-        f"solve: {name} is traced, and the derivative of an ODE's solution isn't there yet. mpiad.stop(x) gives its plain "
-        "value where no derivative is wanted."
-    )
-
-
-def _span(problem: ODEProblem) -> tuple[float, float]:
+def _span(problem: ODEProblem) -> tuple[Any, Any]:
     try:
         start, end = problem.tspan
     except (TypeError, ValueError):
         raise ValueError(f"solve: tspan must be two numbers (t0, t1), but got {problem.tspan!r}.") from None
-    if isbox(start) or isbox(end):
-        raise _traced("tspan")
-    if not (np.isfinite(start) and np.isfinite(end)):
+    if not (np.isfinite(getval(start)) and np.isfinite(getval(end))):
         raise ValueError(f"solve: tspan must be two finite numbers, but got {problem.tspan!r}.")
-    return float(start), float(end)
+    return tuple(time if isbox(time) else float(time) for time in (start, end))
 
 
 def _checked(made: Any, original: ODEProblem, i: int) -> ODEProblem:

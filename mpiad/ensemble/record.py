@@ -63,7 +63,7 @@ class Steps:
     """
 
     def __init__(self, counts: Array, d: int, dtype: np.dtype):
-        self.counts, self._d = counts, d
+        self.counts, self.d = counts, d
         self.order = np.argsort(-counts, kind="stable")
         self.rank = np.empty_like(self.order)
         self.rank[self.order] = np.arange(len(counts))
@@ -82,7 +82,7 @@ class Steps:
         """Return the (s+1)-th steps from the end."""
         start, stop = int(self._offsets[s]), int(self._offsets[s + 1])
         ids = self.order[: stop - start] if self.widths[s] > 1 else np.repeat(self.order[:1], 2)
-        u = self._u[self._d * start : self._d * stop].reshape(self._d, stop - start)
+        u = self._u[self.d * start : self.d * stop].reshape(self.d, stop - start)
         return Sweep(ids, self._t[start:stop], self._h[start:stop], u)
 
     def trajectory(self, i: int) -> tuple[Array, Array, Array]:
@@ -90,15 +90,43 @@ class Steps:
         count = int(self.counts[i])
         sweeps = np.arange(count - 1, -1, -1)
         place = self._offsets[sweeps] + self.rank[i]
-        rows = self._d * self._offsets[sweeps] + np.arange(self._d)[:, None] * self._stored[sweeps] + self.rank[i]
+        rows = self.d * self._offsets[sweeps] + np.arange(self.d)[:, None] * self._stored[sweeps] + self.rank[i]
         return self._t[place], self._h[place], self._u[rows]
+
+    def times(self, ids: Array, numbers: Array) -> tuple[Array, Array]:
+        """Return times before, and signed sizes of steps of the trajectories `ids`, by their numbers from 0."""
+        place = self._offsets[self.counts[ids] - numbers - 1] + self.rank[ids]
+        return self._t[place], self._h[place]
+
+    def states(self, ids: Array, numbers: Array) -> Array:
+        """Return the states before steps of the trajectories `ids`, shape (d, len(ids)), by their numbers from 0."""
+        sweeps = self.counts[ids] - numbers - 1
+        rows = self.d * self._offsets[sweeps] + np.arange(self.d)[:, None] * self._stored[sweeps] + self.rank[ids]
+        return self._u[rows]
+
+    def chosen(self, keep: Array) -> Steps:
+        """Return the steps of some trajectories; the others have none.
+
+        Parameters
+        ----------
+        keep : array of bool, shape (N,)
+        """
+        steps = Steps(np.where(keep, self.counts, 0), self.d, self._u.dtype)
+        for s in range(len(self)):
+            sweep = self.sweep(s)
+            ids = sweep.ids[: self.widths[s]]
+            columns = np.flatnonzero(keep[ids])
+            ids = ids[columns]
+            steps.fill(ids, self.counts[ids] - 1 - s, sweep.t[columns], sweep.h[columns], sweep.u[:, columns])
+        steps.pad()
+        return steps
 
     def fill(self, ids: Array, numbers: Array, t: Array, h: Array, u: Array) -> None:
         """Put steps to their places: those of the trajectories `ids`, by their numbers from 0."""
         sweeps, rank = self.counts[ids] - numbers - 1, self.rank[ids]
         place = self._offsets[sweeps] + rank
         self._t[place], self._h[place] = t, h
-        rows = self._d * self._offsets[sweeps] + rank
+        rows = self.d * self._offsets[sweeps] + rank
         width = self._stored[sweeps]
         for state in u:
             self._u[rows] = state

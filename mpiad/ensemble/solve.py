@@ -12,12 +12,14 @@ from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleSerial, EnsembleV
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.demands import Demands, check_demands
 from mpiad.ensemble.derivative import derivative_of
+from mpiad.ensemble.differentiable import differentiable
 from mpiad.ensemble.events import Event
 from mpiad.ensemble.failures import report
 from mpiad.ensemble.members import columns_of, master_seed, members
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
 from mpiad.ensemble.progress import Progress
 from mpiad.ensemble.reduction import reduced
+from mpiad.ensemble.run import Run
 from mpiad.ensemble.saving import save_times
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.solution import EnsembleSolution, joined, solution_of
@@ -87,8 +89,6 @@ def solve(
     ------
     TypeError, ValueError
         Where an argument can't be used, or f doesn't return the derivative of columns.
-    NotImplementedError
-        Where u0, p or tspan are traced.
     IntegrationError
         With `throw`, where a trajectory fails.
 
@@ -127,9 +127,9 @@ def _ensemble(demands: Demands, problem: EnsembleProblem, shown: Progress | None
 
 
 def _solved(
-    demands: Demands, backend: EnsembleAlgorithm, batch: Batch, shown: Progress | None, numbers: range = range(1, 2)
+    demands: Demands, backend: EnsembleAlgorithm, given: Batch, shown: Progress | None, numbers: range = range(1, 2)
 ) -> EnsembleSolution:
-    times = None
+    batch, times = given.plain(), None
     if not demands.save_everystep:
         saveat = demands.saveat
         rows = saveat[numbers[0] - 1 : numbers[-1]] if np.ndim(saveat) == 2 and len(numbers) else saveat
@@ -137,10 +137,12 @@ def _solved(
     atol = demands.atol if np.ndim(demands.atol) == 0 else _column(demands.atol, batch)
     settings = Settings(
         demands.alg, demands.rtol, atol, demands.dt, demands.dtmax, demands.max_steps, demands.events, times,
-        demands.save_everystep, shown,
+        demands.save_everystep or given.traced, shown,
     )  # fmt: skip
     _try_once(batch)
-    return solution_of(backend.run(batch, settings), batch, settings)
+    outcome = backend.run(batch, settings)
+    sol = solution_of(outcome, batch, settings)
+    return differentiable(sol, Run(batch, settings, outcome), given) if given.traced else sol
 
 
 def _column(atol: Array, batch: Batch) -> Array:

@@ -1,0 +1,101 @@
+"""Several tangents carried beside one evaluation: the derivative of a function in a few directions at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from autograd.core import JVPNode, primitive_jvps, primitive_vjps
+from autograd.tracer import Box, new_box, notrace_primitives
+
+from mpiad.differentiation.nodes import TangentNode
+from mpiad.differentiation.rules import JVP_RULES
+from mpiad.differentiation.rules.transposition import tangent_by_transposition
+from mpiad.differentiation.tape import TangentTape
+
+__all__ = ["BundleNode", "trace_bundle"]
+
+_box_types = Box.types
+
+
+class BundleNode(TangentNode):
+    """A step whose tangents in several directions are computed beside it.
+
+    Its `g` is a list with one tangent for each direction, None where it is zero.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, value: Any, fun: Any, args: Any, kwargs: Any, parent_argnums: Any, parents: Sequence[Any]):
+        tape = parents[0].tape
+        if tape.record is None:
+            return  # made by LastingNode
+        self.tape = tape
+        rule = _rule(fun, value)
+        if len(parents) == 1:
+            self.g = [None if g is None else rule(parent_argnums, (g,), value, args, kwargs) for g in parents[0].g]
+            return
+        # What has outlived its own trace is a constant.
+        kept = [(k, parent.g) for k, parent in zip(parent_argnums, parents) if parent.tape is tape]
+        self.g = [_along([(k, g[j]) for k, g in kept], rule, value, args, kwargs) for j in range(len(parents[0].g))]
+
+
+def _along(tangents: list[tuple[int, Any]], rule: Callable, value: Any, args: Any, kwargs: Any) -> Any:
+    """Return the tangent in one direction."""
+    known = [(k, g) for k, g in tangents if g is not None]
+    if not known:
+        return None
+    argnums, gs = zip(*known)
+    return rule(argnums, gs, value, args, kwargs)
+
+
+def _rule(fun: Any, value: Any) -> Callable:
+    rule = JVP_RULES.get(fun) or primitive_jvps.get(fun)
+    if rule is not None:
+        return rule
+    if fun in primitive_vjps and hasattr(value, "dtype"):
+        vjp = primitive_vjps[fun]
+        return lambda argnums, gs, ans, args, kwargs: tangent_by_transposition(vjp, argnums, gs, ans, args, kwargs)
+    raise NotImplementedError(f"the tangent of {getattr(fun, '__name__', fun)!r} isn't defined")
+
+
+notrace_primitives[BundleNode] = notrace_primitives[JVPNode]
+
+
+def trace_bundle(
+    fun: Callable[[list[Any]], Sequence[Any]], variables: Sequence[Any], tangents: Sequence[Sequence[Any]]
+) -> tuple[list[Any], list[list[Any]]]:
+    """Run a function with several tangents carried along.
+
+    Parameters
+    ----------
+    fun : callable
+        From the list of variables to a list or tuple of results.
+    variables : sequence of array
+    tangents : sequence of sequence
+        For each variable its tangents, one for each direction; None where one is zero.
+
+    Returns
+    -------
+    values : list
+    tangents : list of list
+        For each result its tangents; None where one is zero.
+    """
+    tape = TangentTape()
+    with tape:
+        number = tape.number
+        boxes = [new_box(x, number, BundleNode.placed(tape, list(gs))) for x, gs in zip(variables, tangents)]
+        out = fun(boxes)
+        found = [_unboxed(value, tape) for value in out]
+    tape.close()
+    none = [None] * len(tangents[0])
+    return [value for value, _ in found], [none if gs is None else gs for _, gs in found]
+
+
+def _unboxed(value: Any, tape: TangentTape) -> tuple[Any, Any]:
+    while type(value) in _box_types and value._trace >= tape.number:
+        node = value._node
+        value = value._value
+        if getattr(node, "tape", None) is tape:
+            return value, node.g
+    return value, None

@@ -1,0 +1,146 @@
+"""A solve as one differentiable function: from initial states, tspan and parameters to final and saved states.
+
+All results make one vector, so that its cotangent comes back whole: reverse mode is one sweep over the steps. The solve
+itself has run before, on plain arrays; what a trace records is this function of its inputs, whose value is known.
+
+Plain arrays are differentiated by `adjoint` and `tangents`. Where something is traced in a further trace around, the steps
+are replayed in functions that this trace sees.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import autograd.numpy as anp
+import numpy as np
+from autograd.extend import defjvp_argnums, defvjp_argnums, primitive
+from autograd.tracer import isbox
+
+from mpiad._typing import Array
+from mpiad.differentiation.gradient import cotangents_of_variables
+from mpiad.differentiation.trace import Variables, trace_backwards, trace_forwards
+from mpiad.ensemble.adjoint import pull_run
+from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.replay import replayed
+from mpiad.ensemble.run import NOWHERE, Run
+from mpiad.ensemble.seeds import Seeds
+from mpiad.ensemble.solution import EnsembleSolution
+from mpiad.ensemble.tangents import Directions, push_run
+from mpiad.primitives.cotangents import conform, spec_like
+
+__all__ = ["differentiable"]
+
+# The first arguments of the function; the leaves of the parameters follow.
+_U0, _START, _END, _LEAVES = range(4)
+
+
+def differentiable(sol: EnsembleSolution, run: Run, batch: Batch) -> EnsembleSolution:
+    """Return a solution whose states are functions of the traced batch that it was made of.
+
+    Parameters
+    ----------
+    sol : EnsembleSolution
+        Of plain arrays.
+    run : Run
+    batch : Batch
+        With traced values in it.
+    """
+    shapes = sol.u.shape, sol.u_end.shape
+    count, d = run.batch.size, len(run.batch.u0)
+    results = _Results(run, sol.u.reshape(count, -1, d), sol.u_end.reshape(count, d))
+    u, u_end, times = results.parts(_solved(batch.u0, batch.start, batch.end, *batch.p.leaves, results=results))
+    changes = {"u": anp.reshape(u, shapes[0]), "u_end": anp.reshape(u_end, shapes[1])}
+    if times.size:
+        changes["t_reached"] = times
+    return dataclasses.replace(sol, **changes)
+
+
+class _Results:
+    """The results of a run as one vector, and back."""
+
+    def __init__(self, run: Run, u: Array, u_end: Array):
+        self.run = run
+        times = run.outcome.t_reached if run.settings.events else np.empty(0)
+        values = (u, u_end, times)
+        self._specs = [spec_like(value) for value in values]
+        self.vector = np.concatenate([value.reshape(-1) for value in values])
+        self._cuts = np.cumsum([0] + [value.size for value in values])
+
+    def parts(self, vector: Array) -> list[Array]:
+        """Return saved states, final states, and times, empty without events."""
+        cuts = zip(self._cuts, self._cuts[1:], self._specs)
+        return [conform(anp.reshape(vector[a:b], spec.shape), *spec) for a, b, spec in cuts]
+
+    def together(self, parts: Sequence[Array]) -> Array:
+        """Return the vector of such parts."""
+        return anp.concatenate([anp.reshape(part, (-1,)) for part in parts if part.size])
+
+    def seeds(self, vector: Array) -> Seeds:
+        """Return a plain cotangent of the vector as that of the results."""
+        saved, end, times = self.parts(vector)
+        # What wasn't reached is NaN, and so may be its cotangent.
+        saved = np.where((self.run.save_step == NOWHERE)[..., None], 0, saved)
+        return Seeds(end.T, saved if saved.any() else None, times if times.size else None)
+
+    def replayed(self, args: Sequence[Any]) -> Array:
+        """Return the vector as a function that traces see."""
+        u0, start, end, *leaves = args
+        final, saved, reached = replayed(self.run, u0, start, end, leaves)
+        return self.together([saved, final, reached] if self.run.settings.events else [saved, final])
+
+
+@primitive
+def _solved(u0: Array, start: Array, end: Array, *leaves: Any, results: _Results) -> Array:
+    """Return the results of a solve, which has run before."""
+    return results.vector
+
+
+def _solved_vjp(argnums: tuple[int, ...], ans: Array, args: tuple, kwargs: dict) -> Callable:
+    results = kwargs["results"]
+    plain = not any(map(isbox, args))
+
+    def vjp(g: Array) -> list[Array]:
+        if not plain or isbox(g):
+            return _replayed_vjp(results, argnums, args, g)
+        places = [k - _LEAVES for k in argnums if k >= _LEAVES]
+        timed = _START in argnums or _END in argnums
+        found = pull_run(results.run, results.seeds(conform(g, *spec_like(ans))), places, timed)
+        ends = {_U0: found.u0, _START: found.start, _END: found.end}
+        return [conform(ends[k] if k < _LEAVES else found.leaves[k - _LEAVES], *spec_like(args[k])) for k in argnums]
+
+    return vjp
+
+
+def _replayed_vjp(results: _Results, argnums: tuple[int, ...], args: tuple, g: Array) -> list[Array]:
+    variables = Variables([args[k] for k in argnums], list(range(len(argnums))), list)
+    traced = trace_backwards(lambda chosen: results.replayed(_filled(args, argnums, chosen)), variables)
+    seeds = [(place, conform(g, *spec_like(value))) for place, value in zip(traced.places, traced.values) if place >= 0]
+    return cotangents_of_variables(traced, seeds, variables)
+
+
+def _solved_jvp(argnums: tuple[int, ...], gs: Sequence[Any], ans: Array, args: tuple, kwargs: dict) -> Array:
+    results = kwargs["results"]
+    run = results.run
+    timed = _START in argnums or _END in argnums
+    if timed or run.terminated.any() or any(map(isbox, (*args, *gs))):
+        variables = Variables([args[k] for k in argnums], list(range(len(argnums))), list)
+        fun = lambda chosen: results.replayed(_filled(args, argnums, chosen))  # noqa: E731
+        return trace_forwards(fun, variables, [conform(g, *spec_like(args[k])) for k, g in zip(argnums, gs)], "solve")[1]
+    tangents = dict(zip(argnums, gs))
+    leaves = {k - _LEAVES: [conform(g, *spec_like(args[k]))] for k, g in tangents.items() if k >= _LEAVES}
+    u0 = conform(tangents[_U0], *spec_like(args[_U0])) if _U0 in tangents else np.zeros_like(args[_U0])
+    end, saved = push_run(run, Directions(u0[None], leaves), True)
+    return results.together([saved[0], end[0].T, *([np.zeros(run.batch.size)] if run.settings.events else [])])
+
+
+def _filled(args: tuple, argnums: tuple[int, ...], chosen: Sequence[Any]) -> list[Any]:
+    filled = list(args)
+    for k, value in zip(argnums, chosen):
+        filled[k] = value
+    return filled
+
+
+defvjp_argnums(_solved, _solved_vjp)
+defjvp_argnums(_solved, _solved_jvp)

@@ -1,0 +1,67 @@
+"""The right-hand side f as derivatives see it: a function of traced columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import autograd.numpy as anp
+import numpy as np
+
+from mpiad._typing import Array
+from mpiad.ensemble.batch import Batch
+
+__all__ = ["Field"]
+
+
+class Field:
+    """f of a batch, called with columns that may be traced.
+
+    Parameters
+    ----------
+    batch : Batch
+        Of which only f, the shape of a state, and the nest of the parameters are used.
+    """
+
+    def __init__(self, batch: Batch):
+        self._f, self._shape, self._build, self._varies = batch.f, batch.shape, batch.p.build, batch.p.varies
+        self.one_by_one = len(batch.shape) > 1
+
+    def rows(self, u: Array, leaves: Sequence[Any], t: Array) -> Sequence[Any]:
+        """Return the derivative as f gives it: its components, or a list of one array that holds all.
+
+        Parameters
+        ----------
+        u : array, shape (d, n)
+        leaves : sequence
+            Of the parameters of these columns.
+        t : array, shape (n,)
+        """
+        if self.one_by_one:
+            return [self._each(u, leaves, t)]
+        if not self._shape:
+            return [self._f(u[0], self._build(leaves), t)]
+        value = self._f(u, self._build(leaves), t)
+        return value if isinstance(value, (list, tuple)) else [value]
+
+    def array(self, u: Array, leaves: Sequence[Any], t: Array) -> Array:
+        """Return the derivative of each column, shape (d, n); arguments as for `rows`."""
+        rows = self.rows(u, leaves, t)
+        if is_whole(rows, u.shape):
+            return rows[0]
+        width = u.shape[1]
+        return anp.stack([row if anp.shape(row) else row * np.ones(width) for row in rows])
+
+    def _each(self, u: Array, leaves: Sequence[Any], t: Array) -> Array:
+        """Return the derivatives of flattened states, for which f is called one after the other."""
+        columns = []
+        for j in range(u.shape[1]):
+            own = [leaf[..., j] if varies else leaf for leaf, varies in zip(leaves, self._varies)]
+            value = self._f(anp.reshape(u[:, j], self._shape), self._build(own), t[j])
+            columns.append(anp.reshape(value, (-1, 1)))
+        return columns[0] if len(columns) == 1 else anp.concatenate(columns, axis=1)
+
+
+def is_whole(rows: Sequence[Any], shape: tuple[int, int]) -> bool:
+    """Tell whether f gave one array that holds all components."""
+    return len(rows) == 1 and anp.shape(rows[0]) == shape

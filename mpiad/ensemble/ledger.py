@@ -1,0 +1,108 @@
+"""What the way back through a step leaves to others: cotangents of parameters and times, and of states inside the step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpiad._typing import Array
+from mpiad.ensemble.interpolant import stage_rates
+from mpiad.ensemble.tableaus import Tableau
+from mpiad.ensemble.transposed_step import Arrival, TransposedStep
+
+__all__ = ["Inside", "Ledger"]
+
+
+class Inside(NamedTuple):
+    """Cotangents of states u + h Σ w_i(x) k_i inside a step.
+
+    Parameters
+    ----------
+    columns : array of int, shape (m,)
+        None comes twice.
+    value : array, shape (d, m)
+    x : array, shape (m,)
+    weights : list of array, shape (m,)
+    whole : array of bool, shape (m,)
+        Whether the last stage's share is taken here; if not, it is that of the step after.
+    """
+
+    columns: Array
+    value: Array
+    x: Array
+    weights: list[Array]
+    whole: Array
+
+    def arrival(self, step: TransposedStep) -> Arrival:
+        """Return what the stages of the step gain."""
+        last = step.last
+        weights = dict(enumerate(self.weights[:last]))
+        if len(step.k) > last:
+            weights[last] = self.weights[last] * self.whole
+        return Arrival(self.columns, self.value * step.h[self.columns], weights)
+
+
+class Ledger:
+    """The books of one step.
+
+    Parameters
+    ----------
+    step : TransposedStep
+    parts : dict
+        From places of leaves to their cotangents, which are added to.
+    varies : list of bool
+    width : int
+        How many columns count; the others are doubles.
+    timed : bool
+
+    Attributes
+    ----------
+    t_bar, h_bar : array, shape (n,)
+        Cotangents of the time before the step and of its size.
+    """
+
+    def __init__(self, step: TransposedStep, parts: dict[int, Array], varies: Sequence[bool], width: int, timed: bool):
+        self._step, self._parts, self._varies, self._width, self._timed = step, parts, varies, width, timed
+        if timed:
+            self.t_bar, self.h_bar = np.zeros(len(step.h)), np.zeros(len(step.h))
+
+    def note_stage(self, j: int, parts: list[Any], y_bar: Array | None) -> None:
+        """Note the cotangents of the leaves, of time, and of the argument of stage j."""
+        self.note_leaves(parts, np.s_[: self._width], self._width)
+        if not self._timed:
+            return
+        if parts[-1] is not None:
+            self.t_bar += parts[-1]
+            self.h_bar += self._step.c[j] * parts[-1]
+        if j and y_bar is not None:
+            self.h_bar += _dot(y_bar, self._step.y[j] - self._step.y[0]) / self._step.h
+
+    def note_leaves(self, parts: Sequence[Any], columns: Any, count: int) -> None:
+        """Add to the cotangents of the leaves; `columns` says to those of which trajectories, `count` of them."""
+        for (place, total), part in zip(self._parts.items(), parts):
+            if part is None:
+                continue
+            if self._varies[place]:
+                total[..., columns] += part[..., :count]
+            elif type(total) is np.ndarray and total.ndim:
+                total += part
+            else:
+                self._parts[place] = total + part
+
+    def note_times(self, cotangent: Array, inside: Sequence[Inside], tableau: Tableau) -> None:
+        """Note how the new state and the states inside the step move with its time and size."""
+        step = self._step
+        self.h_bar += _dot(cotangent, step.argument(step.last) - step.y[0]) / step.h
+        for part in inside:
+            columns, h = part.columns, step.h[part.columns]
+            stages = [k[:, columns] for k in step.k]
+            rate = _dot(part.value, sum(r * k for r, k in zip(stage_rates(tableau, part.x), stages)))
+            # At a fixed time, x = (time - t) / h.
+            self.t_bar[columns] -= rate
+            self.h_bar[columns] += _dot(part.value, sum(w * k for w, k in zip(part.weights, stages))) - rate * part.x
+
+
+def _dot(cotangent: Array, change: Array) -> Array:
+    return (cotangent * change).real.sum(axis=0)

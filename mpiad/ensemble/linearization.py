@@ -1,0 +1,129 @@
+"""f at one stage of a block of columns, with its derivative: transposed, or along a few directions.
+
+f is traced anew at each stage, because its control flow may depend on values. What doesn't vary between stages is kept in
+`Tracing`, for a stage takes microseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpiad._typing import Array
+from mpiad.differentiation.backward import run_backward
+from mpiad.differentiation.bundles import trace_bundle
+from mpiad.differentiation.trace import Variables, trace_backwards
+from mpiad.ensemble.field import Field, is_whole
+from mpiad.primitives.cotangents import conform, spec_like
+
+__all__ = ["Tracing"]
+
+
+class Tracing:
+    """Traces f by the columns' states and some of the rest.
+
+    Parameters
+    ----------
+    field : Field
+    places : sequence of int
+        Of the leaves of the parameters to differentiate by.
+    timed : bool
+        Whether to differentiate by time, too.
+    """
+
+    def __init__(self, field: Field, places: Sequence[int], timed: bool):
+        self._field, self._places, self._timed = field, tuple(places), timed
+        self._count = 1 + len(self._places) + timed
+        self._every = list(range(self._count))
+
+    def transposed(self, out: Array, u: Array, leaves: Sequence[Any], t: Array) -> Callable[[Array], list[Any]]:
+        """Write f into `out` and return its transposed derivative.
+
+        Parameters
+        ----------
+        out, u : array, shape (d, n)
+        leaves : sequence
+        t : array, shape (n,)
+
+        Returns
+        -------
+        callable
+            From a cotangent of shape (d, n) to those of u, of the leaves, and of t where asked for; None where one is zero.
+            It may be called once.
+        """
+        whole = False
+
+        def called(variables: list[Any]) -> list[Any]:
+            nonlocal whole
+            rows = self._field.rows(variables[0], self._filled(leaves, variables), variables[-1] if self._timed else t)
+            whole = is_whole(rows, out.shape)
+            return list(rows)
+
+        given = [u, *[leaves[place] for place in self._places]]
+        traced = trace_backwards(called, Variables(given + [t] if self._timed else given, self._every, list))
+        _write(out, traced.values, whole)
+        recording, places, values = traced.recording, traced.places, traced.values
+        specs = [(place, spec_like(value)) for place, value in zip(places, values)]
+        del traced, values
+
+        def pull(g: Array) -> list[Any]:
+            parts = (g,) if whole else g
+            seeds = [(place, _seed(part, *spec)) for part, (place, spec) in zip(parts, specs) if place >= 0]
+            return run_backward(recording, seeds, self._count)
+
+        return pull
+
+    def along(
+        self, out: Array, u: Array, leaves: Sequence[Any], t: Array, tangents: Sequence[Sequence[Any]]
+    ) -> None:
+        """Write f and its tangents into `out`.
+
+        Parameters
+        ----------
+        out, u : array, shape (1 + directions, d, n)
+            First the values, then the tangents.
+        leaves : sequence
+        t : array, shape (n,)
+        tangents : sequence of sequence
+            For each leaf to differentiate by its tangents, None where one is zero.
+        """
+        whole = False
+
+        def called(variables: list[Any]) -> Sequence[Any]:
+            nonlocal whole
+            rows = self._field.rows(variables[0], self._filled(leaves, variables), t)
+            whole = is_whole(rows, out.shape[1:])
+            return rows
+
+        given = [u[0], *[leaves[place] for place in self._places]]
+        values, found = trace_bundle(called, given, [list(u[1:]), *tangents])
+        _write(out[0], values, whole)
+        for i, gs in enumerate(found):
+            for j, g in enumerate(gs, 1):
+                target = out[j] if whole else out[j, i]
+                target[...] = 0 if g is None else g
+
+    def _filled(self, leaves: Sequence[Any], variables: list[Any]) -> Sequence[Any]:
+        if not self._places:
+            return leaves
+        filled = list(leaves)
+        for place, variable in zip(self._places, variables[1:]):
+            filled[place] = variable
+        return filled
+
+
+def _write(out: Array, values: Sequence[Any], whole: bool) -> None:
+    if whole:
+        np.copyto(out, values[0], casting="same_kind")
+    else:
+        for i, value in enumerate(values):
+            out[i] = value
+
+
+def _seed(part: Array, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+    """Return the cotangent of a component, one that is the same for all columns included."""
+    if part.shape != shape:
+        part = part.sum()
+    return part if part.dtype == dtype else conform(part, shape, dtype)

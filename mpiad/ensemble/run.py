@@ -1,0 +1,91 @@
+"""A solve that is to be differentiated: what it started from, and the steps that it took."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from mpiad._typing import Array
+from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.field import Field
+from mpiad.ensemble.outcome import Outcome
+from mpiad.ensemble.record import Steps
+from mpiad.ensemble.retcodes import ReturnCode
+from mpiad.ensemble.settings import Settings
+
+__all__ = ["FINAL", "INITIAL", "NOWHERE", "Run"]
+
+# Where saved values lie that lie in no step.
+INITIAL, NOWHERE, FINAL = -1, -2, -3
+
+
+class Run:
+    """A solve and its record. Everything here is a plain array.
+
+    Parameters
+    ----------
+    batch : Batch
+    settings : Settings
+    outcome : Outcome
+
+    Attributes
+    ----------
+    shares : list of (int, Steps)
+        For each share its first trajectory and the steps of those that didn't fail.
+    live, terminated : array of bool, shape (N,)
+        Which trajectories didn't fail; which of them an event ended.
+    """
+
+    def __init__(self, batch: Batch, settings: Settings, outcome: Outcome):
+        self.batch, self.settings, self.outcome = batch, settings, outcome
+        self.tableau, self.field = settings.alg.tableau, Field(batch)
+        failing = [code.code for code in ReturnCode if code.failed]
+        self.live = ~np.isin(outcome.codes, failing)
+        self.terminated = outcome.codes == ReturnCode.Terminated.code
+        self.counts = np.where(self.live, outcome.naccept, 0)
+        self.shares = [(first, self._survivors(first, steps)) for first, steps in outcome.steps]
+
+    def _survivors(self, first: int, steps: Steps) -> Steps:
+        live = self.live[first : first + len(steps.counts)]
+        # What fails drops out; its steps may have led to where f overflows.
+        return steps if live.all() else steps.chosen(live)
+
+    @cached_property
+    def save_step(self) -> Array:
+        """In which step each saved value lies, shape (N, n_saved), or INITIAL, NOWHERE (not reached, or failed), FINAL."""
+        live, count = self.live[:, None], self.counts[:, None]
+        if self.settings.saveat is not None:
+            still = (self.batch.start == self.batch.end)[:, None]
+            return np.where(live, np.where(still, INITIAL, self.outcome.save_step), NOWHERE)
+        # Every step is saved at its end.
+        number = np.arange(-1, int(self.outcome.naccept.max(initial=0)))
+        found = np.where(number == count - 1, FINAL, np.where(number < count, number, NOWHERE))
+        found[:, 0] = INITIAL
+        return np.where(live, found, NOWHERE)
+
+    @cached_property
+    def ending_events(self) -> Array:
+        """Which event ended each trajectory, -1 where none did, shape (N,)."""
+        found = np.full(self.batch.size, -1)
+        for i in np.flatnonzero(self.terminated):
+            happened = [number for number, _ in self.outcome.event_times[i] if self.settings.events[number].terminal]
+            found[i] = happened[-1]
+        return found
+
+    def due(self, ids: Array, place: Array) -> Array | None:
+        """Return the times of saved values; None where every step is saved."""
+        times = self.settings.saveat
+        if times is None:
+            return None
+        return times[place] if times.ndim == 1 else times[ids, place]
+
+    def doubled(self, width: int) -> Any:
+        """Return which columns of `width` f is called with: all, and a single one twice; its double's cotangents are zero."""
+        return np.zeros(2, int) if width == 1 and not self.field.one_by_one else slice(0, width)
+
+    def columns(self, leaves: Sequence[Any], ids: Any) -> list[Any]:
+        """Return the leaves of the parameters of some trajectories."""
+        return [leaf[..., ids] if varies else leaf for leaf, varies in zip(leaves, self.batch.p.varies)]

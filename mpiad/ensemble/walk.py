@@ -1,0 +1,89 @@
+"""The way back over the steps of a block of trajectories, in visits: one step of several columns each.
+
+The columns of a block are ordered by their numbers of steps, the most first, so a visit is about the first few. Where all
+states were kept, visit v is the (v+1)-th step from the end of each column. Where only those of every k-th step were, the
+way goes from one stretch of k steps to the stretch before it, and each stretch's states are computed again from its first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpiad._typing import Array
+from mpiad.ensemble.record import Steps
+
+__all__ = ["Visit", "Walk", "walks"]
+
+# Numbers in one array of a block, which fits the cache with its stages.
+_BLOCK = 6144
+_LEAST_COLUMNS = 512
+
+
+class Visit(NamedTuple):
+    """A step of the first columns of a block.
+
+    Parameters
+    ----------
+    t, h : array, shape (width,)
+    u : array, shape (d, width)
+        Before the step.
+    last : slice
+        The columns for which it is the last step.
+    """
+
+    t: Array
+    h: Array
+    u: Array
+    last: slice
+
+    def of(self, columns: Any) -> Visit:
+        """Return the visit of some columns."""
+        return Visit(self.t[columns], self.h[columns], self.u[:, columns], self.last)
+
+
+class Walk:
+    """The visits of a block whose states were all kept.
+
+    Parameters
+    ----------
+    steps : Steps
+    start, stop : int
+        The block: which places in the order of the steps.
+    """
+
+    def __init__(self, steps: Steps, start: int, stop: int):
+        self._steps, self._start, self._stop = steps, start, stop
+        self.ids = steps.order[start:stop]
+        self.counts = steps.counts[self.ids]
+
+    def __len__(self) -> int:
+        return int(self.counts[0])
+
+    def backwards(self) -> Iterator[Visit]:
+        """Return the visits from the last step to the first."""
+        return (self._visit(s) for s in range(len(self)))
+
+    def forwards(self) -> Iterator[Visit]:
+        """Return the visits from the first step to the last."""
+        return (self._visit(s) for s in range(len(self) - 1, -1, -1))
+
+    def visit_of(self, column: Array, number: Array) -> Array:
+        """Return in which visit, counted backwards, the steps of these numbers lie."""
+        return self.counts[column] - 1 - number
+
+    def _visit(self, s: int) -> Visit:
+        sweep = self._steps.sweep(s)
+        stop = min(self._stop, int(self._steps.widths[s]))
+        cut = slice(self._start, stop)
+        last = slice(0, stop - self._start) if s == 0 else slice(0, 0)
+        return Visit(sweep.t[cut], sweep.h[cut], sweep.u[:, cut], last)
+
+
+def walks(steps: Steps) -> Iterator[Walk]:
+    """Return the ways over all steps, block by block."""
+    width = max(_LEAST_COLUMNS, _BLOCK // max(1, steps.d))
+    moving = int(np.count_nonzero(steps.counts))
+    return (Walk(steps, start, min(start + width, moving)) for start in range(0, moving, width))
