@@ -18,7 +18,7 @@ from mpiad.ensemble.crossing import pull_crossing
 from mpiad.ensemble.ledger import Inside, Ledger
 from mpiad.ensemble.linearization import Tracing
 from mpiad.ensemble.run import FINAL, INITIAL, Run
-from mpiad.ensemble.seeds import Entries, Seeds, entries_of, scheduled
+from mpiad.ensemble.seeds import Entries, Schedule, Seeds, entries_of, scheduled
 from mpiad.ensemble.transposed_step import Arrival, TransposedStep
 from mpiad.ensemble.walk import Visit, Walk, walks
 
@@ -142,21 +142,21 @@ class _Block:
             return inside, arrivals
         last = self._run.tableau.stages - 1
         for chosen in schedule.at_end.get(v, ()):
-            cotangent[:, schedule.column[chosen]] += self._seed(chosen)
+            cotangent[:, schedule.column[chosen]] += self._seed(schedule, chosen)
         for chosen in schedule.handed_on.get(v, ()):
-            value = self._seed(chosen) * schedule.h[chosen]
+            value = self._seed(schedule, chosen) * schedule.h[chosen]
             arrivals.append(Arrival(schedule.column[chosen], value, {0: schedule.weights[last][chosen]}))
         for chosen in schedule.inside.get(v, ()):
             final = schedule.final[chosen]
             if final.any() or self._timed:
                 step.add_last_stage()
             weights = [weight[chosen] for weight in schedule.weights]
-            inside.append(Inside(schedule.column[chosen], self._seed(chosen), schedule.x[chosen], weights, final))
+            inside.append(Inside(schedule.column[chosen], self._seed(schedule, chosen), schedule.x[chosen], weights, final))
         return inside, arrivals
 
-    def _seed(self, chosen: Array) -> Array:
-        schedule = self._schedule
-        return self._seeds.saved[schedule.ids[chosen], schedule.place[chosen]].T
+    def _seed(self, schedule: Schedule, chosen: Array) -> Array:
+        saved: Any = self._seeds.saved
+        return saved[schedule.ids[chosen], schedule.place[chosen]].T
 
     def _crossing(self, last: slice, step: TransposedStep, cotangent: Array, ledger: Ledger) -> Inside:
         """Hand the cotangent of states at terminal events to the steps inside which they lie."""

@@ -131,7 +131,7 @@ def _solved_jvp(argnums: tuple[int, ...], gs: Sequence[Any], ans: Array, args: t
     tangents = dict(zip(argnums, gs))
     leaves = {k - _LEAVES: [conform(g, *spec_like(args[k]))] for k, g in tangents.items() if k >= _LEAVES}
     u0 = conform(tangents[_U0], *spec_like(args[_U0])) if _U0 in tangents else np.zeros_like(args[_U0])
-    end, saved = push_run(run, Directions(u0[None], leaves), True)
+    end, saved = push_run(run, Directions(u0[None], leaves))
     return results.together([saved[0], end[0].T, *([np.zeros(run.batch.size)] if run.settings.events else [])])
 
 

@@ -96,7 +96,7 @@ class Ledger:
         step = self._step
         self.h_bar += _dot(cotangent, step.argument(step.last) - step.y[0]) / step.h
         for part in inside:
-            columns, h = part.columns, step.h[part.columns]
+            columns = part.columns
             stages = [k[:, columns] for k in step.k]
             rate = _dot(part.value, sum(r * k for r, k in zip(stage_rates(tableau, part.x), stages)))
             # At a fixed time, x = (time - t) / h.

@@ -18,7 +18,7 @@ from mpiad.differentiation.trace import Variables, trace_backwards
 from mpiad.ensemble.field import Field, is_whole
 from mpiad.primitives.cotangents import conform, spec_like
 
-__all__ = ["Tracing"]
+__all__ = ["Tracing", "check_traceable"]
 
 
 class Tracing:
@@ -112,6 +112,22 @@ class Tracing:
         for place, variable in zip(self._places, variables[1:]):
             filled[place] = variable
         return filled
+
+
+def check_traceable(field: Field, u: Array, leaves: Sequence[Any], t: Array) -> None:
+    """Trace f once, by the states.
+
+    Raises
+    ------
+    TypeError
+        Where f uses functions that traces don't see.
+    """
+    try:
+        Tracing(field, (), False).transposed(np.empty_like(u), u, leaves, t)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"solve: f can't be differentiated ({error}). Write it with the functions of autograd.numpy instead of numpy."
+        ) from error
 
 
 def _write(out: Array, values: Sequence[Any], whole: bool) -> None:

@@ -108,7 +108,7 @@ def _from_arrays(ensemble: EnsembleProblem, numbers: Sequence[int]) -> Batch:
     rows = slice(numbers[0] - 1, numbers[-1]) if count else slice(0, 0)
     first = as_state(problem.u0)
     if ensemble.u0 is None:
-        u0 = first.reshape(-1, 1) * np.ones((1, count), first.dtype) if isbox(first) else np.repeat(first.reshape(-1, 1), count, 1)
+        u0 = _last(first.reshape(1, -1) * np.ones((count, 1), first.dtype))
     else:
         given = as_state(ensemble.u0)
         if given.shape[1:] != first.shape:
@@ -116,7 +116,7 @@ def _from_arrays(ensemble: EnsembleProblem, numbers: Sequence[int]) -> Batch:
                 f"solve: u0= of the ensemble must have shape (N, *{first.shape}), after the problem's u0, but has shape "
                 f"{given.shape}."
             )
-        u0 = np.ascontiguousarray(given[rows].reshape(count, first.size).T)
+        u0 = _last(given[rows].reshape(count, first.size))
     leaves, build = flatten(problem.p)
     p = Parameters(leaves, [False] * len(leaves), build)
     if ensemble.p is not None:
@@ -159,7 +159,7 @@ def _span(problem: ODEProblem) -> tuple[Any, Any]:
         raise ValueError(f"solve: tspan must be two numbers (t0, t1), but got {problem.tspan!r}.") from None
     if not (np.isfinite(getval(start)) and np.isfinite(getval(end))):
         raise ValueError(f"solve: tspan must be two finite numbers, but got {problem.tspan!r}.")
-    return tuple(time if isbox(time) else float(time) for time in (start, end))
+    return start if isbox(start) else float(start), end if isbox(end) else float(end)
 
 
 def _checked(made: Any, original: ODEProblem, i: int) -> ODEProblem:

@@ -59,7 +59,7 @@ class Run:
         live, count = self.live[:, None], self.counts[:, None]
         if self.settings.saveat is not None:
             still = (self.batch.start == self.batch.end)[:, None]
-            return np.where(live, np.where(still, INITIAL, self.outcome.save_step), NOWHERE)
+            return np.where(live, np.where(still, INITIAL, np.asarray(self.outcome.save_step)), NOWHERE)
         # Every step is saved at its end.
         number = np.arange(-1, int(self.outcome.naccept.max(initial=0)))
         found = np.where(number == count - 1, FINAL, np.where(number < count, number, NOWHERE))
@@ -71,7 +71,7 @@ class Run:
         """Which event ended each trajectory, -1 where none did, shape (N,)."""
         found = np.full(self.batch.size, -1)
         for i in np.flatnonzero(self.terminated):
-            happened = [number for number, _ in self.outcome.event_times[i] if self.settings.events[number].terminal]
+            happened = [number for number, _ in self.outcome.event_times[int(i)] if self.settings.events[number].terminal]
             found[i] = happened[-1]
         return found
 
@@ -83,7 +83,7 @@ class Run:
         return times[place] if times.ndim == 1 else times[ids, place]
 
     def doubled(self, width: int) -> Any:
-        """Return which columns of `width` f is called with: all, and a single one twice; its double's cotangents are zero."""
+        """Return with which columns f is called: all, and a single one twice."""
         return np.zeros(2, int) if width == 1 and not self.field.one_by_one else slice(0, width)
 
     def columns(self, leaves: Sequence[Any], ids: Any) -> list[Any]:

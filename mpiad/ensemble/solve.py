@@ -15,6 +15,8 @@ from mpiad.ensemble.derivative import derivative_of
 from mpiad.ensemble.differentiable import differentiable
 from mpiad.ensemble.events import Event
 from mpiad.ensemble.failures import report
+from mpiad.ensemble.field import Field
+from mpiad.ensemble.linearization import check_traceable
 from mpiad.ensemble.members import columns_of, master_seed, members
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
 from mpiad.ensemble.progress import Progress
@@ -139,7 +141,7 @@ def _solved(
         demands.alg, demands.rtol, atol, demands.dt, demands.dtmax, demands.max_steps, demands.events, times,
         demands.save_everystep or given.traced, shown,
     )  # fmt: skip
-    _try_once(batch)
+    _try_once(batch, given.traced)
     outcome = backend.run(batch, settings)
     sol = solution_of(outcome, batch, settings)
     return differentiable(sol, Run(batch, settings, outcome), given) if given.traced else sol
@@ -153,7 +155,7 @@ def _column(atol: Array, batch: Batch) -> Array:
     return np.reshape(atol, (-1, 1))
 
 
-def _try_once(batch: Batch) -> None:
+def _try_once(batch: Batch, traced: bool) -> None:
     """Call f with so many columns that no other axis can be taken for theirs."""
     if not batch.size:
         return
@@ -166,3 +168,6 @@ def _try_once(batch: Batch) -> None:
     u.flags.writeable = t.flags.writeable = False
     with np.errstate(all="ignore"):
         derivative_of(batch.f, batch.shape).check(u, batch.p.columns(ids, len(batch.shape) > 1), t)
+        if traced:
+            leaves = [leaf[..., ids] if varies else leaf for leaf, varies in zip(batch.p.leaves, batch.p.varies)]
+            check_traceable(Field(batch), u, leaves, t)

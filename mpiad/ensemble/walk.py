@@ -17,9 +17,9 @@ from mpiad.ensemble.record import Steps
 
 __all__ = ["Visit", "Walk", "walks"]
 
-# Numbers in one array of a block, which fits the cache with its stages.
-_BLOCK = 6144
-_LEAST_COLUMNS = 512
+# Numbers in one array of a block: so many that tracing f costs less than computing it.
+_BLOCK = 24576
+_LEAST_COLUMNS = 1024
 
 
 class Visit(NamedTuple):

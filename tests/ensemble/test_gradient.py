@@ -1,0 +1,214 @@
+"""Gradients of solves, beside those of the same steps unrolled by hand."""
+
+from __future__ import annotations
+
+import autograd
+import autograd.numpy as anp
+import numpy as np
+import pytest
+from ode_systems import lorenz
+from unrolled_steps import CLASSIC, DORMAND_PRINCE, unrolled
+
+import mpiad
+from mpiad.ensemble import RK4, RK45, EnsembleProblem, EnsembleSerial, EnsembleThreads, ODEProblem, Tsit5, solve
+from mpiad.ensemble.tableaus import TSITOURAS
+
+pytestmark = pytest.mark.serial
+
+TIGHT = {"rtol": 1e-6, "atol": 1e-9}
+EXACT = 1e-12
+SAVED = [0.0, 0.13, 0.13, 0.5, 0.51, 0.77, 1.0]
+
+
+def forced(u, p, t):
+    return [u[1], -p[0] * anp.sin(u[0]) - p[1] * u[1] * anp.exp(-t) + 0.3 * anp.cos(3 * t)]
+
+
+def rotating(u, p, t):
+    return [1j * p[0] * u[0] * anp.abs(u[1]), -p[1] * u[1] + 0.1 * u[0] ** 2]
+
+
+def draws(*shape, seed=0):
+    return np.random.default_rng(seed).uniform(0.5, 1.5, shape)
+
+
+def steps_of(f, u0, p, span, alg=None, **more):
+    """Return the times between which a trajectory steps."""
+    return solve(ODEProblem(f, u0, span, p), alg or RK45(), save_everystep=True, **more).t
+
+
+def close(a, b, bound=EXACT):
+    scale = max(np.abs(b).max(), 1e-30)
+    assert np.abs(np.asarray(a) - np.asarray(b)).max() <= bound * scale, (a, b)
+
+
+def by_hand(f, u0, p, times, saveat, weights, w_end, table):
+    """Return value and gradients of the weighted sum of saved and final states of one trajectory."""
+
+    def loss(u0, p, ends):
+        saved, end = unrolled(f, u0, p, times, saveat, table, ends[0], ends[1])
+        terms = [anp.sum(anp.real(w * u) + 0.1 * anp.abs(u) ** 2) for w, u in zip(weights, saved)]
+        return sum(terms) + anp.sum(anp.real(w_end * end))
+
+    ends = np.array([times[0], times[-1]])
+    return loss(u0, p, ends), *(autograd.grad(loss, k)(u0, p, ends) for k in range(3))
+
+
+def one_solve(f, u0, p, ends, saveat, weights, w_end, alg, more):
+    sol = solve(ODEProblem(f, u0, (ends[0], ends[1]), p), alg, saveat=saveat, **more)
+    return anp.sum(anp.real(weights * sol.u) + 0.1 * anp.abs(sol.u) ** 2) + anp.sum(anp.real(w_end * sol.u_end))
+
+
+CASES = {
+    "non-autonomous": (forced, draws(2), draws(2, seed=1), (0.0, 1.0), RK45(), DORMAND_PRINCE, TIGHT),
+    "backward": (forced, draws(2), draws(2, seed=1), (1.0, 0.0), RK45(), DORMAND_PRINCE, TIGHT),
+    "complex": (rotating, draws(2) + 1j * draws(2, seed=3), draws(2, seed=1), (0.0, 1.0), RK45(), DORMAND_PRINCE, TIGHT),
+    "fixed": (forced, draws(2), draws(2, seed=1), (0.0, 1.0), RK4(), CLASSIC, {"dt": 0.07}),
+    "tsitouras": (
+        forced, draws(2), draws(2, seed=1), (0.0, 1.0), Tsit5(), (TSITOURAS.a, TSITOURAS.c, TSITOURAS.dense), TIGHT,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_trajectory_by_u0_p_and_tspan(case):
+    f, u0, p, span, alg, table, more = CASES[case]
+    saveat = SAVED if span[0] < span[1] else SAVED[::-1]
+    weights, w_end = draws(len(saveat), 2, seed=5) * (1 + 1j * np.iscomplexobj(u0)), draws(2, seed=6)
+    times = steps_of(f, u0, p, span, alg, **more)
+    value, *expected = by_hand(f, u0, p, times, saveat, weights, w_end, table)
+    loss = lambda u0, p, ends: one_solve(f, u0, p, ends, saveat, weights, w_end, alg, more)  # noqa: E731
+    found = mpiad.value_and_grad(loss, (0, 1, 2))(u0, p, np.array(span))
+    close(found[0], value)
+    for a, b in zip(found[1], expected):
+        close(a, b)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_plain_autograd_agrees(case):
+    f, u0, p, span, alg, _, more = CASES[case]
+    saveat = SAVED if span[0] < span[1] else SAVED[::-1]
+    weights, w_end = draws(len(saveat), 2, seed=5), draws(2, seed=6)
+    loss = lambda u0, p, ends: one_solve(f, u0, p, ends, saveat, weights, w_end, alg, more)  # noqa: E731
+    args = u0, p, np.array(span)
+    ours = mpiad.grad(loss, (0, 1, 2))(*args)
+    for k in range(3):
+        close(autograd.grad(loss, k)(*args), ours[k])
+
+
+def ensemble_loss(f, u0, p, saveat, weights, more):
+    sol = solve(EnsembleProblem(ODEProblem(f, np.ones(u0.shape[1]), (0.0, 1.0)), u0=u0, p=p), saveat=saveat, **more)
+    return anp.sum(weights * sol.u) + anp.sum(sol.u_end**2)
+
+
+def test_each_trajectory_of_an_ensemble():
+    u0, p = draws(4, 3), 20 * draws(4, 1, seed=1)
+    p[0], weights = 1.0, draws(4, len(SAVED), 3, seed=5)
+    found = mpiad.grad(lambda u0, p: ensemble_loss(lorenz, u0, p, SAVED, weights, TIGHT), (0, 1))(u0, p)
+    assert len(set(solve(EnsembleProblem(ODEProblem(lorenz, u0[0], (0.0, 1.0)), u0=u0, p=p), **TIGHT).naccept)) > 1
+    for i in range(4):
+
+        times = steps_of(lorenz, u0[i], p[i], (0.0, 1.0), **TIGHT)
+
+        def loss(u0, p, i=i, times=times):
+            saved, end = unrolled(lorenz, u0, p, times, SAVED)
+            return sum(anp.sum(w * u) for w, u in zip(weights[i], saved)) + anp.sum(end**2)
+
+        close(found[0][i], autograd.grad(loss, 0)(u0[i], p[i]))
+        close(found[1][i], autograd.grad(loss, 1)(u0[i], p[i]))
+
+
+def shared_loss(theta, backend=None):
+    def member(problem, i, repeat):
+        return mpiad.ensemble.remake(problem, u0=[0.5 + i / 10 * theta[0], 0.2], p=[theta[1], 0.3], tspan=(0.0, theta[2]))
+
+    ensemble = EnsembleProblem(ODEProblem(forced, [0.5, 0.2], (0.0, 1.0), [1.0, 0.3]), member)
+    sol = solve(ensemble, RK45(), *([] if backend is None else [backend]), trajectories=5, saveat=[0.0, 0.4], **TIGHT)
+    return anp.sum(anp.abs(1 - sol.u)) + anp.sum(sol.u_end[:, 0])
+
+
+def test_what_prob_func_closes_over():
+    theta = np.array([0.3, 1.1, 1.2])
+    expected = np.zeros(3)
+    for i in range(1, 6):
+
+        times = steps_of(forced, [0.5 + i / 10 * 0.3, 0.2], [1.1, 0.3], (0.0, 1.2), **TIGHT)
+
+        def loss(theta, i=i, times=times):
+            u0 = anp.array([0.5 + i / 10 * theta[0], 0.2])
+            saved, end = unrolled(forced, u0, [theta[1], 0.3], times, [0.0, 0.4], end=theta[2])
+            return sum(anp.sum(anp.abs(1 - u)) for u in saved) + end[0]
+
+        expected += autograd.grad(loss)(theta)
+    close(mpiad.grad(shared_loss)(theta), expected)
+
+
+@pytest.mark.parametrize("backend", [EnsembleSerial(), EnsembleThreads(2)])
+def test_backends_agree(backend):
+    theta = np.array([0.3, 1.1, 1.2])
+    close(mpiad.grad(shared_loss)(theta, backend), mpiad.grad(shared_loss)(theta))
+
+
+def test_shared_parameters_in_a_matrix_product():
+    w, u0 = draws(2, 2, seed=7), draws(6, 2)
+
+    def loss(w):
+        problem = ODEProblem(lambda u, p, t: anp.tanh(anp.dot(p["w"], u)) - u, np.ones(2), (0.0, 2.0), {"w": w})
+        return anp.sum(solve(EnsembleProblem(problem, u0=u0), saveat=0.5, **TIGHT).u ** 2)
+
+    def one(w, u0, times):
+        saved, _ = unrolled(lambda u, p, t: anp.tanh(anp.dot(p, u)) - u, u0, w, times, np.linspace(0, 2, 5))
+        return sum(anp.sum(u**2) for u in saved)
+
+    expected = np.zeros((2, 2))
+    for row in u0:
+        times = steps_of(lambda u, p, t: np.tanh(np.dot(p, u)) - u, row, w, (0.0, 2.0), **TIGHT)
+        expected += autograd.grad(one)(w, row, times)
+    close(mpiad.grad(loss)(w), expected)
+
+
+def test_states_within_one_ode():
+    w, u0 = draws(2, 2, seed=7), np.array([[0.0, 1, 2], [0, 0, 0]])
+
+    def f(u, p, t):
+        return anp.dot(p, anp.tanh(u)) - u
+
+    def loss(w, u0):
+        return anp.sum(solve(ODEProblem(f, u0, (0.0, 2.0), w), saveat=0.7, **TIGHT).u ** 2)
+
+    def one(w, u0):
+        saved, _ = unrolled(f, u0, w, times, [0.0, 0.7, 1.4, 2.0])
+        return sum(anp.sum(u**2) for u in saved)
+
+    times = steps_of(f, u0, w, (0.0, 2.0), **TIGHT)
+    for k in range(2):
+        close(mpiad.grad(loss, k)(w, u0), autograd.grad(one, k)(w, u0))
+
+
+def test_single_precision():
+    u0, p = draws(3, 2).astype(np.float32), draws(3, 2, seed=1).astype(np.float32)
+    weights = draws(3, 3, 2, seed=5)
+    found = mpiad.grad(lambda u0, p: ensemble_loss(forced, u0, p, 0.5, weights, {}), (0, 1))(u0, p)
+    exact = mpiad.grad(lambda u0, p: ensemble_loss(forced, u0, p, 0.5, weights, {}), (0, 1))(
+        u0.astype(float), p.astype(float)
+    )
+    for a, b in zip(found, exact):
+        assert a.dtype == np.float32
+        close(a, b, 1e-4)
+
+
+def test_every_step_saved():
+    u0, p = draws(3, 3), 10 * draws(3, 1, seed=1)
+
+    def loss(u0):
+        sol = solve(EnsembleProblem(ODEProblem(lorenz, u0[0], (0.0, 1.0)), u0=u0, p=p), save_everystep=True, **TIGHT)
+        return anp.sum(anp.where(np.isnan(mpiad.stop(sol.u)), 0.0, sol.u) ** 2)
+
+    found = mpiad.grad(loss)(u0)
+    for i in range(3):
+        times = steps_of(lorenz, u0[i], p[i], (0.0, 1.0), **TIGHT)
+
+        def one(u0, times=times, i=i):
+            return sum(anp.sum(u**2) for u in unrolled(lorenz, u0, p[i], times, times)[0])
+
+        close(found[i], autograd.grad(one)(u0[i]))
