@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from autograd.tracer import isbox
 
 from mpiad._typing import Array
 from mpiad.ensemble.batch import Batch
@@ -89,8 +90,9 @@ class EnsembleSolution:
         """Return the solution of trajectory i, from 0."""
         i = range(len(self))[i]
         times = self.t[i] if self.t.ndim == 2 else self.t
+        reached = self.t_reached[i]
         return ODESolution(
-            self.u[i], times, self.u_end[i], str(self.retcode[i]), float(self.t_reached[i]),
+            self.u[i], times, self.u_end[i], str(self.retcode[i]), reached if isbox(reached) else float(reached),
             int(self.naccept[i]), int(self.nreject[i]), int(self.nf[i]), self.events.get(i, []),
         )  # fmt: skip
 

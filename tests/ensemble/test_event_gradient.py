@@ -1,0 +1,103 @@
+"""Derivatives through terminal events, whose times move."""
+
+from __future__ import annotations
+
+import autograd.numpy as anp
+import numpy as np
+import pytest
+
+import mpiad
+from mpiad.ensemble import RK4, EnsembleProblem, Event, ODEProblem, solve
+
+pytestmark = pytest.mark.serial
+
+
+def falling(u, p, t):
+    return [u[1], -p[0] + 0 * u[0]]
+
+
+GROUND = Event(lambda u, p, t: u[0] - p[1] * t, direction=-1)
+TIGHT = {"rtol": 1e-9, "atol": 1e-11, "events": GROUND}
+
+
+def landing(height, speed, gravity, slope):
+    """Return when a stone meets ground that rises, and its speed there."""
+    v = speed - slope
+    time = (v + anp.sqrt(v**2 + 2 * gravity * height)) / gravity
+    return time, speed - gravity * time
+
+
+def landed(u0, p, **more):
+    ensemble = EnsembleProblem(ODEProblem(falling, np.ones(2), (0.0, 20.0)), u0=u0, p=p)
+    return solve(ensemble, **{**TIGHT, **more})
+
+
+U0 = np.array([[1.0, 2.0], [3.0, 0.5], [0.7, 4.0]])
+P = np.array([[9.81, 0.1], [1.62, 0.0], [3.7, 0.3]])
+W = np.array([0.3, -0.7, 1.1])
+
+
+def loss(u0, p):
+    sol = landed(u0, p)
+    return anp.sum(W * sol.t_reached**2) + anp.sum(anp.sin(sol.u_end[:, 1]) * W) + anp.sum(sol.u_end[:, 0])
+
+
+def exact_loss(u0, p):
+    time, speed = landing(u0[:, 0], u0[:, 1], p[:, 0], p[:, 1])
+    return anp.sum(W * time**2) + anp.sum(anp.sin(speed) * W) + anp.sum(p[:, 1] * time)
+
+
+def test_falling_stones():
+    # The motion is a parabola, which the method and its interpolant follow exactly.
+    assert set(landed(U0, P).retcode) == {"Terminated"}
+    for found, expected in zip(mpiad.grad(loss, (0, 1))(U0, P), mpiad.grad(exact_loss, (0, 1))(U0, P)):
+        np.testing.assert_allclose(found, expected, rtol=1e-10)
+
+
+def test_forward_mode_and_second_derivatives():
+    v = np.array([[0.2, -0.1], [0.5, 0.3], [-0.4, 0.8]])
+    _, tangent = mpiad.jvp(lambda u0: loss(u0, P), U0, v)
+    assert abs(tangent - np.sum(mpiad.grad(loss)(U0, P) * v)) < 1e-10
+    np.testing.assert_allclose(mpiad.hvp(loss)(U0, P, v), mpiad.hvp(exact_loss)(U0, P, v), rtol=1e-8)
+
+
+def test_saved_states_before_the_event_and_trajectories_without_one():
+    def partly(u0):
+        sol = landed(u0, P, saveat=[0.0, 0.1, 15.0])
+        saved = sol.u[:, 1:2]
+        return anp.sum(saved**2) + anp.sum(anp.where(np.isnan(mpiad.stop(sol.u)), 0.0, sol.u))
+
+    def exact(u0):
+        at = u0[:, 0] + 0.1 * u0[:, 1] - 0.005 * P[:, 0], u0[:, 1] - 0.1 * P[:, 0]
+        return sum(anp.sum(x**2) + anp.sum(x) for x in at) + anp.sum(u0)
+
+    np.testing.assert_allclose(mpiad.grad(partly)(U0), mpiad.grad(exact)(U0), rtol=1e-10)
+    up = np.array([[1.0, 200.0], [3.0, 0.5]])
+    time = mpiad.grad(lambda u0: landed(u0, P[:2]).t_reached[0])(up)
+    np.testing.assert_array_equal(time, 0)
+    end = mpiad.grad(lambda u0: landed(u0, P[:2]).u_end[0, 0])(up)
+    np.testing.assert_allclose(end, [[1, 20], [0, 0]], atol=1e-12)
+
+
+def test_start_of_tspan():
+    def at(ends):
+        sol = solve(ODEProblem(falling, U0[0], (ends[0], ends[1]), P[0]), **TIGHT)
+        return sol.t_reached + sol.u_end[1]
+
+    # Starting later by δ, under ground that moves as time does.
+    def exact(start):
+        time, speed = landing(U0[0, 0] - P[0, 1] * start, U0[0, 1], P[0, 0], P[0, 1])
+        return start + time + speed
+
+    found = mpiad.grad(at)(np.array([0.4, 9.0]))
+    np.testing.assert_allclose(found, [mpiad.grad(exact)(0.4), 0.0], rtol=1e-10)
+
+
+def test_shared_parameters_and_fixed_steps():
+    def shared(p):
+        problem = ODEProblem(falling, np.ones(2), (0.0, 20.0), p)
+        sol = solve(EnsembleProblem(problem, u0=U0), RK4(), dt=0.01, events=GROUND)
+        return anp.sum(W * sol.t_reached)
+
+    exact = mpiad.grad(lambda p: anp.sum(W * landing(U0[:, 0], U0[:, 1], p[0], p[1])[0]))(P[0])
+    np.testing.assert_allclose(mpiad.grad(shared)(P[0]), exact, rtol=1e-10)
