@@ -117,11 +117,13 @@ class _Block:
         cotangent[:, :width] = self._cotangent[:, :width]
         ledger = Ledger(step, self._parts, self._run.batch.p.varies, width, self._timed)
         inside, arrivals = self._met(v, step, cotangent)
+        if self._timed:
+            ledger.note_saved(inside, self._run.tableau)
         if self._crossed[visit.last].any():
             inside.append(self._crossing(visit.last, step, cotangent, ledger))
-        arrivals += [part.arrival(step) for part in inside]
         if self._timed:
-            ledger.note_times(cotangent, inside, self._run.tableau)
+            ledger.note_new(cotangent)
+        arrivals += [part.arrival(step) for part in inside]
         cotangent = step.pull(cotangent, arrivals, ledger.note_stage)
         for part in inside:
             cotangent[:, part.columns] += part.value

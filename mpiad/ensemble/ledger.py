@@ -91,10 +91,14 @@ class Ledger:
             else:
                 self._parts[place] = total + part
 
-    def note_times(self, cotangent: Array, inside: Sequence[Inside], tableau: Tableau) -> None:
-        """Note how the new state and the states inside the step move with its time and size."""
+    def note_new(self, cotangent: Array) -> None:
+        """Note how the new state moves with the size of the step."""
         step = self._step
         self.h_bar += _dot(cotangent, step.argument(step.last) - step.y[0]) / step.h
+
+    def note_saved(self, inside: Sequence[Inside], tableau: Tableau) -> None:
+        """Note how states at fixed times inside the step move with its time and size."""
+        step = self._step
         for part in inside:
             columns = part.columns
             stages = [k[:, columns] for k in step.k]
