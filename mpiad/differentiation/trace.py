@@ -60,10 +60,10 @@ def variables_of(args: tuple, argnum: int | tuple[int, ...], call: str) -> Varia
     ValueError
         Where an argument is named twice.
     """
-    if not isinstance(argnum, int) and len(set(argnum)) != len(argnum):
+    if not isinstance(argnum, (int, np.integer)) and len(set(argnum)) != len(argnum):
         raise ValueError(f"{call}: argnum={argnum!r} names an argument twice.")
     try:
-        chosen = args[argnum] if isinstance(argnum, int) else tuple([args[i] for i in argnum])
+        chosen = args[argnum] if isinstance(argnum, (int, np.integer)) else tuple([args[i] for i in argnum])
     except IndexError:
         raise TypeError(
             f"{call}: argnum={argnum!r} names an argument by its position, but {len(args)} positional were given."
@@ -99,7 +99,7 @@ def _described(leaf: Any) -> str:
 def arguments_with(args: tuple, argnum: int | tuple[int, ...], chosen: Any) -> list[Any]:
     """Return the arguments with the chosen ones replaced."""
     new = list(args)
-    if isinstance(argnum, int):
+    if isinstance(argnum, (int, np.integer)):
         new[argnum] = chosen
     else:
         for i, value in zip(argnum, chosen):

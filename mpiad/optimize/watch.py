@@ -26,6 +26,7 @@ _WAITS_AFTER = 0.5
 # In code of the user's own a communication by bare mpi4py can't be told from a long computation.
 _STUCK_AFTER = 10.0
 _COMMUNICATES = ("mpiad.transport", "mpiad.primitives", "mpiad.differentiation", "mpiad.domain", "mpiad.linalg")
+_POLLS = ("mpiad.transport.guarded", "mpiad.transport.patience")
 # Without a second thread the failed rank can only wait for so long.
 _PATIENCE = 1.5
 # MPI's abort may return some time before the launcher kills this process.
@@ -73,6 +74,9 @@ class Watch:
     def _state(self) -> int:
         """Return what the main thread does: whether it has been at one instruction for long."""
         frame, now = sys._current_frames().get(self._watched), time.monotonic()
+        # What polls doesn't stay at one instruction; who called it does.
+        while frame is not None and frame.f_globals.get("__name__", "").startswith(_POLLS):
+            frame = frame.f_back
         if frame is None:
             return _MOVES
         module = frame.f_globals.get("__name__", "")

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from autograd.tracer import getval
-
 from mpiad._typing import Comm, LocalArray, ReplicatedArray
 from mpiad.primitives.catalogue import ALLGATHER, REDUCE_SCATTER, Dividing
-from mpiad.primitives.checks import axis_of
 from mpiad.primitives.operation import communicate
+from mpiad.primitives.pieces import pieces_of_all
 from mpiad.transport import channel, collectives
-from mpiad.transport.buffers import outgoing, spec_of
+from mpiad.transport.buffers import spec_of
 
 __all__ = ["mpi_allgather"]
 
@@ -35,9 +33,9 @@ def mpi_allgather(x: LocalArray, axis: int | None = None, comm: Comm = None) -> 
     Raises
     ------
     TypeError
-        Where `x` can't be sent.
+        On all ranks, where `x` can't be sent.
     ValueError
-        Where there is no such axis; on all ranks, where shapes or dtypes differ.
+        On all ranks, where there is no such axis on one, or shapes or dtypes differ.
 
     Ranks
     -----
@@ -48,9 +46,7 @@ def mpi_allgather(x: LocalArray, axis: int | None = None, comm: Comm = None) -> 
     All ranks' cotangents are added up and scattered: each rank gets the sum for its own piece.
     """
     used = channel(comm, "mpi_allgather")
-    array = outgoing(getval(x), "mpi_allgather")
-    axis = axis_of(axis, array.ndim, "mpi_allgather")
-    lengths = collectives.lengths_of_all(used, array, axis, "mpi_allgather")
+    array, axis, lengths = pieces_of_all(x, axis, used, "mpi_allgather")
     return communicate(ALLGATHER, x, Dividing(used, None, axis, lengths, spec_of(array, "mpi_allgather")))
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from autograd.tracer import getval
-
 from mpiad._typing import Comm, LocalArray, Rank, RootArray
 from mpiad.primitives.catalogue import GATHER, SCATTER, Dividing
-from mpiad.primitives.checks import axis_of, root_of
+from mpiad.primitives.checks import root_of
 from mpiad.primitives.operation import communicate
+from mpiad.primitives.pieces import pieces_of_all
 from mpiad.transport import channel, collectives
-from mpiad.transport.buffers import outgoing, spec_of
+from mpiad.transport.buffers import spec_of
 
 __all__ = ["mpi_gather"]
 
@@ -37,9 +36,9 @@ def mpi_gather(x: LocalArray, root: Rank = 0, axis: int | None = None, comm: Com
     Raises
     ------
     TypeError
-        Where `x` can't be sent.
+        On all ranks, where `x` can't be sent.
     ValueError
-        Where there is no such root or axis; on all ranks, where shapes or dtypes differ.
+        Where there is no such root; on all ranks, where there is no such axis on one, or shapes or dtypes differ.
 
     Ranks
     -----
@@ -51,9 +50,7 @@ def mpi_gather(x: LocalArray, root: Rank = 0, axis: int | None = None, comm: Com
     """
     used = channel(comm, "mpi_gather")
     root = root_of(root, used, "mpi_gather")
-    array = outgoing(getval(x), "mpi_gather")
-    axis = axis_of(axis, array.ndim, "mpi_gather")
-    lengths = collectives.lengths_of_all(used, array, axis, "mpi_gather")
+    array, axis, lengths = pieces_of_all(x, axis, used, "mpi_gather")
     return communicate(GATHER, x, Dividing(used, root, axis, lengths, spec_of(array, "mpi_gather")))
 
 

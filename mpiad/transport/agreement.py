@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 
 from mpiad.transport.channels import Channel
 
-__all__ = ["agreed", "agreed_among", "forget_agreement", "raise_together", "require_same"]
+__all__ = ["agreed", "agreed_among", "forget_agreement", "raise_first", "raise_together", "require_same"]
 
 _KINDS: dict[str, type[Exception]] = {kind.__name__: kind for kind in (TypeError, ValueError, RuntimeError)}
 
 
-def agreed(channel: Channel, error: Exception) -> Exception:
-    """Return an exception that all ranks of a channel raise, so that none waits for another: noted as such."""
-    error.__dict__["_agreed_among"] = frozenset(channel.members)
+class Group(Protocol):
+    """Ranks that can agree: a channel, for one."""
+
+    members: tuple[int, ...]
+
+
+def agreed(group: Group, error: Exception) -> Exception:
+    """Return an exception that all ranks of a group raise, so that none waits for another: noted as such."""
+    error.__dict__["_agreed_among"] = frozenset(group.members)
     return error
 
 
@@ -49,10 +57,11 @@ def raise_together(channel: Channel, error: Exception | None) -> None:
     total = np.zeros_like(flag)
     channel.data.Allreduce(flag, total)
     if total:
-        _raise_first(channel, error)
+        raise_first(channel, error)
 
 
-def _raise_first(channel: Channel, error: Exception | None) -> None:
+def raise_first(channel: Channel, error: Exception | None) -> None:
+    """Raise on all ranks what the first that has an error says; its own where a rank has one. All ranks call it."""
     described = None if error is None else (type(error).__name__, str(error))
     found = [(rank, said) for rank, said in enumerate(channel.data.allgather(described)) if said is not None]
     if error is not None:

@@ -8,6 +8,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpiad._typing import Array, Op
+from mpiad.transport.agreement import raise_first
 from mpiad.transport.buffers import Spec, outgoing, result
 from mpiad.transport.channels import Channel
 
@@ -15,6 +16,10 @@ __all__ = [
     "allreduce", "alltoall", "barrier", "bcast", "gather", "lengths_of_all", "reduce", "reduce_scatter",
     "scan", "scatter", "Summation", "finish_allreduce", "start_allreduce",
 ]
+
+
+_WRONG = -1
+_NOTHING = np.zeros(0)
 
 
 def allreduce(channel: Channel, x: Array, op: Op, call: str) -> Array:
@@ -71,18 +76,28 @@ def barrier(channel: Channel) -> None:
     channel.data.Barrier()
 
 
-def lengths_of_all(channel: Channel, array: np.ndarray, axis: int | None, call: str) -> list[int]:
+def lengths_of_all(
+    channel: Channel, array: np.ndarray, axis: int | None, call: str, wrong: Exception | None = None
+) -> list[int]:
     """Agree on the pieces of a gather: each rank's length along `axis`, 1 each where they are stacked.
 
     Raises
     ------
     ValueError
         On all ranks, where their other dimensions or their dtypes differ.
+    Exception
+        On all ranks, where one has found `wrong` arguments: the others must not wait for it.
     """
+    if wrong is not None:
+        array, axis = _NOTHING, None
     piece = (array.shape if axis is None else array.shape[:axis] + array.shape[axis + 1 :], array.dtype.str)
     mine = np.array([1 if axis is None else array.shape[axis], _fingerprint(piece)], dtype=np.int64)
     every = np.empty((channel.size, 2), dtype=np.int64)
+    if wrong is not None:
+        mine[0] = _WRONG
     channel.data.Allgather(mine, every)
+    if (every[:, 0] == _WRONG).any():
+        raise_first(channel, wrong)
     if (every[:, 1] != every[0, 1]).any():
         shapes = channel.data.allgather(f"{array.shape} {array.dtype}")
         listed = ", ".join(f"rank {rank}: {shape}" for rank, shape in enumerate(shapes))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from mpi4py import MPI
+
 __all__ = ["Patience", "wait_gently"]
 
 # Ranks often outnumber cores; an MPI's own wait would take another rank's core away.
@@ -37,7 +39,10 @@ class Patience:
 
 
 def wait_gently(request: Any) -> None:
-    """Wait for a request of MPI's."""
+    """Wait for a request of MPI's; one under watch knows how."""
+    if not isinstance(request, MPI.Request):
+        request.Wait()
+        return
     patience = Patience()
     while not request.Test():
         patience.pause()

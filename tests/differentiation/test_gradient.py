@@ -97,6 +97,7 @@ def test_argnum_as_a_tuple_and_keywords(rank, size, rank_rng):
     assert_close(both[1], expected[0])
     assert_close(mpiad.grad(program, argnum=2)(*arguments, power=3), expected[1])
     assert_close(mpiad.grad(program, argnum=-1)(*arguments, power=3), expected[1])
+    assert_close(mpiad.grad(program, argnum=np.int64(2))(*arguments, power=3), expected[1])
     assert_close(mpiad.grad(program, 1)(*arguments, power=3), np.sum(xs[rank] ** 3))
 
 

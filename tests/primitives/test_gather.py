@@ -84,3 +84,13 @@ def test_axis_that_is_not_there():
         mpiad.mpi_gather(1.0, axis=0)
     with pytest.raises(TypeError, match="mpi_gather: axis must be None or an integer, but got float 1.0"):
         mpiad.mpi_gather(np.ones((2, 2)), axis=1.0)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("call", [mpiad.mpi_gather, mpiad.mpi_allgather])
+def test_a_mistake_of_one_rank_is_raised_on_all(call, rank, size):
+    with pytest.raises(ValueError, match=r"axis must be None or from -1 to 0 for 1 dimensions, but got 1"):
+        call(np.ones(3) if rank == 1 else np.ones((3, 3)), axis=1)
+    with pytest.raises(TypeError, match="x must be an array or number"):
+        call("text" if rank == 1 else np.ones(3))
+    assert mpiad.mpi_allreduce(1) == size

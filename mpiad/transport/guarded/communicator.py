@@ -102,7 +102,7 @@ class Guarded:
 
         if not agreement.agree(fingerprint(*said), self.number, make):
             mine = (describe(*said), agreement.starts)
-            raise_mismatch(agreement.descriptions(mine, self.number, make), agreement.members)
+            raise_mismatch(agreement.descriptions(mine, self.number, make), agreement)
 
     def finish(self, request: Any, name: str, held: Any) -> None:
         """Wait for a collective that was started."""

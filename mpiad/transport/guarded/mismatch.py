@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 from mpiad.errors import CommunicationMismatch
+from mpiad.transport.agreement import Group, agreed
 from mpiad.transport.guarded.descriptions import COMPARED, Description
 
 __all__ = ["columns", "raise_mismatch"]
@@ -27,9 +28,9 @@ _ADVICE = {
 _NAMES = ("operation", "communicator", "root", "reduction", "shape", "dtype", "call site", "step")
 
 
-def raise_mismatch(said: list[tuple[Description, int]], members: tuple[int, ...]) -> NoReturn:
-    """Raise what all ranks raise, from what each of them has said."""
-    rows = sorted(zip(members, said))
+def raise_mismatch(said: list[tuple[Description, int]], group: Group) -> NoReturn:
+    """Raise what all ranks of a group raise, from what each of them has said."""
+    rows = sorted(zip(group.members, said))
     descriptions = [description for _, (description, _) in rows]
     different = [
         name
@@ -44,10 +45,11 @@ def raise_mismatch(said: list[tuple[Description, int]], members: tuple[int, ...]
     )
     name = different[0] if different else "step"
     others = f" ({', '.join(different[1:])} too)" if len(different) > 1 and name != "operation" else ""
-    raise CommunicationMismatch(
+    error = CommunicationMismatch(
         f"the ranks were about to communicate in different calls: the {name} differs{others}. {_ADVICE[name]}\n{table}",
-        table, tuple(sorted(members)),
+        table, tuple(sorted(group.members)),
     )
+    raise agreed(group, error)
 
 
 def columns(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:

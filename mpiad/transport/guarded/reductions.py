@@ -31,7 +31,7 @@ class StartedReduction(GuardedRequest):
         said = describe(comm.label, "Iallreduce", array, op, None, settings.present().call_sites)
         super().__init__(comm.bare.Iallreduce(array, out, op), lambda: Gathering(comm, comm.label, number, said))
         self.caller = said.operation, said.place
-        self._members, self._held = comm.members, (array, out)
+        self._comm, self._held = comm, (array, out)
         self._mine, self._every = np.zeros(_BYTES, np.uint8), np.zeros((comm.size, _BYTES), np.uint8)
         packed = np.frombuffer(pickle.dumps((said, agreement.starts)), np.uint8)
         self._mine[: min(packed.size, _BYTES)] = packed[:_BYTES]
@@ -43,7 +43,7 @@ class StartedReduction(GuardedRequest):
         said = [pickle.loads(every.tobytes()) for every in self._every]
         if any(_compared(one) != _compared(said[0]) for one in said):
             keep_for_ever(self.request, self._held)
-            raise_mismatch(said, self._members)
+            raise_mismatch(said, self._comm)
         super().Wait(status)
 
 

@@ -1,0 +1,31 @@
+"""The pieces of a gather: their lengths, agreed on, and the mistakes that one rank finds and all raise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from autograd.tracer import getval
+
+from mpiad.primitives.checks import axis_of
+from mpiad.transport import Channel, collectives
+from mpiad.transport.buffers import outgoing
+
+__all__ = ["pieces_of_all"]
+
+
+def pieces_of_all(x: Any, axis: Any, used: Channel, call: str) -> tuple[np.ndarray, int | None, list[int]]:
+    """Return this rank's piece, the axis counted from the front, and all ranks' lengths along it; collective.
+
+    Raises
+    ------
+    TypeError, ValueError
+        On all ranks, where a piece can't be sent, has no such axis, or doesn't fit the others.
+    """
+    array, place, wrong = np.zeros(0), None, None
+    try:
+        array = outgoing(getval(x), call)
+        place = axis_of(axis, array.ndim, call)
+    except (TypeError, ValueError) as error:  # the others wait for a length by now
+        wrong = error
+    return array, place, collectives.lengths_of_all(used, array, place, call, wrong)
