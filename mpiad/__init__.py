@@ -40,6 +40,7 @@ from mpiad.primitives import (
     reset,
     stop,
 )
+from mpiad.transport import world as _world
 
 __version__ = "0.1.0"
 
@@ -65,5 +66,10 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_ROOMS})
 
 
-if _os.environ.get("MPIAD_TRACE") or _os.environ.get("MPIAD_DEBUG") == "1":
-    __getattr__("debug").recording.of_the_program(_os.environ.get("MPIAD_TRACE"))
+def _record_where_asked() -> None:
+    asks = bool(_os.environ.get("MPIAD_TRACE")) or _os.environ.get("MPIAD_DEBUG") == "1"
+    if _world.any_rank(asks):
+        __getattr__("debug").recording.of_the_program()
+
+
+_world.at_start(_record_where_asked)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from mpiad._typing import Comm
@@ -15,6 +17,8 @@ from mpiad.transport import channel, world
 from mpiad.transport.abort import last_words
 
 __all__ = ["Recording", "latest", "of_the_program", "recorded", "traced"]
+
+_log = logging.getLogger("mpiad")
 
 
 class Recording:
@@ -127,23 +131,27 @@ def _recording() -> Iterator[Recording]:
         recording.stop()
 
 
-def of_the_program(path: str | os.PathLike | None) -> None:
-    """Record from now, or from the start of MPI, to the end; write the timeline where there is a path for it."""
-    recording, file = Recording(), Path(path).absolute() if path else None
+def of_the_program() -> None:
+    """Record from now to the end of the program, and write the timeline to the file that MPIAD_TRACE names; collective."""
+    global _latest
+    with _scratch() as comm:
+        named = next(filter(None, comm.allgather(os.environ.get("MPIAD_TRACE"))), None)
+        file = Path(named).absolute() if named else None  # the program may go elsewhere
+        if comm.rank == 0 and file is not None and not os.access(file.parent, os.W_OK):
+            _log.warning("MPIAD_TRACE=%s: no file can be made in %s; there will be no trace.", named, file.parent)
+    recording = _latest = Recording()
+    recording.start()
+    world.at_end(lambda: _finish(recording, file))
+    if file is not None:
+        last_words.append(partial(recording.write_part, file))
 
-    def start() -> None:
-        global _latest
-        _latest = recording
-        recording.start()
 
-    def finish() -> None:
-        recording.stop()
-        if file is not None:
-            recording.write(file)
-
-    def break_off() -> None:
-        if file is not None and recording.recorder.since:
-            recording.write_part(file)
-
-    world.enclose(start, finish)
-    last_words.append(break_off)
+def _finish(recording: Recording, file: Path | None) -> None:
+    recording.stop()
+    if file is None:
+        return
+    try:
+        recording.write(file)
+    except OSError as error:
+        if recording.rank == 0:  # the program itself came to its end
+            _log.warning("mpiad: %s", error)

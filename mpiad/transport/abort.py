@@ -26,7 +26,7 @@ __all__ = ["at_place", "end_job", "install_abort_hook", "is_rank", "last_words"]
 
 _UNTIL_READ, _UNTIL_KILLED = 0.3, 2.0  # seconds
 
-last_words: list[Callable[[], None]] = []  # what a rank does before it ends the job: nothing that waits for others
+last_words: list[Callable[[], object]] = []  # what a rank does before it ends the job: nothing that waits for others
 
 _exit = os._exit  # before `departure` replaces it
 _process = os.getpid()

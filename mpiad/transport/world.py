@@ -19,7 +19,7 @@ from mpiad.transport.recovery import interruptible
 from mpiad.transport.signals import install_signal_handlers
 from mpiad.transport.threads import limit_threads
 
-__all__ = ["enclose", "finalize", "finalized", "initialized", "local_rank", "start"]
+__all__ = ["any_rank", "at_end", "at_start", "finalize", "finalized", "initialized", "local_rank", "start"]
 
 _local: tuple[int, int] | None = None
 _begins: list[Callable[[], None]] = []
@@ -55,12 +55,21 @@ def start(call: str) -> None:
         begin()
 
 
-def enclose(begin: Callable[[], None], end: Callable[[], None]) -> None:
-    """Have collective functions run once the world is prepared (at once where it is), and before it is closed."""
+def at_start(begin: Callable[[], None]) -> None:
+    """Have a collective function run once the world is prepared: at once where it is."""
     _begins.append(begin)
-    _ends.append(end)
     if initialized():
         begin()
+
+
+def at_end(end: Callable[[], None]) -> None:
+    """Have a collective function run before the world is closed."""
+    _ends.append(end)
+
+
+def any_rank(asks: bool) -> bool:
+    """Tell whether any rank asks for something; collective. Not every launcher passes variables on to all nodes."""
+    return bool(MPI.COMM_WORLD.allreduce(asks, MPI.LOR))
 
 
 def _place_on_node() -> tuple[int, int]:

@@ -245,6 +245,7 @@ def test_too_many_events_are_counted(rank, size, path, monkeypatch):
         assert json.load(file)["otherData"] == {"ranks": size, "events that were too many": 2 * size}
 
 
+RANK = "int(os.environ.get('PMI_RANK') or os.environ['PMIX_RANK'])"
 PROGRAM = """
 import os, sys, autograd.numpy as np, mpiad
 os.chdir(sys.argv[1])
@@ -277,3 +278,21 @@ def test_of_a_program_that_fails(mpirun, tmp_path):
     assert not (tmp_path / "t.json").exists()
     events = read(tmp_path / "t.json.rank1")
     assert "backward" in [e["name"] for e in events]
+
+
+@pytest.mark.launches
+def test_where_one_rank_asks_all_record(mpirun, tmp_path):
+    """A launcher may pass its variables on to some nodes only."""
+    for rank in (0, 1):
+        asked = f"import os\nif {RANK} == {rank}: os.environ['MPIAD_TRACE'] = 't.json'\n"
+        done = mpirun(2, asked + PROGRAM, tmp_path, "exits", env={"MPIAD_TRACE": None}, cwd=tmp_path)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert {event["pid"] for event in read(tmp_path / "t.json")} == {0, 1}
+        os.remove(tmp_path / "t.json")
+
+
+@pytest.mark.launches
+def test_a_program_whose_trace_cannot_be_written_ends_well(mpirun, tmp_path):
+    done = mpirun(2, PROGRAM, tmp_path, "exits", env={"MPIAD_TRACE": "no/t.json"}, cwd=tmp_path)
+    assert done.returncode == 0
+    assert "there will be no trace" in done.stderr and "can't be written to" in done.stderr
