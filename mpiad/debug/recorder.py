@@ -13,6 +13,7 @@ from mpiad.transport.calls import Arguments, Call
 __all__ = ["Event", "Message", "Recorder"]
 
 _MOST = 500_000  # events, each of some hundred bytes
+_NOTHING = Arguments()
 _WAITS = ("mpi_wait", "mpi_waitall")
 
 
@@ -79,7 +80,7 @@ class Event(NamedTuple):
 
 
 class _Stacks(threading.local):
-    """Of each thread what has begun: key, time, name, and whether a communication was inside."""
+    """Of each thread what has begun: key, time, whether a communication was inside, and a phase's name."""
 
     def __init__(self) -> None:
         self.number: int | None = None
@@ -91,8 +92,6 @@ class Recorder:
 
     Attributes
     ----------
-    events : list of Event
-        In the order of their ends.
     dropped : int
         The number of events that were too many.
     since, until : float
@@ -102,7 +101,7 @@ class Recorder:
     """
 
     def __init__(self, most: int = _MOST) -> None:
-        self.events: list[Event] = []
+        self._noted: list[tuple] = []
         self.dropped, self._most = 0, most
         self.since = self.until = 0.0
         self.threads: list[str] = []
@@ -128,34 +127,40 @@ class Recorder:
         """Seconds that it has recorded."""
         return (self.until or perf_counter()) - self.since
 
+    @property
+    def events(self) -> list[Event]:
+        """What was recorded, in the order of the ends."""
+        return [_event(*noted) for noted in self._noted]
+
     def began(self, call: Call) -> None:
         """Open a communication, inside of what is open."""
-        for entry in self._stacks.open:
-            entry[3] = True
-        self._stacks.open.append([call, call.began, "", False])
+        opened = self._stacks.open
+        for entry in opened:
+            entry[2] = True
+        opened.append([call, call.began, False, ""])
 
     def ended(self, call: Call) -> None:
         """Close a communication."""
         entry = self._closed(call)
-        if entry is None:
-            return
-        given, innermost = call.arguments, not entry[3]
-        self._add(Event(
-            self._number(), call.began, call.ended, call.described, call.name, call.direction, innermost,
-            call.outer is None, call.site.text, call.forward_site.text if call.forward_site else "",
-            given, _messages(call.name, given) if innermost and given.envelopes else (),
-        ))
+        if entry is not None:
+            # All that can wait is read when somebody asks: this is paid by every call.
+            self._note((self._number(), call, call.began, call.ended, not entry[2], call.arguments))
 
     def phase_began(self, key: Any, name: str) -> None:
         """Open a phase."""
-        self._stacks.open.append([key, perf_counter(), name, False])
+        self._stacks.open.append([key, perf_counter(), False, name])
 
     def phase_ended(self, key: Any) -> None:
         """Close a phase."""
         entry = self._closed(key)
         if entry is not None:
-            _, began, name, _ = entry
-            self._add(Event(self._number(), began, perf_counter(), name, "", "phase", False, True, "", "", Arguments(), ()))
+            self._note((self._number(), entry[3], entry[1], perf_counter(), False, _NOTHING))
+
+    def _note(self, noted: tuple) -> None:
+        if len(self._noted) < self._most:
+            self._noted.append(noted)
+        else:
+            self.dropped += 1
 
     def _closed(self, key: Any) -> list[Any] | None:
         """Return what was opened, with all that an exception left open inside it; None where its start wasn't seen."""
@@ -175,11 +180,14 @@ class Recorder:
                 self.threads.append(threading.current_thread().name)
         return number
 
-    def _add(self, event: Event) -> None:
-        if len(self.events) < self._most:
-            self.events.append(event)
-        else:
-            self.dropped += 1
+
+def _event(thread: int, what: Call | str, began: float, ended: float, innermost: bool, given: Arguments) -> Event:
+    if isinstance(what, str):
+        return Event(thread, began, ended, what, "", "phase", False, True, "", "", given, ())
+    return Event(
+        thread, began, ended, what.described, what.name, what.direction, innermost, what.outer is None, what.site.text,
+        what.forward_site.text if what.forward_site else "", given, _messages(what.name, given) if innermost else (),
+    )
 
 
 def _messages(operation: str, given: Arguments) -> tuple[Message, ...]:

@@ -38,9 +38,10 @@ def rank_events(recorder: Recorder, rank: int, node: str, aligned: Callable[[flo
 
     yield _metadata(rank, 0, "process_name", name=f"rank {rank} ({node})")
     yield _metadata(rank, 0, "process_sort_index", sort_index=rank)
+    events = recorder.events
     for number, name in enumerate(recorder.threads):
         yield _metadata(rank, number, "thread_name", name=name)
-        spans = [(tick(e.began), tick(e.ended), e) for e in recorder.events if e.thread == number]
+        spans = [(tick(e.began), tick(e.ended), e) for e in events if e.thread == number]
         # Of two that begin together the longer one is around the other; it was noted later where they end together too.
         spans.reverse()
         spans.sort(key=lambda span: (span[0], -span[1]))

@@ -95,7 +95,8 @@ class Call:
     """
 
     __slots__ = (
-        "_params", "_x", "began", "direction", "ended", "forward_name", "forward_site", "name", "outer", "site",
+        "_arguments", "_params", "_x", "began", "direction", "ended", "forward_name", "forward_site", "name", "outer",
+        "site",
     )
 
     # How the values of an operation are read is known above: primitives.noting puts it in.
@@ -108,14 +109,18 @@ class Call:
         self.name, self.direction, self.site = name, direction, site
         self.forward_name, self.forward_site = forward_name, forward_site
         self._x, self._params = x, params
+        self._arguments: Arguments | None = None
         self.outer: Call | None = None
         self.ended = 0.0
         self.began = perf_counter()
 
     @property
     def arguments(self) -> Arguments:
-        """What it was given; read when it is asked for."""
-        return Call.read(self._x, self._params)
+        """What it was given; read when it is first asked for."""
+        found = self._arguments
+        if found is None:
+            found = self._arguments = Call.read(self._x, self._params)
+        return found
 
     def __repr__(self) -> str:
         return f"<Call {self.described} at {self.forward_site or self.site}>"
