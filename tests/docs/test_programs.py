@@ -43,7 +43,7 @@ or number
 """
 
 
-def run(program: shown_programs.Program, mpirun) -> None:
+def run(program: shown_programs.Program, mpirun, tmp_path: Path) -> None:
     """Run a program and compare; an AssertionError where it does something else than the page says."""
     if not program.ends:
         start = time.monotonic()
@@ -51,7 +51,10 @@ def run(program: shown_programs.Program, mpirun) -> None:
         with pytest.raises(pytest.fail.Exception, match="no end after"):
             mpirun(program.ranks, program.text, timeout=1.5 + 3 * (time.monotonic() - start))
         return
-    job = mpirun(program.ranks, program.text)
+    # Under its own name, which errors show.
+    path = tmp_path / program.name
+    path.write_text(program.text)
+    job = mpirun(program.ranks, path)
     if program.error:
         assert job.returncode != 0
         assert program.error in shown_programs.errors_in(job.stderr)
@@ -64,8 +67,8 @@ def run(program: shown_programs.Program, mpirun) -> None:
 
 @pytest.mark.launches
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: f"{program.page}:{program.name}")
-def test_a_shown_program_does_what_the_page_says(program, mpirun):
-    run(program, mpirun)
+def test_a_shown_program_does_what_the_page_says(program, mpirun, tmp_path):
+    run(program, mpirun, tmp_path)
 
 
 def test_snippets_are_python():
@@ -79,27 +82,27 @@ def test_names_of_programs_are_unique():
 
 
 @pytest.mark.launches
-def test_a_page_is_believed_only_where_its_program_prints_that(mpirun):
+def test_a_page_is_believed_only_where_its_program_prints_that(mpirun, tmp_path):
     ((program,), _) = programs_of(PAGE, "page.md")
-    run(program, mpirun)
+    run(program, mpirun, tmp_path)
     program.stdout = "3.0\n3.1\n"
     with pytest.raises(AssertionError):
-        run(program, mpirun)
+        run(program, mpirun, tmp_path)
 
 
 @pytest.mark.launches
-def test_a_page_is_believed_only_where_its_program_raises_that(mpirun):
+def test_a_page_is_believed_only_where_its_program_raises_that(mpirun, tmp_path):
     ((program,), _) = programs_of(WRONG_PAGE, "page.md")
     assert program.error == "TypeError: mpi_allreduce: x must be an array or number"
     with pytest.raises(AssertionError):
-        run(program, mpirun)
+        run(program, mpirun, tmp_path)
 
 
 @pytest.mark.launches
-def test_a_program_that_ends_is_not_one_that_never_ends(mpirun):
+def test_a_program_that_ends_is_not_one_that_never_ends(mpirun, tmp_path):
     ((program,), _) = programs_of(PAGE.replace("3.0\n3.0", "(never ends)"), "page.md")
     with pytest.raises(pytest.fail.Exception):
-        run(program, mpirun)
+        run(program, mpirun, tmp_path)
 
 
 @pytest.mark.parametrize(

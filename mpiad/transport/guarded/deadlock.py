@@ -32,11 +32,12 @@ class Finding(NamedTuple):
 def finding_of(states: list[State | None], asker: int) -> Finding:
     """Make the table from the states of all ranks of the world."""
     edges = {rank: _awaited(rank, states) for rank in range(len(states)) if _waits(states[rank])}
-    cycle = _cycle(edges, asker)
+    cycle = _from_first(_cycle(edges, asker))
     ranks = _together(edges, asker)
     rows = [_row(rank, state, edges.get(rank, [])) for rank, state in enumerate(states)]
     table = columns(("rank", "state", "call", "where", "waits for"), rows)
-    lines = [_headline(states, asker, cycle, edges), table]
+    # Whichever rank's wait expired first, the sentence is the same.
+    lines = [_headline(states, min(cycle or ranks), cycle, edges), table]
     lines += [f"Rank {rank}: {state['hint']}." for rank, state in enumerate(states) if state and state.get("hint")]
     lines += ledger.unreceived([state and state["ledger"] for state in states])
     lines.append("The communicators of these waits can't be used before mpiad.reset(comm).")
@@ -101,11 +102,17 @@ def _row(rank: int, state: State | None, awaited: list[int]) -> tuple[str, ...]:
     if state is None:
         return str(rank), "no answer", "-", "-", "-"
     if state["state"] == "left":
-        return str(rank), f"left {state['seconds']:.1f} s ago", state["how"], state["place"], "-"
+        return str(rank), f"left {_shown(state)} s ago", state["how"], state["place"], "-"
     if state["state"] == "computes":
         return str(rank), "computes", "-", state["place"], "-"
     call = f"{state['call']}({state['arguments']})"
-    return str(rank), f"waits {state['seconds']:.1f} s", call, state["place"], _listed(awaited) or "nobody"
+    return str(rank), f"waits {_shown(state)} s", call, state["place"], _listed(awaited) or "nobody"
+
+
+def _shown(state: State) -> str:
+    """Return a state's age: tenths of a second tell nothing about a long one."""
+    seconds = state["seconds"]
+    return f"{seconds:.0f}" if seconds >= 1 else f"{seconds:.1f}"
 
 
 def _listed(ranks: list[int]) -> str:
@@ -113,12 +120,20 @@ def _listed(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}" if ranks else ""
 
 
-def _headline(states: list[State | None], asker: int, cycle: tuple[int, ...], edges: dict[int, list[int]]) -> str:
-    state: State = states[asker]  # type: ignore[assignment]
-    text = f"rank {asker} has waited for {state['seconds']:.1f} seconds in {state['call']} at {state['place']}"
+def _from_first(cycle: tuple[int, ...]) -> tuple[int, ...]:
+    """Return a cycle that begins, and ends, with its lowest rank."""
+    if not cycle:
+        return cycle
+    start = cycle.index(min(cycle))
+    return (*cycle[start:-1], *cycle[:start], cycle[start])
+
+
+def _headline(states: list[State | None], rank: int, cycle: tuple[int, ...], edges: dict[int, list[int]]) -> str:
+    state: State = states[rank]  # type: ignore[assignment]
+    text = f"rank {rank} has waited for {_shown(state)} seconds in {state['call']} at {state['place']}"
     if cycle:
         return f"{text}, and this wait can't end: rank {' -> rank '.join(map(str, cycle))}. Let one of them act first."
-    gone = [rank for rank in edges[asker] if (states[rank] or {}).get("state") == "left"]
+    gone = [other for other in edges[rank] if (states[other] or {}).get("state") == "left"]
     if gone:
         return f"{text}, for {_listed(gone)}, which left the program: all ranks must make the same calls."
     return f"{text}, longer than MPIAD_TIMEOUT allows."
