@@ -6,7 +6,7 @@ A program's header, the comments at its top, says how it is run and what its use
     # ranks: 2                                          2, where there is no such line
     # environment: MPIAD_DEBUG=1 MPIAD_TIMEOUT=2        none
     # arguments: -m pytest                              of the interpreter, before the program's name
-    # within: 10                                        seconds, from start to end; 10
+    # within: 20                                        seconds, from start to end; 20
     # raises: CommunicationMismatch                     the last error of a rank; there may be none
     # says: rank 1.*mpi_bcast.*{here}                   a regular expression, in standard error; one or more
     # says on Open MPI: signal 9                        where the launcher speaks, and each its own language
@@ -42,7 +42,7 @@ class WrongProgram:
     ranks: int = 2
     environment: dict[str, str] = field(default_factory=dict)
     arguments: list[str] = field(default_factory=list)
-    within: float = 10.0
+    within: float = 20.0
     raises: str = ""
     says: list[str] = field(default_factory=list)
     prints: list[str] = field(default_factory=list)

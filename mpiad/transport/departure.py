@@ -23,7 +23,7 @@ from mpiad.transport.abort import at_place, end_job, is_rank
 from mpiad.transport.channels import world_is_given_up
 from mpiad.transport.notices import threads_may_communicate
 
-__all__ = ["await_others", "farewell", "watch_departures"]
+__all__ = ["await_others", "farewell", "note_finalize", "watch_departures"]
 
 # From the first error to the end of the job: others may leave too, with something to tell.
 _GRACE = 5.0
@@ -106,7 +106,13 @@ def farewell() -> tuple[str, str]:
     return "the end of the program" if error is None else f"ended by {type(error).__name__}", "-"
 
 
-def await_others(patience: float | None = None) -> None:
+def note_finalize() -> None:
+    """Note that this rank ends MPI before the program's end, for those that ask where it is."""
+    global _farewell
+    _farewell = _Farewell("mpi_finalize()", 0, at_place(sys._getframe(1)))
+
+
+def await_others(patience: float | None = None) -> bool:
     """Wait until all ranks have left the program; end the job where this one left with an error and others haven't.
 
     Parameters
@@ -114,21 +120,27 @@ def await_others(patience: float | None = None) -> None:
     patience : float, optional
         Seconds after which the job ends in any case: communication was given up, and the others may never leave.
 
+    Returns
+    -------
+    bool
+        Whether communication was given up on any rank, so that there may be no more of it.
+
     Ranks
     -----
     All ranks of the world call it, once.
     """
     global _comm
     if _comm is None:
-        return
+        return False
     gave_up = _Farewell("its end, after communication was given up", 1, "")
-    _await(_farewell if patience is None or _farewell is not None else gave_up, False, patience)
+    given_up = _await(_farewell if patience is None or _farewell is not None else gave_up, False, patience)
     _comm.Free()
     _comm = None
+    return given_up
 
 
-def _await(farewell: _Farewell | None, at_once: bool, patience: float | None = None) -> None:
-    mine, every = np.array([at_once, not at_once], dtype=np.int8), np.empty(2, dtype=np.int8)
+def _await(farewell: _Farewell | None, at_once: bool, patience: float | None = None) -> bool:
+    mine, every = np.array([at_once, not at_once, patience is not None], dtype=np.int8), np.zeros(3, dtype=np.int8)
     hurried = at_once or (farewell is not None and farewell.code != 0)
     start, grace = time.monotonic(), _GRACE if patience is None else patience
     try:
@@ -138,12 +150,13 @@ def _await(farewell: _Farewell | None, at_once: bool, patience: float | None = N
             if hurried and waited > grace:
                 _end(farewell, f"{grace:g} s ago, and other ranks have not left since")
             if world_is_given_up():
-                return
+                return False
             time.sleep(_NAP if waited > _AT_ONCE else 0)
     except MPI.Exception:  # a rank has died, where the MPI survives that: there is nobody to wait for
-        return
-    if at_once and every.all():
+        return False
+    if at_once and every[:2].all():
         _end(farewell, "where other ranks leave in good order, which takes all of them")
+    return bool(every[2])
 
 
 def _end(farewell: _Farewell | None, why: str) -> None:

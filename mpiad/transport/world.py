@@ -11,7 +11,7 @@ from mpi4py import MPI
 from mpiad.errors import CommunicatorError
 from mpiad.transport.abort import install_abort_hook, is_rank
 from mpiad.transport.channels import close_world, open_world
-from mpiad.transport.departure import watch_departures
+from mpiad.transport.departure import note_finalize, watch_departures
 from mpiad.transport.guarded import closing, switch
 from mpiad.transport.launcher import warn_of_separate_worlds
 from mpiad.transport.memory import raise_malloc_thresholds
@@ -100,6 +100,7 @@ def finalized() -> bool:
 def finalize() -> None:
     """Complete what was sent and finalise MPI; collective over all ranks. A second call does nothing."""
     if MPI.Is_initialized() and not MPI.Is_finalized():
+        note_finalize()
         closing.close(_end_world)
         MPI.Finalize()
 

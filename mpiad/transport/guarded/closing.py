@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from mpiad.transport.guarded.waits import deadline_lifted
 
 __all__ = ["close", "close_at_exit"]
 
-_KILLED_WITHIN = 3.0  # seconds
+_KILLED_WITHIN, _GRACE = 3.0, 5.0  # seconds
 
 
 def close(close_world: Callable[[], None]) -> None:
@@ -36,10 +37,15 @@ def close(close_world: Callable[[], None]) -> None:
     switch.announce(True)
     # This rank may be done long before the others. After an error it waits no longer than ever.
     faulted = any(channel.fault is not None for channel in channels.live_channels())
-    await_others(settings.present().timeout if faulted else None)
-    with deadline_lifted():
-        left_over = _left_over()
-        close_world()
+    given_up = await_others((settings.present().timeout or _GRACE) if faulted else None)
+    left_over = []
+    if given_up:
+        # What the ranks have given up they no longer do in step; MPI's own end is all that is left to them.
+        _end_within(_GRACE)
+    else:
+        with deadline_lifted():
+            left_over = _left_over()
+            close_world()
     switch.stop_answering()
     if left_over:
         raise CommunicationMismatch(
@@ -57,6 +63,12 @@ def close_at_exit(close_world: Callable[[], None]) -> None:
         close(close_world)
     except Exception as error:  # noqa: BLE001 - nobody is left to catch it
         _end_job(error)
+
+
+def _end_within(seconds: float) -> None:
+    # MPI may wait for communication that nobody continues, when no Python runs any more.
+    if signal.getsignal(signal.SIGALRM) is signal.SIG_DFL:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
 def _left_over() -> list[str]:

@@ -1,5 +1,4 @@
 # One rank leaves without any clearing up. One launcher would end the others, and return 0.
-# within: 14
 # says: mpiad: rank 1 left the program by os._exit\(0\) at {here}, 5 s ago, and other ranks have not left
 
 import os

@@ -1,5 +1,4 @@
 # One rank leaves with an error, and the others wait for it.
-# within: 14
 # says: mpiad: rank 1 left the program by sys.exit\(3\) at {here} in main, 5 s ago, and other ranks have not left
 
 import sys

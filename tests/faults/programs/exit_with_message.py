@@ -1,5 +1,4 @@
 # One rank leaves with a message, and the others wait for it.
-# within: 14
 # says: no file 'a.nc'\n
 # says: mpiad: rank 0 left the program by sys.exit\("no file 'a.nc'"\) at {here}, 5 s ago
 

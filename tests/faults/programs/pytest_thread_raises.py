@@ -1,4 +1,5 @@
 # A thread of one rank's test raises: pytest reports it, and the test that waited for it fails.
+# within: 30
 # arguments: -m pytest --noconftest -c /dev/null -p no:cacheprovider -q
 # prints: EOFError: no header
 # prints: 1 failed

@@ -1,5 +1,4 @@
 # A local adjoint raises on one rank, inside minimize.
-# within: 12
 # raises: FloatingPointError
 # says: {here}.*FloatingPointError: overflow
 

@@ -1,5 +1,4 @@
 # One rank's part of minimize's function raises, and the root waits for it inside a communication.
-# within: 12
 # raises: LookupError
 # says: minimize can't raise this exception on all ranks.*{here}.*LookupError: no data
 

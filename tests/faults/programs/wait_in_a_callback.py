@@ -1,7 +1,6 @@
 # The root's callback communicates, where no other rank has a callback.
 # environment: MPIAD_TIMEOUT=2
 # raises: mpiad.errors.DeadlockError
-# within: 12
 # says: 0 +waits [^\n]*mpi_allreduce[^\n]*{here}
 
 import autograd.numpy as np
