@@ -66,7 +66,9 @@ class Recording:
 @contextmanager
 def _scratch() -> Iterator[Comm]:
     """Enter a context with a duplicate of the world, on which no message of the program's can be met; collective."""
-    comm = channel(None, "mpiad.debug").user.Dup()
+    used = channel(None, "mpiad.debug")
+    used.data.Barrier()  # is watched in debug mode, where not all ranks come here
+    comm = used.user.Dup()
     yield comm
     comm.Free()  # not after an exception: it is collective
 

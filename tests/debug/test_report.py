@@ -152,3 +152,12 @@ def test_of_the_whole_program(setting, mpirun, tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
     assert ("mpi_barrier" in done.stdout) == bool(setting)
     assert ("nothing was recorded" in done.stdout) == (not setting)
+
+
+@pytest.mark.launches
+@pytest.mark.parametrize("call", ["mpiad.debug.report()", "mpiad.debug.recorded().__enter__()"])
+def test_a_rank_that_does_not_take_part_is_named_in_debug_mode(call, mpirun):
+    program = f"import mpiad\nif mpiad.mpi_rank():\n    mpiad.mpi_allreduce(1.0)\nelse:\n    {call}\n"
+    done = mpirun(2, program, env={"MPIAD_DEBUG": "1"})
+    assert done.returncode != 0 and "CommunicationMismatch" in done.stderr
+    assert any(line.split()[:2] == ["0", call.split(".")[2].partition("(")[0]] for line in done.stderr.splitlines())
