@@ -75,11 +75,15 @@ def _left_over() -> list[str]:
     """Return sentences on what nobody received or waited for; collective over the world in debug mode."""
     if not settings.debug():
         return []
-    summaries = channels.open_world().reverse.allgather(ledger.summary())
+    # What a caught exception left under way was told then.
+    faulted = {channel.label for channel in channels.live_channels() if channel.fault is not None}
+    every = channels.open_world().reverse.allgather((ledger.summary(), faulted))
+    known = set().union(*[labels for _, labels in every])
+    summaries = [ledger.without(found, known) for found, _ in every]
     requests = [
         f"Rank {rank} started {call} at {place} and never waited for it."
         for rank, found in enumerate(summaries)
-        for call, place in found[2]
+        for call, place, _ in found[2]
     ]
     return ledger.unreceived(summaries) + requests
 

@@ -6,7 +6,7 @@ from collections import deque
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
-__all__ = ["Ledger", "summary", "unreceived"]
+__all__ = ["Ledger", "summary", "unreceived", "without"]
 
 _SITES = 32
 
@@ -54,7 +54,7 @@ class Ledger:
         """Count no more: the messages were dropped by `reset`."""
         _all.discard(self)
 
-    def entries(self) -> tuple[list[Entry], list[Entry], list[tuple[str, str]]]:
+    def entries(self) -> tuple[list[Entry], list[Entry], list[tuple[str, str, str]]]:
         """Return what was sent, what was received, and what was started and not waited for."""
         sent = [
             Entry(self.label, self.members[peer], tag, count, tuple(places))
@@ -66,19 +66,32 @@ class Ledger:
         return sent, received, self._unwaited()
 
 
-    def _unwaited(self) -> list[tuple[str, str]]:
+    def _unwaited(self) -> list[tuple[str, str, str]]:
         channel = self._owner()
         started = () if channel is None else tuple(channel.started.values())
-        return [request.caller for _, request, _ in started if hasattr(request, "caller")]
+        return [(*request.caller, self.label) for _, request, _ in started if hasattr(request, "caller")]
 
 
 _all: WeakSet[Ledger] = WeakSet()
 
 
-def summary() -> tuple[list[Entry], list[Entry], list[tuple[str, str]]]:
+Summary = tuple[list[Entry], list[Entry], list[tuple[str, str, str]]]
+
+
+def summary() -> Summary:
     """Return this rank's entries of all channels."""
     parts = [found.entries() for found in tuple(_all)]
     return tuple([entry for part in parts for entry in part[k]] for k in range(3))  # type: ignore[return-value]
+
+
+def without(found: Summary, labels: set[str]) -> Summary:
+    """Return a summary without the communicators of these names."""
+    sent, received, started = found
+    return (
+        [entry for entry in sent if entry.communicator not in labels],
+        [entry for entry in received if entry.communicator not in labels],
+        [entry for entry in started if entry[2] not in labels],
+    )
 
 
 def unreceived(summaries: list[Any]) -> list[str]:

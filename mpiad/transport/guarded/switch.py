@@ -55,6 +55,8 @@ def apply(wanted: Settings) -> None:
     if _responder is None:
         comm = MPI.COMM_WORLD.Dup()
         _responder, _meeting = Responder(comm), Guarded(comm, "world, to meet", tuple(range(comm.size)))
+        # The user may end MPI by himself: what hangs on this communicator is dropped first.
+        MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=lambda *_: stop_answering()), None)
     elif not before.watches:
         _responder.start()
     calls.note(_OWNER)
