@@ -5,11 +5,13 @@ from mpiad.ensemble.backends import EnsembleSerial, EnsembleThreads, EnsembleVec
 from mpiad.ensemble.controller import IController, PIController
 from mpiad.ensemble.events import Event
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem, remake
+from mpiad.ensemble.ranks import EnsembleMPI
 from mpiad.ensemble.retcodes import ReturnCode
 from mpiad.ensemble.solution import EnsembleSolution, ODESolution
 from mpiad.ensemble.solve import solve
 
 __all__ = [
-    "RK4", "RK45", "EnsembleProblem", "EnsembleSerial", "EnsembleSolution", "EnsembleThreads", "EnsembleVectorized",
-    "Event", "IController", "ODEProblem", "ODESolution", "PIController", "ReturnCode", "Tsit5", "remake", "solve",
+    "RK4", "RK45", "EnsembleMPI", "EnsembleProblem", "EnsembleSerial", "EnsembleSolution", "EnsembleThreads",
+    "EnsembleVectorized", "Event", "IController", "ODEProblem", "ODESolution", "PIController", "ReturnCode", "Tsit5",
+    "remake", "solve",
 ]

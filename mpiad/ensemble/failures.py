@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 
 import numpy as np
+from autograd.tracer import getval
 
-from mpiad.ensemble.retcodes import ReturnCode
+from mpiad.ensemble.retcodes import ReturnCode, survived
+from mpiad.ensemble.sharded import Facts
 from mpiad.ensemble.solution import EnsembleSolution
 from mpiad.errors import IntegrationError
 
@@ -15,15 +17,15 @@ __all__ = ["report"]
 logger = logging.getLogger("mpiad")
 
 
-def report(sol: EnsembleSolution, throw: bool) -> None:
-    """Log how many trajectories failed, how, and which first.
+def report(sol: EnsembleSolution | Facts, throw: bool, logs: bool = True) -> None:
+    """Log how many trajectories failed, how, and which first; `logs` says whether this rank does.
 
     Raises
     ------
     IntegrationError
         With `throw`, where one failed.
     """
-    failed = np.flatnonzero(~sol.survivors)
+    failed = np.flatnonzero(~survived(sol.retcode))
     if not failed.size:
         return
     counts = [
@@ -31,9 +33,11 @@ def report(sol: EnsembleSolution, throw: bool) -> None:
     ]
     first = int(failed[0])
     text = (
-        f"solve: {len(failed)} of {len(sol)} trajectories failed ({', '.join(counts)}); the first is number {first + 1}: "
-        f"{sol.retcode[first]} at t = {sol.t_reached[first]:.6g} after {sol.naccept[first]} steps."
+        f"solve: {len(failed)} of {len(sol.retcode)} trajectories failed ({', '.join(counts)}); the first is number "
+        f"{first + 1}: "
+        f"{sol.retcode[first]} at t = {getval(sol.t_reached[first]):.6g} after {sol.naccept[first]} steps."
     )
     if throw:
         raise IntegrationError(text)
-    logger.warning("%s", text)
+    if logs:
+        logger.warning("%s", text)

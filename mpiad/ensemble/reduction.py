@@ -9,7 +9,7 @@ from typing import Any
 from mpiad.ensemble.problem import EnsembleProblem
 from mpiad.ensemble.solution import EnsembleSolution, joined
 
-__all__ = ["reduced"]
+__all__ = ["combined", "reduced"]
 
 # A trajectory that is never good enough would be solved again without end.
 _MOST_REPEATS = 1000
@@ -40,13 +40,22 @@ def reduced(
         outputs = [_output(problem, sol, i, number, solved) for i, number in enumerate(numbers)]
         # What is kept of the batch is its outputs; the states saved on the way aren't needed any more.
         parts.append(dataclasses.replace(sol, u=sol.u[:, :0]))
-        if problem.reduction is None:
-            kept = kept + outputs
+        if problem.reduction is None or not outputs:
+            kept = kept + outputs if outputs else kept
         else:
             kept, converged = _pair(problem.reduction(kept, outputs, numbers), "reduction", "(u, converged)")
         if converged:
             break
     return dataclasses.replace(joined(parts), u=kept, t=sol.t, converged=bool(converged))
+
+
+def combined(problem: EnsembleProblem, parts: list[Any], count: int) -> Any:
+    """Return what several ranks have made, as one: lists one after the other, others reduced as a batch of their own."""
+    if problem.reduction is None or all(isinstance(part, list) for part in parts):
+        return [output for part in parts for output in part]
+    start = [] if problem.u_init is None else problem.u_init
+    made, _ = _pair(problem.reduction(start, parts, range(1, count + 1)), "reduction", "(u, converged)")
+    return made
 
 
 def _output(problem: EnsembleProblem, sol: EnsembleSolution, i: int, number: int, solved: Callable) -> Any:

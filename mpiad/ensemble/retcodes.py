@@ -8,7 +8,7 @@ import numpy as np
 
 from mpiad._typing import Array
 
-__all__ = ["ReturnCode", "names_of"]
+__all__ = ["ReturnCode", "names_of", "survived"]
 
 
 class ReturnCode(str, Enum):
@@ -46,3 +46,8 @@ _NAMES = np.array([code.value for code in ReturnCode])
 def names_of(codes: Array) -> Array:
     """Return the names of the codes in an array of numbers."""
     return _NAMES[codes]
+
+
+def survived(names: Array) -> Array:
+    """Tell which names of an array are of trajectories that didn't fail."""
+    return np.isin(names, [code.value for code in ReturnCode if not code.failed])

@@ -12,11 +12,11 @@ from autograd.tracer import isbox
 from mpiad._typing import Array
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.outcome import Outcome
-from mpiad.ensemble.retcodes import ReturnCode, names_of
+from mpiad.ensemble.retcodes import names_of, survived
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.statistics import mean, quantile, spread, summary
 
-__all__ = ["EnsembleSolution", "ODESolution", "joined", "solution_of"]
+__all__ = ["EnsembleSolution", "ODESolution", "joined", "solution_of", "widened"]
 
 
 @dataclass
@@ -102,7 +102,7 @@ class EnsembleSolution:
     @property
     def survivors(self) -> Array:
         """Which trajectories reached their end or a terminal event: array of bool, shape (N,)."""
-        return np.isin(self.retcode, [code.value for code in ReturnCode if not code.failed])
+        return survived(self.retcode)
 
     def mean(self) -> Array:
         """Return the mean over the survivors at each saved time, shape (n_saved, d)."""
@@ -186,14 +186,15 @@ def joined(parts: list[EnsembleSolution]) -> EnsembleSolution:
         events.update({i + offset: found for i, found in part.events.items()})
         offset += len(part)
     width = max(part.u.shape[1] for part in parts)
-    times = first.t if first.t.ndim == 1 else np.concatenate([_widened(part.t, width) for part in parts])
+    times = first.t if first.t.ndim == 1 else np.concatenate([widened(part.t, width) for part in parts])
     names = ("u_end", "retcode", "t_reached", "naccept", "nreject", "nf")
     rest: Any = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
-    u = np.concatenate([_widened(part.u, width) for part in parts])
+    u = np.concatenate([widened(part.u, width) for part in parts])
     return EnsembleSolution(u, times, events=events, **rest)
 
 
-def _widened(array: Array, width: int) -> Array:
+def widened(array: Array, width: int) -> Array:
+    """Return an array of shape (N, n, …) with its second axis filled up with NaN to a width."""
     missing = width - array.shape[1]
     return np.pad(array, [(0, 0), (0, missing)] + [(0, 0)] * (array.ndim - 2), constant_values=np.nan) if missing else array
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -20,11 +21,15 @@ from mpiad.ensemble.linearization import check_traceable
 from mpiad.ensemble.members import columns_of, master_seed, members
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
 from mpiad.ensemble.progress import Progress
-from mpiad.ensemble.reduction import reduced
+from mpiad.ensemble.ranks import EnsembleMPI, agreed, over_ranks
+from mpiad.ensemble.reduction import combined, reduced
 from mpiad.ensemble.run import Run
 from mpiad.ensemble.saving import save_times
 from mpiad.ensemble.settings import Settings
+from mpiad.ensemble.sharded import ShardedSolution
 from mpiad.ensemble.solution import EnsembleSolution, joined, solution_of
+from mpiad.primitives import mpi_rank
+from mpiad.transport import channel
 
 __all__ = ["solve"]
 
@@ -56,7 +61,7 @@ def solve(
     problem : ODEProblem or EnsembleProblem
     alg : RK45, Tsit5 or RK4
         `RK45` by default.
-    ensemblealg : EnsembleSerial, EnsembleVectorized or EnsembleThreads
+    ensemblealg : EnsembleVectorized, EnsembleSerial, EnsembleThreads or EnsembleMPI
         How an ensemble is run, all together by default; the results are equal bit for bit.
     trajectories : int, optional
         N; needed where the ensemble has no arrays of initial states or parameters.
@@ -94,35 +99,55 @@ def solve(
     IntegrationError
         With `throw`, where a trajectory fails.
 
+    Ranks
+    -----
+    Each rank solves for itself; with `EnsembleMPI`, all ranks of its communicator call it with the same problem and solve
+    together.
+
     Notes
     -----
     A trajectory's numbers depend neither on the others nor on how many there are, nor on the backend, bit for bit, where
     f itself computes each column by itself (a matrix product in f agrees to rounding).
     """
-    demands = check_demands(Demands(
+    given = Demands(
         problem, alg, ensemblealg, trajectories, saveat, save_everystep, rtol, atol, dt, dtmax, max_steps, events,
         batch_size,
-    ))  # fmt: skip
+    )  # fmt: skip
+    over = channel(ensemblealg.comm, "ensemble.solve") if isinstance(ensemblealg, EnsembleMPI) else None
+    with nullcontext() if over is None else agreed(over):
+        demands = check_demands(given)
     if isinstance(problem, ODEProblem):
         sol = _solved(demands, EnsembleSerial(), columns_of([problem], [1]), None)
         report(sol, throw)
         return sol[0]
-    shown = Progress(demands.trajectories) if progress else None
-    sol = _ensemble(demands, problem, shown)
-    report(sol, throw)
+    count = demands.trajectories
+    if not isinstance(ensemblealg, EnsembleMPI):
+        sol = _ensemble(demands, problem, range(1, count + 1), progress)
+        report(sol, throw)
+        return sol
+    sol = over_ranks(
+        ensemblealg, count, f"trajectories={count}, {alg}, {ensemblealg}, rtol={rtol}, atol={atol}",
+        lambda numbers, root: _ensemble(demands, problem, numbers, progress and root),
+        (lambda parts: combined(problem, parts, count)) if problem.output_func or problem.reduction else None,
+    )  # fmt: skip
+    report(sol.facts if isinstance(sol, ShardedSolution) else sol, throw, mpi_rank(ensemblealg.comm) == 0)
     return sol
 
 
-def _ensemble(demands: Demands, problem: EnsembleProblem, shown: Progress | None) -> EnsembleSolution:
+def _ensemble(demands: Demands, problem: EnsembleProblem, numbers: range, progress: bool) -> EnsembleSolution:
+    """Solve some trajectories, counted from 1."""
     seed = master_seed(problem.seed)
+    shown = Progress(len(numbers)) if progress else None
 
     def solved(numbers: range, repeat: int = 1) -> EnsembleSolution:
-        batch = members(problem, numbers, repeat, seed)
+        # A rank without trajectories takes the kind of the first: its arrays must be of the same dtype.
+        alone = not len(numbers) and demands.trajectories > 0
+        batch = members(problem, range(1, 2) if alone else numbers, repeat, seed)
+        batch = batch.share(slice(0, 0)) if alone else batch
         return _solved(demands, demands.ensemblealg, batch, None if repeat > 1 else shown, numbers)
 
-    size = max(1, demands.batch_size or demands.trajectories)
-    count = demands.trajectories
-    batches = [range(i, min(i + size, count + 1)) for i in range(1, count + 1, size)] or [range(1, 1)]
+    size = max(1, demands.batch_size or len(numbers))
+    batches = [numbers[i : i + size] for i in range(0, len(numbers), size)] or [numbers]
     if problem.output_func is None and problem.reduction is None:
         return joined([solved(numbers) for numbers in batches])
     return reduced(problem, batches, solved)

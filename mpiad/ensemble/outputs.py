@@ -1,0 +1,73 @@
+"""What each rank has made of its trajectories, a nest of anything, on all ranks; derivatives flow through its numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import autograd.numpy as anp
+import numpy as np
+from autograd.tracer import getval
+
+from mpiad._typing import Comm, Shape, Tree
+from mpiad.differentiation.trees import flatten, is_variable
+from mpiad.primitives import mpi_allgather
+from mpiad.transport import Channel
+
+__all__ = ["trees_of_all"]
+
+
+class _Place:
+    """Stands for numbers that travel as part of one array."""
+
+    def __init__(self, shape: Shape, dtype: Any):
+        self.shape, self.dtype = shape, dtype
+        self.size = int(np.prod(shape))
+
+
+def trees_of_all(used: Channel, comm: Comm, tree: Tree) -> list[Tree]:
+    """Return the nests of all ranks.
+
+    Parameters
+    ----------
+    used : Channel
+    comm : mpi4py intracommunicator or None
+    tree : nest of anything that can be pickled
+
+    Returns
+    -------
+    list of nest
+
+    Ranks
+    -----
+    All ranks call it.
+    """
+    leaves, build = flatten(tree)
+    numbers = [leaf for leaf in leaves if is_variable(leaf)]
+    places = [_place(leaf) if is_variable(leaf) else leaf for leaf in leaves]
+    skeletons = used.data.allgather(build(places))
+    flat = [flatten(skeleton) for skeleton in skeletons]
+    dtypes = {place.dtype for parts, _ in flat for place in parts if isinstance(place, _Place)}
+    dtype = np.result_type(*dtypes) if dtypes else np.dtype(float)
+    mine = [_as(anp.ravel(number), dtype) for number in numbers]
+    everything = mpi_allgather(anp.concatenate([np.empty(0, dtype), *mine]), axis=0, comm=comm)
+    trees, at = [], 0
+    for parts, make in flat:
+        filled = []
+        for part in parts:
+            if isinstance(part, _Place):
+                piece, at = everything[at : at + part.size], at + part.size
+                part = _as(anp.reshape(piece, part.shape), part.dtype) if part.shape else _as(piece[0], part.dtype)
+            filled.append(part)
+        trees.append(make(filled))
+    return trees
+
+
+def _place(leaf: Any) -> _Place:
+    value = np.asarray(getval(leaf))
+    return _Place(value.shape, value.dtype)
+
+
+def _as(x: Any, dtype: Any) -> Any:
+    if x.dtype == dtype:
+        return x
+    return anp.real(x) if x.dtype.kind == "c" and dtype.kind != "c" else x.astype(dtype)

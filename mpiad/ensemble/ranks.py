@@ -1,0 +1,143 @@
+"""An ensemble divided among the ranks: each solves a contiguous share, and what is asked for is gathered.
+
+While the trajectories advance, nothing is communicated. Before, the ranks agree on the division; after, they exchange how
+each trajectory went (small, and no derivative flows through it), and gather states by `mpi_allgather`, whose adjoint
+returns each rank the cotangents of its own share. A mistake on one rank is raised on all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from mpiad._typing import Array, Comm
+from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleVectorized
+from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.outcome import Outcome
+from mpiad.ensemble.outputs import trees_of_all
+from mpiad.ensemble.settings import Settings
+from mpiad.ensemble.sharded import Facts, gathered, sharded
+from mpiad.ensemble.solution import EnsembleSolution
+from mpiad.transport import Channel, channel
+from mpiad.transport.agreement import raise_together, require_same
+
+__all__ = ["EnsembleMPI", "agreed", "over_ranks"]
+
+
+class EnsembleMPI(EnsembleAlgorithm):
+    """A contiguous share of the trajectories for each rank, balanced by the steps that each took in the last solve.
+
+    Parameters
+    ----------
+    inner : EnsembleAlgorithm
+        How a rank runs its share; all together by default.
+    gather : bool
+        Whether every rank gets all N solutions. Otherwise it gets its share, with ``sol.indices``; mean, standard
+        deviation, quantiles and summary are over all N all the same.
+    comm : mpi4py intracommunicator, optional
+
+    Raises
+    ------
+    TypeError
+        Where `inner` is no way to run a share.
+
+    Notes
+    -----
+    Keep it for the next solve of an ensemble of this size: it remembers how many steps each trajectory took.
+    """
+
+    def __init__(self, inner: EnsembleAlgorithm | None = None, gather: bool = True, comm: Comm = None):
+        self.inner = EnsembleVectorized() if inner is None else inner
+        if not isinstance(self.inner, EnsembleAlgorithm) or isinstance(self.inner, EnsembleMPI):
+            raise TypeError(
+                "EnsembleMPI: inner must be an EnsembleSerial, EnsembleVectorized or EnsembleThreads, but got "
+                f"{self.inner!r}."
+            )
+        self.gather, self.comm = bool(gather), comm
+        self._costs = np.empty(0)
+
+    def __repr__(self) -> str:
+        return f"EnsembleMPI({self.inner!r}, gather={self.gather})"
+
+    def run(self, batch: Batch, settings: Settings) -> Outcome:
+        """Solve all trajectories of this rank's share."""
+        return self.inner.run(batch, settings)
+
+    def bounds(self, count: int, size: int) -> Array:
+        """Return where the shares of the ranks begin and end, from 0; the same on all ranks."""
+        if len(self._costs) != count or not count:
+            return np.arange(size + 1) * count // size
+        done = np.cumsum(self._costs)
+        inner = np.searchsorted(done, done[-1] * np.arange(1, size) / size)
+        return np.concatenate([[0], np.maximum.accumulate(inner), [count]])
+
+    def remember(self, tries: Array) -> None:
+        """Take the numbers of tried steps of all trajectories as their costs in the next solve."""
+        # Entering the working set and leaving it costs about two steps.
+        self._costs = tries + 2.0
+
+
+def over_ranks(
+    mpi: EnsembleMPI,
+    count: int,
+    described: str,
+    local: Callable[[range, bool], EnsembleSolution],
+    combine: Callable[[list[Any]], Any] | None,
+) -> EnsembleSolution:
+    """Solve an ensemble over the ranks.
+
+    Parameters
+    ----------
+    mpi : EnsembleMPI
+    count : int
+        N
+    described : str
+        The arguments that must be the same on all ranks.
+    local : callable
+        ``local(numbers, root)`` solves this rank's share.
+    combine : callable or None
+        What an `output_func` or a `reduction` have made on the ranks that had trajectories, from which it makes ``sol.u``.
+
+    Returns
+    -------
+    EnsembleSolution
+
+    Raises
+    ------
+    Exception
+        On all ranks, what was raised on one of them.
+
+    Ranks
+    -----
+    All ranks of the communicator call it.
+    """
+    used = channel(mpi.comm, "ensemble.solve")
+    require_same(used, described, "solve")
+    bounds = mpi.bounds(count, used.size)
+    first, last = int(bounds[used.rank]), int(bounds[used.rank + 1])
+    with agreed(used):
+        share = local(range(first + 1, last + 1), used.rank == 0)
+    facts = Facts.of_all(used, share)
+    mpi.remember(facts.naccept + facts.nreject)
+    if not mpi.gather:
+        return sharded(share, facts, mpi.comm, np.arange(first, last))
+    if combine is None:
+        return gathered(share, facts, mpi.comm)
+    trees = trees_of_all(used, mpi.comm, share.u)
+    with agreed(used):
+        made = combine([tree for tree, a, b in zip(trees, bounds, bounds[1:]) if a < b or count == 0])
+    return gathered(share, facts, mpi.comm, made)
+
+
+@contextmanager
+def agreed(used: Channel) -> Iterator[None]:
+    """Raise on all ranks what is raised inside on one of them."""
+    try:
+        yield
+    except Exception as error:
+        raise_together(used, error)
+        raise
+    raise_together(used, None)

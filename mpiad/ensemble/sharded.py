@@ -1,0 +1,133 @@
+"""Solutions whose trajectories live on several ranks: gathered, or kept in shares with statistics over all."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import autograd.numpy as anp
+import numpy as np
+from autograd.tracer import getval
+
+from mpiad._typing import Array, Comm
+from mpiad.ensemble.solution import EnsembleSolution, widened
+from mpiad.ensemble.statistics import quantile, summary
+from mpiad.primitives import mpi_allgather, mpi_allreduce
+from mpiad.transport import Channel
+
+__all__ = ["Facts", "ShardedSolution", "gathered", "sharded"]
+
+_COUNTS = ("retcode", "t_reached", "naccept", "nreject", "nf")
+
+
+class Facts(NamedTuple):
+    """How the trajectories of all ranks went: the same on all ranks.
+
+    Parameters
+    ----------
+    retcode, t_reached, naccept, nreject, nf : array, shape (N,)
+    events : dict
+        From trajectories to their events.
+    t : array, shape (n_saved,) or (N, n_saved)
+    width : int
+        n_saved
+    converged : bool
+    """
+
+    retcode: Array
+    t_reached: Array
+    naccept: Array
+    nreject: Array
+    nf: Array
+    events: dict
+    t: Array
+    width: int
+    converged: bool
+
+    @classmethod
+    def of_all(cls, used: Channel, sol: EnsembleSolution) -> Facts:
+        """Exchange what the ranks know; all ranks call it."""
+        mine = {name: getattr(sol, name) for name in (*_COUNTS, "events", "t", "converged")}
+        mine["t_reached"] = getval(sol.t_reached)  # which may be the time of an event, and traced
+        found = used.data.allgather(mine)
+        events, offset = {}, 0
+        for one in found:
+            events.update({i + offset: what for i, what in one["events"].items()})
+            offset += len(one["nf"])
+        busy = [one for one in found if len(one["nf"])] or found[:1]
+        times = [one["t"] for one in busy]
+        width = max(t.shape[-1] for t in times)
+        counts: Any = {name: np.concatenate([one[name] for one in found]) for name in _COUNTS}
+        t = _times(times, [len(one["nf"]) for one in busy], width)
+        return cls(events=events, t=t, width=width, converged=any(one["converged"] for one in found), **counts)
+
+
+def _times(times: list[Array], counts: list[int], width: int) -> Array:
+    if all(t.ndim == 1 and np.array_equal(t, times[0]) for t in times):
+        return times[0]
+    rows = [t if t.ndim == 2 else np.broadcast_to(t, (count, len(t))) for t, count in zip(times, counts)]
+    return np.concatenate([widened(row, width) for row in rows])
+
+
+def gathered(share: EnsembleSolution, facts: Facts, comm: Comm, made: Any = None) -> EnsembleSolution:
+    """Return the solution of all trajectories on every rank, with `made` for its u if not None; all ranks call it."""
+    u = mpi_allgather(widened(share.u, facts.width), axis=0, comm=comm) if made is None else made
+    return EnsembleSolution(
+        u, facts.t, mpi_allgather(share.u_end, axis=0, comm=comm), facts.retcode,
+        mpi_allgather(share.t_reached, axis=0, comm=comm), facts.naccept, facts.nreject, facts.nf, facts.events,
+        facts.converged,
+    )  # fmt: skip
+
+
+@dataclass
+class ShardedSolution(EnsembleSolution):
+    """A rank's share of the solutions; statistics are over all ranks' trajectories.
+
+    Attributes
+    ----------
+    indices : array of int
+        Which of the N trajectories these are, from 0.
+    facts : Facts
+        How all N went.
+    comm : mpi4py intracommunicator or None
+
+    Notes
+    -----
+    All ranks call mean, std, quantile, summary and plot together.
+    """
+
+    indices: Array = dataclasses.field(default_factory=lambda: np.empty(0, int))
+    facts: Any = None
+    comm: Comm = None
+
+    def _mean_of(self, values: Array) -> Array:
+        there = ~np.isnan(getval(values))
+        total = mpi_allreduce(anp.sum(anp.where(there, values, 0.0), axis=0), comm=self.comm)
+        count = mpi_allreduce(there.sum(axis=0), comm=self.comm)
+        with np.errstate(invalid="ignore"):  # where nobody came, it is NaN
+            return total / count
+
+    def mean(self) -> Array:
+        """Return the mean over all ranks' survivors at each saved time, shape (n_saved, d)."""
+        return self._mean_of(self.u[self.survivors])
+
+    def std(self) -> Array:
+        """Return the standard deviation over all ranks' survivors, shape (n_saved, d)."""
+        return anp.sqrt(self._mean_of(anp.abs(self.u[self.survivors] - self.mean()) ** 2))
+
+    def quantile(self, q: float | list[float]) -> Array:
+        """Return quantiles over all ranks' survivors, which are gathered; see `EnsembleSolution.quantile`."""
+        return quantile(mpi_allgather(self.u[self.survivors], axis=0, comm=self.comm), q)
+
+    def summary(self) -> str:
+        """Return a text about all ranks' trajectories; see `EnsembleSolution.summary`."""
+        ends = mpi_allgather(self.u_end, axis=0, comm=self.comm)
+        f = self.facts
+        return summary(EnsembleSolution(ends, f.t, ends, f.retcode, f.nf, f.naccept, f.nreject, f.nf))
+
+
+def sharded(share: EnsembleSolution, facts: Facts, comm: Comm, indices: Array) -> ShardedSolution:
+    """Return this rank's share."""
+    names = [field.name for field in dataclasses.fields(EnsembleSolution)]
+    return ShardedSolution(**{name: getattr(share, name) for name in names}, indices=indices, facts=facts, comm=comm)
