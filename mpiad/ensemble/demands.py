@@ -36,6 +36,7 @@ class Demands(NamedTuple):
     max_steps: Any
     events: Any
     batch_size: Any
+    gradient: Any
 
 
 def check_demands(demands: Demands) -> Demands:
@@ -52,6 +53,8 @@ def check_demands(demands: Demands) -> Demands:
     for event in events:
         if not isinstance(event, Event):
             raise TypeError(f"solve: events must be mpiad.ensemble.Event, but got {type(event).__name__}.")
+    if demands.gradient not in (None, "tangent", "adjoint"):
+        raise ValueError(f"solve: gradient must be 'tangent' or 'adjoint', but got {demands.gradient!r}.")
     if demands.save_everystep and demands.saveat is not None:
         raise ValueError("solve: give either saveat or save_everystep=True, not both.")
     count = _trajectories(demands)

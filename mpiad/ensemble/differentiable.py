@@ -23,6 +23,7 @@ from mpiad.differentiation.gradient import cotangents_of_variables
 from mpiad.differentiation.trace import Variables, trace_backwards, trace_forwards
 from mpiad.ensemble.adjoint import pull_run
 from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.directions import FEW, contracted, numbers_of
 from mpiad.ensemble.replay import replayed
 from mpiad.ensemble.run import NOWHERE, Run
 from mpiad.ensemble.seeds import Seeds
@@ -36,7 +37,7 @@ __all__ = ["differentiable"]
 _U0, _START, _END, _LEAVES = range(4)
 
 
-def differentiable(sol: EnsembleSolution, run: Run, batch: Batch) -> EnsembleSolution:
+def differentiable(sol: EnsembleSolution, run: Run, batch: Batch, gradient: str | None) -> EnsembleSolution:
     """Return a solution whose states are functions of the traced batch that it was made of.
 
     Parameters
@@ -46,10 +47,12 @@ def differentiable(sol: EnsembleSolution, run: Run, batch: Batch) -> EnsembleSol
     run : Run
     batch : Batch
         With traced values in it.
+    gradient : {"tangent", "adjoint"}, optional
+        How plain gradients are computed; by the number of directions by default.
     """
     shapes = sol.u.shape, sol.u_end.shape
     count, d = run.batch.size, len(run.batch.u0)
-    results = _Results(run, sol.u.reshape(count, -1, d), sol.u_end.reshape(count, d))
+    results = _Results(run, sol.u.reshape(count, shapes[0][1], d), sol.u_end.reshape(count, d), gradient)
     u, u_end, times = results.parts(_solved(batch.u0, batch.start, batch.end, *batch.p.leaves, results=results))
     changes = {"u": anp.reshape(u, shapes[0]), "u_end": anp.reshape(u_end, shapes[1])}
     if times.size:
@@ -60,8 +63,8 @@ def differentiable(sol: EnsembleSolution, run: Run, batch: Batch) -> EnsembleSol
 class _Results:
     """The results of a run as one vector, and back."""
 
-    def __init__(self, run: Run, u: Array, u_end: Array):
-        self.run = run
+    def __init__(self, run: Run, u: Array, u_end: Array, gradient: str | None):
+        self.run, self.gradient = run, gradient
         times = run.outcome.t_reached if run.settings.events else np.empty(0)
         values = (u, u_end, times)
         self._specs = [spec_like(value) for value in values]
@@ -106,11 +109,29 @@ def _solved_vjp(argnums: tuple[int, ...], ans: Array, args: tuple, kwargs: dict)
             return _replayed_vjp(results, argnums, args, g)
         places = [k - _LEAVES for k in argnums if k >= _LEAVES]
         timed = _START in argnums or _END in argnums
+        if _by_tangent(results, timed, argnums, places):
+            return _tangent_vjp(results, argnums, args, places, results.seeds(conform(g, *spec_like(ans))))
         found = pull_run(results.run, results.seeds(conform(g, *spec_like(ans))), places, timed)
         ends = {_U0: found.u0, _START: found.start, _END: found.end}
         return [conform(ends[k] if k < _LEAVES else found.leaves[k - _LEAVES], *spec_like(args[k])) for k in argnums]
 
     return vjp
+
+
+def _by_tangent(results: _Results, timed: bool, argnums: tuple[int, ...], places: Sequence[int]) -> bool:
+    if timed or results.run.terminated.any():
+        return False  # times move along no direction of a trajectory's numbers
+    if results.gradient is not None:
+        return results.gradient == "tangent"
+    return numbers_of(results.run, _U0 in argnums, places) <= FEW
+
+
+def _tangent_vjp(
+    results: _Results, argnums: tuple[int, ...], args: tuple, places: Sequence[int], seeds: Seeds
+) -> list[Array]:
+    run = results.run
+    u0, leaves = contracted(run, _U0 in argnums, places, seeds, lambda along, saving: push_run(run, along, saving))
+    return [conform(u0 if k == _U0 else leaves[k - _LEAVES], *spec_like(args[k])) for k in argnums]
 
 
 def _replayed_vjp(results: _Results, argnums: tuple[int, ...], args: tuple, g: Array) -> list[Array]:

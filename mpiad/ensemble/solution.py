@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import autograd.numpy as anp
 import numpy as np
 from autograd.tracer import isbox
 
@@ -188,15 +189,18 @@ def joined(parts: list[EnsembleSolution]) -> EnsembleSolution:
     width = max(part.u.shape[1] for part in parts)
     times = first.t if first.t.ndim == 1 else np.concatenate([widened(part.t, width) for part in parts])
     names = ("u_end", "retcode", "t_reached", "naccept", "nreject", "nf")
-    rest: Any = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
-    u = np.concatenate([widened(part.u, width) for part in parts])
+    rest: Any = {name: anp.concatenate([getattr(part, name) for part in parts]) for name in names}
+    u = anp.concatenate([widened(part.u, width) for part in parts])
     return EnsembleSolution(u, times, events=events, **rest)
 
 
 def widened(array: Array, width: int) -> Array:
     """Return an array of shape (N, n, …) with its second axis filled up with NaN to a width."""
     missing = width - array.shape[1]
-    return np.pad(array, [(0, 0), (0, missing)] + [(0, 0)] * (array.ndim - 2), constant_values=np.nan) if missing else array
+    if not missing:
+        return array
+    shape = (len(array), missing, *array.shape[2:])
+    return anp.concatenate([array, np.full(shape, np.nan, array.dtype)], axis=1)
 
 
 def _every_step(outcome: Outcome, batch: Batch) -> tuple[Array, Array]:

@@ -51,6 +51,7 @@ def solve(
     max_steps: int = 100_000,
     events: Event | tuple[Event, ...] = (),
     batch_size: int | None = None,
+    gradient: str | None = None,
     progress: bool = False,
     throw: bool = False,
 ) -> Any:
@@ -83,6 +84,9 @@ def solve(
         Sign changes to look for.
     batch_size : int, optional
         How many trajectories are set up at once, which bounds memory; all by default.
+    gradient : {"tangent", "adjoint"}, optional
+        How a gradient is computed in reverse mode: by tangents carried along, or by an adjoint sweep back over the steps.
+        By default by tangents where a trajectory is differentiated by at most three numbers. Both give the same.
     progress : bool
         Whether to show how many trajectories have ended, on standard error.
     throw : bool
@@ -111,7 +115,7 @@ def solve(
     """
     given = Demands(
         problem, alg, ensemblealg, trajectories, saveat, save_everystep, rtol, atol, dt, dtmax, max_steps, events,
-        batch_size,
+        batch_size, gradient,
     )  # fmt: skip
     over = channel(ensemblealg.comm, "ensemble.solve") if isinstance(ensemblealg, EnsembleMPI) else None
     with nullcontext() if over is None else agreed(over):
@@ -169,7 +173,7 @@ def _solved(
     _try_once(batch, given.traced)
     outcome = backend.run(batch, settings)
     sol = solution_of(outcome, batch, settings)
-    return differentiable(sol, Run(batch, settings, outcome), given) if given.traced else sol
+    return differentiable(sol, Run(batch, settings, outcome), given, demands.gradient) if given.traced else sol
 
 
 def _column(atol: Array, batch: Batch) -> Array:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import autograd.numpy as anp
 import numpy as np
+from autograd.tracer import getval, isbox
 
 from mpiad._typing import Array
 
@@ -13,16 +15,31 @@ __all__ = ["mean", "quantile", "spread", "summary"]
 
 def mean(u: Array) -> Array:
     """Return the mean over the first axis, of what isn't NaN."""
+    if isbox(u):
+        known = ~np.isnan(getval(u))
+        return anp.sum(anp.where(known, u, 0.0), axis=0) / known.sum(axis=0)
     return np.nanmean(u, axis=0) if len(u) else np.full(u.shape[1:], np.nan)
 
 
 def spread(u: Array) -> Array:
     """Return the standard deviation over the first axis, of what isn't NaN."""
+    if isbox(u):
+        return anp.sqrt(mean((u - mean(u)) ** 2))
     return np.nanstd(u, axis=0) if len(u) else np.full(u.shape[1:], np.nan)
 
 
 def quantile(u: Array, q: float | list[float]) -> Array:
-    """Return quantiles over the first axis, of what isn't NaN."""
+    """Return quantiles over the first axis, of what isn't NaN.
+
+    Raises
+    ------
+    NotImplementedError
+        Where the states are traced.
+    """
+    if isbox(u):
+        raise NotImplementedError(
+            "quantile: the states are traced, and quantiles have no derivative here. Take them of mpiad.stop(sol.u)."
+        )
     return np.nanquantile(u, q, axis=0) if len(u) else np.full((*np.shape(q), *u.shape[1:]), np.nan)
 
 
@@ -38,7 +55,7 @@ def summary(sol: Any) -> str:
             f"rejected in the mean {sol.nreject.mean():.1f}"
         )
     if alive.any():
-        ends = sol.u_end[alive]
+        ends = getval(sol.u_end)[alive]
         lines.append(f"final state over {len(ends)}: mean {_numbers(mean(ends))}, std {_numbers(spread(ends))}")
     return "\n".join(lines)
 

@@ -34,24 +34,26 @@ class Directions(NamedTuple):
     leaves: dict[int, list[Any]]
 
 
-def push_run(run: Run, directions: Directions) -> tuple[Array, Array]:
+def push_run(run: Run, directions: Directions, saving: bool = True) -> tuple[Array, Array | None]:
     """Return the tangents of final and saved states, of shapes (m, d, N) and (m, N, n_saved, d).
 
     Parameters
     ----------
     run : Run
     directions : Directions
+    saving : bool
+        Whether those of the saved states are wanted.
     """
     tracing = Tracing(run.field, tuple(directions.leaves), False)
     end = np.where(run.live, directions.u0, 0)
     m, d, n = end.shape
-    saved = np.zeros((m, n, run.save_step.shape[1], d), end.dtype)
-    entries = entries_of(run)
+    saved = np.zeros((m, n, run.save_step.shape[1], d), end.dtype) if saving else None
+    entries = entries_of(run) if saving else None
     with np.errstate(all="ignore"):
         for first, steps in run.shares:
             for walk in walks(steps):
                 _Block(run, tracing, directions, walk, walk.ids + first, saved).sweep(end, entries)
-    for where, states in ((INITIAL, directions.u0), (FINAL, end)):
+    for where, states in () if saved is None else ((INITIAL, directions.u0), (FINAL, end)):
         ids, place = np.nonzero(run.save_step == where)
         saved[:, ids, place] = states[:, :, ids].transpose(0, 2, 1)
     return end, saved
@@ -61,7 +63,7 @@ class _Block:
     """One block of columns on the way forwards."""
 
     def __init__(
-        self, run: Run, tracing: Tracing, directions: Directions, walk: Walk, ids: Array, saved: Array
+        self, run: Run, tracing: Tracing, directions: Directions, walk: Walk, ids: Array, saved: Any
     ):
         self._run, self._tracing, self._walk, self._ids, self._saved = run, tracing, walk, ids, saved
         batch = run.batch
@@ -73,19 +75,20 @@ class _Block:
         self._varies = [batch.p.varies[place] for place in directions.leaves]
         self._coefficients = Coefficients(run.tableau, batch.u0.real.dtype)
 
-    def sweep(self, end: Array, entries: Entries) -> None:
+    def sweep(self, end: Array, entries: Entries | None) -> None:
         """Go from the first step to the last."""
-        schedule = scheduled(self._run, entries, self._walk, self._ids)
+        schedule = None if entries is None else scheduled(self._run, entries, self._walk, self._ids)
         tangents = end[:, :, self._ids]
         for v, visit in zip(range(len(self._walk) - 1, -1, -1), self._walk.forwards()):
             self._push(v, visit, tangents, schedule)
         end[:, :, self._ids] = tangents
 
-    def _push(self, v: int, visit: Visit, tangents: Array, schedule: Schedule) -> None:
+    def _push(self, v: int, visit: Visit, tangents: Array, schedule: Schedule | None) -> None:
         width = len(visit.t)
         step = self._step(visit, tangents)
         new = step.argument(step.last)[1:]
-        self._save(v, step, new, schedule)
+        if schedule is not None:
+            self._save(v, step, new, schedule)
         tangents[:, :, :width] = new[:, :, :width]
 
     def _step(self, visit: Visit, tangents: Array) -> _Step:
