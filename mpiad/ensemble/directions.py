@@ -30,7 +30,9 @@ def numbers_of(run: Run, by_u0: bool, places: Sequence[int]) -> int:
 def _parts(run: Run, by_u0: bool, places: Sequence[int]) -> list[tuple[int | None, Any, complex]]:
     """Return the directions: a leaf's place (None: the initial state), which of its numbers, and 1 or 1j."""
     batch = run.batch
-    found = [(None, (i,), unit) for i in range(len(batch.u0)) for unit in _units(batch.u0)] if by_u0 else []
+    found: list[tuple[int | None, Any, complex]] = []
+    if by_u0:
+        found += [(None, (i,), unit) for i in range(len(batch.u0)) for unit in _units(batch.u0)]
     for place in places:
         leaf = batch.p.leaves[place]
         shape = np.shape(leaf)[:-1] if batch.p.varies[place] else np.shape(leaf)

@@ -34,7 +34,7 @@ class Directions(NamedTuple):
     leaves: dict[int, list[Any]]
 
 
-def push_run(run: Run, directions: Directions, saving: bool = True) -> tuple[Array, Array | None]:
+def push_run(run: Run, directions: Directions, saving: bool = True) -> tuple[Array, Any]:
     """Return the tangents of final and saved states, of shapes (m, d, N) and (m, N, n_saved, d).
 
     Parameters
@@ -53,9 +53,10 @@ def push_run(run: Run, directions: Directions, saving: bool = True) -> tuple[Arr
         for first, steps in run.shares:
             for walk in walks(steps):
                 _Block(run, tracing, directions, walk, walk.ids + first, saved).sweep(end, entries)
-    for where, states in () if saved is None else ((INITIAL, directions.u0), (FINAL, end)):
-        ids, place = np.nonzero(run.save_step == where)
-        saved[:, ids, place] = states[:, :, ids].transpose(0, 2, 1)
+    if saved is not None:
+        for where, states in ((INITIAL, directions.u0), (FINAL, end)):
+            ids, place = np.nonzero(run.save_step == where)
+            saved[:, ids, place] = states[:, :, ids].transpose(0, 2, 1)
     return end, saved
 
 
