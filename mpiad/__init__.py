@@ -40,6 +40,7 @@ from mpiad.primitives import (
     reset,
     stop,
 )
+from mpiad.tasks import mpi_map
 from mpiad.transport import world as _world
 
 __version__ = "0.1.0"
@@ -48,8 +49,8 @@ __all__ = [
     "Domain", "grad", "hvp", "jacobian", "jvp", "make_jvp", "make_vjp", "minimize", "mpi_allgather", "mpi_allreduce",
     "mpi_alltoall", "mpi_barrier", "mpi_bcast", "mpi_exchange", "mpi_exscan", "mpi_finalize", "mpi_finalized",
     "mpi_gather", "mpi_iallreduce", "mpi_init", "mpi_initialized", "mpi_irecv", "mpi_isend", "mpi_local_rank",
-    "mpi_print", "mpi_rank", "mpi_recv", "mpi_reduce", "mpi_reduce_scatter", "mpi_scan", "mpi_scatter", "mpi_send",
-    "mpi_sendrecv", "mpi_size", "mpi_sum", "mpi_wait", "mpi_waitall", "reset", "stop", "value_and_grad",
+    "mpi_map", "mpi_print", "mpi_rank", "mpi_recv", "mpi_reduce", "mpi_reduce_scatter", "mpi_scan", "mpi_scatter",
+    "mpi_send", "mpi_sendrecv", "mpi_size", "mpi_sum", "mpi_wait", "mpi_waitall", "reset", "stop", "value_and_grad",
 ]
 
 # Loaded at their first use: `mpiad.debug` after `import mpiad` costs nothing where nobody looks.

@@ -10,11 +10,11 @@ from mpiad._typing import Tree
 from mpiad.optimize.agreement import Agreement
 from mpiad.optimize.evaluation import Evaluation, Program
 from mpiad.optimize.points import Points
-from mpiad.optimize.progress import Progress
 from mpiad.optimize.protocol import FINISH, Instructions, Refusal, serve
 from mpiad.optimize.result import finished, outcome_of
 from mpiad.optimize.scipy_methods import Method, Wishes, drive
 from mpiad.optimize.variables import Packing
+from mpiad.progress_line import ProgressLine
 from mpiad.transport import Channel
 from mpiad.transport.fault_tolerance import is_interruption
 
@@ -53,7 +53,7 @@ class RootDriven:
         """Drive on the root, serve elsewhere; return the outcome, or raise, on all ranks alike."""
         try:
             if self._leads:
-                outcome = self._lead(method, wishes, Progress() if progress else None)
+                outcome = self._lead(method, wishes, ProgressLine() if progress else None)
             else:
                 outcome = serve(self._instructions, self._evaluation)
         except Exception as error:
@@ -64,7 +64,7 @@ class RootDriven:
         self._close()
         return finished(outcome, self._packing)
 
-    def _lead(self, method: Method, wishes: Wishes, progress: Progress | None) -> Any:
+    def _lead(self, method: Method, wishes: Wishes, progress: ProgressLine | None) -> Any:
         points = Points(self._evaluation, self._instructions, method.together)
         start = self._packing.pack(self._start)
         try:

@@ -11,8 +11,9 @@ import scipy  # loads its parts at their first use: to load them here would doub
 from mpiad._typing import Function
 from mpiad.optimize.history import History, Record, Row
 from mpiad.optimize.points import Point, Points
-from mpiad.optimize.progress import Progress
+from mpiad.optimize.progress import line_of
 from mpiad.optimize.variables import Packing
+from mpiad.progress_line import ProgressLine
 
 __all__ = ["Method", "Wishes", "drive", "method_named"]
 
@@ -74,7 +75,7 @@ class Wishes(NamedTuple):
 
 
 def drive(
-    method: Method, points: Points, start: np.ndarray, wishes: Wishes, packing: Packing, progress: Progress | None
+    method: Method, points: Points, start: np.ndarray, wishes: Wishes, packing: Packing, progress: ProgressLine | None
 ) -> tuple[scipy.optimize.OptimizeResult, History]:
     """Run a method from `start`, shape (n,), on the root; return SciPy's result and the history of its iterates."""
     steps = _Steps(points, wishes.callback, packing, progress)
@@ -105,7 +106,7 @@ def _flat_bounds(bounds: Any) -> Any:
 class _Steps:
     """The callback that SciPy gets: notes each iterate, shows it and tells the user's own callback."""
 
-    def __init__(self, points: Points, callback: Function | None, packing: Packing, progress: Progress | None):
+    def __init__(self, points: Points, callback: Function | None, packing: Packing, progress: ProgressLine | None):
         self._points, self._callback, self._packing, self._progress = points, callback, packing, progress
         self.record = Record()
         self._last: Point | None = None
@@ -122,7 +123,7 @@ class _Steps:
         self._last = self._points.at(x)
         row = self.record.add(self._last, self._points.counts.of_objective)
         if self._progress is not None:
-            self._progress.show(row)
+            self._progress.show(line_of(row))
         return row
 
     def __call__(self, x: np.ndarray, *state: Any) -> Any:

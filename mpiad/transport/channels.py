@@ -72,9 +72,9 @@ class Channel:
             self._backwards = self.data.Split(0, self.size - 1 - self.rank)
         return self._backwards
 
-    def derive(self) -> Comm:
-        """Return a further duplicate, which is given up together with this channel's own; collective."""
-        self.derived.append(self.data.Dup())
+    def derive(self, survivors: bool = False) -> Comm:
+        """Return a duplicate, of the ranks that are left if so wanted; given up with this channel's own; collective."""
+        self.derived.append(self.data.Shrink() if survivors else self.data.Dup())
         return self.derived[-1]
 
     def drop(self, comm: Comm) -> None:
@@ -280,7 +280,7 @@ def close_world() -> None:
     _world, _finalized = None, True
 
 
-def channel(comm: Comm, call: str, collective: bool = True) -> Channel:
+def channel(comm: Comm, call: str, collective: bool = True, survivors: bool = False) -> Channel:
     """Return the channel of a communicator, made at its first collective use.
 
     Parameters
@@ -290,6 +290,8 @@ def channel(comm: Comm, call: str, collective: bool = True) -> Channel:
         Name of the public function, for the message of an error.
     collective : bool
         Whether all ranks of `comm` are in this call, so that duplicates can be made.
+    survivors : bool
+        Whether the ranks that are left will do.
 
     Raises
     ------
@@ -301,7 +303,7 @@ def channel(comm: Comm, call: str, collective: bool = True) -> Channel:
     if _world is None or MPI.Is_finalized():
         raise CommunicatorError(f"{call}: {_why_no_world()}")
     found = _world if comm is None else _lookup(comm, call, collective)
-    if found.fault is not None:
+    if found.fault is not None and not (survivors and found.lost):
         _refuse(found, call)
     return found
 

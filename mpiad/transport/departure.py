@@ -23,7 +23,7 @@ from mpiad.transport.abort import at_place, end_job, is_rank
 from mpiad.transport.channels import world_is_given_up
 from mpiad.transport.notices import threads_may_communicate
 
-__all__ = ["await_others", "farewell", "note_finalize", "watch_departures"]
+__all__ = ["await_others", "exit_code", "farewell", "note_finalize", "watch_departures"]
 
 # From the first error to the end of the job: others may leave too, with something to tell.
 _GRACE = 5.0
@@ -104,6 +104,11 @@ def farewell() -> tuple[str, str]:
         return _farewell.call, _farewell.where.removeprefix(" at ") or "-"
     error = getattr(sys, "last_value", None)
     return "the end of the program" if error is None else f"ended by {type(error).__name__}", "-"
+
+
+def exit_code() -> int:
+    """Return the code that this rank leaves with."""
+    return 0 if _farewell is None else _farewell.code
 
 
 def note_finalize() -> None:

@@ -11,8 +11,9 @@ import os
 from mpi4py import MPI
 
 from mpiad._typing import Comm
+from mpiad.errors import RemoteError
 
-__all__ = ["FAULT_TOLERANT", "is_interruption", "is_revoked", "lost_ranks"]
+__all__ = ["FAULT_TOLERANT", "is_interruption", "is_process_failure", "is_revoked", "lost_ranks"]
 
 
 def _can_revoke() -> bool:
@@ -37,7 +38,8 @@ def is_revoked(comm: Comm) -> bool:
 def is_interruption(error: BaseException | None) -> bool:
     """Tell whether an exception is, or was raised while handling, MPI's word that other ranks have failed."""
     seen = 0
-    while error is not None and seen < 100:
+    # A RemoteError is what became of an interruption; all ranks know by then.
+    while error is not None and not isinstance(error, RemoteError) and seen < 100:
         if isinstance(error, MPI.Exception):
             kind = error.Get_error_class()
             # Calls for several requests say only that one of them has failed.
@@ -45,6 +47,12 @@ def is_interruption(error: BaseException | None) -> bool:
                 return True
         error, seen = error.__cause__ or error.__context__, seen + 1
     return False
+
+
+def is_process_failure(error: BaseException) -> bool:
+    """Tell whether an exception is MPI's word that a process has died."""
+    names = ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING")
+    return isinstance(error, MPI.Exception) and error.Get_error_class() in [getattr(MPI, name, None) for name in names]
 
 
 def lost_ranks(comm: Comm) -> list[int]:

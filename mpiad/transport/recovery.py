@@ -30,7 +30,7 @@ from mpiad.transport.channels import Channel, channel, live_channels
 from mpiad.transport.fault_tolerance import FAULT_TOLERANT, is_interruption, is_revoked
 from mpiad.transport.patience import Patience
 
-__all__ = ["Failure", "interruptible", "recover", "recoverable"]
+__all__ = ["Failure", "first_of", "interruptible", "ranks_within", "recover", "recoverable"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 _BY_KEYWORD: Any = object()
@@ -282,12 +282,12 @@ def _within(place: Channel) -> list[Channel]:
 def _renewed(place: Channel, mine: Failure | None) -> Failures:
     """Renew the duplicates of the channel and of those among its ranks; return what was raised on which rank."""
     fresh = place.data.Shrink()
-    ranks = _ranks_of(fresh, place)
+    ranks = ranks_within(place, fresh)
     told = fresh.allgather(mine)
     # In the same order on all ranks, so that no two wait for each other in different channels.
     for found in _within(place):
         data = fresh if found is place else found.data.Shrink()
-        lost = sorted(set(range(found.size)) - set(_ranks_of(data, found)))
+        lost = sorted(set(range(found.size)) - set(ranks_within(found, data)))
         if lost:
             found.lose(lost)
         else:
@@ -295,7 +295,7 @@ def _renewed(place: Channel, mine: Failure | None) -> Failures:
     return {rank: failure for rank, failure in zip(ranks, told) if failure is not None}
 
 
-def _ranks_of(comm: Any, place: Channel) -> list[int]:
+def ranks_within(place: Channel, comm: Any) -> list[int]:
     """Return the ranks in a channel of a communicator's members."""
     group, world = comm.Get_group(), MPI.COMM_WORLD.Get_group()
     members = [place.members.index(rank) for rank in group.Translate_ranks(None, world)]

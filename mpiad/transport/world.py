@@ -9,9 +9,10 @@ from collections.abc import Callable
 from mpi4py import MPI
 
 from mpiad.errors import CommunicatorError
+from mpiad.transport import survivors
 from mpiad.transport.abort import install_abort_hook, is_rank
 from mpiad.transport.channels import close_world, open_world
-from mpiad.transport.departure import note_finalize, watch_departures
+from mpiad.transport.departure import exit_code, note_finalize, watch_departures
 from mpiad.transport.guarded import closing, switch
 from mpiad.transport.launcher import warn_of_separate_worlds
 from mpiad.transport.memory import raise_malloc_thresholds
@@ -102,13 +103,16 @@ def finalize() -> None:
     if MPI.Is_initialized() and not MPI.Is_finalized():
         note_finalize()
         closing.close(_end_world)
-        MPI.Finalize()
+        if survivors.all_have_come():
+            MPI.Finalize()
 
 
 @atexit.register
 def _complete_at_exit() -> None:
     if is_rank():
         closing.close_at_exit(_end_world)
+        if not survivors.all_have_come():
+            survivors.leave(exit_code())
 
 
 def _end_world() -> None:

@@ -90,6 +90,14 @@ def test_custom_operator(mpirun: Run, ranks: int) -> None:
         assert numbers_after("first cell ", line) == pytest.approx([gradient[8 * rank]], abs=1e-11)
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_parameter_sweep(mpirun: Run, ranks: int) -> None:
+    first, second = lines_of(mpirun(ranks, "examples/parameter_sweep.py"))
+    assert first.startswith("48 values")
+    assert numbers_after("first zero at", first)[0] == pytest.approx(np.pi / 2, abs=1e-10)
+    assert numbers_after("largest error", second)[0] < 1e-10
+
+
 def test_every_example_names_its_command_and_is_tested(request: pytest.FixtureRequest) -> None:
     folder = request.config.rootpath
     tests = "".join(path.read_text() for path in sorted(Path(__file__).parent.glob("test_*.py")))

@@ -8,9 +8,11 @@ import re
 import numpy as np
 import pytest
 
-from mpiad.optimize import progress
+from mpiad import progress_line
 from mpiad.optimize.history import Row
 from mpiad.optimize.minimize import minimize
+from mpiad.optimize.progress import line_of
+from mpiad.progress_line import ProgressLine
 
 
 class Terminal(io.StringIO):
@@ -24,9 +26,9 @@ def rows(count: int) -> list[Row]:
 
 def test_terminal_line_is_written_over() -> None:
     stream = Terminal()
-    shown = progress.Progress(stream)
+    shown = ProgressLine(stream)
     for row in rows(3):
-        shown.show(row)
+        shown.show(line_of(row))
     shown.close()
     text = stream.getvalue()
     assert text.count("\r") == 3 and text.count("\n") == 1 and text.endswith("\n")
@@ -36,11 +38,11 @@ def test_terminal_line_is_written_over() -> None:
 @pytest.mark.parametrize("per_row, expected", [(2.0, [0, 1, 2, 3, 4]), (0.4, [0, 3, 4]), (0.01, [0, 4])])
 def test_plain_lines_come_once_a_second(monkeypatch: pytest.MonkeyPatch, per_row: float, expected: list[int]) -> None:
     clock = [100.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(progress_line.time, "monotonic", lambda: clock[0])
     stream = io.StringIO()
-    shown = progress.Progress(stream)
+    shown = ProgressLine(stream)
     for row in rows(5):
-        shown.show(row)
+        shown.show(line_of(row))
         clock[0] += per_row
     shown.close()
     lines = stream.getvalue().splitlines()

@@ -1,0 +1,156 @@
+"""`mpi_map`: independent items, handed to whichever rank is free.
+
+`desk` is the root's part and `worker` that of the others; `task` is what they send each other, `crew` who they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from mpiad._typing import Comm, Rank
+from mpiad.primitives.checks import root_of
+from mpiad.progress_line import ProgressLine
+from mpiad.tasks.crew import Crew
+from mpiad.tasks.desk import Desk
+from mpiad.tasks.task import Outcome
+from mpiad.tasks.worker import work
+from mpiad.transport import Channel, channel
+from mpiad.transport.fault_tolerance import is_interruption
+from mpiad.transport.recovery import recover
+
+__all__ = ["mpi_map"]
+
+
+def mpi_map(
+    fun: Callable[[Any], Any],
+    items: Iterable[Any] | None = None,
+    *,
+    root: Rank = 0,
+    comm: Comm = None,
+    everywhere: bool = False,
+    return_exceptions: bool = False,
+    batch: int = 1,
+    progress: bool = False,
+) -> list[Any] | None:
+    """Evaluate a function of each item, on whichever rank is free, with the results in the items' order.
+
+    Parameters
+    ----------
+    fun : callable
+        ``fun(item)`` is called once for each item, on one rank; it mustn't communicate with ranks of `comm`. The root
+        evaluates only where no other rank is there.
+    items : iterable
+        Counts on the root only. It may be a generator of unknown length, and is read no further than is handed out.
+        Items and results are anything that can be pickled; arrays of 64 KiB or more travel without being.
+    root : int
+    comm : mpi4py intracommunicator, optional
+    everywhere : bool
+        Whether all ranks get the results, and not the root alone.
+    return_exceptions : bool
+        Whether an exception in `fun` stands among the results, as a WorkerError, instead of ending the map.
+    batch : int
+        How many items are handed out at a time, for functions that take microseconds.
+    progress : bool
+        Whether the root writes its progress to standard error.
+
+    Returns
+    -------
+    list or None
+        The results, on the root; None on the others unless `everywhere`.
+
+    Raises
+    ------
+    WorkerError
+        On all ranks, where `fun` raises on any, or `items` on the root: with that rank, its traceback and the item's
+        `index`. Items under way are finished first, no others are begun.
+    TypeError, ValueError
+        On all ranks, where an argument is wrong on any of them.
+    RemoteError
+        On all ranks that are left, where the root's process dies and the MPI survives it. Where another rank's dies, the
+        others evaluate its items.
+
+    Ranks
+    -----
+    All ranks of `comm` call it, with the same arguments but for `fun` and `items`.
+
+    Adjoint
+    -------
+    None: items are plain values, and results constants in every trace.
+    """
+    used = channel(comm, "mpi_map", survivors=True)
+    settings = (root, everywhere, return_exceptions, batch)
+    try:
+        crew = Crew(used)
+        given = _agreed_items(crew, used, fun, items, settings)
+        outcome = _run(crew, used, fun, given, settings, progress)
+        crew.close()
+    except Exception as error:
+        if is_interruption(error):
+            recover(used, error, "mpi_map")
+        raise
+    if outcome.failed is not None:
+        raise outcome.failed.error(outcome.index)
+    return outcome.results
+
+
+def _agreed_items(crew: Crew, used: Channel, fun: Any, items: Any, settings: tuple) -> Iterator[Any]:
+    """Check the arguments on all ranks; return the root's items."""
+    wrong, given = None, iter(())
+    try:
+        given = _checked(used, fun, items, settings)
+    except (TypeError, ValueError) as error:
+        wrong = error
+    found = crew.comm.allgather((settings, None if wrong is None else (type(wrong), str(wrong))))
+    for name, (other, said) in zip(crew.names, found):
+        problem = said or (other != found[0][0] and (
+            ValueError,
+            "mpi_map: all ranks must give the same root, everywhere, return_exceptions and batch, but rank "
+            f"{crew.names[0]} gave {found[0][0]} and rank {name} gave {other}.",
+        ))
+        if problem:
+            crew.close()
+            kind, text = problem
+            raise wrong or kind(f"{text} (raised on rank {name})" if said else text)
+    return given
+
+
+def _checked(used: Channel, fun: Any, items: Any, settings: tuple) -> Iterator[Any]:
+    root, _, _, batch = settings
+    root_of(root, used, "mpi_map")
+    if not callable(fun):
+        raise TypeError(f"mpi_map: fun must be callable, but got {type(fun).__name__} {fun!r:.60}.")
+    if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
+        raise ValueError(f"mpi_map: batch must be an integer above zero, but got {batch!r}.")
+    if used.rank != root:
+        return iter(())
+    try:
+        return iter(items)
+    except TypeError:
+        got = f"{type(items).__name__} {items!r:.60}"
+        raise TypeError(f"mpi_map: items must be iterable on the root, but got {got}.") from None
+
+
+def _run(
+    crew: Crew, used: Channel, fun: Callable[[Any], Any], items: Iterator[Any], settings: tuple, progress: bool
+) -> Outcome:
+    root, everywhere, goes_on, batch = settings
+    place = crew.place_of(root)
+    if used.rank != root:
+        return work(crew.line, place, fun, goes_on, used.rank)
+    line = ProgressLine() if progress else None
+    desk = Desk(crew, items, fun, batch, goes_on, None if line is None else _shown_on(line))
+    desk.run()
+    if line is not None:
+        line.close()
+    failed, index = desk.failed or (None, None)
+    results = None if failed is not None else [desk.results[k] for k in range(len(desk.results))]
+    desk.stop(Outcome(failed, index, results if everywhere else None))
+    return Outcome(failed, index, results)
+
+
+def _shown_on(line: ProgressLine) -> Callable[[int, int | None], None]:
+    def show(finished: int, total: int | None) -> None:
+        line.show(f"{finished} of {'?' if total is None else total} items")
+
+    return show
