@@ -11,7 +11,7 @@ import numpy as np
 from autograd.tracer import getval
 
 from mpiad._typing import Array, Comm
-from mpiad.ensemble.solution import EnsembleSolution, widened
+from mpiad.ensemble.solution import EnsembleSolution, joined_times, widened
 from mpiad.ensemble.statistics import quantile, summary
 from mpiad.primitives import mpi_allgather, mpi_allreduce
 from mpiad.transport import Channel
@@ -59,15 +59,8 @@ class Facts(NamedTuple):
         times = [one["t"] for one in busy]
         width = max(t.shape[-1] for t in times)
         counts: Any = {name: np.concatenate([one[name] for one in found]) for name in _COUNTS}
-        t = _times(times, [len(one["nf"]) for one in busy], width)
+        t = joined_times(times, [len(one["nf"]) for one in busy], width)
         return cls(events=events, t=t, width=width, converged=any(one["converged"] for one in found), **counts)
-
-
-def _times(times: list[Array], counts: list[int], width: int) -> Array:
-    if all(t.ndim == 1 and np.array_equal(t, times[0]) for t in times):
-        return times[0]
-    rows = [t if t.ndim == 2 else np.broadcast_to(t, (count, len(t))) for t, count in zip(times, counts)]
-    return np.concatenate([widened(row, width) for row in rows])
 
 
 def gathered(share: EnsembleSolution, facts: Facts, comm: Comm, made: Any = None) -> EnsembleSolution:

@@ -17,7 +17,7 @@ from mpiad.ensemble.retcodes import names_of, survived
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.statistics import mean, quantile, spread, summary
 
-__all__ = ["EnsembleSolution", "ODESolution", "joined", "solution_of", "widened"]
+__all__ = ["EnsembleSolution", "ODESolution", "joined", "joined_times", "solution_of", "widened"]
 
 
 @dataclass
@@ -179,19 +179,26 @@ def solution_of(outcome: Outcome, batch: Batch, settings: Settings) -> EnsembleS
 
 def joined(parts: list[EnsembleSolution]) -> EnsembleSolution:
     """Return the solution of several batches, one after the other."""
-    first = parts[0]
     if len(parts) == 1:
-        return first
+        return parts[0]
     events, offset = {}, 0
     for part in parts:
         events.update({i + offset: found for i, found in part.events.items()})
         offset += len(part)
     width = max(part.u.shape[1] for part in parts)
-    times = first.t if first.t.ndim == 1 else np.concatenate([widened(part.t, width) for part in parts])
+    times = joined_times([part.t for part in parts], [len(part) for part in parts], width)
     names = ("u_end", "retcode", "t_reached", "naccept", "nreject", "nf")
     rest: Any = {name: anp.concatenate([getattr(part, name) for part in parts]) for name in names}
     u = anp.concatenate([widened(part.u, width) for part in parts])
     return EnsembleSolution(u, times, events=events, **rest)
+
+
+def joined_times(times: list[Array], counts: list[int], width: int) -> Array:
+    """Return the saved times of several groups of trajectories: one row where they are the same for all."""
+    if all(t.ndim == 1 and np.array_equal(t, times[0]) for t in times):
+        return times[0]
+    rows = [t if t.ndim == 2 else np.broadcast_to(t, (count, len(t))) for t, count in zip(times, counts)]
+    return np.concatenate([widened(row, width) for row in rows])
 
 
 def widened(array: Array, width: int) -> Array:

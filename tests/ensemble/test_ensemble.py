@@ -43,6 +43,15 @@ def test_numbers_count_from_one():
     assert seen == [(i, 1) for i in range(1, 6)]
 
 
+def test_times_of_batches():
+    ends = [1.0, 1.0, 2.0, 2.0, 3.0]
+    ensemble = EnsembleProblem(BASE, prob_func=lambda prob, i, repeat: remake(prob, tspan=(0.0, ends[i - 1])))
+    for size in (None, 1, 2, 3, 4):
+        sol = solve(ensemble, trajectories=5, batch_size=size)
+        np.testing.assert_array_equal(sol.t, np.stack([np.zeros(5), ends], axis=1))
+        np.testing.assert_array_equal(sol.t_reached, ends)
+
+
 def test_generators_depend_on_seed_and_number_alone():
     ensemble = EnsembleProblem(BASE, prob_func=noisy, seed=3)
     sol = solve(ensemble, trajectories=20)

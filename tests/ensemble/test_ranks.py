@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import logging
 
+import autograd
+import autograd.numpy as anp
 import numpy as np
 import pytest
 from ode_systems import decay, lorenz
 
+import mpiad
 from mpiad.ensemble import (
+    RK45,
     EnsembleMPI,
     EnsembleProblem,
     EnsembleSerial,
@@ -129,6 +133,65 @@ def test_mistakes_are_raised_on_all_ranks(rank, size):
         with pytest.raises(ValueError, match="all ranks must give the same arguments"):
             solve(EnsembleProblem(BASE, lambda b, i, r: b), ensemblealg=EnsembleMPI(), trajectories=3 + (rank == last))
     same(solve(LORENZ, ensemblealg=EnsembleMPI()), solve(LORENZ))
+
+
+def made(theta, **functions):
+    def prob_func(prob, i, repeat):
+        return remake(prob, u0=anp.array([theta[0] * i / 7, 0.0, 0.0]), p=anp.array([theta[1] * i]))
+
+    return EnsembleProblem(ODEProblem(lorenz, [1.0, 0.0, 0.0], (0.0, 1.0), [1.0]), prob_func, **functions)
+
+
+def squares(theta, backend=EnsembleVectorized(), **arguments):  # noqa: B008
+    return anp.sum(solve(made(theta), RK45(), backend, trajectories=7, saveat=0.25, **arguments).u ** 2)
+
+
+def outputs(theta, backend, reduction=None, u_init=None):
+    ensemble = made(
+        theta, output_func=lambda sol, i: (anp.sum(sol.u**2), False), reduction=reduction, u_init=u_init
+    )
+    sol = solve(ensemble, RK45(), backend, trajectories=7, saveat=0.25, batch_size=2)
+    return sum(sol.u) if reduction is None else sol.u
+
+
+@pytest.mark.parametrize(
+    "loss, objective",
+    [
+        (lambda x: squares(x, EnsembleMPI()), "root"),
+        (lambda x: squares(x, EnsembleMPI()), "mean"),
+        (lambda x: squares(x, EnsembleMPI(), batch_size=2), "root"),
+        (lambda x: squares(x, EnsembleMPI(gather=False)), "sum"),
+        (lambda x: outputs(x, EnsembleMPI()), "root"),
+        (lambda x: outputs(x, EnsembleMPI(), lambda u, batch, I: (u + sum(batch), False), 0.0), "root"),
+    ],
+    ids=["gathered", "gathered, mean", "batches", "shares", "outputs", "reduction"],
+)
+def test_gradients_are_those_of_one_process(loss, objective):
+    theta = np.array([1.0, 2.5])
+    J, gradient = mpiad.value_and_grad(loss, objective=objective, shared=True)(theta)
+    expected_J, expected = autograd.value_and_grad(squares)(theta)
+    np.testing.assert_allclose(J, expected_J, rtol=1e-13)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-11)
+
+
+def test_second_order_over_ranks():
+    theta, v = np.array([1.0, 2.5]), np.array([0.3, -1.0])
+    # The derivative is that of the steps taken, which differ a little between the two ends of a difference.
+    tight = {"rtol": 1e-10, "atol": 1e-10}
+    product = mpiad.hvp(lambda x: squares(x, EnsembleMPI(), **tight), shared=True)(theta, v)
+    gradients = [autograd.grad(lambda x: squares(x, **tight))(theta + step * v) for step in (1e-4, -1e-4)]
+    np.testing.assert_allclose(product, (gradients[0] - gradients[1]) / 2e-4, rtol=1e-5)
+
+
+def test_mean_over_shares_is_differentiated():
+    theta = np.array([1.0, 2.5])
+
+    def loss(theta, backend):
+        sol = solve(made(theta), RK45(), backend, trajectories=7, saveat=0.25)
+        return anp.sum(sol.mean()[-1] if isinstance(backend, EnsembleMPI) else anp.mean(sol.u[:, -1], axis=0))
+
+    gradient = mpiad.grad(lambda x: loss(x, EnsembleMPI(gather=False)), shared=True)(theta)
+    np.testing.assert_allclose(gradient, autograd.grad(loss)(theta, EnsembleVectorized()), rtol=1e-11)
 
 
 def test_inner_must_be_a_way_to_run():
