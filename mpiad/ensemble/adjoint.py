@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from mpiad._typing import Array
+from mpiad.ensemble.checkpoints import walks
 from mpiad.ensemble.coefficients import Coefficients
 from mpiad.ensemble.crossing import pull_crossing
 from mpiad.ensemble.ledger import Inside, Ledger
@@ -20,7 +21,7 @@ from mpiad.ensemble.linearization import Tracing
 from mpiad.ensemble.run import FINAL, INITIAL, Run
 from mpiad.ensemble.seeds import Entries, Schedule, Seeds, entries_of, scheduled
 from mpiad.ensemble.transposed_step import Arrival, TransposedStep
-from mpiad.ensemble.walk import Visit, Walk, walks
+from mpiad.ensemble.walk import Visit, Walk
 
 __all__ = ["Cotangents", "pull_run"]
 
@@ -60,9 +61,8 @@ def pull_run(run: Run, seeds: Seeds, places: Sequence[int], timed: bool) -> Cota
     tracing = Tracing(run.field, places, timed)
     entries = None if seeds.saved is None else entries_of(run)
     with np.errstate(all="ignore"):
-        for first, steps in run.shares:
-            for walk in walks(steps):
-                _Block(run, tracing, seeds, found, walk, first, timed).sweep(entries)
+        for first, walk in walks(run):
+            _Block(run, tracing, seeds, found, walk, first, timed).sweep(entries)
     if seeds.reached is not None:
         found.end += np.where(run.live & ~run.terminated, seeds.reached, 0)
     if seeds.saved is not None:

@@ -37,6 +37,7 @@ class Demands(NamedTuple):
     events: Any
     batch_size: Any
     gradient: Any
+    checkpoints: Any
 
 
 def check_demands(demands: Demands) -> Demands:
@@ -93,9 +94,9 @@ def _check_numbers(demands: Demands) -> None:
     atol = np.asarray(demands.atol)
     if atol.dtype.kind not in "iuf" or not (np.isfinite(atol) & (atol >= 0)).all():
         raise ValueError(f"solve: atol must be zero or more, but got {demands.atol!r}.")
-    for name in ("max_steps", "batch_size"):
+    for name in ("max_steps", "batch_size", "checkpoints"):
         value = getattr(demands, name)
-        if value is None and name == "batch_size":
+        if value is None and name != "max_steps":
             continue
         if not isinstance(value, Integral) or value < 1:
             raise ValueError(f"solve: {name} must be an integer above zero, but got {value!r}.")

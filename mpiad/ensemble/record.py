@@ -51,9 +51,12 @@ class Steps:
     d : int
     dtype : dtype
         Of the states.
+    every : int, optional
+        Only the states before every so many steps are kept, in `kept`: its step j of a trajectory is step j * every.
 
     Attributes
     ----------
+    kept : Steps or None
     order : array of int, shape (N,)
         The trajectories, those with the most steps first.
     rank : array of int, shape (N,)
@@ -62,7 +65,10 @@ class Steps:
         How many trajectories take part in each sweep.
     """
 
-    def __init__(self, counts: Array, d: int, dtype: np.dtype):
+    def __init__(self, counts: Array, d: int, dtype: np.dtype, every: int | None = None):
+        self.every, self.kept = every, None
+        if every is not None:
+            self.kept, d = Steps(-(-counts // every), d, dtype), 0
         self.counts, self.d = counts, d
         self.order = np.argsort(-counts, kind="stable")
         self.rank = np.empty_like(self.order)
@@ -111,6 +117,13 @@ class Steps:
         ----------
         keep : array of bool, shape (N,)
         """
+        if self.every is None:
+            return self._those(keep)
+        steps = self._those(keep)
+        steps.every, steps.kept = self.every, self.kept and self.kept.chosen(keep)
+        return steps
+
+    def _those(self, keep: Array) -> Steps:
         steps = Steps(np.where(keep, self.counts, 0), self.d, self._u.dtype)
         for s in range(len(self)):
             sweep = self.sweep(s)
@@ -140,15 +153,28 @@ class Steps:
 
 
 class Log:
-    """Accepted steps in the order in which they were taken."""
+    """Accepted steps in the order in which they were taken.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    every : int, optional
+        Note only the states before every so many steps.
+    """
+
+    def __init__(self, every: int | None = None) -> None:
+        self._every = every
         self._chunks: list[tuple[Array, ...]] = []
+        self._kept: list[tuple[Array, ...]] = []
 
     def note(self, step: Step) -> None:
         """Note the accepted columns of a step, with actual times and signed sizes."""
         arrays = (step.ids, step.number, step.actual(step.t), step.actual(step.h), step.u)
         accepted = step.accepted
+        if self._every is not None:
+            keep = np.flatnonzero(accepted & (step.number % self._every == 0))
+            kept = (arrays[0], step.number // self._every, *arrays[2:])
+            self._kept.append(tuple(np.take(array, keep, axis=-1) for array in kept))
+            arrays = (*arrays[:4], step.u[:0])
         if accepted.all():
             self._chunks.append(tuple(array.copy() for array in arrays))
         else:
@@ -156,9 +182,10 @@ class Log:
 
     def steps(self, counts: Array, d: int, dtype: np.dtype) -> Steps:
         """Return all that was noted, by sweeps; the log is empty afterwards."""
-        steps = Steps(counts, d, dtype)
-        self._chunks.reverse()
-        while self._chunks:  # each is freed when it has been copied
-            steps.fill(*self._chunks.pop())
-        steps.pad()
+        steps = Steps(counts, d, dtype, self._every)
+        for chunks, filled in ((self._chunks, steps), (self._kept, steps.kept or steps)):
+            chunks.reverse()
+            while chunks:  # each is freed when it has been copied
+                filled.fill(*chunks.pop())
+            filled.pad()
         return steps

@@ -30,6 +30,8 @@ class Settings(NamedTuple):
     saveat : array, shape (n_saved,) or (N, n_saved), or None
     record : bool
         Whether to keep all accepted steps.
+    checkpoints : int or None
+        Keep the states before every so many steps only.
     progress : callable or None
         ``progress(finished)`` is told how many more trajectories have ended.
     """
@@ -43,6 +45,7 @@ class Settings(NamedTuple):
     events: tuple[Event, ...]
     saveat: Array | None
     record: bool
+    checkpoints: int | None = None
     progress: Callable[[int], None] | None = None
 
     def share(self, rows: slice) -> Settings:

@@ -52,6 +52,7 @@ def solve(
     events: Event | tuple[Event, ...] = (),
     batch_size: int | None = None,
     gradient: str | None = None,
+    checkpoints: int | None = None,
     progress: bool = False,
     throw: bool = False,
 ) -> Any:
@@ -87,6 +88,9 @@ def solve(
     gradient : {"tangent", "adjoint"}, optional
         How a gradient is computed in reverse mode: by tangents carried along, or by an adjoint sweep back over the steps.
         By default by tangents where a trajectory is differentiated by at most three numbers. Both give the same.
+    checkpoints : int, optional
+        Of a gradient: keep the states before every so many steps only, and compute those between again, which costs about
+        one more solve. All are kept by default.
     progress : bool
         Whether to show how many trajectories have ended, on standard error.
     throw : bool
@@ -115,7 +119,7 @@ def solve(
     """
     given = Demands(
         problem, alg, ensemblealg, trajectories, saveat, save_everystep, rtol, atol, dt, dtmax, max_steps, events,
-        batch_size, gradient,
+        batch_size, gradient, checkpoints,
     )  # fmt: skip
     over = channel(ensemblealg.comm, "ensemble.solve") if isinstance(ensemblealg, EnsembleMPI) else None
     with nullcontext() if over is None else agreed(over):
@@ -168,7 +172,7 @@ def _solved(
     atol = demands.atol if np.ndim(demands.atol) == 0 else _column(demands.atol, batch)
     settings = Settings(
         demands.alg, demands.rtol, atol, demands.dt, demands.dtmax, demands.max_steps, demands.events, times,
-        demands.save_everystep or given.traced, shown,
+        demands.save_everystep or given.traced, None if demands.save_everystep else demands.checkpoints, shown,
     )  # fmt: skip
     _try_once(batch, given.traced)
     outcome = backend.run(batch, settings)

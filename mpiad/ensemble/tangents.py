@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpiad._typing import Array
+from mpiad.ensemble.checkpoints import walks
 from mpiad.ensemble.coefficients import Coefficients, weighted_sum
 from mpiad.ensemble.linearization import Tracing
 from mpiad.ensemble.run import FINAL, INITIAL, Run
 from mpiad.ensemble.seeds import Entries, Schedule, entries_of, scheduled
-from mpiad.ensemble.walk import Visit, Walk, walks
+from mpiad.ensemble.walk import Visit, Walk
 
 __all__ = ["Directions", "push_run"]
 
@@ -50,9 +51,8 @@ def push_run(run: Run, directions: Directions, saving: bool = True) -> tuple[Arr
     saved = np.zeros((m, n, run.save_step.shape[1], d), end.dtype) if saving else None
     entries = entries_of(run) if saving else None
     with np.errstate(all="ignore"):
-        for first, steps in run.shares:
-            for walk in walks(steps):
-                _Block(run, tracing, directions, walk, walk.ids + first, saved).sweep(end, entries)
+        for first, walk in walks(run):
+            _Block(run, tracing, directions, walk, walk.ids + first, saved).sweep(end, entries)
     if saved is not None:
         for where, states in ((INITIAL, directions.u0), (FINAL, end)):
             ids, place = np.nonzero(run.save_step == where)

@@ -1,8 +1,7 @@
 """The way back over the steps of a block of trajectories, in visits: one step of several columns each.
 
-The columns of a block are ordered by their numbers of steps, the most first, so a visit is about the first few. Where all
-states were kept, visit v is the (v+1)-th step from the end of each column. Where only those of every k-th step were, the
-way goes from one stretch of k steps to the stretch before it, and each stretch's states are computed again from its first.
+The columns of a block are ordered by their numbers of steps, the most first, so a visit is about the first few. Visit v is
+the (v+1)-th step from the end of each column. (Where only some states were kept, see `checkpoints`.)
 """
 
 from __future__ import annotations
@@ -10,16 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from mpiad._typing import Array
 from mpiad.ensemble.record import Steps
 
-__all__ = ["Visit", "Walk", "walks"]
-
-# Numbers in one array of a block: so many that tracing f costs less than computing it.
-_BLOCK = 24576
-_LEAST_COLUMNS = 1024
+__all__ = ["Visit", "Walk"]
 
 
 class Visit(NamedTuple):
@@ -80,10 +73,3 @@ class Walk:
         cut = slice(self._start, stop)
         last = slice(0, stop - self._start) if s == 0 else slice(0, 0)
         return Visit(sweep.t[cut], sweep.h[cut], sweep.u[:, cut], last)
-
-
-def walks(steps: Steps) -> Iterator[Walk]:
-    """Return the ways over all steps, block by block."""
-    width = max(_LEAST_COLUMNS, _BLOCK // max(1, steps.d))
-    moving = int(np.count_nonzero(steps.counts))
-    return (Walk(steps, start, min(start + width, moving)) for start in range(0, moving, width))

@@ -34,7 +34,7 @@ class Witnesses:
     def __init__(self, batch: Batch, settings: Settings, outcome: Outcome, entrance: Entrance):
         self._outcome, self._entrance, self._batch = outcome, entrance, batch
         tableau = settings.alg.tableau
-        self._log = Log() if settings.record else None
+        self._log = Log(settings.checkpoints) if settings.record else None
         self._events = self._saves = None
         if settings.events:
             self._events = EventWatch(settings.events, tableau, outcome.event_times)

@@ -100,8 +100,8 @@ def test_a_gradient_is_independent_of_the_backend(way, backend):
 def test_a_gradient_is_independent_of_blocks(way, blocks, monkeypatch):
     both = mpiad.grad(lambda p: loss(U0, p, gradient=way))
     expected = both(RHO)
-    monkeypatch.setattr("mpiad.ensemble.walk._LEAST_COLUMNS", 1)
-    monkeypatch.setattr("mpiad.ensemble.walk._BLOCK", 3 * blocks)
+    monkeypatch.setattr("mpiad.ensemble.checkpoints._LEAST_COLUMNS", 1)
+    monkeypatch.setattr("mpiad.ensemble.checkpoints._BLOCK", 3 * blocks)
     rows = slice(0, 12) if blocks == 1 else slice(0, 600)
     found = mpiad.grad(lambda p: loss(U0[rows], p, gradient=way))(RHO[rows])
     assert found.tobytes() == expected[rows].tobytes()
