@@ -4,6 +4,7 @@
 """
 
 import pytest
+from agreement import poll
 from mpi4py import MPI
 from programs.comparison import differences
 from programs.drawing import drawn
@@ -17,7 +18,10 @@ BATCHES, EACH = 8, 25
 
 def programs(size, seed):
     """Return the same programs on all ranks: rank 0 draws them."""
-    return MPI.COMM_WORLD.bcast(drawn(size, EACH, seed) if MPI.COMM_WORLD.rank == 0 else None)
+    world = MPI.COMM_WORLD
+    found = drawn(size, EACH, seed) if world.rank == 0 else None
+    poll(world.Ibarrier(), None)  # the others leave the cores to rank 0
+    return world.bcast(found)
 
 
 def checked(program):
