@@ -23,7 +23,7 @@ from mpiad.ensemble.seeds import Entries, Schedule, Seeds, entries_of, scheduled
 from mpiad.ensemble.transposed_step import Arrival, TransposedStep
 from mpiad.ensemble.walk import Visit, Walk
 
-__all__ = ["Cotangents", "pull_run"]
+__all__ = ["Cotangents", "of_ends", "pull_run"]
 
 @dataclass
 class Cotangents:
@@ -57,7 +57,7 @@ def pull_run(run: Run, seeds: Seeds, places: Sequence[int], timed: bool) -> Cota
     """
     batch = run.batch
     leaves = {place: np.zeros_like(batch.p.leaves[place]) for place in places}
-    found = Cotangents(_of_ends(run, seeds), np.zeros(batch.size), np.zeros(batch.size), leaves)
+    found = Cotangents(of_ends(run, seeds), np.zeros(batch.size), np.zeros(batch.size), leaves)
     tracing = Tracing(run.field, places, timed)
     entries = None if seeds.saved is None else entries_of(run)
     with np.errstate(all="ignore"):
@@ -71,7 +71,7 @@ def pull_run(run: Run, seeds: Seeds, places: Sequence[int], timed: bool) -> Cota
     return found
 
 
-def _of_ends(run: Run, seeds: Seeds) -> Array:
+def of_ends(run: Run, seeds: Seeds) -> Array:
     """Return the cotangents of the final states; none of those that failed."""
     end = np.where(run.live, seeds.end, 0)
     if seeds.saved is not None:

@@ -56,6 +56,10 @@ class StretchWalk(Walk):
         """Return in which visit, counted backwards, the steps of these numbers lie."""
         return len(self) - 1 - number
 
+    def numbers(self, v: int, width: int) -> Array:
+        """Return the numbers, from 0, of the steps of a visit."""
+        return np.full(width, len(self) - 1 - v)
+
     def _stretch(self, begin: int) -> Iterator[Visit]:
         """Return the visits of one stretch, from its first step to its last."""
         stop = min(begin + self._every, len(self))

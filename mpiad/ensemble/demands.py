@@ -37,6 +37,7 @@ class Demands(NamedTuple):
     events: Any
     batch_size: Any
     gradient: Any
+    adjoint: Any
     checkpoints: Any
 
 
@@ -56,6 +57,10 @@ def check_demands(demands: Demands) -> Demands:
             raise TypeError(f"solve: events must be mpiad.ensemble.Event, but got {type(event).__name__}.")
     if demands.gradient not in (None, "tangent", "adjoint"):
         raise ValueError(f"solve: gradient must be 'tangent' or 'adjoint', but got {demands.gradient!r}.")
+    if demands.adjoint not in ("discrete", "continuous"):
+        raise ValueError(f"solve: adjoint must be 'discrete' or 'continuous', but got {demands.adjoint!r}.")
+    if demands.adjoint == "continuous" and demands.gradient == "tangent":
+        raise ValueError("solve: gradient='tangent' has no adjoint; leave out adjoint='continuous', or gradient=.")
     if demands.save_everystep and demands.saveat is not None:
         raise ValueError("solve: give either saveat or save_everystep=True, not both.")
     count = _trajectories(demands)

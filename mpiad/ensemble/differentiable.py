@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import autograd.numpy as anp
 import numpy as np
@@ -23,6 +23,7 @@ from mpiad.differentiation.gradient import cotangents_of_variables
 from mpiad.differentiation.trace import Variables, trace_backwards, trace_forwards
 from mpiad.ensemble.adjoint import pull_run
 from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.continuous import pull_continuous
 from mpiad.ensemble.directions import FEW, contracted, numbers_of
 from mpiad.ensemble.replay import replayed
 from mpiad.ensemble.run import NOWHERE, Run
@@ -31,13 +32,27 @@ from mpiad.ensemble.solution import EnsembleSolution
 from mpiad.ensemble.tangents import Directions, push_run
 from mpiad.primitives.cotangents import conform, spec_like
 
-__all__ = ["differentiable"]
+__all__ = ["Ways", "differentiable"]
 
 # The first arguments of the function; the leaves of the parameters follow.
 _U0, _START, _END, _LEAVES = range(4)
 
 
-def differentiable(sol: EnsembleSolution, run: Run, batch: Batch, gradient: str | None) -> EnsembleSolution:
+class Ways(NamedTuple):
+    """How plain gradients are computed.
+
+    Parameters
+    ----------
+    gradient : {"tangent", "adjoint"} or None
+        By tangents or by an adjoint; None: by the number of directions.
+    adjoint : {"discrete", "continuous"}
+    """
+
+    gradient: str | None
+    adjoint: str
+
+
+def differentiable(sol: EnsembleSolution, run: Run, batch: Batch, ways: Ways) -> EnsembleSolution:
     """Return a solution whose states are functions of the traced batch that it was made of.
 
     Parameters
@@ -47,12 +62,11 @@ def differentiable(sol: EnsembleSolution, run: Run, batch: Batch, gradient: str 
     run : Run
     batch : Batch
         With traced values in it.
-    gradient : {"tangent", "adjoint"}, optional
-        How plain gradients are computed; by the number of directions by default.
+    ways : Ways
     """
     shapes = sol.u.shape, sol.u_end.shape
     count, d = run.batch.size, len(run.batch.u0)
-    results = _Results(run, sol.u.reshape(count, shapes[0][1], d), sol.u_end.reshape(count, d), gradient)
+    results = _Results(run, sol.u.reshape(count, shapes[0][1], d), sol.u_end.reshape(count, d), ways)
     u, u_end, times = results.parts(_solved(batch.u0, batch.start, batch.end, *batch.p.leaves, results=results))
     changes = {"u": anp.reshape(u, shapes[0]), "u_end": anp.reshape(u_end, shapes[1])}
     if times.size:
@@ -63,8 +77,8 @@ def differentiable(sol: EnsembleSolution, run: Run, batch: Batch, gradient: str 
 class _Results:
     """The results of a run as one vector, and back."""
 
-    def __init__(self, run: Run, u: Array, u_end: Array, gradient: str | None):
-        self.run, self.gradient = run, gradient
+    def __init__(self, run: Run, u: Array, u_end: Array, ways: Ways):
+        self.run, self.ways = run, ways
         times = run.outcome.t_reached if run.settings.events else np.empty(0)
         values = (u, u_end, times)
         self._specs = [spec_like(value) for value in values]
@@ -111,7 +125,8 @@ def _solved_vjp(argnums: tuple[int, ...], ans: Array, args: tuple, kwargs: dict)
         timed = _START in argnums or _END in argnums
         if _by_tangent(results, timed, argnums, places):
             return _tangent_vjp(results, argnums, args, places, results.seeds(conform(g, *spec_like(ans))))
-        found = pull_run(results.run, results.seeds(conform(g, *spec_like(ans))), places, timed)
+        pull = pull_continuous if results.ways.adjoint == "continuous" else pull_run
+        found = pull(results.run, results.seeds(conform(g, *spec_like(ans))), places, timed)
         ends = {_U0: found.u0, _START: found.start, _END: found.end}
         return [conform(ends[k] if k < _LEAVES else found.leaves[k - _LEAVES], *spec_like(args[k])) for k in argnums]
 
@@ -121,8 +136,9 @@ def _solved_vjp(argnums: tuple[int, ...], ans: Array, args: tuple, kwargs: dict)
 def _by_tangent(results: _Results, timed: bool, argnums: tuple[int, ...], places: Sequence[int]) -> bool:
     if timed or results.run.terminated.any():
         return False  # times move along no direction of a trajectory's numbers
-    if results.gradient is not None:
-        return results.gradient == "tangent"
+    ways = results.ways
+    if ways.gradient is not None or ways.adjoint != "discrete":
+        return ways.gradient == "tangent"
     return numbers_of(results.run, _U0 in argnums, places) <= FEW
 
 

@@ -13,7 +13,7 @@ from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleSerial, EnsembleV
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.demands import Demands, check_demands
 from mpiad.ensemble.derivative import derivative_of
-from mpiad.ensemble.differentiable import differentiable
+from mpiad.ensemble.differentiable import Ways, differentiable
 from mpiad.ensemble.events import Event
 from mpiad.ensemble.failures import report
 from mpiad.ensemble.field import Field
@@ -52,6 +52,7 @@ def solve(
     events: Event | tuple[Event, ...] = (),
     batch_size: int | None = None,
     gradient: str | None = None,
+    adjoint: str = "discrete",
     checkpoints: int | None = None,
     progress: bool = False,
     throw: bool = False,
@@ -88,6 +89,9 @@ def solve(
     gradient : {"tangent", "adjoint"}, optional
         How a gradient is computed in reverse mode: by tangents carried along, or by an adjoint sweep back over the steps.
         By default by tangents where a trajectory is differentiated by at most three numbers. Both give the same.
+    adjoint : {"discrete", "continuous"}
+        The adjoint of the steps that were taken, exact for what was computed; or that of the differential equation, solved
+        backwards beside the interpolated states to the same tolerance.
     checkpoints : int, optional
         Of a gradient: keep the states before every so many steps only, and compute those between again, which costs about
         one more solve. All are kept by default.
@@ -119,7 +123,7 @@ def solve(
     """
     given = Demands(
         problem, alg, ensemblealg, trajectories, saveat, save_everystep, rtol, atol, dt, dtmax, max_steps, events,
-        batch_size, gradient, checkpoints,
+        batch_size, gradient, adjoint, checkpoints,
     )  # fmt: skip
     over = channel(ensemblealg.comm, "ensemble.solve") if isinstance(ensemblealg, EnsembleMPI) else None
     with nullcontext() if over is None else agreed(over):
@@ -176,8 +180,8 @@ def _solved(
     )  # fmt: skip
     _try_once(batch, given.traced)
     outcome = backend.run(batch, settings)
-    sol = solution_of(outcome, batch, settings)
-    return differentiable(sol, Run(batch, settings, outcome), given, demands.gradient) if given.traced else sol
+    sol, ways = solution_of(outcome, batch, settings), Ways(demands.gradient, demands.adjoint)
+    return differentiable(sol, Run(batch, settings, outcome), given, ways) if given.traced else sol
 
 
 def _column(atol: Array, batch: Batch) -> Array:

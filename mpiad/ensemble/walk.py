@@ -67,6 +67,10 @@ class Walk:
         """Return in which visit, counted backwards, the steps of these numbers lie."""
         return self.counts[column] - 1 - number
 
+    def numbers(self, v: int, width: int) -> Array:
+        """Return the numbers, from 0, of the steps of a visit."""
+        return self.counts[:width] - 1 - v
+
     def _visit(self, s: int) -> Visit:
         sweep = self._steps.sweep(s)
         stop = min(self._stop, int(self._steps.widths[s]))
