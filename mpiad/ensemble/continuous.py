@@ -10,6 +10,7 @@ What comes out is an approximation, to the tolerance of the solve, of the deriva
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -93,7 +94,8 @@ class _Adjoint:
         times = self._dense.ends(ids, run.save_step[ids, place]) if due is None else due
         self._go(ids, now[ids], times)
         now[ids] = times
-        value = self._seeds.saved[ids, place].T
+        saved: Any = self._seeds.saved
+        value = saved[ids, place].T
         found.u0[:, ids] += value
         at_end = np.flatnonzero(times == run.batch.end[ids])
         if timed and len(at_end):

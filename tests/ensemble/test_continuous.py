@@ -8,7 +8,7 @@ import pytest
 from ode_systems import lorenz
 
 import mpiad
-from mpiad.ensemble import RK4, EnsembleProblem, Event, ODEProblem, Tsit5, solve
+from mpiad.ensemble import RK4, EnsembleProblem, Event, ODEProblem, Tsit5, remake, solve
 from mpiad.errors import IntegrationError
 
 pytestmark = pytest.mark.serial
