@@ -3,7 +3,7 @@
 A `Channel` belongs to one communicator of the user's. It holds two duplicates (`data` for the forward messages and all
 collectives, `reverse` for the messages of adjoints) and numbers the point-to-point messages: the k-th message from a
 rank to another with a tag is the k-th on both sides, and the adjoint's message, which may be started in another order,
-is found by that number. The channel hangs on the communicator as an attribute and is freed with it.
+is found by that number. `lookup` finds the channel of a communicator.
 
 An exception that leaves messages under way marks the channel, since an old message would be taken for a new one;
 `reset` renews its duplicates. Buffers are held here until MPI is done with them: an exception drops the requests.
@@ -13,24 +13,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import count
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import numpy as np
 from mpi4py import MPI
 
 from mpiad._typing import Comm
-from mpiad.errors import CommunicatorError, UnfinishedMessagesError
-from mpiad.transport.fault_tolerance import FAULT_TOLERANT, is_revoked
+from mpiad.errors import CommunicatorError
+from mpiad.transport.fault_tolerance import FAULT_TOLERANT
 from mpiad.transport.unreceived import drain
 
-__all__ = [
-    "Channel", "Watch", "channel", "close_world", "live_channels", "open_world", "prepare", "renew", "set_watch",
-    "world_is_given_up",
-]
+__all__ = ["Channel", "Watch", "live_channels", "set_watch"]
 
 _GOLDEN_SECTION = 0.6180339887498949
 _live: WeakSet[Channel] = WeakSet()
+_ABANDONED: list[tuple] = []  # MPI may still use these buffers
 _numbers = count()
 
 
@@ -225,18 +223,6 @@ class _Freed:
         )
 
 
-_ABANDONED: list[tuple] = []  # MPI may still use these buffers
-_world: Channel | None = None
-_finalized = False
-
-
-def _freed(comm: Comm, key: int, owned: Channel) -> None:
-    owned.close()
-
-
-_KEY = MPI.Comm.Create_keyval(delete_fn=_freed) if MPI.Is_initialized() else None
-
-
 def _free(comms: tuple[Comm | None, ...]) -> None:
     for comm in comms:
         if comm is not None and comm != MPI.COMM_NULL:
@@ -251,146 +237,6 @@ def _cancel(receive: Any) -> None:
         pass
 
 
-def _key() -> int:
-    global _KEY
-    if _KEY is None:
-        _KEY = MPI.Comm.Create_keyval(delete_fn=_freed)
-    return _KEY
-
-
-def open_world() -> Channel:
-    """Make the duplicates of the world; collective over all ranks."""
-    global _world, _finalized
-    if _world is None:
-        _world = Channel(MPI.COMM_WORLD)
-        _finalized = False
-    return _world
-
-
-def world_is_given_up() -> bool:
-    """Tell whether ranks wait for this one to learn of a failure, where the MPI can say so."""
-    return FAULT_TOLERANT and _world is not None and is_revoked(_world.data)
-
-
-def close_world() -> None:
-    """Complete what was sent and free the duplicates of the world; collective over all ranks."""
-    global _world, _finalized
-    if _world is not None:
-        _world.close()
-    _world, _finalized = None, True
-
-
-def channel(comm: Comm, call: str, collective: bool = True, survivors: bool = False) -> Channel:
-    """Return the channel of a communicator, made at its first collective use.
-
-    Parameters
-    ----------
-    comm : mpi4py intracommunicator or None
-    call : str
-        Name of the public function, for the message of an error.
-    collective : bool
-        Whether all ranks of `comm` are in this call, so that duplicates can be made.
-    survivors : bool
-        Whether the ranks that are left will do.
-
-    Raises
-    ------
-    CommunicatorError
-        For a communicator that is freed, null, between groups or not prepared, and after the end of MPI.
-    UnfinishedMessagesError
-        Where an exception has left messages under way.
-    """
-    if _world is None or MPI.Is_finalized():
-        raise CommunicatorError(f"{call}: {_why_no_world()}")
-    found = _world if comm is None else _lookup(comm, call, collective)
-    if found.fault is not None and not (survivors and found.lost):
-        _refuse(found, call)
-    return found
-
-
-def _refuse(found: Channel, call: str) -> NoReturn:
-    if found.lost:
-        raise CommunicatorError(
-            f"{call}: {found.fault} The ranks that are left can go on with a communicator of theirs: comm.Shrink()."
-        )
-    raise UnfinishedMessagesError(
-        f"{call}: {found.fault} Call mpiad.reset(comm) on all ranks of this communicator before its next use: "
-        "an old message would be taken for a new one."
-    )
-
-
 def live_channels() -> list[Channel]:
     """Return the channels that aren't closed, in the order in which they were made: the same on all who share two."""
     return sorted([found for found in _live if not isinstance(found.data, _Freed)], key=lambda found: found._order)
-
-
-def _why_no_world() -> str:
-    if _finalized or MPI.Is_finalized():
-        return "called after mpi_finalize. No communication is possible any more; move this call before it."
-    state = "MPI was initialised after the import of mpiad" if MPI.Is_initialized() else "MPI is not initialised"
-    return f"{state}. Call mpiad.mpi_init() on all ranks first."
-
-
-def member(comm: Comm, call: str) -> Comm:
-    """Return a communicator that may be asked for its rank and size: the world for None.
-
-    Raises
-    ------
-    CommunicatorError
-        For a communicator that is freed, null or between groups, before the start and after the end of MPI.
-    """
-    if _world is None or MPI.Is_finalized():
-        raise CommunicatorError(f"{call}: {_why_no_world()}")
-    if comm is None:
-        return MPI.COMM_WORLD
-    _validate(comm, call)
-    return comm
-
-
-def _lookup(comm: Comm, call: str, collective: bool) -> Channel:
-    _validate(comm, call)
-    if comm == MPI.COMM_WORLD:
-        return open_world()
-    found = comm.Get_attr(_key())
-    if found is None and not collective:
-        raise CommunicatorError(
-            f"{call}: this communicator of {comm.size} ranks was never prepared, and a point-to-point call can't do it, "
-            "since not all its ranks take part. Call mpiad.mpi_init(comm) on all its ranks first."
-        )
-    return found or prepare(comm, call)
-
-
-def _validate(comm: Comm, call: str) -> None:
-    if not isinstance(comm, MPI.Comm):
-        raise TypeError(f"{call}: comm must be an mpi4py intracommunicator or None, but got {type(comm).__name__}.")
-    if comm == MPI.COMM_NULL:
-        raise CommunicatorError(
-            f"{call}: comm is the null communicator: it was freed, or this rank isn't a member of it. "
-            "Call this on its members only, before comm.Free()."
-        )
-    if comm.Is_inter():
-        raise CommunicatorError(
-            f"{call}: comm is an intercommunicator (with {comm.size} ranks on this side), "
-            "but an intracommunicator is expected. Merge it first: comm.Merge()."
-        )
-
-
-def prepare(comm: Comm, call: str) -> Channel:
-    """Return the channel of a communicator, making its duplicates where there are none; collective."""
-    member(comm, call)
-    if comm == MPI.COMM_WORLD:
-        return open_world()
-    found = comm.Get_attr(_key())
-    if found is None:
-        found = Channel(comm)
-        comm.Set_attr(_key(), found)
-    return found
-
-
-def renew(comm: Comm, call: str) -> None:
-    """Renew the duplicates of a communicator; collective over its ranks."""
-    member(comm, call)
-    found = open_world() if comm is None or comm == MPI.COMM_WORLD else prepare(comm, call)
-    if found.lost:
-        _refuse(found, call)
-    found.renew()

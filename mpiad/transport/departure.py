@@ -20,7 +20,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpiad.transport.abort import at_place, end_job, is_rank
-from mpiad.transport.channels import world_is_given_up
+from mpiad.transport.lookup import world_is_given_up
 from mpiad.transport.notices import threads_may_communicate
 
 __all__ = ["await_others", "exit_code", "farewell", "note_finalize", "watch_departures"]

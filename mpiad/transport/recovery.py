@@ -26,8 +26,9 @@ from mpi4py import MPI
 
 from mpiad.errors import RemoteError
 from mpiad.transport.agreement import agreed_among
-from mpiad.transport.channels import Channel, channel, live_channels
+from mpiad.transport.channels import Channel, live_channels
 from mpiad.transport.fault_tolerance import FAULT_TOLERANT, is_interruption, is_revoked
+from mpiad.transport.lookup import channel
 from mpiad.transport.patience import Patience
 
 __all__ = ["Failure", "first_of", "interruptible", "ranks_within", "recover", "recoverable"]

@@ -11,10 +11,10 @@ from mpi4py import MPI
 from mpiad.errors import CommunicatorError
 from mpiad.transport import survivors
 from mpiad.transport.abort import install_abort_hook, is_rank
-from mpiad.transport.channels import close_world, open_world
 from mpiad.transport.departure import exit_code, note_finalize, watch_departures
 from mpiad.transport.guarded import closing, switch
 from mpiad.transport.launcher import warn_of_separate_worlds
+from mpiad.transport.lookup import close_world, open_world
 from mpiad.transport.memory import raise_malloc_thresholds
 from mpiad.transport.recovery import interruptible
 from mpiad.transport.signals import install_signal_handlers

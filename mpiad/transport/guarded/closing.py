@@ -11,7 +11,7 @@ from collections.abc import Callable
 from mpi4py import MPI
 
 from mpiad.errors import CommunicationMismatch
-from mpiad.transport import channels
+from mpiad.transport import channels, lookup
 from mpiad.transport.departure import await_others
 from mpiad.transport.guarded import leaving, ledger, settings, switch
 from mpiad.transport.guarded.waits import deadline_lifted
@@ -77,7 +77,7 @@ def _left_over() -> list[str]:
         return []
     # What a caught exception left under way was told then.
     faulted = {channel.label for channel in channels.live_channels() if channel.fault is not None}
-    every = channels.open_world().reverse.allgather((ledger.summary(), faulted))
+    every = lookup.open_world().reverse.allgather((ledger.summary(), faulted))
     known = set().union(*[labels for _, labels in every])
     summaries = [ledger.without(found, known) for found, _ in every]
     requests = [

@@ -1,0 +1,167 @@
+"""From a communicator of the user's to the library's channel on it, and the refusal of what can't be used.
+
+A channel hangs on its communicator as an attribute and is freed with it; the world's is kept here.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from mpi4py import MPI
+
+from mpiad._typing import Comm
+from mpiad.errors import CommunicatorError, UnfinishedMessagesError
+from mpiad.transport.channels import Channel
+from mpiad.transport.fault_tolerance import FAULT_TOLERANT, is_revoked
+
+__all__ = ["channel", "close_world", "member", "open_world", "prepare", "renew", "world_is_given_up"]
+
+_world: Channel | None = None
+_finalized = False
+
+
+def _freed(comm: Comm, key: int, owned: Channel) -> None:
+    owned.close()
+
+
+_KEY = MPI.Comm.Create_keyval(delete_fn=_freed) if MPI.Is_initialized() else None
+
+
+def _key() -> int:
+    global _KEY
+    if _KEY is None:
+        _KEY = MPI.Comm.Create_keyval(delete_fn=_freed)
+    return _KEY
+
+
+def open_world() -> Channel:
+    """Make the duplicates of the world; collective over all ranks."""
+    global _world, _finalized
+    if _world is None:
+        _world = Channel(MPI.COMM_WORLD)
+        _finalized = False
+    return _world
+
+
+def world_is_given_up() -> bool:
+    """Tell whether ranks wait for this one to learn of a failure, where the MPI can say so."""
+    return FAULT_TOLERANT and _world is not None and is_revoked(_world.data)
+
+
+def close_world() -> None:
+    """Complete what was sent and free the duplicates of the world; collective over all ranks."""
+    global _world, _finalized
+    if _world is not None:
+        _world.close()
+    _world, _finalized = None, True
+
+
+def channel(comm: Comm, call: str, collective: bool = True, survivors: bool = False) -> Channel:
+    """Return the channel of a communicator, made at its first collective use.
+
+    Parameters
+    ----------
+    comm : mpi4py intracommunicator or None
+    call : str
+        Name of the public function, for the message of an error.
+    collective : bool
+        Whether all ranks of `comm` are in this call, so that duplicates can be made.
+    survivors : bool
+        Whether the ranks that are left will do.
+
+    Raises
+    ------
+    CommunicatorError
+        For a communicator that is freed, null, between groups or not prepared, and after the end of MPI.
+    UnfinishedMessagesError
+        Where an exception has left messages under way.
+    """
+    if _world is None or MPI.Is_finalized():
+        raise CommunicatorError(f"{call}: {_why_no_world()}")
+    found = _world if comm is None else _lookup(comm, call, collective)
+    if found.fault is not None and not (survivors and found.lost):
+        _refuse(found, call)
+    return found
+
+
+def _refuse(found: Channel, call: str) -> NoReturn:
+    if found.lost:
+        raise CommunicatorError(
+            f"{call}: {found.fault} The ranks that are left can go on with a communicator of theirs: comm.Shrink()."
+        )
+    raise UnfinishedMessagesError(
+        f"{call}: {found.fault} Call mpiad.reset(comm) on all ranks of this communicator before its next use: "
+        "an old message would be taken for a new one."
+    )
+
+
+def _why_no_world() -> str:
+    if _finalized or MPI.Is_finalized():
+        return "called after mpi_finalize. No communication is possible any more; move this call before it."
+    state = "MPI was initialised after the import of mpiad" if MPI.Is_initialized() else "MPI is not initialised"
+    return f"{state}. Call mpiad.mpi_init() on all ranks first."
+
+
+def member(comm: Comm, call: str) -> Comm:
+    """Return a communicator that may be asked for its rank and size: the world for None.
+
+    Raises
+    ------
+    CommunicatorError
+        For a communicator that is freed, null or between groups, before the start and after the end of MPI.
+    """
+    if _world is None or MPI.Is_finalized():
+        raise CommunicatorError(f"{call}: {_why_no_world()}")
+    if comm is None:
+        return MPI.COMM_WORLD
+    _validate(comm, call)
+    return comm
+
+
+def _lookup(comm: Comm, call: str, collective: bool) -> Channel:
+    _validate(comm, call)
+    if comm == MPI.COMM_WORLD:
+        return open_world()
+    found = comm.Get_attr(_key())
+    if found is None and not collective:
+        raise CommunicatorError(
+            f"{call}: this communicator of {comm.size} ranks was never prepared, and a point-to-point call can't do it, "
+            "since not all its ranks take part. Call mpiad.mpi_init(comm) on all its ranks first."
+        )
+    return found or prepare(comm, call)
+
+
+def _validate(comm: Comm, call: str) -> None:
+    if not isinstance(comm, MPI.Comm):
+        raise TypeError(f"{call}: comm must be an mpi4py intracommunicator or None, but got {type(comm).__name__}.")
+    if comm == MPI.COMM_NULL:
+        raise CommunicatorError(
+            f"{call}: comm is the null communicator: it was freed, or this rank isn't a member of it. "
+            "Call this on its members only, before comm.Free()."
+        )
+    if comm.Is_inter():
+        raise CommunicatorError(
+            f"{call}: comm is an intercommunicator (with {comm.size} ranks on this side), "
+            "but an intracommunicator is expected. Merge it first: comm.Merge()."
+        )
+
+
+def prepare(comm: Comm, call: str) -> Channel:
+    """Return the channel of a communicator, making its duplicates where there are none; collective."""
+    member(comm, call)
+    if comm == MPI.COMM_WORLD:
+        return open_world()
+    found = comm.Get_attr(_key())
+    if found is None:
+        found = Channel(comm)
+        comm.Set_attr(_key(), found)
+    return found
+
+
+def renew(comm: Comm, call: str) -> None:
+    """Renew the duplicates of a communicator; collective over its ranks."""
+    member(comm, call)
+    found = open_world() if comm is None or comm == MPI.COMM_WORLD else prepare(comm, call)
+    if found.lost:
+        _refuse(found, call)
+    found.renew()
