@@ -5,8 +5,7 @@
 
 All are measured in one run, alternated, and the smallest time of many rounds counts. `--without` compares, instead, the
 library as it is when nothing is watched with another tree of it (a worktree of a commit from before there was a watch):
-both are started in turn, several times. The watch is turned on at run time here: `MPIAD_DEBUG=1` costs more, since it
-also records every call for `mpiad.debug.report`. What is aimed at: 1.01 for off, and 5 for debug mode on 2 ranks.
+both are started in turn, several times. What is aimed at: 1.01 for off, and 5 for debug mode on 2 ranks.
 """
 
 from __future__ import annotations

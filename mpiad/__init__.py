@@ -68,8 +68,7 @@ def __dir__() -> list[str]:
 
 
 def _record_where_asked() -> None:
-    asks = bool(_os.environ.get("MPIAD_TRACE")) or _os.environ.get("MPIAD_DEBUG") == "1"
-    if _world.any_rank(asks):
+    if _world.any_rank(bool(_os.environ.get("MPIAD_TRACE"))):
         __getattr__("debug").recording.of_the_program()
 
 

@@ -16,7 +16,7 @@ from mpiad.transport import channel
 __all__ = ["Report", "Row", "report"]
 
 _NOTHING = (
-    "nothing was recorded. Run it under MPIAD_TRACE=file.json or MPIAD_DEBUG=1, or put it into "
+    "nothing was recorded. Run it under MPIAD_TRACE=file.json, or put it into "
     "`with mpiad.debug.recorded():`."
 )
 
@@ -95,7 +95,7 @@ def report(file: IO[str] | None = None) -> Report:
 
     Notes
     -----
-    Of what is recorded now (``MPIAD_TRACE``, ``MPIAD_DEBUG=1``, or inside `recorded` or `traced`), else of the block that
+    Of what is recorded now (``MPIAD_TRACE``, or inside `recorded` or `traced`), else of the block that
     was recorded last.
     """
     recording, rank = latest(), channel(None, "report").rank

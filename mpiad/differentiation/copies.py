@@ -6,10 +6,13 @@ was seeded otherwise, or updated its own) give a gradient that belongs to none o
 
 from __future__ import annotations
 
+import numpy as np
+from autograd.tracer import getval
+
 from mpiad._typing import Array
 from mpiad.differentiation.trace import Variables
 from mpiad.differentiation.trees import named_leaves
-from mpiad.transport import Channel
+from mpiad.transport import MIN, Channel
 from mpiad.transport.guarded import settings
 from mpiad.transport.replication import require_replicated
 
@@ -45,9 +48,18 @@ def require_equal_copies(variables: Variables, channel: Channel, call: str) -> N
 
 def require_equal_objective(value: Array, channel: Channel, call: str) -> None:
     """Raise on all ranks where J differs, under ``MPIAD_DEBUG=1``: decisions that depend on it would, too."""
-    if compares_copies():
+    if compares_copies() and not _same_number(getval(value), channel):
         advice = "This MPI's reductions give other bits on other ranks. Let one rank decide, and broadcast its decision."
         require_replicated(channel, named_leaves(value, "J"), f"{call}: J must be the same on all ranks", advice)
+
+
+def _same_number(value: np.float64, channel: Channel) -> bool:
+    # At every evaluation: bits and their complement in one reduction, without a hash of what is 8 bytes long.
+    bits = np.array(value).reshape(1).view(np.uint64)
+    mine = np.concatenate([bits, ~bits])
+    least = np.empty_like(mine)
+    channel.data.Allreduce(mine, least, MIN)
+    return bool(least[0] == ~least[1])
 
 
 def compares_copies() -> bool:
