@@ -31,9 +31,18 @@ class BundleNode(TangentNode):
         if tape.record is None:
             return  # made by LastingNode
         self.tape = tape
-        rule = _rule(fun, value)
+        rule = JVP_RULES.get(fun) or _inherited(fun, value)
         if len(parents) == 1:
             self.g = [None if g is None else rule(parent_argnums, (g,), value, args, kwargs) for g in parents[0].g]
+            return
+        if len(parents) == 2 and parents[1].tape is tape:
+            # The commonest case; f is traced at each stage of each step.
+            pairs = zip(parents[0].g, parents[1].g)
+            self.g = [
+                _along(list(zip(parent_argnums, gs)), rule, value, args, kwargs)
+                if gs[0] is None or gs[1] is None else rule(parent_argnums, gs, value, args, kwargs)
+                for gs in pairs
+            ]  # fmt: skip
             return
         # What has outlived its own trace is a constant.
         kept = [(k, parent.g) for k, parent in zip(parent_argnums, parents) if parent.tape is tape]
@@ -49,8 +58,8 @@ def _along(tangents: list[tuple[int, Any]], rule: Callable, value: Any, args: An
     return rule(argnums, gs, value, args, kwargs)
 
 
-def _rule(fun: Any, value: Any) -> Callable:
-    rule = JVP_RULES.get(fun) or primitive_jvps.get(fun)
+def _inherited(fun: Any, value: Any) -> Callable:
+    rule = primitive_jvps.get(fun)
     if rule is not None:
         return rule
     if fun in primitive_vjps and hasattr(value, "dtype"):

@@ -14,6 +14,7 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.differentiation.backward import run_backward
 from mpiad.differentiation.bundles import trace_bundle
+from mpiad.differentiation.shortcuts import shortened
 from mpiad.differentiation.trace import Variables, trace_backwards
 from mpiad.ensemble.field import Field, is_whole
 from mpiad.primitives.cotangents import conform, spec_like
@@ -57,6 +58,7 @@ class Tracing:
 
         def called(variables: list[Any]) -> list[Any]:
             nonlocal whole
+            variables = list(map(shortened, variables))
             rows = self._field.rows(variables[0], self._filled(leaves, variables), variables[-1] if self._timed else t)
             whole = is_whole(rows, out.shape)
             return list(rows)
@@ -93,6 +95,7 @@ class Tracing:
 
         def called(variables: list[Any]) -> Sequence[Any]:
             nonlocal whole
+            variables = list(map(shortened, variables))
             rows = self._field.rows(variables[0], self._filled(leaves, variables), t)
             whole = is_whole(rows, out.shape[1:])
             return rows
