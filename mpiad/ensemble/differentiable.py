@@ -92,7 +92,9 @@ class _Results:
 
     def together(self, parts: Sequence[Array]) -> Array:
         """Return the vector of such parts."""
-        return anp.concatenate([anp.reshape(part, (-1,)) for part in parts if part.size])
+        filled = [anp.reshape(part, (-1,)) for part in parts if part.size]
+        # Where ranks are more than trajectories, some have none.
+        return anp.concatenate(filled) if filled else self.vector
 
     def seeds(self, vector: Array) -> Seeds:
         """Return a plain cotangent of the vector as that of the results."""

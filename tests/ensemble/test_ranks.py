@@ -82,6 +82,21 @@ def test_fewer_trajectories_than_ranks(count):
     assert shares.u.shape == (len(shares.indices), 2, 3)
 
 
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_derivatives_of_fewer_trajectories_than_ranks(count):
+    p, v = RHO[:count] + 5.0, np.ones((count, 1))
+
+    def loss(p, way):
+        return anp.sum(solve(remake(LORENZ, p=p), ensemblealg=way, trajectories=count, saveat=[0.5, 1.0]).u ** 2)
+
+    def derivatives(way):
+        value, gradient = mpiad.value_and_grad(loss, shared=True)(p, way)
+        return value, gradient, mpiad.jvp(lambda p: loss(p, way), p, v)[1], mpiad.hvp(loss, shared=True)(p, way, v)
+
+    for ours, alone in zip(derivatives(EnsembleMPI()), derivatives(EnsembleVectorized())):
+        np.testing.assert_allclose(ours, alone, rtol=1e-12)
+
+
 def test_generators_do_not_depend_on_ranks():
     ensemble = EnsembleProblem(BASE, lambda prob, i, repeat, rng: remake(prob, u0=rng.standard_normal(1)), seed=5)
     same(solve(ensemble, ensemblealg=EnsembleMPI(), trajectories=11, batch_size=2), solve(ensemble, trajectories=11))
