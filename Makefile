@@ -61,6 +61,8 @@ bench: $(VENV)/.ready ## measure primitives, local adjoints and ensembles, besid
 	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/local_adjoints.py
 	@$(BIN)/python benchmarks/beside_peers.py
 	@$(BIN)/python benchmarks/ensemble.py
+	@$(BIN)/python benchmarks/ensemble_stragglers.py
+	@$(LAUNCH) --ranks 2 --limit 1800 -- benchmarks/ensemble_ranks.py
 
 bench-peers: ## install the libraries that are measured beside mpiad, into .venv-peers (gigabytes)
 	@PYTHON="$(PYTHON)" benchmarks/peers/install.sh
