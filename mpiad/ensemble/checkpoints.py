@@ -21,7 +21,7 @@ from mpiad.ensemble.walk import Visit, Walk
 __all__ = ["StretchWalk", "walks"]
 
 # Numbers in one array of a block: so many that tracing f costs less than computing it.
-_BLOCK = 24576
+_BLOCK = 49152
 _LEAST_COLUMNS = 1024
 
 

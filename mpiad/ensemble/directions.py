@@ -18,8 +18,9 @@ from mpiad.ensemble.tangents import Directions
 
 __all__ = ["FEW", "contracted", "directions_of", "numbers_of"]
 
-# Up to so many directions tangents cost less than the adjoint.
-FEW = 3
+# Up to so many directions tangents cost less than the adjoint, or as much. (A choice by the number of trajectories as well
+# would make a trajectory's last bits depend on it.)
+FEW = 2
 
 
 def numbers_of(run: Run, by_u0: bool, places: Sequence[int]) -> int:

@@ -88,7 +88,7 @@ def solve(
         How many trajectories are set up at once, which bounds memory; all by default.
     gradient : {"tangent", "adjoint"}, optional
         How a gradient is computed in reverse mode: by tangents carried along, or by an adjoint sweep back over the steps.
-        By default by tangents where a trajectory is differentiated by at most three numbers. Both give the same.
+        By default by tangents where a trajectory is differentiated by at most two numbers. Both give the same.
     adjoint : {"discrete", "continuous"}
         The adjoint of the steps that were taken, exact for what was computed; or that of the differential equation, solved
         backwards beside the interpolated states to the same tolerance.

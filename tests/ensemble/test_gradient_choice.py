@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 
 import autograd.numpy as anp
 import numpy as np
@@ -70,9 +72,27 @@ def test_the_way_is_chosen_by_the_number_of_directions(counted):
     mpiad.grad(loss, 0)(U0[:4], RHO[:4])
     mpiad.grad(loss, (0, 1))(U0[:4], RHO[:4])
     mpiad.grad(lambda p: loss(U0[:4], p, gradient="adjoint"))(RHO[:4])
-    assert counted == ["push_run", "push_run", "pull_run", "pull_run"]
+    mpiad.grad(lambda u0: loss(u0, RHO[:4], gradient="tangent"))(U0[:4])
+    assert counted == ["push_run", "pull_run", "pull_run", "pull_run", "push_run"]
     with pytest.raises(ValueError, match="gradient must be"):
         loss(U0[:2], RHO[:2], gradient="forward")
+
+
+@WAYS
+def test_the_record_is_freed_with_the_gradient(way, monkeypatch):
+    from mpiad.ensemble.run import Run
+
+    made = []
+    first = Run.__init__
+    monkeypatch.setattr(Run, "__init__", lambda self, *args: (first(self, *args), made.append(weakref.ref(self)))[0])
+    gc.collect()
+    gc.disable()
+    try:
+        mpiad.grad(lambda p: loss(U0[:9], p, gradient=way))(RHO[:9])
+        mpiad.hvp(lambda p: loss(U0[:9], p, gradient=way))(RHO[:9], RHO[:9])
+        assert len(made) == 2 and all(run() is None for run in made)
+    finally:
+        gc.enable()
 
 
 @WAYS
