@@ -1,0 +1,43 @@
+"""Gradients of ensembles that are divided among the ranks."""
+
+from __future__ import annotations
+
+import autograd.numpy as anp
+import numpy as np
+import pytest
+from ode_systems import lorenz
+
+import mpiad
+from mpiad.ensemble import RK45, EnsembleMPI, EnsembleProblem, EnsembleVectorized, ODEProblem, remake, solve
+
+TIGHT = {"rtol": 1e-6, "atol": 1e-9, "saveat": 0.25}
+
+
+def loss(theta, backend, count):
+    problem = ODEProblem(lorenz, np.array([1.0, 0.0, 0.0]), (0.0, 1.0))
+    ensemble = EnsembleProblem(problem, p=anp.reshape(theta[0] * np.arange(1, count + 1.0), (-1, 1)))
+    first = anp.sum(solve(ensemble, RK45(), backend, **TIGHT).u ** 2)
+
+    def member(prob, i, repeat):
+        return remake(prob, u0=[1.0, theta[1] * i, 0.0], p=[10.0])
+
+    return first + anp.sum(solve(EnsembleProblem(problem, member), RK45(), backend, trajectories=count, **TIGHT).u_end)
+
+
+@pytest.mark.parametrize("count", [1, 2, 7])
+@pytest.mark.parametrize("gather, objective", [(True, "root"), (True, "mean"), (False, "sum")])
+def test_gradients_are_those_of_one_process(count, gather, objective):
+    theta, mpi = np.array([2.0, 0.1]), EnsembleMPI(gather=gather)
+    alone = mpiad.value_and_grad(loss, shared=True)(theta, EnsembleVectorized(), count)
+    for _ in range(2):  # the second time with shares balanced by the first
+        value, found = mpiad.value_and_grad(loss, shared=True, objective=objective)(theta, mpi, count)
+        np.testing.assert_allclose(value, alone[0], rtol=1e-12)
+        np.testing.assert_allclose(found, alone[1], rtol=1e-11)
+
+
+@pytest.mark.parametrize("gather, objective", [(True, "root"), (False, "sum")])
+def test_second_derivatives(gather, objective):
+    theta, v = np.array([2.0, 0.1]), np.array([0.3, -1.0])
+    alone = mpiad.hvp(loss, shared=True)(theta, EnsembleVectorized(), 3, v)
+    found = mpiad.hvp(loss, shared=True, objective=objective)(theta, EnsembleMPI(gather=gather), 3, v)
+    np.testing.assert_allclose(found, alone, rtol=1e-10)
