@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pickle
 import threading
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ from mpi4py import MPI
 from mpiad._typing import Comm
 from mpiad.transport.guarded.waits import Awaited, poll
 
-__all__ = ["Agreement"]
+__all__ = ["Agreement", "lane_of"]
 
 _LANES = 256
 _EPOCHS = 60
@@ -33,31 +34,48 @@ class Agreement:
     members : tuple of int
         Their ranks in the world, by their rank in its communicator.
     label : str
-    number : int
-        Of agreements that this rank has begun: it says who is missing.
-    starts : int
-        Of nonblocking reductions begun: they must come at the same place among the other calls.
+    starts : Counter
+        By lane, the number of nonblocking reductions begun: they must come at the same place among the other calls.
     """
 
     def __init__(self, comm: Comm, members: tuple[int, ...], label: str):
         self.comm, self.members, self.label = comm, members, label
-        self.number = self.starts = self._epoch = 0
+        self._epoch = 0
+        # Of agreements begun, by lane: it says who is missing.
+        self._numbers: Counter[int] = Counter()
+        self.starts: Counter[int] = Counter()
         self._lanes: dict[int, _Lane] = {}
-        self._later = comm.Dup()
+        self._later: Comm | None = None
+        self.open()
 
-    def later(self) -> Comm:
-        """Return the communicator for what is compared at the end of nonblocking calls."""
-        return self._later
+    def open(self) -> None:
+        """Make what `renew` has dropped; all ranks call it, when all are there."""
+        if self._later is None:
+            self._later = self.comm.Dup()
 
-    def agree(self, mine: int, channel_number: int, make: Callable[[], Awaited]) -> bool:
+    def later(self, lane: int, own: Comm) -> Comm:
+        """Return the communicator for what is compared at the end of nonblocking calls: the channel's own in threads."""
+        return own if lane else self._later  # type: ignore[return-value]
+
+    def begun(self, lane: int) -> tuple[str, int]:
+        """Return what the agreements of a lane are counted as, and their number."""
+        return self._key(lane), self._numbers[lane]
+
+    def counts(self) -> dict[str, int]:
+        """Return the numbers of agreements that this rank has begun."""
+        return {self._key(lane): number for lane, number in tuple(self._numbers.items())}
+
+    def _key(self, lane: int) -> str:
+        return f"{self.label}, lane {lane}" if lane else self.label
+
+    def agree(self, mine: int, lane: int, make: Callable[[], Awaited]) -> bool:
         """Tell whether all ranks have given the same number; a wait with a deadline."""
-        self.number += 1
-        lane = self._lane(channel_number)
-        return lane.agree(mine + self.starts, make)
+        self._numbers[lane] += 1
+        return self._lane(lane).agree(mine + self.starts[lane], make)
 
-    def descriptions(self, mine: Any, channel_number: int, make: Callable[[], Awaited]) -> list[Any]:
+    def descriptions(self, mine: Any, lane: int, make: Callable[[], Awaited]) -> list[Any]:
         """Return what each rank says; all ranks call it after they have disagreed."""
-        tag = self._tag(channel_number) + _LANES * _EPOCHS
+        tag = self._tag(lane) + _LANES * _EPOCHS
         buffer = np.frombuffer(pickle.dumps(mine), dtype=np.uint8)
         sends = [self.comm.Isend(buffer, rank, tag) for rank in range(self.comm.size)]
         found = [_received(self.comm, rank, tag, make) for rank in range(self.comm.size)]
@@ -66,26 +84,34 @@ class Agreement:
         return found
 
     def renew(self) -> None:
-        """Forget what is under way: later messages have other tags. All ranks call it."""
+        """Forget what is under way, and count anew: later messages have other tags. All ranks call it."""
         self._epoch += 1
+        # One rank may have begun there what the others haven't.
+        if self._later is not None:
+            self._later.Free()
+            self._later = None
+        self._numbers.clear()
+        self.starts.clear()
         for lane in self._lanes.values():
             lane.abandon()
         self._lanes.clear()
 
-    def _lane(self, channel_number: int) -> _Lane:
-        # Threads beside the main one may each have a communicator: those agree apart.
-        number = 0 if threading.current_thread() is _MAIN else channel_number % (_LANES - 1) + 1
+    def _lane(self, number: int) -> _Lane:
         lane = self._lanes.get(number)
         if lane is None or lane.broken:
-            lane = self._lanes[number] = _Lane(self.comm, self._tag(channel_number))
+            lane = self._lanes[number] = _Lane(self.comm, self._tag(number))
         return lane
 
-    def _tag(self, channel_number: int) -> int:
-        number = 0 if threading.current_thread() is _MAIN else channel_number % (_LANES - 1) + 1
-        return self._epoch % _EPOCHS * _LANES + number
+    def _tag(self, lane: int) -> int:
+        return self._epoch % _EPOCHS * _LANES + lane
 
 
-_MAIN = threading.main_thread()
+_MAIN = threading.main_thread().ident
+
+
+def lane_of(channel_number: int) -> int:
+    """Return the lane of this thread: threads beside the main one may each have a communicator, and agree apart."""
+    return 0 if threading.get_ident() == _MAIN else channel_number % (_LANES - 1) + 1
 
 
 def _received(comm: Comm, source: int, tag: int, make: Callable[[], Awaited]) -> Any:

@@ -28,10 +28,10 @@ class Gathering:
     def __init__(self, comm: Any, key: str, number: int, description: Description | None = None, step: str = ""):
         self.comm, self.key, self.number = comm, key, number
         self.name, site, call = caller()
-        self.arguments = shown_arguments(call, comm.label, None, None, None, None)
+        self.arguments = shown_arguments(call, comm.label)
         self.place = where(call, site)
         if description is not None:
-            self.name, self.arguments, self.place = description.operation, description.arguments, description.place
+            self.name, self.arguments, self.place = description.operation, description.arguments(), description.place
 
     def give_up(self, reason: str) -> None:
         """Refuse the further use of the communicator."""
@@ -66,7 +66,7 @@ class Letter:
     def __init__(self, comm: Any, sends: bool, peer: int, tag: int):
         self.comm, self.sends, self.peer, self.tag = comm, sends, peer, tag
         self.name, site, call = caller()
-        self.arguments = shown_arguments(call, comm.label, None, None, None, None)
+        self.arguments = shown_arguments(call, comm.label)
         self.place = where(call, site)
 
     def give_up(self, reason: str) -> None:

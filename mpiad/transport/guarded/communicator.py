@@ -17,7 +17,7 @@ from mpi4py import MPI
 
 from mpiad._typing import Comm
 from mpiad.transport.guarded import settings
-from mpiad.transport.guarded.agreement import Agreement
+from mpiad.transport.guarded.agreement import Agreement, lane_of
 from mpiad.transport.guarded.awaited import Gathering, Letter
 from mpiad.transport.guarded.descriptions import describe, fingerprint
 from mpiad.transport.guarded.mismatch import raise_mismatch
@@ -32,7 +32,9 @@ _all: weakref.WeakSet[Guarded] = weakref.WeakSet()
 def counts() -> dict[str, int]:
     """Return how many collectives this rank has begun, by what is counted together."""
     found = {comm.label: comm.started for comm in tuple(_all)}
-    return found | {comm.agreement.label: comm.agreement.number for comm in tuple(_all) if comm.agreement is not None}
+    for agreement in {comm.agreement for comm in tuple(_all) if comm.agreement is not None}:
+        found |= agreement.counts()
+    return found
 
 
 def _collective(name: str, compared: Callable[..., tuple[Any, Any, Any]]) -> Any:
@@ -96,13 +98,14 @@ class Guarded:
         agreement: Agreement = self.agreement  # type: ignore[assignment]
         array = array if isinstance(array, np.ndarray) else None
         said = (self.label, step, array, op, root, settings.present().call_sites)
+        lane = lane_of(self.number)
 
         def make() -> Gathering:
-            return Gathering(self, agreement.label, agreement.number, describe(*said))
+            return Gathering(self, *agreement.begun(lane), describe(*said))
 
-        if not agreement.agree(fingerprint(*said), self.number, make):
-            mine = (describe(*said), agreement.starts)
-            raise_mismatch(agreement.descriptions(mine, self.number, make), agreement)
+        if not agreement.agree(fingerprint(*said), lane, make):
+            mine = (describe(*said), agreement.starts[lane])
+            raise_mismatch(agreement.descriptions(mine, lane, make), agreement)
 
     def finish(self, request: Any, name: str, held: Any) -> None:
         """Wait for a collective that was started."""

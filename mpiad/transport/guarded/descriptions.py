@@ -38,13 +38,19 @@ class Description(NamedTuple):
     dtype: str | None
     line: str | None
     step: str
-    arguments: str
+    given: str
     place: str
 
     @property
     def compared(self) -> tuple:
         """What must be the same on all ranks."""
         return self[: len(COMPARED)]
+
+    def arguments(self, sums: bool = False) -> str:
+        """Return the arguments in words; sums are named where other ranks reduce otherwise."""
+        root = None if self.root is None else f"root={self.root}"
+        op = f"op={self.reduction}" if self.reduction is not None and (sums or self.reduction != "SUM") else None
+        return ", ".join(filter(None, (root, op, self.given)))
 
 
 COMPARED = ("operation", "communicator", "root", "reduction", "shape", "dtype", "line", "step")
@@ -73,17 +79,13 @@ def describe(label: str, step: str, array: np.ndarray | None, op: Any, root: int
     line = None if rooted or not call_sites or site.line == 0 else site.text
     return Description(
         name, label, root, _op_name(op), shape, dtype, line, step,
-        shown_arguments(call, label, root, _op_name(op), shape, dtype), where(call, site),
+        shown_arguments(call, label, shape, dtype), where(call, site),
     )
 
 
-def shown_arguments(
-    call: Call | None, label: str, root: int | None, op: str | None, shape: Any, dtype: Any
-) -> str:
-    """Return the arguments in words: those of the user's call where it is known, else MPI's."""
-    parts = [] if root is None else [f"root={root}"]
-    if op is not None and op != "SUM":
-        parts.append(f"op={op}")
+def shown_arguments(call: Call | None, label: str, shape: Any = None, dtype: Any = None) -> str:
+    """Return shape and communicator in words: the shape of the user's call where it is known, else MPI's."""
+    parts = []
     given = call.arguments if call is not None else None
     if given is not None and given.shape is not None:
         shape, dtype = given.shape, given.dtype

@@ -10,6 +10,7 @@ from mpiad.transport.guarded.descriptions import COMPARED, Description
 
 __all__ = ["columns", "raise_mismatch"]
 
+_STARTS = "number of mpi_iallreduce calls before"
 _ADVICE = {
     "operation": "All ranks must make the same calls in the same order: look for a branch on the rank, an early return or "
     "exit, or a loop of different length.",
@@ -22,7 +23,7 @@ _ADVICE = {
     "call site": "If different lines are meant to meet here, allow it with mpiad.debug.checked(call_sites=False) or "
     "MPIAD_DEBUG_SITES=0.",
     "step": "This is a mistake in the library unless one rank's call differs from the others' above.",
-    "number of mpi_iallreduce calls before": "Start nonblocking reductions at the same place among the other calls on all "
+    _STARTS: "Start nonblocking reductions at the same place among the other calls on all "
     "ranks.",
 }
 _NAMES = ("operation", "communicator", "root", "reduction", "shape", "dtype", "call site", "step")
@@ -38,10 +39,10 @@ def raise_mismatch(said: list[tuple[Description, int]], group: Group) -> NoRetur
         if len({getattr(description, field) for description in descriptions}) > 1
     ]
     if len({starts for _, (_, starts) in rows}) > 1:
-        different.append("number of mpi_iallreduce calls before")
+        different.append(_STARTS)
     table = columns(
         ("rank", "operation", "arguments", "where"),
-        [(str(rank), d.operation, d.arguments or "-", d.place) for rank, (d, _) in rows],
+        [(str(rank), d.operation, _arguments(d, starts, different), d.place) for rank, (d, starts) in rows],
     )
     name = different[0] if different else "step"
     others = f" ({', '.join(different[1:])} too)" if len(different) > 1 and name != "operation" else ""
@@ -50,6 +51,12 @@ def raise_mismatch(said: list[tuple[Description, int]], group: Group) -> NoRetur
         table, tuple(sorted(group.members)),
     )
     raise agreed(group, error)
+
+
+def _arguments(description: Description, starts: int, different: list[str]) -> str:
+    shown = description.arguments(sums="reduction" in different and "operation" not in different)
+    after = f"after {starts} mpi_iallreduce" if _STARTS in different else ""
+    return ", ".join(filter(None, (shown, after))) or "-"
 
 
 def columns(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from mpiad.transport.guarded import settings
-from mpiad.transport.guarded.agreement import Agreement
+from mpiad.transport.guarded.agreement import Agreement, lane_of
 from mpiad.transport.guarded.awaited import Gathering
-from mpiad.transport.guarded.descriptions import describe
+from mpiad.transport.guarded.descriptions import Description, describe
 from mpiad.transport.guarded.mismatch import raise_mismatch
 from mpiad.transport.guarded.requests import GuardedRequest, keep_for_ever
 from mpiad.transport.guarded.waits import poll
@@ -25,17 +25,19 @@ class StartedReduction(GuardedRequest):
 
     def __init__(self, comm: Any, array: np.ndarray, out: np.ndarray, op: Any):
         agreement: Agreement = comm.agreement
-        agreement.starts += 1
+        lane = lane_of(comm.number)
+        agreement.starts[lane] += 1
         comm.started += 1
         number = comm.started
         said = describe(comm.label, "Iallreduce", array, op, None, settings.present().call_sites)
         super().__init__(comm.bare.Iallreduce(array, out, op), lambda: Gathering(comm, comm.label, number, said))
         self.caller = said.operation, said.place
-        self._comm, self._held = comm, (array, out)
+        self._held = array, out
         self._mine, self._every = np.zeros(_BYTES, np.uint8), np.zeros((comm.size, _BYTES), np.uint8)
-        packed = np.frombuffer(pickle.dumps((said, agreement.starts)), np.uint8)
-        self._mine[: min(packed.size, _BYTES)] = packed[:_BYTES]
-        self._saying = agreement.later().Iallgather(self._mine, self._every)
+        packed = _packed(said, agreement.starts[lane])
+        self._mine[: packed.size] = packed
+        self._saying = agreement.later(lane, comm.post).Iallgather(self._mine, self._every)
+        self._group = comm if lane else agreement  # in whose order they say it
 
     def Wait(self, status: Any = None) -> None:
         """Wait for the descriptions, compare them, and wait for the sum."""
@@ -43,8 +45,17 @@ class StartedReduction(GuardedRequest):
         said = [pickle.loads(every.tobytes()) for every in self._every]
         if any(_compared(one) != _compared(said[0]) for one in said):
             keep_for_ever(self.request, self._held)
-            raise_mismatch(said, self._comm)
+            raise_mismatch(said, self._group)
         super().Wait(status)
+
+
+def _packed(said: Description, starts: int) -> np.ndarray:
+    """Return a description in at most so many bytes: cut short on all ranks alike, where names are long."""
+    packed, width = pickle.dumps((said, starts)), 256
+    while len(packed) > _BYTES:
+        cut = [value[:width] if isinstance(value, str) else value for value in said]
+        packed, width = pickle.dumps((Description._make(cut), starts)), width // 2
+    return np.frombuffer(packed, np.uint8)
 
 
 def _compared(said: Any) -> Any:

@@ -139,6 +139,7 @@ def _agreement(channel: Channel) -> Agreement:
     found = _agreements.get(key)
     if found is None:
         found = _agreements[key] = Agreement(channel.data.Dup(), channel.members, f"agreement of {list(key)}")
+    found.open()
     return found
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import autograd.numpy as anp
@@ -46,6 +48,13 @@ def test_what_differs_is_named_on_all_ranks(case: str, rank: int, size: int) -> 
     assert len(lines) == 1 + size and all("test_agreement.py:" in line for line in lines[1:])
     assert caught.value.ranks == tuple(range(size))
     assert mpiad.mpi_allreduce(1) == size
+
+
+def test_sums_are_named_beside_other_reductions(rank: int) -> None:
+    with pytest.raises(CommunicationMismatch) as caught:
+        mpiad.mpi_allreduce(X, MPI.MAX if rank == 0 else MPI.SUM)
+    first, second = caught.value.table.splitlines()[1:3]
+    assert "op=MAX, shape (3,)" in first and "op=SUM, shape (3,)" in second
 
 
 def test_the_wrong_one_of_two_communicators(rank: int, size: int) -> None:
@@ -92,6 +101,63 @@ def test_a_reduction_started_on_one_rank_too_early(rank: int) -> None:
     with pytest.raises(CommunicationMismatch, match="call site differs"):
         mpiad.mpi_waitall(requests)
     mpiad.reset()
+
+
+def test_a_reset_forgets_reductions_that_one_rank_has_started(rank: int, size: int) -> None:
+    if rank == 0:
+        mpiad.mpi_iallreduce(1)
+    with pytest.raises(CommunicationMismatch) as caught:
+        mpiad.mpi_allreduce(1)
+    first, second = caught.value.table.splitlines()[1:3]
+    assert "after 1 mpi_iallreduce" in first and "after 0 mpi_iallreduce" in second
+    mpiad.reset()
+    assert mpiad.mpi_allreduce(1) == size
+
+
+def test_ranks_in_another_order_are_named_as_in_the_world(rank: int, size: int) -> None:
+    mpiad.mpi_allreduce(1)  # the world's order comes first
+    turned = MPI.COMM_WORLD.Split(0, -rank)
+    request = mpiad.mpi_iallreduce(np.ones(2 + (rank == 0)), comm=turned)
+    with pytest.raises(CommunicationMismatch) as caught:
+        mpiad.mpi_wait(request)
+    assert "shape (3,)" in caught.value.table.splitlines()[1]
+    assert "shape (2,)" in caught.value.table.splitlines()[2]
+    mpiad.reset(turned)
+    turned.Free()
+    mpiad.reset()
+
+
+def test_long_names_are_cut_short_on_all_ranks() -> None:
+    scope: dict[str, Any] = {}
+    name = "名" * 500
+    exec(f"def {name}(start):\n    return start(1)\n", scope)  # noqa: S102 - a line of such a name
+    request = scope[name](mpiad.mpi_iallreduce)
+    assert mpiad.mpi_wait(request) == MPI.COMM_WORLD.size
+
+
+def test_threads_agree_apart(rank: int, size: int) -> None:
+    """Each thread in its own order: reductions of one must not be met by those of the other."""
+    if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
+        pytest.skip("the MPI doesn't allow threads")
+    comms = [MPI.COMM_WORLD.Dup() for _ in range(2)]
+    for comm in comms:
+        mpiad.mpi_init(comm)
+
+    def work(comm: Any, pause: float) -> list[Any]:
+        found = []
+        for _ in range(5):
+            time.sleep(pause)
+            found.append(mpiad.mpi_wait(mpiad.mpi_iallreduce(1, comm=comm)))
+            found.append(mpiad.mpi_allreduce(1, comm=comm))
+        return found
+
+    first, second = (0.0, 0.02) if rank == 0 else (0.02, 0.0)
+    with ThreadPoolExecutor(1) as beside:
+        other = beside.submit(work, comms[1], second)
+        assert work(comms[0], first) == [size] * 10
+        assert other.result() == [size] * 10
+    for comm in comms:
+        comm.Free()
 
 
 def test_an_adjoint_is_named_by_its_forward_call(rank: int, size: int) -> None:
