@@ -36,7 +36,7 @@ class CommunicationMismatch(RuntimeError):
     Attributes
     ----------
     table : str
-        What each rank was about to do, and where: one line for each.
+        What each rank was about to do, and where: one line for each; of more than 16 ranks, for those that do the same.
     ranks : tuple of int
         Those in the table, as ranks of the world.
     """
@@ -56,7 +56,8 @@ class DeadlockError(RuntimeError):
     Attributes
     ----------
     table : str
-        What each rank of the world was doing, and where: one line for each.
+        What each rank of the world was doing, and where: one line for each; of more than 16 ranks, for those that do the
+        same.
     ranks : tuple of int
         Those that raise it.
     cycle : tuple of int

@@ -42,6 +42,7 @@ class Channel:
         self.fault: str | None = None
         self.lost: tuple[int, ...] = ()  # ranks whose processes died
         self.pairs_compared = False
+        self.headers: Comm | None = None  # for those of messages under watch
         self._order = next(_numbers)
         self._open(self._duplicate())
         _live.add(self)
@@ -124,6 +125,11 @@ class Channel:
         self.reverse.Allreduce(mine, every, MPI.SUM)
         return bool(every.any())
 
+    def sends(self) -> bool:
+        """Tell whether messages of this rank's are under way."""
+        started = [request for kind, request, _ in self.started.values() if kind == "send"]
+        return any(not request.Test() for request in [*started, *[request for request, _ in self.pending]])
+
     def mark(self, reason: str) -> None:
         """Refuse further use until `renew`."""
         if self.fault is None:
@@ -165,6 +171,9 @@ class Channel:
         if not self.lost and self.has_unfinished():
             self.end()
         _free((self.data, self.reverse, self._backwards))
+        if self.headers is not None and self.headers != MPI.COMM_NULL and not self.lost:
+            drain(self.headers, self.tag_limit)
+            self.headers.Free()
         _live.discard(self)
         self.data = self.reverse = self._backwards = _Freed()
 

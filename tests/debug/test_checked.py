@@ -6,6 +6,7 @@ import time
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 import mpiad
 from mpiad.errors import CommunicationMismatch, DeadlockError, UnfinishedMessagesError
@@ -96,3 +97,17 @@ def test_an_exception_ends_it(rank):
         with mpiad.debug.checked():
             raise ZeroDivisionError
     assert settings.present() == before
+
+
+@pytest.mark.mpi(min_size=2)
+def test_communicators_that_outlive_it_are_freed_whole(rank, size):
+    """MPI has some thousands of communicators: each part that leaves one behind would end a long program."""
+    comm = MPI.COMM_WORLD.Dup()
+    with mpiad.debug.checked():
+        mpiad.mpi_allreduce(1.0, comm=comm)
+        mpiad.mpi_send(1.0, (rank + 1) % size, comm=comm)  # received outside: its header stays behind
+    assert mpiad.mpi_recv(0.0, (rank - 1) % size, comm=comm) == 1.0
+    used = channel(comm, "test")
+    assert used.headers != MPI.COMM_NULL
+    comm.Free()
+    assert used.headers == MPI.COMM_NULL

@@ -74,9 +74,11 @@ class Letter:
         self.comm.give_up(reason)
 
     def in_vain(self, gone: dict[int, Departure], before: float) -> bool:
-        """Tell whether the other end has left the program."""
+        """Tell whether the other end has left the program, and sends nothing any more."""
         peers = self._peers()
-        return bool(peers) and all(rank in gone and gone[rank].heard < before for rank in peers)
+        return bool(peers) and all(
+            rank in gone and gone[rank].heard < before and (self.sends or not gone[rank].sends) for rank in peers
+        )
 
     def _peers(self) -> list[int]:
         members = self.comm.members

@@ -46,7 +46,7 @@ def close(close_world: Callable[[], None]) -> None:
         with deadline_lifted():
             left_over = _left_over()
             close_world()
-    switch.stop_answering()
+    switch.stop_answering(all_have_left=not given_up)
     if left_over:
         raise CommunicationMismatch(
             "the program ended with communication left over. Receive what is sent, with its tag and from its sender, and "

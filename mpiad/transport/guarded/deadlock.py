@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any, NamedTuple
 
 from mpiad.transport.guarded import ledger
-from mpiad.transport.guarded.mismatch import columns
+from mpiad.transport.guarded.tables import table_of_ranks
 
 __all__ = ["Finding", "finding_of"]
 
 State = dict[str, Any]
+_LONGEST = 10  # ranks of a cycle in a sentence
 
 
 class Finding(NamedTuple):
@@ -31,11 +33,11 @@ class Finding(NamedTuple):
 
 def finding_of(states: list[State | None], asker: int) -> Finding:
     """Make the table from the states of all ranks of the world."""
-    edges = {rank: _awaited(rank, states) for rank in range(len(states)) if _waits(states[rank])}
+    edges = _edges(states)
     cycle = _from_first(_cycle(edges, asker))
     ranks = _together(edges, asker)
     rows = [_row(rank, state, edges.get(rank, [])) for rank, state in enumerate(states)]
-    table = columns(("rank", "state", "call", "where", "waits for"), rows)
+    table = table_of_ranks(("state", "call", "where", "waits for"), rows)
     # Whichever rank's wait expired first, the sentence is the same.
     lines = [_headline(states, min(cycle or ranks), cycle, edges), table]
     lines += [f"Rank {rank}: {state['hint']}." for rank, state in enumerate(states) if state and state.get("hint")]
@@ -44,58 +46,71 @@ def finding_of(states: list[State | None], asker: int) -> Finding:
     return Finding("\n".join(lines), table, ranks, cycle)
 
 
-def _waits(state: State | None) -> bool:
-    return state is not None and state["state"] == "waits"
+def _edges(states: list[State | None]) -> dict[int, list[int]]:
+    """Return the ranks that each one waits for: its partner, or those that haven't come to a collective.
+
+    Ranks that wait in the same collective share one list, which makes the searches below linear in the number of ranks.
+    """
+    here: dict[tuple[str, int], list[int]] = defaultdict(list)
+    edges: dict[int, list[int]] = {}
+    for rank, state in enumerate(states):
+        if state is None or state["state"] != "waits":
+            continue
+        if "peers" in state:
+            edges[rank] = list(state["peers"])
+        else:
+            here[state["key"], state["number"]].append(rank)
+    for (key, number), ranks in here.items():
+        come = set(ranks)
+        members = states[ranks[0]]["members"]  # type: ignore[index]
+        missing = [other for other in members if other not in come and not _has_come(states[other], key, number)]
+        edges |= dict.fromkeys(ranks, missing)
+    return edges
 
 
-def _awaited(rank: int, states: list[State | None]) -> list[int]:
-    """Return the ranks that one waits for: its partner, or those that haven't come to a collective."""
-    state: State = states[rank]  # type: ignore[assignment]
-    if "peers" in state:
-        return list(state["peers"])
-    key, number = state["key"], state["number"]
-    missing = []
-    for other in state["members"]:
-        found = states[other]
-        if other != rank and (found is None or found["counts"].get(key, 0) < number):
-            missing.append(other)
-    return missing
+def _has_come(state: State | None, key: str, number: int) -> bool:
+    return state is not None and state["counts"].get(key, 0) >= number
 
 
 def _cycle(edges: dict[int, list[int]], start: int) -> tuple[int, ...]:
     """Return a cycle of waits that can be reached from a rank; empty where there is none."""
-    path: list[int] = []
+    path, ahead = {start: None}, [iter(edges.get(start, ()))]  # not by recursion: a ring may have thousands of ranks
     done: set[int] = set()
-
-    def visit(rank: int) -> tuple[int, ...]:
-        if rank in path:
-            return (*path[path.index(rank) :], rank)
-        if rank in done or rank not in edges:
-            return ()
-        path.append(rank)
-        for other in edges[rank]:
-            if found := visit(other):
-                return found
-        path.pop()
-        done.add(rank)
-        return ()
-
-    return visit(start)
+    while ahead:
+        for other in ahead[-1]:
+            if other in path:
+                ranks = list(path)
+                return (*ranks[ranks.index(other) :], other)
+            if other in edges and id(edges[other]) not in done:
+                path[other] = None
+                ahead.append(iter(edges[other]))
+                break
+        else:
+            ahead.pop()
+            rank, _ = path.popitem()
+            done.add(id(edges.get(rank)))
+    return ()
 
 
 def _together(edges: dict[int, list[int]], start: int) -> tuple[int, ...]:
-    """Return the waiting ranks that are joined to one by waits, in either direction."""
-    found, new = {start}, [start]
+    """Return the waiting ranks that are joined to one by waits: in either direction, or for the same missing rank."""
+    waiters, awaited, lists = defaultdict(list), defaultdict(set), {id(ranks): ranks for ranks in edges.values()}
+    for rank, ranks in edges.items():
+        waiters[id(ranks)].append(rank)
+    for key, ranks in lists.items():
+        for rank in ranks:
+            awaited[rank].add(key)
+    found, new, seen = {start}, [start], set()
     while new:
         rank = new.pop()
-        near = set(edges.get(rank, ())) | {other for other, awaited in edges.items() if rank in awaited}
-        # Those who wait for the same missing rank are stuck with it.
-        shared = {other for other, awaited in edges.items() if set(awaited) & set(edges.get(rank, ()))}
-        for other in (near | shared) - found:
-            if other in edges:
-                found.add(other)
-                new.append(other)
-    return tuple(sorted(found))
+        for key in awaited[rank] | ({id(edges[rank])} if rank in edges else set()):
+            if key in seen:
+                continue
+            seen.add(key)
+            fresh = {*lists[key], *waiters[key]} - found
+            found |= fresh
+            new += fresh
+    return tuple(sorted(rank for rank in found if rank in edges))
 
 
 def _row(rank: int, state: State | None, awaited: list[int]) -> tuple[str, ...]:
@@ -132,8 +147,15 @@ def _headline(states: list[State | None], rank: int, cycle: tuple[int, ...], edg
     state: State = states[rank]  # type: ignore[assignment]
     text = f"rank {rank} has waited for {_shown(state)} seconds in {state['call']} at {state['place']}"
     if cycle:
-        return f"{text}, and this wait can't end: rank {' -> rank '.join(map(str, cycle))}. Let one of them act first."
+        return f"{text}, and this wait can't end: {_arrows(cycle)}. Let one of them act first."
     gone = [other for other in edges[rank] if (states[other] or {}).get("state") == "left"]
     if gone:
         return f"{text}, for {_listed(gone)}, which left the program: all ranks must make the same calls."
-    return f"{text}, longer than MPIAD_TIMEOUT allows."
+    return f"{text}, longer than the limit allows (MPIAD_TIMEOUT, or that of checked)."
+
+
+def _arrows(cycle: tuple[int, ...]) -> str:
+    shown = [f"rank {rank}" for rank in cycle]
+    if len(shown) > _LONGEST:
+        shown[_LONGEST - 2 : -2] = [f"... ({len(cycle) - 1} ranks)"]
+    return " -> ".join(shown)

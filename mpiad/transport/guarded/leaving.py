@@ -11,9 +11,23 @@ __all__ = ["Departure", "departed", "left", "note_departure", "note_leaving"]
 
 
 class Departure(NamedTuple):
-    """A rank's end of the program: how many collectives it had begun by then, and when it was heard here."""
+    """A rank's end of the program.
+
+    Attributes
+    ----------
+    counts : dict
+        How many collectives it had begun by then.
+    sends : bool
+        Whether messages of its own were still under way: long ones take their time.
+    how, place : str
+    heard : float
+        When it was heard here.
+    """
 
     counts: dict[str, int]
+    sends: bool
+    how: str
+    place: str
     heard: float
 
 
@@ -32,12 +46,12 @@ def left() -> tuple[str, str, float] | None:
     return None if _leaving_since is None else (*farewell(), _leaving_since)
 
 
-def note_departure(rank: int, counts: dict[str, int] | None) -> None:
-    """Note that another rank has left, or that it has come back (`counts` None)."""
-    if counts is None:
+def note_departure(rank: int, told: tuple[dict[str, int], bool, str, str] | None) -> None:
+    """Note that another rank has left, and what it tells of it, or that it has come back (None)."""
+    if told is None:
         _departed.pop(rank, None)
     else:
-        _departed[rank] = Departure(counts, perf_counter())
+        _departed[rank] = Departure(*told, perf_counter())
 
 
 def departed() -> dict[int, Departure]:

@@ -25,6 +25,7 @@ from mpiad.transport.unreceived import drain
 __all__ = ["Letters"]
 
 _BYTES = 256
+_MOST = 10_000  # shapes and lines that are known
 _headers: dict[tuple, bytes] = {}
 
 
@@ -39,6 +40,8 @@ def _header(array: np.ndarray) -> tuple[bytes, str, str]:
     place = where(call, site)
     found = _headers.get(key)
     if found is None:
+        if len(_headers) >= _MOST:
+            _headers.clear()
         found = _headers[key] = (_form(array) + f"{name} at {place}".encode())[:_BYTES].ljust(_BYTES)
     return found, name, place
 

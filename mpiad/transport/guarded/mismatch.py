@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from mpiad.errors import CommunicationMismatch
 from mpiad.transport.agreement import Group, agreed
 from mpiad.transport.guarded.descriptions import COMPARED, Description
+from mpiad.transport.guarded.tables import table_of_ranks
 
-__all__ = ["columns", "raise_mismatch"]
+__all__ = ["raise_mismatch"]
 
 _STARTS = "number of mpi_iallreduce calls before"
 _ADVICE = {
@@ -40,8 +41,8 @@ def raise_mismatch(said: list[tuple[Description, int]], group: Group) -> NoRetur
     ]
     if len({starts for _, (_, starts) in rows}) > 1:
         different.append(_STARTS)
-    table = columns(
-        ("rank", "operation", "arguments", "where"),
+    table = table_of_ranks(
+        ("operation", "arguments", "where"),
         [(str(rank), d.operation, _arguments(d, starts, different), d.place) for rank, (d, starts) in rows],
     )
     name = different[0] if different else "step"
@@ -57,10 +58,3 @@ def _arguments(description: Description, starts: int, different: list[str]) -> s
     shown = description.arguments(sums="reduction" in different and "operation" not in different)
     after = f"after {starts} mpi_iallreduce" if _STARTS in different else ""
     return ", ".join(filter(None, (shown, after))) or "-"
-
-
-def columns(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    """Return lines of aligned columns."""
-    lines: list[tuple[Any, ...]] = [head, *rows]
-    widths = [max(len(line[k]) for line in lines) for k in range(len(head))]
-    return "\n".join("  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines)

@@ -20,6 +20,7 @@ from mpi4py import MPI
 from mpiad._typing import Comm
 from mpiad.errors import DeadlockError
 from mpiad.transport import calls
+from mpiad.transport.departure import farewell
 from mpiad.transport.guarded import communicator, leaving, ledger, waits
 from mpiad.transport.guarded.deadlock import Finding, finding_of
 from mpiad.transport.guarded.waits import Waiting
@@ -30,6 +31,7 @@ __all__ = ["Responder"]
 _ASK, _TOLD, _VERDICT, _LEFT = 1, 2, 3, 4
 _TICK = 0.02
 _PATIENCE = 1.0
+_APART = 1e-3  # seconds between the ranks' questions
 
 
 class Responder:
@@ -37,6 +39,8 @@ class Responder:
 
     def __init__(self, comm: Comm):
         self._comm = comm
+        self._others = [rank for rank in range(comm.size) if rank != comm.rank]
+        self._patience = _PATIENCE + _APART * comm.size
         self._sends: list[Any] = []
         self._asked = 0
         self._asking = False
@@ -69,22 +73,32 @@ class Responder:
         with self._ear:
             while (come := self._taken(_ASK)) is not None:
                 source, (number,) = come
-                self._post(source, _TOLD, (number, _state(self._asking)))
+                self._post([source], _TOLD, (number, _state(self._asking)))
             while (come := self._taken(_LEFT)) is not None:
                 leaving.note_departure(*come)
             while (come := self._taken(_VERDICT)) is not None:
-                _, (number, found) = come
-                waits.tell(number, _error(found))
+                _, (told, found) = come
+                waits.tell(told[self._comm.rank], _error(found))
 
-    def announce(self, leaves: bool) -> None:
+    def announce(self, leaves: bool, sends: bool) -> None:
         """Tell all other ranks that this one has left the program, or that it is back."""
+        told = (communicator.counts(), sends, *farewell()) if leaves else None
         with self._ear:
-            for rank in range(self._comm.size):
-                if rank != self._comm.rank:
-                    self._post(rank, _LEFT, communicator.counts() if leaves else None)
+            self._post(self._others, _LEFT, told)
+
+    def hear_departures(self) -> None:
+        """Take the notices of all others, which have been sent: some MPIs complain of what is left over."""
+        until = perf_counter() + self._patience
+        while len(leaving.departed()) < len(self._others) and perf_counter() < until:
+            self.answer()
+            time.sleep(_TICK / 20)
 
     def expire(self, waiting: Waiting) -> Exception:
         """Return what a wait raises that has taken too long, and tell the ranks that wait with it."""
+        # One after the other: the first one's verdict spares the others the question to all ranks.
+        self._await_verdict(waiting, _APART * self._comm.rank)
+        if waiting.verdict is not None:
+            return waiting.verdict
         self._asking = True
         try:
             states = self._ask_all()
@@ -95,19 +109,17 @@ class Responder:
             # Of several ranks that ask at the same time one makes the table.
             first = min([self._comm.rank, *[r for r in found.ranks if (states[r] or {}).get("asking")]])
             if first != self._comm.rank:
-                self._await_verdict(waiting)
+                self._await_verdict(waiting, self._patience)
                 if waiting.verdict is not None:
                     return waiting.verdict
-            for rank in found.ranks:
-                state = states[rank]
-                if rank != self._comm.rank and state is not None:
-                    self._post(rank, _VERDICT, (state["wait"], found))
+            told = {rank: states[rank]["wait"] for rank in found.ranks if rank != self._comm.rank}  # type: ignore[index]
+            self._post(list(told), _VERDICT, (told, found))
             return _error(found)
         finally:
             self._asking = False
 
-    def _await_verdict(self, waiting: Waiting) -> None:
-        until = perf_counter() + _PATIENCE
+    def _await_verdict(self, waiting: Waiting, seconds: float) -> None:
+        until = perf_counter() + seconds
         while waiting.verdict is None and perf_counter() < until:
             self.answer()
             time.sleep(_TICK / 4)
@@ -116,25 +128,25 @@ class Responder:
         states: list[dict[str, Any] | None] = [None] * self._comm.size
         states[self._comm.rank] = _state(True)
         self._asked += 1
-        others = [rank for rank in range(self._comm.size) if rank != self._comm.rank]
-        for rank in others:
-            self._post(rank, _ASK, (self._asked,))
-        until = perf_counter() + _PATIENCE
-        while perf_counter() < until and any(states[rank] is None for rank in others):
+        self._post(self._others, _ASK, (self._asked,))
+        until, missing = perf_counter() + self._patience, set(self._others)
+        while perf_counter() < until and missing:
             self.answer()
             come = self._taken(_TOLD)
             if come is None:
                 time.sleep(_TICK / 10)
             elif come[1][0] == self._asked:
                 states[come[0]] = come[1][1]
+                missing.discard(come[0])
+        for rank in missing:
+            states[rank] = _departure(rank)
         return states
 
-    def _post(self, dest: int, tag: int, value: Any) -> None:
-        with self._mouth:
-            self._sends = [held for held in self._sends if not held[0].Test()]
+    def _post(self, ranks: list[int], tag: int, value: Any) -> None:
         buffer = np.frombuffer(pickle.dumps(value), dtype=np.uint8)
         with self._mouth:
-            self._sends.append((self._comm.Isend(buffer, dest, tag), buffer))
+            self._sends = [held for held in self._sends if not held[0].Test()]
+            self._sends += [(self._comm.Isend(buffer, rank, tag), buffer) for rank in ranks]
 
     def _taken(self, tag: int) -> tuple[int, Any] | None:
         status = MPI.Status()
@@ -148,6 +160,17 @@ class Responder:
 
 def _error(found: Finding) -> DeadlockError:
     return DeadlockError(found.text, found.table, found.ranks, found.cycle)
+
+
+def _departure(rank: int) -> dict[str, Any] | None:
+    """Return what a rank has told of its leaving, that answers no more; None where it hasn't left."""
+    gone = leaving.departed().get(rank)
+    if gone is None:
+        return None
+    seconds = perf_counter() - gone.heard
+    return {
+        "state": "left", "how": gone.how, "place": gone.place, "seconds": seconds, "counts": gone.counts, "ledger": None,
+    }
 
 
 def _state(asking: bool) -> dict[str, Any]:

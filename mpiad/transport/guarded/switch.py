@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weakref import WeakKeyDictionary
+import hashlib
 
 import numpy as np
 from mpi4py import MPI
@@ -22,7 +22,6 @@ __all__ = ["announce", "apply", "restore", "start", "stop_answering"]
 
 _OWNER = "guard"
 _agreements: dict[tuple[int, ...], Agreement] = {}
-_posts: WeakKeyDictionary[Channel, Comm] = WeakKeyDictionary()
 _responder: Responder | None = None
 _meeting: Guarded | None = None
 
@@ -84,16 +83,18 @@ def restore(before: Settings) -> None:
                 _put_on(channel)
 
 
-def stop_answering() -> None:
+def stop_answering(all_have_left: bool = False) -> None:
     """End the thread that answers other ranks, before MPI ends."""
     if _responder is not None:
         _responder.stop()
+        if all_have_left:
+            _responder.hear_departures()
 
 
 def announce(leaves: bool) -> None:
     """Tell all ranks that this one has left the program, or that it is back."""
     if _responder is not None:
-        _responder.announce(leaves)
+        _responder.announce(leaves, any(channel.sends() for channel in channels.live_channels()))
 
 
 def _in_common_order() -> list[Channel]:
@@ -118,9 +119,9 @@ def _put_on(channel: Channel) -> None:
 
 def _post(channel: Channel) -> Comm:
     """Return a communicator for headers, with none left on it; collective over the channel's ranks."""
-    found = _posts.get(channel)
+    found = channel.headers
     if found is None or found == MPI.COMM_NULL:
-        found = _posts[channel] = channel.data.Dup()
+        found = channel.headers = channel.data.Dup()
     else:
         drain(found, channel.tag_limit)
     return found
@@ -130,6 +131,7 @@ def _take_off(channel: Channel) -> None:
     for name in ("data", "reverse", "_backwards"):
         comm = getattr(channel, name)
         if isinstance(comm, Guarded):
+            comm.retire()  # a request may keep it, and its counts are old from here on
             setattr(channel, name, comm.bare)
 
 
@@ -138,9 +140,14 @@ def _agreement(channel: Channel) -> Agreement:
     key = tuple(sorted(channel.members))
     found = _agreements.get(key)
     if found is None:
-        found = _agreements[key] = Agreement(channel.data.Dup(), channel.members, f"agreement of {list(key)}")
+        found = _agreements[key] = Agreement(channel.data.Dup(), channel.members, _name_of(key))
     found.open()
     return found
+
+
+def _name_of(members: tuple[int, ...]) -> str:
+    # It is told to every rank: not thousands of numbers.
+    return f"agreement of {len(members)} ranks, {hashlib.blake2b(repr(members).encode(), digest_size=8).hexdigest()}"
 
 
 def _duplicate(channel: Channel) -> Comm:
@@ -149,7 +156,7 @@ def _duplicate(channel: Channel) -> Comm:
 
 
 def _start_anew(channel: Channel) -> None:
-    _posts.pop(channel, None)
+    channel.headers = None
     for comm in (channel.data, channel.reverse):
         if isinstance(comm, Guarded):
             comm.retire()

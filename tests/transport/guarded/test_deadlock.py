@@ -12,7 +12,9 @@ from mpi4py import MPI
 
 import mpiad
 from mpiad.errors import DeadlockError
-from mpiad.transport.guarded.deadlock import finding_of
+from mpiad.transport import channel
+from mpiad.transport.guarded import awaited, leaving, status
+from mpiad.transport.guarded.deadlock import State, finding_of
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -115,6 +117,10 @@ def waits(peers: list[int]) -> dict[str, Any]:
     }
 
 
+def waits_together() -> dict[str, Any]:
+    return {key: value for key, value in waits([]).items() if key != "peers"}
+
+
 def test_tables_of_states() -> None:
     left = {"state": "left", "how": "sys.exit(3)", "place": "a.py:9", "seconds": 1.0, "ledger": ([], [], []), "counts": {}}
     found = finding_of([waits([1]), left, None, waits([4]), waits([3])], 0)
@@ -124,3 +130,51 @@ def test_tables_of_states() -> None:
     assert "sys.exit(3)" in rows[2] and "no answer" in rows[3]
     found = finding_of([waits([1]), left, None, waits([4]), waits([3])], 4)
     assert found.ranks == (3, 4) and found.cycle in ((3, 4, 3), (4, 3, 4))
+
+
+def test_thousands_of_ranks() -> None:
+    ranks = 3000
+    ring: list[State | None] = [waits([(rank - 1) % ranks]) for rank in range(ranks)]
+    found = finding_of(ring, 7)
+    assert found.cycle == (0, *range(ranks - 1, -1, -1)) and found.ranks == tuple(range(ranks))
+    assert "rank 0 -> rank 2999 -> " in found.text and "(3000 ranks) -> rank 1 -> rank 0" in found.text
+    # Even ranks have come to one collective, odd ones to another.
+    every = tuple(range(ranks))
+    apart: list[State | None] = [
+        waits_together() | {"key": key, "number": 1, "members": every, "counts": {key: 1}} for key in "ab" * (ranks // 2)
+    ]
+    found = finding_of(apart, 2)
+    assert found.cycle == (0, 1, 0) and found.ranks == every
+    rows = found.table.splitlines()
+    assert len(rows) == 3 and rows[1].split()[:8] == ["0,", "2,", "4,", "6,", "8,", "10,", "12,", "14,"]
+    assert "(1500 ranks)" in rows[1]
+
+
+def test_a_rank_that_left_is_named_where_it_answers_no_more() -> None:
+    told = {"world": 3}, False, "sys.exit(3)", "a.py:9"
+    leaving.note_departure(0, told)
+    state = status._departure(0)
+    leaving.note_departure(0, None)
+    found = finding_of([state, waits([0])], 1)
+    assert "for rank 0, which left the program" in found.text and "sys.exit(3)" in found.table
+    assert status._departure(0) is None
+
+
+def test_a_long_message_may_still_come_from_a_rank_that_has_left(rank: int, size: int) -> None:
+    right, left = (rank + 1) % size, (rank - 1) % size
+    comm = channel(None, "test")
+    receive = awaited.Letter(comm.data, False, left, 0)
+    gone = {rank: leaving.Departure({}, True, "", "", 0.0) for rank in range(size)}
+    assert not receive.in_vain(gone, 1.0)
+    assert receive.in_vain({rank: departed._replace(sends=False) for rank, departed in gone.items()}, 1.0)
+    assert not comm.sends()
+    mpiad.mpi_barrier()
+    mpiad.mpi_send(np.ones(4_000_000), right)  # longer than MPI sends at once
+    assert comm.sends()
+    mpiad.mpi_barrier()
+    mpiad.mpi_recv(np.ones(4_000_000), left)
+    mpiad.mpi_barrier()
+    deadline = time.monotonic() + 5
+    while comm.sends() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not comm.sends()
