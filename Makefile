@@ -56,10 +56,11 @@ $(VENV)/.ready-%: $(VENV)/.ready
 demo: $(VENV)/.ready ## recover a field under real terrain, on 4 ranks (DEMO="--coarsen 1": further arguments)
 	@$(LAUNCH) --ranks 4 -- examples/terrain_inversion.py $(DEMO)
 
-bench: $(VENV)/.ready ## measure primitives, local adjoints and ensembles, beside what peers are installed, on 2 ranks
+bench: $(VENV)/.ready ## measure primitives, their watch, local adjoints and ensembles, beside what peers are installed, on 2 ranks
 	@$(LAUNCH) --ranks 2 --limit 1800 -- benchmarks/primitives.py
 	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/local_adjoints.py
 	@$(BIN)/python benchmarks/beside_peers.py
+	@$(LAUNCH) --ranks 2 --limit 600 -- benchmarks/guard.py
 	@$(BIN)/python benchmarks/ensemble.py
 	@$(BIN)/python benchmarks/ensemble_stragglers.py
 	@$(LAUNCH) --ranks 2 --limit 1800 -- benchmarks/ensemble_ranks.py
