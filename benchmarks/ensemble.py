@@ -86,7 +86,7 @@ def show(case: str, n: int, rows: dict[tuple[str, str], dict], least: float | No
     for (side, name), row in rows.items():
         ratios = "".join(f"{row['s'] / base:9.2f}" if base else f"{'':9}" for base in (ours, least))
         steps = "{:.1f} ({}-{})".format(*row["steps"]) if "steps" in row else ""
-        error = row.get("error_gradient", row["error_end"])
+        error = row["error_gradient" if case == "gradient" else "error_end"]
         label = side + name.removeprefix(case)
         print(f"{label:34}{row['s'] * 1e3:10.1f}{ratios}{steps:>18}{error:10.1e}{row['peak_mib']:8.1f}", flush=True)
 
