@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import logging
 import os
 from collections.abc import Callable
 
 from mpi4py import MPI
 
-from mpiad.errors import CommunicatorError
+from mpiad.errors import CommunicatorError, DeadlockError
 from mpiad.transport import survivors
 from mpiad.transport.abort import install_abort_hook, is_rank
 from mpiad.transport.departure import exit_code, note_finalize, watch_departures
-from mpiad.transport.guarded import closing, switch
+from mpiad.transport.guarded import closing, settings, switch
 from mpiad.transport.launcher import warn_of_separate_worlds
 from mpiad.transport.lookup import close_world, open_world
 from mpiad.transport.memory import raise_malloc_thresholds
+from mpiad.transport.patience import Patience
 from mpiad.transport.recovery import interruptible
 from mpiad.transport.signals import install_signal_handlers
 from mpiad.transport.threads import limit_threads
@@ -23,6 +26,9 @@ from mpiad.transport.threads import limit_threads
 __all__ = ["any_rank", "at_end", "at_start", "finalize", "finalized", "initialized", "local_rank", "start"]
 
 _local: tuple[int, int] | None = None
+_TIME_TO_LOAD = 20.0  # seconds; file systems make it differ from rank to rank
+_LONG = 60.0
+_log = logging.getLogger("mpiad")
 _begins: list[Callable[[], None]] = []
 _ends: list[Callable[[], None]] = []
 
@@ -42,10 +48,12 @@ def start(call: str) -> None:
         MPI.Init_thread()
     if _local is not None:
         return
+    aborts = install_abort_hook()
+    meet(call)
     open_world()
     warn_of_separate_worlds(MPI.COMM_WORLD.size)
     _local = _place_on_node()
-    if install_abort_hook():
+    if aborts:
         install_signal_handlers()
         watch_departures()
     switch.start()
@@ -54,6 +62,39 @@ def start(call: str) -> None:
         limit_threads(_local[1], logs=MPI.COMM_WORLD.rank == 0)
     for begin in _begins:
         begin()
+
+
+def meet(call: str, limit: float | None = None) -> None:
+    """Wait until all ranks have come to the start; MPI alone would wait in silence for one that never does.
+
+    Parameters
+    ----------
+    call : str
+        What brings them here.
+    limit : float, optional
+        Seconds; by default ``MPIAD_TIMEOUT``, but time to load Python's modules in any case.
+
+    Raises
+    ------
+    DeadlockError
+        Where it takes longer.
+    """
+    if limit is None:
+        with contextlib.suppress(ValueError):  # which `switch.start` raises, on all ranks
+            asked = settings.from_environment().timeout
+            limit = None if asked is None else max(asked, _TIME_TO_LOAD)
+    request, patience, told = MPI.COMM_WORLD.Ibarrier(), Patience(), False
+    while not request.Test():
+        waits = (
+            f"{call}: rank {MPI.COMM_WORLD.rank} has waited for {patience.seconds:.0f} seconds for other ranks. All ranks "
+            "must import mpiad (or call mpi_init, where MPI is initialised later), and none may end before."
+        )
+        if limit is not None and patience.seconds > limit:
+            raise DeadlockError(waits)
+        if not told and patience.seconds > _LONG:
+            _log.warning(waits)
+            told = True
+        patience.pause()
 
 
 def at_start(begin: Callable[[], None]) -> None:
