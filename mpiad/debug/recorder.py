@@ -10,9 +10,9 @@ from mpiad.differentiation import phases
 from mpiad.transport import calls
 from mpiad.transport.calls import Arguments, Call
 
-__all__ = ["Event", "Message", "Recorder"]
+__all__ = ["MOST", "Event", "Message", "Recorder"]
 
-_MOST = 500_000  # events, each of some hundred bytes
+MOST = 500_000  # events, each of some hundred bytes
 _NOTHING = Arguments()
 _WAITS = ("mpi_wait", "mpi_waitall")
 
@@ -100,7 +100,7 @@ class Recorder:
         Their names, by number.
     """
 
-    def __init__(self, most: int = _MOST) -> None:
+    def __init__(self, most: int = MOST) -> None:
         self._noted: list[tuple] = []
         self.dropped, self._most = 0, most
         self.since = self.until = 0.0

@@ -11,18 +11,24 @@ from pathlib import Path
 
 from mpiad._typing import Comm
 from mpiad.debug.clocks import Clock, read_clock
-from mpiad.debug.recorder import Recorder
+from mpiad.debug.recorder import MOST, Recorder
 from mpiad.debug.trace_file import gather_into, write_part
 from mpiad.transport import channel, world
 from mpiad.transport.abort import last_words
 
 __all__ = ["Recording", "latest", "of_the_program", "recorded", "traced"]
 
+_WITHOUT_TRACE = 100_000  # events: in debug mode few programs ask for a report, and all pay for it
 _log = logging.getLogger("mpiad")
 
 
 class Recording:
     """What all ranks did between `start` and `stop`, both collective.
+
+    Parameters
+    ----------
+    most : int
+        Events that each rank keeps.
 
     Attributes
     ----------
@@ -31,8 +37,8 @@ class Recording:
     rank : int
     """
 
-    def __init__(self) -> None:
-        self.recorder = Recorder()
+    def __init__(self, most: int = MOST) -> None:
+        self.recorder = Recorder(most)
 
     def start(self) -> None:
         """Compare the clocks and begin."""
@@ -141,7 +147,7 @@ def of_the_program() -> None:
         file = Path(named).absolute() if named else None  # the program may go elsewhere
         if comm.rank == 0 and file is not None and not os.access(file.parent, os.W_OK):
             _log.warning("MPIAD_TRACE=%s: no file can be made in %s; there will be no trace.", named, file.parent)
-    recording = _latest = Recording()
+    recording = _latest = Recording() if file is not None else Recording(_WITHOUT_TRACE)
     recording.start()
     world.at_end(lambda: _finish(recording, file))
     if file is not None:

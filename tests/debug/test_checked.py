@@ -111,3 +111,18 @@ def test_communicators_that_outlive_it_are_freed_whole(rank, size):
     assert used.headers != MPI.COMM_NULL
     comm.Free()
     assert used.headers == MPI.COMM_NULL
+
+
+@pytest.mark.mpi(min_size=2)
+def test_one_rank_leaves_it_alone(rank, size):
+    """The others have begun to agree with it: what is left of that must not be met by a later part."""
+    with pytest.raises(KeyError if rank == 0 else DeadlockError), mpiad.debug.checked(timeout=0.4):
+        if rank == 0:
+            raise KeyError("of this rank alone")
+        mpiad.mpi_allreduce(1)
+    MPI.COMM_WORLD.Barrier()
+    mpiad.reset()
+    for _ in range(2):
+        with mpiad.debug.checked(timeout=5):
+            assert mpiad.mpi_allreduce(1) == size
+            assert mpiad.mpi_wait(mpiad.mpi_iallreduce(1)) == size

@@ -34,13 +34,15 @@ class Agreement:
     members : tuple of int
         Their ranks in the world, by their rank in its communicator.
     label : str
+    epoch : int
+        How often it has begun anew.
     starts : Counter
         By lane, the number of nonblocking reductions begun: they must come at the same place among the other calls.
     """
 
     def __init__(self, comm: Comm, members: tuple[int, ...], label: str):
         self.comm, self.members, self.label = comm, members, label
-        self._epoch = 0
+        self.epoch = 0
         # Of agreements begun, by lane: it says who is missing.
         self._numbers: Counter[int] = Counter()
         self.starts: Counter[int] = Counter()
@@ -83,9 +85,15 @@ class Agreement:
             poll(send.Test, make)
         return found
 
-    def renew(self) -> None:
-        """Forget what is under way, and count anew: later messages have other tags. All ranks call it."""
-        self._epoch += 1
+    def renew(self, epoch: int | None = None) -> None:
+        """Forget what is under way, and count anew: later messages have other tags. All ranks call it.
+
+        Parameters
+        ----------
+        epoch : int, optional
+            The same on all ranks, where they may have begun anew without each other.
+        """
+        self.epoch = self.epoch + 1 if epoch is None else epoch
         # One rank may have begun there what the others haven't.
         if self._later is not None:
             self._later.Free()
@@ -103,7 +111,7 @@ class Agreement:
         return lane
 
     def _tag(self, lane: int) -> int:
-        return self._epoch % _EPOCHS * _LANES + lane
+        return self.epoch % _EPOCHS * _LANES + lane
 
 
 _MAIN = threading.main_thread().ident
@@ -133,7 +141,7 @@ class _Lane:
     """Persistent requests for the rounds of one tag."""
 
     def __init__(self, comm: Comm, tag: int):
-        self.broken, self.active = False, None
+        self.broken, self.busy, self.active = False, False, None
         self._rounds: list[tuple[np.ndarray, np.ndarray, Any, Any]] = []
         distance = 1
         while distance < comm.size:
@@ -145,6 +153,7 @@ class _Lane:
 
     def agree(self, mine: int, make: Callable[[], Awaited]) -> bool:
         least = greatest = mine
+        self.busy = True
         try:
             for out, into, send, receive in self._rounds:
                 out[0], out[1] = least, greatest
@@ -159,14 +168,19 @@ class _Lane:
         except BaseException:
             self.abandon()
             raise
+        self.busy = False
         return least == greatest
 
     def abandon(self) -> None:
         """Take back what is under way: a later message must not be received in its place."""
         self.broken = True
-        for _, _, _, receive in self._rounds:
+        for _, _, send, receive in self._rounds:
             if self.active is receive:
                 receive.Cancel()
                 receive.Wait()
-        _abandoned.append(self._rounds)
+            if not self.busy:
+                send.Free()
+                receive.Free()
+        if self.busy:
+            _abandoned.append(self._rounds)
         self._rounds, self.active = [], None

@@ -79,18 +79,16 @@ def describe(label: str, step: str, array: np.ndarray | None, op: Any, root: int
     line = None if rooted or not call_sites or site.line == 0 else site.text
     return Description(
         name, label, root, _op_name(op), shape, dtype, line, step,
-        shown_arguments(call, label, shape, dtype), where(call, site),
+        shown_arguments(call, label), where(call, site),
     )
 
 
-def shown_arguments(call: Call | None, label: str, shape: Any = None, dtype: Any = None) -> str:
-    """Return shape and communicator in words: the shape of the user's call where it is known, else MPI's."""
+def shown_arguments(call: Call | None, label: str) -> str:
+    """Return shape and communicator in words: the shape of what the user gave, not of what the library sends."""
     parts = []
     given = call.arguments if call is not None else None
     if given is not None and given.shape is not None:
-        shape, dtype = given.shape, given.dtype
-    if shape is not None and call is not None:
-        parts.append(f"shape {shape}, {dtype}")
+        parts.append(f"shape {given.shape}, {given.dtype}")
     if label != "world":
         parts.append(f"on {label}")
     return ", ".join(parts)

@@ -59,9 +59,12 @@ def apply(wanted: Settings) -> None:
     elif not before.watches:
         _responder.start()
     calls.note(_OWNER)
-    live = _in_common_order()
+    live, epochs = _in_common_order()
     channels.set_watch(Watch(_duplicate, _put_on, _start_anew))
     if wanted.debug != before.debug or not before.watches:
+        # One rank may have left the part before by an exception, in the middle of an agreement.
+        for key, agreement in _agreements.items():
+            agreement.renew(epochs[key] + 1)
         for channel in live:
             _take_off(channel)
             _put_on(channel)
@@ -97,11 +100,17 @@ def announce(leaves: bool) -> None:
         _responder.announce(leaves, any(channel.sends() for channel in channels.live_channels()))
 
 
-def _in_common_order() -> list[Channel]:
-    """Return this rank's channels in an order that all ranks share: making communicators is collective."""
+def _in_common_order() -> tuple[list[Channel], dict[tuple[int, ...], int]]:
+    """Return this rank's channels in an order that all ranks share, and the latest epoch of each agreement.
+
+    Making communicators is collective.
+    """
     mine = {(channel.members, channel.number): channel for channel in channels.live_channels()}
-    every = sorted({key for keys in _meeting.allgather(list(mine)) for key in keys})  # type: ignore[union-attr]
-    return [mine[key] for key in every if key in mine]
+    here = {key: agreement.epoch for key, agreement in _agreements.items()}
+    every = _meeting.allgather((list(mine), here))  # type: ignore[union-attr]
+    keys = sorted({key for found, _ in every for key in found})
+    epochs = {key: max(known.get(key, 0) for _, known in every) for key in here}
+    return [mine[key] for key in keys if key in mine], epochs
 
 
 def _put_on(channel: Channel) -> None:
