@@ -28,7 +28,11 @@ def drain(comm: Comm, tag: int) -> None:
     tag : int
         Tag of the last messages.
     """
-    comm = getattr(comm, "plain", comm)  # under watch, that without headers
+    for part in getattr(comm, "parts", (comm,)):  # under watch, the messages and their headers
+        _drain(part, tag)
+
+
+def _drain(comm: Comm, tag: int) -> None:
     sending = [comm.Isend(_LAST, peer, tag) for peer in range(comm.size)]
     for peer in range(comm.size):
         _receive_until_last(comm, peer, tag)

@@ -11,8 +11,7 @@ import pytest
 from mpi4py import MPI
 
 import mpiad
-from mpiad.debug import recorder as recorder_module
-from mpiad.debug import traced
+from mpiad.debug import recorder, recording, traced
 from mpiad.differentiation import backward
 from mpiad.differentiation.tape import OrderedTape
 from mpiad.transport import calls
@@ -170,7 +169,7 @@ def test_clocks_that_differ_are_aligned(rank, size, path, monkeypatch):
     from mpiad.debug import clocks
 
     shifted = lambda: time.perf_counter() + 3600.0 * rank  # noqa: E731
-    for module in (clocks, recorder_module, calls):
+    for module in (clocks, recorder, calls):
         monkeypatch.setattr(module, "perf_counter", shifted)
     test_arrows_from_sends_to_receives(rank, size, path)
     assert max(e["ts"] for e in read(path) if e["ph"] == "X") < 60e6
@@ -238,7 +237,7 @@ def test_an_old_file_stays_whole_until_the_new_one_is(path, rank):
 
 
 def test_too_many_events_are_counted(rank, size, path, monkeypatch):
-    monkeypatch.setattr(recorder_module.Recorder.__init__, "__defaults__", (3,))
+    monkeypatch.setattr(recording.Recording.__init__, "__defaults__", (3,))
     with traced(path):
         for _ in range(5):
             mpiad.mpi_barrier()

@@ -62,7 +62,10 @@ class Letters(Guarded):
         # Messages that were under way when the watch began: receives, and sends, without a header.
         self.skipped: dict[tuple[int, int], int] = {}
         self.unannounced: dict[tuple[int, int], int] = {}
-        self.plain = Guarded(bare, f"{self.label}, drained", self.members, None, self.owner)
+        self.parts = tuple(
+            Guarded(comm, f"{self.label}, {name}", self.members, None, self.owner)
+            for comm, name in ((bare, "drained"), (post, "headers"))
+        )
 
     def retire(self) -> None:
         """Count no more, and forget the messages: they are dropped."""
@@ -141,7 +144,7 @@ class Letters(Guarded):
     def Free(self) -> None:
         """Free both communicators; collective."""
         channel = None if self.owner is None else self.owner()
-        drain(Guarded(self.post, f"{self.label}, headers", self.members), 0 if channel is None else channel.tag_limit)
+        drain(self.parts[1], 0 if channel is None else channel.tag_limit)
         self.post.Free()
         super().Free()
 
