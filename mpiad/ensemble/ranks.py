@@ -123,7 +123,7 @@ def over_ranks(
     facts = Facts.of_all(used, share)
     mpi.remember(facts.naccept + facts.nreject)
     if not mpi.gather:
-        return sharded(share, facts, mpi.comm, np.arange(first, last))
+        return sharded(share, facts, mpi.comm, np.arange(first, last), combine is not None)
     if combine is None:
         return gathered(share, facts, mpi.comm)
     trees = trees_of_all(used, mpi.comm, share.u)

@@ -120,7 +120,11 @@ class ShardedSolution(EnsembleSolution):
         return summary(EnsembleSolution(ends, f.t, ends, f.retcode, f.nf, f.naccept, f.nreject, f.nf))
 
 
-def sharded(share: EnsembleSolution, facts: Facts, comm: Comm, indices: Array) -> ShardedSolution:
-    """Return this rank's share."""
-    names = [field.name for field in dataclasses.fields(EnsembleSolution)]
-    return ShardedSolution(**{name: getattr(share, name) for name in names}, indices=indices, facts=facts, comm=comm)
+def sharded(share: EnsembleSolution, facts: Facts, comm: Comm, indices: Array, made: bool = False) -> ShardedSolution:
+    """Return this rank's share; `made` says that its u was made by an `output_func` or a `reduction`."""
+    values = {field.name: getattr(share, field.name) for field in dataclasses.fields(EnsembleSolution)}
+    if not made:
+        # Statistics over the ranks need one width, also of ranks without trajectories or with fewer steps.
+        values["u"] = widened(share.u, facts.width)
+        values["t"] = facts.t if facts.t.ndim == 1 else facts.t[indices]
+    return ShardedSolution(**values, indices=indices, facts=facts, comm=comm)

@@ -171,7 +171,7 @@ def _solved(
     batch, times = given.plain(), None
     if not demands.save_everystep:
         saveat = demands.saveat
-        rows = saveat[numbers[0] - 1 : numbers[-1]] if np.ndim(saveat) == 2 and len(numbers) else saveat
+        rows = saveat[numbers.start - 1 : numbers.stop - 1] if np.ndim(saveat) == 2 else saveat
         times = save_times(rows, batch.start, batch.end)
     atol = demands.atol if np.ndim(demands.atol) == 0 else _column(demands.atol, batch)
     settings = Settings(

@@ -97,6 +97,26 @@ def test_derivatives_of_fewer_trajectories_than_ranks(count):
         np.testing.assert_allclose(ours, alone, rtol=1e-12)
 
 
+@pytest.mark.parametrize("count", [0, 1, 3])
+@pytest.mark.parametrize("kind", ["interval", "rows", "every"])
+def test_shares_with_ranks_that_have_none(count, kind):
+    arguments = {
+        "interval": {"saveat": 0.25}, "rows": {"saveat": np.linspace(0, 0.9, 2 * count).reshape(count, 2)},
+        "every": {"save_everystep": True},
+    }[kind]  # fmt: skip
+    ensemble = EnsembleProblem(BASE, p=np.arange(1.0, count + 1) ** 3)
+    whole = solve(ensemble, **arguments)
+    same(solve(ensemble, ensemblealg=EnsembleMPI(), **arguments), whole)
+    share = solve(ensemble, ensemblealg=EnsembleMPI(gather=False), **arguments)
+    # A rank without trajectories knows neither how wide the others' arrays are nor their times.
+    assert share.u.shape[1:] == (whole.u.shape if count else share.u.shape)[1:]
+    np.testing.assert_array_equal(share.t, whole.t if whole.t.ndim == 1 else whole.t[share.indices])
+    if count:
+        np.testing.assert_allclose(share.mean(), whole.mean(), rtol=1e-13)
+        np.testing.assert_array_equal(share.quantile(0.5), whole.quantile(0.5))
+    assert share.summary() == whole.summary()
+
+
 def test_generators_do_not_depend_on_ranks():
     ensemble = EnsembleProblem(BASE, lambda prob, i, repeat, rng: remake(prob, u0=rng.standard_normal(1)), seed=5)
     same(solve(ensemble, ensemblealg=EnsembleMPI(), trajectories=11, batch_size=2), solve(ensemble, trajectories=11))
