@@ -12,7 +12,7 @@ from autograd.tracer import getval
 
 from mpiad._typing import Array, Comm
 from mpiad.ensemble.solution import EnsembleSolution, joined_times, widened
-from mpiad.ensemble.statistics import quantile, summary
+from mpiad.ensemble.statistics import quantile, root, squared_distance, summary
 from mpiad.primitives import mpi_allgather, mpi_allreduce
 from mpiad.transport import Channel
 
@@ -107,7 +107,7 @@ class ShardedSolution(EnsembleSolution):
 
     def std(self) -> Array:
         """Return the standard deviation over all ranks' survivors, shape (n_saved, d)."""
-        return anp.sqrt(self._mean_of(anp.abs(self.u[self.survivors] - self.mean()) ** 2))
+        return root(self._mean_of(squared_distance(self.u[self.survivors], self.mean())))
 
     def quantile(self, q: float | list[float]) -> Array:
         """Return quantiles over all ranks' survivors, which are gathered; see `EnsembleSolution.quantile`."""

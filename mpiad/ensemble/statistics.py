@@ -10,7 +10,7 @@ from autograd.tracer import getval, isbox
 
 from mpiad._typing import Array
 
-__all__ = ["mean", "quantile", "spread", "summary"]
+__all__ = ["mean", "quantile", "root", "spread", "squared_distance", "summary"]
 
 
 def mean(u: Array) -> Array:
@@ -24,8 +24,20 @@ def mean(u: Array) -> Array:
 def spread(u: Array) -> Array:
     """Return the standard deviation over the first axis, of what isn't NaN."""
     if isbox(u):
-        return anp.sqrt(mean((u - mean(u)) ** 2))
+        return root(mean(squared_distance(u, mean(u))))
     return np.nanstd(u, axis=0) if len(u) else np.full(u.shape[1:], np.nan)
+
+
+def squared_distance(u: Array, center: Array) -> Array:
+    """Return |u - center|², NaN where u is: there no derivative flows to the center."""
+    known = ~np.isnan(getval(u))
+    return anp.where(known, anp.abs(anp.where(known, u, 0.0) - anp.where(known, center, 0.0)) ** 2, np.nan)
+
+
+def root(x: Array) -> Array:
+    """Return the square root; its derivative is taken as 0 where x is 0: there all trajectories are the same."""
+    still = getval(x) == 0
+    return anp.where(still, 0.0, anp.sqrt(anp.where(still, 1.0, x)))
 
 
 def quantile(u: Array, q: float | list[float]) -> Array:

@@ -229,6 +229,34 @@ def test_mean_over_shares_is_differentiated():
     np.testing.assert_allclose(gradient, autograd.grad(loss)(theta, EnsembleVectorized()), rtol=1e-11)
 
 
+@pytest.mark.parametrize("gather", [True, False])
+def test_spread_is_differentiated_where_there_is_none_or_nobody_came(gather):
+    # At t = 0 all are equal. Those that start at 0.4 and 0.5 are ended before t = 2, the last is not.
+    growth = ODEProblem(lambda u, p, t: p * u, np.array([0.5 + 0j]), (0.0, 2.0))
+    ends = Event(lambda u, p, t: anp.real(u[0]) - 1.0)
+    rates = np.array([1.0, 0.8, 0.1, 0.2])
+
+    def loss(p):
+        ensemble = EnsembleProblem(growth, lambda prob, i, repeat: remake(prob, p=p[i - 1] * (1 + 0.5j)))
+        sol = solve(ensemble, RK45(), EnsembleMPI(gather=gather), trajectories=4, saveat=0.5, events=ends, rtol=1e-9)
+        return anp.sum(anp.where(np.isnan(autograd.tracer.getval(s := sol.std())), 0.0, s))
+
+    def exact(p):
+        t = np.linspace(0, 2, 5)
+        total = 0.0
+        for time in t[1:]:
+            u = 0.5 * anp.exp((1 + 0.5j) * p * time)
+            past = 0.5 * np.exp((1 + 0.5j) * rates[:, None] * np.linspace(0, time, 1000))
+            kept = np.flatnonzero((past.real < 1).all(axis=1))
+            mean = anp.mean(u[kept])
+            total = total + anp.sqrt(anp.mean(anp.abs(u[kept] - mean) ** 2))
+        return total
+
+    value, gradient = mpiad.value_and_grad(loss, shared=True)(rates)
+    np.testing.assert_allclose(value, exact(rates), rtol=1e-6)
+    np.testing.assert_allclose(gradient, autograd.grad(exact)(rates), rtol=1e-6)
+
+
 def test_inner_must_be_a_way_to_run():
     for inner in (EnsembleMPI(), 3, EnsembleSerial):
         with pytest.raises(TypeError, match="inner must be"):
