@@ -13,10 +13,10 @@ from autograd.tracer import isbox
 
 from mpiad._typing import Array, Function, Shape, Tree
 
-__all__ = ["Derivative", "derivative_of"]
+__all__ = ["COUPLED", "Derivative", "derivative_of"]
 
-_CAUSE = (
-    "f is called with columns, u of shape (d, n) and t of shape (n,); it is usually a sum or a product over all of u "
+COUPLED = (
+    "It is called with columns, u of shape (d, n) and t of shape (n,); it is usually a sum or a product over all of u "
     "(np.sum(u), np.dot(u, u)), or a constant array, that must be written for columns (np.sum(u, axis=0))."
 )
 
@@ -92,7 +92,7 @@ class Derivative:
                 raise TypeError(f"solve: f returned {dtype} for u of {u.dtype}. Give u0 the dtype that the derivative has.")
 
     def _mismatch(self, got: Shape, expected: Shape, what: str = "") -> str:
-        return f"solve: f returned shape {got}, but {what}of shape {expected} was expected. {_CAUSE}"
+        return f"solve: f returned shape {got}, but {what}of shape {expected} was expected. {COUPLED}"
 
 
 class NumberDerivative(Derivative):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
 
-from mpiad._typing import Array, Function, Tree
+from mpiad._typing import Array, Function, Shape, Tree
 from mpiad.ensemble.interpolant import interpolate
 from mpiad.ensemble.stages import locked
 from mpiad.ensemble.step import Step
@@ -45,6 +46,23 @@ class Event:
         if not callable(self.condition):
             raise TypeError(f"Event: condition must be a function, but got {type(self.condition).__name__}.")
 
+    def for_states(self, shape: Shape) -> Event:
+        """Return the event with a condition of columns, where the user's sees states of a shape as f does.
+
+        Raises
+        ------
+        NotImplementedError
+            Where the states are matrices.
+        """
+        if len(shape) == 1:
+            return self
+        if shape:
+            raise NotImplementedError(
+                f"solve: events are looked for along states of shape (d,), but u0 has shape {shape}. Flatten it, and give "
+                "its old shape back in f."
+            )
+        return dataclasses.replace(self, condition=lambda u, p, t: self.condition(u[0], p, t))
+
     def value(self, u: Array, p: Tree, t: Array) -> Array:
         """Return the condition's value for each column, shape (n,).
 
@@ -54,11 +72,12 @@ class Event:
             Where it has another shape.
         """
         value = np.asarray(self.condition(locked(u), p, locked(np.array(t))))
-        if value.shape not in ((), t.shape):
+        if value.shape != t.shape:
             raise ValueError(
-                f"Event: condition returned shape {value.shape}, but one number for each column was expected: {t.shape}."
+                f"Event: condition returned shape {value.shape}, but one number for each column was expected: {t.shape}. "
+                "It is called with columns as f is, u of shape (d, n); a norm or a sum must be taken along axis 0."
             )
-        return np.broadcast_to(value, t.shape).astype(float)
+        return value.astype(float)
 
     def crossed(self, before: Array, after: Array) -> Array:
         """Tell for each column whether the condition changed its sign as asked for."""

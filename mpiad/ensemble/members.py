@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import autograd.numpy as anp
@@ -29,17 +29,19 @@ def generator(seed: int, i: int, repeat: int = 1) -> np.random.Generator:
     return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(i, repeat)))
 
 
-def members(ensemble: EnsembleProblem, numbers: Sequence[int], repeat: int, seed: int) -> Batch:
+def members(ensemble: EnsembleProblem, numbers: range, repeat: int, seed: int, count: int) -> Batch:
     """Return some trajectories of an ensemble.
 
     Parameters
     ----------
     ensemble : EnsembleProblem
-    numbers : sequence of int
+    numbers : range
         Which ones, counted from 1.
     repeat : int
         Which try this is, counted from 1.
     seed : int
+    count : int
+        How many the ensemble has.
 
     Returns
     -------
@@ -54,15 +56,35 @@ def members(ensemble: EnsembleProblem, numbers: Sequence[int], repeat: int, seed
         return _from_arrays(ensemble, numbers)
     fun = ensemble.prob_func
     extra = _takes_generator(fun)
-    problems = []
-    for i in numbers:
+
+    def made(i: int) -> ODEProblem:
         more = {"rng": generator(seed, i, repeat)} if extra else {}
-        problems.append(_checked(fun(ensemble.problem, i, repeat, **more), ensemble.problem, i))
-    return columns_of(problems, numbers)
+        return _checked(fun(ensemble.problem, i, repeat, **more), ensemble.problem, i)
+
+    def others() -> list[list[Any]]:
+        # The first and the last of the ensemble, or a single one once more: what they share is taken to be shared by all.
+        outside = [i for i in (1, count) if i not in numbers] or ([1] if count == 1 else [])
+        return [flatten(made(i).p)[0] for i in outside]
+
+    return columns_of([made(i) for i in numbers], numbers, flatten(ensemble.problem.p)[0], others)
 
 
-def columns_of(problems: Sequence[ODEProblem], numbers: Sequence[int]) -> Batch:
-    """Return problems of one f and of equal shapes as columns."""
+def columns_of(
+    problems: Sequence[ODEProblem], numbers: Sequence[int], common: Sequence[Any] = (),
+    others: Callable[[], list[list[Any]]] = list,
+) -> Batch:  # fmt: skip
+    """Return problems of one f and of equal shapes as columns.
+
+    Parameters
+    ----------
+    problems : sequence of ODEProblem
+    numbers : sequence of int
+        Their numbers in the ensemble.
+    common : sequence
+        Leaves of parameters that all trajectories of the ensemble share, these or others.
+    others : callable
+        Returns the leaves of a few more trajectories.
+    """
     first = problems[0]
     states = [as_state(problem.u0) for problem in problems]
     for i, state in zip(numbers, states):
@@ -76,7 +98,8 @@ def columns_of(problems: Sequence[ODEProblem], numbers: Sequence[int]) -> Batch:
     spans = [_span(problem) for problem in problems]
     start, end = (_stack([span[k] for span in spans]) for k in (0, 1))
     u0 = u0 if u0.dtype == dtype else u0.astype(dtype)
-    return Batch(first.f, states[0].shape, u0, _stacked([problem.p for problem in problems], numbers), start, end)
+    p = _stacked([problem.p for problem in problems], numbers, common, others)
+    return Batch(first.f, states[0].shape, u0, p, start, end)
 
 
 def _stack(arrays: list[Any], axis: int = 0) -> Array:
@@ -135,10 +158,12 @@ def _array(leaf: Any) -> Array:
     return leaf if isbox(leaf) else np.asarray(leaf)
 
 
-def _stacked(trees: list[Tree], numbers: Sequence[int]) -> Parameters:
+def _stacked(
+    trees: list[Tree], numbers: Sequence[int], common: Sequence[Any], others: Callable[[], list[list[Any]]]
+) -> Parameters:
     flat = [flatten(tree) for tree in trees]
     first, build = flat[0]
-    columns, varies = [], []
+    columns, varies, more = [], [], None
     for place in range(len(first)):
         leaves = [leaves[place] for leaves, _ in flat if len(leaves) == len(first)]
         if len(leaves) < len(flat):
@@ -147,6 +172,10 @@ def _stacked(trees: list[Tree], numbers: Sequence[int]) -> Parameters:
         if len(shapes) > 1:
             raise ValueError(f"solve: p must have one shape in all trajectories, but has {sorted(shapes)}.")
         shared = all(leaf is leaves[0] for leaf in leaves)
+        if shared and np.ndim(leaves[0]) and not any(leaf is leaves[0] for leaf in common):
+            # f must see the same form whichever trajectories are solved together: one alone shares all with itself.
+            more = others() if more is None else more
+            shared = all(len(other) <= place or other[place] is leaves[0] for other in more)
         varies.append(not shared)
         columns.append(leaves[0] if shared else _stack([_array(leaf) for leaf in leaves], axis=-1))
     return Parameters(columns, varies, build)

@@ -12,12 +12,9 @@ from mpiad.ensemble.algorithms import RK45, Algorithm
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleSerial, EnsembleVectorized
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.demands import Demands, check_demands
-from mpiad.ensemble.derivative import derivative_of
 from mpiad.ensemble.differentiable import Ways, differentiable
 from mpiad.ensemble.events import Event
 from mpiad.ensemble.failures import report
-from mpiad.ensemble.field import Field
-from mpiad.ensemble.linearization import check_traceable
 from mpiad.ensemble.members import columns_of, master_seed, members
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
 from mpiad.ensemble.progress import Progress
@@ -28,6 +25,7 @@ from mpiad.ensemble.saving import save_times
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.sharded import ShardedSolution
 from mpiad.ensemble.solution import EnsembleSolution, joined, solution_of
+from mpiad.ensemble.trial import try_once
 from mpiad.primitives import mpi_rank
 from mpiad.transport import channel
 
@@ -154,7 +152,7 @@ def _ensemble(demands: Demands, problem: EnsembleProblem, numbers: range, progre
     def solved(numbers: range, repeat: int = 1) -> EnsembleSolution:
         # A rank without trajectories takes the kind of the first: its arrays must be of the same dtype.
         alone = not len(numbers) and demands.trajectories > 0
-        batch = members(problem, range(1, 2) if alone else numbers, repeat, seed)
+        batch = members(problem, range(1, 2) if alone else numbers, repeat, seed, demands.trajectories)
         batch = batch.share(slice(0, 0)) if alone else batch
         return _solved(demands, demands.ensemblealg, batch, None if repeat > 1 else shown, numbers)
 
@@ -174,11 +172,12 @@ def _solved(
         rows = saveat[numbers.start - 1 : numbers.stop - 1] if np.ndim(saveat) == 2 else saveat
         times = save_times(rows, batch.start, batch.end)
     atol = demands.atol if np.ndim(demands.atol) == 0 else _column(demands.atol, batch)
+    events = tuple(event.for_states(batch.shape) for event in demands.events)
     settings = Settings(
-        demands.alg, demands.rtol, atol, demands.dt, demands.dtmax, demands.max_steps, demands.events, times,
+        demands.alg, demands.rtol, atol, demands.dt, demands.dtmax, demands.max_steps, events, times,
         demands.save_everystep or given.traced, None if demands.save_everystep else demands.checkpoints, shown,
     )  # fmt: skip
-    _try_once(batch, given.traced)
+    try_once(batch, events, given.traced)
     outcome = backend.run(batch, settings)
     sol, ways = solution_of(outcome, batch, settings), Ways(demands.gradient, demands.adjoint)
     return differentiable(sol, Run(batch, settings, outcome), given, ways) if given.traced else sol
@@ -190,21 +189,3 @@ def _column(atol: Array, batch: Batch) -> Array:
             f"solve: atol must be one number, or have the shape of a state, {batch.shape}, but has shape {np.shape(atol)}."
         )
     return np.reshape(atol, (-1, 1))
-
-
-def _try_once(batch: Batch, traced: bool) -> None:
-    """Call f with so many columns that no other axis can be taken for theirs."""
-    if not batch.size:
-        return
-    taken = {len(batch.u0), *batch.shape}
-    for leaf, varies in zip(batch.p.leaves, batch.p.varies):
-        taken.update(np.shape(leaf)[:-1] if varies else np.shape(leaf))
-    width = next(n for n in range(2, len(taken) + 3) if n not in taken)
-    ids = np.resize(np.arange(batch.size), width)
-    u, t = batch.u0[:, ids], batch.start[ids].astype(batch.u0.real.dtype)
-    u.flags.writeable = t.flags.writeable = False
-    with np.errstate(all="ignore"):
-        derivative_of(batch.f, batch.shape).check(u, batch.p.columns(ids, len(batch.shape) > 1), t)
-        if traced:
-            leaves = [leaf[..., ids] if varies else leaf for leaf, varies in zip(batch.p.leaves, batch.p.varies)]
-            check_traceable(Field(batch), u, leaves, t)

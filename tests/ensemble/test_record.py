@@ -15,7 +15,7 @@ pytestmark = pytest.mark.serial
 
 
 def recorded(ensemble, count, saveat=None, backend=None, **changes):
-    batch = members(ensemble, range(1, count + 1), 1, 0)
+    batch = members(ensemble, range(1, count + 1), 1, 0, count)
     settings = Settings(RK45(), 1e-6, 1e-9, None, np.inf, 10_000, (), saveat, True)._replace(**changes)
     outcome = integrate(batch, settings) if backend is None else backend.run(batch, settings)
     return batch, outcome

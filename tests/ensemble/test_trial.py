@@ -1,0 +1,103 @@
+"""f and conditions that would couple the trajectories are refused, and f sees one form whatever is solved together."""
+
+from __future__ import annotations
+
+import autograd
+import numpy as np
+import pytest
+
+from mpiad.ensemble import EnsembleMPI, EnsembleProblem, Event, ODEProblem, remake, solve
+
+TWO = ODEProblem(lambda u, p, t: -u, [1.0, 2.0], (0.0, 1.0))
+MANY = EnsembleProblem(TWO, u0=np.array([[1.0, 2.0], [0.5, 1.0], [0.1, 0.2]]), p=np.array([1.0, 2.0, 3.0]))
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda u, p, t: -u * np.sum(u**2),
+        lambda u, p, t: -u * np.linalg.norm(u),
+        lambda u, p, t: -u / np.max(u),
+        lambda u, p, t: [u[1], -u[0] * np.dot(u[0], u[0])],
+        lambda u, p, t: -u[::-1] + 1e-6 * np.sum(u),
+    ],
+)
+def test_sums_over_all_columns_are_refused(f):
+    for problem in (remake(TWO, f=f), remake(MANY, problem=remake(TWO, f=f))):
+        with pytest.raises(ValueError, match="must not depend on each other.*axis=0"):
+            solve(problem)
+
+
+def test_sums_over_parameters_of_all_columns_are_refused():
+    with pytest.raises(ValueError, match="must not depend on each other"):
+        solve(remake(MANY, problem=remake(TWO, f=lambda u, p, t: -u * np.sum(p))))
+
+
+def test_conditions_are_tried_too():
+    for condition in (lambda u, p, t: u[0] - np.max(u[0]) / 2, lambda u, p, t: u[0] - np.sum(u[1])):
+        with pytest.raises(ValueError, match="condition of the events.*must not depend"):
+            solve(MANY, events=Event(condition))
+    with pytest.raises(ValueError, match=r"shape \(\).*along axis 0"):
+        solve(TWO, events=Event(lambda u, p, t: np.linalg.norm(u) - 1.0))
+
+
+def test_what_is_written_for_columns_passes():
+    # A product whose terms cancel leaves nothing but rounding, another one for another number of columns.
+    n = 200
+    laplacian = 1e8 * (np.diag(-2 * np.ones(n)) + np.diag(np.ones(n - 1), 1) + np.diag(np.ones(n - 1), -1))
+    laplacian[0] = laplacian[-1] = 0
+    mixed = np.linalg.qr(np.random.default_rng(0).standard_normal((n, n)))[0]
+    heat = ODEProblem(lambda u, p, t: mixed.T @ (laplacian @ (mixed @ u)), mixed.T @ np.linspace(0, 1, n), (0.0, 1e-12))
+    assert solve(heat).retcode == "Success"
+    # Where the states beside it may not lie, nothing can be said.
+    edge = ODEProblem(lambda u, p, t: _inside(u) * -1.0, [1.0, 0.0], (0.0, 1.0))
+    assert solve(edge).retcode == "Success"
+
+
+def _inside(u):
+    if u.min() < 0 or u.max() > 1:
+        raise ValueError("outside of the table")
+    return u
+
+
+def _by_table(prob, i, repeat):
+    table = [np.array([1.0, 2.0]), np.array([3.0, 4.0])]
+    return remake(prob, p={"own": np.array([1.0, 2.0]) * i, "two": _TABLE[(i - 1) // 2], "all": _ALL, "new": table[0]})
+
+
+_TABLE = [np.array([1.0, 2.0]), np.array([3.0, 4.0])]
+_ALL = np.array([[1.0, 0.5], [0.0, 1.0]])
+
+
+def test_parameters_have_one_form_whatever_is_solved_together():
+    def f(u, p, t):
+        return -p["own"] * u - p["all"] @ u - p["two"] * u - p["new"] * u
+
+    def single(u, p, t):  # what comes from a table can't be told from what all share where there is one
+        return -p["own"] * u - p["all"] @ u - p["two"][:, None] * u - p["new"] * u
+
+    ensemble = EnsembleProblem(remake(TWO, f=f), _by_table)
+    whole = solve(ensemble, trajectories=4, rtol=1e-8)
+    for batch_size in (1, 2, 3):
+        parts = solve(ensemble, trajectories=4, rtol=1e-8, batch_size=batch_size)
+        np.testing.assert_allclose(parts.u_end, whole.u_end, rtol=1e-14)
+    np.testing.assert_allclose(
+        solve(ensemble, ensemblealg=EnsembleMPI(), trajectories=4, rtol=1e-8).u_end, whole.u_end, rtol=1e-14
+    )
+    one = solve(EnsembleProblem(remake(TWO, f=single), _by_table), trajectories=1, rtol=1e-8)
+    np.testing.assert_allclose(one.u_end, whole.u_end[:1], rtol=1e-14)
+
+
+def test_conditions_see_states_as_f_does():
+    fall = ODEProblem(lambda u, p, t: -p * u, 1.0, (0.0, 5.0), 2.0)
+    half = Event(lambda u, p, t: u - 0.5)
+    sol = solve(fall, events=half, rtol=1e-10, atol=1e-10)
+    np.testing.assert_allclose(sol.t_reached, np.log(2) / 2, rtol=1e-8)
+
+    def when(p):
+        return solve(remake(fall, p=p), events=half, rtol=1e-10, atol=1e-10).t_reached
+
+    np.testing.assert_allclose(autograd.grad(when)(2.0), -np.log(2) / 4, rtol=1e-7)
+    np.testing.assert_allclose(autograd.grad(autograd.grad(when))(2.0), np.log(2) / 4, rtol=1e-6)
+    with pytest.raises(NotImplementedError, match=r"u0 has shape \(2, 3\)"):
+        solve(ODEProblem(lambda u, p, t: -u, np.ones((2, 3)), (0.0, 1.0)), events=Event(lambda u, p, t: u[0]))
