@@ -94,7 +94,11 @@ def _matched(spec: Spec, envelope: Envelope, status: Any, call: str) -> Any:
     if got == buffer.nbytes:
         message.Recv(buffer)
         return result(buffer)
-    message.Recv(np.empty(got, dtype=np.uint8))
+    dropped = np.empty(got, dtype=np.uint8)
+    if isinstance(message, MPI.Message):
+        message.Recv(dropped)
+    else:  # under watch its header is looked at
+        message.refuse(dropped, buffer)
     raise ValueError(_mismatch(buffer, f"{got} bytes", envelope, call))
 
 

@@ -230,5 +230,9 @@ class _Matched:
 
     def Recv(self, buffer: np.ndarray) -> None:
         """Receive it and look at its header."""
-        self._message.Recv(buffer)
-        self._comm.compare(self._comm.expect(self._source, self._tag), buffer, self._source, self._tag, self._caller)
+        self.refuse(buffer, buffer)
+
+    def refuse(self, dropped: np.ndarray, wanted: np.ndarray) -> None:
+        """Receive it into other memory than what was wanted, into which it may not fit, and look at its header."""
+        self._message.Recv(dropped)
+        self._comm.compare(self._comm.expect(self._source, self._tag), wanted, self._source, self._tag, self._caller)
