@@ -51,10 +51,11 @@ def check_demands(demands: Demands) -> Demands:
     """
     _check_kinds(demands)
     _check_numbers(demands)
-    events = (demands.events,) if isinstance(demands.events, Event) else tuple(demands.events)
+    given = demands.events
+    events = tuple(given) if isinstance(given, (list, tuple)) else (given,)
     for event in events:
         if not isinstance(event, Event):
-            raise TypeError(f"solve: events must be mpiad.ensemble.Event, but got {type(event).__name__}.")
+            raise TypeError(f"solve: events must be mpiad.ensemble.Event, but got {event!r}. Make one: Event(condition).")
     if demands.gradient not in (None, "tangent", "adjoint"):
         raise ValueError(f"solve: gradient must be 'tangent' or 'adjoint', but got {demands.gradient!r}.")
     if demands.adjoint not in ("discrete", "continuous"):
@@ -135,5 +136,8 @@ def _length(tree: Array) -> int:
     leaves, _ = flatten(tree)
     lengths = {np.shape(leaf)[0] if np.ndim(leaf) else -1 for leaf in leaves}
     if len(lengths) != 1 or -1 in lengths:
-        raise ValueError("solve: u0= and p= of the ensemble must have one row for each trajectory.")
+        raise ValueError(
+            "solve: u0= and p= of the ensemble must be arrays (p a nest of them) with one row for each trajectory, but "
+            f"have parts of shapes {sorted({np.shape(leaf) for leaf in leaves})}. Write np.array([...]) for a list of rows."
+        )
     return lengths.pop()

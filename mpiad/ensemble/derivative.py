@@ -68,6 +68,18 @@ class Derivative:
                     "solve: f makes an array of components of different shapes: a constant among them has no column. "
                     "Return a list of the components, or write the constant as 0 * u[0] + c."
                 ) from error
+            if "truth value" in str(error):
+                raise ValueError(
+                    f"solve: f decides by an array ({error}). It is called with columns, u of shape {u.shape} here: "
+                    "write np.where(u[0] > 0, ...) instead of if u[0] > 0."
+                ) from error
+            raise
+        except TypeError as error:
+            if "Python scalars" in str(error):
+                raise TypeError(
+                    f"solve: f takes an array for a number ({error}). It sees columns, u of shape {u.shape} here: "
+                    "write np.sin(u[0]) instead of math.sin(u[0])."
+                ) from error
             raise
         self._check_value(value, u)
 

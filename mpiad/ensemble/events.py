@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
+from autograd.tracer import isbox
 
 from mpiad._typing import Array, Function, Shape, Tree
 from mpiad.ensemble.interpolant import interpolate
@@ -68,10 +69,17 @@ class Event:
 
         Raises
         ------
+        NotImplementedError
+            Where it is traced by something around it.
         ValueError
             Where it has another shape.
         """
-        value = np.asarray(self.condition(locked(u), p, locked(np.array(t))))
+        value = self.condition(locked(u), p, locked(np.array(t)))
+        if isbox(value):
+            raise NotImplementedError(
+                "Event: condition uses a traced value from around it, through which no derivative can flow. Pass it as p."
+            )
+        value = np.asarray(value)
         if value.shape != t.shape:
             raise ValueError(
                 f"Event: condition returned shape {value.shape}, but one number for each column was expected: {t.shape}. "

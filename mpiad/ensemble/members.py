@@ -184,11 +184,13 @@ def _stacked(
 def _span(problem: ODEProblem) -> tuple[Any, Any]:
     try:
         start, end = problem.tspan
+        finite = np.isfinite(getval(start)) and np.isfinite(getval(end))
+        span = start if isbox(start) else float(start), end if isbox(end) else float(end)
     except (TypeError, ValueError):
-        raise ValueError(f"solve: tspan must be two numbers (t0, t1), but got {problem.tspan!r}.") from None
-    if not (np.isfinite(getval(start)) and np.isfinite(getval(end))):
+        raise ValueError(f"solve: tspan must be two real numbers (t0, t1), but got {problem.tspan!r}.") from None
+    if not finite:
         raise ValueError(f"solve: tspan must be two finite numbers, but got {problem.tspan!r}.")
-    return start if isbox(start) else float(start), end if isbox(end) else float(end)
+    return span
 
 
 def _checked(made: Any, original: ODEProblem, i: int) -> ODEProblem:

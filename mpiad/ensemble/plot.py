@@ -18,12 +18,13 @@ def draw(sol: Any, ax: Any, component: int, band: tuple[float, float], lines: in
         import matplotlib.pyplot as plt
 
         ax = plt.gca()
-    low, high = sol.quantile(list(band))
+    single = sol.u.ndim == 2  # the state is one number
+    low, high, mean = (x[:, None] if single else x for x in (*sol.quantile(list(band)), sol.mean()))
     filled = ax.fill_between(sol.t, low[:, component], high[:, component], alpha=0.25, label=f"{band[0]:g} to {band[1]:g}")
     for i in range(min(lines, len(sol))):
-        ax.plot(sol.t, sol.u[i, :, component], color="0.6", linewidth=0.6, zorder=1)
+        ax.plot(sol.t, sol.u[i] if single else sol.u[i, :, component], color="0.6", linewidth=0.6, zorder=1)
     colour = filled.get_facecolor()[0][:3]
-    ax.plot(sol.t, sol.mean()[:, component], color=colour, label=f"mean of {int(sol.survivors.sum())}")
+    ax.plot(sol.t, mean[:, component], color=colour, label=f"mean of {int(sol.survivors.sum())}")
     ax.set_xlabel("t")
     ax.legend()
     return ax

@@ -71,7 +71,10 @@ class EnsembleMPI(EnsembleAlgorithm):
         if len(self._costs) != count or not count:
             return np.arange(size + 1) * count // size
         done = np.cumsum(self._costs)
-        inner = np.searchsorted(done, done[-1] * np.arange(1, size) / size)
+        due = done[-1] * np.arange(1, size) / size
+        inner = np.searchsorted(done, due)
+        # Before or after the trajectory that crosses what is due, whichever is nearer.
+        inner += done[inner] - due < due - (done[inner] - self._costs[inner])
         return np.concatenate([[0], np.maximum.accumulate(inner), [count]])
 
     def remember(self, tries: Array) -> None:

@@ -42,6 +42,8 @@ def try_once(batch: Batch, events: Sequence[Event], traced: bool) -> None:
     """
     if not batch.size:
         return
+    if not len(batch.u0):
+        raise ValueError(f"solve: u0 must have one component at least, but has shape {batch.shape}.")
     width, more = _widths(batch)
     derivative = derivative_of(batch.f, batch.shape)
     with np.errstate(all="ignore"):
@@ -75,10 +77,10 @@ def _columns(batch: Batch, ids: Array) -> tuple[Array, Any, Array]:
 def _moved(u: Array, p: Any, t: Array) -> tuple[Array, Any, Array]:
     """Return the columns with all but the first at other places, each component its own way."""
     way = np.cos(np.arange(u.size).reshape(u.shape))
-    way[:, 0] = 0
-    u = (u + _MOVED * (1 + np.abs(u)) * way).astype(u.dtype)
-    u.flags.writeable = False
-    return u, p, t
+    others = (u + _MOVED * (1 + np.abs(u)) * way).astype(u.dtype)
+    others[:, 0] = u[:, 0]
+    others.flags.writeable = False
+    return others, p, t
 
 
 def _check_uncoupled(fun: Callable[..., Array], first: tuple, moved: tuple, name: str) -> None:

@@ -71,6 +71,26 @@ def test_balanced_by_the_last_solve(rank, size):
     assert len(other.facts.nf) == 7
 
 
+@pytest.mark.parametrize(
+    "tries, size, bounds",
+    [
+        ([5, 5], 2, [0, 1, 2]),
+        ([5] * 6, 3, [0, 2, 4, 6]),
+        ([998, 1, 1, 1], 2, [0, 1, 4]),
+        ([45] * 3 + [5] * 9, 3, [0, 1, 3, 12]),
+        ([1, 1, 1, 998], 4, [0, 3, 3, 3, 4]),
+    ],
+)
+def test_shares_end_next_to_what_is_due(tries, size, bounds):
+    mpi = EnsembleMPI()
+    mpi.remember(np.array(tries))
+    found = mpi.bounds(len(tries), size)
+    np.testing.assert_array_equal(found[[0, -1]], [0, len(tries)])
+    cost = np.add.reduceat(np.append(np.array(tries) + 2.0, 0), found[:-1]) * (np.diff(found) > 0)
+    best = np.add.reduceat(np.append(np.array(tries) + 2.0, 0), bounds[:-1]) * (np.diff(bounds) > 0)
+    assert cost.max() == best.max()
+
+
 @pytest.mark.parametrize("count", [0, 1, 2])
 def test_fewer_trajectories_than_ranks(count):
     arrays = remake(LORENZ, p=RHO[:count])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import autograd
 import numpy as np
 import pytest
@@ -39,6 +41,37 @@ def test_conditions_are_tried_too():
             solve(MANY, events=Event(condition))
     with pytest.raises(ValueError, match=r"shape \(\).*along axis 0"):
         solve(TWO, events=Event(lambda u, p, t: np.linalg.norm(u) - 1.0))
+
+
+def test_infinite_states_are_no_coupling():
+    assert solve(remake(TWO, u0=[np.inf, 1.0])).retcode == "Unstable"
+    assert solve(remake(TWO, u0=[np.nan, 1.0])).retcode == "Unstable"
+
+
+@pytest.mark.parametrize(
+    "problem, arguments, kind, text",
+    [
+        (remake(TWO, f=lambda u, p, t: u if u[0] > 0 else -u), {}, ValueError, r"np\.where"),
+        (remake(TWO, f=lambda u, p, t: [math.sin(u[0]), u[1]]), {}, TypeError, r"np\.sin"),
+        (remake(TWO, u0=[]), {}, ValueError, r"shape \(0,\)"),
+        (remake(TWO, tspan=("a", 1.0)), {}, ValueError, "two real numbers.*'a'"),
+        (remake(TWO, tspan=(0.0, 1j)), {}, ValueError, "two real numbers"),
+        (remake(MANY, u0=[[1.0, 2.0]] * 3), {}, ValueError, r"np\.array"),
+        (TWO, {"events": lambda u, p, t: u[0]}, TypeError, r"Event\(condition\)"),
+        (TWO, {"events": 3}, TypeError, "but got 3"),
+    ],
+)
+def test_mistakes_say_what_to_write(problem, arguments, kind, text):
+    with pytest.raises(kind, match=text):
+        solve(problem, **arguments)
+
+
+def test_conditions_can_not_close_over_what_is_traced():
+    def when(p):
+        return solve(remake(TWO, p=p), events=Event(lambda u, q, t: u[0] - p)).t_reached
+
+    with pytest.raises(NotImplementedError, match="condition uses a traced value.*Pass it as p"):
+        autograd.grad(when)(0.5)
 
 
 def test_what_is_written_for_columns_passes():
