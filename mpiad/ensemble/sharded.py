@@ -11,7 +11,7 @@ import numpy as np
 from autograd.tracer import getval
 
 from mpiad._typing import Array, Comm
-from mpiad.ensemble.solution import EnsembleSolution, joined_times, widened
+from mpiad.ensemble.solution import EnsembleSolution, check_alike, joined_times, widened
 from mpiad.ensemble.statistics import quantile, root, squared_distance, summary
 from mpiad.primitives import mpi_allgather, mpi_allreduce
 from mpiad.transport import Channel
@@ -47,10 +47,12 @@ class Facts(NamedTuple):
 
     @classmethod
     def of_all(cls, used: Channel, sol: EnsembleSolution) -> Facts:
-        """Exchange what the ranks know; all ranks call it."""
+        """Exchange what the ranks know; all ranks call it, and all raise where their states aren't of one kind."""
         mine = {name: getattr(sol, name) for name in (*_COUNTS, "events", "t", "converged")}
+        mine["kind"] = sol.u_end.shape[1:], sol.u_end.dtype
         mine["t_reached"] = getval(sol.t_reached)  # which may be the time of an event, and traced
         found = used.data.allgather(mine)
+        check_alike([one["kind"] for one in found], "ranks")
         events, offset = {}, 0
         for one in found:
             events.update({i + offset: what for i, what in one["events"].items()})

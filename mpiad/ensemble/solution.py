@@ -17,7 +17,7 @@ from mpiad.ensemble.retcodes import names_of, survived
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.statistics import mean, quantile, spread, summary
 
-__all__ = ["EnsembleSolution", "ODESolution", "joined", "joined_times", "solution_of", "widened"]
+__all__ = ["EnsembleSolution", "ODESolution", "check_alike", "joined", "joined_times", "solution_of", "widened"]
 
 
 @dataclass
@@ -181,6 +181,7 @@ def joined(parts: list[EnsembleSolution]) -> EnsembleSolution:
     """Return the solution of several batches, one after the other."""
     if len(parts) == 1:
         return parts[0]
+    check_alike([(part.u_end.shape[1:], part.u_end.dtype) for part in parts if len(part)], "batches")
     events, offset = {}, 0
     for part in parts:
         events.update({i + offset: found for i, found in part.events.items()})
@@ -191,6 +192,28 @@ def joined(parts: list[EnsembleSolution]) -> EnsembleSolution:
     rest: Any = {name: anp.concatenate([getattr(part, name) for part in parts]) for name in names}
     u = anp.concatenate([widened(part.u, width) for part in parts])
     return EnsembleSolution(u, times, events=events, **rest)
+
+
+def check_alike(kinds: list[tuple[Any, Any]], groups: str) -> None:
+    """Raise where groups of trajectories, solved apart, have states of different shapes or dtypes.
+
+    Parameters
+    ----------
+    kinds : list of (tuple of int, dtype)
+        Of the groups.
+    groups : str
+        What they are.
+
+    Raises
+    ------
+    ValueError
+    """
+    for shape, dtype in kinds[1:]:
+        if (shape, dtype) != kinds[0]:
+            raise ValueError(
+                f"solve: all trajectories must have u0 of one shape and dtype, but {groups} have {kinds[0][1]} of shape "
+                f"{kinds[0][0]} and {dtype} of shape {shape}."
+            )
 
 
 def joined_times(times: list[Array], counts: list[int], width: int) -> Array:

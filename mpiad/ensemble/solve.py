@@ -136,7 +136,8 @@ def solve(
         report(sol, throw)
         return sol
     sol = over_ranks(
-        ensemblealg, count, f"trajectories={count}, {alg}, {ensemblealg}, rtol={rtol}, atol={atol}",
+        ensemblealg, count, f"trajectories={count}, {alg}, {ensemblealg}, rtol={rtol}, atol={atol}, saveat={saveat}, "
+        f"save_everystep={save_everystep}, dt={dt}, dtmax={dtmax}, max_steps={max_steps}",
         lambda numbers, root: _ensemble(demands, problem, numbers, progress and root),
         (lambda parts: combined(problem, parts, count)) if problem.output_func or problem.reduction else None,
     )  # fmt: skip

@@ -137,6 +137,17 @@ def test_shares_with_ranks_that_have_none(count, kind):
     assert share.summary() == whole.summary()
 
 
+@pytest.mark.parametrize("other", [[1.0, 2.0], np.ones(1, np.float32), np.array([1j])], ids=["shape", "float32", "complex"])
+def test_states_of_another_kind_are_refused_wherever_they_are(other, size):
+    ensemble = EnsembleProblem(BASE, lambda prob, i, repeat: remake(prob, u0=[1.0] if i <= 4 else other))
+    with pytest.raises(ValueError, match="one shape and dtype, but batches have"):
+        solve(ensemble, trajectories=8, batch_size=4)
+    if size == 2:
+        for gather in (True, False):
+            with pytest.raises(ValueError, match="one shape and dtype, but ranks have"):
+                solve(ensemble, ensemblealg=EnsembleMPI(gather=gather), trajectories=8)
+
+
 def test_generators_do_not_depend_on_ranks():
     ensemble = EnsembleProblem(BASE, lambda prob, i, repeat, rng: remake(prob, u0=rng.standard_normal(1)), seed=5)
     same(solve(ensemble, ensemblealg=EnsembleMPI(), trajectories=11, batch_size=2), solve(ensemble, trajectories=11))
@@ -187,6 +198,9 @@ def test_mistakes_are_raised_on_all_ranks(rank, size):
     if size > 1:
         with pytest.raises(ValueError, match="all ranks must give the same arguments"):
             solve(EnsembleProblem(BASE, lambda b, i, r: b), ensemblealg=EnsembleMPI(), trajectories=3 + (rank == last))
+        # Times that differ would be put together as if they were each trajectory's own.
+        with pytest.raises(ValueError, match="all ranks must give the same arguments"):
+            solve(LORENZ, ensemblealg=EnsembleMPI(), saveat=0.1 if rank == last else 0.2)
     same(solve(LORENZ, ensemblealg=EnsembleMPI()), solve(LORENZ))
 
 
