@@ -10,7 +10,7 @@ from typing import Any
 
 import autograd.numpy as anp
 import numpy as np
-from autograd.tracer import getval
+from autograd.tracer import getval, isbox
 
 from mpiad._typing import Array, Function, Tree
 
@@ -58,7 +58,8 @@ class ODEProblem:
             value = getattr(self, name)
             # So that prob_func can compute with them: 0.5 + prob.u0.
             if type(value) is list and value and all(map(_is_number, value)):
-                object.__setattr__(self, name, anp.array(value))
+                # autograd's takes eight times as long, and prob_func comes here for each trajectory.
+                object.__setattr__(self, name, (anp if any(map(isbox, value)) else np).array(value))
 
     def changed(self, changes: dict[str, Any]) -> ODEProblem:
         """Return the problem with some fields changed; what stays isn't checked again."""

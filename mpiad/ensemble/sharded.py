@@ -105,15 +105,15 @@ class ShardedSolution(EnsembleSolution):
 
     def mean(self) -> Array:
         """Return the mean over all ranks' survivors at each saved time, shape (n_saved, d)."""
-        return self._mean_of(self.u[self.survivors])
+        return self._mean_of(self._surviving())
 
     def std(self) -> Array:
         """Return the standard deviation over all ranks' survivors, shape (n_saved, d)."""
-        return root(self._mean_of(squared_distance(self.u[self.survivors], self.mean())))
+        return root(self._mean_of(squared_distance(self._surviving(), self.mean())))
 
     def quantile(self, q: float | list[float]) -> Array:
         """Return quantiles over all ranks' survivors, which are gathered; see `EnsembleSolution.quantile`."""
-        return quantile(mpi_allgather(self.u[self.survivors], axis=0, comm=self.comm), q)
+        return quantile(mpi_allgather(self._surviving(), axis=0, comm=self.comm), q)
 
     def summary(self) -> str:
         """Return a text about all ranks' trajectories; see `EnsembleSolution.summary`."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import autograd.numpy as anp
 import numpy as np
-from autograd.tracer import isbox
+from autograd.tracer import getval, isbox
 
 from mpiad._typing import Array
 from mpiad.ensemble.batch import Batch
@@ -105,13 +105,22 @@ class EnsembleSolution:
         """Which trajectories reached their end or a terminal event: array of bool, shape (N,)."""
         return survived(self.retcode)
 
+    def _surviving(self) -> Array:
+        """Return the saved states of the survivors."""
+        if not isinstance(getval(self.u), np.ndarray) or self.u.shape[:1] != (len(self),):
+            raise TypeError(
+                f"{type(self).__name__}: u is what output_func or reduction made, a {type(self.u).__name__}, and not the "
+                "states, of which statistics are taken. Take them of u yourself, or of u_end."
+            )
+        return self.u[self.survivors]
+
     def mean(self) -> Array:
         """Return the mean over the survivors at each saved time, shape (n_saved, d)."""
-        return mean(self.u[self.survivors])
+        return mean(self._surviving())
 
     def std(self) -> Array:
         """Return the standard deviation (divided by the count) over the survivors, shape (n_saved, d)."""
-        return spread(self.u[self.survivors])
+        return spread(self._surviving())
 
     def quantile(self, q: float | list[float]) -> Array:
         """Return quantiles over the survivors, shape (n_saved, d), with a first axis for a list of them.
@@ -121,7 +130,7 @@ class EnsembleSolution:
         q : float or list of float
             Between 0 and 1.
         """
-        return quantile(self.u[self.survivors], q)
+        return quantile(self._surviving(), q)
 
     def summary(self) -> str:
         """Return a text: how many survived, steps, and mean and standard deviation of the final states."""

@@ -291,6 +291,15 @@ def test_spread_is_differentiated_where_there_is_none_or_nobody_came(gather):
     np.testing.assert_allclose(gradient, autograd.grad(exact)(rates), rtol=1e-6)
 
 
+def test_there_are_no_statistics_of_outputs():
+    made = EnsembleProblem(BASE, output_func=lambda sol, i: (sol.u_end, False))
+    for way in (EnsembleVectorized(), EnsembleMPI(), EnsembleMPI(gather=False)):
+        sol = solve(made, ensemblealg=way, trajectories=4)
+        for statistic in (sol.mean, sol.std, lambda sol=sol: sol.quantile(0.5)):
+            with pytest.raises(TypeError, match="u is what output_func or reduction made, a list"):
+                statistic()
+
+
 def test_inner_must_be_a_way_to_run():
     for inner in (EnsembleMPI(), 3, EnsembleSerial):
         with pytest.raises(TypeError, match="inner must be"):
