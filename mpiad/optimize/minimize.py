@@ -17,7 +17,8 @@ from mpiad.differentiation.objective import check_objective
 from mpiad.optimize.agreement import verdict
 from mpiad.optimize.evaluation import Program
 from mpiad.optimize.root_driven import RootDriven
-from mpiad.optimize.scipy_methods import Method, Wishes, method_named
+from mpiad.optimize.scipy_methods import Wishes, is_sharded, method_named
+from mpiad.optimize.sharded import Piece, Sharded, piece_of
 from mpiad.optimize.variables import as_variables, require_equal_start
 from mpiad.primitives.checks import root_of
 from mpiad.primitives.operation import suspended
@@ -114,32 +115,46 @@ def minimize(
     used = channel(comm, "minimize")
     program = Program(fun, jac, hessp, args if isinstance(args, tuple) else (args,), objective, root)
     with suspended():
-        chosen, template = _agree_on_arguments(used, program, method, x0)
-        solve = RootDriven(used, program, template)
+        wishes = Wishes(bounds, tol, options, callback)
+        start = _agree_on_arguments(used, program, method, x0, wishes)
+        solve = Sharded(used, program, start) if isinstance(start, Piece) else RootDriven(used, program, start)
         try:
-            return solve.run(chosen, Wishes(bounds, tol, options, callback), progress)
+            if isinstance(solve, Sharded):
+                return solve.run(callback, progress)
+            return solve.run(method_named(method), wishes, progress)
         except Exception:
             if solve.agreement.error is not None:
                 renew(comm, "minimize")  # an evaluation may have left messages under way
             raise
 
 
-def _agree_on_arguments(used: Channel, program: Program, method: Any, x0: Tree) -> tuple[Method, Tree]:
-    """Check the arguments on all ranks; return the method, and the root's x0 as a nest of variables."""
-    wrong, start = None, None
+def _agree_on_arguments(used: Channel, program: Program, method: Any, x0: Tree, wishes: Wishes) -> Tree | Piece:
+    """Check the arguments on all ranks; return the root's x0 as a nest of variables, or this rank's own piece."""
+    wrong, start, settings = None, None, ""
     try:
-        method_named(method)
+        sharded = is_sharded(method)
         _check_program(program, used)
-        start = as_variables(x0) if used.rank == program.root else None
+        start = as_variables(x0) if sharded or used.rank == program.root else None
+        if sharded:
+            start = piece_of(start, wishes.bounds, wishes.tol, wishes.options)
+            settings = f", {start.settings}"
+            _check_callback(wishes.callback)
     except (TypeError, ValueError) as error:
         wrong = error
     raise_together(used, wrong)
     jac = "a function" if callable(program.jac) else program.jac
-    described = f"method={method!r}, objective={program.objective!r}, root={program.root}, jac={jac}"
+    described = f"method={method!r}, objective={program.objective!r}, root={program.root}, jac={jac}{settings}"
     require_same(used, described, "minimize")
+    if isinstance(start, Piece):
+        return start
     template = used.data.bcast(start, program.root)
     require_equal_start(x0, template, used)
-    return method_named(method), template
+    return template
+
+
+def _check_callback(callback: Any) -> None:
+    if callback is not None and not callable(callback):
+        raise TypeError(f"minimize: callback must be callable, but got {type(callback).__name__} {callback!r:.60}.")
 
 
 def _check_program(program: Program, used: Channel) -> None:

@@ -15,7 +15,9 @@ from mpiad.optimize.progress import line_of
 from mpiad.optimize.variables import Packing
 from mpiad.progress_line import ProgressLine
 
-__all__ = ["Method", "Wishes", "drive", "method_named"]
+__all__ = ["Method", "Wishes", "drive", "is_sharded", "method_named"]
+
+_SHARDED = "L-BFGS-sharded"
 
 
 class Method(NamedTuple):
@@ -61,8 +63,22 @@ def method_named(name: Any) -> Method:
     found = _METHODS.get(name.lower()) if isinstance(name, str) else None
     if found is None:
         names = ", ".join(repr(method.name) for key, method in _METHODS.items() if key != "l-bfgs")
-        raise ValueError(f"minimize: method must be 'L-BFGS' or one of {names}, but got {name!r}.")
+        raise ValueError(f"minimize: method must be 'L-BFGS', {_SHARDED!r} or one of {names}, but got {name!r}.")
     return found
+
+
+def is_sharded(name: Any) -> bool:
+    """Return whether a method of this name leaves the variables on their ranks; it isn't one of SciPy's.
+
+    Raises
+    ------
+    ValueError
+        Where there is none of this name.
+    """
+    if isinstance(name, str) and name.lower() == _SHARDED.lower():
+        return True
+    method_named(name)
+    return False
 
 
 class Wishes(NamedTuple):

@@ -1,0 +1,87 @@
+"""Bounds of a rank's own piece: projection, and which variables are free to move.
+
+References
+----------
+.. [1] D. P. Bertsekas, "Projected Newton methods for optimization problems with simple constraints", SIAM J. Control
+   Optim. 20 (1982): the direction is scaled by second-order information on the free variables only, and steps are
+   projected.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import scipy
+
+__all__ = ["Box", "box_of"]
+
+# Variables so close to a bound, with the gradient pushing outwards, move straight to it. (Bertsekas's epsilon.)
+_CLOSE = 1e-6
+
+
+class Box:
+    """Lower and upper bounds, shape (n,) each.
+
+    Parameters
+    ----------
+    low, high : array
+        Infinite where there is no bound.
+    """
+
+    def __init__(self, low: np.ndarray, high: np.ndarray):
+        self._low, self._high = low, high
+
+    def project(self, x: np.ndarray, part: slice = slice(None)) -> bool:
+        """Move a part of x into its bounds, in place; return whether any variable moved."""
+        moved = bool(np.any(x < self._low[part]) or np.any(x > self._high[part]))
+        if moved:
+            np.clip(x, self._low[part], self._high[part], out=x)
+        return moved
+
+    def way(self, x: np.ndarray, gradient: np.ndarray, part: slice) -> np.ndarray:
+        """Return a part of the projected gradient step, P(x - g) - x: zero where x is stationary."""
+        return np.clip(x - gradient, self._low[part], self._high[part]) - x
+
+    def free(self, x: np.ndarray, gradient: np.ndarray, norm: float, part: slice) -> np.ndarray:
+        """Return which variables of a part aren't held by a bound, where the way's largest entry is `norm`."""
+        close = min(_CLOSE, norm)
+        held = (x - self._low[part] <= close) & (gradient > 0.0)
+        held |= (self._high[part] - x <= close) & (gradient < 0.0)
+        return ~held
+
+    def inside(self, x: np.ndarray, part: slice) -> np.ndarray:
+        """Return which variables of a part lie strictly between their bounds."""
+        return (x > self._low[part]) & (x < self._high[part])
+
+
+def box_of(bounds: Any, size: int) -> Box | None:
+    """Return the bounds of this rank's piece, None where there are none.
+
+    Raises
+    ------
+    ValueError
+        Where there are too few or too many, or a lower one lies above its upper one.
+    """
+    if bounds is None:
+        return None
+    if isinstance(bounds, scipy.optimize.Bounds):
+        low, high = (np.asarray(limit, dtype=float).reshape(-1) for limit in (bounds.lb, bounds.ub))
+    else:
+        pairs = [tuple(pair) for pair in bounds]
+        if any(len(pair) != 2 for pair in pairs):
+            raise ValueError(f"minimize: bounds must be pairs (low, high), but got {bounds!r:.60}.")
+        low = np.array([-np.inf if pair[0] is None else pair[0] for pair in pairs], dtype=float)
+        high = np.array([np.inf if pair[1] is None else pair[1] for pair in pairs], dtype=float)
+    try:
+        low, high = np.broadcast_to(low, size).copy(), np.broadcast_to(high, size).copy()
+    except ValueError:
+        raise ValueError(
+            f"minimize: expected one pair of bounds for each of the {size} variables of this rank's piece, but got "
+            f"{low.size} lower and {high.size} upper bounds."
+        ) from None
+    wrong = np.flatnonzero(~(low <= high))
+    if wrong.size:
+        k = int(wrong[0])
+        raise ValueError(f"minimize: variable {k} has lower bound {low[k]} and upper bound {high[k]}: nothing between.")
+    return Box(low, high)

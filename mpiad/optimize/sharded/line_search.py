@@ -1,0 +1,133 @@
+"""A strong Wolfe line search on plain numbers: every rank runs it on the same ones.
+
+It works as Moré and Thuente's: an interval that brackets a minimiser shrinks by safeguarded cubic steps, at first for
+the function minus its linear decrease, which has a minimiser where the conditions hold. Two things are added. Where a
+trial isn't finite, the search backs away towards the best step and never goes that far again. Where values differ by no
+more than rounding, slopes alone decide (Hager and Zhang's approximate conditions), so that a gradient can be brought
+below the square root of the precision.
+
+References
+----------
+.. [1] J. J. Moré and D. J. Thuente, ACM Trans. Math. Software 20 (1994), sections 2 to 4.
+.. [2] W. W. Hager and H. Zhang, SIAM J. Optim. 16 (2005), equation (4.1).
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+
+from mpiad.optimize.sharded.cubic_step import End, next_step
+
+__all__ = ["LineSearch"]
+
+# The constants of SciPy's L-BFGS-B, so that evaluations can be compared.
+_DECREASE, _CURVATURE, _NARROW = 1e-3, 0.9, 0.1
+_FARTHEST, _GROWTH, _SHRINKAGE = 1e10, (1.1, 4.0), 0.66
+# Where a trial isn't finite: how much of the way to it the next one goes, and how far any may go.
+_RETREAT, _FENCE = 0.3, 0.9
+_ROUNDING = 10.0 * sys.float_info.epsilon
+
+
+class LineSearch:
+    """One search along a direction of descent.
+
+    Parameters
+    ----------
+    value, slope : float
+        At step zero; the slope is negative.
+    first : float
+        The first step to try.
+
+    Attributes
+    ----------
+    step : float
+        What to try next.
+    stuck : bool
+        Whether the interval can't be narrowed any more: the step is as good as it gets.
+    """
+
+    def __init__(self, value: float, slope: float, first: float):
+        self.step, self.stuck = first, False
+        self._start = self._best = self._other = End(0.0, value, slope)
+        self._bracketed, self._early = False, True
+        self._farthest = _FARTHEST
+        self._width, self._width_before = _FARTHEST, 2.0 * _FARTHEST
+        self._low, self._high = 0.0, (1.0 + _GROWTH[1]) * first
+
+    def accepts(self, value: float, slope: float) -> bool:
+        """Return whether what was found at `step` ends the search; else choose another step."""
+        start, trial = self._start, End(self.step, value, slope)
+        wanted = start.value + _DECREASE * trial.step * start.slope
+        if value <= wanted and abs(slope) <= -_CURVATURE * start.slope:
+            return True
+        if self._approximately(trial):
+            return True
+        if self._is_narrow() or (trial.step >= self._farthest and value <= wanted):
+            self.stuck = True
+            return value <= wanted
+        if self._early and value <= wanted and slope >= 0.0:
+            self._early = False
+        self._advance(trial, modified=self._early and value <= self._best.value and value > wanted)
+        return False
+
+    def decreases(self, value: float, predicted: float) -> bool:
+        """Return whether a value is low enough, given the change that the first order predicts."""
+        return value <= self._start.value + _DECREASE * predicted
+
+    def back_away(self) -> None:
+        """Choose another step, since at `step` there is no finite value."""
+        best = self._best.step
+        self._farthest = min(self._farthest, best + _FENCE * (self.step - best))
+        self.step = best + _RETREAT * (self.step - best)
+        self._high = min(self._high, self._farthest)
+        self.stuck = self.step == best or self.step <= math.ulp(0.0)
+
+    def _approximately(self, trial: End) -> bool:
+        start = self._start
+        if trial.value > start.value + _ROUNDING * abs(start.value):
+            return False
+        if trial.value < start.value - _ROUNDING * abs(start.value):
+            return False
+        return _CURVATURE * start.slope <= trial.slope <= (2.0 * _DECREASE - 1.0) * start.slope
+
+    def _is_narrow(self) -> bool:
+        if not self._bracketed:
+            return False
+        return not self._low < self.step < self._high or self._high - self._low <= _NARROW * self._high
+
+    def _advance(self, trial: End, modified: bool) -> None:
+        tilt = _DECREASE * self._start.slope if modified else 0.0
+        best, other, new = (_tilted(end, tilt) for end in (self._best, self._other, trial))
+        step = next_step(best, other, new, self._bracketed, self._low, self._high)
+        self._narrow_down(best, new, trial)
+        if self._bracketed:
+            step = self._bisected(step)
+            ends = self._best.step, self._other.step
+            self._low, self._high = min(ends), max(ends)
+        else:
+            growth = step - self._best.step
+            self._low, self._high = step + _GROWTH[0] * growth, step + _GROWTH[1] * growth
+        self.step = min(max(step, 0.0), self._farthest)
+        if self._is_narrow():
+            self.step = self._best.step or self.step
+
+    def _narrow_down(self, best: End, new: End, trial: End) -> None:
+        """Replace one end of the interval, or both, by the trial point."""
+        if new.value > best.value:
+            self._other, self._bracketed = trial, True
+            return
+        if new.slope * best.slope < 0.0:
+            self._other, self._bracketed = self._best, True
+        self._best = trial
+
+    def _bisected(self, step: float) -> float:
+        width = abs(self._other.step - self._best.step)
+        if width >= _SHRINKAGE * self._width_before:
+            step = self._best.step + 0.5 * (self._other.step - self._best.step)
+        self._width_before, self._width = self._width, width
+        return step
+
+
+def _tilted(end: End, tilt: float) -> End:
+    return End(end.step, end.value - end.step * tilt, end.slope - tilt)

@@ -1,0 +1,33 @@
+"""Evaluations where each rank has its own piece of the variables, and of the gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mpiad._typing import Tree
+from mpiad.optimize.agreement import WrongValueError
+from mpiad.optimize.evaluation import Evaluation
+
+__all__ = ["PieceEvaluation"]
+
+
+class PieceEvaluation(Evaluation):
+    """As `Evaluation`, but every rank passes its own variables and gets dJ/dx_r, which nobody adds up."""
+
+    def _total(self, local: np.ndarray) -> np.ndarray:
+        return local
+
+    def _weighted(self, local: Tree, source: str) -> np.ndarray:
+        """Return a gradient that the user computes: that of J already, whatever J is made of."""
+        try:
+            return self._packing.pack_gradient(local)
+        except TypeError as error:
+            raise WrongValueError(f"{error} It was returned by {source}.") from None
+
+    def _pair_at(self, x: Tree) -> tuple[Any, np.ndarray]:
+        out = self._program.fun(x, *self._program.args)
+        if not isinstance(out, tuple) or len(out) != 2:
+            raise WrongValueError(f"minimize: with jac=True fun must return (value, gradient), but got {out!r:.60}.")
+        return self._checked(out[0]), self._weighted(out[1], "fun")

@@ -1,0 +1,45 @@
+"""A point of a rank's piece, and what is known there of all ranks."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+__all__ = ["Point"]
+
+
+class Point:
+    """Variables and gradient of the piece, shape (n,) each; the numbers are those of all ranks.
+
+    Attributes
+    ----------
+    value : float
+        The objective.
+    norm : float
+        Largest absolute entry of the (projected) gradient.
+    slope : float
+        Of the objective along the direction that led here; without the variables that a bound stopped.
+    finite : bool
+        Whether the value and all entries of the gradient are.
+    clipped : bool
+        Whether a bound stopped any variable on the way.
+    step : float
+        Along that direction.
+    predicted, met : float
+        Where a bound may have stopped variables: the step times the gradient before, and times the gradient here.
+    """
+
+    __slots__ = ("clipped", "finite", "gradient", "met", "norm", "predicted", "slope", "step", "value", "x")
+
+    def __init__(self, x: np.ndarray):
+        self.x = x
+        self.gradient = np.zeros(0)
+        self.value = self.norm = self.slope = math.nan
+        self.predicted = self.met = self.step = math.nan
+        self.finite, self.clipped = False, False
+
+    @property
+    def gradient_norm(self) -> float:
+        """Return `norm`, by the name that a record of iterates asks for."""
+        return self.norm

@@ -1,0 +1,55 @@
+"""The two-loop recursion in coordinates: numbers of the size of the memory, none of the size of the variables.
+
+With the scalar products of all steps s, gradient changes y and the gradient g, the direction -H g is a combination of
+these 2m + 1 vectors whose coefficients need no further products.
+
+References
+----------
+.. [1] W. Chen, Z. Wang and J. Zhou, "Large-scale L-BFGS using MapReduce", NIPS 2014, algorithm 3.
+.. [2] J. Nocedal, Math. Comp. 35 (1980), the recursion itself.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+
+__all__ = ["combination"]
+
+
+def combination(
+    products: np.ndarray, with_gradient: np.ndarray, square: float, pairs: list[int]
+) -> tuple[np.ndarray, float]:
+    """Return the coefficients of -H g, shape (2m + 1,), g's the last, and its slope g · (-H g).
+
+    Parameters
+    ----------
+    products : array, shape (2m, 2m)
+        Of all s and y with each other; those of pair j lie in rows 2j and 2j + 1.
+    with_gradient : array, shape (2m,)
+        Of all s and y with g.
+    square : float
+        g · g.
+    pairs : list of int
+        Which pairs there are, the oldest first. One of no positive curvature is left out.
+    """
+    pairs = [j for j in pairs if _curves(products, j)]
+    inner = np.append(with_gradient, square)
+    whole = np.vstack([products, with_gradient])  # a row for each vector, a column for each s and y
+    coefficients, alphas = np.zeros(len(inner)), {}
+    coefficients[-1] = -1.0
+    for j in reversed(pairs):
+        alphas[j] = coefficients @ whole[:, 2 * j] / products[2 * j, 2 * j + 1]
+        coefficients[2 * j + 1] -= alphas[j]
+    if pairs:
+        s, y = 2 * pairs[-1], 2 * pairs[-1] + 1
+        coefficients *= products[s, y] / products[y, y]
+    for j in pairs:
+        beta = coefficients @ whole[:, 2 * j + 1] / products[2 * j, 2 * j + 1]
+        coefficients[2 * j] += alphas[j] - beta
+    return coefficients, float(coefficients @ inner)
+
+
+def _curves(products: np.ndarray, j: int) -> bool:
+    return bool(products[2 * j, 2 * j + 1] > sys.float_info.epsilon * products[2 * j + 1, 2 * j + 1])

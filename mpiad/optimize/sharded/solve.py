@@ -1,0 +1,118 @@
+"""One solve with its variables in pieces on their ranks: its duplicate of the communicator, and its parts."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import scipy
+
+from mpiad._typing import Function, Tree
+from mpiad.optimize.agreement import Agreement
+from mpiad.optimize.evaluation import Program
+from mpiad.optimize.sharded.box import Box, box_of
+from mpiad.optimize.sharded.descent import Descent
+from mpiad.optimize.sharded.ending import Ending
+from mpiad.optimize.sharded.listener import Listener
+from mpiad.optimize.sharded.memory import Memory
+from mpiad.optimize.sharded.pieces import PieceEvaluation
+from mpiad.optimize.sharded.point import Point
+from mpiad.optimize.sharded.settings import Settings, settings_of
+from mpiad.optimize.sharded.totals import Totals
+from mpiad.optimize.sharded.trials import Trials
+from mpiad.optimize.variables import Packing
+from mpiad.progress_line import ProgressLine
+from mpiad.transport import Channel
+from mpiad.transport.fault_tolerance import is_interruption
+
+__all__ = ["Piece", "Sharded", "piece_of"]
+
+
+class Piece(NamedTuple):
+    """What a rank brings: its variables, their bounds, the settings of all."""
+
+    start: Tree
+    packing: Packing
+    box: Box | None
+    settings: Settings
+
+
+def piece_of(start: Tree, bounds: Any, tol: float | None, options: dict | None) -> Piece:
+    """Check this rank's arguments; a ValueError where one can't be."""
+    packing = Packing(start)
+    return Piece(start, packing, box_of(bounds, packing.size), settings_of(tol, options))
+
+
+class Sharded:
+    """A solve, made and run by all ranks.
+
+    Parameters
+    ----------
+    used : Channel
+        The user's communicator.
+    program : Program
+        What to evaluate; checked and agreed on.
+    piece : Piece
+        This rank's own.
+
+    Attributes
+    ----------
+    agreement : Agreement
+        Its `error` is what ended the solve on all ranks.
+    """
+
+    def __init__(self, used: Channel, program: Program, piece: Piece):
+        if program.jac is False:
+            program = program._replace(jac=None)
+        self._piece, self._used, self._comm = piece, used, used.derive()
+        self._totals = Totals(self._comm, program.root)
+        self.agreement = Agreement(self._comm)
+        self._evaluation = PieceEvaluation(program, piece.packing, self.agreement, used, self._comm)
+
+    def run(self, callback: Function | None, progress: bool) -> scipy.optimize.OptimizeResult:
+        """Descend; return the result, or raise, on all ranks alike."""
+        line = ProgressLine() if progress and self._totals.leads else None
+        try:
+            result = self._run(callback, line)
+        except Exception as error:
+            if not self.agreement.broken and not is_interruption(error):
+                self._close()
+            raise
+        finally:
+            if line is not None:
+                line.close()
+        self._close()
+        return result
+
+    def _run(self, callback: Function | None, line: ProgressLine | None) -> scipy.optimize.OptimizeResult:
+        packing, settings = self._piece.packing, self._piece.settings
+        bounded, heard = self._totals.of([float(self._piece.box is not None), float(callback is not None)], [0.0], [])[:2]
+        box = self._piece.box
+        if bounded and box is None:
+            box = Box(np.full(packing.size, -np.inf), np.full(packing.size, np.inf))
+        trials = Trials(self._evaluation, self._totals, box)
+        memory = Memory(packing.size, settings.maxcor, box, self._totals)
+        listener = Listener(packing, self.agreement, callback, bool(heard), line)
+        descent = Descent(trials, memory, listener, settings, bool(bounded))
+        point, ending = descent.run(packing.pack(self._piece.start))
+        return self._result(point, ending, trials.count, listener)
+
+    def _result(self, point: Point, ending: Ending, count: int, listener: Listener) -> scipy.optimize.OptimizeResult:
+        history = listener.record.history()
+        return scipy.optimize.OptimizeResult(
+            x=self._piece.packing.unpack(point.x),
+            fun=point.value,
+            jac=self._piece.packing.unpack_gradient(point.gradient),
+            success=ending.status == 0,
+            status=ending.status,
+            message=ending.message,
+            nit=len(history.loss) - 1,
+            nfev=count,
+            njev=count,
+            history=history,
+            evaluations={"value": 0, "gradient": 0, "both": count, "product": 0},
+        )
+
+    def _close(self) -> None:
+        self.agreement.close()
+        self._used.drop(self._comm)

@@ -1,0 +1,61 @@
+"""Sums and maxima over all ranks, the same bits everywhere: reduced to the root, which decides and tells.
+
+An all-reduction may round differently on different ranks, so that one would stop where another goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from mpiad._typing import Comm, Rank
+from mpiad.transport import MAX, SUM
+
+__all__ = ["Totals"]
+
+
+class Totals:
+    """Small reductions on the solve's own duplicate of the communicator.
+
+    Parameters
+    ----------
+    comm : mpi4py intracommunicator
+    root : int
+    """
+
+    def __init__(self, comm: Comm, root: Rank):
+        self._comm, self._root = comm, root
+        self.leads = comm.rank == root
+
+    def decided(self, parts: np.ndarray, size: int, decide: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+        """Return on all ranks what the root makes of the sums of all ranks' parts.
+
+        Parameters
+        ----------
+        parts : array of float
+            This rank's terms.
+        size : int
+            Length of the decision.
+        decide : callable
+            ``decide(sums)`` runs on the root only.
+        """
+        decision = np.empty(size)
+        sums = np.empty_like(parts) if self.leads else None
+        self._comm.Reduce(parts, sums, SUM, self._root)
+        if self.leads:
+            decision[:] = decide(sums)  # type: ignore[arg-type]
+        self._comm.Bcast(decision, self._root)
+        return decision
+
+    def of(self, terms: list[float], largest: list[float], told: list[float]) -> list[float]:
+        """Return sums of `terms`, maxima of `largest`, and the root's own `told`, as one list."""
+        highest = np.array(largest)
+        found = np.empty_like(highest) if self.leads else None
+        self._comm.Reduce(highest, found, MAX, self._root)
+
+        def packet(sums: np.ndarray) -> np.ndarray:
+            return np.concatenate([sums, found, told])  # type: ignore[arg-type]
+
+        size = len(terms) + len(largest) + len(told)
+        return self.decided(np.array(terms), size, packet).tolist()
