@@ -1,4 +1,4 @@
-"""Optimisation of distributed objectives: the root drives, the other ranks wait for its instruction."""
+"""Optimisation of distributed objectives: the root drives, or each rank keeps its own variables."""
 
 from mpiad.optimize.history import History
 from mpiad.optimize.minimize import minimize

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import math
 import time
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from mpiad.optimize.points import Point
+__all__ = ["History", "Iterate", "Record", "Row"]
 
-__all__ = ["History", "Record", "Row"]
+
+class Iterate(Protocol):
+    """What a record asks a point."""
+
+    @property
+    def value(self) -> float | None:
+        """Return the objective; None where it isn't known."""
+        ...
+
+    @property
+    def gradient_norm(self) -> float:
+        """Return the gradient's largest absolute entry; NaN where it isn't known."""
+        ...
 
 
 class Row(NamedTuple):
@@ -67,9 +79,9 @@ class Record:
     def __init__(self) -> None:
         self.rows: list[Row] = []
         self._start = time.perf_counter()
-        self._last: Point | None = None
+        self._last: Iterate | None = None
 
-    def add(self, point: Point, evaluations: int) -> Row:
+    def add(self, point: Iterate, evaluations: int) -> Row:
         """Append an iterate and return its row."""
         self._settle()
         loss = math.nan if point.value is None else float(point.value)

@@ -3,7 +3,7 @@
 Every decision (one more trial, stop, a limit, an error) is taken on the root and told to all, so that no two ranks can
 disagree on whether another evaluation follows. What each file does: `protocol` carries the root's instructions,
 `evaluation` carries them out, `agreement` makes a failure on one rank known to all, `points` remembers what is known,
-`scipy_methods` runs the method.
+`scipy_methods` runs the method. The method that leaves the variables on their ranks has a room of its own, `sharded`.
 """
 
 from __future__ import annotations
@@ -47,35 +47,41 @@ def minimize(
     args: tuple = (),
     progress: bool = False,
 ) -> scipy.optimize.OptimizeResult:
-    """Minimise the objective of all ranks, with the variables on the root.
+    """Minimise the objective of all ranks, with the variables on the root or in pieces on their ranks.
 
-    The root updates the variables by one of SciPy's methods; the other ranks wait for its instruction to evaluate.
+    The root updates the variables by one of SciPy's methods; the other ranks wait for its instruction to evaluate. With
+    "L-BFGS-sharded" each rank has variables of its own, and nothing is gathered.
 
     Parameters
     ----------
     fun : callable
         ``fun(x, *args)`` is called on every rank with the root's x and returns this rank's L_r, one real number.
     x0 : nest of arrays
-        The starting point. Counts on the root only. A list of numbers is taken as an array.
+        The starting point. Counts on the root only; with "L-BFGS-sharded" it is this rank's own piece, of any form and
+        size. A list of numbers is taken as an array.
     method : str
-        "L-BFGS" (SciPy's L-BFGS-B), "BFGS", "CG", "TNC", "SLSQP", "Newton-CG", "trust-ncg", "trust-krylov" or
-        "trust-constr".
+        "L-BFGS" (SciPy's L-BFGS-B), "BFGS", "CG", "TNC", "SLSQP", "Newton-CG", "trust-ncg", "trust-krylov",
+        "trust-constr" or "L-BFGS-sharded".
     jac : callable or True, optional
         ``jac(x, *args)`` returns the gradient of L_r, in the form of x; True: `fun` returns ``(L_r, gradient)``. By
-        default the gradient is found by `value_and_grad`, as that of one variable which all ranks share.
+        default the gradient is found by `value_and_grad`, as that of one variable which all ranks share. With
+        "L-BFGS-sharded" it is that of J, by this rank's own piece.
     hessp : callable, optional
         ``hessp(x, v, *args)`` returns the Hessian of L_r times v. By default it is found by `hvp`, for methods that use
         it.
     bounds : sequence of (low, high) or scipy.optimize.Bounds, optional
-        Of the variables in the order of the flattened nest. Counts on the root only, as do the next three.
+        Of the variables in the order of the flattened nest. Counts on the root only, as do the next three. With
+        "L-BFGS-sharded": of this rank's own piece; `tol` and `options` are the same on all ranks.
     root : int
     comm : mpi4py intracommunicator, optional
     tol : float, optional
     options : dict, optional
-        Both are passed on to SciPy.
+        Both are passed on to SciPy. "L-BFGS-sharded" has the options `m` (or `maxcor`), `gtol`, `ftol`, `maxiter`,
+        `maxfun` and `maxls`, by default those of SciPy's L-BFGS-B; `gtol` is for the largest entry on any rank.
     callback : callable, optional
         Called on the root after each iteration, as SciPy does: ``callback(x)``, or with an OptimizeResult if its only
-        parameter is named `intermediate_result`. It mustn't communicate. StopIteration from it ends the solve.
+        parameter is named `intermediate_result`. It mustn't communicate. StopIteration from it ends the solve. With
+        "L-BFGS-sharded" each rank's own is called with its piece.
     objective : {"root", "sum", "mean"}
         What is minimised: L_root, the sum of all L_r, or their mean.
     args : tuple
@@ -106,7 +112,7 @@ def minimize(
     Ranks
     -----
     All ranks of `comm` call it, with the same method, objective, root and kind of `jac`. The result is the same on all,
-    bit for bit.
+    bit for bit; with "L-BFGS-sharded" all but `x` and `jac`, which are this rank's own piece's, and the times.
 
     Adjoint
     -------

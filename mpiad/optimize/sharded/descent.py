@@ -6,8 +6,16 @@ import sys
 
 import numpy as np
 
-from mpiad.optimize.sharded.ending import ABNORMAL, EVALUATIONS, GRADIENT, ITERATIONS, NOT_FINITE, REDUCTION, STOPPED
-from mpiad.optimize.sharded.ending import Ending
+from mpiad.optimize.sharded.ending import (
+    ABNORMAL,
+    EVALUATIONS,
+    GRADIENT,
+    ITERATIONS,
+    NOT_FINITE,
+    REDUCTION,
+    STOPPED,
+    Ending,
+)
 from mpiad.optimize.sharded.line_search import LineSearch
 from mpiad.optimize.sharded.listener import Listener
 from mpiad.optimize.sharded.memory import Memory

@@ -104,7 +104,9 @@ class Memory:
                 block, gradient = block * free, gradient * free
                 products[:, :-1] += block @ block.T
             elif pair is not None:
-                products[:, :-1] += block @ rows[2 * place : 2 * place + 2, part].T
+                # One by one: BLAS's product with a matrix of two columns takes twice as long.
+                products[:, 0] += block @ rows[2 * place, part]
+                products[:, 1] += block @ rows[2 * place + 1, part]
             products[:, -1] += block @ gradient
             extra[0] += gradient @ gradient
         return products, extra
@@ -130,9 +132,8 @@ class Memory:
         rows = self._rows[: len(coefficients)]
         for part in blocks(self._size):
             gradient, piece = at.gradient[part], out[part]
-            np.multiply(gradient, of_gradient, out=piece)
-            if len(rows):
-                piece += coefficients @ rows[:, part]
+            np.matmul(coefficients, rows[:, part], out=piece)
+            piece += of_gradient * gradient
             if self._box is not None:
                 free = self._box.free(at.x[part], gradient, at.norm, part)
                 np.copyto(piece, self._box.way(at.x[part], gradient, part), where=~free)

@@ -60,13 +60,14 @@ class Trials:
     def _evaluated(self, point: Point, here: Point | None, direction: np.ndarray | None) -> Point:
         self.count += 1
         value, point.gradient = self._evaluation.both(point.x)  # type: ignore[assignment]
-        terms, largest = np.zeros(3), 0.0
+        terms, largest = [0.0, 0.0, 0.0], 0.0
         for part in blocks(point.x.size):
-            largest = max(largest, self._largest(point, part), key=_nan_as_infinity)
+            largest = max(largest, self._largest(point, part))
             if here is not None:
-                terms += self._products(point, here, direction[part], part)  # type: ignore[index]
+                products = self._products(point, here, direction[part], part)  # type: ignore[index]
+                terms = [term + product for term, product in zip(terms, products)]
         broken = not math.isfinite(largest)
-        numbers = self._totals.of(terms.tolist(), [0.0 if broken else largest, broken, point.clipped], [value])
+        numbers = self._totals.of(terms, [0.0 if broken else largest, broken, point.clipped], [value])
         point.slope, point.predicted, point.met, point.norm, any_broken, clipped, point.value = numbers
         point.clipped = bool(clipped)
         point.finite = not any_broken and math.isfinite(point.value) and math.isfinite(point.slope)
@@ -74,18 +75,16 @@ class Trials:
 
     def _largest(self, point: Point, part: slice) -> float:
         gradient = point.gradient[part]
-        way = gradient if self._box is None else self._box.way(point.x[part], gradient, part)
-        # Where a gradient isn't finite its projected step may be; a sum of magnitudes shows both.
-        return float(np.max(np.abs(way))) if np.isfinite(np.max(np.abs(gradient))) else math.inf
+        size = max(float(gradient.max()), -float(gradient.min()))
+        # NaN too: where a gradient isn't finite, its projected step may be.
+        if not size < math.inf:
+            return math.inf
+        return size if self._box is None else float(np.max(np.abs(self._box.way(point.x[part], gradient, part))))
 
-    def _products(self, point: Point, here: Point, direction: np.ndarray, part: slice) -> np.ndarray:
+    def _products(self, point: Point, here: Point, direction: np.ndarray, part: slice) -> tuple[float, float, float]:
         gradient = point.gradient[part]
         if self._box is None:
-            return np.array([gradient @ direction, 0.0, 0.0])
+            return float(gradient @ direction), 0.0, 0.0
         moved = point.x[part] - here.x[part]
         inside = self._box.inside(point.x[part], part)
-        return np.array([gradient @ (direction * inside), here.gradient[part] @ moved, gradient @ moved])
-
-
-def _nan_as_infinity(x: float) -> float:
-    return math.inf if math.isnan(x) else x
+        return float(gradient @ (direction * inside)), float(here.gradient[part] @ moved), float(gradient @ moved)

@@ -1,0 +1,33 @@
+"""The recursion in coordinates beside the inverse Hessian that SciPy makes of the same pairs."""
+
+from __future__ import annotations
+
+import numpy as np
+from scipy.optimize import LbfgsInvHessProduct
+
+from mpiad.optimize.sharded.recursion import combination
+
+
+def test_direction_is_that_of_the_inverse_hessian() -> None:
+    rng = np.random.default_rng(1)
+    a = rng.normal(size=(12, 12))
+    s = rng.normal(size=(4, 12))
+    y, g = s @ (a @ a.T + np.eye(12)), rng.normal(size=12)
+    rows = np.stack([s, y], axis=1).reshape(8, 12)
+    order = [2, 3, 0, 1]  # the memory is a ring
+    coefficients, slope = combination(rows @ rows.T, rows @ g, g @ g, order)
+    gamma = (s[1] @ y[1]) / (y[1] @ y[1])
+    # SciPy's product starts from the identity: scaled variables give it the initial scaling.
+    root = np.sqrt(gamma)
+    inverse = LbfgsInvHessProduct(s[order] / root, y[order] * root)
+    expected = -root * (inverse @ (root * g))
+    np.testing.assert_allclose(coefficients @ np.vstack([rows, g]), expected, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(slope, g @ expected, rtol=1e-9)
+
+
+def test_pairs_of_no_curvature_are_left_out() -> None:
+    rows = np.array([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.0, 2.0]])
+    g = np.array([3.0, 4.0])
+    coefficients, slope = combination(rows @ rows.T, rows @ g, g @ g, [0, 1])
+    np.testing.assert_allclose(coefficients @ np.vstack([rows, g]), [-1.5, -2.0])
+    assert slope == -12.5
