@@ -50,6 +50,9 @@ def integrate(batch: Batch, settings: Settings) -> Outcome:
     Outcome
     """
     outcome = Outcome.empty(batch, settings)
+    still = np.count_nonzero(batch.start == batch.end)
+    if still and settings.progress is not None:
+        settings.progress(int(still))
     # What overflows or turns NaN in one trajectory is told by its return code.
     with np.errstate(all="ignore"):
         Pool(batch, settings, outcome).run()

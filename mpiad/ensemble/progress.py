@@ -20,10 +20,12 @@ class Progress:
     total : int
     stream : text file, optional
         Standard error by default.
+    where : str
+        Of which part of the ensemble these are.
     """
 
-    def __init__(self, total: int, stream: TextIO | None = None):
-        self._total, self._done = total, 0
+    def __init__(self, total: int, stream: TextIO | None = None, where: str = ""):
+        self._total, self._done, self._where = total, 0, where
         self._stream = sys.stderr if stream is None else stream
         self._start = self._written = time.monotonic()
 
@@ -37,7 +39,8 @@ class Progress:
 
     def _write(self) -> None:
         filled = _WIDTH * self._done // max(1, self._total)
-        text = f"[{'#' * filled:{_WIDTH}}] {self._done}/{self._total} trajectories  {self._written - self._start:.1f} s"
+        counted = f"{self._done}/{self._total} trajectories{self._where}"
+        text = f"[{'#' * filled:{_WIDTH}}] {counted}  {self._written - self._start:.1f} s"
         last = self._done >= self._total
         self._stream.write(f"\r{text}\x1b[K{chr(10) * last}" if self._stream.isatty() else f"{text}\n")
         self._stream.flush()

@@ -94,7 +94,7 @@ def solve(
         Of a gradient: keep the states before every so many steps only, and compute those between again, which costs about
         one more solve. All are kept by default.
     progress : bool
-        Whether to show how many trajectories have ended, on standard error.
+        Whether to show how many trajectories have ended, on standard error; over ranks, how many of the first rank's.
     throw : bool
         Whether to raise where a trajectory fails. By default it has a return code, and the log one line for all.
 
@@ -148,7 +148,9 @@ def solve(
 def _ensemble(demands: Demands, problem: EnsembleProblem, numbers: range, progress: bool) -> EnsembleSolution:
     """Solve some trajectories, counted from 1."""
     seed = master_seed(problem.seed)
-    shown = Progress(len(numbers)) if progress else None
+    # While the ranks advance, none of them knows how far the others are.
+    where = " of rank 0" if isinstance(demands.ensemblealg, EnsembleMPI) else ""
+    shown = Progress(len(numbers), where=where) if progress else None
 
     def solved(numbers: range, repeat: int = 1) -> EnsembleSolution:
         # A rank without trajectories takes the kind of the first: its arrays must be of the same dtype.
