@@ -91,6 +91,22 @@ def test_shares_end_next_to_what_is_due(tries, size, bounds):
     assert cost.max() == best.max()
 
 
+@pytest.mark.parametrize("stride", [1, 10])
+def test_a_share_with_the_longest_trajectory_has_fewer_of_them(stride):
+    # A turn of the working set costs what some 500 columns do, however wide it is.
+    tries = (np.linspace(1, 99, 10_000) ** 2 / 10)[::stride]
+    count = len(tries)
+    mpi = EnsembleMPI()
+    mpi.remember(tries)
+    cut = mpi.bounds(count, 2)[1]
+
+    def slowest(cut):
+        return max(part.sum() + 500 * part.max() for part in (tries[:cut], tries[cut:]))
+
+    assert slowest(cut) <= 1.02 * min(map(slowest, range(1, count, max(1, count // 500))))
+    assert cut > np.searchsorted(np.cumsum(tries), tries.sum() / 2)
+
+
 @pytest.mark.parametrize("count", [0, 1, 2])
 def test_fewer_trajectories_than_ranks(count):
     arrays = remake(LORENZ, p=RHO[:count])
