@@ -20,12 +20,10 @@ class Progress:
     total : int
     stream : text file, optional
         Standard error by default.
-    where : str
-        Of which part of the ensemble these are.
     """
 
-    def __init__(self, total: int, stream: TextIO | None = None, where: str = ""):
-        self._total, self._done, self._where = total, 0, where
+    def __init__(self, total: int, stream: TextIO | None = None):
+        self._total, self._done = total, 0
         self._stream = sys.stderr if stream is None else stream
         self._start = self._written = time.monotonic()
 
@@ -39,7 +37,7 @@ class Progress:
 
     def _write(self) -> None:
         filled = _WIDTH * self._done // max(1, self._total)
-        counted = f"{self._done}/{self._total} trajectories{self._where}"
+        counted = f"{self._done}/{self._total} trajectories"
         text = f"[{'#' * filled:{_WIDTH}}] {counted}  {self._written - self._start:.1f} s"
         last = self._done >= self._total
         self._stream.write(f"\r{text}\x1b[K{chr(10) * last}" if self._stream.isatty() else f"{text}\n")

@@ -16,6 +16,7 @@ import numpy as np
 from mpiad._typing import Array, Comm
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleVectorized
 from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.job_progress import JobProgress
 from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.outputs import trees_of_all
 from mpiad.ensemble.settings import Settings
@@ -113,8 +114,9 @@ def over_ranks(
     mpi: EnsembleMPI,
     count: int,
     described: str,
-    local: Callable[[range, bool], EnsembleSolution],
+    local: Callable[[range, Callable[[int], None] | None], EnsembleSolution],
     combine: Callable[[list[Any]], Any] | None,
+    progress: bool = False,
 ) -> EnsembleSolution:
     """Solve an ensemble over the ranks.
 
@@ -126,9 +128,11 @@ def over_ranks(
     described : str
         The arguments that must be the same on all ranks.
     local : callable
-        ``local(numbers, root)`` solves this rank's share.
+        ``local(numbers, shown)`` solves this rank's share, and tells `shown` how many more have ended.
     combine : callable or None
         What an `output_func` or a `reduction` have made on the ranks that had trajectories, from which it makes ``sol.u``.
+    progress : bool
+        Whether rank 0 writes a line that counts all N.
 
     Returns
     -------
@@ -147,8 +151,13 @@ def over_ranks(
     require_same(used, described, "solve")
     bounds = mpi.bounds(count, used.size)
     first, last = int(bounds[used.rank]), int(bounds[used.rank + 1])
+    shown = JobProgress(used, count) if progress else None
     with agreed(used):
-        share = local(range(first + 1, last + 1), used.rank == 0)
+        try:
+            share = local(range(first + 1, last + 1), shown)
+        finally:
+            if shown is not None:
+                shown.close()
     facts = Facts.of_all(used, share)
     mpi.remember(facts.naccept + facts.nreject)
     if not mpi.gather:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -94,7 +95,7 @@ def solve(
         Of a gradient: keep the states before every so many steps only, and compute those between again, which costs about
         one more solve. All are kept by default.
     progress : bool
-        Whether to show how many trajectories have ended, on standard error; over ranks, how many of the first rank's.
+        Whether to show how many trajectories have ended, on standard error; over ranks, how many of all, on rank 0.
     throw : bool
         Whether to raise where a trajectory fails. By default it has a return code, and the log one line for all.
 
@@ -132,25 +133,24 @@ def solve(
         return sol[0]
     count = demands.trajectories
     if not isinstance(ensemblealg, EnsembleMPI):
-        sol = _ensemble(demands, problem, range(1, count + 1), progress)
+        sol = _ensemble(demands, problem, range(1, count + 1), Progress(count) if progress else None)
         report(sol, throw)
         return sol
     sol = over_ranks(
         ensemblealg, count, f"trajectories={count}, {alg}, {ensemblealg}, rtol={rtol}, atol={atol}, saveat={saveat}, "
-        f"save_everystep={save_everystep}, dt={dt}, dtmax={dtmax}, max_steps={max_steps}",
-        lambda numbers, root: _ensemble(demands, problem, numbers, progress and root),
-        (lambda parts: combined(problem, parts, count)) if problem.output_func or problem.reduction else None,
+        f"save_everystep={save_everystep}, dt={dt}, dtmax={dtmax}, max_steps={max_steps}, progress={bool(progress)}",
+        lambda numbers, shown: _ensemble(demands, problem, numbers, shown),
+        (lambda parts: combined(problem, parts, count)) if problem.output_func or problem.reduction else None, progress,
     )  # fmt: skip
     report(sol.facts if isinstance(sol, ShardedSolution) else sol, throw, mpi_rank(ensemblealg.comm) == 0)
     return sol
 
 
-def _ensemble(demands: Demands, problem: EnsembleProblem, numbers: range, progress: bool) -> EnsembleSolution:
+def _ensemble(
+    demands: Demands, problem: EnsembleProblem, numbers: range, shown: Callable[[int], None] | None
+) -> EnsembleSolution:
     """Solve some trajectories, counted from 1."""
     seed = master_seed(problem.seed)
-    # While the ranks advance, none of them knows how far the others are.
-    where = " of rank 0" if isinstance(demands.ensemblealg, EnsembleMPI) else ""
-    shown = Progress(len(numbers), where=where) if progress else None
 
     def solved(numbers: range, repeat: int = 1) -> EnsembleSolution:
         # A rank without trajectories takes the kind of the first: its arrays must be of the same dtype.
@@ -167,7 +167,8 @@ def _ensemble(demands: Demands, problem: EnsembleProblem, numbers: range, progre
 
 
 def _solved(
-    demands: Demands, backend: EnsembleAlgorithm, given: Batch, shown: Progress | None, numbers: range = range(1, 2)
+    demands: Demands, backend: EnsembleAlgorithm, given: Batch, shown: Callable[[int], None] | None,
+    numbers: range = range(1, 2),
 ) -> EnsembleSolution:
     batch, times = given.plain(), None
     if not demands.save_everystep:

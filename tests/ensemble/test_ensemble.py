@@ -9,7 +9,6 @@ import pytest
 from ode_systems import decay
 
 from mpiad.ensemble import (
-    EnsembleMPI,
     EnsembleProblem,
     EnsembleSerial,
     EnsembleThreads,
@@ -141,8 +140,3 @@ def test_progress_counts_what_has_no_way_to_go(capsys):
     still = EnsembleProblem(BASE, lambda prob, i, repeat: remake(prob, tspan=(0.0, i - 1.0)))
     solve(still, trajectories=3, progress=True)
     assert "3/3 trajectories" in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_progress_over_ranks_says_whose(capsys):
-    solve(EnsembleProblem(BASE, numbered), ensemblealg=EnsembleMPI(), trajectories=3, progress=True)
-    assert "3/3 trajectories of rank 0" in capsys.readouterr().err

@@ -320,3 +320,25 @@ def test_inner_must_be_a_way_to_run():
     for inner in (EnsembleMPI(), 3, EnsembleSerial):
         with pytest.raises(TypeError, match="inner must be"):
             EnsembleMPI(inner)
+
+
+def test_one_progress_line_counts_the_trajectories_of_all_ranks(rank, size, capsys, monkeypatch):
+    monkeypatch.setattr("mpiad.ensemble.job_progress._SECONDS_BETWEEN_NOTICES", 0.0)
+    monkeypatch.setattr("mpiad.ensemble.job_progress._MOST", 3)
+    count = 10 * size + 1
+    arrays = remake(LORENZ, p=np.linspace(1.0, 20.0, count)[:, None])
+    solve(arrays, ensemblealg=EnsembleMPI(), progress=True)
+    lines = capsys.readouterr().err.splitlines()
+    assert ([line for line in lines if f"{count}/{count} trajectories" in line] != []) == (rank == 0)
+    assert rank == 0 or not lines
+
+
+def test_progress_ends_where_a_share_fails(rank, size):
+    def member(prob, i, repeat):
+        if i == 3 * size:
+            raise RuntimeError("no such member")
+        return remake(prob, p=np.array([float(i)]))
+
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no such member"):
+            solve(EnsembleProblem(BASE, member), ensemblealg=EnsembleMPI(), trajectories=3 * size, progress=True)
