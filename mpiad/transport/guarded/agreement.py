@@ -22,7 +22,6 @@ from mpiad.transport.guarded.waits import Awaited, poll
 __all__ = ["Agreement", "lane_of"]
 
 _LANES = 256
-_EPOCHS = 60
 _abandoned: list[Any] = []  # MPI may still use these buffers
 
 
@@ -42,6 +41,8 @@ class Agreement:
 
     def __init__(self, comm: Comm, members: tuple[int, ...], label: str):
         self.comm, self.members, self.label = comm, members, label
+        # What was never received must not meet a later epoch's receives: as many as MPI has tags for, twice the lanes each.
+        self._epochs = min(int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767), 2**31 - 1) // (2 * _LANES)
         self.epoch = 0
         # Of agreements begun, by lane: it says who is missing.
         self._numbers: Counter[int] = Counter()
@@ -77,7 +78,7 @@ class Agreement:
 
     def descriptions(self, mine: Any, lane: int, make: Callable[[], Awaited]) -> list[Any]:
         """Return what each rank says; all ranks call it after they have disagreed."""
-        tag = self._tag(lane) + _LANES * _EPOCHS
+        tag = self._tag(lane) + _LANES * self._epochs
         buffer = np.frombuffer(pickle.dumps(mine), dtype=np.uint8)
         sends = [self.comm.Isend(buffer, rank, tag) for rank in range(self.comm.size)]
         found = [_received(self.comm, rank, tag, make) for rank in range(self.comm.size)]
@@ -111,7 +112,7 @@ class Agreement:
         return lane
 
     def _tag(self, lane: int) -> int:
-        return self.epoch % _EPOCHS * _LANES + lane
+        return self.epoch % self._epochs * _LANES + lane
 
 
 _MAIN = threading.main_thread().ident

@@ -110,6 +110,18 @@ def test_a_caught_deadlock_in_a_trace_can_be_left(mode: str, rank: int, size: in
     assert mpiad.grad(lambda x: mpiad.mpi_allreduce(x))(1.0) == 1.0
 
 
+def test_what_was_never_received_is_not_taken_for_something_later(mode: str, rank: int) -> None:
+    if rank == 1:
+        time.sleep(2.0)
+        recover()
+    else:
+        expect_deadlock(lambda: mpiad.mpi_allreduce(np.ones(3)))
+    # Each begins anew, with other tags.
+    for _ in range(130):
+        mpiad.reset()
+        assert mpiad.mpi_allreduce(1) == MPI.COMM_WORLD.size
+
+
 def waits(peers: list[int]) -> dict[str, Any]:
     return {
         "state": "waits", "seconds": 2.0, "call": "mpi_recv", "arguments": "", "place": "a.py:1", "peers": peers,
