@@ -62,7 +62,7 @@ class EnsembleMPI(EnsembleAlgorithm):
                 f"{self.inner!r}."
             )
         self.gather, self.comm = bool(gather), comm
-        self._costs = np.empty(0)
+        self._costs, self._done = np.empty(0), np.zeros(1)
 
     def __repr__(self) -> str:
         return f"EnsembleMPI({self.inner!r}, gather={self.gather})"
@@ -77,17 +77,19 @@ class EnsembleMPI(EnsembleAlgorithm):
             return np.arange(size + 1) * count // size
         own = np.zeros(size)
         best = shares = self._divided(own)
+        shortest = self._longest(best)
         for _ in range(_TRIES):
             # Half the way: a share that gives up its longest trajectory would get it back in the next try.
             own = (own + self._turns(shares)) / 2
             shares = self._divided(own)
-            if self._longest(shares) < self._longest(best):
-                best = shares
+            longest = self._longest(shares)
+            if longest < shortest:
+                best, shortest = shares, longest
         return best
 
     def _divided(self, own: Array) -> Array:
         """Return shares that are equal with these costs of the ranks' own."""
-        done, size = np.cumsum(self._costs), len(own)
+        done, size = self._done[1:], len(own)
         due = np.cumsum(np.maximum((done[-1] + own.sum()) / size - own, 0.0))[:-1]
         due = np.minimum(due, done[-1])
         inner = np.searchsorted(done, due)
@@ -101,13 +103,13 @@ class EnsembleMPI(EnsembleAlgorithm):
         return _TURN * longest * (np.diff(shares) > 0)
 
     def _longest(self, shares: Array) -> float:
-        done = np.concatenate([[0.0], np.cumsum(self._costs)])
-        return float((np.diff(done[shares]) + self._turns(shares)).max())
+        return float((np.diff(self._done[shares]) + self._turns(shares)).max())
 
     def remember(self, tries: Array) -> None:
         """Take the numbers of tried steps of all trajectories as their costs in the next solve."""
         # Entering the working set and leaving it costs about two steps.
         self._costs = tries + 2.0
+        self._done = np.concatenate([[0.0], np.cumsum(self._costs)])
 
 
 def over_ranks(
