@@ -34,6 +34,8 @@ class Row(NamedTuple):
     loss : float
     gradient_norm : float
         Largest absolute entry of the gradient.
+    step : float
+        Euclidean length of the step that led here; 0 at the starting point.
     evaluations : int
         Evaluations of the objective so far.
     seconds : float
@@ -43,6 +45,7 @@ class Row(NamedTuple):
     iteration: int
     loss: float
     gradient_norm: float
+    step: float
     evaluations: int
     seconds: float
 
@@ -55,6 +58,8 @@ class History(NamedTuple):
     loss : array
     gradient_norm : array
         Largest absolute entry of the gradient.
+    step : array
+        Euclidean length of each step, over all ranks; 0 at the starting point.
     evaluations : array of int
         Evaluations of the objective so far.
     seconds : array
@@ -63,6 +68,7 @@ class History(NamedTuple):
 
     loss: np.ndarray
     gradient_norm: np.ndarray
+    step: np.ndarray
     evaluations: np.ndarray
     seconds: np.ndarray
 
@@ -81,11 +87,11 @@ class Record:
         self._start = time.perf_counter()
         self._last: Iterate | None = None
 
-    def add(self, point: Iterate, evaluations: int) -> Row:
-        """Append an iterate and return its row."""
+    def add(self, point: Iterate, evaluations: int, step: float) -> Row:
+        """Append an iterate, a step of this length from the one before, and return its row."""
         self._settle()
         loss = math.nan if point.value is None else float(point.value)
-        row = Row(len(self.rows), loss, point.gradient_norm, evaluations, time.perf_counter() - self._start)
+        row = Row(len(self.rows), loss, point.gradient_norm, step, evaluations, time.perf_counter() - self._start)
         self.rows.append(row)
         self._last = point
         return row
@@ -97,5 +103,5 @@ class Record:
     def history(self) -> History:
         """Return the rows as arrays."""
         self._settle()
-        columns = [[row[k] for row in self.rows] for k in range(1, 5)]
-        return History(*(np.array(column, kind) for column, kind in zip(columns, (float, float, int, float))))
+        columns = [[row[k] for row in self.rows] for k in range(1, 6)]
+        return History(*(np.array(column, kind) for column, kind in zip(columns, (float, float, float, int, float))))

@@ -3,7 +3,8 @@
 Every decision (one more trial, stop, a limit, an error) is taken on the root and told to all, so that no two ranks can
 disagree on whether another evaluation follows. What each file does: `protocol` carries the root's instructions,
 `evaluation` carries them out, `agreement` makes a failure on one rank known to all, `points` remembers what is known,
-`scipy_methods` runs the method. The method that leaves the variables on their ranks has a room of its own, `sharded`.
+`scipy_methods` runs the method, `conclusion` corrects what it claims. The method that leaves the variables on their
+ranks has a room of its own, `sharded`.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from mpiad._typing import Comm, Function, Rank, Tree
 from mpiad.differentiation.objective import check_objective
 from mpiad.optimize.agreement import verdict
 from mpiad.optimize.evaluation import Program
+from mpiad.optimize.methods import is_sharded, method_named
 from mpiad.optimize.root_driven import RootDriven
-from mpiad.optimize.scipy_methods import Wishes, is_sharded, method_named
+from mpiad.optimize.scipy_methods import Wishes
 from mpiad.optimize.sharded import Piece, Sharded, piece_of
 from mpiad.optimize.variables import as_variables, require_equal_start
 from mpiad.primitives.checks import root_of
@@ -76,8 +78,10 @@ def minimize(
     comm : mpi4py intracommunicator, optional
     tol : float, optional
     options : dict, optional
-        Both are passed on to SciPy. "L-BFGS-sharded" has the options `m` (or `maxcor`), `gtol`, `ftol`, `maxiter`,
-        `maxfun` and `maxls`, by default those of SciPy's L-BFGS-B; `gtol` is for the largest entry on any rank.
+        Both are passed on to SciPy. Every method also has the option `maxfun`: at most so many evaluations of the
+        objective, in line searches too (x0 is evaluated in any case). "L-BFGS-sharded" has the options `m` (or
+        `maxcor`), `gtol`, `ftol`, `maxiter`, `maxfun` and `maxls`, by default those of SciPy's L-BFGS-B; `gtol` is for
+        the largest entry on any rank.
     callback : callable, optional
         Called on the root after each iteration, as SciPy does: ``callback(x)``, or with an OptimizeResult if its only
         parameter is named `intermediate_result`. It mustn't communicate. StopIteration from it ends the solve. With
@@ -94,11 +98,12 @@ def minimize(
     scipy.optimize.OptimizeResult
         SciPy's fields, with `x` and `jac` in the form of x0, and
 
-        - `history`: the iterates' `loss`, `gradient_norm` (largest entry), `evaluations` and `seconds` since the start,
-          the starting point first;
+        - `history`: the iterates' `loss`, `gradient_norm` (largest entry), `step` (its length), `evaluations` and
+          `seconds` since the start, the starting point first;
         - `evaluations`: how often each was evaluated: "value", "gradient" (alone), "both", "product".
 
-        Reaching a limit gives ``success=False``.
+        Reaching a limit gives ``success=False`` and the best point that was met. So does a method that ends where the
+        objective isn't finite, or higher than at a point that it went past, unless the gradient there is as small.
 
     Raises
     ------
@@ -119,6 +124,7 @@ def minimize(
     None: the result is a constant in every trace.
     """
     used = channel(comm, "minimize")
+    jac = None if jac is False else jac  # False is what SciPy takes for "none is given"
     program = Program(fun, jac, hessp, args if isinstance(args, tuple) else (args,), objective, root)
     with suspended():
         wishes = Wishes(bounds, tol, options, callback)
@@ -168,7 +174,7 @@ def _check_program(program: Program, used: Channel) -> None:
     check_objective(program.objective, "minimize")
     for name, value, allowed in (
         ("fun", program.fun, callable(program.fun)),
-        ("jac", program.jac, callable(program.jac) or program.jac in (None, True, False)),
+        ("jac", program.jac, callable(program.jac) or program.jac is None or program.jac is True),
         ("hessp", program.hessp, program.hessp is None or callable(program.hessp)),
     ):
         if not allowed:

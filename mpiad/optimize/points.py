@@ -1,9 +1,10 @@
-"""The root's view of the objective: each thing evaluated once per point, and counted."""
+"""The root's view of the objective: each thing evaluated once per point, counted and limited."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,15 @@ import numpy as np
 from mpiad.optimize.evaluation import Evaluation
 from mpiad.optimize.protocol import BOTH, GRADIENT, PRODUCT, VALUE, Instructions, evaluate
 
-__all__ = ["Counts", "Point", "Points"]
+__all__ = ["Counts", "LimitReached", "Point", "Points"]
 
 # A line search may accept a point that isn't the last one it tried.
 _REMEMBERED = 4
+_NAMES = {VALUE: "value", GRADIENT: "gradient", BOTH: "both"}
+
+
+class LimitReached(Exception):
+    """Leave a method that wants one more evaluation than `maxfun`, from wherever it is."""
 
 
 class Counts(dict):
@@ -24,6 +30,11 @@ class Counts(dict):
     def of_objective(self) -> int:
         """Number of evaluations of the objective, with its gradient or without."""
         return self["value"] + self["both"]
+
+    @property
+    def of_gradient(self) -> int:
+        """Number of evaluations of the gradient, with the objective or without."""
+        return self["gradient"] + self["both"]
 
 
 class Point:
@@ -39,7 +50,14 @@ class Point:
     @property
     def gradient_norm(self) -> float:
         """Return the gradient's largest absolute entry; NaN where it isn't known."""
-        return math.nan if self.gradient is None else float(np.max(np.abs(self.gradient), initial=0.0))
+        if self.gradient is None:
+            return math.nan
+        return float(max(self.gradient.max(initial=0.0), -self.gradient.min(initial=0.0)))
+
+    def lies_at(self, x: np.ndarray) -> bool:
+        """Return whether this is the point x."""
+        mine, other = self.x.view(np.int64), x.view(np.int64)  # NaN too is the same where the bits are
+        return np.array_equal(mine[:1], other[:1]) and np.array_equal(mine, other)  # most differ in every entry
 
 
 class Points:
@@ -51,6 +69,18 @@ class Points:
     instructions : Instructions
     together : bool
         Whether the method always wants the gradient where it wants the value.
+
+    Attributes
+    ----------
+    counts : Counts
+    maxfun : float or None
+        Most evaluations of the objective; the first is made in any case.
+    excess : callable or None
+        ``excess(x)`` says how far x violates bounds and constraints; 0 where it doesn't.
+    best : Point or None
+        Where the objective was finite and lowest, among those that violate least.
+    iterate : Point or None
+        Remembered as long as it is the last iterate, to which methods come back at their end.
     """
 
     def __init__(self, evaluation: Evaluation, instructions: Instructions, together: bool):
@@ -59,6 +89,22 @@ class Points:
         self._last_valued: Point | None = None
         self._recent: deque[Point] = deque(maxlen=_REMEMBERED)
         self.counts = Counts(value=0, gradient=0, both=0, product=0)
+        self.maxfun: float | None = None
+        self.excess: Callable[[np.ndarray], float] | None = None
+        self.best: Point | None = None
+        self.iterate: Point | None = None
+        self._least = math.inf
+
+    @property
+    def exhausted(self) -> bool:
+        """Return whether no further evaluation of the objective is allowed."""
+        return self.maxfun is not None and self.counts.of_objective >= max(self.maxfun, 1)
+
+    @property
+    def broken(self) -> bool:
+        """Return whether anything wasn't finite at the last points."""
+        known = [thing for point in self._recent for thing in (point.value, point.gradient) if thing is not None]
+        return not all(np.all(np.isfinite(thing)) for thing in known)
 
     def value(self, x: np.ndarray) -> float:
         """Return the objective at x, shape (n,)."""
@@ -82,17 +128,29 @@ class Points:
 
     def at(self, x: np.ndarray) -> Point:
         """Return what is known at x."""
-        for point in reversed(self._recent):
-            if np.array_equal(point.x, x):
+        x = np.ascontiguousarray(x, dtype=float)
+        for point in (*reversed(self._recent), self.best, self.iterate):
+            if point is not None and point.lies_at(x):
                 return point
-        self._recent.append(Point(np.asarray(x, dtype=float)))
+        self._recent.append(Point(x))
         return self._recent[-1]
 
     def _ask(self, kind: int, point: Point) -> None:
-        value, gradient = self._carry_out(kind, {VALUE: "value", GRADIENT: "gradient", BOTH: "both"}[kind], point.x)
+        if kind != GRADIENT and self.exhausted:
+            raise LimitReached(f"{self.counts.of_objective} evaluations are done")
+        value, gradient = self._carry_out(kind, _NAMES[kind], point.x)
         self._last_valued = point if kind == VALUE else None
-        point.value = point.value if value is None else value
         point.gradient = point.gradient if gradient is None else gradient
+        if value is not None and point.value is None:
+            point.value = value
+            self._compare(point)
+
+    def _compare(self, point: Point) -> None:
+        if not math.isfinite(point.value):  # type: ignore[arg-type]
+            return
+        excess = 0.0 if self.excess is None else self.excess(point.x)
+        if self.best is None or (excess, point.value) < (self._least, self.best.value):
+            self.best, self._least = point, excess
 
     def _carry_out(self, kind: int, name: str, x: np.ndarray, direction: np.ndarray | None = None) -> Any:
         self._evaluation.raise_if_ended()  # the other ranks don't listen any more

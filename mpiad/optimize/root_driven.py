@@ -9,10 +9,11 @@ import scipy
 from mpiad._typing import Tree
 from mpiad.optimize.agreement import Agreement
 from mpiad.optimize.evaluation import Evaluation, Program
+from mpiad.optimize.methods import Method
 from mpiad.optimize.points import Points
 from mpiad.optimize.protocol import FINISH, Instructions, Refusal, serve
 from mpiad.optimize.result import finished, outcome_of
-from mpiad.optimize.scipy_methods import Method, Wishes, drive
+from mpiad.optimize.scipy_methods import Wishes, drive
 from mpiad.optimize.variables import Packing
 from mpiad.progress_line import ProgressLine
 from mpiad.transport import Channel
@@ -40,8 +41,6 @@ class RootDriven:
     """
 
     def __init__(self, used: Channel, program: Program, start: Tree):
-        if program.jac is False:
-            program = program._replace(jac=None)
         self._start, self._packing = start, Packing(start)
         self._used, self._comm = used, used.derive()
         self._leads = used.rank == program.root

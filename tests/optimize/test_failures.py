@@ -175,9 +175,9 @@ def test_wrong_gradient_on_one_rank(rank: int, size: int) -> None:
 
 
 def test_mistakes_that_only_the_root_can_see() -> None:
-    with pytest.raises(ValueError, match="upper bound is less than"):
+    with pytest.raises(ValueError, match="lower bound 1.0 and upper bound 0.0"):
         minimize(bowl, np.zeros(3), bounds=[(1, 0)] * 3)
-    with pytest.raises(ValueError, match="number of bounds|length of|must match|broadcast"):
+    with pytest.raises(ValueError, match="one pair of bounds for each of the 3 variables"):
         minimize(bowl, np.zeros(3), bounds=[(0, 1)] * 2)
     assert minimize(bowl, np.zeros(3)).success
 
@@ -257,7 +257,7 @@ def test_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     minimize(bowl, np.zeros(3))
     with pytest.raises(WorkerError):
         minimize(lambda x: sys.exit(1), np.zeros(3))
-    with pytest.raises(ValueError, match="upper bound"):
+    with pytest.raises(ValueError, match="nothing between"):
         minimize(bowl, np.zeros(3), bounds=[(1, 0)] * 3)
     assert len(solves) == 3 and all(solve._comm == MPI.COMM_NULL for solve in solves)
     assert threading.active_count() == before

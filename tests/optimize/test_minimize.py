@@ -39,7 +39,7 @@ def serial(method: str, x0: np.ndarray, **keywords: Any) -> scipy.optimize.Optim
 
 
 def limit(method: str) -> dict[str, int]:
-    return {"maxfun" if method == "TNC" else "maxiter": 40}
+    return {"maxfun": 400} if method == "TNC" else {"maxiter": 40}
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -151,11 +151,17 @@ def test_tolerance_and_options_are_passed_on(rank: int) -> None:
 def test_history() -> None:
     x0 = np.linspace(-1.0, 1.5, 6)
     for method in ("L-BFGS", "SLSQP"):
-        result = minimize(rosenbrock, x0, method=method, options={"maxiter": 5})
-        loss, norm, evaluations, seconds = result.history
-        assert len(loss) == len(norm) == len(evaluations) == len(seconds) == result.nit + 1
+        iterates = [x0]
+        result = minimize(
+            rosenbrock, x0, method=method, options={"maxiter": 5}, callback=lambda x, to=iterates: to.append(x)
+        )
+        loss, norm, step, evaluations, seconds = result.history
+        assert len(loss) == len(norm) == len(step) == len(evaluations) == len(seconds) == result.nit + 1
         assert loss[0] == rosenbrock(x0) and evaluations[0] == 1
         assert norm[0] == np.abs(autograd.grad(rosenbrock)(x0)).max()
+        if len(iterates) > 1:  # on the root
+            np.testing.assert_allclose(step[1:], np.linalg.norm(np.diff(iterates, axis=0), axis=1), rtol=1e-12)
+        assert step[0] == 0.0 and (step[1:] > 0.0).all()
         assert (np.diff(seconds) >= 0).all() and (np.diff(evaluations) >= 0).all()
     result = minimize(rosenbrock, x0)
     assert result.history.loss[-1] == result.fun and result.history.evaluations[-1] == result.nfev

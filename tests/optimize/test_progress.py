@@ -21,7 +21,7 @@ class Terminal(io.StringIO):
 
 
 def rows(count: int) -> list[Row]:
-    return [Row(k, 1.0 / (k + 1), 0.1, k + 1, 0.5 * k) for k in range(count)]
+    return [Row(k, 1.0 / (k + 1), 0.1, 0.2, k + 1, 0.5 * k) for k in range(count)]
 
 
 def test_terminal_line_is_written_over() -> None:

@@ -32,6 +32,10 @@ class Box:
     def __init__(self, low: np.ndarray, high: np.ndarray):
         self._low, self._high = low, high
 
+    def excess(self, x: np.ndarray) -> float:
+        """Return how far x lies outside, at most."""
+        return float(max(np.max(self._low - x, initial=0.0), np.max(x - self._high, initial=0.0)))
+
     def project(self, x: np.ndarray, part: slice = slice(None)) -> bool:
         """Move a part of x into its bounds, in place; return whether any variable moved."""
         moved = bool(np.any(x < self._low[part]) or np.any(x > self._high[part]))
@@ -77,7 +81,7 @@ def box_of(bounds: Any, size: int) -> Box | None:
         low, high = np.broadcast_to(low, size).copy(), np.broadcast_to(high, size).copy()
     except ValueError:
         raise ValueError(
-            f"minimize: expected one pair of bounds for each of the {size} variables of this rank's piece, but got "
+            f"minimize: expected one pair of bounds for each of the {size} variables, but got "
             f"{low.size} lower and {high.size} upper bounds."
         ) from None
     wrong = np.flatnonzero(~(low <= high))

@@ -107,6 +107,7 @@ class Descent:
             trial = self._trials.along(here, self._direction, line.step)
             if not self._bounded:
                 trial.predicted, trial.met = trial.step * slope, trial.step * trial.slope
+                trial.length = trial.step * self._memory.reach
             if not trial.finite:
                 self._trials.release(trial)
                 line.back_away()

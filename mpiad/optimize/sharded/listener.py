@@ -42,7 +42,7 @@ class Listener:
 
     def note(self, point: Point, evaluations: int) -> Row:
         """Add a row to the history."""
-        row = self.record.add(point, evaluations)
+        row = self.record.add(point, evaluations, point.length)
         if self._progress is not None:
             self._progress.show(line_of(row))
         return row

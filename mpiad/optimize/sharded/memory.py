@@ -30,6 +30,11 @@ class Memory:
     box : Box or None
         With bounds, products are taken over the free variables, anew in each iteration.
     totals : Totals
+
+    Attributes
+    ----------
+    reach : float
+        Length of the direction, over all ranks, where there are no bounds.
     """
 
     def __init__(self, size: int, maxcor: int, box: Box | None, totals: Totals):
@@ -39,6 +44,7 @@ class Memory:
         self._products = np.zeros((2 * maxcor, 2 * maxcor))  # on the root
         self._pairs: list[int] = []
         self._coefficients = np.zeros(1)
+        self.reach = 0.0
 
     @property
     def empty(self) -> bool:
@@ -71,8 +77,8 @@ class Memory:
             return self._decide(sums[: products.size].reshape(products.shape), sums[products.size :], place)
 
         # Every rank knows the pairs, so it knows how many coefficients come.
-        decision = self._totals.decided(parts, 2 * self._filled + 4, decide)
-        self._coefficients = decision[:-3]
+        decision = self._totals.decided(parts, 2 * self._filled + 5, decide)
+        self._coefficients, self.reach = decision[:-4], float(decision[-4])
         return float(decision[-3]), float(decision[-2]), bool(decision[-1])
 
     @property
@@ -112,7 +118,7 @@ class Memory:
         return products, extra
 
     def _decide(self, products: np.ndarray, others: np.ndarray, place: int) -> np.ndarray:
-        """Return what the root tells: the coefficients, the slope, the gradient's length, whether to stop."""
+        """Return what the root tells: the coefficients, the direction's length, its slope, the gradient's length, stop."""
         count = len(products)
         if self._box is not None:
             self._products[:count, :count] = products[:, :-1]
@@ -124,7 +130,10 @@ class Memory:
         coefficients, slope = combination(
             self._products[:count, :count], products[:, -1], float(square), self._pairs
         )
-        return np.concatenate([coefficients, [slope + of_held, np.sqrt(square), stop]])
+        own, of_gradient = coefficients[:-1], coefficients[-1]
+        reach = own @ (self._products[:count, :count] @ own + 2.0 * of_gradient * products[:, -1])
+        reach = np.sqrt(max(reach + of_gradient**2 * square, 0.0))
+        return np.concatenate([coefficients, [reach, slope + of_held, np.sqrt(square), stop]])
 
     def direction(self, at: Point, out: np.ndarray) -> None:
         """Write the direction at a point, for which `update` was called last, shape (n,)."""

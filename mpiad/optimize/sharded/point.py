@@ -26,11 +26,13 @@ class Point:
         Whether a bound stopped any variable on the way.
     step : float
         Along that direction.
+    length : float
+        Of the way from the point before, over all ranks.
     predicted, met : float
         Where a bound may have stopped variables: the step times the gradient before, and times the gradient here.
     """
 
-    __slots__ = ("clipped", "finite", "gradient", "met", "norm", "predicted", "slope", "step", "value", "x")
+    __slots__ = ("clipped", "finite", "gradient", "length", "met", "norm", "predicted", "slope", "step", "value", "x")
 
     def __init__(self, x: np.ndarray):
         self.x = x
@@ -38,6 +40,7 @@ class Point:
         self.value = self.norm = self.slope = math.nan
         self.predicted = self.met = self.step = math.nan
         self.finite, self.clipped = False, False
+        self.length = 0.0
 
     @property
     def gradient_norm(self) -> float:

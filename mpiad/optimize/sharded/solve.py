@@ -62,8 +62,6 @@ class Sharded:
     """
 
     def __init__(self, used: Channel, program: Program, piece: Piece):
-        if program.jac is False:
-            program = program._replace(jac=None)
         self._piece, self._used, self._comm = piece, used, used.derive()
         self._totals = Totals(self._comm, program.root)
         self.agreement = Agreement(self._comm)

@@ -60,7 +60,7 @@ class Trials:
     def _evaluated(self, point: Point, here: Point | None, direction: np.ndarray | None) -> Point:
         self.count += 1
         value, point.gradient = self._evaluation.both(point.x)  # type: ignore[assignment]
-        terms, largest = [0.0, 0.0, 0.0], 0.0
+        terms, largest = [0.0, 0.0, 0.0, 0.0], 0.0
         for part in blocks(point.x.size):
             largest = max(largest, self._largest(point, part))
             if here is not None:
@@ -68,8 +68,8 @@ class Trials:
                 terms = [term + product for term, product in zip(terms, products)]
         broken = not math.isfinite(largest)
         numbers = self._totals.of(terms, [0.0 if broken else largest, broken, point.clipped], [value])
-        point.slope, point.predicted, point.met, point.norm, any_broken, clipped, point.value = numbers
-        point.clipped = bool(clipped)
+        point.slope, point.predicted, point.met, square, point.norm, any_broken, clipped, point.value = numbers
+        point.clipped, point.length = bool(clipped), math.sqrt(square)
         point.finite = not any_broken and math.isfinite(point.value) and math.isfinite(point.slope)
         return point
 
@@ -81,10 +81,11 @@ class Trials:
             return math.inf
         return size if self._box is None else float(np.max(np.abs(self._box.way(point.x[part], gradient, part))))
 
-    def _products(self, point: Point, here: Point, direction: np.ndarray, part: slice) -> tuple[float, float, float]:
+    def _products(self, point: Point, here: Point, direction: np.ndarray, part: slice) -> tuple[float, float, float, float]:
         gradient = point.gradient[part]
         if self._box is None:
-            return float(gradient @ direction), 0.0, 0.0
+            return float(gradient @ direction), 0.0, 0.0, 0.0
         moved = point.x[part] - here.x[part]
         inside = self._box.inside(point.x[part], part)
-        return float(gradient @ (direction * inside)), float(here.gradient[part] @ moved), float(gradient @ moved)
+        slope, square = float(gradient @ (direction * inside)), float(moved @ moved)
+        return slope, float(here.gradient[part] @ moved), float(gradient @ moved), square

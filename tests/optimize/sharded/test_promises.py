@@ -46,6 +46,16 @@ def test_limit_of_iterations() -> None:
     assert np.all(np.diff(result.history.loss) < 0.0)
 
 
+@pytest.mark.parametrize("bounded", [False, True])
+def test_history_has_the_length_of_each_step(bounded: bool, rank: int) -> None:
+    iterates = [np.array([-1.2, 1.0])]
+    bounds = [(-2.0, 0.5), (-2.0, 2.0)] if bounded and rank == 0 else None
+    result = solve(callback=iterates.append, bounds=bounds, options={"maxiter": 12})
+    whole = np.concatenate(MPI.COMM_WORLD.allgather(np.array(iterates)), axis=1)
+    expected = np.linalg.norm(np.diff(whole, axis=0), axis=1)
+    np.testing.assert_allclose(result.history.step, [0.0, *expected], rtol=1e-8)
+
+
 @pytest.mark.parametrize("whole", [False, True])
 def test_callback_of_one_rank_stops_everywhere(whole: bool, rank: int, size: int) -> None:
     seen = []

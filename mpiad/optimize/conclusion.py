@@ -1,0 +1,101 @@
+"""What is reported of a solve on the root: SciPy's result, corrected where it claims more than was seen.
+
+SciPy's methods report the point that they were at. Where the objective isn't finite there, or was lower at a point that
+the line search went past, that point is given instead, and success isn't claimed.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+
+import numpy as np
+import scipy
+
+from mpiad.optimize.points import Point, Points
+
+__all__ = ["broken_off", "concluded", "limited", "stopped"]
+
+# Values that differ by less are equal but for rounding.
+_ROUNDING = 4.0 * sys.float_info.epsilon
+
+
+def stopped(points: Points, iterations: int) -> scipy.optimize.OptimizeResult:
+    """Return the result after a callback's StopIteration, which some of SciPy's methods let pass."""
+    return _result(points.iterate, points, iterations, 99, "`callback` raised `StopIteration`.")
+
+
+def limited(points: Points, iterations: int) -> scipy.optimize.OptimizeResult:
+    """Return the result where the method wanted more evaluations than `maxfun`."""
+    message = (
+        f"STOP: maxfun={points.maxfun:.0f} evaluations of the objective are done. Raise options['maxfun'], or accept "
+        f"x, the best point so far."
+    )
+    return _result(points.best or points.iterate, points, iterations, 1, message)
+
+
+def broken_off(error: ValueError, points: Points, iterations: int) -> scipy.optimize.OptimizeResult:
+    """Return the result where SciPy raises, since it can't go on from what isn't finite."""
+    message = f"ABNORMAL: the objective or its gradient isn't finite where the method has come, which raised {error!r}."
+    return _result(points.best or points.iterate, points, iterations, 3, message)
+
+
+def _result(
+    point: Point | None, points: Points, iterations: int, status: int, message: str
+) -> scipy.optimize.OptimizeResult:
+    x, value, gradient = point.x, point.value, point.gradient  # type: ignore[union-attr]
+    result = scipy.optimize.OptimizeResult(
+        x=x.copy(), fun=value, jac=_known(gradient, x), nit=iterations, nfev=points.counts.of_objective,
+        njev=points.counts.of_gradient, success=False, status=status, message=message,
+    )
+    if points.counts["product"]:
+        result.nhev = points.counts["product"]
+    return result
+
+
+def _known(gradient: np.ndarray | None, x: np.ndarray) -> np.ndarray:
+    return np.full_like(x, np.nan) if gradient is None else gradient.copy()
+
+
+def concluded(
+    result: scipy.optimize.OptimizeResult, points: Points, constrained: bool
+) -> scipy.optimize.OptimizeResult:
+    """Correct a result that isn't the best that was seen, or isn't finite.
+
+    Parameters
+    ----------
+    result : scipy.optimize.OptimizeResult
+        SciPy's; changed in place.
+    points : Points
+    constrained : bool
+        Whether there are constraints: the last iterate of a finite value then stays, since a lower one may violate them.
+    """
+    if points.maxfun is not None:  # SciPy counts what the root remembered
+        result.nfev = min(result.nfev, points.counts.of_objective)
+    best, value, gradient = points.best, float(result.fun), _gradient(result)
+    if best is None:
+        result.success = False
+        result.message = "ABNORMAL: the objective was finite nowhere. Start where it is."
+        result.status = result.status or 3
+    elif not math.isfinite(value):
+        _move(result, best, f"x is the best point that was met, since the objective is {value} where the method ended.")
+    elif not constrained and value - best.value > _ROUNDING * abs(value):  # type: ignore[operator]
+        converged = result.success and best.gradient_norm <= np.max(np.abs(gradient), initial=0.0)
+        _move(result, best, f"x is the best point that was met, since the method ended higher, at {value}.", converged)
+    elif result.success and not np.all(np.isfinite(gradient)):
+        result.success, result.status = False, 3
+        result.message = f"ABNORMAL: the gradient isn't finite at x. SciPy's message: {result.message}"
+    return result
+
+
+def _gradient(result: scipy.optimize.OptimizeResult) -> np.ndarray:
+    # "trust-constr" calls the gradient grad, and the constraints' Jacobians jac.
+    return np.asarray(result["grad"] if "grad" in result else result.get("jac", np.zeros(0)))
+
+
+def _move(result: scipy.optimize.OptimizeResult, best: Point, reason: str, success: bool = False) -> None:
+    result.x, result.fun = best.x.copy(), best.value
+    result["grad" if "grad" in result else "jac"] = _known(best.gradient, best.x)
+    if result.success and not success:
+        result.success, result.status = False, 2
+    result.message = f"{result.message} But {reason}"

@@ -1,0 +1,182 @@
+"""What the root-driven methods never do: evaluate more than allowed or twice, or claim more than was seen."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import autograd.numpy as anp
+import numpy as np
+import pytest
+import scipy.optimize
+from known_problems import PROBLEMS
+
+from mpiad.optimize import minimize
+from mpiad.optimize.conclusion import concluded
+from mpiad.optimize.points import Point
+
+METHODS = ["L-BFGS", "BFGS", "CG", "TNC", "SLSQP", "Newton-CG", "trust-ncg", "trust-krylov", "trust-constr"]
+VALLEY = PROBLEMS["rosenbrock-10"]
+
+
+def noted(fun: Callable[[Any], Any], points: list[bytes], values: list[float]) -> Callable[[Any], Any]:
+    """Return a function that notes where it is called, and what it returns."""
+
+    def noting(x: Any) -> Any:
+        value = fun(x)
+        plain = value
+        while hasattr(plain, "_value"):
+            plain, x = plain._value, getattr(x, "_value", x)
+        points.append(np.asarray(x).tobytes())
+        values.append(float(plain))
+        return value
+
+    return noting
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2, 7, 23])
+@pytest.mark.parametrize("method", METHODS)
+def test_maxfun_is_a_hard_cap(method: str, limit: int) -> None:
+    points: list[bytes] = []
+    values: list[float] = []
+    fun = noted(VALLEY.fun, points, values)
+    result = minimize(fun, VALLEY.start, method=method, objective="mean", options={"maxfun": limit}, hessp=_no_curvature)
+    assert len(values) == result.nfev == max(limit, 1)
+    assert not result.success and result.status != 0
+    assert result.fun == min(values) and np.array_equal(result.x, np.frombuffer(points[values.index(min(values))]))
+    assert f"maxfun={limit}" in result.message or method in ("L-BFGS", "TNC")
+    assert len(result.history.loss) == result.nit + 1
+
+
+def _no_curvature(x: Any, v: Any) -> Any:
+    return 200.0 * v
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_no_point_is_evaluated_twice(method: str) -> None:
+    problems = ("rosenbrock-2", "wood", "beale")
+    for name in problems:
+        fun, start, _ = PROBLEMS[name]
+        points: list[bytes] = []
+        result = minimize(
+            noted(fun, points, []), start, method=method, objective="mean", hessp=_no_curvature, options={"maxfun": 60}
+        )
+        # One pass gives the value, and the gradient where it is asked for: no point comes again for it.
+        assert len(set(points)) == len(points) == result.evaluations["value"] + result.evaluations["both"]
+        assert result.fun < result.history.loss[0]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_derivatives_apart_are_evaluated_once_too(method: str) -> None:
+    fun, start, _ = PROBLEMS["wood"]
+    values: list[bytes] = []
+    gradients: list[bytes] = []
+
+    def jac(x: np.ndarray) -> np.ndarray:
+        gradients.append(x.tobytes())
+        a, b, c, d = x
+        return np.array([
+            -400.0 * a * (b - a**2) - 2.0 * (1.0 - a), 200.0 * (b - a**2) + 20.0 * (b + d - 2.0) + 0.2 * (b - d),
+            -360.0 * c * (d - c**2) - 2.0 * (1.0 - c), 180.0 * (d - c**2) + 20.0 * (b + d - 2.0) - 0.2 * (b - d),
+        ])
+
+    minimize(noted(fun, values, []), start, method=method, objective="mean", jac=jac, hessp=_no_curvature)
+    assert len(set(values)) == len(values) and len(set(gradients)) == len(gradients)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_maxiter_returns_the_best(method: str) -> None:
+    values: list[float] = []
+    fun = noted(VALLEY.fun, [], values)
+    options = {"maxfun": 9} if method == "TNC" else {"maxiter": 4}
+    result = minimize(fun, VALLEY.start, method=method, objective="mean", options=options, hessp=_no_curvature)
+    assert not result.success and result.fun == min(values)
+
+
+BARRIERS = [(c, s, w) for c, s in ((1.0, 3.0), (100.0, 0.05)) for w in (np.nan, np.inf, -np.inf)]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("c", "start", "outside"), BARRIERS)
+def test_success_is_finite_and_the_best(
+    method: str, c: float, start: float, outside: float
+) -> None:
+    values, n = [], 8
+
+    def fun(x: np.ndarray) -> tuple[float, np.ndarray]:
+        inside = bool(np.all(x > 0.0))
+        value = np.sum(c * x - np.log(x)) if inside else outside
+        values.append(float(value))
+        return value, c - 1.0 / x if inside else np.full(n, outside)
+
+    with np.errstate(all="ignore"):
+        result = minimize(
+            fun, np.full(n, start), method=method, jac=True, objective="mean", options={"maxfun": 200},
+            hessp=lambda x, v: v / np.maximum(x, 1e-3) ** 2,
+        )
+    lowest = min(value for value in values if np.isfinite(value))
+    assert np.isfinite(result.fun) and result.fun - lowest <= 1e-15 * abs(lowest)
+    if result.success:
+        assert np.isfinite(result.jac if method != "trust-constr" else result.grad).all()
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_start_that_is_not_finite(method: str, value: float, rank: int, size: int) -> None:
+    def fun(x: Any) -> Any:
+        return anp.sum(x) * (value if rank == size - 1 else 1.0)
+
+    with np.errstate(all="ignore"):
+        result = minimize(fun, np.ones(3), method=method, objective="sum", options={"maxfun": 20}, hessp=_no_curvature)
+    assert not result.success and result.status != 0 and "finite" in result.message
+    start = np.full(3, np.nan)
+    with np.errstate(all="ignore"):
+        result = minimize(lambda x: anp.sum(x**2), start, method=method, options={"maxfun": 20}, hessp=_no_curvature)
+    assert not result.success and "finite" in result.message
+
+
+class Seen:
+    """Stands for the root's points."""
+
+    maxfun = None
+
+    def __init__(self, value: float, gradient: float | None):
+        self.best = Point(np.array([1.0, 2.0]))
+        self.best.value = value
+        self.best.gradient = None if gradient is None else np.array([gradient, 0.0])
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize(("best", "gradient", "moved", "success"), [
+    (1.0, 1e-9, True, True),  # as flat there as where the method has ended
+    (1.0, 1e-3, True, False),
+    (1.0, None, True, False),
+    (3.0, 0.0, False, True),
+    (3.0 * (1.0 - 1e-16), 1e-3, False, True),
+])
+def test_a_lower_point_that_was_seen_replaces_the_end(
+    best: float, gradient: float | None, moved: bool, success: bool
+) -> None:
+    ended = scipy.optimize.OptimizeResult(
+        x=np.zeros(2), fun=3.0, jac=np.full(2, 1e-8), success=True, status=0, message="Fine."
+    )
+    result = concluded(ended, Seen(best, gradient), constrained=False)  # type: ignore[arg-type]
+    assert result.success == success and (result.status == 0) == success
+    assert np.array_equal(result.x, [1.0, 2.0] if moved else [0.0, 0.0])
+    assert result.fun == (best if moved else 3.0) and ("best point" in result.message) == moved
+    assert np.isnan(result.jac).all() == (moved and gradient is None)
+
+
+def test_waiting_ranks_leave_their_cores(rank: int) -> None:
+    used = []
+
+    def callback(x: Any) -> None:
+        time.sleep(1.5)
+        raise StopIteration
+
+    before = time.thread_time()
+    minimize(lambda x: anp.sum((x - 2.0) ** 2), np.zeros(3), objective="mean", callback=callback)
+    used.append(time.thread_time() - before)
+    assert used[0] < 0.4, (os.getpid(), used)  # a rank that polls takes 1.5 s
