@@ -22,9 +22,9 @@ def modes(ndim, periodic, boundary):
 
 
 class Exchange:
-    """The exchange of all ranks, as places in the whole grid: -1 where a value was filled in."""
+    """The exchange of all ranks, as places in the whole grid: -1 where a value was filled in, -2 in corners left out."""
 
-    def __init__(self, shape, dims, halo, periodic, boundary):
+    def __init__(self, shape, dims, halo, periodic, boundary, corners=True):
         ndim = len(shape)
         self.shape, self.size = shape, int(np.prod(dims))
         halos = np.broadcast_to(halo, ndim)
@@ -36,11 +36,15 @@ class Exchange:
         self.places = []
         for rank in range(self.size):
             cells = owned(shape, dims, rank)
-            self.places.append(places[tuple(slice(c.start, c.stop + 2 * h) for c, h in zip(cells, halos))])
+            block = places[tuple(slice(c.start, c.stop + 2 * h) for c, h in zip(cells, halos))].copy()
+            if not corners:
+                sides = [(i < h) | (i >= n - h) for i, n, h in zip(np.indices(block.shape), block.shape, halos)]
+                block[np.sum(sides, axis=0) > 1] = -2
+            self.places.append(block)
 
     def __call__(self, u, value=0.0):
         """Return every rank's block with its halo."""
-        return [np.where(p < 0, value, u.ravel()[p]) for p in self.places]
+        return [np.where(p < 0, np.where(p == -1, value, 0), u.ravel()[p]) for p in self.places]
 
     def adjoint(self, padded):
         """Return the cotangent of the whole grid, of all ranks' cotangents of their blocks with halo."""

@@ -3,12 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpiad._typing import LocalArray, Shape
+from mpiad.domain.layout import per_dimension
 
-__all__ = ["points_along", "spacing_of"]
+__all__ = ["Lattice", "lattice_of", "points_along"]
+
+
+class Lattice(NamedTuple):
+    """Where the cells of a grid lie.
+
+    Parameters
+    ----------
+    firsts : list of float
+        Coordinate of cell 0 along each dimension.
+    steps : list of float
+        Distance from one cell to the next.
+    """
+
+    firsts: list[float]
+    steps: list[float]
+
+
+def lattice_of(
+    shape: Shape, periodic: tuple[bool, ...], spacing: Any, origin: Any, extent: Any, centred: bool
+) -> Lattice:
+    """Return where cells lie, from the arguments of `Domain.coordinates`.
+
+    Raises
+    ------
+    ValueError
+        Where an argument has another number of entries than the grid has dimensions, or an extent has no length.
+    """
+    if extent is not None:
+        return Lattice(*spacing_of(shape, periodic, extent, centred))
+    ndim = len(shape)
+    steps = [float(h) for h in per_dimension(spacing, ndim, "spacing")]
+    return Lattice([float(x) + centred * h / 2 for x, h in zip(per_dimension(origin, ndim, "origin"), steps)], steps)
 
 
 def spacing_of(

@@ -10,6 +10,8 @@ import itertools
 import math
 from dataclasses import dataclass
 
+import numpy as np
+
 from mpiad._typing import Rank, Shape
 
 __all__ = ["Partition", "choose_dims"]
@@ -62,6 +64,16 @@ class Partition:
     def block(self, rank: Rank) -> tuple[slice, ...]:
         """Return the cells that a rank owns, as slices of the grid."""
         return tuple(slice(*_bounds(n, p, i)) for n, p, i in zip(self.shape, self.dims, self.position(rank)))
+
+    def owners(self, cells: np.ndarray) -> np.ndarray:
+        """Return the ranks that own cells, from an array of shape (..., dimensions) of indices of the grid."""
+        number = np.zeros(cells.shape[:-1], np.intp)
+        for axis, (n, p) in enumerate(zip(self.shape, self.dims)):
+            share, longer = divmod(n, p)
+            along, first_short = cells[..., axis], longer * (share + 1)
+            part = np.where(along < first_short, along // (share + 1), longer + (along - first_short) // share)
+            number = number * p + part
+        return number
 
     def smallest(self) -> Shape:
         """Return the length of the shortest block along each dimension."""

@@ -54,6 +54,19 @@ def test_norm_of_nothing_has_a_derivative():
     assert value == 0 and not gradient.any()
 
 
+def test_extrema(rank_rng):
+    # Both ends of u³, each reached in one cell; and a tie of all cells, which the ranks share.
+    domain = Domain(SHAPE)
+    (u,) = fields(rank_rng, 1)
+    mine = domain.owned
+    assert domain.max(u[mine]) == u.max() and domain.min(u[mine]) == u.min()
+    expected = np.where(u == u.max(), 3 * u**2, 0) + np.where(u == u.min(), 6 * u**2, 0)
+    gradient = mpiad.grad(lambda x: domain.max(x**3) + 2 * domain.min(x**3))(u[mine])
+    np.testing.assert_allclose(gradient, expected[mine], 1e-12)
+    tie = mpiad.grad(domain.max)(np.ones(domain.local_shape))
+    np.testing.assert_allclose(domain.sum(tie), 1.0, 1e-12)
+
+
 def test_blocks_with_halo_are_refused():
     domain = Domain(SHAPE)
     padded = np.ones(domain.padded_shape)

@@ -1,0 +1,132 @@
+"""Points between cells: where they are, and the values of a field there, linear along each dimension.
+
+Written with differentiable functions of the positions: within a cell the value is a polynomial of them, and from cell to
+cell it is continuous.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+import autograd.numpy as anp
+import numpy as np
+from autograd.tracer import isbox
+
+from mpiad._typing import Array, LocalArray, Rank
+from mpiad.domain.coordinates import Lattice
+from mpiad.domain.partition import Partition
+from mpiad.primitives import stop
+
+__all__ = ["Location", "interpolated", "located"]
+
+_ROUNDING = 1e-9  # in cells: points at the very end of the grid, computed by other ways, are inside
+
+
+class Location(NamedTuple):
+    """Where points are.
+
+    Parameters
+    ----------
+    owner : int array of shape (...)
+        The rank that owns the cell.
+    cell : int array of shape (..., dimensions)
+        The cell before the point along each dimension, as index of the whole grid.
+    fraction : array of shape (..., dimensions)
+        The way from there to the next cell, from 0 to 1.
+    """
+
+    owner: Array
+    cell: Array
+    fraction: Array
+
+
+def located(points: Array, lattice: Lattice, partition: Partition, call: str) -> Location:
+    """Return where points are.
+
+    Raises
+    ------
+    TypeError
+        Where points aren't numbers.
+    ValueError
+        Where they have another number of coordinates than the grid, or one lies outside.
+    """
+    ndim, plain = len(partition.shape), np.asarray(stop(points))
+    if plain.dtype.kind not in "fiu":
+        raise TypeError(f"{call}: points must be an array of numbers, but got {type(points).__name__} of {plain.dtype}.")
+    if plain.shape[-1:] != (ndim,):
+        raise ValueError(
+            f"{call}: points must have shape (..., {ndim}), one coordinate for each dimension of the grid, but have "
+            f"{plain.shape}."
+        )
+    firsts, steps = np.array(lattice.firsts), np.array(lattice.steps)
+    place = ((points if isbox(points) else plain) - firsts) / steps  # in cells, from cell 0
+    _require_inside(plain, np.asarray(stop(place)), lattice, partition, call)
+    base = np.floor(np.asarray(stop(place))).astype(np.intp)
+    last = np.maximum(np.array(partition.shape) - 2, 0)
+    base = np.where(np.array(partition.periodic), base, np.clip(base, 0, last))
+    fraction = place - base
+    cell = base % np.array(partition.shape)
+    return Location(partition.owners(cell), cell, fraction)
+
+
+def _require_inside(
+    points: np.ndarray, place: np.ndarray, lattice: Lattice, partition: Partition, call: str
+) -> None:
+    last = np.array(partition.shape) - 1
+    inside = np.array(partition.periodic) & np.isfinite(place)
+    # Written so that NaN is outside.
+    outside = ~(inside | ((place >= -_ROUNDING) & (place <= last + _ROUNDING)))
+    if not outside.any():
+        return
+    *which, axis = np.argwhere(outside)[0].tolist()
+    first, step = lattice.firsts[axis], lattice.steps[axis]
+    point = tuple(points[tuple(which)].tolist())
+    raise ValueError(
+        f"{call}: point {which[0] if len(which) == 1 else tuple(which)} at {point} is outside of the grid along dimension "
+        f"{axis}, whose {partition.shape[axis]} cells lie from {first:g} to {first + step * int(last[axis]):g}"
+        f"{' (periodic, but the coordinate is not finite)' if partition.periodic[axis] else ''}. "
+        f"{int(outside.any(axis=-1).sum())} of {max(1, points.size // points.shape[-1])} points are outside."
+    )
+
+
+def interpolated(padded: LocalArray, where: Location, rank: Rank, starts: np.ndarray) -> LocalArray:
+    """Return a field's values at this rank's points, zeros at those of others.
+
+    Parameters
+    ----------
+    padded : array of shape (..., *padded)
+        This rank's block with the cells after it.
+    where : Location
+        Of points of shape (p...,).
+    rank : int
+    starts : int array of shape (dimensions,)
+        Cell of the whole grid that is the first of `padded`.
+
+    Returns
+    -------
+    array of shape (..., p...)
+    """
+    ndim, shape = len(starts), where.owner.shape
+    mine = np.flatnonzero(where.owner.reshape(-1) == rank)
+    corner = (where.cell.reshape(-1, ndim)[mine] - starts).T
+    fraction = anp.reshape(where.fraction, (-1, ndim))[mine]
+    if padded.dtype in (np.float32, np.complex64):
+        fraction = fraction.astype(np.float32)  # the field keeps its precision
+    values = 0.0
+    for step in itertools.product((0, 1), repeat=ndim):
+        weight = 1.0
+        for axis, s in enumerate(step):
+            weight = weight * (fraction[:, axis] if s else 1.0 - fraction[:, axis])
+        values = values + padded[(..., *(corner + np.array(step)[:, None]))] * weight
+    lead = padded.shape[: padded.ndim - ndim]
+    return anp.reshape(_spread(values, mine, where.owner.size), lead + shape)
+
+
+def _spread(values: LocalArray, mine: np.ndarray, count: int) -> LocalArray:
+    """Return values at their places among `count`, zeros at the others."""
+    if mine.size == count:
+        return values
+    others = np.setdiff1d(np.arange(count), mine)
+    zeros = np.zeros((*values.shape[:-1], others.size), values.dtype)
+    return anp.concatenate([values, zeros], axis=-1)[..., np.argsort(np.concatenate([mine, others]))]

@@ -1,0 +1,182 @@
+"""Which cells travel to whom: the plan of an exchange, in stages that follow one another.
+
+Three schemes fill the same halo. In turn: one dimension after the other, the layers of each holding the halo of those
+before, so that corners arrive in two or three stages without messages of their own: at most six messages. Together: all
+neighbours at once, diagonal ones too: one stage of at most 26 messages, all of which travel while the rank computes.
+Faces: at once, without the corners, for stencils that are stars.
+
+What a rank needs of another in one stage travels in one message, also where it lies on both sides (two ranks on a
+periodic dimension).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple, TypeAlias
+
+from mpiad._typing import Rank, Shape
+from mpiad.domain.partition import Partition
+
+__all__ = ["FACES", "IN_TURN", "TOGETHER", "Geometry", "Index", "Route", "Stage", "plan"]
+
+IN_TURN, TOGETHER, FACES = "in turn", "together", "faces"
+
+Index: TypeAlias = tuple[Any, ...]
+Step: TypeAlias = tuple[int, ...]
+"""The way to a neighbour: -1, 0 or 1 along each dimension."""
+
+
+class Route(NamedTuple):
+    """What two ranks copy of each other in one stage: one message each way.
+
+    Parameters
+    ----------
+    peer : int
+    ours : tuple of Index
+        This rank's cells that the peer copies, in the order in which they are sent.
+    ghosts : tuple of Index
+        This rank's halo cells that are copies of the peer's, in the order in which they come.
+    """
+
+    peer: Rank
+    ours: tuple[Index, ...]
+    ghosts: tuple[Index, ...]
+
+
+class Stage(NamedTuple):
+    """Copies that are made at the same time.
+
+    Parameters
+    ----------
+    routes : tuple of Route
+    here : tuple of (Index, Index)
+        Cells of this rank and the halo cells, its own too, that are copies of them.
+    beyond : tuple of (int, int, tuple of slice)
+        Physical sides that are filled afterwards, in this order: dimension, 0 or 1 for before or after, and the extent
+        of its layers along all dimensions (its own entry doesn't count).
+    empty : tuple of Index
+        Halo cells that hold zero.
+    """
+
+    routes: tuple[Route, ...]
+    here: tuple[tuple[Index, Index], ...]
+    beyond: tuple[tuple[int, int, tuple[slice, ...]], ...]
+    empty: tuple[Index, ...] = ()
+
+
+class Geometry:
+    """A block, its halo and its neighbours.
+
+    Parameters
+    ----------
+    partition : Partition
+    rank : int
+    widths : tuple of int
+        Layers of the halo on each side, for each dimension.
+
+    Attributes
+    ----------
+    shape, padded : tuple of int
+        Cells of the block, without and with its halo.
+    block : tuple of slice
+        The block within the block with its halo.
+    """
+
+    def __init__(self, partition: Partition, rank: Rank, widths: tuple[int, ...]):
+        self.partition, self.rank, self.widths = partition, rank, widths
+        self.shape: Shape = tuple(cells.stop - cells.start for cells in partition.block(rank))
+        self.padded: Shape = tuple(n + 2 * h for n, h in zip(self.shape, widths))
+        self.block = tuple(slice(h, h + n) for n, h in zip(self.shape, widths))
+        self.neighbours = partition.neighbours(rank)
+
+    def steps(self, diagonal: bool) -> Iterator[Step]:
+        """Return the ways to neighbours whose cells the halo holds: to those beside, or to the diagonal ones."""
+        for step in itertools.product(*[(-1, 0, 1) if h else (0,) for h in self.widths]):
+            moved = len(step) - step.count(0)
+            if moved > 1 if diagonal else moved == 1:
+                yield step
+
+    def neighbour(self, step: Step) -> Rank | None:
+        """Return the rank on that way, None beyond a physical side."""
+        place = self.partition.position(self.rank)
+        return self.partition.rank(tuple(along + s for along, s in zip(place, step)))
+
+    def ghosts(self, step: Step, across: tuple[slice, ...]) -> Index:
+        """Return the halo cells on that way, which along other dimensions extend as `across` says."""
+        return (..., *[self.layers(axis, s) if s else across[axis] for axis, s in enumerate(step)])
+
+    def ours(self, step: Step, across: tuple[slice, ...]) -> Index:
+        """Return the cells of the block that the neighbour on that way copies."""
+        layers = [self.layers(axis, s, inside=True) if s else across[axis] for axis, s in enumerate(step)]
+        return (..., *layers)
+
+    def layers(self, axis: int, side: int, inside: bool = False) -> slice:
+        """Return the layers of the halo on a side (-1 or 1), or as many of the block that lie at that side."""
+        n, h = self.shape[axis], self.widths[axis]
+        start = (h if side < 0 else n) if inside else (0 if side < 0 else n + h)
+        return slice(start, start + h)
+
+    def reach(self, axis: int) -> slice:
+        """Return the extent of the block and of the halo on those sides of a dimension that aren't physical."""
+        low, high = self.neighbours[axis]
+        n, h = self.shape[axis], self.widths[axis]
+        return slice(0 if low is not None else h, n + h + (h if high is not None else 0))
+
+
+def plan(geometry: Geometry, scheme: str) -> tuple[Stage, ...]:
+    """Return the stages of a scheme: `IN_TURN`, `TOGETHER` or `FACES`."""
+    ndim = len(geometry.shape)
+    if scheme == IN_TURN:
+        return tuple(_stage_along(geometry, axis) for axis in range(ndim) if geometry.widths[axis])
+    beside = list(geometry.steps(diagonal=False))
+    diagonal = list(geometry.steps(diagonal=True))
+    if scheme == FACES:
+        beyond = _beyond(geometry, lambda axis: geometry.block)
+        empty = tuple(geometry.ghosts(step, geometry.block) for step in diagonal)
+        return (_stage(geometry, beside, geometry.block, beyond, empty),)
+    reach = [geometry.reach(axis) for axis in range(ndim)]
+    # Of the dimensions after it a side covers what has come from neighbours: the rest is filled with theirs.
+    beyond = _beyond(geometry, lambda axis: (*[slice(None)] * axis, *reach[axis:]))
+    return (_stage(geometry, beside + diagonal, geometry.block, beyond),)
+
+
+def _stage_along(geometry: Geometry, axis: int) -> Stage:
+    across = (*[slice(None)] * axis, *geometry.block[axis:])
+    steps = [step for step in geometry.steps(diagonal=False) if step[axis]]
+    sides = tuple(side for side in _beyond(geometry, lambda _: across) if side[0] == axis)
+    return _stage(geometry, steps, across, sides)
+
+
+def _beyond(geometry: Geometry, across: Any) -> tuple[tuple[int, int, tuple[slice, ...]], ...]:
+    return tuple(
+        (axis, place, across(axis))
+        for axis, (pair, h) in enumerate(zip(geometry.neighbours, geometry.widths))
+        for place in (0, 1)
+        if h and pair[place] is None
+    )
+
+
+def _stage(
+    geometry: Geometry, steps: list[Step], across: tuple[slice, ...], beyond: tuple, empty: tuple[Index, ...] = ()
+) -> Stage:
+    ours: dict[Rank, list[tuple[Step, Index]]] = {}
+    ghosts: dict[Rank, list[tuple[Step, Index]]] = {}
+    here = []
+    for step in steps:
+        peer = geometry.neighbour(step)
+        if peer is None:
+            continue
+        back = tuple(-s for s in step)
+        if peer == geometry.rank:
+            here.append((geometry.ours(back, across), geometry.ghosts(step, across)))
+            continue
+        # Both sides sort the parts of a message by the sender's step.
+        ours.setdefault(peer, []).append((step, geometry.ours(step, across)))
+        ghosts.setdefault(peer, []).append((back, geometry.ghosts(step, across)))
+    routes = [Route(peer, _in_order(ours[peer]), _in_order(ghosts[peer])) for peer in ours]
+    return Stage(tuple(routes), tuple(here), beyond, empty)
+
+
+def _in_order(parts: list[tuple[Step, Index]]) -> tuple[Index, ...]:
+    return tuple(index for _, index in sorted(parts, key=lambda part: part[0]))

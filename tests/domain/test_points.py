@@ -1,0 +1,138 @@
+"""Owners of points and values there, against SciPy's interpolation of the whole grid and closed forms."""
+
+import autograd.numpy as anp
+import numpy as np
+import pytest
+from scipy.interpolate import RegularGridInterpolator
+
+import mpiad
+from mpiad.domain import Domain
+from mpiad.testing import check_adjoint, check_grads
+
+SHAPES = [(13,), (9, 7), (5, 6, 7)]
+SPACING, ORIGIN = (0.5, 2.0, 0.25), (-1.0, 3.0, 0.5)
+each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
+
+
+def grid(shape):
+    axes = [x + h * np.arange(n) for n, h, x in zip(shape, SPACING, ORIGIN)]
+    return {"spacing": SPACING[: len(shape)], "origin": ORIGIN[: len(shape)]}, axes
+
+
+def inside(rng, axes, count):
+    """Return points in the grid, its two ends among them."""
+    points = np.stack([rng.uniform(axis[0], axis[-1], count) for axis in axes], axis=-1)
+    points[0], points[1] = [axis[0] for axis in axes], [axis[-1] for axis in axes]
+    return points
+
+
+@each_shape
+def test_values(rank, rank_rng, shape):
+    domain, (lattice, axes) = Domain(shape, halo=0), grid(shape)
+    u = rank_rng(100).standard_normal((2, *shape))
+    points = inside(rank_rng(101), axes, 12)
+    expected = np.stack([RegularGridInterpolator(axes, field)(points) for field in u])
+    block = u[(..., *domain.owned)]
+    np.testing.assert_allclose(domain.interpolate(block, points, **lattice), expected, 1e-12, 1e-12)
+    np.testing.assert_allclose(domain.interpolate(block[0], points[3], **lattice), expected[0, 3], 1e-12)
+    split = domain.interpolate(block, points.reshape(3, 4, -1), **lattice)
+    np.testing.assert_allclose(split, expected.reshape(2, 3, 4), 1e-12, 1e-12)
+    share = domain.interpolate(block, points, **lattice, result="share")
+    owner = domain.locate(points, **lattice).owner
+    np.testing.assert_array_equal(share[:, owner != rank], 0)
+    np.testing.assert_allclose(share[:, owner == rank], expected[:, owner == rank], 1e-12, 1e-12)
+    mine = points[rank : 2 * rank + 1]
+    own = domain.interpolate(block, mine, **lattice, result="own")
+    np.testing.assert_allclose(own, expected[:, rank : 2 * rank + 1], 1e-12, 1e-12)
+
+
+@each_shape
+def test_location(rank, rank_rng, shape):
+    domain, (lattice, axes) = Domain(shape), grid(shape)
+    points = inside(rank_rng(101), axes, 12)
+    owner, cell, fraction = domain.locate(points, **lattice)
+    np.testing.assert_array_equal(owner, domain.owner(cell))
+    np.testing.assert_allclose(np.array(lattice["origin"]) + np.array(lattice["spacing"]) * (cell + fraction), points)
+    assert (fraction >= 0).all() and (fraction <= 1).all()
+    assert (cell <= np.array(shape) - 2).all()
+
+
+def test_periodic_and_extent(rank_rng):
+    # sin is known everywhere: the interpolation of its cells repeats with the grid, and so does a point two turns away.
+    n = 16
+    domain = Domain((n, 5), periodic=(True, False))
+    x, y = domain.coordinates(extent=(2.0, (1.0, 3.0)))
+    u = np.sin(np.pi * x) * y
+    points = np.array([[1.95, 1.2], [-4.05 + 2.0, 1.2], [0.01, 3.0], [0.3, 1.0]])
+    values = domain.interpolate(u, points, extent=(2.0, (1.0, 3.0)))
+    nodes = np.sin(2 * np.pi * np.arange(n + 1) / n)
+    expected = np.interp(points[:, 0] % 2.0, 2.0 * np.arange(n + 1) / n, nodes) * points[:, 1]
+    np.testing.assert_allclose(values, expected, 1e-12, 1e-13)
+    centred = Domain((n,))
+    (x,) = centred.coordinates(extent=1.0, centred=True)
+    np.testing.assert_allclose(centred.interpolate(3 * x, [[0.4]], extent=1.0, centred=True), [1.2], 1e-12)
+
+
+@pytest.mark.parametrize("result", ["all", "share", "own"])
+@each_shape
+def test_dot_product(rank, rank_rng, rng, shape, result):
+    domain, (lattice, axes) = Domain(shape), grid(shape)
+    points = inside(rank_rng(101 + (rank if result == "own" else 0)), axes, 7)
+    block = rng.standard_normal((2, *domain.local_shape))
+    check_adjoint(lambda u: domain.interpolate(u, points, **lattice, result=result), block)
+
+
+@pytest.mark.parametrize("result", ["all", "own"])
+def test_derivatives_by_field_and_positions(rank, size, rank_rng, result):
+    shape = (9, 7)
+    domain, (lattice, axes) = Domain(shape), grid(shape)
+    u = rank_rng(100).standard_normal(shape)[domain.owned]
+    points = inside(rank_rng(101 + (rank if result == "own" else 0)), axes, 5)[2:]
+
+    def loss(u, points):
+        values = domain.interpolate(u, points, **lattice, result=result)
+        return anp.sum(anp.sin(values)) / (size if result == "all" else 1)
+
+    check_grads(lambda z: loss(z["u"], z["points"]), {"u": u, "points": points}, objective="sum")
+
+
+def test_gradient_by_a_position_in_a_bilinear_field(rank):
+    # u = 2 x + 3 y + x y is its own interpolation.
+    domain = Domain((6, 8))
+    x, y = domain.coordinates()
+    u, point = 2 * x + 3 * y + x * y, np.array([2.3, 4.6])
+
+    def value(p):
+        return domain.interpolate(u, p)
+
+    found, gradient = mpiad.value_and_grad(value, shared=True)(point)
+    np.testing.assert_allclose(found, 2 * 2.3 + 3 * 4.6 + 2.3 * 4.6, 1e-12)
+    np.testing.assert_allclose(gradient, [2 + 4.6, 3 + 2.3], 1e-12)
+    np.testing.assert_allclose(mpiad.hvp(value, shared=True)(point, np.array([0.5, 2.0])), [2.0, 0.5], 1e-12)
+
+
+def test_precision_is_kept(rank_rng):
+    domain = Domain((9, 7))
+    u = rank_rng(100).standard_normal((9, 7)).astype("f4")[domain.owned]
+    assert domain.interpolate(u, [[1.5, 2.5]]).dtype == np.float32
+
+
+def test_what_is_refused(rank, size):
+    domain = Domain((9, 8))
+    u = np.ones(domain.local_shape)
+    message = r"point 1 at \(8.5, 2.0\) is outside of the grid along dimension 0, whose 9 cells lie from 0 to 8. 1 of 2"
+    for call in (domain.locate, lambda p: domain.interpolate(u, p), lambda p: domain.interpolate(u, p, result="own")):
+        with pytest.raises(ValueError, match=message):
+            call([[1.0, 2.0], [8.5, 2.0]])
+    with pytest.raises(ValueError, match=r"at \(nan, 1.0\) is outside"):
+        domain.locate([np.nan, 1.0])
+    with pytest.raises(ValueError, match=r"points must have shape \(..., 2\).* but have \(3,\)"):
+        domain.locate([1.0, 2.0, 3.0])
+    with pytest.raises(TypeError, match="points must be an array of numbers, but got list"):
+        domain.locate(["a", "b"])
+    with pytest.raises(ValueError, match='result must be one of .* but got "?\'sum\'"?'):
+        domain.interpolate(u, [1.0, 2.0], result="sum")
+    mistaken = [[-1.0, 0.0]] if rank == size - 1 else [[1.0, 0.0]]
+    with pytest.raises(ValueError, match="Domain.interpolate: point 0 at .-1.0, 0.0. is outside"):
+        domain.interpolate(u, mistaken, result="own")
+    assert mpiad.mpi_allreduce(1) == size
