@@ -1,0 +1,162 @@
+"""Arrays of symbols, which NumPy hands its functions to.
+
+An array holds the numbers of its values in the program, so whatever only moves values about is done by NumPy itself on
+those numbers, views included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NoReturn
+
+import numpy as np
+
+from mpiad._typing import Array, Shape
+from mpiad.ensemble.compiled.builder import Builder
+from mpiad.ensemble.compiled.functions import FUNCTIONS, METHODS
+from mpiad.ensemble.compiled.symbols import Symbol, number_of
+from mpiad.ensemble.compiled.ufuncs import of_ufunc
+
+__all__ = ["SymbolicArray", "numbers_of"]
+
+
+class SymbolicArray(np.lib.mixins.NDArrayOperatorsMixin):
+    """An array of values that aren't known yet.
+
+    Parameters
+    ----------
+    builder : Builder
+        Of the program that they belong to.
+    numbers : array of int
+        Of the values.
+    dtype : dtype
+        Of the states; arrays of conditions say that they are boolean.
+    """
+
+    def __init__(self, builder: Builder, numbers: Array, dtype: Any):
+        self.builder, self.numbers, self._dtype = builder, np.asarray(numbers), np.dtype(dtype)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype that such an array would have."""
+        flat = self.numbers.ravel().tolist()
+        return np.dtype(bool) if flat and all(map(self.builder.is_boolean, flat)) else self._dtype
+
+    @property
+    def shape(self) -> Shape:
+        """The lengths of its axes."""
+        return self.numbers.shape
+
+    @property
+    def ndim(self) -> int:
+        """How many axes it has."""
+        return self.numbers.ndim
+
+    @property
+    def size(self) -> int:
+        """How many entries it has."""
+        return self.numbers.size
+
+    @property
+    def T(self) -> SymbolicArray:
+        """The transposed array."""
+        return self.like(self.numbers.T)
+
+    @property
+    def real(self) -> SymbolicArray:
+        """Itself."""
+        return self
+
+    def like(self, numbers: Array) -> SymbolicArray:
+        """Return an array of other values of the same program."""
+        return SymbolicArray(self.builder, numbers, self._dtype)
+
+    def objects(self) -> Array:
+        """Return NumPy's array of its symbols."""
+        made = np.empty(self.numbers.shape, object)
+        made.reshape(-1)[:] = [Symbol(self.builder, number) for number in self.numbers.ravel().tolist()]
+        return made
+
+    def astype(self, dtype: Any, **_: Any) -> SymbolicArray:
+        """Return itself as numbers; other kinds are refused."""
+        if np.dtype(dtype).kind != "f":
+            self.builder.refuse(f"it makes {np.dtype(dtype)} of traced values")
+        return self.like(np.reshape([s.real().number for s in self.objects().ravel()], self.shape).astype(int))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        # np.array([u[0], u[1]]) asks for this: there is no other way to take part in it.
+        if dtype is not None and np.dtype(dtype) != object:
+            self.builder.refuse(
+                f"it puts traced values into an array of {np.dtype(dtype)}: return a list of the components, or begin with "
+                "np.zeros_like(u)"
+            )
+        return self.objects()
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        out = kwargs.pop("out", (None,))
+        if kwargs and method == "__call__":
+            self.builder.refuse(f"it calls numpy.{ufunc.__name__} with {', '.join(kwargs)}=")
+        made = of_ufunc(self, ufunc, method, inputs, kwargs)
+        if out[0] is None:
+            return made
+        return self._written(out, made)
+
+    def _written(self, out: tuple[Any, ...], made: Any) -> SymbolicArray:
+        if not isinstance(out[0], SymbolicArray):
+            self.builder.refuse("it writes traced values into an array of numbers (out=, +=)")
+        out[0].numbers[...] = made.numbers
+        return out[0]
+
+    def __array_function__(self, function: Callable, types: Any, args: tuple, kwargs: dict) -> Any:
+        made = FUNCTIONS.get(function)
+        if made is None:
+            name = f"{function.__module__}.{function.__name__}"
+            self.builder.refuse(f"it calls {name}, which isn't among the functions that can be compiled")
+        return made(self, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("_") or name not in METHODS:
+            raise AttributeError(f"traced values have no {name!r}")
+        return partial(METHODS[name], self)
+
+    def __getitem__(self, key: Any) -> SymbolicArray:
+        self._check_key(key)
+        return self.like(self.numbers[key])
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._check_key(key)
+        self.numbers[key] = numbers_of(self.builder, value)
+
+    def _check_key(self, key: Any) -> None:
+        if any(isinstance(part, SymbolicArray) for part in (key if isinstance(key, tuple) else (key,))):
+            self.builder.refuse("it looks up places that depend on traced values: write np.where(u > 0, ...) instead")
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __iter__(self) -> Any:
+        return (self[i] for i in range(len(self.numbers)))
+
+    def __bool__(self) -> bool:
+        return bool(Symbol(self.builder, 0))
+
+    def __float__(self) -> NoReturn:
+        Symbol(self.builder, 0).__float__()
+
+    __int__ = __index__ = __complex__ = __float__
+
+
+def numbers_of(builder: Builder, value: Any) -> Array:
+    """Return the numbers of an array, of symbols or of constants.
+
+    Raises
+    ------
+    Refusal
+        Where it is something else.
+    """
+    if isinstance(value, SymbolicArray):
+        return value.numbers
+    array = np.asarray(value)
+    flat = array.ravel().tolist() if array.dtype.kind in "fiub" else list(array.ravel())
+    return np.array([number_of(builder, part) for part in flat], int).reshape(array.shape)

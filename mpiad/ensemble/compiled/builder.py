@@ -1,0 +1,99 @@
+"""Programs under construction: a value that is there already is not computed again, and constants are folded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+import numpy as np
+
+from mpiad.ensemble.compiled.identities import identity
+from mpiad.ensemble.compiled.operations import OPERATIONS
+from mpiad.ensemble.compiled.program import Instruction, Program, exact
+from mpiad.ensemble.compiled.refusals import Refusal
+
+__all__ = ["Builder"]
+
+# Far more than registers hold, and still quick to trace.
+_MOST = 50_000
+
+
+class Builder:
+    """Makes a program, instruction by instruction.
+
+    Attributes
+    ----------
+    instructions : list of Instruction
+    refused : str or None
+        The first reason why the program can't be made, kept in case that f catches the exception.
+    """
+
+    def __init__(self) -> None:
+        self.instructions: list[Instruction] = []
+        self.refused: str | None = None
+        self._known: dict[tuple, int] = {}
+
+    def refuse(self, reason: str) -> NoReturn:
+        """Leave f.
+
+        Raises
+        ------
+        Refusal
+        """
+        self.refused = self.refused or reason
+        raise Refusal(reason)
+
+    def constant(self, value: float | bool) -> int:
+        """Return the number of a constant, real or boolean."""
+        return self._number(Instruction("constant", (), value if isinstance(value, bool) else float(value)))
+
+    def input(self, kind: str, place: int | None = None) -> int:
+        """Return the number of a state, parameter, time or seed."""
+        return self._number(Instruction(kind, (), place))
+
+    def call(self, operation: str, *arguments: int) -> int:
+        """Return the number of an operation's value, simplified where that is possible."""
+        simpler = identity(self, operation, arguments)
+        if simpler is not None:
+            return simpler
+        values = [self.value(argument) for argument in arguments]
+        if None not in values:
+            with np.errstate(all="ignore"):
+                return self.constant(OPERATIONS[operation].function(*values).item())
+        if OPERATIONS[operation].commutes:
+            arguments = tuple(sorted(arguments))
+        return self._number(Instruction(operation, arguments))
+
+    def value(self, number: int) -> float | bool | None:
+        """Return the value of a constant, None where it isn't one."""
+        instruction = self.instructions[number]
+        return instruction.value if instruction.operation == "constant" else None
+
+    def is_boolean(self, number: int) -> bool:
+        """Tell whether a value is boolean."""
+        instruction = self.instructions[number]
+        if instruction.operation == "where":
+            return self.is_boolean(instruction.arguments[1])
+        operation = OPERATIONS.get(instruction.operation)
+        return isinstance(instruction.value, bool) if operation is None else operation.boolean
+
+    def program(self, states: int, parameters: int, outputs: Sequence[int], seeds: int = 0) -> Program:
+        """Return the program of some outputs, without what they don't need."""
+        needed = set(outputs)
+        for number in range(len(self.instructions) - 1, -1, -1):
+            if number in needed:
+                needed.update(self.instructions[number].arguments)
+        new = {old: place for place, old in enumerate(sorted(needed))}
+        kept = (self.instructions[old] for old in new)
+        moved = [Instruction(op, tuple(new[i] for i in arguments), value) for op, arguments, value in kept]
+        return Program(states, parameters, moved, [new[i] for i in outputs], seeds)
+
+    def _number(self, instruction: Instruction) -> int:
+        key = (instruction.operation, instruction.arguments, exact(instruction.value))
+        number = self._known.get(key)
+        if number is None:
+            number = self._known[key] = len(self.instructions)
+            if number >= _MOST:
+                self.refuse(f"it has more than {_MOST} operations on scalars")
+            self.instructions.append(instruction)
+        return number

@@ -1,0 +1,188 @@
+"""NumPy's functions of whole arrays on arrays of symbols.
+
+What only moves entries about is done by NumPy on their numbers; what adds and multiplies, by NumPy on arrays of objects,
+whose entries write down what is done to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpiad._typing import Array
+from mpiad.ensemble.compiled.symbols import Symbol, choose, number_of
+from mpiad.ensemble.compiled.ufuncs import entrywise, reduced
+
+if TYPE_CHECKING:
+    from mpiad.ensemble.compiled.arrays import SymbolicArray
+
+__all__ = ["FUNCTIONS", "METHODS"]
+
+
+def _moved(function: Callable, like: SymbolicArray, array: Any, *args: Any, **kwargs: Any) -> Any:
+    """Apply a function that moves the entries of its first argument about."""
+    made = function(_numbers(like, array), *args, **kwargs)
+    return [like.like(part) for part in made] if isinstance(made, (list, tuple)) else like.like(made)
+
+
+def _joined(function: Callable, like: SymbolicArray, arrays: Any, *args: Any, **kwargs: Any) -> SymbolicArray:
+    """Apply a function that puts arrays together."""
+    return like.like(function([_numbers(like, array) for array in arrays], *args, **kwargs))
+
+
+def _numbers(like: SymbolicArray, value: Any) -> Array:
+    if isinstance(value, type(like)):
+        return value.numbers
+    array = np.asarray(value)
+    return np.array([number_of(like.builder, part) for part in array.ravel()], int).reshape(array.shape)
+
+
+def _computed(function: Callable, like: SymbolicArray, *args: Any, **kwargs: Any) -> SymbolicArray:
+    """Apply a function that adds and multiplies."""
+    given = [name for name in ("out", "where", "dtype", "initial") if name in kwargs]
+    if given:
+        like.builder.refuse(f"it calls numpy.{function.__name__} with {', '.join(given)}=")
+    return like.like(_numbers(like, function(*(_as_objects(like, x) for x in args), **kwargs)))
+
+
+def _as_objects(like: SymbolicArray, value: Any) -> Any:
+    if isinstance(value, type(like)):
+        return value.objects()
+    if isinstance(value, (list, tuple)):
+        return type(value)(_as_objects(like, part) for part in value)
+    return value
+
+
+def _where(like: SymbolicArray, condition: Any, *choices: Any) -> SymbolicArray:
+    if len(choices) != 2:
+        like.builder.refuse("it looks for places where a traced condition holds: give np.where three arguments")
+    return entrywise(like, choose, condition, *choices)
+
+
+def _select(like: SymbolicArray, conditions: Any, choices: Any, default: Any = 0) -> Any:
+    made = default
+    for condition, choice in zip(reversed(conditions), reversed(choices)):
+        made = entrywise(like, choose, condition, choice, made)
+    return made
+
+
+def _clip(like: SymbolicArray, array: Any, a_min: Any = None, a_max: Any = None, **others: Any) -> Any:
+    least, most = others.get("min", a_min), others.get("max", a_max)
+    if least is not None and least is not np._NoValue:
+        array = entrywise(like, lambda x, y: x.maximum(y), array, least)
+    if most is not None and most is not np._NoValue:
+        array = entrywise(like, lambda x, y: x.minimum(y), array, most)
+    return array
+
+
+def _reduced(ufunc: np.ufunc, like: SymbolicArray, array: Any, axis: Any = None, **kwargs: Any) -> SymbolicArray:
+    return reduced(like, ufunc, array, axis, **kwargs)
+
+
+def _mean(like: SymbolicArray, array: Any, axis: Any = None, **kwargs: Any) -> SymbolicArray:
+    total = reduced(like, np.add, array, axis, **kwargs)
+    return total / (np.size(_numbers(like, array)) // max(total.size, 1))
+
+
+def _norm(like: SymbolicArray, x: Any, ord: Any = None, axis: Any = None, keepdims: bool = False) -> Any:  # noqa: A002
+    if ord not in (None, 2) or (ord == 2 and axis is None and np.ndim(_numbers(like, x)) > 1):
+        like.builder.refuse(f"it calls numpy.linalg.norm with ord={ord!r}")
+    return np.sqrt(reduced(like, np.add, x * x, axis, keepdims=keepdims))
+
+
+def _sinc(like: SymbolicArray, x: Any) -> SymbolicArray:
+    def one(x: Symbol) -> Symbol:
+        y = np.pi * choose(x == 0.0, 1e-20, x)
+        return y.sin() / y
+
+    return entrywise(like, one, x)
+
+
+def _filled(value: float | None) -> Callable:
+    def made(like: SymbolicArray, array: Any, *args: Any, shape: Any = None, **_: Any) -> SymbolicArray:
+        fill = args[0] if value is None else value
+        numbers = np.empty(np.shape(_numbers(like, array)) if shape is None else shape, int)
+        numbers[...] = _numbers(like, fill)
+        return like.like(numbers)
+
+    return made
+
+
+def _copied(like: SymbolicArray, array: Any, *_: Any, **__: Any) -> SymbolicArray:
+    return like.like(_numbers(like, array).copy())
+
+
+_MOVING = (
+    np.reshape, np.ravel, np.transpose, np.squeeze, np.expand_dims, np.moveaxis, np.rollaxis, np.swapaxes, np.roll,
+    np.flip, np.flipud, np.fliplr, np.rot90, np.repeat, np.tile, np.broadcast_to, np.take, np.delete, np.split,
+    np.array_split, np.atleast_1d, np.atleast_2d, np.atleast_3d, np.diagonal, np.resize,
+)  # fmt: skip
+_JOINING = (np.concatenate, np.stack, np.vstack, np.hstack, np.dstack, np.column_stack)
+_COMPUTING = (
+    np.dot, np.vdot, np.inner, np.outer, np.tensordot, np.einsum, np.kron, np.cross, np.cumsum, np.cumprod, np.diff,
+    np.trace, np.convolve, np.ediff1d,
+)  # fmt: skip
+
+# Each takes the array that NumPy asked, for what belongs to the trace, and then NumPy's arguments.
+FUNCTIONS: dict[Callable, Callable[..., Any]] = {
+    **{function: partial(_moved, function) for function in _MOVING},
+    **{function: partial(_joined, function) for function in _JOINING},
+    **{function: partial(_computed, function) for function in _COMPUTING},
+    np.append: lambda like, array, values, axis=None: like.like(
+        np.append(_numbers(like, array), _numbers(like, values), axis)
+    ),
+    np.broadcast_arrays: lambda like, *arrays: [
+        like.like(array) for array in np.broadcast_arrays(*(_numbers(like, array) for array in arrays))
+    ],
+    np.where: _where,
+    np.select: _select,
+    np.clip: _clip,
+    np.sum: partial(_reduced, np.add),
+    np.prod: partial(_reduced, np.multiply),
+    np.max: partial(_reduced, np.maximum),
+    np.amax: partial(_reduced, np.maximum),
+    np.min: partial(_reduced, np.minimum),
+    np.amin: partial(_reduced, np.minimum),
+    np.all: partial(_reduced, np.logical_and),
+    np.any: partial(_reduced, np.logical_or),
+    np.mean: _mean,
+    np.linalg.norm: _norm,
+    np.sinc: _sinc,
+    np.zeros_like: _filled(0.0),
+    np.empty_like: _filled(0.0),
+    np.ones_like: _filled(1.0),
+    np.full_like: _filled(None),
+    np.copy: _copied,
+    np.real: lambda like, array: array,
+    np.imag: lambda like, array: like.like(np.full_like(array.numbers, like.builder.constant(0.0))),
+    np.iscomplexobj: lambda like, array: False,
+    np.isrealobj: lambda like, array: True,
+    np.shape: lambda like, array: np.shape(_numbers(like, array)),
+    np.ndim: lambda like, array: np.ndim(_numbers(like, array)),
+    np.size: lambda like, array, axis=None: np.size(_numbers(like, array), axis),
+    np.result_type: lambda like, *arrays: np.result_type(
+        *(array.dtype if isinstance(array, type(like)) else array for array in arrays)
+    ),
+}
+
+_FIRST = {
+    "sum": np.sum, "prod": np.prod, "mean": np.mean, "max": np.max, "min": np.min, "any": np.any, "all": np.all,
+    "ravel": np.ravel, "flatten": np.ravel, "squeeze": np.squeeze, "swapaxes": np.swapaxes, "repeat": np.repeat,
+    "take": np.take, "dot": np.dot, "clip": np.clip, "cumsum": np.cumsum, "cumprod": np.cumprod, "trace": np.trace,
+    "copy": np.copy, "diagonal": np.diagonal, "conj": np.conjugate, "conjugate": np.conjugate,
+}  # fmt: skip
+
+
+def _reshape(array: SymbolicArray, *shape: Any) -> SymbolicArray:
+    return array.like(array.numbers.reshape(*shape))
+
+
+def _transpose(array: SymbolicArray, *axes: Any) -> SymbolicArray:
+    return array.like(array.numbers.transpose(*axes))
+
+
+# Methods of arrays that are functions of NumPy's as well.
+METHODS: dict[str, Callable[..., Any]] = {**_FIRST, "reshape": _reshape, "transpose": _transpose}

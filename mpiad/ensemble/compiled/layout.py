@@ -1,0 +1,121 @@
+"""The parameters of an ensemble as rows of numbers, in the order in which a program counts them.
+
+A leaf is one of three: it differs between trajectories; all share it; or it is no number that a derivative is taken of (an
+integer, a boolean, a text, a function) and all share it. The last is part of the program: f may count and choose by it,
+and another value makes another program.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpiad._typing import Array, Shape
+from mpiad.differentiation.trees import is_variable
+from mpiad.ensemble.batch import Parameters
+
+__all__ = ["Layout", "Part", "layout_of"]
+
+
+class Part(NamedTuple):
+    """One leaf that a program takes its parameters from.
+
+    Parameters
+    ----------
+    place : int
+        Of the leaf.
+    shape : tuple of int
+        Of one trajectory's.
+    varies : bool
+        Whether each trajectory has its own.
+    first : int
+        The number of its first scalar among the parameters; the others follow in C order.
+    """
+
+    place: int
+    shape: Shape
+    varies: bool
+    first: int
+
+    @property
+    def scalars(self) -> range:
+        """The numbers of its scalars."""
+        return range(self.first, self.first + math.prod(self.shape))
+
+
+class Layout(NamedTuple):
+    """Where the scalars of a program's parameters are.
+
+    Parameters
+    ----------
+    parts : tuple of Part
+        By their places, so by the numbers of their scalars.
+    """
+
+    parts: tuple[Part, ...]
+
+    @property
+    def size(self) -> int:
+        """The number of scalars."""
+        return self.parts[-1].scalars.stop if self.parts else 0
+
+    @property
+    def varying(self) -> tuple[int, ...]:
+        """The numbers of the scalars that differ between trajectories."""
+        return tuple(j for part in self.parts if part.varies for j in part.scalars)
+
+    @property
+    def shared(self) -> tuple[int, ...]:
+        """The numbers of the scalars that are the same for all."""
+        return tuple(j for part in self.parts if not part.varies for j in part.scalars)
+
+    def split(self, leaves: list[Any], count: int, dtype: Any) -> tuple[Array, Array]:
+        """Return the parameters of `count` trajectories.
+
+        Parameters
+        ----------
+        leaves : list
+            As `Parameters` holds them: the last axis of one that varies counts trajectories.
+        count : int
+        dtype : dtype
+
+        Returns
+        -------
+        array, shape (len(varying), count)
+        array, shape (len(shared),)
+        """
+        own = [np.reshape(leaves[p.place], (-1, count)) for p in self.parts if p.varies and len(p.scalars)]
+        common = [np.ravel(leaves[p.place]) for p in self.parts if not p.varies]
+        return (
+            np.ascontiguousarray(np.concatenate(own) if own else np.empty((0, count)), dtype),
+            np.ascontiguousarray(np.concatenate(common) if common else np.empty(0), dtype),
+        )
+
+    def joined(self, varying: Array, shared: Array) -> dict[int, Array]:
+        """Return, by the places of leaves, arrays of their shapes from rows in the order of `split`.
+
+        Parameters
+        ----------
+        varying : array, shape (len(varying), count)
+        shared : array, shape (len(shared),)
+        """
+        rows = {True: iter(varying), False: iter(shared)}
+        made = {}
+        for part in self.parts:
+            taken = [next(rows[part.varies]) for _ in part.scalars]
+            shape = (*part.shape, varying.shape[1]) if part.varies else part.shape
+            made[part.place] = np.reshape(np.array(taken), shape)
+        return made
+
+
+def layout_of(p: Parameters) -> Layout:
+    """Return where the scalars of an ensemble's parameters are."""
+    parts, first = [], 0
+    for place, (leaf, varies) in enumerate(zip(p.leaves, p.varies)):
+        if varies or is_variable(leaf):
+            shape = np.shape(leaf)[:-1] if varies else np.shape(leaf)
+            parts.append(Part(place, shape, varies, first))
+            first = parts[-1].scalars.stop
+    return Layout(tuple(parts))

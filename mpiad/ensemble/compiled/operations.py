@@ -1,0 +1,118 @@
+"""The catalogue: what each operation is in NumPy, in Python for numba, and in C.
+
+Texts have a place for each argument. In Python they hold inside a numba function with ``error_model="numpy"``; those
+that are `simple` are single instructions of a vector unit, so that a loop over lanes stays vectorisable. In C the names
+of functions get an ``f`` in single precision: they are written with ``{f}``.
+
+Derivatives are in `partials.py`, under the same names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+__all__ = ["OPERATIONS", "Operation"]
+
+
+class Operation(NamedTuple):
+    """One entry of the catalogue.
+
+    Parameters
+    ----------
+    arity : int
+    function : callable
+        The NumPy function of the same value.
+    python, c : str
+        Texts with places {0}, {1}, {2} for the arguments.
+    boolean : bool
+        Whether the value is boolean.
+    commutes : bool
+        Whether the arguments may be exchanged.
+    simple : bool
+        Whether it is a cheap instruction that vector units have; else a call of a library.
+    """
+
+    arity: int
+    function: Callable[..., Any]
+    python: str
+    c: str
+    boolean: bool = False
+    commutes: bool = False
+    simple: bool = True
+
+
+def _called(name: str, function: Callable[..., Any], python: str, arity: int = 1) -> Operation:
+    places = ", ".join(f"{{{i}}}" for i in range(arity))
+    return Operation(arity, function, f"{python}({places})", f"{name}{{f}}({places})", simple=False)
+
+
+def _compared(sign: str, function: Callable[..., Any], commutes: bool = False) -> Operation:
+    text = f"{{0}} {sign} {{1}}"
+    return Operation(2, function, text, text, boolean=True, commutes=commutes)
+
+
+def _chosen(condition: str, c: str, function: Callable[..., Any]) -> Operation:
+    return Operation(2, function, f"({{0}} if {condition} else {{1}})", f"({c} ? {{0}} : {{1}})")
+
+
+OPERATIONS: dict[str, Operation] = {
+    "add": Operation(2, np.add, "{0} + {1}", "{0} + {1}", commutes=True),
+    "subtract": Operation(2, np.subtract, "{0} - {1}", "{0} - {1}"),
+    "multiply": Operation(2, np.multiply, "{0} * {1}", "{0} * {1}", commutes=True),
+    "divide": Operation(2, np.divide, "{0} / {1}", "{0} / {1}"),
+    "negative": Operation(1, np.negative, "-{0}", "-{0}"),
+    "absolute": Operation(1, np.absolute, "abs({0})", "fabs{f}({0})"),
+    "sqrt": Operation(1, np.sqrt, "math.sqrt({0})", "sqrt{f}({0})"),
+    # Both are NaN where either argument is, as NumPy's are: Python's and C's are not.
+    "maximum": _chosen("{0} > {1} or {0} != {0}", "{0} > {1} || {0} != {0}", np.maximum),
+    "minimum": _chosen("{0} < {1} or {0} != {0}", "{0} < {1} || {0} != {0}", np.minimum),
+    "fmax": _chosen("{0} > {1} or {1} != {1}", "{0} > {1} || {1} != {1}", np.fmax),
+    "fmin": _chosen("{0} < {1} or {1} != {1}", "{0} < {1} || {1} != {1}", np.fmin),
+    "sign": Operation(
+        1, np.sign, "(1.0 if {0} > 0.0 else (-1.0 if {0} < 0.0 else {0}))",
+        "({0} > 0 ? 1 : ({0} < 0 ? -1 : {0}))",
+    ),
+    "floor": Operation(1, np.floor, "np.floor({0})", "floor{f}({0})"),
+    "ceil": Operation(1, np.ceil, "np.ceil({0})", "ceil{f}({0})"),
+    "trunc": Operation(1, np.trunc, "np.trunc({0})", "trunc{f}({0})"),
+    "rint": Operation(1, np.rint, "np.rint({0})", "rint{f}({0})"),
+    "copysign": Operation(2, np.copysign, "math.copysign({0}, {1})", "copysign{f}({0}, {1})"),
+    "less": _compared("<", np.less),
+    "less_equal": _compared("<=", np.less_equal),
+    "greater": _compared(">", np.greater),
+    "greater_equal": _compared(">=", np.greater_equal),
+    "equal": _compared("==", np.equal, commutes=True),
+    "not_equal": _compared("!=", np.not_equal, commutes=True),
+    "logical_and": Operation(2, np.logical_and, "{0} & {1}", "{0} & {1}", boolean=True, commutes=True),
+    "logical_or": Operation(2, np.logical_or, "{0} | {1}", "{0} | {1}", boolean=True, commutes=True),
+    "logical_not": Operation(1, np.logical_not, "not {0}", "!{0}", boolean=True),
+    "where": Operation(3, np.where, "({1} if {0} else {2})", "({0} ? {1} : {2})"),
+    # Powers whose exponent is a small constant are multiplications and roots before they come here; the rest are calls
+    # that no vector unit has and that keep a loop over lanes from being vectorised.
+    "power": _called("pow", np.power, "math.pow", 2),
+    "exp": _called("exp", np.exp, "math.exp"),
+    "expm1": _called("expm1", np.expm1, "math.expm1"),
+    "log": _called("log", np.log, "math.log"),
+    "log1p": _called("log1p", np.log1p, "math.log1p"),
+    "log2": _called("log2", np.log2, "np.log2"),
+    "log10": _called("log10", np.log10, "math.log10"),
+    "cbrt": _called("cbrt", np.cbrt, "np.cbrt"),
+    "sin": _called("sin", np.sin, "math.sin"),
+    "cos": _called("cos", np.cos, "math.cos"),
+    "tan": _called("tan", np.tan, "math.tan"),
+    "arcsin": _called("asin", np.arcsin, "math.asin"),
+    "arccos": _called("acos", np.arccos, "math.acos"),
+    "arctan": _called("atan", np.arctan, "math.atan"),
+    "arctan2": _called("atan2", np.arctan2, "math.atan2", 2),
+    "sinh": _called("sinh", np.sinh, "math.sinh"),
+    "cosh": _called("cosh", np.cosh, "math.cosh"),
+    "tanh": _called("tanh", np.tanh, "math.tanh"),
+    "arcsinh": _called("asinh", np.arcsinh, "math.asinh"),
+    "arccosh": _called("acosh", np.arccosh, "math.acosh"),
+    "arctanh": _called("atanh", np.arctanh, "math.atanh"),
+    "hypot": _called("hypot", np.hypot, "math.hypot", 2),
+    "fmod": _called("fmod", np.fmod, "np.fmod", 2),
+}  # fmt: skip

@@ -1,0 +1,47 @@
+"""Programs without what can be known before: constants folded, nothing computed twice, nothing that isn't needed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from mpiad.ensemble.compiled.builder import Builder
+from mpiad.ensemble.compiled.program import Program
+
+__all__ = ["copied", "simplify"]
+
+
+def simplify(program: Program, seeds: Mapping[int, float] | None = None, outputs: Sequence[int] | None = None) -> Program:
+    """Return a program of the same values with less to compute; `identities` says which changes are made.
+
+    Parameters
+    ----------
+    program : Program
+    seeds : mapping of int to float, optional
+        Seeds that are known, by their places; the places of the others stay as they are.
+    outputs : sequence of int, optional
+        Places of the outputs that are wanted, all by default.
+
+    Returns
+    -------
+    Program
+    """
+    builder = Builder()
+    new = copied(builder, program, seeds or {})
+    wanted = range(len(program.outputs)) if outputs is None else outputs
+    kept = [new[program.outputs[place]] for place in wanted]
+    return builder.program(program.states, program.parameters, kept, program.seeds)
+
+
+def copied(builder: Builder, program: Program, seeds: Mapping[int, float] | None = None) -> list[int]:
+    """Write a program's instructions into a builder, and return their new numbers."""
+    new: list[int] = []
+    for operation, arguments, value in program.instructions:
+        if operation == "constant":
+            new.append(builder.constant(value))  # type: ignore[arg-type]
+        elif operation == "seed" and seeds and value in seeds:
+            new.append(builder.constant(float(seeds[value])))  # type: ignore[index]
+        elif not arguments:
+            new.append(builder.input(operation, value))  # type: ignore[arg-type]
+        else:
+            new.append(builder.call(operation, *(new[i] for i in arguments)))
+    return new

@@ -1,0 +1,140 @@
+"""Scalars that write down what is done to them.
+
+They live in NumPy's arrays of objects: whatever NumPy makes of those (a sum, a product of matrices, ``np.sin``) is written
+down element by element. They have no values, so whatever asks for one ends the trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import numpy as np
+
+from mpiad.ensemble.compiled.builder import Builder
+from mpiad.ensemble.compiled.operations import OPERATIONS
+
+__all__ = ["Symbol", "choose", "number_of"]
+
+_BRANCHES = "it decides by a traced value (if, while, and, or, not): write np.where(u[0] > 0, ...) instead"
+_VALUES = "it asks for the number that a traced value has (float, int, math.sin instead of np.sin, an index)"
+
+
+def _operator(operation: str, swapped: bool = False) -> Callable[[Symbol, Any], Any]:
+    def method(self: Symbol, other: Any) -> Any:
+        if not isinstance(other, (Symbol, int, float, np.number, np.bool_)):
+            return NotImplemented
+        if swapped:
+            return Symbol(self.builder, number_of(self.builder, other)).call(operation, self)
+        return self.call(operation, other)
+
+    return method
+
+
+class Symbol:
+    """A scalar of a program under construction.
+
+    Parameters
+    ----------
+    builder : Builder
+    number : int
+        Of its value.
+    """
+
+    __slots__ = ("builder", "number")
+
+    def __init__(self, builder: Builder, number: int):
+        self.builder, self.number = builder, number
+
+    @property
+    def is_boolean(self) -> bool:
+        """Whether it is true or false."""
+        return self.builder.is_boolean(self.number)
+
+    def real(self) -> Symbol:
+        """Return it as a number: true is 1."""
+        if not self.is_boolean:
+            return self
+        one, zero = self.builder.constant(1.0), self.builder.constant(0.0)
+        return Symbol(self.builder, self.builder.call("where", self.number, one, zero))
+
+    def truth(self) -> Symbol:
+        """Return whether it is not 0."""
+        return self if self.is_boolean else self.call("not_equal", 0.0)
+
+    def call(self, operation: str, *others: Any) -> Symbol:
+        """Return an operation's value, with this as its first argument."""
+        arguments = [self, *(self._as_symbol(other) for other in others)]
+        arguments = [x.truth() if operation.startswith("logical") else x.real() for x in arguments]
+        return Symbol(self.builder, self.builder.call(operation, *(x.number for x in arguments)))
+
+    def _as_symbol(self, other: Any) -> Symbol:
+        return other if isinstance(other, Symbol) else Symbol(self.builder, number_of(self.builder, other))
+
+    def __getattr__(self, name: str) -> Callable[..., Symbol]:
+        # What np.sin does with an array of objects is to call the sin of each.
+        if name.startswith("_") or name not in OPERATIONS:
+            raise AttributeError(name)
+        return lambda *others: self.call(name, *others)
+
+    def conjugate(self) -> Symbol:
+        """Return itself."""
+        return self
+
+    def __neg__(self) -> Symbol:
+        return self.call("negative")
+
+    def __pos__(self) -> Symbol:
+        return self
+
+    def __abs__(self) -> Symbol:
+        return self.call("absolute")
+
+    def __invert__(self) -> Symbol:
+        return self.call("logical_not")
+
+    def __bool__(self) -> NoReturn:
+        self.builder.refuse(_BRANCHES)
+
+    def __float__(self) -> NoReturn:
+        self.builder.refuse(_VALUES)
+
+    __int__ = __index__ = __complex__ = __float__
+    __add__, __radd__ = _operator("add"), _operator("add", swapped=True)
+    __sub__, __rsub__ = _operator("subtract"), _operator("subtract", swapped=True)
+    __mul__, __rmul__ = _operator("multiply"), _operator("multiply", swapped=True)
+    __truediv__, __rtruediv__ = _operator("divide"), _operator("divide", swapped=True)
+    __pow__, __rpow__ = _operator("power"), _operator("power", swapped=True)
+    __and__ = __rand__ = _operator("logical_and")
+    __or__ = __ror__ = _operator("logical_or")
+    __xor__ = __rxor__ = _operator("not_equal")
+    __lt__, __le__ = _operator("less"), _operator("less_equal")
+    __gt__, __ge__ = _operator("greater"), _operator("greater_equal")
+    __eq__, __ne__ = _operator("equal"), _operator("not_equal")  # type: ignore[assignment]
+    __hash__ = None  # type: ignore[assignment]
+
+
+def number_of(builder: Builder, value: Any) -> int:
+    """Return the number of a constant, or of a symbol.
+
+    Raises
+    ------
+    Refusal
+        Where it is neither.
+    """
+    if isinstance(value, Symbol):
+        return value.number
+    if isinstance(value, (bool, np.bool_)):
+        return builder.constant(bool(value))
+    if isinstance(value, (int, float, np.integer, np.floating)):
+        return builder.constant(float(value))
+    builder.refuse(f"it computes with {type(value).__name__} {value!r:.60}, which isn't a real number")
+
+
+def choose(condition: Any, x: Any, y: Any) -> Symbol:
+    """Return x where the condition, a symbol, holds, else y."""
+    builder = condition.builder
+    first, second = (Symbol(builder, number_of(builder, value)) for value in (x, y))
+    if not (first.is_boolean and second.is_boolean):
+        first, second = first.real(), second.real()
+    return Symbol(builder, builder.call("where", condition.truth().number, first.number, second.number))

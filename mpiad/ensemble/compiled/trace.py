@@ -1,0 +1,122 @@
+"""`trace`: from the user's f to a program, by one call with symbols.
+
+f is called as the vectorised path calls it: with columns, of which there is one here. So the same texts are accepted, but
+for those that need numbers: branches that depend on values, functions of other libraries, places that are looked up by
+values.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mpiad._typing import Array, Function, Shape
+from mpiad.ensemble.batch import Parameters
+from mpiad.ensemble.compiled.arrays import SymbolicArray, numbers_of
+from mpiad.ensemble.compiled.builder import Builder
+from mpiad.ensemble.compiled.layout import layout_of
+from mpiad.ensemble.compiled.program import Program
+from mpiad.ensemble.compiled.refusals import Untraceable, place_of, where_raised
+from mpiad.ensemble.compiled.symbols import Symbol
+
+__all__ = ["trace"]
+
+
+def trace(f: Function, shape: Shape, p: Parameters, dtype: Any) -> Program:
+    """Return what f computes from one trajectory's state, parameters and time.
+
+    Parameters
+    ----------
+    f : callable
+        As in `ODEProblem`.
+    shape : tuple of int
+        Of one state.
+    p : Parameters
+        Of which the shapes are used, and the values of what isn't a variable. The program's parameters are numbered as
+        `layout_of` says: leaf after leaf, C order within a leaf, those that vary and those that are shared alike.
+        `Layout.split` makes both kinds of row for a kernel.
+    dtype : dtype
+        Of the states.
+
+    Returns
+    -------
+    Program
+        With an output for each component of the state, in C order.
+
+    Raises
+    ------
+    Untraceable
+        With the reason and the line of the user's.
+
+    Notes
+    -----
+    What f closes over is part of the program, as constants: trace again for each solve. A reading of a clock or a random
+    number would be one too; f is called twice, and refused where the two programs differ.
+    """
+    if np.dtype(dtype).kind != "f":
+        raise Untraceable(f"the states are {np.dtype(dtype)}, and only real numbers are compiled", place_of(f))
+    with np.errstate(all="ignore"):
+        program = _traced(f, shape, p, dtype)
+        if _traced(f, shape, p, dtype) != program:
+            raise Untraceable("it computed something else when it was called again", place_of(f))
+    return program
+
+
+def _traced(f: Function, shape: Shape, p: Parameters, dtype: Any) -> Program:
+    builder = Builder()
+    try:
+        value = f(*_inputs(builder, shape, p, dtype))
+        outputs = _components(builder, value, shape)
+    except Exception as error:
+        reason = builder.refused or f"{type(error).__name__}: {error}"
+        raise Untraceable(reason, where_raised(error.__traceback__, f)) from error
+    if builder.refused:
+        raise Untraceable(builder.refused, place_of(f))
+    return builder.program(int(np.prod(shape)), layout_of(p).size, outputs)
+
+
+def _inputs(builder: Builder, shape: Shape, p: Parameters, dtype: Any) -> tuple[Any, Any, Any]:
+    """Return u, p and t as symbols, of the shapes that one column has."""
+    one_by_one = len(shape) > 1
+
+    def made(kind: str, places: range, shape: Shape) -> SymbolicArray:
+        numbers = np.array([builder.input(kind, place) for place in places], int).reshape(shape)
+        numbers.flags.writeable = False
+        return SymbolicArray(builder, numbers, dtype)
+
+    leaves = list(p.leaves)
+    for part in layout_of(p).parts:
+        # A matrix state comes alone, without an axis for trajectories.
+        column = (1,) if part.varies and not one_by_one else ()
+        leaves[part.place] = made("parameter", part.scalars, (*part.shape, *column))
+    size = int(np.prod(shape))
+    u = made("state", range(size), shape if one_by_one else (*shape, 1))
+    time = np.array(builder.input("time")).reshape(() if one_by_one else (1,))
+    return u, p.build(leaves), SymbolicArray(builder, time, dtype)
+
+
+def _components(builder: Builder, value: Any, shape: Shape) -> list[int]:
+    """Return the numbers of the components of what f returned, as reals."""
+    if not shape:
+        parts = [value]
+    elif len(shape) == 1 and isinstance(value, (list, tuple)):
+        parts = list(value)
+    else:
+        parts = list(numbers_of(builder, value).reshape(-1, 1))
+        return _reals(builder, [int(part[0]) for part in parts], shape)
+    return _reals(builder, [_one(builder, part) for part in parts], shape)
+
+
+def _one(builder: Builder, part: Any) -> int:
+    numbers: Array = numbers_of(builder, part)
+    if numbers.size != 1:
+        builder.refuse(f"it returned a component of shape {numbers.shape} for one column")
+    return int(numbers.ravel()[0])
+
+
+def _reals(builder: Builder, numbers: list[int], shape: Shape) -> list[int]:
+    size = int(np.prod(shape))
+    if len(numbers) != size:
+        builder.refuse(f"it returned {len(numbers)} components for {size}")
+    return [Symbol(builder, number).real().number for number in numbers]

@@ -1,0 +1,163 @@
+"""NumPy's elementwise functions on arrays of symbols, by their entries."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpiad._typing import Array
+from mpiad.ensemble.compiled.operations import OPERATIONS
+from mpiad.ensemble.compiled.symbols import Symbol, choose, number_of
+
+if TYPE_CHECKING:
+    from mpiad.ensemble.compiled.arrays import SymbolicArray
+
+__all__ = ["entrywise", "of_ufunc"]
+
+
+def of_ufunc(
+    like: SymbolicArray, ufunc: np.ufunc, method: str, inputs: Sequence[Any], keywords: Mapping[str, Any]
+) -> SymbolicArray:
+    """Return what a function of NumPy's, or a method of it, makes of arrays some of which are symbolic.
+
+    Raises
+    ------
+    Refusal
+        Where it isn't in the catalogue.
+    """
+    if method == "reduce" and ufunc in _REDUCED:
+        return reduced(like, ufunc, *inputs, **keywords)
+    if method == "outer":
+        first, second = (_objects(like, x) for x in inputs)
+        inputs, method = [first.reshape(first.shape + (1,) * second.ndim), second], "__call__"
+    if method == "__call__" and ufunc is np.matmul:
+        return like.like(_numbers(like, np.matmul(*(_objects(like, x) for x in inputs))))
+    if method != "__call__" or ufunc not in _UFUNCS:
+        name = ufunc.__name__ if method == "__call__" else f"{ufunc.__name__}.{method}"
+        like.builder.refuse(f"it calls numpy.{name}, which isn't among the functions that can be compiled")
+    return entrywise(like, _UFUNCS[ufunc], *inputs)
+
+
+def entrywise(like: SymbolicArray, function: Callable[..., Symbol], *inputs: Any) -> SymbolicArray:
+    """Return a function of symbols of each entry, broadcast as NumPy does."""
+    arrays = np.broadcast_arrays(*(_objects(like, x) for x in inputs))
+    made = [function(*parts).number for parts in zip(*(array.ravel() for array in arrays))]
+    return like.like(np.array(made, int).reshape(arrays[0].shape))
+
+
+def reduced(
+    like: SymbolicArray,
+    ufunc: np.ufunc,
+    array: Any,
+    axis: Any = 0,
+    dtype: Any = None,
+    keepdims: bool = False,
+    **others: Any,
+) -> SymbolicArray:
+    """Return a function of two arguments over all entries along an axis, one after the other."""
+    given = [name for name, value in others.items() if value is not np._NoValue and value is not None and value is not True]
+    if given:
+        like.builder.refuse(f"it calls numpy.{ufunc.__name__}.reduce with {', '.join(given)}=")
+    objects = _objects(like, array)
+    axes = range(objects.ndim) if axis is None else np.atleast_1d(axis) % max(objects.ndim, 1)
+    others_first = [i for i in range(objects.ndim) if i not in axes]
+    kept = [objects.shape[i] for i in others_first]
+    rows = np.transpose(objects, [*others_first, *axes]).reshape(math.prod(kept), -1)
+    if not rows.shape[1]:
+        like.builder.refuse(f"it calls numpy.{ufunc.__name__}.reduce of nothing")
+    made = [_folded(_REDUCED[ufunc], row).number for row in rows]
+    shape = [1 if i in axes else n for i, n in enumerate(objects.shape)] if keepdims else kept
+    return like.like(np.array(made, int).reshape(shape))
+
+
+def _folded(function: Callable[..., Symbol], row: Array) -> Symbol:
+    total = row[0]
+    for entry in row[1:]:
+        total = function(total, entry)
+    return total
+
+
+def _objects(like: SymbolicArray, value: Any) -> Array:
+    """Return an array of objects all of which are symbols."""
+    if isinstance(value, type(like)):
+        return value.objects()
+    array = np.asarray(value)
+    made = np.empty(array.shape, object)
+    flat = array.ravel().tolist() if array.dtype.kind in "fiub" else list(array.ravel())
+    made.reshape(-1)[:] = [Symbol(like.builder, number_of(like.builder, part)) for part in flat]
+    return made
+
+
+def _numbers(like: SymbolicArray, objects: Any) -> Array:
+    array = np.asarray(objects)
+    return np.array([number_of(like.builder, part) for part in array.ravel()], int).reshape(array.shape)
+
+
+def _direct(name: str) -> Callable[..., Symbol]:
+    return lambda x, *others: x.call(name, *others)
+
+
+def _add(x: Symbol, y: Symbol) -> Symbol:
+    return x | y if x.is_boolean and y.is_boolean else x + y
+
+
+def _multiply(x: Symbol, y: Symbol) -> Symbol:
+    return x & y if x.is_boolean and y.is_boolean else x * y
+
+
+def _remainder(x: Symbol, y: Symbol) -> Symbol:
+    rest = x.fmod(y)
+    return choose((rest != 0.0) & ((rest < 0.0) ^ (y < 0.0)), rest + y, rest)
+
+
+def _logaddexp(x: Symbol, y: Symbol) -> Symbol:
+    return x.maximum(y) + (-abs(x - y)).exp().log1p()
+
+
+def _isinf(x: Symbol) -> Any:
+    return abs(x) == math.inf
+
+
+_UFUNCS: dict[np.ufunc, Callable[..., Symbol]] = {
+    function: _direct(name)
+    for name in OPERATIONS
+    if isinstance(function := OPERATIONS[name].function, np.ufunc)
+} | {
+    np.add: _add,
+    np.multiply: _multiply,
+    np.positive: lambda x: x.real(),
+    np.conjugate: lambda x: x,
+    np.fabs: abs,
+    np.square: lambda x: x * x,
+    np.reciprocal: lambda x: 1.0 / x,
+    np.float_power: lambda x, y: x**y,
+    np.exp2: lambda x: 2.0**x,
+    np.logaddexp: _logaddexp,
+    np.deg2rad: lambda x: x * (math.pi / 180),
+    np.radians: lambda x: x * (math.pi / 180),
+    np.rad2deg: lambda x: x * (180 / math.pi),
+    np.degrees: lambda x: x * (180 / math.pi),
+    np.remainder: _remainder,
+    np.floor_divide: lambda x, y: ((x - _remainder(x, y)) / y).rint(),
+    np.heaviside: lambda x, y: choose(x != x, x, choose(x == 0.0, y, choose(x > 0.0, 1.0, 0.0))),
+    np.isnan: lambda x: x != x,
+    np.isinf: _isinf,
+    np.isfinite: lambda x: abs(x) < math.inf,
+    np.logical_xor: lambda x, y: x.truth() ^ y.truth(),
+    np.bitwise_and: lambda x, y: x & y,
+    np.bitwise_or: lambda x, y: x | y,
+    np.bitwise_xor: lambda x, y: x ^ y,
+    np.invert: lambda x: ~x,
+}  # fmt: skip
+
+_REDUCED: dict[np.ufunc, Callable[..., Symbol]] = {
+    np.add: lambda x, y: x + y,
+    np.multiply: lambda x, y: x * y,
+    np.maximum: _direct("maximum"),
+    np.minimum: _direct("minimum"),
+    np.logical_and: _direct("logical_and"),
+    np.logical_or: _direct("logical_or"),
+}

@@ -1,0 +1,197 @@
+"""Derivatives of programs, against autograd's, differences, complex numbers, and each other."""
+
+from __future__ import annotations
+
+import autograd
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from traced_right_hand_sides import FOR_AUTOGRAD, SYSTEMS
+
+from mpiad.differentiation.trees import flatten
+from mpiad.ensemble.batch import Parameters
+from mpiad.ensemble.compiled.builder import Builder
+from mpiad.ensemble.compiled.derivatives import jvp, vjp
+from mpiad.ensemble.compiled.evaluation import evaluated
+from mpiad.ensemble.compiled.layout import layout_of
+from mpiad.ensemble.compiled.operations import OPERATIONS
+from mpiad.ensemble.compiled.partials import PARTIALS
+from mpiad.ensemble.compiled.simplify import simplify
+from mpiad.ensemble.compiled.trace import trace
+from mpiad.ensemble.problem import ODEProblem
+
+pytestmark = pytest.mark.serial
+
+
+def traced(system):
+    leaves, build = flatten(ODEProblem(system.f, [0.0], (0, 1), system.p).p)
+    p = Parameters(leaves, [False] * len(leaves), build)
+    return trace(system.f, (system.states,), p, float), p
+
+
+def autograds_jacobian(system, p, u, t):
+    """Return the derivatives of f by the state, the scalars of the parameters, and time."""
+    layout = layout_of(p)
+
+    def flat(x):
+        leaves = list(p.leaves)
+        scalars = x[system.states : -1]
+        for part in layout.parts:
+            leaves[part.place] = autograd.numpy.reshape(scalars[part.first : part.scalars.stop], part.shape)
+        value = system.f(x[: system.states, None], p.build(leaves), x[-1:])
+        if isinstance(value, (list, tuple)):
+            return autograd.numpy.concatenate([autograd.numpy.reshape(part, (1,)) for part in value])
+        return autograd.numpy.reshape(value, (-1,))
+
+    shared = np.concatenate([np.ravel(p.leaves[part.place]) for part in layout.parts])
+    return autograd.jacobian(flat)(np.concatenate([u, shared, [t]])), shared
+
+
+def rows_of_vjp(program, u, p, t):
+    derived = vjp(program)
+    d = len(program.outputs)
+    return np.array([evaluated(derived, u, p, t, seed) for seed in np.eye(d)], float)
+
+
+def columns_of_jvp(program, u, p, t, directions=1):
+    derived = jvp(program, directions)
+    d, n = len(program.outputs), len(u) + len(p) + 1
+    seeds = np.eye(n)
+    made = []
+    for first in range(0, n, directions):
+        block = np.zeros((directions, n))
+        block[: len(seeds[first : first + directions])] = seeds[first : first + directions]
+        values = evaluated(derived, u, p, t, block.ravel())
+        np.testing.assert_array_equal(values[:d], evaluated(program, u, p, t))
+        made += np.reshape(values[d:], (directions, d)).tolist()
+    return np.array(made[:n], float).T
+
+
+@pytest.mark.parametrize("name", FOR_AUTOGRAD)
+def test_both_agree_with_autograd(name):
+    system = SYSTEMS[name]
+    program, p = traced(system)
+    rng = np.random.default_rng(3)
+    u, t = rng.normal(size=system.states), 0.4
+    expected, scalars = autograds_jacobian(system, p, u, t)
+    np.testing.assert_allclose(rows_of_vjp(program, u, scalars, t), expected, rtol=2e-13, atol=1e-13)
+    np.testing.assert_allclose(columns_of_jvp(program, u, scalars, t), expected, rtol=2e-13, atol=1e-13)
+    np.testing.assert_allclose(columns_of_jvp(program, u, scalars, t, 3), expected, rtol=2e-13, atol=1e-13)
+
+
+def one(operation):
+    """Return the program of one operation on states; conditions come from a comparison."""
+    builder = Builder()
+    states = [builder.input("state", i) for i in range(OPERATIONS[operation].arity)]
+    if operation == "where":
+        states[0] = builder.call("less", states[1], states[2])
+    return builder.program(len(states), 0, [builder.call(operation, *states)])
+
+
+ABOVE_ONE = {"arccosh"}
+STEPS = {name for name, entry in OPERATIONS.items() if entry.boolean} | {"floor", "ceil", "trunc", "rint", "sign"}
+
+
+@pytest.mark.parametrize("operation", sorted(set(OPERATIONS) - STEPS))
+def test_each_rule_against_differences(operation):
+    program = one(operation)
+    u = np.array([0.43, 0.71, -0.35][: program.states]) + (operation in ABOVE_ONE)
+    if operation == "copysign":
+        u[1] = -0.7
+    if operation == "fmod":
+        u = np.array([2.9, 0.71])
+    h, expected = 1e-3, []
+    for e in np.eye(len(u)) * h:
+        # Differences of sixth order.
+        weights = {1: 3 / 4, -1: -3 / 4, 2: -3 / 20, -2: 3 / 20, 3: 1 / 60, -3: -1 / 60}
+        expected.append(sum(w * evaluated(program, u + k * e, [], 0)[0] for k, w in weights.items()) / h)
+    assert operation in PARTIALS
+    np.testing.assert_allclose(rows_of_vjp(program, u, [], 0.0)[0][: len(u)], expected, rtol=1e-9, atol=1e-10)
+    np.testing.assert_allclose(columns_of_jvp(program, u, [], 0.0)[0][: len(u)], expected, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("operation", sorted(STEPS))
+def test_steps_have_no_derivative(operation):
+    builder = Builder()
+    states = [builder.input("state", i) for i in range(OPERATIONS[operation].arity)]
+    made = builder.call(operation, *states)
+    if OPERATIONS[operation].boolean:
+        made = builder.call("where", made, builder.constant(2.0), builder.constant(3.0))
+    program = builder.program(len(states), 0, [made])
+    np.testing.assert_array_equal(rows_of_vjp(program, np.full(len(states), 0.3), [], 0.0), 0)
+
+
+@pytest.mark.parametrize("operation, u, expected", [
+    ("maximum", [0.5, 0.5], [0.5, 0.5]),
+    ("minimum", [0.5, 0.5], [0.5, 0.5]),
+    ("absolute", [0.0], [0.0]),
+])  # fmt: skip
+def test_ties_and_kinks_are_autograds(operation, u, expected):
+    np.testing.assert_array_equal(rows_of_vjp(one(operation), u, [], 0.0)[0][:-1], expected)
+
+
+# ---- Programs that are drawn -----------------------------------------------------------------------------------------
+# Analytic ones, so that a step along the imaginary axis gives the derivative without cancellation.
+ANALYTIC = ["add", "subtract", "multiply", "divide", "negative", "sqrt", "exp", "log", "sin", "cos", "tanh", "sinh"]
+
+
+@st.composite
+def programs(draw):
+    builder = Builder()
+    values = [builder.input("state", i) for i in range(2)] + [builder.input("parameter", 0), builder.input("time")]
+    values.append(builder.constant(draw(st.sampled_from([-2.0, -1.0, 0.0, 0.5, 1.0, 3.0]))))
+    for _ in range(draw(st.integers(1, 12))):
+        if draw(st.integers(0, 5)) == 0:
+            exponent = builder.constant(draw(st.sampled_from([-2.0, -1.0, 0.5, 1.0, 1.5, 2.0, 3.0, 2.3])))
+            values.append(builder.call("power", draw(st.sampled_from(values)), exponent))
+            continue
+        name = draw(st.sampled_from(ANALYTIC))
+        values.append(builder.call(name, *(draw(st.sampled_from(values)) for _ in range(OPERATIONS[name].arity))))
+    return builder.program(2, 1, [draw(st.sampled_from(values)), values[-1]])
+
+
+@given(programs(), st.lists(st.floats(0.2, 2.0), min_size=4, max_size=4))
+@settings(max_examples=150, deadline=None, derandomize=True)
+def test_drawn_programs_against_a_complex_step(program, x):
+    h = 1e-200
+    expected = np.empty((2, 4))
+    for i in range(4):
+        z = np.array(x, complex)
+        z[i] += 1j * h
+        expected[:, i] = [np.imag(value) / h for value in evaluated(program, z[:2], z[2:3], z[3])]
+    primal = np.array(evaluated(program, x[:2], x[2:3], x[3]), float)
+    # Outside of where a program is defined, or where rounding is all that is left, there is nothing to compare.
+    if not (np.isfinite(primal).all() and np.isfinite(expected).all() and np.abs(expected).max() < 1e6):
+        return
+    scale = 1 + np.abs(expected).max()
+    for found in (rows_of_vjp(program, x[:2], x[2:3], x[3]), columns_of_jvp(program, x[:2], x[2:3], x[3], 2)):
+        if np.isfinite(found).all():
+            np.testing.assert_allclose(found / scale, expected / scale, rtol=1e-9, atol=1e-11)
+
+
+# ---- What isn't asked for --------------------------------------------------------------------------------------------
+def test_inputs_that_are_not_asked_for_are_left_out():
+    program, p = traced(SYSTEMS["lorenz_array"])
+    u, scalars = np.array([1.0, 2.0, 3.0]), np.array(p.leaves, float)
+    whole, some = vjp(program), vjp(program, parameters=[2, 0], time=False)
+    seeds = [0.3, -0.7, 1.1]
+    every = evaluated(whole, u, scalars, 0.0, seeds)
+    assert evaluated(some, u, scalars, 0.0, seeds) == [*every[:3], every[5], every[3]]
+    assert vjp(program, parameters=[], time=False).cost < some.cost < whole.cost + 1
+
+
+def test_known_seeds_cost_nothing():
+    program, _ = traced(SYSTEMS["lorenz_array"])
+    along = jvp(program, parameters=[0], time=False)
+    fixed = simplify(along, seeds={3: 1.0})
+    u, p = [1.0, 2.0, 3.0], [10.0, 28.0, 2.0]
+    assert evaluated(fixed, u, p, 0.0, [0.1, 0.2, 0.3, np.nan]) == evaluated(along, u, p, 0.0, [0.1, 0.2, 0.3, 1.0])
+    assert fixed.cost < along.cost
+    assert simplify(along, outputs=[0, 1, 2]).cost == program.cost
+
+
+def test_directions_share_the_values():
+    program, _ = traced(SYSTEMS["elementary"])
+    one_way, three = jvp(program, 1), jvp(program, 3)
+    assert three.cost < 3 * one_way.cost - program.cost

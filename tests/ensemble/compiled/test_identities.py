@@ -1,0 +1,84 @@
+"""Simplifications change no value, NaN and infinity included, but for the sign of a zero."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpiad.ensemble.compiled.builder import Builder
+from mpiad.ensemble.compiled.evaluation import evaluated
+from mpiad.ensemble.compiled.operations import OPERATIONS
+from mpiad.ensemble.compiled.program import Instruction, Program
+from mpiad.ensemble.compiled.simplify import simplify
+
+pytestmark = pytest.mark.serial
+
+CONSTANTS = [0.0, 1.0, -1.0, 2.0, 0.5, -4.0, 3.0, math.inf, math.nan]
+EXACT = [
+    name for name, entry in OPERATIONS.items() if name not in ("power", "copysign", "arctan2") and entry.simple
+]  # fmt: skip
+
+
+@st.composite
+def raw_programs(draw):
+    """Draw a program that nothing has simplified yet: reals and conditions in two lists."""
+    instructions = [Instruction("state", (), i) for i in range(2)]
+    instructions += [Instruction("constant", (), draw(st.sampled_from(CONSTANTS))) for _ in range(2)]
+    instructions += [Instruction("constant", (), draw(st.booleans()))]
+    reals, flags = [0, 1, 2, 3], [4]
+    for _ in range(draw(st.integers(1, 15))):
+        name = draw(st.sampled_from(EXACT))
+        entry = OPERATIONS[name]
+        pick = [flags if name.startswith("logical") else reals] * entry.arity
+        if name == "where":
+            pick = [flags, reals, reals]
+        instructions.append(Instruction(name, tuple(draw(st.sampled_from(kind)) for kind in pick)))
+        (flags if entry.boolean else reals).append(len(instructions) - 1)
+    return Program(2, 0, instructions, reals)
+
+
+@given(raw_programs(), st.lists(st.sampled_from([0.0, 1.5, -2.0, math.inf, math.nan]), min_size=2, max_size=2))
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_values_stay(program, u):
+    simple = simplify(program)
+    # The sign of a zero may change, and with it the sign of an infinity: 1 / (x + 0).
+    before, after = (np.abs(np.array(evaluated(p, u, [], 0.0), float)) for p in (program, simple))
+    divides = any(instruction.operation == "divide" for instruction in program.instructions)
+    if divides and any(x == 0 for x in evaluated(program, u, [], 0.0)):
+        return
+    np.testing.assert_array_equal(after, before)
+    assert simplify(simple) == simple
+    assert simple.cost <= program.cost
+
+
+@pytest.mark.parametrize("exponent, cost", [(1, 0), (2, 1), (3, 2), (4, 2), (7, 4), (0.5, 1), (1.5, 2), (-1, 1), (-2.5, 4)])
+def test_small_powers_are_multiplications(exponent, cost):
+    builder = Builder()
+    program = builder.program(1, 0, [builder.call("power", builder.input("state", 0), builder.constant(exponent))])
+    assert program.cost == cost and "power" not in {i.operation for i in program.instructions}
+    np.testing.assert_allclose(evaluated(program, [1.7], [], 0.0), 1.7**exponent, rtol=1e-15)
+
+
+def test_other_powers_are_powers():
+    builder = Builder()
+    for exponent in (2.3, 1 / 3, 65.0):
+        number = builder.call("power", builder.input("state", 0), builder.constant(exponent))
+        assert builder.instructions[number].operation == "power"
+
+
+def test_what_is_undefined_is_not_folded_away():
+    builder = Builder()
+    x = builder.input("state", 0)
+    outputs = [builder.call(name, x, x) for name in ("subtract", "divide")]
+    outputs.append(builder.call("multiply", x, builder.constant(0.0)))
+    assert np.isnan(evaluated(builder.program(1, 0, outputs), [math.inf], [], 0.0)).all()
+
+
+def test_signs_of_zero_and_kinds_of_one_are_told_apart():
+    builder = Builder()
+    numbers = [builder.constant(value) for value in (0.0, -0.0, 1.0, True, math.nan)]
+    assert len(set(numbers)) == 5 and builder.constant(math.nan) == numbers[-1]

@@ -1,0 +1,112 @@
+"""The text of a program computes what the program does: as Python, in numba, in both precisions."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from traced_right_hand_sides import SYSTEMS
+
+from mpiad.differentiation.trees import flatten
+from mpiad.ensemble.batch import Parameters
+from mpiad.ensemble.compiled.builder import Builder
+from mpiad.ensemble.compiled.derivatives import vjp
+from mpiad.ensemble.compiled.evaluation import evaluated
+from mpiad.ensemble.compiled.operations import OPERATIONS
+from mpiad.ensemble.compiled.source import Names, lines
+from mpiad.ensemble.compiled.trace import trace
+from mpiad.ensemble.problem import ODEProblem
+
+pytestmark = pytest.mark.serial
+
+
+def function_text(program, dtype=float):
+    """Return the source of f(x, o) with the inputs in x and the outputs in o."""
+    places = iter(f"x[{i}]" for i in range(1000))
+    names = Names(
+        [next(places) for _ in range(program.states)], [next(places) for _ in range(program.parameters)], next(places),
+        [next(places) for _ in range(program.seeds)],
+    )  # fmt: skip
+    outputs = [f"o[{i}]" for i in range(len(program.outputs))]
+    return "\n    ".join(["def f(x, o):", *lines(program, names, outputs, dtype=dtype)])
+
+
+def made(text, decorate=lambda f: f):
+    scope = {"math": math, "np": np}
+    exec(text, scope)
+    return decorate(scope["f"])
+
+
+def all_operations():
+    """Return a program with an output for each operation."""
+    builder = Builder()
+    states = [builder.input("state", i) for i in range(3)]
+    flag, other = builder.call("less", *states[:2]), builder.call("greater_equal", states[1], builder.constant(0.25))
+    outputs = []
+    for name, entry in OPERATIONS.items():
+        arguments = states[: entry.arity]
+        if name.startswith("logical"):
+            arguments = [flag, other][: entry.arity]
+        elif name == "where":
+            arguments = [flag, *states[:2]]
+        value = builder.call(name, *arguments)
+        if entry.boolean:
+            value = builder.call("where", value, builder.constant(1.0), builder.constant(-math.inf))
+        outputs.append(value)
+    return builder.program(3, 0, outputs)
+
+
+# What NumPy makes of NaN and of zeros, too.
+STATES = [[0.3, 0.7, -0.2], [0.7, 0.3, 0.0], [0.0, 0.5, 1.0], [0.5, 0.5, 1.0], [math.nan, 0.5, 1.0], [0.5, math.nan, 1.0]]
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+def test_numba_computes_each_operation_as_numpy_does(dtype):
+    numba = pytest.importorskip("numba")
+    program = all_operations()
+    f = made(function_text(program, dtype), numba.njit(error_model="numpy"))
+    for u in np.array(STATES, dtype):
+        out = np.empty(len(program.outputs), dtype)
+        f(np.append(u, [0]).astype(dtype), out)
+        expected = np.array([float(value) for value in evaluated(program, u, [], 0.0)])
+        rtol = 4e-16 if dtype is np.float64 else 3e-7
+        np.testing.assert_allclose(out, expected.astype(dtype), rtol=2 * rtol, atol=rtol, err_msg=f"{u}")
+
+
+def test_single_precision_stays_single():
+    numba = pytest.importorskip("numba")
+    program = all_operations()
+    f = made(function_text(program, np.float32), numba.njit(error_model="numpy"))
+    f(np.zeros(4, np.float32), np.zeros(len(program.outputs), np.float32))
+    (overload,) = f.overloads.values()
+    # Wherever a constant were double, so were the value of the operation.
+    kinds = {name: str(kind) for name, kind in overload.type_annotation.typemap.items() if name.startswith("v")}
+    assert set(kinds.values()) == {"float32", "bool"}, kinds
+
+
+@pytest.mark.parametrize("name", ["lorenz_array", "piecewise", "elementary", "remainders", "network"])
+def test_python_computes_systems_and_their_derivatives(name):
+    system = SYSTEMS[name]
+    leaves, build = flatten(ODEProblem(system.f, [0.0], (0, 1), system.p).p)
+    program = trace(system.f, (system.states,), Parameters(leaves, [False] * len(leaves), build), float)
+    rng = np.random.default_rng(2)
+    for derived in (program, vjp(program)):
+        u, p = rng.normal(size=derived.states), rng.random(derived.parameters)
+        seeds, t = rng.normal(size=derived.seeds), 0.3
+        out = np.empty(len(derived.outputs))
+        made(function_text(derived))(np.concatenate([u, p, [t], seeds]), out)
+        np.testing.assert_allclose(out, np.array(evaluated(derived, u, p, t, seeds), float), rtol=1e-14, atol=1e-15)
+
+
+def test_c_declares_each_value_once_with_its_kind():
+    builder = Builder()
+    x, y = builder.input("state", 0), builder.input("state", 1)
+    larger = builder.call("greater", x, y)
+    chosen = builder.call("where", larger, builder.call("exp", x), builder.constant(-0.1))
+    program = builder.program(2, 0, [chosen])
+    names = Names(["x", "y"], [], "t")
+    assert lines(program, names, ["k"], "c", np.float32, "w") == [
+        "const bool w2 = x > y;", "const float w3 = expf(x);", "const float w5 = (w2 ? w3 : (-0.1f));", "k = w5;"
+    ]  # fmt: skip
+    assert lines(program, names, ["k"], "c")[1] == "const double v3 = exp(x);"

@@ -1,0 +1,203 @@
+"""A traced f computes what f computes; what can't be traced is refused with its line."""
+
+from __future__ import annotations
+
+import math
+from itertools import count
+
+import autograd.numpy as anp
+import numpy as np
+import pytest
+import scipy.special
+from traced_right_hand_sides import MATRIX, SYSTEMS
+
+from mpiad.differentiation.trees import flatten
+from mpiad.ensemble.batch import Parameters
+from mpiad.ensemble.compiled.evaluation import evaluated
+from mpiad.ensemble.compiled.layout import layout_of
+from mpiad.ensemble.compiled.refusals import Untraceable
+from mpiad.ensemble.compiled.trace import trace
+from mpiad.ensemble.derivative import derivative_of
+from mpiad.ensemble.problem import ODEProblem
+
+pytestmark = pytest.mark.serial
+
+
+def shared(p):
+    leaves, build = flatten(ODEProblem(lambda u, p, t: u, [0.0], (0, 1), p).p)
+    return Parameters(leaves, [False] * len(leaves), build)
+
+
+def varying(p, n, rng):
+    """Return parameters of which each trajectory has its own, near p."""
+    same = shared(p)
+    leaves = [np.asarray(leaf)[..., None] * (1 + 0.2 * rng.random(n)) for leaf in same.leaves]
+    return Parameters(leaves, [True] * len(leaves), same.build)
+
+
+def values(program, p, u, t):
+    own, common = layout_of(p).split(p.leaves, u.shape[1], u.dtype)
+    rows = dict(zip(layout_of(p).varying, own)) | dict(zip(layout_of(p).shared, common))
+    made = evaluated(program, u, [rows[j] for j in range(len(rows))], t)
+    return np.stack(np.broadcast_arrays(*made, u[0])[:-1])
+
+
+# The f of two systems takes numbers that all trajectories share.
+CASES = [(name, own) for name in sorted(SYSTEMS) for own in (False, True) if not (own and name in ("counted", "network"))]
+
+
+@pytest.mark.parametrize("name, own", CASES)
+def test_the_program_computes_what_f_does(name, own):
+    rng = np.random.default_rng(len(name))
+    system, n = SYSTEMS[name], 6
+    p = varying(system.p, n, rng) if own else shared(system.p)
+    u, t = rng.normal(size=(system.states, n)), rng.random(n)
+    program = trace(system.f, (system.states,), p, float)
+    expected = np.empty_like(u)
+    derivative_of(system.f, (system.states,)).write(expected, u, p.columns(np.arange(n)), t)
+    np.testing.assert_allclose(values(program, p, u, t), expected, rtol=1e-14, atol=1e-14)
+
+
+def test_a_state_that_is_one_number():
+    program = trace(lambda u, p, t: p * anp.sin(u) + t, (), shared(2.0), float)
+    assert evaluated(program, [0.5], [2.0], 0.25) == [2 * np.sin(0.5) + 0.25]
+
+
+def test_a_state_that_is_a_matrix():
+    def f(u, p, t):
+        return MATRIX @ u * p[0] - anp.trace(u) * u.T + t
+
+    p = Parameters([np.array([[0.4, 0.7]])], [True], lambda leaves: leaves[0])
+    u = np.arange(9.0).reshape(3, 3) / 7
+    program = trace(f, (3, 3), p, float)
+    made = np.reshape(evaluated(program, u.ravel(), [0.7], 0.3), (3, 3))
+    np.testing.assert_allclose(made, f(u, np.array([0.7]), 0.3), rtol=1e-14)
+
+
+def test_one_text_makes_one_digest_and_another_constant_another():
+    def scaled(factor):
+        return lambda u, p, t: [factor * u[0]]
+
+    digests = [trace(scaled(c), (1,), shared(None), float).digest for c in (2.0, 2.0, 3.0)]
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_what_is_computed_twice_is_computed_once():
+    program = trace(lambda u, p, t: [anp.sin(u[0] * u[1]), anp.sin(u[1] * u[0]) + 0 * 3], (2,), shared(None), float)
+    assert program.cost == 2
+
+
+def test_nothing_is_left_that_is_not_needed():
+    def f(u, p, t):
+        anp.exp(u[0])  # is thrown away
+        return [u[0] * p[1], -u[1]]
+
+    program = trace(f, (2,), shared(np.ones(3)), float)
+    assert sorted(instruction.operation for instruction in program.instructions) == sorted(
+        ["state", "state", "parameter", "multiply", "negative"]
+    )
+    assert program.parameters == 3
+
+
+def line_of(f, offset):
+    return f"test_trace.py:{f.__code__.co_firstlineno + offset}"
+
+
+def branches(u, p, t):
+    x = u[0] * 2
+    if x > 1:
+        return [x]
+    return [-x]
+
+
+def calls_scipy(u, p, t):
+    return [scipy.special.jv(0.5, u[0])]
+
+
+def of_math(u, p, t):
+    return [math.sin(u[0])]
+
+
+def makes_a_number(u, p, t):
+    y = u[0] + 1
+    return [float(y)]
+
+
+def fills_an_array(u, p, t):
+    du = np.zeros(u.shape)
+    du[0] = u[0]
+    return du
+
+
+def within_a_function(u, p, t):
+    return [half_of(u[0])]
+
+
+def half_of(x):
+    while x < 10:
+        x = 2 * x
+    return x
+
+
+def looks_up(u, p, t):
+    return [np.array([1.0, 2.0])[int(p)] * u[0]]
+
+
+def masks(u, p, t):
+    return [u[0][u[0] > 0]]
+
+
+def complex_numbers(u, p, t):
+    return [anp.abs(u[0] * 1j)]
+
+
+def interpolates(u, p, t):
+    return np.interp(u, [0.0, 1.0], [1.0, 3.0])
+
+
+def swallows(u, p, t):
+    try:
+        return [float(u[0])]
+    except TypeError:
+        return [u[0]]
+
+
+@pytest.mark.parametrize("f, offset, reason", [
+    (branches, 2, "np.where"),
+    (calls_scipy, 1, "jv"),
+    (of_math, 1, "math.sin"),
+    (makes_a_number, 2, "float"),
+    (fills_an_array, 2, "zeros_like"),
+    (within_a_function, 5, "decides by a traced value"),
+    (looks_up, 1, "int"),
+    (masks, 1, "np.where"),
+    (complex_numbers, 1, "1j"),
+    (interpolates, 1, "interp"),
+    (swallows, 0, "float"),
+])  # fmt: skip
+def test_what_cannot_be_traced_is_refused_with_its_line(f, offset, reason):
+    with pytest.raises(Untraceable) as caught:
+        trace(f, (1,), shared(1.0), float)
+    assert reason in caught.value.reason
+    assert caught.value.place.endswith(line_of(f, offset))
+
+
+def test_random_numbers_are_refused():
+    numbers = count()
+    with pytest.raises(Untraceable, match="called again"):
+        trace(lambda u, p, t: [u[0] * next(numbers)], (1,), shared(None), float)
+
+
+def test_complex_states_are_refused():
+    with pytest.raises(Untraceable, match="complex128"):
+        trace(lambda u, p, t: u, (1,), shared(None), complex)
+
+
+def test_too_large_a_program_is_refused():
+    def f(u, p, t):
+        for i in range(60_000):
+            u = u * p + i
+        return u
+
+    with pytest.raises(Untraceable, match="50000 operations"):
+        trace(f, (1,), shared(1.0), float)
