@@ -2,5 +2,6 @@
 
 from mpiad.optimize.history import History
 from mpiad.optimize.minimize import minimize
+from mpiad.optimize.mpi_optimize import mpi_optimize
 
-__all__ = ["History", "minimize"]
+__all__ = ["History", "minimize", "mpi_optimize"]

@@ -39,10 +39,10 @@ class Agreement:
         Whether this rank's stage has failed where the ranks that wait for it can be interrupted.
     """
 
-    def __init__(self, comm: Comm):
+    def __init__(self, comm: Comm, call: str = "minimize"):
         self._interrupts = FAULT_TOLERANT and comm.size > 1
         self._comm, self._watch = comm, Watch(comm, listens=not self._interrupts)
-        self.broken = False
+        self.broken, self._call = False, call
         self._mine, self._all = np.zeros(1, np.int8), np.zeros(comm.size, np.int8)
         self.error: Exception | None = None
 
@@ -89,7 +89,7 @@ class Agreement:
         self._watch.close(failed=True)
         first = self._comm.bcast(None if failure is None else Failure.of(failure), failed[0])
         described: dict[int, Any] = dict.fromkeys(failed, first)
-        self.error = verdict(described)
+        self.error = verdict(described, self._call)
         raise self.error from failure
 
     def close(self) -> None:
@@ -98,10 +98,10 @@ class Agreement:
             self._watch.close()
 
 
-def verdict(failures: dict[int, Failure]) -> Exception:
+def verdict(failures: dict[int, Failure], call: str = "minimize") -> Exception:
     """Return what all ranks raise after failures on some; those of the first rank count."""
     rank, others = first_of(failures)
     failure = failures[rank]
     if failure.kind == WrongValueError.__name__:
         return TypeError(f"{failure.text} This happened on rank {rank}{others}.")
-    return WorkerError(f"minimize: rank {rank}{others} raised {failure.summary}", rank, failure.trace)
+    return WorkerError(f"{call}: rank {rank}{others} raised {failure.summary}", rank, failure.trace)

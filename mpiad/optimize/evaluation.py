@@ -2,42 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from mpiad._typing import Comm, Function, Rank, Tree
+from mpiad._typing import Comm, Tree
 from mpiad.differentiation import hvp
 from mpiad.differentiation.objective import Problem, problem_with, share, weight_of
 from mpiad.optimize.agreement import Agreement, WrongValueError
 from mpiad.optimize.forward_pass import ForwardPass, forward_pass
+from mpiad.optimize.program import Program
+from mpiad.optimize.protocol import BOTH, GRADIENT, VALUE
 from mpiad.optimize.variables import Packing
 from mpiad.transport import SUM, Channel
 
-__all__ = ["Evaluation", "Program"]
-
-
-class Program(NamedTuple):
-    """What a rank was given to evaluate.
-
-    Attributes
-    ----------
-    fun : callable
-    jac : callable or bool or None
-        The gradient, True where `fun` returns it beside its value, None where it is found by differentiation.
-    hessp : callable or None
-    args : tuple
-    objective : {"root", "sum", "mean"}
-        How the ranks' values make the objective; the values of `jac` and `hessp` are put together alike.
-    root : int
-    """
-
-    fun: Function
-    jac: Function | bool | None
-    hessp: Function | None
-    args: tuple
-    objective: str
-    root: Rank
+__all__ = ["Evaluation"]
 
 
 class Evaluation:
@@ -72,6 +51,16 @@ class Evaluation:
         """Raise what has ended the solve on all ranks, should a method go on in spite of it."""
         if self._agreement.error is not None:
             raise self._agreement.error
+
+    def carry_out(self, kind: int, vector: np.ndarray, direction: np.ndarray | None) -> Any:
+        """Carry out an instruction."""
+        if kind == VALUE:
+            return self.value(vector), None
+        if kind == GRADIENT:
+            return None, self.gradient(vector)
+        if kind == BOTH:
+            return self.both(vector)
+        return self.product(vector, direction)  # type: ignore[arg-type]
 
     def value(self, vector: np.ndarray) -> float:
         """Return the objective, on all ranks; keep the forward pass for `gradient`, where that needs it."""

@@ -9,20 +9,19 @@ ranks has a room of its own, `sharded`.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import scipy
 
 from mpiad._typing import Comm, Function, Rank, Tree
-from mpiad.differentiation.objective import check_objective
 from mpiad.optimize.agreement import verdict
-from mpiad.optimize.evaluation import Program
 from mpiad.optimize.methods import is_sharded, method_named
+from mpiad.optimize.program import Program, check_program
 from mpiad.optimize.root_driven import RootDriven
-from mpiad.optimize.scipy_methods import Wishes
+from mpiad.optimize.scipy_methods import Wishes, drive
 from mpiad.optimize.sharded import Piece, Sharded, piece_of
 from mpiad.optimize.variables import as_variables, require_equal_start
-from mpiad.primitives.checks import root_of
 from mpiad.primitives.operation import suspended
 from mpiad.transport import Channel, channel, renew
 from mpiad.transport.agreement import raise_together, require_same
@@ -133,7 +132,7 @@ def minimize(
         try:
             if isinstance(solve, Sharded):
                 return solve.run(callback, progress)
-            return solve.run(method_named(method), wishes, progress)
+            return solve.run(partial(drive, method_named(method), wishes), progress)
         except Exception:
             if solve.agreement.error is not None:
                 renew(comm, "minimize")  # an evaluation may have left messages under way
@@ -145,7 +144,7 @@ def _agree_on_arguments(used: Channel, program: Program, method: Any, x0: Tree, 
     wrong, start, settings = None, None, ""
     try:
         sharded = is_sharded(method)
-        _check_program(program, used)
+        check_program(program, used, "minimize")
         start = as_variables(x0) if sharded or used.rank == program.root else None
         if sharded:
             start = piece_of(start, wishes.bounds, wishes.tol, wishes.options)
@@ -167,15 +166,3 @@ def _agree_on_arguments(used: Channel, program: Program, method: Any, x0: Tree, 
 def _check_callback(callback: Any) -> None:
     if callback is not None and not callable(callback):
         raise TypeError(f"minimize: callback must be callable, but got {type(callback).__name__} {callback!r:.60}.")
-
-
-def _check_program(program: Program, used: Channel) -> None:
-    root_of(program.root, used, "minimize")
-    check_objective(program.objective, "minimize")
-    for name, value, allowed in (
-        ("fun", program.fun, callable(program.fun)),
-        ("jac", program.jac, callable(program.jac) or program.jac is None or program.jac is True),
-        ("hessp", program.hessp, program.hessp is None or callable(program.hessp)),
-    ):
-        if not allowed:
-            raise TypeError(f"minimize: {name} must be callable, but got {type(value).__name__} {value!r:.60}.")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mpiad.optimize.evaluation import Evaluation
-from mpiad.optimize.protocol import BOTH, GRADIENT, PRODUCT, VALUE, Instructions, evaluate
+from mpiad.optimize.protocol import BOTH, GRADIENT, PRODUCT, VALUE, Instructions
 
 __all__ = ["Counts", "LimitReached", "Point", "Points"]
 
@@ -156,4 +156,4 @@ class Points:
         self._evaluation.raise_if_ended()  # the other ranks don't listen any more
         self.counts[name] += 1
         self._instructions.give(kind, x, direction)
-        return evaluate(self._evaluation, kind, x, direction)
+        return self._evaluation.carry_out(kind, x, direction)

@@ -1,24 +1,25 @@
 """The root instructs, the others wait: what is evaluated next, and when it ends.
 
 An instruction and the variables that it is about are one broadcast of (1 + n) doubles; a direction follows where the
-instruction is a Hessian product. The end is one pickled outcome. All of it travels on the solve's own duplicate.
+instruction is a product with one. The end is one pickled outcome. All of it travels on the solve's own duplicate.
 """
 
 from __future__ import annotations
 
 import traceback
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from mpiad._typing import Comm, Rank
 from mpiad.errors import WorkerError
-from mpiad.optimize.evaluation import Evaluation
 from mpiad.transport.patience import wait_gently
 
-__all__ = ["Instructions", "Refusal", "serve"]
+__all__ = ["Evaluates", "Instructions", "Refusal", "serve"]
 
-VALUE, GRADIENT, BOTH, PRODUCT, FINISH = range(5)
+VALUE, GRADIENT, BOTH, PRODUCT, FINISH, RESIDUALS, FACTOR, TANGENT, COTANGENT = range(9)
+# A second vector of the variables' length follows these.
+_WITH_DIRECTION = (PRODUCT, TANGENT)
 
 
 class Instructions:
@@ -51,7 +52,7 @@ class Instructions:
         wait_gently(self.comm.Ibcast(self._packet, self.root))
         kind, vector = int(self._packet[0]), self._packet[1:]
         direction = None
-        if kind == PRODUCT:
+        if kind in _WITH_DIRECTION:
             direction = np.empty_like(vector)
             self.comm.Bcast(direction, self.root)
         return kind, vector, direction
@@ -67,7 +68,8 @@ class Instructions:
 class Refusal:
     """An exception outside of the evaluations, which only the root has met: in the method, its options, the callback."""
 
-    def __init__(self, error: Exception):
+    def __init__(self, error: Exception, call: str = "minimize"):
+        self._call = call
         self._kind = next((kind for kind in (TypeError, ValueError) if isinstance(error, kind)), None)
         self._text = str(error)
         self._summary = "".join(traceback.format_exception_only(type(error), error)).strip()
@@ -77,24 +79,21 @@ class Refusal:
         """Return what all ranks raise: wrong arguments by their own type."""
         if self._kind is not None:
             return self._kind(f"{self._text} (raised on the root, rank {root})")
-        return WorkerError(f"minimize: the root, rank {root}, raised {self._summary}", root, self._trace)
+        return WorkerError(f"{self._call}: the root, rank {root}, raised {self._summary}", root, self._trace)
 
 
-def serve(instructions: Instructions, evaluation: Evaluation) -> Any:
+class Evaluates(Protocol):
+    """What carries out instructions."""
+
+    def carry_out(self, kind: int, vector: np.ndarray, direction: np.ndarray | None) -> Any:
+        """Carry out an instruction; all ranks call this together."""
+        ...
+
+
+def serve(instructions: Instructions, evaluation: Evaluates) -> Any:
     """Evaluate what the root asks for, until the end; return its outcome."""
     while True:
         kind, vector, direction = instructions.await_next()
         if kind == FINISH:
             return instructions.share_outcome()
-        evaluate(evaluation, kind, vector, direction)
-
-
-def evaluate(evaluation: Evaluation, kind: int, vector: np.ndarray, direction: np.ndarray | None) -> Any:
-    """Carry out an instruction."""
-    if kind == VALUE:
-        return evaluation.value(vector), None
-    if kind == GRADIENT:
-        return None, evaluation.gradient(vector)
-    if kind == BOTH:
-        return evaluation.both(vector)
-    return evaluation.product(vector, direction)  # type: ignore[arg-type]
+        evaluation.carry_out(kind, vector, direction)

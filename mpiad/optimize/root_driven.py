@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import scipy
 
 from mpiad._typing import Tree
 from mpiad.optimize.agreement import Agreement
-from mpiad.optimize.evaluation import Evaluation, Program
-from mpiad.optimize.methods import Method
-from mpiad.optimize.points import Points
+from mpiad.optimize.evaluation import Evaluation
+from mpiad.optimize.program import Program
 from mpiad.optimize.protocol import FINISH, Instructions, Refusal, serve
-from mpiad.optimize.result import finished, outcome_of
-from mpiad.optimize.scipy_methods import Wishes, drive
+from mpiad.optimize.result import finished
 from mpiad.optimize.variables import Packing
 from mpiad.progress_line import ProgressLine
 from mpiad.transport import Channel
 from mpiad.transport.fault_tolerance import is_interruption
 
-__all__ = ["RootDriven"]
+__all__ = ["Leader", "RootDriven"]
+
+
+class Leader(NamedTuple):
+    """What the root has at hand to drive a method.
+
+    Attributes
+    ----------
+    evaluation : Evaluation
+    instructions : Instructions
+    packing : Packing
+    start : nest of arrays
+    progress : ProgressLine or None
+    """
+
+    evaluation: Evaluation
+    instructions: Instructions
+    packing: Packing
+    start: Tree
+    progress: ProgressLine | None
 
 
 class RootDriven:
@@ -33,6 +51,10 @@ class RootDriven:
         What to evaluate; checked and agreed on.
     start : nest of arrays
         The starting point, on all ranks.
+    kind : type
+        What carries out the root's instructions.
+    call : str
+        Name of the public function.
 
     Attributes
     ----------
@@ -40,19 +62,21 @@ class RootDriven:
         Its `error` is what ended the solve on all ranks.
     """
 
-    def __init__(self, used: Channel, program: Program, start: Tree):
-        self._start, self._packing = start, Packing(start)
+    def __init__(
+        self, used: Channel, program: Program, start: Tree, kind: type[Evaluation] = Evaluation, call: str = "minimize"
+    ):
+        self._start, self._packing, self._call = start, Packing(start), call
         self._used, self._comm = used, used.derive()
         self._leads = used.rank == program.root
-        self.agreement = Agreement(self._comm)
-        self._evaluation = Evaluation(program, self._packing, self.agreement, used, self._comm)
+        self.agreement = Agreement(self._comm, call)
+        self._evaluation = kind(program, self._packing, self.agreement, used, self._comm)
         self._instructions = Instructions(self._comm, program.root, self._packing.size)
 
-    def run(self, method: Method, wishes: Wishes, progress: bool) -> scipy.optimize.OptimizeResult:
+    def run(self, drive: Callable[[Leader], dict[str, Any]], progress: bool) -> scipy.optimize.OptimizeResult:
         """Drive on the root, serve elsewhere; return the outcome, or raise, on all ranks alike."""
         try:
             if self._leads:
-                outcome = self._lead(method, wishes, ProgressLine() if progress else None)
+                outcome = self._lead(drive, ProgressLine() if progress else None)
             else:
                 outcome = serve(self._instructions, self._evaluation)
         except Exception as error:
@@ -63,18 +87,16 @@ class RootDriven:
         self._close()
         return finished(outcome, self._packing)
 
-    def _lead(self, method: Method, wishes: Wishes, progress: ProgressLine | None) -> Any:
-        points = Points(self._evaluation, self._instructions, method.together)
-        start = self._packing.pack(self._start)
+    def _lead(self, drive: Callable[[Leader], dict[str, Any]], progress: ProgressLine | None) -> Any:
+        leader = Leader(self._evaluation, self._instructions, self._packing, self._start, progress)
         try:
-            result, history = drive(method, points, start, wishes, self._packing, progress)
-            outcome = outcome_of(result, history, points.counts)
+            outcome: Any = drive(leader)
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must not wait on
             if self.agreement.broken or is_interruption(error):
                 raise
             if self.agreement.error is not None:
                 raise self.agreement.error from error.__cause__
-            outcome = Refusal(error)
+            outcome = Refusal(error, self._call)
         finally:
             if progress is not None:
                 progress.close()

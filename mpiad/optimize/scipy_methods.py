@@ -10,13 +10,12 @@ import scipy  # loads its parts at their first use: to load them here would doub
 
 from mpiad._typing import Function
 from mpiad.optimize.conclusion import broken_off, concluded, limited, stopped
-from mpiad.optimize.history import History
 from mpiad.optimize.iterates import Iterates
 from mpiad.optimize.methods import Method
 from mpiad.optimize.points import LimitReached, Points
+from mpiad.optimize.result import outcome_of
+from mpiad.optimize.root_driven import Leader
 from mpiad.optimize.sharded.box import box_of
-from mpiad.optimize.variables import Packing
-from mpiad.progress_line import ProgressLine
 
 __all__ = ["Wishes", "drive"]
 
@@ -30,14 +29,14 @@ class Wishes(NamedTuple):
     callback: Function | None
 
 
-def drive(
-    method: Method, points: Points, start: np.ndarray, wishes: Wishes, packing: Packing, progress: ProgressLine | None
-) -> tuple[scipy.optimize.OptimizeResult, History]:
-    """Run a method from `start`, shape (n,), on the root; return its result, corrected, and the history."""
+def drive(method: Method, wishes: Wishes, leader: Leader) -> dict[str, Any]:
+    """Run a method on the root; return its result, corrected where it must be."""
+    points = Points(leader.evaluation, leader.instructions, method.together)
+    start = leader.packing.pack(leader.start)
     box = box_of(wishes.bounds, start.size)
     points.excess = None if box is None else box.excess
     points.maxfun, options = _limited(method, dict(wishes.options or {}))
-    iterates = Iterates(points, wishes.callback, packing, progress)
+    iterates = Iterates(points, wishes.callback, leader.packing, leader.progress)
     try:
         result = scipy.optimize.minimize(
             iterates.value,
@@ -59,7 +58,7 @@ def drive(
         if iterates.told or not points.broken:
             raise
         result = broken_off(error, points, iterates.count)
-    return result, iterates.record.history()
+    return outcome_of(result, iterates.record.history(), points.counts)
 
 
 def _limited(method: Method, options: dict) -> tuple[float | None, dict]:

@@ -39,6 +39,16 @@ def test_sum_of_powers(mpirun: Run, ranks: int) -> None:
         assert "f = 4.000000, df/dtheta = 6.000000" in first
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_solve_cubic(mpirun: Run, ranks: int) -> None:
+    (line,) = lines_of(mpirun(ranks, "examples/solve_cubic.py"))
+    roots = np.polynomial.Polynomial(np.append(-1.0, np.ones(ranks - 1))).roots()
+    (expected,) = roots.real[(abs(roots.imag) < 1e-9) & (roots.real > 0.0)]
+    assert numbers_after("theta = ", line)[0] == pytest.approx(expected, abs=1e-13)
+    if ranks == 4:
+        assert line.startswith("theta = 0.54368901269207")
+
+
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_reduce_sum(mpirun: Run, ranks: int) -> None:
     lines = lines_of(mpirun(ranks, "examples/reduce_sum.py"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from mpiad.optimize.evaluation import Evaluation as Real
 from mpiad.optimize.points import Points
 from mpiad.optimize.protocol import BOTH, GRADIENT, PRODUCT, VALUE
 
@@ -33,6 +34,8 @@ class Evaluation:
 
     def product(self, x, direction):
         return direction.copy()
+
+    carry_out = Real.carry_out
 
 
 class Instructions:

@@ -9,7 +9,7 @@ import scipy
 
 from mpiad._typing import Function, Tree
 from mpiad.optimize.agreement import Agreement
-from mpiad.optimize.evaluation import Program
+from mpiad.optimize.program import Program
 from mpiad.optimize.sharded.box import Box, box_of
 from mpiad.optimize.sharded.descent import Descent
 from mpiad.optimize.sharded.ending import Ending

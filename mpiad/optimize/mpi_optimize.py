@@ -1,0 +1,82 @@
+"""`mpi_optimize`: `minimize` with the objective and its gradient as two functions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import scipy
+
+from mpiad._typing import Comm, Function, Rank, Tree
+from mpiad.optimize.minimize import minimize
+
+__all__ = ["mpi_optimize"]
+
+
+def mpi_optimize(
+    f: Function,
+    g: Function,
+    x0: Tree = None,
+    method: str = "L-BFGS",
+    *,
+    bounds: Any = None,
+    root: Rank = 0,
+    comm: Comm = None,
+    tol: float | None = None,
+    options: dict | None = None,
+    callback: Function | None = None,
+    objective: str = "root",
+    args: tuple = (),
+    progress: bool = False,
+) -> scipy.optimize.OptimizeResult:
+    """Minimise f with its gradient g, evaluated by all ranks when the root asks for one or the other.
+
+    Parameters
+    ----------
+    f : callable
+        ``f(x, *args)`` returns this rank's L_r, one real number.
+    g : callable
+        ``g(x, *args)`` returns the gradient of this rank's L_r, in the form of x. Under ``objective="root"`` only the
+        root's counts: there `mpiad.grad(f, shared=True)`, which all ranks call, is the gradient of what the root has
+        put together.
+    x0 : nest of arrays
+        The starting point; counts on the root only.
+    method : str
+        As in `minimize`, and so are all that follow.
+    bounds : sequence of (low, high) or scipy.optimize.Bounds, optional
+    root : int
+    comm : mpi4py intracommunicator, optional
+    tol : float, optional
+    options : dict, optional
+    callback : callable, optional
+    objective : {"root", "sum", "mean"}
+    args : tuple
+        Further arguments of f and g: this rank's own.
+    progress : bool
+
+    Returns
+    -------
+    scipy.optimize.OptimizeResult
+        That of `minimize`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        On all ranks, where an argument on any of them is wrong.
+    WorkerError
+        On all ranks, where f or g raises on any.
+
+    Ranks
+    -----
+    All ranks of `comm` call it, and then f or g whenever the root's method wants one: together, in the same order. The
+    result is the same on all, bit for bit.
+
+    Adjoint
+    -------
+    None: the result is a constant in every trace.
+    """
+    # None and True mean something else to `minimize`, which refuses a text on all ranks alike.
+    jac: Any = repr(g) if g is None or isinstance(g, bool) else g
+    return minimize(
+        f, x0, method=method, jac=jac, bounds=bounds, root=root, comm=comm, tol=tol, options=options, callback=callback,
+        objective=objective, args=args, progress=progress,
+    )
