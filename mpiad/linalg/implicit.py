@@ -3,6 +3,9 @@
 From A(p) u = b follows A u̇ = ḃ - (∂A/∂p ṗ) u: a tangent takes one solve. Transposed: with Aᵀ λ = ū, the cotangent of b is
 λ, and that of p is -(∂(A(p) u)/∂p)ᵀ λ, one reverse pass through the user's operator at the solution. The iteration itself
 is never traced. Both rules are made of this operator and of the user's, so they can be differentiated again.
+
+The adjoint of the transposed system is the system itself, and λᵀ A u is the same number from both sides: so its cotangent
+of p is taken from the operator too, with u and λ in each other's place.
 """
 
 from __future__ import annotations
@@ -10,20 +13,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import autograd.numpy as anp
 import numpy as np
 
 from mpiad._typing import Function, LocalArray
 from mpiad.differentiation import make_jvp, make_vjp
 from mpiad.extend import communicating, defjvp_together, defvjp_together
+from mpiad.linalg.bicgstab import bicgstab
 from mpiad.linalg.conjugate_gradients import conjugate_gradients
-from mpiad.linalg.system import Settings, System
+from mpiad.linalg.gmres import gmres
+from mpiad.linalg.iteration import Method, iterate
+from mpiad.linalg.settings import Settings
+from mpiad.linalg.system import System
+from mpiad.linalg.transposition import taking, transposed_function, transposed_preconditioner
 from mpiad.primitives import mpi_allreduce, stop
 from mpiad.primitives.cotangents import tangent_of
 from mpiad.primitives.operation import suspended
 
-__all__ = ["METHODS", "Problem", "solution"]
+__all__ = ["METHODS", "Problem", "direction_of", "solution"]
 
-METHODS: dict[str, Callable[..., LocalArray]] = {"cg": conjugate_gradients}
+METHODS: dict[str, Method] = {"cg": conjugate_gradients, "gmres": gmres, "bicgstab": bicgstab}
 
 
 class Problem(NamedTuple):
@@ -38,6 +47,9 @@ class Problem(NamedTuple):
     settings : Settings
     start : array or None
         Where the iteration starts.
+    preconditioner_transpose : callable, "derived" or None
+    transposed : bool
+        Whether the system is that of the transposed operator.
     """
 
     matvec: Function
@@ -45,14 +57,45 @@ class Problem(NamedTuple):
     build: Callable[[Any], Any]
     settings: Settings
     start: LocalArray | None = None
+    preconditioner_transpose: Any = None
+    transposed: bool = False
 
     def derived(self) -> Problem:
-        """Return the problem of an adjoint or a tangent: the same operator, started from zero."""
-        return self._replace(start=None, settings=self.settings._replace(callback=None))
+        """Return the problem of a tangent: the same operator, started from zero."""
+        return self._replace(start=None, settings=self.settings._replace(callback=None, probe=False))
+
+    @property
+    def hermitian(self) -> bool:
+        """Whether the method is for operators that are their own (conjugate) transpose."""
+        return self.settings.method == "cg"
+
+    def adjoint(self) -> Problem:
+        """Return the problem of an adjoint."""
+        derived = self.derived()
+        return derived if self.hermitian else derived._replace(transposed=not self.transposed)
 
     def product(self, all_leaves: Any) -> LocalArray:
         """Return the product with the operator, of u and the leaves, as part of the program around it."""
         return self.matvec(all_leaves[0], *self.build(all_leaves[1:]))
+
+    def own_product(self, all_leaves: Any) -> LocalArray:
+        """Return the product with the operator of this system, which may be the transposed one."""
+        if not self.transposed:
+            return self.product(all_leaves)
+        params = self.build(all_leaves[1:])
+        return transposed_function(lambda v: self.matvec(v, *params), all_leaves[0])(all_leaves[0])
+
+    def system(self, leaves: Any, b: LocalArray) -> System:
+        """Return the system on plain blocks."""
+        params = tuple(self.build(leaves))
+        apply, precondition = (lambda u: self.matvec(u, *params)), None
+        if self.transposed:
+            apply = transposed_function(apply, b)
+        if self.preconditioner is not None and self.transposed:
+            precondition = transposed_preconditioner(self.preconditioner, self.preconditioner_transpose, params, b)
+        elif self.preconditioner is not None:
+            precondition = taking(self.preconditioner, params)
+        return System(apply, precondition, b, self.settings)
 
 
 @communicating
@@ -82,36 +125,45 @@ def solution(b: LocalArray, *leaves: Any, problem: Problem) -> LocalArray:
 
     Adjoint
     -------
-    One solve with the transposed operator, which is the operator itself for conjugate gradients.
+    One solve with the transposed operator, which for conjugate gradients is the operator itself, conjugated.
     """
-    system = System(problem.matvec, problem.preconditioner, problem.build(leaves), b, problem.settings)
-    return METHODS[problem.settings.method](system, b, problem.start)
+    return iterate(METHODS[problem.settings.method], problem.system(leaves, b), b, problem.start)
 
 
 def _adjoint(ans: LocalArray, b: LocalArray, *leaves: Any, problem: Problem) -> Callable:
     """Return the transpose of the solution's derivative."""
 
     def vjp(g: LocalArray) -> list:
-        multiplier = solution(g, *leaves, problem=problem.derived())
-        pull, _ = make_vjp(problem.product)([ans, *leaves])
-        transposed, *of_leaves = pull(multiplier)
-        _require_transpose(stop(transposed), stop(g), problem.settings)
+        multiplier = _transposed_solution(g, leaves, problem)
+        left, right = (multiplier, ans) if not problem.transposed else (ans, multiplier)
+        pull, _ = make_vjp(problem.product)([right, *leaves])
+        transposed, *of_leaves = pull(left)
+        if problem.hermitian:
+            _require_transpose(stop(transposed), stop(g), problem.settings)
         return [multiplier, *[None if part is None else -part for part in of_leaves]]
 
     return vjp
+
+
+def _transposed_solution(g: LocalArray, leaves: Any, problem: Problem) -> LocalArray:
+    # Aᵀ is the conjugate of a Hermitian A: Aᵀ λ = g where A λ* = g*.
+    if problem.hermitian and g.dtype.kind == "c":
+        return anp.conj(solution(anp.conj(g), *leaves, problem=problem.adjoint()))
+    return solution(g, *leaves, problem=problem.adjoint())
 
 
 def _tangent(gs: list, ans: LocalArray, b: LocalArray, *leaves: Any, problem: Problem) -> LocalArray:
     """Return the derivative of the solution along tangents of b and of the leaves."""
     residual = tangent_of(b, gs[0])
     if leaves:
-        push = make_jvp(problem.product)([ans, *leaves])
-        along = [_direction(leaf, g) for leaf, g in zip(leaves, gs[1:])]
+        push = make_jvp(problem.own_product)([ans, *leaves])
+        along = [direction_of(leaf, g) for leaf, g in zip(leaves, gs[1:])]
         residual = residual - push([np.zeros(ans.shape, ans.dtype), *along])[1]
     return solution(residual, *leaves, problem=problem.derived())
 
 
-def _direction(leaf: Any, tangent: Any) -> Any:
+def direction_of(leaf: Any, tangent: Any) -> Any:
+    """Return the tangent of a leaf of the parameters as `make_jvp` takes it, zero where there is none."""
     return tangent_of(leaf, tangent) if np.ndim(stop(leaf)) or tangent is not None else 0.0
 
 
@@ -121,14 +173,14 @@ defjvp_together(solution, _tangent)
 
 def _require_transpose(transposed: LocalArray, g: LocalArray, settings: Settings) -> None:
     """Raise on all ranks where Aᵀ λ isn't g, though A λ is: the operator isn't its own transpose."""
-    gap = np.asarray(transposed - g, np.float64)
+    gap = transposed - g
     with suspended():
-        squares = mpi_allreduce(np.array([np.vdot(gap, gap), np.vdot(g, g)], np.float64), comm=settings.comm)
+        squares = mpi_allreduce(np.array([np.vdot(v, v).real for v in (gap, g)], np.float64), comm=settings.comm)
     found, norm = np.sqrt(squares).tolist()
     # Beyond the tolerance, rounding keeps the true residual of an ill-conditioned system above the one of the iteration.
     if found > 10 * max(settings.rtol * norm, settings.atol) + np.finfo(g.dtype).eps ** 0.25 * norm:
         raise ValueError(
-            f"linalg.solve: {settings.method} needs a symmetric operator, but in the derivative A λ = g was solved and "
+            f"{settings.call}: {settings.method} needs a symmetric operator, but in the derivative A λ = g was solved and "
             f"Aᵀ λ - g has norm {found:.3e}, where g has {norm:.3e}: A isn't its own transpose, and the derivative would "
-            "be wrong."
+            "be wrong. Take method='gmres' or 'bicgstab', whose derivatives use the transpose."
         )

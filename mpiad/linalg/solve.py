@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -12,7 +10,8 @@ import numpy as np
 from mpiad._typing import Comm, Function, LocalArray, Tree
 from mpiad.differentiation.trees import flatten
 from mpiad.linalg.implicit import METHODS, Problem, solution
-from mpiad.linalg.system import Settings
+from mpiad.linalg.settings import Settings, mistake_in
+from mpiad.linalg.transposition import DERIVED
 from mpiad.primitives import stop
 from mpiad.transport import channel
 from mpiad.transport.agreement import raise_together
@@ -28,10 +27,15 @@ def solve(
     *params: Tree,
     method: str = "cg",
     preconditioner: Function | None = None,
+    preconditioner_transpose: Function | str | None = None,
+    side: str | None = None,
     rtol: float = 1e-8,
     atol: float = 0.0,
     maxiter: int | None = None,
+    restart: int = 30,
     x0: LocalArray | None = None,
+    batch: int = 0,
+    verify: bool = True,
     comm: Comm = None,
     callback: Callable[[float], Any] | None = None,
 ) -> LocalArray:
@@ -43,22 +47,39 @@ def solve(
         ``matvec(u, *params)`` returns this rank's block of A u, linear in u, from this rank's block of u. It may
         communicate, as by `Domain.exchange`, and is written with autograd.numpy and this library's functions. What is
         to be differentiated by must be among the params, not taken from around the function.
-    b : array of float32 or float64
+    b : array of float32, float64, complex64 or complex128
         This rank's block of the right-hand side.
     *params : nest of arrays
         What the operator depends on; derivatives flow to all of them.
-    method : {"cg"}
-        Conjugate gradients, for a symmetric positive definite operator.
+    method : {"cg", "gmres", "bicgstab"}
+        Conjugate gradients, for a symmetric (complex: Hermitian) positive definite operator; the others for any that
+        isn't singular. Reductions over all ranks: one in each iteration, with "bicgstab" two, for two products.
     preconditioner : callable, optional
         ``preconditioner(r, *params)`` or ``preconditioner(r)``, by the number of arguments that it requires, returns an
-        approximation of this rank's block of A⁻¹ r: for "cg" symmetric positive definite. No derivative flows through it.
+        approximation of this rank's block of A⁻¹ r, linear in r: for "cg" symmetric positive definite. No derivative
+        flows through it.
+    preconditioner_transpose : callable or "derived", optional
+        The transpose of the preconditioner (without conjugation), for the adjoint systems of "gmres" and "bicgstab";
+        "derived" takes it from a trace of the preconditioner. By default its attribute ``T``, what its method
+        ``transpose()`` returns, or else itself.
+    side : {"right", "left"}, optional
+        Of the preconditioner, for "gmres" and "bicgstab"; "right" by default.
     rtol, atol : float
         The 2-norm of the residual, over all ranks, must fall to ``max(rtol * norm(b), atol)``; also in the solves that
         derivatives take, with their own right-hand sides.
     maxiter : int, optional
         10 times the number of unknowns by default, and not more than 10,000.
+    restart : int
+        Iterations of "gmres" before it starts anew; it keeps as many blocks.
     x0 : array of the shape of `b`, optional
         Where to start; zero by default. No derivative flows through it.
+    batch : int
+        How many leading axes of `b` count systems with the same operator, each solved to its own tolerance by an
+        iteration of its own; all share the reductions, and `matvec` gets all blocks at once. With 0 (the default) leading
+        axes are unknowns like others.
+    verify : bool
+        Whether to look at the true residual at the end, which must be within 10 times the tolerance (or within rounding),
+        and whether constants are mapped to zero: one product each.
     comm : mpi4py intracommunicator, optional
         The ranks that hold the system.
     callback : callable, optional
@@ -72,14 +93,14 @@ def solve(
     Raises
     ------
     TypeError
-        On all ranks, where `b` isn't real floats; where `matvec` returns something else than an array of real floats, or
-        uses a traced value from around it.
+        On all ranks, where `b` isn't floats; where `matvec` returns something else than an array of floats (complex for a
+        real `b`), or uses a traced value from around it.
     ValueError
         On all ranks, where there is no such method, a tolerance can't be met, an array has another shape than `b`, or `b`
-        or the operator isn't finite; in the derivative, where the operator isn't symmetric.
+        or the operator isn't finite; in the derivative, where the operator isn't symmetric with "cg".
     ConvergenceError
         On all ranks, with the residual after each iteration, where they don't reach the tolerance or break down: for
-        "cg" where the operator isn't positive definite.
+        "cg" where the operator isn't positive definite, for all where it is singular or not linear.
 
     Ranks
     -----
@@ -87,44 +108,36 @@ def solve(
 
     Adjoint
     -------
-    One solve of Aᵀ λ = ū, on all ranks: b gets λ, and the params get -(∂(A u)/∂params)ᵀ λ. Forward mode and higher
-    orders take one solve for each derivative.
+    One solve of Aᵀ λ = ū (without conjugation), on all ranks: b gets λ, and the params get -(∂(A u)/∂params)ᵀ λ. Forward
+    mode and higher orders take one solve for each derivative.
     """
-    settings = Settings(method, rtol, atol, maxiter, comm, callback)
-    error = _mistake(matvec, b, x0, preconditioner, settings)
-    raise_together(channel(comm, "linalg.solve"), error)
+    settings = Settings(method, rtol, atol, maxiter, comm, callback, restart, side, batch, verify)
+    functions = {
+        "matvec": matvec, "preconditioner": preconditioner, "preconditioner_transpose": preconditioner_transpose,
+        "callback": callback,
+    }
+    raise_together(channel(comm, "linalg.solve"), _mistake(functions, b, x0, settings))
     leaves, build = flatten(params)
     start = None if x0 is None else stop(x0)
-    return solution(b, *leaves, problem=Problem(matvec, preconditioner, build, settings, start))
+    problem = Problem(matvec, preconditioner, build, settings, start, preconditioner_transpose)
+    return solution(b, *leaves, problem=problem)
 
 
-def _mistake(matvec: Any, b: Any, x0: Any, preconditioner: Any, settings: Settings) -> Exception | None:
-    for name, fun in (("matvec", matvec), ("preconditioner", preconditioner), ("callback", settings.callback)):
+def _mistake(functions: dict[str, Any], b: Any, x0: Any, settings: Settings) -> Exception | None:
+    for name, fun in functions.items():
+        if name == "preconditioner_transpose" and isinstance(fun, str) and fun == DERIVED:
+            continue
         if not callable(fun) and (fun is not None or name == "matvec"):
             return TypeError(f"linalg.solve: {name} must be a function, but got {type(fun).__name__} {fun!r}.")
-    return _wrong_array(stop(b), stop(x0)) or _wrong_setting(settings)
+    return _wrong_array(stop(b), stop(x0)) or mistake_in(settings, METHODS, np.ndim(stop(b)))
 
 
 def _wrong_array(b: Any, x0: Any) -> Exception | None:
-    allowed = "an array of dtype float32 or float64, this rank's block"
+    allowed = "an array of dtype float32, float64, complex64 or complex128, this rank's block"
     if not isinstance(b, np.ndarray):
         return TypeError(f"linalg.solve: b must be {allowed}, but got {type(b).__name__}.")
-    if b.dtype not in (np.float32, np.float64):
-        advice = "Solve for real and imaginary part apart." if b.dtype.kind == "c" else "Convert it."
-        return TypeError(f"linalg.solve: b must be {allowed}, but got dtype {b.dtype}. {advice}")
+    if b.dtype.char not in "fdFD":
+        return TypeError(f"linalg.solve: b must be {allowed}, but got dtype {b.dtype}. Convert it.")
     if x0 is not None and np.shape(x0) != b.shape:
         return ValueError(f"linalg.solve: x0 must have the shape of b, {b.shape}, but has {np.shape(x0)}.")
-    return None
-
-
-def _wrong_setting(s: Settings) -> Exception | None:
-    if s.method not in METHODS:
-        listed = ", ".join(map(repr, METHODS))
-        return ValueError(f"linalg.solve: method must be one of {listed}, but got {s.method!r}.")
-    if not (0 <= s.rtol < math.inf and 0 <= s.atol < math.inf and s.rtol + s.atol > 0):
-        return ValueError(
-            f"linalg.solve: rtol and atol must be zero or more, and one above zero, but got {s.rtol!r} and {s.atol!r}."
-        )
-    if s.maxiter is not None and (not isinstance(s.maxiter, Integral) or s.maxiter < 1):
-        return ValueError(f"linalg.solve: maxiter must be None or an integer above zero, but got {s.maxiter!r}.")
     return None

@@ -40,9 +40,14 @@ def right_hand_side(domain, rank_rng):
     [
         (TypeError, "b must be an array .* but got list", {"b": [1.0]}),
         (TypeError, "dtype int64. Convert it", {"b": np.ones(3, int)}),
-        (TypeError, "dtype complex128. Solve for real and imaginary part apart", {"b": np.ones(3) + 0j}),
+        (TypeError, "dtype float16. Convert it", {"b": np.ones(3, "f2")}),
         (ValueError, r"x0 must have the shape of b, \(3,\), but has \(2,\)", {"x0": np.ones(2)}),
-        (ValueError, "method must be one of 'cg', but got 'gmres'", {"method": "gmres"}),
+        (ValueError, "method must be one of 'cg', 'gmres', 'bicgstab', but got 'lu'", {"method": "lu"}),
+        (ValueError, "side must be 'left' or 'right', but got 'both'", {"method": "gmres", "side": "both"}),
+        (ValueError, "side must be None for 'cg', which is preconditioned symmetrically, but got 'left'", {"side": "left"}),
+        (ValueError, "restart must be an integer above zero, but got 0", {"method": "gmres", "restart": 0}),
+        (ValueError, "batch must count leading axes of b, which has 1, but got 2", {"batch": 2}),
+        (TypeError, "preconditioner_transpose must be a function, but got str 'no'", {"preconditioner_transpose": "no"}),
         (ValueError, "one above zero, but got 0.0 and 0.0", {"rtol": 0.0}),
         (ValueError, "zero or more, and one above zero, but got nan", {"rtol": np.nan}),
         (ValueError, "maxiter must be None or an integer above zero, but got 0", {"maxiter": 0}),
@@ -66,7 +71,7 @@ def test_functions_that_return_something_else(domain, rank, size, name):
     wrong_results = [
         (ValueError, rf"{name} must return an array of the shape of b, .* but returned \(3,\)", np.ones(3)),
         (TypeError, f"{name} must return an array, but returned list", [1.0]),
-        (TypeError, f"{name} must return real floats, but returned dtype complex128", b + 0j),
+        (TypeError, f"{name} must return real floats, as b is float64, but returned dtype complex128", b + 0j),
     ]
     for error, match, wrong in wrong_results:
         functions = {"matvec": laplacian(domain), "preconditioner": lambda r: r / 4}
@@ -110,7 +115,7 @@ def test_operators_that_are_not_positive_definite(domain, rank_rng):
     with pytest.raises(ConvergenceError, match="positive definite operator") as caught:
         solve(lambda u: matvec(u) - 3 * u, b)
     assert caught.value.history
-    with pytest.raises(ConvergenceError, match="it is singular. Is this a pure Neumann problem"):
+    with pytest.raises(ConvergenceError, match="it is singular: the operator maps a constant .* Fix the value of one cell"):
         solve(laplacian(domain, "edge"), np.ones(domain.local_shape))
     with pytest.raises(ConvergenceError, match="positive definite preconditioner, but r·z = -"):
         solve(matvec, b, preconditioner=lambda r: -r)
@@ -179,3 +184,64 @@ def test_mistakes_in_the_middle_of_a_trace(domain, rank_rng):
     total = mpiad.mpi_allreduce(slope)
     np.testing.assert_allclose(total, -value / 2, 1e-7)
     np.testing.assert_allclose(anp.sqrt(value**2), value)
+
+
+@pytest.mark.parametrize("method", ["cg", "gmres", "bicgstab"])
+def test_solution_that_is_one_of_many(domain, rank_rng, method):
+    # The right-hand side has no constant, so there are solutions; which one comes would be chance.
+    whole = rank_rng(100).standard_normal(SHAPE)
+    b = (whole - whole.mean())[domain.owned]
+    matvec = laplacian(domain, "edge")
+    with pytest.raises(ConvergenceError, match="it is singular: the operator maps a constant .* Fix the value of one cell"):
+        solve(matvec, b, method=method)
+    with pytest.raises(ConvergenceError, match="it is singular|singular to working precision|stalls"):
+        solve(matvec, b + 1.0, method=method)
+    # A small multiple of u makes it determined, and a loose tolerance doesn't make a good operator bad.
+    assert np.isfinite(solve(lambda u: matvec(u) + 1e-6 * u, b, method=method)).all()
+    assert np.isfinite(solve(laplacian(domain), b, method=method, rtol=0.3)).all()
+
+
+@pytest.mark.parametrize("method", ["cg", "gmres", "bicgstab"])
+def test_operator_that_is_not_linear(domain, rank_rng, method):
+    b, matvec = right_hand_side(domain, rank_rng), laplacian(domain)
+    for wrong in (lambda u: matvec(u) + 1.0, lambda u: matvec(u) + 0.5 * u**3):
+        with pytest.raises(ConvergenceError, match="matvec isn't linear in u|symmetric positive definite"):
+            solve(wrong, b, method=method)
+
+
+def test_iteration_that_stalls(domain, size):
+    # A cyclic shift: GMRES gets nowhere before the space is the whole one.
+    b = np.zeros(domain.local_shape)
+    if domain.owned[0].start == domain.owned[1].start == 0:
+        b[0, 0] = 1.0
+    ring = Domain(SHAPE, periodic=True)
+
+    def shift(u):
+        return ring.exchange(u)[1:-1, :-2]
+
+    with pytest.raises(ConvergenceError, match="gmres: it stalls: the residual stays at .* larger restart") as caught:
+        solve(shift, b, method="gmres", restart=4)
+    assert len(caught.value.history) == 1 + 3 * 4
+    with pytest.raises(ConvergenceError, match=r"within maxiter=6 iterations. After 6 iterations"):
+        solve(shift, b, method="gmres", maxiter=6)
+
+
+def test_residual_of_the_recurrence_is_not_believed(domain, rank_rng):
+    b, matvec, calls = right_hand_side(domain, rank_rng), laplacian(domain), []
+
+    def wrong_once(u):
+        calls.append(1)
+        return matvec(u) + (1e-3 * b if len(calls) == 5 else 0.0)
+
+    # The recurrence goes on from a residual that isn't one; the true one at the end gives it a new start.
+    u = solve(wrong_once, b)
+    assert domain.norm(b - matvec(u)) <= 1e-7 * domain.norm(b)
+
+    def noisy(u):
+        calls.append(1)
+        return matvec(u) * (1.0 + 1e-4 * np.sin(len(calls) * np.arange(1.0, u.shape[1] + 1)))
+
+    with pytest.raises(ConvergenceError, match="its own residual met the tolerance, but the true one has norm"):
+        solve(noisy, b)
+    # Where nobody looks, it is believed.
+    assert domain.norm(b - matvec(solve(noisy, b, verify=False))) > 1e-6 * domain.norm(b)

@@ -1,0 +1,103 @@
+"""BiCGSTAB on blocks: two products and two reductions in each iteration, and no basis to keep.
+
+The product of the next residual with the shadow residual is put together from what the second reduction brings, which
+saves a third one; so is its norm.
+
+References
+----------
+H. A. van der Vorst, Bi-CGSTAB, SIAM Journal on Scientific and Statistical Computing 13 (1992), the preconditioned algorithm
+of section 4.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mpiad._typing import LocalArray
+from mpiad.linalg.diagnosis import require_iterations
+from mpiad.linalg.sides import preconditioned_product, preconditioned_start
+from mpiad.linalg.system import System
+from mpiad.linalg.vectors import add_scaled
+
+__all__ = ["bicgstab"]
+
+# The shadow residual is as good as orthogonal to what is left: the recurrence would divide by rounding.
+_LOST = 1e-14
+_FAR = 1e6
+
+
+def bicgstab(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, targets: np.ndarray) -> bool:
+    """Improve the solution of any nonsingular systems, until it is found or the recurrence breaks down.
+
+    Parameters
+    ----------
+    system : System
+        Gets the norm of the residuals after each iteration as its history.
+    x, r : array of shape (k, n)
+        Where to start, and the residual there; x is changed.
+    norms, targets : array of shape (k,)
+        The norm of each residual, and what it is to fall to.
+
+    Returns
+    -------
+    bool
+        Whether the residuals met their targets; if not, it is to be started anew.
+
+    Raises
+    ------
+    ValueError
+        On all ranks, where a product with operator or preconditioner isn't finite.
+    ConvergenceError
+        On all ranks, where the iterations are used up.
+
+    Ranks
+    -----
+    All ranks call it.
+    """
+    require_iterations(system, targets)
+    seen, norms, scale = preconditioned_start(system, r, norms)
+    targets = targets * scale
+    r, shadow, p = seen.copy(), seen.copy(), seen.copy()
+    rho = (norms**2).astype(np.result_type(r.dtype, float))
+    active, at_start = norms > targets, norms
+    while active.any():
+        require_iterations(system, targets / scale)
+        ahead, v = preconditioned_product(system, p)
+        (sv,) = _finite(system, v, (shadow, v))
+        alpha = _quotient(rho, sv, active)
+        add_scaled(x, alpha, ahead)
+        add_scaled(r, -alpha, v)
+        along, t = preconditioned_product(system, r)
+        tr, tt, rr, sr, st = _finite(system, t, (t, r), (t, t), (r, r), (shadow, r), (shadow, t))
+        omega = _quotient(tr, tt, active)
+        add_scaled(x, omega, along)
+        add_scaled(r, -omega, t)
+        rho_before, rho = rho, sr - omega * st
+        beta = _quotient(rho * alpha, rho_before * omega, active)
+        add_scaled(p, -omega, v)
+        p *= beta[:, None]
+        p += r
+        # The least norm along t; what rounding makes negative is zero.
+        left = np.sqrt(np.maximum(rr.real - np.abs(tr) ** 2 / np.abs(np.where(tt != 0.0, tt, 1.0)), 0.0))
+        norms = np.where(active, left, norms)
+        system.note(norms / scale)
+        if _broken(norms, rho, alpha * omega, at_start)[active & (norms > targets)].any():
+            return False
+        active = norms > targets
+    return True
+
+
+def _broken(norms: np.ndarray, rho: np.ndarray, steps: np.ndarray, at_start: np.ndarray) -> np.ndarray:
+    return (np.abs(rho) <= _LOST * norms * at_start) | (steps == 0.0) | (norms > _FAR * at_start)
+
+
+def _finite(system: System, product: LocalArray, *pairs: tuple[LocalArray, LocalArray]) -> np.ndarray:
+    sums = system.dots(*pairs)
+    if not np.isfinite(sums).all():
+        system.require_finite(complex(sums.sum()), product, "a product with matvec or preconditioner")
+    return sums
+
+
+def _quotient(a: np.ndarray, b: np.ndarray, active: np.ndarray) -> np.ndarray:
+    usable = active & (b != 0.0)
+    return np.where(usable, a, 0.0) / np.where(usable, b, 1.0)

@@ -1,0 +1,85 @@
+"""What a solution, or the lack of one, says of the operator: singular, not linear, not symmetric, or only rounding."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mpiad._typing import LocalArray
+from mpiad.linalg.system import System
+from mpiad.linalg.vectors import inner
+
+__all__ = ["diagnosis", "require_determined", "require_iterations", "rounding_floor"]
+
+_SEED = 20250101
+_MARGIN = 100.0
+_SINGULAR = (
+    "it is singular: the operator maps a constant field to zero, so u is determined but for a constant (and exists only "
+    "where b has none). Is this a pure Neumann or periodic problem? Fix the value of one cell, or add a small multiple of "
+    "u to the operator"
+)
+
+
+def require_iterations(system: System, targets: np.ndarray) -> None:
+    """Raise on all ranks where the iterations are used up."""
+    if system.iterations >= system.limit:
+        target = float(np.sqrt(np.sum(targets**2)))
+        what = f"the residual didn't fall to {target:.3e} within maxiter={system.limit} iterations"
+        why = diagnosis(system)
+        system.fail(f"{what}: {why}" if why else what)
+
+
+def rounding_floor(system: System, x: LocalArray, targets: np.ndarray) -> np.ndarray:
+    """Return the norm that the residual of a rounded solution has at the best, for each system.
+
+    Rounding x moves each entry by up to half a unit in its last place, up or down as by chance: A (±x) eps has the size of
+    what that makes of the residual. An iteration adds up a number of such errors.
+    """
+    image = system.apply((_signs(x, 0) * x).astype(x.dtype))
+    return np.maximum(targets, _MARGIN * np.finfo(x.dtype).eps * system.norms(image))
+
+
+def require_determined(system: System, x: LocalArray, targets: np.ndarray) -> None:
+    """Raise on all ranks where the solution is one of many: where the operator maps constants to zero.
+
+    The one product that this takes shows whether x plus a constant as large as x meets the tolerance too. That a loose
+    tolerance allows as well; only then another product tells whether the constant's image is more than rounding.
+    """
+    image = system.apply(np.ones_like(x))
+    own = np.array([*inner(x, x), *inner(image, image), *[x.shape[1]] * len(x)])
+    squares, of_image, total = np.real(system.sums(own)).reshape(3, -1)
+    change = np.sqrt(squares * of_image / np.maximum(total, 1.0))
+    doubtful = (squares > 0.0) & (change <= targets)
+    if doubtful.any() and _is_rounding(system, x, of_image)[doubtful].any():
+        system.fail(_SINGULAR)
+
+
+def diagnosis(system: System) -> str:
+    """Return what is wrong with the operator of a system that isn't solved, as the end of a message; empty if unknown."""
+    like = np.zeros((system.count, system.length), system.dtype)
+    one, other = _signs(like, 0).astype(system.dtype), _signs(like, 1).astype(system.dtype)
+    images = [system.apply(v) for v in (like, np.ones_like(like), one, other, one + other)]
+    squares = np.real(system.dots(*[(v, v) for v in images]))
+    gap = images[4] - images[2] - images[3]
+    nonlinear, forth, back = system.dots((gap, gap), (other, images[2]), (images[3], one))
+    scale = squares[2] + squares[3]
+    if (squares[0] > 0.0).any() or (nonlinear.real > 1e-6 * scale).any():
+        return "matvec isn't linear in u, as it must be. Does it add a boundary value or a source? That belongs into b."
+    if (squares[1] <= _rounding_squared(system.dtype) * squares[2]).any():
+        return _SINGULAR + "."
+    if system.settings.method == "cg" and (np.abs(forth - back) > 1e-6 * np.sqrt(scale * system.length)).any():
+        return "the operator isn't symmetric. Take method='gmres' or 'bicgstab'."
+    return ""
+
+
+def _is_rounding(system: System, x: LocalArray, of_image: np.ndarray) -> np.ndarray:
+    image = system.apply(_signs(x, 0).astype(x.dtype))
+    return of_image <= _rounding_squared(x.dtype) * system.dots((image, image))[0].real
+
+
+def _rounding_squared(dtype: np.dtype) -> float:
+    return float((_MARGIN * np.finfo(dtype).eps) ** 2)
+
+
+def _signs(like: LocalArray, number: int) -> LocalArray:
+    # The same on all ranks would do as well: only constants and smooth fields would not.
+    return np.random.default_rng(_SEED + number).integers(0, 2, like.shape) * 2 - 1

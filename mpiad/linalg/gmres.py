@@ -1,0 +1,146 @@
+"""GMRES on blocks, restarted, with one reduction in each iteration.
+
+Orthogonalisation is classical Gram-Schmidt, done twice in one reduction: beside the products of the basis with the new
+vector it takes those with the newest vector of the basis, which complete the Gram matrix G of the basis. What a second
+pass would subtract, s - G s for the products s of the first one, then needs no message of its own. The norm of the rest
+follows from the same numbers; where too much of it cancels, it is asked for, and with it a pass of the usual kind.
+
+The basis need not be orthonormal but for rounding: A V = V H holds for any that is made in this way.
+
+References
+----------
+Y. Saad and M. H. Schultz, GMRES, SIAM Journal on Scientific and Statistical Computing 7 (1986), algorithm 4.
+K. Swirydowicz, J. Langou, S. Ananthan, U. Yang and S. Thomas, Low synchronization Gram-Schmidt and generalized minimal
+residual algorithms, Numerical Linear Algebra with Applications 28 (2021), section 3.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mpiad._typing import LocalArray
+from mpiad.linalg.diagnosis import require_iterations
+from mpiad.linalg.sides import preconditioned_product, preconditioned_start
+from mpiad.linalg.system import System
+
+__all__ = ["gmres"]
+
+
+class _Basis:
+    """The Krylov spaces of k systems: bases V, Hessenberg matrices H and Gram matrices G of V."""
+
+    def __init__(self, first: LocalArray, norms: np.ndarray, length: int):
+        k, n = first.shape
+        self.vectors = np.empty((k, length + 1, n), first.dtype)
+        self.hessenberg = np.zeros((k, length + 1, length), first.dtype)
+        self.gram = np.zeros((k, length + 1, length + 1), first.dtype)
+        self.norms = norms
+        self.steps, self.complete = np.zeros(k, int), np.zeros(k, bool)
+        self.vectors[:, 0] = first / np.where(norms > 0.0, norms, 1.0)[:, None]
+
+    def extend(self, system: System, j: int, w: LocalArray, active: np.ndarray) -> None:
+        """Add what is left of w, the product with vector j, beside the basis."""
+        known = self.vectors[:, : j + 1]
+        last = known[:, j]
+        s, square = self._products(system, known, last, w)
+        h = 2.0 * s - np.einsum("kij,kj->ki", self.gram[:, : j + 1, : j + 1], s)
+        w = w - np.matmul(h[:, None], known)[:, 0]
+        seen = np.einsum("kij,kj->ki", self.gram[:, : j + 1, : j + 1], h)
+        rest = square - 2.0 * np.sum(h.conj() * s, axis=1).real + np.sum(h.conj() * seen, axis=1).real
+        # Below this part of the square what Pythagoras leaves has lost half of its digits.
+        if (active & (rest <= np.sqrt(np.finfo(w.dtype).eps) * square)).any():
+            w, h, rest = self._again(system, known, w, h, square)
+        norm = np.sqrt(np.maximum(rest, 0.0))
+        self.hessenberg[:, : j + 1, j] = np.where(active[:, None], h, 0.0)
+        self.hessenberg[:, j + 1, j] = np.where(active, norm, 0.0)
+        self.vectors[:, j + 1] = w * np.where(active & (norm > 0.0), 1.0 / np.where(norm > 0.0, norm, 1.0), 0.0)[:, None]
+        self.steps[active] = j + 1
+        # Without a rest the space can't grow; the true residual shows whether it held the solution.
+        self.complete |= active & (norm == 0.0)
+
+    def _products(self, system: System, known: LocalArray, last: LocalArray, w: LocalArray) -> tuple:
+        conjugated = known.conj() if known.dtype.kind == "c" else known
+        squares = np.einsum("kn,kn->k", w.conj(), w)
+        local = [np.matmul(conjugated, v[:, :, None])[:, :, 0].ravel() for v in (last, w)]
+        total = system.sums(np.concatenate([*local, squares]))
+        if not np.isfinite(total).all():
+            system.require_finite(complex(total.sum()), w, "a product with matvec or preconditioner")
+        column, s = total[: -len(w)].reshape(2, len(w), -1)
+        j = column.shape[1] - 1
+        self.gram[:, : j + 1, j] = column
+        self.gram[:, j, : j + 1] = column.conj()
+        return s, np.real(total[-len(w) :])
+
+    def _again(self, system: System, known: LocalArray, w: LocalArray, h: np.ndarray, square: np.ndarray) -> tuple:
+        conjugated = known.conj() if known.dtype.kind == "c" else known
+        local = np.matmul(conjugated, w[:, :, None])[:, :, 0]
+        total = system.sums(np.concatenate([local.ravel(), np.einsum("kn,kn->k", w.conj(), w)]))
+        s, left = total[: -len(w)].reshape(len(w), -1), np.real(total[-len(w) :])
+        w = w - np.matmul(s[:, None], known)[:, 0]
+        rest = left - np.sum(np.abs(s) ** 2, axis=1)
+        # Nothing but rounding is left where the space holds the solution.
+        floor = (10.0 * np.finfo(w.dtype).eps) ** 2 * square
+        return w, h + s, np.where(rest > floor, rest, 0.0)
+
+    def residuals(self, j: int, active: np.ndarray, before: np.ndarray) -> np.ndarray:
+        """Return the least norm of each residual after step j: of those that stand still, as before."""
+        found = before.copy()
+        q = np.linalg.qr(self.hessenberg[active, : j + 2, : j + 1], mode="complete")[0]
+        found[active] = np.abs(q[:, 0, -1]) * self.norms[active]
+        return found
+
+    def combination(self) -> LocalArray:
+        """Return the vectors with the least residuals, of shape (k, n)."""
+        out = np.zeros((len(self.steps), self.vectors.shape[2]), self.vectors.dtype)
+        for c, steps in enumerate(self.steps):
+            right = np.zeros(steps + 1, self.hessenberg.dtype)
+            right[:1] = self.norms[c]
+            y = np.linalg.lstsq(self.hessenberg[c, : steps + 1, :steps], right, rcond=None)[0]
+            out[c] = y.astype(out.dtype) @ self.vectors[c, :steps]
+        return out
+
+
+def gmres(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, targets: np.ndarray) -> bool:
+    """Improve the solution of any nonsingular systems by one cycle.
+
+    Parameters
+    ----------
+    system : System
+        Gets the norm of the residuals after each iteration as its history.
+    x, r : array of shape (k, n)
+        Where to start, and the residual there; x is changed.
+    norms, targets : array of shape (k,)
+        The norm of each residual, and what it is to fall to.
+
+    Returns
+    -------
+    bool
+        Whether the residuals met their targets.
+
+    Raises
+    ------
+    ValueError
+        On all ranks, where a product with operator or preconditioner isn't finite.
+    ConvergenceError
+        On all ranks, where the iterations are used up.
+
+    Ranks
+    -----
+    All ranks call it.
+    """
+    require_iterations(system, targets)
+    first, norms, scale = preconditioned_start(system, r, norms)
+    targets = targets * scale
+    length = max(1, min(system.settings.restart, system.limit - system.iterations, system.unknowns))
+    basis = _Basis(first, norms, length)
+    for j in range(length):
+        active = (norms > targets) & (basis.steps == j) & ~basis.complete
+        if not active.any():
+            break
+        _, product = preconditioned_product(system, basis.vectors[:, j])
+        basis.extend(system, j, product, active)
+        norms = basis.residuals(j, active, norms)
+        system.note(norms / scale)
+    step = basis.combination()
+    x += step if system.settings.side == "left" else system.precondition(step)
+    return bool((norms <= targets).all())

@@ -1,0 +1,103 @@
+"""What all iterations share: a start, the true residual at the end, and a new start where the two differ.
+
+The residual of a recurrence drifts from the true one by rounding, and an operator that isn't what its method needs can
+make it meaningless. So a result counts only after one more product with the operator: the true residual must be within
+ten times the tolerance, or within what rounding the solution makes of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import numpy as np
+
+from mpiad._typing import LocalArray
+from mpiad.linalg.diagnosis import diagnosis, require_determined, rounding_floor
+from mpiad.linalg.system import System
+
+__all__ = ["Method", "iterate"]
+
+Method: TypeAlias = Callable[[System, LocalArray, LocalArray, np.ndarray, np.ndarray], bool]
+"""``method(system, x, r, norms, targets)`` improves x and its residual r in place, and returns whether its own residual
+meets its target; the others are to be started anew from the true residual."""
+
+_SLACK = 10.0
+_PATIENCE = 3
+
+
+def iterate(method: Method, system: System, b: LocalArray, x0: LocalArray | None) -> LocalArray:
+    """Return the solution of a system.
+
+    Parameters
+    ----------
+    method : Method
+    system : System
+    b : array
+    x0 : array of the shape of `b`, or None
+        Where to start; zero by default.
+
+    Returns
+    -------
+    array of the shape and dtype of `b`
+
+    Raises
+    ------
+    ValueError, TypeError, ConvergenceError
+        On all ranks: see `solve`.
+
+    Ranks
+    -----
+    All ranks call it.
+    """
+    b = system.rows(b)
+    targets, norms = system.start(b)
+    if not targets.any():
+        return system.block(np.zeros_like(b))
+    x, r, norms = _start(system, b, x0, norms)
+    system.note(norms)
+    idle, slack = 0, 1.0 if system.settings.side == "left" else _SLACK
+    while True:
+        arrived = method(system, x, r, norms, targets)
+        if arrived and not system.settings.verify:
+            break
+        before = norms
+        r, norms = _true_residual(system, b, x)
+        if arrived and (norms <= slack * targets).all() or (norms <= targets).all():
+            break
+        if arrived and (norms <= rounding_floor(system, x, targets)).all():
+            break
+        idle = idle + 1 if (norms > 0.999 * before)[norms > targets].any() else 0
+        if idle == (1 if arrived else _PATIENCE):
+            _stalled(system, norms, targets, arrived)
+    if system.settings.verify and system.settings.probe:
+        require_determined(system, x, targets)
+    return system.block(x)
+
+
+def _start(system: System, b: LocalArray, x0: LocalArray | None, norms: np.ndarray) -> tuple:
+    if x0 is None:
+        return np.zeros_like(b), b.copy(), norms
+    # Of zeros on the right the solution is known.
+    x = np.where(norms[:, None] > 0.0, system.rows(x0), 0.0).astype(b.dtype)
+    return x, *_true_residual(system, b, x)
+
+
+def _true_residual(system: System, b: LocalArray, x: LocalArray) -> tuple[LocalArray, np.ndarray]:
+    r = b - system.apply(x)
+    norms = system.norms(r)
+    system.require_finite(float(norms.sum()), r, "the residual (of x0, or of the solution)")
+    return r, norms
+
+
+def _stalled(system: System, norms: np.ndarray, targets: np.ndarray, arrived: bool) -> None:
+    worst = int(np.argmax(norms / np.where(targets > 0.0, targets, 1.0)))
+    found, wanted = float(norms[worst]), float(targets[worst])
+    which = f" of system {worst}" if len(norms) > 1 else ""
+    if arrived:
+        what = f"its own residual met the tolerance, but the true one{which} has norm {found:.3e} instead of {wanted:.3e}"
+        advice = "Is matvec linear, and symmetric for 'cg'? If so, ask for less by rtol, or compute in a higher precision."
+    else:
+        what = f"it stalls: the residual{which} stays at {found:.3e}, to fall to {wanted:.3e}"
+        advice = "Try a larger restart, a better preconditioner, or another method."
+    system.fail(f"{what}. {diagnosis(system) or advice}")

@@ -1,0 +1,82 @@
+"""How a linear system is to be solved, and what of it can't be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from numbers import Integral
+from typing import Any, NamedTuple
+
+from mpiad._typing import Comm
+
+__all__ = ["SIDES", "Settings", "mistake_in"]
+
+SIDES = ("left", "right")
+
+
+class Settings(NamedTuple):
+    """How to solve; the same on all ranks.
+
+    Parameters
+    ----------
+    method : str
+    rtol, atol : float
+        The residual's norm is to fall to ``max(rtol * norm(b), atol)``.
+    maxiter : int or None
+    comm : mpi4py intracommunicator or None
+    callback : callable or None
+    restart : int
+        Length of a cycle of GMRES.
+    side : {"left", "right"} or None
+        Of the preconditioner.
+    batch : int
+        How many leading axes of b count systems.
+    verify : bool
+        Whether to spend products on checks at the end.
+    call : str
+        What errors begin with.
+    probe : bool
+        Whether to look for constants in the operator's null space: not in the systems of derivatives.
+    """
+
+    method: str
+    rtol: float
+    atol: float
+    maxiter: int | None
+    comm: Comm
+    callback: Callable[[float], Any] | None
+    restart: int = 30
+    side: str | None = None
+    batch: int = 0
+    verify: bool = True
+    call: str = "linalg.solve"
+    probe: bool = True
+
+
+def mistake_in(s: Settings, methods: Any, ndim: int) -> Exception | None:
+    """Return what is wrong with settings, for a right-hand side of `ndim` axes; None where nothing is."""
+    if s.method not in methods:
+        listed = ", ".join(map(repr, methods))
+        return ValueError(f"{s.call}: method must be one of {listed}, but got {s.method!r}.")
+    if s.side is not None and (s.side not in SIDES or s.method == "cg"):
+        allowed = "None for 'cg', which is preconditioned symmetrically" if s.method == "cg" else "'left' or 'right'"
+        return ValueError(f"{s.call}: side must be {allowed}, but got {s.side!r}.")
+    return _wrong_tolerance(s) or _wrong_number(s, ndim)
+
+
+def _wrong_tolerance(s: Settings) -> Exception | None:
+    if 0 <= s.rtol < math.inf and 0 <= s.atol < math.inf and s.rtol + s.atol > 0:
+        return None
+    return ValueError(
+        f"{s.call}: rtol and atol must be zero or more, and one above zero, but got {s.rtol!r} and {s.atol!r}."
+    )
+
+
+def _wrong_number(s: Settings, ndim: int) -> Exception | None:
+    if s.maxiter is not None and (not isinstance(s.maxiter, Integral) or s.maxiter < 1):
+        return ValueError(f"{s.call}: maxiter must be None or an integer above zero, but got {s.maxiter!r}.")
+    if not isinstance(s.restart, Integral) or s.restart < 1:
+        return ValueError(f"{s.call}: restart must be an integer above zero, but got {s.restart!r}.")
+    if not isinstance(s.batch, Integral) or not 0 <= s.batch <= ndim:
+        return ValueError(f"{s.call}: batch must count leading axes of b, which has {ndim}, but got {s.batch!r}.")
+    return None
