@@ -1,0 +1,54 @@
+"""`Checkpoints`: how many states a loop may keep, and where."""
+
+from __future__ import annotations
+
+import os
+from numbers import Integral
+from typing import Any, NamedTuple
+
+__all__ = ["Checkpoints", "checkpoints_of"]
+
+
+class Checkpoints(NamedTuple):
+    """How many states are kept for the gradient of a loop, in memory and in files.
+
+    Parameters
+    ----------
+    memory : int
+        States kept in memory, the initial one counted.
+    disk : int
+        Further states kept in files. The library that makes the schedule puts those there that are read least often.
+    directory : path, optional
+        Where the files are written: a folder of its own is made in it for each loop on each rank, and removed with the
+        gradient. By default the system's folder for temporary files, which may lie in memory itself.
+    """
+
+    memory: int = 0
+    disk: int = 0
+    directory: str | os.PathLike | None = None
+
+
+def checkpoints_of(given: Any, call: str) -> Checkpoints | None:
+    """Return what a user gave as checkpoints, a number or `Checkpoints`, in one form.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Where it is something else, or no state may be kept.
+    """
+    if given is None:
+        return None
+    kept = given if isinstance(given, Checkpoints) else Checkpoints(given)
+    for name, number in (("memory", kept.memory), ("disk", kept.disk)):
+        if not isinstance(number, Integral) or isinstance(number, bool):
+            raise TypeError(
+                f"{call}: checkpoints must be None, an integer or Checkpoints(memory=..., disk=...), "
+                f"but {name} is {type(number).__name__} {number!r:.60}."
+            )
+        if number < 0:
+            raise ValueError(f"{call}: checkpoints must not be negative, but {name}={number}.")
+    if kept.memory + kept.disk < 1:
+        raise ValueError(f"{call}: checkpoints={given!r} keeps no state, but a gradient needs one at least, the initial one.")
+    if kept.disk and kept.directory is not None and not os.path.isdir(kept.directory):
+        raise ValueError(f"{call}: there is no folder {os.fspath(kept.directory)!r} for checkpoints on disk. Make it first.")
+    return kept._replace(memory=int(kept.memory), disk=int(kept.disk))

@@ -1,0 +1,203 @@
+"""A loop run forwards, and backwards from the states that were kept on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpiad._typing import Array
+from mpiad.differentiation.backward import run_backward
+from mpiad.differentiation.trace import Traced, Variables, trace_backwards
+from mpiad.differentiation.trees import is_variable
+from mpiad.primitives.cotangents import conform, spec_like
+from mpiad.timestepping.checkpoints import Checkpoints
+from mpiad.timestepping.schedule import Advance, Keep, Restore, Reverse, actions
+from mpiad.timestepping.snapshots import Snapshots
+from mpiad.timestepping.stepping import Arguments, Stepping
+from mpiad.transport import Spec
+
+__all__ = ["Loop"]
+
+
+class Loop:
+    """Steps one after another, of plain arrays.
+
+    Parameters
+    ----------
+    stepping : Stepping
+    steps : int
+        How many, one at least.
+    kept : Checkpoints
+
+    Attributes
+    ----------
+    seen : list of Spec or None
+        Of what is observed in one step; None until it has been run.
+    """
+
+    def __init__(self, stepping: Stepping, steps: int, kept: Checkpoints):
+        self.stepping, self.steps, self.kept = stepping, steps, kept
+        self.seen: list[Spec] | None = None
+        self._begun: _Course | None = None
+
+    def forwards(self, args: Arguments, recorded: bool) -> tuple[list[Array], list[Array]]:
+        """Run all steps.
+
+        Parameters
+        ----------
+        args : Arguments
+        recorded : bool
+            Whether to keep states for a gradient.
+
+        Returns
+        -------
+        (list of array, list of array)
+            The last state, and what was observed, with one entry for each step along the first axis.
+        """
+        observed = _Observed(self)
+        if not recorded:
+            state = args.state
+            for number in range(self.steps):
+                state, seen = self.stepping.step(number, args.at(number, state))
+                observed.note(number, seen)
+            return state, observed.arrays
+        self._begun = course = _Course(self, args, observed)
+        state, seen = self.stepping.step(self.steps - 1, args.at(self.steps - 1, course.state))
+        observed.note(self.steps - 1, seen)
+        return state, observed.arrays
+
+    def backwards(self, args: Arguments, active: Sequence[int], state: list[Any], observed: list[Any]) -> list[Any]:
+        """Return the cotangents of some arguments.
+
+        Parameters
+        ----------
+        args : Arguments
+        active : sequence of int
+            Their places among all leaves.
+        state, observed : list of array
+            Cotangents of the last state and of what was observed.
+
+        Returns
+        -------
+        list of array
+        """
+        # What was kept is used up by the first gradient; a second one runs the loop again.
+        course = self._begun or _Course(self, args, None)
+        self._begun = None
+        totals = _Totals(args, active)
+        for number, traced in course.reversed():
+            state = totals.pull(number, traced, state, [leaf[number] for leaf in observed])
+        return totals.cotangents(state)
+
+    def traced(self, args: Arguments, number: int, state: list[Any]) -> tuple[list[int], Traced]:
+        """Run one step with its arguments traced; return the places of the variables among them, and the trace."""
+        now = args.at(number, state)
+        leaves = now.all()
+        places = [k for k, leaf in enumerate(leaves) if is_variable(leaf)]
+
+        def called(given: list[Any]) -> list[Any]:
+            after, seen = self.stepping.step(number, now.like(given))
+            return [*after, *seen]
+
+        found = trace_backwards(called, Variables(leaves, places, list))
+        if found.problem is not None:
+            raise found.problem.kind(found.problem.text)
+        return places, found
+
+
+class _Observed:
+    """What is observed in all steps, one array for each leaf."""
+
+    def __init__(self, loop: Loop):
+        self._loop = loop
+        self.arrays: list[Array] = []
+
+    def note(self, number: int, seen: list[Any]) -> None:
+        specs = [spec_like(leaf) for leaf in seen]
+        if number == 0:
+            self._loop.seen = specs
+            self.arrays = [np.empty((self._loop.steps, *spec.shape), spec.dtype) for spec in specs]
+        if specs != self._loop.seen or not all(spec.differentiable for spec in specs):
+            raise TypeError(
+                f"timestepping.scan: observe must return arrays of floats, of the same shapes and dtypes after each step, but "
+                f"after step {number} it returned {specs}, after the first {self._loop.seen}."
+            )
+        for array, leaf in zip(self.arrays, seen):
+            array[number] = leaf
+
+
+class _Course:
+    """One way through the schedule: begun by running forwards up to the last step, ended by running backwards."""
+
+    def __init__(self, loop: Loop, args: Arguments, observed: _Observed | None):
+        self._loop, self._args = loop, args
+        self._snapshots = Snapshots(loop.kept)
+        self._actions = actions(loop.steps, loop.kept)
+        self.state = args.state
+        for action in self._actions:
+            if isinstance(action, Reverse):
+                break  # the last step: `reversed` begins with it
+            self._carry_out(action, observed)
+        self.state = [np.array(leaf) for leaf in self.state]
+
+    def reversed(self) -> Iterator[tuple[int, tuple[list[int], Traced]]]:
+        """Yield each step's number and its trace, from the last step to the first."""
+        yield self._loop.steps - 1, self._loop.traced(self._args, self._loop.steps - 1, self.state)
+        for action in self._actions:
+            if isinstance(action, Reverse):
+                yield action.number, self._loop.traced(self._args, action.number, self.state)
+            else:
+                self._carry_out(action, None)
+
+    def _carry_out(self, action: Keep | Advance | Restore, observed: _Observed | None) -> None:
+        if isinstance(action, Keep):
+            self._snapshots.keep(action.number, self.state, action.on_disk)
+        elif isinstance(action, Restore):
+            self.state = self._snapshots.state(action.number, action.last)
+        else:
+            for number in range(action.first, action.stop):
+                self.state, seen = self._loop.stepping.step(number, self._args.at(number, self.state))
+                if observed is not None:
+                    observed.note(number, seen)
+
+
+class _Totals:
+    """Cotangents of the arguments, added up on the way back."""
+
+    def __init__(self, args: Arguments, active: Sequence[int]):
+        self._leaves, self._active = args.all(), set(active)
+        self._states, self._inputs = len(args.state), len(args.inputs)
+        self._found: dict[int, Array] = {}
+
+    def pull(self, number: int, traced: tuple[list[int], Traced], state: list[Any], observed: list[Any]) -> list[Any]:
+        """Take a step's cotangents and return those of the state before it."""
+        places, found = traced
+        given = zip([*state, *observed], found.values, found.places)
+        seeds = [(place, conform(g, *spec_like(value))) for g, value, place in given if place >= 0]
+        before: list[Any] = [None] * self._states
+        for k, g in zip(places, run_backward(found.recording, seeds, len(places))):
+            if k < self._states:
+                before[k] = g
+            elif g is not None and k in self._active:
+                self._add(k, number, g)
+        return [spec_like(leaf).zeros() if g is None else g for g, leaf in zip(before, self._leaves)]
+
+    def _add(self, k: int, number: int, g: Any) -> None:
+        leaf = self._leaves[k]
+        if k < self._states + self._inputs:
+            if k not in self._found:
+                self._found[k] = np.zeros_like(leaf)
+            self._found[k][number] = g
+        elif k in self._found:
+            self._found[k] += conform(g, *spec_like(leaf))
+        else:
+            self._found[k] = np.array(conform(g, *spec_like(leaf)))
+
+    def cotangents(self, state: list[Any]) -> list[Any]:
+        """Return what was found, for the active arguments in their order."""
+        return [state[k] if k < self._states else self._found_for(k) for k in sorted(self._active)]
+
+    def _found_for(self, k: int) -> Any:
+        return self._found[k] if k in self._found else spec_like(self._leaves[k]).zeros()

@@ -1,0 +1,132 @@
+"""`scan`: a loop whose gradient keeps a few states and computes the others again."""
+
+from __future__ import annotations
+
+from numbers import Integral
+from typing import Any
+
+import autograd.numpy as anp
+import numpy as np
+
+from mpiad._typing import Function, Tree
+from mpiad.differentiation.trees import is_variable, named_leaves
+from mpiad.timestepping.checkpoints import Checkpoints, checkpoints_of
+from mpiad.timestepping.differentiable import LoopOperator
+from mpiad.timestepping.stepping import UserStepping
+
+__all__ = ["scan"]
+
+
+def scan(
+    step: Function,
+    u0: Tree,
+    n_steps: int,
+    *params: Tree,
+    inputs: Tree = None,
+    observe: Function | None = None,
+    checkpoints: int | Checkpoints | None = None,
+) -> Any:
+    """Step a state forward in time; its gradient keeps as many states as allowed and computes the others again.
+
+    Parameters
+    ----------
+    step : callable
+        ``step(u, k, *params)`` returns the state after step k, counted from 0, in the form of `u`; with `inputs`,
+        ``step(u, k, x, *params)``. It may communicate. The same arguments must always give the same state, because it is
+        called again in the gradient; what is to be differentiated by must be among its arguments, not taken from around it.
+    u0 : nest of arrays of floats
+        The first state: shapes and dtypes stay.
+    n_steps : int
+    *params : nest of arrays
+        What is the same in all steps; derivatives flow to all of them.
+    inputs : nest of arrays of shape (n_steps, ...), optional
+        Step k gets their entries k. Derivatives flow to them at the cost of one entry in each step, where an array among
+        the params costs as much as it is long.
+    observe : callable, optional
+        ``observe(u, k, *params)`` is called with the state that step k returned, and returns a nest of arrays of floats.
+    checkpoints : int or Checkpoints, optional
+        How many states are kept for the gradient, the first one counted; `Checkpoints` also allows files. Between them
+        the steps are run again, as few as can be. By default everything that the steps compute is kept, and nothing run
+        again. With `n_steps` or more, each state is kept, and each step run twice.
+
+    Returns
+    -------
+    nest of arrays, or (nest of arrays, nest of arrays)
+        The last state; with `observe`, also what it returned, stacked along a new first axis.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Where an argument can't be used, `step` doesn't return a state like `u0`, or uses a traced value from around it.
+    OSError
+        Where a state can't be written into a file.
+
+    Ranks
+    -----
+    Those that communicate in `step` and `observe` call it, with the same `n_steps` and checkpoints.
+
+    Adjoint
+    -------
+    Of the steps as they were taken, back to `u0`, `inputs` and `params`, at any order and in forward mode, all with as few
+    states kept: binomial checkpointing (Griewank and Walther, Algorithm 799: revolve, ACM TOMS 26, 2000).
+    """
+    steps, kept = _checked_count(n_steps), checkpoints_of(checkpoints, "timestepping.scan")
+    _check_functions(step, observe)
+    _check_state(u0)
+    _check_inputs(inputs, steps)
+    stepping = UserStepping(step, observe, u0, inputs, params)
+    if steps == 0:
+        if observe is not None:
+            raise ValueError("timestepping.scan: there is nothing to observe in n_steps=0 steps. Leave observe out.")
+        return u0
+    if kept is None:
+        state, observed = _on_the_tape(stepping, steps)
+    else:
+        state, observed = LoopOperator(stepping, steps, kept, stepping.args)(stepping.args)
+    last = stepping.build_state(state)
+    return last if stepping.build_seen is None else (last, stepping.build_seen(observed))
+
+
+def _on_the_tape(stepping: UserStepping, steps: int) -> tuple[list[Any], list[Any]]:
+    """Run the loop so that the tape around it records every step."""
+    args, rows = stepping.args, []
+    # A step may write into its state where nothing is traced; the caller's isn't its own.
+    state = [np.array(leaf) if type(leaf) is np.ndarray else leaf for leaf in args.state]
+    for number in range(steps):
+        state, seen = stepping.step(number, args.at(number, state))
+        rows.append([np.array(leaf) if type(leaf) is np.ndarray else leaf for leaf in seen])
+    return state, [anp.stack(column) for column in zip(*rows)]
+
+
+def _checked_count(n_steps: Any) -> int:
+    if not isinstance(n_steps, Integral) or isinstance(n_steps, bool):
+        raise TypeError(f"timestepping.scan: n_steps must be an integer, but got {type(n_steps).__name__} {n_steps!r:.60}.")
+    if n_steps < 0:
+        raise ValueError(f"timestepping.scan: n_steps must not be negative, but got {n_steps}.")
+    return int(n_steps)
+
+
+def _check_functions(step: Any, observe: Any) -> None:
+    for name, value in (("step", step), ("observe", observe)):
+        if not callable(value) and (name == "step" or value is not None):
+            raise TypeError(f"timestepping.scan: {name} must be a function, but got {type(value).__name__} {value!r:.60}.")
+
+
+def _check_state(u0: Tree) -> None:
+    found = named_leaves(u0, "u0")
+    for name, leaf in found:
+        if not is_variable(leaf):
+            kind = f"dtype {leaf.dtype}" if hasattr(leaf, "dtype") else f"{type(leaf).__name__} {leaf!r:.40}"
+            raise TypeError(
+                f"timestepping.scan: the state must be made of real or complex floats, but {name} is of {kind}. Convert "
+                "it; step is given its number, so that it need not count."
+            )
+
+
+def _check_inputs(inputs: Tree, steps: int) -> None:
+    for name, leaf in [] if inputs is None else named_leaves(inputs, "inputs"):
+        if np.ndim(leaf) == 0 or len(leaf) != steps:
+            raise ValueError(
+                f"timestepping.scan: inputs need one entry for each of n_steps={steps} steps along their first axis, but "
+                f"{name} has shape {np.shape(leaf)}."
+            )

@@ -1,0 +1,79 @@
+"""In which order a loop is run, kept, run again and reversed: one of checkpoint_schedules', in words of ours.
+
+With s states kept of n steps, the least number of steps is run again that any schedule can do with: Griewank and Walther,
+Algorithm 799: revolve (ACM TOMS 26, 2000), with the states on disk placed as by Stumm and Walther (SIAM J. Sci. Comput. 31,
+2009).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from mpiad.timestepping.checkpoints import Checkpoints
+
+__all__ = ["Advance", "Keep", "Restore", "Reverse", "actions"]
+
+
+class Keep(NamedTuple):
+    """Keep the state, which is that before step `number`."""
+
+    number: int
+    on_disk: bool
+
+
+class Advance(NamedTuple):
+    """Run the steps from `first` up to before `stop`."""
+
+    first: int
+    stop: int
+
+
+class Reverse(NamedTuple):
+    """Run step `number` once more from the state before it, with its derivative, and its adjoint."""
+
+    number: int
+
+
+class Restore(NamedTuple):
+    """Take the state before step `number` from those that are kept; `last`: it isn't needed again."""
+
+    number: int
+    last: bool
+
+
+def actions(steps: int, kept: Checkpoints) -> Iterator[Keep | Advance | Reverse | Restore]:
+    """Yield what to do, from the first step to the adjoint of the first step.
+
+    Parameters
+    ----------
+    steps : int
+    kept : Checkpoints
+        Of all states, one at least.
+    """
+    if kept.memory >= steps - 1:
+        yield from _all_kept(steps)
+        return
+    from checkpoint_schedules import Copy, Forward, Move, MultistageCheckpointSchedule, StorageType
+
+    # The library's last state before the end of the first run is the one that is at hand, and isn't counted.
+    for action in MultistageCheckpointSchedule(steps, kept.memory, kept.disk):
+        if isinstance(action, Forward):
+            if action.write_ics:
+                yield Keep(action.n0, action.storage == StorageType.DISK)
+            if action.write_adj_deps:
+                yield Reverse(action.n0)
+            else:
+                yield Advance(action.n0, action.n1)
+        elif isinstance(action, (Copy, Move)):
+            yield Restore(action.n, isinstance(action, Move))
+
+
+def _all_kept(steps: int) -> Iterator[Keep | Advance | Reverse | Restore]:
+    for number in range(steps - 1):
+        yield Keep(number, False)
+        yield Advance(number, number + 1)
+    yield Reverse(steps - 1)
+    for number in reversed(range(steps - 1)):
+        yield Restore(number, True)
+        yield Reverse(number)

@@ -1,0 +1,161 @@
+"""One step of a loop on lists of arrays: the user's, checked, and the same with tangents carried along."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from mpiad._typing import Array, Function, Tree
+from mpiad.differentiation.trace import Variables, trace_forwards
+from mpiad.differentiation.trees import flatten, is_variable, named_leaves
+from mpiad.primitives import stop
+from mpiad.primitives.cotangents import spec_like
+from mpiad.transport import Spec
+
+__all__ = ["Arguments", "Stepping", "TangentStepping", "UserStepping"]
+
+
+class Arguments(NamedTuple):
+    """What a loop is a function of, as lists of leaves.
+
+    Parameters
+    ----------
+    state : list
+        Of the first step.
+    inputs : list
+        Each with one entry for each step along its first axis.
+    params : list
+        The same in all steps.
+    """
+
+    state: list[Any]
+    inputs: list[Any]
+    params: list[Any]
+
+    def all(self) -> list[Any]:
+        """Return the leaves one behind the other."""
+        return [*self.state, *self.inputs, *self.params]
+
+    def like(self, leaves: Sequence[Any]) -> Arguments:
+        """Return other leaves, which stand one behind the other, in the place of these."""
+        a, b = len(self.state), len(self.state) + len(self.inputs)
+        return Arguments(list(leaves[:a]), list(leaves[a:b]), list(leaves[b:]))
+
+    def at(self, number: int, state: list[Any]) -> Arguments:
+        """Return the arguments of one step."""
+        return Arguments(state, [leaf[number] for leaf in self.inputs], self.params)
+
+
+class Stepping(Protocol):
+    """How a state becomes the next one."""
+
+    def step(self, number: int, now: Arguments) -> tuple[list[Array], list[Array]]:
+        """Return the next state, and what is observed of it."""
+        ...
+
+
+class UserStepping:
+    """The user's step and what is observed after it.
+
+    Parameters
+    ----------
+    advance : callable
+        ``advance(state, number, *input, *params)``
+    observe : callable or None
+        ``observe(state, number, *params)``
+    state, inputs, params : nest of arrays
+        As the user gave them; `inputs` None where steps have none.
+
+    Attributes
+    ----------
+    args : Arguments
+        Their leaves.
+    build_state : callable
+        From leaves to the user's nest.
+    build_seen : callable or None
+        The same for what is observed; known after a step.
+    """
+
+    def __init__(self, advance: Function, observe: Function | None, state: Tree, inputs: Tree, params: tuple):
+        self._advance, self._observe, self._fed = advance, observe, inputs is not None
+        leaves, self.build_state = flatten(state)
+        entries, self._build_input = flatten(inputs) if self._fed else ([], list)
+        rest, self._build_params = flatten(params)
+        self.args = Arguments(leaves, entries, rest)
+        self.build_seen: Callable[[list[Any]], Any] | None = None
+        self._specs = [spec_like(leaf) for leaf in leaves]
+        self._names = [name for name, _ in named_leaves(state, "u0")]
+
+    def step(self, number: int, now: Arguments) -> tuple[list[Array], list[Array]]:
+        """Return the next state, and what is observed of it.
+
+        Raises
+        ------
+        TypeError, ValueError
+            Where the next state hasn't the form of this one.
+        """
+        params = self._build_params(now.params)
+        entry = (self._build_input(now.inputs),) if self._fed else ()
+        state = self._advance(self.build_state(now.state), number, *entry, *params)
+        leaves = self._checked(flatten(state)[0], number)
+        if self._observe is None:
+            return leaves, []
+        seen, self.build_seen = flatten(self._observe(state, number, *params))
+        return leaves, seen
+
+    def _checked(self, leaves: list[Any], number: int) -> list[Any]:
+        if len(leaves) != len(self._specs):
+            raise TypeError(
+                f"timestepping.scan: step must return a state like the one that it gets, which has {len(self._specs)} "
+                f"array(s), but in step {number} it returned {len(leaves)}."
+            )
+        for leaf, spec, name in zip(leaves, self._specs, self._names):
+            if not is_variable(leaf) or spec_like(leaf) != spec:
+                raise _wrong_state(stop(leaf), spec, name, number)
+        return leaves
+
+
+def _wrong_state(leaf: Any, spec: Spec, name: str, number: int) -> Exception:
+    found = f"dtype {leaf.dtype} and shape {leaf.shape}" if hasattr(leaf, "dtype") else f"{type(leaf).__name__} {leaf!r:.40}"
+    text = (
+        f"timestepping.scan: step must return a state like the one that it gets: {name} has dtype {spec.dtype} and shape "
+        f"{spec.shape}, but step {number} returned {found}."
+    )
+    if getattr(leaf, "shape", None) == spec.shape:
+        return TypeError(f"{text} Convert it in the step, or start from that dtype.")
+    return ValueError(text)
+
+
+class TangentStepping(NamedTuple):
+    """A step with tangents of the state, of some inputs and of some parameters carried along.
+
+    The tangents stand behind what they belong to, in each of the lists.
+
+    Parameters
+    ----------
+    plain : Stepping
+    counts : Arguments
+        How many leaves there are without the tangents, as lists of their numbers.
+    inputs, params : list of int
+        Which of them have tangents.
+    """
+
+    plain: Stepping
+    counts: tuple[int, int, int]
+    inputs: list[int]
+    params: list[int]
+
+    def step(self, number: int, now: Arguments) -> tuple[list[Array], list[Array]]:
+        """Return the next state and what is observed of it, each with its tangents behind it."""
+        a, b, c = self.counts
+        leaves = [*now.state[:a], *now.inputs[:b], *now.params[:c]]
+        places = [*range(a), *[a + k for k in self.inputs], *[a + b + k for k in self.params]]
+        tangents = [*now.state[a:], *now.inputs[b:], *now.params[c:]]
+
+        def called(leaves: list[Any]) -> tuple[list[Any], list[Any]]:
+            return self.plain.step(number, Arguments(leaves[:a], leaves[a : a + b], leaves[a + b :]))
+
+        (state, seen), (moved, noted) = trace_forwards(
+            called, Variables(leaves, places, list), tangents, "timestepping.scan"
+        )
+        return [*state, *moved], [*seen, *noted]
