@@ -48,7 +48,7 @@ def checkpoints_of(given: Any, call: str) -> Checkpoints | None:
         if number < 0:
             raise ValueError(f"{call}: checkpoints must not be negative, but {name}={number}.")
     if kept.memory + kept.disk < 1:
-        raise ValueError(f"{call}: checkpoints={given!r} keeps no state, but a gradient needs one at least, the initial one.")
+        raise ValueError(f"{call}: checkpoints={given!r} keeps no state, but a gradient needs one at least: the first.")
     if kept.disk and kept.directory is not None and not os.path.isdir(kept.directory):
-        raise ValueError(f"{call}: there is no folder {os.fspath(kept.directory)!r} for checkpoints on disk. Make it first.")
+        raise ValueError(f"{call}: there is no folder {os.fspath(kept.directory)!r} for the checkpoints. Make it first.")
     return kept._replace(memory=int(kept.memory), disk=int(kept.disk))

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from autograd.tracer import isbox
 
 from mpiad._typing import Array
 from mpiad.differentiation.backward import run_backward
@@ -60,11 +61,11 @@ class Loop:
         if not recorded:
             state = args.state
             for number in range(self.steps):
-                state, seen = self.stepping.step(number, args.at(number, state))
+                state, seen = self.step(number, args, state)
                 observed.note(number, seen)
             return state, observed.arrays
         self._begun = course = _Course(self, args, observed)
-        state, seen = self.stepping.step(self.steps - 1, args.at(self.steps - 1, course.state))
+        state, seen = self.step(self.steps - 1, args, course.state)
         observed.note(self.steps - 1, seen)
         return state, observed.arrays
 
@@ -90,6 +91,23 @@ class Loop:
         for number, traced in course.reversed():
             state = totals.pull(number, traced, state, [leaf[number] for leaf in observed])
         return totals.cotangents(state)
+
+    def step(self, number: int, args: Arguments, state: list[Any]) -> tuple[list[Array], list[Array]]:
+        """Run one step of plain arrays.
+
+        Raises
+        ------
+        TypeError
+            Where it uses a traced value that isn't among its arguments.
+        """
+        after, seen = self.stepping.step(number, args.at(number, state))
+        if any(map(isbox, after)) or any(map(isbox, seen)):
+            raise TypeError(
+                "timestepping.scan: step uses a traced variable from outside itself, through which no derivative can flow. "
+                "Pass it to scan among the params, and take it as an argument; mpiad.stop(x) gives its plain value where "
+                "no derivative is wanted."
+            )
+        return after, seen
 
     def traced(self, args: Arguments, number: int, state: list[Any]) -> tuple[list[int], Traced]:
         """Run one step with its arguments traced; return the places of the variables among them, and the trace."""
@@ -121,11 +139,15 @@ class _Observed:
             self.arrays = [np.empty((self._loop.steps, *spec.shape), spec.dtype) for spec in specs]
         if specs != self._loop.seen or not all(spec.differentiable for spec in specs):
             raise TypeError(
-                f"timestepping.scan: observe must return arrays of floats, of the same shapes and dtypes after each step, but "
-                f"after step {number} it returned {specs}, after the first {self._loop.seen}."
+                "timestepping.scan: observe must return arrays of floats, of the same shapes and dtypes after each step, "
+                f"but after step {number} it returned {_listed(specs)}, after step 0 {_listed(self._loop.seen or [])}."
             )
         for array, leaf in zip(self.arrays, seen):
             array[number] = leaf
+
+
+def _listed(specs: list[Spec]) -> str:
+    return ", ".join(f"{spec.dtype} of shape {spec.shape}" for spec in specs) or "nothing"
 
 
 class _Course:
@@ -158,7 +180,7 @@ class _Course:
             self.state = self._snapshots.state(action.number, action.last)
         else:
             for number in range(action.first, action.stop):
-                self.state, seen = self._loop.stepping.step(number, self._args.at(number, self.state))
+                self.state, seen = self._loop.step(number, self._args, self.state)
                 if observed is not None:
                     observed.note(number, seen)
 

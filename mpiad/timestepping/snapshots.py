@@ -66,7 +66,7 @@ class Snapshots:
         except OSError as error:
             place = self._folder.name if self._folder is not None else self._where.directory
             raise OSError(
-                error.errno, f"timestepping.scan: the state before step {number} can't be kept in {place}: {error.strerror}. "
-                "Checkpoints(directory=...) says where else to write."
+                error.errno, f"timestepping.scan: the state before step {number} can't be written in {place}: "
+                f"{error.strerror}. Checkpoints(directory=...) says where else.",
             ) from error  # fmt: skip
         return name

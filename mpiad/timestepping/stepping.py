@@ -116,7 +116,8 @@ class UserStepping:
 
 
 def _wrong_state(leaf: Any, spec: Spec, name: str, number: int) -> Exception:
-    found = f"dtype {leaf.dtype} and shape {leaf.shape}" if hasattr(leaf, "dtype") else f"{type(leaf).__name__} {leaf!r:.40}"
+    known = hasattr(leaf, "dtype")
+    found = f"dtype {leaf.dtype} and shape {leaf.shape}" if known else f"{type(leaf).__name__} {leaf!r:.40}"
     text = (
         f"timestepping.scan: step must return a state like the one that it gets: {name} has dtype {spec.dtype} and shape "
         f"{spec.shape}, but step {number} returned {found}."

@@ -1,0 +1,206 @@
+"""`scan` against the same loop on the whole grid in one process, whose derivatives plain autograd takes."""
+
+import autograd.numpy as anp
+import numpy as np
+import pytest
+from autograd import grad as plain_grad
+from autograd import make_jvp as plain_jvp
+from mpi4py import MPI
+
+import mpiad
+from mpiad.testing import check_grads
+from mpiad.timestepping import Checkpoints, scan
+
+STEPS = 7
+RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+COUNTS = [3 + rank % 2 for rank in range(SIZE)]
+CELLS = sum(COUNTS)
+MINE = slice(sum(COUNTS[:RANK]), sum(COUNTS[: RANK + 1]))
+KEPT = [1, 2, 4, STEPS - 1, STEPS, 50, Checkpoints(1, 2), Checkpoints(0, 3)]
+CLOSE = {"rtol": 1e-12, "atol": 1e-13}
+
+
+def after(u, left, right, k, x, c):
+    """Return the next state of cells between neighbours: nonlinear, and different in each step."""
+    return u + c * (left - 2 * u + right) + 0.02 * (k + 1) * anp.sin(u) * x
+
+
+class Whole:
+    """The loop on the whole ring, in one process."""
+
+    def __init__(self):
+        rng = np.random.default_rng(5)
+        self.point = rng.normal(size=CELLS), rng.normal(size=STEPS), rng.uniform(0.1, 0.2, CELLS)
+        self.along = rng.normal(size=CELLS), rng.normal(size=STEPS), rng.normal(size=CELLS)
+
+    def loss(self, args):
+        u, x, c = args
+        total = 0.0
+        for k in range(STEPS):
+            u = after(u, anp.roll(u, 1), anp.roll(u, -1), k, x[k], c)
+            total = total + anp.sum(u**2) ** 2 / (k + 1) + u[0] ** 3
+        return total + anp.sum(u**4)
+
+    def gradient(self, args):
+        return plain_grad(self.loss)(args)
+
+
+def step(u, k, x, c):
+    before, behind = (RANK - 1) % SIZE, (RANK + 1) % SIZE
+    left, right = mpiad.mpi_exchange(u["u"][-1:], behind, before), mpiad.mpi_exchange(u["u"][:1], before, behind)
+    padded = anp.concatenate([left, u["u"], right])
+    return {"u": after(u["u"], padded[:-2], padded[2:], k, x, c)}
+
+
+def observe(u, k, c):
+    return mpiad.mpi_allreduce(anp.sum(u["u"] ** 2)), u["u"][:1]
+
+
+def loss(args, kept):
+    """Return this rank's part of the loss; x is one variable, of which every rank holds a copy."""
+    u, x, c = args
+    x = mpiad.mpi_bcast(x, SIZE - 1)
+    last, (squares, first) = scan(step, {"u": u}, STEPS, c, inputs=x, observe=observe, checkpoints=kept)
+    part = anp.sum(last["u"] ** 4)
+    if RANK == 0:
+        part = part + anp.sum(squares**2 / anp.arange(1, STEPS + 1)) + anp.sum(first**3)
+    return part
+
+
+def mine(args):
+    u, x, c = args
+    return u[MINE], x, c[MINE]
+
+
+def agrees(found, whole):
+    """Compare with the whole gradient; that of x lies on the rank that it is broadcast from."""
+    u, x, c = whole
+    np.testing.assert_allclose(found[0], u[MINE], **CLOSE)
+    np.testing.assert_allclose(found[1], x if RANK == SIZE - 1 else 0 * x, **CLOSE)
+    np.testing.assert_allclose(found[2], c[MINE], **CLOSE)
+
+
+@pytest.mark.parametrize("kept", [None, *KEPT])
+def test_value_and_gradient_are_those_of_the_whole_grid(kept):
+    whole = Whole()
+    value, found = mpiad.value_and_grad(lambda args: loss(args, kept), objective="sum")(mine(whole.point))
+    np.testing.assert_allclose(value, whole.loss(whole.point), rtol=1e-12)
+    agrees(found, whole.gradient(whole.point))
+
+
+@pytest.mark.parametrize("kept", [None, 2, Checkpoints(1, 1)])
+def test_tangent_and_curvature_are_those_of_the_whole_grid(kept):
+    whole = Whole()
+    fun = lambda args: loss(args, kept)  # noqa: E731
+    _, tangent = mpiad.jvp(fun, mine(whole.point), mine(whole.along))
+    _, expected = plain_jvp(whole.loss)(whole.point)(whole.along)
+    np.testing.assert_allclose(MPI.COMM_WORLD.allreduce(tangent), expected, rtol=1e-11)
+    found = mpiad.hvp(fun, objective="sum")(mine(whole.point), mine(whole.along))
+    _, expected = plain_jvp(whole.gradient)(whole.point)(whole.along)
+    agrees(found, expected)
+
+
+@pytest.mark.parametrize("kept", [1, 3])
+def test_gradient_of_a_gradient_is_that_of_the_whole_grid(kept):
+    whole = Whole()
+
+    def squares(args):
+        inner = mpiad.grad(lambda args: loss(args, kept), objective="sum")(args)
+        return sum(anp.sum(g**2) for g in inner)
+
+    def expected(args):
+        return sum(anp.sum(g**2) for g in whole.gradient(args))
+
+    agrees(mpiad.grad(squares, objective="sum")(mine(whole.point)), plain_grad(expected)(whole.point))
+
+
+def test_gradient_passes_the_taylor_test():
+    point = mine(Whole().point)
+    check_grads(lambda args: loss(args, 2), point, objective="sum")
+
+
+def test_transposed_product_may_be_taken_twice():
+    whole = Whole()
+    pull, value = mpiad.make_vjp(lambda args: loss(args, 2))(mine(whole.point))
+    one = np.asarray(1.0)
+    first, second = pull(one), pull(one)
+    agrees(first, whole.gradient(whole.point))
+    for a, b in zip(first, second):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_rank_that_loses_interest_does_not_stop_the_others():
+    """Only rank 0's loss depends on the loop: the others' adjoints of it run all the same."""
+    whole = Whole()
+
+    def fun(args):
+        u, x, c = args
+        last = scan(lambda u, k, c: step(u, k, 1.0, c), {"u": u}, STEPS, c, checkpoints=2)
+        return anp.sum(last["u"] ** 2) if RANK == 0 else None
+
+    found = mpiad.grad(fun)(mine(whole.point))
+
+    def expected(args):
+        u, _, c = args
+        for k in range(STEPS):
+            u = after(u, anp.roll(u, 1), anp.roll(u, -1), k, 1.0, c)
+        return anp.sum(u[: COUNTS[0]] ** 2)
+
+    exact = plain_grad(expected)(whole.point)
+    np.testing.assert_allclose(found[0], exact[0][MINE], **CLOSE)
+    np.testing.assert_allclose(found[2], exact[2][MINE], **CLOSE)
+
+
+def test_without_a_trace_nothing_is_kept_and_the_value_is_the_same():
+    whole = Whole()
+    assert MPI.COMM_WORLD.allreduce(loss(mine(whole.point), 1)) == pytest.approx(whole.loss(whole.point), rel=1e-12)
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("kept", [None, 1, 3, Checkpoints(1, 2)])
+def test_state_of_several_dtypes(kept):
+    """A complex amplitude beside a single-precision one, against the complex step of NumPy's own loop."""
+
+    def advance(u, k, a):
+        z, w = u
+        return z * anp.exp(1j * a * (k + 1)) + 0.1 * anp.sum(w), (w * np.float32(0.9)).astype(np.float32)
+
+    def fun(a):
+        z, w = scan(advance, (np.array([1 + 2j]), np.ones(3, np.float32)), 5, a, checkpoints=kept)
+        return anp.real(z[0]) ** 2 + anp.sum(w)
+
+    def exact(a):
+        x, y, w = 1.0, 2.0, np.ones(3, np.float32)
+        for k in range(5):
+            angle = a * (k + 1)
+            x, y = x * np.cos(angle) - y * np.sin(angle) + 0.1 * float(w.sum()), x * np.sin(angle) + y * np.cos(angle)
+            w = w * np.float32(0.9)
+        return x**2 + float(w.sum())
+
+    value, slope = mpiad.value_and_grad(fun)(0.3)
+    assert value == pytest.approx(exact(0.3).real, rel=1e-6)
+    assert slope == pytest.approx(exact(0.3 + 1e-30j).imag / 1e-30, rel=1e-6)
+
+
+@pytest.mark.serial
+def test_a_step_may_write_into_one_buffer_of_its_own():
+    buffer = np.empty(3)
+
+    def advance(u, k, c):
+        if mpiad.stop(c) is not c:
+            return u + c * anp.cos(u)
+        np.add(u, c * np.cos(u), out=buffer)
+        return buffer
+
+    def fun(c, kept):
+        return anp.sum(scan(advance, np.arange(3.0), 6, c, checkpoints=kept) ** 2)
+
+    expected = mpiad.grad(lambda c: fun(c, None))(0.2)
+    for kept in (1, 2, 6):
+        assert mpiad.grad(lambda c: fun(c, kept))(0.2) == pytest.approx(expected, rel=1e-13)
+
+
+@pytest.mark.serial
+def test_no_steps_return_the_state():
+    u = {"u": np.ones(2)}
+    assert scan(lambda u, k: u, u, 0, checkpoints=1)["u"] is u["u"]

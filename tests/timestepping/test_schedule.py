@@ -1,0 +1,101 @@
+"""What the schedules keep and run again, counted, against the least that is possible."""
+
+import functools
+
+import autograd.numpy as anp
+import numpy as np
+import pytest
+
+import mpiad
+from mpiad.timestepping import Checkpoints, scan
+from mpiad.timestepping.loop import Loop
+from mpiad.timestepping.schedule import Advance, Keep, Restore, Reverse, actions
+
+pytestmark = pytest.mark.serial
+
+
+@functools.lru_cache(None)
+def least(steps, kept):
+    """Return how many steps are run at the least to reverse `steps` with `kept` states, the first one among them."""
+    if steps <= 1:
+        return 0
+    if kept == 1:
+        return steps * (steps - 1) // 2
+    return min(k + least(steps - k, kept - 1) + least(k, kept) for k in range(1, steps))
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 8, 23])
+@pytest.mark.parametrize("memory, disk", [(1, 0), (2, 0), (3, 0), (1, 2), (0, 2), (22, 0), (40, 0), (5, 40)])
+def test_schedules_reverse_each_step_once_with_the_least_work(steps, memory, disk):
+    at, advanced, backwards, kept = 0, 0, steps, {}
+    for action in actions(steps, Checkpoints(memory, disk)):
+        if isinstance(action, Keep):
+            assert action.number == at
+            kept[at] = action.on_disk
+            assert sum(kept.values()) <= disk
+            assert len(kept) - sum(kept.values()) <= memory
+        elif isinstance(action, Advance):
+            assert action.first == at < action.stop
+            advanced, at = advanced + action.stop - action.first, action.stop
+        elif isinstance(action, Restore):
+            at = action.number
+            assert at in kept
+            if action.last:
+                del kept[at]
+        else:
+            assert isinstance(action, Reverse)
+            assert action.number == at == backwards - 1
+            backwards = at
+    assert backwards == 0
+    assert not kept
+    assert advanced == least(steps, memory + disk)
+
+
+@pytest.mark.parametrize("steps, kept", [(20, 1), (20, 4), (20, 19), (20, 20), (1, 1)])
+def test_steps_are_called_as_often_as_the_schedule_says(steps, kept):
+    calls = {"plain": 0, "traced": 0}
+
+    def advance(u, k, c):
+        calls["plain" if mpiad.stop(u) is u else "traced"] += 1
+        return u * c + k
+
+    mpiad.grad(lambda c: scan(advance, 1.0, steps, c, checkpoints=kept))(0.9)
+    # The last step once more: its value is needed before its derivative.
+    assert calls == {"plain": least(steps, kept) + 1, "traced": steps}
+
+
+@pytest.mark.parametrize("kept, most", [(3, 3), (Checkpoints(2, 4), 2)])
+def test_states_in_memory_stay_within_their_number(monkeypatch, kept, most):
+    seen = []
+    from mpiad.timestepping import snapshots
+
+    keep = snapshots.Snapshots.keep
+
+    def noted(self, *args):
+        keep(self, *args)
+        seen.append(len(self._memory))
+
+    monkeypatch.setattr(snapshots.Snapshots, "keep", noted)
+    value = mpiad.grad(lambda c: anp.sum(scan(lambda u, k, c: anp.sin(u * c), np.ones(4), 30, c, checkpoints=kept)))(0.9)
+    assert np.isfinite(value)
+    assert max(seen) == most
+
+
+def test_loops_return_their_memory_with_the_gradient():
+    """What a loop keeps is used up by its gradient, and a second one runs it again."""
+    loops = []
+    forwards = Loop.forwards
+
+    def noted(self, *args):
+        loops.append(self)
+        return forwards(self, *args)
+
+    Loop.forwards = noted
+    try:
+        pull, _ = mpiad.make_vjp(lambda c: scan(lambda u, k, c: u * c, 1.0, 9, c, checkpoints=3))(0.9)
+    finally:
+        Loop.forwards = forwards
+    assert loops[0]._begun is not None
+    first = pull(1.0)
+    assert loops[0]._begun is None
+    assert pull(1.0) == first == pytest.approx(9 * 0.9**8)

@@ -1,0 +1,85 @@
+"""Where states are kept, and what bad input gets."""
+
+import os
+
+import autograd.numpy as anp
+import numpy as np
+import pytest
+
+import mpiad
+from mpiad.timestepping import Checkpoints, scan
+
+pytestmark = pytest.mark.serial
+
+
+def advance(u, k, c):
+    return {"a": anp.sin(u["a"]) * c, "b": (u["b"] * 2).astype(np.float32)}
+
+
+def start():
+    return {"a": np.linspace(0, 1, 6).reshape(2, 3), "b": np.float32(1.5)}
+
+
+def test_files_are_written_where_asked_and_removed(tmp_path):
+    seen = []
+
+    def watched(u, k, c):
+        seen.append(sorted(name for _, _, names in os.walk(tmp_path) for name in names))
+        return advance(u, k, c)
+
+    kept = Checkpoints(1, 3, tmp_path)
+    found = mpiad.grad(lambda c: anp.sum(scan(watched, start(), 20, c, checkpoints=kept)["a"]))(0.8)
+    expected = mpiad.grad(lambda c: anp.sum(scan(advance, start(), 20, c)["a"]))(0.8)
+    assert found == pytest.approx(expected, rel=1e-14)
+    assert max(map(len, seen)) == 3
+    assert all(name.endswith(".npy") for names in seen for name in names)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_file_that_cannot_be_written_says_where(tmp_path, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(np, "save", full)
+    with pytest.raises(OSError, match=rf"step 0 can't be written in {tmp_path}.*No space left"):
+        mpiad.grad(lambda c: anp.sum(scan(advance, start(), 9, c, checkpoints=Checkpoints(0, 2, tmp_path))["a"]))(0.8)
+
+
+@pytest.mark.parametrize(
+    "wrong, kind, text",
+    [
+        ({"checkpoints": 0}, ValueError, "keeps no state"),
+        ({"checkpoints": -1}, ValueError, "memory=-1"),
+        ({"checkpoints": 2.5}, TypeError, "float 2.5"),
+        ({"checkpoints": True}, TypeError, "bool True"),
+        ({"checkpoints": Checkpoints(1, 1, "nowhere/at/all")}, ValueError, "nowhere/at/all"),
+        ({"n_steps": -3}, ValueError, "-3"),
+        ({"n_steps": 2.0}, TypeError, "float 2.0"),
+        ({"step": 5}, TypeError, "int 5"),
+        ({"observe": "u"}, TypeError, "str 'u'"),
+        ({"u0": np.arange(3)}, TypeError, "u0 is of dtype int64"),
+        ({"u0": {"a": np.ones(2), "n": 4}}, TypeError, r"u0\['n'\] is of int 4"),
+        ({"inputs": np.ones(4)}, ValueError, r"n_steps=5 .* inputs has shape \(4,\)"),
+        ({"inputs": {"x": 1.0}}, ValueError, r"inputs\['x'\] has shape \(\)"),
+        ({"step": lambda u, k, x=0: u[:2]}, ValueError, r"step 0 returned dtype float64 and shape \(2,\)"),
+        ({"step": lambda u, k, x=0: u.astype(np.float32)}, TypeError, "dtype float32"),
+        ({"step": lambda u, k, x=0: (u, u)}, TypeError, r"has 1 array\(s\), but in step 0 it returned 2"),
+        ({"step": lambda u, k, x=0: None}, ValueError, "step 0 returned NoneType None"),
+        ({"observe": lambda u, k: u[: k + 1]}, TypeError, r"after step 1 it returned float64 of shape \(2,\)"),
+        ({"observe": lambda u, k: 3}, TypeError, "arrays of floats"),
+        ({"n_steps": 0, "observe": lambda u, k: u}, ValueError, "nothing to observe"),
+    ],
+)
+def test_what_cannot_be_used_is_refused(wrong, kind, text):
+    given = {"step": lambda u, k, x=0: u + x, "u0": np.ones(3), "n_steps": 5, "checkpoints": 2, **wrong}
+    with pytest.raises(kind, match=text):
+        scan(**given)
+
+
+def test_a_traced_value_from_around_the_step_is_refused():
+    with pytest.raises(TypeError, match="from outside itself.*among the params"):
+        mpiad.grad(lambda c: anp.sum(scan(lambda u, k: u * c, np.ones(3), 4, checkpoints=2)))(0.5)
+
+
+def test_without_checkpoints_a_step_may_use_what_is_around_it():
+    assert mpiad.grad(lambda c: scan(lambda u, k: u * c, 1.0, 4))(0.5) == pytest.approx(4 * 0.5**3)
