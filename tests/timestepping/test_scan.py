@@ -197,7 +197,7 @@ def test_a_step_may_write_into_one_buffer_of_its_own():
 
     expected = mpiad.grad(lambda c: fun(c, None))(0.2)
     for kept in (1, 2, 6):
-        assert mpiad.grad(lambda c: fun(c, kept))(0.2) == pytest.approx(expected, rel=1e-13)
+        assert mpiad.grad(lambda c, kept=kept: fun(c, kept))(0.2) == pytest.approx(expected, rel=1e-13)
 
 
 @pytest.mark.serial
