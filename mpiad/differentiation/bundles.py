@@ -13,7 +13,7 @@ from mpiad.differentiation.rules import JVP_RULES
 from mpiad.differentiation.rules.transposition import tangent_by_transposition
 from mpiad.differentiation.tape import TangentTape
 
-__all__ = ["BundleNode", "trace_bundle"]
+__all__ = ["Bundle", "BundleNode", "trace_bundle"]
 
 _box_types = Box.types
 
@@ -71,34 +71,56 @@ def _inherited(fun: Any, value: Any) -> Callable:
 notrace_primitives[BundleNode] = notrace_primitives[JVPNode]
 
 
+class Bundle:
+    """A trace in which functions are run with several tangents carried along, one function after the other.
+
+    To open a trace takes as long as an operation or two: what is called at each stage of each step shares one.
+    """
+
+    def __init__(self) -> None:
+        self._tape = TangentTape()
+
+    def __enter__(self) -> Bundle:
+        self._tape.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._tape.__exit__(*error)
+        self._tape.close()
+
+    def run(
+        self, fun: Callable[[list[Any]], Sequence[Any]], variables: Sequence[Any], tangents: Sequence[Sequence[Any]]
+    ) -> tuple[list[Any], list[list[Any]]]:
+        """Run a function.
+
+        Parameters
+        ----------
+        fun : callable
+            From the list of variables to a list or tuple of results.
+        variables : sequence of array
+        tangents : sequence of sequence
+            For each variable its tangents, one for each direction; None where one is zero.
+
+        Returns
+        -------
+        values : list
+        tangents : list of list
+            For each result its tangents; None where one is zero.
+        """
+        tape, placed = self._tape, BundleNode.placed
+        number = tape.number
+        out = fun([new_box(x, number, placed(tape, list(gs))) for x, gs in zip(variables, tangents)])
+        found = [_unboxed(value, tape) for value in out]
+        none = [None] * len(tangents[0])
+        return [value for value, _ in found], [none if gs is None else gs for _, gs in found]
+
+
 def trace_bundle(
     fun: Callable[[list[Any]], Sequence[Any]], variables: Sequence[Any], tangents: Sequence[Sequence[Any]]
 ) -> tuple[list[Any], list[list[Any]]]:
-    """Run a function with several tangents carried along.
-
-    Parameters
-    ----------
-    fun : callable
-        From the list of variables to a list or tuple of results.
-    variables : sequence of array
-    tangents : sequence of sequence
-        For each variable its tangents, one for each direction; None where one is zero.
-
-    Returns
-    -------
-    values : list
-    tangents : list of list
-        For each result its tangents; None where one is zero.
-    """
-    tape = TangentTape()
-    with tape:
-        number = tape.number
-        boxes = [new_box(x, number, BundleNode.placed(tape, list(gs))) for x, gs in zip(variables, tangents)]
-        out = fun(boxes)
-        found = [_unboxed(value, tape) for value in out]
-    tape.close()
-    none = [None] * len(tangents[0])
-    return [value for value, _ in found], [none if gs is None else gs for _, gs in found]
+    """Run a function with several tangents carried along, in a trace of its own; see `Bundle.run`."""
+    with Bundle() as bundle:
+        return bundle.run(fun, variables, tangents)
 
 
 def _unboxed(value: Any, tape: TangentTape) -> tuple[Any, Any]:

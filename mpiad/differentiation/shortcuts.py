@@ -1,8 +1,8 @@
 """Traced arrays whose operators go straight to their node.
 
 Autograd's operators look for traced arguments at each level of nesting, twice for each operation. Where both operands are
-plain numbers of one trace of ours that answer is known, and the node can be made at once. All else takes the usual way, so
-nothing but time depends on it.
+plain numbers of one trace of ours that answer is known, as is the rule, and the node can be made at once. All else takes
+the usual way, so nothing but time depends on it.
 """
 
 from __future__ import annotations
@@ -17,73 +17,123 @@ from autograd.tracer import Box
 
 from mpiad.differentiation.bundles import BundleNode
 from mpiad.differentiation.nodes import OrderedNode
+from mpiad.differentiation.rules import JVP_RULES, VJP_RULES
 
-__all__ = ["shortened"]
+__all__ = ["BundleBox", "ShortcutBox", "shortened"]
 
 _ndarray = np.ndarray
-_nodes = frozenset({OrderedNode, BundleNode})
 _numbers = frozenset({float, int, np.float64, np.ndarray})
+_new = object.__new__
+_getitem: Any = ArrayBox.__getitem__
+_KEYWORDS: dict = {}
 
 
 class ShortcutBox(ArrayBox):
-    """A traced array; made by `shortened`, and by its own operators."""
+    """A traced array of a trace that is to be run backwards; made by `shortened`, and by its own operators."""
 
     __slots__ = ()
 
-    def __getitem__(self, idx: Any) -> Any:
+
+class BundleBox(ArrayBox):
+    """A traced array with tangents in several directions beside it; made as `ShortcutBox` is."""
+
+    __slots__ = ()
+
+
+def _recorded(rule: Callable, value: Any, args: tuple, argnums: tuple[int, ...], parents: tuple, trace: int) -> Any:
+    """Return a result whose step is noted on the tape."""
+    inputs = (parents[0].index,) if len(parents) == 1 else (parents[0].index, parents[1].index)
+    pull = rule(argnums, value, args, _KEYWORDS)
+    return ShortcutBox(value, trace, OrderedNode.placed(parents[0].tape, inputs, pull, None))
+
+
+def _beside(rule: Callable, value: Any, args: tuple, argnums: tuple[int, ...], parents: tuple, trace: int) -> Any:
+    """Return a result with its tangents."""
+    node = _new(BundleNode)
+    first = parents[0]
+    node.tape = first.tape
+    if len(parents) == 1:
+        node.g = [None if g is None else rule(argnums, (g,), value, args, _KEYWORDS) for g in first.g]
+    else:
+        node.g = [
+            _of_two(rule, gs, value, args)
+            if gs[0] is None or gs[1] is None else rule((0, 1), gs, value, args, _KEYWORDS)
+            for gs in zip(first.g, parents[1].g)
+        ]  # fmt: skip
+    return BundleBox(value, trace, node)
+
+
+def _of_two(rule: Callable, gs: tuple, value: Any, args: tuple) -> Any:
+    """Return a tangent of two operands, one of which has none."""
+    x, y = gs
+    if x is None:
+        return None if y is None else rule((1,), (y,), value, args, _KEYWORDS)
+    return rule((0,), (x,), value, args, _KEYWORDS)
+
+
+def _element(kind: type, made: Callable, rule: Callable) -> Callable:
+    def __getitem__(self: Any, idx: Any) -> Any:
         node, value = self._node, self._value
-        if type(idx) is int and type(node) in _nodes and type(value) is _ndarray and value.ndim > 1:
-            return _made(value[idx], _getitem, (value, idx), (0,), (node,), self._trace)
+        plain = type(idx) is int and type(value) is _ndarray and value.ndim > 1
+        if plain and type(node) is kind and node.tape.record is not None:
+            return made(rule, value[idx], (value, idx), (0,), (node,), self._trace)
         return _getitem(self, idx)
 
-    def __neg__(self) -> Any:
+    return __getitem__
+
+
+def _negation(kind: type, made: Callable, rule: Callable) -> Callable:
+    def __neg__(self: Any) -> Any:
         node, value = self._node, self._value
-        if type(node) in _nodes and type(value) is _ndarray:
-            return _made(-value, anp.negative, (value,), (0,), (node,), self._trace)
+        if type(node) is kind and type(value) is _ndarray and node.tape.record is not None:
+            return made(rule, -value, (value,), (0,), (node,), self._trace)
         return anp.negative(self)
 
-
-_getitem: Any = ArrayBox.__getitem__
-_box_types = frozenset({ArrayBox, ShortcutBox})
+    return __neg__
 
 
-def _made(value: Any, fun: Any, args: tuple, argnums: tuple[int, ...], parents: tuple, trace: int) -> Any:
-    return ShortcutBox(value, trace, type(parents[0])(value, fun, args, {}, argnums, parents))
-
-
-def _operator(fun: Any, ufunc: Any, swapped: bool) -> Callable:
+def _operator(kind: type, made: Callable, rule: Callable, fun: Any, ufunc: Any, swapped: bool) -> Callable:
     """Return an operator of two operands; `swapped`: the box is the second one."""
-    mine, theirs = ((1,), (0, 1)) if swapped else ((0,), (0, 1))
+    mine = (1,) if swapped else (0,)
 
-    def method(self: ShortcutBox, other: Any) -> Any:
-        node, x, kind = self._node, self._value, type(other)
-        if type(node) in _nodes and type(x) is _ndarray and node.tape.record is not None:
-            if kind in _numbers:
+    def method(self: Any, other: Any) -> Any:
+        node, x, what = self._node, self._value, type(other)
+        if type(node) is kind and type(x) is _ndarray and node.tape.record is not None:
+            if what in _numbers:
                 args = (other, x) if swapped else (x, other)
-                return _made(ufunc(*args), fun, args, mine, (node,), self._trace)
-            if kind in _box_types and other._trace == self._trace and type(other._value) is _ndarray:
-                partner = other._node
-                if type(partner) is type(node) and partner.tape is node.tape:
-                    y = other._value
+                return made(rule, ufunc(*args), args, mine, (node,), self._trace)
+            if what in _box_types and other._trace == self._trace and type(other._value) is _ndarray:
+                partner, y = other._node, other._value
+                if type(partner) is kind and partner.tape is node.tape:
                     args, parents = ((y, x), (partner, node)) if swapped else ((x, y), (node, partner))
-                    return _made(ufunc(*args), fun, args, theirs, parents, self._trace)
+                    return made(rule, ufunc(*args), args, (0, 1), parents, self._trace)
         return fun(other, self) if swapped else fun(self, other)
 
     return method
 
 
-for _name, _fun, _ufunc in (
+_box_types = frozenset({ArrayBox, ShortcutBox, BundleBox})
+_OPERATORS = (
     ("add", anp.add, np.add),
     ("sub", anp.subtract, np.subtract),
     ("mul", anp.multiply, np.multiply),
     ("truediv", anp.true_divide, np.true_divide),
-):
-    setattr(ShortcutBox, f"__{_name}__", _operator(_fun, _ufunc, False))
-    setattr(ShortcutBox, f"__r{_name}__", _operator(_fun, _ufunc, True))
-# Known as traced, but not what autograd makes of arrays.
-Box.types.add(ShortcutBox)
+)
+for _box, _kind, _made, _rules in (
+    (ShortcutBox, OrderedNode, _recorded, VJP_RULES), (BundleBox, BundleNode, _beside, JVP_RULES)
+):  # fmt: skip
+    _box.__getitem__ = _element(_kind, _made, _rules[_getitem])
+    _box.__neg__ = _negation(_kind, _made, _rules[anp.negative])
+    for _name, _fun, _ufunc in _OPERATORS:
+        setattr(_box, f"__{_name}__", _operator(_kind, _made, _rules[_fun], _fun, _ufunc, False))
+        setattr(_box, f"__r{_name}__", _operator(_kind, _made, _rules[_fun], _fun, _ufunc, True))
+    # Known as traced, but not what autograd makes of arrays.
+    Box.types.add(_box)
 
 
 def shortened(x: Any) -> Any:
     """Return a traced array whose operators take the short way; anything else as it is."""
-    return ShortcutBox(x._value, x._trace, x._node) if type(x) is ArrayBox else x
+    if type(x) is not ArrayBox:
+        return x
+    box = BundleBox if type(x._node) is BundleNode else ShortcutBox
+    return box(x._value, x._trace, x._node)

@@ -13,9 +13,9 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.differentiation.backward import run_backward
-from mpiad.differentiation.bundles import trace_bundle
+from mpiad.differentiation.bundles import Bundle
 from mpiad.differentiation.shortcuts import shortened
-from mpiad.differentiation.trace import Variables, trace_backwards
+from mpiad.differentiation.trace import trace_list
 from mpiad.ensemble.field import Field, is_whole
 from mpiad.primitives.cotangents import conform, spec_like
 
@@ -37,7 +37,6 @@ class Tracing:
     def __init__(self, field: Field, places: Sequence[int], timed: bool):
         self._field, self._places, self._timed = field, tuple(places), timed
         self._count = 1 + len(self._places) + timed
-        self._every = list(range(self._count))
 
     def transposed(self, out: Array, u: Array, leaves: Sequence[Any], t: Array) -> Callable[[Array], list[Any]]:
         """Write f into `out` and return its transposed derivative.
@@ -56,19 +55,18 @@ class Tracing:
         """
         whole = False
 
-        def called(variables: list[Any]) -> list[Any]:
+        def called(variables: list[Any]) -> Sequence[Any]:
             nonlocal whole
             variables = list(map(shortened, variables))
             rows = self._field.rows(variables[0], self._filled(leaves, variables), variables[-1] if self._timed else t)
             whole = is_whole(rows, out.shape)
-            return list(rows)
+            return rows
 
         given = [u, *[leaves[place] for place in self._places]]
-        traced = trace_backwards(called, Variables(given + [t] if self._timed else given, self._every, list))
-        _write(out, traced.values, whole)
-        recording, places, values = traced.recording, traced.places, traced.values
+        values, places, recording = trace_list(called, given + [t] if self._timed else given)
+        _write(out, values, whole)
         specs = [(place, spec_like(value)) for place, value in zip(places, values)]
-        del traced, values
+        del values
 
         def pull(g: Array) -> list[Any]:
             parts = (g,) if whole else g
@@ -78,12 +76,14 @@ class Tracing:
         return pull
 
     def along(
-        self, out: Array, u: Array, leaves: Sequence[Any], t: Array, tangents: Sequence[Sequence[Any]]
+        self, bundle: Bundle, out: Array, u: Array, leaves: Sequence[Any], t: Array, tangents: Sequence[Sequence[Any]]
     ) -> None:
         """Write f and its tangents into `out`.
 
         Parameters
         ----------
+        bundle : Bundle
+            An open trace.
         out, u : array, shape (1 + directions, d, n)
             First the values, then the tangents.
         leaves : sequence
@@ -101,7 +101,7 @@ class Tracing:
             return rows
 
         given = [u[0], *[leaves[place] for place in self._places]]
-        values, found = trace_bundle(called, given, [list(u[1:]), *tangents])
+        values, found = bundle.run(called, given, [list(u[1:]), *tangents])
         _write(out[0], values, whole)
         for i, gs in enumerate(found):
             for j, g in enumerate(gs, 1):

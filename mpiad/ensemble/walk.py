@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from mpiad._typing import Array
 from mpiad.ensemble.record import Steps
 
@@ -34,7 +36,9 @@ class Visit(NamedTuple):
 
     def of(self, columns: Any) -> Visit:
         """Return the visit of some columns."""
-        return Visit(self.t[columns], self.h[columns], self.u[:, columns], self.last)
+        # An array of indices would leave the states in another order than that which NumPy takes fastest.
+        u = self.u[:, columns] if type(columns) is slice else np.take(self.u, columns, axis=1)
+        return Visit(self.t[columns], self.h[columns], u, self.last)
 
 
 class Walk:
