@@ -44,8 +44,9 @@ class Coefficients:
 def weighted_sum(weights: Weights, arrays: Any, out: Array, term: Array) -> Array:
     """Write a sum of products into `out`; `term` is room for one of them."""
     (first, weight), *others = weights
-    np.multiply(arrays[first], weight, out=out)
+    multiply, add = np.multiply, np.add
+    multiply(arrays[first], weight, out)
     for i, weight in others:
-        np.multiply(arrays[i], weight, out=term)
-        np.add(out, term, out=out)
+        multiply(arrays[i], weight, term)
+        add(out, term, out)
     return out

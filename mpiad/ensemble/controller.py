@@ -91,4 +91,4 @@ Controller: TypeAlias = IController | PIController
 def _bounded(factor: Array, rejected: Array, least: float, most: float) -> Array:
     # fmax, because an error that is NaN must shrink the step.
     np.fmax(factor, least, out=factor)
-    return np.minimum(factor, np.where(rejected, 1.0, most), out=factor)
+    return np.minimum(factor, np.where(rejected, 1.0, most) if np.count_nonzero(rejected) else most, out=factor)

@@ -35,6 +35,7 @@ _LEAST_COLUMNS = 512
 _IDLE = 10_000
 # Of a step: what is left to the end, where steps are fixed.
 _ROUNDING = 1e-9
+_ONE = np.array(1.0)
 
 
 def integrate(batch: Batch, settings: Settings) -> Outcome:
@@ -148,9 +149,11 @@ class Pool:
         self.number += accepted
         done = self.t == self.end
         done &= accepted
-        done[terminated] = False
-        self._leave(terminated, ReturnCode.Terminated)
-        self._leave(np.flatnonzero(done), ReturnCode.Success)
+        if terminated.size:
+            done[terminated] = False
+            self._leave(terminated, ReturnCode.Terminated)
+        if np.count_nonzero(done):
+            self._leave(np.flatnonzero(done), ReturnCode.Success)
         self._fail(accepted)
 
     def _proposed(self) -> tuple[Array, Array]:
@@ -168,7 +171,7 @@ class Pool:
             self._error = None
             return np.isfinite(self._stages.new).all(axis=0) & self.live
         q2 = self._error = self._stages.error(self.u, self._entrance.rtol, self._entrance.atol)
-        accepted = q2 < 1
+        accepted = np.less(q2, _ONE)
         accepted &= self.live
         factor = self._controller.factor(q2, self.q2, accepted, self.rejected, self._tableau.order)
         np.multiply(h, factor, out=self.h)
@@ -186,7 +189,7 @@ class Pool:
         """Let go of trajectories that can't go on."""
         if self._error is None:
             self._leave(np.flatnonzero(self.live & ~accepted), ReturnCode.Unstable)
-        elif self.h.min() < self._least_step:
+        elif np.minimum.reduce(self.h) < self._least_step:
             self._meet_least_step(accepted, self._error)
         if self._turn >= self._last_turn:
             tired = self.live & (self._turn - self.entered >= self._settings.max_steps)

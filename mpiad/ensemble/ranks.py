@@ -27,8 +27,9 @@ from mpiad.transport.agreement import raise_together, require_same
 
 __all__ = ["EnsembleMPI", "agreed", "over_ranks"]
 
-# What a turn of the working set costs besides its columns, in columns: 300 to 1,300 were measured for small f.
-_TURN = 500.0
+# What a turn of the working set costs besides its columns, in numbers (columns times components): 1,500 to 3,000 were
+# measured for small f, for states and gradients alike.
+_TURN = 2400.0
 _TRIES = 8
 
 
@@ -62,7 +63,7 @@ class EnsembleMPI(EnsembleAlgorithm):
                 f"{self.inner!r}."
             )
         self.gather, self.comm = bool(gather), comm
-        self._costs, self._done = np.empty(0), np.zeros(1)
+        self._costs, self._done, self._turn = np.empty(0), np.zeros(1), _TURN
 
     def __repr__(self) -> str:
         return f"EnsembleMPI({self.inner!r}, gather={self.gather})"
@@ -100,15 +101,15 @@ class EnsembleMPI(EnsembleAlgorithm):
     def _turns(self, shares: Array) -> Array:
         """Return what a rank pays for its turns, of which its longest trajectory takes the most, in columns' steps."""
         longest = np.maximum.reduceat(np.append(self._costs, 0.0), shares[:-1])
-        return _TURN * longest * (np.diff(shares) > 0)
+        return self._turn * longest * (np.diff(shares) > 0)
 
     def _longest(self, shares: Array) -> float:
         return float((np.diff(self._done[shares]) + self._turns(shares)).max())
 
-    def remember(self, tries: Array) -> None:
-        """Take the numbers of tried steps of all trajectories as their costs in the next solve."""
+    def remember(self, tries: Array, components: int) -> None:
+        """Take the numbers of tried steps of all trajectories, whose states have so many components, as their costs."""
         # Entering the working set and leaving it costs about two steps.
-        self._costs = tries + 2.0
+        self._costs, self._turn = tries + 2.0, _TURN / max(1, components)
         self._done = np.concatenate([[0.0], np.cumsum(self._costs)])
 
 
@@ -161,7 +162,7 @@ def over_ranks(
             if shown is not None:
                 shown.close()
     facts = Facts.of_all(used, share)
-    mpi.remember(facts.naccept + facts.nreject)
+    mpi.remember(facts.naccept + facts.nreject, int(np.prod(share.u_end.shape[1:])))
     if not mpi.gather:
         return sharded(share, facts, mpi.comm, np.arange(first, last), combine is not None)
     if combine is None:

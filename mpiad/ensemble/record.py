@@ -21,6 +21,9 @@ from mpiad.ensemble.step import Step
 
 __all__ = ["Log", "Steps", "Sweep"]
 
+# Columns of narrow chunks that are put to their places together.
+_FILLED = 2048
+
 
 class Sweep(NamedTuple):
     """One step of several trajectories.
@@ -146,10 +149,12 @@ class Steps:
             rows = rows + width
 
     def pad(self) -> None:
-        """Repeat the one trajectory of narrow sweeps."""
-        for s in np.flatnonzero(self.widths == 1):
-            sweep = self.sweep(int(s))
-            sweep.t[1], sweep.h[1], sweep.u[:, 1] = sweep.t[0], sweep.h[0], sweep.u[:, 0]
+        """Repeat the one trajectory of narrow sweeps, which are the last."""
+        start = int(self._offsets[np.count_nonzero(self.widths > 1)])
+        for array, rows in ((self._t[start:], 1), (self._h[start:], 1), (self._u[self.d * start :], self.d)):
+            if array.size:
+                pairs = array.reshape(-1, rows, 2)
+                pairs[..., 1] = pairs[..., 0]
 
 
 class Log:
@@ -186,6 +191,15 @@ class Log:
         for chunks, filled in ((self._chunks, steps), (self._kept, steps.kept or steps)):
             chunks.reverse()
             while chunks:  # each is freed when it has been copied
-                filled.fill(*chunks.pop())
+                filled.fill(*_several(chunks))
             filled.pad()
         return steps
+
+
+def _several(chunks: list[tuple[Array, ...]]) -> tuple[Array, ...]:
+    """Take so many chunks from the end of a list that a call costs less than what it computes, as one."""
+    taken, count = [], 0
+    while chunks and count < _FILLED:
+        taken.append(chunks.pop())
+        count += len(taken[-1][0])
+    return taken[0] if len(taken) == 1 else tuple(np.concatenate(parts, axis=-1) for parts in zip(*taken))

@@ -131,9 +131,11 @@ class SavePoints:
 
     def see(self, step: Step) -> None:
         """Save what lies in a step."""
-        columns = np.flatnonzero(step.accepted & (self.next <= step.t_new))
-        if not columns.size:
+        due = self.next <= step.t_new
+        due &= step.accepted
+        if not np.count_nonzero(due):
             return
+        columns = np.flatnonzero(due)
         inside = columns[self.next[columns] < step.t_new[columns]]
         if inside.size:
             self._save_inside(inside, step)

@@ -17,6 +17,9 @@ from mpiad.ensemble.tableaus import Tableau
 
 __all__ = ["Stages", "locked"]
 
+# With `out` by its place: where few columns are left, a turn is a hundred calls and what each takes to start.
+_multiply, _add = np.multiply, np.add
+
 
 def locked(array: Array) -> Array:
     """Return a read-only view."""
@@ -55,8 +58,11 @@ class Stages:
         self.new, self._argument, self._term = (np.empty(shape, dtype) for _ in range(3))
         self._seen_new, self._seen_argument = locked(self.new), locked(self._argument)
         self._h = np.empty(shape, self._real)
-        self._time, self._time_part = np.empty(shape[1], self._real), np.empty(shape[1])
-        self._seen_time = locked(self._time)
+        # Times of the stages, which are all known before the first is computed.
+        self._c = np.array(tableau.c)[:, None]
+        self._time, self._elapsed = (np.empty((tableau.stages, shape[1]), kind) for kind in (self._real, float))
+        self._at_end = [row for row, c in zip(self._time, tableau.c) if c == 1]
+        self._seen_time = list(map(locked, self._time))
         self._scale, self._scale_new = np.empty(shape, self._real), np.empty(shape, self._real)
 
     def take(self, u: Array, p: Tree, t: Array, h: Array, t_new: Array, sign: Array | None) -> None:
@@ -72,28 +78,28 @@ class Stages:
             -1 for columns that go backwards; None where there are none.
         """
         self._h[:] = h
-        last = len(self._rows)
+        self._set_times(t, h, t_new, sign)
+        last, step = len(self._rows), self._h
         for i, row in enumerate(self._rows, 1):
             target, seen = (self.new, self._seen_new) if i == last else (self._argument, self._seen_argument)
             self._sum(row, target)
-            np.multiply(target, self._h, out=target)
-            np.add(target, u, out=target)
-            self._set_time(t, h, t_new, self.tableau.c[i], sign)
-            self._write(self.k[i], seen, p, self._seen_time)
+            _multiply(target, step, target)
+            _add(target, u, target)
+            self._write(self.k[i], seen, p, self._seen_time[i])
             if sign is not None:
                 np.multiply(self.k[i], sign, out=self.k[i])
 
     def error(self, u: Array, rtol: Array, atol: Array) -> Array:
         """Return the mean square of the error over its tolerance, shape (n,)."""
-        e, scale = self._argument, self._scale
+        e, scale, scale_new = self._argument, self._scale, self._scale_new
         self._sum(self._error, e)
-        np.multiply(e, self._h, out=e)
-        np.abs(u, out=scale)
-        np.abs(self.new, out=self._scale_new)
-        np.maximum(scale, self._scale_new, out=scale)
-        np.multiply(scale, rtol, out=scale)
-        np.add(scale, atol, out=scale)
-        np.divide(e, scale, out=e)
+        _multiply(e, self._h, e)
+        np.abs(u, scale)
+        np.abs(self.new, scale_new)
+        np.maximum(scale, scale_new, out=scale)
+        _multiply(scale, rtol, scale)
+        _add(scale, atol, scale)
+        np.divide(e, scale, e)
         return mean_square(e)
 
     def advance(self, u: Array, accepted: Array | None) -> Array:
@@ -111,17 +117,16 @@ class Stages:
     def _sum(self, weights: list[tuple[int, Array]], out: Array) -> None:
         k, term = self.k, self._term
         (first, weight), *others = weights
-        np.multiply(k[first], weight, out=out)
+        _multiply(k[first], weight, out)
         for i, weight in others:
-            np.multiply(k[i], weight, out=term)
-            np.add(out, term, out=out)
+            _multiply(k[i], weight, term)
+            _add(out, term, out)
 
-    def _set_time(self, t: Array, h: Array, t_new: Array, c: float, sign: Array | None) -> None:
-        if c == 1:
-            self._time[:] = t_new
-        else:
-            np.multiply(h, c, out=self._time_part)
-            np.add(self._time_part, t, out=self._time, casting="same_kind")
+    def _set_times(self, t: Array, h: Array, t_new: Array, sign: Array | None) -> None:
+        np.multiply(self._c, h, out=self._elapsed)
+        np.add(self._elapsed, t, out=self._time, casting="same_kind")
+        for row in self._at_end:
+            row[:] = t_new
         if sign is not None:
             np.multiply(self._time, sign, out=self._time)
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.ensemble.batch import Batch
-from mpiad.ensemble.derivative import COUPLED, derivative_of
+from mpiad.ensemble.derivative import COUPLED, Derivative, derivative_of
 from mpiad.ensemble.events import Event
 from mpiad.ensemble.field import Field
 from mpiad.ensemble.linearization import check_traceable
@@ -51,7 +51,7 @@ def try_once(batch: Batch, events: Sequence[Event], traced: bool) -> None:
         derivative.check(*first)
         if len(batch.shape) < 2:  # matrices are handed to f one by one
             moved = _moved(*_columns(batch, np.zeros(more, int)))
-            _check_uncoupled(lambda *at: np.stack(np.broadcast_arrays(*derivative.called(*at))), first, moved, "f")
+            _check_uncoupled(lambda *at: _written(derivative, *at), first, moved, "f")
             for event in events:
                 _check_uncoupled(event.value, first, moved, "a condition of the events")
         if traced:
@@ -83,16 +83,24 @@ def _moved(u: Array, p: Any, t: Array) -> tuple[Array, Any, Array]:
     return others, p, t
 
 
+def _written(derivative: Derivative, u: Array, p: Any, t: Array) -> Array:
+    out = np.empty_like(u)
+    derivative.write(out, u, p, t)
+    return out
+
+
 def _check_uncoupled(fun: Callable[..., Array], first: tuple, moved: tuple, name: str) -> None:
     value = fun(*first)
     try:
         other = fun(*moved)
     except Exception:  # noqa: BLE001 the moved states may lie where it isn't defined
         return
+    alone, beside = value[..., 0], other[..., 0]
+    if alone.tobytes() == beside.tobytes():
+        return  # nearly always, and each solve comes here
     known = [part[np.isfinite(part)] for part in (value, other)]
     largest = max((float(np.abs(part).max(initial=0.0)) for part in known), default=0.0)
     allowed = _ROUNDINGS * float(np.finfo(first[0].dtype).eps) * largest
-    alone, beside = value[..., 0], other[..., 0]
     if not np.allclose(alone, beside, rtol=0, atol=allowed, equal_nan=True):
         raise ValueError(
             f"solve: {name} gives the first trajectory {alone.tolist()} beside some columns, but {beside.tolist()} beside "
