@@ -11,8 +11,9 @@ __all__ = ["VARIABLES", "misspelt"]
 _SWITCH = ("", "0", "1")
 # Each with the values it takes; None where it takes any.
 VARIABLES: dict[str, tuple[str, ...] | None] = {
-    "MPIAD_ABORT": _SWITCH, "MPIAD_DEBUG": _SWITCH, "MPIAD_DEBUG_SITES": _SWITCH, "MPIAD_MALLOPT": _SWITCH,
-    "MPIAD_RECOVERY": _SWITCH, "MPIAD_THREADS": _SWITCH, "MPIAD_TIMEOUT": None, "MPIAD_TRACE": None,
+    "MPIAD_ABORT": _SWITCH, "MPIAD_CACHE": None, "MPIAD_DEBUG": _SWITCH, "MPIAD_DEBUG_SITES": _SWITCH,
+    "MPIAD_MALLOPT": _SWITCH, "MPIAD_RECOVERY": _SWITCH, "MPIAD_THREADS": _SWITCH, "MPIAD_TIMEOUT": None,
+    "MPIAD_TRACE": None,
     # Of the tests.
     "MPIAD_LAUNCH_FOLDER": None, "MPIAD_LAUNCH_RANKS": None, "MPIAD_TEST_PATIENCE": None, "MPIAD_TEST_TIMEOUT": None,
 }

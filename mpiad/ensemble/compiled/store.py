@@ -1,0 +1,143 @@
+"""Folders of compiled kernels on disk: each is written whole or not at all, and checked before it is used.
+
+What numba keeps is loaded as code, so nothing is taken from a folder that somebody else can write into, nor from one whose
+files aren't those that were written. An entry is made in a folder of its own and renamed when it is complete: of two
+processes that make the same one, the second finds it there and throws its own away.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+__all__ = ["KERNEL", "Store", "store"]
+
+_log = logging.getLogger("mpiad")
+
+KERNEL = "kernel.py"
+_SUMS, _UNFINISHED = "sums", "unfinished-"
+_MOST_ENTRIES, _DAY = 256, 86_400.0
+
+
+class Store:
+    """A folder that holds entries.
+
+    Parameters
+    ----------
+    root : Path
+        Exists, and belongs to this user alone.
+    """
+
+    def __init__(self, root: Path):
+        self.root = root
+
+    def find(self, key: str, text: str) -> Path | None:
+        """Return the folder of an entry with this source text, None where there is none that can be trusted."""
+        entry = self.root / key
+        if not entry.is_dir():
+            return None
+        try:
+            if _is_private(entry) and _is_whole(entry) and (entry / KERNEL).read_text() == text:
+                os.utime(entry)
+                return entry
+        except OSError:
+            pass
+        _log.warning("the compiled kernel in %s isn't what was written there; it is made again.", entry)
+        self.remove(entry)
+        return None
+
+    def begin(self, text: str) -> Path:
+        """Return a new folder that holds a source text.
+
+        Raises
+        ------
+        OSError
+        """
+        folder = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=self.root))
+        (folder / KERNEL).write_text(text)
+        return folder
+
+    def finish(self, folder: Path, key: str) -> None:
+        """Make an entry of a folder from `begin`, unless it is there by now."""
+        try:
+            sums = _sums(folder)
+            (folder / _SUMS).write_text(f"{hashlib.sha256(sums.encode()).hexdigest()}\n{sums}")
+            folder.rename(self.root / key)
+            self._tidy()
+        except OSError as error:
+            _log.debug("the kernel %s wasn't kept: %s", key, error)
+            self.discard(folder)
+
+    def discard(self, folder: Path) -> None:
+        """Remove a folder from `begin`."""
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def remove(self, entry: Path) -> None:
+        """Remove an entry."""
+        # Renamed first: another process must not meet half of it.
+        try:
+            aside = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=self.root))
+            entry.rename(aside / "removed")
+            shutil.rmtree(aside, ignore_errors=True)
+        except OSError as error:
+            _log.debug("%s wasn't removed: %s", entry, error)
+
+    def _tidy(self) -> None:
+        """Remove what processes that were killed have left, and entries that were used longest ago."""
+        folders = {path: path.stat().st_mtime for path in self.root.iterdir() if path.is_dir()}
+        left = [path for path in folders if path.name.startswith(_UNFINISHED)]
+        for path in left:
+            if time.time() - folders.pop(path) > _DAY:
+                shutil.rmtree(path, ignore_errors=True)
+        for path in sorted(folders, key=folders.__getitem__)[:-_MOST_ENTRIES]:
+            self.remove(path)
+
+
+def store() -> Store | None:
+    """Return where ``MPIAD_CACHE`` says that kernels are kept, None where they can't be.
+
+    By default that is the folder ``mpiad`` of the user's cache. ``MPIAD_CACHE=0`` keeps nothing.
+    """
+    given = os.environ.get("MPIAD_CACHE", "")
+    if given == "0":
+        return None
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    root = Path(given) if given else Path(base) / "mpiad"
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if _is_private(root) and os.access(root, os.W_OK | os.X_OK):
+            return Store(root)
+        why = "others than this user can write there, or this user can't"
+    except OSError as error:
+        why = str(error)
+    _log.info("compiled kernels aren't kept in %s: %s.", root, why)
+    return None
+
+
+def _is_private(folder: Path) -> bool:
+    facts = folder.stat()
+    mine = not hasattr(os, "getuid") or facts.st_uid == os.getuid()
+    return mine and not (os.name == "posix" and facts.st_mode & 0o022)
+
+
+def _is_whole(entry: Path) -> bool:
+    """Tell whether the files are those that were written."""
+    total, _, sums = (entry / _SUMS).read_text().partition("\n")
+    if hashlib.sha256(sums.encode()).hexdigest() != total:
+        return False
+    return sums == _sums(entry)
+
+
+def _sums(folder: Path) -> str:
+    """Return a line for each file but the list itself."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != _SUMS)
+    return "".join(f"{_sum(path)} {path.relative_to(folder).as_posix()}\n" for path in files)
+
+
+def _sum(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -1,0 +1,168 @@
+"""Kernels are compiled once, kept whole, and never taken from files that somebody or something has changed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import launch
+import pytest
+
+from mpiad.ensemble.compiled import cache
+from mpiad.ensemble.compiled.store import store
+
+pytestmark = pytest.mark.serial
+pytest.importorskip("numba")
+
+TEXT = """
+import math
+import numba
+
+@numba.njit(cache=CACHE, error_model="numpy")
+def run(x, y):
+    return math.sqrt(x) + {constant} * y
+"""
+
+PROGRAM = """
+import json, sys, time
+from mpiad.ensemble.compiled.cache import kernel_of
+text = sys.stdin.read()
+made = kernel_of(text, lambda names: names["run"].compile("float64(float64, float64)"))
+print(json.dumps([made.origin, made.names["run"](4.0, 3.0), made.seconds]))
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("MPIAD_CACHE", str(tmp_path / "kernels"))
+    cache.forget()
+    yield tmp_path / "kernels"
+    cache.forget()
+
+
+def made(constant=2.0):
+    kernel = cache.kernel_of(
+        TEXT.format(constant=constant), lambda names: names["run"].compile("float64(float64, float64)")
+    )
+    assert kernel.names["run"](4.0, 3.0) == 2.0 + 3.0 * constant
+    return kernel
+
+
+def again(constant=2.0):
+    cache.forget()
+    return made(constant).origin
+
+
+def start(folder):
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=launch.launch_environment(1, folder.parent, {}),
+    )  # fmt: skip
+
+
+def the_entry(folder):
+    (entry,) = folder.iterdir()
+    return entry
+
+
+def test_a_kernel_is_compiled_once(folder):
+    first = made()
+    assert first.origin == "compiled" and made() is first
+    assert made(5.0).text != first.text
+    assert again() == "disk" and again(5.0) == "disk"
+    assert len(list(folder.iterdir())) == 2
+
+
+@pytest.mark.launches
+def test_the_next_process_takes_it_from_disk(folder):
+    made()
+    process = start(folder)
+    out, err = process.communicate(TEXT.format(constant=2.0), timeout=50)
+    origin, value, seconds = json.loads(out)
+    assert (origin, value, err) == ("disk", 8.0, "")
+
+
+@pytest.mark.launches
+def test_processes_that_begin_together_agree(folder):
+    processes = [start(folder) for _ in range(2)]
+    text = TEXT.format(constant=7.0)
+    for process in processes:
+        process.stdin.write(text)
+        process.stdin.close()
+    for process in processes:
+        origin, value, _ = json.loads(process.stdout.read())
+        assert value == 23.0 and not process.stderr.read() and process.wait(50) == 0
+    assert len(list(folder.iterdir())) == 1 and again(7.0) == "disk"
+
+
+@pytest.mark.parametrize("pattern", ["kernel.py", "sums", "*.nbi", "*.nbc"])
+@pytest.mark.parametrize("damage", ["cut", "changed", "removed"])
+def test_what_was_damaged_is_made_again(folder, pattern, damage, caplog):
+    made()
+    (path,) = the_entry(folder).rglob(pattern)
+    content = path.read_bytes()
+    if damage == "removed":
+        path.unlink()
+    else:
+        path.write_bytes(content[: len(content) // 2] if damage == "cut" else content[:-9] + b"x" + content[-8:])
+    assert again() == "compiled"
+    assert "made again" in caplog.text
+    assert again() == "disk" and len(list(folder.iterdir())) == 1
+
+
+def test_a_file_too_many_is_not_trusted(folder):
+    made()
+    (the_entry(folder) / "__pycache__" / "other.nbc").write_bytes(b"x")
+    assert again() == "compiled"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="permissions are POSIX's")
+def test_a_folder_that_others_can_write_into_is_not_used(folder):
+    made()
+    folder.chmod(0o777)
+    assert store() is None and again() == "compiled"
+    folder.chmod(0o700)
+    the_entry(folder).chmod(0o770)
+    assert again() == "compiled"
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="only root can give a folder away")
+def test_a_folder_of_somebody_else_is_not_used(folder):
+    made()
+    os.chown(folder, 12345, 12345)
+    assert store() is None and again() == "compiled"
+
+
+def test_without_a_place_kernels_are_compiled_all_the_same(folder, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    for place in (str(tmp_path / "file" / "below"), "0"):
+        monkeypatch.setenv("MPIAD_CACHE", place)
+        assert again() == "compiled" == again()
+    assert not folder.exists()
+
+
+def test_the_default_is_in_the_users_cache(monkeypatch, tmp_path):
+    monkeypatch.delenv("MPIAD_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    made()
+    assert (tmp_path / "cache" / "mpiad").stat().st_mode & 0o777 == 0o700
+    assert len(list((tmp_path / "cache" / "mpiad").iterdir())) == 1
+
+
+def test_numbas_own_folder_is_left_alone(monkeypatch, tmp_path):
+    from numba import config
+
+    monkeypatch.setattr(config, "CACHE_DIR", str(tmp_path / "numba"))
+    made()
+    assert config.CACHE_DIR == str(tmp_path / "numba") and not (tmp_path / "numba").exists()
+    assert again() == "disk"
+
+
+def test_a_kernel_that_does_not_compile_leaves_nothing(folder):
+    with pytest.raises(Exception, match="undefined_name"):
+        cache.kernel_of(
+            TEXT.format(constant="undefined_name"), lambda names: names["run"].compile("float64(float64, float64)")
+        )
+    assert not list(folder.iterdir())
