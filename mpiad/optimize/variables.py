@@ -91,11 +91,11 @@ class Packing:
         """Return a gradient as a new vector: that by real and imaginary part where a variable is complex."""
         return self._packed(tree, np.conj)  # autograd's gradient by x + iy is ∂/∂x - i ∂/∂y
 
-    def _packed(self, tree: Tree, view: Callable[[Array], Array]) -> np.ndarray:
+    def _packed(self, tree: Tree, view: Callable[[Array], Array], into: np.ndarray | None = None) -> np.ndarray:
         leaves = flatten(tree)[0]
         if len(leaves) != len(self._leaves):
             raise TypeError(f"minimize: expected a nest of {len(self._leaves)} arrays like x0, but got {len(leaves)}.")
-        out, start = np.empty(self.size), 0
+        out, start = np.empty(self.size) if into is None else into, 0
         for place, (shape, dtype), length in zip(self._places, self._specs, self._lengths):
             leaf = np.asarray(leaves[place])
             if leaf.shape != shape:

@@ -50,7 +50,6 @@ class Descent:
         self._listener.note(here, self._trials.count)
         if not here.finite:
             return here, NOT_FINITE
-        self._direction = np.empty_like(here.x)
         before, stop = None, False
         while True:
             ending = self._ending(here, before)
@@ -82,29 +81,24 @@ class Descent:
             return ITERATIONS
         return EVALUATIONS if self._trials.count >= settings.maxfun else None
 
-    def _pair(self, before: Point | None, here: Point) -> tuple[Point, np.ndarray, float] | None:
-        """Return what the memory is to keep of the last step: nothing where the function didn't curve upwards."""
-        if before is None:
+    def _pair(self, before: Point | None, here: Point) -> Point | None:
+        """Return where the last step came from, if the memory is to keep it: not where the function didn't curve up."""
+        if before is None or not here.met - here.predicted > -sys.float_info.epsilon * here.predicted:
             return None
-        predicted, met = here.predicted, here.met
-        if not met - predicted > -sys.float_info.epsilon * predicted:
-            return None
-        if not self._bounded:
-            return before, self._direction, here.step
-        np.subtract(here.x, before.x, out=self._direction)  # the step that the bounds have left
-        return before, self._direction, 1.0
+        return before
 
     def _search(self, here: Point, slope: float, length: float) -> Point:
         """Return the point where a line search ends, or the best that it met; `here` where none is better."""
-        self._memory.direction(here, self._direction)
         first = 1.0
         if self._memory.empty:  # nothing says yet how long a step should be
             first = 1.0 / length if self._iterations == 0 else min(1.0, 1.0 / length)
         line, best = LineSearch(here.value, slope, first), here
+        direction = self._memory.direction(here)
         for _ in range(self._settings.maxls):
             if line.stuck or self._trials.count >= self._settings.maxfun:
                 break
-            trial = self._trials.along(here, self._direction, line.step)
+            trial = self._trials.along(here, direction, line.step)
+            direction = self._memory.same_direction()
             if not self._bounded:
                 trial.predicted, trial.met = trial.step * slope, trial.step * trial.slope
                 trial.length = trial.step * self._memory.reach
@@ -116,8 +110,11 @@ class Descent:
             if lower or line.accepts(trial.value, trial.slope):
                 self._drop(best, here)
                 return trial
-            worse, best = (best, trial) if trial.value < best.value else (trial, best)
-            self._drop(worse, here)
+            if trial.value < best.value:
+                self._memory.put_aside(trial)
+                trial, best = best, trial
+            self._drop(trial, here)
+        self._memory.take_back(best)
         return best
 
     def _drop(self, point: Point, here: Point) -> None:

@@ -1,25 +1,35 @@
 """The limited memory of a rank's piece: two passes over it for each iteration, and one reduction.
 
-The first pass writes the newest pair and takes its products, and the gradient's, with all others; their sums go to the
-root in one message, which answers with the coefficients of the direction. The second pass makes it. Both work in blocks
-that stay in cache, so that the memory is read twice: (4m + 3) n numbers travel, and little else.
+The first pass turns the gradient before into the newest change and takes that one's products with all others; their sums
+go to the root in one message, which answers with the coefficients of the direction. The second pass makes it. So the
+memory is read twice and the direction written: (4m + 3) n numbers travel, and little else.
+
+Of the gradient no products are taken: those with what is in the memory change by those of the newest change. Only where
+it has become so much smaller that rounding would show are they taken anew.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
-from mpiad.optimize.sharded.blocks import blocks
 from mpiad.optimize.sharded.box import Box
 from mpiad.optimize.sharded.point import Point
 from mpiad.optimize.sharded.recursion import combination
+from mpiad.optimize.sharded.ring import Ring
+from mpiad.optimize.sharded.tiles import Tiles
 from mpiad.optimize.sharded.totals import Totals
 
 __all__ = ["Memory"]
 
+# How far the gradient may have fallen since its products were last taken themselves: their error is this many times that
+# of rounding.
+_FALL = 100.0
+
 
 class Memory:
-    """The last steps and gradient changes.
+    """The last steps and gradient changes, and the gradients of the point where the solve is and of a trial point.
 
     Parameters
     ----------
@@ -33,116 +43,166 @@ class Memory:
 
     Attributes
     ----------
-    reach : float
-        Length of the direction, over all ranks, where there are no bounds.
+    ring : Ring
+        Which row holds what.
+    tiles : Tiles
+        The rows.
     """
 
     def __init__(self, size: int, maxcor: int, box: Box | None, totals: Totals):
-        self._size, self._maxcor, self._box, self._totals = size, maxcor, box, totals
-        # Row 2j holds the steps of pair j, row 2j + 1 the changes of the gradient; untouched rows take no memory.
-        self._rows = np.empty((2 * maxcor, size))
-        self._products = np.zeros((2 * maxcor, 2 * maxcor))  # on the root
-        self._pairs: list[int] = []
+        self._size, self._box, self._totals = size, box, totals
+        self.ring = Ring(maxcor)
+        height = self.ring.height
+        self.tiles = Tiles(height, size)
+        # A row of steps holds the direction; the step is so many times as long.
+        self._lengths = np.ones(height)
+        self._products, self._with_gradient = np.zeros((height, height)), np.zeros(height)  # on the root
         self._coefficients = np.zeros(1)
-        self.reach = 0.0
+        self._largest_norm = 0.0  # of the gradients since the products with one were taken
+        self._aside: np.ndarray | None = None
 
     @property
     def empty(self) -> bool:
         """Return whether there is no pair."""
-        return not self._pairs
+        return self.ring.count == 0
 
     def forget(self) -> None:
         """Drop all pairs."""
-        self._pairs = []
+        self.ring.forget()
 
-    def update(
-        self, new: Point, pair: tuple[Point, np.ndarray, float] | None, stop: bool
-    ) -> tuple[float, float, bool]:
-        """Take a new point into account; return the direction's slope, its square's root, and whether any rank stops.
+    def put_aside(self, point: Point) -> None:
+        """Keep a trial point's gradient while others are tried."""
+        if self._aside is None:
+            self._aside = np.empty(self._size)
+        self.tiles.read(self.ring.trial, self._aside)
+        point.aside = True
+
+    def take_back(self, point: Point) -> None:
+        """Put a gradient that was kept where that of a trial point belongs."""
+        if point.aside:
+            self.tiles.write(self.ring.trial, self._aside)  # type: ignore[arg-type]
+            point.aside = False
+
+    def gradient(self, point: Point) -> np.ndarray:
+        """Return the gradient at the point where the solve is, or at the last trial point."""
+        return self.tiles.read(self.ring.gradient if point.settled else self.ring.trial, np.empty(self._size))
+
+    def update(self, new: Point, before: Point | None, stop: bool) -> tuple[float, float, bool]:
+        """Move to a trial point; return the next direction's slope, the gradient's length, and whether any rank stops.
 
         Parameters
         ----------
         new : Point
-            Its norm is known.
-        pair : (Point, array, float) or None
-            The point before, the direction from there and the step along it, where the two make a pair.
+            The last trial point, or where the solve already is.
+        before : Point or None
+            Where the solve was, if the step from there makes a pair.
         stop : bool
             Whether this rank wants the solve to end.
         """
-        place = self._place_of_next() if pair is not None else -1
-        products, extra = self._products_of(new, pair, place)
-        parts = np.concatenate([products.ravel(), extra, [float(stop)]])
+        keep = before is not None
+        self._move(new, keep)
+        anew = self._is_due(new.norm) or not keep
+        parts = self._products_of(keep, anew) if self._box is None else self._products_of_free(new, before)
 
         def decide(sums: np.ndarray) -> np.ndarray:
-            return self._decide(sums[: products.size].reshape(products.shape), sums[products.size :], place)
+            return self._decide(sums, new, keep, anew)
 
-        # Every rank knows the pairs, so it knows how many coefficients come.
-        decision = self._totals.decided(parts, 2 * self._filled + 5, decide)
-        self._coefficients, self.reach = decision[:-4], float(decision[-4])
+        # Every rank knows how many pairs there are, so it knows how many coefficients come.
+        decision = self._totals.decided(np.append(parts, float(stop)), 2 * self.ring.count + 4, decide)
+        self._coefficients = decision[:-3]
         return float(decision[-3]), float(decision[-2]), bool(decision[-1])
 
-    @property
-    def _filled(self) -> int:
-        return max(self._pairs, default=-1) + 1
+    def _move(self, new: Point, keep: bool) -> None:
+        if keep:
+            self.ring.advance()
+            self._lengths[self.ring.newest + 1] = new.step if self._box is None else 1.0
+        elif not new.settled:
+            for _, tile in self.tiles:
+                np.copyto(tile[self.ring.gradient], tile[self.ring.trial])
+        new.settled = True
 
-    def _place_of_next(self) -> int:
-        place = self._pairs.pop(0) if len(self._pairs) == self._maxcor else self._filled
-        self._pairs.append(place)
-        return place
+    def _is_due(self, norm: float) -> bool:
+        self._largest_norm = max(self._largest_norm, norm)
+        if self._largest_norm <= _FALL * norm:
+            return False
+        self._largest_norm = norm
+        return True
 
-    def _products_of(
-        self, new: Point, pair: tuple[Point, np.ndarray, float] | None, place: int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return this rank's part of the products of old vectors with new ones, and of g · g and the bounds' slope."""
-        rows = self._rows[: 2 * self._filled]
-        fresh = len(rows) if self._box is not None else 2 * (pair is not None)
-        products, extra = np.zeros((len(rows), fresh + 1)), np.zeros(2)
-        for part in blocks(self._size):
-            if pair is not None:
-                old, direction, step = pair
-                np.multiply(direction[part], step, out=rows[2 * place, part])
-                np.subtract(new.gradient[part], old.gradient[part], out=rows[2 * place + 1, part])
-            block, gradient = rows[:, part], new.gradient[part]
-            if self._box is not None:
-                free = self._box.free(new.x[part], gradient, new.norm, part)
-                way = self._box.way(new.x[part], gradient, part)
-                extra[1] += gradient @ np.where(free, 0.0, way)
-                block, gradient = block * free, gradient * free
-                products[:, :-1] += block @ block.T
-            elif pair is not None:
-                # One by one: BLAS's product with a matrix of two columns takes twice as long.
-                products[:, 0] += block @ rows[2 * place, part]
-                products[:, 1] += block @ rows[2 * place + 1, part]
-            products[:, -1] += block @ gradient
-            extra[0] += gradient @ gradient
-        return products, extra
+    def _products_of(self, keep: bool, anew: bool) -> np.ndarray:
+        """Return this rank's part of the products with the newest change, with the gradient, and of its square."""
+        of_change, of_gradient = np.zeros((2, 2 * self.ring.count + 1))
+        parts, newest, current, square = self.ring.parts(), self.ring.newest, self.ring.gradient, 0.0
+        for _, tile in self.tiles:
+            gradient = tile[current]
+            square += gradient @ gradient
+            if keep:
+                y = tile[newest]
+                np.subtract(gradient, y, out=y)
+                for rows, places in parts:
+                    of_change[places] += tile[rows] @ y
+            if anew:
+                for rows, places in parts:
+                    of_gradient[places] += tile[rows] @ gradient
+        return np.concatenate([of_change, of_gradient[:-1], [square]])
 
-    def _decide(self, products: np.ndarray, others: np.ndarray, place: int) -> np.ndarray:
-        """Return what the root tells: the coefficients, the direction's length, its slope, the gradient's length, stop."""
-        count = len(products)
+    def _products_of_free(self, new: Point, before: Point | None) -> np.ndarray:
+        """Return all products of free variables as a flat square, and the slope of those that a bound holds."""
+        rows, box, newest = self.ring.rows(), self._box, self.ring.newest
+        products, of_held = np.zeros((len(rows), len(rows))), 0.0
+        for part, tile in self.tiles:
+            gradient = tile[self.ring.gradient]
+            if before is not None:
+                np.subtract(gradient, tile[newest], out=tile[newest])
+                np.subtract(new.x[part], before.x[part], out=tile[newest + 1])  # the step that the bounds have left
+            free = box.free(new.x[part], gradient, new.norm, part)  # type: ignore[union-attr]
+            way = box.way(new.x[part], gradient, part)  # type: ignore[union-attr]
+            of_held += gradient @ np.where(free, 0.0, way)
+            block = tile[rows] * free
+            products += block @ block.T
+        return np.append(products, of_held)
+
+    def _decide(self, sums: np.ndarray, new: Point, keep: bool, anew: bool) -> np.ndarray:
+        """Return what the root tells: the coefficients, the slope, the gradient's length, whether to stop."""
+        rows, stop, of_held = self.ring.rows(), sums[-1], 0.0
+        lengths = self._lengths[rows]
         if self._box is not None:
-            self._products[:count, :count] = products[:, :-1]
-        elif place >= 0:
-            new = slice(2 * place, 2 * place + 2)
-            self._products[:count, new] = products[:, :-1]
-            self._products[new, :count] = products[:, :-1].T
-        square, of_held, stop = others
-        coefficients, slope = combination(
-            self._products[:count, :count], products[:, -1], float(square), self._pairs
-        )
-        own, of_gradient = coefficients[:-1], coefficients[-1]
-        reach = own @ (self._products[:count, :count] @ own + 2.0 * of_gradient * products[:, -1])
-        reach = np.sqrt(max(reach + of_gradient**2 * square, 0.0))
-        return np.concatenate([coefficients, [reach, slope + of_held, np.sqrt(square), stop]])
+            of_held = sums[-2]
+            products = sums[:-2].reshape(len(rows), len(rows))
+            with_gradient = products[-1]
+        else:
+            self._take(sums, rows, new, keep, anew)
+            products, with_gradient = self._products[np.ix_(rows, rows)], self._with_gradient[rows]
+        coefficients, slope = combination(products[:-1, :-1], with_gradient[:-1], float(with_gradient[-1]))
+        return np.concatenate([coefficients * lengths, [slope + of_held, np.sqrt(with_gradient[-1]), stop]])
 
-    def direction(self, at: Point, out: np.ndarray) -> None:
-        """Write the direction at a point, for which `update` was called last, shape (n,)."""
-        coefficients, of_gradient = self._coefficients[:-1], self._coefficients[-1]
-        rows = self._rows[: len(coefficients)]
-        for part in blocks(self._size):
-            gradient, piece = at.gradient[part], out[part]
-            np.matmul(coefficients, rows[:, part], out=piece)
-            piece += of_gradient * gradient
+    def _take(self, sums: np.ndarray, rows: np.ndarray, new: Point, keep: bool, anew: bool) -> None:
+        """Put new products into the tables, those of a direction times its step's length."""
+        lengths, old, known = self._lengths[rows], rows[:-1], self._with_gradient
+        of_change, of_gradient = sums[: len(rows)] * lengths, sums[len(rows) : 2 * len(rows) - 1] * lengths[:-1]
+        if keep:
+            change = self.ring.newest
+            self._products[change, rows] = self._products[rows, change] = of_change
+            known[old] += of_change[:-1]
+            known[change], known[change + 1] = of_change[-1], new.step * new.slope
+        if anew:
+            known[old] = of_gradient
+        known[rows[-1]] = sums[2 * len(rows) - 1]
+
+    def direction(self, at: Point) -> Iterator[tuple[slice, np.ndarray]]:
+        """Make the direction at a point, for which `update` was called last; yield its blocks when they are made."""
+        parts = [(rows, self._coefficients[places]) for rows, places in self.ring.parts()]
+        current = self.ring.gradient
+        for part, tile in self.tiles:
+            piece = tile[current + 1]
+            np.matmul(parts[0][1], tile[parts[0][0]], out=piece)
+            for rows, coefficients in parts[1:]:
+                piece += coefficients @ tile[rows]
             if self._box is not None:
-                free = self._box.free(at.x[part], gradient, at.norm, part)
-                np.copyto(piece, self._box.way(at.x[part], gradient, part), where=~free)
+                free = self._box.free(at.x[part], tile[current], at.norm, part)
+                np.copyto(piece, self._box.way(at.x[part], tile[current], part), where=~free)
+            yield part, piece
+
+    def same_direction(self) -> Iterator[tuple[slice, np.ndarray]]:
+        """Yield the blocks of the direction that was made last."""
+        for part, tile in self.tiles:
+            yield part, tile[self.ring.gradient + 1]

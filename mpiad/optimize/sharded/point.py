@@ -1,4 +1,4 @@
-"""A point of a rank's piece, and what is known there of all ranks."""
+"""A point of a rank's piece, and what is known there of all ranks. Its gradient lies in the memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Point"]
 
 
 class Point:
-    """Variables and gradient of the piece, shape (n,) each; the numbers are those of all ranks.
+    """Variables of the piece, shape (n,); the numbers are those of all ranks.
 
     Attributes
     ----------
@@ -30,17 +30,21 @@ class Point:
         Of the way from the point before, over all ranks.
     predicted, met : float
         Where a bound may have stopped variables: the step times the gradient before, and times the gradient here.
+    settled : bool
+        Whether the memory has moved here.
+    aside : bool
+        Whether the memory has put the gradient aside.
     """
 
-    __slots__ = ("clipped", "finite", "gradient", "length", "met", "norm", "predicted", "slope", "step", "value", "x")
+    __slots__ = (
+        "aside", "clipped", "finite", "met", "norm", "predicted", "settled", "slope", "step", "value", "x",
+    )
 
     def __init__(self, x: np.ndarray):
         self.x = x
-        self.gradient = np.zeros(0)
         self.value = self.norm = self.slope = math.nan
         self.predicted = self.met = self.step = math.nan
-        self.finite, self.clipped = False, False
-        self.length = 0.0
+        self.finite = self.clipped = self.settled = self.aside = False
 
     @property
     def gradient_norm(self) -> float:

@@ -1,7 +1,8 @@
 """The two-loop recursion in coordinates: numbers of the size of the memory, none of the size of the variables.
 
-With the scalar products of all steps s, gradient changes y and the gradient g, the direction -H g is a combination of
-these 2m + 1 vectors whose coefficients need no further products.
+With the scalar products of the steps s, the gradient changes y and the gradient g, the direction -H g is a combination of
+these 2m + 1 vectors whose coefficients need no further products. Those of two steps are never asked for, nor those of a
+step with an older change: the first loop meets a step with newer changes only, the second a change with older steps.
 
 References
 ----------
@@ -18,38 +19,35 @@ import numpy as np
 __all__ = ["combination"]
 
 
-def combination(
-    products: np.ndarray, with_gradient: np.ndarray, square: float, pairs: list[int]
-) -> tuple[np.ndarray, float]:
+def combination(products: np.ndarray, with_gradient: np.ndarray, square: float) -> tuple[np.ndarray, float]:
     """Return the coefficients of -H g, shape (2m + 1,), g's the last, and its slope g · (-H g).
 
     Parameters
     ----------
     products : array, shape (2m, 2m)
-        Of all s and y with each other; those of pair j lie in rows 2j and 2j + 1.
+        Of all y and s with each other; those of pair j lie in rows 2j and 2j + 1, the oldest pair's first. A pair of no
+        positive curvature is left out.
     with_gradient : array, shape (2m,)
-        Of all s and y with g.
+        Of all y and s with g.
     square : float
         g · g.
-    pairs : list of int
-        Which pairs there are, the oldest first. One of no positive curvature is left out.
     """
-    pairs = [j for j in pairs if _curves(products, j)]
+    pairs = [j for j in range(len(products) // 2) if _curves(products, j)]
     inner = np.append(with_gradient, square)
-    whole = np.vstack([products, with_gradient])  # a row for each vector, a column for each s and y
+    whole = np.vstack([products, with_gradient])  # a row for each vector, a column for each y and s
     coefficients, alphas = np.zeros(len(inner)), {}
     coefficients[-1] = -1.0
     for j in reversed(pairs):
-        alphas[j] = coefficients @ whole[:, 2 * j] / products[2 * j, 2 * j + 1]
-        coefficients[2 * j + 1] -= alphas[j]
+        alphas[j] = coefficients @ whole[:, 2 * j + 1] / products[2 * j, 2 * j + 1]
+        coefficients[2 * j] -= alphas[j]
     if pairs:
-        s, y = 2 * pairs[-1], 2 * pairs[-1] + 1
+        y, s = 2 * pairs[-1], 2 * pairs[-1] + 1
         coefficients *= products[s, y] / products[y, y]
     for j in pairs:
-        beta = coefficients @ whole[:, 2 * j + 1] / products[2 * j, 2 * j + 1]
-        coefficients[2 * j] += alphas[j] - beta
+        beta = coefficients @ whole[:, 2 * j] / products[2 * j, 2 * j + 1]
+        coefficients[2 * j + 1] += alphas[j] - beta
     return coefficients, float(coefficients @ inner)
 
 
 def _curves(products: np.ndarray, j: int) -> bool:
-    return bool(products[2 * j, 2 * j + 1] > sys.float_info.epsilon * products[2 * j + 1, 2 * j + 1])
+    return bool(products[2 * j, 2 * j + 1] > sys.float_info.epsilon * products[2 * j, 2 * j])

@@ -13,6 +13,7 @@ from mpiad.optimize.program import Program
 from mpiad.optimize.sharded.box import Box, box_of
 from mpiad.optimize.sharded.descent import Descent
 from mpiad.optimize.sharded.ending import Ending
+from mpiad.optimize.sharded.lending import PiecePacking
 from mpiad.optimize.sharded.listener import Listener
 from mpiad.optimize.sharded.memory import Memory
 from mpiad.optimize.sharded.pieces import PieceEvaluation
@@ -65,7 +66,7 @@ class Sharded:
         self._piece, self._used, self._comm = piece, used, used.derive()
         self._totals = Totals(self._comm, program.root)
         self.agreement = Agreement(self._comm)
-        self._evaluation = PieceEvaluation(program, piece.packing, self.agreement, used, self._comm)
+        self._evaluation = PieceEvaluation(program, PiecePacking(piece.start), self.agreement, used, self._comm)
 
     def run(self, callback: Function | None, progress: bool) -> scipy.optimize.OptimizeResult:
         """Descend; return the result, or raise, on all ranks alike."""
@@ -88,19 +89,21 @@ class Sharded:
         box = self._piece.box
         if bounded and box is None:
             box = Box(np.full(packing.size, -np.inf), np.full(packing.size, np.inf))
-        trials = Trials(self._evaluation, self._totals, box)
         memory = Memory(packing.size, settings.maxcor, box, self._totals)
+        trials = Trials(self._evaluation, self._totals, box, memory)
         listener = Listener(packing, self.agreement, callback, bool(heard), line)
         descent = Descent(trials, memory, listener, settings, bool(bounded))
         point, ending = descent.run(packing.pack(self._piece.start))
-        return self._result(point, ending, trials.count, listener)
+        return self._result(point, memory.gradient(point), ending, trials.count, listener)
 
-    def _result(self, point: Point, ending: Ending, count: int, listener: Listener) -> scipy.optimize.OptimizeResult:
+    def _result(
+        self, point: Point, gradient: np.ndarray, ending: Ending, count: int, listener: Listener
+    ) -> scipy.optimize.OptimizeResult:
         history = listener.record.history()
         return scipy.optimize.OptimizeResult(
             x=self._piece.packing.unpack(point.x),
             fun=point.value,
-            jac=self._piece.packing.unpack_gradient(point.gradient),
+            jac=self._piece.packing.unpack_gradient(gradient),
             success=ending.status == 0,
             status=ending.status,
             message=ending.message,
