@@ -101,7 +101,6 @@ class Descent:
             direction = self._memory.same_direction()
             if not self._bounded:
                 trial.predicted, trial.met = trial.step * slope, trial.step * trial.slope
-                trial.length = trial.step * self._memory.reach
             if not trial.finite:
                 self._trials.release(trial)
                 line.back_away()

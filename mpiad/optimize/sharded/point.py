@@ -37,7 +37,7 @@ class Point:
     """
 
     __slots__ = (
-        "aside", "clipped", "finite", "met", "norm", "predicted", "settled", "slope", "step", "value", "x",
+        "aside", "clipped", "finite", "length", "met", "norm", "predicted", "settled", "slope", "step", "value", "x",
     )
 
     def __init__(self, x: np.ndarray):
@@ -45,6 +45,7 @@ class Point:
         self.value = self.norm = self.slope = math.nan
         self.predicted = self.met = self.step = math.nan
         self.finite = self.clipped = self.settled = self.aside = False
+        self.length = 0.0
 
     @property
     def gradient_norm(self) -> float:

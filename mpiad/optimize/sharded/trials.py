@@ -74,7 +74,7 @@ class Trials:
     def _evaluated(self, point: Point, here: Point | None) -> Point:
         self.count += 1
         value, gradient = self._evaluation.both(point.x)
-        trial, terms, largest = self._memory.ring.trial, [0.0, 0.0, 0.0], 0.0
+        trial, terms, largest = self._memory.ring.trial, [0.0] * 4, 0.0
         for part, tile in self._memory.tiles:
             np.copyto(tile[trial], gradient[part])  # type: ignore[index]
             largest = max(largest, self._largest(point, tile[trial], part))
@@ -95,11 +95,14 @@ class Trials:
             return math.inf
         return size if self._box is None else float(np.max(np.abs(self._box.way(point.x[part], gradient, part))))
 
-    def _products(self, point: Point, here: Point, tile: np.ndarray, part: slice) -> tuple[float, float, float]:
+    def _products(self, point: Point, here: Point, tile: np.ndarray, part: slice) -> tuple[float, float, float, float]:
+        """Return terms of the slope, of the changes that the gradients before and here predict, and of the way's square."""
         before = self._memory.ring.gradient
         gradient, direction = tile[self._memory.ring.trial], tile[before + 1]
         if self._box is None:
-            return float(gradient @ direction), 0.0, 0.0, 0.0
+            slope = float(gradient @ direction)
+            return slope, 0.0, 0.0, point.step**2 * float(direction @ direction)
         moved = point.x[part] - here.x[part]
         inside = self._box.inside(point.x[part], part)
-        return float(gradient @ (direction * inside)), float(tile[before] @ moved), float(gradient @ moved)
+        slope, square = float(gradient @ (direction * inside)), float(moved @ moved)
+        return slope, float(tile[before] @ moved), float(gradient @ moved), square
