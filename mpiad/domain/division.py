@@ -9,6 +9,7 @@ import numpy as np
 from autograd.tracer import getval
 
 from mpiad._typing import Comm, Shape
+from mpiad.domain.boundary import Sides
 from mpiad.domain.halo import Halo
 from mpiad.domain.layout import layout
 from mpiad.transport import channel
@@ -53,6 +54,14 @@ class Division:
                 f"{self._channel.rank}, which owns {self.local_shape} of {self.shape} cells."
             )
         return u
+
+    def _check_reflection(self, sides: Sides, call: str, widths: tuple[int, ...]) -> None:
+        for axis, (n, p, h, pair) in enumerate(zip(self.shape, self.dims, widths, sides)):
+            if p == 1 and h >= n and not self.periodic[axis] and "reflect" in pair:
+                raise ValueError(
+                    f"{call}: a halo of {h} can't be reflected along dimension {axis}, which has {n} cells: "
+                    f"at least {h + 1} are needed."
+                )
 
 
 def lengths(block: tuple[slice, ...]) -> Shape:

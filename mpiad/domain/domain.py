@@ -6,11 +6,12 @@ from mpiad.domain.exchanging import Exchanging
 from mpiad.domain.placement import Placement
 from mpiad.domain.points import Points
 from mpiad.domain.reductions import Reductions
+from mpiad.domain.stencils import Stencils
 
 __all__ = ["Domain"]
 
 
-class Domain(Exchanging, Placement, Points, Reductions):
+class Domain(Exchanging, Placement, Points, Reductions, Stencils):
     """Divide a 1-, 2- or 3-dimensional grid among the ranks, one block for each.
 
     Parameters

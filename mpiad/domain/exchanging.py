@@ -141,7 +141,7 @@ class Exchanging(Division):
         if u is None:
             return u, sides, finish
         check_values(sides, u.dtype, call)
-        self._check_reflection(sides, call)
+        self._check_reflection(sides, call, self.halo)
         if value is None:
             return u, sides, finish
         return u - value, sides, lambda padded: finish(padded + value)
@@ -166,14 +166,6 @@ class Exchanging(Division):
             return [piece.reshape(lead + self.padded_shape) for piece, lead in zip(pieces, leads)]
 
         return anp.concatenate([field.reshape((-1, *self.local_shape)) for field in fields]), apart
-
-    def _check_reflection(self, sides: Sides, call: str) -> None:
-        for axis, (n, p, h, pair) in enumerate(zip(self.shape, self.dims, self.halo, sides)):
-            if p == 1 and h >= n and not self.periodic[axis] and "reflect" in pair:
-                raise ValueError(
-                    f"{call}: a halo of {h} can't be reflected along dimension {axis}, which has {n} cells: "
-                    f"at least {h + 1} are needed."
-                )
 
 
 def _as_it_is(padded: LocalArray) -> LocalArray:

@@ -1,0 +1,107 @@
+"""Stencils whose weights differ from cell to cell: bilinear in the field and the weights.
+
+Three maps, each written out once, are each other's derivatives: the weighted sums y = Σ_k w_k u_k over shifted pieces u_k
+of a padded field, the transpose that spreads w_k g over these pieces, and the products g u_k, which are the derivative by
+the weights. They don't communicate; the exchange around them does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import autograd.numpy as anp
+import numpy as np
+from autograd.extend import defjvp, defvjp, primitive
+from autograd.tracer import getval
+
+from mpiad._typing import LocalArray, Shape
+
+__all__ = ["products", "spread", "varying_sum"]
+
+
+@primitive
+def varying_sum(padded: LocalArray, weights: LocalArray) -> LocalArray:
+    """Return the weighted sums.
+
+    Parameters
+    ----------
+    padded : array of shape (..., *padded)
+    weights : array of shape (*lengths, *cells)
+        ``lengths`` are odd, one for each dimension.
+
+    Returns
+    -------
+    array of shape (..., *cells)
+    """
+    lengths, cells = _shapes(weights)
+    total = np.zeros(padded.shape[: padded.ndim - len(cells)] + cells, np.result_type(padded, weights))
+    room = np.empty_like(total)
+    for offset, piece in _pieces(lengths, cells):
+        np.multiply(padded[piece], weights[offset], out=room)
+        total += room
+    return total
+
+
+@primitive
+def spread(g: LocalArray, weights: LocalArray) -> LocalArray:
+    """Return the transpose of the weighted sums: an array of shape (..., *padded)."""
+    lengths, cells = _shapes(weights)
+    padded = tuple(n + length - 1 for n, length in zip(cells, lengths))
+    total = np.zeros(g.shape[: g.ndim - len(cells)] + padded, np.result_type(g, weights))
+    room = np.empty(g.shape, total.dtype)
+    for offset, piece in _pieces(lengths, cells):
+        np.multiply(g, weights[offset], out=room)
+        total[piece] += room
+    return total
+
+
+@primitive
+def products(g: LocalArray, padded: LocalArray, ndim: int) -> LocalArray:
+    """Return the derivative of the weighted sums by the weights: the grid has the last `ndim` dimensions."""
+    cells = g.shape[g.ndim - ndim :]
+    lengths = tuple(m - n + 1 for m, n in zip(padded.shape[padded.ndim - ndim :], cells))
+    total = np.empty(lengths + cells, np.result_type(g, padded))
+    for offset, piece in _pieces(lengths, cells):
+        total[offset] = (g * padded[piece]).reshape(-1, *cells).sum(axis=0)
+    return total
+
+
+def _shapes(weights: LocalArray) -> tuple[Shape, Shape]:
+    ndim = weights.ndim // 2
+    return weights.shape[:ndim], weights.shape[ndim:]
+
+
+def _pieces(lengths: Shape, cells: Shape) -> Iterator[tuple[Shape, tuple]]:
+    """Return each offset with the index of the shifted piece of a padded array."""
+    for offset in np.ndindex(lengths):
+        yield offset, (..., *[slice(o, o + n) for o, n in zip(offset, cells)])
+
+
+def _of_kind(value: LocalArray, x: LocalArray) -> LocalArray:
+    """Return the real part of what belongs to a real array."""
+    return anp.real(value) if np.iscomplexobj(getval(value)) and not np.iscomplexobj(getval(x)) else value
+
+
+# Of Σ g w u each map is the derivative by the third factor; each is linear in both of its own.
+defvjp(
+    varying_sum,
+    lambda ans, u, w: lambda g: _of_kind(spread(g, w), u),
+    lambda ans, u, w: lambda g: _of_kind(products(g, u, w.ndim // 2), w),
+)
+defvjp(
+    spread,
+    lambda ans, g, w: lambda v: _of_kind(varying_sum(v, w), g),
+    lambda ans, g, w: lambda v: _of_kind(products(g, v, w.ndim // 2), w),
+)
+defvjp(
+    products,
+    lambda ans, g, u, ndim: lambda v: _of_kind(varying_sum(u, v), g),
+    lambda ans, g, u, ndim: lambda v: _of_kind(spread(g, v), u),
+)
+defjvp(varying_sum, lambda du, ans, u, w: varying_sum(du, w), lambda dw, ans, u, w: varying_sum(u, dw))
+defjvp(spread, lambda dg, ans, g, w: spread(dg, w), lambda dw, ans, g, w: spread(g, dw))
+defjvp(
+    products,
+    lambda dg, ans, g, u, ndim: products(dg, u, ndim),
+    lambda du, ans, g, u, ndim: products(g, du, ndim),
+)
