@@ -87,16 +87,23 @@ class _Basis:
         found = before.copy()
         q = np.linalg.qr(self.hessenberg[active, : j + 2, : j + 1], mode="complete")[0]
         found[active] = np.abs(q[:, 0, -1]) * self.norms[active]
+        for c in np.flatnonzero(active & self.complete).tolist():
+            # Of a singular operator the columns may be dependent now, and Q says nothing.
+            found[c] = self._least(c)[1]
         return found
+
+    def _least(self, c: int) -> tuple[np.ndarray, float]:
+        steps = self.steps[c]
+        known, right = self.hessenberg[c, : steps + 1, :steps], np.zeros(steps + 1, self.hessenberg.dtype)
+        right[:1] = self.norms[c]
+        y = np.linalg.lstsq(known, right, rcond=None)[0]
+        return y, float(np.linalg.norm(right - known @ y))
 
     def combination(self) -> LocalArray:
         """Return the vectors with the least residuals, of shape (k, n)."""
         out = np.zeros((len(self.steps), self.vectors.shape[2]), self.vectors.dtype)
         for c, steps in enumerate(self.steps):
-            right = np.zeros(steps + 1, self.hessenberg.dtype)
-            right[:1] = self.norms[c]
-            y = np.linalg.lstsq(self.hessenberg[c, : steps + 1, :steps], right, rcond=None)[0]
-            out[c] = y.astype(out.dtype) @ self.vectors[c, :steps]
+            out[c] = self._least(c)[0].astype(out.dtype) @ self.vectors[c, :steps]
         return out
 
 

@@ -30,7 +30,7 @@ from mpiad.primitives import mpi_allreduce, stop
 from mpiad.primitives.cotangents import tangent_of
 from mpiad.primitives.operation import suspended
 
-__all__ = ["METHODS", "Problem", "direction_of", "solution"]
+__all__ = ["METHODS", "Problem", "direction_of", "require_transpose", "solution", "solution_of_adjoint"]
 
 METHODS: dict[str, Method] = {"cg": conjugate_gradients, "gmres": gmres, "bicgstab": bicgstab}
 
@@ -59,6 +59,10 @@ class Problem(NamedTuple):
     start: LocalArray | None = None
     preconditioner_transpose: Any = None
     transposed: bool = False
+
+    def with_tolerance(self, rtol: float) -> Problem:
+        """Return the problem to another tolerance, believed without a look at the true residual."""
+        return self._replace(settings=self.settings._replace(rtol=rtol, verify=False))
 
     def derived(self) -> Problem:
         """Return the problem of a tangent: the same operator, started from zero."""
@@ -134,18 +138,19 @@ def _adjoint(ans: LocalArray, b: LocalArray, *leaves: Any, problem: Problem) -> 
     """Return the transpose of the solution's derivative."""
 
     def vjp(g: LocalArray) -> list:
-        multiplier = _transposed_solution(g, leaves, problem)
+        multiplier = solution_of_adjoint(g, leaves, problem)
         left, right = (multiplier, ans) if not problem.transposed else (ans, multiplier)
         pull, _ = make_vjp(problem.product)([right, *leaves])
         transposed, *of_leaves = pull(left)
         if problem.hermitian:
-            _require_transpose(stop(transposed), stop(g), problem.settings)
+            require_transpose(stop(transposed), stop(g), problem.settings)
         return [multiplier, *[None if part is None else -part for part in of_leaves]]
 
     return vjp
 
 
-def _transposed_solution(g: LocalArray, leaves: Any, problem: Problem) -> LocalArray:
+def solution_of_adjoint(g: LocalArray, leaves: Any, problem: Problem) -> LocalArray:
+    """Return λ with Aᵀ λ = g, of the operator of a problem; collective, and itself differentiable."""
     # Aᵀ is the conjugate of a Hermitian A: Aᵀ λ = g where A λ* = g*.
     if problem.hermitian and g.dtype.kind == "c":
         return anp.conj(solution(anp.conj(g), *leaves, problem=problem.adjoint()))
@@ -171,7 +176,7 @@ defvjp_together(solution, _adjoint)
 defjvp_together(solution, _tangent)
 
 
-def _require_transpose(transposed: LocalArray, g: LocalArray, settings: Settings) -> None:
+def require_transpose(transposed: LocalArray, g: LocalArray, settings: Settings) -> None:
     """Raise on all ranks where Aᵀ λ isn't g, though A λ is: the operator isn't its own transpose."""
     gap = transposed - g
     with suspended():

@@ -54,6 +54,8 @@ def iterate(method: Method, system: System, b: LocalArray, x0: LocalArray | None
     targets, norms = system.start(b)
     if not targets.any():
         return system.block(np.zeros_like(b))
+    # An operator whose rounding leaves less than that of the right-hand side is singular to working precision.
+    most = np.finfo(b.dtype).eps ** 0.25 * norms
     x, r, norms = _start(system, b, x0, norms)
     system.note(norms)
     idle, slack = 0, 1.0 if system.settings.side == "left" else _SLACK
@@ -65,7 +67,7 @@ def iterate(method: Method, system: System, b: LocalArray, x0: LocalArray | None
         r, norms = _true_residual(system, b, x)
         if arrived and (norms <= slack * targets).all() or (norms <= targets).all():
             break
-        if arrived and (norms <= rounding_floor(system, x, targets)).all():
+        if arrived and (norms <= np.minimum(rounding_floor(system, x, targets), most)).all():
             break
         idle = idle + 1 if (norms > 0.999 * before)[norms > targets].any() else 0
         if idle == (1 if arrived else _PATIENCE):

@@ -37,9 +37,13 @@ class System:
     like : array
         Has the shape and dtype of this rank's block of the right-hand side.
     settings : Settings
+    name : str
+        Of the function that `apply` stands for, in errors.
     """
 
-    def __init__(self, apply: Function, precondition: Function | None, like: LocalArray, settings: Settings):
+    def __init__(
+        self, apply: Function, precondition: Function | None, like: LocalArray, settings: Settings, name: str = "matvec"
+    ):
         self.settings = settings
         self.history: list[float] = []
         self._apply, self._precondition = apply, precondition
@@ -47,6 +51,7 @@ class System:
         self.count = math.prod(like.shape[: settings.batch])
         self.length = math.prod(like.shape[settings.batch :])
         self.limit = self.unknowns = 0
+        self._name = name
         self._problem: Exception | None = None
 
     @property
@@ -69,7 +74,7 @@ class System:
 
     def apply(self, u: LocalArray) -> LocalArray:
         """Return the operator's product with this rank's rows; NaN where it can't be used."""
-        return self._checked(self._apply(u.reshape(self._shape)), "matvec")
+        return self._checked(self._apply(u.reshape(self._shape)), self._name)
 
     def precondition(self, r: LocalArray) -> LocalArray:
         """Return the preconditioned residual, `r` itself where there is no preconditioner."""

@@ -1,0 +1,203 @@
+"""`newton` on blocks against Newton's method with the dense Jacobian of the whole grid in one process."""
+
+import autograd.numpy as anp
+import numpy as np
+import pytest
+from transport_matrix import matrix
+
+import mpiad
+from mpiad.domain import Domain
+from mpiad.errors import ConvergenceError
+from mpiad.linalg import newton
+from mpiad.testing import check_grads
+
+SHAPE = (5, 6)
+CLOSE = {"rtol": 1e-7, "atol": 1e-9}
+
+
+class Burgers:
+    """ν(4 u - neighbours) + u (u east - u west) + k u³ = b on all ranks, and with its dense Jacobian in one process."""
+
+    def __init__(self, rank_rng):
+        self.domain, rng = Domain(SHAPE), rank_rng(100)
+        self.nu, self.k, self.b = 0.6, 1.0 + rng.random(SHAPE), 1.5 * rng.standard_normal(SHAPE)
+        self.weight, self.evaluations = rng.random(SHAPE), 0
+        self.along = 0.3, rng.standard_normal(SHAPE), rng.standard_normal(SHAPE)
+
+    def block(self, u):
+        return u[self.domain.owned]
+
+    def local(self, nu, k, b):
+        return {"nu": nu, "k": self.block(k), "b": self.block(b)}
+
+    @property
+    def point(self):
+        return self.local(self.nu, self.k, self.b)
+
+    def residual(self, u, x):
+        self.evaluations += 1
+        v = self.domain.exchange(u)
+        east, west = v[1:-1, 2:], v[1:-1, :-2]
+        return x["nu"] * (4 * u - v[:-2, 1:-1] - v[2:, 1:-1] - east - west) + u * (east - west) + x["k"] * u**3 - x["b"]
+
+    def solved(self, x, **settings):
+        return newton(self.residual, np.zeros(self.domain.local_shape), x, rtol=1e-12, **settings)
+
+    def loss(self, x):
+        return self.domain.sum(self.block(self.weight) * self.solved(x) ** 4)
+
+    def reference(self, nu, k, b):
+        """Return u and the gradient of Σ weight u⁴ by ν, k and b."""
+        u, zero = np.zeros(SHAPE), np.zeros(SHAPE)
+        laplacian = matrix(SHAPE, nu, zero, zero)
+        for _ in range(60):
+            step = np.linalg.solve(self.jacobian(u, nu, k), self.dense_residual(u, laplacian, k, b).ravel())
+            u = u - min(1.0, 2.0 / np.abs(step).max()) * step.reshape(SHAPE)
+        multiplier = np.linalg.solve(self.jacobian(u, nu, k).T, (4 * self.weight * u**3).ravel()).reshape(SHAPE)
+        of_nu = -np.sum(multiplier.ravel() * (matrix(SHAPE, 1.0, zero, zero) @ u.ravel()))
+        return u, of_nu, -multiplier * u**3, multiplier
+
+    def dense_residual(self, u, laplacian, k, b):
+        wind = matrix(SHAPE, 0.0, u, np.zeros(SHAPE))
+        return ((laplacian + wind) @ u.ravel()).reshape(SHAPE) + k * u**3 - b
+
+    def jacobian(self, u, nu, k):
+        difference = matrix(SHAPE, 0.0, np.ones(SHAPE), np.zeros(SHAPE)) @ u.ravel()
+        return matrix(SHAPE, nu, u, difference.reshape(SHAPE) + 3 * k * u**2)
+
+    def check(self, found, expected, close=CLOSE):
+        np.testing.assert_allclose(mpiad.mpi_allreduce(found["nu"]), expected[0], **close)
+        np.testing.assert_allclose(found["k"], self.block(expected[1]), **close)
+        np.testing.assert_allclose(found["b"], self.block(expected[2]), **close)
+
+    def slopes(self, h=1e-4):
+        """Return the derivatives of u and of the gradient along a direction, by differences."""
+        ends = [self.reference(*(x + t * d for x, d in zip((self.nu, self.k, self.b), self.along))) for t in (h, -h)]
+        return [(after - before) / (2 * h) for after, before in zip(*ends)]
+
+
+@pytest.fixture
+def case(rank_rng):
+    return Burgers(rank_rng)
+
+
+@pytest.mark.parametrize("method", ["gmres", "bicgstab"])
+def test_value_and_gradient(case, method):
+    u, *expected = case.reference(case.nu, case.k, case.b)
+    norms = []
+    np.testing.assert_allclose(case.solved(case.point, method=method, callback=norms.append), case.block(u), **CLOSE)
+    assert norms == sorted(norms, reverse=True)
+    case.check(mpiad.grad(case.loss)(case.point), expected)
+
+
+def test_higher_derivatives(case):
+    of_u, *of_gradient = case.slopes()
+    direction, close = case.local(*case.along), {"rtol": 1e-5, "atol": 1e-6}
+    np.testing.assert_allclose(mpiad.jvp(case.solved, case.point, direction)[1], case.block(of_u), **close)
+    case.check(mpiad.hvp(case.loss)(case.point, direction), of_gradient, close)
+
+    def slope(x):
+        g = mpiad.grad(case.loss)(x)
+        return sum(anp.sum(g[name] * direction[name]) for name in g)
+
+    case.check(mpiad.grad(slope, objective="sum")(case.point), of_gradient, close)
+
+
+def test_taylor_rates(case):
+    check_grads(case.loss, case.point, order=1)
+
+
+def test_last_steps_are_quadratic(case):
+    norms = []
+    case.solved(case.point, callback=norms.append)
+    assert 4 < len(norms) < 14
+    # Near the root the tolerance of the linear systems follows the residual; the last one needn't be so exact.
+    near = [norm for norm in norms if norm < 0.1][:-1]
+    assert len(near) >= 2
+    assert all(after < 3.0 * before**1.7 for before, after in zip(near, near[1:]))
+
+
+def test_preconditioner_sees_the_state(case, rank_rng):
+    u, seen = case.reference(case.nu, case.k, case.b)[0], []
+
+    def jacobi(r, state, x):
+        seen.append(case.domain.norm(state))
+        return r / (4 * x["nu"] + 3 * x["k"] * state**2)
+
+    found = case.solved(case.point, preconditioner=jacobi)
+    np.testing.assert_allclose(found, case.block(u), **CLOSE)
+    assert len(set(seen)) > 3
+    before = case.evaluations
+    case.solved(case.point)
+    assert case.evaluations - before > 20
+
+
+def test_start_at_the_root(case):
+    u = case.solved(case.point)
+    again = newton(case.residual, u, case.point, atol=1e-8)
+    np.testing.assert_array_equal(again, u)
+    # A tolerance below rounding is met as far as that goes.
+    np.testing.assert_allclose(newton(case.residual, u, case.point, rtol=1e-30), u, 1e-9, 1e-11)
+
+
+def test_complex_root(rank_rng):
+    domain, rng = Domain(7), rank_rng(100)
+    b = (rng.standard_normal(7) + 1j * rng.standard_normal(7))[domain.owned]
+
+    def residual(u, b):
+        v = domain.exchange(u)
+        return (3 + 1j) * u - v[:-2] - 0.5j * v[2:] + 0.2 * u**2 - b
+
+    def loss(b):
+        return domain.sum(anp.abs(newton(residual, np.zeros(domain.local_shape, complex), b)) ** 2)
+
+    check_grads(loss, b, order=1)
+
+
+def test_symmetric_jacobian(case):
+    def residual(u, b):
+        v = case.domain.exchange(u)
+        return 4 * u - v[:-2, 1:-1] - v[2:, 1:-1] - v[1:-1, :-2] - v[1:-1, 2:] + u**3 - b
+
+    def loss(b, method):
+        return case.domain.sum(newton(residual, np.zeros(case.domain.local_shape), b, method=method) ** 2)
+
+    gradients = [mpiad.grad(loss)(case.block(case.b), method) for method in ("cg", "gmres")]
+    np.testing.assert_allclose(*gradients, **CLOSE)
+
+
+def test_what_is_refused(case, rank, size):
+    start = np.zeros(case.domain.local_shape)
+    with pytest.raises(TypeError, match="newton: residual must be a function, but got float 0.5"):
+        newton(0.5, start)
+    with pytest.raises(TypeError, match="u0 must be an array .* but got an array of dtype int64"):
+        newton(case.residual, start.astype(int) if rank == size - 1 else start, case.point)
+    with pytest.raises(ValueError, match="newton: maxiter must be .* integer above zero, but got 0"):
+        newton(case.residual, start, case.point, maxiter=0)
+    with pytest.raises(ValueError, match=r"newton: residual must return an array of the shape .* but returned \(3,\)"):
+        newton(lambda u: np.ones(3) if rank == size - 1 else u, start)
+    with pytest.raises(ValueError, match=rf"the residual at u0 is not finite: .* on rank {size - 1} are NaN"):
+        newton(lambda u: u + (np.nan if rank == size - 1 else 1.0), start)
+    with pytest.raises(ConvergenceError, match="within maxiter=2 steps. After 2 iterations the norm") as caught:
+        newton(case.residual, start, case.point, maxiter=2)
+    assert len(caught.value.history) == 3
+    with pytest.raises(ConvergenceError, match="a minimum of its norm that is no root") as caught:
+        newton(lambda u: u**2 + 1.0, start + 0.3)
+    assert caught.value.history
+    with pytest.raises(ConvergenceError, match="in step 1 the linear system wasn't solved: .* it is singular"):
+        newton(lambda u: u - case.domain.mean(u) + 1.0, start)
+    with pytest.raises(ConvergenceError, match=r"in step 3 the linear system wasn't solved \(.* within maxiter=2"):
+        newton(case.residual, start, case.point, linear_maxiter=2)
+    assert mpiad.mpi_allreduce(1) == size
+
+
+def test_jacobian_that_is_not_symmetric(case):
+    def loss(x):
+        return case.domain.sum(newton(residual, np.zeros(case.domain.local_shape), x, method="cg") ** 2)
+
+    def residual(u, x):
+        v = case.domain.exchange(u)
+        return 8 * u - v[:-2, 1:-1] - v[2:, 1:-1] - v[1:-1, :-2] - x * v[1:-1, 2:] - 1.0
+
+    with pytest.raises(ValueError, match="newton: cg needs a symmetric operator, but in the derivative"):
+        mpiad.grad(loss)(1.2)
