@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import scipy
 
 from mpiad._typing import Function
-from mpiad.optimize.history import Record, Row
+from mpiad.optimize.history import Iterate, Record, Row
 from mpiad.optimize.points import Points
 from mpiad.optimize.progress import line_of
 from mpiad.optimize.variables import Packing
 from mpiad.progress_line import ProgressLine
 
-__all__ = ["Iterates"]
+__all__ = ["Iterates", "IteratesOfPoints"]
+
+
+class Placed(Iterate, Protocol):
+    """An iterate that knows where it is."""
+
+    @property
+    def x(self) -> np.ndarray:
+        """Return the variables, shape (n,)."""
+        ...
 
 
 class Iterates:
-    """The callback that SciPy gets.
+    """What becomes of each iterate.
 
     Parameters
     ----------
-    points : Points
     callback : callable or None
         The user's own.
     packing : Packing
@@ -36,8 +44,9 @@ class Iterates:
         Whether the user's callback is running, or has raised.
     """
 
-    def __init__(self, points: Points, callback: Function | None, packing: Packing, progress: ProgressLine | None):
-        self._points, self._callback, self._packing, self._progress = points, callback, packing, progress
+    def __init__(self, callback: Function | None, packing: Packing, progress: ProgressLine | None):
+        self._callback, self._packing, self._progress = callback, packing, progress
+        self._last: np.ndarray | None = None
         self.record, self.told = Record(), False
         self._whole = callback is not None and set(inspect.signature(callback).parameters) == {"intermediate_result"}
 
@@ -45,6 +54,46 @@ class Iterates:
     def count(self) -> int:
         """Return the number of iterations."""
         return max(len(self.record.rows) - 1, 0)
+
+    def note(self, point: Placed, evaluations: int) -> Row:
+        """Add a row to the history, and show it."""
+        step = 0.0 if self._last is None else float(np.linalg.norm(point.x - self._last))
+        self._last = point.x
+        row = self.record.add(point, evaluations, step)
+        if self._progress is not None:
+            self._progress.show(line_of(row))
+        return row
+
+    def tell(self, x: np.ndarray, row: Row) -> Any:
+        """Call the user's callback, whose StopIteration passes through."""
+        if self._callback is None:
+            return None
+        self.told = True
+        nest = self._packing.unpack(np.array(x, dtype=float))
+        if self._whole:
+            answer = self._callback(intermediate_result=scipy.optimize.OptimizeResult(
+                x=nest, fun=row.loss, nit=row.iteration, nfev=row.evaluations, gradient_norm=row.gradient_norm
+            ))
+        else:
+            answer = self._callback(nest)
+        self.told = False
+        return answer
+
+
+class IteratesOfPoints(Iterates):
+    """The callback that SciPy's minimisers get, and the objective, whose first point is the first iterate.
+
+    Parameters
+    ----------
+    points : Points
+    callback : callable or None
+    packing : Packing
+    progress : ProgressLine or None
+    """
+
+    def __init__(self, points: Points, callback: Function | None, packing: Packing, progress: ProgressLine | None):
+        super().__init__(callback, packing, progress)
+        self._points = points
 
     def value(self, x: np.ndarray) -> float:
         """Evaluate the objective; note the starting point."""
@@ -54,29 +103,9 @@ class Iterates:
         return value
 
     def _note(self, x: np.ndarray) -> Row:
-        before, self._points.iterate = self._points.iterate, self._points.at(x)
-        step = 0.0 if before is None else float(np.linalg.norm(self._points.iterate.x - before.x))
-        row = self.record.add(self._points.iterate, self._points.counts.of_objective, step)
-        if self._progress is not None:
-            self._progress.show(line_of(row))
-        return row
+        self._points.iterate = self._points.at(x)
+        return self.note(self._points.iterate, self._points.counts.of_objective)
 
     def __call__(self, x: np.ndarray, *state: Any) -> Any:
-        """Note an iterate and tell the user's callback, whose StopIteration passes through."""
-        row = self._note(x)
-        if self._callback is None:
-            return None
-        self.told = True
-        result = self._tell(self._callback, x, row)
-        self.told = False
-        return result
-
-    def _tell(self, callback: Function, x: np.ndarray, row: Row) -> Any:
-        nest = self._packing.unpack(np.array(x, dtype=float))
-        if not self._whole:
-            return callback(nest)
-        return callback(
-            intermediate_result=scipy.optimize.OptimizeResult(
-                x=nest, fun=row.loss, nit=row.iteration, nfev=row.evaluations, gradient_norm=row.gradient_norm
-            )
-        )
+        """Note an iterate and tell the user's callback."""
+        return self.tell(x, self._note(x))

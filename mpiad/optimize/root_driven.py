@@ -26,14 +26,14 @@ class Leader(NamedTuple):
 
     Attributes
     ----------
-    evaluation : Evaluation
+    evaluation : Evaluation or ResidualEvaluation
     instructions : Instructions
     packing : Packing
     start : nest of arrays
     progress : ProgressLine or None
     """
 
-    evaluation: Evaluation
+    evaluation: Any
     instructions: Instructions
     packing: Packing
     start: Tree
@@ -51,7 +51,7 @@ class RootDriven:
         What to evaluate; checked and agreed on.
     start : nest of arrays
         The starting point, on all ranks.
-    kind : type
+    kind : callable
         What carries out the root's instructions.
     call : str
         Name of the public function.
@@ -63,7 +63,7 @@ class RootDriven:
     """
 
     def __init__(
-        self, used: Channel, program: Program, start: Tree, kind: type[Evaluation] = Evaluation, call: str = "minimize"
+        self, used: Channel, program: Program, start: Tree, kind: Callable[..., Any] = Evaluation, call: str = "minimize"
     ):
         self._start, self._packing, self._call = start, Packing(start), call
         self._used, self._comm = used, used.derive()

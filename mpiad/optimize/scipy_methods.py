@@ -10,7 +10,7 @@ import scipy  # loads its parts at their first use: to load them here would doub
 
 from mpiad._typing import Function
 from mpiad.optimize.conclusion import broken_off, concluded, limited, stopped
-from mpiad.optimize.iterates import Iterates
+from mpiad.optimize.iterates import IteratesOfPoints
 from mpiad.optimize.methods import Method
 from mpiad.optimize.points import LimitReached, Points
 from mpiad.optimize.result import outcome_of
@@ -36,7 +36,7 @@ def drive(method: Method, wishes: Wishes, leader: Leader) -> dict[str, Any]:
     box = box_of(wishes.bounds, start.size)
     points.excess = None if box is None else box.excess
     points.maxfun, options = _limited(method, dict(wishes.options or {}))
-    iterates = Iterates(points, wishes.callback, leader.packing, leader.progress)
+    iterates = IteratesOfPoints(points, wishes.callback, leader.packing, leader.progress)
     try:
         result = scipy.optimize.minimize(
             iterates.value,

@@ -19,7 +19,7 @@ __all__ = ["Packing", "as_variables", "require_equal_start"]
 _NUMBERS = (int, float, np.integer, np.floating)
 
 
-def as_variables(x0: Any) -> Tree:
+def as_variables(x0: Any, call: str = "minimize") -> Tree:
     """Return x0 as the nest that the function will get.
 
     A plain list of numbers becomes an array, and integers become doubles, as in SciPy; other nests stay as they are.
@@ -36,11 +36,11 @@ def as_variables(x0: Any) -> Tree:
     leaves = flatten(x0)[0]
     if any(type(leaf) in Box.types for leaf in leaves):
         raise TypeError(
-            "minimize: x0 belongs to a trace, but no derivative is taken through a solve. Pass mpiad.stop(x0)."
+            f"{call}: x0 belongs to a trace, but no derivative is taken through a solve. Pass mpiad.stop(x0)."
         )
     if not any(is_variable(leaf) for leaf in leaves):
         raise TypeError(
-            f"minimize: x0 must hold real or complex numbers or arrays of them on the root, but got "
+            f"{call}: x0 must hold real or complex numbers or arrays of them on the root, but got "
             f"{type(x0).__name__} {x0!r:.60}."
         )
     return x0

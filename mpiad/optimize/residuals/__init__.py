@@ -1,0 +1,1 @@
+"""Least squares whose residuals stay on their ranks."""
