@@ -46,6 +46,8 @@ def check_demands(demands: Demands) -> Demands:
 
     Raises
     ------
+    NotImplementedError
+        Where `saveat` is traced.
     TypeError, ValueError
         Where one of them can't be used.
     """
@@ -66,13 +68,23 @@ def check_demands(demands: Demands) -> Demands:
         raise ValueError("solve: give either saveat or save_everystep=True, not both.")
     count = _trajectories(demands)
     saveat = demands.saveat
-    if saveat is not None and not isbox(saveat):
+    if saveat is not None:
+        _check_untraced(saveat)
         saveat = np.asarray(saveat)
         if saveat.ndim == 2 and len(saveat) != count:
             raise ValueError(f"solve: saveat has {len(saveat)} rows, but there are {count} trajectories.")
     # SciPy's bound: below it rounding is all that the error estimate sees.
     rtol = max(demands.rtol, _LEAST_RTOL)
     return demands._replace(events=events, trajectories=count, saveat=saveat, rtol=rtol)
+
+
+def _check_untraced(saveat: Any) -> None:
+    parts = saveat if isinstance(saveat, (list, tuple)) else [saveat]
+    if any(map(isbox, parts)):
+        raise NotImplementedError(
+            "solve: saveat is traced, but states have no derivative here by the times at which they are saved. Pass "
+            "mpiad.stop(saveat), or let tspan end at the time that moves: u_end has a derivative by it."
+        )
 
 
 def _check_kinds(demands: Demands) -> None:

@@ -68,6 +68,11 @@ class Derivative:
                     "solve: f makes an array of components of different shapes: a constant among them has no column. "
                     "Return a list of the components, or write the constant as 0 * u[0] + c."
                 ) from error
+            if "broadcast" in str(error):
+                raise ValueError(
+                    f"solve: f can't compute with columns ({str(error).strip()}): u has shape {u.shape} here, one column for each "
+                    f"trajectory. Give constants of f an axis for them: c[:, None] * u instead of c * u, c of shape {self.shape}."
+                ) from error
             if "truth value" in str(error):
                 raise ValueError(
                     f"solve: f decides by an array ({error}). It is called with columns, u of shape {u.shape} here: "

@@ -24,7 +24,7 @@ from mpiad.differentiation.trace import Variables, trace_backwards, trace_forwar
 from mpiad.ensemble.adjoint import pull_run
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.continuous import pull_continuous
-from mpiad.ensemble.directions import FEW, contracted, numbers_of
+from mpiad.ensemble.directions import FEW, contracted, in_common, numbers, numbers_of
 from mpiad.ensemble.replay import replayed
 from mpiad.ensemble.run import NOWHERE, Run
 from mpiad.ensemble.seeds import Seeds
@@ -126,7 +126,10 @@ def _solved_vjp(argnums: tuple[int, ...], ans: Array, args: tuple, kwargs: dict)
         places = [k - _LEAVES for k in argnums if k >= _LEAVES]
         timed = _START in argnums or _END in argnums
         if _by_tangent(results, timed, argnums, places):
-            return _tangent_vjp(results, argnums, args, places, results.seeds(conform(g, *spec_like(ans))))
+            seeds = results.seeds(conform(g, *spec_like(ans)))
+            if timed or results.run.may_end_early:
+                return _replayed_tangent_vjp(results, argnums, args, seeds)
+            return _tangent_vjp(results, argnums, args, places, seeds)
         pull = pull_continuous if results.ways.adjoint == "continuous" else pull_run
         found = pull(results.run, results.seeds(conform(g, *spec_like(ans))), places, timed)
         ends = {_U0: found.u0, _START: found.start, _END: found.end}
@@ -136,11 +139,11 @@ def _solved_vjp(argnums: tuple[int, ...], ans: Array, args: tuple, kwargs: dict)
 
 
 def _by_tangent(results: _Results, timed: bool, argnums: tuple[int, ...], places: Sequence[int]) -> bool:
-    if timed or results.run.terminated.any():
-        return False  # times move along no direction of a trajectory's numbers
     ways = results.ways
     if ways.gradient is not None or ways.adjoint != "discrete":
         return ways.gradient == "tangent"
+    if timed or results.run.may_end_early:
+        return False  # where times move, tangents are those of a replay, one direction after the other
     return numbers_of(results.run, _U0 in argnums, places) <= FEW
 
 
@@ -150,6 +153,30 @@ def _tangent_vjp(
     run = results.run
     u0, leaves = contracted(run, _U0 in argnums, places, seeds, lambda along, saving: push_run(run, along, saving))
     return [conform(u0 if k == _U0 else leaves[k - _LEAVES], *spec_like(args[k])) for k in argnums]
+
+
+def _replayed_tangent_vjp(results: _Results, argnums: tuple[int, ...], args: tuple, seeds: Seeds) -> list[Array]:
+    found, live = [], results.run.live
+    reached = None if seeds.reached is None else np.where(live, seeds.reached, 0)
+    seeds = seeds._replace(end=np.where(live, seeds.end, 0), reached=reached)
+    for k in argnums:
+        varies = k < _LEAVES or results.run.batch.p.varies[k - _LEAVES]
+        total = np.zeros_like(args[k])
+        for index, unit in numbers(args[k], varies):
+            direction = np.zeros_like(args[k])
+            direction[index] = unit
+            saved, end, times = results.parts(_replayed_jvp(results, (k,), args, [direction]))
+            part = in_common(seeds, end.T, saved, times)
+            part = part if unit == 1.0 else -1j * part
+            total[index] += part if varies else part.sum()
+        found.append(conform(total, *spec_like(args[k])))
+    return found
+
+
+def _replayed_jvp(results: _Results, argnums: tuple[int, ...], args: tuple, gs: Sequence[Any]) -> Array:
+    variables = Variables([args[k] for k in argnums], list(range(len(argnums))), list)
+    fun = lambda chosen: results.replayed(_filled(args, argnums, chosen))  # noqa: E731
+    return trace_forwards(fun, variables, [conform(g, *spec_like(args[k])) for k, g in zip(argnums, gs)], "solve")[1]
 
 
 def _replayed_vjp(results: _Results, argnums: tuple[int, ...], args: tuple, g: Array) -> list[Array]:
@@ -164,9 +191,7 @@ def _solved_jvp(argnums: tuple[int, ...], gs: Sequence[Any], ans: Array, args: t
     run = results.run
     timed = _START in argnums or _END in argnums
     if timed or run.terminated.any() or any(map(isbox, (*args, *gs))):
-        variables = Variables([args[k] for k in argnums], list(range(len(argnums))), list)
-        fun = lambda chosen: results.replayed(_filled(args, argnums, chosen))  # noqa: E731
-        return trace_forwards(fun, variables, [conform(g, *spec_like(args[k])) for k, g in zip(argnums, gs)], "solve")[1]
+        return _replayed_jvp(results, argnums, args, gs)
     tangents = dict(zip(argnums, gs))
     leaves = {k - _LEAVES: [conform(g, *spec_like(args[k]))] for k, g in tangents.items() if k >= _LEAVES}
     u0 = conform(tangents[_U0], *spec_like(args[_U0])) if _U0 in tangents else np.zeros_like(args[_U0])

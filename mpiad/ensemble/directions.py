@@ -16,7 +16,7 @@ from mpiad.ensemble.run import Run
 from mpiad.ensemble.seeds import Seeds
 from mpiad.ensemble.tangents import Directions
 
-__all__ = ["FEW", "contracted", "directions_of", "numbers_of"]
+__all__ = ["FEW", "contracted", "directions_of", "in_common", "numbers", "numbers_of"]
 
 # Up to so many directions tangents cost less than the adjoint, or as much. (A choice by the number of trajectories as well
 # would make a trajectory's last bits depend on it.)
@@ -33,12 +33,23 @@ def _parts(run: Run, by_u0: bool, places: Sequence[int]) -> list[tuple[int | Non
     batch = run.batch
     found: list[tuple[int | None, Any, complex]] = []
     if by_u0:
-        found += [(None, (i,), unit) for i in range(len(batch.u0)) for unit in _units(batch.u0)]
+        found += [(None, *number) for number in numbers(batch.u0, True)]
     for place in places:
-        leaf = batch.p.leaves[place]
-        shape = np.shape(leaf)[:-1] if batch.p.varies[place] else np.shape(leaf)
-        found += [(place, index, unit) for index in np.ndindex(*shape) for unit in _units(leaf)]
+        found += [(place, *number) for number in numbers(batch.p.leaves[place], batch.p.varies[place])]
     return found
+
+
+def numbers(x: Array, varies: bool) -> list[tuple[Any, complex]]:
+    """Return the places of one trajectory's numbers in an array, with 1, and again with 1j where they are complex.
+
+    Parameters
+    ----------
+    x : array
+    varies : bool
+        Whether its last axis counts trajectories.
+    """
+    shape = np.shape(x)[:-1] if varies else np.shape(x)
+    return [(index, unit) for index in np.ndindex(*shape) for unit in _units(x)]
 
 
 def _units(x: Array) -> tuple[complex, ...]:
@@ -67,12 +78,9 @@ def contracted(
     end, saved = tangents(directions_of(run, by_u0, places), seeds.saved is not None)
     u0 = np.zeros_like(batch.u0)
     leaves = {place: np.zeros_like(batch.p.leaves[place]) for place in places}
-    live_end = np.where(run.live, seeds.end, 0)
+    seeds = seeds._replace(end=np.where(run.live, seeds.end, 0))
     for j, (place, index, unit) in enumerate(parts):
-        part = _sum_of_rows((live_end * end[j]).real)
-        if saved is not None:
-            count = len(part)
-            part = part + _sum_of_rows((seeds.saved * saved[j]).real.reshape(count, -1).T)
+        part = in_common(seeds, end[j], None if saved is None else saved[j])
         # Of a real function of a + ib the derivative is ∂/∂a - i ∂/∂b: see autograd's convention.
         part = part if unit == 1.0 else -1j * part
         if place is None:
@@ -82,6 +90,21 @@ def contracted(
         else:
             leaves[place][index] += part.sum()
     return u0, leaves
+
+
+def in_common(seeds: Seeds, end: Array, saved: Array | None, times: Array | None = None) -> Array:
+    """Return for each trajectory what the cotangents of its results and their tangents have in common, shape (N,).
+
+    Parameters
+    ----------
+    seeds : Seeds
+    end, saved, times : array, shapes (d, N), (N, n_saved, d), (N,)
+        Tangents; `saved` is needed where there are cotangents of saved states, `times` where there are some of times.
+    """
+    part = _sum_of_rows((seeds.end * end).real)
+    if seeds.saved is not None:
+        part = part + _sum_of_rows((seeds.saved * saved).real.reshape(len(part), -1).T)
+    return part if seeds.reached is None else part + seeds.reached * times
 
 
 def _sum_of_rows(rows: Array) -> Array:

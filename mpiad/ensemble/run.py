@@ -37,6 +37,8 @@ class Run:
         For each share its first trajectory and the steps of those that didn't fail.
     live, terminated : array of bool, shape (N,)
         Which trajectories didn't fail; which of them an event ended.
+    may_end_early : bool
+        Whether an event could have ended some.
     """
 
     def __init__(self, batch: Batch, settings: Settings, outcome: Outcome):
@@ -45,6 +47,8 @@ class Run:
         failing = [code.code for code in ReturnCode if code.failed]
         self.live = ~np.isin(outcome.codes, failing)
         self.terminated = outcome.codes == ReturnCode.Terminated.code
+        # Whatever becomes of these trajectories: no derivative's last bits may depend on the company.
+        self.may_end_early = any(event.terminal for event in settings.events)
         self.counts = np.where(self.live, outcome.naccept, 0)
         self.shares = [(first, self._survivors(first, steps)) for first, steps in outcome.steps]
 

@@ -69,7 +69,7 @@ def solve(
         N; needed where the ensemble has no arrays of initial states or parameters.
     saveat : number, list of numbers, or array of shape (N, n_saved), optional
         When to save states: an interval from the start on (the end is saved too), times for all, or times for each
-        trajectory; by default at the start and the end. In the order of the solve.
+        trajectory; by default at the start and the end. In the order of the solve, and not traced.
     save_everystep : bool
         Save after every accepted step; ``sol.t`` and ``sol.u`` of an ensemble are then filled up with NaN.
     rtol, atol : float
@@ -87,7 +87,9 @@ def solve(
         How many trajectories are set up at once, which bounds memory; all by default.
     gradient : {"tangent", "adjoint"}, optional
         How a gradient is computed in reverse mode: by tangents carried along, or by an adjoint sweep back over the steps.
-        By default by tangents where a trajectory is differentiated by at most two numbers. Both give the same.
+        By default by tangents where a trajectory is differentiated by at most two numbers, and no time moves with them.
+        Both give the same. Through terminal events and by tspan, tangents are those of a replay, one direction after the
+        other.
     adjoint : {"discrete", "continuous"}
         The adjoint of the steps that were taken, exact for what was computed; or that of the differential equation, solved
         backwards beside the interpolated states to the same tolerance.
@@ -105,6 +107,8 @@ def solve(
 
     Raises
     ------
+    NotImplementedError
+        Where `saveat`, or what f itself closes over, is traced.
     TypeError, ValueError
         Where an argument can't be used, or f doesn't return the derivative of columns.
     IntegrationError

@@ -36,7 +36,7 @@ def test_derivative(f, kind, text):
 
 def test_parameters_taken_for_columns_are_found():
     # p has as many entries as a working set of one trajectory has columns.
-    with pytest.raises(ValueError, match="broadcast"):
+    with pytest.raises(ValueError, match=r"can't compute with columns .*broadcast.*shape \(2, "):
         solve(remake(GOOD, f=lambda u, p, t: p * u, p=np.ones(2)))
 
 
@@ -127,6 +127,12 @@ def test_what_f_closes_over_is_refused(gradient, shape):
 
     with pytest.raises(NotImplementedError, match="Pass it as p"):
         gradient(loss)(2.0)
+
+
+def test_a_traced_time_to_save_at_is_refused():
+    for saveat in (lambda x: x, lambda x: [0.1, x], lambda x: anp.array([[0.1, x]])):
+        with pytest.raises(NotImplementedError, match="saveat is traced.*mpiad.stop"):
+            mpiad.grad(lambda x: anp.sum(solve(EnsembleProblem(GOOD), trajectories=1, saveat=saveat(x)).u))(0.5)  # noqa: B023
 
 
 def test_a_derivative_that_cannot_be_traced():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import mpiad
-from mpiad.ensemble import RK4, EnsembleProblem, Event, ODEProblem, solve
+from mpiad.ensemble import RK4, EnsembleProblem, Event, ODEProblem, remake, solve
 
 pytestmark = pytest.mark.serial
 
@@ -59,6 +59,41 @@ def test_forward_mode_and_second_derivatives():
     _, tangent = mpiad.jvp(lambda u0: loss(u0, P), U0, v)
     assert abs(tangent - np.sum(mpiad.grad(loss)(U0, P) * v)) < 1e-10
     np.testing.assert_allclose(mpiad.hvp(loss)(U0, P, v), mpiad.hvp(exact_loss)(U0, P, v), rtol=1e-8)
+
+
+@pytest.mark.parametrize("argnum", [0, 1, 2])
+def test_tangents_where_times_move(argnum, monkeypatch):
+    from mpiad.ensemble import differentiable
+
+    def total(u0, p, ends, way, events):
+        def member(prob, i, repeat):
+            return remake(prob, u0=u0[i - 1], p=p[i - 1], tspan=(ends[0] * i, 2.0 + ends[1]))
+
+        ensemble = EnsembleProblem(ODEProblem(falling, np.ones(2), (0.0, 20.0)), prob_func=member)
+        sol = solve(ensemble, trajectories=3, gradient=way, saveat=[0.9, 1.8], **{**TIGHT, "events": events})
+        saved = anp.where(np.isnan(mpiad.stop(sol.u)), 0.0, sol.u)
+        return anp.sum(W * sol.t_reached**2) + anp.sum(W[:, None] * anp.sin(sol.u_end)) + anp.sum(saved**2)
+
+    args = U0, P, np.array([0.01, 0.03])
+    for events in (GROUND, ()):
+        expected = mpiad.grad(lambda *given: total(*given, "adjoint", events), argnum)(*args)  # noqa: B023
+        with monkeypatch.context() as patched:
+            patched.setattr(differentiable, "pull_run", None)  # no adjoint in secret
+            found = mpiad.grad(lambda *given: total(*given, "tangent", events), argnum)(*args)  # noqa: B023
+        np.testing.assert_allclose(found, expected, rtol=1e-11, atol=1e-12 * np.abs(expected).max())
+
+
+def test_one_that_ends_early_changes_no_digit_of_the_others():
+    high, p = np.array([[50.0, 1.0], [2.0, 1.0]]), np.array([[9.81], [9.81]])  # the first doesn't land in time
+
+    def total(p):
+        n = len(p)
+        ensemble = EnsembleProblem(ODEProblem(falling, high[0], (0.0, 3.0)), u0=high[:n], p=p)
+        sol = solve(ensemble, rtol=1e-6, events=Event(lambda u, p, t: u[0], direction=-1))
+        assert list(sol.retcode) == ["Success", "Terminated"][:n]
+        return anp.sum(anp.sin(sol.u_end))
+
+    assert mpiad.grad(total)(p)[:1].tobytes() == mpiad.grad(total)(p[:1]).tobytes()
 
 
 def test_saved_states_before_the_event_and_trajectories_without_one():
