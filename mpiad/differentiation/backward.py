@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,13 @@ __all__ = ["run_backward"]
 _ndarray = np.ndarray
 
 
-def run_backward(recording: Recording, seeds: Iterable[tuple[int, Any]], variables: int, keep: bool = False) -> list:
+def run_backward(
+    recording: Recording,
+    seeds: Iterable[tuple[int, Any]],
+    variables: int,
+    keep: bool = False,
+    ready: Callable[[int, Any], None] | None = None,
+) -> list:
     """Return the cotangents of the variables, which are the first nodes of the record.
 
     Parameters
@@ -28,6 +34,8 @@ def run_backward(recording: Recording, seeds: Iterable[tuple[int, Any]], variabl
         Number of variables.
     keep : bool
         Whether the record is used again; if not, its memory is returned on the way.
+    ready : callable, optional
+        ``ready(variable, cotangent)`` is called for each variable as soon as nothing more is added to its cotangent.
 
     Returns
     -------
@@ -39,16 +47,40 @@ def run_backward(recording: Recording, seeds: Iterable[tuple[int, Any]], variabl
     for place, g in seeds:
         totals[place] = g if totals[place] is None else totals[place] + g
     try:
-        _sweep(recording.nodes, totals, variables, keep)
+        if ready is None:
+            _sweep(recording.nodes, totals, range(len(totals) - 1, variables - 1, -1), keep, bytearray(len(totals)))
+        else:
+            _sweep_telling(recording.nodes, totals, variables, keep, ready)
     except BaseException as error:
         mark_unfinished(recording.channels, f"{type(error).__name__} left a reverse pass with messages under way.")
         raise
     return totals[:variables]
 
 
-def _sweep(nodes: list[Any], totals: list[Any], variables: int, keep: bool) -> None:
-    owned = bytearray(len(nodes))
+def _sweep_telling(
+    nodes: list[Any], totals: list[Any], variables: int, keep: bool, ready: Callable[[int, Any], None]
+) -> None:
+    """Sweep in pieces, between which the cotangents of some variables are complete."""
+    # The first node that takes a variable is the last that adds to its cotangent.
+    first_uses: dict[int, int] = {}
     for place in range(len(nodes) - 1, variables - 1, -1):
+        for parent in nodes[place].inputs:
+            if parent < variables:
+                first_uses[parent] = place
+    complete: dict[int, list[int]] = {}
+    for variable in range(variables):
+        complete.setdefault(first_uses.get(variable, len(nodes)), []).append(variable)
+    owned, stop = bytearray(len(nodes)), len(nodes)
+    for place in sorted(complete, reverse=True):
+        _sweep(nodes, totals, range(stop - 1, place - 1, -1), keep, owned)
+        for variable in complete[place]:
+            ready(variable, totals[variable])
+        stop = min(place, stop)
+    _sweep(nodes, totals, range(stop - 1, variables - 1, -1), keep, owned)
+
+
+def _sweep(nodes: list[Any], totals: list[Any], places: range, keep: bool, owned: bytearray) -> None:
+    for place in places:
         node, g = nodes[place], totals[place]
         like = node.like
         if like is None:

@@ -1,0 +1,15 @@
+"""Data-parallel training: every rank holds the parameters, and computes with its own samples."""
+
+from mpiad.parallel.adam import Adam, AdamW
+from mpiad.parallel.data import DistributedDataContainer
+from mpiad.parallel.distributed_optimizer import DistributedOptimizer
+from mpiad.parallel.gradient import value_and_grad
+from mpiad.parallel.in_place import allreduce_, bcast_, iallreduce_, reduce_
+from mpiad.parallel.sgd import SGD
+from mpiad.parallel.synchronize import synchronize
+from mpiad.parallel.workers import local_rank, total_workers
+
+__all__ = [
+    "SGD", "Adam", "AdamW", "DistributedDataContainer", "DistributedOptimizer", "allreduce_", "bcast_", "iallreduce_",
+    "local_rank", "reduce_", "synchronize", "total_workers", "value_and_grad",
+]

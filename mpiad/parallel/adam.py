@@ -1,0 +1,114 @@
+"""Adam and AdamW, with explicit state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mpiad._typing import Tree
+from mpiad.parallel.parameters import each, like, matching, zeros_like
+from mpiad.parallel.rate import checked_rate, rate_at
+
+__all__ = ["Adam", "AdamW"]
+
+
+@dataclass(frozen=True)
+class Adam:
+    """Adaptive moment estimation (Kingma and Ba, 2015, Algorithm 1).
+
+    Parameters
+    ----------
+    learning_rate : float or callable
+        A function of the number of updates made before this one, for a schedule.
+    beta1, beta2 : float
+        Decay of the means of gradients and of their squares.
+    epsilon : float
+        Added to the root of the mean square.
+    """
+
+    learning_rate: float | Callable[[int], float] = 1e-3
+    beta1: float = 0.9
+    beta2: float = 0.999
+    epsilon: float = 1e-8
+
+    def __post_init__(self) -> None:
+        checked_rate(self.learning_rate, type(self).__name__)
+        for name, value in (("beta1", self.beta1), ("beta2", self.beta2)):
+            if not 0 <= value < 1:
+                raise ValueError(f"{type(self).__name__}: {name} must lie in [0, 1), but got {value!r}.")
+
+    def setup(self, params: Tree) -> dict[str, Any]:
+        """Return the state before the first update.
+
+        Parameters
+        ----------
+        params : nest of arrays
+
+        Returns
+        -------
+        dict
+            `updates`, their number, and the means `first` and `second` in the form of the parameters.
+        """
+        return {"updates": 0, "first": zeros_like(params), "second": each(_real_zeros, params)}
+
+    def update(self, state: dict[str, Any], params: Tree, gradient: Tree) -> tuple[dict[str, Any], Tree]:
+        """Return the state and the parameters after one update; those given stay as they are.
+
+        Parameters
+        ----------
+        state : dict
+            As `setup` or the last update returned it.
+        params, gradient : nest of arrays
+            Leaves that aren't floats stay as they are.
+
+        Returns
+        -------
+        (dict, nest of arrays)
+
+        Raises
+        ------
+        TypeError, ValueError
+            Where the gradient doesn't have the form of the parameters.
+        """
+        matching(gradient, params, type(self).__name__)
+        number = state["updates"] + 1
+        rate = rate_at(self.learning_rate, number - 1)
+        scale = rate / (1 - self.beta1**number)
+        correction = 1 - self.beta2**number
+        first = each(lambda m, g: self.beta1 * m + (1 - self.beta1) * g, state["first"], gradient)
+        second = each(lambda v, g: self.beta2 * v + (1 - self.beta2) * np.abs(g) ** 2, state["second"], gradient)
+
+        def moved(x: Any, m: Any, v: Any) -> Any:
+            step = scale * m / (np.sqrt(v / correction) + self.epsilon)
+            return like(self._decayed(x, rate) - step, x)
+
+        new = {"updates": number, "first": each(like, first, params), "second": second}
+        return new, each(moved, params, first, second)
+
+    def _decayed(self, x: Any, rate: float) -> Any:
+        return x
+
+
+@dataclass(frozen=True)
+class AdamW(Adam):
+    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019, Algorithm 2).
+
+    Parameters
+    ----------
+    learning_rate, beta1, beta2, epsilon
+        As for `Adam`.
+    weight_decay : float
+        Each update first shrinks the parameters by this times the learning rate.
+    """
+
+    weight_decay: float = 1e-2
+
+    def _decayed(self, x: Any, rate: float) -> Any:
+        return x * (1 - rate * self.weight_decay)
+
+
+def _real_zeros(x: Any) -> Any:
+    return np.zeros_like(np.real(x))

@@ -1,0 +1,133 @@
+"""`DistributedDataContainer`: samples divided among the ranks, each seen once per epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpiad._typing import Comm
+from mpiad.differentiation.trees import flatten
+from mpiad.primitives import mpi_rank, mpi_size
+
+__all__ = ["DistributedDataContainer"]
+
+
+class DistributedDataContainer:
+    """Give this rank its part of a data set that all ranks hold, or can read.
+
+    Without `batch_size` an item is one sample, and the container holds this rank's even share. With it an item is this
+    rank's part of one batch of all ranks: batches hold the same samples on any number of ranks.
+
+    Parameters
+    ----------
+    data : array, nest of arrays, or a sequence
+        Arrays are indexed along their first axes, which are equally long. Anything else with `len` and indexing gives
+        lists of its items.
+    batch_size : int, optional
+        Of all ranks together; the last batch of an epoch may be smaller, and this rank's part of it empty.
+    shuffle : bool
+        Whether each epoch has an order of its own, the same on all ranks.
+    seed : int
+        Of the orders.
+    comm : mpi4py intracommunicator, optional
+
+    Attributes
+    ----------
+    epoch : int
+        What `set_epoch` was last given, 0 at first.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Where the arrays aren't equally long, or `batch_size` isn't a positive integer.
+
+    Ranks
+    -----
+    Each rank makes its own, with the same data, `batch_size`, `shuffle` and `seed`; nothing is communicated. All see
+    every sample once per epoch, whatever their number and that of the samples.
+    """
+
+    def __init__(
+        self, data: Any, batch_size: int | None = None, shuffle: bool = False, seed: int = 0, comm: Comm = None
+    ):
+        if batch_size is not None and (not isinstance(batch_size, (int, np.integer)) or batch_size < 1):
+            raise ValueError(f"DistributedDataContainer: batch_size must be an integer above zero, but got {batch_size!r}.")
+        self.data, self.batch_size, self.shuffle, self.seed = data, batch_size, bool(shuffle), seed
+        self._arrays = _arrays(data)
+        self._count = _length(data, self._arrays)
+        self._rank, self._size = mpi_rank(comm), mpi_size(comm)
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Take the order of another epoch; all ranks call it with the same one."""
+        self.epoch = epoch
+        self._order = np.arange(self._count)
+        if self.shuffle:
+            self._order = np.random.default_rng([self.seed, epoch]).permutation(self._count)
+
+    def __len__(self) -> int:
+        """Return the number of items: this rank's samples, or the batches, as many on all ranks."""
+        if self.batch_size is None:
+            return len(self._mine(0, self._count))
+        return -(-self._count // self.batch_size)
+
+    def __getitem__(self, k: int) -> Any:
+        """Return this rank's sample k, or its part of batch k."""
+        count = len(self)
+        if not -count <= k < count:
+            raise IndexError(f"DistributedDataContainer: there is no item {k} of {count} on rank {self._rank}.")
+        k %= count
+        if self.batch_size is None:
+            return self._sample(self._mine(0, self._count)[k])
+        return self._samples(self._mine(k * self.batch_size, min((k + 1) * self.batch_size, self._count)))
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[k] for k in range(len(self)))
+
+    def __repr__(self) -> str:
+        return (
+            f"DistributedDataContainer({self._count} samples, batch_size={self.batch_size}, shuffle={self.shuffle}, "
+            f"seed={self.seed}, epoch={self.epoch}, rank {self._rank} of {self._size})"
+        )
+
+    def _mine(self, start: int, stop: int) -> np.ndarray:
+        """Return the numbers of this rank's samples among those from start to stop: the first ranks have one more."""
+        count = stop - start
+        first = self._rank * (count // self._size) + min(self._rank, count % self._size)
+        length = count // self._size + (self._rank < count % self._size)
+        return self._order[start + first : start + first + length]
+
+    def _sample(self, number: int) -> Any:
+        if self._arrays is None:
+            return self.data[int(number)]
+        leaves, build = self._arrays
+        return build([leaf[number] for leaf in leaves])
+
+    def _samples(self, numbers: np.ndarray) -> Any:
+        if self._arrays is None:
+            return [self.data[int(number)] for number in numbers]
+        leaves, build = self._arrays
+        return build([leaf[numbers] for leaf in leaves])
+
+
+def _arrays(data: Any) -> tuple[Sequence[Any], Any] | None:
+    """Return the arrays of a nest and the way back, None where the data are something else."""
+    leaves, build = flatten(data)
+    return (leaves, build) if leaves and all(isinstance(leaf, np.ndarray) and leaf.ndim for leaf in leaves) else None
+
+
+def _length(data: Any, arrays: tuple[Sequence[Any], Any] | None) -> int:
+    if arrays is None:
+        try:
+            return len(data)
+        except TypeError:
+            raise TypeError(
+                "DistributedDataContainer: the data must be arrays, a nest of arrays, or have len and indexing, but got "
+                f"{type(data).__name__} {data!r:.60}."
+            ) from None
+    lengths = [len(leaf) for leaf in arrays[0]]
+    if len(set(lengths)) > 1:
+        raise ValueError(f"DistributedDataContainer: the arrays must be equally long, but have {lengths} entries.")
+    return lengths[0]

@@ -1,0 +1,225 @@
+"""`DistributedOptimizer`: an optimizer that is given every rank's own gradient, and updates all ranks alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from mpiad._typing import Comm, Function, Tree
+from mpiad.differentiation.trees import flatten
+from mpiad.parallel.buckets import BUCKET_BYTES, Sums
+from mpiad.parallel.clipping import clipped
+from mpiad.parallel.gradient import counted, gradient_of_sum
+from mpiad.parallel.parameters import arrays_of, matching
+from mpiad.primitives import mpi_allreduce
+from mpiad.primitives.cotangents import spec_like
+from mpiad.primitives.operation import suspended
+from mpiad.transport import channel
+from mpiad.transport.recovery import recoverable
+
+__all__ = ["DistributedOptimizer"]
+
+
+class DistributedOptimizer:
+    """Add up the gradients of all ranks before each update of an optimizer.
+
+    Parameters
+    ----------
+    optimizer : object
+        `Adam`, `AdamW`, `SGD`, or anything with ``setup(params) -> state`` and ``update(state, params, gradient) ->
+        (state, params)``.
+    reduction : {"mean", "sum"}
+        "mean": by the number of samples where it is given, else by the number of ranks.
+    accumulate : int
+        How many gradients are added up on each rank before one update is made of them all.
+    clip_norm : float, optional
+        The longest that the reduced gradient may be, in the 2-norm over all parameters; longer ones are shortened.
+    bucket_bytes : int
+        How much is added up in one message, for each dtype.
+    comm : mpi4py intracommunicator, optional
+
+    Raises
+    ------
+    TypeError, ValueError
+        Where an argument can't be used.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        *,
+        reduction: str = "mean",
+        accumulate: int = 1,
+        clip_norm: float | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+        comm: Comm = None,
+    ):
+        if not callable(getattr(optimizer, "setup", None)) or not callable(getattr(optimizer, "update", None)):
+            raise TypeError(
+                "DistributedOptimizer: the optimizer must have setup(params) and update(state, params, gradient), but got "
+                f"{type(optimizer).__name__} {optimizer!r:.60}."
+            )
+        if reduction not in ("mean", "sum"):
+            raise ValueError(f"DistributedOptimizer: reduction must be 'mean' or 'sum', but got {reduction!r}.")
+        if not isinstance(accumulate, int) or accumulate < 1:
+            raise ValueError(f"DistributedOptimizer: accumulate must be an integer above zero, but got {accumulate!r}.")
+        if clip_norm is not None and not clip_norm > 0:
+            raise ValueError(f"DistributedOptimizer: clip_norm must be above zero, but got {clip_norm!r}.")
+        self.optimizer, self.reduction, self.accumulate = optimizer, reduction, accumulate
+        self.clip_norm, self.bucket_bytes, self.comm = clip_norm, bucket_bytes, comm
+
+    def setup(self, params: Tree) -> dict[str, Any]:
+        """Return the state before the first update.
+
+        Parameters
+        ----------
+        params : nest of arrays
+
+        Returns
+        -------
+        dict
+            `optimizer`, the inner optimizer's state; with `accumulate` also what is added up so far on this rank
+            (`gradient`), of how many steps (`steps`) and samples (`samples`).
+        """
+        state = {"optimizer": self.optimizer.setup(params)}
+        return state if self.accumulate == 1 else {**state, "gradient": None, "steps": 0, "samples": 0}
+
+    def update(
+        self, state: dict[str, Any], params: Tree, gradient: Tree, samples: int | None = None
+    ) -> tuple[dict[str, Any], Tree]:
+        """Reduce this rank's gradient with the others', and make one update of it, the same on all ranks.
+
+        Parameters
+        ----------
+        state : dict
+        params : nest of arrays
+            The same on all ranks.
+        gradient : nest of arrays
+            This rank's own, in the form of the parameters: that of its mean loss where `samples` is given.
+        samples : int, optional
+            How many samples the gradient is the mean of, by which it counts; 0 where this rank had none, whose gradient
+            is then not looked at. Given on all ranks or on none.
+
+        Returns
+        -------
+        (dict, nest of arrays)
+            The parameters are those given where more gradients are to be accumulated.
+
+        Raises
+        ------
+        TypeError, ValueError
+            Where the gradient doesn't have the form of the parameters; where no rank has a sample.
+
+        Ranks
+        -----
+        All ranks of `comm` call it.
+        """
+        found, places = arrays_of(params, "DistributedOptimizer.update")
+        specs = [spec_like(found[k]) for k in places]
+        if samples == 0:
+            parts = [spec.zeros() for spec in specs]
+        else:
+            leaves = matching(gradient, params, "DistributedOptimizer.update")
+            factor = 1 if samples is None else samples
+            parts = [leaves[k] if factor == 1 else leaves[k] * specs[i].dtype.type(factor) for i, k in enumerate(places)]
+        count = 1 if samples is None else samples
+        if self.accumulate > 1:
+            held = state["gradient"]
+            parts = parts if held is None else [before + part for before, part in zip(held, parts)]
+            if state["steps"] + 1 < self.accumulate:
+                return self._kept(state, parts, count), params
+            count += state["samples"]
+        with suspended():
+            sums = Sums(channel(self.comm, "DistributedOptimizer.update"), specs, self.bucket_bytes)
+            for k in reversed(range(len(parts))):
+                sums.add(k, parts[k])
+            total = self._total(count)
+            return self._updated(state, params, places, sums.wait(), total)
+
+    def step(
+        self,
+        state: dict[str, Any],
+        params: Tree,
+        loss: Function,
+        *batch: Any,
+        samples: Callable[..., int] | None = None,
+    ) -> tuple[dict[str, Any], Tree, float]:
+        """Evaluate the mean loss and its gradient, and make one update; sums travel while the reverse pass runs.
+
+        Parameters
+        ----------
+        state : dict
+        params : nest of arrays
+        loss : callable
+            ``loss(params, *batch)``: the mean over this rank's samples.
+        *batch : object
+        samples : callable, optional
+            All as in `value_and_grad`.
+
+        Returns
+        -------
+        (dict, nest of arrays, float)
+            State and parameters as from `update`, and the mean loss of all ranks' samples before it.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As `value_and_grad` and `update`.
+
+        Ranks
+        -----
+        All ranks of `comm` call it.
+        """
+        return recoverable("DistributedOptimizer.step", self.comm)(self._step)(state, params, loss, batch, samples)
+
+    def _step(
+        self, state: dict[str, Any], params: Tree, loss: Function, batch: tuple, samples: Callable[..., int] | None
+    ) -> tuple[dict[str, Any], Tree, float]:
+        used = channel(self.comm, "DistributedOptimizer.step")
+        found, places = arrays_of(params, "DistributedOptimizer.step")
+        specs, count = [spec_like(found[k]) for k in places], counted(samples, params, batch)
+        last = self.accumulate == 1 or state["steps"] + 1 == self.accumulate
+        held = state.get("gradient") or [None] * len(places)
+        parts: list[Any] = [None] * len(places)
+        sums = Sums(used, specs, self.bucket_bytes) if last else None
+
+        def ready(k: int, g: Any) -> None:
+            parts[k] = g if held[k] is None else held[k] + g
+            if sums is not None:
+                sums.add(k, parts[k])
+
+        with suspended():
+            mean, total = gradient_of_sum(loss, params, batch, count, used, ready)
+            if sums is None:
+                return self._kept(state, parts, count), params, mean
+            if self.accumulate > 1:
+                total = self._total(state["samples"] + count)
+            state, params = self._updated(state, params, places, sums.wait(), total)
+        return state, params, mean
+
+    def _kept(self, state: dict[str, Any], parts: list[Any], count: int) -> dict[str, Any]:
+        """Return the state that holds gradients for a later update."""
+        return {**state, "gradient": parts, "steps": state["steps"] + 1, "samples": state["samples"] + count}
+
+    def _total(self, count: int) -> int:
+        """Return the number of all ranks' samples."""
+        total = int(mpi_allreduce(np.array(count), comm=self.comm))
+        if total < 1:
+            raise ValueError("DistributedOptimizer: none of the ranks has a sample to learn from.")
+        return total
+
+    def _updated(
+        self, state: dict[str, Any], params: Tree, places: list[int], sums: list[Any], total: int
+    ) -> tuple[dict[str, Any], Tree]:
+        """Make an update of the sums over all ranks."""
+        if self.reduction == "mean":
+            for array in sums:
+                array /= total
+        leaves: list[Any] = [None] * len(flatten(params)[0])
+        for k, array in zip(places, clipped(sums, self.clip_norm)):
+            leaves[k] = array[()]
+        inner, params = self.optimizer.update(state["optimizer"], params, flatten(params)[1](leaves))
+        emptied = {} if self.accumulate == 1 else {"gradient": None, "steps": 0, "samples": 0}
+        return {**state, **emptied, "optimizer": inner}, params

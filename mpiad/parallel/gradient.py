@@ -1,0 +1,148 @@
+"""`value_and_grad` of a training: the mean over all ranks' samples, whose gradient travels while it is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpiad._typing import Comm, Function, Tree
+from mpiad.differentiation.backward import run_backward
+from mpiad.differentiation.objective import problem_with, share
+from mpiad.differentiation.trace import Variables, trace_backwards
+from mpiad.differentiation.trees import flatten, is_variable
+from mpiad.parallel.buckets import BUCKET_BYTES, Sums
+from mpiad.parallel.parameters import arrays_of
+from mpiad.primitives import mpi_allreduce
+from mpiad.primitives.cotangents import conform, spec_like
+from mpiad.primitives.operation import suspended
+from mpiad.transport import Channel, channel
+from mpiad.transport.recovery import recoverable
+
+__all__ = ["counted", "gradient_of_sum", "value_and_grad"]
+
+
+def value_and_grad(
+    loss: Function,
+    *,
+    samples: Callable[..., int] | None = None,
+    comm: Comm = None,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> Callable[..., tuple[float, Tree]]:
+    """Make the function that evaluates the mean loss of all ranks' samples, and its gradient by the parameters.
+
+    The gradients of all ranks are added up in few messages, which start while the reverse pass is still running. A rank
+    without samples takes part with zeros.
+
+    Parameters
+    ----------
+    loss : callable
+        ``loss(params, *batch)`` returns the mean over this rank's samples, one real number. It isn't called on a rank
+        without samples; so where it communicates, every rank needs some.
+    samples : callable, optional
+        ``samples(params, *batch)`` returns the number of this rank's samples. By default it is the length of the first
+        array of the batch, and 1 where there is no batch.
+    comm : mpi4py intracommunicator, optional
+    bucket_bytes : int
+        How much is added up in one message, for each dtype.
+
+    Returns
+    -------
+    callable
+        ``(params, *batch) -> (mean, gradient)``, the same on all ranks, in the form of the parameters; None for leaves that
+        aren't floats.
+
+    Raises
+    ------
+    TypeError
+        On all ranks, where `loss` returns anything but a real number; where there is nothing to differentiate by.
+    ValueError
+        On all ranks, where none of them has a sample.
+
+    Ranks
+    -----
+    All ranks of `comm` call the result, with parameters of the same form.
+
+    Adjoint
+    -------
+    None: where derivatives of the gradient are needed, use `mpiad.value_and_grad` with ``shared=True``.
+
+    Notes
+    -----
+    The mean is over samples, not over ranks: each rank's number and gradient count as many times as it has samples, and
+    are divided by the number of all at the end. So gradients that are whole numbers of samples' contributions (integer
+    data) are the same bits on any number of ranks and for any division of the samples.
+    """
+
+    @recoverable("parallel.value_and_grad", comm)
+    def evaluate(params: Tree, *batch: Any) -> tuple[float, Tree]:
+        used = channel(comm, "parallel.value_and_grad")
+        leaves, places = arrays_of(params, "parallel.value_and_grad")
+        count = counted(samples, params, batch)
+        sums = Sums(used, [spec_like(leaves[k]) for k in places], bucket_bytes)
+        with suspended():
+            mean, total = gradient_of_sum(loss, params, batch, count, used, sums.add)
+            found = dict(zip(places, sums.wait()))
+        return mean, flatten(params)[1](
+            [_divided(found[k], total) if k in found else None for k in range(len(leaves))]
+        )
+
+    return evaluate
+
+
+def counted(samples: Callable[..., int] | None, params: Tree, batch: Sequence[Any]) -> int:
+    """Return the number of this rank's samples."""
+    if samples is not None:
+        return int(samples(params, *batch))
+    for leaf in flatten(list(batch))[0]:
+        if np.ndim(leaf):
+            return len(leaf)
+    return 1
+
+
+def gradient_of_sum(
+    loss: Function, params: Tree, batch: Sequence[Any], count: int, used: Channel, ready: Callable[[int, Any], None]
+) -> tuple[float, int]:
+    """Return the mean loss of all ranks and the number of their samples; hand on this rank's gradient as it is found.
+
+    Parameters
+    ----------
+    loss, params, batch
+    count : int
+        This rank's samples.
+    used : Channel
+    ready : callable
+        ``ready(k, gradient)`` is called once for each trained leaf, with the gradient of the sum of this rank's samples'
+        losses.
+    """
+    leaves, build = flatten(params)
+    places = [k for k, leaf in enumerate(leaves) if is_variable(leaf)]
+    leaves = [np.float64(leaf) if type(leaf) is float else leaf for leaf in leaves]
+    total = int(mpi_allreduce(np.array(count), comm=used.user))
+    if total < 1:
+        raise ValueError(f"parallel.value_and_grad: none of the {used.size} rank(s) has a sample to learn from.")
+
+    def handed(variable: int, g: Any) -> None:
+        spec = spec_like(leaves[places[variable]])
+        ready(variable, spec.zeros() if g is None else conform(g, *spec))
+
+    if not count:
+        mean = share(None, 0.0, None, used) / total
+        for variable in range(len(places)):
+            handed(variable, None)
+        return float(mean), total
+    traced = trace_backwards(lambda x: loss(x, *batch), Variables(leaves, places, build))
+    value = traced.build(traced.values)
+    problem = traced.problem or problem_with(value, 1.0, "parallel.value_and_grad")
+    mean = share(value, float(count), problem, used) / total
+    # By the number of samples: what a mean divides by it is whole again.
+    spec = spec_like(value)
+    seeds = [(traced.places[0], np.full(spec.shape, count, spec.dtype)[()])] if traced.places[0] >= 0 else []
+    run_backward(traced.recording, seeds, len(places), ready=handed)
+    return float(mean), total
+
+
+def _divided(total: Any, count: int) -> Any:
+    total /= count
+    return total[()]

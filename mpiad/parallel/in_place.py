@@ -1,0 +1,114 @@
+"""Collectives that write into the arrays they get: for state that isn't differentiated, as running means."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mpiad._typing import Comm, Op, Rank, Tree
+from mpiad.differentiation.trees import named_leaves
+from mpiad.primitives import mpi_allreduce, mpi_bcast, mpi_iallreduce, mpi_reduce, mpi_wait
+from mpiad.transport import SUM, channel
+from mpiad.transport.agreement import raise_together
+
+__all__ = ["Pending", "allreduce_", "bcast_", "iallreduce_", "reduce_"]
+
+
+def allreduce_(x: Tree, op: Op = SUM, comm: Comm = None) -> Tree:
+    """Combine every rank's arrays, and write the result into each of them.
+
+    Parameters
+    ----------
+    x : array, or nest of arrays
+        Untraced, of the same shapes and dtypes on all ranks.
+    op : mpi4py operation
+    comm : mpi4py intracommunicator, optional
+
+    Returns
+    -------
+    `x` itself
+
+    Raises
+    ------
+    TypeError
+        On all ranks, where a leaf isn't an array that can be written to; where it has no such operation.
+
+    Ranks
+    -----
+    All ranks of `comm` call it.
+    """
+    for array in _writable(x, "parallel.allreduce_", comm):
+        array[...] = mpi_allreduce(array, op, comm=comm)
+    return x
+
+
+def reduce_(x: Tree, op: Op = SUM, root: Rank = 0, comm: Comm = None) -> Tree:
+    """Combine every rank's arrays, and write the result into the root's; the others keep theirs.
+
+    Otherwise as `allreduce_`.
+    """
+    for array in _writable(x, "parallel.reduce_", comm):
+        total = mpi_reduce(array, op, root, comm=comm)
+        if channel(comm, "parallel.reduce_").rank == root:
+            array[...] = total
+    return x
+
+
+def bcast_(x: Tree, root: Rank = 0, comm: Comm = None) -> Tree:
+    """Write the root's arrays into every rank's; otherwise as `allreduce_`."""
+    for array in _writable(x, "parallel.bcast_", comm):
+        array[...] = mpi_bcast(array, root, comm=comm)
+    return x
+
+
+class Pending:
+    """Sums under way; made by `iallreduce_`."""
+
+    def __init__(self, x: Tree, arrays: list[np.ndarray], requests: list[Any]):
+        self._x, self._arrays, self._requests = x, arrays, requests
+
+    def wait(self) -> Tree:
+        """Wait until the sums are there, and return the nest that they were written into; a second time at once."""
+        for array, request in zip(self._arrays, self._requests):
+            array[...] = mpi_wait(request)
+        self._arrays, self._requests = [], []
+        return self._x
+
+
+def iallreduce_(x: Tree, comm: Comm = None) -> Pending:
+    """Start to add up every rank's arrays; `wait` of the result writes the sums into them.
+
+    Parameters
+    ----------
+    x : array, or nest of arrays
+        As for `allreduce_`. What is added up is what they hold now; nothing is written into them before `wait`.
+    comm : mpi4py intracommunicator, optional
+
+    Returns
+    -------
+    Pending
+
+    Raises
+    ------
+    TypeError
+        As `allreduce_`.
+
+    Ranks
+    -----
+    All ranks of `comm` call it, and each waits when it likes; other communication may come between.
+    """
+    arrays = _writable(x, "parallel.iallreduce_", comm)
+    return Pending(x, arrays, [mpi_iallreduce(array, comm=comm) for array in arrays])
+
+
+def _writable(x: Tree, call: str, comm: Comm) -> list[np.ndarray]:
+    error = None
+    leaves = named_leaves(x, "x")
+    for name, leaf in leaves:
+        if not isinstance(leaf, np.ndarray) or not leaf.flags.writeable:
+            kind = "a read-only array" if isinstance(leaf, np.ndarray) else f"{type(leaf).__name__} {leaf!r:.40}"
+            error = TypeError(f"{call}: {name} must be an array that can be written to, but got {kind}.")
+            break
+    raise_together(channel(comm, call), error)
+    return [leaf for _, leaf in leaves]

@@ -1,0 +1,73 @@
+"""Nests of parameters: their leaves, and functions of several nests leaf by leaf."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from autograd.tracer import isbox
+
+from mpiad._typing import Tree
+from mpiad.differentiation.trees import flatten, is_variable, named_leaves
+from mpiad.primitives.cotangents import spec_like
+
+__all__ = ["arrays_of", "each", "like", "matching", "zeros_like"]
+
+
+def arrays_of(tree: Tree, call: str) -> tuple[list[Any], list[int]]:
+    """Return the leaves of a nest, and the places of those that are trained: real or complex floats and arrays of them.
+
+    Raises
+    ------
+    TypeError
+        Where one of them is traced.
+    """
+    leaves = flatten(tree)[0]
+    if any(map(isbox, leaves)):
+        raise TypeError(
+            f"{call}: got traced values, but a step of a training carries no derivative. Call it outside of the function "
+            "that is differentiated, or give it mpiad.stop(x)."
+        )
+    return leaves, [k for k, leaf in enumerate(leaves) if is_variable(leaf)]
+
+
+def each(fun: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
+    """Return the nest with the trained leaves replaced by a function of them and of the same leaves of other nests."""
+    leaves, build = flatten(tree)
+    columns = [flatten(other)[0] for other in others]
+    return build([fun(leaf, *[c[k] for c in columns]) if is_variable(leaf) else leaf for k, leaf in enumerate(leaves)])
+
+
+def like(x: Any, other: Any) -> Any:
+    """Return a number or array in the dtype of another: numbers of NumPy's mustn't widen what is trained."""
+    dtype = np.result_type(other)
+    return x if x.dtype == dtype else x.astype(dtype)
+
+
+def zeros_like(tree: Tree) -> Tree:
+    """Return the nest with zeros in the place of the trained leaves."""
+    return each(np.zeros_like, tree)
+
+
+def matching(gradient: Tree, params: Tree, call: str) -> list[Any]:
+    """Return the leaves of a gradient.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Where they don't have the form, the shapes and the dtypes of the parameters.
+    """
+    found, wanted = named_leaves(gradient, "gradient"), named_leaves(params, "params")
+    if len(found) != len(wanted):
+        raise TypeError(
+            f"{call}: the gradient must have the form of the parameters, which have {len(wanted)} leaves, but has "
+            f"{len(found)}."
+        )
+    for (name, g), (path, leaf) in zip(found, wanted):
+        if is_variable(leaf) and spec_like(g) != spec_like(leaf):
+            raise ValueError(
+                f"{call}: {name} must have the shape {np.shape(leaf)} and dtype {spec_like(leaf).dtype} of {path}, but has "
+                f"shape {np.shape(g)} and dtype {spec_like(g).dtype}."
+            )
+    return [g for _, g in found]

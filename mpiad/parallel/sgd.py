@@ -1,0 +1,57 @@
+"""Stochastic gradient descent, with explicit state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from mpiad._typing import Tree
+from mpiad.parallel.parameters import each, like, matching, zeros_like
+from mpiad.parallel.rate import checked_rate, rate_at
+
+__all__ = ["SGD"]
+
+
+@dataclass(frozen=True)
+class SGD:
+    """Gradient descent with momentum: v ← μ v + g, x ← x - η v.
+
+    Parameters
+    ----------
+    learning_rate : float or callable
+        η; a function of the number of updates made before this one, for a schedule.
+    momentum : float
+        μ, from 0 to below 1.
+    nesterov : bool
+        x ← x - η (g + μ v) instead (Sutskever et al., 2013, in the form of the velocity before the rate).
+    """
+
+    learning_rate: float | Callable[[int], float] = 1e-2
+    momentum: float = 0.0
+    nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        checked_rate(self.learning_rate, "SGD")
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"SGD: momentum must lie in [0, 1), but got {self.momentum!r}.")
+        if self.nesterov and self.momentum == 0:
+            raise ValueError("SGD: nesterov=True needs a momentum above zero.")
+
+    def setup(self, params: Tree) -> dict[str, Any]:
+        """Return the state before the first update: `updates`, their number, and with momentum the `velocity`."""
+        return {"updates": 0, **({"velocity": zeros_like(params)} if self.momentum else {})}
+
+    def update(self, state: dict[str, Any], params: Tree, gradient: Tree) -> tuple[dict[str, Any], Tree]:
+        """Return the state and the parameters after one update; those given stay as they are.
+
+        Parameters and errors are those of `Adam.update`.
+        """
+        matching(gradient, params, "SGD")
+        rate = rate_at(self.learning_rate, state["updates"])
+        new: dict[str, Any] = {"updates": state["updates"] + 1}
+        if not self.momentum:
+            return new, each(lambda x, g: like(x - rate * g, x), params, gradient)
+        velocity = each(lambda v, g: like(self.momentum * v + g, v), state["velocity"], gradient)
+        step = each(lambda v, g: g + self.momentum * v, velocity, gradient) if self.nesterov else velocity
+        return {**new, "velocity": velocity}, each(lambda x, s: like(x - rate * s, x), params, step)

@@ -1,0 +1,97 @@
+"""`synchronize`: every rank gets the root's parameters."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mpiad._typing import Comm, Rank, Tree
+from mpiad.differentiation.trees import flatten, named_leaves
+from mpiad.parallel.parameters import arrays_of
+from mpiad.primitives import mpi_bcast
+from mpiad.primitives.checks import root_of
+from mpiad.primitives.cotangents import spec_like
+from mpiad.transport import Channel, channel
+from mpiad.transport.agreement import raise_together
+
+__all__ = ["synchronize"]
+
+
+def synchronize(tree: Tree, root: Rank = 0, comm: Comm = None) -> Tree:
+    """Give every rank the root's parameters, or the root's state of an optimizer.
+
+    Parameters
+    ----------
+    tree : nest of arrays
+        Floats travel, in one message for each dtype. Anything else (integers, strings, None) stays this rank's own.
+    root : int
+    comm : mpi4py intracommunicator, optional
+
+    Returns
+    -------
+    nest of arrays
+        A new one; on the root the given arrays themselves.
+
+    Raises
+    ------
+    TypeError, ValueError
+        On all ranks, where a rank's nest has another form than the root's, or a leaf another shape or dtype: says which.
+
+    Ranks
+    -----
+    All ranks of `comm` call it.
+
+    Adjoint
+    -------
+    None: traced values are refused.
+    """
+    used = channel(comm, "parallel.synchronize")
+    root = root_of(root, used, "parallel.synchronize")
+    leaves, trained = _agreed_leaves(used, tree, root)
+    for dtype in dict.fromkeys(spec_like(leaves[k]).dtype for k in trained):
+        places = [k for k in trained if spec_like(leaves[k]).dtype == dtype]
+        whole = mpi_bcast(np.concatenate([np.ravel(leaves[k]) for k in places]), root, comm=comm)
+        if used.rank == root:
+            continue
+        start = 0
+        for k in places:
+            stop = start + np.size(leaves[k])
+            leaves[k] = whole[start:stop].reshape(np.shape(leaves[k])).copy()[()]
+            start = stop
+    return flatten(tree)[1](leaves)
+
+
+def _agreed_leaves(used: Channel, tree: Tree, root: Rank) -> tuple[list, list[int]]:
+    """Return the leaves and the places of those that travel, after all ranks have compared theirs with the root's."""
+    error, leaves, trained, held = None, [], [], []
+    try:
+        leaves, trained = arrays_of(tree, "parallel.synchronize")
+        held = [(name, _described(leaf)) for name, leaf in named_leaves(tree, "tree")]
+    except TypeError as found:
+        error = found
+    theirs = used.data.bcast(held, root)
+    if error is None:
+        error = _difference(held, theirs, used.rank, root)
+    raise_together(used, error)
+    return leaves, trained
+
+
+def _described(leaf: object) -> str:
+    spec = spec_like(leaf) if isinstance(leaf, (float, complex, np.inexact, np.ndarray)) else None
+    return type(leaf).__name__ if spec is None else f"shape {spec.shape} and dtype {spec.dtype}"
+
+
+def _difference(held: list[tuple[str, str]], theirs: list[tuple[str, str]], rank: Rank, root: Rank) -> Exception | None:
+    for (name, mine), (path, other) in zip(held, theirs):
+        if name != path:
+            return ValueError(f"parallel.synchronize: rank {rank} has {name} where the root, rank {root}, has {path}.")
+        if mine != other:
+            return ValueError(
+                f"parallel.synchronize: {name} has {mine} on rank {rank}, but {other} on the root, rank {root}. Make it "
+                "alike on all ranks first."
+            )
+    if len(held) != len(theirs):
+        return ValueError(
+            f"parallel.synchronize: the nest has {len(held)} leaves on rank {rank}, but {len(theirs)} on the root, "
+            f"rank {root}."
+        )
+    return None

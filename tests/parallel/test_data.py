@@ -1,0 +1,68 @@
+"""Samples divided among ranks: each seen once, whatever the numbers."""
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from mpiad.parallel import DistributedDataContainer
+
+COMM = MPI.COMM_WORLD
+
+
+def seen(items):
+    return [sample for part in COMM.allgather(items) for sample in part]
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 5, 16, 33])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_every_sample_is_seen_once_per_epoch(count, shuffle):
+    data = DistributedDataContainer(np.arange(count) * 10, shuffle=shuffle, seed=1)
+    lengths = COMM.allgather(len(data))
+    assert sum(lengths) == count
+    assert max(lengths) - min(lengths) <= 1
+    orders = []
+    for epoch in range(2):
+        data.set_epoch(epoch)
+        orders.append(seen([int(x) for x in data]))
+        assert sorted(orders[-1]) == [10 * k for k in range(count)]
+    if count > 5:  # few samples may come in the same order twice
+        assert (orders[0] == orders[1]) is (not shuffle)
+
+
+@pytest.mark.parametrize("count, batch", [(0, 4), (3, 8), (10, 4), (33, 5)])
+def test_batches_hold_the_same_samples_on_any_number_of_ranks(count, batch):
+    data = DistributedDataContainer({"x": np.arange(count), "y": [np.arange(count) ** 2]}, batch, shuffle=True, seed=2)
+    data.set_epoch(3)
+    order = np.random.default_rng([2, 3]).permutation(count)
+    assert len(data) == -(-count // batch)
+    for k, part in enumerate(data):
+        assert seen(part["x"].tolist()) == order[k * batch : (k + 1) * batch].tolist()
+        np.testing.assert_array_equal(part["y"][0], part["x"] ** 2)
+
+
+def test_items_of_a_list_come_as_they_are():
+    items = ["a", "bb", "ccc", "dddd", "eeeee"]
+    assert seen(list(DistributedDataContainer(items))) == items
+    assert [seen(part) for part in DistributedDataContainer(items, batch_size=3)] == [items[:3], items[3:]]
+
+
+def test_items_are_indexed_as_those_of_a_list():
+    data = DistributedDataContainer(np.arange(20), batch_size=7)
+    np.testing.assert_array_equal(data[-1], data[len(data) - 1])
+    with pytest.raises(IndexError, match="no item 3 of 3"):
+        data[3]
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize(
+    "args, kind, text",
+    [
+        (((np.ones(3), np.ones(4)),), ValueError, r"\[3, 4\]"),
+        ((np.ones(3), 0), ValueError, "batch_size.*0"),
+        ((np.ones(3), 2.0), ValueError, "2.0"),
+        ((5,), TypeError, "int 5"),
+    ],
+)
+def test_what_cannot_be_used_is_refused(args, kind, text):
+    with pytest.raises(kind, match=text):
+        DistributedDataContainer(*args)

@@ -1,0 +1,63 @@
+"""Collectives that write into their arrays, against sums in plain Python."""
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from mpiad.parallel import allreduce_, bcast_, iallreduce_, local_rank, reduce_, total_workers
+
+COMM = MPI.COMM_WORLD
+ROOT = COMM.size - 1
+
+
+def mine(rank=COMM.rank):
+    return {"a": np.arange(3.0) * (rank + 1), "n": [np.array([rank, 7])]}
+
+
+def test_allreduce_writes_the_result_into_every_array():
+    x = mine()
+    a, n = x["a"], x["n"][0]
+    assert allreduce_(x) is x
+    np.testing.assert_array_equal(a, sum(mine(r)["a"] for r in range(COMM.size)))
+    np.testing.assert_array_equal(n, [sum(range(COMM.size)), 7 * COMM.size])
+    np.testing.assert_array_equal(allreduce_(mine()["a"], MPI.MAX), mine(COMM.size - 1)["a"])
+
+
+def test_reduce_writes_on_the_root_alone():
+    x = reduce_(mine(), MPI.SUM, ROOT)
+    expected = sum(mine(r)["a"] for r in range(COMM.size)) if COMM.rank == ROOT else mine()["a"]
+    np.testing.assert_array_equal(x["a"], expected)
+
+
+def test_bcast_writes_the_roots_arrays():
+    x = bcast_(mine(), ROOT)
+    np.testing.assert_array_equal(x["a"], mine(ROOT)["a"])
+    np.testing.assert_array_equal(x["n"][0], mine(ROOT)["n"][0])
+
+
+def test_sums_may_be_waited_for_in_any_order_with_barriers_between():
+    first, second = mine(), mine()
+    one, other = iallreduce_(first), iallreduce_(second)
+    first["a"][:] = -1.0  # what was handed in is what is added up
+    COMM.Barrier()
+    waits = [one, other] if COMM.rank % 2 else [other, one]
+    for pending in waits:
+        pending.wait()
+    for x in (first, second):
+        np.testing.assert_array_equal(x["a"], sum(mine(r)["a"] for r in range(COMM.size)))
+    assert one.wait() is first
+
+
+def test_workers():
+    assert total_workers() == COMM.size
+    assert 0 <= local_rank() < COMM.size
+
+
+@pytest.mark.parametrize("fun", [allreduce_, reduce_, bcast_, iallreduce_])
+def test_what_cannot_be_written_is_refused_on_all_ranks(fun):
+    frozen = np.ones(2)
+    frozen.flags.writeable = COMM.rank != ROOT
+    with pytest.raises(TypeError, match="x must be an array that can be written to, but got a read-only array"):
+        fun(frozen)
+    with pytest.raises(TypeError, match=r"x\['n'\] .* int 3"):
+        fun({"n": 3})

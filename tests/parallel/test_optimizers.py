@@ -1,0 +1,120 @@
+"""Adam, AdamW and SGD against the formulas of their papers, number by number in plain Python."""
+
+import math
+
+import numpy as np
+import pytest
+
+from mpiad.parallel import SGD, Adam, AdamW
+
+pytestmark = pytest.mark.serial
+
+
+def gradients(x):
+    """Return some gradients of 0.5·a·x² + noise for one number, as the updates ask for them."""
+    return [0.7 * x - 0.1, -1.3, 0.02, 2.5, -0.4]
+
+
+def adam(x, rate, b1=0.9, b2=0.999, eps=1e-8, decay=0.0):
+    m = v = 0.0
+    for t, g in enumerate(gradients(x), 1):
+        m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
+        x = x - rate * decay * x - rate * (m / (1 - b1**t)) / (math.sqrt(v / (1 - b2**t)) + eps)
+    return x
+
+
+def momentum(x, rate, mu, nesterov=False):
+    v = 0.0
+    for g in gradients(x):
+        v = mu * v + g
+        x = x - rate * (g + mu * v if nesterov else v)
+    return x
+
+
+@pytest.mark.parametrize(
+    "rule, exact",
+    [
+        (Adam(0.05), lambda x: adam(x, 0.05)),
+        (Adam(0.05, 0.8, 0.95, 1e-3), lambda x: adam(x, 0.05, 0.8, 0.95, 1e-3)),
+        (AdamW(0.05, weight_decay=0.3), lambda x: adam(x, 0.05, decay=0.3)),
+        (SGD(0.1), lambda x: momentum(x, 0.1, 0.0)),
+        (SGD(0.1, 0.9), lambda x: momentum(x, 0.1, 0.9)),
+        (SGD(0.1, 0.9, nesterov=True), lambda x: momentum(x, 0.1, 0.9, True)),
+    ],
+)
+def test_updates_follow_the_papers(rule, exact):
+    start = np.array([[0.3, -2.0], [5.0, 0.0]])
+    params = {"w": start, "b": 0.25}
+    state = rule.setup(params)
+    for k in range(5):
+        g = {"w": np.vectorize(lambda x, k=k: gradients(x)[k])(start), "b": gradients(0.25)[k]}
+        state, params = rule.update(state, params, g)
+    np.testing.assert_allclose(params["w"], np.vectorize(exact)(start), rtol=1e-12)
+    assert params["b"] == pytest.approx(exact(0.25), rel=1e-12)
+    np.testing.assert_array_equal(start, [[0.3, -2.0], [5.0, 0.0]])
+    assert state["updates"] == 5
+
+
+def test_a_schedule_is_asked_with_the_number_of_updates():
+    asked = []
+
+    def rate(updates):
+        asked.append(updates)
+        return 0.1 / (1 + updates)
+
+    rule, x = SGD(rate), np.ones(2)
+    state = rule.setup(x)
+    for _ in range(3):
+        state, x = rule.update(state, x, np.ones(2))
+    assert asked == [0, 1, 2]
+    np.testing.assert_allclose(x, 1 - 0.1 - 0.05 - 0.1 / 3)
+
+
+def test_complex_parameters_shrink_towards_the_minimum():
+    """|x - 1j|² has the steepest descent along 2 (x - 1j); second moments are those of absolute values."""
+    rule, x = Adam(0.05), np.array([2.0 + 0j])
+    state = rule.setup(x)
+    assert state["second"].dtype == np.float64
+    for _ in range(400):
+        state, x = rule.update(state, x, 2 * (x - 1j))
+    assert abs(x[0] - 1j) < 1e-3
+
+
+def test_single_precision_stays():
+    for rule in (Adam(), AdamW(np.float64(0.1)), SGD(np.float64(0.1), 0.9, True)):
+        x = np.ones(3, np.float32)
+        state, x = rule.update(rule.setup(x), x, np.ones(3, np.float32))
+        assert x.dtype == np.float32
+        assert all(leaf.dtype == np.float32 for leaf in state.values() if hasattr(leaf, "dtype"))
+
+
+def test_what_is_no_float_stays():
+    params = {"w": np.ones(2), "steps": 3, "name": "net", "mask": np.array([1, 0])}
+    for rule in (Adam(), SGD(0.1)):
+        _, new = rule.update(rule.setup(params), params, {**params, "w": np.ones(2)})
+        assert new["steps"] == 3
+        assert new["name"] == "net"
+        assert new["mask"] is params["mask"]
+
+
+@pytest.mark.parametrize(
+    "make, text",
+    [
+        (lambda: Adam(0.0), "learning_rate must be above zero.*0.0"),
+        (lambda: AdamW(-1), "AdamW: learning_rate.*-1"),
+        (lambda: SGD(math.inf), "inf"),
+        (lambda: Adam(beta1=1.0), r"beta1 must lie in \[0, 1\), but got 1.0"),
+        (lambda: SGD(momentum=-0.1), "-0.1"),
+        (lambda: SGD(nesterov=True), "nesterov=True needs a momentum"),
+        (lambda: SGD(0.1).update({"updates": 0}, np.ones(2), np.ones(3)), r"gradient must have the shape \(2,\).*\(3,\)"),
+        (lambda: SGD(0.1).update({"updates": 0}, {"a": 1.0}, {"a": np.float32(1)}), "dtype float64 of params.*float32"),
+    ],
+)
+def test_what_cannot_be_used_is_refused(make, text):
+    with pytest.raises(ValueError, match=text):
+        make()
+
+
+def test_gradients_of_another_form_are_refused():
+    with pytest.raises(TypeError, match="have 2 leaves, but has 1"):
+        SGD(0.1).update({"updates": 0}, {"a": 1.0, "b": 2.0}, {"a": 1.0})

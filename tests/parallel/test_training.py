@@ -1,0 +1,250 @@
+"""Trainings on several ranks against the one-process training with the same batches, written without the library."""
+
+import autograd.numpy as anp
+import numpy as np
+import pytest
+from autograd import grad as plain_grad
+from mpi4py import MPI
+
+import mpiad
+from mpiad.parallel import SGD, Adam, AdamW, DistributedDataContainer, DistributedOptimizer, synchronize, value_and_grad
+
+COMM = MPI.COMM_WORLD
+ROOT = COMM.size - 1
+SAMPLES, BATCH, EPOCHS = 37, 10, 2
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(SAMPLES, 3))
+Y = np.sin(X.sum(1))
+START = {"w1": RNG.normal(size=(3, 5)), "b1": np.zeros(5), "w2": RNG.normal(size=5).astype(np.float32), "depth": 2}
+
+
+def loss(p, x, y):
+    return anp.mean((anp.tanh(x @ p["w1"] + p["b1"]) @ p["w2"] - y) ** 2)
+
+
+def floats(p):
+    return {key: value for key, value in p.items() if key != "depth"}
+
+
+def in_one_process(rule, accumulate=1, clip=None):
+    """Train with whole batches in the order of the container on one rank: NumPy and plain autograd only."""
+    p, state, losses, held = START, rule.setup(START), [], []
+    for epoch in range(EPOCHS):
+        order = np.random.default_rng([4, epoch]).permutation(SAMPLES)
+        for k in range(0, SAMPLES, BATCH):
+            x, y = X[order[k : k + BATCH]], Y[order[k : k + BATCH]]
+            losses.append(loss(p, x, y))
+            held.append((len(x), plain_grad(lambda q, p=p, x=x, y=y: loss({**p, **q}, x, y))(floats(p))))
+            if len(held) < accumulate:
+                continue
+            total = sum(count for count, _ in held)
+            g = {key: sum(count * part[key] for count, part in held) / total for key in floats(p)}
+            g = {key: value.astype(START[key].dtype) for key, value in g.items()}
+            norm = np.sqrt(sum(np.sum(value.astype(float) ** 2) for value in g.values()))
+            if clip is not None and norm > clip:
+                g = {key: (value * (clip / norm)).astype(value.dtype) for key, value in g.items()}
+            state, p = rule.update(state, p, {**g, "depth": None})
+            held = []
+    return p, losses
+
+
+def batches():
+    data = DistributedDataContainer((X, Y), batch_size=BATCH, shuffle=True, seed=4)
+    for epoch in range(EPOCHS):
+        data.set_epoch(epoch)
+        yield from data
+
+
+def agrees(p, exact):
+    np.testing.assert_allclose(p["w1"], exact["w1"], rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(p["w2"], exact["w2"], rtol=1e-5)
+    assert p["w2"].dtype == np.float32
+    assert p["depth"] == 2
+
+
+RULES = [SGD(0.1, 0.9, nesterov=True), Adam(1e-2), AdamW(1e-2, weight_decay=0.1)]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
+@pytest.mark.parametrize("options", [{}, {"bucket_bytes": 60}, {"accumulate": 3, "clip_norm": 0.4}], ids=str)
+def test_steps_follow_the_training_in_one_process(rule, options):
+    optimizer, p = DistributedOptimizer(rule, **options), START
+    state, losses = optimizer.setup(p), []
+    for x, y in batches():
+        state, p, mean = optimizer.step(state, p, loss, x, y)
+        losses.append(mean)
+    exact, expected = in_one_process(rule, options.get("accumulate", 1), options.get("clip_norm"))
+    np.testing.assert_allclose(losses, expected, rtol=1e-6)
+    agrees(p, exact)
+    for copies in (COMM.allgather(p["w1"].tobytes()), COMM.allgather(p["w2"].tobytes())):
+        assert len(set(copies)) == 1  # the same bits everywhere
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2, "bucket_bytes": 60}], ids=str)
+def test_updates_from_own_gradients_follow_it_too(options):
+    rule = Adam(1e-2)
+    optimizer, p = DistributedOptimizer(rule, **options), START
+    state = optimizer.setup(p)
+    for x, y in batches():
+        own = None
+        if len(x):
+            own = {**plain_grad(lambda q, p=p, x=x, y=y: loss({**p, **q}, x, y))(floats(p)), "depth": None}
+        state, p = optimizer.update(state, p, own, samples=len(x))
+    agrees(p, in_one_process(rule, options.get("accumulate", 1))[0])
+
+
+def test_without_counts_ranks_weigh_alike():
+    g = np.array([1.0, 10.0]) * (COMM.rank + 1)
+    for reduction, factor in (("sum", 1.0), ("mean", 1 / COMM.size)):
+        optimizer = DistributedOptimizer(SGD(1.0), reduction=reduction)
+        _, x = optimizer.update(optimizer.setup(np.zeros(2)), np.zeros(2), g)
+        np.testing.assert_allclose(x, -np.array([1.0, 10.0]) * factor * sum(range(1, COMM.size + 1)), rtol=1e-14)
+
+
+@pytest.mark.parametrize("count", [1, 3, 5, 12])
+@pytest.mark.parametrize("where", ["even", "root", "first two"])
+def test_gradients_of_integer_data_are_the_same_bits_however_the_samples_lie(count, where):
+    """Ranks without a sample included: 3 samples on 4 ranks, or all on one."""
+    x = np.random.default_rng(count).integers(-9, 9, (count, 4)).astype(float)
+    y = np.random.default_rng(7).integers(-9, 9, count).astype(float)
+    owner = {"even": np.arange(count) % COMM.size, "root": np.full(count, ROOT), "first two": np.arange(count) % 2}[where]
+    owner = np.minimum(owner, COMM.size - 1)
+    mine = owner == COMM.rank
+    w, b = np.array([3.0, -1.0, 2.0, 5.0]), 4.0
+
+    def squares(p, x, y):
+        return anp.mean((x @ p[0] + p[1] - y) ** 2)
+
+    mean, (by_w, by_b) = value_and_grad(squares)((w, b), x[mine], y[mine])
+    rest = (x @ w + b - y).astype(int)
+    assert by_w.tolist() == [int(2 * rest @ x[:, k].astype(int)) / count for k in range(4)]
+    assert by_b == int(2 * rest.sum()) / count
+    assert mean == pytest.approx(int(rest @ rest) / count, rel=1e-14)
+
+
+def test_a_loss_is_not_called_without_samples():
+    calls = []
+
+    def fun(p, x):
+        calls.append(len(x))
+        return anp.mean(x) * p
+
+    _, g = value_and_grad(fun)(2.0, np.full(COMM.rank, 3.0) if COMM.size > 1 else np.full(1, 3.0))
+    assert g == 3.0
+    assert calls == ([COMM.rank] if COMM.rank else [] if COMM.size > 1 else [1])
+
+
+def test_samples_may_be_counted_by_a_function():
+    def fun(p, items):
+        return p * anp.mean(np.array([len(item) for item in items], float))
+
+    items = ["a" * (COMM.rank + 1)] * (COMM.rank + 1)
+    _, g = value_and_grad(fun, samples=lambda p, items: len(items))(1.0, items)
+    sizes = [rank + 1 for rank in range(COMM.size) for _ in range(rank + 1)]
+    assert g == pytest.approx(np.mean(sizes), rel=1e-14)
+
+
+def test_a_loss_may_communicate():
+    """The mean of a batch over all ranks inside the loss, as batch normalisation takes it."""
+    x = np.random.default_rng(COMM.rank).normal(size=3 + COMM.rank)
+
+    def fun(p, x):
+        centre = mpiad.mpi_allreduce(anp.sum(anp.tanh(p * x))) / total
+        return anp.mean((anp.tanh(p * x) - centre) ** 2)
+
+    total = COMM.allreduce(len(x))
+    every = np.concatenate(COMM.allgather(x))
+    exact = plain_grad(lambda p: anp.mean((anp.tanh(p * every) - anp.mean(anp.tanh(p * every))) ** 2))(0.7)
+    mean, g = value_and_grad(fun, bucket_bytes=1)(0.7, x)
+    assert g == pytest.approx(exact, rel=1e-12)
+
+
+def test_sums_start_before_the_reverse_pass_has_ended(monkeypatch):
+    """The last layer's gradient is under way while the first layer's is still computed."""
+    from autograd.extend import defvjp, primitive
+
+    from mpiad.parallel import buckets
+
+    events, start = [], buckets.start_allreduce
+    monkeypatch.setattr(buckets, "start_allreduce", lambda c, x: events.append(len(x)) or start(c, x))
+
+    @primitive
+    def watched(x):
+        return x * 1.0
+
+    defvjp(watched, lambda ans, x: lambda g: (events.append("reverse pass goes on"), g)[1])
+
+    def fun(p, x):
+        return anp.mean((watched(x * p[0]) * p[1][0]) ** 2)
+
+    value_and_grad(fun, bucket_bytes=8)((np.ones(1), np.ones(2)), np.arange(1.0, 5.0))
+    assert events == [2, "reverse pass goes on", 1]
+
+
+@pytest.mark.parametrize("count", [1, 200])
+def test_small_arrays_travel_in_one_message_for_each_dtype(monkeypatch, count):
+    from mpiad.parallel import buckets
+
+    sizes, start = [], buckets.start_allreduce
+    monkeypatch.setattr(buckets, "start_allreduce", lambda c, x: sizes.append((x.dtype.char, len(x))) or start(c, x))
+    params = [np.ones(3)] * count + [np.ones((2, 2), np.float32)] * count
+    optimizer = DistributedOptimizer(SGD(0.1))
+    optimizer.update(optimizer.setup(params), params, params)
+    assert sorted(sizes) == [("d", 3 * count), ("f", 4 * count)]
+
+
+def test_synchronize_gives_all_ranks_the_roots_floats():
+    rng = np.random.default_rng(COMM.rank)
+    tree = {"a": rng.normal(size=(2, 3)), "b": [np.float32(COMM.rank), 1j * COMM.rank], "n": COMM.rank, "s": f"r{COMM.rank}"}
+    found = synchronize(tree, ROOT)
+    np.testing.assert_array_equal(found["a"], np.random.default_rng(ROOT).normal(size=(2, 3)))
+    assert found["b"] == [np.float32(ROOT), 1j * ROOT]
+    assert found["b"][0].dtype == np.float32
+    assert (found["n"], found["s"]) == (COMM.rank, f"r{COMM.rank}")
+    found["a"][0, 0] = 5.0  # may be written to
+
+
+@pytest.mark.skipif(COMM.size < 2, reason="needs two ranks")
+@pytest.mark.parametrize(
+    "tree, text",
+    [
+        ({"a": np.ones(2 + (COMM.rank == 0)), "b": 1.0}, r"tree\['a'\] has shape \(3,\) .* on rank 0, but shape \(2,\)"),
+        ([np.ones(1)] * (1 + (COMM.rank == 0)), "the nest has 2 leaves on rank 0, but 1 on the root"),
+        ({"a" if COMM.rank else "z": 1.0}, r"rank 0 has tree\['z'\] where the root, rank \d, has tree\['a'\]"),
+        ([1.0 if COMM.rank else "one"], r"tree\[0\] has str on rank 0"),
+    ],
+)
+def test_synchronize_says_which_leaf_differs_on_which_rank(tree, text):
+    with pytest.raises(ValueError, match=text):
+        synchronize(tree, ROOT)
+
+
+def test_no_samples_at_all_raise_on_all_ranks():
+    with pytest.raises(ValueError, match=f"none of the {COMM.size} rank"):
+        value_and_grad(lambda p, x: anp.mean(p * x))(1.0, np.ones(0))
+    optimizer = DistributedOptimizer(SGD(0.1))
+    with pytest.raises(ValueError, match="none of the ranks has a sample"):
+        optimizer.update(optimizer.setup(1.0), 1.0, 0.0, samples=0)
+    assert value_and_grad(lambda p, x: anp.mean(p * x))(1.0, np.ones(2))[0] == 1.0  # and goes on
+
+
+def test_a_wrong_loss_on_one_rank_raises_on_all():
+    with pytest.raises(TypeError, match="one real number"):
+        value_and_grad(lambda p, x: p * x if COMM.rank == ROOT else anp.mean(p * x))(1.0, np.ones(2))
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize(
+    "make, kind, text",
+    [
+        (lambda: DistributedOptimizer("adam"), TypeError, "str 'adam'"),
+        (lambda: DistributedOptimizer(SGD(1.0), reduction="max"), ValueError, "'max'"),
+        (lambda: DistributedOptimizer(SGD(1.0), accumulate=0), ValueError, "accumulate.*0"),
+        (lambda: DistributedOptimizer(SGD(1.0), clip_norm=0.0), ValueError, "clip_norm.*0.0"),
+        (lambda: mpiad.grad(lambda x: value_and_grad(lambda p: p**2)(x)[0])(1.0), TypeError, "carries no derivative"),
+        (lambda: value_and_grad(lambda p: 1.0)("weights"), TypeError, "nothing to differentiate|holds str"),
+    ],
+)
+def test_what_cannot_be_used_is_refused(make, kind, text):
+    with pytest.raises(kind, match=text):
+        make()
