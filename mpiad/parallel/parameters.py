@@ -15,13 +15,13 @@ from mpiad.primitives.cotangents import spec_like
 __all__ = ["arrays_of", "each", "like", "matching", "zeros_like"]
 
 
-def arrays_of(tree: Tree, call: str) -> tuple[list[Any], list[int]]:
+def arrays_of(tree: Tree, call: str, required: bool = True) -> tuple[list[Any], list[int]]:
     """Return the leaves of a nest, and the places of those that are trained: real or complex floats and arrays of them.
 
     Raises
     ------
     TypeError
-        Where one of them is traced.
+        Where one of them is traced; where one is `required` and none is trained.
     """
     leaves = flatten(tree)[0]
     if any(map(isbox, leaves)):
@@ -29,7 +29,11 @@ def arrays_of(tree: Tree, call: str) -> tuple[list[Any], list[int]]:
             f"{call}: got traced values, but a step of a training carries no derivative. Call it outside of the function "
             "that is differentiated, or give it mpiad.stop(x)."
         )
-    return leaves, [k for k, leaf in enumerate(leaves) if is_variable(leaf)]
+    places = [k for k, leaf in enumerate(leaves) if is_variable(leaf)]
+    if required and not places:
+        kinds = ", ".join(sorted({type(leaf).__name__ for leaf in leaves})) or "nothing"
+        raise TypeError(f"{call}: there is nothing to train: expected floats and arrays of floats, but got {kinds}.")
+    return leaves, places
 
 
 def each(fun: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
@@ -42,7 +46,7 @@ def each(fun: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
 def like(x: Any, other: Any) -> Any:
     """Return a number or array in the dtype of another: numbers of NumPy's mustn't widen what is trained."""
     dtype = np.result_type(other)
-    return x if x.dtype == dtype else x.astype(dtype)
+    return x if getattr(x, "dtype", None) == dtype else np.asarray(x, dtype)[()]
 
 
 def zeros_like(tree: Tree) -> Tree:

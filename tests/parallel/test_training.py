@@ -195,7 +195,8 @@ def test_small_arrays_travel_in_one_message_for_each_dtype(monkeypatch, count):
 
 def test_synchronize_gives_all_ranks_the_roots_floats():
     rng = np.random.default_rng(COMM.rank)
-    tree = {"a": rng.normal(size=(2, 3)), "b": [np.float32(COMM.rank), 1j * COMM.rank], "n": COMM.rank, "s": f"r{COMM.rank}"}
+    pair = [np.float32(COMM.rank), 1j * COMM.rank]
+    tree = {"a": rng.normal(size=(2, 3)), "b": pair, "n": COMM.rank, "s": f"r{COMM.rank}"}
     found = synchronize(tree, ROOT)
     np.testing.assert_array_equal(found["a"], np.random.default_rng(ROOT).normal(size=(2, 3)))
     assert found["b"] == [np.float32(ROOT), 1j * ROOT]
@@ -242,7 +243,7 @@ def test_a_wrong_loss_on_one_rank_raises_on_all():
         (lambda: DistributedOptimizer(SGD(1.0), accumulate=0), ValueError, "accumulate.*0"),
         (lambda: DistributedOptimizer(SGD(1.0), clip_norm=0.0), ValueError, "clip_norm.*0.0"),
         (lambda: mpiad.grad(lambda x: value_and_grad(lambda p: p**2)(x)[0])(1.0), TypeError, "carries no derivative"),
-        (lambda: value_and_grad(lambda p: 1.0)("weights"), TypeError, "nothing to differentiate|holds str"),
+        (lambda: value_and_grad(lambda p: 1.0)("weights"), TypeError, "nothing to train.*got str"),
     ],
 )
 def test_what_cannot_be_used_is_refused(make, kind, text):
