@@ -70,8 +70,9 @@ class Derivative:
                 ) from error
             if "broadcast" in str(error):
                 raise ValueError(
-                    f"solve: f can't compute with columns ({str(error).strip()}): u has shape {u.shape} here, one column for each "
-                    f"trajectory. Give constants of f an axis for them: c[:, None] * u instead of c * u, c of shape {self.shape}."
+                    f"solve: f can't compute with columns ({str(error).strip()}): u has shape {u.shape} here, one column "
+                    "for each trajectory. Give constants of f an axis for them: c[:, None] * u instead of c * u, c of "
+                    f"shape {self.shape}."
                 ) from error
             if "truth value" in str(error):
                 raise ValueError(
