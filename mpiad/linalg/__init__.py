@@ -1,6 +1,7 @@
 """Distributed solves, linear and not, differentiated by the implicit function theorem."""
 
+from mpiad.linalg.matrix_row_block import MatrixRowBlock
 from mpiad.linalg.newton import newton
 from mpiad.linalg.solve import solve
 
-__all__ = ["newton", "solve"]
+__all__ = ["MatrixRowBlock", "newton", "solve"]

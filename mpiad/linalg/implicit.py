@@ -86,15 +86,21 @@ class Problem(NamedTuple):
         """Return the product with the operator of this system, which may be the transposed one."""
         if not self.transposed:
             return self.product(all_leaves)
-        params = self.build(all_leaves[1:])
-        return transposed_function(lambda v: self.matvec(v, *params), all_leaves[0])(all_leaves[0])
+        return self.transposed_matvec(tuple(self.build(all_leaves[1:])), all_leaves[0])(all_leaves[0])
+
+    def transposed_matvec(self, params: tuple, like: LocalArray) -> Function:
+        """Return the product with the transpose: the user's own, or derived."""
+        given = getattr(self.matvec, "transpose", None)
+        if callable(given):
+            return lambda u: given(u, *params)
+        return transposed_function(lambda u: self.matvec(u, *params), like)
 
     def system(self, leaves: Any, b: LocalArray) -> System:
         """Return the system on plain blocks."""
         params = tuple(self.build(leaves))
         apply, precondition = (lambda u: self.matvec(u, *params)), None
         if self.transposed:
-            apply = transposed_function(apply, b)
+            apply = self.transposed_matvec(params, b)
         if self.preconditioner is not None and self.transposed:
             precondition = transposed_preconditioner(self.preconditioner, self.preconditioner_transpose, params, b)
         elif self.preconditioner is not None:

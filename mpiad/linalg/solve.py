@@ -46,7 +46,8 @@ def solve(
     matvec : callable
         ``matvec(u, *params)`` returns this rank's block of A u, linear in u, from this rank's block of u. It may
         communicate, as by `Domain.exchange`, and is written with autograd.numpy and this library's functions. What is
-        to be differentiated by must be among the params, not taken from around the function.
+        to be differentiated by must be among the params, not taken from around the function. Products with its transpose
+        are derived from it, unless it has a method ``transpose(u, *params)``.
     b : array of float32, float64, complex64 or complex128
         This rank's block of the right-hand side.
     *params : nest of arrays

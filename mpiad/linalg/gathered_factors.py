@@ -1,0 +1,60 @@
+"""The factors of a whole matrix on rank 0, for matrices that fit there: a preconditioner that is the inverse."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from scipy.sparse.linalg import splu
+
+from mpiad._typing import LocalArray
+from mpiad.primitives import mpi_gather, mpi_scatter
+from mpiad.transport import channel
+from mpiad.transport.agreement import raise_together
+
+__all__ = ["GatheredFactors"]
+
+
+class GatheredFactors:
+    """Factorise a matrix on rank 0, and solve with the factors for all ranks.
+
+    Parameters
+    ----------
+    matrix : MatrixRowBlock
+
+    Raises
+    ------
+    ValueError
+        On all ranks, where the matrix is singular.
+
+    Ranks
+    -----
+    All ranks call it, and what it makes.
+    """
+
+    def __init__(self, matrix: Any):
+        self.comm, self.counts = matrix.comm, np.diff(matrix.offsets[0]).tolist()
+        whole, error, self._factors = matrix.gathered(), None, None
+        if whole is not None:
+            try:
+                self._factors = splu(whole.tocsc())
+            except RuntimeError as found:
+                error = ValueError(f"MatrixRowBlock.solve: the matrix {matrix.shape} can't be factorised: {found}.")
+        raise_together(channel(matrix.comm, "MatrixRowBlock.solve"), error)
+        self._kind = "N"
+
+    @property
+    def T(self) -> GatheredFactors:
+        """The factors of the transpose."""
+        other = object.__new__(GatheredFactors)
+        other.__dict__.update(self.__dict__, _kind="T" if self._kind == "N" else "N")
+        return other
+
+    def __call__(self, r: LocalArray) -> LocalArray:
+        """Return this rank's part of the solution."""
+        whole = mpi_gather(np.moveaxis(r, -1, 0), 0, axis=0, comm=self.comm)
+        if self._factors is not None:
+            columns = whole.reshape(len(whole), math.prod(whole.shape[1:]))
+            whole = self._factors.solve(columns, self._kind).reshape(whole.shape)
+        return np.moveaxis(mpi_scatter(whole, 0, axis=0, counts=self.counts, comm=self.comm), 0, -1)

@@ -1,0 +1,80 @@
+"""Entries of a divided vector that a rank needs and others own: who sends what to whom, found once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mpiad._typing import Comm, LocalArray, Rank
+from mpiad.primitives import mpi_alltoall, mpi_irecv, mpi_send, mpi_wait
+from mpiad.primitives.operation import suspended
+from mpiad.transport import channel
+
+__all__ = ["GhostPlan"]
+
+# Beside those of halos, below the 32767 that MPI guarantees.
+_TAG_INDICES, _TAG_FETCH, _TAG_GIVE = 32741, 32742, 32743
+
+
+class GhostPlan:
+    """What ranks exchange so that each has the ghosts that it needs, and how it flows back.
+
+    Parameters
+    ----------
+    needed : array of int
+        Places in the whole vector of what this rank needs and doesn't own, sorted.
+    offsets : array of int, of length P + 1
+        Rank r owns the places from offsets[r] to offsets[r + 1].
+    comm : mpi4py intracommunicator or None
+
+    Attributes
+    ----------
+    sources, destinations : list of (int, array of int)
+        Ranks that this one receives ghosts from and their places among the ghosts; ranks that it sends to, and the places
+        in its own part.
+
+    Ranks
+    -----
+    All ranks call it.
+    """
+
+    def __init__(self, needed: np.ndarray, offsets: np.ndarray, comm: Comm):
+        used = channel(comm, "MatrixRowBlock")
+        self.comm, self.count = comm, len(needed)
+        owners = np.searchsorted(offsets, needed, side="right") - 1
+        self.sources: list[tuple[Rank, np.ndarray]] = [
+            (int(owner), np.flatnonzero(owners == owner)) for owner in np.unique(owners)
+        ]
+        wanted = np.zeros(used.size, np.int64)
+        for owner, places in self.sources:
+            wanted[owner] = len(places)
+        with suspended():
+            asked = mpi_alltoall(wanted, comm=comm)
+            coming = [(int(r), mpi_irecv(np.empty(asked[r], np.int64), int(r), _TAG_INDICES, comm))
+                      for r in np.flatnonzero(asked)]
+            for owner, places in self.sources:
+                mpi_send(needed[places].astype(np.int64), owner, _TAG_INDICES, comm)
+            self.destinations = [(r, mpi_wait(request) - offsets[used.rank]) for r, request in coming]
+
+    def fetch(self, x: LocalArray) -> LocalArray:
+        """Return the ghosts of a vector, shape (..., count), from this rank's part, shape (..., n); collective."""
+        ghosts = np.empty((*x.shape[:-1], self.count), x.dtype)
+        coming = [(places, self._receive(ghosts[..., places], r, _TAG_FETCH)) for r, places in self.sources]
+        for r, places in self.destinations:
+            mpi_send(x[..., places], r, _TAG_FETCH, self.comm)
+        for places, request in coming:
+            ghosts[..., places] = mpi_wait(request)
+        return ghosts
+
+    def give(self, ghosts: LocalArray, out: LocalArray) -> None:
+        """Add ghosts to what their owners have in `out`: the transpose of `fetch`; collective."""
+        coming = [(places, self._receive(out[..., places], r, _TAG_GIVE)) for r, places in self.destinations]
+        for r, places in self.sources:
+            mpi_send(ghosts[..., places], r, _TAG_GIVE, self.comm)
+        for places, request in coming:
+            # A place is asked for once by each rank, so that none is lost among equal ones.
+            out[..., places] += mpi_wait(request)
+
+    def _receive(self, like: LocalArray, source: Rank, tag: int) -> Any:
+        return mpi_irecv(like, source, tag, self.comm)

@@ -1,0 +1,308 @@
+"""`MatrixRowBlock`: a sparse matrix whose rows are divided among the ranks, SciPy's within each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import autograd.numpy as anp
+import numpy as np
+import scipy.sparse
+from autograd.tracer import getval
+
+from mpiad._typing import Comm, Function, LocalArray, Rank
+from mpiad.linalg.gathered_factors import GatheredFactors
+from mpiad.linalg.ghosts import GhostPlan
+from mpiad.linalg.rows import local_rows, rows_of
+from mpiad.linalg.solve import solve
+from mpiad.linalg.sparse_products import Pattern, product, transposed_product
+from mpiad.primitives import stop
+from mpiad.primitives.operation import suspended
+from mpiad.transport import channel
+
+__all__ = ["MatrixRowBlock"]
+
+
+class MatrixRowBlock:
+    """Hold this rank's rows of a sparse matrix, and multiply and solve with the whole.
+
+    Parameters
+    ----------
+    rows : SciPy sparse matrix or array of shape (m, N)
+        This rank's rows, one after the other in the order of ranks; N columns on all ranks. Their numbers may differ by
+        rank. Entries that are given twice are added up.
+    columns : int, optional
+        How many of the columns, in the order of ranks, belong to this rank's part of x; as many as rows by default, where
+        the matrix is square.
+    comm : mpi4py intracommunicator, optional
+
+    Attributes
+    ----------
+    shape : tuple of int
+        Of the whole matrix.
+    owned_rows, owned_columns : slice
+        This rank's, in the whole.
+    local_shape : tuple of int
+        Their numbers.
+    values : array of shape (nnz,)
+        This rank's entries, row by row, by increasing column in each.
+    indices : tuple of two arrays of int
+        Row and column of each entry in the whole matrix.
+
+    Raises
+    ------
+    TypeError, ValueError
+        On all ranks, where `rows` isn't a sparse matrix of floats, or the numbers of columns don't fit.
+
+    Ranks
+    -----
+    All ranks of `comm` call it, and all methods but `with_values` and `repr`.
+    """
+
+    def __init__(self, rows: Any, *, columns: int | None = None, comm: Comm = None):
+        used = channel(comm, "MatrixRowBlock")
+        matrix, own, offsets, starts = local_rows(used, rows, columns)
+        self.comm, self._channel = comm, used
+        self.shape = int(offsets[0][-1]), int(offsets[1][-1])
+        self.owned_rows, self.owned_columns = own
+        self.local_shape = matrix.shape[0], own[1].stop - own[1].start
+        self.offsets, self.values = offsets, matrix.data
+        self.indices = own[0].start + np.repeat(np.arange(matrix.shape[0]), np.diff(matrix.indptr)), matrix.indices
+        mine = (matrix.indices >= own[1].start) & (matrix.indices < own[1].stop)
+        ghosts = np.unique(matrix.indices[~mine])
+        numbers = np.where(
+            mine, matrix.indices - own[1].start, self.local_shape[1] + np.searchsorted(ghosts, matrix.indices)
+        )
+        self._pattern = Pattern(numbers, starts, self.local_shape, GhostPlan(ghosts, offsets[1], comm))
+
+    @classmethod
+    def from_scipy(cls, matrix: Any, *, root: Rank = 0, counts: Any = None, comm: Comm = None) -> MatrixRowBlock:
+        """Divide the root's matrix among the ranks.
+
+        Parameters
+        ----------
+        matrix : SciPy sparse matrix or array
+            Counts on the root; other ranks may pass None.
+        root : int
+        counts : sequence of int, optional
+            Rows of each rank; as even as can be by default, the first ranks with one more. Of a square matrix the columns
+            are divided alike, of others evenly.
+        comm : mpi4py intracommunicator, optional
+
+        Returns
+        -------
+        MatrixRowBlock
+
+        Raises
+        ------
+        TypeError, ValueError
+            On all ranks, where the root's `matrix` isn't a sparse matrix of floats, or `counts` doesn't add up to its rows.
+
+        Ranks
+        -----
+        All ranks call it.
+        """
+        rows, columns = rows_of(channel(comm, "MatrixRowBlock.from_scipy"), matrix, root, counts)
+        return cls(rows, columns=columns, comm=comm)
+
+    def __repr__(self) -> str:
+        rows, nnz = self.owned_rows, len(self._pattern.columns)
+        return (
+            f"MatrixRowBlock({self.shape[0]} x {self.shape[1]}, {getval(self.values).dtype}; rank {self._channel.rank} of "
+            f"{self._channel.size}: rows {rows.start} to {rows.stop}, {nnz} entries, {self._pattern.plan.count} ghosts)"
+        )
+
+    def with_values(self, values: LocalArray) -> MatrixRowBlock:
+        """Return a matrix with the same pattern and other values, which may be traced.
+
+        Parameters
+        ----------
+        values : array of shape (nnz,)
+            In the order of the attribute `values`.
+
+        Raises
+        ------
+        ValueError
+            Where there are more or fewer.
+        """
+        expected, found = (len(self._pattern.columns),), np.shape(getval(values))
+        if found != expected:
+            raise ValueError(
+                f"MatrixRowBlock.with_values: values must have shape {expected}, one for each entry of the rows of rank "
+                f"{self._channel.rank}, but got {found}."
+            )
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__, values=values)
+        return other
+
+    def matvec(self, x: LocalArray) -> LocalArray:
+        """Multiply: return this rank's part of A x.
+
+        Parameters
+        ----------
+        x : array of shape (..., local_shape[1])
+            This rank's part; leading axes count vectors.
+
+        Returns
+        -------
+        array of shape (..., local_shape[0])
+
+        Raises
+        ------
+        TypeError, ValueError
+            Where `x` isn't an array of that shape.
+
+        Ranks
+        -----
+        All ranks call it.
+
+        Adjoint
+        -------
+        x gets Aᵀ ȳ, and each of the values the sum of x_column ȳ_row.
+        """
+        return product(self.values, self._checked(x, 1, "matvec"), self._pattern)
+
+    def rmatvec(self, y: LocalArray) -> LocalArray:
+        """Multiply by the transpose, without conjugation: return this rank's part of Aᵀ y; otherwise as `matvec`."""
+        return transposed_product(self.values, self._checked(y, 0, "rmatvec"), self._pattern)
+
+    def __matmul__(self, x: LocalArray) -> LocalArray:
+        return self.matvec(x)
+
+    @property
+    def T(self) -> Transposed:
+        """The transposed matrix, as what multiplies and solves; its rows are divided as the columns are."""
+        return Transposed(self)
+
+    def diagonal(self) -> LocalArray:
+        """Return this rank's part of the diagonal of a square matrix; zero where there is no entry. No communication.
+
+        Adjoint
+        -------
+        Each entry's value gets its cotangent.
+        """
+        self._require_square("diagonal")
+        row, column = self.indices
+        found = np.full(self.local_shape[0], len(row))
+        on_diagonal = np.flatnonzero(row == column)
+        found[row[on_diagonal] - self.owned_rows.start] = on_diagonal
+        return anp.concatenate([self.values, np.zeros(1, getval(self.values).dtype)])[found]
+
+    def solve(
+        self, b: LocalArray, *, method: str = "gmres", preconditioner: Function | None = None, **settings: Any
+    ) -> LocalArray:
+        """Solve A x = b, differentiated by b and by the values.
+
+        Parameters
+        ----------
+        b : array of shape (..., local_shape[0])
+            This rank's part.
+        method : {"gmres", "bicgstab", "cg", "direct"}
+            "direct" gathers the matrix on rank 0 and factorises it there: for small ones.
+        preconditioner : callable, optional
+            ``preconditioner(r)``, as `AdditiveSchwarz` of this matrix.
+        **settings
+            As `solve` takes them.
+
+        Returns
+        -------
+        array of the shape of `b`
+
+        Raises
+        ------
+        TypeError, ValueError, ConvergenceError
+            On all ranks, as `solve` does; where the matrix isn't square, or "direct" finds it singular.
+
+        Ranks
+        -----
+        All ranks call it.
+
+        Adjoint
+        -------
+        One solve with the transpose: b gets λ = A⁻ᵀ x̄, and each of the values -x_column λ_row.
+        """
+        return self._solve(_Product(self._pattern, False), b, method, preconditioner, settings)
+
+    def _solve(self, matvec: _Product, b: LocalArray, method: str, preconditioner: Any, settings: dict) -> LocalArray:
+        self._require_square("solve")
+        if method == "direct":
+            # Exact factors leave one or two iterations, which also repair what rounding lost.
+            method, preconditioner = "gmres", GatheredFactors(self)
+            preconditioner = preconditioner.T if matvec.transposed else preconditioner
+            settings = {"rtol": 1e-12, **settings}
+        return solve(
+            matvec, b, self.values, method=method, preconditioner=preconditioner, comm=self.comm, **settings
+        )
+
+    def gathered(self, root: Rank = 0) -> Any:
+        """Return the whole matrix on the root, as SciPy's CSR, and None elsewhere; values alone, without derivatives."""
+        local = stop(self.values), self.indices[1], self._pattern.starts
+        with suspended():
+            pieces = self._channel.data.gather(local, root)
+        if pieces is None:
+            return None
+        blocks = [
+            scipy.sparse.csr_matrix(piece, (len(piece[2]) - 1, self.shape[1])) for piece in pieces
+        ]
+        return scipy.sparse.vstack(blocks, format="csr")
+
+    def _require_square(self, call: str) -> None:
+        # All ranks know all offsets, so all raise.
+        if self.shape[0] != self.shape[1] or (self.offsets[0] != self.offsets[1]).any():
+            rows, columns = self.local_shape
+            raise ValueError(
+                f"MatrixRowBlock.{call}: the matrix must be square, with rows and columns divided alike, but has shape "
+                f"{self.shape}, and rank {self._channel.rank} has {rows} rows and {columns} columns."
+            )
+
+    def _checked(self, x: Any, axis: int, call: str) -> Any:
+        found, length = getval(x), self.local_shape[axis]
+        if not isinstance(found, np.ndarray) or found.dtype.kind not in "fc":
+            kind = f"an array of dtype {found.dtype}" if isinstance(found, np.ndarray) else type(found).__name__
+            raise TypeError(f"MatrixRowBlock.{call}: expected an array of floats of shape (..., {length}), but got {kind}.")
+        if not found.ndim or found.shape[-1] != length:
+            raise ValueError(
+                f"MatrixRowBlock.{call}: expected an array of shape (..., {length}), rank {self._channel.rank}'s part of "
+                f"{self.shape[axis]}, but got {found.shape}."
+            )
+        return x
+
+
+class Transposed:
+    """The transpose of a matrix that is divided by rows: `matvec`, `rmatvec` and `solve` with it, and its `T`."""
+
+    def __init__(self, matrix: MatrixRowBlock):
+        self.T = matrix
+        self.shape, self.local_shape = matrix.shape[::-1], matrix.local_shape[::-1]
+
+    def __repr__(self) -> str:
+        return f"{self.T!r}.T"
+
+    def matvec(self, x: LocalArray) -> LocalArray:
+        """Return this rank's part of Aᵀ x, as `MatrixRowBlock.rmatvec`."""
+        return self.T.rmatvec(x)
+
+    def rmatvec(self, y: LocalArray) -> LocalArray:
+        """Return this rank's part of A y, as `MatrixRowBlock.matvec`."""
+        return self.T.matvec(y)
+
+    def __matmul__(self, x: LocalArray) -> LocalArray:
+        return self.matvec(x)
+
+    def solve(
+        self, b: LocalArray, *, method: str = "gmres", preconditioner: Function | None = None, **settings: Any
+    ) -> LocalArray:
+        """Solve Aᵀ x = b; otherwise as `MatrixRowBlock.solve`, with a preconditioner for the transpose."""
+        return self.T._solve(_Product(self.T._pattern, True), b, method, preconditioner, settings)
+
+
+class _Product:
+    """The matrix as `solve` takes an operator, with its transpose beside it."""
+
+    def __init__(self, pattern: Pattern, transposed: bool):
+        self.pattern, self.transposed = pattern, transposed
+
+    def __call__(self, u: LocalArray, values: LocalArray) -> LocalArray:
+        return (transposed_product if self.transposed else product)(values, u, self.pattern)
+
+    def transpose(self, u: LocalArray, values: LocalArray) -> LocalArray:
+        return (product if self.transposed else transposed_product)(values, u, self.pattern)

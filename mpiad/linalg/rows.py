@@ -1,0 +1,100 @@
+"""Which rows of a matrix each rank holds: given by each, or cut from the root's whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import scipy.sparse
+
+from mpiad._typing import Rank
+from mpiad.transport import Channel
+from mpiad.transport.agreement import raise_together
+
+__all__ = ["local_rows", "rows_of"]
+
+
+def local_rows(used: Channel, rows: Any, columns: int | None) -> tuple:
+    """Return this rank's rows in CSR form, its slices of rows and columns, all ranks' offsets, and the row pointers.
+
+    Raises
+    ------
+    TypeError, ValueError
+        On all ranks: see `MatrixRowBlock`.
+    """
+    error = _mistake(rows, "MatrixRowBlock: rows")
+    if error is None and columns is not None and (not isinstance(columns, (int, np.integer)) or columns < 0):
+        error = ValueError(f"MatrixRowBlock: columns must be zero or more, but got {columns!r}.")
+    raise_together(used, error)
+    matrix: Any = scipy.sparse.csr_matrix(rows)
+    if not matrix.has_canonical_format:
+        matrix = matrix.copy()
+        matrix.sum_duplicates()
+    mine = np.array([matrix.shape[0], matrix.shape[0] if columns is None else columns, matrix.shape[1]], np.int64)
+    every = np.empty((used.size, 3), np.int64)
+    used.data.Allgather(mine, every)
+    raise_together(used, _misfit(every, columns))
+    offsets = [np.concatenate([[0], np.cumsum(every[:, k])]) for k in (0, 1)]
+    own = [slice(int(at[used.rank]), int(at[used.rank + 1])) for at in offsets]
+    return matrix, own, offsets, matrix.indptr
+
+
+def _mistake(matrix: Any, what: str) -> Exception | None:
+    if not scipy.sparse.issparse(matrix):
+        return TypeError(f"{what} must be a SciPy sparse matrix or array, but got {type(matrix).__name__}.")
+    if matrix.dtype.char not in "fdFD":
+        return TypeError(f"{what} must have dtype float32, float64, complex64 or complex128, but got {matrix.dtype}.")
+    if matrix.ndim != 2:
+        return ValueError(f"{what} must have two dimensions, but got shape {matrix.shape}.")
+    return None
+
+
+def _misfit(every: np.ndarray, columns: int | None) -> Exception | None:
+    rows, parts, totals = (every[:, k].tolist() for k in range(3))
+    if len(set(totals)) > 1:
+        return ValueError(f"MatrixRowBlock: rows of all ranks must have one number of columns, but got {totals}.")
+    if sum(parts) != totals[0]:
+        said = f"the ranks' rows, {rows}, add up to {sum(rows)}"
+        if columns is not None:
+            said = f"columns={parts} adds up to {sum(parts)}"
+        return ValueError(
+            f"MatrixRowBlock: {said}, but the matrix has {totals[0]} columns. Say with columns= how many of them "
+            "belong to each rank."
+        )
+    return None
+
+
+def rows_of(used: Channel, matrix: Any, root: Rank, counts: Any) -> tuple[Any, int]:
+    """Return this rank's rows of the root's matrix, and its number of columns.
+
+    Raises
+    ------
+    TypeError, ValueError
+        On all ranks: see `MatrixRowBlock.from_scipy`.
+    """
+    if not 0 <= root < used.size:
+        raise ValueError(f"MatrixRowBlock.from_scipy: root must be a rank from 0 to {used.size - 1}, but got {root!r}.")
+    error, pieces = None, None
+    if used.rank == root:
+        error = _mistake(matrix, "MatrixRowBlock.from_scipy: matrix")
+        if error is None and counts is not None and (len(counts) != used.size or sum(counts) != matrix.shape[0]):
+            error = ValueError(
+                f"MatrixRowBlock.from_scipy: counts must be {used.size} numbers that add up to {matrix.shape[0]} rows, "
+                f"but got {counts!r}."
+            )
+        if error is None:
+            pieces = _cut(scipy.sparse.csr_matrix(matrix), used.size, counts)
+    raise_together(used, error)
+    return used.data.scatter(pieces, root)
+
+
+def _cut(matrix: Any, size: int, counts: Any) -> list[tuple[Any, int]]:
+    rows = _even(matrix.shape[0], size) if counts is None else list(counts)
+    columns = rows if matrix.shape[0] == matrix.shape[1] else _even(matrix.shape[1], size)
+    stops = np.cumsum(rows)
+    return [(matrix[stop - n : stop], int(m)) for stop, n, m in zip(stops, rows, columns)]
+
+
+def _even(total: int, size: int) -> list[int]:
+    share, longer = divmod(total, size)
+    return [share + (k < longer) for k in range(size)]

@@ -1,0 +1,102 @@
+"""Products with a sparse matrix whose rows are divided among the ranks, as operators that know each other's derivatives.
+
+All are parts of one number, T(v, x, y) = Σ_k v_k x_col(k) y_row(k) over the entries k of the matrix: A x is its derivative
+by y, Aᵀ y that by x, and the derivative by the values v is the third. T is linear in each of its arguments, so the
+derivatives of each of the three are the other two, at any order. No product is conjugated.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import scipy.sparse
+
+from mpiad._typing import LocalArray
+from mpiad.extend import communicating, defjvp, defvjp
+from mpiad.linalg.ghosts import GhostPlan
+
+__all__ = ["Pattern", "product", "transposed_product", "values_product"]
+
+
+class Pattern:
+    """Where the entries of this rank's rows are, and the ghosts that they need.
+
+    Parameters
+    ----------
+    rows, columns : array of int, of length nnz
+        Each entry's row in this rank's part of y, and its column: in this rank's part of x, or after it among the ghosts.
+    starts : array of int
+        CSR's row pointers.
+    shape : tuple of int
+        Rows and columns of this rank's part of y and x.
+    plan : GhostPlan
+    """
+
+    def __init__(self, columns: np.ndarray, starts: np.ndarray, shape: tuple[int, int], plan: GhostPlan):
+        # Of one type, or SciPy would copy them for each product.
+        kind = np.int32 if max(len(columns), shape[1] + plan.count) < 2**31 else np.int64
+        self.columns, self.starts, self.shape, self.plan = columns.astype(kind), starts.astype(kind), shape, plan
+        self.rows = np.repeat(np.arange(shape[0]), np.diff(starts))
+
+    def matrix(self, values: LocalArray) -> scipy.sparse.csr_matrix:
+        """Return this rank's rows as a matrix that takes the ghosts after its part of x; it shares the values' memory."""
+        shape = self.shape[0], self.shape[1] + self.plan.count
+        return scipy.sparse.csr_matrix((values, self.columns, self.starts), shape, copy=False)
+
+    def extended(self, x: LocalArray) -> LocalArray:
+        """Return this rank's part of x with the ghosts after it; collective."""
+        return np.concatenate([x, self.plan.fetch(x)], axis=-1)
+
+
+@communicating
+def product(values: LocalArray, x: LocalArray, pattern: Pattern) -> LocalArray:
+    """Return this rank's part of A x, shape (..., rows), of the values of A's entries and x, shape (..., columns)."""
+    return _times(pattern.matrix(values), pattern.extended(x))
+
+
+@communicating
+def transposed_product(values: LocalArray, y: LocalArray, pattern: Pattern) -> LocalArray:
+    """Return this rank's part of Aᵀ y, shape (..., columns), of the values of A's entries and y, shape (..., rows)."""
+    extended = _times(pattern.matrix(values).T, y)
+    own = pattern.shape[1]
+    out = np.ascontiguousarray(extended[..., :own])
+    pattern.plan.give(extended[..., own:], out)
+    return out
+
+
+@communicating
+def values_product(x: LocalArray, y: LocalArray, pattern: Pattern) -> LocalArray:
+    """Return x_col(k) y_row(k) of each entry k of this rank's rows, shape (nnz,), added up over leading axes."""
+    parts = pattern.extended(x)[..., pattern.columns] * y[..., pattern.rows]
+    return parts.sum(axis=tuple(range(parts.ndim - 1)))
+
+
+def _times(matrix: scipy.sparse.spmatrix, x: LocalArray) -> LocalArray:
+    if x.ndim == 1:
+        return matrix @ x
+    flat = matrix @ x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).T
+    return np.ascontiguousarray(flat.T).reshape(*x.shape[:-1], matrix.shape[0])
+
+
+defvjp(
+    product,
+    lambda ans, values, x, pattern: lambda g: values_product(x, g, pattern),
+    lambda ans, values, x, pattern: lambda g: transposed_product(values, g, pattern),
+)
+defvjp(
+    transposed_product,
+    lambda ans, values, y, pattern: lambda g: values_product(g, y, pattern),
+    lambda ans, values, y, pattern: lambda g: product(values, g, pattern),
+)
+defvjp(
+    values_product,
+    lambda ans, x, y, pattern: lambda g: transposed_product(g, y, pattern),
+    lambda ans, x, y, pattern: lambda g: product(g, x, pattern),
+)
+for _operator in (product, transposed_product, values_product):
+    defjvp(
+        _operator,
+        lambda g, ans, a, b, pattern, fun=_operator: fun(g, b, pattern),
+        lambda g, ans, a, b, pattern, fun=_operator: fun(a, g, pattern),
+    )
