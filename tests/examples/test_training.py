@@ -1,0 +1,45 @@
+"""The trainings learn what they should, alike on any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import numpy as np
+import pytest
+
+pytestmark = [pytest.mark.launches, pytest.mark.limit(150)]
+
+Run = Callable[..., CompletedProcess]
+
+
+def digits(mpirun: Run, ranks: int, folder: Path, *arguments: object) -> tuple[str, np.ndarray]:
+    folder.mkdir()
+    done = mpirun(ranks, "examples/digits_training.py", "--history", "losses.txt", *arguments, timeout=70, cwd=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout, np.loadtxt(folder / "losses.txt")
+
+
+def test_ranks_share_one_history(mpirun: Run, tmp_path: Path) -> None:
+    (_, one), (_, two), (_, four) = (digits(mpirun, n, tmp_path / str(n), "--epochs", 3) for n in (1, 2, 4))
+    assert len(one) == 33
+    np.testing.assert_allclose(two, one, rtol=1e-10)
+    np.testing.assert_allclose(four, one, rtol=1e-10)
+
+
+def test_digits_are_read(mpirun: Run, tmp_path: Path) -> None:
+    printed, losses = digits(mpirun, 2, tmp_path / "run")
+    assert np.mean(losses[-11:]) < 0.02
+    accuracy = float(printed.splitlines()[1].split()[-1])
+    assert 0.97 <= accuracy <= 1
+    assert (tmp_path / "run" / "demo" / "digits_training.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_quickstart_trains_as_one_process_does(mpirun: Run, tmp_path: Path, ranks: int) -> None:
+    done = mpirun(ranks, "examples/regression_quickstart.py", timeout=60, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr  # it compares by itself
+    lines = done.stdout.splitlines()
+    assert len(lines) == ranks
+    assert len({line.split(": ")[1] for line in lines}) == 1
