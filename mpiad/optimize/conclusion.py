@@ -68,7 +68,8 @@ def concluded(
         SciPy's; changed in place.
     points : Points
     constrained : bool
-        Whether there are constraints: the last iterate of a finite value then stays, since a lower one may violate them.
+        Whether there are constraints. Where the method has succeeded its point then stays, since a lower one may violate
+        them.
     """
     if points.maxfun is not None:  # SciPy counts what the root remembered
         result.nfev = min(result.nfev, points.counts.of_objective)
@@ -79,6 +80,8 @@ def concluded(
         result.status = result.status or 3
     elif not math.isfinite(value):
         _move(result, best, f"x is the best point that was met, since the objective is {value} where the method ended.")
+    elif constrained and not result.success and points.lowers(np.asarray(result.x, dtype=float), value):
+        _move(result, best, "x is the best point that was met: no other violates the constraints less at a lower value.")
     elif not constrained and value - best.value > _ROUNDING * abs(value):  # type: ignore[operator]
         converged = result.success and best.gradient_norm <= np.max(np.abs(gradient), initial=0.0)
         _move(result, best, f"x is the best point that was met, since the method ended higher, at {value}.", converged)

@@ -12,8 +12,7 @@ from mpiad._typing import Function
 from mpiad.optimize.history import Iterate, Record, Row
 from mpiad.optimize.points import Points
 from mpiad.optimize.progress import line_of
-from mpiad.optimize.variables import Packing
-from mpiad.progress_line import ProgressLine
+from mpiad.optimize.root_driven import Leader
 
 __all__ = ["Iterates", "IteratesOfPoints"]
 
@@ -34,8 +33,7 @@ class Iterates:
     ----------
     callback : callable or None
         The user's own.
-    packing : Packing
-    progress : ProgressLine or None
+    leader : Leader
 
     Attributes
     ----------
@@ -44,8 +42,9 @@ class Iterates:
         Whether the user's callback is running, or has raised.
     """
 
-    def __init__(self, callback: Function | None, packing: Packing, progress: ProgressLine | None):
-        self._callback, self._packing, self._progress = callback, packing, progress
+    def __init__(self, callback: Function | None, leader: Leader):
+        self._callback, self._packing, self._progress = callback, leader.packing, leader.progress
+        self._used = leader.used
         self._last: np.ndarray | None = None
         self.record, self.told = Record(), False
         self._whole = callback is not None and set(inspect.signature(callback).parameters) == {"intermediate_result"}
@@ -70,12 +69,11 @@ class Iterates:
             return None
         self.told = True
         nest = self._packing.unpack(np.array(x, dtype=float))
-        if self._whole:
-            answer = self._callback(intermediate_result=scipy.optimize.OptimizeResult(
-                x=nest, fun=row.loss, nit=row.iteration, nfev=row.evaluations, gradient_norm=row.gradient_norm
-            ))
-        else:
-            answer = self._callback(nest)
+        whole = scipy.optimize.OptimizeResult(
+            x=nest, fun=row.loss, nit=row.iteration, nfev=row.evaluations, gradient_norm=row.gradient_norm
+        )
+        with self._used.refusing("the callback runs on the root alone, and the other ranks take no part"):
+            answer = self._callback(intermediate_result=whole) if self._whole else self._callback(nest)
         self.told = False
         return answer
 
@@ -87,12 +85,11 @@ class IteratesOfPoints(Iterates):
     ----------
     points : Points
     callback : callable or None
-    packing : Packing
-    progress : ProgressLine or None
+    leader : Leader
     """
 
-    def __init__(self, points: Points, callback: Function | None, packing: Packing, progress: ProgressLine | None):
-        super().__init__(callback, packing, progress)
+    def __init__(self, points: Points, callback: Function | None, leader: Leader):
+        super().__init__(callback, leader)
         self._points = points
 
     def value(self, x: np.ndarray) -> float:

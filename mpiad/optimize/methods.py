@@ -22,12 +22,15 @@ class Method(NamedTuple):
         Whether it uses Hessian products.
     knows_maxfun : bool
         Whether it has an option of this name.
+    constrained : bool
+        Whether it takes constraints.
     """
 
     name: str
     together: bool
     products: bool
     knows_maxfun: bool = False
+    constrained: bool = False
 
 
 _METHODS = {
@@ -36,11 +39,11 @@ _METHODS = {
     "bfgs": Method("BFGS", True, False),
     "cg": Method("CG", True, False),
     "tnc": Method("TNC", True, False, True),
-    "slsqp": Method("SLSQP", False, False),
+    "slsqp": Method("SLSQP", False, False, constrained=True),
     "newton-cg": Method("Newton-CG", False, True),
     "trust-ncg": Method("trust-ncg", False, True),
     "trust-krylov": Method("trust-krylov", False, True),
-    "trust-constr": Method("trust-constr", False, True),
+    "trust-constr": Method("trust-constr", False, True, constrained=True),
 }
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import numpy as np
 import scipy
 
 from mpiad._typing import Comm, Function, Rank, Tree
@@ -39,6 +40,7 @@ def minimize(
     jac: Function | bool | None = None,
     hessp: Function | None = None,
     bounds: Any = None,
+    constraints: Any = (),
     root: Rank = 0,
     comm: Comm = None,
     tol: float | None = None,
@@ -71,8 +73,13 @@ def minimize(
         ``hessp(x, v, *args)`` returns the Hessian of L_r times v. By default it is found by `hvp`, for methods that use
         it.
     bounds : sequence of (low, high) or scipy.optimize.Bounds, optional
-        Of the variables in the order of the flattened nest. Counts on the root only, as do the next three. With
-        "L-BFGS-sharded": of this rank's own piece; `tol` and `options` are the same on all ranks.
+        Of the variables in the order of the flattened nest. Counts on the root only, as do `constraints`, `tol`,
+        `options` and `callback`. With "L-BFGS-sharded": of this rank's own piece; `tol` and `options` are the same on
+        all ranks.
+    constraints : LinearConstraint, NonlinearConstraint, dict, or a list of them, optional
+        SciPy's, for "SLSQP" and "trust-constr". Their functions are called with the variables in the form of x0, on the
+        root alone: they mustn't communicate. Their Jacobians, shape (k, n) by the flattened variables, are found by
+        differentiation where none is given. A LinearConstraint is about the flattened variables.
     root : int
     comm : mpi4py intracommunicator, optional
     tol : float, optional
@@ -126,7 +133,7 @@ def minimize(
     jac = None if jac is False else jac  # False is what SciPy takes for "none is given"
     program = Program(fun, jac, hessp, args if isinstance(args, tuple) else (args,), objective, root)
     with suspended():
-        wishes = Wishes(bounds, tol, options, callback)
+        wishes = Wishes(bounds, constraints, tol, options, callback)
         start = _agree_on_arguments(used, program, method, x0, wishes)
         solve = Sharded(used, program, start) if isinstance(start, Piece) else RootDriven(used, program, start)
         try:
@@ -147,6 +154,8 @@ def _agree_on_arguments(used: Channel, program: Program, method: Any, x0: Tree, 
         check_program(program, used, "minimize")
         start = as_variables(x0) if sharded or used.rank == program.root else None
         if sharded:
+            if wishes.constraints is not None and np.size(wishes.constraints):
+                raise ValueError("minimize: method 'L-BFGS-sharded' takes no constraints; 'SLSQP' and 'trust-constr' do.")
             start = piece_of(start, wishes.bounds, wishes.tol, wishes.options)
             settings = f", {start.settings}"
             _check_callback(wishes.callback)

@@ -19,6 +19,7 @@ def mpi_optimize(
     method: str = "L-BFGS",
     *,
     bounds: Any = None,
+    constraints: Any = (),
     root: Rank = 0,
     comm: Comm = None,
     tol: float | None = None,
@@ -43,6 +44,7 @@ def mpi_optimize(
     method : str
         As in `minimize`, and so are all that follow.
     bounds : sequence of (low, high) or scipy.optimize.Bounds, optional
+    constraints : LinearConstraint, NonlinearConstraint, dict, or a list of them, optional
     root : int
     comm : mpi4py intracommunicator, optional
     tol : float, optional
@@ -77,6 +79,6 @@ def mpi_optimize(
     # None and True mean something else to `minimize`, which refuses a text on all ranks alike.
     jac: Any = repr(g) if g is None or isinstance(g, bool) else g
     return minimize(
-        f, x0, method=method, jac=jac, bounds=bounds, root=root, comm=comm, tol=tol, options=options, callback=callback,
-        objective=objective, args=args, progress=progress,
+        f, x0, method=method, jac=jac, bounds=bounds, constraints=constraints, root=root, comm=comm, tol=tol,
+        options=options, callback=callback, objective=objective, args=args, progress=progress,
     )

@@ -152,6 +152,13 @@ class Points:
         if self.best is None or (excess, point.value) < (self._least, self.best.value):
             self.best, self._least = point, excess
 
+    def lowers(self, x: np.ndarray, value: float) -> bool:
+        """Return whether the best point violates less than x, or no more at a lower value."""
+        if self.best is None:
+            return False
+        excess = 0.0 if self.excess is None else self.excess(x)
+        return (self._least, self.best.value) < (excess, value)
+
     def _carry_out(self, kind: int, name: str, x: np.ndarray, direction: np.ndarray | None = None) -> Any:
         self._evaluation.raise_if_ended()  # the other ranks don't listen any more
         self.counts[name] += 1

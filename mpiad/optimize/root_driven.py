@@ -30,6 +30,8 @@ class Leader(NamedTuple):
     instructions : Instructions
     packing : Packing
     start : nest of arrays
+    used : Channel
+        The user's communicator.
     progress : ProgressLine or None
     """
 
@@ -37,6 +39,7 @@ class Leader(NamedTuple):
     instructions: Instructions
     packing: Packing
     start: Tree
+    used: Channel
     progress: ProgressLine | None
 
 
@@ -88,7 +91,7 @@ class RootDriven:
         return finished(outcome, self._packing)
 
     def _lead(self, drive: Callable[[Leader], dict[str, Any]], progress: ProgressLine | None) -> Any:
-        leader = Leader(self._evaluation, self._instructions, self._packing, self._start, progress)
+        leader = Leader(self._evaluation, self._instructions, self._packing, self._start, self._used, progress)
         try:
             outcome: Any = drive(leader)
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must not wait on

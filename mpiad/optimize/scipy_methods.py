@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,12 +11,13 @@ import scipy  # loads its parts at their first use: to load them here would doub
 
 from mpiad._typing import Function
 from mpiad.optimize.conclusion import broken_off, concluded, limited, stopped
+from mpiad.optimize.constraints import ConstraintSet, constraints_of
 from mpiad.optimize.iterates import IteratesOfPoints
 from mpiad.optimize.methods import Method
 from mpiad.optimize.points import LimitReached, Points
 from mpiad.optimize.result import outcome_of
 from mpiad.optimize.root_driven import Leader
-from mpiad.optimize.sharded.box import box_of
+from mpiad.optimize.sharded.box import Box, box_of
 
 __all__ = ["Wishes", "drive"]
 
@@ -24,6 +26,7 @@ class Wishes(NamedTuple):
     """What else the root was given for the method."""
 
     bounds: Any
+    constraints: Any
     tol: float | None
     options: dict | None
     callback: Function | None
@@ -34,9 +37,10 @@ def drive(method: Method, wishes: Wishes, leader: Leader) -> dict[str, Any]:
     points = Points(leader.evaluation, leader.instructions, method.together)
     start = leader.packing.pack(leader.start)
     box = box_of(wishes.bounds, start.size)
-    points.excess = None if box is None else box.excess
+    constraints = _constraints(method, wishes.constraints, leader)
+    points.excess = _excess(box, constraints)
     points.maxfun, options = _limited(method, dict(wishes.options or {}))
-    iterates = IteratesOfPoints(points, wishes.callback, leader.packing, leader.progress)
+    iterates = IteratesOfPoints(points, wishes.callback, leader)
     try:
         result = scipy.optimize.minimize(
             iterates.value,
@@ -45,11 +49,12 @@ def drive(method: Method, wishes: Wishes, leader: Leader) -> dict[str, Any]:
             jac=points.gradient,
             hessp=points.product if method.products else None,
             bounds=_flat_bounds(wishes.bounds),
+            constraints=() if constraints is None else constraints.for_scipy,
             tol=wishes.tol,
             options=options,
             callback=iterates,
         )
-        result = concluded(result, points, constrained=False)
+        result = concluded(result, points, constrained=constraints is not None)
     except StopIteration:  # which some of SciPy's methods let pass
         result = stopped(points, iterates.count)
     except LimitReached:
@@ -59,6 +64,19 @@ def drive(method: Method, wishes: Wishes, leader: Leader) -> dict[str, Any]:
             raise
         result = broken_off(error, points, iterates.count)
     return outcome_of(result, iterates.record.history(), points.counts)
+
+
+def _constraints(method: Method, given: Any, leader: Leader) -> ConstraintSet | None:
+    if given is None or (isinstance(given, (list, tuple)) and not given):
+        return None
+    if not method.constrained:
+        raise ValueError(f"minimize: method {method.name!r} takes no constraints; 'SLSQP' and 'trust-constr' do.")
+    return constraints_of(given, leader.packing, leader.used)
+
+
+def _excess(box: Box | None, constraints: ConstraintSet | None) -> Callable[[np.ndarray], float] | None:
+    checks = [each.excess for each in (box, constraints) if each is not None]
+    return (lambda x: max(check(x) for check in checks)) if checks else None
 
 
 def _limited(method: Method, options: dict) -> tuple[float | None, dict]:

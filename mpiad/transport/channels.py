@@ -11,7 +11,8 @@ An exception that leaves messages under way marks the channel, since an old mess
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import count
 from typing import Any, NamedTuple
 from weakref import WeakSet
@@ -40,6 +41,7 @@ class Channel:
         self.rank, self.size = user.rank, user.size
         self.members, self.number, self.label = _named(user)
         self.fault: str | None = None
+        self.alone = False
         self.lost: tuple[int, ...] = ()  # ranks whose processes died
         self.pairs_compared = False
         self.headers: Comm | None = None  # for those of messages under watch
@@ -129,6 +131,16 @@ class Channel:
         """Tell whether messages of this rank's are under way."""
         started = [request for kind, request, _ in self.started.values() if kind == "send"]
         return any(not request.Test() for request in [*started, *[request for request, _ in self.pending]])
+
+    @contextmanager
+    def refusing(self, reason: str) -> Iterator[None]:
+        """Refuse this rank's calls in a context, in which the other ranks take no part: they would never end."""
+        kept = self.fault, self.alone
+        self.fault, self.alone = reason, True
+        try:
+            yield
+        finally:
+            self.fault, self.alone = kept
 
     def mark(self, reason: str) -> None:
         """Refuse further use until `renew`."""

@@ -85,6 +85,8 @@ def channel(comm: Comm, call: str, collective: bool = True, survivors: bool = Fa
 
 
 def _refuse(found: Channel, call: str) -> NoReturn:
+    if found.alone:
+        raise CommunicatorError(f"{call}: {found.fault}, so this call would wait for them forever.")
     if found.lost:
         raise CommunicatorError(
             f"{call}: {found.fault} The ranks that are left can go on with a communicator of theirs: comm.Shrink()."

@@ -54,7 +54,7 @@ class _Problem:
 
     def __init__(self, leader: Leader, evaluation: ResidualEvaluation, callback: Function | None):
         self._instructions, self._evaluation, self._size = leader.instructions, evaluation, leader.packing.size
-        self._iterates = Iterates(callback, leader.packing, leader.progress)
+        self._iterates = Iterates(callback, leader)
         self._robust = evaluation.loss is not None
         self.seen, self._cost = np.zeros(0), np.nan
         self.place: _Place | None = None
