@@ -66,5 +66,7 @@ class JobProgress:
             self._notices.post(0, _END)
         while self._line is not None and self._others:
             self._hear(self._notices.await_next()[1])
+        if self._line is not None:
+            self._line.close()
         self._notices.drain()
         self._used.drop(self._comm)

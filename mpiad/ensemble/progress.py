@@ -1,19 +1,21 @@
-"""The progress line of a long solve, on standard error."""
+"""What a long solve's progress line says."""
 
 from __future__ import annotations
 
-import sys
+import threading
 import time
 from typing import TextIO
 
+from mpiad.progress_line import ProgressLine
+
 __all__ = ["Progress"]
 
-_SECONDS_BETWEEN_LINES = 1.0
+_SECONDS_BETWEEN = 1.0
 _WIDTH = 30
 
 
 class Progress:
-    """A bar that counts ended trajectories: written over on a terminal, a line a second elsewhere.
+    """A bar that counts ended trajectories.
 
     Parameters
     ----------
@@ -23,22 +25,26 @@ class Progress:
     """
 
     def __init__(self, total: int, stream: TextIO | None = None):
-        self._total, self._done = total, 0
-        self._stream = sys.stderr if stream is None else stream
-        self._start = self._written = time.monotonic()
+        self._total, self._done, self._line = total, 0, ProgressLine(stream)
+        self._lock = threading.Lock()
+        self._start = self._shown = time.monotonic()
 
     def __call__(self, finished: int) -> None:
         """Count more trajectories as ended."""
-        self._done += finished
-        now = time.monotonic()
-        if self._done >= self._total or now - self._written >= _SECONDS_BETWEEN_LINES:
-            self._written = now
-            self._write()
+        with self._lock:  # shares may run in threads
+            self._done += finished
+            now = time.monotonic()
+            # Some end in nearly every turn, and a turn takes less time than a line does on a terminal.
+            if self._done >= self._total or now - self._shown >= _SECONDS_BETWEEN:
+                self._shown = now
+                self._line.show(self._text())
 
-    def _write(self) -> None:
+    def _text(self) -> str:
         filled = _WIDTH * self._done // max(1, self._total)
         counted = f"{self._done}/{self._total} trajectories"
-        text = f"[{'#' * filled:{_WIDTH}}] {counted}  {self._written - self._start:.1f} s"
-        last = self._done >= self._total
-        self._stream.write(f"\r{text}\x1b[K{chr(10) * last}" if self._stream.isatty() else f"{text}\n")
-        self._stream.flush()
+        return f"[{'#' * filled:{_WIDTH}}] {counted}  {self._shown - self._start:.1f} s"
+
+    def close(self) -> None:
+        """End the line, also where not all trajectories have ended."""
+        if self._shown > self._start:
+            self._line.close()

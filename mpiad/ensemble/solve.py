@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from typing import Any
 
 import numpy as np
@@ -137,7 +137,8 @@ def solve(
         return sol[0]
     count = demands.trajectories
     if not isinstance(ensemblealg, EnsembleMPI):
-        sol = _ensemble(demands, problem, range(1, count + 1), Progress(count) if progress else None)
+        with closing(Progress(count)) if progress else nullcontext() as shown:
+            sol = _ensemble(demands, problem, range(1, count + 1), shown)
         report(sol, throw)
         return sol
     sol = over_ranks(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 
 import numpy as np
 import pytest
@@ -133,7 +134,21 @@ def test_progress(capsys):
     bar = Progress(4, stream)
     for _ in range(4):
         bar(1)
+    bar.close()
     assert stream.getvalue().count("\n") == 1 and "#" * 30 in stream.getvalue()
+
+
+def test_progress_of_a_solve_that_stops_early_ends_its_line(capsys, monkeypatch):
+    monkeypatch.setattr("mpiad.ensemble.progress._SECONDS_BETWEEN", 0.0)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    stops = EnsembleProblem(BASE, prob_func=numbered, reduction=lambda u, batch, I: (u + batch, True))
+    solve(stops, trajectories=50, progress=True, batch_size=20)
+    assert re.search(r"20/50 trajectories  \d+\.\d s\x1b\[K\n$", capsys.readouterr().err)
+
+
+def test_progress_of_threads(capsys):
+    solve(EnsembleProblem(BASE, prob_func=numbered), ensemblealg=EnsembleThreads(3), trajectories=50, progress=True)
+    assert "50/50 trajectories" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_progress_counts_what_has_no_way_to_go(capsys):
