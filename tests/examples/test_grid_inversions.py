@@ -1,0 +1,51 @@
+"""The examples on divided grids: the same answer on any number of ranks, and the truth where there is time for it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import numpy as np
+import pytest
+
+pytestmark = [pytest.mark.launches, pytest.mark.limit(150)]
+
+Run = Callable[..., CompletedProcess]
+# Four ranks divide the shots too, into two groups.
+SMALL = {
+    "examples/heat_source.py": ("--cells", 13, "--steps", 3, "--iterations", 8, "--most", 1),
+    "examples/seismic_inversion.py": ("--shape", 30, 33, "--shots", 2, "--steps", 90, "--iterations", 2, "--least", 9),
+}
+COMPUTED = re.compile(r"\d\.\d{12}e[+-]\d\d")
+
+
+def computed(done: CompletedProcess) -> list[float]:
+    """Return the numbers that a program printed with all their digits."""
+    assert done.returncode == 0, done.stdout + done.stderr
+    numbers = [float(number) for number in COMPUTED.findall(done.stdout)]
+    assert len(numbers) == 2, done.stdout
+    return numbers
+
+
+@pytest.mark.parametrize("program", SMALL, ids=lambda program: Path(program).stem)
+def test_ranks_have_one_answer(mpirun: Run, program: str) -> None:
+    one, two, four = (computed(mpirun(ranks, program, *SMALL[program], timeout=70)) for ranks in (1, 2, 4))
+    np.testing.assert_allclose(two, one, rtol=1e-10)
+    np.testing.assert_allclose(four, one, rtol=1e-10)
+
+
+def test_start_of_the_heat_is_recovered(mpirun: Run, tmp_path: Path) -> None:
+    arguments = ("--cells", 32, "--steps", 6, "--most", 0.25, "--picture", tmp_path / "heat.png")
+    computed(mpirun(1, "examples/heat_source.py", *arguments))
+    assert (tmp_path / "heat.png").stat().st_size > 10_000
+
+
+def test_velocity_is_improved(mpirun: Run, tmp_path: Path) -> None:
+    arguments = ("--shape", 40, 48, "--shots", 3, "--steps", 150, "--iterations", 8, "--least", 0.3)
+    done = mpirun(1, "examples/seismic_inversion.py", *arguments, "--picture", tmp_path / "velocity.png", timeout=80)
+    computed(done)
+    guess, recovered = (float(number) for number in re.findall(r"(?:guess|recovered) (\d\.\d+e-\d\d)", done.stdout))
+    assert recovered < guess
+    assert (tmp_path / "velocity.png").stat().st_size > 10_000
