@@ -3,7 +3,8 @@
     mpiexec -n 4 python examples/digits_training.py
 
 A multilayer perceptron, 64 → 128 relu → 10, by AdamW with a falling rate; batches of 128 images of all ranks together, so
-that any number of ranks trains alike. A quarter of the images is kept for the test. The accuracy on it must be 0.97 at least.
+that any number of ranks trains alike. A quarter of the images is kept for the test. The accuracy there must be 0.97 at
+least.
 """
 
 import argparse
