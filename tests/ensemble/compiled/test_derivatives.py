@@ -93,10 +93,11 @@ ABOVE_ONE = {"arccosh"}
 STEPS = {name for name, entry in OPERATIONS.items() if entry.boolean} | {"floor", "ceil", "trunc", "rint", "sign"}
 
 
+@pytest.mark.parametrize("places", [(0, 1, 2), (1, 2, 0)])
 @pytest.mark.parametrize("operation", sorted(set(OPERATIONS) - STEPS))
-def test_each_rule_against_differences(operation):
+def test_each_rule_against_differences(operation, places):
     program = one(operation)
-    u = np.array([0.43, 0.71, -0.35][: program.states]) + (operation in ABOVE_ONE)
+    u = np.array([0.43, 0.71, 0.35])[list(places)][: program.states] + (operation in ABOVE_ONE)
     if operation == "copysign":
         u[1] = -0.7
     if operation == "fmod":

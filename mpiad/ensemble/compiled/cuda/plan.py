@@ -1,0 +1,56 @@
+"""What a CUDA kernel is made for."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpiad.ensemble.compiled.program import Program
+from mpiad.ensemble.controller import Controller
+from mpiad.ensemble.tableaus import Tableau
+
+__all__ = ["Plan"]
+
+
+class Plan(NamedTuple):
+    """What a CUDA kernel is made for.
+
+    Parameters
+    ----------
+    program : Program
+        The right-hand side.
+    tableau : Tableau
+    controller : Controller
+    varying, shared : tuple of int
+        Which parameters of the program each trajectory has of its own, and which all share: row by row of the kernel's
+        arrays.
+    directions : tuple of tuple of (str, int)
+        Along which the forward kernel carries tangents: ("state", i) or ("parameter", j).
+    record : bool
+        Whether the forward kernel keeps the accepted steps for the reverse kernel.
+    inside : bool
+        Whether states are saved at times between the steps too.
+    dtype : dtype
+        float64 or float32. Times and sizes of steps are double in both.
+    """
+
+    program: Program
+    tableau: Tableau
+    controller: Controller
+    varying: tuple[int, ...]
+    shared: tuple[int, ...]
+    directions: tuple[tuple[str, int], ...] = ()
+    record: bool = False
+    inside: bool = True
+    dtype: Any = np.float64
+
+    @property
+    def d(self) -> int:
+        """Components of a state."""
+        return self.program.states
+
+    @property
+    def last(self) -> int:
+        """The number of the stage at the new state."""
+        return self.tableau.stages - 1

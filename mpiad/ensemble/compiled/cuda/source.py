@@ -1,0 +1,47 @@
+"""`cuda_source`: the text of an f's kernels."""
+
+from __future__ import annotations
+
+from mpiad.ensemble.compiled.cuda.forward import forward_text
+from mpiad.ensemble.compiled.cuda.pieces import PRELUDE, Pieces
+from mpiad.ensemble.compiled.cuda.plan import Plan
+from mpiad.ensemble.compiled.cuda.reverse import reverse_text
+from mpiad.ensemble.compiled.derivatives import jvp, vjp
+from mpiad.ensemble.compiled.program import Program
+from mpiad.ensemble.compiled.simplify import simplify
+
+__all__ = ["cuda_source"]
+
+
+def cuda_source(plan: Plan) -> str:
+    """Return CUDA C of the kernels ``forward`` and, where steps are recorded, ``reverse``.
+
+    Parameters
+    ----------
+    plan : Plan
+
+    Returns
+    -------
+    str
+        Complete for NVRTC and nvcc; for a compiler of C++ the kernels are functions that loop over the trajectories. What
+        the arguments are stands before each kernel; all rows are contiguous along the trajectories.
+    """
+    pieces, program, d = Pieces(plan), plan.program, plan.d
+    parts = [PRELUDE + f"typedef {'float' if pieces.single else 'double'} real;", pieces.function("f", program, 0, d)]
+    parts += [pieces.function(f"df{j}", along, d, d) for j, along in enumerate(_tangents(plan))]
+    if plan.record:
+        wanted = [*plan.varying, *plan.shared]
+        parts.append(pieces.function("g", vjp(program, wanted, time=False), d, d + len(wanted)))
+    parts.append(forward_text(plan))
+    parts += [reverse_text(plan)] if plan.record else []
+    return "\n\n".join(parts) + "\n"
+
+
+def _tangents(plan: Plan) -> list[Program]:
+    """Return for each direction the tangents of f as a program of those of the state; the parameter's own is 1."""
+    made, d = [], plan.d
+    for kind, place in plan.directions:
+        along = [place] if kind == "parameter" else []
+        tangent = jvp(plan.program, 1, along, time=False)
+        made.append(simplify(tangent, {d: 1.0} if along else {}, range(d, 2 * d)))
+    return made

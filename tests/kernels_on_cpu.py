@@ -1,0 +1,100 @@
+"""CUDA sources as programs for this machine's processor: compiled by a compiler of C++, called by ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from types import SimpleNamespace
+
+import numpy as np
+
+from mpiad.differentiation.trees import flatten
+from mpiad.ensemble.batch import Parameters
+from mpiad.ensemble.compiled.cuda.plan import Plan
+from mpiad.ensemble.compiled.cuda.source import cuda_source
+from mpiad.ensemble.compiled.layout import layout_of
+from mpiad.ensemble.compiled.trace import trace
+from mpiad.ensemble.problem import ODEProblem
+
+COMPILER = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+
+
+def parameters_of(p, own):
+    """Return parameters of which all trajectories have their own (the last axis counts them), or which they share."""
+    leaves, build = flatten(ODEProblem(lambda u, p, t: u, [0.0], (0, 1), p).p)
+    return Parameters(leaves, [own] * len(leaves), build)
+
+
+def plan_of(f, p, u0, alg, **options):
+    """Return the plan of an f; u0 has shape (d, n)."""
+    program, layout = trace(f, (len(u0),), p, u0.dtype), layout_of(p)
+    return Plan(program, alg.tableau, alg.controller, layout.varying, layout.shared, dtype=u0.dtype, **options)
+
+
+class Kernels:
+    """The kernels of a plan.
+
+    Parameters
+    ----------
+    plan : Plan
+    folder : Path
+        For the files.
+    """
+
+    def __init__(self, plan, folder):
+        self.plan = plan
+        source, library = folder / "kernel.cpp", folder / "kernel.so"
+        source.write_text(cuda_source(plan))
+        command = [COMPILER, "-O1", "-std=c++14", "-ffp-contract=off", "-shared", "-fPIC", "-Wall", "-Werror"]
+        command += ["-Wno-unused-but-set-variable", "-Wno-unused-variable", str(source), "-o", str(library)]
+        made = subprocess.run(command, capture_output=True, text=True)
+        assert made.returncode == 0, made.stderr
+        self._library = ctypes.CDLL(str(library))
+
+    def forward(
+        self, u0, p, start, stop, times, rtol=1e-3, atol=1e-6, dt=None, dtmax=np.inf, max_steps=100_000, capacity=0
+    ):
+        """Solve, and return all that the kernel writes, each array with the trajectories along its last axis."""
+        plan, (d, n), real = self.plan, u0.shape, u0.dtype
+        own, common = layout_of(p).split(p.leaves, n, real)
+        start, stop = (np.broadcast_to(np.asarray(x, float), n).copy() for x in (start, stop))
+        times = np.asarray(times, float)
+        m, n_saved = len(plan.directions), times.shape[-1]
+        out = SimpleNamespace(
+            u_end=np.full((d, n), np.nan, real), saved=np.full((n_saved, d, n), np.nan, real), t_reached=np.zeros(n),
+            codes=np.zeros(n, np.int32), naccept=np.zeros(n, np.int32), nreject=np.zeros(n, np.int32),
+            du_end=np.zeros((m, d, n), real), dsaved=np.zeros((m, n_saved, d, n), real),
+            steps_u=np.zeros((capacity, d, n), real), steps_t=np.zeros((capacity, 2, n)),
+        )  # fmt: skip
+        self.given = (n, own, common, start, stop, times, n_saved, times.ndim > 1)
+        scalar = ctypes.c_float if real == np.float32 else ctypes.c_double
+        self._call(
+            self._library.forward, n, u0, own, common, start, stop, times, n_saved, int(times.ndim > 1), scalar(rtol),
+            np.full(d, atol, real), ctypes.c_double(dt or 0.0), ctypes.c_double(dtmax), max_steps, *vars(out).values(),
+            capacity,
+        )  # fmt: skip
+        return out
+
+    def reverse(self, out, alive, end_bar, saved_bar):
+        """Return the cotangents of u0, of each trajectory's parameters, and of shared ones, a column from each."""
+        n, own, common, start, stop, times, n_saved, by_row = self.given
+        real = end_bar.dtype
+        u0_bar, p_bar = np.zeros_like(end_bar), np.zeros((len(own), n), real)
+        s_bar = np.zeros((len(common), n), real)
+        self._call(
+            self._library.reverse, n, own, common, start, stop, times, n_saved, int(by_row), out.steps_u, out.steps_t,
+            out.naccept, out.t_reached, np.asarray(alive, np.uint8), end_bar, saved_bar, u0_bar, p_bar, s_bar,
+        )  # fmt: skip
+        return u0_bar, p_bar, s_bar
+
+    @staticmethod
+    def _call(function, *arguments):
+        kept = [np.ascontiguousarray(x) if isinstance(x, np.ndarray) else x for x in arguments]
+        function(*map(_as_c, kept))
+
+
+def _as_c(x):
+    if isinstance(x, np.ndarray):
+        return x.ctypes.data_as(ctypes.c_void_p)
+    return ctypes.c_longlong(x) if isinstance(x, int) else x
