@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -41,8 +42,40 @@ def raw_programs(draw):
     return Program(2, 0, instructions, reals)
 
 
+def all_pairs():
+    """Return a program of each exact operation on all simple arguments: constants, conditions, what is negated."""
+    instructions = [Instruction("state", (), i) for i in range(2)]
+    instructions += [Instruction("constant", (), value) for value in CONSTANTS]
+    reals = len(instructions)
+    instructions += [Instruction(name, (i,)) for name in ("negative", "absolute") for i in range(2)]
+    flags = len(instructions)
+    instructions += [Instruction("constant", (), value) for value in (True, False)]
+    instructions += [Instruction("less", (0, 1)), Instruction("less", (1, 2)), Instruction("logical_not", (flags + 2,))]
+    kinds = {"real": [*range(reals), *range(reals, flags)], "flag": [*range(flags, len(instructions))]}
+    outputs = []
+    for name in EXACT:
+        kind = ["flag" if name.startswith("logical") else "real"] * OPERATIONS[name].arity
+        kind = ["flag", "real", "real"] if name == "where" else kind
+        for arguments in itertools.product(*(kinds[k] for k in kind)):
+            outputs.append(len(instructions))
+            instructions.append(Instruction(name, arguments))
+    return Program(2, 0, instructions, outputs)
+
+
+def test_values_stay_in_all_pairs():
+    program = all_pairs()
+    simple = simplify(program)
+    assert simple.cost < 0.8 * program.cost
+    for u in ([1.5, -2.0], [-0.7, -0.7], [math.nan, 1.0], [3.0, math.inf], [0.0, 2.0]):
+        before, after = (np.array(evaluated(p, u, [], 0.0), float) for p in (program, simple))
+        # By a divisor that is zero the sign of an infinity may change with that of the zero.
+        known = ~np.isinf(before) | ~np.array([u[0] == 0] * len(before))
+        np.testing.assert_array_equal(np.abs(after), np.abs(before))
+        np.testing.assert_array_equal(after[known], before[known])
+
+
 @given(raw_programs(), st.lists(st.sampled_from([0.0, 1.5, -2.0, math.inf, math.nan]), min_size=2, max_size=2))
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 def test_values_stay(program, u):
     simple = simplify(program)
     # The sign of a zero may change, and with it the sign of an infinity: 1 / (x + 0).

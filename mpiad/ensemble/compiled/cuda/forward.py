@@ -15,14 +15,14 @@ __all__ = ["forward_text"]
 
 _KERNEL = """
 // saved: (n_saved, d, n); the others: (rows, n). Steps: capacity rows of (d + 2, n).
-MPIAD_KERNEL forward(
+KERNEL forward(
     const long long n, const real* u0, const real* p, const real* s, const double* start, const double* stop,
     const double* times, const long long n_saved, const long long by_row, const real rtol, const real* atol,
     const double dt, const double dtmax, const long long max_steps, real* u_end, real* saved, double* t_reached,
     int* codes, int* naccept, int* nreject, real* du_end, real* dsaved, real* steps_u, double* steps_t,
     const long long capacity
 ) {
-    MPIAD_EACH(i, n) {
+    EACH(i, n) {
         const double sign = stop[i] < start[i] ? -1.0 : 1.0;
         const double goal = sign * stop[i];
         double now = sign * start[i];
@@ -75,7 +75,7 @@ MPIAD_KERNEL forward(
 """
 
 _DUE = """
-MPIAD_INLINE double due_at(
+INLINE double due_at(
     const double* times, long long n_saved, long long by_row, long long i, long long place, double sign
 ) {
     if (place >= n_saved) return INFINITY;

@@ -16,15 +16,15 @@ __all__ = ["PRELUDE", "Pieces", "block", "dense_weights", "numbered"]
 # NVRTC has no headers; a compiler for CPUs runs through the trajectories in a loop.
 PRELUDE = """\
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
-#define MPIAD_KERNEL extern "C" __global__ void
-#define MPIAD_INLINE static __device__ __forceinline__
-#define MPIAD_EACH(i, n) \\
+#define KERNEL extern "C" __global__ void
+#define INLINE static __device__ __forceinline__
+#define EACH(i, n) \\
     for (long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x; i < n; i += (long long)gridDim.x * blockDim.x)
 #else
 #include <math.h>
-#define MPIAD_KERNEL extern "C" void
-#define MPIAD_INLINE static inline
-#define MPIAD_EACH(i, n) for (long long i = 0; i < n; ++i)
+#define KERNEL extern "C" void
+#define INLINE static inline
+#define EACH(i, n) for (long long i = 0; i < n; ++i)
 #endif
 #ifndef INFINITY
 #define INFINITY (1e300 * 1e300)
@@ -34,11 +34,11 @@ PRELUDE = """\
 #endif
 
 // NaN where either is.
-MPIAD_INLINE double larger(double a, double b) { return a > b || a != a ? a : b; }
-MPIAD_INLINE double smaller(double a, double b) { return a < b || a != a ? a : b; }
-MPIAD_INLINE bool finite_number(double a) { return a - a == 0; }
+INLINE double larger(double a, double b) { return a > b || a != a ? a : b; }
+INLINE double smaller(double a, double b) { return a < b || a != a ? a : b; }
+INLINE bool finite_number(double a) { return a - a == 0; }
 // Ten times what time can resolve.
-MPIAD_INLINE double least_step(double t) { return 10 * (nextafter(t, (double)INFINITY) - t); }
+INLINE double least_step(double t) { return 10 * (nextafter(t, (double)INFINITY) - t); }
 """
 
 
@@ -87,7 +87,7 @@ class Pieces:
         given = [f"const real {x}" for x in [*states, *self.parameters, "t", *taken]]
         given += [f"real& {x}" for x in made]
         body = lines(program, Names(states, self.parameters, "t", taken), made, "c", self.plan.dtype)
-        head = f"MPIAD_INLINE void {name}({', '.join(given)})"
+        head = f"INLINE void {name}({', '.join(given)})"
         return "\n".join([head + " {", *("    " + line for line in body), "}"])
 
     def call(self, name: str, state: str, time: str, outputs: Sequence[str], seeds: Sequence[str] = ()) -> str:

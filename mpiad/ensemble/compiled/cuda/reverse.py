@@ -13,13 +13,13 @@ __all__ = ["reverse_text"]
 
 _KERNEL = """
 // end_bar, u0_bar: (d, n); saved_bar: (n_saved, d, n); p_bar, s_bar: (rows, n).
-MPIAD_KERNEL reverse(
+KERNEL reverse(
     const long long n, const real* p, const real* s, const double* start, const double* stop, const double* times,
     const long long n_saved, const long long by_row, const real* steps_u, const double* steps_t, const int* naccept,
     const double* t_reached, const unsigned char* alive, const real* end_bar, const real* saved_bar, real* u0_bar,
     real* p_bar, real* s_bar
 ) {
-    MPIAD_EACH(i, n) {
+    EACH(i, n) {
         const double sign = stop[i] < start[i] ? -1.0 : 1.0;
         const double begun = sign * start[i];
         double ahead = sign * t_reached[i];
