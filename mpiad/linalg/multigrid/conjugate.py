@@ -1,0 +1,117 @@
+"""Conjugate gradients with V-cycles, which return the operator's product with their result at half its price.
+
+A is applied to the preconditioned residual z, and A p follows by the recurrence of p, as in `conjugate_gradients` of this
+room; the norm of the residual is known before the cycle that it may save.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+
+from mpiad._typing import LocalArray
+from mpiad.errors import ConvergenceError
+from mpiad.linalg.multigrid.level import Level
+from mpiad.transport import SUM, Channel
+from mpiad.transport.agreement import agreed, raise_together
+from mpiad.transport.collectives import allreduce
+
+__all__ = ["Tolerance", "conjugate"]
+
+
+class Tolerance(NamedTuple):
+    """When to stop.
+
+    Parameters
+    ----------
+    rtol, atol : float
+        The residual's norm is to fall to ``max(rtol * norm(b), atol)``.
+    maxiter : int
+    callback : callable or None
+    """
+
+    rtol: float
+    atol: float
+    maxiter: int
+    callback: Callable[[float], Any] | None
+
+
+def conjugate(level: Level, b: LocalArray, used: Channel, tolerance: Tolerance) -> tuple[LocalArray, list[float]]:
+    """Solve the system of the finest level.
+
+    Parameters
+    ----------
+    level : Level
+    b : array of shape (colours, size)
+        Overwritten.
+    used : Channel
+    tolerance : Tolerance
+
+    Returns
+    -------
+    array of shape (colours, size)
+    list of float
+        The norm of the residual at the start and after each iteration.
+
+    Raises
+    ------
+    ValueError
+        On all ranks, where `b` isn't finite.
+    ConvergenceError
+        On all ranks, where the iterations are used up, or the operator isn't positive definite.
+
+    Ranks
+    -----
+    All ranks of the channel call it.
+    """
+    r, x = b, np.zeros_like(b)
+    p, s, step = np.zeros_like(b), np.zeros_like(b), np.empty_like(b)
+    history = [_norm(used, r, "the right-hand side")]
+    target = max(tolerance.rtol * history[0], tolerance.atol)
+    before, curvature = 1.0, 0.0
+    while history[-1] > target:
+        if len(history) > tolerance.maxiter:
+            _fail(used, f"the residual didn't fall to {target:.3e} within maxiter={tolerance.maxiter} iterations", history)
+        z = level.cycle(r)
+        w = level.product_after(r)
+        rz, wz = _sums(used, np.vdot(r, z), np.vdot(w, z))
+        beta = rz / before if len(history) > 1 else 0.0
+        curvature = wz - beta * beta * curvature
+        if not (rz > 0.0 and curvature > 0.0):
+            found = f"r·z = {rz:.3e} and p·Ap = {curvature:.3e} should be positive"
+            _fail(used, f"{found}: rounding has taken over. Ask for less by rtol", history)
+        for direction, new in ((p, z), (s, w)):
+            direction *= beta
+            direction += new
+        x += np.multiply(p, rz / curvature, out=step)
+        r -= np.multiply(s, rz / curvature, out=step)
+        before = rz
+        history.append(_norm(used, r, "the residual"))
+        if tolerance.callback is not None:
+            tolerance.callback(history[-1])
+    return x, history
+
+
+def _sums(used: Channel, *local: float) -> list[float]:
+    return allreduce(used, np.array(local, np.float64), SUM, "linalg.Multigrid.solve").tolist()
+
+
+def _norm(used: Channel, r: LocalArray, name: str) -> float:
+    square = _sums(used, np.vdot(r, r))[0]
+    if not math.isfinite(square):
+        bad = int(np.count_nonzero(~np.isfinite(r)))
+        text = f"linalg.Multigrid.solve: {name} is not finite: {bad} entries on rank {used.rank} are NaN or infinite."
+        raise_together(used, ValueError(text) if bad else None)
+        raise agreed(used, ValueError(f"linalg.Multigrid.solve: the norm of {name} overflows. Scale the system."))
+    return math.sqrt(square)
+
+
+def _fail(used: Channel, what: str, history: list[float]) -> NoReturn:
+    raise agreed(used, ConvergenceError(
+        f"linalg.Multigrid.solve: {what}. After {len(history) - 1} iterations the norm of the residual is "
+        f"{history[-1]:.3e}, from {history[0]:.3e} at the start (the history of this error has them all).",
+        history,
+    ))

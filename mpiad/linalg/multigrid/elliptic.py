@@ -1,0 +1,147 @@
+"""The operator -∇·(κ∇u) + c u on a domain, as a program of the library's: differentiable by u, κ and c."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mpiad._typing import LocalArray
+from mpiad.domain import Domain
+from mpiad.linalg.multigrid.sides import sides_of
+from mpiad.primitives import stop
+from mpiad.transport import channel
+from mpiad.transport.agreement import raise_together, require_same
+
+__all__ = ["Elliptic"]
+
+
+class Elliptic:
+    """Apply -∇·(κ∇u) + c u to the blocks of a domain; κ on a face is the mean of the two points beside it.
+
+    Parameters
+    ----------
+    domain : Domain
+    spacing : float or one for each dimension
+        Between neighbouring points.
+    boundary : {"dirichlet", "neumann"} or a tuple
+        What holds on physical sides: u = 0, or no flux; in a tuple, one of these or a pair (before, after) for each
+        dimension. Periodic dimensions have no sides.
+    centred : bool
+        Where u = 0 holds, as in `Domain.coordinates`: one spacing beyond the last points, or half of one, for points that
+        are centres of cells. Without flux the side is always half a spacing beyond.
+
+    Raises
+    ------
+    TypeError, ValueError
+        On all ranks, where an argument can't be used or differs between ranks.
+
+    Ranks
+    -----
+    All ranks of the domain call it, with the same arguments, and later the operator.
+    """
+
+    def __init__(
+        self,
+        domain: Domain,
+        *,
+        spacing: float | Sequence[float] = 1.0,
+        boundary: Any = "dirichlet",
+        centred: bool = False,
+    ):
+        if not isinstance(domain, Domain):
+            raise TypeError(f"Elliptic: domain must be an mpiad.Domain, but got {type(domain).__name__} {domain!r}.")
+        used = channel(domain.comm, "Elliptic")
+        error = None
+        try:
+            self.sides = sides_of(domain, spacing, boundary, centred, "Elliptic")
+        except (TypeError, ValueError) as found:
+            error = found
+        raise_together(used, error)
+        require_same(used, f"spacing={spacing!r}, boundary={boundary!r}, centred={centred!r}", "Elliptic")
+        # Its halo may be wider than the operator needs.
+        self.domain = Domain(domain.shape, periodic=domain.periodic, dims=domain.dims, comm=domain.comm)
+        self.walls = _walls(self.domain, self.sides)
+
+    def __call__(self, u: LocalArray, kappa: LocalArray, c: LocalArray | float = 0.0) -> LocalArray:
+        """Return this rank's block of -∇·(κ∇u) + c u.
+
+        Parameters
+        ----------
+        u : array of shape (..., *local_shape)
+        kappa : array of shape local_shape, or number
+        c : array of shape local_shape, or number
+
+        Returns
+        -------
+        array of the shape of `u`
+
+        Ranks
+        -----
+        All ranks of the domain call it.
+
+        Adjoint
+        -------
+        To u the operator itself, which is symmetric; to κ and c what the product rule gives.
+        """
+        if np.shape(stop(kappa)) == ():
+            kappa = kappa * np.ones(self.domain.local_shape)
+        if stop(kappa).dtype != stop(u).dtype:
+            kappa = kappa.astype(stop(u).dtype)
+        total = (self.walls.astype(stop(u).dtype) * kappa + c) * u
+        # Beyond a side without flux u is continued by itself; what a given value adds is in the walls.
+        padded, medium = self.domain.exchange([u, kappa], "edge")
+        ndim = len(self.sides.spacing)
+        for axis, step in enumerate(self.sides.spacing):
+            along, across = _along(padded, axis, ndim), _along(medium, axis, ndim)
+            flux = (across(1, None) + across(0, -1)) * (along(1, None) - along(0, -1)) * (0.5 / step**2)
+            faces = _along(flux, axis, ndim, cut=False)
+            total = total + faces(0, -1) - faces(1, None)
+        return total
+
+    def couplings(self, kappa: LocalArray) -> list[tuple[LocalArray, LocalArray]]:
+        """Return, for each dimension, how each point is coupled with the one before and the one after.
+
+        Parameters
+        ----------
+        kappa : array of shape local_shape
+            Not traced.
+
+        Ranks
+        -----
+        All ranks of the domain call it.
+        """
+        medium, found = self.domain.exchange(kappa, "edge"), []
+        ndim = len(self.sides.spacing)
+        for axis, (step, pair) in enumerate(zip(self.sides.spacing, self.domain.neighbours)):
+            across = _along(medium, axis, ndim)
+            faces = (across(1, None) + across(0, -1)) * (0.5 / step**2)
+            inside = _along(faces, axis, ndim, cut=False)
+            for place, rank in zip((slice(0, 1), slice(-1, None)), pair):
+                if rank is None:
+                    inside(place.start, place.stop)[...] = 0.0
+            found.append((inside(0, -1), inside(1, None)))
+        return found
+
+
+def _along(array: LocalArray, axis: int, ndim: int, cut: bool = True) -> Any:
+    """Return a function that takes layers along a dimension, without the halo of the others."""
+    rest = slice(1, -1) if cut else slice(None)
+
+    def layers(start: int, stop: int | None) -> LocalArray:
+        return array[(..., *[slice(start, stop) if other == axis else rest for other in range(ndim)])]
+
+    return layers
+
+
+def _walls(domain: Domain, sides: Any) -> np.ndarray:
+    """Return how κ counts at each point for the sides beside it on which u is given."""
+    walls = np.zeros(domain.local_shape)
+    for axis, (step, pair, fixed) in enumerate(zip(sides.spacing, domain.neighbours, sides.fixed)):
+        layers = _along(walls, axis, len(sides.spacing), cut=False)
+        for start, stop_, rank, given in zip((0, -1), (1, None), pair, fixed):
+            if rank is None and given:
+                # Half a spacing makes the difference quotient twice as large.
+                layers(start, stop_)[...] += (2.0 if sides.centred else 1.0) / step**2
+    return walls

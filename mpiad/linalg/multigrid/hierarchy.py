@@ -1,0 +1,113 @@
+"""The levels, from the finest to the coarsest.
+
+A V-cycle visits each level once. Where the coefficient jumps, the errors of all levels add up and the number of
+iterations grows with the grid; two levels below the finest that are visited twice keep it flat.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from mpiad._typing import Comm, LocalArray, Rank
+from mpiad.linalg.multigrid.agglomeration import Agglomeration
+from mpiad.linalg.multigrid.coarsest import Coarsest
+from mpiad.linalg.multigrid.galerkin import coarse_operator
+from mpiad.linalg.multigrid.halo import LevelHalo
+from mpiad.linalg.multigrid.interpolation import interpolation
+from mpiad.linalg.multigrid.layout import Layout
+from mpiad.linalg.multigrid.level import Level
+from mpiad.linalg.multigrid.spread import Spread
+from mpiad.linalg.multigrid.stencil import Stencil, offsets, stencil_of
+
+__all__ = ["Plan", "hierarchy"]
+
+# A factorisation of so many points costs less than the levels that it saves.
+_FACTORISED = {1: 4096, 2: 400, 3: 216}
+# Shorter blocks send more than they compute.
+_SHORTEST = 8
+
+
+class Plan(NamedTuple):
+    """What all levels share.
+
+    Parameters
+    ----------
+    rank : int
+    comm : mpi4py intracommunicator or None
+    singular : bool
+        Whether constants are in the operator's kernel.
+    doubled : int
+        How many levels, below the one at hand, are visited twice.
+    """
+
+    rank: Rank
+    comm: Comm
+    singular: bool
+    doubled: int
+
+
+class _Coarser:
+    """What lies below a level: a level of the same ranks or of fewer, or the factorised operator on one."""
+
+    def __init__(self, stack: np.ndarray, spread: Spread, plan: Plan):
+        last = _is_last(spread)
+        after = spread.alone() if last else spread.merged(_SHORTEST)
+        self._gathering = Agglomeration(spread, after, plan.rank, plan.comm)
+        whole = self._gathering.gather(stack)
+        self._level: Level | None = None
+        self._coarsest: Coarsest | None = None
+        self._twice = plan.doubled > 0
+        if whole is None:
+            return
+        if last:
+            self._coarsest = Coarsest(whole, spread.periodic, plan.singular)
+        else:
+            layout = Layout(self._gathering.box)  # type: ignore[arg-type]
+            stencil = stencil_of(layout, whole, offsets(len(spread.cuts)))
+            self._level = hierarchy(stencil, after, plan._replace(doubled=max(0, plan.doubled - 1)))
+
+    def correct(self, residual: LocalArray) -> LocalArray:
+        """Return the correction on this rank's points and the layer around them."""
+        f = self._gathering.gather(residual)
+        if self._level is not None:
+            layout = self._level.layout
+            return self._gathering.scatter(layout.join(self._visited(self._level, layout.split(f)), rim=1))
+        return self._gathering.scatter(None if self._coarsest is None else self._coarsest.solve(f))
+
+    def _visited(self, level: Level, f: LocalArray) -> LocalArray:
+        u = level.cycle(f)
+        if not self._twice:
+            return u
+        # With B for a cycle, 2 B - B A B: symmetric as B is.
+        first = u.copy()
+        f -= level.product_after(f)
+        return first + level.cycle(f)
+
+
+def _is_last(spread: Spread) -> bool:
+    # Colours need an even number of points around a ring.
+    odd = any(wraps and n % 2 for wraps, n in zip(spread.periodic, spread.shape))
+    return odd or math.prod(spread.shape) <= _FACTORISED[len(spread.cuts)]
+
+
+def hierarchy(stencil: Stencil, spread: Spread, plan: Plan) -> Level:
+    """Return a level and with it all that are coarser.
+
+    Parameters
+    ----------
+    stencil : Stencil
+    spread : Spread
+    plan : Plan
+        Of a rank that owns a block.
+
+    Ranks
+    -----
+    All ranks that own a block call it.
+    """
+    halo = LevelHalo(stencil.layout, spread, plan.rank, plan.comm)
+    weights = interpolation(stencil, halo)
+    stack = coarse_operator(stencil, weights, halo)
+    return Level(stencil, weights, halo, _Coarser(stack, spread.coarse(), plan))

@@ -1,0 +1,126 @@
+"""The coefficients of an elliptic operator: checked on all ranks, and what follows from them for the cycle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from autograd.tracer import isbox
+
+from mpiad._typing import LocalArray
+from mpiad.domain import Domain
+from mpiad.linalg.multigrid.sides import Sides
+from mpiad.transport import MAX, Channel
+from mpiad.transport.agreement import agreed, raise_together
+from mpiad.transport.collectives import allreduce
+
+__all__ = ["coefficients", "has_constants", "jumps"]
+
+# Below this ratio of the largest κ to the smallest no level need be visited twice.
+_SMOOTH = 100.0
+_CALL = "linalg.Multigrid"
+
+
+def coefficients(domain: Domain, kappa: Any, c: Any, used: Channel) -> tuple[LocalArray, LocalArray]:
+    """Return κ and c on this rank's points, in double precision.
+
+    Parameters
+    ----------
+    domain : Domain
+    kappa, c : array of shape local_shape, or number
+    used : Channel
+        The domain's.
+
+    Raises
+    ------
+    TypeError, ValueError
+        On all ranks, where one is traced or isn't real, has another shape, isn't finite, or is negative; says at which
+        point. Where a periodic dimension can't be coarsened.
+
+    Ranks
+    -----
+    All ranks of the domain call it.
+    """
+    fields, error = [], None
+    try:
+        fields = [_field(domain, kappa, "kappa", False), _field(domain, c, "c", True)]
+        _check_rings(domain)
+    except (TypeError, ValueError) as found:
+        error = found
+    raise_together(used, error)
+    return fields[0], fields[1]
+
+
+def has_constants(sides: Sides, c: LocalArray, mean_zero: bool, used: Channel) -> bool:
+    """Tell whether constants are in the operator's kernel.
+
+    Raises
+    ------
+    ValueError
+        On all ranks, where they are and `mean_zero` isn't given, or the other way round.
+
+    Ranks
+    -----
+    All ranks of the domain call it.
+    """
+    given = any(side for pair in sides.fixed for side in pair)
+    singular = not given and float(allreduce(used, np.array(c.max()), MAX, _CALL)) == 0.0
+    if singular and not mean_zero:
+        raise agreed(used, ValueError(
+            f"{_CALL}: the operator is singular: no side has boundary='dirichlet' and c is zero everywhere, so a constant "
+            "can be added to any solution. Pin it: mean_zero=True takes the solution with mean zero; or give the "
+            "value on one side, or a small c."
+        ))
+    if mean_zero and not singular:
+        raise agreed(used, ValueError(
+            f"{_CALL}: mean_zero=True is for singular operators, but this one has a side with a value, or c > 0 somewhere: "
+            "its solution is unique. Leave it out."
+        ))
+    return singular
+
+
+def jumps(kappa: LocalArray, used: Channel) -> bool:
+    """Tell whether κ varies so much that a cycle must do more; all ranks of the domain call it."""
+    highest, lowest = allreduce(used, np.array([kappa.max(), -kappa.min()]), MAX, _CALL)
+    return bool(highest > -_SMOOTH * lowest)
+
+
+def _check_rings(domain: Domain) -> None:
+    for axis, (n, wraps) in enumerate(zip(domain.shape, domain.periodic)):
+        if wraps and n % 2:
+            raise ValueError(
+                f"{_CALL}: a periodic dimension must have an even number of points, but dimension {axis} has {n}. "
+                "Multiples of a power of two coarsen furthest."
+            )
+
+
+def _field(domain: Domain, value: Any, name: str, zero_allowed: bool) -> LocalArray:
+    if isbox(value):
+        raise TypeError(
+            f"{_CALL}: {name} is traced, and no derivative flows through a preconditioner: give it mpiad.stop({name}). "
+            "linalg.solve_elliptic differentiates by it."
+        )
+    found = np.asarray(value)
+    if found.dtype.kind not in "fiu":
+        raise TypeError(f"{_CALL}: {name} must be real numbers, but got {type(value).__name__} of dtype {found.dtype}.")
+    if found.shape not in ((), domain.local_shape):
+        raise ValueError(
+            f"{_CALL}: {name} must be a number or an array of shape {domain.local_shape}, this rank's block, but has shape "
+            f"{found.shape}."
+        )
+    field = np.broadcast_to(found, domain.local_shape).astype(np.float64)
+    usable = np.isfinite(field) & (field >= 0.0 if zero_allowed else field > 0.0)
+    if not usable.all():
+        raise ValueError(_wrong(domain, field, usable, name, zero_allowed))
+    return field
+
+
+def _wrong(domain: Domain, field: LocalArray, usable: np.ndarray, name: str, zero_allowed: bool) -> str:
+    first = np.unravel_index(int(np.argmin(usable)), field.shape)
+    place = tuple(int(i) + cells.start for i, cells in zip(first, domain.owned))
+    wanted = "zero or more" if zero_allowed else "positive"
+    advice = "" if zero_allowed else " Of a field that is learned, take the exponential."
+    return (
+        f"{_CALL}: {name} must be {wanted} and finite, but is {float(field[first])!r} at point {place} of the grid, and "
+        f"wrong at {int(np.count_nonzero(~usable))} of {field.size} points of this rank.{advice}"
+    )

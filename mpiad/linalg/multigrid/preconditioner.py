@@ -1,0 +1,206 @@
+"""`Multigrid`: the levels of an elliptic operator with its coefficients, as preconditioner and as solver."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from autograd.tracer import isbox
+
+from mpiad._typing import LocalArray
+from mpiad.domain import Domain
+from mpiad.domain.partition import Partition
+from mpiad.linalg.multigrid.conjugate import Tolerance, conjugate
+from mpiad.linalg.multigrid.elliptic import Elliptic
+from mpiad.linalg.multigrid.hierarchy import Plan, hierarchy
+from mpiad.linalg.multigrid.layout import Layout
+from mpiad.linalg.multigrid.medium import coefficients, has_constants, jumps
+from mpiad.linalg.multigrid.spread import spread_of
+from mpiad.linalg.multigrid.stencil import Stencil
+from mpiad.primitives.operation import suspended
+from mpiad.transport import SUM, channel
+from mpiad.transport.agreement import raise_together
+from mpiad.transport.collectives import allreduce
+
+__all__ = ["Multigrid"]
+
+# Levels that are visited twice where κ jumps.
+_DOUBLED = 2
+
+
+class Multigrid:
+    """Prepare geometric multigrid for -∇·(κ∇u) + c u on a domain, with interpolation that follows jumps of κ.
+
+    Parameters
+    ----------
+    domain : Domain
+        Periodic dimensions need an even number of points; coarsening ends where it becomes odd.
+    kappa : array of shape local_shape, or number
+        Positive. It may jump by orders of magnitude between neighbouring points.
+    c : array of shape local_shape, or number
+        Zero or more.
+    spacing, boundary, centred
+        As `Elliptic` takes them.
+    mean_zero : bool
+        For an operator with constants in its kernel (no side on which u is given, and c = 0): whether to take the solution
+        with mean zero. The mean of right-hand sides is then removed, since no solution has another.
+
+    Attributes
+    ----------
+    operator : Elliptic
+    kappa, c : array of shape local_shape
+        In double precision.
+    history : list of float
+        The norm of the residual at the start and after each iteration of the last `solve`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        On all ranks: where an argument can't be used, and at which point κ or c can't; where the operator is singular and
+        `mean_zero` isn't given.
+
+    Ranks
+    -----
+    All ranks of the domain call it, and everything of it.
+
+    References
+    ----------
+    J. E. Dendy, Black box multigrid, Journal of Computational Physics 48 (1982).
+    """
+
+    def __init__(
+        self,
+        domain: Domain,
+        kappa: LocalArray | float,
+        c: LocalArray | float = 0.0,
+        *,
+        spacing: float | Sequence[float] = 1.0,
+        boundary: Any = "dirichlet",
+        centred: bool = False,
+        mean_zero: bool = False,
+    ):
+        with suspended():
+            self.operator = Elliptic(domain, spacing=spacing, boundary=boundary, centred=centred)
+            self.domain = self.operator.domain
+            self._used = channel(domain.comm, "linalg.Multigrid")
+            self.kappa, self.c = coefficients(self.domain, kappa, c, self._used)
+            self.mean_zero = has_constants(self.operator.sides, self.c, mean_zero, self._used)
+            self._layout = Layout(spread_of(self._partition()).box(self.domain.position))
+            self._level = self._levels()
+        self.history: list[float] = []
+
+    def matvec(self, u: LocalArray) -> LocalArray:
+        """Return the operator's product with this rank's block; differentiable by `u`."""
+        return self.operator(u, self.kappa, self.c)
+
+    def __call__(self, r: LocalArray) -> LocalArray:
+        """Return an approximation of the solution for a right-hand side: one symmetric V-cycle.
+
+        Parameters
+        ----------
+        r : array of shape (..., *local_shape)
+            Not traced.
+
+        Returns
+        -------
+        array of the shape and dtype of `r`
+
+        Ranks
+        -----
+        All ranks of the domain call it.
+
+        Adjoint
+        -------
+        It is its own transpose, and isn't traced: a preconditioner needs no derivative.
+        """
+        r = self._checked(r, "linalg.Multigrid")
+        out = np.empty(r.shape, r.dtype)
+        with suspended():
+            for index in np.ndindex(r.shape[: r.ndim - len(self.domain.shape)]):
+                split = self._layout.split(self._centred(r[index]))
+                out[index] = self._centred(self._layout.join(self._level.cycle(split)))
+        return out
+
+    def solve(
+        self,
+        b: LocalArray,
+        *,
+        rtol: float = 1e-8,
+        atol: float = 0.0,
+        maxiter: int = 100,
+        callback: Callable[[float], Any] | None = None,
+    ) -> LocalArray:
+        """Return the solution by conjugate gradients, preconditioned by V-cycles; not differentiable.
+
+        Parameters
+        ----------
+        b : array of shape local_shape
+            Not traced; `solve_elliptic` has derivatives.
+        rtol, atol : float
+            The residual's norm, over all ranks, is to fall to ``max(rtol * norm(b), atol)``.
+        maxiter : int
+        callback : callable, optional
+            ``callback(norm)`` is called on every rank after each iteration.
+
+        Returns
+        -------
+        array of the shape and dtype of `b`
+
+        Raises
+        ------
+        TypeError, ValueError
+            On all ranks, where `b` has another shape or isn't finite.
+        ConvergenceError
+            On all ranks, with the history of the residual, where the iterations are used up.
+
+        Ranks
+        -----
+        All ranks of the domain call it.
+        """
+        b, error = np.asarray(b), None
+        try:
+            b = self._checked(b, "linalg.Multigrid.solve")
+            if b.shape != self.domain.local_shape:
+                raise ValueError(
+                    f"linalg.Multigrid.solve: b must have shape {self.domain.local_shape}, this rank's block, but has "
+                    f"{b.shape}."
+                )
+        except (TypeError, ValueError) as found:
+            error = found
+        with suspended():
+            raise_together(self._used, error)
+            split = self._layout.split(self._centred(b))
+            x, self.history = conjugate(self._level, split, self._used, Tolerance(rtol, atol, maxiter, callback))
+            return self._centred(self._layout.join(x)).astype(b.dtype, copy=False)
+
+    def _checked(self, r: Any, call: str) -> LocalArray:
+        ndim = len(self.domain.shape)
+        if isbox(r) or not isinstance(r, np.ndarray) or r.dtype.kind != "f":
+            kind = f"dtype {r.dtype}" if isinstance(r, np.ndarray) else type(r).__name__
+            raise TypeError(f"{call}: expected a plain array of floats, but got {kind}.")
+        if r.shape[max(0, r.ndim - ndim) :] != self.domain.local_shape:
+            raise ValueError(f"{call}: expected an array of shape (..., *{self.domain.local_shape}), but got {r.shape}.")
+        return r
+
+    def _centred(self, block: LocalArray) -> LocalArray:
+        """Return a block without its mean over the grid, where constants are in the kernel."""
+        if not self.mean_zero:
+            return block
+        total = allreduce(self._used, np.array(block.sum(dtype=np.float64)), SUM, "linalg.Multigrid")
+        return block - block.dtype.type(total / np.prod(self.domain.shape))
+
+    def _partition(self) -> Partition:
+        return Partition(self.domain.shape, self.domain.dims, self.domain.periodic)
+
+    def _levels(self) -> Any:
+        ndim = len(self.domain.shape)
+        diagonal, couplings = self.operator.walls * self.kappa + self.c, {}
+        for axis, (before, after) in enumerate(self.operator.couplings(self.kappa)):
+            diagonal = diagonal + before + after
+            for step, coupling in ((-1, before), (1, after)):
+                offset = tuple(step if other == axis else 0 for other in range(ndim))
+                couplings[offset] = self._layout.split(coupling)
+        stencil = Stencil(self._layout, couplings, self._layout.split(diagonal))
+        plan = Plan(self._used.rank, self.domain.comm, self.mean_zero, _DOUBLED if jumps(self.kappa, self._used) else 0)
+        return hierarchy(stencil, spread_of(self._partition()), plan)

@@ -1,0 +1,127 @@
+"""`solve_elliptic`: a solve by multigrid, differentiated by the implicit function theorem.
+
+As in `linalg.implicit`: the adjoint takes one solve more, by the same levels, since the operator is its own transpose, and
+one reverse pass through the operator at the solution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpiad._typing import LocalArray
+from mpiad.differentiation import make_jvp, make_vjp
+from mpiad.domain import Domain
+from mpiad.extend import communicating, defjvp_together, defvjp_together
+from mpiad.linalg.multigrid.preconditioner import Multigrid
+from mpiad.primitives import stop
+from mpiad.primitives.cotangents import tangent_of
+
+__all__ = ["solve_elliptic"]
+
+
+def solve_elliptic(
+    domain: Domain,
+    kappa: LocalArray | float,
+    b: LocalArray,
+    c: LocalArray | float = 0.0,
+    *,
+    spacing: float | Sequence[float] = 1.0,
+    boundary: Any = "dirichlet",
+    centred: bool = False,
+    mean_zero: bool = False,
+    rtol: float = 1e-8,
+    atol: float = 0.0,
+    maxiter: int = 100,
+    callback: Callable[[float], Any] | None = None,
+) -> LocalArray:
+    """Solve -∇·(κ∇u) + c u = b on a domain; differentiable by κ, b and c.
+
+    Parameters
+    ----------
+    domain : Domain
+    kappa : array of shape local_shape, or number
+        Positive; it may jump.
+    b : array of shape local_shape
+        This rank's block of the right-hand side.
+    c : array of shape local_shape, or number
+        Zero or more.
+    spacing, boundary, centred
+        As `Elliptic` takes them. A value other than 0 on a side goes into `b`: κ times it, by the square of the spacing
+        (twice that where `centred`).
+    mean_zero : bool
+        As `Multigrid` takes it.
+    rtol, atol, maxiter, callback
+        As `Multigrid.solve` takes them; also in the solves that derivatives take, with their own right-hand sides.
+
+    Returns
+    -------
+    array of the shape and dtype of `b`
+        This rank's block of u.
+
+    Raises
+    ------
+    TypeError, ValueError, ConvergenceError
+        On all ranks: see `Multigrid` and `Multigrid.solve`.
+
+    Ranks
+    -----
+    All ranks of the domain call it.
+
+    Adjoint
+    -------
+    One solve A λ = ū, on all ranks, with the levels of the forward solve: b gets λ, κ and c get -(∂(A u)/∂(κ, c))ᵀ λ.
+    Forward mode and higher orders take one solve for each derivative.
+    """
+    levels = Multigrid(
+        domain, stop(kappa), stop(c), spacing=spacing, boundary=boundary, centred=centred, mean_zero=mean_zero
+    )
+    settings = {"rtol": rtol, "atol": atol, "maxiter": maxiter}
+    return _solution(b, kappa, c, levels=levels, settings=settings, callback=callback)
+
+
+@communicating
+def _solution(
+    b: LocalArray, kappa: LocalArray, c: LocalArray, *, levels: Multigrid, settings: dict, callback: Any = None
+) -> LocalArray:
+    """Return the solution; κ and c are those of the levels, and are arguments for the sake of their derivatives."""
+    return levels.solve(b, callback=callback, **settings)
+
+
+def _product(levels: Multigrid) -> Callable:
+    return lambda all_three: levels.operator(*all_three)
+
+
+def _adjoint(
+    ans: LocalArray, b: LocalArray, kappa: LocalArray, c: LocalArray, *, levels: Multigrid, settings: dict, **_: Any
+) -> Callable:
+    """Return the transpose of the solution's derivative: from A u̇ = ḃ - (∂A/∂κ κ̇ + ∂A/∂c ċ) u."""
+
+    def vjp(g: LocalArray) -> list:
+        multiplier = _solution(g, kappa, c, levels=levels, settings=settings)
+        pull, _ = make_vjp(_product(levels))([ans, kappa, c])
+        _, of_kappa, of_c = pull(multiplier)
+        return [multiplier, -of_kappa, -of_c]
+
+    return vjp
+
+
+def _tangent(
+    gs: list, ans: LocalArray, b: LocalArray, kappa: LocalArray, c: LocalArray, *, levels: Multigrid, settings: dict,
+    **_: Any,
+) -> LocalArray:
+    """Return the derivative of the solution along tangents of b, κ and c."""
+    along = [_direction(value, g) for value, g in zip((kappa, c), gs[1:])]
+    push = make_jvp(_product(levels))([ans, kappa, c])
+    change = push([np.zeros(np.shape(stop(ans)), stop(ans).dtype), *along])[1]
+    return _solution(tangent_of(b, gs[0]) - change, kappa, c, levels=levels, settings=settings)
+
+
+def _direction(value: Any, tangent: Any) -> Any:
+    return tangent_of(value, tangent) if np.ndim(stop(value)) or tangent is not None else 0.0
+
+
+defvjp_together(_solution, _adjoint)
+defjvp_together(_solution, _tangent)

@@ -1,0 +1,137 @@
+"""How the points of one level are divided among the ranks: finer levels among all, coarser ones among fewer.
+
+A level's blocks follow from those of the level above: a coarse point belongs to the rank that owns the fine point at the
+same place, the one with twice its index. Where blocks become too small, neighbouring ones are merged, and the first rank
+of each group goes on alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+from mpiad._typing import Rank, Shape
+from mpiad.domain.partition import Partition
+
+__all__ = ["Box", "Spread", "spread_of"]
+
+
+@dataclass(frozen=True)
+class Box:
+    """The points from `low` up to, not including, `high` along each dimension.
+
+    Parameters
+    ----------
+    low, high : tuple of int
+    """
+
+    low: Shape
+    high: Shape
+
+    @property
+    def shape(self) -> Shape:
+        """Return the number of points along each dimension."""
+        return tuple(max(0, b - a) for a, b in zip(self.low, self.high))
+
+    def coarse(self) -> Box:
+        """Return the coarse points that lie on points of this box."""
+        return Box(tuple((a + 1) // 2 for a in self.low), tuple((b + 1) // 2 for b in self.high))
+
+    def grown(self, width: int) -> Box:
+        """Return the box with points around it."""
+        return Box(tuple(a - width for a in self.low), tuple(b + width for b in self.high))
+
+    def within(self, other: Box) -> tuple[slice, ...]:
+        """Return the index of this box in an array of the points of another."""
+        return tuple(slice(a - c, b - c) for a, b, c in zip(self.low, self.high, other.low))
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Blocks and their owners.
+
+    Parameters
+    ----------
+    cuts : tuple of tuples of int
+        Along each dimension where blocks begin, and the number of points at the end.
+    ranks : tuple of tuples of int
+        The owners: for each position along each dimension its share of the owner's number, which is their sum.
+    periodic : tuple of bool
+    """
+
+    cuts: tuple[tuple[int, ...], ...]
+    ranks: tuple[tuple[int, ...], ...]
+    periodic: tuple[bool, ...]
+
+    @property
+    def shape(self) -> Shape:
+        """Return the number of points along each dimension."""
+        return tuple(along[-1] for along in self.cuts)
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """Return the number of blocks along each dimension."""
+        return tuple(map(len, self.ranks))
+
+    def positions(self) -> itertools.product:
+        """Return the positions of all blocks."""
+        return itertools.product(*map(range, self.dims))
+
+    def owner(self, position: tuple[int, ...]) -> Rank:
+        """Return the rank of a block."""
+        return sum(along[place] for along, place in zip(self.ranks, position))
+
+    def position(self, rank: Rank) -> tuple[int, ...] | None:
+        """Return where a rank's block is, None for one without."""
+        return next((position for position in self.positions() if self.owner(position) == rank), None)
+
+    def box(self, position: tuple[int, ...]) -> Box:
+        """Return the points of a block."""
+        low = tuple(along[place] for along, place in zip(self.cuts, position))
+        return Box(low, tuple(along[place + 1] for along, place in zip(self.cuts, position)))
+
+    def beside(self, position: tuple[int, ...], axis: int, step: int) -> Rank | None:
+        """Return the owner of a neighbouring block, None beyond a physical side."""
+        place, count = position[axis] + step, self.dims[axis]
+        if not self.periodic[axis] and not 0 <= place < count:
+            return None
+        return self.owner((*position[:axis], place % count, *position[axis + 1 :]))
+
+    def coarse(self) -> Spread:
+        """Return the spread of the points of even index, where some blocks may be empty."""
+        return Spread(tuple(tuple((cut + 1) // 2 for cut in along) for along in self.cuts), self.ranks, self.periodic)
+
+    def smallest(self, axis: int) -> int:
+        """Return the length of the shortest block along a dimension."""
+        cuts = self.cuts[axis]
+        return min(after - before for before, after in zip(cuts, cuts[1:]))
+
+    def merged(self, least: int) -> Spread:
+        """Return the spread with neighbouring blocks made one, until none that has neighbours is shorter than `least`."""
+        cuts, ranks = list(self.cuts), list(self.ranks)
+        for axis in range(len(cuts)):
+            while len(ranks[axis]) > 1 and Spread(tuple(cuts), tuple(ranks), self.periodic).smallest(axis) < least:
+                cuts[axis] = (*cuts[axis][:-1][::2], cuts[axis][-1])
+                ranks[axis] = ranks[axis][::2]
+        return Spread(tuple(cuts), tuple(ranks), self.periodic)
+
+    def alone(self) -> Spread:
+        """Return the spread in which the first rank owns everything."""
+        return self.merged(max(self.shape) + 1)
+
+
+def spread_of(partition: Partition) -> Spread:
+    """Return how a domain's grid is divided.
+
+    Parameters
+    ----------
+    partition : Partition
+    """
+    cuts, ranks, stride = [], [], 1
+    for axis in reversed(range(len(partition.shape))):
+        count = partition.dims[axis]
+        starts = [partition.block(place * stride)[axis].start for place in range(count)]
+        cuts.append((*starts, partition.shape[axis]))
+        ranks.append(tuple(place * stride for place in range(count)))
+        stride *= count
+    return Spread(tuple(reversed(cuts)), tuple(reversed(ranks)), partition.periodic)

@@ -1,0 +1,100 @@
+"""Iterations to a residual of 1e-8: what is promised, on one rank and on several, and the solutions themselves."""
+
+import numpy as np
+import pytest
+from elliptic_matrix import blocks, cross, disc, elliptic_matrix, layers
+from mpi4py import MPI
+from scipy.sparse.linalg import spsolve
+
+from mpiad.domain import Domain
+from mpiad.linalg import Multigrid
+
+BOUNDARIES = ["dirichlet", ("neumann", ("dirichlet", "neumann"))]
+MEDIA = {
+    "disc": lambda shape, rng: disc(shape),
+    "layers": lambda shape, rng: layers(shape),
+    "cross": lambda shape, rng: cross(shape),
+    "8 blocks": lambda shape, rng: blocks(shape, rng, 8),
+    "32 blocks": lambda shape, rng: blocks(shape, rng, 32),
+    "log-uniform": lambda shape, rng: (10 ** (4 * rng.random((16, 16))))[
+        np.ix_(*[np.arange(n) * 16 // n for n in shape])
+    ],
+}
+
+
+def iterations(shape, kappa, b, comm=None, **settings):
+    domain = Domain(shape, comm=comm)
+    multigrid = Multigrid(domain, kappa[domain.owned], **settings)
+    u = multigrid.solve(b[domain.owned])
+    assert multigrid.history[-1] <= 1e-8 * multigrid.history[0]
+    return len(multigrid.history) - 1, u, domain
+
+
+@pytest.mark.parametrize("boundary", BOUNDARIES, ids=["dirichlet", "mixed"])
+@pytest.mark.parametrize("shape", [(64, 64), (67, 129), pytest.param((128, 128), marks=pytest.mark.serial)])
+def test_constant_medium(shape, boundary, rank_rng):
+    for b in (rank_rng(100).random(shape), rank_rng(101).standard_normal(shape)):
+        assert iterations(shape, np.full(shape, 3.0), b, boundary=boundary)[0] <= 10
+
+
+@pytest.mark.parametrize("medium", MEDIA)
+@pytest.mark.parametrize("shape", [(64, 64), (67, 129), pytest.param((128, 128), marks=pytest.mark.serial)])
+def test_jumps(shape, medium, rank_rng):
+    kappa, b = MEDIA[medium](shape, rank_rng(100)), rank_rng(101).random(shape)
+    for boundary in BOUNDARIES:
+        found, _, _ = iterations(shape, kappa, b, boundary=boundary)
+        alone, _, _ = iterations(shape, kappa, b, MPI.COMM_SELF, boundary=boundary)
+        assert found <= 25 and abs(found - alone) <= 1
+
+
+@pytest.mark.parametrize("medium", ["constant", "8 blocks", "disc"])
+def test_three_dimensions(medium, rank_rng):
+    shape = (32, 25, 28)
+    kappa = np.ones(shape) if medium == "constant" else MEDIA[medium](shape, rank_rng(100))
+    found, _, _ = iterations(shape, kappa, rank_rng(101).random(shape))
+    assert found <= (10 if medium == "constant" else 25)
+
+
+@pytest.mark.parametrize(
+    ("shape", "settings", "periodic"),
+    [
+        ((33, 40), {"boundary": BOUNDARIES[1], "spacing": (0.1, 0.13)}, False),
+        ((40, 33), {"centred": True}, False),
+        ((32, 24), {"spacing": 0.05}, (True, False)),
+        ((9, 10, 11), {"boundary": ("neumann", "dirichlet", "neumann")}, False),
+        ((10, 8, 12), {}, (False, True, False)),
+        ((50,), {"boundary": (("dirichlet", "neumann"),)}, False),
+        ((5, 7), {}, False),
+    ],
+    ids=str,
+)
+def test_solution(shape, settings, periodic, rank_rng):
+    domain = Domain(shape, periodic=periodic)
+    kappa, c = np.exp(rank_rng(100).standard_normal(shape)), rank_rng(101).random(shape)
+    b = rank_rng(102).standard_normal(shape)
+    multigrid = Multigrid(domain, kappa[domain.owned], c[domain.owned], **settings)
+    fixed = multigrid.operator.sides.fixed
+    matrix = elliptic_matrix(kappa, c, settings.get("spacing", 1.0), fixed, settings.get("centred", False), periodic)
+    product = (matrix @ b.ravel()).reshape(shape)[domain.owned]
+    np.testing.assert_allclose(multigrid.matvec(b[domain.owned]), product, rtol=1e-11, atol=1e-11 * abs(product).max())
+    expected = spsolve(matrix.tocsc(), b.ravel()).reshape(shape)
+    norms = []
+    u = multigrid.solve(b[domain.owned], rtol=1e-12, callback=norms.append)
+    np.testing.assert_allclose(u, expected[domain.owned], rtol=1e-8, atol=1e-10 * abs(expected).max())
+    assert multigrid.history[1:] == norms
+    np.testing.assert_array_equal(multigrid.solve(0 * b[domain.owned]), 0)
+    single = multigrid.solve(b[domain.owned].astype("f4"))
+    assert single.dtype == np.float32
+    np.testing.assert_allclose(single, expected[domain.owned], atol=1e-5 * abs(expected).max())
+
+
+@pytest.mark.parametrize(("shape", "periodic"), [((24, 26), False), ((16, 20), True), ((8, 9, 12), False)])
+def test_mean_zero(shape, periodic, rank_rng):
+    """Singular: the solution of least squares with mean zero."""
+    kappa, b = blocks(shape, rank_rng(100), 5, 1e2), rank_rng(101).standard_normal(shape)
+    domain = Domain(shape, periodic=periodic)
+    multigrid = Multigrid(domain, kappa[domain.owned], boundary="neumann", mean_zero=True)
+    u = multigrid.solve(b[domain.owned], rtol=1e-11)
+    assert len(multigrid.history) <= 25
+    expected = np.linalg.lstsq(elliptic_matrix(kappa, fixed=False, periodic=periodic).toarray(), b.ravel(), rcond=1e-12)[0]
+    np.testing.assert_allclose(u, expected.reshape(shape)[domain.owned], rtol=1e-6, atol=1e-8 * abs(expected).max())

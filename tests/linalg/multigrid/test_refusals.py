@@ -1,0 +1,107 @@
+"""What multigrid refuses: on all ranks, with what was wrong and where, and the program can go on."""
+
+import numpy as np
+import pytest
+
+import mpiad
+from mpiad.domain import Domain
+from mpiad.errors import ConvergenceError
+from mpiad.linalg import Elliptic, Multigrid, solve_elliptic
+
+SHAPE = (9, 8)
+
+
+@pytest.fixture
+def domain():
+    return Domain(SHAPE)
+
+
+@pytest.fixture(autouse=True)
+def all_ranks_go_on(size):
+    yield
+    assert mpiad.mpi_allreduce(1) == size
+
+
+@pytest.mark.parametrize("value", [-0.3, 0.0, np.nan, np.inf])
+@pytest.mark.parametrize("place", [(0, 2), (8, 5)])
+def test_kappa_that_is_not_positive(domain, place, value):
+    kappa = np.ones(SHAPE)
+    kappa[place] = value
+    match = rf"kappa must be positive and finite, but is {value} at point \({place[0]}, {place[1]}\)"
+    with pytest.raises(ValueError, match=match):
+        Multigrid(domain, kappa[domain.owned])
+    with pytest.raises(ValueError, match="at 1 of"):
+        mpiad.grad(lambda k: domain.sum(solve_elliptic(domain, k, np.ones(domain.local_shape))))(kappa[domain.owned])
+
+
+def test_negative_c(domain):
+    c = np.zeros(SHAPE)
+    c[4, 4] = -1
+    with pytest.raises(ValueError, match=r"c must be zero or more and finite, but is -1.0 at point \(4, 4\)"):
+        Multigrid(domain, 1.0, c[domain.owned])
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "settings"),
+    [
+        (ValueError, "singular: no side has boundary='dirichlet' and c is zero .* mean_zero=True", {"boundary": "neumann"}),
+        (ValueError, "mean_zero=True is for singular operators", {"mean_zero": True}),
+        (ValueError, "boundary must be .* but got 'robin'", {"boundary": "robin"}),
+        (ValueError, "boundary has 3 entries for a grid of 2", {"boundary": ("neumann",) * 3}),
+        (ValueError, "boundary must be .* pair", {"boundary": ("neumann", ("dirichlet",) * 3)}),
+        (ValueError, "spacing must be positive and finite, but got -1", {"spacing": -1}),
+        (ValueError, "spacing must have one entry for each of 2 dimensions", {"spacing": (1.0, 2.0, 3.0)}),
+        (TypeError, "spacing must be a number, or one for each dimension, but got None", {"spacing": None}),
+        (ValueError, r"a number or an array of shape .* but has shape \(2,\)", {"kappa": np.ones(2)}),
+        (TypeError, "kappa must be real numbers, but got .* complex128", {"kappa": 1j}),
+        (TypeError, "c must be real numbers, but got str", {"c": "no"}),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_arguments(domain, error, match, settings):
+    with pytest.raises(error, match=match):
+        Multigrid(domain, **{"kappa": 1.0, **settings})
+
+
+def test_different_arguments(domain, rank, size):
+    if size > 1:
+        with pytest.raises(ValueError, match="all ranks must give the same arguments"):
+            Multigrid(domain, 1.0, spacing=1.0 + rank)
+
+
+def test_odd_ring():
+    with pytest.raises(ValueError, match="even number of points, but dimension 1 has 9"):
+        Multigrid(Domain((8, 9), periodic=True), 1.0, 1.0)
+
+
+def test_no_domain():
+    with pytest.raises(TypeError, match=r"domain must be an mpiad.Domain, but got tuple \(4, 4\)"):
+        Elliptic((4, 4))
+
+
+def test_right_hand_side(domain, rank, size):
+    multigrid, good = Multigrid(domain, 1.0), np.ones(domain.local_shape)
+    for wrong_on in {0, size - 1}:
+        bad = np.full_like(good, np.nan) if rank == wrong_on else good
+        with pytest.raises(ValueError, match=f"right-hand side is not finite: {{}}.* on rank {wrong_on}".format(r"\d+")):
+            multigrid.solve(bad)
+        with pytest.raises(ValueError, match=r"\(2, 2\)"):
+            multigrid.solve(np.ones((2, 2)) if rank == wrong_on else good)
+        with pytest.raises(TypeError, match="int64"):
+            multigrid.solve(good.astype(int) if rank == wrong_on else good)
+
+
+def test_traced_where_no_derivative_flows(domain):
+    multigrid = Multigrid(domain, 1.0)
+    with pytest.raises(TypeError, match="expected a plain array of floats, but got ArrayBox"):
+        mpiad.grad(lambda r: domain.sum(multigrid(r)))(np.ones(domain.local_shape))
+    with pytest.raises(TypeError, match="kappa is traced.*solve_elliptic differentiates"):
+        mpiad.grad(lambda k: domain.sum(Multigrid(domain, k).matvec(k)))(np.ones(domain.local_shape))
+
+
+def test_iterations_used_up(rank_rng):
+    domain = Domain((40, 40))
+    b = rank_rng(100).random((40, 40))[domain.owned]
+    with pytest.raises(ConvergenceError, match="within maxiter=3 iterations. After 3 iterations") as found:
+        solve_elliptic(domain, 1.0, b, maxiter=3)
+    assert len(found.value.history) == 4 and found.value.history[0] > found.value.history[-1]
