@@ -7,6 +7,7 @@ from typing import NamedTuple
 import autograd.numpy as anp
 import numpy as np
 import ode_systems
+from autograd.scipy.special import erf, expit, logit
 
 MATRIX = np.array([[-1.0, 2.0, 0.0], [0.5, -0.3, 1.0], [0.0, -0.7, 0.2]])
 
@@ -60,7 +61,7 @@ def elementary(u, p, t):
 def powers(u, p, t):
     base = 1.5 + u[0] ** 2
     return [
-        base**p[0] + base**-2 + base**0.5 + base**1.5 + base**7 - base**-1.5,
+        base ** p[0] + base**-2 + base**0.5 + base**1.5 + base**7 - base**-1.5,
         2.0 ** u[0] + anp.power(base, 2.7) + anp.reciprocal(base) + anp.square(u[1]) + base**0 + anp.exp2(u[1]),
     ]
 
@@ -97,6 +98,21 @@ def remainders(u, p, t):
             (u[0] > u[1]) * u[0] + np.logaddexp(u[0], u[1]) + np.isfinite(u[2]) * u[2]]  # fmt: skip
 
 
+def curves(u, p, t):
+    force = np.interp(t, [0.1, 0.3, 0.8], [1.0, 2.0, -1.0]) + np.interp(u[0], [-0.5, 0.5], [1.0, 3.0], left=-1.0, right=7.0)
+    return [force * u[1] + np.polyval([1.0, -2.0, 0.5], u[0]), np.round(3 * u[1]) + np.sinc(u[0]) * p[0]]
+
+
+def special(u, p, t):
+    parts = [u[0] * expit(u[1]), erf(u[0]) - t, logit(expit(u[2]))]
+    return anp.concatenate([part[None] for part in parts]) * p[0]
+
+
+def put_together(u, p, t):
+    both = anp.concatenate([u[1:], anp.vstack([u[0] * p[0]])])
+    return anp.where(both > 0.1, anp.vstack([u[0], u[1], u[2]]), 2 * both)
+
+
 SYSTEMS = {
     "lorenz": System(ode_systems.lorenz, 3, [28.0]),
     "lorenz_array": System(lorenz_array, 3, (10.0, 28.0, 8 / 3)),
@@ -117,7 +133,10 @@ SYSTEMS = {
         network, 3, {"layers": (np.linspace(-1, 1, 12).reshape(4, 3), np.linspace(0, 1, 4)), "out": np.ones((3, 4)) / 3}
     ),
     "counted": System(counted, 2, {"times": 3, "rate": 0.2, "kind": "growth"}),
+    "curves": System(curves, 2, [0.3]),
+    "special": System(special, 3, [0.3]),
+    "put_together": System(put_together, 3, [0.4]),
     "remainders": System(remainders, 3, [0.4]),
 }
 # autograd differentiates neither writing into arrays nor some of NumPy's functions.
-FOR_AUTOGRAD = sorted(set(SYSTEMS) - {"in_place", "remainders", "limits"})
+FOR_AUTOGRAD = sorted(set(SYSTEMS) - {"in_place", "remainders", "limits", "curves"})

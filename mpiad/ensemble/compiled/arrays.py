@@ -15,7 +15,7 @@ import numpy as np
 from mpiad._typing import Array, Shape
 from mpiad.ensemble.compiled.builder import Builder
 from mpiad.ensemble.compiled.functions import FUNCTIONS, METHODS
-from mpiad.ensemble.compiled.symbols import Symbol, number_of
+from mpiad.ensemble.compiled.symbols import BRANCHES, Symbol, number_of
 from mpiad.ensemble.compiled.ufuncs import of_ufunc
 
 __all__ = ["SymbolicArray", "numbers_of"]
@@ -84,6 +84,12 @@ class SymbolicArray(np.lib.mixins.NDArrayOperatorsMixin):
             self.builder.refuse(f"it makes {np.dtype(dtype)} of traced values")
         return self.like(np.reshape([s.real().number for s in self.objects().ravel()], self.shape).astype(int))
 
+    def view(self, dtype: Any = None) -> SymbolicArray:
+        """Return itself, as autograd asks of what it has put together."""
+        if dtype not in (None, np.ndarray):
+            self.builder.refuse(f"it looks at the bits of traced values as {dtype}")
+        return self
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         # np.array([u[0], u[1]]) asks for this: there is no other way to take part in it.
         if dtype is not None and np.dtype(dtype) != object:
@@ -138,8 +144,8 @@ class SymbolicArray(np.lib.mixins.NDArrayOperatorsMixin):
     def __iter__(self) -> Any:
         return (self[i] for i in range(len(self.numbers)))
 
-    def __bool__(self) -> bool:
-        return bool(Symbol(self.builder, 0))
+    def __bool__(self) -> NoReturn:
+        self.builder.refuse(BRANCHES)
 
     def __float__(self) -> NoReturn:
         Symbol(self.builder, 0).__float__()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpiad._typing import Array
+from mpiad.ensemble.compiled.curves import interpolated, polynomial
 from mpiad.ensemble.compiled.symbols import Symbol, choose, number_of
 from mpiad.ensemble.compiled.ufuncs import entrywise, reduced
 
@@ -101,6 +102,12 @@ def _sinc(like: SymbolicArray, x: Any) -> SymbolicArray:
     return entrywise(like, one, x)
 
 
+def _rounded(like: SymbolicArray, x: Any, decimals: int = 0) -> SymbolicArray:
+    if decimals:
+        like.builder.refuse(f"it calls numpy.round with decimals={decimals}")
+    return np.rint(x)
+
+
 def _filled(value: float | None) -> Callable:
     def made(like: SymbolicArray, array: Any, *args: Any, shape: Any = None, **_: Any) -> SymbolicArray:
         fill = args[0] if value is None else value
@@ -151,6 +158,9 @@ FUNCTIONS: dict[Callable, Callable[..., Any]] = {
     np.mean: _mean,
     np.linalg.norm: _norm,
     np.sinc: _sinc,
+    np.interp: interpolated,
+    np.polyval: polynomial,
+    np.round: _rounded,
     np.zeros_like: _filled(0.0),
     np.empty_like: _filled(0.0),
     np.ones_like: _filled(1.0),

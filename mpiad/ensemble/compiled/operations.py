@@ -9,6 +9,7 @@ Derivatives are in `partials.py`, under the same names.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -113,6 +114,7 @@ OPERATIONS: dict[str, Operation] = {
     "arcsinh": _called("asinh", np.arcsinh, "math.asinh"),
     "arccosh": _called("acosh", np.arccosh, "math.acosh"),
     "arctanh": _called("atanh", np.arctanh, "math.atanh"),
+    "erf": _called("erf", np.vectorize(math.erf, otypes=[float]), "math.erf"),
     "hypot": _called("hypot", np.hypot, "math.hypot", 2),
     "fmod": _called("fmod", np.fmod, "np.fmod", 2),
 }  # fmt: skip

@@ -92,6 +92,7 @@ PARTIALS: dict[str, Rule] = {
     "arcsinh": lambda x, r: [1.0 / (x * x + 1.0).sqrt()],
     "arccosh": lambda x, r: [1.0 / (x * x - 1.0).sqrt()],
     "arctanh": lambda x, r: [1.0 / (1.0 - x * x)],
+    "erf": lambda x, r: [2.0 / math.sqrt(math.pi) * (-(x * x)).exp()],
     "hypot": lambda x, y, r: [x / r, y / r],
     "fmod": lambda x, y, r: [1.0, -(x / y).trunc()],
 }

@@ -14,9 +14,13 @@ import numpy as np
 from mpiad.ensemble.compiled.builder import Builder
 from mpiad.ensemble.compiled.operations import OPERATIONS
 
-__all__ = ["Symbol", "choose", "number_of"]
+__all__ = ["BRANCHES", "Symbol", "choose", "number_of"]
 
-_BRANCHES = "it decides by a traced value (if, while, and, or, not): write np.where(u[0] > 0, ...) instead"
+BRANCHES = "it decides by a traced value (if, while, and, or, not): write np.where(u[0] > 0, ...) instead"
+_OBJECTS = (
+    "it compares, or takes the larger, sign or rounding of, an array that np.array or autograd's np.stack made of traced "
+    "values, or decides by one: do that with the components, or put them together by np.concatenate"
+)
 _VALUES = "it asks for the number that a traced value has (float, int, math.sin instead of np.sin, an index)"
 
 
@@ -94,7 +98,7 @@ class Symbol:
         return self.call("logical_not")
 
     def __bool__(self) -> NoReturn:
-        self.builder.refuse(_BRANCHES)
+        self.builder.refuse(_OBJECTS)
 
     def __float__(self) -> NoReturn:
         self.builder.refuse(_VALUES)

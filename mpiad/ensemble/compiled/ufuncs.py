@@ -35,10 +35,11 @@ def of_ufunc(
         inputs, method = [first.reshape(first.shape + (1,) * second.ndim), second], "__call__"
     if method == "__call__" and ufunc is np.matmul:
         return like.like(_numbers(like, np.matmul(*(_objects(like, x) for x in inputs))))
-    if method != "__call__" or ufunc not in _UFUNCS:
+    function = _UFUNCS.get(ufunc) or _SPECIAL.get(ufunc.__name__)
+    if method != "__call__" or function is None:
         name = ufunc.__name__ if method == "__call__" else f"{ufunc.__name__}.{method}"
         like.builder.refuse(f"it calls numpy.{name}, which isn't among the functions that can be compiled")
-    return entrywise(like, _UFUNCS[ufunc], *inputs)
+    return entrywise(like, function, *inputs)
 
 
 def entrywise(like: SymbolicArray, function: Callable[..., Symbol], *inputs: Any) -> SymbolicArray:
@@ -152,6 +153,14 @@ _UFUNCS: dict[np.ufunc, Callable[..., Symbol]] = {
     np.bitwise_xor: lambda x, y: x ^ y,
     np.invert: lambda x: ~x,
 }  # fmt: skip
+
+# SciPy's, which is not imported for them.
+_SPECIAL: dict[str, Callable[..., Symbol]] = {
+    "erf": _direct("erf"),
+    "erfc": lambda x: 1.0 - x.erf(),
+    "expit": lambda x: 1.0 / (1.0 + (-x).exp()),
+    "logit": lambda x: (x / (1.0 - x)).log(),
+}
 
 _REDUCED: dict[np.ufunc, Callable[..., Symbol]] = {
     np.add: lambda x, y: x + y,

@@ -153,7 +153,12 @@ def complex_numbers(u, p, t):
 
 
 def interpolates(u, p, t):
-    return np.interp(u, [0.0, 1.0], [1.0, 3.0])
+    return np.interp(u, np.arange(100.0), np.zeros(100))
+
+
+def compares_an_array(u, p, t):
+    made = anp.array([u[0]])
+    return np.where(made > 0, made, 0.0)
 
 
 def swallows(u, p, t):
@@ -173,7 +178,8 @@ def swallows(u, p, t):
     (looks_up, 1, "int"),
     (masks, 1, "np.where"),
     (complex_numbers, 1, "1j"),
-    (interpolates, 1, "interp"),
+    (interpolates, 1, "a table of 100 entries"),
+    (compares_an_array, 2, "np.concatenate"),
     (swallows, 0, "float"),
 ])  # fmt: skip
 def test_what_cannot_be_traced_is_refused_with_its_line(f, offset, reason):
