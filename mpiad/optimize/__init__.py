@@ -1,8 +1,9 @@
 """Optimisation of distributed objectives: the root drives, or each rank keeps its own variables."""
 
+from mpiad.optimize.checkpoint import Checkpoint
 from mpiad.optimize.history import History
 from mpiad.optimize.least_squares import least_squares
 from mpiad.optimize.minimize import minimize
 from mpiad.optimize.mpi_optimize import mpi_optimize
 
-__all__ = ["History", "least_squares", "minimize", "mpi_optimize"]
+__all__ = ["Checkpoint", "History", "least_squares", "minimize", "mpi_optimize"]

@@ -18,10 +18,14 @@ from mpiad.optimize.watch import Watch
 from mpiad.transport.agreement import forget_agreement
 from mpiad.transport.fault_tolerance import FAULT_TOLERANT
 from mpiad.transport.recovery import Failure, first_of
+from mpiad.transport.signals import requested
 
 __all__ = ["Agreement", "WrongValueError", "verdict"]
 
 T = TypeVar("T")
+
+# What a rank says of its part.
+_FAILED, _ASKED = 1, 2
 
 
 class WrongValueError(TypeError):
@@ -37,12 +41,14 @@ class Agreement:
         What all ranks have raised; nothing is agreed on any more afterwards.
     broken : bool
         Whether this rank's stage has failed where the ranks that wait for it can be interrupted.
+    asked : bool
+        Whether any rank had been told to end (SIGTERM) when it came to an agreement: the same on all ranks.
     """
 
     def __init__(self, comm: Comm, call: str = "minimize"):
         self._interrupts = FAULT_TOLERANT and comm.size > 1
         self._comm, self._watch = comm, Watch(comm, listens=not self._interrupts)
-        self.broken, self._call = False, call
+        self.broken, self.asked, self._call = False, False, call
         self._mine, self._all = np.zeros(1, np.int8), np.zeros(comm.size, np.int8)
         self.error: Exception | None = None
 
@@ -72,20 +78,21 @@ class Agreement:
         return result
 
     def _conclude(self, failure: BaseException | None) -> None:
+        self._mine[0] = _FAILED if failure is not None else _ASKED * (requested() is not None)
         if self._comm.size == 1:
-            self._all[0] = failure is not None
+            self._all[:] = self._mine
         else:
-            self._mine[0] = failure is not None
             request = self._comm.Iallgather(self._mine, self._all)
             if failure is None:
                 request.Wait()
             else:
                 self._watch.wait_as_failed(request, failure)
-        if self._all.any():
+        self.asked |= bool((self._all == _ASKED).any())
+        if (self._all == _FAILED).any():
             self._raise_everywhere(failure)
 
     def _raise_everywhere(self, failure: BaseException | None) -> None:
-        failed: list[int] = np.flatnonzero(self._all).tolist()
+        failed: list[int] = np.flatnonzero(self._all == _FAILED).tolist()
         self._watch.close(failed=True)
         first = self._comm.bcast(None if failure is None else Failure.of(failure), failed[0])
         described: dict[int, Any] = dict.fromkeys(failed, first)

@@ -14,7 +14,7 @@ import scipy
 
 from mpiad.optimize.points import Point, Points
 
-__all__ = ["broken_off", "concluded", "limited", "stopped"]
+__all__ = ["broken_off", "concluded", "interrupted", "limited", "stopped"]
 
 # Values that differ by less are equal but for rounding.
 _ROUNDING = 4.0 * sys.float_info.epsilon
@@ -32,6 +32,15 @@ def limited(points: Points, iterations: int) -> scipy.optimize.OptimizeResult:
         f"x, the best point so far."
     )
     return _result(points.best or points.iterate, points, iterations, 1, message)
+
+
+def interrupted(points: Points, iterations: int) -> scipy.optimize.OptimizeResult:
+    """Return the result where a rank was told to end; x is what the checkpoint holds."""
+    message = (
+        "INTERRUPTED: a rank was told to end by SIGTERM, and the last iterate is written. Make the same call again to go "
+        "on."
+    )
+    return _result(points.iterate or points.best, points, iterations, 143, message)
 
 
 def broken_off(error: ValueError, points: Points, iterations: int) -> scipy.optimize.OptimizeResult:

@@ -47,6 +47,11 @@ class Evaluation:
         self._forward: ForwardPass | None = None
         self.only_both, self.separate = program.jac is True, callable(program.jac)
 
+    @property
+    def asked(self) -> bool:
+        """Return whether a rank was told to end, as far as all know."""
+        return self._agreement.asked
+
     def raise_if_ended(self) -> None:
         """Raise what has ended the solve on all ranks, should a method go on in spite of it."""
         if self._agreement.error is not None:

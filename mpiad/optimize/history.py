@@ -100,6 +100,16 @@ class Record:
         if self._last is not None:
             self.rows[-1] = self.rows[-1]._replace(gradient_norm=self._last.gradient_norm)
 
+    def table(self) -> np.ndarray:
+        """Return the rows as they can be written, shape (rows, 6)."""
+        self._settle()
+        return np.array(self.rows, dtype=float).reshape(-1, len(Row._fields))
+
+    def restore(self, table: np.ndarray) -> None:
+        """Go on after the rows of an earlier run, and its time."""
+        self.rows = [Row(int(r[0]), r[1], r[2], r[3], int(r[4]), r[5]) for r in table.tolist()]
+        self._start, self._last = time.perf_counter() - self.rows[-1].seconds, None
+
     def history(self) -> History:
         """Return the rows as arrays."""
         self._settle()

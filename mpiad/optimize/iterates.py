@@ -13,6 +13,7 @@ from mpiad.optimize.history import Iterate, Record, Row
 from mpiad.optimize.points import Points
 from mpiad.optimize.progress import line_of
 from mpiad.optimize.root_driven import Leader
+from mpiad.optimize.root_keeper import RootKeeper
 
 __all__ = ["Iterates", "IteratesOfPoints"]
 
@@ -86,11 +87,41 @@ class IteratesOfPoints(Iterates):
     points : Points
     callback : callable or None
     leader : Leader
+    keeper : RootKeeper
+        Writes the iterates that are to be kept.
+
+    Attributes
+    ----------
+    done : int
+        Iterations of an earlier run.
     """
 
-    def __init__(self, points: Points, callback: Function | None, leader: Leader):
+    def __init__(self, points: Points, callback: Function | None, leader: Leader, keeper: RootKeeper):
         super().__init__(callback, leader)
-        self._points = points
+        self._points, self._keeper, self.done = points, keeper, 0
+
+    def resume(self, start: np.ndarray) -> np.ndarray:
+        """Return where an earlier run had come, and go on counting there; `start` where there was none."""
+        points, found = self._points, self._keeper.found()
+        points.interruptible = self._keeper.active
+        if found is None:
+            return start
+        self.record.restore(found["history"])
+        points.counts.update(zip(points.counts, found["counts"].tolist()))
+        points.iterate, self.done, self._last = points.at(found["x"]), self.count, found["x"]
+        return found["x"]
+
+    def counted(self, result: scipy.optimize.OptimizeResult) -> scipy.optimize.OptimizeResult:
+        """Correct what a method has counted since an earlier run ended."""
+        if self.done:
+            result.nit = self.count
+            result.nfev, result.njev = self._points.counts.of_objective, self._points.counts.of_gradient
+        return result
+
+    def keep(self, ended: bool = False) -> None:
+        """Write the last iterate, where it is time to."""
+        if self._points.iterate is not None:
+            self._keeper.keep(self.count, ended, self._points, self.record)
 
     def value(self, x: np.ndarray) -> float:
         """Evaluate the objective; note the starting point."""
@@ -105,4 +136,6 @@ class IteratesOfPoints(Iterates):
 
     def __call__(self, x: np.ndarray, *state: Any) -> Any:
         """Note an iterate and tell the user's callback."""
-        return self.tell(x, self._note(x))
+        row = self._note(x)
+        self.keep()
+        return self.tell(x, row)

@@ -9,7 +9,9 @@ ranks has a room of its own, `sharded`.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
+from os import PathLike
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ import scipy
 
 from mpiad._typing import Comm, Function, Rank, Tree
 from mpiad.optimize.agreement import verdict
+from mpiad.optimize.checkpoint import Checkpoint, as_checkpoint
 from mpiad.optimize.methods import is_sharded, method_named
 from mpiad.optimize.program import Program, check_program
 from mpiad.optimize.root_driven import RootDriven
@@ -27,6 +30,7 @@ from mpiad.primitives.operation import suspended
 from mpiad.transport import Channel, channel, renew
 from mpiad.transport.agreement import raise_together, require_same
 from mpiad.transport.recovery import recoverable
+from mpiad.transport.signals import postponed
 
 __all__ = ["minimize"]
 
@@ -48,6 +52,7 @@ def minimize(
     callback: Function | None = None,
     objective: str = "root",
     args: tuple = (),
+    checkpoint: str | PathLike[str] | Checkpoint | None = None,
     progress: bool = False,
 ) -> scipy.optimize.OptimizeResult:
     """Minimise the objective of all ranks, with the variables on the root or in pieces on their ranks.
@@ -96,6 +101,11 @@ def minimize(
         What is minimised: L_root, the sum of all L_r, or their mean.
     args : tuple
         Further arguments of `fun`, `jac` and `hessp`: this rank's own.
+    checkpoint : path or Checkpoint, optional
+        File for the state of the solve, written every 10 iterations (`mpiad.optimize.Checkpoint` says otherwise) and at
+        the end, whole or not at all. Where it exists, the solve goes on from it: with "L-BFGS-sharded", whose ranks write
+        files of their own beside this name, as if it had never stopped, bit for bit; else from the last iterate. After
+        SIGTERM on any rank the state is written, and all return with status 143.
     progress : bool
         Whether the root writes its progress to standard error.
 
@@ -114,7 +124,8 @@ def minimize(
     Raises
     ------
     TypeError, ValueError
-        On all ranks, where an argument on any of them is wrong, or `fun` returns anything but a real number.
+        On all ranks, where an argument on any of them is wrong, or `fun` returns anything but a real number, or the
+        checkpoint is damaged or belongs to another problem.
     WorkerError
         On all ranks, where an evaluation raises on any, with that rank's traceback; the communicator is usable
         afterwards. Where other ranks wait for that rank inside a communication, and the MPI can't interrupt them, the job
@@ -133,30 +144,34 @@ def minimize(
     jac = None if jac is False else jac  # False is what SciPy takes for "none is given"
     program = Program(fun, jac, hessp, args if isinstance(args, tuple) else (args,), objective, root)
     with suspended():
-        wishes = Wishes(bounds, constraints, tol, options, callback)
-        start = _agree_on_arguments(used, program, method, x0, wishes)
+        wishes = Wishes(bounds, constraints, tol, options, callback, checkpoint)
+        start, wishes = _agree_on_arguments(used, program, method, x0, wishes)
         solve = Sharded(used, program, start) if isinstance(start, Piece) else RootDriven(used, program, start)
         try:
-            if isinstance(solve, Sharded):
-                return solve.run(callback, progress)
-            return solve.run(partial(drive, method_named(method), wishes), progress)
+            with nullcontext() if wishes.checkpoint is None else postponed(wishes.checkpoint.patience):
+                if isinstance(solve, Sharded):
+                    return solve.run(callback, progress)
+                return solve.run(partial(drive, method_named(method), wishes, program), progress)
         except Exception:
             if solve.agreement.error is not None:
                 renew(comm, "minimize")  # an evaluation may have left messages under way
             raise
 
 
-def _agree_on_arguments(used: Channel, program: Program, method: Any, x0: Tree, wishes: Wishes) -> Tree | Piece:
+def _agree_on_arguments(
+    used: Channel, program: Program, method: Any, x0: Tree, wishes: Wishes
+) -> tuple[Tree | Piece, Wishes]:
     """Check the arguments on all ranks; return the root's x0 as a nest of variables, or this rank's own piece."""
     wrong, start, settings = None, None, ""
     try:
+        wishes = wishes._replace(checkpoint=as_checkpoint(wishes.checkpoint, "minimize"))
         sharded = is_sharded(method)
         check_program(program, used, "minimize")
         start = as_variables(x0) if sharded or used.rank == program.root else None
         if sharded:
             if wishes.constraints is not None and np.size(wishes.constraints):
                 raise ValueError("minimize: method 'L-BFGS-sharded' takes no constraints; 'SLSQP' and 'trust-constr' do.")
-            start = piece_of(start, wishes.bounds, wishes.tol, wishes.options)
+            start = piece_of(start, wishes.bounds, wishes.tol, wishes.options, wishes.checkpoint)
             settings = f", {start.settings}"
             _check_callback(wishes.callback)
     except (TypeError, ValueError) as error:
@@ -164,12 +179,13 @@ def _agree_on_arguments(used: Channel, program: Program, method: Any, x0: Tree, 
     raise_together(used, wrong)
     jac = "a function" if callable(program.jac) else program.jac
     described = f"method={method!r}, objective={program.objective!r}, root={program.root}, jac={jac}{settings}"
+    described += "" if wishes.checkpoint is None else f", a checkpoint every {wishes.checkpoint.every} iterations"
     require_same(used, described, "minimize")
     if isinstance(start, Piece):
-        return start
+        return start, wishes
     template = used.data.bcast(start, program.root)
     require_equal_start(x0, template, used)
-    return template
+    return template, wishes
 
 
 def _check_callback(callback: Any) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from mpiad.optimize.evaluation import Evaluation
 from mpiad.optimize.protocol import BOTH, GRADIENT, PRODUCT, VALUE, Instructions
 
-__all__ = ["Counts", "LimitReached", "Point", "Points"]
+__all__ = ["Counts", "Interrupted", "LimitReached", "Point", "Points"]
 
 # A line search may accept a point that isn't the last one it tried.
 _REMEMBERED = 4
@@ -21,6 +21,10 @@ _NAMES = {VALUE: "value", GRADIENT: "gradient", BOTH: "both"}
 
 class LimitReached(Exception):
     """Leave a method that wants one more evaluation than `maxfun`, from wherever it is."""
+
+
+class Interrupted(Exception):
+    """Leave a method after a rank was told to end, from wherever it is."""
 
 
 class Counts(dict):
@@ -81,6 +85,8 @@ class Points:
         Where the objective was finite and lowest, among those that violate least.
     iterate : Point or None
         Remembered as long as it is the last iterate, to which methods come back at their end.
+    interruptible : bool
+        Whether the solve is to end soon after a rank was told to.
     """
 
     def __init__(self, evaluation: Evaluation, instructions: Instructions, together: bool):
@@ -93,6 +99,7 @@ class Points:
         self.excess: Callable[[np.ndarray], float] | None = None
         self.best: Point | None = None
         self.iterate: Point | None = None
+        self.interruptible = self._begun = False
         self._least = math.inf
 
     @property
@@ -136,8 +143,11 @@ class Points:
         return self._recent[-1]
 
     def _ask(self, kind: int, point: Point) -> None:
-        if kind != GRADIENT and self.exhausted:
+        if kind != GRADIENT and self.exhausted and self._begun:
             raise LimitReached(f"{self.counts.of_objective} evaluations are done")
+        if self.interruptible and self.iterate is not None and self._evaluation.asked:
+            raise Interrupted("a rank was told to end")
+        self._begun = True
         value, gradient = self._carry_out(kind, _NAMES[kind], point.x)
         self._last_valued = point if kind == VALUE else None
         point.gradient = point.gradient if gradient is None else gradient

@@ -10,13 +10,16 @@ import numpy as np
 import scipy  # loads its parts at their first use: to load them here would double the time of importing mpiad
 
 from mpiad._typing import Function
-from mpiad.optimize.conclusion import broken_off, concluded, limited, stopped
+from mpiad.optimize.checkpoint import problem_of
+from mpiad.optimize.conclusion import broken_off, concluded, interrupted, limited, stopped
 from mpiad.optimize.constraints import ConstraintSet, constraints_of
 from mpiad.optimize.iterates import IteratesOfPoints
 from mpiad.optimize.methods import Method
-from mpiad.optimize.points import LimitReached, Points
+from mpiad.optimize.points import Interrupted, LimitReached, Points
+from mpiad.optimize.program import Program
 from mpiad.optimize.result import outcome_of
 from mpiad.optimize.root_driven import Leader
+from mpiad.optimize.root_keeper import RootKeeper
 from mpiad.optimize.sharded.box import Box, box_of
 
 __all__ = ["Wishes", "drive"]
@@ -30,9 +33,10 @@ class Wishes(NamedTuple):
     tol: float | None
     options: dict | None
     callback: Function | None
+    checkpoint: Any = None
 
 
-def drive(method: Method, wishes: Wishes, leader: Leader) -> dict[str, Any]:
+def drive(method: Method, wishes: Wishes, program: Program, leader: Leader) -> dict[str, Any]:
     """Run a method on the root; return its result, corrected where it must be."""
     points = Points(leader.evaluation, leader.instructions, method.together)
     start = leader.packing.pack(leader.start)
@@ -40,7 +44,12 @@ def drive(method: Method, wishes: Wishes, leader: Leader) -> dict[str, Any]:
     constraints = _constraints(method, wishes.constraints, leader)
     points.excess = _excess(box, constraints)
     points.maxfun, options = _limited(method, dict(wishes.options or {}))
-    iterates = IteratesOfPoints(points, wishes.callback, leader)
+    problem = {"method": method.name, **problem_of(program, leader.packing, start, leader.used.size)}
+    problem["bounds (checksum)"] = None if box is None else box.fingerprint
+    keeper = RootKeeper(wishes.checkpoint, problem)
+    iterates = IteratesOfPoints(points, wishes.callback, leader, keeper)
+    start = iterates.resume(start)
+    options = _remaining(options, iterates.done)
     try:
         result = scipy.optimize.minimize(
             iterates.value,
@@ -54,15 +63,18 @@ def drive(method: Method, wishes: Wishes, leader: Leader) -> dict[str, Any]:
             options=options,
             callback=iterates,
         )
-        result = concluded(result, points, constrained=constraints is not None)
+        result = iterates.counted(concluded(result, points, constrained=constraints is not None))
     except StopIteration:  # which some of SciPy's methods let pass
         result = stopped(points, iterates.count)
     except LimitReached:
         result = limited(points, iterates.count)
+    except Interrupted:
+        result = interrupted(points, iterates.count)
     except ValueError as error:  # as some of SciPy's methods refuse NaN and infinities in their matrices
         if iterates.told or not points.broken:
             raise
         result = broken_off(error, points, iterates.count)
+    iterates.keep(ended=True)
     return outcome_of(result, iterates.record.history(), points.counts)
 
 
@@ -88,6 +100,13 @@ def _limited(method: Method, options: dict) -> tuple[float | None, dict]:
         raise ValueError(f"minimize: option maxfun must be an integer of at least 0, but got {maxfun!r}.")
     # SciPy's own methods, where they have this option, look at it between two line searches only.
     return float(maxfun), options if method.knows_maxfun else {k: v for k, v in options.items() if k != "maxfun"}
+
+
+def _remaining(options: dict, done: int) -> dict:
+    """Return the options for what an earlier run has left of its iterations."""
+    if not done or options.get("maxiter") is None:
+        return options
+    return {**options, "maxiter": max(options["maxiter"] - done, 0)}
 
 
 def _flat_bounds(bounds: Any) -> Any:

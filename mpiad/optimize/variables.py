@@ -83,6 +83,11 @@ class Packing:
         self._lengths = [int(np.prod(shape)) * (1 + (dtype.kind == "c")) for shape, dtype in self._specs]
         self.size = sum(self._lengths)
 
+    @property
+    def described(self) -> list[str]:
+        """Return shape and dtype of each array of variables, in words."""
+        return [f"{dtype}{list(shape)}" for shape, dtype in self._specs]
+
     def pack(self, tree: Tree) -> np.ndarray:
         """Return a nest's variables as a new vector, shape (size,)."""
         return self._packed(tree, lambda z: z)

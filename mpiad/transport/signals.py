@@ -56,10 +56,16 @@ def postponed(patience: float = 30.0) -> Iterator[None]:
         Seconds after which the job ends all the same, where the caller hasn't come to its end by then.
     """
     _patience.append(patience)
+    # A job of one rank, and one that mustn't be aborted, was left alone so far.
+    alone = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if alone:
+        signal.signal(signal.SIGTERM, _on_sigterm)
     try:
         yield
     finally:
         _patience.pop()
+        if alone:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def install_signal_handlers() -> bool:

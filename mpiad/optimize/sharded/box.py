@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import scipy
 
+from mpiad.optimize.checkpoint import fingerprint
+
 __all__ = ["Box", "box_of"]
 
 # Variables so close to a bound, with the gradient pushing outwards, move straight to it. (Bertsekas's epsilon.)
@@ -35,6 +37,11 @@ class Box:
     def excess(self, x: np.ndarray) -> float:
         """Return how far x lies outside, at most."""
         return float(max(np.max(self._low - x, initial=0.0), np.max(x - self._high, initial=0.0)))
+
+    @property
+    def fingerprint(self) -> str:
+        """Return a checksum: equal bounds have the same."""
+        return fingerprint(self._low, self._high)
 
     def project(self, x: np.ndarray, part: slice = slice(None)) -> bool:
         """Move a part of x into its bounds, in place; return whether any variable moved."""

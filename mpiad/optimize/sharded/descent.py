@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 
 import numpy as np
@@ -10,12 +11,14 @@ from mpiad.optimize.sharded.ending import (
     ABNORMAL,
     EVALUATIONS,
     GRADIENT,
+    INTERRUPTED,
     ITERATIONS,
     NOT_FINITE,
     REDUCTION,
     STOPPED,
     Ending,
 )
+from mpiad.optimize.sharded.keeper import Keeper, State
 from mpiad.optimize.sharded.line_search import LineSearch
 from mpiad.optimize.sharded.listener import Listener
 from mpiad.optimize.sharded.memory import Memory
@@ -37,49 +40,71 @@ class Descent:
     settings : Settings
     bounded : bool
         Whether steps may be clipped.
+    keeper : Keeper
     """
 
-    def __init__(self, trials: Trials, memory: Memory, listener: Listener, settings: Settings, bounded: bool):
-        self._trials, self._memory, self._listener = trials, memory, listener
+    def __init__(
+        self, trials: Trials, memory: Memory, listener: Listener, settings: Settings, bounded: bool, keeper: Keeper
+    ):
+        self._trials, self._memory, self._listener, self._keeper = trials, memory, listener, keeper
         self._settings, self._bounded = settings, bounded
         self._iterations = 0
 
     def run(self, start: np.ndarray) -> tuple[Point, Ending]:
         """Descend from this rank's start, shape (n,), which is overwritten; return where it ends and why."""
+        found = self._keeper.restored(self._memory, self._trials, self._listener)
+        if found is not None:
+            self._iterations = found.iteration
+            self._trials.release(Point(start))
+            return self._descend(found)
         here = self._trials.start(start)
         self._listener.note(here, self._trials.count)
         if not here.finite:
             return here, NOT_FINITE
-        before, stop = None, False
+        return self._descend(self._moved(here, None, False))
+
+    def _descend(self, state: State) -> tuple[Point, Ending]:
         while True:
-            ending = self._ending(here, before)
+            here, ending = state.here, self._ending(state)
+            self._keeper.keep(state, ending, self._memory, self._listener.record)
             if ending is not None:
                 return here, ending
-            slope, length, stop = self._memory.update(here, self._pair(before, here), stop)
-            if stop:
-                return here, STOPPED
-            before = None if before is None else self._trials.release(before)
-            found = self._search(here, slope, length) if slope < 0.0 else here
+            found = self._search(here, state.slope, state.length) if state.slope < 0.0 else here
+            if found is here and self._keeper.interrupted:  # the search begins anew when the solve goes on
+                self._keeper.keep(state, INTERRUPTED, self._memory, self._listener.record)
+                return here, INTERRUPTED
             if found is not here:
                 self._iterations += 1
-                here, before = found, here
-                stop = self._listener.heard(here, self._trials.count)
+                stop = self._listener.heard(found, self._trials.count)
+                state = self._moved(found, here, stop)
+                self._trials.release(here)
             elif self._memory.empty and self._trials.count < self._settings.maxfun:
                 return here, ABNORMAL
             else:
                 self._memory.forget()
+                state = self._moved(here, None, False)
 
-    def _ending(self, here: Point, before: Point | None) -> Ending | None:
-        settings = self._settings
+    def _moved(self, here: Point, before: Point | None, stop: bool) -> State:
+        """Take a point into the memory; return the state of the solve there."""
+        slope, length, stopped = self._memory.update(here, self._pair(before, here), stop)
+        value_before = math.inf if before is None else before.value
+        return State(self._iterations, self._trials.count, here, value_before, slope, length, stopped)
+
+    def _ending(self, state: State) -> Ending | None:
+        settings, here = self._settings, state.here
         if here.norm <= settings.gtol:
             return GRADIENT
-        if before is not None and settings.ftol > 0.0:
-            scale = max(abs(before.value), abs(here.value), 1.0)
-            if before.value - here.value <= settings.ftol * scale:
+        if settings.ftol > 0.0 and state.value_before < math.inf:
+            scale = max(abs(state.value_before), abs(here.value), 1.0)
+            if state.value_before - here.value <= settings.ftol * scale:
                 return REDUCTION
+        if state.stopped:
+            return STOPPED
         if self._iterations >= settings.maxiter:
             return ITERATIONS
-        return EVALUATIONS if self._trials.count >= settings.maxfun else None
+        if self._trials.count >= settings.maxfun:
+            return EVALUATIONS
+        return INTERRUPTED if self._keeper.interrupted else None
 
     def _pair(self, before: Point | None, here: Point) -> Point | None:
         """Return where the last step came from, if the memory is to keep it: not where the function didn't curve up."""
@@ -113,6 +138,9 @@ class Descent:
                 self._memory.put_aside(trial)
                 trial, best = best, trial
             self._drop(trial, here)
+            if self._keeper.interrupted:
+                self._drop(best, here)
+                return here
         self._memory.take_back(best)
         return best
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["ABNORMAL", "EVALUATIONS", "GRADIENT", "ITERATIONS", "NOT_FINITE", "REDUCTION", "STOPPED", "Ending"]
+__all__ = [
+    "ABNORMAL", "EVALUATIONS", "GRADIENT", "INTERRUPTED", "ITERATIONS", "NOT_FINITE", "REDUCTION", "STOPPED", "Ending",
+]
 
 
 class Ending(NamedTuple):
@@ -25,3 +27,7 @@ ABNORMAL = Ending(
 )
 NOT_FINITE = Ending(3, "ABNORMAL: the objective or its gradient isn't finite at x0. Start where both are.")
 STOPPED = Ending(99, "`callback` raised `StopIteration`.")
+INTERRUPTED = Ending(
+    143,
+    "INTERRUPTED: a rank was told to end by SIGTERM, and the state is written. Make the same call again to go on.",
+)

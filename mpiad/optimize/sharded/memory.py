@@ -112,6 +112,22 @@ class Memory:
         self._coefficients = decision[:-3]
         return float(decision[-3]), float(decision[-2]), bool(decision[-1])
 
+    def state(self) -> dict[str, np.ndarray]:
+        """Return all that the next steps depend on, in arrays; the largest is the memory itself, not a copy."""
+        numbers = [self.ring.first, self.ring.count, self._largest_norm]
+        return {
+            "rows": self.tiles.memory, "ring": np.array(numbers), "lengths": self._lengths, "products": self._products,
+            "with_gradient": self._with_gradient, "coefficients": self._coefficients,
+        }
+
+    def restore(self, state: dict[str, np.ndarray]) -> None:
+        """Take over what `state` returned."""
+        self.tiles.memory = state["rows"]
+        first, count, self._largest_norm = state["ring"].tolist()
+        self.ring.first, self.ring.count = int(first), int(count)
+        self._lengths, self._products = state["lengths"], state["products"]
+        self._with_gradient, self._coefficients = state["with_gradient"], state["coefficients"]
+
     def _move(self, new: Point, keep: bool) -> None:
         if keep:
             self.ring.advance()

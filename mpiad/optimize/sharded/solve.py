@@ -9,10 +9,12 @@ import scipy
 
 from mpiad._typing import Function, Tree
 from mpiad.optimize.agreement import Agreement
+from mpiad.optimize.checkpoint import Checkpoint, problem_of
 from mpiad.optimize.program import Program
 from mpiad.optimize.sharded.box import Box, box_of
 from mpiad.optimize.sharded.descent import Descent
 from mpiad.optimize.sharded.ending import Ending
+from mpiad.optimize.sharded.keeper import Keeper
 from mpiad.optimize.sharded.lending import PiecePacking
 from mpiad.optimize.sharded.listener import Listener
 from mpiad.optimize.sharded.memory import Memory
@@ -30,18 +32,31 @@ __all__ = ["Piece", "Sharded", "piece_of"]
 
 
 class Piece(NamedTuple):
-    """What a rank brings: its variables, their bounds, the settings of all."""
+    """What a rank brings: its variables, their bounds, the settings of all, where its state is written."""
 
     start: Tree
     packing: Packing
     box: Box | None
     settings: Settings
+    checkpoint: Checkpoint | None
+
+    def problem(self, program: Program, start: np.ndarray, ranks: int) -> dict[str, Any]:
+        """Return what a state of this solve belongs to: what its iterates depend on, as far as it can be said."""
+        return {
+            "method": "L-BFGS-sharded",
+            **problem_of(program, self.packing, start, ranks),
+            "m": self.settings.maxcor,
+            "maxls": self.settings.maxls,
+            "bounds (checksum)": None if self.box is None else self.box.fingerprint,
+        }
 
 
-def piece_of(start: Tree, bounds: Any, tol: float | None, options: dict | None) -> Piece:
+def piece_of(
+    start: Tree, bounds: Any, tol: float | None, options: dict | None, checkpoint: Checkpoint | None = None
+) -> Piece:
     """Check this rank's arguments; a ValueError where one can't be."""
     packing = Packing(start)
-    return Piece(start, packing, box_of(bounds, packing.size), settings_of(tol, options))
+    return Piece(start, packing, box_of(bounds, packing.size), settings_of(tol, options), checkpoint)
 
 
 class Sharded:
@@ -63,7 +78,7 @@ class Sharded:
     """
 
     def __init__(self, used: Channel, program: Program, piece: Piece):
-        self._piece, self._used, self._comm = piece, used, used.derive()
+        self._program, self._piece, self._used, self._comm = program, piece, used, used.derive()
         self._totals = Totals(self._comm, program.root)
         self.agreement = Agreement(self._comm)
         self._evaluation = PieceEvaluation(program, PiecePacking(piece.start), self.agreement, used, self._comm)
@@ -85,6 +100,10 @@ class Sharded:
 
     def _run(self, callback: Function | None, line: ProgressLine | None) -> scipy.optimize.OptimizeResult:
         packing, settings = self._piece.packing, self._piece.settings
+        start = packing.pack(self._piece.start)
+        problem = self._piece.problem(self._program, start, self._used.size)
+        keeper = Keeper(self._piece.checkpoint, problem, self._used, self.agreement)
+        keeper.look()
         bounded, heard = self._totals.of([float(self._piece.box is not None), float(callback is not None)], [0.0], [])[:2]
         box = self._piece.box
         if bounded and box is None:
@@ -92,8 +111,8 @@ class Sharded:
         memory = Memory(packing.size, settings.maxcor, box, self._totals)
         trials = Trials(self._evaluation, self._totals, box, memory)
         listener = Listener(packing, self.agreement, callback, bool(heard), line)
-        descent = Descent(trials, memory, listener, settings, bool(bounded))
-        point, ending = descent.run(packing.pack(self._piece.start))
+        descent = Descent(trials, memory, listener, settings, bool(bounded), keeper)
+        point, ending = descent.run(start)
         return self._result(point, memory.gradient(point), ending, trials.count, listener)
 
     def _result(

@@ -29,7 +29,7 @@ class Tiles:
 
     def __init__(self, height: int, size: int):
         self._height, self._size = height, size
-        self.memory = np.empty(height * size)
+        self.memory = np.zeros(height * size)  # also what is written to a checkpoint before it is used
 
     def __iter__(self) -> Iterator[tuple[slice, np.ndarray]]:
         """Yield each tile, shape (rows, length), after the part of the vectors that it holds."""

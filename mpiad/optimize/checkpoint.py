@@ -1,0 +1,80 @@
+"""Where and how often a solve writes its state, and what the state belongs to."""
+
+from __future__ import annotations
+
+import zlib
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpiad.optimize.program import Program
+from mpiad.optimize.variables import Packing
+
+__all__ = ["Checkpoint", "as_checkpoint", "fingerprint", "problem_of"]
+
+
+class Checkpoint(NamedTuple):
+    """What `minimize` takes as its `checkpoint`; a path alone stands for the defaults.
+
+    Attributes
+    ----------
+    path : str or Path
+        The file. With "L-BFGS-sharded" each rank writes two in turn, which have its number in their names.
+    every : int
+        Iterations from one state that is written to the next.
+    patience : float
+        Seconds that the solve has to come to the end of its iteration after SIGTERM; then the job ends all the same.
+    """
+
+    path: str | PathLike[str]
+    every: int = 10
+    patience: float = 30.0
+
+    @property
+    def file(self) -> Path:
+        """Return the path, absolute: a program may change its folder."""
+        return Path(self.path).absolute()
+
+
+def as_checkpoint(given: Any, call: str) -> Checkpoint | None:
+    """Return what the user's argument says.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Where it says nothing that can be done.
+    """
+    if given is None:
+        return None
+    found = given if isinstance(given, Checkpoint) else Checkpoint(given)
+    if not isinstance(found.path, (str, PathLike)):
+        raise TypeError(
+            f"{call}: checkpoint must be a path or an mpiad.optimize.Checkpoint, but got {type(given).__name__} "
+            f"{given!r:.60}."
+        )
+    if not (isinstance(found.every, (int, np.integer)) and found.every >= 1):
+        raise ValueError(f"{call}: a checkpoint is written every 1 or more iterations, but got every={found.every!r}.")
+    if not found.file.parent.is_dir():
+        raise ValueError(f"{call}: checkpoint {found.path!s:.200} lies in a folder that doesn't exist. Make it first.")
+    return found
+
+
+def fingerprint(*arrays: np.ndarray) -> str:
+    """Return a checksum of arrays; equal ones have the same."""
+    found = 0
+    for array in arrays:
+        found = zlib.crc32(np.ascontiguousarray(array).data, found)
+    return f"{found:08x}"
+
+
+def problem_of(program: Program, packing: Packing, start: np.ndarray, size: int) -> dict[str, Any]:
+    """Return what a state belongs to, in words and numbers: another problem has another description."""
+    return {
+        "ranks": size,
+        "objective": program.objective,
+        "root": int(program.root),
+        "variables": packing.described,
+        "x0 (checksum)": fingerprint(start),
+    }

@@ -1,0 +1,139 @@
+"""Solves that the root drives go on from the last iterate that was written."""
+
+from __future__ import annotations
+
+import os
+import signal
+import warnings
+from pathlib import Path
+from typing import Any
+
+import autograd.numpy as anp
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpiad
+from mpiad.errors import WorkerError
+from mpiad.optimize import Checkpoint
+from mpiad.transport import signals
+
+START = np.array([0.3, 0.5, -0.2, 0.1])
+METHODS = ["L-BFGS", "BFGS", "CG", "TNC", "SLSQP", "Newton-CG", "trust-ncg", "trust-constr"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder that all ranks know."""
+    return MPI.COMM_WORLD.bcast(tmp_path)
+
+
+def valley(x: Any) -> Any:
+    return anp.sum(100.0 * (x[1:] - x[:-1] ** 2) ** 2 + (1.0 - x[:-1]) ** 2)
+
+
+def solve(checkpoint: Any, fun: Any = valley, **keywords: Any) -> Any:
+    return mpiad.minimize(fun, START, objective="mean", checkpoint=checkpoint, **{"tol": 1e-9, **keywords})
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_goes_on_from_the_last_iterate(method: str, folder: Path) -> None:
+    checkpoint = Checkpoint(folder / "run.npz", every=3)
+    limit = {"maxfun": 40} if method == "TNC" else {"maxiter": 7}
+    first = solve(checkpoint, method=method, options=limit)
+    written = np.load(checkpoint.file)["x"]
+    begun: list[np.ndarray] = []
+    second = solve(checkpoint, lambda x: begun.append(np.array(mpiad.stop(x))) or valley(x), method=method)
+    np.testing.assert_array_equal(begun[0], written)
+    np.testing.assert_allclose(second.x, 1.0, atol=1e-3)
+    rows = len(first.history.loss)
+    assert second.nit == len(second.history.loss) - 1 > first.nit
+    np.testing.assert_array_equal(second.history.loss[:rows], first.history.loss)
+    assert second.history.evaluations[-1] <= second.nfev and np.all(np.diff(second.history.evaluations) >= 0)
+    assert np.all(np.diff(second.history.seconds) >= 0.0)
+
+
+def test_limits_are_those_of_all_runs_together(folder: Path) -> None:
+    first = solve(folder / "run.npz", options={"maxiter": 4})
+    second = solve(folder / "run.npz", options={"maxiter": 9})
+    third = solve(folder / "run.npz", options={"maxfun": second.nfev + 5})
+    assert (first.nit, second.nit) == (4, 9) and not second.success
+    assert third.nfev <= second.nfev + 5 and third.nit > 9 and not third.success
+
+
+def test_an_exception_leaves_what_was_written(folder: Path, rank: int, size: int) -> None:
+    count = [0]
+
+    def fails(x: Any) -> Any:
+        count[0] += 1
+        if count[0] == 15 and rank == size - 1:
+            raise ZeroDivisionError("no way")
+        return valley(x)
+
+    checkpoint = Checkpoint(folder / "run.npz", every=4)
+    with pytest.raises(WorkerError, match="no way"):
+        solve(checkpoint, fails)
+    assert len(np.load(checkpoint.file)["history"]) in (5, 9, 13)
+    result = solve(checkpoint)
+    assert result.success and result.nit > 13
+
+
+def test_sigterm_of_one_rank_ends_all(folder: Path, rank: int, size: int) -> None:
+    count = [0]
+
+    def told(x: Any) -> Any:
+        count[0] += 1
+        if count[0] == 12 and rank == size - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return valley(x)
+
+    try:
+        part = solve(folder / "run.npz", told)
+    finally:
+        signals._requested = None
+    assert part.status == 143 and not part.success and "SIGTERM" in part.message and part.nfev == 12
+    np.testing.assert_array_equal(np.load(folder / "run.npz")["x"], part.x)
+    assert all(np.array_equal(x, part.x) for x in MPI.COMM_WORLD.allgather(part.x))
+    result = solve(folder / "run.npz")
+    np.testing.assert_allclose(result.x, 1.0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["x0", "variables", "method", "bounds"])
+def test_another_problem_is_refused(name: str, folder: Path) -> None:
+    solve(folder / "run.npz", options={"maxiter": 2})
+    other: dict[str, Any] = {
+        "x0": {"x0": START + 1.0}, "variables": {"x0": START[:3]}, "method": {"x0": START, "method": "BFGS"},
+        "bounds": {"x0": START, "bounds": [(-2.0, 3.0)] * 4},
+    }[name]
+    with pytest.raises(ValueError, match=rf"belongs to another problem: .*{name}"):
+        mpiad.minimize(valley, objective="mean", checkpoint=folder / "run.npz", **other)
+
+
+def test_a_damaged_file_is_refused_on_all_ranks(folder: Path, rank: int) -> None:
+    solve(folder / "run.npz", options={"maxiter": 2})
+    if rank == 0:
+        (folder / "run.npz").write_bytes((folder / "run.npz").read_bytes()[:-50])
+    with pytest.raises(ValueError, match="is damaged"):
+        solve(folder / "run.npz")
+
+
+def test_a_full_disk_does_not_end_the_solve(folder: Path, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    solve(folder / "run.npz", options={"maxiter": 3})
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        result = solve(folder / "run.npz")
+    assert result.success and result.nit > 10
+    assert any("No space left" in str(warning.message) for warning in said) == (rank == 0)
+    MPI.COMM_WORLD.Barrier()
+    assert len(np.load(folder / "run.npz")["history"]) == 4
+
+
+def test_more_often_on_one_rank_is_refused(folder: Path, rank: int, size: int) -> None:
+    if size > 1:
+        with pytest.raises(ValueError, match="checkpoint every"):
+            solve(Checkpoint(folder / "run.npz", every=1 + rank))
