@@ -1,0 +1,68 @@
+"""Whether a traced program computes what f does where a solve begins.
+
+A trace sees f with symbols. An f that looks at the kinds of its arguments, or keeps something from call to call, may do
+something else with numbers; that is found here before anybody takes the one for the other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mpiad._typing import Array
+from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.compiled.evaluation import evaluated
+from mpiad.ensemble.compiled.layout import layout_of
+from mpiad.ensemble.compiled.program import Program
+from mpiad.ensemble.compiled.refusals import Untraceable, place_of
+from mpiad.ensemble.derivative import derivative_of
+
+__all__ = ["verify"]
+
+_COLUMNS = 5
+# Of the largest term that may have been cancelled, in units of rounding.
+_ROUNDINGS = 1e4
+
+
+def verify(program: Program, batch: Batch) -> None:
+    """Compare a program with f at the initial states of a few trajectories.
+
+    Parameters
+    ----------
+    program : Program
+        What was traced.
+    batch : Batch
+        Of plain arrays.
+
+    Raises
+    ------
+    Untraceable
+        Where they differ by more than rounding.
+    """
+    if not batch.size:
+        return
+    ids = np.resize(np.arange(batch.size), _COLUMNS)
+    u, t = batch.u0[:, ids], batch.start[ids].astype(batch.u0.dtype)
+    u.flags.writeable = t.flags.writeable = False
+    expected = np.empty_like(u)
+    with np.errstate(all="ignore"):
+        derivative_of(batch.f, batch.shape).write(expected, u, batch.p.columns(ids, len(batch.shape) > 1), t)
+    found = np.stack(np.broadcast_arrays(*evaluated(program, u, _parameters(batch, ids), t), u[0])[:-1])
+    largest = max(float(np.abs(x[np.isfinite(x)]).max(initial=0.0)) for x in (found, expected, u))
+    allowed = _ROUNDINGS * float(np.finfo(u.dtype).eps) * (1.0 + largest)
+    if not np.allclose(found, expected, rtol=0, atol=allowed, equal_nan=True):
+        i, j = np.argwhere(~np.isclose(found, expected, rtol=0, atol=allowed, equal_nan=True))[0]
+        raise Untraceable(
+            f"it returns {expected[i, j]} for component {i} of u = {u[:, j].tolist()}, but {found[i, j]} was traced: does "
+            "it look at the types of its arguments, or keep something from call to call?",
+            place_of(batch.f),
+        )
+
+
+def _parameters(batch: Batch, ids: Array) -> list[Any]:
+    layout = layout_of(batch.p)
+    leaves = [leaf[..., ids] if varies else leaf for leaf, varies in zip(batch.p.leaves, batch.p.varies)]
+    varying, shared = layout.split(leaves, len(ids), batch.u0.dtype)
+    rows = dict(zip(layout.varying, varying)) | dict(zip(layout.shared, shared))
+    return [rows[j] for j in range(layout.size)]
