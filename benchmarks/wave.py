@@ -1,0 +1,129 @@
+"""The reverse pass of a wave equation beside its plain forward run: stored, and from a few checkpoints.
+
+    python benchmarks/wave.py [--cells 512] [--steps 36] [--repeats 5]
+    mpiexec -n 2 python benchmarks/wave.py
+
+u'' = c² Δu, five points, on cells² with the derivative of Σ u² by c² in each cell. Two programs: with the user's slices of
+an exchanged block, and with `Domain.laplacian`. Each is timed plain (no derivative), recorded (its forward run on the tape),
+its reverse pass from that record, and its reverse pass from √steps checkpoints, which runs the steps again: forward with
+checkpoints and reverse together, less the plain run. All in one process, the sides in turn so that noise hits all of them;
+the smallest time of each counts, divided by that of the plain run with slices. A time is that of the slowest rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import time
+from collections.abc import Callable
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+from mpi4py import MPI
+
+import mpiad
+from mpiad.timestepping import scan
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--cells", type=int, default=512)
+parser.add_argument("--steps", type=int, default=36)
+parser.add_argument("--repeats", type=int, default=5)
+
+REACH = {
+    ("slices", "recorded forward"): 4.0,
+    ("slices", "reverse, stored"): 3.0,
+    ("slices", "reverse, √n checkpoints"): 5.5,
+    ("laplacian", "reverse, √n checkpoints"): 4.0,
+}
+comm = MPI.COMM_WORLD.Dup()
+
+
+class Wave:
+    """A pulse on a square grid, and its steps."""
+
+    def __init__(self, cells: int, steps: int):
+        self.domain, self.steps = mpiad.Domain((cells, cells)), steps
+        self.laplacian = self.domain.laplacian()
+        x, y = self.domain.coordinates()
+        self.start = np.exp(-((x - cells / 2) ** 2 + (y - cells / 3) ** 2) / 50)
+        self.square = 0.2 + 0.05 * np.cos(x / 9) * np.sin(y / 7)
+
+    def slices(self, state: tuple, k: int, square: np.ndarray) -> tuple:
+        """Return the next step's field and this one's, as a user writes it."""
+        u, before = state
+        p = self.domain.exchange(u)
+        around = p[2:, 1:-1] + p[:-2, 1:-1] + p[1:-1, 2:] + p[1:-1, :-2]
+        return 2.0 * u - before + square * (around - 4.0 * u), u
+
+    def operator(self, state: tuple, k: int, square: np.ndarray) -> tuple:
+        """Return the same by the library's operator."""
+        u, before = state
+        return 2.0 * u - before + square * self.laplacian(u), u
+
+    def energy(self, step: Callable, checkpoints: int | None = None) -> Callable:
+        """Return the objective as a function of c²."""
+
+        def objective(square: np.ndarray) -> float:
+            last, _ = scan(step, (self.start, self.start), self.steps, square, checkpoints=checkpoints)
+            return self.domain.sum(last**2)
+
+        return objective
+
+    def plain(self, step: Callable) -> None:
+        """Run the steps alone."""
+        state = (self.start, self.start)
+        for k in range(self.steps):
+            state = step(state, k, self.square)
+
+
+def timed(fun: Callable) -> tuple[float, object]:
+    comm.Barrier()
+    start = time.perf_counter()
+    result = fun()
+    return comm.allreduce(time.perf_counter() - start, MPI.MAX), result
+
+
+def measure(wave: Wave, step: Callable) -> dict[str, float]:
+    """Return the times of one turn."""
+    checkpoints = math.isqrt(wave.steps)
+    plain, _ = timed(lambda: wave.plain(step))
+    recorded, (pull, _) = timed(lambda: mpiad.make_vjp(wave.energy(step))(wave.square))
+    reverse, stored = timed(lambda: pull(1.0))
+    del pull
+    kept, (pull, _) = timed(lambda: mpiad.make_vjp(wave.energy(step, checkpoints))(wave.square))
+    again, computed = timed(lambda: pull(1.0))
+    np.testing.assert_allclose(computed, stored, 1e-9, 1e-12 * np.abs(stored).max())
+    return {
+        "plain": plain,
+        "recorded forward": recorded,
+        "reverse, stored": reverse,
+        "forward with checkpoints": kept,
+        "reverse, √n checkpoints": again,
+    }
+
+
+def main() -> None:
+    options = parser.parse_args()
+    wave = Wave(options.cells, options.steps)
+    programs = {"slices": wave.slices, "laplacian": wave.operator}
+    best: dict[str, dict[str, float]] = {}
+    for _ in range(options.repeats):
+        for name, step in programs.items():
+            found = measure(wave, step)
+            known = best.setdefault(name, found)
+            best[name] = {key: min(known[key], value) for key, value in found.items()}
+    if comm.rank:
+        return
+    plain = best["slices"]["plain"]
+    print(f"wave equation, {options.cells}², {options.steps} steps, {math.isqrt(options.steps)} checkpoints, ranks: {comm.size}")
+    print("| program | part | ms per step | / plain with slices | reach |\n|---|---|---|---|---|")
+    for name, times in best.items():
+        for part, seconds in times.items():
+            reach = REACH.get((name, part), "")
+            print(f"| {name} | {part} | {1e3 * seconds / options.steps:.2f} | {seconds / plain:.2f} | {reach} |")
+
+
+if __name__ == "__main__":
+    main()
