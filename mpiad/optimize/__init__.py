@@ -4,6 +4,7 @@ from mpiad.optimize.checkpoint import Checkpoint
 from mpiad.optimize.history import History
 from mpiad.optimize.least_squares import least_squares
 from mpiad.optimize.minimize import minimize
+from mpiad.optimize.minimize_many import Minima, minimize_many
 from mpiad.optimize.mpi_optimize import mpi_optimize
 
-__all__ = ["Checkpoint", "History", "least_squares", "minimize", "mpi_optimize"]
+__all__ = ["Checkpoint", "History", "Minima", "least_squares", "minimize", "minimize_many", "mpi_optimize"]

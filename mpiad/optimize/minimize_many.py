@@ -1,0 +1,172 @@
+"""`minimize_many`: starting points are divided over groups of ranks, and each group minimises from its own in turn.
+
+The groups know nothing of each other until the end, so a start that takes long or fails keeps no other group waiting. Then
+the results travel to all ranks.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import scipy
+
+from mpiad._typing import Comm, Function, Tree
+from mpiad.errors import WorkerError
+from mpiad.optimize.checkpoint import as_checkpoint
+from mpiad.optimize.methods import is_sharded
+from mpiad.optimize.minimize import minimize
+from mpiad.transport import Channel, channel
+from mpiad.transport.agreement import raise_together, require_same
+
+__all__ = ["Minima", "minimize_many"]
+
+_CALL = "minimize_many"
+_OF_GROUPS = {"fun", "x0", "root", "comm", "progress"}
+_KEYWORDS = [name for name in inspect.signature(minimize).parameters if name not in _OF_GROUPS]
+
+
+class Minima(NamedTuple):
+    """What came of all starts, the same on all ranks.
+
+    Attributes
+    ----------
+    best : scipy.optimize.OptimizeResult or None
+        The one of the lowest finite value, whether it has converged or not; the first of several. None where there is none.
+    results : list of scipy.optimize.OptimizeResult
+        One for each start, in their order. A start whose evaluation raised has a `fun` of NaN, its start as `x`, status
+        -1, and the WorkerError as `error`.
+    """
+
+    best: scipy.optimize.OptimizeResult | None
+    results: list[scipy.optimize.OptimizeResult]
+
+
+def minimize_many(
+    fun: Function, starts: Sequence[Tree] | None = None, *, group_size: int = 1, comm: Comm = None, **settings: Any
+) -> Minima:
+    """Minimise from many starting points, which groups of ranks divide among themselves.
+
+    Parameters
+    ----------
+    fun : callable
+        As in `minimize`, on the ranks of a group. Where it has a parameter named `comm`, it gets the group's communicator
+        by that name, and everything that it communicates must go through that; so do `jac` and `hessp`.
+    starts : sequence of nests of arrays
+        Counts on rank 0 only. An array's rows are as many starts.
+    group_size : int
+        Ranks that evaluate together. Ranks that are left over, and groups beyond the number of starts, have nothing to do.
+    comm : mpi4py intracommunicator, optional
+    **settings
+        Further arguments of `minimize`, but `root` and `progress`, for each start. With a `checkpoint` the k-th start
+        has a file of its own, ``run.start<k>.npz``.
+
+    Returns
+    -------
+    Minima
+        `best` and all `results`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        On all ranks, where an argument of any is wrong.
+
+    Ranks
+    -----
+    All ranks of `comm` call it, with the same group_size. Group g takes the starts g, g + G, g + 2G and so on of G
+    groups. An exception in an evaluation is the end of that start, and of no other, where it can be raised on all ranks
+    of its group: see `minimize`.
+
+    Adjoint
+    -------
+    None: the result is a constant in every trace.
+    """
+    used = channel(comm, _CALL)
+    points = _agree_on_arguments(used, fun, starts, group_size, settings)
+    groups = max(1, min(used.size // group_size, len(points)))
+    mine = used.rank // group_size
+    group = used.data.Split(min(mine, groups), used.rank)
+    found, wrong = {}, None
+    try:
+        if mine < groups:
+            found = _minima(fun, points, range(mine, len(points), groups), group, settings)
+    except (TypeError, ValueError) as error:
+        wrong = error
+    finally:
+        leads = group.rank == 0
+        group.Free()
+    raise_together(used, wrong)
+    return _gathered(used, found if leads else {}, len(points))
+
+
+def _agree_on_arguments(
+    used: Channel, fun: Function, starts: Sequence[Tree] | None, group_size: int, settings: dict[str, Any]
+) -> list[Tree]:
+    """Check the arguments on all ranks; return rank 0's starts."""
+    wrong: Exception | None = None
+    try:
+        _check(used, fun, group_size, settings)
+        points = list(starts) if used.rank == 0 else []  # type: ignore[arg-type]
+        if used.rank == 0 and not points:
+            raise ValueError(f"{_CALL}: there must be one starting point at least, but got {starts!r:.60}.")
+    except (TypeError, ValueError) as error:
+        wrong = error
+    raise_together(used, wrong)
+    require_same(used, f"group_size={group_size}", _CALL)
+    return used.data.bcast(points, 0)
+
+
+def _check(used: Channel, fun: Function, group_size: int, settings: dict[str, Any]) -> None:
+    if not callable(fun):
+        raise TypeError(f"{_CALL}: fun must be callable, but got {type(fun).__name__} {fun!r:.60}.")
+    if not isinstance(group_size, (int, np.integer)) or not 1 <= group_size <= used.size:
+        raise ValueError(f"{_CALL}: group_size must be an integer from 1 to the {used.size} ranks, but got {group_size!r}.")
+    unknown = [name for name in settings if name not in _KEYWORDS]
+    if unknown:
+        raise TypeError(f"{_CALL}: {unknown[0]!r} is no argument of it. Those of minimize that it takes: {_KEYWORDS}.")
+    if group_size > 1 and is_sharded(settings.get("method", "L-BFGS")):
+        raise ValueError(
+            f"{_CALL}: method 'L-BFGS-sharded' has pieces of its own on each rank, but got group_size={group_size}, and "
+            "starts that count on rank 0. Call minimize on communicators of your own."
+        )
+
+
+def _minima(
+    fun: Function, points: list[Tree], mine: range, group: Comm, settings: dict[str, Any]
+) -> dict[int, scipy.optimize.OptimizeResult]:
+    """Return the results of this group's starts."""
+    settings = {**settings, "comm": group}
+    checkpoint = as_checkpoint(settings.get("checkpoint"), _CALL)
+    for name in ("jac", "hessp"):
+        settings[name] = _on(group, settings.get(name))
+    found = {}
+    for k in mine:
+        if checkpoint is not None:
+            file = checkpoint.file
+            settings["checkpoint"] = checkpoint._replace(path=file.with_name(f"{file.stem}.start{k}{file.suffix}"))
+        try:
+            found[k] = minimize(_on(group, fun), points[k], **settings)
+        except WorkerError as error:
+            found[k] = scipy.optimize.OptimizeResult(
+                x=points[k], fun=math.nan, success=False, status=-1, nit=0, nfev=0, message=str(error),
+                error=WorkerError(str(error), error.rank),
+            )
+    return found
+
+
+def _on(group: Comm, function: Any) -> Any:
+    """Return a function of the user's with the group's communicator put in, where it has a place for it."""
+    if not callable(function) or "comm" not in inspect.signature(function).parameters:
+        return function
+    return lambda *args: function(*args, comm=group)
+
+
+def _gathered(used: Channel, found: dict[int, scipy.optimize.OptimizeResult], count: int) -> Minima:
+    """Return the results of all groups, on all ranks."""
+    every = {k: result for of_rank in used.data.allgather(found) for k, result in of_rank.items()}
+    results = [every[k] for k in range(count)]
+    finite = [result for result in results if math.isfinite(result.fun)]
+    return Minima(min(finite, key=lambda result: result.fun, default=None), results)
