@@ -15,10 +15,10 @@ import numpy as np
 from mpiad._typing import Array, Shape
 from mpiad.ensemble.compiled.builder import Builder
 from mpiad.ensemble.compiled.functions import FUNCTIONS, METHODS
-from mpiad.ensemble.compiled.symbols import BRANCHES, Symbol, number_of
+from mpiad.ensemble.compiled.symbols import BRANCHES, Symbol, numbers_of
 from mpiad.ensemble.compiled.ufuncs import of_ufunc
 
-__all__ = ["SymbolicArray", "numbers_of"]
+__all__ = ["SymbolicArray"]
 
 
 class SymbolicArray(np.lib.mixins.NDArrayOperatorsMixin):
@@ -74,6 +74,7 @@ class SymbolicArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     def objects(self) -> Array:
         """Return NumPy's array of its symbols."""
+        # Filled as one row, or NumPy would look into the symbols for sequences.
         made = np.empty(self.numbers.shape, object)
         made.reshape(-1)[:] = [Symbol(self.builder, number) for number in self.numbers.ravel().tolist()]
         return made
@@ -111,6 +112,7 @@ class SymbolicArray(np.lib.mixins.NDArrayOperatorsMixin):
     def _written(self, out: tuple[Any, ...], made: Any) -> SymbolicArray:
         if not isinstance(out[0], SymbolicArray):
             self.builder.refuse("it writes traced values into an array of numbers (out=, +=)")
+        # Views of it see the new values, and an argument of f's is read-only, as in the vectorised path.
         out[0].numbers[...] = made.numbers
         return out[0]
 
@@ -134,6 +136,7 @@ class SymbolicArray(np.lib.mixins.NDArrayOperatorsMixin):
         self._check_key(key)
         self.numbers[key] = numbers_of(self.builder, value)
 
+    # Which entries are meant must be known now.
     def _check_key(self, key: Any) -> None:
         if any(isinstance(part, SymbolicArray) for part in (key if isinstance(key, tuple) else (key,))):
             self.builder.refuse("it looks up places that depend on traced values: write np.where(u > 0, ...) instead")
@@ -151,18 +154,3 @@ class SymbolicArray(np.lib.mixins.NDArrayOperatorsMixin):
         Symbol(self.builder, 0).__float__()
 
     __int__ = __index__ = __complex__ = __float__
-
-
-def numbers_of(builder: Builder, value: Any) -> Array:
-    """Return the numbers of an array, of symbols or of constants.
-
-    Raises
-    ------
-    Refusal
-        Where it is something else.
-    """
-    if isinstance(value, SymbolicArray):
-        return value.numbers
-    array = np.asarray(value)
-    flat = array.ravel().tolist() if array.dtype.kind in "fiub" else list(array.ravel())
-    return np.array([number_of(builder, part) for part in flat], int).reshape(array.shape)

@@ -60,6 +60,7 @@ class Builder:
         if None not in values:
             with np.errstate(all="ignore"):
                 return self.constant(OPERATIONS[operation].function(*values).item())
+        # So that x y and y x are one value.
         if OPERATIONS[operation].commutes:
             arguments = tuple(sorted(arguments))
         return self._number(Instruction(operation, arguments))
@@ -79,6 +80,7 @@ class Builder:
 
     def program(self, states: int, parameters: int, outputs: Sequence[int], seeds: int = 0) -> Program:
         """Return the program of some outputs, without what they don't need."""
+        # Arguments come before what is made of them, so one pass from the end finds all that is needed.
         needed = set(outputs)
         for number in range(len(self.instructions) - 1, -1, -1):
             if number in needed:
@@ -89,6 +91,7 @@ class Builder:
         return Program(states, parameters, moved, [new[i] for i in outputs], seeds)
 
     def _number(self, instruction: Instruction) -> int:
+        # Not the instruction itself, for which 0 is -0, 1 is True, and NaN nothing at all.
         key = (instruction.operation, instruction.arguments, exact(instruction.value))
         number = self._known.get(key)
         if number is None:

@@ -77,6 +77,7 @@ def kernel_of(text: str, prepare: Callable[[Names], Any]) -> Kernel:
     """
     with _lock:
         key = _key(text)
+        # Under the lock: a second thread waits for the first one's kernel instead of compiling it, too.
         if key not in _loaded:
             started = time.perf_counter()
             names, origin = _from_disk(key, text, prepare) or _compiled(key, text, prepare)

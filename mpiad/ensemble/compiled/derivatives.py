@@ -100,7 +100,7 @@ def _inputs(program: Program, parameters: Sequence[int] | None, time: bool) -> l
 def _pull(builder: Builder, number: int, cotangents: dict[int, Symbol]) -> None:
     """Give the arguments of a value their shares of its cotangent."""
     for argument, partial in zip(builder.instructions[number].arguments, _partials(builder, number)):
-        if builder.value(argument) is None:
+        if builder.value(argument) is None:  # nobody asks for a constant's
             _add(cotangents, argument, partial, cotangents[number])
 
 
@@ -112,8 +112,8 @@ def _push(builder: Builder, number: int, tangents: dict[int, Symbol]) -> None:
         return
     if operation == "where":
         condition, x, y = arguments
-        chosen = choose(Symbol(builder, condition), tangents.get(x, 0.0), tangents.get(y, 0.0))
-        tangents[number] = chosen
+        # One choice instead of the sum of two.
+        tangents[number] = choose(Symbol(builder, condition), tangents.get(x, 0.0), tangents.get(y, 0.0))
         return
     partials = _partials(builder, number)
     for i in moving:

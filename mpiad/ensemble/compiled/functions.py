@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpiad._typing import Array
 from mpiad.ensemble.compiled.curves import interpolated, polynomial
-from mpiad.ensemble.compiled.symbols import Symbol, choose, number_of
+from mpiad.ensemble.compiled.symbols import Symbol, choose, numbers_of
 from mpiad.ensemble.compiled.ufuncs import entrywise, reduced
 
 if TYPE_CHECKING:
@@ -25,20 +24,13 @@ __all__ = ["FUNCTIONS", "METHODS"]
 
 def _moved(function: Callable, like: SymbolicArray, array: Any, *args: Any, **kwargs: Any) -> Any:
     """Apply a function that moves the entries of its first argument about."""
-    made = function(_numbers(like, array), *args, **kwargs)
+    made = function(numbers_of(like.builder, array), *args, **kwargs)
     return [like.like(part) for part in made] if isinstance(made, (list, tuple)) else like.like(made)
 
 
 def _joined(function: Callable, like: SymbolicArray, arrays: Any, *args: Any, **kwargs: Any) -> SymbolicArray:
     """Apply a function that puts arrays together."""
-    return like.like(function([_numbers(like, array) for array in arrays], *args, **kwargs))
-
-
-def _numbers(like: SymbolicArray, value: Any) -> Array:
-    if isinstance(value, type(like)):
-        return value.numbers
-    array = np.asarray(value)
-    return np.array([number_of(like.builder, part) for part in array.ravel()], int).reshape(array.shape)
+    return like.like(function([numbers_of(like.builder, array) for array in arrays], *args, **kwargs))
 
 
 def _computed(function: Callable, like: SymbolicArray, *args: Any, **kwargs: Any) -> SymbolicArray:
@@ -46,7 +38,7 @@ def _computed(function: Callable, like: SymbolicArray, *args: Any, **kwargs: Any
     given = [name for name in ("out", "where", "dtype", "initial") if name in kwargs]
     if given:
         like.builder.refuse(f"it calls numpy.{function.__name__} with {', '.join(given)}=")
-    return like.like(_numbers(like, function(*(_as_objects(like, x) for x in args), **kwargs)))
+    return like.like(numbers_of(like.builder, function(*(_as_objects(like, x) for x in args), **kwargs)))
 
 
 def _as_objects(like: SymbolicArray, value: Any) -> Any:
@@ -85,17 +77,18 @@ def _reduced(ufunc: np.ufunc, like: SymbolicArray, array: Any, axis: Any = None,
 
 def _mean(like: SymbolicArray, array: Any, axis: Any = None, **kwargs: Any) -> SymbolicArray:
     total = reduced(like, np.add, array, axis, **kwargs)
-    return total / (np.size(_numbers(like, array)) // max(total.size, 1))
+    return total / (np.size(numbers_of(like.builder, array)) // max(total.size, 1))
 
 
 def _norm(like: SymbolicArray, x: Any, ord: Any = None, axis: Any = None, keepdims: bool = False) -> Any:  # noqa: A002
-    if ord not in (None, 2) or (ord == 2 and axis is None and np.ndim(_numbers(like, x)) > 1):
+    if ord not in (None, 2) or (ord == 2 and axis is None and np.ndim(numbers_of(like.builder, x)) > 1):
         like.builder.refuse(f"it calls numpy.linalg.norm with ord={ord!r}")
     return np.sqrt(reduced(like, np.add, x * x, axis, keepdims=keepdims))
 
 
 def _sinc(like: SymbolicArray, x: Any) -> SymbolicArray:
     def one(x: Symbol) -> Symbol:
+        # As NumPy does it, which gives 1 at 0.
         y = np.pi * choose(x == 0.0, 1e-20, x)
         return y.sin() / y
 
@@ -111,17 +104,18 @@ def _rounded(like: SymbolicArray, x: Any, decimals: int = 0) -> SymbolicArray:
 def _filled(value: float | None) -> Callable:
     def made(like: SymbolicArray, array: Any, *args: Any, shape: Any = None, **_: Any) -> SymbolicArray:
         fill = args[0] if value is None else value
-        numbers = np.empty(np.shape(_numbers(like, array)) if shape is None else shape, int)
-        numbers[...] = _numbers(like, fill)
+        numbers = np.empty(np.shape(numbers_of(like.builder, array)) if shape is None else shape, int)
+        numbers[...] = numbers_of(like.builder, fill)
         return like.like(numbers)
 
     return made
 
 
 def _copied(like: SymbolicArray, array: Any, *_: Any, **__: Any) -> SymbolicArray:
-    return like.like(_numbers(like, array).copy())
+    return like.like(numbers_of(like.builder, array).copy())
 
 
+# Not np.diag, np.tril and the like: they fill up with zeros, which would be taken for the number 0 of a value.
 _MOVING = (
     np.reshape, np.ravel, np.transpose, np.squeeze, np.expand_dims, np.moveaxis, np.rollaxis, np.swapaxes, np.roll,
     np.flip, np.flipud, np.fliplr, np.rot90, np.repeat, np.tile, np.broadcast_to, np.take, np.delete, np.split,
@@ -139,10 +133,10 @@ FUNCTIONS: dict[Callable, Callable[..., Any]] = {
     **{function: partial(_joined, function) for function in _JOINING},
     **{function: partial(_computed, function) for function in _COMPUTING},
     np.append: lambda like, array, values, axis=None: like.like(
-        np.append(_numbers(like, array), _numbers(like, values), axis)
+        np.append(numbers_of(like.builder, array), numbers_of(like.builder, values), axis)
     ),
     np.broadcast_arrays: lambda like, *arrays: [
-        like.like(array) for array in np.broadcast_arrays(*(_numbers(like, array) for array in arrays))
+        like.like(array) for array in np.broadcast_arrays(*(numbers_of(like.builder, array) for array in arrays))
     ],
     np.where: _where,
     np.select: _select,
@@ -170,9 +164,9 @@ FUNCTIONS: dict[Callable, Callable[..., Any]] = {
     np.imag: lambda like, array: like.like(np.full_like(array.numbers, like.builder.constant(0.0))),
     np.iscomplexobj: lambda like, array: False,
     np.isrealobj: lambda like, array: True,
-    np.shape: lambda like, array: np.shape(_numbers(like, array)),
-    np.ndim: lambda like, array: np.ndim(_numbers(like, array)),
-    np.size: lambda like, array, axis=None: np.size(_numbers(like, array), axis),
+    np.shape: lambda like, array: np.shape(numbers_of(like.builder, array)),
+    np.ndim: lambda like, array: np.ndim(numbers_of(like.builder, array)),
+    np.size: lambda like, array, axis=None: np.size(numbers_of(like.builder, array), axis),
     np.result_type: lambda like, *arrays: np.result_type(
         *(array.dtype if isinstance(array, type(like)) else array for array in arrays)
     ),

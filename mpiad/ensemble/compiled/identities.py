@@ -117,6 +117,7 @@ def _where(b: Builder, condition: int, x: int, y: int) -> int | None:
     return None if opposite is None else b.call("where", opposite, y, x)
 
 
+# Of the larger or smaller of two.
 def _same(b: Builder, x: int, y: int) -> int | None:
     return x if x == y else None
 
@@ -135,6 +136,7 @@ def _power(b: Builder, x: int, y: int) -> int | None:
     return made if exponent > 0 else b.call("divide", b.constant(1.0), made)
 
 
+# By squaring: n = 6 is x² · (x²)².
 def _whole_power(b: Builder, x: int, n: int) -> int | None:
     made = None
     while n:

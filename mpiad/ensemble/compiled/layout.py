@@ -101,6 +101,7 @@ class Layout(NamedTuple):
         varying : array, shape (len(varying), count)
         shared : array, shape (len(shared),)
         """
+        # Parts are in the order of their scalars, so each takes the next rows.
         rows = {True: iter(varying), False: iter(shared)}
         made = {}
         for part in self.parts:

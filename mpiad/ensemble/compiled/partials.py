@@ -33,6 +33,7 @@ def partials_of(operation: str, arguments: list[Symbol], value: Symbol) -> list[
 
 
 def _power(x: Symbol, y: Symbol, r: Symbol) -> list[Partial]:
+    # At x = 0 the logarithm's infinity times zero would be NaN.
     safe = choose(x == 0.0, 1.0, x)
     return [y * x ** choose(y == 0.0, 1.0, y - 1.0), safe.log() * r]
 

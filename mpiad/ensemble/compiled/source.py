@@ -102,5 +102,6 @@ class _Style(NamedTuple):
         else:
             name = "nan" if math.isnan(value) else "inf"
             text = {"nan": "NAN", "inf": "INFINITY"}[name] if self.c else f"math.{name}"
+        # In parentheses: the places are beside operators.
         text = f"(-{text})" if math.copysign(1, value) < 0 else text
         return f"np.float32({text})" if self.single and not self.c else text

@@ -11,10 +11,11 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from mpiad._typing import Array
 from mpiad.ensemble.compiled.builder import Builder
 from mpiad.ensemble.compiled.operations import OPERATIONS
 
-__all__ = ["BRANCHES", "Symbol", "choose", "number_of"]
+__all__ = ["BRANCHES", "Symbol", "choose", "number_of", "numbers_of"]
 
 BRANCHES = "it decides by a traced value (if, while, and, or, not): write np.where(u[0] > 0, ...) instead"
 _OBJECTS = (
@@ -26,6 +27,7 @@ _VALUES = "it asks for the number that a traced value has (float, int, math.sin 
 
 def _operator(operation: str, swapped: bool = False) -> Callable[[Symbol, Any], Any]:
     def method(self: Symbol, other: Any) -> Any:
+        # An array takes over, and comes back entry by entry.
         if not isinstance(other, (Symbol, int, float, np.number, np.bool_)):
             return NotImplemented
         if swapped:
@@ -115,6 +117,7 @@ class Symbol:
     __lt__, __le__ = _operator("less"), _operator("less_equal")
     __gt__, __ge__ = _operator("greater"), _operator("greater_equal")
     __eq__, __ne__ = _operator("equal"), _operator("not_equal")  # type: ignore[assignment]
+    # Equality is written down, too, so that symbols can't be keys.
     __hash__ = None  # type: ignore[assignment]
 
 
@@ -128,11 +131,29 @@ def number_of(builder: Builder, value: Any) -> int:
     """
     if isinstance(value, Symbol):
         return value.number
+    # Before numbers: Python's booleans are integers.
     if isinstance(value, (bool, np.bool_)):
         return builder.constant(bool(value))
     if isinstance(value, (int, float, np.integer, np.floating)):
         return builder.constant(float(value))
     builder.refuse(f"it computes with {type(value).__name__} {value!r:.60}, which isn't a real number")
+
+
+def numbers_of(builder: Builder, value: Any) -> Array:
+    """Return the numbers of an array, of symbols or of constants.
+
+    Raises
+    ------
+    Refusal
+        Where it is something else.
+    """
+    held = getattr(value, "numbers", None)  # of an array of symbols
+    if held is not None:
+        return held
+    # What else holds symbols is a list, or an array of objects; both become an array of objects here.
+    array = np.asarray(value)
+    flat = array.ravel().tolist() if array.dtype.kind in "fiub" else list(array.ravel())
+    return np.array([number_of(builder, part) for part in flat], int).reshape(array.shape)
 
 
 def choose(condition: Any, x: Any, y: Any) -> Symbol:

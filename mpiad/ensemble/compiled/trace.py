@@ -13,12 +13,12 @@ import numpy as np
 
 from mpiad._typing import Array, Function, Shape
 from mpiad.ensemble.batch import Parameters
-from mpiad.ensemble.compiled.arrays import SymbolicArray, numbers_of
+from mpiad.ensemble.compiled.arrays import SymbolicArray
 from mpiad.ensemble.compiled.builder import Builder
 from mpiad.ensemble.compiled.layout import layout_of
 from mpiad.ensemble.compiled.program import Program
 from mpiad.ensemble.compiled.refusals import Untraceable, place_of, where_raised
-from mpiad.ensemble.compiled.symbols import Symbol
+from mpiad.ensemble.compiled.symbols import Symbol, numbers_of
 
 __all__ = ["trace"]
 
@@ -69,9 +69,10 @@ def _traced(f: Function, shape: Shape, p: Parameters, dtype: Any) -> Program:
         value = f(*_inputs(builder, shape, p, dtype))
         outputs = _components(builder, value, shape)
     except Exception as error:
+        # The first refusal is the reason, whatever NumPy or f made of it on the way.
         reason = builder.refused or f"{type(error).__name__}: {error}"
         raise Untraceable(reason, where_raised(error.__traceback__, f)) from error
-    if builder.refused:
+    if builder.refused:  # and f went on
         raise Untraceable(builder.refused, place_of(f))
     return builder.program(int(np.prod(shape)), layout_of(p).size, outputs)
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.ensemble.compiled.operations import OPERATIONS
-from mpiad.ensemble.compiled.symbols import Symbol, choose, number_of
+from mpiad.ensemble.compiled.symbols import Symbol, choose, numbers_of
 
 if TYPE_CHECKING:
     from mpiad.ensemble.compiled.arrays import SymbolicArray
@@ -34,7 +34,7 @@ def of_ufunc(
         first, second = (_objects(like, x) for x in inputs)
         inputs, method = [first.reshape(first.shape + (1,) * second.ndim), second], "__call__"
     if method == "__call__" and ufunc is np.matmul:
-        return like.like(_numbers(like, np.matmul(*(_objects(like, x) for x in inputs))))
+        return like.like(numbers_of(like.builder, np.matmul(*(_objects(like, x) for x in inputs))))
     function = _UFUNCS.get(ufunc) or _SPECIAL.get(ufunc.__name__)
     if method != "__call__" or function is None:
         name = ufunc.__name__ if method == "__call__" else f"{ufunc.__name__}.{method}"
@@ -83,24 +83,14 @@ def _folded(function: Callable[..., Symbol], row: Array) -> Symbol:
 
 def _objects(like: SymbolicArray, value: Any) -> Array:
     """Return an array of objects all of which are symbols."""
-    if isinstance(value, type(like)):
-        return value.objects()
-    array = np.asarray(value)
-    made = np.empty(array.shape, object)
-    flat = array.ravel().tolist() if array.dtype.kind in "fiub" else list(array.ravel())
-    made.reshape(-1)[:] = [Symbol(like.builder, number_of(like.builder, part)) for part in flat]
-    return made
-
-
-def _numbers(like: SymbolicArray, objects: Any) -> Array:
-    array = np.asarray(objects)
-    return np.array([number_of(like.builder, part) for part in array.ravel()], int).reshape(array.shape)
+    return like.like(numbers_of(like.builder, value)).objects()
 
 
 def _direct(name: str) -> Callable[..., Symbol]:
     return lambda x, *others: x.call(name, *others)
 
 
+# Sums and products of booleans are boolean to NumPy, and numbers to its sums along an axis.
 def _add(x: Symbol, y: Symbol) -> Symbol:
     return x | y if x.is_boolean and y.is_boolean else x + y
 
@@ -109,11 +99,13 @@ def _multiply(x: Symbol, y: Symbol) -> Symbol:
     return x & y if x.is_boolean and y.is_boolean else x * y
 
 
+# Of the sign of the divisor, unlike C's.
 def _remainder(x: Symbol, y: Symbol) -> Symbol:
     rest = x.fmod(y)
     return choose((rest != 0.0) & ((rest < 0.0) ^ (y < 0.0)), rest + y, rest)
 
 
+# Doesn't overflow.
 def _logaddexp(x: Symbol, y: Symbol) -> Symbol:
     return x.maximum(y) + (-abs(x - y)).exp().log1p()
 

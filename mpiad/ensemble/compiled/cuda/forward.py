@@ -170,6 +170,7 @@ class _Forward:
 
     def _judge(self) -> list[str]:
         if not self.adaptive:
+            # Zero where all are finite.
             total = " + ".join(f"(next_{c} - next_{c})" for c in range(self.d))
             return [f"const bool accepted = {total} == 0;"]
         plan, made, terms = self.plan, [], []
@@ -213,6 +214,7 @@ class _Forward:
         return made
 
     def _advance(self) -> list[str]:
+        # The last stage is the first of the next step, and so is its tangent.
         last, made = self.plan.last, []
         for c in range(self.d):
             made += [f"u_{c} = next_{c};", f"k0_{c} = k{last}_{c};"]

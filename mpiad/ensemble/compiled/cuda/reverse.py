@@ -73,6 +73,7 @@ class _Reverse:
 
     def _load(self) -> list[str]:
         made = self.pieces.loaded_parameters()
+        # Whatever the cotangent of one that failed is, NaN included, it isn't looked at.
         made += [f"real total_{c} = alive[i] ? end_bar[{c} * n + i] : 0;" for c in range(self.d)]
         return made + [f"real sum_{j} = 0;" for j in self.wanted]
 
@@ -112,6 +113,7 @@ class _Reverse:
     def _back(self) -> list[str]:
         last, made = self.plan.last, []
         if self.plan.inside:
+            # The stage at the new state counts only where a state inside of this step was saved.
             made += [f"real z{last}_{c} = 0;" for c in range(self.d)]
             pulled = self._pulled(last, declare=False)
             made += ["if (met) {", *("    " + line for line in pulled), "}"]
