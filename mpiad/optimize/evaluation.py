@@ -44,6 +44,7 @@ class Evaluation:
         self._program, self._packing, self._agreement = program, packing, agreement
         self._used, self._comm = used, comm
         self._weight = weight_of(program.objective, used, program.root)
+        self._nothing = np.zeros(packing.size if self._weight == 0.0 else 0)
         self._forward: ForwardPass | None = None
         self.only_both, self.separate = program.jac is True, callable(program.jac)
 
@@ -88,7 +89,11 @@ class Evaluation:
     def _backward(self) -> np.ndarray:
         forward: ForwardPass = self._forward  # type: ignore[assignment]
         self._forward = None
-        return self._packing.pack_gradient(forward.backward(self._weight))
+        return self._flat(forward.backward(self._weight))
+
+    def _flat(self, gradient: Tree) -> np.ndarray:
+        """Return this rank's part of a gradient as a vector; where it is sent at once, in memory that isn't ours."""
+        return self._packing.pack_gradient(gradient) if self._comm.size == 1 else self._packing.gradient_to_send(gradient)
 
     def both(self, vector: np.ndarray) -> tuple[float, np.ndarray | None]:
         """Return the objective, on all ranks, and its gradient, on the root."""
@@ -117,7 +122,7 @@ class Evaluation:
     def _pair_at(self, x: Tree) -> tuple[Any, np.ndarray]:
         out = self._program.fun(x, *self._program.args)
         if out is None and self._weight == 0.0:
-            return None, np.zeros(self._packing.size)
+            return None, self._nothing
         if not isinstance(out, tuple) or len(out) != 2:
             raise WrongValueError(f"minimize: with jac=True fun must return (value, gradient), but got {out!r:.60}.")
         return self._checked(out[0]), self._weighted(out[1], "fun")
@@ -131,11 +136,12 @@ class Evaluation:
     def _weighted(self, local: Tree, source: str) -> np.ndarray:
         """Return this rank's part of a gradient that the user computes."""
         if self._weight == 0.0:
-            return np.zeros(self._packing.size)
+            return self._nothing
         try:
-            return self._weight * self._packing.pack_gradient(local)
+            packed = self._flat(local)
         except TypeError as error:
             raise WrongValueError(f"{error} It was returned by {source}.") from None
+        return packed if self._weight == 1.0 else packed * self._weight
 
     def _shared(self, value: Any, problem: Problem | None = None) -> float:
         return float(share(value, self._weight, problem, self._used))

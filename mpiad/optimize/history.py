@@ -97,7 +97,7 @@ class Record:
         return row
 
     def _settle(self) -> None:
-        if self._last is not None:
+        if self._last is not None and math.isnan(self.rows[-1].gradient_norm):
             self.rows[-1] = self.rows[-1]._replace(gradient_norm=self._last.gradient_norm)
 
     def table(self) -> np.ndarray:

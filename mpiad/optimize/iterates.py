@@ -47,6 +47,7 @@ class Iterates:
         self._callback, self._packing, self._progress = callback, leader.packing, leader.progress
         self._used = leader.used
         self._last: np.ndarray | None = None
+        self._way = np.zeros(0)
         self.record, self.told = Record(), False
         self._whole = callback is not None and set(inspect.signature(callback).parameters) == {"intermediate_result"}
 
@@ -57,12 +58,19 @@ class Iterates:
 
     def note(self, point: Placed, evaluations: int) -> Row:
         """Add a row to the history, and show it."""
-        step = 0.0 if self._last is None else float(np.linalg.norm(point.x - self._last))
-        self._last = point.x
-        row = self.record.add(point, evaluations, step)
+        row = self.record.add(point, evaluations, self._step_to(point.x))
         if self._progress is not None:
             self._progress.show(line_of(row))
         return row
+
+    def _step_to(self, x: np.ndarray) -> float:
+        """Return the length of the step from the last iterate."""
+        last, self._last = self._last, x
+        if last is None:
+            self._way = np.empty_like(x)
+            return 0.0
+        np.subtract(x, last, out=self._way)
+        return float(np.sqrt(self._way @ self._way))
 
     def tell(self, x: np.ndarray, row: Row) -> Any:
         """Call the user's callback, whose StopIteration passes through."""

@@ -44,10 +44,12 @@ class Counts(dict):
 class Point:
     """A point and what is known there."""
 
-    __slots__ = ("gradient", "value", "x")
+    __slots__ = ("_bits", "_first", "gradient", "value", "x")
 
     def __init__(self, x: np.ndarray):
         self.x = x.copy()  # SciPy's methods go on working in their arrays
+        self._bits = self.x.view(np.int64)  # NaN too is the same where the bits are
+        self._first = self._bits[0] if x.size else 0
         self.value: float | None = None
         self.gradient: np.ndarray | None = None
 
@@ -60,8 +62,10 @@ class Point:
 
     def lies_at(self, x: np.ndarray) -> bool:
         """Return whether this is the point x."""
-        mine, other = self.x.view(np.int64), x.view(np.int64)  # NaN too is the same where the bits are
-        return np.array_equal(mine[:1], other[:1]) and np.array_equal(mine, other)  # most differ in every entry
+        bits = x.view(np.int64)
+        if x.size and self._first != bits[0]:  # most differ in every entry
+            return False
+        return bool((self._bits == bits).all())
 
 
 class Points:

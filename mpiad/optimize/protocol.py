@@ -1,7 +1,8 @@
 """The root instructs, the others wait: what is evaluated next, and when it ends.
 
-An instruction and the variables that it is about are one broadcast of (1 + n) doubles; a direction follows where the
-instruction is a product with one. The end is one pickled outcome. All of it travels on the solve's own duplicate.
+An instruction is a broadcast of one number, in whose receive the others wait; the variables that it is about follow, and a
+direction where the instruction is a product with one. The end is one pickled outcome. All of it travels on the solve's own
+duplicate.
 """
 
 from __future__ import annotations
@@ -35,27 +36,28 @@ class Instructions:
 
     def __init__(self, comm: Comm, root: Rank, size: int):
         self.comm, self.root = comm, root
-        self._packet = np.zeros(1 + size)
+        self._kind, self._vector, self._direction = np.zeros(1, np.int64), np.empty(size), np.empty(size)
 
     def give(self, kind: int, vector: np.ndarray | None = None, direction: np.ndarray | None = None) -> None:
         """Tell the other ranks what comes next; the root calls this."""
-        self._packet[0] = kind
-        if vector is not None:
-            self._packet[1:] = vector
-        if self.comm.size > 1:
-            self.comm.Ibcast(self._packet, self.root).Wait()
-            if direction is not None:
-                self.comm.Bcast(np.ascontiguousarray(direction, dtype=float), self.root)
+        if self.comm.size == 1:
+            return
+        self._kind[0] = kind
+        self.comm.Ibcast(self._kind, self.root).Wait()
+        for array in (vector, direction):
+            if array is not None:
+                self.comm.Bcast(np.ascontiguousarray(array, dtype=float), self.root)
 
     def await_next(self) -> tuple[int, np.ndarray, np.ndarray | None]:
         """Return the root's next instruction; the others call this."""
-        wait_gently(self.comm.Ibcast(self._packet, self.root))
-        kind, vector = int(self._packet[0]), self._packet[1:]
-        direction = None
+        wait_gently(self.comm.Ibcast(self._kind, self.root))
+        kind = int(self._kind[0])
+        if kind != FINISH:
+            # Everyone is awake now, and an MPI's blocking broadcast of much is its best.
+            self.comm.Bcast(self._vector, self.root)
         if kind in _WITH_DIRECTION:
-            direction = np.empty_like(vector)
-            self.comm.Bcast(direction, self.root)
-        return kind, vector, direction
+            self.comm.Bcast(self._direction, self.root)
+        return kind, self._vector, self._direction if kind in _WITH_DIRECTION else None
 
     def share_outcome(self, outcome: Any = None) -> Any:
         """Return the root's outcome on all ranks; raise it where it is a refusal."""

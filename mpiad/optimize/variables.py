@@ -92,6 +92,12 @@ class Packing:
         """Return a nest's variables as a new vector, shape (size,)."""
         return self._packed(tree, lambda z: z)
 
+    def gradient_to_send(self, tree: Tree) -> np.ndarray:
+        """Return what `pack_gradient` does, but in the gradient's own memory where it is one array of doubles."""
+        if type(tree) is np.ndarray and self._specs == [(tree.shape, tree.dtype)] and tree.dtype == np.float64:
+            return np.ascontiguousarray(tree).reshape(-1)
+        return self.pack_gradient(tree)
+
     def pack_gradient(self, tree: Tree) -> np.ndarray:
         """Return a gradient as a new vector: that by real and imaginary part where a variable is complex."""
         return self._packed(tree, np.conj)  # autograd's gradient by x + iy is ∂/∂x - i ∂/∂y

@@ -23,6 +23,9 @@ class PieceEvaluation(Evaluation):
         """Return where the next variables may be written for the function, shape (n,); None where they are packed."""
         return self._packing.lend()
 
+    def _flat(self, gradient: Tree) -> np.ndarray:
+        return self._packing.pack_gradient(gradient)
+
     def _total(self, local: np.ndarray) -> np.ndarray:
         return local
 
