@@ -26,8 +26,8 @@ __all__ = ["Plan", "hierarchy"]
 
 # A factorisation of so many points costs less than the levels that it saves.
 _FACTORISED = {1: 4096, 2: 400, 3: 216}
-# Shorter blocks send more than they compute.
-_SHORTEST = 8
+# To send the sides of shorter blocks takes longer than to compute several of them on one rank.
+_SHORTEST = {1: 4096, 2: 64, 3: 16}
 
 
 class Plan(NamedTuple):
@@ -54,7 +54,7 @@ class _Coarser:
 
     def __init__(self, stack: np.ndarray, spread: Spread, plan: Plan):
         last = _is_last(spread)
-        after = spread.alone() if last else spread.merged(_SHORTEST)
+        after = spread.alone() if last else spread.merged(_SHORTEST[len(spread.cuts)])
         self._gathering = Agglomeration(spread, after, plan.rank, plan.comm)
         whole = self._gathering.gather(stack)
         self._level: Level | None = None

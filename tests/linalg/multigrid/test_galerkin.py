@@ -43,7 +43,7 @@ def dense(stencil, shape, periodic):
 @pytest.mark.parametrize(("shape", "settings", "more"), SETTINGS, ids=[str(shape) for shape, *_ in SETTINGS])
 def test_operators_of_all_levels(shape, settings, more, shortest, rank_rng, monkeypatch):
     monkeypatch.setattr(levels, "_FACTORISED", {1: 3, 2: 12, 3: 12})
-    monkeypatch.setattr(levels, "_SHORTEST", shortest)
+    monkeypatch.setattr(levels, "_SHORTEST", dict.fromkeys((1, 2, 3), shortest))
     periodic, c = more.get("periodic", False), more.get("c", 0.0)
     kappa = blocks(shape, rank_rng(100), 5) * rank_rng(101).uniform(1, 2, shape)
     domain = Domain(shape, periodic=periodic)
