@@ -22,6 +22,9 @@ from mpiad.transport.collectives import allreduce
 __all__ = ["Tolerance", "conjugate"]
 
 
+_RIGHT = "the right-hand side"
+
+
 class Tolerance(NamedTuple):
     """When to stop.
 
@@ -39,16 +42,20 @@ class Tolerance(NamedTuple):
     callback: Callable[[float], Any] | None
 
 
-def conjugate(level: Level, b: LocalArray, used: Channel, tolerance: Tolerance) -> tuple[LocalArray, list[float]]:
+def conjugate(
+    level: Level, r: LocalArray, used: Channel, tolerance: Tolerance, b: LocalArray | None = None
+) -> tuple[LocalArray, list[float]]:
     """Solve the system of the finest level.
 
     Parameters
     ----------
     level : Level
-    b : array of shape (colours, size)
-        Overwritten.
+    r : array of shape (colours, size)
+        The right-hand side, or the residual of what is to be improved. Overwritten.
     used : Channel
     tolerance : Tolerance
+    b : array, optional
+        What the relative tolerance refers to, where it isn't `r`.
 
     Returns
     -------
@@ -59,7 +66,7 @@ def conjugate(level: Level, b: LocalArray, used: Channel, tolerance: Tolerance) 
     Raises
     ------
     ValueError
-        On all ranks, where `b` isn't finite.
+        On all ranks, where `r` or `b` isn't finite.
     ConvergenceError
         On all ranks, where the iterations are used up, or the operator isn't positive definite.
 
@@ -67,10 +74,9 @@ def conjugate(level: Level, b: LocalArray, used: Channel, tolerance: Tolerance) 
     -----
     All ranks of the channel call it.
     """
-    r, x = b, np.zeros_like(b)
-    p, s, step = np.zeros_like(b), np.zeros_like(b), np.empty_like(b)
-    history = [_norm(used, r, "the right-hand side")]
-    target = max(tolerance.rtol * history[0], tolerance.atol)
+    x, p, s, step = np.zeros_like(r), np.zeros_like(r), np.zeros_like(r), np.empty_like(r)
+    history = [_norm(used, r, _RIGHT if b is None else "the residual of x0")]
+    target = max(tolerance.rtol * (history[0] if b is None else _norm(used, b, _RIGHT)), tolerance.atol)
     before, curvature = 1.0, 0.0
     while history[-1] > target:
         if len(history) > tolerance.maxiter:

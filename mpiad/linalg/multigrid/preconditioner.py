@@ -129,6 +129,7 @@ class Multigrid:
         rtol: float = 1e-8,
         atol: float = 0.0,
         maxiter: int = 100,
+        x0: LocalArray | None = None,
         callback: Callable[[float], Any] | None = None,
     ) -> LocalArray:
         """Return the solution by conjugate gradients, preconditioned by V-cycles; not differentiable.
@@ -140,6 +141,8 @@ class Multigrid:
         rtol, atol : float
             The residual's norm, over all ranks, is to fall to ``max(rtol * norm(b), atol)``.
         maxiter : int
+        x0 : array of shape local_shape, optional
+            Where to start; zero by default.
         callback : callable, optional
             ``callback(norm)`` is called on every rank after each iteration.
 
@@ -150,7 +153,7 @@ class Multigrid:
         Raises
         ------
         TypeError, ValueError
-            On all ranks, where `b` has another shape or isn't finite.
+            On all ranks, where `b` or `x0` has another shape or isn't finite.
         ConvergenceError
             On all ranks, with the history of the residual, where the iterations are used up.
 
@@ -158,29 +161,31 @@ class Multigrid:
         -----
         All ranks of the domain call it.
         """
-        b, error = np.asarray(b), None
+        error = None
         try:
-            b = self._checked(b, "linalg.Multigrid.solve")
-            if b.shape != self.domain.local_shape:
-                raise ValueError(
-                    f"linalg.Multigrid.solve: b must have shape {self.domain.local_shape}, this rank's block, but has "
-                    f"{b.shape}."
-                )
+            for block in (b,) if x0 is None else (b, x0):
+                self._checked(block, "linalg.Multigrid.solve", whole=True)
         except (TypeError, ValueError) as found:
             error = found
         with suspended():
             raise_together(self._used, error)
-            split = self._layout.split(self._centred(b))
-            x, self.history = conjugate(self._level, split, self._used, Tolerance(rtol, atol, maxiter, callback))
-            return self._centred(self._layout.join(x)).astype(b.dtype, copy=False)
+            wide = self._centred(b.astype(np.float64))
+            start = None if x0 is None else self._centred(x0.astype(np.float64))
+            r = wide if start is None else self._centred(wide - self.matvec(start))
+            tolerance = Tolerance(rtol, atol, maxiter, callback)
+            split = self._layout.split(r)
+            x, self.history = conjugate(self._level, split, self._used, tolerance, None if start is None else wide)
+            u = self._centred(self._layout.join(x))
+            return (u if start is None else u + start).astype(b.dtype)
 
-    def _checked(self, r: Any, call: str) -> LocalArray:
+    def _checked(self, r: Any, call: str, whole: bool = False) -> LocalArray:
         ndim = len(self.domain.shape)
         if isbox(r) or not isinstance(r, np.ndarray) or r.dtype.kind != "f":
             kind = f"dtype {r.dtype}" if isinstance(r, np.ndarray) else type(r).__name__
             raise TypeError(f"{call}: expected a plain array of floats, but got {kind}.")
-        if r.shape[max(0, r.ndim - ndim) :] != self.domain.local_shape:
-            raise ValueError(f"{call}: expected an array of shape (..., *{self.domain.local_shape}), but got {r.shape}.")
+        if r.shape[0 if whole else max(0, r.ndim - ndim) :] != self.domain.local_shape:
+            lead = "" if whole else "(..., *local_shape) with local_shape "
+            raise ValueError(f"{call}: expected an array of shape {lead}{self.domain.local_shape}, but got {r.shape}.")
         return r
 
     def _centred(self, block: LocalArray) -> LocalArray:

@@ -35,6 +35,7 @@ def solve_elliptic(
     rtol: float = 1e-8,
     atol: float = 0.0,
     maxiter: int = 100,
+    x0: LocalArray | None = None,
     callback: Callable[[float], Any] | None = None,
 ) -> LocalArray:
     """Solve -∇·(κ∇u) + c u = b on a domain; differentiable by κ, b and c.
@@ -53,8 +54,10 @@ def solve_elliptic(
         (twice that where `centred`).
     mean_zero : bool
         As `Multigrid` takes it.
-    rtol, atol, maxiter, callback
+    rtol, atol, maxiter
         As `Multigrid.solve` takes them; also in the solves that derivatives take, with their own right-hand sides.
+    x0, callback
+        As `Multigrid.solve` takes them; no derivative flows through `x0`.
 
     Returns
     -------
@@ -78,16 +81,17 @@ def solve_elliptic(
     levels = Multigrid(
         domain, stop(kappa), stop(c), spacing=spacing, boundary=boundary, centred=centred, mean_zero=mean_zero
     )
+    # What the solves of derivatives share; their start is zero, and they are nobody's news.
     settings = {"rtol": rtol, "atol": atol, "maxiter": maxiter}
-    return _solution(b, kappa, c, levels=levels, settings=settings, callback=callback)
+    return _solution(b, kappa, c, levels=levels, settings=settings, start={"x0": stop(x0), "callback": callback})
 
 
 @communicating
 def _solution(
-    b: LocalArray, kappa: LocalArray, c: LocalArray, *, levels: Multigrid, settings: dict, callback: Any = None
+    b: LocalArray, kappa: LocalArray, c: LocalArray, *, levels: Multigrid, settings: dict, start: dict | None = None
 ) -> LocalArray:
     """Return the solution; κ and c are those of the levels, and are arguments for the sake of their derivatives."""
-    return levels.solve(b, callback=callback, **settings)
+    return levels.solve(b, **settings, **(start or {}))
 
 
 def _product(levels: Multigrid) -> Callable:

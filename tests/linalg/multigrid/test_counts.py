@@ -83,6 +83,11 @@ def test_solution(shape, settings, periodic, rank_rng):
     np.testing.assert_allclose(u, expected[domain.owned], rtol=1e-8, atol=1e-10 * abs(expected).max())
     assert multigrid.history[1:] == norms
     np.testing.assert_array_equal(multigrid.solve(0 * b[domain.owned]), 0)
+    again = multigrid.solve(b[domain.owned], x0=u, rtol=1e-10)
+    assert len(multigrid.history) == 1
+    np.testing.assert_array_equal(again, u)
+    better = multigrid.solve(b[domain.owned], x0=u + 1e-3, rtol=1e-12)
+    np.testing.assert_allclose(better, expected[domain.owned], rtol=1e-8, atol=1e-10 * abs(expected).max())
     single = multigrid.solve(b[domain.owned].astype("f4"))
     assert single.dtype == np.float32
     np.testing.assert_allclose(single, expected[domain.owned], atol=1e-5 * abs(expected).max())

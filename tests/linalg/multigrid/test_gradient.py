@@ -88,6 +88,20 @@ def test_solution_that_one_rank_uses(case, rank):
     case.check(mpiad.grad(loss)(case.point), case.reference.gradient(case.kappa, case.c, case.b, roots))
 
 
+def test_start_and_callback_count_only_forwards(case):
+    norms, u = [], solve_elliptic(case.domain, case.block(case.kappa), case.block(case.b), 0.7, **TIGHT)
+
+    def loss(x):
+        u0 = u * x["c"]
+        found = solve_elliptic(case.domain, x["kappa"], x["b"], x["c"], x0=u0, callback=norms.append, **TIGHT)
+        return case.domain.dot(case.block(case.w), found**2) / 2
+
+    case.check(mpiad.grad(loss)(case.point), case.reference.gradient(case.kappa, case.c, case.b, case.w))
+    steps = len(norms)
+    loss(case.point)
+    assert len(norms) == 2 * steps > 0
+
+
 def test_number_as_kappa(case):
     def loss(kappa):
         u = solve_elliptic(case.domain, kappa, case.block(case.b), 0.3, **TIGHT)
