@@ -15,7 +15,7 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.ensemble.checkpoints import walks
 from mpiad.ensemble.coefficients import Coefficients
-from mpiad.ensemble.crossing import pull_crossing
+from mpiad.ensemble.crossing import pull_crossing, pull_passing
 from mpiad.ensemble.ledger import Inside, Ledger
 from mpiad.ensemble.linearization import Tracing
 from mpiad.ensemble.run import FINAL, INITIAL, Run
@@ -100,6 +100,8 @@ class _Block:
         found, ids, varies = self._found, self._ids, self._run.batch.p.varies
         self._cotangent = found.u0[:, ids]
         self._schedule = None if entries is None else scheduled(self._run, entries, self._walk, ids)
+        passed = self._seeds.crossed is not None
+        self._passings = self._run.crossings.by_visits(self._walk, ids) if passed else {}
         for v, visit in enumerate(self._walk.backwards()):
             self._pull(v, visit)
         found.u0[:, ids] = self._cotangent
@@ -117,6 +119,7 @@ class _Block:
         cotangent[:, :width] = self._cotangent[:, :width]
         ledger = Ledger(step, self._parts, self._run.batch.p.varies, width, self._timed)
         inside, arrivals = self._met(v, step, cotangent)
+        inside += self._passed(v, step, ledger)
         if self._timed:
             ledger.note_saved(inside, self._run.tableau)
         if self._crossed[visit.last].any():
@@ -159,6 +162,15 @@ class _Block:
     def _seed(self, schedule: Schedule, chosen: Array) -> Array:
         saved: Any = self._seeds.saved
         return saved[schedule.ids[chosen], schedule.place[chosen]].T
+
+    def _passed(self, v: int, step: TransposedStep, ledger: Ledger) -> list[Inside]:
+        """Return cotangents of the states at events inside the step that didn't end their trajectory."""
+        found, crossed, places = [], self._seeds.crossed, tuple(self._parts)
+        for chosen, columns in self._passings.get(v, ()):
+            if crossed is not None and crossed[chosen].any():
+                step.add_last_stage()
+                found.append(pull_passing(self._run, places, step, ledger, columns, chosen, crossed[chosen]))
+        return found
 
     def _crossing(self, last: slice, step: TransposedStep, cotangent: Array, ledger: Ledger) -> Inside:
         """Hand the cotangent of states at terminal events to the steps inside which they lie."""

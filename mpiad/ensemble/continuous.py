@@ -48,8 +48,12 @@ def pull_continuous(run: Run, seeds: Seeds, places: Sequence[int], timed: bool) 
     IntegrationError
         Where the adjoint equation can't be solved to the end.
     NotImplementedError
-        Where terminal events ended trajectories.
+        Where terminal events ended trajectories, or times of events on the way have cotangents.
     """
+    if seeds.crossed is not None:
+        raise NotImplementedError(
+            "solve: adjoint='continuous' knows no derivative of the times of events. Use adjoint='discrete', the default."
+        )
     if run.terminated.any():
         raise NotImplementedError(
             f"solve: adjoint='continuous' doesn't go through terminal events, and {np.count_nonzero(run.terminated)} "

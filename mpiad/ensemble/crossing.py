@@ -1,7 +1,8 @@
-"""The adjoint of a terminal event: its time moves with the trajectory.
+"""The adjoint of an event: its time moves with the trajectory.
 
 The event lies where the condition g vanishes on the step's interpolant U(x), at the part x of the step. By the implicit
-function theorem a change of anything else by δ moves x by -(δg + g_u δU) / (g_u U' + g_t h).
+function theorem a change of anything else by δ moves x by -(δg + g_u δU) / (g_u U' + g_t h). A terminal event moves the end
+of the trajectory with it; one on the way has a time, and nothing else moves.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.differentiation.backward import run_backward
 from mpiad.differentiation.trace import Variables, trace_backwards
-from mpiad.ensemble.interpolant import stage_rates, stage_weights
+from mpiad.ensemble.interpolant import interpolate, stage_rates, stage_weights
 from mpiad.ensemble.ledger import Inside, Ledger
 from mpiad.ensemble.run import Run
 from mpiad.ensemble.transposed_step import TransposedStep
 
-__all__ = ["pull_crossing"]
+__all__ = ["pull_crossing", "pull_passing"]
 
 
 def pull_crossing(
@@ -49,7 +50,8 @@ def pull_crossing(
     moving = (end * rate).real.sum(axis=0) + reached * h
     for number in np.unique(run.ending_events[ids]):
         mine = np.flatnonzero(run.ending_events[ids] == number)
-        condition = _Condition(run, number, places, ids[mine])
+        at = run.outcome.u_end[:, ids[mine]], run.outcome.t_reached[ids[mine]]
+        condition = _Condition(run, number, places, ids[mine], *at)
         g_u, *_, g_t = condition.pull(np.ones(len(mine)))
         slope = (g_u * rate[:, mine]).real.sum(axis=0) + g_t * h[mine]
         u_bar, *parts, t_bar = condition.pull(-moving[mine] / slope)
@@ -62,14 +64,48 @@ def pull_crossing(
     return Inside(columns, value, x, stage_weights(run.tableau, x), np.ones(len(x), bool))
 
 
+def pull_passing(
+    run: Run, places: tuple[int, ...], step: TransposedStep, ledger: Ledger, columns: Array, chosen: Array, time: Array
+) -> Inside:
+    """Return the cotangent of the states at events on the way, at fixed times.
+
+    Parameters
+    ----------
+    run : Run
+    places : tuple of int
+        Of the leaves to differentiate by.
+    step : TransposedStep
+        With its last stage.
+    ledger : Ledger
+        Is told the cotangents of parameters.
+    columns : array of int, shape (m,)
+        The columns of the step.
+    chosen : array of int, shape (m,)
+        Which of the run's crossings, all of one event.
+    time : array, shape (m,)
+        Cotangents of the times.
+    """
+    crossings = run.crossings
+    x, h, ids = crossings.x[chosen], step.h[columns], crossings.ids[chosen]
+    stages = [k[:, columns] for k in step.k]
+    rate = h * sum(r * k for r, k in zip(stage_rates(run.tableau, x), stages))
+    states = interpolate(run.tableau, step.y[0][:, columns], h, stages, x)
+    condition = _Condition(run, int(crossings.event[chosen[0]]), places, ids, states, crossings.time[chosen])
+    g_u, *_, g_t = condition.pull(np.ones(len(ids)))
+    slope = (g_u * rate).real.sum(axis=0) + g_t * h
+    value, *parts, _ = condition.pull(-time * h / slope)
+    ledger.note_leaves(parts, columns, len(ids))
+    return Inside(columns, value, x, list(stage_weights(run.tableau, x)), np.ones(len(x), bool))
+
+
 class _Condition:
     """An event's condition where it vanished, traced by states, parameters and times."""
 
-    def __init__(self, run: Run, number: int, places: tuple[int, ...], ids: Array):
-        doubled = np.repeat(ids, 2) if len(ids) == 1 else ids  # two columns at least, wherever it is called
-        self._count, self._width = len(ids), len(doubled)
-        event, batch, outcome = run.settings.events[number], run.batch, run.outcome
-        leaves = run.columns(batch.p.leaves, doubled)
+    def __init__(self, run: Run, number: int, places: tuple[int, ...], ids: Array, states: Array, times: Array):
+        twice = np.zeros(2, int) if len(ids) == 1 else np.arange(len(ids))  # two columns at least, wherever it is called
+        self._count, self._width = len(ids), len(twice)
+        event, batch = run.settings.events[number], run.batch
+        leaves = run.columns(batch.p.leaves, ids[twice])
 
         def called(variables: list[Any]) -> Any:
             filled = list(leaves)
@@ -77,7 +113,7 @@ class _Condition:
                 filled[place] = variable
             return event.condition(variables[0], batch.p.build(filled), variables[-1])
 
-        given = [outcome.u_end[:, doubled], *[leaves[place] for place in places], outcome.t_reached[doubled]]
+        given = [states[:, twice], *[leaves[place] for place in places], times[twice]]
         self._given = given
         self._traced = trace_backwards(called, Variables(given, list(range(len(given))), list))
 

@@ -67,11 +67,22 @@ def differentiable(sol: EnsembleSolution, run: Run, batch: Batch, ways: Ways) ->
     shapes = sol.u.shape, sol.u_end.shape
     count, d = run.batch.size, len(run.batch.u0)
     results = _Results(run, sol.u.reshape(count, shapes[0][1], d), sol.u_end.reshape(count, d), ways)
-    u, u_end, times = results.parts(_solved(batch.u0, batch.start, batch.end, *batch.p.leaves, results=results))
+    traced = results.parts(_solved(batch.u0, batch.start, batch.end, *batch.p.leaves, results=results))
+    u, u_end, times, crossed = traced
     changes = {"u": anp.reshape(u, shapes[0]), "u_end": anp.reshape(u_end, shapes[1])}
     if times.size:
-        changes["t_reached"] = times
+        changes.update(t_reached=times, events=_traced_events(sol, run, times, crossed))
     return dataclasses.replace(sol, **changes)
+
+
+def _traced_events(sol: EnsembleSolution, run: Run, reached: Array, crossed: Array) -> dict[int, list[tuple[int, Any]]]:
+    """Return the events with traced times, but for those of trajectories that failed."""
+    events = {i: list(found) for i, found in sol.events.items()}
+    for m, (i, order) in enumerate(zip(run.crossings.ids.tolist(), run.crossings.order.tolist())):
+        events[i][order] = events[i][order][0], crossed[m]
+    for i in np.flatnonzero(run.terminated).tolist():
+        events[i][-1] = events[i][-1][0], reached[i]
+    return events
 
 
 class _Results:
@@ -80,13 +91,13 @@ class _Results:
     def __init__(self, run: Run, u: Array, u_end: Array, ways: Ways):
         self.run, self.ways = run, ways
         times = run.outcome.t_reached if run.settings.events else np.empty(0)
-        values = (u, u_end, times)
+        values = (u, u_end, times, run.crossings.time)
         self._specs = [spec_like(value) for value in values]
         self.vector = np.concatenate([value.reshape(-1) for value in values])
         self._cuts = np.cumsum([0] + [value.size for value in values])
 
     def parts(self, vector: Array) -> list[Array]:
-        """Return saved states, final states, and times, empty without events."""
+        """Return saved states, final states, their times and those of events on the way, empty without events."""
         cuts = zip(self._cuts, self._cuts[1:], self._specs)
         return [conform(anp.reshape(vector[a:b], spec.shape), *spec) for a, b, spec in cuts]
 
@@ -98,16 +109,18 @@ class _Results:
 
     def seeds(self, vector: Array) -> Seeds:
         """Return a plain cotangent of the vector as that of the results."""
-        saved, end, times = self.parts(vector)
+        saved, end, times, crossed = self.parts(vector)
         # What wasn't reached is NaN, and so may be its cotangent.
         saved = np.where((self.run.save_step == NOWHERE)[..., None], 0, saved)
-        return Seeds(end.T, saved if saved.any() else None, times if times.size else None)
+        return Seeds(
+            end.T, saved if saved.any() else None, times if times.size else None, crossed if crossed.any() else None
+        )
 
     def replayed(self, args: Sequence[Any]) -> Array:
         """Return the vector as a function that traces see."""
         u0, start, end, *leaves = args
-        final, saved, reached = replayed(self.run, u0, start, end, leaves)
-        return self.together([saved, final, reached] if self.run.settings.events else [saved, final])
+        final, saved, *times = replayed(self.run, u0, start, end, leaves)
+        return self.together([saved, final, *times] if self.run.settings.events else [saved, final])
 
 
 @primitive
@@ -127,7 +140,7 @@ def _solved_vjp(argnums: tuple[int, ...], ans: Array, args: tuple, kwargs: dict)
         timed = _START in argnums or _END in argnums
         if _by_tangent(results, timed, argnums, places):
             seeds = results.seeds(conform(g, *spec_like(ans)))
-            if timed or results.run.may_end_early:
+            if timed or results.run.settings.events:
                 return _replayed_tangent_vjp(results, argnums, args, seeds)
             return _tangent_vjp(results, argnums, args, places, seeds)
         pull = pull_continuous if results.ways.adjoint == "continuous" else pull_run
@@ -142,7 +155,8 @@ def _by_tangent(results: _Results, timed: bool, argnums: tuple[int, ...], places
     ways = results.ways
     if ways.gradient is not None or ways.adjoint != "discrete":
         return ways.gradient == "tangent"
-    if timed or results.run.may_end_early:
+    # Whether an event came or not: a trajectory's last bits don't depend on what becomes of others.
+    if timed or results.run.settings.events:
         return False  # where times move, tangents are those of a replay, one direction after the other
     return numbers_of(results.run, _U0 in argnums, places) <= FEW
 
@@ -165,8 +179,8 @@ def _replayed_tangent_vjp(results: _Results, argnums: tuple[int, ...], args: tup
         for index, unit in numbers(args[k], varies):
             direction = np.zeros_like(args[k])
             direction[index] = unit
-            saved, end, times = results.parts(_replayed_jvp(results, (k,), args, [direction]))
-            part = in_common(seeds, end.T, saved, times)
+            saved, end, times, crossed = results.parts(_replayed_jvp(results, (k,), args, [direction]))
+            part = in_common(seeds, end.T, saved, times, (results.run.crossings.ids, crossed))
             part = part if unit == 1.0 else -1j * part
             total[index] += part if varies else part.sum()
         found.append(conform(total, *spec_like(args[k])))
@@ -190,13 +204,13 @@ def _solved_jvp(argnums: tuple[int, ...], gs: Sequence[Any], ans: Array, args: t
     results = kwargs["results"]
     run = results.run
     timed = _START in argnums or _END in argnums
-    if timed or run.terminated.any() or any(map(isbox, (*args, *gs))):
+    if timed or run.settings.events or any(map(isbox, (*args, *gs))):
         return _replayed_jvp(results, argnums, args, gs)
     tangents = dict(zip(argnums, gs))
     leaves = {k - _LEAVES: [conform(g, *spec_like(args[k]))] for k, g in tangents.items() if k >= _LEAVES}
     u0 = conform(tangents[_U0], *spec_like(args[_U0])) if _U0 in tangents else np.zeros_like(args[_U0])
     end, saved = push_run(run, Directions(u0[None], leaves))
-    return results.together([saved[0], end[0].T, *([np.zeros(run.batch.size)] if run.settings.events else [])])
+    return results.together([saved[0], end[0].T])
 
 
 def _filled(args: tuple, argnums: tuple[int, ...], chosen: Sequence[Any]) -> list[Any]:

@@ -92,7 +92,7 @@ def contracted(
     return u0, leaves
 
 
-def in_common(seeds: Seeds, end: Array, saved: Array | None, times: Array | None = None) -> Array:
+def in_common(seeds: Seeds, end: Array, saved: Array | None, times: Any = None, crossed: Any = None) -> Array:
     """Return for each trajectory what the cotangents of its results and their tangents have in common, shape (N,).
 
     Parameters
@@ -100,11 +100,17 @@ def in_common(seeds: Seeds, end: Array, saved: Array | None, times: Array | None
     seeds : Seeds
     end, saved, times : array, shapes (d, N), (N, n_saved, d), (N,)
         Tangents; `saved` is needed where there are cotangents of saved states, `times` where there are some of times.
+    crossed : (array of int, array), of shape (m,)
+        The trajectories of events on the way, and the tangents of their times, where there are cotangents of them.
     """
     part = _sum_of_rows((seeds.end * end).real)
     if seeds.saved is not None:
         part = part + _sum_of_rows((seeds.saved * saved).real.reshape(len(part), -1).T)
-    return part if seeds.reached is None else part + seeds.reached * times
+    if seeds.reached is not None:
+        part = part + seeds.reached * times
+    if seeds.crossed is not None:
+        part = part + np.bincount(crossed[0], seeds.crossed * crossed[1], len(part))
+    return part
 
 
 def _sum_of_rows(rows: Array) -> Array:

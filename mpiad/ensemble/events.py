@@ -103,12 +103,15 @@ class EventWatch:
     ----------
     events : tuple of Event
     tableau : Tableau
-    event_times : dict
-        From trajectories to lists of (number of the event, time), filled in.
+    event_times, event_places : dict
+        From trajectories to lists of (number of the event, time), and of (number of the step, its part), filled in.
     """
 
-    def __init__(self, events: tuple[Event, ...], tableau: Tableau, event_times: dict[int, list[tuple[int, float]]]):
-        self._events, self._tableau, self._times = events, tableau, event_times
+    def __init__(
+        self, events: tuple[Event, ...], tableau: Tableau, event_times: dict[int, list[tuple[int, float]]],
+        event_places: dict[int, list[tuple[int, float]]],
+    ):  # fmt: skip
+        self._events, self._tableau, self._times, self._places = events, tableau, event_times, event_places
         self._values: list[Array] = []
 
     def enter(self, u: Array, p: Tree, t: Array) -> None:
@@ -166,6 +169,8 @@ class EventWatch:
             if parts[number, c] <= last[c]:
                 time = step.actual(step.t + parts[number] * step.h)[c]
                 self._times.setdefault(int(step.ids[c]), []).append((number, float(time)))
+                place = int(step.number[c]), float(parts[number, c])
+                self._places.setdefault(int(step.ids[c]), []).append(place)
         ended = np.flatnonzero(np.isfinite(last))
         first = [int(np.argmin(np.where(terminal, parts[:, c], np.inf))) for c in ended]
         ends = [states[number, c] for number, c in zip(first, ended)]

@@ -39,8 +39,8 @@ class Outcome:
         trajectories from there.
     end_part : array, shape (N,)
         Which part of the last accepted step was gone: less than 1 where a terminal event ended the trajectory inside it.
-    event_times : list of list of (int, float)
-        For each trajectory, numbers of events and their times.
+    event_times, event_places : dict
+        From trajectories to lists of (number of an event, its time), and of (number of the step, from 0, its part).
     """
 
     u_end: Array
@@ -52,6 +52,7 @@ class Outcome:
     save_step: Array | None
     end_part: Array
     event_times: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
+    event_places: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
     steps: list[tuple[int, Steps]] = field(default_factory=list)
 
     @classmethod
@@ -71,14 +72,16 @@ class Outcome:
         """Return the outcome of several shares, one after the other; their steps stay apart."""
         if len(parts) == 1:
             return parts[0]
-        events, steps, offset = {}, [], 0
+        events, places, steps, offset = {}, {}, [], 0
         for part in parts:
             events.update({i + offset: found for i, found in part.event_times.items()})
+            places.update({i + offset: found for i, found in part.event_places.items()})
             steps += [(first + offset, found) for first, found in part.steps]
             offset += len(part.codes)
         return Outcome(
             np.concatenate([part.u_end for part in parts], axis=1),
             event_times=events,
+            event_places=places,
             steps=steps,
             **{name: _join([getattr(part, name) for part in parts]) for name in _BY_TRAJECTORY},
         )

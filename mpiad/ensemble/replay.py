@@ -25,7 +25,7 @@ __all__ = ["replayed"]
 _ORDERS = 2
 
 
-def replayed(run: Run, u0: Array, start: Array, end: Array, leaves: Sequence[Any]) -> tuple[Array, Array, Array]:
+def replayed(run: Run, u0: Array, start: Array, end: Array, leaves: Sequence[Any]) -> tuple[Array, Array, Array, Array]:
     """Return the results of a run as functions of its inputs, which may be traced.
 
     Parameters
@@ -39,8 +39,8 @@ def replayed(run: Run, u0: Array, start: Array, end: Array, leaves: Sequence[Any
     Returns
     -------
     tuple
-        Final states (N, d), saved states (N, n_saved, d), zero where one wasn't reached, and the times at which
-        trajectories ended (N,).
+        Final states (N, d), saved states (N, n_saved, d), zero where one wasn't reached, the times at which trajectories
+        ended (N,), and those of events on the way (m,).
     """
     replay = _Replay(run, u0, start, end, leaves)
     with np.errstate(all="ignore"):
@@ -48,7 +48,7 @@ def replayed(run: Run, u0: Array, start: Array, end: Array, leaves: Sequence[Any
             moving = int(np.count_nonzero(steps.counts))
             if moving:
                 replay.take(Walk(steps, 0, moving), first)
-    return replay.final(), replay.saved(), replay.reached()
+    return replay.final(), replay.saved(), replay.reached(), replay.crossed()
 
 
 class _Replay:
@@ -62,11 +62,13 @@ class _Replay:
         self._ends: list[tuple[Array, Array]] = []
         self._saves: list[tuple[Array, Array, Array]] = []
         self._crossings: list[tuple[Array, Array]] = []
+        self._passings: list[tuple[Array, Array]] = []
 
     def take(self, walk: Walk, first: int) -> None:
         """Take the steps of a share of the trajectories."""
         ids = walk.ids + first
         schedule = scheduled(self._run, self._entries, walk, ids)
+        self._passed = self._run.crossings.by_visits(walk, ids)
         leaves, u = self._run.columns(self._leaves, ids), self._u0[:, :0]
         for v, visit in zip(range(len(walk) - 1, -1, -1), walk.forwards()):
             before, width = u.shape[1], len(visit.t)
@@ -88,6 +90,10 @@ class _Replay:
             if self._timed:
                 x = (visit.t[own] + x * visit.h[own] - t[own]) / h[own]
             self._save(schedule, chosen, step.inside(x, own))
+        for chosen, own in self._passed.get(v, ()):
+            event = run.settings.events[int(run.crossings.event[chosen[0]])]
+            x = step.root(event.condition, run.crossings.x[chosen], own)
+            self._passings.append((chosen, step.t[own] + x * step.h[own]))
         crossed = np.flatnonzero(run.terminated[ids[visit.last]]) + visit.last.start
         return self._crossed(step, new[:, :width], crossed, ids) if len(crossed) else new[:, :width]
 
@@ -152,6 +158,14 @@ class _Replay:
             pieces.append(times)
             count += len(ids)
         return anp.concatenate(pieces)[index]
+
+
+    def crossed(self) -> Array:
+        """Return the times of events on the way, shape (m,)."""
+        if not self._passings:
+            return np.empty(0)
+        order = np.argsort(np.concatenate([chosen for chosen, _ in self._passings]))
+        return anp.concatenate([times for _, times in self._passings])[order]
 
 
 class _Step:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,11 +15,44 @@ from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.record import Steps
 from mpiad.ensemble.retcodes import ReturnCode
 from mpiad.ensemble.settings import Settings
+from mpiad.ensemble.walk import Walk
 
-__all__ = ["FINAL", "INITIAL", "NOWHERE", "Run"]
+__all__ = ["FINAL", "INITIAL", "NOWHERE", "Crossings", "Run"]
 
 # Where saved values lie that lie in no step.
 INITIAL, NOWHERE, FINAL = -1, -2, -3
+
+
+class Crossings(NamedTuple):
+    """Events on the way of trajectories.
+
+    Parameters
+    ----------
+    ids, order, event, number : array of int, shape (m,)
+        The trajectories, which of the events of each this is, which event, and in which step, from 0.
+    x, time : array, shape (m,)
+        The part of the step that is gone there, and when.
+    """
+
+    ids: Array
+    order: Array
+    event: Array
+    number: Array
+    x: Array
+    time: Array
+
+    def by_visits(self, walk: Walk, ids: Array) -> dict[int, list[tuple[Array, Array]]]:
+        """Return by the visits of a walk along trajectories the crossings and their columns, event by event."""
+        found: dict[int, list[tuple[Array, Array]]] = {}
+        order = np.argsort(ids)
+        place = np.minimum(np.searchsorted(ids, self.ids, sorter=order), max(0, len(ids) - 1))
+        mine = np.flatnonzero(ids[order[place]] == self.ids) if len(ids) else np.empty(0, int)
+        columns = order[place[mine]]
+        visits = walk.visit_of(columns, self.number[mine])
+        for v, event in sorted(set(zip(visits.tolist(), self.event[mine].tolist()))):
+            chosen = (visits == v) & (self.event[mine] == event)
+            found.setdefault(v, []).append((mine[chosen], columns[chosen]))
+        return found
 
 
 class Run:
@@ -37,8 +70,6 @@ class Run:
         For each share its first trajectory and the steps of those that didn't fail.
     live, terminated : array of bool, shape (N,)
         Which trajectories didn't fail; which of them an event ended.
-    may_end_early : bool
-        Whether an event could have ended some.
     """
 
     def __init__(self, batch: Batch, settings: Settings, outcome: Outcome):
@@ -47,8 +78,6 @@ class Run:
         failing = [code.code for code in ReturnCode if code.failed]
         self.live = ~np.isin(outcome.codes, failing)
         self.terminated = outcome.codes == ReturnCode.Terminated.code
-        # Whatever becomes of these trajectories: no derivative's last bits may depend on the company.
-        self.may_end_early = any(event.terminal for event in settings.events)
         self.counts = np.where(self.live, outcome.naccept, 0)
         self.shares = [(first, self._survivors(first, steps)) for first, steps in outcome.steps]
 
@@ -69,6 +98,18 @@ class Run:
         found = np.where(number == count - 1, FINAL, np.where(number < count, number, NOWHERE))
         found[:, 0] = INITIAL
         return np.where(live, found, NOWHERE)
+
+    @cached_property
+    def crossings(self) -> Crossings:
+        """All events on the way of trajectories that didn't fail, but for those that ended one."""
+        outcome, found = self.outcome, []
+        for i in sorted(outcome.event_times):
+            pairs = zip(outcome.event_times[i], outcome.event_places[i])
+            for order, ((event, time), (number, x)) in enumerate(pairs):
+                if self.live[i] and not self.settings.events[event].terminal:
+                    found.append((i, order, event, number, x, time))
+        columns = [np.array(column) for column in zip(*found)] or [np.empty(0, int)] * 4 + [np.empty(0)] * 2
+        return Crossings(*columns)
 
     @cached_property
     def ending_events(self) -> Array:

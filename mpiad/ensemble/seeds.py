@@ -30,11 +30,14 @@ class Seeds(NamedTuple):
         None where all are zero.
     reached : array, shape (N,), or None
         Of the times at which trajectories ended.
+    crossed : array, shape (m,), or None
+        Of the times of events on the way; None where all are zero.
     """
 
     end: Array
     saved: Array | None = None
     reached: Array | None = None
+    crossed: Array | None = None
 
 
 class Entries(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import autograd.numpy as anp
 import numpy as np
-from autograd.tracer import getval
+from autograd.tracer import getval, isbox
 
 from mpiad._typing import Array, Comm
 from mpiad.ensemble.solution import EnsembleSolution, check_alike, joined_times, widened
@@ -50,7 +50,9 @@ class Facts(NamedTuple):
         """Exchange what the ranks know; all ranks call it, and all raise where their states aren't of one kind."""
         mine = {name: getattr(sol, name) for name in (*_COUNTS, "events", "t", "converged")}
         mine["kind"] = sol.u_end.shape[1:], sol.u_end.dtype
-        mine["t_reached"] = getval(sol.t_reached)  # which may be the time of an event, and traced
+        # Times of events may be traced.
+        mine["t_reached"] = getval(sol.t_reached)
+        mine["events"] = {i: [(event, getval(time)) for event, time in found] for i, found in sol.events.items()}
         found = used.data.allgather(mine)
         check_alike([one["kind"] for one in found], "ranks")
         events, offset = {}, 0
@@ -70,9 +72,19 @@ def gathered(share: EnsembleSolution, facts: Facts, comm: Comm, made: Any = None
     u = mpi_allgather(widened(share.u, facts.width), axis=0, comm=comm) if made is None else made
     return EnsembleSolution(
         u, facts.t, mpi_allgather(share.u_end, axis=0, comm=comm), facts.retcode,
-        mpi_allgather(share.t_reached, axis=0, comm=comm), facts.naccept, facts.nreject, facts.nf, facts.events,
-        facts.converged,
+        mpi_allgather(share.t_reached, axis=0, comm=comm), facts.naccept, facts.nreject, facts.nf,
+        _gathered_events(share, facts, comm), facts.converged,
     )  # fmt: skip
+
+
+def _gathered_events(share: EnsembleSolution, facts: Facts, comm: Comm) -> dict[int, list[tuple[int, Any]]]:
+    """Return the events of all trajectories, with times through which derivatives flow."""
+    if not facts.events:
+        return {}
+    mine = [time for i in sorted(share.events) for _, time in share.events[i]]
+    everything = mpi_allgather(anp.array(mine) if mine else np.empty(0), axis=0, comm=comm)
+    times = iter(everything if isbox(everything) else everything.tolist())
+    return {i: [(event, next(times)) for event, _ in facts.events[i]] for i in sorted(facts.events)}
 
 
 @dataclass

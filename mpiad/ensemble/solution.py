@@ -37,7 +37,7 @@ class ODESolution:
     naccept, nreject, nf : int
         Accepted and rejected steps, calls of f.
     events : list of (int, float)
-        Which events happened, by their place among the events of the solve, and when.
+        Which events happened, by their place among the events of the solve, and when; the times are traced as `u` is.
     """
 
     u: Array
@@ -68,7 +68,7 @@ class EnsembleSolution:
     naccept, nreject, nf : array of int, shape (N,)
         Accepted and rejected steps, calls of f.
     events : dict
-        From trajectories (from 0) to lists of (place among the events of the solve, time).
+        From trajectories (from 0) to lists of (place among the events of the solve, time); times are traced as `u` is.
     converged : bool
         Whether the reduction ended the solve early.
     """

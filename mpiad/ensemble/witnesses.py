@@ -37,7 +37,7 @@ class Witnesses:
         self._log = Log(settings.checkpoints) if settings.record else None
         self._events = self._saves = None
         if settings.events:
-            self._events = EventWatch(settings.events, tableau, outcome.event_times)
+            self._events = EventWatch(settings.events, tableau, outcome.event_times, outcome.event_places)
         if outcome.saved is not None and settings.saveat is not None and outcome.saved.shape[1]:
             self._saves = SavePoints(settings.saveat, entrance.signs, batch.start, outcome, tableau)
 

@@ -114,6 +114,58 @@ def test_saved_states_before_the_event_and_trajectories_without_one():
     np.testing.assert_allclose(end, [[1, 20], [0, 0]], atol=1e-12)
 
 
+LEVELS = (
+    Event(lambda u, p, t: u[0] - 0.4 - p[1] * t, terminal=False),
+    Event(lambda u, p, t: u[0] - 0.45 - p[1] * t, terminal=False, direction=-1),
+    GROUND,
+)
+
+
+def times_of(sol, weights=(0.7, -1.1, 0.4, 1.3)):
+    return sum(w * time**2 for i in range(len(sol)) for w, (_, time) in zip(weights, sol.events[i]))
+
+
+def exact_times(u0, p):
+    height, speed, slope = u0[:, 0], u0[:, 1], p[:, 1]
+    first, second, last = (landing(height - level, speed, p[:, 0], slope)[0] for level in (0.45, 0.4, 0.0))
+    return anp.sum(0.7 * first**2 - 1.1 * second**2 + 0.4 * last**2)
+
+
+@pytest.mark.parametrize("more", [{}, {"gradient": "tangent"}, {"checkpoints": 2}, {"batch_size": 2}])
+def test_times_of_events_on_the_way(more):
+    more = {**more, "events": LEVELS}
+    # Both levels are passed within one step.
+    counts = {tuple(event for event, _ in found) for found in landed(U0, P, **more).events.values()}
+    assert counts == {(1, 0, 2)}
+    for found, expected in zip(
+        mpiad.grad(lambda u0, p: times_of(landed(u0, p, **more)), (0, 1))(U0, P), mpiad.grad(exact_times, (0, 1))(U0, P)
+    ):
+        np.testing.assert_allclose(found, expected, rtol=1e-9)
+
+
+def test_forward_mode_and_second_derivatives_of_times_on_the_way():
+    v = np.array([[0.2, -0.1], [0.5, 0.3], [-0.4, 0.8]])
+    by = lambda u0: times_of(landed(u0, P, events=LEVELS))  # noqa: E731
+    exact = lambda u0: exact_times(u0, P)  # noqa: E731
+    np.testing.assert_allclose(mpiad.jvp(by, U0, v)[1], mpiad.jvp(exact, U0, v)[1], rtol=1e-9)
+    np.testing.assert_allclose(mpiad.hvp(by)(U0, v), mpiad.hvp(exact)(U0, v), rtol=1e-7)
+
+
+def test_times_on_the_way_move_with_the_start():
+    def at(start):
+        sol = solve(ODEProblem(falling, U0[0], (start, 9.0), P[0]), **{**TIGHT, "events": LEVELS[:2]})
+        assert [event for event, _ in sol.events] == [1, 0] and sol.retcode == "Success"
+        return sol.events[0][1] + 2 * sol.events[1][1]
+
+    def exact(start):
+        first, second = (landing(U0[0, 0] - level - P[0, 1] * start, *U0[0, 1:], *P[0])[0] for level in (0.45, 0.4))
+        return 3 * start + first + 2 * second
+
+    np.testing.assert_allclose(mpiad.grad(at)(0.4), mpiad.grad(exact)(0.4), rtol=1e-9)
+    with pytest.raises(NotImplementedError, match="times of events"):
+        mpiad.grad(lambda u0: landed(u0, P, events=LEVELS[:1], adjoint="continuous").events[0][0][1])(U0)
+
+
 def test_start_of_tspan():
     def at(ends):
         sol = solve(ODEProblem(falling, U0[0], (ends[0], ends[1]), P[0]), **TIGHT)

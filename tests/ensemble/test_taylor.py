@@ -44,6 +44,8 @@ def forced(u, p, t):
 U0 = np.array([[1.0, 0.2], [1.3, -0.1], [0.8, 0.4]])
 P = np.array([[2.0, 0.3], [1.5, 0.5], [2.5, 0.2]])
 SPAN = np.array([0.02, 0.95])
+# Passed on the way, and the end of some.
+LEVEL = Event(lambda u, p, t: u[0] * u[1] - 0.1 * p[1], terminal=False)
 FALLS = Event(lambda u, p, t: u[0] - 0.5 * p[1] - 0.2 * t, direction=-1)
 
 
@@ -60,7 +62,9 @@ def loss(u0, p, span, alg="RK4", backend=None, way=None, events=()):
     sol = solved(u0, p, span, alg, backend or EnsembleVectorized(), way, events)
     saved = anp.where(np.isnan(mpiad.stop(sol.u)), 0.0, sol.u)
     value = anp.sum(anp.sin(saved) ** 2) + anp.sum(sol.u_end**3)
-    return value + anp.sum(sol.t_reached**2) if events else value
+    if not events:
+        return value
+    return value + anp.sum(sol.t_reached**2) + sum(time**3 for found in sol.events.values() for _, time in found)
 
 
 def steps_of(**more):
@@ -86,10 +90,11 @@ def test_first_and_second_derivatives(alg):
 @pytest.mark.serial
 @WAYS
 def test_through_terminal_events(way):
-    codes = solved(U0, P, SPAN, "RK45", EnsembleVectorized(), None, FALLS).retcode
-    assert "Terminated" in codes and "Success" in codes
+    sol = solved(U0, P, SPAN, "RK45", EnsembleVectorized(), None, (FALLS, LEVEL))
+    assert {"Terminated", "Success"} == set(sol.retcode)
+    assert {0, 1} == {event for found in sol.events.values() for event, _ in found}
     testing.check_grads(
-        lambda *args: loss(*args, "RK45", way=way, events=FALLS), U0, P, SPAN, argnum=(0, 1, 2), step=2e-3,
+        lambda *args: loss(*args, "RK45", way=way, events=(FALLS, LEVEL)), U0, P, SPAN, argnum=(0, 1, 2), step=2e-3,
         order=2 if way == "adjoint" else 1,
     )  # fmt: skip
 
@@ -110,7 +115,7 @@ def test_a_wrong_gradient_is_caught():
 
 
 @pytest.mark.parametrize("gather, objective", [(True, "root"), (False, "sum")])
-@pytest.mark.parametrize("events", [(), FALLS], ids=["", "events"])
+@pytest.mark.parametrize("events", [(), (FALLS, LEVEL)], ids=["", "events"])
 def test_over_the_ranks(gather, objective, events):
     mpi = EnsembleMPI(gather=gather)
 
