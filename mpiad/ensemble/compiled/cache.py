@@ -20,11 +20,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, TypeAlias
 
+from mpiad.ensemble.compiled.machine_code import Code, code_of, function_of
 from mpiad.ensemble.compiled.store import KERNEL, Store, store
 
-__all__ = ["Kernel", "kernel_of"]
+__all__ = ["Kernel", "kernel_of", "native_kernel"]
 
 _log = logging.getLogger("mpiad")
+
+_SYMBOLS, _OBJECT = "symbols", "kernel.o"
 
 Names: TypeAlias = dict[str, Any]
 
@@ -84,6 +87,73 @@ def kernel_of(text: str, prepare: Callable[[Names], Any]) -> Kernel:
             _loaded[key] = Kernel(names, text, time.perf_counter() - started, origin)
             _log.debug("kernel %s: %s in %.3f s", key[:12], origin, _loaded[key].seconds)
         return _loaded[key]
+
+
+def native_kernel(text: str, name: str, signature: str) -> Kernel:
+    """Return a function that a text defines, as machine code.
+
+    Parameters
+    ----------
+    text : str
+        Of a module, in which `name` is one of numba's functions, with ``no_cpython_wrapper=True`` and
+        ``no_cfunc_wrapper=True``. It must allocate nothing and raise nothing, or it isn't kept for the next process.
+    name : str
+    signature : str
+        Of arrays and numbers, as ``void(int64, float64[:, ::1])``.
+
+    Returns
+    -------
+    Kernel
+        Its function checks the types of its arguments, and lets other threads run.
+
+    Raises
+    ------
+    ImportError
+        Where there is no numba, and nothing was kept.
+
+    Ranks
+    -----
+    Each for itself; ranks that compile the same text at the same time all do, and one keeps it.
+    """
+    with _lock:
+        key = _key(f"{name} {signature}\n{text}")
+        if key not in _loaded:
+            started = time.perf_counter()
+            function, origin = _code_from_disk(key, text, signature) or _new_code(key, text, name, signature)
+            _loaded[key] = Kernel({name: function}, text, time.perf_counter() - started, origin)
+            _log.debug("kernel %s: %s in %.3f s", key[:12], origin, _loaded[key].seconds)
+        return _loaded[key]
+
+
+def _code_from_disk(key: str, text: str, signature: str) -> tuple[Callable[..., None], str] | None:
+    kept = store()
+    entry = kept and kept.find(key, text)
+    if not kept or not entry:
+        return None
+    try:
+        symbol, *outside = (entry / _SYMBOLS).read_text().split()
+        return function_of(Code(symbol, (entry / _OBJECT).read_bytes(), tuple(outside)), signature), "disk"
+    except OSError as error:
+        _log.warning("the compiled kernel in %s can't be used; it is made again: %s", entry, error)
+        kept.remove(entry)
+        return None
+
+
+def _new_code(key: str, text: str, name: str, signature: str) -> tuple[Callable[..., None], str]:
+    names: Names = {"__name__": "mpiad_kernel", "CACHE": False}
+    exec(compile(text, "<kernel>", "exec"), names)  # noqa: S102 the text is generated here
+    code, function = code_of(names[name], signature)
+    kept = store()
+    folder = kept and code and _begun(kept, text)
+    if kept and code and folder:
+        try:
+            (folder / _SYMBOLS).write_text("\n".join([code.symbol, *code.outside]))
+            (folder / _OBJECT).write_bytes(code.file)
+            kept.finish(folder, key)
+        except OSError as error:
+            _log.info("the compiled kernel isn't kept in %s: %s", kept.root, error)
+            kept.discard(folder)
+    return function, "compiled"
 
 
 def forget() -> None:
@@ -161,7 +231,6 @@ def _key(text: str) -> str:
 def _machine() -> str:
     """Return all that decides what a text is compiled to, beside the text."""
     import llvmlite.binding
-    import numba
 
     try:
         own = version("mpiad")
@@ -169,6 +238,6 @@ def _machine() -> str:
         own = ""
     intrinsics = Path(__file__).with_name("intrinsics.py")
     return "\n".join([
-        own, intrinsics.read_text() if intrinsics.exists() else "", numba.__version__, platform.python_version(),
+        own, intrinsics.read_text() if intrinsics.exists() else "", version("numba"), platform.python_version(),
         llvmlite.binding.get_host_cpu_name(), llvmlite.binding.get_host_cpu_features().flatten(),
     ])  # fmt: skip

@@ -1,0 +1,175 @@
+"""Machine code that numba made runs without numba, and takes no arrays but those that it was made for."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+
+import launch
+import numpy as np
+import pytest
+
+from mpiad.ensemble.compiled import cache
+from mpiad.ensemble.compiled.machine_code import Argument, Code, arguments_of, function_of
+
+pytestmark = pytest.mark.serial
+pytest.importorskip("numba")
+
+SIGNATURE = "void(float64[::1], int64, float64, float64[:, :, ::1], boolean[::1], int8[::1])"
+TEXT = """
+import math
+import numba
+
+@numba.njit(error_model="numpy", nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+def run(x, stop, factor, out, flags, codes):
+    for i in range(stop):
+        for j in range(out.shape[1]):
+            out[i, j, 0] = math.exp(x[j]) * factor + i{more}
+            flags[j] = not flags[j]
+    codes[0] = 7
+"""
+
+PROGRAM = """
+import json, sys
+import numpy as np
+from mpiad.ensemble.compiled.cache import native_kernel
+text, signature = json.load(sys.stdin)
+made = native_kernel(text, "run", signature)
+out, flags, codes = np.zeros((2, 3, 1)), np.zeros(3, bool), np.zeros(1, np.int8)
+made.names["run"](np.arange(3.0), 2, 0.5, out, flags, codes)
+print(json.dumps([made.origin, out.tolist(), codes.tolist(), "numba" in sys.modules]))
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("MPIAD_CACHE", str(tmp_path / "kernels"))
+    cache.forget()
+    yield tmp_path / "kernels"
+    cache.forget()
+
+
+def made(more=""):
+    kernel = cache.native_kernel(TEXT.format(more=more), "run", SIGNATURE)
+    x, out, flags, codes = arrays()
+    assert kernel.names["run"](x, 2, 0.5, out, flags, codes) is None
+    extra = 0 if not more else 1.0
+    np.testing.assert_allclose(out[..., 0], 0.5 * np.exp(x) + [[0], [1]] + extra, rtol=1e-15)
+    assert not flags.any() and codes[0] == 7
+    return kernel
+
+
+def arrays():
+    return np.arange(3.0), np.zeros((2, 3, 1)), np.zeros(3, bool), np.zeros(1, np.int8)
+
+
+def again(more=""):
+    cache.forget()
+    return made(more).origin
+
+
+def test_the_function_is_compiled_once(folder):
+    first = made()
+    assert first.origin == "compiled" and made() is first and again() == "disk"
+    assert {path.name for path in next(folder.iterdir()).iterdir()} == {"kernel.py", "kernel.o", "symbols", "sums"}
+
+
+@pytest.mark.launches
+def test_the_next_process_needs_no_numba(folder):
+    made()
+    process = subprocess.run(
+        [sys.executable, "-c", PROGRAM], input=json.dumps([TEXT.format(more=""), SIGNATURE]), capture_output=True,
+        text=True, timeout=50, env=launch.launch_environment(1, folder.parent, {}),
+    )  # fmt: skip
+    origin, out, codes, numba = json.loads(process.stdout)
+    assert (origin, codes, numba, process.stderr) == ("disk", [7], False, "")
+    np.testing.assert_allclose(np.array(out)[..., 0], 0.5 * np.exp([0, 1, 2]) + [[0], [1]], rtol=1e-15)
+
+
+@pytest.mark.parametrize("name", ["kernel.o", "symbols", "kernel.py"])
+def test_what_was_damaged_is_made_again(folder, name, caplog):
+    made()
+    path = next(folder.iterdir()) / name
+    path.write_bytes(path.read_bytes()[:-3] + b"xyz")
+    assert again() == "compiled" and "made again" in caplog.text
+    assert again() == "disk"
+
+
+def test_what_is_no_machine_code_is_an_error(folder):
+    made()
+    file = next(folder.rglob("kernel.o")).read_bytes()
+    symbol = next(folder.rglob("symbols")).read_text().split()[0]
+    function_of(Code(symbol, file, ("exp",)), SIGNATURE)
+    wrong = Code(symbol, b"no object file"), Code(symbol, b""), Code(symbol, file, ("no_such_function",)), Code("no", file)
+    for code in wrong:
+        with pytest.raises(OSError, match="machine code"):
+            function_of(code, SIGNATURE)
+
+
+def test_what_allocates_is_not_kept(folder):
+    more = " + np.ones(3)[j]"
+    text = "import numpy as np\n" + TEXT.format(more=more)
+    kernel = cache.native_kernel(text, "run", SIGNATURE)
+    x, out, flags, codes = arrays()
+    kernel.names["run"](x, 2, 0.5, out, flags, codes)
+    np.testing.assert_allclose(out[1, :, 0], 0.5 * np.exp(x) + 2, rtol=1e-15)
+    assert not folder.exists() or not list(folder.iterdir())
+
+
+def test_types_of_a_signature():
+    assert arguments_of("void(int64, float64[:, ::1], int8[::1], boolean[::1], float64)") == [
+        Argument(np.dtype("int64"), None), Argument(np.dtype("float64"), 2), Argument(np.dtype("int8"), 1),
+        Argument(np.dtype("bool"), 1), Argument(np.dtype("float64"), None),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("place, wrong", [
+    (0, np.arange(3)),
+    (0, np.arange(3.0).astype(np.float32)),
+    (0, [0.0, 1.0, 2.0]),
+    (0, np.arange(6.0)[::2]),
+    (3, np.zeros((2, 3))),
+    (3, np.zeros((1, 3, 2)).T),
+    (4, np.zeros(3, np.int8)),
+])  # fmt: skip
+def test_arrays_of_other_kinds_are_refused(place, wrong):
+    function = made().names["run"]
+    x, out, flags, codes = arrays()
+    given = [x, 2, 0.5, out, flags, codes]
+    given[place] = wrong
+    with pytest.raises(TypeError, match=f"argument {place} of a kernel"):
+        function(*given)
+    given[place] = np.ascontiguousarray(arrays()[{0: 0, 3: 1, 4: 2}[place]])
+    given[place].flags.writeable = False
+    with pytest.raises(TypeError, match="writable"):
+        function(*given)
+    with pytest.raises(TypeError, match="takes 6 arguments, but got 2"):
+        function(x, 2)
+
+
+def test_other_threads_run_meanwhile():
+    """Two threads in a kernel at the same time: each waits for what the other one writes."""
+    text = """
+import numba
+
+@numba.njit(error_model="numpy", nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+def run(mine, other, most):
+    count = 0
+    while other[0] == 0 and count < most:
+        mine[0] += 1
+        count += 1
+        for i in range(other.shape[0]):
+            count += other[i] * 0
+"""
+    function = cache.native_kernel(text, "run", "void(int64[::1], int64[::1], int64)").names["run"]
+    flag = np.zeros(1, np.int64)
+    mine = np.zeros(1, np.int64)
+    thread = threading.Thread(target=function, args=(mine, flag, 2_000_000_000))
+    thread.start()
+    while mine[0] == 0 and thread.is_alive():
+        pass
+    flag[0] = 1
+    thread.join(30)
+    assert not thread.is_alive() and 0 < mine[0]
