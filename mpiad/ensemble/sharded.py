@@ -11,6 +11,7 @@ import numpy as np
 from autograd.tracer import getval, isbox
 
 from mpiad._typing import Array, Comm
+from mpiad.ensemble.retcodes import codes_of, names_of
 from mpiad.ensemble.solution import EnsembleSolution, check_alike, joined_times, widened
 from mpiad.ensemble.statistics import quantile, root, squared_distance, summary
 from mpiad.primitives import mpi_allgather, mpi_allreduce
@@ -49,6 +50,8 @@ class Facts(NamedTuple):
     def of_all(cls, used: Channel, sol: EnsembleSolution) -> Facts:
         """Exchange what the ranks know; all ranks call it, and all raise where their states aren't of one kind."""
         mine = {name: getattr(sol, name) for name in (*_COUNTS, "events", "t", "converged")}
+        # Names of 13 letters would be three quarters of what is sent.
+        mine["retcode"] = codes_of(sol.retcode)
         mine["kind"] = sol.u_end.shape[1:], sol.u_end.dtype
         # Times of events may be traced.
         mine["t_reached"] = getval(sol.t_reached)
@@ -63,6 +66,7 @@ class Facts(NamedTuple):
         times = [one["t"] for one in busy]
         width = max(t.shape[-1] for t in times)
         counts: Any = {name: np.concatenate([one[name] for one in found]) for name in _COUNTS}
+        counts["retcode"] = names_of(counts["retcode"])
         t = joined_times(times, [len(one["nf"]) for one in busy], width)
         return cls(events=events, t=t, width=width, converged=any(one["converged"] for one in found), **counts)
 
