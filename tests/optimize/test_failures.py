@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -12,6 +13,7 @@ from typing import Any
 import autograd.numpy as anp
 import numpy as np
 import pytest
+import scipy.optimize
 from autograd.extend import defvjp, primitive
 from mpi4py import MPI
 
@@ -180,6 +182,31 @@ def test_mistakes_that_only_the_root_can_see() -> None:
     with pytest.raises(ValueError, match="one pair of bounds for each of the 3 variables"):
         minimize(bowl, np.zeros(3), bounds=[(0, 1)] * 2)
     assert minimize(bowl, np.zeros(3)).success
+
+
+@pytest.mark.parametrize("method", ["L-BFGS", "TNC", "SLSQP", "trust-constr"])
+def test_bounds_that_cross_are_refused_by_every_method(method: str, rank: int) -> None:
+    crossed = scipy.optimize.Bounds([0.0, 0.0, 2.0], [1.0, 1.0, 1.0])
+    for bounds in (crossed, [(0.0, 1.0), (0.0, 1.0), (2.0, 1.0)]):
+        with pytest.raises(ValueError, match="variable 2 has lower bound 2.0 and upper bound 1.0"):
+            minimize(bowl, np.zeros(3), method=method, objective="mean", bounds=bounds if rank == 0 else None)
+    assert minimize(bowl, np.zeros(3), method=method, objective="mean").fun < 1e-4
+
+
+def test_x0_of_other_shapes_on_other_ranks(rank: int, size: int) -> None:
+    start = np.zeros(3) if rank == size - 1 else np.zeros((2, 2 + rank))
+    if os.environ.get("MPIAD_DEBUG") == "1" and size > 1:
+        with pytest.raises(ValueError, match="x0"):
+            minimize(bowl, start, root=size - 1, objective="mean")
+        return
+    result = minimize(bowl, start, root=size - 1, objective="mean")
+    np.testing.assert_allclose(result.x, 3.0, atol=1e-4)
+
+
+@pytest.mark.parametrize("limit", ["ten", -1, 2.5, np.nan])
+def test_limits_that_are_no_limits(limit: Any, rank: int) -> None:
+    with pytest.raises(ValueError, match="maxfun must be an integer of at least 0, but got"):
+        minimize(bowl, np.zeros(3), method="BFGS", options={"maxfun": limit} if rank == 0 else None)
 
 
 def test_mistakes_on_one_rank_are_raised_on_all(rank: int, size: int) -> None:
