@@ -1,0 +1,156 @@
+"""Recover the coefficient of a Poisson equation from its solutions: as a field, and as a small neural network.
+
+    mpiexec -n 4 python examples/poisson_inverse.py
+
+On the unit square, with u = 0 on its sides, -div(κ grad u) = f was solved for three sources f, and u is known at all points
+of the grid. Sought is κ(x, y) > 0: once as its logarithm m in each cell, with a penalty on its slopes, once as
+κ = exp(network(x, y; θ)), where each rank evaluates the network on its own block of the grid and all share the weights θ.
+
+The grid is divided among the ranks; the three equations are solved at once by conjugate gradients (`batch=1`), and the
+gradient of the misfit by every cell's m, or by θ, takes one more solve. L-BFGS runs on the root. Any number of ranks gives
+the same κ.
+"""
+
+import argparse
+from pathlib import Path
+
+import autograd.numpy as np
+import numpy
+
+import mpiad
+import mpiad.linalg
+
+SMOOTHNESS, TOLERANCE, WIDTH = 1e-7, 1e-13, 6
+
+parser = argparse.ArgumentParser(description="Recover κ(x, y) of -div(κ grad u) = f from u.")
+parser.add_argument("--cells", type=int, default=24, help="cells of the grid, each way")
+parser.add_argument("--iterations", type=int, nargs=2, default=(80, 100), help="of L-BFGS, for the field and the network")
+parser.add_argument("--picture", type=Path, default=Path("demo/poisson_inverse.png"))
+parser.add_argument("--save", type=Path, help="write the recovered fields to this file")
+parser.add_argument("--most", type=float, default=0.05, help="fail if the relative error of log κ is larger")
+
+
+class Poisson:
+    """The equation on a grid that is divided among the ranks: cells of size h, κ on their faces the mean of both."""
+
+    def __init__(self, cells):
+        self.domain, self.h = mpiad.Domain((cells, cells)), 1.0 / cells
+        self.y, self.x = self.domain.coordinates(extent=1.0, centred=True)
+        wave = numpy.pi * self.x, numpy.pi * self.y
+        sources = [1.0 + 0 * wave[0] * wave[1], numpy.sin(2 * wave[0]) * numpy.sin(wave[1]),
+                   numpy.sin(wave[0]) * numpy.sin(2 * wave[1])]
+        self.f = 10.0 * numpy.stack(sources) * self.h**2
+
+    def faces(self, m):
+        """Return κ = exp(m) on the faces across y, shape (ny + 1, nx), and across x, shape (ny, nx + 1)."""
+        kappa = self.domain.exchange(np.exp(m), "edge")
+        across_y = (kappa[1:, 1:-1] + kappa[:-1, 1:-1]) / 2
+        across_x = (kappa[1:-1, 1:] + kappa[1:-1, :-1]) / 2
+        # The sides lie half a cell from the centres beside them.
+        return across_y * self.doubled(0), across_x * self.doubled(1)
+
+    def doubled(self, axis):
+        owned, n = self.domain.owned[axis], self.domain.shape[axis]
+        weight = numpy.ones(owned.stop - owned.start + 1)
+        weight[0], weight[-1] = 1.0 + (owned.start == 0), 1.0 + (owned.stop == n)
+        return weight[:, None] if axis == 0 else weight
+
+    def outflow(self, u, across_y, across_x):
+        """Return what leaves each cell, for all sources: the operator of the linear systems."""
+        u = self.domain.exchange(u)
+        down = across_y * (u[:, 1:, 1:-1] - u[:, :-1, 1:-1])
+        right = across_x * (u[:, 1:-1, 1:] - u[:, 1:-1, :-1])
+        return down[:, :-1] - down[:, 1:] + right[:, :, :-1] - right[:, :, 1:]
+
+    def solutions(self, m):
+        faces = self.faces(m)
+        return mpiad.linalg.solve(self.outflow, self.f, *faces, batch=1, preconditioner=self.jacobi, rtol=TOLERANCE)
+
+    def jacobi(self, r, across_y, across_x):
+        return r / (across_y[1:] + across_y[:-1] + across_x[:, 1:] + across_x[:, :-1])
+
+    def roughness(self, m):
+        """Return the sum of the squares of m's slopes."""
+        v = self.domain.exchange(m, "edge")
+        return self.domain.sum((v[2:, 1:-1] - v[1:-1, 1:-1]) ** 2 + (v[1:-1, 2:] - v[1:-1, 1:-1]) ** 2)
+
+
+def true_logarithm(poisson):
+    """Return log κ: two fronts, across which κ changes by factors of 5 and 2.7."""
+    y, x = poisson.y, poisson.x
+    return 0.8 * numpy.tanh(5 * (x + 0.5 * y - 0.75)) - 0.5 * numpy.tanh(4 * (y - 0.4 - 0.2 * x))
+
+
+def network(theta, y, x):
+    """Return log κ at points that each rank has of its own."""
+    points = np.stack(numpy.broadcast_arrays(2 * x - 1, 2 * y - 1))
+    hidden = np.tanh(np.einsum("io,iyx->oyx", theta["first"], points) + theta["shift"][:, None, None])
+    return np.einsum("o,oyx->yx", theta["last"], hidden)
+
+
+def first_weights():
+    draw = numpy.random.default_rng(3)
+    first, shift = draw.standard_normal((2, WIDTH)), draw.uniform(-1, 1, WIDTH)
+    return {"first": first, "shift": shift, "last": 0.1 * draw.standard_normal(WIDTH)}
+
+
+def draw_picture(path, fields, histories):
+    """Write the picture of the true and both recovered fields, and the way there."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(2, 2, figsize=(11, 9), layout="constrained")
+    bound = numpy.abs(fields["true"]).max()
+    for axis, (name, field) in zip(axes.ravel(), fields.items()):
+        image = axis.imshow(field, "RdBu_r", vmin=-bound, vmax=bound, extent=(0, 1, 1, 0))
+        axis.set(title=f"log κ: {name}", xlabel="x", ylabel="y")
+        figure.colorbar(image, ax=axis)
+    for name, history in histories.items():
+        axes[1, 1].semilogy(history.loss, label=name)
+    axes[1, 1].set(title="convergence of L-BFGS", xlabel="iteration", ylabel="loss")
+    axes[1, 1].legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=100)
+
+
+def main():
+    options = parser.parse_args()
+    poisson = Poisson(options.cells)
+    domain, truth = poisson.domain, true_logarithm(poisson)
+    observed = poisson.solutions(truth)
+    scale = domain.norm(observed) ** 2
+
+    def misfit(m):
+        return domain.sum((poisson.solutions(m) - observed) ** 2) / scale
+
+    def of_field(m):
+        mine = m[domain.owned]
+        return misfit(mine) + SMOOTHNESS * poisson.roughness(mine)
+
+    def of_network(theta):
+        return misfit(network(theta, poisson.y, poisson.x))
+
+    cases = {"field": (of_field, numpy.zeros(domain.shape)), "network": (of_network, first_weights())}
+    results = {}
+    for (name, (fun, start)), most in zip(cases.items(), options.iterations):
+        results[name] = mpiad.minimize(fun, start, options={"maxiter": most, "gtol": 0.0, "ftol": 0.0})
+    found = {"true": truth, "field": results["field"].x[domain.owned]}
+    found["network"] = network(results["network"].x, poisson.y, poisson.x)
+    errors = {name: domain.norm(found[name] - truth) / domain.norm(truth) for name in results}
+    fields = {name: domain.gather(m) for name, m in found.items()}
+    if mpiad.mpi_rank() == 0:
+        print(f"{options.cells} x {options.cells} cells on {mpiad.mpi_size()} ranks")
+        for name, result in results.items():
+            said = f"loss {result.fun:.3e}  relative error of log κ {errors[name]:.6f}"
+            print(f"{name:8s} {result.nit:4d} iterations  {said}")
+        if options.save:
+            numpy.savez(options.save, **fields)
+        draw_picture(options.picture, fields, {name: result.history for name, result in results.items()})
+    if max(errors.values()) > options.most:
+        raise SystemExit(f"κ was not recovered: the relative error of log κ is {max(errors.values()):.3f}")
+
+
+if __name__ == "__main__":
+    main()
