@@ -16,7 +16,6 @@ from mpiad.linalg.rows import local_rows, rows_of
 from mpiad.linalg.solve import solve
 from mpiad.linalg.sparse_products import Pattern, product, transposed_product
 from mpiad.primitives import stop
-from mpiad.primitives.operation import suspended
 from mpiad.transport import channel
 
 __all__ = ["MatrixRowBlock"]
@@ -233,17 +232,15 @@ class MatrixRowBlock:
             matvec, b, self.values, method=method, preconditioner=preconditioner, comm=self.comm, **settings
         )
 
+    def local_rows(self) -> Any:
+        """Return this rank's rows as SciPy's CSR with all columns; values alone, without derivatives."""
+        plain = stop(self.values), self.indices[1], self._pattern.starts
+        return scipy.sparse.csr_matrix(plain, (self.local_shape[0], self.shape[1]))
+
     def gathered(self, root: Rank = 0) -> Any:
         """Return the whole matrix on the root, as SciPy's CSR, and None elsewhere; values alone, without derivatives."""
-        local = stop(self.values), self.indices[1], self._pattern.starts
-        with suspended():
-            pieces = self._channel.data.gather(local, root)
-        if pieces is None:
-            return None
-        blocks = [
-            scipy.sparse.csr_matrix(piece, (len(piece[2]) - 1, self.shape[1])) for piece in pieces
-        ]
-        return scipy.sparse.vstack(blocks, format="csr")
+        pieces = self._channel.data.gather(self.local_rows(), root)
+        return None if pieces is None else scipy.sparse.vstack(pieces, format="csr")
 
     def _require_square(self, call: str) -> None:
         # All ranks know all offsets, so all raise.

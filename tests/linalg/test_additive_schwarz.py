@@ -1,0 +1,95 @@
+"""`AdditiveSchwarz` against its definition with dense matrices, and what it saves."""
+
+import autograd.numpy as anp
+import numpy as np
+import pytest
+import scipy.sparse as sp
+from transport_matrix import matrix
+
+import mpiad
+from mpiad.linalg import AdditiveSchwarz, MatrixRowBlock
+
+SHAPE = (8, 6)
+N = 48
+
+
+def divided(rank_rng, size, symmetric=False):
+    rng = rank_rng(100)
+    wind = np.zeros(SHAPE) if symmetric else 0.5 * rng.standard_normal(SHAPE)
+    whole = matrix(SHAPE, 1.0, wind, 0.01 * np.ones(SHAPE))
+    # Uneven rows, some blocks of few.
+    counts = np.diff([0, *np.sort(rng.choice(np.arange(4, N - 4), size - 1, replace=False)), N]).tolist()
+    return whole, counts, MatrixRowBlock.from_scipy(sp.csr_matrix(whole), counts=counts)
+
+
+def dense(whole, counts, overlap, restricted, coarse):
+    """Return the preconditioner as a matrix, part by part."""
+    total, stops = np.zeros_like(whole), np.cumsum(counts)
+    for stop, count in zip(stops, counts):
+        own = np.arange(stop - count, stop)
+        part = own
+        for _ in range(overlap):
+            part = np.union1d(part, np.flatnonzero(whole[part].any(axis=0)))
+        inverse = np.linalg.inv(whole[np.ix_(part, part)])
+        kept = np.isin(part, own) if restricted else np.ones(len(part), bool)
+        total[np.ix_(part[kept], part)] += inverse[kept]
+    if coarse:
+        z = np.repeat(np.eye(len(counts)), counts, axis=0)
+        total += z @ np.linalg.inv(z.T @ whole @ z) @ z.T
+    return total
+
+
+@pytest.mark.parametrize("overlap", [0, 1, 2])
+@pytest.mark.parametrize("restricted", [False, True], ids=["", "restricted"])
+@pytest.mark.parametrize("coarse", [False, True], ids=["", "coarse"])
+def test_definition(rank_rng, rank, size, overlap, restricted, coarse):
+    whole, counts, a = divided(rank_rng, size)
+    expected = dense(whole, counts, overlap, restricted, coarse)
+    precondition = AdditiveSchwarz(a, overlap=overlap, restricted=restricted, coarse=coarse)
+    r = rank_rng(7).standard_normal((3, N))
+    mine = r[:, a.owned_rows]
+    np.testing.assert_allclose(precondition(mine), (r @ expected.T)[:, a.owned_rows], 1e-9, 1e-11)
+    np.testing.assert_allclose(precondition.T(mine[0]), (expected.T @ r[0])[a.owned_rows], 1e-9, 1e-11)
+    np.testing.assert_allclose(precondition.T.T(mine[0]), precondition(mine[0]))
+
+
+def test_what_it_saves(rank_rng, size):
+    whole, _, a = divided(rank_rng, size, symmetric=True)
+    b, counts = rank_rng(7).standard_normal(N)[a.owned_rows], {}
+    for name, settings in {"none": None, "jacobi": {"overlap": 0, "coarse": False}, "schwarz": {"overlap": 2}}.items():
+        norms = []
+        preconditioner = None if settings is None else AdditiveSchwarz(a, **settings)
+        u = a.solve(b, method="cg", preconditioner=preconditioner, rtol=1e-10, callback=norms.append)
+        np.testing.assert_allclose(u, np.linalg.solve(whole, rank_rng(7).standard_normal(N))[a.owned_rows], 1e-6, 1e-8)
+        counts[name] = len(norms)
+    assert counts["schwarz"] <= counts["jacobi"] + 2 and counts["schwarz"] < 0.6 * counts["none"]
+
+
+def test_gradient_with_the_transpose(rank_rng, size):
+    whole, _, a = divided(rank_rng, size)
+    b, norms = rank_rng(7).standard_normal(N)[a.owned_rows], []
+    preconditioner = AdditiveSchwarz(a, restricted=True)
+
+    def loss(values):
+        u = a.with_values(values).solve(b, preconditioner=preconditioner, rtol=1e-12, callback=norms.append)
+        return mpiad.mpi_allreduce(anp.sum(u**2))
+
+    found = mpiad.grad(loss)(a.values)
+    u = np.linalg.solve(whole, rank_rng(7).standard_normal(N))
+    multiplier = np.linalg.solve(whole.T, 2 * u)
+    row, column = a.indices
+    np.testing.assert_allclose(found, -multiplier[row] * u[column], 1e-7, 1e-9)
+    assert len(norms) < 25
+
+
+def test_what_is_refused(rank_rng, rank, size):
+    _, _, a = divided(rank_rng, size)
+    with pytest.raises(TypeError, match="matrix must be a MatrixRowBlock, but got ndarray"):
+        AdditiveSchwarz(np.eye(3))
+    with pytest.raises(ValueError, match="overlap must be zero or more layers, but got -1"):
+        AdditiveSchwarz(a, overlap=-1 if rank == size - 1 else 1)
+    with pytest.raises(ValueError, match=r"the part of rank \d, .* can't be factorised"):
+        AdditiveSchwarz(a.with_values(0 * a.values), overlap=0)
+    with pytest.raises(ValueError, match="right-hand side|must return an array of the shape of b"):
+        a.solve(np.ones(a.local_shape[0]), preconditioner=lambda r: r[1:])
+    assert mpiad.mpi_allreduce(1) == size
