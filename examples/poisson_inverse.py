@@ -24,7 +24,7 @@ SMOOTHNESS, TOLERANCE, WIDTH = 5e-5, 1e-13, 6
 
 parser = argparse.ArgumentParser(description="Recover κ(x, y) of -div(κ grad u) = f from u.")
 parser.add_argument("--cells", type=int, default=24, help="cells of the grid, each way")
-parser.add_argument("--iterations", type=int, nargs=2, default=(60, 80), help="of L-BFGS, for the field and the network")
+parser.add_argument("--iterations", type=int, nargs=2, default=(40, 80), help="of L-BFGS, for the field and the network")
 parser.add_argument("--picture", type=Path, default=Path("demo/poisson_inverse.png"))
 parser.add_argument("--save", type=Path, help="write the recovered fields to this file")
 parser.add_argument("--most", type=float, default=0.05, help="fail if the relative error of log κ is larger")
