@@ -80,7 +80,8 @@ def conjugate(
     before, curvature = 1.0, 0.0
     while history[-1] > target:
         if len(history) > tolerance.maxiter:
-            _fail(used, f"the residual didn't fall to {target:.3e} within maxiter={tolerance.maxiter} iterations", history)
+            found = f"the residual didn't fall to {target:.3e} within maxiter={tolerance.maxiter} iterations"
+            _fail(used, f"{found}; spacings that differ much take more of them", history)
         z = level.cycle(r)
         w = level.product_after(r)
         rz, wz = _sums(used, np.vdot(r, z), np.vdot(w, z))

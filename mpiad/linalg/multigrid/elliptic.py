@@ -91,7 +91,7 @@ class Elliptic:
             kappa = kappa.astype(stop(u).dtype)
         total = (self.walls.astype(stop(u).dtype) * kappa + c) * u
         # Beyond a side without flux u is continued by itself; what a given value adds is in the walls.
-        padded, medium = self.domain.exchange([u, kappa], "edge")
+        padded, medium = self.domain.exchange([u, kappa], "edge", corners=False)
         ndim = len(self.sides.spacing)
         for axis, step in enumerate(self.sides.spacing):
             along, across = _along(padded, axis, ndim), _along(medium, axis, ndim)
@@ -112,7 +112,7 @@ class Elliptic:
         -----
         All ranks of the domain call it.
         """
-        medium, found = self.domain.exchange(kappa, "edge"), []
+        medium, found = self.domain.exchange(kappa, "edge", corners=False), []
         ndim = len(self.sides.spacing)
         for axis, (step, pair) in enumerate(zip(self.sides.spacing, self.domain.neighbours)):
             across = _along(medium, axis, ndim)

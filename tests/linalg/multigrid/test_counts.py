@@ -47,6 +47,17 @@ def test_jumps(shape, medium, rank_rng):
         assert found <= 25 and abs(found - alone) <= 1
 
 
+@pytest.mark.serial
+@pytest.mark.parametrize("seed", [0, 1])
+def test_flat_in_the_size_of_the_grid(seed):
+    """With one visit to each level these took 23 to 29, and 27 to 33."""
+    found = []
+    for n in (64, 128, 256):
+        kappa = blocks((n, n), np.random.default_rng(seed), 32)
+        found.append(iterations((n, n), kappa, np.ones((n, n)), boundary=BOUNDARIES[1])[0])
+    assert max(found) <= 25 and max(found) - min(found) <= 2
+
+
 @pytest.mark.parametrize("medium", ["constant", "8 blocks", "disc"])
 def test_three_dimensions(medium, rank_rng):
     shape = (32, 25, 28)

@@ -102,6 +102,6 @@ def test_traced_where_no_derivative_flows(domain):
 def test_iterations_used_up(rank_rng):
     domain = Domain((40, 40))
     b = rank_rng(100).random((40, 40))[domain.owned]
-    with pytest.raises(ConvergenceError, match="within maxiter=3 iterations. After 3 iterations") as found:
+    with pytest.raises(ConvergenceError, match="within maxiter=3 iterations; .* After 3 iterations") as found:
         solve_elliptic(domain, 1.0, b, maxiter=3)
     assert len(found.value.history) == 4 and found.value.history[0] > found.value.history[-1]
