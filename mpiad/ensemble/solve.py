@@ -87,9 +87,8 @@ def solve(
         How many trajectories are set up at once, which bounds memory; all by default.
     gradient : {"tangent", "adjoint"}, optional
         How a gradient is computed in reverse mode: by tangents carried along, or by an adjoint sweep back over the steps.
-        By default by tangents where a trajectory is differentiated by at most two numbers, and no time moves with them.
-        Both give the same. Through terminal events and by tspan, tangents are those of a replay, one direction after the
-        other.
+        By default by tangents where a trajectory is differentiated by at most two numbers, not by tspan, and there are no
+        events. Both give the same. By tspan and with events, tangents are those of a replay, one direction after the other.
     adjoint : {"discrete", "continuous"}
         The adjoint of the steps that were taken, exact for what was computed; or that of the differential equation, solved
         backwards beside the interpolated states to the same tolerance.
