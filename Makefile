@@ -65,6 +65,7 @@ bench: $(VENV)/.ready ## measure primitives, their watch, local adjoints, ensemb
 	@$(BIN)/python benchmarks/ensemble_stragglers.py
 	@$(LAUNCH) --ranks 2 --limit 1800 -- benchmarks/ensemble_ranks.py
 	@$(LAUNCH) --ranks 2 --limit 600 -- benchmarks/optimize.py
+	@$(LAUNCH) --ranks 2 --limit 600 -- benchmarks/root_driven.py
 	@$(BIN)/python benchmarks/multigrid.py
 	@$(LAUNCH) --ranks 2 --limit 600 -- benchmarks/multigrid.py
 

@@ -1,0 +1,112 @@
+"""What an evaluation costs more where the root drives: over SciPy in one process on the same function.
+
+    mpiexec -n 2 python benchmarks/root_driven.py [--variables 10 1000 100000] [--iterations 100] [--json FILE]
+
+The time between two evaluations on the root, in which SciPy takes its step and the ranks tell each other what is next, is
+compared with that of SciPy alone. Beside it stands the bare exchange: one Bcast of the variables and one Reduce of the
+gradient. Aimed at: 100 µs and 1.3 times the bare exchange.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import scipy.optimize
+from mpi4py import MPI
+
+import mpiad
+
+WORLD = MPI.COMM_WORLD
+ALLOWED, REACH = 100e-6, 1.3
+
+
+class Bowl:
+    """An ill-conditioned quadratic, which notes when it is entered and left; ranks beside the root return zeros."""
+
+    def __init__(self, size: int):
+        self._scale, self._nothing = np.linspace(1.0, 1000.0, size), np.zeros(size)
+        self.times: list[tuple[float, float]] = []
+
+    def __call__(self, x: np.ndarray) -> tuple[float, np.ndarray]:
+        entered = time.perf_counter()
+        out = 0.0, self._nothing
+        if WORLD.rank == 0:
+            product = self._scale * x
+            out = 0.5 * float(product @ x) - float(np.sum(x)), product - 1.0
+        self.times.append((entered, time.perf_counter()))
+        return out
+
+    def gap(self) -> float:
+        """Return the shortest time between two evaluations, and forget all."""
+        times, self.times = np.array(self.times), []
+        return float(np.min(times[1:, 0] - times[:-1, 1]))
+
+
+def between_evaluations(size: int, count: int, rounds: int = 5) -> tuple[float, float]:
+    """Return the time between two evaluations of SciPy alone, and of the root with all ranks."""
+    fun, start = Bowl(size), np.zeros(size)
+    options = {"gtol": 0.0, "ftol": 0.0, "maxiter": count}
+    alone, driven = [np.inf], []
+    for _ in range(rounds):
+        if WORLD.rank == 0:
+            scipy.optimize.minimize(fun, start, jac=True, method="L-BFGS-B", options=options)
+            alone.append(fun.gap())
+        WORLD.Barrier()
+        mpiad.minimize(fun, start, jac=True, objective="sum", options=options)
+        driven.append(fun.gap())
+    return min(alone), min(driven)
+
+
+def seconds(run: Callable[[], object], rounds: int = 100) -> float:
+    """Return the smallest time of a call, the longest of all ranks."""
+    times = []
+    for _ in range(rounds):
+        WORLD.Barrier()
+        start = time.perf_counter()
+        run()
+        times.append(WORLD.allreduce(time.perf_counter() - start, MPI.MAX))
+    return min(times)
+
+
+def bare_exchange(size: int) -> float:
+    """Return the time of a broadcast of the variables and a reduction of the gradient."""
+    x, total = np.ones(size), np.empty(size)
+
+    def exchange() -> None:
+        WORLD.Bcast(x, 0)
+        WORLD.Reduce(x, total if WORLD.rank == 0 else None, MPI.SUM, 0)
+
+    return seconds(exchange)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("--variables", type=int, nargs="+", default=[10, 1000, 100000])
+    parser.add_argument("--iterations", type=int, default=100)
+    parser.add_argument("--json")
+    options = parser.parse_args()
+    found = {}
+    for size in options.variables:
+        alone, driven = between_evaluations(size, options.iterations)
+        bare = bare_exchange(size)
+        if WORLD.rank == 0:
+            over, allowed = driven - alone, ALLOWED + REACH * bare
+            found[size] = {"over": over, "bare": bare, "allowed": allowed}
+            print(
+                f"{size:7d} variables on {WORLD.size} ranks: {over * 1e6:7.1f} µs more than SciPy's {alone * 1e6:.1f} µs "
+                f"between evaluations; bare exchange {bare * 1e6:.1f} µs, so at most {allowed * 1e6:.1f} µs are aimed at"
+            )
+    if WORLD.rank == 0 and options.json:
+        with open(options.json, "w") as file:
+            json.dump(found, file)
+
+
+if __name__ == "__main__":
+    main()
