@@ -56,7 +56,7 @@ $(VENV)/.ready-%: $(VENV)/.ready
 demo: $(VENV)/.ready ## recover a field under real terrain, on 4 ranks (DEMO="--coarsen 1": further arguments)
 	@$(LAUNCH) --ranks 4 -- examples/terrain_inversion.py $(DEMO)
 
-bench: $(VENV)/.ready ## measure primitives, their watch, local adjoints, ensembles, the sharded L-BFGS and multigrid, beside what peers are installed, on 2 ranks
+bench: $(VENV)/.ready ## measure primitives, their watch, local adjoints, ensembles, the sharded L-BFGS, multigrid and grids, beside what peers are installed, on 2 ranks
 	@$(LAUNCH) --ranks 2 --limit 1800 -- benchmarks/primitives.py
 	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/local_adjoints.py
 	@$(BIN)/python benchmarks/beside_peers.py
@@ -68,6 +68,8 @@ bench: $(VENV)/.ready ## measure primitives, their watch, local adjoints, ensemb
 	@$(LAUNCH) --ranks 2 --limit 600 -- benchmarks/root_driven.py
 	@$(BIN)/python benchmarks/multigrid.py
 	@$(LAUNCH) --ranks 2 --limit 600 -- benchmarks/multigrid.py
+	@$(LAUNCH) --ranks 2 --limit 600 -- benchmarks/domain.py
+	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/wave.py
 
 bench-peers: ## install the libraries that are measured beside mpiad, into .venv-peers (gigabytes)
 	@PYTHON="$(PYTHON)" benchmarks/peers/install.sh

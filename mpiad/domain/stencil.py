@@ -1,60 +1,30 @@
-"""Stencils: each cell's new value is a sum of its neighbours' values, with weights that are the same in all cells.
-
-The operator is S E: E exchanges the halo, S sums. Both are one node on the tape, which keeps nothing but the operator, and
-the messages travel while the inside is computed. Its transpose is Eᵀ Sᵀ, and Sᵀ is the stencil mirrored in its centre.
-Where cells beyond the sides are zero or those of the other end, Eᵀ Sᵀ is the mirrored stencil with the same exchange: the
-reverse pass costs what the forward pass does. Where they are copies of cells inside ("edge", "reflect") what the mirrored
-stencil brings to the halo is folded back.
-"""
+"""Stencils: each cell's new value is a sum of its neighbours' values, with weights that are the same in all cells."""
 
 from __future__ import annotations
-
-from functools import cached_property
 
 import numpy as np
 from autograd.tracer import getval
 
-from mpiad._typing import LocalArray, Shape
-from mpiad.domain.boundary import Sides, homogeneous
-from mpiad.domain.delivery import add, post, put
-from mpiad.domain.halo import Halo, fill_beyond, fold_beyond
-from mpiad.domain.routes import FACES, TOGETHER
-from mpiad.domain.weighted_sum import Box, Terms, terms_of, weighted_sum
-from mpiad.extend import communicating, defjvp, defvjp
+from mpiad._typing import LocalArray
+from mpiad.domain.leapfrog import leapfrog
+from mpiad.domain.stencil_sums import StencilSums, apply_stencil
 
 __all__ = ["Stencil"]
-
-_TAG = 32749
 
 
 class Stencil:
     """A stencil on a domain; made by `Domain.stencil` and `Domain.laplacian`.
 
-    Parameters
+    Attributes
     ----------
     weights : array
         Of odd lengths; the centre is the cell's own weight.
-    halo : Halo
-        As wide as the weights reach.
-    sides : Sides
-        What lies beyond physical sides.
-
-    Attributes
-    ----------
     radius : tuple of int
         How far it reaches along each dimension.
     """
 
-    def __init__(self, weights: np.ndarray, halo: Halo, sides: Sides):
-        self.weights, self.radius, self.halo, self.sides = weights, halo.widths, halo, sides
-        self.terms: Terms = terms_of(weights)
-        reached = np.argwhere(weights) != np.array(self.radius)
-        # Where no term reaches two ways at once, corners aren't needed.
-        self.scheme = FACES if (reached.sum(axis=1) <= 1).all() else TOGETHER
-        (self._stage,) = halo.stages(self.scheme)
-        self._inside, self._along_sides = _parts_of(halo) if self._stage.routes else (None, [_all_of(halo.shape)])
-        # Blocks with a halo, used again: fresh memory costs more than the sums.
-        self._rooms: list[np.ndarray] = []
+    def __init__(self, sums: StencilSums):
+        self.sums, self.weights, self.radius = sums, sums.weights, sums.radius
 
     def __call__(self, u: LocalArray) -> LocalArray:
         """Apply the stencil to a field.
@@ -81,121 +51,64 @@ class Stencil:
         -------
         The stencil mirrored in its centre, and what that brings to halo cells is added to the cells they are copies of.
         """
+        self._checked(u, "Stencil")
+        return apply_stencil(u, self.sums)
+
+    def leapfrog(self, u: LocalArray, before: LocalArray, factor: LocalArray) -> LocalArray:
+        """Take a step of a wave: ``2 * u - before + factor * stencil(u)``, in a fraction of the passes through memory.
+
+        Parameters
+        ----------
+        u, before : float or complex array of shape (..., *local_shape)
+            The field now and a step before, of one shape.
+        factor : array of shape (*local_shape), or of the shape of `u`
+            For the wave equation the square of the speed times the step.
+
+        Returns
+        -------
+        array of the shape of `u`
+
+        Raises
+        ------
+        TypeError, ValueError
+            Where an array has another shape, or they differ in dtype.
+
+        Ranks
+        -----
+        All ranks of the domain call it.
+
+        Adjoint
+        -------
+        With Sᵀ the stencil's transpose and g the cotangent of the result, ``2 * g + Sᵀ(factor * g)`` goes to `u`, ``-g`` to
+        `before` and ``g * stencil(u)`` to `factor`.
+        """
+        self._checked(u, "Stencil.leapfrog")
+        found = [getval(each) for each in (u, before, factor)]
+        shapes, dtypes = [np.shape(each) for each in found], {np.result_type(each) for each in found}
+        if shapes[1] != shapes[0] or shapes[2] not in (shapes[0], self.sums.halo.shape):
+            raise ValueError(
+                f"Stencil.leapfrog: u and before must have one shape, and factor that or the block's, "
+                f"{self.sums.halo.shape}, but they have {shapes[0]}, {shapes[1]} and {shapes[2]}."
+            )
+        if len(dtypes) > 1:
+            raise TypeError(
+                f"Stencil.leapfrog: u, before and factor must have one dtype, but have "
+                f"{', '.join(str(np.result_type(each)) for each in found)}. Convert them."
+            )
+        return leapfrog(self.sums, u, before, factor)
+
+    def _checked(self, u: LocalArray, call: str) -> None:
         found = getval(u)
-        shape = self.halo.shape
+        shape = self.sums.halo.shape
         if not isinstance(found, np.ndarray) or found.dtype.kind not in "fc":
             raise TypeError(
-                f"Stencil: expected an array of floats or complex numbers of shape (..., *{shape}), but got "
+                f"{call}: expected an array of floats or complex numbers of shape (..., *{shape}), but got "
                 f"{type(found).__name__}{f' of {found.dtype}' if isinstance(found, np.ndarray) else ''}."
             )
         if found.shape[max(0, found.ndim - len(shape)) :] != shape:
             raise ValueError(
-                f"Stencil: expected an array of shape (..., *{shape}), this rank's block, but got {found.shape}."
+                f"{call}: expected an array of shape (..., *{shape}), this rank's block, but got {found.shape}."
             )
-        return apply_stencil(u, self)
 
     def __repr__(self) -> str:
         return f"Stencil(radius={self.radius}, {np.count_nonzero(self.weights)} weights)"
-
-    @cached_property
-    def homogeneous(self) -> Stencil:
-        """The linear part: zero beyond the sides that have a value."""
-        sides = homogeneous(self.sides)
-        return self if sides == self.sides else Stencil(self.weights, self.halo, sides)
-
-    @cached_property
-    def mirrored(self) -> Stencil:
-        """The stencil mirrored in its centre, which for a symmetric one is itself."""
-        weights = np.flip(self.weights)
-        return self.homogeneous if (weights == self.weights).all() else Stencil(weights, self.halo, homogeneous(self.sides))
-
-    @cached_property
-    def copies_sides(self) -> bool:
-        """Whether what lies beyond some physical side of some rank is a copy of cells inside."""
-        periodic = self.halo.geometry.partition.periodic
-        return any(isinstance(kind, str) for pair, wraps in zip(self.sides, periodic) if not wraps for kind in pair)
-
-    def room(self, lead: Shape, dtype: np.dtype) -> np.ndarray:
-        """Return an array of shape (*lead, *padded) with any values; `give_back` keeps it for the next call."""
-        # Taken out while it is used: another thread makes its own.
-        room = self._rooms.pop() if self._rooms else None
-        if room is not None and room.shape == lead + self.halo.padded and room.dtype == dtype:
-            return room
-        return np.empty(lead + self.halo.padded, dtype)
-
-    def give_back(self, room: np.ndarray) -> None:
-        """Keep an array for the next call."""
-        self._rooms = [room]
-
-    def summed(self, u: LocalArray) -> LocalArray:
-        """Return S E u."""
-        halo, stage = self.halo, self._stage
-        padded = self.room(u.shape[: u.ndim - len(halo.shape)], u.dtype)
-        padded[halo.interior] = u
-        out = np.empty(u.shape, u.dtype)
-        coming = post(padded, stage.routes, False, _TAG, halo.comm)
-        if self._inside is not None:
-            weighted_sum(padded, self.terms, out, self._inside)
-        put(padded, coming)
-        fill_beyond(padded, stage, halo.beyond(self.sides, self.scheme)[0], self.sides)
-        for box in self._along_sides:
-            weighted_sum(padded, self.terms, out, box)
-        self.give_back(padded)
-        return out
-
-    def spread(self, g: LocalArray) -> LocalArray:
-        """Return Eᵀ Sᵀ g."""
-        halo, stage, ndim = self.halo, self._stage, len(self.halo.shape)
-        lead = g.shape[: g.ndim - ndim]
-        # Around it as many zeros as the mirrored stencil reaches from the outermost halo cell.
-        framed = np.zeros(lead + tuple(n + 4 * r for n, r in zip(halo.shape, self.radius)), g.dtype)
-        framed[(..., *[slice(2 * r, 2 * r + n) for n, r in zip(halo.shape, self.radius)])] = g
-        total = np.empty(lead + halo.padded, g.dtype)
-        weighted_sum(framed, self.mirrored.terms, total, _all_of(halo.padded))
-        for ghost in stage.empty:
-            total[ghost] = 0
-        fold_beyond(total, halo.beyond(self.sides, self.scheme)[0], self.sides, ndim)
-        coming = post(total, stage.routes, True, _TAG, halo.comm)
-        for owned, ghost in stage.here:
-            total[owned] += total[ghost]
-        add(total, coming)
-        return total[halo.interior]
-
-
-@communicating
-def apply_stencil(u: LocalArray, stencil: Stencil) -> LocalArray:
-    """Return the stencil's sums; see `Stencil`."""
-    return stencil.summed(u)
-
-
-@communicating
-def spread_stencil(g: LocalArray, stencil: Stencil) -> LocalArray:
-    """Return the transpose of `apply_stencil`, whose adjoint is its linear part."""
-    return stencil.spread(g)
-
-
-def _transposed(g: LocalArray, stencil: Stencil) -> LocalArray:
-    return spread_stencil(g, stencil) if stencil.copies_sides else apply_stencil(g, stencil.mirrored)
-
-
-# S E is linear but for the values beyond the sides; a weight from cell i to cell j goes from j to i in the transpose.
-defvjp(apply_stencil, lambda ans, u, stencil: lambda g: _transposed(g, stencil))
-defjvp(apply_stencil, lambda du, ans, u, stencil: apply_stencil(du, stencil.homogeneous))
-defvjp(spread_stencil, lambda ans, g, stencil: lambda v: apply_stencil(v, stencil.homogeneous))
-defjvp(spread_stencil, lambda dg, ans, g, stencil: spread_stencil(dg, stencil))
-
-
-def _all_of(shape: Shape) -> Box:
-    return tuple(slice(0, n) for n in shape)
-
-
-def _parts_of(halo: Halo) -> tuple[Box | None, list[Box]]:
-    """Return the cells whose sums need no halo, and boxes that cover the others."""
-    inside, boxes = list(_all_of(halo.shape)), []
-    for axis, (n, r) in enumerate(zip(halo.shape, halo.widths)):
-        if n <= 2 * r:
-            return None, [_all_of(halo.shape)]
-        if r:
-            boxes += [(*inside[:axis], cells, *inside[axis + 1 :]) for cells in (slice(0, r), slice(n - r, n))]
-            inside[axis] = slice(r, n - r)
-    return tuple(inside), boxes

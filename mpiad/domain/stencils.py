@@ -16,6 +16,7 @@ from mpiad.domain.halo import Halo, fill_halo
 from mpiad.domain.layout import per_dimension
 from mpiad.domain.routes import IN_TURN
 from mpiad.domain.stencil import Stencil
+from mpiad.domain.stencil_sums import StencilSums
 from mpiad.domain.varying_stencil import varying_sum
 
 __all__ = ["Stencils"]
@@ -63,7 +64,7 @@ class Stencils(Division):
         sides = sides_of(boundary, len(self.shape), call)
         if any(isbox(kind) for pair in sides for kind in pair):
             raise TypeError(f"{call}: a boundary value can't be traced here. Use Domain.exchange and slices.")
-        return Stencil(found.astype(float), self._halo_for(found.shape, sides, call), sides)
+        return Stencil(StencilSums(found.astype(float), self._halo_for(found.shape, sides, call), sides))
 
     def laplacian(
         self, spacing: float | Sequence[float] = 1.0, *, order: int = 2, boundary: Boundary = "zero"

@@ -1,28 +1,48 @@
 """The arithmetic of a stencil: shifted pieces of an array, added up with weights, in slabs that stay in the cache.
 
-Written with slices, a stencil of k terms passes k times through memory and makes as many arrays. Here the sum of one slab
-is finished before the next is begun, in two arrays that are used again, and terms with equal weights are added before
-they are multiplied.
+Terms with equal weights are added before they are multiplied. Where a box of cells is nearly as wide as the array, its rows
+are treated as one long row, halo cells between them included, whose sums mean nothing and are dropped: pieces of one row
+are added half as fast again as pieces of many.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from typing import TypeAlias
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
 from mpiad._typing import LocalArray
 
-__all__ = ["Box", "Terms", "terms_of", "weighted_sum"]
+__all__ = ["Box", "Finish", "Terms", "terms_of", "weighted_sum"]
 
 Terms: TypeAlias = tuple[tuple[float, tuple[tuple[int, ...], ...]], ...]
 """For each weight the offsets with that weight, counted from the lowest corner."""
 Box: TypeAlias = tuple[slice, ...]
+Finish: TypeAlias = Callable[[LocalArray, tuple], None]
+"""``finish(out, index)`` completes the sums of a slab in place: `out` is the whole result's part at `index`."""
 
-# In entries: smaller slabs cost more calls than the cache saves.
-_SLAB = 32_768
+_SLAB = 32_768  # entries: smaller slabs cost more calls than the cache saves
+
+
+class Slab(NamedTuple):
+    """Where the sums of a slab are made.
+
+    Parameters
+    ----------
+    pieces : list of arrays
+        For each term the shifted pieces of the array, of one shape.
+    total, room : array of that shape
+    sums : array of the shape of the slab
+        A view of `total`.
+    """
+
+    pieces: list[list[LocalArray]]
+    total: LocalArray
+    room: LocalArray
+    sums: LocalArray
 
 
 def terms_of(weights: np.ndarray) -> Terms:
@@ -33,37 +53,50 @@ def terms_of(weights: np.ndarray) -> Terms:
     return tuple((weight, tuple(offsets)) for weight, offsets in sorted(groups.items(), key=lambda item: -len(item[1])))
 
 
-def weighted_sum(source: LocalArray, terms: Terms, out: LocalArray, box: Box) -> None:
+def weighted_sum(
+    source: LocalArray, terms: Terms, out: LocalArray, box: Box, finish: Finish | None = None
+) -> None:
     """Write the weighted sums of a box of cells.
 
     Parameters
     ----------
-    source : array of shape (..., *padded)
+    source : C-contiguous array of shape (..., *padded)
     terms : Terms
     out : array of shape (..., *cells)
         Cell 0 is summed from the offsets as they are.
     box : tuple of slice
         The cells that are written.
+    finish : callable, optional
+        Called for each slab while it is in the cache.
     """
     ndim = len(box)
+    padded, lead = source.shape[source.ndim - ndim :], out.shape[: out.ndim - ndim]
     across = math.prod([cells.stop - cells.start for cells in box[1:]])
     start, stop = box[0].start, box[0].stop
     if stop <= start or across == 0:
         return
+    long_rows = 3 * across > 2 * math.prod(padded[1:])
     rows = min(stop - start, max(1, _SLAB // across))
-    room = np.empty((rows, *[cells.stop - cells.start for cells in box[1:]]), out.dtype)
-    for place in np.ndindex(out.shape[: out.ndim - ndim]):
-        field, result = source[place], out[place]
+    buffers = [np.empty((rows, *(padded[1:] if long_rows else _lengths(box[1:]))), out.dtype) for _ in range(2)]
+    make = _as_long_rows if long_rows else _as_boxes
+    for place in np.ndindex(lead):
         for first in range(start, stop, rows):
-            slab = (slice(first, min(first + rows, stop)), *box[1:])
-            _sum_slab(field, terms, result[slab], slab, room[: slab[0].stop - first])
+            along = slice(first, min(first + rows, stop))
+            slab = make(source[place], terms, (along, *box[1:]), buffers)
+            index = (*place, along, *box[1:])
+            _sum(slab, terms)
+            # Arithmetic on rows with gaps takes twice as long as this copy.
+            out[index] = slab.sums
+            if finish is not None:
+                finish(out[index], index)
 
 
-def _sum_slab(field: LocalArray, terms: Terms, total: LocalArray, slab: Box, room: LocalArray) -> None:
+def _sum(slab: Slab, terms: Terms) -> None:
+    """Add the pieces up."""
+    total, room = slab.total, slab.room
     if not terms:
         total[...] = 0
-    for number, (weight, offsets) in enumerate(terms):
-        pieces = [field[tuple([slice(c.start + o, c.stop + o) for c, o in zip(slab, offset)])] for offset in offsets]
+    for number, ((weight, _), pieces) in enumerate(zip(terms, slab.pieces)):
         part = room if number else total
         if len(pieces) == 1:
             np.multiply(pieces[0], weight, out=part)
@@ -75,3 +108,31 @@ def _sum_slab(field: LocalArray, terms: Terms, total: LocalArray, slab: Box, roo
                 part *= weight
         if number:
             total += room
+
+
+def _as_boxes(field: LocalArray, terms: Terms, box: Box, buffers: Sequence[np.ndarray]) -> Slab:
+    """Return a slab whose pieces have its shape."""
+    pieces = [
+        [field[tuple([slice(cells.start + o, cells.stop + o) for cells, o in zip(box, offset)])] for offset in offsets]
+        for _, offsets in terms
+    ]
+    total, room = (buffer[: box[0].stop - box[0].start] for buffer in buffers)
+    return Slab(pieces, total, room, total)
+
+
+def _as_long_rows(field: LocalArray, terms: Terms, box: Box, buffers: Sequence[np.ndarray]) -> Slab:
+    """Return a slab whose pieces are rows that go from its first cell to its last one, also through cells of no use."""
+    row, rows = field.reshape(-1), box[0].stop - box[0].start
+    steps = [math.prod(field.shape[axis + 1 :]) for axis in range(field.ndim)]
+    length = sum((cells - 1) * step for cells, step in zip([rows, *[c.stop for c in box[1:]]], steps)) + 1
+    start = box[0].start * steps[0]
+    pieces = []
+    for _, offsets in terms:
+        starts = [start + sum(o * step for o, step in zip(offset, steps)) for offset in offsets]
+        pieces.append([row[first : first + length] for first in starts])
+    total, room = (buffer.reshape(-1)[:length] for buffer in buffers)
+    return Slab(pieces, total, room, buffers[0][(slice(0, rows), *box[1:])])
+
+
+def _lengths(box: Box) -> list[int]:
+    return [cells.stop - cells.start for cells in box]

@@ -6,7 +6,7 @@ import pytest
 from scipy import ndimage
 
 import mpiad
-import mpiad.domain.stencil
+import mpiad.domain.stencil_sums
 from mpiad.domain import Domain
 from mpiad.testing import check_adjoint, check_grads
 
@@ -137,7 +137,7 @@ def test_constants_conserve_and_symmetric_stencils_are_their_own_transposes(rng)
     u, v = (rng.standard_normal(domain.local_shape) for _ in range(2))
     assert abs(domain.sum(laplacian(u))) < 1e-12
     np.testing.assert_allclose(domain.dot(u, laplacian(v)), domain.dot(v, laplacian(u)), 1e-12)
-    assert laplacian.mirrored is laplacian
+    assert laplacian.sums.mirrored is laplacian.sums
     closed = Domain((8, 13), dims=domain.dims).laplacian(boundary="edge")
     assert abs(domain.sum(closed(u))) < 1e-12  # nothing flows through closed sides
 
@@ -164,9 +164,9 @@ def test_memory_is_used_again_and_never_handed_out(rng):
     second = stencil(2 * u)
     np.testing.assert_array_equal(first, kept)
     np.testing.assert_allclose(second, 2 * kept, ROUNDING, ROUNDING)
-    (room,) = stencil._rooms
+    (room,) = stencil.sums._rooms
     stencil(u)
-    assert stencil._rooms[0] is room
+    assert stencil.sums._rooms[0] is room
 
 
 def test_one_message_to_each_neighbour_while_the_inside_is_summed(rank, monkeypatch):
@@ -181,9 +181,68 @@ def test_one_message_to_each_neighbour_while_the_inside_is_summed(rank, monkeypa
         return noted
 
     for name in ("post", "weighted_sum", "put"):
-        monkeypatch.setattr(mpiad.domain.stencil, name, noting(name, getattr(mpiad.domain.stencil, name)))
+        monkeypatch.setattr(mpiad.domain.stencil_sums, name, noting(name, getattr(mpiad.domain.stencil_sums, name)))
     domain.laplacian(order=4)(np.ones(domain.local_shape))
     assert events[:3] == (["post", "weighted_sum", "put"] if mpiad.mpi_size() > 1 else ["post", "put", "weighted_sum"])
+
+
+@pytest.mark.parametrize("lead", [(), (2,)], ids=str)
+@pytest.mark.parametrize("boundary", ["zero", "reflect", 1.5], ids=str)
+def test_leapfrog_is_what_it_is_short_for(rank_rng, rng, boundary, lead):
+    domain = Domain((8, 9), periodic=(False, True))
+    laplacian = domain.laplacian(boundary=boundary)
+    shape = lead + domain.local_shape
+    z = {"u": rng.standard_normal(shape), "b": rng.standard_normal(shape), "f": rng.standard_normal(domain.local_shape)}
+    dz = {name: rng.standard_normal(value.shape) for name, value in z.items()}
+
+    def short(z):
+        return laplacian.leapfrog(z["u"], z["b"], z["f"])
+
+    def written_out(z):
+        return 2 * z["u"] - z["b"] + z["f"] * laplacian(z["u"])
+
+    def loss(step):
+        def objective(z):
+            # Two steps, the second with a field that depends on the factor too.
+            first = step({**z, "u": anp.sin(z["u"])})
+            return domain.sum(anp.cos(step({"u": first, "b": z["u"], "f": z["f"]})))
+
+        return objective
+
+    def slope(step):
+        def objective(z):
+            g = mpiad.grad(loss(step))(z)
+            return mpiad.mpi_allreduce(sum(anp.sum(g[name] * dz[name]) for name in z))
+
+        return objective
+
+    for derive in (
+        lambda step: {"value": step(z)},
+        lambda step: mpiad.grad(loss(step))(z),
+        lambda step: {"tangent": mpiad.jvp(step, z, dz)[1]},
+        lambda step: mpiad.hvp(loss(step))(z, dz),
+        lambda step: mpiad.grad(slope(step))(z),
+    ):
+        found, expected = derive(short), derive(written_out)
+        for name in expected:
+            np.testing.assert_allclose(found[name], expected[name], 1e-10, 1e-10)
+    check_grads(loss(short), z)
+
+
+def test_leapfrog_sends_as_often_back_as_forth(rng, monkeypatch):
+    domain = Domain((8, 9), periodic=True)
+    laplacian, sent = domain.laplacian(), []
+
+    def counting(values, routes, *rest):
+        sent.append(len(routes))
+        return mpiad.domain.delivery.post(values, routes, *rest)
+
+    monkeypatch.setattr(mpiad.domain.stencil_sums, "post", counting)
+    u = rng.standard_normal(domain.local_shape)
+    pull, _ = mpiad.make_vjp(lambda f: domain.sum(laplacian.leapfrog(u, u, f) ** 2))(u)
+    assert len(sent) == 1
+    pull(1.0)
+    assert len(sent) == 2
 
 
 def test_what_is_refused(size):
@@ -208,5 +267,9 @@ def test_what_is_refused(size):
         laplacian(np.ones(domain.padded_shape))
     with pytest.raises(TypeError, match="Stencil: expected an array of floats .* but got ndarray of int"):
         laplacian(block.astype(int))
+    with pytest.raises(ValueError, match=r"u and before must have one shape, and factor that or the block's, .* but they"):
+        laplacian.leapfrog(block, block, np.ones(3))
+    with pytest.raises(TypeError, match="one dtype, but have float64, float32, float64"):
+        laplacian.leapfrog(block, block.astype("f4"), block)
     with pytest.raises(ValueError, match="Domain.correlate: weights must have 2 odd lengths"):
         domain.correlate(block, np.ones((3, 3)))

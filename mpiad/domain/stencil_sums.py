@@ -1,0 +1,160 @@
+"""The operator of a stencil, S E: E exchanges the halo, S sums. Both are one node on the tape, which keeps nothing.
+
+The messages travel while the inside is summed. The transpose is Eᵀ Sᵀ, and Sᵀ is the stencil mirrored in its centre. Where
+cells beyond the sides are zero or those of the other end, Eᵀ Sᵀ is the mirrored stencil with the same exchange: the reverse
+pass costs what the forward pass does. Where they are copies of cells inside ("edge", "reflect") what the mirrored stencil
+brings to the halo is folded back.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+
+from mpiad._typing import LocalArray, Shape
+from mpiad.domain.boundary import Sides, homogeneous
+from mpiad.domain.delivery import add, post, put
+from mpiad.domain.halo import Halo, fill_beyond, fold_beyond
+from mpiad.domain.routes import FACES, TOGETHER
+from mpiad.domain.weighted_sum import Box, Finish, Terms, terms_of, weighted_sum
+from mpiad.extend import communicating, defjvp, defvjp
+
+__all__ = ["StencilSums", "apply_stencil", "transposed_stencil"]
+
+_TAG = 32749
+
+
+class StencilSums:
+    """What a stencil's operator is made of.
+
+    Parameters
+    ----------
+    weights : array
+        Of odd lengths; the centre is the cell's own weight.
+    halo : Halo
+        As wide as the weights reach.
+    sides : Sides
+        What lies beyond physical sides.
+    """
+
+    def __init__(self, weights: np.ndarray, halo: Halo, sides: Sides):
+        self.weights, self.radius, self.halo, self.sides = weights, halo.widths, halo, sides
+        self.terms: Terms = terms_of(weights)
+        reached = np.argwhere(weights) != np.array(self.radius)
+        # Where no term reaches two ways at once, corners aren't needed.
+        self.scheme = FACES if (reached.sum(axis=1) <= 1).all() else TOGETHER
+        (self._stage,) = halo.stages(self.scheme)
+        self._inside, self._along_sides = _parts_of(halo) if self._stage.routes else (None, [_all_of(halo.shape)])
+        # Blocks with a halo, used again: fresh memory costs more than the sums.
+        self._rooms: list[np.ndarray] = []
+
+    @cached_property
+    def homogeneous(self) -> StencilSums:
+        """The linear part: zero beyond the sides that have a value."""
+        sides = homogeneous(self.sides)
+        return self if sides == self.sides else StencilSums(self.weights, self.halo, sides)
+
+    @cached_property
+    def mirrored(self) -> StencilSums:
+        """The stencil mirrored in its centre, which for a symmetric one is itself."""
+        weights = np.flip(self.weights)
+        if (weights == self.weights).all():
+            return self.homogeneous
+        return StencilSums(weights, self.halo, homogeneous(self.sides))
+
+    @cached_property
+    def copies_sides(self) -> bool:
+        """Whether what lies beyond some physical side of some rank is a copy of cells inside."""
+        periodic = self.halo.geometry.partition.periodic
+        return any(isinstance(kind, str) for pair, wraps in zip(self.sides, periodic) if not wraps for kind in pair)
+
+    def room(self, lead: Shape, dtype: np.dtype) -> np.ndarray:
+        """Return an array of shape (*lead, *padded) with any numbers; `give_back` keeps it for the next call."""
+        # Taken out while it is used: another thread makes its own.
+        room = self._rooms.pop() if self._rooms else None
+        if room is not None and room.shape == lead + self.halo.padded and room.dtype == dtype:
+            return room
+        # Halo cells are added up before they have come, and the sums dropped: NumPy must not warn of them.
+        return np.zeros(lead + self.halo.padded, dtype)
+
+    def give_back(self, room: np.ndarray) -> None:
+        """Keep an array for the next call."""
+        self._rooms = [room]
+
+    def summed(self, u: LocalArray, scale: LocalArray | None = None, finish: Finish | None = None) -> LocalArray:
+        """Return S E u, or S E (scale u), with each slab of the sums completed by `finish`."""
+        halo, stage = self.halo, self._stage
+        padded = self.room(u.shape[: u.ndim - len(halo.shape)], u.dtype)
+        if scale is None:
+            padded[halo.interior] = u
+        else:
+            np.multiply(u, scale, out=padded[halo.interior])
+        out = np.empty(u.shape, u.dtype)
+        coming = post(padded, stage.routes, False, _TAG, halo.comm)
+        if self._inside is not None:
+            weighted_sum(padded, self.terms, out, self._inside, finish)
+        put(padded, coming)
+        fill_beyond(padded, stage, halo.beyond(self.sides, self.scheme)[0], self.sides)
+        for box in self._along_sides:
+            weighted_sum(padded, self.terms, out, box, finish)
+        self.give_back(padded)
+        return out
+
+    def spread(self, g: LocalArray) -> LocalArray:
+        """Return Eᵀ Sᵀ g."""
+        halo, stage, ndim = self.halo, self._stage, len(self.halo.shape)
+        lead = g.shape[: g.ndim - ndim]
+        # Around it as many zeros as the mirrored stencil reaches from the outermost halo cell.
+        framed = np.zeros(lead + tuple(n + 4 * r for n, r in zip(halo.shape, self.radius)), g.dtype)
+        framed[(..., *[slice(2 * r, 2 * r + n) for n, r in zip(halo.shape, self.radius)])] = g
+        total = np.empty(lead + halo.padded, g.dtype)
+        weighted_sum(framed, self.mirrored.terms, total, _all_of(halo.padded))
+        for ghost in stage.empty:
+            total[ghost] = 0
+        fold_beyond(total, halo.beyond(self.sides, self.scheme)[0], self.sides, ndim)
+        coming = post(total, stage.routes, True, _TAG, halo.comm)
+        for owned, ghost in stage.here:
+            total[owned] += total[ghost]
+        add(total, coming)
+        return total[halo.interior]
+
+
+@communicating
+def apply_stencil(u: LocalArray, stencil: StencilSums) -> LocalArray:
+    """Return the stencil's sums; see `Stencil`."""
+    return stencil.summed(u)
+
+
+@communicating
+def spread_stencil(g: LocalArray, stencil: StencilSums) -> LocalArray:
+    """Return the transpose of `apply_stencil`, whose adjoint is its linear part."""
+    return stencil.spread(g)
+
+
+def transposed_stencil(g: LocalArray, stencil: StencilSums) -> LocalArray:
+    """Return the transpose of a stencil's linear part, applied to a field."""
+    return spread_stencil(g, stencil) if stencil.copies_sides else apply_stencil(g, stencil.mirrored)
+
+
+# S E is linear but for the values beyond the sides; a weight from cell i to cell j goes from j to i in the transpose.
+defvjp(apply_stencil, lambda ans, u, stencil: lambda g: transposed_stencil(g, stencil))
+defjvp(apply_stencil, lambda du, ans, u, stencil: apply_stencil(du, stencil.homogeneous))
+defvjp(spread_stencil, lambda ans, g, stencil: lambda v: apply_stencil(v, stencil.homogeneous))
+defjvp(spread_stencil, lambda dg, ans, g, stencil: spread_stencil(dg, stencil))
+
+
+def _all_of(shape: Shape) -> Box:
+    return tuple(slice(0, n) for n in shape)
+
+
+def _parts_of(halo: Halo) -> tuple[Box | None, list[Box]]:
+    """Return the cells whose sums need no halo, and boxes that cover the others."""
+    inside, boxes = list(_all_of(halo.shape)), []
+    for axis, (n, r) in enumerate(zip(halo.shape, halo.widths)):
+        if n <= 2 * r:
+            return None, [_all_of(halo.shape)]
+        if r:
+            boxes += [(*inside[:axis], cells, *inside[axis + 1 :]) for cells in (slice(0, r), slice(n - r, n))]
+            inside[axis] = slice(r, n - r)
+    return tuple(inside), boxes
