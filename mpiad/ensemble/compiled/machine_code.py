@@ -24,6 +24,8 @@ __all__ = ["Argument", "Code", "arguments_of", "code_of", "function_of"]
 _FINE = (0, -2)
 # What object files begin with, on Linux, macOS and Windows. LLVM ends the process where there is something else.
 _OBJECT_FILES = (b"\x7fELF", b"\xcf\xfa\xed\xfe", b"d\x86")
+# What frees an array when its last owner is gone; those that are given here have none.
+_NEVER_CALLED = "NRT_MemInfo_call_dtor"
 _SCALARS = {"int64": ctypes.c_int64, "float64": ctypes.c_double}
 
 
@@ -87,7 +89,7 @@ def code_of(dispatcher: Any, signature: str) -> tuple[Code | None, Callable[...,
     library, symbol = made.library, made.fndesc.llvm_func_name
     address = library.get_pointer_to_function(symbol)
     declared = (f.name for f in library._final_module.functions if f.is_declaration)
-    outside = tuple(name for name in declared if not name.startswith("llvm."))
+    outside = tuple(name for name in declared if not name.startswith("llvm.") and name != _NEVER_CALLED)
     native = _native(address, arguments_of(signature), dispatcher)
     # Of numba's own runtime, of Python, and of Intel's library of vectors, which numba brings.
     if any(re.match("NRT_|numba_|_?Py|__svml", name) for name in outside) or not _are_there(outside):
@@ -141,6 +143,9 @@ def _prepare() -> None:
 
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
+    if llvm.address_of_symbol(_NEVER_CALLED) is None:
+        # numba puts its own there, should it be loaded.
+        llvm.add_symbol(_NEVER_CALLED, ctypes.cast(ctypes.CDLL(None).abort, ctypes.c_void_p).value)
 
 
 def _native(address: int, arguments: Sequence[Argument], owner: Any) -> Callable[..., None]:
