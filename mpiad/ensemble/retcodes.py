@@ -44,6 +44,7 @@ _NAMES = np.array([code.value for code in ReturnCode])
 # They begin with different letters, which are found faster than strings are compared.
 _BY_LETTER = np.zeros(128, np.int8)
 _BY_LETTER[[ord(code.value[0]) for code in ReturnCode]] = np.arange(len(_ORDER))
+_SURVIVED = np.array([not code.failed for code in ReturnCode])
 
 
 def names_of(codes: Array) -> Array:
@@ -59,4 +60,4 @@ def codes_of(names: Array) -> Array:
 
 def survived(names: Array) -> Array:
     """Tell which names of an array are of trajectories that didn't fail."""
-    return np.isin(names, [code.value for code in ReturnCode if not code.failed])
+    return _SURVIVED[codes_of(names)]
