@@ -1,0 +1,16 @@
+"""Variational inference: the root draws parameters and updates the posterior, all ranks run the model."""
+
+from mpiad.vi.flows.coupling import AffineCoupling
+from mpiad.vi.flows.flow import Flow
+from mpiad.vi.flows.linear import LULinear
+from mpiad.vi.flows.planar import Planar
+from mpiad.vi.flows.spline import SplineAutoregressive, SplineCoupling
+from mpiad.vi.gaussian import FullRankGaussian, MeanFieldGaussian
+from mpiad.vi.inference import VI
+from mpiad.vi.prior import Prior
+from mpiad.vi.result import VIResult
+
+__all__ = [
+    "VI", "AffineCoupling", "Flow", "FullRankGaussian", "LULinear", "MeanFieldGaussian", "Planar", "Prior",
+    "SplineAutoregressive", "SplineCoupling", "VIResult",
+]

@@ -1,0 +1,122 @@
+"""The model at draws: values, gradients, and what went wrong, on the ranks that are given them."""
+
+from __future__ import annotations
+
+import traceback
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpiad._typing import Array, Comm, Function, Rank
+from mpiad.differentiation.backward import run_backward
+from mpiad.differentiation.objective import problem_with
+from mpiad.differentiation.trace import Variables, trace_backwards
+from mpiad.primitives import mpi_gather, mpi_rank, mpi_scatter, mpi_size
+from mpiad.primitives.cotangents import conform
+from mpiad.primitives.operation import suspended
+from mpiad.tasks import mpi_map
+from mpiad.transport import channel
+
+__all__ = ["Evaluations", "Model", "sorted_out"]
+
+_FINE, _RAISED, _NOT_FINITE = 0.0, 1.0, 2.0
+
+
+class Evaluations(NamedTuple):
+    """What the root knows of one epoch's draws.
+
+    Parameters
+    ----------
+    values : array of shape (S,)
+    gradients : array of shape (S, dim)
+    kept : array of bool, shape (S,)
+        Which draws count.
+    raised, not_finite : int
+        How many were dropped, and why.
+    """
+
+    values: Array
+    gradients: Array
+    kept: Array
+    raised: int
+    not_finite: int
+
+
+class Model:
+    """The user's loss, evaluated draw by draw; remembers the first exception that it raised here.
+
+    Parameters
+    ----------
+    loss : callable
+        ``loss(theta, data)``
+    data : object
+    differentiated : bool
+        Whether gradients by theta are wanted.
+    """
+
+    def __init__(self, loss: Function, data: Any, differentiated: bool):
+        self._loss, self._data, self._differentiated = loss, data, differentiated
+        self.trace: str | None = None
+        self.runs = 0
+
+    def row(self, theta: Array) -> Array:
+        """Return value, status and gradient at one draw."""
+        self.runs += 1
+        row = np.zeros(2 + len(theta))
+        try:
+            with suspended():
+                row[0], row[2:] = self._evaluated(np.array(theta))
+        except Exception as error:  # noqa: BLE001  whatever a model raises costs its draw, not the run
+            self.trace = self.trace or "".join(traceback.format_exception(error))
+            row[1] = _RAISED
+            return row
+        if not np.isfinite(row).all():
+            row[:] = 0.0
+            row[1] = _NOT_FINITE
+        return row
+
+    def _evaluated(self, theta: Array) -> tuple[float, Array | float]:
+        if not self._differentiated:
+            value = self._loss(theta, self._data)
+            self._require_number(value)
+            return float(value), 0.0
+        traced = trace_backwards(lambda x: self._loss(x, self._data), Variables([theta], [0], lambda leaves: leaves[0]))
+        self._require_number(traced.build(traced.values))
+        value, place = traced.values[0], traced.places[0]
+        seeds = [(place, np.ones(np.shape(value), value.dtype)[()])] if place >= 0 else []
+        (gradient,) = run_backward(traced.recording, seeds, 1)
+        return float(np.reshape(value, ())), 0.0 if gradient is None else conform(gradient, theta.shape, theta.dtype)
+
+    def _require_number(self, value: Any) -> None:
+        problem = problem_with(value, 1.0, "VI")
+        if problem is not None:
+            raise problem.kind(problem.text)
+
+    def evenly(self, theta: Array | None, count: int, dim: int, root: Rank, comm: Comm) -> Array | None:
+        """Give every rank, the root too, its share of the root's draws; return all rows on the root."""
+        size = mpi_size(comm)
+        counts = [count // size + (rank < count % size) for rank in range(size)]
+        mine = mpi_scatter(theta, root, axis=0, counts=counts, comm=comm)
+        rows = np.array([self.row(one) for one in mine]).reshape(len(mine), 2 + dim)
+        gathered = mpi_gather(rows, root, axis=0, comm=comm)
+        return gathered if mpi_rank(comm) == root else None
+
+    def dynamically(self, theta: Array | None, root: Rank, comm: Comm) -> Array | None:
+        """Hand the draws to whichever other rank is free; return all rows on the root."""
+        rows = mpi_map(self.row, None if theta is None else list(theta), root=root, comm=comm)
+        return None if rows is None else np.array(rows)
+
+    def first_trace(self, comm: Comm) -> tuple[Rank, str] | None:
+        """Return the first rank on which the model raised, and its first traceback; all ranks call it."""
+        found = channel(comm, "VI.run").data.allgather(self.trace)
+        return next(((rank, trace) for rank, trace in enumerate(found) if trace), None)
+
+
+def sorted_out(rows: Array) -> Evaluations:
+    """Return what rows say."""
+    status = rows[:, 1]
+    return Evaluations(
+        rows[:, 0], rows[:, 2:], status == _FINE, int((status == _RAISED).sum()), int((status == _NOT_FINITE).sum())
+    )
+
+

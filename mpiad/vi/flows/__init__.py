@@ -1,0 +1,1 @@
+"""Normalizing flows: invertible maps one after another, from a normal distribution to a posterior."""

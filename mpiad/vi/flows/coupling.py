@@ -1,0 +1,59 @@
+"""Affine coupling layers: some coordinates are scaled and moved as the others say."""
+
+from __future__ import annotations
+
+import autograd.numpy as np
+import numpy
+
+from mpiad._typing import Array, Tree
+from mpiad.vi.flows.network import evaluated, initial_network
+
+__all__ = ["AffineCoupling", "joined", "parted"]
+
+
+class AffineCoupling:
+    """Real NVP's layer (Dinh et al., 2017): x_b = z_b exp(s(z_a)) + t(z_a), x_a = z_a.
+
+    Parameters
+    ----------
+    swap : bool
+        Whether the first half of the coordinates is changed instead of the second.
+    hidden : int
+        Units in each of the network's two hidden layers.
+    """
+
+    def __init__(self, swap: bool = False, hidden: int = 32):
+        self.swap, self.hidden = swap, hidden
+
+    def initial(self, dim: int, rng: numpy.random.Generator) -> list[tuple[Array, Array]]:
+        """Return the network at the start."""
+        kept, changed = parted(dim, self.swap)
+        return initial_network(len(kept), self.hidden, 2 * len(changed), rng)
+
+    def forward(self, params: Tree, z: Array) -> tuple[Array, Array]:
+        """Return the images, and log |det ∂x/∂z| at each point."""
+        kept, changed = parted(z.shape[1], self.swap)
+        scale, move = self._said(params, z[:, kept], len(changed))
+        return joined(z[:, kept], z[:, changed] * np.exp(scale) + move, self.swap), np.sum(scale, axis=1)
+
+    def inverse(self, params: Tree, x: Array) -> tuple[Array, Array]:
+        """Return the points whose images these are, and log |det ∂z/∂x| at each."""
+        kept, changed = parted(x.shape[1], self.swap)
+        scale, move = self._said(params, x[:, kept], len(changed))
+        return joined(x[:, kept], (x[:, changed] - move) * np.exp(-scale), self.swap), -np.sum(scale, axis=1)
+
+    def _said(self, params: Tree, kept: Array, count: int) -> tuple[Array, Array]:
+        found = evaluated(params, kept)
+        return 2 * np.tanh(found[:, :count] / 2), found[:, count:]  # e² at most in one layer keeps the fit stable
+
+
+def parted(dim: int, swap: bool) -> tuple[numpy.ndarray, numpy.ndarray]:
+    """Return the coordinates that a coupling keeps, and those that it changes, which are all where there is one."""
+    first, second = numpy.arange(dim // 2), numpy.arange(dim // 2, dim)
+    return (second, first) if swap and dim > 1 else (first, second)
+
+
+def joined(kept: Array, changed: Array, swap: bool) -> Array:
+    """Put the coordinates in their order again."""
+    both = (changed, kept) if swap and kept.shape[1] else (kept, changed)
+    return np.concatenate(both, axis=1)

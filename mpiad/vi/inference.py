@@ -1,0 +1,295 @@
+"""`VI`: variational inference over ranks."""
+
+from __future__ import annotations
+
+import logging
+import math
+from numbers import Integral, Real
+from typing import Any
+
+import numpy as np
+
+from mpiad._typing import Array, Comm, Function, Rank, Tree
+from mpiad.errors import WorkerError
+from mpiad.primitives.checks import root_of
+from mpiad.primitives.operation import suspended
+from mpiad.progress_line import ProgressLine
+from mpiad.transport import Channel, channel
+from mpiad.transport.agreement import agreed, raise_together, require_same
+from mpiad.vi.divergence import has_closed_form
+from mpiad.vi.evaluation import Evaluations, Model, sorted_out
+from mpiad.vi.objective import Objective
+from mpiad.vi.posterior import Posterior
+from mpiad.vi.prior import prior_of
+from mpiad.vi.result import VIResult
+from mpiad.vi.training import Training
+
+__all__ = ["VI"]
+
+_log = logging.getLogger("mpiad")
+
+
+class VI:
+    """Fit a posterior: minimise E_q[loss(θ, data)] + w·KL(q‖prior), with the model's runs divided among the ranks.
+
+    Parameters
+    ----------
+    loss : callable
+        ``loss(theta, data)`` returns one real number for parameters of shape (dim,): the negative log likelihood, for
+        Bayes' posterior with ``w=1``. Each draw is evaluated on one rank, so it mustn't communicate with ranks of `comm`.
+        For pathwise gradients it is written with autograd.numpy.
+    posterior : MeanFieldGaussian, FullRankGaussian, Flow, or anything with `dim`, `initial`, `draw` and `log_prob`
+    prior : frozen distribution of scipy.stats, (name, *arguments), a sequence of them, or anything with `log_prob`
+        As for `Prior`.
+    optimizer : object
+        Anything with ``setup(params) -> state`` and ``update(state, params, gradient) -> (state, params)``, as
+        `mpiad.parallel.Adam`.
+    w : float
+        The weight of the divergence.
+    n_samples_per_epoch : int
+        How often the model is run in each epoch, on all ranks together.
+    gradient : {"pathwise", "score"}
+        Through the model; or by the score function, for models that can't be differentiated, which needs more draws.
+    divergence : {"auto", "closed", "draws", "path"}
+        KL in closed form, or from the epoch's draws; "path" from draws without the part of its gradient that is zero in the
+        mean, which removes the noise near an exact posterior. "auto" is closed where both are normal, else draws.
+    handout : {"even", "dynamic"}
+        Every rank, the root too, gets an even share of the draws; or whichever rank but the root is free gets the next one,
+        for models whose runs take different times.
+    seed : int
+        Of all draws.
+    root : int
+    comm : mpi4py intracommunicator, optional
+
+    Raises
+    ------
+    TypeError, ValueError
+        Where an argument can't be used.
+
+    Notes
+    -----
+    All draws are made on the root, from one generator for each epoch, and don't depend on the number of ranks.
+    """
+
+    def __init__(
+        self,
+        loss: Function,
+        posterior: Posterior,
+        prior: Any,
+        optimizer: Any,
+        w: float = 1.0,
+        n_samples_per_epoch: int = 10,
+        *,
+        gradient: str = "pathwise",
+        divergence: str = "auto",
+        handout: str = "even",
+        seed: int = 0,
+        root: Rank = 0,
+        comm: Comm = None,
+    ):
+        _check_objects(loss, posterior, optimizer)
+        _check_choices(gradient=gradient, divergence=divergence, handout=handout)
+        if not isinstance(w, Real) or not 0 <= w < math.inf:
+            raise ValueError(f"VI: w must be zero or more, but got {w!r}.")
+        _require_count(n_samples_per_epoch, "n_samples_per_epoch")
+        self.loss, self.posterior, self.prior = loss, posterior, prior_of(prior, posterior.dim)
+        self.optimizer, self.w, self.n_samples_per_epoch = optimizer, float(w), int(n_samples_per_epoch)
+        self.gradient, self.handout, self.seed, self.root, self.comm = gradient, handout, seed, root, comm
+        known = has_closed_form(posterior, self.prior)
+        if divergence == "closed" and not known:
+            raise ValueError(
+                "VI: divergence='closed' needs a Gaussian posterior and a normal prior, but got "
+                f"{type(posterior).__name__} and {prior!r:.60}."
+            )
+        self.divergence = ("closed" if known else "draws") if divergence == "auto" else divergence
+
+    def run(
+        self,
+        data: Any = None,
+        n_epochs: int = 100,
+        max_epochs_without_improvement: int | None = None,
+        *,
+        params: Tree = None,
+        n_samples: int = 1000,
+        callback: Function | None = None,
+        progress: bool = False,
+    ) -> VIResult:
+        """Fit the posterior.
+
+        Parameters
+        ----------
+        data : object
+            Handed to `loss` on each rank: this rank's own.
+        n_epochs : int
+            Updates at most.
+        max_epochs_without_improvement : int, optional
+            End after so many epochs whose objective, a mean over draws, wasn't lower than the lowest before.
+        params : nest of arrays, optional
+            Variational parameters to start from; by default the posterior's own. Counts on the root only.
+        n_samples : int
+            Draws that the result holds.
+        callback : callable, optional
+            ``callback(epoch, objective, params)`` on the root after each epoch. It mustn't communicate; StopIteration from
+            it ends the run on all ranks.
+        progress : bool
+            Whether the root writes its progress to standard error.
+
+        Returns
+        -------
+        VIResult
+            The same on all ranks.
+
+        Raises
+        ------
+        TypeError, ValueError
+            On all ranks, where an argument is wrong, or ranks give others.
+        WorkerError
+            On all ranks, where the model raised for all draws of an epoch, with the first traceback.
+        FloatingPointError
+            On all ranks, where variational parameters or draws aren't finite: the learning rate may be too large.
+
+        Ranks
+        -----
+        All ranks of `comm` call it.
+        """
+        used, call = channel(self.comm, "VI.run"), "VI.run"
+        root = root_of(self.root, used, call)
+        self._agree(used, n_epochs, max_epochs_without_improvement, n_samples)
+        model = Model(self.loss, data, self.gradient == "pathwise")
+        objective = Objective(self.posterior, self.prior, self.w, self.gradient, self.divergence)
+        training = None
+        error: Exception | None = None
+        if used.rank == root:
+            try:
+                start = self.posterior.initial(np.random.default_rng(self.seed)) if params is None else params
+                training = Training(objective, self.optimizer, start, max_epochs_without_improvement, callback)
+            except (TypeError, ValueError) as found:
+                error = found
+        raise_together(used, error)
+        with suspended():
+            self._epochs(used, root, model, training, n_epochs, ProgressLine() if progress and training else None)
+            ended = used.data.bcast(None if training is None else training.ended(n_epochs), root)
+        noise = np.random.default_rng([self.seed, 2**32]).standard_normal((n_samples, self.posterior.dim))
+        samples = np.asarray(self.posterior.draw(ended.best, noise)[0])
+        return VIResult(
+            self.posterior, ended.last, ended.best, ended.history, ended.epochs, ended.best_epoch, ended.message, samples
+        )
+
+    def _epochs(
+        self, used: Channel, root: Rank, model: Model, training: Training | None, n_epochs: int, line: ProgressLine | None
+    ) -> None:
+        for epoch in range(n_epochs):
+            noise = theta = None
+            if training is not None:
+                noise, theta = training.draws(np.random.default_rng([self.seed, epoch]), self.n_samples_per_epoch)
+            rows = self._rows(model, theta, root)
+            if training is not None:
+                training.learn(noise, theta, sorted_out(rows))
+                if line is not None:
+                    line.show(f"VI: epoch {epoch + 1} of {n_epochs}, objective {training.history['objective'][-1]:.6g}")
+            # Whether another epoch follows is decided once.
+            verdict = used.data.bcast(None if training is None else training.verdict, root)
+            if verdict.error is not None:
+                self._fail(used, model, verdict.error)
+            if verdict.ends:
+                break
+        if line is not None:
+            line.close()
+
+    def _rows(self, model: Model, theta: Array | None, root: Rank) -> Any:
+        if self.handout == "dynamic":
+            return model.dynamically(theta, root, self.comm)
+        return model.evenly(theta, self.n_samples_per_epoch, self.posterior.dim, root, self.comm)
+
+    def _fail(self, used: Channel, model: Model, error: Exception) -> None:
+        """Raise on all ranks what ended the run, with the first traceback of the model where it raised for all draws."""
+        found = model.first_trace(self.comm) if isinstance(error, WorkerError) else None
+        if found is not None:
+            rank, trace = found
+            raise agreed(used, WorkerError(f"{error} The first was on rank {rank}:\n{trace}", rank, trace))
+        raise agreed(used, error)
+
+    def _agree(self, used: Channel, n_epochs: Any, patience: Any, n_samples: Any) -> None:
+        error = None
+        try:
+            _require_count(n_epochs, "n_epochs")
+            _require_count(n_samples, "n_samples")
+            if patience is not None:
+                _require_count(patience, "max_epochs_without_improvement")
+        except (TypeError, ValueError) as found:
+            error = found
+        raise_together(used, error)
+        require_same(
+            used, f"n_samples_per_epoch={self.n_samples_per_epoch}, n_epochs={n_epochs}, gradient={self.gradient!r}, "
+            f"divergence={self.divergence!r}, handout={self.handout!r}, w={self.w}, seed={self.seed}, root={self.root}, "
+            f"dim={self.posterior.dim}, n_samples={n_samples}", "VI.run",
+        )  # fmt: skip
+        if used.rank == self.root and self.n_samples_per_epoch < used.size:
+            _log.warning(
+                "VI: %d draws per epoch leave %d of %d ranks without one.",
+                self.n_samples_per_epoch, used.size - self.n_samples_per_epoch, used.size,
+            )  # fmt: skip
+
+    def elbo(self, params: Tree, data: Any = None, n_samples: int = 1000) -> tuple[float, float]:
+        """Estimate the evidence's lower bound, E_q[-loss + log prior - log q], and the standard error of the estimate.
+
+        For q equal to the exact posterior (and a loss that is the whole negative log likelihood) it is the log evidence.
+
+        Parameters
+        ----------
+        params : nest of arrays
+            Variational parameters, as of a result.
+        data : object
+        n_samples : int
+
+        Returns
+        -------
+        (float, float)
+            The same on all ranks.
+
+        Raises
+        ------
+        WorkerError
+            On all ranks, where the model raised for all draws.
+
+        Ranks
+        -----
+        All ranks of `comm` call it.
+        """
+        used = channel(self.comm, "VI.elbo")
+        root = root_of(self.root, used, "VI.elbo")
+        noise = np.random.default_rng([self.seed, 2**32 + 1]).standard_normal((n_samples, self.posterior.dim))
+        theta, log_q = (np.asarray(part) for part in self.posterior.draw(params, noise))
+        model = Model(self.loss, data, False)
+        with suspended():
+            rows = model.evenly(theta if used.rank == root else None, n_samples, self.posterior.dim, root, self.comm)
+            found: Evaluations = sorted_out(used.data.bcast(rows, root))
+        if not found.kept.any():
+            self._fail(used, model, WorkerError("VI.elbo: the model failed for all draws.", root, ""))
+        terms = (-found.values + np.asarray(self.prior.log_prob(theta)) - log_q)[found.kept]
+        return float(terms.mean()), float(terms.std(ddof=1) / len(terms) ** 0.5) if len(terms) > 1 else math.inf
+
+
+def _check_objects(loss: Any, posterior: Any, optimizer: Any) -> None:
+    if not callable(loss):
+        raise TypeError(f"VI: loss must be a function, but got {type(loss).__name__} {loss!r:.60}.")
+    for value, kind, names in (
+        (posterior, "posterior", ("initial", "draw", "log_prob")), (optimizer, "optimizer", ("setup", "update"))
+    ):  # fmt: skip
+        if not all(callable(getattr(value, name, None)) for name in names):
+            raise TypeError(f"VI: the {kind} must have {', '.join(names)}, but got {type(value).__name__} {value!r:.60}.")
+
+
+def _check_choices(**given: Any) -> None:
+    choices = {
+        "gradient": ("pathwise", "score"), "divergence": ("auto", "closed", "draws", "path"),
+        "handout": ("even", "dynamic"),
+    }  # fmt: skip
+    for name, value in given.items():
+        if value not in choices[name]:
+            raise ValueError(f"VI: {name} must be one of {', '.join(map(repr, choices[name]))}, but got {value!r}.")
+
+
+def _require_count(value: Any, name: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+        raise ValueError(f"VI: {name} must be an integer above zero, but got {value!r}.")

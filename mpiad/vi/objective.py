@@ -1,0 +1,94 @@
+"""The gradient of E_q[loss] + w·KL(q‖prior) by the variational parameters, from the model's values and gradients.
+
+With θ = T(ε; φ), the pathwise gradient is the mean of (∂loss/∂θ)ᵀ ∂T/∂φ. The score function's is that of
+(loss_s - b_s) ∂ log q(θ_s; φ)/∂φ, where the baseline b_s is the mean of the other draws' losses (Kool et al., 2019).
+
+KL is computed in closed form where it is known, or from the same draws: the mean of log q - log p, along the path. In the
+estimator "path" the density's own dependence on φ, whose mean is zero, is left out: as q comes near the exact posterior,
+the noise of the gradient then goes to zero too (Roeder, Wu and Duvenaud, 2017).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import autograd.numpy as np
+
+from mpiad._typing import Array, Tree
+from mpiad.differentiation.backward import run_backward
+from mpiad.differentiation.trace import Variables, trace_backwards
+from mpiad.differentiation.trees import flatten, is_variable
+from mpiad.primitives import stop
+from mpiad.primitives.cotangents import conform, spec_like
+from mpiad.vi.divergence import closed_form
+from mpiad.vi.evaluation import Evaluations
+from mpiad.vi.posterior import Posterior
+
+__all__ = ["Objective", "Terms"]
+
+
+class Terms(NamedTuple):
+    """The parts of the objective at one epoch: the mean loss, and KL without its weight."""
+
+    loss: float
+    divergence: float
+
+
+class Objective(NamedTuple):
+    """What is minimised, and how its gradient is estimated.
+
+    Parameters
+    ----------
+    posterior : Posterior
+    prior : Prior
+    w : float
+    gradient : {"pathwise", "score"}
+    divergence : {"closed", "draws", "path"}
+    """
+
+    posterior: Posterior
+    prior: Any
+    w: float
+    gradient: str
+    divergence: str
+
+    def value_and_gradient(self, params: Tree, noise: Array, theta: Array, found: Evaluations) -> tuple[Terms, Tree]:
+        """Return the objective's parts and the gradient of their weighted sum, in the form of the parameters."""
+        leaves, build = flatten(params)
+        places = [k for k, leaf in enumerate(leaves) if is_variable(leaf)]
+        kept = found.kept
+        parts: list[float] = []
+
+        def surrogate(params: Tree) -> Array:
+            """Return a number with the estimator's gradient; note the true values of the parts."""
+            theta_of, log_q = self.posterior.draw(params, noise[kept])
+            divergence = self._divergence(params, theta_of, log_q)
+            parts.append(float(stop(divergence)))
+            return self._model_term(params, theta[kept], theta_of, found) + self.w * divergence
+
+        traced = trace_backwards(surrogate, Variables(leaves, places, build))
+        place, value = traced.places[0], traced.values[0]
+        seeds = [(place, spec_like(value).dtype.type(1))] if place >= 0 else []
+        gradients = iter(run_backward(traced.recording, seeds, len(places)))
+        out = [_filled(next(gradients), leaf) if is_variable(leaf) else None for leaf in leaves]
+        return Terms(float(np.mean(found.values[kept])), parts[0]), build(out)
+
+    def _model_term(self, params: Tree, theta: Array, theta_of: Array, found: Evaluations) -> Array:
+        values, gradients = found.values[found.kept], found.gradients[found.kept]
+        if self.gradient == "pathwise":
+            return np.sum(gradients * theta_of) / len(values)
+        # Each draw's baseline is the mean of the others; one draw alone has none.
+        count = len(values)
+        others = (np.sum(values) - values) / (count - 1) if count > 1 else 0.0
+        return np.mean((values - others) * self.posterior.log_prob(params, theta))
+
+    def _divergence(self, params: Tree, theta_of: Array, log_q: Array) -> Array:
+        if self.divergence == "closed":
+            return closed_form(self.posterior, params, self.prior)
+        if self.divergence == "path":
+            log_q = self.posterior.log_prob(stop(params), theta_of)
+        return np.mean(log_q - self.prior.log_prob(theta_of))
+
+
+def _filled(g: Any, leaf: Any) -> Any:
+    return spec_like(leaf).zeros() if g is None else conform(g, *spec_like(leaf))

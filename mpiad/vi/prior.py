@@ -1,0 +1,117 @@
+"""Priors: distributions of SciPy's, with a log density that can be differentiated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import autograd.numpy as np
+import numpy
+import scipy.stats
+from autograd.extend import defvjp, primitive
+
+from mpiad._typing import Array
+
+__all__ = ["Prior", "prior_of"]
+
+_LOG_2PI = float(numpy.log(2 * numpy.pi))
+# Of a central difference of a smooth function in float64, in units of the distribution's scale.
+_STEP = 6e-6
+
+
+class Prior:
+    """A prior over dim parameters.
+
+    Parameters
+    ----------
+    distribution : frozen distribution of scipy.stats, (name, *arguments), or a sequence of them
+        One for all parameters, independent; a sequence has one for each. `scipy.stats.multivariate_normal` frozen is the
+        joint one. A name is that of a distribution in scipy.stats, as ``("norm", -2.0, 1.0)``.
+    dim : int
+
+    Raises
+    ------
+    TypeError, ValueError
+        Where there is no such distribution, or the number of parameters is another.
+    """
+
+    def __init__(self, distribution: Any, dim: int):
+        self.dim = dim
+        self.joint = _joint(distribution)
+        if self.joint is not None:
+            if self.joint.dim != dim:
+                raise ValueError(f"VI: the posterior has dimension {dim}, but the prior {self.joint.dim}.")
+            return
+        many = isinstance(distribution, Sequence) and not (distribution and isinstance(distribution[0], str))
+        given = list(distribution) if many else [distribution] * dim
+        if len(given) != dim:
+            raise ValueError(f"VI: the posterior has dimension {dim}, but the prior is of {len(given)} distributions.")
+        self.marginals = [_frozen(one) for one in given]
+
+    def log_prob(self, theta: Array) -> Array:
+        """Return the log densities of points of shape (S, dim); a function of them that traces see."""
+        if self.joint is not None:
+            factor = numpy.linalg.cholesky(self.joint.cov)
+            scaled = np.linalg.solve(factor, (theta - self.joint.mean).T)
+            return -0.5 * np.sum(scaled**2 + _LOG_2PI, axis=0) - numpy.sum(numpy.log(numpy.diag(factor)))
+        if self.normal is not None:
+            mean, covariance = self.normal
+            sd = numpy.sqrt(numpy.diag(covariance))
+            return np.sum(-0.5 * ((theta - mean) / sd) ** 2 - 0.5 * _LOG_2PI - numpy.log(sd), axis=1)
+        return sum(_log_density(theta[:, k], one) for k, one in enumerate(self.marginals))
+
+    @property
+    def normal(self) -> tuple[Array, Array] | None:
+        """Return mean and covariance where the prior is normal, else None."""
+        if self.joint is not None:
+            return self.joint.mean, self.joint.cov
+        if any(one.dist.name != "norm" for one in self.marginals):
+            return None
+        moments = [(float(one.mean()), float(one.var())) for one in self.marginals]
+        return numpy.array([mean for mean, _ in moments]), numpy.diag([var for _, var in moments])
+
+
+def prior_of(given: Any, dim: int) -> Any:
+    """Return a prior, one of the user's with `log_prob` as it is."""
+    if isinstance(given, Prior) or callable(getattr(given, "log_prob", None)):
+        if getattr(given, "dim", dim) != dim:
+            raise ValueError(f"VI: the posterior has dimension {dim}, but the prior {given.dim}.")
+        return given
+    return Prior(given, dim)
+
+
+def _joint(distribution: Any) -> Any:
+    kind = type(scipy.stats.multivariate_normal(numpy.zeros(1)))
+    return distribution if isinstance(distribution, kind) else None
+
+
+def _frozen(one: Any) -> Any:
+    if isinstance(one, (tuple, list)) and one and isinstance(one[0], str):
+        found = getattr(scipy.stats, one[0], None)
+        if not isinstance(found, scipy.stats.rv_continuous):
+            raise ValueError(f"VI: scipy.stats has no continuous distribution {one[0]!r}.")
+        return found(*one[1:])
+    if callable(getattr(one, "logpdf", None)) and hasattr(one, "dist"):
+        return one
+    raise TypeError(
+        "VI: a prior must be a frozen distribution of scipy.stats, its name with its arguments, a sequence of them, or "
+        f"have log_prob(theta), but got {type(one).__name__} {one!r:.60}."
+    )
+
+
+@primitive
+def _log_density(x: Array, one: Any) -> Array:
+    return one.logpdf(x)
+
+
+@primitive
+def _slope(x: Array, one: Any) -> Array:
+    """Return the derivative of a log density: SciPy has none, so by differences, one-sided at the ends of the support."""
+    step = _STEP * float(one.std() if numpy.isfinite(one.std()) else 1.0)
+    low, high = one.support()
+    after, before = numpy.minimum(x + step, high), numpy.maximum(x - step, low)
+    with numpy.errstate(invalid="ignore"):
+        return (one.logpdf(after) - one.logpdf(before)) / (after - before)
+
+
+defvjp(_log_density, lambda ans, x, one: lambda g: g * _slope(x, one), None)

@@ -1,0 +1,110 @@
+"""`VIResult`: the posterior that was found, with draws of it, summaries and plots."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mpiad._typing import Array, Function, Tree
+from mpiad.vi.posterior import Posterior
+
+__all__ = ["VIResult"]
+
+
+@dataclass(frozen=True)
+class VIResult:
+    """What `VI.run` returns, the same on all ranks.
+
+    Attributes
+    ----------
+    posterior : Posterior
+    params, best_params : nest of arrays
+        Variational parameters after the last epoch, and at the lowest objective.
+    history : dict of list
+        For each epoch `objective`, `loss` (its mean over the draws), `divergence` (KL, without its weight), `dropped`
+        (draws whose model raised or wasn't finite) and `seconds` since the start.
+    epochs : int
+        How many were made.
+    best_epoch : int
+        Which of them, from 0, had the lowest objective.
+    message : str
+        Why the run ended.
+    samples : array of shape (n, dim)
+        Draws from the best posterior.
+    """
+
+    posterior: Posterior
+    params: Tree
+    best_params: Tree
+    history: dict[str, list]
+    epochs: int
+    best_epoch: int
+    message: str
+    samples: Array
+
+    def draw(self, count: int, seed: int = 0, best: bool = True) -> Array:
+        """Return further draws of shape (count, dim), from the best posterior or from the last one."""
+        noise = np.random.default_rng(seed).standard_normal((count, self.posterior.dim))
+        return np.asarray(self.posterior.draw(self.best_params if best else self.params, noise)[0])
+
+    def log_prob(self, theta: Array) -> Array:
+        """Return the best posterior's log densities of points of shape (S, dim)."""
+        return np.asarray(self.posterior.log_prob(self.best_params, theta))
+
+    def mean(self) -> Array:
+        """Return the samples' mean, of shape (dim,)."""
+        return self.samples.mean(axis=0)
+
+    def sd(self) -> Array:
+        """Return the samples' standard deviation, of shape (dim,)."""
+        return self.samples.std(axis=0, ddof=1)
+
+    def quantile(self, q: float | Array) -> Array:
+        """Return the samples' quantiles, of shape (*shape of q, dim)."""
+        return np.quantile(self.samples, q, axis=0)
+
+    def summary(self, names: list[str] | None = None) -> str:
+        """Return a table with mean, standard deviation and quantiles of each parameter."""
+        names = names or [f"theta[{k}]" for k in range(self.posterior.dim)]
+        wide = max(map(len, names))
+        lines = [f"{'':{wide}}  {'mean':>10}  {'sd':>10}  {'5 %':>10}  {'50 %':>10}  {'95 %':>10}"]
+        rows = np.vstack([self.mean(), self.sd(), self.quantile([0.05, 0.5, 0.95])]).T
+        lines += [f"{name:{wide}}  " + "  ".join(f"{x:10.4g}" for x in row) for name, row in zip(names, rows)]
+        dropped = sum(self.history["dropped"])
+        lines.append(
+            f"{self.epochs} epochs, objective {self.history['objective'][self.best_epoch]:.6g} at epoch {self.best_epoch}, "
+            f"{dropped} draws dropped; {self.message}"
+        )
+        return "\n".join(lines)
+
+    def plot_corner(self, names: list[str] | None = None, truth: Array | None = None, prior: Array | None = None) -> Any:
+        """Draw histograms of each parameter and of each pair; returns matplotlib's figure.
+
+        Parameters
+        ----------
+        names : list of str, optional
+        truth : array of shape (dim,), optional
+            Marked by lines.
+        prior : array of shape (n, dim), optional
+            Draws of the prior, drawn behind.
+        """
+        from mpiad.vi.plots import corner
+
+        return corner(self.samples, names, truth, prior)
+
+    def plot_predictive(self, predict: Function, times: Array, observed: Array | None = None, count: int = 200) -> Any:
+        """Draw predictions of the posterior's draws as bands of 50 and 90 %, with the data; returns matplotlib's axes.
+
+        Parameters
+        ----------
+        predict : callable
+            ``predict(theta)`` returns values at the times.
+        times, observed : array
+        count : int
+            How many draws are predicted from.
+        """
+        from mpiad.vi.plots import predictive
+
+        return predictive(np.array([predict(theta) for theta in self.samples[:count]]), times, observed)

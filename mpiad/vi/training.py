@@ -1,0 +1,117 @@
+"""The root's part of a run: draws, updates, and whether another epoch follows."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpiad._typing import Array, Function, Tree
+from mpiad.differentiation.trees import flatten
+from mpiad.errors import WorkerError
+from mpiad.vi.evaluation import Evaluations
+from mpiad.vi.objective import Objective
+
+__all__ = ["Ended", "Training", "Verdict"]
+
+
+class Verdict(NamedTuple):
+    """What the root tells all ranks after an epoch."""
+
+    ends: bool
+    error: Exception | None
+
+
+class Ended(NamedTuple):
+    """What the root tells all ranks after the last epoch."""
+
+    last: Tree
+    best: Tree
+    history: dict[str, list]
+    epochs: int
+    best_epoch: int
+    message: str
+
+
+class Training:
+    """Variational parameters on their way, and what is known of it.
+
+    Parameters
+    ----------
+    objective : Objective
+    optimizer : object
+    params : nest of arrays
+    patience : int or None
+        Epochs without improvement after which the run ends.
+    callback : callable or None
+    """
+
+    def __init__(
+        self, objective: Objective, optimizer: Any, params: Tree, patience: int | None, callback: Function | None
+    ):
+        self._objective, self._optimizer, self._patience, self._callback = objective, optimizer, patience, callback
+        self._params = self._best = params
+        self._state = optimizer.setup(params)
+        self._lowest, self._best_epoch, self._message = math.inf, 0, ""
+        self._start = time.perf_counter()
+        self.history: dict[str, list] = {name: [] for name in ("objective", "loss", "divergence", "dropped", "seconds")}
+        self.verdict = Verdict(False, None)
+
+    def draws(self, rng: np.random.Generator, count: int) -> tuple[Array, Array]:
+        """Return noise and the draws that are made of it; draws that aren't finite are left for `learn` to find."""
+        noise = rng.standard_normal((count, self._objective.posterior.dim))
+        with np.errstate(all="ignore"):
+            return noise, np.ascontiguousarray(self._objective.posterior.draw(self._params, noise)[0])
+
+    def learn(self, noise: Array, theta: Array, found: Evaluations) -> None:
+        """Make an update, or find what ends the run."""
+        try:
+            self._learn(noise, theta, found)
+        except StopIteration:
+            self._end("ended by the callback")
+        except Exception as error:  # noqa: BLE001  told to all ranks, which raise it together
+            self.verdict = Verdict(True, error)
+
+    def _learn(self, noise: Array, theta: Array, found: Evaluations) -> None:
+        epoch = len(self.history["objective"])
+        if not np.isfinite(theta).all():
+            raise FloatingPointError(
+                f"VI: in epoch {epoch} draws of the posterior aren't finite. The learning rate may be too large, or a "
+                "gradient of the model infinite."
+            )
+        if not found.kept.any():
+            raise WorkerError(
+                f"VI: the model failed for all {len(theta)} draws of epoch {epoch}: it raised for {found.raised}, and "
+                f"returned NaN or infinity for {found.not_finite}.", 0, "",
+            )  # fmt: skip
+        terms, gradient = self._objective.value_and_gradient(self._params, noise, theta, found)
+        value = terms.loss + self._objective.w * terms.divergence
+        self._note(value, terms.loss, terms.divergence, found.raised + found.not_finite)
+        if value < self._lowest:
+            self._lowest, self._best, self._best_epoch = value, self._params, epoch
+        elif self._patience is not None and epoch - self._best_epoch >= self._patience:
+            self._end(f"no improvement in {self._patience} epochs")
+        self._state, self._params = self._optimizer.update(self._state, self._params, gradient)
+        for leaf in flatten(self._params)[0]:
+            if np.asarray(leaf).dtype.kind in "fc" and not np.isfinite(leaf).all():
+                raise FloatingPointError(
+                    f"VI: after epoch {epoch} variational parameters aren't finite. Lower the learning rate."
+                )
+        if self._callback is not None:
+            self._callback(epoch, value, self._params)
+
+    def _note(self, objective: float, loss: float, divergence: float, dropped: int) -> None:
+        row = (objective, loss, divergence, dropped, time.perf_counter() - self._start)
+        for column, entry in zip(self.history.values(), row):
+            column.append(entry)
+
+    def _end(self, message: str) -> None:
+        self._message, self.verdict = message, Verdict(True, None)
+
+    def ended(self, n_epochs: int) -> Ended:
+        """Return what all ranks are told at the end."""
+        epochs = len(self.history["objective"])
+        message = self._message or f"all {n_epochs} epochs were made"
+        return Ended(self._params, self._best, self.history, epochs, self._best_epoch, message)

@@ -1,0 +1,286 @@
+"""Variational inference against the exact posterior of a conjugate model, on any number of ranks."""
+
+import logging
+
+import autograd.numpy as anp
+import numpy as np
+import pytest
+import scipy.stats
+from mpi4py import MPI
+
+from mpiad.errors import WorkerError
+from mpiad.parallel import Adam
+from mpiad.vi import VI, AffineCoupling, Flow, FullRankGaussian, LULinear, MeanFieldGaussian, Prior
+
+COMM = MPI.COMM_WORLD
+ROOT = COMM.size - 1
+
+
+class Conjugate:
+    """y = A θ + noise with a normal prior: its posterior and its evidence in closed form."""
+
+    def __init__(self, dim, rows=30, sd=0.5, mean=0.3, spread=1.5):
+        rng = np.random.default_rng(3)
+        self.a, truth = rng.normal(size=(rows, dim)), rng.normal(size=dim)
+        self.y = self.a @ truth + sd * rng.normal(size=rows)
+        self.prior, self.sd = ("norm", mean, spread), sd
+        precision = self.a.T @ self.a / sd**2 + np.eye(dim) / spread**2
+        self.covariance = np.linalg.inv(precision)
+        self.mean = self.covariance @ (self.a.T @ self.y / sd**2 + mean / spread**2)
+        whole = sd**2 * np.eye(rows) + spread**2 * self.a @ self.a.T
+        self.evidence = scipy.stats.multivariate_normal(self.a @ np.full(dim, mean), whole).logpdf(self.y)
+
+    def loss(self, theta, y):
+        return 0.5 * anp.sum(((y - self.a @ theta) / self.sd) ** 2) + len(y) * np.log(self.sd * np.sqrt(2 * np.pi))
+
+
+def falling(rate, epochs):
+    return Adam(lambda k: rate / 2 * (1 + np.cos(np.pi * k / epochs)) + 1e-12)
+
+
+@pytest.mark.serial
+@pytest.mark.limit(120)
+def test_ten_dimensions_reach_the_exact_posterior_and_evidence():
+    model, epochs = Conjugate(10), 1500
+    posterior = FullRankGaussian(10, sd=0.1)
+    inference = VI(model.loss, posterior, model.prior, falling(0.05, epochs), 1.0, 5, divergence="path")
+    result = inference.run(model.y, epochs)
+    mean, covariance = inference.posterior.moments(result.params)
+    assert np.all(abs(mean - model.mean) < 0.02 * np.sqrt(np.diag(model.covariance)))
+    assert np.linalg.norm(covariance - model.covariance) < 0.02 * np.linalg.norm(model.covariance)
+    estimate, error = inference.elbo(result.params, model.y, 200)
+    assert estimate == pytest.approx(model.evidence, abs=1e-2)
+    assert error < 1e-2
+
+
+@pytest.mark.parametrize("divergence", ["closed", "draws"])
+def test_noisier_estimators_reach_it_roughly(divergence):
+    model, epochs = Conjugate(2), 300
+    inference = VI(
+        model.loss, FullRankGaussian(2, sd=0.2), model.prior, falling(0.1, epochs), n_samples_per_epoch=12, divergence=divergence,
+        root=ROOT,
+    )  # fmt: skip
+    result = inference.run(model.y, epochs)
+    mean, covariance = inference.posterior.moments(result.params)
+    assert np.all(abs(mean - model.mean) < 0.2 * np.sqrt(np.diag(model.covariance)))
+    assert np.linalg.norm(covariance - model.covariance) < 0.25 * np.linalg.norm(model.covariance)
+
+
+@pytest.mark.serial
+def test_score_functions_serve_models_without_a_gradient():
+    model, epochs = Conjugate(2), 800
+
+    def loss(theta, y):
+        assert type(theta) is np.ndarray  # never traced
+        return float(model.loss(theta, y))
+
+    posterior = MeanFieldGaussian(2, sd=0.5)
+    result = VI(loss, posterior, model.prior, falling(0.1, epochs), 1.0, 20, gradient="score").run(model.y, epochs)
+    # The best mean field has the exact mean, and the precisions' diagonal.
+    sd = 1 / np.sqrt(np.diag(np.linalg.inv(model.covariance)))
+    assert np.all(abs(result.params["mean"] - model.mean) < 0.3 * sd)
+    np.testing.assert_allclose(np.exp(result.params["log_sd"]), sd, rtol=0.25)
+
+
+@pytest.mark.serial
+def test_flows_reach_it_too():
+    model, epochs = Conjugate(2), 400
+    flow = Flow(2, [AffineCoupling(hidden=8), LULinear(), AffineCoupling(True, 8)], sd=0.3)
+    inference = VI(model.loss, flow, model.prior, falling(0.03, epochs), 1.0, 8, divergence="path")
+    result = inference.run(model.y, epochs)
+    estimate, error = inference.elbo(result.params, model.y, 400)
+    assert model.evidence - 0.05 - 3 * error < estimate < model.evidence + 3 * error
+
+
+def short_run(comm=None, root=0, handout="even", samples=5):
+    model = Conjugate(2)
+    inference = VI(
+        model.loss, FullRankGaussian(2), model.prior, Adam(0.1), 0.7, samples, comm=comm, root=root, handout=handout, seed=9
+    )
+    return inference.run(model.y, 7, n_samples=6)
+
+
+@pytest.mark.parametrize("handout", ["even", "dynamic"])
+def test_runs_do_not_depend_on_the_number_of_ranks(handout):
+    result, alone = short_run(None, ROOT, handout), short_run(MPI.COMM_SELF)
+    for column in ("objective", "loss", "divergence"):
+        np.testing.assert_allclose(result.history[column], alone.history[column], rtol=1e-13)
+    np.testing.assert_allclose(result.samples, alone.samples, rtol=1e-12)
+    assert len(set(COMM.allgather(result.samples.tobytes()))) == 1
+
+
+@pytest.mark.parametrize("count", [5, 2 * COMM.size + 1])
+def test_every_draw_is_run_once_in_even_shares(count):
+    model, seen = Conjugate(2), []
+
+    def loss(theta, y):
+        seen.append(tuple(theta) if type(theta) is np.ndarray else tuple(theta._value))
+        return model.loss(theta, y)
+
+    VI(loss, MeanFieldGaussian(2), model.prior, Adam(0.1), 1.0, count, seed=4, root=ROOT).run(model.y, 1)
+    shares = COMM.allgather(seen)
+    assert [len(share) for share in shares] == [count // COMM.size + (r < count % COMM.size) for r in range(COMM.size)]
+    # The draws are the root's, bit for bit, whoever ran them.
+    noise = np.random.default_rng([4, 0]).standard_normal((count, 2))
+    assert [theta for share in shares for theta in share] == [tuple(row) for row in noise]
+
+
+def test_the_objective_is_the_weighted_sum_and_the_start_the_posteriors():
+    model = Conjugate(2)
+    result = VI(model.loss, MeanFieldGaussian(2, 0.1, 0.8), model.prior, Adam(0.1), 2.5, 3, seed=1).run(model.y, 1)
+    theta = 0.1 + 0.8 * np.random.default_rng([1, 0]).standard_normal((3, 2))
+    divergence = 2 * (np.log(1.5 / 0.8) + (0.64 + 0.04) / (2 * 2.25) - 0.5)
+    assert result.history["divergence"][0] == pytest.approx(divergence, rel=1e-12)
+    assert result.history["loss"][0] == pytest.approx(np.mean([model.loss(t, model.y) for t in theta]), rel=1e-12)
+    expected = result.history["loss"][0] + 2.5 * divergence
+    assert result.history["objective"][0] == pytest.approx(expected, rel=1e-12)
+
+
+def test_early_stopping_is_decided_once():
+    model = Conjugate(2)
+    result = VI(model.loss, MeanFieldGaussian(2), model.prior, Adam(1e-9), 1.0, 4, seed=2, root=ROOT).run(model.y, 500, 3)
+    every = COMM.allgather((result.epochs, result.best_epoch, result.message))
+    assert len(set(every)) == 1
+    assert every[0][0] - 1 - every[0][1] == 3
+    assert every[0][2] == "no improvement in 3 epochs"
+    lowest = int(np.argmin(result.history["objective"]))
+    assert lowest == result.best_epoch
+
+
+def test_a_callback_may_end_the_run():
+    model, seen = Conjugate(2), []
+
+    def callback(epoch, objective, params):
+        seen.append(epoch)
+        if epoch == 2:
+            raise StopIteration
+
+    result = VI(model.loss, MeanFieldGaussian(2), model.prior, Adam(0.1), root=ROOT).run(model.y, 50, callback=callback)
+    assert result.epochs == 3
+    assert result.message == "ended by the callback"
+    assert seen == ([0, 1, 2] if COMM.rank == ROOT else [])
+
+
+@pytest.mark.parametrize("handout", ["even", "dynamic"])
+def test_draws_whose_model_fails_are_dropped_and_counted(handout):
+    model = Conjugate(2)
+
+    def loss(theta, y):
+        if theta[0] > 0.7:
+            raise RuntimeError("the model does not like it")
+        if theta[1] > 1.0:
+            return anp.sum(theta) * np.nan
+        return model.loss(theta, y)
+
+    result = VI(loss, MeanFieldGaussian(2), model.prior, Adam(1e-6), 1.0, 40, seed=5, handout=handout).run(model.y, 2)
+    theta = np.random.default_rng([5, 0]).standard_normal((40, 2))
+    bad = (theta[:, 0] > 0.7) | (theta[:, 1] > 1.0)
+    assert result.history["dropped"][0] == bad.sum() > 5
+    exact = np.mean([model.loss(t, model.y) for t in theta[~bad]])
+    assert result.history["loss"][0] == pytest.approx(exact, rel=1e-12)
+
+
+def test_a_model_that_always_fails_ends_the_run_with_its_traceback():
+    def loss(theta, data):
+        raise RuntimeError("no such model")
+
+    inference = VI(loss, MeanFieldGaussian(2), ("norm",), Adam(), root=ROOT)
+    with pytest.raises(WorkerError, match="failed for all 10 draws of epoch 0: it raised for 10(.|\n)*no such model"):
+        inference.run(None, 3)
+    with pytest.raises(WorkerError, match="returned NaN or infinity for 10"):
+        VI(lambda theta, data: anp.sum(theta) * np.inf, MeanFieldGaussian(2), ("norm",), Adam()).run(None, 3)
+    assert VI(lambda theta, data: anp.sum(theta**2), MeanFieldGaussian(2), ("norm",), Adam()).run(None, 1).epochs == 1
+
+
+def test_steps_that_are_too_long_say_so_on_all_ranks():
+    model = Conjugate(2)
+    inference = VI(model.loss, MeanFieldGaussian(2), model.prior, Adam(1e300), root=ROOT)
+    with pytest.raises((FloatingPointError, WorkerError), match="finite|failed"):
+        inference.run(model.y, 20)
+
+
+def test_few_draws_for_many_ranks_are_allowed_with_a_warning(caplog):
+    with caplog.at_level(logging.WARNING, logger="mpiad"):
+        assert short_run(samples=1).epochs == 7
+    said = "leave" in caplog.text
+    assert said is (COMM.rank == 0 and COMM.size > 1)
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize(
+    "given",
+    [
+        scipy.stats.norm(0.4, 2.0), ("norm", 0.4, 2.0), [("norm", 0.4, 2.0), scipy.stats.norm(-1, 0.5)],
+        scipy.stats.multivariate_normal([0.3, -0.2], [[2.0, 0.5], [0.5, 1.0]]), ("gamma", 3.0), scipy.stats.t(4, 1, 2),
+        [("uniform", -2, 9), ("lognorm", 0.7)],
+    ],
+    ids=str,
+)  # fmt: skip
+def test_priors_are_scipys_with_their_derivative(given):
+    prior = Prior(given, 2)
+    theta = np.array([[0.5, 1.3], [1.7, 0.4]])
+    if hasattr(given, "cov"):
+        expected = given.logpdf(theta)
+    else:
+        pair = given if isinstance(given, list) else [given, given]
+        frozen = [getattr(scipy.stats, g[0])(*g[1:]) if isinstance(g, tuple) else g for g in pair]
+        expected = frozen[0].logpdf(theta[:, 0]) + frozen[1].logpdf(theta[:, 1])
+    np.testing.assert_allclose(prior.log_prob(theta), expected, rtol=1e-12)
+    from autograd import grad
+
+    slope = grad(lambda x: anp.sum(prior.log_prob(x)))(theta)
+    for k in range(2):
+        step = np.eye(2)[k] * 1e-5
+        change = (prior.log_prob(theta + step) - prior.log_prob(theta - step)) / 2e-5
+        np.testing.assert_allclose(slope[:, k], change, rtol=1e-6, atol=1e-7)
+
+
+def make(**changes):
+    given = {"loss": lambda t, d: anp.sum(t), "posterior": MeanFieldGaussian(2), "prior": ("norm",), "optimizer": Adam()}
+    return VI(**{**given, **changes})
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize(
+    "changes, kind, text",
+    [
+        ({"loss": 3}, TypeError, "loss must be a function, but got int 3"),
+        ({"posterior": "normal"}, TypeError, "posterior must have initial, draw, log_prob"),
+        ({"optimizer": "adam"}, TypeError, "optimizer must have setup, update"),
+        ({"prior": 5}, TypeError, "int 5"),
+        ({"prior": ("normaal",)}, ValueError, "no continuous distribution 'normaal'"),
+        ({"prior": [("norm",)] * 3}, ValueError, "dimension 2, but the prior is of 3"),
+        ({"prior": scipy.stats.multivariate_normal(np.zeros(3))}, ValueError, "dimension 2, but the prior 3"),
+        ({"w": -1}, ValueError, "-1"),
+        ({"n_samples_per_epoch": 0}, ValueError, "n_samples_per_epoch.*0"),
+        ({"gradient": "exact"}, ValueError, "'pathwise', 'score', but got 'exact'"),
+        ({"divergence": "closed", "prior": ("gamma", 2.0)}, ValueError, "needs a Gaussian posterior and a normal prior"),
+    ],
+)
+def test_what_cannot_be_used_is_refused(changes, kind, text):
+    with pytest.raises(kind, match=text):
+        make(**changes)
+
+
+@pytest.mark.parametrize("wrong", [{"n_epochs": 0}, {"n_epochs": 2.5}, {"max_epochs_without_improvement": 0}])
+def test_arguments_of_run_are_checked_on_all_ranks(wrong):
+    given = wrong if COMM.rank == ROOT else {"n_epochs": 1}
+    with pytest.raises(ValueError, match="must be an integer above zero"):
+        make().run(None, **given)
+
+
+@pytest.mark.serial
+def test_results_tell_and_draw(tmp_path):
+    pytest.importorskip("matplotlib").use("Agg")
+    result = short_run()
+    assert result.quantile([0.1, 0.9]).shape == (2, 2)
+    np.testing.assert_allclose(result.mean(), result.samples.mean(0))
+    lines = result.summary(["slope", "offset"]).splitlines()
+    assert [line.split()[0] for line in lines[1:3]] == ["slope", "offset"]
+    assert "7 epochs" in lines[-1]
+    assert result.draw(5).shape == (5, 2)
+    assert result.log_prob(result.draw(5)).shape == (5,)
+    result.plot_corner(["slope", "offset"], truth=[0.0, 1.0]).savefig(tmp_path / "corner.png")
+    axes = result.plot_predictive(lambda t: t[0] * np.arange(4.0), np.arange(4.0), np.zeros(4))
+    axes.figure.savefig(tmp_path / "predictive.png")
+    assert all((tmp_path / name).stat().st_size > 1000 for name in ("corner.png", "predictive.png"))
