@@ -56,10 +56,8 @@ def test_ten_dimensions_reach_the_exact_posterior_and_evidence():
 @pytest.mark.parametrize("divergence", ["closed", "draws"])
 def test_noisier_estimators_reach_it_roughly(divergence):
     model, epochs = Conjugate(2), 300
-    inference = VI(
-        model.loss, FullRankGaussian(2, sd=0.2), model.prior, falling(0.1, epochs), n_samples_per_epoch=12, divergence=divergence,
-        root=ROOT,
-    )  # fmt: skip
+    options = {"n_samples_per_epoch": 12, "divergence": divergence, "root": ROOT}
+    inference = VI(model.loss, FullRankGaussian(2, sd=0.2), model.prior, falling(0.1, epochs), **options)
     result = inference.run(model.y, epochs)
     mean, covariance = inference.posterior.moments(result.params)
     assert np.all(abs(mean - model.mean) < 0.2 * np.sqrt(np.diag(model.covariance)))
