@@ -63,6 +63,7 @@ class Agglomeration:
             return self._gathered(block)
 
     def _gathered(self, block: np.ndarray) -> Any:
+        # A block of the level above may own no coarse point at all.
         if self._leader != self._rank and block.size:
             mpi_send(np.array(block), self._leader, _TAG_GATHER, self._comm)
         if self.box is None:
@@ -96,6 +97,7 @@ class Agglomeration:
             return self._scattered(whole)
 
     def _scattered(self, whole: Any) -> np.ndarray:
+        # With the layer around it, which saves the exchange that interpolation would need.
         mine = self._mine.grown(1)
         if self.box is None:
             return mpi_wait(mpi_irecv(np.empty(mine.shape), self._leader, _TAG_SCATTER, self._comm))

@@ -28,6 +28,7 @@ class Coarsest:
 
     def __init__(self, stack: np.ndarray, periodic: tuple[bool, ...], singular: bool):
         self._shape, self._periodic = stack.shape[1:], periodic
+        # Without one row and column the rest of a singular operator of this kind isn't singular.
         self._kept = stack[0].size - singular
         self._factors = splu(_matrix(stack, periodic)[: self._kept, : self._kept]) if self._kept else None
 
@@ -60,6 +61,7 @@ def _matrix(stack: np.ndarray, periodic: tuple[bool, ...]) -> Any:
             if periodic[axis]:
                 there[axis] = there[axis] % n
             inside &= (there[axis] >= 0) & (there[axis] < n)
+        # On a ring of one or two points an offset leads to the point itself, or two to the same: entries are added up.
         inside &= coupling != 0
         rows.append(here.reshape(shape)[inside])
         columns.append(np.ravel_multi_index([along[inside] for along in there], shape))

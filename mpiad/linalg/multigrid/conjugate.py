@@ -82,6 +82,7 @@ def conjugate(
         if len(history) > tolerance.maxiter:
             found = f"the residual didn't fall to {target:.3e} within maxiter={tolerance.maxiter} iterations"
             _fail(used, f"{found}; spacings that differ much take more of them", history)
+        # Both belong to the level, and are overwritten by its next cycle.
         z = level.cycle(r)
         w = level.product_after(r)
         rz, wz = _sums(used, np.vdot(r, z), np.vdot(w, z))
@@ -107,6 +108,7 @@ def _sums(used: Channel, *local: float) -> list[float]:
 
 
 def _norm(used: Channel, r: LocalArray, name: str) -> float:
+    # NaN on one rank makes the sum NaN on all, which so agree that something is wrong.
     square = _sums(used, np.vdot(r, r))[0]
     if not math.isfinite(square):
         bad = int(np.count_nonzero(~np.isfinite(r)))

@@ -89,6 +89,7 @@ class Elliptic:
             kappa = kappa * np.ones(self.domain.local_shape)
         if stop(kappa).dtype != stop(u).dtype:
             kappa = kappa.astype(stop(u).dtype)
+        # Beside a given value the flux is κ u over the spacing: a multiple of u at the last points.
         total = (self.walls.astype(stop(u).dtype) * kappa + c) * u
         # Beyond a side without flux u is continued by itself; what a given value adds is in the walls.
         padded, medium = self.domain.exchange([u, kappa], "edge", corners=False)
@@ -118,6 +119,7 @@ class Elliptic:
             across = _along(medium, axis, ndim)
             faces = (across(1, None) + across(0, -1)) * (0.5 / step**2)
             inside = _along(faces, axis, ndim, cut=False)
+            # Nothing is coupled across a physical side: what a given value there adds is on the diagonal.
             for place, rank in zip((slice(0, 1), slice(-1, None)), pair):
                 if rank is None:
                     inside(place.start, place.stop)[...] = 0.0

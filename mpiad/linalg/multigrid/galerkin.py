@@ -34,6 +34,7 @@ def coarse_operator(stencil: Stencil, weights: Weights, halo: LevelHalo) -> np.n
     """
     layout = stencil.layout
     products = {colour: _product(stencil, weights, colour) for colour in layout.colours}
+    # Restriction reads the rows of neighbouring points, which other ranks may own.
     halo.fill({colour: rows for colour, (rows, _) in products.items()})
     ndim = len(layout.shape)
     out = np.zeros((3**ndim, layout.size))
@@ -42,6 +43,7 @@ def coarse_operator(stencil: Stencil, weights: Weights, halo: LevelHalo) -> np.n
         for k, corner in enumerate(corners(colour)):
             there = layout.shifted(corner, -1)
             for number, target in enumerate(targets):
+                # A row is counted from the coarse point at its own entry, a target from the one that is restricted to.
                 row = at.get(tuple(s + t for s, t in zip(target, corner)))
                 if row is not None:
                     part = rows[row, there]

@@ -79,6 +79,7 @@ class LevelHalo:
 
     def _fill_along(self, whole: dict[Colour, np.ndarray], sides: list[_Side]) -> None:
         coming = []
+        # A ring on one rank has this rank on both sides.
         here = [side for side in sides if side.rank == self._rank]
         away = [side for side in sides if side.rank != self._rank]
         for side in away:

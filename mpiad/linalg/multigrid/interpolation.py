@@ -45,6 +45,7 @@ def interpolation(stencil: Stencil, halo: LevelHalo) -> Weights:
     """
     weights: Weights = {}
     colours = stencil.layout.colours
+    # Points between two coarse points first: those in the middle of four or eight are interpolated from them.
     for odd in range(1, len(colours[0]) + 1):
         found = {colour: _weights(stencil, weights, colour) for colour in colours if sum(colour) == odd}
         halo.fill(found)

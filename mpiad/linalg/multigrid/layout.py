@@ -68,6 +68,7 @@ class Layout:
         self.shape: Shape = tuple((high + 1) // 2 - start + 2 for high, start in zip(box.high, self.first))
         self.size = math.prod(self.shape)
         self.strides = tuple(math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
+        # The first point's entry is one further along each dimension, for the halo; so the last one's from the end.
         margin = sum(self.strides)
         self.inner = slice(margin, self.size - margin)
         self.colours: list[Colour] = list(itertools.product((0, 1), repeat=len(self.shape)))
@@ -82,6 +83,7 @@ class Layout:
         """Return the points of a colour within its array, and within the block with `rim` points around it."""
         entries, points = [], []
         for parity, low, high, first in zip(colour, self.box.low, self.box.high, self.first):
+            # Entry k stands for the point 2k + parity: k begins and ends at the next whole number.
             start, stop = ((bound - parity + 1) // 2 for bound in (low - rim, high + rim))
             entries.append(slice(start - first + 1, stop - first + 1))
             points.append(slice(2 * start + parity - (low - rim), None, 2))

@@ -43,6 +43,7 @@ class Level:
     def __init__(self, stencil: Stencil, weights: Weights, halo: LevelHalo, below: Below):
         self.layout, self._stencil, self._halo, self._below = stencil.layout, stencil, halo, below
         self._weights, self._later = weights, _later(stencil.sweep)
+        # Kept from cycle to cycle: new memory costs more than the arithmetic. Halos beyond physical sides stay zero.
         self._u = np.zeros((len(self.layout.colours), self.layout.size))
         self._residual = np.zeros_like(self._u)
         self._coarse = np.zeros(self.layout.size)
@@ -102,6 +103,7 @@ class Level:
         for colour in group:
             row = self.layout.row[colour]
             known = f[row, inner]
+            # Entries that are no points of this rank have zero for an inverse: they become zero, until the halo is filled.
             if among != []:
                 self._sum[:] = known
                 self._stencil.neighbours(self._sum, self._u, colour, among)
@@ -149,6 +151,7 @@ class Level:
             if not any(colour):
                 u += self._coarse[inner]
                 continue
+            # The weights at a point, times the values of the coarse points around it; restricting is the transpose.
             for weight, corner in zip(self._weights[colour], corners(colour)):
                 np.multiply(weight[inner], self._coarse[layout.shifted(corner)], out=self._part)
                 u += self._part

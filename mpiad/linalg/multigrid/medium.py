@@ -81,6 +81,7 @@ def has_constants(sides: Sides, c: LocalArray, mean_zero: bool, used: Channel) -
 
 def jumps(kappa: LocalArray, used: Channel) -> bool:
     """Tell whether κ varies so much that a cycle must do more; all ranks of the domain call it."""
+    # One reduction for both: the least is minus the greatest of the negatives.
     highest, lowest = allreduce(used, np.array([kappa.max(), -kappa.min()]), MAX, _CALL)
     return bool(highest > -_SMOOTH * lowest)
 

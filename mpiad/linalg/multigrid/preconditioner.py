@@ -169,6 +169,7 @@ class Multigrid:
             error = found
         with suspended():
             raise_together(self._used, error)
+            # In double precision whatever b is: a residual of 1e-8 is below what single precision resolves.
             wide = self._centred(b.astype(np.float64))
             start = None if x0 is None else self._centred(x0.astype(np.float64))
             r = wide if start is None else self._centred(wide - self.matvec(start))
@@ -200,6 +201,7 @@ class Multigrid:
 
     def _levels(self) -> Any:
         ndim = len(self.domain.shape)
+        # The row sums of the operator are what sides and c add.
         diagonal, couplings = self.operator.walls * self.kappa + self.c, {}
         for axis, (before, after) in enumerate(self.operator.couplings(self.kappa)):
             diagonal = diagonal + before + after

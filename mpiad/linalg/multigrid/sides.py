@@ -63,6 +63,7 @@ def _fixed(domain: Domain, boundary: Any, call: str) -> tuple[tuple[bool, bool],
         if len(pair) != 2 or any(kind not in _KINDS for kind in pair):
             raise ValueError(f"{call}: boundary must be {_ALLOWED}, but got {boundary!r}.")
     return tuple(
+        # A ring has no sides, whatever is said of them.
         (False, False) if wraps else (low == _KINDS[0], high == _KINDS[0])
         for (low, high), wraps in zip(pairs, domain.periodic)
     )

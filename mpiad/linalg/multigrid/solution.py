@@ -106,6 +106,7 @@ def _adjoint(
     def vjp(g: LocalArray) -> list:
         multiplier = _solution(g, kappa, c, levels=levels, settings=settings)
         pull, _ = make_vjp(_product(levels))([ans, kappa, c])
+        # The first part, Aᵀ λ, is ū again.
         _, of_kappa, of_c = pull(multiplier)
         return [multiplier, -of_kappa, -of_c]
 

@@ -110,6 +110,7 @@ class Spread:
         """Return the spread with neighbouring blocks made one, until none that has neighbours is shorter than `least`."""
         cuts, ranks = list(self.cuts), list(self.ranks)
         for axis in range(len(cuts)):
+            # Pairs, so that a leader gathers from few: a level later it may be pairs of pairs.
             while len(ranks[axis]) > 1 and Spread(tuple(cuts), tuple(ranks), self.periodic).smallest(axis) < least:
                 cuts[axis] = (*cuts[axis][:-1][::2], cuts[axis][-1])
                 ranks[axis] = ranks[axis][::2]

@@ -41,6 +41,7 @@ class Stencil:
         self.inverse = np.divide(1.0, diagonal, out=np.zeros_like(diagonal), where=diagonal > 0)
         self.sweep = _sweep(layout.colours, any(np.count_nonzero(offset) > 1 for offset in couplings))
         self._terms = {colour: self._terms_of(colour) for colour in layout.colours}
+        # The slices of all neighbours are found once: on small levels finding them takes longer than using them.
         self._product = np.empty(layout.inner.stop - layout.inner.start)
 
     def _terms_of(self, colour: Colour) -> list[tuple[Colour, int, slice, np.ndarray]]:
