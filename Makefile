@@ -70,6 +70,7 @@ bench: $(VENV)/.ready ## measure primitives, their watch, local adjoints, ensemb
 	@$(LAUNCH) --ranks 2 --limit 600 -- benchmarks/multigrid.py
 	@$(LAUNCH) --ranks 2 --limit 600 -- benchmarks/domain.py
 	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/wave.py
+	@$(LAUNCH) --ranks 2 --limit 600 -- benchmarks/optimize_peers.py
 
 bench-peers: ## install the libraries that are measured beside mpiad, into .venv-peers (gigabytes)
 	@PYTHON="$(PYTHON)" benchmarks/peers/install.sh

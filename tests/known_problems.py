@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import autograd.numpy as anp
@@ -61,6 +62,15 @@ def logistic(x: Any) -> Any:
     return anp.mean(anp.logaddexp(0.0, -_LABELS * (_TABLE @ x))) + 1e-3 * anp.sum(x**2)
 
 
+_CELLS = np.loadtxt(Path(__file__).parent / "data" / "breast_cancer.csv", delimiter=",")
+_BENIGN = 2.0 * _CELLS[:, -1] - 1.0
+_MEASURED = np.column_stack([(_CELLS[:, :-1] - _CELLS[:, :-1].mean(0)) / _CELLS[:, :-1].std(0), np.ones(len(_CELLS))])
+
+
+def breast_cancer(x: Any) -> Any:
+    return anp.mean(anp.logaddexp(0.0, -_BENIGN * (_MEASURED @ x))) + 1e-3 * anp.sum(x**2)
+
+
 PROBLEMS = {
     "rosenbrock-2": Known(rosenbrock, np.tile([-1.2, 1.0], 1), 0.0),
     "rosenbrock-10": Known(rosenbrock, np.tile([-1.2, 1.0], 5), 0.0),
@@ -71,5 +81,6 @@ PROBLEMS = {
     "wood": Known(wood, np.array([-3.0, -1.0, -3.0, -1.0]), 0.0),
     "brown": Known(brown_almost_linear, np.full(10, 0.5), 0.0),
     "quadratic": Known(ill_conditioned, np.zeros(1000), 0.0),
+    "breast-cancer": Known(breast_cancer, np.zeros(31), None),
     "logistic": Known(logistic, np.zeros(20), None),
 }
