@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from mpiad.optimize.sharded.box import Box
+from mpiad.optimize.sharded.compiled import arithmetic_for
 from mpiad.optimize.sharded.point import Point
 from mpiad.optimize.sharded.recursion import combination
 from mpiad.optimize.sharded.ring import Ring
@@ -47,13 +48,15 @@ class Memory:
         Which row holds what.
     tiles : Tiles
         The rows.
+    arithmetic : Arithmetic
+        What works on them.
     """
 
     def __init__(self, size: int, maxcor: int, box: Box | None, totals: Totals):
         self._size, self._box, self._totals = size, box, totals
         self.ring = Ring(maxcor)
         height = self.ring.height
-        self.tiles = Tiles(height, size)
+        self.tiles, self.arithmetic = Tiles(height, size), arithmetic_for(size)
         # A row of steps holds the direction; the step is so many times as long.
         self._lengths = np.ones(height)
         self._products, self._with_gradient = np.zeros((height, height)), np.zeros(height)  # on the root
@@ -150,15 +153,13 @@ class Memory:
         parts, newest, current, square = self.ring.parts(), self.ring.newest, self.ring.gradient, 0.0
         for _, tile in self.tiles:
             gradient = tile[current]
-            square += gradient @ gradient
             if keep:
-                y = tile[newest]
-                np.subtract(gradient, y, out=y)
-                for rows, places in parts:
-                    of_change[places] += tile[rows] @ y
+                square += self.arithmetic.change(gradient, tile[newest])
+                self.arithmetic.add_products(tile, parts, tile[newest], of_change)
+            else:
+                square += gradient @ gradient
             if anew:
-                for rows, places in parts:
-                    of_gradient[places] += tile[rows] @ gradient
+                self.arithmetic.add_products(tile, parts, gradient, of_gradient)
         return np.concatenate([of_change, of_gradient[:-1], [square]])
 
     def _products_of_free(self, new: Point, before: Point | None) -> np.ndarray:
@@ -206,13 +207,10 @@ class Memory:
 
     def direction(self, at: Point) -> Iterator[tuple[slice, np.ndarray]]:
         """Make the direction at a point, for which `update` was called last; yield its blocks when they are made."""
-        parts = [(rows, self._coefficients[places]) for rows, places in self.ring.parts()]
-        current = self.ring.gradient
+        parts, current = self.ring.parts(), self.ring.gradient
         for part, tile in self.tiles:
             piece = tile[current + 1]
-            np.matmul(parts[0][1], tile[parts[0][0]], out=piece)
-            for rows, coefficients in parts[1:]:
-                piece += coefficients @ tile[rows]
+            self.arithmetic.combine(tile, parts, self._coefficients, piece)
             if self._box is not None:
                 free = self._box.free(at.x[part], tile[current], at.norm, part)
                 np.copyto(piece, self._box.way(at.x[part], tile[current], part), where=~free)

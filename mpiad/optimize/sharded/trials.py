@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from mpiad.optimize.sharded.arithmetic import largest_of
 from mpiad.optimize.sharded.box import Box
 from mpiad.optimize.sharded.memory import Memory
 from mpiad.optimize.sharded.pieces import PieceEvaluation
@@ -58,13 +59,12 @@ class Trials:
         point.step = step
         lent = self._evaluation.lend()
         for part, way in direction:
-            piece = point.x[part]
-            np.multiply(way, step, out=piece)
-            piece += here.x[part]
-            if self._box is not None:
-                point.clipped |= self._box.project(piece, part)
-            if lent is not None:
-                np.copyto(lent[part], piece)
+            piece, copy = point.x[part], None if lent is None else lent[part]
+            self._memory.arithmetic.move(here.x[part], way, step, piece, copy)
+            if self._box is not None and self._box.project(piece, part):
+                point.clipped = True
+                if copy is not None:
+                    np.copyto(copy, piece)
         return self._evaluated(point, here)
 
     def release(self, point: Point) -> None:
@@ -74,13 +74,11 @@ class Trials:
     def _evaluated(self, point: Point, here: Point | None) -> Point:
         self.count += 1
         value, gradient = self._evaluation.both(point.x)
-        trial, terms, largest = self._memory.ring.trial, [0.0] * 4, 0.0
+        terms, largest = [0.0] * 4, 0.0
         for part, tile in self._memory.tiles:
-            np.copyto(tile[trial], gradient[part])  # type: ignore[index]
-            largest = max(largest, self._largest(point, tile[trial], part))
-            if here is not None:
-                products = self._products(point, here, tile, part)
-                terms = [term + product for term, product in zip(terms, products)]
+            measured = self._measured(point, here, gradient[part], tile, part)  # type: ignore[index]
+            largest = max(largest, measured[0])
+            terms = [term + product for term, product in zip(terms, measured[1:])]
         broken = not math.isfinite(largest)
         numbers = self._totals.of(terms, [0.0 if broken else largest, broken, point.clipped], [value])
         point.slope, point.predicted, point.met, square, point.norm, any_broken, clipped, point.value = numbers
@@ -88,21 +86,27 @@ class Trials:
         point.finite = not any_broken and math.isfinite(point.value) and math.isfinite(point.slope)
         return point
 
-    def _largest(self, point: Point, gradient: np.ndarray, part: slice) -> float:
-        size = max(float(gradient.max()), -float(gradient.min()))
-        # NaN too: where a gradient isn't finite, its projected step may be.
-        if not size < math.inf:
-            return math.inf
-        return size if self._box is None else float(np.max(np.abs(self._box.way(point.x[part], gradient, part))))
+    def _measured(
+        self, point: Point, here: Point | None, gradient: np.ndarray, tile: np.ndarray, part: slice
+    ) -> tuple[float, float, float, float, float]:
+        """Put a stretch of the gradient into the memory; return its largest entry, and its terms.
 
-    def _products(self, point: Point, here: Point, tile: np.ndarray, part: slice) -> tuple[float, float, float, float]:
-        """Return terms of the slope, of the changes that the gradients before and here predict, and of the way's square."""
-        before = self._memory.ring.gradient
-        gradient, direction = tile[self._memory.ring.trial], tile[before + 1]
+        The terms are those of the slope, of the changes that the gradients before and here predict, and of the square of
+        the way.
+        """
+        before, trial = self._memory.ring.gradient, tile[self._memory.ring.trial]
+        direction = tile[before + 1]
         if self._box is None:
-            slope = float(gradient @ direction)
-            return slope, 0.0, 0.0, point.step**2 * float(direction @ direction)
+            largest, slope, square = self._memory.arithmetic.take(gradient, direction, trial)
+            return largest, slope, 0.0, 0.0, 0.0 if here is None else point.step**2 * square
+        np.copyto(trial, gradient)
+        # Where a gradient isn't finite, its projected step may be.
+        largest = largest_of(trial)
+        if largest < math.inf:
+            largest = float(np.max(np.abs(self._box.way(point.x[part], trial, part))))
+        if here is None:
+            return largest, 0.0, 0.0, 0.0, 0.0
         moved = point.x[part] - here.x[part]
         inside = self._box.inside(point.x[part], part)
-        slope, square = float(gradient @ (direction * inside)), float(moved @ moved)
-        return slope, float(tile[before] @ moved), float(gradient @ moved), square
+        slope, square = float(trial @ (direction * inside)), float(moved @ moved)
+        return largest, slope, float(tile[before] @ moved), float(trial @ moved), square
