@@ -1,9 +1,10 @@
 """Distributed solves, linear and not, differentiated by the implicit function theorem."""
 
+from mpiad.linalg import petsc
 from mpiad.linalg.additive_schwarz import AdditiveSchwarz
 from mpiad.linalg.matrix_row_block import MatrixRowBlock
 from mpiad.linalg.multigrid import Elliptic, Multigrid, solve_elliptic
 from mpiad.linalg.newton import newton
 from mpiad.linalg.solve import solve
 
-__all__ = ["AdditiveSchwarz", "Elliptic", "MatrixRowBlock", "Multigrid", "newton", "solve", "solve_elliptic"]
+__all__ = ["AdditiveSchwarz", "Elliptic", "MatrixRowBlock", "Multigrid", "newton", "petsc", "solve", "solve_elliptic"]

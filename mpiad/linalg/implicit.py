@@ -50,6 +50,8 @@ class Problem(NamedTuple):
     preconditioner_transpose : callable, "derived" or None
     transposed : bool
         Whether the system is that of the transposed operator.
+    solver : callable or None
+        ``solver(params, transposed)`` makes the method, where it isn't one of this library's.
     """
 
     matvec: Function
@@ -59,6 +61,7 @@ class Problem(NamedTuple):
     start: LocalArray | None = None
     preconditioner_transpose: Any = None
     transposed: bool = False
+    solver: Callable[..., Method] | None = None
 
     def with_tolerance(self, rtol: float) -> Problem:
         """Return the problem to another tolerance, believed without a look at the true residual."""
@@ -94,6 +97,12 @@ class Problem(NamedTuple):
         if callable(given):
             return lambda u: given(u, *params)
         return transposed_function(lambda u: self.matvec(u, *params), like)
+
+    def method(self, leaves: Any) -> Method:
+        """Return the iteration."""
+        if self.solver is not None:
+            return self.solver(tuple(self.build(leaves)), self.transposed)
+        return METHODS[self.settings.method]
 
     def system(self, leaves: Any, b: LocalArray) -> System:
         """Return the system on plain blocks."""
@@ -137,7 +146,7 @@ def solution(b: LocalArray, *leaves: Any, problem: Problem) -> LocalArray:
     -------
     One solve with the transposed operator, which for conjugate gradients is the operator itself, conjugated.
     """
-    return iterate(METHODS[problem.settings.method], problem.system(leaves, b), b, problem.start)
+    return iterate(problem.method(leaves), problem.system(leaves, b), b, problem.start)
 
 
 def _adjoint(ans: LocalArray, b: LocalArray, *leaves: Any, problem: Problem) -> Callable:

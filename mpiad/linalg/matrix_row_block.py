@@ -219,7 +219,7 @@ class MatrixRowBlock:
         -------
         One solve with the transpose: b gets λ = A⁻ᵀ x̄, and each of the values -x_column λ_row.
         """
-        return self._solve(_Product(self._pattern, False), b, method, preconditioner, settings)
+        return self._solve(self.operator(), b, method, preconditioner, settings)
 
     def _solve(self, matvec: _Product, b: LocalArray, method: str, preconditioner: Any, settings: dict) -> LocalArray:
         self._require_square("solve")
@@ -231,6 +231,10 @@ class MatrixRowBlock:
         return solve(
             matvec, b, self.values, method=method, preconditioner=preconditioner, comm=self.comm, **settings
         )
+
+    def operator(self) -> _Product:
+        """Return ``operator(u, values)``, the product as `solve` takes it, with its transpose."""
+        return _Product(self._pattern, False)
 
     def local_rows(self) -> Any:
         """Return this rank's rows as SciPy's CSR with all columns; values alone, without derivatives."""

@@ -1,0 +1,185 @@
+"""`petsc.solve`: PETSc's Krylov methods and preconditioners by their options' names, differentiated like `solve`.
+
+PETSc solves for corrections: what it returns is looked at by the true residual, and it is asked again where that isn't
+small enough, so that its results meet the same promise as those of the library's own methods. petsc4py is imported when it
+is first needed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from mpiad._typing import Comm, Function, LocalArray, Tree
+from mpiad.differentiation.trees import flatten
+from mpiad.linalg.implicit import Problem, solution
+from mpiad.linalg.iteration import Method
+from mpiad.linalg.matrix_row_block import MatrixRowBlock
+from mpiad.linalg.settings import Settings, mistake_in
+from mpiad.linalg.system import System
+from mpiad.primitives import stop
+from mpiad.transport import Channel, channel
+from mpiad.transport.agreement import raise_together
+from mpiad.transport.recovery import recoverable
+
+__all__ = ["solve"]
+
+_CALL = "linalg.petsc.solve"
+_prefixes = itertools.count()
+
+
+@recoverable(_CALL)
+def solve(
+    operator: Function | MatrixRowBlock,
+    b: LocalArray,
+    *params: Tree,
+    options: dict[str, Any] | None = None,
+    rtol: float = 1e-8,
+    atol: float = 0.0,
+    maxiter: int | None = None,
+    x0: LocalArray | None = None,
+    verify: bool = True,
+    comm: Comm = None,
+) -> LocalArray:
+    """Solve A(params) u = b with PETSc, each rank holding a block of u and b; derivatives as of `mpiad.linalg.solve`.
+
+    Parameters
+    ----------
+    operator : callable or MatrixRowBlock
+        ``operator(u, *params)`` as `solve` takes it, which PETSc sees as a shell matrix; or a sparse matrix, which every
+        preconditioner of PETSc's can use.
+    b : array
+        Of PETSc's scalar type, float64 or complex128 by how it was built.
+    *params : nest of arrays
+        What the operator depends on; none with a MatrixRowBlock, whose values take their place.
+    options : dict, optional
+        As on PETSc's command line, without the dash: ``{"ksp_type": "gmres", "pc_type": "gamg"}``.
+    rtol, atol, maxiter, x0, verify, comm
+        As in `solve`.
+
+    Returns
+    -------
+    array of the shape and dtype of `b`
+
+    Raises
+    ------
+    ImportError
+        Where petsc4py isn't installed.
+    TypeError, ValueError, ConvergenceError
+        On all ranks, as in `solve`; where PETSc gives up, with the name of its reason.
+
+    Ranks
+    -----
+    All ranks of `comm` call it, with the same options.
+
+    Adjoint
+    -------
+    One solve with the transposed operator and the same options.
+    """
+    petsc = _imported()
+    matrix = operator if isinstance(operator, MatrixRowBlock) else None
+    comm = matrix.comm if matrix is not None else comm
+    used = channel(comm, _CALL)
+    settings = Settings("petsc", rtol, atol, maxiter, comm, None, verify=verify, call=_CALL)
+    raise_together(used, _mistake(petsc, operator, stop(b), params, settings))
+    matvec: Any = operator if matrix is None else matrix.operator()
+    leaves, build = flatten(params if matrix is None else (matrix.values,))
+    method = _method(petsc, used, matrix, dict(options or {}))
+    start = None if x0 is None else stop(x0)
+    return solution(b, *leaves, problem=Problem(matvec, None, build, settings, start, solver=method))
+
+
+def _imported() -> Any:
+    try:
+        from petsc4py import PETSc  # type: ignore[import-not-found]
+    except ImportError as error:
+        raise ImportError(
+            f"{_CALL}: petsc4py can't be imported ({error}). Install PETSc and petsc4py (with the MPI of this mpi4py), or "
+            "take mpiad.linalg.solve, whose methods need nothing else."
+        ) from error
+    return PETSc
+
+
+def _mistake(petsc: Any, operator: Any, b: Any, params: tuple, settings: Settings) -> Exception | None:
+    scalar = np.dtype(petsc.ScalarType)
+    if not callable(operator) and not isinstance(operator, MatrixRowBlock):
+        return TypeError(f"{_CALL}: operator must be a function or a MatrixRowBlock, but got {type(operator).__name__}.")
+    if isinstance(operator, MatrixRowBlock) and params:
+        return ValueError(f"{_CALL}: a MatrixRowBlock takes no params, but got {len(params)}.")
+    if not isinstance(b, np.ndarray) or b.dtype != scalar:
+        kind = b.dtype if isinstance(b, np.ndarray) else type(b).__name__
+        return TypeError(f"{_CALL}: b must be an array of {scalar}, as this PETSc was built for, but got {kind}.")
+    return mistake_in(settings, ("petsc",), b.ndim)
+
+
+def _method(petsc: Any, used: Channel, matrix: MatrixRowBlock | None, options: dict[str, Any]) -> Callable[..., Method]:
+    """Return what makes the method of one system, given its values and whether it is the transposed one."""
+
+    def of_system(params: tuple, transposed: bool) -> Method:
+        def method(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, targets: np.ndarray) -> bool:
+            held = _shell(petsc, used, system) if matrix is None else _assembled(petsc, used, matrix, params[0], transposed)
+            # PETSc may measure residuals by their preconditioned norm: only ratios mean the same.
+            rtol = max(0.5 * float(targets[0] / norms[0]), 1e-13)
+            reason, history = _corrected(petsc, used, held, options, x[0], r[0], rtol, system.limit)
+            for norm in history[1:]:
+                system.note(np.array([norm]))
+            if reason < 0:
+                system.fail(f"PETSc gave up: {_name_of(petsc, reason)}. Its options were {options}")
+            return True
+
+        return method
+
+    return of_system
+
+
+def _shell(petsc: Any, used: Channel, system: System) -> Any:
+    class Context:
+        def mult(self, matrix: Any, x: Any, y: Any) -> None:
+            y.setArray(system.apply(np.array(x.getArray())[None])[0])
+
+    size = system.length, None
+    return petsc.Mat().createPython((size, size), Context(), comm=used.data)
+
+
+def _assembled(petsc: Any, used: Channel, matrix: MatrixRowBlock, values: LocalArray, transposed: bool) -> Any:
+    rows = matrix.with_values(values).local_rows()
+    size = tuple((matrix.local_shape[k], matrix.shape[k]) for k in (0, 1))
+    kind = petsc.IntType
+    csr = rows.indptr.astype(kind), rows.indices.astype(kind), rows.data.astype(petsc.ScalarType)
+    found = petsc.Mat().createAIJ(size, csr=csr, comm=used.data)
+    return found.transpose() if transposed else found
+
+
+def _corrected(
+    petsc: Any, used: Channel, matrix: Any, options: dict[str, Any], x: LocalArray, r: LocalArray, rtol: float, limit: int
+) -> tuple[int, list[float]]:
+    """Add the solution of A d = r to x; return PETSc's reason to stop and the norms of its residuals."""
+    prefix, database = f"mpiad_{next(_prefixes)}_", petsc.Options()
+    for name, value in options.items():
+        database[prefix + name] = value
+    ksp = petsc.KSP().create(comm=used.data)
+    try:
+        ksp.setOptionsPrefix(prefix)
+        ksp.setOperators(matrix)
+        ksp.setTolerances(rtol=rtol, atol=0.0, max_it=limit)
+        ksp.setConvergenceHistory()
+        ksp.setFromOptions()
+        right = petsc.Vec().createWithArray(np.array(r), comm=used.data)
+        step = right.duplicate()
+        ksp.solve(right, step)
+        x += step.getArray()
+        return int(ksp.getConvergedReason()), [float(norm) for norm in ksp.getConvergenceHistory()]
+    finally:
+        for name in options:
+            database.delValue(prefix + name)
+        ksp.destroy()
+        matrix.destroy()
+
+
+def _name_of(petsc: Any, reason: int) -> str:
+    reasons = vars(petsc.KSP.ConvergedReason)
+    names = [name for name, value in reasons.items() if value == reason and not name.startswith("_")]
+    return names[0] if names else f"reason {reason}"
