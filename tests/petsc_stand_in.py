@@ -1,4 +1,4 @@
-"""What `mpiad.linalg.petsc` calls of petsc4py, made of NumPy and dense matrices: it shows what it is given, and isn't PETSc."""
+"""What `mpiad.linalg.petsc` calls of petsc4py, made of NumPy: it shows what it is given, and isn't PETSc."""
 
 import sys
 import types

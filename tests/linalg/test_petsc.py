@@ -1,4 +1,4 @@
-"""The adapter to PETSc: with PETSc itself where petsc4py is installed; everywhere with a stand-in, which shows what it gets."""
+"""The adapter to PETSc: with PETSc where petsc4py is installed; everywhere with a stand-in, which shows what it gets."""
 
 import importlib.util
 
