@@ -116,7 +116,8 @@ class IteratesOfPoints(Iterates):
             return start
         self.record.restore(found["history"])
         points.counts.update(zip(points.counts, found["counts"].tolist()))
-        points.iterate, self.done, self._last = points.at(found["x"]), self.count, found["x"]
+        points.iterate, self.done = points.at(found["x"]), self.count
+        self._step_to(found["x"])
         return found["x"]
 
     def counted(self, result: scipy.optimize.OptimizeResult) -> scipy.optimize.OptimizeResult:

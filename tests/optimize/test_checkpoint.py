@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import autograd.numpy as anp
@@ -76,6 +78,37 @@ def test_an_exception_leaves_what_was_written(folder: Path, rank: int, size: int
     assert len(np.load(checkpoint.file)["history"]) in (5, 9, 13)
     result = solve(checkpoint)
     assert result.success and result.nit > 13
+
+
+KILLED = """
+import os, signal, sys
+import numpy as np
+import mpiad
+
+path, kill, rank, count = sys.argv[1], int(sys.argv[2]), mpiad.mpi_rank(), [0]
+
+def fun(x):
+    count[0] += 1
+    if rank == 1 and count[0] == kill:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 0 and count[0] == 1 and os.path.exists(path):
+        assert np.array_equal(np.load(path)["x"], mpiad.stop(x))
+    return mpiad.mpi_sum(sum(100.0 * (x[k + 1] - x[k] ** 2) ** 2 + (1.0 - x[k]) ** 2 for k in range(rank, 3, 2)))
+
+start = np.array([0.3, 0.5, -0.2, 0.1])
+result = mpiad.minimize(fun, start, tol=1e-9, checkpoint=mpiad.optimize.Checkpoint(path, every=3))
+print("ended", result.success, bool(np.allclose(result.x, 1.0, atol=1e-4)), len(result.history.loss), count[0])
+"""
+
+
+@pytest.mark.launches
+def test_killed_and_started_again(tmp_path: Path, mpirun: Callable[..., CompletedProcess]) -> None:
+    assert mpirun(2, KILLED, tmp_path / "run.npz", 14).returncode != 0
+    written = len(np.load(tmp_path / "run.npz")["history"])
+    done = mpirun(2, KILLED, tmp_path / "run.npz", 0)
+    ended = next(line for line in done.stdout.splitlines() if line.startswith("ended")).split()
+    assert done.returncode == 0 and ended[1:3] == ["True", "True"]
+    assert 1 < written < int(ended[3])
 
 
 def test_sigterm_of_one_rank_ends_all(folder: Path, rank: int, size: int) -> None:
