@@ -144,7 +144,7 @@ def count_messages(size: int) -> None:
             levels = Multigrid(domain, kappa[domain.owned])
             sent.clear()
             levels(np.ones(domain.local_shape))
-            count, volume = WORLD.allreduce(np.array([len(sent), sum(sent)]), MPI.MAX)
+            count, volume = WORLD.allreduce(len(sent), MPI.MAX), WORLD.allreduce(sum(sent), MPI.MAX)
             say(f"a cycle on {size} x {size}, {name}: at most {count} messages and {volume / 1e3:.0f} kB from one rank")
     halo.mpi_send = agglomeration.mpi_send = mpiad.mpi_send
 
