@@ -100,7 +100,7 @@ class Multigrid:
         Parameters
         ----------
         r : array of shape (..., *local_shape)
-            Not traced.
+            Not traced; of complex arrays both parts take a cycle.
 
         Returns
         -------
@@ -114,6 +114,8 @@ class Multigrid:
         -------
         It is its own transpose, and isn't traced: a preconditioner needs no derivative.
         """
+        if isinstance(r, np.ndarray) and r.dtype.kind == "c":
+            return (self(r.real) + 1j * self(r.imag)).astype(r.dtype)
         r = self._checked(r, "linalg.Multigrid")
         out = np.empty(r.shape, r.dtype)
         with suspended():
@@ -121,6 +123,11 @@ class Multigrid:
                 split = self._layout.split(self._centred(r[index]))
                 out[index] = self._centred(self._layout.join(self._level.cycle(split)))
         return out
+
+    @property
+    def T(self) -> Multigrid:
+        """Itself: a cycle is symmetric."""
+        return self
 
     def solve(
         self,
