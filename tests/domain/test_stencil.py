@@ -226,7 +226,8 @@ def test_leapfrog_is_what_it_is_short_for(rank_rng, rng, boundary, lead):
         found, expected = derive(short), derive(written_out)
         for name in expected:
             np.testing.assert_allclose(found[name], expected[name], 1e-10, 1e-10)
-    check_grads(loss(short), z)
+    # Small, so that the cosines don't turn within the first steps of the check.
+    check_grads(loss(short), {name: 0.2 * value for name, value in z.items()})
 
 
 def test_leapfrog_sends_as_often_back_as_forth(rng, monkeypatch):
