@@ -29,7 +29,7 @@ def heat_error(cells):
     field = a * b * (1 + x * y)
     # Δ(fg) = fΔg + 2∇f·∇g + gΔf with f = sin sin and g = 1 + xy, whose Laplacian is zero.
     curved = -5 * pi**2 * field + 2 * (da * b * y + a * db * x)
-    steps = (cells + 1) // 4
+    steps = (cells + 1) // 2
     step, u = 0.2 / steps, field
     for k in range(steps):
         middle = np.exp(-3 * (k + 0.5) * step)
