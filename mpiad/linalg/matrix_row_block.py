@@ -10,12 +10,15 @@ import scipy.sparse
 from autograd.tracer import getval
 
 from mpiad._typing import Comm, Function, LocalArray, Rank
+from mpiad.domain import Domain
 from mpiad.linalg.gathered_factors import GatheredFactors
 from mpiad.linalg.ghosts import GhostPlan
+from mpiad.linalg.probing import operator_rows
 from mpiad.linalg.rows import local_rows, rows_of
 from mpiad.linalg.solve import solve
 from mpiad.linalg.sparse_products import Pattern, product, transposed_product
 from mpiad.primitives import stop
+from mpiad.primitives.operation import suspended
 from mpiad.transport import channel
 
 __all__ = ["MatrixRowBlock"]
@@ -102,6 +105,37 @@ class MatrixRowBlock:
         """
         rows, columns = rows_of(channel(comm, "MatrixRowBlock.from_scipy"), matrix, root, counts)
         return cls(rows, columns=columns, comm=comm)
+
+    @classmethod
+    def from_operator(cls, matvec: Function, domain: Domain, *params: Any) -> MatrixRowBlock:
+        """Find the matrix of an operator on a domain, by products with (2 halo + 1) fields for each dimension.
+
+        Parameters
+        ----------
+        matvec : callable
+            ``matvec(u, *params)``, linear in u, which looks no further than the domain's halo.
+        domain : Domain
+        *params : nest of arrays
+            No derivative flows to them.
+
+        Returns
+        -------
+        MatrixRowBlock
+            Its vectors are the blocks, flattened: ``A @ u.ravel()`` is ``matvec(u, *params).ravel()``.
+
+        Raises
+        ------
+        TypeError, ValueError
+            On all ranks, where the operator returns something else than an array of the block's shape, isn't linear, or
+            looks further than the halo.
+
+        Ranks
+        -----
+        All ranks of the domain call it.
+        """
+        with suspended():
+            rows, columns = operator_rows(matvec, domain, params)
+        return cls(rows, columns=columns, comm=domain.comm)
 
     def __repr__(self) -> str:
         rows, nnz = self.owned_rows, len(self._pattern.columns)

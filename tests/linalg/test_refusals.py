@@ -214,7 +214,7 @@ def test_iteration_that_stalls(domain, size):
     b = np.zeros(domain.local_shape)
     if domain.owned[0].start == domain.owned[1].start == 0:
         b[0, 0] = 1.0
-    ring = Domain(SHAPE, periodic=True)
+    ring = Domain(SHAPE, periodic=True, dims=domain.dims)
 
     def shift(u):
         return ring.exchange(u)[1:-1, :-2]
