@@ -36,7 +36,7 @@ def noted(fun: Callable[[Any], Any], points: list[bytes], values: list[float]) -
     return noting
 
 
-@pytest.mark.parametrize("limit", [0, 1, 2, 7, 23])
+@pytest.mark.parametrize("limit", [0, 1, 2, 13])
 @pytest.mark.parametrize("method", METHODS)
 def test_maxfun_is_a_hard_cap(method: str, limit: int) -> None:
     points: list[bytes] = []
@@ -50,18 +50,22 @@ def test_maxfun_is_a_hard_cap(method: str, limit: int) -> None:
     assert len(result.history.loss) == result.nit + 1
 
 
+def few(method: str) -> dict[str, int]:
+    """Return options that end a solve soon, also one that goes on without evaluating the objective."""
+    return {"maxfun": 30} if method == "TNC" else {"maxfun": 30, "maxiter": 30}
+
+
 def _no_curvature(x: Any, v: Any) -> Any:
     return 200.0 * v
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_no_point_is_evaluated_twice(method: str) -> None:
-    problems = ("rosenbrock-2", "wood", "beale")
-    for name in problems:
+    for name in ("rosenbrock-2", "wood"):
         fun, start, _ = PROBLEMS[name]
         points: list[bytes] = []
         result = minimize(
-            noted(fun, points, []), start, method=method, objective="mean", hessp=_no_curvature, options={"maxfun": 60}
+            noted(fun, points, []), start, method=method, objective="mean", hessp=_no_curvature, options=few(method)
         )
         # One pass gives the value, and the gradient where it is asked for: no point comes again for it.
         assert len(set(points)) == len(points) == result.evaluations["value"] + result.evaluations["both"]
@@ -82,7 +86,9 @@ def test_derivatives_apart_are_evaluated_once_too(method: str) -> None:
             -360.0 * c * (d - c**2) - 2.0 * (1.0 - c), 180.0 * (d - c**2) + 20.0 * (b + d - 2.0) - 0.2 * (b - d),
         ])
 
-    minimize(noted(fun, values, []), start, method=method, objective="mean", jac=jac, hessp=_no_curvature)
+    minimize(
+        noted(fun, values, []), start, method=method, objective="mean", jac=jac, hessp=_no_curvature, options=few(method)
+    )
     assert len(set(values)) == len(values) and len(set(gradients)) == len(gradients)
 
 
@@ -113,7 +119,7 @@ def test_success_is_finite_and_the_best(
 
     with np.errstate(all="ignore"):
         result = minimize(
-            fun, np.full(n, start), method=method, jac=True, objective="mean", options={"maxfun": 200},
+            fun, np.full(n, start), method=method, jac=True, objective="mean", options=few(method),
             hessp=lambda x, v: v / np.maximum(x, 1e-3) ** 2,
         )
     lowest = min(value for value in values if np.isfinite(value))
@@ -129,11 +135,11 @@ def test_start_that_is_not_finite(method: str, value: float, rank: int, size: in
         return anp.sum(x) * (value if rank == size - 1 else 1.0)
 
     with np.errstate(all="ignore"):
-        result = minimize(fun, np.ones(3), method=method, objective="sum", options={"maxfun": 20}, hessp=_no_curvature)
+        result = minimize(fun, np.ones(3), method=method, objective="sum", options=few(method), hessp=_no_curvature)
     assert not result.success and result.status != 0 and "finite" in result.message
     start = np.full(3, np.nan)
     with np.errstate(all="ignore"):
-        result = minimize(lambda x: anp.sum(x**2), start, method=method, options={"maxfun": 20}, hessp=_no_curvature)
+        result = minimize(lambda x: anp.sum(x**2), start, method=method, options=few(method), hessp=_no_curvature)
     assert not result.success and "finite" in result.message
 
 
