@@ -47,10 +47,14 @@ def installed(side: str) -> bool:
 
 
 def measure(side: str, case: str, n: int, budget: float) -> dict | None:
-    """Run one side's program and return what it measured; None, and its last words, where it fails."""
+    """Run one side's program and return what it measured; None, and its last words, where it fails or takes too long."""
     python = sys.executable if side in OWN else str(PEERS)
     command = [python, str(HERE / "lorenz" / f"side_{side}.py"), case, str(n), "--budget", str(budget)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env={**os.environ, **HEAP})
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env={**os.environ, **HEAP})
+    except subprocess.TimeoutExpired:
+        print(f"{side}, {case}, N = {n:,} took more than {LIMIT} s")
+        return None
     if done.returncode:
         print(f"{side}, {case}, N = {n:,} failed: {done.stderr.strip().splitlines()[-1]}")
         return None
