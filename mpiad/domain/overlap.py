@@ -103,13 +103,17 @@ def begin_fill(u: LocalArray, halo: Halo, sides: Sides, scheme: str) -> Begun:
     -------
     The end of folding.
     """
+    used = point_to_point(halo.comm, _BEGIN)
+    if halo.numbered_on is not used.data:
+        # After an exception that not all ranks met at the same place, `reset` lets them count alike again.
+        halo.numbered_on, halo.begun = used.data, 0
+        halo.under_way.clear()
     exchange = Exchange(halo, sides, scheme, halo.begun)
     earlier = halo.under_way.get(exchange.tag, _nothing)()
     if earlier is not None and not earlier.done:
         raise RequestError(
             f"{_BEGIN}: {_TAGS} exchanges were begun after {earlier!r}, which hasn't ended. End each with {_END}."
         )
-    point_to_point(halo.comm, _BEGIN)
     halo.begun += 1
     begun: Begun = communicate(_BEGIN_OPERATION, u, exchange)
     started(begun)

@@ -214,6 +214,23 @@ def test_an_exchange_that_never_ends_is_named():
     assert mpiad.mpi_allreduce(1) == mpiad.mpi_size()
 
 
+def test_after_an_exception_that_ranks_met_at_different_places(rank, size, rank_rng):
+    shape = (8, 9)
+    domain = Domain(shape)
+    u = whole(rank_rng, shape)
+
+    def failing(x):
+        for _ in range(rank):  # each rank begins another number of exchanges
+            domain.begin_exchange(x)
+        raise KeyError("of the user's")
+
+    with pytest.raises(KeyError):
+        mpiad.grad(failing)(u[domain.owned])
+    mpiad.reset()
+    padded = in_halves(domain, "edge")(u[domain.owned])
+    np.testing.assert_array_equal(padded, Exchange(shape, domain.dims, 1, False, "edge")(u)[rank])
+
+
 @pytest.mark.mpi(min_size=2)
 def test_plain_autograd_is_refused(size):
     domain = Domain((2 * size,))
