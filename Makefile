@@ -66,6 +66,8 @@ bench: $(VENV)/.ready ## measure primitives, their watch, local adjoints, ensemb
 	@$(LAUNCH) --ranks 2 --limit 1800 -- benchmarks/ensemble_ranks.py
 	@$(LAUNCH) --ranks 2 --limit 600 -- benchmarks/optimize.py
 	@$(LAUNCH) --ranks 2 --limit 600 -- benchmarks/root_driven.py
+	@$(LAUNCH) --ranks 2 --limit 600 -- benchmarks/training.py
+	@$(LAUNCH) --ranks 2 --limit 600 -- benchmarks/vi.py
 	@$(BIN)/python benchmarks/multigrid.py
 	@$(LAUNCH) --ranks 2 --limit 600 -- benchmarks/multigrid.py
 	@$(LAUNCH) --ranks 2 --limit 600 -- benchmarks/domain.py

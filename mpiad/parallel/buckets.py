@@ -7,99 +7,110 @@ full: the order in which arrays become ready may differ between ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from mpiad._typing import Array
+from mpiad._typing import Array, Shape
 from mpiad.transport import Channel, Spec
 from mpiad.transport.collectives import Summation, start_allreduce
 from mpiad.transport.collectives import finish_allreduce as finish
 
-__all__ = ["BUCKET_BYTES", "Bucket", "Sums", "buckets_of"]
+__all__ = ["BUCKET_BYTES", "Plan", "Sums", "plan_of"]
 
 # Long enough that a message's latency doesn't count, short enough that the first starts early.
 BUCKET_BYTES = 8 * 2**20
 
 
 class Bucket(NamedTuple):
-    """Arrays that travel together: their places, where each begins and ends, and how many numbers they are."""
+    """Arrays that travel together: their places, and the part of the message and the shape of each (None: flat)."""
 
     places: list[int]
-    cuts: list[tuple[int, int]]
-    size: int
-    dtype: np.dtype
+    parts: list[tuple[slice, Shape | None]]
 
 
-def buckets_of(specs: Sequence[Spec], limit: int) -> list[Bucket]:
-    """Divide arrays among buckets of at most so many bytes, the last arrays first: their cotangents are ready first.
+class Plan:
+    """Which arrays travel together: in buckets of at most so many bytes, the last ones first, which are ready first.
 
     Parameters
     ----------
-    specs : sequence of Spec
+    specs : list of Spec
     limit : int
         An array that is longer has a bucket of its own.
     """
-    open_ones: dict[np.dtype, list[int]] = {}
-    filled: dict[np.dtype, int] = {}
-    groups: list[list[int]] = []
-    for place in reversed(range(len(specs))):
-        spec = specs[place]
-        length = int(np.prod(spec.shape)) * spec.dtype.itemsize
-        if spec.dtype not in open_ones or filled[spec.dtype] + length > limit:
-            open_ones[spec.dtype], filled[spec.dtype] = [], 0
-            groups.append(open_ones[spec.dtype])
-        open_ones[spec.dtype].append(place)
-        filled[spec.dtype] += length
-    return [_bucket(places, specs) for places in groups]
+
+    def __init__(self, specs: list[Spec], limit: int):
+        self.specs, self.limit = specs, limit
+        open_ones: dict[np.dtype, list[int]] = {}
+        filled: dict[np.dtype, int] = {}
+        groups: list[list[int]] = []
+        for place in reversed(range(len(specs))):
+            spec = specs[place]
+            length = math.prod(spec.shape) * spec.dtype.itemsize
+            if spec.dtype not in open_ones or filled[spec.dtype] + length > limit:
+                open_ones[spec.dtype], filled[spec.dtype] = [], 0
+                groups.append(open_ones[spec.dtype])
+            open_ones[spec.dtype].append(place)
+            filled[spec.dtype] += length
+        self.buckets = [_bucket(places, specs) for places in groups]
+        self.bucket_of = {place: k for k, bucket in enumerate(self.buckets) for place in bucket.places}
+
+
+def plan_of(specs: list[Spec], limit: int, before: Plan | None) -> Plan:
+    """Return a plan, the one from before where it serves: trainings reduce the same arrays again and again."""
+    return before if before is not None and before.limit == limit and before.specs == specs else Plan(specs, limit)
 
 
 def _bucket(places: list[int], specs: Sequence[Spec]) -> Bucket:
-    stops = np.cumsum([0] + [int(np.prod(specs[place].shape)) for place in places]).tolist()
-    return Bucket(places, list(zip(stops, stops[1:])), stops[-1], specs[places[0]].dtype)
+    stops = np.cumsum([0] + [math.prod(specs[place].shape) for place in places]).tolist()
+    shapes = [None if len(specs[place].shape) == 1 else specs[place].shape for place in places]
+    return Bucket(places, [(slice(a, b), shape) for a, b, shape in zip(stops, stops[1:], shapes)])
 
 
 class Sums:
-    """Sums over the ranks of arrays that become ready one after another.
+    """Sums over the ranks of arrays that become ready one after another, or all at once.
 
     Parameters
     ----------
     channel : Channel
-        Prepared by `prepared`.
-    specs : sequence of Spec
-    limit : int
-        Of a bucket's bytes.
+    plan : Plan
     """
 
-    def __init__(self, channel: Channel, specs: Sequence[Spec], limit: int):
-        self._channel, self._specs = _apart(channel), specs
-        self._buckets = buckets_of(specs, limit)
-        self._of = {place: k for k, bucket in enumerate(self._buckets) for place in bucket.places}
-        self._missing = [len(bucket.places) for bucket in self._buckets]
-        self._arrays: list[Any] = [None] * len(specs)
+    def __init__(self, channel: Channel, plan: Plan):
+        self._channel, self._plan = _apart(channel), plan
+        self._arrays: list[Any] = [None] * len(plan.specs)
+        self._missing = [len(bucket.places) for bucket in plan.buckets]
         self._started: list[Summation] = []
 
     def add(self, place: int, array: Array) -> None:
         """Hand in one array, and start what is full."""
         self._arrays[place] = array
-        self._missing[self._of[place]] -= 1
-        while len(self._started) < len(self._buckets) and not self._missing[len(self._started)]:
-            bucket = self._buckets[len(self._started)]
-            flat = [np.ravel(self._arrays[k]) for k in bucket.places]
-            whole = np.concatenate(flat) if len(flat) > 1 else np.array(flat[0])
-            self._started.append(start_allreduce(self._channel, whole))
-            for k in bucket.places:
-                self._arrays[k] = None
+        self._missing[self._plan.bucket_of[place]] -= 1
+        while len(self._started) < len(self._missing) and not self._missing[len(self._started)]:
+            self._start(self._plan.buckets[len(self._started)])
+
+    def add_all(self, arrays: list[Array]) -> None:
+        """Hand in all arrays."""
+        self._arrays = list(arrays)
+        for bucket in self._plan.buckets:
+            self._start(bucket)
+
+    def _start(self, bucket: Bucket) -> None:
+        arrays = [self._arrays[k] for k in bucket.places]
+        self._started.append(start_allreduce(self._channel, np.concatenate(arrays, axis=None)))
+        for k in bucket.places:
+            self._arrays[k] = None
 
     def wait(self) -> list[Array]:
         """Return the sums, once all arrays have been handed in."""
-        out: list[Any] = [None] * len(self._specs)
-        for bucket, summation in zip(self._buckets, self._started):
+        out = self._arrays
+        for bucket, summation in zip(self._plan.buckets, self._started):
             whole = finish(summation)
-            for k, (start, stop) in zip(bucket.places, bucket.cuts):
-                out[k] = whole[start:stop].reshape(self._specs[k].shape)
+            for k, (part, shape) in zip(bucket.places, bucket.parts):
+                out[k] = whole[part] if shape is None else whole[part].reshape(shape)
         return out
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from mpiad._typing import Comm, Function, Tree
 from mpiad.differentiation.trees import flatten
-from mpiad.parallel.buckets import BUCKET_BYTES, Sums
+from mpiad.parallel.buckets import BUCKET_BYTES, Plan, Sums, plan_of
 from mpiad.parallel.clipping import clipped
 from mpiad.parallel.gradient import counted, gradient_of_sum
 from mpiad.parallel.parameters import arrays_of, matching
@@ -69,6 +69,7 @@ class DistributedOptimizer:
             raise ValueError(f"DistributedOptimizer: clip_norm must be above zero, but got {clip_norm!r}.")
         self.optimizer, self.reduction, self.accumulate = optimizer, reduction, accumulate
         self.clip_norm, self.bucket_bytes, self.comm = clip_norm, bucket_bytes, comm
+        self._plan: Plan | None = None
 
     def setup(self, params: Tree) -> dict[str, Any]:
         """Return the state before the first update.
@@ -132,9 +133,9 @@ class DistributedOptimizer:
                 return self._kept(state, parts, count), params
             count += state["samples"]
         with suspended():
-            sums = Sums(channel(self.comm, "DistributedOptimizer.update"), specs, self.bucket_bytes)
-            for k in reversed(range(len(parts))):
-                sums.add(k, parts[k])
+            self._plan = plan_of(specs, self.bucket_bytes, self._plan)
+            sums = Sums(channel(self.comm, "DistributedOptimizer.update"), self._plan)
+            sums.add_all(parts)
             total = self._total(count)
             return self._updated(state, params, places, sums.wait(), total)
 
@@ -183,7 +184,8 @@ class DistributedOptimizer:
         last = self.accumulate == 1 or state["steps"] + 1 == self.accumulate
         held = state.get("gradient") or [None] * len(places)
         parts: list[Any] = [None] * len(places)
-        sums = Sums(used, specs, self.bucket_bytes) if last else None
+        self._plan = plan_of(specs, self.bucket_bytes, self._plan)
+        sums = Sums(used, self._plan) if last else None
 
         def ready(k: int, g: Any) -> None:
             parts[k] = g if held[k] is None else held[k] + g

@@ -12,7 +12,7 @@ from mpiad.differentiation.backward import run_backward
 from mpiad.differentiation.objective import problem_with, share
 from mpiad.differentiation.trace import Variables, trace_backwards
 from mpiad.differentiation.trees import flatten, is_variable
-from mpiad.parallel.buckets import BUCKET_BYTES, Sums
+from mpiad.parallel.buckets import BUCKET_BYTES, Plan, Sums, plan_of
 from mpiad.parallel.parameters import arrays_of
 from mpiad.primitives import mpi_allreduce
 from mpiad.primitives.cotangents import conform, spec_like
@@ -75,12 +75,16 @@ def value_and_grad(
     data) are the same bits on any number of ranks and for any division of the samples.
     """
 
+    plan: Plan | None = None
+
     @recoverable("parallel.value_and_grad", comm)
     def evaluate(params: Tree, *batch: Any) -> tuple[float, Tree]:
         used = channel(comm, "parallel.value_and_grad")
         leaves, places = arrays_of(params, "parallel.value_and_grad")
         count = counted(samples, params, batch)
-        sums = Sums(used, [spec_like(leaves[k]) for k in places], bucket_bytes)
+        nonlocal plan
+        plan = plan_of([spec_like(leaves[k]) for k in places], bucket_bytes, plan)
+        sums = Sums(used, plan)
         with suspended():
             mean, total = gradient_of_sum(loss, params, batch, count, used, sums.add)
             found = dict(zip(places, sums.wait()))

@@ -62,16 +62,25 @@ def matching(gradient: Tree, params: Tree, call: str) -> list[Any]:
     TypeError, ValueError
         Where they don't have the form, the shapes and the dtypes of the parameters.
     """
-    found, wanted = named_leaves(gradient, "gradient"), named_leaves(params, "params")
-    if len(found) != len(wanted):
+    found, wanted = flatten(gradient)[0], flatten(params)[0]
+    if len(found) == len(wanted) and all(map(_fits, found, wanted)):
+        return found
+    named, paths = named_leaves(gradient, "gradient"), named_leaves(params, "params")
+    if len(named) != len(paths):
         raise TypeError(
-            f"{call}: the gradient must have the form of the parameters, which have {len(wanted)} leaves, but has "
-            f"{len(found)}."
+            f"{call}: the gradient must have the form of the parameters, which have {len(paths)} leaves, but has "
+            f"{len(named)}."
         )
-    for (name, g), (path, leaf) in zip(found, wanted):
-        if is_variable(leaf) and spec_like(g) != spec_like(leaf):
+    for (name, g), (path, leaf) in zip(named, paths):
+        if not _fits(g, leaf):
             raise ValueError(
                 f"{call}: {name} must have the shape {np.shape(leaf)} and dtype {spec_like(leaf).dtype} of {path}, but has "
                 f"shape {np.shape(g)} and dtype {spec_like(g).dtype}."
             )
-    return [g for _, g in found]
+    return found
+
+
+def _fits(g: Any, leaf: Any) -> bool:
+    if type(g) is np.ndarray and type(leaf) is np.ndarray:
+        return (g.dtype == leaf.dtype and g.shape == leaf.shape) or leaf.dtype.kind not in "fc"
+    return not is_variable(leaf) or spec_like(g) == spec_like(leaf)

@@ -1,0 +1,127 @@
+"""Data-parallel training on all ranks beside one rank, and the fused reduction beside a bare Allreduce.
+
+    mpiexec -n 2 python benchmarks/training.py
+
+- `digits`: steps of the network of `examples/digits_training.py` with 512 images on each rank, beside one rank that
+  computes all of the batch (to reach on 2 ranks: 1.7);
+- `reduction`: 200 arrays added up together, beside one Allreduce of their total size (to reach: the Allreduce + 60 µs +
+  three copies of that size); and a whole update of them by an optimizer that does nothing.
+
+Both sides take turns in the same processes; times are those of the slowest rank, the smallest of many.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import autograd.numpy as np
+import numpy
+from mpi4py import MPI
+
+from mpiad.parallel import Adam, DistributedOptimizer
+from mpiad.parallel.buckets import BUCKET_BYTES, Plan, Sums
+from mpiad.primitives.cotangents import spec_like
+from mpiad.transport import channel
+
+comm = MPI.COMM_WORLD.Dup()
+PER_RANK, HIDDEN = 512, 128
+
+
+class Nothing:
+    """An optimizer that leaves the parameters as they are: what remains is the reduction."""
+
+    def setup(self, params: Any) -> None:
+        return None
+
+    def update(self, state: None, params: Any, gradient: Any) -> tuple[None, Any]:
+        return None, params
+
+
+def loss(params: Any, images: Any, labels: Any) -> Any:
+    (w1, b1), (w2, b2) = params
+    found = np.maximum(images @ w1 + b1, 0) @ w2 + b2
+    highest = np.max(found, axis=1, keepdims=True)
+    likelihood = found - highest - np.log(np.sum(np.exp(found - highest), axis=1, keepdims=True))
+    return -np.mean(likelihood[np.arange(len(labels)), labels])
+
+
+def sleep_until_all_are_here() -> None:
+    """Wait without taking a core from those that work."""
+    request = comm.Ibarrier()
+    while not request.Test():
+        time.sleep(0.0002)
+
+
+def slowest(call: Callable[[], Any], repeats: int, alone: bool = False) -> float:
+    """Return the least time of a call in microseconds, each time that of the slowest rank."""
+    best = float("inf")
+    for _ in range(repeats):
+        if alone:
+            sleep_until_all_are_here()
+        else:
+            comm.Barrier()
+        start = time.perf_counter()
+        if not alone or comm.rank == 0:
+            call()
+        taken = time.perf_counter() - start
+        best = min(best, comm.allreduce(taken, MPI.MAX) if not alone else taken)
+        if alone:
+            sleep_until_all_are_here()
+    return comm.bcast(best) * 1e6
+
+
+def digits() -> None:
+    rng = numpy.random.default_rng(0)
+    images, labels = rng.random((PER_RANK * comm.size, 64)), rng.integers(0, 10, PER_RANK * comm.size)
+    layers = (64, HIDDEN), (HIDDEN, 10)
+    params = [(rng.normal(size=layer) / 8, numpy.zeros(layer[1])) for layer in layers]
+    own = slice(PER_RANK * comm.rank, PER_RANK * (comm.rank + 1))
+    together, alone = DistributedOptimizer(Adam(), comm=comm), DistributedOptimizer(Adam(), comm=MPI.COMM_SELF)
+    state, other = together.setup(params), alone.setup(params)
+    best = {"one": float("inf"), "all": float("inf")}
+    for _ in range(5):
+        best["all"] = min(best["all"], slowest(lambda: together.step(state, params, loss, images[own], labels[own]), 20))
+        best["one"] = min(best["one"], slowest(lambda: alone.step(other, params, loss, images, labels), 20, alone=True))
+    if comm.rank == 0:
+        one, every = best["one"], best["all"]
+        print(f"digits, {PER_RANK} images a rank: one rank {one:.0f} µs a step, {comm.size} ranks {every:.0f} µs, ", end="")
+        print(f"{one / every:.2f} x one rank")
+
+
+def reduction(length: int, count: int = 200) -> None:
+    params = [numpy.full(length, float(comm.rank + k)) for k in range(count)]
+    optimizer = DistributedOptimizer(Nothing(), reduction="sum", comm=comm)
+    state = optimizer.setup(params)
+    whole = numpy.concatenate(params)
+    out, copy = numpy.empty_like(whole), numpy.empty_like(whole)
+    repeats = 200 if length < 1000 else 50
+    best = [float("inf")] * 4
+    plan, used = Plan([spec_like(array) for array in params], BUCKET_BYTES), channel(comm, "benchmark")
+
+    def summed() -> None:
+        sums = Sums(used, plan)
+        sums.add_all(params)
+        sums.wait()
+
+    for _ in range(5):
+        best[0] = min(best[0], slowest(lambda: comm.Allreduce(whole, out), repeats))
+        best[1] = min(best[1], slowest(lambda: numpy.copyto(copy, whole), repeats))
+        best[2] = min(best[2], slowest(summed, repeats))
+        best[3] = min(best[3], slowest(lambda: optimizer.update(state, params, params), repeats))
+    if comm.rank == 0:
+        allowed = best[0] + 60 + 3 * best[1]
+        print(
+            f"{count} arrays of {length}: {best[2]:.0f} µs; one Allreduce {best[0]:.0f} µs, a copy {best[1]:.0f} µs; "
+            f"{best[2] / allowed:.2f} of what is allowed ({allowed:.0f} µs); a whole update {best[3]:.0f} µs"
+        )
+
+
+if __name__ == "__main__":
+    digits()
+    for length in (10, 1_000, 10_000):
+        reduction(length)

@@ -1,0 +1,147 @@
+"""The posterior of an agent-based epidemic by variational inference, the simulations divided among the ranks.
+
+    mpiexec -n 4 python examples/sir_vi.py --n_epochs 60 --learning_rate 1e-2
+
+Agents stand on a Watts-Strogatz graph (10 neighbours, a tenth of the edges rewired). Each day an infected agent
+infects each susceptible neighbour, and recovers, with some probability; a random choice goes through by the Gumbel-
+softmax relaxation, its value hard, its derivative soft. Three parameters are looked for by their log10: how many
+are infected at first, how infectious they are, how fast they recover, each 0.05 in truth. The posterior is a
+normalizing flow with 4 spline layers, the prior N(-2, 1) in each, the divergence weighs 100 agents squared, AdamW
+has the rate 1e-3 (as in BlackBIRDS' example).
+"""
+
+import argparse
+from pathlib import Path
+
+import autograd.numpy as np
+import networkx
+import numpy
+from autograd.extend import defvjp, primitive
+
+import mpiad
+from mpiad.parallel import AdamW
+from mpiad.vi import VI, Flow, LULinear, SplineAutoregressive
+
+TRUTH = numpy.log10([0.05, 0.05, 0.05])
+NAMES = ["log10 initial", "log10 infection", "log10 recovery"]
+NEIGHBOURS, REWIRED, TEMPERATURE = 10, 0.1, 0.5
+
+parser = argparse.ArgumentParser(description="Infer the parameters of an epidemic among agents.")
+parser.add_argument("--n_epochs", type=int, default=1000)
+parser.add_argument("--n_agents", type=int, default=1000)
+parser.add_argument("--n_timesteps", type=int, default=40)
+parser.add_argument("--n_samples_per_epoch", type=int, default=8)
+parser.add_argument("--learning_rate", type=float, default=1e-3)
+parser.add_argument("--device_ids", nargs="+", default=["cpu"], help="a name for each rank, or one for all")
+parser.add_argument("--history", type=Path, help="write the objective of each epoch to this file")
+parser.add_argument("--picture", type=Path, default=Path("demo/sir_vi.png"))
+
+
+@primitive
+def neighbours_infected(graph, infected):
+    """Return how many of each agent's neighbours are infected."""
+    return graph @ infected
+
+
+defvjp(neighbours_infected, None, lambda ans, graph, infected: lambda g: graph.T @ g)
+
+
+def chosen(probability, rng):
+    """Return ones with this probability: hard in value, with the derivative of the Gumbel-softmax relaxation."""
+    probability = np.clip(probability, 1e-12, 1 - 1e-12)
+    uniform = rng.random(np.shape(mpiad.stop(probability)))
+    logits = np.log(probability) - np.log(1 - probability) + numpy.log(uniform) - numpy.log1p(-uniform)
+    soft = 1 / (1 + np.exp(-logits / TEMPERATURE))
+    return soft + mpiad.stop(numpy.round(mpiad.stop(soft)) - soft)
+
+
+def epidemic(theta, graph, n_timesteps, rng):
+    """Return the numbers of infected and of recovered agents at the end of each day, shape (2, n_timesteps)."""
+    initial, infection, recovery = 10 ** theta[0], 10 ** theta[1], 10 ** theta[2]
+    n_agents = graph.shape[0]
+    infected = chosen(np.minimum(initial, 1.0) * np.ones(n_agents), rng)
+    susceptible, recovered = 1 - infected, np.zeros(n_agents)
+    days = []
+    for _ in range(n_timesteps):
+        pressure = infection * neighbours_infected(graph, infected)
+        new = susceptible * chosen(1 - np.exp(-pressure), rng)
+        ended = infected * chosen(np.minimum(recovery, 1.0) * np.ones(n_agents), rng)
+        susceptible, infected, recovered = susceptible - new, infected + new - ended, recovered + ended
+        days.append(np.array([np.sum(infected), np.sum(recovered)]))
+    return np.stack(days, axis=1)
+
+
+def check_devices(names):
+    """End the program, on all ranks alike, where the names of devices don't fit the ranks."""
+    if len(names) not in (1, mpiad.mpi_size()):
+        raise SystemExit(f"--device_ids has {len(names)} names, but there are {mpiad.mpi_size()} ranks.")
+    for rank, name in enumerate(names):
+        if name != "cpu":
+            raise SystemExit(f"--device_ids: rank {rank} has no device {name!r}: this example runs on the cpu.")
+
+
+def generator_for(theta):
+    """Return random numbers that belong to a draw, whichever rank runs it."""
+    return numpy.random.default_rng(numpy.frombuffer(mpiad.stop(theta).tobytes(), numpy.uint32))
+
+
+def draw_picture(path, result, predict, data, days):
+    """Write the marginals of the posterior, and what it predicts."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(2, 2, figsize=(10, 7), layout="constrained")
+    for k, axes in enumerate(panels.ravel()[:3]):
+        axes.hist(numpy.random.default_rng(0).normal(-2, 1, 4000), 60, density=True, color="0.85", label="prior")
+        axes.hist(result.samples[:, k], 40, density=True, label="posterior")
+        axes.axvline(TRUTH[k], color="C3", label="truth")
+        axes.set(title=NAMES[k], xlim=(-4, 0))
+    panels[0, 0].legend()
+    curves = numpy.array([predict(theta)[0] for theta in result.samples[:100]])
+    axes = panels[1, 1]
+    axes.fill_between(days, *numpy.quantile(curves, [0.05, 0.95], axis=0), alpha=0.3, linewidth=0)
+    axes.plot(days, numpy.median(curves, axis=0), label="predicted")
+    axes.plot(days, data[0], "k.", label="observed")
+    axes.set(xlabel="day", ylabel="infected")
+    axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=100)
+
+
+def main():
+    options = parser.parse_args()
+    check_devices(options.device_ids)
+    edges = networkx.watts_strogatz_graph(options.n_agents, NEIGHBOURS, REWIRED, seed=1)
+    graph = networkx.to_scipy_sparse_array(edges, dtype=float, format="csr")
+    data = epidemic(TRUTH, graph, options.n_timesteps, numpy.random.default_rng(2))
+
+    def predict(theta):
+        return epidemic(theta, graph, options.n_timesteps, generator_for(theta))
+
+    def loss(theta, data):
+        return np.sum((predict(theta) - data) ** 2)
+
+    layers = [layer for _ in range(4) for layer in (SplineAutoregressive(hidden=16), LULinear())]
+    posterior = Flow(3, layers, mean=-2.0, sd=0.5)
+    optimizer = AdamW(options.learning_rate)
+    inference = VI(loss, posterior, ("norm", -2.0, 1.0), optimizer, 100.0, options.n_samples_per_epoch)
+    result = inference.run(data, options.n_epochs, n_samples=400, progress=True)
+    if mpiad.mpi_rank() != 0:
+        return
+    print(result.summary(NAMES))
+    first, last = numpy.mean(result.history["loss"][:10]), numpy.mean(result.history["loss"][-10:])
+    print(f"squared error of the predicted counts: {first:.4g} in the first epochs, {last:.4g} in the last")
+    assert options.n_epochs * options.learning_rate < 0.5 or last < 0.1 * first, (first, last)
+    if options.history:
+        numpy.savetxt(options.history, result.history["objective"], fmt="%.17e")
+    try:
+        draw_picture(options.picture, result, predict, data, numpy.arange(1, options.n_timesteps + 1))
+        print(f"written: {options.picture}")
+    except ImportError:
+        print("no picture: matplotlib isn't installed")
+
+
+if __name__ == "__main__":
+    main()
