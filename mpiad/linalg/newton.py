@@ -18,10 +18,8 @@ from mpiad.differentiation.trees import flatten
 from mpiad.extend import communicating, defjvp_together, defvjp_together
 from mpiad.linalg.implicit import METHODS, Problem, direction_of, require_transpose, solution, solution_of_adjoint
 from mpiad.linalg.newton_iteration import find_root
-from mpiad.linalg.settings import Settings, mistake_in
+from mpiad.linalg.settings import Settings, agree_on, mistake_in
 from mpiad.primitives import stop
-from mpiad.transport import channel
-from mpiad.transport.agreement import raise_together
 from mpiad.transport.recovery import recoverable
 
 __all__ = ["newton"]
@@ -108,7 +106,7 @@ def newton(
     """
     settings = Settings(method, rtol, atol, maxiter, comm, callback, restart, side, call=_CALL, probe=False)
     linear = settings._replace(rtol=rtol or _OF_DERIVATIVES, atol=0.0, maxiter=linear_maxiter, callback=None)
-    raise_together(channel(comm, _CALL), _mistake(residual, stop(u0), preconditioner, linear, settings))
+    agree_on(settings, _mistake(residual, stop(u0), preconditioner, linear, settings))
     leaves, build = flatten(params)
     jacobian = Problem(
         _product_with_jacobian(residual), preconditioner, lambda all_leaves: (all_leaves[0], *build(all_leaves[1:])),

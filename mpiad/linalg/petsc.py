@@ -18,11 +18,10 @@ from mpiad.differentiation.trees import flatten
 from mpiad.linalg.implicit import Problem, solution
 from mpiad.linalg.iteration import Method
 from mpiad.linalg.matrix_row_block import MatrixRowBlock
-from mpiad.linalg.settings import Settings, mistake_in
+from mpiad.linalg.settings import Settings, agree_on, mistake_in
 from mpiad.linalg.system import System
 from mpiad.primitives import stop
 from mpiad.transport import Channel, channel
-from mpiad.transport.agreement import raise_together
 from mpiad.transport.recovery import recoverable
 
 __all__ = ["solve"]
@@ -84,7 +83,7 @@ def solve(
     comm = matrix.comm if matrix is not None else comm
     used = channel(comm, _CALL)
     settings = Settings("petsc", rtol, atol, maxiter, comm, None, verify=verify, call=_CALL)
-    raise_together(used, _mistake(petsc, operator, stop(b), params, settings))
+    agree_on(settings, _mistake(petsc, operator, stop(b), params, settings))
     matvec: Any = operator if matrix is None else matrix.operator()
     leaves, build = flatten(params if matrix is None else (matrix.values,))
     method = _method(petsc, used, matrix, dict(options or {}))

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable
 from numbers import Integral
 from typing import Any, NamedTuple
 
-from mpiad._typing import Comm
+import numpy as np
 
-__all__ = ["SIDES", "Settings", "mistake_in"]
+from mpiad._typing import Comm
+from mpiad.transport import MAX, channel
+from mpiad.transport.agreement import raise_first, require_same
+
+__all__ = ["SIDES", "Settings", "agree_on", "mistake_in"]
 
 SIDES = ("left", "right")
 
@@ -51,6 +56,27 @@ class Settings(NamedTuple):
     verify: bool = True
     call: str = "linalg.solve"
     probe: bool = True
+
+
+def agree_on(settings: Settings, error: Exception | None) -> None:
+    """Raise on all ranks where one has an error, or where they were given different settings; one reduction.
+
+    Raises
+    ------
+    Exception
+        This rank's `error`, or one like another's.
+    ValueError
+        Where ranks would solve in different ways, and wait for each other.
+    """
+    used = channel(settings.comm, settings.call)
+    given = settings._replace(comm=None, callback=None)
+    number = zlib.crc32(repr(given).encode())
+    mine, most = np.array([error is not None, number, -number], np.int64), np.empty(3, np.int64)
+    used.data.Allreduce(mine, most, MAX)
+    if most[0]:
+        raise_first(used, error)
+    if most[1] != -most[2]:
+        require_same(used, ", ".join(f"{name}={value!r}" for name, value in given._asdict().items()), settings.call)
 
 
 def mistake_in(s: Settings, methods: Any, ndim: int) -> Exception | None:

@@ -10,11 +10,9 @@ import numpy as np
 from mpiad._typing import Comm, Function, LocalArray, Tree
 from mpiad.differentiation.trees import flatten
 from mpiad.linalg.implicit import METHODS, Problem, solution
-from mpiad.linalg.settings import Settings, mistake_in
+from mpiad.linalg.settings import Settings, agree_on, mistake_in
 from mpiad.linalg.transposition import DERIVED
 from mpiad.primitives import stop
-from mpiad.transport import channel
-from mpiad.transport.agreement import raise_together
 from mpiad.transport.recovery import recoverable
 
 __all__ = ["solve"]
@@ -97,8 +95,9 @@ def solve(
         On all ranks, where `b` isn't floats; where `matvec` returns something else than an array of floats (complex for a
         real `b`), or uses a traced value from around it.
     ValueError
-        On all ranks, where there is no such method, a tolerance can't be met, an array has another shape than `b`, or `b`
-        or the operator isn't finite; in the derivative, where the operator isn't symmetric with "cg".
+        On all ranks, where ranks give different settings, there is no such method, a tolerance can't be met, an array has
+        another shape than `b`, or `b` or the operator isn't finite; in the derivative, where the operator isn't symmetric
+        with "cg".
     ConvergenceError
         On all ranks, with the residual after each iteration, where they don't reach the tolerance or break down: for
         "cg" where the operator isn't positive definite, for all where it is singular or not linear.
@@ -117,7 +116,7 @@ def solve(
         "matvec": matvec, "preconditioner": preconditioner, "preconditioner_transpose": preconditioner_transpose,
         "callback": callback,
     }
-    raise_together(channel(comm, "linalg.solve"), _mistake(functions, b, x0, settings))
+    agree_on(settings, _mistake(functions, b, x0, settings))
     leaves, build = flatten(params)
     start = None if x0 is None else stop(x0)
     problem = Problem(matvec, preconditioner, build, settings, start, preconditioner_transpose)

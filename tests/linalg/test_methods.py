@@ -6,6 +6,7 @@ import pytest
 from transport_matrix import gradient, matrix
 
 import mpiad
+import mpiad.linalg.gmres
 import mpiad.linalg.system
 from mpiad.domain import Domain
 from mpiad.errors import ConvergenceError
@@ -205,7 +206,7 @@ def test_space_that_holds_the_solution(rank_rng):
     assert len(norms) <= 2
 
 
-def test_basis_stays_orthogonal(rank_rng):
+def test_basis_stays_orthogonal(rank_rng, monkeypatch):
     # A hard case for one pass of Gram-Schmidt: eigenvalues from 1 to 1e7 by a rotation that mixes all of them.
     q, _ = np.linalg.qr(rank_rng(0).standard_normal((30, 30)))
     a = q @ np.diag(np.logspace(0, 7, 30)) @ q.T + 0.01 * np.triu(np.ones((30, 30)))
@@ -216,9 +217,20 @@ def test_basis_stays_orthogonal(rank_rng):
     def matvec(u):
         return a[mine] @ mpiad.mpi_allgather(u, axis=0)
 
-    norms = []
+    norms, bases = [], []
+
+    class Kept(mpiad.linalg.gmres._Basis):
+        def __init__(self, *args):
+            super().__init__(*args)
+            bases.append(self)
+
+    monkeypatch.setattr(mpiad.linalg.gmres, "_Basis", Kept)
     u = solve(matvec, b[mine], method="gmres", rtol=1e-9, restart=40, callback=norms.append)
     assert len(norms) <= 31
+    found = bases[0].vectors[0, : len(norms)]
+    gram = mpiad.mpi_allreduce(found @ found.T)
+    # One pass leaves 1e-8.
+    assert np.abs(gram - np.eye(len(norms))).max() < 1e-11
     assert np.linalg.norm(a @ mpiad.mpi_allgather(u, axis=0) - b) <= 1e-8 * np.linalg.norm(b)
 
 

@@ -65,6 +65,17 @@ def test_arguments(error, match, changes, rank, size):
             solve(args.pop("matvec"), args.pop("b"), **args)
 
 
+def test_settings_that_differ_between_ranks(domain, rank, size):
+    if size == 1:
+        assert np.isfinite(solve(lambda u: 2 * u, np.ones(3), rtol=1e-5)).all()
+        return
+    different = {"rtol": (1e-8, 1e-5), "method": ("cg", "gmres"), "restart": (30, 20), "verify": (True, False)}
+    for name, values in different.items():
+        with pytest.raises(ValueError, match=f"ranks must give the same arguments, but rank 0 gave .*{name}={values[0]!r}"):
+            solve(lambda u: 2 * u, np.ones(3), **{name: values[rank == size - 1]})
+    assert np.isfinite(solve(lambda u: 2 * u, np.ones(3), callback=print if rank < 0 else None)).all()
+
+
 @pytest.mark.parametrize("name", ["matvec", "preconditioner"])
 def test_functions_that_return_something_else(domain, rank, size, name):
     b = np.ones(domain.local_shape)
