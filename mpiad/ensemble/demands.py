@@ -39,6 +39,7 @@ class Demands(NamedTuple):
     gradient: Any
     adjoint: Any
     checkpoints: Any
+    compile: Any = "auto"
 
 
 def check_demands(demands: Demands) -> Demands:
@@ -62,6 +63,8 @@ def check_demands(demands: Demands) -> Demands:
         raise ValueError(f"solve: gradient must be 'tangent' or 'adjoint', but got {demands.gradient!r}.")
     if demands.adjoint not in ("discrete", "continuous"):
         raise ValueError(f"solve: adjoint must be 'discrete' or 'continuous', but got {demands.adjoint!r}.")
+    if demands.compile not in ("auto", True, False):
+        raise ValueError(f"solve: compile must be 'auto', True or False, but got {demands.compile!r}.")
     if demands.adjoint == "continuous" and demands.gradient == "tangent":
         raise ValueError("solve: gradient='tangent' has no adjoint; leave out adjoint='continuous', or gradient=.")
     if demands.save_everystep and demands.saveat is not None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import autograd.numpy as anp
@@ -23,8 +24,10 @@ from mpiad.differentiation.gradient import cotangents_of_variables
 from mpiad.differentiation.trace import Variables, trace_backwards, trace_forwards
 from mpiad.ensemble.adjoint import pull_run
 from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.compiled.carried import carried_tangents
+from mpiad.ensemble.compiled.sweep import pull_compiled
 from mpiad.ensemble.continuous import pull_continuous
-from mpiad.ensemble.directions import FEW, contracted, in_common, numbers, numbers_of
+from mpiad.ensemble.directions import FEW, contracted, directions_of, in_common, numbers, numbers_of
 from mpiad.ensemble.replay import replayed
 from mpiad.ensemble.run import NOWHERE, Run
 from mpiad.ensemble.seeds import Seeds
@@ -143,12 +146,18 @@ def _solved_vjp(argnums: tuple[int, ...], ans: Array, args: tuple, kwargs: dict)
             if timed or results.run.settings.events:
                 return _replayed_tangent_vjp(results, argnums, args, seeds)
             return _tangent_vjp(results, argnums, args, places, seeds)
-        pull = pull_continuous if results.ways.adjoint == "continuous" else pull_run
-        found = pull(results.run, results.seeds(conform(g, *spec_like(ans))), places, timed)
+        found = _pull(results)(results.run, results.seeds(conform(g, *spec_like(ans))), places, timed)
         ends = {_U0: found.u0, _START: found.start, _END: found.end}
         return [conform(ends[k] if k < _LEAVES else found.leaves[k - _LEAVES], *spec_like(args[k])) for k in argnums]
 
     return vjp
+
+
+def _pull(results: _Results) -> Callable:
+    if results.ways.adjoint == "continuous":
+        return pull_continuous
+    solver = results.run.outcome.solver
+    return pull_run if solver is None else partial(pull_compiled, solver)
 
 
 def _by_tangent(results: _Results, timed: bool, argnums: tuple[int, ...], places: Sequence[int]) -> bool:
@@ -158,14 +167,22 @@ def _by_tangent(results: _Results, timed: bool, argnums: tuple[int, ...], places
     # Whether an event came or not: a trajectory's last bits don't depend on what becomes of others.
     if timed or results.run.settings.events:
         return False  # where times move, tangents are those of a replay, one direction after the other
+    if results.run.outcome.solver is not None:
+        return results.run.outcome.carried is not None
     return numbers_of(results.run, _U0 in argnums, places) <= FEW
 
 
 def _tangent_vjp(
     results: _Results, argnums: tuple[int, ...], args: tuple, places: Sequence[int], seeds: Seeds
 ) -> list[Array]:
-    run = results.run
-    u0, leaves = contracted(run, _U0 in argnums, places, seeds, lambda along, saving: push_run(run, along, saving))
+    run, by_u0 = results.run, _U0 in argnums
+
+    def tangents(saving: bool) -> Any:
+        solver = run.outcome.solver
+        found = None if solver is None else carried_tangents(solver, run, by_u0, places, saving)
+        return found or push_run(run, directions_of(run, by_u0, places), saving)
+
+    u0, leaves = contracted(run, by_u0, places, seeds, tangents)
     return [conform(u0 if k == _U0 else leaves[k - _LEAVES], *spec_like(args[k])) for k in argnums]
 
 

@@ -73,9 +73,12 @@ def directions_of(run: Run, by_u0: bool, places: Sequence[int]) -> Directions:
 def contracted(
     run: Run, by_u0: bool, places: Sequence[int], seeds: Seeds, tangents: Callable
 ) -> tuple[Array, dict[int, Array]]:
-    """Return the cotangents of the initial states and of the leaves: what the tangents have in common with the seeds."""
+    """Return the cotangents of the initial states and of the leaves: what the tangents have in common with the seeds.
+
+    `tangents(saving)` returns those of final and, with `saving`, of saved states along the numbers of `directions_of`.
+    """
     batch, parts = run.batch, _parts(run, by_u0, places)
-    end, saved = tangents(directions_of(run, by_u0, places), seeds.saved is not None)
+    end, saved = tangents(seeds.saved is not None)
     u0 = np.zeros_like(batch.u0)
     leaves = {place: np.zeros_like(batch.p.leaves[place]) for place in places}
     seeds = seeds._replace(end=np.where(run.live, seeds.end, 0))

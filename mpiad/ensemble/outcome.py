@@ -41,6 +41,12 @@ class Outcome:
         Which part of the last accepted step was gone: less than 1 where a terminal event ended the trajectory inside it.
     event_times, event_places : dict
         From trajectories to lists of (number of an event, its time), and of (number of the step, from 0, its part).
+    solver : Solver or None
+        Of a solve by compiled kernels that is to be differentiated; `steps` is then made when it is asked for.
+    tapes, last
+        The steps as such a kernel wrote them, and each trajectory's last row.
+    carried : tuple of array, or None
+        The tangents that it carried, of shapes (m, d, N) and (m, N, n_saved, d).
     """
 
     u_end: Array
@@ -54,6 +60,22 @@ class Outcome:
     event_times: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
     event_places: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
     steps: list[tuple[int, Steps]] = field(default_factory=list)
+    solver: Any = None
+    tapes: list[Any] = field(default_factory=list)
+    last: Array | None = None
+    carried: tuple[Array, Array] | None = None
+
+    @property
+    def failed(self) -> Array:
+        """Which trajectories failed: array of bool, shape (N,)."""
+        return np.isin(self.codes, [code.code for code in ReturnCode if code.failed])
+
+    def recorded(self) -> list[tuple[int, Steps]]:
+        """Return the accepted steps, for each share its first trajectory and its steps."""
+        if self.solver is not None and not self.steps:
+            found = self.solver.recorded()
+            self.steps = [(tape.first, tape.steps(found.last, found.naccept)) for tape in found.tapes]
+        return self.steps
 
     @classmethod
     def empty(cls, batch: Batch, settings: Settings) -> Outcome:

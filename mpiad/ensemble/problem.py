@@ -13,6 +13,7 @@ import numpy as np
 from autograd.tracer import getval, isbox
 
 from mpiad._typing import Array, Function, Tree
+from mpiad.ensemble.readable import Readable
 
 __all__ = ["EnsembleProblem", "ODEProblem", "remake"]
 
@@ -20,7 +21,7 @@ _NO_NUMBER = np.empty(1)
 
 
 @dataclass(frozen=True)
-class ODEProblem:
+class ODEProblem(Readable):
     """The initial value problem u' = f(u, p, t), u(t₀) = u0, from t₀ to t₁.
 
     Parameters
@@ -70,7 +71,7 @@ class ODEProblem:
 
 
 @dataclass(frozen=True)
-class EnsembleProblem:
+class EnsembleProblem(Readable):
     """Many solves of variants of one problem.
 
     Parameters

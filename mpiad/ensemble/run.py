@@ -66,8 +66,6 @@ class Run:
 
     Attributes
     ----------
-    shares : list of (int, Steps)
-        For each share its first trajectory and the steps of those that didn't fail.
     live, terminated : array of bool, shape (N,)
         Which trajectories didn't fail; which of them an event ended.
     """
@@ -75,11 +73,14 @@ class Run:
     def __init__(self, batch: Batch, settings: Settings, outcome: Outcome):
         self.batch, self.settings, self.outcome = batch, settings, outcome
         self.tableau, self.field = settings.alg.tableau, Field(batch)
-        failing = [code.code for code in ReturnCode if code.failed]
-        self.live = ~np.isin(outcome.codes, failing)
+        self.live = ~outcome.failed
         self.terminated = outcome.codes == ReturnCode.Terminated.code
         self.counts = np.where(self.live, outcome.naccept, 0)
-        self.shares = [(first, self._survivors(first, steps)) for first, steps in outcome.steps]
+
+    @cached_property
+    def shares(self) -> list[tuple[int, Steps]]:
+        """For each share its first trajectory and the steps of those that didn't fail."""
+        return [(first, self._survivors(first, steps)) for first, steps in self.outcome.recorded()]
 
     def _survivors(self, first: int, steps: Steps) -> Steps:
         live = self.live[first : first + len(steps.counts)]

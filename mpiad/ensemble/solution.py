@@ -38,6 +38,8 @@ class ODESolution:
         Accepted and rejected steps, calls of f.
     events : list of (int, float)
         Which events happened, by their place among the events of the solve, and when; the times are traced as `u` is.
+    problem : ODEProblem or EnsembleProblem
+        What was solved; its ``kernel_source()`` is the text of the compiled kernel, where there is one.
     """
 
     u: Array
@@ -49,6 +51,7 @@ class ODESolution:
     nreject: int
     nf: int
     events: list[tuple[int, float]] = field(default_factory=list)
+    problem: Any = field(default=None, repr=False)
 
 
 @dataclass
@@ -71,6 +74,8 @@ class EnsembleSolution:
         From trajectories (from 0) to lists of (place among the events of the solve, time); times are traced as `u` is.
     converged : bool
         Whether the reduction ended the solve early.
+    problem : EnsembleProblem
+        What was solved; its ``kernel_source()`` is the text of the compiled kernel, where there is one.
     """
 
     u: Any
@@ -83,6 +88,7 @@ class EnsembleSolution:
     nf: Array
     events: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
     converged: bool = False
+    problem: Any = field(default=None, repr=False)
 
     def __len__(self) -> int:
         return len(self.retcode)
@@ -94,7 +100,7 @@ class EnsembleSolution:
         reached = self.t_reached[i]
         return ODESolution(
             self.u[i], times, self.u_end[i], str(self.retcode[i]), reached if isbox(reached) else float(reached),
-            int(self.naccept[i]), int(self.nreject[i]), int(self.nf[i]), self.events.get(i, []),
+            int(self.naccept[i]), int(self.nreject[i]), int(self.nf[i]), self.events.get(i, []), self.problem,
         )  # fmt: skip
 
     def __iter__(self) -> Iterator[ODESolution]:

@@ -12,6 +12,7 @@ from mpiad._typing import Array
 from mpiad.ensemble.algorithms import RK45, Algorithm
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleSerial, EnsembleVectorized
 from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.compiled.solver import Compiler
 from mpiad.ensemble.demands import Demands, check_demands
 from mpiad.ensemble.differentiable import Ways, differentiable
 from mpiad.ensemble.events import Event
@@ -53,6 +54,7 @@ def solve(
     gradient: str | None = None,
     adjoint: str = "discrete",
     checkpoints: int | None = None,
+    compile: str | bool = "auto",
     progress: bool = False,
     throw: bool = False,
 ) -> Any:
@@ -95,6 +97,10 @@ def solve(
     checkpoints : int, optional
         Of a gradient: keep the states before every so many steps only, and compute those between again, which costs about
         one more solve. All are kept by default.
+    compile : {"auto", True, False}
+        Whether to compile f into a kernel, in which each trajectory's solve and its gradient run as one loop of machine
+        code. "auto" does so for ensembles of 1,000 trajectories and more, where f can be compiled and nothing is asked for
+        that kernels don't do; True raises where it can't be. Numbers agree to rounding.
     progress : bool
         Whether to show how many trajectories have ended, on standard error; over ranks, how many of all, on rank 0.
     throw : bool
@@ -125,33 +131,39 @@ def solve(
     """
     given = Demands(
         problem, alg, ensemblealg, trajectories, saveat, save_everystep, rtol, atol, dt, dtmax, max_steps, events,
-        batch_size, gradient, adjoint, checkpoints,
+        batch_size, gradient, adjoint, checkpoints, compile,
     )  # fmt: skip
     over = channel(ensemblealg.comm, "ensemble.solve") if isinstance(ensemblealg, EnsembleMPI) else None
     with nullcontext() if over is None else agreed(over):
         demands = check_demands(given)
     if isinstance(problem, ODEProblem):
-        sol = _solved(demands, EnsembleSerial(), columns_of([problem], [1]), None)
+        compiler = Compiler(compile, 0, gradient, adjoint)
+        sol = _solved(demands, compiler, EnsembleSerial(), columns_of([problem], [1]), None)
         report(sol, throw)
+        sol.problem = problem.read_from(compiler.kernels)
         return sol[0]
     count = demands.trajectories
+    compiler = Compiler(compile, count, gradient, adjoint)
     if not isinstance(ensemblealg, EnsembleMPI):
         with closing(Progress(count)) if progress else nullcontext() as shown:
-            sol = _ensemble(demands, problem, range(1, count + 1), shown)
+            sol = _ensemble(demands, compiler, problem, range(1, count + 1), shown)
         report(sol, throw)
+        sol.problem = problem.read_from(compiler.kernels)
         return sol
     sol = over_ranks(
         ensemblealg, count, f"trajectories={count}, {alg}, {ensemblealg}, rtol={rtol}, atol={atol}, saveat={saveat}, "
-        f"save_everystep={save_everystep}, dt={dt}, dtmax={dtmax}, max_steps={max_steps}, progress={bool(progress)}",
-        lambda numbers, shown: _ensemble(demands, problem, numbers, shown),
+        f"save_everystep={save_everystep}, dt={dt}, dtmax={dtmax}, max_steps={max_steps}, compile={compile}, "
+        f"progress={bool(progress)}",
+        lambda numbers, shown: _ensemble(demands, compiler, problem, numbers, shown),
         (lambda parts: combined(problem, parts, count)) if problem.output_func or problem.reduction else None, progress,
     )  # fmt: skip
     report(sol.facts if isinstance(sol, ShardedSolution) else sol, throw, mpi_rank(ensemblealg.comm) == 0)
+    sol.problem = problem.read_from(compiler.kernels)
     return sol
 
 
 def _ensemble(
-    demands: Demands, problem: EnsembleProblem, numbers: range, shown: Callable[[int], None] | None
+    demands: Demands, compiler: Compiler, problem: EnsembleProblem, numbers: range, shown: Callable[[int], None] | None
 ) -> EnsembleSolution:
     """Solve some trajectories, counted from 1."""
     seed = master_seed(problem.seed)
@@ -161,7 +173,7 @@ def _ensemble(
         alone = not len(numbers) and demands.trajectories > 0
         batch = members(problem, range(1, 2) if alone else numbers, repeat, seed, demands.trajectories)
         batch = batch.share(slice(0, 0)) if alone else batch
-        return _solved(demands, demands.ensemblealg, batch, None if repeat > 1 else shown, numbers)
+        return _solved(demands, compiler, demands.ensemblealg, batch, None if repeat > 1 else shown, numbers)
 
     size = max(1, demands.batch_size or len(numbers))
     batches = [numbers[i : i + size] for i in range(0, len(numbers), size)] or [numbers]
@@ -171,8 +183,8 @@ def _ensemble(
 
 
 def _solved(
-    demands: Demands, backend: EnsembleAlgorithm, given: Batch, shown: Callable[[int], None] | None,
-    numbers: range = range(1, 2),
+    demands: Demands, compiler: Compiler, backend: EnsembleAlgorithm, given: Batch,
+    shown: Callable[[int], None] | None, numbers: range = range(1, 2),
 ) -> EnsembleSolution:
     batch, times = given.plain(), None
     if not demands.save_everystep:
@@ -186,7 +198,7 @@ def _solved(
         demands.save_everystep or given.traced, None if demands.save_everystep else demands.checkpoints, shown,
     )  # fmt: skip
     try_once(batch, events, given.traced)
-    outcome = backend.run(batch, settings)
+    outcome = compiler.run(backend, batch, settings, given)
     sol, ways = solution_of(outcome, batch, settings), Ways(demands.gradient, demands.adjoint)
     return differentiable(sol, Run(batch, settings, outcome), given, ways) if given.traced else sol
 

@@ -1,0 +1,132 @@
+"""Whether an ensemble is solved by compiled kernels: what they can't do, and when they are worth their compilation.
+
+By ``compile="auto"`` the choice is made by what all ranks and all batches of a solve have in common, so all of an ensemble
+is solved one way.
+"""
+
+from __future__ import annotations
+
+import logging
+from importlib.util import find_spec
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from mpiad._typing import Function
+from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleSerial
+from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.compiled.program import Program
+from mpiad.ensemble.compiled.refusals import Untraceable
+from mpiad.ensemble.compiled.trace import trace
+from mpiad.ensemble.compiled.verification import verify
+from mpiad.ensemble.settings import Settings
+
+__all__ = ["program_of"]
+
+_log = logging.getLogger("mpiad")
+
+# Fewer trajectories are solved in less time than a kernel is loaded or compiled in.
+LEAST_TRAJECTORIES = 1000
+MOST_COMPONENTS = 100
+# Of f: a step has seven, and each is a few machine instructions for all lanes.
+MOST_OPERATIONS = 1500
+# An f whose constants change from solve to solve would be compiled in each.
+_MOST_PROGRAMS = 8
+
+_told: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
+_programs: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
+
+
+def program_of(
+    compile: str | bool, count: int, backend: EnsembleAlgorithm, batch: Batch, settings: Settings
+) -> Program | None:
+    """Return what is compiled, None where the vectorised path solves the ensemble.
+
+    Parameters
+    ----------
+    compile : {"auto", True, False}
+    count : int
+        How many trajectories the whole ensemble has; 0 for a single problem.
+    backend : EnsembleAlgorithm
+    batch : Batch
+    settings : Settings
+
+    Raises
+    ------
+    ImportError, TypeError, ValueError
+        With ``compile=True``, where it can't be.
+    """
+    if compile is False or (compile == "auto" and (count < LEAST_TRAJECTORIES or isinstance(backend, EnsembleSerial))):
+        return None
+    must = compile is True
+    reason = _unsupported(batch, settings)
+    if reason is not None:
+        if must:
+            raise ValueError(f"solve: compile=True, but {reason}. Leave compile out, or say compile=False.")
+        return None
+    if find_spec("numba") is None:
+        if must:
+            raise ImportError("solve: compile=True needs numba, which isn't installed: pip install mpiad[fast].")
+        return None
+    return _traced(batch, must)
+
+
+def _unsupported(batch: Batch, settings: Settings) -> str | None:
+    """Return what only the vectorised path does, and why it is asked for."""
+    dtype = batch.u0.dtype
+    if dtype != np.float64:
+        return f"u0 has dtype {dtype}, and kernels compute with float64"
+    if settings.events:
+        return "events= are looked for by the vectorised path only"
+    if settings.saveat is None:
+        return "save_everystep=True is for the vectorised path only"
+    if settings.checkpoints is not None:
+        return f"checkpoints={settings.checkpoints} is for the vectorised path only"
+    return None
+
+
+def _traced(batch: Batch, must: bool) -> Program | None:
+    try:
+        program = trace(batch.f, batch.shape, batch.p, batch.u0.dtype)
+        verify(program, batch)
+    except Untraceable as error:
+        if must:
+            raise TypeError(f"solve: compile=True, but f can't be compiled: {error}.") from error
+        _tell_once(batch.f, f"f can't be compiled ({error}), so it is called with arrays instead")
+        return None
+    d = program.states
+    if d > MOST_COMPONENTS or program.cost > MOST_OPERATIONS:
+        what = f"a state has {d} components and f {program.cost} operations"
+        limits = f"up to {MOST_COMPONENTS} and {MOST_OPERATIONS} fit into a kernel that is fast and soon compiled"
+        _tell_once(batch.f, f"{what}; {limits}" + ("" if must else ", so f is called with arrays instead"))
+        return program if must else None
+    if not must and _changes(batch.f, program):
+        return None
+    return program
+
+
+def _changes(f: Function, program: Program) -> bool:
+    """Tell whether f is another one in each solve: by numbers that it closes over."""
+    known = _programs.setdefault(_identity(f), set())
+    known.add(program.digest)
+    if len(known) <= _MOST_PROGRAMS:
+        return False
+    known.discard(program.digest)
+    _tell_once(
+        f, f"f has had other constants in each of {len(known)} solves, and was compiled in each; now it is called with "
+        "arrays instead. Pass what changes as p"
+    )  # fmt: skip
+    return True
+
+
+def _tell_once(f: Function, text: str) -> None:
+    told = _told.setdefault(_identity(f), set())
+    if text not in told:
+        told.add(text)
+        _log.warning("solve: %s.", text)
+
+
+def _identity(f: Function) -> Any:
+    """Return what stays the same when f is defined anew by the same lines."""
+    return getattr(f, "__code__", None) or type(f)

@@ -1,0 +1,113 @@
+"""The part of the forward kernel's source by which trajectories enter lanes: the first derivative and the first step."""
+
+from __future__ import annotations
+
+from mpiad.ensemble.compiled.lanes import Lanes
+from mpiad.ensemble.compiled.text import indented
+from mpiad.ensemble.controller import LEAST_ERROR
+
+__all__ = ["Entering"]
+
+
+class Entering(Lanes):
+    """Lines on lanes that take the next trajectory."""
+
+    def entering(self) -> list[str]:
+        """Return lines that fill vacant lanes."""
+        lanes = self.form.lanes
+        return [
+            "if vacant > 0 and waiting < stop:",
+            f"    for l in range({lanes}):",
+            "        while waiting < stop and start[waiting] == end[waiting]:",
+            "            waiting += 1",
+            "        if ids[l] < 0 and waiting < stop:",
+            *indented(self._enter(), 3),
+        ]
+
+    def _enter(self) -> list[str]:
+        at, form, d = self.at, self.form, self.form.d
+        steps = self.steps
+        lines = [
+            "i = waiting",
+            "waiting += 1",
+            "vacant -= 1",
+            "ids[l] = i",
+            "sign = -1.0 if end[i] < start[i] else 1.0",
+            "t = start[i]",
+            *[f"u_{c} = u0[{c}, i]" for c in range(d)],
+            *[f"p{j} = p[{j}, i]" for j in range(form.varying)],
+            steps.call("k0", "u", 0),
+            "now = sign * t",
+            "span = sign * end[i] - now",
+            *self._first_step(),
+            "h = h if h < dtmax else dtmax",
+            "least = 10.0 * (np.nextafter(now, np.inf) - now)",
+            "h = h if h > least else least",
+            *[f"{at('u', c)} = u_{c}" for c in range(d)],
+            *[f"{at('k', c)} = k0_{c}" for c in range(d)],
+            *[f"{at('p', j)} = p{j}" for j in range(form.varying)],
+            *self._unit_tangents(),
+            f"{at('sign')} = sign",
+            f"{at('end')} = sign * end[i]",
+            "most = max(abs(t), abs(end[i]))",
+            # Where a step is shorter than this, it is looked at more closely.
+            f"{at('least')} = 10.0 * (np.nextafter(most, np.inf) - most)",
+            f"{at('live')} = 1.0",
+            *[f"{at(name)} = 0.0" for name in ("rejected", "tries", "number")],
+            *([f"{at('q2_before')} = {LEAST_ERROR!r}"] if self.beta is not None else []),
+            f"{at('next')} = h",
+            "place[l] = -1",
+            *self.next_due(),
+            f"while {at('due')} == now:",
+            *indented([f"saved[i, place[l], {c}] = u_{c}" for c in range(d)]),
+            *indented([
+                f"dsaved[{j // d}, i, place[l], {j % d}] = {at('du', j)}"
+                for j in range(d * len(form.directions)) if form.inside
+            ]),
+            "    if save_step.shape[0] > 0:",
+            "        save_step[i, place[l]] = -1",
+            *indented(self.next_due()),
+            f"{at('now')} = now",
+            f"{at('accepted')} = 0.0",
+        ]  # fmt: skip
+        return lines
+
+    def _unit_tangents(self) -> list[str]:
+        return [
+            f"{self.at('du', j * self.form.d + c)} = {1.0 if kind == 'u' and place == c else 0.0}"
+            for j, (kind, place) in enumerate(self.form.directions) for c in range(self.form.d)
+        ]  # fmt: skip
+
+    def _first_step(self) -> list[str]:
+        """Return lines on the first step, as `starting.first_step` chooses it."""
+        d, steps = self.form.d, self.steps
+        lines = []
+        for c in range(d):
+            lines += [f"w_{c} = rtol * abs(u_{c}) + {self.atol(c)}"]
+        for out, top in (("d0", "u_{}"), ("d1", "k0_{}")):
+            lines += self._norm(out, top)
+        lines += [
+            "h0 = 1e-6 if d0 < 1e-5 or d1 < 1e-5 else 0.01 * d0 / d1",
+            "h0 = h0 if h0 < span else span",
+            "h = sign * h0",
+            *[f"y_{c} = h * k0_{c} + u_{c}" for c in range(d)],
+            "tn = t + h",
+            f"{', '.join(steps.state('k1'))}, = f({', '.join([*steps.state('y'), *steps.parameters, 'tn'])})",
+            *self._norm("d2", "(k1_{0} - k0_{0})"),
+            "d2 = d2 / h0",
+            "steepest = d1 if d1 > d2 else d2",
+            "if d1 <= 1e-15 and d2 <= 1e-15:",
+            "    h = max(1e-6, h0 * 1e-3)",
+            "else:",
+            "    h = (0.01 / steepest) ** 0.2",
+            "h = min(min(100.0 * h0, h), span)",
+            "if not np.isfinite(h):",
+            "    h = span",
+        ]
+        return ["if dt > 0.0:", "    h = dt", "else:", *indented(lines)]
+
+    def _norm(self, out: str, top: str) -> list[str]:
+        lines = []
+        for c in range(self.form.d):
+            lines += [f"e = {top.format(c)} / w_{c}", "q2 = q2 + e * e" if c else "q2 = e * e"]
+        return [*lines, f"{out} = np.sqrt(q2 / {self.form.d}.0)"]

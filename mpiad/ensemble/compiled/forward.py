@@ -1,0 +1,214 @@
+"""The source of the forward kernel: lanes of trajectories that advance together.
+
+Each turn is one loop over the lanes without branches and calls, so that the compiler makes vector instructions of it. It
+takes the step before where that was accepted, computes the next one and its error, accepts it or not, and chooses a size
+for the one after. Then lanes that have something to tell are visited one by one: a step to record, a saved time, an end. A
+lane that has ended takes the next trajectory.
+
+The arithmetic is that of the vectorised path, operation by operation, and the compiler may not change it. So a trajectory's
+numbers are the same in each lane and in all kernels that are generated from one f. Only tangents are left to `fma`.
+"""
+
+from __future__ import annotations
+
+from mpiad.ensemble.compiled.entering import Entering
+from mpiad.ensemble.compiled.form import Form
+from mpiad.ensemble.compiled.lanes import Lanes
+from mpiad.ensemble.compiled.power import power_lines
+from mpiad.ensemble.compiled.telling import Telling
+from mpiad.ensemble.compiled.text import indented, number
+from mpiad.ensemble.controller import LEAST_ERROR
+
+__all__ = ["field_count", "forward_source"]
+
+# Of a step: what is left to the end, where steps are fixed.
+_ROUNDING = 1e-9
+
+
+def field_count(form: Form) -> int:
+    """Return how many fields the kernel's buffer has."""
+    return Lanes(form).fields.count
+
+
+def forward_source(form: Form) -> str:
+    """Return the source of `forward`, which calls `f`, along directions `df0`, `df1`, ..., and `fma`."""
+    return _Forward(form).source()
+
+
+class _Forward(Telling, Entering):
+    def source(self) -> str:
+        """Return the text of the function."""
+        form = self.form
+        lines = [
+            "def forward(b, ids, place, state, stop, u0, p, s, start, end, times, rtol, atol, dt, dtmax, max_steps,",
+            "            u_end, t_reached, codes, naccept, nreject, saved, save_step, du_end, dsaved, last, rows, before):",
+            "    # Fields of b: " + ", ".join(self.fields),
+            "    n_saved = times.shape[1]",
+            "    by_row = times.shape[0] > 1",
+            "    waiting = state[0]",
+            "    vacant = state[1]",
+            "    row = state[2]",
+            *[f"    s{j} = s[{j}]" for j in range(form.shared)],
+            *([f"    atol{c} = atol[{c}]" for c in range(form.d)] if form.tolerances else ["    atol0 = atol[0]"]),
+            "    while True:",
+            *indented(self.entering(), 2),
+            f"        if vacant == {form.lanes}" + (f" or row + {form.lanes} > rows.shape[0]:" if form.record else ":"),
+            "            break",
+            f"        for l in range({form.lanes}):",
+            *indented([*self._taking(), *self._stages(), *self._decision()], 3),
+            *indented(self.recorded() if form.record else [], 2),
+            f"        for l in range({form.lanes}):",
+            f"            if {self.at('event')} > 0.0:",
+            *indented(self.told(), 4),
+            "    state[0] = waiting",
+            "    state[1] = vacant",
+            "    state[2] = row",
+        ]
+        return "\n".join(lines) + "\n"
+
+    # ---- a step
+
+    def _loaded(self, what: str, name: str, width: int | None = None) -> list[str]:
+        return [f"{name}_{c} = {self.at(what, c)}" for c in range(width or self.form.d)]
+
+    def _stages(self) -> list[str]:
+        form, steps, at, d = self.form, self.steps, self.at, self.form.d
+        lines = [f"p{j} = {at('p', j)}" for j in range(form.varying)]
+        for i in range(1, form.stages + 1):
+            y = "new" if i == form.stages else "y"
+            name = f"y{i}" if form.directions and i < form.stages else y
+            lines += steps.argument(name, i, "k", "u")
+            lines.append(steps.call(f"k{i}", name, i))
+        for j in range(len(form.directions)):
+            lines += self._tangent(j)
+        lines += self._error()
+        lines += [f"{at('new', c)} = new_{c}" for c in range(d)]
+        lines += [f"{at('last', c)} = k{form.stages}_{c}" for c in range(d)]
+        if form.inside:
+            lines += [f"{at('inner', (i - 1) * d + c)} = k{i}_{c}" for i in range(1, form.stages) for c in range(d)]
+        return lines
+
+    def _tangent(self, j: int) -> list[str]:
+        """Return lines that carry the tangent along direction j."""
+        form, steps, d = self.form, self.steps, self.form.d
+        lines = [f"v_{c} = v{j}_{c}" for c in range(d)]
+        stages = form.stages + 1 if form.inside else form.stages
+        for i in range(stages):
+            along = "v" if i == 0 else "w"
+            if i:
+                lines += steps.argument("w", i, "l", "v", fused=True)
+            y = "u" if i == 0 else "new" if i == form.stages else f"y{i}"
+            lines.append(steps.call(f"l{i}", y, i, f"df{j}", steps.state(along)))
+        if not form.inside:
+            lines += steps.argument("w", form.stages, "l", "v", fused=True)
+        lines += [f"{self.at('dnew', j * d + c)} = w_{c}" for c in range(d)]
+        if form.inside:
+            lines += [
+                f"{self.at('dk', (j * (form.stages + 1) + i) * d + c)} = l{i}_{c}"
+                for i in range(form.stages + 1) for c in range(d)
+            ]  # fmt: skip
+        return lines
+
+    def _error(self) -> list[str]:
+        d = self.form.d
+        if self.error is None:
+            # Whether all is finite: x - x is then zero.
+            total = " + ".join(f"(new_{c} - new_{c})" for c in range(d))
+            return [f"q2 = {total}"]
+        lines = []
+        for c in range(d):
+            error = self.steps.weighted(self.error, "k", c)
+            lines += [
+                f"low{c} = abs(u_{c})",
+                f"high{c} = abs(new_{c})",
+                f"scale{c} = rtol * where(high{c} > low{c}, high{c}, low{c}) + {self.atol(c)}",
+                f"e{c} = ({error}) * h / scale{c}",
+            ]
+        total = " + ".join(f"e{c} * e{c}" for c in range(d))
+        return [*lines, f"q2 = ({total}) / {d}.0", f"{self.at('q2')} = q2"]
+
+    def _decision(self) -> list[str]:
+        """Return lines that accept the step or not, and choose the size of the next."""
+        at = self.at
+        lines = [f"live = {at('live')}"]
+        if self.error is not None:
+            lines += [
+                "accepted = where(q2 < 1.0, live, 0.0)",
+                *self._factor(),
+                "following = size * factor",
+                "following = where(following < dtmax, following, dtmax)",
+                f"{at('rejected')} = live - accepted",
+                f"small = where(following < {at('least')}, live, 0.0)",
+            ]
+        else:
+            lines += ["accepted = where(q2 == 0.0, live, 0.0)", "small = live - accepted"]
+        return [
+            *lines,
+            f"tries = {at('tries')} + live",
+            f"{at('tries')} = tries",
+            f"{at('accepted')} = accepted",
+            f"{at('next')} = following",
+            "tired = where(tries >= max_steps, live, 0.0)",
+            "told = where(ahead >= goal, accepted, 0.0)",
+            f"due = where({at('due')} <= ahead, accepted, 0.0)",
+            f"{at('event')} = small + tired + told + due",
+        ]
+
+    def _factor(self) -> list[str]:
+        at, controller, order = self.at, self.form.controller, self.form.tableau.order
+        plain = number(-0.5 / order)
+        lines = [f"exponent = {plain}"]
+        if self.beta is not None:
+            beta = self.beta
+            steady = number(-0.5 * (1 - 0.75 * beta) / order)
+            lines = [f"exponent = where(q2 < 1.0, {steady}, {plain})"]
+        lines += [*power_lines("q2", "exponent", "factor"), f"factor = {number(controller.safety)} * factor"]
+        if self.beta is not None:
+            lines += [
+                *power_lines(at("q2_before"), number(0.5 * self.beta / order), "steady"),
+                "factor = where(q2 < 1.0, factor * steady, factor)",
+                f"kept = where(q2 > {LEAST_ERROR!r}, q2, {LEAST_ERROR!r})",
+                f"{at('q2_before')} = where(accepted > 0.0, kept, {at('q2_before')})",
+            ]
+        return [
+            *lines,
+            f"factor = where(factor > {number(controller.least)}, factor, {number(controller.least)})",
+            f"most = where({at('rejected')} > 0.0, 1.0, {number(controller.most)})",
+            "factor = where(factor < most, factor, most)",
+        ]
+
+    def _taking(self) -> list[str]:
+        """Return lines that take the step before where it was accepted, and propose the next."""
+        at, d = self.at, self.form.d
+        triples = [(f"u_{c}", at("u", c), at("new", c)) for c in range(d)]
+        triples += [(f"k0_{c}", at("k", c), at("last", c)) for c in range(d)]
+        triples += [
+            (f"v{j}_{c}", at("du", j * d + c), at("dnew", j * d + c))
+            for j in range(len(self.form.directions)) for c in range(d)
+        ]  # fmt: skip
+        lines = [f"took = {at('accepted')} > 0.0"]
+        for name, old, new in triples:
+            lines += [f"{name} = where(took, {new}, {old})", f"{old} = {name}"]
+        lines += [
+            f"{at('number')} += {at('accepted')}",
+            f"now = where(took, {at('tn')}, {at('now')})",
+            f"goal = {at('end')}",
+            f"following = {at('next')}",
+            "ahead = now + following",
+        ]
+        if self.error is None:
+            # Many equal steps don't sum up to the span; a last one of rounding's size is none.
+            lines.append(f"ahead = where(ahead > goal - {_ROUNDING!r} * following, goal, ahead)")
+        return [
+            *lines,
+            "ahead = where(ahead < goal, ahead, goal)",
+            "size = ahead - now",
+            f"sign = {at('sign')}",
+            "h = sign * size",
+            "t = sign * now",
+            "tn = sign * ahead",
+            f"{at('now')} = now",
+            f"{at('tn')} = ahead",
+            f"{at('size')} = size",
+        ]
+

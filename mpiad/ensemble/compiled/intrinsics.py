@@ -1,0 +1,61 @@
+"""What the kernels need and numba doesn't offer: single machine instructions, without a branch or a call.
+
+This is the only file that imports numba.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import llvmlite.binding as llvm
+import llvmlite.ir as ir
+from numba import types
+from numba.extending import intrinsic
+
+__all__ = ["bits_of", "fma", "number_of", "where"]
+
+# Without the instruction, `fma` would be a slow call of a library.
+_FUSES = bool(llvm.get_host_cpu_features().get("fma", False)) or not llvm.get_default_triple().startswith("x86_64")
+
+
+@intrinsic
+def fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
+    """Return a b + c, rounded once."""
+
+    def made(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        if _FUSES:
+            return builder.fma(*arguments)
+        return builder.fadd(builder.fmul(*arguments[:2]), arguments[2])
+
+    return types.float64(types.float64, types.float64, types.float64), made
+
+
+@intrinsic
+def where(typing: Any, condition: Any, a: Any, b: Any) -> Any:
+    """Return a or b; both have been computed."""
+    kind = types.boolean if a == b == types.boolean else types.float64
+
+    def made(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.select(*arguments)
+
+    return kind(types.boolean, kind, kind), made
+
+
+@intrinsic
+def bits_of(typing: Any, x: Any) -> Any:
+    """Return the bits of a double as an integer."""
+
+    def made(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], ir.IntType(64))
+
+    return types.int64(types.float64), made
+
+
+@intrinsic
+def number_of(typing: Any, i: Any) -> Any:
+    """Return the double of these bits."""
+
+    def made(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], ir.DoubleType())
+
+    return types.float64(types.int64), made

@@ -1,0 +1,65 @@
+"""Kernels of one f: their texts, as modules, and the functions that numba makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mpiad.ensemble.compiled.arithmetic import function_source
+from mpiad.ensemble.compiled.cache import Kernel, kernel_of
+from mpiad.ensemble.compiled.derivatives import jvp, vjp
+from mpiad.ensemble.compiled.form import Form
+from mpiad.ensemble.compiled.forward import forward_source
+from mpiad.ensemble.compiled.program import Program
+from mpiad.ensemble.compiled.reverse import reverse_source
+from mpiad.ensemble.compiled.signatures import FORWARD, REVERSE
+from mpiad.ensemble.compiled.simplify import simplify
+
+__all__ = ["compiled", "forward_text", "parameter_names", "reverse_text"]
+
+_HEAD = """import math
+
+import numba
+import numpy as np
+
+from mpiad.ensemble.compiled.intrinsics import bits_of, fma, number_of, where
+"""
+_INLINED = '@numba.njit(error_model="numpy", forceinline=True)\n'
+_KERNEL = '@numba.njit(cache=CACHE, error_model="numpy", nogil=True)\n'
+
+
+def parameter_names(varying: Sequence[int], shared: Sequence[int]) -> list[str]:
+    """Return what a program's parameters are called: p0, p1, ... those of each trajectory, s0, s1, ... those of all."""
+    names = {number: f"p{i}" for i, number in enumerate(varying)}
+    names.update({number: f"s{i}" for i, number in enumerate(shared)})
+    return [names[number] for number in range(len(names))]
+
+
+def forward_text(program: Program, form: Form, names: Sequence[str]) -> str:
+    """Return the text of a forward kernel, and of f and its tangents before it."""
+    parts = [function_source(program, "f", names)]
+    for i, (kind, place) in enumerate(form.directions):
+        along = [] if kind == "u" else [names.index(f"{kind}{place}")]
+        tangent = jvp(program, 1, along, time=False)
+        d = program.states
+        tangent = simplify(tangent, {d: 1.0} if along else {}, range(d, 2 * d))
+        parts.append(function_source(tangent, f"df{i}", names, [f"w{c}" for c in range(d)], fused=True))
+    return _module(parts, forward_source(form))
+
+
+def reverse_text(program: Program, form: Form, names: Sequence[str], wanted: Sequence[int]) -> str:
+    """Return the text of a reverse kernel, and of f and its adjoint before it."""
+    d = program.states
+    adjoint = simplify(vjp(program, wanted, time=form.timed))
+    seeds = [f"w{c}" for c in range(d)]
+    parts = [function_source(program, "f", names), function_source(adjoint, "g", names, seeds, fused=True)]
+    return _module(parts, reverse_source(form))
+
+
+def _module(functions: list[str], kernel: str) -> str:
+    return "\n\n".join([_HEAD, *(_INLINED + function for function in functions), _KERNEL + kernel])
+
+
+def compiled(text: str, name: str) -> Kernel:
+    """Return a kernel's function, compiled; `name` says which one."""
+    signature = {"forward": FORWARD, "reverse": REVERSE}[name]
+    return kernel_of(text, lambda names: names[name].compile(signature))

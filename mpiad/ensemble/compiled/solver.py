@@ -1,0 +1,161 @@
+"""Solves by compiled kernels: their choice, their forward run, and what derivatives need of it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+from autograd.tracer import isbox
+
+from mpiad.ensemble.backends import EnsembleAlgorithm
+from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.compiled.cache import Kernel
+from mpiad.ensemble.compiled.choice import program_of
+from mpiad.ensemble.compiled.form import Form
+from mpiad.ensemble.compiled.kernels import compiled, forward_text, parameter_names, reverse_text
+from mpiad.ensemble.compiled.launch import launch
+from mpiad.ensemble.compiled.layout import Layout, layout_of
+from mpiad.ensemble.compiled.program import Program
+from mpiad.ensemble.compiled.shares import threads_of
+from mpiad.ensemble.compiled.signatures import argument
+from mpiad.ensemble.outcome import Outcome
+from mpiad.ensemble.settings import Settings
+
+__all__ = ["Compiler", "Solver"]
+
+_log = logging.getLogger("mpiad")
+
+# Up to so many directions a kernel's tangents cost less than its adjoint.
+FEW = 4
+
+
+class Compiler:
+    """What one call of `solve` compiles.
+
+    Parameters
+    ----------
+    compile : {"auto", True, False}
+    count : int
+        How many trajectories the whole ensemble has; 0 for a single problem.
+    gradient, adjoint : str or None
+        As in `solve`.
+
+    Attributes
+    ----------
+    kernels : dict of str to Kernel
+        By their names, forward and reverse, those that were used.
+    """
+
+    def __init__(self, compile: str | bool, count: int, gradient: str | None, adjoint: str):
+        self._compile, self._count = compile, count
+        self.gradient, self.adjoint = gradient, adjoint
+        self.kernels: dict[str, Kernel] = {}
+
+    def run(self, backend: EnsembleAlgorithm, batch: Batch, settings: Settings, given: Batch) -> Outcome:
+        """Solve all trajectories of a batch, by a kernel where that is chosen.
+
+        Parameters
+        ----------
+        backend : EnsembleAlgorithm
+        batch : Batch
+        settings : Settings
+        given : Batch
+            The batch before what is traced was made plain.
+        """
+        if self._compile is False or not batch.size:
+            return backend.run(batch, settings)
+        program = program_of(self._compile, self._count, backend, batch, settings)
+        if program is None:
+            return backend.run(batch, settings)
+        return Solver(self, program, batch, settings, threads_of(backend)).solved(given)
+
+    def function(self, name: str, text: str) -> Any:
+        """Return a kernel's function, and tell how long it took to compile."""
+        kernel = compiled(text, name)
+        if name not in self.kernels or self.kernels[name].text != text:
+            how = "compiled" if kernel.origin == "compiled" else "loaded"
+            _log.info("solve: the %s kernel was %s in %.2f s.", name, how, kernel.seconds)
+        self.kernels[name] = kernel
+        return kernel.names[name]
+
+
+class Solver:
+    """A batch, and the kernels for it.
+
+    Parameters
+    ----------
+    compiler : Compiler
+    program : Program
+        What f computes.
+    batch : Batch
+        Of plain arrays.
+    settings : Settings
+    threads : int
+    """
+
+    def __init__(self, compiler: Compiler, program: Program, batch: Batch, settings: Settings, threads: int):
+        self._compiler, self._program = compiler, program
+        self.batch, self.settings, self.threads = batch, settings, threads
+        self.layout: Layout = layout_of(batch.p)
+        self._names = parameter_names(self.layout.varying, self.layout.shared)
+        saveat: Any = settings.saveat
+        self.times = argument(np.atleast_2d(saveat))
+        at_ends = (saveat == batch.start[:, None]) | (saveat == batch.end[:, None])
+        alg = settings.alg
+        self.form = Form(
+            len(batch.u0), len(self.layout.varying), len(self.layout.shared), alg.tableau, alg.controller,
+            inside=not at_ends.all(), tolerances=np.ndim(settings.atol) > 0,
+        )  # fmt: skip
+        self.p, self.s = self.layout.split(batch.p.leaves, batch.size, float)
+        self.directions: tuple[tuple[str, int], ...] = ()
+        self._recorded: Outcome | None = None
+
+    def solved(self, given: Batch) -> Outcome:
+        """Solve, and keep what a gradient by the traced parts of `given` will need."""
+        form = self.form
+        if given.traced:
+            self.directions = self._directions(given)
+            form = form._replace(directions=self.directions, record=not self.directions)
+        outcome = self._run(form)
+        if given.traced:
+            outcome.solver = self
+            self._recorded = outcome if form.record else None
+        return outcome
+
+    def _run(self, form: Form) -> Outcome:
+        function = self._compiler.function("forward", forward_text(self._program, form, self._names))
+        return launch(function, form, self)
+
+    # ---- derivatives
+
+    def _directions(self, given: Batch) -> tuple[tuple[str, int], ...]:
+        """Return along which numbers of a trajectory tangents are carried: none, where an adjoint will be wanted."""
+        compiler = self._compiler
+        if compiler.gradient == "adjoint" or compiler.adjoint != "discrete" or isbox(given.start) or isbox(given.end):
+            return ()
+        found = [("u", c) for c in range(len(self.batch.u0))] if isbox(given.u0) else []
+        traced = [place for place, leaf in enumerate(given.p.leaves) if isbox(leaf)]
+        found += [direction for place in traced for direction in self.directions_of(place)]
+        return tuple(found) if len(found) <= FEW or compiler.gradient == "tangent" else ()
+
+    def directions_of(self, place: int) -> list[tuple[str, int]]:
+        """Return the directions of a leaf's numbers."""
+        names = [self._names[j] for part in self.layout.parts if part.place == place for j in part.scalars]
+        return [(name[0], int(name[1:])) for name in names]
+
+    def recorded(self) -> Outcome:
+        """Return the outcome with a record of all steps; where tangents were carried, it is made now."""
+        if self._recorded is None:
+            self._recorded = self._run(self.form._replace(record=True))
+        return self._recorded
+
+    def reverse(self, wanted: list[int], timed: bool, inside: bool) -> tuple[Any, Form]:
+        """Return the reverse kernel's function for some of the program's parameters, and its form."""
+        own = [j for j in wanted if self._names[j][0] == "p"]
+        common = [j for j in wanted if self._names[j][0] == "s"]
+        form = self.form._replace(
+            wanted_varying=len(own), wanted_shared=len(common), timed=timed, inside=inside, tolerances=False
+        )
+        text = reverse_text(self._program, form, self._names, own + common)
+        return self._compiler.function("reverse", text), form

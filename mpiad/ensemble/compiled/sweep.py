@@ -1,0 +1,87 @@
+"""The reverse kernel's call: cotangents of what a solve started from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mpiad._typing import Array
+from mpiad.ensemble.adjoint import Cotangents, of_ends
+from mpiad.ensemble.compiled.shares import each
+from mpiad.ensemble.compiled.signatures import argument
+from mpiad.ensemble.compiled.solver import Solver
+from mpiad.ensemble.compiled.tape import Tape
+from mpiad.ensemble.run import INITIAL, Run
+from mpiad.ensemble.seeds import Seeds
+
+__all__ = ["pull_compiled"]
+
+
+def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int], timed: bool) -> Cotangents:
+    """Return the cotangents of a run's inputs, by a reverse kernel.
+
+    Parameters
+    ----------
+    solver : Solver
+    run : Run
+    seeds : Seeds
+    places : sequence of int
+        Of the leaves of the parameters to differentiate by.
+    timed : bool
+        Whether to differentiate by the ends of tspan, too.
+    """
+    batch, parts = run.batch, [part for part in solver.layout.parts if part.place in places]
+    own = [part for part in parts if part.varies]
+    common = [part for part in parts if not part.varies]
+    function, form = solver.reverse(
+        [j for part in own + common for j in part.scalars], timed, solver.form.inside and seeds.saved is not None
+    )
+    d, count = batch.u0.shape
+    end_bar = seeds.end if seeds.saved is None else seeds.end.copy()
+    outcome, saved = solver.recorded(), seeds.saved
+    save_step = np.empty((count, 0), np.int32) if saved is None else outcome.save_step
+    saved = np.empty((0, 0, 0)) if saved is None else argument(saved)
+    u0_bar = of_ends(run, seeds)
+    given = (
+        solver.p, solver.s, solver.times,
+        (outcome.last, outcome.naccept, outcome.t_reached),
+        (run.live, argument(end_bar), saved, save_step),
+    )
+    p_bar = np.zeros((form.wanted_varying, count))
+    start_bar, stop_bar = np.zeros(count), np.zeros(count)
+
+    def back(tape: Tape) -> Array:
+        s_bar = np.zeros(form.wanted_shared)
+        p, s, times, counts, ends = given
+        function(tape.first, tape.stop, p, s, times, tape.rows, tape.before, *counts, *ends, u0_bar, p_bar, s_bar,
+                 start_bar, stop_bar)  # fmt: skip
+        return s_bar
+
+    s_bar = np.sum(each(back, outcome.tapes, solver.threads), axis=0)
+    _add_still(run, seeds, u0_bar)
+    return Cotangents(u0_bar, start_bar, stop_bar, _leaves(run, places, own, common, p_bar, s_bar))
+
+
+def _add_still(run: Run, seeds: Seeds, u0_bar: Array) -> None:
+    """Add what is saved of trajectories that take no step."""
+    if seeds.saved is not None:
+        still = np.flatnonzero(run.live & (run.outcome.naccept == 0))
+        chosen = run.save_step[still] == INITIAL
+        u0_bar[:, still] += np.where(chosen[..., None], seeds.saved[still], 0).sum(axis=1).T
+
+
+def _leaves(run: Run, places: Sequence[int], own: Any, common: Any, p_bar: Array, s_bar: Array) -> dict[int, Array]:
+    leaves = {place: np.zeros_like(run.batch.p.leaves[place]) for place in places}
+    first = 0
+    for part in own:
+        size = len(part.scalars)
+        leaves[part.place] = p_bar[first : first + size].reshape(np.shape(leaves[part.place]))
+        first += size
+    first = 0
+    for part in common:
+        size = len(part.scalars)
+        leaves[part.place] = s_bar[first : first + size].reshape(np.shape(leaves[part.place]))
+        first += size
+    return leaves

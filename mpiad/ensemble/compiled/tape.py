@@ -1,0 +1,48 @@
+"""Accepted steps as kernels write them: one row each, in the order in which lanes took them, linked by trajectory."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from mpiad._typing import Array
+from mpiad.ensemble.record import Steps
+
+__all__ = ["Tape"]
+
+
+class Tape(NamedTuple):
+    """The steps of some trajectories.
+
+    Parameters
+    ----------
+    first, stop : int
+        Which trajectories.
+    rows : array, shape (m, 2 + d)
+        Time before the step, its signed size, and the state before it.
+    before : array of int, shape (m,)
+        The row of the same trajectory's step before; -1 where there is none.
+    """
+
+    first: int
+    stop: int
+    rows: Array
+    before: Array
+
+    def steps(self, last: Array, counts: Array) -> Steps:
+        """Return the steps in the order of sweeps.
+
+        Parameters
+        ----------
+        last : array of int, shape (N,)
+            The row of the last step of every trajectory of the ensemble.
+        counts : array of int, shape (N,)
+        """
+        steps = Steps(counts[self.first : self.stop], self.rows.shape[1] - 2, self.rows.dtype)
+        row = last[self.first : self.stop][steps.order]
+        for s, width in enumerate(steps.widths):
+            row = row[:width]
+            ids, found = steps.order[:width], self.rows[row]
+            steps.fill(ids, steps.counts[ids] - 1 - s, found[:, 0], found[:, 1], found[:, 2:].T)
+            row = self.before[row]
+        steps.pad()
+        return steps
