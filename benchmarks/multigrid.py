@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -133,7 +134,7 @@ def count_messages(size: int) -> None:
     """Print what the busiest rank sends in a cycle."""
     sent: list[int] = []
 
-    def counting(x: np.ndarray, *rest: object) -> object:
+    def counting(x: np.ndarray, *rest: Any) -> Any:
         sent.append(x.nbytes)
         return mpiad.mpi_send(x, *rest)
 
