@@ -102,7 +102,8 @@ def pyamg_times(name: str, kappa: np.ndarray, b: np.ndarray, python: str, rounds
     """Return PyAMG's time and iterations for one medium."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "media.npz"
-        np.savez(file, b=b, **{name: kappa})
+        fields: dict[str, Any] = {"b": b, name: kappa}
+        np.savez(file, **fields)
         command = [python, str(HERE / "peers" / "pyamg_elliptic.py"), str(file), "--rounds", str(rounds)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
     return tuple(json.loads(done.stdout)[name])
