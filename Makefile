@@ -56,7 +56,7 @@ $(VENV)/.ready-%: $(VENV)/.ready
 demo: $(VENV)/.ready ## recover a field under real terrain, on 4 ranks (DEMO="--coarsen 1": further arguments)
 	@$(LAUNCH) --ranks 4 -- examples/terrain_inversion.py $(DEMO)
 
-bench: $(VENV)/.ready ## measure primitives, their watch, local adjoints, ensembles, the sharded L-BFGS, multigrid and grids, beside what peers are installed, on 2 ranks
+bench: $(VENV)/.ready ## measure primitives, their watch, local adjoints, ensembles, the sharded L-BFGS, solves and their derivatives, multigrid and grids, beside what peers are installed, on 2 ranks
 	@$(LAUNCH) --ranks 2 --limit 1800 -- benchmarks/primitives.py
 	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/local_adjoints.py
 	@$(BIN)/python benchmarks/beside_peers.py
@@ -65,6 +65,7 @@ bench: $(VENV)/.ready ## measure primitives, their watch, local adjoints, ensemb
 	@$(BIN)/python benchmarks/ensemble_stragglers.py
 	@$(LAUNCH) --ranks 2 --limit 1800 -- benchmarks/ensemble_ranks.py
 	@$(LAUNCH) --ranks 2 --limit 600 -- benchmarks/optimize.py
+	@$(LAUNCH) --ranks 1 --limit 600 -- benchmarks/linalg.py
 	@$(LAUNCH) --ranks 2 --limit 600 -- benchmarks/root_driven.py
 	@$(LAUNCH) --ranks 2 --limit 600 -- benchmarks/training.py
 	@$(LAUNCH) --ranks 2 --limit 600 -- benchmarks/vi.py
