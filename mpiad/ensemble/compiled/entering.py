@@ -41,7 +41,7 @@ class Entering(Lanes):
             "span = sign * end[i] - now",
             *self._first_step(),
             "h = h if h < dtmax else dtmax",
-            "least = 10.0 * (np.nextafter(now, np.inf) - now)",
+            "least = 10.0 * (number_of(bits_of(now + 0.0) + (1 if now >= 0.0 else -1)) - now)",
             "h = h if h > least else least",
             *[f"{at('u', c)} = u_{c}" for c in range(d)],
             *[f"{at('k', c)} = k0_{c}" for c in range(d)],
@@ -51,7 +51,7 @@ class Entering(Lanes):
             f"{at('end')} = sign * end[i]",
             "most = max(abs(t), abs(end[i]))",
             # Where a step is shorter than this, it is looked at more closely.
-            f"{at('least')} = 10.0 * (np.nextafter(most, np.inf) - most)",
+            f"{at('least')} = 10.0 * (number_of(bits_of(most + 0.0) + (1 if most >= 0.0 else -1)) - most)",
             f"{at('live')} = 1.0",
             *[f"{at(name)} = 0.0" for name in ("rejected", "tries", "number")],
             *([f"{at('q2_before')} = {LEAST_ERROR!r}"] if self.beta is not None else []),

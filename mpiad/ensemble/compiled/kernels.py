@@ -24,7 +24,7 @@ import numpy as np
 from mpiad.ensemble.compiled.intrinsics import bits_of, fma, number_of, where
 """
 _INLINED = '@numba.njit(error_model="numpy", forceinline=True)\n'
-_KERNEL = '@numba.njit(cache=CACHE, error_model="numpy", nogil=True)\n'
+_KERNEL = '@numba.njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)\n'
 
 
 def parameter_names(varying: Sequence[int], shared: Sequence[int]) -> list[str]:
@@ -62,4 +62,4 @@ def _module(functions: list[str], kernel: str) -> str:
 def compiled(text: str, name: str) -> Kernel:
     """Return a kernel's function, compiled; `name` says which one."""
     signature = {"forward": FORWARD, "reverse": REVERSE}[name]
-    return kernel_of(text, lambda names: names[name].compile(signature))
+    return kernel_of(text, name, signature)

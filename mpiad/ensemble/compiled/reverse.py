@@ -10,7 +10,12 @@ from __future__ import annotations
 from mpiad.ensemble.compiled.form import Fields, Form
 from mpiad.ensemble.compiled.text import Steps, indented, number
 
-__all__ = ["reverse_source"]
+__all__ = ["field_count", "reverse_source"]
+
+
+def field_count(form: Form) -> int:
+    """Return how many numbers the kernel keeps for each lane."""
+    return _Reverse(form).fields.count
 
 
 def reverse_source(form: Form) -> str:
@@ -47,14 +52,9 @@ class _Reverse:
     def source(self) -> str:
         form, lanes = self.form, self.form.lanes
         lines = [
-            "def reverse(first, stop, p, s, times, rows, before_rows, last, naccept, t_reached, alive, end_bar, saved_bar,",
-            "            save_step, u0_bar, p_bar, s_bar, start_bar, stop_bar):",
+            "def reverse(b, ids, row, step, place, first, stop, p, s, times, rows, before_rows, last, naccept, t_reached,",
+            "            alive, end_bar, saved_bar, save_step, u0_bar, p_bar, s_bar, start_bar, stop_bar):",
             "    # Fields of b: " + ", ".join(self.fields),
-            f"    b = np.zeros({self.fields.count * lanes})",
-            f"    ids = np.full({lanes}, -1)",
-            f"    row = np.zeros({lanes}, np.int64)",
-            f"    step = np.zeros({lanes}, np.int64)",
-            f"    place = np.zeros({lanes}, np.int64)",
             "    n_saved = save_step.shape[1]",
             "    by_row = times.shape[0] > 1",
             "    waiting = first",

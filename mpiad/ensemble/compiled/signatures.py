@@ -23,6 +23,7 @@ FORWARD = "void({})".format(", ".join([
 ]))  # fmt: skip
 
 REVERSE = "void({})".format(", ".join([
+    _ROW, _NUMBERS, _NUMBERS, _NUMBERS, _NUMBERS,  # b, ids, row, step, place
     _NUMBER, _NUMBER, _TABLE, _ROW, _TABLE,  # first, stop, p, s, times
     _TABLE, _NUMBERS, _NUMBERS, _NUMBERS, _ROW,  # rows, before_rows, last, naccept, t_reached
     "boolean[::1]", _TABLE, _CUBE, "int32[:, ::1]",  # alive, end_bar, saved_bar, save_step

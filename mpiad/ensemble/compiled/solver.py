@@ -77,7 +77,7 @@ class Compiler:
             how = "compiled" if kernel.origin == "compiled" else "loaded"
             _log.info("solve: the %s kernel was %s in %.2f s.", name, how, kernel.seconds)
         self.kernels[name] = kernel
-        return kernel.names[name]
+        return kernel.function
 
 
 class Solver:

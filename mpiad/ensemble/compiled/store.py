@@ -1,6 +1,6 @@
 """Folders of compiled kernels on disk: each is written whole or not at all, and checked before it is used.
 
-What numba keeps is loaded as code, so nothing is taken from a folder that somebody else can write into, nor from one whose
+What is kept is run as code, so nothing is taken from a folder that somebody else can write into, nor from one whose
 files aren't those that were written. An entry is made in a folder of its own and renamed when it is complete: of two
 processes that make the same one, the second finds it there and throws its own away.
 """

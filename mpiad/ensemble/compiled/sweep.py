@@ -9,6 +9,7 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.ensemble.adjoint import Cotangents, of_ends
+from mpiad.ensemble.compiled.reverse import field_count
 from mpiad.ensemble.compiled.shares import each
 from mpiad.ensemble.compiled.signatures import argument
 from mpiad.ensemble.compiled.solver import Solver
@@ -43,9 +44,11 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
     outcome, saved = solver.recorded(), seeds.saved
     save_step = np.empty((count, 0), np.int32) if saved is None else outcome.save_step
     saved = np.empty((0, 0, 0)) if saved is None else argument(saved)
-    u0_bar = of_ends(run, seeds)
+    u0_bar = np.ascontiguousarray(of_ends(run, seeds))
     given = (
-        solver.p, solver.s, solver.times,
+        solver.p,
+        solver.s,
+        solver.times,
         (outcome.last, outcome.naccept, outcome.t_reached),
         (run.live, argument(end_bar), saved, save_step),
     )
@@ -55,7 +58,9 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
     def back(tape: Tape) -> Array:
         s_bar = np.zeros(form.wanted_shared)
         p, s, times, counts, ends = given
-        function(tape.first, tape.stop, p, s, times, tape.rows, tape.before, *counts, *ends, u0_bar, p_bar, s_bar,
+        numbers = (np.zeros(form.lanes, np.int64) for _ in range(3))
+        lane = (np.zeros(field_count(form) * form.lanes), np.full(form.lanes, -1), *numbers)
+        function(*lane, tape.first, tape.stop, p, s, times, tape.rows, tape.before, *counts, *ends, u0_bar, p_bar, s_bar,
                  start_bar, stop_bar)  # fmt: skip
         return s_bar
 

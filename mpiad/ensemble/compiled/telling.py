@@ -55,7 +55,7 @@ class Telling(Lanes):
         return [
             f"elif {at('next')} < {at('least')}:",
             f"    now = tn if took else {at('now')}",
-            "    least = 10.0 * (np.nextafter(now, np.inf) - now)",
+            "    least = 10.0 * (number_of(bits_of(now + 0.0) + (1 if now >= 0.0 else -1)) - now)",
             f"    if {at('next')} < least:",
             "        if took:",
             f"            {at('next')} = least",

@@ -34,11 +34,11 @@ def run(x, stop, factor, out, flags, codes):
 PROGRAM = """
 import json, sys
 import numpy as np
-from mpiad.ensemble.compiled.cache import native_kernel
+from mpiad.ensemble.compiled.cache import kernel_of
 text, signature = json.load(sys.stdin)
-made = native_kernel(text, "run", signature)
+made = kernel_of(text, "run", signature)
 out, flags, codes = np.zeros((2, 3, 1)), np.zeros(3, bool), np.zeros(1, np.int8)
-made.names["run"](np.arange(3.0), 2, 0.5, out, flags, codes)
+made.function(np.arange(3.0), 2, 0.5, out, flags, codes)
 print(json.dumps([made.origin, out.tolist(), codes.tolist(), "numba" in sys.modules]))
 """
 
@@ -52,9 +52,9 @@ def folder(tmp_path, monkeypatch):
 
 
 def made(more=""):
-    kernel = cache.native_kernel(TEXT.format(more=more), "run", SIGNATURE)
+    kernel = cache.kernel_of(TEXT.format(more=more), "run", SIGNATURE)
     x, out, flags, codes = arrays()
-    assert kernel.names["run"](x, 2, 0.5, out, flags, codes) is None
+    assert kernel.function(x, 2, 0.5, out, flags, codes) is None
     extra = 0 if not more else 1.0
     np.testing.assert_allclose(out[..., 0], 0.5 * np.exp(x) + [[0], [1]] + extra, rtol=1e-15)
     assert not flags.any() and codes[0] == 7
@@ -111,9 +111,9 @@ def test_what_is_no_machine_code_is_an_error(folder):
 def test_what_allocates_is_not_kept(folder):
     more = " + np.ones(3)[j]"
     text = "import numpy as np\n" + TEXT.format(more=more)
-    kernel = cache.native_kernel(text, "run", SIGNATURE)
+    kernel = cache.kernel_of(text, "run", SIGNATURE)
     x, out, flags, codes = arrays()
-    kernel.names["run"](x, 2, 0.5, out, flags, codes)
+    kernel.function(x, 2, 0.5, out, flags, codes)
     np.testing.assert_allclose(out[1, :, 0], 0.5 * np.exp(x) + 2, rtol=1e-15)
     assert not folder.exists() or not list(folder.iterdir())
 
@@ -135,7 +135,7 @@ def test_types_of_a_signature():
     (4, np.zeros(3, np.int8)),
 ])  # fmt: skip
 def test_arrays_of_other_kinds_are_refused(place, wrong):
-    function = made().names["run"]
+    function = made().function
     x, out, flags, codes = arrays()
     given = [x, 2, 0.5, out, flags, codes]
     given[place] = wrong
@@ -163,7 +163,7 @@ def run(mine, other, most):
         for i in range(other.shape[0]):
             count += other[i] * 0
 """
-    function = cache.native_kernel(text, "run", "void(int64[::1], int64[::1], int64)").names["run"]
+    function = cache.kernel_of(text, "run", "void(int64[::1], int64[::1], int64)").function
     flag = np.zeros(1, np.int64)
     mine = np.zeros(1, np.int64)
     thread = threading.Thread(target=function, args=(mine, flag, 2_000_000_000))
