@@ -1,6 +1,7 @@
 """Data-parallel training: every rank holds the parameters, and computes with its own samples."""
 
 from mpiad.parallel.adam import Adam, AdamW
+from mpiad.parallel.checkpoint import load_checkpoint, save_checkpoint
 from mpiad.parallel.data import DistributedDataContainer
 from mpiad.parallel.distributed_optimizer import DistributedOptimizer
 from mpiad.parallel.gradient import value_and_grad
@@ -11,5 +12,5 @@ from mpiad.parallel.workers import local_rank, total_workers
 
 __all__ = [
     "SGD", "Adam", "AdamW", "DistributedDataContainer", "DistributedOptimizer", "allreduce_", "bcast_", "iallreduce_",
-    "local_rank", "reduce_", "synchronize", "total_workers", "value_and_grad",
+    "load_checkpoint", "local_rank", "reduce_", "save_checkpoint", "synchronize", "total_workers", "value_and_grad",
 ]

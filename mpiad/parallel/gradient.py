@@ -74,7 +74,6 @@ def value_and_grad(
     are divided by the number of all at the end. So gradients that are whole numbers of samples' contributions (integer
     data) are the same bits on any number of ranks and for any division of the samples.
     """
-
     plan: Plan | None = None
 
     @recoverable("parallel.value_and_grad", comm)

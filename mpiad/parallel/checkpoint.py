@@ -1,0 +1,146 @@
+"""Checkpoints of trainings: what all ranks hold, and what is each rank's own, in one file."""
+
+from __future__ import annotations
+
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpiad._typing import Comm, Rank, Tree
+from mpiad.checkpoint_files import read, read_description, write
+from mpiad.parallel.nests import described, rebuilt
+from mpiad.primitives.checks import root_of
+from mpiad.transport import channel
+from mpiad.transport.agreement import raise_together
+
+__all__ = ["TrainingCheckpoint", "load_checkpoint", "save_checkpoint"]
+
+_KIND = "training"
+
+
+class TrainingCheckpoint(NamedTuple):
+    """What `load_checkpoint` returns.
+
+    Attributes
+    ----------
+    tree : nest
+        What was saved of all ranks.
+    own : nest
+        What was saved of this rank; None where nothing was.
+    """
+
+    tree: Tree
+    own: Tree
+
+
+def save_checkpoint(
+    path: str | PathLike[str], tree: Tree, *, own: Tree = None, root: Rank = 0, comm: Comm = None
+) -> None:
+    """Write the state of a training, whole or not at all: whoever is killed leaves the old file or the new one.
+
+    Parameters
+    ----------
+    path : path
+        Of one file, which the root writes.
+    tree : nest
+        What is the same on all ranks: parameters, the optimizer's state, the epoch. Arrays, numbers, strings, None and
+        `numpy.random.Generator` in dicts, lists and tuples; the root's counts. It is written as data, never as a pickle.
+    own : nest, optional
+        What differs between ranks: their generators, or with ``accumulate=k`` the optimizer's state between two updates.
+    root : int
+    comm : mpi4py intracommunicator, optional
+
+    Raises
+    ------
+    TypeError
+        On all ranks, where a nest of any rank holds something else.
+    OSError
+        On all ranks, where the file can't be written; an older one stays.
+
+    Ranks
+    -----
+    All ranks of `comm` call it.
+    """
+    used, call = channel(comm, "parallel.save_checkpoint"), "parallel.save_checkpoint"
+    root = root_of(root, used, call)
+    error: Exception | None = None
+    arrays: dict[str, np.ndarray] = {}
+    said: list[Any] = []
+    mine: tuple[list[Any], dict[str, np.ndarray]] = ([], {})
+    try:
+        if used.rank == root:
+            said = described(tree, "tree", arrays)
+        of_mine: dict[str, np.ndarray] = {}
+        mine = described(own, f"own/{used.rank}", of_mine), of_mine
+    except TypeError as found:
+        error = found
+    raise_together(used, error)
+    every = used.data.gather(mine, root)
+    if used.rank == root:
+        for _, theirs in every:
+            arrays.update(theirs)
+        description = {"kind": _KIND, "ranks": used.size, "tree": said, "own": [theirs for theirs, _ in every]}
+        try:
+            write(Path(path), description, arrays.items())
+        except OSError as found:
+            text = f"{call}: {path!s} can't be written ({found.strerror}); an older file stays as it is."
+            error = OSError(found.errno, text)
+    raise_together(used, error)
+
+
+def load_checkpoint(
+    path: str | PathLike[str], *, root: Rank = 0, comm: Comm = None
+) -> TrainingCheckpoint | None:
+    """Read what `save_checkpoint` wrote, to go on as if nothing had happened.
+
+    Parameters
+    ----------
+    path : path
+        Only the root reads.
+    root : int
+    comm : mpi4py intracommunicator, optional
+
+    Returns
+    -------
+    TrainingCheckpoint or None
+        None on all ranks where there is no such file: the training begins.
+
+    Raises
+    ------
+    ValueError
+        On all ranks, where the file is damaged, isn't a training's, or holds parts of another number of ranks.
+
+    Ranks
+    -----
+    All ranks of `comm` call it. A checkpoint without parts of the ranks' own serves any number of ranks.
+    """
+    used, call = channel(comm, "parallel.load_checkpoint"), "parallel.load_checkpoint"
+    root = root_of(root, used, call)
+    found, error = None, None
+    if used.rank == root and Path(path).exists():
+        try:
+            found = _read(Path(path), used.size)
+        except (ValueError, OSError) as wrong:
+            error = ValueError(f"{call}: {wrong}")
+    raise_together(used, error)
+    found = used.data.bcast(found, root)
+    if found is None:
+        return None
+    description, arrays = found
+    own = description["own"]
+    mine = rebuilt(own[used.rank], arrays) if len(own) == used.size else None
+    return TrainingCheckpoint(rebuilt(description["tree"], arrays), mine)
+
+
+def _read(path: Path, size: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    description = read_description(path)
+    if description.get("kind") != _KIND:
+        raise ValueError(f"{path} is no checkpoint of a training.")
+    if description["ranks"] != size and any(part != ["plain", None] for part in description["own"]):
+        raise ValueError(
+            f"{path} holds parts of {description['ranks']} rank(s), but there are {size} now. Start as many, or save no "
+            "parts of the ranks' own."
+        )
+    return description, read(path)

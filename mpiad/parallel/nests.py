@@ -1,0 +1,72 @@
+"""Nests as data: a description that JSON can hold, and arrays by name, from which the same nest is made again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mpiad._typing import Tree
+
+__all__ = ["described", "rebuilt"]
+
+_GENERATORS = ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
+
+
+def described(value: Tree, path: str, arrays: dict[str, np.ndarray]) -> list[Any]:
+    """Return the description of a nest, and put its arrays among the others.
+
+    Raises
+    ------
+    TypeError
+        Where it holds something else than arrays, numbers, strings, None, generators of NumPy's, dicts, lists and tuples.
+    """
+    if value is None or isinstance(value, (bool, str)):
+        return ["plain", value]
+    if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
+        arrays[path] = np.asarray(value)
+        return ["array" if isinstance(value, np.ndarray) else "number", path]
+    if isinstance(value, int):
+        return ["int", str(value)]  # of any size
+    if isinstance(value, float):
+        return ["float", value.hex()]  # every bit
+    if isinstance(value, complex):
+        return ["complex", value.real.hex(), value.imag.hex()]
+    if type(value) is dict:
+        parts = [[described(key, path, arrays), described(part, f"{path}/{key}", arrays)] for key, part in value.items()]
+        return ["dict", parts]
+    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+        return [type(value).__name__, [described(part, f"{path}/{k}", arrays) for k, part in enumerate(value)]]
+    if isinstance(value, np.random.Generator) and type(value.bit_generator).__name__ in _GENERATORS:
+        return ["generator", described(value.bit_generator.state, path, arrays)]
+    raise TypeError(
+        f"parallel.save_checkpoint: {path} is {type(value).__name__} {value!r:.60}, but a checkpoint holds arrays, "
+        "numbers, strings, None, NumPy's generators, and dicts, lists and tuples of them. Save what it is made of."
+    )
+
+
+def rebuilt(said: list[Any], arrays: dict[str, np.ndarray]) -> Tree:
+    """Return the nest of a description."""
+    kind, rest = said[0], said[1:]
+    if kind == "plain":
+        return rest[0]
+    if kind in ("array", "number"):
+        return arrays[rest[0]] if kind == "array" else arrays[rest[0]][()]
+    if kind == "int":
+        return int(rest[0])
+    if kind == "float":
+        return float.fromhex(rest[0])
+    if kind == "complex":
+        return complex(float.fromhex(rest[0]), float.fromhex(rest[1]))
+    if kind == "dict":
+        return {rebuilt(key, arrays): rebuilt(part, arrays) for key, part in rest[0]}
+    if kind in ("list", "tuple"):
+        parts = [rebuilt(part, arrays) for part in rest[0]]
+        return parts if kind == "list" else tuple(parts)
+    return _generator(rebuilt(rest[0], arrays))
+
+
+def _generator(state: dict[str, Any]) -> np.random.Generator:
+    bits = getattr(np.random, state["bit_generator"])()
+    bits.state = state
+    return np.random.Generator(bits)

@@ -1,0 +1,126 @@
+"""Trainings that go on from a file, beside those that were never stopped."""
+
+import json
+
+import autograd.numpy as anp
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from mpiad import checkpoint_files
+from mpiad.parallel import Adam, DistributedDataContainer, DistributedOptimizer, load_checkpoint, save_checkpoint
+
+COMM = MPI.COMM_WORLD
+ROOT = COMM.size - 1
+X = np.random.default_rng(0).normal(size=(23, 3))
+
+
+@pytest.fixture
+def path(tmp_path):
+    """A file that all ranks know."""
+    return COMM.bcast(tmp_path) / "run.npz"
+
+
+def loss(p, x):
+    return anp.mean(anp.tanh(x @ p["w"] + p["b"]) ** 2) + 0.1 * p["b"] ** 2
+
+
+def train(epochs, path=None, accumulate=1):
+    """Train with noise of each rank's own, from the file where there is one; return parameters and the next noise."""
+    params = {"w": np.ones(3, np.float32), "b": 0.5}
+    optimizer = DistributedOptimizer(Adam(0.05), accumulate=accumulate)
+    state, rng, start = optimizer.setup(params), np.random.default_rng(COMM.rank), 0
+    data = DistributedDataContainer(X, batch_size=9, shuffle=True, seed=3)
+    found = None if path is None else load_checkpoint(path, root=ROOT)
+    if found is not None:
+        params, start = found.tree["params"], found.tree["epoch"]
+        state, rng = found.own
+    for epoch in range(start, epochs):
+        data.set_epoch(epoch)
+        for x in data:
+            state, params, _ = optimizer.step(state, params, loss, x + 0.1 * rng.normal(size=x.shape))
+        if path is not None:
+            save_checkpoint(path, {"params": params, "epoch": epoch + 1}, own=(state, rng), root=ROOT)
+    return params, rng.normal(size=2)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_training_goes_on_bit_for_bit(path, accumulate):
+    whole, noise = train(5, None, accumulate)
+    train(3, path, accumulate)
+    params, again = train(5, path, accumulate)
+    assert params["w"].tobytes() == whole["w"].tobytes()
+    assert params["w"].dtype == np.float32
+    assert params["b"] == whole["b"]
+    np.testing.assert_array_equal(again, noise)
+    assert COMM.bcast(None if COMM.rank else sorted(p.name for p in path.parent.glob("run*"))) == ["run.npz"]
+
+
+@pytest.mark.serial
+def test_a_nest_comes_back_as_it_was(path):
+    tree = {
+        "a": [np.arange(3), (np.float32(0.1), 1e-300, 2**100, -0.0)], 3: None, "s": "ä", "c": 1j, "e": np.zeros((0, 2)),
+        "yes": True,
+    }  # fmt: skip
+    save_checkpoint(path, tree)
+    found = load_checkpoint(path).tree
+    assert repr(found) == repr(tree)
+    assert found["a"][1][0].dtype == np.float32
+    assert type(found["a"][1]) is tuple
+    np.testing.assert_array_equal(found["a"][0], tree["a"][0])
+    assert load_checkpoint(path).own is None
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("kind", ["PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64"])
+def test_generators_go_on(path, kind):
+    rng = np.random.Generator(getattr(np.random, kind)(5))
+    rng.integers(10, size=3, dtype=np.int32)  # some keep half a word for the next number
+    save_checkpoint(path, rng)
+    again = load_checkpoint(path).tree
+    assert again.integers(1000, size=5, dtype=np.int32).tolist() == rng.integers(1000, size=5, dtype=np.int32).tolist()
+    assert again.normal() == rng.normal()
+
+
+def test_without_a_file_the_training_begins(path):
+    assert load_checkpoint(path) is None
+
+
+def test_what_is_no_data_is_refused_on_all_ranks(path):
+    with pytest.raises(TypeError, match=rf"own/{ROOT}/rule is Adam .*Save what it is made of"):
+        save_checkpoint(path, {}, own={"rule": Adam() if COMM.rank == ROOT else 1})
+    assert load_checkpoint(path) is None
+
+
+def test_a_damaged_file_is_refused_on_all_ranks(path):
+    save_checkpoint(path, {"a": np.arange(1000.0)}, root=ROOT)
+    if COMM.rank == ROOT:
+        whole = path.read_bytes()
+        path.write_bytes(whole[: len(whole) // 2])
+    COMM.Barrier()
+    with pytest.raises(ValueError, match="damaged"):
+        load_checkpoint(path, root=ROOT)
+
+
+def test_parts_of_another_number_of_ranks_are_refused(path):
+    save_checkpoint(path, {"a": 1.0}, own=COMM.rank)
+    if COMM.rank == 0:
+        said = checkpoint_files.read_description(path)
+        said["ranks"], said["own"] = COMM.size + 1, [*said["own"], said["own"][0]]
+        checkpoint_files.write(path, json.loads(json.dumps(said)), [])
+    COMM.Barrier()
+    with pytest.raises(ValueError, match=rf"parts of {COMM.size + 1} rank\(s\), but there are {COMM.size} now"):
+        load_checkpoint(path)
+
+
+def test_a_file_that_cannot_be_written_leaves_the_old_one(path, monkeypatch):
+    save_checkpoint(path, {"epoch": 1}, root=ROOT)
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint_files.os, "fsync", full)
+    with pytest.raises((OSError, RuntimeError), match="can't be written .No space left"):
+        save_checkpoint(path, {"epoch": 2}, root=ROOT)
+    monkeypatch.undo()
+    assert load_checkpoint(path, root=ROOT).tree == {"epoch": 1}
