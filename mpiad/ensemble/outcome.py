@@ -73,7 +73,7 @@ class Outcome:
     def recorded(self) -> list[tuple[int, Steps]]:
         """Return the accepted steps, for each share its first trajectory and its steps."""
         if self.solver is not None and not self.steps:
-            found = self.solver.recorded()
+            found = self.solver.recorded(self)
             self.steps = [(tape.first, tape.steps(found.last, found.naccept)) for tape in found.tapes]
         return self.steps
 

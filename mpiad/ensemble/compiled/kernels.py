@@ -51,7 +51,9 @@ def reverse_text(program: Program, form: Form, names: Sequence[str], wanted: Seq
     d = program.states
     adjoint = simplify(vjp(program, wanted, time=form.timed))
     seeds = [f"w{c}" for c in range(d)]
-    parts = [function_source(program, "f", names), function_source(adjoint, "g", names, seeds, fused=True)]
+    # The stages are computed again for their derivatives only, so here they may be rounded otherwise.
+    f = function_source(program, "f", names, fused=True)
+    parts = [f, function_source(adjoint, "g", names, seeds, fused=True)]
     return _module(parts, reverse_source(form))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.ensemble.compiled.form import Form
 from mpiad.ensemble.compiled.forward import field_count
+from mpiad.ensemble.compiled.room import give_back, room
 from mpiad.ensemble.compiled.shares import each, shares_of
 from mpiad.ensemble.compiled.signatures import argument
 from mpiad.ensemble.compiled.tape import Tape
@@ -43,6 +45,8 @@ def launch(function: Callable[..., None], form: Form, solver: Solver) -> Outcome
     done = each(run.share, shares_of(batch.size, solver.threads), solver.threads)
     if form.record:
         outcome.tapes, outcome.last = done, run.last
+        # With the outcome its tapes go, and nobody else holds them.
+        weakref.finalize(outcome, give_back, run.rooms)
     if form.directions:
         outcome.carried = run.carried(still)
     return outcome
@@ -54,6 +58,7 @@ class _Launch:
         batch, settings = solver.batch, solver.settings
         d, count = batch.u0.shape
         m, n_saved = len(form.directions), solver.times.shape[1]
+        self.rooms: list[Array] = []
         self.last = np.full(count if form.record else 0, -1)
         self._du = np.zeros((m, d, count))
         self._dsaved = np.zeros((m if form.inside else 0, count, n_saved, d))
@@ -72,7 +77,7 @@ class _Launch:
         """Solve the trajectories of a share; return their steps, where they are recorded."""
         (first, stop), form = bounds, self._form
         lanes, size = form.lanes, (stop - first) * _STEPS if form.record else 0
-        rows, before = np.empty((size, form.d + 2)), np.empty(size, np.int64)
+        rows, before = self._rows(size)
         state = np.array([first, lanes, 0])
         lane = (np.zeros(field_count(form) * lanes), np.full(lanes, -1), np.zeros(lanes, np.int64), state)
         while True:
@@ -81,11 +86,21 @@ class _Launch:
             if vacant == lanes and waiting == stop:
                 break
             # There is no room left for the steps of a turn.
-            rows, before = _longer(rows), _longer(before)
+            longer = self._rows(2 * size + 1024)
+            longer[0][:size], longer[1][:size] = rows, before
+            (rows, before), size = longer, 2 * size + 1024
         if self._solver.settings.progress is not None:
             batch = self._solver.batch
             self._solver.settings.progress(int(np.count_nonzero(batch.start[first:stop] != batch.end[first:stop])))
         return Tape(first, stop, rows[:row], before[:row])
+
+    def _rows(self, size: int) -> tuple[Array, Array]:
+        if not size:
+            return np.empty((0, self._form.d + 2)), np.empty(0, np.int64)
+        width = self._form.d + 2
+        rows, before = room(size * width), room(size)
+        self.rooms += [rows, before]
+        return rows[: size * width].reshape(size, width), before[:size].view(np.int64)
 
     def carried(self, still: Array) -> tuple[Array, Array]:
         """Return the tangents of final and saved states; zero for trajectories that failed."""
@@ -101,8 +116,3 @@ class _Launch:
             dsaved[:, failed] = 0
         return du, dsaved
 
-
-def _longer(array: Array) -> Array:
-    longer = np.empty((2 * len(array) + 1024, *array.shape[1:]), array.dtype)
-    longer[: len(array)] = array
-    return longer

@@ -180,7 +180,7 @@ class _Reverse:
             lines += ["t_bar = 0.0", "h_bar = 0.0"]
         for i in range(form.stages + 1 if form.inside or form.timed else form.stages):
             if i:
-                lines += steps.argument(f"y{i}", i, "k", "y0", f"m{i}" if form.timed else "")
+                lines += steps.argument(f"y{i}", i, "k", "y0", f"m{i}" if form.timed else "", fused=True)
             if i < form.stages or (form.inside and form.timed):
                 lines.append(steps.call(f"k{i}", f"y{i}", i))
         lines += [f"total_{c} = {at('cotangent', c)}" for c in range(d)]

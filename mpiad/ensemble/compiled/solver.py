@@ -120,7 +120,6 @@ class Solver:
         outcome = self._run(form)
         if given.traced:
             outcome.solver = self
-            self._recorded = outcome if form.record else None
         return outcome
 
     def _run(self, form: Form) -> Outcome:
@@ -144,8 +143,11 @@ class Solver:
         names = [self._names[j] for part in self.layout.parts if part.place == place for j in part.scalars]
         return [(name[0], int(name[1:])) for name in names]
 
-    def recorded(self) -> Outcome:
-        """Return the outcome with a record of all steps; where tangents were carried, it is made now."""
+    def recorded(self, outcome: Outcome) -> Outcome:
+        """Return an outcome of this solver's with a record of all steps; where tangents were carried, it is made now."""
+        # Nothing is kept of one that has its own: a cycle would keep its memory until it is found.
+        if outcome.last is not None:
+            return outcome
         if self._recorded is None:
             self._recorded = self._run(self.form._replace(record=True))
         return self._recorded

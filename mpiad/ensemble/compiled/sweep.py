@@ -41,7 +41,7 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
     )
     d, count = batch.u0.shape
     end_bar = seeds.end if seeds.saved is None else seeds.end.copy()
-    outcome, saved = solver.recorded(), seeds.saved
+    outcome, saved = solver.recorded(run.outcome), seeds.saved
     save_step = np.empty((count, 0), np.int32) if saved is None else outcome.save_step
     saved = np.empty((0, 0, 0)) if saved is None else argument(saved)
     u0_bar = np.ascontiguousarray(of_ends(run, seeds))
