@@ -6,6 +6,9 @@ Each library has a program in `benchmarks/lorenz/` (`problem.py` there says what
 own, the peers in the environment that `make bench-peers` makes; one that isn't there is left out, and said so. The
 programs take turns, the smallest time counts, and all have the same thresholds of malloc. Compilation isn't counted.
 
+mpiad's rows are those of compiled kernels, where numba is installed, and of its vectorised path; `lanes` is a kernel
+written by hand for this problem alone.
+
 - `ms`, and that time over mpiad's and over that of the least that NumPy must do (`benchmarks/lorenz/side_numpy.py`);
 - steps: the mean, least and most of a trajectory;
 - error: the largest of 200 trajectories against SciPy's DOP853 at 1e-13; that of the gradient relative to its largest
@@ -29,20 +32,24 @@ PEERS = HERE.parent / ".venv-peers" / "bin" / "python"
 LIMIT = 600
 HEAP = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(512 << 20)}
 SIDES = {
-    "mpiad": ("forward", "gradient", "gradient, adjoint"),
+    "mpiad": (
+        "forward", "forward, vectorised", "gradient", "gradient, adjoint", "gradient, vectorised",
+        "gradient, vectorised adjoint",
+    ),
+    "lanes": ("forward", "gradient"),
     "numpy": ("forward",),
     "scipy": ("forward", "gradient"),
     "torchdiffeq": ("forward", "gradient", "gradient, continuous"),
     "torchode": ("forward", "gradient", "gradient, continuous"),
     "diffrax": ("forward", "gradient", "gradient, tangent", "gradient, continuous"),
 }
-OWN = ("mpiad", "numpy", "scipy")
+OWN = ("mpiad", "lanes", "numpy", "scipy")
 
 
 def installed(side: str) -> bool:
     """Tell whether a side can run."""
     python = Path(sys.executable) if side in OWN else PEERS
-    module = "mpiad.ensemble" if side == "mpiad" else side
+    module = {"mpiad": "mpiad.ensemble", "lanes": "numba"}.get(side, side)
     return python.exists() and not subprocess.run([python, "-c", f"import {module}"], capture_output=True).returncode
 
 

@@ -1,6 +1,7 @@
 """mpiad's own side: all trajectories advance together, each with its own step, in one process.
 
-`gradient` carries the derivative with respect to ρ along; `gradient, adjoint` sweeps back over the accepted steps.
+`gradient` carries the derivative with respect to ρ along; `gradient, adjoint` sweeps back over the accepted steps. By
+kernels where numba is installed; `vectorised` means without.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ def integrate(rho, **options):
     return ensemble.solve(many, trajectories=len(rho), **tolerances, **options)
 
 
-def forward(n: int) -> Callable[[], problem.Answer]:
+def forward(n: int, **options: bool) -> Callable[[], problem.Answer]:
     rho = problem.parameters(n)
 
     def call() -> problem.Answer:
-        solution = integrate(rho)
+        solution = integrate(rho, **options)
         return {"end": solution.u_end, "steps": solution.naccept}
 
     return call
 
 
-def gradient(n: int, **options: str) -> Callable[[], problem.Answer]:
+def gradient(n: int, **options: str | bool) -> Callable[[], problem.Answer]:
     rho = problem.parameters(n)
     slope = mpiad.grad(lambda rho: np.sum(integrate(rho, **options).u_end ** 2))
     return lambda: {"gradient": slope(rho)}
@@ -48,7 +49,10 @@ def gradient(n: int, **options: str) -> Callable[[], problem.Answer]:
 problem.main(
     {
         "forward": forward,
+        "forward, vectorised": lambda n: forward(n, compile=False),
         "gradient": lambda n: gradient(n, gradient="tangent"),
         "gradient, adjoint": lambda n: gradient(n, gradient="adjoint"),
+        "gradient, vectorised": lambda n: gradient(n, gradient="tangent", compile=False),
+        "gradient, vectorised adjoint": lambda n: gradient(n, gradient="adjoint", compile=False),
     }
 )
