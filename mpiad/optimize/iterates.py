@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any, Protocol
 
 import numpy as np
 import scipy
 
 from mpiad._typing import Function
+from mpiad.optimize.callback import takes_result
 from mpiad.optimize.history import Iterate, Record, Row
 from mpiad.optimize.points import Points
 from mpiad.optimize.progress import line_of
@@ -49,7 +49,7 @@ class Iterates:
         self._last: np.ndarray | None = None
         self._way = np.zeros(0)
         self.record, self.told = Record(), False
-        self._whole = callback is not None and set(inspect.signature(callback).parameters) == {"intermediate_result"}
+        self._whole = takes_result(callback)
 
     @property
     def count(self) -> int:

@@ -20,7 +20,7 @@ from mpiad.optimize.residuals.evaluation import ResidualEvaluation
 from mpiad.optimize.residuals.loss import Loss, loss_of
 from mpiad.optimize.residuals.trust_region import Aims, descend
 from mpiad.optimize.root_driven import RootDriven
-from mpiad.optimize.variables import as_variables, require_equal_start
+from mpiad.optimize.variables import as_variables, require_equal_start, require_some
 from mpiad.primitives.operation import suspended
 from mpiad.transport import Channel, channel, renew
 from mpiad.transport.agreement import raise_together, require_same
@@ -157,7 +157,9 @@ def _agree_on_arguments(used: Channel, program: Program, x0: Tree, shared: tuple
             raise ValueError(f"least_squares: tr_solver must be 'exact', 'lsmr' or None, but got {solver!r}.")
         weigh = loss_of(loss, scale)
         start = as_variables(x0, _CALL) if used.rank == program.root else None
-    except (TypeError, ValueError) as error:
+        if start is not None:
+            require_some(start, _CALL)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must not wait on
         wrong = error
     raise_together(used, wrong)
     named = loss if isinstance(loss, str) else "a function"

@@ -22,6 +22,8 @@ class Method(NamedTuple):
         Whether it uses Hessian products.
     knows_maxfun : bool
         Whether it has an option of this name.
+    bounded : bool
+        Whether it takes bounds.
     constrained : bool
         Whether it takes constraints.
     """
@@ -30,20 +32,21 @@ class Method(NamedTuple):
     together: bool
     products: bool
     knows_maxfun: bool = False
+    bounded: bool = False
     constrained: bool = False
 
 
 _METHODS = {
-    "l-bfgs": Method("L-BFGS-B", True, False, True),
-    "l-bfgs-b": Method("L-BFGS-B", True, False, True),
+    "l-bfgs": Method("L-BFGS-B", True, False, True, bounded=True),
+    "l-bfgs-b": Method("L-BFGS-B", True, False, True, bounded=True),
     "bfgs": Method("BFGS", True, False),
     "cg": Method("CG", True, False),
-    "tnc": Method("TNC", True, False, True),
-    "slsqp": Method("SLSQP", False, False, constrained=True),
+    "tnc": Method("TNC", True, False, True, bounded=True),
+    "slsqp": Method("SLSQP", False, False, bounded=True, constrained=True),
     "newton-cg": Method("Newton-CG", False, True),
     "trust-ncg": Method("trust-ncg", False, True),
     "trust-krylov": Method("trust-krylov", False, True),
-    "trust-constr": Method("trust-constr", False, True, constrained=True),
+    "trust-constr": Method("trust-constr", False, True, bounded=True, constrained=True),
 }
 
 

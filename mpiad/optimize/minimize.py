@@ -25,7 +25,7 @@ from mpiad.optimize.program import Program, check_program
 from mpiad.optimize.root_driven import RootDriven
 from mpiad.optimize.scipy_methods import Wishes, drive
 from mpiad.optimize.sharded import Piece, Sharded, piece_of
-from mpiad.optimize.variables import as_variables, require_equal_start
+from mpiad.optimize.variables import as_variables, require_equal_start, require_some
 from mpiad.primitives.operation import suspended
 from mpiad.transport import Channel, channel, renew
 from mpiad.transport.agreement import raise_together, require_same
@@ -78,9 +78,9 @@ def minimize(
         ``hessp(x, v, *args)`` returns the Hessian of L_r times v. By default it is found by `hvp`, for methods that use
         it.
     bounds : sequence of (low, high) or scipy.optimize.Bounds, optional
-        Of the variables in the order of the flattened nest. Counts on the root only, as do `constraints`, `tol`,
-        `options` and `callback`. With "L-BFGS-sharded": of this rank's own piece; `tol` and `options` are the same on
-        all ranks.
+        Of the variables in the order of the flattened nest, for "L-BFGS", "TNC", "SLSQP" and "trust-constr". Counts on
+        the root only, as do `constraints`, `tol`, `options` and `callback`. With "L-BFGS-sharded": of this rank's own
+        piece; `tol` and `options` are the same on all ranks.
     constraints : LinearConstraint, NonlinearConstraint, dict, or a list of them, optional
         SciPy's, for "SLSQP" and "trust-constr". Their functions are called with the variables in the form of x0, on the
         root alone: they mustn't communicate. Their Jacobians, shape (k, n) by the flattened variables, are found by
@@ -133,7 +133,8 @@ def minimize(
 
     Ranks
     -----
-    All ranks of `comm` call it, with the same method, objective, root and kind of `jac`. The result is the same on all,
+    All ranks of `comm` call it, with the same method, objective, root and kinds of `jac` and
+    `hessp`. The result is the same on all,
     bit for bit; with "L-BFGS-sharded" all but `x` and `jac`, which are this rank's own piece's, and the times.
 
     Adjoint
@@ -168,17 +169,20 @@ def _agree_on_arguments(
         sharded = is_sharded(method)
         check_program(program, used, "minimize")
         start = as_variables(x0) if sharded or used.rank == program.root else None
+        if start is not None and not sharded:
+            require_some(start)
         if sharded:
             if wishes.constraints is not None and np.size(wishes.constraints):
                 raise ValueError("minimize: method 'L-BFGS-sharded' takes no constraints; 'SLSQP' and 'trust-constr' do.")
             start = piece_of(start, wishes.bounds, wishes.tol, wishes.options, wishes.checkpoint)
             settings = f", {start.settings}"
             _check_callback(wishes.callback)
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must not wait on
         wrong = error
     raise_together(used, wrong)
     jac = "a function" if callable(program.jac) else program.jac
-    described = f"method={method!r}, objective={program.objective!r}, root={program.root}, jac={jac}{settings}"
+    described = f"method={method!r}, objective={program.objective!r}, root={program.root}, jac={jac}, "
+    described += f"hessp={'none' if program.hessp is None else 'a function'}{settings}"
     described += "" if wishes.checkpoint is None else f", a checkpoint every {wishes.checkpoint.every} iterations"
     require_same(used, described, "minimize")
     if isinstance(start, Piece):

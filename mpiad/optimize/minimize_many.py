@@ -112,7 +112,7 @@ def _agree_on_arguments(
         points = list(starts) if used.rank == 0 else []  # type: ignore[arg-type]
         if used.rank == 0 and not points:
             raise ValueError(f"{_CALL}: there must be one starting point at least, but got {starts!r:.60}.")
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must not wait on
         wrong = error
     raise_together(used, wrong)
     require_same(used, f"group_size={group_size}", _CALL)
@@ -124,6 +124,7 @@ def _check(used: Channel, fun: Function, group_size: int, settings: dict[str, An
         raise TypeError(f"{_CALL}: fun must be callable, but got {type(fun).__name__} {fun!r:.60}.")
     if not isinstance(group_size, (int, np.integer)) or not 1 <= group_size <= used.size:
         raise ValueError(f"{_CALL}: group_size must be an integer from 1 to the {used.size} ranks, but got {group_size!r}.")
+    as_checkpoint(settings.get("checkpoint"), _CALL)
     unknown = [name for name in settings if name not in _KEYWORDS]
     if unknown:
         raise TypeError(f"{_CALL}: {unknown[0]!r} is no argument of it. Those of minimize that it takes: {_KEYWORDS}.")
@@ -159,9 +160,16 @@ def _minima(
 
 def _on(group: Comm, function: Any) -> Any:
     """Return a function of the user's with the group's communicator put in, where it has a place for it."""
-    if not callable(function) or "comm" not in inspect.signature(function).parameters:
+    if not callable(function) or not _has_place(function):
         return function
     return lambda *args: function(*args, comm=group)
+
+
+def _has_place(function: Function) -> bool:
+    try:
+        return "comm" in inspect.signature(function).parameters
+    except ValueError:  # some builtins don't say
+        return False
 
 
 def _gathered(used: Channel, found: dict[int, scipy.optimize.OptimizeResult], count: int) -> Minima:

@@ -70,7 +70,7 @@ class Instructions:
 class Refusal:
     """An exception outside of the evaluations, which only the root has met: in the method, its options, the callback."""
 
-    def __init__(self, error: Exception, call: str = "minimize"):
+    def __init__(self, error: BaseException, call: str = "minimize"):
         self._call = call
         self._kind = next((kind for kind in (TypeError, ValueError) if isinstance(error, kind)), None)
         self._text = str(error)

@@ -94,7 +94,7 @@ class RootDriven:
         leader = Leader(self._evaluation, self._instructions, self._packing, self._start, self._used, progress)
         try:
             outcome: Any = drive(leader)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must not wait on
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever it is, the other ranks must not wait on
             if self.agreement.broken or is_interruption(error):
                 raise
             if self.agreement.error is not None:

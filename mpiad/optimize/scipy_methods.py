@@ -39,6 +39,9 @@ class Wishes(NamedTuple):
 def drive(method: Method, wishes: Wishes, program: Program, leader: Leader) -> dict[str, Any]:
     """Run a method on the root; return its result, corrected where it must be."""
     points = Points(leader.evaluation, leader.instructions, method.together)
+    if wishes.bounds is not None and not method.bounded:
+        others = "'L-BFGS', 'TNC', 'SLSQP' and 'trust-constr'"
+        raise ValueError(f"minimize: method {method.name!r} takes no bounds; {others} do.")
     start = leader.packing.pack(leader.start)
     box = box_of(wishes.bounds, start.size)
     constraints = _constraints(method, wishes.constraints, leader)
@@ -113,4 +116,4 @@ def _flat_bounds(bounds: Any) -> Any:
     if not isinstance(bounds, scipy.optimize.Bounds):
         return bounds
     low, high = (np.ravel(np.asarray(limit)) for limit in (bounds.lb, bounds.ub))
-    return scipy.optimize.Bounds(low, high, bounds.keep_feasible)  # type: ignore[arg-type]
+    return scipy.optimize.Bounds(low, high, np.ravel(bounds.keep_feasible))  # type: ignore[arg-type]

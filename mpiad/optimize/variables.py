@@ -14,7 +14,7 @@ from mpiad.differentiation.trees import flatten, is_variable, named_leaves
 from mpiad.transport import Channel
 from mpiad.transport.replication import require_replicated
 
-__all__ = ["Packing", "as_variables", "require_equal_start"]
+__all__ = ["Packing", "as_variables", "require_equal_start", "require_some"]
 
 _NUMBERS = (int, float, np.integer, np.floating)
 
@@ -44,6 +44,12 @@ def as_variables(x0: Any, call: str = "minimize") -> Tree:
             f"{type(x0).__name__} {x0!r:.60}."
         )
     return x0
+
+
+def require_some(x0: Tree, call: str = "minimize") -> None:
+    """Raise a ValueError where a nest of variables holds not one number: methods of SciPy's stumble over it."""
+    if not any(np.size(leaf) for leaf in flatten(x0)[0] if is_variable(leaf)):
+        raise ValueError(f"{call}: x0 must hold one number at least, but got {x0!r:.60}.")
 
 
 def require_equal_start(x0: Any, template: Tree, channel: Channel) -> None:
@@ -111,6 +117,8 @@ class Packing:
             leaf = np.asarray(leaves[place])
             if leaf.shape != shape:
                 raise TypeError(f"minimize: expected shape {shape}, that of x0, but got {leaf.shape}.")
+            if leaf.dtype.kind == "c" and dtype.kind != "c":
+                raise TypeError(f"minimize: expected {dtype}, like x0, but got {leaf.dtype}. Return its real part.")
             piece = out[start : start + length]
             if dtype.kind == "c":
                 piece.view(complex)[:] = view(leaf).reshape(-1)

@@ -100,13 +100,13 @@ class ResidualEvaluation:
             self.counts = self._comm.allgather(f.size)
         return self._gathered(self._agreement.run(lambda: self._counted(f)))
 
-    def _counted(self, found: Any) -> np.ndarray:
-        """Return residuals or their tangents, of which there are as many each time: their lengths are told once."""
+    def _counted(self, found: Any, size: int | None = None) -> np.ndarray:
+        """Return residuals or their tangents, of which there must be `size`, else as many each time: that is told once."""
         found = np.ascontiguousarray(found, dtype=float).reshape(-1)
-        if self.counts and found.size != self.counts[self._comm.rank]:
+        size = self.counts[self._comm.rank] if size is None and self.counts else size
+        if size is not None and found.size != size:
             raise WrongValueError(
-                f"least_squares: fun must return as many residuals each time, but got {self.counts[self._comm.rank]} and "
-                f"then {found.size}."
+                f"least_squares: fun must return as many residuals each time, but got {size} and then {found.size}."
             )
         return found
 
@@ -136,11 +136,11 @@ class ResidualEvaluation:
         if self._rows is not None and self._rows[0] == vector.tobytes():
             return self._rows[1]
         x, given, args = self._packing.unpack(vector), self._program.jac, self._program.args
+        size = self._residuals(vector).size
         if callable(given):
-            size = self._residuals(vector).size
             rows = self._agreement.run(lambda: self._checked(np.asarray(given(x, *args), dtype=float), size))
         else:
-            columns = [self._column(x, unit) for unit in np.eye(self._packing.size)]
+            columns = [self._column(x, unit, size) for unit in np.eye(self._packing.size)]
             rows = np.stack(columns, axis=1)
         self._rows = vector.tobytes(), rows
         return rows
@@ -158,9 +158,9 @@ class ResidualEvaluation:
             return self._gathered(self._agreement.run(lambda: rows @ direction))
         return self._gathered(self._column(self._packing.unpack(vector), direction))
 
-    def _column(self, x: Tree, direction: np.ndarray) -> np.ndarray:
+    def _column(self, x: Tree, direction: np.ndarray, size: int | None = None) -> np.ndarray:
         along = make_jvp(lambda x: self._agreement.run(lambda: self._piece(x)))(x)
-        return self._agreement.run(lambda: self._counted(along(self._packing.unpack(direction))[1]))
+        return self._agreement.run(lambda: self._counted(along(self._packing.unpack(direction))[1], size))
 
     def cotangent(self, vector: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray | None:
         """Return the product of the transposed Jacobian with a vector of the root's, one weight for each residual."""

@@ -97,7 +97,7 @@ class Keeper:
         mine, wrong = {}, None
         try:
             mine = self._iterations_on_disk()
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             wrong = error
         common = self._agreed(mine, wrong)
         if common is not None:

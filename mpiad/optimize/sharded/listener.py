@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
-
 import scipy
 
 from mpiad._typing import Function
 from mpiad.optimize.agreement import Agreement
+from mpiad.optimize.callback import takes_result
 from mpiad.optimize.history import Record, Row
 from mpiad.optimize.progress import line_of
 from mpiad.optimize.sharded.point import Point
@@ -38,7 +37,7 @@ class Listener:
     ):
         self._packing, self._agreement, self._callback, self._anyone = packing, agreement, callback, anyone
         self._progress, self.record = progress, Record()
-        self._whole = callback is not None and set(inspect.signature(callback).parameters) == {"intermediate_result"}
+        self._whole = takes_result(callback)
 
     def note(self, point: Point, evaluations: int) -> Row:
         """Add a row to the history."""

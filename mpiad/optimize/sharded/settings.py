@@ -60,7 +60,7 @@ def _checked(name: str, value: Any) -> float:
     least = 0 if tolerance or name in ("maxiter", "maxfun") else 1
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not number >= least or (not tolerance and number % 1 != 0):
         kind = "a number" if tolerance else "an integer"
