@@ -8,9 +8,10 @@ full: the order in which arrays become ready may differ between ranks.
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from types import TracebackType
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -40,6 +41,11 @@ class Plan:
     specs : list of Spec
     limit : int
         An array that is longer has a bucket of its own.
+
+    Attributes
+    ----------
+    digest : int
+        Below 2²⁰; equal for plans of the same arrays.
     """
 
     def __init__(self, specs: list[Spec], limit: int):
@@ -56,6 +62,8 @@ class Plan:
             open_ones[spec.dtype].append(place)
             filled[spec.dtype] += length
         self.buckets = [_bucket(places, specs) for places in groups]
+        said = [(spec.shape, spec.dtype.str) for spec in specs]
+        self.digest = zlib.crc32(repr((said, limit)).encode()) % 2**20
         self.bucket_of = {place: k for k, bucket in enumerate(self.buckets) for place in bucket.places}
 
 
@@ -73,6 +81,9 @@ def _bucket(places: list[int], specs: Sequence[Spec]) -> Bucket:
 class Sums:
     """Sums over the ranks of arrays that become ready one after another, or all at once.
 
+    It is a context: an exception that leaves it while sums are under way marks the channel, because ranks that have
+    started different numbers of them would add up what doesn't belong together from then on.
+
     Parameters
     ----------
     channel : Channel
@@ -80,7 +91,7 @@ class Sums:
     """
 
     def __init__(self, channel: Channel, plan: Plan):
-        self._channel, self._plan = _apart(channel), plan
+        self._channel, self._aside, self._plan = channel, cast(Channel, _Aside(channel)), plan
         self._arrays: list[Any] = [None] * len(plan.specs)
         self._missing = [len(bucket.places) for bucket in plan.buckets]
         self._started: list[Summation] = []
@@ -100,7 +111,7 @@ class Sums:
 
     def _start(self, bucket: Bucket) -> None:
         arrays = [self._arrays[k] for k in bucket.places]
-        self._started.append(start_allreduce(self._channel, np.concatenate(arrays, axis=None)))
+        self._started.append(start_allreduce(self._aside, np.concatenate(arrays, axis=None)))
         for k in bucket.places:
             self._arrays[k] = None
 
@@ -111,24 +122,19 @@ class Sums:
             whole = finish(summation)
             for k, (part, shape) in zip(bucket.places, bucket.parts):
                 out[k] = whole[part] if shape is None else whole[part].reshape(shape)
+        self._started = []
         return out
 
+    def __enter__(self) -> Sums:
+        return self
 
-class _Apart:
-    """What `start_allreduce` needs of a channel, with a communicator of its own."""
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is not None and self._started:
+            self._channel.mark(f"{kind.__name__} left a gradient whose sums over the ranks were under way.")
+
+
+class _Aside:
+    """What `start_allreduce` needs of a channel, with the communicator that nothing else uses."""
 
     def __init__(self, channel: Channel):
-        self.data = channel.derive()
-        self.made_on = channel.data
-        self.hold, self.release = channel.hold, channel.release
-
-
-_known: WeakKeyDictionary[Channel, _Apart] = WeakKeyDictionary()
-
-
-def _apart(channel: Channel) -> Any:
-    """Return the communicator of the sums, made anew where the channel's duplicates were; collective at first."""
-    found = _known.get(channel)
-    if found is None or found.made_on is not channel.data:
-        found = _known[channel] = _Apart(channel)
-    return found
+        self.data, self.hold, self.release = channel.aside(), channel.hold, channel.release

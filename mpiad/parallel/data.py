@@ -9,6 +9,7 @@ import numpy as np
 
 from mpiad._typing import Comm
 from mpiad.differentiation.trees import flatten
+from mpiad.parallel.samples import Items
 from mpiad.primitives import mpi_rank, mpi_size
 
 __all__ = ["DistributedDataContainer"]
@@ -22,9 +23,9 @@ class DistributedDataContainer:
 
     Parameters
     ----------
-    data : array, nest of arrays, or a sequence
-        Arrays are indexed along their first axes, which are equally long. Anything else with `len` and indexing gives
-        lists of its items.
+    data : array, tuple or dict of arrays (or of such), or a sequence
+        Arrays are indexed along their first axes, which are equally long. Anything else with `len` and indexing, a list
+        too, gives lists of its items.
     batch_size : int, optional
         Of all ranks together; the last batch of an epoch may be smaller, and this rank's part of it empty.
     shuffle : bool
@@ -41,7 +42,7 @@ class DistributedDataContainer:
     Raises
     ------
     TypeError, ValueError
-        Where the arrays aren't equally long, or `batch_size` isn't a positive integer.
+        Where the arrays aren't equally long, there is no sample, or `batch_size` isn't a positive integer.
 
     Ranks
     -----
@@ -52,11 +53,15 @@ class DistributedDataContainer:
     def __init__(
         self, data: Any, batch_size: int | None = None, shuffle: bool = False, seed: int = 0, comm: Comm = None
     ):
-        if batch_size is not None and (not isinstance(batch_size, (int, np.integer)) or batch_size < 1):
+        counts = isinstance(batch_size, (int, np.integer)) and not isinstance(batch_size, bool)
+        if batch_size is not None and not (counts and batch_size > 0):
             raise ValueError(f"DistributedDataContainer: batch_size must be an integer above zero, but got {batch_size!r}.")
         self.data, self.batch_size, self.shuffle, self.seed = data, batch_size, bool(shuffle), seed
         self._arrays = _arrays(data)
         self._count = _length(data, self._arrays)
+        if self._count < 1:
+            kind = type(data).__name__
+            raise ValueError(f"DistributedDataContainer: there is no sample in the data, {kind} {data!r:.60}.")
         self._rank, self._size = mpi_rank(comm), mpi_size(comm)
         self.set_epoch(0)
 
@@ -107,15 +112,26 @@ class DistributedDataContainer:
 
     def _samples(self, numbers: np.ndarray) -> Any:
         if self._arrays is None:
-            return [self.data[int(number)] for number in numbers]
+            return Items(self.data[int(number)] for number in numbers)
         leaves, build = self._arrays
         return build([leaf[numbers] for leaf in leaves])
 
 
 def _arrays(data: Any) -> tuple[Sequence[Any], Any] | None:
     """Return the arrays of a nest and the way back, None where the data are something else."""
+    if isinstance(data, list):
+        return None  # of samples, which may be arrays themselves
     leaves, build = flatten(data)
-    return (leaves, build) if leaves and all(isinstance(leaf, np.ndarray) and leaf.ndim for leaf in leaves) else None
+    arrays = [isinstance(leaf, np.ndarray) and leaf.ndim > 0 for leaf in leaves]
+    if leaves and all(arrays):
+        return leaves, build
+    if isinstance(data, dict) or (isinstance(data, tuple) and any(isinstance(part, np.ndarray) for part in data)):
+        kinds = ", ".join(sorted({type(leaf).__name__ for leaf, is_one in zip(leaves, arrays) if not is_one}))
+        raise TypeError(
+            f"DistributedDataContainer: in a tuple or dict all data must be arrays with an entry for each sample, but got "
+            f"{kinds or 'nothing'}. Make arrays of them, or a list with one item for each sample."
+        )
+    return None
 
 
 def _length(data: Any, arrays: tuple[Sequence[Any], Any] | None) -> int:

@@ -11,9 +11,9 @@ from mpiad._typing import Comm, Function, Tree
 from mpiad.differentiation.trees import flatten
 from mpiad.parallel.buckets import BUCKET_BYTES, Plan, Sums, plan_of
 from mpiad.parallel.clipping import clipped
-from mpiad.parallel.gradient import counted, gradient_of_sum
+from mpiad.parallel.gradient import gradient_of_sum
 from mpiad.parallel.parameters import arrays_of, matching
-from mpiad.primitives import mpi_allreduce
+from mpiad.parallel.samples import counted, total_samples
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import suspended
 from mpiad.transport import channel
@@ -111,7 +111,8 @@ class DistributedOptimizer:
         Raises
         ------
         TypeError, ValueError
-            Where the gradient doesn't have the form of the parameters; where no rank has a sample.
+            Where the gradient doesn't have the form of the parameters; on all ranks, where none has a sample, or their
+            parameters differ in number, shape or dtype.
 
         Ranks
         -----
@@ -128,16 +129,19 @@ class DistributedOptimizer:
         count = 1 if samples is None else samples
         if self.accumulate > 1:
             held = state["gradient"]
-            parts = parts if held is None else [before + part for before, part in zip(held, parts)]
+            # Copies: the caller may write the next gradient into the same arrays.
+            parts = list(map(np.array, parts)) if held is None else list(map(np.add, held, parts))
             if state["steps"] + 1 < self.accumulate:
                 return self._kept(state, parts, count), params
             count += state["samples"]
         with suspended():
             self._plan = plan_of(specs, self.bucket_bytes, self._plan)
-            sums = Sums(channel(self.comm, "DistributedOptimizer.update"), self._plan)
-            sums.add_all(parts)
-            total = self._total(count)
-            return self._updated(state, params, places, sums.wait(), total)
+            used = channel(self.comm, "DistributedOptimizer.update")
+            total = total_samples(used, self._plan, count, "DistributedOptimizer.update")
+            with Sums(used, self._plan) as sums:
+                sums.add_all(parts)
+                found = sums.wait()
+            return self._updated(state, params, places, found, total)
 
     def step(
         self,
@@ -185,32 +189,25 @@ class DistributedOptimizer:
         held = state.get("gradient") or [None] * len(places)
         parts: list[Any] = [None] * len(places)
         self._plan = plan_of(specs, self.bucket_bytes, self._plan)
-        sums = Sums(used, self._plan) if last else None
+        with suspended(), Sums(used, self._plan) as sums:
 
-        def ready(k: int, g: Any) -> None:
-            parts[k] = g if held[k] is None else held[k] + g
-            if sums is not None:
-                sums.add(k, parts[k])
+            def ready(k: int, g: Any) -> None:
+                parts[k] = g if held[k] is None else held[k] + g
+                if last:
+                    sums.add(k, parts[k])
 
-        with suspended():
-            mean, total = gradient_of_sum(loss, params, batch, count, used, ready)
-            if sums is None:
+            total = total_samples(used, self._plan, count, "DistributedOptimizer.step")
+            mean = gradient_of_sum(loss, params, batch, count, total, used, ready)
+            if not last:
                 return self._kept(state, parts, count), params, mean
             if self.accumulate > 1:
-                total = self._total(state["samples"] + count)
+                total = total_samples(used, self._plan, state["samples"] + count, "DistributedOptimizer.step")
             state, params = self._updated(state, params, places, sums.wait(), total)
         return state, params, mean
 
     def _kept(self, state: dict[str, Any], parts: list[Any], count: int) -> dict[str, Any]:
         """Return the state that holds gradients for a later update."""
         return {**state, "gradient": parts, "steps": state["steps"] + 1, "samples": state["samples"] + count}
-
-    def _total(self, count: int) -> int:
-        """Return the number of all ranks' samples."""
-        total = int(mpi_allreduce(np.array(count), comm=self.comm))
-        if total < 1:
-            raise ValueError("DistributedOptimizer: none of the ranks has a sample to learn from.")
-        return total
 
     def _updated(
         self, state: dict[str, Any], params: Tree, places: list[int], sums: list[Any], total: int

@@ -14,13 +14,13 @@ from mpiad.differentiation.trace import Variables, trace_backwards
 from mpiad.differentiation.trees import flatten, is_variable
 from mpiad.parallel.buckets import BUCKET_BYTES, Plan, Sums, plan_of
 from mpiad.parallel.parameters import arrays_of
-from mpiad.primitives import mpi_allreduce
+from mpiad.parallel.samples import counted, total_samples
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import suspended
 from mpiad.transport import Channel, channel
 from mpiad.transport.recovery import recoverable
 
-__all__ = ["counted", "gradient_of_sum", "value_and_grad"]
+__all__ = ["gradient_of_sum", "value_and_grad"]
 
 
 def value_and_grad(
@@ -58,7 +58,7 @@ def value_and_grad(
     TypeError
         On all ranks, where `loss` returns anything but a real number; where there is nothing to differentiate by.
     ValueError
-        On all ranks, where none of them has a sample.
+        On all ranks, where none of them has a sample; where their parameters differ in number, shape or dtype.
 
     Ranks
     -----
@@ -83,9 +83,9 @@ def value_and_grad(
         count = counted(samples, params, batch)
         nonlocal plan
         plan = plan_of([spec_like(leaves[k]) for k in places], bucket_bytes, plan)
-        sums = Sums(used, plan)
-        with suspended():
-            mean, total = gradient_of_sum(loss, params, batch, count, used, sums.add)
+        with suspended(), Sums(used, plan) as sums:
+            total = total_samples(used, plan, count, "parallel.value_and_grad")
+            mean = gradient_of_sum(loss, params, batch, count, total, used, sums.add)
             found = dict(zip(places, sums.wait()))
         return mean, flatten(params)[1](
             [_divided(found[k], total) if k in found else None for k in range(len(leaves))]
@@ -94,26 +94,17 @@ def value_and_grad(
     return evaluate
 
 
-def counted(samples: Callable[..., int] | None, params: Tree, batch: Sequence[Any]) -> int:
-    """Return the number of this rank's samples."""
-    if samples is not None:
-        return int(samples(params, *batch))
-    for leaf in flatten(list(batch))[0]:
-        if np.ndim(leaf):
-            return len(leaf)
-    return 1
-
-
 def gradient_of_sum(
-    loss: Function, params: Tree, batch: Sequence[Any], count: int, used: Channel, ready: Callable[[int, Any], None]
-) -> tuple[float, int]:
-    """Return the mean loss of all ranks and the number of their samples; hand on this rank's gradient as it is found.
+    loss: Function, params: Tree, batch: Sequence[Any], count: int, total: int, used: Channel,
+    ready: Callable[[int, Any], None],
+) -> float:  # fmt: skip
+    """Return the mean loss of all ranks; hand on this rank's gradient as it is found.
 
     Parameters
     ----------
     loss, params, batch
-    count : int
-        This rank's samples.
+    count, total : int
+        This rank's samples, and all ranks'.
     used : Channel
     ready : callable
         ``ready(k, gradient)`` is called once for each trained leaf, with the gradient of the sum of this rank's samples'
@@ -122,9 +113,6 @@ def gradient_of_sum(
     leaves, build = flatten(params)
     places = [k for k, leaf in enumerate(leaves) if is_variable(leaf)]
     leaves = [np.float64(leaf) if type(leaf) is float else leaf for leaf in leaves]
-    total = int(mpi_allreduce(np.array(count), comm=used.user))
-    if total < 1:
-        raise ValueError(f"parallel.value_and_grad: none of the {used.size} rank(s) has a sample to learn from.")
 
     def handed(variable: int, g: Any) -> None:
         spec = spec_like(leaves[places[variable]])
@@ -134,7 +122,7 @@ def gradient_of_sum(
         mean = share(None, 0.0, None, used) / total
         for variable in range(len(places)):
             handed(variable, None)
-        return float(mean), total
+        return float(mean)
     traced = trace_backwards(lambda x: loss(x, *batch), Variables(leaves, places, build))
     value = traced.build(traced.values)
     problem = traced.problem or problem_with(value, 1.0, "parallel.value_and_grad")
@@ -143,7 +131,7 @@ def gradient_of_sum(
     spec = spec_like(value)
     seeds = [(traced.places[0], np.full(spec.shape, count, spec.dtype)[()])] if traced.places[0] >= 0 else []
     run_backward(traced.recording, seeds, len(places), ready=handed)
-    return float(mean), total
+    return float(mean)
 
 
 def _divided(total: Any, count: int) -> Any:

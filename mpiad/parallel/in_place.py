@@ -1,4 +1,7 @@
-"""Collectives that write into the arrays they get: for state that isn't differentiated, as running means."""
+"""Collectives that write into the arrays they get: for state that isn't differentiated, as running means.
+
+Inside a trace they aren't recorded: nothing goes back through them.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import numpy as np
 from mpiad._typing import Comm, Op, Rank, Tree
 from mpiad.differentiation.trees import named_leaves
 from mpiad.primitives import mpi_allreduce, mpi_bcast, mpi_iallreduce, mpi_reduce, mpi_wait
+from mpiad.primitives.operation import suspended
 from mpiad.transport import SUM, channel
 from mpiad.transport.agreement import raise_together
 
@@ -39,7 +43,8 @@ def allreduce_(x: Tree, op: Op = SUM, comm: Comm = None) -> Tree:
     All ranks of `comm` call it.
     """
     for array in _writable(x, "parallel.allreduce_", comm):
-        array[...] = mpi_allreduce(array, op, comm=comm)
+        with suspended():
+            array[...] = mpi_allreduce(array, op, comm=comm)
     return x
 
 
@@ -49,7 +54,8 @@ def reduce_(x: Tree, op: Op = SUM, root: Rank = 0, comm: Comm = None) -> Tree:
     Otherwise as `allreduce_`.
     """
     for array in _writable(x, "parallel.reduce_", comm):
-        total = mpi_reduce(array, op, root, comm=comm)
+        with suspended():
+            total = mpi_reduce(array, op, root, comm=comm)
         if channel(comm, "parallel.reduce_").rank == root:
             array[...] = total
     return x
@@ -58,7 +64,8 @@ def reduce_(x: Tree, op: Op = SUM, root: Rank = 0, comm: Comm = None) -> Tree:
 def bcast_(x: Tree, root: Rank = 0, comm: Comm = None) -> Tree:
     """Write the root's arrays into every rank's; otherwise as `allreduce_`."""
     for array in _writable(x, "parallel.bcast_", comm):
-        array[...] = mpi_bcast(array, root, comm=comm)
+        with suspended():
+            array[...] = mpi_bcast(array, root, comm=comm)
     return x
 
 
@@ -71,7 +78,8 @@ class Pending:
     def wait(self) -> Tree:
         """Wait until the sums are there, and return the nest that they were written into; a second time at once."""
         for array, request in zip(self._arrays, self._requests):
-            array[...] = mpi_wait(request)
+            with suspended():
+                array[...] = mpi_wait(request)
         self._arrays, self._requests = [], []
         return self._x
 
@@ -99,7 +107,8 @@ def iallreduce_(x: Tree, comm: Comm = None) -> Pending:
     All ranks of `comm` call it, and each waits when it likes; other communication may come between.
     """
     arrays = _writable(x, "parallel.iallreduce_", comm)
-    return Pending(x, arrays, [mpi_iallreduce(array, comm=comm) for array in arrays])
+    with suspended():
+        return Pending(x, arrays, [mpi_iallreduce(array, comm=comm) for array in arrays])
 
 
 def _writable(x: Tree, call: str, comm: Comm) -> list[np.ndarray]:

@@ -10,6 +10,7 @@ from mpiad.parallel.parameters import arrays_of
 from mpiad.primitives import mpi_bcast
 from mpiad.primitives.checks import root_of
 from mpiad.primitives.cotangents import spec_like
+from mpiad.primitives.operation import suspended
 from mpiad.transport import Channel, channel
 from mpiad.transport.agreement import raise_together
 
@@ -49,7 +50,8 @@ def synchronize(tree: Tree, root: Rank = 0, comm: Comm = None) -> Tree:
     leaves, trained = _agreed_leaves(used, tree, root)
     for dtype in dict.fromkeys(spec_like(leaves[k]).dtype for k in trained):
         places = [k for k in trained if spec_like(leaves[k]).dtype == dtype]
-        whole = mpi_bcast(np.concatenate([np.ravel(leaves[k]) for k in places]), root, comm=comm)
+        with suspended():
+            whole = mpi_bcast(np.concatenate([np.ravel(leaves[k]) for k in places]), root, comm=comm)
         if used.rank == root:
             continue
         start = 0

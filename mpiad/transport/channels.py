@@ -64,6 +64,7 @@ class Channel:
         self.started: dict[int, tuple[str, Any, Any]] = {}
         self._next_look = 1
         self._backwards: Comm | None = None
+        self._aside: tuple[Comm, Comm] | None = None
         if _watch is not None:
             _watch.put_on(self)
 
@@ -73,15 +74,25 @@ class Channel:
             self._backwards = self.data.Split(0, self.size - 1 - self.rank)
         return self._backwards
 
+    def aside(self) -> Comm:
+        """Return a duplicate for what is started in the middle of other communication; collective at first."""
+        # Under watch, or no longer, the ranks make another: each can see it by itself.
+        if self._aside is None or self._aside[0] is not self.data:
+            if self._aside is not None:
+                self._aside[1].Free()
+            self._aside = self.data, self.data.Dup()
+        return self._aside[1]
+
     def derive(self, survivors: bool = False) -> Comm:
         """Return a duplicate, of the ranks that are left if so wanted; given up with this channel's own; collective."""
         self.derived.append(self.data.Shrink() if survivors else self.data.Dup())
         return self.derived[-1]
 
     def drop(self, comm: Comm) -> None:
-        """Free what `derive` returned; collective."""
-        self.derived = [kept for kept in self.derived if kept is not comm]
-        comm.Free()
+        """Free what `derive` returned, where it wasn't given up with this channel's own; collective."""
+        if any(kept is comm for kept in self.derived):
+            self.derived = [kept for kept in self.derived if kept is not comm]
+            comm.Free()
 
     def keep(self, request: Any, array: np.ndarray) -> None:
         """Hold the buffer of a send until MPI is done with it."""
@@ -155,14 +166,15 @@ class Channel:
         if _watch is not None:
             _watch.start_anew(self)
         self.end()
-        old = (self.data, self.reverse, self._backwards)
+        old = self.duplicates()
         self._open(self._duplicate())
         self.fault = None
         _free(old)
 
     def duplicates(self) -> list[Comm]:
         """Return all communicators of this channel's own."""
-        return [comm for comm in (self.data, self.reverse, self._backwards, *self.derived) if comm is not None]
+        aside = self._aside[1] if self._aside is not None else None
+        return [comm for comm in (self.data, self.reverse, self._backwards, aside, *self.derived) if comm is not None]
 
     def reopen(self, data: Comm) -> None:
         """Replace duplicates that may be revoked, `data` by this one of the same ranks; collective."""
@@ -182,12 +194,13 @@ class Channel:
         """End what is under way and free the duplicates; collective."""
         if not self.lost and self.has_unfinished():
             self.end()
-        _free((self.data, self.reverse, self._backwards))
+        _free(self.duplicates())
         if self.headers is not None and self.headers != MPI.COMM_NULL and not self.lost:
             drain(self.headers, self.tag_limit)
             self.headers.Free()
         _live.discard(self)
         self.data = self.reverse = self._backwards = _Freed()
+        self._aside, self.derived = None, []
 
 
 class Watch(NamedTuple):
@@ -244,9 +257,9 @@ class _Freed:
         )
 
 
-def _free(comms: tuple[Comm | None, ...]) -> None:
+def _free(comms: list[Comm]) -> None:
     for comm in comms:
-        if comm is not None and comm != MPI.COMM_NULL:
+        if comm != MPI.COMM_NULL:
             comm.Free()
 
 

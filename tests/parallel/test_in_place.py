@@ -1,10 +1,21 @@
 """Collectives that write into their arrays, against sums in plain Python."""
 
+import autograd.numpy as anp
 import numpy as np
 import pytest
 from mpi4py import MPI
 
-from mpiad.parallel import allreduce_, bcast_, iallreduce_, local_rank, reduce_, total_workers
+import mpiad
+from mpiad.parallel import (
+    allreduce_,
+    bcast_,
+    iallreduce_,
+    local_rank,
+    reduce_,
+    synchronize,
+    total_workers,
+    value_and_grad,
+)  # fmt: skip
 
 COMM = MPI.COMM_WORLD
 ROOT = COMM.size - 1
@@ -61,3 +72,24 @@ def test_what_cannot_be_written_is_refused_on_all_ranks(fun):
         fun(frozen)
     with pytest.raises(TypeError, match=r"x\['n'\] .* int 3"):
         fun({"n": 3})
+
+
+def test_running_means_are_written_inside_a_loss_without_being_differentiated():
+    mean, root = np.zeros(2), COMM.size - 1
+
+    def loss(p, x):
+        mean[:] = mpiad.stop(p * x)
+        pending = iallreduce_(mean)
+        reduce_(np.ones(1), root=root)
+        pending.wait()
+        allreduce_(mean, MPI.MAX)
+        copy = bcast_(np.full(2, float(COMM.rank)), root)
+        assert copy.tolist() == [root, root]
+        assert synchronize({"a": float(COMM.rank)}, root) == {"a": root}
+        return anp.sum(p * x)
+
+    x = np.array([1.0, 2.0]) * (COMM.rank + 1)
+    total = np.array([1.0, 2.0]) * sum(range(1, COMM.size + 1))
+    for evaluate in (value_and_grad(loss), mpiad.value_and_grad(loss, shared=True, objective="mean")):
+        np.testing.assert_allclose(evaluate(np.ones(2), x)[1], total / COMM.size)
+        np.testing.assert_allclose(mean, total)
