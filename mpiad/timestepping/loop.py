@@ -59,13 +59,13 @@ class Loop:
         """
         observed = _Observed(self)
         if not recorded:
-            state = args.state
+            state = _own(args.state)
             for number in range(self.steps):
                 state, seen = self.step(number, args, state)
                 observed.note(number, seen)
             return state, observed.arrays
         self._begun = course = _Course(self, args, observed)
-        state, seen = self.step(self.steps - 1, args, course.state)
+        state, seen = self.step(self.steps - 1, args, _own(course.state))
         observed.note(self.steps - 1, seen)
         return state, observed.arrays
 
@@ -88,7 +88,7 @@ class Loop:
         course = self._begun or _Course(self, args, None)
         self._begun = None
         totals = _Totals(args, active)
-        for number, traced in course.reversed():
+        for number, traced in course.reversed(self, args):
             state = totals.pull(number, traced, state, [leaf[number] for leaf in observed])
         return totals.cotangents(state)
 
@@ -150,37 +150,47 @@ def _listed(specs: list[Spec]) -> str:
     return ", ".join(f"{spec.dtype} of shape {spec.shape}" for spec in specs) or "nothing"
 
 
+def _own(state: list[Any]) -> list[Array]:
+    """Return copies: a step may write into the state that it gets, or return the same buffer each time."""
+    return [np.array(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in state]
+
+
 class _Course:
-    """One way through the schedule: begun by running forwards up to the last step, ended by running backwards."""
+    """One way through the schedule: begun by running forwards up to the last step, ended by running backwards.
+
+    It doesn't know its loop, which knows it: what is kept goes as soon as nobody needs it, files too.
+    """
 
     def __init__(self, loop: Loop, args: Arguments, observed: _Observed | None):
-        self._loop, self._args = loop, args
         self._snapshots = Snapshots(loop.kept)
         self._actions = actions(loop.steps, loop.kept)
-        self.state = args.state
+        self.state = _own(args.state)
         for action in self._actions:
             if isinstance(action, Reverse):
                 break  # the last step: `reversed` begins with it
-            self._carry_out(action, observed)
-        self.state = [np.array(leaf) for leaf in self.state]
+            self._carry_out(action, loop, args, observed)
+        self.state = _own(self.state)
 
-    def reversed(self) -> Iterator[tuple[int, tuple[list[int], Traced]]]:
+    def reversed(self, loop: Loop, args: Arguments) -> Iterator[tuple[int, tuple[list[int], Traced]]]:
         """Yield each step's number and its trace, from the last step to the first."""
-        yield self._loop.steps - 1, self._loop.traced(self._args, self._loop.steps - 1, self.state)
+        yield loop.steps - 1, loop.traced(args, loop.steps - 1, self.state)
         for action in self._actions:
             if isinstance(action, Reverse):
-                yield action.number, self._loop.traced(self._args, action.number, self.state)
+                yield action.number, loop.traced(args, action.number, self.state)
             else:
-                self._carry_out(action, None)
+                self._carry_out(action, loop, args, None)
 
-    def _carry_out(self, action: Keep | Advance | Restore, observed: _Observed | None) -> None:
+    def _carry_out(
+        self, action: Keep | Advance | Restore, loop: Loop, args: Arguments, observed: _Observed | None
+    ) -> None:
         if isinstance(action, Keep):
             self._snapshots.keep(action.number, self.state, action.on_disk)
         elif isinstance(action, Restore):
-            self.state = self._snapshots.state(action.number, action.last)
+            state = self._snapshots.state(action.number, action.last)
+            self.state = state if action.last else _own(state)
         else:
             for number in range(action.first, action.stop):
-                self.state, seen = self._loop.step(number, self._args, self.state)
+                self.state, seen = loop.step(number, args, self.state)
                 if observed is not None:
                     observed.note(number, seen)
 

@@ -201,6 +201,28 @@ def test_a_step_may_write_into_one_buffer_of_its_own():
 
 
 @pytest.mark.serial
+@pytest.mark.parametrize("kept", [None, 1, 2, 6, Checkpoints(1, 2)])
+def test_a_step_may_write_into_the_state_that_it_gets(kept):
+    """Where nothing is traced `u += ...` writes into the array; the caller's and those that are kept stay as they are."""
+
+    def advance(u, k, c):
+        u += c * anp.sin(u) * (k + 1)
+        return u
+
+    def fun(u, c, kept, step=advance):
+        return anp.sum(scan(step, u, 6, c, checkpoints=kept) ** 2)
+
+    start = np.arange(1.0, 4.0)
+    expected = mpiad.grad(lambda u, c: fun(u, c, None, lambda u, k, c: u + c * anp.sin(u) * (k + 1)), (0, 1))(start, 0.1)
+    pull, _ = mpiad.make_vjp(lambda u, c: fun(u, c, kept), (0, 1))(start, 0.1)
+    for _ in range(2):
+        for found, exact in zip(pull(1.0), expected):
+            np.testing.assert_allclose(found, exact, rtol=1e-13)
+    fun(start, 0.1, kept)
+    np.testing.assert_array_equal(start, [1.0, 2.0, 3.0])
+
+
+@pytest.mark.serial
 def test_no_steps_return_the_state():
     u = {"u": np.ones(2)}
     assert scan(lambda u, k: u, u, 0, checkpoints=1)["u"] is u["u"]

@@ -1,5 +1,6 @@
 """Where states are kept, and what bad input gets."""
 
+import gc
 import os
 
 import autograd.numpy as anp
@@ -34,6 +35,39 @@ def test_files_are_written_where_asked_and_removed(tmp_path):
     assert max(map(len, seen)) == 3
     assert all(name.endswith(".npy") for names in seen for name in names)
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("failing", [2, 8])
+@pytest.mark.parametrize("call", [0, 1])
+def test_an_exception_in_a_step_leaves_no_files(tmp_path, failing, call):
+    """On the way there, in the last step too, or back; without the garbage collector."""
+    calls = []
+
+    def watched(u, k, c):
+        calls.append(k)
+        if k == failing and calls.count(k) > call:
+            raise KeyError("in the step")
+        return advance(u, k, c)
+
+    gc.disable()
+    try:
+        with pytest.raises(KeyError):
+            mpiad.grad(lambda c: anp.sum(scan(watched, start(), 9, c, checkpoints=Checkpoints(1, 3, tmp_path))["a"]))(0.8)
+        assert os.listdir(tmp_path) == []
+    finally:
+        gc.enable()
+
+
+def test_a_gradient_that_nobody_asks_for_leaves_no_files(tmp_path):
+    kept = Checkpoints(1, 3, tmp_path)
+    gc.disable()
+    try:
+        pull, _ = mpiad.make_vjp(lambda c: anp.sum(scan(advance, start(), 9, c, checkpoints=kept)["a"]))(0.8)
+        assert os.listdir(tmp_path) != []
+        del pull
+        assert os.listdir(tmp_path) == []
+    finally:
+        gc.enable()
 
 
 def test_a_file_that_cannot_be_written_says_where(tmp_path, monkeypatch):
