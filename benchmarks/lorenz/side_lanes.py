@@ -2,7 +2,8 @@
 
 Their numbers lie in one flat buffer at constant distances, so that the loop over lanes becomes vector instructions. A
 second loop accepts or refuses, lane by lane, and puts the next trajectory where one has arrived. Steps are chosen as
-SciPy's RK45 chooses them, with the error of the mean square. Nothing is general: no parameters but ρ, no saved times, no checks.
+SciPy's RK45 chooses them, with the error of the mean square. Nothing is general: no parameters but ρ, no saved times,
+no checks.
 """
 
 from __future__ import annotations
