@@ -17,6 +17,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -46,11 +47,11 @@ PROGRAMS = {
 }
 
 
-def ends(f: Callable, u0: np.ndarray, p: np.ndarray, way: ensemble.EnsembleAlgorithm) -> np.ndarray:
+def ends(f: Callable, u0: np.ndarray, p: np.ndarray, way: ensemble.EnsembleAlgorithm, compiled: bool) -> np.ndarray:
     """Return the states at t = 1, shape (n, d)."""
     one = ensemble.ODEProblem(f, u0, (0.0, 1.0), np.zeros(1))
     many = ensemble.EnsembleProblem(one, p=np.reshape(p, (-1, 1)))
-    return ensemble.solve(many, ensemblealg=way, trajectories=len(p), **TOLERANCES).u_end
+    return ensemble.solve(many, ensemblealg=way, trajectories=len(p), compile=compiled, **TOLERANCES).u_end
 
 
 def sleep_until_all_are_here() -> None:
@@ -82,15 +83,16 @@ def measure(alone: Callable[[], object], together: Callable[[], object], repeats
     return tuple(np.min(times, axis=0))
 
 
-def cases(name: str, n: int) -> dict[str, tuple[Callable, Callable]]:
+def cases(name: str, n: int, compiled: bool) -> dict[str, tuple[Callable, Callable]]:
     """Return, by name, what one rank does alone and what all do together."""
     f, u0, parameters = PROGRAMS[name]
     p, here, shared = parameters(n), ensemble.EnsembleVectorized(), ensemble.EnsembleMPI()
-    itself = mpiad.grad(lambda p: np.sum(ends(f, u0, p, here) ** 2), comm=MPI.COMM_SELF)
-    all_of_us = mpiad.grad(lambda p: np.sum(ends(f, u0, p, shared) ** 2), shared=True)
+    itself = mpiad.grad(lambda p: np.sum(ends(f, u0, p, here, compiled) ** 2), comm=MPI.COMM_SELF)
+    all_of_us = mpiad.grad(lambda p: np.sum(ends(f, u0, p, shared, compiled) ** 2), shared=True)
+    label = f"{name}{', compiled' if compiled else ''}"
     return {
-        f"{name}, states": (lambda: ends(f, u0, p, here), lambda: ends(f, u0, p, shared)),
-        f"{name}, gradient": (lambda: itself(p), lambda: all_of_us(p)),
+        f"{label}, states": (lambda: ends(f, u0, p, here, compiled), lambda: ends(f, u0, p, shared, compiled)),
+        f"{label}, gradient": (lambda: itself(p), lambda: all_of_us(p)),
     }
 
 
@@ -102,12 +104,14 @@ def main() -> None:
     options = parser.parse_args()
     if comm.rank == 0:
         print(f"{'':28}{'N':>9}{'1 rank, ms':>12}{comm.size:>6} ranks, ms{'faster':>9}{'reach, 2 ranks':>16}", flush=True)
-    for name, n in itertools.product(PROGRAMS, options.n):
-        for case, (alone, together) in cases(name, n).items():
+    ways = [False, True] if find_spec("numba") else [False]
+    for compiled, name, n in itertools.product(ways, PROGRAMS, options.n):
+        for case, (alone, together) in cases(name, n, compiled).items():
             one, all_ranks = measure(alone, together, options.repeats)
             if comm.rank == 0:
                 times = f"{one * 1e3:12.1f}{all_ranks * 1e3:16.1f}{one / all_ranks:9.2f}"
-                print(f"{case:28}{n:9}{times}{REACH.get(n, 0):16.1f}", flush=True)
+                reach = 1.9 if compiled else REACH.get(n, 0)
+                print(f"{case:28}{n:9}{times}{reach:16.1f}", flush=True)
 
 
 main()
