@@ -8,14 +8,18 @@ import autograd.numpy as np
 import numpy
 
 from mpiad._typing import Array, Tree
+from mpiad.vi.gaussian import FullRankGaussian, MeanFieldGaussian
 from mpiad.vi.posterior import Posterior
+from mpiad.vi.prior import Prior
 
 __all__ = ["closed_form", "has_closed_form"]
 
 
 def has_closed_form(posterior: Posterior, prior: Any) -> bool:
     """Tell whether KL(q‖prior) is known: both are normal."""
-    return callable(getattr(posterior, "moments", None)) and getattr(prior, "normal", None) is not None
+    # By class: one of the user's with such attributes may mean something else by them.
+    known = isinstance(posterior, (MeanFieldGaussian, FullRankGaussian)) and isinstance(prior, Prior)
+    return known and prior.normal is not None
 
 
 def closed_form(posterior: Any, params: Tree, prior: Any) -> Array:

@@ -61,8 +61,11 @@ class Model:
 
     def row(self, theta: Array) -> Array:
         """Return value, status and gradient at one draw."""
-        self.runs += 1
         row = np.zeros(2 + len(theta))
+        if not np.isfinite(theta).all():  # the root ends the run
+            row[1] = _NOT_FINITE
+            return row
+        self.runs += 1
         try:
             with suspended():
                 row[0], row[2:] = self._evaluated(np.array(theta))

@@ -146,7 +146,8 @@ class VI:
         WorkerError
             On all ranks, where the model raised for all draws of an epoch, with the first traceback.
         FloatingPointError
-            On all ranks, where variational parameters or draws aren't finite: the learning rate may be too large.
+            On all ranks, where variational parameters or draws aren't finite: the learning rate may be too large; where the
+            prior's density is zero at a draw.
 
         Ranks
         -----
@@ -163,7 +164,7 @@ class VI:
             try:
                 start = self.posterior.initial(np.random.default_rng(self.seed)) if params is None else params
                 training = Training(objective, self.optimizer, start, max_epochs_without_improvement, callback)
-            except (TypeError, ValueError) as found:
+            except Exception as found:  # noqa: BLE001  of the posterior or the optimizer, which may be the user's
                 error = found
         raise_together(used, error)
         with suspended():
@@ -190,7 +191,7 @@ class VI:
             # Whether another epoch follows is decided once.
             verdict = used.data.bcast(None if training is None else training.verdict, root)
             if verdict.error is not None:
-                self._fail(used, model, verdict.error)
+                self._fail(used, model, verdict.error if training is None or training.failure is None else training.failure)
             if verdict.ends:
                 break
         if line is not None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import autograd.numpy as np
+import numpy
 
 from mpiad._typing import Array, Tree
 from mpiad.differentiation.backward import run_backward
@@ -64,7 +65,8 @@ class Objective(NamedTuple):
             theta_of, log_q = self.posterior.draw(params, noise[kept])
             divergence = self._divergence(params, theta_of, log_q)
             parts.append(float(stop(divergence)))
-            return self._model_term(params, theta[kept], theta_of, found) + self.w * divergence
+            model = self._model_term(params, theta[kept], theta_of, found)
+            return model + self.w * divergence if self.w else model
 
         traced = trace_backwards(surrogate, Variables(leaves, places, build))
         place, value = traced.places[0], traced.values[0]
@@ -87,7 +89,15 @@ class Objective(NamedTuple):
             return closed_form(self.posterior, params, self.prior)
         if self.divergence == "path":
             log_q = self.posterior.log_prob(stop(params), theta_of)
-        return np.mean(log_q - self.prior.log_prob(theta_of))
+        log_p = self.prior.log_prob(theta_of)
+        outside = numpy.count_nonzero(numpy.isneginf(stop(log_p)))
+        if outside and self.w:
+            raise FloatingPointError(
+                f"VI: the prior's density is zero at {outside} of {len(theta_of)} draws, so that KL(q‖prior) is infinite. "
+                "Take a posterior that keeps within the prior's support (let the loss transform unbounded parameters), or a "
+                "prior without bounds."
+            )
+        return np.mean(log_q - log_p)
 
 
 def _filled(g: Any, leaf: Any) -> Any:

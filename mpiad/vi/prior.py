@@ -17,6 +17,8 @@ __all__ = ["Prior", "prior_of"]
 _LOG_2PI = float(numpy.log(2 * numpy.pi))
 # Of a central difference of a smooth function in float64, in units of the distribution's scale.
 _STEP = 6e-6
+# In units of the distance from an end of the support.
+_NEAR_END = 1e-4
 
 
 class Prior:
@@ -25,8 +27,9 @@ class Prior:
     Parameters
     ----------
     distribution : frozen distribution of scipy.stats, (name, *arguments), or a sequence of them
-        One for all parameters, independent; a sequence has one for each. `scipy.stats.multivariate_normal` frozen is the
-        joint one. A name is that of a distribution in scipy.stats, as ``("norm", -2.0, 1.0)``.
+        One for all parameters, independent; a sequence has one for each, as has one whose arguments are arrays.
+        `scipy.stats.multivariate_normal` frozen is the joint one. A name is that of a distribution in scipy.stats, as
+        ``("norm", -2.0, 1.0)``.
     dim : int
 
     Raises
@@ -43,7 +46,7 @@ class Prior:
                 raise ValueError(f"VI: the posterior has dimension {dim}, but the prior {self.joint.dim}.")
             return
         many = isinstance(distribution, Sequence) and not (distribution and isinstance(distribution[0], str))
-        given = list(distribution) if many else [distribution] * dim
+        given = list(distribution) if many else _for_each(_frozen(distribution), dim)
         if len(given) != dim:
             raise ValueError(f"VI: the posterior has dimension {dim}, but the prior is of {len(given)} distributions.")
         self.marginals = [_frozen(one) for one in given]
@@ -99,6 +102,15 @@ def _frozen(one: Any) -> Any:
     )
 
 
+def _for_each(one: Any, dim: int) -> list[Any]:
+    """Return a distribution for each parameter, of one whose arguments may be arrays with an entry for each."""
+    lengths = [len(numpy.ravel(value)) for value in (*one.args, *one.kwds.values()) if numpy.ndim(value)]
+    count = max(lengths, default=dim)
+    columns = [numpy.broadcast_to(value, (count,)) for value in one.args]
+    named = {name: numpy.broadcast_to(value, (count,)) for name, value in one.kwds.items()}
+    return [one.dist(*[c[k] for c in columns], **{name: c[k] for name, c in named.items()}) for k in range(count)]
+
+
 @primitive
 def _log_density(x: Array, one: Any) -> Array:
     return one.logpdf(x)
@@ -106,12 +118,14 @@ def _log_density(x: Array, one: Any) -> Array:
 
 @primitive
 def _slope(x: Array, one: Any) -> Array:
-    """Return the derivative of a log density: SciPy has none, so by differences, one-sided at the ends of the support."""
-    step = _STEP * float(one.std() if numpy.isfinite(one.std()) else 1.0)
+    """Return the derivative of a log density: SciPy has none, so by differences, NaN outside of the support."""
+    scale = float(one.ppf(0.75) - one.ppf(0.25))  # which heavy tails have too
     low, high = one.support()
-    after, before = numpy.minimum(x + step, high), numpy.maximum(x - step, low)
-    with numpy.errstate(invalid="ignore"):
-        return (one.logpdf(after) - one.logpdf(before)) / (after - before)
+    # Near an end the density may go to zero or infinity, and its logarithm is steep.
+    step = numpy.minimum(_STEP * scale, _NEAR_END * numpy.minimum(x - low, high - x))
+    after, before = x + step, x - step
+    with numpy.errstate(invalid="ignore", divide="ignore"):
+        return numpy.where(step > 0, (one.logpdf(after) - one.logpdf(before)) / (after - before), numpy.nan)
 
 
 defvjp(_log_density, lambda ans, x, one: lambda g: g * _slope(x, one), None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 import time
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ __all__ = ["Ended", "Training", "Verdict"]
 
 
 class Verdict(NamedTuple):
-    """What the root tells all ranks after an epoch."""
+    """What the root tells all ranks after an epoch; an exception in a form that can be sent."""
 
     ends: bool
     error: Exception | None
@@ -46,6 +47,13 @@ class Training:
     patience : int or None
         Epochs without improvement after which the run ends.
     callback : callable or None
+
+    Attributes
+    ----------
+    history : dict of list
+    verdict : Verdict
+    failure : Exception or None
+        What ended the run.
     """
 
     def __init__(
@@ -58,21 +66,45 @@ class Training:
         self._start = time.perf_counter()
         self.history: dict[str, list] = {name: [] for name in ("objective", "loss", "divergence", "dropped", "seconds")}
         self.verdict = Verdict(False, None)
+        self.failure: Exception | None = None
 
     def draws(self, rng: np.random.Generator, count: int) -> tuple[Array, Array]:
-        """Return noise and the draws that are made of it; draws that aren't finite are left for `learn` to find."""
+        """Return noise and the draws that are made of it; draws that aren't finite are left for `learn` to find.
+
+        So is an exception: the other ranks already wait for their share, and get NaN.
+        """
         noise = rng.standard_normal((count, self._objective.posterior.dim))
-        with np.errstate(all="ignore"):
-            return noise, np.ascontiguousarray(self._objective.posterior.draw(self._params, noise)[0])
+        try:
+            with np.errstate(all="ignore"):
+                theta = np.ascontiguousarray(self._objective.posterior.draw(self._params, noise)[0], dtype=float)
+            if theta.shape != noise.shape:
+                raise ValueError(
+                    f"VI: the posterior's draw must return draws of shape {noise.shape}, as the noise, but they have shape "
+                    f"{theta.shape}."
+                )
+        except Exception as error:  # noqa: BLE001  told to all ranks, which raise it together
+            self._fail(error)
+            return noise, np.full(noise.shape, np.nan)
+        return noise, theta
 
     def learn(self, noise: Array, theta: Array, found: Evaluations) -> None:
         """Make an update, or find what ends the run."""
+        if self.failure is not None:
+            return
         try:
             self._learn(noise, theta, found)
         except StopIteration:
             self._end("ended by the callback")
         except Exception as error:  # noqa: BLE001  told to all ranks, which raise it together
-            self.verdict = Verdict(True, error)
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        self.failure = error
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:  # noqa: BLE001  classes made in a function, or with arguments that their base doesn't know
+            error = RuntimeError(f"{type(error).__name__}: {error} (raised on the root)")
+        self.verdict = Verdict(True, error)
 
     def _learn(self, noise: Array, theta: Array, found: Evaluations) -> None:
         epoch = len(self.history["objective"])
@@ -87,7 +119,7 @@ class Training:
                 f"returned NaN or infinity for {found.not_finite}.", 0, "",
             )  # fmt: skip
         terms, gradient = self._objective.value_and_gradient(self._params, noise, theta, found)
-        value = terms.loss + self._objective.w * terms.divergence
+        value = terms.loss + (self._objective.w * terms.divergence if self._objective.w else 0.0)  # it may be infinite
         self._note(value, terms.loss, terms.divergence, found.raised + found.not_finite)
         if value < self._lowest:
             self._lowest, self._best, self._best_epoch = value, self._params, epoch

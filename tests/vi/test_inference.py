@@ -107,7 +107,7 @@ def test_runs_do_not_depend_on_the_number_of_ranks(handout):
     assert len(set(COMM.allgather(result.samples.tobytes()))) == 1
 
 
-@pytest.mark.parametrize("count", [5, 2 * COMM.size + 1])
+@pytest.mark.parametrize("count", [5, 20, 2 * COMM.size + 1])
 def test_every_draw_is_run_once_in_even_shares(count):
     model, seen = Conjugate(2), []
 
@@ -210,7 +210,7 @@ def test_few_draws_for_many_ranks_are_allowed_with_a_warning(caplog):
     [
         scipy.stats.norm(0.4, 2.0), ("norm", 0.4, 2.0), [("norm", 0.4, 2.0), scipy.stats.norm(-1, 0.5)],
         scipy.stats.multivariate_normal([0.3, -0.2], [[2.0, 0.5], [0.5, 1.0]]), ("gamma", 3.0), scipy.stats.t(4, 1, 2),
-        [("uniform", -2, 9), ("lognorm", 0.7)],
+        [("uniform", -2, 9), ("lognorm", 0.7)], ("cauchy", 0.0, 0.01),
     ],
     ids=str,
 )  # fmt: skip
@@ -233,6 +233,23 @@ def test_priors_are_scipys_with_their_derivative(given):
         np.testing.assert_allclose(slope[:, k], change, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.serial
+def test_a_prior_may_have_an_entry_for_each_parameter():
+    theta = np.array([[0.5, 1.3], [1.7, 0.4]])
+    for given in (scipy.stats.norm([0, 1], scale=[1, 2]), scipy.stats.gamma([2.0, 3.0])):
+        np.testing.assert_allclose(Prior(given, 2).log_prob(theta), given.logpdf(theta).sum(1), rtol=1e-13)
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("x", [1e-12, 1e-6, 1e-3])
+def test_slopes_of_priors_are_right_near_the_end_of_their_support(x):
+    from autograd import grad
+
+    prior = Prior(("gamma", 3.0), 1)
+    slope = grad(lambda x: prior.log_prob(np.ones((1, 1)) * x)[0])(x)
+    assert slope == pytest.approx(2 / x - 1, rel=1e-6)
+
+
 def make(**changes):
     given = {"loss": lambda t, d: anp.sum(t), "posterior": MeanFieldGaussian(2), "prior": ("norm",), "optimizer": Adam()}
     return VI(**{**given, **changes})
@@ -249,6 +266,7 @@ def make(**changes):
         ({"prior": ("normaal",)}, ValueError, "no continuous distribution 'normaal'"),
         ({"prior": [("norm",)] * 3}, ValueError, "dimension 2, but the prior is of 3"),
         ({"prior": scipy.stats.multivariate_normal(np.zeros(3))}, ValueError, "dimension 2, but the prior 3"),
+        ({"prior": scipy.stats.norm([0, 1, 2])}, ValueError, "dimension 2, but the prior is of 3"),
         ({"w": -1}, ValueError, "-1"),
         ({"n_samples_per_epoch": 0}, ValueError, "n_samples_per_epoch.*0"),
         ({"gradient": "exact"}, ValueError, "'pathwise', 'score', but got 'exact'"),
