@@ -59,11 +59,11 @@ class Instructions:
             self.comm.Bcast(self._direction, self.root)
         return kind, self._vector, self._direction if kind in _WITH_DIRECTION else None
 
-    def share_outcome(self, outcome: Any = None) -> Any:
-        """Return the root's outcome on all ranks; raise it where it is a refusal."""
+    def share_outcome(self, outcome: Any = None, cause: BaseException | None = None) -> Any:
+        """Return the root's outcome on all ranks; raise it where it is a refusal, on the root from its `cause`."""
         outcome = self.comm.bcast(outcome, self.root)
         if isinstance(outcome, Refusal):
-            raise outcome.error(self.root)
+            raise outcome.error(self.root) from cause
         return outcome
 
 

@@ -91,6 +91,7 @@ class RootDriven:
         return finished(outcome, self._packing)
 
     def _lead(self, drive: Callable[[Leader], dict[str, Any]], progress: ProgressLine | None) -> Any:
+        cause: BaseException | None = None
         leader = Leader(self._evaluation, self._instructions, self._packing, self._start, self._used, progress)
         try:
             outcome: Any = drive(leader)
@@ -99,12 +100,12 @@ class RootDriven:
                 raise
             if self.agreement.error is not None:
                 raise self.agreement.error from error.__cause__
-            outcome = Refusal(error, self._call)
+            cause, outcome = error, Refusal(error, self._call)
         finally:
             if progress is not None:
                 progress.close()
         self._instructions.give(FINISH)
-        return self._instructions.share_outcome(outcome)
+        return self._instructions.share_outcome(outcome, cause)
 
     def _close(self) -> None:
         self.agreement.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,19 @@ def test_exit_of_the_root(size: int) -> None:
         with pytest.raises(WorkerError, match="SystemExit: 0") as caught:
             raised()
         assert "sys.exit(0)" in caught.value.traceback
+
+
+def test_exception_of_the_callback_says_where(rank: int, size: int) -> None:
+    def callback(x: Any) -> None:
+        float("no number")
+
+    with pytest.raises(ValueError, match="no number.*raised on the root") as caught:
+        minimize(bowl, np.zeros(3), objective="mean", root=size - 1, callback=callback)
+    cause = caught.value.__cause__
+    if rank == size - 1:
+        assert cause is not None and cause.__traceback__ is not None
+        places = [frame.name for frame in traceback.extract_tb(cause.__traceback__)]
+        assert places[-1] == "callback"
 
 
 def test_products_of_the_user_s_own_on_one_rank(rank: int, size: int) -> None:
