@@ -42,6 +42,8 @@ class Settings(NamedTuple):
         What errors begin with.
     probe : bool
         Whether to look for constants in the operator's null space: not in the systems of derivatives.
+    with_x0 : bool
+        Whether there is an x0: its residual takes a product that all ranks must take part in.
     """
 
     method: str
@@ -56,6 +58,7 @@ class Settings(NamedTuple):
     verify: bool = True
     call: str = "linalg.solve"
     probe: bool = True
+    with_x0: bool = False
 
 
 def agree_on(settings: Settings, error: Exception | None) -> None:

@@ -111,7 +111,9 @@ def solve(
     One solve of Aᵀ λ = ū (without conjugation), on all ranks: b gets λ, and the params get -(∂(A u)/∂params)ᵀ λ. Forward
     mode and higher orders take one solve for each derivative.
     """
-    settings = Settings(method, rtol, atol, maxiter, comm, callback, restart, side, batch, verify)
+    settings = Settings(
+        method, rtol, atol, maxiter, comm, callback, restart, side, batch, verify, with_x0=x0 is not None
+    )
     functions = {
         "matvec": matvec, "preconditioner": preconditioner, "preconditioner_transpose": preconditioner_transpose,
         "callback": callback,

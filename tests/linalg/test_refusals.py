@@ -73,6 +73,8 @@ def test_settings_that_differ_between_ranks(domain, rank, size):
     for name, values in different.items():
         with pytest.raises(ValueError, match=f"ranks must give the same arguments, but rank 0 gave .*{name}={values[0]!r}"):
             solve(lambda u: 2 * u, np.ones(3), **{name: values[rank == size - 1]})
+    with pytest.raises(ValueError, match="ranks must give the same arguments, .*with_x0="):
+        solve(lambda u: 2 * u, np.ones(3), x0=np.ones(3) if rank else None)
     assert np.isfinite(solve(lambda u: 2 * u, np.ones(3), callback=print if rank < 0 else None)).all()
 
 

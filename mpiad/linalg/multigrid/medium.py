@@ -57,14 +57,17 @@ def has_constants(sides: Sides, c: LocalArray, mean_zero: bool, used: Channel) -
     Raises
     ------
     ValueError
-        On all ranks, where they are and `mean_zero` isn't given, or the other way round.
+        On all ranks, where they are and `mean_zero` isn't given, or the other way round; where some ranks give it.
 
     Ranks
     -----
     All ranks of the domain call it.
     """
     given = any(side for pair in sides.fixed for side in pair)
-    singular = not given and float(allreduce(used, np.array(c.max()), MAX, _CALL)) == 0.0
+    largest, with_it, without_it = allreduce(used, np.array([c.max(), mean_zero, not mean_zero], float), MAX, _CALL)
+    if with_it and without_it:
+        raise agreed(used, ValueError(f"{_CALL}: mean_zero must be the same on all ranks, but is True on some only."))
+    singular = not given and float(largest) == 0.0
     if singular and not mean_zero:
         raise agreed(used, ValueError(
             f"{_CALL}: the operator is singular: no side has boundary='dirichlet' and c is zero everywhere, so a constant "

@@ -18,9 +18,9 @@ from mpiad.linalg.multigrid.layout import Layout
 from mpiad.linalg.multigrid.medium import coefficients, has_constants, jumps
 from mpiad.linalg.multigrid.spread import spread_of
 from mpiad.linalg.multigrid.stencil import Stencil
+from mpiad.linalg.settings import Settings, agree_on, mistake_in
 from mpiad.primitives.operation import suspended
 from mpiad.transport import SUM, channel
-from mpiad.transport.agreement import raise_together
 from mpiad.transport.collectives import allreduce
 
 __all__ = ["Multigrid"]
@@ -160,7 +160,8 @@ class Multigrid:
         Raises
         ------
         TypeError, ValueError
-            On all ranks, where `b` or `x0` has another shape or isn't finite.
+            On all ranks, where `b` or `x0` has another shape or isn't finite, a tolerance can't be met, or ranks give
+            different ones.
         ConvergenceError
             On all ranks, with the history of the residual, where the iterations are used up.
 
@@ -168,14 +169,17 @@ class Multigrid:
         -----
         All ranks of the domain call it.
         """
-        error = None
+        settings = Settings(
+            "cg", rtol, atol, maxiter, self.domain.comm, callback, call="linalg.Multigrid.solve", with_x0=x0 is not None
+        )
+        error = mistake_in(settings, ("cg",), len(self.domain.shape))
         try:
             for block in (b,) if x0 is None else (b, x0):
-                self._checked(block, "linalg.Multigrid.solve", whole=True)
+                self._checked(block, settings.call, whole=True)
         except (TypeError, ValueError) as found:
             error = found
         with suspended():
-            raise_together(self._used, error)
+            agree_on(settings, error)
             # In double precision whatever b is: a residual of 1e-8 is below what single precision resolves.
             wide = self._centred(b.astype(np.float64))
             start = None if x0 is None else self._centred(x0.astype(np.float64))

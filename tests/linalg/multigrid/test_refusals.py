@@ -69,6 +69,25 @@ def test_different_arguments(domain, rank, size):
             Multigrid(domain, 1.0, spacing=1.0 + rank)
 
 
+def test_settings_that_differ_between_ranks(domain, rank, size):
+    b = np.ones(domain.local_shape)
+    if size == 1:
+        assert np.isfinite(solve_elliptic(domain, 1.0, b, x0=b)).all()
+        return
+    last = rank == size - 1
+    for different in ({"rtol": 1e-3 if last else 1e-8}, {"maxiter": 1 if last else 100}, {"x0": b if last else None}):
+        with pytest.raises(ValueError, match="ranks must give the same arguments"):
+            solve_elliptic(domain, 1.0, b, **different)
+    with pytest.raises(ValueError, match="mean_zero must be the same on all ranks"):
+        solve_elliptic(domain, 1.0, b, boundary="neumann", mean_zero=last)
+
+
+@pytest.mark.parametrize("settings", [{"rtol": -1.0}, {"rtol": np.nan}, {"rtol": 0.0}, {"maxiter": 0}], ids=str)
+def test_settings_that_cannot_be_met(domain, settings):
+    with pytest.raises(ValueError, match=f"linalg.Multigrid.solve: {next(iter(settings))}"):
+        solve_elliptic(domain, 1.0, np.ones(domain.local_shape), **settings)
+
+
 def test_odd_ring():
     with pytest.raises(ValueError, match="even number of points, but dimension 1 has 9"):
         Multigrid(Domain((8, 9), periodic=True), 1.0, 1.0)
