@@ -28,8 +28,8 @@ from mpiad.transport.agreement import raise_together, require_same
 __all__ = ["EnsembleMPI", "agreed", "over_ranks"]
 
 # What a turn of the working set costs besides its columns, in numbers (columns times components): 1,500 to 3,000 were
-# measured for small f, for states and gradients alike.
-_TURN = 2400.0
+# measured for small f, for states and gradients alike. A kernel's turn is that of its lanes, however few are busy.
+_TURN, _LANES = 2400.0, 16.0
 _TRIES = 8
 
 
@@ -106,10 +106,10 @@ class EnsembleMPI(EnsembleAlgorithm):
     def _longest(self, shares: Array) -> float:
         return float((np.diff(self._done[shares]) + self._turns(shares)).max())
 
-    def remember(self, tries: Array, components: int) -> None:
+    def remember(self, tries: Array, components: int, compiled: bool = False) -> None:
         """Take the numbers of tried steps of all trajectories, whose states have so many components, as their costs."""
         # Entering the working set and leaving it costs about two steps.
-        self._costs, self._turn = tries + 2.0, _TURN / max(1, components)
+        self._costs, self._turn = tries + 2.0, _LANES if compiled else _TURN / max(1, components)
         self._done = np.concatenate([[0.0], np.cumsum(self._costs)])
 
 
@@ -120,6 +120,7 @@ def over_ranks(
     local: Callable[[range, Callable[[int], None] | None], EnsembleSolution],
     combine: Callable[[list[Any]], Any] | None,
     progress: bool = False,
+    compiled: Callable[[], bool] = bool,
 ) -> EnsembleSolution:
     """Solve an ensemble over the ranks.
 
@@ -136,6 +137,8 @@ def over_ranks(
         What an `output_func` or a `reduction` have made on the ranks that had trajectories, from which it makes ``sol.u``.
     progress : bool
         Whether rank 0 writes a line that counts all N.
+    compiled : callable
+        Tells, after the solve, whether kernels advanced this rank's trajectories.
 
     Returns
     -------
@@ -161,8 +164,8 @@ def over_ranks(
         finally:
             if shown is not None:
                 shown.close()
-    facts = Facts.of_all(used, share)
-    mpi.remember(facts.naccept + facts.nreject, int(np.prod(share.u_end.shape[1:])))
+    facts = Facts.of_all(used, share, compiled())
+    mpi.remember(facts.naccept + facts.nreject, int(np.prod(share.u_end.shape[1:])), facts.compiled)
     if not mpi.gather:
         return sharded(share, facts, mpi.comm, np.arange(first, last), combine is not None)
     if combine is None:

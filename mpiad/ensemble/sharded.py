@@ -34,6 +34,8 @@ class Facts(NamedTuple):
     width : int
         n_saved
     converged : bool
+    compiled : bool
+        Whether kernels advanced them.
     """
 
     retcode: Array
@@ -45,13 +47,15 @@ class Facts(NamedTuple):
     t: Array
     width: int
     converged: bool
+    compiled: bool
 
     @classmethod
-    def of_all(cls, used: Channel, sol: EnsembleSolution) -> Facts:
+    def of_all(cls, used: Channel, sol: EnsembleSolution, compiled: bool) -> Facts:
         """Exchange what the ranks know; all ranks call it, and all raise where their states aren't of one kind."""
         mine = {name: getattr(sol, name) for name in (*_COUNTS, "events", "t", "converged")}
         # Names of 13 letters would be three quarters of what is sent.
         mine["retcode"] = codes_of(sol.retcode)
+        mine["compiled"] = compiled
         mine["kind"] = sol.u_end.shape[1:], sol.u_end.dtype
         # Times of events may be traced.
         mine["t_reached"] = getval(sol.t_reached)
@@ -68,7 +72,8 @@ class Facts(NamedTuple):
         counts: Any = {name: np.concatenate([one[name] for one in found]) for name in _COUNTS}
         counts["retcode"] = names_of(counts["retcode"])
         t = joined_times(times, [len(one["nf"]) for one in busy], width)
-        return cls(events=events, t=t, width=width, converged=any(one["converged"] for one in found), **counts)
+        flags = {name: any(one[name] for one in found) for name in ("converged", "compiled")}
+        return cls(events=events, t=t, width=width, **flags, **counts)
 
 
 def gathered(share: EnsembleSolution, facts: Facts, comm: Comm, made: Any = None) -> EnsembleSolution:

@@ -156,6 +156,7 @@ def solve(
         f"progress={bool(progress)}",
         lambda numbers, shown: _ensemble(demands, compiler, problem, numbers, shown),
         (lambda parts: combined(problem, parts, count)) if problem.output_func or problem.reduction else None, progress,
+        lambda: bool(compiler.kernels),
     )  # fmt: skip
     report(sol.facts if isinstance(sol, ShardedSolution) else sol, throw, mpi_rank(ensemblealg.comm) == 0)
     sol.problem = problem.read_from(compiler.kernels)
