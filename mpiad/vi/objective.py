@@ -94,8 +94,8 @@ class Objective(NamedTuple):
         if outside and self.w:
             raise FloatingPointError(
                 f"VI: the prior's density is zero at {outside} of {len(theta_of)} draws, so that KL(q‖prior) is infinite. "
-                "Take a posterior that keeps within the prior's support (let the loss transform unbounded parameters), or a "
-                "prior without bounds."
+                "Take a posterior that keeps within the prior's support (let the loss transform unbounded parameters), or "
+                "a prior without bounds."
             )
         return np.mean(log_q - log_p)
 

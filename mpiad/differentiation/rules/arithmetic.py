@@ -8,7 +8,6 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.differentiation.rules.broadcasting import fitting, widened
-from mpiad.differentiation.rules.powers import doubled
 from mpiad.differentiation.rules.protocol import (
     Argnums,
     Vjp,
@@ -59,7 +58,8 @@ def multiply_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp
     if len(argnums) == 2:
         fit_x, fit_y = fitting(x, ans), fitting(y, ans)
         if fit_x is None and fit_y is None:
-            return (lambda g: (doubled(g * x), None)) if x is y else lambda g: (g * y, g * x)
+            # One value may belong to two variables; so both get theirs, of one product.
+            return (lambda g: two_unchanged(g * x)) if x is y else lambda g: (g * y, g * x)
         return lambda g: (_fitted(fit_x, g * y), _fitted(fit_y, g * x))
     if argnums[0] == 0:
         factor, other = x, y

@@ -8,7 +8,6 @@ import numpy as np
 from autograd.tracer import getval
 
 from mpiad._typing import Array
-from mpiad.differentiation.rules.powers import doubled
 from mpiad.differentiation.rules.protocol import (
     BOX_TYPES,
     Argnums,
@@ -17,6 +16,7 @@ from mpiad.differentiation.rules.protocol import (
     VjpMaker,
     anp,
     inherited_vjp,
+    two_unchanged,
 )
 
 __all__ = ["JVPS", "VJPS"]
@@ -33,7 +33,7 @@ def _product_vjp(fun: Primitive) -> VjpMaker:
             return inherited_vjp(fun, argnums, ans, args, kwargs)
         if len(argnums) == 2:
             if x is y and axes == (1, 1):
-                return lambda g: (doubled(g * x), None)
+                return lambda g: two_unchanged(g * x)
             first, second = _FIRST[axes], _SECOND[axes]
             return lambda g: (first(g, y), second(g, x))
         if argnums[0] == 0:

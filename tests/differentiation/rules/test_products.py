@@ -5,6 +5,8 @@ import numpy
 import pytest
 from against_autograd import check, random_like
 
+import mpiad
+
 pytestmark = pytest.mark.serial
 
 SHAPES = [
@@ -32,6 +34,18 @@ def test_shapes(fun, shapes, dtype):
 
 def test_same_vector_twice():
     check(lambda x: np.dot(x, x) * x, random_like(numpy.empty(4)))
+
+
+@pytest.mark.parametrize("fun", [operator.mul, np.dot, operator.matmul, operator.add, operator.sub, operator.truediv])
+def test_one_array_in_the_place_of_two_variables(fun):
+    """Each has a derivative of its own: weights that start from the same zeros, a state that starts at rest."""
+    x = numpy.array([1.0, 2.0])
+    found = mpiad.grad(lambda p: np.sum(fun(p["a"], p["b"])) * np.sum(p["a"]), objective="sum")({"a": x, "b": x})
+    apart = mpiad.grad(lambda p: np.sum(fun(p["a"], p["b"])) * np.sum(p["a"]), objective="sum")({"a": x, "b": x.copy()})
+    for key in apart:
+        numpy.testing.assert_allclose(found[key], apart[key], rtol=1e-14, atol=1e-14)
+    if fun is operator.mul:
+        numpy.testing.assert_allclose(found["b"], x * 3, rtol=1e-14)
 
 
 @pytest.mark.filterwarnings("ignore:Casting complex values")
