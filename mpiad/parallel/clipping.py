@@ -18,8 +18,18 @@ def clipped(arrays: list[Array], longest: float | None) -> list[Array]:
     """
     if longest is None:
         return arrays
-    norm = math.sqrt(sum(float(np.vdot(array, array).real) for array in arrays))
+    norm = math.hypot(*[_norm(array) for array in arrays])
     if longest < norm < math.inf:
         for array in arrays:
             array *= longest / norm
     return arrays
+
+
+def _norm(array: Array) -> float:
+    with np.errstate(over="ignore", invalid="ignore"):
+        square = float(np.vdot(array, array).real)
+    if square < math.inf:
+        return math.sqrt(square)
+    # The squares are too large, not yet the gradient itself.
+    largest = float(np.max(np.abs(array)))
+    return largest * math.sqrt(float(np.sum(np.abs(array / largest) ** 2))) if largest < math.inf else largest

@@ -102,6 +102,12 @@ def test_gradients_may_be_written_into_the_same_array_again():
     np.testing.assert_array_equal(p, [-5.5, -11.0])
 
 
+def test_gradients_whose_squares_are_too_large_are_clipped():
+    for g in (np.array([3e25, 4e25], np.float32), np.array([3e200, 4e200])):
+        optimizer, p = DistributedOptimizer(SGD(np.float32(0.5)), clip_norm=1.0), np.zeros_like(g)
+        np.testing.assert_allclose(optimizer.update(optimizer.setup(p), p, g)[1], [-0.3, -0.4], rtol=1e-6)
+
+
 def test_without_counts_ranks_weigh_alike():
     g = np.array([1.0, 10.0]) * (COMM.rank + 1)
     for reduction, factor in (("sum", 1.0), ("mean", 1 / COMM.size)):
