@@ -14,7 +14,7 @@ import scipy
 
 from mpiad.optimize.points import Point, Points
 
-__all__ = ["broken_off", "concluded", "interrupted", "limited", "stopped"]
+__all__ = ["broken_off", "concluded", "interrupted", "limited", "spent", "stopped"]
 
 # Values that differ by less are equal but for rounding.
 _ROUNDING = 4.0 * sys.float_info.epsilon
@@ -22,7 +22,7 @@ _ROUNDING = 4.0 * sys.float_info.epsilon
 
 def stopped(points: Points, iterations: int) -> scipy.optimize.OptimizeResult:
     """Return the result after a callback's StopIteration, which some of SciPy's methods let pass."""
-    return _result(points.iterate, points, iterations, 99, "`callback` raised `StopIteration`.")
+    return _result(points.foremost, points, iterations, 99, "`callback` raised `StopIteration`.")
 
 
 def limited(points: Points, iterations: int) -> scipy.optimize.OptimizeResult:
@@ -34,13 +34,19 @@ def limited(points: Points, iterations: int) -> scipy.optimize.OptimizeResult:
     return _result(points.best or points.iterate, points, iterations, 1, message)
 
 
+def spent(points: Points, iterations: int) -> scipy.optimize.OptimizeResult:
+    """Return the result where earlier runs have left no iteration: some of SciPy's methods would take one more."""
+    message = f"STOP: all {iterations} iterations are done. Raise options['maxiter'], or accept x, the best point so far."
+    return _result(points.foremost, points, iterations, 1, message)
+
+
 def interrupted(points: Points, iterations: int) -> scipy.optimize.OptimizeResult:
     """Return the result where a rank was told to end; x is what the checkpoint holds."""
     message = (
         "INTERRUPTED: a rank was told to end by SIGTERM, and the last iterate is written. Make the same call again to go "
         "on."
     )
-    return _result(points.iterate or points.best, points, iterations, 143, message)
+    return _result(points.foremost, points, iterations, 143, message)
 
 
 def broken_off(error: ValueError, points: Points, iterations: int) -> scipy.optimize.OptimizeResult:

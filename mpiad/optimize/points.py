@@ -173,6 +173,14 @@ class Points:
         excess = 0.0 if self.excess is None else self.excess(x)
         return (self._least, self.best.value) < (excess, value)
 
+    @property
+    def foremost(self) -> Point | None:
+        """Return the last iterate, or the best point where that is better: SLSQP tells of trial points as of iterates."""
+        if self.iterate is None or self.iterate.value is None or self.best is None:
+            return self.iterate or self.best
+        finite = math.isfinite(self.iterate.value)
+        return self.best if not finite or self.lowers(self.iterate.x, self.iterate.value) else self.iterate
+
     def _carry_out(self, kind: int, name: str, x: np.ndarray, direction: np.ndarray | None = None) -> Any:
         self._evaluation.raise_if_ended()  # the other ranks don't listen any more
         self.counts[name] += 1

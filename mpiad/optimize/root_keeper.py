@@ -27,6 +27,7 @@ class RootKeeper:
 
     def __init__(self, checkpoint: Checkpoint | None, problem: dict[str, Any]):
         self._checkpoint, self._problem, self._written = checkpoint, problem, -1
+        self._x: np.ndarray | None = None
 
     @property
     def active(self) -> bool:
@@ -59,19 +60,23 @@ class RootKeeper:
                 "name another file, or delete it."
             )
         arrays = read(file)
-        self._written = len(arrays["history"]) - 1
+        self._written, self._x = len(arrays["history"]) - 1, arrays["x"]
         return arrays
 
     def keep(self, iteration: int, ended: bool, points: Points, record: Record) -> None:
         """Write the last iterate where it is time to."""
-        if self._checkpoint is None or iteration <= self._written:
+        if self._checkpoint is None:
             return
-        if not ended and (iteration == 0 or iteration % self._checkpoint.every):
+        if not ended and (iteration <= self._written or iteration == 0 or iteration % self._checkpoint.every):
             return
-        arrays = {"x": points.iterate.x, "counts": np.array(list(points.counts.values())), "history": record.table()}  # type: ignore[union-attr]
+        x = points.foremost.x  # type: ignore[union-attr]
+        # The last line search may have met a better point since the last iterate was written.
+        if iteration <= self._written and np.array_equal(x, self._x):  # type: ignore[arg-type]
+            return
+        arrays = {"x": x, "counts": np.array(list(points.counts.values())), "history": record.table()}
         try:
             write(self._checkpoint.file, self._problem, arrays.items())
-            self._written = iteration
+            self._written, self._x = iteration, x
         except OSError as error:
             warnings.warn(
                 f"minimize: the checkpoint of iteration {iteration} wasn't written, the one before stays ({error}). Make "

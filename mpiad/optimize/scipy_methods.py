@@ -11,7 +11,7 @@ import scipy  # loads its parts at their first use: to load them here would doub
 
 from mpiad._typing import Function
 from mpiad.optimize.checkpoint import problem_of
-from mpiad.optimize.conclusion import broken_off, concluded, interrupted, limited, stopped
+from mpiad.optimize.conclusion import broken_off, concluded, interrupted, limited, spent, stopped
 from mpiad.optimize.constraints import ConstraintSet, constraints_of
 from mpiad.optimize.iterates import IteratesOfPoints
 from mpiad.optimize.methods import Method
@@ -53,8 +53,9 @@ def drive(method: Method, wishes: Wishes, program: Program, leader: Leader) -> d
     iterates = IteratesOfPoints(points, wishes.callback, leader, keeper)
     start = iterates.resume(start)
     options = _remaining(options, iterates.done)
+    run = _run_out if iterates.done and options.get("maxiter") == 0 else scipy.optimize.minimize
     try:
-        result = scipy.optimize.minimize(
+        result = run(
             iterates.value,
             start,
             method=method.name,
@@ -69,6 +70,8 @@ def drive(method: Method, wishes: Wishes, program: Program, leader: Leader) -> d
         result = iterates.counted(concluded(result, points, constrained=constraints is not None))
     except StopIteration:  # which some of SciPy's methods let pass
         result = stopped(points, iterates.count)
+    except IterationsDone:
+        result = spent(points, iterates.count)
     except LimitReached:
         result = limited(points, iterates.count)
     except Interrupted:
@@ -79,6 +82,17 @@ def drive(method: Method, wishes: Wishes, program: Program, leader: Leader) -> d
         result = broken_off(error, points, iterates.count)
     iterates.keep(ended=True)
     return outcome_of(result, iterates.record.history(), points.counts)
+
+
+class IterationsDone(Exception):
+    """Leave a solve of which earlier runs have made all iterations."""
+
+
+def _run_out(value: Callable, start: np.ndarray, jac: Callable, **others: Any) -> Any:
+    """Evaluate where an earlier run has ended, in place of SciPy's `minimize`."""
+    value(start)
+    jac(start)
+    raise IterationsDone
 
 
 def _constraints(method: Method, given: Any, leader: Leader) -> ConstraintSet | None:

@@ -170,3 +170,27 @@ def test_more_often_on_one_rank_is_refused(folder: Path, rank: int, size: int) -
     if size > 1:
         with pytest.raises(ValueError, match="checkpoint every"):
             solve(Checkpoint(folder / "run.npz", every=1 + rank))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_goes_on_no_worse_than_it_ended(method: str, folder: Path) -> None:
+    # Some methods' iterates are trial points, at which SLSQP's first steps here are 1e40 and more.
+    start = np.array([-1.2, 1.0, 0.5, 0.7])
+    ended: list[float] = []
+    for limit in (5, 5, 12, 12, 14):
+        result = mpiad.minimize(
+            valley, start, method=method, objective="mean", checkpoint=Checkpoint(folder / "run.npz", every=1),
+            options={"maxfun": limit},
+        )
+        ended.append(result.fun)
+    assert ended == sorted(ended, reverse=True) and ended[-1] < 8.0
+
+
+@pytest.mark.parametrize("method", [method for method in METHODS if method != "TNC"])
+def test_no_iteration_beyond_those_of_all_runs(method: str, folder: Path) -> None:
+    first = solve(folder / "run.npz", method=method, options={"maxiter": 4})
+    again = solve(folder / "run.npz", method=method, options={"maxiter": 4})
+    assert (again.nit, again.success) == (4, False) and "maxiter" in again.message and again.status == 1
+    np.testing.assert_array_equal(again.x, first.x)
+    np.testing.assert_array_equal(again.history.loss, first.history.loss)
+    assert np.isfinite(again.jac).all() and again.nfev <= first.nfev + 1
