@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from mpiad._typing import LocalArray
@@ -22,7 +24,7 @@ _SINGULAR = (
 def require_iterations(system: System, targets: np.ndarray) -> None:
     """Raise on all ranks where the iterations are used up."""
     if system.iterations >= system.limit:
-        target = float(np.sqrt(np.sum(targets**2)))
+        target = math.hypot(*(targets * system.units).tolist())
         what = f"the residual didn't fall to {target:.3e} within maxiter={system.limit} iterations"
         why = diagnosis(system)
         system.fail(f"{what}: {why}" if why else what)

@@ -54,9 +54,10 @@ def iterate(method: Method, system: System, b: LocalArray, x0: LocalArray | None
     targets, norms = system.start(b)
     if not targets.any():
         return system.block(np.zeros_like(b))
+    units = system.units.astype(b.real.dtype)[:, None]
     # An operator whose rounding leaves less than that of the right-hand side is singular to working precision.
     most = np.finfo(b.dtype).eps ** 0.25 * norms
-    x, r, norms = _start(system, b, x0, norms)
+    x, r, norms = _start(system, b, None if x0 is None else system.rows(x0) / units, norms)
     system.note(norms)
     idle, slack = 0, 1.0 if system.settings.side == "left" else _SLACK
     while True:
@@ -74,6 +75,7 @@ def iterate(method: Method, system: System, b: LocalArray, x0: LocalArray | None
             _stalled(system, norms, targets, arrived)
     if system.settings.verify and system.settings.probe:
         require_determined(system, x, targets)
+    x *= units
     return system.block(x)
 
 
@@ -81,7 +83,7 @@ def _start(system: System, b: LocalArray, x0: LocalArray | None, norms: np.ndarr
     if x0 is None:
         return np.zeros_like(b), b.copy(), norms
     # Of zeros on the right the solution is known.
-    x = np.where(norms[:, None] > 0.0, system.rows(x0), 0.0).astype(b.dtype)
+    x = np.where(norms[:, None] > 0.0, x0, 0.0).astype(b.dtype)
     return x, *_true_residual(system, b, x)
 
 
@@ -94,7 +96,7 @@ def _true_residual(system: System, b: LocalArray, x: LocalArray) -> tuple[LocalA
 
 def _stalled(system: System, norms: np.ndarray, targets: np.ndarray, arrived: bool) -> None:
     worst = int(np.argmax(norms / np.where(targets > 0.0, targets, 1.0)))
-    found, wanted = float(norms[worst]), float(targets[worst])
+    found, wanted = float(norms[worst] * system.units[worst]), float(targets[worst] * system.units[worst])
     which = f" of system {worst}" if len(norms) > 1 else ""
     if arrived:
         what = f"its own residual met the tolerance, but the true one{which} has norm {found:.3e} instead of {wanted:.3e}"

@@ -16,7 +16,7 @@ from autograd.tracer import isbox
 from mpiad._typing import Function, LocalArray
 from mpiad.errors import ConvergenceError
 from mpiad.linalg.settings import Settings
-from mpiad.linalg.vectors import inner
+from mpiad.linalg.vectors import inner, lengths
 from mpiad.primitives import mpi_allreduce
 from mpiad.transport import channel
 from mpiad.transport.agreement import agreed, raise_together
@@ -51,6 +51,7 @@ class System:
         self.count = math.prod(like.shape[: settings.batch])
         self.length = math.prod(like.shape[settings.batch :])
         self.limit = self.unknowns = 0
+        self.units = np.ones(self.count)
         self._name = name
         self._problem: Exception | None = None
 
@@ -116,27 +117,38 @@ class System:
 
     def norms(self, rows: LocalArray) -> np.ndarray:
         """Return the norm of each row over all ranks."""
-        return np.sqrt(self.dots((rows, rows))[0].real)
+        if self.dtype.char in "dD":
+            return np.sqrt(self.dots((rows, rows))[0].real)
+        # Squares of single precision vanish from 1e-23 on: a residual of that size would pass for zero.
+        return np.sqrt(self.sums(np.square(lengths(rows))))
 
     def start(self, b: LocalArray) -> tuple[np.ndarray, np.ndarray]:
         """Return what each residual is to fall to (0 where the row of `b` is zero) and the norms of `b`; set the limit.
+
+        A row whose squares, or those of its residuals, would leave the range of its dtype is first divided by a power of
+        two near its norm, one of `units`: `b` is changed, and so will the solution be.
 
         Raises
         ------
         ValueError
             On all ranks, where `b` isn't finite.
         """
-        own = np.array([*inner(b, b), self.length])
-        *squares, unknowns = np.real(self.sums(own)).tolist()
-        self.require_finite(sum(squares), b, "the right-hand side (b, or a cotangent)")
-        s, self.unknowns = self.settings, int(unknowns)
+        own = np.array([*np.real(inner(b, b)), *lengths(b), self.length])
+        squares, size, unknowns = np.split(self.sums(own), [self.count, 2 * self.count])
+        self.require_finite(float(size.sum()), b, "the right-hand side (b, or a cotangent)")
+        s, self.unknowns = self.settings, int(unknowns[0])
         self.limit = min(10 * self.unknowns * self.count, _MOST_ITERATIONS) if s.maxiter is None else s.maxiter
+        edge = float(np.finfo(self.dtype).tiny) ** 0.25
+        if ((size > 0.0) & ((size < edge) | (size > 1.0 / edge))).any():
+            self.units = 2.0 ** np.round(np.log2(np.where(size > 0.0, size, 1.0)))
+            b /= self.units.astype(b.real.dtype)[:, None]
+            squares = np.real(self.dots((b, b))[0])
         norms = np.sqrt(squares)
-        return np.where(norms > 0.0, np.maximum(s.rtol * norms, s.atol), 0.0), norms
+        return np.where(norms > 0.0, np.maximum(s.rtol * norms, s.atol / self.units), 0.0), norms
 
     def note(self, norms: np.ndarray) -> None:
         """Add the norm of all residuals to the history, and call the user's callback."""
-        norm = float(np.sqrt(np.sum(norms**2)))
+        norm = math.hypot(*(norms * self.units).tolist())
         self.history.append(norm)
         if self.settings.callback is not None and len(self.history) > 1:
             self.settings.callback(norm)

@@ -9,9 +9,10 @@ from scipy.linalg import get_blas_funcs
 
 from mpiad._typing import LocalArray
 
-__all__ = ["add_scaled", "inner"]
+__all__ = ["add_scaled", "inner", "lengths"]
 
 _AXPY: dict[str, Any] = {kind: get_blas_funcs("axpy", dtype=np.dtype(kind)) for kind in "fdFD"}
+_NRM2: dict[str, Any] = {kind: get_blas_funcs("nrm2", dtype=np.dtype(kind)) for kind in "fdFD"}
 
 
 def add_scaled(y: LocalArray, a: LocalArray, x: LocalArray) -> None:
@@ -32,3 +33,8 @@ def add_scaled(y: LocalArray, a: LocalArray, x: LocalArray) -> None:
 def inner(x: LocalArray, y: LocalArray) -> list:
     """Return this rank's share of the inner product of each pair of rows, the first conjugated."""
     return [np.vdot(one, other) for one, other in zip(x, y)]
+
+
+def lengths(x: LocalArray) -> list[float]:
+    """Return the norm of this rank's share of each row, right where squares leave the range of the dtype."""
+    return [float(_NRM2[x.dtype.char](row)) if x.shape[1] else 0.0 for row in x]

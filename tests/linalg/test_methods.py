@@ -280,3 +280,27 @@ def test_transposes_of_preconditioners(rank_rng):
     assert gradient_with(WithT("plain")) == {"plain", "T"}
     assert gradient_with(WithTranspose("plain")) == {"plain", "transpose()"}
     assert gradient_with(WithT("plain"), Jacobi("given")) == {"plain", "given"}
+
+
+@pytest.mark.parametrize("method", ["cg", "gmres", "bicgstab"])
+@pytest.mark.parametrize(
+    ("dtype", "size"), [(np.float32, 1e-21), (np.float32, 1e-30), (np.complex64, 1e20), (float, 1e-200)]
+)
+def test_right_hand_sides_whose_squares_leave_the_range(method, dtype, size, rank_rng):
+    domain = Domain(23)
+    b = rank_rng(100).standard_normal((2, 23))[:, domain.owned[0]].astype(dtype)
+    b[1] = 0
+    size, x0, norms = b.real.dtype.type(size), np.zeros_like(b), []
+
+    def matvec(u):
+        v = domain.exchange(u)
+        return b.real.dtype.type(3) * u - v[:, :-2] - v[:, 2:]
+
+    settings = {"method": method, "rtol": 1e-5, "batch": 1}
+    expected = solve(matvec, b, **settings)
+    found = solve(matvec, b * size, x0=x0, callback=norms.append, **settings)
+    assert found.dtype == dtype
+    np.testing.assert_allclose(found / size, expected, rtol=0, atol=2e-5)
+    assert 0 < norms[-1] <= 1e-5 * size * np.sqrt(domain.sum(np.abs(b[0]) ** 2)) * 1.001
+    # Far below atol nothing is to be done.
+    assert not solve(matvec, b * size, atol=1e30, **settings).any()

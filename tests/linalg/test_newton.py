@@ -201,3 +201,16 @@ def test_jacobian_that_is_not_symmetric(case):
 
     with pytest.raises(ValueError, match="newton: cg needs a symmetric operator, but in the derivative"):
         mpiad.grad(loss)(1.2)
+
+
+def test_residuals_whose_squares_leave_the_range(rank_rng):
+    domain = Domain(17)
+    b = rank_rng(100).standard_normal(17)[domain.owned].astype(np.float32)
+    size = np.float32(1e-25)
+
+    def residual(u, right):
+        v = domain.exchange(u)
+        return np.float32(3) * u - v[:-2] - v[2:] - right
+
+    expected = newton(residual, 0 * b, b, rtol=1e-5)
+    np.testing.assert_allclose(newton(residual, 0 * b, b * size, rtol=1e-5) / size, expected, rtol=0, atol=2e-5)

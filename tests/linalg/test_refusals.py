@@ -109,8 +109,8 @@ def test_nan(domain, rank, size, rank_rng):
         solve(laplacian(domain), b, scale)
     with pytest.raises(ValueError, match=rf"what preconditioner returned is not finite: .* on rank {last}"):
         solve(laplacian(domain), b, preconditioner=lambda r: r * scale)
-    with pytest.raises(ConvergenceError, match="a sum over the right-hand side .* overflows"):
-        solve(laplacian(domain), np.full(domain.local_shape, 1e300))
+    # Finite, although its square isn't.
+    assert np.isfinite(solve(laplacian(domain), np.full(domain.local_shape, 1e300))).all()
 
 
 def test_too_few_iterations(domain, rank_rng):

@@ -23,6 +23,7 @@ __all__ = ["Tolerance", "conjugate"]
 
 
 _RIGHT = "the right-hand side"
+_LEAST = 1e-260  # of the square of its norm: that of a residual 1e-20 times as large is still a normal number
 
 
 class Tolerance(NamedTuple):
@@ -115,6 +116,11 @@ def _norm(used: Channel, r: LocalArray, name: str) -> float:
         text = f"linalg.Multigrid.solve: {name} is not finite: {bad} entries on rank {used.rank} are NaN or infinite."
         raise_together(used, ValueError(text) if bad else None)
         raise agreed(used, ValueError(f"linalg.Multigrid.solve: the norm of {name} overflows. Scale the system."))
+    if name == _RIGHT and square < _LEAST and _sums(used, float(np.count_nonzero(r)))[0]:
+        raise agreed(used, ValueError(
+            f"linalg.Multigrid.solve: the norm of {name}, {math.sqrt(square):.3e}, is so small that squares of residuals "
+            "vanish. Scale the system."
+        ))
     return math.sqrt(square)
 
 

@@ -110,6 +110,16 @@ def test_right_hand_side(domain, rank, size):
             multigrid.solve(good.astype(int) if rank == wrong_on else good)
 
 
+def test_right_hand_side_whose_square_vanishes(domain):
+    ones = np.ones(domain.local_shape)
+    for size in (1e-135, 1e-200):
+        with pytest.raises(ValueError, match="the norm of the right-hand side, .*vanish. Scale the system"):
+            solve_elliptic(domain, 1.0, size * ones)
+    u = solve_elliptic(domain, 1.0, ones)
+    np.testing.assert_allclose(solve_elliptic(domain, 1.0, 1e-120 * ones), 1e-120 * u, rtol=1e-6)
+    assert not solve_elliptic(domain, 1.0, 0 * ones).any()
+
+
 def test_traced_where_no_derivative_flows(domain):
     multigrid = Multigrid(domain, 1.0)
     with pytest.raises(TypeError, match="expected a plain array of floats, but got ArrayBox"):
