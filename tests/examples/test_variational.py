@@ -24,9 +24,8 @@ def infer(mpirun: Run, ranks: int, folder: Path, name: str, *arguments: object) 
 
 @pytest.mark.parametrize("name, arguments", [("sir_vi", SMALL), ("influenza_vi", ("--n_epochs", 2))])
 def test_ranks_share_one_history(mpirun: Run, tmp_path: Path, name: str, arguments: tuple) -> None:
-    (_, one), (_, two), (_, four) = (infer(mpirun, n, tmp_path / str(n), name, *arguments) for n in (1, 2, 4))
-    np.testing.assert_allclose(two, one, rtol=1e-10)
-    np.testing.assert_allclose(four, one, rtol=1e-10)
+    (_, one), (_, three) = (infer(mpirun, n, tmp_path / str(n), name, *arguments) for n in (1, 3))  # uneven shares
+    np.testing.assert_allclose(three, one, rtol=1e-10)
 
 
 def test_the_epidemic_among_agents_is_found(mpirun: Run, tmp_path: Path) -> None:
