@@ -54,7 +54,8 @@ def run(program: shown_programs.Program, mpirun, tmp_path: Path) -> None:
     # Under its own name, which errors show.
     path = tmp_path / program.name
     path.write_text(program.text)
-    job = mpirun(program.ranks, path)
+    # Programs may write files where they are started.
+    job = mpirun(program.ranks, path, cwd=tmp_path)
     if program.error:
         assert job.returncode != 0
         assert program.error in shown_programs.errors_in(job.stderr)
