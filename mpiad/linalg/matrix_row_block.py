@@ -20,6 +20,7 @@ from mpiad.linalg.sparse_products import Pattern, product, transposed_product
 from mpiad.primitives import stop
 from mpiad.primitives.operation import suspended
 from mpiad.transport import channel
+from mpiad.transport.agreement import raise_together
 
 __all__ = ["MatrixRowBlock"]
 
@@ -257,6 +258,13 @@ class MatrixRowBlock:
 
     def _solve(self, matvec: _Product, b: LocalArray, method: str, preconditioner: Any, settings: dict) -> LocalArray:
         self._require_square("solve")
+        error = None
+        try:
+            self._checked(b, 0, "solve")
+        except (TypeError, ValueError) as found:
+            error = found
+        # A product would raise on this rank alone, while the others wait for its entries.
+        raise_together(self._channel, error)
         if method == "direct":
             # Exact factors leave one or two iterations, which also repair what rounding lost.
             method, preconditioner = "gmres", GatheredFactors(self)
@@ -283,10 +291,9 @@ class MatrixRowBlock:
     def _require_square(self, call: str) -> None:
         # All ranks know all offsets, so all raise.
         if self.shape[0] != self.shape[1] or (self.offsets[0] != self.offsets[1]).any():
-            rows, columns = self.local_shape
             raise ValueError(
                 f"MatrixRowBlock.{call}: the matrix must be square, with rows and columns divided alike, but has shape "
-                f"{self.shape}, and rank {self._channel.rank} has {rows} rows and {columns} columns."
+                "{}, and rank {} has {} rows and {} columns.".format(self.shape, self._channel.rank, *self.local_shape)
             )
 
     def _checked(self, x: Any, axis: int, call: str) -> Any:

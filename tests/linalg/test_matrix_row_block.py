@@ -208,6 +208,10 @@ def test_what_is_refused(rank_rng, rank, size):
             MatrixRowBlock(wrong if rank == last else good)
     with pytest.raises(ValueError, match=rf"columns=\[.*\] adds up to {N + size}, but the matrix has {N}"):
         MatrixRowBlock(good, columns=case.columns[rank] + 1)
+    square = MatrixRowBlock.from_scipy(sp.eye(N, format="csr") if rank == 0 else None)
+    for method in ("gmres", "direct"):
+        with pytest.raises(ValueError, match=rf"MatrixRowBlock.solve: .* rank {last}'s part of {N}"):
+            square.solve(np.ones(square.local_shape[0] + (rank == last)), method=method)
     with pytest.raises(ValueError, match=f"counts must be {size} numbers that add up to {N} rows, but got"):
         MatrixRowBlock.from_scipy(case.whole if rank == 0 else None, counts=[1] * size)
     with pytest.raises(ValueError, match=f"root must be a rank from 0 to {size - 1}, but got {size}"):
