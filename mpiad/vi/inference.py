@@ -155,7 +155,7 @@ class VI:
         """
         used, call = channel(self.comm, "VI.run"), "VI.run"
         root = root_of(self.root, used, call)
-        self._agree(used, n_epochs, max_epochs_without_improvement, n_samples)
+        self._agree(used, data, n_epochs, max_epochs_without_improvement, n_samples)
         model = Model(self.loss, data, self.gradient == "pathwise")
         objective = Objective(self.posterior, self.prior, self.w, self.gradient, self.divergence)
         training = None
@@ -210,9 +210,11 @@ class VI:
             raise agreed(used, WorkerError(f"{error} The first was on rank {rank}:\n{trace}", rank, trace))
         raise agreed(used, error)
 
-    def _agree(self, used: Channel, n_epochs: Any, patience: Any, n_samples: Any) -> None:
+    def _agree(self, used: Channel, data: Any, n_epochs: Any, patience: Any, n_samples: Any) -> None:
         error = None
         try:
+            if hasattr(data, "__len__") and len(data) == 0:
+                raise ValueError(f"VI.run: data is empty ({type(data).__name__} of length 0) on rank {used.rank}.")
             _require_count(n_epochs, "n_epochs")
             _require_count(n_samples, "n_samples")
             if patience is not None:

@@ -285,6 +285,12 @@ def test_arguments_of_run_are_checked_on_all_ranks(wrong):
         make().run(None, **given)
 
 
+def test_empty_data_are_refused_on_all_ranks():
+    data = np.ones(0 if COMM.rank == ROOT else 3)
+    with pytest.raises(ValueError, match=f"data is empty .ndarray of length 0. on rank {ROOT}"):
+        make().run(data, 1)
+
+
 @pytest.mark.serial
 def test_results_tell_and_draw(tmp_path):
     pytest.importorskip("matplotlib").use("Agg")
