@@ -1,7 +1,6 @@
-# The root's callback communicates, where no other rank has a callback.
-# environment: MPIAD_TIMEOUT=2
-# raises: mpiad.errors.DeadlockError
-# says: 0 +waits [^\n]*mpi_allreduce[^\n]*{here}
+# The root's callback communicates, where no other rank has a callback: refused on all ranks.
+# raises: ValueError
+# says: mpi_allreduce: the callback runs on the root alone, and the other ranks take no part
 
 import autograd.numpy as np
 
