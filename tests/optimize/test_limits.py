@@ -45,7 +45,9 @@ def test_maxfun_is_a_hard_cap(method: str, limit: int) -> None:
     result = minimize(fun, VALLEY.start, method=method, objective="mean", options={"maxfun": limit}, hessp=_no_curvature)
     assert len(values) == result.nfev == max(limit, 1)
     assert not result.success and result.status != 0
-    assert result.fun == pytest.approx(min(values), rel=1e-14) and np.array_equal(result.x, np.frombuffer(points[values.index(min(values))]))
+    # The mean of three equal numbers may differ from them in the last digit.
+    assert result.fun == pytest.approx(min(values), rel=1e-14)
+    assert np.array_equal(result.x, np.frombuffer(points[values.index(min(values))]))
     assert f"maxfun={limit}" in result.message or method in ("L-BFGS", "TNC")
     assert len(result.history.loss) == result.nit + 1
 
