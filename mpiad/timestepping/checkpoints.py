@@ -21,11 +21,15 @@ class Checkpoints(NamedTuple):
     directory : path, optional
         Where the files are written: a folder of its own is made in it for each loop on each rank, and removed with the
         gradient. By default the system's folder for temporary files, which may lie in memory itself.
+    recorded : int
+        Steps whose whole record, from one kept state on, may be held at once on the way back. With √n states and √n
+        recorded steps each step is run twice only.
     """
 
     memory: int = 0
     disk: int = 0
     directory: str | os.PathLike | None = None
+    recorded: int = 1
 
 
 def checkpoints_of(given: Any, call: str) -> Checkpoints | None:
@@ -47,8 +51,10 @@ def checkpoints_of(given: Any, call: str) -> Checkpoints | None:
             )
         if number < 0:
             raise ValueError(f"{call}: checkpoints must not be negative, but {name}={number}.")
+    if not isinstance(kept.recorded, Integral) or kept.recorded < 1:
+        raise ValueError(f"{call}: recorded must be an integer above zero, but got {kept.recorded!r}.")
     if kept.memory + kept.disk < 1:
         raise ValueError(f"{call}: checkpoints={given!r} keeps no state, but a gradient needs one at least: the first.")
     if kept.disk and kept.directory is not None and not os.path.isdir(kept.directory):
         raise ValueError(f"{call}: there is no folder {os.fspath(kept.directory)!r} for the checkpoints. Make it first.")
-    return kept._replace(memory=int(kept.memory), disk=int(kept.disk))
+    return kept._replace(memory=int(kept.memory), disk=int(kept.disk), recorded=int(kept.recorded))

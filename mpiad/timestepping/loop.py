@@ -65,8 +65,10 @@ class Loop:
                 observed.note(number, seen)
             return state, observed.arrays
         self._begun = course = _Course(self, args, observed)
-        state, seen = self.step(self.steps - 1, args, _own(course.state))
-        observed.note(self.steps - 1, seen)
+        state = _own(course.state)
+        for number in range(course.last.first, self.steps):
+            state, seen = self.step(number, args, state)
+            observed.note(number, seen)
         return state, observed.arrays
 
     def backwards(self, args: Arguments, active: Sequence[int], state: list[Any], observed: list[Any]) -> list[Any]:
@@ -156,7 +158,7 @@ def _own(state: list[Any]) -> list[Array]:
 
 
 class _Course:
-    """One way through the schedule: begun by running forwards up to the last step, ended by running backwards.
+    """One way through the schedule: begun by running forwards up to the last steps, ended by running backwards.
 
     It doesn't know its loop, which knows it: what is kept goes as soon as nobody needs it, files too.
     """
@@ -165,20 +167,31 @@ class _Course:
         self._snapshots = Snapshots(loop.kept)
         self._actions = actions(loop.steps, loop.kept)
         self.state = _own(args.state)
+        self.last = Reverse(0, loop.steps)  # of the last steps: `reversed` begins with it
         for action in self._actions:
             if isinstance(action, Reverse):
-                break  # the last step: `reversed` begins with it
+                self.last = action
+                break
             self._carry_out(action, loop, args, observed)
         self.state = _own(self.state)
 
     def reversed(self, loop: Loop, args: Arguments) -> Iterator[tuple[int, tuple[list[int], Traced]]]:
         """Yield each step's number and its trace, from the last step to the first."""
-        yield loop.steps - 1, loop.traced(args, loop.steps - 1, self.state)
+        yield from self._recorded(self.last, loop, args)
         for action in self._actions:
             if isinstance(action, Reverse):
-                yield action.number, loop.traced(args, action.number, self.state)
+                yield from self._recorded(action, loop, args)
             else:
                 self._carry_out(action, loop, args, None)
+
+    def _recorded(self, action: Reverse, loop: Loop, args: Arguments) -> Iterator[tuple[int, tuple[list[int], Traced]]]:
+        """Run some steps with their record, and yield the last of them first."""
+        state, found = self.state, []
+        for number in range(action.first, action.stop):
+            found.append((number, loop.traced(args, number, state)))
+            state = found[-1][1][1].values[: len(state)]
+        while found:
+            yield found.pop()
 
     def _carry_out(
         self, action: Keep | Advance | Restore, loop: Loop, args: Arguments, observed: _Observed | None

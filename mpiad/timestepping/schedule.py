@@ -30,9 +30,10 @@ class Advance(NamedTuple):
 
 
 class Reverse(NamedTuple):
-    """Run step `number` once more from the state before it, with its derivative, and its adjoint."""
+    """Run the steps from `first` up to before `stop` once more from the state before them, recorded, and their adjoints."""
 
-    number: int
+    first: int
+    stop: int
 
 
 class Restore(NamedTuple):
@@ -51,9 +52,17 @@ def actions(steps: int, kept: Checkpoints) -> Iterator[Keep | Advance | Reverse 
     kept : Checkpoints
         Of all states, one at least.
     """
-    if kept.memory >= steps - 1:
-        yield from _all_kept(steps)
-        return
+    length = kept.recorded
+    blocks = -(-steps // length)
+    # A schedule of blocks that are recorded together is one of steps, with longer steps.
+    for action in _all_kept(blocks) if kept.memory >= blocks - 1 else _optimal(blocks, kept):
+        if isinstance(action, (Advance, Reverse)):
+            yield type(action)(action.first * length, min(action.stop * length, steps))
+        else:
+            yield action._replace(number=action.number * length)
+
+
+def _optimal(steps: int, kept: Checkpoints) -> Iterator[Keep | Advance | Reverse | Restore]:
     from checkpoint_schedules import Copy, Forward, Move, MultistageCheckpointSchedule, StorageType
 
     # The library's last state before the end of the first run is the one that is at hand, and isn't counted.
@@ -62,7 +71,7 @@ def actions(steps: int, kept: Checkpoints) -> Iterator[Keep | Advance | Reverse 
             if action.write_ics:
                 yield Keep(action.n0, action.storage == StorageType.DISK)
             if action.write_adj_deps:
-                yield Reverse(action.n0)
+                yield Reverse(action.n0, action.n1)
             else:
                 yield Advance(action.n0, action.n1)
         elif isinstance(action, (Copy, Move)):
@@ -73,7 +82,7 @@ def _all_kept(steps: int) -> Iterator[Keep | Advance | Reverse | Restore]:
     for number in range(steps - 1):
         yield Keep(number, False)
         yield Advance(number, number + 1)
-    yield Reverse(steps - 1)
+    yield Reverse(steps - 1, steps)
     for number in reversed(range(steps - 1)):
         yield Restore(number, True)
-        yield Reverse(number)
+        yield Reverse(number, number + 1)

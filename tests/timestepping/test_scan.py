@@ -16,7 +16,7 @@ RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 COUNTS = [3 + rank % 2 for rank in range(SIZE)]
 CELLS = sum(COUNTS)
 MINE = slice(sum(COUNTS[:RANK]), sum(COUNTS[: RANK + 1]))
-KEPT = [1, 2, 4, STEPS - 1, STEPS, 50, Checkpoints(1, 2), Checkpoints(0, 3)]
+KEPT = [1, 2, 4, STEPS - 1, STEPS, 50, Checkpoints(1, 2), Checkpoints(0, 3), Checkpoints(2, recorded=3)]
 CLOSE = {"rtol": 1e-12, "atol": 1e-13}
 
 
@@ -88,7 +88,7 @@ def test_value_and_gradient_are_those_of_the_whole_grid(kept):
     agrees(found, whole.gradient(whole.point))
 
 
-@pytest.mark.parametrize("kept", [None, 2, Checkpoints(1, 1)])
+@pytest.mark.parametrize("kept", [None, 2, Checkpoints(1, 1), Checkpoints(1, recorded=2)])
 def test_tangent_and_curvature_are_those_of_the_whole_grid(kept):
     whole = Whole()
     fun = lambda args: loss(args, kept)  # noqa: E731

@@ -44,11 +44,28 @@ def test_schedules_reverse_each_step_once_with_the_least_work(steps, memory, dis
                 del kept[at]
         else:
             assert isinstance(action, Reverse)
-            assert action.number == at == backwards - 1
+            assert action.first == at
+            assert action.stop == backwards
             backwards = at
     assert backwards == 0
     assert not kept
     assert advanced == least(steps, memory + disk)
+
+
+@pytest.mark.parametrize("steps, kept, plain", [
+    (20, Checkpoints(4, recorded=5), 15 + 5), (23, Checkpoints(5, recorded=5), 20 + 3), (9, Checkpoints(1, recorded=20), 9),
+])  # fmt: skip
+def test_blocks_that_are_recorded_together_are_run_twice_only(steps, kept, plain):
+    """As many states as blocks: nothing is run again but with its record."""
+    calls = {"plain": 0, "traced": 0}
+
+    def advance(u, k, c):
+        calls["plain" if mpiad.stop(u) is u else "traced"] += 1
+        return u * c + anp.sin(u) * k
+
+    found = mpiad.grad(lambda c: scan(advance, 1.0, steps, c, checkpoints=kept))(0.3)
+    assert calls == {"plain": plain, "traced": steps}
+    assert found == pytest.approx(mpiad.grad(lambda c: scan(advance, 1.0, steps, c))(0.3), rel=1e-13)
 
 
 @pytest.mark.parametrize("steps, kept", [(20, 1), (20, 4), (20, 19), (20, 20), (1, 1)])
