@@ -44,3 +44,6 @@ def take_literally(app, what, name, obj, options, lines):
 def setup(app):
     """Register the above, before napoleon sees the docstrings."""
     app.connect("autodoc-process-docstring", take_literally, priority=100)
+
+# "path" as the type of a parameter is also the name of two attributes.
+suppress_warnings = ["ref.python"]
