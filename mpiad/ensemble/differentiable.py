@@ -21,6 +21,7 @@ from autograd.tracer import isbox
 
 from mpiad._typing import Array
 from mpiad.differentiation.gradient import cotangents_of_variables
+from mpiad.differentiation.packing import Packing
 from mpiad.differentiation.trace import Variables, trace_backwards, trace_forwards
 from mpiad.ensemble.adjoint import pull_run
 from mpiad.ensemble.batch import Batch
@@ -95,14 +96,12 @@ class _Results:
         self.run, self.ways = run, ways
         times = run.outcome.t_reached if run.settings.events else np.empty(0)
         values = (u, u_end, times, run.crossings.time)
-        self._specs = [spec_like(value) for value in values]
+        self._packing = Packing([spec_like(value) for value in values])
         self.vector = np.concatenate([value.reshape(-1) for value in values])
-        self._cuts = np.cumsum([0] + [value.size for value in values])
 
     def parts(self, vector: Array) -> list[Array]:
         """Return saved states, final states, their times and those of events on the way, empty without events."""
-        cuts = zip(self._cuts, self._cuts[1:], self._specs)
-        return [conform(anp.reshape(vector[a:b], spec.shape), *spec) for a, b, spec in cuts]
+        return self._packing.parts(vector)
 
     def together(self, parts: Sequence[Array]) -> Array:
         """Return the vector of such parts."""

@@ -216,9 +216,10 @@ class DistributedOptimizer:
         if self.reduction == "mean":
             for array in sums:
                 array /= total
-        leaves: list[Any] = [None] * len(flatten(params)[0])
+        given, build = flatten(params)
+        leaves: list[Any] = [None] * len(given)
         for k, array in zip(places, clipped(sums, self.clip_norm)):
             leaves[k] = array[()]
-        inner, params = self.optimizer.update(state["optimizer"], params, flatten(params)[1](leaves))
+        inner, params = self.optimizer.update(state["optimizer"], params, build(leaves))
         emptied = {} if self.accumulate == 1 else {"gradient": None, "steps": 0, "samples": 0}
         return {**state, **emptied, "optimizer": inner}, params
