@@ -137,8 +137,7 @@ if fork == 0:
 os.kill(fork, 15)
 assert os.waitstatus_to_exitcode(os.wait()[1]) == -15
 time.sleep(0.3)
-mpiad.mpi_barrier()
-print("right")
+mpiad.mpi_print("right")
 """
     done = mpirun(2, START + children)
     assert (done.returncode, done.stdout, done.stderr) == (0, "right\nright\n", "")
