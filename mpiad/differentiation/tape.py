@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from mpiad.differentiation.nodes import LastingNode, OrderedNode, TangentNode
 from mpiad.differentiation.numbering import enter, leave
+from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import Tape, current, suspended
 from mpiad.transport import Channel, Spec
 
@@ -82,7 +83,7 @@ class OrderedTape(_Tape):
     ) -> Any:
         """Record a communication; return its node, or None where its result isn't an array."""
         dtype = getattr(ans, "dtype", None)
-        like = _NO_VALUE if dtype is None else Spec(ans.shape, dtype)
+        like = _NO_VALUE if dtype is None else spec_like(ans)
         # An input that has outlived its own trace is a constant.
         kept = [(k, node.index) for k, node in zip(argnums, parents) if node.tape is self]
         vjp = operation.vjp(ans, x, params, tuple([k for k, _ in kept]), self.number)

@@ -1,4 +1,4 @@
-"""Cotangents and tangents in the shape and dtype of what they belong to."""
+"""Cotangents and tangents in the shape and dtype of what they belong to, and where it lives."""
 
 from __future__ import annotations
 
@@ -6,21 +6,30 @@ from typing import Any
 
 import autograd.numpy as anp
 import numpy as np
+from autograd.tracer import getval
 
 from mpiad.transport import Spec
+from mpiad.transport.device_arrays import ArrayModule, arrays_of
 
 __all__ = ["conform", "spec_like", "tangent_of"]
 
 
 def spec_like(x: Any) -> Spec:
-    """Return shape and dtype of a value, traced or not."""
+    """Return shape, dtype and place of a value, traced or not."""
+    if type(x) is np.ndarray:
+        return Spec(x.shape, x.dtype)
     dtype = getattr(x, "dtype", None)
-    return Spec((), np.result_type(x)) if dtype is None else Spec(x.shape, dtype)
+    return Spec((), np.result_type(x)) if dtype is None else Spec(x.shape, dtype, arrays_of(getval(x)))
 
 
-def conform(g: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:
-    """Return a cotangent or tangent in the shape and dtype of what it belongs to."""
-    if not hasattr(g, "dtype"):
+def conform(g: Any, shape: tuple[int, ...], dtype: np.dtype, arrays: ArrayModule | None = None) -> Any:
+    """Return a cotangent or tangent in the shape and dtype of what it belongs to, and on its device.
+
+    Numbers go to the device with the call that makes an array of them; a host array for one on a device is an error.
+    """
+    if arrays is not None and not hasattr(type(g), "__cuda_array_interface__"):
+        g = _on_device(g, shape, dtype, arrays)
+    elif not hasattr(g, "dtype"):
         g = dtype.type(g)
     if g.dtype == dtype and g.shape == shape:
         return g
@@ -29,6 +38,21 @@ def conform(g: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:
     if g.dtype != dtype:
         g = g.astype(dtype)
     return g if g.shape == shape else anp.broadcast_to(g, shape)
+
+
+def _on_device(g: Any, shape: tuple[int, ...], dtype: np.dtype, arrays: ArrayModule) -> Any:
+    plain = getval(g)
+    if arrays_of(plain) is not None:
+        return g
+    if isinstance(plain, np.ndarray):
+        raise TypeError(
+            f"got a cotangent or tangent of shape {plain.shape} on the host for an array on {arrays.name} device "
+            f"{arrays.device}. Nothing is copied to a device unasked: pass mpiad.device.to_device(x)."
+        )
+    if plain is g:
+        return arrays.full(shape, g.real if dtype.kind != "c" else g, dtype)
+    # A traced number keeps its trace: its value is multiplied into ones.
+    return g * arrays.full(shape, 1, dtype)
 
 
 def tangent_of(x: Any, dx: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpiad._typing import Array, Shape
+from mpiad.transport.device_arrays import ArrayModule, arrays_of
 
 __all__ = ["Spec", "outgoing", "private_copy", "require_sendable", "result", "spec_of"]
 
@@ -21,22 +22,25 @@ _ALLOWED = "an array or number of dtype float32/64, complex64/128, an integer ty
 
 
 class Spec(NamedTuple):
-    """Shape and dtype of an array."""
+    """Shape and dtype of an array, and where it lives: what makes arrays of its kind, None on the host."""
 
     shape: Shape
     dtype: np.dtype
+    arrays: ArrayModule | None = None
 
     @property
     def differentiable(self) -> bool:
         """Tell whether arrays like this one carry derivatives."""
         return self.dtype.kind in "fc"
 
-    def empty(self) -> np.ndarray:
+    def empty(self) -> Array:
         """Make a new array without values."""
-        return np.empty(self.shape, self.dtype)
+        return np.empty(self.shape, self.dtype) if self.arrays is None else self.arrays.empty(self.shape, self.dtype)
 
     def zeros(self) -> Array:
-        """Make a new array of zeros; a scalar for shape ()."""
+        """Make a new array of zeros; on the host a scalar for shape ()."""
+        if self.arrays is not None:
+            return self.arrays.full(self.shape, 0, self.dtype)
         return np.zeros(self.shape, self.dtype) if self.shape else self.dtype.type(0)
 
 
@@ -112,6 +116,9 @@ def spec_of(like: Array, call: str, argument: str = "like") -> Spec:
         if dtype in _DTYPES:
             return Spec(np.shape(like), dtype)
         raise TypeError(f"{call}: {argument} must be {_ALLOWED}, but got dtype {dtype!r}.")
+    arrays = arrays_of(like)
+    if arrays is not None and like.dtype in _DTYPES:
+        return Spec(like.shape, like.dtype, arrays)
     raise TypeError(
         f"{call}: {argument} says the shape and dtype of what is received and must be {_ALLOWED}, "
         f"but got {type(like).__name__} ({_shortened(like)})."

@@ -1,0 +1,131 @@
+"""CuPy's arrays, as `device_arrays` asks for them. Loaded when the first of them is met."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from functools import cache
+from typing import Any
+
+import cupy
+import numpy as np
+
+from mpiad._typing import Array, Shape
+
+__all__ = ["CupyArrays", "arrays_of_device", "on_device"]
+
+
+class CupyArrays:
+    """Makes and copies CuPy's arrays on one device; see `device_arrays.ArrayModule`, also for all methods.
+
+    Parameters
+    ----------
+    device : int
+    """
+
+    name = "CuPy"
+    kind = cupy.ndarray
+
+    def __init__(self, device: int):
+        self.device = device
+        self._copying: Any = None
+
+    def current(self) -> AbstractContextManager[Any]:
+        """Make this device the current one."""
+        return cupy.cuda.Device(self.device)
+
+    def empty(self, shape: Shape, dtype: Any) -> Array:
+        """Make an array without values."""
+        with self.current():
+            return cupy.empty(shape, dtype)
+
+    def full(self, shape: Shape, value: Any, dtype: Any) -> Array:
+        """Make an array of one number."""
+        with self.current():
+            return cupy.full(shape, value, dtype)
+
+    def arange(self, stop: int) -> Array:
+        """Make an array of integers."""
+        with self.current():
+            return cupy.arange(stop, dtype=np.int64)
+
+    def contiguous(self, x: Array) -> Array:
+        """Return `x`, or a C-contiguous copy."""
+        return x if x.flags.c_contiguous else self.copy(x)
+
+    def copy(self, x: Array) -> Array:
+        """Return a C-contiguous copy."""
+        with self.current():
+            return x.copy(order="C")
+
+    def to_host(self, x: Array) -> np.ndarray:
+        """Return a NumPy array of the same values."""
+        return x.get()
+
+    def to_device(self, host: np.ndarray) -> Array:
+        """Return a CuPy array of the same values."""
+        with self.current():
+            x = cupy.asarray(host, order="C")
+            # The copy may still be reading pinned memory of the caller's.
+            cupy.cuda.get_current_stream().synchronize()
+            return x
+
+    def copy_to_host(self, x: Array, out: np.ndarray) -> None:
+        """Queue a copy into host memory."""
+        with self.current():
+            x.data.copy_to_host_async(out.ctypes.data, x.nbytes)
+
+    def copy_to_device(self, host: np.ndarray, out: Array) -> None:
+        """Queue a copy from host memory."""
+        with self.current():
+            out.data.copy_from_host_async(host.ctypes.data, out.nbytes)
+
+    def pinned(self, nbytes: int) -> np.ndarray:
+        """Return page-locked host memory, from CuPy's pool."""
+        return np.frombuffer(cupy.cuda.alloc_pinned_memory(nbytes), np.uint8, nbytes)
+
+    def synchronize(self) -> None:
+        """Wait for the current stream."""
+        with self.current():
+            cupy.cuda.get_current_stream().synchronize()
+
+    def record(self) -> Any:
+        """Return an event behind all that is queued."""
+        with self.current():
+            event = cupy.cuda.Event(disable_timing=True)
+            event.record()
+            return event
+
+    def wait(self, event: Any) -> None:
+        """Wait for an event on the host."""
+        event.synchronize()
+
+    def wait_on_device(self, event: Any) -> None:
+        """Let the current stream wait for an event."""
+        with self.current():
+            cupy.cuda.get_current_stream().wait_event(event)
+
+    def copying_stream(self) -> AbstractContextManager[Any]:
+        """Make this device's stream for copies the current one."""
+        if self._copying is None:
+            with self.current():
+                self._copying = cupy.cuda.Stream(non_blocking=True)
+        return self._copying
+
+    def message(self, x: Array) -> Any:
+        """Return the array: mpi4py reads `__cuda_array_interface__`."""
+        return x
+
+    def pointer(self, x: Array) -> int:
+        """Return the address on the device."""
+        return x.data.ptr if x.size else 0
+
+
+@cache
+def on_device(device: int) -> CupyArrays:
+    """Return what makes CuPy's arrays on the device of this number."""
+    return CupyArrays(device)
+
+
+def arrays_of_device(x: Array) -> CupyArrays:
+    """Return what makes arrays on the device of `x`."""
+    return on_device(x.device.id)

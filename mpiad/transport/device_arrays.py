@@ -1,0 +1,218 @@
+"""Arrays that live on a device: what counts as one, and what makes others of its kind.
+
+A device array is an object whose type has `__cuda_array_interface__`; NumPy's arrays have none. All that the library
+asks of a kind of arrays beyond NumPy's own protocols (`__array_ufunc__`, `__array_function__`) is in `ArrayModule`: one
+object for each device, found by `arrays_of(x)`. CuPy's is in `cupy_arrays`, and loaded when CuPy's first array is met;
+other kinds bring theirs by `register_arrays`.
+
+Memory moves only where one of these methods is called by name: there is no implicit copy in either direction.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import numpy as np
+
+from mpiad._typing import Array, Shape
+
+__all__ = ["ArrayModule", "arrays_of", "discover", "is_device_array", "register_arrays", "when_registered"]
+
+
+class ArrayModule(Protocol):
+    """What makes and copies arrays of one kind, on one device.
+
+    Two modules are equal where arrays of one can be used with arrays of the other without a copy: same kind, same
+    device. All arrays made are C-contiguous. What is called *queued* may go on after the call returns, in the order of
+    the current stream, as arithmetic on device arrays does.
+
+    Attributes
+    ----------
+    name : str
+        What the arrays are called in messages, as "CuPy".
+    kind : type
+        Type of the arrays.
+    device : int
+        Number of the device.
+    """
+
+    name: str
+    kind: type
+    device: int
+
+    def empty(self, shape: Shape, dtype: Any) -> Array:
+        """Make an array without values."""
+        ...
+
+    def full(self, shape: Shape, value: Any, dtype: Any) -> Array:
+        """Make an array of one Python or NumPy number; the number travels with the call, not as a copy of memory."""
+        ...
+
+    def arange(self, stop: int) -> Array:
+        """Make an array of the integers from 0 on, of dtype int64."""
+        ...
+
+    def contiguous(self, x: Array) -> Array:
+        """Return `x` itself where it is C-contiguous, else a C-contiguous copy (queued)."""
+        ...
+
+    def copy(self, x: Array) -> Array:
+        """Return a C-contiguous copy, also of what is contiguous (queued)."""
+        ...
+
+    def to_host(self, x: Array) -> np.ndarray:
+        """Return a NumPy array of the same values, complete when the call returns; counts as one copy."""
+        ...
+
+    def to_device(self, host: np.ndarray) -> Array:
+        """Return a device array of the same values; `host` may be changed when the call returns. Counts as one copy."""
+        ...
+
+    def copy_to_host(self, x: Array, out: np.ndarray) -> None:
+        """Queue the copy of a C-contiguous array into C-contiguous host memory of the same shape and dtype.
+
+        `out` may be read after `synchronize`, or the `wait` of a later event; it must live until then.
+        """
+        ...
+
+    def copy_to_device(self, host: np.ndarray, out: Array) -> None:
+        """Queue the copy of C-contiguous host memory into a C-contiguous array of the same shape and dtype.
+
+        `host` may be changed after `synchronize`, or the `wait` of a later event; it must live until then.
+        """
+        ...
+
+    def pinned(self, nbytes: int) -> np.ndarray:
+        """Return host memory that the device reads and writes by itself: a NumPy array of `nbytes` of dtype uint8.
+
+        It is returned to whoever made it when the array is dropped.
+        """
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until everything queued on the current stream is done."""
+        ...
+
+    def record(self) -> Any:
+        """Return an event behind everything queued on the current stream so far, for `wait` and `wait_on_device`."""
+        ...
+
+    def wait(self, event: Any) -> None:
+        """Wait on the host until all before an event is done."""
+        ...
+
+    def wait_on_device(self, event: Any) -> None:
+        """Let what is queued on the current stream from now on begin after an event; returns at once."""
+        ...
+
+    def copying_stream(self) -> AbstractContextManager[Any]:
+        """Return a context in which the current stream is one for copies, beside the one of the arithmetic.
+
+        It begins without order towards other streams: `wait_on_device` an event of theirs inside.
+        """
+        ...
+
+    def current(self) -> AbstractContextManager[Any]:
+        """Return a context in which this module's device is the current one of the thread."""
+        ...
+
+    def message(self, x: Array) -> Any:
+        """Return what a CUDA-aware MPI is given for a C-contiguous array: an object that mpi4py takes as a buffer."""
+        ...
+
+    def pointer(self, x: Array) -> int:
+        """Return the address of the first element on the device, 0 for an empty array."""
+        ...
+
+
+Maker = Callable[[Any], ArrayModule]
+
+_makers: dict[type, Maker] = {}
+_listeners: list[Callable[[type], None]] = []
+# Asked for at each operation, so the commonest answer is a look into a set.
+_on_host = frozenset({np.ndarray, np.float64, np.float32, float, int, bool, complex, type(None), np.bool_, np.int64})
+
+
+def arrays_of(x: Any) -> ArrayModule | None:
+    """Return what makes arrays of the kind of `x`, on its device.
+
+    Parameters
+    ----------
+    x : object
+        An untraced value.
+
+    Returns
+    -------
+    ArrayModule or None
+        None for all that isn't a device array.
+
+    Raises
+    ------
+    TypeError
+        For a device array of a kind that nobody has registered.
+    """
+    kind = type(x)
+    if kind in _on_host:
+        return None
+    maker = _makers.get(kind)
+    if maker is None:
+        if not hasattr(kind, "__cuda_array_interface__"):
+            return None
+        maker = _met(kind)
+    return maker(x)
+
+
+def is_device_array(x: Any) -> bool:
+    """Tell whether an untraced value is a device array, of a kind that is registered or not."""
+    kind = type(x)
+    return kind not in _on_host and (kind in _makers or hasattr(kind, "__cuda_array_interface__"))
+
+
+def register_arrays(kind: type, maker: Maker) -> None:
+    """Say what makes arrays of a kind.
+
+    Parameters
+    ----------
+    kind : type
+        Type of the arrays; it has `__cuda_array_interface__`, `__array_ufunc__` and `__array_function__`.
+    maker : callable
+        ``maker(x) -> ArrayModule``, that of the device of `x`; called often, so it keeps them.
+    """
+    _makers[kind] = maker
+    for listener in _listeners:
+        listener(kind)
+
+
+def when_registered(listener: Callable[[type], None]) -> None:
+    """Call a function with each kind of arrays that is registered, those so far at once."""
+    _listeners.append(listener)
+    for kind in _makers:
+        listener(kind)
+
+
+def discover() -> None:
+    """Register CuPy's arrays where the program has loaded CuPy; nothing is loaded here.
+
+    A trace calls it at its start: a device array that is a constant of the traced function is met by autograd first.
+    """
+    cupy = sys.modules.get("cupy")
+    kind = getattr(cupy, "ndarray", None)
+    if kind is not None and kind not in _makers:
+        _met(kind)
+
+
+def _met(kind: type) -> Maker:
+    """Register the arrays of a kind that is met for the first time."""
+    for base in kind.__mro__:
+        if base.__module__.partition(".")[0] == "cupy":
+            from mpiad.transport.cupy_arrays import arrays_of_device
+
+            register_arrays(kind, arrays_of_device)
+            return _makers[kind]
+    raise TypeError(
+        f"got a device array of type {kind.__module__}.{kind.__qualname__}, but only CuPy's are known. cupy.asarray(x) "
+        "makes one of it without a copy."
+    )
