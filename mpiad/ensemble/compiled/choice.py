@@ -7,6 +7,7 @@ is solved one way.
 from __future__ import annotations
 
 import logging
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,7 +19,7 @@ from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleSerial
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.compiled.program import Program
 from mpiad.ensemble.compiled.refusals import Untraceable
-from mpiad.ensemble.compiled.trace import trace
+from mpiad.ensemble.compiled.trace import identity_of, trace
 from mpiad.ensemble.compiled.verification import verify
 from mpiad.ensemble.settings import Settings
 
@@ -35,7 +36,7 @@ MOST_OPERATIONS = 1500
 _MOST_PROGRAMS = 8
 
 _told: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
-_programs: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
+_programs: WeakKeyDictionary[Any, set[Program]] = WeakKeyDictionary()
 
 
 def program_of(
@@ -65,11 +66,16 @@ def program_of(
         if must:
             raise ValueError(f"solve: compile=True, but {reason}. Leave compile out, or say compile=False.")
         return None
-    if find_spec("numba") is None:
+    if not _has_numba():
         if must:
             raise ImportError("solve: compile=True needs numba, which isn't installed: pip install mpiad[fast].")
         return None
     return _traced(batch, must)
+
+
+@cache
+def _has_numba() -> bool:
+    return find_spec("numba") is not None
 
 
 def _unsupported(batch: Batch, settings: Settings) -> str | None:
@@ -108,11 +114,11 @@ def _traced(batch: Batch, must: bool) -> Program | None:
 
 def _changes(f: Function, program: Program) -> bool:
     """Tell whether f is another one in each solve: by numbers that it closes over."""
-    known = _programs.setdefault(_identity(f), set())
-    known.add(program.digest)
+    known = _programs.setdefault(identity_of(f), set())
+    known.add(program)
     if len(known) <= _MOST_PROGRAMS:
         return False
-    known.discard(program.digest)
+    known.discard(program)
     _tell_once(
         f, f"f has had other constants in each of {len(known)} solves, and was compiled in each; now it is called with "
         "arrays instead. Pass what changes as p"
@@ -121,12 +127,7 @@ def _changes(f: Function, program: Program) -> bool:
 
 
 def _tell_once(f: Function, text: str) -> None:
-    told = _told.setdefault(_identity(f), set())
+    told = _told.setdefault(identity_of(f), set())
     if text not in told:
         told.add(text)
         _log.warning("solve: %s.", text)
-
-
-def _identity(f: Function) -> Any:
-    """Return what stays the same when f is defined anew by the same lines."""
-    return getattr(f, "__code__", None) or type(f)

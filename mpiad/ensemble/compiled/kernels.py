@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
 
 from mpiad.ensemble.compiled.arithmetic import function_source
 from mpiad.ensemble.compiled.cache import Kernel, kernel_of
@@ -23,6 +25,8 @@ import numpy as np
 
 from mpiad.ensemble.compiled.intrinsics import bits_of, fma, number_of, where
 """
+_ANY: Any = None
+_MOST_TEXTS = 32
 _INLINED = '@numba.njit(error_model="numpy", forceinline=True)\n'
 _KERNEL = '@numba.njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)\n'
 
@@ -34,6 +38,24 @@ def parameter_names(varying: Sequence[int], shared: Sequence[int]) -> list[str]:
     return [names[number] for number in range(len(names))]
 
 
+def _kept(make: Callable[..., str]) -> Callable[..., str]:
+    """Return a function that keeps its last texts: a training loop asks for the same ones in each step."""
+    texts: dict[Any, tuple[Form, str]] = {}
+
+    @wraps(make)
+    def text(program: Program, form: Form, names: Sequence[str], *wanted: Sequence[int]) -> str:
+        # A tableau has arrays in it. It is told by its identity, and kept so that no other one takes its place in memory.
+        key = program, id(form.tableau), form._replace(tableau=_ANY), tuple(names), *map(tuple, wanted)
+        if key not in texts:
+            if len(texts) >= _MOST_TEXTS:
+                texts.pop(next(iter(texts)))
+            texts[key] = form, make(program, form, names, *wanted)
+        return texts[key][1]
+
+    return text
+
+
+@_kept
 def forward_text(program: Program, form: Form, names: Sequence[str]) -> str:
     """Return the text of a forward kernel, and of f and its tangents before it."""
     parts = [function_source(program, "f", names)]
@@ -46,6 +68,7 @@ def forward_text(program: Program, form: Form, names: Sequence[str]) -> str:
     return _module(parts, forward_source(form))
 
 
+@_kept
 def reverse_text(program: Program, form: Form, names: Sequence[str], wanted: Sequence[int]) -> str:
     """Return the text of a reverse kernel, and of f and its adjoint before it."""
     d = program.states

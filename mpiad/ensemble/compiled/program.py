@@ -65,6 +65,12 @@ class Program:
         self.instructions, self.outputs = tuple(instructions), tuple(outputs)
 
     @cached_property
+    def content(self) -> tuple:
+        """All that it consists of, by which programs are compared: 0 and -0 differ, and NaN is itself."""
+        instructions = tuple((op, arguments, exact(value)) for op, arguments, value in self.instructions)
+        return self.states, self.parameters, self.seeds, self.outputs, instructions
+
+    @cached_property
     def digest(self) -> str:
         """SHA-256 of the content, the same in all processes."""
         text = [f"{self.states} {self.parameters} {self.seeds} {self.outputs}"]
@@ -84,10 +90,10 @@ class Program:
         return OPERATIONS[operation].boolean if operation in OPERATIONS else isinstance(value, bool)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Program) and self.digest == other.digest
+        return isinstance(other, Program) and self.content == other.content
 
     def __hash__(self) -> int:
-        return hash(self.digest)
+        return hash(self.content)
 
     def __repr__(self) -> str:
         return f"<Program of {self.cost} operations, {self.digest[:12]}>"

@@ -8,6 +8,7 @@ values.
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -20,7 +21,11 @@ from mpiad.ensemble.compiled.program import Program
 from mpiad.ensemble.compiled.refusals import Untraceable, place_of, where_raised
 from mpiad.ensemble.compiled.symbols import Symbol, numbers_of
 
-__all__ = ["trace"]
+__all__ = ["identity_of", "trace"]
+
+# Programs of each f that came out the same twice. Constants that change from solve to solve mustn't fill the memory.
+_MOST_KNOWN = 16
+_repeated: WeakKeyDictionary[Any, set[Program]] = WeakKeyDictionary()
 
 
 def trace(f: Function, shape: Shape, p: Parameters, dtype: Any) -> Program:
@@ -52,15 +57,26 @@ def trace(f: Function, shape: Shape, p: Parameters, dtype: Any) -> Program:
     Notes
     -----
     What f closes over is part of the program, as constants: trace again for each solve. A reading of a clock or a random
-    number would be one too; f is called twice, and refused where the two programs differ.
+    number would be one too; f is called twice, and refused where the two programs differ. A program that f has had twice
+    before is known.
     """
     if np.dtype(dtype).kind != "f":
         raise Untraceable(f"the states are {np.dtype(dtype)}, and only real numbers are compiled", place_of(f))
     with np.errstate(all="ignore"):
         program = _traced(f, shape, p, dtype)
-        if _traced(f, shape, p, dtype) != program:
-            raise Untraceable("it computed something else when it was called again", place_of(f))
+        known = _repeated.setdefault(identity_of(f), set())
+        if program not in known:
+            if _traced(f, shape, p, dtype) != program:
+                raise Untraceable("it computed something else when it was called again", place_of(f))
+            if len(known) >= _MOST_KNOWN:
+                known.clear()
+            known.add(program)
     return program
+
+
+def identity_of(f: Function) -> Any:
+    """Return what stays the same when f is defined anew by the same lines."""
+    return getattr(f, "__code__", None) or type(f)
 
 
 def _traced(f: Function, shape: Shape, p: Parameters, dtype: Any) -> Program:

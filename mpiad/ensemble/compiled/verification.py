@@ -48,7 +48,11 @@ def verify(program: Program, batch: Batch) -> None:
     expected = np.empty_like(u)
     with np.errstate(all="ignore"):
         derivative_of(batch.f, batch.shape).write(expected, u, batch.p.columns(ids, len(batch.shape) > 1), t)
-    found = np.stack(np.broadcast_arrays(*evaluated(program, u, _parameters(batch, ids), t), u[0])[:-1])
+    found = np.empty_like(u)
+    for row, value in zip(found, evaluated(program, u, _parameters(batch, ids), t)):
+        row[:] = value
+    if found.tobytes() == expected.tobytes():
+        return  # nearly always, and each solve comes here
     largest = max(float(np.abs(x[np.isfinite(x)]).max(initial=0.0)) for x in (found, expected, u))
     allowed = _ROUNDINGS * float(np.finfo(u.dtype).eps) * (1.0 + largest)
     if not np.allclose(found, expected, rtol=0, atol=allowed, equal_nan=True):

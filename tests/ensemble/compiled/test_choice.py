@@ -93,7 +93,7 @@ def test_constants_that_change_from_solve_to_solve(caplog, monkeypatch):
 
 
 def test_without_numba(monkeypatch):
-    monkeypatch.setattr(choice, "find_spec", lambda name: None)
+    monkeypatch.setattr(choice, "_has_numba", lambda: False)
     assert not is_compiled(solve(many(decay)))
     with pytest.raises(ImportError, match=r"pip install mpiad\[fast\]"):
         solve(many(decay, 3), compile=True)
