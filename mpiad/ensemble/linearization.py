@@ -70,7 +70,7 @@ class Tracing:
 
         def pull(g: Array) -> list[Any]:
             parts = (g,) if whole else g
-            seeds = [(place, _seed(part, *spec)) for part, (place, spec) in zip(parts, specs) if place >= 0]
+            seeds = [(place, _seed(part, *spec[:2])) for part, (place, spec) in zip(parts, specs) if place >= 0]
             return run_backward(recording, seeds, self._count)
 
         return pull
