@@ -15,6 +15,7 @@ from mpiad.primitives.operation import suspended
 from mpiad.transport import Channel, channel, world
 from mpiad.transport.launcher import Launcher, launcher
 from mpiad.transport.library import Library, library
+from mpiad.transport.rank_ranges import rank_ranges
 
 __all__ = ["Environment", "environment"]
 
@@ -124,7 +125,7 @@ def _of_node(node: str, ranks: list[Place]) -> list[str]:
     cores = len({core for place in ranks for core in place.cores})
     pools = {name: count for place in ranks for name, count in place.threads.items()}
     threads = ", ".join(f"{count} of {name}" for name, count in pools.items()) or "none"
-    numbers = _ranges([place.rank for place in ranks])
+    numbers = rank_ranges([place.rank for place in ranks])
     gpus = ranks[0].gpus
     counted = f"{_counted(cores, 'core')}; threads per rank: {threads}; {_counted(len(gpus), 'GPU') if gpus else 'no GPU'}"
     lines = [f"  node      {node}: rank{'s' * (len(ranks) > 1)} {numbers}; {counted}"]
@@ -137,8 +138,3 @@ def _of_node(node: str, ranks: list[Place]) -> list[str]:
 
 def _counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'s' * (count != 1)}"
-
-
-def _ranges(numbers: list[int]) -> str:
-    whole = len(numbers) > 1 and numbers == list(range(numbers[0], numbers[-1] + 1))
-    return f"{numbers[0]}-{numbers[-1]}" if whole else ", ".join(map(str, numbers))

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from mpiad.transport.guarded import ledger
 from mpiad.transport.guarded.tables import table_of_ranks
+from mpiad.transport.rank_ranges import rank_ranges
 
 __all__ = ["Finding", "finding_of"]
 
@@ -131,8 +132,7 @@ def _shown(state: State) -> str:
 
 
 def _listed(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}" if ranks else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {rank_ranges(sorted(ranks))}" if ranks else ""
 
 
 def _from_first(cycle: tuple[int, ...]) -> tuple[int, ...]:

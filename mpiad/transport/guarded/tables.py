@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from mpiad.transport.rank_ranges import rank_ranges
+
 __all__ = ["columns", "table_of_ranks"]
 
 _EACH = 16  # ranks have a line of their own
-_SHOWN = 8
 Row = tuple[str, ...]
 
 
@@ -15,21 +16,8 @@ def table_of_ranks(head: Row, rows: list[Row]) -> str:
         alike: dict[Row, list[int]] = {}
         for rank, *rest in rows:
             alike.setdefault(tuple(rest), []).append(int(rank))
-        rows = [(_listed(ranks), *rest) for rest, ranks in alike.items()]
+        rows = [(rank_ranges(ranks), *rest) for rest, ranks in alike.items()]
     return columns(("rank", *head), rows)
-
-
-def _listed(ranks: list[int]) -> str:
-    """Return numbers in rising order as "0-6, 8"."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    shown = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
-    more = f", ... ({len(ranks)} ranks)" if len(shown) > _SHOWN else ""
-    return ", ".join(shown[:_SHOWN]) + more
 
 
 def columns(head: Row, rows: list[Row]) -> str:
