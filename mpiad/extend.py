@@ -125,12 +125,13 @@ def _parts(cotangents: Any, argnums: tuple[int, ...], args: tuple, name: str) ->
 def _part(part: Any, k: int, args: tuple, name: str) -> Any:
     if part is None:
         return None
-    shape, dtype = spec_like(args[k])
-    if np.shape(part) != shape:
+    spec = spec_like(args[k])
+    if np.shape(part) != spec.shape:
         raise TypeError(
-            f"{name}: the cotangent of argument {k} must have its shape, {shape}, but the adjoint gave {np.shape(part)}."
+            f"{name}: the cotangent of argument {k} must have its shape, {spec.shape}, but the adjoint gave "
+            f"{np.shape(part)}."
         )
-    return conform(part, shape, dtype)
+    return conform(part, *spec)
 
 
 def _apply(operator: Communicating, tape: Tape | None, args: tuple, kwargs: dict) -> Any:
