@@ -28,7 +28,8 @@ endif
 VENV := .venv$(if $(filter-out auto,$(MPI)),-$(MPI))
 BIN := $(VENV)/bin
 LAUNCH := $(BIN)/python tests/launch.py
-PYTEST = -m pytest --with-mpi -p no:cacheprovider $(PYTEST_FLAGS)
+# -n auto: on one rank, the files divided among the cores (tests/conftest.py).
+PYTEST = -m pytest --with-mpi -p no:cacheprovider -n auto --dist loadfile $(PYTEST_FLAGS)
 ALL_RANKS := 1 2 3 4 5
 
 .DEFAULT_GOAL := help

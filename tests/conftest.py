@@ -2,7 +2,8 @@
 
 Every test runs on every number of ranks, on all ranks at once. `@pytest.mark.mpi(min_size=2)` says that a
 test needs more than one; `@pytest.mark.launches` that it starts its own mpiexec: it runs in the one-rank run
-only; `@pytest.mark.limit(seconds)` that it may take longer than MPIAD_TEST_TIMEOUT (60 s).
+only; `@pytest.mark.limit(seconds)` that it may take longer than MPIAD_TEST_TIMEOUT (60 s). With `-n auto` that
+run's files are divided among processes of one rank each.
 """
 
 from __future__ import annotations
@@ -40,8 +41,10 @@ def pytest_configure(config: pytest.Config) -> None:
     expected = int(os.environ.get("MPIAD_LAUNCH_RANKS", WORLD.size))
     if WORLD.size != expected:
         raise pytest.UsageError(f"{expected} ranks were started, and MPI's world has {WORLD.size}")
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        return  # it hands the tests out to other processes, which keep their times
     report, launched = open_report(config)
-    limit = TimeLimit(report, launched)
+    limit = TimeLimit(report, launched, getattr(config, "workerinput", {}).get("workerid", ""))
     limit.restart()
     config.pluginmanager.register(limit, "time-limit")
     if WORLD.size > 1:
@@ -51,6 +54,12 @@ def pytest_configure(config: pytest.Config) -> None:
     for plugin in config.pluginmanager.get_plugins():
         if type(plugin).__name__ == "MPIPlugin":
             plugin._is_testing_mpi = False  # its summary of forty lines; ours is pytest_report_header
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Let `-n auto` divide the one-rank run among the cores; more ranks are at work on all cores already."""
+    return min(len(os.sched_getaffinity(0)), 4) if WORLD.size == 1 else 0
 
 
 def pytest_report_header() -> str:

@@ -30,7 +30,7 @@ from pathlib import Path
 
 STARTUP = Path(__file__).parent / "startup"
 CURRENT_TEST = "current-test"  # in a job's folder while pytest runs, and what has failed by then
-FAILURES = "failures"
+FAILURES = "failures"  # of several processes, each with its name behind it
 EXPIRED = 124  # as coreutils' timeout returns
 RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
 RUNNER_FRAME = re.compile(r'^  File ".*/site-packages/(_pytest|pytest|pluggy)/|^  File "<frozen runpy>"')
@@ -126,12 +126,10 @@ def without_the_runner(text: str) -> str:
 
 def reports_text(folder: Path, reason: str) -> str:
     """Return what the processes reported, each under its rank, and where a run of pytest broke off."""
-    failures, current = folder / FAILURES, folder / CURRENT_TEST
-    lines = [failures.read_text()] if failures.exists() else []
+    lines = [file.read_text() for file in sorted(folder.glob(f"{FAILURES}*"))]
     if reason:
         lines.append(reason)
-    if current.exists():
-        lines.append(f"the run broke off in {current.read_text()}")
+    lines += [f"the run broke off in {file.read_text()}" for file in sorted(folder.glob(f"{CURRENT_TEST}*"))]
     for file in report_files(folder):
         text = without_the_runner(file.read_text(errors="replace"))
         if text:

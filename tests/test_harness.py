@@ -34,9 +34,9 @@ def suite(tmp_path):
     """`suite(text)` runs the tests of a text on 2 ranks; further keywords are environment variables."""
     shutil.copy(HERE / "conftest.py", tmp_path)
 
-    def start(text, ranks=2, limit=40, mpiexec=None, **environment):
+    def start(text, ranks=2, limit=40, mpiexec=None, flags=(), **environment):
         (tmp_path / "test_suite.py").write_text(HEADER + text)
-        flags = ["--with-mpi", "-p", "no:cacheprovider", "-q", "-c", str(HERE.parent / "pyproject.toml")]
+        flags = [*flags, "--with-mpi", "-p", "no:cacheprovider", "-q", "-c", str(HERE.parent / "pyproject.toml")]
         arguments = ["-m", "pytest", *flags, str(tmp_path)]
         # On a CI machine pytest says the whole message a second time, in its summary.
         environment = {"CI": None, "BUILD_NUMBER": None, **environment}
@@ -151,6 +151,24 @@ def test_a_hang_shows_each_rank(suite):
     rank_0, rank_1 = job.reports.split("---- rank 1")
     assert "line 9 in test_stuck" in rank_0 and "test_suite.py::test_stuck" in rank_0
     assert "line 11 in test_stuck" in rank_1
+
+
+@pytest.mark.launches
+def test_a_hang_of_one_of_two_processes_shows_both(suite, tmp_path):
+    (tmp_path / "test_other.py").write_text("import time\ndef test_slow():\n    time.sleep(50)\n")
+    text = "import time\ndef test_fails(): assert 1 == 2\n@pytest.mark.limit(3)\ndef test_stuck(): time.sleep(50)\n"
+    job = suite(text, ranks=1, flags=["-n", "2", "--dist", "loadfile"])
+    assert job.returncode == launch.EXPIRED
+    for told in ("assert 1 == 2", "broke off in", "test_suite.py::test_stuck", "test_other.py::test_slow", "in test_stuck"):
+        assert told in job.reports
+
+
+@pytest.mark.launches
+def test_one_rank_s_files_are_divided_among_processes_and_several_ranks_are_not(suite):
+    text = "def test_one(size, worker_id): assert (size, worker_id == 'master') in {(1, False), (2, True)}"
+    for ranks in (1, 2):
+        job = suite(text, ranks=ranks, flags=["-n", "auto", "--dist", "loadfile"])
+        assert job.returncode == 0 and job.stdout.count("1 passed") == 1, job.stdout
 
 
 @pytest.mark.launches

@@ -38,10 +38,10 @@ class TimeLimit:
     It also notes the test that runs and what has failed, for the launcher to show where the run breaks off.
     """
 
-    def __init__(self, report: TextIO, launched: bool) -> None:
+    def __init__(self, report: TextIO, launched: bool, worker: str = "") -> None:
         self.report, self.launched = report, launched
         folder = Path(report.name).parent if launched and Path(report.name).stem == "0" else None
-        self.notes = {name: folder / name for name in (CURRENT_TEST, FAILURES)} if folder else {}
+        self.notes = {name: folder / (name + worker) for name in (CURRENT_TEST, FAILURES)} if folder else {}
 
     def restart(self, seconds: float = DEFAULT) -> None:
         faulthandler.dump_traceback_later(seconds, exit=not self.launched, file=self.report)
