@@ -1,7 +1,7 @@
 """All ranks agree how a stage of an evaluation went before any goes on to the next.
 
 A rank that fails in the function must not leave the others waiting in the backward pass or in the reduction of the
-gradient. After each stage the ranks exchange one flag, and where one has failed, all raise the same. Where the MPI can
+gradient. After each stage the ranks add up one flag, and where one has failed, all raise the same. Where the MPI can
 interrupt ranks that wait, a failure isn't agreed on here: it leaves `minimize`, which brings the ranks together.
 """
 
@@ -15,6 +15,7 @@ import numpy as np
 from mpiad._typing import Comm
 from mpiad.errors import WorkerError
 from mpiad.optimize.watch import Watch
+from mpiad.transport import SUM
 from mpiad.transport.agreement import forget_agreement
 from mpiad.transport.fault_tolerance import FAULT_TOLERANT
 from mpiad.transport.recovery import Failure, first_of
@@ -24,8 +25,8 @@ __all__ = ["Agreement", "WrongValueError", "verdict"]
 
 T = TypeVar("T")
 
-# What a rank says of its part.
-_FAILED, _ASKED = 1, 2
+# What a rank says of its part: whether it failed, whether it was told to end, and its term of a sum.
+_FAILED, _ASKED, _TERM = range(3)
 
 
 class WrongValueError(TypeError):
@@ -49,7 +50,7 @@ class Agreement:
         self._interrupts = FAULT_TOLERANT and comm.size > 1
         self._comm, self._watch = comm, Watch(comm, listens=not self._interrupts)
         self.broken, self.asked, self._call = False, False, call
-        self._mine, self._all = np.zeros(1, np.int8), np.zeros(comm.size, np.int8)
+        self._mine, self._sums = np.zeros(3), np.zeros(3)
         self.error: Exception | None = None
 
     def run(self, stage: Callable[[], T]) -> T:
@@ -62,10 +63,15 @@ class Agreement:
         TypeError
             Where that was a `WrongValueError`.
         """
+        return self.summed(stage, lambda result: 0.0)[0]
+
+    def summed(self, stage: Callable[[], T], term: Callable[[T], float]) -> tuple[T, float]:
+        """Run this rank's part of a stage as `run` does; return what it returned, and the sum of all ranks' terms of it."""
         if self.error is not None:
             raise self.error
         try:
             result = stage()
+            own = term(result)
         except (Exception, SystemExit) as failure:
             if self._interrupts:
                 self.broken = True
@@ -74,25 +80,27 @@ class Agreement:
             if self.error is None:  # else a stage inside this one has agreed already
                 self._conclude(failure)
             raise
-        self._conclude(None)
-        return result
+        return result, self._conclude(None, own)
 
-    def _conclude(self, failure: BaseException | None) -> None:
-        self._mine[0] = _FAILED if failure is not None else _ASKED * (requested() is not None)
+    def _conclude(self, failure: BaseException | None, term: float = 0.0) -> float:
+        """Return the sum of all ranks' terms; raise on all where one has failed."""
+        self._mine[:] = failure is not None, requested() is not None, term
         if self._comm.size == 1:
-            self._all[:] = self._mine
+            self._sums[:] = self._mine
         else:
-            request = self._comm.Iallgather(self._mine, self._all)
+            request = self._comm.Iallreduce(self._mine, self._sums, SUM)
             if failure is None:
                 request.Wait()
             else:
                 self._watch.wait_as_failed(request, failure)
-        self.asked |= bool((self._all == _ASKED).any())
-        if (self._all == _FAILED).any():
+        self.asked |= bool(self._sums[_ASKED])
+        if self._sums[_FAILED]:
             self._raise_everywhere(failure)
+        return float(self._sums[_TERM])
 
     def _raise_everywhere(self, failure: BaseException | None) -> None:
-        failed: list[int] = np.flatnonzero(self._all == _FAILED).tolist()
+        told = self._comm.allgather(failure is not None)
+        failed = [rank for rank, has in enumerate(told) if has]
         self._watch.close(failed=True)
         first = self._comm.bcast(None if failure is None else Failure.of(failure), failed[0])
         described: dict[int, Any] = dict.fromkeys(failed, first)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from autograd.tracer import Box
 
 from mpiad._typing import Comm, Tree
 from mpiad.differentiation import hvp
-from mpiad.differentiation.objective import Problem, problem_with, share, weight_of
+from mpiad.differentiation.objective import problem_with, share, weight_of
 from mpiad.optimize.agreement import Agreement, WrongValueError
 from mpiad.optimize.forward_pass import ForwardPass, forward_pass
 from mpiad.optimize.program import Program
@@ -59,7 +60,7 @@ class Evaluation:
             raise self._agreement.error
 
     def carry_out(self, kind: int, vector: np.ndarray, direction: np.ndarray | None) -> Any:
-        """Carry out an instruction."""
+        """Carry out an instruction; the variables may be changed by the user's function, unless it is a product."""
         if kind == VALUE:
             return self.value(vector), None
         if kind == GRADIENT:
@@ -70,18 +71,18 @@ class Evaluation:
 
     def value(self, vector: np.ndarray) -> float:
         """Return the objective, on all ranks; keep the forward pass for `gradient`, where that needs it."""
-        x = self._packing.unpack(vector)
+        x = self._packing.nest_in(vector)
         if self.separate:
-            return self._shared(self._agreement.run(lambda: self._value_at(x)))
+            return self._agreement.summed(lambda: self._value_at(x), self._term)[1]
         self._forward = None  # its memory returns before the next takes as much
         # The agreement comes before the backward pass, in which the ranks wait for each other.
         self._forward = forward_pass(lambda x: self._agreement.run(lambda: self._value_at(x)), x)
-        return self._shared(self._forward.value, self._forward.problem)
+        return float(share(self._forward.value, self._weight, self._forward.problem, self._used))
 
     def gradient(self, vector: np.ndarray) -> np.ndarray | None:
         """Return the gradient on the root; without `jac`, at the point of the last `value`."""
         if self.separate:
-            x = self._packing.unpack(vector)
+            x = self._packing.nest_in(vector)
             jac, args = self._program.jac, self._program.args
             return self._total(self._agreement.run(lambda: self._weighted(jac(x, *args), "jac")))  # type: ignore[operator]
         return self._total(self._agreement.run(self._backward))
@@ -98,9 +99,13 @@ class Evaluation:
     def both(self, vector: np.ndarray) -> tuple[float, np.ndarray | None]:
         """Return the objective, on all ranks, and its gradient, on the root."""
         if not self.only_both:
-            return self.value(vector), self.gradient(vector)
-        value, local = self._agreement.run(lambda: self._pair_at(self._packing.unpack(vector)))
-        return self._shared(value), self._total(local)
+            # Two functions of the user's get the variables in turn, and the first may overwrite them.
+            first = vector.copy() if self.separate else vector
+            return self.value(first), self.gradient(vector)
+        x = self._packing.nest_in(vector)
+        # The values travel with the agreement, since no trace is to end first.
+        (_, local), value = self._agreement.summed(lambda: self._pair_at(x), lambda pair: self._term(pair[0]))
+        return value, self._total(local)
 
     def product(self, vector: np.ndarray, direction: np.ndarray) -> np.ndarray | None:
         """Return the product of the Hessian with a direction, on the root."""
@@ -143,8 +148,16 @@ class Evaluation:
             raise WrongValueError(f"{error} It was returned by {source}.") from None
         return packed if self._weight == 1.0 else packed * self._weight
 
-    def _shared(self, value: Any, problem: Problem | None = None) -> float:
-        return float(share(value, self._weight, problem, self._used))
+    def _term(self, value: Any) -> float:
+        """Return what a rank's own number adds to the objective."""
+        if self._weight == 0.0:
+            return 0.0
+        if type(value) in Box.types:
+            raise WrongValueError(
+                "minimize: fun returned a traced value, but no derivative is taken through a solve. Give it plain values "
+                "(mpiad.stop) of what it takes from the trace around the solve."
+            )
+        return float(value if np.ndim(value) == 0 else np.reshape(value, ())) * self._weight
 
     def _total(self, local: np.ndarray) -> np.ndarray | None:
         if self._comm.size == 1:

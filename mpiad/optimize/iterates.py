@@ -10,7 +10,7 @@ import scipy
 from mpiad._typing import Function
 from mpiad.optimize.callback import takes_result
 from mpiad.optimize.history import Iterate, Record, Row
-from mpiad.optimize.points import Points
+from mpiad.optimize.points import Point, Points
 from mpiad.optimize.progress import line_of
 from mpiad.optimize.root_driven import Leader
 from mpiad.optimize.root_keeper import RootKeeper
@@ -134,17 +134,17 @@ class IteratesOfPoints(Iterates):
 
     def value(self, x: np.ndarray) -> float:
         """Evaluate the objective; note the starting point."""
-        value = self._points.value(x)
+        point = self._points.valued(x)
         if not self.record.rows:
-            self._note(x)
-        return value
+            self._note(point)
+        return point.value  # type: ignore[return-value]
 
-    def _note(self, x: np.ndarray) -> Row:
-        self._points.iterate = self._points.at(x)
+    def _note(self, point: Point) -> Row:
+        self._points.iterate = point
         return self.note(self._points.iterate, self._points.counts.of_objective)
 
     def __call__(self, x: np.ndarray, *state: Any) -> Any:
         """Note an iterate and tell the user's callback."""
-        row = self._note(x)
+        row = self._note(self._points.at(np.ascontiguousarray(x, dtype=float)))
         self.keep()
         return self.tell(x, row)

@@ -47,7 +47,7 @@ class Point:
     __slots__ = ("_bits", "_first", "gradient", "value", "x")
 
     def __init__(self, x: np.ndarray):
-        self.x = x.copy()  # SciPy's methods go on working in their arrays
+        self.x = x.copy()  # SciPy's methods, and the user's function, go on working in theirs
         self._bits = self.x.view(np.int64)  # NaN too is the same where the bits are
         self._first = self._bits[0] if x.size else 0
         self.value: float | None = None
@@ -94,7 +94,7 @@ class Points:
     """
 
     def __init__(self, evaluation: Evaluation, instructions: Instructions, together: bool):
-        self._evaluation, self._instructions = evaluation, instructions
+        self._evaluation, self._instructions, self._together = evaluation, instructions, together
         self._for_value = BOTH if together or evaluation.only_both else VALUE
         self._last_valued: Point | None = None
         self._recent: deque[Point] = deque(maxlen=_REMEMBERED)
@@ -119,40 +119,49 @@ class Points:
 
     def value(self, x: np.ndarray) -> float:
         """Return the objective at x, shape (n,)."""
+        return self.valued(x).value  # type: ignore[return-value]
+
+    def valued(self, x: np.ndarray) -> Point:
+        """Return x as a point whose objective is known. The user's function gets this x, as in SciPy, and may change it."""
+        x = np.ascontiguousarray(x, dtype=float)
         point = self.at(x)
         if point.value is None:
-            self._ask(self._for_value, point)
-        return point.value  # type: ignore[return-value]
+            self._ask(self._for_value, point, x)
+        return point
 
     def gradient(self, x: np.ndarray) -> np.ndarray:
-        """Return the gradient at x, shape (n,)."""
+        """Return the gradient at x, shape (n,); read-only where the method mustn't work in it.
+
+        Methods that want it with each value only read it, and a copy would take as long as their own passes.
+        """
+        x = np.ascontiguousarray(x, dtype=float)
         point = self.at(x)
         if point.gradient is None:
             # The value's forward pass is kept on all ranks until the next one.
             ready = point is self._last_valued or (self._evaluation.separate and point.value is not None)
-            self._ask(GRADIENT if ready else BOTH, point)
-        return point.gradient.copy()  # type: ignore[union-attr]
+            self._ask(GRADIENT if ready else BOTH, point, x)
+        gradient: np.ndarray = point.gradient  # type: ignore[assignment]
+        return _read_only(gradient) if self._together else gradient.copy()
 
     def product(self, x: np.ndarray, direction: np.ndarray) -> np.ndarray:
         """Return the product of the Hessian at x with a direction, shape (n,)."""
         return self._carry_out(PRODUCT, "product", x, np.asarray(direction, dtype=float).reshape(-1))
 
     def at(self, x: np.ndarray) -> Point:
-        """Return what is known at x."""
-        x = np.ascontiguousarray(x, dtype=float)
+        """Return what is known at x, an array of doubles."""
         for point in (*reversed(self._recent), self.best, self.iterate):
             if point is not None and point.lies_at(x):
                 return point
         self._recent.append(Point(x))
         return self._recent[-1]
 
-    def _ask(self, kind: int, point: Point) -> None:
+    def _ask(self, kind: int, point: Point, x: np.ndarray) -> None:
         if kind != GRADIENT and self.exhausted and self._begun:
             raise LimitReached(f"{self.counts.of_objective} evaluations are done")
         if self.interruptible and self.iterate is not None and self._evaluation.asked:
             raise Interrupted("a rank was told to end")
         self._begun = True
-        value, gradient = self._carry_out(kind, _NAMES[kind], point.x)
+        value, gradient = self._carry_out(kind, _NAMES[kind], x)
         self._last_valued = point if kind == VALUE else None
         point.gradient = point.gradient if gradient is None else gradient
         if value is not None and point.value is None:
@@ -186,3 +195,9 @@ class Points:
         self.counts[name] += 1
         self._instructions.give(kind, x, direction)
         return self._evaluation.carry_out(kind, x, direction)
+
+
+def _read_only(array: np.ndarray) -> np.ndarray:
+    view = array.view()
+    view.flags.writeable = False
+    return view

@@ -14,6 +14,7 @@ import numpy as np
 
 from mpiad._typing import Comm, Rank
 from mpiad.errors import WorkerError
+from mpiad.optimize.loans import Loans
 from mpiad.transport.patience import wait_gently
 
 __all__ = ["Evaluates", "Instructions", "Refusal", "serve"]
@@ -36,7 +37,8 @@ class Instructions:
 
     def __init__(self, comm: Comm, root: Rank, size: int):
         self.comm, self.root = comm, root
-        self._kind, self._vector, self._direction = np.zeros(1, np.int64), np.empty(size), np.empty(size)
+        self._kind, self._direction = np.zeros(1, np.int64), np.empty(size)
+        self._loans = Loans(size)
 
     def give(self, kind: int, vector: np.ndarray | None = None, direction: np.ndarray | None = None) -> None:
         """Tell the other ranks what comes next; the root calls this."""
@@ -49,15 +51,15 @@ class Instructions:
                 self.comm.Bcast(np.ascontiguousarray(array, dtype=float), self.root)
 
     def await_next(self) -> tuple[int, np.ndarray, np.ndarray | None]:
-        """Return the root's next instruction; the others call this."""
+        """Return the root's next instruction; the others call this. The variables are the caller's to keep or change."""
         wait_gently(self.comm.Ibcast(self._kind, self.root))
-        kind = int(self._kind[0])
+        kind, vector = int(self._kind[0]), self._loans.vector()
         if kind != FINISH:
             # Everyone is awake now, and an MPI's blocking broadcast of much is its best.
-            self.comm.Bcast(self._vector, self.root)
+            self.comm.Bcast(vector, self.root)
         if kind in _WITH_DIRECTION:
             self.comm.Bcast(self._direction, self.root)
-        return kind, self._vector, self._direction if kind in _WITH_DIRECTION else None
+        return kind, vector, self._direction if kind in _WITH_DIRECTION else None
 
     def share_outcome(self, outcome: Any = None, cause: BaseException | None = None) -> Any:
         """Return the root's outcome on all ranks; raise it where it is a refusal, on the root from its `cause`."""
@@ -94,8 +96,14 @@ class Evaluates(Protocol):
 
 def serve(instructions: Instructions, evaluation: Evaluates) -> Any:
     """Evaluate what the root asks for, until the end; return its outcome."""
-    while True:
-        kind, vector, direction = instructions.await_next()
-        if kind == FINISH:
-            return instructions.share_outcome()
+    while _serve_once(instructions, evaluation):
+        pass
+    return instructions.share_outcome()
+
+
+def _serve_once(instructions: Instructions, evaluation: Evaluates) -> bool:
+    """Evaluate what the root asks for next; return whether it wasn't the end. Nothing of it is held afterwards."""
+    kind, vector, direction = instructions.await_next()
+    if kind != FINISH:
         evaluation.carry_out(kind, vector, direction)
+    return kind != FINISH

@@ -90,8 +90,8 @@ class IterationsDone(Exception):
 
 def _run_out(value: Callable, start: np.ndarray, jac: Callable, **others: Any) -> Any:
     """Evaluate where an earlier run has ended, in place of SciPy's `minimize`."""
-    value(start)
-    jac(start)
+    value(start.copy())
+    jac(start.copy())
     raise IterationsDone
 
 

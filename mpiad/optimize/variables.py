@@ -88,6 +88,8 @@ class Packing:
         self._specs = [(np.shape(self._leaves[p]), np.result_type(self._leaves[p])) for p in self._places]
         self._lengths = [int(np.prod(shape)) * (1 + (dtype.kind == "c")) for shape, dtype in self._specs]
         self.size = sum(self._lengths)
+        # One array of doubles lies in memory as its vector does.
+        self._plain = len(self._specs) == 1 and self._specs[0][1] == np.float64 and len(self._specs[0][0]) > 0
 
     @property
     def described(self) -> list[str]:
@@ -100,7 +102,7 @@ class Packing:
 
     def gradient_to_send(self, tree: Tree) -> np.ndarray:
         """Return what `pack_gradient` does, but in the gradient's own memory where it is one array of doubles."""
-        if type(tree) is np.ndarray and self._specs == [(tree.shape, tree.dtype)] and tree.dtype == np.float64:
+        if self._plain and type(tree) is np.ndarray and self._specs == [(tree.shape, tree.dtype)]:
             return np.ascontiguousarray(tree).reshape(-1)
         return self.pack_gradient(tree)
 
@@ -130,6 +132,14 @@ class Packing:
     def unpack(self, vector: np.ndarray) -> Tree:
         """Return the nest of a vector, in new memory."""
         return self._unpacked(vector, lambda z: z)
+
+    def nest_in(self, vector: np.ndarray) -> Tree:
+        """Return the nest of a vector, in the vector's own memory where it is one array of doubles."""
+        if not self._plain:
+            return self.unpack(vector)
+        leaves = list(self._leaves)
+        leaves[self._places[0]] = vector.reshape(self._specs[0][0])
+        return self._build(leaves)
 
     def unpack_gradient(self, vector: np.ndarray) -> Tree:
         """Return the nest of what `pack_gradient` made."""

@@ -77,7 +77,7 @@ def test_gradient_of_an_earlier_point_takes_a_new_pass() -> None:
 
 
 def test_the_method_s_arrays_may_change() -> None:
-    at, given = points(True)
+    at, given = points(False, only_both=True)
     x = np.array([1.0])
     at.value(x)
     x[0] = 5.0
@@ -85,6 +85,27 @@ def test_the_method_s_arrays_may_change() -> None:
     gradient = at.gradient(x)
     gradient[0] = 0.0
     assert at.gradient(x)[0] == 5.0 and given == [BOTH, BOTH]
+
+
+def test_methods_that_only_read_gradients_get_no_copies() -> None:
+    at, given = points(True)
+    x = np.array([1.0])
+    gradient = at.gradient(x)
+    assert np.shares_memory(gradient, at.gradient(x.copy())) and given == [BOTH]
+    with pytest.raises(ValueError, match="read-only"):
+        gradient[0] = 0.0
+
+
+def test_the_function_gets_the_method_s_own_array_and_may_change_it() -> None:
+    at, given = points(True)
+    evaluation = at._evaluation
+    got = []
+    evaluation.value = lambda x: got.append(x) or Evaluation.value(evaluation, x)
+    x = np.array([1.0, 2.0])
+    point = at.valued(x)
+    assert got[0] is x and not np.shares_memory(point.x, x)
+    x += 1.0
+    assert at.value(np.array([1.0, 2.0])) == 2.5 and given == [BOTH]
 
 
 def test_products_are_not_remembered() -> None:

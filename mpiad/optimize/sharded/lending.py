@@ -1,18 +1,17 @@
 """The variables that a user's function gets, and the gradient that it gives, without new memory in each evaluation.
 
-A new large array costs a page fault for each of its pages, every time: as much as a tenth of an iteration. The function
-may keep what it gets, or change it, so it gets a copy; but where nobody holds the last copy any more, the next is made
-in the same place.
+A new large array costs a page fault for each of its pages, every time: as much as a tenth of an iteration. So the copy that
+the function gets is made where nobody holds the last one any more.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 
 import numpy as np
 
 from mpiad._typing import Array, Tree
+from mpiad.optimize.loans import Loans
 from mpiad.optimize.variables import Packing
 
 __all__ = ["PiecePacking"]
@@ -25,26 +24,20 @@ class PiecePacking(Packing):
 
     def __init__(self, template: Tree):
         super().__init__(template)
-        self._shape, dtype = self._specs[0]
-        # One array of doubles, as large pieces are, lies in memory as its vector does.
-        self._plain = len(self._specs) == 1 and dtype == np.float64 and len(self._shape) > 0
+        self._shape = self._specs[0][0]
         self._gradient = np.empty(self.size)  # takes no memory until it is used
-        self._kept: list[np.ndarray] = []
+        self._loans = Loans(self.size)
         self._lent: np.ndarray | None = None
 
     def lend(self) -> np.ndarray | None:
         """Return where the next variables may be written, shape (size,), so that `unpack` needn't copy them."""
         if self._plain and 8 * self.size >= _LARGE:
-            self._lent = self._unheld()
+            self._lent = self._loans.vector()
         return self._lent
 
-    def _unheld(self) -> np.ndarray:
-        """Return an array that nobody else holds, nor a view of it."""
-        for array in self._kept:
-            if _holders(array) <= _UNHELD:
-                return array
-        self._kept = [np.empty(self.size)]
-        return self._kept[0]
+    def nest_in(self, vector: np.ndarray) -> Tree:
+        """Return the nest of a vector that the solve goes on working with: in what was lent, or in new memory."""
+        return self.unpack(vector)
 
     def _unpacked(self, vector: np.ndarray, view: Callable[[Array], Array]) -> Tree:
         lent, self._lent = self._lent, None
@@ -59,18 +52,3 @@ class PiecePacking(Packing):
         if self._plain and isinstance(tree, np.ndarray) and tree.shape == self._shape and tree.dtype == np.float64:
             return tree.reshape(-1)
         return self._packed(tree, np.conj, self._gradient)
-
-
-def _holders(array: np.ndarray) -> float:
-    # Only CPython counts.
-    return sys.getrefcount(array) if hasattr(sys, "getrefcount") else np.inf
-
-
-def _count_of_unheld() -> float:
-    kept = [np.empty(1)]
-    for array in kept:
-        return _holders(array)
-    return 0.0
-
-
-_UNHELD = _count_of_unheld()
