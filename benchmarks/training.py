@@ -23,6 +23,7 @@ import autograd.numpy as np
 import numpy
 from mpi4py import MPI
 
+import mpiad
 from mpiad.parallel import Adam, DistributedOptimizer
 from mpiad.parallel.buckets import BUCKET_BYTES, Plan, Sums
 from mpiad.primitives.cotangents import spec_like
@@ -45,9 +46,9 @@ class Nothing:
 def loss(params: Any, images: Any, labels: Any) -> Any:
     (w1, b1), (w2, b2) = params
     found = np.maximum(images @ w1 + b1, 0) @ w2 + b2
-    highest = np.max(found, axis=1, keepdims=True)
-    likelihood = found - highest - np.log(np.sum(np.exp(found - highest), axis=1, keepdims=True))
-    return -np.mean(likelihood[np.arange(len(labels)), labels])
+    # Less the highest, so that no exponential overflows: a constant, which the result doesn't depend on.
+    found = found - np.max(mpiad.stop(found), axis=1, keepdims=True)
+    return np.mean(np.log(np.sum(np.exp(found), axis=1)) - found[np.arange(len(labels)), labels])
 
 
 def sleep_until_all_are_here() -> None:

@@ -49,9 +49,9 @@ def scores(params, images):
 def loss(params, images, labels):
     """Return the mean cross entropy."""
     found = scores(params, images)
-    highest = np.max(found, axis=1, keepdims=True)
-    likelihood = found - highest - np.log(np.sum(np.exp(found - highest), axis=1, keepdims=True))
-    return -np.mean(likelihood[np.arange(len(labels)), labels])
+    # Less the highest, so that no exponential overflows: a constant, which the result doesn't depend on.
+    found = found - np.max(mpiad.stop(found), axis=1, keepdims=True)
+    return np.mean(np.log(np.sum(np.exp(found), axis=1)) - found[np.arange(len(labels)), labels])
 
 
 def train(data, test, epochs):

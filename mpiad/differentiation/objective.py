@@ -22,7 +22,7 @@ from mpiad.primitives.operation import Operation, communicate
 from mpiad.transport import SUM, Channel
 from mpiad.transport.agreement import agreed
 
-__all__ = ["Problem", "check_objective", "problem_with", "share", "weight_of"]
+__all__ = ["Problem", "check_objective", "problem_with", "raise_everywhere", "share", "weight_of"]
 
 _FLOAT64 = np.dtype(np.float64)
 _HUGE = 2**1023  # integers from here on have no float
@@ -104,18 +104,19 @@ def _forward(x: Any, p: Sharing) -> Any:
     sent[0], sent[1] = p.problem is not None, x
     p.channel.data.Allreduce(sent, shared)
     if shared[0]:
-        _raise_everywhere(p)
+        raise_everywhere(p.channel, p.problem)
     return shared[1]
 
 
-def _raise_everywhere(p: Sharing) -> None:
+def raise_everywhere(channel: Channel, problem: Problem | None) -> None:
+    """Raise on all ranks what the first with a problem says; all ranks call it, each with its own or None."""
     # Only now does anything of variable size travel.
-    described = None if p.problem is None else (p.problem.kind.__name__, p.problem.text)
-    found = [(rank, problem) for rank, problem in enumerate(p.channel.data.allgather(described)) if problem]
+    described = None if problem is None else (problem.kind.__name__, problem.text)
+    found = [(rank, theirs) for rank, theirs in enumerate(channel.data.allgather(described)) if theirs]
     rank, (kind, text) = found[0]
     others = f" (and on {len(found) - 1} more ranks)" if len(found) > 1 else ""
     made = {"TypeError": TypeError, "ValueError": ValueError}.get(kind, getattr(errors, kind, RuntimeError))
-    raise agreed(p.channel, made(f"{text} This happened on rank {rank}{others}."))
+    raise agreed(channel, made(f"{text} This happened on rank {rank}{others}."))
 
 
 def _adjoint(ans: Any, x: Any, p: Sharing) -> Any:

@@ -31,6 +31,13 @@ def _only(leaves: list[Any]) -> Any:
 
 
 def _walk(tree: Any, leaves: list[Any]) -> Callable:
+    kind = type(tree)
+    if kind in _NO_NESTS:
+        leaves.append(tree)
+        return next
+    if kind is list or kind is tuple:  # most nests, walked in every step of a training
+        parts = [_walk(part, leaves) for part in tree]
+        return lambda new: kind([part(new) for part in parts])
     if isinstance(tree, (dict, DictBox)):
         return _walk_dict(tree, leaves)
     if isinstance(tree, (list, tuple, SequenceBox)):

@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from mpiad._typing import Tree
-from mpiad.parallel.parameters import each, like, matching, zeros_like
+from mpiad._typing import Array, Tree
+from mpiad.differentiation.trees import flatten
+from mpiad.parallel.blocks import in_blocks
+from mpiad.parallel.parameters import each, matching, zeros_like
 from mpiad.parallel.rate import checked_rate, rate_at
 
 __all__ = ["Adam", "AdamW"]
@@ -73,20 +75,22 @@ class Adam:
         TypeError, ValueError
             Where the gradient doesn't have the form of the parameters.
         """
-        matching(gradient, params, type(self).__name__)
+        leaves, build = flatten(params)
+        given = matching(gradient, params, leaves, type(self).__name__)
         number = state["updates"] + 1
         rate = rate_at(self.learning_rate, number - 1)
         scale = rate / (1 - self.beta1**number)
         correction = 1 - self.beta2**number
-        first = each(lambda m, g: self.beta1 * m + (1 - self.beta1) * g, state["first"], gradient)
-        second = each(lambda v, g: self.beta2 * v + (1 - self.beta2) * np.abs(g) ** 2, state["second"], gradient)
 
-        def moved(x: Any, m: Any, v: Any) -> Any:
-            step = scale * m / (np.sqrt(v / correction) + self.epsilon)
-            return like(self._decayed(x, rate) - step, x)
+        def formula(x: Array, g: Array, m: Array, v: Array, new_x: Array, first: Array, second: Array) -> None:
+            np.add(self.beta1 * m, (1 - self.beta1) * g, out=first)
+            np.add(self.beta2 * v, (1 - self.beta2) * _squares(g), out=second)
+            step = scale * first / (np.sqrt(second / correction) + self.epsilon)
+            np.subtract(self._decayed(x, rate), step, out=new_x)
 
-        new = {"updates": number, "first": each(like, first, params), "second": second}
-        return new, each(moved, params, first, second)
+        moments = [flatten(state[name])[0] for name in ("first", "second")]
+        new, first, second = in_blocks(formula, [leaves, given, *moments], results=(0, 2, 3))
+        return {"updates": number, "first": build(first), "second": build(second)}, build(new)
 
     def _decayed(self, x: Any, rate: float) -> Any:
         return x
@@ -112,3 +116,7 @@ class AdamW(Adam):
 
 def _real_zeros(x: Any) -> Any:
     return np.zeros_like(np.real(x))
+
+
+def _squares(g: Array) -> Array:
+    return np.square(g) if g.dtype.kind == "f" else np.abs(g) ** 2

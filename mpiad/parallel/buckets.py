@@ -2,7 +2,8 @@
 
 The sums travel on a communicator of their own, so that they may start in the middle of a reverse pass whatever that
 communicates itself. All ranks start them in the same order, that of the buckets, each as soon as it and all before it are
-full: the order in which arrays become ready may differ between ranks.
+full: the order in which arrays become ready may differ between ranks. Nothing is left to overlap the last one with: it is
+added up by a blocking call, once all arrays are there, which needs less memory and time.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 
 from mpiad._typing import Array, Shape
 from mpiad.transport import Channel, Spec
-from mpiad.transport.collectives import Summation, start_allreduce
+from mpiad.transport.collectives import Summation, start_sum_in_place, sum_in_place
 from mpiad.transport.collectives import finish_allreduce as finish
 
 __all__ = ["BUCKET_BYTES", "Plan", "Sums", "plan_of"]
@@ -46,6 +47,8 @@ class Plan:
     ----------
     digest : int
         Below 2²⁰; equal for plans of the same arrays.
+    several : bool
+        Whether there is more than one message, so that one can travel early.
     """
 
     def __init__(self, specs: list[Spec], limit: int):
@@ -61,9 +64,10 @@ class Plan:
                 groups.append(open_ones[spec.dtype])
             open_ones[spec.dtype].append(place)
             filled[spec.dtype] += length
-        self.buckets = [_bucket(places, specs) for places in groups]
+        self.buckets = [_bucket(places[::-1], specs) for places in groups]
         said = [(spec.shape, spec.dtype.str) for spec in specs]
         self.digest = zlib.crc32(repr((said, limit)).encode()) % 2**20
+        self.several = len(self.buckets) > 1
         self.bucket_of = {place: k for k, bucket in enumerate(self.buckets) for place in bucket.places}
 
 
@@ -94,35 +98,46 @@ class Sums:
         self._channel, self._aside, self._plan = channel, cast(Channel, _Aside(channel)), plan
         self._arrays: list[Any] = [None] * len(plan.specs)
         self._missing = [len(bucket.places) for bucket in plan.buckets]
+        self._wholes: list[np.ndarray] = []
         self._started: list[Summation] = []
 
     def add(self, place: int, array: Array) -> None:
         """Hand in one array, and start what is full."""
         self._arrays[place] = array
         self._missing[self._plan.bucket_of[place]] -= 1
-        while len(self._started) < len(self._missing) and not self._missing[len(self._started)]:
-            self._start(self._plan.buckets[len(self._started)])
+        while len(self._wholes) < len(self._missing) - 1 and not self._missing[len(self._wholes)]:
+            self._started.append(start_sum_in_place(self._aside, self._packed()))
 
     def add_all(self, arrays: list[Array]) -> None:
-        """Hand in all arrays."""
+        """Hand in all arrays, and add them up."""
         self._arrays = list(arrays)
-        for bucket in self._plan.buckets:
-            self._start(bucket)
+        for _ in self._plan.buckets:
+            self._add_up()
 
-    def _start(self, bucket: Bucket) -> None:
-        arrays = [self._arrays[k] for k in bucket.places]
-        self._started.append(start_allreduce(self._aside, np.concatenate(arrays, axis=None)))
-        for k in bucket.places:
+    def _packed(self) -> np.ndarray:
+        """Return the arrays of the next bucket, behind one another in memory of their own."""
+        places = self._plan.buckets[len(self._wholes)].places
+        self._wholes.append(np.concatenate([self._arrays[k] for k in places], axis=None))
+        for k in places:
             self._arrays[k] = None
+        return self._wholes[-1]
 
-    def wait(self) -> list[Array]:
-        """Return the sums, once all arrays have been handed in."""
+    def _add_up(self) -> None:
+        sum_in_place(self._aside, self._packed())
+
+    def wait(self, divisor: int = 1) -> list[Array]:
+        """Return the sums, divided by a number, once all arrays have been handed in."""
+        if len(self._wholes) < len(self._missing):
+            self._add_up()
+        for summation in self._started:
+            finish(summation)
+        self._started = []
         out = self._arrays
-        for bucket, summation in zip(self._plan.buckets, self._started):
-            whole = finish(summation)
+        for bucket, whole in zip(self._plan.buckets, self._wholes):
+            if divisor != 1:
+                whole /= divisor
             for k, (part, shape) in zip(bucket.places, bucket.parts):
                 out[k] = whole[part] if shape is None else whole[part].reshape(shape)
-        self._started = []
         return out
 
     def __enter__(self) -> Sums:
@@ -134,7 +149,7 @@ class Sums:
 
 
 class _Aside:
-    """What `start_allreduce` needs of a channel, with the communicator that nothing else uses."""
+    """What a sum needs of a channel, with the communicator that nothing else uses."""
 
     def __init__(self, channel: Channel):
         self.data, self.hold, self.release = channel.aside(), channel.hold, channel.release

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from mpiad._typing import Comm, Function, Tree
-from mpiad.differentiation.trees import flatten
+from mpiad.differentiation.trace import Variables
 from mpiad.parallel.buckets import BUCKET_BYTES, Plan, Sums, plan_of
 from mpiad.parallel.clipping import clipped
 from mpiad.parallel.gradient import gradient_of_sum
 from mpiad.parallel.parameters import arrays_of, matching
-from mpiad.parallel.samples import counted, total_samples
+from mpiad.parallel.samples import counted, totals
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import suspended
 from mpiad.transport import channel
@@ -118,12 +119,13 @@ class DistributedOptimizer:
         -----
         All ranks of `comm` call it.
         """
-        found, places = arrays_of(params, "DistributedOptimizer.update")
-        specs = [spec_like(found[k]) for k in places]
+        variables = arrays_of(params, "DistributedOptimizer.update")
+        given, places, _ = variables
+        specs = [spec_like(given[k]) for k in places]
         if samples == 0:
             parts = [spec.zeros() for spec in specs]
         else:
-            leaves = matching(gradient, params, "DistributedOptimizer.update")
+            leaves = matching(gradient, params, given, "DistributedOptimizer.update")
             factor = 1 if samples is None else samples
             parts = [leaves[k] if factor == 1 else leaves[k] * specs[i].dtype.type(factor) for i, k in enumerate(places)]
         count = 1 if samples is None else samples
@@ -137,11 +139,10 @@ class DistributedOptimizer:
         with suspended():
             self._plan = plan_of(specs, self.bucket_bytes, self._plan)
             used = channel(self.comm, "DistributedOptimizer.update")
-            total = total_samples(used, self._plan, count, "DistributedOptimizer.update")
+            total = totals(used, self._plan, "DistributedOptimizer.update", count)
             with Sums(used, self._plan) as sums:
                 sums.add_all(parts)
-                found = sums.wait()
-            return self._updated(state, params, places, found, total)
+                return self._updated(state, params, variables, sums, total.all)
 
     def step(
         self,
@@ -183,12 +184,13 @@ class DistributedOptimizer:
         self, state: dict[str, Any], params: Tree, loss: Function, batch: tuple, samples: Callable[..., int] | None
     ) -> tuple[dict[str, Any], Tree, float]:
         used = channel(self.comm, "DistributedOptimizer.step")
-        found, places = arrays_of(params, "DistributedOptimizer.step")
-        specs, count = [spec_like(found[k]) for k in places], counted(samples, params, batch)
+        variables = arrays_of(params, "DistributedOptimizer.step")
+        specs, count = [spec_like(variables.leaves[k]) for k in variables.places], counted(samples, params, batch)
         last = self.accumulate == 1 or state["steps"] + 1 == self.accumulate
-        held = state.get("gradient") or [None] * len(places)
-        parts: list[Any] = [None] * len(places)
+        held = state.get("gradient") or [None] * len(specs)
+        parts: list[Any] = [None] * len(specs)
         self._plan = plan_of(specs, self.bucket_bytes, self._plan)
+        agree = partial(totals, used, self._plan, "DistributedOptimizer.step", count, state.get("samples", 0))
         with suspended(), Sums(used, self._plan) as sums:
 
             def ready(k: int, g: Any) -> None:
@@ -196,30 +198,24 @@ class DistributedOptimizer:
                 if last:
                     sums.add(k, parts[k])
 
-            total = total_samples(used, self._plan, count, "DistributedOptimizer.step")
-            mean = gradient_of_sum(loss, params, batch, count, total, used, ready)
+            total = gradient_of_sum(loss, variables, batch, count, agree, ready, self._plan.several)
+            mean = total.loss / total.batch
             if not last:
                 return self._kept(state, parts, count), params, mean
-            if self.accumulate > 1:
-                total = total_samples(used, self._plan, state["samples"] + count, "DistributedOptimizer.step")
-            state, params = self._updated(state, params, places, sums.wait(), total)
-        return state, params, mean
+            return *self._updated(state, params, variables, sums, total.all), mean
 
     def _kept(self, state: dict[str, Any], parts: list[Any], count: int) -> dict[str, Any]:
         """Return the state that holds gradients for a later update."""
         return {**state, "gradient": parts, "steps": state["steps"] + 1, "samples": state["samples"] + count}
 
     def _updated(
-        self, state: dict[str, Any], params: Tree, places: list[int], sums: list[Any], total: int
+        self, state: dict[str, Any], params: Tree, variables: Variables, sums: Sums, total: int
     ) -> tuple[dict[str, Any], Tree]:
         """Make an update of the sums over all ranks."""
-        if self.reduction == "mean":
-            for array in sums:
-                array /= total
-        given, build = flatten(params)
-        leaves: list[Any] = [None] * len(given)
-        for k, array in zip(places, clipped(sums, self.clip_norm)):
+        leaves: list[Any] = [None] * len(variables.leaves)
+        found = sums.wait(total if self.reduction == "mean" else 1)
+        for k, array in zip(variables.places, clipped(found, self.clip_norm)):
             leaves[k] = array[()]
-        inner, params = self.optimizer.update(state["optimizer"], params, build(leaves))
+        inner, params = self.optimizer.update(state["optimizer"], params, variables.build(leaves))
         emptied = {} if self.accumulate == 1 else {"gradient": None, "steps": 0, "samples": 0}
         return {**state, **emptied, "optimizer": inner}, params

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
+from autograd.tracer import getval
 
 from mpiad._typing import Comm, Function, Tree
 from mpiad.differentiation.backward import run_backward
-from mpiad.differentiation.objective import problem_with, share
+from mpiad.differentiation.objective import problem_with
 from mpiad.differentiation.trace import Variables, trace_backwards
-from mpiad.differentiation.trees import flatten, is_variable
 from mpiad.parallel.buckets import BUCKET_BYTES, Plan, Sums, plan_of
 from mpiad.parallel.parameters import arrays_of
-from mpiad.parallel.samples import counted, total_samples
+from mpiad.parallel.samples import Totals, counted, totals
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import suspended
-from mpiad.transport import Channel, channel
+from mpiad.transport import channel
 from mpiad.transport.recovery import recoverable
 
 __all__ = ["gradient_of_sum", "value_and_grad"]
@@ -79,61 +80,64 @@ def value_and_grad(
     @recoverable("parallel.value_and_grad", comm)
     def evaluate(params: Tree, *batch: Any) -> tuple[float, Tree]:
         used = channel(comm, "parallel.value_and_grad")
-        leaves, places = arrays_of(params, "parallel.value_and_grad")
+        variables = arrays_of(params, "parallel.value_and_grad")
+        leaves, places, build = variables
         count = counted(samples, params, batch)
         nonlocal plan
         plan = plan_of([spec_like(leaves[k]) for k in places], bucket_bytes, plan)
+        agree = partial(totals, used, plan, "parallel.value_and_grad", count)
         with suspended(), Sums(used, plan) as sums:
-            total = total_samples(used, plan, count, "parallel.value_and_grad")
-            mean = gradient_of_sum(loss, params, batch, count, total, used, sums.add)
-            found = dict(zip(places, sums.wait()))
-        return mean, flatten(params)[1](
-            [_divided(found[k], total) if k in found else None for k in range(len(leaves))]
-        )
+            total = gradient_of_sum(loss, variables, batch, count, agree, sums.add, plan.several)
+            found = dict(zip(places, sums.wait(total.batch)))
+        return total.loss / total.batch, build([found[k][()] if k in found else None for k in range(len(leaves))])
 
     return evaluate
 
 
 def gradient_of_sum(
-    loss: Function, params: Tree, batch: Sequence[Any], count: int, total: int, used: Channel,
-    ready: Callable[[int, Any], None],
-) -> float:  # fmt: skip
-    """Return the mean loss of all ranks; hand on this rank's gradient as it is found.
+    loss: Function, variables: Variables, batch: Sequence[Any], count: int, agree: Callable[..., Totals],
+    ready: Callable[[int, Any], None], early: bool,
+) -> Totals:  # fmt: skip
+    """Return all ranks' samples and losses; hand on this rank's gradient as it is found.
 
     Parameters
     ----------
-    loss, params, batch
-    count, total : int
-        This rank's samples, and all ranks'.
-    used : Channel
+    loss : callable
+    variables : Variables
+        The parameters.
+    batch : sequence
+    count : int
+        This rank's samples.
+    agree : callable
+        ``agree(loss=, problem=)``: `totals` of what is known before.
     ready : callable
         ``ready(k, gradient)`` is called once for each trained leaf, with the gradient of the sum of this rank's samples'
         losses.
+    early : bool
+        Whether it may be called in the reverse pass already, which costs a look through the record.
     """
-    leaves, build = flatten(params)
-    places = [k for k, leaf in enumerate(leaves) if is_variable(leaf)]
-    leaves = [np.float64(leaf) if type(leaf) is float else leaf for leaf in leaves]
+    places = variables.places
+    leaves = [np.float64(leaf) if type(leaf) is float else leaf for leaf in variables.leaves]
 
     def handed(variable: int, g: Any) -> None:
         spec = spec_like(leaves[places[variable]])
         ready(variable, spec.zeros() if g is None else conform(g, *spec))
 
     if not count:
-        mean = share(None, 0.0, None, used) / total
+        found = agree()
         for variable in range(len(places)):
             handed(variable, None)
-        return float(mean)
-    traced = trace_backwards(lambda x: loss(x, *batch), Variables(leaves, places, build))
+        return found
+    traced = trace_backwards(lambda x: loss(x, *batch), variables._replace(leaves=leaves))
     value = traced.build(traced.values)
-    problem = traced.problem or problem_with(value, 1.0, "parallel.value_and_grad")
-    mean = share(value, float(count), problem, used) / total
+    problem = traced.problem or problem_with(getval(value), 1.0, "parallel.value_and_grad")
+    found = agree(problem=problem) if problem else agree(loss=float(np.reshape(getval(value), ())) * count)
     # By the number of samples: what a mean divides by it is whole again.
     spec = spec_like(value)
     seeds = [(traced.places[0], np.full(spec.shape, count, spec.dtype)[()])] if traced.places[0] >= 0 else []
-    run_backward(traced.recording, seeds, len(places), ready=handed)
-    return float(mean)
-
-
-def _divided(total: Any, count: int) -> Any:
-    total /= count
-    return total[()]
+    if early:
+        run_backward(traced.recording, seeds, len(places), ready=handed)
+    else:
+        for variable, g in enumerate(run_backward(traced.recording, seeds, len(places))):
+            handed(variable, g)
+    return found

@@ -9,21 +9,22 @@ import numpy as np
 from autograd.tracer import isbox
 
 from mpiad._typing import Tree
+from mpiad.differentiation.trace import Variables
 from mpiad.differentiation.trees import flatten, is_variable, named_leaves
 from mpiad.primitives.cotangents import spec_like
 
-__all__ = ["arrays_of", "each", "like", "matching", "zeros_like"]
+__all__ = ["arrays_of", "each", "matching", "zeros_like"]
 
 
-def arrays_of(tree: Tree, call: str, required: bool = True) -> tuple[list[Any], list[int]]:
-    """Return the leaves of a nest, and the places of those that are trained: real or complex floats and arrays of them.
+def arrays_of(tree: Tree, call: str, required: bool = True) -> Variables:
+    """Return the leaves of a nest; its variables are those that are trained: real or complex floats and arrays of them.
 
     Raises
     ------
     TypeError
         Where one of them is traced; where one is `required` and none is trained.
     """
-    leaves = flatten(tree)[0]
+    leaves, build = flatten(tree)
     if any(map(isbox, leaves)):
         raise TypeError(
             f"{call}: got traced values, but a step of a training carries no derivative. Call it outside of the function "
@@ -33,7 +34,7 @@ def arrays_of(tree: Tree, call: str, required: bool = True) -> tuple[list[Any], 
     if required and not places:
         kinds = ", ".join(sorted({type(leaf).__name__ for leaf in leaves})) or "nothing"
         raise TypeError(f"{call}: there is nothing to train: expected floats and arrays of floats, but got {kinds}.")
-    return leaves, places
+    return Variables(leaves, places, build)
 
 
 def each(fun: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
@@ -43,26 +44,20 @@ def each(fun: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
     return build([fun(leaf, *[c[k] for c in columns]) if is_variable(leaf) else leaf for k, leaf in enumerate(leaves)])
 
 
-def like(x: Any, other: Any) -> Any:
-    """Return a number or array in the dtype of another: numbers of NumPy's mustn't widen what is trained."""
-    dtype = np.result_type(other)
-    return x if getattr(x, "dtype", None) == dtype else np.asarray(x, dtype)[()]
-
-
 def zeros_like(tree: Tree) -> Tree:
     """Return the nest with zeros in the place of the trained leaves."""
     return each(np.zeros_like, tree)
 
 
-def matching(gradient: Tree, params: Tree, call: str) -> list[Any]:
-    """Return the leaves of a gradient.
+def matching(gradient: Tree, params: Tree, wanted: list[Any], call: str) -> list[Any]:
+    """Return the leaves of a gradient; `wanted` are those of the parameters.
 
     Raises
     ------
     TypeError, ValueError
         Where they don't have the form, the shapes and the dtypes of the parameters.
     """
-    found, wanted = flatten(gradient)[0], flatten(params)[0]
+    found = flatten(gradient)[0]
     if len(found) == len(wanted) and all(map(_fits, found, wanted)):
         return found
     named, paths = named_leaves(gradient, "gradient"), named_leaves(params, "params")

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpiad._typing import Tree
+from mpiad.differentiation.objective import Problem, raise_everywhere
 from mpiad.differentiation.trees import flatten
 from mpiad.parallel.buckets import Plan
 from mpiad.primitives import mpi_allreduce
 from mpiad.transport import Channel
 from mpiad.transport.agreement import agreed
 
-__all__ = ["Items", "counted", "total_samples"]
+__all__ = ["Items", "Totals", "counted", "totals"]
 
 
 class Items(list):
@@ -28,32 +29,61 @@ def counted(samples: Callable[..., int] | None, params: Tree, batch: Sequence[An
     for part in batch:
         if isinstance(part, Items):
             return len(part)
+    if batch and type(batch[0]) is np.ndarray and batch[0].ndim:
+        return len(batch[0])
     for leaf in flatten(list(batch))[0]:
         if np.ndim(leaf):
             return np.shape(leaf)[0]
     return 1
 
 
-def total_samples(used: Channel, plan: Plan, count: int, call: str) -> int:
-    """Return the number of all ranks' samples, after seeing that they are about to add up the same arrays.
+class Totals(NamedTuple):
+    """What all ranks have together: samples in this batch, samples in all that are accumulated, and their sum of losses."""
+
+    batch: int
+    all: int
+    loss: float
+
+
+def totals(
+    used: Channel, plan: Plan, call: str, count: int, before: int = 0, loss: float = 0.0, problem: Problem | None = None
+) -> Totals:
+    """Return the ranks' sums, after seeing that they are about to add up the same arrays: in one message.
+
+    Parameters
+    ----------
+    used : Channel
+    plan : Plan
+    call : str
+    count : int
+        This rank's samples.
+    before : int
+        Its samples of batches accumulated before.
+    loss : float
+        The sum of its samples' losses.
+    problem : Problem, optional
+        What is wrong with its loss.
 
     Raises
     ------
-    ValueError
-        On all ranks, where their parameters differ in number, shape or dtype; where none has a sample.
+    TypeError, ValueError
+        On all ranks, where their parameters differ in number, shape or dtype; where none has a sample; where there is a
+        problem on one.
 
     Ranks
     -----
     All ranks of the channel call it, outside of all traces.
     """
-    # By Cauchy and Schwarz, size · Σ d² = (Σ d)² for equal digests only: the comparison costs no message of its own.
-    found = mpi_allreduce(np.array([count, plan.digest, plan.digest**2]), comm=used.user)
-    total, digests, squares = found.tolist()
+    # By Cauchy and Schwarz, size · Σ d² = (Σ d)² for equal digests only; all but the loss are whole numbers below 2⁵³.
+    mine = [count, count + before, plan.digest, plan.digest**2, problem is not None, loss]
+    total, accumulated, digests, squares, problems, sum_of_losses = mpi_allreduce(np.array(mine), comm=used.user).tolist()
     if used.size * squares != digests**2:
         raise agreed(used, _difference(used, plan, call))
     if total < 1:
         raise agreed(used, ValueError(f"{call}: none of the {used.size} rank(s) has a sample to learn from."))
-    return total
+    if problems:
+        raise_everywhere(used, problem)
+    return Totals(int(total), int(accumulated), sum_of_losses)
 
 
 def _difference(used: Channel, plan: Plan, call: str) -> ValueError:

@@ -6,8 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from mpiad._typing import Tree
-from mpiad.parallel.parameters import each, like, matching, zeros_like
+import numpy as np
+
+from mpiad._typing import Array, Tree
+from mpiad.differentiation.trees import flatten
+from mpiad.parallel.blocks import in_blocks
+from mpiad.parallel.parameters import matching, zeros_like
 from mpiad.parallel.rate import checked_rate, rate_at
 
 __all__ = ["SGD"]
@@ -47,11 +51,17 @@ class SGD:
 
         Parameters and errors are those of `Adam.update`.
         """
-        matching(gradient, params, "SGD")
+        leaves, build = flatten(params)
+        given = matching(gradient, params, leaves, "SGD")
         rate = rate_at(self.learning_rate, state["updates"])
         new: dict[str, Any] = {"updates": state["updates"] + 1}
         if not self.momentum:
-            return new, each(lambda x, g: like(x - rate * g, x), params, gradient)
-        velocity = each(lambda v, g: like(self.momentum * v + g, v), state["velocity"], gradient)
-        step = each(lambda v, g: g + self.momentum * v, velocity, gradient) if self.nesterov else velocity
-        return {**new, "velocity": velocity}, each(lambda x, s: like(x - rate * s, x), params, step)
+            return new, build(in_blocks(lambda x, g, out: np.subtract(x, rate * g, out=out), [leaves, given], [0])[0])
+
+        def formula(x: Array, g: Array, v: Array, new_x: Array, velocity: Array) -> None:
+            np.add(self.momentum * v, g, out=velocity)
+            step = g + self.momentum * velocity if self.nesterov else velocity
+            np.subtract(x, rate * step, out=new_x)
+
+        moved, velocity = in_blocks(formula, [leaves, given, flatten(state["velocity"])[0]], results=(0, 2))
+        return {**new, "velocity": build(velocity)}, build(moved)

@@ -66,7 +66,7 @@ def _agreed_leaves(used: Channel, tree: Tree, root: Rank) -> tuple[list, list[in
     """Return the leaves and the places of those that travel, after all ranks have compared theirs with the root's."""
     error, leaves, trained, held = None, [], [], []
     try:
-        leaves, trained = arrays_of(tree, "parallel.synchronize", required=False)
+        leaves, trained, _ = arrays_of(tree, "parallel.synchronize", required=False)
         held = [(name, _described(leaf)) for name, leaf in named_leaves(tree, "tree")]
     except TypeError as found:
         error = found

@@ -14,7 +14,7 @@ from mpiad.transport.channels import Channel
 
 __all__ = [
     "allreduce", "alltoall", "barrier", "bcast", "gather", "lengths_of_all", "reduce", "reduce_scatter",
-    "scan", "scatter", "Summation", "finish_allreduce", "start_allreduce",
+    "scan", "scatter", "Summation", "finish_allreduce", "start_allreduce", "start_sum_in_place", "sum_in_place",
 ]
 
 
@@ -181,6 +181,18 @@ def start_allreduce(channel: Channel, array: np.ndarray) -> Summation:
     request = channel.data.Iallreduce(array, out, MPI.SUM)
     channel.hold("reduction", request, (array, out))
     return Summation(channel, out, request)
+
+
+def start_sum_in_place(channel: Channel, array: np.ndarray) -> Summation:
+    """Start to add up arrays in their own memory, which nobody uses meanwhile."""
+    request = channel.data.Iallreduce(MPI.IN_PLACE, array, MPI.SUM)
+    channel.hold("reduction", request, array)
+    return Summation(channel, array, request)
+
+
+def sum_in_place(channel: Channel, array: np.ndarray) -> None:
+    """Add up arrays in their own memory."""
+    channel.data.Allreduce(MPI.IN_PLACE, array, MPI.SUM)
 
 
 def finish_allreduce(summation: Summation) -> Array:

@@ -7,7 +7,16 @@ from autograd import grad as plain_grad
 from mpi4py import MPI
 
 import mpiad
-from mpiad.parallel import SGD, Adam, AdamW, DistributedDataContainer, DistributedOptimizer, synchronize, value_and_grad
+from mpiad.parallel import (
+    SGD,
+    Adam,
+    AdamW,
+    DistributedDataContainer,
+    DistributedOptimizer,
+    buckets,
+    synchronize,
+    value_and_grad,
+)
 
 COMM = MPI.COMM_WORLD
 ROOT = COMM.size - 1
@@ -174,14 +183,19 @@ def test_a_loss_may_communicate():
     assert g == pytest.approx(exact, rel=1e-12)
 
 
+def watch_messages(monkeypatch, note):
+    """Have each message of sums noted: those that start early, and the last, which blocks."""
+    for name in ("start_sum_in_place", "sum_in_place"):
+        call = getattr(buckets, name)
+        monkeypatch.setattr(buckets, name, lambda c, x, call=call: note(x) or call(c, x))
+
+
 def test_sums_start_before_the_reverse_pass_has_ended(monkeypatch):
     """The last layer's gradient is under way while the first layer's is still computed."""
     from autograd.extend import defvjp, primitive
 
-    from mpiad.parallel import buckets
-
-    events, start = [], buckets.start_allreduce
-    monkeypatch.setattr(buckets, "start_allreduce", lambda c, x: events.append(len(x)) or start(c, x))
+    events = []
+    watch_messages(monkeypatch, lambda x: events.append(len(x)))
 
     @primitive
     def watched(x):
@@ -198,10 +212,8 @@ def test_sums_start_before_the_reverse_pass_has_ended(monkeypatch):
 
 @pytest.mark.parametrize("count", [1, 200])
 def test_small_arrays_travel_in_one_message_for_each_dtype(monkeypatch, count):
-    from mpiad.parallel import buckets
-
-    sizes, start = [], buckets.start_allreduce
-    monkeypatch.setattr(buckets, "start_allreduce", lambda c, x: sizes.append((x.dtype.char, len(x))) or start(c, x))
+    sizes = []
+    watch_messages(monkeypatch, lambda x: sizes.append((x.dtype.char, len(x))))
     params = [np.ones(3)] * count + [np.ones((2, 2), np.float32)] * count
     optimizer = DistributedOptimizer(SGD(0.1))
     optimizer.update(optimizer.setup(params), params, params)
