@@ -39,6 +39,11 @@ class Seeds(NamedTuple):
     reached: Array | None = None
     crossed: Array | None = None
 
+    def share(self, rows: slice) -> Seeds:
+        """Return those of some of the trajectories, where there are no events."""
+        parts = (None if part is None else part[rows] for part in (self.saved, self.reached))
+        return Seeds(self.end[:, rows], *parts)
+
 
 class Entries(NamedTuple):
     """Values that are saved in some step of some trajectory.

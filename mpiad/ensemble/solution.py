@@ -252,7 +252,7 @@ def _every_step(outcome: Outcome, batch: Batch) -> tuple[Array, Array]:
     most = int(outcome.naccept.max(initial=0)) + 1
     times = np.full((batch.size, most), np.nan)
     u = np.full((batch.size, most, len(batch.u0)), np.nan, batch.u0.dtype)
-    for first, steps in outcome.steps:
+    for first, steps in outcome.recorded():
         for i in range(len(steps.counts)):
             t, _, states = steps.trajectory(i)
             times[first + i, : len(t)], u[first + i, : len(t)] = t, states.T

@@ -95,8 +95,9 @@ def solve(
         The adjoint of the steps that were taken, exact for what was computed; or that of the differential equation, solved
         backwards beside the interpolated states to the same tolerance.
     checkpoints : int, optional
-        Of a gradient: keep the states before every so many steps only, and compute those between again, which costs about
-        one more solve. All are kept by default.
+        Of a gradient: keep the states before every so many steps only (and the times and sizes of all), and compute those
+        between again, which costs about one more solve. Kernels keep the steps of one in so many trajectories at a time.
+        All are kept by default.
     compile : {"auto", True, False}
         Whether to compile f into a kernel, in which each trajectory's solve and its gradient run as one loop of machine
         code. "auto" does so for ensembles of 1,000 trajectories and more, where f can be compiled and nothing is asked for

@@ -11,6 +11,7 @@ import mpiad
 from mpiad.ensemble import EnsembleProblem, EnsembleSerial, EnsembleVectorized, Event, ODEProblem, solve
 
 pytestmark = pytest.mark.serial
+both = pytest.mark.usefixtures("solved_by")
 
 TIGHT = {"rtol": 1e-6, "atol": 1e-9}
 RHO = np.linspace(0, 21, 40)[:, None]
@@ -23,6 +24,7 @@ def loss(x, f=lorenz, **more):
     return anp.sum(anp.where(np.isnan(mpiad.stop(sol.u)), 0.0, anp.sin(sol.u))) + anp.sum(sol.u_end**2)
 
 
+@both
 @pytest.mark.parametrize("every", [1, 2, 7, 1000])
 @pytest.mark.parametrize("ends", [(0.0, 1.0), (0.1, 0.9)])
 def test_gradients_are_the_same(every, ends):

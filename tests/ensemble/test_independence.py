@@ -21,6 +21,8 @@ from mpiad.ensemble import (
 )
 
 pytestmark = pytest.mark.serial
+# Both ways of solving make the same promises, each for itself.
+both = pytest.mark.usefixtures("solved_by")
 
 RHO = np.linspace(0, 21, 700)[:, None]
 LORENZ = EnsembleProblem(ODEProblem(lorenz, [1.0, 0.0, 0.0], (0.0, 1.0)), p=RHO)
@@ -33,23 +35,16 @@ def same(a, b, rows=slice(None)):
         assert x.shape == y.shape and (x.tobytes() == y.tobytes()), name
 
 
-@pytest.fixture(params=[False, True], ids=["columns", "kernels"])
-def way(request):
-    """Both ways of solving make the same promises, each for itself."""
-    if request.param:
-        pytest.importorskip("numba")
-    return {"compile": request.param}
-
-
+@both
 @pytest.mark.limit(240)
-def test_alone_and_in_any_company(way):
-    whole = solve(LORENZ, saveat=0.1, **TIGHT, **way)
+def test_alone_and_in_any_company():
+    whole = solve(LORENZ, saveat=0.1, **TIGHT)
     for start, stop in [(0, 1), (5, 6), (0, 2), (3, 6), (100, 165), (650, 700)]:
-        part = solve(remake(LORENZ, p=RHO[start:stop]), saveat=0.1, **TIGHT, **way)
+        part = solve(remake(LORENZ, p=RHO[start:stop]), saveat=0.1, **TIGHT)
         same(whole, part, slice(start, stop))
     np.testing.assert_array_equal(whole.u[:, -1], whole.u_end)
     order = np.random.default_rng(1).permutation(len(RHO))
-    same(solve(remake(LORENZ, p=RHO[order]), saveat=0.1, **TIGHT, **way), whole, np.argsort(order))
+    same(solve(remake(LORENZ, p=RHO[order]), saveat=0.1, **TIGHT), whole, np.argsort(order))
 
 
 @pytest.mark.parametrize("alg", [RK45(), RK45(PIController()), Tsit5(), RK4()], ids=["RK45", "PI", "Tsit5", "RK4"])
@@ -99,17 +94,18 @@ def sick(u, p, t):
     return [np.where((kind == 2) & (t > 0.5), np.nan, first), second]
 
 
+@both
 @pytest.mark.limit(240)
-def test_failed_ones_harm_nobody(way):
+def test_failed_ones_harm_nobody():
     kinds = np.zeros(1003)
     kinds[[100, 500, 900]] = 1, 2, 3
     u0 = np.linspace([0.5, 0.1], [2.0, 1.0], 1003)
     u0[100] = 1.0, 0.0
     ensemble = EnsembleProblem(ODEProblem(sick, u0[0], (0.0, 2.0)), u0=u0, p=kinds[:, None])
-    sol = solve(ensemble, saveat=[0.25, 0.5, 1.5, 2.0], max_steps=1000, rtol=1e-8, atol=1e-10, **way)
+    sol = solve(ensemble, saveat=[0.25, 0.5, 1.5, 2.0], max_steps=1000, rtol=1e-8, atol=1e-10)
     good = kinds == 0
     alone = solve(remake(ensemble, u0=u0[good], p=kinds[good][:, None]), saveat=[0.25, 0.5, 1.5, 2.0],
-                  max_steps=1000, rtol=1e-8, atol=1e-10, **way)  # fmt: skip
+                  max_steps=1000, rtol=1e-8, atol=1e-10)  # fmt: skip
     same(sol, alone, good)
     assert list(sol.retcode[~good]) == ["DtLessThanMin", "Unstable", "MaxIters"]
     assert np.isfinite(sol.u_end).all()

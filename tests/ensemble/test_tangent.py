@@ -13,6 +13,7 @@ import mpiad
 from mpiad.ensemble import EnsembleProblem, ODEProblem, solve
 
 pytestmark = pytest.mark.serial
+both = pytest.mark.usefixtures("solved_by")
 
 TIGHT = {"rtol": 1e-6, "atol": 1e-9}
 SAVED = [0.0, 0.13, 0.13, 0.5, 0.51, 0.77, 1.0]
@@ -43,6 +44,7 @@ def without_span(x):
     return {"u0": x["u0"], "p": x["p"], "span": VARIABLES["span"]}
 
 
+@both
 @pytest.mark.parametrize("chosen", [lambda x: x, without_span], ids=["with tspan", "without"])
 def test_tangent_and_adjoint_are_transposes(chosen):
     def fun(x):
@@ -57,6 +59,7 @@ def test_tangent_and_adjoint_are_transposes(chosen):
     assert abs(there - here) <= 1e-12 * np.sum(np.abs(weights * tangent))
 
 
+@both
 @pytest.mark.parametrize("chosen", [lambda x: x, without_span], ids=["with tspan", "without"])
 def test_products_with_the_hessian(chosen):
     def loss(x):

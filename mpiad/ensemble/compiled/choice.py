@@ -85,10 +85,6 @@ def _unsupported(batch: Batch, settings: Settings) -> str | None:
         return f"u0 has dtype {dtype}, and kernels compute with float64"
     if settings.events:
         return "events= are looked for by the vectorised path only"
-    if settings.saveat is None:
-        return "save_everystep=True is for the vectorised path only"
-    if settings.checkpoints is not None:
-        return f"checkpoints={settings.checkpoints} is for the vectorised path only"
     return None
 
 

@@ -69,7 +69,8 @@ class _Launch:
         rest = (settings.rtol, atol, dt, float(settings.dtmax), float(settings.max_steps))
         self._given = (*inputs, solver.times, *rest)
         self._made = (
-            outcome.u_end, outcome.t_reached, outcome.codes, outcome.naccept, outcome.nreject, outcome.saved,
+            outcome.u_end, outcome.t_reached, outcome.codes, outcome.naccept, outcome.nreject,
+            np.empty((0, 0, 0)) if outcome.saved is None else outcome.saved,
             np.empty((0, n_saved), np.int32) if save_step is None else save_step, self._du, self._dsaved, self.last,
         )  # fmt: skip
 

@@ -96,6 +96,9 @@ class _Reverse:
             "row[l] = last[i]",
             "step[l] = naccept[i] - 1",
             "place[l] = n_saved - 1",
+            # Where every step is saved, some trajectories have fewer.
+            "while place[l] >= 0 and save_step[i, place[l]] < -1:",
+            "    place[l] -= 1",
             *[f"{at('cotangent', c)} = end_bar[{c}, i]" for c in range(form.d)],
             *[f"{at('p', j)} = p[{j}, i]" for j in range(form.varying)],
             *[f"{zero} = 0.0" for zero in zeros],

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -99,7 +101,8 @@ class Solver:
         self.batch, self.settings, self.threads = batch, settings, threads
         self.layout: Layout = layout_of(batch.p)
         self._names = parameter_names(self.layout.varying, self.layout.shared)
-        saveat: Any = settings.saveat
+        self.every = settings.saveat is None
+        saveat = np.empty(0) if settings.saveat is None else settings.saveat
         self.times = argument(np.atleast_2d(saveat))
         at_ends = (saveat == batch.start[:, None]) | (saveat == batch.end[:, None])
         alg = settings.alg
@@ -113,12 +116,11 @@ class Solver:
 
     def solved(self, given: Batch) -> Outcome:
         """Solve, and keep what a gradient by the traced parts of `given` will need."""
-        form = self.form
-        if given.traced:
-            self.directions = self._directions(given)
-            form = form._replace(directions=self.directions, record=not self.directions)
-        outcome = self._run(form)
-        if given.traced:
+        self.directions = self._directions(given) if given.traced and not self.every else ()
+        # With checkpoints steps are recorded on the way back, of some trajectories after the other.
+        kept = given.traced and not self.directions and self.settings.checkpoints is None
+        outcome = self._run(self.form._replace(directions=self.directions, record=self.every or kept))
+        if given.traced or self.every:
             outcome.solver = self
         return outcome
 
@@ -149,8 +151,22 @@ class Solver:
         if outcome.last is not None:
             return outcome
         if self._recorded is None:
-            self._recorded = self._run(self.form._replace(record=True))
+            self._recorded = self.record()
         return self._recorded
+
+    def record(self) -> Outcome:
+        """Solve once more, and keep all steps."""
+        return self._run(self.form._replace(record=True))
+
+    def parts(self) -> Iterator[tuple[slice, Solver]]:
+        """Return the trajectories in as many parts as the checkpoints ask for, each with its own solver."""
+        count = self.batch.size
+        parts = max(1, min(self.settings.checkpoints or 1, count // self.form.lanes))
+        for first, stop in pairwise(count * i // parts for i in range(parts + 1)):
+            rows = slice(first, stop)
+            part = Solver(self._compiler, self._program, self.batch.share(rows), self.settings.share(rows), self.threads)
+            part.form = self.form
+            yield rows, part
 
     def reverse(self, wanted: list[int], timed: bool, inside: bool) -> tuple[Any, Form]:
         """Return the reverse kernel's function for some of the program's parameters, and its form."""

@@ -33,6 +33,8 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
     timed : bool
         Whether to differentiate by the ends of tspan, too.
     """
+    if solver.settings.checkpoints is not None and run.outcome.last is None:
+        return _in_parts(solver, seeds, places, timed)
     batch, parts = run.batch, [part for part in solver.layout.parts if part.place in places]
     own = [part for part in parts if part.varies]
     common = [part for part in parts if not part.varies]
@@ -40,11 +42,11 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
         [j for part in own + common for j in part.scalars], timed, solver.form.inside and seeds.saved is not None
     )
     d, count = batch.u0.shape
-    end_bar = seeds.end if seeds.saved is None else seeds.end.copy()
     outcome, saved = solver.recorded(run.outcome), seeds.saved
-    save_step = np.empty((count, 0), np.int32) if saved is None else outcome.save_step
+    save_step = np.empty((count, 0), np.int32) if saved is None else run.save_step.astype(np.int32)
     saved = np.empty((0, 0, 0)) if saved is None else argument(saved)
-    u0_bar = np.ascontiguousarray(of_ends(run, seeds))
+    end_bar = of_ends(run, seeds)
+    u0_bar = np.array(end_bar, order="C")
     given = (
         solver.p,
         solver.s,
@@ -67,6 +69,23 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
     s_bar = np.sum(each(back, outcome.tapes, solver.threads), axis=0)
     _add_still(run, seeds, u0_bar)
     return Cotangents(u0_bar, start_bar, stop_bar, _leaves(run, places, own, common, p_bar, s_bar))
+
+
+def _in_parts(solver: Solver, seeds: Seeds, places: Sequence[int], timed: bool) -> Cotangents:
+    """Record the steps of some trajectories, go back over them and forget them, before those of the next."""
+    batch = solver.batch
+    leaves = {place: np.zeros_like(batch.p.leaves[place]) for place in places}
+    found = Cotangents(np.empty_like(batch.u0), np.empty(batch.size), np.empty(batch.size), leaves)
+    for rows, part in solver.parts():
+        run = Run(part.batch, part.settings, part.record())
+        own = pull_compiled(part, run, seeds.share(rows), places, timed)
+        found.u0[:, rows], found.start[rows], found.end[rows] = own.u0, own.start, own.end
+        for place, leaf in own.leaves.items():
+            if batch.p.varies[place]:
+                leaves[place][..., rows] = leaf
+            else:
+                leaves[place] += leaf
+    return found
 
 
 def _add_still(run: Run, seeds: Seeds, u0_bar: Array) -> None:
