@@ -6,7 +6,9 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from mpiad.ensemble import on_device
 from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.on_device.arguments import is_on_device
 from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.pool import integrate
 from mpiad.ensemble.settings import Settings
@@ -28,6 +30,7 @@ class EnsembleSerial(EnsembleAlgorithm):
 
     def run(self, batch: Batch, settings: Settings) -> Outcome:
         """Solve all trajectories of a batch."""
+        _require_host(self, batch)
         return _by_shares(batch, settings, [slice(i, i + 1) for i in range(batch.size)], map)
 
 
@@ -37,7 +40,7 @@ class EnsembleVectorized(EnsembleAlgorithm):
 
     def run(self, batch: Batch, settings: Settings) -> Outcome:
         """Solve all trajectories of a batch."""
-        return integrate(batch, settings)
+        return on_device.integrate(batch, settings) if is_on_device(batch) else integrate(batch, settings)
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ class EnsembleThreads(EnsembleAlgorithm):
 
     def run(self, batch: Batch, settings: Settings) -> Outcome:
         """Solve all trajectories of a batch."""
+        _require_host(self, batch)
         count = max(1, min(self.threads or len(_cores()), batch.size))
         bounds = [batch.size * i // count for i in range(count + 1)]
         with ThreadPoolExecutor(count) as executor:
@@ -67,8 +71,16 @@ def _cores() -> set[int]:
         return set(range(os.cpu_count() or 1))
 
 
+def _require_host(backend: EnsembleAlgorithm, batch: Batch) -> None:
+    if is_on_device(batch) and batch.size > 1:
+        raise NotImplementedError(
+            f"solve: {type(backend).__name__} runs on the host, but the states or parameters are device arrays. Take "
+            "EnsembleVectorized(), or bring them to the host with mpiad.device.to_host."
+        )
+
+
 def _by_shares(batch: Batch, settings: Settings, shares: list[slice], each) -> Outcome:
     if len(shares) < 2:
-        return integrate(batch, settings)
+        return EnsembleVectorized().run(batch, settings)
     parts = each(lambda rows: integrate(batch.share(rows), settings.share(rows)), shares)
     return Outcome.joined(list(parts))

@@ -91,4 +91,6 @@ Controller: TypeAlias = IController | PIController
 def _bounded(factor: Array, rejected: Array, least: float, most: float) -> Array:
     # fmax, because an error that is NaN must shrink the step.
     np.fmax(factor, least, out=factor)
-    return np.minimum(factor, np.where(rejected, 1.0, most) if np.count_nonzero(rejected) else most, out=factor)
+    # On a device, to look would be to wait.
+    bounded = type(rejected) is np.ndarray and not np.count_nonzero(rejected)
+    return np.minimum(factor, most if bounded else np.where(rejected, 1.0, most), out=factor)

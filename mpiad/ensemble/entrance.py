@@ -107,6 +107,7 @@ class Entrance:
         if settings.dt is not None:
             h = np.full(len(ids), settings.dt)
         else:
-            h = first_step(self.derivative, u, p, t, end, k, sign, self.rtol, self.atol)
+            rate = lambda u, t: derivative_at(self.derivative, u, p, t, sign)  # noqa: E731
+            h = first_step(rate, u, t, end, k, self.rtol, self.atol)
         h = np.maximum(np.minimum(h, settings.dtmax), least_step(t))
         return Entrants(ids, t, end, h, u, k)

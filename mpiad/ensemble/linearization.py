@@ -18,6 +18,7 @@ from mpiad.differentiation.shortcuts import shortened
 from mpiad.differentiation.trace import trace_list
 from mpiad.ensemble.field import Field, is_whole
 from mpiad.primitives.cotangents import conform, spec_like
+from mpiad.transport import Spec
 
 __all__ = ["Tracing", "check_traceable"]
 
@@ -69,8 +70,9 @@ class Tracing:
         del values
 
         def pull(g: Array) -> list[Any]:
-            parts = (g,) if whole else g
-            seeds = [(place, _seed(part, *spec[:2])) for part, (place, spec) in zip(parts, specs) if place >= 0]
+            # By index: arrays on a device aren't taken apart unasked.
+            parts = (g,) if whole else [g[i] for i in range(len(g))]
+            seeds = [(place, _seed(part, spec)) for part, (place, spec) in zip(parts, specs) if place >= 0]
             return run_backward(recording, seeds, self._count)
 
         return pull
@@ -141,8 +143,8 @@ def _write(out: Array, values: Sequence[Any], whole: bool) -> None:
             out[i] = value
 
 
-def _seed(part: Array, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+def _seed(part: Array, spec: Spec) -> Any:
     """Return the cotangent of a component, one that is the same for all columns included."""
-    if part.shape != shape:
+    if part.shape != spec.shape:
         part = part.sum()
-    return part if part.dtype == dtype else conform(part, shape, dtype)
+    return part if part.dtype == spec.dtype else conform(part, *spec)

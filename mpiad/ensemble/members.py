@@ -14,6 +14,7 @@ from mpiad._typing import Array, Function, Tree
 from mpiad.differentiation.trees import flatten
 from mpiad.ensemble.batch import Batch, Parameters
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
+from mpiad.transport.device_arrays import arrays_of, is_device_array
 
 __all__ = ["columns_of", "generator", "master_seed", "members"]
 
@@ -115,7 +116,7 @@ def as_state(u0: Any) -> Array:
         Where it isn't numbers.
     """
     traced = isbox(u0) or (isinstance(u0, (list, tuple)) and any(map(isbox, u0)))
-    state = anp.array(u0) if traced else np.asarray(u0)
+    state = anp.array(u0) if traced and not is_device_array(getval(u0)) else _array(u0)
     if state.dtype.kind in "biu":
         return state.astype(float)
     if state.dtype not in (np.float32, np.float64, np.complex64, np.complex128):
@@ -151,11 +152,14 @@ def _from_arrays(ensemble: EnsembleProblem, numbers: Sequence[int]) -> Batch:
 
 
 def _last(leaf: Array) -> Array:
-    return anp.moveaxis(leaf, 0, -1) if isbox(leaf) else np.ascontiguousarray(np.moveaxis(leaf, 0, -1))
+    if isbox(leaf):
+        return anp.moveaxis(leaf, 0, -1)
+    arrays, moved = arrays_of(leaf), np.moveaxis(leaf, 0, -1)
+    return np.ascontiguousarray(moved) if arrays is None else arrays.contiguous(moved)
 
 
 def _array(leaf: Any) -> Array:
-    return leaf if isbox(leaf) else np.asarray(leaf)
+    return leaf if isbox(leaf) or is_device_array(leaf) else np.asarray(leaf)
 
 
 def _stacked(

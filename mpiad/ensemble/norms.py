@@ -30,8 +30,8 @@ def mean_square(e: Array) -> Array:
     if e.dtype.kind == "c":
         e = np.abs(e)
     np.multiply(e, e, out=e)
-    if len(e) > _FEW:
-        total = np.add.reduce(e, axis=0)
+    if len(e) > _FEW or type(e) is not np.ndarray:  # what lives on a device keeps no order, and pays for each call
+        total = np.sum(e, axis=0)
     else:
         total = e[0].copy()
         for row in e[1:]:

@@ -47,6 +47,8 @@ class Outcome:
         The steps as such a kernel wrote them, and each trajectory's last row.
     carried : tuple of array, or None
         The tangents that it carried, of shapes (m, d, N) and (m, N, n_saved, d).
+    record : Record or None
+        Of a solve on a device that is to be differentiated.
     """
 
     u_end: Array
@@ -64,6 +66,7 @@ class Outcome:
     tapes: list[Any] = field(default_factory=list)
     last: Array | None = None
     carried: tuple[Array, Array] | None = None
+    record: Any = None
 
     @property
     def failed(self) -> Array:

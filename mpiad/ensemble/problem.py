@@ -14,6 +14,7 @@ from autograd.tracer import getval, isbox
 
 from mpiad._typing import Array, Function, Tree
 from mpiad.ensemble.readable import Readable
+from mpiad.transport.device_arrays import is_device_array
 
 __all__ = ["EnsembleProblem", "ODEProblem", "remake"]
 
@@ -156,7 +157,9 @@ def _check_derivative(f: Any) -> None:
 
 
 def _is_number(part: Any) -> bool:
-    plain = np.asarray(getval(part)) if type(part) is not list else _NO_NUMBER
+    plain = getval(part)
+    if not is_device_array(plain):
+        plain = np.asarray(plain) if type(part) is not list else _NO_NUMBER
     return plain.ndim == 0 and plain.dtype.kind in "biufc"
 
 

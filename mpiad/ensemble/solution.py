@@ -16,6 +16,7 @@ from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.retcodes import names_of, survived
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.statistics import mean, quantile, spread, summary
+from mpiad.transport.device_arrays import arrays_of
 
 __all__ = ["EnsembleSolution", "ODESolution", "check_alike", "joined", "joined_times", "solution_of", "widened"]
 
@@ -113,12 +114,14 @@ class EnsembleSolution:
 
     def _surviving(self) -> Array:
         """Return the saved states of the survivors."""
-        if not isinstance(getval(self.u), np.ndarray) or self.u.shape[:1] != (len(self),):
+        found = getval(self.u)
+        arrays = arrays_of(found)
+        if (arrays is None and not isinstance(found, np.ndarray)) or found.shape[:1] != (len(self),):
             raise TypeError(
                 f"{type(self).__name__}: u is what output_func or reduction made, a {type(self.u).__name__}, and not the "
                 "states, of which statistics are taken. Take them of u yourself, or of u_end."
             )
-        return self.u[self.survivors]
+        return self.u[self.survivors if arrays is None else arrays.to_device(np.flatnonzero(self.survivors))]
 
     def mean(self) -> Array:
         """Return the mean over the survivors at each saved time, shape (n_saved, d)."""
@@ -182,9 +185,11 @@ def solution_of(outcome: Outcome, batch: Batch, settings: Settings) -> EnsembleS
     if settings.saveat is None:
         times, u = _every_step(outcome, batch)
     else:
-        times, u = settings.saveat, np.asarray(outcome.saved)
+        saved: Any = outcome.saved
+        times, u = settings.saveat, saved
         still = batch.start == batch.end
-        u[still] = batch.u0.T[still][:, None]
+        if type(u) is np.ndarray:  # on a device they are there already
+            u[still] = batch.u0.T[still][:, None]
     return EnsembleSolution(
         u.reshape(*u.shape[:2], *batch.shape), times, outcome.u_end.T.reshape(count, *batch.shape),
         names_of(outcome.codes), outcome.t_reached, outcome.naccept, outcome.nreject, _evaluations(outcome, settings),

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpiad._typing import Array
+from mpiad.ensemble import on_device
 from mpiad.ensemble.algorithms import RK45, Algorithm
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleSerial, EnsembleVectorized
 from mpiad.ensemble.batch import Batch
@@ -18,6 +19,7 @@ from mpiad.ensemble.differentiable import Ways, differentiable
 from mpiad.ensemble.events import Event
 from mpiad.ensemble.failures import report
 from mpiad.ensemble.members import columns_of, master_seed, members
+from mpiad.ensemble.on_device.arguments import is_on_device, placed
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
 from mpiad.ensemble.progress import Progress
 from mpiad.ensemble.ranks import EnsembleMPI, agreed, over_ranks
@@ -188,7 +190,7 @@ def _solved(
     demands: Demands, compiler: Compiler, backend: EnsembleAlgorithm, given: Batch,
     shown: Callable[[int], None] | None, numbers: range = range(1, 2),
 ) -> EnsembleSolution:
-    batch, times = given.plain(), None
+    batch, times = placed(given.plain()), None
     if not demands.save_everystep:
         saveat = demands.saveat
         rows = saveat[numbers.start - 1 : numbers.stop - 1] if np.ndim(saveat) == 2 else saveat
@@ -199,6 +201,12 @@ def _solved(
         demands.alg, demands.rtol, atol, demands.dt, demands.dtmax, demands.max_steps, events, times,
         demands.save_everystep or given.traced, None if demands.save_everystep else demands.checkpoints, shown,
     )  # fmt: skip
+    if is_on_device(batch):
+        outcome = compiler.run_on_device(backend, batch, settings)
+        sol = solution_of(outcome, batch, settings)
+        if not given.traced:
+            return sol
+        return on_device.differentiable(sol, outcome.record, given, demands.gradient, demands.adjoint)
     try_once(batch, events, given.traced)
     outcome = compiler.run(backend, batch, settings, given)
     sol, ways = solution_of(outcome, batch, settings), Ways(demands.gradient, demands.adjoint)

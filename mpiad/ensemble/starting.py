@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 
 from mpiad._typing import Array, Tree
@@ -21,20 +24,20 @@ def derivative_at(derivative: Derivative, u: Array, p: Tree, t: Array, sign: Arr
 
 
 def first_step(
-    derivative: Derivative, u: Array, p: Tree, t: Array, end: Array, k: Array, sign: Array | None, rtol: Array, atol: Array
+    rate: Callable[[Array, Array], Array], u: Array, t: Array, end: Array, k: Array, rtol: Any, atol: Any
 ) -> Array:
     """Return the sizes of the first steps, as SciPy chooses them.
 
     Parameters
     ----------
-    derivative : Derivative
+    rate : callable
+        ``rate(u, t)`` returns f in the direction of the solve; t is in that direction too.
     u, k : array, shape (d, n)
         The initial states and f there.
-    p : nest
     t, end : array, shape (n,)
         In the direction of the solve.
-    sign : array, shape (n,), or None
-    rtol, atol : array
+    rtol, atol : array or number
+        In the precision of the states.
 
     Returns
     -------
@@ -50,7 +53,7 @@ def first_step(
     h0 = np.where((d0 < 1e-5) | (d1 < 1e-5), 1e-6, 0.01 * d0 / d1)
     h0 = np.minimum(h0, span)
     probe = u + h0.astype(u.real.dtype) * k
-    d2 = np.sqrt(mean_square((derivative_at(derivative, probe, p, t + h0, sign) - k) / scale)) / h0
+    d2 = np.sqrt(mean_square((rate(probe, t + h0) - k) / scale)) / h0
     steepest = np.maximum(d1, d2)
     h1 = np.where((d1 <= 1e-15) & (d2 <= 1e-15), np.maximum(1e-6, h0 * 1e-3), np.power(0.01 / steepest, 0.2))
     h = np.minimum(np.minimum(100 * h0, h1), span)

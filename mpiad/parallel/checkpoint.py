@@ -10,10 +10,12 @@ import numpy as np
 
 from mpiad._typing import Comm, Rank, Tree
 from mpiad.checkpoint_files import read, read_description, write
+from mpiad.differentiation.trees import flatten
 from mpiad.parallel.nests import described, rebuilt
 from mpiad.primitives.checks import root_of
 from mpiad.transport import channel
 from mpiad.transport.agreement import raise_together
+from mpiad.transport.device_arrays import arrays_of
 
 __all__ = ["TrainingCheckpoint", "load_checkpoint", "save_checkpoint"]
 
@@ -45,8 +47,9 @@ def save_checkpoint(
     path : path
         Of one file, which the root writes.
     tree : nest
-        What is the same on all ranks: parameters, the optimizer's state, the epoch. Arrays, numbers, strings, None and
-        `numpy.random.Generator` in dicts, lists and tuples; the root's counts. It is written as data, never as a pickle.
+        What is the same on all ranks: parameters, the optimizer's state, the epoch. Arrays (on devices too), numbers,
+        strings, None and `numpy.random.Generator` in dicts, lists and tuples; the root's counts. It is written as data,
+        never as a pickle.
     own : nest, optional
         What differs between ranks: their generators, or with ``accumulate=k`` the optimizer's state between two updates.
     root : int
@@ -91,7 +94,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    path: str | PathLike[str], *, root: Rank = 0, comm: Comm = None
+    path: str | PathLike[str], *, like: Tree = None, root: Rank = 0, comm: Comm = None
 ) -> TrainingCheckpoint | None:
     """Read what `save_checkpoint` wrote, to go on as if nothing had happened.
 
@@ -99,6 +102,8 @@ def load_checkpoint(
     ----------
     path : path
         Only the root reads.
+    like : nest, optional
+        Needed where arrays were saved from a device: one with an array on the device of this rank's that they go to.
     root : int
     comm : mpi4py intracommunicator, optional
 
@@ -110,7 +115,8 @@ def load_checkpoint(
     Raises
     ------
     ValueError
-        On all ranks, where the file is damaged, isn't a training's, or holds parts of another number of ranks.
+        On all ranks, where the file is damaged, isn't a training's, or holds parts of another number of ranks; where it
+        holds arrays of a device, and `like` none.
 
     Ranks
     -----
@@ -130,8 +136,15 @@ def load_checkpoint(
         return None
     description, arrays = found
     own = description["own"]
-    mine = rebuilt(own[used.rank], arrays) if len(own) == used.size else None
-    return TrainingCheckpoint(rebuilt(description["tree"], arrays), mine)
+    home = next(filter(None, map(arrays_of, flatten(like)[0])), None)
+    made, error = None, None
+    try:
+        mine = rebuilt(own[used.rank], arrays, home) if len(own) == used.size else None
+        made = TrainingCheckpoint(rebuilt(description["tree"], arrays, home), mine)
+    except ValueError as wrong:
+        error = ValueError(f"{call}: {path!s}: {wrong}")
+    raise_together(used, error)
+    return made
 
 
 def _read(path: Path, size: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:

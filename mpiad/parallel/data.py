@@ -11,6 +11,7 @@ from mpiad._typing import Comm
 from mpiad.differentiation.trees import flatten
 from mpiad.parallel.samples import Items
 from mpiad.primitives import mpi_rank, mpi_size
+from mpiad.transport.device_arrays import arrays_of, is_device_array
 
 __all__ = ["DistributedDataContainer"]
 
@@ -24,8 +25,8 @@ class DistributedDataContainer:
     Parameters
     ----------
     data : array, tuple or dict of arrays (or of such), or a sequence
-        Arrays are indexed along their first axes, which are equally long. Anything else with `len` and indexing, a list
-        too, gives lists of its items.
+        Arrays are indexed along their first axes, which are equally long; also on devices. Anything else with `len` and
+        indexing, a list too, gives lists of its items.
     batch_size : int, optional
         Of all ranks together; the last batch of an epoch may be smaller, and this rank's part of it empty.
     shuffle : bool
@@ -114,7 +115,16 @@ class DistributedDataContainer:
         if self._arrays is None:
             return Items(self.data[int(number)] for number in numbers)
         leaves, build = self._arrays
-        return build([leaf[numbers] for leaf in leaves])
+        return build(_entries(leaves, numbers))
+
+
+def _entries(leaves: Sequence[Any], numbers: np.ndarray) -> list[Any]:
+    """Return some entries of arrays; to each device the numbers travel once."""
+    there: dict[Any, Any] = {None: numbers}
+    for home in map(arrays_of, leaves):
+        if home not in there:
+            there[home] = home.to_device(numbers)  # type: ignore[union-attr]
+    return [leaf[there[arrays_of(leaf)]] for leaf in leaves]
 
 
 def _arrays(data: Any) -> tuple[Sequence[Any], Any] | None:
@@ -122,16 +132,20 @@ def _arrays(data: Any) -> tuple[Sequence[Any], Any] | None:
     if isinstance(data, list):
         return None  # of samples, which may be arrays themselves
     leaves, build = flatten(data)
-    arrays = [isinstance(leaf, np.ndarray) and leaf.ndim > 0 for leaf in leaves]
+    arrays = [_is_array(leaf) and leaf.ndim > 0 for leaf in leaves]
     if leaves and all(arrays):
         return leaves, build
-    if isinstance(data, dict) or (isinstance(data, tuple) and any(isinstance(part, np.ndarray) for part in data)):
+    if isinstance(data, dict) or (isinstance(data, tuple) and any(map(_is_array, data))):
         kinds = ", ".join(sorted({type(leaf).__name__ for leaf, is_one in zip(leaves, arrays) if not is_one}))
         raise TypeError(
             f"DistributedDataContainer: in a tuple or dict all data must be arrays with an entry for each sample, but got "
             f"{kinds or 'nothing'}. Make arrays of them, or a list with one item for each sample."
         )
     return None
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, np.ndarray) or is_device_array(x)
 
 
 def _length(data: Any, arrays: tuple[Sequence[Any], Any] | None) -> int:

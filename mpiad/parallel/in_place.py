@@ -15,6 +15,7 @@ from mpiad.primitives import mpi_allreduce, mpi_bcast, mpi_iallreduce, mpi_reduc
 from mpiad.primitives.operation import suspended
 from mpiad.transport import SUM, channel
 from mpiad.transport.agreement import raise_together
+from mpiad.transport.device_arrays import is_device_array
 
 __all__ = ["Pending", "allreduce_", "bcast_", "iallreduce_", "reduce_"]
 
@@ -25,7 +26,7 @@ def allreduce_(x: Tree, op: Op = SUM, comm: Comm = None) -> Tree:
     Parameters
     ----------
     x : array, or nest of arrays
-        Untraced, of the same shapes and dtypes on all ranks.
+        Untraced, of the same shapes and dtypes on all ranks. Device arrays are written to on the device.
     op : mpi4py operation
     comm : mpi4py intracommunicator, optional
 
@@ -115,6 +116,8 @@ def _writable(x: Tree, call: str, comm: Comm) -> list[np.ndarray]:
     error = None
     leaves = named_leaves(x, "x")
     for name, leaf in leaves:
+        if is_device_array(leaf):
+            continue
         if not isinstance(leaf, np.ndarray) or not leaf.flags.writeable:
             kind = "a read-only array" if isinstance(leaf, np.ndarray) else f"{type(leaf).__name__} {leaf!r:.40}"
             error = TypeError(f"{call}: {name} must be an array that can be written to, but got {kind}.")

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from mpiad._typing import Tree
+from mpiad.transport.device_arrays import ArrayModule, arrays_of
 
 __all__ = ["described", "rebuilt"]
 
@@ -26,6 +27,10 @@ def described(value: Tree, path: str, arrays: dict[str, np.ndarray]) -> list[Any
     if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
         arrays[path] = np.asarray(value)
         return ["array" if isinstance(value, np.ndarray) else "number", path]
+    home = arrays_of(value)
+    if home is not None:
+        arrays[path] = home.to_host(value)
+        return ["device array", path]
     if isinstance(value, int):
         return ["int", str(value)]  # of any size
     if isinstance(value, float):
@@ -45,13 +50,26 @@ def described(value: Tree, path: str, arrays: dict[str, np.ndarray]) -> list[Any
     )
 
 
-def rebuilt(said: list[Any], arrays: dict[str, np.ndarray]) -> Tree:
-    """Return the nest of a description."""
+def rebuilt(said: list[Any], arrays: dict[str, np.ndarray], home: ArrayModule | None = None) -> Tree:
+    """Return the nest of a description; what was on a device goes where `home` makes arrays.
+
+    Raises
+    ------
+    ValueError
+        Where something was on a device, and none is given.
+    """
     kind, rest = said[0], said[1:]
     if kind == "plain":
         return rest[0]
     if kind in ("array", "number"):
         return arrays[rest[0]] if kind == "array" else arrays[rest[0]][()]
+    if kind == "device array":
+        if home is None:
+            raise ValueError(
+                f"{rest[0]} was saved from a device. Pass like=, any nest with an array on the device that it is to go to, "
+                "as the parameters that the training would begin with."
+            )
+        return home.to_device(arrays[rest[0]])
     if kind == "int":
         return int(rest[0])
     if kind == "float":
@@ -59,9 +77,9 @@ def rebuilt(said: list[Any], arrays: dict[str, np.ndarray]) -> Tree:
     if kind == "complex":
         return complex(float.fromhex(rest[0]), float.fromhex(rest[1]))
     if kind == "dict":
-        return {rebuilt(key, arrays): rebuilt(part, arrays) for key, part in rest[0]}
+        return {rebuilt(key, arrays, home): rebuilt(part, arrays, home) for key, part in rest[0]}
     if kind in ("list", "tuple"):
-        parts = [rebuilt(part, arrays) for part in rest[0]]
+        parts = [rebuilt(part, arrays, home) for part in rest[0]]
         return parts if kind == "list" else tuple(parts)
     return _generator(rebuilt(rest[0], arrays))
 

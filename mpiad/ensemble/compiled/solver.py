@@ -72,6 +72,21 @@ class Compiler:
             return backend.run(batch, settings)
         return Solver(self, program, batch, settings, threads_of(backend)).solved(given)
 
+    def run_on_device(self, backend: EnsembleAlgorithm, batch: Batch, settings: Settings) -> Outcome:
+        """Solve all trajectories of a batch of device arrays.
+
+        Raises
+        ------
+        NotImplementedError
+            Where a kernel of the host's is asked for.
+        """
+        if self._compile is True:
+            raise NotImplementedError(
+                "solve: compile=True makes machine code for the host, but the states or parameters are device arrays. "
+                "Leave it out, or bring them to the host with mpiad.device.to_host."
+            )
+        return backend.run(batch, settings)
+
     def function(self, name: str, text: str) -> Any:
         """Return a kernel's function, and tell how long it took to compile."""
         kernel = compiled(text, name)

@@ -1,0 +1,95 @@
+"""The user's f on device arrays: called with columns, looked at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from autograd.tracer import isbox
+
+from mpiad._typing import Array, Function, Shape, Tree
+from mpiad.ensemble.derivative import COUPLED
+from mpiad.transport.device_arrays import arrays_of
+
+__all__ = ["Rates"]
+
+# As on the host: how far other columns are moved, and what of the largest value is rounding.
+_MOVED, _ROUNDINGS = 0.01, 1e4
+
+
+class Rates:
+    """f of a problem whose state has shape (d,), or is one number.
+
+    Parameters
+    ----------
+    f : callable
+    shape : tuple of int
+        Of one state.
+    """
+
+    def __init__(self, f: Function, shape: Shape):
+        self._f, self._number = f, not shape
+
+    def _called(self, u: Array, p: Tree, t: Array) -> Any:
+        return [self._f(u[0], p, t)] if self._number else self._f(u, p, t)
+
+    def write(self, out: Array, u: Array, p: Tree, t: Array) -> None:
+        """Write the derivative of each column into `out`, both of shape (d, n); t has shape (n,)."""
+        value = self._called(u, p, t)
+        if isinstance(value, (list, tuple)):
+            for i, component in enumerate(value):
+                out[i] = component
+        else:
+            out[...] = value
+
+    def at(self, u: Array, p: Tree, t: Array) -> Array:
+        """Return the derivative of each column in new memory."""
+        out = np.empty_like(u)
+        self.write(out, u, p, t)
+        return out
+
+    def check(self, u: Array, p: Tree, t: Array) -> None:
+        """Call f once, and a second time with all columns moved but the first.
+
+        Raises
+        ------
+        NotImplementedError
+            Where f uses a traced value from around it.
+        TypeError, ValueError
+            Where f doesn't return the derivative of columns, or couples them.
+        """
+        value = self._called(u, p, t)
+        parts = list(value) if isinstance(value, (list, tuple)) else [value]
+        if any(map(isbox, parts)):
+            raise NotImplementedError(
+                "solve: f uses a traced value from around it, through which no derivative can flow. Pass it as p."
+            )
+        whole = not isinstance(value, (list, tuple))
+        found = value.shape if whole else (len(parts), *u.shape[1:])
+        wrong = [part.shape for part in parts if not whole and getattr(part, "shape", ()) not in ((), u.shape[1:])]
+        if found != u.shape or wrong:
+            raise ValueError(f"solve: f returned shape {(wrong or [found])[0]} for u of shape {u.shape}. {COUPLED}")
+        for part in parts:
+            dtype = np.result_type(part) if isinstance(part, (bool, int, float, complex)) else part.dtype
+            if not np.can_cast(dtype, u.dtype, casting="same_kind") and not isinstance(part, int):
+                raise TypeError(f"solve: f returned {dtype} for u of {u.dtype}. Give u0 the dtype that the derivative has.")
+        if u.shape[1] > 1:
+            self._check_uncoupled(u, p, t)
+
+    def _check_uncoupled(self, u: Array, p: Tree, t: Array) -> None:
+        moved = u + _MOVED * (1 + np.abs(u))
+        moved[:, 0] = u[:, 0]
+        alone = self.at(u, p, t)
+        try:
+            beside = self.at(moved.astype(u.dtype), p, t)
+        except Exception:  # noqa: BLE001 the moved states may lie where it isn't defined
+            return
+        home: Any = arrays_of(u)
+        pair = home.to_host(np.stack([alone[:, 0], beside[:, 0], np.max(np.abs(alone), axis=1)]))
+        eps = float(np.finfo(pair.dtype).eps)
+        largest = float(np.abs(pair[np.isfinite(pair)]).max(initial=0.0))
+        if not np.allclose(pair[0], pair[1], rtol=0, atol=_ROUNDINGS * eps * largest, equal_nan=True):
+            raise ValueError(
+                f"solve: f gives the first trajectory {pair[0].tolist()} beside some columns, but {pair[1].tolist()} "
+                f"beside others: trajectories must not depend on each other. {COUPLED}"
+            )

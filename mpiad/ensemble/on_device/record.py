@@ -1,0 +1,133 @@
+"""What derivatives need of a solve on the device: the states before each round, and its steps."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpiad._typing import Array
+from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.on_device.saving import Due, SaveTimes
+from mpiad.ensemble.on_device.stages import Table
+from mpiad.ensemble.on_device.working_set import WorkingSet
+from mpiad.transport.device_arrays import arrays_of
+
+__all__ = ["Block", "Record", "Round"]
+
+
+class Round(NamedTuple):
+    """One step of all columns of a block; times are in the direction of the solve.
+
+    Parameters
+    ----------
+    t, h, t_new : array, shape (n,)
+    accepted : array of bool, shape (n,)
+    u : array, shape (d, n)
+        Before the step.
+    place : array of int, shape (n,)
+    count : array of int, shape (n,), or None
+        How many saved times lie in the step of each column, from `place` on.
+    most : int
+        Of one column.
+    """
+
+    t: Array
+    h: Array
+    t_new: Array
+    accepted: Array
+    u: Array
+    place: Array
+    count: Array | None
+    most: int
+
+    def at(self, columns: Array) -> Round:
+        """Return the round of some columns."""
+        taken: list[Any] = [None if array is None else np.take(array, columns, axis=-1) for array in self[:-1]]
+        return Round._make([*taken, self.most])
+
+    def steps(self) -> Array:
+        """Return the steps that were made: zero where one wasn't accepted."""
+        return np.where(self.accepted, self.h, 0.0)
+
+
+class Block:
+    """Rounds of the same columns.
+
+    Parameters
+    ----------
+    ids : array of int, shape (n,)
+    sign : array, shape (n,), or None
+    leaves : list
+
+    Attributes
+    ----------
+    rounds : list of Round
+    """
+
+    def __init__(self, ids: Array, sign: Array | None, leaves: list[Any]):
+        self.ids, self.sign, self.leaves = ids, sign, leaves
+        self.rounds: list[Round] = []
+
+
+class Record:
+    """All rounds of a solve, block by block.
+
+    Parameters
+    ----------
+    batch : Batch
+    table : Table
+    saves : SaveTimes or None
+
+    Attributes
+    ----------
+    blocks : list of Block
+        Without the columns of trajectories that failed, once the record is closed.
+    live : array of bool, shape (N,), or None
+        Which didn't fail, on the device; None where all are.
+    """
+
+    def __init__(self, batch: Batch, table: Table, saves: SaveTimes | None):
+        self.batch, self.table, self.saves = batch, table, saves
+        self.blocks: list[Block] = []
+        self.live: Array | None = None
+
+    def begin(self, now: WorkingSet) -> None:
+        """Begin a block of columns."""
+        self.blocks.append(Block(now.ids, now.sign, now.leaves))
+
+    def note(self, done: Round) -> None:
+        """Add a round to the last block."""
+        self.blocks[-1].rounds.append(done)
+
+    def close(self, failed: np.ndarray) -> None:
+        """Leave out what failed: its steps may have led to where f isn't finite."""
+        if not failed.any():
+            return
+        home: Any = arrays_of(self.batch.u0)
+        self.live = home.to_device(~failed)
+        self.blocks = [self._survivors(block) for block in self.blocks]
+
+    def _survivors(self, block: Block) -> Block:
+        columns, varies = np.flatnonzero(self.live[block.ids]), self.batch.p.varies  # type: ignore[index]
+        leaves = [np.take(leaf, columns, axis=-1) if own else leaf for leaf, own in zip(block.leaves, varies)]
+        sign = None if block.sign is None else block.sign[columns]
+        found = Block(block.ids[columns], sign, leaves)
+        found.rounds = [done.at(columns) for done in block.rounds]
+        return found
+
+    def due(self, block: Block, done: Round) -> Due:
+        """Return what was saved in a round."""
+        saves: Any = self.saves
+        return saves.due(block.ids, done.place, done.count, done.most, done.t, done.h, done.t_new)
+
+    def masked(self, x: Array) -> Array:
+        """Return an array whose last axis counts trajectories, with zeros for those that failed."""
+        return x if self.live is None else np.where(self.live, x, 0)
+
+    def at_ends(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return which values were saved before the first step, and with the final states, on the host."""
+        if self.saves is None:
+            nothing = np.zeros((self.batch.size, 0), bool)
+            return nothing, nothing
+        return self.saves.initial, self.saves.final

@@ -1,0 +1,254 @@
+"""The solve: rounds of one step of all trajectories that still move."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mpiad._typing import Array
+from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.controller import LEAST_ERROR
+from mpiad.ensemble.entrance import least_step
+from mpiad.ensemble.on_device.arguments import check
+from mpiad.ensemble.on_device.rates import Rates
+from mpiad.ensemble.on_device.record import Record, Round
+from mpiad.ensemble.on_device.saving import SaveTimes
+from mpiad.ensemble.on_device.stages import Stages, Table
+from mpiad.ensemble.on_device.working_set import WorkingSet
+from mpiad.ensemble.outcome import Outcome
+from mpiad.ensemble.retcodes import ReturnCode
+from mpiad.ensemble.settings import Settings
+from mpiad.ensemble.starting import first_step
+from mpiad.transport.device_arrays import arrays_of
+
+__all__ = ["integrate"]
+
+# As on the host: what is left to the end where steps are fixed, of a step.
+_ROUNDING = 1e-9
+_SUCCESS, _TIRED, _STUCK, _UNSTABLE = (
+    code.code for code in (ReturnCode.Success, ReturnCode.MaxIters, ReturnCode.DtLessThanMin, ReturnCode.Unstable)
+)
+
+
+def integrate(batch: Batch, settings: Settings) -> Outcome:
+    """Solve all trajectories of a batch whose states are device arrays.
+
+    Parameters
+    ----------
+    batch : Batch
+        With start and end on the host.
+    settings : Settings
+
+    Returns
+    -------
+    Outcome
+        States and saved states on the device; the rest on the host, brought there in one copy at the end.
+
+    Raises
+    ------
+    NotImplementedError
+        Where something is asked for that isn't done on devices.
+    TypeError, ValueError
+        Where f isn't written for columns, or parameters aren't where the states are.
+    """
+    check(batch, settings)
+    if not batch.size:
+        return Outcome.empty(batch, settings)
+    with np.errstate(all="ignore"):
+        return _Solve(batch, settings).outcome()
+
+
+class _Solve:
+    """One solve."""
+
+    def __init__(self, batch: Batch, settings: Settings):
+        self._batch, self._settings, u0 = batch, settings, batch.u0
+        self._arrays: Any = arrays_of(u0)
+        self._table, self._rates = Table(settings.alg.tableau, u0), Rates(batch.f, batch.shape)
+        real = self._table.real.type
+        self._rtol = real(settings.rtol)
+        given = settings.atol
+        self._atol = self._arrays.to_device(np.asarray(given, real)) if np.ndim(given) else real(given)  # type: ignore[arg-type]
+        self._signs = np.where(batch.end < batch.start, -1.0, 1.0)
+        self._saves = None
+        if settings.saveat is not None and settings.saveat.shape[-1]:
+            self._saves = SaveTimes(settings.saveat, batch, self._signs)
+        self._looks = self._saves is not None and self._saves.looks
+        self._record = Record(batch, self._table, self._saves) if settings.record else None
+        # Results, filled in as trajectories end.
+        self._end = self._arrays.copy(u0)
+        self._facts = self._arrays.full((4, batch.size), 0.0, float)
+        self._saved = self._save_step = None
+        if self._saves is not None:
+            shape = (batch.size, self._saves.count + 1, len(u0))  # the last place is for what nobody asked for
+            self._saved = self._arrays.full(shape, np.nan, u0.dtype)
+
+    def outcome(self) -> Outcome:
+        """Advance until all have ended, and return the results."""
+        now, alive = self._entered(), self._batch.size
+        still = int(np.count_nonzero(self._batch.start == self._batch.end))
+        alive = self._told(still, alive)
+        turn = 0
+        while alive:
+            turn += 1
+            now, left = self._round(now, turn)
+            alive = self._told(alive - left, alive)
+            # Columns of ended trajectories cost as much as others: they go when they are the half of all.
+            if 2 * alive <= len(now.ids) and alive:
+                self._leave(now)
+                now = now.at(np.flatnonzero(now.live), self._batch.p.varies)
+                if self._record is not None:
+                    self._record.begin(now)
+        self._leave(now)
+        return self._results()
+
+    def _told(self, ended: int, alive: int) -> int:
+        if ended and self._settings.progress is not None:
+            self._settings.progress(ended)
+        return alive - ended
+
+    # ---- the start
+
+    def _spread(self, values: np.ndarray) -> Array:
+        """Return numbers of the host, one for each trajectory, on the device; without a copy where all are the same."""
+        if (values == values[0]).all():
+            return self._arrays.full(values.shape, values.dtype.type(values[0]), values.dtype)
+        return self._arrays.to_device(values)
+
+    def _entered(self) -> WorkingSet:
+        batch, settings, u = self._batch, self._settings, self._batch.u0
+        t, end = self._spread(batch.start * self._signs), self._spread(batch.end * self._signs)
+        sign = self._spread(self._signs) if (self._signs < 0).any() else None
+        p = batch.p.build(batch.p.leaves)
+        actual = self._table.time(0, t, t, t, sign)
+        self._rates.check(u, p, actual)
+        rate = lambda u, t: self._directed(self._rates.at(u, p, self._table.time(0, t, t, t, sign)), sign)  # noqa: E731
+        k = rate(u, t)
+        if settings.dt is not None:
+            h = self._arrays.full(t.shape, float(settings.dt), float)
+        else:
+            h = first_step(rate, u, t, end, k, self._rtol, self._atol)
+        h = np.maximum(np.minimum(h, settings.dtmax), least_step(t))
+        none = self._arrays.full(t.shape, 0, np.int64)
+        live = self._spread(batch.start != batch.end)
+        place = none if not self._looks else self._spread(self._saves.initial.sum(axis=1))  # type: ignore[union-attr]
+        now = WorkingSet(
+            self._arrays.arange(batch.size), t, end, h, np.full_like(h, LEAST_ERROR), none, none, place,
+            np.full_like(none, _SUCCESS), live, none > 0, sign, u, k, list(batch.p.leaves),
+        )  # fmt: skip
+        if self._record is not None:
+            self._record.begin(now)
+        return now
+
+    def _directed(self, k: Array, sign: Array | None) -> Array:
+        return k if sign is None else k * sign.astype(self._table.real)
+
+    # ---- one round
+
+    def _round(self, now: WorkingSet, turn: int) -> tuple[WorkingSet, int]:
+        """Try one step of every trajectory; return the working set after it, and how many of it still move."""
+        t_new = self._proposed(now)
+        h = t_new - now.t
+        p = self._batch.p.build(now.leaves)
+        stages = Stages(self._table, self._rates, now.u, now.k, p, now.t, h, t_new, now.sign)
+        accepted, code, h_next, q2 = self._judged(now, stages, h, t_new)
+        moved = now._replace(
+            t=np.where(accepted, t_new, now.t), h=h_next, q2=q2, number=now.number + accepted,
+            tries=now.tries + now.live, u=np.where(accepted, stages.new, now.u),
+            k=np.where(accepted, stages.k[-1], now.k), rejected=~accepted, code=code,
+        )  # fmt: skip
+        if turn >= self._settings.max_steps:
+            moved = moved._replace(code=np.where(now.live & (code < 0), _TIRED, code))
+        # Codes below zero: still under way.
+        moved = moved._replace(live=now.live & (moved.code < 0), code=np.where(now.live, moved.code, now.code))
+        alive, most, count = self._looked(now, moved, accepted)
+        if self._record is not None:
+            self._record.note(Round(now.t, h, t_new, accepted, now.u, now.place, count if most else None, most))
+        if most:
+            self._save(now, stages, count, most, h, t_new)
+            moved = moved._replace(place=now.place + count)
+        return moved, alive
+
+    def _proposed(self, now: WorkingSet) -> Array:
+        t_new = now.t + now.h
+        if self._settings.alg.tableau.error is None:
+            # Many equal steps don't sum up to the span; a last one of rounding's size is none.
+            t_new = np.where(t_new > now.end - _ROUNDING * now.h, now.end, t_new)
+        # Ended ones stay where they are.
+        return np.where(now.live, np.minimum(t_new, now.end), now.t)
+
+    def _judged(self, now: WorkingSet, stages: Stages, h: Array, t_new: Array) -> tuple[Array, Array, Array, Array]:
+        """Return which steps are accepted, the codes of all (below zero: none yet), the next steps and errors."""
+        settings, unfinished = self._settings, np.full_like(now.code, -1)
+        if settings.alg.tableau.error is None:
+            accepted = np.all(np.isfinite(stages.new), axis=0) & now.live
+            code = np.where(accepted, np.where(t_new == now.end, _SUCCESS, unfinished), _UNSTABLE)
+            return accepted, code, now.h, now.q2
+        error, controller = stages.error(now.u, self._rtol, self._atol), settings.alg.controller
+        accepted = (error < 1.0) & now.live
+        factor = controller.factor(error, now.q2, accepted, now.rejected, settings.alg.tableau.order)
+        h_next = np.minimum(h * factor, settings.dtmax)
+        done = accepted & (t_new == now.end)
+        least = least_step(np.where(accepted, t_new, now.t))
+        small = (h_next < least) & ~done
+        stuck = np.where(np.isfinite(error), _STUCK, _UNSTABLE)
+        code = np.where(done, _SUCCESS, np.where(small & ~accepted, stuck, unfinished))
+        q2 = np.where(accepted, np.maximum(error, LEAST_ERROR), now.q2)
+        # What has ended mustn't make steps of zero or NaN of its own.
+        return accepted, code, np.where(now.live, np.where(small & accepted, least, h_next), 1.0), q2
+
+    def _looked(self, now: WorkingSet, moved: WorkingSet, accepted: Array) -> tuple[int, int, Any]:
+        """Return how many still move, and how many saved times lie in the longest step: the round's one look."""
+        alive = np.sum(moved.live)
+        if not self._looks:
+            return int(self._arrays.to_host(alive)), 0, None
+        passed = self._saves.passed(now.ids, moved.t)  # type: ignore[union-attr]
+        count = np.where(accepted, passed - now.place, 0)
+        alive, most = self._arrays.to_host(np.stack([alive, np.max(count)])).tolist()
+        return alive, most, count
+
+    def _save(self, now: WorkingSet, stages: Stages, count: Array, most: int, h: Array, t_new: Array) -> None:
+        saves: Any = self._saves
+        due = saves.due(now.ids, now.place, count, most, now.t, h, t_new)
+        for part in saves.groups(most, now.u.size):
+            inside = stages.inside(now.u, due.x[part])
+            states = np.where(due.at_end[part][:, None], stages.new, inside)
+            self._saved[now.ids, due.slot[part]] = np.moveaxis(states, 1, -1)  # type: ignore[index]
+
+    # ---- the end
+
+    def _leave(self, now: WorkingSet) -> None:
+        """Take the results of all columns, for good or until they move on."""
+        self._end[:, now.ids] = now.u
+        code = np.where(now.code < 0, _SUCCESS, now.code)
+        facts = now.t, code, now.number, now.tries
+        self._facts[:, now.ids] = np.stack([fact.astype(float) for fact in facts])
+
+    def _results(self) -> Outcome:
+        t, code, number, tries = self._arrays.to_host(self._facts)
+        batch, codes = self._batch, code.astype(np.int8)
+        saved = None if self._saves is None else self._all_saved(codes)
+        outcome = Outcome(
+            self._end, t * self._signs, codes, number.astype(np.int64), (tries - number).astype(np.int64), saved, None,
+            np.ones(batch.size),
+        )  # fmt: skip
+        if self._record is not None:
+            self._record.close(outcome.failed)
+            outcome.record = self._record
+        return outcome
+
+    def _all_saved(self, codes: np.ndarray) -> Array:
+        saves: Any = self._saves
+        saved = self._saved[:, : saves.count]  # type: ignore[index]
+        for mask, states in ((saves.initial, self._batch.u0), (saves.final & (codes == _SUCCESS)[:, None], self._end)):
+            if mask.all():
+                saved = np.broadcast_to(states.T[:, None], saved.shape)
+            elif mask.any():
+                saved = np.where(self._spread_mask(mask)[:, :, None], states.T[:, None], saved)
+        return self._arrays.copy(saved)
+
+    def _spread_mask(self, mask: np.ndarray) -> Array:
+        """Return a mask over trajectories and saved times on the device, one row where all trajectories' are the same."""
+        same = bool((mask == mask[:1]).all())
+        return self._arrays.to_device(np.ascontiguousarray(mask[:1] if same else mask))

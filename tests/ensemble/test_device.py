@@ -1,0 +1,174 @@
+"""Ensembles of device arrays: the same numbers as on the host, and of each round one look at a few of them."""
+
+from __future__ import annotations
+
+import autograd.numpy as anp
+import numpy as np
+import pytest
+from device_double import on_device, on_host, transfers
+from scipy.integrate import solve_ivp
+
+from mpiad.ensemble import (
+    RK4, RK45, EnsembleProblem, EnsembleSerial, EnsembleThreads, EnsembleVectorized, Event, ODEProblem, Tsit5, solve,
+)
+
+pytestmark = pytest.mark.serial
+_N = 23
+
+
+def predators(u, p, t):
+    return [p[0] * u[0] - p[1] * u[0] * u[1], -p[2] * u[1] + 0.5 * u[0] * u[1] * anp.cos(t)]
+
+
+def _inputs(dtype=float):
+    rng = np.random.default_rng(3)
+    u0 = 1 + rng.random((_N, 2))
+    p = np.column_stack([0.5 + rng.random(_N), 0.5 + rng.random(_N), 0.2 + rng.random(_N)])
+    return u0.astype(dtype), p.astype(dtype)
+
+
+def _solved(u0, p, f=predators, tspan=(0.0, 3.0), alg=RK45(), **settings):  # noqa: B008
+    problem = EnsembleProblem(ODEProblem(f, [1.0, 1.0], tspan), u0=u0, p=p)
+    return solve(problem, alg, EnsembleVectorized(), compile=settings.pop("compile", False), **settings)
+
+
+@pytest.mark.parametrize(
+    ("tspan", "settings"),
+    [
+        ((0.0, 3.0), {}),
+        ((2.0, -1.0), {"saveat": [1.5, 1.0, 0.1]}),
+        ((0.0, 3.0), {"saveat": 0.01}),
+        ((0.0, 3.0), {"saveat": np.sort(np.random.default_rng(0).uniform(0, 3, (_N, 5)), axis=1)}),
+        ((0.0, 3.0), {"alg": RK4(), "dt": 0.07, "saveat": 0.5}),
+        ((0.0, 3.0), {"alg": Tsit5(), "rtol": 1e-8, "atol": np.array([1e-9, 1e-8])}),
+        ((0.0, 3.0), {"max_steps": 9}),
+        ((0.0, 3.0), {"dtmax": 0.1, "dt": 0.3}),
+    ],
+)
+def test_numbers_are_those_of_the_host(tspan, settings):
+    u0, p = _inputs()
+    host = _solved(u0, p, tspan=tspan, **settings)
+    found = _solved(on_device(u0), on_device(p), tspan=tspan, **settings)
+    np.testing.assert_array_equal(found.retcode, host.retcode)
+    np.testing.assert_array_equal(found.t, host.t)
+    for name in ("naccept", "nreject", "nf"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(host, name))
+    np.testing.assert_allclose(found.t_reached, host.t_reached, rtol=1e-9)
+    np.testing.assert_allclose(on_host(found.u_end), host.u_end, rtol=1e-9)
+    np.testing.assert_allclose(on_host(found.u), host.u, rtol=1e-9)
+
+
+def test_numbers_are_those_of_scipy():
+    u0, p = _inputs()
+    found = _solved(on_device(u0), on_device(p), rtol=1e-9, atol=1e-10, saveat=[0.7, 2.9])
+    for i in (0, 11):
+        known = solve_ivp(lambda t, u: predators(u, p[i], t), (0, 3), u0[i], t_eval=[0.7, 2.9], rtol=1e-11, atol=1e-12)
+        np.testing.assert_allclose(on_host(found.u)[i], known.y.T, rtol=1e-7)
+
+
+def test_single_precision_stays():
+    u0, p = _inputs(np.float32)
+    host, found = _solved(u0, p), _solved(on_device(u0), on_device(p))
+    assert found.u.dtype == found.u_end.dtype == np.float32
+    np.testing.assert_allclose(on_host(found.u_end), host.u_end, rtol=1e-4)
+
+
+@pytest.mark.parametrize("settings", [{}, {"saveat": 0.25}])
+def test_a_round_costs_one_copy_of_two_numbers(settings):
+    u0, p = map(on_device, _inputs())
+    transfers.reset()
+    sol = _solved(u0, p, **settings)
+    rounds = int((sol.naccept + sol.nreject).max())
+    # Beside the rounds: a look at f, and the facts of all trajectories at the end.
+    assert transfers.d2h == rounds + 2
+    assert transfers.d2h_bytes <= 16 * rounds + 6 * 8 + 4 * 8 * _N
+    assert transfers.h2d <= 4
+    before = transfers.copies
+    solo = _solved(u0, p, tspan=(0.0, 9.0), **settings)
+    assert transfers.h2d <= 8 and transfers.copies - before == int((solo.naccept + solo.nreject).max()) + 2 + transfers.h2d // 2
+
+
+def test_trajectories_of_different_lengths_leave_room_for_the_others():
+    rates = on_device(np.geomspace(1.0, 300.0, _N).reshape(-1, 1))
+    widths = []
+
+    def f(u, p, t):
+        widths.append(len(t))
+        return [p[0] * (anp.cos(t) - u[0])]
+
+    problem = EnsembleProblem(ODEProblem(f, [1.0], (0.0, 2.0)), p=rates)
+    found = solve(problem, trajectories=_N, compile=False)
+    host = solve(EnsembleProblem(problem.problem, p=on_host(rates)), trajectories=_N, compile=False)
+    np.testing.assert_allclose(on_host(found.u_end), host.u_end, rtol=1e-9)
+    np.testing.assert_array_equal(found.nreject, host.nreject)
+    assert widths[0] == _N and widths[-1] <= _N // 4
+
+
+def test_one_that_fails_harms_no_other():
+    u0 = np.linspace(0.5, 2.0, _N).reshape(-1, 1)
+    arguments = (lambda u, p, t: [u[0] ** 2], [1.0], (0.0, 1.0))
+    found = solve(EnsembleProblem(ODEProblem(*arguments), u0=on_device(u0)), max_steps=2000)
+    host = solve(EnsembleProblem(ODEProblem(*arguments), u0=u0), max_steps=2000, compile=False)
+    np.testing.assert_array_equal(found.retcode, host.retcode)
+    assert set(found.retcode) > {"Success"}
+    alive = u0[:, 0] < 0.999
+    np.testing.assert_allclose(on_host(found.u_end)[alive, 0], u0[alive, 0] / (1 - u0[alive, 0]), rtol=0.02)
+    np.testing.assert_allclose(on_host(found.u_end)[alive], host.u_end[alive], rtol=1e-9)
+
+
+def test_a_state_may_be_one_number_and_one_problem_may_be_alone():
+    problem = ODEProblem(lambda u, p, t: p * u, on_device(2.0), (0.0, 1.0), on_device(-0.5))
+    sol = solve(problem, rtol=1e-8, atol=1e-10)
+    np.testing.assert_allclose(on_host(sol.u_end), 2 * np.exp(-0.5), rtol=1e-7)
+
+
+def test_problems_made_one_by_one():
+    u0, p = map(on_device, _inputs())
+    problem = ODEProblem(predators, u0[0], (0.0, 3.0), p[0])
+    from mpiad.ensemble import remake
+
+    each = EnsembleProblem(problem, prob_func=lambda prob, i, repeat: remake(prob, u0=u0[i - 1], p=p[i - 1]))
+    found = solve(each, trajectories=_N, compile=False)
+    np.testing.assert_allclose(on_host(found.u_end), on_host(_solved(u0, p).u_end), rtol=1e-12)
+
+
+def _shared(u, p, t):
+    return [p[0] * u[0], p[1] * anp.sum(u)]
+
+
+def _matrix(u, p, t):
+    return u @ u
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "said"),
+    [
+        ({"events": Event(lambda u, p, t: u[0])}, NotImplementedError, "events aren't looked for on devices"),
+        ({"save_everystep": True}, NotImplementedError, "save_everystep"),
+        ({"checkpoints": 3}, NotImplementedError, "checkpoints="),
+        ({"compile": True}, NotImplementedError, "compile=True makes machine code for the host"),
+        ({"f": _shared}, ValueError, "must not depend on each other"),
+        ({"f": lambda u, p, t: [u[0]]}, ValueError, "returned shape"),
+        ({"p": np.ones((_N, 3))}, TypeError, "u0 is on device 0 .* but part 0 of p is on the host"),
+    ],
+)
+def test_what_isnt_done_is_refused_by_name(change, kind, said):
+    u0, p = map(on_device, _inputs())
+    with pytest.raises(kind, match=said):
+        _solved(u0, **{"p": p, **change})
+
+
+@pytest.mark.parametrize("backend", [EnsembleSerial(), EnsembleThreads(2)])
+def test_backends_of_the_host_are_refused(backend):
+    u0, p = map(on_device, _inputs())
+    with pytest.raises(NotImplementedError, match="runs on the host.*EnsembleVectorized"):
+        solve(EnsembleProblem(ODEProblem(predators, [1.0, 1.0], (0.0, 3.0)), u0=u0, p=p), RK45(), backend)
+    with pytest.raises(NotImplementedError, match="matrices"):
+        solve(ODEProblem(_matrix, on_device(np.eye(2)), (0.0, 1.0)))
+
+
+def test_statistics_of_the_survivors():
+    u0, p = _inputs()
+    host, found = _solved(u0, p), _solved(on_device(u0), on_device(p))
+    np.testing.assert_allclose(on_host(found.mean()), host.mean(), rtol=1e-9)
+    np.testing.assert_allclose(on_host(found.std()), host.std(), rtol=1e-9)
