@@ -55,7 +55,7 @@ __all__ = [
 ]
 
 # Loaded at their first use: `mpiad.debug` after `import mpiad` costs nothing where nobody looks.
-_ROOMS = ("debug", "ensemble", "errors", "extend", "linalg", "parallel", "testing", "timestepping", "vi")
+_ROOMS = ("debug", "device", "ensemble", "errors", "extend", "linalg", "parallel", "testing", "timestepping", "vi")
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -106,8 +106,6 @@ class DeviceArray:
         out = kwargs.pop("out", ())
         for x in (*inputs, *out):
             if not isinstance(x, (DeviceArray, np.ndarray, *_SCALARS)):
-                if method == "at" and x is inputs[1]:
-                    continue  # an index
                 return NotImplemented
         if method == "at":
             return _add_at(ufunc, *inputs)
@@ -174,9 +172,11 @@ class DeviceArray:
         return _computed(self.__values.copy(order))
 
     def view(self, dtype: Any = None, type: Any = None) -> DeviceArray:
-        # CuPy takes a class that isn't its own for the dtype object, which is of no use to anybody.
-        if dtype is np.ndarray or np.dtype(dtype).char not in _KINDS:
-            raise TypeError(f"view: Unsupported dtype {dtype}")
+        # CuPy takes a class that isn't its own for the dtype object, and returns an array that is of no use to anybody.
+        if dtype is np.ndarray:
+            x = object.__new__(DeviceArray)
+            x.__values = np.empty(self.shape, object)
+            return x
         return _wrapped(self.__values.view(dtype))
 
     def fill(self, value: Any) -> None:
@@ -347,6 +347,9 @@ class DoubleArrays:
 
     def arange(self, stop: int) -> DeviceArray:
         return DeviceArray._of(np.arange(stop))
+
+    def add_at(self, x: DeviceArray, idx: Any, values: Any) -> None:
+        _add_at(np.add, x, idx, values)
 
     def contiguous(self, x: DeviceArray) -> DeviceArray:
         return x if x.flags.c_contiguous else self.copy(x)

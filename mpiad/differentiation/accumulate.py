@@ -15,6 +15,7 @@ from autograd.extend import vspace
 from autograd.tracer import Box
 
 from mpiad.differentiation.rules.scatter import Scatter
+from mpiad.transport.device_arrays import is_device_array
 
 __all__ = ["accumulate"]
 
@@ -49,7 +50,7 @@ def accumulate(total: Any, owned: bool, g: Any) -> tuple[Any, bool]:
         if kind in sparse_object_types:
             return sparse_add(vspace(g), None, g), True
         return g, False
-    if kind is _ndarray and type(total) is _ndarray:
+    if kind is type(total) and (kind is _ndarray or is_device_array(g)):
         # One pass over memory that is in the cache; only where neither shape nor precision would be lost.
         if owned and g.dtype == total.dtype and g.shape == total.shape and g.size > 1:
             total += g
@@ -73,6 +74,7 @@ def _with_sparse(total: Any, owned: bool, g: Any) -> Any:
         if not owned:
             total = vspace(total).mut_add(None, total)
         return sparse_add(vspace(total), total, SparseObject(vspace(total), g.mut_add))
-    if type(total) is _ndarray and total.shape == g.shape and np.can_cast(g.dtype, total.dtype):
-        return g.mut_add(total if owned else total.copy())
+    if type(total) is _ndarray or is_device_array(total):
+        if total.shape == g.shape and np.can_cast(g.dtype, total.dtype):
+            return g.mut_add(total if owned else total.copy())
     return total + g.dense()

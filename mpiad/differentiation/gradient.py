@@ -9,6 +9,7 @@ import autograd.numpy as anp
 import numpy as np
 
 from mpiad._typing import Comm, Function, Rank
+from mpiad.device.assembly import concatenate
 from mpiad.differentiation.backward import run_backward
 from mpiad.differentiation.copies import require_equal_copies, require_equal_objective
 from mpiad.differentiation.objective import check_objective, problem_with, share, weight_of
@@ -16,7 +17,8 @@ from mpiad.differentiation.trace import Traced, Variables, arguments_with, no_de
 from mpiad.primitives.allreduce import mpi_allreduce
 from mpiad.primitives.checks import root_of
 from mpiad.primitives.cotangents import conform, spec_like
-from mpiad.transport import channel
+from mpiad.transport import Spec, channel
+from mpiad.transport.device_arrays import is_device_array
 from mpiad.transport.recovery import recoverable
 
 __all__ = ["cotangents_of_variables", "grad", "gradients_of_term", "shared_sum", "value_and_grad"]
@@ -155,8 +157,14 @@ def gradients_of_term(traced: Traced, weight: float, variables: Variables) -> li
     seeds = []
     if place >= 0 and weight != 0.0:
         spec = spec_like(traced.values[0])
-        seeds.append((place, spec.dtype.type(weight) if not spec.shape else np.full(spec.shape, weight, spec.dtype)))
+        seeds.append((place, _seed(spec, weight)))
     return cotangents_of_variables(traced, seeds, variables)
+
+
+def _seed(spec: Spec, weight: float) -> Any:
+    if spec.arrays is not None:
+        return spec.arrays.full(spec.shape, weight, spec.dtype)
+    return np.full(spec.shape, weight, spec.dtype) if spec.shape else spec.dtype.type(weight)
 
 
 def cotangents_of_variables(
@@ -173,7 +181,9 @@ def _returned(g: Any, leaf: Any) -> Any:
         return spec.zeros()
     g = conform(g, *spec)
     # A cotangent may be a view of one number, spread out; what the caller gets can be written to.
-    return g if type(g) is not np.ndarray or g.flags.writeable else g.copy()
+    if type(g) is np.ndarray:
+        return g if g.flags.writeable else g.copy()
+    return g.copy() if is_device_array(g) and g.size > 1 and 0 in g.strides else g
 
 
 def shared_sum(gradients: list[Any], comm: Comm) -> list[Any]:
@@ -181,13 +191,13 @@ def shared_sum(gradients: list[Any], comm: Comm) -> list[Any]:
     specs = [spec_like(g) for g in gradients]
     out = list(gradients)
     # In the order of the leaves, which `flatten` makes the same on all ranks.
-    for dtype in dict.fromkeys(spec.dtype for spec in specs):
-        chosen = [i for i, spec in enumerate(specs) if spec.dtype == dtype]
+    for kind in dict.fromkeys((spec.dtype, spec.arrays) for spec in specs):
+        chosen = [i for i, spec in enumerate(specs) if (spec.dtype, spec.arrays) == kind]
         if len(chosen) == 1:
             out[chosen[0]] = mpi_allreduce(gradients[chosen[0]], comm=comm)
             continue
         # Latency counts more than the copies: a network has hundreds of small arrays.
-        total = mpi_allreduce(anp.concatenate([anp.ravel(gradients[i]) for i in chosen]), comm=comm)
+        total = mpi_allreduce(concatenate([anp.ravel(gradients[i]) for i in chosen]), comm=comm)
         start = 0
         for i in chosen:
             count = int(np.prod(specs[i].shape))

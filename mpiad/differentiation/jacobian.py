@@ -10,6 +10,7 @@ import numpy as np
 from autograd.tracer import Box
 
 from mpiad._typing import Comm, Function, Rank
+from mpiad.device.assembly import stack
 from mpiad.differentiation.copies import require_equal_copies
 from mpiad.differentiation.gradient import cotangents_of_variables, shared_sum
 from mpiad.differentiation.objective import Problem, check_objective, weight_of
@@ -19,6 +20,7 @@ from mpiad.primitives.checks import root_of
 from mpiad.primitives.cotangents import spec_like
 from mpiad.transport import Channel, Spec, channel
 from mpiad.transport.agreement import agreed
+from mpiad.transport.device_arrays import is_device_array
 from mpiad.transport.recovery import recoverable
 
 __all__ = ["jacobian"]
@@ -93,7 +95,8 @@ def _agreed_spec(traced: Traced, weight: float, used: Channel) -> Spec:
     problem = traced.problem
     spec = None
     if value is not None and weight != 0.0:
-        if isinstance(value, (np.ndarray, np.generic, int, float)) or type(value) in Box.types:
+        is_array = isinstance(value, (np.ndarray, np.generic, int, float)) or is_device_array(value)
+        if is_array or type(value) in Box.types:
             spec = spec_like(value)
         else:
             problem = problem or Problem(TypeError, f"the function returned {type(value).__name__}")
@@ -109,7 +112,7 @@ def _agreed_spec(traced: Traced, weight: float, used: Channel) -> Spec:
         text = f"jacobian: the ranks that count must return real arrays of one shape and dtype, but got {listed}."
         raise agreed(used, TypeError(text))
     shape, dtype = shapes.pop()
-    return Spec(shape, np.dtype(dtype))
+    return Spec(shape, np.dtype(dtype), None if spec is None else spec.arrays)
 
 
 def _row(traced: Traced, k: int, spec: Spec, weight: float, variables: Variables) -> list[Any]:
@@ -118,12 +121,16 @@ def _row(traced: Traced, k: int, spec: Spec, weight: float, variables: Variables
         seed = spec.zeros()
         if spec.shape:
             seed.reshape(-1)[k] = weight
-        seeds.append((traced.places[0], seed if spec.shape else spec.dtype.type(weight)))
+        elif spec.arrays is None:
+            seed = spec.dtype.type(weight)
+        else:
+            seed.fill(weight)
+        seeds.append((traced.places[0], seed))
     return cotangents_of_variables(traced, seeds, variables, keep=True)
 
 
 def _stacked(rows: list[list[Any]], i: int, spec: Spec, variables: Variables) -> Any:
     leaf = spec_like(variables.leaves[variables.places[i]])
     if not rows:
-        return np.zeros((*spec.shape, *leaf.shape), leaf.dtype)
-    return anp.reshape(anp.stack([row[i] for row in rows]), (*spec.shape, *leaf.shape))
+        return Spec((*spec.shape, *leaf.shape), leaf.dtype, leaf.arrays).zeros()
+    return anp.reshape(stack([row[i] for row in rows]), (*spec.shape, *leaf.shape))

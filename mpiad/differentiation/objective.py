@@ -13,14 +13,16 @@ from typing import Any, NamedTuple
 
 import autograd.numpy as anp
 import numpy as np
-from autograd.tracer import Box
+from autograd.tracer import Box, getval
 
 import mpiad.errors as errors
+from mpiad.device import to_host
 from mpiad.primitives.catalogue import ALLREDUCE, Reduction
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import Operation, communicate
 from mpiad.transport import SUM, Channel
 from mpiad.transport.agreement import agreed
+from mpiad.transport.device_arrays import is_device_array
 
 __all__ = ["Problem", "check_objective", "problem_with", "raise_everywhere", "share", "weight_of"]
 
@@ -63,7 +65,8 @@ def problem_with(value: Any, weight: float, call: str) -> Problem | None:
         return None
     if value is None and weight == 0.0:
         return None
-    spec = spec_like(value) if isinstance(value, np.ndarray) or type(value) in Box.types else None
+    is_array = isinstance(value, np.ndarray) or type(value) in Box.types or is_device_array(value)
+    spec = spec_like(value) if is_array else None
     if spec is not None and spec.dtype.kind in "fiu" and math.prod(spec.shape) == 1:
         return None
     got = f"{type(value).__name__} {value!r}"[:80] if spec is None else f"an array of {spec.dtype}, shape {spec.shape}"
@@ -77,6 +80,8 @@ def problem_with(value: Any, weight: float, call: str) -> Problem | None:
 def share(value: Any, weight: float, problem: Problem | None, channel: Channel) -> Any:
     """Return J on all ranks; raise on all where there is a problem on one."""
     part: Any = 0.0
+    if problem is None and is_device_array(getval(value)):
+        value = to_host(value if value.shape == () else value.reshape(()))  # J decides what the host does
     if problem is None and weight != 0.0:
         part = value if np.ndim(value) == 0 else value.reshape(())
         # Ranks whose number doesn't count share a float64 zero: tangents and cotangents must be alike on all.

@@ -9,6 +9,7 @@ import numpy as np
 from autograd.tracer import isbox
 
 from mpiad._typing import Array
+from mpiad.device.assembly import concatenate
 from mpiad.primitives.cotangents import conform
 from mpiad.transport import Spec
 
@@ -36,7 +37,7 @@ class Packing:
             return np.zeros(0)
         if len(flat) == 1:
             return flat[0]
-        return anp.concatenate(flat) if any(map(isbox, flat)) else np.concatenate(flat)
+        return concatenate(flat) if any(map(isbox, flat)) else np.concatenate(flat)
 
     def parts(self, vector: Array) -> list[Array]:
         """Return the arrays of such a vector."""

@@ -15,6 +15,7 @@ from mpiad.differentiation.tape import OrderedTape, Recording, TangentTape, mark
 from mpiad.differentiation.trees import flatten, is_variable
 from mpiad.errors import RequestError
 from mpiad.primitives.cotangents import conform, spec_like
+from mpiad.transport.device_arrays import discover, is_device_array
 
 __all__ = ["Traced", "Variables", "trace_backwards", "trace_forwards", "trace_list", "variables_of"]
 
@@ -109,6 +110,7 @@ def arguments_with(args: tuple, argnum: int | tuple[int, ...], chosen: Any) -> l
 
 def trace_backwards(fun: Callable[[Tree], Any], variables: Variables) -> Traced:
     """Run a function with its variables traced, in reverse mode."""
+    discover()
     tape = OrderedTape()
     with tape:
         boxes = [new_box(variables.leaves[place], tape.number, OrderedNode.variable(tape)) for place in variables.places]
@@ -149,6 +151,7 @@ def trace_forwards(
     fun: Callable[[Tree], Any], variables: Variables, tangents: Sequence[Any], call: str
 ) -> tuple[Tree, Tree]:
     """Run a function with tangents carried along; return its result and the result's tangent."""
+    discover()
     tape = TangentTape()
     with tape:
         boxes = [
@@ -167,6 +170,8 @@ def trace_forwards(
 
 def no_derivative(leaf: Any) -> Any:
     """Return the derivative by or of what is no variable: zero for integers, None for what isn't a number."""
+    if is_device_array(leaf):
+        return np.zeros_like(leaf)
     return np.zeros_like(leaf)[()] if isinstance(leaf, (bool, int, np.integer, np.ndarray)) else None
 
 

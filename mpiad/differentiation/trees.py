@@ -11,6 +11,7 @@ from autograd.numpy.numpy_boxes import ArrayBox
 from autograd.tracer import Box, getval
 
 from mpiad._typing import Tree
+from mpiad.transport.device_arrays import is_device_array
 
 __all__ = ["flatten", "is_variable", "named_leaves"]
 
@@ -97,6 +98,6 @@ def is_variable(leaf: Any) -> bool:
     """Tell whether a leaf can be differentiated: a real or complex number or array of them, traced or not."""
     if isinstance(leaf, (float, complex, np.inexact)):
         return True
-    if isinstance(leaf, np.ndarray) or type(leaf) in Box.types:
+    if isinstance(leaf, np.ndarray) or type(leaf) in Box.types or is_device_array(leaf):
         return getattr(leaf, "dtype", np.dtype(object)).kind in "fc"
     return False

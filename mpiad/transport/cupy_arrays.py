@@ -48,6 +48,10 @@ class CupyArrays:
         with self.current():
             return cupy.arange(stop, dtype=np.int64)
 
+    def add_at(self, x: Array, idx: Any, values: Any) -> None:
+        """Add to elements that may be named repeatedly, atomically, so in no certain order."""
+        cupy.add.at(x, idx, values)
+
     def contiguous(self, x: Array) -> Array:
         """Return `x`, or a C-contiguous copy."""
         return x if x.flags.c_contiguous else self.copy(x)

@@ -55,6 +55,10 @@ class ArrayModule(Protocol):
         """Make an array of the integers from 0 on, of dtype int64."""
         ...
 
+    def add_at(self, x: Array, idx: Any, values: Any) -> None:
+        """Add values to the elements at an index, in place; an element that is named repeatedly gets all of its values."""
+        ...
+
     def contiguous(self, x: Array) -> Array:
         """Return `x` itself where it is C-contiguous, else a C-contiguous copy (queued)."""
         ...

@@ -3,6 +3,9 @@
 Where operand and result have the same shape and dtype, which is nearly always so, the answer is None, "as it
 is", and nothing is left to do in the backward pass. Otherwise the cotangent is summed over the repeated axes,
 loses its imaginary part where the operand is real, and takes the operand's precision.
+
+A number of the host's may be an operand beside a device array: it travels with the call. Its cotangent is one number
+on the device, and is copied to the host.
 """
 
 from __future__ import annotations
@@ -14,9 +17,11 @@ import numpy as np
 from autograd.tracer import getval
 
 from mpiad._typing import Array, Shape
+from mpiad.device.transfer import array_to_host
 from mpiad.differentiation.rules.protocol import BOX_TYPES, anp
+from mpiad.transport.device_arrays import arrays_of
 
-__all__ = ["fitting", "widened"]
+__all__ = ["brought_home", "fitting", "widened"]
 
 _ndarray, _float64 = np.ndarray, np.float64
 
@@ -42,7 +47,26 @@ def fitting(operand: Array, ans: Array) -> Callable[[Array], Array] | None:
             return None
     elif kind is _float64 and type(ans) is _float64:
         return None
-    return _general_fitting(getval(operand), getval(ans))
+    return brought_home(_general_fitting(getval(operand), getval(ans)), operand, ans)
+
+
+def brought_home(fit: Callable[[Array], Array] | None, operand: Array, ans: Array) -> Callable[[Array], Array] | None:
+    """Return a map to cotangents of an operand, with a copy to the host where the operand is there and the result isn't.
+
+    Parameters
+    ----------
+    fit : callable or None
+        From cotangents of `ans`; None for the identity.
+    operand, ans : array or scalar
+        Maybe traced.
+
+    Returns
+    -------
+    callable or None
+    """
+    if arrays_of(getval(ans)) is None or arrays_of(getval(operand)) is not None:
+        return fit
+    return array_to_host if fit is None else lambda g: array_to_host(fit(g))
 
 
 def _general_fitting(operand: Array, ans: Array) -> Callable[[Array], Array] | None:
@@ -94,4 +118,7 @@ def widened(tangent: Array, ans: Array) -> Array:
     value = getval(tangent)
     if type(value) is _ndarray and value.shape == ans.shape and value.dtype == ans.dtype:
         return tangent
+    arrays = arrays_of(getval(ans))
+    if arrays is not None:
+        return tangent + arrays.full(ans.shape, 0, ans.dtype)
     return tangent + np.zeros(anp.shape(ans), anp.result_type(ans))

@@ -7,6 +7,7 @@ from autograd.extend import defjvp, defvjp, primitive
 
 from mpiad._typing import Array, Shape
 from mpiad.differentiation.rules.protocol import BOX_TYPES, anp
+from mpiad.transport.device_arrays import is_device_array
 
 __all__ = ["expand", "filled", "is_known", "kept_shape", "spread"]
 
@@ -72,6 +73,9 @@ def spread(g: Array, shape: Shape, kept: Shape, dtype: np.dtype) -> Array:
     """
     if type(g) in BOX_TYPES:
         return expand(g, shape, kept)
+    if is_device_array(g):
+        g = g if g.dtype == dtype or g.dtype.kind == "c" else g.astype(dtype)
+        return np.broadcast_to(np.reshape(g, kept), shape)
     # np.broadcast_to does the same in several times the time, which counts for small arrays.
     g = np.asarray(g)
     g = np.ascontiguousarray(g, dtype if g.dtype.kind != "c" else None)

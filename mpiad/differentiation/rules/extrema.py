@@ -22,6 +22,7 @@ from mpiad.differentiation.rules.protocol import (
     inherited_vjp,
 )
 from mpiad.differentiation.rules.scatter import Scatter
+from mpiad.transport.device_arrays import is_device_array
 
 __all__ = ["JVPS", "VJPS"]
 
@@ -42,7 +43,7 @@ class _Extremum(NamedTuple):
     def of(cls, ans: Array, args: tuple, kwargs: dict) -> _Extremum | None:
         """Return what was asked for, None where this isn't known or the array isn't one."""
         x = getval(args[0])
-        if type(x) is not np.ndarray or not is_known(args, kwargs, _KNOWN):
+        if not (type(x) is np.ndarray or is_device_array(x)) or not is_known(args, kwargs, _KNOWN):
             return None
         axis = args[1] if len(args) == 2 else kwargs.get("axis")
         value = np.reshape(getval(ans), kept_shape(x.shape, axis))
@@ -57,7 +58,7 @@ class _Extremum(NamedTuple):
         """Return each element's share of its group's cotangent."""
         hits = self.hits()
         dtype = self.x.real.dtype
-        if self.value.size == 1:
+        if self.value.size == 1 and type(hits) is np.ndarray:
             counts = dtype.type(np.count_nonzero(hits))
         else:
             axes = tuple(i for i, (n, k) in enumerate(zip(self.x.shape, self.value.shape)) if n != k)
@@ -81,8 +82,13 @@ def _shared(g: Array, asked: _Extremum) -> Array | Scatter:
     x, kept = asked.x, asked.value.shape
     if type(g) in BOX_TYPES:
         return spread(g, x.shape, kept, x.dtype) * asked.weights()
-    scattered = _scattered(g, asked) if x.size >= _SMALL and not asked.outside else None
+    scattered = _scattered(g, asked) if _is_large(x) and not asked.outside else None
     return np.reshape(g, kept) * asked.weights() if scattered is None else scattered
+
+
+def _is_large(x: Array) -> bool:
+    # On a device the number of hits isn't known to the host.
+    return type(x) is np.ndarray and x.size >= _SMALL
 
 
 def _scattered(g: Array, asked: _Extremum) -> Scatter | None:
@@ -123,6 +129,9 @@ def _choice_vjp(fun: Primitive) -> VjpMaker:
 def _share(argnum: int, args: tuple, ans: Array) -> Array:
     x, y, chosen = getval(args[argnum]), getval(args[1 - argnum]), getval(ans)
     share, tied = np.equal(x, chosen), np.equal(x, y)
+    if is_device_array(tied):  # whether there are ties isn't known to the host
+        real = chosen.real.dtype
+        return share.astype(real) / (tied.astype(real) + 1)
     return share / (1.0 + tied) if np.count_nonzero(tied) else share
 
 

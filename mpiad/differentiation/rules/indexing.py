@@ -8,10 +8,12 @@ import numpy as np
 from autograd.core import sparse_add, sparse_object_types
 from autograd.extend import vspace
 from autograd.numpy.numpy_boxes import ArrayBox
+from autograd.tracer import getval
 
 from mpiad._typing import Array
 from mpiad.differentiation.rules.protocol import BOX_TYPES, Argnums, Vjp, inherited_jvp, inherited_vjp
 from mpiad.differentiation.rules.scatter import Scatter, is_basic, put
+from mpiad.transport.device_arrays import is_device_array
 
 __all__ = ["JVPS", "VJPS"]
 
@@ -30,10 +32,11 @@ def getitem_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     if not basic:
         idx = _as_array_index(idx)
     repeats = not basic and not _is_mask(idx)
+    space = vspace(x) if is_device_array(getval(x)) else None
 
     def vjp(g: Array) -> tuple[Any]:
         if type(g) in BOX_TYPES:
-            return (put(g, idx, repeats, vspace(np.empty(shape, dtype))),)
+            return (put(g, idx, repeats, space or vspace(np.empty(shape, dtype))),)
         return (Scatter(shape, dtype, idx, g, repeats),)
 
     return vjp
@@ -64,7 +67,11 @@ def _as_array_index(idx: Any) -> Any:
 def _is_mask(idx: Any) -> bool:
     parts = idx if type(idx) is tuple else (idx,)
     advanced = [i for i in parts if not is_basic(i)]
-    return len(advanced) == 1 and isinstance(advanced[0], np.ndarray) and advanced[0].dtype == bool
+    return len(advanced) == 1 and _is_array(advanced[0]) and advanced[0].dtype == bool
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, np.ndarray) or is_device_array(x)
 
 
 def sparse_add_jvp(argnums: Argnums, gs: Any, ans: Array, args: tuple, kwargs: dict) -> Array:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from autograd.tracer import getval
 
 from mpiad._typing import Array
 from mpiad.differentiation.rules.broadcasting import fitting
@@ -17,6 +18,7 @@ from mpiad.differentiation.rules.protocol import (
     inherited_vjp,
     one_unchanged,
 )
+from mpiad.transport.device_arrays import is_device_array
 
 __all__ = ["JVPS", "VJPS", "doubled"]
 
@@ -72,7 +74,8 @@ def _slope(x: Array, y: Any, ans: Array) -> Slope | None:
     if y == 2:
         return lambda g: _twice_product(g, x)
     if y == 0:
-        return None
+        # Autograd's rule looks for zeros among the exponents, with an array of NumPy's.
+        return (lambda g: g * 0.0 * x) if is_device_array(getval(x)) else None
     if y == 1:
         return _unit_slope
     if y == 3 or y == 4:

@@ -18,6 +18,7 @@ from mpiad.differentiation.rules.protocol import (
     inherited_vjp,
     two_unchanged,
 )
+from mpiad.transport.device_arrays import is_device_array
 
 __all__ = ["JVPS", "VJPS"]
 
@@ -47,7 +48,7 @@ def _product_vjp(fun: Primitive) -> VjpMaker:
 
 def _same_kind(x: Any, y: Any) -> bool:
     x, y = getval(x), getval(y)
-    return type(x) is type(y) is np.ndarray and x.dtype == y.dtype
+    return type(x) is type(y) and (type(x) is np.ndarray or is_device_array(x)) and x.dtype == y.dtype
 
 
 def _times(g: Array, other: Array) -> Array:

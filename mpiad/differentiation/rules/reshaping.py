@@ -37,9 +37,14 @@ _HARMLESS = frozenset({"axis", "newshape", "shape"})
 def transpose_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     """Transpose the cotangent back."""
     axes = args[1] if len(args) > 1 else kwargs.get("axes")
-    if axes is not None:
+    if axes is None:
+        return lambda g: (g.T,)
+    if not isinstance(axes, (tuple, list)):
         return inherited_vjp(anp.transpose, argnums, ans, args, kwargs)
-    return lambda g: (g.T,)
+    # Axes may count from the last; which autograd's rule forgets.
+    places = [axis % len(axes) for axis in axes]
+    back = tuple(sorted(range(len(places)), key=places.__getitem__))
+    return lambda g: ((anp if type(g) in BOX_TYPES else np).transpose(g, back),)
 
 
 VJPS = {

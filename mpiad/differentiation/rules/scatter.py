@@ -14,6 +14,7 @@ import numpy as np
 from autograd.extend import SparseObject, defjvp_argnums, defvjp, primitive
 
 from mpiad._typing import Array, Shape
+from mpiad.transport.device_arrays import arrays_of
 
 __all__ = ["Scatter", "is_basic", "put"]
 
@@ -54,7 +55,8 @@ class Scatter:
         -------
         array of shape `shape`
         """
-        total = np.zeros(self.shape, self.dtype)
+        arrays = arrays_of(self.values)
+        total = np.zeros(self.shape, self.dtype) if arrays is None else arrays.full(self.shape, 0, self.dtype)
         if self.repeats:
             return _add_repeated(total, self.idx, self.values)
         total[self.idx] = self.values
@@ -81,6 +83,10 @@ class Scatter:
 
 def _add_repeated(total: Array, idx: Any, values: Array) -> Array:
     """Add in place where an element may be named more than once, in the order in which they are named."""
+    arrays = arrays_of(total)
+    if arrays is not None:
+        arrays.add_at(total, idx, values)
+        return total
     if total.ndim == 1 or not total.flags.c_contiguous or np.size(values) * _FEW < total.size:
         np.add.at(total, idx, values)
         return total

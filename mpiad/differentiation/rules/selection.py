@@ -18,6 +18,7 @@ from mpiad.differentiation.rules.protocol import (
     inherited_vjp,
     primitive_where,
 )
+from mpiad.transport.device_arrays import is_device_array
 
 __all__ = ["JVPS", "VJPS"]
 
@@ -29,7 +30,8 @@ def where_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     """Give each element of the cotangent to the array that it was taken from."""
     if kwargs or len(args) != 3:
         return inherited_vjp(primitive_where, argnums, ans, args, kwargs)
-    condition = np.asarray(getval(args[0]), dtype=bool)
+    condition = getval(args[0])
+    condition = condition.astype(bool) if is_device_array(condition) else np.asarray(condition, dtype=bool)
     parts = [(i, None if i == 0 else fitting(args[i], ans)) for i in argnums]
     return lambda g: tuple([_part(i, fit, condition, g) for i, fit in parts])
 

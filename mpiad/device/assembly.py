@@ -1,0 +1,203 @@
+"""Arrays put together on the device.
+
+autograd.numpy's `concatenate` asks its result for a view of NumPy's type, and its `array` and `stack` make arrays of
+NumPy's; no array on a device can give them one. These do the same, for arrays on either side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import autograd.numpy as anp
+import numpy as np
+from autograd.builtins import SequenceBox
+from autograd.extend import defjvp_argnums, defvjp_argnum, primitive
+from autograd.tracer import getval
+
+from mpiad._typing import Array
+from mpiad.transport.device_arrays import ArrayModule, arrays_of
+
+__all__ = ["array", "concatenate", "joined", "stack"]
+
+
+@primitive
+def joined(axis: int, *arrays: Array) -> Array:
+    """Join device arrays along an axis.
+
+    Parameters
+    ----------
+    axis : int
+    *arrays : device array
+
+    Returns
+    -------
+    device array
+    """
+    return np.concatenate(arrays, axis)
+
+
+def _joined_vjp(argnum: int, ans: Any, args: tuple, kwargs: dict) -> Any:
+    axis, pieces = args[0], args[1:]
+    start = sum(piece.shape[axis] for piece in pieces[: argnum - 1])
+    lead = (slice(None),) * (axis % len(ans.shape))
+    cut = (*lead, slice(start, start + pieces[argnum - 1].shape[axis]))
+    real = ans.dtype.kind == "c" and pieces[argnum - 1].dtype.kind != "c"
+    return lambda g: anp.real(g[cut]) if real else g[cut]
+
+
+def _joined_jvp(argnums: tuple, gs: Any, ans: Any, args: tuple, kwargs: dict) -> Any:
+    tangents = dict(zip(argnums, gs))
+    return joined(args[0], *[tangents[k] if k in tangents else anp.zeros_like(args[k]) for k in range(1, len(args))])
+
+
+# Joining and cutting are each other's transposes.
+defvjp_argnum(joined, _joined_vjp)
+defjvp_argnums(joined, _joined_jvp)
+
+
+def concatenate(arrays: Sequence[Array], axis: int | None = 0) -> Array:
+    """Join arrays along an axis.
+
+    Parameters
+    ----------
+    arrays : sequence of array
+        All on the host, or all on one device; traced or not.
+    axis : int or None
+        None joins them flattened.
+
+    Returns
+    -------
+    array
+
+    Raises
+    ------
+    TypeError
+        Where some are on the host and others on a device.
+
+    Ranks
+    -----
+    Each rank for itself.
+
+    Adjoint
+    -------
+    The cotangent is cut into the pieces.
+    """
+    arrays = list(arrays)
+    if _device_among(arrays) is None:
+        return anp.concatenate(arrays, axis)
+    _refuse_mixture(arrays, "concatenate")
+    if axis is None:
+        arrays, axis = [anp.ravel(piece) for piece in arrays], 0
+    return arrays[0] if len(arrays) == 1 else joined(axis, *arrays)
+
+
+def stack(arrays: Sequence[Array], axis: int = 0) -> Array:
+    """Join arrays of one shape along a new axis.
+
+    Parameters
+    ----------
+    arrays : sequence of array
+        As for `concatenate`.
+    axis : int
+        Place of the new axis in the result.
+
+    Returns
+    -------
+    array
+
+    Raises
+    ------
+    TypeError
+        Where some are on the host and others on a device.
+    ValueError
+        Where shapes differ.
+
+    Ranks
+    -----
+    Each rank for itself.
+
+    Adjoint
+    -------
+    The cotangent is cut into the pieces.
+    """
+    arrays = list(arrays)
+    if _device_among(arrays) is None:
+        return anp.stack(arrays, axis)
+    _refuse_mixture(arrays, "stack")
+    shapes = {piece.shape for piece in arrays}
+    if len(shapes) > 1:
+        raise ValueError(f"stack: all arrays must have one shape, but got {sorted(shapes)}.")
+    lead = (slice(None),) * (axis % (len(arrays[0].shape) + 1))
+    return joined(len(lead), *[piece[(*lead, None)] for piece in arrays])
+
+
+def array(nest: Any, *args: Any, **kwargs: Any) -> Array:
+    """Make an array of a nest of lists: on the device where something in it is on one.
+
+    Parameters
+    ----------
+    nest : array, number, or nest of lists and tuples of them
+        Beside device arrays only numbers may be on the host.
+    *args, **kwargs
+        Of `numpy.array`, for what is on the host.
+
+    Returns
+    -------
+    array
+
+    Raises
+    ------
+    TypeError
+        For host arrays beside device arrays.
+
+    Ranks
+    -----
+    Each rank for itself.
+
+    Adjoint
+    -------
+    Each element gets its part of the cotangent.
+    """
+    found = _device_in(nest)
+    if found is None:
+        return anp.array(nest, *args, **kwargs)
+    dtype = args[0] if args else kwargs.get("dtype")
+    made = _of_nest(nest, found)
+    return made if dtype is None else made.astype(np.dtype(dtype))
+
+
+def _of_nest(nest: Any, arrays: ArrayModule) -> Any:
+    if isinstance(nest, (list, tuple, SequenceBox)):
+        return stack([_of_nest(nest[i], arrays) for i in range(len(nest))])
+    if arrays_of(getval(nest)) is None and np.ndim(getval(nest)) == 0:
+        # A traced number keeps its trace.
+        return nest * arrays.full((), 1, np.result_type(getval(nest)))
+    return nest[...]
+
+
+def _device_among(arrays: Sequence[Any]) -> ArrayModule | None:
+    for piece in arrays:
+        found = arrays_of(getval(piece))
+        if found is not None:
+            return found
+    return None
+
+
+def _device_in(nest: Any) -> ArrayModule | None:
+    if not isinstance(nest, (list, tuple, SequenceBox)):
+        return arrays_of(getval(nest))
+    for i in range(len(nest)):
+        found = _device_in(nest[i])
+        if found is not None:
+            return found
+    return None
+
+
+def _refuse_mixture(arrays: Sequence[Any], call: str) -> None:
+    for k, piece in enumerate(arrays):
+        if arrays_of(getval(piece)) is None:
+            raise TypeError(
+                f"{call}: array {k} is a {type(getval(piece)).__name__} on the host, and others are on a device. Nothing "
+                "is copied to a device unasked: pass mpiad.device.to_device(x)."
+            )

@@ -1,0 +1,92 @@
+"""What autograd must know of a kind of device arrays: their traced form, and their vector space."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from autograd.extend import VSpace
+from autograd.numpy.numpy_boxes import ArrayBox
+from autograd.numpy.numpy_vspaces import ArrayVSpace
+
+from mpiad.device.casting import cast
+from mpiad.transport.device_arrays import arrays_of
+
+__all__ = ["ComplexDeviceSpace", "DeviceBox", "DeviceSpace", "register"]
+
+
+class DeviceBox(ArrayBox):
+    """A traced device array: operators and methods as those of a traced array of NumPy's.
+
+    What it tells of itself it asks its array for; NumPy's functions for it would be dispatched to the device's.
+    """
+
+    __slots__ = ()
+    shape = property(lambda self: self._value.shape)
+    ndim = property(lambda self: len(self._value.shape))
+    size = property(lambda self: self._value.size)
+    dtype = property(lambda self: self._value.dtype)
+
+    def astype(self, dtype: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the array in another dtype."""
+        return cast(self, np.dtype(dtype))
+
+
+class DeviceSpace(ArrayVSpace):
+    """The real arrays of one shape and dtype on one device."""
+
+    def __init__(self, value: Any):
+        self.shape, self.dtype = value.shape, value.dtype
+        self.arrays: Any = arrays_of(value)
+
+    def zeros(self) -> Any:
+        """Return the zero vector."""
+        return self.arrays.full(self.shape, 0, self.dtype)
+
+    def ones(self) -> Any:
+        """Return the vector of ones, in the real and the imaginary part."""
+        return self.arrays.full(self.shape, 1 + 1j if self.iscomplex else 1, self.dtype)
+
+    def standard_basis(self) -> Any:
+        """Yield the unit vectors, for complex arrays real and imaginary ones."""
+        for idx in np.ndindex(*self.shape):
+            for unit in (1.0, 1.0j) if self.iscomplex else (1.0,):
+                vector = self.zeros()
+                vector[idx] = unit
+                yield vector
+
+    def randn(self) -> Any:
+        """Return normally distributed numbers: NumPy's, so that its seed decides them, copied to the device."""
+        noise = np.random.randn(*self.shape)  # noqa: NPY002
+        if self.iscomplex:
+            noise = noise + 1j * np.random.randn(*self.shape)  # noqa: NPY002
+        return self.arrays.to_device(np.asarray(noise, self.dtype))
+
+
+class ComplexDeviceSpace(DeviceSpace):
+    """The complex arrays of one shape and dtype on one device."""
+
+    iscomplex = True
+
+    @property
+    def size(self) -> Any:
+        """Number of real dimensions."""
+        return 2 * np.prod(self.shape)
+
+    def _inner_prod(self, x: Any, y: Any) -> Any:
+        return np.real(np.dot(np.conj(np.ravel(x)), np.ravel(y)))
+
+    def _covector(self, x: Any) -> Any:
+        return np.conj(x)
+
+
+def register(kind: type) -> None:
+    """Let autograd trace arrays of a kind.
+
+    Parameters
+    ----------
+    kind : type
+        Type of the arrays.
+    """
+    DeviceBox.register(kind)
+    VSpace.register(kind, lambda x: (ComplexDeviceSpace if x.dtype.kind == "c" else DeviceSpace)(x))

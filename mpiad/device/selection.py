@@ -1,0 +1,84 @@
+"""Which GPU a rank uses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+from mpiad.transport import world
+from mpiad.transport.device_arrays import discover
+
+__all__ = ["select"]
+
+
+def select(ids: Sequence[int] | int | None = None) -> int:
+    """Make one of the node's GPUs the current one of this rank.
+
+    Call it once, before the first array is put on a device.
+
+    Parameters
+    ----------
+    ids : int or sequence of int, optional
+        GPUs for this node's ranks: the rank with local number r gets the r-th, and where there are fewer than ranks, they
+        are dealt again from the first. An int is this rank's own. By default all that CUDA shows.
+
+    Returns
+    -------
+    int
+        Number of the GPU, as CUDA counts those that this process sees.
+
+    Raises
+    ------
+    ImportError
+        Where CuPy can't be loaded.
+    RuntimeError
+        Where CUDA shows no GPU.
+    ValueError
+        Where there is no GPU of the number asked for.
+
+    Ranks
+    -----
+    Each rank for itself; nothing is communicated, except at the library's first use, which is collective.
+    """
+    cupy = _loaded()
+    count = _visible(cupy)
+    local = world.local_rank()
+    chosen = list(range(count)) if ids is None else [ids] if isinstance(ids, int) else list(ids)
+    _check(chosen, ids, count, local)
+    number = chosen[local % len(chosen)]
+    cupy.cuda.Device(number).use()
+    discover()
+    return number
+
+
+def _loaded() -> Any:
+    try:
+        return import_module("cupy")
+    except ImportError as error:
+        raise ImportError(
+            f"select: CuPy can't be loaded ({error}). Install what fits the driver: pip install 'mpiad[gpu]' for CUDA 12, "
+            "'mpiad[gpu13]' for CUDA 13."
+        ) from error
+
+
+def _visible(cupy: Any) -> int:
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise RuntimeError(f"select: CUDA shows this process no GPU ({error}).") from error
+    if count == 0:
+        raise RuntimeError("select: CUDA shows this process no GPU. Look at CUDA_VISIBLE_DEVICES, or ask for one.")
+    return count
+
+
+def _check(chosen: list[int], ids: Any, count: int, local: int) -> None:
+    wrong = [number for number in chosen if isinstance(number, bool) or not isinstance(number, int)]
+    if wrong or not chosen:
+        raise ValueError(f"select: ids must be numbers of GPUs, as [0, 1], but got {ids!r}.")
+    missing = [number for number in chosen if not 0 <= number < count]
+    if missing:
+        raise ValueError(
+            f"select: ids={ids!r} names GPU {missing[0]}, but this process (local rank {local}) sees {count}: 0 to "
+            f"{count - 1}. CUDA_VISIBLE_DEVICES renumbers them from 0."
+        )

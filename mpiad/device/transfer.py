@@ -1,0 +1,165 @@
+"""Arrays from the host to a device and back: the only places where a program moves its memory by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+from autograd.builtins import DictBox, SequenceBox
+from autograd.extend import defjvp, defvjp, primitive
+from autograd.tracer import Box, getval
+
+from mpiad._typing import Array, Tree
+from mpiad.transport.device_arrays import ArrayModule, arrays_of
+
+__all__ = ["array_to_device", "array_to_host", "to_device", "to_host"]
+
+
+def to_device(x: Tree, device: int | None = None, *, like: Array = None) -> Tree:
+    """Copy arrays to a device.
+
+    Parameters
+    ----------
+    x : array, number or nest of them
+        On the host, traced or not; what is on a device already is passed through. Strings and None stay as they are.
+    device : int, optional
+        Number of the GPU; by default the current one, which `select` chooses.
+    like : device array, optional
+        An array whose kind and device decide instead.
+
+    Returns
+    -------
+    device array or nest of them
+        Of the same dtype and form; numbers become arrays without axes.
+
+    Raises
+    ------
+    ImportError
+        Where CuPy can't be loaded: what to install.
+    TypeError
+        For an array of a dtype that devices have no numbers for.
+
+    Ranks
+    -----
+    Each rank for itself; nothing is communicated.
+
+    Adjoint
+    -------
+    The cotangent is copied to the host; `to_host` is the transpose.
+    """
+    arrays = arrays_of(getval(like)) if like is not None else None
+    found: list[ArrayModule] = [] if arrays is None else [arrays]
+
+    def move(leaf: Any) -> Any:
+        plain = getval(leaf)
+        if plain is None or isinstance(plain, str) or arrays_of(plain) is not None:
+            return leaf
+        if not found:
+            found.append(_cupy_arrays(device))
+        return array_to_device(leaf, found[0])
+
+    return _mapped(x, move)
+
+
+def to_host(x: Tree) -> Tree:
+    """Copy arrays to the host.
+
+    Parameters
+    ----------
+    x : device array or nest of them
+        Traced or not; what is on the host already is passed through.
+
+    Returns
+    -------
+    array or nest of them
+        NumPy's, of the same dtype and form; numbers of NumPy's for arrays without axes.
+
+    Ranks
+    -----
+    Each rank for itself; nothing is communicated.
+
+    Adjoint
+    -------
+    The cotangent is copied to the device that the array came from; `to_device` is the transpose.
+    """
+    return _mapped(x, lambda leaf: leaf if arrays_of(getval(leaf)) is None else array_to_host(leaf))
+
+
+def _mapped(tree: Any, move: Callable[[Any], Any]) -> Any:
+    if isinstance(tree, (dict, DictBox)):
+        items = {key: _mapped(tree[key], move) for key in tree.keys()}  # noqa: SIM118 (a traced one has no iterator)
+        return items if isinstance(tree, Box) or type(tree).__init__ is not dict.__init__ else type(tree)(items)
+    if isinstance(tree, (list, tuple, SequenceBox)):
+        parts = [_mapped(tree[i], move) for i in range(len(tree))]
+        if hasattr(tree, "_fields"):
+            return type(tree)(*parts)
+        return parts if isinstance(tree, list) else tuple(parts) if isinstance(tree, Box) else type(tree)(parts)
+    return move(tree)
+
+
+@primitive
+def array_to_device(x: Array, arrays: ArrayModule) -> Array:
+    """Copy one array or number to the device of an array module.
+
+    Parameters
+    ----------
+    x : array or number
+    arrays : ArrayModule
+
+    Returns
+    -------
+    device array
+    """
+    host = np.asarray(x)
+    if host.dtype.kind not in "biufc" or host.dtype.char in "gG":
+        raise TypeError(
+            f"to_device: x must hold booleans, integers, or real or complex numbers of up to double precision, but got "
+            f"{type(x).__name__} of dtype {host.dtype}."
+        )
+    return arrays.to_device(host)
+
+
+@primitive
+def array_to_host(x: Array) -> Array:
+    """Copy one device array to the host.
+
+    Parameters
+    ----------
+    x : device array
+
+    Returns
+    -------
+    array, or number of NumPy's for an array without axes
+    """
+    arrays = arrays_of(x)
+    return x if arrays is None else arrays.to_host(x)[()]
+
+
+def _to_device_vjp(ans: Any, x: Any, arrays: ArrayModule) -> Any:
+    return lambda g: g if arrays_of(getval(g)) is None else array_to_host(g)
+
+
+def _to_host_vjp(ans: Any, x: Any) -> Any:
+    arrays = arrays_of(getval(x))
+    return lambda g: g if arrays_of(getval(g)) is not None else array_to_device(g, arrays)
+
+
+# The two are each other's transposes: the same linear map, the identity, between two memories.
+defvjp(array_to_device, _to_device_vjp)
+defvjp(array_to_host, _to_host_vjp)
+defjvp(array_to_device, lambda g, ans, x, arrays: array_to_device(g, arrays))
+defjvp(array_to_host, lambda g, ans, x: array_to_host(g))
+
+
+def _cupy_arrays(device: int | None) -> ArrayModule:
+    try:
+        cupy: Any = import_module("cupy")
+        from mpiad.transport.cupy_arrays import on_device
+    except ImportError as error:
+        raise ImportError(
+            f"to_device: CuPy can't be loaded ({error}). Install what fits the driver: pip install 'mpiad[gpu]' for CUDA "
+            "12, 'mpiad[gpu13]' for CUDA 13."
+        ) from error
+    return on_device(cupy.cuda.runtime.getDevice() if device is None else device)
