@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from mpiad.differentiation.trees import is_variable
+from mpiad.primitives.cotangents import spec_like
 
 __all__ = ["in_blocks"]
 
@@ -41,7 +42,7 @@ def in_blocks(formula: Formula, columns: Sequence[Sequence[Any]], results: Seque
         One list for each of the results. Small arrays lie beside others in memory.
     """
     out = [list(columns[k]) for k in results]
-    together: dict[np.dtype, list[int]] = {}
+    together: dict[Any, list[int]] = {}
     for place, leaf in enumerate(columns[0]):
         plain = type(leaf) is _ndarray and leaf.dtype.kind in "fc"
         if plain and leaf.size >= _LONG:
@@ -49,7 +50,7 @@ def in_blocks(formula: Formula, columns: Sequence[Sequence[Any]], results: Seque
             for new, flat in zip(out, _applied(formula, inputs, results)):
                 new[place] = flat.reshape(leaf.shape)
         elif plain or is_variable(leaf):
-            together.setdefault(leaf.dtype if plain else np.result_type(leaf), []).append(place)
+            together.setdefault(leaf.dtype if plain else _kind(leaf), []).append(place)
     for places in together.values():
         inputs = [np.concatenate([column[k] for k in places], axis=None) for column in columns]
         shapes = [np.shape(columns[0][k]) for k in places]
@@ -58,10 +59,16 @@ def in_blocks(formula: Formula, columns: Sequence[Sequence[Any]], results: Seque
     return out
 
 
+def _kind(leaf: Any) -> Any:
+    """Return the dtype of a number, and of an array on a device also where that is."""
+    _, dtype, arrays = spec_like(leaf)
+    return dtype if arrays is None else (dtype, arrays)
+
+
 def _applied(formula: Formula, inputs: list[np.ndarray], results: Sequence[int]) -> list[np.ndarray]:
     outputs = [np.empty_like(inputs[k]) for k in results]
     every = inputs + outputs
-    if len(inputs[0]) <= _PIECE:
+    if len(inputs[0]) <= _PIECE or type(inputs[0]) is not _ndarray:  # a device has its own ways
         formula(*every)
         return outputs
     for start in range(0, len(inputs[0]), _PIECE):

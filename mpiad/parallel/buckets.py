@@ -1,4 +1,4 @@
-"""Many arrays added up over the ranks in few messages: one behind the other, in buckets of one dtype.
+"""Many arrays added up over the ranks in few messages: one behind the other, in buckets of one dtype and one place.
 
 The sums travel on a communicator of their own, so that they may start in the middle of a reverse pass whatever that
 communicates itself. All ranks start them in the same order, that of the buckets, each as soon as it and all before it are
@@ -18,7 +18,7 @@ import numpy as np
 
 from mpiad._typing import Array, Shape
 from mpiad.transport import Channel, Spec
-from mpiad.transport.collectives import Summation, start_sum_in_place, sum_in_place
+from mpiad.transport.collectives import Summation, start_allreduce, start_sum_in_place, sum_in_place
 from mpiad.transport.collectives import finish_allreduce as finish
 
 __all__ = ["BUCKET_BYTES", "Plan", "Sums", "plan_of"]
@@ -53,19 +53,20 @@ class Plan:
 
     def __init__(self, specs: list[Spec], limit: int):
         self.specs, self.limit = specs, limit
-        open_ones: dict[np.dtype, list[int]] = {}
-        filled: dict[np.dtype, int] = {}
+        open_ones: dict[Any, list[int]] = {}
+        filled: dict[Any, int] = {}
         groups: list[list[int]] = []
         for place in reversed(range(len(specs))):
             spec = specs[place]
             length = math.prod(spec.shape) * spec.dtype.itemsize
-            if spec.dtype not in open_ones or filled[spec.dtype] + length > limit:
-                open_ones[spec.dtype], filled[spec.dtype] = [], 0
-                groups.append(open_ones[spec.dtype])
-            open_ones[spec.dtype].append(place)
-            filled[spec.dtype] += length
+            kind = spec.dtype, spec.arrays
+            if kind not in open_ones or filled[kind] + length > limit:
+                open_ones[kind], filled[kind] = [], 0
+                groups.append(open_ones[kind])
+            open_ones[kind].append(place)
+            filled[kind] += length
         self.buckets = [_bucket(places[::-1], specs) for places in groups]
-        said = [(spec.shape, spec.dtype.str) for spec in specs]
+        said = [(spec.shape, spec.dtype.str, spec.arrays is not None) for spec in specs]
         self.digest = zlib.crc32(repr((said, limit)).encode()) % 2**20
         self.several = len(self.buckets) > 1
         self.bucket_of = {place: k for k, bucket in enumerate(self.buckets) for place in bucket.places}
@@ -98,7 +99,7 @@ class Sums:
         self._channel, self._aside, self._plan = channel, cast(Channel, _Aside(channel)), plan
         self._arrays: list[Any] = [None] * len(plan.specs)
         self._missing = [len(bucket.places) for bucket in plan.buckets]
-        self._wholes: list[np.ndarray] = []
+        self._wholes: list[Any] = []
         self._started: list[Summation] = []
 
     def add(self, place: int, array: Array) -> None:
@@ -106,7 +107,9 @@ class Sums:
         self._arrays[place] = array
         self._missing[self._plan.bucket_of[place]] -= 1
         while len(self._wholes) < len(self._missing) - 1 and not self._missing[len(self._wholes)]:
-            self._started.append(start_sum_in_place(self._aside, self._packed()))
+            whole = self._packed()
+            start = start_sum_in_place if type(whole) is np.ndarray else start_allreduce
+            self._started.append(start(self._aside, whole))
 
     def add_all(self, arrays: list[Array]) -> None:
         """Hand in all arrays, and add them up."""
@@ -114,7 +117,7 @@ class Sums:
         for _ in self._plan.buckets:
             self._add_up()
 
-    def _packed(self) -> np.ndarray:
+    def _packed(self) -> Any:
         """Return the arrays of the next bucket, behind one another in memory of their own."""
         places = self._plan.buckets[len(self._wholes)].places
         self._wholes.append(np.concatenate([self._arrays[k] for k in places], axis=None))
@@ -123,14 +126,18 @@ class Sums:
         return self._wholes[-1]
 
     def _add_up(self) -> None:
-        sum_in_place(self._aside, self._packed())
+        whole = self._packed()
+        if type(whole) is np.ndarray:
+            sum_in_place(self._aside, whole)
+        else:
+            self._wholes[-1] = finish(start_allreduce(self._aside, whole))
 
     def wait(self, divisor: int = 1) -> list[Array]:
         """Return the sums, divided by a number, once all arrays have been handed in."""
         if len(self._wholes) < len(self._missing):
             self._add_up()
-        for summation in self._started:
-            finish(summation)
+        for k, summation in enumerate(self._started):
+            self._wholes[k] = finish(summation)  # itself on the host, and new memory on a device
         self._started = []
         out = self._arrays
         for bucket, whole in zip(self._plan.buckets, self._wholes):

@@ -13,7 +13,7 @@ from mpiad.differentiation.trace import Variables
 from mpiad.parallel.buckets import BUCKET_BYTES, Plan, Sums, plan_of
 from mpiad.parallel.clipping import clipped
 from mpiad.parallel.gradient import gradient_of_sum
-from mpiad.parallel.parameters import arrays_of, matching
+from mpiad.parallel.parameters import matching, variables_of
 from mpiad.parallel.samples import counted, totals
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import suspended
@@ -119,7 +119,7 @@ class DistributedOptimizer:
         -----
         All ranks of `comm` call it.
         """
-        variables = arrays_of(params, "DistributedOptimizer.update")
+        variables = variables_of(params, "DistributedOptimizer.update")
         given, places, _ = variables
         specs = [spec_like(given[k]) for k in places]
         if samples == 0:
@@ -132,7 +132,7 @@ class DistributedOptimizer:
         if self.accumulate > 1:
             held = state["gradient"]
             # Copies: the caller may write the next gradient into the same arrays.
-            parts = list(map(np.array, parts)) if held is None else list(map(np.add, held, parts))
+            parts = list(map(_copied, parts)) if held is None else list(map(np.add, held, parts))
             if state["steps"] + 1 < self.accumulate:
                 return self._kept(state, parts, count), params
             count += state["samples"]
@@ -184,7 +184,7 @@ class DistributedOptimizer:
         self, state: dict[str, Any], params: Tree, loss: Function, batch: tuple, samples: Callable[..., int] | None
     ) -> tuple[dict[str, Any], Tree, float]:
         used = channel(self.comm, "DistributedOptimizer.step")
-        variables = arrays_of(params, "DistributedOptimizer.step")
+        variables = variables_of(params, "DistributedOptimizer.step")
         specs, count = [spec_like(variables.leaves[k]) for k in variables.places], counted(samples, params, batch)
         last = self.accumulate == 1 or state["steps"] + 1 == self.accumulate
         held = state.get("gradient") or [None] * len(specs)
@@ -219,3 +219,7 @@ class DistributedOptimizer:
         inner, params = self.optimizer.update(state["optimizer"], params, variables.build(leaves))
         emptied = {} if self.accumulate == 1 else {"gradient": None, "steps": 0, "samples": 0}
         return {**state, **emptied, "optimizer": inner}, params
+
+
+def _copied(part: Any) -> Any:
+    return part.copy() if hasattr(part, "copy") else np.array(part)

@@ -14,11 +14,12 @@ from mpiad.differentiation.backward import run_backward
 from mpiad.differentiation.objective import problem_with
 from mpiad.differentiation.trace import Variables, trace_backwards
 from mpiad.parallel.buckets import BUCKET_BYTES, Plan, Sums, plan_of
-from mpiad.parallel.parameters import arrays_of
+from mpiad.parallel.parameters import variables_of
 from mpiad.parallel.samples import Totals, counted, totals
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import suspended
 from mpiad.transport import channel
+from mpiad.transport.device_arrays import arrays_of
 from mpiad.transport.recovery import recoverable
 
 __all__ = ["gradient_of_sum", "value_and_grad"]
@@ -80,7 +81,7 @@ def value_and_grad(
     @recoverable("parallel.value_and_grad", comm)
     def evaluate(params: Tree, *batch: Any) -> tuple[float, Tree]:
         used = channel(comm, "parallel.value_and_grad")
-        variables = arrays_of(params, "parallel.value_and_grad")
+        variables = variables_of(params, "parallel.value_and_grad")
         leaves, places, build = variables
         count = counted(samples, params, batch)
         nonlocal plan
@@ -131,13 +132,18 @@ def gradient_of_sum(
     traced = trace_backwards(lambda x: loss(x, *batch), variables._replace(leaves=leaves))
     value = traced.build(traced.values)
     problem = traced.problem or problem_with(getval(value), 1.0, "parallel.value_and_grad")
-    found = agree(problem=problem) if problem else agree(loss=float(np.reshape(getval(value), ())) * count)
+    found = agree(problem=problem) if problem else agree(loss=_number(getval(value)) * count)
     # By the number of samples: what a mean divides by it is whole again.
     spec = spec_like(value)
-    seeds = [(traced.places[0], np.full(spec.shape, count, spec.dtype)[()])] if traced.places[0] >= 0 else []
+    seeds = [(traced.places[0], spec.zeros() + spec.dtype.type(count))] if traced.places[0] >= 0 else []
     if early:
         run_backward(traced.recording, seeds, len(places), ready=handed)
     else:
         for variable, g in enumerate(run_backward(traced.recording, seeds, len(places))):
             handed(variable, g)
     return found
+
+
+def _number(value: Any) -> float:
+    arrays = arrays_of(value)
+    return float(np.reshape(value if arrays is None else arrays.to_host(value), ()))

@@ -12,11 +12,12 @@ from mpiad._typing import Tree
 from mpiad.differentiation.trace import Variables
 from mpiad.differentiation.trees import flatten, is_variable, named_leaves
 from mpiad.primitives.cotangents import spec_like
+from mpiad.transport import Spec
 
-__all__ = ["arrays_of", "each", "matching", "zeros_like"]
+__all__ = ["described", "each", "matching", "variables_of", "zeros_like"]
 
 
-def arrays_of(tree: Tree, call: str, required: bool = True) -> Variables:
+def variables_of(tree: Tree, call: str, required: bool = True) -> Variables:
     """Return the leaves of a nest; its variables are those that are trained: real or complex floats and arrays of them.
 
     Raises
@@ -44,6 +45,11 @@ def each(fun: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
     return build([fun(leaf, *[c[k] for c in columns]) if is_variable(leaf) else leaf for k, leaf in enumerate(leaves)])
 
 
+def described(spec: Spec) -> str:
+    """Return shape, dtype and place in words, alike on all ranks whatever their devices' numbers."""
+    return f"shape {spec.shape} and dtype {spec.dtype}{'' if spec.arrays is None else ' on a device'}"
+
+
 def zeros_like(tree: Tree) -> Tree:
     """Return the nest with zeros in the place of the trained leaves."""
     return each(np.zeros_like, tree)
@@ -69,8 +75,7 @@ def matching(gradient: Tree, params: Tree, wanted: list[Any], call: str) -> list
     for (name, g), (path, leaf) in zip(named, paths):
         if not _fits(g, leaf):
             raise ValueError(
-                f"{call}: {name} must have the shape {np.shape(leaf)} and dtype {spec_like(leaf).dtype} of {path}, but has "
-                f"shape {np.shape(g)} and dtype {spec_like(g).dtype}."
+                f"{call}: {name} must have the {described(spec_like(leaf))} of {path}, but has {described(spec_like(g))}."
             )
     return found
 

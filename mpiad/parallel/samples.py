@@ -11,6 +11,7 @@ from mpiad._typing import Tree
 from mpiad.differentiation.objective import Problem, raise_everywhere
 from mpiad.differentiation.trees import flatten
 from mpiad.parallel.buckets import Plan
+from mpiad.parallel.parameters import described
 from mpiad.primitives import mpi_allreduce
 from mpiad.transport import Channel
 from mpiad.transport.agreement import agreed
@@ -87,7 +88,7 @@ def totals(
 
 
 def _difference(used: Channel, plan: Plan, call: str) -> ValueError:
-    mine = [f"shape {spec.shape} and dtype {spec.dtype}" for spec in plan.specs]
+    mine = list(map(described, plan.specs))
     every = used.data.allgather((mine, plan.limit))
     for rank, (theirs, limit) in enumerate(every):
         first, first_limit = every[0]

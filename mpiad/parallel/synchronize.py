@@ -6,13 +6,14 @@ import numpy as np
 
 from mpiad._typing import Comm, Rank, Tree
 from mpiad.differentiation.trees import flatten, named_leaves
-from mpiad.parallel.parameters import arrays_of
+from mpiad.parallel.parameters import described, variables_of
 from mpiad.primitives import mpi_bcast
 from mpiad.primitives.checks import root_of
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import suspended
 from mpiad.transport import Channel, channel
 from mpiad.transport.agreement import raise_together
+from mpiad.transport.device_arrays import is_device_array
 
 __all__ = ["synchronize"]
 
@@ -23,7 +24,8 @@ def synchronize(tree: Tree, root: Rank = 0, comm: Comm = None) -> Tree:
     Parameters
     ----------
     tree : nest of arrays
-        Floats travel, in one message for each dtype. Anything else (integers, strings, None) stays this rank's own.
+        Floats travel, in one message for each dtype, those on a device apart. Anything else (integers, strings, None)
+        stays this rank's own.
     root : int
     comm : mpi4py intracommunicator, optional
 
@@ -48,8 +50,9 @@ def synchronize(tree: Tree, root: Rank = 0, comm: Comm = None) -> Tree:
     used = channel(comm, "parallel.synchronize")
     root = root_of(root, used, "parallel.synchronize")
     leaves, trained = _agreed_leaves(used, tree, root)
-    for dtype in dict.fromkeys(spec_like(leaves[k]).dtype for k in trained):
-        places = [k for k in trained if spec_like(leaves[k]).dtype == dtype]
+    kinds = {k: spec_like(leaves[k])[1:] for k in trained}  # dtype and place
+    for kind in dict.fromkeys(kinds.values()):
+        places = [k for k in trained if kinds[k] == kind]
         with suspended():
             whole = mpi_bcast(np.concatenate([np.ravel(leaves[k]) for k in places]), root, comm=comm)
         if used.rank == root:
@@ -66,7 +69,7 @@ def _agreed_leaves(used: Channel, tree: Tree, root: Rank) -> tuple[list, list[in
     """Return the leaves and the places of those that travel, after all ranks have compared theirs with the root's."""
     error, leaves, trained, held = None, [], [], []
     try:
-        leaves, trained, _ = arrays_of(tree, "parallel.synchronize", required=False)
+        leaves, trained, _ = variables_of(tree, "parallel.synchronize", required=False)
         held = [(name, _described(leaf)) for name, leaf in named_leaves(tree, "tree")]
     except TypeError as found:
         error = found
@@ -78,8 +81,8 @@ def _agreed_leaves(used: Channel, tree: Tree, root: Rank) -> tuple[list, list[in
 
 
 def _described(leaf: object) -> str:
-    spec = spec_like(leaf) if isinstance(leaf, (float, complex, np.inexact, np.ndarray)) else None
-    return type(leaf).__name__ if spec is None else f"shape {spec.shape} and dtype {spec.dtype}"
+    known = isinstance(leaf, (float, complex, np.inexact, np.ndarray)) or is_device_array(leaf)
+    return described(spec_like(leaf)) if known else type(leaf).__name__
 
 
 def _difference(held: list[tuple[str, str]], theirs: list[tuple[str, str]], rank: Rank, root: Rank) -> Exception | None:
