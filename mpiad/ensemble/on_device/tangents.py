@@ -9,7 +9,7 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.differentiation.trace import Variables, trace_forwards
-from mpiad.ensemble.field import Field
+from mpiad.ensemble.field import Field, is_whole
 from mpiad.ensemble.on_device.record import Block, Record, Round
 from mpiad.ensemble.on_device.stages import interpolation
 from mpiad.primitives.cotangents import conform, spec_like
@@ -71,7 +71,7 @@ class _Way:
         y, dy = done.u, tangent
         for i in range(last + (done.most > 0)):
             t = self._table.time(i, done.t, done.h, done.t_new, sign)
-            k[i], dk[i] = self._stage(y, dy, t)
+            self._stage(y, dy, t, k[i], dk[i])
             if i < last:
                 row = self._table.rows[i]
                 y = done.u + h * np.tensordot(row, k[: i + 1], 1)
@@ -80,17 +80,23 @@ class _Way:
             self._save(done, tangent, dk, h, dy)
         return dy
 
-    def _stage(self, y: Array, dy: Array, t: Array) -> tuple[Array, Array]:
-        """Return f and its tangent, shape (d, n) each."""
-        def called(given: Sequence[Any]) -> Array:
+    def _stage(self, y: Array, dy: Array, t: Array, k: Array, dk: Array) -> None:
+        """Write f and its tangent into k and dk, shape (d, n) each."""
+        def called(given: Sequence[Any]) -> list[Any]:
             leaves = list(self._block.leaves)
             for place, leaf in zip(self._places, given[1:]):
                 leaves[place] = leaf
-            return self._field.array(given[0], leaves, t)
+            return list(self._field.rows(given[0], leaves, t))
 
         variables = [y, *[self._block.leaves[place] for place in self._places]]
         tangents = [conform(g, *spec_like(x)) for g, x in zip([dy, *self._along], variables)]
-        return trace_forwards(called, Variables(variables, list(range(len(variables))), list), tangents, "solve")
+        found = trace_forwards(called, Variables(variables, list(range(len(variables))), list), tangents, "solve")
+        for out, rows in zip((k, dk), found):
+            if is_whole(rows, y.shape):
+                out[...] = rows[0]
+            else:
+                for i, row in enumerate(rows):
+                    out[i] = row
 
     def _save(self, done: Round, tangent: Array, dk: Array, h: Array, new: Array) -> None:
         due = self._record.due(self._block, done)
