@@ -12,7 +12,7 @@ from mpiad.debug.selftest import SelfTest, run_selftest
 from mpiad.debug.speed import Speed, speed_of
 from mpiad.debug.variables import misspelt
 from mpiad.primitives.operation import suspended
-from mpiad.transport import Channel, channel, world
+from mpiad.transport import Channel, channel, cuda_aware, world
 from mpiad.transport.launcher import Launcher, launcher
 from mpiad.transport.library import Library, library
 from mpiad.transport.rank_ranges import rank_ranges
@@ -84,7 +84,7 @@ def examine(used: Channel, entered: Callable[[str], None]) -> Environment:
     entered("comparing a gradient with its closed form")
     selftest = run_selftest(used.user)
     entered("collecting what they found")
-    found, loaded = launcher(), library()
+    found, loaded = launcher(), library()._replace(takes_device_buffers=cuda_aware.described())
     mistakes = of_start(loaded, found, used.size) + of_places(places) + of_versions(places)
     mistakes += [Mistake("warning", text) for text in misspelt()]
     if not found.name:

@@ -14,6 +14,7 @@ from mpiad.primitives.catalogue import ALLREDUCE, Reduction
 from mpiad.primitives.checks import reduction_of
 from mpiad.primitives.operation import communicate
 from mpiad.transport import PROD, SUM, channel, collectives
+from mpiad.transport.device_arrays import arrays_of
 
 __all__ = ["mpi_allreduce"]
 
@@ -77,11 +78,17 @@ def _product_of_others(ans: Any, x: Any, p: Reduction) -> Any:
     # again, the quotient would be the difference of two large numbers where a factor is small.
     y = getval(ans)
     safe = np.finfo(y.dtype).tiny / np.finfo(y.dtype).eps
-    if not isbox(ans) and np.all((np.abs(y) > safe) & np.isfinite(y)):
+    if not isbox(ans) and _holds(np.all((np.abs(y) > safe) & np.isfinite(y))):
         return ans / x
     factors = mpi_allgather(x, comm=p.channel.user)
     others = anp.concatenate((factors[: p.channel.rank], factors[p.channel.rank + 1 :]))
-    return _product(others) if len(others) else np.ones(y.shape, y.dtype)
+    return _product(others) if len(others) else anp.ones_like(y)
+
+
+def _holds(condition: Any) -> bool:
+    # One byte comes from a device: nothing is done in vain, or differently by two ranks.
+    arrays = arrays_of(condition)
+    return bool(condition if arrays is None else arrays.to_host(condition))
 
 
 def _product(factors: Any) -> Any:
@@ -95,7 +102,7 @@ def _product(factors: Any) -> Any:
 
 def _share_of_tie(ans: Any, x: Any, p: Reduction) -> Any:
     y = getval(ans)
-    tied = np.asarray(getval(x) == y, dtype=y.dtype)
+    tied = (getval(x) == y).astype(y.dtype)
     with np.errstate(invalid="ignore"):  # where y is NaN nothing is tied, and the derivative is NaN too
         return tied / collectives.allreduce(p.channel, tied, SUM, "mpi_allreduce")
 

@@ -27,7 +27,8 @@ def mpi_bcast(x: RootArray, root: Rank = 0, comm: Comm = None) -> ReplicatedArra
     Returns
     -------
     array
-        Shape and dtype of the root's `x`, new memory, equal on all ranks.
+        Shape and dtype of the root's `x`, new memory, equal on all ranks. It lies where this rank's `x` does, on the
+        host or on a device; where that is None, as the root's.
 
     Raises
     ------
@@ -51,7 +52,7 @@ def mpi_bcast(x: RootArray, root: Rank = 0, comm: Comm = None) -> ReplicatedArra
 def _forward(x: Any, p: Copying) -> Any:
     if p.spec is None:
         return headers.bcast_with_header(p.channel, x, p.root, "mpi_bcast")
-    return collectives.bcast(p.channel, x, p.spec, p.root, "mpi_bcast")
+    return collectives.bcast(p.channel, x, p.spec, p.root, "mpi_bcast", p.mixed)
 
 
 def _adjoint(ans: Any, x: Any, p: Copying) -> Any:
@@ -60,14 +61,14 @@ def _adjoint(ans: Any, x: Any, p: Copying) -> Any:
     template = None if x is None or p.channel.rank == p.root else spec_like(x)
 
     def vjp(g: Any) -> Any:
-        total = communicate(SUM_TO_ROOT, g, Summing(p.channel, p.root))
+        total = communicate(SUM_TO_ROOT, g, Summing(p.channel, p.root, p.mixed or p.spec is None))
         return total if template is None else template.zeros()
 
     return vjp
 
 
 def _tangent(dx: Any, ans: Any, x: Any, p: Copying) -> Any:
-    return communicate(BCAST, dx, p._replace(spec=spec_like(ans)))
+    return communicate(BCAST, dx, Copying(p.channel, p.root, spec_like(ans), p.mixed or p.spec is None))
 
 
 BCAST.define(_forward, _adjoint, _tangent)

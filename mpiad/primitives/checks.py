@@ -123,5 +123,5 @@ def lengths_along(axis: int | None, counts: Any, shape: tuple[int, ...], channel
 def piece_of(whole: Spec, axis: int | None, length: int) -> Spec:
     """Return the spec of one rank's piece of a divided array."""
     if axis is None:
-        return Spec(whole.shape[1:], whole.dtype)
-    return Spec((*whole.shape[:axis], length, *whole.shape[axis + 1 :]), whole.dtype)
+        return whole._replace(shape=whole.shape[1:])
+    return whole._replace(shape=(*whole.shape[:axis], length, *whole.shape[axis + 1 :]))

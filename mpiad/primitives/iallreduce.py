@@ -8,9 +8,10 @@ from mpiad._typing import Comm, LocalArray
 from mpiad.primitives.addresses import point_to_point
 from mpiad.primitives.catalogue import ALLREDUCE, IALLREDUCE, Reduction
 from mpiad.primitives.checks import reduction_of
+from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import communicate
 from mpiad.primitives.request import Request, started
-from mpiad.transport import SUM, Spec, channel
+from mpiad.transport import SUM, channel
 from mpiad.transport.buffers import outgoing, private_copy
 from mpiad.transport.collectives import start_allreduce
 
@@ -53,7 +54,7 @@ def mpi_iallreduce(x: LocalArray, comm: Comm = None) -> Request:
 def _forward(x: Any, p: Reduction) -> Request:
     array = private_copy(outgoing(x, "mpi_iallreduce"), x)
     handle = start_allreduce(p.channel, array)
-    return Request("mpi_iallreduce", p.channel, handle, None, Spec(array.shape, array.dtype))
+    return Request("mpi_iallreduce", p.channel, handle, None, spec_like(array))
 
 
 def _adjoint(ans: Request, x: Any, p: Reduction, level: int) -> Any:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from mpiad._typing import Array, Comm, Rank
 from mpiad.primitives.addresses import address_to
 from mpiad.primitives.catalogue import ISEND, WAIT
+from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import communicate
 from mpiad.primitives.request import Request, started
-from mpiad.transport import Envelope, Spec
-from mpiad.transport.buffers import outgoing, private_copy, result
+from mpiad.transport import Envelope
+from mpiad.transport.buffers import copied, outgoing, private_copy, result
 from mpiad.transport.messages import post_send
 
 __all__ = ["mpi_isend"]
@@ -56,7 +59,9 @@ def mpi_isend(x: Array, dest: Rank, tag: int = 0, comm: Comm = None) -> Request:
 def _forward(x: Any, p: Envelope | None) -> Request:
     array = private_copy(outgoing(x, "mpi_isend"), x)
     handle = None if p is None else post_send(array, p)
-    return Request("mpi_isend", p and p.channel, handle, result(array), Spec(array.shape, array.dtype), p)
+    # On the host the copy that is sent is also the value; what is sent of a device's array isn't one.
+    value = result(array) if type(array) is np.ndarray else copied(array)
+    return Request("mpi_isend", p and p.channel, handle, value, spec_like(value), p)
 
 
 def _adjoint(ans: Request, x: Any, p: Envelope | None, level: int) -> Any:

@@ -12,6 +12,7 @@ from autograd.tracer import getval
 
 from mpiad.transport import Envelope, calls
 from mpiad.transport.calls import Arguments, Call, Site
+from mpiad.transport.device_arrays import is_device_array
 from mpiad.transport.reductions import name_of
 
 __all__ = ["apply_to", "noted_methods"]
@@ -145,7 +146,7 @@ _ADDRESSES = ("there", "back", "envelope")
 
 def _extent(x: Any, params: Any) -> tuple[Any, Any, int]:
     value = getval(x)
-    if isinstance(value, (np.ndarray, np.generic)):
+    if isinstance(value, (np.ndarray, np.generic)) or is_device_array(value):
         return value.shape, value.dtype, value.nbytes
     if isinstance(value, (bool, int, float, complex)):
         dtype = np.result_type(value)

@@ -68,9 +68,9 @@ def _agreed(used: Channel, x: Any, root: int, axis: int | None, counts: Any) -> 
         array = outgoing(x, "mpi_scatter")
         place = axis_of(axis, array.ndim, "mpi_scatter")
         lengths.extend(lengths_along(place, counts, array.shape, used, "mpi_scatter"))
-        return Spec(array.shape, array.dtype)
+        return spec_like(array)
 
-    spec = headers.agree_on_spec(used, whole, root, "mpi_scatter")
+    spec = headers.agree_on_spec(used, whole, root, "mpi_scatter", x)
     return spec, len(spec.shape), headers.bcast_integers(used, lengths, root)
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from mpiad._typing import Array, Comm, Rank
 from mpiad.primitives.addresses import address_to
 from mpiad.primitives.catalogue import RECV, SEND, Receiving
@@ -57,7 +55,7 @@ def _forward(x: Any, p: Envelope | None) -> Any:
     array = outgoing(x, "mpi_send")
     if p is not None:
         send(private_copy(array, x), p)
-    return x if isinstance(x, (np.ndarray, np.generic)) else array[()]
+    return x if hasattr(x, "dtype") else array[()]
 
 
 def _adjoint(ans: Any, x: Any, p: Envelope | None) -> Any:

@@ -5,6 +5,7 @@ Nothing is cast here. What can't be sent as it is raises before anything is sent
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy as np
 from mpiad._typing import Array, Shape
 from mpiad.transport.device_arrays import ArrayModule, arrays_of
 
-__all__ = ["Spec", "outgoing", "private_copy", "require_sendable", "result", "spec_of"]
+__all__ = ["Spec", "contiguous", "copied", "outgoing", "private_copy", "require_sendable", "result", "spec_of"]
 
 _INEXACT = tuple(np.dtype(name) for name in ("f4", "f8", "c8", "c16"))
 _EXACT = tuple(np.dtype(name) for name in ("?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8"))
@@ -33,6 +34,11 @@ class Spec(NamedTuple):
         """Tell whether arrays like this one carry derivatives."""
         return self.dtype.kind in "fc"
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of an array like this one."""
+        return self.dtype.itemsize * math.prod(self.shape)
+
     def empty(self) -> Array:
         """Make a new array without values."""
         return np.empty(self.shape, self.dtype) if self.arrays is None else self.arrays.empty(self.shape, self.dtype)
@@ -44,8 +50,8 @@ class Spec(NamedTuple):
         return np.zeros(self.shape, self.dtype) if self.shape else self.dtype.type(0)
 
 
-def outgoing(x: Array, call: str) -> np.ndarray:
-    """Return `x` as a C-contiguous array, itself where it is one already.
+def outgoing(x: Array, call: str) -> Array:
+    """Return `x` as a C-contiguous array where it lies, itself where it is one already.
 
     Parameters
     ----------
@@ -69,7 +75,12 @@ def require_sendable(x: Array, call: str) -> None:
         _converted(x, call)
 
 
-def _converted(x: Any, call: str) -> np.ndarray:
+def _converted(x: Any, call: str) -> Array:
+    arrays = arrays_of(x)
+    if arrays is not None:
+        if x.dtype not in _DTYPES:
+            raise TypeError(f"{call}: x must be {_ALLOWED}, but got dtype {x.dtype!r} with shape {x.shape}.")
+        return arrays.contiguous(x)
     if isinstance(x, np.ma.MaskedArray) or not isinstance(x, (np.ndarray, *_SCALARS)):
         raise TypeError(f"{call}: x must be {_ALLOWED}, but got {type(x).__name__} ({_shortened(x)}). {_advice(x)}")
     array = np.ascontiguousarray(x) if np.ndim(x) else np.asarray(x)
@@ -89,18 +100,35 @@ def _advice(x: Any) -> str:
 
 
 def _shortened(x: Any) -> str:
-    text = repr(x)
+    text = repr(x) if arrays_of(x) is None else f"shape {x.shape}, dtype {x.dtype}"
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def private_copy(array: np.ndarray, x: Array) -> np.ndarray:
-    """Return `array`, made from `x` by `outgoing`, as memory that nobody else can change."""
+def private_copy(array: Array, x: Array) -> Array:
+    """Return `array`, made from `x` by `outgoing`, as memory that nobody else can change.
+
+    One on a device is returned as it is: what sends it copies it, to where MPI reads it.
+    """
+    if type(array) is not np.ndarray:
+        return array
     return array.copy() if array is x or array.base is not None else array
 
 
-def result(array: np.ndarray) -> Array:
-    """Return a received array; a NumPy scalar where it has no dimensions, as NumPy's own functions do."""
-    return array if array.ndim else array[()]
+def copied(array: Array) -> Array:
+    """Return a copy of a C-contiguous array where it lies; of one without dimensions a NumPy scalar on the host."""
+    arrays = arrays_of(array)
+    return result(array.copy()) if arrays is None else arrays.copy(array)
+
+
+def contiguous(array: Array) -> Array:
+    """Return an array where it lies, C-contiguous."""
+    arrays = arrays_of(array)
+    return np.ascontiguousarray(array) if arrays is None else arrays.contiguous(array)
+
+
+def result(array: Array) -> Array:
+    """Return a received array; on the host a NumPy scalar where it has no dimensions, as NumPy's own functions do."""
+    return array[()] if type(array) is np.ndarray and not array.ndim else array
 
 
 def spec_of(like: Array, call: str, argument: str = "like") -> Spec:

@@ -20,6 +20,7 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple, Protocol
 
 from mpiad._typing import Shape
+from mpiad.transport.device_arrays import is_device_array
 
 __all__ = [
     "Arguments", "Call", "Observer", "Site", "begin", "begin_rule", "current", "end", "entry", "forget", "is_noting",
@@ -121,6 +122,13 @@ class Call:
         if found is None:
             found = self._arguments = Call.read(self._x, self._params)
         return found
+
+    @property
+    def memory(self) -> str | None:
+        """Where its array lies: "device" or "host"; None where that may differ between the ranks, or isn't known."""
+        if self.direction != "forward" or getattr(self._params, "mixed", False):
+            return None
+        return "device" if is_device_array(self._x) else "host"
 
     def __repr__(self) -> str:
         return f"<Call {self.described} at {self.forward_site or self.site}>"

@@ -8,9 +8,12 @@ import numpy as np
 from mpi4py import MPI
 
 from mpiad._typing import Array, Op
+from mpiad.transport import device_settings, pieces
 from mpiad.transport.agreement import raise_first
-from mpiad.transport.buffers import Spec, outgoing, result
+from mpiad.transport.buffers import Spec, contiguous, copied, outgoing
 from mpiad.transport.channels import Channel
+from mpiad.transport.device_arrays import ArrayModule, arrays_of
+from mpiad.transport.staging import Way, in_pieces, way_of
 
 __all__ = [
     "allreduce", "alltoall", "barrier", "bcast", "gather", "lengths_of_all", "reduce", "reduce_scatter",
@@ -25,50 +28,83 @@ _NOTHING = np.zeros(0)
 def allreduce(channel: Channel, x: Array, op: Op, call: str) -> Array:
     """Combine every rank's array, with the result on all ranks."""
     array = outgoing(x, call)
+    if type(array) is not np.ndarray:
+        return _allreduce_on_device(channel, array, op)
     out = np.empty(array.shape, array.dtype)
     channel.data.Allreduce(array, out, op)
     return out if array.ndim else out[()]
 
 
-def reduce(channel: Channel, x: Array, op: Op, root: int, call: str) -> Array:
-    """Combine every rank's array on the root; zeros elsewhere."""
+def _allreduce_on_device(channel: Channel, array: Array, op: Op) -> Array:
+    arrays = arrays_of(array)
+    divided = in_pieces(channel, array.nbytes, arrays)
+    if divided is not None:
+        return pieces.allreduce(channel, divided, array, op)
+    way = way_of(channel, arrays)
+    room = way.room(array.shape, array.dtype)
+    channel.data.Allreduce(way.lent(array), way.buffer(room), op)
+    return way.home(room)
+
+
+def reduce(channel: Channel, x: Array, op: Op, root: int, call: str, mixed: bool = False) -> Array:
+    """Combine every rank's array on the root; zeros elsewhere. `mixed`: some ranks' arrays may lie on the host."""
     array = outgoing(x, call)
+    arrays = arrays_of(array)
+    divided = None if mixed else in_pieces(channel, array.nbytes, arrays)
+    if divided is not None:
+        return pieces.reduce(channel, divided, array, op, root)
+    way = way_of(channel, arrays)
     if channel.rank != root:
-        channel.data.Reduce(array, None, op, root)
-        return result(np.zeros(array.shape, array.dtype))
-    out = np.empty(array.shape, array.dtype)
-    channel.data.Reduce(array, out, op, root)
-    return result(out)
+        channel.data.Reduce(way.lent(array), None, op, root)
+        return Spec(array.shape, array.dtype, arrays).zeros()
+    room = way.room(array.shape, array.dtype)
+    channel.data.Reduce(way.lent(array), way.buffer(room), op, root)
+    return way.home(room)
 
 
-def bcast(channel: Channel, x: Array, spec: Spec, root: int, call: str) -> Array:
-    """Copy the root's array, of a spec that all ranks know, to all ranks."""
+def bcast(channel: Channel, x: Array, spec: Spec, root: int, call: str, mixed: bool = False) -> Array:
+    """Copy the root's array, of a spec that all ranks know, to all ranks. `mixed` as in `reduce`."""
+    divided = None if mixed else in_pieces(channel, spec.nbytes, spec.arrays)
+    if divided is not None:
+        return _bcast_in_pieces(channel, divided, x, spec, root, call)
+    way = way_of(channel, spec.arrays)
     if channel.rank == root:
         array = outgoing(x, call)
-        channel.data.Bcast(array, root)
-        return result(array.copy())
-    out = spec.empty()
-    channel.data.Bcast(out, root)
-    return result(out)
+        channel.data.Bcast(way.lent(array), root)
+        return copied(array)
+    room = way.room(spec.shape, spec.dtype)
+    channel.data.Bcast(way.buffer(room), root)
+    return way.home(room)
+
+
+def _bcast_in_pieces(channel: Channel, arrays: ArrayModule, x: Array, spec: Spec, root: int, call: str) -> Array:
+    if channel.rank != root:
+        return pieces.bcast_to_here(channel, spec, root, device_settings.present().chunk)
+    array = outgoing(x, call)
+    pieces.bcast_from_here(channel, arrays, array)
+    return copied(array)
 
 
 def scan(channel: Channel, x: Array, exclusive: bool, backwards: bool, call: str) -> Array:
     """Sum over the ranks before this one (after it, where `backwards`), with its own unless `exclusive`."""
     array = outgoing(x, call)
-    out = np.zeros(array.shape, array.dtype)  # MPI leaves the first rank's exclusive sum undefined
+    way = way_of(channel, arrays_of(array))
+    room = way.room(array.shape, array.dtype)
     comm = channel.backwards() if backwards else channel.data
-    (comm.Exscan if exclusive else comm.Scan)(array, out, MPI.SUM)
+    (comm.Exscan if exclusive else comm.Scan)(way.lent(array), way.buffer(room), MPI.SUM)
     if exclusive and comm.rank == 0:
-        out[...] = 0  # some MPIs write to it all the same
-    return result(out)
+        # MPI leaves the first rank's exclusive sum undefined, and some write to it all the same.
+        return Spec(array.shape, array.dtype, arrays_of(array)).zeros()
+    return way.home(room)
 
 
 def alltoall(channel: Channel, x: Array, call: str) -> Array:
     """Transpose blocks: block s of rank r becomes block r of rank s."""
     array = outgoing(x, call)
-    out = np.empty_like(array)
-    channel.data.Alltoall(array, out)
-    return out
+    way = way_of(channel, arrays_of(array))
+    room = way.room(array.shape, array.dtype)
+    channel.data.Alltoall(way.lent(array), way.buffer(room))
+    return way.home(room)
 
 
 def barrier(channel: Channel) -> None:
@@ -120,13 +156,14 @@ def gather(channel: Channel, x: Array, root: int | None, axis: int | None, lengt
     array = _front(outgoing(x, call), axis)
     rest = array.shape if axis is None else array.shape[1:]
     mine = root is None or channel.rank == root
-    out = np.empty(((sum(lengths) if mine else 0), *rest), array.dtype)
+    way = way_of(channel, arrays_of(array))
+    room = way.room(((sum(lengths) if mine else 0), *rest), array.dtype)
     counts = [length * _count(rest) for length in lengths]
     if root is None:
-        channel.data.Allgatherv(array, [out, counts])
+        channel.data.Allgatherv(way.lent(array), [way.buffer(room), counts])
     else:
-        channel.data.Gatherv(array, [out, counts] if mine else None, root)
-    return _back(out, axis)
+        channel.data.Gatherv(way.lent(array), [way.buffer(room), counts] if mine else None, root)
+    return _back(way.home(room), axis)
 
 
 def scatter(
@@ -134,32 +171,34 @@ def scatter(
 ) -> Array:
     """Give each rank its piece of the root's array; every rank knows the spec of its own piece."""
     shape = piece.shape if axis is None else (piece.shape[axis], *piece.shape[:axis], *piece.shape[axis + 1 :])
-    out, whole = np.empty(shape, piece.dtype), None
+    way, whole = way_of(channel, piece.arrays), None
+    room = way.room(shape, piece.dtype)
     if channel.rank == root:
         array = _front(outgoing(x, call), axis)
         counts = [length * _count(array.shape[1:]) for length in lengths]
-        whole = [array, counts]
-    channel.data.Scatterv(whole, out, root)
-    return result(_back(out, axis)) if axis is not None else result(out)
+        whole = [way_of(channel, arrays_of(array)).lent(array), counts]
+    channel.data.Scatterv(whole, way.buffer(room), root)
+    return _back(way.home(room), axis)
 
 
 def reduce_scatter(channel: Channel, x: Array, axis: int | None, lengths: list[int], call: str) -> Array:
     """Sum every rank's array and give each rank its piece of the sum."""
     array = _front(outgoing(x, call), axis)
     rest = array.shape[1:]
-    mine = rest if axis is None else (lengths[channel.rank], *rest)
-    out = np.empty(mine, array.dtype)
-    channel.data.Reduce_scatter(array, out, [length * _count(rest) for length in lengths], MPI.SUM)
-    return result(out) if axis is None else _back(out, axis)
+    way = way_of(channel, arrays_of(array))
+    room = way.room(rest if axis is None else (lengths[channel.rank], *rest), array.dtype)
+    counts = [length * _count(rest) for length in lengths]
+    channel.data.Reduce_scatter(way.lent(array), way.buffer(room), counts, MPI.SUM)
+    return _back(way.home(room), axis)
 
 
-def _front(array: np.ndarray, axis: int | None) -> np.ndarray:
+def _front(array: Array, axis: int | None) -> Array:
     # MPI counts in contiguous entries, so the divided axis comes first while it travels.
-    return array if not axis else np.ascontiguousarray(np.moveaxis(array, axis, 0))
+    return array if not axis else contiguous(np.moveaxis(array, axis, 0))
 
 
-def _back(array: np.ndarray, axis: int | None) -> np.ndarray:
-    return array if not axis else np.ascontiguousarray(np.moveaxis(array, 0, axis))
+def _back(array: Array, axis: int | None) -> Array:
+    return array if not axis else contiguous(np.moveaxis(array, 0, axis))
 
 
 def _count(shape: tuple[int, ...]) -> int:
@@ -167,20 +206,23 @@ def _count(shape: tuple[int, ...]) -> int:
 
 
 class Summation:
-    """A reduction under way and its result."""
+    """A reduction under way, and the room for its result."""
 
-    __slots__ = ("channel", "out", "request")
+    __slots__ = ("channel", "request", "room", "way")
 
-    def __init__(self, channel: Channel, out: np.ndarray, request: Any):
-        self.channel, self.out, self.request = channel, out, request
+    def __init__(self, channel: Channel, way: Way, room: Any, request: Any):
+        self.channel, self.way, self.room, self.request = channel, way, room, request
 
 
-def start_allreduce(channel: Channel, array: np.ndarray) -> Summation:
-    """Start to add up arrays that nobody changes meanwhile."""
-    out = np.empty(array.shape, array.dtype)
-    request = channel.data.Iallreduce(array, out, MPI.SUM)
-    channel.hold("reduction", request, (array, out))
-    return Summation(channel, out, request)
+def start_allreduce(channel: Channel, array: Array) -> Summation:
+    """Start to add up arrays; on the host, such as nobody changes meanwhile, and on devices copies."""
+    arrays = arrays_of(array)
+    way = way_of(channel, arrays)
+    room = way.room(array.shape, array.dtype)
+    sent, into = array if arrays is None else way.copied(array), way.buffer(room)
+    request = channel.data.Iallreduce(sent, into, MPI.SUM)
+    channel.hold("reduction", request, (sent, into, room))
+    return Summation(channel, way, room, request)
 
 
 def start_sum_in_place(channel: Channel, array: np.ndarray) -> Summation:
@@ -199,4 +241,4 @@ def finish_allreduce(summation: Summation) -> Array:
     """Wait for the sum and return it."""
     summation.request.Wait()
     summation.channel.release(summation.request)
-    return result(summation.out)
+    return summation.way.home(summation.room)

@@ -11,7 +11,7 @@ import numpy as np
 
 from mpiad._typing import Array, Shape
 
-__all__ = ["CupyArrays", "arrays_of_device", "on_device"]
+__all__ = ["CupyArrays", "arrays_of_device", "on_current_device", "on_device"]
 
 
 class CupyArrays:
@@ -133,3 +133,8 @@ def on_device(device: int) -> CupyArrays:
 def arrays_of_device(x: Array) -> CupyArrays:
     """Return what makes arrays on the device of `x`."""
     return on_device(x.device.id)
+
+
+def on_current_device() -> CupyArrays:
+    """Return what makes arrays on CuPy's current device."""
+    return on_device(cupy.cuda.runtime.getDevice())

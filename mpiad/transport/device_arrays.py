@@ -19,7 +19,7 @@ import numpy as np
 
 from mpiad._typing import Array, Shape
 
-__all__ = ["ArrayModule", "arrays_of", "discover", "is_device_array", "register_arrays", "when_registered"]
+__all__ = ["ArrayModule", "arrays_named", "arrays_of", "discover", "is_device_array", "register_arrays", "when_registered"]
 
 
 class ArrayModule(Protocol):
@@ -135,6 +135,7 @@ class ArrayModule(Protocol):
 Maker = Callable[[Any], ArrayModule]
 
 _makers: dict[type, Maker] = {}
+_here: dict[type, Callable[[], ArrayModule]] = {}
 _listeners: list[Callable[[type], None]] = []
 # Asked for at each operation, so the commonest answer is a look into a set.
 _on_host = frozenset({np.ndarray, np.float64, np.float32, float, int, bool, complex, type(None), np.bool_, np.int64})
@@ -169,13 +170,32 @@ def arrays_of(x: Any) -> ArrayModule | None:
     return maker(x)
 
 
+def arrays_named(name: str) -> ArrayModule:
+    """Return what makes arrays of the kind of this name, on this process's current device.
+
+    Raises
+    ------
+    TypeError
+        Where this process can't make such arrays.
+    """
+    if name == "CuPy":
+        from mpiad.transport.cupy_arrays import on_current_device
+
+        return on_current_device()
+    for here in _here.values():
+        found = here()
+        if found.name == name:
+            return found
+    raise TypeError(f"another rank sends an array on a device ({name}), and no such arrays are known to this process.")
+
+
 def is_device_array(x: Any) -> bool:
     """Tell whether an untraced value is a device array, of a kind that is registered or not."""
     kind = type(x)
     return kind not in _on_host and (kind in _makers or hasattr(kind, "__cuda_array_interface__"))
 
 
-def register_arrays(kind: type, maker: Maker) -> None:
+def register_arrays(kind: type, maker: Maker, here: Callable[[], ArrayModule] | None = None) -> None:
     """Say what makes arrays of a kind.
 
     Parameters
@@ -184,8 +204,13 @@ def register_arrays(kind: type, maker: Maker) -> None:
         Type of the arrays; it has `__cuda_array_interface__`, `__array_ufunc__` and `__array_function__`.
     maker : callable
         ``maker(x) -> ArrayModule``, that of the device of `x`; called often, so it keeps them.
+    here : callable, optional
+        ``here() -> ArrayModule``, that of this process's current device: for a rank that gets such an array without
+        having one.
     """
     _makers[kind] = maker
+    if here is not None:
+        _here[kind] = here
     for listener in _listeners:
         listener(kind)
 

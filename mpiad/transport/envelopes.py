@@ -4,7 +4,10 @@ Forward messages carry the user's tag, and MPI matches them in the order of thei
 started in another order on either side (requests are waited for in any order), so their tag is made of the user's tag
 and the message's number: multiples of the golden section of the tags there are, plus the number. Two messages that are
 under way between the same ranks at the same time then differ in their tag, as long as the product of their distance in
-user tags and in number is below 0.38 times the number of tags (10⁸ with MPICH and more with Open MPI).
+user tags and in number is below 0.38 times the number of tags (half of MPI's: 10⁸ with MPICH and more with Open MPI).
+
+A large array on a device travels in pieces behind a short message that says so (`announced`). The pieces have tags of the
+same kind in the other half, a quarter for each direction, so they are never taken for another message.
 """
 
 from __future__ import annotations
@@ -54,8 +57,18 @@ class Envelope:
         """Tag that the message has for MPI."""
         if not self.reverse:
             return self.tag
+        return self._spread(2)
+
+    @property
+    def tag_of_pieces(self) -> int:
+        """Tag that the pieces of the message have for MPI, on the channel's duplicate for adjoints."""
+        quarter = self.channel.tag_limit // 4
+        return (3 if self.reverse else 2) * quarter + 1 + self._spread(4)
+
+    def _spread(self, parts: int) -> int:
+        """Return a tag of the message's own in one part of MPI's tags."""
         number = 0 if self.number is None else self.number
-        return (self.tag * self.channel.tag_stride + number) % self.channel.tag_limit
+        return (self.tag * (self.channel.tag_stride // parts) + number) % (self.channel.tag_limit // parts)
 
     @property
     def comm(self) -> Comm:

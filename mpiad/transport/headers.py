@@ -7,60 +7,83 @@ raise it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.transport.buffers import Spec, outgoing, result
+from mpiad.transport import device_settings, pieces
+from mpiad.transport.buffers import Spec, copied, outgoing, result
 from mpiad.transport.channels import Channel
+from mpiad.transport.device_arrays import arrays_named, arrays_of
+from mpiad.transport.staging import Direct, Staged, way_of
 
 __all__ = ["agree_on_spec", "bcast_integers", "bcast_with_header"]
 
 _WORDS = 128
-_SHAPE_WORDS = 66  # dtype and number of dimensions, then NumPy's 64 dimensions at most
+# Dtype, number of dimensions, then NumPy's 64 dimensions at most; where it lies, and the bytes of its pieces.
+_KIND, _CHUNK, _SHAPE_WORDS = 66, 70, 71
 _CODES = ["?", "b", "h", "i", "l", "q", "B", "H", "I", "L", "Q", "f", "d", "F", "D"]
 _INLINE_BYTES = 8 * (_WORDS - _SHAPE_WORDS)
 _ERROR = -1
+_INLINE = -1  # in the place of the bytes of a piece: the array is in the header
 
 
 def bcast_with_header(channel: Channel, x: Array, root: int, call: str) -> Array:
-    """Copy the root's array to all ranks, which needn't know its shape and dtype."""
+    """Copy the root's array to all ranks, which needn't know its shape and dtype.
+
+    Elsewhere it comes to where the template `x` lies, or the root's array where there is none.
+    """
     # Of fixed size, since the receivers can't know another; what fits travels in it and needs no second message.
     packet = np.zeros(_WORDS, dtype=np.int64)
     if channel.rank == root:
         return _bcast_from_here(channel, x, root, call, packet)
     channel.data.Bcast(packet, root)
-    spec = _unpacked(packet, call, root)
-    out = spec.empty()
-    if out.nbytes <= _INLINE_BYTES:
-        flat = packet[_SHAPE_WORDS:].view(np.uint8)[: out.nbytes]
-        return result(flat.view(spec.dtype).reshape(spec.shape).copy())
-    channel.data.Bcast(out, root)
-    return result(out)
+    spec = _unpacked(packet, call, root, x)
+    if packet[_CHUNK] > 0:
+        return pieces.bcast_to_here(channel, spec, root, int(packet[_CHUNK]))
+    way = way_of(channel, spec.arrays)
+    if packet[_CHUNK] == _INLINE:
+        flat = packet[_SHAPE_WORDS:].view(np.uint8)[: spec.nbytes]
+        array = flat.view(spec.dtype).reshape(spec.shape)
+        return result(array.copy()) if spec.arrays is None else spec.arrays.to_device(array)
+    room = way.room(spec.shape, spec.dtype)
+    channel.data.Bcast(way.buffer(room), root)
+    return way.home(room)
 
 
 def _bcast_from_here(channel: Channel, x: Array, root: int, call: str, packet: np.ndarray) -> Array:
     try:
         array = outgoing(x, call)
+        arrays = arrays_of(array)
+        way = way_of(channel, arrays)
     except TypeError as error:  # the others wait for a header by now
         _send_error(channel, error, root, packet)
         raise
-    _pack(packet, Spec(array.shape, array.dtype))
-    small = array.nbytes <= _INLINE_BYTES
+    _pack(packet, Spec(array.shape, array.dtype, arrays))
+    small = array.nbytes <= _INLINE_BYTES and not isinstance(way, Direct)
     if small:
-        packet[_SHAPE_WORDS:].view(np.uint8)[: array.nbytes] = array.reshape(-1).view(np.uint8)
+        packet[_CHUNK] = _INLINE
+        packet[_SHAPE_WORDS:].view(np.uint8)[: array.nbytes] = way.lent(array).reshape(-1).view(np.uint8)
+    elif isinstance(way, Staged) and array.nbytes > device_settings.present().chunk:
+        packet[_CHUNK] = device_settings.present().chunk
     channel.data.Bcast(packet, root)
-    if not small:
-        channel.data.Bcast(array, root)
-    return result(array.copy())
+    if isinstance(way, Staged) and packet[_CHUNK] > 0:
+        pieces.bcast_from_here(channel, way.arrays, array)
+    elif not small:
+        channel.data.Bcast(way.lent(array), root)
+    return copied(array)
 
 
-def agree_on_spec(channel: Channel, make: Callable[[], Spec], root: int, call: str) -> Spec:
-    """Tell all ranks the spec that `make` returns on the root, or raise its error on all of them."""
+def agree_on_spec(channel: Channel, make: Callable[[], Spec], root: int, call: str, template: Any = None) -> Spec:
+    """Tell all ranks the spec that `make` returns on the root, or raise its error on all of them.
+
+    Elsewhere it lies where the template does, or as on the root where there is none.
+    """
     packet = np.zeros(_WORDS, dtype=np.int64)
     if channel.rank != root:
         channel.data.Bcast(packet, root)
-        return _unpacked(packet, call, root)
+        return _unpacked(packet, call, root, template)
     try:
         spec = make()
     except (TypeError, ValueError) as error:
@@ -74,14 +97,20 @@ def agree_on_spec(channel: Channel, make: Callable[[], Spec], root: int, call: s
 def _pack(packet: np.ndarray, spec: Spec) -> None:
     packet[0], packet[1] = _CODES.index(spec.dtype.char), len(spec.shape)
     packet[2 : 2 + len(spec.shape)] = spec.shape
+    if spec.arrays is not None:
+        packet[_KIND:_CHUNK].view(np.uint8)[:] = np.frombuffer(spec.arrays.name.encode().ljust(32)[:32], np.uint8)
 
 
-def _unpacked(packet: np.ndarray, call: str, root: int) -> Spec:
+def _unpacked(packet: np.ndarray, call: str, root: int, template: Any) -> Spec:
     if packet[0] == _ERROR:
         kind, length = (TypeError, ValueError)[packet[1]], packet[2]
         text = packet[3:].view(np.uint8)[:length].tobytes().decode(errors="replace")
         raise kind(f"{text} (raised on the root, rank {root})")
-    return Spec(tuple(packet[2 : 2 + packet[1]].tolist()), np.dtype(_CODES[packet[0]]))
+    spec = Spec(tuple(packet[2 : 2 + packet[1]].tolist()), np.dtype(_CODES[packet[0]]))
+    if template is not None:
+        return spec._replace(arrays=arrays_of(template))
+    kind = packet[_KIND:_CHUNK].tobytes().strip(b"\0 ").decode()
+    return spec._replace(arrays=arrays_named(kind)) if kind else spec
 
 
 def _send_error(channel: Channel, error: Exception, root: int, packet: np.ndarray) -> None:

@@ -9,13 +9,14 @@ from typing import NamedTuple
 import mpi4py
 from mpi4py import MPI
 
-__all__ = ["Library", "library"]
+__all__ = ["Library", "device_buffers", "device_kinds", "library"]
 
 _LEVELS = {
     MPI.THREAD_SINGLE: "single", MPI.THREAD_FUNNELED: "funneled", MPI.THREAD_SERIALIZED: "serialized",
     MPI.THREAD_MULTIPLE: "multiple",
 }
-_QUERIES = {"CUDA": "MPIX_Query_cuda_support", "ROCm": "MPIX_Query_rocm_support", "HIP": "MPIX_Query_hip_support"}
+_QUERIES = {"CUDA": "MPIX_Query_cuda_support", "ROCm": "MPIX_Query_rocm_support"}
+_NUMBERS = {"CUDA": 0, "ROCm": 2}  # MPIX_GPU_SUPPORT_CUDA, MPIX_GPU_SUPPORT_HIP
 
 
 class Library(NamedTuple):
@@ -51,7 +52,7 @@ def library() -> Library:
     vendor, version = MPI.get_vendor()
     path, standard = _path(), _dotted(MPI.Get_version())
     threads = _LEVELS[MPI.Query_thread()]
-    return Library(vendor, _dotted(version), standard, threads, path, _device_buffers(path), mpi4py.__version__)
+    return Library(vendor, _dotted(version), standard, threads, path, device_buffers(), mpi4py.__version__)
 
 
 def _dotted(version: tuple[int, ...]) -> str:
@@ -70,17 +71,23 @@ def _path() -> str:
     return ""
 
 
-def _device_buffers(path: str) -> str:
-    kinds = []
+def device_buffers() -> str:
+    """Return in words whether the library says that it takes the memory of a device."""
+    kinds = device_kinds()
+    return "unknown" if kinds is None else f"yes ({', '.join(kinds)})" if kinds else "no"
+
+
+def device_kinds() -> list[str] | None:
+    """Return the kinds of device whose memory the library says it takes, as "CUDA"; None where it says nothing."""
+    path = _path()
+    asked = _asked(path)
+    if asked:
+        return [kind for kind, answer in asked.items() if answer]
     info = MPI.COMM_WORLD.Get_info()
     told = (info.Get("mpi_memory_alloc_kinds") or "").split(",")  # of MPI 4.1
     info.Free()
-    kinds += [kind for kind, name in (("CUDA", "cuda"), ("ROCm", "rocm")) if name in (word.split(":")[0] for word in told)]
-    asked = _asked(path)
-    kinds += [kind for kind, answer in asked.items() if answer and kind not in kinds]
-    if kinds:
-        return f"yes ({', '.join(kinds)})"
-    return "no" if asked or told != [""] else "unknown"
+    words = {word.split(":")[0] for word in told}
+    return [kind for kind, name in (("CUDA", "cuda"), ("ROCm", "rocm")) if name in words] if told != [""] else None
 
 
 def _asked(path: str) -> dict[str, bool]:
@@ -89,4 +96,12 @@ def _asked(path: str) -> dict[str, bool]:
         loaded = ctypes.CDLL(path or None)
     except OSError:
         return {}
+    if hasattr(loaded, "MPIX_GPU_query_support"):
+        # MPICH's. Its other function ends the process in versions before 4 that were built without GPUs.
+        return {kind: _queried(loaded, number) for kind, number in _NUMBERS.items()}
     return {kind: bool(getattr(loaded, name)()) for kind, name in _QUERIES.items() if hasattr(loaded, name)}
+
+
+def _queried(loaded: ctypes.CDLL, number: int) -> bool:
+    supported = ctypes.c_int(0)
+    return loaded.MPIX_GPU_query_support(number, ctypes.byref(supported)) == MPI.SUCCESS and bool(supported.value)

@@ -7,9 +7,12 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from mpiad._typing import Array
 from mpiad.errors import MessageMismatch
-from mpiad.transport.buffers import Spec, result
+from mpiad.transport import shipments
+from mpiad.transport.buffers import Spec
 from mpiad.transport.envelopes import Envelope
+from mpiad.transport.staging import HOST, Way, way_of
 
 __all__ = ["Receipt", "finish_receive", "finish_send", "post_receive", "post_send", "receive", "send", "swap"]
 
@@ -18,45 +21,59 @@ _LOOKS_FIRST = MPI.get_vendor()[0] == "Open MPI"
 
 
 class Receipt:
-    """A receive under way: its buffer, its MPI request and its address."""
+    """A receive under way: the room for its array, MPI's buffer and request, and its address."""
 
-    __slots__ = ("buffer", "envelope", "request")
+    __slots__ = ("buffer", "envelope", "request", "room", "spec", "way")
 
-    def __init__(self, buffer: np.ndarray, request: Any, envelope: Envelope):
-        self.buffer, self.request, self.envelope = buffer, request, envelope
+    def __init__(self, spec: Spec, way: Way, room: Any, envelope: Envelope):
+        self.spec, self.way, self.room, self.envelope = spec, way, room, envelope
+        self.buffer = way.buffer(room)
+        self.request = envelope.comm.Irecv(self.buffer, envelope.peer, envelope.mpi_tag)
 
 
-def send(array: np.ndarray, envelope: Envelope) -> None:
-    """Send without waiting for the receiver; `array` must be private memory."""
-    request = envelope.comm.Isend(array, envelope.peer, envelope.mpi_tag)
+def _started(array: Array, envelope: Envelope) -> tuple[Any, Any]:
+    """Start to send; return MPI's request, and what must live as long."""
+    if type(array) is np.ndarray:
+        return envelope.comm.Isend(array, envelope.peer, envelope.mpi_tag), array
+    return shipments.ship(array, envelope)
+
+
+def send(array: Array, envelope: Envelope) -> None:
+    """Send without waiting for the receiver; an array of the host must be private memory."""
+    request, held = _started(array, envelope)
     if not request.Test():
-        envelope.channel.keep(request, array)
+        envelope.channel.keep(request, held)
 
 
-def post_send(array: np.ndarray, envelope: Envelope) -> Any:
-    """Start a send of memory that nobody changes before `finish_send`; return MPI's request."""
-    request = envelope.comm.Isend(array, envelope.peer, envelope.mpi_tag)
-    envelope.channel.hold("send", request, array)
+def post_send(array: Array, envelope: Envelope) -> Any:
+    """Start a send; an array of the host is memory that nobody changes before `finish_send`. Return MPI's request."""
+    request, held = _started(array, envelope)
+    envelope.channel.hold("send", request, held)
     return request
 
 
 def finish_send(request: Any, envelope: Envelope) -> None:
     """End a send without waiting for its receiver, who may come only after what this rank does next."""
-    array = envelope.channel.release(request)
+    held = envelope.channel.release(request)
     if not request.Test():
-        envelope.channel.keep(request, array)
+        envelope.channel.keep(request, held)
 
 
 def post_receive(spec: Spec, envelope: Envelope) -> Receipt:
     """Start a receive of an array of known shape and dtype."""
     receipt = _receipt(spec, envelope)
-    envelope.channel.hold("receive", receipt.request, receipt.buffer)
+    envelope.channel.hold("receive", receipt.request, receipt)
     return receipt
 
 
 def _receipt(spec: Spec, envelope: Envelope) -> Receipt:
-    buffer = spec.empty()
-    return Receipt(buffer, envelope.comm.Irecv(buffer, envelope.peer, envelope.mpi_tag), envelope)
+    if spec.arrays is None:
+        return Receipt(spec, HOST, np.empty(spec.shape, spec.dtype), envelope)
+    way = way_of(envelope.channel, spec.arrays)
+    receipt = Receipt(spec, way, way.room(spec.shape, spec.dtype), envelope)
+    # Memory that is lent goes to the next array when it is dropped: not while MPI may write to it.
+    envelope.channel.hold("receive", receipt.request, receipt)
+    return receipt
 
 
 def finish_receive(receipt: Receipt, call: str) -> Any:
@@ -67,7 +84,8 @@ def finish_receive(receipt: Receipt, call: str) -> Any:
     ValueError
         Where the message has another number of bytes than the array it is received into.
     """
-    receipt.envelope.channel.release(receipt.request)
+    if receipt.spec.arrays is None:
+        receipt.envelope.channel.release(receipt.request)
     return _completed(receipt, MPI.Status(), call)
 
 
@@ -87,36 +105,53 @@ def _answered(envelope: Envelope, status: Any) -> None:
 
 def _matched(spec: Spec, envelope: Envelope, status: Any, call: str) -> Any:
     """Receive a message whose size is looked at first; one of another size is taken and dropped."""
-    buffer = spec.empty()
+    way = way_of(envelope.channel, spec.arrays)
+    room = way.room(spec.shape, spec.dtype)
+    buffer = way.buffer(room)
     message = envelope.comm.Mprobe(envelope.peer, envelope.mpi_tag, status)
     got = status.Get_count(MPI.BYTE)
     _answered(envelope, status)
-    if got == buffer.nbytes:
+    if got == spec.nbytes:
         message.Recv(buffer)
-        return result(buffer)
+        return way.home(room)
     dropped = np.empty(got, dtype=np.uint8)
     if isinstance(message, MPI.Message):
         message.Recv(dropped)
     else:  # under watch its header is looked at
         message.refuse(dropped, buffer)
-    raise ValueError(_mismatch(buffer, f"{got} bytes", envelope, call))
+    return _in_pieces(dropped, got, spec, envelope, room, call)
 
 
-def swap(array: np.ndarray, there: Envelope, spec: Spec, back: Envelope, call: str) -> Any:
+def swap(array: Array, there: Envelope, spec: Spec, back: Envelope, call: str) -> Any:
     """Send to one rank and receive from another, and wait for both."""
     receipt = _receipt(spec, back)
-    sending = there.comm.Isend(array, there.peer, there.mpi_tag)
+    sending, held = _started(array, there)
     try:
         value = _completed(receipt, MPI.Status(), call)
     except (ValueError, MPI.Exception):
-        there.channel.keep(sending, array)
+        there.channel.keep(sending, held)
         raise
     sending.Wait()
     return value
 
 
 def _completed(receipt: Receipt, status: Any, call: str) -> Any:
-    buffer = receipt.buffer
+    try:
+        _await(receipt, status, call)
+    except Exception:
+        if receipt.spec.arrays is not None:
+            receipt.envelope.channel.release(receipt.request)
+        raise
+    if receipt.spec.arrays is not None:
+        receipt.envelope.channel.release(receipt.request)
+    # MPI reports what is too long; what is too short it receives without a word.
+    got = status.Get_count(MPI.BYTE)
+    if got != receipt.spec.nbytes:
+        return _in_pieces(receipt.buffer, got, receipt.spec, receipt.envelope, receipt.room, call)
+    return receipt.way.home(receipt.room)
+
+
+def _await(receipt: Receipt, status: Any, call: str) -> None:
     try:
         receipt.request.Wait(status)
     except MessageMismatch:  # under watch its header is looked at
@@ -124,24 +159,27 @@ def _completed(receipt: Receipt, status: Any, call: str) -> Any:
         raise
     except MPI.Exception as error:
         _answered(receipt.envelope, status)
-        _raise_if_truncated(error, buffer, receipt.envelope, call)
+        if error.Get_error_class() == MPI.ERR_TRUNCATE:
+            raise ValueError(_mismatch(receipt.spec, "more bytes", receipt.envelope, call)) from None
         raise
     _answered(receipt.envelope, status)
-    # MPI reports what is too long; what is too short it receives without a word.
-    got = status.Get_count(MPI.BYTE)
-    if got != buffer.nbytes:
-        raise ValueError(_mismatch(buffer, f"{got} bytes", receipt.envelope, call))
-    return result(buffer)
 
 
-def _raise_if_truncated(error: Any, buffer: np.ndarray, envelope: Envelope, call: str) -> None:
-    if error.Get_error_class() == MPI.ERR_TRUNCATE:
-        raise ValueError(_mismatch(buffer, "more bytes", envelope, call)) from None
+def _in_pieces(buffer: Any, got: int, spec: Spec, envelope: Envelope, room: Any, call: str) -> Any:
+    """Receive what a message of another size announces; a ValueError where that isn't the array that is expected."""
+    announced = shipments.read_announcement(buffer, got, spec)
+    if announced is None:
+        raise ValueError(_mismatch(spec, f"{got} bytes", envelope, call))
+    total, chunk = announced
+    if total != spec.nbytes:
+        shipments.discard(total, chunk, envelope)
+        raise ValueError(_mismatch(spec, f"{total} bytes", envelope, call))
+    return shipments.collect(spec, envelope, chunk, room)
 
 
-def _mismatch(buffer: np.ndarray, got: str, envelope: Envelope, call: str) -> str:
+def _mismatch(spec: Spec, got: str, envelope: Envelope, call: str) -> str:
     return (
         f"{call}: rank {envelope.peer} sent {got} with tag {envelope.tag}, but the array it is received into has "
-        f"shape {buffer.shape} and dtype {buffer.dtype}: {buffer.nbytes} bytes. "
+        f"shape {spec.shape} and dtype {spec.dtype}: {spec.nbytes} bytes. "
         "Give a template (`like`) with the shape and dtype of what is sent."
     )

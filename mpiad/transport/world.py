@@ -11,7 +11,7 @@ from collections.abc import Callable
 from mpi4py import MPI
 
 from mpiad.errors import CommunicatorError, DeadlockError
-from mpiad.transport import survivors
+from mpiad.transport import device_settings, survivors
 from mpiad.transport.abort import install_abort_hook, is_rank
 from mpiad.transport.departure import exit_code, note_finalize, watch_departures
 from mpiad.transport.guarded import closing, settings, switch
@@ -19,6 +19,7 @@ from mpiad.transport.launcher import warn_of_separate_worlds
 from mpiad.transport.lookup import close_world, open_world
 from mpiad.transport.memory import raise_malloc_thresholds
 from mpiad.transport.patience import Patience
+from mpiad.transport.pinned import close_pools
 from mpiad.transport.recovery import interruptible
 from mpiad.transport.signals import install_signal_handlers
 from mpiad.transport.threads import limit_threads
@@ -57,6 +58,7 @@ def start(call: str) -> None:
         install_signal_handlers()
         watch_departures()
     switch.start()
+    device_settings.start()
     raise_malloc_thresholds()
     if os.environ.get("MPIAD_THREADS") != "0":
         limit_threads(_local[1], logs=MPI.COMM_WORLD.rank == 0)
@@ -161,6 +163,7 @@ def _end_world() -> None:
         end()
     # Others may wait for this rank after a failure; with it, they all learn of it.
     interruptible("the end of the program", close_world)()
+    close_pools()
 
 
 if MPI.Is_initialized() and not MPI.Is_finalized():

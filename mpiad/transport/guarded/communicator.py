@@ -51,6 +51,10 @@ def _collective(name: str, compared: Callable[..., tuple[Any, Any, Any]]) -> Any
     return method
 
 
+def _given(send: Any, recv: Any) -> Any:
+    return recv if send is MPI.IN_PLACE else send
+
+
 def _nonblocking(name: str) -> Any:
     def method(self: Guarded, *args: Any) -> GuardedRequest:
         self.started += 1
@@ -96,7 +100,7 @@ class Guarded:
         if self.size == 1:
             return
         agreement: Agreement = self.agreement  # type: ignore[assignment]
-        array = array if isinstance(array, np.ndarray) else None
+        array = array if hasattr(array, "dtype") else None
         said = (self.label, step, array, op, root, settings.present().call_sites)
         lane = lane_of(self.number)
 
@@ -128,8 +132,8 @@ class Guarded:
         _all.discard(self)
 
     # ---- collectives of arrays
-    Allreduce = _collective("Allreduce", lambda send, recv, op=MPI.SUM: (send, op, None))
-    Reduce = _collective("Reduce", lambda send, recv, op=MPI.SUM, root=0: (send, op, root))
+    Allreduce = _collective("Allreduce", lambda send, recv, op=MPI.SUM: (_given(send, recv), op, None))
+    Reduce = _collective("Reduce", lambda send, recv, op=MPI.SUM, root=0: (_given(send, recv), op, root))
     Scan = _collective("Scan", lambda send, recv, op=MPI.SUM: (send, op, None))
     Exscan = _collective("Exscan", lambda send, recv, op=MPI.SUM: (send, op, None))
     Reduce_scatter = _collective("Reduce_scatter", lambda send, recv, counts, op=MPI.SUM: (send, op, None))

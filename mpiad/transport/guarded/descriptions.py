@@ -25,6 +25,7 @@ _ROOTED = frozenset(
         "the end of the program", "comm.Free",
     )
 )
+_IN_PIECES = ("Allreduce", "Reduce")
 
 
 class Description(NamedTuple):
@@ -34,6 +35,7 @@ class Description(NamedTuple):
     communicator: str
     root: int | None
     reduction: str | None
+    memory: str | None
     shape: tuple[int, ...] | None
     dtype: str | None
     line: str | None
@@ -53,7 +55,7 @@ class Description(NamedTuple):
         return ", ".join(filter(None, (root, op, self.given)))
 
 
-COMPARED = ("operation", "communicator", "root", "reduction", "shape", "dtype", "line", "step")
+COMPARED = ("operation", "communicator", "root", "reduction", "memory", "shape", "dtype", "line", "step")
 
 
 def caller() -> tuple[str, Site, Call | None]:
@@ -78,7 +80,7 @@ def describe(label: str, step: str, array: np.ndarray | None, op: Any, root: int
     dtype = None if array is None else str(array.dtype)
     line = None if rooted or not call_sites or site.line == 0 else site.text
     return Description(
-        name, label, root, _op_name(op), shape, dtype, line, step,
+        name, label, root, _op_name(op), _memory(call, step), shape, dtype, line, step,
         shown_arguments(call, label), where(call, site),
     )
 
@@ -86,9 +88,9 @@ def describe(label: str, step: str, array: np.ndarray | None, op: Any, root: int
 def shown_arguments(call: Call | None, label: str) -> str:
     """Return shape and communicator in words: the shape of what the user gave, not of what the library sends."""
     parts = []
-    given = call.arguments if call is not None else None
-    if given is not None and given.shape is not None:
-        parts.append(f"shape {given.shape}, {given.dtype}")
+    if call is not None and call.arguments.shape is not None:
+        given = call.arguments
+        parts.append(f"shape {given.shape}, {given.dtype}{', on a device' if call.memory == 'device' else ''}")
     if label != "world":
         parts.append(f"on {label}")
     return ", ".join(parts)
@@ -99,6 +101,11 @@ def where(call: Call | None, site: Site) -> str:
     if call is None or call.direction == "forward" or call.site is site:
         return site.text
     return f"{site.text} (run by {call.site.text})"
+
+
+def _memory(call: Call | None, step: str) -> str | None:
+    # A large array on a device is reduced in pieces, one on the host as a whole.
+    return None if call is None or step not in _IN_PIECES else call.memory
 
 
 _known: dict[tuple, int] = {}
@@ -117,7 +124,7 @@ def fingerprint(
         who = site.entry, site
     handle = None if op is None else op.handle
     form = None if array is None else (array.shape, array.dtype.num)
-    key = (label, step, form, handle, root, call_sites, who)
+    key = (label, step, form, handle, root, call_sites, who, _memory(call, step))
     found = _known.get(key)
     if found is None:
         if len(_known) > _MOST:

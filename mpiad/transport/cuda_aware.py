@@ -1,0 +1,134 @@
+"""Whether MPI takes the memory of a device as it is: asked of the library, and tried out before it is believed.
+
+An MPI that isn't CUDA-aware doesn't refuse the address of device memory, but reads from it and crashes. So nothing is
+tried where the library hasn't said yes. Where it has, arrays are sent from this process to itself and compared: builds
+that know CUDA are known to be misconfigured. ``MPIAD_CUDA_AWARE`` overrides both.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mpiad.transport import device_settings
+from mpiad.transport.channels import Channel
+from mpiad.transport.device_arrays import ArrayModule, arrays_named
+from mpiad.transport.gpus import gpus_of_node
+from mpiad.transport.library import device_buffers, device_kinds
+
+__all__ = ["agreed", "described", "for_channel", "forget", "takes_directly"]
+
+_LENGTHS = 8, 1 << 16  # MPI sends short and long messages in different ways
+_log = logging.getLogger("mpiad")
+_tried: dict[tuple[type, int], bool] = {}
+
+
+def takes_directly(arrays: ArrayModule) -> bool:
+    """Tell whether MPI takes arrays of a device as they are, in this process's own view.
+
+    Parameters
+    ----------
+    arrays : ArrayModule
+
+    Ranks
+    -----
+    Nobody else is asked: the receiver of a message takes both ways.
+    """
+    forced = device_settings.present().cuda_aware
+    if forced is not None:
+        return forced
+    key = arrays.kind, arrays.device
+    found = _tried.get(key)
+    if found is None:
+        found = _tried[key] = bool(device_kinds()) and _passes(arrays)
+    return found
+
+
+def agreed(channel: Channel, arrays: ArrayModule) -> bool:
+    """Tell whether MPI takes arrays of all ranks' devices as they are.
+
+    Parameters
+    ----------
+    channel : Channel
+    arrays : ArrayModule
+        That of this rank's device.
+
+    Ranks
+    -----
+    Collective at the first call with a channel, so all ranks call it, each with a device array.
+    """
+    forced = device_settings.present().cuda_aware
+    if forced is not None:
+        return forced
+    found = channel.cuda_aware.get(arrays.name)
+    if found is None:
+        every = np.array(takes_directly(arrays), np.int32)
+        if channel.size > 1:
+            mine = every.copy()
+            channel.data.Allreduce(mine, every, MPI.MIN)
+        found = channel.cuda_aware[arrays.name] = bool(every)
+    return found
+
+
+def for_channel(channel: Channel, arrays: ArrayModule) -> bool:
+    """Tell whether MPI takes arrays of a device as they are: as the ranks have agreed, where they have.
+
+    Ranks
+    -----
+    Nobody else is asked.
+    """
+    forced = device_settings.present().cuda_aware
+    return forced if forced is not None else channel.cuda_aware.get(arrays.name, True) and takes_directly(arrays)
+
+
+def forget() -> None:
+    """Try again at the next use."""
+    _tried.clear()
+
+
+def described() -> str:
+    """Return in words whether MPI takes device arrays as they are, and who says so."""
+    forced, said = device_settings.present().cuda_aware, device_buffers()
+    if forced is not None:
+        return f"{'yes' if forced else 'no'}, by MPIAD_CUDA_AWARE={forced:d} (the library itself says: {said})"
+    if device_kinds():
+        _try_cupy()
+    tried = [f"with arrays of {kind.__module__.partition('.')[0]} on device {device} it {'works' if passed else 'fails'}"
+             for (kind, device), passed in _tried.items()]  # fmt: skip
+    return "; ".join([said, *tried])
+
+
+def _try_cupy() -> None:
+    # CuPy is loaded only here without an array of its own: somebody asks, and the library has said yes.
+    if importlib.util.find_spec("cupy") is not None and gpus_of_node():
+        try:
+            takes_directly(arrays_named("CuPy"))
+        except Exception as error:  # noqa: BLE001 - a CuPy that doesn't load says why itself
+            _log.warning("CuPy is installed and can't be used, by %s: %s.", type(error).__name__, error)
+
+
+def _passes(arrays: ArrayModule) -> bool:
+    """Send arrays to this process itself, and compare what came."""
+    alone = MPI.COMM_SELF.Dup()
+    try:
+        right = all(_comes_back(alone, arrays, length) for length in _LENGTHS)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the staged way works
+        _log.warning("MPI says that it takes device memory, and %s: %s. Arrays are copied.", type(error).__name__, error)
+        return False
+    finally:
+        alone.Free()
+    if not right:
+        _log.warning("MPI says that it takes device memory, but delivers other numbers than were sent. Arrays are copied.")
+    return right
+
+
+def _comes_back(alone: Any, arrays: ArrayModule, length: int) -> bool:
+    numbers = np.arange(length) + 0.5
+    sent, got = arrays.to_device(numbers), arrays.full((length,), 0, numbers.dtype)
+    arrays.synchronize()
+    alone.Sendrecv(arrays.message(sent), 0, 0, arrays.message(got), 0, 0)
+    return bool((arrays.to_host(got) == numbers).all())

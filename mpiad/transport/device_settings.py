@@ -1,0 +1,111 @@
+"""How device arrays travel: read from the environment at the start, the same on all ranks.
+
+The numbers of bytes decide how many messages a large array is sent in, so the ranks agree on them: the least that is
+asked for on any rank. What is asked for on one rank holds for all, since not every launcher passes variables on.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+
+__all__ = ["DeviceSettings", "from_environment", "present", "put", "start"]
+
+LEAST_CHUNK = 64
+_UNSET = np.iinfo(np.int64).max
+
+
+class DeviceSettings(NamedTuple):
+    """How device arrays travel.
+
+    Attributes
+    ----------
+    cuda_aware : bool or None
+        Whether MPI takes the memory of a device as it is; None to ask it.
+    chunk : int
+        Bytes of a staged array that are copied and sent at once.
+    pinned : int
+        Bytes of page-locked host memory that are kept for the next array.
+    """
+
+    cuda_aware: bool | None = None
+    chunk: int = 4 << 20
+    pinned: int = 256 << 20
+
+
+_present = DeviceSettings()
+
+
+def present() -> DeviceSettings:
+    """Return how device arrays travel now."""
+    return _present
+
+
+def put(settings: DeviceSettings) -> DeviceSettings:
+    """Change how they travel, on all ranks alike, and return what was before."""
+    global _present
+    before, _present = _present, settings
+    return before
+
+
+def from_environment() -> DeviceSettings:
+    """Return what MPIAD_CUDA_AWARE, MPIAD_DEVICE_CHUNK and MPIAD_DEVICE_PINNED ask for.
+
+    Raises
+    ------
+    ValueError
+        For another value than these take.
+    """
+    default = DeviceSettings()
+    return DeviceSettings(
+        _switch("MPIAD_CUDA_AWARE"), _bytes("MPIAD_DEVICE_CHUNK", LEAST_CHUNK, default.chunk),
+        _bytes("MPIAD_DEVICE_PINNED", 0, default.pinned),
+    )
+
+
+def _switch(name: str) -> bool | None:
+    given = os.environ.get(name, "")
+    if given not in ("", "0", "1"):
+        raise ValueError(f"{name} must be 0 or 1, or unset to ask the MPI library, but got {given!r}.")
+    return None if given == "" else given == "1"
+
+
+def _bytes(name: str, least: int, default: int) -> int:
+    given = os.environ.get(name, "")
+    if given == "":
+        return default
+    if not given.isascii() or not given.isdecimal() or not least <= int(given) < _UNSET:
+        raise ValueError(f"{name} must be a number of bytes, {least} or more, but got {given!r}.")
+    return int(given)
+
+
+def start() -> None:
+    """Agree on what the environment asks for on any rank; collective over the world.
+
+    Raises
+    ------
+    ValueError
+        On all ranks, where one was given a value that a variable doesn't take.
+    """
+    wrong, wanted = None, DeviceSettings()
+    try:
+        wanted = from_environment()
+    except ValueError as error:
+        wrong = error
+    asked = [os.environ.get(name, "") != "" for name in ("MPIAD_DEVICE_CHUNK", "MPIAD_DEVICE_PINNED")]
+    sizes = [size if given else _UNSET for size, given in zip(wanted[1:], asked)]
+    mine = np.array([wrong is None, wanted.cuda_aware is not False, wanted.cuda_aware is not True, *sizes], np.int64)
+    least = np.empty_like(mine)
+    MPI.COMM_WORLD.Allreduce(mine, least, MPI.MIN)
+    if wrong is not None or not least[0]:
+        raise wrong or ValueError(
+            "MPIAD_CUDA_AWARE, MPIAD_DEVICE_CHUNK or MPIAD_DEVICE_PINNED has a value on another rank that it doesn't take."
+        )
+    # Where the ranks ask for both, what always works.
+    cuda_aware = None if least[1] and least[2] else bool(least[1])
+    default = DeviceSettings()
+    chunk, pinned = (int(size) if size != _UNSET else usual for size, usual in zip(least[3:], default[1:]))
+    put(DeviceSettings(cuda_aware, chunk, pinned))

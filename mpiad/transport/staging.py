@@ -1,0 +1,171 @@
+"""How MPI gets at the memory of an array: as it is, or through page-locked memory of the host.
+
+Three ways with the same methods: `lent` gives MPI what it reads, `room` makes what it writes to, `buffer` is how MPI
+sees that room, and `home` returns the array that it has become, where the input lay. An array of the host is its own
+buffer. So is one on a device, where MPI takes device memory; the current stream is then waited for before MPI sees any
+of it, since the device may still be writing there (also to memory that was just made: it may have been another array's).
+Else it is staged: copied to the host, waited for, and what comes is copied back by a copy that is queued on the current
+stream, so that whatever is computed from it comes after.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from mpiad._typing import Array, Shape
+from mpiad.transport import device_settings
+from mpiad.transport.channels import Channel
+from mpiad.transport.cuda_aware import agreed, for_channel
+from mpiad.transport.device_arrays import ArrayModule
+from mpiad.transport.pinned import Loan, pool_of
+
+__all__ = ["HOST", "Direct", "Staged", "Way", "in_pieces", "way_of"]
+
+
+class Way(Protocol):
+    """How arrays get to MPI and back."""
+
+    def lent(self, array: Array) -> Any:
+        """Return what MPI reads for a C-contiguous array, which mustn't change until then."""
+
+    def copied(self, array: Array) -> Any:
+        """Return the same, but memory that nobody else can change."""
+
+    def room(self, shape: Shape, dtype: Any) -> Any:
+        """Make room for an array that comes."""
+
+    def buffer(self, room: Any) -> Any:
+        """Return what MPI writes to."""
+
+    def home(self, room: Any) -> Array:
+        """Return the array that has come."""
+
+
+class _Host:
+    """Arrays of the host."""
+
+    def lent(self, array: np.ndarray) -> np.ndarray:
+        """Return the array."""
+        return array
+
+    def copied(self, array: np.ndarray) -> np.ndarray:
+        """Return a copy."""
+        return array.copy()
+
+    def room(self, shape: Shape, dtype: Any) -> np.ndarray:
+        """Make an array."""
+        return np.empty(shape, dtype)
+
+    def buffer(self, room: np.ndarray) -> np.ndarray:
+        """Return the array."""
+        return room
+
+    def home(self, room: np.ndarray) -> Array:
+        """Return the array; a NumPy scalar where it has no dimensions, as NumPy's own functions do."""
+        return room if room.ndim else room[()]
+
+
+HOST = _Host()
+
+
+class Direct:
+    """Arrays of a device whose memory MPI takes.
+
+    Parameters
+    ----------
+    arrays : ArrayModule
+    """
+
+    def __init__(self, arrays: ArrayModule):
+        self.arrays = arrays
+
+    def lent(self, array: Array) -> Any:
+        """Return the array for MPI, when the device has finished it."""
+        self.arrays.synchronize()
+        return self.arrays.message(array)
+
+    def copied(self, array: Array) -> Any:
+        """Return a copy on the device for MPI."""
+        return self.lent(self.arrays.copy(array))
+
+    def room(self, shape: Shape, dtype: Any) -> Array:
+        """Make an array on the device."""
+        return self.arrays.empty(shape, dtype)
+
+    def buffer(self, room: Array) -> Any:
+        """Return it for MPI, when nothing else is written there."""
+        self.arrays.synchronize()
+        return self.arrays.message(room)
+
+    def home(self, room: Array) -> Array:
+        """Return the array."""
+        return room
+
+
+class Landing(NamedTuple):
+    """Room for an array that comes to the host on its way to a device."""
+
+    loan: Loan
+    array: np.ndarray
+
+
+class Staged:
+    """Arrays of a device whose memory MPI can't read.
+
+    Parameters
+    ----------
+    arrays : ArrayModule
+    """
+
+    def __init__(self, arrays: ArrayModule):
+        self.arrays, self._pool = arrays, pool_of(arrays)
+
+    def lent(self, array: Array) -> np.ndarray:
+        """Return a copy on the host, complete."""
+        return self.copied(array)
+
+    def copied(self, array: Array) -> np.ndarray:
+        """Return a copy on the host, complete."""
+        host = self._pool.lend(array.nbytes).array(array.shape, array.dtype)
+        self.arrays.copy_to_host(array, host)
+        self.arrays.wait(self.arrays.record())
+        return host
+
+    def room(self, shape: Shape, dtype: Any) -> Landing:
+        """Borrow memory on the host."""
+        loan = self._pool.lend(np.dtype(dtype).itemsize * int(np.prod(shape)))
+        return Landing(loan, loan.array(shape, dtype))
+
+    def buffer(self, room: Landing) -> np.ndarray:
+        """Return that memory."""
+        return room.array
+
+    def home(self, room: Landing) -> Array:
+        """Queue the copy to the device, and return its array."""
+        out = self.arrays.empty(room.array.shape, room.array.dtype)
+        self.arrays.copy_to_device(room.array, out)
+        room.loan.read = self.arrays.record()
+        return out
+
+
+def way_of(channel: Channel, arrays: ArrayModule | None) -> Way:
+    """Return how arrays of one place get to MPI; `arrays` is what makes them, None on the host."""
+    if arrays is None:
+        return HOST
+    return Direct(arrays) if for_channel(channel, arrays) else Staged(arrays)
+
+
+def in_pieces(channel: Channel, nbytes: int, arrays: ArrayModule | None) -> ArrayModule | None:
+    """Return `arrays` where a collective on this array goes piece by piece, None where it goes as a whole.
+
+    It is the same on all ranks, whose arrays all lie on devices.
+
+    Ranks
+    -----
+    Collective at the first call with a channel.
+    """
+    if arrays is None or agreed(channel, arrays) or nbytes <= device_settings.present().chunk:
+        return None
+    return arrays
