@@ -160,3 +160,4 @@ class _Aside:
 
     def __init__(self, channel: Channel):
         self.data, self.hold, self.release = channel.aside(), channel.hold, channel.release
+        self.cuda_aware = channel.cuda_aware

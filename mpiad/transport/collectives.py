@@ -13,7 +13,7 @@ from mpiad.transport.agreement import raise_first
 from mpiad.transport.buffers import Spec, contiguous, copied, outgoing
 from mpiad.transport.channels import Channel
 from mpiad.transport.device_arrays import ArrayModule, arrays_of
-from mpiad.transport.staging import Way, in_pieces, way_of
+from mpiad.transport.staging import HOST, Way, in_pieces, way_of
 
 __all__ = [
     "allreduce", "alltoall", "barrier", "bcast", "gather", "lengths_of_all", "reduce", "reduce_scatter",
@@ -229,7 +229,7 @@ def start_sum_in_place(channel: Channel, array: np.ndarray) -> Summation:
     """Start to add up arrays in their own memory, which nobody uses meanwhile."""
     request = channel.data.Iallreduce(MPI.IN_PLACE, array, MPI.SUM)
     channel.hold("reduction", request, array)
-    return Summation(channel, array, request)
+    return Summation(channel, HOST, array, request)
 
 
 def sum_in_place(channel: Channel, array: np.ndarray) -> None:
