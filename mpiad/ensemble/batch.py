@@ -80,6 +80,11 @@ class Batch(NamedTuple):
         return self.u0.shape[1]
 
     @property
+    def one_span(self) -> bool:
+        """Whether all trajectories begin and end at the same times, known without a look at each."""
+        return self.size > 0 and self.start.strides == self.end.strides == (0,)
+
+    @property
     def traced(self) -> bool:
         """Whether anything of it is traced."""
         return any(map(isbox, (self.u0, self.start, self.end, *self.p.leaves)))

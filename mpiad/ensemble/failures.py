@@ -7,6 +7,7 @@ import logging
 import numpy as np
 from autograd.tracer import getval
 
+from mpiad.ensemble.device_solution import DeviceSolution
 from mpiad.ensemble.retcodes import ReturnCode, survived
 from mpiad.ensemble.sharded import Facts
 from mpiad.ensemble.solution import EnsembleSolution
@@ -25,6 +26,8 @@ def report(sol: EnsembleSolution | Facts, throw: bool, logs: bool = True) -> Non
     IntegrationError
         With `throw`, where one failed.
     """
+    if isinstance(sol, DeviceSolution) and sol.all_succeeded:
+        return  # the codes stay where they are
     failed = np.flatnonzero(~survived(sol.retcode))
     if not failed.size:
         return

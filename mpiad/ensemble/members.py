@@ -146,9 +146,12 @@ def _from_arrays(ensemble: EnsembleProblem, numbers: Sequence[int]) -> Batch:
     if ensemble.p is not None:
         leaves, build = flatten(ensemble.p)
         p = Parameters([_last(_array(leaf)[rows]) for leaf in leaves], [True] * len(leaves), build)
-    start, end = _span(problem)
-    every = np.ones(count)
-    return Batch(problem.f, first.shape, u0, p, start * every, end * every)
+    start, end = (_repeated(t, count) for t in _span(problem))
+    return Batch(problem.f, first.shape, u0, p, start, end)
+
+
+def _repeated(t: Any, count: int) -> Array:
+    return t * np.ones(count) if isbox(t) else np.broadcast_to(np.float64(t), count)
 
 
 def _last(leaf: Array) -> Array:

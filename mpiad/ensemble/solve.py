@@ -13,11 +13,13 @@ from mpiad.ensemble import on_device
 from mpiad.ensemble.algorithms import RK45, Algorithm
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleSerial, EnsembleVectorized
 from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.compiled.cuda.solve import solved_on_gpu
 from mpiad.ensemble.compiled.solver import Compiler
 from mpiad.ensemble.demands import Demands, check_demands
 from mpiad.ensemble.differentiable import Ways, differentiable
 from mpiad.ensemble.events import Event
 from mpiad.ensemble.failures import report
+from mpiad.ensemble.gpu import gpu_of
 from mpiad.ensemble.members import columns_of, master_seed, members
 from mpiad.ensemble.on_device.arguments import is_on_device, placed
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
@@ -201,6 +203,11 @@ def _solved(
         demands.alg, demands.rtol, atol, demands.dt, demands.dtmax, demands.max_steps, events, times,
         demands.save_everystep or given.traced, None if demands.save_everystep else demands.checkpoints, shown,
     )  # fmt: skip
+    gpu = gpu_of(backend)
+    if gpu is not None:
+        sol = solved_on_gpu(gpu, compiler, given, batch, settings)
+        if sol is not None:
+            return sol
     if is_on_device(batch):
         outcome = compiler.run_on_device(backend, batch, settings)
         sol = solution_of(outcome, batch, settings)
@@ -208,7 +215,7 @@ def _solved(
             return sol
         return on_device.differentiable(sol, outcome.record, given, demands.gradient, demands.adjoint)
     try_once(batch, events, given.traced)
-    outcome = compiler.run(backend, batch, settings, given)
+    outcome = gpu.run(batch, settings) if gpu is not None else compiler.run(backend, batch, settings, given)
     sol, ways = solution_of(outcome, batch, settings), Ways(demands.gradient, demands.adjoint)
     return differentiable(sol, Run(batch, settings, outcome), given, ways) if given.traced else sol
 

@@ -23,7 +23,7 @@ from mpiad.ensemble.compiled.trace import identity_of, trace
 from mpiad.ensemble.compiled.verification import verify
 from mpiad.ensemble.settings import Settings
 
-__all__ = ["program_of"]
+__all__ = ["program_of", "tell_once", "traced_program"]
 
 _log = logging.getLogger("mpiad")
 
@@ -70,7 +70,7 @@ def program_of(
         if must:
             raise ImportError("solve: compile=True needs numba, which isn't installed: pip install mpiad[fast].")
         return None
-    return _traced(batch, must)
+    return traced_program(batch, must)
 
 
 @cache
@@ -95,13 +95,13 @@ def _traced(batch: Batch, must: bool) -> Program | None:
     except Untraceable as error:
         if must:
             raise TypeError(f"solve: compile=True, but f can't be compiled: {error}.") from error
-        _tell_once(batch.f, f"f can't be compiled ({error}), so it is called with arrays instead")
+        tell_once(batch.f, f"f can't be compiled ({error}), so it is called with arrays instead")
         return None
     d = program.states
     if d > MOST_COMPONENTS or program.cost > MOST_OPERATIONS:
         what = f"a state has {d} components and f {program.cost} operations"
         limits = f"up to {MOST_COMPONENTS} and {MOST_OPERATIONS} fit into a kernel that is fast and soon compiled"
-        _tell_once(batch.f, f"{what}; {limits}" + ("" if must else ", so f is called with arrays instead"))
+        tell_once(batch.f, f"{what}; {limits}" + ("" if must else ", so f is called with arrays instead"))
         return program if must else None
     if not must and _changes(batch.f, program):
         return None
@@ -115,14 +115,15 @@ def _changes(f: Function, program: Program) -> bool:
     if len(known) <= _MOST_PROGRAMS:
         return False
     known.discard(program)
-    _tell_once(
+    tell_once(
         f, f"f has had other constants in each of {len(known)} solves, and was compiled in each; now it is called with "
         "arrays instead. Pass what changes as p"
     )  # fmt: skip
     return True
 
 
-def _tell_once(f: Function, text: str) -> None:
+def tell_once(f: Function, text: str) -> None:
+    """Log a warning about an f, once for each text."""
     told = _told.setdefault(identity_of(f), set())
     if text not in told:
         told.add(text)

@@ -12,7 +12,6 @@ from autograd.tracer import isbox
 
 from mpiad.ensemble.backends import EnsembleAlgorithm
 from mpiad.ensemble.batch import Batch
-from mpiad.ensemble.compiled.cache import Kernel
 from mpiad.ensemble.compiled.choice import program_of
 from mpiad.ensemble.compiled.form import Form
 from mpiad.ensemble.compiled.kernels import compiled, forward_text, parameter_names, reverse_text
@@ -45,14 +44,14 @@ class Compiler:
 
     Attributes
     ----------
-    kernels : dict of str to Kernel
+    kernels : dict of str to Kernel or Loaded
         By their names, forward and reverse, those that were used.
     """
 
     def __init__(self, compile: str | bool, count: int, gradient: str | None, adjoint: str):
-        self._compile, self._count = compile, count
+        self.compile, self._count = compile, count
         self.gradient, self.adjoint = gradient, adjoint
-        self.kernels: dict[str, Kernel] = {}
+        self.kernels: dict[str, Any] = {}
 
     def run(self, backend: EnsembleAlgorithm, batch: Batch, settings: Settings, given: Batch) -> Outcome:
         """Solve all trajectories of a batch, by a kernel where that is chosen.
@@ -65,9 +64,9 @@ class Compiler:
         given : Batch
             The batch before what is traced was made plain.
         """
-        if self._compile is False or not batch.size:
+        if self.compile is False or not batch.size:
             return backend.run(batch, settings)
-        program = program_of(self._compile, self._count, backend, batch, settings)
+        program = program_of(self.compile, self._count, backend, batch, settings)
         if program is None:
             return backend.run(batch, settings)
         return Solver(self, program, batch, settings, threads_of(backend)).solved(given)
@@ -80,12 +79,16 @@ class Compiler:
         NotImplementedError
             Where a kernel of the host's is asked for.
         """
-        if self._compile is True:
+        if self.compile is True:
             raise NotImplementedError(
                 "solve: compile=True makes machine code for the host, but the states or parameters are device arrays. "
                 "Leave it out, or bring them to the host with mpiad.device.to_host."
             )
         return backend.run(batch, settings)
+
+    def told(self, name: str, kernel: Any) -> None:
+        """Note which kernel was used."""
+        self.kernels[name] = kernel
 
     def function(self, name: str, text: str) -> Any:
         """Return a kernel's function, and tell how long it took to compile."""

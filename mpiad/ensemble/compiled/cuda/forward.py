@@ -14,15 +14,17 @@ from mpiad.ensemble.retcodes import ReturnCode
 __all__ = ["forward_text"]
 
 _KERNEL = """
-// saved: (n_saved, d, n); the others: (rows, n). Steps: capacity rows of (d + 2, n).
+// The trajectories first, ..., first + count - 1 of n. saved: (n_saved, d, n); the others: (rows, n). steps_u, steps_t:
+// capacity rows of (d, count) and (2, count). Without u_end nothing is left but the steps.
 KERNEL forward(
-    const long long n, const real* u0, const real* p, const real* s, const double* start, const double* stop,
-    const double* times, const long long n_saved, const long long by_row, const real rtol, const real* atol,
-    const double dt, const double dtmax, const long long max_steps, real* u_end, real* saved, double* t_reached,
-    int* codes, int* naccept, int* nreject, real* du_end, real* dsaved, real* steps_u, double* steps_t,
-    const long long capacity
+    const long long n, const long long first, const long long count, const real* u0, const real* p, const real* s,
+    const double* start, const double* stop, const double* times, const long long n_saved, const long long by_row,
+    const real rtol, const real* atol, const double dt, const double dtmax, const long long max_steps, real* u_end,
+    real* saved, double* t_reached, int* codes, int* naccept, int* nreject, real* du_end, real* dsaved, real* steps_u,
+    double* steps_t, const long long capacity
 ) {
-    EACH(i, n) {
+    EACH(column, count) {
+        const long long i = first + column;
         const double sign = stop[i] < start[i] ? -1.0 : 1.0;
         const double goal = sign * stop[i];
         double now = sign * start[i];
@@ -65,28 +67,20 @@ KERNEL forward(
             @fail
             if (code < 0 && tries >= max_steps) code = @tired;
         }
-        @leave
-        t_reached[i] = sign * now;
-        codes[i] = code;
-        naccept[i] = (int)taken;
-        nreject[i] = (int)(tries - taken);
+        if (u_end) {
+            @leave
+            t_reached[i] = sign * now;
+            codes[i] = code;
+            naccept[i] = (int)taken;
+            nreject[i] = (int)(tries - taken);
+        }
     }
 }
 """
 
-_DUE = """
-INLINE double due_at(
-    const double* times, long long n_saved, long long by_row, long long i, long long place, double sign
-) {
-    if (place >= n_saved) return INFINITY;
-    return sign * times[by_row ? i * n_saved + place : place];
-}
-"""
-
-
 def forward_text(plan: Plan) -> str:
     """Return the text of `forward`, which calls `f`, and `df0`, `df1`, … along directions."""
-    return _DUE.strip("\n") + "\n\n" + _Forward(plan).text()
+    return _Forward(plan).text()
 
 
 class _Forward:
@@ -239,8 +233,8 @@ class _Forward:
     def _record(self) -> list[str]:
         if not self.plan.record:
             return []
-        kept = [f"steps_u[(taken * {self.d} + {c}) * n + i] = u_{c};" for c in range(self.d)]
-        kept += ["steps_t[2 * taken * n + i] = sign * now;", "steps_t[(2 * taken + 1) * n + i] = sign * size;"]
+        kept = [f"steps_u[(taken * {self.d} + {c}) * count + column] = u_{c};" for c in range(self.d)]
+        kept += [f"steps_t[(2 * taken + {j}) * count + column] = sign * {x};" for j, x in enumerate(("now", "size"))]
         # Beyond its capacity it only counts, so that the next try has enough.
         return ["if (taken < capacity) {", *("    " + line for line in kept), "}"]
 

@@ -11,7 +11,7 @@ from mpiad.ensemble.compiled.cuda.plan import Plan
 from mpiad.ensemble.compiled.program import Program
 from mpiad.ensemble.compiled.source import Names, lines
 
-__all__ = ["PRELUDE", "Pieces", "block", "dense_weights", "numbered"]
+__all__ = ["DUE", "PRELUDE", "Pieces", "block", "dense_weights", "numbered"]
 
 # NVRTC has no headers; a compiler for CPUs runs through the trajectories in a loop.
 PRELUDE = """\
@@ -40,6 +40,15 @@ INLINE bool finite_number(double a) { return a - a == 0; }
 // Ten times what time can resolve.
 INLINE double least_step(double t) { return 10 * (nextafter(t, (double)INFINITY) - t); }
 """
+
+# When a trajectory's next state is to be saved.
+DUE = """\
+INLINE double due_at(
+    const double* times, long long n_saved, long long by_row, long long i, long long place, double sign
+) {
+    if (place >= n_saved) return INFINITY;
+    return sign * times[by_row ? i * n_saved + place : place];
+}"""
 
 
 def block(text: str, **parts: str | list[str]) -> str:

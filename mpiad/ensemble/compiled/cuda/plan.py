@@ -28,11 +28,13 @@ class Plan(NamedTuple):
     directions : tuple of tuple of (str, int)
         Along which the forward kernel carries tangents: ("state", i) or ("parameter", j).
     record : bool
-        Whether the forward kernel keeps the accepted steps for the reverse kernel.
+        Whether the forward kernel can keep the accepted steps for the reverse kernel.
     inside : bool
         Whether states are saved at times between the steps too.
     dtype : dtype
         float64 or float32. Times and sizes of steps are double in both.
+    wanted : tuple of int, optional
+        The parameters that the reverse kernel differentiates by; all by default.
     """
 
     program: Program
@@ -44,6 +46,7 @@ class Plan(NamedTuple):
     record: bool = False
     inside: bool = True
     dtype: Any = np.float64
+    wanted: tuple[int, ...] | None = None
 
     @property
     def d(self) -> int:
@@ -54,3 +57,13 @@ class Plan(NamedTuple):
     def last(self) -> int:
         """The number of the stage at the new state."""
         return self.tableau.stages - 1
+
+    @property
+    def wanted_varying(self) -> list[int]:
+        """Which of them each trajectory has of its own."""
+        return [j for j in self.varying if self.wanted is None or j in self.wanted]
+
+    @property
+    def wanted_shared(self) -> list[int]:
+        """Which of them all share."""
+        return [j for j in self.shared if self.wanted is None or j in self.wanted]

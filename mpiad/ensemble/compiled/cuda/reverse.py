@@ -1,35 +1,39 @@
 """The text of the reverse kernel: in each thread the adjoint of one trajectory's accepted steps.
 
 See `transposed_step`: the stages are computed again from the state before the step, and cotangents go back through them.
-What all trajectories share gets a row of its own from each, so that the sum doesn't depend on who comes first.
+What all trajectories share gets a column of its own from each, so that the sum doesn't depend on who comes first.
 """
 
 from __future__ import annotations
 
 from mpiad.ensemble.compiled.cuda.pieces import Pieces, block, dense_weights, numbered
 from mpiad.ensemble.compiled.cuda.plan import Plan
+from mpiad.ensemble.retcodes import ReturnCode
 
 __all__ = ["reverse_text"]
 
 _KERNEL = """
-// end_bar, u0_bar: (d, n); saved_bar: (n_saved, d, n); p_bar, s_bar: (rows, n).
+// The trajectories and their steps as in forward. end_bar, u0_bar: (d, n); saved_bar: (n_saved, d, n); p_bar: (rows, n);
+// s_bar: (rows, count).
 KERNEL reverse(
-    const long long n, const real* p, const real* s, const double* start, const double* stop, const double* times,
-    const long long n_saved, const long long by_row, const real* steps_u, const double* steps_t, const int* naccept,
-    const double* t_reached, const unsigned char* alive, const real* end_bar, const real* saved_bar, real* u0_bar,
-    real* p_bar, real* s_bar
+    const long long n, const long long first, const long long count, const real* p, const real* s, const double* start,
+    const double* stop, const double* times, const long long n_saved, const long long by_row, const real* steps_u,
+    const double* steps_t, const int* naccept, const double* t_reached, const int* codes, const real* end_bar,
+    const real* saved_bar, real* u0_bar, real* p_bar, real* s_bar
 ) {
-    EACH(i, n) {
+    EACH(column, count) {
+        const long long i = first + column;
+        const bool alive = codes[i] == @success;
         const double sign = stop[i] < start[i] ? -1.0 : 1.0;
         const double begun = sign * start[i];
         double ahead = sign * t_reached[i];
         @load
-        if (alive[i]) {
+        if (alive) {
             long long place = n_saved - 1;
             while (place >= 0 && due_at(times, n_saved, by_row, i, place, sign) > ahead) --place;
             for (long long step = naccept[i] - 1; step >= 0; --step) {
-                const double now = sign * steps_t[2 * step * n + i];
-                const double size = sign * steps_t[(2 * step + 1) * n + i];
+                const double now = sign * steps_t[2 * step * count + column];
+                const double size = sign * steps_t[(2 * step + 1) * count + column];
                 const real h = (real)(sign * size);
                 @before
                 while (place >= 0 && due_at(times, n_saved, by_row, i, place, sign) > now) {
@@ -59,13 +63,13 @@ def reverse_text(plan: Plan) -> str:
 class _Reverse:
     def __init__(self, plan: Plan):
         self.plan, self.d, self.pieces = plan, plan.d, Pieces(plan)
-        self.wanted = [*plan.varying, *plan.shared]
+        self.wanted = [*plan.wanted_varying, *plan.wanted_shared]
 
     def text(self) -> str:
         return block(
             _KERNEL, load=self._load(), before=self._before(), met=self._met(), stages=self._stages(), back=self._back(),
             start=self._at_end(), leave=self._leave(),
-        )  # fmt: skip
+        ).replace("@success", str(ReturnCode.Success.code))  # fmt: skip
 
     def _time(self, i: int) -> str:
         c = self.plan.tableau.c[i]
@@ -74,11 +78,11 @@ class _Reverse:
     def _load(self) -> list[str]:
         made = self.pieces.loaded_parameters()
         # Whatever the cotangent of one that failed is, NaN included, it isn't looked at.
-        made += [f"real total_{c} = alive[i] ? end_bar[{c} * n + i] : 0;" for c in range(self.d)]
+        made += [f"real total_{c} = alive ? end_bar[{c} * n + i] : 0;" for c in range(self.d)]
         return made + [f"real sum_{j} = 0;" for j in self.wanted]
 
     def _before(self) -> list[str]:
-        made = [f"const real u_{c} = steps_u[(step * {self.d} + {c}) * n + i];" for c in range(self.d)]
+        made = [f"const real u_{c} = steps_u[(step * {self.d} + {c}) * count + column];" for c in range(self.d)]
         if self.plan.inside:
             made += [f"real mid_{c} = 0;" for c in range(self.d)]
             made += [f"real arrival{i}_{c} = 0;" for i in range(self.plan.last + 1) for c in range(self.d)]
@@ -144,5 +148,5 @@ class _Reverse:
 
     def _leave(self) -> list[str]:
         made = [f"u0_bar[{c} * n + i] = total_{c};" for c in range(self.d)]
-        made += [f"p_bar[{row} * n + i] = sum_{j};" for row, j in enumerate(self.plan.varying)]
-        return made + [f"s_bar[{row} * n + i] = sum_{j};" for row, j in enumerate(self.plan.shared)]
+        made += [f"p_bar[{row} * n + i] = sum_{j};" for row, j in enumerate(self.plan.wanted_varying)]
+        return made + [f"s_bar[{row} * count + column] = sum_{j};" for row, j in enumerate(self.plan.wanted_shared)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mpiad.ensemble.compiled.cuda.forward import forward_text
-from mpiad.ensemble.compiled.cuda.pieces import PRELUDE, Pieces
+from mpiad.ensemble.compiled.cuda.pieces import DUE, PRELUDE, Pieces
 from mpiad.ensemble.compiled.cuda.plan import Plan
 from mpiad.ensemble.compiled.cuda.reverse import reverse_text
 from mpiad.ensemble.compiled.derivatives import jvp, vjp
@@ -13,12 +13,14 @@ from mpiad.ensemble.compiled.simplify import simplify
 __all__ = ["cuda_source"]
 
 
-def cuda_source(plan: Plan) -> str:
+def cuda_source(plan: Plan, kernel: str = "both") -> str:
     """Return CUDA C of the kernels ``forward`` and, where steps are recorded, ``reverse``.
 
     Parameters
     ----------
     plan : Plan
+    kernel : {"forward", "reverse", "both"}
+        One of them alone is compiled when it is needed.
 
     Returns
     -------
@@ -27,13 +29,15 @@ def cuda_source(plan: Plan) -> str:
         the arguments are stands before each kernel; all rows are contiguous along the trajectories.
     """
     pieces, program, d = Pieces(plan), plan.program, plan.d
-    parts = [PRELUDE + f"typedef {'float' if pieces.single else 'double'} real;", pieces.function("f", program, 0, d)]
-    parts += [pieces.function(f"df{j}", along, d, d) for j, along in enumerate(_tangents(plan))]
-    if plan.record:
-        wanted = [*plan.varying, *plan.shared]
+    parts = [PRELUDE + f"typedef {'float' if pieces.single else 'double'} real;", DUE]
+    parts.append(pieces.function("f", program, 0, d))
+    if kernel != "reverse":
+        parts += [pieces.function(f"df{j}", along, d, d) for j, along in enumerate(_tangents(plan))]
+        parts.append(forward_text(plan))
+    if kernel != "forward" and plan.record:
+        wanted = [*plan.wanted_varying, *plan.wanted_shared]
         parts.append(pieces.function("g", vjp(program, wanted, time=False), d, d + len(wanted)))
-    parts.append(forward_text(plan))
-    parts += [reverse_text(plan)] if plan.record else []
+        parts.append(reverse_text(plan))
     return "\n\n".join(parts) + "\n"
 
 

@@ -1,0 +1,185 @@
+"""A solve on a device as one differentiable function: from initial states and parameters to saved and last states.
+
+All results make one vector, as in `mpiad.ensemble.differentiable`. Where the arguments live on the host, so do the results
+and their cotangents: each travels once. Derivatives are taken once; those of a gradient need `EnsembleVectorized`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import autograd.numpy as anp
+import numpy as np
+from autograd.extend import defjvp_argnums, defvjp_argnums, primitive
+from autograd.tracer import isbox
+
+from mpiad._typing import Array
+from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.compiled.cuda.inputs import placed
+from mpiad.ensemble.compiled.cuda.solver import Directions, Flight, Solver
+from mpiad.ensemble.compiled.layout import Part
+from mpiad.ensemble.retcodes import ReturnCode
+from mpiad.primitives.cotangents import conform, spec_like
+from mpiad.transport.device_arrays import is_device_array
+
+__all__ = ["FEW", "Solved", "states_of"]
+
+# Up to so many directions tangents cost less than the three runs of an adjoint.
+FEW = 4
+_U0, _LEAVES = 0, 1
+
+
+class Solved:
+    """A solve and where its results live.
+
+    Parameters
+    ----------
+    solver : Solver
+    flight : Flight
+    carried : tuple of tuple of (str, int)
+        Along which the flight carried tangents.
+    by_tangent : bool
+        Whether a gradient is computed by tangents.
+    on_host : bool
+        Whether results live on the host.
+    """
+
+    def __init__(self, solver: Solver, flight: Flight, carried: Directions, by_tangent: bool, on_host: bool):
+        self.solver, self.flight, self.carried, self.by_tangent, self.on_host = solver, flight, carried, by_tangent, on_host
+
+    def out(self, x: Array) -> Array:
+        """Return an array where results live."""
+        return self.solver.arrays.to_host(x) if self.on_host else x
+
+    def place(self, x: Array) -> Array:
+        """Return an array of states on the device."""
+        return placed(self.solver.arrays, x, self.solver.real)
+
+    def directions_of(self, argnums: Sequence[int]) -> Directions:
+        """Return the directions of all numbers of some arguments."""
+        found = [("state", c) for c in range(self.solver.d)] if _U0 in argnums else []
+        return tuple(found + [("parameter", j) for part in self.parts(argnums) for j in part.scalars])
+
+    def parts(self, argnums: Sequence[int]) -> list[Part]:
+        """Return the parts of the layout that are among the arguments."""
+        return [part for part in self.solver.layout.parts if part.place + _LEAVES in argnums]
+
+    def tangents(self, wanted: Directions) -> list[tuple[Directions, Flight]]:
+        """Return flights that carry tangents, with the directions of each; more than a few take several."""
+        if wanted and set(wanted) <= set(self.carried):
+            return [(self.carried, self.flight)]
+        groups = [wanted[i : i + FEW] for i in range(0, len(wanted), FEW)]
+        return [(group, self.solver.solved(group)) for group in groups]
+
+
+def states_of(solved: Solved, given: Batch) -> tuple[Array, Array]:
+    """Return saved states, of shape (N, n_saved, d), and last ones, (N, d), as functions of what is traced.
+
+    Parameters
+    ----------
+    solved : Solved
+    given : Batch
+        With traced values in it.
+    """
+    vector = _solved(given.u0, *given.p.leaves, solved=solved)
+    solver, n_saved = solved.solver, solved.solver.inputs.n_saved
+    cut = n_saved * solver.d * solver.count
+    saved = anp.reshape(vector[:cut], (n_saved, solver.d, solver.count))
+    return anp.transpose(saved, (2, 0, 1)), anp.transpose(anp.reshape(vector[cut:], (solver.d, solver.count)))
+
+
+@primitive
+def _solved(u0: Array, *leaves: Any, solved: Solved) -> Array:
+    """Return the results of a solve, which has run before."""
+    return solved.out(solved.flight.vector)
+
+
+def _solved_vjp(argnums: tuple[int, ...], ans: Array, args: tuple, kwargs: dict) -> Callable:
+    solved = kwargs["solved"]
+    _require_plain(args)
+
+    def vjp(g: Array) -> list[Array]:
+        _require_plain([g])
+        bar = solved.place(conform(g, *spec_like(ans)))
+        rows = _contracted(solved, argnums, bar) if solved.by_tangent else _pulled(solved, argnums, bar)
+        return [_as_argument(solved, rows[k], args[k]) for k in argnums]
+
+    return vjp
+
+
+def _require_plain(values: Sequence[Any]) -> None:
+    if any(map(isbox, values)):
+        raise NotImplementedError(
+            "solve: EnsembleGPU has first derivatives only, but a derivative of one was asked for. Solve by "
+            "EnsembleVectorized() where that is needed."
+        )
+
+
+def _pulled(solved: Solved, argnums: tuple[int, ...], bar: Array) -> dict[int, Array]:
+    """Return the cotangents of the arguments by the reverse kernel, as rows."""
+    parts = solved.parts(argnums)
+    found = solved.solver.pulled(solved.flight, bar, tuple(j for part in parts for j in part.scalars))
+    rows, taken = {_U0: found.u0}, {True: 0, False: 0}
+    for part in parts:
+        first, source = taken[part.varies], found.p if part.varies else found.s
+        taken[part.varies] = first + len(part.scalars)
+        rows[part.place + _LEAVES] = source[first : taken[part.varies]]
+    return rows
+
+
+def _contracted(solved: Solved, argnums: tuple[int, ...], bar: Array) -> dict[int, Array]:
+    """Return the cotangents of the arguments by tangents, as rows."""
+    saved_bar, end_bar = solved.solver.parts(bar)
+    found = {}
+    for directions, flight in solved.tangents(solved.directions_of(argnums)):
+        for k, direction in enumerate(directions):
+            row = np.sum(flight.du_end[k] * end_bar, axis=0)
+            if saved_bar.size:
+                row = row + np.sum(flight.dsaved[k] * saved_bar, axis=(0, 1))
+            found[direction] = np.where(_alive(flight), row, 0)
+    rows = {_U0: [found["state", c] for c in range(solved.solver.d)]} if _U0 in argnums else {}
+    for part in solved.parts(argnums):
+        mine = [found["parameter", j] for j in part.scalars]
+        rows[part.place + _LEAVES] = mine if part.varies else [np.sum(row) for row in mine]
+    return {k: np.stack(row) for k, row in rows.items() if row}
+
+
+def _alive(flight: Flight) -> Array:
+    return flight.codes == ReturnCode.Success.code
+
+
+def _as_argument(solved: Solved, rows: Array, arg: Any) -> Any:
+    """Return rows in the shape and dtype of an argument, and where it lives."""
+    rows = rows if is_device_array(arg) else solved.solver.arrays.to_host(rows)
+    return conform(rows.reshape(np.shape(arg)), *spec_like(arg))
+
+
+def _solved_jvp(argnums: tuple[int, ...], gs: Sequence[Any], ans: Array, args: tuple, kwargs: dict) -> Array:
+    solved = kwargs["solved"]
+    solver = solved.solver
+    _require_plain([*args, *gs])
+    along = _along(solved, dict(zip(argnums, gs)), args)
+    flights = solved.tangents(solved.directions_of(argnums))
+    total = solver.arrays.full(solved.flight.vector.shape, 0, solver.real)
+    saved, end = solver.parts(total)
+    for directions, flight in flights:
+        for k, direction in enumerate(directions):
+            if direction in along:
+                saved += np.where(_alive(flight), flight.dsaved[k] * along[direction], 0)
+                end += np.where(_alive(flight), flight.du_end[k] * along[direction], 0)
+    return solved.out(total)
+
+
+def _along(solved: Solved, tangents: dict[int, Any], args: tuple) -> dict[tuple[str, int], Array]:
+    """Return by how much each direction is gone: one number for all trajectories, or a row."""
+    rows = {k: solved.place(conform(g, *spec_like(args[k]))) for k, g in tangents.items()}
+    found = {("state", c): rows[_U0][c] for c in range(solved.solver.d)} if _U0 in rows else {}
+    for part in solved.parts(tuple(rows)):
+        flat = rows[part.place + _LEAVES].reshape(len(part.scalars), -1)
+        found.update({("parameter", j): flat[i] for i, j in enumerate(part.scalars)})
+    return found
+
+
+defvjp_argnums(_solved, _solved_vjp)
+defjvp_argnums(_solved, _solved_jvp)

@@ -1,0 +1,95 @@
+"""A solution whose states live on a device, or came from there, and how its trajectories went, which stays there."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpiad._typing import Array
+from mpiad.ensemble.retcodes import ReturnCode, names_of
+from mpiad.ensemble.solution import EnsembleSolution
+from mpiad.transport.device_arrays import ArrayModule
+
+__all__ = ["DeviceSolution", "Statistics", "count_failed"]
+
+
+class Statistics(NamedTuple):
+    """How trajectories went, on a device.
+
+    Parameters
+    ----------
+    arrays : ArrayModule
+    codes, t_reached, naccept, nreject : array, shape (N,)
+    failed : int
+        How many failed: the one number that each solve brings to the host.
+    evaluations : tuple of int
+        How often f was called at the start of a trajectory, and for each step that was tried.
+    """
+
+    arrays: ArrayModule
+    codes: Array
+    t_reached: Array
+    naccept: Array
+    nreject: Array
+    failed: int
+    evaluations: tuple[int, int]
+
+    def on_host(self, name: str) -> Array:
+        """Return one of a solution's arrays by its name; each call copies."""
+        if name == "retcode":
+            return names_of(self.arrays.to_host(self.codes))
+        if name == "t_reached":
+            return self.arrays.to_host(self.t_reached)
+        if name == "nf":
+            at_start, each = self.evaluations
+            tries = self.arrays.to_host(self.naccept + self.nreject).astype(np.int64)
+            return np.where(tries > 0, at_start + each * tries, 0)
+        return self.arrays.to_host(getattr(self, name)).astype(np.int64)
+
+
+def count_failed(arrays: ArrayModule, codes: Array) -> int:
+    """Return how many trajectories failed."""
+    return int(arrays.to_host(np.sum(codes != ReturnCode.Success.code)).item()) if codes.size else 0
+
+
+class DeviceSolution(EnsembleSolution):
+    """The solutions of an ensemble on a device.
+
+    As `EnsembleSolution`; return codes, times and counts are copied to the host when they are asked for, each once.
+    """
+
+    @classmethod
+    def of(cls, u: Array, t: Array, u_end: Array, statistics: Statistics) -> DeviceSolution:
+        """Return a solution.
+
+        Parameters
+        ----------
+        u, u_end : array, shapes (N, n_saved, d), (N, d)
+        t : array, shape (n_saved,) or (N, n_saved)
+        statistics : Statistics
+        """
+        made = object.__new__(cls)
+        made.__dict__.update(u=u, t=t, u_end=u_end, events={}, converged=False, problem=None, statistics=statistics)
+        return made
+
+    @property
+    def all_succeeded(self) -> bool:
+        """Whether it is known, without a look at any trajectory, that all reached their ends."""
+        statistics = self.__dict__.get("statistics")
+        return statistics is not None and not statistics.failed
+
+    def __getattr__(self, name: str) -> Any:
+        statistics = self.__dict__.get("statistics")
+        if statistics is None or name not in ("retcode", "t_reached", "naccept", "nreject", "nf"):
+            raise AttributeError(f"{type(self).__name__} has no {name!r}")
+        self.__dict__[name] = found = statistics.on_host(name)
+        return found
+
+    def __len__(self) -> int:
+        return len(self.u_end)
+
+    def _surviving(self) -> Array:
+        return self.u if self.all_succeeded else super()._surviving()
+
+

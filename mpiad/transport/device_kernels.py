@@ -1,0 +1,114 @@
+"""Kernels of our own on a device: what compiles a text of CUDA C there, and runs it.
+
+`Launcher` is all that is asked of a device beside arrays (see `device_arrays`): one object for each device, found by
+`launcher_of(arrays)`. CuPy's is in `cupy_kernels`; other kinds of arrays bring theirs by `register_launcher`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from typing import Any, Protocol
+
+from mpiad.transport.device_arrays import ArrayModule
+
+__all__ = ["DeviceKernel", "Launcher", "launcher_of", "register_launcher", "selected_arrays"]
+
+
+class DeviceKernel(Protocol):
+    """A compiled kernel.
+
+    Attributes
+    ----------
+    registers : int
+        That each thread takes.
+    local_bytes : int
+        Memory of each thread's own, for what doesn't fit into registers.
+    """
+
+    registers: int
+    local_bytes: int
+
+
+class Launcher(Protocol):
+    """What compiles and runs kernels on one device.
+
+    Attributes
+    ----------
+    multiprocessors : int
+        How many blocks of threads make progress at the same time, at least.
+    """
+
+    multiprocessors: int
+
+    def compiled(self, text: str, name: str, options: tuple[str, ...]) -> DeviceKernel:
+        """Compile CUDA C for this device, and return its kernel of a name; each text once is enough."""
+        ...
+
+    def launch(self, kernel: DeviceKernel, blocks: int, threads: int, arguments: Sequence[Any]) -> None:
+        """Queue a run of a kernel on the current stream.
+
+        Parameters
+        ----------
+        kernel : DeviceKernel
+        blocks, threads : int
+            How many blocks, of how many threads each.
+        arguments : sequence
+            Device arrays, which are C-contiguous; None for a pointer to nothing; an int for a ``long long``, a float for a
+            ``double``, and NumPy's scalars for what they are.
+        """
+        ...
+
+    def free_bytes(self) -> int:
+        """Return how much memory of the device can still be taken."""
+        ...
+
+
+_makers: dict[type, Callable[[ArrayModule], Launcher]] = {}
+
+
+def register_launcher(kind: type, maker: Callable[[ArrayModule], Launcher]) -> None:
+    """Say what runs kernels on arrays of a kind.
+
+    Parameters
+    ----------
+    kind : type
+    maker : callable
+        ``maker(arrays) -> Launcher`` for the device of an `ArrayModule`; called often, so it keeps them.
+    """
+    _makers[kind] = maker
+
+
+def launcher_of(arrays: ArrayModule) -> Launcher:
+    """Return what compiles and runs kernels on the device of these arrays.
+
+    Raises
+    ------
+    TypeError
+        For a kind of arrays without.
+    """
+    maker = _makers.get(arrays.kind)
+    if maker is None and arrays.name == "CuPy":
+        from mpiad.transport.cupy_kernels import launcher_of_device as maker
+
+        register_launcher(arrays.kind, maker)
+    if maker is None:
+        raise TypeError(f"kernels run on CuPy's arrays, but got {arrays.name}'s; cupy.asarray(x) makes one without a copy.")
+    return maker(arrays)
+
+
+def selected_arrays() -> ArrayModule:
+    """Return what makes arrays on this rank's device, the one that is current.
+
+    Raises
+    ------
+    ImportError
+        Without CuPy.
+    RuntimeError
+        Where this process sees no GPU.
+    """
+    if find_spec("cupy") is None:
+        raise ImportError("CuPy isn't installed: pip install mpiad[gpu] for CUDA 12, mpiad[gpu13] for CUDA 13")
+    from mpiad.transport.cupy_kernels import current_arrays
+
+    return current_arrays()
