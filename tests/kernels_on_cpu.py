@@ -70,21 +70,25 @@ class Kernels:
         self.given = (n, own, common, start, stop, times, n_saved, times.ndim > 1)
         scalar = ctypes.c_float if real == np.float32 else ctypes.c_double
         self._call(
-            self._library.forward, n, u0, own, common, start, stop, times, n_saved, int(times.ndim > 1), scalar(rtol),
+            self._library.forward, n, 0, n, u0, own, common, start, stop, times, n_saved, int(times.ndim > 1), scalar(rtol),
             np.full(d, atol, real), ctypes.c_double(dt or 0.0), ctypes.c_double(dtmax), max_steps, *vars(out).values(),
             capacity,
         )  # fmt: skip
         return out
 
     def reverse(self, out, alive, end_bar, saved_bar):
-        """Return the cotangents of u0, of each trajectory's parameters, and of shared ones, a column from each."""
+        """Return the cotangents of u0, of each trajectory's parameters, and of shared ones, a column from each.
+
+        `alive` says of which trajectories; the others count as failed.
+        """
         n, own, common, start, stop, times, n_saved, by_row = self.given
         real = end_bar.dtype
         u0_bar, p_bar = np.zeros_like(end_bar), np.zeros((len(own), n), real)
         s_bar = np.zeros((len(common), n), real)
         self._call(
-            self._library.reverse, n, own, common, start, stop, times, n_saved, int(by_row), out.steps_u, out.steps_t,
-            out.naccept, out.t_reached, np.asarray(alive, np.uint8), end_bar, saved_bar, u0_bar, p_bar, s_bar,
+            self._library.reverse, n, 0, n, own, common, start, stop, times, n_saved, int(by_row), out.steps_u, out.steps_t,
+            out.naccept, out.t_reached, np.where(alive, out.codes, 2).astype(np.int32), end_bar, saved_bar, u0_bar, p_bar,
+            s_bar,
         )  # fmt: skip
         return u0_bar, p_bar, s_bar
 

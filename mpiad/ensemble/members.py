@@ -132,7 +132,7 @@ def _from_arrays(ensemble: EnsembleProblem, numbers: Sequence[int]) -> Batch:
     rows = slice(numbers[0] - 1, numbers[-1]) if count else slice(0, 0)
     first = as_state(problem.u0)
     if ensemble.u0 is None:
-        u0 = _last(first.reshape(1, -1) * np.ones((count, 1), first.dtype))
+        u0 = _same(first, count)
     else:
         given = as_state(ensemble.u0)
         if given.shape[1:] != first.shape:
@@ -152,6 +152,15 @@ def _from_arrays(ensemble: EnsembleProblem, numbers: Sequence[int]) -> Batch:
 
 def _repeated(t: Any, count: int) -> Array:
     return t * np.ones(count) if isbox(t) else np.broadcast_to(np.float64(t), count)
+
+
+def _same(first: Array, count: int) -> Array:
+    """Return one initial state for all trajectories."""
+    column = first.reshape(-1, 1)
+    if isbox(column):
+        arrays = arrays_of(getval(first))
+        return column * (np.ones((1, count), first.dtype) if arrays is None else arrays.full((1, count), 1, first.dtype))
+    return np.broadcast_to(column, (len(column), count))
 
 
 def _last(leaf: Array) -> Array:

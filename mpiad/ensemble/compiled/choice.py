@@ -88,7 +88,20 @@ def _unsupported(batch: Batch, settings: Settings) -> str | None:
     return None
 
 
-def _traced(batch: Batch, must: bool) -> Program | None:
+def traced_program(batch: Batch, must: bool) -> Program | None:
+    """Return what f computes; None, and a line in the log, where it can't be traced or is too large.
+
+    Parameters
+    ----------
+    batch : Batch
+        Of plain arrays on the host.
+    must : bool
+        Whether to raise instead.
+
+    Raises
+    ------
+    TypeError
+    """
     try:
         program = trace(batch.f, batch.shape, batch.p, batch.u0.dtype)
         verify(program, batch)

@@ -1,0 +1,101 @@
+"""Kernels on the stand-in for a device: a generated CUDA text as it is, compiled by a compiler of C++.
+
+A few lines before it say what `threadIdx` and its kin are, and each thread of each block is one call. The arguments are
+checked against the kernel's own declaration, as CuPy can't: dtypes, numbers of the right kind, arrays that are contiguous.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from device_double import DeviceArray, double
+from kernels_on_cpu import COMPILER
+
+from mpiad.transport.device_kernels import register_launcher
+
+_SHIM = """\
+#include <math.h>
+struct Place { int x, y, z; };
+extern "C" { Place threadIdx, blockIdx, blockDim, gridDim; }
+#define __global__
+#define __device__
+#define __forceinline__ inline
+#define __CUDACC_RTC__
+"""
+_NUMBERS = {"long long": int, "double": float}
+_ELEMENTS = {"double": np.float64, "int": np.int32}
+
+
+class Place(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int) for name in "xyz"]
+
+
+class KernelOnCPU:
+    """A kernel, and what its declaration says of its parameters."""
+
+    registers = 100
+
+    def __init__(self, library, text, name, local_bytes):
+        self.function, self.local_bytes, self.name = getattr(library, name), local_bytes, name
+        self.places = [Place.in_dll(library, place) for place in ("threadIdx", "blockIdx", "blockDim", "gridDim")]
+        self.real = np.float32 if "typedef float real;" in text else np.float64
+        declared = re.search(rf"KERNEL {name}\((.*?)\) {{", text, re.DOTALL).group(1)
+        self.parameters = [part.strip().removeprefix("const ") for part in declared.split(",")]
+
+    def as_c(self, x, parameter):
+        kind = parameter.rpartition(" ")[0]
+        if kind.endswith("*"):
+            if x is None:
+                return ctypes.c_void_p(None)
+            expected = _ELEMENTS.get(kind[:-1], self.real)
+            assert isinstance(x, DeviceArray) and x.dtype == expected and x.flags.c_contiguous, (parameter, x)
+            return DeviceArray._values(x).ctypes.data_as(ctypes.c_void_p)
+        assert type(x) is _NUMBERS.get(kind, self.real), (parameter, x)
+        if kind == "long long":
+            return ctypes.c_longlong(x)
+        return ctypes.c_float(x) if self.real is np.float32 and kind == "real" else ctypes.c_double(x)
+
+
+class LauncherOnCPU:
+    """What `device_kernels` asks for; it keeps what was compiled and launched."""
+
+    def __init__(self):
+        self.multiprocessors, self.local_bytes, self.free = 3, 0, 1 << 30
+        self.launches, self.options = [], []
+        self._folder = tempfile.TemporaryDirectory(prefix="mpiad-kernels-")
+        self._libraries = {}
+
+    def compiled(self, text, name, options):
+        self.options.append(options)
+        if text not in self._libraries:
+            base = Path(self._folder.name) / f"kernel{len(self._libraries)}"
+            base.with_suffix(".cpp").write_text(_SHIM + text)
+            command = [COMPILER, "-O1", "-std=c++14", "-ffp-contract=off", "-shared", "-fPIC", f"{base}.cpp", "-o", f"{base}.so"]
+            made = subprocess.run(command, capture_output=True, text=True)
+            assert made.returncode == 0, made.stderr
+            self._libraries[text] = ctypes.CDLL(f"{base}.so")
+        return KernelOnCPU(self._libraries[text], text, name, self.local_bytes)
+
+    def launch(self, kernel, blocks, threads, arguments):
+        assert blocks > 0 and threads % 32 == 0 and len(arguments) == len(kernel.parameters)
+        self.launches.append((kernel.name, blocks, threads, tuple(arguments[:3])))
+        given = [kernel.as_c(x, parameter) for x, parameter in zip(arguments, kernel.parameters)]
+        thread, block, of_block, of_grid = kernel.places
+        of_block.x, of_grid.x = threads, blocks
+        for block.x in range(blocks):
+            for thread.x in range(threads):
+                kernel.function(*given)
+
+    def free_bytes(self):
+        return self.free
+
+
+launcher = LauncherOnCPU()
+register_launcher(DeviceArray, lambda arrays: launcher)
+
+__all__ = ["COMPILER", "double", "launcher"]
