@@ -52,7 +52,8 @@ class EnsembleGPU(EnsembleAlgorithm):
 
     def __post_init__(self) -> None:
         if self.block not in _BLOCKS:
-            raise ValueError(f"EnsembleGPU: block must be one of {', '.join(map(str, _BLOCKS[1:]))}, but got {self.block!r}.")
+            known = ", ".join(map(str, _BLOCKS[1:]))
+            raise ValueError(f"EnsembleGPU: block must be one of {known}, but got {self.block!r}.")
         if self.tape_bytes is not None and self.tape_bytes < 1:
             raise ValueError(f"EnsembleGPU: tape_bytes must be above zero, but got {self.tape_bytes!r}.")
 

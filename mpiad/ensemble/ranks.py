@@ -59,7 +59,7 @@ class EnsembleMPI(EnsembleAlgorithm):
         self.inner = EnsembleVectorized() if inner is None else inner
         if not isinstance(self.inner, EnsembleAlgorithm) or isinstance(self.inner, EnsembleMPI):
             raise TypeError(
-                "EnsembleMPI: inner must be an EnsembleSerial, EnsembleVectorized or EnsembleThreads, but got "
+                "EnsembleMPI: inner must be an EnsembleSerial, EnsembleVectorized, EnsembleThreads or EnsembleGPU, but got "
                 f"{self.inner!r}."
             )
         self.gather, self.comm = bool(gather), comm

@@ -69,8 +69,8 @@ def solve(
     problem : ODEProblem or EnsembleProblem
     alg : RK45, Tsit5 or RK4
         `RK45` by default.
-    ensemblealg : EnsembleVectorized, EnsembleSerial, EnsembleThreads or EnsembleMPI
-        How an ensemble is run, all together by default; the results are equal bit for bit.
+    ensemblealg : EnsembleVectorized, EnsembleSerial, EnsembleThreads, EnsembleGPU or EnsembleMPI
+        How an ensemble is run, all together by default; the results are equal bit for bit, those of GPUs to rounding.
     trajectories : int, optional
         N; needed where the ensemble has no arrays of initial states or parameters.
     saveat : number, list of numbers, or array of shape (N, n_saved), optional
@@ -104,8 +104,8 @@ def solve(
         All are kept by default.
     compile : {"auto", True, False}
         Whether to compile f into a kernel, in which each trajectory's solve and its gradient run as one loop of machine
-        code. "auto" does so for ensembles of 1,000 trajectories and more, where f can be compiled and nothing is asked for
-        that kernels don't do; True raises where it can't be. Numbers agree to rounding.
+        code. "auto" does so for ensembles of 1,000 trajectories and more, and for all with EnsembleGPU, where f can be
+        compiled and nothing is asked for that kernels don't do; True raises where it can't be. Numbers agree to rounding.
     progress : bool
         Whether to show how many trajectories have ended, on standard error; over ranks, how many of all, on rank 0.
     throw : bool

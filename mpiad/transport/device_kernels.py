@@ -64,10 +64,12 @@ class Launcher(Protocol):
         ...
 
 
-_makers: dict[type, Callable[[ArrayModule], Launcher]] = {}
+Maker = Callable[[Any], Launcher]
+
+_makers: dict[type, Maker] = {}
 
 
-def register_launcher(kind: type, maker: Callable[[ArrayModule], Launcher]) -> None:
+def register_launcher(kind: type, maker: Maker) -> None:
     """Say what runs kernels on arrays of a kind.
 
     Parameters
@@ -87,11 +89,12 @@ def launcher_of(arrays: ArrayModule) -> Launcher:
     TypeError
         For a kind of arrays without.
     """
-    maker = _makers.get(arrays.kind)
+    maker: Any = _makers.get(arrays.kind)
     if maker is None and arrays.name == "CuPy":
-        from mpiad.transport.cupy_kernels import launcher_of_device as maker
+        from mpiad.transport.cupy_kernels import launcher_of_device
 
-        register_launcher(arrays.kind, maker)
+        register_launcher(arrays.kind, launcher_of_device)
+        maker = launcher_of_device
     if maker is None:
         raise TypeError(f"kernels run on CuPy's arrays, but got {arrays.name}'s; cupy.asarray(x) makes one without a copy.")
     return maker(arrays)

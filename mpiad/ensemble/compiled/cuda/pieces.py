@@ -20,17 +20,17 @@ PRELUDE = """\
 #define INLINE static __device__ __forceinline__
 #define EACH(i, n) \\
     for (long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x; i < n; i += (long long)gridDim.x * blockDim.x)
+#ifndef INFINITY
+#define INFINITY __longlong_as_double(0x7ff0000000000000LL)
+#endif
+#ifndef NAN
+#define NAN __longlong_as_double(0x7ff8000000000000LL)
+#endif
 #else
 #include <math.h>
 #define KERNEL extern "C" void
 #define INLINE static inline
 #define EACH(i, n) for (long long i = 0; i < n; ++i)
-#endif
-#ifndef INFINITY
-#define INFINITY (1e300 * 1e300)
-#endif
-#ifndef NAN
-#define NAN (INFINITY - INFINITY)
 #endif
 
 // NaN where either is.

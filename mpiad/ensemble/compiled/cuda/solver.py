@@ -86,8 +86,8 @@ class Solver:
         self._launcher = launcher_of(arrays)
         alg = settings.alg
         self.plan = Plan(
-            program, alg.tableau, alg.controller, layout.varying, layout.shared, record=True, inside=_inside(batch, settings),
-            dtype=batch.u0.dtype,
+            program, alg.tableau, alg.controller, layout.varying, layout.shared, record=True,
+            inside=_inside(batch, settings), dtype=batch.u0.dtype,
         )  # fmt: skip
         self.d, self.real = program.states, batch.u0.dtype
         self.inputs = inputs_of(arrays, batch, settings, layout)
@@ -118,12 +118,11 @@ class Solver:
 
     def _empty(self, directions: Directions) -> Flight:
         full, d, n, n_saved, m = self.arrays.full, self.d, self.count, self.inputs.n_saved, len(directions)
-        counts = [full((n,), 0, np.int32) for _ in range(3)]
-        return Flight(
-            # Times that aren't reached stay NaN.
-            full(((n_saved + 1) * d * n,), np.nan, self.real), full((n,), 0, float), *counts,
-            full((m, d, n), 0, self.real), full((m, n_saved, d, n), 0, self.real),
-        )  # fmt: skip
+        codes, naccept, nreject = [full((n,), 0, np.int32) for _ in range(3)]
+        # Times that aren't reached stay NaN.
+        vector = full(((n_saved + 1) * d * n,), np.nan, self.real)
+        tangents = full((m, d, n), 0, self.real), full((m, n_saved, d, n), 0, self.real)
+        return Flight(vector, full((n,), 0, float), codes, naccept, nreject, tangents[0], tangents[1])
 
     def _forward(self, directions: Directions, share: Share, results: Sequence[Any], steps: Sequence[Any]) -> None:
         given, settings = self.inputs, self.settings
@@ -143,7 +142,8 @@ class Solver:
         plan, full = self.plan._replace(wanted=wanted), self.arrays.full
         # One that fails leaves its place as it was.
         own, common = len(plan.wanted_varying), len(plan.wanted_shared)
-        made = Pulled(*[full((rows, self.count), 0, self.real) for rows in (self.d, own)], full((common,), 0, self.real))
+        u0_bar, p_bar = [full((rows, self.count), 0, self.real) for rows in (self.d, own)]
+        made = Pulled(u0_bar, p_bar, full((common,), 0, self.real))
         kernel, sums = self._loaded("reverse", plan), []
         shares = self._shares(flight, common)
         steps = self._room(shares)

@@ -41,10 +41,11 @@ def _leaf(leaf: Any, varies: bool) -> Any:
     arrays = arrays_of(leaf)
     if not varies and arrays is None:
         return leaf
+    shape = (*leaf.shape[:-1], _COLUMNS) if varies else leaf.shape
     if leaf.dtype.kind in "fc":
-        return _made_up((*leaf.shape[:-1], _COLUMNS) if varies else leaf.shape, leaf.dtype)
+        return _made_up(shape, leaf.dtype)
     # By integers f may count and choose, so they must be the true ones.
-    return np.resize(leaf if arrays is None else arrays.to_host(leaf), (*leaf.shape[:-1], _COLUMNS) if varies else leaf.shape)
+    return np.resize(leaf if arrays is None else arrays.to_host(leaf), shape)
 
 
 def _made_up(shape: Shape, dtype: Any) -> Array:

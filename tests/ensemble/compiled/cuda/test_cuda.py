@@ -1,20 +1,16 @@
-"""The CUDA kernels: compiled for a GPU by nvcc, and, as C++, compared number for number with the vectorised path."""
+"""The CUDA kernels as C++: compared number for number with the vectorised path. See `test_ptx` for GPUs' compilers."""
 
 from __future__ import annotations
-
-import shutil
-import subprocess
 
 import autograd.numpy as anp
 import numpy as np
 import ode_systems
 import pytest
 from kernels_on_cpu import COMPILER, Kernels, parameters_of, plan_of
-from traced_right_hand_sides import SYSTEMS, sir
+from traced_right_hand_sides import sir
 
 import mpiad
 from mpiad.ensemble import RK4, RK45, EnsembleProblem, ODEProblem, PIController, Tsit5, solve
-from mpiad.ensemble.compiled.cuda.source import cuda_source
 
 pytestmark = pytest.mark.serial
 compiled = pytest.mark.skipif(COMPILER is None, reason="there is no compiler of C++")
@@ -180,22 +176,3 @@ def test_steps_beyond_the_capacity_are_counted(tmp_path):
     np.testing.assert_array_equal(few.naccept, whole.naccept)
     np.testing.assert_array_equal(few.steps_u, whole.steps_u[:3])
     assert few.naccept.min() > 3
-
-
-# ---- For a GPU -------------------------------------------------------------------------------------------------------
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc")
-@pytest.mark.parametrize("name, dtype", [("lorenz", np.float64), ("powers", np.float32)])
-def test_nvcc_makes_ptx_of_it(name, dtype, tmp_path):
-    system = SYSTEMS[name]
-    given = parameters_of(system.p, False)
-    directions = (("state", 1), ("parameter", 0))
-    plan = plan_of(system.f, given, np.zeros((system.states, 1), dtype), RK45(), directions=directions, record=True)
-    (tmp_path / "kernel.cu").write_text(cuda_source(plan))
-    command = ["nvcc", "--ptx", "-Werror", "all-warnings", "-diag-suppress", "177,550", "kernel.cu", "-o", "kernel.ptx"]
-    made = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=50)
-    assert made.returncode == 0, made.stderr
-    ptx = (tmp_path / "kernel.ptx").read_text()
-    assert ".entry forward" in ptx and ".entry reverse" in ptx
-    if name == "lorenz":
-        # The state lives in registers: nothing is kept in memory of the thread's own.
-        assert ".local" not in ptx

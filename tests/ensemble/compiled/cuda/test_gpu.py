@@ -1,0 +1,378 @@
+"""`EnsembleGPU` from `solve` to the kernels' launches, on the stand-in for a device: numbers, transfers, refusals."""
+
+from __future__ import annotations
+
+import logging
+import re
+
+import autograd.numpy as anp
+import numpy as np
+import ode_systems
+import pytest
+from device_double import DeviceArray, on_device, on_host, transfers
+from device_on_cpu import COMPILER, double, launcher
+from traced_right_hand_sides import sir
+
+import mpiad
+from mpiad.ensemble import (
+    RK4,
+    RK45,
+    EnsembleGPU,
+    EnsembleProblem,
+    EnsembleVectorized,
+    Event,
+    ODEProblem,
+    PIController,
+    Tsit5,
+    solve,
+)
+
+pytestmark = [
+    pytest.mark.serial,
+    pytest.mark.skipif(COMPILER is None, reason="there is no compiler of C++"),
+]
+SELECTED = "mpiad.ensemble.compiled.cuda.solve.selected_arrays"
+TIMES = [0.0, 0.3, 0.31, 0.9, 1.0]
+
+
+@pytest.fixture(autouse=True)
+def device(monkeypatch):
+    monkeypatch.setattr(SELECTED, lambda: double)
+    monkeypatch.setattr(launcher, "launches", [])
+    transfers.reset()
+    return launcher
+
+
+def lorenz(u, p, t):
+    return [p[1] * (u[1] - u[0]), u[0] * (p[0] - u[2]) - u[1], u[0] * u[1] - 8 / 3 * u[2]]
+
+
+def states(n, d=3, dtype=float):
+    return (np.random.default_rng(0).random((n, d)) + 0.5).astype(dtype)
+
+
+def parameters(n, *ranges, dtype=float):
+    return np.stack([np.linspace(low, high, n) for low, high in ranges or ((20, 40), (8, 12))], axis=1).astype(dtype)
+
+
+def ensemble(f, u0, p=None, shared=None, tspan=(0.0, 1.0)):
+    return EnsembleProblem(ODEProblem(f, np.zeros(u0.shape[1], u0.dtype), tspan, shared), u0=u0, p=p)
+
+
+def assert_same(sol, expected, rtol=1e-12):
+    for name in ("retcode", "naccept", "nreject", "nf"):
+        np.testing.assert_array_equal(getattr(sol, name), getattr(expected, name))
+    np.testing.assert_allclose(sol.t_reached, expected.t_reached, rtol=rtol)
+    known = ~np.isin(expected.retcode, ["DtLessThanMin", "Unstable"])
+    for found, right in ((sol.u[known], expected.u[known]), (sol.u_end[known], expected.u_end[known])):
+        np.testing.assert_allclose(found, right, rtol=rtol, atol=rtol * np.nanmax(np.abs(right)))
+
+
+# ---- Forward ---------------------------------------------------------------------------------------------------------
+# Of each: f, components, ranges of parameters or what all share, and what solve is told.
+CASES = {
+    "tight": (lorenz, 3, ((20, 40), (8, 12)), None, {"rtol": 1e-8, "atol": [1e-9, 1e-10, 1e-9]}),
+    "shared": (ode_systems.lotka_volterra, 2, None, [1.5, 1.0, 0.7, 3.0], {}),
+    "nest": (sir, 3, None, {"beta": 0.4, "gamma": 0.1}, {"tspan": (0.0, 30.0), "saveat": [7.0, 22.0]}),
+    "backwards": (ode_systems.forced_pendulum, 2, ((5, 12), (0.1, 0.9)), None, {"tspan": (1.0, -0.5), "saveat": [0.4]}),
+    "ends": (ode_systems.van_der_pol, 2, ((1, 9),), None, {"alg": Tsit5(), "saveat": None}),
+    "PI": (ode_systems.van_der_pol, 2, ((1, 30),), None, {"alg": RK45(controller=PIController()), "dtmax": 0.2}),
+    "fixed": (ode_systems.van_der_pol, 2, ((1, 3),), None, {"alg": RK4(), "dt": 0.07}),
+    "cut short": (lorenz, 3, ((20, 40), (8, 12)), None, {"max_steps": 12}),
+    "blows up": (lambda u, p, t: u * u * p[0], 2, ((0.1, 2),), None, {}),
+}
+
+
+@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("place", [np.asarray, on_device])
+def test_numbers_are_those_of_the_vectorised_path(name, place, caplog):
+    f, d, ranges, shared, options = CASES[name]
+    options = {"alg": RK45(), "tspan": (0.0, 1.0), "saveat": TIMES, **options}
+    alg, tspan = options.pop("alg"), options.pop("tspan")
+    u0, p = states(41, d), None if ranges is None else parameters(41, *ranges)
+    expected = solve(ensemble(f, u0, p, shared, tspan), alg, compile=False, **options)
+    sol = solve(ensemble(f, place(u0), None if p is None else place(p), shared, tspan), alg, EnsembleGPU(), **options)
+    assert isinstance(sol.u, DeviceArray) == isinstance(sol.u_end, DeviceArray) == (place is on_device)
+    sol.u, sol.u_end = on_host(sol.u), on_host(sol.u_end)
+    assert_same(sol, expected)
+    assert name not in ("cut short", "blows up") or {"Success"} != set(sol.retcode)
+    failed = [record.message for record in caplog.records if "failed" in record.message]
+    assert len(failed) == 2 * (name in ("cut short", "blows up")) and len(set(failed)) <= 1
+    np.testing.assert_array_equal(sol.t, expected.t)
+
+
+def test_numbers_are_those_of_the_kernels_on_the_cpu():
+    u0, p = states(70), parameters(70)
+    expected = solve(ensemble(lorenz, u0, p), saveat=TIMES, compile=True)
+    assert_same(solve(ensemble(lorenz, u0, p), RK45(), EnsembleGPU(), saveat=TIMES), expected)
+
+
+def test_single_precision():
+    u0, p = states(33, dtype=np.float32), parameters(33, dtype=np.float32)
+    expected = solve(ensemble(lorenz, u0, p), saveat=TIMES, compile=False)
+    sol = solve(ensemble(lorenz, u0, p), RK45(), EnsembleGPU(), saveat=TIMES)
+    assert sol.u.dtype == sol.u_end.dtype == np.float32
+    np.testing.assert_array_equal(sol.naccept, expected.naccept)
+    np.testing.assert_allclose(sol.u, expected.u, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("n, block, grid", [
+    (1, None, (1, 32)), (31, None, (1, 32)), (33, None, (2, 32)), (384, None, (6, 64)), (768, None, (6, 128)),
+    (70, 64, (2, 64)), (64, 64, (1, 64)), (257, 256, (2, 256)),
+])  # fmt: skip
+def test_every_trajectory_has_its_thread(n, block, grid, device):
+    u0, p = states(n), parameters(n)
+    sol = solve(ensemble(lorenz, u0, p, tspan=(0.0, 0.1)), RK45(), EnsembleGPU(block=block))
+    expected = solve(ensemble(lorenz, u0, p, tspan=(0.0, 0.1)), compile=False)
+    assert_same(sol, expected)
+    assert [launch[1:3] for launch in device.launches] == [grid]
+
+
+def test_times_of_each_trajectory():
+    times = np.sort(np.random.default_rng(1).random((35, 4)), axis=1)
+    u0, p = states(35), parameters(35)
+    expected = solve(ensemble(lorenz, u0, p), saveat=times, compile=False)
+    assert_same(solve(ensemble(lorenz, u0, p), RK45(), EnsembleGPU(), saveat=times), expected)
+
+
+def test_problems_of_a_function_and_batches():
+    def problem(base, i, repeat):
+        return mpiad.ensemble.remake(base, u0=base.u0 + 0.01 * i, p=np.array([20.0 + i, 10.0]), tspan=(0.0, 0.5 + 0.01 * i))
+
+    given = EnsembleProblem(ODEProblem(lorenz, np.ones(3), (0.0, 1.0), np.array([28.0, 10.0])), problem)
+    expected = solve(given, trajectories=9, compile=False)
+    assert_same(solve(given, RK45(), EnsembleGPU(), trajectories=9, batch_size=4), expected)
+
+
+def test_states_that_are_matrices_and_numbers():
+    for u0 in (states(5, 4).reshape(5, 2, 2), states(5, 1)[:, 0]):
+        given = EnsembleProblem(ODEProblem(lambda u, p, t: -p * u, u0[0], (0.0, 1.0), 0.7), u0=u0)
+        assert_same(solve(given, RK45(), EnsembleGPU()), solve(given, compile=False))
+
+
+def test_no_trajectories():
+    sol = solve(ensemble(lorenz, states(0), parameters(0)), RK45(), EnsembleGPU())
+    assert sol.u.shape == (0, 0, 3) or sol.u.shape[0] == 0
+    assert len(sol) == 0 and len(sol.retcode) == 0 and not launcher.launches
+
+
+# ---- Gradients -------------------------------------------------------------------------------------------------------
+def weighted(n, seed=3):
+    rng = np.random.default_rng(seed)
+    saved, end = rng.normal(size=(n, len(TIMES), 3)), rng.normal(size=(n, 3))
+
+    def loss(ensemblealg, u0, p, shared=None, times=TIMES, **options):
+        sol = solve(ensemble(lorenz, u0, p, shared), RK45(), ensemblealg, saveat=times, **options)
+        alive = np.asarray(sol.retcode) == "Success"
+        kept = anp.where(alive[:, None, None], sol.u, 0.0) ** 2
+        return anp.sum(saved[:, : len(times)] * kept) + anp.sum(end * anp.where(alive[:, None], sol.u_end, 0.0))
+
+    return loss
+
+
+def assert_close(found, expected, rtol=1e-10):
+    for a, b in zip(found, expected):
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * np.abs(b).max())
+
+
+@pytest.mark.parametrize("gradient", [None, "adjoint", "tangent"])
+@pytest.mark.parametrize("times", [TIMES, [0.0, 1.0]])
+def test_gradients_are_those_of_the_vectorised_path(gradient, times):
+    u0, p, loss = states(35), parameters(35), weighted(35)
+    value, found = mpiad.value_and_grad(
+        lambda *x: loss(EnsembleGPU(), *x, times=times, gradient=gradient), (0, 1)
+    )(u0, p)  # fmt: skip
+    right, expected = mpiad.value_and_grad(
+        lambda *x: loss(EnsembleVectorized(), *x, times=times, compile=False), (0, 1)
+    )(u0, p)  # fmt: skip
+    np.testing.assert_allclose(value, right, rtol=1e-12)
+    assert_close(found, expected)
+
+
+@pytest.mark.parametrize("gradient", ["adjoint", "tangent"])
+def test_gradients_by_what_all_share(gradient):
+    u0, p, loss = states(35), np.array([28.0, 10.0]), weighted(35)
+    options = {"gradient": gradient}
+    found = mpiad.grad(lambda p: loss(EnsembleGPU(), u0, None, p, **options))(p)
+    assert_close([found], [mpiad.grad(lambda p: loss(EnsembleVectorized(), u0, None, p, compile=False))(p)])
+
+
+def test_which_kernels_a_gradient_takes(device):
+    u0, p, loss = states(35), parameters(35), weighted(35)
+    # Two numbers of each trajectory, three, and five.
+    for argnum, launches in ((1, ["forward"]), (0, ["forward"]), ((0, 1), ["forward", "forward", "reverse"])):
+        device.launches.clear()
+        mpiad.grad(lambda *x: loss(EnsembleGPU(), *x), argnum)(u0, p)
+        assert [launch[0] for launch in device.launches] == launches
+
+
+@pytest.mark.parametrize("gradient", ["adjoint", "tangent"])
+def test_one_that_failed_has_no_gradient(gradient):
+    u0, p, loss = states(35), parameters(35), weighted(35)
+    options = {"max_steps": 17, "gradient": gradient}
+    found = mpiad.grad(lambda *x: loss(EnsembleGPU(), *x, **options), (0, 1))(u0, p)
+    expected = mpiad.grad(lambda *x: loss(EnsembleVectorized(), *x, compile=False, **options), (0, 1))(u0, p)
+    assert_close(found, expected)
+    failed = ~found[0].any(axis=1)
+    assert 0 < failed.sum() < 35 and not found[1][failed].any()
+
+
+def test_steps_beyond_the_memory_go_share_by_share(device):
+    u0, p, loss = states(300), parameters(300), weighted(300)
+    # One takes ten times the steps of the others.
+    p[170] = 400.0, 60.0
+    whole = mpiad.grad(lambda *x: loss(EnsembleGPU(), *x, gradient="adjoint"), (0, 1))(u0, p)
+    steps = solve(ensemble(lorenz, u0, p), RK45(), EnsembleGPU()).naccept
+    assert steps[170] > 3 * np.median(steps)
+    device.launches.clear()
+    room = 40 * int(steps.max()) * 5
+    parts = mpiad.grad(lambda *x: loss(EnsembleGPU(tape_bytes=room), *x, gradient="adjoint"), (0, 1))(u0, p)
+    for a, b in zip(parts, whole):
+        np.testing.assert_array_equal(a, b)
+    back = [numbers for name, _, _, numbers in device.launches if name == "reverse"]
+    assert len(back) > 4 and sum(count for _, _, count in back) == 300
+    assert all(steps[first : first + count].max() * count * 40 <= room for _, first, count in back)
+
+
+def test_steps_of_one_that_have_no_room_at_all():
+    u0, p, loss = states(5), parameters(5), weighted(5)
+    with pytest.raises(MemoryError, match=r"take \d+ bytes .* there are 100\. Raise tape_bytes="):
+        mpiad.grad(lambda u0: loss(EnsembleGPU(tape_bytes=100), u0, p, gradient="adjoint"))(u0)
+
+
+def test_forward_mode():
+    u0, p, loss = states(35), parameters(35), weighted(35)
+    for argnum, v in ((0, states(35) - 1), (1, parameters(35) / 10)):
+        args = [u0, p]
+
+        def along(backend, argnum=argnum, args=args, v=v, **options):
+            def fun(x):
+                return loss(backend, *[x if k == argnum else arg for k, arg in enumerate(args)], **options)
+
+            return mpiad.jvp(fun, args[argnum], v)[1]
+
+        np.testing.assert_allclose(along(EnsembleGPU()), along(EnsembleVectorized(), compile=False), rtol=1e-11)
+
+
+def test_second_derivatives_are_refused_by_name():
+    u0, p, loss = states(3), parameters(3), weighted(3)
+    with pytest.raises(NotImplementedError, match=r"first derivatives only.*EnsembleVectorized\(\)"):
+        mpiad.hvp(lambda u0: loss(EnsembleGPU(), u0, p))(u0, u0)
+
+
+def test_single_precision_gradient():
+    u0, p, loss = states(33, dtype=np.float32), parameters(33, dtype=np.float32), weighted(33)
+    found = mpiad.grad(lambda *x: loss(EnsembleGPU(), *x), (0, 1))(u0, p)
+    assert [g.dtype for g in found] == [np.float32] * 2
+    expected = mpiad.grad(lambda *x: loss(EnsembleGPU(), *x), (0, 1))(u0.astype(float), p.astype(float))
+    assert_close(found, expected, rtol=2e-2)
+
+
+# ---- What travels ----------------------------------------------------------------------------------------------------
+def test_a_solve_of_host_arrays_moves_arguments_and_results_alone():
+    u0, p = states(70), parameters(70)
+    sol = solve(ensemble(lorenz, u0, p), RK45(), EnsembleGPU(), saveat=TIMES)
+    # u0, p and the saved times; all states at once and the number of failures.
+    assert (transfers.h2d, transfers.d2h) == (3, 2)
+    assert transfers.h2d_bytes == u0.nbytes + p.nbytes + 5 * 8 and transfers.d2h_bytes == 70 * 6 * 3 * 8 + 8
+    assert sol.u.shape == (70, 5, 3)
+
+
+def test_a_solve_of_device_arrays_moves_no_states():
+    u0, p = on_device(states(70)), on_device(parameters(70))
+    sol = solve(ensemble(lorenz, u0, p), RK45(), EnsembleGPU(), saveat=TIMES)
+    assert (transfers.h2d_bytes, transfers.d2h_bytes) == (5 * 8, 8)
+    # What went how comes when it is asked for, once.
+    sol.naccept, sol.naccept, sol.retcode  # noqa: B018
+    assert (transfers.h2d, transfers.d2h) == (1, 3)
+
+
+def test_a_gradient_of_host_arrays_moves_cotangents_and_gradients_besides():
+    u0, p = states(70), parameters(70)
+    mpiad.grad(lambda *x: anp.sum(solve(ensemble(lorenz, *x), RK45(), EnsembleGPU()).u_end ** 2), (0, 1))(u0, p)
+    # Besides those of the solve: one cotangent of all results; the longest of blocks of trajectories, two gradients.
+    assert (transfers.h2d, transfers.d2h) == (3 + 1, 2 + 3)
+
+
+def test_a_kernel_is_compiled_once(device):
+    u0, p = states(4), parameters(4)
+    alg = EnsembleGPU(contract=False, fast_math=True)
+    for _ in range(2):
+        solve(ensemble(lorenz, u0, p, tspan=(0.0, 0.1)), RK45(), alg)
+    assert device.options.count(("--std=c++14", "--fmad=false", "--use_fast_math")) == 1
+
+
+def test_the_kernel_can_be_read():
+    sol = solve(ensemble(lorenz, states(4), parameters(4)), RK45(), EnsembleGPU())
+    assert "__global__" in sol.problem.kernel_source()
+
+
+# ---- What a kernel can't do ------------------------------------------------------------------------------------------
+REFUSED = {
+    "events": ({"events": Event(lambda u, p, t: u[0] - 3.0)}, "events="),
+    "every step": ({"save_everystep": True}, "save_everystep=True"),
+    "branch": ({"f": lambda u, p, t: -u if (u[0] > 0).all() else u}, r"test_gpu.py:\d+: "),
+}
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_what_a_kernel_cannot_do_is_said_once_and_done_by_arrays(name, caplog):
+    options, reason = REFUSED[name]
+    options = dict(options)
+    given = ensemble(options.pop("f", lambda u, p, t: -p[0] * u), states(6), parameters(6))
+    with caplog.at_level(logging.WARNING, "mpiad"):
+        for _ in range(2):
+            sol = solve(given, RK45(), EnsembleGPU(), **options)
+    warnings = [record.message for record in caplog.records]
+    assert len(warnings) == 1
+    assert re.search(reason, warnings[0])
+    assert_same(sol, solve(given, compile=False, **options))
+    with pytest.raises((ValueError, TypeError), match=reason):
+        solve(given, RK45(), EnsembleGPU(), compile=True, **options)
+    assert not launcher.launches
+
+
+def test_by_tspan_arrays_are_differentiated(caplog):
+    u0, p = states(5), parameters(5)
+
+    def loss(end, backend):
+        return anp.sum(solve(ensemble(lorenz, u0, p, tspan=(0.0, end)), RK45(), backend, compile="auto").u_end)
+
+    found = mpiad.grad(lambda end: loss(end, EnsembleGPU()))(1.0)
+    np.testing.assert_allclose(found, mpiad.grad(lambda end: loss(end, EnsembleVectorized()))(1.0), rtol=1e-12)
+    assert "tspan" in caplog.text
+
+
+def test_a_kernel_too_large_for_registers(device, monkeypatch, caplog):
+    monkeypatch.setattr(device, "local_bytes", 9000)
+
+    def f(u, p, t):
+        return [-p[0] * u[0] * 1.25, u[0], u[1]]
+
+    given = ensemble(f, states(4), parameters(4))
+    sol = solve(given, RK45(), EnsembleGPU())
+    assert "9000 bytes" in caplog.text and "EnsembleVectorized" in caplog.text and not device.launches
+    assert_same(sol, solve(given, compile=False))
+    solve(given, RK45(), EnsembleGPU(), compile=True)
+    assert len(device.launches) == 1
+
+
+def test_without_a_gpu_the_error_says_what_to_install_and_what_runs_on_the_cpu(monkeypatch):
+    given = ensemble(lorenz, states(2), parameters(2))
+    monkeypatch.undo()
+    monkeypatch.setattr("mpiad.transport.device_kernels.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"pip install mpiad\[gpu\].*EnsembleVectorized\(\) with compile=True"):
+        solve(given, RK45(), EnsembleGPU())
+
+    def none():
+        raise RuntimeError("CuPy finds no GPU")
+
+    monkeypatch.setattr(SELECTED, none)
+    with pytest.raises(RuntimeError, match=r"finds no GPU.*EnsembleVectorized\(\) with compile=True"):
+        solve(given, RK45(), EnsembleGPU())
+
+
+@pytest.mark.parametrize("wrong", [{"block": 100}, {"block": 1024}, {"tape_bytes": 0}])
+def test_arguments_that_cannot_be(wrong):
+    with pytest.raises(ValueError, match=rf"{next(iter(wrong))} must be .*{next(iter(wrong.values()))}"):
+        EnsembleGPU(**wrong)
