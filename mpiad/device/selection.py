@@ -9,7 +9,10 @@ from typing import Any
 from mpiad.transport import world
 from mpiad.transport.device_arrays import discover
 
-__all__ = ["select"]
+__all__ = ["own_device", "select"]
+
+_chosen: list[int] = []
+"""The GPU that `select` chose last."""
 
 
 def select(ids: Sequence[int] | int | None = None) -> int:
@@ -49,7 +52,23 @@ def select(ids: Sequence[int] | int | None = None) -> int:
     number = chosen[local % len(chosen)]
     cupy.cuda.Device(number).use()
     discover()
+    _chosen[:] = [number]
     return number
+
+
+def own_device() -> int:
+    """Return this rank's GPU: the one that was selected, or one that it selects now.
+
+    Raises
+    ------
+    ImportError, RuntimeError
+        As `select`.
+
+    Ranks
+    -----
+    As `select`.
+    """
+    return _chosen[0] if _chosen else select()
 
 
 def _loaded() -> Any:

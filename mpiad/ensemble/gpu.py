@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mpiad.device.selection import own_device
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleVectorized
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.ranks import EnsembleMPI
 from mpiad.ensemble.settings import Settings
+from mpiad.transport.device_arrays import ArrayModule, arrays_of
+from mpiad.transport.device_kernels import selected_arrays
 
-__all__ = ["EnsembleGPU", "gpu_of"]
+__all__ = ["EnsembleGPU", "device_for", "gpu_of"]
 
 _BLOCKS = (None, 32, 64, 96, 128, 192, 256)
 
@@ -19,9 +22,10 @@ _BLOCKS = (None, 32, 64, 96, 128, 192, 256)
 class EnsembleGPU(EnsembleAlgorithm):
     """All trajectories on a GPU, each in a thread that runs its whole solve in registers.
 
-    The kernel is generated from f and compiled at the first solve. Where it can't be (events, an f that can't be traced),
-    `EnsembleVectorized` computes with arrays on the device, and the log says once why. Initial states or parameters on a
-    device give results there; host arrays give results on the host, and only they travel.
+    The kernel is generated from f and compiled at the first solve. Where f can't be traced, `EnsembleVectorized` computes
+    with arrays on the device, and with host arrays on the host what isn't done on devices (events, saving every step); the
+    log says once why. Initial states or parameters on a device give results there; host arrays give results on the host,
+    and only they travel.
 
     Parameters
     ----------
@@ -64,7 +68,7 @@ class EnsembleGPU(EnsembleAlgorithm):
         return (*exact, "--use_fast_math") if self.fast_math else exact
 
     def run(self, batch: Batch, settings: Settings) -> Outcome:
-        """Solve all trajectories of a batch by arrays: what kernels can't."""
+        """Solve all trajectories of a batch by arrays: where kernels can't."""
         return EnsembleVectorized().run(batch, settings)
 
 
@@ -72,3 +76,29 @@ def gpu_of(backend: EnsembleAlgorithm) -> EnsembleGPU | None:
     """Return the GPU backend that runs a rank's trajectories, None where it is another."""
     inner = backend.inner if isinstance(backend, EnsembleMPI) else backend
     return inner if isinstance(inner, EnsembleGPU) else None
+
+
+def device_for(backend: EnsembleAlgorithm, batch: Batch) -> ArrayModule:
+    """Return the device that solves a batch of plain arrays: where they live, else this rank's.
+
+    Parameters
+    ----------
+    backend : EnsembleGPU, or EnsembleMPI with one inside
+    batch : Batch
+
+    Raises
+    ------
+    ImportError, RuntimeError
+        Without CuPy, or without a GPU.
+    """
+    for x in (batch.u0, *batch.p.leaves):
+        arrays = arrays_of(x)
+        if arrays is not None:
+            return arrays
+    try:
+        # Ranks of one node must not meet on its first device; one that works alone takes what is current.
+        return selected_arrays(own_device() if isinstance(backend, EnsembleMPI) else None)
+    except (ImportError, RuntimeError) as error:
+        raise type(error)(
+            f"EnsembleGPU: {error}. On the CPU EnsembleVectorized() with compile=True runs the same solve as a kernel."
+        ) from error

@@ -156,11 +156,11 @@ def _repeated(t: Any, count: int) -> Array:
 
 def _same(first: Array, count: int) -> Array:
     """Return one initial state for all trajectories."""
-    column = first.reshape(-1, 1)
+    column, arrays = first.reshape(-1, 1), arrays_of(getval(first))
     if isbox(column):
-        arrays = arrays_of(getval(first))
         return column * (np.ones((1, count), first.dtype) if arrays is None else arrays.full((1, count), 1, first.dtype))
-    return np.broadcast_to(column, (len(column), count))
+    alike = np.broadcast_to(column, (len(column), count))
+    return alike if arrays is None else arrays.copy(alike)
 
 
 def _last(leaf: Array) -> Array:

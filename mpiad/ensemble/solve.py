@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -192,7 +193,7 @@ def _solved(
     demands: Demands, compiler: Compiler, backend: EnsembleAlgorithm, given: Batch,
     shown: Callable[[int], None] | None, numbers: range = range(1, 2),
 ) -> EnsembleSolution:
-    batch, times = placed(given.plain()), None
+    batch, times = given.plain(), None
     if not demands.save_everystep:
         saveat = demands.saveat
         rows = saveat[numbers.start - 1 : numbers.stop - 1] if np.ndim(saveat) == 2 else saveat
@@ -203,19 +204,23 @@ def _solved(
         demands.alg, demands.rtol, atol, demands.dt, demands.dtmax, demands.max_steps, events, times,
         demands.save_everystep or given.traced, None if demands.save_everystep else demands.checkpoints, shown,
     )  # fmt: skip
-    gpu = gpu_of(backend)
-    if gpu is not None:
-        sol = solved_on_gpu(gpu, compiler, given, batch, settings)
-        if sol is not None:
-            return sol
+    if gpu_of(backend) is not None:
+        return solved_on_gpu(backend, compiler, given, batch, settings, partial(_by_arrays, demands, compiler))
+    return _by_arrays(demands, compiler, backend, given, placed(batch), settings)
+
+
+def _by_arrays(
+    demands: Demands, compiler: Compiler, backend: EnsembleAlgorithm, given: Batch, batch: Batch, settings: Settings
+) -> EnsembleSolution:
+    """Solve a batch where its arrays live: on the host by a kernel, too, where that is chosen."""
     if is_on_device(batch):
         outcome = compiler.run_on_device(backend, batch, settings)
         sol = solution_of(outcome, batch, settings)
         if not given.traced:
             return sol
         return on_device.differentiable(sol, outcome.record, given, demands.gradient, demands.adjoint)
-    try_once(batch, events, given.traced)
-    outcome = gpu.run(batch, settings) if gpu is not None else compiler.run(backend, batch, settings, given)
+    try_once(batch, settings.events, given.traced)
+    outcome = compiler.run(backend, batch, settings, given)
     sol, ways = solution_of(outcome, batch, settings), Ways(demands.gradient, demands.adjoint)
     return differentiable(sol, Run(batch, settings, outcome), given, ways) if given.traced else sol
 

@@ -67,8 +67,8 @@ def launcher_of_device(arrays: CupyArrays) -> CupyLauncher:
     return _on(arrays.device)
 
 
-def current_arrays() -> CupyArrays:
-    """Return what makes arrays on the device that is current.
+def current_arrays(device: int | None = None) -> CupyArrays:
+    """Return what makes arrays on a device; by default on the one that is current.
 
     Raises
     ------
@@ -76,6 +76,6 @@ def current_arrays() -> CupyArrays:
         Where this process sees no GPU.
     """
     try:
-        return on_device(int(cupy.cuda.runtime.getDevice()))
+        return on_device(int(cupy.cuda.runtime.getDevice()) if device is None else device)
     except cupy.cuda.runtime.CUDARuntimeError as error:
         raise RuntimeError(f"CuPy {cupy.__version__} finds no GPU that this process may use: {error}") from error

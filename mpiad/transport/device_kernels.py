@@ -100,8 +100,12 @@ def launcher_of(arrays: ArrayModule) -> Launcher:
     return maker(arrays)
 
 
-def selected_arrays() -> ArrayModule:
-    """Return what makes arrays on this rank's device, the one that is current.
+def selected_arrays(device: int | None = None) -> ArrayModule:
+    """Return what makes arrays on a device; by default on the one that is current.
+
+    Parameters
+    ----------
+    device : int, optional
 
     Raises
     ------
@@ -114,4 +118,4 @@ def selected_arrays() -> ArrayModule:
         raise ImportError("CuPy isn't installed: pip install mpiad[gpu] for CUDA 12, mpiad[gpu13] for CUDA 13")
     from mpiad.transport.cupy_kernels import current_arrays
 
-    return current_arrays()
+    return current_arrays(device)

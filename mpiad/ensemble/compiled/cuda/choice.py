@@ -9,56 +9,64 @@ from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.compiled.choice import tell_once, traced_program
 from mpiad.ensemble.compiled.cuda.kernels import Loaded
 from mpiad.ensemble.compiled.program import Program
+from mpiad.ensemble.compiled.solver import Compiler
 from mpiad.ensemble.settings import Settings
 
-__all__ = ["fits", "program_for_gpu"]
+__all__ = ["fits", "not_on_devices", "program_for_gpu"]
 
-# Of each thread. A step then moves as much memory for what didn't fit into registers as arrays would move.
+# Of each thread. A step then moves about as much memory for what didn't fit into registers as arrays would move.
 MOST_LOCAL_BYTES = 8192
 
 
-def program_for_gpu(compile: str | bool, given: Batch, host: Batch, settings: Settings, adjoint: str) -> Program | None:
-    """Return what is compiled; None, and one line in the log, where arrays on the device solve the ensemble.
+def program_for_gpu(compiler: Compiler, given: Batch, host: Batch, settings: Settings) -> Program | None:
+    """Return what is compiled; None, and one line in the log, where arrays solve the ensemble.
 
     Parameters
     ----------
-    compile : {"auto", True, False}
+    compiler : Compiler
     given : Batch
         With traced values in it.
     host : Batch
         The same, or a few trajectories like it, as plain arrays on the host.
     settings : Settings
-    adjoint : {"discrete", "continuous"}
 
     Raises
     ------
     TypeError, ValueError
         With ``compile=True``, where it can't be.
     """
-    if compile is False:
+    if compiler.compile is False:
         return None
-    must = compile is True
-    reason = _unsupported(given, host, settings, adjoint)
+    must = compiler.compile is True
+    reason = _unsupported(compiler, given, host, settings)
     if reason is None:
         return traced_program(host, must)
     if must:
         raise ValueError(f"solve: compile=True, but {reason}. Leave compile out, or say compile=False.")
-    tell_once(given.f, f"EnsembleGPU: {reason}, so EnsembleVectorized solves it by arrays on the device")
+    tell_once(given.f, f"EnsembleGPU: {reason}, so EnsembleVectorized solves it by arrays")
     return None
 
 
-def _unsupported(given: Batch, host: Batch, settings: Settings, adjoint: str) -> str | None:
+def _unsupported(compiler: Compiler, given: Batch, host: Batch, settings: Settings) -> str | None:
     if host.u0.dtype not in (np.float64, np.float32):
         return f"u0 has dtype {host.u0.dtype}, and kernels compute with float64 and float32"
     if settings.events:
-        return "events= aren't looked for in kernels"
+        return "kernels don't look for events="
     if settings.saveat is None:
-        return "save_everystep=True isn't for kernels"
-    if given.traced and adjoint != "discrete":
-        return f"adjoint={adjoint!r} isn't for kernels"
+        return "kernels don't save for save_everystep=True"
+    if given.traced and compiler.adjoint != "discrete":
+        return f"kernels don't compute adjoint={compiler.adjoint!r}"
     if isbox(given.start) or isbox(given.end):
-        return "it is differentiated by tspan, which kernels aren't"
+        return "it is differentiated by tspan, and kernels aren't"
     return None
+
+
+def not_on_devices(compiler: Compiler, given: Batch, settings: Settings) -> bool:
+    """Tell whether arrays on a device can't solve it either, but arrays on the host can."""
+    traced = given.traced and (compiler.adjoint != "discrete" or compiler.gradient == "tangent")
+    moved = isbox(given.start) or isbox(given.end)
+    asked = settings.events or settings.saveat is None or settings.checkpoints or len(given.shape) > 1
+    return bool(asked or traced or moved)
 
 
 def fits(loaded: Loaded, batch: Batch, must: bool) -> bool:
@@ -70,5 +78,5 @@ def fits(loaded: Loaded, batch: Batch, must: bool) -> bool:
         f"EnsembleGPU: each thread of the kernel takes {used} bytes of memory beside its {loaded.kernel.registers} "
         f"registers, more than {MOST_LOCAL_BYTES}"
     )
-    tell_once(batch.f, text if must else f"{text}, so EnsembleVectorized solves it by arrays on the device")
+    tell_once(batch.f, text if must else f"{text}, so EnsembleVectorized solves it by arrays")
     return must

@@ -2,90 +2,111 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
 import autograd.numpy as anp
 from autograd.tracer import isbox
 
 from mpiad._typing import Array, Shape
+from mpiad.device import to_host
+from mpiad.device.transfer import array_to_device
+from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleVectorized
 from mpiad.ensemble.batch import Batch
-from mpiad.ensemble.compiled.cuda.choice import fits, program_for_gpu
+from mpiad.ensemble.compiled.cuda.choice import fits, not_on_devices, program_for_gpu
 from mpiad.ensemble.compiled.cuda.differentiable import FEW, Solved, states_of
 from mpiad.ensemble.compiled.cuda.solver import Directions, Solver
-from mpiad.ensemble.compiled.cuda.specimen import lives_on_device, specimen
+from mpiad.ensemble.compiled.cuda.specimen import specimen
 from mpiad.ensemble.compiled.layout import Layout, layout_of
 from mpiad.ensemble.compiled.solver import Compiler
 from mpiad.ensemble.device_solution import DeviceSolution, Statistics, count_failed
-from mpiad.ensemble.gpu import EnsembleGPU
+from mpiad.ensemble.gpu import device_for, gpu_of
+from mpiad.ensemble.on_device.arguments import is_on_device, placed
 from mpiad.ensemble.settings import Settings
+from mpiad.ensemble.solution import EnsembleSolution
 from mpiad.ensemble.trial import try_once
-from mpiad.transport.device_arrays import ArrayModule, arrays_of
-from mpiad.transport.device_kernels import selected_arrays
+from mpiad.transport.device_arrays import ArrayModule
 
-__all__ = ["device_for", "solved_on_gpu"]
-
-
-def device_for(batch: Batch) -> ArrayModule:
-    """Return the device that solves a batch of plain arrays: where they live, else this rank's.
-
-    Raises
-    ------
-    ImportError, RuntimeError
-        Without CuPy, or without a GPU.
-    """
-    for x in (batch.u0, *batch.p.leaves):
-        arrays = arrays_of(x)
-        if arrays is not None:
-            return arrays
-    try:
-        return selected_arrays()
-    except (ImportError, RuntimeError) as error:
-        raise type(error)(
-            f"EnsembleGPU: {error}. On the CPU EnsembleVectorized() with compile=True runs the same solve as a kernel."
-        ) from error
+__all__ = ["solved_on_gpu"]
 
 
 def solved_on_gpu(
-    gpu: EnsembleGPU, compiler: Compiler, given: Batch, batch: Batch, settings: Settings
-) -> DeviceSolution | None:
-    """Solve all trajectories of a batch by a kernel; None where EnsembleVectorized must.
+    backend: EnsembleAlgorithm, compiler: Compiler, given: Batch, batch: Batch, settings: Settings,
+    by_arrays: Callable[..., EnsembleSolution],
+) -> EnsembleSolution:  # fmt: skip
+    """Solve all trajectories of a batch: by a kernel where that can be, else by arrays.
 
     Parameters
     ----------
-    gpu : EnsembleGPU
+    backend : EnsembleGPU, or EnsembleMPI with one inside
     compiler : Compiler
     given : Batch
         With traced values in it.
     batch : Batch
         The same as plain arrays, on a device or on the host.
     settings : Settings
+    by_arrays : callable
+        ``by_arrays(backend, given, batch, settings)`` solves it where the arrays live.
 
     Raises
     ------
     ImportError, RuntimeError
         Without CuPy, or without a GPU.
     """
-    arrays, on_host = device_for(batch), not lives_on_device(batch)
+    arrays, on_host = device_for(backend, batch), not is_on_device(batch)
+    sol = _by_kernel(backend, compiler, given, batch, settings, arrays)
+    if sol is not None:
+        return sol
+    instead = EnsembleVectorized()
+    compiler.compile = False  # for the host
+    if not on_host:
+        return by_arrays(instead, given, placed(batch), settings)
+    if not_on_devices(compiler, given, settings):
+        return by_arrays(instead, given, batch, settings)
+    moved = _moved(given, arrays)
+    sol = by_arrays(instead, moved, moved.plain(), settings)
+    return dataclasses.replace(sol, u=to_host(sol.u), u_end=to_host(sol.u_end))
+
+
+def _moved(given: Batch, arrays: ArrayModule) -> Batch:
+    """Return a batch, traced or not, whose arrays live on a device."""
+    leaves = [array_to_device(leaf, arrays) if anp.ndim(leaf) else leaf for leaf in given.p.leaves]
+    return given._replace(u0=array_to_device(given.u0, arrays), p=given.p._replace(leaves=leaves))
+
+
+def _by_kernel(
+    backend: Any, compiler: Compiler, given: Batch, batch: Batch, settings: Settings, arrays: ArrayModule
+) -> DeviceSolution | None:
+    on_host = not is_on_device(batch)
     host = batch if on_host and batch.size else specimen(batch)
-    program = program_for_gpu(compiler.compile, given, host, settings, compiler.adjoint)
+    program = program_for_gpu(compiler, given, host, settings)
     if program is None:
         return None
     try_once(host, (), given.traced)
     layout = layout_of(host.p)
+    gpu: Any = gpu_of(backend)
     solver = Solver(gpu, arrays, program, batch, settings, layout, compiler.told)
     directions = _directions(compiler, solver, given, layout) if given.traced else ()
     carried = directions if len(directions) <= FEW else ()
     if not fits(solver.kernel(carried), batch, compiler.compile is True):
         return None
-    flight = solver.solved(carried)
-    solved = Solved(solver, flight, carried, bool(directions), on_host)
+    solved = Solved(solver, solver.solved(carried), carried, bool(directions), on_host)
     u, u_end = states_of(solved, given)
     if settings.progress is not None:
         settings.progress(batch.size)
-    alg, at_start = settings.alg, 1 if settings.dt is not None else 2
-    statistics = Statistics(
+    return DeviceSolution.of(
+        _shaped(u, batch.shape), settings.saveat, _shaped(u_end, batch.shape), _statistics(solved, settings)
+    )
+
+
+def _statistics(solved: Solved, settings: Settings) -> Statistics:
+    flight, arrays = solved.flight, solved.solver.arrays
+    at_start = 1 if settings.dt is not None else 2
+    return Statistics(
         arrays, flight.codes, flight.t_reached, flight.naccept, flight.nreject, count_failed(arrays, flight.codes),
-        (at_start, alg.tableau.stages - 1),
+        (at_start, settings.alg.tableau.stages - 1),
     )  # fmt: skip
-    return DeviceSolution.of(_shaped(u, batch.shape), settings.saveat, _shaped(u_end, batch.shape), statistics)
 
 
 def _directions(compiler: Compiler, solver: Solver, given: Batch, layout: Layout) -> Directions:

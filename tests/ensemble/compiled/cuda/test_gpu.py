@@ -31,13 +31,13 @@ pytestmark = [
     pytest.mark.serial,
     pytest.mark.skipif(COMPILER is None, reason="there is no compiler of C++"),
 ]
-SELECTED = "mpiad.ensemble.compiled.cuda.solve.selected_arrays"
+SELECTED = "mpiad.ensemble.gpu.selected_arrays"
 TIMES = [0.0, 0.3, 0.31, 0.9, 1.0]
 
 
 @pytest.fixture(autouse=True)
 def device(monkeypatch):
-    monkeypatch.setattr(SELECTED, lambda: double)
+    monkeypatch.setattr(SELECTED, lambda device: double)
     monkeypatch.setattr(launcher, "launches", [])
     transfers.reset()
     return launcher
@@ -190,6 +190,27 @@ def test_gradients_are_those_of_the_vectorised_path(gradient, times):
 
 
 @pytest.mark.parametrize("gradient", ["adjoint", "tangent"])
+def test_gradients_of_device_arrays_are_the_same_and_stay_there(gradient):
+    u0, p = states(35), parameters(35)
+    weights = np.random.default_rng(3).normal(size=(35, len(TIMES), 3))
+
+    def loss(u0, p, weights):
+        sol = solve(ensemble(lorenz, u0, p), RK45(), EnsembleGPU(), saveat=TIMES, gradient=gradient)
+        return anp.sum(weights * sol.u**2) + anp.sum(sol.u_end * weights[:, 0])
+
+    expected = mpiad.grad(loss, (0, 1))(u0, p, weights)
+    given = on_device(u0), on_device(p), on_device(weights)
+    transfers.reset()
+    value, found = mpiad.value_and_grad(loss, (0, 1))(*given)
+    assert all(isinstance(g, DeviceArray) for g in found)
+    for a, b in zip(found, expected):
+        np.testing.assert_allclose(on_host(a), b, rtol=1e-13)
+    # Saved times; the number of failures, and for an adjoint the longest of blocks of trajectories. J is the user's.
+    assert transfers.h2d_bytes == 8 * len(TIMES)
+    assert transfers.d2h_bytes <= 8 * 3 + 4 * 35
+
+
+@pytest.mark.parametrize("gradient", ["adjoint", "tangent"])
 def test_gradients_by_what_all_share(gradient):
     u0, p, loss = states(35), np.array([28.0, 10.0]), weighted(35)
     options = {"gradient": gradient}
@@ -311,7 +332,7 @@ def test_the_kernel_can_be_read():
 REFUSED = {
     "events": ({"events": Event(lambda u, p, t: u[0] - 3.0)}, "events="),
     "every step": ({"save_everystep": True}, "save_everystep=True"),
-    "branch": ({"f": lambda u, p, t: -u if (u[0] > 0).all() else u}, r"test_gpu.py:\d+: "),
+    "function": ({"f": lambda u, p, t: -p[0] * np.sort(u, axis=0)}, r"test_gpu.py:\d+: .*numpy.sort"),
 }
 
 
@@ -330,6 +351,24 @@ def test_what_a_kernel_cannot_do_is_said_once_and_done_by_arrays(name, caplog):
     with pytest.raises((ValueError, TypeError), match=reason):
         solve(given, RK45(), EnsembleGPU(), compile=True, **options)
     assert not launcher.launches
+
+
+def test_what_devices_cannot_do_either_is_refused_by_name(caplog):
+    given = ensemble(lambda u, p, t: -p[0] * u, on_device(states(6)), on_device(parameters(6)))
+    with pytest.raises(NotImplementedError, match="events aren't looked for on devices"):
+        solve(given, RK45(), EnsembleGPU(), events=Event(lambda u, p, t: u[0] - 3.0))
+    assert "kernels don't look for events=" in caplog.text
+
+
+def test_gradients_by_arrays_on_the_device(caplog):
+    u0, p = states(6), parameters(6)
+
+    def loss(u0, p, backend):
+        return anp.sum(solve(ensemble(lorenz, u0, p), RK45(), backend, compile=False).u_end ** 2)
+
+    found = mpiad.grad(lambda *x: loss(*x, EnsembleGPU()), (0, 1))(u0, p)
+    assert transfers.h2d > 4 and not launcher.launches and not caplog.records
+    assert_close(found, mpiad.grad(lambda *x: loss(*x, EnsembleVectorized()), (0, 1))(u0, p))
 
 
 def test_by_tspan_arrays_are_differentiated(caplog):
@@ -364,7 +403,7 @@ def test_without_a_gpu_the_error_says_what_to_install_and_what_runs_on_the_cpu(m
     with pytest.raises(ImportError, match=r"pip install mpiad\[gpu\].*EnsembleVectorized\(\) with compile=True"):
         solve(given, RK45(), EnsembleGPU())
 
-    def none():
+    def none(device):
         raise RuntimeError("CuPy finds no GPU")
 
     monkeypatch.setattr(SELECTED, none)
