@@ -121,10 +121,12 @@ class DistributedDataContainer:
 def _entries(leaves: Sequence[Any], numbers: np.ndarray) -> list[Any]:
     """Return some entries of arrays; to each device the numbers travel once."""
     there: dict[Any, Any] = {None: numbers}
-    for home in map(arrays_of, leaves):
+    places = [(arrays_of(leaf), leaf) for leaf in leaves]
+    for home, _ in places:
         if home not in there:
             there[home] = home.to_device(numbers)  # type: ignore[union-attr]
-    return [leaf[there[arrays_of(leaf)]] for leaf in leaves]
+    # `take` needs half the time of an index.
+    return [leaf.take(there[home], axis=0) if home is None else leaf[there[home]] for home, leaf in places]
 
 
 def _arrays(data: Any) -> tuple[Sequence[Any], Any] | None:

@@ -26,16 +26,20 @@ def variables_of(tree: Tree, call: str, required: bool = True) -> Variables:
         Where one of them is traced; where one is `required` and none is trained.
     """
     leaves, build = flatten(tree)
-    if any(map(isbox, leaves)):
+    places = [k for k, leaf in enumerate(leaves) if _trained(leaf)]
+    if any([type(leaves[k]) is not np.ndarray and isbox(leaves[k]) for k in places]):
         raise TypeError(
             f"{call}: got traced values, but a step of a training carries no derivative. Call it outside of the function "
             "that is differentiated, or give it mpiad.stop(x)."
         )
-    places = [k for k, leaf in enumerate(leaves) if is_variable(leaf)]
     if required and not places:
         kinds = ", ".join(sorted({type(leaf).__name__ for leaf in leaves})) or "nothing"
         raise TypeError(f"{call}: there is nothing to train: expected floats and arrays of floats, but got {kinds}.")
     return Variables(leaves, places, build)
+
+
+def _trained(leaf: Any) -> bool:
+    return leaf.dtype.kind in "fc" if type(leaf) is np.ndarray else is_variable(leaf)
 
 
 def each(fun: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:

@@ -12,9 +12,9 @@ from mpiad.differentiation.objective import Problem, raise_everywhere
 from mpiad.differentiation.trees import flatten
 from mpiad.parallel.buckets import Plan
 from mpiad.parallel.parameters import described
-from mpiad.primitives import mpi_allreduce
-from mpiad.transport import Channel
+from mpiad.transport import SUM, Channel
 from mpiad.transport.agreement import agreed
+from mpiad.transport.collectives import allreduce
 
 __all__ = ["Items", "Totals", "counted", "totals"]
 
@@ -73,11 +73,12 @@ def totals(
 
     Ranks
     -----
-    All ranks of the channel call it, outside of all traces.
+    All ranks of the channel call it.
     """
     # By Cauchy and Schwarz, size · Σ d² = (Σ d)² for equal digests only; all but the loss are whole numbers below 2⁵³.
     mine = [count, count + before, plan.digest, plan.digest**2, problem is not None, loss]
-    total, accumulated, digests, squares, problems, sum_of_losses = mpi_allreduce(np.array(mine), comm=used.user).tolist()
+    found = allreduce(used, np.array(mine, float), SUM, call)
+    total, accumulated, digests, squares, problems, sum_of_losses = found.tolist()
     if used.size * squares != digests**2:
         raise agreed(used, _difference(used, plan, call))
     if total < 1:
