@@ -19,8 +19,10 @@ __all__ = ["DistributedDataContainer"]
 class DistributedDataContainer:
     """Give this rank its part of a data set that all ranks hold, or can read.
 
-    Without `batch_size` an item is one sample, and the container holds this rank's even share. With it an item is this
-    rank's part of one batch of all ranks: batches hold the same samples on any number of ranks.
+    Without `batch_size` an item is one sample, and the container holds this rank's even share: ranks' lengths differ by one
+    where the samples can't be divided, since each is seen once. A loop that communicates for each item would wait there
+    for ever; it takes `batch_size`. Then an item is this rank's part of one batch of all ranks, of which all have as many,
+    and batches hold the same samples on any number of ranks.
 
     Parameters
     ----------

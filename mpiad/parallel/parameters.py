@@ -27,7 +27,7 @@ def variables_of(tree: Tree, call: str, required: bool = True) -> Variables:
     """
     leaves, build = flatten(tree)
     places = [k for k, leaf in enumerate(leaves) if _trained(leaf)]
-    if any([type(leaves[k]) is not np.ndarray and isbox(leaves[k]) for k in places]):
+    if any(type(leaves[k]) is not np.ndarray and isbox(leaves[k]) for k in places):
         raise TypeError(
             f"{call}: got traced values, but a step of a training carries no derivative. Call it outside of the function "
             "that is differentiated, or give it mpiad.stop(x)."

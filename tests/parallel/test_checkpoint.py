@@ -59,7 +59,8 @@ def test_a_training_goes_on_bit_for_bit(path, accumulate):
 @pytest.mark.serial
 def test_a_nest_comes_back_as_it_was(path):
     tree = {
-        "a": [np.arange(3), (np.float32(0.1), 1e-300, 2**100, -0.0)], 3: None, "s": "ä", "c": 1j, "e": np.zeros((0, 2)),
+        "a": [np.arange(3), (np.float32(0.1), 1e-300, 2**100, -0.0)], 3: None, "s": "ä", "c": 1j / 3,
+        "e": np.zeros((0, 2)), "f": 0.1 + 0.2,
         "yes": True,
     }  # fmt: skip
     save_checkpoint(path, tree)

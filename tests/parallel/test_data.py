@@ -6,6 +6,7 @@ import pytest
 import scipy.sparse
 from mpi4py import MPI
 
+import mpiad.parallel.data as module
 from mpiad.parallel import DistributedDataContainer, value_and_grad
 
 COMM = MPI.COMM_WORLD
@@ -18,6 +19,7 @@ def seen(items):
 @pytest.mark.parametrize("count", [1, 2, 5, 16, 33])
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_every_sample_is_seen_once_per_epoch(count, shuffle):
+    """Each once, so that shares differ by one where the samples can't be divided."""
     data = DistributedDataContainer(np.arange(count) * 10, shuffle=shuffle, seed=1)
     lengths = COMM.allgather(len(data))
     assert sum(lengths) == count
@@ -39,7 +41,35 @@ def test_batches_hold_the_same_samples_on_any_number_of_ranks(count, batch):
     assert len(data) == -(-count // batch)
     for k, part in enumerate(data):
         assert seen(part["x"].tolist()) == order[k * batch : (k + 1) * batch].tolist()
+        shares = COMM.allgather(len(part["x"]))
+        assert max(shares) - min(shares) <= 1  # of the last, smaller one too
         np.testing.assert_array_equal(part["y"][0], part["x"] ** 2)
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("batch_size", [None, 1, 3, 8])
+def test_every_sample_is_seen_once_on_any_number_of_ranks(monkeypatch, batch_size):
+    """More ranks than can be started here."""
+    for size in (1, 2, 3, 7, 16, 40):
+        monkeypatch.setattr(module, "mpi_size", lambda comm, size=size: size)
+        for count in (1, 2, 15, 16, 17, 39):
+            found, lengths = [], []
+            for rank in range(size):
+                monkeypatch.setattr(module, "mpi_rank", lambda comm, rank=rank: rank)
+                data = DistributedDataContainer(np.arange(count), batch_size, shuffle=True)
+                lengths.append(len(data))
+                found += [int(x) for item in data for x in np.ravel(item)]
+            assert sorted(found) == list(range(count))
+            assert max(lengths) - min(lengths) <= (batch_size is None)
+
+
+def test_batches_are_as_many_on_all_ranks_where_shares_are_not():
+    """A loop that communicates for each item must end on all ranks at once: 1 sample too many, and too few for all."""
+    for count in (COMM.size + 1, max(COMM.size - 1, 1)):
+        total = 0
+        for x in DistributedDataContainer(np.arange(count), batch_size=COMM.size):
+            total += COMM.allreduce(int(x.sum()))
+        assert total == count * (count - 1) // 2
 
 
 def test_items_of_a_list_come_as_they_are():

@@ -102,6 +102,17 @@ def test_updates_from_own_gradients_follow_it_too(options):
     agrees(p, in_one_process(rule, options.get("accumulate", 1))[0])
 
 
+@pytest.mark.parametrize("options", [{"accumulate": 3}, {"accumulate": 3, "bucket_bytes": 60}], ids=str)
+def test_accumulated_steps_weigh_all_their_samples(options):
+    """With plain descent, which a wrong factor changes; Adam's steps hardly depend on one."""
+    rule = SGD(0.1)
+    optimizer, p = DistributedOptimizer(rule, **options), START
+    state = optimizer.setup(p)
+    for x, y in batches():
+        state, p, _ = optimizer.step(state, p, loss, x, y)
+    agrees(p, in_one_process(rule, 3)[0])
+
+
 def test_gradients_may_be_written_into_the_same_array_again():
     optimizer, p, g = DistributedOptimizer(SGD(1.0), accumulate=2), np.zeros(2), np.empty(2)
     state = optimizer.setup(p)
@@ -208,6 +219,16 @@ def test_sums_start_before_the_reverse_pass_has_ended(monkeypatch):
 
     value_and_grad(fun, bucket_bytes=8)((np.ones(1), np.ones(2)), np.arange(1.0, 5.0))
     assert events == [2, "reverse pass goes on", 1]
+
+
+@pytest.mark.parametrize("limit, lengths", [(24, [3, 2]), (23, [2, 2, 1]), (16, [2, 2, 1]), (15, [1] * 5)])
+def test_buckets_are_filled_to_their_size(monkeypatch, limit, lengths):
+    sizes = []
+    watch_messages(monkeypatch, lambda x: sizes.append(len(x)))
+    params = [np.ones(1)] * 3 + [np.ones(2)] if limit > 15 else [np.ones(1)] * 5  # the last go first
+    optimizer = DistributedOptimizer(SGD(0.1), bucket_bytes=limit)
+    optimizer.update(optimizer.setup(params), params, params)
+    assert sizes == lengths
 
 
 @pytest.mark.parametrize("count", [1, 200])
