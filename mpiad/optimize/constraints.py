@@ -14,6 +14,7 @@ import autograd.numpy as anp
 import numpy as np
 import scipy
 
+from mpiad.device import to_host
 from mpiad.differentiation import make_vjp
 from mpiad.optimize.variables import Packing
 from mpiad.transport import Channel
@@ -43,7 +44,7 @@ class _Function:
             if known == key:
                 return value.copy()
         with self._used.refusing(_WHO):
-            found = self._fun(self._packing.unpack(vector), *self._args)
+            found = to_host(self._fun(self._packing.unpack(vector), *self._args))
         value = np.atleast_1d(np.asarray(found, dtype=float)).reshape(-1)
         self._known.append((key, value))
         return value.copy()
@@ -52,8 +53,8 @@ class _Function:
         x = self._packing.unpack(vector)
         with self._used.refusing(_WHO):
             if self._given is not None:
-                return np.atleast_2d(np.asarray(self._given(x, *self._args), dtype=float))
-            pull, value = make_vjp(lambda x: anp.reshape(anp.array(self._fun(x, *self._args)), (-1,)))(x)
+                return np.atleast_2d(np.asarray(to_host(self._given(x, *self._args)), dtype=float))
+            pull, value = make_vjp(lambda x: anp.reshape(anp.array(to_host(self._fun(x, *self._args))), (-1,)))(x)
             rows = [self._packing.pack_gradient(pull(unit)) for unit in np.eye(value.size)]
         return np.array(rows).reshape(value.size, self._packing.size)
 

@@ -8,6 +8,7 @@ import numpy as np
 from autograd.tracer import Box
 
 from mpiad._typing import Comm, Tree
+from mpiad.device import to_host
 from mpiad.differentiation import hvp
 from mpiad.differentiation.objective import problem_with, share, weight_of
 from mpiad.optimize.agreement import Agreement, WrongValueError
@@ -157,6 +158,7 @@ class Evaluation:
                 "minimize: fun returned a traced value, but no derivative is taken through a solve. Give it plain values "
                 "(mpiad.stop) of what it takes from the trace around the solve."
             )
+        value = to_host(value)
         return float(value if np.ndim(value) == 0 else np.reshape(value, ())) * self._weight
 
     def _total(self, local: np.ndarray) -> np.ndarray | None:

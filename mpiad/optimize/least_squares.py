@@ -20,7 +20,7 @@ from mpiad.optimize.residuals.evaluation import ResidualEvaluation
 from mpiad.optimize.residuals.loss import Loss, loss_of
 from mpiad.optimize.residuals.trust_region import Aims, descend
 from mpiad.optimize.root_driven import RootDriven
-from mpiad.optimize.variables import as_variables, require_equal_start, require_some
+from mpiad.optimize.variables import as_variables, require_some, shared_start
 from mpiad.primitives.operation import suspended
 from mpiad.transport import Channel, channel, renew
 from mpiad.transport.agreement import raise_together, require_same
@@ -166,6 +166,4 @@ def _agree_on_arguments(used: Channel, program: Program, x0: Tree, shared: tuple
     jac = None if program.jac is None else "a function"
     described = f"loss={named}, f_scale={scale}, tr_solver={solver!r}, method={method!r}, root={program.root}, jac={jac}"
     require_same(used, described, _CALL)
-    template = used.data.bcast(start, program.root)
-    require_equal_start(x0, template, used)
-    return template, weigh
+    return shared_start(used, program, start, x0), weigh

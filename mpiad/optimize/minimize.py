@@ -25,7 +25,7 @@ from mpiad.optimize.program import Program, check_program
 from mpiad.optimize.root_driven import RootDriven
 from mpiad.optimize.scipy_methods import Wishes, drive
 from mpiad.optimize.sharded import Piece, Sharded, piece_of
-from mpiad.optimize.variables import as_variables, require_equal_start, require_some
+from mpiad.optimize.variables import as_variables, require_some, shared_start
 from mpiad.primitives.operation import suspended
 from mpiad.transport import Channel, channel, renew
 from mpiad.transport.agreement import raise_together, require_same
@@ -187,9 +187,7 @@ def _agree_on_arguments(
     require_same(used, described, "minimize")
     if isinstance(start, Piece):
         return start, wishes
-    template = used.data.bcast(start, program.root)
-    require_equal_start(x0, template, used)
-    return template, wishes
+    return shared_start(used, program, start, x0), wishes
 
 
 def _check_callback(callback: Any) -> None:

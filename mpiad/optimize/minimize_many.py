@@ -15,8 +15,10 @@ import numpy as np
 import scipy
 
 from mpiad._typing import Comm, Function, Tree
+from mpiad.differentiation.trees import flatten
 from mpiad.errors import WorkerError
 from mpiad.optimize.checkpoint import as_checkpoint
+from mpiad.optimize.device_leaves import lies_on_device
 from mpiad.optimize.methods import is_sharded
 from mpiad.optimize.minimize import minimize
 from mpiad.transport import Channel, channel
@@ -112,6 +114,11 @@ def _agree_on_arguments(
         points = list(starts) if used.rank == 0 else []  # type: ignore[arg-type]
         if used.rank == 0 and not points:
             raise ValueError(f"{_CALL}: there must be one starting point at least, but got {starts!r:.60}.")
+        if lies_on_device(flatten(points)[0]):
+            raise TypeError(
+                f"{_CALL}: starts must be on the host, from where they travel to the groups, but hold device arrays. Give "
+                "mpiad.device.to_host(starts), and bring x to the device in fun with mpiad.device.to_device."
+            )
     except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must not wait on
         wrong = error
     raise_together(used, wrong)

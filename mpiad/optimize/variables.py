@@ -11,10 +11,15 @@ from autograd.tracer import Box
 from mpiad._typing import Array, Tree
 from mpiad.differentiation.copies import compares_copies
 from mpiad.differentiation.trees import flatten, is_variable, named_leaves
+from mpiad.optimize.device_leaves import Elsewhere, at_home, described, fetched, lies_on_device, put
+from mpiad.optimize.program import Program
+from mpiad.primitives.cotangents import spec_like
 from mpiad.transport import Channel
+from mpiad.transport.agreement import raise_together
+from mpiad.transport.device_arrays import arrays_of
 from mpiad.transport.replication import require_replicated
 
-__all__ = ["Packing", "as_variables", "require_equal_start", "require_some"]
+__all__ = ["Packing", "as_variables", "require_some", "shared_start"]
 
 _NUMBERS = (int, float, np.integer, np.floating)
 
@@ -52,9 +57,34 @@ def require_some(x0: Tree, call: str = "minimize") -> None:
         raise ValueError(f"{call}: x0 must hold one number at least, but got {x0!r:.60}.")
 
 
+def shared_start(used: Channel, program: Program, start: Tree, x0: Any) -> Tree:
+    """Return the root's starting point, on other ranks arrays on a device by their form alone; all ranks call it.
+
+    Parameters
+    ----------
+    used : Channel
+    program : Program
+    start : nest of arrays
+        The root's.
+    x0 : nest or None
+        What this rank was given.
+    """
+    leads, error = used.rank == program.root, None
+    template = used.data.bcast(described(start) if leads else None, program.root)
+    if any(type(leaf) is Elsewhere for leaf in flatten(template)[0]):
+        try:
+            template = template if leads else at_home(template, x0, program.args)
+        except ImportError as found:
+            error = found
+        raise_together(used, error)
+    template = start if leads else template
+    require_equal_start(x0, template, used)
+    return template
+
+
 def require_equal_start(x0: Any, template: Tree, channel: Channel) -> None:
     """Raise on all ranks where one gave another x0 than the root's, which is the one that counts, in debug mode."""
-    if not compares_copies():
+    if not compares_copies() or lies_on_device(flatten(x0)[0]) or any(type(k) is Elsewhere for k in flatten(template)[0]):
         return
     try:
         mine = template if x0 is None else as_variables(x0)
@@ -84,12 +114,16 @@ class Packing:
 
     def __init__(self, template: Tree):
         self._leaves, self._build = flatten(template)
-        self._places = [place for place, leaf in enumerate(self._leaves) if is_variable(leaf)]
-        self._specs = [(np.shape(self._leaves[p]), np.result_type(self._leaves[p])) for p in self._places]
+        self._places = [k for k, leaf in enumerate(self._leaves) if is_variable(leaf) or type(leaf) is Elsewhere]
+        found = [self._leaves[p] for p in self._places]
+        self._specs = [spec_like(leaf)[:2] for leaf in found]
+        self._homes = [leaf.arrays if type(leaf) is Elsewhere else arrays_of(leaf) for leaf in found]
+        self._away = any(home is not None for home in self._homes)
         self._lengths = [int(np.prod(shape)) * (1 + (dtype.kind == "c")) for shape, dtype in self._specs]
         self.size = sum(self._lengths)
         # One array of doubles lies in memory as its vector does.
         self._plain = len(self._specs) == 1 and self._specs[0][1] == np.float64 and len(self._specs[0][0]) > 0
+        self._plain = self._plain and not self._away
 
     @property
     def described(self) -> list[str]:
@@ -114,6 +148,7 @@ class Packing:
         leaves = flatten(tree)[0]
         if len(leaves) != len(self._leaves):
             raise TypeError(f"minimize: expected a nest of {len(self._leaves)} arrays like x0, but got {len(leaves)}.")
+        leaves = fetched(leaves) if self._away else leaves
         out, start = np.empty(self.size) if into is None else into, 0
         for place, (shape, dtype), length in zip(self._places, self._specs, self._lengths):
             leaf = np.asarray(leaves[place])
@@ -146,11 +181,13 @@ class Packing:
         return self._unpacked(vector, np.conj)
 
     def _unpacked(self, vector: np.ndarray, view: Callable[[Array], Array]) -> Tree:
-        leaves, start = list(self._leaves), 0
-        for place, (shape, dtype), length in zip(self._places, self._specs, self._lengths):
+        found, start = [], 0
+        for (shape, dtype), length in zip(self._specs, self._lengths):
             piece = vector[start : start + length]
             piece = view(piece.view(complex)) if dtype.kind == "c" else piece
-            array = piece.astype(dtype).reshape(shape)
-            leaves[place] = array if array.ndim else array[()]
+            found.append(piece.astype(dtype).reshape(shape))
             start += length
+        leaves = list(self._leaves)
+        for place, array in zip(self._places, put(found, self._homes) if self._away else found):
+            leaves[place] = array if array.ndim else array[()]
         return self._build(leaves)

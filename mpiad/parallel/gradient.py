@@ -10,6 +10,7 @@ import numpy as np
 from autograd.tracer import getval
 
 from mpiad._typing import Comm, Function, Tree
+from mpiad.device import to_host
 from mpiad.differentiation.backward import run_backward
 from mpiad.differentiation.objective import problem_with
 from mpiad.differentiation.trace import Variables, trace_backwards
@@ -19,7 +20,6 @@ from mpiad.parallel.samples import Totals, counted, totals
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import suspended
 from mpiad.transport import channel
-from mpiad.transport.device_arrays import arrays_of
 from mpiad.transport.recovery import recoverable
 
 __all__ = ["gradient_of_sum", "value_and_grad"]
@@ -132,7 +132,7 @@ def gradient_of_sum(
     traced = trace_backwards(lambda x: loss(x, *batch), variables._replace(leaves=leaves))
     value = traced.build(traced.values)
     problem = traced.problem or problem_with(getval(value), 1.0, "parallel.value_and_grad")
-    found = agree(problem=problem) if problem else agree(loss=_number(getval(value)) * count)
+    found = agree(problem=problem) if problem else agree(loss=float(np.reshape(to_host(getval(value)), ())) * count)
     # By the number of samples: what a mean divides by it is whole again.
     spec = spec_like(value)
     seeds = [(traced.places[0], spec.zeros() + spec.dtype.type(count))] if traced.places[0] >= 0 else []
@@ -142,8 +142,3 @@ def gradient_of_sum(
         for variable, g in enumerate(run_backward(traced.recording, seeds, len(places))):
             handed(variable, g)
     return found
-
-
-def _number(value: Any) -> float:
-    arrays = arrays_of(value)
-    return float(np.reshape(value if arrays is None else arrays.to_host(value), ()))

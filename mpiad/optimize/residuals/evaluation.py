@@ -15,6 +15,7 @@ import numpy as np
 from autograd.tracer import Box
 
 from mpiad._typing import Comm, Tree
+from mpiad.device import to_host
 from mpiad.differentiation import make_jvp, make_vjp
 from mpiad.optimize.agreement import Agreement, WrongValueError
 from mpiad.optimize.program import Program
@@ -138,7 +139,7 @@ class ResidualEvaluation:
         x, given, args = self._packing.unpack(vector), self._program.jac, self._program.args
         size = self._residuals(vector).size
         if callable(given):
-            rows = self._agreement.run(lambda: self._checked(np.asarray(given(x, *args), dtype=float), size))
+            rows = self._agreement.run(lambda: self._checked(np.asarray(to_host(given(x, *args)), dtype=float), size))
         else:
             columns = [self._column(x, unit, size) for unit in np.eye(self._packing.size)]
             rows = np.stack(columns, axis=1)
@@ -190,6 +191,7 @@ class ResidualEvaluation:
         out = self._program.fun(x, *self._program.args)
         if out is None:
             return np.zeros(0)
+        out = to_host(out)  # rows and columns are put together on the host
         array = out if type(out) in Box.types else anp.array(out)
         dtype = spec_like(array).dtype
         if dtype.kind not in "fiu":

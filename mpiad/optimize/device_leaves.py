@@ -1,0 +1,94 @@
+"""Variables on devices, where the method and the messages are on the host: copied together, one copy for each dtype.
+
+The root's x0 says which leaves are on a device. Other ranks learn shapes and dtypes alone, and make arrays on devices of
+their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from mpiad._typing import Shape, Tree
+from mpiad.device import to_device
+from mpiad.differentiation.trees import flatten
+from mpiad.transport.device_arrays import ArrayModule, arrays_of
+
+__all__ = ["Elsewhere", "at_home", "described", "fetched", "lies_on_device", "put"]
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """An array on the root's device, as other ranks know it; `arrays` makes those of this rank."""
+
+    shape: Shape
+    dtype: np.dtype
+    arrays: ArrayModule | None = None
+
+
+def described(start: Tree) -> Tree:
+    """Return the root's variables as they are told to other ranks: without what is on a device."""
+    leaves, build = flatten(start)
+    return build([leaf if arrays_of(leaf) is None else Elsewhere(leaf.shape, leaf.dtype) for leaf in leaves])
+
+
+def at_home(template: Tree, given: Any, args: tuple) -> Tree:
+    """Return the variables as another rank's: on the device of its own x0 or further arguments, else on the current one.
+
+    Parameters
+    ----------
+    template : nest
+        What `described` returned on the root.
+    given : nest or None
+        This rank's x0.
+    args : tuple
+
+    Raises
+    ------
+    ImportError
+        Where this rank has no device arrays, and CuPy can't be loaded.
+    """
+    leaves, build = flatten(template)
+    if not any(type(leaf) is Elsewhere for leaf in leaves):
+        return template
+    home = next(filter(None, map(arrays_of, flatten([given, args])[0])), None) or arrays_of(to_device(np.zeros(0)))
+    return build([replace(leaf, arrays=home) if type(leaf) is Elsewhere else leaf for leaf in leaves])
+
+
+def lies_on_device(leaves: Sequence[Any]) -> bool:
+    """Tell whether any of the leaves is on a device."""
+    return any(arrays_of(leaf) is not None for leaf in leaves)
+
+
+def fetched(leaves: Sequence[Any]) -> list[Any]:
+    """Return leaves with host arrays for those on a device."""
+    found = list(leaves)
+    groups: dict[Any, list[int]] = {}
+    for k, leaf in enumerate(leaves):
+        if arrays_of(leaf) is not None:
+            groups.setdefault((arrays_of(leaf), leaf.dtype), []).append(k)
+    for (arrays, _), places in groups.items():
+        flat = [leaves[k].reshape(-1) for k in places]
+        whole, start = arrays.to_host(flat[0] if len(flat) == 1 else np.concatenate(flat)), 0
+        for k in places:
+            stop = start + leaves[k].size
+            found[k], start = whole[start:stop].reshape(leaves[k].shape), stop
+    return found
+
+
+def put(arrays: Sequence[np.ndarray], homes: Sequence[ArrayModule | None]) -> list[Any]:
+    """Return arrays with those that have a home on its device."""
+    found: list[Any] = list(arrays)
+    groups: dict[Any, list[int]] = {}
+    for k, (array, home) in enumerate(zip(arrays, homes)):
+        if home is not None:
+            groups.setdefault((home, array.dtype), []).append(k)
+    for (home, _), places in groups.items():
+        whole, start = home.to_device(np.concatenate([arrays[k].reshape(-1) for k in places])), 0
+        for k in places:
+            stop = start + arrays[k].size
+            found[k], start = whole[start:stop].reshape(arrays[k].shape), stop
+    return found
