@@ -110,6 +110,8 @@ class Packing:
     ----------
     size : int
         Length of the vector.
+    homes : list of ArrayModule or None
+        On which device each array of variables is; None on the host.
     """
 
     def __init__(self, template: Tree):
@@ -117,8 +119,8 @@ class Packing:
         self._places = [k for k, leaf in enumerate(self._leaves) if is_variable(leaf) or type(leaf) is Elsewhere]
         found = [self._leaves[p] for p in self._places]
         self._specs = [spec_like(leaf)[:2] for leaf in found]
-        self._homes = [leaf.arrays if type(leaf) is Elsewhere else arrays_of(leaf) for leaf in found]
-        self._away = any(home is not None for home in self._homes)
+        self.homes = [leaf.arrays if type(leaf) is Elsewhere else arrays_of(leaf) for leaf in found]
+        self._away = any(home is not None for home in self.homes)
         self._lengths = [int(np.prod(shape)) * (1 + (dtype.kind == "c")) for shape, dtype in self._specs]
         self.size = sum(self._lengths)
         # One array of doubles lies in memory as its vector does.
@@ -188,6 +190,6 @@ class Packing:
             found.append(piece.astype(dtype).reshape(shape))
             start += length
         leaves = list(self._leaves)
-        for place, array in zip(self._places, put(found, self._homes) if self._away else found):
+        for place, array in zip(self._places, put(found, self.homes) if self._away else found):
             leaves[place] = array if array.ndim else array[()]
         return self._build(leaves)

@@ -159,7 +159,7 @@ class Keeper:
         found, self._found = self._found, None
         if found is None:
             return None
-        numbers, here = found["numbers"].tolist(), Point(found["x"])
+        numbers, here = found["numbers"].tolist(), Point(memory.taken(found["x"]))
         here.value, here.norm, here.settled = numbers[0], numbers[1], True
         trials.count = count = int(found["count"])
         listener.record.restore(found["history"])
@@ -191,7 +191,7 @@ class Keeper:
 
 def _arrays(state: State, memory: Memory, record: Record) -> Iterator[tuple[str, np.ndarray]]:
     here = state.here
-    yield "x", here.x
+    yield "x", memory.written(here.x)
     yield "numbers", np.array([here.value, here.norm, state.value_before, state.slope, state.length])
     yield "count", np.array(state.count)
     yield "history", record.table()

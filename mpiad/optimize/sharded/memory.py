@@ -11,9 +11,11 @@ it has become so much smaller that rounding would show are they taken anew.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
+from mpiad.optimize.sharded.arithmetic import Arithmetic
 from mpiad.optimize.sharded.box import Box
 from mpiad.optimize.sharded.compiled import arithmetic_for
 from mpiad.optimize.sharded.point import Point
@@ -56,13 +58,28 @@ class Memory:
         self._size, self._box, self._totals = size, box, totals
         self.ring = Ring(maxcor)
         height = self.ring.height
-        self.tiles, self.arithmetic = Tiles(height, size), arithmetic_for(size)
+        self._room()
         # A row of steps holds the direction; the step is so many times as long.
         self._lengths = np.ones(height)
         self._products, self._with_gradient = np.zeros((height, height)), np.zeros(height)  # on the root
         self._coefficients = np.zeros(1)
         self._largest_norm = 0.0  # of the gradients since the products with one were taken
         self._aside: np.ndarray | None = None
+
+    def _room(self) -> None:
+        self.tiles: Any = Tiles(self.ring.height, self._size)
+        self.arithmetic: Arithmetic = arithmetic_for(self._size)
+
+    def _empty(self) -> Any:
+        return np.empty(self._size)
+
+    def written(self, x: Any) -> np.ndarray:
+        """Return an array as it is written to a file."""
+        return x
+
+    def taken(self, x: np.ndarray) -> Any:
+        """Return an array that was read from a file where the memory works on it."""
+        return x
 
     @property
     def empty(self) -> bool:
@@ -76,7 +93,7 @@ class Memory:
     def put_aside(self, point: Point) -> None:
         """Keep a trial point's gradient while others are tried."""
         if self._aside is None:
-            self._aside = np.empty(self._size)
+            self._aside = self._empty()
         self.tiles.read(self.ring.trial, self._aside)
         point.aside = True
 
@@ -88,7 +105,7 @@ class Memory:
 
     def gradient(self, point: Point) -> np.ndarray:
         """Return the gradient at the point where the solve is, or at the last trial point."""
-        return self.tiles.read(self.ring.gradient if point.settled else self.ring.trial, np.empty(self._size))
+        return self.tiles.read(self.ring.gradient if point.settled else self.ring.trial, self._empty())
 
     def update(self, new: Point, before: Point | None, stop: bool) -> tuple[float, float, bool]:
         """Move to a trial point; return the next direction's slope, the gradient's length, and whether any rank stops.
@@ -119,13 +136,13 @@ class Memory:
         """Return all that the next steps depend on, in arrays; the largest is the memory itself, not a copy."""
         numbers = [self.ring.first, self.ring.count, self._largest_norm]
         return {
-            "rows": self.tiles.memory, "ring": np.array(numbers), "lengths": self._lengths, "products": self._products,
-            "with_gradient": self._with_gradient, "coefficients": self._coefficients,
+            "rows": self.written(self.tiles.memory), "ring": np.array(numbers), "lengths": self._lengths,
+            "products": self._products, "with_gradient": self._with_gradient, "coefficients": self._coefficients,
         }
 
     def restore(self, state: dict[str, np.ndarray]) -> None:
         """Take over what `state` returned."""
-        self.tiles.memory = state["rows"]
+        self.tiles.memory = self.taken(state["rows"])
         first, count, self._largest_norm = state["ring"].tolist()
         self.ring.first, self.ring.count = int(first), int(count)
         self._lengths, self._products = state["lengths"], state["products"]

@@ -9,6 +9,7 @@ import numpy as np
 from mpiad._typing import Tree
 from mpiad.optimize.agreement import WrongValueError
 from mpiad.optimize.evaluation import Evaluation
+from mpiad.optimize.sharded.device_packing import DevicePacking
 from mpiad.optimize.sharded.lending import PiecePacking
 
 __all__ = ["PieceEvaluation"]
@@ -17,7 +18,7 @@ __all__ = ["PieceEvaluation"]
 class PieceEvaluation(Evaluation):
     """As `Evaluation`, but every rank passes its own variables and gets dJ/dx_r, which nobody adds up."""
 
-    _packing: PiecePacking
+    _packing: PiecePacking | DevicePacking
 
     def lend(self) -> np.ndarray | None:
         """Return where the next variables may be written for the function, shape (n,); None where they are packed."""

@@ -8,11 +8,14 @@ import numpy as np
 import scipy
 
 from mpiad._typing import Function, Tree
+from mpiad.device import to_host
 from mpiad.optimize.agreement import Agreement
 from mpiad.optimize.checkpoint import Checkpoint, problem_of
 from mpiad.optimize.program import Program
 from mpiad.optimize.sharded.box import Box, box_of
 from mpiad.optimize.sharded.descent import Descent
+from mpiad.optimize.sharded.device_memory import DeviceMemory
+from mpiad.optimize.sharded.device_packing import DevicePacking, is_on_device
 from mpiad.optimize.sharded.ending import Ending
 from mpiad.optimize.sharded.keeper import Keeper
 from mpiad.optimize.sharded.lending import PiecePacking
@@ -26,9 +29,12 @@ from mpiad.optimize.sharded.trials import Trials
 from mpiad.optimize.variables import Packing
 from mpiad.progress_line import ProgressLine
 from mpiad.transport import Channel
+from mpiad.transport.agreement import agreed
 from mpiad.transport.fault_tolerance import is_interruption
 
 __all__ = ["Piece", "Sharded", "piece_of"]
+
+_BOUNDS = "minimize: 'L-BFGS-sharded' takes no bounds where variables are on a device."
 
 
 class Piece(NamedTuple):
@@ -44,7 +50,7 @@ class Piece(NamedTuple):
         """Return what a state of this solve belongs to: what its iterates depend on, as far as it can be said."""
         return {
             "method": "L-BFGS-sharded",
-            **problem_of(program, self.packing, start, ranks),
+            **problem_of(program, self.packing, to_host(start), ranks),
             "m": self.settings.maxcor,
             "maxls": self.settings.maxls,
             "bounds (checksum)": None if self.box is None else self.box.fingerprint,
@@ -55,7 +61,10 @@ def piece_of(
     start: Tree, bounds: Any, tol: float | None, options: dict | None, checkpoint: Checkpoint | None = None
 ) -> Piece:
     """Check this rank's arguments; a ValueError where one can't be."""
-    packing = Packing(start)
+    there = is_on_device(start)
+    if there and bounds is not None:
+        raise ValueError(f"{_BOUNDS} Leave them out, take method='L-BFGS', or start from mpiad.device.to_host(x0).")
+    packing = DevicePacking(start) if there else Packing(start)
     return Piece(start, packing, box_of(bounds, packing.size), settings_of(tol, options), checkpoint)
 
 
@@ -81,7 +90,8 @@ class Sharded:
         self._program, self._piece, self._used, self._comm = program, piece, used, used.derive()
         self._totals = Totals(self._comm, program.root)
         self.agreement = Agreement(self._comm)
-        self._evaluation = PieceEvaluation(program, PiecePacking(piece.start), self.agreement, used, self._comm)
+        packing = piece.packing if isinstance(piece.packing, DevicePacking) else PiecePacking(piece.start)
+        self._evaluation = PieceEvaluation(program, packing, self.agreement, used, self._comm)
 
     def run(self, callback: Function | None, progress: bool) -> scipy.optimize.OptimizeResult:
         """Descend; return the result, or raise, on all ranks alike."""
@@ -101,14 +111,21 @@ class Sharded:
     def _run(self, callback: Function | None, line: ProgressLine | None) -> scipy.optimize.OptimizeResult:
         packing, settings = self._piece.packing, self._piece.settings
         start = packing.pack(self._piece.start)
-        problem = self._piece.problem(self._program, start, self._used.size)
+        problem = {} if self._piece.checkpoint is None else self._piece.problem(self._program, start, self._used.size)
         keeper = Keeper(self._piece.checkpoint, problem, self._used, self.agreement)
         keeper.look()
-        bounded, heard = self._totals.of([float(self._piece.box is not None), float(callback is not None)], [0.0], [])[:2]
+        there = isinstance(packing, DevicePacking)
+        said = [float(mine) for mine in (self._piece.box is not None, callback is not None, there)]
+        bounded, heard, away = self._totals.of(said, [0.0], [])[:3]
+        if bounded and away:
+            raise agreed(self._used, ValueError(f"{_BOUNDS} {away:.0f} of {self._used.size} rank(s) have theirs there."))
         box = self._piece.box
         if bounded and box is None:
             box = Box(np.full(packing.size, -np.inf), np.full(packing.size, np.inf))
-        memory = Memory(packing.size, settings.maxcor, box, self._totals)
+        if isinstance(packing, DevicePacking):
+            memory: Memory = DeviceMemory(packing.size, settings.maxcor, self._totals, packing.home)
+        else:
+            memory = Memory(packing.size, settings.maxcor, box, self._totals)
         trials = Trials(self._evaluation, self._totals, box, memory)
         listener = Listener(packing, self.agreement, callback, bool(heard), line)
         descent = Descent(trials, memory, listener, settings, bool(bounded), keeper)

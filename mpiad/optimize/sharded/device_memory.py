@@ -1,0 +1,131 @@
+"""The limited memory on a device: all rows in one array, whose products with two vectors are one operation and one copy.
+
+What the host learns in an iteration is a few numbers: those of the trial point, and the products that go to the root. Of
+the vectors themselves nothing is copied.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from mpiad._typing import Array
+from mpiad.optimize.sharded.arithmetic import Arithmetic, Parts
+from mpiad.optimize.sharded.memory import Memory
+from mpiad.optimize.sharded.point import Point
+from mpiad.optimize.sharded.totals import Totals
+
+__all__ = ["DeviceMemory"]
+
+
+class _Rows:
+    """As `Tiles`: one tile, of all rows in whole length.
+
+    Parameters
+    ----------
+    height, size : int
+    home : ArrayModule
+    """
+
+    def __init__(self, height: int, size: int, home: Any):
+        self._size, self.memory = size, home.full((height, size), 0.0, float)
+
+    def __iter__(self) -> Iterator[tuple[slice, Array]]:
+        yield slice(0, self._size), self.memory
+
+    def read(self, row: int, out: Array) -> Array:
+        """Copy a row to a vector, and return that."""
+        out[...] = self.memory[row]
+        return out
+
+    def write(self, row: int, vector: Array) -> None:
+        """Copy a vector to a row."""
+        self.memory[row] = vector
+
+
+class _DeviceArithmetic(Arithmetic):
+    """As `Arithmetic`, for arrays of one device."""
+
+    def __init__(self, home: Any):
+        self._home = home
+
+    def combine(self, tile: Array, parts: Parts, coefficients: np.ndarray, out: Array) -> None:
+        """Write the combination of rows with coefficients, which travel to the device."""
+        there = self._home.to_device(coefficients)
+        (rows, places), *others = parts
+        total = there[places] @ tile[rows]
+        for rows, places in others:
+            total += there[places] @ tile[rows]
+        out[...] = total
+
+    def move(self, here: Array, way: Array, step: float, out: Array, copy: Any) -> None:
+        """Write where a step leads."""
+        np.multiply(way, step, out=out)
+        out += here
+
+    def take(self, gradient: Array, way: Array, out: Array) -> tuple[float, float, float]:
+        """Copy a gradient, and measure it by one copy of three numbers."""
+        out[...] = gradient
+        found = self._home.to_host(np.stack([np.max(np.abs(out)), np.sum(out * way), np.sum(way * way)])).tolist()
+        # Where an entry is NaN, so is the largest.
+        return found[0] if found[0] < math.inf else math.inf, found[1], found[2]
+
+
+class DeviceMemory(Memory):
+    """As `Memory`, for a piece on a device; without bounds.
+
+    Parameters
+    ----------
+    size, maxcor : int
+    totals : Totals
+    home : ArrayModule
+    """
+
+    def __init__(self, size: int, maxcor: int, totals: Totals, home: Any):
+        self._home = home
+        super().__init__(size, maxcor, None, totals)
+
+    def _room(self) -> None:
+        self.tiles, self.arithmetic = _Rows(self.ring.height, self._size, self._home), _DeviceArithmetic(self._home)
+
+    def _empty(self) -> Array:
+        return self._home.empty((self._size,), float)
+
+    def written(self, x: Array) -> np.ndarray:
+        """Return an array on the host, for a file."""
+        return self._home.to_host(x)
+
+    def taken(self, x: np.ndarray) -> Array:
+        """Return what was read from a file."""
+        return self._home.to_device(x)
+
+    def _products_of(self, keep: bool, anew: bool) -> np.ndarray:
+        rows, gradient = self.tiles.memory, self.tiles.memory[self.ring.gradient]
+        vectors = []
+        square = np.sum(gradient * gradient)
+        if keep:
+            change = rows[self.ring.newest]
+            np.subtract(gradient, change, out=change)
+            vectors.append(change)
+        if anew:
+            vectors.append(gradient)
+        length = 2 * self.ring.count + 1
+        of_change, of_gradient = np.zeros((2, length))
+        if not vectors:
+            return np.concatenate([of_change, of_gradient[:-1], [float(self._home.to_host(square))]])
+        # All rows, those in no use too: one product costs less than two of parts.
+        products = rows @ np.stack(vectors, axis=1)
+        found = self._home.to_host(np.concatenate([products.reshape(-1), square.reshape(1)]))
+        products = found[:-1].reshape(self.ring.height, len(vectors))[self.ring.rows()]
+        if keep:
+            of_change = products[:, 0]
+        if anew:
+            of_gradient = products[:, -1]
+        return np.concatenate([of_change, of_gradient[:-1], found[-1:]])
+
+    def gradient(self, point: Point) -> Array:
+        """Return the gradient at the point where the solve is, or at the last trial point."""
+        return self.tiles.read(self.ring.gradient if point.settled else self.ring.trial, self._empty())
