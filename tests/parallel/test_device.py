@@ -86,9 +86,9 @@ def test_the_gradient_is_that_of_the_host():
 
 def test_the_gradient_is_that_of_all_samples():
     together = [np.concatenate(parts) for parts in zip(*[_batch(np.asarray, rank) for rank in range(_SIZE)])]
-    wanted = mpiad.grad(lambda params: loss(params, *together), objective="sum")
+    wanted = mpiad.grad(lambda params: loss(params, *together), objective="sum")(_params(np.asarray))
     found = value_and_grad(loss, bucket_bytes=64)(_params(on_device), *_batch(on_device))[1]
-    _close({name: found[name] for name in "wb"}, {name: wanted(_params(np.asarray))[name] / _SIZE for name in "wb"}, 1e-10)
+    _close({name: found[name] for name in "wb"}, {name: wanted[name] for name in "wb"}, 1e-10)
 
 
 @pytest.mark.parametrize("settings", [{}, {"clip_norm": 0.1}, {"accumulate": 2}, {"reduction": "sum", "bucket_bytes": 64}])
@@ -159,7 +159,7 @@ def test_all_ranks_get_the_parameters_of_the_root():
 @pytest.mark.mpi(min_size=2)
 def test_places_that_differ_are_named_on_all_ranks():
     mine = {"w": on_device(np.ones(2)) if _RANK else np.ones(2)}
-    with pytest.raises(ValueError, match="float64 on a device on rank 1, but .* on the root"):
+    with pytest.raises(ValueError, match="float64 on a device on rank [1-9], but .* on the root"):
         synchronize(mine)
     with pytest.raises(ValueError, match="alike on all ranks.*on a device on rank 1"):
         value_and_grad(lambda params: anp.sum(params["w"]))(mine)
