@@ -12,14 +12,16 @@ has the rate 1e-3 (as in BlackBIRDS' example), which takes a thousand epochs; wi
 """
 
 import argparse
+import functools
 from pathlib import Path
 
-import autograd.numpy as np
 import networkx
 import numpy
 from autograd.extend import defvjp, primitive
 
 import mpiad
+import mpiad.device.numpy as np
+from mpiad.device import is_device_array, to_device, to_host
 from mpiad.parallel import AdamW
 from mpiad.vi import VI, Flow, LULinear, SplineAutoregressive
 
@@ -33,7 +35,7 @@ parser.add_argument("--n_agents", type=int, default=1000)
 parser.add_argument("--n_timesteps", type=int, default=40)
 parser.add_argument("--n_samples_per_epoch", type=int, default=8)
 parser.add_argument("--learning_rate", type=float, default=1e-3)
-parser.add_argument("--device_ids", nargs="+", help="a name for each rank; by default the cpu for all")
+parser.add_argument("--device_ids", nargs="+", help="a name for each rank, cpu or cuda:0 and so on; by default cpu")
 parser.add_argument("--history", type=Path, help="write the objective of each epoch to this file")
 parser.add_argument("--picture", type=Path, default=Path("demo/sir_vi.png"))
 
@@ -47,45 +49,45 @@ def neighbours_infected(graph, infected):
 defvjp(neighbours_infected, None, lambda ans, graph, infected: lambda g: graph.T @ g)
 
 
-def chosen(probability, rng):
+def chosen(probability, noise):
     """Return ones with this probability: hard in value, with the derivative of the Gumbel-softmax relaxation."""
     probability = np.clip(probability, 1e-12, 1 - 1e-12)
-    uniform = rng.random(np.shape(mpiad.stop(probability)))
-    logits = np.log(probability) - np.log(1 - probability) + numpy.log(uniform) - numpy.log1p(-uniform)
+    logits = np.log(probability) - np.log(1 - probability) + noise
     soft = 1 / (1 + np.exp(-logits / TEMPERATURE))
-    return soft + mpiad.stop(numpy.round(mpiad.stop(soft)) - soft)
+    return soft + mpiad.stop(np.round(mpiad.stop(soft)) - soft)
 
 
 def epidemic(theta, graph, n_timesteps, rng):
-    """Return the numbers of infected and of recovered agents at the end of each day, shape (2, n_timesteps)."""
+    """Return the numbers of infected and of recovered agents at the end of each day, shape (2, n_timesteps).
+
+    It runs where `theta` and `graph` are, on the host or on a device.
+    """
     initial, infection, recovery = 10 ** theta[0], 10 ** theta[1], 10 ** theta[2]
     n_agents = graph.shape[0]
-    infected = chosen(np.minimum(initial, 1.0) * np.ones(n_agents), rng)
-    susceptible, recovered = 1 - infected, np.zeros(n_agents)
+    uniform = rng.random((1 + 2 * n_timesteps, n_agents))  # all at once: to a device they travel once
+    noise = beside(theta, numpy.log(uniform) - numpy.log1p(-uniform))
+    ones = noise[0] * 0 + 1
+    infected = chosen(np.minimum(initial, 1.0) * ones, noise[0])
+    susceptible, recovered = 1 - infected, 0 * ones
     days = []
-    for _ in range(n_timesteps):
+    for day in range(n_timesteps):
         pressure = infection * neighbours_infected(graph, infected)
-        new = susceptible * chosen(1 - np.exp(-pressure), rng)
-        ended = infected * chosen(np.minimum(recovery, 1.0) * np.ones(n_agents), rng)
+        new = susceptible * chosen(1 - np.exp(-pressure), noise[1 + 2 * day])
+        ended = infected * chosen(np.minimum(recovery, 1.0) * ones, noise[2 + 2 * day])
         susceptible, infected, recovered = susceptible - new, infected + new - ended, recovered + ended
-        days.append(np.array([np.sum(infected), np.sum(recovered)]))
+        days.append(np.stack([np.sum(infected), np.sum(recovered)]))
     return np.stack(days, axis=1)
 
 
-def check_devices(names):
-    """End the program, on all ranks alike, where the names of devices don't fit the ranks."""
-    if names is None:
-        return
-    if len(names) != mpiad.mpi_size():
-        raise SystemExit(f"--device_ids has {len(names)} names, but there are {mpiad.mpi_size()} ranks.")
-    for rank, name in enumerate(names):
-        if name != "cpu":
-            raise SystemExit(f"--device_ids: rank {rank} has no device {name!r}: this example runs on the cpu.")
+def beside(theta, x):
+    """Return constants where a draw is."""
+    plain = mpiad.stop(theta)
+    return to_device(x, like=plain) if is_device_array(plain) else x
 
 
 def generator_for(theta):
     """Return random numbers that belong to a draw, whichever rank runs it."""
-    return numpy.random.default_rng(numpy.frombuffer(mpiad.stop(theta).tobytes(), numpy.uint32))
+    return numpy.random.default_rng(numpy.frombuffer(to_host(mpiad.stop(theta)).tobytes(), numpy.uint32))
 
 
 def draw_picture(path, result, predict, data, days):
@@ -115,21 +117,28 @@ def draw_picture(path, result, predict, data, days):
 
 def main():
     options = parser.parse_args()
-    check_devices(options.device_ids)
     edges = networkx.watts_strogatz_graph(options.n_agents, NEIGHBOURS, REWIRED, seed=1)
     graph = networkx.to_scipy_sparse_array(edges, dtype=float, format="csr")
     data = epidemic(TRUTH, graph, options.n_timesteps, numpy.random.default_rng(2))
 
+    @functools.cache
+    def graph_on_device():
+        from cupyx.scipy.sparse import csr_matrix
+
+        return csr_matrix(graph)
+
     def predict(theta):
-        return epidemic(theta, graph, options.n_timesteps, generator_for(theta))
+        own = graph_on_device() if is_device_array(mpiad.stop(theta)) else graph
+        return epidemic(theta, own, options.n_timesteps, generator_for(theta))
 
     def loss(theta, data):
-        return np.sum((predict(theta) - data) ** 2)
+        return np.sum((predict(theta) - beside(theta, data)) ** 2)
 
     layers = [layer for _ in range(4) for layer in (SplineAutoregressive(hidden=16), LULinear())]
     posterior = Flow(3, layers, mean=-2.0, sd=0.5)
     optimizer = AdamW(options.learning_rate)
-    inference = VI(loss, posterior, ("norm", -2.0, 1.0), optimizer, 100.0, options.n_samples_per_epoch)
+    devices = options.device_ids
+    inference = VI(loss, posterior, ("norm", -2.0, 1.0), optimizer, 100.0, options.n_samples_per_epoch, devices=devices)
     result = inference.run(data, options.n_epochs, n_samples=400, progress=True)
     if mpiad.mpi_rank() != 0:
         return

@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpiad._typing import Array, Comm, Function, Rank
+from mpiad.device import to_device, to_host
 from mpiad.differentiation.backward import run_backward
 from mpiad.differentiation.objective import problem_with
 from mpiad.differentiation.trace import Variables, trace_backwards
 from mpiad.primitives import mpi_gather, mpi_rank, mpi_scatter, mpi_size
-from mpiad.primitives.cotangents import conform
+from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import suspended
 from mpiad.tasks import mpi_map
 from mpiad.transport import channel
@@ -52,10 +53,12 @@ class Model:
     data : object
     differentiated : bool
         Whether gradients by theta are wanted.
+    device : int, optional
+        The GPU that this rank's draws are put on; by default they stay on the host.
     """
 
-    def __init__(self, loss: Function, data: Any, differentiated: bool):
-        self._loss, self._data, self._differentiated = loss, data, differentiated
+    def __init__(self, loss: Function, data: Any, differentiated: bool, device: int | None = None):
+        self._loss, self._data, self._differentiated, self._device = loss, data, differentiated, device
         self.trace: str | None = None
         self.runs = 0
 
@@ -79,16 +82,19 @@ class Model:
         return row
 
     def _evaluated(self, theta: Array) -> tuple[float, Array | float]:
+        if self._device is not None:
+            theta = to_device(theta, self._device)
         if not self._differentiated:
             value = self._loss(theta, self._data)
             self._require_number(value)
-            return float(value), 0.0
+            return _plain_number(value), 0.0
         traced = trace_backwards(lambda x: self._loss(x, self._data), Variables([theta], [0], lambda leaves: leaves[0]))
         self._require_number(traced.build(traced.values))
         value, place = traced.values[0], traced.places[0]
-        seeds = [(place, np.ones(np.shape(value), value.dtype)[()])] if place >= 0 else []
+        spec = spec_like(value)
+        seeds = [(place, spec.zeros() + spec.dtype.type(1))] if place >= 0 else []
         (gradient,) = run_backward(traced.recording, seeds, 1)
-        return float(np.reshape(value, ())), 0.0 if gradient is None else conform(gradient, theta.shape, theta.dtype)
+        return _plain_number(value), 0.0 if gradient is None else to_host(conform(gradient, *spec_like(theta)))
 
     def _require_number(self, value: Any) -> None:
         problem = problem_with(value, 1.0, "VI")
@@ -113,6 +119,10 @@ class Model:
         """Return the first rank on which the model raised, and its first traceback; all ranks call it."""
         found = channel(comm, "VI.run").data.allgather(self.trace)
         return next(((rank, trace) for rank, trace in enumerate(found) if trace), None)
+
+
+def _plain_number(value: Any) -> float:
+    return float(np.reshape(to_host(value), ()))
 
 
 def sorted_out(rows: Array) -> Evaluations:

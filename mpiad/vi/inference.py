@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -16,6 +17,7 @@ from mpiad.primitives.operation import suspended
 from mpiad.progress_line import ProgressLine
 from mpiad.transport import Channel, channel
 from mpiad.transport.agreement import agreed, raise_together, require_same
+from mpiad.vi.devices import device_of
 from mpiad.vi.divergence import has_closed_form
 from mpiad.vi.evaluation import Evaluations, Model, sorted_out
 from mpiad.vi.objective import Objective
@@ -56,6 +58,9 @@ class VI:
     handout : {"even", "dynamic"}
         Every rank, the root too, gets an even share of the draws; or whichever rank but the root is free gets the next one,
         for models whose runs take different times.
+    devices : sequence of str, optional
+        A name for each rank: "cpu", or "cuda:0" and so on. Where a rank has a GPU, `loss` gets `theta` there, and its value
+        may lie there too; `data` it puts there by itself.
     seed : int
         Of all draws.
     root : int
@@ -83,6 +88,7 @@ class VI:
         gradient: str = "pathwise",
         divergence: str = "auto",
         handout: str = "even",
+        devices: Sequence[str] | None = None,
         seed: int = 0,
         root: Rank = 0,
         comm: Comm = None,
@@ -95,6 +101,7 @@ class VI:
         self.loss, self.posterior, self.prior = loss, posterior, prior_of(prior, posterior.dim)
         self.optimizer, self.w, self.n_samples_per_epoch = optimizer, float(w), int(n_samples_per_epoch)
         self.gradient, self.handout, self.seed, self.root, self.comm = gradient, handout, seed, root, comm
+        self.devices = devices
         known = has_closed_form(posterior, self.prior)
         if divergence == "closed" and not known:
             raise ValueError(
@@ -156,7 +163,7 @@ class VI:
         used, call = channel(self.comm, "VI.run"), "VI.run"
         root = root_of(self.root, used, call)
         self._agree(used, data, n_epochs, max_epochs_without_improvement, n_samples)
-        model = Model(self.loss, data, self.gradient == "pathwise")
+        model = Model(self.loss, data, self.gradient == "pathwise", device_of(self.devices, used, call))
         objective = Objective(self.posterior, self.prior, self.w, self.gradient, self.divergence)
         training = None
         error: Exception | None = None
@@ -225,7 +232,7 @@ class VI:
         require_same(
             used, f"n_samples_per_epoch={self.n_samples_per_epoch}, n_epochs={n_epochs}, gradient={self.gradient!r}, "
             f"divergence={self.divergence!r}, handout={self.handout!r}, w={self.w}, seed={self.seed}, root={self.root}, "
-            f"dim={self.posterior.dim}, n_samples={n_samples}", "VI.run",
+            f"dim={self.posterior.dim}, n_samples={n_samples}, devices={self.devices!r}", "VI.run",
         )  # fmt: skip
         if used.rank == self.root and self.n_samples_per_epoch < used.size:
             _log.warning(
@@ -263,7 +270,7 @@ class VI:
         root = root_of(self.root, used, "VI.elbo")
         noise = np.random.default_rng([self.seed, 2**32 + 1]).standard_normal((n_samples, self.posterior.dim))
         theta, log_q = (np.asarray(part) for part in self.posterior.draw(params, noise))
-        model = Model(self.loss, data, False)
+        model = Model(self.loss, data, False, device_of(self.devices, used, "VI.elbo"))
         with suspended():
             rows = model.evenly(theta if used.rank == root else None, n_samples, self.posterior.dim, root, self.comm)
             found: Evaluations = sorted_out(used.data.bcast(rows, root))
