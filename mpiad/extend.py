@@ -21,6 +21,7 @@ from mpiad.primitives.foreign import checked_adjoint
 from mpiad.primitives.noting import noted_methods
 from mpiad.primitives.operation import Tape, current, differentiable, refuse_suspended, suspended
 from mpiad.transport import calls
+from mpiad.transport.device_arrays import arrays_of, is_device_array
 
 __all__ = [
     "Communicating", "communicating", "defadjoint", "defjvp", "defjvp_together", "defvjp", "defvjp_together",
@@ -50,7 +51,7 @@ class Communicating:
 
     def body(self, args: tuple, kwargs: dict) -> Any:
         """Run the function on plain arrays, as one node."""
-        args = tuple([_lent(arg) if type(arg) is np.ndarray else arg for arg in args])
+        args = tuple([_lent(arg) for arg in args])
         with suspended():
             ans = self.fun(*args, **kwargs)
         return ans.copy() if type(ans) is np.ndarray and not ans.flags.writeable else _result(ans, self.__name__)
@@ -93,15 +94,18 @@ def _switch_noting(on: bool) -> None:
 calls.register(_switch_noting)
 
 
-def _lent(array: np.ndarray) -> np.ndarray:
-    """Return an array as MPI takes it, which can't be written to: a cotangent may belong to other steps too."""
+def _lent(array: Any) -> Any:
+    """Return an array as MPI takes it, which can't be written to (on a device it could): others may hold it too."""
+    if type(array) is not np.ndarray:
+        arrays = arrays_of(array)
+        return array if arrays is None else arrays.contiguous(array)
     lent = (array if array.flags.c_contiguous else array.copy(order="C")).view()
     lent.flags.writeable = False
     return lent
 
 
 def _result(ans: Any, name: str) -> Any:
-    if isinstance(ans, (np.ndarray, np.generic, bool, int)) or ans is None:
+    if isinstance(ans, (np.ndarray, np.generic, bool, int)) or ans is None or is_device_array(ans):
         return ans
     if isinstance(ans, (float, complex)):
         return np.asarray(ans)[()]

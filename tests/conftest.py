@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from subprocess import CompletedProcess
 
+import device_kinds
 import hypothesis
 import launch
 import numpy as np
@@ -99,6 +100,12 @@ def rank_rng(request: pytest.FixtureRequest) -> Callable[[int], np.random.Genera
 def rng(rank_rng: Callable[[int], np.random.Generator], rank: int) -> np.random.Generator:
     """This rank's generator in this test."""
     return rank_rng(rank)
+
+
+@pytest.fixture(params=device_kinds.available(), ids=lambda kind: kind.name)
+def devices(request: pytest.FixtureRequest) -> device_kinds.StandIn | device_kinds.Cupy:
+    """A kind of device arrays: `put(values)`, `look(x)`, `kind`, `start_counting()`, `copies()`."""
+    return request.param
 
 
 @pytest.fixture

@@ -49,9 +49,9 @@ def _where(func: Any, condition: Any, *choices: Any) -> Any:
 
 
 def _of_arrays(func: Any, *args: Any, **kwargs: Any) -> Any:
-    arrays = args[1:] if isinstance(args[0], str) else args[:2]
+    arrays = args[1:] if isinstance(args[0], str) else args if func is np.einsum else args[:2]
     for array in arrays:
-        if not isinstance(array, np.ndarray):
+        if not isinstance(array, np.ndarray) and not (func is np.einsum and isinstance(array, list)):
             raise TypeError(f"{func.__name__}: Unsupported type {type(array)}")
     return func(*args, **kwargs)
 

@@ -83,12 +83,11 @@ def concatenate(arrays: Sequence[Array], axis: int | None = 0) -> Array:
     -------
     The cotangent is cut into the pieces.
     """
-    arrays = list(arrays)
+    arrays = [anp.ravel(piece) for piece in arrays] if axis is None else list(arrays)
+    axis = axis or 0
     if _device_among(arrays) is None:
         return anp.concatenate(arrays, axis)
     _refuse_mixture(arrays, "concatenate")
-    if axis is None:
-        arrays, axis = [anp.ravel(piece) for piece in arrays], 0
     return arrays[0] if len(arrays) == 1 else joined(axis, *arrays)
 
 

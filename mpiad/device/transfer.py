@@ -118,7 +118,8 @@ def array_to_device(x: Array, arrays: ArrayModule) -> Array:
             f"to_device: x must hold booleans, integers, or real or complex numbers of up to double precision, but got "
             f"{type(x).__name__} of dtype {host.dtype}."
         )
-    return arrays.to_device(host)
+    # A number travels with the call that makes an array of it.
+    return arrays.to_device(host) if host.ndim else arrays.full((), host[()], host.dtype)
 
 
 @primitive

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from autograd.core import JVPNode, primitive_jvps, primitive_vjps
-from autograd.tracer import Box, new_box, notrace_primitives
+from autograd.tracer import Box, getval, new_box, notrace_primitives
 
 from mpiad.differentiation.nodes import TangentNode
 from mpiad.differentiation.rules import JVP_RULES
+from mpiad.differentiation.rules.protocol import DEVICE_JVPS, inherited_jvp, inherited_vjp
 from mpiad.differentiation.rules.transposition import tangent_by_transposition
 from mpiad.differentiation.tape import TangentTape
+from mpiad.transport.device_arrays import is_device_array
 
 __all__ = ["Bundle", "BundleNode", "trace_bundle"]
 
@@ -60,10 +63,11 @@ def _along(tangents: list[tuple[int, Any]], rule: Callable, value: Any, args: An
 
 def _inherited(fun: Any, value: Any) -> Callable:
     rule = primitive_jvps.get(fun)
-    if rule is not None:
-        return rule
+    on_device = is_device_array(getval(value))
+    if rule is not None or on_device and fun in DEVICE_JVPS:
+        return partial(inherited_jvp, fun) if on_device else rule
     if fun in primitive_vjps and hasattr(value, "dtype"):
-        vjp = primitive_vjps[fun]
+        vjp = partial(inherited_vjp, fun)
         return lambda argnums, gs, ans, args, kwargs: tangent_by_transposition(vjp, argnums, gs, ans, args, kwargs)
     raise NotImplementedError(f"the tangent of {getattr(fun, '__name__', fun)!r} isn't defined")
 

@@ -10,6 +10,7 @@ import numpy as np
 from autograd.tracer import getval
 
 from mpiad._typing import Array
+from mpiad.device import to_host
 from mpiad.differentiation.trace import Variables
 from mpiad.differentiation.trees import named_leaves
 from mpiad.transport import MIN, Channel
@@ -43,7 +44,8 @@ def require_equal_copies(variables: Variables, channel: Channel, call: str) -> N
     """
     if compares_copies():
         said = f"{call}: shared=True says that all ranks hold the same variable x"
-        require_replicated(channel, named_leaves(variables.build(variables.leaves), "x"), said, _BROADCAST)
+        leaves = [(path, to_host(leaf)) for path, leaf in named_leaves(variables.build(variables.leaves), "x")]
+        require_replicated(channel, leaves, said, _BROADCAST)
 
 
 def require_equal_objective(value: Array, channel: Channel, call: str) -> None:

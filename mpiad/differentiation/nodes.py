@@ -12,14 +12,17 @@ type of an input that is still traced.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from autograd.core import JVPNode, VJPNode, primitive_jvps, primitive_vjps
-from autograd.tracer import notrace_primitives
+from autograd.tracer import getval, notrace_primitives
 
 from mpiad.differentiation.rules import JVP_RULES, VJP_RULES
+from mpiad.differentiation.rules.protocol import DEVICE_JVPS, inherited_jvp, inherited_vjp
 from mpiad.differentiation.rules.transposition import tangent_by_transposition
 from mpiad.transport import Spec
+from mpiad.transport.device_arrays import is_device_array
 
 __all__ = ["LastingNode", "OrderedNode", "TangentNode"]
 
@@ -54,11 +57,12 @@ class OrderedNode(VJPNode):
             parent_argnums, parents = _still_traced(parent_argnums, parents)
             self.inputs = tuple([parent.index for parent in parents])
         rule = VJP_RULES.get(fun)
-        if rule is None:
-            rule = primitive_vjps.get(fun)
-            if rule is None:
-                raise NotImplementedError(f"the adjoint of {_name(fun)} for argument {parent_argnums} isn't defined")
-        self.pull = rule(parent_argnums, value, args, kwargs)
+        if rule is not None:
+            self.pull = rule(parent_argnums, value, args, kwargs)
+        elif fun in primitive_vjps:
+            self.pull = inherited_vjp(fun, parent_argnums, value, args, kwargs)
+        else:
+            raise NotImplementedError(f"the adjoint of {_name(fun)} for argument {parent_argnums} isn't defined")
         record = tape.record
         self.tape, self.like, self.index = tape, None, len(record)
         record.append(self)
@@ -149,11 +153,14 @@ class TangentNode(JVPNode):
         if not _all_on(tape, parents):
             parent_argnums, parents = _still_traced(parent_argnums, parents)
         tangents = [parent.g for parent in parents]
-        rule = JVP_RULES.get(fun) or primitive_jvps.get(fun)
+        rule = JVP_RULES.get(fun)
         if rule is not None:
             self.g = rule(parent_argnums, tangents, value, args, kwargs)
+        elif fun in primitive_jvps or fun in DEVICE_JVPS and is_device_array(getval(value)):
+            self.g = inherited_jvp(fun, parent_argnums, tangents, value, args, kwargs)
         elif fun in primitive_vjps and hasattr(value, "dtype"):
-            self.g = tangent_by_transposition(primitive_vjps[fun], parent_argnums, tangents, value, args, kwargs)
+            rule = partial(inherited_vjp, fun)
+            self.g = tangent_by_transposition(rule, parent_argnums, tangents, value, args, kwargs)
         else:
             raise NotImplementedError(f"the tangent of {_name(fun)} for argument {parent_argnums} isn't defined")
         self.tape = tape

@@ -28,4 +28,5 @@ def noise_like(leaf: Array, rng: np.random.Generator) -> Any:
     noise = rng.standard_normal(spec.shape)
     if spec.dtype.kind == "c":
         noise = noise + 1j * rng.standard_normal(spec.shape)
-    return np.asarray(noise, dtype=spec.dtype)[()]
+    noise = np.asarray(noise, dtype=spec.dtype)
+    return noise[()] if spec.arrays is None else spec.arrays.to_device(noise)

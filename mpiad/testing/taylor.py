@@ -13,6 +13,7 @@ import autograd.numpy as anp
 import numpy as np
 
 from mpiad._typing import Comm, Function, Rank
+from mpiad.device import to_host
 from mpiad.differentiation import grad, hvp, jvp, value_and_grad
 from mpiad.differentiation.trees import flatten, is_variable
 from mpiad.primitives.cotangents import spec_like
@@ -65,7 +66,7 @@ class _Line:
     def along(self, g: Any) -> float:
         """Return the derivative along the line of a gradient, over all ranks."""
         pairs = zip(flatten(g)[0], flatten(self.v)[0], flatten(self.x)[0])
-        mine = sum(np.real(np.sum(a * b)) for a, b, x in pairs if is_variable(x))
+        mine = sum(np.real(to_host(np.sum(a * b))) for a, b, x in pairs if is_variable(x))
         return float(mine) if self.shared else float(self.used.data.allreduce(float(mine)))
 
 

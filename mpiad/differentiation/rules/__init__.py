@@ -21,6 +21,7 @@ from mpiad.differentiation.rules import (
     elementwise,
     extrema,
     indexing,
+    on_device,
     padding,
     powers,
     products,
@@ -31,7 +32,7 @@ from mpiad.differentiation.rules import (
 )
 from mpiad.differentiation.rules.protocol import JvpMaker, Primitive, VjpMaker
 
-__all__ = ["JVP_RULES", "VJP_RULES"]
+__all__ = ["JVP_RULES", "VJP_RULES", "on_device"]
 
 _FAMILIES = (
     arithmetic,

@@ -16,7 +16,9 @@ from mpiad.differentiation.rules.protocol import (
     inherited_jvp,
     inherited_vjp,
     one_unchanged,
+    refuse_on_device,
 )
+from mpiad.transport.device_arrays import is_device_array
 
 __all__ = ["JVPS", "VJPS"]
 
@@ -24,6 +26,7 @@ __all__ = ["JVPS", "VJPS"]
 def concatenate_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     """Cut the cotangent into the pieces that were joined."""
     axis, pieces = args[0], args[1:]
+    _refuse_garbage(ans)
     if kwargs or axis is None:
         return inherited_vjp(anp.concatenate_args, argnums, ans, args, kwargs)
     lead = (slice(None),) * (axis % ans.ndim)
@@ -36,8 +39,15 @@ def concatenate_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> 
     return lambda g: tuple([anp.real(g[cut]) if real else g[cut] for cut, real in chosen])
 
 
+def _refuse_garbage(ans: Array) -> None:
+    # Asked for a view of NumPy's type, CuPy takes this for the dtype object, and says nothing.
+    if ans.dtype.kind == "O" and is_device_array(getval(ans)):
+        refuse_on_device(anp.concatenate_args, ans)
+
+
 def concatenate_jvp(argnums: Argnums, gs: Any, ans: Array, args: tuple, kwargs: dict) -> Array:
     """Join the tangents, zeros for the pieces that have none."""
+    _refuse_garbage(ans)
     return anp.concatenate_args(args[0], *_filled_up(argnums, gs, args, 1))
 
 

@@ -6,11 +6,18 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import autograd.numpy
+import numpy as np
 from autograd.core import primitive_jvps, primitive_vjps
-from autograd.tracer import Box
+from autograd.tracer import Box, getval
+
+from mpiad.device.transfer import array_to_host
+from mpiad.transport.device_arrays import ArrayModule, arrays_of
 
 __all__ = [
     "BOX_TYPES",
+    "DEVICE_JVPS",
+    "DEVICE_REFUSALS",
+    "DEVICE_VJPS",
     "Argnums",
     "JvpMaker",
     "Primitive",
@@ -23,6 +30,7 @@ __all__ = [
     "one_unchanged",
     "primitive_mean",
     "primitive_where",
+    "refuse_on_device",
     "two_unchanged",
 ]
 
@@ -42,14 +50,52 @@ primitive_mean: Primitive = getattr(autograd.numpy.numpy_wrapper, "_primitive_me
 primitive_where: Primitive = getattr(autograd.numpy, "_original_where", anp.where)
 
 
+# Filled by `on_device`: rules where autograd's own make arrays of NumPy's, and what has none.
+DEVICE_VJPS: dict[Primitive, VjpMaker] = {}
+DEVICE_JVPS: dict[Primitive, JvpMaker] = {}
+DEVICE_REFUSALS: dict[Primitive, tuple[str, str]] = {}
+
+
+_NUMBERS = (float, complex, np.inexact)
+
+
 def inherited_vjp(fun: Primitive, argnums: Argnums, ans: Any, args: tuple, kwargs: dict) -> Vjp:
-    """Make the adjoint by autograd's own rule."""
-    return primitive_vjps[fun](argnums, ans, args, kwargs)
+    """Make the adjoint by autograd's own rule; for device arrays by the one of `on_device`, where there is one."""
+    if _place(ans) is None:
+        return primitive_vjps[fun](argnums, ans, args, kwargs)
+    if fun in DEVICE_REFUSALS:
+        refuse_on_device(fun, ans)
+    pull = DEVICE_VJPS.get(fun, primitive_vjps[fun])(argnums, ans, args, kwargs)
+    # A number of the host's beside device arrays.
+    at_home = [isinstance(getval(args[i]), _NUMBERS) for i in argnums]
+    if not any(at_home):
+        return pull
+    return lambda g: tuple([array_to_host(part) if home else part for part, home in zip(pull(g), at_home)])
 
 
 def inherited_jvp(fun: Primitive, argnums: Argnums, gs: Any, ans: Any, args: tuple, kwargs: dict) -> Any:
-    """Compute the tangent by autograd's own rule."""
-    return primitive_jvps[fun](argnums, gs, ans, args, kwargs)
+    """Compute the tangent by autograd's own rule; for device arrays by the one of `on_device`, where there is one."""
+    if _place(ans) is None:
+        return primitive_jvps[fun](argnums, gs, ans, args, kwargs)
+    if fun in DEVICE_REFUSALS:
+        refuse_on_device(fun, ans)
+    return DEVICE_JVPS.get(fun, primitive_jvps.get(fun))(argnums, gs, ans, args, kwargs)  # type: ignore[misc]
+
+
+def _place(x: Any) -> ArrayModule | None:
+    """Return what makes arrays where a value lives, or the first part of a result that has several; None: the host."""
+    x = getval(x)
+    if isinstance(x, (tuple, list)) and len(x) > 0:
+        x = getval(x[0])
+    return arrays_of(x)
+
+
+def refuse_on_device(fun: Primitive, ans: Any) -> None:
+    """Raise a NotImplementedError for a function that has no derivative on a device, naming it and what to do."""
+    name, advice = DEVICE_REFUSALS[fun]
+    arrays = _place(ans)
+    kind = "device" if arrays is None else arrays.name
+    raise NotImplementedError(f"{name} can't be differentiated for {kind} arrays: {advice}.")
 
 
 def one_unchanged(g: Any) -> tuple[Any]:

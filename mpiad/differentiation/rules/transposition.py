@@ -13,7 +13,8 @@ from autograd.core import make_vjp
 from autograd.tracer import getval
 
 from mpiad._typing import Array
-from mpiad.differentiation.rules.protocol import Argnums, VjpMaker
+from mpiad.differentiation.rules.protocol import Argnums, Vjp, VjpMaker
+from mpiad.transport.device_arrays import is_device_array
 
 __all__ = ["tangent_by_transposition"]
 
@@ -39,9 +40,23 @@ def tangent_by_transposition(
     array
     """
     adjoint = rule(argnums, ans, args, kwargs)
+    if is_device_array(getval(ans)):
+        return _transposed_on_device(adjoint, gs, np.zeros_like(getval(ans)))
     plain = np.asarray(getval(ans))
 
     def paired(w: Any) -> Any:
         return sum(anp.sum(anp.real(part * g)) for part, g in zip(adjoint(w), gs))
 
     return make_vjp(paired, np.zeros_like(plain))[0](1.0)
+
+
+def _transposed_on_device(adjoint: Vjp, gs: Any, w: Array) -> Array:
+    """Run the adjoint backwards on a tape of ours, whose rules stay on the device; autograd's don't."""
+    # The tape is made of nodes, which look up their tangents here.
+    from mpiad.differentiation.backward import run_backward
+    from mpiad.differentiation.trace import trace_list
+
+    _, places, recording = trace_list(lambda variables: tuple(adjoint(variables[0])), [w])
+    seeds = [(place, g) for place, g in zip(places, gs) if place >= 0]
+    found = run_backward(recording, seeds, 1)[0]
+    return w if found is None else found

@@ -1,0 +1,59 @@
+"""Constant arrays, made on the device of another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autograd.tracer import getval
+
+from mpiad._typing import Array
+from mpiad.transport.device_arrays import ArrayModule, arrays_of
+
+__all__ = ["arrays_like", "identity", "lower_triangle"]
+
+
+def arrays_like(x: Array) -> ArrayModule:
+    """Return what makes arrays on the device of `x`, traced or not."""
+    arrays = arrays_of(getval(x))
+    if arrays is None:
+        raise TypeError(f"expected a device array, but got {type(getval(x)).__name__}.")
+    return arrays
+
+
+def identity(like: Array, rows: int, columns: int | None = None, k: int = 0) -> Array:
+    """Return a matrix of ones on its k-th diagonal, of the real dtype of another array.
+
+    Parameters
+    ----------
+    like : device array
+    rows, columns : int
+    k : int
+
+    Returns
+    -------
+    array of shape (rows, columns)
+    """
+    arrays = arrays_like(like)
+    i, j = arrays.arange(rows)[:, None], arrays.arange(rows if columns is None else columns)[None, :]
+    return (j - i == k).astype(_real(like))
+
+
+def lower_triangle(like: Array, n: int) -> Array:
+    """Return a square matrix of ones below its diagonal.
+
+    Parameters
+    ----------
+    like : device array
+    n : int
+
+    Returns
+    -------
+    array of shape (n, n)
+    """
+    places = arrays_like(like).arange(n)
+    return (places[None, :] < places[:, None]).astype(_real(like))
+
+
+def _real(like: Array) -> Any:
+    dtype = getval(like).dtype
+    return dtype.char.lower() if dtype.kind == "c" else dtype

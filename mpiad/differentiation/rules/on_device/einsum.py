@@ -1,0 +1,73 @@
+"""Einstein's summation, by subscripts in a string."""
+
+from __future__ import annotations
+
+from string import ascii_letters
+
+import autograd.numpy as anp
+from autograd.core import primitive_vjps
+
+from mpiad._typing import Array, Shape
+from mpiad.differentiation.rules.expansion import expand
+from mpiad.differentiation.rules.protocol import Argnums, Vjp
+
+__all__ = ["JVPS", "VJPS"]
+
+
+def einsum_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+    """Sum the cotangent with the other operands, over what the operand doesn't have."""
+    if not isinstance(args[0], str):
+        return primitive_vjps[anp.einsum](argnums, ans, args, kwargs)
+    operands = args[1:]
+    inputs, out = _letters(args[0], [len(anp.shape(operand)) for operand in operands])
+    for i in argnums:
+        if len(set(inputs[i - 1])) < len(inputs[i - 1]):
+            raise NotImplementedError(
+                f"the derivative of einsum({args[0]!r}) by operand {i - 1} isn't available: it takes a diagonal. Take it "
+                "with diagonal first."
+            )
+    return lambda g: tuple([_part(g, i - 1, inputs, out, operands) for i in argnums])
+
+
+def _part(g: Array, k: int, inputs: list[str], out: str, operands: tuple) -> Array:
+    mine, shape = inputs[k], anp.shape(operands[k])
+    others = [operand for j, operand in enumerate(operands) if j != k]
+    subscripts = [letters for j, letters in enumerate(inputs) if j != k]
+    # An axis that nobody else has was summed over alone: the cotangent is the same all along it.
+    known = set(out).union(*subscripts)
+    kept = "".join(letter for letter in mine if letter in known)
+    part = anp.einsum(f"{','.join([out, *subscripts])}->{kept}", g, *others)
+    sizes = iter(anp.shape(part))
+    full = tuple([next(sizes) if letter in known else 1 for letter in mine])
+    return _fitted(part, full, shape, real=not anp.iscomplexobj(operands[k]))
+
+
+def _fitted(part: Array, full: Shape, shape: Shape, real: bool) -> Array:
+    stretched = tuple([max(n, m) for n, m in zip(full, shape)])
+    if stretched != anp.shape(part):
+        part = expand(part, stretched, full)
+    repeated = tuple([i for i, (n, m) in enumerate(zip(stretched, shape)) if n != m])
+    if repeated:
+        part = anp.sum(part, axis=repeated, keepdims=True)
+    return anp.real(part) if real and anp.iscomplexobj(part) else part
+
+
+def _letters(subscripts: str, ranks: list[int]) -> tuple[list[str], str]:
+    """Return a letter for each axis of each operand, and those of the result."""
+    left, arrow, right = subscripts.replace(" ", "").partition("->")
+    unused = [letter for letter in ascii_letters if letter not in subscripts]
+    dots = "".join(unused[: max(ranks, default=0)])
+    inputs, longest = [], ""
+    for part, rank in zip(left.split(","), ranks):
+        count = rank - len(part.replace("...", ""))
+        those = dots[len(dots) - count :] if "..." in part else ""
+        longest = max(longest, those, key=len)
+        inputs.append(part.replace("...", those))
+    if arrow:
+        return inputs, right.replace("...", longest)
+    named = left.replace("...", "").replace(",", "")
+    return inputs, longest + "".join(sorted(letter for letter in set(named) if named.count(letter) == 1))
+
+
+VJPS = {anp.einsum: einsum_vjp}
+JVPS: dict = {}
