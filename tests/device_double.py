@@ -26,6 +26,9 @@ _KINDS = "?bhilqBHILQefdFD"
 _NOT_AN_ADDRESS = 1 << 60
 
 
+_COMPARISONS = (np.equal, np.not_equal, np.less, np.less_equal, np.greater, np.greater_equal)
+
+
 class Transfers:
     """What was copied between host and device, and how often the host waited, since `reset`."""
 
@@ -104,6 +107,8 @@ class DeviceArray:
         if ufunc.__name__ not in UFUNCS:
             return NotImplemented
         out = kwargs.pop("out", ())
+        if ufunc in _COMPARISONS:  # a number of NumPy's before the operator arrives as an array
+            inputs = tuple([x[()] if type(x) is np.ndarray and x.ndim == 0 else x for x in inputs])
         for x in (*inputs, *out):
             if not isinstance(x, (DeviceArray, np.ndarray, *_SCALARS)):
                 return NotImplemented
