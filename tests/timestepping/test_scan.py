@@ -223,6 +223,30 @@ def test_a_step_may_write_into_the_state_that_it_gets(kept):
 
 
 @pytest.mark.serial
+@pytest.mark.parametrize("kept", [None, 1, 2, 5])
+def test_cotangents_that_are_the_same_array_are_added_up_apart(kept):
+    """A sum's adjoint hands one array to the state and to the parameter; neither may see what the other gets."""
+    weights = np.array([1.0, -2.0, 3.0])
+    by_u, by_c = mpiad.grad(lambda u, c: weights @ scan(lambda u, k, c: u + c, u, 5, c, checkpoints=kept), (0, 1))(
+        np.ones(3), np.zeros(3)
+    )
+    np.testing.assert_array_equal(by_u, weights)
+    np.testing.assert_array_equal(by_c, 5 * weights)
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("kept", [None, 1, 2, 5])
+def test_a_step_may_forget_the_state_before_it(kept):
+    def fun(u, c):
+        last = scan(lambda u, k, c: {"new": c * (k + 1.0), "old": u["new"] ** 2}, u, 5, c, checkpoints=kept)
+        return last["new"] + last["old"]
+
+    by_u, by_c = mpiad.grad(fun, (0, 1))({"new": 0.5, "old": 0.1}, 0.3)
+    assert by_u == {"new": 0.0, "old": 0.0}
+    assert by_c == pytest.approx(5 + 2 * 16 * 0.3, rel=1e-14)
+
+
+@pytest.mark.serial
 def test_no_steps_return_the_state():
     u = {"u": np.ones(2)}
     assert scan(lambda u, k: u, u, 0, checkpoints=1)["u"] is u["u"]

@@ -68,6 +68,22 @@ def test_blocks_that_are_recorded_together_are_run_twice_only(steps, kept, plain
     assert found == pytest.approx(mpiad.grad(lambda c: scan(advance, 1.0, steps, c))(0.3), rel=1e-13)
 
 
+@pytest.mark.parametrize("steps, length", [(20, 5), (23, 4), (7, 3)])
+def test_schedules_of_blocks_count_their_states_in_steps(steps, length):
+    at, blocks = 0, []
+    for action in actions(steps, Checkpoints(2, recorded=length)):
+        if isinstance(action, (Keep, Restore)):
+            assert action.number % length == 0
+            at = action.number if isinstance(action, Restore) else at
+            assert action.number == at
+        else:
+            assert action.first == at
+            at = action.stop
+        if isinstance(action, Reverse):
+            blocks.append((action.first, action.stop))
+    assert blocks == [(k, min(k + length, steps)) for k in reversed(range(0, steps, length))]
+
+
 @pytest.mark.parametrize("steps, kept", [(20, 1), (20, 4), (20, 19), (20, 20), (1, 1)])
 def test_steps_are_called_as_often_as_the_schedule_says(steps, kept):
     calls = {"plain": 0, "traced": 0}
