@@ -9,6 +9,7 @@ import numpy as np
 from autograd.tracer import getval, isbox
 
 from mpiad._typing import Comm, LocalArray, Op, ReplicatedArray
+from mpiad.device.assembly import concatenate
 from mpiad.primitives.allgather import mpi_allgather
 from mpiad.primitives.catalogue import ALLREDUCE, Reduction
 from mpiad.primitives.checks import reduction_of
@@ -81,7 +82,7 @@ def _product_of_others(ans: Any, x: Any, p: Reduction) -> Any:
     if not isbox(ans) and _holds(np.all((np.abs(y) > safe) & np.isfinite(y))):
         return ans / x
     factors = mpi_allgather(x, comm=p.channel.user)
-    others = anp.concatenate((factors[: p.channel.rank], factors[p.channel.rank + 1 :]))
+    others = concatenate((factors[: p.channel.rank], factors[p.channel.rank + 1 :]))
     return _product(others) if len(others) else anp.ones_like(y)
 
 
@@ -96,7 +97,7 @@ def _product(factors: Any) -> Any:
     while len(factors) > 1:
         half = len(factors) // 2
         odd = factors[2 * half :]
-        factors = anp.concatenate((factors[:half] * factors[half : 2 * half], odd))
+        factors = concatenate((factors[:half] * factors[half : 2 * half], odd))
     return factors[0]
 
 

@@ -19,6 +19,7 @@ from mpi4py import MPI
 
 from mpiad.errors import ReplicationError
 from mpiad.transport.channels import Channel
+from mpiad.transport.device_arrays import arrays_of
 from mpiad.transport.differences import Difference, compare, greatest
 
 __all__ = ["require_replicated"]
@@ -77,6 +78,9 @@ def require_replicated(channel: Channel, leaves: Sequence[tuple[str, Any]], said
 def _plain(path: str, value: Any) -> Any:
     if value is None or isinstance(value, (str, bytes, int)):  # a Python integer of any size
         return value
+    arrays = arrays_of(value)
+    if arrays is not None:
+        return arrays.to_host(value)
     array = np.asarray(value) if isinstance(value, (float, complex, np.generic, np.ndarray)) else None
     if array is None or array.dtype.hasobject:
         raise TypeError(

@@ -44,7 +44,8 @@ def ship(array: Array, envelope: Envelope) -> tuple[Any, Any]:
     arrays = arrays_of(array)
     way = way_of(envelope.channel, arrays)
     chunk = device_settings.present().chunk
-    if isinstance(way, Staged) and array.nbytes > chunk:
+    # What is as short as an announcement would be taken for one.
+    if isinstance(way, Staged) and array.nbytes > max(chunk, ANNOUNCEMENT_BYTES):
         return _ship_in_pieces(way, array, envelope, chunk)
     sent = way.copied(array)
     return envelope.comm.Isend(sent, envelope.peer, envelope.mpi_tag), sent

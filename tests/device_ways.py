@@ -1,0 +1,52 @@
+"""The ways in which device arrays travel, for tests on the stand-in: each test takes all of them.
+
+`staged` copies whole arrays through the host, `pieces` copies all but the smallest in pieces, `direct` gives MPI the
+memory that the stand-in says is the device's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from autograd.tracer import getval
+from device_double import DeviceArray, double, on_device
+
+from mpiad.device import to_device, to_host
+from mpiad.transport import device_settings
+from mpiad.transport.device_settings import DeviceSettings
+
+SETTINGS = {
+    "staged": DeviceSettings(cuda_aware=False),
+    "pieces": DeviceSettings(cuda_aware=False, chunk=16),
+    "direct": DeviceSettings(cuda_aware=True),
+}
+
+each_way = pytest.mark.parametrize("way", SETTINGS)
+
+
+@contextmanager
+def travelling(way: str | DeviceSettings) -> Iterator[None]:
+    """Have device arrays travel in one of the ways; all ranks enter it."""
+    settings = SETTINGS[way] if isinstance(way, str) else way
+    before, aware = device_settings.put(settings), double.aware
+    double.aware = bool(settings.cuda_aware)
+    try:
+        yield
+    finally:
+        double.synchronize()
+        double.aware = aware
+        device_settings.put(before)
+
+
+def through_device(fun):
+    """Return a function of host arrays that does on the device what `fun` does."""
+
+    def there_and_back(x):
+        there = to_device(x, like=on_device(0.0))
+        y = fun(there)
+        assert type(getval(y)) is DeviceArray, type(y)
+        return to_host(y)
+
+    return there_and_back

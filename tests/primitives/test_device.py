@@ -1,0 +1,269 @@
+"""Every primitive on device arrays: value, adjoint, tangent and second order, in each way in which arrays travel."""
+
+from __future__ import annotations
+
+import autograd.numpy as anp
+import numpy as np
+import pytest
+import reference
+from against_reference import arrays, assert_close, check
+from device_double import DeviceArray, on_device, on_host, transfers
+from device_ways import SETTINGS, each_way, through_device, travelling
+from linear_primitives import LINEAR_PRIMITIVES
+from mpi4py import MPI
+
+import mpiad
+
+WORLD = MPI.COMM_WORLD
+RIGHT, LEFT = (WORLD.rank + 1) % WORLD.size, (WORLD.rank - 1) % WORLD.size
+ROOT = WORLD.size - 1
+
+
+def moved(shapes):
+    return reference.move(shapes, [(rank - 1) % len(shapes) for rank in range(len(shapes))])
+
+
+def sent_late(x):
+    """Return what the rank before starts to send, with a barrier between start and wait."""
+    coming, going = mpiad.mpi_irecv(x, LEFT, 4), mpiad.mpi_isend(x, RIGHT, 4)
+    mpiad.mpi_barrier()
+    return mpiad.mpi_wait(coming) + 0 * mpiad.mpi_wait(going)
+
+
+def from_anyone(x):
+    mpiad.mpi_send(x, RIGHT, 6)
+    return mpiad.mpi_recv(x, MPI.ANY_SOURCE, 6)
+
+
+def paired(x):
+    return mpiad.mpi_sendrecv(x, dest=0, source=ROOT)
+
+
+def summed_late(x):
+    request = mpiad.mpi_iallreduce(x)
+    mpiad.mpi_barrier()
+    return mpiad.mpi_wait(request)
+
+
+OTHERS = {
+    "bcast from None": (lambda x: mpiad.mpi_bcast(x if WORLD.rank == ROOT else None, ROOT), lambda s: reference.bcast(s, ROOT)),
+    "reduce": (lambda x: mpiad.mpi_reduce(x, MPI.SUM, ROOT), lambda s: reference.sum_to_root(s, ROOT)),
+    "gather stacked": (lambda x: mpiad.mpi_gather(x, ROOT), lambda s: reference.gather(s, ROOT)),
+    "gather by columns": (lambda x: mpiad.mpi_gather(x, ROOT, 1), lambda s: reference.gather(s, ROOT, 1)),
+    "allgather stacked": (mpiad.mpi_allgather, reference.allgather),
+    "scatter by columns": (lambda x: mpiad.mpi_scatter(x, ROOT, 1), lambda s: reference.scatter(s, ROOT, 1)),
+    "scatter from None": (
+        lambda x: mpiad.mpi_scatter(x if WORLD.rank == ROOT else None, ROOT, 0), lambda s: reference.scatter(s, ROOT, 0),
+    ),
+    "isend": (sent_late, moved),
+    "recv from anyone": (from_anyone, moved),
+    "iallreduce": (summed_late, reference.allreduce),
+    "sendrecv": (paired, lambda s: reference.move(s, [ROOT if rank == 0 else rank for rank in range(len(s))])),
+    "product": (lambda x: mpiad.mpi_allreduce(x, MPI.PROD), lambda s: reference.reduction("PROD", s)),
+    "largest": (lambda x: mpiad.mpi_allreduce(x, MPI.MAX), lambda s: reference.reduction("MAX", s)),
+    "smallest on the root": (lambda x: mpiad.mpi_reduce(x, MPI.MIN, ROOT), lambda s: reference.reduction("MIN", s, ROOT)),
+}  # fmt: skip
+SHAPE = (5, 3)
+
+
+@pytest.mark.parametrize("dtype, way", [*[("f8", way) for way in SETTINGS], ("f4", "pieces"), ("c16", "direct")])
+@pytest.mark.parametrize("name", LINEAR_PRIMITIVES)
+def test_linear_primitives(rngs, size, name, dtype, way):
+    call, make = LINEAR_PRIMITIVES[name]
+    with travelling(way):
+        fun = through_device(lambda x: call(x, WORLD))
+        check(fun, make([SHAPE] * size), arrays(rngs, SHAPE, dtype), rngs)
+
+
+@each_way
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_primitives(rngs, size, name, way):
+    call, make = OTHERS[name]
+    with travelling(way):
+        check(through_device(call), make([SHAPE] * size), arrays(rngs, SHAPE), rngs)
+
+
+@each_way
+def test_alltoall(rngs, size, way):
+    with travelling(way):
+        shape = (size, 3)
+        check(through_device(mpiad.mpi_alltoall), reference.alltoall([shape] * size), arrays(rngs, shape), rngs)
+
+
+@each_way
+@pytest.mark.parametrize("shape", [(), (0,), (2, 0)], ids=["0d", "empty", "2x0"])
+def test_shapes_without_entries_or_dimensions(rngs, size, shape, way):
+    with travelling(way):
+        for call, make in ((mpiad.mpi_allreduce, reference.allreduce), (from_anyone, moved), (mpiad.mpi_scan, reference.scan)):
+            check(through_device(call), make([shape] * size), arrays(rngs, shape), rngs)
+
+
+@each_way
+def test_lengths_that_differ(rngs, size, way):
+    shapes = [(2 + rank, 3) for rank in range(size)]
+    with travelling(way):
+        check(through_device(lambda x: mpiad.mpi_allgather(x, 0)), reference.allgather(shapes, 0), arrays(rngs, shapes), rngs)
+
+
+@each_way
+def test_what_lies_apart_in_memory(rngs, rank, size, way):
+    xs = arrays(rngs, (6, 4))
+    with travelling(way):
+        x = on_device(xs[rank]).T[::2]
+        total = mpiad.mpi_allreduce(x)
+        assert type(total) is DeviceArray
+        assert_close(on_host(total), sum(x.T[::2] for x in xs), np.dtype("f8"))
+        assert_close(on_host(from_anyone(x)), xs[LEFT].T[::2], np.dtype("f8"))
+
+
+@each_way
+@pytest.mark.parametrize("dtype", ["?", "i4", "u8"])
+def test_integers_travel_untraced(rngs, rank, size, dtype, way):
+    xs = [rng.integers(0, 2, 40).astype(dtype) for rng in rngs]
+    with travelling(way):
+        x = on_device(xs[rank])
+        np.testing.assert_array_equal(on_host(from_anyone(x)), xs[LEFT])
+        np.testing.assert_array_equal(on_host(mpiad.mpi_bcast(x, ROOT)), xs[ROOT])
+        largest = mpiad.mpi_allreduce(x, MPI.LOR if dtype == "?" else MPI.MAX)
+        np.testing.assert_array_equal(on_host(largest), np.max(xs, axis=0))
+
+
+@each_way
+def test_results_are_memory_of_their_own(rank, way):
+    with travelling(way):
+        x = on_device(np.arange(30.0) + rank)
+        results = [mpiad.mpi_bcast(x, ROOT), mpiad.mpi_allreduce(x), mpiad.mpi_wait(mpiad.mpi_isend(x, RIGHT))]
+        expected = [on_host(result) for result in results] + [np.arange(30.0) + LEFT]
+        x += 100
+        results.append(mpiad.mpi_recv(x, LEFT))
+        for result, right in zip(results, expected):
+            np.testing.assert_array_equal(on_host(result), right)
+
+
+@each_way
+def test_where_a_message_comes_to_is_said_by_its_template(rank, size, way):
+    """Either end may be on the host; both ways of travelling are understood there."""
+    values = np.arange(30.0) + rank
+    with travelling(way):
+        mpiad.mpi_send(on_device(values), RIGHT)
+        on_the_host = mpiad.mpi_recv(values, LEFT)
+        mpiad.mpi_send(values, RIGHT)
+        there = mpiad.mpi_recv(on_device(values), LEFT)
+        swapped = mpiad.mpi_exchange(on_device(values), RIGHT, LEFT, like=np.zeros(30))
+        assert type(on_the_host) is type(swapped) is np.ndarray and type(there) is DeviceArray
+        for found in (on_the_host, there, swapped):
+            np.testing.assert_array_equal(on_host(found), np.arange(30.0) + LEFT)
+
+
+@each_way
+def test_where_a_broadcast_comes_to_is_said_by_each_ranks_template(rank, size, way):
+    """Also backwards: the root's cotangent lies where its array does."""
+    values = np.arange(30.0) + rank
+    like = on_device if rank % 2 else np.array
+
+    def loss(x):
+        y = mpiad.mpi_bcast(x, ROOT)
+        assert isinstance(getattr(y, "_value", y), type(like(0.0)))
+        return mpiad.device.to_host(anp.sum(y**2)) * (1.0 + rank)
+
+    with travelling(way):
+        gradient = mpiad.grad(loss, objective="sum")(like(values))
+    assert type(gradient) is type(like(0.0))
+    expected = 2 * values * sum(1.0 + r for r in range(size)) if rank == ROOT else np.zeros(30)
+    np.testing.assert_allclose(on_host(gradient), expected)
+
+
+@each_way
+def test_gathers_and_scans_take_arrays_from_both(rank, size, way):
+    values = np.arange(30.0) + rank
+    like = on_device if rank % 2 else np.array
+    with travelling(way):
+        gathered, scanned = mpiad.mpi_allgather(like(values)), mpiad.mpi_scan(like(values))
+        assert type(gathered) is type(scanned) is type(like(values))
+        np.testing.assert_array_equal(on_host(gathered), [np.arange(30.0) + r for r in range(size)])
+        np.testing.assert_array_equal(on_host(scanned), sum(np.arange(30.0) + r for r in range(rank + 1)))
+
+
+def test_an_allreduce_and_its_adjoint_take_two_copies_each_way(rank, size):
+    x = on_device(np.arange(1000.0) + rank)
+    with travelling("staged"):
+        vjp, total = mpiad.make_vjp(mpiad.mpi_allreduce)(x)
+        transfers.reset()
+        vjp, total = mpiad.make_vjp(mpiad.mpi_allreduce)(x)
+        vjp(total)
+        assert (transfers.d2h, transfers.h2d) == (2, 2)
+        assert (transfers.d2h_bytes, transfers.h2d_bytes) == (16000, 16000)
+
+
+def test_in_pieces_the_same_bytes_are_copied(rank, size):
+    x = on_device(np.arange(1000.0) + rank)
+    with travelling("pieces"):
+        mpiad.mpi_allreduce(x)
+        transfers.reset()
+        mpiad.mpi_allreduce(x)
+        assert (transfers.d2h, transfers.h2d) == (500, 500)
+        assert (transfers.d2h_bytes, transfers.h2d_bytes) == (8000, 8000)
+
+
+def test_an_mpi_that_takes_device_memory_is_given_it(rank, size):
+    x = on_device(np.arange(1000.0) + rank)
+    with travelling("direct"):
+        transfers.reset()
+        vjp, total = mpiad.make_vjp(mpiad.mpi_allreduce)(x)
+        vjp(total)
+        from_anyone(x)
+        assert transfers.copies == 0 and transfers.synchronizations > 0
+
+
+@each_way
+def test_what_is_refused(way):
+    with travelling(way):
+        with pytest.raises(TypeError, match="dtype"):
+            mpiad.mpi_allreduce(on_device(np.ones(3, "f2")))
+        with pytest.raises(TypeError, match="op must be"):
+            mpiad.mpi_allreduce(on_device(np.ones(3) + 1j), MPI.MAX)
+
+
+@pytest.mark.mpi(min_size=2)
+@each_way
+def test_a_message_of_another_size_is_refused_and_leaves_nothing(rank, size, way):
+    with travelling(way):
+        x = on_device(np.arange(30.0))
+        if rank == 0:
+            mpiad.mpi_send(x, 1)
+            mpiad.mpi_send(x, 1)
+        if rank == 1:
+            with pytest.raises(ValueError, match=r"sent (240|more) bytes"):
+                mpiad.mpi_recv(on_device(np.zeros(29)), 0)
+            assert type(mpiad.mpi_recv(x, 0)) is DeviceArray
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_reduction_of_arrays_here_and_there_raises_on_every_rank(rank, size):
+    values = np.arange(30.0)
+    x = on_device(values) if rank == 0 else values
+    with travelling("pieces"), mpiad.debug.checked():
+        for call in (mpiad.mpi_allreduce, mpiad.mpi_sum):
+            with pytest.raises(mpiad.errors.CommunicationMismatch, match=r"the memory differs[\s\S]*on a device"):
+                call(x)
+
+
+@each_way
+def test_under_watch(rngs, size, way):
+    """Headers carry the form of the array, also where it goes in pieces."""
+    with travelling(way), mpiad.debug.checked():
+        for call, make in (OTHERS["isend"], OTHERS["recv from anyone"], OTHERS["iallreduce"], OTHERS["product"]):
+            check(through_device(call), make([SHAPE] * size), arrays(rngs, SHAPE), rngs)
+        with pytest.raises(mpiad.errors.MessageMismatch, match=r"shape \(5, 3\), dtype float64, 120 bytes"):
+            mpiad.mpi_send(on_device(np.zeros(SHAPE)), RIGHT)
+            mpiad.mpi_recv(on_device(np.zeros((3, 5))), LEFT)
+
+
+def test_copies_of_a_variable_are_compared_under_watch(rank, size):
+    x = on_device(np.arange(3.0))
+    with mpiad.debug.checked():
+        gradient = mpiad.grad(lambda x: mpiad.device.to_host(anp.sum(mpiad.mpi_bcast(x) ** 2)), shared=True)(x)
+        np.testing.assert_array_equal(on_host(gradient), 2.0 * np.arange(3))
+        if size > 1:
+            with pytest.raises(mpiad.errors.ReplicationError, match="0.5"):
+                mpiad.grad(lambda x: mpiad.device.to_host(anp.sum(mpiad.mpi_bcast(x) ** 2)), shared=True)(x + 0.5 * rank)
