@@ -118,8 +118,23 @@ def _matched(spec: Spec, envelope: Envelope, status: Any, call: str) -> Any:
     if isinstance(message, MPI.Message):
         message.Recv(dropped)
     else:  # under watch its header is looked at
-        message.refuse(dropped, buffer)
+        _refused(message, dropped, buffer, spec, envelope)
     return _in_pieces(dropped, got, spec, envelope, room, call)
+
+
+def _refused(message: Any, dropped: np.ndarray, buffer: Any, spec: Spec, envelope: Envelope) -> None:
+    try:
+        message.refuse(dropped, buffer)
+    except MessageMismatch:
+        _drop_pieces(dropped, dropped.size, spec, envelope)
+        raise
+
+
+def _drop_pieces(buffer: Any, got: int, spec: Spec, envelope: Envelope) -> None:
+    """Receive and drop what a message announces that isn't wanted: nobody else will."""
+    announced = shipments.read_announcement(buffer, got, spec)
+    if announced is not None:
+        shipments.discard(*announced, envelope)
 
 
 def swap(array: Array, there: Envelope, spec: Spec, back: Envelope, call: str) -> Any:
@@ -156,6 +171,7 @@ def _await(receipt: Receipt, status: Any, call: str) -> None:
         receipt.request.Wait(status)
     except MessageMismatch:  # under watch its header is looked at
         _answered(receipt.envelope, status)
+        _drop_pieces(receipt.buffer, status.Get_count(MPI.BYTE), receipt.spec, receipt.envelope)
         raise
     except MPI.Exception as error:
         _answered(receipt.envelope, status)

@@ -46,7 +46,9 @@ def summed_late(x):
 
 
 OTHERS = {
-    "bcast from None": (lambda x: mpiad.mpi_bcast(x if WORLD.rank == ROOT else None, ROOT), lambda s: reference.bcast(s, ROOT)),
+    "bcast from None": (
+        lambda x: mpiad.mpi_bcast(x if WORLD.rank == ROOT else None, ROOT), lambda s: reference.bcast(s, ROOT),
+    ),
     "reduce": (lambda x: mpiad.mpi_reduce(x, MPI.SUM, ROOT), lambda s: reference.sum_to_root(s, ROOT)),
     "gather stacked": (lambda x: mpiad.mpi_gather(x, ROOT), lambda s: reference.gather(s, ROOT)),
     "gather by columns": (lambda x: mpiad.mpi_gather(x, ROOT, 1), lambda s: reference.gather(s, ROOT, 1)),
@@ -94,7 +96,8 @@ def test_alltoall(rngs, size, way):
 @pytest.mark.parametrize("shape", [(), (0,), (2, 0)], ids=["0d", "empty", "2x0"])
 def test_shapes_without_entries_or_dimensions(rngs, size, shape, way):
     with travelling(way):
-        for call, make in ((mpiad.mpi_allreduce, reference.allreduce), (from_anyone, moved), (mpiad.mpi_scan, reference.scan)):
+        calls = {mpiad.mpi_allreduce: reference.allreduce, from_anyone: moved, mpiad.mpi_scan: reference.scan}
+        for call, make in calls.items():
             check(through_device(call), make([shape] * size), arrays(rngs, shape), rngs)
 
 
@@ -102,7 +105,8 @@ def test_shapes_without_entries_or_dimensions(rngs, size, shape, way):
 def test_lengths_that_differ(rngs, size, way):
     shapes = [(2 + rank, 3) for rank in range(size)]
     with travelling(way):
-        check(through_device(lambda x: mpiad.mpi_allgather(x, 0)), reference.allgather(shapes, 0), arrays(rngs, shapes), rngs)
+        gather = through_device(lambda x: mpiad.mpi_allgather(x, 0))
+        check(gather, reference.allgather(shapes, 0), arrays(rngs, shapes), rngs)
 
 
 @each_way
