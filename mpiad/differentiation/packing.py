@@ -9,7 +9,9 @@ import numpy as np
 from autograd.tracer import isbox
 
 from mpiad._typing import Array
+from mpiad.device import to_host
 from mpiad.device.assembly import concatenate
+from mpiad.device.transfer import array_to_device
 from mpiad.primitives.cotangents import conform
 from mpiad.transport import Spec
 
@@ -22,17 +24,18 @@ class Packing:
     Parameters
     ----------
     specs : sequence of Spec
-        Shapes and dtypes of the arrays.
+        Shapes, dtypes and places of the arrays. Where one of them is on a device, the vector is, and others travel.
     """
 
     def __init__(self, specs: Sequence[Spec]):
         self.specs = list(specs)
         self.dtype = np.result_type(*[spec.dtype for spec in specs]) if specs else np.dtype(float)
+        self._home = next((spec.arrays for spec in specs if spec.arrays is not None), None)
         self._cuts = np.cumsum([0] + [int(np.prod(spec.shape)) for spec in specs]).tolist()
 
     def vector(self, parts: Sequence[Array]) -> Array:
         """Return the vector of such arrays, traced or not."""
-        flat = [anp.reshape(conform(part, spec.shape, self.dtype), (-1,)) for part, spec in zip(parts, self.specs)]
+        flat = [anp.reshape(self._placed(part, spec), (-1,)) for part, spec in zip(parts, self.specs)]
         if not flat:
             return np.zeros(0)
         if len(flat) == 1:
@@ -41,5 +44,12 @@ class Packing:
 
     def parts(self, vector: Array) -> list[Array]:
         """Return the arrays of such a vector."""
-        cuts = zip(self._cuts, self._cuts[1:], self.specs)
-        return [conform(anp.reshape(vector[a:b], spec.shape), *spec) for a, b, spec in cuts]
+        found = []
+        for a, b, spec in zip(self._cuts, self._cuts[1:], self.specs):
+            part = anp.reshape(vector[a:b], spec.shape)
+            found.append(conform(part if spec.arrays == self._home else to_host(part), *spec))
+        return found
+
+    def _placed(self, part: Array, spec: Spec) -> Array:
+        part = conform(part, spec.shape, self.dtype, spec.arrays)
+        return part if spec.arrays == self._home else array_to_device(part, self._home)

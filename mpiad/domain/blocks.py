@@ -8,6 +8,7 @@ import numpy as np
 from autograd.extend import defjvp, defvjp, primitive
 
 from mpiad._typing import RootArray
+from mpiad.domain.memory import empty_beside
 from mpiad.domain.partition import Partition
 
 __all__ = ["from_blocks", "into_blocks"]
@@ -28,7 +29,7 @@ def into_blocks(u: RootArray, partition: Partition) -> RootArray:
         The cells of rank 0's block, then those of rank 1's, and so on.
     """
     lead = u.shape[: u.ndim - len(partition.shape)]
-    out = np.empty((math.prod(partition.shape), *lead), u.dtype)
+    out = empty_beside(u, (math.prod(partition.shape), *lead))
     start = 0
     for rank in range(math.prod(partition.dims)):
         block = u[(..., *partition.block(rank))].reshape(*lead, -1)
@@ -53,7 +54,7 @@ def from_blocks(cells: RootArray, partition: Partition) -> RootArray:
     array of shape (..., *partition.shape)
     """
     lead = cells.shape[1:]
-    out = np.empty(lead + partition.shape, cells.dtype)
+    out = empty_beside(cells, lead + partition.shape)
     start = 0
     for rank in range(math.prod(partition.dims)):
         block = out[(..., *partition.block(rank))]

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpiad._typing import Comm, LocalArray
+from mpiad.domain.memory import empty_beside
 from mpiad.domain.routes import Index, Route
 from mpiad.primitives import mpi_irecv, mpi_send, mpi_wait
 from mpiad.primitives.request import Request
@@ -78,7 +79,7 @@ def _received(values: LocalArray, coming: list[Coming]) -> Any:
 
 
 def _room(values: LocalArray, parts: tuple[Index, ...]) -> LocalArray:
-    return np.empty(sum(values[index].size for index in parts), values.dtype)
+    return empty_beside(values, (sum(values[index].size for index in parts),))
 
 
 def _packed(values: LocalArray, parts: tuple[Index, ...]) -> LocalArray:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from autograd.tracer import getval
 
 from mpiad._typing import Comm, Shape
 from mpiad.domain.boundary import Sides
 from mpiad.domain.halo import Halo
 from mpiad.domain.layout import layout
+from mpiad.domain.memory import is_array
 from mpiad.transport import channel
 
 __all__ = ["Division", "lengths", "listed"]
@@ -46,7 +46,7 @@ class Division:
 
     def _checked(self, u: Any, shape: Shape, call: str) -> Any:
         found = getval(u)
-        if not isinstance(found, np.ndarray):
+        if not is_array(found):
             raise TypeError(f"{call}: expected an array of shape (..., {listed(shape)}), but got {type(found).__name__}.")
         if found.shape[max(0, found.ndim - len(shape)) :] != shape:
             raise ValueError(

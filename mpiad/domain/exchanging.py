@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import autograd.numpy as anp
 import numpy as np
 
 from mpiad._typing import LocalArray
+from mpiad.device.assembly import concatenate
 from mpiad.domain.boundary import Boundary, Sides, check_values, shifted, sides_of
 from mpiad.domain.division import Division
 from mpiad.domain.halo import fill_halo
@@ -165,7 +165,7 @@ class Exchanging(Division):
             pieces = [padded[stop - math.prod(lead) : stop] for stop, lead in zip(stops, leads)]
             return [piece.reshape(lead + self.padded_shape) for piece, lead in zip(pieces, leads)]
 
-        return anp.concatenate([field.reshape((-1, *self.local_shape)) for field in fields]), apart
+        return concatenate([field.reshape((-1, *self.local_shape)) for field in fields]), apart
 
 
 def _as_it_is(padded: LocalArray) -> LocalArray:

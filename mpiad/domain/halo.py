@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from mpiad._typing import Comm, LocalArray, Rank
 from mpiad.domain.boundary import Sides, homogeneous
 from mpiad.domain.delivery import add, post, put
+from mpiad.domain.memory import copy_of, empty_beside
 from mpiad.domain.partition import Partition
 from mpiad.domain.routes import IN_TURN, Geometry, Index, Stage, plan
 from mpiad.extend import communicating, defjvp, defvjp
@@ -138,7 +137,7 @@ def fill_halo(u: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) ->
     -------
     `fold_halo`
     """
-    out = np.empty(u.shape[: u.ndim - len(halo.shape)] + halo.padded, u.dtype)
+    out = empty_beside(u, u.shape[: u.ndim - len(halo.shape)] + halo.padded)
     out[halo.interior] = u
     fill_in_place(out, halo, sides, scheme)
     return out
@@ -187,7 +186,7 @@ def fold_halo(g: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) ->
     -------
     `fill_halo`, with zero for the values of `sides`
     """
-    total = np.array(g)
+    total = copy_of(g)
     fold_in_place(total, halo, sides, scheme)
     # A view: one pass over memory less, at the price of a halo that is kept.
     return total[halo.interior]

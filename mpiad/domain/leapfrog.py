@@ -19,6 +19,7 @@ import numpy as np
 from autograd.tracer import getval, isbox
 
 from mpiad._typing import LocalArray
+from mpiad.domain.memory import zeros_beside
 from mpiad.domain.stencil_sums import StencilSums, apply_stencil, transposed_stencil
 from mpiad.extend import communicating, defjvp, defjvp_together, defvjp, defvjp_together
 from mpiad.primitives.cotangents import tangent_of
@@ -107,7 +108,7 @@ defjvp(
 
 def _linear(v: LocalArray, factor: LocalArray, stencil: StencilSums) -> LocalArray:
     found = getval(v)
-    return advance(v, np.zeros(found.shape, found.dtype), factor, stencil=stencil.homogeneous, kept=None)
+    return advance(v, zeros_beside(found, found.shape), factor, stencil=stencil.homogeneous, kept=None)
 
 
 def _like(value: LocalArray, factor: LocalArray) -> LocalArray:

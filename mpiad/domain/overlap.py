@@ -15,12 +15,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 from weakref import ref
 
-import numpy as np
-
 from mpiad._typing import LocalArray
 from mpiad.domain.boundary import Sides, homogeneous
 from mpiad.domain.delivery import Coming, add, post, put
 from mpiad.domain.halo import Halo, fill_beyond, fold_beyond
+from mpiad.domain.memory import copy_of, empty_beside
 from mpiad.errors import RequestError
 from mpiad.primitives.addresses import point_to_point
 from mpiad.primitives.operation import Operation, communicate, suspended
@@ -152,11 +151,11 @@ def _start(x: LocalArray, exchange: Exchange) -> Begun:
     halo = exchange.halo
     (stage,) = halo.stages(exchange.scheme)
     if exchange.backwards:
-        values = np.array(x)
+        values = copy_of(x)
         (beyond,) = halo.beyond(exchange.sides, exchange.scheme)
         fold_beyond(values, beyond, exchange.sides, len(halo.shape))
     else:
-        values = np.empty(x.shape[: x.ndim - len(halo.shape)] + halo.padded, x.dtype)
+        values = empty_beside(x, x.shape[: x.ndim - len(halo.shape)] + halo.padded)
         values[halo.interior] = x
     with suspended():
         coming = post(values, stage.routes, exchange.backwards, exchange.tag, halo.comm)

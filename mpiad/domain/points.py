@@ -20,6 +20,7 @@ from mpiad.domain.halo import Halo, fill_halo
 from mpiad.domain.interpolation import Location, interpolated, located
 from mpiad.primitives import mpi_allgather, mpi_allreduce, mpi_reduce_scatter, stop
 from mpiad.transport.agreement import raise_together
+from mpiad.transport.device_arrays import is_device_array
 
 __all__ = ["Points"]
 
@@ -162,6 +163,11 @@ class Points(Division):
         if result not in ("all", "share", "own"):
             raise ValueError(f'{call}: result must be one of "all", "share" or "own", but got {result!r}.')
         u = self._checked(u, self.local_shape, call)
+        if is_device_array(stop(u)):
+            raise NotImplementedError(
+                f"{call}: values between cells are computed on the host, but u is a device array. Bring it there with "
+                "mpiad.device.to_host, and the values back with mpiad.device.to_device."
+            )
         lattice = lattice_of(self.shape, self.periodic, spacing, origin, extent, centred)
         if result == "own":
             return self._interpolate_own(u, points, lattice, call)

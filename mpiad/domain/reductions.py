@@ -12,6 +12,7 @@ from mpiad._typing import LocalArray, ReplicatedArray
 from mpiad.domain.division import Division
 from mpiad.primitives import mpi_allreduce
 from mpiad.transport import MAX, MIN
+from mpiad.transport.device_arrays import is_device_array
 
 __all__ = ["Reductions"]
 
@@ -62,6 +63,9 @@ class Reductions(Division):
         Otherwise as `sum`.
         """
         square = anp.real(self.dot(anp.conj(u), u))
+        if is_device_array(getval(square)):  # whose numbers the host doesn't look at
+            zero = getval(square) == 0
+            return anp.where(zero, 0.0, anp.sqrt(anp.where(zero, 1.0, square)))
         return anp.sqrt(square) if getval(square) else square
 
     def max(self, u: LocalArray) -> ReplicatedArray:

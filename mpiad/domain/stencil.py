@@ -7,6 +7,7 @@ from autograd.tracer import getval
 
 from mpiad._typing import LocalArray
 from mpiad.domain.leapfrog import leapfrog
+from mpiad.domain.memory import is_array
 from mpiad.domain.stencil_sums import StencilSums, apply_stencil
 
 __all__ = ["Stencil"]
@@ -100,10 +101,10 @@ class Stencil:
     def _checked(self, u: LocalArray, call: str) -> None:
         found = getval(u)
         shape = self.sums.halo.shape
-        if not isinstance(found, np.ndarray) or found.dtype.kind not in "fc":
+        if not is_array(found) or found.dtype.kind not in "fc":
             raise TypeError(
                 f"{call}: expected an array of floats or complex numbers of shape (..., *{shape}), but got "
-                f"{type(found).__name__}{f' of {found.dtype}' if isinstance(found, np.ndarray) else ''}."
+                f"{type(found).__name__}{f' of {found.dtype}' if is_array(found) else ''}."
             )
         if found.shape[max(0, found.ndim - len(shape)) :] != shape:
             raise ValueError(

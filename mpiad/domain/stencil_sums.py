@@ -9,6 +9,7 @@ brings to the halo is folded back.
 from __future__ import annotations
 
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from mpiad._typing import LocalArray, Shape
 from mpiad.domain.boundary import Sides, homogeneous
 from mpiad.domain.delivery import add, post, put
 from mpiad.domain.halo import Halo, fill_beyond, fold_beyond
+from mpiad.domain.memory import empty_beside, zeros_beside
 from mpiad.domain.routes import FACES, TOGETHER
 from mpiad.domain.weighted_sum import Box, Finish, Terms, terms_of, weighted_sum
 from mpiad.extend import communicating, defjvp, defvjp
@@ -47,7 +49,7 @@ class StencilSums:
         (self._stage,) = halo.stages(self.scheme)
         self._inside, self._along_sides = _parts_of(halo) if self._stage.routes else (None, [_all_of(halo.shape)])
         # Blocks with a halo, used again: fresh memory costs more than the sums.
-        self._rooms: list[np.ndarray] = []
+        self._rooms: list[Any] = []
 
     @cached_property
     def homogeneous(self) -> StencilSums:
@@ -69,28 +71,29 @@ class StencilSums:
         periodic = self.halo.geometry.partition.periodic
         return any(isinstance(kind, str) for pair, wraps in zip(self.sides, periodic) if not wraps for kind in pair)
 
-    def room(self, lead: Shape, dtype: np.dtype) -> np.ndarray:
-        """Return an array of shape (*lead, *padded) with any numbers; `give_back` keeps it for the next call."""
+    def room(self, u: LocalArray) -> Any:
+        """Return an array of shape (..., *padded) with any numbers, for `u`; `give_back` keeps it for the next call."""
+        shape = u.shape[: u.ndim - len(self.halo.shape)] + self.halo.padded
         # Taken out while it is used: another thread makes its own.
         room = self._rooms.pop() if self._rooms else None
-        if room is not None and room.shape == lead + self.halo.padded and room.dtype == dtype:
+        if room is not None and room.shape == shape and room.dtype == u.dtype and type(room) is type(u):
             return room
         # Halo cells are added up before they have come, and the sums dropped: NumPy must not warn of them.
-        return np.zeros(lead + self.halo.padded, dtype)
+        return zeros_beside(u, shape)
 
-    def give_back(self, room: np.ndarray) -> None:
+    def give_back(self, room: Any) -> None:
         """Keep an array for the next call."""
         self._rooms = [room]
 
     def summed(self, u: LocalArray, scale: LocalArray | None = None, finish: Finish | None = None) -> LocalArray:
         """Return S E u, or S E (scale u), with each slab of the sums completed by `finish`."""
         halo, stage = self.halo, self._stage
-        padded = self.room(u.shape[: u.ndim - len(halo.shape)], u.dtype)
+        padded = self.room(u)
         if scale is None:
             padded[halo.interior] = u
         else:
             np.multiply(u, scale, out=padded[halo.interior])
-        out = np.empty(u.shape, u.dtype)
+        out = empty_beside(u, u.shape)
         coming = post(padded, stage.routes, False, _TAG, halo.comm)
         if self._inside is not None:
             weighted_sum(padded, self.terms, out, self._inside, finish)
@@ -106,9 +109,9 @@ class StencilSums:
         halo, stage, ndim = self.halo, self._stage, len(self.halo.shape)
         lead = g.shape[: g.ndim - ndim]
         # Around it as many zeros as the mirrored stencil reaches from the outermost halo cell.
-        framed = np.zeros(lead + tuple(n + 4 * r for n, r in zip(halo.shape, self.radius)), g.dtype)
+        framed = zeros_beside(g, lead + tuple(n + 4 * r for n, r in zip(halo.shape, self.radius)))
         framed[(..., *[slice(2 * r, 2 * r + n) for n, r in zip(halo.shape, self.radius)])] = g
-        total = np.empty(lead + halo.padded, g.dtype)
+        total = empty_beside(g, lead + halo.padded)
         weighted_sum(framed, self.mirrored.terms, total, _all_of(halo.padded))
         for ghost in stage.empty:
             total[ghost] = 0

@@ -15,6 +15,7 @@ from autograd.extend import defjvp, defvjp, primitive
 from autograd.tracer import getval
 
 from mpiad._typing import LocalArray, Shape
+from mpiad.domain.memory import empty_beside, zeros_beside
 
 __all__ = ["products", "spread", "varying_sum"]
 
@@ -34,7 +35,8 @@ def varying_sum(padded: LocalArray, weights: LocalArray) -> LocalArray:
     array of shape (..., *cells)
     """
     lengths, cells = _shapes(weights)
-    total = np.zeros(padded.shape[: padded.ndim - len(cells)] + cells, np.result_type(padded, weights))
+    like = _wider(padded, weights)
+    total = zeros_beside(like, padded.shape[: padded.ndim - len(cells)] + cells)
     room = np.empty_like(total)
     for offset, piece in _pieces(lengths, cells):
         np.multiply(padded[piece], weights[offset], out=room)
@@ -47,8 +49,8 @@ def spread(g: LocalArray, weights: LocalArray) -> LocalArray:
     """Return the transpose of the weighted sums: an array of shape (..., *padded)."""
     lengths, cells = _shapes(weights)
     padded = tuple(n + length - 1 for n, length in zip(cells, lengths))
-    total = np.zeros(g.shape[: g.ndim - len(cells)] + padded, np.result_type(g, weights))
-    room = np.empty(g.shape, total.dtype)
+    total = zeros_beside(_wider(g, weights), g.shape[: g.ndim - len(cells)] + padded)
+    room = empty_beside(total, g.shape)
     for offset, piece in _pieces(lengths, cells):
         np.multiply(g, weights[offset], out=room)
         total[piece] += room
@@ -60,10 +62,16 @@ def products(g: LocalArray, padded: LocalArray, ndim: int) -> LocalArray:
     """Return the derivative of the weighted sums by the weights: the grid has the last `ndim` dimensions."""
     cells = g.shape[g.ndim - ndim :]
     lengths = tuple(m - n + 1 for m, n in zip(padded.shape[padded.ndim - ndim :], cells))
-    total = np.empty(lengths + cells, np.result_type(g, padded))
+    total = empty_beside(_wider(g, padded), lengths + cells)
     for offset, piece in _pieces(lengths, cells):
         total[offset] = (g * padded[piece]).reshape(-1, *cells).sum(axis=0)
     return total
+
+
+def _wider(x: LocalArray, y: LocalArray) -> LocalArray:
+    """Return one of two arrays, or an empty one, with the dtype of their product and where they live."""
+    dtype = np.result_type(x.dtype, y.dtype)
+    return x if x.dtype == dtype else y if y.dtype == dtype else x[:0].astype(dtype)
 
 
 def _shapes(weights: LocalArray) -> tuple[Shape, Shape]:

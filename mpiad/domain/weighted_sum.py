@@ -15,6 +15,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from mpiad._typing import LocalArray
+from mpiad.domain.memory import empty_beside
 
 __all__ = ["Box", "Finish", "Terms", "terms_of", "weighted_sum"]
 
@@ -76,8 +77,9 @@ def weighted_sum(
     if stop <= start or across == 0:
         return
     long_rows = 3 * across > 2 * math.prod(padded[1:])
-    rows = min(stop - start, max(1, _SLAB // across))
-    buffers = [np.empty((rows, *(padded[1:] if long_rows else _lengths(box[1:]))), out.dtype) for _ in range(2)]
+    # On a device all at once: there calls cost more than memory.
+    rows = min(stop - start, max(1, _SLAB // across)) if type(out) is np.ndarray else stop - start
+    buffers = [empty_beside(out, (rows, *(padded[1:] if long_rows else _lengths(box[1:])))) for _ in range(2)]
     make = _as_long_rows if long_rows else _as_boxes
     for place in np.ndindex(lead):
         for first in range(start, stop, rows):
@@ -110,7 +112,7 @@ def _sum(slab: Slab, terms: Terms) -> None:
             total += room
 
 
-def _as_boxes(field: LocalArray, terms: Terms, box: Box, buffers: Sequence[np.ndarray]) -> Slab:
+def _as_boxes(field: LocalArray, terms: Terms, box: Box, buffers: Sequence[LocalArray]) -> Slab:
     """Return a slab whose pieces have its shape."""
     pieces = [
         [field[tuple([slice(cells.start + o, cells.stop + o) for cells, o in zip(box, offset)])] for offset in offsets]
@@ -120,7 +122,7 @@ def _as_boxes(field: LocalArray, terms: Terms, box: Box, buffers: Sequence[np.nd
     return Slab(pieces, total, room, total)
 
 
-def _as_long_rows(field: LocalArray, terms: Terms, box: Box, buffers: Sequence[np.ndarray]) -> Slab:
+def _as_long_rows(field: LocalArray, terms: Terms, box: Box, buffers: Sequence[LocalArray]) -> Slab:
     """Return a slab whose pieces are rows that go from its first cell to its last one, also through cells of no use."""
     row, rows = field.reshape(-1), box[0].stop - box[0].start
     steps = [math.prod(field.shape[axis + 1 :]) for axis in range(field.ndim)]

@@ -23,7 +23,6 @@ from mpiad.primitives.operation import current
 from mpiad.timestepping.checkpoints import Checkpoints
 from mpiad.timestepping.loop import Loop
 from mpiad.timestepping.stepping import Arguments, Stepping, TangentStepping
-from mpiad.transport import Spec
 
 __all__ = ["LoopOperator"]
 
@@ -58,7 +57,7 @@ class LoopOperator:
     @property
     def _results(self) -> Packing:
         seen = self._loop.seen or []
-        return Packing([*self._state, *[Spec((self._steps, *spec.shape), spec.dtype) for spec in seen]])
+        return Packing([*self._state, *[spec._replace(shape=(self._steps, *spec.shape)) for spec in seen]])
 
     def forwards(self, leaves: Sequence[Any]) -> Array:
         """Return the results as one vector, from plain arguments."""

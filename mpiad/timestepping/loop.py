@@ -15,7 +15,7 @@ from mpiad.differentiation.trees import is_variable
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.timestepping.checkpoints import Checkpoints
 from mpiad.timestepping.schedule import Advance, Keep, Restore, Reverse, actions
-from mpiad.timestepping.snapshots import Snapshots
+from mpiad.timestepping.snapshots import Snapshots, own
 from mpiad.timestepping.stepping import Arguments, Stepping
 from mpiad.transport import Spec
 
@@ -138,7 +138,7 @@ class _Observed:
         specs = [spec_like(leaf) for leaf in seen]
         if number == 0:
             self._loop.seen = specs
-            self.arrays = [np.empty((self._loop.steps, *spec.shape), spec.dtype) for spec in specs]
+            self.arrays = [spec._replace(shape=(self._loop.steps, *spec.shape)).empty() for spec in specs]
         if specs != self._loop.seen or not all(spec.differentiable for spec in specs):
             raise TypeError(
                 "timestepping.scan: observe must return arrays of floats, of the same shapes and dtypes after each step, "
@@ -154,7 +154,7 @@ def _listed(specs: list[Spec]) -> str:
 
 def _own(state: list[Any]) -> list[Array]:
     """Return copies: a step may write into the state that it gets, or return the same buffer each time."""
-    return [np.array(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in state]
+    return [own(leaf) for leaf in state]
 
 
 class _Course:
@@ -238,7 +238,7 @@ class _Totals:
         elif k in self._found:
             self._found[k] += conform(g, *spec_like(leaf))
         else:
-            self._found[k] = np.array(conform(g, *spec_like(leaf)))
+            self._found[k] = own(conform(g, *spec_like(leaf)))
 
     def cotangents(self, state: list[Any]) -> list[Any]:
         """Return what was found, for the active arguments in their order."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 from numbers import Integral
 from typing import Any
 
-import autograd.numpy as anp
 import numpy as np
 
 from mpiad._typing import Function, Tree
+from mpiad.device.assembly import stack
 from mpiad.differentiation.trees import is_variable, named_leaves
 from mpiad.timestepping.checkpoints import Checkpoints, checkpoints_of
 from mpiad.timestepping.differentiable import LoopOperator
+from mpiad.timestepping.snapshots import own
 from mpiad.timestepping.stepping import UserStepping
 
 __all__ = ["scan"]
@@ -91,11 +92,11 @@ def _on_the_tape(stepping: UserStepping, steps: int) -> tuple[list[Any], list[An
     """Run the loop so that the tape around it records every step."""
     args, rows = stepping.args, []
     # A step may write into its state where nothing is traced; the caller's isn't its own.
-    state = [np.array(leaf) if type(leaf) is np.ndarray else leaf for leaf in args.state]
+    state = list(map(own, args.state))
     for number in range(steps):
         state, seen = stepping.step(number, args.at(number, state))
-        rows.append([np.array(leaf) if type(leaf) is np.ndarray else leaf for leaf in seen])
-    return state, [anp.stack(column) for column in zip(*rows)]
+        rows.append(list(map(own, seen)))
+    return state, [stack(column) for column in zip(*rows)]
 
 
 def _checked_count(n_steps: Any) -> int:

@@ -5,13 +5,24 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from mpiad._typing import Array
+from mpiad.device import to_host
 from mpiad.timestepping.checkpoints import Checkpoints
+from mpiad.transport.device_arrays import arrays_of
 
-__all__ = ["Snapshots"]
+__all__ = ["Snapshots", "own"]
+
+
+def own(leaf: Any) -> Any:
+    """Return a copy of an array, where it lives; a number as it is."""
+    arrays = arrays_of(leaf)
+    if arrays is not None:
+        return arrays.copy(leaf)
+    return np.array(leaf) if isinstance(leaf, np.ndarray) else leaf
 
 
 class Snapshots:
@@ -25,7 +36,7 @@ class Snapshots:
     def __init__(self, where: Checkpoints):
         self._where = where
         self._memory: dict[int, list[Array]] = {}
-        self._files: dict[int, str] = {}
+        self._files: dict[int, tuple[str, list[Any]]] = {}  # and where each leaf belongs
         self._folder: tempfile.TemporaryDirectory | None = None
 
     def keep(self, number: int, state: Sequence[Array], on_disk: bool) -> None:
@@ -37,20 +48,21 @@ class Snapshots:
             Where a file can't be written.
         """
         if on_disk:
-            self._files[number] = self._written(number, state)
+            self._files[number] = self._written(number, state), [arrays_of(leaf) for leaf in state]
         else:
             # A copy: a step may return the same buffer each time.
-            self._memory[number] = [np.array(leaf) for leaf in state]
+            self._memory[number] = [own(leaf) for leaf in state]
 
     def state(self, number: int, last: bool) -> list[Array]:
         """Return a state, and keep it no longer where it is asked for the last time."""
         if number in self._memory:
             return self._memory.pop(number) if last else self._memory[number]
-        name = self._files.pop(number) if last else self._files[number]
+        name, homes = self._files.pop(number) if last else self._files[number]
         with open(name, "rb") as file:
-            state = []
-            while file.peek(1):
-                state.append(np.load(file, allow_pickle=False))
+            state: list[Any] = []
+            for home in homes:
+                leaf = np.load(file, allow_pickle=False)
+                state.append(leaf if home is None else home.to_device(leaf))
         if last:
             os.remove(name)
         return state
@@ -62,7 +74,7 @@ class Snapshots:
             name = os.path.join(self._folder.name, f"{number}.npy")
             with open(name, "wb") as file:
                 for leaf in state:
-                    np.save(file, leaf, allow_pickle=False)
+                    np.save(file, to_host(leaf), allow_pickle=False)
         except OSError as error:
             place = self._folder.name if self._folder is not None else self._where.directory
             raise OSError(
