@@ -34,7 +34,7 @@ ALL_RANKS := 1 2 3 4 5
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test fuzz test-all bench bench-peers lint types examples docs check clean $(ALL_RANKS:%=test-%)
+.PHONY: help demo test test-gpu fuzz test-all bench bench-peers lint types examples docs check clean $(ALL_RANKS:%=test-%)
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9%-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -86,6 +86,9 @@ test: $(VENV)/.ready-test ## run the tests on 1, 2, 3 and 4 ranks (test-3: on 3)
 
 $(ALL_RANKS:%=test-%): test-%:
 	@$(MAKE) --no-print-directory test RANKS=$*
+
+test-gpu: $(VENV)/.ready-test ## run the tests of device arrays on CuPy's own; needs CuPy and a GPU, else it ends with 1
+	@PYTHONPATH=. RANKS="$(RANKS)" $(BIN)/python tests/gpu.py
 
 fuzz: $(VENV)/.ready-test ## check random programs against one process (PROGRAMS=10000 SEED=5 RANKS="2 3")
 	@$(BIN)/python tests/fuzz.py --programs $(PROGRAMS) --ranks $(RANKS) $(if $(SEED),--seed $(SEED))

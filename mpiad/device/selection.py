@@ -47,7 +47,7 @@ def select(ids: Sequence[int] | int | None = None) -> int:
     cupy = _loaded()
     count = _visible(cupy)
     local = world.local_rank()
-    chosen = list(range(count)) if ids is None else [ids] if isinstance(ids, int) else list(ids)
+    chosen = _offered(ids, count)
     _check(chosen, ids, count, local)
     number = chosen[local % len(chosen)]
     cupy.cuda.Device(number).use()
@@ -91,7 +91,13 @@ def _visible(cupy: Any) -> int:
     return count
 
 
-def _check(chosen: list[int], ids: Any, count: int, local: int) -> None:
+def _offered(ids: Any, count: int) -> list[Any]:
+    if ids is None:
+        return list(range(count))
+    return list(ids) if isinstance(ids, Sequence) else [ids]
+
+
+def _check(chosen: list[Any], ids: Any, count: int, local: int) -> None:
     wrong = [number for number in chosen if isinstance(number, bool) or not isinstance(number, int)]
     if wrong or not chosen:
         raise ValueError(f"select: ids must be numbers of GPUs, as [0, 1], but got {ids!r}.")

@@ -62,10 +62,10 @@ def _along(tangents: list[tuple[int, Any]], rule: Callable, value: Any, args: An
 
 
 def _inherited(fun: Any, value: Any) -> Callable:
-    rule = primitive_jvps.get(fun)
-    on_device = is_device_array(getval(value))
-    if rule is not None or on_device and fun in DEVICE_JVPS:
-        return partial(inherited_jvp, fun) if on_device else rule
+    if is_device_array(getval(value)) and (fun in primitive_jvps or fun in DEVICE_JVPS):
+        return partial(inherited_jvp, fun)
+    if fun in primitive_jvps:
+        return primitive_jvps[fun]
     if fun in primitive_vjps and hasattr(value, "dtype"):
         vjp = partial(inherited_vjp, fun)
         return lambda argnums, gs, ans, args, kwargs: tangent_by_transposition(vjp, argnums, gs, ans, args, kwargs)

@@ -65,7 +65,8 @@ def inherited_vjp(fun: Primitive, argnums: Argnums, ans: Any, args: tuple, kwarg
         return primitive_vjps[fun](argnums, ans, args, kwargs)
     if fun in DEVICE_REFUSALS:
         refuse_on_device(fun, ans)
-    pull = DEVICE_VJPS.get(fun, primitive_vjps[fun])(argnums, ans, args, kwargs)
+    rule: VjpMaker = DEVICE_VJPS.get(fun) or primitive_vjps[fun]
+    pull = rule(argnums, ans, args, kwargs)
     # A number of the host's beside device arrays.
     at_home = [isinstance(getval(args[i]), _NUMBERS) for i in argnums]
     if not any(at_home):

@@ -3,6 +3,8 @@ import numpy
 import pytest
 from against_autograd import check, random_like
 
+import mpiad
+
 pytestmark = pytest.mark.serial
 
 X = random_like(numpy.empty((3, 1, 4)))
@@ -32,6 +34,13 @@ def test_functions(name):
     for x in (X, numpy.asfortranarray(X), X[::-1]):
         check(FUNCTIONS[name], x)
     check(FUNCTIONS[name], random_like(numpy.empty((3, 1, 4), complex)))
+
+
+def test_axes_that_count_from_the_last():
+    # Autograd's own rule permutes wrongly, so the reference is written out.
+    x, w = random_like(numpy.empty((3, 3, 3))), random_like(numpy.empty((3, 3, 3)))
+    found = mpiad.grad(lambda x: np.sum(np.transpose(x, (-1, 0, 1)) * w))(x)
+    numpy.testing.assert_array_equal(found, numpy.transpose(w, (1, 2, 0)))
 
 
 def test_scalars():

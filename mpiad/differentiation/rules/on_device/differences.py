@@ -15,10 +15,11 @@ __all__ = ["JVPS", "VJPS"]
 
 def gradient_vjp(argnums: Argnums, ans: Any, args: tuple, kwargs: dict) -> Vjp:
     """Apply the transposed differences along each axis, and add up."""
-    axis = kwargs.get("axis")
-    if len(args) > 1 or kwargs.keys() - {"axis"}:
+    axis: Any = kwargs.get("axis")
+    x, *spacings = args
+    if spacings or kwargs.keys() - {"axis"}:
         raise NotImplementedError("on devices the derivative of gradient is available for spacing 1; divide the result")
-    rank = len(args[0].shape)
+    rank = len(x.shape)
     axes = tuple(range(rank)) if axis is None else (axis,) if isinstance(axis, int) else tuple(axis)
     alone = len(axes) == 1
 

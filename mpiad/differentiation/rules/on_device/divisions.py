@@ -16,9 +16,10 @@ __all__ = ["JVPS", "VJPS"]
 def _division_vjp(fixed: int | None) -> VjpMaker:
     def division_vjp(argnums: Argnums, ans: Any, args: tuple, kwargs: dict) -> Vjp:
         """Join the cotangents of the pieces."""
-        axis: Any = args[2] if len(args) > 2 else kwargs.get("axis", 0)
+        x, *others = args
+        axis: Any = others[1] if len(others) > 1 else kwargs.get("axis", 0)
         if fixed is not None:
-            axis = min(fixed, len(anp.shape(args[0])) - 1)
+            axis = min(fixed, len(anp.shape(x)) - 1)
         return lambda g: (concatenate([g[i] for i in range(len(g))], axis),)
 
     return division_vjp

@@ -1,0 +1,31 @@
+"""Run the tests of device arrays on CuPy's own, in place of the stand-in: `make test-gpu`.
+
+Without a GPU that CuPy can use it says so and ends with 1: nothing was tested.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import device_kinds
+
+TESTS = Path(__file__).parent
+
+
+def main(flags: list[str]) -> int:
+    why = device_kinds.why_no_gpu()
+    if why:
+        print(f"make test-gpu: nothing was tested, since this machine has no GPU for CuPy: {why}.", file=sys.stderr)
+        print("On a machine with one: pip install 'mpiad[gpu]' (CUDA 12) or 'mpiad[gpu13]' (CUDA 13).", file=sys.stderr)
+        return 1
+    ranks = os.environ.get("RANKS", "1 2").split()
+    launch = [sys.executable, str(TESTS / "launch.py"), "--ranks", *ranks, "--limit", "1800"]
+    pytest = ["-m", "pytest", "--with-mpi", "-p", "no:cacheprovider", "-q", "-k", "cupy", *flags]
+    return subprocess.run([*launch, "--", *pytest, str(TESTS)], check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
