@@ -112,7 +112,6 @@ def test_items_are_indexed_as_those_of_a_list():
         data[3]
 
 
-@pytest.mark.serial
 @pytest.mark.parametrize(
     "args, kind, text",
     [

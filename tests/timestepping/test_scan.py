@@ -151,6 +151,24 @@ def test_a_rank_that_loses_interest_does_not_stop_the_others():
     np.testing.assert_allclose(found[2], exact[2][MINE], **CLOSE)
 
 
+@pytest.mark.parametrize("kept", [1, 2, STEPS])
+def test_a_rank_that_differentiates_by_nothing_takes_part_in_the_adjoint(kept):
+    """Its steps send what others differentiate by what they get; none of its own arguments is traced."""
+
+    def advance(u, k, c):
+        return 0.5 * anp.sin(u) + c * mpiad.mpi_exchange(u, (RANK + 1) % SIZE, (RANK - 1) % SIZE)
+
+    def fun(u, c, kept):
+        u, c = (mpiad.stop(u), mpiad.stop(c)) if RANK == SIZE - 1 else (u, c)
+        return anp.sum(scan(advance, u, STEPS, c, checkpoints=kept) ** 2)
+
+    start = np.array([0.3 + RANK, 0.7])
+    exact = mpiad.grad(lambda u, c: fun(u, c, None), (0, 1), objective="sum")(start, 0.4)
+    found = mpiad.grad(lambda u, c: fun(u, c, kept), (0, 1), objective="sum")(start, 0.4)
+    np.testing.assert_allclose(found[0], exact[0], rtol=1e-12)
+    np.testing.assert_allclose(found[1], exact[1], rtol=1e-12)
+
+
 def test_without_a_trace_nothing_is_kept_and_the_value_is_the_same():
     whole = Whole()
     assert MPI.COMM_WORLD.allreduce(loss(mine(whole.point), 1)) == pytest.approx(whole.loss(whole.point), rel=1e-12)

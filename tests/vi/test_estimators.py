@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+import mpiad
 from mpiad.errors import WorkerError
 from mpiad.parallel import SGD, Adam
 from mpiad.vi import VI, MeanFieldGaussian
@@ -65,6 +66,37 @@ def test_a_posterior_of_ones_own_has_its_divergence_from_draws(kind):
     log_q = -0.5 * np.sum(noise**2, axis=1) - np.log(2 * np.pi)
     log_p = np.sum(-0.5 * ((theta - 0.5) / 2) ** 2 - np.log(2 * np.sqrt(2 * np.pi)), axis=1)
     assert result.history["divergence"][0] == pytest.approx(np.mean(log_q - log_p), rel=1e-12)
+
+
+@pytest.mark.parametrize("divergence, own", [("draws", 0.0), ("path", 1.0)])
+def test_the_path_estimator_leaves_out_the_densitys_own_dependence(divergence, own):
+    """With the mean held fixed in it, log q changes by minus the noise along the path; else not at all."""
+    noise, g, _ = first_step(Moved(), 5, w=0.7, divergence=divergence)
+    theta = np.array([0.3, -0.2]) + noise
+    by_model = 4 * (theta - np.array([1.0, -0.5])) ** 3
+    np.testing.assert_allclose(g, np.mean(by_model + 0.7 * ((theta - 0.5) / 4 - own * noise), axis=0), rtol=1e-12)
+
+
+@pytest.mark.parametrize("gradient", ["pathwise", "score"])
+def test_draws_that_are_dropped_count_in_no_mean(gradient):
+    def loss(theta, data):
+        if mpiad.stop(theta)[0] > 0.5:
+            raise RuntimeError("not here")
+        return bowl(theta, data)
+
+    result = VI(loss, Moved(), ("norm", 0.5, 2.0), SGD(1.0), 0.7, 9, root=ROOT, seed=6, gradient=gradient).run(None, 1)
+    noise = np.random.default_rng([6, 0]).standard_normal((9, 2))
+    theta = np.array([0.3, -0.2]) + noise
+    kept = theta[:, 0] <= 0.5
+    theta, noise = theta[kept], noise[kept]
+    assert 2 < len(theta) < 8
+    if gradient == "pathwise":
+        by_model = 4 * (theta - np.array([1.0, -0.5])) ** 3
+    else:
+        values = np.array([bowl(t, None) for t in theta])
+        by_model = [(values[s] - np.delete(values, s).mean()) * noise[s] for s in range(len(theta))]
+    expected = np.mean(by_model + 0.7 * (theta - 0.5) / 4, axis=0)
+    np.testing.assert_allclose(np.array([0.3, -0.2]) - result.params[0], expected, rtol=1e-12)
 
 
 def test_without_weight_the_prior_has_no_say():

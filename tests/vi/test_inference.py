@@ -8,6 +8,7 @@ import pytest
 import scipy.stats
 from mpi4py import MPI
 
+import mpiad
 from mpiad.errors import WorkerError
 from mpiad.parallel import Adam
 from mpiad.vi import VI, AffineCoupling, Flow, FullRankGaussian, LULinear, MeanFieldGaussian, Prior
@@ -123,6 +124,40 @@ def test_every_draw_is_run_once_in_even_shares(count):
     assert [theta for share in shares for theta in share] == [tuple(row) for row in noise]
 
 
+def test_each_epoch_has_draws_of_its_own():
+    seen = []
+
+    def loss(theta, data):
+        seen.append(tuple(mpiad.stop(theta)))
+        return anp.sum(theta)
+
+    VI(loss, MeanFieldGaussian(2), ("norm",), Adam(1e-300), 1.0, 1, seed=4, root=ROOT).run(None, 3)
+    noise = [np.random.default_rng([4, epoch]).standard_normal((1, 2))[0] for epoch in range(3)]
+    assert COMM.bcast(seen) == [tuple(row) for row in noise]
+
+
+def test_samples_are_of_the_best_posterior():
+    model = Conjugate(2)
+    result = VI(model.loss, MeanFieldGaussian(2), model.prior, Adam(2.0), seed=3, root=ROOT).run(model.y, 9, n_samples=4)
+    assert result.best_params["mean"].tobytes() != result.params["mean"].tobytes()
+    noise = np.random.default_rng([3, 2**32]).standard_normal((4, 2))
+    expected = result.best_params["mean"] + np.exp(result.best_params["log_sd"]) * noise
+    np.testing.assert_allclose(result.samples, expected, rtol=1e-13)
+
+
+def test_the_evidence_is_the_mean_with_its_standard_error():
+    model = Conjugate(2)
+    inference = VI(model.loss, MeanFieldGaussian(2), model.prior, Adam(0.1), seed=8, root=ROOT)
+    params = {"mean": np.array([0.3, -0.1]), "log_sd": np.log([0.2, 0.4])}
+    noise = np.random.default_rng([8, 2**32 + 1]).standard_normal((7, 2))
+    theta = params["mean"] + [0.2, 0.4] * noise
+    log_q = scipy.stats.norm(params["mean"], [0.2, 0.4]).logpdf(theta).sum(1)
+    log_p = scipy.stats.norm(0.3, 1.5).logpdf(theta).sum(1)
+    terms = log_p - log_q - [model.loss(t, model.y) for t in theta]
+    exact = terms.mean(), terms.std(ddof=1) / np.sqrt(7)
+    assert inference.elbo(params, model.y, 7) == pytest.approx(exact, rel=1e-12)
+
+
 def test_the_objective_is_the_weighted_sum_and_the_start_the_posteriors():
     model = Conjugate(2)
     result = VI(model.loss, MeanFieldGaussian(2, 0.1, 0.8), model.prior, Adam(0.1), 2.5, 3, seed=1).run(model.y, 1)
@@ -185,6 +220,14 @@ def test_a_model_that_always_fails_ends_the_run_with_its_traceback():
     inference = VI(loss, MeanFieldGaussian(2), ("norm",), Adam(), root=ROOT)
     with pytest.raises(WorkerError, match="failed for all 10 draws of epoch 0: it raised for 10(.|\n)*no such model"):
         inference.run(None, 3)
+    calls = []
+
+    def worse(theta, data):
+        calls.append(1)
+        raise RuntimeError(f"failure number {len(calls)}")
+
+    with pytest.raises(WorkerError, match="failure number 1\n"):
+        VI(worse, MeanFieldGaussian(2), ("norm",), Adam(), root=ROOT).run(None, 3)
     with pytest.raises(WorkerError, match="returned NaN or infinity for 10"):
         VI(lambda theta, data: anp.sum(theta) * np.inf, MeanFieldGaussian(2), ("norm",), Adam()).run(None, 3)
     assert VI(lambda theta, data: anp.sum(theta**2), MeanFieldGaussian(2), ("norm",), Adam()).run(None, 1).epochs == 1
@@ -200,8 +243,9 @@ def test_steps_that_are_too_long_say_so_on_all_ranks():
 def test_few_draws_for_many_ranks_are_allowed_with_a_warning(caplog):
     with caplog.at_level(logging.WARNING, logger="mpiad"):
         assert short_run(samples=1).epochs == 7
-    said = "leave" in caplog.text
+    said = f"1 draws per epoch leave {COMM.size - 1} of {COMM.size} ranks without one" in caplog.text
     assert said is (COMM.rank == 0 and COMM.size > 1)
+    assert ("leave" in caplog.text) is said
 
 
 @pytest.mark.serial
@@ -255,7 +299,6 @@ def make(**changes):
     return VI(**{**given, **changes})
 
 
-@pytest.mark.serial
 @pytest.mark.parametrize(
     "changes, kind, text",
     [

@@ -16,6 +16,7 @@ from mpiad.vi import (
     SplineAutoregressive,
     SplineCoupling,
 )
+from mpiad.vi.flows.network import evaluated
 from mpiad.vi.flows.rational_quadratic import numbers_per_spline, spline, spline_inverse
 
 pytestmark = pytest.mark.serial
@@ -100,6 +101,33 @@ def test_splines_start_as_the_identity_and_are_it_outside():
     outside = abs(x) >= 4
     np.testing.assert_array_equal(spline(x, numbers, 6, 4.0)[0][outside], x[outside])
     np.testing.assert_array_equal(spline_inverse(x, numbers, 6, 4.0)[0][outside], x[outside])
+
+
+def test_planar_layers_are_those_of_the_paper():
+    """x = z + û tanh(wᵀz + b) with wᵀû = log(1 + exp(wᵀu)) - 1 (Rezende and Mohamed, 2015, appendix A.1)."""
+    rng = np.random.default_rng(8)
+    w, b, u, z = rng.normal(size=3), 0.3, rng.normal(size=3), rng.normal(size=(5, 3))
+    bent = u + (np.log1p(np.exp(w @ u)) - 1 - w @ u) * w / (w @ w)
+    x, change = Planar().forward({"u": u, "w": w, "b": np.array(b)}, z)
+    np.testing.assert_allclose(x, z + np.tanh(z @ w + b)[:, None] * bent, rtol=1e-12)
+    np.testing.assert_allclose(change, np.log(1 + bent @ w / np.cosh(z @ w + b) ** 2), rtol=1e-12)
+
+
+def test_networks_have_two_hidden_layers_and_a_linear_end():
+    rng = np.random.default_rng(9)
+    (a, b), (c, d), (e, f) = [(rng.normal(size=(n, m)), rng.normal(size=m)) for n, m in ((2, 4), (4, 4), (4, 3))]
+    x = 5 * rng.normal(size=(6, 2))
+    expected = np.tanh(np.tanh(x @ a + b) @ c + d) @ e + f
+    np.testing.assert_allclose(evaluated([(a, b), (c, d), (e, f)], x), expected, rtol=1e-13)
+
+
+def test_couplings_scale_by_a_bounded_factor():
+    """However large the network's values are: a fit must not run away in one layer."""
+    layer = AffineCoupling(hidden=4)
+    network = [(w + 50.0, b + 50.0) for w, b in layer.initial(2, np.random.default_rng(10))]
+    z = np.array([[1.0, 0.5], [-1.0, 0.5]])
+    assert np.all(abs(layer.forward(network, z)[1]) <= 2)
+    assert np.all(np.isfinite(layer.inverse(network, z)[0]))
 
 
 def test_autoregressive_layers_look_back_only():
