@@ -34,7 +34,7 @@ ALL_RANKS := 1 2 3 4 5
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-gpu fuzz test-all bench bench-peers lint types examples docs check clean $(ALL_RANKS:%=test-%)
+.PHONY: help demo test test-gpu fuzz test-all bench bench-gpu bench-peers lint types examples docs check clean $(ALL_RANKS:%=test-%)
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9%-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -75,6 +75,9 @@ bench: $(VENV)/.ready ## measure primitives, their watch, local adjoints, ensemb
 	@$(LAUNCH) --ranks 2 --limit 600 -- benchmarks/domain.py
 	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/wave.py
 	@$(LAUNCH) --ranks 2 --limit 600 -- benchmarks/optimize_peers.py
+
+bench-gpu: $(VENV)/.ready-gpu ## measure ensembles on a GPU, where there is one (installs CuPy for CUDA 12)
+	@$(BIN)/python benchmarks/ensemble_gpu.py
 
 bench-peers: ## install the libraries that are measured beside mpiad, into .venv-peers (gigabytes)
 	@PYTHON="$(PYTHON)" benchmarks/peers/install.sh

@@ -14,6 +14,7 @@ from mpiad.ensemble.algorithms import Algorithm
 from mpiad.ensemble.backends import EnsembleAlgorithm
 from mpiad.ensemble.events import Event
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
+from mpiad.transport.device_arrays import is_device_array
 
 __all__ = ["Demands", "check_demands"]
 
@@ -73,6 +74,11 @@ def check_demands(demands: Demands) -> Demands:
     saveat = demands.saveat
     if saveat is not None:
         _check_untraced(saveat)
+        if is_device_array(saveat):
+            raise TypeError(
+                f"solve: saveat must be times on the host, but got a {type(saveat).__name__} of shape {saveat.shape} on a "
+                "device. Pass mpiad.device.to_host(saveat)."
+            )
         saveat = np.asarray(saveat)
         if saveat.ndim == 2 and len(saveat) != count:
             raise ValueError(f"solve: saveat has {len(saveat)} rows, but there are {count} trajectories.")

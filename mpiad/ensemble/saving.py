@@ -34,6 +34,9 @@ def save_times(saveat: Any, start: Array, end: Array) -> Array:
     TypeError, ValueError
         Where a time lies outside tspan, or times aren't in the order of the solve.
     """
+    count = len(start)
+    if count and start.strides == end.strides == (0,):  # one tspan, however many trajectories
+        start, end = start[:1], end[:1]
     if saveat is None:
         return _common(np.stack([start, end], axis=1))
     times = np.asarray(saveat)
@@ -42,9 +45,9 @@ def save_times(saveat: Any, start: Array, end: Array) -> Array:
     times = times.astype(float)
     if times.ndim == 0:
         return _every(float(times), start, end)
-    if times.ndim > 2 or (times.ndim == 2 and len(times) != len(start)):
+    if times.ndim > 2 or (times.ndim == 2 and len(times) != count):
         raise ValueError(
-            f"solve: saveat must be a number, a list of times, or an array of shape (N, n_saved) with N = {len(start)}, "
+            f"solve: saveat must be a number, a list of times, or an array of shape (N, n_saved) with N = {count}, "
             f"but has shape {times.shape}."
         )
     _check(times, start, end)
@@ -80,9 +83,10 @@ def _check(times: Array, start: Array, end: Array) -> None:
     outside = ~((rows >= low) & (rows <= high))
     if outside.any():
         i, j = np.argwhere(outside)[0]
+        own = min(i, len(start) - 1)
         raise ValueError(
             f"solve: saveat must lie in tspan, but {np.broadcast_to(rows, outside.shape)[i, j]} lies outside of "
-            f"({start[i]}, {end[i]})."
+            f"({start[own]}, {end[own]})."
         )
     if ((rows[:, 1:] - rows[:, :-1]) * np.where(end < start, -1, 1)[:, None] < 0).any():
         raise ValueError("solve: the times of saveat must be in the order of the solve, from the start of tspan on.")

@@ -11,6 +11,7 @@ import numpy as np
 from autograd.tracer import getval, isbox
 
 from mpiad._typing import Array
+from mpiad.device.numpy import concatenate
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.retcodes import names_of, survived
@@ -209,8 +210,8 @@ def joined(parts: list[EnsembleSolution]) -> EnsembleSolution:
     width = max(part.u.shape[1] for part in parts)
     times = joined_times([part.t for part in parts], [len(part) for part in parts], width)
     names = ("u_end", "retcode", "t_reached", "naccept", "nreject", "nf")
-    rest: Any = {name: anp.concatenate([getattr(part, name) for part in parts]) for name in names}
-    u = anp.concatenate([widened(part.u, width) for part in parts])
+    rest: Any = {name: concatenate([getattr(part, name) for part in parts]) for name in names}
+    u = concatenate([widened(part.u, width) for part in parts])
     return EnsembleSolution(u, times, events=events, **rest)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from autograd.tracer import getval, isbox
 
 from mpiad._typing import Array
+from mpiad.device import to_host
 from mpiad.transport.device_arrays import is_device_array
 
 __all__ = ["mean", "quantile", "root", "spread", "squared_distance", "summary"]
@@ -73,7 +74,7 @@ def summary(sol: Any) -> str:
             f"rejected in the mean {sol.nreject.mean():.1f}"
         )
     if alive.any():
-        ends = getval(sol.u_end)[alive]
+        ends = to_host(getval(sol.u_end))[alive]
         lines.append(f"final state over {len(ends)}: mean {_numbers(mean(ends))}, std {_numbers(spread(ends))}")
     return "\n".join(lines)
 

@@ -101,9 +101,10 @@ def _solved_vjp(argnums: tuple[int, ...], ans: Array, args: tuple, kwargs: dict)
 
     def vjp(g: Array) -> list[Array]:
         _require_plain([g])
-        bar = solved.place(conform(g, *spec_like(ans)))
-        rows = _contracted(solved, argnums, bar) if solved.by_tangent else _pulled(solved, argnums, bar)
-        return [_as_argument(solved, rows[k], args[k]) for k in argnums]
+        with solved.solver.arrays.current():
+            bar = solved.place(conform(g, *spec_like(ans)))
+            rows = _contracted(solved, argnums, bar) if solved.by_tangent else _pulled(solved, argnums, bar)
+            return [_as_argument(solved, rows[k], args[k]) for k in argnums]
 
     return vjp
 
@@ -157,18 +158,24 @@ def _as_argument(solved: Solved, rows: Array, arg: Any) -> Any:
 
 def _solved_jvp(argnums: tuple[int, ...], gs: Sequence[Any], ans: Array, args: tuple, kwargs: dict) -> Array:
     solved = kwargs["solved"]
-    solver = solved.solver
     _require_plain([*args, *gs])
-    along = _along(solved, dict(zip(argnums, gs)), args)
-    flights = solved.tangents(solved.directions_of(argnums))
+    with solved.solver.arrays.current():
+        along = _along(solved, dict(zip(argnums, gs)), args)
+        return solved.out(_pushed(solved, solved.directions_of(argnums), along))
+
+
+def _pushed(solved: Solved, directions: Directions, along: dict[tuple[str, int], Array]) -> Array:
+    """Return the tangent of the results, from how far each direction is gone."""
+    solver = solved.solver
+    flights = solved.tangents(directions)
     total = solver.arrays.full(solved.flight.vector.shape, 0, solver.real)
     saved, end = solver.parts(total)
-    for directions, flight in flights:
-        for k, direction in enumerate(directions):
+    for group, flight in flights:
+        for k, direction in enumerate(group):
             if direction in along:
                 saved += np.where(_alive(flight), flight.dsaved[k] * along[direction], 0)
                 end += np.where(_alive(flight), flight.du_end[k] * along[direction], 0)
-    return solved.out(total)
+    return total
 
 
 def _along(solved: Solved, tangents: dict[int, Any], args: tuple) -> dict[tuple[str, int], Array]:

@@ -55,7 +55,8 @@ def solved_on_gpu(
         Without CuPy, or without a GPU.
     """
     arrays, on_host = device_for(backend, batch), not is_on_device(batch)
-    sol = _by_kernel(backend, compiler, given, batch, settings, arrays)
+    with arrays.current():
+        sol = _by_kernel(backend, compiler, given, batch, settings, arrays)
     if sol is not None:
         return sol
     instead = EnsembleVectorized()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from mpiad.ensemble.compiled.cuda.forward import forward_text
 from mpiad.ensemble.compiled.cuda.pieces import DUE, PRELUDE, Pieces
 from mpiad.ensemble.compiled.cuda.plan import Plan
@@ -11,6 +13,10 @@ from mpiad.ensemble.compiled.program import Program
 from mpiad.ensemble.compiled.simplify import simplify
 
 __all__ = ["cuda_source"]
+
+_MOST_TEXTS = 32
+_ANY: Any = None
+_texts: dict[Any, tuple[Plan, str]] = {}
 
 
 def cuda_source(plan: Plan, kernel: str = "both") -> str:
@@ -28,6 +34,16 @@ def cuda_source(plan: Plan, kernel: str = "both") -> str:
         Complete for NVRTC and nvcc; for a compiler of C++ the kernels are functions that loop over the trajectories. What
         the arguments are stands before each kernel; all rows are contiguous along the trajectories.
     """
+    # A tableau has arrays in it: it is told by its identity, and kept so that no other one takes its place in memory.
+    key = id(plan.tableau), plan._replace(tableau=_ANY, dtype=str(plan.dtype)), kernel
+    if key not in _texts:
+        if len(_texts) >= _MOST_TEXTS:
+            _texts.pop(next(iter(_texts)))
+        _texts[key] = plan, _written(plan, kernel)
+    return _texts[key][1]
+
+
+def _written(plan: Plan, kernel: str) -> str:
     pieces, program, d = Pieces(plan), plan.program, plan.d
     parts = [PRELUDE + f"typedef {'float' if pieces.single else 'double'} real;", DUE]
     parts.append(pieces.function("f", program, 0, d))

@@ -328,6 +328,20 @@ def test_the_kernel_can_be_read():
     assert "__global__" in sol.problem.kernel_source()
 
 
+def test_batches_and_statistics_on_the_device():
+    u0, p = states(9), parameters(9)
+
+    def loss(u0, p, **options):
+        sol = solve(ensemble(lorenz, u0, p), RK45(), EnsembleGPU(), **options)
+        return anp.sum(sol.mean() ** 2) + anp.sum(sol.std())
+
+    expected = mpiad.grad(lambda *x: loss(*x), (0, 1))(u0, p)
+    found = mpiad.grad(lambda *x: loss(*x, batch_size=4), (0, 1))(on_device(u0), on_device(p))
+    assert_close(map(on_host, found), expected)
+    host, there = (solve(ensemble(lorenz, *x), RK45(), EnsembleGPU()) for x in ((u0, p), (on_device(u0), on_device(p))))
+    assert there.summary() == host.summary() and there[3].retcode == "Success"
+
+
 # ---- What a kernel can't do ------------------------------------------------------------------------------------------
 REFUSED = {
     "events": ({"events": Event(lambda u, p, t: u[0] - 3.0)}, "events="),
@@ -409,6 +423,11 @@ def test_without_a_gpu_the_error_says_what_to_install_and_what_runs_on_the_cpu(m
     monkeypatch.setattr(SELECTED, none)
     with pytest.raises(RuntimeError, match=r"finds no GPU.*EnsembleVectorized\(\) with compile=True"):
         solve(given, RK45(), EnsembleGPU())
+
+
+def test_saved_times_on_the_device_are_refused_by_name():
+    with pytest.raises(TypeError, match=r"times on the host, but got a DeviceArray of shape \(2,\)"):
+        solve(ensemble(lorenz, states(2), parameters(2)), RK45(), EnsembleGPU(), saveat=on_device([0.0, 1.0]))
 
 
 @pytest.mark.parametrize("wrong", [{"block": 100}, {"block": 1024}, {"tape_bytes": 0}])
