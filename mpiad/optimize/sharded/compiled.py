@@ -1,7 +1,8 @@
-"""The arithmetic of an iteration compiled by numba, where that is installed and the piece is large.
+"""The passes of an iteration compiled by numba, where that is installed and the piece is large.
 
 BLAS multiplies rows of a tile with vectors at two thirds of the speed at which memory can be read, and each of NumPy's
-calls goes over its arrays again. Here each stretch is read once.
+calls goes over its arrays again. Here each stretch is read once, seven rows at a time: one row alone is read at half of
+the speed, since a core then waits for too few lines of memory at once.
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ from __future__ import annotations
 import functools
 import math
 import os
-from typing import Any
 
 import numpy as np
 
+from mpiad.optimize.sharded import kernels
 from mpiad.optimize.sharded.arithmetic import Arithmetic, Parts
+from mpiad.optimize.sharded.tiles import LENGTH, PADDING, Tiles
 
 __all__ = ["arithmetic_for"]
 
@@ -41,33 +43,62 @@ class Compiled(Arithmetic):
     """
 
     def __init__(self, kernels: tuple):
-        self._products, self._combination, self._moved, self._taken, self._changed = kernels
+        self._products, self._combination, self._taken = kernels
 
-    def add_products(self, tile: np.ndarray, parts: Parts, vector: np.ndarray, out: np.ndarray) -> None:
-        """Add the products of rows with a vector."""
-        for rows, places in parts:
-            self._products(tile, rows.start, rows.stop, vector, out[places])
+    def products(self, tiles: Tiles, parts: Parts, row: int, out: np.ndarray) -> float:
+        """Write the products of rows with one of them."""
+        return self._multiplied(tiles, parts, row, row, out)
 
-    def change(self, gradient: np.ndarray, before: np.ndarray) -> float:
-        """Turn the gradient before into the change since then."""
-        return self._changed(gradient, before)
+    def change(self, tiles: Tiles, parts: Parts, before: int, row: int, out: np.ndarray) -> float:
+        """Turn the gradient before into the change, and write the products of rows with it."""
+        return self._multiplied(tiles, parts, before, row, out)
 
-    def combine(self, tile: np.ndarray, parts: Parts, coefficients: np.ndarray, out: np.ndarray) -> None:
+    def _multiplied(self, tiles: Tiles, parts: Parts, before: int, row: int, out: np.ndarray) -> float:
+        rows = _rows_of(parts)
+        found = np.zeros(rows.size)
+        square = self._products(*_place(tiles), rows, before, row, found)
+        out[:] = found[: out.size]
+        return square
+
+    def combine(self, tiles: Tiles, parts: Parts, coefficients: np.ndarray, row: int) -> None:
         """Write the combination of rows."""
-        out.fill(0.0)
-        for rows, places in parts:
-            self._combination(tile, rows.start, rows.stop, coefficients[places], out)
+        nothing = np.zeros(0)
+        self._combination(*_place(tiles), *_weighed(parts, coefficients), row, nothing, 0.0, nothing, nothing)
 
-    def move(self, here: np.ndarray, way: np.ndarray, step: float, out: np.ndarray, copy: np.ndarray | None) -> None:
-        """Write where a step leads."""
-        self._moved(here, way, step, out, out if copy is None else copy)
+    def advance(
+        self, tiles: Tiles, parts: Parts, coefficients: np.ndarray, row: int, here: np.ndarray, step: float,
+        outs: tuple[np.ndarray, np.ndarray | None],
+    ) -> None:
+        """Combine, and write where a step leads."""
+        out, copy = outs
+        copy = out if copy is None else copy
+        self._combination(*_place(tiles), *_weighed(parts, coefficients), row, here, step, out, copy)
 
-    def take(self, gradient: np.ndarray, way: np.ndarray, out: np.ndarray) -> tuple[float, float, float]:
+    def take(self, tiles: Tiles, gradient: np.ndarray, way: int, out: int) -> tuple[float, float, float]:
         """Copy a gradient, and measure it."""
         gradient = np.require(gradient, np.float64, ["C", "A", "W"])  # of one type, which is compiled
-        bits, slope, square = self._taken(gradient, gradient.view(np.int64), way, out)
+        bits, slope, square = self._taken(*_place(tiles), gradient, gradient.view(np.int64), way, out)
         largest = float(np.int64(bits).view(np.float64))
         return largest if largest < math.inf else math.inf, slope, square
+
+
+def _place(tiles: Tiles) -> tuple[np.ndarray, int, int, int, int]:
+    return tiles.memory, tiles.height, tiles.size, LENGTH, PADDING
+
+
+def _rows_of(parts: Parts) -> np.ndarray:
+    """Return the numbers of rows, and the last once more until they are a multiple of those that are read at once."""
+    rows = [np.arange(rows.start, rows.stop) for rows, _ in parts]
+    found = np.concatenate([*rows, np.zeros(0, np.int64)])
+    return np.pad(found, (0, -found.size % kernels.AT_ONCE), "edge") if found.size else found
+
+
+def _weighed(parts: Parts, coefficients: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    rows = _rows_of(parts)
+    weights = np.zeros(rows.size)
+    for _, places in parts:
+        weights[places] = coefficients[places]
+    return rows, weights
 
 
 @functools.cache
@@ -76,84 +107,18 @@ def _kernels() -> tuple | None:
         import numba
     except ImportError:
         return None
-    vector, tile = "float64[::1]", "float64[:, ::1]"
-    kernels = (
-        (f"void({tile}, int64, int64, {vector}, {vector})", _add_products),
-        (f"void({tile}, int64, int64, {vector}, {vector})", _add_rows),
-        (f"void({vector}, {vector}, float64, {vector}, {vector})", _move),
-        (f"Tuple((int64, float64, float64))({vector}, int64[::1], {vector}, {vector})", _take),
-        (f"float64({vector}, {vector})", _change),
+    vector, numbers = "float64[::1]", "int64[::1]"
+    place = f"{vector}, int64, int64, int64, int64"
+    signed = (
+        (f"float64({place}, {numbers}, int64, int64, {vector})", kernels.products),
+        (f"void({place}, {numbers}, {vector}, int64, {vector}, float64, {vector}, {vector})", kernels.combination),
+        (f"Tuple((int64, float64, float64))({place}, {vector}, {numbers}, int64, int64)", kernels.taken),
     )
 
     def made(cache: bool) -> tuple:
-        return tuple(numba.njit(kind, fastmath=_FAST, cache=cache)(kernel) for kind, kernel in kernels)
+        return tuple(numba.njit(kind, fastmath=_FAST, cache=cache)(kernel) for kind, kernel in signed)
 
     try:
         return made(True)
     except RuntimeError:  # there is no folder that it may write to
         return made(False)
-
-
-def _add_products(tile: Any, start: Any, stop: Any, y: Any, out: Any) -> None:
-    j = start
-    while j + 4 <= stop:  # four at once: more streams than that slow each other down
-        a, b, c, d = tile[j], tile[j + 1], tile[j + 2], tile[j + 3]
-        p = q = r = s = 0.0
-        for i in range(y.size):
-            p += a[i] * y[i]
-            q += b[i] * y[i]
-            r += c[i] * y[i]
-            s += d[i] * y[i]
-        out[j - start] += p
-        out[j - start + 1] += q
-        out[j - start + 2] += r
-        out[j - start + 3] += s
-        j += 4
-    while j < stop:
-        a, p = tile[j], 0.0
-        for i in range(y.size):
-            p += a[i] * y[i]
-        out[j - start] += p
-        j += 1
-
-
-def _add_rows(tile: Any, start: Any, stop: Any, coefficients: Any, out: Any) -> None:
-    j = start
-    while j + 4 <= stop:
-        a, b, c, d = tile[j], tile[j + 1], tile[j + 2], tile[j + 3]
-        p, q = coefficients[j - start], coefficients[j - start + 1]
-        r, s = coefficients[j - start + 2], coefficients[j - start + 3]
-        for i in range(out.size):
-            out[i] += p * a[i] + q * b[i] + r * c[i] + s * d[i]
-        j += 4
-    while j < stop:
-        a, p = tile[j], coefficients[j - start]
-        for i in range(out.size):
-            out[i] += p * a[i]
-        j += 1
-
-
-def _move(here: Any, way: Any, step: Any, out: Any, copy: Any) -> None:
-    for i in range(out.size):
-        moved = here[i] + step * way[i]
-        out[i] = moved
-        copy[i] = moved
-
-
-def _take(gradient: Any, bits: Any, way: Any, out: Any) -> Any:
-    largest, slope, square = 0, 0.0, 0.0
-    for i in range(out.size):
-        out[i] = gradient[i]
-        slope += gradient[i] * way[i]
-        square += way[i] * way[i]
-        # Without their sign, doubles are in the order of their bits, and NaN comes behind infinity.
-        largest = max(largest, bits[i] & 0x7FFFFFFFFFFFFFFF)
-    return largest, slope, square
-
-
-def _change(gradient: Any, before: Any) -> Any:
-    square = 0.0
-    for i in range(gradient.size):
-        before[i] = gradient[i] - before[i]
-        square += gradient[i] * gradient[i]
-    return square

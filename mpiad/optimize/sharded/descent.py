@@ -118,12 +118,10 @@ class Descent:
         if self._memory.empty:  # nothing says yet how long a step should be
             first = 1.0 / length if self._iterations == 0 else min(1.0, 1.0 / length)
         line, best = LineSearch(here.value, slope, first), here
-        direction = self._memory.direction(here)
         for _ in range(self._settings.maxls):
             if line.stuck or self._trials.count >= self._settings.maxfun:
                 break
-            trial = self._trials.along(here, direction, line.step)
-            direction = self._memory.same_direction()
+            trial = self._trials.along(here, line.step)
             if not self._bounded:
                 trial.predicted, trial.met = trial.step * slope, trial.step * trial.slope
             if not trial.finite:

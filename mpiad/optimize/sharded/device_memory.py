@@ -52,26 +52,31 @@ class _DeviceArithmetic(Arithmetic):
     def __init__(self, home: Any):
         self._home = home
 
-    def combine(self, tile: Array, parts: Parts, coefficients: np.ndarray, out: Array) -> None:
-        """Write the combination of rows with coefficients, which travel to the device."""
-        there = self._home.to_device(coefficients)
-        (rows, places), *others = parts
-        total = there[places] @ tile[rows]
-        for rows, places in others:
-            total += there[places] @ tile[rows]
-        out[...] = total
-
-    def move(self, here: Array, way: Array, step: float, out: Array, copy: Any) -> None:
-        """Write where a step leads."""
-        np.multiply(way, step, out=out)
+    def advance(
+        self, tiles: Any, parts: Parts, coefficients: np.ndarray, row: int, here: Array, step: float,
+        outs: tuple[Array, None],
+    ) -> None:
+        """Combine rows, with coefficients that travel to the device, and write where a step leads."""
+        rows, out = tiles.memory, outs[0]
+        if parts:
+            there = self._home.to_device(coefficients)
+            (part, places), *others = parts
+            total = there[places] @ rows[part]
+            for part, places in others:
+                total += there[places] @ rows[part]
+            rows[row] = total
+        np.multiply(rows[row], step, out=out)
         out += here
 
-    def take(self, gradient: Array, way: Array, out: Array) -> tuple[float, float, float]:
+    def take(self, tiles: Any, gradient: Array, way: int, out: int) -> tuple[float, float, float]:
         """Copy a gradient, and measure it by one copy of three numbers."""
-        out[...] = gradient
-        found = self._home.to_host(np.stack([np.max(np.abs(out)), np.sum(out * way), np.sum(way * way)])).tolist()
+        rows = tiles.memory
+        rows[out] = gradient
+        copied, along = rows[out], rows[way]
+        found = self._home.to_host(np.stack([np.max(np.abs(copied)), np.sum(copied * along), np.sum(along * along)]))
+        largest, slope, square = found.tolist()
         # Where an entry is NaN, so is the largest.
-        return found[0] if found[0] < math.inf else math.inf, found[1], found[2]
+        return largest if largest < math.inf else math.inf, slope, square
 
 
 class DeviceMemory(Memory):

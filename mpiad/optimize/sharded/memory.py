@@ -10,7 +10,6 @@ it has become so much smaller that rounding would show are they taken anew.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -62,7 +61,7 @@ class Memory:
         # A row of steps holds the direction; the step is so many times as long.
         self._lengths = np.ones(height)
         self._products, self._with_gradient = np.zeros((height, height)), np.zeros(height)  # on the root
-        self._coefficients = np.zeros(1)
+        self._coefficients, self._made = np.zeros(1), False  # whether the direction is made of them
         self._largest_norm = 0.0  # of the gradients since the products with one were taken
         self._aside: np.ndarray | None = None
 
@@ -129,7 +128,7 @@ class Memory:
 
         # Every rank knows how many pairs there are, so it knows how many coefficients come.
         decision = self._totals.decided(np.append(parts, float(stop)), 2 * self.ring.count + 4, decide)
-        self._coefficients = decision[:-3]
+        self._coefficients, self._made = decision[:-3], False
         return float(decision[-3]), float(decision[-2]), bool(decision[-1])
 
     def state(self) -> dict[str, np.ndarray]:
@@ -167,16 +166,11 @@ class Memory:
     def _products_of(self, keep: bool, anew: bool) -> np.ndarray:
         """Return this rank's part of the products with the newest change, with the gradient, and of its square."""
         of_change, of_gradient = np.zeros((2, 2 * self.ring.count + 1))
-        parts, newest, current, square = self.ring.parts(), self.ring.newest, self.ring.gradient, 0.0
-        for _, tile in self.tiles:
-            gradient = tile[current]
-            if keep:
-                square += self.arithmetic.change(gradient, tile[newest])
-                self.arithmetic.add_products(tile, parts, tile[newest], of_change)
-            else:
-                square += gradient @ gradient
-            if anew:
-                self.arithmetic.add_products(tile, parts, gradient, of_gradient)
+        parts, current, square = self.ring.parts(), self.ring.gradient, 0.0
+        if keep:
+            square = self.arithmetic.change(self.tiles, parts, self.ring.newest, current, of_change)
+        if anew:
+            square = self.arithmetic.products(self.tiles, parts, current, of_gradient)
         return np.concatenate([of_change, of_gradient[:-1], [square]])
 
     def _products_of_free(self, new: Point, before: Point | None) -> np.ndarray:
@@ -222,18 +216,42 @@ class Memory:
             known[old] = of_gradient
         known[rows[-1]] = sums[2 * len(rows) - 1]
 
-    def direction(self, at: Point) -> Iterator[tuple[slice, np.ndarray]]:
-        """Make the direction at a point, for which `update` was called last; yield its blocks when they are made."""
-        parts, current = self.ring.parts(), self.ring.gradient
-        for part, tile in self.tiles:
-            piece = tile[current + 1]
-            self.arithmetic.combine(tile, parts, self._coefficients, piece)
-            if self._box is not None:
-                free = self._box.free(at.x[part], tile[current], at.norm, part)
-                np.copyto(piece, self._box.way(at.x[part], tile[current], part), where=~free)
-            yield part, piece
+    def move(self, at: Point, step: float, out: np.ndarray, copy: np.ndarray | None) -> bool:
+        """Write where a step along the direction from a point leads, and once more where there is a copy.
 
-    def same_direction(self) -> Iterator[tuple[slice, np.ndarray]]:
-        """Yield the blocks of the direction that was made last."""
+        Parameters
+        ----------
+        at : Point
+            Where the solve is; `update` was called there last. The first step from it also makes the direction.
+        step : float
+        out : array, shape (n,)
+        copy : array, shape (n,), or None
+
+        Returns
+        -------
+        bool
+            Whether a bound stopped any variable.
+        """
+        parts = [] if self._made else self.ring.parts()
+        row, clipped = self.ring.gradient + 1, False
+        if self._box is None:
+            self.arithmetic.advance(self.tiles, parts, self._coefficients, row, at.x, step, (out, copy))
+        else:
+            if parts:
+                self.arithmetic.combine(self.tiles, parts, self._coefficients, row)
+                self._turn(at, self._box)
+            for part, tile in self.tiles:
+                np.multiply(tile[row], step, out=out[part])
+                out[part] += at.x[part]
+                clipped |= self._box.project(out[part], part)
+            if copy is not None:
+                np.copyto(copy, out)
+        self._made = True
+        return clipped
+
+    def _turn(self, at: Point, box: Box) -> None:
+        """Send variables that a bound holds straight to it."""
         for part, tile in self.tiles:
-            yield part, tile[self.ring.gradient + 1]
+            gradient = tile[self.ring.gradient]
+            free = box.free(at.x[part], gradient, at.norm, part)
+            np.copyto(tile[self.ring.gradient + 1], box.way(at.x[part], gradient, part), where=~free)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import numpy as np
 
@@ -45,26 +44,11 @@ class Trials:
             self._box.project(x)
         return self._evaluated(Point(x), None)
 
-    def along(self, here: Point, direction: Iterator[tuple[slice, np.ndarray]], step: float) -> Point:
-        """Evaluate a step along the direction, projected onto the bounds.
-
-        Parameters
-        ----------
-        here : Point
-        direction : iterator of (slice, array)
-            Its blocks, which may be made only now.
-        step : float
-        """
+    def along(self, here: Point, step: float) -> Point:
+        """Evaluate a step along the direction from a point, projected onto the bounds."""
         point = Point(self._spare.pop() if self._spare else np.empty_like(here.x))
         point.step = step
-        lent = self._evaluation.lend()
-        for part, way in direction:
-            piece, copy = point.x[part], None if lent is None else lent[part]
-            self._memory.arithmetic.move(here.x[part], way, step, piece, copy)
-            if self._box is not None and self._box.project(piece, part):
-                point.clipped = True
-                if copy is not None:
-                    np.copyto(copy, piece)
+        point.clipped = self._memory.move(here, step, point.x, self._evaluation.lend())
         return self._evaluated(point, here)
 
     def release(self, point: Point) -> None:
@@ -74,11 +58,7 @@ class Trials:
     def _evaluated(self, point: Point, here: Point | None) -> Point:
         self.count += 1
         value, gradient = self._evaluation.both(point.x)
-        terms, largest = [0.0] * 4, 0.0
-        for part, tile in self._memory.tiles:
-            measured = self._measured(point, here, gradient[part], tile, part)  # type: ignore[index]
-            largest = max(largest, measured[0])
-            terms = [term + product for term, product in zip(terms, measured[1:])]
+        largest, *terms = self._measured(point, here, gradient)  # type: ignore[arg-type]
         broken = not math.isfinite(largest)
         numbers = self._totals.of(terms, [0.0 if broken else largest, broken, point.clipped], [value])
         point.slope, point.predicted, point.met, square, point.norm, any_broken, clipped, point.value = numbers
@@ -86,27 +66,37 @@ class Trials:
         point.finite = not any_broken and math.isfinite(point.value) and math.isfinite(point.slope)
         return point
 
-    def _measured(
-        self, point: Point, here: Point | None, gradient: np.ndarray, tile: np.ndarray, part: slice
-    ) -> tuple[float, float, float, float, float]:
-        """Put a stretch of the gradient into the memory; return its largest entry, and its terms.
+    def _measured(self, point: Point, here: Point | None, gradient: np.ndarray) -> list[float]:
+        """Put the gradient into the memory; return its largest entry, and this rank's terms.
 
         The terms are those of the slope, of the changes that the gradients before and here predict, and of the square of
         the way.
         """
+        ring, tiles = self._memory.ring, self._memory.tiles
+        if self._box is None:
+            largest, slope, square = self._memory.arithmetic.take(tiles, gradient, ring.gradient + 1, ring.trial)
+            return [largest, slope, 0.0, 0.0, 0.0 if here is None else point.step**2 * square]
+        found = np.zeros(5)
+        for part, tile in tiles:
+            largest, *terms = self._measured_within(self._box, (point, here), gradient[part], tile, part)
+            found[0] = max(found[0], largest)
+            found[1:] += terms
+        return found.tolist()
+
+    def _measured_within(
+        self, box: Box, points: tuple[Point, Point | None], gradient: np.ndarray, tile: np.ndarray, part: slice
+    ) -> tuple[float, float, float, float, float]:
+        """Return what `_measured` does, of one stretch."""
+        point, here = points
         before, trial = self._memory.ring.gradient, tile[self._memory.ring.trial]
         direction = tile[before + 1]
-        if self._box is None:
-            largest, slope, square = self._memory.arithmetic.take(gradient, direction, trial)
-            return largest, slope, 0.0, 0.0, 0.0 if here is None else point.step**2 * square
         np.copyto(trial, gradient)
         # Where a gradient isn't finite, its projected step may be.
         largest = largest_of(trial)
         if largest < math.inf:
-            largest = float(np.max(np.abs(self._box.way(point.x[part], trial, part))))
+            largest = float(np.max(np.abs(box.way(point.x[part], trial, part))))
         if here is None:
             return largest, 0.0, 0.0, 0.0, 0.0
         moved = point.x[part] - here.x[part]
-        inside = self._box.inside(point.x[part], part)
-        slope, square = float(trial @ (direction * inside)), float(moved @ moved)
+        slope, square = float(trial @ (direction * box.inside(point.x[part], part))), float(moved @ moved)
         return largest, slope, float(tile[before] @ moved), float(trial @ moved), square

@@ -11,7 +11,8 @@ from mpi4py import MPI
 
 import mpiad
 from mpiad.optimize.sharded import compiled
-from mpiad.optimize.sharded.arithmetic import Arithmetic
+from mpiad.optimize.sharded.arithmetic import Arithmetic, Parts
+from mpiad.optimize.sharded.tiles import LENGTH, Tiles
 
 pytest.importorskip("numba")
 RNG = np.random.default_rng(8)
@@ -22,55 +23,94 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "_LARGE", 0)
 
 
-@pytest.mark.serial
-@pytest.mark.parametrize("length", [1, 7, 1000])
-@pytest.mark.parametrize("rows", [[slice(0, 9)], [slice(5, 9), slice(0, 3)], [slice(2, 3)]])
-def test_rows_and_vectors(length: int, rows: list[slice], always: None) -> None:
-    plain, other = Arithmetic(), compiled.arithmetic_for(1)
-    assert isinstance(other, compiled.Compiled)
-    tile, parts, count = RNG.normal(size=(9, length)), [], 0
+def filled(height: int, size: int) -> Tiles:
+    """Return tiles of random rows, where what lies between the rows would spoil any sum."""
+    tiles = Tiles(height, size)
+    tiles.memory[:] = np.nan
+    for _, tile in tiles:
+        tile[:] = RNG.normal(size=tile.shape)
+    return tiles
+
+
+def both_ways(tiles: Tiles) -> list[tuple[Arithmetic, Tiles]]:
+    """Return both arithmetics, each with tiles of its own."""
+    other = Tiles(tiles.height, tiles.size)
+    other.memory[:] = tiles.memory
+    compiled_one = compiled.arithmetic_for(1)
+    assert isinstance(compiled_one, compiled.Compiled)
+    return [(Arithmetic(), tiles), (compiled_one, other)]
+
+
+def whole(tiles: Tiles) -> np.ndarray:
+    """Return all rows, shape (height, size)."""
+    return np.array([tiles.read(row, np.empty(tiles.size)) for row in range(tiles.height)])
+
+
+ROWS = [[slice(0, 9)], [slice(5, 9), slice(0, 3)], [slice(2, 3)], [slice(0, 7)]]
+
+
+def parts_of(rows: list[slice]) -> tuple[Parts, list[int]]:
+    parts, count = [], 0
     for part in rows:
         parts.append((part, slice(count, count + part.stop - part.start)))
         count += part.stop - part.start
-    vector, coefficients = RNG.normal(size=length), RNG.normal(size=count)
-    sums = [np.ones(count), np.ones(count)]
-    outs = [np.full(length, np.nan), np.full(length, np.nan)]
-    for arithmetic, out, total in zip((plain, other), outs, sums):
-        arithmetic.add_products(tile, parts, vector, total)
-        arithmetic.combine(tile, parts, coefficients, out)
-    np.testing.assert_allclose(sums[1], sums[0], rtol=1e-12, atol=1e-12)
-    np.testing.assert_allclose(outs[1], outs[0], rtol=1e-12, atol=1e-12)
+    return parts, [row for part in rows for row in range(part.start, part.stop)]
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("size", [1, 7, 1000, LENGTH, 2 * LENGTH + 5])
+@pytest.mark.parametrize("rows", ROWS)
+def test_rows_and_vectors(size: int, rows: list[slice], always: None) -> None:
+    (parts, numbers), tiles = parts_of(rows), filled(11, size)
+    before, weights = whole(tiles), RNG.normal(size=len(numbers))
+    here = RNG.normal(size=size)
+    for arithmetic, own in both_ways(tiles):
+        out = np.full(len(numbers), np.nan)
+        square = arithmetic.products(own, parts, 6, out)
+        np.testing.assert_allclose(out, before[numbers] @ before[6], rtol=1e-11, atol=1e-10)
+        np.testing.assert_allclose(square, before[6] @ before[6])
+        arithmetic.combine(own, parts, weights, 10)
+        np.testing.assert_allclose(whole(own)[10], weights @ before[numbers], rtol=1e-11, atol=1e-12)
+        np.testing.assert_array_equal(whole(own)[:10], before[:10])
+        there, copy = np.empty((2, size))
+        arithmetic.advance(own, parts, 2.0 * weights, 10, here, 0.3, (there, copy))
+        np.testing.assert_allclose(there, here + 0.6 * weights @ before[numbers], rtol=1e-11, atol=1e-12)
+        np.testing.assert_array_equal(copy, there)
+        arithmetic.advance(own, [], weights, 10, here, 0.6, (there, None))  # along the same way
+        np.testing.assert_allclose(there, here + 1.2 * weights @ before[numbers], rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("rows", ROWS)
+def test_changes(rows: list[slice], always: None) -> None:
+    (parts, numbers), tiles = parts_of(rows), filled(11, LENGTH + 50)
+    rows_then = whole(tiles)
+    rows_then[8] = rows_then[9] - rows_then[8]
+    for arithmetic, own in both_ways(tiles):
+        out = np.empty(len(numbers))
+        square = arithmetic.change(own, parts, 8, 9, out)
+        np.testing.assert_array_equal(whole(own), rows_then)
+        np.testing.assert_allclose(out, rows_then[numbers] @ rows_then[8], rtol=1e-11, atol=1e-10)
+        np.testing.assert_allclose(square, rows_then[9] @ rows_then[9])
 
 
 @pytest.mark.serial
 @pytest.mark.parametrize("value", [3.0, -7.0, np.inf, -np.inf, np.nan, -0.0])
 @pytest.mark.parametrize("writeable", [True, False])
 def test_gradients(value: float, writeable: bool, always: None) -> None:
-    gradient, way = RNG.uniform(-2.0, 2.0, 300), RNG.normal(size=300)
-    gradient[200] = value
+    size = LENGTH + 300
+    tiles, gradient = filled(3, size), RNG.uniform(-2.0, 2.0, size)
+    gradient[LENGTH + 200] = value
     gradient.flags.writeable = writeable
-    found, copies = [], []
-    for arithmetic in (Arithmetic(), compiled.arithmetic_for(1)):
-        copies.append(np.empty(300))
-        found.append(arithmetic.take(gradient, way, copies[-1]))
-        np.testing.assert_array_equal(copies[-1], gradient)
-    assert found[0][0] == found[1][0] == (max(2.0, abs(value)) if abs(value) > 2.0 else np.abs(gradient).max()) or (
-        np.isnan(value) and found[0][0] == found[1][0] == np.inf
-    )
-    np.testing.assert_allclose(found[1][1:], found[0][1:], rtol=1e-12)
-
-
-@pytest.mark.serial
-def test_steps_and_changes(always: None) -> None:
-    here, way, before = RNG.normal(size=(3, 50))
-    results = []
-    for arithmetic in (Arithmetic(), compiled.arithmetic_for(1)):
-        out, copy, change = np.empty(50), np.empty(50), before.copy()
-        arithmetic.move(here, way, 0.3, out, copy)
-        np.testing.assert_array_equal(out, copy)
-        results.append((out, change, arithmetic.change(here, change)))
-    for one, other in zip(*results):
-        np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-15)
+    way, found = whole(tiles)[1], []
+    for arithmetic, own in both_ways(tiles):
+        found.append(arithmetic.take(own, gradient, 1, 2))
+        np.testing.assert_array_equal(whole(own)[2], gradient)
+        np.testing.assert_array_equal(whole(own)[1], way)
+    expected = np.abs(gradient).max()
+    assert found[0][0] == found[1][0] == (expected if np.isfinite(expected) else np.inf)
+    np.testing.assert_allclose(found[1][1:], found[0][1:], rtol=1e-11, atol=1e-10)
+    np.testing.assert_allclose(found[0][1:], (gradient @ way, way @ way), rtol=1e-11, atol=1e-10)
 
 
 def test_a_solve(always: None, rank: int) -> None:
