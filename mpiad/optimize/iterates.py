@@ -72,6 +72,10 @@ class Iterates:
         np.subtract(x, last, out=self._way)
         return float(np.sqrt(self._way @ self._way))
 
+    def resume_at(self, x: np.ndarray) -> None:
+        """Begin where an earlier run had come: the next step is measured from there."""
+        self._step_to(x)
+
     def tell(self, x: np.ndarray, row: Row) -> Any:
         """Call the user's callback, whose StopIteration passes through."""
         if self._callback is None:
@@ -102,11 +106,13 @@ class IteratesOfPoints(Iterates):
     ----------
     done : int
         Iterations of an earlier run.
+    spent : bool
+        Whether earlier runs have left no evaluation: the point where they came is known then, from the file.
     """
 
     def __init__(self, points: Points, callback: Function | None, leader: Leader, keeper: RootKeeper):
         super().__init__(callback, leader)
-        self._points, self._keeper, self.done = points, keeper, 0
+        self._points, self._keeper, self.done, self.spent = points, keeper, 0, False
 
     def resume(self, start: np.ndarray) -> np.ndarray:
         """Return where an earlier run had come, and go on counting there; `start` where there was none."""
@@ -117,7 +123,11 @@ class IteratesOfPoints(Iterates):
         self.record.restore(found["history"])
         points.counts.update(zip(points.counts, found["counts"].tolist()))
         points.iterate, self.done = points.at(found["x"]), self.count
-        self._step_to(found["x"])
+        self.resume_at(found["x"])
+        self.spent = points.exhausted
+        if self.spent:
+            points.iterate.value, gradient = float(found["value"]), found["gradient"]
+            points.iterate.gradient = gradient if gradient.size else None
         return found["x"]
 
     def counted(self, result: scipy.optimize.OptimizeResult) -> scipy.optimize.OptimizeResult:
@@ -130,7 +140,8 @@ class IteratesOfPoints(Iterates):
     def keep(self, ended: bool = False) -> None:
         """Write the last iterate, where it is time to."""
         if self._points.iterate is not None:
-            self._keeper.keep(self.count, ended, self._points, self.record)
+            point: Point = self._points.foremost  # type: ignore[assignment]
+            self._keeper.keep(self.count, ended, point, self._points.counts.values(), self.record)
 
     def value(self, x: np.ndarray) -> float:
         """Evaluate the objective; note the starting point."""

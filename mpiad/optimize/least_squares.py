@@ -7,7 +7,9 @@ The rest is that of `minimize`.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
+from os import PathLike
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ import scipy
 
 from mpiad._typing import Comm, Function, Rank, Tree
 from mpiad.optimize.agreement import verdict
+from mpiad.optimize.checkpoint import Checkpoint, as_checkpoint
 from mpiad.optimize.program import Program, check_program
 from mpiad.optimize.residuals.evaluation import ResidualEvaluation
 from mpiad.optimize.residuals.loss import Loss, loss_of
@@ -25,6 +28,7 @@ from mpiad.primitives.operation import suspended
 from mpiad.transport import Channel, channel, renew
 from mpiad.transport.agreement import raise_together, require_same
 from mpiad.transport.recovery import recoverable
+from mpiad.transport.signals import postponed
 
 __all__ = ["least_squares"]
 
@@ -54,6 +58,7 @@ def least_squares(
     root: Rank = 0,
     comm: Comm = None,
     args: tuple = (),
+    checkpoint: str | PathLike[str] | Checkpoint | None = None,
     progress: bool = False,
 ) -> scipy.optimize.OptimizeResult:
     """Minimise half the sum of the squares of all ranks' residuals, by Gauss-Newton steps in a trust region.
@@ -96,6 +101,9 @@ def least_squares(
     comm : mpi4py intracommunicator, optional
     args : tuple
         Further arguments of `fun` and `jac`: this rank's own.
+    checkpoint : path or Checkpoint, optional
+        As in `minimize`: the root writes the last iterate, and the same call starts anew from there. `max_nfev` counts the
+        evaluations of all runs.
     progress : bool
         Whether the root writes its progress to standard error.
 
@@ -112,7 +120,7 @@ def least_squares(
     ------
     TypeError, ValueError
         On all ranks, where an argument on any of them is wrong, `fun` returns anything but real numbers or None, or the
-        residuals aren't finite at x0.
+        residuals aren't finite at x0, or the checkpoint is damaged or belongs to another problem.
     WorkerError
         On all ranks, where an evaluation raises on any, as in `minimize`.
 
@@ -132,22 +140,27 @@ def least_squares(
         "max_nfev": max_nfev, "tr_options": {} if tr_options is None else tr_options,
     }
     with suspended():
-        start, weigh = _agree_on_arguments(used, program, x0, (loss, f_scale, tr_solver, method))
+        start, weigh, kept = _agree_on_arguments(used, program, x0, (loss, f_scale, tr_solver, method), checkpoint)
         kind = partial(ResidualEvaluation, loss=weigh, solver=tr_solver, few=_FEW)
         solve = RootDriven(used, program, start, kind, _CALL)
+        aims = Aims(keywords, {"loss": loss, "f_scale": f_scale}, callback, kept, program, tr_solver)
         try:
-            return solve.run(partial(descend, Aims(keywords, {"loss": loss, "f_scale": f_scale}, callback)), progress)
+            with nullcontext() if kept is None else postponed(kept.patience):
+                return solve.run(partial(descend, aims), progress)
         except Exception:
             if solve.agreement.error is not None:
                 renew(comm, _CALL)  # an evaluation may have left messages under way
             raise
 
 
-def _agree_on_arguments(used: Channel, program: Program, x0: Tree, shared: tuple) -> tuple[Tree, Loss | None]:
-    """Check the arguments on all ranks; return the root's x0 as a nest of variables, and the loss."""
-    wrong, start, weigh = None, None, None
+def _agree_on_arguments(
+    used: Channel, program: Program, x0: Tree, shared: tuple, checkpoint: Any
+) -> tuple[Tree, Loss | None, Checkpoint | None]:
+    """Check the arguments on all ranks; return the root's x0 as a nest of variables, the loss and the checkpoint."""
+    wrong, start, weigh, kept = None, None, None, None
     loss, scale, solver, method = shared
     try:
+        kept = as_checkpoint(checkpoint, _CALL)
         check_program(program, used, _CALL)
         if program.jac is True:
             raise TypeError("least_squares: jac must be a function that returns this rank's rows, or None, but got True.")
@@ -165,5 +178,6 @@ def _agree_on_arguments(used: Channel, program: Program, x0: Tree, shared: tuple
     named = loss if isinstance(loss, str) else "a function"
     jac = None if program.jac is None else "a function"
     described = f"loss={named}, f_scale={scale}, tr_solver={solver!r}, method={method!r}, root={program.root}, jac={jac}"
+    described += "" if kept is None else f", a checkpoint every {kept.every} iterations"
     require_same(used, described, _CALL)
-    return shared_start(used, program, start, x0), weigh
+    return shared_start(used, program, start, x0), weigh, kept

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from os import PathLike
 from typing import Any
 
 import scipy
 
 from mpiad._typing import Comm, Function, Rank, Tree
+from mpiad.optimize.checkpoint import Checkpoint
 from mpiad.optimize.minimize import minimize
 
 __all__ = ["mpi_optimize"]
@@ -27,6 +29,7 @@ def mpi_optimize(
     callback: Function | None = None,
     objective: str = "root",
     args: tuple = (),
+    checkpoint: str | PathLike[str] | Checkpoint | None = None,
     progress: bool = False,
 ) -> scipy.optimize.OptimizeResult:
     """Minimise f with its gradient g, evaluated by all ranks when the root asks for one or the other.
@@ -53,6 +56,7 @@ def mpi_optimize(
     objective : {"root", "sum", "mean"}
     args : tuple
         Further arguments of f and g: this rank's own.
+    checkpoint : path or Checkpoint, optional
     progress : bool
 
     Returns
@@ -80,5 +84,5 @@ def mpi_optimize(
     jac: Any = repr(g) if g is None or isinstance(g, bool) else g
     return minimize(
         f, x0, method=method, jac=jac, bounds=bounds, constraints=constraints, root=root, comm=comm, tol=tol,
-        options=options, callback=callback, objective=objective, args=args, progress=progress,
+        options=options, callback=callback, objective=objective, args=args, checkpoint=checkpoint, progress=progress,
     )

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Protocol
 
 import numpy as np
 
 from mpiad.checkpoint_files import differences, read, read_description, write
 from mpiad.optimize.checkpoint import Checkpoint
 from mpiad.optimize.history import Record
-from mpiad.optimize.points import Points
 
-__all__ = ["RootKeeper"]
+__all__ = ["Kept", "RootKeeper"]
+
+
+class Kept(Protocol):
+    """What is written of an iterate."""
+
+    x: np.ndarray
+    gradient: np.ndarray | None
+
+    @property
+    def value(self) -> float | None:
+        """Return the objective."""
+        ...
 
 
 class RootKeeper:
@@ -23,10 +35,12 @@ class RootKeeper:
     checkpoint : Checkpoint or None
     problem : dict
         What the iterates belong to.
+    call : str
+        Name of the public function.
     """
 
-    def __init__(self, checkpoint: Checkpoint | None, problem: dict[str, Any]):
-        self._checkpoint, self._problem, self._written = checkpoint, problem, -1
+    def __init__(self, checkpoint: Checkpoint | None, problem: dict[str, Any], call: str = "minimize"):
+        self._checkpoint, self._problem, self._written, self._call = checkpoint, problem, -1, call
         self._x: np.ndarray | None = None
 
     @property
@@ -35,7 +49,9 @@ class RootKeeper:
         return self._checkpoint is not None
 
     def found(self) -> dict[str, np.ndarray] | None:
-        """Return the arrays of an earlier run: "x", "counts", "history"; None where there is none.
+        """Return the arrays of an earlier run: "x", "value", "gradient", "counts", "history"; None where there is none.
+
+        The gradient is empty where it wasn't known.
 
         Raises
         ------
@@ -48,7 +64,7 @@ class RootKeeper:
         others = sorted(file.parent.glob(f"{file.stem}.rank*of*.?{file.suffix}"))
         if others:
             raise ValueError(
-                f"minimize: the checkpoint {others[0]} was written by 'L-BFGS-sharded', and not by "
+                f"{self._call}: the checkpoint {others[0]} was written by 'L-BFGS-sharded', and not by "
                 f"{self._problem['method']!r}. Name another file, or delete it."
             )
         if not file.exists():
@@ -56,29 +72,45 @@ class RootKeeper:
         said = differences(read_description(file), self._problem)
         if said:
             raise ValueError(
-                f"minimize: the checkpoint {file} belongs to another problem: {said}. Make the call that it belongs to, "
-                "name another file, or delete it."
+                f"{self._call}: the checkpoint {file} belongs to another problem: {said}. Make the call that it belongs "
+                "to, name another file, or delete it."
             )
         arrays = read(file)
         self._written, self._x = len(arrays["history"]) - 1, arrays["x"]
         return arrays
 
-    def keep(self, iteration: int, ended: bool, points: Points, record: Record) -> None:
-        """Write the last iterate where it is time to."""
+    def keep(self, iteration: int, ended: bool, point: Kept, counts: Iterable[int], record: Record) -> None:
+        """Write an iterate where it is time to.
+
+        Parameters
+        ----------
+        iteration : int
+            Its number.
+        ended : bool
+            Whether it is the last one.
+        point : Kept
+        counts : iterable of int
+            How often each thing was evaluated.
+        record : Record
+        """
         if self._checkpoint is None:
             return
         if not ended and (iteration <= self._written or iteration == 0 or iteration % self._checkpoint.every):
             return
-        x = points.foremost.x  # type: ignore[union-attr]
+        x = point.x
         # The last line search may have met a better point since the last iterate was written.
         if iteration <= self._written and np.array_equal(x, self._x):  # type: ignore[arg-type]
             return
-        arrays = {"x": x, "counts": np.array(list(points.counts.values())), "history": record.table()}
+        gradient = np.zeros(0) if point.gradient is None else point.gradient
+        arrays = {
+            "x": x, "value": np.array(point.value, dtype=float), "gradient": gradient, "counts": np.array(list(counts)),
+            "history": record.table(),
+        }
         try:
             write(self._checkpoint.file, self._problem, arrays.items())
             self._written, self._x = iteration, x
         except OSError as error:
             warnings.warn(
-                f"minimize: the checkpoint of iteration {iteration} wasn't written, the one before stays ({error}). Make "
-                "room on the disk.", RuntimeWarning, stacklevel=2,
+                f"{self._call}: the checkpoint of iteration {iteration} wasn't written, the one before stays ({error}). "
+                "Make room on the disk.", RuntimeWarning, stacklevel=2,
             )

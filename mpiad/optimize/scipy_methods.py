@@ -55,6 +55,8 @@ def drive(method: Method, wishes: Wishes, program: Program, leader: Leader) -> d
     options = _remaining(options, iterates.done)
     run = _run_out if iterates.done and options.get("maxiter") == 0 else scipy.optimize.minimize
     try:
+        if iterates.spent:
+            raise LimitReached("earlier runs have made all evaluations")
         result = run(
             iterates.value,
             start,

@@ -63,6 +63,31 @@ def test_limits_are_those_of_all_runs_together(folder: Path) -> None:
     assert third.nfev <= second.nfev + 5 and third.nit > 9 and not third.success
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_no_evaluation_beyond_those_of_all_runs(method: str, folder: Path) -> None:
+    first = solve(folder / "run.npz", method=method, options={"maxfun": 6})
+    assert first.nfev == 6 and not first.success
+    called: list[int] = []
+    again = solve(folder / "run.npz", lambda x: called.append(1) or valley(x), method=method, options={"maxfun": 6})
+    assert (again.nfev, again.status, again.success, called) == (6, 1, False, [])
+    assert again.fun == first.fun and np.array_equal(again.x, first.x)
+    np.testing.assert_array_equal(again.x, np.load(folder / "run.npz")["x"])
+    np.testing.assert_array_equal(again.history.loss, first.history.loss)
+
+
+def test_objective_and_gradient_apart(folder: Path) -> None:
+    gradient = mpiad.grad(valley, objective="mean", shared=True)
+    call = {"objective": "mean", "tol": 1e-9, "checkpoint": folder / "run.npz"}
+    first = mpiad.mpi_optimize(valley, gradient, START, options={"maxiter": 5}, **call)
+    begun: list[np.ndarray] = []
+    second = mpiad.mpi_optimize(lambda x: begun.append(x.copy()) or valley(x), gradient, START, **call)
+    np.testing.assert_array_equal(begun[0], first.x)
+    assert second.success and second.nit > first.nit == 5
+    np.testing.assert_array_equal(second.history.loss[:6], first.history.loss)
+    with pytest.raises(ValueError, match=r"belongs to another problem: .*method"):
+        mpiad.mpi_optimize(valley, gradient, START, "BFGS", **call)
+
+
 def test_an_exception_leaves_what_was_written(folder: Path, rank: int, size: int) -> None:
     count = [0]
 

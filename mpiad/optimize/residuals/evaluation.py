@@ -67,6 +67,11 @@ class ResidualEvaluation:
         self._kept: tuple[bytes, Any, np.ndarray] | None = None
         self._rows: tuple[bytes, np.ndarray] | None = None
 
+    @property
+    def asked(self) -> bool:
+        """Return whether a rank was told to end, as far as all know."""
+        return self._agreement.asked
+
     def raise_if_ended(self) -> None:
         """Raise what has ended the solve on all ranks, should the method go on in spite of it."""
         if self._agreement.error is not None:

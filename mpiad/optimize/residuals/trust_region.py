@@ -8,15 +8,19 @@ import numpy as np
 import scipy
 
 from mpiad._typing import Function
+from mpiad.optimize.checkpoint import Checkpoint, fingerprint, problem_of
 from mpiad.optimize.iterates import Iterates
+from mpiad.optimize.points import Interrupted, LimitReached
+from mpiad.optimize.program import Program
 from mpiad.optimize.protocol import COTANGENT, FACTOR, RESIDUALS, TANGENT
 from mpiad.optimize.residuals import surrogate
 from mpiad.optimize.residuals.evaluation import ResidualEvaluation
 from mpiad.optimize.root_driven import Leader
+from mpiad.optimize.root_keeper import RootKeeper
 
 __all__ = ["Aims", "descend"]
 
-_STOPPED = -2  # as in SciPy
+_STOPPED, _LIMIT, _INTERRUPTED = -2, 0, 143  # SciPy's, but the last
 
 
 class Aims(NamedTuple):
@@ -29,11 +33,31 @@ class Aims(NamedTuple):
     robust : dict
         For SciPy too, where the residuals are gathered: the loss and its scale.
     callback : callable or None
+    checkpoint : Checkpoint or None
+    program : Program
+    solver : str or None
     """
 
     keywords: dict[str, Any]
     robust: dict[str, Any]
     callback: Function | None
+    checkpoint: Checkpoint | None
+    program: Program
+    solver: str | None
+
+    def problem(self, leader: Leader, start: np.ndarray) -> dict[str, Any]:
+        """Return what the iterates of this solve belong to."""
+        bounds, loss = self.keywords["bounds"], self.robust["loss"]
+        low, high = (bounds.lb, bounds.ub) if isinstance(bounds, scipy.optimize.Bounds) else bounds
+        limits = (np.broadcast_to(np.asarray(limit, dtype=float), start.shape) for limit in (low, high))
+        return {
+            "method": f"least_squares, {self.keywords['method']}",
+            **problem_of(self.program, leader.packing, start, leader.used.size),
+            "loss": loss if isinstance(loss, str) else "a function",
+            "f_scale": float(self.robust["f_scale"]),
+            "tr_solver": self.solver,
+            "bounds (checksum)": fingerprint(*limits),
+        }
 
 
 class _Place:
@@ -52,14 +76,35 @@ class _Place:
 class _Problem:
     """What SciPy calls on the root; each thing is evaluated once for each point."""
 
-    def __init__(self, leader: Leader, evaluation: ResidualEvaluation, callback: Function | None):
+    def __init__(
+        self, leader: Leader, evaluation: ResidualEvaluation, callback: Function | None, keeper: RootKeeper
+    ):
         self._instructions, self._evaluation, self._size = leader.instructions, evaluation, leader.packing.size
         self._iterates = Iterates(callback, leader)
         self._robust = evaluation.loss is not None
         self.seen, self._cost = np.zeros(0), np.nan
         self.place: _Place | None = None
         self.counts = {"residuals": 0, "factor": 0, "product": 0}
-        self.record = self._iterates.record
+        self.record, self._keeper = self._iterates.record, keeper
+        self.resumed = self._again = False
+
+    def resume(self, start: np.ndarray) -> np.ndarray:
+        """Return where an earlier run had come, and go on counting there; `start` where there was none."""
+        found = self._keeper.found()
+        if found is None:
+            return start
+        self.record.restore(found["history"])
+        self.counts.update(zip(self.counts, found["counts"].tolist()))
+        self.place = _Place(found["x"], float(found["value"]))
+        self.place.gradient = found["gradient"] if found["gradient"].size else None
+        self._iterates.resume_at(self.place.x)
+        self.resumed = self._again = True
+        return self.place.x
+
+    def keep(self, ended: bool = False) -> None:
+        """Write the last iterate, where it is time to."""
+        if self.place is not None:
+            self._keeper.keep(self._iterates.count, ended, self.place, self.counts.values(), self.record)
 
     def _ask(self, kind: int, name: str, x: np.ndarray, direction: np.ndarray | None = None) -> None:
         self._evaluation.raise_if_ended()
@@ -68,6 +113,9 @@ class _Problem:
 
     def residuals(self, x: np.ndarray) -> np.ndarray:
         """Return what SciPy takes for residuals at x."""
+        # Only here, between two iterations: the last iterate is noted, and its gradient known.
+        if self._keeper.active and self.place is not None and self._evaluation.asked:
+            raise Interrupted("a rank was told to end")
         self._ask(RESIDUALS, "residuals", x)
         if self._evaluation.gathers:
             found: np.ndarray = self._evaluation.gathered(x)  # type: ignore[assignment]
@@ -80,13 +128,16 @@ class _Problem:
 
     def jacobian(self, x: np.ndarray) -> Any:
         """Return what SciPy takes for the Jacobian at x: at x0, and at each new iterate, where it has the residuals."""
-        if self.place is None and not np.all(np.isfinite(self.seen)):
+        first, self._again = self._again, False  # of a run that goes on: noted already
+        if (self.place is None or first) and not np.all(np.isfinite(self.seen)):
             raise ValueError("least_squares: the residuals aren't finite at x0. Start where they are.")
         self.place = _Place(x, self._cost)
         found = self._operator(self.place) if self._evaluation.gathers else self._matrix(self.place)
-        row = self._iterates.note(self.place, self.counts["residuals"])
-        if row.iteration > 0:
-            self._iterates.tell(x, row)
+        if not first:
+            row = self._iterates.note(self.place, self.counts["residuals"])
+            if row.iteration > 0:
+                self.keep()
+                self._iterates.tell(x, row)
         return found
 
     def _matrix(self, place: _Place) -> np.ndarray:
@@ -110,33 +161,61 @@ class _Problem:
         shape = self.seen.size, self._size
         return scipy.sparse.linalg.LinearOperator(shape, matvec=forward, rmatvec=transposed, dtype=float)  # type: ignore[call-arg]
 
-    def stopped(self) -> scipy.optimize.OptimizeResult:
-        """Return the result after a callback's StopIteration."""
+    def ended(self, status: int, message: str) -> scipy.optimize.OptimizeResult:
+        """Return the result where the last iterate is the last of all."""
         place: _Place = self.place  # type: ignore[assignment]
         gradient = np.full_like(place.x, np.nan) if place.gradient is None else place.gradient
         return scipy.optimize.OptimizeResult(
             x=place.x, cost=place.value, grad=gradient, optimality=place.gradient_norm,
             active_mask=np.zeros(place.x.size, int), nfev=self.counts["residuals"], njev=len(self.record.rows),
-            status=_STOPPED, success=False, message="`callback` raised `StopIteration`.",
+            status=status, success=False, message=message,
         )
 
 
 def descend(aims: Aims, leader: Leader) -> dict[str, Any]:
     """Run SciPy's method on the root; return its result, without what is as long as the residuals."""
     evaluation: ResidualEvaluation = leader.evaluation  # type: ignore[assignment]
-    problem = _Problem(leader, evaluation, aims.callback)
+    start = leader.packing.pack(leader.start)
+    keeper = RootKeeper(aims.checkpoint, aims.problem(leader, start) if aims.checkpoint else {}, "least_squares")
+    problem = _Problem(leader, evaluation, aims.callback, keeper)
     if evaluation.gathers:
         solver = {"tr_solver": "lsmr", **aims.robust}
     else:
         solver = {"tr_solver": "exact", "loss": "linear" if evaluation.loss is None else surrogate.carried}
-    start = leader.packing.pack(leader.start)
+    start = problem.resume(start)
     try:
+        keywords = {**aims.keywords, "max_nfev": _remaining(aims.keywords["max_nfev"], problem, start.size)}
         result = scipy.optimize.least_squares(
-            problem.residuals, start, jac=problem.jacobian, **aims.keywords, **solver
+            problem.residuals, start, jac=problem.jacobian, **keywords, **solver
         )
     except StopIteration:
-        result = problem.stopped()
+        result = problem.ended(_STOPPED, "`callback` raised `StopIteration`.")
+    except LimitReached:
+        result = problem.ended(_LIMIT, "The maximum number of function evaluations is exceeded. Raise max_nfev.")
+    except Interrupted:
+        result = problem.ended(
+            _INTERRUPTED,
+            "INTERRUPTED: a rank was told to end by SIGTERM, and the last iterate is written. Make the same call again to "
+            "go on.",
+        )
+    problem.keep(ended=True)
+    return _outcome(result, problem)
+
+
+def _remaining(limit: int | None, problem: _Problem, size: int) -> int | None:
+    """Return what earlier runs have left of the evaluations."""
+    if not problem.resumed:
+        return limit
+    left = (100 * size if limit is None else limit) - problem.counts["residuals"]
+    if left <= 0:
+        raise LimitReached("earlier runs have made all evaluations")
+    return left
+
+
+def _outcome(result: scipy.optimize.OptimizeResult, problem: _Problem) -> dict[str, Any]:
     outcome = {name: value for name, value in result.items() if name not in ("fun", "jac")}
     outcome["cost"] = problem.place.value  # type: ignore[union-attr]  # SciPy squares a root of it
     history = problem.record.history()
+    if problem.resumed:  # SciPy has counted since then
+        outcome["nfev"], outcome["njev"] = problem.counts["residuals"], len(history.loss)
     return {**outcome, "nit": len(history.loss) - 1, "history": history, "evaluations": problem.counts}
