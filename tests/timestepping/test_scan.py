@@ -241,6 +241,19 @@ def test_a_step_may_write_into_the_state_that_it_gets(kept):
 
 
 @pytest.mark.serial
+@pytest.mark.parametrize("kept", [None, 1, 5])
+def test_what_is_observed_stays_where_the_state_is_written_into(kept):
+    def advance(u, k):
+        u += k
+        return u
+
+    last, seen = scan(advance, np.zeros(2), 5, observe=lambda u, k: {"all": u, "first": u[:1]}, checkpoints=kept)
+    np.testing.assert_array_equal(seen["all"], np.outer([0, 1, 3, 6, 10], [1, 1]))
+    np.testing.assert_array_equal(seen["first"][:, 0], [0, 1, 3, 6, 10])
+    np.testing.assert_array_equal(last, [10, 10])
+
+
+@pytest.mark.serial
 @pytest.mark.parametrize("kept", [None, 1, 2, 5])
 def test_cotangents_that_are_the_same_array_are_added_up_apart(kept):
     """A sum's adjoint hands one array to the state and to the parameter; neither may see what the other gets."""

@@ -102,6 +102,7 @@ def test_a_file_that_cannot_be_written_says_where(tmp_path, monkeypatch):
         ({"observe": lambda u, k: u[: k + 1]}, TypeError, r"after step 1 it returned float64 of shape \(2,\)"),
         ({"observe": lambda u, k: 3}, TypeError, "arrays of floats"),
         ({"n_steps": 0, "observe": lambda u, k: u}, ValueError, "nothing to observe"),
+        ({"checkpoints": Checkpoints(2, recorded=0)}, ValueError, "recorded must be an integer above zero, but got 0"),
     ],
 )
 def test_what_cannot_be_used_is_refused(wrong, kind, text):
