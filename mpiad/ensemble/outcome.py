@@ -77,7 +77,7 @@ class Outcome:
         """Return the accepted steps, for each share its first trajectory and its steps."""
         if self.solver is not None and not self.steps:
             found = self.solver.recorded(self)
-            self.steps = [(tape.first, tape.steps(found.last, found.naccept)) for tape in found.tapes]
+            self.steps = [(tape.first, tape.steps(found.last, found.naccept, self.u_end.dtype)) for tape in found.tapes]
         return self.steps
 
     @classmethod

@@ -10,13 +10,17 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
+from mpi4py import MPI
+
+WORLD = MPI.COMM_WORLD
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _kernels_kept(tmp_path_factory):
-    """Keep kernels for the session."""
+    """Keep kernels for the session, in one folder for all ranks: one compiles, the others wait for it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MPIAD_CACHE", str(tmp_path_factory.mktemp("kernels")))
+        folder = WORLD.bcast(str(tmp_path_factory.mktemp("kernels")) if WORLD.rank == 0 else None)
+        patch.setenv("MPIAD_CACHE", folder)
         yield
 
 

@@ -11,6 +11,7 @@ import platform
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -73,14 +74,15 @@ def kernel_of(text: str, name: str, signature: str) -> Kernel:
 
     Ranks
     -----
-    Each for itself; ranks that compile the same text at the same time all do, and one keeps it.
+    Each for itself. Of ranks that want the same text at the same time one compiles it, and the others wait for what it
+    keeps on disk; where nothing is kept, all compile.
     """
     # Under the lock: a second thread waits for the first one's kernel instead of compiling it, too.
     with _lock:
         key = _key(f"{name} {signature}\n{text}")
         if key not in _loaded:
             started = time.perf_counter()
-            function, origin = _from_disk(key, text, signature) or _compiled(key, text, name, signature)
+            function, origin = _from_disk(key, text, signature) or _made(key, text, name, signature)
             _loaded[key] = Kernel(function, text, time.perf_counter() - started, origin)
             _log.debug("kernel %s: %s in %.3f s", key[:12], origin, _loaded[key].seconds)
         return _loaded[key]
@@ -92,6 +94,18 @@ def forget() -> None:
         _loaded.clear()
 
 
+def _made(key: str, text: str, name: str, signature: str) -> tuple[Callable[..., None], str]:
+    """Return the function from the disk or compiled, by one process at a time."""
+    kept = store()
+    with nullcontext() if kept is None else kept.locked(key):
+        found = _from_disk(key, text, signature)
+        if found is not None:
+            return found
+        if kept is not None:
+            kept.clear(key)
+        return _compiled(key, text, name, signature)
+
+
 def _from_disk(key: str, text: str, signature: str) -> tuple[Callable[..., None], str] | None:
     kept = store()
     entry = kept and kept.find(key, text)
@@ -101,8 +115,7 @@ def _from_disk(key: str, text: str, signature: str) -> tuple[Callable[..., None]
         symbol, *outside = (entry / _SYMBOLS).read_text().split()
         return function_of(Code(symbol, (entry / _OBJECT).read_bytes(), tuple(outside)), signature), "disk"
     except OSError as error:
-        _log.warning("the compiled kernel in %s can't be used; it is made again: %s", entry, error)
-        kept.remove(entry)
+        _log.info("the compiled kernel in %s can't be used: %s", entry, error)
         return None
 
 

@@ -12,8 +12,6 @@ from importlib.util import find_spec
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import numpy as np
-
 from mpiad._typing import Function
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleSerial
 from mpiad.ensemble.batch import Batch
@@ -81,8 +79,8 @@ def _has_numba() -> bool:
 def _unsupported(batch: Batch, settings: Settings) -> str | None:
     """Return what only the vectorised path does, and why it is asked for."""
     dtype = batch.u0.dtype
-    if dtype != np.float64:
-        return f"u0 has dtype {dtype}, and kernels compute with float64"
+    if dtype.kind != "f":
+        return f"u0 has dtype {dtype}, and kernels compute with real numbers"
     if settings.events:
         return "events= are looked for by the vectorised path only"
     return None

@@ -80,19 +80,20 @@ class Entering(Lanes):
 
     def _first_step(self) -> list[str]:
         """Return lines on the first step, as `starting.first_step` chooses it."""
-        d, steps = self.form.d, self.steps
+        form, d, steps = self.form, self.form.d, self.steps
         lines = []
         for c in range(d):
-            lines += [f"w_{c} = rtol * abs(u_{c}) + {self.atol(c)}"]
+            lines += [f"w_{c} = {steps.rtol} * abs(u_{c}) + {self.atol(c)}"]
         for out, top in (("d0", "u_{}"), ("d1", "k0_{}")):
             lines += self._norm(out, top)
         lines += [
             "h0 = 1e-6 if d0 < 1e-5 or d1 < 1e-5 else 0.01 * d0 / d1",
             "h0 = h0 if h0 < span else span",
             "h = sign * h0",
-            *[f"y_{c} = h * k0_{c} + u_{c}" for c in range(d)],
+            *steps.rounded_step(),
+            *[f"y_{c} = {steps.h} * k0_{c} + u_{c}" for c in range(d)],
             "tn = t + h",
-            f"{', '.join(steps.state('k1'))}, = f({', '.join([*steps.state('y'), *steps.parameters, 'tn'])})",
+            steps.call("k1", "y", form.stages),
             *self._norm("d2", "(k1_{0} - k0_{0})"),
             "d2 = d2 / h0",
             "steepest = d1 if d1 > d2 else d2",
@@ -109,5 +110,5 @@ class Entering(Lanes):
     def _norm(self, out: str, top: str) -> list[str]:
         lines = []
         for c in range(self.form.d):
-            lines += [f"e = {top.format(c)} / w_{c}", "q2 = q2 + e * e" if c else "q2 = e * e"]
-        return [*lines, f"{out} = np.sqrt(q2 / {self.form.d}.0)"]
+            lines += [f"e = {top.format(c)} / w_{c}", "norm = norm + e * e" if c else "norm = e * e"]
+        return [*lines, f"{out} = np.sqrt({self.steps.doubled('norm')} / {self.form.d}.0)"]

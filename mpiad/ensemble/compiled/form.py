@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
+
+from mpiad._typing import Array
 from mpiad.ensemble.controller import Controller
 from mpiad.ensemble.tableaus import Tableau
 
@@ -56,6 +59,11 @@ class Form(NamedTuple):
     timed: bool = False
 
     @property
+    def dtype(self) -> np.dtype:
+        """The dtype of the states."""
+        return np.dtype(np.float32 if self.single else float)
+
+    @property
     def stages(self) -> int:
         """How many stages a step has, without the one that belongs to the next."""
         return len(self.tableau.a)
@@ -64,32 +72,41 @@ class Form(NamedTuple):
 class Fields:
     """Places in a flat buffer: each field is one number for each lane.
 
-    With constant distances between fields in one buffer, the compiler can prove that they don't overlap.
+    With constant distances between fields in one buffer, the compiler can prove that they don't overlap. Of states in
+    single precision, times have a buffer of their own.
 
     Parameters
     ----------
-    lanes : int
+    form : Form
     """
 
-    def __init__(self, lanes: int):
-        self._lanes, self._first, self.count = lanes, {}, 0
-        self._sizes: dict[str, int] = {}
+    def __init__(self, form: Form):
+        self._lanes, self._apart = form.lanes, form.single
+        self._places: dict[str, tuple[str, int, int]] = {}
+        self.counts = {"b": 0, "exact": 0}
 
-    def add(self, name: str, count: int = 1) -> None:
-        """Make room for `count` fields of a name."""
-        self._first[name], self._sizes[name] = self.count, count
-        self.count += count
+    def add(self, name: str, count: int = 1, exact: bool = False) -> None:
+        """Make room for `count` fields of a name, which are double in any case where they are `exact`."""
+        buffer = "exact" if exact and self._apart else "b"
+        self._places[name] = buffer, self.counts[buffer], count
+        self.counts[buffer] += count
+
+    def room(self, dtype: np.dtype) -> tuple[Array, Array]:
+        """Return the buffers: b, of the states' dtype, and `exact`."""
+        b, exact = (self.counts[buffer] * self._lanes for buffer in ("b", "exact"))
+        return np.zeros(b, dtype), np.zeros(exact)
 
     def at(self, name: str, i: int = 0) -> str:
         """Return the place of a lane's field, as source."""
-        offset = (self._first[name] + i) * self._lanes
-        return f"b[{offset} + l]" if offset else "b[l]"
+        buffer, first, _ = self._places[name]
+        offset = (first + i) * self._lanes
+        return f"{buffer}[{offset} + l]" if offset else f"{buffer}[l]"
 
     def __iter__(self) -> Iterator[str]:
         """Return one line on each name."""
-        for name, size in self._sizes.items():
-            first = self._first[name]
-            yield f"{first}: {name}" if size == 1 else f"{first}-{first + size - 1}: {name}"
+        for name, (buffer, first, size) in self._places.items():
+            place = f"{first}" if size == 1 else f"{first}-{first + size - 1}"
+            yield f"{place}: {name}" if buffer == "b" else f"{buffer} {place}: {name}"
 
 
 def numbered(name: str, count: int) -> list[str]:

@@ -11,6 +11,7 @@ numbers are the same in each lane and in all kernels that are generated from one
 
 from __future__ import annotations
 
+from mpiad._typing import Array
 from mpiad.ensemble.compiled.entering import Entering
 from mpiad.ensemble.compiled.form import Form
 from mpiad.ensemble.compiled.lanes import Lanes
@@ -19,15 +20,15 @@ from mpiad.ensemble.compiled.telling import Telling
 from mpiad.ensemble.compiled.text import indented, number
 from mpiad.ensemble.controller import LEAST_ERROR
 
-__all__ = ["field_count", "forward_source"]
+__all__ = ["forward_source", "lanes_of"]
 
 # Of a step: what is left to the end, where steps are fixed.
 _ROUNDING = 1e-9
 
 
-def field_count(form: Form) -> int:
-    """Return how many fields the kernel's buffer has."""
-    return Lanes(form).fields.count
+def lanes_of(form: Form) -> tuple[Array, Array]:
+    """Return the kernel's buffers."""
+    return Lanes(form).fields.room(form.dtype)
 
 
 def forward_source(form: Form) -> str:
@@ -40,7 +41,7 @@ class _Forward(Telling, Entering):
         """Return the text of the function."""
         form = self.form
         lines = [
-            "def forward(b, ids, place, state, stop, u0, p, s, start, end, times, rtol, atol, dt, dtmax, max_steps,",
+            "def forward(b, exact, ids, place, state, stop, u0, p, s, start, end, times, rtol, atol, dt, dtmax, max_steps,",
             "            u_end, t_reached, codes, naccept, nreject, saved, save_step, du_end, dsaved, last, rows, before):",
             "    # Fields of b: " + ", ".join(self.fields),
             "    n_saved = times.shape[1]",
@@ -48,6 +49,7 @@ class _Forward(Telling, Entering):
             "    waiting = state[0]",
             "    vacant = state[1]",
             "    row = state[2]",
+            *(["    rtol_ = np.float32(rtol)"] if form.single else []),
             *[f"    s{j} = s[{j}]" for j in range(form.shared)],
             *([f"    atol{c} = atol[{c}]" for c in range(form.d)] if form.tolerances else ["    atol0 = atol[0]"]),
             "    while True:",
@@ -114,18 +116,18 @@ class _Forward(Telling, Entering):
         if self.error is None:
             # Whether all is finite: x - x is then zero.
             total = " + ".join(f"(new_{c} - new_{c})" for c in range(d))
-            return [f"q2 = {total}"]
+            return [f"q2 = {self.steps.doubled(total)}"]
         lines = []
         for c in range(d):
             error = self.steps.weighted(self.error, "k", c)
             lines += [
                 f"low{c} = abs(u_{c})",
                 f"high{c} = abs(new_{c})",
-                f"scale{c} = rtol * where(high{c} > low{c}, high{c}, low{c}) + {self.atol(c)}",
-                f"e{c} = ({error}) * h / scale{c}",
+                f"scale{c} = {self.steps.rtol} * where(high{c} > low{c}, high{c}, low{c}) + {self.atol(c)}",
+                f"e{c} = ({error}) * {self.steps.h} / scale{c}",
             ]
         total = " + ".join(f"e{c} * e{c}" for c in range(d))
-        return [*lines, f"q2 = ({total}) / {d}.0", f"{self.at('q2')} = q2"]
+        return [*lines, f"q2 = {self.steps.doubled(total)} / {d}.0", f"{self.at('q2')} = q2"]
 
     def _decision(self) -> list[str]:
         """Return lines that accept the step or not, and choose the size of the next."""
@@ -205,6 +207,7 @@ class _Forward(Telling, Entering):
             "size = ahead - now",
             f"sign = {at('sign')}",
             "h = sign * size",
+            *self.steps.rounded_step(),
             "t = sign * now",
             "tn = sign * ahead",
             f"{at('now')} = now",

@@ -18,6 +18,11 @@ __all__ = ["bits_of", "fma", "number_of", "where"]
 _FUSES = bool(llvm.get_host_cpu_features().get("fma", False)) or not llvm.get_default_triple().startswith("x86_64")
 
 
+def _common(*kinds: Any) -> Any:
+    """Return the type that all arguments become: single precision only where none is double."""
+    return kinds[0] if set(kinds) in ({types.boolean}, {types.float32}) else types.float64
+
+
 @intrinsic
 def fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
     """Return a b + c, rounded once."""
@@ -27,13 +32,14 @@ def fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
             return builder.fma(*arguments)
         return builder.fadd(builder.fmul(*arguments[:2]), arguments[2])
 
-    return types.float64(types.float64, types.float64, types.float64), made
+    kind = _common(a, b, c)
+    return kind(kind, kind, kind), made
 
 
 @intrinsic
 def where(typing: Any, condition: Any, a: Any, b: Any) -> Any:
     """Return a or b; both have been computed."""
-    kind = types.boolean if a == b == types.boolean else types.float64
+    kind = _common(a, b)
 
     def made(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.select(*arguments)

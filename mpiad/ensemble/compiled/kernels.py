@@ -6,15 +6,15 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
-from mpiad.ensemble.compiled.arithmetic import function_source
 from mpiad.ensemble.compiled.cache import Kernel, kernel_of
 from mpiad.ensemble.compiled.derivatives import jvp, vjp
 from mpiad.ensemble.compiled.form import Form
 from mpiad.ensemble.compiled.forward import forward_source
 from mpiad.ensemble.compiled.program import Program
 from mpiad.ensemble.compiled.reverse import reverse_source
-from mpiad.ensemble.compiled.signatures import FORWARD, REVERSE
+from mpiad.ensemble.compiled.signatures import signature_of
 from mpiad.ensemble.compiled.simplify import simplify
+from mpiad.ensemble.compiled.source import function_source
 
 __all__ = ["compiled", "forward_text", "parameter_names", "reverse_text"]
 
@@ -58,13 +58,13 @@ def _kept(make: Callable[..., str]) -> Callable[..., str]:
 @_kept
 def forward_text(program: Program, form: Form, names: Sequence[str]) -> str:
     """Return the text of a forward kernel, and of f and its tangents before it."""
-    parts = [function_source(program, "f", names)]
+    parts = [function_source(program, "f", names, dtype=form.dtype)]
     for i, (kind, place) in enumerate(form.directions):
         along = [] if kind == "u" else [names.index(f"{kind}{place}")]
         tangent = jvp(program, 1, along, time=False)
         d = program.states
         tangent = simplify(tangent, {d: 1.0} if along else {}, range(d, 2 * d))
-        parts.append(function_source(tangent, f"df{i}", names, [f"w{c}" for c in range(d)], fused=True))
+        parts.append(function_source(tangent, f"df{i}", names, [f"w{c}" for c in range(d)], True, form.dtype))
     return _module(parts, forward_source(form))
 
 
@@ -75,8 +75,8 @@ def reverse_text(program: Program, form: Form, names: Sequence[str], wanted: Seq
     adjoint = simplify(vjp(program, wanted, time=form.timed))
     seeds = [f"w{c}" for c in range(d)]
     # The stages are computed again for their derivatives only, so here they may be rounded otherwise.
-    f = function_source(program, "f", names, fused=True)
-    parts = [f, function_source(adjoint, "g", names, seeds, fused=True)]
+    f = function_source(program, "f", names, (), True, form.dtype)
+    parts = [f, function_source(adjoint, "g", names, seeds, True, form.dtype)]
     return _module(parts, reverse_source(form))
 
 
@@ -84,7 +84,6 @@ def _module(functions: list[str], kernel: str) -> str:
     return "\n\n".join([_HEAD, *(_INLINED + function for function in functions), _KERNEL + kernel])
 
 
-def compiled(text: str, name: str) -> Kernel:
+def compiled(text: str, name: str, form: Form) -> Kernel:
     """Return a kernel's function, compiled; `name` says which one."""
-    signature = {"forward": FORWARD, "reverse": REVERSE}[name]
-    return kernel_of(text, name, signature)
+    return kernel_of(text, name, signature_of(name, form.dtype))

@@ -24,16 +24,16 @@ class Lanes:
         # Of a controller that remembers the error before.
         self.beta = controller.beta if isinstance(controller, PIController) else None
         d, m = form.d, len(form.directions)
-        self.fields = fields = Fields(form.lanes)
+        self.fields = fields = Fields(form)
         fields.add("u", d)
         fields.add("k", d)
         fields.add("p", form.varying)
         for name in ("now", "tn", "sign", "size", "end", "due", "least", "live", "rejected", "tries", "number"):
-            fields.add(name)
+            fields.add(name, exact=True)
         for name in ("q2", "accepted", "next", "event"):
-            fields.add(name)
+            fields.add(name, exact=True)
         if self.beta is not None:
-            fields.add("q2_before")
+            fields.add("q2_before", exact=True)
         fields.add("new", d)
         fields.add("last", d)
         if form.inside:

@@ -10,7 +10,7 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.ensemble.compiled.form import Form
-from mpiad.ensemble.compiled.forward import field_count
+from mpiad.ensemble.compiled.forward import lanes_of
 from mpiad.ensemble.compiled.room import give_back, room
 from mpiad.ensemble.compiled.shares import each, shares_of
 from mpiad.ensemble.compiled.signatures import argument
@@ -60,17 +60,18 @@ class _Launch:
         m, n_saved = len(form.directions), solver.times.shape[1]
         self.rooms: list[Array] = []
         self.last = np.full(count if form.record else 0, -1)
-        self._du = np.zeros((m, d, count))
-        self._dsaved = np.zeros((m if form.inside else 0, count, n_saved, d))
+        real = form.dtype
+        self._du = np.zeros((m, d, count), real)
+        self._dsaved = np.zeros((m if form.inside else 0, count, n_saved, d), real)
         save_step = outcome.save_step
-        atol = argument(np.ravel(settings.atol))
-        inputs = (argument(batch.u0), solver.p, solver.s, argument(batch.start), argument(batch.end))
+        atol = argument(np.ravel(settings.atol), real)
+        inputs = (argument(batch.u0, real), solver.p, solver.s, argument(batch.start), argument(batch.end))
         dt = -1.0 if settings.dt is None else float(settings.dt)
         rest = (settings.rtol, atol, dt, float(settings.dtmax), float(settings.max_steps))
         self._given = (*inputs, solver.times, *rest)
         self._made = (
             outcome.u_end, outcome.t_reached, outcome.codes, outcome.naccept, outcome.nreject,
-            np.empty((0, 0, 0)) if outcome.saved is None else outcome.saved,
+            np.empty((0, 0, 0), real) if outcome.saved is None else outcome.saved,
             np.empty((0, n_saved), np.int32) if save_step is None else save_step, self._du, self._dsaved, self.last,
         )  # fmt: skip
 
@@ -80,7 +81,7 @@ class _Launch:
         lanes, size = form.lanes, (stop - first) * _STEPS if form.record else 0
         rows, before = self._rows(size)
         state = np.array([first, lanes, 0])
-        lane = (np.zeros(field_count(form) * lanes), np.full(lanes, -1), np.zeros(lanes, np.int64), state)
+        lane = (*lanes_of(form), np.full(lanes, -1), np.zeros(lanes, np.int64), state)
         while True:
             self._function(*lane, stop, *self._given, *self._made, rows, before)
             waiting, vacant, row = state

@@ -1,8 +1,9 @@
 """The catalogue: what each operation is in NumPy, in Python for numba, and in C.
 
-Texts have a place for each argument. In Python they hold inside a numba function with ``error_model="numpy"``; those
-that are `simple` are single instructions of a vector unit, so that a loop over lanes stays vectorisable. In C the names
-of functions get an ``f`` in single precision: they are written with ``{f}``.
+Texts have a place for each argument. In Python they hold inside a numba function with ``error_model="numpy"`` that knows
+the intrinsic `where`: conditional expressions are branches to numba, which keep a loop from becoming vector instructions.
+Their constants are ``{zero}`` and ``{one}``. Those that are `simple` are single instructions of a vector unit. In C the
+names of functions get an ``f`` in single precision: they are written with ``{f}``.
 
 Derivatives are in `partials.py`, under the same names.
 """
@@ -56,7 +57,7 @@ def _compared(sign: str, function: Callable[..., Any], commutes: bool = False) -
 
 
 def _chosen(condition: str, c: str, function: Callable[..., Any]) -> Operation:
-    return Operation(2, function, f"({{0}} if {condition} else {{1}})", f"({c} ? {{0}} : {{1}})")
+    return Operation(2, function, f"where({condition}, {{0}}, {{1}})", f"({c} ? {{0}} : {{1}})")
 
 
 OPERATIONS: dict[str, Operation] = {
@@ -68,12 +69,12 @@ OPERATIONS: dict[str, Operation] = {
     "absolute": Operation(1, np.absolute, "abs({0})", "fabs{f}({0})"),
     "sqrt": Operation(1, np.sqrt, "math.sqrt({0})", "sqrt{f}({0})"),
     # Both are NaN where either argument is, as NumPy's are: Python's and C's are not.
-    "maximum": _chosen("{0} > {1} or {0} != {0}", "{0} > {1} || {0} != {0}", np.maximum),
-    "minimum": _chosen("{0} < {1} or {0} != {0}", "{0} < {1} || {0} != {0}", np.minimum),
-    "fmax": _chosen("{0} > {1} or {1} != {1}", "{0} > {1} || {1} != {1}", np.fmax),
-    "fmin": _chosen("{0} < {1} or {1} != {1}", "{0} < {1} || {1} != {1}", np.fmin),
+    "maximum": _chosen("({0} > {1}) | ({0} != {0})", "{0} > {1} || {0} != {0}", np.maximum),
+    "minimum": _chosen("({0} < {1}) | ({0} != {0})", "{0} < {1} || {0} != {0}", np.minimum),
+    "fmax": _chosen("({0} > {1}) | ({1} != {1})", "{0} > {1} || {1} != {1}", np.fmax),
+    "fmin": _chosen("({0} < {1}) | ({1} != {1})", "{0} < {1} || {1} != {1}", np.fmin),
     "sign": Operation(
-        1, np.sign, "(1.0 if {0} > 0.0 else (-1.0 if {0} < 0.0 else {0}))",
+        1, np.sign, "where({0} > {zero}, {one}, where({0} < {zero}, -{one}, {0}))",
         "({0} > 0 ? 1 : ({0} < 0 ? -1 : {0}))",
     ),
     "floor": Operation(1, np.floor, "np.floor({0})", "floor{f}({0})"),
@@ -90,7 +91,7 @@ OPERATIONS: dict[str, Operation] = {
     "logical_and": Operation(2, np.logical_and, "{0} & {1}", "{0} & {1}", boolean=True, commutes=True),
     "logical_or": Operation(2, np.logical_or, "{0} | {1}", "{0} | {1}", boolean=True, commutes=True),
     "logical_not": Operation(1, np.logical_not, "not {0}", "!{0}", boolean=True),
-    "where": Operation(3, np.where, "({1} if {0} else {2})", "({0} ? {1} : {2})"),
+    "where": Operation(3, np.where, "where({0}, {1}, {2})", "({0} ? {1} : {2})"),
     # Powers whose exponent is a small constant are multiplications and roots before they come here; the rest are calls
     # that no vector unit has and that keep a loop over lanes from being vectorised.
     "power": _called("pow", np.power, "math.pow", 2),

@@ -7,15 +7,16 @@ which are summed up before, lane by lane. A lane that is at the start takes the 
 
 from __future__ import annotations
 
+from mpiad._typing import Array
 from mpiad.ensemble.compiled.form import Fields, Form
 from mpiad.ensemble.compiled.text import Steps, indented, number
 
-__all__ = ["field_count", "reverse_source"]
+__all__ = ["lanes_of", "reverse_source"]
 
 
-def field_count(form: Form) -> int:
-    """Return how many numbers the kernel keeps for each lane."""
-    return _Reverse(form).fields.count
+def lanes_of(form: Form) -> tuple[Array, Array]:
+    """Return the kernel's buffers."""
+    return _Reverse(form).fields.room(form.dtype)
 
 
 def reverse_source(form: Form) -> str:
@@ -28,23 +29,24 @@ class _Reverse:
         self.form, self.steps = form, Steps(form)
         # With states saved inside of steps, the stage at the end of a step takes part.
         self.last = form.stages if form.inside else form.stages - 1
-        self.fields = fields = Fields(form.lanes)
+        self.fields = fields = Fields(form)
         fields.add("cotangent", form.d)
         fields.add("u", form.d)
         fields.add("p", form.varying)
         for name in ("t", "tn", "h", "live"):
-            fields.add(name)
-        fields.add("own", form.wanted_varying)
-        fields.add("common", form.wanted_shared)
+            fields.add(name, exact=True)
+        # Sums over many steps, and over trajectories.
+        fields.add("own", form.wanted_varying, exact=True)
+        fields.add("common", form.wanted_shared, exact=True)
         if form.timed:
             for name in ("t_bar", "h_bar", "fresh"):
-                fields.add(name)
+                fields.add(name, exact=True)
         if form.inside:
             fields.add("value", form.d)
             fields.add("arrival", form.d * (form.stages + 1))
             if form.timed:
-                fields.add("rate", form.d * (form.stages + 1))
-                fields.add("rate_x", form.d * (form.stages + 1))
+                fields.add("rate", form.d * (form.stages + 1), exact=True)
+                fields.add("rate_x", form.d * (form.stages + 1), exact=True)
 
     def at(self, name: str, i: int = 0) -> str:
         return self.fields.at(name, i)
@@ -52,8 +54,8 @@ class _Reverse:
     def source(self) -> str:
         form, lanes = self.form, self.form.lanes
         lines = [
-            "def reverse(b, ids, row, step, place, first, stop, p, s, times, rows, before_rows, last, naccept, t_reached,",
-            "            alive, end_bar, saved_bar, save_step, u0_bar, p_bar, s_bar, start_bar, stop_bar):",
+            "def reverse(b, exact, ids, row, step, place, first, stop, p, s, times, rows, before_rows, last, naccept,",
+            "            t_reached, alive, end_bar, saved_bar, save_step, u0_bar, p_bar, s_bar, start_bar, stop_bar):",
             "    # Fields of b: " + ", ".join(self.fields),
             "    n_saved = save_step.shape[1]",
             "    by_row = times.shape[0] > 1",
@@ -120,7 +122,7 @@ class _Reverse:
             f"{at('tn')} = {at('t')}",
             f"{at('t')} = rows[now, 0]",
             f"{at('h')} = rows[now, 1]",
-            *[f"{at('u', c)} = rows[now, {c + 2}]" for c in range(d)],
+            *[f"{at('u', c)} = {self.steps.rounded(f'rows[now, {c + 2}]')}" for c in range(d)],
             *[f"{at(name, i)} = 0.0" for name, i in cleared],
             "while place[l] >= 0 and save_step[i, place[l]] == step[l]:",
             *indented(self._met()),
@@ -138,7 +140,7 @@ class _Reverse:
         inner = [f"x = (due - {at('t')}) / {at('h')}"]
         for i, row in enumerate(dense):
             if row.any():
-                inner.append(f"w{i} = {_polynomial(row)} * x")
+                inner.append(f"w{i} = {self.steps.rounded(_polynomial(row) + ' * x')}")
                 if form.timed:
                     inner.append(f"r{i} = {_polynomial([(j + 1) * w for j, w in enumerate(row)])}")
         for c in range(d):
@@ -179,6 +181,7 @@ class _Reverse:
         lines = [f"y0_{c} = {at('u', c)}" for c in range(d)]
         lines += [f"p{j} = {at('p', j)}" for j in range(form.varying)]
         lines += [f"t = {at('t')}", f"h = {at('h')}", f"tn = {at('tn')}", f"live = {at('live')}"]
+        lines += steps.rounded_step()
         if form.timed:
             lines += ["t_bar = 0.0", "h_bar = 0.0"]
         for i in range(form.stages + 1 if form.inside or form.timed else form.stages):
@@ -195,7 +198,7 @@ class _Reverse:
         for i in range(form.stages - 1, -1, -1):
             lines += self._pulled(i)
         value = [f" + {at('value', c)}" if form.inside else "" for c in range(d)]
-        lines += [f"{at('cotangent', c)} = where(live > 0.0, total_{c}{value[c]}, 0.0)" for c in range(d)]
+        lines += [f"{at('cotangent', c)} = where(live > 0.0, total_{c}{value[c]}, {steps.number(0.0)})" for c in range(d)]
         if form.timed:
             lines += self._times()
         return lines
@@ -207,14 +210,14 @@ class _Reverse:
         weights = [(j, table[j][i]) for j in range(i + 1, form.stages + 1) if table[j][i]]
         lines = []
         for c in range(d):
-            terms = [f"{number(w)} * z{j}_{c}" for j, w in weights[:1]]
-            terms += [f"fma({number(w)}, z{j}_{c}, m)" for j, w in weights[1:]]
+            terms = [f"{steps.number(w)} * z{j}_{c}" for j, w in weights[:1]]
+            terms += [f"fma({steps.number(w)}, z{j}_{c}, m)" for j, w in weights[1:]]
             lines += [f"m = {term}" for term in terms]
             if form.inside:
                 lines.append(f"m = m + {at('arrival', i * d + c)}" if terms else f"m = {at('arrival', i * d + c)}")
             elif not terms:
-                lines.append("m = 0.0")
-            lines.append(f"q_{c} = h * m")
+                lines.append(f"m = {steps.number(0.0)}")
+            lines.append(f"q_{c} = {steps.h} * m")
         outputs = [f"z{i}_{c}" for c in range(d)] + [f"e{j}" for j in range(form.wanted_varying + form.wanted_shared)]
         outputs += ["te"] if form.timed else []
         given = [*steps.state(f"y{i}"), *steps.parameters, steps.time(i), *steps.state("q")]

@@ -90,9 +90,9 @@ class Compiler:
         """Note which kernel was used."""
         self.kernels[name] = kernel
 
-    def function(self, name: str, text: str) -> Any:
+    def function(self, name: str, text: str, form: Form) -> Any:
         """Return a kernel's function, and tell how long it took to compile."""
-        kernel = compiled(text, name)
+        kernel = compiled(text, name, form)
         if name not in self.kernels or self.kernels[name].text != text:
             how = "compiled" if kernel.origin == "compiled" else "loaded"
             _log.info("solve: the %s kernel was %s in %.2f s.", name, how, kernel.seconds)
@@ -126,9 +126,9 @@ class Solver:
         alg = settings.alg
         self.form = Form(
             len(batch.u0), len(self.layout.varying), len(self.layout.shared), alg.tableau, alg.controller,
-            inside=not at_ends.all(), tolerances=np.ndim(settings.atol) > 0,
+            single=batch.u0.dtype == np.float32, inside=not at_ends.all(), tolerances=np.ndim(settings.atol) > 0,
         )  # fmt: skip
-        self.p, self.s = self.layout.split(batch.p.leaves, batch.size, float)
+        self.p, self.s = self.layout.split(batch.p.leaves, batch.size, batch.u0.dtype)
         self.directions: tuple[tuple[str, int], ...] = ()
         self._recorded: Outcome | None = None
 
@@ -143,7 +143,7 @@ class Solver:
         return outcome
 
     def _run(self, form: Form) -> Outcome:
-        function = self._compiler.function("forward", forward_text(self._program, form, self._names))
+        function = self._compiler.function("forward", forward_text(self._program, form, self._names), form)
         return launch(function, form, self)
 
     # ---- derivatives
@@ -194,4 +194,4 @@ class Solver:
             wanted_varying=len(own), wanted_shared=len(common), timed=timed, inside=inside, tolerances=False
         )
         text = reverse_text(self._program, form, self._names, own + common)
-        return self._compiler.function("reverse", text), form
+        return self._compiler.function("reverse", text, form), form

@@ -1,4 +1,8 @@
-"""The text of a program: one assignment to a local scalar for each operation, to be put into a loop."""
+"""The text of a program: one assignment to a local scalar for each operation, in Python for numba or in C.
+
+f itself is computed as it is written, so that its values are those of the vectorised path. In tangents and adjoints
+products that are added may become `fma`.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,10 @@ import numpy as np
 from mpiad.ensemble.compiled.operations import OPERATIONS
 from mpiad.ensemble.compiled.program import Program
 
-__all__ = ["Names", "lines"]
+__all__ = ["Names", "function_source", "lines"]
+
+# Of values a b + c the places of a, b and c, and how they are written.
+_Sums = dict[int, tuple[int, int, int, str]]
 
 
 class Names(NamedTuple):
@@ -43,7 +50,8 @@ def lines(
     outputs : sequence of str
         What the outputs are assigned to, one after the other, after everything has been computed.
     language : {"python", "c"}
-        Python for numba, in which ``math`` and ``np`` must be known; or C, which is also C++ and CUDA.
+        Python for numba, in which ``math``, ``np`` and the intrinsic `where` must be known; or C, which is also C++ and
+        CUDA.
     dtype : dtype
         float64 or float32.
     prefix : str
@@ -55,21 +63,83 @@ def lines(
         Lines without indentation.
     """
     style = _Style(language == "c", np.dtype(dtype) == np.float32)
-    inputs = {"state": names.states, "parameter": names.parameters, "seed": names.seeds}
-    texts: list[str] = []
-    made: list[str] = []
-    for number, (operation, arguments, value) in enumerate(program.instructions):
-        if operation == "constant":
-            texts.append(style.literal(value))  # type: ignore[arg-type]
-        elif operation == "time":
-            texts.append(names.time)
-        elif operation in inputs:
-            texts.append(inputs[operation][value])  # type: ignore[index]
-        else:
-            texts.append(f"{prefix}{number}")
-            text = style.operation(operation, [texts[i] for i in arguments])
-            made.append(style.declared(texts[-1], text, program.is_boolean(number)))
+    texts, made = _texts(program, names, style, prefix, {})
     return made + [style.assigned(target, texts[i]) for target, i in zip(outputs, program.outputs, strict=True)]
+
+
+def function_source(
+    program: Program, name: str, parameters: Sequence[str], seeds: Sequence[str] = (), fused: bool = False,
+    dtype: Any = float,
+) -> str:  # fmt: skip
+    """Return the text of a function ``name(*u, *parameters, t, *seeds)`` that returns the outputs as a tuple.
+
+    Parameters
+    ----------
+    program : Program
+    name : str
+    parameters : sequence of str
+        What the program's parameters are called.
+    seeds : sequence of str
+        What its seeds are called.
+    fused : bool
+        Whether products that are added are rounded once.
+    dtype : dtype
+        float64 or float32.
+    """
+    names = Names([f"u{i}" for i in range(program.states)], parameters, "t", seeds)
+    style = _Style(False, np.dtype(dtype) == np.float32)
+    texts, made = _texts(program, names, style, "v", _sums(program) if fused else {})
+    order = sorted(parameters, key=lambda text: (text[0], int(text[1:])))
+    given = [*names.states, *order, "t", *seeds]
+    body = [*made, f"return ({', '.join(texts[o] for o in program.outputs)},)"]
+    return "\n".join([f"def {name}({', '.join(given)}):", *(f"    {line}" for line in body)]) + "\n"
+
+
+def _texts(program: Program, names: Names, style: _Style, prefix: str, sums: _Sums) -> tuple[dict[int, str], list[str]]:
+    """Return what stands for each value, and the lines that compute them."""
+    inputs = {"state": names.states, "parameter": names.parameters, "seed": names.seeds}
+    texts: dict[int, str] = {}
+    made: list[str] = []
+    for i in sorted(_needed(program, sums)):
+        operation, arguments, value = program.instructions[i]
+        if operation == "constant":
+            texts[i] = style.literal(value)  # type: ignore[arg-type]
+        elif operation == "time":
+            texts[i] = names.time
+        elif operation in inputs:
+            texts[i] = inputs[operation][value]  # type: ignore[index]
+        else:
+            if i in sums:
+                *places, form = sums[i]
+                text = form.format(*(texts[j] for j in places))
+            else:
+                text = style.operation(operation, [texts[j] for j in arguments])
+            texts[i] = f"{prefix}{i}"
+            made.append(style.declared(texts[i], text, program.is_boolean(i)))
+    return texts, made
+
+
+def _sums(program: Program) -> _Sums:
+    found = {}
+    for i, (operation, arguments, _) in enumerate(program.instructions):
+        if operation not in ("add", "subtract"):
+            continue
+        x, y = arguments
+        sign = "" if operation == "add" else "-"
+        for product, other, form in ((y, x, f"fma({sign}{{0}}, {{1}}, {{2}})"), (x, y, f"fma({{0}}, {{1}}, {sign}{{2}})")):
+            if program.instructions[product].operation == "multiply":
+                found[i] = (*program.instructions[product].arguments, other, form)
+                break
+    return found
+
+
+def _needed(program: Program, sums: _Sums) -> set[int]:
+    """Return the values that are computed: not products that have become a part of a sum."""
+    needed: set[int] = set(program.outputs)
+    for i in range(len(program.instructions) - 1, -1, -1):
+        if i in needed:
+            needed.update(sums[i][:3] if i in sums else program.instructions[i].arguments)
+    return needed
 
 
 class _Style(NamedTuple):
@@ -82,9 +152,7 @@ class _Style(NamedTuple):
         entry = OPERATIONS[name]
         if self.c:
             return entry.c.format(*arguments, f="f" if self.single else "")
-        text = entry.python.format(*arguments)
-        # Python's 1.0 is double, and would make the rest double.
-        return text.replace("1.0", "np.float32(1.0)") if self.single else text
+        return entry.python.format(*arguments, zero=self.literal(0.0), one=self.literal(1.0))
 
     def declared(self, name: str, text: str, boolean: bool) -> str:
         if not self.c:
@@ -98,10 +166,11 @@ class _Style(NamedTuple):
         if isinstance(value, bool):
             return str(value).lower() if self.c else str(value)
         if math.isfinite(value):
-            text = f"{abs(value)!r}{'f' if self.c and self.single else ''}"
+            text = f"{abs(float(value))!r}{'f' if self.c and self.single else ''}"
         else:
             name = "nan" if math.isnan(value) else "inf"
             text = {"nan": "NAN", "inf": "INFINITY"}[name] if self.c else f"math.{name}"
         # In parentheses: the places are beside operators.
         text = f"(-{text})" if math.copysign(1, value) < 0 else text
+        # Python's numbers are double, and would make the rest double.
         return f"np.float32({text})" if self.single and not self.c else text

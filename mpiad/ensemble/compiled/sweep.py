@@ -9,7 +9,7 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.ensemble.adjoint import Cotangents, of_ends
-from mpiad.ensemble.compiled.reverse import field_count
+from mpiad.ensemble.compiled.reverse import lanes_of
 from mpiad.ensemble.compiled.shares import each
 from mpiad.ensemble.compiled.signatures import argument
 from mpiad.ensemble.compiled.solver import Solver
@@ -44,15 +44,16 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
     d, count = batch.u0.shape
     outcome, saved = solver.recorded(run.outcome), seeds.saved
     save_step = np.empty((count, 0), np.int32) if saved is None else run.save_step.astype(np.int32)
-    saved = np.empty((0, 0, 0)) if saved is None else argument(saved)
-    end_bar = of_ends(run, seeds)
-    u0_bar = np.array(end_bar, order="C")
+    real = form.dtype
+    saved = np.empty((0, 0, 0), real) if saved is None else argument(saved, real)
+    end_bar = argument(of_ends(run, seeds), real)
+    u0_bar = end_bar.copy()
     given = (
         solver.p,
         solver.s,
         solver.times,
         (outcome.last, outcome.naccept, outcome.t_reached),
-        (run.live, argument(end_bar), saved, save_step),
+        (run.live, end_bar, saved, save_step),
     )
     p_bar = np.zeros((form.wanted_varying, count))
     start_bar, stop_bar = np.zeros(count), np.zeros(count)
@@ -61,7 +62,7 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
         s_bar = np.zeros(form.wanted_shared)
         p, s, times, counts, ends = given
         numbers = (np.zeros(form.lanes, np.int64) for _ in range(3))
-        lane = (np.zeros(field_count(form) * form.lanes), np.full(form.lanes, -1), *numbers)
+        lane = (*lanes_of(form), np.full(form.lanes, -1), *numbers)
         function(*lane, tape.first, tape.stop, p, s, times, tape.rows, tape.before, *counts, *ends, u0_bar, p_bar, s_bar,
                  start_bar, stop_bar)  # fmt: skip
         return s_bar

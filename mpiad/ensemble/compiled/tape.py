@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+
 from mpiad._typing import Array
 from mpiad.ensemble.record import Steps
 
@@ -28,7 +30,7 @@ class Tape(NamedTuple):
     rows: Array
     before: Array
 
-    def steps(self, last: Array, counts: Array) -> Steps:
+    def steps(self, last: Array, counts: Array, dtype: np.dtype) -> Steps:
         """Return the steps in the order of sweeps.
 
         Parameters
@@ -36,8 +38,10 @@ class Tape(NamedTuple):
         last : array of int, shape (N,)
             The row of the last step of every trajectory of the ensemble.
         counts : array of int, shape (N,)
+        dtype : dtype
+            Of the states.
         """
-        steps = Steps(counts[self.first : self.stop], self.rows.shape[1] - 2, self.rows.dtype)
+        steps = Steps(counts[self.first : self.stop], self.rows.shape[1] - 2, dtype)
         row = last[self.first : self.stop][steps.order]
         for s, width in enumerate(steps.widths):
             row = row[:width]

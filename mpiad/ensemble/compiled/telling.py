@@ -99,27 +99,28 @@ class Telling(Lanes):
         """Return lines that interpolate."""
         at, form, d = self.at, self.form, self.form.d
         dense, stages = form.tableau.dense, form.stages
-        lines = [f"h = {at('sign')} * {at('size')}", f"x = ({at('due')} - {at('now')}) / {at('size')}"]
+        lines = [f"h = {at('sign')} * {at('size')}", *self.steps.rounded_step()]
+        lines.append(f"x = ({at('due')} - {at('now')}) / {at('size')}")
         used = [i for i, row in enumerate(dense) if row.any()]
         for i in used:
             text = number(dense[i][-1]) + " * x"
             for weight in dense[i][-2::-1]:
                 text = f"({text} + {number(weight)}) * x"
-            lines.append(f"w{i} = {text}")
+            lines.append(f"w{i} = {self.steps.rounded(text)}")
 
         def stage(i: int, c: int) -> str:
             return at("k", c) if i == 0 else at("last", c) if i == stages else at("inner", (i - 1) * d + c)
 
         for c in range(d):
             lines += _total(used, lambda i, c=c: stage(i, c))
-            lines.append(f"saved[i, place[l], {c}] = m * h + {at('u', c)}")
+            lines.append(f"saved[i, place[l], {c}] = total * {self.steps.h} + {at('u', c)}")
         for j in range(len(form.directions)):
             for c in range(d):
                 lines += _total(used, lambda i, c=c, j=j: at("dk", (j * (stages + 1) + i) * d + c))
-                lines.append(f"dsaved[{j}, i, place[l], {c}] = fma(m, h, {at('du', j * d + c)})")
+                lines.append(f"dsaved[{j}, i, place[l], {c}] = fma(total, {self.steps.h}, {at('du', j * d + c)})")
         return lines
 
 
 def _total(used: list[int], stage) -> list[str]:
     first, *others = used
-    return [f"m = w{first} * {stage(first)}", *[f"m = m + w{i} * {stage(i)}" for i in others]]
+    return [f"total = w{first} * {stage(first)}", *[f"total = total + w{i} * {stage(i)}" for i in others]]

@@ -24,7 +24,25 @@ class Steps:
 
     def __init__(self, form: Form):
         self.form = form
+        # Times are double; what a state is multiplied by has its precision.
+        self.h, self.rtol = ("h_", "rtol_") if form.single else ("h", "rtol")
         self.parameters = numbered("p", form.varying) + numbered("s", form.shared)
+
+    def number(self, x: float) -> str:
+        """Return a number in the states' precision, as source."""
+        return f"np.float32({x!r})" if self.form.single else number(x)
+
+    def rounded(self, text: str) -> str:
+        """Return a double in the states' precision, as source."""
+        return f"np.float32({text})" if self.form.single else text
+
+    def doubled(self, text: str) -> str:
+        """Return a number of the states' precision as a double, as source."""
+        return f"np.float64({text})" if self.form.single else f"({text})"
+
+    def rounded_step(self) -> list[str]:
+        """Return lines that make the step `h` a number of the states' precision."""
+        return [f"{self.h} = np.float32(h)"] if self.form.single else []
 
     def state(self, name: str) -> list[str]:
         """Return the names of the components of a state."""
@@ -32,7 +50,7 @@ class Steps:
 
     def weighted(self, weights: Sequence[float], name: str, c: int, fused: bool = False) -> str:
         """Return the sum of the component c of the stages called `name`, as source."""
-        terms = [(number(w), f"{name}{j}_{c}") for j, w in enumerate(weights) if w]
+        terms = [(self.number(w), f"{name}{j}_{c}") for j, w in enumerate(weights) if w]
         text = " * ".join(terms[0])
         for w, stage in terms[1:]:
             text = f"fma({w}, {stage}, {text})" if fused else f"{text} + {w} * {stage}"
@@ -46,13 +64,14 @@ class Steps:
             if slope:
                 lines.append(f"{slope}_{c} = {total}")
                 total = f"{slope}_{c}"
-            lines.append(f"{out}_{c} = " + (f"fma({total}, h, {u}_{c})" if fused else f"({total}) * h + {u}_{c}"))
+            made = f"fma({total}, {self.h}, {u}_{c})" if fused else f"({total}) * {self.h} + {u}_{c}"
+            lines.append(f"{out}_{c} = {made}")
         return lines
 
     def time(self, i: int) -> str:
         """Return the time of stage i, as source."""
         c = self.form.tableau.c[i]
-        return "t" if c == 0 else "tn" if c == 1 else f"{number(c)} * h + t"
+        return self.rounded("t" if c == 0 else "tn" if c == 1 else f"{number(c)} * h + t")
 
     def call(self, out: str, y: str, i: int, function: str = "f", more: list[str] | None = None) -> str:
         """Return a line that calls f, or its tangent, at the argument y of stage i."""

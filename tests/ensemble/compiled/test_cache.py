@@ -32,6 +32,7 @@ import json, sys, time
 from mpiad.ensemble.compiled.cache import kernel_of
 import numpy as np
 out = np.zeros(1)
+print("ready", flush=True)
 made = kernel_of(sys.stdin.read(), "run", "void(float64, float64, float64[::1])")
 made.function(4.0, 3.0, out)
 print(json.dumps([made.origin, out[0], made.seconds]))
@@ -65,6 +66,23 @@ def start(folder):
     )  # fmt: skip
 
 
+def together(processes, constant):
+    """Let processes that have loaded everything ask for a kernel at the same time; return origins, values and warnings."""
+    for process in processes:
+        assert process.stdout.readline() == "ready\n", process.stderr.read()
+    for process in processes:
+        process.stdin.write(TEXT.format(constant=constant))
+        process.stdin.flush()
+    for process in processes:
+        process.stdin.close()
+    found = []
+    for process in processes:
+        origin, value, _ = json.loads(process.stdout.read())
+        found.append((origin, value, process.stderr.read()))
+        assert process.wait(50) == 0
+    return found
+
+
 def the_entry(folder):
     (entry,) = folder.iterdir()
     return entry
@@ -81,23 +99,43 @@ def test_a_kernel_is_compiled_once(folder):
 @pytest.mark.launches
 def test_the_next_process_takes_it_from_disk(folder):
     made()
-    process = start(folder)
-    out, err = process.communicate(TEXT.format(constant=2.0), timeout=50)
-    origin, value, seconds = json.loads(out)
+    ((origin, value, err),) = together([start(folder)], 2.0)
     assert (origin, value, err) == ("disk", 8.0, "")
 
 
 @pytest.mark.launches
-def test_processes_that_begin_together_agree(folder):
-    processes = [start(folder) for _ in range(2)]
-    text = TEXT.format(constant=7.0)
-    for process in processes:
-        process.stdin.write(text)
-        process.stdin.close()
-    for process in processes:
-        origin, value, _ = json.loads(process.stdout.read())
-        assert value == 23.0 and not process.stderr.read() and process.wait(50) == 0
+def test_of_processes_that_begin_together_one_compiles(folder):
+    found = together([start(folder) for _ in range(2)], 7.0)
+    assert sorted(found) == [("compiled", 23.0, ""), ("disk", 23.0, "")]
     assert len(list(folder.iterdir())) == 1 and again(7.0) == "disk"
+
+
+@pytest.mark.launches
+def test_of_processes_that_find_damage_together_one_makes_it_again(folder):
+    made()
+    (path,) = the_entry(folder).rglob("kernel.o")
+    path.write_bytes(path.read_bytes()[:-9])
+    found = together([start(folder) for _ in range(2)], 2.0)
+    assert sorted(origin for origin, *_ in found) == ["compiled", "disk"]
+    assert sum("made again" in warnings for *_, warnings in found) == 1
+    assert len(list(folder.iterdir())) == 1 and again() == "disk"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="there are no locks elsewhere")
+def test_a_lock_that_is_not_given_back_is_not_waited_for_forever(folder, monkeypatch):
+    import fcntl
+
+    made()
+    cache.forget()
+    kept, (entry,) = store(), folder.iterdir()
+    entry.joinpath("sums").unlink()
+    with open(folder / f"lock-{entry.name}", "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        monkeypatch.setattr("mpiad.ensemble.compiled.store._PATIENCE", 0.05)
+        assert made().origin == "compiled"
+    with kept.locked("some entry"):
+        assert (folder / "lock-some entry").exists()
+    assert not (folder / "lock-some entry").exists()
 
 
 @pytest.mark.parametrize("pattern", ["kernel.py", "sums", "symbols", "kernel.o"])

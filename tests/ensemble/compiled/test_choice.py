@@ -48,11 +48,11 @@ def test_what_only_the_vectorised_path_does(caplog):
         solve(many(decay), compile=True, events=event)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.complex128])
-def test_other_numbers(dtype):
+@pytest.mark.parametrize("dtype", [np.complex64, np.complex128])
+def test_complex_numbers(dtype):
     problem = EnsembleProblem(ODEProblem(decay, np.ones(1, dtype), (0.0, 0.1)), u0=np.ones((1000, 1), dtype))
     assert not is_compiled(solve(problem))
-    with pytest.raises(ValueError, match=np.dtype(dtype).name):
+    with pytest.raises(ValueError, match=f"{np.dtype(dtype).name}.*real numbers"):
         solve(problem, compile=True)
 
 

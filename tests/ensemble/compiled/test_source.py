@@ -32,10 +32,15 @@ def function_text(program, dtype=float):
     return "\n    ".join(["def f(x, o):", *lines(program, names, outputs, dtype=dtype)])
 
 
-def made(text, decorate=lambda f: f):
-    scope = {"math": math, "np": np}
+def made(text, decorate=None):
+    if decorate is None:
+        scope = {"math": math, "np": np, "where": lambda condition, a, b: a if condition else b}
+    else:
+        from mpiad.ensemble.compiled.intrinsics import where
+
+        scope = {"math": math, "np": np, "where": where}
     exec(text, scope)
-    return decorate(scope["f"])
+    return decorate(scope["f"]) if decorate else scope["f"]
 
 
 def all_operations():
