@@ -41,6 +41,7 @@ class Demands(NamedTuple):
     adjoint: Any
     checkpoints: Any
     compile: Any = "auto"
+    dense_output: bool = False
 
 
 def check_demands(demands: Demands) -> Demands:
@@ -70,6 +71,11 @@ def check_demands(demands: Demands) -> Demands:
         raise ValueError("solve: gradient='tangent' has no adjoint; leave out adjoint='continuous', or gradient=.")
     if demands.save_everystep and demands.saveat is not None:
         raise ValueError("solve: give either saveat or save_everystep=True, not both.")
+    if demands.dense_output and demands.checkpoints is not None:
+        raise ValueError(
+            f"solve: dense_output=True interpolates in steps that are kept, but checkpoints={demands.checkpoints} keeps "
+            "only some. Leave out one of the two, or ask for saveat."
+        )
     count = _trajectories(demands)
     saveat = demands.saveat
     if saveat is not None:

@@ -39,7 +39,7 @@ def reduced(
         sol = solved(numbers)
         outputs = [_output(problem, sol, i, number, solved) for i, number in enumerate(numbers)]
         # What is kept of the batch is its outputs; the states saved on the way aren't needed any more.
-        parts.append(dataclasses.replace(sol, u=sol.u[:, :0]))
+        parts.append(dataclasses.replace(sol, u=sol.u[:, :0], dense=None))
         if problem.reduction is None or not outputs:
             kept = kept + outputs if outputs else kept
         else:

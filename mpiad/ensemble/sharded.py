@@ -11,6 +11,7 @@ import numpy as np
 from autograd.tracer import getval, isbox
 
 from mpiad._typing import Array, Comm
+from mpiad.ensemble.dense_parts import GatheredOutput
 from mpiad.ensemble.retcodes import codes_of, names_of
 from mpiad.ensemble.solution import EnsembleSolution, check_alike, joined_times, widened
 from mpiad.ensemble.statistics import quantile, root, squared_distance, summary
@@ -83,6 +84,7 @@ def gathered(share: EnsembleSolution, facts: Facts, comm: Comm, made: Any = None
         u, facts.t, mpi_allgather(share.u_end, axis=0, comm=comm), facts.retcode,
         mpi_allgather(share.t_reached, axis=0, comm=comm), facts.naccept, facts.nreject, facts.nf,
         _gathered_events(share, facts, comm), facts.converged,
+        dense=share.dense and GatheredOutput(share.dense, len(share), comm),
     )  # fmt: skip
 
 

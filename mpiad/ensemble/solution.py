@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import autograd.numpy as anp
@@ -13,6 +14,7 @@ from autograd.tracer import getval, isbox
 from mpiad._typing import Array
 from mpiad.device.numpy import concatenate
 from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.dense_parts import JoinedOutput, times_of
 from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.retcodes import names_of, survived
 from mpiad.ensemble.settings import Settings
@@ -54,6 +56,21 @@ class ODESolution:
     nf: int
     events: list[tuple[int, float]] = field(default_factory=list)
     problem: Any = field(default=None, repr=False)
+    dense: Any = field(default=None, repr=False)
+
+    def __call__(self, t: float | Array) -> Array:
+        """Return the states at any times of tspan, by the interpolants of the steps; see `EnsembleSolution`.
+
+        Parameters
+        ----------
+        t : number, or array of shape (n,)
+
+        Returns
+        -------
+        array, shape (d,) or (n, d)
+        """
+        states = _interpolants(self.dense)(times_of(t, None))
+        return states[0] if np.ndim(t) == 0 else states
 
 
 @dataclass
@@ -91,6 +108,39 @@ class EnsembleSolution:
     events: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
     converged: bool = False
     problem: Any = field(default=None, repr=False)
+    dense: Any = field(default=None, repr=False)
+
+    def __call__(self, t: float | Array) -> Array:
+        """Return the states at any times of tspan, by the interpolants of the steps; of a solve with ``dense_output=True``.
+
+        Parameters
+        ----------
+        t : number, or array of shape (n,) or (N, n)
+            In any order; (N, n) are each trajectory's own.
+
+        Returns
+        -------
+        array, shape (N, d) or (N, n, d)
+            NaN at times that a trajectory didn't reach.
+
+        Raises
+        ------
+        NotImplementedError
+            Where t is traced.
+        TypeError, ValueError
+            Where a time lies outside tspan, t isn't numbers of such a shape, or the solve kept no steps.
+
+        Ranks
+        -----
+        Of a solution that was gathered over ranks, all call it, with the same t. With ``gather=False`` each rank has its
+        share, and t of shape (N, n) has its rows.
+
+        Adjoint
+        -------
+        As that of ``saveat=t`` in the solve.
+        """
+        states = _interpolants(self.dense)(times_of(t, len(self)))
+        return states[:, 0] if np.ndim(t) == 0 else states
 
     def __len__(self) -> int:
         return len(self.retcode)
@@ -103,6 +153,7 @@ class EnsembleSolution:
         return ODESolution(
             self.u[i], times, self.u_end[i], str(self.retcode[i]), reached if isbox(reached) else float(reached),
             int(self.naccept[i]), int(self.nreject[i]), int(self.nf[i]), self.events.get(i, []), self.problem,
+            self.dense and partial(self.dense, only=i),
         )  # fmt: skip
 
     def __iter__(self) -> Iterator[ODESolution]:
@@ -172,6 +223,15 @@ class EnsembleSolution:
         return draw(self, ax, component, band, lines)
 
 
+def _interpolants(dense: Any) -> Any:
+    if dense is None:
+        raise ValueError(
+            "sol(t): the solve kept no steps to interpolate in. Say solve(..., dense_output=True); with an output_func or "
+            "a reduction, ask each solution there."
+        )
+    return dense
+
+
 def solution_of(outcome: Outcome, batch: Batch, settings: Settings) -> EnsembleSolution:
     """Return the solution of an ensemble, in the shapes that its users see.
 
@@ -212,7 +272,8 @@ def joined(parts: list[EnsembleSolution]) -> EnsembleSolution:
     names = ("u_end", "retcode", "t_reached", "naccept", "nreject", "nf")
     rest: Any = {name: concatenate([getattr(part, name) for part in parts]) for name in names}
     u = concatenate([widened(part.u, width) for part in parts])
-    return EnsembleSolution(u, times, events=events, **rest)
+    dense = JoinedOutput([(part.dense, len(part)) for part in parts]) if all(part.dense for part in parts) else None
+    return EnsembleSolution(u, times, events=events, dense=dense, **rest)
 
 
 def check_alike(kinds: list[tuple[Any, Any]], groups: str) -> None:

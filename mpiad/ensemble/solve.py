@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.compiled.cuda.solve import solved_on_gpu
 from mpiad.ensemble.compiled.solver import Compiler
 from mpiad.ensemble.demands import Demands, check_demands
+from mpiad.ensemble.dense_output import DenseOutput
 from mpiad.ensemble.differentiable import Ways, differentiable
 from mpiad.ensemble.events import Event
 from mpiad.ensemble.failures import report
@@ -49,6 +51,7 @@ def solve(
     trajectories: int | None = None,
     saveat: float | Array | None = None,
     save_everystep: bool = False,
+    dense_output: bool = False,
     rtol: float = 1e-3,
     atol: float | Array = 1e-6,
     dt: float | None = None,
@@ -79,6 +82,8 @@ def solve(
         trajectory; by default at the start and the end. In the order of the solve, and not traced.
     save_everystep : bool
         Save after every accepted step; ``sol.t`` and ``sol.u`` of an ensemble are then filled up with NaN.
+    dense_output : bool
+        Keep all steps, so that ``sol(t)`` gives the states at any times.
     rtol, atol : float
         The error of a step is at most ``atol + rtol * abs(u)``, in the root mean square over the components. `atol` may
         have one entry for each component.
@@ -138,6 +143,7 @@ def solve(
     given = Demands(
         problem, alg, ensemblealg, trajectories, saveat, save_everystep, rtol, atol, dt, dtmax, max_steps, events,
         batch_size, gradient, adjoint, checkpoints, compile,
+        dense_output,
     )  # fmt: skip
     over = channel(ensemblealg.comm, "ensemble.solve") if isinstance(ensemblealg, EnsembleMPI) else None
     with nullcontext() if over is None else agreed(over):
@@ -158,8 +164,8 @@ def solve(
         return sol
     sol = over_ranks(
         ensemblealg, count, f"trajectories={count}, {alg}, {ensemblealg}, rtol={rtol}, atol={atol}, saveat={saveat}, "
-        f"save_everystep={save_everystep}, dt={dt}, dtmax={dtmax}, max_steps={max_steps}, compile={compile}, "
-        f"progress={bool(progress)}",
+        f"save_everystep={save_everystep}, dense_output={dense_output}, dt={dt}, dtmax={dtmax}, max_steps={max_steps}, "
+        f"compile={compile}, progress={bool(progress)}",
         lambda numbers, shown: _ensemble(demands, compiler, problem, numbers, shown),
         (lambda parts: combined(problem, parts, count)) if problem.output_func or problem.reduction else None, progress,
         lambda: bool(compiler.kernels),
@@ -200,13 +206,21 @@ def _solved(
         times = save_times(rows, batch.start, batch.end)
     atol = demands.atol if np.ndim(demands.atol) == 0 else _column(demands.atol, batch)
     events = tuple(event.for_states(batch.shape) for event in demands.events)
+    record = demands.save_everystep or demands.dense_output or given.traced
     settings = Settings(
         demands.alg, demands.rtol, atol, demands.dt, demands.dtmax, demands.max_steps, events, times,
-        demands.save_everystep or given.traced, None if demands.save_everystep else demands.checkpoints, shown,
+        record, None if demands.save_everystep else demands.checkpoints, shown,
     )  # fmt: skip
-    if gpu_of(backend) is not None:
+    on_gpu = gpu_of(backend) is not None
+    batch = batch if on_gpu else placed(batch)
+    if demands.dense_output and (on_gpu or is_on_device(batch)):
+        raise NotImplementedError(
+            "solve: dense_output=True is for solves on the host, but this one is on a device. Ask for the times by saveat, "
+            "or bring the arrays to the host with mpiad.device.to_host."
+        )
+    if on_gpu:
         return solved_on_gpu(backend, compiler, given, batch, settings, partial(_by_arrays, demands, compiler))
-    return _by_arrays(demands, compiler, backend, given, placed(batch), settings)
+    return _by_arrays(demands, compiler, backend, given, batch, settings)
 
 
 def _by_arrays(
@@ -222,7 +236,9 @@ def _by_arrays(
     try_once(batch, settings.events, given.traced)
     outcome = compiler.run(backend, batch, settings, given)
     sol, ways = solution_of(outcome, batch, settings), Ways(demands.gradient, demands.adjoint)
-    return differentiable(sol, Run(batch, settings, outcome), given, ways) if given.traced else sol
+    if given.traced:
+        sol = differentiable(sol, Run(batch, settings, outcome), given, ways)
+    return replace(sol, dense=DenseOutput(batch, settings, outcome, given, ways)) if demands.dense_output else sol
 
 
 def _column(atol: Array, batch: Batch) -> Array:

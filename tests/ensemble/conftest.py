@@ -28,6 +28,9 @@ def pytest_collection_modifyitems(config, items):
     no_kernel = [item for item in items if _by_kernels(item) and item.get_closest_marker("columns")]
     config.hook.pytest_deselected(items=no_kernel)
     items[:] = [item for item in items if item not in no_kernel]
+    for item in items:
+        if _by_kernels(item) and not item.get_closest_marker("limit"):
+            item.add_marker(pytest.mark.limit(240))  # to compile takes seconds, and more on a busy machine
 
 
 def _by_kernels(item):

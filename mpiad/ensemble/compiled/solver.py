@@ -136,9 +136,9 @@ class Solver:
         """Solve, and keep what a gradient by the traced parts of `given` will need."""
         self.directions = self._directions(given) if given.traced and not self.every else ()
         # With checkpoints steps are recorded on the way back, of some trajectories after the other.
-        kept = given.traced and not self.directions and self.settings.checkpoints is None
-        outcome = self._run(self.form._replace(directions=self.directions, record=self.every or kept))
-        if given.traced or self.every:
+        record = self.settings.record and not self.directions and self.settings.checkpoints is None
+        outcome = self._run(self.form._replace(directions=self.directions, record=record))
+        if self.settings.record:
             outcome.solver = self
         return outcome
 

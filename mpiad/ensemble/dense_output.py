@@ -1,0 +1,151 @@
+"""The states of a solve at any time, by the interpolants of its steps: what `sol(t)` returns.
+
+Nothing is computed before it is asked for: steps were recorded, and the stages of those in which a time lies are computed
+again. With traced inputs the states are saved values of the same steps, whose derivatives are those of `saveat`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from mpiad._typing import Array
+from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.derivative import derivative_of
+from mpiad.ensemble.differentiable import Ways, differentiable
+from mpiad.ensemble.interpolant import interpolate
+from mpiad.ensemble.outcome import Outcome
+from mpiad.ensemble.record import Steps
+from mpiad.ensemble.run import INITIAL, NOWHERE, Run
+from mpiad.ensemble.settings import Settings
+from mpiad.ensemble.solution import solution_of
+from mpiad.ensemble.stages import Stages
+
+__all__ = ["DenseOutput"]
+
+# Numbers in one array while states are interpolated.
+_BLOCK = 32_768
+
+
+class DenseOutput:
+    """The interpolants of all trajectories of a batch.
+
+    Parameters
+    ----------
+    batch : Batch
+        Of plain arrays.
+    settings : Settings
+    outcome : Outcome
+        With its steps recorded.
+    given : Batch
+        The batch before what is traced was made plain.
+    ways : Ways
+        How gradients are computed.
+    """
+
+    def __init__(self, batch: Batch, settings: Settings, outcome: Outcome, given: Batch, ways: Ways):
+        self._batch, self._settings, self._outcome = batch, settings, outcome
+        self._given, self._ways = given, ways
+        self._signs = np.where(batch.end < batch.start, -1.0, 1.0)
+        self._derivative = derivative_of(batch.f, batch.shape)
+
+    def __call__(self, times: Array, only: int | None = None) -> Array:
+        """Return states, shape (N, n, …); of one trajectory (n, …).
+
+        Parameters
+        ----------
+        times : array, shape (n,) or (N, n)
+        only : int, optional
+            The trajectory.
+
+        Raises
+        ------
+        ValueError
+            Where a time lies outside tspan.
+        """
+        batch = self._batch
+        if self._given.traced:
+            everything = self._traced(times)
+            return everything if only is None else everything[only]
+        ids = np.arange(batch.size) if only is None else np.array([range(batch.size)[only]])
+        values, _ = self._saved(ids, self._rows(times, ids))
+        values = values.reshape(*values.shape[:2], *batch.shape)
+        return values if only is None else values[0]
+
+    def _traced(self, times: Array) -> Array:
+        batch, every = self._batch, np.arange(self._batch.size)
+        saved, save_step = self._saved(every, self._rows(times, every))
+        steps = self._outcome.recorded()
+        outcome = dataclasses.replace(
+            self._outcome, saved=saved, save_step=save_step, steps=steps, solver=None, carried=None, tapes=[], last=None
+        )
+        settings = self._settings._replace(saveat=times, record=True)
+        sol = solution_of(outcome, batch, settings)
+        return differentiable(sol, Run(batch, settings, outcome), self._given, self._ways).u
+
+    def _rows(self, times: Array, ids: Array) -> Array:
+        """Return the times for each of some trajectories, shape (len(ids), n)."""
+        batch = self._batch
+        rows = np.broadcast_to(times, (batch.size, times.shape[-1]))[ids]
+        low, high = (end(batch.start, batch.end)[ids, None] for end in (np.minimum, np.maximum))
+        outside = ~((rows >= low) & (rows <= high))
+        if outside.any():
+            i, j = np.argwhere(outside)[0]
+            raise ValueError(
+                f"sol(t): t must lie in tspan, but {rows[i, j]} lies outside of ({batch.start[ids[i]]}, "
+                f"{batch.end[ids[i]]}). States are interpolated, never extrapolated."
+            )
+        return rows
+
+    def _saved(self, ids: Array, rows: Array) -> tuple[Array, Array]:
+        """Return the states of trajectories at their times, shape (len(ids), n, d), and in which steps these lie."""
+        batch, count = self._batch, rows.size
+        each, due = np.repeat(ids, rows.shape[1]), rows.ravel()
+        number = np.empty(count, np.int64)
+        values = np.full((count, len(batch.u0)), np.nan, batch.u0.dtype)
+        width = max(2, _BLOCK // max(1, len(batch.u0)))
+        for first, steps in self._outcome.recorded():
+            mine = np.flatnonzero((each >= first) & (each < first + len(steps.counts)))
+            number[mine] = self._numbers(steps, each[mine] - first, each[mine], due[mine])
+            moved = mine[number[mine] >= 0]
+            for start in range(0, len(moved), width):
+                chosen = moved[start : start + width]
+                values[chosen] = self._inside(steps, each[chosen] - first, each[chosen], number[chosen], due[chosen]).T
+        still = number == INITIAL
+        values[still] = batch.u0.T[each[still]]
+        return values.reshape(*rows.shape, len(batch.u0)), number.reshape(rows.shape).astype(np.int32)
+
+    def _numbers(self, steps: Steps, own: Array, ids: Array, due: Array) -> Array:
+        """Return in which steps times lie, by bisection: that which ends at a time has it."""
+        counts, sign = steps.counts[own], self._signs[ids]
+        low, high = np.full(len(own), -1), counts - 1
+        while (low < high).any():
+            middle = np.maximum((low + high + 1) // 2, 0)
+            moves = low < high
+            begun = np.zeros(len(own), bool)
+            begun[moves] = ((steps.times(own[moves], middle[moves])[0] - due[moves]) * sign[moves]) < 0
+            low, high = np.where(moves & begun, middle, low), np.where(moves & ~begun, middle - 1, high)
+        reached = (due - self._outcome.t_reached[ids]) * sign <= 0
+        return np.where(reached, np.where(low < 0, INITIAL, low), NOWHERE)
+
+    def _inside(self, steps: Steps, own: Array, ids: Array, number: Array, due: Array) -> Array:
+        """Return states inside steps, or at their ends, shape (d, len(ids))."""
+        outcome, tableau, width = self._outcome, self._settings.alg.tableau, len(ids)
+        # Two columns at least, wherever f is called.
+        columns = np.arange(max(2, width)) % width
+        (t, h), u = steps.times(own, number), steps.states(own, number)
+        t, h, u, due_of_all = t[columns], h[columns], u[:, columns], due[columns]
+        p = self._batch.p.columns(ids[columns], len(self._batch.shape) > 1)
+        stages = Stages(tableau, self._derivative, u.dtype, u.shape)
+        with np.errstate(all="ignore"):
+            self._derivative.write(stages.k[0], u, p, t.astype(u.real.dtype))
+            stages.take(u, p, t, h, t + h, None)
+            value = interpolate(tableau, u, h, stages.k, (due_of_all - t) / h)[:, :width]
+        final = number == steps.counts[own] - 1
+        inner = np.flatnonzero(~final)
+        ended = inner[steps.times(own[inner], number[inner] + 1)[0] == due[inner]]
+        value[:, ended] = steps.states(own[ended], number[ended] + 1)
+        last = np.flatnonzero(final & (due == outcome.t_reached[ids]))
+        value[:, last] = outcome.u_end[:, ids[last]]
+        return value
