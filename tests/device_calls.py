@@ -187,6 +187,7 @@ CALLS = {
     "einsum implicit": lambda x: np.einsum("ij,jk", x, x.T),
     "einsum three": lambda x: np.einsum("i,ij,j->", x[:, 0], x, x[0]),
     "einsum ...": lambda x: np.einsum("...i,i", x, x[0]),
+    "einsum ones": lambda x: np.einsum("ij,kj->ik", x[:, :1], x),
     "einsum alone": lambda x: np.einsum("ij,k->k", x, x[0]),
     "einsum lists": lambda x: np.einsum(x, [0, 1], x, [2, 1], [0, 2]),
 }
@@ -196,8 +197,17 @@ def central(x):
     return np.concatenate([x[1:2] - x[:1], (x[2:] - x[:-2]) / 2, x[-1:] - x[-2:-1]])
 
 
+def whole(z):
+    return np.real(fft.ifft(np.concatenate([z, np.conj(z[:, :0:-1])], axis=1)))
+
+
 # Where autograd has no derivative on the host, the same written otherwise is the reference.
 OTHERWISE = {
+    "irfft odd": (
+        lambda x: fft.irfft(x[:, :3] + 1j * x[:, 1:], 5),
+        lambda x: whole(x[:, :3] + 1j * x[:, 1:]),
+    ),
+    "rfft odd": (lambda x: np.imag(fft.rfft(x[:, :3])), lambda x: np.imag(fft.fft(x[:, :3])[:, :2])),
     "gradient": (lambda x: np.gradient(x)[0] * np.gradient(x)[1], lambda x: central(x) * central(x.T).T),
     "diagonal": (lambda x: np.diagonal(x, 1), lambda x: x[onp.arange(3), onp.arange(3) + 1]),
     "diagonal tall": (lambda x: np.diagonal(x.T, -2), lambda x: x.T[onp.arange(2) + 2, onp.arange(2)]),

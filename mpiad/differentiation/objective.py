@@ -80,7 +80,7 @@ def problem_with(value: Any, weight: float, call: str) -> Problem | None:
 def share(value: Any, weight: float, problem: Problem | None, channel: Channel) -> Any:
     """Return J on all ranks; raise on all where there is a problem on one."""
     part: Any = 0.0
-    if problem is None and is_device_array(getval(value)):
+    if type(value) is not np.float64 and problem is None and is_device_array(getval(value)):
         value = to_host(value if value.shape == () else value.reshape(()))  # J decides what the host does
     if problem is None and weight != 0.0:
         part = value if np.ndim(value) == 0 else value.reshape(())

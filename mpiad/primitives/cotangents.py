@@ -16,7 +16,7 @@ __all__ = ["conform", "spec_like", "tangent_of"]
 
 def spec_like(x: Any) -> Spec:
     """Return shape, dtype and place of a value, traced or not."""
-    if type(x) is np.ndarray:
+    if type(x) is np.ndarray or type(x) is np.float64:
         return Spec(x.shape, x.dtype)
     dtype = getattr(x, "dtype", None)
     return Spec((), np.result_type(x)) if dtype is None else Spec(x.shape, dtype, arrays_of(getval(x)))

@@ -47,7 +47,9 @@ def fitting(operand: Array, ans: Array) -> Callable[[Array], Array] | None:
             return None
     elif kind is _float64 and type(ans) is _float64:
         return None
-    return brought_home(_general_fitting(getval(operand), getval(ans)), operand, ans)
+    x, value = getval(operand), getval(ans)
+    fit = _general_fitting(x, value)
+    return fit if type(value) is _ndarray else brought_home(fit, x, value)
 
 
 def brought_home(fit: Callable[[Array], Array] | None, operand: Array, ans: Array) -> Callable[[Array], Array] | None:

@@ -61,7 +61,7 @@ _NUMBERS = (float, complex, np.inexact)
 
 def inherited_vjp(fun: Primitive, argnums: Argnums, ans: Any, args: tuple, kwargs: dict) -> Vjp:
     """Make the adjoint by autograd's own rule; for device arrays by the one of `on_device`, where there is one."""
-    if _place(ans) is None:
+    if type(ans) is np.ndarray or _place(ans) is None:
         return primitive_vjps[fun](argnums, ans, args, kwargs)
     if fun in DEVICE_REFUSALS:
         refuse_on_device(fun, ans)
@@ -76,7 +76,7 @@ def inherited_vjp(fun: Primitive, argnums: Argnums, ans: Any, args: tuple, kwarg
 
 def inherited_jvp(fun: Primitive, argnums: Argnums, gs: Any, ans: Any, args: tuple, kwargs: dict) -> Any:
     """Compute the tangent by autograd's own rule; for device arrays by the one of `on_device`, where there is one."""
-    if _place(ans) is None:
+    if type(ans) is np.ndarray or _place(ans) is None:
         return primitive_jvps[fun](argnums, gs, ans, args, kwargs)
     if fun in DEVICE_REFUSALS:
         refuse_on_device(fun, ans)

@@ -13,7 +13,6 @@ from mpiad.differentiation.rules.on_device import (
     diagonals,
     differences,
     divisions,
-    einsum,
     factorizations,
     moments,
     ordering,
@@ -26,7 +25,7 @@ from mpiad.differentiation.rules.protocol import DEVICE_JVPS, DEVICE_REFUSALS, D
 __all__: list[str] = []
 
 for _family in (
-    bounds, contractions, diagonals, differences, divisions, einsum, factorizations, moments, ordering, powers, transforms
+    bounds, contractions, diagonals, differences, divisions, factorizations, moments, ordering, powers, transforms
 ):  # fmt: skip
     DEVICE_VJPS.update(_family.VJPS)
     DEVICE_JVPS.update(_family.JVPS)

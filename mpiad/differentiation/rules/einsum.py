@@ -1,15 +1,18 @@
-"""Einstein's summation, by subscripts in a string."""
+"""Einstein's summation, by subscripts in a string.
+
+Autograd's rule makes ones of NumPy's for what is summed over alone, and where an operand repeats its only element along an
+axis, it gives the others cotangents that have one element there, too: a tangent of theirs then comes out wrong.
+"""
 
 from __future__ import annotations
 
 from string import ascii_letters
 
 import autograd.numpy as anp
-from autograd.core import primitive_vjps
 
 from mpiad._typing import Array, Shape
 from mpiad.differentiation.rules.expansion import expand
-from mpiad.differentiation.rules.protocol import Argnums, Vjp
+from mpiad.differentiation.rules.protocol import Argnums, Vjp, inherited_vjp
 
 __all__ = ["JVPS", "VJPS"]
 
@@ -17,20 +20,19 @@ __all__ = ["JVPS", "VJPS"]
 def einsum_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     """Sum the cotangent with the other operands, over what the operand doesn't have."""
     if not isinstance(args[0], str):
-        return primitive_vjps[anp.einsum](argnums, ans, args, kwargs)
+        return inherited_vjp(anp.einsum, argnums, ans, args, kwargs)
     operands = args[1:]
     inputs, out = _letters(args[0], [len(anp.shape(operand)) for operand in operands])
-    for i in argnums:
-        if len(set(inputs[i - 1])) < len(inputs[i - 1]):
-            raise NotImplementedError(
-                f"the derivative of einsum({args[0]!r}) by operand {i - 1} isn't available: it takes a diagonal. Take it "
-                "with diagonal first."
-            )
     return lambda g: tuple([_part(g, i - 1, inputs, out, operands) for i in argnums])
 
 
 def _part(g: Array, k: int, inputs: list[str], out: str, operands: tuple) -> Array:
     mine, shape = inputs[k], anp.shape(operands[k])
+    if len(set(mine)) < len(mine):
+        raise NotImplementedError(
+            f"the derivative of einsum by operand {k} with subscripts {mine!r} isn't available: it takes a diagonal. "
+            "Take it with diagonal first."
+        )
     others = [operand for j, operand in enumerate(operands) if j != k]
     subscripts = [letters for j, letters in enumerate(inputs) if j != k]
     # An axis that nobody else has was summed over alone: the cotangent is the same all along it.
