@@ -76,8 +76,9 @@ bench: $(VENV)/.ready ## measure primitives, their watch, local adjoints, ensemb
 	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/wave.py
 	@$(LAUNCH) --ranks 2 --limit 600 -- benchmarks/optimize_peers.py
 
-bench-gpu: $(VENV)/.ready-gpu ## measure ensembles on a GPU, where there is one (installs CuPy for CUDA 12)
+bench-gpu: $(VENV)/.ready-gpu ## measure ensembles on a GPU and how device arrays travel, where there is one (installs CuPy for CUDA 12)
 	@$(BIN)/python benchmarks/ensemble_gpu.py
+	@$(LAUNCH) --ranks 2 --limit 600 -- benchmarks/device.py
 
 bench-peers: ## install the libraries that are measured beside mpiad, into .venv-peers (gigabytes)
 	@PYTHON="$(PYTHON)" benchmarks/peers/install.sh

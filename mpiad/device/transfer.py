@@ -144,6 +144,8 @@ def _to_device_vjp(ans: Any, x: Any, arrays: ArrayModule) -> Any:
 
 def _to_host_vjp(ans: Any, x: Any) -> Any:
     arrays = arrays_of(getval(x))
+    if arrays is None:
+        return lambda g: g  # it was on the host already: a cotangent of zeros, for one
     return lambda g: g if arrays_of(getval(g)) is not None else array_to_device(g, arrays)
 
 

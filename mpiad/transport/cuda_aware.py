@@ -24,7 +24,7 @@ __all__ = ["agreed", "described", "for_channel", "forget", "takes_directly"]
 
 _LENGTHS = 8, 1 << 16  # MPI sends short and long messages in different ways
 _log = logging.getLogger("mpiad")
-_tried: dict[tuple[type, int], bool] = {}
+_tried: dict[tuple[type, int], bool | None] = {}  # None where the library hasn't said yes
 
 
 def takes_directly(arrays: ArrayModule) -> bool:
@@ -42,10 +42,9 @@ def takes_directly(arrays: ArrayModule) -> bool:
     if forced is not None:
         return forced
     key = arrays.kind, arrays.device
-    found = _tried.get(key)
-    if found is None:
-        found = _tried[key] = bool(device_kinds()) and _passes(arrays)
-    return found
+    if key not in _tried:
+        _tried[key] = _passes(arrays) if device_kinds() else None
+    return bool(_tried[key])
 
 
 def agreed(channel: Channel, arrays: ArrayModule) -> bool:
@@ -98,7 +97,7 @@ def described() -> str:
     if device_kinds():
         _try_cupy()
     tried = [f"with arrays of {kind.__module__.partition('.')[0]} on device {device} it {'works' if passed else 'fails'}"
-             for (kind, device), passed in _tried.items()]  # fmt: skip
+             for (kind, device), passed in _tried.items() if passed is not None]  # fmt: skip
     return "; ".join([said, *tried])
 
 

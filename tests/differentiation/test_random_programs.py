@@ -5,7 +5,9 @@
 
 import pytest
 from agreement import poll
+from device_ways import travelling
 from mpi4py import MPI
+from programs import on_devices, on_ranks
 from programs.comparison import differences
 from programs.drawing import drawn
 from programs.steps import script
@@ -37,6 +39,16 @@ def test_random_programs(seed, size):
     wrong = [f"{script(program)}\n" + "\n".join(lines) for program, lines in found if lines]
     assert not wrong, "\n\n".join(wrong)
     assert sum(lines is None for _, lines in found) <= EACH // 5, "too many programs that the reference can't decide"
+
+
+@pytest.mark.parametrize("seed, way", [(BATCHES, "staged"), (BATCHES + 1, "pieces"), (BATCHES + 2, "direct")])
+def test_random_programs_on_devices(seed, way, size, monkeypatch):
+    """What is communicated lies on devices; the same programs, against the same reference."""
+    monkeypatch.setattr(on_ranks, "mpiad", on_devices.calls())
+    with travelling(way):
+        found = [(program, checked(program)) for program in programs(size, seed)]
+    wrong = [f"{script(program)}\n" + "\n".join(lines) for program, lines in found if lines]
+    assert not wrong, "\n\n".join(wrong)
 
 
 def is_found(size):
