@@ -26,8 +26,13 @@ def variables_of(tree: Tree, call: str, required: bool = True) -> Variables:
         Where one of them is traced; where one is `required` and none is trained.
     """
     leaves, build = flatten(tree)
-    places = [k for k, leaf in enumerate(leaves) if _trained(leaf)]
-    if any(type(leaves[k]) is not np.ndarray and isbox(leaves[k]) for k in places):
+    places, others = [], []
+    for k, leaf in enumerate(leaves):
+        if type(leaf) is not np.ndarray:
+            others.append(leaf)
+        if leaf.dtype.kind in "fc" if type(leaf) is np.ndarray else is_variable(leaf):
+            places.append(k)
+    if any(map(isbox, others)):
         raise TypeError(
             f"{call}: got traced values, but a step of a training carries no derivative. Call it outside of the function "
             "that is differentiated, or give it mpiad.stop(x)."
@@ -36,10 +41,6 @@ def variables_of(tree: Tree, call: str, required: bool = True) -> Variables:
         kinds = ", ".join(sorted({type(leaf).__name__ for leaf in leaves})) or "nothing"
         raise TypeError(f"{call}: there is nothing to train: expected floats and arrays of floats, but got {kinds}.")
     return Variables(leaves, places, build)
-
-
-def _trained(leaf: Any) -> bool:
-    return leaf.dtype.kind in "fc" if type(leaf) is np.ndarray else is_variable(leaf)
 
 
 def each(fun: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:

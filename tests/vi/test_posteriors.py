@@ -91,6 +91,12 @@ def test_gaussians_are_scipys():
     np.testing.assert_allclose(np.cov(draws.T), covariance, atol=0.02)
 
 
+def test_what_is_below_the_diagonal_counts_in_units_of_its_row():
+    below = np.array([[9.0, 9.0, 9.0], [0.5, 9.0, 9.0], [-1.0, 2.0, 9.0]])  # only what is below counts
+    params = {"mean": np.zeros(3), "log_sd": np.log([2.0, 3.0, 5.0]), "below": below}
+    np.testing.assert_allclose(FullRankGaussian(3).factor(params), [[2, 0, 0], [1.5, 3, 0], [-5, 10, 5]], rtol=1e-14)
+
+
 def test_splines_start_as_the_identity_and_are_it_outside():
     x = np.linspace(-6, 6, 101)
     numbers = np.zeros((101, numbers_per_spline(6)))
