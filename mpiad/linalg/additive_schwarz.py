@@ -14,6 +14,7 @@ from scipy.sparse.linalg import splu
 
 from mpiad._typing import LocalArray
 from mpiad.linalg.ghosts import GhostPlan
+from mpiad.linalg.host_only import require_host
 from mpiad.linalg.matrix_row_block import MatrixRowBlock
 from mpiad.primitives import mpi_allgather, stop
 from mpiad.primitives.operation import suspended
@@ -87,6 +88,7 @@ class AdditiveSchwarz:
 
     def __call__(self, r: LocalArray) -> LocalArray:
         """Return an approximation of this rank's part of the solution."""
+        require_host("linalg.AdditiveSchwarz", r)
         # Where only one side is restricted, turning exchanges what goes in with what comes out.
         enters, leaves = (not self.restricted or not self._turned), (not self.restricted or self._turned)
         outside = self._plan.fetch(r) if enters else np.zeros((*r.shape[:-1], self._plan.count), r.dtype)

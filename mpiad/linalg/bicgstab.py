@@ -17,7 +17,7 @@ from mpiad._typing import LocalArray
 from mpiad.linalg.diagnosis import require_iterations
 from mpiad.linalg.sides import preconditioned_product, preconditioned_start
 from mpiad.linalg.system import System
-from mpiad.linalg.vectors import add_scaled
+from mpiad.linalg.vectors import add_scaled, column
 
 __all__ = ["bicgstab"]
 
@@ -75,7 +75,7 @@ def bicgstab(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, ta
         rho_before, rho = rho, sr - omega * st
         beta = _quotient(rho * alpha, rho_before * omega, active)
         add_scaled(p, -omega, v)
-        p *= beta[:, None]
+        p *= column(p, beta)
         p += r
         # The least norm along t; what rounding makes negative is zero.
         left = np.sqrt(np.maximum(rr.real - np.abs(tr) ** 2 / np.abs(np.where(tt != 0.0, tt, 1.0)), 0.0))

@@ -17,7 +17,7 @@ import numpy as np
 from mpiad._typing import LocalArray
 from mpiad.linalg.diagnosis import diagnosis, require_iterations
 from mpiad.linalg.system import System
-from mpiad.linalg.vectors import add_scaled
+from mpiad.linalg.vectors import add_scaled, column
 
 __all__ = ["conjugate_gradients"]
 
@@ -89,7 +89,7 @@ def conjugate_gradients(
 
 
 def _renew(direction: LocalArray, beta: np.ndarray, new: LocalArray) -> None:
-    direction *= beta[:, None]
+    direction *= column(direction, beta)
     direction += new
 
 

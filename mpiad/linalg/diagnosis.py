@@ -8,7 +8,7 @@ import numpy as np
 
 from mpiad._typing import LocalArray
 from mpiad.linalg.system import System
-from mpiad.linalg.vectors import inner
+from mpiad.linalg.vectors import beside, inner
 
 __all__ = ["diagnosis", "require_determined", "require_iterations", "rounding_floor"]
 
@@ -47,7 +47,7 @@ def require_determined(system: System, x: LocalArray, targets: np.ndarray) -> No
     tolerance allows as well; only then another product tells whether the constant's image is more than rounding.
     """
     image = system.apply(np.ones_like(x))
-    own = np.array([*inner(x, x), *inner(image, image), *[x.shape[1]] * len(x)])
+    own = np.array([*inner((x, x), (image, image)).ravel(), *[x.shape[1]] * len(x)])
     squares, of_image, total = np.real(system.sums(own)).reshape(3, -1)
     change = np.sqrt(squares * of_image / np.maximum(total, 1.0))
     doubtful = (squares > 0.0) & (change <= targets)
@@ -57,7 +57,7 @@ def require_determined(system: System, x: LocalArray, targets: np.ndarray) -> No
 
 def diagnosis(system: System) -> str:
     """Return what is wrong with the operator of a system that isn't solved, as the end of a message; empty if unknown."""
-    like = np.zeros((system.count, system.length), system.dtype)
+    like = system.full(0.0)
     one, other = _signs(like, 0).astype(system.dtype), _signs(like, 1).astype(system.dtype)
     images = [system.apply(v) for v in (like, np.ones_like(like), one, other, one + other)]
     squares = np.real(system.dots(*[(v, v) for v in images]))
@@ -84,4 +84,4 @@ def _rounding_squared(dtype: np.dtype) -> float:
 
 def _signs(like: LocalArray, number: int) -> LocalArray:
     # The same on all ranks would do as well: only constants and smooth fields would not.
-    return np.random.default_rng(_SEED + number).integers(0, 2, like.shape) * 2 - 1
+    return beside(like, np.random.default_rng(_SEED + number).integers(0, 2, like.shape) * 2 - 1)

@@ -22,6 +22,7 @@ from mpiad._typing import LocalArray
 from mpiad.linalg.diagnosis import require_iterations
 from mpiad.linalg.sides import preconditioned_product, preconditioned_start
 from mpiad.linalg.system import System
+from mpiad.linalg.vectors import beside, column, on_host
 
 __all__ = ["gmres"]
 
@@ -31,12 +32,12 @@ class _Basis:
 
     def __init__(self, first: LocalArray, norms: np.ndarray, length: int):
         k, n = first.shape
-        self.vectors = np.empty((k, length + 1, n), first.dtype)
+        self.vectors = np.empty_like(first, order="C", shape=(k, length + 1, n))
         self.hessenberg = np.zeros((k, length + 1, length), first.dtype)
         self.gram = np.zeros((k, length + 1, length + 1), first.dtype)
         self.norms = norms
         self.steps, self.complete = np.zeros(k, int), np.zeros(k, bool)
-        self.vectors[:, 0] = first / np.where(norms > 0.0, norms, 1.0)[:, None]
+        self.vectors[:, 0] = first / column(first, np.where(norms > 0.0, norms, 1.0))
 
     def extend(self, system: System, j: int, w: LocalArray, active: np.ndarray) -> None:
         """Add what is left of w, the product with vector j, beside the basis."""
@@ -44,7 +45,7 @@ class _Basis:
         last = known[:, j]
         s, square = self._products(system, known, last, w)
         h = 2.0 * s - np.einsum("kij,kj->ki", self.gram[:, : j + 1, : j + 1], s)
-        w = w - np.matmul(h[:, None], known)[:, 0]
+        w = w - _combined(known, h)
         seen = np.einsum("kij,kj->ki", self.gram[:, : j + 1, : j + 1], h)
         rest = square - 2.0 * np.sum(h.conj() * s, axis=1).real + np.sum(h.conj() * seen, axis=1).real
         # Below this part of the square what Pythagoras leaves has lost half of its digits.
@@ -53,7 +54,8 @@ class _Basis:
         norm = np.sqrt(np.maximum(rest, 0.0))
         self.hessenberg[:, : j + 1, j] = np.where(active[:, None], h, 0.0)
         self.hessenberg[:, j + 1, j] = np.where(active, norm, 0.0)
-        self.vectors[:, j + 1] = w * np.where(active & (norm > 0.0), 1.0 / np.where(norm > 0.0, norm, 1.0), 0.0)[:, None]
+        inverse = np.where(active & (norm > 0.0), 1.0 / np.where(norm > 0.0, norm, 1.0), 0.0)
+        self.vectors[:, j + 1] = w * column(w, inverse)
         self.steps[active] = j + 1
         # Without a rest the space can't grow; the true residual shows whether it held the solution.
         self.complete |= active & (norm == 0.0)
@@ -61,8 +63,8 @@ class _Basis:
     def _products(self, system: System, known: LocalArray, last: LocalArray, w: LocalArray) -> tuple:
         conjugated = known.conj() if known.dtype.kind == "c" else known
         squares = np.einsum("kn,kn->k", w.conj(), w)
-        local = [np.matmul(conjugated, v[:, :, None])[:, :, 0].ravel() for v in (last, w)]
-        total = system.sums(np.concatenate([*local, squares]))
+        local = [(conjugated @ v[:, :, None])[:, :, 0].ravel() for v in (last, w)]
+        total = system.sums(on_host(np.concatenate([*local, squares])))
         if not np.isfinite(total).all():
             system.require_finite(complex(total.sum()), w, "a product with matvec or preconditioner")
         column, s = total[: -len(w)].reshape(2, len(w), -1)
@@ -73,10 +75,10 @@ class _Basis:
 
     def _again(self, system: System, known: LocalArray, w: LocalArray, h: np.ndarray, square: np.ndarray) -> tuple:
         conjugated = known.conj() if known.dtype.kind == "c" else known
-        local = np.matmul(conjugated, w[:, :, None])[:, :, 0]
-        total = system.sums(np.concatenate([local.ravel(), np.einsum("kn,kn->k", w.conj(), w)]))
+        local = (conjugated @ w[:, :, None])[:, :, 0]
+        total = system.sums(on_host(np.concatenate([local.ravel(), np.einsum("kn,kn->k", w.conj(), w)])))
         s, left = total[: -len(w)].reshape(len(w), -1), np.real(total[-len(w) :])
-        w = w - np.matmul(s[:, None], known)[:, 0]
+        w = w - _combined(known, s)
         rest = left - np.sum(np.abs(s) ** 2, axis=1)
         # Nothing but rounding is left where the space holds the solution.
         floor = (10.0 * np.finfo(w.dtype).eps) ** 2 * square
@@ -101,10 +103,15 @@ class _Basis:
 
     def combination(self) -> LocalArray:
         """Return the vectors with the least residuals, of shape (k, n)."""
-        out = np.zeros((len(self.steps), self.vectors.shape[2]), self.vectors.dtype)
+        out = np.zeros_like(self.vectors[:, 0])
         for c, steps in enumerate(self.steps):
-            out[c] = self._least(c)[0].astype(out.dtype) @ self.vectors[c, :steps]
+            out[c] = beside(out, self._least(c)[0].astype(out.dtype)) @ self.vectors[c, :steps]
         return out
+
+
+def _combined(known: LocalArray, numbers: np.ndarray) -> LocalArray:
+    """Return the combination of each system's vectors, shape (k, n)."""
+    return (beside(known, numbers)[:, None] @ known)[:, 0]
 
 
 def gmres(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, targets: np.ndarray) -> bool:

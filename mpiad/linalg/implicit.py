@@ -26,8 +26,9 @@ from mpiad.linalg.iteration import Method, iterate
 from mpiad.linalg.settings import Settings
 from mpiad.linalg.system import System
 from mpiad.linalg.transposition import taking, transposed_function, transposed_preconditioner
+from mpiad.linalg.vectors import inner
 from mpiad.primitives import mpi_allreduce, stop
-from mpiad.primitives.cotangents import tangent_of
+from mpiad.primitives.cotangents import spec_like, tangent_of
 from mpiad.primitives.operation import suspended
 
 __all__ = ["METHODS", "Problem", "direction_of", "require_transpose", "solution", "solution_of_adjoint"]
@@ -178,7 +179,7 @@ def _tangent(gs: list, ans: LocalArray, b: LocalArray, *leaves: Any, problem: Pr
     if leaves:
         push = make_jvp(problem.own_product)([ans, *leaves])
         along = [direction_of(leaf, g) for leaf, g in zip(leaves, gs[1:])]
-        residual = residual - push([np.zeros(ans.shape, ans.dtype), *along])[1]
+        residual = residual - push([spec_like(stop(ans)).zeros(), *along])[1]
     return solution(residual, *leaves, problem=problem.derived())
 
 
@@ -195,7 +196,8 @@ def require_transpose(transposed: LocalArray, g: LocalArray, settings: Settings)
     """Raise on all ranks where Aᵀ λ isn't g, though A λ is: the operator isn't its own transpose."""
     gap = transposed - g
     with suspended():
-        squares = mpi_allreduce(np.array([np.vdot(v, v).real for v in (gap, g)], np.float64), comm=settings.comm)
+        own = inner(*[(v.reshape(1, -1), v.reshape(1, -1)) for v in (gap, g)])
+        squares = mpi_allreduce(np.real(own).ravel().astype(np.float64), comm=settings.comm)
     found, norm = np.sqrt(squares).tolist()
     # Beyond the tolerance, rounding keeps the true residual of an ill-conditioned system above the one of the iteration.
     if found > 10 * max(settings.rtol * norm, settings.atol) + np.finfo(g.dtype).eps ** 0.25 * norm:

@@ -15,6 +15,7 @@ import numpy as np
 from mpiad._typing import LocalArray
 from mpiad.linalg.diagnosis import diagnosis, require_determined, rounding_floor
 from mpiad.linalg.system import System
+from mpiad.linalg.vectors import beside, column
 
 __all__ = ["Method", "iterate"]
 
@@ -54,7 +55,7 @@ def iterate(method: Method, system: System, b: LocalArray, x0: LocalArray | None
     targets, norms = system.start(b)
     if not targets.any():
         return system.block(np.zeros_like(b))
-    units = system.units.astype(b.real.dtype)[:, None]
+    units = column(b, system.units.astype(b.real.dtype))
     # An operator whose rounding leaves less than that of the right-hand side is singular to working precision.
     most = np.finfo(b.dtype).eps ** 0.25 * norms
     x, r, norms = _start(system, b, None if x0 is None else system.rows(x0) / units, norms)
@@ -83,7 +84,7 @@ def _start(system: System, b: LocalArray, x0: LocalArray | None, norms: np.ndarr
     if x0 is None:
         return np.zeros_like(b), b.copy(), norms
     # Of zeros on the right the solution is known.
-    x = np.where(norms[:, None] > 0.0, x0, 0.0).astype(b.dtype)
+    x = np.where(beside(b, np.where(norms > 0.0, 1.0, 0.0))[:, None] > 0.0, x0, 0.0).astype(b.dtype)
     return x, *_true_residual(system, b, x)
 
 

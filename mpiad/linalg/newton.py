@@ -20,6 +20,8 @@ from mpiad.linalg.implicit import METHODS, Problem, direction_of, require_transp
 from mpiad.linalg.newton_iteration import find_root
 from mpiad.linalg.settings import Settings, agree_on, mistake_in
 from mpiad.primitives import stop
+from mpiad.primitives.cotangents import spec_like
+from mpiad.transport.device_arrays import is_device_array
 from mpiad.transport.recovery import recoverable
 
 __all__ = ["newton"]
@@ -166,7 +168,7 @@ def _adjoint(ans: LocalArray, *leaves: Any, problem: NonlinearProblem) -> Callab
 def _tangent(gs: list, ans: LocalArray, *leaves: Any, problem: NonlinearProblem) -> LocalArray:
     """Return the derivative of the root along tangents of the leaves."""
     along = [direction_of(leaf, g) for leaf, g in zip(leaves, gs)]
-    moved = make_jvp(problem.at)([ans, *leaves])([np.zeros(ans.shape, ans.dtype), *along])[1]
+    moved = make_jvp(problem.at)([ans, *leaves])([spec_like(stop(ans)).zeros(), *along])[1]
     return solution(-moved, ans, *leaves, problem=problem.jacobian)
 
 
@@ -185,8 +187,9 @@ def _mistake(residual: Any, u0: Any, preconditioner: Any, linear: Settings, sett
     for name, fun in (("residual", residual), ("preconditioner", preconditioner), ("callback", settings.callback)):
         if not callable(fun) and (fun is not None or name == "residual"):
             return TypeError(f"{_CALL}: {name} must be a function, but got {type(fun).__name__} {fun!r}.")
-    if not isinstance(u0, np.ndarray) or u0.dtype.char not in "fdFD":
-        kind = f"an array of dtype {u0.dtype}" if isinstance(u0, np.ndarray) else type(u0).__name__
+    known = isinstance(u0, np.ndarray) or is_device_array(u0)
+    if not known or u0.dtype.char not in "fdFD":
+        kind = f"an array of dtype {u0.dtype}" if known else type(u0).__name__
         return TypeError(f"{_CALL}: u0 must be an array of float32, float64, complex64 or complex128, but got {kind}.")
     if settings.maxiter is None:
         return ValueError(f"{_CALL}: maxiter must be an integer above zero, but got None.")

@@ -109,7 +109,7 @@ def _search(
     """Return the new point, its residual and norm; None where no step along the direction makes the residual fall."""
     length = 1.0
     while length > _SHORTEST:
-        new = u + np.asarray(length, u.real.dtype) * step
+        new = u + np.zeros(0, u.dtype).real.dtype.type(length) * step
         f, found = _evaluated(system, new)
         if found <= (1.0 - _SUFFICIENT * length * (1.0 - within)) * norm:
             return new, f, found

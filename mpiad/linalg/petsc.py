@@ -15,6 +15,7 @@ import numpy as np
 
 from mpiad._typing import Comm, Function, LocalArray, Tree
 from mpiad.differentiation.trees import flatten
+from mpiad.linalg.host_only import require_host
 from mpiad.linalg.implicit import Problem, solution
 from mpiad.linalg.iteration import Method
 from mpiad.linalg.matrix_row_block import MatrixRowBlock
@@ -108,6 +109,7 @@ def _mistake(petsc: Any, operator: Any, b: Any, params: tuple, settings: Setting
         return TypeError(f"{_CALL}: operator must be a function or a MatrixRowBlock, but got {type(operator).__name__}.")
     if isinstance(operator, MatrixRowBlock) and params:
         return ValueError(f"{_CALL}: a MatrixRowBlock takes no params, but got {len(params)}.")
+    require_host(_CALL, b)
     if not isinstance(b, np.ndarray) or b.dtype != scalar:
         kind = b.dtype if isinstance(b, np.ndarray) else type(b).__name__
         return TypeError(f"{_CALL}: b must be an array of {scalar}, as this PETSc was built for, but got {kind}.")

@@ -13,6 +13,7 @@ from mpiad.linalg.implicit import METHODS, Problem, solution
 from mpiad.linalg.settings import Settings, agree_on, mistake_in
 from mpiad.linalg.transposition import DERIVED
 from mpiad.primitives import stop
+from mpiad.transport.device_arrays import is_device_array
 from mpiad.transport.recovery import recoverable
 
 __all__ = ["solve"]
@@ -136,10 +137,12 @@ def _mistake(functions: dict[str, Any], b: Any, x0: Any, settings: Settings) -> 
 
 def _wrong_array(b: Any, x0: Any) -> Exception | None:
     allowed = "an array of dtype float32, float64, complex64 or complex128, this rank's block"
-    if not isinstance(b, np.ndarray):
+    if not isinstance(b, np.ndarray) and not is_device_array(b):
         return TypeError(f"linalg.solve: b must be {allowed}, but got {type(b).__name__}.")
     if b.dtype.char not in "fdFD":
         return TypeError(f"linalg.solve: b must be {allowed}, but got dtype {b.dtype}. Convert it.")
+    if x0 is not None and is_device_array(x0) != is_device_array(b):
+        return TypeError("linalg.solve: x0 must be where b is, but one is on the host and the other on a device.")
     if x0 is not None and np.shape(x0) != b.shape:
         return ValueError(f"linalg.solve: x0 must have the shape of b, {b.shape}, but has {np.shape(x0)}.")
     return None

@@ -16,10 +16,11 @@ from autograd.tracer import isbox
 from mpiad._typing import Function, LocalArray
 from mpiad.errors import ConvergenceError
 from mpiad.linalg.settings import Settings
-from mpiad.linalg.vectors import inner, lengths
+from mpiad.linalg.vectors import column, inner, lengths, on_host
 from mpiad.primitives import mpi_allreduce
 from mpiad.transport import channel
 from mpiad.transport.agreement import agreed, raise_together
+from mpiad.transport.device_arrays import arrays_of, is_device_array
 
 __all__ = ["System"]
 
@@ -48,6 +49,7 @@ class System:
         self.history: list[float] = []
         self._apply, self._precondition = apply, precondition
         self._shape, self.dtype = like.shape, like.dtype
+        self._home: Any = arrays_of(like)
         self.count = math.prod(like.shape[: settings.batch])
         self.length = math.prod(like.shape[settings.batch :])
         self.limit = self.unknowns = 0
@@ -67,6 +69,8 @@ class System:
 
     def rows(self, block: LocalArray) -> LocalArray:
         """Return a block as rows, one for each system, in memory of its own."""
+        if self._home is not None:
+            return self._home.copy(block.astype(self.dtype)).reshape(self.count, self.length)
         return np.array(block, self.dtype, order="C").reshape(self.count, self.length)
 
     def block(self, rows: LocalArray) -> LocalArray:
@@ -84,12 +88,26 @@ class System:
         return self._checked(self._precondition(r.reshape(self._shape)), "preconditioner")
 
     def _checked(self, out: Any, name: str) -> LocalArray:
-        usable = isinstance(out, np.ndarray) and out.shape == self._shape
+        if self._home is not None and arrays_of(out) == self._home:
+            return self._checked_on_device(out, name)
+        usable = self._home is None and isinstance(out, np.ndarray) and out.shape == self._shape
         if usable and (out.dtype.kind == "f" or out.dtype.kind == self.dtype.kind == "c"):
             return np.ascontiguousarray(out, self.dtype).reshape(self.count, self.length)
         if self._problem is None:
-            self._problem = _problem_with(out, name, self._shape, self.dtype, self.settings.call)
-        return np.full((self.count, self.length), np.nan, self.dtype)
+            self._problem = _problem_with(out, name, self._shape, self.dtype, self.settings.call, self._home is not None)
+        return self.full(np.nan)
+
+    def _checked_on_device(self, out: Any, name: str) -> LocalArray:
+        if out.shape == self._shape and (out.dtype.kind == "f" or out.dtype.kind == self.dtype.kind == "c"):
+            return self._home.contiguous(out.astype(self.dtype, copy=False)).reshape(self.count, self.length)
+        if self._problem is None:
+            self._problem = _problem_with(out, name, self._shape, self.dtype, self.settings.call, True)
+        return self.full(np.nan)
+
+    def full(self, value: float) -> LocalArray:
+        """Return new rows of one number, where b lives."""
+        shape = self.count, self.length
+        return np.full(shape, value, self.dtype) if self._home is None else self._home.full(shape, value, self.dtype)
 
     def dots(self, *pairs: tuple[LocalArray, LocalArray]) -> np.ndarray:
         """Return the inner products of pairs of rows over all ranks, by one reduction; the first of a pair conjugated.
@@ -103,7 +121,7 @@ class System:
         TypeError, ValueError
             On all ranks, where `matvec` or `preconditioner` returned what can't be used on one of them.
         """
-        return self.sums(np.array([inner(x, y) for x, y in pairs]))
+        return self.sums(inner(*pairs))
 
     def sums(self, local: np.ndarray) -> np.ndarray:
         """Return the sums of numbers over all ranks, in double precision; raises as `dots`."""
@@ -133,7 +151,7 @@ class System:
         ValueError
             On all ranks, where `b` isn't finite.
         """
-        own = np.array([*np.real(inner(b, b)), *lengths(b), self.length])
+        own = np.array([*np.real(inner((b, b))[0]), *lengths(b), self.length])
         squares, size, unknowns = np.split(self.sums(own), [self.count, 2 * self.count])
         self.require_finite(float(size.sum()), b, "the right-hand side (b, or a cotangent)")
         s, self.unknowns = self.settings, int(unknowns[0])
@@ -141,7 +159,7 @@ class System:
         edge = float(np.finfo(self.dtype).tiny) ** 0.25
         if ((size > 0.0) & ((size < edge) | (size > 1.0 / edge))).any():
             self.units = 2.0 ** np.round(np.log2(np.where(size > 0.0, size, 1.0)))
-            b /= self.units.astype(b.real.dtype)[:, None]
+            b /= column(b, self.units.astype(b.real.dtype))
             squares = np.real(self.dots((b, b))[0])
         norms = np.sqrt(squares)
         return np.where(norms > 0.0, np.maximum(s.rtol * norms, s.atol / self.units), 0.0), norms
@@ -158,7 +176,7 @@ class System:
         if np.isfinite(value):
             return
         used = channel(self.settings.comm, self.settings.call)
-        bad = int(array.size - np.count_nonzero(np.isfinite(array)))
+        bad = int(array.size - on_host(np.sum(np.isfinite(array))))
         text = (
             f"{self.settings.call}: {name} is not finite: {bad} of {array.size} entries on rank {used.rank} are NaN or "
             "infinite."
@@ -178,15 +196,21 @@ class System:
         raise agreed(channel(self.settings.comm, self.settings.call), error)
 
 
-def _problem_with(out: Any, name: str, shape: tuple[int, ...], dtype: np.dtype, call: str) -> Exception:
+def _problem_with(
+    out: Any, name: str, shape: tuple[int, ...], dtype: np.dtype, call: str, there: bool
+) -> Exception:
     if isbox(out):
         return TypeError(
             f"{call}: {name} uses a traced variable from outside itself (it returned a {type(out).__name__}), "
             "through which no derivative can flow. Pass it to solve among the params, and take it as an argument; "
             "mpiad.stop(x) gives its plain value where no derivative is wanted."
         )
-    if not isinstance(out, np.ndarray):
-        return TypeError(f"{call}: {name} must return an array, but returned {type(out).__name__}.")
+    if is_device_array(out) != there or not (there or isinstance(out, np.ndarray)):
+        where = "on the device of b" if there else "on the host, as b is"
+        wanted, advice = "an array", ""
+        if there or is_device_array(out):
+            wanted, advice = f"an array {where}", " Nothing is copied unasked: see mpiad.device.to_device and to_host."
+        return TypeError(f"{call}: {name} must return {wanted}, but returned {type(out).__name__}.{advice}")
     if out.shape != shape:
         return ValueError(
             f"{call}: {name} must return an array of the shape of b, {shape} on this rank, but returned {out.shape}."

@@ -11,10 +11,9 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from mpiad._typing import Function, LocalArray
 from mpiad.differentiation import make_vjp
+from mpiad.primitives.cotangents import spec_like
 
 __all__ = ["DERIVED", "taking", "transposed_function", "transposed_preconditioner"]
 
@@ -27,7 +26,7 @@ def transposed_function(fun: Function, like: LocalArray) -> Callable[[Any], Any]
 
     def transposed(y: LocalArray) -> LocalArray:
         if not pulls:
-            pulls.append(make_vjp(fun)(np.zeros(like.shape, like.dtype))[0])
+            pulls.append(make_vjp(fun)(spec_like(like).zeros())[0])
         return pulls[0](y)
 
     return transposed

@@ -1,4 +1,8 @@
-"""Vectors of several systems at once, in rows: what an iteration does with them, in place and in one pass over memory."""
+"""Vectors of several systems at once, in rows: what an iteration does with them, in place and in one pass over memory.
+
+Rows are arrays of shape (k, n), on the host or on a device. Numbers, one for each row, are on the host, where the iteration
+decides; what it must know of rows on a device is brought there by one copy for each reduction.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,31 @@ import numpy as np
 from scipy.linalg import get_blas_funcs
 
 from mpiad._typing import LocalArray
+from mpiad.transport.device_arrays import arrays_of
 
-__all__ = ["add_scaled", "inner", "lengths"]
+__all__ = ["add_scaled", "beside", "column", "inner", "lengths", "on_host"]
 
 _AXPY: dict[str, Any] = {kind: get_blas_funcs("axpy", dtype=np.dtype(kind)) for kind in "fdFD"}
 _NRM2: dict[str, Any] = {kind: get_blas_funcs("nrm2", dtype=np.dtype(kind)) for kind in "fdFD"}
+
+
+def beside(rows: LocalArray, numbers: np.ndarray) -> Any:
+    """Return a few numbers of the host where rows are, in their dtype or wider."""
+    home = arrays_of(rows)
+    return numbers if home is None else home.to_device(np.ascontiguousarray(numbers, np.result_type(numbers, rows.dtype)))
+
+
+def column(rows: LocalArray, numbers: np.ndarray) -> Any:
+    """Return numbers, one for each row, as what rows are multiplied with; a single one needs no copy to a device."""
+    if arrays_of(rows) is not None and len(numbers) == 1:
+        return rows.dtype.type(numbers[0])
+    return beside(rows, numbers)[:, None]
+
+
+def on_host(x: Any) -> np.ndarray:
+    """Return numbers that were computed of rows on the host."""
+    home = arrays_of(x)
+    return x if home is None else home.to_host(x)
 
 
 def add_scaled(y: LocalArray, a: LocalArray, x: LocalArray) -> None:
@@ -24,17 +48,29 @@ def add_scaled(y: LocalArray, a: LocalArray, x: LocalArray) -> None:
         `y` is changed.
     a : array of shape (k,)
     """
-    axpy = _AXPY[y.dtype.char]
-    if y.shape[1]:
+    if type(y) is not np.ndarray:
+        y += column(y, a) * x
+    elif y.shape[1]:
+        axpy = _AXPY[y.dtype.char]
         for row, number, other in zip(y, a, x):
             axpy(other, row, a=number)
 
 
-def inner(x: LocalArray, y: LocalArray) -> list:
-    """Return this rank's share of the inner product of each pair of rows, the first conjugated."""
-    return [np.vdot(one, other) for one, other in zip(x, y)]
+def inner(*pairs: tuple[LocalArray, LocalArray]) -> np.ndarray:
+    """Return this rank's share of the inner products of pairs of rows, the first conjugated, shape (len(pairs), k)."""
+    if all(type(x) is np.ndarray for x, _ in pairs):
+        return np.array([[np.vdot(one, other) for one, other in zip(x, y)] for x, y in pairs])
+    return on_host(np.stack([np.vdot(x[c], y[c]) for x, y in pairs for c in range(len(x))])).reshape(len(pairs), -1)
 
 
-def lengths(x: LocalArray) -> list[float]:
+def lengths(x: LocalArray) -> np.ndarray:
     """Return the norm of this rank's share of each row, right where squares leave the range of the dtype."""
-    return [float(_NRM2[x.dtype.char](row)) if x.shape[1] else 0.0 for row in x]
+    if type(x) is np.ndarray:
+        return np.array([float(_NRM2[x.dtype.char](row)) if x.shape[1] else 0.0 for row in x])
+    if not x.shape[1]:
+        return np.zeros(len(x))
+    size = np.abs(x).astype(float)
+    largest = np.max(size, axis=1)
+    usable = (largest > 0.0) & np.isfinite(largest)
+    scaled = size / np.where(usable, largest, 1.0)[:, None]
+    return on_host(np.where(usable, largest, 1.0) * np.sqrt(np.sum(scaled * scaled, axis=1)))

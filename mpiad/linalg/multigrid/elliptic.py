@@ -9,6 +9,7 @@ import numpy as np
 
 from mpiad._typing import LocalArray
 from mpiad.domain import Domain
+from mpiad.linalg.host_only import require_host
 from mpiad.linalg.multigrid.sides import sides_of
 from mpiad.primitives import stop
 from mpiad.transport import channel
@@ -85,6 +86,7 @@ class Elliptic:
         -------
         To u the operator itself, which is symmetric; to κ and c what the product rule gives.
         """
+        require_host("linalg.Elliptic", stop(u), stop(kappa), stop(c))
         if np.shape(stop(kappa)) == ():
             kappa = kappa * np.ones(self.domain.local_shape)
         if stop(kappa).dtype != stop(u).dtype:

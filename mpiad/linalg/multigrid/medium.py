@@ -9,6 +9,7 @@ from autograd.tracer import isbox
 
 from mpiad._typing import LocalArray
 from mpiad.domain import Domain
+from mpiad.linalg.host_only import require_host
 from mpiad.linalg.multigrid.sides import Sides
 from mpiad.transport import MAX, Channel
 from mpiad.transport.agreement import agreed, raise_together
@@ -104,6 +105,7 @@ def _field(domain: Domain, value: Any, name: str, zero_allowed: bool) -> LocalAr
             f"{_CALL}: {name} is traced, and no derivative flows through a preconditioner: give it mpiad.stop({name}). "
             "linalg.solve_elliptic differentiates by it."
         )
+    require_host(f"{_CALL}: {name}", value)
     found = np.asarray(value)
     if found.dtype.kind not in "fiu":
         raise TypeError(f"{_CALL}: {name} must be real numbers, but got {type(value).__name__} of dtype {found.dtype}.")

@@ -11,6 +11,7 @@ from autograd.tracer import isbox
 from mpiad._typing import LocalArray
 from mpiad.domain import Domain
 from mpiad.domain.partition import Partition
+from mpiad.linalg.host_only import require_host
 from mpiad.linalg.multigrid.conjugate import Tolerance, conjugate
 from mpiad.linalg.multigrid.elliptic import Elliptic
 from mpiad.linalg.multigrid.hierarchy import Plan, hierarchy
@@ -192,6 +193,7 @@ class Multigrid:
 
     def _checked(self, r: Any, call: str, whole: bool = False) -> LocalArray:
         ndim = len(self.domain.shape)
+        require_host(call, r)
         if isbox(r) or not isinstance(r, np.ndarray) or r.dtype.kind != "f":
             kind = f"dtype {r.dtype}" if isinstance(r, np.ndarray) else type(r).__name__
             raise TypeError(f"{call}: expected a plain array of floats, but got {kind}.")
