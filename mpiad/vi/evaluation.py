@@ -12,11 +12,13 @@ from mpiad.device import to_device, to_host
 from mpiad.differentiation.backward import run_backward
 from mpiad.differentiation.objective import problem_with
 from mpiad.differentiation.trace import Variables, trace_backwards
+from mpiad.differentiation.trees import flatten
 from mpiad.primitives import mpi_gather, mpi_rank, mpi_scatter, mpi_size
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import suspended
 from mpiad.tasks import mpi_map
 from mpiad.transport import channel
+from mpiad.transport.device_arrays import is_device_array
 
 __all__ = ["Evaluations", "Model", "sorted_out"]
 
@@ -54,11 +56,13 @@ class Model:
     differentiated : bool
         Whether gradients by theta are wanted.
     device : int, optional
-        The GPU that this rank's draws are put on; by default they stay on the host.
+        The GPU that this rank's draws are put on; by default that of the data, and the host where these are there.
     """
 
     def __init__(self, loss: Function, data: Any, differentiated: bool, device: int | None = None):
         self._loss, self._data, self._differentiated, self._device = loss, data, differentiated, device
+        # Without a device of its own a draw goes where the data are.
+        self._beside = None if device is not None else next(filter(is_device_array, flatten(data)[0]), None)
         self.trace: str | None = None
         self.runs = 0
 
@@ -82,8 +86,8 @@ class Model:
         return row
 
     def _evaluated(self, theta: Array) -> tuple[float, Array | float]:
-        if self._device is not None:
-            theta = to_device(theta, self._device)
+        if self._device is not None or self._beside is not None:
+            theta = to_device(theta, self._device, like=self._beside)
         if not self._differentiated:
             value = self._loss(theta, self._data)
             self._require_number(value)

@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 
 from mpiad._typing import Array, Comm, Function, Rank, Tree
+from mpiad.differentiation.trees import flatten
 from mpiad.errors import WorkerError
 from mpiad.primitives.checks import root_of
 from mpiad.primitives.operation import suspended
 from mpiad.progress_line import ProgressLine
 from mpiad.transport import Channel, channel
 from mpiad.transport.agreement import agreed, raise_together, require_same
+from mpiad.transport.device_arrays import is_device_array
 from mpiad.vi.devices import device_of
 from mpiad.vi.divergence import has_closed_form
 from mpiad.vi.evaluation import Evaluations, Model, sorted_out
@@ -126,7 +128,7 @@ class VI:
         Parameters
         ----------
         data : object
-            Handed to `loss` on each rank: this rank's own.
+            Handed to `loss` on each rank: this rank's own. Where it holds device arrays, so is `theta` on their device.
         n_epochs : int
             Updates at most.
         max_epochs_without_improvement : int, optional
@@ -170,6 +172,7 @@ class VI:
         if used.rank == root:
             try:
                 start = self.posterior.initial(np.random.default_rng(self.seed)) if params is None else params
+                _require_host(start, call)
                 training = Training(objective, self.optimizer, start, max_epochs_without_improvement, callback)
             except Exception as found:  # noqa: BLE001  of the posterior or the optimizer, which may be the user's
                 error = found
@@ -268,6 +271,7 @@ class VI:
         """
         used = channel(self.comm, "VI.elbo")
         root = root_of(self.root, used, "VI.elbo")
+        _require_host(params, "VI.elbo")
         noise = np.random.default_rng([self.seed, 2**32 + 1]).standard_normal((n_samples, self.posterior.dim))
         theta, log_q = (np.asarray(part) for part in self.posterior.draw(params, noise))
         model = Model(self.loss, data, False, device_of(self.devices, used, "VI.elbo"))
@@ -298,6 +302,14 @@ def _check_choices(**given: Any) -> None:
     for name, value in given.items():
         if value not in choices[name]:
             raise ValueError(f"VI: {name} must be one of {', '.join(map(repr, choices[name]))}, but got {value!r}.")
+
+
+def _require_host(params: Tree, call: str) -> None:
+    if any(map(is_device_array, flatten(params)[0])):
+        raise TypeError(
+            f"{call}: variational parameters are kept on the root's host, where all draws are made, but some of them are "
+            "device arrays. Pass mpiad.device.to_host(params); the model runs on devices where its data or devices= say so."
+        )
 
 
 def _require_count(value: Any, name: str) -> None:

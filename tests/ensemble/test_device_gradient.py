@@ -8,9 +8,8 @@ import pytest
 from device_double import on_device, on_host, transfers
 
 import mpiad
-from mpiad.ensemble import RK4, RK45, EnsembleProblem, EnsembleVectorized, ODEProblem, solve
+from mpiad.ensemble import RK4, RK45, EnsembleMPI, EnsembleProblem, EnsembleVectorized, ODEProblem, solve
 
-pytestmark = pytest.mark.serial
 _N = 17
 
 
@@ -45,6 +44,7 @@ _CASES = [
 ]
 
 
+@pytest.mark.serial
 @pytest.mark.parametrize(("f", "tspan", "alg", "settings"), _CASES)
 def test_derivatives_are_those_of_the_host(f, tspan, alg, settings):
     u0, p = _inputs()
@@ -61,6 +61,7 @@ def test_derivatives_are_those_of_the_host(f, tspan, alg, settings):
     np.testing.assert_allclose(on_host(of_device), tangent, rtol=1e-8)
 
 
+@pytest.mark.serial
 def test_what_all_trajectories_share_gets_the_sum():
     u0 = np.linspace(0.5, 2.0, _N).reshape(-1, 1)
 
@@ -72,6 +73,7 @@ def test_what_all_trajectories_share_gets_the_sum():
     np.testing.assert_allclose(found, -np.sum(u0) * np.exp(-0.7), rtol=1e-7)
 
 
+@pytest.mark.serial
 def test_a_gradient_costs_no_further_copies():
     u0, p = map(on_device, _inputs())
     loss = _loss(on_device, predators, (0.0, 3.0), RK45(), {"saveat": 0.25})
@@ -85,6 +87,7 @@ def test_a_gradient_costs_no_further_copies():
     assert transfers.h2d <= 4
 
 
+@pytest.mark.serial
 def test_what_fails_drops_out_of_the_gradient():
     u0 = np.linspace(0.5, 2.0, _N).reshape(-1, 1)
 
@@ -102,6 +105,7 @@ def test_what_fails_drops_out_of_the_gradient():
     np.testing.assert_allclose(found, host, rtol=1e-8)
 
 
+@pytest.mark.serial
 @pytest.mark.parametrize(
     ("change", "said"),
     [({"gradient": "tangent"}, "gradient='tangent' isn't computed on devices"), ({"adjoint": "continuous"}, "continuous")],
@@ -112,6 +116,7 @@ def test_other_gradients_are_refused(change, said):
         mpiad.grad(_loss(on_device, predators, (0.0, 1.0), RK45(), change))({"u0": u0, "p": p})
 
 
+@pytest.mark.serial
 def test_second_derivatives_and_moving_ends_are_refused():
     u0, p = map(on_device, _inputs())
     loss = _loss(on_device, predators, (0.0, 1.0), RK45(), {})
@@ -123,3 +128,22 @@ def test_second_derivatives_and_moving_ends_are_refused():
 
     with pytest.raises(NotImplementedError, match="by tspan aren't computed on devices"):
         mpiad.grad(until)(1.0)
+
+
+@pytest.mark.parametrize("gather", [True, False])
+def test_ensembles_over_ranks(gather):
+    u0, p = _inputs()
+
+    def loss(put):
+        def squares(p):
+            problem = EnsembleProblem(ODEProblem(predators, [1.0, 1.0], (0.0, 1.0)), u0=put(u0), p=p)
+            sol = solve(problem, RK45(), EnsembleMPI(EnsembleVectorized(), gather=gather), compile=False, saveat=0.3)
+            return anp.sum(sol.u**2) + anp.sum(sol.u_end)
+
+        return squares
+
+    objective = "root" if gather else "sum"
+    known = mpiad.value_and_grad(loss(np.asarray), objective=objective, shared=True)(p)
+    found = mpiad.value_and_grad(loss(on_device), objective=objective, shared=True)(on_device(p))
+    np.testing.assert_allclose(found[0], known[0], rtol=1e-10)
+    np.testing.assert_allclose(on_host(found[1]), known[1], rtol=1e-8)
