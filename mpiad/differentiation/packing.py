@@ -44,11 +44,14 @@ class Packing:
 
     def parts(self, vector: Array) -> list[Array]:
         """Return the arrays of such a vector."""
-        found = []
-        for a, b, spec in zip(self._cuts, self._cuts[1:], self.specs):
-            part = anp.reshape(vector[a:b], spec.shape)
-            found.append(conform(part if spec.arrays == self._home else to_host(part), *spec))
-        return found
+        return [self._part(vector, a, b, spec) for a, b, spec in zip(self._cuts, self._cuts[1:], self.specs)]
+
+    def _part(self, vector: Array, a: int, b: int, spec: Spec) -> Array:
+        if a == b:
+            return spec.zeros()
+        # The whole isn't cut out of itself: derivatives would make an array to put it back into.
+        part = anp.reshape(vector if b - a == self._cuts[-1] else vector[a:b], spec.shape)
+        return conform(part if spec.arrays == self._home else to_host(part), *spec)
 
     def _placed(self, part: Array, spec: Spec) -> Array:
         part = conform(part, spec.shape, self.dtype, spec.arrays)

@@ -11,7 +11,13 @@ from autograd.tracer import getval, isbox
 from mpiad._typing import Array, Function, Shape, Tree
 from mpiad.ensemble.derivative import Columns
 
-__all__ = ["Batch", "Parameters"]
+__all__ = ["Batch", "Parameters", "same_for_all"]
+
+
+def same_for_all(x: Array) -> bool:
+    """Tell whether all trajectories have the same number in an array of shape (N,)."""
+    # Most often it was made of a single one, and nothing needs to be looked at.
+    return len(x) < 2 or x.strides == (0,) or bool((x == x[0]).all())
 
 
 class Parameters(NamedTuple):

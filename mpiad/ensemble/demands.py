@@ -42,6 +42,7 @@ class Demands(NamedTuple):
     checkpoints: Any
     compile: Any = "auto"
     dense_output: bool = False
+    progress: bool = False
 
 
 def check_demands(demands: Demands) -> Demands:

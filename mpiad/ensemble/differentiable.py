@@ -32,7 +32,7 @@ from mpiad.ensemble.directions import FEW, contracted, directions_of, in_common,
 from mpiad.ensemble.replay import replayed
 from mpiad.ensemble.run import NOWHERE, Run
 from mpiad.ensemble.seeds import Seeds
-from mpiad.ensemble.solution import EnsembleSolution
+from mpiad.ensemble.solution import EnsembleSolution, at_ends
 from mpiad.ensemble.tangents import Directions, push_run
 from mpiad.primitives.cotangents import conform, spec_like
 
@@ -68,12 +68,14 @@ def differentiable(sol: EnsembleSolution, run: Run, batch: Batch, ways: Ways) ->
         With traced values in it.
     ways : Ways
     """
-    shapes = sol.u.shape, sol.u_end.shape
-    count, d = run.batch.size, len(run.batch.u0)
-    results = _Results(run, sol.u.reshape(count, shapes[0][1], d), sol.u_end.reshape(count, d), ways)
+    count, d, ends = run.batch.size, len(run.batch.u0), run.settings.ends
+    saved = np.empty((count, 0, d), run.batch.u0.dtype) if ends else sol.u.reshape(count, sol.u.shape[1], d)
+    results = _Results(run, saved, sol.u_end.reshape(count, d), ways)
     traced = results.parts(_solved(batch.u0, batch.start, batch.end, *batch.p.leaves, results=results))
     u, u_end, times, crossed = traced
-    changes = {"u": anp.reshape(u, shapes[0]), "u_end": anp.reshape(u_end, shapes[1])}
+    if ends:
+        return at_ends(sol, lambda: batch.u0, anp.reshape(u_end, sol.u_end.shape))
+    changes = {"u": anp.reshape(u, sol.u.shape), "u_end": anp.reshape(u_end, sol.u_end.shape)}
     if times.size:
         changes.update(t_reached=times, events=_traced_events(sol, run, times, crossed))
     return dataclasses.replace(sol, **changes)
@@ -97,7 +99,8 @@ class _Results:
         times = run.outcome.t_reached if run.settings.events else np.empty(0)
         values = (u, u_end, times, run.crossings.time)
         self._packing = Packing([spec_like(value) for value in values])
-        self.vector = np.concatenate([value.reshape(-1) for value in values])
+        filled = [value.reshape(-1) for value in values if value.size]
+        self.vector = filled[0] if len(filled) == 1 else np.concatenate(filled or [np.empty(0)])
 
     def parts(self, vector: Array) -> list[Array]:
         """Return saved states, final states, their times and those of events on the way, empty without events."""

@@ -8,8 +8,8 @@ import numpy as np
 from autograd.tracer import getval
 
 from mpiad.ensemble.device_solution import DeviceSolution
-from mpiad.ensemble.retcodes import ReturnCode, survived
-from mpiad.ensemble.sharded import Facts
+from mpiad.ensemble.facts import Facts
+from mpiad.ensemble.retcodes import ReturnCode
 from mpiad.ensemble.solution import EnsembleSolution
 from mpiad.errors import IntegrationError
 
@@ -28,15 +28,14 @@ def report(sol: EnsembleSolution | Facts, throw: bool, logs: bool = True) -> Non
     """
     if isinstance(sol, DeviceSolution) and sol.all_succeeded:
         return  # the codes stay where they are
-    failed = np.flatnonzero(~survived(sol.retcode))
-    if not failed.size:
+    alive, codes = sol.survivors, sol.codes
+    if alive.all():
         return
-    counts = [
-        f"{count} {code}" for code in ReturnCode if code.failed and (count := np.count_nonzero(sol.retcode == code.value))
-    ]
+    failed = np.flatnonzero(~alive)
+    counts = [f"{count} {code}" for code in ReturnCode if code.failed and (count := np.count_nonzero(codes == code.code))]
     first = int(failed[0])
     text = (
-        f"solve: {len(failed)} of {len(sol.retcode)} trajectories failed ({', '.join(counts)}); the first is number "
+        f"solve: {len(failed)} of {len(codes)} trajectories failed ({', '.join(counts)}); the first is number "
         f"{first + 1}: "
         f"{sol.retcode[first]} at t = {getval(sol.t_reached[first]):.6g} after {sol.naccept[first]} steps."
     )

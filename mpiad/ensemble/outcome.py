@@ -10,7 +10,7 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.record import Steps
-from mpiad.ensemble.retcodes import ReturnCode
+from mpiad.ensemble.retcodes import ReturnCode, came_through
 from mpiad.ensemble.settings import Settings
 
 __all__ = ["Outcome"]
@@ -71,7 +71,7 @@ class Outcome:
     @property
     def failed(self) -> Array:
         """Which trajectories failed: array of bool, shape (N,)."""
-        return np.isin(self.codes, [code.code for code in ReturnCode if code.failed])
+        return ~came_through(self.codes)
 
     def recorded(self) -> list[tuple[int, Steps]]:
         """Return the accepted steps, for each share its first trajectory and its steps."""

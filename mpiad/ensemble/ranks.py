@@ -1,36 +1,39 @@
 """An ensemble divided among the ranks: each solves a contiguous share, and what is asked for is gathered.
 
-While the trajectories advance, nothing is communicated. Before, the ranks agree on the division; after, they exchange how
-each trajectory went (small, and no derivative flows through it), and gather states by `mpi_allgather`, whose adjoint
-returns each rank the cotangents of its own share. A mistake on one rank is raised on all.
+While the trajectories advance, nothing is communicated. Before, the ranks compare their arguments in one message; after,
+they exchange how each trajectory went (`facts`: two messages, through which no derivative flows), and gather states by
+`mpi_allgather`, whose adjoint returns each rank the cotangents of its own share. A mistake on one rank is raised on all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from autograd.tracer import isbox
 
 from mpiad._typing import Array, Comm
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleVectorized
 from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.division import Division
+from mpiad.ensemble.facts import facts_of_all
 from mpiad.ensemble.job_progress import JobProgress
 from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.outputs import trees_of_all
 from mpiad.ensemble.settings import Settings
-from mpiad.ensemble.sharded import Facts, gathered, sharded
+from mpiad.ensemble.sharded import gathered, sharded
 from mpiad.ensemble.solution import EnsembleSolution
-from mpiad.transport import Channel, channel
-from mpiad.transport.agreement import raise_together, require_same
+from mpiad.transport import Channel
+from mpiad.transport.agreement import raise_together
 
-__all__ = ["EnsembleMPI", "agreed", "over_ranks"]
+__all__ = ["EnsembleMPI", "Sharing", "over_ranks"]
 
-# What a turn of the working set costs besides its columns, in numbers (columns times components): 1,500 to 3,000 were
-# measured for small f, for states and gradients alike. A kernel's turn is that of its lanes, however few are busy.
-_TURN, _LANES = 2400.0, 16.0
-_TRIES = 8
+# What a turn of the working set costs besides its columns, in numbers (columns times components), as measured for small f:
+# 2,660 for states, and 3,450 with tangents, for which f is traced at each stage. A kernel's turn is that of its lanes,
+# however few are busy.
+_TURN, _TRACED_TURN, _LANES = 2660.0, 3450.0, 16.0
 
 
 class EnsembleMPI(EnsembleAlgorithm):
@@ -63,7 +66,7 @@ class EnsembleMPI(EnsembleAlgorithm):
                 f"{self.inner!r}."
             )
         self.gather, self.comm = bool(gather), comm
-        self._costs, self._done, self._turn = np.empty(0), np.zeros(1), _TURN
+        self._costs, self._turn = np.empty(0), _TURN
 
     def __repr__(self) -> str:
         return f"EnsembleMPI({self.inner!r}, gather={self.gather})"
@@ -76,69 +79,66 @@ class EnsembleMPI(EnsembleAlgorithm):
         """Return where the shares of the ranks begin and end, from 0; the same on all ranks."""
         if len(self._costs) != count or not count:
             return np.arange(size + 1) * count // size
-        own = np.zeros(size)
-        best = shares = self._divided(own)
-        shortest = self._longest(best)
-        for _ in range(_TRIES):
-            # Half the way: a share that gives up its longest trajectory would get it back in the next try.
-            own = (own + self._turns(shares)) / 2
-            shares = self._divided(own)
-            longest = self._longest(shares)
-            if longest < shortest:
-                best, shortest = shares, longest
-        return best
+        return Division(self._costs, self._turn, size).bounds()
 
-    def _divided(self, own: Array) -> Array:
-        """Return shares that are equal with these costs of the ranks' own."""
-        done, size = self._done[1:], len(own)
-        due = np.cumsum(np.maximum((done[-1] + own.sum()) / size - own, 0.0))[:-1]
-        due = np.minimum(due, done[-1])
-        inner = np.searchsorted(done, due)
-        # Before or after the trajectory that crosses what is due, whichever is nearer.
-        inner += done[inner] - due < due - (done[inner] - self._costs[inner])
-        return np.concatenate([[0], np.maximum.accumulate(inner), [len(done)]])
+    def remember(self, tries: Array, components: int, compiled: bool = False, traced: bool = False) -> None:
+        """Take the numbers of tried steps of all trajectories as their costs.
 
-    def _turns(self, shares: Array) -> Array:
-        """Return what a rank pays for its turns, of which its longest trajectory takes the most, in columns' steps."""
-        longest = np.maximum.reduceat(np.append(self._costs, 0.0), shares[:-1])
-        return self._turn * longest * (np.diff(shares) > 0)
-
-    def _longest(self, shares: Array) -> float:
-        return float((np.diff(self._done[shares]) + self._turns(shares)).max())
-
-    def remember(self, tries: Array, components: int, compiled: bool = False) -> None:
-        """Take the numbers of tried steps of all trajectories, whose states have so many components, as their costs."""
+        Parameters
+        ----------
+        tries : array of int, shape (N,)
+        components : int
+            Of a state.
+        compiled, traced : bool
+            Whether kernels took them, and whether derivatives were wanted.
+        """
+        turn = _TRACED_TURN if traced else _TURN
         # Entering the working set and leaving it costs about two steps.
-        self._costs, self._turn = tries + 2.0, _LANES if compiled else _TURN / max(1, components)
-        self._done = np.concatenate([[0.0], np.cumsum(self._costs)])
+        self._costs, self._turn = tries + 2.0, _LANES if compiled else turn / max(1, components)
 
 
-def over_ranks(
-    mpi: EnsembleMPI,
-    count: int,
-    described: str,
-    local: Callable[[range, Callable[[int], None] | None], EnsembleSolution],
-    combine: Callable[[list[Any]], Any] | None,
-    progress: bool = False,
-    compiled: Callable[[], bool] = bool,
-) -> EnsembleSolution:
+class Sharing(NamedTuple):
+    """What an ensemble needs to be solved over ranks.
+
+    Parameters
+    ----------
+    count : int
+        N
+    local : callable
+        ``local(numbers, shown)`` solves this rank's share, and tells `shown` how many more have ended.
+    combine : callable or None
+        What an `output_func` or a `reduction` have made on the ranks that had trajectories, from which it makes ``sol.u``.
+    start : callable or None
+        Returns the initial states of all trajectories, shape (d, N), where each rank knows them.
+    evaluated : callable
+        From the numbers of accepted and rejected steps to the calls of f.
+    compiled : callable
+        Tells, after the solve, whether kernels advanced this rank's trajectories.
+    timed : bool
+        Whether events are looked for, through whose times derivatives flow.
+    progress : bool
+        Whether rank 0 writes a line that counts all N.
+    """
+
+    count: int
+    local: Callable[[range, Callable[[int], None] | None], EnsembleSolution]
+    combine: Callable[[list[Any]], Any] | None
+    start: Callable[[], Array] | None
+    evaluated: Callable[[Array, Array], Array]
+    compiled: Callable[[], bool]
+    timed: bool
+    progress: bool
+
+
+def over_ranks(mpi: EnsembleMPI, used: Channel, asked: Sharing) -> EnsembleSolution:
     """Solve an ensemble over the ranks.
 
     Parameters
     ----------
     mpi : EnsembleMPI
-    count : int
-        N
-    described : str
-        The arguments that must be the same on all ranks.
-    local : callable
-        ``local(numbers, shown)`` solves this rank's share, and tells `shown` how many more have ended.
-    combine : callable or None
-        What an `output_func` or a `reduction` have made on the ranks that had trajectories, from which it makes ``sol.u``.
-    progress : bool
-        Whether rank 0 writes a line that counts all N.
-    compiled : callable
-        Tells, after the solve, whether kernels advanced this rank's trajectories.
+    used : Channel
+        Of its communicator.
+    asked : Sharing
 
     Returns
     -------
@@ -151,29 +151,34 @@ def over_ranks(
 
     Ranks
     -----
-    All ranks of the communicator call it.
+    All ranks of the communicator call it, with equal arguments.
     """
-    used = channel(mpi.comm, "ensemble.solve")
-    require_same(used, described, "solve")
-    bounds = mpi.bounds(count, used.size)
+    bounds = mpi.bounds(asked.count, used.size)
     first, last = int(bounds[used.rank]), int(bounds[used.rank + 1])
-    shown = JobProgress(used, count) if progress else None
-    with agreed(used):
-        try:
-            share = local(range(first + 1, last + 1), shown)
-        finally:
-            if shown is not None:
-                shown.close()
-    facts = Facts.of_all(used, share, compiled())
-    mpi.remember(facts.naccept + facts.nreject, int(np.prod(share.u_end.shape[1:])), facts.compiled)
+    share = _share(used, asked, range(first + 1, last + 1))
+    traced = not isinstance(share, Exception) and isbox(share.u_end)
+    share, facts = facts_of_all(used, share, asked.compiled(), traced, asked.evaluated)
+    mpi.remember(facts.naccept + facts.nreject, int(np.prod(share.u_end.shape[1:])), facts.compiled, facts.traced)
     if not mpi.gather:
-        return sharded(share, facts, mpi.comm, np.arange(first, last), combine is not None)
-    if combine is None:
-        return gathered(share, facts, mpi.comm)
+        return sharded(share, facts, mpi.comm, np.arange(first, last), asked.combine is not None)
+    if asked.combine is None:
+        return gathered(used, share, facts, asked.start, asked.timed)
     trees = trees_of_all(used, mpi.comm, share.u)
     with agreed(used):
-        made = combine([tree for tree, a, b in zip(trees, bounds, bounds[1:]) if a < b or count == 0])
-    return gathered(share, facts, mpi.comm, made)
+        made = asked.combine([tree for tree, a, b in zip(trees, bounds, bounds[1:]) if a < b or asked.count == 0])
+    return gathered(used, share, facts, asked.start, asked.timed, made)
+
+
+def _share(used: Channel, asked: Sharing, numbers: range) -> EnsembleSolution | Exception:
+    """Return what this rank has solved, or what was raised, of which the others must learn."""
+    shown = JobProgress(used, asked.count) if asked.progress else None
+    try:
+        return asked.local(numbers, shown)
+    except Exception as error:  # noqa: BLE001 raised on all ranks together
+        return error
+    finally:
+        if shown is not None:
+            shown.close()
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import numpy as np
 
 from mpiad._typing import Array
 
-__all__ = ["ReturnCode", "codes_of", "names_of", "survived"]
+__all__ = ["ReturnCode", "came_through", "codes_of", "names_of", "survived"]
 
 
 class ReturnCode(str, Enum):
@@ -44,7 +44,8 @@ _NAMES = np.array([code.value for code in ReturnCode])
 # They begin with different letters, which are found faster than strings are compared.
 _BY_LETTER = np.zeros(128, np.int8)
 _BY_LETTER[[ord(code.value[0]) for code in ReturnCode]] = np.arange(len(_ORDER))
-_SURVIVED = np.array([not code.failed for code in ReturnCode])
+# Those that aren't failures come first.
+_FIRST_FAILURE = [code.failed for code in ReturnCode].index(True)
 
 
 def names_of(codes: Array) -> Array:
@@ -60,4 +61,9 @@ def codes_of(names: Array) -> Array:
 
 def survived(names: Array) -> Array:
     """Tell which names of an array are of trajectories that didn't fail."""
-    return _SURVIVED[codes_of(names)]
+    return came_through(codes_of(names))
+
+
+def came_through(codes: Array) -> Array:
+    """Tell which codes in an array of numbers are of trajectories that didn't fail."""
+    return codes < _FIRST_FAILURE

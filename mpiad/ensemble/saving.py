@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from mpiad._typing import Array
+from mpiad.ensemble.batch import same_for_all
 from mpiad.ensemble.entrance import Joint
 from mpiad.ensemble.interpolant import interpolate
 from mpiad.ensemble.outcome import Outcome
@@ -38,7 +39,8 @@ def save_times(saveat: Any, start: Array, end: Array) -> Array:
     if count and start.strides == end.strides == (0,):  # one tspan, however many trajectories
         start, end = start[:1], end[:1]
     if saveat is None:
-        return _common(np.stack([start, end], axis=1))
+        alike = len(start) and same_for_all(start) and same_for_all(end)
+        return np.array([start[0], end[0]]) if alike else np.stack([start, end], axis=1)
     times = np.asarray(saveat)
     if times.dtype.kind not in "iuf":
         raise TypeError(f"solve: saveat must be a number or numbers, but got {saveat!r}.")
@@ -52,10 +54,6 @@ def save_times(saveat: Any, start: Array, end: Array) -> Array:
         )
     _check(times, start, end)
     return times
-
-
-def _common(times: Array) -> Array:
-    return times[0] if len(times) and (times == times[0]).all() else times
 
 
 def _every(interval: float, start: Array, end: Array) -> Array:

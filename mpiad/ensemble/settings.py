@@ -34,6 +34,8 @@ class Settings(NamedTuple):
         Keep the states before every so many steps only.
     progress : callable or None
         ``progress(finished)`` is told how many more trajectories have ended.
+    ends : bool
+        Whether initial and final states are all that is saved: then there are no times in `saveat`.
     """
 
     alg: Algorithm
@@ -47,6 +49,7 @@ class Settings(NamedTuple):
     record: bool
     checkpoints: int | None = None
     progress: Callable[[int], None] | None = None
+    ends: bool = False
 
     def share(self, rows: slice) -> Settings:
         """Return the settings of some of the trajectories."""

@@ -3,89 +3,72 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 import autograd.numpy as anp
 import numpy as np
 from autograd.tracer import getval, isbox
 
 from mpiad._typing import Array, Comm
+from mpiad.ensemble.deferred import Deferred
 from mpiad.ensemble.dense_parts import GatheredOutput
-from mpiad.ensemble.retcodes import codes_of, names_of
-from mpiad.ensemble.solution import EnsembleSolution, check_alike, joined_times, widened
+from mpiad.ensemble.facts import Facts
+from mpiad.ensemble.retcodes import names_of
+from mpiad.ensemble.solution import EnsembleSolution, at_ends, widened
 from mpiad.ensemble.statistics import quantile, root, squared_distance, summary
 from mpiad.primitives import mpi_allgather, mpi_allreduce
+from mpiad.primitives.allgather import gather_pieces
 from mpiad.transport import Channel
+from mpiad.transport.device_arrays import is_device_array
 
-__all__ = ["Facts", "ShardedSolution", "gathered", "sharded"]
+__all__ = ["ShardedSolution", "gathered", "sharded"]
 
-_COUNTS = ("retcode", "t_reached", "naccept", "nreject", "nf")
-
-
-class Facts(NamedTuple):
-    """How the trajectories of all ranks went: the same on all ranks.
+def gathered(
+    used: Channel, share: EnsembleSolution, facts: Facts, start: Callable[[], Array] | None, timed: bool, made: Any = None
+) -> EnsembleSolution:
+    """Return the solution of all trajectories on every rank.
 
     Parameters
     ----------
-    retcode, t_reached, naccept, nreject, nf : array, shape (N,)
-    events : dict
-        From trajectories to their events.
-    t : array, shape (n_saved,) or (N, n_saved)
-    width : int
-        n_saved
-    converged : bool
-    compiled : bool
-        Whether kernels advanced them.
+    used : Channel
+    share : EnsembleSolution
+    facts : Facts
+    start : callable or None
+        Returns the initial states of all trajectories, shape (d, N), where each rank knows them.
+    timed : bool
+        Whether derivatives flow through the times at which trajectories ended: where events are looked for.
+    made : object
+        Its `u`, where that is made already.
+
+    Ranks
+    -----
+    All ranks call it.
     """
-
-    retcode: Array
-    t_reached: Array
-    naccept: Array
-    nreject: Array
-    nf: Array
-    events: dict
-    t: Array
-    width: int
-    converged: bool
-    compiled: bool
-
-    @classmethod
-    def of_all(cls, used: Channel, sol: EnsembleSolution, compiled: bool) -> Facts:
-        """Exchange what the ranks know; all ranks call it, and all raise where their states aren't of one kind."""
-        mine = {name: getattr(sol, name) for name in (*_COUNTS, "events", "t", "converged")}
-        # Names of 13 letters would be three quarters of what is sent.
-        mine["retcode"] = codes_of(sol.retcode)
-        mine["compiled"] = compiled
-        mine["kind"] = sol.u_end.shape[1:], sol.u_end.dtype
-        # Times of events may be traced.
-        mine["t_reached"] = getval(sol.t_reached)
-        mine["events"] = {i: [(event, getval(time)) for event, time in found] for i, found in sol.events.items()}
-        found = used.data.allgather(mine)
-        check_alike([one["kind"] for one in found], "ranks")
-        events, offset = {}, 0
-        for one in found:
-            events.update({i + offset: what for i, what in one["events"].items()})
-            offset += len(one["nf"])
-        busy = [one for one in found if len(one["nf"])] or found[:1]
-        times = [one["t"] for one in busy]
-        width = max(t.shape[-1] for t in times)
-        counts: Any = {name: np.concatenate([one[name] for one in found]) for name in _COUNTS}
-        counts["retcode"] = names_of(counts["retcode"])
-        t = joined_times(times, [len(one["nf"]) for one in busy], width)
-        flags = {name: any(one[name] for one in found) for name in ("converged", "compiled")}
-        return cls(events=events, t=t, width=width, **flags, **counts)
-
-
-def gathered(share: EnsembleSolution, facts: Facts, comm: Comm, made: Any = None) -> EnsembleSolution:
-    """Return the solution of all trajectories on every rank, with `made` for its u if not None; all ranks call it."""
-    u = mpi_allgather(widened(share.u, facts.width), axis=0, comm=comm) if made is None else made
-    return EnsembleSolution(
-        u, facts.t, mpi_allgather(share.u_end, axis=0, comm=comm), facts.retcode,
-        mpi_allgather(share.t_reached, axis=0, comm=comm), facts.naccept, facts.nreject, facts.nf,
-        _gathered_events(share, facts, comm), facts.converged,
-        dense=share.dense and GatheredOutput(share.dense, len(share), comm),
+    codes, counts = facts.codes, (facts.naccept, facts.nreject)
+    names, calls = Deferred(lambda: names_of(codes)), Deferred(lambda: facts.evaluated(*counts))
+    reached = _collected(used, share.t_reached, facts) if timed else facts.t_reached
+    sol = EnsembleSolution(
+        made, facts.t, _collected(used, share.u_end, facts), cast(Any, names), reached, *counts, cast(Any, calls),
+        _gathered_events(share, facts, used.user), facts.converged, _codes=codes,
+        dense=share.dense and GatheredOutput(share.dense, len(share), used.user),
     )  # fmt: skip
+    if made is not None:
+        return sol
+    if not facts.ends or share._start is None:
+        sol.u = _collected(used, widened(share.u, facts.width), facts)
+        return sol
+    if start is None:
+        u0 = _collected(used, share._start(), facts, axis=1)
+        start = lambda: u0  # noqa: E731
+    return at_ends(sol, start, sol.u_end)
+
+
+def _collected(used: Channel, x: Array, facts: Facts, axis: int = 0) -> Array:
+    if is_device_array(getval(x)):
+        return mpi_allgather(x, axis=axis, comm=used.user)
+    return gather_pieces(x, axis, facts.counts, used)
 
 
 def _gathered_events(share: EnsembleSolution, facts: Facts, comm: Comm) -> dict[int, list[tuple[int, Any]]]:
@@ -147,9 +130,12 @@ class ShardedSolution(EnsembleSolution):
 
 def sharded(share: EnsembleSolution, facts: Facts, comm: Comm, indices: Array, made: bool = False) -> ShardedSolution:
     """Return this rank's share; `made` says that its u was made by an `output_func` or a `reduction`."""
-    values = {field.name: getattr(share, field.name) for field in dataclasses.fields(EnsembleSolution)}
+    sol = object.__new__(ShardedSolution)
+    # As it is: what nobody has read yet isn't made.
+    sol.__dict__.update(share.__dict__, indices=indices, facts=facts, comm=comm)
     if not made:
         # Statistics over the ranks need one width, also of ranks without trajectories or with fewer steps.
-        values["u"] = widened(share.u, facts.width)
-        values["t"] = facts.t if facts.t.ndim == 1 else facts.t[indices]
-    return ShardedSolution(**values, indices=indices, facts=facts, comm=comm)
+        if not facts.ends:
+            sol.u = widened(share.u, facts.width)
+        sol.t = facts.t if facts.t.ndim == 1 else facts.t[indices]
+    return sol

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,15 +13,21 @@ from autograd.tracer import getval, isbox
 
 from mpiad._typing import Array
 from mpiad.device.numpy import concatenate
+from mpiad.ensemble.algorithms import Algorithm
 from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.deferred import Deferred, deferring
 from mpiad.ensemble.dense_parts import JoinedOutput, times_of
 from mpiad.ensemble.outcome import Outcome
-from mpiad.ensemble.retcodes import names_of, survived
+from mpiad.ensemble.retcodes import came_through, codes_of, names_of
+from mpiad.ensemble.saving import save_times
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.statistics import mean, quantile, spread, summary
 from mpiad.transport.device_arrays import arrays_of
 
-__all__ = ["EnsembleSolution", "ODESolution", "check_alike", "joined", "joined_times", "solution_of", "widened"]
+__all__ = [
+    "EnsembleSolution", "ODESolution", "at_ends", "check_alike", "evaluations", "joined", "joined_times", "solution_of",
+    "widened",
+]
 
 
 @dataclass
@@ -73,6 +79,7 @@ class ODESolution:
         return states[0] if np.ndim(t) == 0 else states
 
 
+@deferring("u", "retcode", "nf")
 @dataclass
 class EnsembleSolution:
     """The solutions of an ensemble of N trajectories.
@@ -109,6 +116,10 @@ class EnsembleSolution:
     converged: bool = False
     problem: Any = field(default=None, repr=False)
     dense: Any = field(default=None, repr=False)
+    # The numbers of the return codes, where they are known; and what returns the initial states as columns, shape (d, N),
+    # where these and the final ones are all that is saved.
+    _codes: Any = field(default=None, repr=False, compare=False)
+    _start: Any = field(default=None, repr=False, compare=False)
 
     def __call__(self, t: float | Array) -> Array:
         """Return the states at any times of tspan, by the interpolants of the steps; of a solve with ``dense_output=True``.
@@ -143,7 +154,11 @@ class EnsembleSolution:
         return states[:, 0] if np.ndim(t) == 0 else states
 
     def __len__(self) -> int:
-        return len(self.retcode)
+        return len(self.naccept)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # All is made that can be read, so nothing is left to be made.
+        return {name: getattr(self, name) for name in self.__dict__ if name != "_start"}
 
     def __getitem__(self, i: int) -> ODESolution:
         """Return the solution of trajectory i, from 0."""
@@ -160,9 +175,14 @@ class EnsembleSolution:
         return (self[i] for i in range(len(self)))
 
     @property
+    def codes(self) -> Array:
+        """The numbers of the return codes: array of int, shape (N,)."""
+        return codes_of(self.retcode) if self._codes is None else self._codes
+
+    @property
     def survivors(self) -> Array:
         """Which trajectories reached their end or a terminal event: array of bool, shape (N,)."""
-        return survived(self.retcode)
+        return came_through(self.codes)
 
     def _surviving(self) -> Array:
         """Return the saved states of the survivors."""
@@ -242,7 +262,16 @@ def solution_of(outcome: Outcome, batch: Batch, settings: Settings) -> EnsembleS
     settings : Settings
         Without saved times, all steps are saved, filled up with NaN.
     """
-    count = batch.size
+    tries, codes = (outcome.naccept, outcome.nreject), outcome.codes
+    made: dict[str, Any] = {
+        "u_end": outcome.u_end.T.reshape(batch.size, *batch.shape), "t_reached": outcome.t_reached,
+        "naccept": outcome.naccept, "nreject": outcome.nreject, "events": outcome.event_times,
+        "retcode": Deferred(lambda: names_of(codes)), "_codes": codes,
+        "nf": Deferred(lambda: evaluations(*tries, settings.alg, settings.dt)),
+    }  # fmt: skip
+    if settings.ends:
+        sol = EnsembleSolution(None, save_times(None, batch.start, batch.end), **made)
+        return at_ends(sol, lambda: batch.u0, sol.u_end)
     if settings.saveat is None:
         times, u = _every_step(outcome, batch)
     else:
@@ -251,11 +280,32 @@ def solution_of(outcome: Outcome, batch: Batch, settings: Settings) -> EnsembleS
         still = batch.start == batch.end
         if type(u) is np.ndarray:  # on a device they are there already
             u[still] = batch.u0.T[still][:, None]
-    return EnsembleSolution(
-        u.reshape(*u.shape[:2], *batch.shape), times, outcome.u_end.T.reshape(count, *batch.shape),
-        names_of(outcome.codes), outcome.t_reached, outcome.naccept, outcome.nreject, _evaluations(outcome, settings),
-        outcome.event_times,
-    )  # fmt: skip
+    return EnsembleSolution(u.reshape(*u.shape[:2], *batch.shape), times, **made)
+
+
+def at_ends(sol: EnsembleSolution, u0: Callable[[], Array], u_end: Array) -> EnsembleSolution:
+    """Return a solution of which initial and final states are all that is saved, with other ones.
+
+    Parameters
+    ----------
+    sol : EnsembleSolution
+    u0 : callable
+        Returns an array of shape (d, N).
+    u_end : array, shape (N, ...)
+    """
+    made, codes = object.__new__(type(sol)), sol._codes
+    made.__dict__.update(sol.__dict__, u_end=u_end, _start=u0, u=Deferred(lambda: _both_ends(u0(), u_end, codes)))
+    return made
+
+
+def _both_ends(u0: Array, u_end: Array, codes: Array) -> Array:
+    """Return the states at both ends, shape (N, 2, ...); of what failed NaN at the end, and no derivative."""
+    start, end = anp.reshape(anp.transpose(u0), u_end.shape), u_end
+    alive = came_through(codes)
+    if not alive.all():
+        rows = alive.reshape(-1, *[1] * (u_end.ndim - 1))
+        start, end = anp.where(rows, start, getval(start)), anp.where(rows, end, np.nan)
+    return anp.stack([start, end], axis=1)
 
 
 def joined(parts: list[EnsembleSolution]) -> EnsembleSolution:
@@ -273,7 +323,8 @@ def joined(parts: list[EnsembleSolution]) -> EnsembleSolution:
     rest: Any = {name: concatenate([getattr(part, name) for part in parts]) for name in names}
     u = concatenate([widened(part.u, width) for part in parts])
     dense = JoinedOutput([(part.dense, len(part)) for part in parts]) if all(part.dense for part in parts) else None
-    return EnsembleSolution(u, times, events=events, dense=dense, **rest)
+    codes = np.concatenate([part.codes for part in parts])
+    return EnsembleSolution(u, times, events=events, dense=dense, _codes=codes, **rest)
 
 
 def check_alike(kinds: list[tuple[Any, Any]], groups: str) -> None:
@@ -328,8 +379,8 @@ def _every_step(outcome: Outcome, batch: Batch) -> tuple[Array, Array]:
     return times, u
 
 
-def _evaluations(outcome: Outcome, settings: Settings) -> Array:
-    """Return how often f was called for each trajectory."""
-    tries = outcome.naccept + outcome.nreject
-    at_start = 1 if settings.dt is not None else 2
-    return np.where(tries > 0, at_start + (settings.alg.tableau.stages - 1) * tries, 0)
+def evaluations(naccept: Array, nreject: Array, alg: Algorithm, dt: float | None) -> Array:
+    """Return how often f was called for each trajectory, by a method whose first step was given or not."""
+    tries = naccept + nreject
+    at_start = 1 if dt is not None else 2
+    return np.where(tries > 0, at_start + (alg.tableau.stages - 1) * tries, 0)

@@ -21,26 +21,28 @@ from mpiad.ensemble.demands import Demands, check_demands
 from mpiad.ensemble.dense_output import DenseOutput
 from mpiad.ensemble.differentiable import Ways, differentiable
 from mpiad.ensemble.events import Event
+from mpiad.ensemble.facts import fingerprint
 from mpiad.ensemble.failures import report
 from mpiad.ensemble.gpu import gpu_of
 from mpiad.ensemble.members import columns_of, master_seed, members
 from mpiad.ensemble.on_device.arguments import is_on_device, placed
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
 from mpiad.ensemble.progress import Progress
-from mpiad.ensemble.ranks import EnsembleMPI, agreed, over_ranks
+from mpiad.ensemble.ranks import EnsembleMPI, Sharing, over_ranks
 from mpiad.ensemble.reduction import combined, reduced
 from mpiad.ensemble.run import Run
 from mpiad.ensemble.saving import save_times
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.sharded import ShardedSolution
-from mpiad.ensemble.solution import EnsembleSolution, joined, solution_of
+from mpiad.ensemble.solution import EnsembleSolution, evaluations, joined, solution_of
 from mpiad.ensemble.trial import try_once
-from mpiad.primitives import mpi_rank
-from mpiad.transport import channel
+from mpiad.transport import Channel, channel
+from mpiad.transport.agreement import require_alike
 
 __all__ = ["solve"]
 
 _RK45, _VECTORIZED = RK45(), EnsembleVectorized()
+_NO_TIMES = np.empty(0)
 
 
 def solve(
@@ -142,12 +144,10 @@ def solve(
     """
     given = Demands(
         problem, alg, ensemblealg, trajectories, saveat, save_everystep, rtol, atol, dt, dtmax, max_steps, events,
-        batch_size, gradient, adjoint, checkpoints, compile,
-        dense_output,
+        batch_size, gradient, adjoint, checkpoints, compile, dense_output, bool(progress),
     )  # fmt: skip
-    over = channel(ensemblealg.comm, "ensemble.solve") if isinstance(ensemblealg, EnsembleMPI) else None
-    with nullcontext() if over is None else agreed(over):
-        demands = check_demands(given)
+    used = channel(ensemblealg.comm, "ensemble.solve") if isinstance(ensemblealg, EnsembleMPI) else None
+    demands = check_demands(given) if used is None else _checked_together(used, given)
     if isinstance(problem, ODEProblem):
         compiler = Compiler(compile, 0, gradient, adjoint)
         sol = _solved(demands, compiler, EnsembleSerial(), columns_of([problem], [1]), None)
@@ -156,30 +156,45 @@ def solve(
         return sol[0]
     count = demands.trajectories
     compiler = Compiler(compile, count, gradient, adjoint)
-    if not isinstance(ensemblealg, EnsembleMPI):
+    if used is None or not isinstance(ensemblealg, EnsembleMPI):
         with closing(Progress(count)) if progress else nullcontext() as shown:
             sol = _ensemble(demands, compiler, problem, range(1, count + 1), shown)
         report(sol, throw)
-        sol.problem = problem.read_from(compiler.kernels)
-        return sol
-    sol = over_ranks(
-        ensemblealg, count, f"trajectories={count}, {alg}, {ensemblealg}, rtol={rtol}, atol={atol}, saveat={saveat}, "
-        f"save_everystep={save_everystep}, dense_output={dense_output}, dt={dt}, dtmax={dtmax}, max_steps={max_steps}, "
-        f"compile={compile}, progress={bool(progress)}",
-        lambda numbers, shown: _ensemble(demands, compiler, problem, numbers, shown),
-        (lambda parts: combined(problem, parts, count)) if problem.output_func or problem.reduction else None, progress,
-        lambda: bool(compiler.kernels),
-    )  # fmt: skip
-    report(sol.facts if isinstance(sol, ShardedSolution) else sol, throw, mpi_rank(ensemblealg.comm) == 0)
+    else:
+        asked = Sharing(
+            count, lambda numbers, shown: _ensemble(demands, compiler, problem, numbers, shown),
+            (lambda parts: combined(problem, parts, count)) if problem.output_func or problem.reduction else None,
+            None if problem.prob_func else lambda: members(problem, range(1, count + 1), 1, 0, count).u0,
+            partial(evaluations, alg=alg, dt=dt), lambda: bool(compiler.kernels), bool(demands.events), bool(progress),
+        )  # fmt: skip
+        sol = over_ranks(ensemblealg, used, asked)
+        report(sol.facts if isinstance(sol, ShardedSolution) else sol, throw, used.rank == 0)
     sol.problem = problem.read_from(compiler.kernels)
     return sol
+
+
+def _checked_together(used: Channel, given: Demands) -> Demands:
+    """Return `check_demands` of the arguments, which must be the same on all ranks; what one finds wrong all raise."""
+    wrong, demands = None, given
+    try:
+        demands = check_demands(given)
+    except Exception as error:  # noqa: BLE001 raised on all ranks together
+        wrong = error
+    scalars = (
+        f"trajectories={demands.trajectories}, {given.alg}, {given.ensemblealg}, rtol={given.rtol}, atol={given.atol}, "
+        f"save_everystep={given.save_everystep}, dense_output={given.dense_output}, dt={given.dt}, dtmax={given.dtmax}, "
+        f"max_steps={given.max_steps}, compile={given.compile}, progress={given.progress}"
+    )
+    saveat = None if wrong or demands.saveat is None else np.asarray(demands.saveat, float)
+    require_alike(used, wrong, fingerprint(scalars, saveat), f"saveat={given.saveat}, {scalars}", "solve")
+    return demands
 
 
 def _ensemble(
     demands: Demands, compiler: Compiler, problem: EnsembleProblem, numbers: range, shown: Callable[[int], None] | None
 ) -> EnsembleSolution:
     """Solve some trajectories, counted from 1."""
-    seed = master_seed(problem.seed)
+    seed = master_seed(problem.seed) if problem.prob_func else 0
 
     def solved(numbers: range, repeat: int = 1) -> EnsembleSolution:
         # A rank without trajectories takes the kind of the first: its arrays must be of the same dtype.
@@ -200,8 +215,12 @@ def _solved(
     shown: Callable[[int], None] | None, numbers: range = range(1, 2),
 ) -> EnsembleSolution:
     batch, times = given.plain(), None
-    if not demands.save_everystep:
-        saveat = demands.saveat
+    hosted = not is_on_device(batch) and gpu_of(backend) is None
+    ends = hosted and demands.saveat is None and not demands.save_everystep and not demands.events
+    if ends:
+        times = _NO_TIMES
+    elif not demands.save_everystep:
+        saveat: Any = demands.saveat
         rows = saveat[numbers.start - 1 : numbers.stop - 1] if np.ndim(saveat) == 2 else saveat
         times = save_times(rows, batch.start, batch.end)
     atol = demands.atol if np.ndim(demands.atol) == 0 else _column(demands.atol, batch)
@@ -209,7 +228,7 @@ def _solved(
     record = demands.save_everystep or demands.dense_output or given.traced
     settings = Settings(
         demands.alg, demands.rtol, atol, demands.dt, demands.dtmax, demands.max_steps, events, times,
-        record, None if demands.save_everystep else demands.checkpoints, shown,
+        record, None if demands.save_everystep else demands.checkpoints, shown, ends,
     )  # fmt: skip
     on_gpu = gpu_of(backend) is not None
     batch = batch if on_gpu else placed(batch)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from autograd.tracer import getval
+
 from mpiad._typing import Comm, LocalArray, ReplicatedArray
 from mpiad.primitives.catalogue import ALLGATHER, REDUCE_SCATTER, Dividing
 from mpiad.primitives.operation import communicate
 from mpiad.primitives.pieces import pieces_of_all
-from mpiad.transport import channel, collectives
+from mpiad.transport import Channel, channel, collectives
 from mpiad.transport.buffers import spec_of
 
-__all__ = ["mpi_allgather"]
+__all__ = ["gather_pieces", "mpi_allgather"]
 
 
 def mpi_allgather(x: LocalArray, axis: int | None = None, comm: Comm = None) -> ReplicatedArray:
@@ -48,6 +50,28 @@ def mpi_allgather(x: LocalArray, axis: int | None = None, comm: Comm = None) -> 
     used = channel(comm, "mpi_allgather")
     array, axis, lengths = pieces_of_all(x, axis, used, "mpi_allgather")
     return communicate(ALLGATHER, x, Dividing(used, None, axis, lengths, spec_of(array, "mpi_allgather")))
+
+
+def gather_pieces(x: LocalArray, axis: int, lengths: list[int], used: Channel) -> ReplicatedArray:
+    """Collect arrays of which the caller knows that they fit, and how long each rank's is along `axis`, in one message.
+
+    Parameters
+    ----------
+    x : array
+    axis : int
+        Counted from the front.
+    lengths : list of int
+    used : Channel
+
+    Ranks
+    -----
+    All ranks of `used` call it, with the same axis and lengths, and pieces that differ along the axis alone.
+
+    Adjoint
+    -------
+    That of `mpi_allgather`.
+    """
+    return communicate(ALLGATHER, x, Dividing(used, None, axis, lengths, spec_of(getval(x), "mpi_allgather")))
 
 
 def _forward(x: Any, p: Dividing) -> Any:

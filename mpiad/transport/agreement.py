@@ -8,7 +8,10 @@ import numpy as np
 
 from mpiad.transport.channels import Channel
 
-__all__ = ["agreed", "agreed_among", "forget_agreement", "raise_first", "raise_together", "require_same"]
+__all__ = [
+    "agreed", "agreed_among", "forget_agreement", "raise_first", "raise_together", "require_alike",
+    "require_same",
+]
 
 _KINDS: dict[str, type[Exception]] = {kind.__name__: kind for kind in (TypeError, ValueError, RuntimeError)}
 
@@ -96,3 +99,40 @@ def require_same(channel: Channel, described: str, call: str) -> None:
             raise agreed(channel, ValueError(
                 f"{call}: all ranks must give the same arguments, but rank 0 gave {found[0]} and rank {rank} gave {other}."
             ))
+
+
+def require_alike(channel: Channel, error: Exception | None, fingerprint: int, described: str, call: str) -> None:
+    """Do in one message what `raise_together` and `require_same` do in three, where all is well.
+
+    Parameters
+    ----------
+    channel : Channel
+    error : Exception or None
+        What is wrong on this rank.
+    fingerprint : int
+        Of the arguments; one of 64 bits.
+    described : str
+        The arguments, as the error shows them.
+    call : str
+        Name of the public function.
+
+    Raises
+    ------
+    Exception
+        On all ranks, what is wrong on one.
+    ValueError
+        On all ranks, where arguments differ.
+
+    Ranks
+    -----
+    All ranks of the channel call it.
+    """
+    every = np.empty((channel.size, 2), np.int64)
+    channel.data.Allgather(np.array([error is not None, fingerprint], np.int64), every)
+    if every[:, 0].any():
+        raise_first(channel, error)
+    if (every[:, 1] != every[0, 1]).any():
+        require_same(channel, described, call)
+        raise agreed(channel, ValueError(
+            f"{call}: all ranks must give the same arguments, but they differ in what isn't shown here: {described}."
+        ))

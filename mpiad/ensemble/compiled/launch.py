@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpiad._typing import Array
+from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.compiled.form import Form
 from mpiad.ensemble.compiled.forward import lanes_of
 from mpiad.ensemble.compiled.room import give_back, room
@@ -16,6 +17,8 @@ from mpiad.ensemble.compiled.shares import each, shares_of
 from mpiad.ensemble.compiled.signatures import argument
 from mpiad.ensemble.compiled.tape import Tape
 from mpiad.ensemble.outcome import Outcome
+from mpiad.ensemble.retcodes import ReturnCode
+from mpiad.ensemble.settings import Settings
 
 if TYPE_CHECKING:
     from mpiad.ensemble.compiled.solver import Solver
@@ -37,18 +40,37 @@ def launch(function: Callable[..., None], form: Form, solver: Solver) -> Outcome
     solver : Solver
     """
     batch, settings = solver.batch, solver.settings
-    outcome = Outcome.empty(batch, settings)
     still = batch.start == batch.end
+    outcome = _unwritten(batch, settings, still)
     if settings.progress is not None and still.any():
         settings.progress(int(np.count_nonzero(still)))
     run = _Launch(function, form, solver, outcome)
-    done = each(run.share, shares_of(batch.size, solver.threads), solver.threads)
+    # What is kept of a share, and what is told of it, should stay small; else one thread takes all in one share.
+    whole = solver.threads == 1 and not form.record and settings.progress is None
+    shares = [(0, batch.size)] if whole else shares_of(batch.size, solver.threads)
+    done = each(run.share, shares, solver.threads)
     if form.record:
         outcome.tapes, outcome.last = done, run.last
         # With the outcome its tapes go, and nobody else holds them.
         weakref.finalize(outcome, give_back, run.rooms)
     if form.directions:
         outcome.carried = run.carried(still)
+    return outcome
+
+
+def _unwritten(batch: Batch, settings: Settings, still: Array) -> Outcome:
+    """Return an outcome into which the kernel writes all but what belongs to trajectories that don't move."""
+    (d, n), dtype = batch.u0.shape, batch.u0.dtype
+    n_saved = settings.saveat.shape[-1] if settings.saveat is not None else 0
+    outcome = Outcome(
+        # A trajectory's components lie side by side, as a solution has them.
+        np.empty((n, d), dtype).T, np.empty(n), np.empty(n, np.int8), np.empty(n, np.int64), np.empty(n, np.int64),
+        np.full((n, n_saved, d), np.nan, dtype), np.full((n, n_saved), -2, np.int32) if settings.record else None,
+        np.broadcast_to(1.0, n),
+    )  # fmt: skip
+    if still.any():
+        outcome.u_end[:, still], outcome.t_reached[still] = batch.u0[:, still], batch.start[still]
+        outcome.codes[still], outcome.naccept[still], outcome.nreject[still] = ReturnCode.Success.code, 0, 0
     return outcome
 
 
@@ -61,7 +83,7 @@ class _Launch:
         self.rooms: list[Array] = []
         self.last = np.full(count if form.record else 0, -1)
         real = form.dtype
-        self._du = np.zeros((m, d, count), real)
+        self._du = np.empty((m, d, count), real)
         self._dsaved = np.zeros((m if form.inside else 0, count, n_saved, d), real)
         save_step = outcome.save_step
         atol = argument(np.ravel(settings.atol), real)
@@ -70,8 +92,8 @@ class _Launch:
         rest = (settings.rtol, atol, dt, float(settings.dtmax), float(settings.max_steps))
         self._given = (*inputs, solver.times, *rest)
         self._made = (
-            outcome.u_end, outcome.t_reached, outcome.codes, outcome.naccept, outcome.nreject,
-            np.empty((0, 0, 0), real) if outcome.saved is None else outcome.saved,
+            outcome.u_end.T, outcome.t_reached, outcome.codes, outcome.naccept, outcome.nreject,
+            outcome.saved,
             np.empty((0, n_saved), np.int32) if save_step is None else save_step, self._du, self._dsaved, self.last,
         )  # fmt: skip
 

@@ -11,7 +11,7 @@ import numpy as np
 from autograd.tracer import isbox
 
 from mpiad.ensemble.backends import EnsembleAlgorithm
-from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.batch import Batch, same_for_all
 from mpiad.ensemble.compiled.choice import program_of
 from mpiad.ensemble.compiled.form import Form
 from mpiad.ensemble.compiled.kernels import compiled, forward_text, parameter_names, reverse_text
@@ -122,7 +122,8 @@ class Solver:
         self.every = settings.saveat is None
         saveat = np.empty(0) if settings.saveat is None else settings.saveat
         self.times = argument(np.atleast_2d(saveat))
-        at_ends = (saveat == batch.start[:, None]) | (saveat == batch.end[:, None])
+        rows = slice(1 if same_for_all(batch.start) and same_for_all(batch.end) else None)
+        at_ends = (saveat == batch.start[rows, None]) | (saveat == batch.end[rows, None])
         alg = settings.alg
         self.form = Form(
             len(batch.u0), len(self.layout.varying), len(self.layout.shared), alg.tableau, alg.controller,

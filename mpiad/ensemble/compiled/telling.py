@@ -33,7 +33,7 @@ class Telling(Lanes):
                 "naccept[i] = number",
                 f"nreject[i] = np.int64({at('tries')}) - number",
                 f"t_reached[i] = {at('sign')} * (tn if took else {at('now')})",
-                *[f"u_end[{c}, i] = {at('new', c)} if took else {at('u', c)}" for c in range(d)],
+                *[f"u_end[i, {c}] = {at('new', c)} if took else {at('u', c)}" for c in range(d)],
                 *[
                     f"du_end[{j // d}, {j % d}, i] = {at('dnew', j)} if took else {at('du', j)}"
                     for j in range(d * len(form.directions))

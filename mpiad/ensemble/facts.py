@@ -1,0 +1,201 @@
+"""How the trajectories of all ranks went, exchanged in two messages of numbers.
+
+The first has a fixed size: whether the share was solved at all, of what kind its states are, and what all its trajectories
+have in common. By that all ranks know what the second one needs: the steps of each trajectory in a few bytes, and return
+codes and times where they differ. Saved times that differ between ranks, and events, are rare and travel by themselves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from autograd.tracer import getval
+
+from mpiad._typing import Array
+from mpiad.ensemble.batch import same_for_all
+from mpiad.ensemble.retcodes import came_through, names_of
+from mpiad.ensemble.solution import EnsembleSolution, check_alike, joined_times
+from mpiad.transport import Channel
+from mpiad.transport.agreement import raise_first
+
+__all__ = ["Facts", "facts_of_all", "fingerprint"]
+
+# Places in the first message.
+_WRONG, _COUNT, _KIND, _TIMES, _ACCEPTED, _REJECTED, _CODES, _REACHED = range(8)
+_REACHED_DIFFER, _CONVERGED, _COMPILED, _TRACED, _ENDS, _EVENTS, _SIZE = range(8, 15)
+
+
+def fingerprint(*parts: Any) -> int:
+    """Return a number that is the same on all ranks for the same texts and arrays."""
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        digest.update(part.tobytes() if isinstance(part, np.ndarray) else str(part).encode())
+    return int.from_bytes(digest.digest(), "little", signed=True)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """How the trajectories of all ranks went: the same on all ranks.
+
+    Parameters
+    ----------
+    codes, t_reached, naccept, nreject : array, shape (N,)
+    counts : list of int
+        How many trajectories each rank has.
+    events : dict
+        From trajectories to their events.
+    t : array, shape (n_saved,) or (N, n_saved)
+    converged, compiled, traced : bool
+        Whether a reduction ended the solve; whether kernels advanced trajectories; whether derivatives are wanted.
+    ends : bool
+        Whether initial and final states are all that is saved.
+    evaluated : callable
+        From `naccept` and `nreject` to the calls of f.
+    """
+
+    codes: Array
+    t_reached: Array
+    naccept: Array
+    nreject: Array
+    counts: list[int]
+    events: dict
+    t: Array
+    converged: bool
+    compiled: bool
+    traced: bool
+    ends: bool
+    evaluated: Callable[[Array, Array], Array]
+
+    @property
+    def width(self) -> int:
+        """The number of saved times."""
+        return self.t.shape[-1]
+
+    @property
+    def survivors(self) -> Array:
+        """Which trajectories didn't fail, shape (N,)."""
+        return came_through(self.codes)
+
+    @property
+    def retcode(self) -> Array:
+        """The names of the return codes, shape (N,)."""
+        return names_of(self.codes)
+
+    @property
+    def nf(self) -> Array:
+        """Calls of f, shape (N,)."""
+        return self.evaluated(self.naccept, self.nreject)
+
+
+def facts_of_all(
+    used: Channel, share: EnsembleSolution | Exception, compiled: bool, traced: bool,
+    evaluated: Callable[[Array, Array], Array],
+) -> tuple[EnsembleSolution, Facts]:  # fmt: skip
+    """Exchange what the ranks know, and return it with this rank's share.
+
+    Parameters
+    ----------
+    used : Channel
+    share : EnsembleSolution or Exception
+        What this rank has solved, or why it couldn't.
+    compiled, traced : bool
+    evaluated : callable
+        See `Facts`.
+
+    Raises
+    ------
+    Exception
+        On all ranks, what went wrong on one, or where their states aren't of one kind.
+
+    Ranks
+    -----
+    All ranks call it.
+    """
+    every = np.empty((used.size, _SIZE), np.int64)
+    used.data.Allgather(_header(share, compiled, traced), every)
+    if every[:, _WRONG].any():
+        raise_first(used, share if isinstance(share, Exception) else None)
+    if isinstance(share, Exception):
+        raise share
+    if (every[:, _KIND] != every[0, _KIND]).any():
+        check_alike(used.data.allgather((share.u_end.shape[1:], share.u_end.dtype)), "ranks")
+    counts = every[:, _COUNT].tolist()
+    converged, compiled, traced, events = (bool(every[:, k].any()) for k in (_CONVERGED, _COMPILED, _TRACED, _EVENTS))
+    facts = Facts(
+        **_columns(used, share, every), counts=counts, events=_events(used, share, counts) if events else {},
+        t=_times(used, share, every), converged=converged, compiled=compiled, traced=traced,
+        ends=bool(every[:, _ENDS].all()), evaluated=evaluated,
+    )  # fmt: skip
+    return share, facts
+
+
+def _header(share: EnsembleSolution | Exception, compiled: bool, traced: bool) -> Array:
+    mine = np.zeros(_SIZE, np.int64)
+    if isinstance(share, Exception):
+        mine[_WRONG] = 1
+        return mine
+    reached = getval(share.t_reached)
+    mine[_COUNT], mine[_KIND] = len(share), fingerprint(share.u_end.shape[1:], share.u_end.dtype)
+    mine[_TIMES] = fingerprint(share.t) if share.t.ndim == 1 else 0
+    mine[_ACCEPTED], mine[_REJECTED] = share.naccept.max(initial=0), share.nreject.max(initial=0)
+    mine[_REACHED], mine[_REACHED_DIFFER] = reached[:1].view(np.int64).sum(), not same_for_all(reached)
+    mine[_CODES] = share.codes.max(initial=0)
+    mine[_CONVERGED], mine[_COMPILED], mine[_TRACED] = share.converged, compiled, traced
+    mine[_ENDS], mine[_EVENTS] = share._start is not None, bool(share.events)
+    return mine
+
+
+def _columns(used: Channel, share: EnsembleSolution, every: Array) -> dict[str, Array]:
+    """Return what is known of each trajectory, on all ranks; what is the same for all isn't sent."""
+    busy = every[every[:, _COUNT] > 0]
+    count, most = int(every[:, _COUNT].sum()), every.max(axis=0)
+    sent = [
+        ("naccept", share.naccept, np.min_scalar_type(most[_ACCEPTED])),
+        ("nreject", share.nreject, np.min_scalar_type(most[_REJECTED])),
+    ]
+    made: dict[str, Array] = {"naccept": np.empty(count, np.int64), "nreject": np.empty(count, np.int64)}
+    if most[_CODES]:
+        sent.append(("codes", share.codes, np.dtype(np.int8)))
+    made["codes"] = np.zeros(count, np.int8)
+    if most[_REACHED_DIFFER] or (busy[:, _REACHED] != busy[:1, _REACHED]).any():
+        sent.append(("t_reached", getval(share.t_reached), np.dtype(float)))
+    made["t_reached"] = np.full(count, busy[0, _REACHED : _REACHED + 1].view(float)[0] if len(busy) else 0.0)
+    _gather(used, sent, every[:, _COUNT].tolist(), made)
+    return made
+
+
+def _gather(used: Channel, sent: list[tuple[str, Array, np.dtype]], counts: list[int], made: dict[str, Array]) -> None:
+    """Put all ranks' columns one after the other into the arrays of their names; each has its dtype on the way."""
+    width = sum(dtype.itemsize for _, _, dtype in sent)
+    mine = np.concatenate([np.ascontiguousarray(column, dtype).view(np.uint8) for _, column, dtype in sent])
+    everything = np.empty(width * sum(counts), np.uint8)
+    used.data.Allgatherv(mine, [everything, [width * count for count in counts]])
+    first = at = 0
+    for count in counts:
+        for name, _, dtype in sent:
+            made[name][first : first + count] = everything[at : at + count * dtype.itemsize].view(dtype)
+            at += count * dtype.itemsize
+        first += count
+
+
+def _times(used: Channel, share: EnsembleSolution, every: Array) -> Array:
+    if every[0, _TIMES] and (every[:, _TIMES] == every[0, _TIMES]).all():
+        return share.t
+    # A rank without trajectories may not know them, and is in nobody's way.
+    found = [(t, count) for t, count in zip(used.data.allgather(share.t), every[:, _COUNT].tolist())]
+    busy = [pair for pair in found if pair[1]] or found[:1]
+    return joined_times([t for t, _ in busy], [count for _, count in busy], max(t.shape[-1] for t, _ in busy))
+
+
+def _events(used: Channel, share: EnsembleSolution, counts: list[int]) -> dict[int, list[tuple[int, float]]]:
+    """Return the events of all trajectories, with plain times."""
+    mine = {i: [(event, getval(time)) for event, time in found] for i, found in share.events.items()}
+    events, offset = {}, 0
+    for found, count in zip(used.data.allgather(mine), counts):
+        events.update({i + offset: what for i, what in found.items()})
+        offset += count
+    return events

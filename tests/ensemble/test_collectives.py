@@ -1,0 +1,102 @@
+"""What a solve over ranks communicates: a few collectives before and after it, and none while trajectories advance."""
+
+from __future__ import annotations
+
+from functools import partial
+from importlib.util import find_spec
+
+import autograd.numpy as anp
+import numpy as np
+import pytest
+from mpi4py import MPI
+from ode_systems import lorenz
+
+import mpiad
+from mpiad.ensemble import EnsembleMPI, EnsembleProblem, ODEProblem, remake, solve
+from mpiad.transport import channel
+
+RHO = np.linspace(0, 21, 29)[:, None]
+LORENZ = EnsembleProblem(ODEProblem(lorenz, [1.0, 0.0, 0.0], (0.0, 1.0)), p=RHO)
+KERNELS = [False, pytest.param(True, marks=pytest.mark.skipif(find_spec("numba") is None, reason="needs numba"))]
+
+
+class Counting:
+    """A communicator that notes which of its operations were called."""
+
+    def __init__(self, comm):
+        self._comm, self.calls = comm, []
+
+    def __getattr__(self, name):
+        found = getattr(self._comm, name)
+        if not callable(found):
+            return found
+
+        def called(*args, **kwargs):
+            self.calls.append(name)
+            return found(*args, **kwargs)
+
+        return called
+
+
+@pytest.fixture
+def counted():
+    """Return a communicator, and a function that returns what a call communicates over it."""
+    comm = MPI.COMM_WORLD.Dup()
+    used = channel(comm, "test")
+    bare, reverse = used.data, used.reverse
+
+    def calls(fun):
+        used.data, used.reverse = Counting(bare), Counting(reverse)
+        try:
+            fun()
+            return used.data.calls + used.reverse.calls
+        finally:
+            used.data, used.reverse = bare, reverse
+
+    return comm, calls
+
+
+def loss(p, way, **arguments):
+    return anp.sum(solve(remake(LORENZ, p=p), ensemblealg=way, **arguments).u_end ** 2)
+
+
+@pytest.mark.parametrize("compile", KERNELS)
+def test_as_many_whatever_the_number_of_steps(compile, counted):
+    comm, calls = counted
+    way = EnsembleMPI(comm=comm)
+    gradient = mpiad.grad(loss, shared=True, comm=comm)
+    for fun in (loss, gradient):
+        found, steps = [], []
+        for rtol in (1e-2, 1e-10):
+            found.append(calls(partial(fun, RHO, way, rtol=rtol, atol=1e-3 * rtol, compile=compile)))
+            steps.append(solve(LORENZ, rtol=rtol, atol=1e-3 * rtol).naccept.sum())
+        assert steps[1] > 10 * steps[0]
+        assert found[0] == found[1] != []
+
+
+@pytest.mark.parametrize("compile", KERNELS)
+@pytest.mark.parametrize(
+    "arguments, most", [({}, 4), ({"saveat": 0.25}, 5), ({"batch_size": 3}, 5)], ids=["ends", "saveat", "batches"]
+)
+def test_few(arguments, most, compile, counted, size):
+    comm, calls = counted
+    for gather, more in ((True, 0), (False, -1)):
+        way, found = EnsembleMPI(gather=gather, comm=comm), []
+        for count in (29, 29, 7 * size):
+            some = remake(LORENZ, p=np.linspace(1, 20, count)[:, None])
+            found.append(calls(partial(solve, some, ensemblealg=way, compile=compile, **arguments)))
+        # However many trajectories there are, and whether shares were balanced before.
+        assert found[0] == found[1] == found[2]
+        assert 1 <= len(found[0]) <= most + more
+        assert comm.allgather(found[0]) == [found[0]] * size
+
+
+def test_arguments_that_differ_where_a_text_leaves_them_out(rank, size):
+    times = np.linspace(0.0, 1.0, 3001)
+    if rank == size - 1:
+        times[1500] += 1e-5
+    if size == 1:
+        assert solve(LORENZ, ensemblealg=EnsembleMPI(), saveat=times).t[1500] == times[1500]
+        return
+    with pytest.raises(ValueError, match="all ranks must give the same arguments, but they differ in what isn't shown"):
+        solve(LORENZ, ensemblealg=EnsembleMPI(), saveat=times)
