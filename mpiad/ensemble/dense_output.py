@@ -80,7 +80,7 @@ class DenseOutput:
         outcome = dataclasses.replace(
             self._outcome, saved=saved, save_step=save_step, steps=steps, solver=None, carried=None, tapes=[], last=None
         )
-        settings = self._settings._replace(saveat=times, record=True)
+        settings = self._settings._replace(saveat=times, record=True, ends=False)
         sol = solution_of(outcome, batch, settings)
         return differentiable(sol, Run(batch, settings, outcome), self._given, self._ways).u
 
