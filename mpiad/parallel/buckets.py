@@ -86,8 +86,9 @@ def _bucket(places: list[int], specs: Sequence[Spec]) -> Bucket:
 class Sums:
     """Sums over the ranks of arrays that become ready one after another, or all at once.
 
-    It is a context: an exception that leaves it while sums are under way marks the channel, because ranks that have
-    started different numbers of them would add up what doesn't belong together from then on.
+    It is a context: an exception that leaves it once sums may be under way marks the channel, because ranks that have
+    started different numbers of them would add up what doesn't belong together from then on. None started here may be
+    some on another rank.
 
     Parameters
     ----------
@@ -101,6 +102,11 @@ class Sums:
         self._missing = [len(bucket.places) for bucket in plan.buckets]
         self._wholes: list[Any] = []
         self._started: list[Summation] = []
+        self._begun = False
+
+    def begin(self) -> None:
+        """Say that all ranks have agreed to add up."""
+        self._begun = self._plan.several
 
     def add(self, place: int, array: Array) -> None:
         """Hand in one array, and start what is full."""
@@ -138,7 +144,7 @@ class Sums:
             self._add_up()
         for k, summation in enumerate(self._started):
             self._wholes[k] = finish(summation)  # itself on the host, and new memory on a device
-        self._started = []
+        self._started, self._begun = [], False
         out = self._arrays
         for bucket, whole in zip(self._plan.buckets, self._wholes):
             if divisor != 1:
@@ -151,7 +157,7 @@ class Sums:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if kind is not None and self._started:
+        if kind is not None and (self._started or self._begun):
             self._channel.mark(f"{kind.__name__} left a gradient whose sums over the ranks were under way.")
 
 

@@ -198,7 +198,8 @@ class DistributedOptimizer:
                 if last:
                     sums.add(k, parts[k])
 
-            total = gradient_of_sum(loss, variables, batch, count, agree, ready, self._plan.several)
+            early = sums.begin if last and self._plan.several else None
+            total = gradient_of_sum(loss, variables, batch, count, agree, ready, early)
             mean = total.loss / total.batch
             if not last:
                 return self._kept(state, parts, count), params, mean

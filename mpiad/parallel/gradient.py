@@ -88,7 +88,7 @@ def value_and_grad(
         plan = plan_of([spec_like(leaves[k]) for k in places], bucket_bytes, plan)
         agree = partial(totals, used, plan, "parallel.value_and_grad", count)
         with suspended(), Sums(used, plan) as sums:
-            total = gradient_of_sum(loss, variables, batch, count, agree, sums.add, plan.several)
+            total = gradient_of_sum(loss, variables, batch, count, agree, sums.add, sums.begin if plan.several else None)
             found = dict(zip(places, sums.wait(total.batch)))
         return total.loss / total.batch, build([found[k][()] if k in found else None for k in range(len(leaves))])
 
@@ -97,7 +97,7 @@ def value_and_grad(
 
 def gradient_of_sum(
     loss: Function, variables: Variables, batch: Sequence[Any], count: int, agree: Callable[..., Totals],
-    ready: Callable[[int, Any], None], early: bool,
+    ready: Callable[[int, Any], None], early: Callable[[], None] | None,
 ) -> Totals:  # fmt: skip
     """Return all ranks' samples and losses; hand on this rank's gradient as it is found.
 
@@ -114,8 +114,8 @@ def gradient_of_sum(
     ready : callable
         ``ready(k, gradient)`` is called once for each trained leaf, with the gradient of the sum of this rank's samples'
         losses.
-    early : bool
-        Whether it may be called in the reverse pass already, which costs a look through the record.
+    early : callable, optional
+        Called before the reverse pass, where `ready` is to be called within, at the cost of a look through the record.
     """
     places = variables.places
     leaves = [np.float64(leaf) if type(leaf) is float else leaf for leaf in variables.leaves]
@@ -140,7 +140,8 @@ def gradient_of_sum(
     # By the number of samples: what a mean divides by it is whole again.
     spec = spec_like(value)
     seeds = [(traced.places[0], spec.zeros() + spec.dtype.type(count))] if traced.places[0] >= 0 else []
-    if early:
+    if early is not None:
+        early()
         run_backward(traced.recording, seeds, len(places), ready=handed)
     else:
         for variable, g in enumerate(run_backward(traced.recording, seeds, len(places))):

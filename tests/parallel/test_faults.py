@@ -56,10 +56,11 @@ def gradient(comm):
     return value_and_grad(loss, comm=comm, bucket_bytes=8)(START, np.arange(1.0, 4.0) + comm.rank)[1]
 
 
-def test_an_exception_among_sums_under_way_asks_for_a_reset(comm):
-    """The ranks have started different numbers of sums, which from then on would be those of other arrays."""
+@pytest.mark.parametrize("layers", [(0, 1), (2, 0), (2, 2)])
+def test_an_exception_among_sums_under_way_asks_for_a_reset(comm, layers):
+    """The ranks have started different numbers of sums, some perhaps none, which then would be those of other arrays."""
     exact = gradient(comm)
-    raising.append(0 if comm.rank == ROOT else 1)
+    raising.append(layers[0] if comm.rank == ROOT else layers[1])
     with pytest.raises(KeyError):
         gradient(comm)
     raising.clear()
