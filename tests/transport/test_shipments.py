@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import numpy as np
 import pytest
 from device_double import DeviceArray, double, on_device, on_host
@@ -13,6 +15,7 @@ from mpiad.transport import lookup
 from mpiad.transport.buffers import Spec
 from mpiad.transport.device_settings import DeviceSettings
 from mpiad.transport.pieces import bounds
+from mpiad.transport.pinned import close_pools
 from mpiad.transport.shipments import ANNOUNCEMENT_BYTES, Announcement, read_announcement
 
 WORLD = MPI.COMM_WORLD
@@ -95,6 +98,43 @@ def test_cotangents_find_their_messages():
         gradient = mpiad.grad(loss, objective="sum")(on_device(x))
     expected = (1 + 10 * 2 * (2 * x) * 2 + 100 * 3 * (3 * x) ** 2 * 3) / 2
     np.testing.assert_allclose(on_host(gradient), expected, rtol=1e-13)
+
+
+@pytest.mark.parametrize(
+    "chunk, direct", [(1 << 30, False), (1 << 18, False), (1 << 18, True)], ids=["staged", "pieces", "direct"]
+)
+def test_what_is_under_way_is_not_overwritten(chunk, direct):
+    """Too long for MPI to copy it aside; the sender changes its array, and other calls borrow memory of the same size."""
+    x = on_device(values(0, length=200_000))
+    with travelling(DeviceSettings(direct, chunk)):
+        mpiad.mpi_send(x, RIGHT)
+        going = mpiad.mpi_isend(x, RIGHT)
+        x += 7
+        for _ in range(3):
+            mpiad.mpi_scan(x)
+        for came in (mpiad.mpi_recv(x, LEFT), mpiad.mpi_recv(x, LEFT)):
+            np.testing.assert_array_equal(on_host(came), values(0, LEFT, 200_000))
+        np.testing.assert_array_equal(on_host(mpiad.mpi_wait(going)), values(0, length=200_000))
+
+
+def test_memory_is_not_lent_while_the_device_reads_it(monkeypatch):
+    """The stand-in looks at the memory itself, and keeps no reference to it."""
+
+    def queued(host, out):
+        address, taken = host.ctypes.data, host.tobytes()
+        DeviceArray._values(out)[...] = host
+
+        def check():
+            assert ctypes.string_at(address, len(taken)) == taken, "memory was lent while it was copied from"
+
+        double._queued.append(check)
+
+    monkeypatch.setattr(double, "copy_to_device", queued)
+    for way, call in (("staged", mpiad.mpi_scan), (PIECES, mpiad.mpi_allreduce)):
+        close_pools()  # with little memory the next call takes that of the last one
+        with travelling(way):
+            for k in range(6):
+                call(on_device(values(k)))
 
 
 @each_way
