@@ -25,7 +25,7 @@ def two_gpus(monkeypatch):
         return number
 
     monkeypatch.setattr(devices, "select", select)
-    monkeypatch.setattr(evaluation, "to_device", lambda x, device: on_device(x))
+    monkeypatch.setattr(evaluation, "to_device", lambda x, device, like: on_device(x))
 
 
 def bowl(theta, data):
