@@ -1,13 +1,17 @@
-"""Ensembles of ODEs on all ranks beside the same on one rank: states and a gradient, even and uneven costs.
+"""Ensembles of ODEs on all ranks, and on two threads, beside the same on one: states and a gradient, even and uneven costs.
 
-    mpiexec -n 2 python benchmarks/ensemble_ranks.py [--n 10000 100000] [--repeats 7]
+    mpiexec -n 2 python benchmarks/ensemble_ranks.py [--n 10000 100000] [--compiled-n 10000 100000 1000000] [--repeats 7]
 
 - `lorenz`: the ensemble of `benchmarks/lorenz/problem.py`, whose trajectories cost about the same;
 - `uneven`: oscillators u' = (ω v, -ω u) over one unit of time, ω from 1.5 to 150 and sorted, so that the last one takes
   a hundred times as many steps as the first and contiguous shares would leave ranks idle.
 
-One rank alone and all ranks together take turns in the same processes, while those that have nothing to do sleep. The
-time is that of the slowest rank, the smallest of all repeats.
+All ranks have all states in the end, or each its share (`gather=False`). Kernels also run on two threads of one rank.
+
+All ways take turns in the same processes, while those that have nothing to do sleep. The time is that of the slowest
+rank, the smallest of all repeats, and beside it how many times as fast as one rank alone that is. With `--cpu` it is the
+time of the processor: where others use the machine too, but waiting counts as work there,
+and what threads do is added up.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -61,57 +66,76 @@ def sleep_until_all_are_here() -> None:
         time.sleep(0.0005)
 
 
-def seconds(call: Callable[[], object], takes_part: bool) -> float:
+def seconds(call: Callable[[], object], takes_part: bool, clock: Callable[[], float]) -> float:
     """Return how long the slowest of the ranks that take part needs."""
     comm.Barrier()
-    begin = time.perf_counter()
+    begin = clock()
     if takes_part:
         call()
-    passed = time.perf_counter() - begin
+    passed = clock() - begin
     sleep_until_all_are_here()
     return comm.allreduce(passed, op=MPI.MAX)
 
 
-def measure(alone: Callable[[], object], together: Callable[[], object], repeats: int) -> tuple[float, float]:
-    """Return the smallest times of one rank alone and of all together."""
+def measure(ways: dict[str, Callable[[], object]], repeats: int, clock: Callable[[], float]) -> dict[str, float]:
+    """Return the smallest time of each way."""
     times = []
     for repeat in range(repeats + 1):
-        pair = seconds(alone, comm.rank == 0), seconds(together, True)
+        row = [seconds(call, "rank" in way or comm.rank == 0, clock) for way, call in ways.items()]
         # The first call warms up, and tells the shares what the trajectories cost.
         if repeat:
-            times.append(pair)
-    return tuple(np.min(times, axis=0))
+            times.append(row)
+    return dict(zip(ways, np.min(times, axis=0)))
 
 
-def cases(name: str, n: int, compiled: bool) -> dict[str, tuple[Callable, Callable]]:
-    """Return, by name, what one rank does alone and what all do together."""
+def cases(name: str, n: int, compiled: bool) -> dict[str, dict[str, Callable]]:
+    """Return, by name, the ways to compute the same; those of which the name says so take all ranks."""
     f, u0, parameters = PROGRAMS[name]
-    p, here, shared = parameters(n), ensemble.EnsembleVectorized(), ensemble.EnsembleMPI()
-    itself = mpiad.grad(lambda p: np.sum(ends(f, u0, p, here, compiled) ** 2), comm=MPI.COMM_SELF)
-    all_of_us = mpiad.grad(lambda p: np.sum(ends(f, u0, p, shared, compiled) ** 2), shared=True)
+    p = parameters(n)
+    ways = {
+        "one": ensemble.EnsembleVectorized(),
+        "ranks": ensemble.EnsembleMPI(),
+        "ranks, shares": ensemble.EnsembleMPI(gather=False),
+    }
+    if compiled:
+        ways["threads"] = ensemble.EnsembleThreads(2)
+
+    def gradient(way: str) -> Callable:
+        loss = lambda p: np.sum(ends(f, u0, p, ways[way], compiled) ** 2)  # noqa: E731
+        if "ranks" not in way:
+            return mpiad.grad(loss, comm=MPI.COMM_SELF)
+        return mpiad.grad(loss, shared=True, objective="sum" if "shares" in way else "root")
+
     label = f"{name}{', compiled' if compiled else ''}"
+    gradients = {way: partial(gradient(way), p) for way in ways}
     return {
-        f"{label}, states": (lambda: ends(f, u0, p, here, compiled), lambda: ends(f, u0, p, shared, compiled)),
-        f"{label}, gradient": (lambda: itself(p), lambda: all_of_us(p)),
+        f"{label}, states": {way: partial(ends, f, u0, p, backend, compiled) for way, backend in ways.items()},
+        f"{label}, gradient": gradients,
     }
 
 
 def main() -> None:
     """Print a line for each program, size and derivative."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--n", type=int, nargs="+", default=[10_000, 100_000])
+    parser.add_argument("--n", type=int, nargs="*", default=[10_000, 100_000])
+    parser.add_argument("--compiled-n", type=int, nargs="*", default=[10_000, 100_000, 1_000_000])
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--cpu", action="store_true")
     options = parser.parse_args()
+    clock = time.process_time if options.cpu else time.perf_counter
     if comm.rank == 0:
-        print(f"{'':28}{'N':>9}{'1 rank, ms':>12}{comm.size:>6} ranks, ms{'faster':>9}{'reach, 2 ranks':>16}", flush=True)
-    ways = [False, True] if find_spec("numba") else [False]
-    for compiled, name, n in itertools.product(ways, PROGRAMS, options.n):
-        for case, (alone, together) in cases(name, n, compiled).items():
-            one, all_ranks = measure(alone, together, options.repeats)
+        heads = "".join(f"{head:>18}" for head in (f"{comm.size} ranks", "in shares", "2 threads"))
+        print(f"{'':28}{'N':>9}{'one, ms':>10}{heads}{'to reach':>10}", flush=True)
+    sizes = [(False, n) for n in options.n]
+    sizes += [(True, n) for n in options.compiled_n] if find_spec("numba") else []
+    for name, (compiled, n) in itertools.product(PROGRAMS, sizes):
+        for case, ways in cases(name, n, compiled).items():
+            found = measure(ways, options.repeats, clock)
             if comm.rank == 0:
-                times = f"{one * 1e3:12.1f}{all_ranks * 1e3:16.1f}{one / all_ranks:9.2f}"
-                reach = 1.9 if compiled else REACH.get(n, 0)
-                print(f"{case:28}{n:9}{times}{reach:16.1f}", flush=True)
+                one = found.pop("one")
+                times = "".join(f"{t * 1e3:10.1f}{one / t:6.2f} x" for t in found.values())
+                times += "" if compiled else f"{'':18}"
+                print(f"{case:28}{n:9}{one * 1e3:10.1f}{times}{1.9 if compiled else REACH.get(n, 0):10.1f}", flush=True)
 
 
 main()

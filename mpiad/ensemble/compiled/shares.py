@@ -12,10 +12,10 @@ from mpiad.ensemble.ranks import EnsembleMPI
 
 __all__ = ["each", "shares_of", "threads_of"]
 
-# At the end of a share its last trajectories leave lanes empty: a hundredth of the work, for so many trajectories.
-_LEAST, _MOST = 1024, 16_384
-# Shares of a thread, so that one with hard trajectories doesn't make the others wait.
-_EACH = 4
+# At the end of a share its last trajectories leave lanes empty: two hundredths of the work, for so few trajectories.
+_LEAST, _MOST = 512, 16_384
+# Shares of a thread, so that the one with the hardest trajectories doesn't make the other threads wait for long.
+_EACH = 16
 
 Result = TypeVar("Result")
 
