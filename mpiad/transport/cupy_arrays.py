@@ -50,7 +50,8 @@ class CupyArrays:
 
     def add_at(self, x: Array, idx: Any, values: Any) -> None:
         """Add to elements that may be named repeatedly, atomically, so in no certain order."""
-        cupy.add.at(x, idx, values)
+        with self.current():
+            cupy.add.at(x, idx, values)
 
     def contiguous(self, x: Array) -> Array:
         """Return `x`, or a C-contiguous copy."""
