@@ -65,7 +65,8 @@ class LauncherOnCPU:
     """What `device_kernels` asks for; it keeps what was compiled and launched."""
 
     def __init__(self):
-        self.multiprocessors, self.local_bytes, self.free = 3, 0, 1 << 30
+        self.multiprocessors, self.free = 3, 1 << 30
+        self.local_bytes = lambda text: 0
         self.launches, self.options = [], []
         self._folder = tempfile.TemporaryDirectory(prefix="mpiad-kernels-")
         self._libraries = {}
@@ -79,7 +80,7 @@ class LauncherOnCPU:
             made = subprocess.run([COMPILER, *flags, f"{base}.cpp", "-o", f"{base}.so"], capture_output=True, text=True)
             assert made.returncode == 0, made.stderr
             self._libraries[text] = ctypes.CDLL(f"{base}.so")
-        return KernelOnCPU(self._libraries[text], text, name, self.local_bytes)
+        return KernelOnCPU(self._libraries[text], text, name, self.local_bytes(text))
 
     def launch(self, kernel, blocks, threads, arguments):
         assert blocks > 0 and threads % 32 == 0 and len(arguments) == len(kernel.parameters)

@@ -100,5 +100,6 @@ def device_for(backend: EnsembleAlgorithm, batch: Batch) -> ArrayModule:
         return selected_arrays(own_device() if isinstance(backend, EnsembleMPI) else None)
     except (ImportError, RuntimeError) as error:
         raise type(error)(
-            f"EnsembleGPU: {error}. On the CPU EnsembleVectorized() with compile=True runs the same solve as a kernel."
+            f"EnsembleGPU: {str(error).rstrip('.')}. On the CPU EnsembleVectorized() with compile=True runs the same solve as "
+            "a kernel."
         ) from error

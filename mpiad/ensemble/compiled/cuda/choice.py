@@ -12,7 +12,7 @@ from mpiad.ensemble.compiled.program import Program
 from mpiad.ensemble.compiled.solver import Compiler
 from mpiad.ensemble.settings import Settings
 
-__all__ = ["fits", "not_on_devices", "program_for_gpu"]
+__all__ = ["fits", "is_small", "not_on_devices", "program_for_gpu"]
 
 # Of each thread. A step then moves about as much memory for what didn't fit into registers as arrays would move.
 MOST_LOCAL_BYTES = 8192
@@ -69,14 +69,18 @@ def not_on_devices(compiler: Compiler, given: Batch, settings: Settings) -> bool
     return bool(asked or traced or moved)
 
 
+def is_small(loaded: Loaded) -> bool:
+    """Tell whether what a kernel keeps beside its registers is little enough."""
+    return loaded.kernel.local_bytes <= MOST_LOCAL_BYTES
+
+
 def fits(loaded: Loaded, batch: Batch, must: bool) -> bool:
-    """Tell whether a kernel is small enough; where it isn't, the log says so."""
-    used = loaded.kernel.local_bytes
-    if used <= MOST_LOCAL_BYTES:
+    """Tell whether a kernel is small enough, or must be taken; where it isn't, the log says so."""
+    if is_small(loaded):
         return True
     text = (
-        f"EnsembleGPU: each thread of the kernel takes {used} bytes of memory beside its {loaded.kernel.registers} "
-        f"registers, more than {MOST_LOCAL_BYTES}"
+        f"EnsembleGPU: each thread of the kernel takes {loaded.kernel.local_bytes} bytes of memory beside its "
+        f"{loaded.kernel.registers} registers, more than {MOST_LOCAL_BYTES}"
     )
     tell_once(batch.f, text if must else f"{text}, so EnsembleVectorized solves it by arrays")
     return must

@@ -14,7 +14,7 @@ from mpiad.device import to_host
 from mpiad.device.transfer import array_to_device
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleVectorized
 from mpiad.ensemble.batch import Batch
-from mpiad.ensemble.compiled.cuda.choice import fits, not_on_devices, program_for_gpu
+from mpiad.ensemble.compiled.cuda.choice import fits, is_small, not_on_devices, program_for_gpu
 from mpiad.ensemble.compiled.cuda.differentiable import FEW, Solved, states_of
 from mpiad.ensemble.compiled.cuda.solver import Directions, Solver
 from mpiad.ensemble.compiled.cuda.specimen import specimen
@@ -90,6 +90,8 @@ def _by_kernel(
     solver = Solver(gpu, arrays, program, batch, settings, layout, compiler.told)
     directions = _directions(compiler, solver, given, layout) if given.traced else ()
     carried = directions if len(directions) <= FEW else ()
+    if carried and compiler.gradient is None and not is_small(solver.kernel(carried)):
+        directions = carried = ()  # the adjoint's kernels are smaller
     if not fits(solver.kernel(carried), batch, compiler.compile is True):
         return None
     solved = Solved(solver, solver.solved(carried), carried, bool(directions), on_host)

@@ -397,7 +397,7 @@ def test_by_tspan_arrays_are_differentiated(caplog):
 
 
 def test_a_kernel_too_large_for_registers(device, monkeypatch, caplog):
-    monkeypatch.setattr(device, "local_bytes", 9000)
+    monkeypatch.setattr(device, "local_bytes", lambda text: 9000)
 
     def f(u, p, t):
         return [-p[0] * u[0] * 1.25, u[0], u[1]]
@@ -408,6 +408,20 @@ def test_a_kernel_too_large_for_registers(device, monkeypatch, caplog):
     assert_same(sol, solve(given, compile=False))
     solve(given, RK45(), EnsembleGPU(), compile=True)
     assert len(device.launches) == 1
+
+
+def test_a_kernel_too_large_with_tangents_takes_the_adjoint(device, monkeypatch, caplog):
+    monkeypatch.setattr(device, "local_bytes", lambda text: 9000 * ("void df0" in text))
+
+    def f(u, p, t):
+        return [-p[0] * u[0] * 1.75, u[0], u[1]]
+
+    def loss(p, backend, **options):
+        return anp.sum(solve(ensemble(f, states(4), p), RK45(), backend, **options).u_end ** 2)
+
+    found = mpiad.grad(lambda p: loss(p, EnsembleGPU()))(parameters(4))
+    assert_close([found], [mpiad.grad(lambda p: loss(p, EnsembleVectorized(), compile=False))(parameters(4))])
+    assert [launch[0] for launch in device.launches] == ["forward", "forward", "reverse"] and not caplog.records
 
 
 def test_without_a_gpu_the_error_says_what_to_install_and_what_runs_on_the_cpu(monkeypatch):

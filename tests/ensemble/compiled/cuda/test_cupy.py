@@ -6,23 +6,14 @@ import autograd.numpy as anp
 import numpy as np
 import ode_systems
 import pytest
+from device_kinds import why_no_gpu
 
 import mpiad
 import mpiad.device
 from mpiad.device import to_device, to_host
 from mpiad.ensemble import RK45, EnsembleGPU, EnsembleProblem, EnsembleVectorized, ODEProblem, Tsit5, solve
 
-
-def devices():
-    """Return how many GPUs there are."""
-    cupy = pytest.importorskip("cupy", exc_type=ImportError)
-    try:
-        return cupy.cuda.runtime.getDeviceCount()
-    except cupy.cuda.runtime.CUDARuntimeError:
-        return 0
-
-
-pytestmark = pytest.mark.skipif(not devices(), reason="CuPy finds no GPU")
+pytestmark = pytest.mark.skipif(bool(why_no_gpu()), reason=why_no_gpu() or "there is a GPU")
 N, TIMES = 1000, [0.0, 0.31, 1.0]
 
 
