@@ -13,7 +13,7 @@ from mpiad._typing import Comm, Function, LocalArray, Rank
 from mpiad.domain import Domain
 from mpiad.linalg.gathered_factors import GatheredFactors
 from mpiad.linalg.ghosts import GhostPlan
-from mpiad.linalg.host_only import require_host
+from mpiad.linalg.host_only import require_floats, require_host
 from mpiad.linalg.probing import operator_rows
 from mpiad.linalg.rows import local_rows, rows_of
 from mpiad.linalg.solve import solve
@@ -300,10 +300,7 @@ class MatrixRowBlock:
 
     def _checked(self, x: Any, axis: int, call: str) -> Any:
         found, length = getval(x), self.local_shape[axis]
-        require_host(f"MatrixRowBlock.{call}", found)
-        if not isinstance(found, np.ndarray) or found.dtype.kind not in "fc":
-            kind = f"an array of dtype {found.dtype}" if isinstance(found, np.ndarray) else type(found).__name__
-            raise TypeError(f"MatrixRowBlock.{call}: expected an array of floats of shape (..., {length}), but got {kind}.")
+        require_floats(f"MatrixRowBlock.{call}", found, length)
         if not found.ndim or found.shape[-1] != length:
             raise ValueError(
                 f"MatrixRowBlock.{call}: expected an array of shape (..., {length}), rank {self._channel.rank}'s part of "
