@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import scipy
 
 from mpiad._typing import Tree
+from mpiad.errors import DeadlockError
 from mpiad.optimize.agreement import Agreement
 from mpiad.optimize.evaluation import Evaluation
 from mpiad.optimize.program import Program
@@ -84,7 +85,9 @@ class RootDriven:
                 outcome = serve(self._instructions, self._evaluation)
         except Exception as error:
             # Where ranks are still to be interrupted, they are so on this communicator too; `minimize` gives it up.
-            if not self.agreement.broken and not is_interruption(error):
+            if isinstance(error, DeadlockError):
+                self.agreement.close()  # which every rank does alone
+            elif not self.agreement.broken and not is_interruption(error):
                 self._close()
             raise
         self._close()
@@ -96,7 +99,8 @@ class RootDriven:
         try:
             outcome: Any = drive(leader)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever it is, the other ranks must not wait on
-            if self.agreement.broken or is_interruption(error):
+            # After a wait that was too long the others are somewhere else, and raise by themselves.
+            if self.agreement.broken or is_interruption(error) or isinstance(error, DeadlockError):
                 raise
             if self.agreement.error is not None:
                 raise self.agreement.error from error.__cause__

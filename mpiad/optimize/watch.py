@@ -5,10 +5,15 @@ their own parts are done, however long these take: unless they wait for that ran
 waits can't look around, so each has a second thread, which wakes up five times a second. Once a failed rank has told it,
 it tells that rank whenever its main thread begins to wait, moves on, or arrives at the agreement. When some wait and
 none moves, nobody ever will.
+
+A call of the user's own, into a compiled solver or another program, may be long, or may be a communication by bare mpi4py:
+from outside they look alike. So it counts as waiting only after minutes, or after `MPIAD_TIMEOUT`.
 """
 
 from __future__ import annotations
 
+import math
+import os
 import sys
 import threading
 import time
@@ -16,6 +21,7 @@ from types import FrameType
 from typing import Any
 
 from mpiad._typing import Comm
+from mpiad.transport.guarded.settings import seconds_of
 from mpiad.transport.notices import Notices, threads_may_communicate
 
 __all__ = ["Watch"]
@@ -23,8 +29,9 @@ __all__ = ["Watch"]
 _FAILED, _MOVES, _WAITS, _ARRIVED = range(1, 5)
 _TICK = 0.2
 _WAITS_AFTER = 0.5
-# In code of the user's own a communication by bare mpi4py can't be told from a long computation.
-_STUCK_AFTER = 10.0
+# Where MPIAD_TIMEOUT says nothing: in code of the user's own a communication by bare mpi4py can't be told from a long
+# computation.
+_STUCK_AFTER = 300.0
 _COMMUNICATES = ("mpiad.transport", "mpiad.primitives", "mpiad.differentiation", "mpiad.domain", "mpiad.linalg")
 _POLLS = ("mpiad.transport.guarded", "mpiad.transport.patience")
 # Without a second thread the failed rank can only wait for so long.
@@ -84,7 +91,7 @@ class Watch:
             return _ARRIVED
         if self._place is None or self._place[0] is not frame or self._place[1] != frame.f_lasti:
             self._place = frame, frame.f_lasti, now  # the frame is kept, so that no other can have its identity
-        limit = _WAITS_AFTER if module.startswith(_COMMUNICATES) else _STUCK_AFTER
+        limit = _WAITS_AFTER if module.startswith(_COMMUNICATES) else _stuck_after()
         return _WAITS if now - self._place[2] >= limit else _MOVES
 
     def wait_as_failed(self, request: Any, error: BaseException) -> None:
@@ -109,6 +116,14 @@ class Watch:
         self._place = None
         if failed:
             self._notices.drain()
+
+
+def _stuck_after() -> float:
+    """Return for how many seconds a rank may be in one call of the user's own before it counts as waiting."""
+    given = os.environ.get("MPIAD_TIMEOUT")
+    if not given:
+        return _STUCK_AFTER
+    return seconds_of(given, "MPIAD_TIMEOUT") or math.inf
 
 
 def _end_job(error: BaseException, reason: str) -> None:

@@ -271,6 +271,78 @@ def test_job_ends_where_others_wait_in_a_communication(mpirun: Callable[..., Com
     assert ended - raised < 10.0  # two seconds, on cores that other processes don't need
 
 
+LONG = """
+import sys, time
+import numpy as np
+import mpiad
+from mpi4py import MPI
+from mpiad.errors import WorkerError
+
+rank, count, bare = mpiad.mpi_rank(), [0], sys.argv[1] == "bare"
+
+def fun(x):
+    count[0] += 1
+    if rank == 1 and count[0] == 2:
+        raise ZeroDivisionError("on one rank only")
+    if count[0] == 2 and bare:
+        MPI.COMM_WORLD.Barrier()
+    elif count[0] == 2:
+        time.sleep(12.0)
+    return float(np.sum((x - 3.0) ** 2)), 2.0 * (x - 3.0)
+
+try:
+    mpiad.minimize(fun, np.zeros(3), jac=True)
+except WorkerError as error:
+    mpiad.mpi_print("raised", rank, error.rank)
+"""
+
+
+@pytest.mark.launches
+def test_one_long_call_is_no_wait(mpirun: Callable[..., CompletedProcess]) -> None:
+    done = mpirun(2, LONG, "long", timeout=60)
+    assert done.returncode == 0
+    assert sorted(line for line in done.stdout.splitlines() if "raised" in line) == ["raised 0 1", "raised 1 1"]
+
+
+@pytest.mark.launches
+def test_bare_communication_ends_the_job_after_the_timeout(
+    mpirun: Callable[..., CompletedProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MPIAD_TIMEOUT", "4")
+    done = mpirun(2, LONG, "bare", timeout=60)
+    assert done.returncode != 0 and "raised" not in done.stdout
+    assert "ZeroDivisionError: on one rank only" in done.stderr
+
+
+SLOW = """
+import sys, time
+import numpy as np
+import mpiad
+
+rank, count, slow = mpiad.mpi_rank(), [0], sys.argv[1]
+
+def fun(x):
+    count[0] += 1
+    time.sleep(8.0 * (slow == "evaluation" and rank == 1 and count[0] == 2))
+    return float(np.sum((x - 3.0) ** 2)), 2.0 * (x - 3.0)
+
+try:
+    mpiad.minimize(fun, np.zeros(3), jac=True, callback=lambda x: time.sleep(8.0 * (slow == "callback")))
+except mpiad.errors.DeadlockError as error:
+    sys.stdout.write(f"waited {rank}\\n")
+"""
+
+
+@pytest.mark.launches
+@pytest.mark.parametrize("slow", ["evaluation", "callback"])
+def test_all_raise_after_a_wait_beyond_the_timeout(
+    slow: str, mpirun: Callable[..., CompletedProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MPIAD_TIMEOUT", "2")
+    done = mpirun(2, SLOW, slow, timeout=60)
+    assert sorted(line for line in done.stdout.splitlines() if "waited" in line) == ["waited 0", "waited 1"]
+
+
 def test_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     solves = []
 

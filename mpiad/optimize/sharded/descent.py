@@ -48,7 +48,7 @@ class Descent:
     ):
         self._trials, self._memory, self._listener, self._keeper = trials, memory, listener, keeper
         self._settings, self._bounded = settings, bounded
-        self._iterations = 0
+        self._iterations, self._wall = 0, math.inf
 
     def run(self, start: np.ndarray) -> tuple[Point, Ending]:
         """Descend from this rank's start, shape (n,), which is overwritten; return where it ends and why."""
@@ -75,6 +75,7 @@ class Descent:
                 return here, INTERRUPTED
             if found is not here:
                 self._iterations += 1
+                found.room = self._wall - found.length if self._wall > found.length else math.inf
                 stop = self._listener.heard(found, self._trials.count)
                 state = self._moved(found, here, stop)
                 self._trials.release(here)
@@ -114,10 +115,8 @@ class Descent:
 
     def _search(self, here: Point, slope: float, length: float) -> Point:
         """Return the point where a line search ends, or the best that it met; `here` where none is better."""
-        first = 1.0
-        if self._memory.empty:  # nothing says yet how long a step should be
-            first = 1.0 / length if self._iterations == 0 else min(1.0, 1.0 / length)
-        line, best = LineSearch(here.value, slope, first), here
+        self._wall = math.inf
+        line, best = LineSearch(here.value, slope, self._first_step(here, slope, length)), here
         for _ in range(self._settings.maxls):
             if line.stuck or self._trials.count >= self._settings.maxfun:
                 break
@@ -125,6 +124,7 @@ class Descent:
             if not self._bounded:
                 trial.predicted, trial.met = trial.step * slope, trial.step * trial.slope
             if not trial.finite:
+                self._wall = min(self._wall, trial.length)
                 self._trials.release(trial)
                 line.back_away()
                 continue
@@ -141,6 +141,13 @@ class Descent:
                 return here
         self._memory.take_back(best)
         return best
+
+    def _first_step(self, here: Point, slope: float, length: float) -> float:
+        if self._memory.empty:  # nothing says yet how long a step should be
+            return 1.0 / length if self._iterations == 0 else min(1.0, 1.0 / length)
+        # Where the last search met the end of the domain, the model still expects the minimiser far beyond it. The
+        # direction is at least -slope / length long, so this goes no less far than the end was.
+        return min(1.0, here.room * length / -slope)
 
     def _drop(self, point: Point, here: Point) -> None:
         if point is not here:

@@ -160,7 +160,7 @@ class Keeper:
         if found is None:
             return None
         numbers, here = found["numbers"].tolist(), Point(memory.taken(found["x"]))
-        here.value, here.norm, here.settled = numbers[0], numbers[1], True
+        here.value, here.norm, here.room, here.settled = numbers[0], numbers[1], numbers[5], True
         trials.count = count = int(found["count"])
         listener.record.restore(found["history"])
         memory.restore(found)
@@ -192,7 +192,7 @@ class Keeper:
 def _arrays(state: State, memory: Memory, record: Record) -> Iterator[tuple[str, np.ndarray]]:
     here = state.here
     yield "x", memory.written(here.x)
-    yield "numbers", np.array([here.value, here.norm, state.value_before, state.slope, state.length])
+    yield "numbers", np.array([here.value, here.norm, state.value_before, state.slope, state.length, here.room])
     yield "count", np.array(state.count)
     yield "history", record.table()
     yield from memory.state().items()

@@ -28,6 +28,8 @@ class Point:
         Along that direction.
     length : float
         Of the way from the point before, over all ranks.
+    room : float
+        From here to where the search that led here met no finite value; infinite where it met none.
     predicted, met : float
         Where a bound may have stopped variables: the step times the gradient before, and times the gradient here.
     settled : bool
@@ -37,7 +39,8 @@ class Point:
     """
 
     __slots__ = (
-        "aside", "clipped", "finite", "length", "met", "norm", "predicted", "settled", "slope", "step", "value", "x",
+        "aside", "clipped", "finite", "length", "met", "norm", "predicted", "room", "settled", "slope", "step", "value",
+        "x",
     )
 
     def __init__(self, x: np.ndarray):
@@ -45,7 +48,7 @@ class Point:
         self.value = self.norm = self.slope = math.nan
         self.predicted = self.met = self.step = math.nan
         self.finite = self.clipped = self.settled = self.aside = False
-        self.length = 0.0
+        self.length, self.room = 0.0, math.inf
 
     @property
     def gradient_norm(self) -> float:

@@ -78,6 +78,36 @@ BARRIERS = [(c, s, n, w) for c in (1.0, 10.0, 100.0) for s in (0.05, 1.0, 3.0) f
 
 @pytest.mark.parametrize(("c", "start", "n", "outside"), BARRIERS)
 def test_log_barriers(c: float, start: float, n: int, outside: float, rank: int, size: int) -> None:
+    left, result = solved_barrier(c, cut(np.full(n, start), rank, size), outside)
+    assert left > 0 or c * start <= 3.0
+    assert result.nfev <= 35, (result.nfev, result.message)
+
+
+# Decades of c x at the start, and from how far above and below the minimiser.
+SPREAD = [(-3.0, 0.0), (-1.0, 1.0), (0.0, 1.0), (0.5, 1.0), (1.0, 1.3)]
+
+
+@pytest.mark.parametrize("n", [2, 10, 200])
+@pytest.mark.parametrize(("low", "high"), SPREAD)
+def test_log_barriers_from_starts_of_unlike_size(low: float, high: float, n: int, rank: int, size: int) -> None:
+    outside = 0
+    for seed in range(3):
+        start = 10.0 ** np.random.default_rng(seed).uniform(low, high, n) / 7.0
+        left, result = solved_barrier(7.0, cut(start, rank, size), np.inf)
+        assert result.nfev <= 35, (seed, result.nfev, result.message)
+        outside += left
+    assert outside > 0 or high < 1.0
+
+
+@pytest.mark.parametrize("far", [30.0, 100.0, 300.0])
+@pytest.mark.parametrize("n", [1, 2, 10, 40])
+def test_log_barriers_from_far_away(far: float, n: int, rank: int, size: int) -> None:
+    left, result = solved_barrier(1.0, cut(np.full(n, far), rank, size), np.nan)
+    assert left > 0 and result.nfev <= 35, (result.nfev, result.message)
+
+
+def solved_barrier(c: float, piece: np.ndarray, outside: float) -> tuple[int, Any]:
+    """Minimise f = Σ c x - log x; return how many trials have left its domain, and the result."""
     left = 0
 
     def fun(x: Any) -> Any:
@@ -86,11 +116,10 @@ def test_log_barriers(c: float, start: float, n: int, outside: float, rank: int,
         left += not inside
         return (np.sum(c * x - np.log(x)), c - 1.0 / x) if inside else (outside, np.full(x.shape, outside))
 
-    piece = cut(np.full(n, start), rank, size)
     result = mpiad.minimize(fun, piece, jac=True, objective="sum", method="L-BFGS-sharded", options={"ftol": 0.0})
-    assert result.success and result.nfev <= 35, (result.nfev, result.message)
-    assert left > 0 or c * start <= 3.0
+    assert result.success, (result.nfev, result.message)
     np.testing.assert_allclose(result.x, 1.0 / c, rtol=1e-4)
+    return left, result
 
 
 def test_bounds_beside_scipy(rank: int, size: int) -> None:
