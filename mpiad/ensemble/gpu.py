@@ -99,7 +99,7 @@ def device_for(backend: EnsembleAlgorithm, batch: Batch) -> ArrayModule:
         # Ranks of one node must not meet on its first device; one that works alone takes what is current.
         return selected_arrays(own_device() if isinstance(backend, EnsembleMPI) else None)
     except (ImportError, RuntimeError) as error:
+        why = str(error).rstrip(".")
         raise type(error)(
-            f"EnsembleGPU: {str(error).rstrip('.')}. On the CPU EnsembleVectorized() with compile=True runs the same solve as "
-            "a kernel."
+            f"EnsembleGPU: {why}. On the CPU EnsembleVectorized() with compile=True runs the same solve as a kernel."
         ) from error
