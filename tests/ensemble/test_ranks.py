@@ -107,6 +107,17 @@ def test_a_share_with_the_longest_trajectory_has_fewer_of_them(stride):
     assert cut > np.searchsorted(np.cumsum(tries), tries.sum() / 2)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_shares_of_many_trajectories_are_equal_to_a_few_thousandths(compiled):
+    tries = np.random.default_rng(3).integers(5, 50, 300_001)
+    mpi = EnsembleMPI()
+    mpi.remember(tries, 4, compiled)
+    found = mpi.bounds(len(tries), 3)
+    assert found[0] == 0 and found[-1] == len(tries)
+    costs = np.add.reduceat(tries + 2.0, found[:-1])
+    assert costs.max() <= 1.003 * costs.mean()
+
+
 @pytest.mark.parametrize("count", [0, 1, 2])
 def test_fewer_trajectories_than_ranks(count):
     arrays = remake(LORENZ, p=RHO[:count])
