@@ -27,12 +27,13 @@ def loss(x, f=lorenz, **more):
 @both
 @pytest.mark.parametrize("every", [1, 2, 7, 1000])
 @pytest.mark.parametrize("ends", [(0.0, 1.0), (0.1, 0.9)])
-def test_gradients_are_the_same(every, ends):
+def test_gradients_are_the_same(every, ends, solved_by):
     x = U0, RHO, np.array(ends)
     expected, found = (mpiad.grad(lambda x, k=k: loss(x, checkpoints=k))(x) for k in (None, every))
     for a, b in zip(found, expected):
         np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12 * np.abs(b).max())
-    for way in ("tangent", "adjoint"):
+    # By p alone an adjoint is another kernel, for nothing new.
+    for way in ("tangent", "adjoint") if solved_by == "columns" else ("tangent",):
         expected, found = (
             mpiad.grad(lambda p, k=k, w=way: loss((U0, p, (0.0, 1.0)), checkpoints=k, gradient=w))(RHO)
             for k in (None, every)

@@ -1,0 +1,86 @@
+"""What can't be used is refused on all ranks, and what only looks so is solved: by columns and by kernels."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mpiad.ensemble import RK45, EnsembleMPI, EnsembleProblem, ODEProblem, remake, solve
+
+pytestmark = pytest.mark.usefixtures("solved_by")
+
+N = 5
+
+
+def swing(u, p, t):
+    return [u[1], -u[0]]
+
+
+GOOD = ODEProblem(swing, [0.0, 1.0], (0.0, 1.0))
+U0 = np.linspace([0.0, 1.0], [1.0, 2.0], N)
+
+
+def larger_at_last(problem, i, repeat):
+    return remake(problem, u0=np.zeros(3 if i == N else 2))
+
+
+REFUSED = {
+    "the shape of f": ({"f": lambda u, p, t: [u[0]]}, {}, ValueError, r"shape \(1, 3\).*\(2, 3\) was expected.*columns"),
+    "f in place": ({"f": lambda u, p, t: u.__setitem__(0, 1.0)}, {}, TypeError, "writes into its arguments"),
+    "saveat": ({}, {"saveat": [0.5, 1.5]}, ValueError, r"1.5 lies outside of \(0.0, 1.0\)"),
+    "rtol": ({}, {"rtol": 0.0}, ValueError, "rtol must be above zero, but got 0.0"),
+    "u0": ({"u0": ["a", "b"]}, {}, TypeError, "u0 must be numbers"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("gather", [True, False])
+def test_is_refused_on_all_ranks(case, gather):
+    changes, more, kind, text = REFUSED[case]
+    arrays = {} if "u0" in changes else {"u0": U0}
+    ensemble = EnsembleProblem(remake(GOOD, **changes), **arrays)
+    with pytest.raises(kind, match=text):
+        solve(ensemble, RK45(), EnsembleMPI(gather=gather), trajectories=N, **more)
+
+
+def test_another_dimension_of_the_last_ranks_trajectory():
+    with pytest.raises(ValueError, match=r"\(3,\)"):
+        solve(EnsembleProblem(GOOD, larger_at_last), RK45(), EnsembleMPI(), trajectories=N)
+
+
+@pytest.mark.parametrize("count", [0, 1, N])
+def test_fewer_trajectories_than_ranks(count):
+    sol = solve(EnsembleProblem(GOOD, u0=U0[:count]), RK45(), EnsembleMPI(), rtol=1e-8)
+    assert sol.u.shape == (count, 2, 2) and len(sol) == count
+    a, b = U0[:count].T
+    exact = np.stack([a * np.cos(1) + b * np.sin(1), b * np.cos(1) - a * np.sin(1)], axis=1)
+    np.testing.assert_allclose(sol.u_end, exact, rtol=1e-6)
+
+
+def test_integers_and_no_time():
+    sol = solve(EnsembleProblem(GOOD, u0=np.array([[0, 1], [2, 3], [1, 1]])), RK45(), EnsembleMPI())
+    assert sol.u_end.dtype == float and (sol.retcode == "Success").all()
+    still = solve(EnsembleProblem(remake(GOOD, tspan=(2.0, 2.0)), u0=U0), RK45(), EnsembleMPI())
+    np.testing.assert_array_equal(still.u_end, U0)
+    assert not still.nf.any() and (still.retcode == "Success").all()
+
+
+@pytest.mark.columns("kernels compute with real numbers")
+def test_complex_numbers():
+    sol = solve(EnsembleProblem(GOOD, u0=U0 * 1j), RK45(), EnsembleMPI(), rtol=1e-8)
+    real = solve(EnsembleProblem(GOOD, u0=U0), RK45(), EnsembleMPI(), rtol=1e-8)
+    np.testing.assert_allclose(sol.u_end, 1j * real.u_end, rtol=1e-12)
+
+
+def test_what_kernels_refuse_is_refused_on_all_ranks(solved_by):
+    def branches(u, p, t):
+        return [u[1], -u[0] if np.all(u[0] > -99) else u[0]]
+
+    untraceable = remake(GOOD, f=branches), U0, TypeError, "test_rank_bad_input.py:"
+    cases = [untraceable, (GOOD, U0 * 1j, ValueError, "complex128")]
+    for problem, u0, kind, text in cases:
+        if solved_by == "kernels":
+            with pytest.raises(kind, match=text):
+                solve(EnsembleProblem(problem, u0=u0), RK45(), EnsembleMPI())
+        else:
+            assert (solve(EnsembleProblem(problem, u0=u0), RK45(), EnsembleMPI()).retcode == "Success").all()
