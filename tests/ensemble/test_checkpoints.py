@@ -11,7 +11,6 @@ import mpiad
 from mpiad.ensemble import EnsembleProblem, EnsembleSerial, EnsembleVectorized, Event, ODEProblem, solve
 
 pytestmark = pytest.mark.serial
-both = pytest.mark.usefixtures("solved_by")
 
 TIGHT = {"rtol": 1e-6, "atol": 1e-9}
 RHO = np.linspace(0, 21, 40)[:, None]
@@ -24,16 +23,14 @@ def loss(x, f=lorenz, **more):
     return anp.sum(anp.where(np.isnan(mpiad.stop(sol.u)), 0.0, anp.sin(sol.u))) + anp.sum(sol.u_end**2)
 
 
-@both
 @pytest.mark.parametrize("every", [1, 2, 7, 1000])
 @pytest.mark.parametrize("ends", [(0.0, 1.0), (0.1, 0.9)])
-def test_gradients_are_the_same(every, ends, solved_by):
+def test_gradients_are_the_same(every, ends):
     x = U0, RHO, np.array(ends)
     expected, found = (mpiad.grad(lambda x, k=k: loss(x, checkpoints=k))(x) for k in (None, every))
     for a, b in zip(found, expected):
         np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12 * np.abs(b).max())
-    # By p alone an adjoint is another kernel, for nothing new.
-    for way in ("tangent", "adjoint") if solved_by == "columns" else ("tangent",):
+    for way in ("tangent", "adjoint"):
         expected, found = (
             mpiad.grad(lambda p, k=k, w=way: loss((U0, p, (0.0, 1.0)), checkpoints=k, gradient=w))(RHO)
             for k in (None, every)

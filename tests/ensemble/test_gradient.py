@@ -69,8 +69,11 @@ CASES = {
         forced, draws(2), draws(2, seed=1), (0.0, 1.0), Tsit5(), (TSITOURAS.a, TSITOURAS.c, TSITOURAS.dense), TIGHT,
     ),
 }  # fmt: skip
-COMPLEX = pytest.mark.columns("kernels compute with real numbers")
-every_case = pytest.mark.parametrize("case", [pytest.param(c, marks=COMPLEX if c == "complex" else ()) for c in CASES])
+ALONE = {
+    "complex": pytest.mark.columns("kernels compute with real numbers"),
+    "tsitouras": pytest.mark.columns("its kernels differ from the first in numbers only, and take seconds to compile"),
+}
+every_case = pytest.mark.parametrize("case", [pytest.param(case, marks=ALONE.get(case, ())) for case in CASES])
 
 
 @both
@@ -105,7 +108,6 @@ def ensemble_loss(f, u0, p, saveat, weights, more):
     return anp.sum(weights * sol.u) + anp.sum(sol.u_end**2)
 
 
-@both
 def test_each_trajectory_of_an_ensemble():
     u0, p = draws(4, 3), 20 * draws(4, 1, seed=1)
     p[0], weights = 1.0, draws(4, len(SAVED), 3, seed=5)
@@ -133,7 +135,6 @@ def shared_loss(theta, backend=None):
     return anp.sum(anp.abs(1 - sol.u)) + anp.sum(sol.u_end[:, 0])
 
 
-@both
 def test_what_prob_func_closes_over():
     theta = np.array([0.3, 1.1, 1.2])
     expected = np.zeros(3)

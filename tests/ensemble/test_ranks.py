@@ -43,6 +43,7 @@ def test_gathered_is_what_one_process_has(inner):
         same(solve(LORENZ, ensemblealg=EnsembleMPI(inner), **changes), solve(LORENZ, **changes))
 
 
+@pytest.mark.usefixtures("solved_by")
 def test_shares(rank, size):
     whole = solve(LORENZ, saveat=0.25)
     sol = solve(LORENZ, ensemblealg=EnsembleMPI(gather=False), saveat=0.25)

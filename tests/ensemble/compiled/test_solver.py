@@ -133,6 +133,35 @@ def test_gradients(argnums, saveat, way):
         onp.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-8 * onp.abs(a).max())
 
 
+@pytest.mark.parametrize("every", [1, 2, 5, 1000])
+def test_fewer_steps_at_a_time(every):
+    found, expected = (
+        mpiad.grad(loss, (0, 1, 2, 3))(U0, OWN, SHARED, SPANS, saveat=TIMES, compile=True, checkpoints=k)
+        for k in (every, None)
+    )
+    for a, b, own in zip(found, expected, (True, True, False, True)):
+        # What all share is a sum over the trajectories, here of the sums of parts.
+        if own:
+            onp.testing.assert_array_equal(a, b)
+        else:
+            onp.testing.assert_allclose(a, b, rtol=1e-13)
+    u0, u0_again = (
+        mpiad.grad(loss, 0)(U0, OWN, SHARED, SPANS, saveat=None, compile=True, checkpoints=k) for k in (every, None)
+    )
+    onp.testing.assert_array_equal(u0, u0_again)  # carried: nothing is kept in any case
+
+
+def test_steps_are_recorded_part_by_part(monkeypatch):
+    rows = []
+    first = launch.launch
+    monkeypatch.setattr(
+        "mpiad.ensemble.compiled.solver.launch",
+        lambda function, form, solver: (rows.append((form.record, solver.batch.size)), first(function, form, solver))[1],
+    )
+    mpiad.grad(loss, (0, 1, 2, 3))(U0, OWN, SHARED, SPANS, saveat=TIMES, compile=True, checkpoints=2)
+    assert rows == [(False, N), (True, N // 2), (True, N - N // 2)]
+
+
 def test_forward_mode_and_second_order_after_a_kernel():
     v = onp.cos(onp.arange(N))
 
