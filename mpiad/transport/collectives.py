@@ -49,6 +49,14 @@ def _allreduce_on_device(channel: Channel, array: Array, op: Op) -> Array:
 def reduce(channel: Channel, x: Array, op: Op, root: int, call: str, mixed: bool = False) -> Array:
     """Combine every rank's array on the root; zeros elsewhere. `mixed`: some ranks' arrays may lie on the host."""
     array = outgoing(x, call)
+    if type(array) is not np.ndarray:
+        return _reduce_on_device(channel, array, op, root, mixed)
+    out = np.empty(array.shape, array.dtype) if channel.rank == root else np.zeros(array.shape, array.dtype)
+    channel.data.Reduce(array, out if channel.rank == root else None, op, root)
+    return out if array.ndim else out[()]
+
+
+def _reduce_on_device(channel: Channel, array: Array, op: Op, root: int, mixed: bool) -> Array:
     arrays = arrays_of(array)
     divided = None if mixed else in_pieces(channel, array.nbytes, arrays)
     if divided is not None:

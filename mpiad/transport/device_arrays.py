@@ -124,7 +124,10 @@ class ArrayModule(Protocol):
         ...
 
     def message(self, x: Array) -> Any:
-        """Return what a CUDA-aware MPI is given for a C-contiguous array: an object that mpi4py takes as a buffer."""
+        """Return what a CUDA-aware MPI is given for a C-contiguous array.
+
+        It is an object that mpi4py takes as a buffer, with the array's shape, dtype and nbytes.
+        """
         ...
 
     def pointer(self, x: Array) -> int:

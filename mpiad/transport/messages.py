@@ -25,10 +25,9 @@ class Receipt:
 
     __slots__ = ("buffer", "envelope", "request", "room", "spec", "way")
 
-    def __init__(self, spec: Spec, way: Way, room: Any, envelope: Envelope):
-        self.spec, self.way, self.room, self.envelope = spec, way, room, envelope
-        self.buffer = way.buffer(room)
-        self.request = envelope.comm.Irecv(self.buffer, envelope.peer, envelope.mpi_tag)
+    def __init__(self, spec: Spec, way: Way, room: Any, buffer: Any, envelope: Envelope):
+        self.spec, self.way, self.room, self.buffer, self.envelope = spec, way, room, buffer, envelope
+        self.request = envelope.comm.Irecv(buffer, envelope.peer, envelope.mpi_tag)
 
 
 def _started(array: Array, envelope: Envelope) -> tuple[Any, Any]:
@@ -68,9 +67,11 @@ def post_receive(spec: Spec, envelope: Envelope) -> Receipt:
 
 def _receipt(spec: Spec, envelope: Envelope) -> Receipt:
     if spec.arrays is None:
-        return Receipt(spec, HOST, np.empty(spec.shape, spec.dtype), envelope)
+        buffer = np.empty(spec.shape, spec.dtype)
+        return Receipt(spec, HOST, buffer, buffer, envelope)
     way = way_of(envelope.channel, spec.arrays)
-    receipt = Receipt(spec, way, way.room(spec.shape, spec.dtype), envelope)
+    room = way.room(spec.shape, spec.dtype)
+    receipt = Receipt(spec, way, room, way.buffer(room), envelope)
     # Memory that is lent goes to the next array when it is dropped: not while MPI may write to it.
     envelope.channel.hold("receive", receipt.request, receipt)
     return receipt
@@ -161,7 +162,7 @@ def _completed(receipt: Receipt, status: Any, call: str) -> Any:
         receipt.envelope.channel.release(receipt.request)
     # MPI reports what is too long; what is too short it receives without a word.
     got = status.Get_count(MPI.BYTE)
-    if got != receipt.spec.nbytes:
+    if got != receipt.buffer.nbytes:
         return _in_pieces(receipt.buffer, got, receipt.spec, receipt.envelope, receipt.room, call)
     return receipt.way.home(receipt.room)
 
