@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from mpiad.ensemble.joining import joined
 from mpiad.ensemble.problem import EnsembleProblem
-from mpiad.ensemble.solution import EnsembleSolution, joined
+from mpiad.ensemble.solution import EnsembleSolution
 
 __all__ = ["combined", "reduced"]
 

@@ -15,8 +15,9 @@ from mpiad._typing import Array, Comm
 from mpiad.ensemble.deferred import Deferred
 from mpiad.ensemble.dense_parts import GatheredOutput
 from mpiad.ensemble.facts import Facts
+from mpiad.ensemble.joining import widened
 from mpiad.ensemble.retcodes import names_of
-from mpiad.ensemble.solution import EnsembleSolution, at_ends, widened
+from mpiad.ensemble.solution import EnsembleSolution, at_ends
 from mpiad.ensemble.statistics import quantile, root, squared_distance, summary
 from mpiad.primitives import mpi_allgather, mpi_allreduce
 from mpiad.primitives.allgather import gather_pieces

@@ -24,6 +24,7 @@ from mpiad.ensemble.events import Event
 from mpiad.ensemble.facts import fingerprint
 from mpiad.ensemble.failures import report
 from mpiad.ensemble.gpu import gpu_of
+from mpiad.ensemble.joining import joined
 from mpiad.ensemble.members import columns_of, master_seed, members
 from mpiad.ensemble.on_device.arguments import is_on_device, placed
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
@@ -34,7 +35,7 @@ from mpiad.ensemble.run import Run
 from mpiad.ensemble.saving import save_times
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.sharded import ShardedSolution
-from mpiad.ensemble.solution import EnsembleSolution, evaluations, joined, solution_of
+from mpiad.ensemble.solution import EnsembleSolution, evaluations, solution_of
 from mpiad.ensemble.trial import try_once
 from mpiad.transport import Channel, channel
 from mpiad.transport.agreement import require_alike
