@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import autograd.numpy as anp
 import numpy as np
+from autograd.tracer import getval
 
 from mpiad._typing import Array
 from mpiad.device.numpy import concatenate
@@ -70,4 +70,4 @@ def widened(array: Array, width: int) -> Array:
     if not missing:
         return array
     shape = (len(array), missing, *array.shape[2:])
-    return anp.concatenate([array, np.full(shape, np.nan, array.dtype)], axis=1)
+    return concatenate([array, np.full_like(getval(array), np.nan, shape=shape)], axis=1)

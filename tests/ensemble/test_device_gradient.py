@@ -131,8 +131,9 @@ def test_second_derivatives_and_moving_ends_are_refused():
 
 
 @pytest.mark.parametrize("gather", [True, False])
-def test_ensembles_over_ranks(gather):
-    u0, p = _inputs()
+@pytest.mark.parametrize("count", [_N, 2])
+def test_ensembles_over_ranks(gather, count):
+    u0, p = (x[:count] for x in _inputs())
 
     def loss(put):
         def squares(p):

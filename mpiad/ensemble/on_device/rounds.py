@@ -53,10 +53,21 @@ def integrate(batch: Batch, settings: Settings) -> Outcome:
         Where f isn't written for columns, or parameters aren't where the states are.
     """
     check(batch, settings)
-    if not batch.size:
-        return Outcome.empty(batch, settings)
+    if not batch.size:  # as on ranks that are more than trajectories
+        return _nothing(batch, settings)
     with np.errstate(all="ignore"):
         return _Solve(batch, settings).outcome()
+
+
+def _nothing(batch: Batch, settings: Settings) -> Outcome:
+    outcome, home = Outcome.empty(batch, settings), arrays_of(batch.u0)
+    saves = None
+    if outcome.saved is not None:
+        saves = SaveTimes(settings.saveat, batch, np.ones(0))  # type: ignore[arg-type]
+        outcome.saved = home.empty(outcome.saved.shape, batch.u0.dtype)  # type: ignore[union-attr]
+    if settings.record:
+        outcome.record = Record(batch, Table(settings.alg.tableau, batch.u0), saves)
+    return outcome
 
 
 class _Solve:

@@ -70,6 +70,8 @@ class _DeviceArithmetic(Arithmetic):
 
     def take(self, tiles: Any, gradient: Array, way: int, out: int) -> tuple[float, float, float]:
         """Copy a gradient, and measure it by one copy of three numbers."""
+        if not gradient.size:  # of nothing there is no largest entry
+            return 0.0, 0.0, 0.0
         rows = tiles.memory
         rows[out] = gradient
         copied, along = rows[out], rows[way]
@@ -119,6 +121,8 @@ class DeviceMemory(Memory):
             vectors.append(gradient)
         length = 2 * self.ring.count + 1
         of_change, of_gradient = np.zeros((2, length))
+        if not self._size:
+            return np.zeros(2 * length)
         if not vectors:
             return np.concatenate([of_change, of_gradient[:-1], [float(self._home.to_host(square))]])
         # All rows, those in no use too: one product costs less than two of parts.

@@ -100,3 +100,13 @@ def test_a_piece_in_two_places_is_refused():
     start = {"a": on_device(np.ones(2)), "b": np.ones(2)}
     with pytest.raises(TypeError, match="all be on the host or on one device"):
         minimize(lambda x: anp.sum(x["b"] ** 2), start, method="L-BFGS-sharded")
+
+
+def test_a_rank_may_have_nothing():
+    start = on_device(np.full(3 if _RANK == 0 else 0, 2.0))
+
+    def bowl(x):
+        return mpiad.mpi_allreduce(anp.sum((x - 1.0) ** 2))
+
+    found = minimize(bowl, start, method="L-BFGS-sharded")
+    np.testing.assert_allclose(on_host(found.x), np.ones(len(start)), rtol=1e-5)
