@@ -56,6 +56,12 @@ def test_halos(boundary, corners):
     _alike(lambda u: domain.exchange(u, "zero", corners=corners), _field(domain, (2,), np.complex128))
 
 
+def test_a_cotangent_that_others_share_stays():
+    domain = _domain()
+    around = np.random.default_rng(_RANK).normal(size=domain.padded_shape)
+    _alike(lambda u, v: domain.exchange(u, "edge") + v, _field(domain), around)
+
+
 def test_halos_that_travel_while_the_rank_computes():
     domain = _domain(periodic=(True, False))
 

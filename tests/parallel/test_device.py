@@ -205,3 +205,15 @@ def _shared(tmp_path_factory):
 
     mine = str(tmp_path_factory.mktemp("training") / "run.npz") if _RANK == 0 else None
     return MPI.COMM_WORLD.bcast(mine, 0)
+
+
+def test_parameters_may_be_in_both_places():
+    def mixed(params, x, y):
+        return params["gain"] * loss({**params, "scale": 1.0}, x, y)
+
+    host, there = ({**_params(put), "gain": 0.7} for put in (np.asarray, on_device))
+    for one in (host, there):
+        del one["scale"]
+    wanted, found = value_and_grad(mixed)(host, *_batch(np.asarray)), value_and_grad(mixed)(there, *_batch(on_device))
+    _close(found[1], wanted[1])
+    assert isinstance(found[1]["gain"], float)

@@ -101,3 +101,16 @@ def test_steps_that_communicate(checkpoints):
     x = np.arange(3.0) + rank
     known = mpiad.grad(loss(np.asarray), objective="sum")(x)
     np.testing.assert_allclose(on_host(mpiad.grad(loss(on_device), objective="sum")(on_device(x))), known, rtol=1e-12)
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("checkpoints", [None, 2])
+def test_a_step_may_write_into_its_state(checkpoints):
+    def halved(u, k):
+        u *= 0.5
+        return u
+
+    x = on_device(np.ones(3))
+    last = scan(halved, x, 3, checkpoints=checkpoints)
+    np.testing.assert_array_equal(on_host(last), np.full(3, 0.125))
+    np.testing.assert_array_equal(on_host(x), np.ones(3))
