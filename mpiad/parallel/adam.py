@@ -79,6 +79,8 @@ class Adam:
         given = matching(gradient, params, leaves, type(self).__name__)
         number = state["updates"] + 1
         rate = rate_at(self.learning_rate, number - 1)
+        # Both means start at zero and are too small by these factors (the paper's m̂ and v̂). That of the first is taken
+        # into the rate, which saves a pass over the array.
         scale = rate / (1 - self.beta1**number)
         correction = 1 - self.beta2**number
 
@@ -93,7 +95,7 @@ class Adam:
         return {"updates": number, "first": build(first), "second": build(second)}, build(new)
 
     def _decayed(self, x: Any, rate: float) -> Any:
-        return x
+        return x  # nothing decays; AdamW does
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,7 @@ class AdamW(Adam):
 
 
 def _real_zeros(x: Any) -> Any:
+    # |g|² is real where parameters are complex: half of the memory.
     return np.zeros_like(np.real(x))
 
 

@@ -50,6 +50,7 @@ def in_blocks(formula: Formula, columns: Sequence[Sequence[Any]], results: Seque
             for new, flat in zip(out, _applied(formula, inputs, results)):
                 new[place] = flat.reshape(leaf.shape)
         elif plain or is_variable(leaf):
+            # By dtype and place: laid together, float32 would become float64, and arrays of two devices can't be.
             together.setdefault(leaf.dtype if plain else _kind(leaf), []).append(place)
     for places in together.values():
         inputs = [np.concatenate([column[k] for k in places], axis=None) for column in columns]
@@ -66,6 +67,7 @@ def _kind(leaf: Any) -> Any:
 
 
 def _applied(formula: Formula, inputs: list[np.ndarray], results: Sequence[int]) -> list[np.ndarray]:
+    # All of the whole length, so that pieces are written where they stay: only a formula's own values are short.
     outputs = [np.empty_like(inputs[k]) for k in results]
     every = inputs + outputs
     if len(inputs[0]) <= _PIECE or type(inputs[0]) is not _ndarray:  # a device has its own ways
@@ -81,6 +83,7 @@ def _take_apart(flat: np.ndarray, places: list[int], shapes: list[tuple[int, ...
     start = 0
     for place, shape in zip(places, shapes):
         if not shape:
+            # Numbers stay numbers; a slice would make of each an array of one entry.
             out[place] = flat[start]
             start += 1
             continue

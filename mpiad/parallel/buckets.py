@@ -66,6 +66,8 @@ class Plan:
             open_ones[kind].append(place)
             filled[kind] += length
         self.buckets = [_bucket(places[::-1], specs) for places in groups]
+        # What ranks can compare: of devices only that it is one, since their numbers differ on one node. By a CRC, because
+        # Python's hash of strings differs between processes; below 2²⁰, so that the sum over all ranks of squares is exact.
         said = [(spec.shape, spec.dtype.str, spec.arrays is not None) for spec in specs]
         self.digest = zlib.crc32(repr((said, limit)).encode()) % 2**20
         self.several = len(self.buckets) > 1
@@ -112,8 +114,10 @@ class Sums:
         """Hand in one array, and start what is full."""
         self._arrays[place] = array
         self._missing[self._plan.bucket_of[place]] -= 1
+        # In the buckets' order, though a later one may be full before: all ranks must start the same sums, one by one.
         while len(self._wholes) < len(self._missing) - 1 and not self._missing[len(self._wholes)]:
             whole = self._packed()
+            # A device array goes through memory of the transport's own, so there is no sum in place to start.
             start = start_sum_in_place if type(whole) is np.ndarray else start_allreduce
             self._started.append(start(self._aside, whole))
 
@@ -128,7 +132,7 @@ class Sums:
         places = self._plan.buckets[len(self._wholes)].places
         self._wholes.append(np.concatenate([self._arrays[k] for k in places], axis=None))
         for k in places:
-            self._arrays[k] = None
+            self._arrays[k] = None  # lets go of it: else the gradient would be in memory twice
         return self._wholes[-1]
 
     def _add_up(self) -> None:
@@ -145,6 +149,7 @@ class Sums:
         for k, summation in enumerate(self._started):
             self._wholes[k] = finish(summation)  # itself on the host, and new memory on a device
         self._started, self._begun = [], False
+        # Emptied by `_packed`, so it serves again: each array is a view of its bucket's sum, nothing is copied.
         out = self._arrays
         for bucket, whole in zip(self._plan.buckets, self._wholes):
             if divisor != 1:
@@ -157,6 +162,7 @@ class Sums:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        # After `begin` also where none was started here: another rank's reverse pass may have been faster.
         if kind is not None and (self._started or self._begun):
             self._channel.mark(f"{kind.__name__} left a gradient whose sums over the ranks were under way.")
 
@@ -165,5 +171,6 @@ class _Aside:
     """What a sum needs of a channel, with the communicator that nothing else uses."""
 
     def __init__(self, channel: Channel):
+        # The channel holds what is under way, as for all that it must complete at its end; only the messages go aside.
         self.data, self.hold, self.release = channel.aside(), channel.hold, channel.release
         self.cuda_aware = channel.cuda_aware

@@ -79,6 +79,7 @@ def save_checkpoint(
         mine = described(own, f"own/{used.rank}", of_mine), of_mine
     except TypeError as found:
         error = found
+    # Before the gather, in which all would wait for a rank that has raised.
     raise_together(used, error)
     every = used.data.gather(mine, root)
     if used.rank == root:
@@ -126,6 +127,7 @@ def load_checkpoint(
     root = root_of(root, used, call)
     found, error = None, None
     if used.rank == root and Path(path).exists():
+        # Other ranks don't look for the file: on a node's own disk they might not find it.
         try:
             found = _read(Path(path), used.size)
         except (ValueError, OSError) as wrong:
@@ -136,6 +138,7 @@ def load_checkpoint(
         return None
     description, arrays = found
     own = description["own"]
+    # Devices are this rank's own, and no file can say which; so one of the caller's arrays does.
     home = next(filter(None, map(arrays_of, flatten(like)[0])), None)
     made, error = None, None
     try:

@@ -20,7 +20,7 @@ def clipped(arrays: list[Array], longest: float | None) -> list[Array]:
     """
     if longest is None:
         return arrays
-    norm = math.hypot(*_norms(arrays))
+    norm = math.hypot(*_norms(arrays))  # which doesn't overflow where a sum of squares would
     if longest < norm < math.inf:
         for array in arrays:
             array *= longest / norm
@@ -30,6 +30,7 @@ def clipped(arrays: list[Array], longest: float | None) -> list[Array]:
 def _norms(arrays: list[Array]) -> list[float]:
     homes = [arrays_of(array) for array in arrays]
     norms = [_norm(array) for array, home in zip(arrays, homes) if home is None]
+    # One copy from each device, since each copy makes the host wait.
     for home in set(homes) - {None}:
         norms += _norms_on(home, [array for array, own in zip(arrays, homes) if own == home])
     return norms
@@ -45,6 +46,7 @@ def _norms_on(home: Any, arrays: list[Array]) -> list[float]:
         if not np.isfinite(largest).all():
             return largest.tolist()
         # The squares are too large, not yet the gradient itself.
+        # The least divisor is for gradients of zeros, which must not become NaN.
         scaled = [np.abs(array).astype(float) / size for array, size in zip(arrays, np.maximum(largest, 1e-300).tolist())]
         return (largest * np.sqrt(home.to_host(np.stack([np.sum(array * array) for array in scaled])))).tolist()
 

@@ -73,6 +73,7 @@ class DistributedDataContainer:
         self.epoch = epoch
         self._order = np.arange(self._count)
         if self.shuffle:
+            # From seed and epoch alone, so a training that goes on from a checkpoint needn't make the orders before it.
             self._order = np.random.default_rng([self.seed, epoch]).permutation(self._count)
 
     def __len__(self) -> int:
@@ -109,6 +110,7 @@ class DistributedDataContainer:
 
     def _sample(self, number: int) -> Any:
         if self._arrays is None:
+            # A data set of the user's may know Python's integers only.
             return self.data[int(number)]
         leaves, build = self._arrays
         return build([leaf[number] for leaf in leaves])
@@ -136,6 +138,7 @@ def _arrays(data: Any) -> tuple[Sequence[Any], Any] | None:
     if isinstance(data, list):
         return None  # of samples, which may be arrays themselves
     leaves, build = flatten(data)
+    # An array without axes has no entry for each sample.
     arrays = [_is_array(leaf) and leaf.ndim > 0 for leaf in leaves]
     if leaves and all(arrays):
         return leaves, build

@@ -123,9 +123,11 @@ class DistributedOptimizer:
         given, places, _ = variables
         specs = [spec_like(given[k]) for k in places]
         if samples == 0:
+            # Zeros, because the sums are collective: this rank must take part in each of them.
             parts = [spec.zeros() for spec in specs]
         else:
             leaves = matching(gradient, params, given, "DistributedOptimizer.update")
+            # In the gradient's own dtype, so that a number of NumPy's can't make float64 of float32.
             factor = 1 if samples is None else samples
             parts = [leaves[k] if factor == 1 else leaves[k] * specs[i].dtype.type(factor) for i, k in enumerate(places)]
         count = 1 if samples is None else samples
@@ -186,6 +188,7 @@ class DistributedOptimizer:
         used = channel(self.comm, "DistributedOptimizer.step")
         variables = variables_of(params, "DistributedOptimizer.step")
         specs, count = [spec_like(variables.leaves[k]) for k in variables.places], counted(samples, params, batch)
+        # Only the last gradient before an update travels. All ranks count steps alike, so none waits for another here.
         last = self.accumulate == 1 or state["steps"] + 1 == self.accumulate
         held = state.get("gradient") or [None] * len(specs)
         parts: list[Any] = [None] * len(specs)
@@ -216,6 +219,7 @@ class DistributedOptimizer:
         leaves: list[Any] = [None] * len(variables.leaves)
         found = sums.wait(total if self.reduction == "mean" else 1)
         for k, array in zip(variables.places, clipped(found, self.clip_norm)):
+            # Numbers have travelled as arrays without axes; they become numbers again.
             leaves[k] = array[()]
         inner, params = self.optimizer.update(state["optimizer"], params, variables.build(leaves))
         emptied = {} if self.accumulate == 1 else {"gradient": None, "steps": 0, "samples": 0}

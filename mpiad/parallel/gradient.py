@@ -128,6 +128,7 @@ def gradient_of_sum(
             spec = spec_like(leaf)
             ready(variable, spec.zeros() if g is None else conform(g, *spec))
 
+    # Its zeros are handed in as any gradient: every sum is a collective of all ranks.
     if not count:
         found = agree()
         for variable in range(len(places)):
@@ -135,10 +136,12 @@ def gradient_of_sum(
         return found
     traced = trace_backwards(lambda x: loss(x, *batch), variables._replace(leaves=leaves))
     value = traced.build(traced.values)
+    # Before the reverse pass, in which sums may start: whoever has no loss to differentiate can't leave the others in them.
     problem = traced.problem or problem_with(getval(value), 1.0, "parallel.value_and_grad")
     found = agree(problem=problem) if problem else agree(loss=float(np.reshape(to_host(getval(value)), ())) * count)
     # By the number of samples: what a mean divides by it is whole again.
     spec = spec_like(value)
+    # Where the loss doesn't depend on the parameters there is no place to start from, and all gradients are zero.
     seeds = [(traced.places[0], spec.zeros() + spec.dtype.type(count))] if traced.places[0] >= 0 else []
     if early is not None:
         early()

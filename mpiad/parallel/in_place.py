@@ -122,5 +122,6 @@ def _writable(x: Tree, call: str, comm: Comm) -> list[np.ndarray]:
             kind = "a read-only array" if isinstance(leaf, np.ndarray) else f"{type(leaf).__name__} {leaf!r:.40}"
             error = TypeError(f"{call}: {name} must be an array that can be written to, but got {kind}.")
             break
+    # Also where all is well here: another rank may have found a leaf that can't be written to.
     raise_together(channel(comm, call), error)
     return [leaf for _, leaf in leaves]

@@ -22,9 +22,9 @@ def described(value: Tree, path: str, arrays: dict[str, np.ndarray]) -> list[Any
     TypeError
         Where it holds something else than arrays, numbers, strings, None, generators of NumPy's, dicts, lists and tuples.
     """
-    if value is None or isinstance(value, (bool, str)):
+    if value is None or isinstance(value, (bool, str)):  # bool before int, of which it is a kind
         return ["plain", value]
-    if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
+    if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:  # objects would need pickle
         arrays[path] = np.asarray(value)
         return ["array" if isinstance(value, np.ndarray) else "number", path]
     home = arrays_of(value)
@@ -37,6 +37,7 @@ def described(value: Tree, path: str, arrays: dict[str, np.ndarray]) -> list[Any
         return ["float", value.hex()]  # every bit
     if isinstance(value, complex):
         return ["complex", value.real.hex(), value.imag.hex()]
+    # Exactly: of a subclass (a Counter, a NamedTuple below) another type would come back.
     if type(value) is dict:
         parts = [[described(key, path, arrays), described(part, f"{path}/{key}", arrays)] for key, part in value.items()]
         return ["dict", parts]

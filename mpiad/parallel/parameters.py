@@ -28,6 +28,7 @@ def variables_of(tree: Tree, call: str, required: bool = True) -> Variables:
     leaves, build = flatten(tree)
     places, others = [], []
     for k, leaf in enumerate(leaves):
+        # An array itself can't be traced; only the rest is looked at, since this runs in each step.
         if type(leaf) is not np.ndarray:
             others.append(leaf)
         if leaf.dtype.kind in "fc" if type(leaf) is np.ndarray else is_variable(leaf):
@@ -87,5 +88,6 @@ def matching(gradient: Tree, params: Tree, wanted: list[Any], call: str) -> list
 
 def _fits(g: Any, leaf: Any) -> bool:
     if type(g) is np.ndarray and type(leaf) is np.ndarray:
+        # What isn't trained may have any gradient: it isn't looked at.
         return (g.dtype == leaf.dtype and g.shape == leaf.shape) or leaf.dtype.kind not in "fc"
     return not is_variable(leaf) or spec_like(g) == spec_like(leaf)

@@ -30,6 +30,7 @@ def counted(samples: Callable[..., int] | None, params: Tree, batch: Sequence[An
     for part in batch:
         if isinstance(part, Items):
             return len(part)
+    # Nearly always so; it saves taking a nest apart in each step.
     if batch and type(batch[0]) is np.ndarray and batch[0].ndim:
         return len(batch[0])
     for leaf in flatten(list(batch))[0]:
@@ -80,6 +81,7 @@ def totals(
     found = allreduce(used, np.array(mine, float), SUM, call)
     total, accumulated, digests, squares, problems, sum_of_losses = found.tolist()
     if used.size * squares != digests**2:
+        # `found` is the same on all ranks, so all come here, or none, and may talk about what differs.
         raise agreed(used, _difference(used, plan, call))
     if total < 1:
         raise agreed(used, ValueError(f"{call}: none of the {used.size} rank(s) has a sample to learn from."))

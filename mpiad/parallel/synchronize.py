@@ -56,10 +56,12 @@ def synchronize(tree: Tree, root: Rank = 0, comm: Comm = None) -> Tree:
         with suspended():
             whole = mpi_bcast(np.concatenate([np.ravel(leaves[k]) for k in places]), root, comm=comm)
         if used.rank == root:
+            # Past the collective: the root's leaves are those given, not copies of them.
             continue
         start = 0
         for k in places:
             stop = start + np.size(leaves[k])
+            # Copied, because a view would keep the whole message in memory as long as one leaf lives.
             leaves[k] = whole[start:stop].reshape(np.shape(leaves[k])).copy()[()]
             start = stop
     return flatten(tree)[1](leaves)
@@ -68,6 +70,7 @@ def synchronize(tree: Tree, root: Rank = 0, comm: Comm = None) -> Tree:
 def _agreed_leaves(used: Channel, tree: Tree, root: Rank) -> tuple[list, list[int]]:
     """Return the leaves and the places of those that travel, after all ranks have compared theirs with the root's."""
     error, leaves, trained, held = None, [], [], []
+    # Whoever can't describe its nest still takes part in the broadcast below, and is heard of after it.
     try:
         leaves, trained, _ = variables_of(tree, "parallel.synchronize", required=False)
         held = [(name, _described(leaf)) for name, leaf in named_leaves(tree, "tree")]
