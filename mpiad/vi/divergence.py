@@ -27,7 +27,8 @@ def closed_form(posterior: Any, params: Tree, prior: Any) -> Array:
     mean, covariance = posterior.moments(params)
     centre, spread = prior.normal
     inverse = numpy.linalg.inv(spread)
+    # KL = ½ (tr(Σₚ⁻¹ Σ_q) + gapᵀ Σₚ⁻¹ gap - dim + log det Σₚ - log det Σ_q).
     gap = mean - centre
     log_volume = 2 * np.sum(params["log_sd"])  # of both families: L has these on its diagonal
-    trace = np.sum(inverse * covariance)
+    trace = np.sum(inverse * covariance)  # of the product, both being symmetric
     return 0.5 * (trace + np.dot(gap, np.dot(inverse, gap)) - len(centre) + numpy.linalg.slogdet(spread)[1] - log_volume)

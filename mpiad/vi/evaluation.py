@@ -75,6 +75,7 @@ class Model:
         self.runs += 1
         try:
             with suspended():
+                # A copy: where the root evaluates too, this may be a view of the draws that its update still needs.
                 row[0], row[2:] = self._evaluated(np.array(theta))
         except Exception as error:  # noqa: BLE001  whatever a model raises costs its draw, not the run
             self.trace = self.trace or "".join(traceback.format_exception(error))
@@ -95,6 +96,7 @@ class Model:
         traced = trace_backwards(lambda x: self._loss(x, self._data), Variables([theta], [0], lambda leaves: leaves[0]))
         self._require_number(traced.build(traced.values))
         value, place = traced.values[0], traced.places[0]
+        # Seeds of the value's own kind: a model on a device has its cotangents there.
         spec = spec_like(value)
         seeds = [(place, spec.zeros() + spec.dtype.type(1))] if place >= 0 else []
         (gradient,) = run_backward(traced.recording, seeds, 1)
@@ -110,6 +112,7 @@ class Model:
         size = mpi_size(comm)
         counts = [count // size + (rank < count % size) for rank in range(size)]
         mine = mpi_scatter(theta, root, axis=0, counts=counts, comm=comm)
+        # Reshaped for ranks without a draw, whose empty list says nothing of the columns.
         rows = np.array([self.row(one) for one in mine]).reshape(len(mine), 2 + dim)
         gathered = mpi_gather(rows, root, axis=0, comm=comm)
         return gathered if mpi_rank(comm) == root else None

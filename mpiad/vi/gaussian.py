@@ -35,6 +35,7 @@ class MeanFieldGaussian:
 
     def draw(self, params: Tree, noise: Array) -> tuple[Array, Array]:
         """Return draws made of standard normal noise, both of shape (S, dim), and their log densities (S,)."""
+        # Of the draw by its noise: log N(ε; 0, I) less the logarithm of the determinant; no inverse is needed.
         log_density = -0.5 * np.sum(noise**2 + _LOG_2PI, axis=1) - np.sum(params["log_sd"])
         return params["mean"] + np.exp(params["log_sd"]) * noise, log_density
 

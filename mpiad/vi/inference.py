@@ -175,11 +175,14 @@ class VI:
                 _require_host(start, call)
                 training = Training(objective, self.optimizer, start, max_epochs_without_improvement, callback)
             except Exception as found:  # noqa: BLE001  of the posterior or the optimizer, which may be the user's
+                # After these all ranks do the same, so what only the root does comes first and is agreed upon.
                 error = found
         raise_together(used, error)
+        # Outside of a trace that may be around the run: nothing of it can be differentiated.
         with suspended():
             self._epochs(used, root, model, training, n_epochs, ProgressLine() if progress and training else None)
             ended = used.data.bcast(None if training is None else training.ended(n_epochs), root)
+        # No epoch has this number, so these draws are independent of the fit's; all ranks make the same, and send none.
         noise = np.random.default_rng([self.seed, 2**32]).standard_normal((n_samples, self.posterior.dim))
         samples = np.asarray(self.posterior.draw(ended.best, noise)[0])
         return VIResult(
@@ -192,6 +195,7 @@ class VI:
         for epoch in range(n_epochs):
             noise = theta = None
             if training is not None:
+                # Of seed and epoch alone: the same fit on any number of ranks, to rounding.
                 noise, theta = training.draws(np.random.default_rng([self.seed, epoch]), self.n_samples_per_epoch)
             rows = self._rows(model, theta, root)
             if training is not None:
@@ -201,6 +205,7 @@ class VI:
             # Whether another epoch follows is decided once.
             verdict = used.data.bcast(None if training is None else training.verdict, root)
             if verdict.error is not None:
+                # The root raises the exception itself, the others the form of it that could be sent.
                 self._fail(used, model, verdict.error if training is None or training.failure is None else training.failure)
             if verdict.ends:
                 break
@@ -272,6 +277,7 @@ class VI:
         used = channel(self.comm, "VI.elbo")
         root = root_of(self.root, used, "VI.elbo")
         _require_host(params, "VI.elbo")
+        # Beside those of the epochs and of the result's samples.
         noise = np.random.default_rng([self.seed, 2**32 + 1]).standard_normal((n_samples, self.posterior.dim))
         theta, log_q = (np.asarray(part) for part in self.posterior.draw(params, noise))
         model = Model(self.loss, data, False, device_of(self.devices, used, "VI.elbo"))

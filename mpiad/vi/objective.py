@@ -82,12 +82,14 @@ class Objective(NamedTuple):
         # Each draw's baseline is the mean of the others; one draw alone has none.
         count = len(values)
         others = (np.sum(values) - values) / (count - 1) if count > 1 else 0.0
+        # At the draws as constants: the score is the derivative of log q by φ at a fixed θ.
         return np.mean((values - others) * self.posterior.log_prob(params, theta))
 
     def _divergence(self, params: Tree, theta_of: Array, log_q: Array) -> Array:
         if self.divergence == "closed":
             return closed_form(self.posterior, params, self.prior)
         if self.divergence == "path":
+            # By constant parameters, so that only the path's part of the gradient is left.
             log_q = self.posterior.log_prob(stop(params), theta_of)
         log_p = self.prior.log_prob(theta_of)
         outside = numpy.count_nonzero(numpy.isneginf(stop(log_p)))

@@ -16,6 +16,7 @@ __all__ = ["Prior", "prior_of"]
 
 _LOG_2PI = float(numpy.log(2 * numpy.pi))
 # Of a central difference of a smooth function in float64, in units of the distribution's scale.
+# The cube root of float64's precision, where truncation (step²) and rounding (precision / step) are alike.
 _STEP = 6e-6
 # In units of the distance from an end of the support.
 _NEAR_END = 1e-4
@@ -123,7 +124,7 @@ def _slope(x: Array, one: Any) -> Array:
     low, high = one.support()
     # Near an end the density may go to zero or infinity, and its logarithm is steep.
     step = numpy.minimum(_STEP * scale, _NEAR_END * numpy.minimum(x - low, high - x))
-    after, before = x + step, x - step
+    after, before = x + step, x - step  # what was really stepped, after rounding, is divided by
     with numpy.errstate(invalid="ignore", divide="ignore"):
         return numpy.where(step > 0, (one.logpdf(after) - one.logpdf(before)) / (after - before), numpy.nan)
 

@@ -121,6 +121,7 @@ class Training:
         terms, gradient = self._objective.value_and_gradient(self._params, noise, theta, found)
         value = terms.loss + (self._objective.w * terms.divergence if self._objective.w else 0.0)  # it may be infinite
         self._note(value, terms.loss, terms.divergence, found.raised + found.not_finite)
+        # The value is that of the parameters which the draws came from, before this epoch's update.
         if value < self._lowest:
             self._lowest, self._best, self._best_epoch = value, self._params, epoch
         elif self._patience is not None and epoch - self._best_epoch >= self._patience:

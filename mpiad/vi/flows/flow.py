@@ -66,6 +66,7 @@ class Flow:
         for layer, own in zip(self.layers, params["layers"]):
             x, change = layer.forward(own, x)
             log_density = log_density - change
+        # The density of the noise, less what each map stretches: the change of variables.
         return params["mean"] + np.exp(params["log_sd"]) * x, log_density - np.sum(params["log_sd"])
 
     def log_prob(self, params: Tree, theta: Array) -> Array:

@@ -34,6 +34,7 @@ class LULinear:
         """Return the images, and log |det ∂x/∂z| at each point."""
         lower, upper = _factors(params)
         x = (z @ upper.T @ lower.T)[:, numpy.asarray(params["order"])] + params["b"]
+        # P and L have determinants of size one, so U's diagonal is all; once for each point.
         return x, np.sum(params["log_diagonal"]) + np.zeros(len(z))
 
     def inverse(self, params: Tree, x: Array) -> tuple[Array, Array]:

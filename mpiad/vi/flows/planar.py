@@ -12,7 +12,7 @@ from mpiad.primitives import stop
 
 __all__ = ["Planar"]
 
-_BISECTIONS, _NEWTON_STEPS = 60, 2
+_BISECTIONS, _NEWTON_STEPS = 60, 2  # halves of the bracket down to rounding; what Newton adds is below
 
 
 class Planar:
@@ -29,6 +29,7 @@ class Planar:
         """Return the images, and log |det ∂x/∂z| at each point."""
         u, along = _invertible(params)
         bend = np.tanh(z @ params["w"] + params["b"])
+        # By the lemma of the determinant: I + û hwᵀ has 1 + h wᵀû, above zero since wᵀû is above -1; so without its size.
         return z + bend[:, None] * u, np.log1p(along * (1 - bend**2))
 
     def inverse(self, params: Tree, x: Array) -> tuple[Array, Array]:
@@ -48,12 +49,14 @@ def _invertible(params: Tree) -> tuple[Array, Array]:
     """Return û and wᵀû, above -1."""
     w = params["w"]
     found = np.sum(w * params["u"])
+    # The paper's appendix A.1: wᵀû = m(wᵀu) with m(a) = log(1 + eᵃ) - 1. A w of zero must not divide by zero.
     along = np.logaddexp(0.0, found) - 1
     return params["u"] + (along - found) * w / (np.sum(w**2) + 1e-30), along
 
 
 def _root(target: Array, along: Array, b: Array) -> Array:
     """Return a with a + along·tanh(a + b) = target, which grows with a, by bisection."""
+    # tanh is at most one in size, so the root is no further from the target than |along|.
     low, high = target - abs(along) - 1e-9, target + abs(along) + 1e-9
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2

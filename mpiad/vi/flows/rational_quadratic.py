@@ -18,6 +18,7 @@ __all__ = ["numbers_per_spline", "spline", "spline_inverse"]
 
 # The least part of the interval that a bin covers, and the least slope: what keeps the inverse well conditioned.
 _LEAST_BIN, _LEAST_SLOPE = 1e-3, 1e-3
+# Its softplus is 1 - _LEAST_SLOPE, so that numbers of zero give slopes of one.
 _SLOPE_ONE = float(numpy.log(numpy.expm1(1 - _LEAST_SLOPE)))
 
 
@@ -50,6 +51,7 @@ def spline(x: Array, numbers: Array, bins: int, bound: float) -> tuple[Array, Ar
     """
     b = _bin_of(x, numbers, bins, bound, of_values=False)
     slope = b.height / b.width
+    # Also where the result isn't taken the formula must be finite: in the adjoint of `where` zero times NaN would be NaN.
     part = np.where(b.inside, (x - b.x) / b.width, 0.5)
     both = part * (1 - part)
     below = slope + (b.left + b.right - 2 * slope) * both
@@ -61,6 +63,7 @@ def spline_inverse(y: Array, numbers: Array, bins: int, bound: float) -> tuple[A
     """Return the points where the spline has these values, and the logarithms of the inverse's slopes."""
     b = _bin_of(y, numbers, bins, bound, of_values=True)
     slope = b.height / b.width
+    # Finite for points outside too, as in `spline`.
     above = np.where(b.inside, y - b.y, b.height / 2)
     curve = above * (b.left + b.right - 2 * slope)
     a2 = b.height * (slope - b.left) + curve
@@ -86,6 +89,7 @@ def _bin_of(x: Array, numbers: Array, bins: int, bound: float, of_values: bool) 
     ends = np.ones((*inner.shape[:-1], 1))
     slopes = np.concatenate([ends, inner, ends], axis=-1)
     lefts, bottoms = _starts(widths, bound), _starts(heights, bound)
+    # Which bin a point is in is constant almost everywhere, so nothing flows through the search.
     starts = stop(bottoms if of_values else lefts)
     plain = stop(x)
     place = numpy.clip(numpy.sum(plain[..., None] >= starts, axis=-1) - 1, 0, bins - 1)
