@@ -89,6 +89,7 @@ def examine(used: Channel, entered: Callable[[str], None]) -> Environment:
     mistakes += [Mistake("warning", text) for text in misspelt()]
     if not found.name:
         mistakes += of_mpiexec(loaded, len(places[0].cores))
+    # Rank 0's for all: what was measured differs a little on each, and all must come to the same exit code.
     return Environment(*used.data.bcast((loaded, found, places, speed, selftest, mistakes), 0))
 
 

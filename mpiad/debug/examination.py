@@ -34,6 +34,7 @@ class _Watch:
             "interface on each node).\n"
         )
         sys.stderr.flush()
+        # From a thread sys.exit would end that thread alone, and MPI's own end would wait for the others.
         os._exit(1)
 
     def end(self) -> None:

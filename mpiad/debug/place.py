@@ -80,7 +80,7 @@ def _cores() -> tuple[int, ...]:
 
 def _quota() -> float:
     try:
-        time, period = _QUOTA.read_text().split()
+        time, period = _QUOTA.read_text().split()  # microseconds of all cores in each period, as "200000 100000" for two
         return float("inf") if time == "max" else int(time) / int(period)
     except (OSError, ValueError):
         return float("inf")

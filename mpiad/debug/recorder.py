@@ -109,6 +109,7 @@ class Recorder:
 
     def start(self) -> None:
         """Begin to record."""
+        # First, so that the thread that records, which is the program's main one, has number 0.
         self._number()
         self.since = perf_counter()
         calls.observers.append(self)
@@ -135,6 +136,7 @@ class Recorder:
     def began(self, call: Call) -> None:
         """Open a communication, inside of what is open."""
         opened = self._stacks.open
+        # Whatever is open now isn't innermost, and is left out where times and messages are added up.
         for entry in opened:
             entry[2] = True
         opened.append([call, call.began, False, ""])

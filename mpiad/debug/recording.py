@@ -66,6 +66,7 @@ class Recording:
     def write_part(self, path: Path) -> Path:
         """Write the trace of this rank alone, where the others can't be waited for."""
         self.stop()
+        # One reading of the clock for both ends: to compare it again the other ranks would be needed.
         return write_part(path, self.rank, self.recorder, Clock(self._first, self._first))
 
 
@@ -151,6 +152,7 @@ def of_the_program() -> None:
     recording.start()
     world.at_end(lambda: _finish(recording, file))
     if file is not None:
+        # Said before the job is aborted after an exception, where `_finish` isn't reached.
         last_words.append(partial(recording.write_part, file))
 
 

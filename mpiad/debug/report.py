@@ -113,6 +113,7 @@ _COLUMNS = 5
 
 def _collected(recording: Recording) -> Report:
     recorder = recording.recorder
+    # An adjoint is made of operations: counted with them, its time would count twice.
     events = [event for event in recorder.events if event.innermost]
     with recording.compared() as (comm, clock):
         waits = wait_times(events, clock, comm)

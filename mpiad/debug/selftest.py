@@ -73,5 +73,6 @@ def _closed_form(xs: list[np.ndarray], rank: int) -> tuple[float, np.ndarray]:
     size = len(xs)
     squares, last = sum(np.sum(x**2) for x in xs), np.sum(xs[-1])
     value = sum(np.sum(np.sin(xs[r]) * xs[r - 1]) for r in range(size)) + squares * last
+    # A rank's x is in its own sine, in the product of the rank after it, and in the squares; the last one's also in `last`.
     gradient = np.cos(xs[rank]) * xs[rank - 1] + np.sin(xs[(rank + 1) % size]) + 2 * xs[rank] * last
     return float(value), gradient + (squares if rank == size - 1 else 0.0)

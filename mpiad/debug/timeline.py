@@ -45,6 +45,7 @@ def rank_events(recorder: Recorder, rank: int, node: str, aligned: Callable[[flo
         # Of two that begin together the longer one is around the other; it was noted later where they end together too.
         spans.reverse()
         spans.sort(key=lambda span: (span[0], -span[1]))
+        # Only of the main thread is the time between two calls known to be the program's.
         whole = (tick(recorder.since), tick(recorder.until)) if number == 0 else (0, 0)
         for start, end, event in [*spans, *_computation(spans, whole)]:
             yield _complete(rank, number, start, end, event)
@@ -79,6 +80,7 @@ def _described(event: Event) -> tuple[str, str, dict[str, Any]]:
 
 def _flow(rank: int, thread: int, start: int, end: int, message: Message) -> str:
     # Both ends make the same number of it. Arrows leave and arrive inside their events.
+    # Of equal names Perfetto makes one arrow, so it must be unique; Python's hash would differ between processes.
     number = int.from_bytes(hashlib.blake2b(repr(message[1:]).encode(), digest_size=6).digest(), "big")
     found: dict[str, Any] = {"pid": rank, "tid": thread, "id": number, "name": "message", "cat": "message"}
     found |= {"ph": "s", "ts": start / 1000} if message.outgoing else {"ph": "f", "bp": "e", "ts": end / 1000}

@@ -41,7 +41,7 @@ def gather_into(path: Path, comm: Comm, recorder: Recorder, clock: Clock) -> Non
     else:
         for piece in pieces:
             comm.send(piece, 0)
-        comm.send(None, 0)
+        comm.send(None, 0)  # ends this rank's pieces
     error = comm.bcast(error, 0)
     if error is not None:
         raise OSError(f"the trace of {comm.size} ranks can't be written to {path}: {error}")

@@ -47,6 +47,7 @@ def wait_times(events: Sequence[Event], clock: Clock, comm: Comm) -> list[float]
     """Return the seconds that this rank waited in each of its innermost communications; collective over the world."""
     sent = _sends(events, clock, comm)
     arrivals = _arrivals(events, clock, comm.rank)
+    # Groups differ from call to call, so each is compared by its first member: no rank holds all ranks' arrivals.
     latest = _latest(arrivals, {k: events[k].arguments.members[0] for k in arrivals}, comm)
     return [_wait(event, sent, latest.get(k), clock) for k, event in enumerate(events)]
 
@@ -81,6 +82,7 @@ def _arrivals(events: Sequence[Event], clock: Clock, rank: Rank) -> dict[int, _A
             continue
         kind = (given.communicator or "", name)
         root = None if given.root is None else given.members[given.root]
+        # All ranks of a group make its collectives of a kind in the same order: the count tells which belong together.
         found[k] = _Arrival(_Meeting(*kind, counts[kind]), rank, clock(event.began), root)
         counts[kind] += 1
     return found
@@ -104,5 +106,6 @@ def _awaited(arrival: _Arrival, began: dict[Rank, Any]) -> float:
     if root is not None and name in _FROM_ROOT:
         return began.get(root, arrival.began)
     if root is not None and name in _TO_ROOT and arrival.rank != root:
+        # Who only gives to the root doesn't wait for the others.
         return arrival.began
     return max(began.values())

@@ -45,6 +45,7 @@ class Crew:
         self._known: set[Rank] = set()
 
     def _assembled(self) -> Comm:
+        # Recovery is for the first loss of a process; once some are known to be lost, those that are left simply shrink.
         used = self._used
         if self._survives and not used.lost:
             try:
@@ -68,6 +69,7 @@ class Crew:
         found = [rank for rank in lost_ranks(self.comm) if rank not in self._known]
         if found:
             self._known.update(found)
+            # Else a receive from any rank would fail again and again for the same loss.
             self.comm.Ack_failed()
         for rank in found:
             _log.warning("mpi_map: the process of rank %d has died; other ranks take its items.", self.names[rank])
@@ -78,6 +80,7 @@ class Crew:
         if not self._survives:
             self._used.drop(self.comm)
             return
+        # A barrier would fail where a process has died; this succeeds, and all that are left learn the same ranks.
         left = self.comm.Shrink()
         alive = ranks_within(self._used, left)
         left.Free()

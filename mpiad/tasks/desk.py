@@ -21,7 +21,7 @@ from mpiad.transport.recovery import Failure
 __all__ = ["Desk"]
 
 _SHORT = 0.02  # seconds, far above a message's way to the root and back
-_LOOK_EVERY = 0.05
+_LOOK_EVERY = 0.05  # seconds
 
 
 class _Packed(NamedTuple):
@@ -64,6 +64,7 @@ class Desk:
 
     def run(self) -> None:
         """Have all items evaluated, up to the first failure unless the map goes on."""
+        # By polling, not by MPI's own wait, which would take the core of a rank that evaluates.
         patience = Patience()
         while self.failed is None:
             self._hand_out()
@@ -79,10 +80,12 @@ class Desk:
 
     def stop(self, outcome: Outcome) -> None:
         """Tell the others how it ended, and wait until they have heard it."""
+        # Lent: the results stay as they are until all have been sent, so large arrays needn't be copied.
         parcel, patience = Parcel.of(outcome, lent=True), Patience()
         for rank in list(self._held):
             self._to(rank, STOP, parcel)
         while self._held:
+            # Results of batches that were under way when the map failed come here too, and are let go.
             if not self._receive(BYE):
                 patience.pause()
         while not self._line.is_quiet():
@@ -93,12 +96,15 @@ class Desk:
 
     def _hand_out(self) -> None:
         depth = 2 if self._seconds is not None and self._seconds < _SHORT else 1
+        # Nobody gets a second batch while another rank has none.
         for full in range(depth):
             for rank in list(self._held):
+                # A rank may have been found dead, and left the dict, since the list was made.
                 if len(self._held.get(rank, ())) == full:
                     packed = self._next()
                     if packed is None:
                         return
+                    # Held before it is sent: if the rank turns out to be dead in sending, the batch goes to another.
                     self._held[rank].append(packed)
                     self._to(rank, TASK, packed.parcel)
 
@@ -130,6 +136,7 @@ class Desk:
         return batch
 
     def _work_alone(self) -> None:
+        # The root's own batches needn't be packed; only those of ranks that have died are.
         batch = self._again.popleft().parcel.opened() if self._again else self._next_batch()
         if batch and self.failed is None:
             self._note(evaluated(self._fun, batch, self._goes_on, self._rank))
@@ -143,6 +150,7 @@ class Desk:
             return False
         if message.kind == BYE:
             self._held.pop(message.source, None)
+        # A rank evaluates in the order in which it was handed, so this is the result of its oldest batch.
         elif kind == RESULT and message.source in self._held:
             self._held[message.source].popleft()
             self._note(message.content)
@@ -192,5 +200,6 @@ class Desk:
     def _look_for_the_lost(self) -> None:
         self._looked.renew()
         for rank in self._crew.newly_lost():
+            # Nothing is waited for from it, and what it held is handed out again.
             self._line.forget(rank)
             self._again.extend(self._held.pop(rank, ()))

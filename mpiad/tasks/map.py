@@ -101,6 +101,7 @@ def _agreed_items(crew: Crew, used: Channel, fun: Any, items: Any, settings: tup
         given = _checked(used, fun, items, settings)
     except (TypeError, ValueError) as error:
         wrong = error
+    # On the crew's own communicator: on the user's nothing arrives any more where a process has died.
     found = crew.comm.allgather((settings, None if wrong is None else (type(wrong), str(wrong))))
     for name, (other, said) in zip(crew.names, found):
         problem = said or (other != found[0][0] and (
@@ -134,6 +135,7 @@ def _checked(used: Channel, fun: Any, items: Any, settings: tuple) -> Iterator[A
 def _run(
     crew: Crew, used: Channel, fun: Callable[[Any], Any], items: Iterator[Any], settings: tuple, progress: bool
 ) -> Outcome:
+    # Exceptions of `fun` and of items are in the outcome: `close` is collective, so nobody leaves before it.
     root, everywhere, goes_on, batch = settings
     place = crew.place_of(root)
     if used.rank != root:

@@ -56,9 +56,11 @@ def evaluated(fun: Callable[[Any], Any], batch: Batch, goes_on: bool, rank: Rank
     start = time.perf_counter()
     for index, item in batch:
         try:
+            # What `fun` communicates (on other communicators) isn't recorded: other ranks' tapes know nothing of it.
             with suspended():
                 result = fun(item)
             require_plain(result, "fun returned")
+        # sys.exit too: a rank that left here would be waited for.
         except (Exception, SystemExit) as error:  # noqa: BLE001 - it is raised on all ranks
             result = Failed(Failure.of(error), rank)
         results.append((index, result))

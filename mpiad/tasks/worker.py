@@ -41,6 +41,7 @@ def work(line: Line, root: Rank, fun: Callable[[Any], Any], goes_on: bool, rank:
         ended = evaluated(fun, batch, goes_on, rank)
         has_failed = not goes_on and isinstance(ended.results[-1][1], Failed)
         line.post(root, RESULT, _packed(ended, rank))
+    # The root waits for this, so that no message is under way when the communicator is freed.
     line.post(root, BYE, Parcel.of(None))
     patience = Patience()
     while not line.is_quiet():

@@ -64,9 +64,11 @@ def check_adjoint(
     Not differentiable.
     """
     used = channel(comm, "check_adjoint")
+    # Different numbers on each rank: with equal ones an adjoint that mixes up ranks would pass.
     rng = np.random.default_rng((seed, used.rank, 1))
     x = noise_like(x, rng)
     vjp, y = make_vjp(linear_map)(x)
+    # A(2x) = 2 A(x) exactly in binary arithmetic where A is linear.
     twice = linear_map(x + x)
     y_bar = noise_like(y, rng)
     x_bar = vjp(y_bar) if adjoint is None else adjoint(y_bar)
@@ -92,6 +94,7 @@ def _products(used: Any, left: tuple, right: tuple, bend: float) -> tuple[list[c
     if not np.iscomplexobj(right[0]):
         # The cotangent of a real x is real: the real part of the product is what the map is the transpose in.
         terms = [np.real(part) for part in terms]
+    # The products themselves: sums of each rank's would be rounded before they are added up.
     every = used.data.allgather((terms, bend))
     flat = [np.concatenate([pair[0][side] for pair in every]) for side in (0, 1)]
     sides = [complex(math.fsum(np.real(part)), math.fsum(np.imag(part))) for part in flat]

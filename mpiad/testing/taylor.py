@@ -55,6 +55,7 @@ class _Line:
         return of_one
 
     def _direction(self, seed: int) -> Any:
+        # A shared argument is moved alike on all ranks, as it is one variable; others by each rank's own direction.
         rng = np.random.default_rng((seed, 0 if self.shared else self.used.rank))
         leaves, build = flatten(self.x)
         return build([noise_like(leaf, rng) if is_variable(leaf) else leaf for leaf in leaves])
@@ -66,6 +67,7 @@ class _Line:
     def along(self, g: Any) -> float:
         """Return the derivative along the line of a gradient, over all ranks."""
         pairs = zip(flatten(g)[0], flatten(self.v)[0], flatten(self.x)[0])
+        # dJ = Re Σ g v: without conjugation, by autograd's convention.
         mine = sum(np.real(to_host(np.sum(a * b))) for a, b, x in pairs if is_variable(x))
         return float(mine) if self.shared else float(self.used.data.allreduce(float(mine)))
 
@@ -137,6 +139,7 @@ def check_grads(
     line = _Line(fun, args, argnum, shared, comm, seed, {"objective": objective, "root": root})
     value, gradient = line.gradient(line.x)
     steps = [step / 2**k for k in range(_HALVINGS)]
+    # By the gradient's function, because only that combines what the ranks return into J, as the objective says.
     values = [line.gradient(line.at(h))[0] for h in steps]
     rates: dict[str, float] = {}
     for mode in modes:
@@ -172,6 +175,7 @@ def _second(line: _Line, mode: str) -> float:
 def _rate(remainders: list[float], values: list[float], line: _Line, order: int, mode: str) -> float:
     leaves = [leaf for leaf in flatten(line.x)[0] if is_variable(leaf)]
     eps = max(line.used.data.allgather(max(float(np.finfo(spec_like(leaf).dtype).eps) for leaf in leaves)))
+    # Below some hundred roundings of J a remainder says nothing of the derivative.
     floor = 200 * eps * max(max(map(abs, values)), np.finfo(float).tiny)
     rates = [
         math.log2(coarse / fine) for coarse, fine in zip(remainders, remainders[1:]) if coarse > floor and fine > floor
