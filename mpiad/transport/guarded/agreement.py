@@ -21,7 +21,7 @@ from mpiad.transport.guarded.waits import Awaited, poll
 
 __all__ = ["Agreement", "lane_of"]
 
-_LANES = 256
+_LANES = 256  # of threads: one for the main thread, the others share the rest
 _abandoned: list[Any] = []  # MPI may still use these buffers
 
 
@@ -74,12 +74,14 @@ class Agreement:
     def agree(self, mine: int, lane: int, make: Callable[[], Awaited]) -> bool:
         """Tell whether all ranks have given the same number; a wait with a deadline."""
         self._numbers[lane] += 1
+        # The count is part of what must be equal; a fingerprint leaves room for it, so the sum is below 2⁶³.
         return self._lane(lane).agree(mine + self.starts[lane], make)
 
     def descriptions(self, mine: Any, lane: int, make: Callable[[], Awaited]) -> list[Any]:
         """Return what each rank says; all ranks call it after they have disagreed."""
         tag = self._tag(lane) + _LANES * self._epochs
         buffer = np.frombuffer(pickle.dumps(mine), dtype=np.uint8)
+        # To this rank too, so that it needs no case of its own.
         sends = [self.comm.Isend(buffer, rank, tag) for rank in range(self.comm.size)]
         found = [_received(self.comm, rank, tag, make) for rank in range(self.comm.size)]
         for send in sends:
@@ -144,6 +146,8 @@ class _Lane:
     def __init__(self, comm: Comm, tag: int):
         self.broken, self.busy, self.active = False, False, None
         self._rounds: list[tuple[np.ndarray, np.ndarray, Any, Any]] = []
+        # Dissemination, with the distance doubled in each round. A rank's number may come twice, which least and greatest
+        # don't mind: so it works for any number of ranks.
         distance = 1
         while distance < comm.size:
             out, into = np.zeros(2, np.int64), np.zeros(2, np.int64)
@@ -158,6 +162,7 @@ class _Lane:
         try:
             for out, into, send, receive in self._rounds:
                 out[0], out[1] = least, greatest
+                # The receive first, so that the message needn't be kept by MPI until somebody asks for it.
                 receive.Start()
                 send.Start()
                 self.active = receive
@@ -179,7 +184,7 @@ class _Lane:
             if self.active is receive:
                 receive.Cancel()
                 receive.Wait()
-            if not self.busy:
+            if not self.busy:  # inside of a round MPI may still send: those requests stay
                 send.Free()
                 receive.Free()
         if self.busy:

@@ -40,6 +40,7 @@ class Gathering:
     def in_vain(self, gone: dict[int, Departure], before: float) -> bool:
         """Tell whether a member left the program without coming to this collective."""
         return any(
+            # Who has been here before leaving isn't what this wait lacks.
             rank in gone and gone[rank].heard < before and gone[rank].counts.get(self.key, 0) < self.number
             for rank in self.comm.members
         )
@@ -77,6 +78,7 @@ class Letter:
         """Tell whether the other end has left the program, and sends nothing any more."""
         peers = self._peers()
         return bool(peers) and all(
+            # A long message of a rank that has left may still be on its way; who has left receives nothing.
             rank in gone and gone[rank].heard < before and (self.sends or not gone[rank].sends) for rank in peers
         )
 

@@ -33,6 +33,7 @@ def close(close_world: Callable[[], None]) -> None:
         await_others()
         close_world()
         return
+    # Others that wait for this rank learn at once that they do so in vain.
     leaving.note_leaving(True)
     switch.announce(True)
     # This rank may be done long before the others. After an error it waits no longer than ever.
@@ -67,6 +68,7 @@ def close_at_exit(close_world: Callable[[], None]) -> None:
 
 def _end_within(seconds: float) -> None:
     # MPI may wait for communication that nobody continues, when no Python runs any more.
+    # Unless the program has use for the signal itself: it must not get one that it didn't ask for.
     if signal.getsignal(signal.SIGALRM) is signal.SIG_DFL:
         signal.setitimer(signal.ITIMER_REAL, seconds)
 

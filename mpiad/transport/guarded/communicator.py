@@ -105,6 +105,7 @@ class Guarded:
         lane = lane_of(self.number)
 
         def make() -> Gathering:
+            # Made only after a moment of waiting: it looks through the stack, which most calls can do without.
             return Gathering(self, *agreement.begun(lane), describe(*said))
 
         if not agreement.agree(fingerprint(*said), lane, make):
@@ -118,7 +119,7 @@ class Guarded:
         try:
             poll(request.Test, lambda: Gathering(self, self.label, number))
         except BaseException:
-            keep_for_ever(request, held)
+            keep_for_ever(request, held)  # MPI may still write into its buffers
             raise
 
     def give_up(self, reason: str) -> None:
@@ -145,6 +146,7 @@ class Guarded:
     Gatherv = _collective("Gatherv", lambda send, recv, root=0: (None, None, root))
     Scatterv = _collective("Scatterv", lambda send, recv, root=0: (None, None, root))
     Barrier = _collective("Barrier", lambda: (None, None, None))
+    # Started ones are counted when they start, and compared at their wait (see `reductions`).
     Iallgather = _nonblocking("Iallgather")
     Iallreduce = _nonblocking("Iallreduce")
     Ibcast = _nonblocking("Ibcast")
@@ -167,6 +169,7 @@ class Guarded:
         if self.agreement is not None:
             self.agree("gather", root=root)
             return self.bare.gather(value, root)
+        # There is no nonblocking form for pickled objects; they are small and rare, so one form with a deadline serves.
         every = self.allgather(value)
         return every if self.rank == root else None
 
@@ -263,6 +266,7 @@ class Guarded:
 
     def __getattr__(self, name: str) -> Any:
         # The rest (names, attributes, revoking) doesn't wait.
+        # Before `bare` is there, looking for it here would look for it here again.
         if name == "bare":
             raise AttributeError(name)
         return getattr(self.bare, name)

@@ -79,9 +79,11 @@ def _cycle(edges: dict[int, list[int]], start: int) -> tuple[int, ...]:
     done: set[int] = set()
     while ahead:
         for other in ahead[-1]:
+            # It is among those that the search came by, so the path from it on is a cycle.
             if other in path:
                 ranks = list(path)
                 return (*ranks[ranks.index(other) :], other)
+            # Lists are shared by all who wait together, so each is searched once: by identity.
             if other in edges and id(edges[other]) not in done:
                 path[other] = None
                 ahead.append(iter(edges[other]))

@@ -127,6 +127,7 @@ def fingerprint(
     key = (label, step, form, handle, root, call_sites, who, _memory(call, step))
     found = _known.get(key)
     if found is None:
+        # Emptied whole: a program with so many shapes makes new ones all the time, and to order them would cost each call.
         if len(_known) > _MOST:
             _known.clear()
         compared = describe(label, step, array, op, root, call_sites).compared

@@ -8,7 +8,7 @@ from weakref import WeakSet
 
 __all__ = ["Ledger", "summary", "unreceived", "without"]
 
-_SITES = 32
+_SITES = 32  # the last lines of each kind are kept: unreceived messages are mostly the last ones
 
 
 class Entry(NamedTuple):
@@ -103,6 +103,7 @@ def unreceived(summaries: list[Any]) -> list[str]:
     lines = []
     for rank, found in enumerate(summaries):
         for entry in found[0] if found else ():
+            # Of a rank that doesn't answer it isn't known what it has received.
             if summaries[entry.peer] is None:
                 continue
             lost = entry.count - taken.get((entry.communicator, rank, entry.peer, entry.tag), 0)

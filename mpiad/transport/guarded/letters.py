@@ -24,7 +24,7 @@ from mpiad.transport.unreceived import drain
 
 __all__ = ["Letters"]
 
-_BYTES = 256
+_BYTES = 256  # a fixed length, so that the receive of a header can be posted before it is known
 _MOST = 10_000  # shapes and lines that are known
 _headers: dict[tuple, bytes] = {}
 
@@ -89,6 +89,7 @@ class Letters(Guarded):
     def Isend(self, array: Any, dest: int, tag: int) -> LetterSend:
         """Start to send a header and the array."""
         header, name, place = _header(array)
+        # Before the message: whoever has the message can wait for its header.
         ahead = None if _counted_down(self.unannounced, dest, tag) else self.post.Isend([header, MPI.BYTE], dest, tag)
         self.ledger.sent(dest, tag, place)
         return LetterSend(self, self.bare.Isend(array, dest, tag), ahead, array, dest, tag, (name, place))
@@ -128,6 +129,7 @@ class Letters(Guarded):
             return
         request, header = expected
         poll(request.Test, lambda: Letter(self, False, source, tag))
+        # Compared as bytes, which is quick; it is taken apart only for the message of an error.
         if not header.startswith(_form(buffer)):
             form, _, sender = header.decode(errors="replace").rstrip().partition("|")
             self._refuse(f"sent {form} with tag {tag}", sender, buffer, source, by)
@@ -195,6 +197,7 @@ class LetterReceive(GuardedRequest):
         try:
             super().Wait(status)
         except MPI.Exception as error:
+            # MPI says only that it was too long; the header says what it was, and who sent it.
             if error.Get_error_class() == MPI.ERR_TRUNCATE:
                 self._compare(status)
             raise

@@ -47,6 +47,7 @@ def raise_mismatch(said: list[tuple[Description, int]], group: Group) -> NoRetur
         ("operation", "arguments", "where"),
         [(str(rank), d.operation, _arguments(d, starts, different), d.place) for rank, (d, starts) in rows],
     )
+    # Where operations differ, all that follows differs too, and says nothing.
     name = different[0] if different else "step"
     others = f" ({', '.join(different[1:])} too)" if len(different) > 1 and name != "operation" else ""
     error = CommunicationMismatch(

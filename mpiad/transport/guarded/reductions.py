@@ -17,7 +17,7 @@ from mpiad.transport.guarded.waits import poll
 
 __all__ = ["StartedReduction"]
 
-_BYTES = 1024
+_BYTES = 1024  # for each rank: of one length, so that one nonblocking call is enough
 
 
 class StartedReduction(GuardedRequest):
@@ -44,6 +44,7 @@ class StartedReduction(GuardedRequest):
         poll(self._saying.Test, self._make)
         said = [pickle.loads(every.tobytes()) for every in self._every]
         if any(_compared(one) != _compared(said[0]) for one in said):
+            # The sum of what doesn't belong together may never end, and mustn't be written into memory that others use.
             keep_for_ever(self.request, self._held)
             raise_mismatch(said, self._group)
         super().Wait(status)

@@ -10,7 +10,7 @@ from mpiad.transport.guarded.waits import Awaited, poll
 
 __all__ = ["GuardedRequest", "keep_for_ever"]
 
-_abandoned: list[Any] = []
+_abandoned: list[Any] = []  # never emptied: nobody knows when MPI is done with it
 
 
 def keep_for_ever(*buffers: Any) -> None:

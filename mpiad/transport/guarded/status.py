@@ -29,8 +29,8 @@ from mpiad.transport.notices import threads_may_communicate
 __all__ = ["Responder"]
 
 _ASK, _TOLD, _VERDICT, _LEFT = 1, 2, 3, 4
-_TICK = 0.02
-_PATIENCE = 1.0
+_TICK = 0.02  # seconds between two looks of the thread
+_PATIENCE = 1.0  # seconds for an answer, besides those for the number of ranks
 _APART = 1e-3  # seconds between the ranks' questions
 
 
@@ -89,6 +89,7 @@ class Responder:
     def hear_departures(self) -> None:
         """Take the notices of all others, which have been sent: some MPIs complain of what is left over."""
         until = perf_counter() + self._patience
+        # Not for ever: a rank may have been ended from outside, without a notice.
         while len(leaving.departed()) < len(self._others) and perf_counter() < until:
             self.answer()
             time.sleep(_TICK / 20)

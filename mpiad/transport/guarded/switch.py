@@ -37,6 +37,7 @@ def start() -> None:
     never = np.inf
     limit = never if wanted.timeout is None else wanted.timeout
     mine = np.array([wrong is None, not wanted.debug, wanted.call_sites, limit], dtype=float)
+    # One reduction by MIN: `not debug` is 0 where any rank wants it, and the shortest limit counts.
     every = np.empty_like(mine)
     MPI.COMM_WORLD.Allreduce(mine, every, MPI.MIN)
     if wrong is not None or not every[0]:
@@ -52,6 +53,7 @@ def apply(wanted: Settings) -> None:
     global _responder, _meeting
     before = settings.put(wanted)
     if _responder is None:
+        # Once for the program, and kept: in `restore`, where ranks come each by itself, none could be made or freed.
         comm = MPI.COMM_WORLD.Dup()
         _responder, _meeting = Responder(comm), Guarded(comm, "world, to meet", tuple(range(comm.size)))
         # The user may end MPI by himself: what hangs on this communicator is dropped first.

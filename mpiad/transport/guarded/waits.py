@@ -20,7 +20,7 @@ __all__ = ["Awaited", "Waiting", "deadline_lifted", "poll", "set_reporter", "tel
 _SPINS = 150
 _YIELDS_FOR = 1e-3
 _LONGEST_NAP = 1e-3
-_ON_THE_WAY = 0.5
+_ON_THE_WAY = 0.5  # seconds
 _yield: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 
@@ -106,6 +106,7 @@ def poll(test: Callable[[], Any], make: Callable[[], Awaited]) -> None:
 
 def _wait(test: Callable[[], Any], waiting: Waiting) -> None:
     thread = threading.get_ident()
+    # A wait may be inside of another: where no thread answers, answers are sent from within.
     before = _by_thread.get(thread)
     _by_thread[thread] = waiting
     try:
