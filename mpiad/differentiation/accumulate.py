@@ -49,6 +49,7 @@ def accumulate(total: Any, owned: bool, g: Any) -> tuple[Any, bool]:
             return g.dense(), True
         if kind in sparse_object_types:
             return sparse_add(vspace(g), None, g), True
+        # By reference: it may be another node's cotangent too, or a view, and isn't added to in place.
         return g, False
     if kind is type(total) and (kind is _ndarray or is_device_array(g)):
         # One pass over memory that is in the cache; only where neither shape nor precision would be lost.

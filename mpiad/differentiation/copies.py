@@ -61,7 +61,7 @@ def _same_number(value: np.float64, channel: Channel) -> bool:
     mine = np.concatenate([bits, ~bits])
     least = np.empty_like(mine)
     channel.data.Allreduce(mine, least, MIN)
-    return bool(least[0] == ~least[1])
+    return bool(least[0] == ~least[1])  # the least complement is that of the greatest
 
 
 def compares_copies() -> bool:

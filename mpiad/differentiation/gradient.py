@@ -155,6 +155,7 @@ def gradients_of_term(traced: Traced, weight: float, variables: Variables) -> li
     """Run backwards from `weight` times the one number that a traced run returned; collective like its messages."""
     place = traced.places[0]
     seeds = []
+    # Without a seed a rank runs backwards all the same: others wait for what it communicates.
     if place >= 0 and weight != 0.0:
         spec = spec_like(traced.values[0])
         seeds.append((place, _seed(spec, weight)))

@@ -45,5 +45,6 @@ def leave(number: int, before: int) -> None:
         _depth.here -= 1
         if _open == 0:
             trace_stack.top = _base
+        # All other open traces are around this one, or lower than it: nobody needs the higher number.
         elif _open == _depth.here or trace_stack.top == number:
             trace_stack.top = before

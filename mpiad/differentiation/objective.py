@@ -106,6 +106,7 @@ _buffers = _Buffers()
 
 def _forward(x: Any, p: Sharing) -> Any:
     sent, shared = _buffers.sent, _buffers.shared
+    # A mistake travels with the number: in one message, and all ranks know before any goes on.
     sent[0], sent[1] = p.problem is not None, x
     p.channel.data.Allreduce(sent, shared)
     if shared[0]:

@@ -74,6 +74,7 @@ def _of_two(rule: Callable, gs: tuple, value: Any, args: tuple) -> Any:
 def _element(kind: type, made: Callable, rule: Callable) -> Callable:
     def __getitem__(self: Any, idx: Any) -> Any:
         node, value = self._node, self._value
+        # The element of a vector is a number; these operators are for arrays.
         plain = type(idx) is int and type(value) is _ndarray and value.ndim > 1
         if plain and type(node) is kind and node.tape.record is not None:
             return made(rule, value[idx], (value, idx), (0,), (node,), self._trace)

@@ -74,6 +74,7 @@ class OrderedTape(_Tape):
     __slots__ = ()
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        # What the user has kept of this trace is constant from here on, and nobody knows where it is kept.
         for node in self.record:
             node.__class__ = LastingNode
         super().__exit__(kind, error, trace)

@@ -52,6 +52,7 @@ def _walk(tree: Any, leaves: list[Any]) -> Callable:
 def _walk_dict(tree: Any, leaves: list[Any]) -> Callable:
     keys = list(tree.keys())
     parts = [(key, _walk(tree[key], leaves)) for key in _in_order(tree)]
+    # A class with a constructor of its own (a defaultdict) may not take pairs.
     kind = type(tree) if isinstance(tree, dict) and type(tree).__init__ is dict.__init__ else dict
 
     def build(new: Any) -> dict:

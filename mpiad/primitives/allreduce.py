@@ -78,6 +78,7 @@ def _product_of_others(ans: Any, x: Any, p: Reduction) -> Any:
     # The result is the same on all ranks, and traced on all or none, so they agree on which way to take. Differentiated
     # again, the quotient would be the difference of two large numbers where a factor is small.
     y = getval(ans)
+    # Nearer to zero a product may have lost digits among the subnormal numbers, and the quotient would show them.
     safe = np.finfo(y.dtype).tiny / np.finfo(y.dtype).eps
     if not isbox(ans) and _holds(np.all((np.abs(y) > safe) & np.isfinite(y))):
         return ans / x
@@ -103,6 +104,7 @@ def _product(factors: Any) -> Any:
 
 def _share_of_tie(ans: Any, x: Any, p: Reduction) -> Any:
     y = getval(ans)
+    # Plain: which entries are tied is constant around almost every point, so no derivative flows through the shares.
     tied = (getval(x) == y).astype(y.dtype)
     with np.errstate(invalid="ignore"):  # where y is NaN nothing is tied, and the derivative is NaN too
         return tied / collectives.allreduce(p.channel, tied, SUM, "mpi_allreduce")

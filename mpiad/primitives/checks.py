@@ -59,11 +59,13 @@ def reduction_of(op: Any, x: Any, call: str) -> Op:
     """Return the reduction; a TypeError where it isn't one, or not for this dtype."""
     dtype = _dtype_of(x)
     kind = dtype.kind
+    # Nearly always so. MPI's sum of booleans isn't NumPy's, so these go the long way.
     if op is SUM and kind != "b":
         return op
     if not isinstance(op, Op):
         raise TypeError(f"{call}: op must be an mpi4py operation as MPI.SUM, but got {type(op).__name__} {op!r}.")
     name, allowed = name_of(op), defined_for(kind)
+    # An operation of the user's own has no adjoint that is known; integers need none.
     if name in allowed or (name is None and kind not in "fc"):
         return op
     got = "an operation of your own" if name is None else f"MPI.{name}"

@@ -33,6 +33,7 @@ def conform(g: Any, shape: tuple[int, ...], dtype: np.dtype, arrays: ArrayModule
         g = dtype.type(g)
     if g.dtype == dtype and g.shape == shape:
         return g
+    # The cotangent of a real input is the real part: what the imaginary part would multiply doesn't exist.
     if g.dtype.kind == "c" and dtype.kind != "c":
         g = anp.real(g)
     if g.dtype != dtype:

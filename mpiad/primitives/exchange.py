@@ -58,9 +58,11 @@ def mpi_exchange(
 
 def _forward(x: Any, p: Exchange) -> Any:
     array = outgoing(x, "mpi_exchange")
+    # Both at once: in a ring everybody sends and receives, and whoever waited for one of them first would wait for all.
     if p.there is not None and p.back is not None:
         return swap(array, p.there, p.spec, p.back, "mpi_exchange")
     if p.there is not None:
+        # From a copy, because nobody waits until it has been sent, and the caller may change x at once.
         send(private_copy(array, x), p.there)
     return p.spec.zeros() if p.back is None else receive(p.spec, p.back, "mpi_exchange")
 

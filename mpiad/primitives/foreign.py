@@ -37,6 +37,7 @@ _sequence = _Sequence()
 
 def refuse_foreign_trace(tape: Any, call: str) -> None:
     """Raise where a trace of plain autograd is open inside the current tape."""
+    # The counter tells at no cost that no other trace is open; only where one may be are the frames looked through.
     if tracer.trace_stack.top != (-1 if tape is None else tape.number) and _trace_is_open(tape):
         raise_for_foreign(call)
 
@@ -82,6 +83,7 @@ def checked_adjoint(vjp: Callable, call: str, level: int) -> Callable:
     def adjoint(g: Any) -> Any:
         later = sum(other > number for other in waiting)
         if later:
+            # What is left of this derivative mustn't be counted in the next one.
             waiting.clear()
             raise ForeignTraceError(
                 f"{call}: its adjoint runs before those of {later} communication(s) that came after it. {_ADVICE}"

@@ -47,6 +47,7 @@ def mpi_iallreduce(x: LocalArray, comm: Comm = None) -> Request:
     """
     used = channel(comm, "mpi_iallreduce")
     reduction_of(SUM, x, "mpi_iallreduce")
+    # Like a message it is noted as what an exception may leave under way, and refused under plain autograd.
     point_to_point(comm, "mpi_iallreduce")
     return started(communicate(IALLREDUCE, x, Reduction(used, SUM)))
 
@@ -63,6 +64,7 @@ def _adjoint(ans: Request, x: Any, p: Reduction, level: int) -> Any:
 
     def vjp(g: None) -> Any:
         cotangent, cell.cotangent = cell.cotangent, None
+        # Also where nothing depends on the sum here: the other ranks' cotangents are added up with this one's.
         return communicate(ALLREDUCE, spec.zeros() if cotangent is None else cotangent, p)
 
     return vjp

@@ -137,6 +137,7 @@ class Operation:
     def _foreign_vjp(self, argnums: tuple, ans: Any, args: tuple, kwargs: dict) -> Callable:
         if self.point_to_point:
             raise_for_foreign(self.__name__)
+        # Autograd hands on cotangents of any dtype, but what is communicated must be alike on all ranks.
         rule, spec = self.adjoint(ans, args[0], kwargs["params"]), spec_like(ans)
         return checked_adjoint(lambda g: (rule(conform(g, *spec)),), self.__name__, kwargs["level"])
 

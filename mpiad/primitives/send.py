@@ -54,6 +54,7 @@ def mpi_send(x: Array, dest: Rank, tag: int = 0, comm: Comm = None) -> Array:
 def _forward(x: Any, p: Envelope | None) -> Any:
     array = outgoing(x, "mpi_send")
     if p is not None:
+        # From a copy, because nobody waits until it has been sent, and the caller may change x at once.
         send(private_copy(array, x), p)
     return x if hasattr(x, "dtype") else array[()]
 
@@ -63,6 +64,8 @@ def _adjoint(ans: Any, x: Any, p: Envelope | None) -> Any:
     if p is None:
         return lambda g: g
     coming = Receiving(spec_like(ans), p.back())
+    # Waits for the receiver's reverse pass, which comes to its own end of this message: the order of both is that of
+    # the program, reversed.
     return lambda g: g + communicate(RECV, None, coming)
 
 

@@ -24,6 +24,7 @@ __all__ = ["JVPS", "VJPS"]
 
 def add_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     """Pass the cotangent of a sum to its terms."""
+    # `where` or `out`: not a plain sum, and autograd's to interpret. So in all rules below.
     if kwargs or len(args) != 2:
         return inherited_vjp(anp.add, argnums, ans, args, kwargs)
     if len(argnums) == 2:

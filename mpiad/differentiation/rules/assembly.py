@@ -55,6 +55,7 @@ def array_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     """Give each element of the literal its part of the cotangent."""
     if args[1] or len(args[0]) > 1:
         return inherited_vjp(anp.array_from_args, argnums, ans, args, kwargs)
+    # The first two arguments are those of `array` itself.
     chosen = [(i - 2, _must_be_real(args[i], ans)) for i in argnums]
 
     def vjp(g: Array) -> tuple[Array, ...]:

@@ -48,6 +48,7 @@ def _fitted(part: Array, full: Shape, shape: Shape, real: bool) -> Array:
     stretched = tuple([max(n, m) for n, m in zip(full, shape)])
     if stretched != anp.shape(part):
         part = expand(part, stretched, full)
+    # An axis of length one may have met a longer one of another operand.
     repeated = tuple([i for i, (n, m) in enumerate(zip(stretched, shape)) if n != m])
     if repeated:
         part = anp.sum(part, axis=repeated, keepdims=True)
@@ -62,12 +63,14 @@ def _letters(subscripts: str, ranks: list[int]) -> tuple[list[str], str]:
     inputs, longest = [], ""
     for part, rank in zip(left.split(","), ranks):
         count = rank - len(part.replace("...", ""))
+        # Counted from the last axis, as in broadcasting.
         those = dots[len(dots) - count :] if "..." in part else ""
         longest = max(longest, those, key=len)
         inputs.append(part.replace("...", those))
     if arrow:
         return inputs, right.replace("...", longest)
     named = left.replace("...", "").replace(",", "")
+    # Without an arrow NumPy keeps the letters that stand once, in alphabetical order.
     return inputs, longest + "".join(sorted(letter for letter in set(named) if named.count(letter) == 1))
 
 

@@ -106,6 +106,7 @@ def filled(g: Array, shape: Shape, dtype: np.dtype) -> Array:
     array of shape `shape`
     """
     if type(g) is np.float64 and dtype == np.float64:
+        # A number of NumPy's lends its memory, read-only, and lives as long as the view.
         return np.ndarray(shape, dtype, g, 0, (0,) * len(shape))
     return spread(g, shape, (1,) * len(shape), dtype)
 

@@ -98,8 +98,10 @@ def _scattered(g: Array, asked: _Extremum) -> Scatter | None:
     if hits.size * _FEW > x.size:
         return None
     idx = np.unravel_index(hits, x.shape)
+    # The group of an element: its index, without the axes that were reduced.
     groups = np.ravel_multi_index([i if k > 1 else i * 0 for i, k in zip(idx, kept)], kept)
     counts = np.bincount(groups, minlength=asked.value.size)
+    # A group without a hit holds a NaN, which only the weights bring to its elements.
     return Scatter(x.shape, x.dtype, idx, (np.ravel(g) / counts)[groups], False) if counts.all() else None
 
 

@@ -31,6 +31,7 @@ def getitem_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
         return lambda g: (g.reshape(shape),)
     if not basic:
         idx = _as_array_index(idx)
+    # A list of places may name an element twice, a mask can't.
     repeats = not basic and not _is_mask(idx)
     space = vspace(x) if is_device_array(getval(x)) else None
 

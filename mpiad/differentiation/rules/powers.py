@@ -81,7 +81,7 @@ def _slope(x: Array, y: Any, ans: Array) -> Slope | None:
     if y == 3 or y == 4:
         return lambda g: _times_power(g, x, int(y))
     if y == -1:
-        return lambda g: -(g * ans * ans)
+        return lambda g: -(g * ans * ans)  # -1/x² by the result, without a division
     if y == 0.5:
         return lambda g: _halved_quotient(g, ans)
     return lambda g: g * y * x ** (y - 1)

@@ -26,6 +26,7 @@ __all__ = ["JVPS", "VJPS"]
 def _product_vjp(fun: Primitive) -> VjpMaker:
     def product_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
         """Multiply the cotangent by the other factor, transposed."""
+        # Where a factor was cast, its cotangent must be cast back, which autograd's rule does.
         if kwargs or len(args) != 2 or not _same_kind(args[0], args[1]):
             return inherited_vjp(fun, argnums, ans, args, kwargs)
         x, y = args

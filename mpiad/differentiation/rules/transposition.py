@@ -47,6 +47,7 @@ def tangent_by_transposition(
     def paired(w: Any) -> Any:
         return sum(anp.sum(anp.real(part * g)) for part, g in zip(adjoint(w), gs))
 
+    # ⟨Aᵀw, g⟩ = ⟨w, A g⟩ is linear in w, so its gradient by w is the tangent A g, at any w: here at zero.
     return make_vjp(paired, np.zeros_like(plain))[0](1.0)
 
 

@@ -19,7 +19,7 @@ def _division_vjp(fixed: int | None) -> VjpMaker:
         x, *others = args
         axis: Any = others[1] if len(others) > 1 else kwargs.get("axis", 0)
         if fixed is not None:
-            axis = min(fixed, len(anp.shape(x)) - 1)
+            axis = min(fixed, len(anp.shape(x)) - 1)  # hsplit divides a vector along its only axis
         return lambda g: (concatenate([g[i] for i in range(len(g))], axis),)
 
     return division_vjp

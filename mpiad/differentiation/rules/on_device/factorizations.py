@@ -45,7 +45,7 @@ def eigh_vjp(argnums: Argnums, ans: Any, args: tuple, kwargs: dict) -> Vjp:
     triangle = lower if (args[1] if len(args) > 1 else kwargs.get("UPLO", "L")) == "L" else _transposed(lower)
 
     def vjp(g: Any) -> tuple[Array]:
-        gaps = values[..., None, :] - values[..., :, None] + ones
+        gaps = values[..., None, :] - values[..., :, None] + ones  # ones on the diagonal, which isn't taken
         turned = anp.matmul(_transposed(vectors), g[1]) * (1.0 - ones)
         # Equal eigenvalues are harmless as long as nothing depends on their vectors.
         turned = anp.where(turned == 0, turned, turned / gaps)

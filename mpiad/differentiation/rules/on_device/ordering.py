@@ -24,7 +24,7 @@ def _order(fun: Primitive, args: tuple) -> Array:
 def _ordering_vjp(fun: Primitive) -> Any:
     def ordering_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
         """Give each element of the cotangent to where its element came from."""
-        back = np.argsort(_order(fun, args))
+        back = np.argsort(_order(fun, args))  # the inverse of a permutation
         return lambda g: (g[back],)
 
     return ordering_vjp
