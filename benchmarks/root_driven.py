@@ -4,7 +4,9 @@
 
 The time between two evaluations on the root, in which SciPy takes its step and the ranks tell each other what is next, is
 compared with that of SciPy alone. Beside it stands the bare exchange: one Bcast of the variables and one Reduce of the
-gradient. Aimed at: 100 µs and 1.3 times the bare exchange.
+gradient, in a loop of nothing else, where both lie in the cache. Aimed at: 100 µs and 1.3 times the bare exchange. `By
+hand` are the same two calls around SciPy, where what SciPy does between them has emptied the cache: what a program
+would take that checks nothing.
 """
 
 from __future__ import annotations
@@ -49,11 +51,32 @@ class Bowl:
         return float(np.min(times[1:, 0] - times[:-1, 1]))
 
 
-def between_evaluations(size: int, count: int, rounds: int = 5) -> tuple[float, float]:
-    """Return the time between two evaluations of SciPy alone, and of the root with all ranks."""
+def by_hand(fun: Bowl, start: np.ndarray, options: dict) -> None:
+    """Minimise with a Bcast before each evaluation and a Reduce behind it; no number ends the workers' loop."""
+    x, total = np.empty_like(start), np.empty_like(start)
+
+    def evaluated(point: np.ndarray) -> tuple[float, np.ndarray]:
+        WORLD.Bcast(point, 0)
+        value, gradient = fun(point)
+        WORLD.Reduce(gradient, total, MPI.SUM, 0)
+        return value, total
+
+    if WORLD.rank == 0:
+        scipy.optimize.minimize(evaluated, start, jac=True, method="L-BFGS-B", options=options)
+        WORLD.Bcast(np.full_like(start, np.nan), 0)
+        return
+    while True:
+        WORLD.Bcast(x, 0)
+        if np.isnan(x[0]):
+            return
+        WORLD.Reduce(fun(x)[1], None, MPI.SUM, 0)
+
+
+def between_evaluations(size: int, count: int, rounds: int = 5) -> tuple[float, float, float]:
+    """Return the time between two evaluations of SciPy alone, of the root with all ranks, and by hand."""
     fun, start = Bowl(size), np.zeros(size)
     options = {"gtol": 0.0, "ftol": 0.0, "maxiter": count}
-    alone, driven = [np.inf], []
+    alone, driven, hand = [np.inf], [], []
     for _ in range(rounds):
         if WORLD.rank == 0:
             scipy.optimize.minimize(fun, start, jac=True, method="L-BFGS-B", options=options)
@@ -61,7 +84,10 @@ def between_evaluations(size: int, count: int, rounds: int = 5) -> tuple[float, 
         WORLD.Barrier()
         mpiad.minimize(fun, start, jac=True, objective="sum", options=options)
         driven.append(fun.gap())
-    return min(alone), min(driven)
+        WORLD.Barrier()
+        by_hand(fun, start, options)
+        hand.append(fun.gap())
+    return min(alone), min(driven), min(hand)
 
 
 def seconds(run: Callable[[], object], rounds: int = 100) -> float:
@@ -94,14 +120,16 @@ def main() -> None:
     options = parser.parse_args()
     found = {}
     for size in options.variables:
-        alone, driven = between_evaluations(size, options.iterations)
+        alone, driven, hand = between_evaluations(size, options.iterations)
         bare = bare_exchange(size)
         if WORLD.rank == 0:
-            over, allowed = driven - alone, ALLOWED + REACH * bare
-            found[size] = {"over": over, "bare": bare, "allowed": allowed}
+            over, over_by_hand = driven - alone, hand - alone
+            hot, cold = (ALLOWED + REACH * exchange for exchange in (bare, over_by_hand))
+            found[size] = {"over": over, "by hand": over_by_hand, "bare": bare, "allowed": hot, "allowed in place": cold}
             print(
-                f"{size:7d} variables on {WORLD.size} ranks: {over * 1e6:7.1f} µs more than SciPy's {alone * 1e6:.1f} µs "
-                f"between evaluations; bare exchange {bare * 1e6:.1f} µs, so at most {allowed * 1e6:.1f} µs are aimed at"
+                f"{size:7d} variables on {WORLD.size} ranks: {over * 1e6:6.1f} µs more than SciPy's {alone * 1e6:.1f} µs "
+                f"between evaluations; the exchange alone takes {bare * 1e6:.1f} µs and by hand in its place "
+                f"{over_by_hand * 1e6:.1f} µs, so at most {hot * 1e6:.1f} or {cold * 1e6:.1f} µs are aimed at"
             )
     if WORLD.rank == 0 and options.json:
         with open(options.json, "w") as file:
