@@ -44,6 +44,7 @@ class LoopOperator:
         self._loop = Loop(stepping, steps, kept)
         leaves = args.all()
         self.active = [k for k, leaf in enumerate(leaves) if isbox(leaf)]
+        # Also without a traced argument: what the steps communicate has a reverse pass, in which other ranks take part.
         self._recorded = bool(self.active) or current.tape is not None
         self._state = [spec_like(leaf) for leaf in args.state]
         self._cotangents = Packing([spec_like(leaves[k]) for k in self.active])
@@ -76,6 +77,7 @@ class LoopOperator:
         args, along = self._like.like(leaves), self._like.like(directions)
         inputs = [k for k, direction in enumerate(along.inputs) if direction is not None]
         params = [k for k, direction in enumerate(along.params) if direction is not None]
+        # A loop whose state is twice as long; what doesn't move carries no tangent along.
         both = Arguments(
             [*args.state, *map(tangent_of, args.state, along.state)],
             [*args.inputs, *[tangent_of(args.inputs[k], along.inputs[k]) for k in inputs]],
@@ -100,6 +102,7 @@ class LoopOperator:
         tangent, place = traced.values[0], traced.places[0]
         seeds = [(place, conform(g, *spec_like(tangent)))] if place >= 0 else []
         found = run_backward(traced.recording, seeds, len(self.active))
+        # In the shape of each leaf, zeros where nothing depends on it: the vector has room for all.
         return tangent, self._cotangents.vector([tangent_of(leaves[k], part) for k, part in zip(self.active, found)])
 
 

@@ -64,6 +64,7 @@ class Loop:
                 state, seen = self.step(number, args, state)
                 observed.note(number, seen)
             return state, observed.arrays
+        # Kept for the reverse pass: the states that it starts from are found in this run, not in another one.
         self._begun = course = _Course(self, args, observed)
         state = _own(course.state)
         for number in range(course.last.first, self.steps):
@@ -135,6 +136,7 @@ class _Observed:
         self.arrays: list[Array] = []
 
     def note(self, number: int, seen: list[Any]) -> None:
+        # Made at the first step, since only that tells what is observed; each later one must fit into it.
         specs = [spec_like(leaf) for leaf in seen]
         if number == 0:
             self._loop.seen = specs
@@ -173,6 +175,7 @@ class _Course:
                 self.last = action
                 break
             self._carry_out(action, loop, args, observed)
+        # A copy: the last steps are run from here twice, plain now and with their record later.
         self.state = _own(self.state)
 
     def reversed(self, loop: Loop, args: Arguments) -> Iterator[tuple[int, tuple[list[int], Traced]]]:
@@ -200,6 +203,7 @@ class _Course:
             self._snapshots.keep(action.number, self.state, action.on_disk)
         elif isinstance(action, Restore):
             state = self._snapshots.state(action.number, action.last)
+            # A state that is asked for again must stay as it is, whatever a step writes into what it gets.
             self.state = state if action.last else _own(state)
         else:
             for number in range(action.first, action.stop):
@@ -234,10 +238,12 @@ class _Totals:
         if k < self._states + self._inputs:
             if k not in self._found:
                 self._found[k] = np.zeros_like(leaf)
+            # Each step has an entry of its own, so nothing is added up.
             self._found[k][number] = g
         elif k in self._found:
             self._found[k] += conform(g, *spec_like(leaf))
         else:
+            # A copy, since it is added to in place, and a cotangent may be shared or a view.
             self._found[k] = own(conform(g, *spec_like(leaf)))
 
     def cotangents(self, state: list[Any]) -> list[Any]:

@@ -95,6 +95,7 @@ def _on_the_tape(stepping: UserStepping, steps: int) -> tuple[list[Any], list[An
     state = list(map(own, args.state))
     for number in range(steps):
         state, seen = stepping.step(number, args.at(number, state))
+        # Copies, since a step may write into the state that was observed.
         rows.append(list(map(own, seen)))
     return state, [stack(column) for column in zip(*rows)]
 

@@ -63,6 +63,7 @@ def actions(steps: int, kept: Checkpoints) -> Iterator[Keep | Advance | Reverse 
 
 
 def _optimal(steps: int, kept: Checkpoints) -> Iterator[Keep | Advance | Reverse | Restore]:
+    # Imported here: loops that keep all states, or none, don't need it.
     from checkpoint_schedules import Copy, Forward, Move, MultistageCheckpointSchedule, StorageType
 
     # The library's last state before the end of the first run is the one that is at hand, and isn't counted.
@@ -82,6 +83,7 @@ def _all_kept(steps: int) -> Iterator[Keep | Advance | Reverse | Restore]:
     for number in range(steps - 1):
         yield Keep(number, False)
         yield Advance(number, number + 1)
+    # The last step's state is at hand when the reverse pass begins, and needn't be kept.
     yield Reverse(steps - 1, steps)
     for number in reversed(range(steps - 1)):
         yield Restore(number, True)

@@ -111,6 +111,7 @@ class UserStepping:
             )
         for leaf, spec, name in zip(leaves, self._specs, self._names):
             if not is_variable(leaf) or spec_like(leaf) != spec:
+                # Its plain value: a trace in a message would say nothing to the user.
                 raise _wrong_state(stop(leaf), spec, name, number)
         return leaves
 
