@@ -98,6 +98,7 @@ class AdditiveSchwarz:
             self._plan.give(extended[..., r.shape[-1] :], out)
         if self._coarse is not None:
             sums = mpi_allgather(r.sum(axis=-1), comm=self.comm)
+            # Of the small system each rank needs its own row alone: the number that it adds to all of its rows.
             inverse = self._coarse.T if self._turned else self._coarse
             out += np.tensordot(inverse[self.rank], sums, 1)[..., None]
         return out

@@ -23,7 +23,7 @@ __all__ = ["bicgstab"]
 
 # The shadow residual is as good as orthogonal to what is left: the recurrence would divide by rounding.
 _LOST = 1e-14
-_FAR = 1e6
+_FAR = 1e6  # times the residual at the start: from there on the recurrence has lost its digits
 
 
 def bicgstab(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, targets: np.ndarray) -> bool:
@@ -58,6 +58,7 @@ def bicgstab(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, ta
     seen, norms, scale = preconditioned_start(system, r, norms)
     targets = targets * scale
     r, shadow, p = seen.copy(), seen.copy(), seen.copy()
+    # The shadow is the first residual itself, so their product is its square.
     rho = (norms**2).astype(np.result_type(r.dtype, float))
     active, at_start = norms > targets, norms
     while active.any():
@@ -72,6 +73,7 @@ def bicgstab(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, ta
         omega = _quotient(tr, tt, active)
         add_scaled(x, omega, along)
         add_scaled(r, -omega, t)
+        # (shadow, r - ω t), of the products that came with the second reduction.
         rho_before, rho = rho, sr - omega * st
         beta = _quotient(rho * alpha, rho_before * omega, active)
         add_scaled(p, -omega, v)

@@ -56,6 +56,7 @@ def conjugate_gradients(
     All ranks call it.
     """
     p, s = np.zeros_like(r), np.zeros_like(r)
+    # Infinite, so that the first direction has nothing of one before it.
     rz_before, curvature_before = np.full(len(x), np.inf), np.zeros(len(x))
     least, before, known = np.full(len(x), np.inf), norms, True
     while not (known and (norms <= targets).all()):
@@ -73,6 +74,7 @@ def conjugate_gradients(
         _require_positive(system, rz, active)
         # Those that have arrived stand still: no step, and a direction that starts anew.
         beta = np.where(active, rz.real / rz_before, 0.0)
+        # p·Ap for p = z + β p₋: as p is conjugate to p₋, z·Ap₋ is -β p₋·Ap₋.
         curvature = wz.real - beta * beta * curvature_before
         least = _require_curvature(system, curvature, wz, rz.real, least, active)
         _renew(p, beta, z)
@@ -81,6 +83,7 @@ def conjugate_gradients(
         add_scaled(x, alpha, p)
         add_scaled(r, -alpha, s)
         rz_before, curvature_before = np.where(active, rz.real, np.inf), np.where(active, curvature, 0.0)
+        # Where the residual would arrive if it fell once more as it just did, its norm is worth a reduction of its own.
         known = bool((norms * norms <= 2.0 * targets * before).all())
         if known:
             before, norms = norms, system.norms(r)

@@ -13,7 +13,7 @@ from mpiad.linalg.vectors import beside, inner
 __all__ = ["diagnosis", "require_determined", "require_iterations", "rounding_floor"]
 
 _SEED = 20250101
-_MARGIN = 100.0
+_MARGIN = 100.0  # roundings: what a product with the operator may lose
 _SINGULAR = (
     "it is singular: the operator maps a constant field to zero, so u is determined but for a constant (and exists only "
     "where b has none). Is this a pure Neumann or periodic problem? Fix the value of one cell, or add a small multiple of "
@@ -47,6 +47,7 @@ def require_determined(system: System, x: LocalArray, targets: np.ndarray) -> No
     tolerance allows as well; only then another product tells whether the constant's image is more than rounding.
     """
     image = system.apply(np.ones_like(x))
+    # The number of entries too, so that the mean square of the solution is known by the same reduction.
     own = np.array([*inner((x, x), (image, image)).ravel(), *[x.shape[1]] * len(x)])
     squares, of_image, total = np.real(system.sums(own)).reshape(3, -1)
     change = np.sqrt(squares * of_image / np.maximum(total, 1.0))
@@ -59,6 +60,7 @@ def diagnosis(system: System) -> str:
     """Return what is wrong with the operator of a system that isn't solved, as the end of a message; empty if unknown."""
     like = system.full(0.0)
     one, other = _signs(like, 0).astype(system.dtype), _signs(like, 1).astype(system.dtype)
+    # Of zero, of a constant, and of two fields and their sum: a linear operator maps the sum to the images' sum.
     images = [system.apply(v) for v in (like, np.ones_like(like), one, other, one + other)]
     squares = np.real(system.dots(*[(v, v) for v in images]))
     gap = images[4] - images[2] - images[3]

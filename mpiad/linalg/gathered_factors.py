@@ -41,6 +41,7 @@ class GatheredFactors:
                 self._factors = splu(whole.tocsc())
             except RuntimeError as found:
                 error = ValueError(f"MatrixRowBlock.solve: the matrix {matrix.shape} can't be factorised: {found}.")
+        # Only rank 0 can find that there are no factors, and the others would wait for its solutions.
         raise_together(channel(matrix.comm, "MatrixRowBlock.solve"), error)
         self._kind = "N"
 
@@ -53,6 +54,7 @@ class GatheredFactors:
 
     def __call__(self, r: LocalArray) -> LocalArray:
         """Return this rank's part of the solution."""
+        # The divided axis first, and with it all right-hand sides as columns: one call of SciPy's for all of them.
         whole = mpi_gather(np.moveaxis(r, -1, 0), 0, axis=0, comm=self.comm)
         if self._factors is not None:
             columns = whole.reshape(len(whole), math.prod(whole.shape[1:]))

@@ -51,6 +51,7 @@ class GhostPlan:
             wanted[owner] = len(places)
         with suspended():
             asked = mpi_alltoall(wanted, comm=comm)
+            # Receives first, so that no rank must keep others' lists until it looks for them.
             coming = [(int(r), mpi_irecv(np.empty(asked[r], np.int64), int(r), _TAG_INDICES, comm))
                       for r in np.flatnonzero(asked)]
             for owner, places in self.sources:

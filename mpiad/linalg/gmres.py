@@ -44,9 +44,11 @@ class _Basis:
         known = self.vectors[:, : j + 1]
         last = known[:, j]
         s, square = self._products(system, known, last, w)
+        # Two passes of Gram-Schmidt in one: s - (G s - s), by the Gram matrix of the basis instead of a second product.
         h = 2.0 * s - np.einsum("kij,kj->ki", self.gram[:, : j + 1, : j + 1], s)
         w = w - _combined(known, h)
         seen = np.einsum("kij,kj->ki", self.gram[:, : j + 1, : j + 1], h)
+        # |w - V h|² by Pythagoras, from sums that are there already.
         rest = square - 2.0 * np.sum(h.conj() * s, axis=1).real + np.sum(h.conj() * seen, axis=1).real
         # Below this part of the square what Pythagoras leaves has lost half of its digits.
         if (active & (rest <= np.sqrt(np.finfo(w.dtype).eps) * square)).any():
@@ -87,6 +89,7 @@ class _Basis:
     def residuals(self, j: int, active: np.ndarray, before: np.ndarray) -> np.ndarray:
         """Return the least norm of each residual after step j: of those that stand still, as before."""
         found = before.copy()
+        # The last column of Q is orthogonal to all of H's, so what the first unit vector has along it can't be removed.
         q = np.linalg.qr(self.hessenberg[active, : j + 2, : j + 1], mode="complete")[0]
         found[active] = np.abs(q[:, 0, -1]) * self.norms[active]
         for c in np.flatnonzero(active & self.complete).tolist():

@@ -66,6 +66,7 @@ class Problem(NamedTuple):
 
     def with_tolerance(self, rtol: float) -> Problem:
         """Return the problem to another tolerance, believed without a look at the true residual."""
+        # Newton steps look at the nonlinear residual anyway; an exact linear one wouldn't be worth its product.
         return self._replace(settings=self.settings._replace(rtol=rtol, verify=False))
 
     def derived(self) -> Problem:
@@ -155,6 +156,7 @@ def _adjoint(ans: LocalArray, b: LocalArray, *leaves: Any, problem: Problem) -> 
 
     def vjp(g: LocalArray) -> list:
         multiplier = solution_of_adjoint(g, leaves, problem)
+        # λᵀ A u is the same number from both sides: the user's operator is differentiated in either case.
         left, right = (multiplier, ans) if not problem.transposed else (ans, multiplier)
         pull, _ = make_vjp(problem.product)([right, *leaves])
         transposed, *of_leaves = pull(left)
@@ -185,6 +187,7 @@ def _tangent(gs: list, ans: LocalArray, b: LocalArray, *leaves: Any, problem: Pr
 
 def direction_of(leaf: Any, tangent: Any) -> Any:
     """Return the tangent of a leaf of the parameters as `make_jvp` takes it, zero where there is none."""
+    # A number without a tangent stays a plain zero: it has no dtype of its own to give one.
     return tangent_of(leaf, tangent) if np.ndim(stop(leaf)) or tangent is not None else 0.0
 
 

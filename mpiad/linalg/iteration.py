@@ -23,8 +23,8 @@ Method: TypeAlias = Callable[[System, LocalArray, LocalArray, np.ndarray, np.nda
 """``method(system, x, r, norms, targets)`` improves x and its residual r in place, and returns whether its own residual
 meets its target; the others are to be started anew from the true residual."""
 
-_SLACK = 10.0
-_PATIENCE = 3
+_SLACK = 10.0  # times the tolerance: what recurrences may drift by
+_PATIENCE = 3  # new starts in a row without progress, before it counts as stalled
 
 
 def iterate(method: Method, system: System, b: LocalArray, x0: LocalArray | None) -> LocalArray:
@@ -60,6 +60,7 @@ def iterate(method: Method, system: System, b: LocalArray, x0: LocalArray | None
     most = np.finfo(b.dtype).eps ** 0.25 * norms
     x, r, norms = _start(system, b, None if x0 is None else system.rows(x0) / units, norms)
     system.note(norms)
+    # Preconditioned from the left a method has looked at another residual, so the true one counts alone.
     idle, slack = 0, 1.0 if system.settings.side == "left" else _SLACK
     while True:
         arrived = method(system, x, r, norms, targets)

@@ -73,6 +73,7 @@ class MatrixRowBlock:
         self.indices = own[0].start + np.repeat(np.arange(matrix.shape[0]), np.diff(matrix.indptr)), matrix.indices
         mine = (matrix.indices >= own[1].start) & (matrix.indices < own[1].stop)
         ghosts = np.unique(matrix.indices[~mine])
+        # Columns of this rank come first, ghosts behind them: so x with its ghosts is one vector for SciPy.
         numbers = np.where(
             mine, matrix.indices - own[1].start, self.local_shape[1] + np.searchsorted(ghosts, matrix.indices)
         )
@@ -220,6 +221,7 @@ class MatrixRowBlock:
         row, column = self.indices
         found = np.full(self.local_shape[0], len(row))
         on_diagonal = np.flatnonzero(row == column)
+        # Rows without an entry on the diagonal point to the zero behind the values.
         found[row[on_diagonal] - self.owned_rows.start] = on_diagonal
         return anp.concatenate([self.values, np.zeros(1, getval(self.values).dtype)])[found]
 

@@ -107,6 +107,7 @@ def newton(
     Computing 17 (1996), choice 2.
     """
     settings = Settings(method, rtol, atol, maxiter, comm, callback, restart, side, call=_CALL, probe=False)
+    # The tolerance is that of derivatives; steps bring their own (see `with_tolerance`).
     linear = settings._replace(rtol=rtol or _OF_DERIVATIVES, atol=0.0, maxiter=linear_maxiter, callback=None)
     agree_on(settings, _mistake(residual, stop(u0), preconditioner, linear, settings))
     leaves, build = flatten(params)
@@ -157,6 +158,7 @@ def _adjoint(ans: LocalArray, *leaves: Any, problem: NonlinearProblem) -> Callab
     def vjp(g: LocalArray) -> list:
         pull, _ = make_vjp(problem.at)([ans, *leaves])
         multiplier = solution_of_adjoint(g, [ans, *leaves], problem.jacobian)
+        # The part of u is Jᵀ λ, which is g again; it is looked at where J was taken for symmetric.
         transposed, *of_leaves = pull(multiplier)
         if problem.jacobian.hermitian:
             require_transpose(stop(transposed), stop(g), problem.jacobian.settings)

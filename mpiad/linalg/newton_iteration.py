@@ -21,8 +21,8 @@ from mpiad.transport.agreement import agreed_among
 
 __all__ = ["find_root"]
 
-_FIRST_FORCING, _LARGEST_FORCING = 0.5, 0.9
-_SUFFICIENT = 1e-4
+_FIRST_FORCING, _LARGEST_FORCING = 0.5, 0.9  # η₀ and η_max of Eisenstat and Walker
+_SUFFICIENT = 1e-4  # of the decrease that the linear model promises
 _SHORTEST = 1e-8
 _FAR = 1e6
 
@@ -65,6 +65,7 @@ def find_root(residual: Function, linear: Linear, u0: LocalArray, settings: Sett
     while norm > target:
         if system.iterations >= int(settings.maxiter or 0):
             system.fail(f"the residual didn't fall to {target:.3e} within maxiter={settings.maxiter} steps")
+        # No more exactly than the target asks for: the last step would do work that nobody sees.
         within = max(forcing, 0.5 * target / norm)
         step = _newton_step(system, linear, method, u, f, within)
         before = norm
@@ -120,6 +121,7 @@ def _search(
 
 
 def _next_forcing(before: float, ratio: float) -> float:
+    # Choice 2 with γ = 0.9 and α = 2, and its safeguard.
     forcing, kept = 0.9 * ratio**2, 0.9 * before**2
     if kept > 0.1:  # not to be too demanding too early
         forcing = max(forcing, kept)

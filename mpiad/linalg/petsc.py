@@ -28,7 +28,7 @@ from mpiad.transport.recovery import recoverable
 __all__ = ["solve"]
 
 _CALL = "linalg.petsc.solve"
-_prefixes = itertools.count()
+_prefixes = itertools.count()  # a prefix for each solve: PETSc's options are one table for the whole process
 
 
 @recoverable(_CALL)
@@ -139,6 +139,7 @@ def _method(petsc: Any, used: Channel, matrix: MatrixRowBlock | None, options: d
 def _shell(petsc: Any, used: Channel, system: System) -> Any:
     class Context:
         def mult(self, matrix: Any, x: Any, y: Any) -> None:
+            # A copy: the vector's memory is PETSc's, and the user's operator may keep what it gets.
             y.setArray(system.apply(np.array(x.getArray())[None])[0])
 
     size = system.length, None
@@ -168,6 +169,7 @@ def _corrected(
         ksp.setTolerances(rtol=rtol, atol=0.0, max_it=limit)
         ksp.setConvergenceHistory()
         ksp.setFromOptions()
+        # A copy: the vector is made of the memory that it gets, and r is the iteration's.
         right = petsc.Vec().createWithArray(np.array(r), comm=used.data)
         step = right.duplicate()
         ksp.solve(right, step)

@@ -38,6 +38,7 @@ def operator_rows(matvec: Function, domain: Domain, params: tuple) -> tuple[Any,
     count = math.prod(domain.local_shape)
     counts = mpi_allgather(np.array(count), comm=domain.comm)
     numbers = (sum(counts[: used.rank]) + np.arange(count, dtype=float)).reshape(domain.local_shape)
+    # Each halo cell gets the number of the point that it is a copy of; -1 says that there is none.
     around = domain.exchange(numbers, -1.0)
     steps = tuple(_apart(n, h, p) for n, h, p in zip(domain.shape, domain.halo, domain.periodic))
     places = list(np.meshgrid(*[np.arange(s.start, s.stop) for s in domain.owned], indexing="ij"))
@@ -71,6 +72,7 @@ def _apart(n: int, halo: int, periodic: bool) -> int:
     least = 2 * halo + 1
     if not periodic:
         return min(n, least)
+    # Around a ring the colours must close up, so their number must divide that of the points.
     return next((k for k in range(least, n + 1) if n % k == 0), n)
 
 

@@ -28,6 +28,7 @@ def local_rows(used: Channel, rows: Any, columns: int | None) -> tuple:
     raise_together(used, error)
     matrix: Any = scipy.sparse.csr_matrix(rows)
     if not matrix.has_canonical_format:
+        # A copy, because entries named twice are added up in place, and the matrix is the caller's.
         matrix = matrix.copy()
         matrix.sum_duplicates()
     mine = np.array([matrix.shape[0], matrix.shape[0] if columns is None else columns, matrix.shape[1]], np.int64)

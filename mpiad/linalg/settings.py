@@ -72,8 +72,10 @@ def agree_on(settings: Settings, error: Exception | None) -> None:
         Where ranks would solve in different ways, and wait for each other.
     """
     used = channel(settings.comm, settings.call)
+    # Communicators and functions differ between processes in what `repr` says of them.
     given = settings._replace(comm=None, callback=None)
     number = zlib.crc32(repr(given).encode())
+    # The greatest number and, negated, the least: where they are the same, all are.
     mine, most = np.array([error is not None, number, -number], np.int64), np.empty(3, np.int64)
     used.data.Allreduce(mine, most, MAX)
     if most[0]:

@@ -75,10 +75,12 @@ def values_product(x: LocalArray, y: LocalArray, pattern: Pattern) -> LocalArray
 def _times(matrix: scipy.sparse.spmatrix, x: LocalArray) -> LocalArray:
     if x.ndim == 1:
         return matrix @ x
+    # All right-hand sides as columns: the entries are read once for all of them.
     flat = matrix @ x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).T
     return np.ascontiguousarray(flat.T).reshape(*x.shape[:-1], matrix.shape[0])
 
 
+# Of Σ values_k y_row(k) x_col(k) each of the three is the derivative by one factor: so they are each other's adjoints.
 defvjp(
     product,
     lambda ans, values, x, pattern: lambda g: values_product(x, g, pattern),
@@ -94,6 +96,7 @@ defvjp(
     lambda ans, x, y, pattern: lambda g: transposed_product(g, y, pattern),
     lambda ans, x, y, pattern: lambda g: product(g, x, pattern),
 )
+# Each is linear in both of its arrays.
 for _operator in (product, transposed_product, values_product):
     defjvp(
         _operator,

@@ -126,6 +126,7 @@ class System:
     def sums(self, local: np.ndarray) -> np.ndarray:
         """Return the sums of numbers over all ranks, in double precision; raises as `dots`."""
         wide = np.array(local, np.complex128 if local.dtype.kind == "c" else np.float64)
+        # Said by NaN: no message of its own is needed while all is well.
         if self._problem is not None:
             wide[...] = np.nan
         sums = mpi_allreduce(wide, comm=self.settings.comm)
@@ -156,8 +157,10 @@ class System:
         self.require_finite(float(size.sum()), b, "the right-hand side (b, or a cotangent)")
         s, self.unknowns = self.settings, int(unknowns[0])
         self.limit = min(10 * self.unknowns * self.count, _MOST_ITERATIONS) if s.maxiter is None else s.maxiter
+        # Far from where squares of residuals leave the range of the dtype, also after they have fallen.
         edge = float(np.finfo(self.dtype).tiny) ** 0.25
         if ((size > 0.0) & ((size < edge) | (size > 1.0 / edge))).any():
+            # Powers of two, by which numbers are scaled without rounding.
             self.units = 2.0 ** np.round(np.log2(np.where(size > 0.0, size, 1.0)))
             b /= column(b, self.units.astype(b.real.dtype))
             squares = np.real(self.dots((b, b))[0])

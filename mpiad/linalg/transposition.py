@@ -26,6 +26,7 @@ def transposed_function(fun: Function, like: LocalArray) -> Callable[[Any], Any]
 
     def transposed(y: LocalArray) -> LocalArray:
         if not pulls:
+            # At zero: the function is linear, so its derivative is the same everywhere.
             pulls.append(make_vjp(fun)(spec_like(like).zeros())[0])
         return pulls[0](y)
 
@@ -68,4 +69,5 @@ def _takes(fun: Function, extra: int) -> bool:
     if any(p.kind is p.VAR_POSITIONAL for p in kinds):
         return True
     required = [p for p in kinds if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty]
+    # Required ones alone: an argument with a default isn't meant for the params.
     return len(required) == 1 + extra

@@ -50,7 +50,7 @@ def add_scaled(y: LocalArray, a: LocalArray, x: LocalArray) -> None:
     """
     if type(y) is not np.ndarray:
         y += column(y, a) * x
-    elif y.shape[1]:
+    elif y.shape[1]:  # BLAS refuses vectors without entries
         axpy = _AXPY[y.dtype.char]
         for row, number, other in zip(y, a, x):
             axpy(other, row, a=number)

@@ -64,11 +64,13 @@ class Agglomeration:
 
     def _gathered(self, block: np.ndarray) -> Any:
         # A block of the level above may own no coarse point at all.
+        # Sends first: they don't wait, and a leader receives from its members in any order.
         if self._leader != self._rank and block.size:
             mpi_send(np.array(block), self._leader, _TAG_GATHER, self._comm)
         if self.box is None:
             return None
         lead = block.shape[: block.ndim - len(self.box.low)]
+        # In double precision as all levels are, whatever the user's blocks were.
         whole, coming = np.empty(lead + self.box.shape), []
         for member, box in self._members:
             there = (..., *box.within(self.box))

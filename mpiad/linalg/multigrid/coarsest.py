@@ -39,6 +39,7 @@ class Coarsest:
         ----------
         f : array of the operator's shape
         """
+        # The point that was left out has zero: any constant may be added, and `Multigrid` takes the mean away.
         u = np.zeros(f.size)
         if self._factors is not None:
             u[: self._kept] = self._factors.solve(f.ravel()[: self._kept])

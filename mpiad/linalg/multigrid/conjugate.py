@@ -87,6 +87,7 @@ def conjugate(
         z = level.cycle(r)
         w = level.product_after(r)
         rz, wz = _sums(used, np.vdot(r, z), np.vdot(w, z))
+        # As in `conjugate_gradients`: p·Ap by the recurrence of p, so that one reduction is enough.
         beta = rz / before if len(history) > 1 else 0.0
         curvature = wz - beta * beta * curvature
         if not (rz > 0.0 and curvature > 0.0):

@@ -98,6 +98,7 @@ class Elliptic:
         ndim = len(self.sides.spacing)
         for axis, step in enumerate(self.sides.spacing):
             along, across = _along(padded, axis, ndim), _along(medium, axis, ndim)
+            # κ on a face is the mean of both sides; one spacing is the gradient's, the other the divergence's.
             flux = (across(1, None) + across(0, -1)) * (along(1, None) - along(0, -1)) * (0.5 / step**2)
             faces = _along(flux, axis, ndim, cut=False)
             total = total + faces(0, -1) - faces(1, None)

@@ -41,6 +41,7 @@ def coarse_operator(stencil: Stencil, weights: Weights, halo: LevelHalo) -> np.n
     targets = [(0,) * ndim, *offsets(ndim)]
     for colour, (rows, at) in products.items():
         for k, corner in enumerate(corners(colour)):
+            # Restricting is the transpose of interpolating, so it looks the other way.
             there = layout.shifted(corner, -1)
             for number, target in enumerate(targets):
                 # A row is counted from the coarse point at its own entry, a target from the one that is restricted to.

@@ -55,6 +55,7 @@ class LevelHalo:
         for step, own, ghost, tags in ((-1, low, low - 1, (_TAG_DOWN, _TAG_UP)), (1, high - 1, high, (_TAG_UP, _TAG_DOWN))):
             rank = spread.beside(position, axis, step)
             if rank is not None:
+                # Entries of the colour that the layer has, one further for the halo's own.
                 place = [index // 2 - first + 1 for index in (own, ghost)]
                 sides.append(_Side(rank, axis, place[0], own % 2, place[1], ghost % 2, *tags))
         return sides
@@ -91,6 +92,7 @@ class LevelHalo:
             own = _layers(whole, side.axis, side.own, side.own_parity)
             if own:
                 mpi_send(np.concatenate([layer.ravel() for layer in own]), side.rank, side.tag, self._comm)
+        # The layer before the block is the last one of its own, and the other way round.
         for side, other in zip(here, reversed(here)):
             for ghost, own in zip(
                 _layers(whole, side.axis, side.ghost, side.ghost_parity),

@@ -66,6 +66,7 @@ class _Coarser:
             self._coarsest = Coarsest(whole, spread.periodic, plan.singular)
         else:
             layout = Layout(self._gathering.box)  # type: ignore[arg-type]
+            # With all neighbours: a coarse operator couples across corners too, also where the finest one doesn't.
             stencil = stencil_of(layout, whole, offsets(len(spread.cuts)))
             self._level = hierarchy(stencil, after, plan._replace(doubled=max(0, plan.doubled - 1)))
 

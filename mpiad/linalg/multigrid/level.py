@@ -69,6 +69,7 @@ class Level:
         self._presmooth(f)
         correction = self._below.correct(self._restricted(f))
         self._interpolate(correction)
+        # In reverse, so that the cycle is symmetric; all neighbours count now, none is zero any more.
         for group in reversed(self._stencil.sweep):
             self._relax(group, f, None)
         return self._u
@@ -116,6 +117,7 @@ class Level:
         layout, inner, left = self.layout, self.layout.inner, self._unfinished()
         for colour in left:
             self._find_residual(colour, f)
+        # Restriction reads the residuals of neighbours' points; those of colour 0 stay where they are.
         self._halo.fill({colour: self._residual[layout.row[colour]] for colour in left if any(colour)})
         coarse = self._coarse[inner]
         coarse[:] = self._residual[0, inner] if layout.colours[0] in left else 0

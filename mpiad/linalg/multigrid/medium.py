@@ -65,6 +65,7 @@ def has_constants(sides: Sides, c: LocalArray, mean_zero: bool, used: Channel) -
     All ranks of the domain call it.
     """
     given = any(side for pair in sides.fixed for side in pair)
+    # Sides are arguments that have been compared, but c lies with each rank: its largest value decides for all.
     largest, with_it, without_it = allreduce(used, np.array([c.max(), mean_zero, not mean_zero], float), MAX, _CALL)
     if with_it and without_it:
         raise agreed(used, ValueError(f"{_CALL}: mean_zero must be the same on all ranks, but is True on some only."))

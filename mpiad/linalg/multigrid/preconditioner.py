@@ -116,11 +116,13 @@ class Multigrid:
         It is its own transpose, and isn't traced: a preconditioner needs no derivative.
         """
         if isinstance(r, np.ndarray) and r.dtype.kind == "c":
+            # The operator is real, so both parts are solved apart.
             return (self(r.real) + 1j * self(r.imag)).astype(r.dtype)
         r = self._checked(r, "linalg.Multigrid")
         out = np.empty(r.shape, r.dtype)
         with suspended():
             for index in np.ndindex(r.shape[: r.ndim - len(self.domain.shape)]):
+                # Only a right-hand side without a mean has a solution, whose own mean is then free: zero is taken.
                 split = self._layout.split(self._centred(r[index]))
                 out[index] = self._centred(self._layout.join(self._level.cycle(split)))
         return out

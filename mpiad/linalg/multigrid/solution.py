@@ -104,6 +104,7 @@ def _adjoint(
     """Return the transpose of the solution's derivative: from A u̇ = ḃ - (∂A/∂κ κ̇ + ∂A/∂c ċ) u."""
 
     def vjp(g: LocalArray) -> list:
+        # The operator is its own transpose, and the levels are made: another solve with them.
         multiplier = _solution(g, kappa, c, levels=levels, settings=settings)
         pull, _ = make_vjp(_product(levels))([ans, kappa, c])
         # The first part, Aᵀ λ, is ū again.

@@ -79,6 +79,7 @@ class Spread:
 
     def owner(self, position: tuple[int, ...]) -> Rank:
         """Return the rank of a block."""
+        # Ranks count like the digits of a number, with a dimension for each place: what each adds is in `ranks`.
         return sum(along[place] for along, place in zip(self.ranks, position))
 
     def position(self, rank: Rank) -> tuple[int, ...] | None:
@@ -128,6 +129,7 @@ def spread_of(partition: Partition) -> Spread:
     ----------
     partition : Partition
     """
+    # From the last dimension, along which neighbours have neighbouring ranks.
     cuts, ranks, stride = [], [], 1
     for axis in reversed(range(len(partition.shape))):
         count = partition.dims[axis]

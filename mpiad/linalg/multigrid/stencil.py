@@ -73,6 +73,7 @@ class Stencil:
 
 
 def _sweep(colours: list[Colour], corners: bool) -> list[list[Colour]]:
+    # By the sum of the indices: in a star the neighbours of an even point are odd, so a group updates at once.
     even = [colour for colour in colours if sum(colour) % 2 == 0]
     odd = [colour for colour in colours if sum(colour) % 2]
     if corners:
