@@ -34,6 +34,7 @@ def into_blocks(u: RootArray, partition: Partition) -> RootArray:
     for rank in range(math.prod(partition.dims)):
         block = u[(..., *partition.block(rank))].reshape(*lead, -1)
         stop = start + block.shape[-1]
+        # Cells first, since a scatter divides an array along one axis.
         out[start:stop] = np.moveaxis(block, -1, 0)
         start = stop
     return out

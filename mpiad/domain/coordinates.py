@@ -72,6 +72,7 @@ def spacing_of(
     for n, wraps, (low, high) in zip(shape, periodic, _ends(extent, len(shape))):
         if not high > low:
             raise ValueError(f"Domain.coordinates: extent must go from a lower to a higher end, but got ({low}, {high}).")
+        # Around a ring the last cell is followed by the first, so there are as many steps as cells.
         step = (high - low) / (n if centred or wraps else max(1, n - 1))
         firsts.append(low + step / 2 if centred else low)
         steps.append(step)

@@ -134,6 +134,7 @@ class Exchanging(Division):
 
     def _prepared(self, u: Any, boundary: Boundary, corners: bool, call: str) -> tuple[Any, Sides, Finish]:
         """Return one array to exchange, with what beyond its sides, and how to make the result of its padded form."""
+        # A traced value must stay on the tape, but the exchange is one node of u alone.
         value, sides = shifted(sides_of(boundary, len(self.shape), call), call)
         if value is not None and not corners:
             raise TypeError(f"{call}: a traced boundary value needs corners=True, since corners then hold it too.")
@@ -165,6 +166,7 @@ class Exchanging(Division):
             pieces = [padded[stop - math.prod(lead) : stop] for stop, lead in zip(stops, leads)]
             return [piece.reshape(lead + self.padded_shape) for piece, lead in zip(pieces, leads)]
 
+        # Leading axes are made one, so that fields with different ones fit into one message.
         return concatenate([field.reshape((-1, *self.local_shape)) for field in fields]), apart
 
 

@@ -86,6 +86,7 @@ class Halo:
 
     def beyond(self, sides: Sides, scheme: str) -> list[list[Beyond]]:
         """Return, for each stage, how the halo beyond its physical sides is filled."""
+        # Values don't matter to where cells come from, and a program may give another one in each step.
         key = (scheme, *[kind if type(kind) is str else None for pair in sides for kind in pair])
         if key not in self._beyond:
             self._beyond[key] = [
@@ -195,6 +196,7 @@ def fold_halo(g: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) ->
 def fold_in_place(total: LocalArray, halo: Halo, sides: Sides, scheme: str) -> None:
     """Fold the halo of an array of shape (..., *padded) into its interior; the halo is not cleared."""
     for stage, beyond in zip(reversed(halo.stages(scheme)), reversed(halo.beyond(sides, scheme))):
+        # First what was filled last: the halo beyond a side may be a copy of the neighbours' cells.
         fold_beyond(total, beyond, sides, len(halo.shape))
         coming = post(total, stage.routes, True, _TAG, halo.comm)
         for owned, ghost in stage.here:
@@ -204,6 +206,7 @@ def fold_in_place(total: LocalArray, halo: Halo, sides: Sides, scheme: str) -> N
 
 def fold_beyond(total: LocalArray, beyond: list[Beyond], sides: Sides, ndim: int) -> None:
     """Add the halo beyond physical sides to the layers that it is a copy of."""
+    # Backwards, since a later side was filled with the halo of earlier ones in its corners.
     for side in reversed(beyond):
         if side.copied is not None:
             layers = total[side.ghost]

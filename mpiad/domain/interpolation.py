@@ -69,6 +69,7 @@ def located(points: Array, lattice: Lattice, partition: Partition, call: str) ->
     place = ((points if isbox(points) else plain) - firsts) / steps  # in cells, from cell 0
     _require_inside(plain, np.asarray(stop(place)), lattice, partition, call)
     base = np.floor(np.asarray(stop(place))).astype(np.intp)
+    # A point on the last cell lies between the one before and it, with weight one, and needs no cell beyond the grid.
     last = np.maximum(np.array(partition.shape) - 2, 0)
     base = np.where(np.array(partition.periodic), base, np.clip(base, 0, last))
     fraction = place - base
@@ -120,6 +121,7 @@ def interpolated(padded: LocalArray, where: Location, rank: Rank, starts: np.nda
     if padded.dtype in (np.float32, np.complex64):
         fraction = fraction.astype(np.float32)  # the field keeps its precision
     values = 0.0
+    # The corners of the cell: the product of the weights along each dimension.
     for step in itertools.product((0, 1), repeat=ndim):
         weight = 1.0
         for axis, s in enumerate(step):
@@ -135,4 +137,5 @@ def _spread(values: LocalArray, mine: np.ndarray, count: int) -> LocalArray:
         return values
     others = np.setdiff1d(np.arange(count), mine)
     zeros = np.zeros((*values.shape[:-1], others.size), values.dtype)
+    # By a permutation of what is known and zeros, which has an adjoint; writing into zeros hasn't.
     return anp.concatenate([values, zeros], axis=-1)[..., np.argsort(np.concatenate([mine, others]))]

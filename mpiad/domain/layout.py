@@ -38,6 +38,7 @@ def layout(channel: Channel, shape: Any, halo: Any, periodic: Any, dims: Any) ->
         made = _made(channel.size, shape, halo, periodic, dims)
     except (TypeError, ValueError) as found:
         error = found
+    # Before the comparison: who raised alone would leave the others in it.
     raise_together(channel, error)
     require_same(channel, f"shape={shape!r}, halo={halo!r}, periodic={periodic!r}, dims={dims!r}", "Domain")
     return made  # type: ignore[return-value]

@@ -28,7 +28,7 @@ from mpiad.transport import Spec
 
 __all__ = ["Begun", "begin_fill", "end_fill"]
 
-_FIRST_TAG, _TAGS = 32512, 224
+_FIRST_TAG, _TAGS = 32512, 224  # below those of other halos; so many exchanges may be under way
 _BEGIN, _END = "Domain.begin_exchange", "Domain.end_exchange"
 
 
@@ -108,6 +108,7 @@ def begin_fill(u: LocalArray, halo: Halo, sides: Sides, scheme: str) -> Begun:
         halo.numbered_on, halo.begun = used.data, 0
         halo.under_way.clear()
     exchange = Exchange(halo, sides, scheme, halo.begun)
+    # Tags come round: with two exchanges under one tag a message could be taken for the other's.
     earlier = halo.under_way.get(exchange.tag, _nothing)()
     if earlier is not None and not earlier.done:
         raise RequestError(
@@ -116,6 +117,7 @@ def begin_fill(u: LocalArray, halo: Halo, sides: Sides, scheme: str) -> Begun:
     halo.begun += 1
     begun: Begun = communicate(_BEGIN_OPERATION, u, exchange)
     started(begun)
+    # Weakly: an exchange that nobody holds any more can't be ended, and mustn't be kept alive here.
     halo.under_way[exchange.tag] = ref(begun)
     return begun
 
@@ -151,6 +153,7 @@ def _start(x: LocalArray, exchange: Exchange) -> Begun:
     halo = exchange.halo
     (stage,) = halo.stages(exchange.scheme)
     if exchange.backwards:
+        # A copy, because what is folded is added to in place, and the cotangent is the caller's.
         values = copy_of(x)
         (beyond,) = halo.beyond(exchange.sides, exchange.scheme)
         fold_beyond(values, beyond, exchange.sides, len(halo.shape))

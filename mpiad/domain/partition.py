@@ -70,6 +70,7 @@ class Partition:
         number = np.zeros(cells.shape[:-1], np.intp)
         for axis, (n, p) in enumerate(zip(self.shape, self.dims)):
             share, longer = divmod(n, p)
+            # The first `longer` blocks have one cell more, so cells are counted by two lengths.
             along, first_short = cells[..., axis], longer * (share + 1)
             part = np.where(along < first_short, along // (share + 1), longer + (along - first_short) // share)
             number = number * p + part
@@ -110,6 +111,7 @@ def choose_dims(shape: Shape, size: int, halo: tuple[int, ...], periodic: tuple[
     ]
 
     def cost(dims: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+        # Of equal costs the one with most ranks along the first dimension: rows stay long in memory.
         return _exchanged_cells(shape, dims, halo, periodic), tuple(-p for p in dims)
 
     return min(fitting, key=cost, default=None)

@@ -53,6 +53,7 @@ class Placement(Division):
                 cells = into_blocks(self._checked(u, self.shape, "Domain.scatter"), self._partition)
             except (TypeError, ValueError) as found:
                 error = found
+        # The root alone looks at the array; the others would wait in the scatter.
         raise_together(self._channel, error)
         counts = [math.prod(lengths(self._partition.block(r))) for r in range(self._channel.size)]
         block = mpi_scatter(cells, root, axis=0, counts=counts, comm=self.comm)
@@ -86,6 +87,7 @@ class Placement(Division):
         """
         u = self._checked(u, self.local_shape, "Domain.gather")
         lead = u.shape[: u.ndim - len(self.shape)]
+        # Cells first, as `from_blocks` takes them; blocks of different lengths then differ along that axis alone.
         cells = mpi_gather(anp.moveaxis(u.reshape((*lead, -1)), -1, 0), root, axis=0, comm=self.comm)
         if self._channel.rank == root:
             return from_blocks(cells, self._partition)

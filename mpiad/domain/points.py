@@ -176,6 +176,7 @@ class Points(Division):
 
     def _share(self, u: LocalArray, where: Location) -> LocalArray:
         """Return the values at the points that this rank owns, and zeros at the others."""
+        # With its own edge beyond physical sides: those values have weight zero, but must be finite.
         padded = fill_halo(u, self._beside, (("edge", "edge"),) * len(self.shape))
         starts = np.array([cells.start for cells in self.owned]) - 1
         return interpolated(padded, where, self._channel.rank, starts)
@@ -186,12 +187,15 @@ class Points(Division):
             located(points, lattice, self._partition, call)
         except (TypeError, ValueError) as found:
             error = found
+        # Each rank has other points; all learn of one outside before the points travel.
         raise_together(self._channel, error)
         ndim, shape = len(self.shape), np.shape(stop(points))[:-1]
+        # As floats, also where some ranks give integers: what is gathered has one dtype.
         flat = anp.reshape(points, (-1, ndim)) * 1.0
         counts = [int(n) for n in mpi_allgather(np.array([math.prod(shape)]), axis=0, comm=self.comm)]
         everywhere = mpi_allgather(flat, axis=0, comm=self.comm)
         share = self._share(u, located(everywhere, lattice, self._partition, call))
+        # Each point has one owner, and zeros elsewhere: the sum is the owner's value, and each rank gets its points' alone.
         mine = mpi_reduce_scatter(anp.moveaxis(share, -1, 0), axis=0, counts=counts, comm=self.comm)
         return anp.reshape(anp.moveaxis(mine, 0, -1), u.shape[: u.ndim - ndim] + shape)
 

@@ -65,6 +65,7 @@ class Reductions(Division):
         square = anp.real(self.dot(anp.conj(u), u))
         if is_device_array(getval(square)):  # whose numbers the host doesn't look at
             zero = getval(square) == 0
+            # The root of one in its place, so that the derivative at zero isn't zero times infinity.
             return anp.where(zero, 0.0, anp.sqrt(anp.where(zero, 1.0, square)))
         return anp.sqrt(square) if getval(square) else square
 

@@ -142,6 +142,7 @@ def plan(geometry: Geometry, scheme: str) -> tuple[Stage, ...]:
 
 
 def _stage_along(geometry: Geometry, axis: int) -> Stage:
+    # Of dimensions that were before, with their halo: so corners travel without messages of their own.
     across = (*[slice(None)] * axis, *geometry.block[axis:])
     steps = [step for step in geometry.steps(diagonal=False) if step[axis]]
     sides = tuple(side for side in _beyond(geometry, lambda _: across) if side[0] == axis)
@@ -169,6 +170,7 @@ def _stage(
             continue
         back = tuple(-s for s in step)
         if peer == geometry.rank:
+            # Around a ring of one rank the halo on one side is the block's layer at the other.
             here.append((geometry.ours(back, across), geometry.ghosts(step, across)))
             continue
         # Both sides sort the parts of a message by the sender's step.

@@ -181,6 +181,7 @@ class Stencils(Division):
 def _second_difference(order: int) -> np.ndarray:
     """Return the weights of the second derivative's central difference."""
     m = order // 2
+    # The coefficients of `laplacian`'s reference, table 1, in closed form; with the one in the middle they add up to zero.
     side = [
         2.0 * (-1) ** (k + 1) * factorial(m) ** 2 / (k**2 * factorial(m - k) * factorial(m + k)) for k in range(1, m + 1)
     ]

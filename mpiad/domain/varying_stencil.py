@@ -37,6 +37,7 @@ def varying_sum(padded: LocalArray, weights: LocalArray) -> LocalArray:
     lengths, cells = _shapes(weights)
     like = _wider(padded, weights)
     total = zeros_beside(like, padded.shape[: padded.ndim - len(cells)] + cells)
+    # One array for all products, instead of a new one for each offset.
     room = np.empty_like(total)
     for offset, piece in _pieces(lengths, cells):
         np.multiply(padded[piece], weights[offset], out=room)

@@ -126,6 +126,7 @@ def _as_long_rows(field: LocalArray, terms: Terms, box: Box, buffers: Sequence[L
     """Return a slab whose pieces are rows that go from its first cell to its last one, also through cells of no use."""
     row, rows = field.reshape(-1), box[0].stop - box[0].start
     steps = [math.prod(field.shape[axis + 1 :]) for axis in range(field.ndim)]
+    # From the beginning of the slab's first row to its last cell, in the padded array.
     length = sum((cells - 1) * step for cells, step in zip([rows, *[c.stop for c in box[1:]]], steps)) + 1
     start = box[0].start * steps[0]
     pieces = []
