@@ -130,6 +130,14 @@ def _checked(used: Channel, fun: Any, items: Any, settings: tuple) -> Iterator[A
     except TypeError:
         got = f"{type(items).__name__} {items!r:.60}"
         raise TypeError(f"mpi_map: items must be iterable on the root, but got {got}.") from None
+    except Exception as error:  # noqa: BLE001 - their `__iter__` is the user's code
+        return _raising(error)
+
+
+def _raising(error: Exception) -> Iterator[Any]:
+    """Return items that raise when the first one is asked for: by then all ranks are there to hear of it."""
+    yield from ()
+    raise error
 
 
 def _run(

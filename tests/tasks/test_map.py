@@ -187,6 +187,17 @@ def test_an_exception_in_the_items(rank: int) -> None:
     assert caught.value.index == 4 and caught.value.rank == 0
 
 
+def test_items_that_cannot_be_begun(rank: int, size: int) -> None:
+    class Items:
+        def __iter__(self) -> Iterator[int]:
+            raise FileNotFoundError("samples.bin")
+
+    with pytest.raises(WorkerError, match="FileNotFoundError: samples.bin") as caught:
+        mpi_map(abs, Items() if rank == size - 1 else None, root=size - 1)
+    assert caught.value.rank == size - 1
+    assert mpi_map(abs, [-1], everywhere=True) == [1]
+
+
 @pytest.mark.mpi(min_size=2)
 def test_what_cannot_be_pickled(rank: int) -> None:
     with pytest.raises(WorkerError, match="pickle") as caught:
