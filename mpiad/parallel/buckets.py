@@ -46,7 +46,7 @@ class Plan:
     Attributes
     ----------
     digest : int
-        Below 2²⁰; equal for plans of the same arrays.
+        Below 2¹⁸; equal for plans of the same arrays.
     several : bool
         Whether there is more than one message, so that one can travel early.
     """
@@ -67,9 +67,9 @@ class Plan:
             filled[kind] += length
         self.buckets = [_bucket(places[::-1], specs) for places in groups]
         # What ranks can compare: of devices only that it is one, since their numbers differ on one node. By a CRC, because
-        # Python's hash of strings differs between processes; below 2²⁰, so that the sum over all ranks of squares is exact.
+        # Python's hash of strings differs between processes; below 2¹⁸, so that a sum of squares over 10⁵ ranks is exact.
         said = [(spec.shape, spec.dtype.str, spec.arrays is not None) for spec in specs]
-        self.digest = zlib.crc32(repr((said, limit)).encode()) % 2**20
+        self.digest = zlib.crc32(repr((said, limit)).encode()) % 2**18
         self.several = len(self.buckets) > 1
         self.bucket_of = {place: k for k, bucket in enumerate(self.buckets) for place in bucket.places}
 

@@ -76,11 +76,13 @@ def totals(
     -----
     All ranks of the channel call it.
     """
-    # By Cauchy and Schwarz, size · Σ d² = (Σ d)² for equal digests only; all but the loss are whole numbers below 2⁵³.
+    # All but the loss are whole numbers below 2⁵³, so their sums are exact.
     mine = [count, count + before, plan.digest, plan.digest**2, problem is not None, loss]
     found = allreduce(used, np.array(mine, float), SUM, call)
     total, accumulated, digests, squares, problems, sum_of_losses = found.tolist()
-    if used.size * squares != digests**2:
+    # By Cauchy and Schwarz, size · Σ d² = (Σ d)² for equal digests only. As integers: of a hundred ranks the products are
+    # larger than what floats hold exactly.
+    if used.size * int(squares) != int(digests) ** 2:
         # `found` is the same on all ranks, so all come here, or none, and may talk about what differs.
         raise agreed(used, _difference(used, plan, call))
     if total < 1:
