@@ -25,12 +25,14 @@ def described(value: Tree, path: str, arrays: dict[str, np.ndarray]) -> list[Any
     if value is None or isinstance(value, (bool, str)):  # bool before int, of which it is a kind
         return ["plain", value]
     if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:  # objects would need pickle
-        arrays[path] = np.asarray(value)
-        return ["array" if isinstance(value, np.ndarray) else "number", path]
+        name = _unused(path, arrays)
+        arrays[name] = np.asarray(value)
+        return ["array" if isinstance(value, np.ndarray) else "number", name]
     home = arrays_of(value)
     if home is not None:
-        arrays[path] = home.to_host(value)
-        return ["device array", path]
+        name = _unused(path, arrays)
+        arrays[name] = home.to_host(value)
+        return ["device array", name]
     if isinstance(value, int):
         return ["int", str(value)]  # of any size
     if isinstance(value, float):
@@ -49,6 +51,13 @@ def described(value: Tree, path: str, arrays: dict[str, np.ndarray]) -> list[Any
         f"parallel.save_checkpoint: {path} is {type(value).__name__} {value!r:.60}, but a checkpoint holds arrays, "
         "numbers, strings, None, NumPy's generators, and dicts, lists and tuples of them. Save what it is made of."
     )
+
+
+def _unused(path: str, arrays: dict[str, np.ndarray]) -> str:
+    # Paths that read alike may mean different places: the keys 1 and "1", or "a/b" and b within a.
+    while path in arrays:
+        path += "'"
+    return path
 
 
 def rebuilt(said: list[Any], arrays: dict[str, np.ndarray], home: ArrayModule | None = None) -> Tree:

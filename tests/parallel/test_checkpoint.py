@@ -73,6 +73,21 @@ def test_a_nest_comes_back_as_it_was(path):
 
 
 @pytest.mark.serial
+def test_names_that_read_alike_stay_apart(path):
+    tree = {
+        1: np.ones(2), "1": np.zeros(2), "a/b": np.array(3.0), "a": {"b": np.array(4.0), "b'": np.array(5.0)},
+        np.int64(7): np.array(6.0), np.int64(8): np.array(7.0),
+    }  # fmt: skip
+    save_checkpoint(path, tree, own=[tree], comm=MPI.COMM_SELF)
+    found = load_checkpoint(path, comm=MPI.COMM_SELF)
+    for nest in (found.tree, found.own[0]):
+        assert list(nest) == list(tree)
+        for key in (1, "1", "a/b", 7, 8):
+            np.testing.assert_array_equal(nest[key], tree[key])
+        assert (nest["a"]["b"], nest["a"]["b'"]) == (4.0, 5.0)
+
+
+@pytest.mark.serial
 @pytest.mark.parametrize("kind", ["PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64"])
 def test_generators_go_on(path, kind):
     rng = np.random.Generator(getattr(np.random, kind)(5))
