@@ -153,6 +153,11 @@ def stop(x: Any) -> Any:
     array or number, or the nest of them
         `x` itself where it isn't traced.
     """
-    if type(x) is dict:
-        return {key: stop(part) for key, part in x.items()}
-    return type(x)(map(stop, x)) if type(x) in (list, tuple) else getval(x)
+    if isinstance(x, dict):
+        # A class with a constructor of its own (a defaultdict) may not take pairs.
+        kind = type(x) if type(x).__init__ is dict.__init__ else dict
+        return kind((key, stop(part)) for key, part in x.items())
+    if isinstance(x, (list, tuple)):
+        parts = map(stop, x)
+        return type(x)(*parts) if hasattr(x, "_fields") else type(x)(parts)
+    return getval(x)

@@ -1,3 +1,5 @@
+from collections import OrderedDict, namedtuple
+
 import autograd.numpy as anp
 import numpy as np
 import pytest
@@ -134,7 +136,8 @@ def test_end_by_mpi4pys_own_call(mpirun):
 
 def test_stop_reaches_into_nests():
     x = np.array([1.0, 2.0])
-    nests = (lambda x: [x], lambda x: (3, {"a": x}))
-    for nest, part in zip(nests, (lambda n: n[0], lambda n: n[1]["a"])):
+    pair = namedtuple("pair", "a b")
+    nests = (lambda x: [x], lambda x: (3, {"a": x}), lambda x: pair(x, 2), lambda x: OrderedDict(a=[x]))
+    for nest, part in zip(nests, (lambda n: n[0], lambda n: n[1]["a"], lambda n: n.a, lambda n: n["a"][0])):
         g = mpiad.grad(lambda x, nest=nest, part=part: anp.sum(x * part(mpiad.stop(nest(x)))), objective="sum")(x)
         np.testing.assert_array_equal(g, x)
