@@ -118,7 +118,8 @@ class Packing:
         self._leaves, self._build = flatten(template)
         self._places = [k for k, leaf in enumerate(self._leaves) if is_variable(leaf) or type(leaf) is Elsewhere]
         found = [self._leaves[p] for p in self._places]
-        self._specs = [spec_like(leaf)[:2] for leaf in found]
+        # A dtype that came in a message is equal to NumPy's own and yet another object: results would be pickled otherwise.
+        self._specs = [(shape, np.dtype(dtype.str)) for shape, dtype, *_ in map(spec_like, found)]
         self.homes = [leaf.arrays if type(leaf) is Elsewhere else arrays_of(leaf) for leaf in found]
         self._away = any(home is not None for home in self.homes)
         self._lengths = [int(np.prod(shape)) * (1 + (dtype.kind == "c")) for shape, dtype in self._specs]
