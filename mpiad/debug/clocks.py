@@ -53,6 +53,7 @@ def read_clock(comm: Comm) -> Reading:
             comm.Send(ours, 0)
         comm.Recv(theirs, 0)
         return Reading(perf_counter(), float(theirs[0]))
+    # One rank after the other: messages of two at once would be timed with each other's.
     for rank in range(1, comm.size):
         comm.Send(np.array([min(_round(comm, rank, ours, theirs) for _ in range(_TIMES))[1]]), rank)
     return Reading(perf_counter(), 0.0)

@@ -76,6 +76,7 @@ def _with_sparse(total: Any, owned: bool, g: Any) -> Any:
             total = vspace(total).mut_add(None, total)
         return sparse_add(vspace(total), total, SparseObject(vspace(total), g.mut_add))
     if type(total) is _ndarray or is_device_array(total):
+        # In place only where neither precision nor an imaginary part would be lost.
         if total.shape == g.shape and np.can_cast(g.dtype, total.dtype):
             return g.mut_add(total if owned else total.copy())
     return total + g.dense()

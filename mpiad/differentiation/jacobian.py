@@ -106,6 +106,7 @@ def _agreed_spec(traced: Traced, weight: float, used: Channel) -> Spec:
     problems = [f"rank {rank}: {problem.text}" for rank, (problem, *_) in enumerate(found) if problem]
     if any(problem and problem.kind is RequestError for problem, *_ in found):
         raise agreed(used, RequestError(f"jacobian: {'; '.join(problems)}"))
+    # Ranks that don't count may return what they like, None too.
     shapes = {(shape, dtype) for _, shape, dtype, counts in found if counts}
     if problems or len(shapes) != 1 or None in next(iter(shapes)):
         listed = "; ".join(problems) or f"shapes and dtypes {sorted(map(str, shapes))}"
@@ -126,7 +127,7 @@ def _row(traced: Traced, k: int, spec: Spec, weight: float, variables: Variables
         else:
             seed.fill(weight)
         seeds.append((traced.places[0], seed))
-    return cotangents_of_variables(traced, seeds, variables, keep=True)
+    return cotangents_of_variables(traced, seeds, variables, keep=True)  # kept for the next entry
 
 
 def _stacked(rows: list[list[Any]], i: int, spec: Spec, variables: Variables) -> Any:

@@ -56,6 +56,7 @@ class OrderedNode(VJPNode):
         else:
             parent_argnums, parents = _still_traced(parent_argnums, parents)
             self.inputs = tuple([parent.index for parent in parents])
+        # Ours before autograd's: they take less, or are right where autograd's aren't.
         rule = VJP_RULES.get(fun)
         if rule is not None:
             self.pull = rule(parent_argnums, value, args, kwargs)

@@ -30,7 +30,7 @@ def enter() -> tuple[int, int]:
     with _lock:
         before = trace_stack.top
         if _open == 0:
-            _base = before
+            _base = before  # what the counter goes back to when no thread has a trace open any more
         _open += 1
         _depth.here += 1
         trace_stack.top = before + 1

@@ -160,6 +160,7 @@ def trace_forwards(
         ]
         out = fun(variables.filled(boxes))
         problem = _unfinished(tape)
+        # Raised inside, so that the tape ends as after any other exception.
         if problem is not None:
             raise problem.kind(problem.text)
     leaves, build = flatten(out)

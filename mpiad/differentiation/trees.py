@@ -90,6 +90,7 @@ def named_leaves(tree: Tree, name: str) -> list[tuple[str, Any]]:
         parts = [(f"{name}.{fields[i]}" if fields else f"{name}[{i}]", tree[i]) for i in range(len(tree))]
     else:
         return [(name, getval(tree))]
+    # It has no leaves, but ranks that compare theirs must see that it is there.
     if not parts:
         return [(name, "an empty nest")]
     return [leaf for path, part in parts for leaf in named_leaves(part, path)]

@@ -88,6 +88,7 @@ def shifted(sides: Sides, call: str) -> tuple[Any, Sides]:
         return None, sides
     value = traced[0]
     shape = np.shape(getval(value))
+    # What is taken from u is one number for all of its cells, so several can't be.
     if shape != () or any(other is not value for other in values):
         raise TypeError(
             f"{call}: a traced boundary value must be one number, the same on all sides that have a value, but got "

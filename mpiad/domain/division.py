@@ -39,7 +39,7 @@ class Division:
         self.local_shape: Shape = tuple(s.stop - s.start for s in self.owned)
         self._halo = Halo(partition, used.rank, self.halo, comm)
         self.padded_shape = self._halo.padded
-        self.interior = self._halo.interior[1:]
+        self.interior = self._halo.interior[1:]  # without the ellipsis in front, which users write themselves
 
     def __repr__(self) -> str:
         return f"Domain({self.shape}, halo={self.halo}, periodic={self.periodic}, dims={self.dims})"

@@ -110,6 +110,7 @@ def _given(
                 f"Domain: {n} cells along dimension {axis} can't be divided among {p} ranks: some would own nothing. "
                 "Use fewer ranks along it, or a larger grid."
             )
+        # A rank exchanges with those beside it alone, so a halo can't reach beyond them.
         if n // p < h:
             raise ValueError(
                 f"Domain: the halo is {h} wide along dimension {axis}, but the smallest of the {p} blocks of {n} cells "

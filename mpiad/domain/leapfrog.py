@@ -58,6 +58,7 @@ def advance(u: LocalArray, before: LocalArray, factor: LocalArray, stencil: Sten
 def retreat(g: LocalArray, factor: LocalArray, stencil: StencilSums) -> LocalArray:
     """Return 2 g + Sᵀ (factor g), the cotangent of u."""
     factors = np.broadcast_to(factor, g.shape)
+    # Cells that were copied beyond a side get their cotangents back one by one: no pass of the stencil does that.
     if stencil.copies_sides:
         return stencil.spread(g * factors) + 2.0 * g
 

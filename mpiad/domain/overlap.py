@@ -170,6 +170,7 @@ def _finish(x: None, begun: Begun) -> LocalArray:
     begun.done, begun.values, begun.coming = True, None, []
     halo = exchange.halo
     (stage,) = halo.stages(exchange.scheme)
+    # From here on as the end of `fold_in_place` or, forwards, of `fill_in_place`.
     if exchange.backwards:
         for owned, ghost in stage.here:
             values[owned] += values[ghost]

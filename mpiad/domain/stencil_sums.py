@@ -155,6 +155,7 @@ def _parts_of(halo: Halo) -> tuple[Box | None, list[Box]]:
     """Return the cells whose sums need no halo, and boxes that cover the others."""
     inside, boxes = list(_all_of(halo.shape)), []
     for axis, (n, r) in enumerate(zip(halo.shape, halo.widths)):
+        # No thicker than both its halos: every sum needs some of what comes.
         if n <= 2 * r:
             return None, [_all_of(halo.shape)]
         if r:

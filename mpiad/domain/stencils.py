@@ -165,6 +165,7 @@ class Stencils(Division):
                 f"{call}: weights must have an odd length along each of {len(self.shape)} dimensions, but have {lengths}."
             )
         radius = tuple(length // 2 for length in lengths)
+        # Kept by width: what travels to whom is the same for all stencils that reach as far.
         known: dict[Any, Halo] = self.__dict__.setdefault("_halos", {})
         if radius not in known:
             for axis, (n, p, r) in enumerate(zip(self.shape, self.dims, radius)):

@@ -124,6 +124,7 @@ def _overlapping_part(matrix: MatrixRowBlock, overlap: int, used: Any) -> tuple[
     own = np.arange(matrix.owned_rows.start, matrix.owned_rows.stop)
     around, plan = np.zeros(0, np.int64), GhostPlan(np.zeros(0, np.int64), matrix.offsets[0], matrix.comm)
     whole: Any = rows
+    # A layer at a time: the columns that the rows touch become rows too. All ranks make as many, since each is collective.
     for _ in range(overlap):
         touched = np.unique(whole.indices)
         around = np.union1d(around, np.setdiff1d(touched, own)).astype(np.int64)

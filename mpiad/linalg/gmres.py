@@ -151,6 +151,7 @@ def gmres(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, targe
     length = max(1, min(system.settings.restart, system.limit - system.iterations, system.unknowns))
     basis = _Basis(first, norms, length)
     for j in range(length):
+        # Those that have arrived, or whose space can't grow, stand still while the others go on.
         active = (norms > targets) & (basis.steps == j) & ~basis.complete
         if not active.any():
             break
@@ -159,5 +160,6 @@ def gmres(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, targe
         norms = basis.residuals(j, active, norms)
         system.note(norms / scale)
     step = basis.combination()
+    # From the right the basis is of vectors to which the preconditioner is still to be applied.
     x += step if system.settings.side == "left" else system.precondition(step)
     return bool((norms <= targets).all())

@@ -167,6 +167,7 @@ class MatrixRowBlock:
                 f"MatrixRowBlock.with_values: values must have shape {expected}, one for each entry of the rows of rank "
                 f"{self._channel.rank}, but got {found}."
             )
+        # Not by the constructor: it would find the pattern anew, with messages.
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__, values=values)
         return other

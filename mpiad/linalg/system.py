@@ -90,6 +90,7 @@ class System:
     def _checked(self, out: Any, name: str) -> LocalArray:
         if self._home is not None and arrays_of(out) == self._home:
             return self._checked_on_device(out, name)
+        # A real product may stand for a complex one, but not the other way round: it would lose a part.
         usable = self._home is None and isinstance(out, np.ndarray) and out.shape == self._shape
         if usable and (out.dtype.kind == "f" or out.dtype.kind == self.dtype.kind == "c"):
             return np.ascontiguousarray(out, self.dtype).reshape(self.count, self.length)
@@ -178,6 +179,7 @@ class System:
         """Raise on all ranks where a sum over an array isn't finite, saying on which rank the array isn't."""
         if np.isfinite(value):
             return
+        # The sum is the same on all ranks, so all come here, and some rank has a reason.
         used = channel(self.settings.comm, self.settings.call)
         bad = int(array.size - on_host(np.sum(np.isfinite(array))))
         text = (

@@ -69,6 +69,7 @@ def lengths(x: LocalArray) -> np.ndarray:
         return np.array([float(_NRM2[x.dtype.char](row)) if x.shape[1] else 0.0 for row in x])
     if not x.shape[1]:
         return np.zeros(len(x))
+    # Scaled by the largest, as BLAS does on the host.
     size = np.abs(x).astype(float)
     largest = np.max(size, axis=1)
     usable = (largest > 0.0) & np.isfinite(largest)

@@ -32,6 +32,7 @@ def point_to_point(comm: Comm, call: str) -> Channel:
 
 def address_to(x: Any, dest: Any, tag: Any, comm: Comm, call: str) -> Envelope | None:
     """Return the address of a message with `x` to `dest`, None for no partner."""
+    # All checks come before the envelope, which takes a number: a message that is never sent mustn't be counted.
     require_sendable(getval(x), call)
     used = point_to_point(comm, call)
     peer, tag = partner_of(dest, used, call, "dest"), tag_of(tag, used, call)

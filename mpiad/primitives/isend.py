@@ -71,7 +71,7 @@ def _adjoint(ans: Request, x: Any, p: Envelope | None, level: int) -> Any:
     def vjp(g: None) -> Any:
         request, here = cell.request, cell.cotangent
         cell.request = cell.cotangent = None
-        if request is None:
+        if request is None:  # there was no partner
             return here
         there = communicate(WAIT, None, request)
         return there if here is None else here + there

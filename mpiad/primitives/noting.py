@@ -65,6 +65,7 @@ def _noted_adjoint(name: str, adjoint: Callable) -> Callable:
 
 
 def _noted_rule(name: str, rule: Callable, params: Any) -> Callable:
+    # Now, while the forward call is on the stack; the adjoint runs far from it.
     called, site = _recorded(name)
 
     def noted(g: Any) -> Any:

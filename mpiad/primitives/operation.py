@@ -178,6 +178,7 @@ def _apply_above(operation: Operation, tape: Tape | None, x: Any, params: Any) -
     refuse_suspended(x._node, operation.__name__)
     ans = _apply(operation, tape, x._value, params)
     node_type = type(x._node)
+    # Of an ended trace of ours: what was traced there is constant.
     if node_type is not VJPNode and node_type is not JVPNode:
         return ans
     if not differentiable(ans):

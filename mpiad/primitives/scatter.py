@@ -64,6 +64,7 @@ def _agreed(used: Channel, x: Any, root: int, axis: int | None, counts: Any) -> 
     """Tell all ranks the whole array's spec and how it is divided, or raise the root's error on all of them."""
     lengths: list[int] = []
 
+    # Called on the root alone: elsewhere neither x nor counts is looked at.
     def whole() -> Spec:
         array = outgoing(x, "mpi_scatter")
         place = axis_of(axis, array.ndim, "mpi_scatter")

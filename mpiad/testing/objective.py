@@ -85,7 +85,7 @@ def describe_objective(fun: Function, *args: Any, root: Rank = 0, comm: Comm = N
 def _report(values: list, root: int) -> ObjectiveReport:
     size = len(values)
     others = [value for rank, value in enumerate(values) if rank != root]
-    if all(value is None or value == 0.0 for value in others) and others:
+    if all(value is None or value == 0.0 for value in others) and others:  # one rank alone holds what all hold
         factors = {"root": 1.0, "sum": 1.0, "mean": 1.0 / size}
         said = f"only the root (rank {root}) holds the result. objective='root' fits; 'mean' would divide by {size}"
         return ObjectiveReport("root", "root", values, factors, f"{said} the gradient.")

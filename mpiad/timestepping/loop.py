@@ -229,6 +229,7 @@ class _Totals:
         for k, g in zip(places, run_backward(found.recording, seeds, len(places))):
             if k < self._states:
                 before[k] = g
+            # To a step's record all floats are variables, but only what is traced around the loop needs a cotangent.
             elif g is not None and k in self._active:
                 self._add(k, number, g)
         return [spec_like(leaf).zeros() if g is None else g for g, leaf in zip(before, self._leaves)]

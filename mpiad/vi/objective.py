@@ -62,6 +62,7 @@ class Objective(NamedTuple):
 
         def surrogate(params: Tree) -> Array:
             """Return a number with the estimator's gradient; note the true values of the parts."""
+            # The same noise makes the same draws as before, now as functions of the variational parameters.
             theta_of, log_q = self.posterior.draw(params, noise[kept])
             divergence = self._divergence(params, theta_of, log_q)
             parts.append(float(stop(divergence)))

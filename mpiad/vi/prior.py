@@ -46,6 +46,7 @@ class Prior:
             if self.joint.dim != dim:
                 raise ValueError(f"VI: the posterior has dimension {dim}, but the prior {self.joint.dim}.")
             return
+        # A tuple that begins with a name is one distribution, not a sequence of them.
         many = isinstance(distribution, Sequence) and not (distribution and isinstance(distribution[0], str))
         given = list(distribution) if many else _for_each(_frozen(distribution), dim)
         if len(given) != dim:
@@ -58,6 +59,7 @@ class Prior:
             factor = numpy.linalg.cholesky(self.joint.cov)
             scaled = np.linalg.solve(factor, (theta - self.joint.mean).T)
             return -0.5 * np.sum(scaled**2 + _LOG_2PI, axis=0) - numpy.sum(numpy.log(numpy.diag(factor)))
+        # By the formula, which has derivatives of any order; SciPy's densities have a slope by differences.
         if self.normal is not None:
             mean, covariance = self.normal
             sd = numpy.sqrt(numpy.diag(covariance))
@@ -85,6 +87,7 @@ def prior_of(given: Any, dim: int) -> Any:
 
 
 def _joint(distribution: Any) -> Any:
+    # SciPy has no public name for what its multivariate normal is when it is frozen.
     kind = type(scipy.stats.multivariate_normal(numpy.zeros(1)))
     return distribution if isinstance(distribution, kind) else None
 

@@ -41,6 +41,7 @@ def fitting(operand: Array, ans: Array) -> Callable[[Array], Array] | None:
     callable or None
         Linear map, the transpose of broadcasting `operand` to the shape of `ans`.
     """
+    # Nearly always the identity, and asked at every operation: so the commonest types first.
     kind = type(operand)
     if kind is _ndarray:
         if operand.shape == ans.shape and operand.dtype == ans.dtype:

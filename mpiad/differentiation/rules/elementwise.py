@@ -78,7 +78,7 @@ def tanh_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
 
     def vjp(g: Array) -> tuple[Array]:
         c = cosh(x)
-        if _same(g, c):
+        if _same(g, c):  # then in the memory of c
             return (np.divide(g, np.multiply(c, c, c), c),)
         return (g / (c * c),)
 

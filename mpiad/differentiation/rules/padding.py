@@ -84,6 +84,7 @@ def fold(g: Array, widths: Widths, mode: str, shape: Shape) -> Array:
             continue
         lead = (slice(None),) * axis
         total = g[(*lead, slice(before, before + n))].copy()
+        # Numbers, padded as the array was, tell where each layer was copied from.
         source = np.pad(np.arange(n), (before, after), mode)  # type: ignore[call-overload]
         for layer in (*range(before), *range(before + n, before + n + after)):
             total[(*lead, source[layer])] += g[(*lead, layer)]

@@ -61,6 +61,7 @@ def _product(stencil: Stencil, weights: Weights, colour: Colour) -> tuple[np.nda
     rows = np.zeros((len(at), layout.size))
     inner = rows[:, layout.inner]
     zero = (0,) * len(colour)
+    # A row of A, with each neighbour's value written as what it is interpolated from.
     terms = [(zero, stencil.diagonal, np.add), *[(o, n, np.subtract) for o, n in stencil.couplings.items()]]
     for offset, coefficient, gather in terms:
         neighbour, steps = reach(colour, offset)

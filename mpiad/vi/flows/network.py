@@ -13,6 +13,7 @@ __all__ = ["evaluated", "initial_network", "masked_network"]
 def initial_network(inputs: int, hidden: int, outputs: int, rng: numpy.random.Generator) -> list[tuple[Array, Array]]:
     """Return weights and biases of two hidden layers; the last layer starts at zero, so that the flow starts simple."""
     sizes = [inputs, hidden, hidden, outputs]
+    # By the root of the inputs, so that a unit's value doesn't grow with their number; where dim is one there are none.
     weights = [rng.normal(size=(n, m)) / max(n, 1) ** 0.5 for n, m in zip(sizes, sizes[1:])]
     weights[-1] *= 0
     return [(w, numpy.zeros(w.shape[1])) for w in weights]
