@@ -5,11 +5,19 @@ import types
 
 import numpy as np
 import scipy.sparse as sp
+from mpi4py import MPI
+
+
+def plain(comm):
+    """Return a communicator; as petsc4py does, take mpi4py's own alone."""
+    if not isinstance(comm, MPI.Comm):
+        raise TypeError(f"expecting a Comm object, but got {type(comm).__name__}")
+    return comm
 
 
 class Vec:
     def createWithArray(self, array, comm):
-        self.array, self.comm = array, comm
+        self.array, self.comm = array, plain(comm)
         return self
 
     def duplicate(self):
@@ -24,12 +32,14 @@ class Vec:
 
 class Mat:
     def createAIJ(self, size, csr, comm):
+        comm = plain(comm)
         indptr, indices, data = csr
         rows = sp.csr_matrix((data, indices, indptr), (size[0][0], size[1][1])).toarray()
         self.comm, self.dense = comm, np.concatenate(comm.allgather(rows))
         return self
 
     def createPython(self, size, context, comm):
+        comm = plain(comm)
         lengths = comm.allgather(size[0][0])
         columns, start = [], sum(lengths[: comm.rank])
         for k in range(sum(lengths)):
@@ -67,6 +77,7 @@ class KSP:
         CONVERGED_RTOL, DIVERGED_ITS = 2, -3
 
     def create(self, comm):
+        plain(comm)
         return self
 
     def setOptionsPrefix(self, prefix):

@@ -109,7 +109,10 @@ def _mistake(petsc: Any, operator: Any, b: Any, params: tuple, settings: Setting
         return TypeError(f"{_CALL}: operator must be a function or a MatrixRowBlock, but got {type(operator).__name__}.")
     if isinstance(operator, MatrixRowBlock) and params:
         return ValueError(f"{_CALL}: a MatrixRowBlock takes no params, but got {len(params)}.")
-    require_host(_CALL, b)
+    try:
+        require_host(_CALL, b)
+    except TypeError as error:
+        return error
     if not isinstance(b, np.ndarray) or b.dtype != scalar:
         kind = b.dtype if isinstance(b, np.ndarray) else type(b).__name__
         return TypeError(f"{_CALL}: b must be an array of {scalar}, as this PETSc was built for, but got {kind}.")
@@ -143,7 +146,8 @@ def _shell(petsc: Any, used: Channel, system: System) -> Any:
             y.setArray(system.apply(np.array(x.getArray())[None])[0])
 
     size = system.length, None
-    return petsc.Mat().createPython((size, size), Context(), comm=used.data)
+    # The user's communicator, here and below: PETSc makes a duplicate itself, and takes none that is under watch.
+    return petsc.Mat().createPython((size, size), Context(), comm=used.user)
 
 
 def _assembled(petsc: Any, used: Channel, matrix: MatrixRowBlock, values: LocalArray, transposed: bool) -> Any:
@@ -151,7 +155,7 @@ def _assembled(petsc: Any, used: Channel, matrix: MatrixRowBlock, values: LocalA
     size = tuple((matrix.local_shape[k], matrix.shape[k]) for k in (0, 1))
     kind = petsc.IntType
     csr = rows.indptr.astype(kind), rows.indices.astype(kind), rows.data.astype(petsc.ScalarType)
-    found = petsc.Mat().createAIJ(size, csr=csr, comm=used.data)
+    found = petsc.Mat().createAIJ(size, csr=csr, comm=used.user)
     return found.transpose() if transposed else found
 
 
@@ -162,7 +166,7 @@ def _corrected(
     prefix, database = f"mpiad_{next(_prefixes)}_", petsc.Options()
     for name, value in options.items():
         database[prefix + name] = value
-    ksp = petsc.KSP().create(comm=used.data)
+    ksp = petsc.KSP().create(comm=used.user)
     try:
         ksp.setOptionsPrefix(prefix)
         ksp.setOperators(matrix)
@@ -170,7 +174,7 @@ def _corrected(
         ksp.setConvergenceHistory()
         ksp.setFromOptions()
         # A copy: the vector is made of the memory that it gets, and r is the iteration's.
-        right = petsc.Vec().createWithArray(np.array(r), comm=used.data)
+        right = petsc.Vec().createWithArray(np.array(r), comm=used.user)
         step = right.duplicate()
         ksp.solve(right, step)
         x += step.getArray()

@@ -7,6 +7,7 @@ import numpy as np
 import petsc_stand_in
 import pytest
 import scipy.sparse as sp
+from device_double import on_device
 from transport_matrix import gradient, matrix
 
 import mpiad
@@ -99,6 +100,22 @@ def test_options_are_handed_over_and_taken_back(rank_rng, monkeypatch):
         petsc.solve(a, b + 0j)
     with pytest.raises(ValueError, match="a MatrixRowBlock takes no params, but got 1"):
         petsc.solve(a, b, 1.0)
+
+
+@pytest.mark.parametrize("as_function", [False, True])
+def test_under_watch(rank_rng, backend, as_function):
+    a = MatrixRowBlock.from_scipy(sp.identity(8, format="csr") * 2.0)
+    b = np.ones(a.local_shape[0])
+    operator = (lambda u: 2.0 * u) if as_function else a
+    with mpiad.debug.checked():
+        np.testing.assert_allclose(petsc.solve(operator, b, options={"ksp_type": "cg"}), 0.5 * b)
+
+
+def test_a_device_array_on_one_rank_is_refused_on_all(rank_rng, size, monkeypatch):
+    petsc_stand_in.install(monkeypatch)
+    b = on_device(np.ones(3)) if mpiad.mpi_rank() == size - 1 else np.ones(3)
+    with pytest.raises(TypeError, match="petsc.solve works on the host, but got a DeviceArray of shape"):
+        petsc.solve(lambda u: u, b)
 
 
 @pytest.mark.skipif(INSTALLED, reason="petsc4py is installed")
