@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import numpy as np
@@ -78,15 +79,25 @@ def rows_of(used: Channel, matrix: Any, root: Rank, counts: Any) -> tuple[Any, i
     error, pieces = None, None
     if used.rank == root:
         error = _mistake(matrix, "MatrixRowBlock.from_scipy: matrix")
-        if error is None and counts is not None and (len(counts) != used.size or sum(counts) != matrix.shape[0]):
-            error = ValueError(
-                f"MatrixRowBlock.from_scipy: counts must be {used.size} numbers that add up to {matrix.shape[0]} rows, "
-                f"but got {counts!r}."
-            )
+        if error is None and counts is not None:
+            error = _wrong_counts(counts, used.size, matrix.shape[0])
         if error is None:
             pieces = _cut(scipy.sparse.csr_matrix(matrix), used.size, counts)
     raise_together(used, error)
     return used.data.scatter(pieces, root)
+
+
+def _wrong_counts(counts: Any, size: int, total: int) -> Exception | None:
+    try:
+        rows = [operator.index(count) for count in counts]
+    except TypeError:  # whatever it is, the other ranks wait to hear of it
+        rows = []
+    if len(rows) == size and min(rows) >= 0 and sum(rows) == total:
+        return None
+    return ValueError(
+        f"MatrixRowBlock.from_scipy: counts must be {size} numbers, none negative, that add up to {total} rows, but got "
+        f"{counts!r}."
+    )
 
 
 def _cut(matrix: Any, size: int, counts: Any) -> list[tuple[Any, int]]:

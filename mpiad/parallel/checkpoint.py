@@ -71,10 +71,11 @@ def save_checkpoint(
     error: Exception | None = None
     arrays: dict[str, np.ndarray] = {}
     said: list[Any] = []
+    file = Path()
     mine: tuple[list[Any], dict[str, np.ndarray]] = ([], {})
     try:
         if used.rank == root:
-            said = described(tree, "tree", arrays)
+            file, said = _file(path, call), described(tree, "tree", arrays)
         of_mine: dict[str, np.ndarray] = {}
         mine = described(own, f"own/{used.rank}", of_mine), of_mine
     except TypeError as found:
@@ -87,7 +88,7 @@ def save_checkpoint(
             arrays.update(theirs)
         description = {"kind": _KIND, "ranks": used.size, "tree": said, "own": [theirs for theirs, _ in every]}
         try:
-            write(Path(path), description, arrays.items())
+            write(file, description, arrays.items())
         except OSError as found:
             text = f"{call}: {path!s} can't be written ({found.strerror}); an older file stays as it is."
             error = OSError(found.errno, text)
@@ -125,11 +126,15 @@ def load_checkpoint(
     """
     used, call = channel(comm, "parallel.load_checkpoint"), "parallel.load_checkpoint"
     root = root_of(root, used, call)
-    found, error = None, None
-    if used.rank == root and Path(path).exists():
-        # Other ranks don't look for the file: on a node's own disk they might not find it.
+    found: Any = None
+    error: Exception | None = None
+    # Other ranks don't look for the file: on a node's own disk they might not find it.
+    if used.rank == root:
         try:
-            found = _read(Path(path), used.size)
+            file = _file(path, call)
+            found = _read(file, used.size) if file.exists() else None
+        except TypeError as wrong:
+            error = wrong
         except (ValueError, OSError) as wrong:
             error = ValueError(f"{call}: {wrong}")
     raise_together(used, error)
@@ -148,6 +153,13 @@ def load_checkpoint(
         error = ValueError(f"{call}: {path!s}: {wrong}")
     raise_together(used, error)
     return made
+
+
+def _file(path: Any, call: str) -> Path:
+    try:
+        return Path(path)
+    except TypeError as error:
+        raise TypeError(f"{call}: {error}.") from None
 
 
 def _read(path: Path, size: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:

@@ -212,10 +212,13 @@ def test_what_is_refused(rank_rng, rank, size):
     for method in ("gmres", "direct"):
         with pytest.raises(ValueError, match=rf"MatrixRowBlock.solve: .* rank {last}'s part of {N}"):
             square.solve(np.ones(square.local_shape[0] + (rank == last)), method=method)
-    with pytest.raises(ValueError, match=f"counts must be {size} numbers that add up to {N} rows, but got"):
+    with pytest.raises(ValueError, match=f"counts must be {size} numbers, none negative, that add up to {N} rows, but got"):
         MatrixRowBlock.from_scipy(case.whole if rank == 0 else None, counts=[1] * size)
     with pytest.raises(ValueError, match=f"root must be a rank from 0 to {size - 1}, but got {size}"):
         MatrixRowBlock.from_scipy(case.whole, root=size)
+    for counts in (N, [float(N), *[0.0] * (size - 1)], [N + 1, *[-1] * (size - 1)], "rows"):
+        with pytest.raises(ValueError, match=rf"counts must be {size} numbers, none negative, that add up to"):
+            MatrixRowBlock.from_scipy(case.whole if rank == 0 else None, counts=counts)
     with pytest.raises(ValueError, match=rf"shape \(\.\.\., {case.columns[rank]}\), rank {rank}'s part of {N}, but got"):
         case.matrix @ np.ones(case.columns[rank] + 1)
     with pytest.raises(TypeError, match="expected an array of floats .* but got list"):

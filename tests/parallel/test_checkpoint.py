@@ -118,6 +118,20 @@ def test_a_damaged_file_is_refused_on_all_ranks(path):
         load_checkpoint(path, root=ROOT)
 
 
+def test_what_only_the_root_finds_out_about_a_path_is_raised_on_all_ranks(path, monkeypatch):
+    def forbidden(self, *args, **kwargs):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    for call in (lambda: save_checkpoint(7, {}, root=ROOT), lambda: load_checkpoint(7, root=ROOT)):  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="parallel.(save|load)_checkpoint: .*not '?int'?"):
+            call()
+    if COMM.rank == ROOT:
+        monkeypatch.setattr(type(path), "exists", forbidden)
+    with pytest.raises(ValueError, match="parallel.load_checkpoint: .*Permission denied"):
+        load_checkpoint(path, root=ROOT)
+    COMM.Barrier()
+
+
 def test_parts_of_another_number_of_ranks_are_refused(path):
     save_checkpoint(path, {"a": 1.0}, own=COMM.rank)
     if COMM.rank == 0:
