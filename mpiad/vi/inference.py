@@ -100,6 +100,9 @@ class VI:
         if not isinstance(w, Real) or not 0 <= w < math.inf:
             raise ValueError(f"VI: w must be zero or more, but got {w!r}.")
         _require_count(n_samples_per_epoch, "n_samples_per_epoch")
+        # The root alone makes generators of it, in the midst of a run, where the others would wait for what it can't draw.
+        if isinstance(seed, bool) or not isinstance(seed, Integral) or seed < 0:
+            raise ValueError(f"VI: seed must be an integer, zero or more, but got {seed!r}.")
         self.loss, self.posterior, self.prior = loss, posterior, prior_of(prior, posterior.dim)
         self.optimizer, self.w, self.n_samples_per_epoch = optimizer, float(w), int(n_samples_per_epoch)
         self.gradient, self.handout, self.seed, self.root, self.comm = gradient, handout, seed, root, comm

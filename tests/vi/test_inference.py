@@ -312,6 +312,8 @@ def make(**changes):
         ({"prior": scipy.stats.norm([0, 1, 2])}, ValueError, "dimension 2, but the prior is of 3"),
         ({"w": -1}, ValueError, "-1"),
         ({"n_samples_per_epoch": 0}, ValueError, "n_samples_per_epoch.*0"),
+        ({"seed": None}, ValueError, "seed must be an integer, zero or more, but got None"),
+        ({"seed": -1}, ValueError, "seed must be an integer, zero or more, but got -1"),
         ({"gradient": "exact"}, ValueError, "'pathwise', 'score', but got 'exact'"),
         ({"divergence": "closed", "prior": ("gamma", 2.0)}, ValueError, "needs a Gaussian posterior and a normal prior"),
     ],
