@@ -87,6 +87,7 @@ def examine(used: Channel, entered: Callable[[str], None]) -> Environment:
     found, loaded = launcher(), library()._replace(takes_device_buffers=cuda_aware.described())
     mistakes = of_start(loaded, found, used.size) + of_places(places) + of_versions(places)
     mistakes += [Mistake("warning", text) for text in misspelt()]
+    # Not started by a launcher: so it can still be said what the one that the shell finds would do.
     if not found.name:
         mistakes += of_mpiexec(loaded, len(places[0].cores))
     # Rank 0's for all: what was measured differs a little on each, and all must come to the same exit code.

@@ -46,7 +46,7 @@ def mpi_alltoall(x: LocalArray, comm: Comm = None) -> LocalArray:
     """
     used = channel(comm, "mpi_alltoall")
     lengths_along(None, None, outgoing(getval(x), "mpi_alltoall").shape, used, "mpi_alltoall")
-    return communicate(ALLTOALL, x, Reduction(used, SUM))
+    return communicate(ALLTOALL, x, Reduction(used, SUM))  # only the channel counts
 
 
 def _forward(x: Any, p: Reduction) -> Any:

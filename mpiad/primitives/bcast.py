@@ -61,6 +61,7 @@ def _adjoint(ans: Any, x: Any, p: Copying) -> Any:
     template = None if x is None or p.channel.rank == p.root else spec_like(x)
 
     def vjp(g: Any) -> Any:
+        # Where templates were given, those of some ranks may lie on the host and others on devices.
         total = communicate(SUM_TO_ROOT, g, Summing(p.channel, p.root, p.mixed or p.spec is None))
         return total if template is None else template.zeros()
 

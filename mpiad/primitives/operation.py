@@ -78,6 +78,7 @@ class suspended:
         self._tape = tape
 
     def __enter__(self) -> None:
+        # A set of its own for the channels of messages, which no tape notes meanwhile.
         self._kept, self._body = current.tape, current.body
         current.tape, current.body = self._tape, set()
 
@@ -121,6 +122,7 @@ class Operation:
         forward = interruptible(self.__name__, forward)
         self.forward, self.adjoint, self.tangent = self.bare = (forward, adjoint, tangent)
         apply_to(self)
+        # Plain autograd looks its operations up in tables of its own.
         primitive_vjps[self] = self._foreign_vjp
         primitive_jvps[self] = self._foreign_jvp
 

@@ -77,7 +77,7 @@ def mpi_waitall(requests: Iterable[Request]) -> list[Array]:
 
 def _forward(x: None, request: Request) -> Any:
     request.done, handle = True, request.handle
-    request.handle = None
+    request.handle = None  # its buffers are free, also where the user keeps the request
     if isinstance(handle, Receipt):
         return finish_receive(handle, request.call)
     if isinstance(handle, Summation):

@@ -70,6 +70,7 @@ class Snapshots:
     def _written(self, number: int, state: Sequence[Array]) -> str:
         try:
             if self._folder is None:
+                # It removes itself at the latest with this object, also where no gradient is ever asked for.
                 self._folder = tempfile.TemporaryDirectory(prefix="mpiad-steps-", dir=self._where.directory)
             name = os.path.join(self._folder.name, f"{number}.npy")
             with open(name, "wb") as file:

@@ -100,6 +100,7 @@ class UserStepping:
         leaves = self._checked(flatten(state)[0], number)
         if self._observe is None:
             return leaves, []
+        # Noted at each step, because only a step tells what is observed.
         seen, self.build_seen = flatten(self._observe(state, number, *params))
         return leaves, seen
 

@@ -240,6 +240,7 @@ class VI:
         except (TypeError, ValueError) as found:
             error = found
         raise_together(used, error)
+        # What decides how often ranks meet, and what they draw by themselves.
         require_same(
             used, f"n_samples_per_epoch={self.n_samples_per_epoch}, n_epochs={n_epochs}, gradient={self.gradient!r}, "
             f"divergence={self.divergence!r}, handout={self.handout!r}, w={self.w}, seed={self.seed}, root={self.root}, "
