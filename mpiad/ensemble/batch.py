@@ -95,6 +95,11 @@ class Batch(NamedTuple):
         """Whether anything of it is traced."""
         return any(map(isbox, (self.u0, self.start, self.end, *self.p.leaves)))
 
+    def own(self) -> Batch:
+        """Return the batch with copies of the arrays that all trajectories share, which stay the user's otherwise."""
+        leaves = [leaf.copy() if type(leaf) is np.ndarray and not varies else leaf for leaf, varies in zip(*self.p[:2])]
+        return self._replace(p=self.p._replace(leaves=leaves))
+
     def plain(self) -> Batch:
         """Return the batch with plain arrays for what is traced."""
         leaves = [getval(leaf) for leaf in self.p.leaves]

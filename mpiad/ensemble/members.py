@@ -159,15 +159,17 @@ def _same(first: Array, count: int) -> Array:
     column, arrays = first.reshape(-1, 1), arrays_of(getval(first))
     if isbox(column):
         return column * (np.ones((1, count), first.dtype) if arrays is None else arrays.full((1, count), 1, first.dtype))
-    alike = np.broadcast_to(column, (len(column), count))
-    return alike if arrays is None else arrays.copy(alike)
+    if arrays is None:
+        return np.broadcast_to(column.copy(), (len(column), count))
+    return arrays.copy(np.broadcast_to(column, (len(column), count)))
 
 
 def _last(leaf: Array) -> Array:
     if isbox(leaf):
         return anp.moveaxis(leaf, 0, -1)
     arrays, moved = arrays_of(leaf), np.moveaxis(leaf, 0, -1)
-    return np.ascontiguousarray(moved) if arrays is None else arrays.contiguous(moved)
+    # A copy, also of what lies in this order: solutions read it later, when the user's array may have changed.
+    return np.array(moved, order="C") if arrays is None else arrays.contiguous(moved)
 
 
 def _array(leaf: Any) -> Array:

@@ -60,10 +60,9 @@ def gathered(
     if not facts.ends or share._start is None:
         sol.u = _collected(used, widened(share.u, facts.width), facts)
         return sol
-    if start is None:
-        u0 = _collected(used, share._start(), facts, axis=1)
-        start = lambda: u0  # noqa: E731
-    return at_ends(sol, start, sol.u_end)
+    # Now, as the problem's arrays may change before they are read.
+    u0 = _collected(used, share._start(), facts, axis=1) if start is None else start()
+    return at_ends(sol, lambda: u0, sol.u_end)
 
 
 def _collected(used: Channel, x: Array, facts: Facts, axis: int = 0) -> Array:

@@ -23,7 +23,7 @@ from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.statistics import mean, quantile, spread, summary
 from mpiad.transport.device_arrays import arrays_of
 
-__all__ = ["EnsembleSolution", "ODESolution", "at_ends", "evaluations", "solution_of"]
+__all__ = ["EnsembleSolution", "ODESolution", "apart", "at_ends", "evaluations", "solution_of"]
 
 
 @dataclass
@@ -272,7 +272,8 @@ def solution_of(outcome: Outcome, batch: Batch, settings: Settings) -> EnsembleS
         times, u = _every_step(outcome, batch)
     else:
         saved: Any = outcome.saved
-        times, u = settings.saveat, saved
+        # A copy: a gradient asks for the times, too, when a program may have made minutes of them.
+        times, u = settings.saveat.copy(), saved
         still = batch.start == batch.end
         if type(u) is np.ndarray:  # on a device they are there already
             u[still] = batch.u0.T[still][:, None]
@@ -291,6 +292,15 @@ def at_ends(sol: EnsembleSolution, u0: Callable[[], Array], u_end: Array) -> Ens
     """
     made, codes = object.__new__(type(sol)), sol._codes
     made.__dict__.update(sol.__dict__, u_end=u_end, _start=u0, u=Deferred(lambda: _both_ends(u0(), u_end, codes)))
+    return made
+
+
+def apart(sol: EnsembleSolution) -> EnsembleSolution:
+    """Return a solution whose saved states, where they aren't made yet, don't change with its final ones."""
+    if type(sol.__dict__["u"]) is not Deferred or type(sol.u_end) is not np.ndarray:
+        return sol
+    made = at_ends(sol, sol._start, sol.u_end)
+    made.u_end = sol.u_end.copy()
     return made
 
 

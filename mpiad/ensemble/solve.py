@@ -35,7 +35,7 @@ from mpiad.ensemble.run import Run
 from mpiad.ensemble.saving import save_times
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.sharded import ShardedSolution
-from mpiad.ensemble.solution import EnsembleSolution, evaluations, solution_of
+from mpiad.ensemble.solution import EnsembleSolution, apart, evaluations, solution_of
 from mpiad.ensemble.trial import try_once
 from mpiad.transport import Channel, channel
 from mpiad.transport.agreement import require_alike
@@ -171,7 +171,7 @@ def solve(
         sol = over_ranks(ensemblealg, used, asked)
         report(sol.facts if isinstance(sol, ShardedSolution) else sol, throw, used.rank == 0)
     sol.problem = problem.read_from(compiler.kernels)
-    return sol
+    return apart(sol)
 
 
 def _checked_together(used: Channel, given: Demands) -> Demands:
@@ -215,6 +215,9 @@ def _solved(
     demands: Demands, compiler: Compiler, backend: EnsembleAlgorithm, given: Batch,
     shown: Callable[[int], None] | None, numbers: range = range(1, 2),
 ) -> EnsembleSolution:
+    record = demands.save_everystep or demands.dense_output or given.traced
+    # What is asked of the steps later is asked of the same parameters.
+    given = given.own() if record else given
     batch, times = given.plain(), None
     hosted = not is_on_device(batch) and gpu_of(backend) is None
     ends = hosted and demands.saveat is None and not demands.save_everystep and not demands.events
@@ -226,7 +229,6 @@ def _solved(
         times = save_times(rows, batch.start, batch.end)
     atol = demands.atol if np.ndim(demands.atol) == 0 else _column(demands.atol, batch)
     events = tuple(event.for_states(batch.shape) for event in demands.events)
-    record = demands.save_everystep or demands.dense_output or given.traced
     settings = Settings(
         demands.alg, demands.rtol, atol, demands.dt, demands.dtmax, demands.max_steps, events, times,
         record, None if demands.save_everystep else demands.checkpoints, shown, ends,
