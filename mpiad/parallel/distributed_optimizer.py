@@ -197,9 +197,13 @@ class DistributedOptimizer:
         with suspended(), Sums(used, self._plan) as sums:
 
             def ready(k: int, g: Any) -> None:
-                parts[k] = g if held[k] is None else held[k] + g
+                if held[k] is not None:
+                    g = held[k] + g
+                elif not last:
+                    g = _copied(g)  # an operator may write into its memory again before the update
+                parts[k] = g
                 if last:
-                    sums.add(k, parts[k])
+                    sums.add(k, g)
 
             early = sums.begin if last and self._plan.several else None
             total = gradient_of_sum(loss, variables, batch, count, agree, ready, early)

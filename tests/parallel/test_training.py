@@ -4,6 +4,7 @@ import autograd.numpy as anp
 import numpy as np
 import pytest
 from autograd import grad as plain_grad
+from autograd.extend import defvjp, primitive
 from mpi4py import MPI
 
 import mpiad
@@ -120,6 +121,28 @@ def test_gradients_may_be_written_into_the_same_array_again():
         g[:] = [factor, 2 * factor]
         state, p = optimizer.update(state, p, g)
     np.testing.assert_array_equal(p, [-5.5, -11.0])
+
+
+def test_accumulated_steps_keep_no_memory_of_an_operator_s():
+    work = np.empty(2)
+
+    @primitive
+    def scaled_sum(w, scale):
+        return scale * np.sum(w)
+
+    def gradient_in_the_same_place(ans, w, scale):
+        def pull(g):
+            work[:] = g * scale
+            return work
+
+        return pull
+
+    defvjp(scaled_sum, gradient_in_the_same_place, None)
+    optimizer, p = DistributedOptimizer(SGD(1.0), accumulate=3), np.zeros(2)
+    state = optimizer.setup(p)
+    for scale in (1.0, 2.0, 4.0):
+        state, p, _ = optimizer.step(state, p, lambda w, x: scaled_sum(w, x[0]), np.array([scale]))
+    np.testing.assert_allclose(p, -7.0 / 3.0, rtol=1e-15)
 
 
 def test_gradients_whose_squares_are_too_large_are_clipped():
