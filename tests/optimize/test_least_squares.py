@@ -98,6 +98,35 @@ def test_derivatives_of_the_user_s_own(solver: str, rank: int, size: int) -> Non
         fit(rank, size, jac=lambda x: np.zeros((7, 2)))
 
 
+@pytest.mark.parametrize("solver", ["exact", "lsmr"])
+@pytest.mark.parametrize("method", ["trf", "dogbox"])
+def test_derivatives_in_memory_that_is_written_again(solver: str, method: str, rank: int, size: int) -> None:
+    """A simulation makes residuals and derivatives together, each time in the same arrays."""
+    mine = share(size, rank)
+    times, data = TIMES[mine], DATA[mine]
+    residuals, rows = np.empty(times.size), np.empty((times.size, 3))
+
+    def simulate(x: Any) -> None:
+        decayed = np.exp(-x[1] * times)
+        residuals[:] = x[0] * decayed + x[2] - data
+        rows[:] = np.stack([decayed, -x[0] * times * decayed, np.ones(times.size)], axis=1)
+
+    def fun(x: Any) -> Any:
+        simulate(x)
+        return residuals
+
+    def jac(x: Any) -> Any:
+        simulate(x)
+        return rows
+
+    start, keywords = np.array([1.7, 0.05, 4.9]), {"method": method, "tr_solver": solver, "max_nfev": 40}
+    got = least_squares(fun, start, jac=jac, **keywords)
+    expected = least_squares(lambda x: fun(x).copy(), start, jac=lambda x: jac(x).copy(), **keywords)
+    assert got.nfev > got.njev  # trial points that were refused: products at the last iterate follow
+    assert np.array_equal(got.x, expected.x) and got.nfev == expected.nfev
+    assert np.array_equal(got.grad, expected.grad)
+
+
 def test_scales_of_the_jacobian(rank: int, size: int) -> None:
     got, expected = fit(rank, size, x_scale="jac"), scipys(x_scale="jac")
     np.testing.assert_allclose(got.x, expected.x, atol=1e-9)

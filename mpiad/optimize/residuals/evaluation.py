@@ -144,7 +144,8 @@ class ResidualEvaluation:
         x, given, args = self._packing.unpack(vector), self._program.jac, self._program.args
         size = self._residuals(vector).size
         if callable(given):
-            rows = self._agreement.run(lambda: self._checked(np.asarray(to_host(given(x, *args)), dtype=float), size))
+            # A copy: it serves all products at x, also after `fun` has written its derivatives elsewhere in the same array.
+            rows = self._agreement.run(lambda: self._checked(np.array(to_host(given(x, *args)), dtype=float), size))
         else:
             columns = [self._column(x, unit, size) for unit in np.eye(self._packing.size)]
             rows = np.stack(columns, axis=1)
