@@ -174,7 +174,9 @@ class VI:
         error: Exception | None = None
         if used.rank == root:
             try:
-                start = self.posterior.initial(np.random.default_rng(self.seed)) if params is None else params
+                # Not default_rng(seed): that is the stream of [seed, 0], epoch 0's noise.
+                fresh = np.random.default_rng([self.seed, 2**32 + 2])
+                start = self.posterior.initial(fresh) if params is None else params
                 _require_host(start, call)
                 training = Training(objective, self.optimizer, start, max_epochs_without_improvement, callback)
             except Exception as found:  # noqa: BLE001  of the posterior or the optimizer, which may be the user's
@@ -271,6 +273,8 @@ class VI:
 
         Raises
         ------
+        TypeError, ValueError
+            On all ranks, for an `n_samples` that is no count, or differs between ranks.
         WorkerError
             On all ranks, where the model raised for all draws.
 
@@ -280,7 +284,14 @@ class VI:
         """
         used = channel(self.comm, "VI.elbo")
         root = root_of(self.root, used, "VI.elbo")
-        _require_host(params, "VI.elbo")
+        error = None
+        try:
+            _require_count(n_samples, "n_samples")
+            _require_host(params, "VI.elbo")
+        except (TypeError, ValueError) as found:
+            error = found
+        raise_together(used, error)
+        require_same(used, f"n_samples={n_samples}, seed={self.seed}, root={self.root}", "VI.elbo")
         # Beside those of the epochs and of the result's samples.
         noise = np.random.default_rng([self.seed, 2**32 + 1]).standard_normal((n_samples, self.posterior.dim))
         theta, log_q = (np.asarray(part) for part in self.posterior.draw(params, noise))

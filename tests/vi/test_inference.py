@@ -256,7 +256,6 @@ def test_few_draws_for_many_ranks_are_allowed_with_a_warning(caplog):
         scipy.stats.multivariate_normal([0.3, -0.2], [[2.0, 0.5], [0.5, 1.0]]), ("gamma", 3.0), scipy.stats.t(4, 1, 2),
         [("uniform", -2, 9), ("lognorm", 0.7)], ("cauchy", 0.0, 0.01),
     ],
-    ids=str,
 )  # fmt: skip
 def test_priors_are_scipys_with_their_derivative(given):
     prior = Prior(given, 2)
@@ -351,3 +350,32 @@ def test_results_tell_and_draw(tmp_path):
     axes = result.plot_predictive(lambda t: t[0] * np.arange(4.0), np.arange(4.0), np.zeros(4))
     axes.figure.savefig(tmp_path / "predictive.png")
     assert all((tmp_path / name).stat().st_size > 1000 for name in ("corner.png", "predictive.png"))
+
+
+@pytest.mark.parametrize("wrong", [0, 2.5, "10"])
+def test_elbo_of_a_wrong_number_of_draws_raises_on_all_ranks(wrong, rank):
+    model = Conjugate(2)
+    inference = VI(model.loss, MeanFieldGaussian(2), model.prior, Adam(0.1), root=ROOT)
+    params = MeanFieldGaussian(2).initial(np.random.default_rng(0))
+    with pytest.raises((TypeError, ValueError), match="n_samples"):
+        inference.elbo(params, model.y, wrong if rank == ROOT else 4)
+    if COMM.size > 1:
+        with pytest.raises(ValueError, match="n_samples=5"):
+            inference.elbo(params, model.y, 5 if rank == ROOT else 4)
+
+
+@pytest.mark.serial
+def test_the_start_is_independent_of_the_first_noise():
+    class Told(MeanFieldGaussian):
+        def initial(self, rng):
+            started.append(rng.standard_normal(4))
+            return super().initial(rng)
+
+        def draw(self, params, noise):
+            drawn.append(np.ravel(mpiad.stop(noise))[:4])
+            return super().draw(params, noise)
+
+    started, drawn, model = [], [], Conjugate(2)
+    VI(model.loss, Told(2), model.prior, Adam(0.1), seed=5).run(model.y, 2, n_samples=4)
+    assert len(started) == 1 and len(drawn) > 1
+    assert not any(np.array_equal(started[0], noise) for noise in drawn)
