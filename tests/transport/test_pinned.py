@@ -141,13 +141,13 @@ def test_programs_give_all_memory_back_and_lock_no_more(rank, size, way, monkeyp
             mpiad.grad(lambda x: program(x, rank, size), objective="sum")(x)
         settle()
         made = counting(monkeypatch)
-        pool, kept = pool_of(double), pool_of(double).kept
-        assert pool.lent == 0
+        # Tests before this one may still hold what they received.
+        pool, kept, lent = pool_of(double), pool_of(double).kept, pool_of(double).lent
         for _ in range(3):
             mpiad.grad(lambda x: program(x, rank, size), objective="sum")(x)
             settle()
         # Sends end when the receiver is there, so how many are under way at once differs from run to run.
-        assert pool.lent == 0 and pool.kept == kept + sum(made) and len(made) <= 6
+        assert pool.lent == lent and pool.kept == kept + sum(made) and len(made) <= 6
 
 
 @each_staged_way
