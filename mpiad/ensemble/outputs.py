@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import autograd.numpy as anp
@@ -12,8 +13,24 @@ from mpiad._typing import Comm, Shape, Tree
 from mpiad.differentiation.trees import flatten, is_variable
 from mpiad.primitives import mpi_allgather
 from mpiad.transport import Channel
+from mpiad.transport.agreement import raise_first
 
 __all__ = ["trees_of_all"]
+
+
+def _skeletons(used: Channel, skeleton: Tree) -> list[Tree]:
+    # Pickled before the message: a rank that can't must tell those that have nothing to pickle, and wait.
+    try:
+        mine, error = pickle.dumps(skeleton, pickle.HIGHEST_PROTOCOL), None
+    except Exception as found:  # noqa: BLE001 raised on all ranks together
+        mine, error = b"", TypeError(
+            f"solve: what output_func or reduction return is sent to all ranks, but can't be pickled ({found}). Return "
+            "numbers, arrays or texts of a solution, or say EnsembleMPI(gather=False)."
+        )
+    everything = used.data.allgather(mine)
+    if not all(everything):
+        raise_first(used, error)
+    return [pickle.loads(text) for text in everything]
 
 
 class _Place:
@@ -37,6 +54,11 @@ def trees_of_all(used: Channel, comm: Comm, tree: Tree) -> list[Tree]:
     -------
     list of nest
 
+    Raises
+    ------
+    TypeError
+        On all ranks, where one has what can't be pickled.
+
     Ranks
     -----
     All ranks call it.
@@ -44,7 +66,7 @@ def trees_of_all(used: Channel, comm: Comm, tree: Tree) -> list[Tree]:
     leaves, build = flatten(tree)
     numbers = [leaf for leaf in leaves if is_variable(leaf)]
     places = [_place(leaf) if is_variable(leaf) else leaf for leaf in leaves]
-    skeletons = used.data.allgather(build(places))
+    skeletons = _skeletons(used, build(places))
     flat = [flatten(skeleton) for skeleton in skeletons]
     dtypes = {place.dtype for parts, _ in flat for place in parts if isinstance(place, _Place)}
     dtype = np.result_type(*dtypes) if dtypes else np.dtype(float)

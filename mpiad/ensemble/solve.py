@@ -148,7 +148,7 @@ def solve(
         batch_size, gradient, adjoint, checkpoints, compile, dense_output, bool(progress),
     )  # fmt: skip
     used = channel(ensemblealg.comm, "ensemble.solve") if isinstance(ensemblealg, EnsembleMPI) else None
-    demands = check_demands(given) if used is None else _checked_together(used, given)
+    demands = check_demands(given) if used is None else _checked_together(used, given, throw)
     if isinstance(problem, ODEProblem):
         compiler = Compiler(compile, 0, gradient, adjoint)
         sol = _solved(demands, compiler, EnsembleSerial(), columns_of([problem], [1]), None)
@@ -174,7 +174,7 @@ def solve(
     return apart(sol)
 
 
-def _checked_together(used: Channel, given: Demands) -> Demands:
+def _checked_together(used: Channel, given: Demands, throw: bool) -> Demands:
     """Return `check_demands` of the arguments, which must be the same on all ranks; what one finds wrong all raise."""
     wrong, demands = None, given
     try:
@@ -184,11 +184,19 @@ def _checked_together(used: Channel, given: Demands) -> Demands:
     scalars = (
         f"trajectories={demands.trajectories}, {given.alg}, {given.ensemblealg}, rtol={given.rtol}, atol={given.atol}, "
         f"save_everystep={given.save_everystep}, dense_output={given.dense_output}, dt={given.dt}, dtmax={given.dtmax}, "
-        f"max_steps={given.max_steps}, compile={given.compile}, progress={given.progress}"
+        f"max_steps={given.max_steps}, compile={given.compile}, progress={given.progress}, throw={throw}, "
+        f"{0 if wrong else len(demands.events)} events, {_kind(given.problem)}"
     )
     saveat = None if wrong or demands.saveat is None else np.asarray(demands.saveat, float)
     require_alike(used, wrong, fingerprint(scalars, saveat), f"saveat={given.saveat}, {scalars}", "solve")
     return demands
+
+
+def _kind(problem: Any) -> str:
+    """Return which functions and arrays an ensemble has: by them ranks know what is communicated."""
+    names = ("prob_func", "output_func", "reduction", "u0", "p")
+    parts = [name for name in names if getattr(problem, name, None) is not None]
+    return f"{type(problem).__name__} of {', '.join(parts) or 'nothing else'}, seed={getattr(problem, 'seed', None)}"
 
 
 def _ensemble(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
-from mpiad.ensemble import RK45, EnsembleMPI, EnsembleProblem, ODEProblem, remake, solve
+from mpiad.ensemble import RK45, EnsembleMPI, EnsembleProblem, Event, ODEProblem, remake, solve
 
 pytestmark = pytest.mark.usefixtures("solved_by")
 
@@ -63,6 +64,36 @@ def test_integers_and_no_time():
     still = solve(EnsembleProblem(remake(GOOD, tspan=(2.0, 2.0)), u0=U0), RK45(), EnsembleMPI())
     np.testing.assert_array_equal(still.u_end, U0)
     assert not still.nf.any() and (still.retcode == "Success").all()
+
+
+RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+LAST = RANK == SIZE - 1
+DIFFERENT = {
+    "events": ({}, {"events": Event(lambda u, p, t: u[0] - 0.5) if LAST else ()}),
+    "throw": ({}, {"throw": LAST}),
+    "prob_func": ({"prob_func": lambda problem, i, repeat: problem} if LAST else {"u0": U0}, {}),
+    "output_func": ({"output_func": lambda sol, i: (1.0, False)} if LAST else {}, {}),
+    "seed": ({"seed": RANK}, {}),
+}
+
+
+@pytest.mark.columns("nothing is solved")
+@pytest.mark.skipif(SIZE == 1, reason="one rank agrees with itself")
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_arguments_that_differ_between_ranks(case):
+    changes, more = DIFFERENT[case]
+    with pytest.raises(ValueError, match="all ranks must give the same arguments"):
+        solve(EnsembleProblem(GOOD, **changes), RK45(), EnsembleMPI(), trajectories=N, **more)
+
+
+@pytest.mark.columns("outputs are made of either's solutions")
+@pytest.mark.parametrize("count", [1, N])
+def test_outputs_that_cannot_be_sent(count):
+    ensemble = EnsembleProblem(GOOD, u0=U0[:count], output_func=lambda sol, i: (lambda: sol, False))
+    with pytest.raises(TypeError, match="can't be pickled.*gather=False"):
+        solve(ensemble, RK45(), EnsembleMPI())
+    kept = solve(ensemble, RK45(), EnsembleMPI(gather=False)).u
+    assert all(output().retcode == "Success" for output in kept)
 
 
 @pytest.mark.columns("kernels compute with real numbers")
