@@ -27,7 +27,7 @@ __all__ = ["Facts", "facts_of_all", "fingerprint"]
 
 # Places in the first message.
 _WRONG, _COUNT, _KIND, _TIMES, _ACCEPTED, _REJECTED, _CODES, _REACHED = range(8)
-_REACHED_DIFFER, _CONVERGED, _COMPILED, _TRACED, _ENDS, _EVENTS, _SIZE = range(8, 15)
+_REACHED_DIFFER, _CONVERGED, _COMPILED, _TRACED, _ENDS, _EVENTS, _SAID, _SIZE = range(8, 16)
 
 
 def fingerprint(*parts: Any) -> int:
@@ -56,6 +56,8 @@ class Facts:
         Whether initial and final states are all that is saved.
     evaluated : callable
         From `naccept` and `nreject` to the calls of f.
+    said : list of int
+        By ranks, a number for what each has to say of f in the log; the same number for the same words.
     """
 
     codes: Array
@@ -70,6 +72,7 @@ class Facts:
     traced: bool
     ends: bool
     evaluated: Callable[[Array, Array], Array]
+    said: list[int]
 
     @property
     def width(self) -> int:
@@ -94,7 +97,7 @@ class Facts:
 
 def facts_of_all(
     used: Channel, share: EnsembleSolution | Exception, compiled: bool, traced: bool,
-    evaluated: Callable[[Array, Array], Array],
+    evaluated: Callable[[Array, Array], Array], said: str = "",
 ) -> tuple[EnsembleSolution, Facts]:  # fmt: skip
     """Exchange what the ranks know, and return it with this rank's share.
 
@@ -106,6 +109,8 @@ def facts_of_all(
     compiled, traced : bool
     evaluated : callable
         See `Facts`.
+    said : str
+        What this rank has to say of f in the log.
 
     Raises
     ------
@@ -117,7 +122,7 @@ def facts_of_all(
     All ranks call it.
     """
     every = np.empty((used.size, _SIZE), np.int64)
-    used.data.Allgather(_header(share, compiled, traced), every)
+    used.data.Allgather(_header(share, compiled, traced, said), every)
     if every[:, _WRONG].any():
         raise_first(used, share if isinstance(share, Exception) else None)
     if isinstance(share, Exception):
@@ -129,12 +134,12 @@ def facts_of_all(
     facts = Facts(
         **_columns(used, share, every), counts=counts, events=_events(used, share, counts) if events else {},
         t=_times(used, share, every), converged=converged, compiled=compiled, traced=traced,
-        ends=bool(every[:, _ENDS].all()), evaluated=evaluated,
+        ends=bool(every[:, _ENDS].all()), evaluated=evaluated, said=every[:, _SAID].tolist(),
     )  # fmt: skip
     return share, facts
 
 
-def _header(share: EnsembleSolution | Exception, compiled: bool, traced: bool) -> Array:
+def _header(share: EnsembleSolution | Exception, compiled: bool, traced: bool, said: str) -> Array:
     mine = np.zeros(_SIZE, np.int64)
     if isinstance(share, Exception):
         mine[_WRONG] = 1
@@ -146,7 +151,7 @@ def _header(share: EnsembleSolution | Exception, compiled: bool, traced: bool) -
     mine[_REACHED], mine[_REACHED_DIFFER] = reached[:1].view(np.int64).sum(), not same_for_all(reached)
     mine[_CODES] = share.codes.max(initial=0)
     mine[_CONVERGED], mine[_COMPILED], mine[_TRACED] = share.converged, compiled, traced
-    mine[_ENDS], mine[_EVENTS] = share._start is not None, bool(share.events)
+    mine[_ENDS], mine[_EVENTS], mine[_SAID] = share._start is not None, bool(share.events), fingerprint(said)
     return mine
 
 

@@ -114,6 +114,10 @@ class Sharing(NamedTuple):
         From the numbers of accepted and rejected steps to the calls of f.
     compiled : callable
         Tells, after the solve, whether kernels advanced this rank's trajectories.
+    said : callable
+        Returns, after the solve, what this rank has to say of f in the log.
+    say : callable
+        ``say(logs)`` ends the wait for who says it: this rank, or another one.
     timed : bool
         Whether events are looked for, through whose times derivatives flow.
     progress : bool
@@ -126,6 +130,8 @@ class Sharing(NamedTuple):
     start: Callable[[], Array] | None
     evaluated: Callable[[Array, Array], Array]
     compiled: Callable[[], bool]
+    said: Callable[[], str]
+    say: Callable[[bool], None]
     timed: bool
     progress: bool
 
@@ -157,7 +163,8 @@ def over_ranks(mpi: EnsembleMPI, used: Channel, asked: Sharing) -> EnsembleSolut
     first, last = int(bounds[used.rank]), int(bounds[used.rank + 1])
     share = _share(used, asked, range(first + 1, last + 1))
     traced = not isinstance(share, Exception) and isbox(share.u_end)
-    share, facts = facts_of_all(used, share, asked.compiled(), traced, asked.evaluated)
+    share, facts = facts_of_all(used, share, asked.compiled(), traced, asked.evaluated, asked.said())
+    asked.say(facts.said.index(facts.said[used.rank]) == used.rank)
     mpi.remember(facts.naccept + facts.nreject, int(np.prod(share.u_end.shape[1:])), facts.compiled, facts.traced)
     if not mpi.gather:
         return sharded(share, facts, mpi.comm, np.arange(first, last), asked.combine is not None)

@@ -156,7 +156,7 @@ def solve(
         sol.problem = problem.read_from(compiler.kernels)
         return sol[0]
     count = demands.trajectories
-    compiler = Compiler(compile, count, gradient, adjoint)
+    compiler = Compiler(compile, count, gradient, adjoint, together=used is not None)
     if used is None or not isinstance(ensemblealg, EnsembleMPI):
         with closing(Progress(count)) if progress else nullcontext() as shown:
             sol = _ensemble(demands, compiler, problem, range(1, count + 1), shown)
@@ -166,7 +166,8 @@ def solve(
             count, lambda numbers, shown: _ensemble(demands, compiler, problem, numbers, shown),
             (lambda parts: combined(problem, parts, count)) if problem.output_func or problem.reduction else None,
             None if problem.prob_func else lambda: members(problem, range(1, count + 1), 1, 0, count).u0,
-            partial(evaluations, alg=alg, dt=dt), lambda: bool(compiler.kernels), bool(demands.events), bool(progress),
+            partial(evaluations, alg=alg, dt=dt), lambda: bool(compiler.kernels),
+            lambda: compiler.said, compiler.say, bool(demands.events), bool(progress),
         )  # fmt: skip
         sol = over_ranks(ensemblealg, used, asked)
         report(sol.facts if isinstance(sol, ShardedSolution) else sol, throw, used.rank == 0)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import numpy as np
 import pytest
 from mpi4py import MPI
 
 from mpiad.ensemble import RK45, EnsembleMPI, EnsembleProblem, Event, ODEProblem, remake, solve
+from mpiad.ensemble.compiled import choice
 
 pytestmark = pytest.mark.usefixtures("solved_by")
 
@@ -115,3 +118,15 @@ def test_what_kernels_refuse_is_refused_on_all_ranks(solved_by):
                 solve(EnsembleProblem(problem, u0=u0), RK45(), EnsembleMPI())
         else:
             assert (solve(EnsembleProblem(problem, u0=u0), RK45(), EnsembleMPI()).retcode == "Success").all()
+
+
+@pytest.mark.columns("kernels say why not, and raise")
+@pytest.mark.skipif(find_spec("numba") is None, reason="nothing is compiled without numba")
+def test_an_f_that_cannot_be_compiled_is_told_once_by_all_ranks(caplog, monkeypatch):
+    monkeypatch.setattr(choice, "LEAST_TRAJECTORIES", N)
+    def branches(u, p, t):
+        return [u[1], -u[0] if np.all(u[0] > -99) else u[0]]
+
+    for _ in range(2):
+        solve(EnsembleProblem(remake(GOOD, f=branches), u0=U0), RK45(), EnsembleMPI(), compile="auto")
+    assert ["arrays instead" in record.getMessage() for record in caplog.records] == [True] * (RANK == 0)

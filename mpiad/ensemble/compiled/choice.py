@@ -7,9 +7,10 @@ is solved one way.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 from mpiad._typing import Function
@@ -21,9 +22,12 @@ from mpiad.ensemble.compiled.trace import identity_of, trace
 from mpiad.ensemble.compiled.verification import verify
 from mpiad.ensemble.settings import Settings
 
-__all__ = ["program_of", "tell_once", "traced_program"]
+__all__ = ["Tell", "program_of", "tell_once", "traced_program"]
 
 _log = logging.getLogger("mpiad")
+
+# What hears why an f isn't compiled.
+Tell: TypeAlias = "Callable[[Function, str], None]"
 
 # Fewer trajectories are solved in less time than a kernel is loaded or compiled in.
 LEAST_TRAJECTORIES = 1000
@@ -38,7 +42,7 @@ _programs: WeakKeyDictionary[Any, set[Program]] = WeakKeyDictionary()
 
 
 def program_of(
-    compile: str | bool, count: int, backend: EnsembleAlgorithm, batch: Batch, settings: Settings
+    compile: str | bool, count: int, backend: EnsembleAlgorithm, batch: Batch, settings: Settings, tell: Tell
 ) -> Program | None:
     """Return what is compiled, None where the vectorised path solves the ensemble.
 
@@ -50,6 +54,8 @@ def program_of(
     backend : EnsembleAlgorithm
     batch : Batch
     settings : Settings
+    tell : callable
+        Is told an f and why the vectorised path solves it.
 
     Raises
     ------
@@ -68,7 +74,7 @@ def program_of(
         if must:
             raise ImportError("solve: compile=True needs numba, which isn't installed: pip install mpiad[fast].")
         return None
-    return traced_program(batch, must)
+    return traced_program(batch, must, tell)
 
 
 @cache
@@ -86,8 +92,8 @@ def _unsupported(batch: Batch, settings: Settings) -> str | None:
     return None
 
 
-def traced_program(batch: Batch, must: bool) -> Program | None:
-    """Return what f computes; None, and a line in the log, where it can't be traced or is too large.
+def traced_program(batch: Batch, must: bool, tell: Tell) -> Program | None:
+    """Return what f computes; None, and a word about it, where it can't be traced or is too large.
 
     Parameters
     ----------
@@ -95,6 +101,8 @@ def traced_program(batch: Batch, must: bool) -> Program | None:
         Of plain arrays on the host.
     must : bool
         Whether to raise instead.
+    tell : callable
+        See `program_of`.
 
     Raises
     ------
@@ -106,36 +114,37 @@ def traced_program(batch: Batch, must: bool) -> Program | None:
     except Untraceable as error:
         if must:
             raise TypeError(f"solve: compile=True, but f can't be compiled: {error}.") from error
-        tell_once(batch.f, f"f can't be compiled ({error}), so it is called with arrays instead")
+        tell(batch.f, f"f can't be compiled ({error}), so it is called with arrays instead")
         return None
     d = program.states
     if d > MOST_COMPONENTS or program.cost > MOST_OPERATIONS:
         what = f"a state has {d} components and f {program.cost} operations"
         limits = f"up to {MOST_COMPONENTS} and {MOST_OPERATIONS} fit into a kernel that is fast and soon compiled"
-        tell_once(batch.f, f"{what}; {limits}" + ("" if must else ", so f is called with arrays instead"))
+        tell(batch.f, f"{what}; {limits}" + ("" if must else ", so f is called with arrays instead"))
         return program if must else None
-    if not must and _changes(batch.f, program):
+    if not must and _changes(batch.f, program, tell):
         return None
     return program
 
 
-def _changes(f: Function, program: Program) -> bool:
+def _changes(f: Function, program: Program, tell: Tell) -> bool:
     """Tell whether f is another one in each solve: by numbers that it closes over."""
     known = _programs.setdefault(identity_of(f), set())
     known.add(program)
     if len(known) <= _MOST_PROGRAMS:
         return False
     known.discard(program)
-    tell_once(
+    tell(
         f, f"f has had other constants in each of {len(known)} solves, and was compiled in each; now it is called with "
         "arrays instead. Pass what changes as p"
     )  # fmt: skip
     return True
 
 
-def tell_once(f: Function, text: str) -> None:
-    """Log a warning about an f, once for each text."""
+def tell_once(f: Function, text: str, logs: bool = True) -> None:
+    """Log a warning about an f, once for each text; `logs` is false where another rank says the same."""
     told = _told.setdefault(identity_of(f), set())
     if text not in told:
         told.add(text)
-        _log.warning("solve: %s.", text)
+        if logs:
+            _log.warning("solve: %s.", text)

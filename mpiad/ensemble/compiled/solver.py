@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 from autograd.tracer import isbox
 
+from mpiad._typing import Function
 from mpiad.ensemble.backends import EnsembleAlgorithm
 from mpiad.ensemble.batch import Batch, same_for_all
-from mpiad.ensemble.compiled.choice import program_of
+from mpiad.ensemble.compiled.choice import program_of, tell_once
 from mpiad.ensemble.compiled.form import Form
 from mpiad.ensemble.compiled.kernels import compiled, forward_text, parameter_names, reverse_text
 from mpiad.ensemble.compiled.launch import launch
@@ -41,6 +42,8 @@ class Compiler:
         How many trajectories the whole ensemble has; 0 for a single problem.
     gradient, adjoint : str or None
         As in `solve`.
+    together : bool
+        Whether ranks solve together: what there is to say of f is then kept until they know who says it.
 
     Attributes
     ----------
@@ -48,10 +51,12 @@ class Compiler:
         By their names, forward and reverse, those that were used.
     """
 
-    def __init__(self, compile: str | bool, count: int, gradient: str | None, adjoint: str):
+    def __init__(self, compile: str | bool, count: int, gradient: str | None, adjoint: str, together: bool = False):
         self.compile, self._count = compile, count
         self.gradient, self.adjoint = gradient, adjoint
         self.kernels: dict[str, Any] = {}
+        self._together = together
+        self._kept: list[tuple[Function, str]] = []
 
     def run(self, backend: EnsembleAlgorithm, batch: Batch, settings: Settings, given: Batch) -> Outcome:
         """Solve all trajectories of a batch, by a kernel where that is chosen.
@@ -66,7 +71,7 @@ class Compiler:
         """
         if self.compile is False or not batch.size:
             return backend.run(batch, settings)
-        program = program_of(self.compile, self._count, backend, batch, settings)
+        program = program_of(self.compile, self._count, backend, batch, settings, self.tell)
         if program is None:
             return backend.run(batch, settings)
         return Solver(self, program, batch, settings, threads_of(backend)).solved(given)
@@ -85,6 +90,23 @@ class Compiler:
                 "Leave it out, or bring them to the host with mpiad.device.to_host."
             )
         return backend.run(batch, settings)
+
+    def tell(self, f: Function, text: str) -> None:
+        """Log a warning about f, now or by `say`."""
+        if not self._together:
+            tell_once(f, text)
+        elif (f, text) not in self._kept:
+            self._kept.append((f, text))
+
+    @property
+    def said(self) -> str:
+        """What `say` will log."""
+        return "\n".join(text for _, text in self._kept)
+
+    def say(self, logs: bool) -> None:
+        """Log what was kept; `logs` is false where another rank says the same."""
+        for f, text in self._kept:
+            tell_once(f, text, logs)
 
     def told(self, name: str, kernel: Any) -> None:
         """Note which kernel was used."""

@@ -7,6 +7,7 @@ values.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -76,6 +77,8 @@ def trace(f: Function, shape: Shape, p: Parameters, dtype: Any) -> Program:
 
 def identity_of(f: Function) -> Any:
     """Return what stays the same when f is defined anew by the same lines."""
+    while isinstance(f, partial):
+        f = f.func
     return getattr(f, "__code__", None) or type(f)
 
 

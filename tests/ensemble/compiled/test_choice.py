@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 import numpy as np
 import pytest
@@ -83,6 +84,13 @@ def test_constants_that_change_from_solve_to_solve(caplog, monkeypatch):
 
     assert [is_compiled(solve(many(closing_over(c)))) for c in (1.0, 2.0, 3.0, 1.0)] == [True, True, False, True]
     assert "Pass what changes as p" in caplog.text
+
+
+def test_partial_functions_are_those_that_they_call(caplog, monkeypatch):
+    monkeypatch.setattr(choice, "_MOST_PROGRAMS", 1)
+    functions = [lambda u, p, t: [-u[0]], lambda u, p, t: [-2 * u[0]]]
+    assert all(is_compiled(solve(many(partial(f)))) for f in functions)
+    assert not caplog.records
 
 
 def test_without_numba(monkeypatch):

@@ -6,7 +6,7 @@ import numpy as np
 from autograd.tracer import isbox
 
 from mpiad.ensemble.batch import Batch
-from mpiad.ensemble.compiled.choice import tell_once, traced_program
+from mpiad.ensemble.compiled.choice import traced_program
 from mpiad.ensemble.compiled.cuda.kernels import Loaded
 from mpiad.ensemble.compiled.program import Program
 from mpiad.ensemble.compiled.solver import Compiler
@@ -40,10 +40,10 @@ def program_for_gpu(compiler: Compiler, given: Batch, host: Batch, settings: Set
     must = compiler.compile is True
     reason = _unsupported(compiler, given, host, settings)
     if reason is None:
-        return traced_program(host, must)
+        return traced_program(host, must, compiler.tell)
     if must:
         raise ValueError(f"solve: compile=True, but {reason}. Leave compile out, or say compile=False.")
-    tell_once(given.f, f"EnsembleGPU: {reason}, so EnsembleVectorized solves it by arrays")
+    compiler.tell(given.f, f"EnsembleGPU: {reason}, so EnsembleVectorized solves it by arrays")
     return None
 
 
@@ -74,13 +74,14 @@ def is_small(loaded: Loaded) -> bool:
     return loaded.kernel.local_bytes <= MOST_LOCAL_BYTES
 
 
-def fits(loaded: Loaded, batch: Batch, must: bool) -> bool:
+def fits(loaded: Loaded, batch: Batch, compiler: Compiler) -> bool:
     """Tell whether a kernel is small enough, or must be taken; where it isn't, the log says so."""
+    must = compiler.compile is True
     if is_small(loaded):
         return True
     text = (
         f"EnsembleGPU: each thread of the kernel takes {loaded.kernel.local_bytes} bytes of memory beside its "
         f"{loaded.kernel.registers} registers, more than {MOST_LOCAL_BYTES}"
     )
-    tell_once(batch.f, text if must else f"{text}, so EnsembleVectorized solves it by arrays")
+    compiler.tell(batch.f, text if must else f"{text}, so EnsembleVectorized solves it by arrays")
     return must

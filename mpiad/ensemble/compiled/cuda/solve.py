@@ -92,7 +92,7 @@ def _by_kernel(
     carried = directions if len(directions) <= FEW else ()
     if carried and compiler.gradient is None and not is_small(solver.kernel(carried)):
         directions = carried = ()  # the adjoint's kernels are smaller
-    if not fits(solver.kernel(carried), batch, compiler.compile is True):
+    if not fits(solver.kernel(carried), batch, compiler):
         return None
     solved = Solved(solver, solver.solved(carried), carried, bool(directions), on_host)
     u, u_end = states_of(solved, given)
