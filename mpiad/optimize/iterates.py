@@ -113,6 +113,7 @@ class IteratesOfPoints(Iterates):
     def __init__(self, points: Points, callback: Function | None, leader: Leader, keeper: RootKeeper):
         super().__init__(callback, leader)
         self._points, self._keeper, self.done, self.spent = points, keeper, 0, False
+        self._resumed = False  # also at the starting point, when it is done with no iteration
 
     def resume(self, start: np.ndarray) -> np.ndarray:
         """Return where an earlier run had come, and go on counting there; `start` where there was none."""
@@ -122,7 +123,7 @@ class IteratesOfPoints(Iterates):
             return start
         self.record.restore(found["history"])
         points.counts.update(zip(points.counts, found["counts"].tolist()))
-        points.iterate, self.done = points.at(found["x"]), self.count
+        points.iterate, self.done, self._resumed = points.at(found["x"]), self.count, True
         self.resume_at(found["x"])
         self.spent = points.exhausted
         if self.spent:
@@ -132,7 +133,7 @@ class IteratesOfPoints(Iterates):
 
     def counted(self, result: scipy.optimize.OptimizeResult) -> scipy.optimize.OptimizeResult:
         """Correct what a method has counted since an earlier run ended."""
-        if self.done:
+        if self._resumed:
             result.nit = self.count
             result.nfev, result.njev = self._points.counts.of_objective, self._points.counts.of_gradient
         return result

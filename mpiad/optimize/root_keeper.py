@@ -41,7 +41,7 @@ class RootKeeper:
 
     def __init__(self, checkpoint: Checkpoint | None, problem: dict[str, Any], call: str = "minimize"):
         self._checkpoint, self._problem, self._written, self._call = checkpoint, problem, -1, call
-        self._x: np.ndarray | None = None
+        self._x, self._counts = np.zeros(0), np.zeros(0)
 
     @property
     def active(self) -> bool:
@@ -76,7 +76,7 @@ class RootKeeper:
                 "to, name another file, or delete it."
             )
         arrays = read(file)
-        self._written, self._x = len(arrays["history"]) - 1, arrays["x"]
+        self._written, self._x, self._counts = len(arrays["history"]) - 1, arrays["x"], arrays["counts"]
         return arrays
 
     def keep(self, iteration: int, ended: bool, point: Kept, counts: Iterable[int], record: Record) -> None:
@@ -97,18 +97,19 @@ class RootKeeper:
             return
         if not ended and (iteration <= self._written or iteration == 0 or iteration % self._checkpoint.every):
             return
-        x = point.x
-        # The last line search may have met a better point since the last iterate was written.
-        if iteration <= self._written and np.array_equal(x, self._x):  # type: ignore[arg-type]
+        x, made = point.x, np.array(list(counts))
+        # The last line search may have met a better point since the last iterate was written; and what it has evaluated
+        # counts, or all runs together would evaluate more than they may.
+        if iteration <= self._written and np.array_equal(x, self._x) and np.array_equal(made, self._counts):
             return
         gradient = np.zeros(0) if point.gradient is None else point.gradient
         arrays = {
-            "x": x, "value": np.array(point.value, dtype=float), "gradient": gradient, "counts": np.array(list(counts)),
+            "x": x, "value": np.array(point.value, dtype=float), "gradient": gradient, "counts": made,
             "history": record.table(),
         }
         try:
             write(self._checkpoint.file, self._problem, arrays.items())
-            self._written, self._x = iteration, x
+            self._written, self._x, self._counts = iteration, x, made
         except OSError as error:
             warnings.warn(
                 f"{self._call}: the checkpoint of iteration {iteration} wasn't written, the one before stays ({error}). "

@@ -219,3 +219,27 @@ def test_no_iteration_beyond_those_of_all_runs(method: str, folder: Path) -> Non
     np.testing.assert_array_equal(again.x, first.x)
     np.testing.assert_array_equal(again.history.loss, first.history.loss)
     assert np.isfinite(again.jac).all() and again.nfev <= first.nfev + 1
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_evaluations_of_all_runs_are_counted(method: str, folder: Path) -> None:
+    called: list[int] = []
+
+    def value(x: np.ndarray) -> float:
+        called.append(1)
+        return valley(x)
+
+    gradient = mpiad.grad(valley, objective="mean", shared=True)
+    hessp = mpiad.hvp(valley, objective="mean")
+    for limit in (1, 2, 3, 7, 7, 12):
+        found = mpiad.minimize(
+            value, START, jac=gradient, hessp=hessp if method in ("Newton-CG", "trust-ncg", "trust-constr") else None,
+            method=method, objective="mean", checkpoint=Checkpoint(folder / "run.npz", every=1), options={"maxfun": limit},
+        )
+        assert found.nfev == len(called) <= limit
+
+
+def test_evaluations_at_a_start_without_iterations_are_counted(folder: Path) -> None:
+    solve(folder / "run.npz", method="BFGS", options={"maxiter": 0})
+    second = solve(folder / "run.npz", method="BFGS", options={"maxiter": 1})
+    assert second.nit == 1 and second.nfev == second.evaluations["both"] > 2
