@@ -99,8 +99,10 @@ class Agreement:
         return float(self._sums[_TERM])
 
     def _raise_everywhere(self, failure: BaseException | None) -> None:
+        # Flags first: only one traceback travels, and only once something has failed.
         told = self._comm.allgather(failure is not None)
         failed = [rank for rank, has in enumerate(told) if has]
+        # Its notices travel on the same communicator: all ranks take theirs off before anything else is received there.
         self._watch.close(failed=True)
         first = self._comm.bcast(None if failure is None else Failure.of(failure), failed[0])
         described: dict[int, Any] = dict.fromkeys(failed, first)

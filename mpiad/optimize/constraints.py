@@ -54,6 +54,7 @@ class _Function:
         with self._used.refusing(_WHO):
             if self._given is not None:
                 return np.atleast_2d(np.asarray(to_host(self._given(x, *self._args)), dtype=float))
+            # One row for each unit vector: a constraint has few values, and many variables.
             pull, value = make_vjp(lambda x: anp.reshape(anp.array(to_host(self._fun(x, *self._args))), (-1,)))(x)
             rows = [self._packing.pack_gradient(pull(unit)) for unit in np.eye(value.size)]
         return np.array(rows).reshape(value.size, self._packing.size)

@@ -54,6 +54,7 @@ def at_home(template: Tree, given: Any, args: tuple) -> Tree:
     leaves, build = flatten(template)
     if not any(type(leaf) is Elsewhere for leaf in leaves):
         return template
+    # The root's device number says nothing on another node; this rank's own arrays do.
     home = next(filter(None, map(arrays_of, flatten([given, args])[0])), None) or arrays_of(to_device(np.zeros(0)))
     return build([replace(leaf, arrays=home) if type(leaf) is Elsewhere else leaf for leaf in leaves])
 

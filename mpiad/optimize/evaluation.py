@@ -147,7 +147,7 @@ class Evaluation:
             packed = self._flat(local)
         except TypeError as error:
             raise WrongValueError(f"{error} It was returned by {source}.") from None
-        return packed if self._weight == 1.0 else packed * self._weight
+        return packed if self._weight == 1.0 else packed * self._weight  # not in place: it may be the user's own array
 
     def _term(self, value: Any) -> float:
         """Return what a rank's own number adds to the objective."""

@@ -90,7 +90,7 @@ def minimize_many(
     points = _agree_on_arguments(used, fun, starts, group_size, settings)
     groups = max(1, min(used.size // group_size, len(points)))
     mine = used.rank // group_size
-    group = used.data.Split(min(mine, groups), used.rank)
+    group = used.data.Split(min(mine, groups), used.rank)  # ranks without a group make one of their own: a split takes all
     found, wrong = {}, None
     try:
         if mine < groups:
@@ -160,7 +160,7 @@ def _minima(
         except WorkerError as error:
             found[k] = scipy.optimize.OptimizeResult(
                 x=points[k], fun=math.nan, success=False, status=-1, nit=0, nfev=0, message=str(error),
-                error=WorkerError(str(error), error.rank),
+                error=WorkerError(str(error), error.rank),  # without the cause, which may not be pickled
             )
     return found
 

@@ -162,7 +162,7 @@ class Points:
             raise Interrupted("a rank was told to end")
         self._begun = True
         value, gradient = self._carry_out(kind, _NAMES[kind], x)
-        self._last_valued = point if kind == VALUE else None
+        self._last_valued = point if kind == VALUE else None  # a gradient, or both at once, uses the forward pass up
         point.gradient = point.gradient if gradient is None else gradient
         if value is not None and point.value is None:
             point.value = value

@@ -45,7 +45,7 @@ class Instructions:
         if self.comm.size == 1:
             return
         self._kind[0] = kind
-        self.comm.Ibcast(self._kind, self.root).Wait()
+        self.comm.Ibcast(self._kind, self.root).Wait()  # the other half of `await_next`'s, which mustn't block
         for array in (vector, direction):
             if array is not None:
                 self.comm.Bcast(np.ascontiguousarray(array, dtype=float), self.root)

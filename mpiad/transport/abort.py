@@ -57,6 +57,7 @@ def end_job(text: str, code: int) -> None:
         time.sleep(_UNTIL_READ + _UNTIL_KILLED)
         _exit(code)
     # One write, so that the lines of ranks that fail together don't mix.
+    # Standard output too: what the program has printed into its buffer, an abort would lose.
     for stream, last in ((sys.stdout, ""), (sys.stderr, text)):
         with contextlib.suppress(AttributeError, OSError, ValueError):  # there may be none, or a closed one
             stream.write(last)
@@ -129,5 +130,5 @@ def _end_job(kind: type[BaseException], error: BaseException, trace: TracebackTy
         return
     text = "".join(traceback.format_exception(kind, error, trace))
     rank = MPI.COMM_WORLD.rank
-    code = 130 if issubclass(kind, KeyboardInterrupt) else 1
+    code = 130 if issubclass(kind, KeyboardInterrupt) else 1  # 128 + SIGINT, as shells report it
     end_job(f"mpiad: rank {rank} ended the job by an exception that nobody caught:\n{text}", code)

@@ -13,6 +13,7 @@ __all__ = [
     "require_same",
 ]
 
+# What can be made anew on another rank of a name and one text.
 _KINDS: dict[str, type[Exception]] = {kind.__name__: kind for kind in (TypeError, ValueError, RuntimeError)}
 
 
@@ -56,6 +57,7 @@ def raise_together(channel: Channel, error: Exception | None) -> None:
     -----
     All ranks of the channel call it.
     """
+    # One number in any case; texts are pickled, and travel only where there is one.
     flag = np.array(error is not None, dtype=np.int32)
     total = np.zeros_like(flag)
     channel.data.Allreduce(flag, total)
@@ -68,7 +70,7 @@ def raise_first(channel: Channel, error: Exception | None) -> None:
     described = None if error is None else (type(error).__name__, str(error))
     found = [(rank, said) for rank, said in enumerate(channel.data.allgather(described)) if said is not None]
     if error is not None:
-        raise agreed(channel, error)
+        raise agreed(channel, error)  # with its own traceback
     rank, (kind, text) = found[0]
     raise agreed(channel, _KINDS.get(kind, RuntimeError)(f"{text} (raised on rank {rank})"))
 
@@ -132,6 +134,7 @@ def require_alike(channel: Channel, error: Exception | None, fingerprint: int, d
     if every[:, 0].any():
         raise_first(channel, error)
     if (every[:, 1] != every[0, 1]).any():
+        # The texts tell more than the fingerprints, but may be shortened: they can be equal all the same.
         require_same(channel, described, call)
         raise agreed(channel, ValueError(
             f"{call}: all ranks must give the same arguments, but they differ in what isn't shown here: {described}."

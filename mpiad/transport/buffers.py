@@ -83,6 +83,7 @@ def _converted(x: Any, call: str) -> Array:
         return arrays.contiguous(x)
     if isinstance(x, np.ma.MaskedArray) or not isinstance(x, (np.ndarray, *_SCALARS)):
         raise TypeError(f"{call}: x must be {_ALLOWED}, but got {type(x).__name__} ({_shortened(x)}). {_advice(x)}")
+    # NumPy's ascontiguousarray gives what has no dimensions one.
     array = np.ascontiguousarray(x) if np.ndim(x) else np.asarray(x)
     if array.dtype not in _DTYPES:
         raise TypeError(f"{call}: x must be {_ALLOWED}, but got dtype {array.dtype!r} with shape {array.shape}.")
@@ -111,6 +112,7 @@ def private_copy(array: Array, x: Array) -> Array:
     """
     if type(array) is not np.ndarray:
         return array
+    # What asarray makes of a subclass of ndarray is a view of the user's memory, and another object.
     return array.copy() if array is x or array.base is not None else array
 
 

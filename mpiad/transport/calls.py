@@ -58,6 +58,7 @@ class Site:
         return self.text
 
 
+# They make many communications, of which a message had better name the one that it is about.
 _COMPOSITES = ("mpi_optimize", "mpi_map")
 
 
@@ -235,7 +236,7 @@ def end(call: Call) -> None:
     if observers:
         for observer in tuple(observers):
             observer.ended(call)
-    call._x = call._params = None
+    call._x = call._params = None  # who keeps the record mustn't keep the arrays alive
 
 
 def _folder(path: str) -> str:
@@ -265,6 +266,7 @@ def _kind_of_file(name: str) -> int:
     path = os.path.realpath(name) if os.path.exists(name) else name
     if path.startswith(_OURS):
         return 1
+    # Any other package that is installed may be the user's own, or calls us on his behalf: its line is the one to show.
     installed = any(mark in path for mark in _INSTALLED)
     if installed:
         return 2 if any(mark in path for mark in _PACKAGES) else 0

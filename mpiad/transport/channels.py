@@ -58,7 +58,7 @@ class Channel:
         self.derived: list[Comm] = []
         # MPI promises this attribute on the world alone.
         self.tag_limit = min(int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767), 2**31 - 1)
-        self.tag_stride = int(self.tag_limit * _GOLDEN_SECTION)
+        self.tag_stride = int(self.tag_limit * _GOLDEN_SECTION)  # see `envelopes`
         self.sent: dict[tuple[int, int], int] = {}
         self.received: dict[tuple[int, int], int] = {}
         self.pending: list[tuple[Any, np.ndarray]] = []
@@ -116,6 +116,8 @@ class Channel:
         for kind, request, _ in self.started.values():
             if kind == "receive":
                 _cancel(request)
+        # After the receives, which would take messages away from it; before the sends are waited for, which end only when
+        # the other ranks have taken theirs in the same way.
         for comm in (self.data, self.reverse):
             drain(comm, self.tag_limit)
         sends = [request for kind, request, _ in self.started.values() if kind == "send"]
@@ -133,6 +135,7 @@ class Channel:
         """
         self.pending = [held for held in self.pending if not held[0].Test()]
         here = bool(self.pending or self.started or self.fault)
+        # Of one rank alone this says nothing, since it may only send; the sum over all is what nobody has received.
         unreceived = sum(self.sent.values()) - sum(self.received.values())
         mine, every = np.array([here, unreceived], dtype=np.int64), np.empty(2, dtype=np.int64)
         # Not on `data`: a rank that leaves early would meet the collectives of those that still compute.

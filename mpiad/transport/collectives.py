@@ -133,7 +133,7 @@ def lengths_of_all(
         On all ranks, where one has found `wrong` arguments: the others must not wait for it.
     """
     if wrong is not None:
-        array, axis = _NOTHING, None
+        array, axis = _NOTHING, None  # it takes part all the same: the others are on their way to the same call
     piece = (array.shape if axis is None else array.shape[:axis] + array.shape[axis + 1 :], array.dtype.str)
     mine = np.array([1 if axis is None else array.shape[axis], _fingerprint(piece)], dtype=np.int64)
     every = np.empty((channel.size, 2), dtype=np.int64)
@@ -153,6 +153,7 @@ def lengths_of_all(
 def _fingerprint(piece: tuple[Any, str]) -> int:
     # Python's hash of strings differs from process to process; this one must not.
     text = repr(piece).encode()
+    # The rule of FNV-1a, cut to 63 bits: MPI compares signed integers.
     value = 1469598103934665603
     for byte in text:
         value = ((value ^ byte) * 1099511628211) & 0x7FFFFFFFFFFFFFFF

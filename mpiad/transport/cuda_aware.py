@@ -67,6 +67,7 @@ def agreed(channel: Channel, arrays: ArrayModule) -> bool:
     if found is None:
         every = np.array(takes_directly(arrays), np.int32)
         if channel.size > 1:
+            # One rank that copies is enough for all to: the two ways cut a large array into different messages.
             mine = every.copy()
             channel.data.Allreduce(mine, every, MPI.MIN)
         found = channel.cuda_aware[arrays.name] = bool(every)
@@ -126,7 +127,7 @@ def _passes(arrays: ArrayModule) -> bool:
 
 
 def _comes_back(alone: Any, arrays: ArrayModule, length: int) -> bool:
-    numbers = np.arange(length) + 0.5
+    numbers = np.arange(length) + 0.5  # none is zero: what was never written shows
     sent, got = arrays.to_device(numbers), arrays.full((length,), 0, numbers.dtype)
     arrays.synchronize()
     alone.Sendrecv(arrays.message(sent), 0, 0, arrays.message(got), 0, 0)

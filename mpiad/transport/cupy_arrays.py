@@ -113,6 +113,7 @@ class CupyArrays:
         """Make this device's stream for copies the current one."""
         if self._copying is None:
             with self.current():
+                # A blocking stream would wait for the default one, where the arithmetic is.
                 self._copying = cupy.cuda.Stream(non_blocking=True)
         return self._copying
 

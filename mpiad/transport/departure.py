@@ -48,6 +48,7 @@ class _Exit(SystemExit):
 
     where = ""
 
+    # Pickle would look for it by the name that is shown, and find Python's own.
     def __reduce__(self) -> tuple:
         return SystemExit, self.args
 
@@ -71,6 +72,7 @@ def _shown(code: Any) -> str:
 def _exit_code(code: Any) -> int:
     if code is None:
         return 0
+    # The system keeps eight bits; anything but an integer Python prints, and ends with 1.
     return code & 0xFF if isinstance(code, int) else 1
 
 
@@ -145,6 +147,7 @@ def await_others(patience: float | None = None) -> bool:
 
 
 def _await(farewell: _Farewell | None, at_once: bool, patience: float | None = None) -> bool:
+    # By their maxima each learns whether any rank leaves at once, any in good order, and any without communication.
     mine, every = np.array([at_once, not at_once, patience is not None], dtype=np.int8), np.zeros(3, dtype=np.int8)
     hurried = at_once or (farewell is not None and farewell.code != 0)
     start, grace = time.monotonic(), _GRACE if patience is None else patience

@@ -97,6 +97,7 @@ def start() -> None:
         wrong = error
     asked = [os.environ.get(name, "") != "" for name in ("MPIAD_DEVICE_CHUNK", "MPIAD_DEVICE_PINNED")]
     sizes = [size if given else _UNSET for size, given in zip(wanted[1:], asked)]
+    # By their minima each learns what any rank wants: no error, no "0", no "1", and the least of the sizes.
     mine = np.array([wrong is None, wanted.cuda_aware is not False, wanted.cuda_aware is not True, *sizes], np.int64)
     least = np.empty_like(mine)
     MPI.COMM_WORLD.Allreduce(mine, least, MPI.MIN)

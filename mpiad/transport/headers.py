@@ -23,6 +23,7 @@ __all__ = ["agree_on_spec", "bcast_integers", "bcast_with_header"]
 _WORDS = 128
 # Dtype, number of dimensions, then NumPy's 64 dimensions at most; where it lies, and the bytes of its pieces.
 _KIND, _CHUNK, _SHAPE_WORDS = 66, 70, 71
+# By letter, since two of them may be one and the same type: int64 is "l" here, and "q" elsewhere.
 _CODES = ["?", "b", "h", "i", "l", "q", "B", "H", "I", "L", "Q", "f", "d", "F", "D"]
 _INLINE_BYTES = 8 * (_WORDS - _SHAPE_WORDS)
 _ERROR = -1
@@ -61,6 +62,7 @@ def _bcast_from_here(channel: Channel, x: Array, root: int, call: str, packet: n
         _send_error(channel, error, root, packet)
         raise
     _pack(packet, Spec(array.shape, array.dtype, arrays))
+    # What MPI reads on the device isn't copied to the host for the sake of a header.
     small = array.nbytes <= _INLINE_BYTES and not isinstance(way, Direct)
     if small:
         packet[_CHUNK] = _INLINE

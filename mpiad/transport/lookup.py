@@ -20,6 +20,7 @@ _world: Channel | None = None
 _finalized = False
 
 
+# MPI calls it in comm.Free(), which all ranks call together, as closing needs.
 def _freed(comm: Comm, key: int, owned: Channel) -> None:
     owned.close()
 
@@ -163,6 +164,7 @@ def prepare(comm: Comm, call: str) -> Channel:
 def renew(comm: Comm, call: str) -> None:
     """Renew the duplicates of a communicator; collective over its ranks."""
     member(comm, call)
+    # Not by `channel`, which refuses what is marked: just what is to be renewed here.
     found = open_world() if comm is None or comm == MPI.COMM_WORLD else prepare(comm, call)
     if found.lost:
         _refuse(found, call)

@@ -145,7 +145,7 @@ def swap(array: Array, there: Envelope, spec: Spec, back: Envelope, call: str) -
     try:
         value = _completed(receipt, MPI.Status(), call)
     except (ValueError, MPI.Exception):
-        there.channel.keep(sending, held)
+        there.channel.keep(sending, held)  # it may be under way still, and its receiver may not come
         raise
     sending.Wait()
     return value

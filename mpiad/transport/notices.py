@@ -61,6 +61,7 @@ class Notices:
     def drain(self) -> None:
         """Take all that is still under way, so that the communicator can be freed; all its ranks call it."""
         size = self._comm.size
+        # A probe may find nothing though a notice is on its way; the senders' counts tell what is still to come.
         for source, sent in enumerate(self._comm.alltoall([self._sent[rank] for rank in range(size)])):
             while self._taken[source] < sent:
                 self._receive(source, MPI.ANY_TAG)

@@ -55,6 +55,7 @@ class Parcel(NamedTuple):
 
     def opened(self) -> Any:
         """Unpack the object, as its receiver does."""
+        # Copies: what is unpacked may be written to, and the parcel sent once more.
         return _unpacked(self.head, [buffer.copy() for buffer in self.buffers])
 
 

@@ -21,7 +21,7 @@ from mpiad.transport.pinned import Loan, pool_of
 
 __all__ = ["Departing", "allreduce", "arriving", "bcast_from_here", "bcast_to_here", "bounds", "depart", "reduce"]
 
-_LARGEST_ENTRY = 16
+_LARGEST_ENTRY = 16  # bytes, of a complex128
 
 
 def bounds(size: int, itemsize: int, chunk: int | None = None) -> list[tuple[int, int]]:
@@ -60,7 +60,7 @@ def depart(arrays: ArrayModule, array: Array) -> Departing:
     host, flat, ready = loan.array(array.shape, array.dtype), array.reshape(-1), arrays.record()
     pieces = []
     with arrays.copying_stream():
-        arrays.wait_on_device(ready)
+        arrays.wait_on_device(ready)  # the array may still be computed, on the stream of the arithmetic
         for start, end in bounds(array.size, array.dtype.itemsize):
             arrays.copy_to_host(flat[start:end], host.reshape(-1)[start:end])
             pieces.append((start, end, arrays.record()))

@@ -119,6 +119,7 @@ class Pool:
 def _size_class(nbytes: int) -> int:
     if nbytes <= _LEAST:
         return _LEAST
+    # An eighth of the next power of two: four classes to the octave, so a quarter is wasted at most.
     step = 1 << max((nbytes - 1).bit_length() - 3, 0)
     return -(-nbytes // step) * step
 
@@ -131,7 +132,7 @@ def pool_of(arrays: ArrayModule) -> Pool:
     key = arrays.kind, arrays.device
     found = _pools.get(key)
     if found is None:
-        found = _pools.setdefault(key, Pool(arrays))
+        found = _pools.setdefault(key, Pool(arrays))  # another thread may be as far
     return found
 
 

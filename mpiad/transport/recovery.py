@@ -172,6 +172,7 @@ def recover(used: Channel | None, error: BaseException, call: str, verdict: Verd
     All ranks of the channel come here or to `conclude`, each with its own exception or with MPI's interruption.
     """
     interrupted = is_interruption(error)
+    # Where all its ranks raise the same by agreement, none waits, and nothing is under way.
     if used is not None and (used.size == 1 or not interrupted and set(used.members) <= agreed_among(error)):
         return
     place = _meeting_place(used, interrupted)
@@ -244,6 +245,7 @@ def _assemble(place: Channel, mine: BaseException | None, call: str) -> None:
     request, patience = place.data.Iagree(flag), Patience()
     revoked = logged = False
     while not _is_complete(request, flag):
+        # Who was interrupted himself passes it on at once: ranks may wait in communicators that nobody else revokes.
         if not revoked and (mine is None or patience.seconds > _UNTIL_REVOKED):
             _revoke(place)
             revoked = True

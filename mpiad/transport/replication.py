@@ -100,6 +100,7 @@ def _described(value: Any) -> tuple[str, bytes]:
 def _all_equal(channel: Channel, digest: bytes, wrong: bool) -> bool:
     """Tell whether the least and the greatest hash are the same one, and no rank has a mistake to tell."""
     words = np.frombuffer(digest, dtype=np.uint64)
+    # The least of the complements is the complement of the greatest: one reduction finds both.
     sent = np.concatenate([words, ~words, np.array([not wrong], dtype=np.uint64)])
     least = np.empty_like(sent)
     channel.data.Allreduce(sent, least, MPI.MIN)
@@ -142,6 +143,7 @@ def _compared(
     result, shared = None, copies[reference]
     for k in sorted(set(places.values())):
         alike = [rank for rank, place in places.items() if place == k and _alike(copies[rank], shared, k)]
+        # All ranks know all places, so all come to the same broadcasts, also those that have nothing to compare.
         theirs = channel.data.bcast(values[k] if channel.rank == reference else None, reference) if alike else None
         if channel.rank in alike:
             others = sum(mine != other for mine, other in zip(copies[channel.rank], shared)) - 1

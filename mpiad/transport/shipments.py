@@ -75,6 +75,7 @@ def read_announcement(buffer: Any, got: int, spec: Spec) -> tuple[int, int] | No
     """
     if got != ANNOUNCEMENT_BYTES:
         return None
+    # On a device: the announcement lies in its first entries, of which the last may be filled in part only.
     if type(buffer) is not np.ndarray:
         buffer = spec.arrays.to_host(buffer.reshape(-1)[: -(-got // spec.dtype.itemsize)])  # type: ignore[union-attr]
     said = buffer.reshape(-1).view(np.uint8)[:got].tobytes()

@@ -87,7 +87,7 @@ def install_signal_handlers() -> bool:
 
 def _listen() -> None:
     ear, mouth = os.pipe()
-    os.set_blocking(mouth, False)
+    os.set_blocking(mouth, False)  # Python insists on it
     others = signal.set_wakeup_fd(mouth, warn_on_full_buffer=False)
     if others != -1:  # somebody listens already
         signal.set_wakeup_fd(others)

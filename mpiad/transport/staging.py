@@ -130,7 +130,7 @@ class Staged:
         """Return a copy on the host, complete."""
         host = self._pool.lend(array.nbytes).array(array.shape, array.dtype)
         self.arrays.copy_to_host(array, host)
-        self.arrays.wait(self.arrays.record())
+        self.arrays.wait(self.arrays.record())  # MPI reads it at once, and knows nothing of streams
         return host
 
     def room(self, shape: Shape, dtype: Any) -> Landing:
@@ -146,7 +146,7 @@ class Staged:
         """Queue the copy to the device, and return its array."""
         out = self.arrays.empty(room.array.shape, room.array.dtype)
         self.arrays.copy_to_device(room.array, out)
-        room.loan.read = self.arrays.record()
+        room.loan.read = self.arrays.record()  # whoever borrows the memory next waits for this copy
         return out
 
 

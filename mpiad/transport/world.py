@@ -50,13 +50,14 @@ def start(call: str) -> None:
     if _local is not None:
         return
     aborts = install_abort_hook()
+    # Before the first duplicate: MPI would wait in it for ranks that never import us, and say nothing.
     meet(call)
     open_world()
     warn_of_separate_worlds(MPI.COMM_WORLD.size)
     _local = _place_on_node()
     if aborts:
         install_signal_handlers()
-        watch_departures()
+        watch_departures()  # another duplicate, so behind the meeting too
     switch.start()
     device_settings.start()
     raise_malloc_thresholds()

@@ -132,6 +132,7 @@ class ResidualEvaluation:
             # R has the gradient too, but where the loss weighs far outliers only to half of the digits.
             return _triangle(np.column_stack([model, weighed])), model @ weighed
 
+        # QR of triangles put one upon another has the R of all rows: R'R is the sum of theirs. No rank's rows need travel.
         pieces = self._comm.gather(self._agreement.run(reduced), self._program.root)
         if pieces is None:
             return None

@@ -64,6 +64,7 @@ class Loss:
         if rho.shape != (3, f.size):
             raise ValueError(f"least_squares: loss must return shape {(3, f.size)}, but got {rho.shape}.")
         # Where the cost curves downwards, as far outliers' does, its model mustn't.
+        # The second derivative of ρ(f²)/2 by f, at a scale of one: ρ' + 2 ρ'' f².
         curve = np.maximum(rho[1] + 2.0 * rho[2] * (f / self._scale) ** 2, sys.float_info.epsilon)
         factors = np.sqrt(curve)
         return float(self._scale**2 * np.sum(rho[0])), f * rho[1] / factors, factors

@@ -38,6 +38,7 @@ def jacobian(triangle: np.ndarray, gradient: np.ndarray, norm: float, robust: bo
     """Return what stands for the Jacobian, shape (n + 1, n), or (n + 2, n) under a robust loss; `norm` is that of f."""
     rows = triangle[:, 1:].copy()
     if norm > 0.0:
+        # With f = (norm, 0, ...) for residuals, J'f is then the gradient that was summed, and not what R has kept of it.
         rows[0] = gradient / norm
     return np.insert(rows, 1, 0.0, axis=0) if robust else rows
 

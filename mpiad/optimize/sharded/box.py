@@ -56,6 +56,7 @@ class Box:
 
     def free(self, x: np.ndarray, gradient: np.ndarray, norm: float, part: slice) -> np.ndarray:
         """Return which variables of a part aren't held by a bound, where the way's largest entry is `norm`."""
+        # Near a minimiser the margin goes to zero with the way, so that no free variable is held for ever.
         close = min(_CLOSE, norm)
         held = (x - self._low[part] <= close) & (gradient > 0.0)
         held |= (self._high[part] - x <= close) & (gradient < 0.0)

@@ -95,7 +95,7 @@ def _rows_of(parts: Parts) -> np.ndarray:
 
 def _weighed(parts: Parts, coefficients: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     rows = _rows_of(parts)
-    weights = np.zeros(rows.size)
+    weights = np.zeros(rows.size)  # zero for the last row's repetitions
     for _, places in parts:
         weights[places] = coefficients[places]
     return rows, weights

@@ -55,7 +55,7 @@ class Descent:
         found = self._keeper.restored(self._memory, self._trials, self._listener)
         if found is not None:
             self._iterations = found.iteration
-            self._trials.release(Point(start))
+            self._trials.release(Point(start))  # its vector serves for trial points
             return self._descend(found)
         here = self._trials.start(start)
         self._listener.note(here, self._trials.count)
@@ -82,6 +82,7 @@ class Descent:
             elif self._memory.empty and self._trials.count < self._settings.maxfun:
                 return here, ABNORMAL
             else:
+                # The direction may be bad by what the memory holds: once more along the steepest descent before giving up.
                 self._memory.forget()
                 state = self._moved(here, None, False)
 

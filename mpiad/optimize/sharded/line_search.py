@@ -86,6 +86,7 @@ class LineSearch:
         start = self._start
         if trial.value > start.value + _ROUNDING * abs(start.value):
             return False
+        # Such a decrease is more than rounding: values can be trusted, and the usual conditions decide.
         if trial.value < start.value - _ROUNDING * abs(start.value):
             return False
         return _CURVATURE * start.slope <= trial.slope <= (2.0 * _DECREASE - 1.0) * start.slope

@@ -211,6 +211,7 @@ class Memory:
             change = self.ring.newest
             self._products[change, rows] = self._products[rows, change] = of_change
             known[old] += of_change[:-1]
+            # The step's product with the gradient is known from the line search: its slope times its length.
             known[change], known[change + 1] = of_change[-1], new.step * new.slope
         if anew:
             known[old] = of_gradient

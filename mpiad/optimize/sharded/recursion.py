@@ -42,7 +42,7 @@ def combination(products: np.ndarray, with_gradient: np.ndarray, square: float) 
         coefficients[2 * j] -= alphas[j]
     if pairs:
         y, s = 2 * pairs[-1], 2 * pairs[-1] + 1
-        coefficients *= products[s, y] / products[y, y]
+        coefficients *= products[s, y] / products[y, y]  # the usual first Hessian, s·y / y·y times the identity
     for j in pairs:
         beta = coefficients @ whole[:, 2 * j] / products[2 * j, 2 * j + 1]
         coefficients[2 * j + 1] += alphas[j] - beta

@@ -30,7 +30,7 @@ class Ring:
     """
 
     def __init__(self, maxcor: int):
-        self._maxcor, self._slots = maxcor, maxcor + 2
+        self._maxcor, self._slots = maxcor, maxcor + 2  # the current one, and that of trials
         self.first = self.count = 0
 
     @property

@@ -121,6 +121,7 @@ class Sharded:
             raise agreed(self._used, ValueError(f"{_BOUNDS} {away:.0f} of {self._used.size} rank(s) have theirs there."))
         box = self._piece.box
         if bounded and box is None:
+            # The ranks exchange other numbers where there are bounds: so one that has none takes infinite ones.
             box = Box(np.full(packing.size, -np.inf), np.full(packing.size, np.inf))
         if isinstance(packing, DevicePacking):
             memory: Memory = DeviceMemory(packing.size, settings.maxcor, self._totals, packing.home)
