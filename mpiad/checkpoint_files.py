@@ -21,6 +21,7 @@ import numpy as np
 __all__ = ["differences", "read", "read_description", "write"]
 
 _DESCRIPTION = "description"
+# What NumPy and zipfile raise of files that were cut short, overwritten, or never written here.
 _DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, KeyError, OSError, UnicodeDecodeError, ValueError)
 
 
@@ -58,6 +59,7 @@ def write(path: Path, description: dict[str, Any], arrays: Iterable[tuple[str, n
 
 
 def _put(archive: zipfile.ZipFile, name: str, array: np.ndarray) -> None:
+    # How much comes isn't known when the member is begun, and it may be more than 2 GiB.
     with archive.open(name + ".npy", "w", force_zip64=True) as member:
         np.lib.format.write_array(member, np.asarray(array), allow_pickle=False)
 
@@ -99,6 +101,7 @@ def differences(found: dict[str, Any], wanted: dict[str, Any]) -> str:
     """Return what a description says otherwise than is wanted, in words; empty where it says the same."""
     said = []
     for name in wanted:
+        # Both as JSON: what was read has lists where tuples were written.
         there, here = (json.dumps(side.get(name, "nothing")) for side in (found, wanted))
         if there != here:
             said.append(f"{name} is {there:.80} there and {here:.80} here")

@@ -54,6 +54,7 @@ class Communicating:
         args = tuple([_lent(arg) for arg in args])
         with suspended():
             ans = self.fun(*args, **kwargs)
+        # Read-only is what returns a lent argument: the result must be an array of its own.
         return ans.copy() if type(ans) is np.ndarray and not ans.flags.writeable else _result(ans, self.__name__)
 
     def vjp(self, ans: Any, args: Any, kwargs: Any, argnums: tuple[int, ...], level: int) -> Callable:
@@ -140,7 +141,7 @@ def _part(part: Any, k: int, args: tuple, name: str) -> Any:
 
 def _apply(operator: Communicating, tape: Tape | None, args: tuple, kwargs: dict) -> Any:
     number = -1 if tape is None else tape.number
-    levels = [arg._trace if type(arg) in _box_types else -1 for arg in args]
+    levels = [arg._trace if type(arg) in _box_types else -1 for arg in args]  # -1: untraced
     top = max(levels, default=-1)
     if top < 0 and tape is None:
         return operator.body(args, kwargs)
@@ -148,7 +149,7 @@ def _apply(operator: Communicating, tape: Tape | None, args: tuple, kwargs: dict
     argnums = tuple([k for k, found in enumerate(levels) if found == level])
     parents = tuple([args[k]._node for k in argnums])
     inner = tuple([arg._value if found == level else arg for arg, found in zip(args, levels)])
-    if top > number:
+    if top > number:  # the innermost trace isn't that of the current tape
         return _apply_above(operator, tape, inner, kwargs, argnums, parents, top)
     ans = _apply(operator, tape.outer, inner, kwargs)  # type: ignore[union-attr]
     if not differentiable(ans):

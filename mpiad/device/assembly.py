@@ -42,7 +42,7 @@ def _joined_vjp(argnum: int, ans: Any, args: tuple, kwargs: dict) -> Any:
     start = sum(piece.shape[axis] for piece in pieces[: argnum - 1])
     lead = (slice(None),) * (axis % len(ans.shape))
     cut = (*lead, slice(start, start + pieces[argnum - 1].shape[axis]))
-    real = ans.dtype.kind == "c" and pieces[argnum - 1].dtype.kind != "c"
+    real = ans.dtype.kind == "c" and pieces[argnum - 1].dtype.kind != "c"  # a real piece beside complex ones
     return lambda g: anp.real(g[cut]) if real else g[cut]
 
 

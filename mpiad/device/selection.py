@@ -51,7 +51,7 @@ def select(ids: Sequence[int] | int | None = None) -> int:
     _check(chosen, ids, count, local)
     number = chosen[local % len(chosen)]
     cupy.cuda.Device(number).use()
-    discover()
+    discover()  # CuPy is loaded now, and autograd must know its arrays
     _chosen[:] = [number]
     return number
 

@@ -90,6 +90,7 @@ def to_host(x: Tree) -> Tree:
 def _mapped(tree: Any, move: Callable[[Any], Any]) -> Any:
     if isinstance(tree, (dict, DictBox)):
         items = {key: _mapped(tree[key], move) for key in tree.keys()}  # noqa: SIM118 (a traced one has no iterator)
+        # A kind of dict with a constructor of its own, as defaultdict, may take other arguments than items.
         return items if isinstance(tree, Box) or type(tree).__init__ is not dict.__init__ else type(tree)(items)
     if isinstance(tree, (list, tuple, SequenceBox)):
         parts = [_mapped(tree[i], move) for i in range(len(tree))]

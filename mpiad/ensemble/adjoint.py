@@ -64,9 +64,11 @@ def pull_run(run: Run, seeds: Seeds, places: Sequence[int], timed: bool) -> Cota
         for first, walk in walks(run):
             _Block(run, tracing, seeds, found, walk, first, timed).sweep(entries)
     if seeds.reached is not None:
+        # Where no event came first, the time that was reached is the end of tspan itself.
         found.end += np.where(run.live & ~run.terminated, seeds.reached, 0)
     if seeds.saved is not None:
         ids, place = np.nonzero(run.save_step == INITIAL)
+        # Not by +=, which would take one of several saved times at the start.
         np.add.at(found.u0.T, ids, seeds.saved[ids, place])
     return found
 
@@ -76,6 +78,7 @@ def of_ends(run: Run, seeds: Seeds) -> Array:
     end = np.where(run.live, seeds.end, 0)
     if seeds.saved is not None:
         ids, place = np.nonzero(run.save_step == FINAL)
+        # Only where every step is saved is one of them FINAL, so no trajectory comes twice.
         end[:, ids] += seeds.saved[ids, place].T
     return end
 
@@ -115,6 +118,7 @@ class _Block:
     def _pull(self, v: int, visit: Visit) -> None:
         width = len(visit.t)
         step = self._step(visit)
+        # The double of a single column gets nothing, or its parameters would count twice.
         cotangent = np.zeros_like(step.y[0])
         cotangent[:, :width] = self._cotangent[:, :width]
         ledger = Ledger(step, self._parts, self._run.batch.p.varies, width, self._timed)
@@ -153,6 +157,7 @@ class _Block:
             arrivals.append(Arrival(schedule.column[chosen], value, {0: schedule.weights[last][chosen]}))
         for chosen in schedule.inside.get(v, ()):
             final = schedule.final[chosen]
+            # Elsewhere that stage is the first of the next step, and has got its share there.
             if final.any() or self._timed:
                 step.add_last_stage()
             weights = [weight[chosen] for weight in schedule.weights]

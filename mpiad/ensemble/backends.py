@@ -72,6 +72,7 @@ def _cores() -> set[int]:
 
 
 def _require_host(backend: EnsembleAlgorithm, batch: Batch) -> None:
+    # A single one is one share, which is solved where it lives.
     if is_on_device(batch) and batch.size > 1:
         raise NotImplementedError(
             f"solve: {type(backend).__name__} runs on the host, but the states or parameters are device arrays. Take "

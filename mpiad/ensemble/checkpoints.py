@@ -80,7 +80,7 @@ class StretchWalk(Walk):
     def _advanced(self, u: Array, t: Array, h: Array) -> Array:
         """Return the states after a step, computed as the solve did."""
         run, width = self._run, u.shape[1]
-        columns = np.arange(max(2, width)) % width
+        columns = np.arange(max(2, width)) % width  # two at least, as in the solve: see `norms`
         u, t, h = u[:, columns], t[columns], h[columns]
         p = run.batch.p.columns((self.ids[:width] + self._first)[columns], run.field.one_by_one)
         stages = Stages(run.tableau, self._derivative, u.dtype, u.shape)

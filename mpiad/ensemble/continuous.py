@@ -78,6 +78,7 @@ class _Adjoint:
         found, batch, ids = self._found, self._run.batch, self._ids
         now, saved = batch.end.copy(), self._seeds.saved
         if timed:
+            # By the end of tspan the derivative is λ·f there; by its start -λ·f, since the same u0 is met later.
             found.end[ids] = self._along_flow(ids, found.u0[:, ids], batch.end[ids])
         if saved is not None:
             for place in range(saved.shape[1] - 1, -1, -1):
@@ -142,7 +143,7 @@ class _Adjoint:
                 sweep, width = steps.sweep(s), int(steps.widths[s])
                 for node, weight in zip(_NODES, _WEIGHTS):
                     t = sweep.t + node * sweep.h
-                    value = -weight * sweep.h * cotangents.at(sweep.ids, t)
+                    value = -weight * sweep.h * cotangents.at(sweep.ids, t)  # λ goes backwards, and h is negative
                     value[:, width:] = 0  # the double of a single column
                     self._note(ids[sweep.ids], width, t, value)
 

@@ -47,7 +47,7 @@ def pull_crossing(
     """
     x, h, value = run.outcome.end_part[ids], step.h[columns], end.copy()
     rate = h * sum(r * k[:, columns] for r, k in zip(stage_rates(run.tableau, x), step.k))
-    moving = (end * rate).real.sum(axis=0) + reached * h
+    moving = (end * rate).real.sum(axis=0) + reached * h  # what the results gain with x: by the state, and by its time
     for number in np.unique(run.ending_events[ids]):
         mine = np.flatnonzero(run.ending_events[ids] == number)
         at = run.outcome.u_end[:, ids[mine]], run.outcome.t_reached[ids[mine]]

@@ -37,7 +37,7 @@ class DenseStates:
 
     def _fill(self, place: Array, ids: Array, t: Array, h: Array, u: Array) -> None:
         run, width = self._run, len(ids)
-        columns = np.arange(max(2, width)) % width
+        columns = np.arange(max(2, width)) % width  # two at least, as in the solve: see `norms`
         p = run.batch.p.columns(ids[columns], run.field.one_by_one)
         stages = Stages(run.tableau, self._derivative, u.dtype, (len(u), len(columns)))
         self._derivative.write(stages.k[0], u[:, columns], p, t[columns].astype(u.real.dtype))

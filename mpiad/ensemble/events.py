@@ -165,7 +165,7 @@ class EventWatch:
         """Note the events up to the first terminal one of each column."""
         terminal = np.array([event.terminal for event in self._events])
         last = parts[terminal].min(axis=0, initial=np.inf)
-        for number, c in sorted(states, key=lambda at: parts[at]):
+        for number, c in sorted(states, key=lambda at: parts[at]):  # in the order of time
             if parts[number, c] <= last[c]:
                 time = step.actual(step.t + parts[number] * step.h)[c]
                 self._times.setdefault(int(step.ids[c]), []).append((number, float(time)))

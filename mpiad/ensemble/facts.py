@@ -146,8 +146,9 @@ def _header(share: EnsembleSolution | Exception, compiled: bool, traced: bool, s
         return mine
     reached = getval(share.t_reached)
     mine[_COUNT], mine[_KIND] = len(share), fingerprint(share.u_end.shape[1:], share.u_end.dtype)
-    mine[_TIMES] = fingerprint(share.t) if share.t.ndim == 1 else 0
+    mine[_TIMES] = fingerprint(share.t) if share.t.ndim == 1 else 0  # 0: they travel by themselves
     mine[_ACCEPTED], mine[_REJECTED] = share.naccept.max(initial=0), share.nreject.max(initial=0)
+    # The bits of the first, since the message is of integers; 0 where there is none.
     mine[_REACHED], mine[_REACHED_DIFFER] = reached[:1].view(np.int64).sum(), not same_for_all(reached)
     mine[_CODES] = share.codes.max(initial=0)
     mine[_CONVERGED], mine[_COMPILED], mine[_TRACED] = share.converged, compiled, traced

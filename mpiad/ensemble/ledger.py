@@ -77,6 +77,7 @@ class Ledger:
             self.t_bar += parts[-1]
             self.h_bar += self._step.c[j] * parts[-1]
         if j and y_bar is not None:
+            # y_j = u + h Σ a k, so its derivative by h is (y_j - u) / h; and so it is of the new state.
             self.h_bar += _dot(y_bar, self._step.y[j] - self._step.y[0]) / self._step.h
 
     def note_leaves(self, parts: Sequence[Any], columns: Any, count: int) -> None:

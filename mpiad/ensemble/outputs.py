@@ -71,6 +71,7 @@ def trees_of_all(used: Channel, comm: Comm, tree: Tree) -> list[Tree]:
     dtypes = {place.dtype for parts, _ in flat for place in parts if isinstance(place, _Place)}
     dtype = np.result_type(*dtypes) if dtypes else np.dtype(float)
     mine = [_as(anp.ravel(number), dtype) for number in numbers]
+    # The empty one stands for ranks without numbers, whose dtype must be that of the others.
     everything = mpi_allgather(anp.concatenate([np.empty(0, dtype), *mine]), axis=0, comm=comm)
     trees, at = [], 0
     for parts, make in flat:

@@ -104,6 +104,7 @@ class Pool:
         if not count:
             return False
         if count == before and len(keep):
+            # As many come as have left: they are written into those places, and nobody else moves.
             joined = Joint(np.flatnonzero(~self.live), in_place=True)
         else:
             order = np.concatenate([keep, np.arange(before, before + len(new.ids))])
@@ -127,6 +128,7 @@ class Pool:
         self._stages.k[0] = k0
         self._sign, self._p = self._entrance.sign(self.ids), self._entrance.parameters(self.ids)
         self._witnesses.enter(new, joined, self.u, self._p, self.t if self._sign is None else self.t * self._sign)
+        # Before this turn none can have tried so often, and above this step none is too small: each is looked at only then.
         self._last_turn = int(self.entered.min()) + self._settings.max_steps
         self._least_step = float(least_step(np.maximum(np.abs(self.t), np.abs(self.end)).max()))
 
@@ -220,5 +222,6 @@ class Pool:
 
     def _retire(self, columns: Array) -> None:
         self.live[columns] = False
+        # So the next steps are of length zero, and what they propose is never the smallest of all.
         self.end[columns] = self.t[columns]
         self.h[columns] = self.idle[columns] = 1.0

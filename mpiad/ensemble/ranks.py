@@ -165,6 +165,7 @@ def over_ranks(mpi: EnsembleMPI, used: Channel, asked: Sharing) -> EnsembleSolut
     traced = not isinstance(share, Exception) and isbox(share.u_end)
     share, facts = facts_of_all(used, share, asked.compiled(), traced, asked.evaluated, asked.said())
     asked.say(facts.said.index(facts.said[used.rank]) == used.rank)
+    # Of all trajectories, the same on all ranks: they divide by it the next time, without a message.
     mpi.remember(facts.naccept + facts.nreject, int(np.prod(share.u_end.shape[1:])), facts.compiled, facts.traced)
     if not mpi.gather:
         return sharded(share, facts, mpi.comm, np.arange(first, last), asked.combine is not None)

@@ -88,7 +88,7 @@ class _Replay:
         for chosen in schedule.inside.get(v, ()):
             x, own = schedule.x[chosen], schedule.column[chosen]
             if self._timed:
-                x = (visit.t[own] + x * visit.h[own] - t[own]) / h[own]
+                x = (visit.t[own] + x * visit.h[own] - t[own]) / h[own]  # the saved time stays, and the step moves
             self._save(schedule, chosen, step.inside(x, own))
         for chosen, own in self._passed.get(v, ()):
             event = run.settings.events[int(run.crossings.event[chosen[0]])]
@@ -144,7 +144,7 @@ class _Replay:
         for ids, place, _ in self._saves:
             index[ids, place] = count + np.arange(len(ids))
             count += len(ids)
-        nothing = np.zeros((len(self._u0), 1), self._run.batch.u0.dtype)
+        nothing = np.zeros((len(self._u0), 1), self._run.batch.u0.dtype)  # column 0: what wasn't reached
         values = anp.concatenate([nothing, *[value for _, _, value in self._saves]], axis=1)
         return anp.transpose(values[:, index], (1, 2, 0))
 

@@ -81,7 +81,7 @@ def _check(times: Array, start: Array, end: Array) -> None:
     outside = ~((rows >= low) & (rows <= high))
     if outside.any():
         i, j = np.argwhere(outside)[0]
-        own = min(i, len(start) - 1)
+        own = min(i, len(start) - 1)  # one tspan for all was cut to one row
         raise ValueError(
             f"solve: saveat must lie in tspan, but {np.broadcast_to(rows, outside.shape)[i, j]} lies outside of "
             f"({start[own]}, {end[own]})."

@@ -82,6 +82,7 @@ def entries_of(run: Run) -> Entries:
     due = run.due(ids, place)
     if due is None:
         return Entries(ids, place, number, np.ones(len(ids)), h)
+    # The last step ends there by decree, and t + h may miss it by rounding.
     last = (number == run.counts[ids] - 1) & (due == run.batch.end[ids])
     x = np.where(last | (due == t + h), 1.0, (due - t) / h)
     return Entries(ids, place, number, x, h)
@@ -138,6 +139,8 @@ def _grouped(chosen: Array, visit: Array, column: Array) -> dict[int, list[Array
     fresh = np.ones(len(order), bool)
     fresh[1:] = (v[1:] != v[:-1]) | (c[1:] != c[:-1])
     starts = np.flatnonzero(fresh)
+    # How many of the same visit and column come before. Of equal turns no column comes twice: += by index adds once to
+    # each.
     turn = np.arange(len(order)) - np.repeat(starts, np.diff(np.append(starts, len(order))))
     again = np.lexsort((c, turn, v))
     order, v, turn = order[again], v[again], turn[again]

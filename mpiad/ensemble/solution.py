@@ -274,6 +274,7 @@ def solution_of(outcome: Outcome, batch: Batch, settings: Settings) -> EnsembleS
         saved: Any = outcome.saved
         # A copy: a gradient asks for the times, too, when a program may have made minutes of them.
         times, u = settings.saveat.copy(), saved
+        # They never enter the working set, which saves the others.
         still = batch.start == batch.end
         if type(u) is np.ndarray:  # on a device they are there already
             u[still] = batch.u0.T[still][:, None]
@@ -330,5 +331,5 @@ def _every_step(outcome: Outcome, batch: Batch) -> tuple[Array, Array]:
 def evaluations(naccept: Array, nreject: Array, alg: Algorithm, dt: float | None) -> Array:
     """Return how often f was called for each trajectory, by a method whose first step was given or not."""
     tries = naccept + nreject
-    at_start = 1 if dt is not None else 2
+    at_start = 1 if dt is not None else 2  # the second is a probe for the size of the first step
     return np.where(tries > 0, at_start + (alg.tableau.stages - 1) * tries, 0)

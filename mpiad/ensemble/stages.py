@@ -106,6 +106,7 @@ class Stages:
         """Return the states after the step where it is accepted (None: everywhere), and before it elsewhere."""
         k = self.k
         if accepted is None:
+            # The last stage is the next first one: buffers change places, and nothing is copied.
             k[0], k[-1] = k[-1], k[0]
             self.new, u = u, self.new
             self._seen_new = locked(self.new)
@@ -125,6 +126,7 @@ class Stages:
     def _set_times(self, t: Array, h: Array, t_new: Array, sign: Array | None) -> None:
         np.multiply(self._c, h, out=self._elapsed)
         np.add(self._elapsed, t, out=self._time, casting="same_kind")
+        # What the solve takes for the end of the step; t + h may be another number.
         for row in self._at_end:
             row[:] = t_new
         if sign is not None:

@@ -33,12 +33,14 @@ def spread(u: Array) -> Array:
 def squared_distance(u: Array, center: Array) -> Array:
     """Return |u - center|², NaN where u is: there no derivative flows to the center."""
     known = ~np.isnan(getval(u))
+    # NaN are taken out inside as well: the derivative of what is dropped outside is multiplied by zero, and stays NaN.
     return anp.where(known, anp.abs(anp.where(known, u, 0.0) - anp.where(known, center, 0.0)) ** 2, np.nan)
 
 
 def root(x: Array) -> Array:
     """Return the square root; its derivative is taken as 0 where x is 0: there all trajectories are the same."""
     still = getval(x) == 0
+    # Of a one where x is 0: the root's derivative at 0 is infinite, and times zero it would be NaN.
     return anp.where(still, 0.0, anp.sqrt(anp.where(still, 1.0, x)))
 
 

@@ -114,7 +114,7 @@ class _Block:
         for chosen in schedule.handed_on.get(v, ()):
             share = step.k[0][1:][:, :, schedule.column[chosen]] * (schedule.h * schedule.weights[last])[chosen]
             ids, place = schedule.ids[chosen], schedule.place[chosen]
-            self._saved[:, ids, place] += share.transpose(0, 2, 1)
+            self._saved[:, ids, place] += share.transpose(0, 2, 1)  # the step before has written the rest
         for chosen in schedule.inside.get(v, ()):
             columns, final = schedule.column[chosen], schedule.final[chosen]
             value = sum(k[1:][:, :, columns] * w[chosen] for k, w in zip(step.k[:last], schedule.weights))

@@ -116,6 +116,7 @@ class TransposedStep:
         array, shape (d, n)
         """
         total, last = cotangent, self.last
+        # With the last stage, which is evaluated at the new state, that one's cotangent is complete only after it.
         bars = {} if len(self.k) > last else {last: total * self.h}
         k_bar = np.empty_like(total)
         for j in range(len(self.k) - 1, -1, -1):

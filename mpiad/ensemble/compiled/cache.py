@@ -98,6 +98,7 @@ def _made(key: str, text: str, name: str, signature: str) -> tuple[Callable[...,
     """Return the function from the disk or compiled, by one process at a time."""
     kept = store()
     with nullcontext() if kept is None else kept.locked(key):
+        # Another process may have compiled it while this one waited for the lock.
         found = _from_disk(key, text, signature)
         if found is not None:
             return found

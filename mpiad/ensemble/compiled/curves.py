@@ -40,6 +40,7 @@ def interpolated(
 
     def one(x: Symbol) -> Symbol:
         made = choose(x < places[0], low, values[0])
+        # Of the choices that hold the last one counts: that of the line on which x lies.
         for place, value, slope in zip(places, values, slopes):
             made = choose(x >= place, slope * (x - place) + value, made)
         made = choose(x == places[-1], values[-1], choose(x > places[-1], high, made))

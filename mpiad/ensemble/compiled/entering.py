@@ -41,6 +41,7 @@ class Entering(Lanes):
             "span = sign * end[i] - now",
             *self._first_step(),
             "h = h if h < dtmax else dtmax",
+            # `least_step`: the next double has the next bits, away from zero. Adding 0.0 takes the sign from -0.0.
             "least = 10.0 * (number_of(bits_of(now + 0.0) + (1 if now >= 0.0 else -1)) - now)",
             "h = h if h > least else least",
             *[f"{at('u', c)} = u_{c}" for c in range(d)],

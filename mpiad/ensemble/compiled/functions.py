@@ -57,6 +57,7 @@ def _where(like: SymbolicArray, condition: Any, *choices: Any) -> SymbolicArray:
 
 def _select(like: SymbolicArray, conditions: Any, choices: Any, default: Any = 0) -> Any:
     made = default
+    # From the last to the first, since the first condition that holds decides.
     for condition, choice in zip(reversed(conditions), reversed(choices)):
         made = entrywise(like, choose, condition, choice, made)
     return made

@@ -47,6 +47,7 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
     real = form.dtype
     saved = np.empty((0, 0, 0), real) if saved is None else argument(saved, real)
     end_bar = argument(of_ends(run, seeds), real)
+    # Of a trajectory that takes no step the kernel writes nothing, and its end is its start.
     u0_bar = end_bar.copy()
     given = (
         solver.p,

@@ -134,7 +134,7 @@ _UFUNCS: dict[np.ufunc, Callable[..., Symbol]] = {
     np.rad2deg: lambda x: x * (180 / math.pi),
     np.degrees: lambda x: x * (180 / math.pi),
     np.remainder: _remainder,
-    np.floor_divide: lambda x, y: ((x - _remainder(x, y)) / y).rint(),
+    np.floor_divide: lambda x, y: ((x - _remainder(x, y)) / y).rint(),  # whole but for rounding
     np.heaviside: lambda x, y: choose(x != x, x, choose(x == 0.0, y, choose(x > 0.0, 1.0, 0.0))),
     np.isnan: lambda x: x != x,
     np.isinf: _isinf,

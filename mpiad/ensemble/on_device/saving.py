@@ -60,6 +60,7 @@ class SaveTimes:
         self.initial = (times == start) | (start == end)
         at_end = (times == end) & ~self.initial
         self.looks = not (self.initial | at_end).all()
+        # Where every step is looked at, what lies at the end is saved with the last one.
         self.final = at_end if not self.looks else np.zeros_like(at_end)
         self._rows: Any = None
         if self.looks:

@@ -32,6 +32,7 @@ def push(record: Record, u0: Array, leaves: dict[int, Array]) -> tuple[Array, Ar
     u0 = record.masked(u0)
     end, saved = u0.copy(), None
     if record.saves is not None:
+        # One place more, to which columns write that have nothing to save.
         saved = np.zeros_like(u0, shape=(u0.shape[1], record.saves.count + 1, len(u0)))
     with np.errstate(all="ignore"):
         for block in record.blocks:
@@ -69,7 +70,7 @@ class _Way:
             h = h * sign.astype(self._table.real)
         k, dk = (np.empty_like(done.u, shape=(last + 1, *done.u.shape)) for _ in range(2))
         y, dy = done.u, tangent
-        for i in range(last + (done.most > 0)):
+        for i in range(last + (done.most > 0)):  # the last stage is for what is saved inside only
             t = self._table.time(i, done.t, done.h, done.t_new, sign)
             self._stage(y, dy, t, k[i], dk[i])
             if i < last:

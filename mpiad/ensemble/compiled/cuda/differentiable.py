@@ -138,6 +138,7 @@ def _contracted(solved: Solved, argnums: tuple[int, ...], bar: Array) -> dict[in
             row = np.sum(flight.du_end[k] * end_bar, axis=0)
             if saved_bar.size:
                 row = row + np.sum(flight.dsaved[k] * saved_bar, axis=(0, 1))
+            # By a choice, not by a factor of zero: a tangent of what failed may be NaN.
             found[direction] = np.where(_alive(flight), row, 0)
     rows = {_U0: [found["state", c] for c in range(solved.solver.d)]} if _U0 in argnums else {}
     for part in solved.parts(argnums):
