@@ -5,7 +5,7 @@ from __future__ import annotations
 import autograd.numpy as np
 import numpy as onp
 import pytest
-from ode_systems import forced_pendulum, van_der_pol
+from ode_systems import forced_pendulum, lorenz, van_der_pol
 
 import mpiad
 from mpiad.ensemble import (
@@ -72,6 +72,19 @@ TIMES[:, 3] = SPANS[:, 1]
 def test_both_directions_rows_of_times_and_tolerances():
     check_alike(*both(ensemble(), trajectories=N, saveat=TIMES, **TIGHT))
     check_alike(*both(ensemble(), trajectories=N, saveat=TIMES, dt=0.3, dtmax=0.1, **TIGHT))
+
+
+@pytest.mark.parametrize("rtol", [1e-3, 1e-6, 1e-9])
+def test_adaptive_steps_of_smooth_systems_agree_to_rounding(rtol):
+    rho = onp.linspace(0, 21, 300)[:, None]
+    problem = EnsembleProblem(ODEProblem(lorenz, [1.0, 0.0, 0.0], (0.0, 1.0)), p=rho)
+    columns, kernels = both(problem, rtol=rtol, atol=1e-3 * rtol)
+    assert columns.nreject.any()
+    onp.testing.assert_array_equal(kernels.naccept, columns.naccept)
+    onp.testing.assert_array_equal(kernels.nreject, columns.nreject)
+    # None differs by more, relative to its largest component.
+    largest = onp.abs(columns.u_end).max(axis=1, keepdims=True)
+    assert (onp.abs(kernels.u_end - columns.u_end) / largest).max() < 1e-12
 
 
 @pytest.mark.parametrize("alg", [Tsit5(PIController(beta=0.3)), RK4()], ids=["Tsit5, PI", "RK4"])
