@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 __all__ = ["Readable"]
 
 _KERNELS = "_kernels"
 
 
+class Text(NamedTuple):
+    """What a pickle has of a kernel, whose machine code is of one process."""
+
+    text: str
+
+
 class Readable:
     """A problem that knows, on a solution, the kernels that solved it."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        if _KERNELS in state:
+            state[_KERNELS] = {name: Text(kernel.text) for name, kernel in state[_KERNELS].items()}
+        return state
 
     def kernel_source(self, name: str = "forward") -> str:
         """Return the source of a kernel that a solve compiled, as ``sol.problem.kernel_source()``.

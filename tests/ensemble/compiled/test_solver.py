@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import autograd.numpy as np
 import numpy as onp
 import pytest
@@ -215,3 +218,11 @@ def test_no_trajectory_and_one_problem():
     onp.testing.assert_allclose(first.u, second.u, rtol=1e-10)
     assert "def forward(" in second.problem.kernel_source()
     assert len(solve(EnsembleProblem(problem, u0=onp.empty((0, 2))), compile=True)) == 0
+
+
+def test_solutions_can_be_pickled():
+    rho = onp.linspace(0, 21, 300)[:, None]
+    sol = solve(EnsembleProblem(ODEProblem(lorenz, [1.0, 0.0, 0.0], (0.0, 1.0)), p=rho), compile=True)
+    for again in (pickle.loads(pickle.dumps(sol)), copy.deepcopy(sol)):
+        onp.testing.assert_array_equal(again.u, sol.u)
+        assert again.problem.kernel_source() == sol.problem.kernel_source()
