@@ -45,7 +45,8 @@ class _Function:
                 return value.copy()
         with self._used.refusing(_WHO):
             found = to_host(self._fun(self._packing.unpack(vector), *self._args))
-        value = np.atleast_1d(np.asarray(found, dtype=float)).reshape(-1)
+        # A copy, as below: it is remembered, and SciPy keeps a Jacobian, while the user may write into the same array.
+        value = np.array(found, dtype=float).reshape(-1)
         self._known.append((key, value))
         return value.copy()
 
@@ -53,7 +54,7 @@ class _Function:
         x = self._packing.unpack(vector)
         with self._used.refusing(_WHO):
             if self._given is not None:
-                return np.atleast_2d(np.asarray(to_host(self._given(x, *self._args)), dtype=float))
+                return np.atleast_2d(np.array(to_host(self._given(x, *self._args)), dtype=float))
             # One row for each unit vector: a constraint has few values, and many variables.
             pull, value = make_vjp(lambda x: anp.reshape(anp.array(to_host(self._fun(x, *self._args))), (-1,)))(x)
             rows = [self._packing.pack_gradient(pull(unit)) for unit in np.eye(value.size)]

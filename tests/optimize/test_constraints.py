@@ -161,6 +161,28 @@ def test_callback_that_communicates_is_refused() -> None:
     assert mpiad.mpi_allreduce(1) == mpiad.mpi_size()
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_values_in_memory_that_is_written_again(method: str) -> None:
+    work, rows = np.empty(2), np.empty((2, 2))
+
+    def values(x: np.ndarray) -> np.ndarray:
+        work[:] = wave(x)
+        return work
+
+    def jac(x: np.ndarray) -> np.ndarray:
+        rows[:] = [[np.cos(x[0]), 1.0], [x[1], x[0]]]
+        return rows
+
+    apart, again = (
+        minimize(FUN, START, method=method, constraints=NonlinearConstraint(*functions), options=LIMIT)
+        for functions in (
+            (lambda x: values(x).copy(), [-0.5, -np.inf], [0.8, 0.2], lambda x: jac(x).copy()),
+            (values, [-0.5, -np.inf], [0.8, 0.2], jac),
+        )
+    )
+    assert np.array_equal(again.x, apart.x) and again.nfev == apart.nfev
+
+
 def test_exception_in_a_constraint(rank: int) -> None:
     def fails(x: Any) -> Any:
         raise ZeroDivisionError("in the constraint")
