@@ -43,9 +43,11 @@ def allreduce_(x: Tree, op: Op = SUM, comm: Comm = None) -> Tree:
     -----
     All ranks of `comm` call it.
     """
-    for array in _writable(x, "parallel.allreduce_", comm):
-        with suspended():
-            array[...] = mpi_allreduce(array, op, comm=comm)
+    arrays = _writable(x, "parallel.allreduce_", comm)
+    with suspended():
+        # All of them before the first is written: one that is in two places of the nest mustn't be added up again.
+        for array, total in zip(arrays, [mpi_allreduce(array, op, comm=comm) for array in arrays]):
+            array[...] = total
     return x
 
 
@@ -54,10 +56,11 @@ def reduce_(x: Tree, op: Op = SUM, root: Rank = 0, comm: Comm = None) -> Tree:
 
     Otherwise as `allreduce_`.
     """
-    for array in _writable(x, "parallel.reduce_", comm):
-        with suspended():
-            total = mpi_reduce(array, op, root, comm=comm)
-        if channel(comm, "parallel.reduce_").rank == root:
+    arrays = _writable(x, "parallel.reduce_", comm)
+    with suspended():
+        totals = [mpi_reduce(array, op, root, comm=comm) for array in arrays]
+    if channel(comm, "parallel.reduce_").rank == root:
+        for array, total in zip(arrays, totals):
             array[...] = total
     return x
 

@@ -40,6 +40,14 @@ def test_reduce_writes_on_the_root_alone():
     np.testing.assert_array_equal(x["a"], expected)
 
 
+@pytest.mark.parametrize("add_up", [allreduce_, reduce_, lambda x: iallreduce_(x).wait()])
+def test_an_array_in_two_places_is_added_up_once(add_up):
+    tied = np.arange(4.0) + COMM.rank
+    add_up({"in": tied, "out": [tied, tied[1:]]})
+    if COMM.rank == 0:
+        np.testing.assert_array_equal(tied, sum(np.arange(4.0) + r for r in range(COMM.size)))
+
+
 def test_bcast_writes_the_roots_arrays():
     x = bcast_(mine(), ROOT)
     np.testing.assert_array_equal(x["a"], mine(ROOT)["a"])
