@@ -60,8 +60,9 @@ class Training:
         self, objective: Objective, optimizer: Any, params: Tree, patience: int | None, callback: Function | None
     ):
         self._objective, self._optimizer, self._patience, self._callback = objective, optimizer, patience, callback
-        self._params = self._best = params
-        self._state = optimizer.setup(params)
+        # Copies, because an optimizer of the user's may overwrite the parameters that it gets.
+        self._params, self._best = _copied(params), params
+        self._state = optimizer.setup(self._params)
         self._lowest, self._best_epoch, self._message = math.inf, 0, ""
         self._start = time.perf_counter()
         self.history: dict[str, list] = {name: [] for name in ("objective", "loss", "divergence", "dropped", "seconds")}
@@ -123,7 +124,7 @@ class Training:
         self._note(value, terms.loss, terms.divergence, found.raised + found.not_finite)
         # The value is that of the parameters which the draws came from, before this epoch's update.
         if value < self._lowest:
-            self._lowest, self._best, self._best_epoch = value, self._params, epoch
+            self._lowest, self._best, self._best_epoch = value, _copied(self._params), epoch
         elif self._patience is not None and epoch - self._best_epoch >= self._patience:
             self._end(f"no improvement in {self._patience} epochs")
         self._state, self._params = self._optimizer.update(self._state, self._params, gradient)
@@ -148,3 +149,8 @@ class Training:
         epochs = len(self.history["objective"])
         message = self._message or f"all {n_epochs} epochs were made"
         return Ended(self._params, self._best, self.history, epochs, self._best_epoch, message)
+
+
+def _copied(params: Tree) -> Tree:
+    leaves, build = flatten(params)
+    return build([leaf.copy() if isinstance(leaf, np.ndarray) else leaf for leaf in leaves])

@@ -54,6 +54,31 @@ def test_ten_dimensions_reach_the_exact_posterior_and_evidence():
     assert error < 1e-2
 
 
+class InPlace:
+    """Plain descent that overwrites the parameters, as optimizers of others do."""
+
+    def setup(self, params):
+        return {}
+
+    def update(self, state, params, gradient):
+        for name in params:
+            params[name] -= 0.3 * gradient[name]
+        return state, params
+
+
+def test_the_best_parameters_stay_where_an_optimizer_overwrites_them():
+    model, posterior = Conjugate(2), MeanFieldGaussian(2, sd=0.1)
+    start = posterior.initial(np.random.default_rng(0))
+    given = {name: value.copy() for name, value in start.items()}
+    inference = VI(model.loss, posterior, model.prior, InPlace(), 1.0, 4, root=ROOT)
+    # The rate is too large: after the first epoch the objective rises.
+    result = inference.run(model.y, 2, params=start)
+    assert result.history["objective"][1] > result.history["objective"][0] and result.best_epoch == 0
+    for name, value in given.items():
+        np.testing.assert_array_equal(result.best_params[name], value)
+        np.testing.assert_array_equal(start[name], value)
+
+
 @pytest.mark.parametrize("divergence", ["closed", "draws"])
 def test_noisier_estimators_reach_it_roughly(divergence):
     model, epochs = Conjugate(2), 120
