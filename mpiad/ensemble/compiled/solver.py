@@ -144,6 +144,7 @@ class Solver:
         self.every = settings.saveat is None
         saveat = np.empty(0) if settings.saveat is None else settings.saveat
         self.times = argument(np.atleast_2d(saveat))
+        # One row is enough where all begin and end alike.
         rows = slice(1 if same_for_all(batch.start) and same_for_all(batch.end) else None)
         at_ends = (saveat == batch.start[rows, None]) | (saveat == batch.end[rows, None])
         alg = settings.alg
@@ -202,6 +203,7 @@ class Solver:
     def parts(self) -> Iterator[tuple[slice, Solver]]:
         """Return the trajectories in as many parts as the checkpoints ask for, each with its own solver."""
         count = self.batch.size
+        # Parts of fewer trajectories than lanes would leave some empty.
         parts = max(1, min(self.settings.checkpoints or 1, count // self.form.lanes))
         for first, stop in pairwise(count * i // parts for i in range(parts + 1)):
             rows = slice(first, stop)

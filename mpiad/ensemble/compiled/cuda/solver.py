@@ -163,6 +163,7 @@ class Solver:
             return []
         size, longest = longest_of_blocks(self.arrays, flight.naccept)
         budget = self._gpu.tape_bytes or self._launcher.free_bytes() // 2
+        # Of each step the state, and two doubles for its time and size.
         return shares_within(size, longest, self.count, self.d * self.real.itemsize + 16, budget)
 
     def _room(self, shares: list[Share]) -> tuple[Array, Array]:
