@@ -23,7 +23,7 @@ from mpiad.optimize.residuals.evaluation import ResidualEvaluation
 from mpiad.optimize.residuals.loss import Loss, loss_of
 from mpiad.optimize.residuals.trust_region import Aims, descend
 from mpiad.optimize.root_driven import RootDriven
-from mpiad.optimize.variables import as_variables, require_some, shared_start
+from mpiad.optimize.variables import as_variables, require_some, require_tellable, shared_start
 from mpiad.primitives.operation import suspended
 from mpiad.transport import Channel, channel, renew
 from mpiad.transport.agreement import raise_together, require_same
@@ -172,6 +172,7 @@ def _agree_on_arguments(
         start = as_variables(x0, _CALL) if used.rank == program.root else None
         if start is not None:
             require_some(start, _CALL)
+            require_tellable(start, _CALL)
     except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must not wait on
         wrong = error
     raise_together(used, wrong)

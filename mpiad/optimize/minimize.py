@@ -25,7 +25,7 @@ from mpiad.optimize.program import Program, check_program
 from mpiad.optimize.root_driven import RootDriven
 from mpiad.optimize.scipy_methods import Wishes, drive
 from mpiad.optimize.sharded import Piece, Sharded, piece_of
-from mpiad.optimize.variables import as_variables, require_some, shared_start
+from mpiad.optimize.variables import as_variables, require_some, require_tellable, shared_start
 from mpiad.primitives.operation import suspended
 from mpiad.transport import Channel, channel, renew
 from mpiad.transport.agreement import raise_together, require_same
@@ -171,6 +171,7 @@ def _agree_on_arguments(
         start = as_variables(x0) if sharded or used.rank == program.root else None
         if start is not None and not sharded:
             require_some(start)
+            require_tellable(start, "minimize")
         if sharded:
             if wishes.constraints is not None and np.size(wishes.constraints):
                 raise ValueError("minimize: method 'L-BFGS-sharded' takes no constraints; 'SLSQP' and 'trust-constr' do.")

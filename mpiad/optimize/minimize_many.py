@@ -21,6 +21,7 @@ from mpiad.optimize.checkpoint import as_checkpoint
 from mpiad.optimize.device_leaves import lies_on_device
 from mpiad.optimize.methods import is_sharded
 from mpiad.optimize.minimize import minimize
+from mpiad.optimize.variables import require_tellable
 from mpiad.transport import Channel, channel
 from mpiad.transport.agreement import raise_together, require_same
 
@@ -119,6 +120,7 @@ def _agree_on_arguments(
                 f"{_CALL}: starts must be on the host, from where they travel to the groups, but hold device arrays. Give "
                 "mpiad.device.to_host(starts), and bring x to the device in fun with mpiad.device.to_device."
             )
+        require_tellable(points, _CALL, "starts are")
     except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must not wait on
         wrong = error
     raise_together(used, wrong)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,7 @@ from mpiad.transport.agreement import raise_together
 from mpiad.transport.device_arrays import arrays_of
 from mpiad.transport.replication import require_replicated
 
-__all__ = ["Packing", "as_variables", "require_some", "shared_start"]
+__all__ = ["Packing", "as_variables", "require_some", "require_tellable", "shared_start"]
 
 _NUMBERS = (int, float, np.integer, np.floating)
 
@@ -55,6 +56,18 @@ def require_some(x0: Tree, call: str = "minimize") -> None:
     """Raise a ValueError where a nest of variables holds not one number: methods of SciPy's stumble over it."""
     if not any(np.size(leaf) for leaf in flatten(x0)[0] if is_variable(leaf)):
         raise ValueError(f"{call}: x0 must hold one number at least, but got {x0!r:.60}.")
+
+
+def require_tellable(nest: Tree, call: str, said: str = "x0 is") -> None:
+    """Raise a TypeError where the other ranks can't be told of a nest: its form, and what in it is no variable."""
+    leaves, build = flatten(nest)
+    try:
+        pickle.dumps(build([None if is_variable(leaf) else leaf for leaf in leaves]))
+    except Exception as error:  # noqa: BLE001 - pickling runs code of the user's
+        raise TypeError(
+            f"{call}: {said} told to all ranks, but holds what can't be pickled ({error}). Give functions and the like in "
+            "args, and define classes at the top of a module."
+        ) from error
 
 
 def shared_start(used: Channel, program: Program, start: Tree, x0: Any) -> Tree:

@@ -151,3 +151,18 @@ def test_bounds_in_the_form_of_the_variables(method: str, rank: int) -> None:
         bounds=bounds if rank == 0 else None,
     )
     np.testing.assert_allclose(result.x, [[1.0, 2.0], [3.0, 3.0]], atol=1e-3)
+
+
+def test_start_that_cannot_be_told_to_others(rank: int, size: int) -> None:
+    class Local(dict):
+        pass
+
+    root = size - 1
+    for start in ({"x": np.zeros(3), "f": lambda t: t}, [Local(x=np.zeros(3))]):
+        mine = start if rank == root else None
+        with pytest.raises(TypeError, match="x0 is told to all ranks, but .* can't be pickled"):
+            minimize(lambda x: 0.0, mine, root=root)
+        with pytest.raises(TypeError, match="x0 is told to all ranks, but .* can't be pickled"):
+            least_squares(lambda x: np.zeros(2), mine, root=root)
+        with pytest.raises(TypeError, match="starts are told to all ranks, but .* can't be pickled"):
+            minimize_many(bowl, [np.zeros(3), start] if rank == 0 else None)
