@@ -189,7 +189,9 @@ def _checked_together(used: Channel, given: Demands, throw: bool) -> Demands:
         f"{0 if wrong else len(demands.events)} events, {_kind(given.problem)}"
     )
     saveat = None if wrong or demands.saveat is None else np.asarray(demands.saveat, float)
-    require_alike(used, wrong, fingerprint(scalars, saveat), f"saveat={given.saveat}, {scalars}", "solve")
+    # As numbers too: a text has eight digits of each, and of many not all.
+    atol = None if wrong else np.asarray(given.atol, float)
+    require_alike(used, wrong, fingerprint(scalars, saveat, atol), f"saveat={given.saveat}, {scalars}", "solve")
     return demands
 
 

@@ -130,3 +130,13 @@ def test_an_f_that_cannot_be_compiled_is_told_once_by_all_ranks(caplog, monkeypa
     for _ in range(2):
         solve(EnsembleProblem(remake(GOOD, f=branches), u0=U0), RK45(), EnsembleMPI(), compile="auto")
     assert ["arrays instead" in record.getMessage() for record in caplog.records] == [True] * (RANK == 0)
+
+
+def test_tolerances_that_differ_behind_the_digits_that_are_shown():
+    rank = MPI.COMM_WORLD.rank
+    atol = np.array([1e-6, 1e-6 * (1 + 1e-12 * rank)])
+    if MPI.COMM_WORLD.size == 1:
+        assert solve(EnsembleProblem(GOOD, u0=U0), RK45(), EnsembleMPI(), atol=atol).survivors.all()
+        return
+    with pytest.raises(ValueError, match="all ranks must give the same arguments"):
+        solve(EnsembleProblem(GOOD, u0=U0), RK45(), EnsembleMPI(), atol=atol)
