@@ -88,7 +88,8 @@ def concatenate(arrays: Sequence[Array], axis: int | None = 0) -> Array:
     if _device_among(arrays) is None:
         return anp.concatenate(arrays, axis)
     _refuse_mixture(arrays, "concatenate")
-    return arrays[0] if len(arrays) == 1 else joined(axis, *arrays)
+    # A single one too, as NumPy does: whoever writes into the result means no other array.
+    return joined(axis, *arrays)
 
 
 def stack(arrays: Sequence[Array], axis: int = 0) -> Array:
@@ -162,7 +163,10 @@ def array(nest: Any, *args: Any, **kwargs: Any) -> Array:
     if found is None:
         return anp.array(nest, *args, **kwargs)
     dtype = args[0] if args else kwargs.get("dtype")
-    made = _of_nest(nest, found)
+    if arrays_of(nest) is not None:
+        made = found.copy(nest)  # as NumPy's own, for whoever writes into it
+    else:
+        made = _of_nest(nest, found)
     return made if dtype is None else made.astype(np.dtype(dtype))
 
 

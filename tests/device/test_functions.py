@@ -167,3 +167,17 @@ def test_no_function_is_forgotten():
     known = {id(fun) for space, name, fun in _differentiable() if name in tested} | {id(fun) for fun in DEVICE_REFUSALS}
     missing = {name for _, name, fun in _differentiable() if id(fun) not in known and not name.startswith("_primitive")}
     assert missing - ELSEWHERE == set()
+
+
+@pytest.mark.parametrize("made", [
+    np.array, lambda x: np.concatenate([x]), lambda x: np.concatenate([x], None), lambda x: np.vstack([x]),
+    lambda x: np.stack([x]), lambda x: np.array([x]),
+])  # fmt: skip
+@pytest.mark.parametrize("shape", [(4,), (2, 3)])
+def test_what_is_made_of_one_array_is_another(made, shape, devices, rng):
+    host = rng.normal(size=shape)
+    x = devices.put(host)
+    y = made(x)
+    y[...] = 7.0
+    onp.testing.assert_array_equal(mpiad.device.to_host(x), host)
+    assert (mpiad.device.to_host(y) == 7.0).all()
