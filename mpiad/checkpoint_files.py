@@ -8,6 +8,7 @@ file or the new one. The format carries checksums, which are looked at in readin
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import os
 import zipfile
@@ -18,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["differences", "read", "read_description", "write"]
+__all__ = ["differences", "files_of_ranks", "read", "read_description", "write"]
 
 _DESCRIPTION = "description"
 # What NumPy and zipfile raise of files that were cut short, overwritten, or never written here.
@@ -56,6 +57,12 @@ def write(path: Path, description: dict[str, Any], arrays: Iterable[tuple[str, n
             part.unlink()
         raise
     _sync_folder(path.parent)
+
+
+def files_of_ranks(path: Path) -> list[Path]:
+    """Return the files beside a path, by name, that ranks have written for it, each its own two: of any number of ranks."""
+    # Escaped: in a user's name brackets mean themselves.
+    return sorted(path.parent.glob(f"{glob.escape(path.stem)}.rank*of*.?{glob.escape(path.suffix)}"))
 
 
 def _put(archive: zipfile.ZipFile, name: str, array: np.ndarray) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mpiad.checkpoint_files import differences, read, read_description, write
+from mpiad.checkpoint_files import differences, files_of_ranks, read, read_description, write
 from mpiad.optimize.checkpoint import Checkpoint
 from mpiad.optimize.history import Record
 
@@ -61,7 +61,7 @@ class RootKeeper:
         if self._checkpoint is None:
             return None
         file = self._checkpoint.file
-        others = sorted(file.parent.glob(f"{file.stem}.rank*of*.?{file.suffix}"))
+        others = files_of_ranks(file)
         if others:
             raise ValueError(
                 f"{self._call}: the checkpoint {others[0]} was written by 'L-BFGS-sharded', and not by "

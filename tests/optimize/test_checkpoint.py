@@ -243,3 +243,10 @@ def test_evaluations_at_a_start_without_iterations_are_counted(folder: Path) -> 
     solve(folder / "run.npz", method="BFGS", options={"maxiter": 0})
     second = solve(folder / "run.npz", method="BFGS", options={"maxiter": 1})
     assert second.nit == 1 and second.nfev == second.evaluations["both"] > 2
+
+
+def test_names_with_brackets_hide_no_other_method_s_files(folder: Path) -> None:
+    checkpoint = folder / "run[1].npz"
+    solve(checkpoint, method="L-BFGS-sharded", options={"maxiter": 3})
+    with pytest.raises(ValueError, match="was written by 'L-BFGS-sharded'"):
+        solve(checkpoint)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpiad.checkpoint_files import differences, read, read_description, write
+from mpiad.checkpoint_files import differences, files_of_ranks, read, read_description, write
 from mpiad.optimize.agreement import Agreement
 from mpiad.optimize.checkpoint import Checkpoint
 from mpiad.optimize.history import Record
@@ -126,7 +126,7 @@ class Keeper:
 
     def _refuse_others(self) -> None:
         file = self._checkpoint.file  # type: ignore[union-attr]
-        others = sorted(file.parent.glob(f"{file.stem}.rank*of*.?{file.suffix}"))
+        others = files_of_ranks(file)
         ours = [name for name in others if f"of{self._used.size}." in name.name]
         if others and not ours:
             raise ValueError(
