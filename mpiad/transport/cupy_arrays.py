@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any
 
@@ -64,7 +65,8 @@ class CupyArrays:
 
     def to_host(self, x: Array) -> np.ndarray:
         """Return a NumPy array of the same values."""
-        return x.get()
+        with self.current():
+            return x.get()
 
     def to_device(self, host: np.ndarray) -> Array:
         """Return a CuPy array of the same values."""
@@ -109,13 +111,16 @@ class CupyArrays:
         with self.current():
             cupy.cuda.get_current_stream().wait_event(event)
 
-    def copying_stream(self) -> AbstractContextManager[Any]:
+    @contextmanager
+    def copying_stream(self) -> Iterator[Any]:
         """Make this device's stream for copies the current one."""
-        if self._copying is None:
-            with self.current():
+        # CuPy enters a stream on its own device only, and a program's current one may be another.
+        with self.current():
+            if self._copying is None:
                 # A blocking stream would wait for the default one, where the arithmetic is.
                 self._copying = cupy.cuda.Stream(non_blocking=True)
-        return self._copying
+            with self._copying:
+                yield self._copying
 
     def message(self, x: Array) -> Any:
         """Return the array: mpi4py reads `__cuda_array_interface__`."""

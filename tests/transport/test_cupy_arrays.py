@@ -24,8 +24,11 @@ class Stream:
     def __init__(self, null=False, non_blocking=False, ptds=False, priority=None):
         self.waited_for: list[object] = []
         self.synchronized = 0
+        self.device = Device.current[-1]
 
     def __enter__(self):
+        if self.device != Device.current[-1]:
+            raise RuntimeError("The device that the stream is created on does not match with the current device")
         Stream.current.append(self)
         return self
 
@@ -94,6 +97,8 @@ class Array:
         return Array(self.values.copy(order))
 
     def get(self, stream=None, order="C", out=None, blocking=True):
+        # CuPy waits for the stream that is current on the current device, whichever the array's is.
+        assert self.device.id == Device.current[-1]
         return self.values.copy()
 
 
@@ -177,6 +182,8 @@ def test_streams_wait_for_each_other(arrays):
         arrays.wait_on_device(event)
         assert copying.waited_for == [event] and event.stream is first
         arrays.synchronize()
-    assert copying.synchronized == 1 and arrays.copying_stream() is copying
+    assert copying.synchronized == 1 and copying.device == arrays.device and Device.current == [0]
+    with arrays.copying_stream() as again:
+        assert again is copying
     arrays.wait(event)
     assert first.synchronized == 1
