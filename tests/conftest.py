@@ -8,6 +8,7 @@ run's files are divided among processes of one rank each.
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import zlib
@@ -15,7 +16,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from subprocess import CompletedProcess
 
-import device_kinds
 import hypothesis
 import launch
 import numpy as np
@@ -23,6 +23,11 @@ import pytest
 from agreement import Agreement
 from mpi4py import MPI
 from time_limit import TimeLimit, open_report
+
+if os.environ.get("DEVICE_ARRAYS") == "cupy":
+    # Tests that are written for the stand-in take CuPy's arrays in its place.
+    sys.modules["device_double"] = importlib.import_module("device_on_cupy")
+device_kinds = importlib.import_module("device_kinds")
 
 WORLD = MPI.COMM_WORLD
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-from device_functions import FUNCTIONS, UFUNCS, UFUNCS_AT
+from device_functions import COUNTING, FUNCTIONS, UFUNCS, UFUNCS_AT
 
 from mpiad.transport.device_arrays import register_arrays
 
@@ -132,6 +132,8 @@ class DeviceArray:
             return NotImplemented
         if not all(issubclass(t, (DeviceArray, np.ndarray)) for t in types):
             return NotImplemented
+        if func.__name__ in COUNTING:
+            transfers.to_host(8)
         return _returned(run(func, *_all_plain(args, name), **_all_plain(kwargs, name)), name)
 
     # ---- conversions: those by name
@@ -160,6 +162,8 @@ class DeviceArray:
     # ---- elements
 
     def __getitem__(self, idx: Any) -> DeviceArray:
+        if any(isinstance(part, DeviceArray) and part.dtype == bool for part in (idx if type(idx) is tuple else (idx,))):
+            transfers.to_host(8)
         return _wrapped(self.__values[_index(idx)])
 
     def __setitem__(self, idx: Any, value: Any) -> None:
@@ -463,6 +467,11 @@ def _require_alike(values: np.ndarray, host: np.ndarray) -> None:
         raise AssertionError(f"copy between {values.dtype} {values.shape} and {host.dtype} {host.shape}")
     if not (values.flags.c_contiguous and host.flags.c_contiguous):
         raise AssertionError("a queued copy of what isn't contiguous")
+
+
+def takes_device_memory() -> bool:
+    """Tell that arrays may go to MPI as they are: `cuda_aware` says when."""
+    return True
 
 
 double = DoubleArrays()

@@ -23,6 +23,9 @@ UFUNCS = frozenset(
 # CuPy adds atomically; of the others that NumPy has it knows a few only.
 UFUNCS_AT = frozenset({"add", "subtract", "maximum", "minimum"})
 
+# The shape of what these return depends on values, which CuPy copies to the host. So it does for x[mask].
+COUNTING = frozenset({"nonzero", "flatnonzero", "argwhere", "unique", "bincount"})
+
 
 def _with(*names: str) -> Callable:
     """A function that takes these arguments only; without names, all of NumPy's."""

@@ -14,7 +14,7 @@ from mpiad.ensemble.algorithms import Algorithm
 from mpiad.ensemble.backends import EnsembleAlgorithm
 from mpiad.ensemble.events import Event
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
-from mpiad.transport.device_arrays import is_device_array
+from mpiad.transport.device_arrays import is_device_array, named
 
 __all__ = ["Demands", "check_demands"]
 
@@ -83,8 +83,8 @@ def check_demands(demands: Demands) -> Demands:
         _check_untraced(saveat)
         if is_device_array(saveat):
             raise TypeError(
-                f"solve: saveat must be times on the host, but got a {type(saveat).__name__} of shape {saveat.shape} on a "
-                "device. Pass mpiad.device.to_host(saveat)."
+                f"solve: saveat must be times on the host, but got {named(saveat)} of shape {saveat.shape}. "
+                "Pass mpiad.device.to_host(saveat)."
             )
         saveat = np.asarray(saveat)
         if saveat.ndim == 2 and len(saveat) != count:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from mpiad.transport.device_arrays import is_device_array
+from mpiad.transport.device_arrays import is_device_array, named
 
 __all__ = ["require_floats", "require_host"]
 
@@ -16,7 +16,7 @@ def require_host(call: str, *values: Any) -> None:
     for value in values:
         if is_device_array(value):
             raise TypeError(
-                f"{call} works on the host, but got a {type(value).__name__} of shape {value.shape}. Bring it there with "
+                f"{call} works on the host, but got {named(value)} of shape {value.shape}. Bring it there with "
                 "mpiad.device.to_host, and the result back with mpiad.device.to_device; linalg.solve runs on devices."
             )
 

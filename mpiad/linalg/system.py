@@ -20,7 +20,7 @@ from mpiad.linalg.vectors import column, inner, lengths, on_host
 from mpiad.primitives import mpi_allreduce
 from mpiad.transport import channel
 from mpiad.transport.agreement import agreed, raise_together
-from mpiad.transport.device_arrays import arrays_of, is_device_array
+from mpiad.transport.device_arrays import arrays_of, is_device_array, named
 
 __all__ = ["System"]
 
@@ -215,7 +215,7 @@ def _problem_with(
         wanted, advice = "an array", ""
         if there or is_device_array(out):
             wanted, advice = f"an array {where}", " Nothing is copied unasked: see mpiad.device.to_device and to_host."
-        return TypeError(f"{call}: {name} must return {wanted}, but returned {type(out).__name__}.{advice}")
+        return TypeError(f"{call}: {name} must return {wanted}, but returned {named(out)}.{advice}")
     if out.shape != shape:
         return ValueError(
             f"{call}: {name} must return an array of the shape of b, {shape} on this rank, but returned {out.shape}."

@@ -19,7 +19,10 @@ import numpy as np
 
 from mpiad._typing import Array, Shape
 
-__all__ = ["ArrayModule", "arrays_named", "arrays_of", "discover", "is_device_array", "register_arrays", "when_registered"]
+__all__ = [
+    "ArrayModule", "arrays_named", "arrays_of", "discover", "is_device_array", "named", "register_arrays",
+    "when_registered",
+]
 
 
 class ArrayModule(Protocol):
@@ -196,6 +199,13 @@ def is_device_array(x: Any) -> bool:
     """Tell whether an untraced value is a device array, of a kind that is registered or not."""
     kind = type(x)
     return kind not in _on_host and (kind in _makers or hasattr(kind, "__cuda_array_interface__"))
+
+
+def named(x: Any) -> str:
+    """Return what a value is called in messages: where it is on a device, CuPy's kind has the name of NumPy's."""
+    arrays = arrays_of(x) if is_device_array(x) else None
+    kind = type(x).__name__
+    return kind if arrays is None else f"{kind} on device {arrays.device} ({arrays.name})"
 
 
 def register_arrays(kind: type, maker: Maker, here: Callable[[], ArrayModule] | None = None) -> None:

@@ -90,9 +90,11 @@ def test_a_round_costs_one_copy_of_two_numbers(settings):
     transfers.reset()
     sol = _solved(u0, p, **settings)
     rounds = int((sol.naccept + sol.nreject).max())
-    # Beside the rounds: a look at f, and the facts of all trajectories at the end.
-    assert transfers.d2h == rounds + 2
-    assert transfers.d2h_bytes <= 16 * rounds + 6 * 8 + 4 * 8 * _N
+    # Beside the rounds: a look at f, and the facts of all trajectories at the end. Where ended columns are dropped, at most
+    # as often as N can be halved, their number.
+    drops = _N.bit_length()
+    assert rounds + 2 < transfers.d2h <= rounds + 2 + drops
+    assert transfers.d2h_bytes <= 16 * rounds + 6 * 8 + 4 * 8 * _N + 8 * drops
     assert transfers.h2d <= 4
 
 
