@@ -284,12 +284,12 @@ class VI:
         """
         used = channel(self.comm, "VI.elbo")
         root = root_of(self.root, used, "VI.elbo")
-        error = None
+        error: Exception | None = None
         try:
             _require_count(n_samples, "n_samples")
             _require_host(params, "VI.elbo")
-        except (TypeError, ValueError) as found:
-            error = found
+        except (TypeError, ValueError) as wrong:
+            error = wrong
         raise_together(used, error)
         require_same(used, f"n_samples={n_samples}, seed={self.seed}, root={self.root}", "VI.elbo")
         # Beside those of the epochs and of the result's samples.
