@@ -77,6 +77,7 @@ class Communicating:
 
     def _foreign_vjp(self, argnums: tuple, ans: Any, args: tuple, kwargs: dict) -> Callable:
         level, kwargs = kwargs["level"], kwargs["params"]
+        # Plain autograd knows no order of communication: an adjoint that it runs too early raises.
         vjp, spec = self.vjp(ans, args, kwargs, argnums, level), spec_like(ans)
         return checked_adjoint(lambda g: vjp(conform(g, *spec)), self.__name__, level)
 

@@ -40,6 +40,7 @@ class Derivative:
         if type(value) is np.ndarray:
             if value.shape != out.shape:
                 raise ValueError(self._mismatch(value.shape, out.shape))
+            # Where f turns complex on the way this raises, and drops no imaginary part.
             np.copyto(out, value, casting="same_kind")
         else:
             for i, component in enumerate(value):

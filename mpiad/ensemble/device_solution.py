@@ -83,6 +83,7 @@ class DeviceSolution(EnsembleSolution):
         statistics = self.__dict__.get("statistics")
         if statistics is None or name not in ("retcode", "t_reached", "naccept", "nreject", "nf"):
             raise AttributeError(f"{type(self).__name__} has no {name!r}")
+        # Into the instance, where Python finds it before it comes here again.
         self.__dict__[name] = found = statistics.on_host(name)
         return found
 

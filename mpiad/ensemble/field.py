@@ -50,6 +50,7 @@ class Field:
         if is_whole(rows, u.shape):
             return rows[0]
         width = u.shape[1]
+        # A component may be one number, the same for all columns.
         return anp.stack([row if anp.shape(row) else row * np.ones(width) for row in rows])
 
     def _each(self, u: Array, leaves: Sequence[Any], t: Array) -> Array:

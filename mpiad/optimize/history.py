@@ -108,6 +108,7 @@ class Record:
     def restore(self, table: np.ndarray) -> None:
         """Go on after the rows of an earlier run, and its time."""
         self.rows = [Row(int(r[0]), r[1], r[2], r[3], int(r[4]), r[5]) for r in table.tolist()]
+        # Seconds go on from those of the earlier run: the time between the runs isn't counted.
         self._start, self._last = time.perf_counter() - self.rows[-1].seconds, None
 
     def history(self) -> History:

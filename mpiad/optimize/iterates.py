@@ -81,6 +81,7 @@ class Iterates:
         if self._callback is None:
             return None
         self.told = True
+        # A copy: SciPy goes on working in x, and the callback may keep what it gets, or change it.
         nest = self._packing.unpack(np.array(x, dtype=float))
         whole = scipy.optimize.OptimizeResult(
             x=nest, fun=row.loss, nit=row.iteration, nfev=row.evaluations, gradient_norm=row.gradient_norm
@@ -127,6 +128,7 @@ class IteratesOfPoints(Iterates):
         self.resume_at(found["x"])
         self.spent = points.exhausted
         if self.spent:
+            # SciPy isn't asked then, so what a result needs is taken from the file.
             points.iterate.value, gradient = float(found["value"]), found["gradient"]
             points.iterate.gradient = gradient if gradient.size else None
         return found["x"]

@@ -82,6 +82,7 @@ class Arithmetic:
 
 def largest_of(gradient: np.ndarray) -> float:
     """Return the largest absolute entry; infinite where one is NaN."""
+    # Two passes that make no array, as np.abs would; a NaN comes through both.
     size = max(float(gradient.max()), -float(gradient.min()))
     return size if size < math.inf else math.inf
 

@@ -99,6 +99,7 @@ class Keeper:
             mine = self._iterations_on_disk()
         except (OSError, ValueError) as error:
             wrong = error
+        # A rank that raised by itself would leave the others in the next message.
         common = self._agreed(mine, wrong)
         if common is not None:
             self._written, self._slot = common, 1 - mine[common]
@@ -160,6 +161,7 @@ class Keeper:
         if found is None:
             return None
         numbers, here = found["numbers"].tolist(), Point(memory.taken(found["x"]))
+        # The order is that in which `_arrays` writes them; the gradient is in the memory, which is settled there.
         here.value, here.norm, here.room, here.settled = numbers[0], numbers[1], numbers[5], True
         trials.count = count = int(found["count"])
         listener.record.restore(found["history"])

@@ -49,6 +49,7 @@ class Listener:
     def heard(self, point: Point, evaluations: int) -> bool:
         """Add a row and call the callback; return whether it wants the solve to end. All ranks call this."""
         row = self.note(point, evaluations)
+        # Nothing is agreed on where no rank has a callback; where one has, all agree, since it may raise.
         return self._anyone and self._agreement.run(lambda: self._ends(point, row))
 
     def _ends(self, point: Point, row: Row) -> bool:

@@ -62,6 +62,7 @@ class Ring:
 
     def forget(self) -> None:
         """Drop all pairs; the current slot stays what it is."""
+        # Without pairs the current slot is the first.
         self.first, self.count = self.gradient // 2, 0
 
     def rows(self) -> np.ndarray:

@@ -116,6 +116,7 @@ class Sharded:
         keeper.look()
         there = isinstance(packing, DevicePacking)
         said = [float(mine) for mine in (self._piece.box is not None, callback is not None, there)]
+        # What one rank has, all must know: bounds and callbacks make further messages.
         bounded, heard, away = self._totals.of(said, [0.0], [])[:3]
         if bounded and away:
             raise agreed(self._used, ValueError(f"{_BOUNDS} {away:.0f} of {self._used.size} rank(s) have theirs there."))

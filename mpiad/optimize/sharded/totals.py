@@ -52,6 +52,8 @@ class Totals:
         """Return sums of `terms`, maxima of `largest`, and the root's own `told`, as one list."""
         highest = np.array(largest)
         found = np.empty_like(highest) if self.leads else None
+        # Sums and maxima are two reductions, since MPI has no operation for both; all that is decided goes back in one
+        # message.
         self._comm.Reduce(highest, found, MAX, self._root)
 
         def packet(sums: np.ndarray) -> np.ndarray:

@@ -59,6 +59,7 @@ class Trials:
         self.count += 1
         value, gradient = self._evaluation.both(point.x)
         largest, *terms = self._measured(point, here, gradient)  # type: ignore[arg-type]
+        # Told by a number of its own, since what MPI takes for the maximum of a NaN isn't said.
         broken = not math.isfinite(largest)
         numbers = self._totals.of(terms, [0.0 if broken else largest, broken, point.clipped], [value])
         point.slope, point.predicted, point.met, square, point.norm, any_broken, clipped, point.value = numbers
@@ -98,5 +99,6 @@ class Trials:
         if here is None:
             return largest, 0.0, 0.0, 0.0, 0.0
         moved = point.x[part] - here.x[part]
+        # A variable that a bound has stopped doesn't move with the step any more, so it takes no part in the slope.
         slope, square = float(trial @ (direction * box.inside(point.x[part], part))), float(moved @ moved)
         return largest, slope, float(tile[before] @ moved), float(trial @ moved), square
