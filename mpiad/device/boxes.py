@@ -36,6 +36,7 @@ class DeviceSpace(ArrayVSpace):
     """The real arrays of one shape and dtype on one device."""
 
     def __init__(self, value: Any):
+        # Not by ArrayVSpace's own, which asks NumPy for an array of the value.
         self.shape, self.dtype = value.shape, value.dtype
         self.arrays: Any = arrays_of(value)
 

@@ -71,7 +71,7 @@ class StretchWalk(Walk):
             u = u[:, :width]
             t, h = self._steps.times(self.ids[:width], np.full(width, number))
             yield Visit(t, h, u, slice(following, width))
-            if number + 1 < stop:
+            if number + 1 < stop:  # the next stretch begins at a kept state
                 u = self._advanced(u, t, h)
 
     def _width(self, number: int) -> int:

@@ -123,7 +123,7 @@ class _Condition:
         seed[: self._count] = g
         traced = self._traced
         seeds = [(place, seed) for place in traced.places if place >= 0]
-        found = run_backward(traced.recording, seeds, len(self._given), keep=True)
+        found = run_backward(traced.recording, seeds, len(self._given), keep=True)  # it is pulled twice
         n = self._count
         u_bar, *parts, t_bar = found
         u_bar = np.zeros_like(self._given[0]) if u_bar is None else u_bar

@@ -77,6 +77,7 @@ class DenseOutput:
         batch, every = self._batch, np.arange(self._batch.size)
         saved, save_step = self._saved(every, self._rows(times, every))
         steps = self._outcome.recorded()
+        # Without the kernels, which know the saved times of the solve and no others.
         outcome = dataclasses.replace(
             self._outcome, saved=saved, save_step=save_step, steps=steps, solver=None, carried=None, tapes=[], last=None
         )
@@ -143,6 +144,7 @@ class DenseOutput:
             stages.take(u, p, t, h, t + h, None)
             value = interpolate(tableau, u, h, stages.k, (due_of_all - t) / h)[:, :width]
         final = number == steps.counts[own] - 1
+        # At the end of a step the state that the solve went on from: the interpolant gives it but for rounding.
         inner = np.flatnonzero(~final)
         ended = inner[steps.times(own[inner], number[inner] + 1)[0] == due[inner]]
         value[:, ended] = steps.states(own[ended], number[ended] + 1)

@@ -59,7 +59,7 @@ def stage_rates(tableau: Tableau, x: Array) -> list[Array]:
     """Return the derivatives of the stages' weights by x, each of shape (n,)."""
     rates = []
     for row in tableau.dense:
-        rate = np.full_like(x, len(row) * row[-1])
+        rate = np.full_like(x, len(row) * row[-1])  # Horner's scheme for the sum of j w_j x^(j - 1)
         for power in range(len(row) - 1, 0, -1):
             rate = rate * x + power * row[power - 1]
         rates.append(rate)

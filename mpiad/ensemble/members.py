@@ -151,6 +151,7 @@ def _from_arrays(ensemble: EnsembleProblem, numbers: Sequence[int]) -> Batch:
 
 
 def _repeated(t: Any, count: int) -> Array:
+    # Strides of zero say without a look that all are alike: see `Batch.one_span`.
     return t * np.ones(count) if isbox(t) else np.broadcast_to(np.float64(t), count)
 
 
@@ -160,7 +161,7 @@ def _same(first: Array, count: int) -> Array:
     if isbox(column):
         return column * (np.ones((1, count), first.dtype) if arrays is None else arrays.full((1, count), 1, first.dtype))
     if arrays is None:
-        return np.broadcast_to(column.copy(), (len(column), count))
+        return np.broadcast_to(column.copy(), (len(column), count))  # a copy, since solutions read it later
     return arrays.copy(np.broadcast_to(column, (len(column), count)))
 
 

@@ -214,7 +214,7 @@ class Pool:
         outcome.t_reached[ids] = self.t[columns] * self._entrance.signs[ids]
         outcome.codes[ids] = code.code
         outcome.naccept[ids] = self.number[columns]
-        outcome.nreject[ids] = self._turn - self.entered[columns] - self.number[columns]
+        outcome.nreject[ids] = self._turn - self.entered[columns] - self.number[columns]  # each turn was a try
         self._retire(columns)
         self._alive -= len(columns)
         if self._settings.progress is not None:

@@ -98,6 +98,7 @@ class Steps:
         """Return times (n,), signed sizes (n,) and states (d, n) before the n steps of a trajectory, first to last."""
         count = int(self.counts[i])
         sweeps = np.arange(count - 1, -1, -1)
+        # In a sweep's block the component c begins c widths behind the first, a width being that which is stored.
         place = self._offsets[sweeps] + self.rank[i]
         rows = self.d * self._offsets[sweeps] + np.arange(self.d)[:, None] * self._stored[sweeps] + self.rank[i]
         return self._t[place], self._h[place], self._u[rows]

@@ -72,6 +72,7 @@ class _Replay:
         leaves, u = self._run.columns(self._leaves, ids), self._u0[:, :0]
         for v, visit in zip(range(len(walk) - 1, -1, -1), walk.forwards()):
             before, width = u.shape[1], len(visit.t)
+            # Visits are counted from the ends, so on the way forwards shorter trajectories enter later.
             entering = self._u0[:, ids[before:width]]
             u = anp.concatenate([u, entering], axis=1) if before else entering
             u = self._step(v, visit, u, ids[:width], leaves, schedule)

@@ -147,6 +147,7 @@ class SavePoints:
             self._go_on(columns, step.ids)
 
     def _save_inside(self, columns: Array, step: Step) -> None:
+        # Several times may lie in one step of a column: all are found first, and interpolated in one call.
         found = []
         while columns.size:
             found.append((columns, self._place[columns], self.next[columns]))

@@ -93,6 +93,7 @@ def scheduled(run: Run, entries: Entries, walk: Walk, ids: Array) -> Schedule:
     starts = np.searchsorted(entries.ids, ids)
     counts = np.searchsorted(entries.ids, ids, side="right") - starts
     column = np.repeat(np.arange(len(ids)), counts)
+    # A trajectory's entries are neighbours: from its first on, as many as it has.
     chosen = np.arange(len(column)) + np.repeat(starts - (np.cumsum(counts) - counts), counts)
     return Schedule(entries.take(chosen), column, walk, run.tableau)
 

@@ -291,6 +291,7 @@ def at_ends(sol: EnsembleSolution, u0: Callable[[], Array], u_end: Array) -> Ens
         Returns an array of shape (d, N).
     u_end : array, shape (N, ...)
     """
+    # Not by dataclasses.replace, which would read what is deferred, and so make it.
     made, codes = object.__new__(type(sol)), sol._codes
     made.__dict__.update(sol.__dict__, u_end=u_end, _start=u0, u=Deferred(lambda: _both_ends(u0(), u_end, codes)))
     return made
@@ -323,6 +324,7 @@ def _every_step(outcome: Outcome, batch: Batch) -> tuple[Array, Array]:
         for i in range(len(steps.counts)):
             t, _, states = steps.trajectory(i)
             times[first + i, : len(t)], u[first + i, : len(t)] = t, states.T
+    # The record has the state before each step; where the last one ends is told by the outcome.
     every = np.arange(batch.size)
     times[every, outcome.naccept], u[every, outcome.naccept] = outcome.t_reached, outcome.u_end.T
     return times, u

@@ -89,6 +89,7 @@ def function_source(
     names = Names([f"u{i}" for i in range(program.states)], parameters, "t", seeds)
     style = _Style(False, np.dtype(dtype) == np.float32)
     texts, made = _texts(program, names, style, "v", _sums(program) if fused else {})
+    # As kernels pass them: first those of each trajectory, then those of all.
     order = sorted(parameters, key=lambda text: (text[0], int(text[1:])))
     given = [*names.states, *order, "t", *seeds]
     body = [*made, f"return ({', '.join(texts[o] for o in program.outputs)},)"]

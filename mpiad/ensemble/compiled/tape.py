@@ -44,7 +44,7 @@ class Tape(NamedTuple):
         steps = Steps(counts[self.first : self.stop], self.rows.shape[1] - 2, dtype)
         row = last[self.first : self.stop][steps.order]
         for s, width in enumerate(steps.widths):
-            row = row[:width]
+            row = row[:width]  # those that have so many steps stand first in the order
             ids, found = steps.order[:width], self.rows[row]
             steps.fill(ids, steps.counts[ids] - 1 - s, found[:, 0], found[:, 1], found[:, 2:].T)
             row = self.before[row]

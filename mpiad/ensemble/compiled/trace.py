@@ -102,7 +102,7 @@ def _inputs(builder: Builder, shape: Shape, p: Parameters, dtype: Any) -> tuple[
 
     def made(kind: str, places: range, shape: Shape) -> SymbolicArray:
         numbers = np.array([builder.input(kind, place) for place in places], int).reshape(shape)
-        numbers.flags.writeable = False
+        numbers.flags.writeable = False  # as arguments of f are elsewhere
         return SymbolicArray(builder, numbers, dtype)
 
     leaves = list(p.leaves)

@@ -89,6 +89,7 @@ class _Solve:
         self._record = Record(batch, self._table, self._saves) if settings.record else None
         # Results, filled in as trajectories end.
         self._end = self._arrays.copy(u0)
+        # All as doubles, counts and codes too, so that they come to the host in one copy.
         self._facts = self._arrays.full((4, batch.size), 0.0, float)
         self._saved = self._save_step = None
         if self._saves is not None:
@@ -232,7 +233,7 @@ class _Solve:
     def _leave(self, now: WorkingSet) -> None:
         """Take the results of all columns, for good or until they move on."""
         self._end[:, now.ids] = now.u
-        code = np.where(now.code < 0, _SUCCESS, now.code)
+        code = np.where(now.code < 0, _SUCCESS, now.code)  # those under way come here again
         facts = now.t, code, now.number, now.tries
         self._facts[:, now.ids] = np.stack([fact.astype(float) for fact in facts])
 

@@ -94,6 +94,7 @@ class _Forward:
         made = block(
             _KERNEL, load=self._load(), save_start=self._saved("u", "du"), first=self._first(), stages=self._stages(),
             remember=f"double before = {LEAST_ERROR!r};" if self.remembers else [], judge=self._judge(),
+            # As in `pool`: a last step of rounding's size is none.
             fixed_end=[] if self.adaptive else "if (ahead > goal - 1e-9 * following) ahead = goal;",
             tangents=self._tangent_stages(), record=self._record(), save=self._save(), advance=self._advance(),
             fail=self._fail(), leave=self._leave(),
