@@ -162,7 +162,7 @@ def _length(tree: Array) -> int:
     from mpiad.differentiation.trees import flatten
 
     leaves, _ = flatten(tree)
-    lengths = {np.shape(leaf)[0] if np.ndim(leaf) else -1 for leaf in leaves}
+    lengths = {np.shape(leaf)[0] if np.ndim(leaf) else -1 for leaf in leaves}  # -1: without rows
     if len(lengths) != 1 or -1 in lengths:
         raise ValueError(
             "solve: u0= and p= of the ensemble must be arrays (p a nest of them) with one row for each trajectory, but "

@@ -60,7 +60,7 @@ class Division:
         """Return shares, in blocks, that are equal with these costs of the shares' own."""
         done = self._done[1:]
         due = np.cumsum(np.maximum((done[-1] + own.sum()) / self._size - own, 0.0))[:-1]
-        due = np.minimum(due, done[-1])
+        due = np.minimum(due, done[-1])  # clipped at zero, the dues may sum up to more than there is
         inner = np.searchsorted(done, due)
         # Before or after the block that crosses what is due, whichever is nearer.
         inner += done[inner] - due < due - (done[inner] - self._costs[inner])

@@ -181,7 +181,7 @@ def _gather(used: Channel, sent: list[tuple[str, Array, np.dtype]], counts: list
     mine = np.concatenate([np.ascontiguousarray(column, dtype).view(np.uint8) for _, column, dtype in sent])
     everything = np.empty(width * sum(counts), np.uint8)
     used.data.Allgatherv(mine, [everything, [width * count for count in counts]])
-    first = at = 0
+    first = at = 0  # trajectories, and bytes: each rank's columns lie one after the other
     for count in counts:
         for name, _, dtype in sent:
             made[name][first : first + count] = everything[at : at + count * dtype.itemsize].view(dtype)

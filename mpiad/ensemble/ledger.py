@@ -87,7 +87,7 @@ class Ledger:
                 continue
             if self._varies[place]:
                 total[..., columns] += part[..., :count]
-            elif type(total) is np.ndarray and total.ndim:
+            elif type(total) is np.ndarray and total.ndim:  # a number can't be added to in place
                 total += part
             else:
                 self._parts[place] = total + part

@@ -206,6 +206,7 @@ def _ensemble(
     demands: Demands, compiler: Compiler, problem: EnsembleProblem, numbers: range, shown: Callable[[int], None] | None
 ) -> EnsembleSolution:
     """Solve some trajectories, counted from 1."""
+    # One for all batches and repeats, so that a trajectory's generator doesn't depend on how they are cut.
     seed = master_seed(problem.seed) if problem.prob_func else 0
 
     def solved(numbers: range, repeat: int = 1) -> EnsembleSolution:

@@ -106,7 +106,7 @@ class _Launch:
         lane = (*lanes_of(form), np.full(lanes, -1), np.zeros(lanes, np.int64), state)
         while True:
             self._function(*lane, stop, *self._given, *self._made, rows, before)
-            waiting, vacant, row = state
+            waiting, vacant, row = state  # the kernel has left off there, and goes on from there
             if vacant == lanes and waiting == stop:
                 break
             # There is no room left for the steps of a turn.

@@ -85,7 +85,7 @@ def code_of(dispatcher: Any, signature: str) -> tuple[Code | None, Callable[...,
         The function itself, in numba's memory.
     """
     dispatcher.compile(signature)
-    (made,) = dispatcher.overloads.values()
+    (made,) = dispatcher.overloads.values()  # one signature was asked for
     library, symbol = made.library, made.fndesc.llvm_func_name
     address = library.get_pointer_to_function(symbol)
     declared = (f.name for f in library._final_module.functions if f.is_declaration)

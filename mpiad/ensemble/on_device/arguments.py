@@ -54,6 +54,7 @@ def check(batch: Batch, settings: Settings) -> None:
 def _check_place(batch: Batch) -> None:
     home = arrays_of(batch.u0)
     for place, leaf in enumerate(batch.p.leaves):
+        # A number of the host's goes along with any call, and needn't live on the device.
         array = np.ndim(leaf) > 0 if not is_device_array(leaf) else True
         if array and arrays_of(leaf) != home:
             raise TypeError(

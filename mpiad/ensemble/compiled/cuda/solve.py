@@ -89,7 +89,7 @@ def _by_kernel(
     gpu: Any = gpu_of(backend)
     solver = Solver(gpu, arrays, program, batch, settings, layout, compiler.told)
     directions = _directions(compiler, solver, given, layout) if given.traced else ()
-    carried = directions if len(directions) <= FEW else ()
+    carried = directions if len(directions) <= FEW else ()  # more are carried later, a few at a time
     if carried and compiler.gradient is None and not is_small(solver.kernel(carried)):
         directions = carried = ()  # the adjoint's kernels are smaller
     if not fits(solver.kernel(carried), batch, compiler):
