@@ -65,10 +65,11 @@ def _select(like: SymbolicArray, conditions: Any, choices: Any, default: Any = 0
 
 def _clip(like: SymbolicArray, array: Any, a_min: Any = None, a_max: Any = None, **others: Any) -> Any:
     least, most = others.get("min", a_min), others.get("max", a_max)
+    # Not by maximum and minimum, which share a derivative in a tie: at a bound autograd's clip has none.
     if least is not None and least is not np._NoValue:
-        array = entrywise(like, lambda x, y: x.maximum(y), array, least)
+        array = entrywise(like, lambda x, y: choose(x <= y, y, x), array, least)
     if most is not None and most is not np._NoValue:
-        array = entrywise(like, lambda x, y: x.minimum(y), array, most)
+        array = entrywise(like, lambda x, y: choose(x >= y, y, x), array, most)
     return array
 
 

@@ -132,6 +132,16 @@ def test_ties_and_kinks_are_autograds(operation, u, expected):
     np.testing.assert_array_equal(rows_of_vjp(one(operation), u, [], 0.0)[0][:-1], expected)
 
 
+@pytest.mark.parametrize("bounds", [(0.0, 1.0), (0.0, None), (None, 1.0)])
+def test_clip_at_its_bounds_is_autograds(bounds):
+    clip = autograd.numpy.clip
+    u = np.array([-1.0, 0.0, 0.5, 1.0, 2.0])
+    program = trace(lambda u, p, t: clip(u, *bounds), (5,), Parameters([], [], lambda leaves: None), float)
+    np.testing.assert_array_equal(evaluated(program, u, [], 0.0), np.clip(u, *bounds))
+    expected = np.diag(autograd.elementwise_grad(lambda u: clip(u, *bounds))(u))
+    np.testing.assert_array_equal(rows_of_vjp(program, u, [], 0.0)[:, :-1], expected)
+
+
 # ---- Programs that are drawn -----------------------------------------------------------------------------------------
 # Analytic ones, so that a step along the imaginary axis gives the derivative without cancellation.
 ANALYTIC = ["add", "subtract", "multiply", "divide", "negative", "sqrt", "exp", "log", "sin", "cos", "tanh", "sinh"]
