@@ -126,10 +126,14 @@ def _power(b: Builder, x: int, y: int) -> int | None:
     exponent = b.value(y)
     if exponent is None or b.value(x) is not None or abs(exponent) > _LARGEST_EXPONENT or (2 * exponent) % 1:
         return None
-    size = abs(exponent)
+    size, rooted = abs(exponent), x
+    if size % 1 and exponent > 1:
+        # At 0 both factors are constants, since the power has no slope there: zero times the root's infinite one is NaN.
+        still = b.call("equal", x, b.constant(0.0))
+        x, rooted = b.call("where", still, b.constant(0.0), x), b.call("where", still, b.constant(1.0), x)
     made = _whole_power(b, x, int(size))
     if size % 1:
-        root = b.call("sqrt", x)
+        root = b.call("sqrt", rooted)
         made = root if made is None else b.call("multiply", made, root)
     if made is None:
         return b.constant(1.0)

@@ -142,6 +142,21 @@ def test_clip_at_its_bounds_is_autograds(bounds):
     np.testing.assert_array_equal(rows_of_vjp(program, u, [], 0.0)[:, :-1], expected)
 
 
+@pytest.mark.parametrize("exponent", [0.5, 1.5, 2.5, 7.5, 2.0])
+def test_powers_at_zero_are_autograds(exponent):
+    u = np.array([0.0, 1e-300, 0.3, 4.0])
+    program = trace(lambda u, p, t: u**exponent, (4,), Parameters([], [], lambda leaves: None), float)
+    np.testing.assert_allclose(np.array(evaluated(program, u, [], 0.0)), u**exponent, rtol=1e-15, atol=0)
+    with np.errstate(divide="ignore"):
+        expected = autograd.elementwise_grad(lambda u: u**exponent)(u)
+    along = evaluated(jvp(program, time=False), u, [], 0.0, np.ones(4))[4:]
+    np.testing.assert_allclose(along, expected, rtol=1e-14, atol=0)
+    for i, row in enumerate(rows_of_vjp(program, u, [], 0.0)[1:, 1:-1], 1):
+        np.testing.assert_allclose(row, np.where(np.arange(1, 4) == i, expected[1:], 0), rtol=1e-14, atol=0)
+    at_zero = evaluated(vjp(program, time=False), u, [], 0.0, np.eye(4)[0])[0]
+    np.testing.assert_array_equal(at_zero, expected[0])
+
+
 # ---- Programs that are drawn -----------------------------------------------------------------------------------------
 # Analytic ones, so that a step along the imaginary axis gives the derivative without cancellation.
 ANALYTIC = ["add", "subtract", "multiply", "divide", "negative", "sqrt", "exp", "log", "sin", "cos", "tanh", "sinh"]
