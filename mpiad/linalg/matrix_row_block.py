@@ -167,8 +167,7 @@ class MatrixRowBlock:
                 f"MatrixRowBlock.with_values: values must have shape {expected}, one for each entry of the rows of rank "
                 f"{self._channel.rank}, but got {found}."
             )
-        # Not by the constructor: it would find the pattern anew, with messages.
-        other = object.__new__(type(self))
+        other = object.__new__(type(self))  # not by the constructor: it would find the pattern anew, with messages
         other.__dict__.update(self.__dict__, values=values)
         return other
 
@@ -268,8 +267,7 @@ class MatrixRowBlock:
             self._checked(b, 0, "solve")
         except (TypeError, ValueError) as found:
             error = found
-        # A product would raise on this rank alone, while the others wait for its entries.
-        raise_together(self._channel, error)
+        raise_together(self._channel, error)  # a product would raise here alone, while the others wait for entries
         if method == "direct":
             # Exact factors leave one or two iterations, which also repair what rounding lost.
             method, preconditioner = "gmres", GatheredFactors(self)
@@ -294,8 +292,7 @@ class MatrixRowBlock:
         return None if pieces is None else scipy.sparse.vstack(pieces, format="csr")
 
     def _require_square(self, call: str) -> None:
-        # All ranks know all offsets, so all raise.
-        if self.shape[0] != self.shape[1] or (self.offsets[0] != self.offsets[1]).any():
+        if self.shape[0] != self.shape[1] or (self.offsets[0] != self.offsets[1]).any():  # all know them, so all raise
             raise ValueError(
                 f"MatrixRowBlock.{call}: the matrix must be square, with rows and columns divided alike, but has shape "
                 "{}, and rank {} has {} rows and {} columns.".format(self.shape, self._channel.rank, *self.local_shape)
