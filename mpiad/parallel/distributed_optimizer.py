@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpiad._typing import Comm, Function, Tree
+from mpiad.differentiation.objective import Problem
 from mpiad.differentiation.trace import Variables
 from mpiad.parallel.buckets import BUCKET_BYTES, Plan, Sums, plan_of
 from mpiad.parallel.clipping import clipped
@@ -112,8 +113,8 @@ class DistributedOptimizer:
         Raises
         ------
         TypeError, ValueError
-            Where the gradient doesn't have the form of the parameters; on all ranks, where none has a sample, or their
-            parameters differ in number, shape or dtype.
+            On all ranks, where one's gradient doesn't have the form of the parameters (where more gradients are to be
+            accumulated on that rank alone), none has a sample, or their parameters differ in number, shape or dtype.
 
         Ranks
         -----
@@ -122,14 +123,21 @@ class DistributedOptimizer:
         variables = variables_of(params, "DistributedOptimizer.update")
         given, places, _ = variables
         specs = [spec_like(given[k]) for k in places]
-        if samples == 0:
+        problem, parts = None, None
+        if samples != 0:
+            try:
+                leaves = matching(gradient, params, given, "DistributedOptimizer.update")
+            except (TypeError, ValueError) as error:
+                if self.accumulate > 1 and state["steps"] + 1 < self.accumulate:
+                    raise  # nobody waits for this rank yet
+                problem = Problem(type(error), str(error))
+            else:
+                # In the gradient's own dtype, so that a number of NumPy's can't make float64 of float32.
+                factor = 1 if samples is None else samples
+                parts = [g if factor == 1 else g * s.dtype.type(factor) for g, s in zip((leaves[k] for k in places), specs)]
+        if parts is None:
             # Zeros, because the sums are collective: this rank must take part in each of them.
             parts = [spec.zeros() for spec in specs]
-        else:
-            leaves = matching(gradient, params, given, "DistributedOptimizer.update")
-            # In the gradient's own dtype, so that a number of NumPy's can't make float64 of float32.
-            factor = 1 if samples is None else samples
-            parts = [leaves[k] if factor == 1 else leaves[k] * specs[i].dtype.type(factor) for i, k in enumerate(places)]
         count = 1 if samples is None else samples
         if self.accumulate > 1:
             held = state["gradient"]
@@ -141,7 +149,7 @@ class DistributedOptimizer:
         with suspended():
             self._plan = plan_of(specs, self.bucket_bytes, self._plan)
             used = channel(self.comm, "DistributedOptimizer.update")
-            total = totals(used, self._plan, "DistributedOptimizer.update", count)
+            total = totals(used, self._plan, "DistributedOptimizer.update", count, problem=problem)
             with Sums(used, self._plan) as sums:
                 sums.add_all(parts)
                 return self._updated(state, params, variables, sums, total.all)

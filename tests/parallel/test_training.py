@@ -320,3 +320,20 @@ def test_a_wrong_loss_on_one_rank_raises_on_all():
 def test_what_cannot_be_used_is_refused(make, kind, text):
     with pytest.raises(kind, match=text):
         make()
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_gradient_of_another_form_on_one_rank_raises_on_all(accumulate, rank, size):
+    optimizer = DistributedOptimizer(SGD(0.1), accumulate=accumulate)
+    params = {"w": np.ones(3), "b": np.zeros(2)}
+    wrong = {"w": np.ones(4), "b": np.zeros(2)}
+    state = optimizer.setup(params)
+    for _ in range(accumulate - 1):
+        state, params = optimizer.update(state, params, params)
+    with pytest.raises(ValueError, match=rf"gradient.*w.*shape \(3,\).*\(4,\).*on rank {size - 1}"):
+        optimizer.update(state, params, wrong if rank == size - 1 else params)
+    # No sum was started, so the next update is right.
+    state = optimizer.setup(params)
+    for _ in range(accumulate):
+        state, params = optimizer.update(state, params, {"w": np.full(3, rank + 1.0), "b": np.zeros(2)})
+    np.testing.assert_allclose(params["w"], 1 - 0.1 * (size + 1) / 2)
