@@ -50,18 +50,38 @@ def quantile(u: Array, q: float | list[float]) -> Array:
     Raises
     ------
     NotImplementedError
-        Where the states are traced, or device arrays.
+        Where the states are device arrays.
+
+    Adjoint
+    -------
+    To the two trajectories that a quantile lies between, by how near it is to each; which ones these are is taken as fixed.
     """
     if is_device_array(u):
         raise NotImplementedError(
             "quantile: the states are device arrays, of which there are no quantiles without NaN. Take them of "
             "mpiad.device.to_host(sol.u)."
         )
-    if isbox(u):
-        raise NotImplementedError(
-            "quantile: the states are traced, and quantiles have no derivative here. Take them of mpiad.stop(sol.u)."
-        )
+    if isbox(u) and len(u):
+        return _between(u, np.asarray(q, float))
     return np.nanquantile(u, q, axis=0) if len(u) else np.full((*np.shape(q), *u.shape[1:]), np.nan)
+
+
+def _between(u: Array, q: np.ndarray) -> Array:
+    """Return quantiles of traced states: NumPy's "linear" ones."""
+    if q.size and not (q.min() >= 0 and q.max() <= 1):
+        raise ValueError(f"quantile: q must lie between 0 and 1, but got {q.tolist()}.")
+    values = getval(u)
+    if np.iscomplexobj(values):
+        raise TypeError(f"quantile: the states must be real, but their dtype is {values.dtype}: complex numbers have no order.")
+    columns = values.reshape(len(values), -1)
+    order = np.argsort(columns, axis=0)  # NaN come last
+    known = np.sum(~np.isnan(columns), axis=0)
+    place = np.multiply.outer(q.ravel(), np.maximum(known - 1, 0))
+    below = np.floor(place).astype(int)
+    above = np.minimum(below + 1, np.maximum(known - 1, 0))
+    each, rows = np.arange(columns.shape[1]), anp.reshape(u, columns.shape)
+    lower, upper = (rows[np.take_along_axis(order, chosen, 0), each] for chosen in (below, above))
+    return anp.reshape(lower + (upper - lower) * (place - below), (*q.shape, *values.shape[1:]))
 
 
 def summary(sol: Any) -> str:

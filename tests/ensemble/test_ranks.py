@@ -319,6 +319,31 @@ def test_spread_is_differentiated_where_there_is_none_or_nobody_came(gather):
     np.testing.assert_allclose(gradient, autograd.grad(exact)(rates), rtol=1e-6)
 
 
+@pytest.mark.parametrize("gather", [True, False])
+@pytest.mark.parametrize("q", [0.3, [0.0, 0.25, 0.9, 1.0]])
+def test_quantiles_are_differentiated_among_those_that_came(gather, q):
+    # The fastest is ended by its event before t = 2, so the last times have six states and not seven.
+    decay = ODEProblem(lambda u, p, t: p * u, np.array([0.5]), (0.0, 2.0))
+    ends = Event(lambda u, p, t: u[0] - 1.0)
+    rates = np.array([0.1, -0.7, 0.8, 0.05, -0.31, 0.2, -0.02])
+    times = np.linspace(0, 2, 5)
+
+    def loss(p):
+        many = EnsembleProblem(decay, p=anp.reshape(p, (-1, 1)))
+        sol = solve(many, RK45(), EnsembleMPI(gather=gather), trajectories=7, saveat=0.5, events=ends, rtol=1e-9, atol=1e-12)
+        return anp.sum(sol.quantile(q)[..., 0] ** 2 * (1 + times))
+
+    def exact(p):
+        u = 0.5 * np.exp(p[:, None] * times)
+        return np.sum(np.nanquantile(np.where(u < 1, u, np.nan), q, axis=0) ** 2 * (1 + times))
+
+    step = 1e-6
+    differences = [(exact(rates + step * e) - exact(rates - step * e)) / (2 * step) for e in np.eye(7)]
+    value, gradient = mpiad.value_and_grad(loss, shared=True)(rates)
+    np.testing.assert_allclose(value, exact(rates), rtol=1e-7)
+    np.testing.assert_allclose(gradient, differences, rtol=1e-5, atol=1e-7)
+
+
 def test_there_are_no_statistics_of_outputs():
     made = EnsembleProblem(BASE, output_func=lambda sol, i: (sol.u_end, False))
     for way in (EnsembleVectorized(), EnsembleMPI(), EnsembleMPI(gather=False)):
