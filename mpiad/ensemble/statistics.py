@@ -72,7 +72,7 @@ def _between(u: Array, q: np.ndarray) -> Array:
         raise ValueError(f"quantile: q must lie between 0 and 1, but got {q.tolist()}.")
     values = getval(u)
     if np.iscomplexobj(values):
-        raise TypeError(f"quantile: the states must be real, but their dtype is {values.dtype}: complex numbers have no order.")
+        raise TypeError(f"quantile: the states must be real, but are {values.dtype}: complex numbers have no order.")
     columns = values.reshape(len(values), -1)
     order = np.argsort(columns, axis=0)  # NaN come last
     known = np.sum(~np.isnan(columns), axis=0)

@@ -330,7 +330,8 @@ def test_quantiles_are_differentiated_among_those_that_came(gather, q):
 
     def loss(p):
         many = EnsembleProblem(decay, p=anp.reshape(p, (-1, 1)))
-        sol = solve(many, RK45(), EnsembleMPI(gather=gather), trajectories=7, saveat=0.5, events=ends, rtol=1e-9, atol=1e-12)
+        backend = EnsembleMPI(gather=gather)
+        sol = solve(many, RK45(), backend, trajectories=7, saveat=0.5, events=ends, rtol=1e-9, atol=1e-12)
         return anp.sum(sol.quantile(q)[..., 0] ** 2 * (1 + times))
 
     def exact(p):
