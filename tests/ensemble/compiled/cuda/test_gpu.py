@@ -440,7 +440,7 @@ def test_without_a_gpu_the_error_says_what_to_install_and_what_runs_on_the_cpu(m
 
 
 def test_saved_times_on_the_device_are_refused_by_name():
-    with pytest.raises(TypeError, match=r"times on the host, but got a DeviceArray of shape \(2,\)"):
+    with pytest.raises(TypeError, match=r"times on the host, but got DeviceArray on device 0 .* of shape \(2,\)"):
         solve(ensemble(lorenz, states(2), parameters(2)), RK45(), EnsembleGPU(), saveat=on_device([0.0, 1.0]))
 
 
