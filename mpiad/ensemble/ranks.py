@@ -31,9 +31,9 @@ from mpiad.transport.agreement import raise_together
 __all__ = ["EnsembleMPI", "Sharing", "over_ranks"]
 
 # What a turn of the working set costs besides its columns, in numbers (columns times components), as measured for small f:
-# 1,700 for states, and 2,400 with tangents, for which f is traced at each stage. A kernel's turn is that of its lanes,
+# 2,660 for states, and 3,450 with tangents, for which f is traced at each stage. A kernel's turn is that of its lanes,
 # however few are busy.
-_TURN, _TRACED_TURN, _LANES = 1700.0, 2400.0, 16.0
+_TURN, _TRACED_TURN, _LANES = 2660.0, 3450.0, 16.0
 
 
 class EnsembleMPI(EnsembleAlgorithm):
