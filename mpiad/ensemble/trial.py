@@ -18,10 +18,10 @@ from mpiad.ensemble.events import Event
 from mpiad.ensemble.field import Field
 from mpiad.ensemble.linearization import check_traceable
 
-__all__ = ["try_once"]
+__all__ = ["MOVED", "require_uncoupled", "try_once"]
 
 # By how much the other columns are moved, relative to u or to 1, and what of the largest value is rounding.
-_MOVED, _ROUNDINGS = 0.01, 1e4
+MOVED, _ROUNDINGS = 0.01, 1e4
 
 
 def try_once(batch: Batch, events: Sequence[Event], traced: bool) -> None:
@@ -77,7 +77,7 @@ def _columns(batch: Batch, ids: Array) -> tuple[Array, Any, Array]:
 def _moved(u: Array, p: Any, t: Array) -> tuple[Array, Any, Array]:
     """Return the columns with all but the first at other places, each component its own way."""
     way = np.cos(np.arange(u.size).reshape(u.shape))
-    others = (u + _MOVED * (1 + np.abs(u)) * way).astype(u.dtype)
+    others = (u + MOVED * (1 + np.abs(u)) * way).astype(u.dtype)
     others[:, 0] = u[:, 0]
     others.flags.writeable = False
     return others, p, t
@@ -100,8 +100,29 @@ def _check_uncoupled(fun: Callable[..., Array], first: tuple, moved: tuple, name
         return  # nearly always, and each solve comes here
     known = [part[np.isfinite(part)] for part in (value, other)]
     largest = max((float(np.abs(part).max(initial=0.0)) for part in known), default=0.0)
-    allowed = _ROUNDINGS * float(np.finfo(first[0].dtype).eps) * largest
-    if not np.allclose(alone, beside, rtol=0, atol=allowed, equal_nan=True):
+    require_uncoupled(alone, beside, largest, float(np.finfo(first[0].dtype).eps), name)
+
+
+def require_uncoupled(alone: Array, beside: Array, largest: float, eps: float, name: str) -> None:
+    """Look at the first trajectory's values beside some columns and beside others.
+
+    Parameters
+    ----------
+    alone, beside : array
+        On the host.
+    largest : float
+        The largest value among all columns.
+    eps : float
+        The distance from one to the next number in the precision of the states.
+    name : str
+        What gave the values, for the message of the error.
+
+    Raises
+    ------
+    ValueError
+        Where they differ by more than rounding.
+    """
+    if not np.allclose(alone, beside, rtol=0, atol=_ROUNDINGS * eps * largest, equal_nan=True):
         raise ValueError(
             f"solve: {name} gives the first trajectory {alone.tolist()} beside some columns, but {beside.tolist()} beside "
             f"others: trajectories must not depend on each other. {COUPLED}"

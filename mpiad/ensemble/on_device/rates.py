@@ -9,12 +9,10 @@ from autograd.tracer import isbox
 
 from mpiad._typing import Array, Function, Shape, Tree
 from mpiad.ensemble.derivative import COUPLED
+from mpiad.ensemble.trial import MOVED, require_uncoupled
 from mpiad.transport.device_arrays import arrays_of
 
 __all__ = ["Rates"]
-
-# As on the host: how far other columns are moved, and what of the largest value is rounding.
-_MOVED, _ROUNDINGS = 0.01, 1e4
 
 
 class Rates:
@@ -77,7 +75,7 @@ class Rates:
             self._check_uncoupled(u, p, t)
 
     def _check_uncoupled(self, u: Array, p: Tree, t: Array) -> None:
-        moved = u + _MOVED * (1 + np.abs(u))
+        moved = u + MOVED * (1 + np.abs(u))
         moved[:, 0] = u[:, 0]
         alone = self.at(u, p, t)
         try:
@@ -88,8 +86,4 @@ class Rates:
         pair = home.to_host(np.stack([alone[:, 0], beside[:, 0], np.max(np.abs(alone), axis=1)]))
         eps = float(np.finfo(pair.dtype).eps)
         largest = float(np.abs(pair[np.isfinite(pair)]).max(initial=0.0))
-        if not np.allclose(pair[0], pair[1], rtol=0, atol=_ROUNDINGS * eps * largest, equal_nan=True):
-            raise ValueError(
-                f"solve: f gives the first trajectory {pair[0].tolist()} beside some columns, but {pair[1].tolist()} "
-                f"beside others: trajectories must not depend on each other. {COUPLED}"
-            )
+        require_uncoupled(pair[0], pair[1], largest, eps, "f")
