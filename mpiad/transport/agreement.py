@@ -95,6 +95,7 @@ def require_same(channel: Channel, described: str, call: str) -> None:
     -----
     All ranks of the channel call it.
     """
+    # The texts themselves, and no hash: arguments are short, and the error shows them.
     found = channel.data.allgather(described)
     for rank, other in enumerate(found):
         if other != found[0]:

@@ -11,6 +11,7 @@ An exception that leaves messages under way marks the channel, since an old mess
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -47,6 +48,7 @@ class Channel:
         self.headers: Comm | None = None  # for those of messages under watch
         self.cuda_aware: dict[str, bool] = {}  # agreed on, by kind of array
         self._order = next(_numbers)
+        self._looking = threading.Lock()
         self._open(self._duplicate())
         _live.add(self)
 
@@ -63,6 +65,7 @@ class Channel:
         self.received: dict[tuple[int, int], int] = {}
         self.pending: list[tuple[Any, np.ndarray]] = []
         self.started: dict[int, tuple[str, Any, Any]] = {}
+        self.unended = False  # whether a collective was given up in its middle
         self._next_look = 1
         self._backwards: Comm | None = None
         self._aside: tuple[Comm, Comm] | None = None
@@ -98,10 +101,19 @@ class Channel:
     def keep(self, request: Any, array: np.ndarray) -> None:
         """Hold the buffer of a send until MPI is done with it."""
         self.pending.append((request, array))
-        if len(self.pending) >= self._next_look:
-            self.pending = [held for held in self.pending if not held[0].Test()]
-            # Looking again only when twice as many wait keeps the looks linear in the number of sends.
-            self._next_look = 2 * len(self.pending) + 1
+        # One thread looks, since two mustn't ask MPI for the same request; the others leave it to that one.
+        if len(self.pending) >= self._next_look and self._looking.acquire(blocking=False):
+            try:
+                self._drop_sent()
+            finally:
+                self._looking.release()
+
+    def _drop_sent(self) -> None:
+        looked = len(self.pending)
+        # In place, and no further than here: meanwhile other threads may add what they send.
+        self.pending[:looked] = [held for held in self.pending[:looked] if not held[0].Test()]
+        # Looking again only when twice as many wait keeps the looks linear in the number of sends.
+        self._next_look = 2 * len(self.pending) + 1
 
     def hold(self, kind: str, request: Any, buffers: Any) -> None:
         """Hold the buffers of what will be waited for; `kind` is "send", "receive" or "reduction"."""
@@ -124,23 +136,31 @@ class Channel:
         for request in [request for request, _ in self.pending] + sends:
             request.Wait()
         # A reduction that not all ranks have started never ends.
+        self.unended = self._has_unended()
         _ABANDONED.extend(held for held in self.started.values() if held[0] == "reduction")
         self.pending.clear()
         self.started.clear()
 
     def has_unfinished(self) -> bool:
-        """Tell whether messages may be under way on any rank; collective.
+        """Tell whether messages may be under way on any rank, and note on all whether a collective is; collective.
 
         To end them takes a message from each rank to each, which thousands of ranks needn't send at every exit.
         """
-        self.pending = [held for held in self.pending if not held[0].Test()]
+        with self._looking:
+            self._drop_sent()
         here = bool(self.pending or self.started or self.fault)
         # Of one rank alone this says nothing, since it may only send; the sum over all is what nobody has received.
         unreceived = sum(self.sent.values()) - sum(self.received.values())
-        mine, every = np.array([here, unreceived], dtype=np.int64), np.empty(2, dtype=np.int64)
+        # All in one message, since every program pays for it at its exit.
+        mine, every = np.array([here, unreceived, self._has_unended()], dtype=np.int64), np.empty(3, dtype=np.int64)
         # Not on `data`: a rank that leaves early would meet the collectives of those that still compute.
         self.reverse.Allreduce(mine, every, MPI.SUM)
+        self.unended = bool(every[2])
         return bool(every.any())
+
+    def _has_unended(self) -> bool:
+        reductions = [request for kind, request, _ in self.started.values() if kind == "reduction"]
+        return self.unended or any(not request.Test() for request in reductions)
 
     def sends(self) -> bool:
         """Tell whether messages of this rank's are under way."""
@@ -170,10 +190,10 @@ class Channel:
         if _watch is not None:
             _watch.start_anew(self)
         self.end()
-        old = self.duplicates()
+        old, unended = self.duplicates(), self.unended
         self._open(self._duplicate())
         self.fault = None
-        _free(old)
+        _give_back(old, _any_rank(self.data, unended))
 
     def duplicates(self) -> list[Comm]:
         """Return all communicators of this channel's own."""
@@ -196,9 +216,11 @@ class Channel:
 
     def close(self) -> None:
         """End what is under way and free the duplicates; collective."""
+        unended = False
         if not self.lost and self.has_unfinished():
+            unended = self.unended
             self.end()
-        _free(self.duplicates())
+        _give_back(self.duplicates(), unended)
         if self.headers is not None and self.headers != MPI.COMM_NULL and not self.lost:
             drain(self.headers, self.tag_limit)
             self.headers.Free()
@@ -261,7 +283,20 @@ class _Freed:
         )
 
 
-def _free(comms: list[Comm]) -> None:
+def _any_rank(comm: Comm, here: bool) -> bool:
+    """Tell whether it is so on any rank; collective."""
+    mine, every = np.array(here, dtype=np.int32), np.empty((), dtype=np.int32)
+    comm.Allreduce(mine, every, MPI.MAX)
+    return bool(every)
+
+
+def _give_back(comms: list[Comm], unended: bool) -> None:
+    """Free communicators; collective. Not where a rank has begun a collective on them that others never come to."""
+    # What it has sent stays under way, and MPI gives the numbers of those that are freed to others, who would receive it:
+    # the sums of a communicator made later would be wrong.
+    if unended:
+        _ABANDONED.append(tuple(comms))
+        return
     for comm in comms:
         if comm != MPI.COMM_NULL:
             comm.Free()

@@ -62,6 +62,7 @@ def _reduce_on_device(channel: Channel, array: Array, op: Op, root: int, mixed: 
     if divided is not None:
         return pieces.reduce(channel, divided, array, op, root)
     way = way_of(channel, arrays)
+    # Room on the device is made on the root alone.
     if channel.rank != root:
         channel.data.Reduce(way.lent(array), None, op, root)
         return Spec(array.shape, array.dtype, arrays).zeros()
@@ -98,6 +99,7 @@ def scan(channel: Channel, x: Array, exclusive: bool, backwards: bool, call: str
     array = outgoing(x, call)
     way = way_of(channel, arrays_of(array))
     room = way.room(array.shape, array.dtype)
+    # MPI has no suffix sums: on the ranks in reverse order they are prefix sums.
     comm = channel.backwards() if backwards else channel.data
     (comm.Exscan if exclusive else comm.Scan)(way.lent(array), way.buffer(room), MPI.SUM)
     if exclusive and comm.rank == 0:

@@ -7,9 +7,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["Difference", "compare", "greatest"]
+__all__ = ["Difference", "bits_of", "compare", "greatest"]
 
 _HUGE = 2**1023  # integers from here on have no float
+# Of the 16 bytes of a long double on x86 ten hold its 80 bits; whatever the memory held before is in the others.
+_MEANT = 10 if np.finfo(np.longdouble).nmant == 63 else np.dtype(np.longdouble).itemsize
 
 
 class Difference(NamedTuple):
@@ -71,6 +73,19 @@ def compare(path: str, kind: str, mine: Any, theirs: Any, reference: int, others
     return Difference(path, first, absolute, relative, text)
 
 
+def bits_of(array: np.ndarray) -> np.ndarray:
+    """Return the bytes that say what an array holds, shape (size, bytes of an entry), without those that only fill up."""
+    if not array.size:
+        return np.empty((0, 1), np.uint8)
+    if array.dtype.names:  # there may be gaps between the fields
+        return np.concatenate([bits_of(array[name]).reshape(array.size, -1) for name in array.dtype.names], axis=1)
+    # A view of the memory copies nothing.
+    whole = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    if array.dtype.char not in "gG":
+        return whole.reshape(array.size, -1)
+    return whole.reshape(array.size, -1, np.dtype(np.longdouble).itemsize)[:, :, :_MEANT].reshape(array.size, -1)
+
+
 def greatest(values: Sequence[float] | np.ndarray) -> float:
     """Return the greatest number, NaN where there is none."""
     known = np.asarray(values)[~np.isnan(values)]
@@ -78,8 +93,7 @@ def greatest(values: Sequence[float] | np.ndarray) -> float:
 
 
 def _places(mine: np.ndarray, theirs: np.ndarray) -> np.ndarray:
-    bits = [np.ascontiguousarray(array).reshape(-1).view(np.uint8).reshape(array.size, -1) for array in (mine, theirs)]
-    return np.flatnonzero((bits[0] != bits[1]).any(axis=1))
+    return np.flatnonzero((bits_of(mine) != bits_of(theirs)).any(axis=1))
 
 
 def _of_integers(mine: Any, theirs: Any) -> tuple[float, float]:

@@ -144,7 +144,7 @@ def swap(array: Array, there: Envelope, spec: Spec, back: Envelope, call: str) -
     sending, held = _started(array, there)
     try:
         value = _completed(receipt, MPI.Status(), call)
-    except (ValueError, MPI.Exception):
+    except BaseException:
         there.channel.keep(sending, held)  # it may be under way still, and its receiver may not come
         raise
     sending.Wait()

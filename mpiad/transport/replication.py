@@ -20,7 +20,7 @@ from mpi4py import MPI
 from mpiad.errors import ReplicationError
 from mpiad.transport.channels import Channel
 from mpiad.transport.device_arrays import arrays_of
-from mpiad.transport.differences import Difference, compare, greatest
+from mpiad.transport.differences import Difference, bits_of, compare, greatest
 
 __all__ = ["require_replicated"]
 
@@ -70,6 +70,7 @@ def require_replicated(channel: Channel, leaves: Sequence[tuple[str, Any]], said
             held.append(_Held(path, *_described(values[-1])))
     except TypeError as error:
         wrong = str(error)
+    # Of paths and kinds too: the same bits under other names are another value.
     mine = hashlib.blake2b(repr(held).encode(), digest_size=16).digest()
     if not _all_equal(channel, mine, bool(wrong)):
         _explain(channel, values, held, wrong, f"{said}, but ", f" {advice}" if advice else "")
@@ -92,9 +93,8 @@ def _plain(path: str, value: Any) -> Any:
 def _described(value: Any) -> tuple[str, bytes]:
     if not isinstance(value, np.ndarray):
         return type(value).__name__, hashlib.blake2b(repr(value).encode(), digest_size=16).digest()
-    # Hashing a view of the memory copies nothing.
-    bits = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
-    return f"shape {value.shape}, dtype {value.dtype}", hashlib.blake2b(bits.data, digest_size=16).digest()
+    digest = hashlib.blake2b(np.ascontiguousarray(bits_of(value)).data, digest_size=16).digest()
+    return f"shape {value.shape}, dtype {value.dtype}", digest
 
 
 def _all_equal(channel: Channel, digest: bytes, wrong: bool) -> bool:
@@ -108,6 +108,7 @@ def _all_equal(channel: Channel, digest: bytes, wrong: bool) -> bool:
 
 
 def _explain(channel: Channel, values: list[Any], held: list[_Held], wrong: str, said: str, advice: str) -> None:
+    # Only here, where something differs, do the ranks tell each other more than a hash.
     every: list[tuple[list[_Held], str]] = channel.data.allgather((held, wrong))
     for rank, (_, text) in enumerate(every):
         if text:

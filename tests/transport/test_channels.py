@@ -1,5 +1,7 @@
 """Communicators of all kinds, and the library's duplicates of them."""
 
+import threading
+
 import autograd.numpy as anp
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from mpi4py import MPI
 
 import mpiad
 from mpiad.errors import CommunicatorError
-from mpiad.transport import channel
+from mpiad.transport import Envelope, Spec, channel, messages
 
 WORLD = MPI.COMM_WORLD
 
@@ -184,3 +186,95 @@ def test_a_communicator_freed_before_the_reverse_pass(rank):
 
     with pytest.raises(CommunicatorError, match="freed before the reverse pass"):
         mpiad.grad(loss)(np.ones(2))
+
+
+@pytest.mark.mpi(min_size=3)
+@pytest.mark.parametrize("freed", [False, True], ids=["reset", "freed"])
+def test_a_sum_that_one_rank_has_started_does_not_meet_later_ones(rank, size, freed):
+    comm = WORLD.Dup()
+    mpiad.mpi_init(comm)
+
+    def interrupted(x):
+        if rank == 0:
+            mpiad.mpi_iallreduce(x, comm)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        mpiad.grad(interrupted, comm=comm)(np.full(3, 100.0))
+    if freed:
+        comm.Free()
+    else:
+        mpiad.reset(comm)
+    # Without rank 0, for which the number of the old duplicate isn't free; in an order in which its partner awaits another.
+    for _ in range(3):
+        later = WORLD.Split(rank == 0, -rank)
+        mine = np.full(3, float(rank))
+        total = mpiad.mpi_wait(mpiad.mpi_iallreduce(mine, later))
+        np.testing.assert_array_equal(total, np.full(3, 0.0 if rank == 0 else size * (size - 1) / 2))
+        later.Free()
+    if not freed:
+        comm.Free()
+
+
+class Unsent:
+    """The request of a send that takes its time."""
+
+    def Test(self):
+        return False
+
+
+class SentMeanwhile(Unsent):
+    """That of one which is done; while MPI is asked, another thread sends."""
+
+    def __init__(self, comm):
+        self.comm, self.other = comm, Unsent()
+
+    def Test(self):
+        self.comm.keep(self.other, np.ones(1))
+        return True
+
+
+def test_what_another_thread_sends_is_held_while_this_one_looks(monkeypatch):
+    comm = channel(None, "test")
+    monkeypatch.setattr(comm, "pending", [])
+    monkeypatch.setattr(comm, "_next_look", 1)
+    looked_at = SentMeanwhile(comm)
+    comm.keep(looked_at, np.ones(1))
+    assert [request for request, _ in comm.pending] == [looked_at.other]
+
+
+@pytest.mark.skipif(MPI.Query_thread() != MPI.THREAD_MULTIPLE, reason="MPI was initialised for one thread")
+def test_threads_send_on_one_communicator(rank, size):
+    right, left, count = (rank + 1) % size, (rank - 1) % size, 40
+    wrong = []
+
+    def run(tag):
+        for k in range(count):
+            mpiad.mpi_send(np.full(20_000, 1000.0 * tag + k), right, tag)  # too long to be sent at once
+        for k in range(count):
+            got = mpiad.mpi_recv(np.empty(20_000), left, tag)
+            wrong.extend(got[got != 1000 * tag + k])
+
+    threads = [threading.Thread(target=run, args=(tag,)) for tag in (1, 2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_an_exchange_that_is_interrupted_holds_what_it_sends(monkeypatch, rank):
+    """MPI may read it long after the exception."""
+    comm, receipts = channel(None, "test"), []
+
+    def interrupt(receipt, *_):
+        receipts.append(receipt)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(messages, "_completed", interrupt)
+    x = np.ones(1_000_000)
+    there, back = Envelope(comm, rank, 0, True), Envelope(comm, rank, 0, False)
+    with pytest.raises(KeyboardInterrupt):
+        messages.swap(x, there, Spec(x.shape, x.dtype), back, "test")
+    assert any(array is x for _, array in comm.pending)
+    receipts[0].request.Wait()

@@ -66,7 +66,7 @@ class Agreement:
 
     def counts(self) -> dict[str, int]:
         """Return the numbers of agreements that this rank has begun."""
-        return {self._key(lane): number for lane, number in tuple(self._numbers.items())}
+        return {self._key(lane): number for lane, number in self._numbers.copy().items()}
 
     def _key(self, lane: int) -> str:
         return f"{self.label}, lane {lane}" if lane else self.label
@@ -97,9 +97,9 @@ class Agreement:
             The same on all ranks, where they may have begun anew without each other.
         """
         self.epoch = self.epoch + 1 if epoch is None else epoch
-        # One rank may have begun there what the others haven't.
+        # One rank may have begun there what the others haven't. Not freed: whoever got its number would receive that.
         if self._later is not None:
-            self._later.Free()
+            _abandoned.append(self._later)
             self._later = None
         self._numbers.clear()
         self.starts.clear()

@@ -26,13 +26,15 @@ from mpiad.transport.guarded.waits import poll
 
 __all__ = ["Guarded", "counts"]
 
-_all: weakref.WeakSet[Guarded] = weakref.WeakSet()
+# The thread that answers other ranks reads it while the program adds to it: a weak set can't be copied in one step.
+_all: weakref.WeakValueDictionary[int, Guarded] = weakref.WeakValueDictionary()
 
 
 def counts() -> dict[str, int]:
     """Return how many collectives this rank has begun, by what is counted together."""
-    found = {comm.label: comm.started for comm in tuple(_all)}
-    for agreement in {comm.agreement for comm in tuple(_all) if comm.agreement is not None}:
+    every = [comm for reference in _all.valuerefs() if (comm := reference()) is not None]
+    found = {comm.label: comm.started for comm in every}
+    for agreement in {comm.agreement for comm in every if comm.agreement is not None}:
         found |= agreement.counts()
     return found
 
@@ -93,7 +95,7 @@ class Guarded:
         self.number, self.reverse = number, reverse
         self.owner = owner if owner is None or isinstance(owner, weakref.ref) else weakref.ref(owner)
         self.started = self._made = 0
-        _all.add(self)
+        _all[id(self)] = self
 
     def agree(self, step: str, array: Any = None, op: Any = None, root: int | None = None) -> None:
         """Raise on all ranks where they aren't about to do the same."""
@@ -120,6 +122,9 @@ class Guarded:
             poll(request.Test, lambda: Gathering(self, self.label, number))
         except BaseException:
             keep_for_ever(request, held)  # MPI may still write into its buffers
+            channel = None if self.owner is None else self.owner()
+            if channel is not None:
+                channel.unended = True
             raise
 
     def give_up(self, reason: str) -> None:
@@ -130,7 +135,7 @@ class Guarded:
 
     def retire(self) -> None:
         """Count no more: another communicator takes its place, under its name."""
-        _all.discard(self)
+        _all.pop(id(self), None)
 
     # ---- collectives of arrays
     Allreduce = _collective("Allreduce", lambda send, recv, op=MPI.SUM: (_given(send, recv), op, None))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from typing import Any, NamedTuple
-from weakref import WeakSet
+from weakref import WeakValueDictionary
 
 __all__ = ["Ledger", "summary", "unreceived", "without"]
 
@@ -36,7 +36,7 @@ class Ledger:
         self.label, self.members, self._owner = label, members, owner
         self._sent: dict[tuple[int, int], list[Any]] = {}
         self._received: dict[tuple[int, int], int] = {}
-        _all.add(self)
+        _all[id(self)] = self
 
     def sent(self, peer: int, tag: int, place: str) -> None:
         """Count a message that leaves."""
@@ -52,19 +52,20 @@ class Ledger:
 
     def close(self) -> None:
         """Count no more: the messages were dropped by `reset`."""
-        _all.discard(self)
+        _all.pop(id(self), None)
 
     def entries(self) -> tuple[list[Entry], list[Entry], list[tuple[str, str, str]]]:
         """Return what was sent, what was received, and what was started and not waited for."""
+        # Copied in one step: a tuple of the items makes each of them, and a collection amid that lets the program add more.
         sent = [
             Entry(self.label, self.members[peer], tag, count, tuple(places))
-            for (peer, tag), (count, places) in self._sent.items()
+            for (peer, tag), (count, places) in self._sent.copy().items()
         ]
         received = [
-            Entry(self.label, self.members[peer], tag, count, ()) for (peer, tag), count in self._received.items()
+            Entry(self.label, self.members[peer], tag, count, ())
+            for (peer, tag), count in self._received.copy().items()
         ]
         return sent, received, self._unwaited()
-
 
     def _unwaited(self) -> list[tuple[str, str, str]]:
         channel = self._owner()
@@ -72,7 +73,8 @@ class Ledger:
         return [(*request.caller, self.label) for _, request, _ in started if hasattr(request, "caller")]
 
 
-_all: WeakSet[Ledger] = WeakSet()
+# The thread that answers other ranks reads it while the program adds to it: a weak set can't be copied in one step.
+_all: WeakValueDictionary[int, Ledger] = WeakValueDictionary()
 
 
 Summary = tuple[list[Entry], list[Entry], list[tuple[str, str, str]]]
@@ -80,7 +82,7 @@ Summary = tuple[list[Entry], list[Entry], list[tuple[str, str, str]]]
 
 def summary() -> Summary:
     """Return this rank's entries of all channels."""
-    parts = [found.entries() for found in tuple(_all)]
+    parts = [found.entries() for reference in _all.valuerefs() if (found := reference()) is not None]
     return tuple([entry for part in parts for entry in part[k]] for k in range(3))  # type: ignore[return-value]
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mpiad.errors import DeadlockError
+from mpi4py import MPI
+
 from mpiad.transport.guarded.waits import Awaited, poll
 
 __all__ = ["GuardedRequest", "keep_for_ever"]
@@ -44,7 +45,9 @@ class GuardedRequest:
         """Wait until it is complete."""
         try:
             poll(lambda: self.Test(status), self._make)
-        except DeadlockError:
+        except MPI.Exception:  # it is complete
+            raise
+        except BaseException:  # the deadline, or a Ctrl-C between two looks
             self._give_up()
             raise
 

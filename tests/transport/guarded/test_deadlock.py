@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import sys
+import threading
 import time
 from typing import Any
 
@@ -13,8 +16,10 @@ from mpi4py import MPI
 import mpiad
 from mpiad.errors import DeadlockError
 from mpiad.transport import channel
-from mpiad.transport.guarded import awaited, leaving, status
+from mpiad.transport.guarded import awaited, communicator, leaving, ledger, requests, status
+from mpiad.transport.guarded.communicator import Guarded
 from mpiad.transport.guarded.deadlock import State, finding_of
+from mpiad.transport.guarded.requests import GuardedRequest
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -190,3 +195,72 @@ def test_a_long_message_may_still_come_from_a_rank_that_has_left(rank: int, size
     while comm.sends() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not comm.sends()
+
+
+def interrupted(request: GuardedRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(_status: object) -> bool:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(request, "Test", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            request.Wait()
+
+
+def test_a_receive_that_is_interrupted_is_taken_back(monkeypatch: pytest.MonkeyPatch, rank: int, size: int) -> None:
+    comm = Guarded(MPI.COMM_WORLD.Dup(), "test", tuple(range(size)))
+    dropped, wanted = np.zeros(3), np.zeros(3)
+    interrupted(comm.Irecv(dropped, rank, 5), monkeypatch)
+    # The next message mustn't go where nobody looks, into memory that may be another array's by then.
+    request = comm.Irecv(wanted, rank, 5)
+    comm.Isend(np.ones(3), rank, 5).Wait()
+    request.Wait()
+    assert wanted.all() and not dropped.any()
+    comm.Free()
+
+
+def test_a_send_that_is_interrupted_keeps_its_memory(monkeypatch: pytest.MonkeyPatch, rank: int, size: int) -> None:
+    comm, x = Guarded(MPI.COMM_WORLD.Dup(), "test", tuple(range(size))), np.ones(1_000_000)
+    request = comm.Isend(x, rank, 5)
+    interrupted(request, monkeypatch)
+    assert any(held is x for _, held in requests._abandoned)
+    comm.Recv(np.empty_like(x), rank, 5)
+    request.Wait()
+    comm.Free()
+
+
+def test_a_rank_answers_while_it_makes_communicators_and_sends() -> None:
+    """The thread that answers reads what the program writes: an exception there would end the job."""
+    errors, done, interval, thresholds = [], threading.Event(), sys.getswitchinterval(), gc.get_threshold()
+
+    def pause(*_: Any) -> None:  # as finalizers may
+        time.sleep(0)
+
+    kept = ledger.Ledger("kept", (0,), lambda: None)
+
+    def answer() -> None:
+        try:
+            while not done.is_set():
+                ledger.summary()
+                communicator.counts()
+        except RuntimeError as error:
+            errors.append(error)
+
+    sys.setswitchinterval(1e-6)
+    gc.set_threshold(20)
+    gc.callbacks.append(pause)
+    thread = threading.Thread(target=answer)
+    thread.start()
+    try:
+        for tag in range(3000):
+            kept.sent(0, tag, "here")
+            ledger.Ledger("another", (0,), lambda: None).close()
+            Guarded(MPI.COMM_SELF, "another", (0,)).retire()
+    finally:
+        sys.setswitchinterval(interval)
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(pause)
+        done.set()
+        thread.join()
+    kept.close()
+    assert not errors
