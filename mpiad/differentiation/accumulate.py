@@ -68,6 +68,7 @@ def accumulate(total: Any, owned: bool, g: Any) -> tuple[Any, bool]:
 def _with_sparse(total: Any, owned: bool, g: Any) -> Any:
     if type(g) is not Scatter:
         space = vspace(g)
+        # A copy: the first cotangent was kept by reference, and others may hold it.
         if not owned:
             total = space.mut_add(None, total)
         return sparse_add(space, total, g)

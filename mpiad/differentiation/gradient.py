@@ -129,6 +129,7 @@ def _evaluator(
     @recoverable(call, comm)
     def evaluate(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         used = channel(comm, call)
+        # Zero on ranks whose number doesn't count: they are seeded with nothing, but take part in the reverse pass.
         weight = weight_of(objective, used, root_of(root, used, call))
         variables = variables_of(args, argnum, call)
         if shared:
@@ -138,6 +139,7 @@ def _evaluator(
         # Before the reverse pass: where one rank's number is wrong, no rank starts to run backwards.
         total = share(value, weight, problem, used)
         require_equal_objective(total, used, call)
+        # Each rank's own term only. What flows from it to other ranks' inputs travels by the adjoints of the messages.
         gradients = gradients_of_term(traced, weight, variables)
         if shared:
             gradients = shared_sum(gradients, comm)

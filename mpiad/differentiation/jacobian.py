@@ -82,6 +82,7 @@ def jacobian(
             require_equal_copies(variables, used, "jacobian")
         traced = trace_backwards(lambda x: fun(*arguments_with(args, argnum, x), **kwargs), variables)
         spec = _agreed_spec(traced, weight, used)
+        # One reverse pass for each entry, on all ranks: each runs the messages of the function backwards once.
         rows = [_row(traced, k, spec, weight, variables) for k in range(int(np.prod(spec.shape)))]
         leaves = [_stacked(rows, i, spec, variables) for i in range(len(variables.places))]
         return variables.filled(shared_sum(leaves, comm) if shared else leaves, lambda leaf: None)
@@ -119,6 +120,7 @@ def _agreed_spec(traced: Traced, weight: float, used: Channel) -> Spec:
 def _row(traced: Traced, k: int, spec: Spec, weight: float, variables: Variables) -> list[Any]:
     seeds = []
     if traced.places[0] >= 0 and weight != 0.0:
+        # New for each row: accumulation keeps the first cotangent by reference.
         seed = spec.zeros()
         if spec.shape:
             seed.reshape(-1)[k] = weight

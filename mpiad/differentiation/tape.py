@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from mpiad.differentiation.conversions import name_conversion
 from mpiad.differentiation.nodes import LastingNode, OrderedNode, TangentNode
 from mpiad.differentiation.numbering import enter, leave
 from mpiad.primitives.cotangents import spec_like
@@ -48,6 +49,7 @@ class _Tape(Tape):
         self.outer = None  # an ended tape must not keep the tapes around it
         leave(self.number, self._before)
         if kind is not None:
+            name_conversion(error, trace)
             # Ends the cycle of tape and nodes, and makes constants of what was traced.
             self.record = None
             mark_unfinished(self.channels, f"{kind.__name__} left a trace in which messages were under way.")
@@ -84,6 +86,7 @@ class OrderedTape(_Tape):
     ) -> Any:
         """Record a communication; return its node, or None where its result isn't an array."""
         dtype = getattr(ans, "dtype", None)
+        # Shape and dtype, and not the result: for a cotangent of zeros no more is needed, and its memory is free.
         like = _NO_VALUE if dtype is None else spec_like(ans)
         # An input that has outlived its own trace is a constant.
         kept = [(k, node.index) for k, node in zip(argnums, parents) if node.tape is self]

@@ -61,6 +61,7 @@ def variables_of(args: tuple, argnum: int | tuple[int, ...], call: str) -> Varia
     ValueError
         Where an argument is named twice.
     """
+    # Named twice it would be two variables, of which the function sees the second alone.
     if not isinstance(argnum, (int, np.integer)) and len(set(argnum)) != len(argnum):
         raise ValueError(f"{call}: argnum={argnum!r} names an argument twice.")
     try:
@@ -207,10 +208,12 @@ def _unfinished(tape: Any) -> Problem | None:
     """Return the mistake of a trace that ends before its requests are waited for."""
     if not tape.requests:
         return None
+    # Not raised here: backwards the ranks agree first, so that all raise the same and none runs into the reverse pass.
     waiting = list(tape.requests.values())
     tape.requests.clear()
     mark_unfinished(tape.channels, "A trace ended before its requests were waited for.")
     listed = ", ".join(map(repr, waiting[:4])) + (", ..." if len(waiting) > 4 else "")
+    # Whoever waits for one of them later is told that it is over, and not that its trace still goes on.
     for request in waiting:
         request.done, request.tape = True, None
     return Problem(
