@@ -17,7 +17,6 @@ from mpiad._typing import Array, LocalArray, Rank
 from mpiad.domain.coordinates import Lattice
 from mpiad.domain.partition import Partition
 from mpiad.primitives import stop
-from mpiad.transport.device_arrays import is_device_array
 
 __all__ = ["Location", "interpolated", "located"]
 
@@ -52,11 +51,6 @@ def located(points: Array, lattice: Lattice, partition: Partition, call: str) ->
     ValueError
         Where they have another number of coordinates than the grid, or one lies outside.
     """
-    if is_device_array(stop(points)):
-        raise NotImplementedError(
-            f"{call}: points are looked for on the host, but are a device array. Bring them there with "
-            "mpiad.device.to_host."
-        )
     ndim, plain = len(partition.shape), np.asarray(stop(points))
     if plain.dtype.kind not in "fiu":
         raise TypeError(f"{call}: points must be an array of numbers, but got {type(points).__name__} of {plain.dtype}.")

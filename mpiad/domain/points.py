@@ -14,13 +14,15 @@ import autograd.numpy as anp
 import numpy as np
 
 from mpiad._typing import Array, LocalArray
+from mpiad.device.transfer import array_to_device, array_to_host
 from mpiad.domain.coordinates import Lattice, lattice_of, points_along
 from mpiad.domain.division import Division
 from mpiad.domain.halo import Halo, fill_halo
 from mpiad.domain.interpolation import Location, interpolated, located
+from mpiad.domain.point_tables import PointTables, interpolated_there
 from mpiad.primitives import mpi_allgather, mpi_allreduce, mpi_reduce_scatter, stop
 from mpiad.transport.agreement import raise_together
-from mpiad.transport.device_arrays import is_device_array
+from mpiad.transport.device_arrays import arrays_of, named
 
 __all__ = ["Points"]
 
@@ -91,7 +93,8 @@ class Points(Division):
         Location
             ``owner`` of shape (...): the rank that owns ``cell``. ``cell`` of shape (..., dimensions): the cell before the
             point along each dimension, as index of the whole grid. ``fraction`` of the shape of `points`: the way from
-            there to the next cell, from 0 to 1; differentiable.
+            there to the next cell, from 0 to 1; differentiable. Points on a device are looked for on the host, one copy
+            of them, and the three are copied to the device.
 
         Raises
         ------
@@ -109,7 +112,9 @@ class Points(Division):
         The cotangent of `fraction`, divided by the spacing, goes to `points`.
         """
         lattice = lattice_of(self.shape, self.periodic, spacing, origin, extent, centred)
-        return located(points, lattice, self._partition, "Domain.locate")
+        found = located(_on_host(points), lattice, self._partition, "Domain.locate")
+        home = arrays_of(stop(points))
+        return found if home is None else Location(*[array_to_device(part, home) for part in found])
 
     def interpolate(
         self,
@@ -128,7 +133,9 @@ class Points(Division):
         ----------
         u : array of shape (..., *local_shape)
         points : array of shape (..., dimensions)
-            Coordinates; with ``result="own"`` each rank's own points, otherwise the same on all ranks.
+            Coordinates; with ``result="own"`` each rank's own points, otherwise the same on all ranks. For a field on a
+            device they may be on the host, where they are looked for: what is found is copied to the device once for
+            each set of points. Points on a device are copied to the host by each call.
         spacing, origin, extent, centred
             Where the cells lie, as `coordinates` takes them.
         result : {"all", "share", "own"}
@@ -147,7 +154,7 @@ class Points(Division):
             Where a point lies outside of the grid (which one, and where), or `result` isn't one of these; with "own" on all
             ranks.
         TypeError
-            Where `u` or `points` can't be used.
+            Where `u` or `points` can't be used; where points are on a device and `u` isn't.
 
         Ranks
         -----
@@ -163,27 +170,29 @@ class Points(Division):
         if result not in ("all", "share", "own"):
             raise ValueError(f'{call}: result must be one of "all", "share" or "own", but got {result!r}.')
         u = self._checked(u, self.local_shape, call)
-        if is_device_array(stop(u)):
-            raise NotImplementedError(
-                f"{call}: values between cells are computed on the host, but u is a device array. Bring it there with "
-                "mpiad.device.to_host, and the values back with mpiad.device.to_device."
-            )
         lattice = lattice_of(self.shape, self.periodic, spacing, origin, extent, centred)
         if result == "own":
             return self._interpolate_own(u, points, lattice, call)
-        share = self._share(u, located(points, lattice, self._partition, call))
+        _require_place(u, points, call)
+        share = self._share(u, _on_host(points), lattice, call)
         return share if result == "share" else mpi_allreduce(share, comm=self.comm)
 
-    def _share(self, u: LocalArray, where: Location) -> LocalArray:
+    def _share(self, u: LocalArray, points: Array, lattice: Lattice, call: str) -> LocalArray:
         """Return the values at the points that this rank owns, and zeros at the others."""
         # With its own edge beyond physical sides: those values have weight zero, but must be finite.
-        padded = fill_halo(u, self._beside, (("edge", "edge"),) * len(self.shape))
-        starts = np.array([cells.start for cells in self.owned]) - 1
-        return interpolated(padded, where, self._channel.rank, starts)
+        sides = (("edge", "edge"),) * len(self.shape)
+        # Points before the halo travels: nobody waits for a rank that finds one outside.
+        if arrays_of(stop(u)) is None:
+            where = located(points, lattice, self._partition, call)
+            return interpolated(fill_halo(u, self._beside, sides), where, self._channel.rank, self._first_beside)
+        table = self._tables.table(points, lattice, np.zeros(0, u.dtype).real.dtype, call)
+        return interpolated_there(fill_halo(u, self._beside, sides), table, len(self.shape))
 
     def _interpolate_own(self, u: LocalArray, points: Array, lattice: Lattice, call: str) -> LocalArray:
         error = None
         try:
+            _require_place(u, points, call)
+            points = _on_host(points)
             located(points, lattice, self._partition, call)
         except (TypeError, ValueError) as found:
             error = found
@@ -194,7 +203,7 @@ class Points(Division):
         flat = anp.reshape(points, (-1, ndim)) * 1.0
         counts = [int(n) for n in mpi_allgather(np.array([math.prod(shape)]), axis=0, comm=self.comm)]
         everywhere = mpi_allgather(flat, axis=0, comm=self.comm)
-        share = self._share(u, located(everywhere, lattice, self._partition, call))
+        share = self._share(u, everywhere, lattice, call)
         # Each point has one owner, and zeros elsewhere: the sum is the owner's value, and each rank gets its points' alone.
         mine = mpi_reduce_scatter(anp.moveaxis(share, -1, 0), axis=0, counts=counts, comm=self.comm)
         return anp.reshape(anp.moveaxis(mine, 0, -1), u.shape[: u.ndim - ndim] + shape)
@@ -203,3 +212,27 @@ class Points(Division):
     def _beside(self) -> Halo:
         """A halo of one cell, whatever that of the domain is: the cell after the block's last one."""
         return Halo(self._partition, self._channel.rank, (1,) * len(self.shape), self.comm)
+
+    @cached_property
+    def _first_beside(self) -> np.ndarray:
+        """The cell of the whole grid that is the first of the block with that halo."""
+        return np.array([cells.start for cells in self.owned]) - 1
+
+    @cached_property
+    def _tables(self) -> PointTables:
+        return PointTables(self._partition, self._channel.rank, self._first_beside, self._beside.padded)
+
+
+def _on_host(points: Array) -> Array:
+    """Return points where they are looked for; traced ones with their trace."""
+    return points if arrays_of(stop(points)) is None else array_to_host(points)
+
+
+def _require_place(u: LocalArray, points: Array, call: str) -> None:
+    """Raise a TypeError where points are on another device than the field, which may be on the host."""
+    home = arrays_of(stop(points))
+    if home is not None and home != arrays_of(stop(u)):
+        raise TypeError(
+            f"{call}: points must be on the host, or where u is, but points are {named(stop(points))} and u is "
+            f"{named(stop(u))}. Nothing is copied unasked: see mpiad.device.to_device and to_host."
+        )

@@ -2,6 +2,9 @@
 
 A part is a rank's rows with some layers of its neighbours' around them. The more parts, the slower what is common to all
 travels: one unknown for each rank, constant on its rows, is solved for exactly beside them.
+
+SciPy's factors are the host's. Of a residual on a device one copy goes there, and one of the correction comes back; what
+the ranks exchange in between is on the host already.
 """
 
 from __future__ import annotations
@@ -14,9 +17,9 @@ from scipy.sparse.linalg import splu
 
 from mpiad._typing import LocalArray
 from mpiad.linalg.ghosts import GhostPlan
-from mpiad.linalg.host_only import require_host
 from mpiad.linalg.matrix_row_block import MatrixRowBlock
-from mpiad.primitives import mpi_allgather, stop
+from mpiad.linalg.through_host import through_host
+from mpiad.primitives import mpi_allgather
 from mpiad.primitives.operation import suspended
 from mpiad.transport import channel
 from mpiad.transport.agreement import raise_together
@@ -49,8 +52,9 @@ class AdditiveSchwarz:
 
     Ranks
     -----
-    All ranks of the matrix call it, and what it makes: ``preconditioner(r)``, with r of shape (..., rows). `T` is the
-    transpose, which `solve` uses in derivatives.
+    All ranks of the matrix call it, and what it makes: ``preconditioner(r)``, with r of shape (..., rows), on the host or
+    on a device (copied to the host, and the result back: one copy each way). `T` is the transpose, which `solve` uses in
+    derivatives.
 
     References
     ----------
@@ -68,16 +72,17 @@ class AdditiveSchwarz:
         used = channel(matrix.comm, _CALL)
         raise_together(used, _mistake(matrix, overlap))
         self.comm, self.rank, self.size = matrix.comm, used.rank, used.size
-        self.restricted, self._turned = restricted, False
+        self.rows, self.restricted, self._turned = matrix.local_shape[0], restricted, False
         with suspended():
-            part, self._plan = _overlapping_part(matrix, overlap, used)
+            rows = matrix.local_rows()
+            part, self._plan = _overlapping_part(matrix, rows, overlap, used)
             self._factors, error = None, None
             try:
                 self._factors = splu(part) if part.shape[0] else None
             except RuntimeError as found:
                 error = ValueError(f"{_CALL}: the part of rank {used.rank}, {part.shape}, can't be factorised: {found}.")
             raise_together(used, error)
-            self._coarse = _coarse_inverse(matrix, used.size) if coarse else None
+            self._coarse = _coarse_inverse(matrix, rows.data, used.size) if coarse else None
 
     @property
     def T(self) -> AdditiveSchwarz:
@@ -87,8 +92,28 @@ class AdditiveSchwarz:
         return other
 
     def __call__(self, r: LocalArray) -> LocalArray:
-        """Return an approximation of this rank's part of the solution."""
-        require_host("linalg.AdditiveSchwarz", r)
+        """Return an approximation of this rank's part of the solution, where `r` lives.
+
+        Parameters
+        ----------
+        r : array of shape (..., n)
+            With n the number of this rank's rows.
+
+        Raises
+        ------
+        ValueError
+            Where it has another length; in `solve` and `newton` on all ranks.
+
+        Ranks
+        -----
+        All ranks of the matrix call it.
+        """
+        error = self.refusal(r)
+        if error is not None:
+            raise error
+        return through_host(self._corrected, r)
+
+    def _corrected(self, r: LocalArray) -> LocalArray:
         # Where only one side is restricted, turning exchanges what goes in with what comes out.
         enters, leaves = (not self.restricted or not self._turned), (not self.restricted or self._turned)
         outside = self._plan.fetch(r) if enters else np.zeros((*r.shape[:-1], self._plan.count), r.dtype)
@@ -102,6 +127,15 @@ class AdditiveSchwarz:
             inverse = self._coarse.T if self._turned else self._coarse
             out += np.tensordot(inverse[self.rank], sums, 1)[..., None]
         return out
+
+    def refusal(self, r: LocalArray) -> Exception | None:
+        """Return why this rank's block can't be preconditioned, None where it can."""
+        if r.shape[-1:] == (self.rows,):
+            return None
+        return ValueError(
+            f"{_CALL}: the matrix that it was made of has {self.rows} rows on rank {self.rank}, but the residual there has "
+            f"shape {r.shape}. Make it of the matrix of the system, divided among the ranks in the same way."
+        )
 
     def _solved(self, r: LocalArray) -> LocalArray:
         if self._factors is None:
@@ -118,9 +152,8 @@ def _mistake(matrix: MatrixRowBlock, overlap: Any) -> Exception | None:
     return None
 
 
-def _overlapping_part(matrix: MatrixRowBlock, overlap: int, used: Any) -> tuple[Any, GhostPlan]:
+def _overlapping_part(matrix: MatrixRowBlock, rows: Any, overlap: int, used: Any) -> tuple[Any, GhostPlan]:
     """Return the matrix of this rank's rows and of some layers around them, and where the latter come from."""
-    rows = matrix.local_rows()
     own = np.arange(matrix.owned_rows.start, matrix.owned_rows.stop)
     around, plan = np.zeros(0, np.int64), GhostPlan(np.zeros(0, np.int64), matrix.offsets[0], matrix.comm)
     whole: Any = rows
@@ -145,10 +178,9 @@ def _rows_of_others(rows: Any, plan: GhostPlan, used: Any) -> Any:
     return scipy.sparse.vstack(found, format="csr")
 
 
-def _coarse_inverse(matrix: MatrixRowBlock, size: int) -> np.ndarray:
+def _coarse_inverse(matrix: MatrixRowBlock, values: np.ndarray, size: int) -> np.ndarray:
     """Return the inverse of what the matrix is on fields that are constant on each rank; pseudo, where that is singular."""
     owners = np.searchsorted(matrix.offsets[1], matrix.indices[1], side="right") - 1
-    values = stop(matrix.values)
     row = np.zeros(size, values.dtype)
     np.add.at(row, owners, values)
     return np.linalg.pinv(mpi_allgather(row, comm=matrix.comm))

@@ -9,6 +9,7 @@ import numpy as np
 from scipy.sparse.linalg import splu
 
 from mpiad._typing import LocalArray
+from mpiad.linalg.through_host import through_host
 from mpiad.primitives import mpi_gather, mpi_scatter
 from mpiad.transport import channel
 from mpiad.transport.agreement import raise_together
@@ -53,7 +54,10 @@ class GatheredFactors:
         return other
 
     def __call__(self, r: LocalArray) -> LocalArray:
-        """Return this rank's part of the solution."""
+        """Return this rank's part of the solution, where `r` lives."""
+        return through_host(self._solved, r)
+
+    def _solved(self, r: LocalArray) -> LocalArray:
         # The divided axis first, and with it all right-hand sides as columns: one call of SciPy's for all of them.
         whole = mpi_gather(np.moveaxis(r, -1, 0), 0, axis=0, comm=self.comm)
         if self._factors is not None:

@@ -7,9 +7,12 @@ from typing import Any
 import numpy as np
 
 from mpiad._typing import Comm, LocalArray, Rank
+from mpiad.device.constants import Constants
+from mpiad.domain.memory import empty_beside
 from mpiad.primitives import mpi_alltoall, mpi_irecv, mpi_send, mpi_wait
 from mpiad.primitives.operation import suspended
 from mpiad.transport import channel
+from mpiad.transport.device_arrays import arrays_of
 
 __all__ = ["GhostPlan"]
 
@@ -30,9 +33,10 @@ class GhostPlan:
 
     Attributes
     ----------
-    sources, destinations : list of (int, array of int)
-        Ranks that this one receives ghosts from and their places among the ghosts; ranks that it sends to, and the places
-        in its own part.
+    sources : list of (int, slice)
+        Ranks that this one receives ghosts from, and their places among the ghosts.
+    destinations : list of (int, array of int)
+        Ranks that it sends to, and the places in its own part.
 
     Ranks
     -----
@@ -43,12 +47,13 @@ class GhostPlan:
         used = channel(comm, "MatrixRowBlock")
         self.comm, self.count = comm, len(needed)
         owners = np.searchsorted(offsets, needed, side="right") - 1
-        self.sources: list[tuple[Rank, np.ndarray]] = [
-            (int(owner), np.flatnonzero(owners == owner)) for owner in np.unique(owners)
+        # Sorted places have sorted owners, so the ghosts of one owner follow one another.
+        ranks, starts, counts = np.unique(owners, return_index=True, return_counts=True)
+        self.sources: list[tuple[Rank, slice]] = [
+            (int(owner), slice(int(start), int(start + count))) for owner, start, count in zip(ranks, starts, counts)
         ]
         wanted = np.zeros(used.size, np.int64)
-        for owner, places in self.sources:
-            wanted[owner] = len(places)
+        wanted[ranks] = counts
         with suspended():
             asked = mpi_alltoall(wanted, comm=comm)
             # Receives first, so that no rank must keep others' lists until it looks for them.
@@ -57,12 +62,13 @@ class GhostPlan:
             for owner, places in self.sources:
                 mpi_send(needed[places].astype(np.int64), owner, _TAG_INDICES, comm)
             self.destinations = [(r, mpi_wait(request) - offsets[used.rank]) for r, request in coming]
+        self._places = Constants(*[places for _, places in self.destinations])
 
     def fetch(self, x: LocalArray) -> LocalArray:
         """Return the ghosts of a vector, shape (..., count), from this rank's part, shape (..., n); collective."""
-        ghosts = np.empty((*x.shape[:-1], self.count), x.dtype)
+        ghosts = empty_beside(x, (*x.shape[:-1], self.count))
         coming = [(places, self._receive(ghosts[..., places], r, _TAG_FETCH)) for r, places in self.sources]
-        for r, places in self.destinations:
+        for r, places in self._destinations(x):
             mpi_send(x[..., places], r, _TAG_FETCH, self.comm)
         for places, request in coming:
             ghosts[..., places] = mpi_wait(request)
@@ -70,12 +76,20 @@ class GhostPlan:
 
     def give(self, ghosts: LocalArray, out: LocalArray) -> None:
         """Add ghosts to what their owners have in `out`: the transpose of `fetch`; collective."""
-        coming = [(places, self._receive(out[..., places], r, _TAG_GIVE)) for r, places in self.destinations]
+        coming = []
+        for r, places in self._destinations(out):
+            room = empty_beside(out, (*out.shape[:-1], len(places)))
+            coming.append((places, self._receive(room, r, _TAG_GIVE)))
         for r, places in self.sources:
             mpi_send(ghosts[..., places], r, _TAG_GIVE, self.comm)
         for places, request in coming:
             # A place is asked for once by each rank, so that none is lost among equal ones.
             out[..., places] += mpi_wait(request)
+
+    def _destinations(self, x: LocalArray) -> Any:
+        """Return the ranks that this one sends to and the places, these where `x` lives."""
+        home = arrays_of(x)
+        return self.destinations if home is None else zip([r for r, _ in self.destinations], self._places.on(home))
 
     def _receive(self, like: LocalArray, source: Rank, tag: int) -> Any:
         return mpi_irecv(like, source, tag, self.comm)

@@ -98,12 +98,13 @@ def _true_residual(system: System, b: LocalArray, x: LocalArray) -> tuple[LocalA
 
 def _stalled(system: System, norms: np.ndarray, targets: np.ndarray, arrived: bool) -> None:
     worst = int(np.argmax(norms / np.where(targets > 0.0, targets, 1.0)))
-    found, wanted = float(norms[worst] * system.units[worst]), float(targets[worst] * system.units[worst])
+    norm, wanted = float(norms[worst] * system.units[worst]), float(targets[worst] * system.units[worst])
     which = f" of system {worst}" if len(norms) > 1 else ""
     if arrived:
-        what = f"its own residual met the tolerance, but the true one{which} has norm {found:.3e} instead of {wanted:.3e}"
+        what = f"its own residual met the tolerance, but the true one{which} has norm {norm:.3e} instead of {wanted:.3e}"
         advice = "Is matvec linear, and symmetric for 'cg'? If so, ask for less by rtol, or compute in a higher precision."
     else:
-        what = f"it stalls: the residual{which} stays at {found:.3e}, to fall to {wanted:.3e}"
+        what = f"it stalls: the residual{which} stays at {norm:.3e}, to fall to {wanted:.3e}"
         advice = "Try a larger restart, a better preconditioner, or another method."
-    system.fail(f"{what}. {diagnosis(system) or advice}")
+    found = diagnosis(system)
+    system.fail(f"{what}: {found}" if found else f"{what}. {advice}")

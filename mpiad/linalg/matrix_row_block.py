@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
-import autograd.numpy as anp
 import numpy as np
 import scipy.sparse
 from autograd.tracer import getval
 
 from mpiad._typing import Comm, Function, LocalArray, Rank
+from mpiad.device.assembly import concatenate
+from mpiad.device.constants import Constants
 from mpiad.domain import Domain
 from mpiad.linalg.gathered_factors import GatheredFactors
 from mpiad.linalg.ghosts import GhostPlan
-from mpiad.linalg.host_only import require_floats, require_host
+from mpiad.linalg.places import require_floats, require_together
 from mpiad.linalg.probing import operator_rows
 from mpiad.linalg.rows import local_rows, rows_of
 from mpiad.linalg.solve import solve
-from mpiad.linalg.sparse_products import Pattern, product, transposed_product
+from mpiad.linalg.sparse_products import Pattern, ProductWith, product, transposed_product
+from mpiad.linalg.through_host import plain_values
+from mpiad.linalg.transposed_matrix import Transposed
 from mpiad.primitives import stop
 from mpiad.primitives.operation import suspended
 from mpiad.transport import channel
 from mpiad.transport.agreement import raise_together
+from mpiad.transport.device_arrays import arrays_of
 
 __all__ = ["MatrixRowBlock"]
 
@@ -31,7 +36,7 @@ class MatrixRowBlock:
 
     Parameters
     ----------
-    rows : SciPy sparse matrix or array of shape (m, N)
+    rows : SciPy sparse matrix or sparse array of shape (m, N)
         This rank's rows, one after the other in the order of ranks; N columns on all ranks. Their numbers may differ by
         rank. Entries that are given twice are added up.
     columns : int, optional
@@ -85,7 +90,7 @@ class MatrixRowBlock:
 
         Parameters
         ----------
-        matrix : SciPy sparse matrix or array
+        matrix : SciPy sparse matrix or sparse array
             Counts on the root; other ranks may pass None.
         root : int
         counts : sequence of int, optional
@@ -153,14 +158,14 @@ class MatrixRowBlock:
         Parameters
         ----------
         values : array of shape (nnz,)
-            In the order of the attribute `values`.
+            In the order of the attribute `values`. With values on a device the matrix multiplies and solves there:
+            ``A.with_values(mpiad.device.to_device(A.values))``.
 
         Raises
         ------
         ValueError
             Where there are more or fewer.
         """
-        require_host("MatrixRowBlock.with_values", getval(values))
         expected, found = (len(self._pattern.columns),), np.shape(getval(values))
         if found != expected:
             raise ValueError(
@@ -218,12 +223,19 @@ class MatrixRowBlock:
         Each entry's value gets its cotangent.
         """
         self._require_square("diagonal")
+        home = arrays_of(getval(self.values))
+        kind, (places,) = getval(self.values).dtype, self._diagonal.on(home)
+        zero = np.zeros(1, kind) if home is None else home.full((1,), 0, kind)
+        return concatenate([self.values, zero])[places]
+
+    @cached_property
+    def _diagonal(self) -> Constants:
         row, column = self.indices
         found = np.full(self.local_shape[0], len(row))
         on_diagonal = np.flatnonzero(row == column)
         # Rows without an entry on the diagonal point to the zero behind the values.
         found[row[on_diagonal] - self.owned_rows.start] = on_diagonal
-        return anp.concatenate([self.values, np.zeros(1, getval(self.values).dtype)])[found]
+        return Constants(found)
 
     def solve(
         self, b: LocalArray, *, method: str = "gmres", preconditioner: Function | None = None, **settings: Any
@@ -260,7 +272,7 @@ class MatrixRowBlock:
         """
         return self._solve(self.operator(), b, method, preconditioner, settings)
 
-    def _solve(self, matvec: _Product, b: LocalArray, method: str, preconditioner: Any, settings: dict) -> LocalArray:
+    def _solve(self, matvec: ProductWith, b: LocalArray, method: str, preconditioner: Any, settings: dict) -> LocalArray:
         self._require_square("solve")
         error = None
         try:
@@ -277,13 +289,13 @@ class MatrixRowBlock:
             matvec, b, self.values, method=method, preconditioner=preconditioner, comm=self.comm, **settings
         )
 
-    def operator(self) -> _Product:
+    def operator(self, transposed: bool = False) -> ProductWith:
         """Return ``operator(u, values)``, the product as `solve` takes it, with its transpose."""
-        return _Product(self._pattern, False)
+        return ProductWith(self._pattern, transposed)
 
     def local_rows(self) -> Any:
         """Return this rank's rows as SciPy's CSR with all columns; values alone, without derivatives."""
-        plain = stop(self.values), self.indices[1], self._pattern.starts
+        plain = plain_values(stop(self.values)), self.indices[1], self._pattern.starts
         return scipy.sparse.csr_matrix(plain, (self.local_shape[0], self.shape[1]))
 
     def gathered(self, root: Rank = 0) -> Any:
@@ -300,51 +312,14 @@ class MatrixRowBlock:
 
     def _checked(self, x: Any, axis: int, call: str) -> Any:
         found, length = getval(x), self.local_shape[axis]
-        require_floats(f"MatrixRowBlock.{call}", found, length)
+        if type(found) is not np.ndarray or found.dtype.kind not in "fc":
+            require_floats(f"MatrixRowBlock.{call}", found, length)
+        values = getval(self.values)
+        if type(found) is not type(values) or arrays_of(found) != arrays_of(values):
+            require_together(f"MatrixRowBlock.{call}", x=found, values=values)
         if not found.ndim or found.shape[-1] != length:
             raise ValueError(
                 f"MatrixRowBlock.{call}: expected an array of shape (..., {length}), rank {self._channel.rank}'s part of "
                 f"{self.shape[axis]}, but got {found.shape}."
             )
         return x
-
-
-class Transposed:
-    """The transpose of a matrix that is divided by rows: `matvec`, `rmatvec` and `solve` with it, and its `T`."""
-
-    def __init__(self, matrix: MatrixRowBlock):
-        self.T = matrix
-        self.shape, self.local_shape = matrix.shape[::-1], matrix.local_shape[::-1]
-
-    def __repr__(self) -> str:
-        return f"{self.T!r}.T"
-
-    def matvec(self, x: LocalArray) -> LocalArray:
-        """Return this rank's part of Aᵀ x, as `MatrixRowBlock.rmatvec`."""
-        return self.T.rmatvec(x)
-
-    def rmatvec(self, y: LocalArray) -> LocalArray:
-        """Return this rank's part of A y, as `MatrixRowBlock.matvec`."""
-        return self.T.matvec(y)
-
-    def __matmul__(self, x: LocalArray) -> LocalArray:
-        return self.matvec(x)
-
-    def solve(
-        self, b: LocalArray, *, method: str = "gmres", preconditioner: Function | None = None, **settings: Any
-    ) -> LocalArray:
-        """Solve Aᵀ x = b; otherwise as `MatrixRowBlock.solve`, with a preconditioner for the transpose."""
-        return self.T._solve(_Product(self.T._pattern, True), b, method, preconditioner, settings)
-
-
-class _Product:
-    """The matrix as `solve` takes an operator, with its transpose beside it."""
-
-    def __init__(self, pattern: Pattern, transposed: bool):
-        self.pattern, self.transposed = pattern, transposed
-
-    def __call__(self, u: LocalArray, values: LocalArray) -> LocalArray:
-        return (transposed_product if self.transposed else product)(values, u, self.pattern)
-
-    def transpose(self, u: LocalArray, values: LocalArray) -> LocalArray:
-        return (product if self.transposed else transposed_product)(values, u, self.pattern)

@@ -18,7 +18,7 @@ from mpiad.differentiation.trees import flatten
 from mpiad.extend import communicating, defjvp_together, defvjp_together
 from mpiad.linalg.implicit import METHODS, Problem, direction_of, require_transpose, solution, solution_of_adjoint
 from mpiad.linalg.newton_iteration import find_root
-from mpiad.linalg.settings import Settings, agree_on, mistake_in
+from mpiad.linalg.settings import Settings, agree_on, mistake_in, unfit_preconditioner
 from mpiad.primitives import stop
 from mpiad.primitives.cotangents import spec_like
 from mpiad.transport.device_arrays import is_device_array
@@ -195,4 +195,7 @@ def _mistake(residual: Any, u0: Any, preconditioner: Any, linear: Settings, sett
         return TypeError(f"{_CALL}: u0 must be an array of float32, float64, complex64 or complex128, but got {kind}.")
     if settings.maxiter is None:
         return ValueError(f"{_CALL}: maxiter must be an integer above zero, but got None.")
-    return mistake_in(settings, METHODS, u0.ndim) or mistake_in(linear, METHODS, u0.ndim)
+    return (
+        mistake_in(settings, METHODS, u0.ndim) or mistake_in(linear, METHODS, u0.ndim)
+        or unfit_preconditioner([preconditioner], u0)
+    )

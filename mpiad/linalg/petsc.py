@@ -110,7 +110,7 @@ def _mistake(petsc: Any, operator: Any, b: Any, params: tuple, settings: Setting
     if isinstance(operator, MatrixRowBlock) and params:
         return ValueError(f"{_CALL}: a MatrixRowBlock takes no params, but got {len(params)}.")
     try:
-        require_host(_CALL, b)
+        require_host(_CALL, b, *([stop(operator.values)] if isinstance(operator, MatrixRowBlock) else []))
     except TypeError as error:
         return error
     if not isinstance(b, np.ndarray) or b.dtype != scalar:

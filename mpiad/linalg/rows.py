@@ -43,7 +43,10 @@ def local_rows(used: Channel, rows: Any, columns: int | None) -> tuple:
 
 def _mistake(matrix: Any, what: str) -> Exception | None:
     if not scipy.sparse.issparse(matrix):
-        return TypeError(f"{what} must be a SciPy sparse matrix or array, but got {type(matrix).__name__}.")
+        return TypeError(
+            f"{what} must be a sparse matrix or sparse array of SciPy's, but got {type(matrix).__name__}. "
+            "scipy.sparse.csr_array makes one of an array."
+        )
     if matrix.dtype.char not in "fdFD":
         return TypeError(f"{what} must have dtype float32, float64, complex64 or complex128, but got {matrix.dtype}.")
     if matrix.ndim != 2:

@@ -14,7 +14,7 @@ from mpiad._typing import Comm
 from mpiad.transport import MAX, channel
 from mpiad.transport.agreement import raise_first, require_same
 
-__all__ = ["SIDES", "Settings", "agree_on", "mistake_in"]
+__all__ = ["SIDES", "Settings", "agree_on", "mistake_in", "unfit_preconditioner"]
 
 SIDES = ("left", "right")
 
@@ -93,6 +93,15 @@ def mistake_in(s: Settings, methods: Any, ndim: int) -> Exception | None:
         allowed = "None for 'cg', which is preconditioned symmetrically" if s.method == "cg" else "'left' or 'right'"
         return ValueError(f"{s.call}: side must be {allowed}, but got {s.side!r}.")
     return _wrong_tolerance(s) or _wrong_number(s, ndim)
+
+
+def unfit_preconditioner(functions: Any, b: Any) -> Exception | None:
+    """Return why a preconditioner isn't made for blocks like `b`; None where each is, or is the user's own function.
+
+    Found out here and not when it is called: where it fits on some ranks, those would wait in it for the others.
+    """
+    refusals = [fun.refusal(b) for fun in functions if hasattr(fun, "refusal")]
+    return next((error for error in refusals if error is not None), None)
 
 
 def _wrong_tolerance(s: Settings) -> Exception | None:

@@ -10,7 +10,7 @@ import numpy as np
 from mpiad._typing import Comm, Function, LocalArray, Tree
 from mpiad.differentiation.trees import flatten
 from mpiad.linalg.implicit import METHODS, Problem, solution
-from mpiad.linalg.settings import Settings, agree_on, mistake_in
+from mpiad.linalg.settings import Settings, agree_on, mistake_in, unfit_preconditioner
 from mpiad.linalg.transposition import DERIVED
 from mpiad.primitives import stop
 from mpiad.transport.device_arrays import is_device_array
@@ -132,7 +132,11 @@ def _mistake(functions: dict[str, Any], b: Any, x0: Any, settings: Settings) -> 
             continue
         if not callable(fun) and (fun is not None or name == "matvec"):
             return TypeError(f"linalg.solve: {name} must be a function, but got {type(fun).__name__} {fun!r}.")
-    return _wrong_array(stop(b), stop(x0)) or mistake_in(settings, METHODS, np.ndim(stop(b)))
+    plain = stop(b)
+    return (
+        _wrong_array(plain, stop(x0)) or mistake_in(settings, METHODS, np.ndim(plain))
+        or unfit_preconditioner(functions.values(), plain)
+    )
 
 
 def _wrong_array(b: Any, x0: Any) -> Exception | None:

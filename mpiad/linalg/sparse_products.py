@@ -3,20 +3,27 @@
 All are parts of one number, T(v, x, y) = Σ_k v_k x_col(k) y_row(k) over the entries k of the matrix: A x is its derivative
 by y, Aᵀ y that by x, and the derivative by the values v is the third. T is linear in each of its arguments, so the
 derivatives of each of the three are the other two, at any order. No product is conjugated.
+
+On the host the sums are SciPy's, on a device those of `segment_sums`.
 """
 
 from __future__ import annotations
 
 import math
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import scipy.sparse
 
 from mpiad._typing import LocalArray
+from mpiad.device.constants import Constants
 from mpiad.extend import communicating, defjvp, defvjp
 from mpiad.linalg.ghosts import GhostPlan
+from mpiad.linalg.segment_sums import SegmentSums
+from mpiad.transport.device_arrays import arrays_of
 
-__all__ = ["Pattern", "product", "transposed_product", "values_product"]
+__all__ = ["Pattern", "ProductWith", "product", "transposed_product", "values_product"]
 
 
 class Pattern:
@@ -39,6 +46,21 @@ class Pattern:
         self.columns, self.starts, self.shape, self.plan = columns.astype(kind), starts.astype(kind), shape, plan
         self.rows = np.repeat(np.arange(shape[0]), np.diff(starts))
 
+    @cached_property
+    def places(self) -> Constants:
+        """Return each entry's column and row, for use on devices."""
+        return Constants(self.columns, self.rows.astype(self.columns.dtype))
+
+    @cached_property
+    def by_row(self) -> SegmentSums:
+        """Return the sums over rows, of entries on a device."""
+        return SegmentSums(self.rows.astype(self.columns.dtype), self.shape[0])
+
+    @cached_property
+    def by_column(self) -> SegmentSums:
+        """Return the sums over columns, of entries on a device."""
+        return SegmentSums(self.columns, self.shape[1] + self.plan.count)
+
     def matrix(self, values: LocalArray) -> scipy.sparse.csr_matrix:
         """Return this rank's rows as a matrix that takes the ghosts after its part of x; it shares the values' memory."""
         shape = self.shape[0], self.shape[1] + self.plan.count
@@ -52,15 +74,25 @@ class Pattern:
 @communicating
 def product(values: LocalArray, x: LocalArray, pattern: Pattern) -> LocalArray:
     """Return this rank's part of A x, shape (..., rows), of the values of A's entries and x, shape (..., columns)."""
-    return _times(pattern.matrix(values), pattern.extended(x))
+    extended = pattern.extended(x)
+    home = arrays_of(values)
+    if home is None:
+        return _times(pattern.matrix(values), extended)
+    columns, _ = pattern.places.on(home)
+    return pattern.by_row(_entries(values, extended[..., columns]))
 
 
 @communicating
 def transposed_product(values: LocalArray, y: LocalArray, pattern: Pattern) -> LocalArray:
     """Return this rank's part of Aᵀ y, shape (..., columns), of the values of A's entries and y, shape (..., rows)."""
-    extended = _times(pattern.matrix(values).T, y)
-    own = pattern.shape[1]
-    out = np.ascontiguousarray(extended[..., :own])
+    own, home = pattern.shape[1], arrays_of(values)
+    if home is None:
+        extended = _times(pattern.matrix(values).T, y)
+    else:
+        _, rows = pattern.places.on(home)
+        extended = pattern.by_column(_entries(values, y[..., rows]))
+    part = extended[..., :own]
+    out = np.ascontiguousarray(part) if home is None else home.contiguous(part)
     pattern.plan.give(extended[..., own:], out)
     return out
 
@@ -68,8 +100,20 @@ def transposed_product(values: LocalArray, y: LocalArray, pattern: Pattern) -> L
 @communicating
 def values_product(x: LocalArray, y: LocalArray, pattern: Pattern) -> LocalArray:
     """Return x_col(k) y_row(k) of each entry k of this rank's rows, shape (nnz,), added up over leading axes."""
-    parts = pattern.extended(x)[..., pattern.columns] * y[..., pattern.rows]
+    home = arrays_of(x)
+    columns, rows = (pattern.columns, pattern.rows) if home is None else pattern.places.on(home)
+    parts = pattern.extended(x)[..., columns] * y[..., rows]
     return parts.sum(axis=tuple(range(parts.ndim - 1)))
+
+
+def _entries(values: LocalArray, of_vector: LocalArray) -> LocalArray:
+    """Return the products of entries on a device with what belongs to them of a vector, and a zero behind them."""
+    home: Any = arrays_of(values)
+    lead, count = of_vector.shape[:-1], of_vector.shape[-1]
+    out = home.empty((*lead, count + 1), np.result_type(values.dtype, of_vector.dtype))
+    np.multiply(values, of_vector, out=out[..., :count])
+    out[..., count] = 0
+    return out
 
 
 def _times(matrix: scipy.sparse.spmatrix, x: LocalArray) -> LocalArray:
@@ -103,3 +147,25 @@ for _operator in (product, transposed_product, values_product):
         lambda g, ans, a, b, pattern, fun=_operator: fun(g, b, pattern),
         lambda g, ans, a, b, pattern, fun=_operator: fun(a, g, pattern),
     )
+
+
+class ProductWith:
+    """A matrix as `solve` takes an operator, with its transpose beside it.
+
+    Parameters
+    ----------
+    pattern : Pattern
+    transposed : bool
+        Whether the operator is the transpose.
+    """
+
+    def __init__(self, pattern: Pattern, transposed: bool):
+        self.pattern, self.transposed = pattern, transposed
+
+    def __call__(self, u: LocalArray, values: LocalArray) -> LocalArray:
+        """Return this rank's part of the product."""
+        return (transposed_product if self.transposed else product)(values, u, self.pattern)
+
+    def transpose(self, u: LocalArray, values: LocalArray) -> LocalArray:
+        """Return this rank's part of the product with the transpose."""
+        return (product if self.transposed else transposed_product)(values, u, self.pattern)

@@ -191,10 +191,11 @@ class System:
 
     def fail(self, what: str) -> NoReturn:
         """Raise a ConvergenceError with the residuals so far; called on all ranks alike."""
+        what = what if what.endswith("?") else what.rstrip(".") + "."
         start = f"{self.history[0]:.3e}" if self.history else "unknown"
         last = f"{self.history[-1]:.3e}" if self.history else "unknown"
         error = ConvergenceError(
-            f"{self.settings.call}: {self.settings.method}: {what.rstrip('.')}. After {self.iterations} iterations "
+            f"{self.settings.call}: {self.settings.method}: {what} After {self.iterations} iterations "
             f"the norm of the residual is {last}, from {start} at the start (the history of this error has them all).",
             self.history,
         )

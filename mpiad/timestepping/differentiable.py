@@ -15,7 +15,7 @@ from autograd.tracer import isbox
 
 from mpiad._typing import Array
 from mpiad.differentiation.backward import run_backward
-from mpiad.differentiation.packing import Packing
+from mpiad.differentiation.concatenation import Concatenation
 from mpiad.differentiation.trace import Variables, trace_backwards
 from mpiad.extend import communicating, defjvp_together, defvjp_together
 from mpiad.primitives.cotangents import conform, spec_like, tangent_of
@@ -47,7 +47,7 @@ class LoopOperator:
         # Also without a traced argument: what the steps communicate has a reverse pass, in which other ranks take part.
         self._recorded = bool(self.active) or current.tape is not None
         self._state = [spec_like(leaf) for leaf in args.state]
-        self._cotangents = Packing([spec_like(leaves[k]) for k in self.active])
+        self._cotangents = Concatenation([spec_like(leaves[k]) for k in self.active])
 
     def __call__(self, args: Arguments) -> tuple[list[Array], list[Array]]:
         """Return the last state and what was observed."""
@@ -56,9 +56,9 @@ class LoopOperator:
         return parts[: len(self._state)], parts[len(self._state) :]
 
     @property
-    def _results(self) -> Packing:
+    def _results(self) -> Concatenation:
         seen = self._loop.seen or []
-        return Packing([*self._state, *[spec._replace(shape=(self._steps, *spec.shape)) for spec in seen]])
+        return Concatenation([*self._state, *[spec._replace(shape=(self._steps, *spec.shape)) for spec in seen]])
 
     def forwards(self, leaves: Sequence[Any]) -> Array:
         """Return the results as one vector, from plain arguments."""

@@ -178,8 +178,13 @@ def test_what_autograd_makes_of_numpys_arrays_is_refused_by_name(devices, rng):
     x = devices.put(rng.normal(size=(3, 4)))
     with pytest.raises(NotImplementedError, match=r"concatenate can't be .* mpiad.device.numpy"):
         mpiad.grad(lambda x: anp.sum(anp.concatenate([x, x])))(x)
-    with pytest.raises(TypeError, match="Implicit conversion"):
-        mpiad.grad(lambda x: anp.sum(anp.stack([x, x])))(x)
+    for name, call in [("stack", lambda x: anp.stack([x, x])), ("array", lambda x: anp.array([x[0], x[1]]))]:
+        said = rf"autograd.numpy.{name} makes an array of NumPy's.* mpiad.device.numpy.{name} .*Implicit conversion"
+        for trace in (mpiad.grad, mpiad.hvp):
+            with pytest.raises(TypeError, match=said):
+                trace(lambda x, call=call: anp.sum(call(x)))(*[x] * (1 + (trace is mpiad.hvp)))
+    with pytest.raises(TypeError, match="^Implicit conversion"):
+        mpiad.grad(lambda x: anp.sum(onp.asarray(mpiad.stop(x)) + x))(x)
     with pytest.raises(TypeError, match="array 1 is a ndarray on the host"):
         np.concatenate([x, onp.ones((3, 4))])
 

@@ -129,12 +129,3 @@ def test_whole_grids():
     if _RANK == _SIZE - 1:
         np.testing.assert_array_equal(on_host(gathered), whole)
     np.testing.assert_array_equal(on_host(domain.scatter(on_device(whole))), whole[domain.owned])
-
-
-@pytest.mark.serial
-def test_points_between_cells_are_refused_by_name():
-    domain = Domain((6, 6))
-    with pytest.raises(NotImplementedError, match="Domain.interpolate: values between cells are computed on the host"):
-        domain.interpolate(on_device(np.ones((6, 6))), np.ones((1, 2)))
-    with pytest.raises(NotImplementedError, match="Domain.locate: points are looked for on the host"):
-        domain.locate(on_device(np.ones((1, 2))))

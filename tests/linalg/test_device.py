@@ -5,12 +5,11 @@ from __future__ import annotations
 import autograd.numpy as anp
 import numpy as np
 import pytest
-import scipy.sparse
 from device_double import DeviceArray, on_device, on_host, transfers
 
 import mpiad
 from mpiad import Domain
-from mpiad.linalg import MatrixRowBlock, Multigrid, newton, solve, solve_elliptic
+from mpiad.linalg import newton, solve
 
 _RANK, _SIZE = mpiad.mpi_rank(), mpiad.mpi_size()
 _N = 13
@@ -118,16 +117,3 @@ def test_arrays_in_two_places_are_refused_by_name():
         solve(lambda u: on_device(u), on_host(b))
     with pytest.raises(TypeError, match="x0 must be where b is"):
         solve(matvec, b, kappa, x0=on_host(b))
-
-
-def test_what_works_on_the_host_alone_says_so():
-    domain = Domain((16, 8 * _SIZE))
-    field = on_device(np.ones(domain.local_shape))
-    multigrid = Multigrid(domain, 1.0)
-    with pytest.raises(TypeError, match="linalg.Multigrid.solve works on the host.*to_host"):
-        multigrid.solve(field)
-    with pytest.raises(TypeError, match="kappa works on the host.*to_host"):
-        solve_elliptic(domain, field, field)
-    matrix = MatrixRowBlock(scipy.sparse.eye(4, format="csr") if _SIZE == 1 else scipy.sparse.csr_matrix((4, 4 * _SIZE)))
-    with pytest.raises(TypeError, match="MatrixRowBlock.matvec works on the host.*to_host"):
-        matrix @ on_device(np.ones(4))

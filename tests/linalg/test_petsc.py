@@ -116,6 +116,9 @@ def test_a_device_array_on_one_rank_is_refused_on_all(rank_rng, size, monkeypatc
     b = on_device(np.ones(3)) if mpiad.mpi_rank() == size - 1 else np.ones(3)
     with pytest.raises(TypeError, match="petsc.solve works on the host, but got DeviceArray on device 0 .* of shape"):
         petsc.solve(lambda u: u, b)
+    a = MatrixRowBlock.from_scipy(sp.identity(8, format="csr") * 2.0)
+    with pytest.raises(TypeError, match="petsc.solve works on the host, but got DeviceArray"):
+        petsc.solve(a.with_values(on_device(a.values)), np.ones(a.local_shape[0]))
 
 
 @pytest.mark.skipif(INSTALLED, reason="petsc4py is installed")

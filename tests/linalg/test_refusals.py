@@ -3,11 +3,12 @@
 import autograd.numpy as anp
 import numpy as np
 import pytest
+import scipy.sparse
 
 import mpiad
 from mpiad.domain import Domain
 from mpiad.errors import ConvergenceError
-from mpiad.linalg import solve
+from mpiad.linalg import AdditiveSchwarz, MatrixRowBlock, Multigrid, newton, solve
 
 SHAPE = (9, 8)
 
@@ -92,6 +93,30 @@ def test_functions_that_return_something_else(domain, rank, size, name):
         functions[name] = lambda u: (right(u), wrong)[rank == size - 1]  # noqa: B023
         with pytest.raises(error, match=match):
             solve(functions["matvec"], b, preconditioner=functions["preconditioner"])
+
+
+@pytest.mark.parametrize("kind", ["multigrid", "schwarz"])
+def test_preconditioners_made_for_other_blocks(rank, size, kind):
+    # One row more on rank 0 alone: the other ranks would find nothing wrong, and wait in the first cycle.
+    other, domain = Domain((3 * size + 1, 8), dims=(size, 1)), Domain((3 * size, 8), dims=(size, 1))
+    if kind == "multigrid":
+        b, made = np.ones(domain.local_shape), Multigrid(other, 1.0)
+        match = r"expected an array of shape .* \(4, 8\), but got \(3, 8\) on rank 0"
+    else:
+        n = 3 * size + 1
+        rows = scipy.sparse.eye_array(n, format="csr")[other.owned[0]]
+        b, made = np.ones(domain.local_shape[0]), AdditiveSchwarz(MatrixRowBlock(rows))
+        match = r"has 4 rows on rank 0, but the residual there has shape \(3,\)"
+    for method in ("cg", "gmres"):
+        with pytest.raises(ValueError, match=match):
+            solve(lambda u: 2 * u, b, method=method, preconditioner=made)
+    with pytest.raises(ValueError, match=match):
+        solve(lambda u: 2 * u, b, method="gmres", preconditioner=lambda r: r / 2, preconditioner_transpose=made)
+    with pytest.raises(ValueError, match=match):
+        newton(lambda u: u**2 - 2, b, preconditioner=made)
+    if rank == 0:
+        with pytest.raises(ValueError, match=match):
+            made(b)
 
 
 def test_nan(domain, rank, size, rank_rng):

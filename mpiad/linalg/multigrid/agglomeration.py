@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
-from mpiad._typing import Comm, Rank
+from mpiad._typing import Comm, LocalArray, Rank
+from mpiad.domain.memory import copy_of, empty_beside
 from mpiad.linalg.multigrid.spread import Box, Spread
 from mpiad.primitives import mpi_irecv, mpi_send, mpi_wait
 from mpiad.primitives.operation import suspended
@@ -46,7 +45,7 @@ class Agglomeration:
             if self.box is not None and _leader(before, after, other) == rank
         ]
 
-    def gather(self, block: np.ndarray) -> Any:
+    def gather(self, block: LocalArray) -> Any:
         """Return what this rank owns afterwards, None where that is nothing.
 
         Parameters
@@ -62,16 +61,15 @@ class Agglomeration:
         with suspended():
             return self._gathered(block)
 
-    def _gathered(self, block: np.ndarray) -> Any:
+    def _gathered(self, block: LocalArray) -> Any:
         # A block of the level above may own no coarse point at all.
         # Sends first: they don't wait, and a leader receives from its members in any order.
         if self._leader != self._rank and block.size:
-            mpi_send(np.array(block), self._leader, _TAG_GATHER, self._comm)
+            mpi_send(copy_of(block), self._leader, _TAG_GATHER, self._comm)
         if self.box is None:
             return None
         lead = block.shape[: block.ndim - len(self.box.low)]
-        # In double precision as all levels are, whatever the user's blocks were.
-        whole, coming = np.empty(lead + self.box.shape), []
+        whole, coming = empty_beside(block, lead + self.box.shape), []
         for member, box in self._members:
             there = (..., *box.within(self.box))
             if member == self._rank:
@@ -82,12 +80,14 @@ class Agglomeration:
             whole[there] = mpi_wait(request)
         return whole
 
-    def scatter(self, whole: Any) -> np.ndarray:
+    def scatter(self, whole: Any, beside: LocalArray) -> LocalArray:
         """Return this rank's points before, and one layer around them, of what was computed on those afterwards.
 
         Parameters
         ----------
         whole : array of the points that this rank owns afterwards with one layer around them, or None
+        beside : array
+            Lives where the result is to.
 
         Ranks
         -----
@@ -96,16 +96,16 @@ class Agglomeration:
         if self._same:
             return whole
         with suspended():
-            return self._scattered(whole)
+            return self._scattered(whole, beside)
 
-    def _scattered(self, whole: Any) -> np.ndarray:
+    def _scattered(self, whole: Any, beside: LocalArray) -> LocalArray:
         # With the layer around it, which saves the exchange that interpolation would need.
         mine = self._mine.grown(1)
         if self.box is None:
-            return mpi_wait(mpi_irecv(np.empty(mine.shape), self._leader, _TAG_SCATTER, self._comm))
+            return mpi_wait(mpi_irecv(empty_beside(beside, mine.shape), self._leader, _TAG_SCATTER, self._comm))
         for member, box in self._members:
             if member != self._rank:
-                mpi_send(np.array(whole[box.grown(1).within(self.box.grown(1))]), member, _TAG_SCATTER, self._comm)
+                mpi_send(copy_of(whole[box.grown(1).within(self.box.grown(1))]), member, _TAG_SCATTER, self._comm)
         return whole[mine.within(self.box.grown(1))]
 
 

@@ -1,17 +1,27 @@
-"""The coarsest level, on one rank: a sparse factorisation."""
+"""The coarsest level, on one rank: a sparse factorisation, SciPy's and so the host's.
+
+On a device a small level is solved by a product with its inverse, which is copied there once. For larger ones each solve
+copies the right-hand side to the host and the solution back.
+"""
 
 from __future__ import annotations
 
+import copy
+import math
 from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
 from scipy.sparse.linalg import splu
 
-from mpiad._typing import Shape
+from mpiad._typing import LocalArray, Shape
 from mpiad.linalg.multigrid.stencil import offsets
+from mpiad.linalg.through_host import through_host
+from mpiad.transport.device_arrays import ArrayModule
 
 __all__ = ["Coarsest"]
+
+_DENSE = 512  # points: an inverse of 2 MiB, read in less time than a copy to the host and back takes
 
 
 class Coarsest:
@@ -31,18 +41,34 @@ class Coarsest:
         # Without one row and column the rest of a singular operator of this kind isn't singular.
         self._kept = stack[0].size - singular
         self._factors = splu(_matrix(stack, periodic)[: self._kept, : self._kept]) if self._kept else None
+        self._inverse: Any = None
 
-    def solve(self, f: np.ndarray) -> np.ndarray:
+    def on(self, home: ArrayModule) -> Coarsest:
+        """Return the same on a device."""
+        other, count = copy.copy(self), math.prod(self._shape)
+        if count <= _DENSE:
+            other._inverse = home.to_device(self._solved(np.eye(count)))
+        return other
+
+    def solve(self, f: LocalArray) -> LocalArray:
         """Return the solution with one layer around it.
 
         Parameters
         ----------
         f : array of the operator's shape
         """
+        if self._inverse is not None:
+            return self._surrounded(self._inverse @ f.reshape(-1))
+        return through_host(lambda f: self._surrounded(self._solved(f.reshape(-1))), f)
+
+    def _solved(self, f: np.ndarray) -> np.ndarray:
         # The point that was left out has zero: any constant may be added, and `Multigrid` takes the mean away.
-        u = np.zeros(f.size)
+        u = np.zeros(f.shape)
         if self._factors is not None:
-            u[: self._kept] = self._factors.solve(f.ravel()[: self._kept])
+            u[: self._kept] = self._factors.solve(f[: self._kept])
+        return u
+
+    def _surrounded(self, u: LocalArray) -> LocalArray:
         out = u.reshape(self._shape)
         for axis, periodic in enumerate(self._periodic):
             width = [(1, 1) if other == axis else (0, 0) for other in range(out.ndim)]

@@ -15,6 +15,7 @@ import numpy as np
 from mpiad._typing import LocalArray
 from mpiad.errors import ConvergenceError
 from mpiad.linalg.multigrid.level import Level
+from mpiad.linalg.vectors import inner, on_host
 from mpiad.transport import SUM, Channel
 from mpiad.transport.agreement import agreed, raise_together
 from mpiad.transport.collectives import allreduce
@@ -86,7 +87,7 @@ def conjugate(
         # Both belong to the level, and are overwritten by its next cycle.
         z = level.cycle(r)
         w = level.product_after(r)
-        rz, wz = _sums(used, np.vdot(r, z), np.vdot(w, z))
+        rz, wz = _sums(used, *_products((r, z), (w, z)))
         # As in `conjugate_gradients`: p·Ap by the recurrence of p, so that one reduction is enough.
         beta = rz / before if len(history) > 1 else 0.0
         curvature = wz - beta * beta * curvature
@@ -105,19 +106,24 @@ def conjugate(
     return x, history
 
 
+def _products(*pairs: tuple[LocalArray, LocalArray]) -> list[float]:
+    """Return this rank's share of inner products, on the host: one copy for all of them, of arrays on a device."""
+    return inner(*[(x.reshape(1, -1), y.reshape(1, -1)) for x, y in pairs])[:, 0].tolist()
+
+
 def _sums(used: Channel, *local: float) -> list[float]:
     return allreduce(used, np.array(local, np.float64), SUM, "linalg.Multigrid.solve").tolist()
 
 
 def _norm(used: Channel, r: LocalArray, name: str) -> float:
     # NaN on one rank makes the sum NaN on all, which so agree that something is wrong.
-    square = _sums(used, np.vdot(r, r))[0]
+    square = _sums(used, *_products((r, r)))[0]
     if not math.isfinite(square):
-        bad = int(np.count_nonzero(~np.isfinite(r)))
+        bad = int(on_host(np.sum(~np.isfinite(r))))
         text = f"linalg.Multigrid.solve: {name} is not finite: {bad} entries on rank {used.rank} are NaN or infinite."
         raise_together(used, ValueError(text) if bad else None)
         raise agreed(used, ValueError(f"linalg.Multigrid.solve: the norm of {name} overflows. Scale the system."))
-    if name == _RIGHT and square < _LEAST and _sums(used, float(np.count_nonzero(r)))[0]:
+    if name == _RIGHT and square < _LEAST and _sums(used, float(on_host(np.sum(r != 0.0))))[0]:
         raise agreed(used, ValueError(
             f"linalg.Multigrid.solve: the norm of {name}, {math.sqrt(square):.3e}, is so small that squares of residuals "
             "vanish. Scale the system."

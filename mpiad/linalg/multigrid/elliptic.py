@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 
 from mpiad._typing import LocalArray
+from mpiad.device.constants import Constants
 from mpiad.domain import Domain
-from mpiad.linalg.host_only import require_host
 from mpiad.linalg.multigrid.sides import sides_of
+from mpiad.linalg.places import require_together
 from mpiad.primitives import stop
 from mpiad.transport import channel
 from mpiad.transport.agreement import raise_together, require_same
+from mpiad.transport.device_arrays import arrays_of
 
 __all__ = ["Elliptic"]
 
@@ -64,6 +66,7 @@ class Elliptic:
         # Its halo may be wider than the operator needs.
         self.domain = Domain(domain.shape, periodic=domain.periodic, dims=domain.dims, comm=domain.comm)
         self.walls = _walls(self.domain, self.sides)
+        self._walls = Constants(self.walls)
 
     def __call__(self, u: LocalArray, kappa: LocalArray, c: LocalArray | float = 0.0) -> LocalArray:
         """Return this rank's block of -∇·(κ∇u) + c u.
@@ -73,10 +76,16 @@ class Elliptic:
         u : array of shape (..., *local_shape)
         kappa : array of shape local_shape, or number
         c : array of shape local_shape, or number
+            The three on the host, or on one device; numbers are everywhere.
 
         Returns
         -------
         array of the shape of `u`
+
+        Raises
+        ------
+        TypeError
+            Where arrays are in two places.
 
         Ranks
         -----
@@ -86,13 +95,16 @@ class Elliptic:
         -------
         To u the operator itself, which is symmetric; to κ and c what the product rule gives.
         """
-        require_host("linalg.Elliptic", stop(u), stop(kappa), stop(c))
+        require_together("linalg.Elliptic", u=stop(u), kappa=stop(kappa), c=stop(c))
+        home = arrays_of(stop(u))
         if np.shape(stop(kappa)) == ():
-            kappa = kappa * np.ones(self.domain.local_shape)
+            shape = self.domain.local_shape
+            kappa = kappa * (np.ones(shape) if home is None else home.full(shape, 1, np.float64))
         if stop(kappa).dtype != stop(u).dtype:
             kappa = kappa.astype(stop(u).dtype)
         # Beside a given value the flux is κ u over the spacing: a multiple of u at the last points.
-        total = (self.walls.astype(stop(u).dtype) * kappa + c) * u
+        (walls,) = self._walls.on(home)
+        total = (walls.astype(stop(u).dtype) * kappa + c) * u
         # Beyond a side without flux u is continued by itself; what a given value adds is in the walls.
         padded, medium = self.domain.exchange([u, kappa], "edge", corners=False)
         ndim = len(self.sides.spacing)

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpiad._typing import Comm, Rank
+from mpiad._typing import Comm, LocalArray, Rank
+from mpiad.domain.memory import empty_beside
 from mpiad.linalg.multigrid.layout import Colour, Layout
 from mpiad.linalg.multigrid.spread import Spread
 from mpiad.primitives import mpi_irecv, mpi_send, mpi_wait
@@ -60,7 +61,7 @@ class LevelHalo:
                 sides.append(_Side(rank, axis, place[0], own % 2, place[1], ghost % 2, *tags))
         return sides
 
-    def fill(self, arrays: Mapping[Colour, np.ndarray]) -> None:
+    def fill(self, arrays: Mapping[Colour, LocalArray]) -> None:
         """Fill the halo of arrays of some colours, corners included.
 
         Parameters
@@ -78,7 +79,7 @@ class LevelHalo:
                 for sides in self._sides:
                     self._fill_along(whole, sides)
 
-    def _fill_along(self, whole: dict[Colour, np.ndarray], sides: list[_Side]) -> None:
+    def _fill_along(self, whole: dict[Colour, LocalArray], sides: list[_Side]) -> None:
         coming = []
         # A ring on one rank has this rank on both sides.
         here = [side for side in sides if side.rank == self._rank]
@@ -86,7 +87,7 @@ class LevelHalo:
         for side in away:
             ghosts = _layers(whole, side.axis, side.ghost, side.ghost_parity)
             if ghosts:
-                like = np.empty(sum(layer.size for layer in ghosts))
+                like = empty_beside(ghosts[0], (sum(layer.size for layer in ghosts),))
                 coming.append((ghosts, mpi_irecv(like, side.rank, side.tag_back, self._comm)))
         for side in away:
             own = _layers(whole, side.axis, side.own, side.own_parity)
@@ -103,13 +104,13 @@ class LevelHalo:
             _unpack(ghosts, mpi_wait(request))
 
 
-def _layers(whole: dict[Colour, np.ndarray], axis: int, index: int, parity: int) -> list[np.ndarray]:
+def _layers(whole: dict[Colour, LocalArray], axis: int, index: int, parity: int) -> list[LocalArray]:
     along = len(next(iter(whole))) - axis - 1
     place = (..., index, *[slice(None)] * along)
     return [array[place] for colour, array in whole.items() if colour[axis] == parity]
 
 
-def _unpack(layers: list[np.ndarray], received: np.ndarray) -> None:
+def _unpack(layers: list[LocalArray], received: LocalArray) -> None:
     start = 0
     for layer in layers:
         layer[...] = received[start : start + layer.size].reshape(layer.shape)

@@ -6,6 +6,7 @@ iterations grows with the grid; two levels below the finest that are visited twi
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from mpiad.linalg.multigrid.layout import Layout
 from mpiad.linalg.multigrid.level import Level
 from mpiad.linalg.multigrid.spread import Spread
 from mpiad.linalg.multigrid.stencil import Stencil, offsets, stencil_of
+from mpiad.transport.device_arrays import ArrayModule
 
 __all__ = ["Plan", "hierarchy"]
 
@@ -70,13 +72,20 @@ class _Coarser:
             stencil = stencil_of(layout, whole, offsets(len(spread.cuts)))
             self._level = hierarchy(stencil, after, plan._replace(doubled=max(0, plan.doubled - 1)))
 
+    def on(self, home: ArrayModule) -> _Coarser:
+        """Return the same on a device, of copies."""
+        other = copy.copy(self)
+        other._level = None if self._level is None else self._level.on(home)
+        other._coarsest = None if self._coarsest is None else self._coarsest.on(home)
+        return other
+
     def correct(self, residual: LocalArray) -> LocalArray:
         """Return the correction on this rank's points and the layer around them."""
         f = self._gathering.gather(residual)
         if self._level is not None:
             layout = self._level.layout
-            return self._gathering.scatter(layout.join(self._visited(self._level, layout.split(f)), rim=1))
-        return self._gathering.scatter(None if self._coarsest is None else self._coarsest.solve(f))
+            return self._gathering.scatter(layout.join(self._visited(self._level, layout.split(f)), rim=1), residual)
+        return self._gathering.scatter(None if self._coarsest is None else self._coarsest.solve(f), residual)
 
     def _visited(self, level: Level, f: LocalArray) -> LocalArray:
         u = level.cycle(f)

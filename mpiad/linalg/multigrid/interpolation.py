@@ -12,7 +12,7 @@ J. E. Dendy, Black box multigrid, Journal of Computational Physics 48 (1982), se
 from __future__ import annotations
 
 import itertools
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -22,8 +22,9 @@ from mpiad.linalg.multigrid.stencil import Stencil
 
 __all__ = ["Weights", "corners", "interpolation"]
 
-Weights: TypeAlias = dict[Colour, np.ndarray]
-"""For each colour but 0 the weights of its coarse points, in the order of `corners`: arrays of shape (corners, size)."""
+Weights: TypeAlias = dict[Colour, Any]
+"""For each colour but 0 the weights of its coarse points, in the order of `corners`: an array of shape (corners, size), or
+on a device a list of arrays."""
 
 
 def corners(colour: Colour) -> list[tuple[int, ...]]:

@@ -15,8 +15,10 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from mpiad._typing import Shape
+from mpiad._typing import LocalArray, Shape
+from mpiad.domain.memory import empty_beside
 from mpiad.linalg.multigrid.spread import Box
+from mpiad.transport.device_arrays import arrays_of
 
 __all__ = ["Colour", "Layout", "reach"]
 
@@ -94,12 +96,12 @@ class Layout:
         box = self.box.coarse().grown(rim)
         return tuple(slice(a - f + 1, b - f + 1) for a, b, f in zip(box.low, box.high, self.first))
 
-    def whole(self, flat: np.ndarray) -> np.ndarray:
+    def whole(self, flat: LocalArray) -> LocalArray:
         """Return arrays of colours as arrays of `shape`."""
         return flat.reshape(flat.shape[:-1] + self.shape)
 
-    def split(self, block: np.ndarray, dtype: np.dtype | type = np.float64) -> np.ndarray:
-        """Return the arrays of all colours, zero outside of the block.
+    def split(self, block: LocalArray) -> LocalArray:
+        """Return the arrays of all colours in double precision, zero outside of the block.
 
         Parameters
         ----------
@@ -110,16 +112,17 @@ class Layout:
         array of shape (..., colours, size)
         """
         lead = block.shape[: block.ndim - len(self.shape)]
-        out = np.zeros((*lead, len(self.colours), self.size), dtype)
+        shape, home = (*lead, len(self.colours), self.size), arrays_of(block)
+        out = np.zeros(shape) if home is None else home.full(shape, 0, np.float64)
         whole = self.whole(out)
         for row, colour in enumerate(self.colours):
             entries, points = self.places(colour)
             whole[(..., row, *entries)] = block[(..., *points)]
         return out
 
-    def join(self, split: np.ndarray, rim: int = 0) -> np.ndarray:
+    def join(self, split: LocalArray, rim: int = 0) -> LocalArray:
         """Return the block of arrays of all colours, with `rim` points of the halo around it."""
-        out = np.empty(self.box.grown(rim).shape, split.dtype)
+        out = empty_beside(split, self.box.grown(rim).shape)
         whole = self.whole(split)
         for row, colour in enumerate(self.colours):
             entries, points = self.places(colour, rim)

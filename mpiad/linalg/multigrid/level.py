@@ -13,10 +13,12 @@ from typing import Protocol
 import numpy as np
 
 from mpiad._typing import LocalArray
+from mpiad.domain.memory import empty_beside, zeros_beside
 from mpiad.linalg.multigrid.halo import LevelHalo
 from mpiad.linalg.multigrid.interpolation import Weights, corners
 from mpiad.linalg.multigrid.layout import Colour
 from mpiad.linalg.multigrid.stencil import Stencil
+from mpiad.transport.device_arrays import ArrayModule
 
 __all__ = ["Below", "Level"]
 
@@ -26,6 +28,10 @@ class Below(Protocol):
 
     def correct(self, residual: LocalArray) -> LocalArray:
         """Return the correction on this rank's coarse points and the layer around them, of the residual on the former."""
+        ...
+
+    def on(self, home: ArrayModule) -> Below:
+        """Return the same on a device."""
         ...
 
 
@@ -44,10 +50,17 @@ class Level:
         self.layout, self._stencil, self._halo, self._below = stencil.layout, stencil, halo, below
         self._weights, self._later = weights, _later(stencil.sweep)
         # Kept from cycle to cycle: new memory costs more than the arithmetic. Halos beyond physical sides stay zero.
-        self._u = np.zeros((len(self.layout.colours), self.layout.size))
-        self._residual = np.zeros_like(self._u)
-        self._coarse = np.zeros(self.layout.size)
-        self._sum, self._part = np.empty((2, self.layout.inner.stop - self.layout.inner.start))
+        beside, size, length = stencil.diagonal, self.layout.size, self.layout.inner.stop - self.layout.inner.start
+        self._u, self._residual = (zeros_beside(beside, (len(self.layout.colours), size)) for _ in range(2))
+        self._coarse = zeros_beside(beside, (size,))
+        self._sum, self._part = (empty_beside(beside, (length,)) for _ in range(2))
+
+    def on(self, home: ArrayModule) -> Level:
+        """Return the same level, and all below, on a device: copies of what was found on the host, made here."""
+        copies = {colour: home.to_device(array) for colour, array in self._weights.items()}
+        # One by one, since arrays on devices aren't taken apart by a loop.
+        weights = {colour: [array[k] for k in range(len(array))] for colour, array in copies.items()}
+        return Level(self._stencil.on(home), weights, self._halo, self._below.on(home))
 
     def cycle(self, f: LocalArray) -> LocalArray:
         """Return what one V-cycle from zero makes of a right-hand side.

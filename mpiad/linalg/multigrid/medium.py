@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from autograd.tracer import isbox
+from autograd.tracer import getval, isbox
 
 from mpiad._typing import LocalArray
 from mpiad.domain import Domain
-from mpiad.linalg.host_only import require_host
 from mpiad.linalg.multigrid.sides import Sides
+from mpiad.linalg.places import require_together
+from mpiad.linalg.through_host import plain_values
 from mpiad.transport import MAX, Channel
 from mpiad.transport.agreement import agreed, raise_together
 from mpiad.transport.collectives import allreduce
@@ -23,7 +24,7 @@ _CALL = "linalg.Multigrid"
 
 
 def coefficients(domain: Domain, kappa: Any, c: Any, used: Channel) -> tuple[LocalArray, LocalArray]:
-    """Return κ and c on this rank's points, in double precision.
+    """Return κ and c on this rank's points, in double precision on the host; one copy of each that is on a device.
 
     Parameters
     ----------
@@ -35,8 +36,8 @@ def coefficients(domain: Domain, kappa: Any, c: Any, used: Channel) -> tuple[Loc
     Raises
     ------
     TypeError, ValueError
-        On all ranks, where one is traced or isn't real, has another shape, isn't finite, or is negative; says at which
-        point. Where a periodic dimension can't be coarsened.
+        On all ranks, where one is traced or isn't real, they are in two places, one has another shape, isn't finite, or is
+        negative; says at which point. Where a periodic dimension can't be coarsened.
 
     Ranks
     -----
@@ -44,6 +45,7 @@ def coefficients(domain: Domain, kappa: Any, c: Any, used: Channel) -> tuple[Loc
     """
     fields, error = [], None
     try:
+        require_together(_CALL, kappa=getval(kappa), c=getval(c))
         fields = [_field(domain, kappa, "kappa", False), _field(domain, c, "c", True)]
         _check_rings(domain)
     except (TypeError, ValueError) as found:
@@ -106,8 +108,7 @@ def _field(domain: Domain, value: Any, name: str, zero_allowed: bool) -> LocalAr
             f"{_CALL}: {name} is traced, and no derivative flows through a preconditioner: give it mpiad.stop({name}). "
             "linalg.solve_elliptic differentiates by it."
         )
-    require_host(f"{_CALL}: {name}", value)
-    found = np.asarray(value)
+    found = np.asarray(plain_values(value))
     if found.dtype.kind not in "fiu":
         raise TypeError(f"{_CALL}: {name} must be real numbers, but got {type(value).__name__} of dtype {found.dtype}.")
     if found.shape not in ((), domain.local_shape):

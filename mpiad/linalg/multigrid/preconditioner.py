@@ -9,20 +9,26 @@ import numpy as np
 from autograd.tracer import isbox
 
 from mpiad._typing import LocalArray
+from mpiad.device.constants import Constants
 from mpiad.domain import Domain
+from mpiad.domain.memory import empty_beside, is_array
 from mpiad.domain.partition import Partition
-from mpiad.linalg.host_only import require_host
 from mpiad.linalg.multigrid.conjugate import Tolerance, conjugate
 from mpiad.linalg.multigrid.elliptic import Elliptic
 from mpiad.linalg.multigrid.hierarchy import Plan, hierarchy
 from mpiad.linalg.multigrid.layout import Layout
+from mpiad.linalg.multigrid.level import Level
 from mpiad.linalg.multigrid.medium import coefficients, has_constants, jumps
 from mpiad.linalg.multigrid.spread import spread_of
 from mpiad.linalg.multigrid.stencil import Stencil
+from mpiad.linalg.places import require_together
 from mpiad.linalg.settings import Settings, agree_on, mistake_in
+from mpiad.linalg.vectors import on_host
+from mpiad.primitives import stop
 from mpiad.primitives.operation import suspended
 from mpiad.transport import SUM, channel
 from mpiad.transport.collectives import allreduce
+from mpiad.transport.device_arrays import ArrayModule, arrays_of
 
 __all__ = ["Multigrid"]
 
@@ -32,6 +38,9 @@ _DOUBLED = 2
 
 class Multigrid:
     """Prepare geometric multigrid for -∇·(κ∇u) + c u on a domain, with interpolation that follows jumps of κ.
+
+    The levels are found on the host, from one copy of κ and c where these are on a device. Cycles run where what they are
+    given lives: at the first one on a device all levels are copied there.
 
     Parameters
     ----------
@@ -51,7 +60,7 @@ class Multigrid:
     ----------
     operator : Elliptic
     kappa, c : array of shape local_shape
-        In double precision.
+        In double precision, on the host.
     history : list of float
         The norm of the residual at the start and after each iteration of the last `solve`.
 
@@ -89,11 +98,12 @@ class Multigrid:
             self.mean_zero = has_constants(self.operator.sides, self.c, mean_zero, self._used)
             self._layout = Layout(spread_of(self._partition()).box(self.domain.position))
             self._level = self._levels()
+        self._medium, self._copies = Constants(self.kappa, self.c), dict[ArrayModule, Level]()
         self.history: list[float] = []
 
     def matvec(self, u: LocalArray) -> LocalArray:
         """Return the operator's product with this rank's block; differentiable by `u`."""
-        return self.operator(u, self.kappa, self.c)
+        return self.operator(u, *self._medium.on(arrays_of(stop(u))))
 
     def __call__(self, r: LocalArray) -> LocalArray:
         """Return an approximation of the solution for a right-hand side: one symmetric V-cycle.
@@ -101,11 +111,11 @@ class Multigrid:
         Parameters
         ----------
         r : array of shape (..., *local_shape)
-            Not traced; of complex arrays both parts take a cycle.
+            Not traced, on the host or on a device; of complex arrays both parts take a cycle.
 
         Returns
         -------
-        array of the shape and dtype of `r`
+        array of the shape and dtype of `r`, where `r` lives
 
         Ranks
         -----
@@ -115,16 +125,16 @@ class Multigrid:
         -------
         It is its own transpose, and isn't traced: a preconditioner needs no derivative.
         """
-        if isinstance(r, np.ndarray) and r.dtype.kind == "c":
+        if is_array(r) and r.dtype.kind == "c":
             # The operator is real, so both parts are solved apart.
             return (self(r.real) + 1j * self(r.imag)).astype(r.dtype)
         r = self._checked(r, "linalg.Multigrid")
-        out = np.empty(r.shape, r.dtype)
+        out, level = empty_beside(r, r.shape), self._level_beside(r)
         with suspended():
             for index in np.ndindex(r.shape[: r.ndim - len(self.domain.shape)]):
                 # Only a right-hand side without a mean has a solution, whose own mean is then free: zero is taken.
                 split = self._layout.split(self._centred(r[index]))
-                out[index] = self._centred(self._layout.join(self._level.cycle(split)))
+                out[index] = self._centred(self._layout.join(level.cycle(split)))
         return out
 
     @property
@@ -147,24 +157,24 @@ class Multigrid:
         Parameters
         ----------
         b : array of shape local_shape
-            Not traced; `solve_elliptic` has derivatives.
+            Not traced, on the host or on a device; `solve_elliptic` has derivatives.
         rtol, atol : float
             The residual's norm, over all ranks, is to fall to ``max(rtol * norm(b), atol)``.
         maxiter : int
         x0 : array of shape local_shape, optional
-            Where to start; zero by default.
+            Beside `b`. Where to start; zero by default.
         callback : callable, optional
             ``callback(norm)`` is called on every rank after each iteration.
 
         Returns
         -------
-        array of the shape and dtype of `b`
+        array of the shape and dtype of `b`, where `b` lives
 
         Raises
         ------
         TypeError, ValueError
-            On all ranks, where `b` or `x0` has another shape or isn't finite, a tolerance can't be met, or ranks give
-            different ones.
+            On all ranks, where `b` or `x0` has another shape or isn't finite, they are in two places, a tolerance can't be
+            met, or ranks give different ones.
         ConvergenceError
             On all ranks, with the history of the residual, where the iterations are used up.
 
@@ -179,6 +189,7 @@ class Multigrid:
         try:
             for block in (b,) if x0 is None else (b, x0):
                 self._checked(block, settings.call, whole=True)
+            require_together(settings.call, b=b, x0=0.0 if x0 is None else x0)
         except (TypeError, ValueError) as found:
             error = found
         with suspended():
@@ -189,32 +200,52 @@ class Multigrid:
             r = wide if start is None else self._centred(wide - self.matvec(start))
             tolerance = Tolerance(rtol, atol, maxiter, callback)
             split = self._layout.split(r)
-            x, self.history = conjugate(self._level, split, self._used, tolerance, None if start is None else wide)
+            whole, level = None if start is None else wide, self._level_beside(b)
+            x, self.history = conjugate(level, split, self._used, tolerance, whole)
             u = self._centred(self._layout.join(x))
             return (u if start is None else u + start).astype(b.dtype)
 
+    def refusal(self, r: LocalArray) -> Exception | None:
+        """Return why this rank's block can't be preconditioned, None where it can."""
+        try:
+            self._checked(r.real, "linalg.Multigrid")
+        except (TypeError, ValueError) as error:
+            return error
+        return None
+
     def _checked(self, r: Any, call: str, whole: bool = False) -> LocalArray:
         ndim = len(self.domain.shape)
-        require_host(call, r)
-        if isbox(r) or not isinstance(r, np.ndarray) or r.dtype.kind != "f":
-            kind = f"dtype {r.dtype}" if isinstance(r, np.ndarray) else type(r).__name__
+        if isbox(r) or not is_array(r) or r.dtype.kind != "f":
+            kind = f"dtype {r.dtype}" if is_array(r) else type(r).__name__
             raise TypeError(f"{call}: expected a plain array of floats, but got {kind}.")
         if r.shape[0 if whole else max(0, r.ndim - ndim) :] != self.domain.local_shape:
             lead = "" if whole else "(..., *local_shape) with local_shape "
-            raise ValueError(f"{call}: expected an array of shape {lead}{self.domain.local_shape}, but got {r.shape}.")
+            raise ValueError(
+                f"{call}: expected an array of shape {lead}{self.domain.local_shape}, but got {r.shape} "
+                f"on rank {self._used.rank}."
+            )
         return r
 
     def _centred(self, block: LocalArray) -> LocalArray:
         """Return a block without its mean over the grid, where constants are in the kernel."""
         if not self.mean_zero:
             return block
-        total = allreduce(self._used, np.array(block.sum(dtype=np.float64)), SUM, "linalg.Multigrid")
+        own = np.array(on_host(block.sum(dtype=np.float64)))
+        total = allreduce(self._used, own, SUM, "linalg.Multigrid")
         return block - block.dtype.type(total / np.prod(self.domain.shape))
+
+    def _level_beside(self, r: LocalArray) -> Level:
+        home = arrays_of(r)
+        if home is None:
+            return self._level
+        if home not in self._copies:
+            self._copies[home] = self._level.on(home)
+        return self._copies[home]
 
     def _partition(self) -> Partition:
         return Partition(self.domain.shape, self.domain.dims, self.domain.periodic)
 
-    def _levels(self) -> Any:
+    def _levels(self) -> Level:
         ndim = len(self.domain.shape)
         # The row sums of the operator are what sides and c add.
         diagonal, couplings = self.operator.walls * self.kappa + self.c, {}

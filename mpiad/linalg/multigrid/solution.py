@@ -16,8 +16,11 @@ from mpiad.differentiation import make_jvp, make_vjp
 from mpiad.domain import Domain
 from mpiad.extend import communicating, defjvp_together, defvjp_together
 from mpiad.linalg.multigrid.preconditioner import Multigrid
+from mpiad.linalg.places import require_together
 from mpiad.primitives import stop
-from mpiad.primitives.cotangents import tangent_of
+from mpiad.primitives.cotangents import spec_like, tangent_of
+from mpiad.transport import channel
+from mpiad.transport.agreement import raise_together
 
 __all__ = ["solve_elliptic"]
 
@@ -48,7 +51,7 @@ def solve_elliptic(
     b : array of shape local_shape
         This rank's block of the right-hand side.
     c : array of shape local_shape, or number
-        Zero or more.
+        Zero or more. All arrays are on the host, or all on one device.
     spacing, boundary, centred
         As `Elliptic` takes them. A value other than 0 on a side goes into `b`: κ times it, by the square of the spacing
         (twice that where `centred`).
@@ -61,7 +64,7 @@ def solve_elliptic(
 
     Returns
     -------
-    array of the shape and dtype of `b`
+    array of the shape and dtype of `b`, where `b` lives
         This rank's block of u.
 
     Raises
@@ -81,9 +84,18 @@ def solve_elliptic(
     levels = Multigrid(
         domain, stop(kappa), stop(c), spacing=spacing, boundary=boundary, centred=centred, mean_zero=mean_zero
     )
+    raise_together(channel(domain.comm, "linalg.solve_elliptic"), _mixture(b, kappa, c))
     # What the solves of derivatives share; their start is zero, and they are nobody's news.
     settings = {"rtol": rtol, "atol": atol, "maxiter": maxiter}
     return _solution(b, kappa, c, levels=levels, settings=settings, start={"x0": stop(x0), "callback": callback})
+
+
+def _mixture(b: Any, kappa: Any, c: Any) -> Exception | None:
+    try:
+        require_together("linalg.solve_elliptic", b=stop(b), kappa=stop(kappa), c=stop(c))
+    except TypeError as error:
+        return error
+    return None
 
 
 @communicating
@@ -121,7 +133,7 @@ def _tangent(
     """Return the derivative of the solution along tangents of b, κ and c."""
     along = [_direction(value, g) for value, g in zip((kappa, c), gs[1:])]
     push = make_jvp(_product(levels))([ans, kappa, c])
-    change = push([np.zeros(np.shape(stop(ans)), stop(ans).dtype), *along])[1]
+    change = push([spec_like(stop(ans)).zeros(), *along])[1]
     return _solution(tangent_of(b, gs[0]) - change, kappa, c, levels=levels, settings=settings)
 
 

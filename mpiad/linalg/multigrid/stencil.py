@@ -7,7 +7,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from mpiad._typing import LocalArray
+from mpiad.domain.memory import empty_beside
 from mpiad.linalg.multigrid.layout import Colour, Layout, reach
+from mpiad.transport.device_arrays import ArrayModule
 
 __all__ = ["Offset", "Stencil", "offsets", "stencil_of"]
 
@@ -29,6 +32,8 @@ class Stencil:
         For each offset the N of all colours, of shape (colours, size); zero outside of the block.
     diagonal : array of shape (colours, size)
         D; zero outside of the block.
+    inverse : array, optional
+        1 / D where D isn't zero, where that is known.
 
     Attributes
     ----------
@@ -36,15 +41,27 @@ class Stencil:
         The order of a Gauss-Seidel sweep: groups of colours whose points aren't coupled with each other.
     """
 
-    def __init__(self, layout: Layout, couplings: Mapping[Offset, np.ndarray], diagonal: np.ndarray):
+    def __init__(
+        self,
+        layout: Layout,
+        couplings: Mapping[Offset, LocalArray],
+        diagonal: LocalArray,
+        inverse: LocalArray | None = None,
+    ):
         self.layout, self.couplings, self.diagonal = layout, couplings, diagonal
-        self.inverse = np.divide(1.0, diagonal, out=np.zeros_like(diagonal), where=diagonal > 0)
+        known = np.divide(1.0, diagonal, out=np.zeros_like(diagonal), where=diagonal > 0) if inverse is None else inverse
+        self.inverse: LocalArray = known
         self.sweep = _sweep(layout.colours, any(np.count_nonzero(offset) > 1 for offset in couplings))
         self._terms = {colour: self._terms_of(colour) for colour in layout.colours}
         # The slices of all neighbours are found once: on small levels finding them takes longer than using them.
-        self._product = np.empty(layout.inner.stop - layout.inner.start)
+        self._product = empty_beside(diagonal, (layout.inner.stop - layout.inner.start,))
 
-    def _terms_of(self, colour: Colour) -> list[tuple[Colour, int, slice, np.ndarray]]:
+    def on(self, home: ArrayModule) -> Stencil:
+        """Return the same operator on a device, of copies of its arrays."""
+        couplings = {offset: home.to_device(coupling) for offset, coupling in self.couplings.items()}
+        return Stencil(self.layout, couplings, home.to_device(self.diagonal), home.to_device(self.inverse))
+
+    def _terms_of(self, colour: Colour) -> list[tuple[Colour, int, slice, LocalArray]]:
         terms, row = [], self.layout.row[colour]
         for offset, coupling in self.couplings.items():
             neighbour, steps = reach(colour, offset)
@@ -53,7 +70,7 @@ class Stencil:
         return terms
 
     def neighbours(
-        self, out: np.ndarray, u: np.ndarray, colour: Colour, among: Sequence[Colour] | None = None, sign: int = 1
+        self, out: LocalArray, u: LocalArray, colour: Colour, among: Sequence[Colour] | None = None, sign: int = 1
     ) -> None:
         """Add (or, by its sign, subtract) what the neighbours of a colour contribute, or those of some colours.
 

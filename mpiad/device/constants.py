@@ -1,0 +1,37 @@
+"""Arrays of the host that don't change, as indices and weights, and their copies on devices."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mpiad._typing import Array
+from mpiad.transport.device_arrays import ArrayModule
+
+__all__ = ["Constants"]
+
+
+class Constants:
+    """Arrays that are copied to a device when they are first used there, once.
+
+    Parameters
+    ----------
+    *arrays : array
+        On the host; nobody writes to them.
+    """
+
+    def __init__(self, *arrays: np.ndarray):
+        self._arrays = arrays
+        self._copies: dict[ArrayModule, tuple[Array, ...]] = {}
+
+    def on(self, home: ArrayModule | None) -> tuple[Array, ...]:
+        """Return the arrays on a device; as they are, where it is None.
+
+        Parameters
+        ----------
+        home : ArrayModule or None
+        """
+        if home is None:
+            return self._arrays
+        if home not in self._copies:
+            self._copies[home] = tuple(home.to_device(np.ascontiguousarray(array)) for array in self._arrays)
+        return self._copies[home]

@@ -1,0 +1,149 @@
+"""Values between cells of fields on devices: from which cells, and by which weights, is found on the host.
+
+The gather and its sums run on the device. What the host has found is copied there as a table, which is kept: a program that
+takes a field's values at the same receivers in each step copies nothing after the first one. Weights of traced points
+are traced themselves, and are copied by each call.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+import autograd.numpy as anp
+import numpy as np
+from autograd.tracer import isbox
+
+from mpiad._typing import Array, LocalArray, Rank, Shape
+from mpiad.device.assembly import concatenate
+from mpiad.device.constants import Constants
+from mpiad.device.transfer import array_to_device
+from mpiad.domain.coordinates import Lattice
+from mpiad.domain.interpolation import Location, located
+from mpiad.domain.partition import Partition
+from mpiad.primitives import stop
+from mpiad.transport.device_arrays import arrays_of
+
+__all__ = ["PointTable", "PointTables", "interpolated_there"]
+
+_KEPT = 8  # tables: a program has a few sets of receivers
+
+
+class PointTable(NamedTuple):
+    """What a rank must know of points.
+
+    Parameters
+    ----------
+    places, order : Constants
+        Of the points that this rank owns the corners of their cells, shape (2**dimensions, p): places in the flat block
+        with its halo. And where each point is among those of this rank followed by the others.
+    weights : Constants or array
+        Of the corners; an array where it is traced.
+    shape : tuple of int
+        Of the points.
+    """
+
+    places: Constants
+    order: Constants
+    weights: Any
+    shape: Shape
+
+
+class PointTables:
+    """The tables of the sets of points that a domain has met last.
+
+    Parameters
+    ----------
+    partition : Partition
+    rank : int
+    starts : int array of shape (dimensions,)
+        Cell of the whole grid that is the first of the block with its halo.
+    padded : tuple of int
+        The shape of that block.
+    """
+
+    def __init__(self, partition: Partition, rank: Rank, starts: np.ndarray, padded: Shape):
+        self._partition, self._rank, self._starts, self._padded = partition, rank, starts, padded
+        self._kept: OrderedDict[tuple, PointTable] = OrderedDict()
+
+    def table(self, points: Array, lattice: Lattice, dtype: np.dtype, call: str) -> PointTable:
+        """Return the table of points.
+
+        Parameters
+        ----------
+        points : array of shape (..., dimensions)
+            On the host, traced or not.
+        lattice : Lattice
+        dtype : numpy.dtype
+            That of the weights.
+        call : str
+            Who asks, in errors.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As `located` does.
+        """
+        if isbox(points):
+            return self._found(located(points, lattice, self._partition, call), dtype)
+        plain: Any = np.ascontiguousarray(points)
+        # By what they hold: a program may write other points into the same array.
+        held = hashlib.blake2b(plain, digest_size=16).digest(), plain.shape, plain.dtype.str
+        key = (*held, *lattice.firsts, *lattice.steps, dtype.char)
+        if key not in self._kept:
+            self._kept[key] = self._found(located(plain, lattice, self._partition, call), dtype)
+            if len(self._kept) > _KEPT:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(key)
+        return self._kept[key]
+
+    def _found(self, where: Location, dtype: np.dtype) -> PointTable:
+        ndim, owners = len(self._starts), where.owner.reshape(-1)
+        mine = np.flatnonzero(owners == self._rank)
+        corner = (where.cell.reshape(-1, ndim)[mine] - self._starts).T
+        fraction = anp.reshape(where.fraction, (-1, ndim))[mine]
+        steps = list(itertools.product((0, 1), repeat=ndim))
+        places = [np.ravel_multi_index(tuple(corner + np.array(step)[:, None]), self._padded) for step in steps]
+        weights = anp.stack([_weight(fraction, step) for step in steps]).astype(dtype)
+        order = np.argsort(np.concatenate([mine, np.flatnonzero(owners != self._rank)]))
+        kept = weights if isbox(weights) else Constants(weights)
+        return PointTable(Constants(np.stack(places)), Constants(order), kept, where.owner.shape)
+
+
+def _weight(fraction: Array, step: tuple[int, ...]) -> Array:
+    """Return the weight of one corner: the product of those along each dimension."""
+    weight = 1.0
+    for axis, s in enumerate(step):
+        weight = weight * (fraction[:, axis] if s else 1.0 - fraction[:, axis])
+    return weight
+
+
+def interpolated_there(padded: LocalArray, table: PointTable, ndim: int) -> LocalArray:
+    """Return a field's values at this rank's points, zeros at those of others.
+
+    Parameters
+    ----------
+    padded : device array of shape (..., *padded)
+        This rank's block with its halo.
+    table : PointTable
+    ndim : int
+        Dimensions of the grid.
+
+    Returns
+    -------
+    device array of shape (..., *shape of the points)
+    """
+    home: Any = arrays_of(stop(padded))
+    lead, cells = padded.shape[: padded.ndim - ndim], math.prod(padded.shape[padded.ndim - ndim :])
+    (places,) = table.places.on(home)
+    weights = table.weights.on(home)[0] if isinstance(table.weights, Constants) else array_to_device(table.weights, home)
+    values = anp.sum(anp.reshape(padded, (*lead, cells))[..., places] * weights, axis=-2)
+    count, known = math.prod(table.shape), places.shape[-1]
+    if known < count:
+        zeros = home.full((*lead, count - known), 0, values.dtype)
+        # By a permutation of what is known and zeros, which has an adjoint; writing into zeros hasn't.
+        values = concatenate([values, zeros], axis=-1)[..., table.order.on(home)[0]]
+    return anp.reshape(values, (*lead, *table.shape))
