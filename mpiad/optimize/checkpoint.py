@@ -38,8 +38,16 @@ class Checkpoint(NamedTuple):
         return Path(self.path).absolute()
 
 
-def as_checkpoint(given: Any, call: str) -> Checkpoint | None:
+def as_checkpoint(given: Any, call: str, writes: bool = True) -> Checkpoint | None:
     """Return what the user's argument says.
+
+    Parameters
+    ----------
+    given : path, Checkpoint or None
+    call : str
+        Name of the public function.
+    writes : bool
+        Whether this rank is one that writes: the others may run where the folder isn't seen, as on another node's disk.
 
     Raises
     ------
@@ -56,8 +64,11 @@ def as_checkpoint(given: Any, call: str) -> Checkpoint | None:
         )
     if not (isinstance(found.every, (int, np.integer)) and found.every >= 1):
         raise ValueError(f"{call}: a checkpoint is written every 1 or more iterations, but got every={found.every!r}.")
-    if not found.file.parent.is_dir():
-        raise ValueError(f"{call}: checkpoint {found.path!s:.200} lies in a folder that doesn't exist. Make it first.")
+    if writes and not found.file.parent.is_dir():
+        raise ValueError(
+            f"{call}: checkpoint {found.path!s:.200} lies in a folder that doesn't exist, {found.file.parent}. Make it "
+            "first, on a disk that all ranks see where several write."
+        )
     return found
 
 

@@ -22,6 +22,7 @@ _ROUNDING = 4.0 * sys.float_info.epsilon
 
 def stopped(points: Points, iterations: int) -> scipy.optimize.OptimizeResult:
     """Return the result after a callback's StopIteration, which some of SciPy's methods let pass."""
+    # SciPy's own status for it.
     return _result(points.foremost, points, iterations, 99, "`callback` raised `StopIteration`.")
 
 
@@ -46,6 +47,7 @@ def interrupted(points: Points, iterations: int) -> scipy.optimize.OptimizeResul
         "INTERRUPTED: a rank was told to end by SIGTERM, and the last iterate is written. Make the same call again to go "
         "on."
     )
+    # What a shell reports of a program that SIGTERM has ended: 128 and the signal's number.
     return _result(points.foremost, points, iterations, 143, message)
 
 

@@ -69,8 +69,9 @@ class Iterates:
         if last is None:
             self._way = np.empty_like(x)
             return 0.0
-        np.subtract(x, last, out=self._way)
-        return float(np.sqrt(self._way @ self._way))
+        with np.errstate(over="ignore", invalid="ignore"):  # a method that has lost its way may call infinities an iterate
+            np.subtract(x, last, out=self._way)
+            return float(np.sqrt(self._way @ self._way))
 
     def resume_at(self, x: np.ndarray) -> None:
         """Begin where an earlier run had come: the next step is measured from there."""

@@ -148,6 +148,7 @@ def least_squares(
             with nullcontext() if kept is None else postponed(kept.patience):
                 return solve.run(partial(descend, aims), progress)
         except Exception:
+            # Ranks may have left the function at different messages; old ones would be taken for new.
             if solve.agreement.error is not None:
                 renew(comm, _CALL)  # an evaluation may have left messages under way
             raise
@@ -160,7 +161,7 @@ def _agree_on_arguments(
     wrong, start, weigh, kept = None, None, None, None
     loss, scale, solver, method = shared
     try:
-        kept = as_checkpoint(checkpoint, _CALL)
+        kept = as_checkpoint(checkpoint, _CALL, used.rank == program.root)
         check_program(program, used, _CALL)
         if program.jac is True:
             raise TypeError("least_squares: jac must be a function that returns this rank's rows, or None, but got True.")
@@ -177,8 +178,11 @@ def _agree_on_arguments(
         wrong = error
     raise_together(used, wrong)
     named = loss if isinstance(loss, str) else "a function"
+    # Whether there is one must be the same everywhere: columns found by differentiation run the function's messages.
     jac = None if program.jac is None else "a function"
-    described = f"loss={named}, f_scale={scale}, tr_solver={solver!r}, method={method!r}, root={program.root}, jac={jac}"
+    # As the number that it is: 1 and 1.0 are the same scale, and a 0.1 of single precision isn't one of double.
+    described = f"loss={named}, f_scale={float(scale)!r}, tr_solver={solver!r}, method={method!r}, root={program.root}"
+    described += f", jac={jac}"
     described += "" if kept is None else f", a checkpoint every {kept.every} iterations"
     require_same(used, described, _CALL)
     return shared_start(used, program, start, x0), weigh, kept

@@ -133,9 +133,8 @@ def minimize(
 
     Ranks
     -----
-    All ranks of `comm` call it, with the same method, objective, root and kinds of `jac` and
-    `hessp`. The result is the same on all,
-    bit for bit; with "L-BFGS-sharded" all but `x` and `jac`, which are this rank's own piece's, and the times.
+    All ranks of `comm` call it, with the same method, objective, root and kinds of `jac` and `hessp`. The result is the
+    same on all, bit for bit; with "L-BFGS-sharded" all but `x` and `jac`, which are this rank's own piece's, and the times.
 
     Adjoint
     -------
@@ -149,6 +148,7 @@ def minimize(
         start, wishes = _agree_on_arguments(used, program, method, x0, wishes)
         solve = Sharded(used, program, start) if isinstance(start, Piece) else RootDriven(used, program, start)
         try:
+            # Where no state would be written, SIGTERM does at once what it always does.
             with nullcontext() if wishes.checkpoint is None else postponed(wishes.checkpoint.patience):
                 if isinstance(solve, Sharded):
                     return solve.run(callback, progress)
@@ -165,8 +165,9 @@ def _agree_on_arguments(
     """Check the arguments on all ranks; return the root's x0 as a nest of variables, or this rank's own piece."""
     wrong, start, settings = None, None, ""
     try:
-        wishes = wishes._replace(checkpoint=as_checkpoint(wishes.checkpoint, "minimize"))
         sharded = is_sharded(method)
+        writes = sharded or used.rank == program.root
+        wishes = wishes._replace(checkpoint=as_checkpoint(wishes.checkpoint, "minimize", writes))
         check_program(program, used, "minimize")
         start = as_variables(x0) if sharded or used.rank == program.root else None
         if start is not None and not sharded:
@@ -174,12 +175,16 @@ def _agree_on_arguments(
             require_tellable(start, "minimize")
         if sharded:
             if wishes.constraints is not None and np.size(wishes.constraints):
-                raise ValueError("minimize: method 'L-BFGS-sharded' takes no constraints; 'SLSQP' and 'trust-constr' do.")
+                raise ValueError(
+                    "minimize: method 'L-BFGS-sharded' takes no constraints; 'SLSQP' and 'trust-constr' do. But got "
+                    f"{wishes.constraints!r:.60}."
+                )
             start = piece_of(start, wishes.bounds, wishes.tol, wishes.options, wishes.checkpoint)
             settings = f", {start.settings}"
             _check_callback(wishes.callback)
     except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must not wait on
         wrong = error
+    # First the mistakes, which are clearer, and only then what differs: a wrong argument often differs too.
     raise_together(used, wrong)
     jac = "a function" if callable(program.jac) else program.jac
     described = f"method={method!r}, objective={program.objective!r}, root={program.root}, jac={jac}, "

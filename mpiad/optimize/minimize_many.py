@@ -15,15 +15,16 @@ import numpy as np
 import scipy
 
 from mpiad._typing import Comm, Function, Tree
-from mpiad.differentiation.trees import flatten
-from mpiad.errors import WorkerError
+from mpiad.errors import DeadlockError, WorkerError
 from mpiad.optimize.checkpoint import as_checkpoint
-from mpiad.optimize.device_leaves import lies_on_device
 from mpiad.optimize.methods import is_sharded
 from mpiad.optimize.minimize import minimize
+from mpiad.optimize.starts import Start, home_of, result_at, result_on_host, starts_of
 from mpiad.optimize.variables import require_tellable
 from mpiad.transport import Channel, channel
 from mpiad.transport.agreement import raise_together, require_same
+from mpiad.transport.device_arrays import ArrayModule
+from mpiad.transport.fault_tolerance import is_interruption
 
 __all__ = ["Minima", "minimize_many"]
 
@@ -59,7 +60,8 @@ def minimize_many(
         As in `minimize`, on the ranks of a group. Where it has a parameter named `comm`, it gets the group's communicator
         by that name, and everything that it communicates must go through that; so do `jac` and `hessp`.
     starts : sequence of nests of arrays
-        Counts on rank 0 only. An array's rows are as many starts.
+        Counts on rank 0 only. An array's rows are as many starts. Those on a device travel by the host, and each group
+        puts them on its own: that of `args`, or of what the rank gives as starts, else the current one.
     group_size : int
         Ranks that evaluate together. Ranks that are left over, and groups beyond the number of starts, have nothing to do.
     comm : mpi4py intracommunicator, optional
@@ -75,7 +77,8 @@ def minimize_many(
     Raises
     ------
     TypeError, ValueError
-        On all ranks, where an argument of any is wrong.
+        On all ranks, where an argument of any is wrong. What one group finds out alone is raised once all groups have come
+        to the end of their starts; of other kinds, its own there and a RuntimeError elsewhere.
 
     Ranks
     -----
@@ -88,44 +91,47 @@ def minimize_many(
     None: the result is a constant in every trace.
     """
     used = channel(comm, _CALL)
-    points = _agree_on_arguments(used, fun, starts, group_size, settings)
+    points, home = _agree_on_arguments(used, fun, starts, group_size, settings)
     groups = max(1, min(used.size // group_size, len(points)))
     mine = used.rank // group_size
     group = used.data.Split(min(mine, groups), used.rank)  # ranks without a group make one of their own: a split takes all
     found, wrong = {}, None
     try:
         if mine < groups:
-            found = _minima(fun, points, range(mine, len(points), groups), group, settings)
-    except (TypeError, ValueError) as error:
+            found = _minima(fun, points, range(mine, len(points), groups), group, home, settings)
+    except Exception as error:  # noqa: BLE001 - the other groups wait in the next agreement, whatever it is
+        if isinstance(error, DeadlockError) or is_interruption(error):
+            raise  # the other ranks have left their waits as well, or are about to, and come to no agreement
         wrong = error
     finally:
         leads = group.rank == 0
         group.Free()
     raise_together(used, wrong)
-    return _gathered(used, found if leads else {}, len(points))
+    return _gathered(used, found if leads else {}, points, home)
 
 
 def _agree_on_arguments(
     used: Channel, fun: Function, starts: Sequence[Tree] | None, group_size: int, settings: dict[str, Any]
-) -> list[Tree]:
-    """Check the arguments on all ranks; return rank 0's starts."""
+) -> tuple[list[Start], ArrayModule | None]:
+    """Check the arguments on all ranks; return rank 0's starts, and the device that this rank puts them on."""
     wrong: Exception | None = None
     try:
         _check(used, fun, group_size, settings)
-        points = list(starts) if used.rank == 0 else []  # type: ignore[arg-type]
+        points = starts_of(starts) if used.rank == 0 else []  # type: ignore[arg-type]
         if used.rank == 0 and not points:
             raise ValueError(f"{_CALL}: there must be one starting point at least, but got {starts!r:.60}.")
-        if lies_on_device(flatten(points)[0]):
-            raise TypeError(
-                f"{_CALL}: starts must be on the host, from where they travel to the groups, but hold device arrays. Give "
-                "mpiad.device.to_host(starts), and bring x to the device in fun with mpiad.device.to_device."
-            )
-        require_tellable(points, _CALL, "starts are")
+        require_tellable([start.nest for start in points], _CALL, "starts are")
     except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must not wait on
         wrong = error
     raise_together(used, wrong)
     require_same(used, f"group_size={group_size}", _CALL)
-    return used.data.bcast(points, 0)
+    points, home = used.data.bcast(points, 0), None
+    try:
+        home = home_of(points, starts, settings.get("args", ()))
+    except ImportError as error:
+        wrong = error
+    raise_together(used, wrong)
+    return points, home
 
 
 def _check(used: Channel, fun: Function, group_size: int, settings: dict[str, Any]) -> None:
@@ -133,7 +139,7 @@ def _check(used: Channel, fun: Function, group_size: int, settings: dict[str, An
         raise TypeError(f"{_CALL}: fun must be callable, but got {type(fun).__name__} {fun!r:.60}.")
     if not isinstance(group_size, (int, np.integer)) or not 1 <= group_size <= used.size:
         raise ValueError(f"{_CALL}: group_size must be an integer from 1 to the {used.size} ranks, but got {group_size!r}.")
-    as_checkpoint(settings.get("checkpoint"), _CALL)
+    as_checkpoint(settings.get("checkpoint"), _CALL, writes=used.rank % group_size == 0)  # the root of a group
     unknown = [name for name in settings if name not in _KEYWORDS]
     if unknown:
         raise TypeError(f"{_CALL}: {unknown[0]!r} is no argument of it. Those of minimize that it takes: {_KEYWORDS}.")
@@ -145,11 +151,11 @@ def _check(used: Channel, fun: Function, group_size: int, settings: dict[str, An
 
 
 def _minima(
-    fun: Function, points: list[Tree], mine: range, group: Comm, settings: dict[str, Any]
+    fun: Function, points: list[Start], mine: range, group: Comm, home: ArrayModule | None, settings: dict[str, Any]
 ) -> dict[int, scipy.optimize.OptimizeResult]:
     """Return the results of this group's starts."""
     settings = {**settings, "comm": group}
-    checkpoint = as_checkpoint(settings.get("checkpoint"), _CALL)
+    checkpoint = as_checkpoint(settings.get("checkpoint"), _CALL, writes=group.rank == 0)
     for name in ("jac", "hessp"):
         settings[name] = _on(group, settings.get(name))
     found = {}
@@ -158,10 +164,10 @@ def _minima(
             file = checkpoint.file
             settings["checkpoint"] = checkpoint._replace(path=file.with_name(f"{file.stem}.start{k}{file.suffix}"))
         try:
-            found[k] = minimize(_on(group, fun), points[k], **settings)
+            found[k] = minimize(_on(group, fun), points[k].at(home), **settings)
         except WorkerError as error:
             found[k] = scipy.optimize.OptimizeResult(
-                x=points[k], fun=math.nan, success=False, status=-1, nit=0, nfev=0, message=str(error),
+                x=points[k].at(home), fun=math.nan, success=False, status=-1, nit=0, nfev=0, message=str(error),
                 error=WorkerError(str(error), error.rank),  # without the cause, which may not be pickled
             )
     return found
@@ -181,9 +187,15 @@ def _has_place(function: Function) -> bool:
         return False
 
 
-def _gathered(used: Channel, found: dict[int, scipy.optimize.OptimizeResult], count: int) -> Minima:
+def _gathered(
+    used: Channel, found: dict[int, scipy.optimize.OptimizeResult], points: list[Start], home: ArrayModule | None
+) -> Minima:
     """Return the results of all groups, on all ranks."""
+    # Only the first rank of each group sends: the results are the same on all ranks of it.
+    found = found if home is None else {k: result_on_host(result) for k, result in found.items()}
     every = {k: result for of_rank in used.data.allgather(found) for k, result in of_rank.items()}
-    results = [every[k] for k in range(count)]
+    results = [every[k] for k in range(len(points))]
+    if home is not None:
+        results = [result_at(result, start, home) for result, start in zip(results, points)]
     finite = [result for result in results if math.isfinite(result.fun)]
     return Minima(min(finite, key=lambda result: result.fun, default=None), results)

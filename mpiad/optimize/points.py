@@ -109,6 +109,7 @@ class Points:
     @property
     def exhausted(self) -> bool:
         """Return whether no further evaluation of the objective is allowed."""
+        # One at least, as without the objective at x0 there is no result.
         return self.maxfun is not None and self.counts.of_objective >= max(self.maxfun, 1)
 
     @property
@@ -149,6 +150,7 @@ class Points:
 
     def at(self, x: np.ndarray) -> Point:
         """Return what is known at x, an array of doubles."""
+        # The newest first, which is asked for most; the other two may have left the short memory long ago.
         for point in (*reversed(self._recent), self.best, self.iterate):
             if point is not None and point.lies_at(x):
                 return point
@@ -193,6 +195,7 @@ class Points:
     def _carry_out(self, kind: int, name: str, x: np.ndarray, direction: np.ndarray | None = None) -> Any:
         self._evaluation.raise_if_ended()  # the other ranks don't listen any more
         self.counts[name] += 1
+        # The others carry it out as soon as they have it, so from here on the root must do its part as well.
         self._instructions.give(kind, x, direction)
         return self._evaluation.carry_out(kind, x, direction)
 

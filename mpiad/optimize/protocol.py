@@ -74,6 +74,7 @@ class Refusal:
 
     def __init__(self, error: BaseException, call: str = "minimize"):
         self._call = call
+        # Described, not pickled: an exception's arguments may be anything, and its class one that others can't import.
         self._kind = next((kind for kind in (TypeError, ValueError) if isinstance(error, kind)), None)
         self._text = str(error)
         self._summary = "".join(traceback.format_exception_only(type(error), error)).strip()

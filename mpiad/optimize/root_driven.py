@@ -70,6 +70,7 @@ class RootDriven:
         self, used: Channel, program: Program, start: Tree, kind: Callable[..., Any] = Evaluation, call: str = "minimize"
     ):
         self._start, self._packing, self._call = start, Packing(start), call
+        # A duplicate of its own: the user's function may communicate on the channel's while instructions are under way.
         self._used, self._comm = used, used.derive()
         self._leads = used.rank == program.root
         self.agreement = Agreement(self._comm, call)
@@ -108,6 +109,7 @@ class RootDriven:
         finally:
             if progress is not None:
                 progress.close()
+        # Also after a refusal: the others wait for an instruction, and learn the reason with the outcome.
         self._instructions.give(FINISH)
         return self._instructions.share_outcome(outcome, cause)
 

@@ -13,6 +13,7 @@ from typing import Any
 import autograd.numpy as anp
 import numpy as np
 import pytest
+from killed_solve import killed_and_started_again
 from mpi4py import MPI
 
 import mpiad
@@ -106,34 +107,19 @@ def test_an_exception_leaves_what_was_written(folder: Path, rank: int, size: int
 
 
 KILLED = """
-import os, signal, sys
-import numpy as np
-import mpiad
-
-path, kill, rank, count = sys.argv[1], int(sys.argv[2]), mpiad.mpi_rank(), [0]
-
 def fun(x):
-    count[0] += 1
-    if rank == 1 and count[0] == kill:
-        os.kill(os.getpid(), signal.SIGKILL)
-    if rank == 0 and count[0] == 1 and os.path.exists(path):
-        assert np.array_equal(np.load(path)["x"], mpiad.stop(x))
+    counted(x)
     return mpiad.mpi_sum(sum(100.0 * (x[k + 1] - x[k] ** 2) ** 2 + (1.0 - x[k]) ** 2 for k in range(rank, 3, 2)))
 
 start = np.array([0.3, 0.5, -0.2, 0.1])
-result = mpiad.minimize(fun, start, tol=1e-9, checkpoint=mpiad.optimize.Checkpoint(path, every=3))
-print("ended", result.success, bool(np.allclose(result.x, 1.0, atol=1e-4)), len(result.history.loss), count[0])
+result = mpiad.minimize(fun, start, tol=1e-9, checkpoint=Checkpoint(path, every=3))
 """
 
 
 @pytest.mark.launches
 def test_killed_and_started_again(tmp_path: Path, mpirun: Callable[..., CompletedProcess]) -> None:
-    assert mpirun(2, KILLED, tmp_path / "run.npz", 14).returncode != 0
-    written = len(np.load(tmp_path / "run.npz")["history"])
-    done = mpirun(2, KILLED, tmp_path / "run.npz", 0)
-    ended = next(line for line in done.stdout.splitlines() if line.startswith("ended")).split()
-    assert done.returncode == 0 and ended[1:3] == ["True", "True"]
-    assert 1 < written < int(ended[3])
+    written, whole = killed_and_started_again(mpirun, tmp_path, KILLED, 14)
+    assert 1 < written < whole
 
 
 def test_sigterm_of_one_rank_ends_all(folder: Path, rank: int, size: int) -> None:
@@ -250,3 +236,14 @@ def test_names_with_brackets_hide_no_other_method_s_files(folder: Path) -> None:
     solve(checkpoint, method="L-BFGS-sharded", options={"maxiter": 3})
     with pytest.raises(ValueError, match="was written by 'L-BFGS-sharded'"):
         solve(checkpoint)
+
+
+def test_only_who_writes_needs_the_folder(folder: Path, rank: int, size: int) -> None:
+    root = size - 1
+    given = folder / "run.npz" if rank == root else folder / "elsewhere" / "run.npz"
+    mpiad.minimize(valley, START, root=root, checkpoint=given, options={"maxiter": 3})
+    assert mpiad.minimize(valley, START, root=root, checkpoint=given).success
+    assert [file.name for file in folder.iterdir()] == ["run.npz"]
+    given = folder / "elsewhere" / "run.npz" if rank == root else folder / "run.npz"
+    with pytest.raises(ValueError, match=f"folder that doesn't exist, {folder / 'elsewhere'}. Make it"):
+        mpiad.minimize(valley, START, root=root, checkpoint=given)

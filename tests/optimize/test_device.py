@@ -113,6 +113,25 @@ def test_a_solve_goes_on_from_its_checkpoint(tmp_path):
     assert again.success and again.nit > 3 and type(again.x["a"]) is DeviceArray
 
 
-def test_many_starts_are_refused_by_name():
-    with pytest.raises(TypeError, match="starts must be on the host.*to_host"):
-        minimize_many(lambda x: anp.sum(x**2), [on_device(np.ones(2))])
+@pytest.mark.parametrize("rows", [True, False])
+def test_many_starts(rows):
+    points = np.array([[-1.2, 1.0], [2.0, 0.5], [0.3, -0.4]])
+    args = (on_device(np.ones(1)),)
+
+    def solved(put, args):
+        starts = put(points) if rows else [{"x": put(point), "name": "start"} for point in points]
+
+        def valley(x, *args):
+            x = x if rows else x["x"]
+            return 5.0 * (x[1] - x[0] ** 2) ** 2 + (1 - x[0]) ** 2
+
+        return minimize_many(valley, starts if _RANK == 0 else None, args=args)
+
+    host, found = solved(np.asarray, ()), solved(on_device, args)
+    for one, other in zip(host.results, found.results):
+        assert other.nit == one.nit and other.success
+        where = [(other.x, one.x), (other.jac, one.jac)]
+        for there, here in where if rows else [(a["x"], b["x"]) for a, b in where]:
+            assert type(there) is DeviceArray
+            np.testing.assert_allclose(on_host(there), here, rtol=1e-6, atol=1e-9)
+    assert found.best.fun == min(result.fun for result in found.results)

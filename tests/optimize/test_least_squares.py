@@ -304,3 +304,11 @@ def test_number_of_residuals_may_not_change(rank: int, size: int) -> None:
 
     with pytest.raises(TypeError, match="as many residuals each time, but got 20 and then 21"):
         least_squares(fun, START, tr_solver="lsmr")
+
+
+@pytest.mark.mpi(min_size=2)
+def test_scales_are_compared_as_numbers(rank: int, size: int) -> None:
+    last = rank == size - 1
+    fit(rank, size, loss="huber", f_scale=1 if last else 1.0, max_nfev=2)
+    with pytest.raises(ValueError, match="same arguments.*f_scale=0.1, .*f_scale=0.10000000149"):
+        fit(rank, size, loss="huber", f_scale=np.float32(0.1) if last else 0.1, max_nfev=2)

@@ -12,6 +12,7 @@ from typing import Any
 import autograd.numpy as anp
 import numpy as np
 import pytest
+from killed_solve import killed_and_started_again
 from mpi4py import MPI
 
 import mpiad
@@ -139,31 +140,16 @@ def test_an_exception_leaves_what_was_written(folder: Path, rank: int, size: int
 
 
 KILLED = """
-import os, signal, sys
-import autograd.numpy as np
-import mpiad
-
-path, kill, rank, count = sys.argv[1], int(sys.argv[2]), mpiad.mpi_rank(), [0]
-
 def fun(x):
-    count[0] += 1
-    if rank == 1 and count[0] == kill:
-        os.kill(os.getpid(), signal.SIGKILL)
-    if rank == 0 and count[0] == 1 and os.path.exists(path):
-        assert np.array_equal(np.load(path)["x"], mpiad.stop(x))
+    counted(x)
     return np.array([10.0 * (x[rank + 1] - x[rank] ** 2), 1.0 - x[rank]])
 
 start = np.array([-1.2, 1.0, 0.4])
-result = mpiad.optimize.least_squares(fun, start, checkpoint=mpiad.optimize.Checkpoint(path, every=2))
-print("ended", result.success, bool(np.allclose(result.x, 1.0, atol=1e-4)), len(result.history.loss), count[0])
+result = least_squares(fun, start, checkpoint=Checkpoint(path, every=2))
 """
 
 
 @pytest.mark.launches
 def test_killed_and_started_again(tmp_path: Path, mpirun: Callable[..., CompletedProcess]) -> None:
-    assert mpirun(2, KILLED, tmp_path / "run.npz", 40).returncode != 0
-    written = len(np.load(tmp_path / "run.npz")["history"])
-    done = mpirun(2, KILLED, tmp_path / "run.npz", 0)
-    ended = next(line for line in done.stdout.splitlines() if line.startswith("ended")).split()
-    assert done.returncode == 0 and ended[1:3] == ["True", "True"]
-    assert 1 < written < int(ended[3])
+    written, whole = killed_and_started_again(mpirun, tmp_path, KILLED, 40)
+    assert 1 < written < whole

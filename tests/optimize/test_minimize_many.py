@@ -137,3 +137,20 @@ def test_wrong_arguments_are_raised_on_all_ranks(keywords: dict, error: type, wo
 def test_no_start() -> None:
     with pytest.raises(ValueError, match="one starting point"):
         minimize_many(hills, [])
+
+
+class Broken(dict):
+    """Options that can't be read."""
+
+    def items(self) -> Any:
+        raise KeyError("torn")
+
+    get = __getitem__ = __iter__ = keys = items  # type: ignore[assignment]
+
+
+def test_what_one_group_alone_runs_into_is_raised_on_all_ranks(rank: int, size: int) -> None:
+    last, begun = rank == size - 1, []
+    settings = {"method": "L-BFGS-sharded", "options": Broken(m=3) if last else {"m": 3}}
+    with pytest.raises(KeyError if last else RuntimeError, match="torn"):
+        minimize_many(lambda x: begun.append(1) or hills(x), list(STARTS[:4]), **settings)
+    assert bool(begun) == (not last)  # the other groups have come to the end of their starts

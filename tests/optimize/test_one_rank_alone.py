@@ -115,7 +115,7 @@ def test_many_starts_that_cannot_be(rank: int, size: int, tmp_path: Path) -> Non
     with pytest.raises(RuntimeError, match="no more"):
         minimize_many(fun, starts() if rank == 0 else None)  # type: ignore[arg-type]
     folder = MPI.COMM_WORLD.bcast(tmp_path, 0)
-    path = "/not/there/run.npz" if rank == size - 1 else folder / "run.npz"
+    path = "/not/there/run.npz" if rank == 0 else folder / "run.npz"
     with pytest.raises(ValueError, match="a folder that doesn't exist"):
         minimize_many(fun, [np.zeros(3)] * 2, group_size=size, checkpoint=path)
 

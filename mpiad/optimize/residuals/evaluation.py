@@ -93,11 +93,10 @@ class ResidualEvaluation:
         return self._total(np.array(self._agreement.run(lambda: self._weighed(f)[:2])))
 
     def _weighed(self, f: np.ndarray) -> tuple[float, float, np.ndarray, np.ndarray | None]:
-        if self.loss is None:
-            square = float(f @ f)
-            return square, square, f, None
-        twice, model, factors = self.loss.weighed(f)
-        return twice, float(model @ model), model, factors
+        twice, model, factors = (0.0, f, None) if self.loss is None else self.loss.weighed(f)
+        with np.errstate(over="ignore", invalid="ignore"):  # as in the loss: a trial point may lie anywhere
+            square = float(model @ model)
+        return square if factors is None else twice, square, model, factors
 
     def gathered(self, vector: np.ndarray) -> np.ndarray | None:
         """Return the residuals of all ranks, in their order, on the root."""
@@ -108,6 +107,7 @@ class ResidualEvaluation:
 
     def _counted(self, found: Any, size: int | None = None) -> np.ndarray:
         """Return residuals or their tangents, of which there must be `size`, else as many each time: that is told once."""
+        # The root has room for as many as before: another number would fail inside the gather, in MPI's words.
         found = np.ascontiguousarray(found, dtype=float).reshape(-1)
         size = self.counts[self._comm.rank] if size is None and self.counts else size
         if size is not None and found.size != size:
@@ -183,6 +183,7 @@ class ResidualEvaluation:
 
     def _residuals(self, vector: np.ndarray) -> np.ndarray:
         """Return this rank's residuals, shape (m_r,); those of the last point are kept, ready to be run backwards."""
+        # By its bits: SciPy asks at one point for residuals, Jacobian and products, in calls of their own.
         key = vector.tobytes()
         if self._kept is None or self._kept[0] != key:
             self._kept = None  # its memory returns before the next takes as much

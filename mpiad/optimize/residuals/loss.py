@@ -17,21 +17,25 @@ import numpy as np
 __all__ = ["LOSSES", "Loss", "loss_of"]
 
 
+@np.errstate(all="ignore")
 def _soft_l1(z: np.ndarray) -> list[np.ndarray]:
     t = 1.0 + z
     return [2.0 * (np.sqrt(t) - 1.0), t**-0.5, -0.5 * t**-1.5]
 
 
+@np.errstate(all="ignore")
 def _huber(z: np.ndarray) -> list[np.ndarray]:
     near, root = z <= 1.0, np.sqrt(np.maximum(z, 1.0))
     return [np.where(near, z, 2.0 * root - 1.0), np.where(near, 1.0, 1.0 / root), np.where(near, 0.0, -0.5 / root**3)]
 
 
+@np.errstate(all="ignore")
 def _cauchy(z: np.ndarray) -> list[np.ndarray]:
     t = 1.0 + z
     return [np.log1p(z), 1.0 / t, -1.0 / t**2]
 
 
+@np.errstate(all="ignore")
 def _arctan(z: np.ndarray) -> list[np.ndarray]:
     t = 1.0 + z**2
     return [np.arctan(z), 1.0 / t, -2.0 * z / t**2]
@@ -60,14 +64,18 @@ class Loss:
         ----------
         f : array, shape (m,)
         """
-        rho = np.asarray(self._rho((f / self._scale) ** 2), dtype=float)
+        # Of a trial point outside of where the residuals are finite the trust region learns by the cost: nothing of ours
+        # warns of it. A loss of the user's own warns as it likes.
+        with np.errstate(all="ignore"):
+            z = (f / self._scale) ** 2
+        rho = np.asarray(self._rho(z), dtype=float)
         if rho.shape != (3, f.size):
             raise ValueError(f"least_squares: loss must return shape {(3, f.size)}, but got {rho.shape}.")
         # Where the cost curves downwards, as far outliers' does, its model mustn't.
         # The second derivative of ρ(f²)/2 by f, at a scale of one: ρ' + 2 ρ'' f².
-        curve = np.maximum(rho[1] + 2.0 * rho[2] * (f / self._scale) ** 2, sys.float_info.epsilon)
-        factors = np.sqrt(curve)
-        return float(self._scale**2 * np.sum(rho[0])), f * rho[1] / factors, factors
+        with np.errstate(all="ignore"):
+            factors = np.sqrt(np.maximum(rho[1] + 2.0 * rho[2] * z, sys.float_info.epsilon))
+            return float(self._scale**2 * np.sum(rho[0])), f * rho[1] / factors, factors
 
 
 def loss_of(loss: Any, scale: Any) -> Loss | None:

@@ -30,6 +30,7 @@ def residuals(sums: np.ndarray, size: int, robust: bool) -> np.ndarray:
         if robust:
             out[1] = np.sqrt(sums[0])
     else:
+        # SciPy's trust region shrinks where a cost isn't finite, whatever kind of it.
         out[0] = np.nan
     return out
 

@@ -120,7 +120,9 @@ class _Problem:
         if self._evaluation.gathers:
             found: np.ndarray = self._evaluation.gathered(x)  # type: ignore[assignment]
             loss = self._evaluation.loss
-            self._cost, self.seen = 0.5 * float(found @ found if loss is None else loss.weighed(found)[0]), found
+            with np.errstate(over="ignore", invalid="ignore"):  # a trial point may lie anywhere
+                square = float(found @ found)
+            self._cost, self.seen = 0.5 * (square if loss is None else loss.weighed(found)[0]), found
         else:
             sums: np.ndarray = self._evaluation.cost(x)  # type: ignore[assignment]
             self._cost, self.seen = 0.5 * float(sums[0]), surrogate.residuals(sums, x.size, self._robust)
@@ -149,6 +151,7 @@ class _Problem:
         def transposed(weights: np.ndarray) -> np.ndarray:
             self._ask(COTANGENT, "product", place.x)
             found = self._evaluation.cotangent(place.x, np.array(weights, dtype=float).reshape(-1))
+            # Each point's first product is with its residuals, which makes it the gradient.
             if place.gradient is None:
                 place.gradient = found  # the first that SciPy asks for
             return found  # type: ignore[return-value]
@@ -206,6 +209,7 @@ def _remaining(limit: int | None, problem: _Problem, size: int) -> int | None:
     """Return what earlier runs have left of the evaluations."""
     if not problem.resumed:
         return limit
+    # SciPy's default, which counts the evaluations of one run alone.
     left = (100 * size if limit is None else limit) - problem.counts["residuals"]
     if left <= 0:
         raise LimitReached("earlier runs have made all evaluations")

@@ -65,6 +65,7 @@ class Arithmetic:
             if copy is not None:
                 np.copyto(copy[part], there)
 
+    @np.errstate(over="ignore", invalid="ignore")  # at a trial point nothing need be finite: the line search looks
     def take(self, tiles: Tiles, gradient: np.ndarray, way: int, out: int) -> tuple[float, float, float]:
         """Copy a gradient into row `out`; return its largest absolute entry, its slope along a way, and the way's square.
 

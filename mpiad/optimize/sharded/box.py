@@ -15,6 +15,7 @@ import numpy as np
 import scipy
 
 from mpiad.optimize.checkpoint import fingerprint
+from mpiad.transport.device_arrays import is_device_array, named
 
 __all__ = ["Box", "box_of"]
 
@@ -33,6 +34,11 @@ class Box:
 
     def __init__(self, low: np.ndarray, high: np.ndarray):
         self._low, self._high = low, high
+
+    @property
+    def limits(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the lower and the upper bounds."""
+        return self._low, self._high
 
     def excess(self, x: np.ndarray) -> float:
         """Return how far x lies outside, at most."""
@@ -72,11 +78,14 @@ def box_of(bounds: Any, size: int) -> Box | None:
 
     Raises
     ------
+    TypeError
+        Where they are on a device.
     ValueError
         Where there are too few or too many, or a lower one lies above its upper one.
     """
     if bounds is None:
         return None
+    _require_host(bounds)
     if isinstance(bounds, scipy.optimize.Bounds):
         low, high = (np.asarray(limit, dtype=float).reshape(-1) for limit in (bounds.lb, bounds.ub))
     else:
@@ -97,3 +106,13 @@ def box_of(bounds: Any, size: int) -> Box | None:
         k = int(wrong[0])
         raise ValueError(f"minimize: variable {k} has lower bound {low[k]} and upper bound {high[k]}: nothing between.")
     return Box(low, high)
+
+
+def _require_host(bounds: Any) -> None:
+    limits = (bounds.lb, bounds.ub) if isinstance(bounds, scipy.optimize.Bounds) else (bounds,)
+    for limit in limits:
+        if is_device_array(limit):
+            raise TypeError(
+                f"minimize: bounds must be on the host, where they are checked, but got {named(limit)}. Pass "
+                "mpiad.device.to_host(bounds): what the method needs on a device it copies there once."
+            )

@@ -6,17 +6,23 @@ memory is read twice and the direction written: (4m + 3) n numbers travel, and l
 
 Of the gradient no products are taken: those with what is in the memory change by those of the newest change. Only where
 it has become so much smaller that rounding would show are they taken anew.
+
+Once a trial point wasn't finite, the direction of `hyperbolas` may be made after the first pass, and the root says
+whether it is taken.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from mpiad.optimize.sharded.arithmetic import Arithmetic
+from mpiad.optimize.sharded.attempts import PAIRS, Attempts
 from mpiad.optimize.sharded.box import Box
 from mpiad.optimize.sharded.compiled import arithmetic_for
+from mpiad.optimize.sharded.hyperbolas import Pair, are_followed, misfit, way
 from mpiad.optimize.sharded.point import Point
 from mpiad.optimize.sharded.recursion import combination
 from mpiad.optimize.sharded.ring import Ring
@@ -51,6 +57,8 @@ class Memory:
         The rows.
     arithmetic : Arithmetic
         What works on them.
+    attempts : Attempts
+        When hyperbolas are tried, and whether the direction is theirs.
     """
 
     def __init__(self, size: int, maxcor: int, box: Box | None, totals: Totals):
@@ -64,6 +72,7 @@ class Memory:
         self._coefficients, self._made = np.zeros(1), False  # whether the direction is made of them
         self._largest_norm = 0.0  # of the gradients since the products with one were taken
         self._aside: np.ndarray | None = None
+        self.attempts = Attempts()
 
     def _room(self) -> None:
         self.tiles: Any = Tiles(self.ring.height, self._size)
@@ -79,6 +88,14 @@ class Memory:
     def taken(self, x: np.ndarray) -> Any:
         """Return an array that was read from a file where the memory works on it."""
         return x
+
+    def fetched(self, numbers: Any) -> np.ndarray:
+        """Return a few numbers on the host."""
+        return numbers
+
+    def _stretches(self) -> Iterator[tuple[slice, Any]]:
+        """Yield all rows in stretches so short that a few arrays as long can be made of each."""
+        return iter(self.tiles)
 
     @property
     def empty(self) -> bool:
@@ -123,13 +140,21 @@ class Memory:
         anew = self._is_due(new.norm) or not keep
         parts = self._products_of(keep, anew) if self._box is None else self._products_of_free(new, before)
 
+        bent = self._bent(new) if self.attempts.due(self.ring.count) else np.zeros(0)
+
         def decide(sums: np.ndarray) -> np.ndarray:
-            return self._decide(sums, new, keep, anew)
+            told = self._decide(sums[len(bent) :], new, keep, anew)
+            followed = len(bent) > 0 and are_followed(*sums[:3])
+            told[-3] = sums[0] if followed else told[-3]
+            return np.append(told, float(followed))
 
         # Every rank knows how many pairs there are, so it knows how many coefficients come.
-        decision = self._totals.decided(np.append(parts, float(stop)), 2 * self.ring.count + 4, decide)
-        self._coefficients, self._made = decision[:-3], False
-        return float(decision[-3]), float(decision[-2]), bool(decision[-1])
+        sent = np.concatenate([bent, parts, [float(stop)]])
+        decision = self._totals.decided(sent, 2 * self.ring.count + 5, decide)
+        *coefficients, slope, length, stopped, followed = decision.tolist()
+        self.attempts.note(len(bent) > 0, bool(followed))
+        self._coefficients, self._made = np.array(coefficients), bool(followed)
+        return slope, length, bool(stopped)
 
     def state(self) -> dict[str, np.ndarray]:
         """Return all that the next steps depend on, in arrays; the largest is the memory itself, not a copy."""
@@ -137,6 +162,7 @@ class Memory:
         return {
             "rows": self.written(self.tiles.memory), "ring": np.array(numbers), "lengths": self._lengths,
             "products": self._products, "with_gradient": self._with_gradient, "coefficients": self._coefficients,
+            "attempts": self.attempts.numbers(),
         }
 
     def restore(self, state: dict[str, np.ndarray]) -> None:
@@ -146,8 +172,11 @@ class Memory:
         self.ring.first, self.ring.count = int(first), int(count)
         self._lengths, self._products = state["lengths"], state["products"]
         self._with_gradient, self._coefficients = state["with_gradient"], state["coefficients"]
+        self.attempts.restore(state["attempts"])
+        self._made = self.attempts.followed  # that direction was written with the rows; any other is made anew
 
     def _move(self, new: Point, keep: bool) -> None:
+        self.attempts.count(keep)
         if keep:
             self.ring.advance()
             self._lengths[self.ring.newest + 1] = new.step if self._box is None else 1.0
@@ -188,6 +217,22 @@ class Memory:
             block = tile[rows] * free
             products += block @ block.T
         return np.append(products, of_held)
+
+    def _bent(self, new: Point) -> np.ndarray:
+        """Write the way to the zeros of hyperbolas as the direction; return this rank's part of its slope and misfit."""
+        rows, row, found = self.ring.last(PAIRS), self.ring.gradient, []
+        otherwise = new.length**2 / (new.met - new.predicted)  # of the newest pair, s·s / s·y
+        with np.errstate(all="ignore"):  # what can't be divided is left out by what comes out
+            for part, tile in self._stretches():
+                gradient = tile[row]
+                newest, older, oldest = (Pair(self._lengths[y + 1] * tile[y + 1], tile[y]) for y in rows)
+                there = way(gradient, newest, older, otherwise)
+                if self._box is not None:
+                    free = self._box.free(new.x[part], gradient, new.norm, part)
+                    there = np.where(free, there, self._box.way(new.x[part], gradient, part))
+                tile[row + 1] = there
+                found.append(np.stack([np.sum(gradient * there), *misfit(gradient, newest, older, oldest)]))
+        return self.fetched(sum(found)) if found else np.zeros(3)
 
     def _decide(self, sums: np.ndarray, new: Point, keep: bool, anew: bool) -> np.ndarray:
         """Return what the root tells: the coefficients, the slope, the gradient's length, whether to stop."""

@@ -14,8 +14,10 @@ from mpiad.optimize.checkpoint import Checkpoint, problem_of
 from mpiad.optimize.program import Program
 from mpiad.optimize.sharded.box import Box, box_of
 from mpiad.optimize.sharded.descent import Descent
+from mpiad.optimize.sharded.device_box import DeviceBox
 from mpiad.optimize.sharded.device_memory import DeviceMemory
 from mpiad.optimize.sharded.device_packing import DevicePacking, is_on_device
+from mpiad.optimize.sharded.device_trials import DeviceTrials
 from mpiad.optimize.sharded.ending import Ending
 from mpiad.optimize.sharded.keeper import Keeper
 from mpiad.optimize.sharded.lending import PiecePacking
@@ -29,12 +31,9 @@ from mpiad.optimize.sharded.trials import Trials
 from mpiad.optimize.variables import Packing
 from mpiad.progress_line import ProgressLine
 from mpiad.transport import Channel
-from mpiad.transport.agreement import agreed
 from mpiad.transport.fault_tolerance import is_interruption
 
 __all__ = ["Piece", "Sharded", "piece_of"]
-
-_BOUNDS = "minimize: 'L-BFGS-sharded' takes no bounds where variables are on a device."
 
 
 class Piece(NamedTuple):
@@ -61,10 +60,7 @@ def piece_of(
     start: Tree, bounds: Any, tol: float | None, options: dict | None, checkpoint: Checkpoint | None = None
 ) -> Piece:
     """Check this rank's arguments; a ValueError where one can't be."""
-    there = is_on_device(start)
-    if there and bounds is not None:
-        raise ValueError(f"{_BOUNDS} Leave them out, take method='L-BFGS', or start from mpiad.device.to_host(x0).")
-    packing = DevicePacking(start) if there else Packing(start)
+    packing = DevicePacking(start) if is_on_device(start) else Packing(start)
     return Piece(start, packing, box_of(bounds, packing.size), settings_of(tol, options), checkpoint)
 
 
@@ -114,25 +110,27 @@ class Sharded:
         problem = {} if self._piece.checkpoint is None else self._piece.problem(self._program, start, self._used.size)
         keeper = Keeper(self._piece.checkpoint, problem, self._used, self.agreement)
         keeper.look()
-        there = isinstance(packing, DevicePacking)
-        said = [float(mine) for mine in (self._piece.box is not None, callback is not None, there)]
+        said = [float(mine) for mine in (self._piece.box is not None, callback is not None)]
         # What one rank has, all must know: bounds and callbacks make further messages.
-        bounded, heard, away = self._totals.of(said, [0.0], [])[:3]
-        if bounded and away:
-            raise agreed(self._used, ValueError(f"{_BOUNDS} {away:.0f} of {self._used.size} rank(s) have theirs there."))
-        box = self._piece.box
-        if bounded and box is None:
-            # The ranks exchange other numbers where there are bounds: so one that has none takes infinite ones.
-            box = Box(np.full(packing.size, -np.inf), np.full(packing.size, np.inf))
-        if isinstance(packing, DevicePacking):
-            memory: Memory = DeviceMemory(packing.size, settings.maxcor, self._totals, packing.home)
-        else:
-            memory = Memory(packing.size, settings.maxcor, box, self._totals)
-        trials = Trials(self._evaluation, self._totals, box, memory)
+        bounded, heard = self._totals.of(said, [0.0], [])[:2]
+        memory, trials = self._worked_on_by(packing, bool(bounded))
         listener = Listener(packing, self.agreement, callback, bool(heard), line)
         descent = Descent(trials, memory, listener, settings, bool(bounded), keeper)
         point, ending = descent.run(start)
         return self._result(point, memory.gradient(point), ending, trials.count, listener)
+
+    def _worked_on_by(self, packing: Packing, bounded: bool) -> tuple[Memory, Trials]:
+        """Return what works on this rank's piece, where it lies."""
+        box, maxcor = self._piece.box, self._piece.settings.maxcor
+        if bounded and box is None:
+            # The ranks exchange other numbers where there are bounds: so one that has none takes infinite ones.
+            box = Box(np.full(packing.size, -np.inf), np.full(packing.size, np.inf))
+        if not isinstance(packing, DevicePacking):
+            memory = Memory(packing.size, maxcor, box, self._totals)
+            return memory, Trials(self._evaluation, self._totals, box, memory)
+        there = None if box is None else DeviceBox(box, packing.home)
+        on_device = DeviceMemory(packing.size, maxcor, there, self._totals, packing.home)
+        return on_device, DeviceTrials(self._evaluation, self._totals, there, on_device)
 
     def _result(
         self, point: Point, gradient: np.ndarray, ending: Ending, count: int, listener: Listener

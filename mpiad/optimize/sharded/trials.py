@@ -84,6 +84,7 @@ class Trials:
             found[1:] += terms
         return found.tolist()
 
+    @np.errstate(over="ignore", invalid="ignore")  # as in `take`: nothing need be finite at a trial point
     def _measured_within(
         self, box: Box, points: tuple[Point, Point | None], gradient: np.ndarray, tile: np.ndarray, part: slice
     ) -> tuple[float, float, float, float, float]:

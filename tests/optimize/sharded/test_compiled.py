@@ -133,3 +133,16 @@ def test_a_solve_that_leaves_the_domain(always: None) -> None:
     )
     assert result.success and result.nfev <= 35
     np.testing.assert_allclose(result.x, 0.1, rtol=1e-4)
+
+
+@pytest.mark.parametrize("loops", ["compiled", "numpy"])
+def test_hyperbolas_over_tiles(loops: str, monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    monkeypatch.setattr(compiled, "_LARGE", 0 if loops == "compiled" else np.inf)
+    n = 2 * LENGTH + 100 + rank
+    c = RNG.lognormal(0.0, 1.0, n)
+    result = mpiad.minimize(
+        lambda x: anp.sum(c * x - anp.log(anp.where(x > 0.0, x, np.nan))), 10.0 ** RNG.uniform(0.0, 1.5, n) / c,
+        objective="sum", method="L-BFGS-sharded", options={"ftol": 0.0, "gtol": 1e-8},
+    )
+    assert result.success and result.nfev <= 35
+    np.testing.assert_allclose(result.x, 1.0 / c, rtol=1e-6)

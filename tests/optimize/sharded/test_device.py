@@ -5,11 +5,13 @@ from __future__ import annotations
 import autograd.numpy as anp
 import numpy as np
 import pytest
+import scipy
 from device_double import DeviceArray, on_device, on_host, transfers
 from mpi4py import MPI
 
 import mpiad
 from mpiad.optimize import minimize
+from mpiad.optimize.sharded import device_memory
 
 COMM = MPI.COMM_WORLD
 _RANK, _SIZE = COMM.rank, COMM.size
@@ -79,6 +81,32 @@ def test_a_solve_goes_on_as_if_never_stopped(tmp_path):
     np.testing.assert_array_equal(on_host(again.x["a"]), on_host(whole.x["a"]))
 
 
+@pytest.mark.parametrize("highest", [None, 0.3])
+def test_barriers_are_solved_like_those_on_the_host(highest, monkeypatch):
+    monkeypatch.setattr("mpiad.optimize.sharded.device_memory._STRETCH", 1000)
+    weights, start = np.linspace(1.0, 100.0, 9000 + _RANK), np.linspace(1.0, 3.0, 9000 + _RANK)
+    bounds = None if highest is None else [(-1.0, highest)] * len(start)
+
+    def solved(put):
+        c = put(weights)
+
+        def barrier(x):
+            return mpiad.mpi_allreduce(anp.sum(c * x - anp.log(anp.where(x > 0.0, x, np.nan))))
+
+        with np.errstate(invalid="ignore"):
+            return minimize(
+                barrier, put(start), method="L-BFGS-sharded", bounds=bounds, options={"gtol": 1e-8, "ftol": 0.0}
+            )
+
+    host = solved(np.asarray)
+    transfers.reset()
+    found, copied = solved(on_device), transfers.d2h_bytes
+    assert found.success and found.nfev == host.nfev <= 35
+    np.testing.assert_allclose(found.history.loss, host.history.loss, rtol=1e-7)
+    np.testing.assert_allclose(on_host(found.x), np.minimum(1.0 / weights, highest or np.inf), rtol=1e-6)
+    assert copied < 8 * len(start)  # less than one vector of the piece in the whole solve
+
+
 def test_what_isnt_finite_ends_the_solve():
     def broken(x):
         return mpiad.mpi_allreduce(anp.sum(anp.sqrt(x["a"]) + x["b"] ** 2))
@@ -88,11 +116,96 @@ def test_what_isnt_finite_ends_the_solve():
     assert not found.success and "finite" in found.message
 
 
-def test_bounds_are_refused_on_all_ranks():
-    bounds = [(0, 1)] * (2 * _N) if _RANK == _SIZE - 1 else None
-    put = on_device if _RANK == 0 else np.asarray
-    with pytest.raises(ValueError, match="takes no bounds where variables are on a device"):
-        _solved(put, bounds=bounds)
+def _bounds():
+    # Some hold at the minimum, some on the way only, some never; and the start lies outside of one.
+    low = np.where(np.arange(2 * _N) % 3 == 0, -np.inf, -0.9)
+    high = np.where(np.arange(2 * _N) % 4 == 0, np.inf, 0.7 + 0.01 * _RANK)
+    return scipy.optimize.Bounds(low, high)
+
+
+def _inside(x, bounds):
+    flat = np.concatenate([on_host(x["a"]), on_host(x["b"])])
+    return bool(np.all(flat >= bounds.lb) and np.all(flat <= bounds.ub))
+
+
+def test_bounded_steps_are_those_of_the_host():
+    host, found = _solved(np.asarray, bounds=_bounds()), _solved(on_device, bounds=_bounds())
+    assert found.success and abs(found.nit - host.nit) <= 2 and host.nit > 8
+    np.testing.assert_allclose(found.history.loss[:8], host.history.loss[:8], rtol=1e-9)
+    np.testing.assert_allclose(found.history.gradient_norm[:8], host.history.gradient_norm[:8], rtol=1e-6)
+    np.testing.assert_allclose(on_host(found.x["a"]), host.x["a"], atol=2e-3)
+    assert _inside(found.x, _bounds()) and type(found.x["a"]) is DeviceArray
+    assert np.sum(on_host(found.x["a"]) == _bounds().ub[:_N]) == np.sum(host.x["a"] == _bounds().ub[:_N]) > 100
+
+
+def test_what_a_bound_holds_goes_straight_to_it():
+    """Variables that are coupled: a direction of the memory alone would lead those that are held away again."""
+    rng = np.random.default_rng(3)
+    root = rng.normal(size=(30, 30))
+    pull = rng.normal(size=30)
+    bounds = [(-0.05, 0.1)] * 15 + [(None, 0.02)] * 15
+
+    def solved(put):
+        matrix, way = put(root @ root.T / 30 + 0.1 * np.eye(30)), put(pull)
+
+        def bowl(x):
+            return mpiad.mpi_allreduce((1 + _RANK) * (0.5 * anp.dot(x, anp.dot(matrix, x)) - anp.dot(way, x)))
+
+        return minimize(bowl, put(np.zeros(30)), method="L-BFGS-sharded", bounds=bounds, options={"gtol": 1e-9})
+
+    host, found = solved(np.asarray), solved(on_device)
+    np.testing.assert_allclose(found.history.loss[:10], host.history.loss[:10], rtol=1e-8)
+    np.testing.assert_allclose(on_host(found.x), host.x, atol=1e-7)
+
+
+def test_bounds_add_no_copies_but_themselves():
+    def own(x):
+        return anp.sum(3.0 * (x["b"] - x["a"] ** 2) ** 2 + (1 - x["a"]) ** 2)
+
+    start = _start(on_device)
+    transfers.reset()
+    found = minimize(own, start, method="L-BFGS-sharded", objective="sum", options={"m": 5}, bounds=_bounds())
+    assert found.nit > 5
+    # Of a trial the objective and seven numbers; of an iteration the products; then the coefficients go back.
+    assert transfers.d2h == 2 * found.nfev + found.nit + 1
+    assert transfers.h2d == found.nit + 2
+    assert transfers.d2h_bytes <= 64 * found.nfev + 8 * (14**2 + 1) * (found.nit + 1)
+    assert transfers.h2d_bytes <= 8 * 11 * found.nit + 2 * 8 * 2 * _N
+
+
+def test_bounded_pieces_of_some_ranks_may_be_on_the_host():
+    put, bounds = (np.asarray, None) if _RANK % 2 else (on_device, _bounds())
+    host, found = _solved(np.asarray, bounds=bounds), _solved(put, bounds=bounds)
+    np.testing.assert_allclose(found.history.loss[:8], host.history.loss[:8], rtol=1e-9)
+
+
+def test_a_bounded_solve_goes_on_as_if_never_stopped(tmp_path):
+    path, kept = COMM.bcast(tmp_path) / "run.npz", {"bounds": _bounds()}
+    whole = _solved(on_device, options={"maxiter": 9}, **kept)
+    _solved(on_device, options={"maxiter": 4}, checkpoint=path, **kept)
+    again = _solved(on_device, options={"maxiter": 9}, checkpoint=path, **kept)
+    np.testing.assert_array_equal(again.history.loss, whole.history.loss)
+    np.testing.assert_array_equal(on_host(again.x["b"]), on_host(whole.x["b"]))
+
+
+def test_products_of_free_variables_are_taken_in_stretches(monkeypatch):
+    whole = _solved(on_device, bounds=_bounds())
+    monkeypatch.setattr(device_memory, "_STRETCH", 64)
+    np.testing.assert_allclose(_solved(on_device, bounds=_bounds()).history.loss[:8], whole.history.loss[:8], rtol=1e-9)
+
+
+def test_bounds_on_a_device_are_refused_on_all_ranks():
+    with pytest.raises(TypeError, match="bounds must be on the host.*to_host"):
+        _solved(on_device, bounds=on_device(np.zeros((2 * _N, 2))) if _RANK == _SIZE - 1 else None)
+
+
+def test_a_bounded_gradient_that_isnt_finite_ends_the_solve():
+    def broken(x):
+        return mpiad.mpi_allreduce(anp.sum(anp.sqrt(x["a"]) + x["b"] ** 2))
+
+    with np.errstate(invalid="ignore"):
+        found = _solved(on_device, broken, bounds=[(-2.0, 2.0)] * (2 * _N))
+    assert not found.success and "finite" in found.message
 
 
 @pytest.mark.serial
@@ -108,5 +221,6 @@ def test_a_rank_may_have_nothing():
     def bowl(x):
         return mpiad.mpi_allreduce(anp.sum((x - 1.0) ** 2))
 
-    found = minimize(bowl, start, method="L-BFGS-sharded")
-    np.testing.assert_allclose(on_host(found.x), np.ones(len(start)), rtol=1e-5)
+    for bounds, end in ((None, 1.0), ([(1.5, 3.0)] * len(start), 1.5)):
+        found = minimize(bowl, start, method="L-BFGS-sharded", bounds=bounds)
+        np.testing.assert_allclose(on_host(found.x), np.full(len(start), end), rtol=1e-5)
