@@ -25,10 +25,10 @@ def has_closed_form(posterior: Posterior, prior: Any) -> bool:
 def closed_form(posterior: Any, params: Tree, prior: Any) -> Array:
     """Return KL(q‖prior) of two normal distributions."""
     mean, covariance = posterior.moments(params)
-    centre, spread = prior.normal
-    inverse = numpy.linalg.inv(spread)
+    centre, inverse = (one.beside(mean) for one in prior.inverse)
     # KL = ½ (tr(Σₚ⁻¹ Σ_q) + gapᵀ Σₚ⁻¹ gap - dim + log det Σₚ - log det Σ_q).
     gap = mean - centre
     log_volume = 2 * np.sum(params["log_sd"])  # of both families: L has these on its diagonal
     trace = np.sum(inverse * covariance)  # of the product, both being symmetric
-    return 0.5 * (trace + np.dot(gap, np.dot(inverse, gap)) - len(centre) + numpy.linalg.slogdet(spread)[1] - log_volume)
+    log_volume_of_prior = float(numpy.linalg.slogdet(prior.normal[1])[1])
+    return 0.5 * (trace + np.dot(gap, np.dot(inverse, gap)) - len(centre) + log_volume_of_prior - log_volume)

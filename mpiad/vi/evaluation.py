@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpiad._typing import Array, Comm, Function, Rank
+from mpiad._typing import Array, Comm, Function, Rank, Tree
 from mpiad.device import to_device, to_host
 from mpiad.differentiation.backward import run_backward
 from mpiad.differentiation.objective import problem_with
@@ -57,14 +57,25 @@ class Model:
         Whether gradients by theta are wanted.
     device : int, optional
         The GPU that this rank's draws are put on; by default that of the data, and the host where these are there.
+
+    Attributes
+    ----------
+    device : int or None
+        That of `device`.
     """
 
     def __init__(self, loss: Function, data: Any, differentiated: bool, device: int | None = None):
-        self._loss, self._data, self._differentiated, self._device = loss, data, differentiated, device
+        self._loss, self._data, self._differentiated, self.device = loss, data, differentiated, device
         # Without a device of its own a draw goes where the data are.
-        self._beside = None if device is not None else next(filter(is_device_array, flatten(data)[0]), None)
+        self._like = None if device is not None else next(filter(is_device_array, flatten(data)[0]), None)
         self.trace: str | None = None
         self.runs = 0
+
+    def beside(self, *nests: Tree) -> tuple[Tree, ...]:
+        """Return nests of the host's where the model runs."""
+        if self.device is None and self._like is None:
+            return nests
+        return tuple(to_device(nest, self.device, like=self._like) for nest in nests)
 
     def row(self, theta: Array) -> Array:
         """Return value, status and gradient at one draw."""
@@ -81,14 +92,14 @@ class Model:
             self.trace = self.trace or "".join(traceback.format_exception(error))
             row[1] = _RAISED
             return row
+        # A draw counts whole or not at all: a finite value with a gradient that isn't would spoil the sum of all.
         if not np.isfinite(row).all():
             row[:] = 0.0
             row[1] = _NOT_FINITE
         return row
 
     def _evaluated(self, theta: Array) -> tuple[float, Array | float]:
-        if self._device is not None or self._beside is not None:
-            theta = to_device(theta, self._device, like=self._beside)
+        (theta,) = self.beside(theta)
         if not self._differentiated:
             value = self._loss(theta, self._data)
             self._require_number(value)
@@ -110,6 +121,7 @@ class Model:
     def evenly(self, theta: Array | None, count: int, dim: int, root: Rank, comm: Comm) -> Array | None:
         """Give every rank, the root too, its share of the root's draws; return all rows on the root."""
         size = mpi_size(comm)
+        # The first ranks have one more, the root too: with as many draws as ranks each has one.
         counts = [count // size + (rank < count % size) for rank in range(size)]
         mine = mpi_scatter(theta, root, axis=0, counts=counts, comm=comm)
         # Reshaped for ranks without a draw, whose empty list says nothing of the columns.

@@ -63,7 +63,6 @@ class FullRankGaussian:
         self.dim = checked_dimension(dim, "FullRankGaussian")
         self._mean = numpy.broadcast_to(numpy.asarray(mean, float), (dim,))
         self._sd = _positive(numpy.broadcast_to(numpy.asarray(sd, float), (dim,)), "FullRankGaussian")
-        self._below = numpy.tril(numpy.ones((dim, dim)), -1)
 
     def initial(self, rng: numpy.random.Generator) -> dict[str, Array]:
         """Return the variational parameters at the start: mean, logarithm of L's diagonal, and what is below it.
@@ -74,8 +73,9 @@ class FullRankGaussian:
 
     def factor(self, params: Tree) -> Array:
         """Return L."""
-        unit = np.eye(self.dim) + params["below"] * self._below
-        return np.exp(params["log_sd"])[:, None] * unit
+        # Of the parameters' own arrays alone, so that it lies where they do.
+        scale = np.exp(params["log_sd"])
+        return np.diag(scale) + scale[:, None] * np.tril(params["below"], -1)
 
     def draw(self, params: Tree, noise: Array) -> tuple[Array, Array]:
         """Return draws made of standard normal noise, both of shape (S, dim), and their log densities (S,)."""

@@ -11,18 +11,18 @@ from typing import Any
 import numpy as np
 
 from mpiad._typing import Array, Comm, Function, Rank, Tree
-from mpiad.differentiation.trees import flatten
+from mpiad.device import to_host
 from mpiad.errors import WorkerError
 from mpiad.primitives.checks import root_of
 from mpiad.primitives.operation import suspended
 from mpiad.progress_line import ProgressLine
 from mpiad.transport import Channel, channel
 from mpiad.transport.agreement import agreed, raise_together, require_same
-from mpiad.transport.device_arrays import is_device_array
 from mpiad.vi.devices import device_of
 from mpiad.vi.divergence import has_closed_form
 from mpiad.vi.evaluation import Evaluations, Model, sorted_out
 from mpiad.vi.objective import Objective
+from mpiad.vi.placement import require_one_place
 from mpiad.vi.posterior import Posterior
 from mpiad.vi.prior import prior_of
 from mpiad.vi.result import VIResult
@@ -75,7 +75,8 @@ class VI:
 
     Notes
     -----
-    All draws are made on the root, from one generator for each epoch, and don't depend on the number of ranks.
+    All draws are made on the root, of noise from one generator for each epoch on the host. They don't depend on the number
+    of ranks, nor on devices but for rounding.
     """
 
     def __init__(
@@ -137,7 +138,8 @@ class VI:
         max_epochs_without_improvement : int, optional
             End after so many epochs whose objective, a mean over draws, wasn't lower than the lowest before.
         params : nest of arrays, optional
-            Variational parameters to start from; by default the posterior's own. Counts on the root only.
+            Variational parameters to start from; by default the posterior's own. Counts on the root only. Where they are on
+            a device, draws, densities and updates are made there, and the result's parameters lie there.
         n_samples : int
             Draws that the result holds.
         callback : callable, optional
@@ -177,7 +179,7 @@ class VI:
                 # Not default_rng(seed): that is the stream of [seed, 0], epoch 0's noise.
                 fresh = np.random.default_rng([self.seed, 2**32 + 2])
                 start = self.posterior.initial(fresh) if params is None else params
-                _require_host(start, call)
+                require_one_place(start, model.device, call)
                 training = Training(objective, self.optimizer, start, max_epochs_without_improvement, callback)
             except Exception as found:  # noqa: BLE001  of the posterior or the optimizer, which may be the user's
                 # After these all ranks do the same, so what only the root does comes first and is agreed upon.
@@ -190,8 +192,11 @@ class VI:
         # No epoch has this number, so these draws are independent of the fit's; all ranks make the same, and send none.
         noise = np.random.default_rng([self.seed, 2**32]).standard_normal((n_samples, self.posterior.dim))
         samples = np.asarray(self.posterior.draw(ended.best, noise)[0])
+        # On the root they are where they were; elsewhere on the device that the rank's model runs on, if it has one.
+        kept = model.beside(ended.last, ended.best) if ended.away else (ended.last, ended.best)
+        last, best = kept if training is None else training.found
         return VIResult(
-            self.posterior, ended.last, ended.best, ended.history, ended.epochs, ended.best_epoch, ended.message, samples
+            self.posterior, last, best, ended.history, ended.epochs, ended.best_epoch, ended.message, samples
         )
 
     def _epochs(
@@ -262,7 +267,7 @@ class VI:
         Parameters
         ----------
         params : nest of arrays
-            Variational parameters, as of a result.
+            Variational parameters, as of a result; those on a device are copied to the host.
         data : object
         n_samples : int
 
@@ -287,14 +292,14 @@ class VI:
         error: Exception | None = None
         try:
             _require_count(n_samples, "n_samples")
-            _require_host(params, "VI.elbo")
         except (TypeError, ValueError) as wrong:
             error = wrong
         raise_together(used, error)
         require_same(used, f"n_samples={n_samples}, seed={self.seed}, root={self.root}", "VI.elbo")
         # Beside those of the epochs and of the result's samples.
         noise = np.random.default_rng([self.seed, 2**32 + 1]).standard_normal((n_samples, self.posterior.dim))
-        theta, log_q = (np.asarray(part) for part in self.posterior.draw(params, noise))
+        # On the host everywhere, so that all ranks find the same, whatever devices they have.
+        theta, log_q = (np.asarray(part) for part in self.posterior.draw(to_host(params), noise))
         model = Model(self.loss, data, False, device_of(self.devices, used, "VI.elbo"))
         with suspended():
             rows = model.evenly(theta if used.rank == root else None, n_samples, self.posterior.dim, root, self.comm)
@@ -323,14 +328,6 @@ def _check_choices(**given: Any) -> None:
     for name, value in given.items():
         if value not in choices[name]:
             raise ValueError(f"VI: {name} must be one of {', '.join(map(repr, choices[name]))}, but got {value!r}.")
-
-
-def _require_host(params: Tree, call: str) -> None:
-    if any(map(is_device_array, flatten(params)[0])):
-        raise TypeError(
-            f"{call}: variational parameters are kept on the root's host, where all draws are made, but some of them are "
-            "device arrays. Pass mpiad.device.to_host(params); the model runs on devices where its data or devices= say so."
-        )
 
 
 def _require_count(value: Any, name: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,9 @@ import scipy.stats
 from autograd.extend import defvjp, primitive
 
 from mpiad._typing import Array
+from mpiad.device import to_device, to_host
+from mpiad.primitives import stop
+from mpiad.vi.constants import Constant
 
 __all__ = ["Prior", "prior_of"]
 
@@ -54,19 +58,42 @@ class Prior:
         self.marginals = [_frozen(one) for one in given]
 
     def log_prob(self, theta: Array) -> Array:
-        """Return the log densities of points of shape (S, dim); a function of them that traces see."""
-        if self.joint is not None:
-            factor = numpy.linalg.cholesky(self.joint.cov)
-            scaled = np.linalg.solve(factor, (theta - self.joint.mean).T)
-            return -0.5 * np.sum(scaled**2 + _LOG_2PI, axis=0) - numpy.sum(numpy.log(numpy.diag(factor)))
-        # By the formula, which has derivatives of any order; SciPy's densities have a slope by differences.
-        if self.normal is not None:
-            mean, covariance = self.normal
-            sd = numpy.sqrt(numpy.diag(covariance))
-            return np.sum(-0.5 * ((theta - mean) / sd) ** 2 - 0.5 * _LOG_2PI - numpy.log(sd), axis=1)
-        return sum(_log_density(theta[:, k], one) for k, one in enumerate(self.marginals))
+        """Return the log densities of points of shape (S, dim); a function of them that traces see.
 
-    @property
+        They lie where the points do. Densities of SciPy's other than the normal one are computed on the host.
+        """
+        # By the formula, which has derivatives of any order; SciPy's densities have a slope by differences.
+        if self.joint is not None:
+            mean, factor = (one.beside(theta) for one in self._joint_terms)
+            scaled = np.linalg.solve(factor, (theta - mean).T)
+            log_volume = numpy.sum(numpy.log(numpy.diag(self._joint_terms[1].host)))
+            return -0.5 * np.sum(scaled**2 + _LOG_2PI, axis=0) - log_volume
+        if self.normal is not None:
+            mean, sd, constant = (one.beside(theta) for one in self._normal_terms)
+            return np.sum(-0.5 * ((theta - mean) / sd) ** 2 + constant, axis=1)
+        points = to_host(theta)
+        found = sum(_log_density(points[:, k], one) for k, one in enumerate(self.marginals))
+        return found if points is theta else to_device(found, like=stop(theta))
+
+    @functools.cached_property
+    def _joint_terms(self) -> tuple[Constant, Constant]:
+        """Return the mean of the joint normal distribution, and the covariance's factor."""
+        return Constant(self.joint.mean), Constant(numpy.linalg.cholesky(self.joint.cov))
+
+    @functools.cached_property
+    def _normal_terms(self) -> tuple[Constant, Constant, Constant]:
+        """Return mean and standard deviation of independent normal distributions, and what their logarithms begin with."""
+        mean, covariance = self.normal  # type: ignore[misc]
+        sd = numpy.sqrt(numpy.diag(covariance))
+        return Constant(mean), Constant(sd), Constant(-0.5 * _LOG_2PI - numpy.log(sd))
+
+    @functools.cached_property
+    def inverse(self) -> tuple[Constant, Constant]:
+        """Return mean and inverse covariance, where the prior is normal."""
+        mean, covariance = self.normal  # type: ignore[misc]
+        return Constant(mean), Constant(numpy.linalg.inv(covariance))
+
+    @functools.cached_property
     def normal(self) -> tuple[Array, Array] | None:
         """Return mean and covariance where the prior is normal, else None."""
         if self.joint is not None:

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 
 from mpiad._typing import Array, Function, Tree
+from mpiad.device import to_device, to_host
+from mpiad.transport.device_arrays import is_device_array
 from mpiad.vi.posterior import Posterior
 
 __all__ = ["VIResult"]
@@ -21,7 +23,8 @@ class VIResult:
     ----------
     posterior : Posterior
     params, best_params : nest of arrays
-        Variational parameters after the last epoch, and at the lowest objective.
+        Variational parameters after the last epoch, and at the lowest objective. Where the root's lay on a device they
+        still do, and on other ranks they lie on the device that the rank's model runs on, if there is one.
     history : dict of list
         For each epoch `objective`, `loss` (its mean over the draws), `divergence` (KL, without its weight), `dropped`
         (draws whose model raised or wasn't finite) and `seconds` since the start.
@@ -32,7 +35,7 @@ class VIResult:
     message : str
         Why the run ended.
     samples : array of shape (n, dim)
-        Draws from the best posterior.
+        Draws from the best posterior, on the host.
     """
 
     posterior: Posterior
@@ -45,13 +48,15 @@ class VIResult:
     samples: Array
 
     def draw(self, count: int, seed: int = 0, best: bool = True) -> Array:
-        """Return further draws of shape (count, dim), from the best posterior or from the last one."""
+        """Return further draws of shape (count, dim), from the best posterior or from the last one, on the host."""
         noise = np.random.default_rng(seed).standard_normal((count, self.posterior.dim))
-        return np.asarray(self.posterior.draw(self.best_params if best else self.params, noise)[0])
+        return np.asarray(self.posterior.draw(to_host(self.best_params if best else self.params), noise)[0])
 
     def log_prob(self, theta: Array) -> Array:
-        """Return the best posterior's log densities of points of shape (S, dim)."""
-        return np.asarray(self.posterior.log_prob(self.best_params, theta))
+        """Return the best posterior's log densities of points of shape (S, dim), where the points lie."""
+        if is_device_array(theta):
+            return self.posterior.log_prob(to_device(self.best_params, like=theta), theta)
+        return np.asarray(self.posterior.log_prob(to_host(self.best_params), theta))
 
     def mean(self) -> Array:
         """Return the samples' mean, of shape (dim,)."""

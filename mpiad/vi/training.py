@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpiad._typing import Array, Function, Tree
-from mpiad.differentiation.trees import flatten
+from mpiad.device import to_host
 from mpiad.errors import WorkerError
 from mpiad.vi.evaluation import Evaluations
 from mpiad.vi.objective import Objective
+from mpiad.vi.placement import all_finite, copied, on_device, placed
 
 __all__ = ["Ended", "Training", "Verdict"]
 
@@ -26,10 +27,19 @@ class Verdict(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """What the root tells all ranks after the last epoch."""
+    """What the root tells all ranks after the last epoch.
+
+    Parameters
+    ----------
+    last, best : nest of arrays
+        On the host.
+    away : bool
+        Whether they lie on a device on the root.
+    """
 
     last: Tree
     best: Tree
+    away: bool
     history: dict[str, list]
     epochs: int
     best_epoch: int
@@ -44,6 +54,7 @@ class Training:
     objective : Objective
     optimizer : object
     params : nest of arrays
+        On the host or on a device: where they are updated.
     patience : int or None
         Epochs without improvement after which the run ends.
     callback : callable or None
@@ -61,7 +72,7 @@ class Training:
     ):
         self._objective, self._optimizer, self._patience, self._callback = objective, optimizer, patience, callback
         # Copies, because an optimizer of the user's may overwrite the parameters that it gets.
-        self._params, self._best = _copied(params), params
+        self._params, self._best = copied(params), params
         self._state = optimizer.setup(self._params)
         self._lowest, self._best_epoch, self._message = math.inf, 0, ""
         self._start = time.perf_counter()
@@ -69,15 +80,23 @@ class Training:
         self.verdict = Verdict(False, None)
         self.failure: Exception | None = None
 
+    @property
+    def found(self) -> tuple[Tree, Tree]:
+        """Return the last parameters and the best, where they lie."""
+        return self._params, self._best
+
     def draws(self, rng: np.random.Generator, count: int) -> tuple[Array, Array]:
         """Return noise and the draws that are made of it; draws that aren't finite are left for `learn` to find.
 
-        So is an exception: the other ranks already wait for their share, and get NaN.
+        The noise lies where the parameters do, the draws on the host, from where all ranks get theirs. An exception is
+        left, too: the other ranks already wait for their share, and get NaN.
         """
         noise = rng.standard_normal((count, self._objective.posterior.dim))
         try:
             with np.errstate(all="ignore"):
-                theta = np.ascontiguousarray(self._objective.posterior.draw(self._params, noise)[0], dtype=float)
+                noise = placed(noise, self._params)
+                found = to_host(self._objective.posterior.draw(self._params, noise)[0])
+                theta = np.ascontiguousarray(found, dtype=float)
             if theta.shape != noise.shape:
                 raise ValueError(
                     f"VI: the posterior's draw must return draws of shape {noise.shape}, as the noise, but they have shape "
@@ -114,25 +133,25 @@ class Training:
                 f"VI: in epoch {epoch} draws of the posterior aren't finite. The learning rate may be too large, or a "
                 "gradient of the model infinite."
             )
+        # Some draws may fail, and the mean of the others stands for all; of none there is no mean.
         if not found.kept.any():
             raise WorkerError(
                 f"VI: the model failed for all {len(theta)} draws of epoch {epoch}: it raised for {found.raised}, and "
                 f"returned NaN or infinity for {found.not_finite}.", 0, "",
             )  # fmt: skip
-        terms, gradient = self._objective.value_and_gradient(self._params, noise, theta, found)
+        terms, gradient = self._objective.value_and_gradient(self._params, noise, found)
         value = terms.loss + (self._objective.w * terms.divergence if self._objective.w else 0.0)  # it may be infinite
         self._note(value, terms.loss, terms.divergence, found.raised + found.not_finite)
         # The value is that of the parameters which the draws came from, before this epoch's update.
         if value < self._lowest:
-            self._lowest, self._best, self._best_epoch = value, _copied(self._params), epoch
+            self._lowest, self._best, self._best_epoch = value, copied(self._params), epoch
         elif self._patience is not None and epoch - self._best_epoch >= self._patience:
             self._end(f"no improvement in {self._patience} epochs")
         self._state, self._params = self._optimizer.update(self._state, self._params, gradient)
-        for leaf in flatten(self._params)[0]:
-            if np.asarray(leaf).dtype.kind in "fc" and not np.isfinite(leaf).all():
-                raise FloatingPointError(
-                    f"VI: after epoch {epoch} variational parameters aren't finite. Lower the learning rate."
-                )
+        if not all_finite(self._params):
+            raise FloatingPointError(
+                f"VI: after epoch {epoch} variational parameters aren't finite. Lower the learning rate."
+            )
         if self._callback is not None:
             self._callback(epoch, value, self._params)
 
@@ -148,9 +167,6 @@ class Training:
         """Return what all ranks are told at the end."""
         epochs = len(self.history["objective"])
         message = self._message or f"all {n_epochs} epochs were made"
-        return Ended(self._params, self._best, self.history, epochs, self._best_epoch, message)
-
-
-def _copied(params: Tree) -> Tree:
-    leaves, build = flatten(params)
-    return build([leaf.copy() if isinstance(leaf, np.ndarray) else leaf for leaf in leaves])
+        away = on_device(self._params) is not None
+        last, best = to_host(self._params), to_host(self._best)
+        return Ended(last, best, away, self.history, epochs, self._best_epoch, message)

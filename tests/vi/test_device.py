@@ -52,13 +52,3 @@ def test_a_draw_copies_itself_its_value_and_its_gradient():
     vi.run(data, n_epochs=3)
     assert set(seen) == {DeviceArray} and len(seen) == 12
     assert transfers.h2d == 12 and transfers.d2h == 24
-
-
-def test_variational_parameters_on_a_device_are_refused_on_all_ranks():
-    vi, found = _fitted(on_device)
-    params = {name: on_device(value) for name, value in found.params.items()}
-    with pytest.raises(TypeError, match="variational parameters are kept on the root's host.*to_host"):
-        vi.run({"x": on_device(_DATA)}, n_epochs=1, params=params)
-    with pytest.raises(TypeError, match="VI.elbo: variational parameters are kept"):
-        vi.elbo(params, {"x": on_device(_DATA)})
-    assert np.isfinite(vi.elbo(found.params, {"x": on_device(_DATA)}, n_samples=8)[0])

@@ -6,9 +6,10 @@ import autograd.numpy as np
 import numpy
 
 from mpiad._typing import Array, Tree
+from mpiad.device.numpy import concatenate
 from mpiad.vi.flows.network import evaluated, initial_network
 
-__all__ = ["AffineCoupling", "joined", "parted"]
+__all__ = ["AffineCoupling", "joined", "length_of", "parted"]
 
 
 class AffineCoupling:
@@ -28,18 +29,18 @@ class AffineCoupling:
     def initial(self, dim: int, rng: numpy.random.Generator) -> list[tuple[Array, Array]]:
         """Return the network at the start."""
         kept, changed = parted(dim, self.swap)
-        return initial_network(len(kept), self.hidden, 2 * len(changed), rng)
+        return initial_network(length_of(kept), self.hidden, 2 * length_of(changed), rng)
 
     def forward(self, params: Tree, z: Array) -> tuple[Array, Array]:
         """Return the images, and log |det ∂x/∂z| at each point."""
         kept, changed = parted(z.shape[1], self.swap)
-        scale, move = self._said(params, z[:, kept], len(changed))
+        scale, move = self._said(params, z[:, kept], length_of(changed))
         return joined(z[:, kept], z[:, changed] * np.exp(scale) + move, self.swap), np.sum(scale, axis=1)
 
     def inverse(self, params: Tree, x: Array) -> tuple[Array, Array]:
         """Return the points whose images these are, and log |det ∂z/∂x| at each."""
         kept, changed = parted(x.shape[1], self.swap)
-        scale, move = self._said(params, x[:, kept], len(changed))
+        scale, move = self._said(params, x[:, kept], length_of(changed))
         return joined(x[:, kept], (x[:, changed] - move) * np.exp(-scale), self.swap), -np.sum(scale, axis=1)
 
     def _said(self, params: Tree, kept: Array, count: int) -> tuple[Array, Array]:
@@ -47,13 +48,18 @@ class AffineCoupling:
         return 2 * np.tanh(found[:, :count] / 2), found[:, count:]  # e² at most in one layer keeps the fit stable
 
 
-def parted(dim: int, swap: bool) -> tuple[numpy.ndarray, numpy.ndarray]:
+def parted(dim: int, swap: bool) -> tuple[slice, slice]:
     """Return the coordinates that a coupling keeps, and those that it changes, which are all where there is one."""
-    first, second = numpy.arange(dim // 2), numpy.arange(dim // 2, dim)
+    first, second = slice(0, dim // 2), slice(dim // 2, dim)
     return (second, first) if swap and dim > 1 else (first, second)
+
+
+def length_of(part: slice) -> int:
+    """Return how many coordinates are in a part."""
+    return part.stop - part.start
 
 
 def joined(kept: Array, changed: Array, swap: bool) -> Array:
     """Put the coordinates in their order again."""
     both = (changed, kept) if swap and kept.shape[1] else (kept, changed)
-    return np.concatenate(both, axis=1)
+    return concatenate(both, axis=1)

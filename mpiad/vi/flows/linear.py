@@ -33,20 +33,19 @@ class LULinear:
     def forward(self, params: Tree, z: Array) -> tuple[Array, Array]:
         """Return the images, and log |det ∂x/∂z| at each point."""
         lower, upper = _factors(params)
-        x = (z @ upper.T @ lower.T)[:, numpy.asarray(params["order"])] + params["b"]
+        x = (z @ upper.T @ lower.T)[:, params["order"]] + params["b"]
         # P and L have determinants of size one, so U's diagonal is all; once for each point.
-        return x, np.sum(params["log_diagonal"]) + np.zeros(len(z))
+        return x, np.sum(params["log_diagonal"]) + np.zeros_like(z[:, 0])
 
     def inverse(self, params: Tree, x: Array) -> tuple[Array, Array]:
         """Return the points whose images these are, and log |det ∂z/∂x| at each."""
         lower, upper = _factors(params)
-        back = numpy.argsort(numpy.asarray(params["order"]))
+        back = numpy.argsort(params["order"])
         y = (x - params["b"])[:, back].T
         z = np.linalg.solve(upper, np.linalg.solve(lower, y)).T
-        return z, -np.sum(params["log_diagonal"]) + np.zeros(len(x))
+        return z, -np.sum(params["log_diagonal"]) + np.zeros_like(x[:, 0])
 
 
 def _factors(params: Tree) -> tuple[Array, Array]:
-    dim = len(params["b"])
-    below = numpy.tril(numpy.ones((dim, dim)), -1)
-    return np.eye(dim) + params["lower"] * below, params["upper"] * below.T + np.diag(np.exp(params["log_diagonal"]))
+    lower = np.tril(params["lower"], -1) + np.diag(np.ones_like(params["b"]))
+    return lower, np.triu(params["upper"], 1) + np.diag(np.exp(params["log_diagonal"]))

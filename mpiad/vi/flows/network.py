@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import autograd.numpy as np
 import numpy
 
 from mpiad._typing import Array
+from mpiad.vi.constants import Constant
 
 __all__ = ["evaluated", "initial_network", "masked_network"]
 
@@ -19,16 +22,17 @@ def initial_network(inputs: int, hidden: int, outputs: int, rng: numpy.random.Ge
     return [(w, numpy.zeros(w.shape[1])) for w in weights]
 
 
-def evaluated(network: list[tuple[Array, Array]], x: Array, masks: list[Array] | None = None) -> Array:
+def evaluated(network: list[tuple[Array, Array]], x: Array, masks: list[Constant] | None = None) -> Array:
     """Return the network's values at points of shape (S, inputs), its weights masked where masks are given."""
     for k, (w, b) in enumerate(network):
-        x = x @ (w if masks is None else w * masks[k]) + b
+        x = x @ (w if masks is None else w * masks[k].beside(w)) + b
         if k < len(network) - 1:
             x = np.tanh(x)
     return x
 
 
-def masked_network(dim: int, hidden: int, per_output: int) -> list[Array]:
+@functools.lru_cache(maxsize=64)
+def masked_network(dim: int, hidden: int, per_output: int) -> list[Constant]:
     """Return masks by which output i depends on inputs before i alone (MADE; Germain et al., 2015).
 
     Hidden units take turns in how many inputs they may see, from none on, so that also the second output depends on
@@ -38,4 +42,4 @@ def masked_network(dim: int, hidden: int, per_output: int) -> list[Array]:
     first = numpy.arange(dim)[:, None] < seen[None, :]
     middle = seen[:, None] <= seen[None, :]
     last = seen[:, None] <= numpy.repeat(numpy.arange(dim), per_output)[None, :]
-    return [mask.astype(float) for mask in (first, middle, last)]
+    return [Constant(mask.astype(float)) for mask in (first, middle, last)]

@@ -12,6 +12,7 @@ import autograd.numpy as np
 import numpy
 
 from mpiad._typing import Array
+from mpiad.device.numpy import concatenate
 from mpiad.primitives import stop
 
 __all__ = ["numbers_per_spline", "spline", "spline_inverse"]
@@ -86,14 +87,16 @@ def _bin_of(x: Array, numbers: Array, bins: int, bound: float, of_values: bool) 
     widths = _parts(numbers[..., :bins], bound)
     heights = _parts(numbers[..., bins : 2 * bins], bound)
     inner = _LEAST_SLOPE + np.logaddexp(0.0, numbers[..., 2 * bins :] + _SLOPE_ONE)
-    ends = np.ones((*inner.shape[:-1], 1))
-    slopes = np.concatenate([ends, inner, ends], axis=-1)
+    ends = np.ones_like(inner[..., :1])
+    slopes = concatenate([ends, inner, ends], axis=-1)
     lefts, bottoms = _starts(widths, bound), _starts(heights, bound)
     # Which bin a point is in is constant almost everywhere, so nothing flows through the search.
     starts = stop(bottoms if of_values else lefts)
     plain = stop(x)
-    place = numpy.clip(numpy.sum(plain[..., None] >= starts, axis=-1) - 1, 0, bins - 1)
-    chosen = place[..., None] == numpy.arange(bins)
+    # A point is in the last bin whose start it has reached, and in the first where it has reached none.
+    reached = plain[..., None] >= starts[..., 1:]
+    first, none = numpy.ones_like(plain[..., None], dtype=bool), numpy.zeros_like(plain[..., None], dtype=bool)
+    chosen = numpy.concatenate([first, reached], axis=-1) & ~numpy.concatenate([reached, none], axis=-1)
 
     def at(values: Array) -> Array:
         return np.sum(values * chosen, axis=-1)

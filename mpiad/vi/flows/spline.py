@@ -6,7 +6,8 @@ import autograd.numpy as np
 import numpy
 
 from mpiad._typing import Array, Tree
-from mpiad.vi.flows.coupling import joined, parted
+from mpiad.device.numpy import concatenate
+from mpiad.vi.flows.coupling import joined, length_of, parted
 from mpiad.vi.flows.network import evaluated, initial_network, masked_network
 from mpiad.vi.flows.rational_quadratic import numbers_per_spline, spline, spline_inverse
 
@@ -33,7 +34,7 @@ class SplineCoupling:
     def initial(self, dim: int, rng: numpy.random.Generator) -> list[tuple[Array, Array]]:
         """Return the network at the start."""
         kept, changed = parted(dim, self.swap)
-        return initial_network(len(kept), self.hidden, len(changed) * numbers_per_spline(self.bins), rng)
+        return initial_network(length_of(kept), self.hidden, length_of(changed) * numbers_per_spline(self.bins), rng)
 
     def forward(self, params: Tree, z: Array) -> tuple[Array, Array]:
         """Return the images, and log |det ∂x/∂z| at each point."""
@@ -45,7 +46,7 @@ class SplineCoupling:
 
     def _through(self, fun: object, params: Tree, x: Array) -> tuple[Array, Array]:
         kept, changed = parted(x.shape[1], self.swap)
-        knots = np.reshape(evaluated(params, x[:, kept]), (len(x), len(changed), -1))
+        knots = np.reshape(evaluated(params, x[:, kept]), (len(x), length_of(changed), -1))
         y, change = fun(x[:, changed], knots, self.bins, self.bound)  # type: ignore[operator]
         return joined(x[:, kept], y, self.swap), np.sum(change, axis=1)
 
@@ -78,11 +79,11 @@ class SplineAutoregressive:
     def inverse(self, params: Tree, x: Array) -> tuple[Array, Array]:
         """Return the points whose images these are, and log |det ∂z/∂x| at each."""
         dim = x.shape[1]
-        z = np.zeros(x.shape)
+        z = np.zeros_like(x)
         # Coordinate k needs those before it, which the passes before have found.
         for k in range(dim):
             found, change = spline_inverse(x, self._knots(params, z), self.bins, self.bound)
-            z = np.where(numpy.arange(dim) <= k, found, 0.0)
+            z = concatenate([found[:, : k + 1], np.zeros_like(found[:, k + 1 :])], axis=1)
         return z, np.sum(change, axis=1)
 
     def _knots(self, params: Tree, z: Array) -> Array:
