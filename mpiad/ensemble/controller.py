@@ -49,6 +49,7 @@ class IController:
             Whether this step is accepted, and whether the try before it was rejected.
         order : int
         """
+        # A root of q², of half the exponent; an error of zero gives infinity, which the bound takes down.
         factor = np.power(q2, -0.5 / order)
         factor *= self.safety
         return _bounded(factor, rejected, self.least, self.most)

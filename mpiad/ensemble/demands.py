@@ -71,7 +71,9 @@ def check_demands(demands: Demands) -> Demands:
     if demands.adjoint == "continuous" and demands.gradient == "tangent":
         raise ValueError("solve: gradient='tangent' has no adjoint; leave out adjoint='continuous', or gradient=.")
     if demands.save_everystep and demands.saveat is not None:
-        raise ValueError("solve: give either saveat or save_everystep=True, not both.")
+        raise ValueError(
+            f"solve: give either saveat or save_everystep=True, not both, but got saveat={demands.saveat!r:.60} as well."
+        )
     if demands.dense_output and demands.checkpoints is not None:
         raise ValueError(
             f"solve: dense_output=True interpolates in steps that are kept, but checkpoints={demands.checkpoints} keeps "
@@ -148,7 +150,9 @@ def _trajectories(demands: Demands) -> int:
         return 1
     lengths = {name: _length(getattr(problem, name)) for name in ("u0", "p") if getattr(problem, name) is not None}
     if count is None and not lengths:
-        raise ValueError("solve: trajectories=N is needed, where the ensemble has no arrays u0= or p=.")
+        raise ValueError(
+            f"solve: trajectories=N is needed, where the ensemble has no arrays u0= or p=, but got {count!r}. Say how many."
+        )
     count = next(iter(lengths.values())) if count is None else count
     if not isinstance(count, Integral) or isinstance(count, bool) or count < 0:
         raise ValueError(f"solve: trajectories must be an integer, zero or more, but got {count!r}.")

@@ -51,6 +51,7 @@ class DenseStates:
         """Return the states of trajectories at times, shape (d, len(ids)); beyond their steps by the nearest one."""
         place = self._offsets[ids] + self._number(ids, t)
         x = ((t - self._t[place]) / self._h[place]).astype(self._terms.real.dtype)
+        # Horner's scheme, over the powers of the part of the step.
         value = self._terms[-1][:, place]
         for term in self._terms[-2::-1]:
             value = value * x + term[:, place]
@@ -63,6 +64,7 @@ class DenseStates:
 
     def _number(self, ids: Array, t: Array) -> Array:
         """Return in which steps times lie, by bisection."""
+        # For all times at once: the numbers of steps differ between trajectories, so the slowest decides.
         low, high = np.zeros(len(ids), np.int64), self._counts[ids] - 1
         sign, offset = self._sign[ids], self._offsets[ids]
         while (low < high).any():

@@ -106,6 +106,7 @@ class DenseOutput:
         number = np.empty(count, np.int64)
         values = np.full((count, len(batch.u0)), np.nan, batch.u0.dtype)
         width = max(2, _BLOCK // max(1, len(batch.u0)))
+        # Steps are recorded in groups of trajectories; each group knows its own from `first` on.
         for first, steps in self._outcome.recorded():
             mine = np.flatnonzero((each >= first) & (each < first + len(steps.counts)))
             number[mine] = self._numbers(steps, each[mine] - first, each[mine], due[mine])
@@ -114,6 +115,7 @@ class DenseOutput:
                 chosen = moved[start : start + width]
                 values[chosen] = self._inside(steps, each[chosen] - first, each[chosen], number[chosen], due[chosen]).T
         still = number == INITIAL
+        # Times at the very start lie in no step, and trajectories of an empty tspan have none.
         values[still] = batch.u0.T[each[still]]
         return values.reshape(*rows.shape, len(batch.u0)), number.reshape(rows.shape).astype(np.int32)
 
@@ -127,6 +129,7 @@ class DenseOutput:
             begun = np.zeros(len(own), bool)
             begun[moves] = ((steps.times(own[moves], middle[moves])[0] - due[moves]) * sign[moves]) < 0
             low, high = np.where(moves & begun, middle, low), np.where(moves & ~begun, middle - 1, high)
+        # NaN, and not the last state, where a trajectory had ended before: nothing is extrapolated.
         reached = (due - self._outcome.t_reached[ids]) * sign <= 0
         return np.where(reached, np.where(low < 0, INITIAL, low), NOWHERE)
 

@@ -10,6 +10,7 @@ import numpy as np
 from autograd.tracer import isbox
 
 from mpiad._typing import Array, Comm
+from mpiad.ensemble.belonging import Belonging, present
 from mpiad.primitives import mpi_allgather
 from mpiad.transport import channel
 from mpiad.transport.agreement import raise_together, require_same
@@ -89,20 +90,23 @@ class GatheredOutput:
     """
 
     def __init__(self, share: Any, count: int, comm: Comm):
-        self._share, self._count, self._comm = share, count, comm
+        self._share, self._count, self._comm = share, count, Belonging(comm)
 
     def __call__(self, times: Array, only: int | None = None) -> Array:
         """Return states, shape (N, n, …); of one trajectory (n, …)."""
-        used = channel(self._comm, "ensemble.solve")
+        comm = present(self._comm.comm, "sol(t)", "Ask for these times by saveat in the solve, or pickle sol(t).")
+        used = channel(comm, "ensemble.solve")
         digest = hashlib.sha256(times.tobytes()).hexdigest()[:16]
+        # By a hash: with other times on one rank the gathered states would be put together of different questions.
         require_same(used, f"t of shape {times.shape}, with SHA-256 {digest}", "sol(t)")
         counts = used.data.allgather(self._count)
         first = sum(counts[: used.rank])
         own, error = None, None
         try:
+            # A rank whose share fails must still come to the agreement, where the others wait.
             own = self._share(times[first : first + self._count] if times.ndim == 2 else times)
         except Exception as found:  # noqa: BLE001 it is raised on all ranks
             error = found
         raise_together(used, error)
-        everything = mpi_allgather(own, axis=0, comm=self._comm)
+        everything = mpi_allgather(own, axis=0, comm=comm)
         return everything if only is None else everything[only]

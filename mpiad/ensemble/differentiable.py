@@ -20,8 +20,8 @@ from autograd.extend import defjvp_argnums, defvjp_argnums, primitive
 from autograd.tracer import isbox
 
 from mpiad._typing import Array
+from mpiad.differentiation.concatenation import Concatenation
 from mpiad.differentiation.gradient import cotangents_of_variables
-from mpiad.differentiation.packing import Packing
 from mpiad.differentiation.trace import Variables, trace_backwards, trace_forwards
 from mpiad.ensemble.adjoint import pull_run
 from mpiad.ensemble.batch import Batch
@@ -98,13 +98,13 @@ class _Results:
         self.run, self.ways = run, ways
         times = run.outcome.t_reached if run.settings.events else np.empty(0)
         values = (u, u_end, times, run.crossings.time)
-        self._packing = Packing([spec_like(value) for value in values])
+        self._layout = Concatenation([spec_like(value) for value in values])
         filled = [value.reshape(-1) for value in values if value.size]
         self.vector = filled[0] if len(filled) == 1 else np.concatenate(filled or [np.empty(0)])
 
     def parts(self, vector: Array) -> list[Array]:
         """Return saved states, final states, their times and those of events on the way, empty without events."""
-        return self._packing.parts(vector)
+        return self._layout.parts(vector)
 
     def together(self, parts: Sequence[Array]) -> Array:
         """Return the vector of such parts."""

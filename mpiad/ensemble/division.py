@@ -23,20 +23,23 @@ class Division:
 
     Parameters
     ----------
-    costs : array, shape (N,)
+    steps : array, shape (N,)
+        Of each.
+    entry : float
+        What each costs beside its steps.
     turn : float
         What a turn costs beside its columns.
     size : int
         The number of shares.
     """
 
-    def __init__(self, costs: Array, turn: float, size: int):
-        count = len(costs)
+    def __init__(self, steps: Array, entry: float, turn: float, size: int):
+        count = len(steps)
         width = max(1, count // (_BLOCKS * size))
         starts = np.arange(0, count, width)
         self._edges = np.append(starts, count)
-        self._costs = np.add.reduceat(costs, starts) if width > 1 else costs
-        self._longest = np.maximum.reduceat(costs, starts) if width > 1 else costs
+        self._costs = np.add.reduceat(steps, starts) + entry * np.diff(self._edges)
+        self._longest = np.maximum.reduceat(steps, starts) + entry
         self._done = np.concatenate([[0.0], np.cumsum(self._costs)])
         self._turn, self._size = turn, size
 

@@ -14,10 +14,10 @@ from mpiad.ensemble.stages import locked
 from mpiad.ensemble.step import Step
 from mpiad.ensemble.tableaus import Tableau
 
-__all__ = ["Event", "EventWatch"]
+__all__ = ["BISECTIONS", "Event", "EventWatch"]
 
 # Halvings of a step until its parts can't be told apart.
-_BISECTIONS = 60
+BISECTIONS = 60
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,12 @@ class Event:
                 f"solve: events are looked for along states of shape (d,), but u0 has shape {shape}. Flatten it, and give "
                 "its old shape back in f."
             )
-        return dataclasses.replace(self, condition=lambda u, p, t: self.condition(u[0], p, t))
+        return dataclasses.replace(self, condition=_OfNumbers(self.condition))
+
+    @property
+    def written(self) -> Function:
+        """The condition as the user wrote it."""
+        return self.condition.written if isinstance(self.condition, _OfNumbers) else self.condition
 
     def value(self, u: Array, p: Tree, t: Array) -> Array:
         """Return the condition's value for each column, shape (n,).
@@ -94,6 +99,16 @@ class Event:
         moved = before != 0
         chosen = up if self.direction > 0 else down if self.direction < 0 else up | down
         return chosen & moved
+
+
+@dataclass(frozen=True)
+class _OfNumbers:
+    """The condition of columns of one component, by that of numbers."""
+
+    written: Function
+
+    def __call__(self, u: Array, p: Tree, t: Array) -> Array:
+        return self.written(u[0], p, t)
 
 
 class EventWatch:
@@ -152,7 +167,7 @@ class EventWatch:
         if single:  # two columns at least, wherever f and conditions are called
             step, before, p = step.at(np.zeros(2, int)), np.repeat(before, 2), select(np.repeat(step.ids, 2))
         low, high = np.zeros(len(before)), np.ones(len(before))
-        for _ in range(_BISECTIONS):
+        for _ in range(BISECTIONS):
             x = 0.5 * (low + high)
             state = interpolate(self._tableau, step.u, step.h, step.k, x)
             value = event.value(state, p, step.actual(step.t + x * step.h))

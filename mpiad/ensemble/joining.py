@@ -19,11 +19,13 @@ def joined(parts: list[EnsembleSolution]) -> EnsembleSolution:
     """Return the solution of several batches, one after the other."""
     if len(parts) == 1:
         return parts[0]
+    # Batches without trajectories say nothing of the states' shape.
     check_alike([(part.u_end.shape[1:], part.u_end.dtype) for part in parts if len(part)], "batches")
     events, offset = {}, 0
     for part in parts:
         events.update({i + offset: found for i, found in part.events.items()})
         offset += len(part)
+    # With every step saved, batches have rows of different lengths.
     width = max(part.u.shape[1] for part in parts)
     times = joined_times([part.t for part in parts], [len(part) for part in parts], width)
     names = ("u_end", "retcode", "t_reached", "naccept", "nreject", "nf")

@@ -47,8 +47,12 @@ class Outcome:
         The steps as such a kernel wrote them, and each trajectory's last row.
     carried : tuple of array, or None
         The tangents that it carried, of shapes (m, d, N) and (m, N, n_saved, d).
+    crossings : array, or None
+        The events that such a kernel found, one row each: see `compiled.crossings`.
     record : Record or None
         Of a solve on a device that is to be differentiated.
+    saved_times : array, shape (N, n_saved), or None
+        Of a solve on a device whose every step was saved.
     """
 
     u_end: Array
@@ -66,7 +70,9 @@ class Outcome:
     tapes: list[Any] = field(default_factory=list)
     last: Array | None = None
     carried: tuple[Array, Array] | None = None
+    crossings: Any = None
     record: Any = None
+    saved_times: Array | None = None
 
     @property
     def failed(self) -> Array:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from mpiad.device import to_host
+
 __all__ = ["draw"]
 
 
@@ -19,10 +21,12 @@ def draw(sol: Any, ax: Any, component: int, band: tuple[float, float], lines: in
 
         ax = plt.gca()
     single = sol.u.ndim == 2  # the state is one number
-    low, high, mean = (x[:, None] if single else x for x in (*sol.quantile(list(band)), sol.mean()))
+    statistics = (*to_host(sol.quantile(list(band))), to_host(sol.mean()))
+    low, high, mean = (x[:, None] if single else x for x in statistics)
+    drawn = to_host(sol.u[: min(lines, len(sol))])
     filled = ax.fill_between(sol.t, low[:, component], high[:, component], alpha=0.25, label=f"{band[0]:g} to {band[1]:g}")
-    for i in range(min(lines, len(sol))):
-        ax.plot(sol.t, sol.u[i] if single else sol.u[i, :, component], color="0.6", linewidth=0.6, zorder=1)
+    for u in drawn:
+        ax.plot(sol.t, u if single else u[:, component], color="0.6", linewidth=0.6, zorder=1)
     colour = filled.get_facecolor()[0][:3]
     ax.plot(sol.t, mean[:, component], color=colour, label=f"mean of {int(sol.survivors.sum())}")
     ax.set_xlabel("t")

@@ -116,7 +116,11 @@ class EnsembleProblem(Readable):
             if fun is not None and not callable(fun):
                 raise TypeError(f"EnsembleProblem: {name} must be a function, but got {type(fun).__name__} {fun!r}.")
         if self.prob_func is not None and not (self.u0 is None and self.p is None):
-            raise ValueError("EnsembleProblem: give either prob_func or u0 and p, not both: they say the same.")
+            given = " and ".join(name for name in ("u0", "p") if getattr(self, name) is not None)
+            raise ValueError(
+                "EnsembleProblem: give either prob_func or u0 and p, not both: they say the same, but got prob_func="
+                f"{self.prob_func!r:.60} and {given}."
+            )
 
 
 def remake(problem: ODEProblem | EnsembleProblem, /, **changes: Any) -> Any:
@@ -151,7 +155,7 @@ def _check_derivative(f: Any) -> None:
         raise TypeError(f"ODEProblem: f must be a function f(u, p, t), but got {type(f).__name__} {f!r}.")
     if _required(f) == 4:
         raise TypeError(
-            "ODEProblem: f must be f(u, p, t) and return the derivative, but it takes four arguments, as the form "
+            f"ODEProblem: f must be f(u, p, t) and return the derivative, but {f!r:.60} takes four arguments, as the form "
             "f(du, u, p, t) that writes into du. Return a list of the components instead."
         )
 

@@ -34,6 +34,9 @@ __all__ = ["EnsembleMPI", "Sharing", "over_ranks"]
 # 2,660 for states, and 3,450 with tangents, for which f is traced at each stage. A kernel's turn is that of its lanes,
 # however few are busy.
 _TURN, _TRACED_TURN, _LANES = 2660.0, 3450.0, 16.0
+# What a trajectory costs besides its steps, in steps, to enter the working set and to leave it; and a lane of a kernel,
+# which does that outside of its vector instructions: 8 to 14 serve alike, with tangents rather less.
+_ENTRY, _LANE_ENTRY = 2.0, 10.0
 
 
 class EnsembleMPI(EnsembleAlgorithm):
@@ -66,7 +69,7 @@ class EnsembleMPI(EnsembleAlgorithm):
                 f"{self.inner!r}."
             )
         self.gather, self.comm = bool(gather), comm
-        self._costs, self._turn = np.empty(0), _TURN
+        self._tries, self._entry, self._turn = np.empty(0), _ENTRY, _TURN
 
     def __repr__(self) -> str:
         return f"EnsembleMPI({self.inner!r}, gather={self.gather})"
@@ -77,9 +80,9 @@ class EnsembleMPI(EnsembleAlgorithm):
 
     def bounds(self, count: int, size: int) -> Array:
         """Return where the shares of the ranks begin and end, from 0; the same on all ranks."""
-        if len(self._costs) != count or not count:
+        if len(self._tries) != count or not count:
             return np.arange(size + 1) * count // size
-        return Division(self._costs, self._turn, size).bounds()
+        return Division(self._tries, self._entry, self._turn, size).bounds()
 
     def remember(self, tries: Array, components: int, compiled: bool = False, traced: bool = False) -> None:
         """Take the numbers of tried steps of all trajectories as their costs.
@@ -93,8 +96,8 @@ class EnsembleMPI(EnsembleAlgorithm):
             Whether kernels took them, and whether derivatives were wanted.
         """
         turn = _TRACED_TURN if traced else _TURN
-        # Entering the working set and leaving it costs about two steps.
-        self._costs, self._turn = tries + 2.0, _LANES if compiled else turn / max(1, components)
+        self._tries, self._entry = tries, _LANE_ENTRY if compiled else _ENTRY
+        self._turn = _LANES if compiled else turn / max(1, components)
 
 
 class Sharing(NamedTuple):

@@ -56,6 +56,7 @@ class _Replay:
 
     def __init__(self, run: Run, u0: Array, start: Array, end: Array, leaves: Sequence[Any]):
         self._run, self._u0, self._leaves = run, u0, leaves
+        # Zero in value, and what is traced of both ends: steps move with them, and keep their accepted numbers.
         self._shift, self._lengthening = start - getval(start), end - getval(end)
         self._timed = isbox(start) or isbox(end)
         self._entries = entries_of(run)
@@ -80,6 +81,7 @@ class _Replay:
 
     def _step(self, v: int, visit: Visit, u: Array, ids: Array, leaves: list[Any], schedule: Schedule) -> Array:
         run, width = self._run, len(ids)
+        # Two columns at least, as in the solve, whose arithmetic this repeats.
         columns = run.doubled(width)
         t, h = (time[columns] for time in self._times(visit, ids))
         step = _Step(run, run.columns(leaves, columns), u[:, columns], t, h)
@@ -102,6 +104,8 @@ class _Replay:
         """Return when the steps start, and their sizes; the last ones end where tspan does."""
         if not self._timed:
             return visit.t, visit.h
+        # The controller's sizes are fixed, so a later end lengthens the last step alone; at a terminal event
+        # there is none to lengthen.
         last = np.zeros(len(ids))
         last[visit.last] = ~self._run.terminated[ids[visit.last]]
         return visit.t + self._shift[ids], visit.h + last * (self._lengthening[ids] - self._shift[ids])
@@ -127,9 +131,11 @@ class _Replay:
     def final(self) -> Array:
         """Return the final states, shape (N, d)."""
         run = self._run
+        # What failed is constant: its states aren't differentiated.
         moved = run.counts > 0
         rest, failed = np.flatnonzero(~moved & run.live), np.flatnonzero(~run.live)
         pieces = [*self._ends, (rest, self._u0[:, rest]), (failed, run.outcome.u_end[:, failed])]
+        # Where each trajectory lies among the pieces, which are put together once and then brought into order.
         place = np.empty(run.batch.size, np.int64)
         place[np.concatenate([ids for ids, _ in pieces])] = np.arange(run.batch.size)
         self._final = anp.concatenate([states for _, states in pieces], axis=1)[:, place]
@@ -159,7 +165,6 @@ class _Replay:
             pieces.append(times)
             count += len(ids)
         return anp.concatenate(pieces)[index]
-
 
     def crossed(self) -> Array:
         """Return the times of events on the way, shape (m,)."""

@@ -62,8 +62,10 @@ def _every(interval: float, start: Array, end: Array) -> Array:
     if not len(start):
         return np.empty(0)
     if (start != start[0]).any() or (end != end[0]).any():
+        i = int(np.argmax((start != start[0]) | (end != end[0])))
         raise ValueError(
-            "solve: saveat as an interval needs one tspan for all trajectories. Give an array of shape (N, n_saved)."
+            f"solve: saveat as an interval needs one tspan for all trajectories, but got ({start[0]}, {end[0]}) and "
+            f"({start[i]}, {end[i]}). Give an array of shape (N, n_saved)."
         )
     span = float(end[0] - start[0])
     # A tenth of a thousand ten times isn't one in binary: the last multiple may miss the end by rounding.
@@ -86,8 +88,14 @@ def _check(times: Array, start: Array, end: Array) -> None:
             f"solve: saveat must lie in tspan, but {np.broadcast_to(rows, outside.shape)[i, j]} lies outside of "
             f"({start[own]}, {end[own]})."
         )
-    if ((rows[:, 1:] - rows[:, :-1]) * np.where(end < start, -1, 1)[:, None] < 0).any():
-        raise ValueError("solve: the times of saveat must be in the order of the solve, from the start of tspan on.")
+    back = (rows[:, 1:] - rows[:, :-1]) * np.where(end < start, -1, 1)[:, None] < 0
+    if back.any():
+        i, j = np.argwhere(back)[0]
+        earlier, later = np.broadcast_to(rows, (len(back), rows.shape[1]))[i, j : j + 2]
+        raise ValueError(
+            "solve: the times of saveat must be in the order of the solve, from the start of tspan on, but got "
+            f"{later} after {earlier}. Sort them."
+        )
 
 
 class SavePoints:

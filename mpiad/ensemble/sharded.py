@@ -12,6 +12,7 @@ import numpy as np
 from autograd.tracer import getval, isbox
 
 from mpiad._typing import Array, Comm
+from mpiad.ensemble.belonging import Belonging, present
 from mpiad.ensemble.deferred import Deferred
 from mpiad.ensemble.dense_parts import GatheredOutput
 from mpiad.ensemble.facts import Facts
@@ -92,6 +93,7 @@ class ShardedSolution(EnsembleSolution):
     facts : Facts
         How all N went.
     comm : mpi4py intracommunicator or None
+        One of the user's own isn't pickled with the solution: it is set anew after reading, before statistics are taken.
 
     Notes
     -----
@@ -102,10 +104,21 @@ class ShardedSolution(EnsembleSolution):
     facts: Any = None
     comm: Comm = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "comm": Belonging(self.comm)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, comm=state["comm"].comm)
+
+    @property
+    def _over(self) -> Comm:
+        return present(self.comm, "EnsembleSolution", "Set sol.comm to one of the same ranks, on all of them.")
+
     def _mean_of(self, values: Array) -> Array:
         there = ~np.isnan(getval(values))
-        total = mpi_allreduce(anp.sum(anp.where(there, values, 0.0), axis=0), comm=self.comm)
-        count = mpi_allreduce(there.sum(axis=0), comm=self.comm)
+        total = mpi_allreduce(anp.sum(anp.where(there, values, 0.0), axis=0), comm=self._over)
+        # Counted by entry: trajectories that failed, and times that weren't reached, weigh nothing on any rank.
+        count = mpi_allreduce(there.sum(axis=0), comm=self._over)
         with np.errstate(invalid="ignore"):  # where nobody came, it is NaN
             return total / count
 
@@ -119,11 +132,11 @@ class ShardedSolution(EnsembleSolution):
 
     def quantile(self, q: float | list[float]) -> Array:
         """Return quantiles over all ranks' survivors, which are gathered; see `EnsembleSolution.quantile`."""
-        return quantile(mpi_allgather(self._surviving(), axis=0, comm=self.comm), q)
+        return quantile(mpi_allgather(self._surviving(), axis=0, comm=self._over), q)
 
     def summary(self) -> str:
         """Return a text about all ranks' trajectories; see `EnsembleSolution.summary`."""
-        ends = mpi_allgather(self.u_end, axis=0, comm=self.comm)
+        ends = mpi_allgather(self.u_end, axis=0, comm=self._over)
         f = self.facts
         return summary(EnsembleSolution(ends, f.t, ends, f.retcode, f.nf, f.naccept, f.nreject, f.nf))
 

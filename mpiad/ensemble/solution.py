@@ -317,6 +317,8 @@ def _both_ends(u0: Array, u_end: Array, codes: Array) -> Array:
 
 
 def _every_step(outcome: Outcome, batch: Batch) -> tuple[Array, Array]:
+    if outcome.saved_times is not None:
+        return outcome.saved_times, outcome.saved  # type: ignore[return-value]
     most = int(outcome.naccept.max(initial=0)) + 1
     times = np.full((batch.size, most), np.nan)
     u = np.full((batch.size, most, len(batch.u0)), np.nan, batch.u0.dtype)

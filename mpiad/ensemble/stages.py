@@ -80,6 +80,7 @@ class Stages:
         self._h[:] = h
         self._set_times(t, h, t_new, sign)
         last, step = len(self._rows), self._h
+        # The last row of a pair is that of the new state, at which its last stage is the first one of the next step.
         for i, row in enumerate(self._rows, 1):
             target, seen = (self.new, self._seen_new) if i == last else (self._argument, self._seen_argument)
             self._sum(row, target)
@@ -91,6 +92,7 @@ class Stages:
 
     def error(self, u: Array, rtol: Array, atol: Array) -> Array:
         """Return the mean square of the error over its tolerance, shape (n,)."""
+        # The argument of the last stage was `new` itself, so this buffer is free.
         e, scale, scale_new = self._argument, self._scale, self._scale_new
         self._sum(self._error, e)
         _multiply(e, self._h, e)
@@ -111,6 +113,7 @@ class Stages:
             self.new, u = u, self.new
             self._seen_new = locked(self.new)
             return u
+        # Columns whose step was rejected stay where they are, and so do their first stages: the next try needs them.
         np.copyto(u, self.new, where=accepted)
         np.copyto(k[0], k[-1], where=accepted)
         return u
@@ -134,4 +137,5 @@ class Stages:
 
 
 def _weights(row: tuple[float, ...], dtype: Any) -> list[tuple[int, Array]]:
+    # Zeros are left out: a stage that isn't finite must not reach a sum in which it has no part.
     return [(i, np.array(weight, dtype)) for i, weight in enumerate(row) if weight]

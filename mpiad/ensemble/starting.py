@@ -50,12 +50,15 @@ def first_step(
     span = end - t
     scale = tolerance(u, rtol, atol)
     d0, d1 = np.sqrt(mean_square(u / scale)), np.sqrt(mean_square(k / scale))
+    # All constants are those of Hairer's algorithm, as in SciPy: the same steps make the same numbers.
     h0 = np.where((d0 < 1e-5) | (d1 < 1e-5), 1e-6, 0.01 * d0 / d1)
     h0 = np.minimum(h0, span)
+    # One step of Euler's tells how fast the derivative changes: a second derivative, for the price of one call of f.
     probe = u + h0.astype(u.real.dtype) * k
     d2 = np.sqrt(mean_square((rate(probe, t + h0) - k) / scale)) / h0
     steepest = np.maximum(d1, d2)
     h1 = np.where((d1 <= 1e-15) & (d2 <= 1e-15), np.maximum(1e-6, h0 * 1e-3), np.power(0.01 / steepest, 0.2))
+    # The exponent above is for errors of fourth order; no step goes beyond the end of tspan.
     h = np.minimum(np.minimum(100 * h0, h1), span)
     # A derivative that isn't finite leaves no estimate; the first step then fails by itself.
     return np.where(np.isfinite(h), h, span)

@@ -10,7 +10,8 @@ from autograd.tracer import getval, isbox
 
 from mpiad._typing import Array
 from mpiad.device import to_host
-from mpiad.transport.device_arrays import is_device_array
+from mpiad.device.numpy import stack
+from mpiad.transport.device_arrays import arrays_of, is_device_array
 
 __all__ = ["mean", "quantile", "root", "spread", "squared_distance", "summary"]
 
@@ -47,41 +48,36 @@ def root(x: Array) -> Array:
 def quantile(u: Array, q: float | list[float]) -> Array:
     """Return quantiles over the first axis, of what isn't NaN.
 
-    Raises
-    ------
-    NotImplementedError
-        Where the states are device arrays.
-
     Adjoint
     -------
     To the two trajectories that a quantile lies between, by how near it is to each; which ones these are is taken as fixed.
     """
-    if is_device_array(u):
-        raise NotImplementedError(
-            "quantile: the states are device arrays, of which there are no quantiles without NaN. Take them of "
-            "mpiad.device.to_host(sol.u)."
-        )
-    if isbox(u) and len(u):
+    if (isbox(u) or is_device_array(u)) and len(u):
         return _between(u, np.asarray(q, float))
     return np.nanquantile(u, q, axis=0) if len(u) else np.full((*np.shape(q), *u.shape[1:]), np.nan)
 
 
 def _between(u: Array, q: np.ndarray) -> Array:
-    """Return quantiles of traced states: NumPy's "linear" ones."""
+    """Return quantiles of states that are traced or on a device: NumPy's "linear" ones."""
     if q.size and not (q.min() >= 0 and q.max() <= 1):
         raise ValueError(f"quantile: q must lie between 0 and 1, but got {q.tolist()}.")
     values = getval(u)
-    if np.iscomplexobj(values):
+    if values.dtype.kind == "c":
         raise TypeError(f"quantile: the states must be real, but are {values.dtype}: complex numbers have no order.")
     columns = values.reshape(len(values), -1)
     order = np.argsort(columns, axis=0)  # NaN come last
     known = np.sum(~np.isnan(columns), axis=0)
-    place = np.multiply.outer(q.ravel(), np.maximum(known - 1, 0))
-    below = np.floor(place).astype(int)
-    above = np.minimum(below + 1, np.maximum(known - 1, 0))
-    each, rows = np.arange(columns.shape[1]), anp.reshape(u, columns.shape)
-    lower, upper = (rows[np.take_along_axis(order, chosen, 0), each] for chosen in (below, above))
-    return anp.reshape(lower + (upper - lower) * (place - below), (*q.shape, *values.shape[1:]))
+    last, rows = np.maximum(known - 1, 0), anp.reshape(u, columns.shape)
+    arrays = arrays_of(values)
+    each = np.arange(columns.shape[1]) if arrays is None else arrays.arange(columns.shape[1])
+    found = []
+    for part in q.ravel().tolist():  # one by one, since numbers go with any call to a device, and arrays must be copied
+        place = part * last
+        below = np.floor(place).astype(int)
+        ends = (np.take_along_axis(order, end[None], 0)[0] for end in (below, np.minimum(below + 1, last)))
+        lower, upper = (rows[end, each] for end in ends)
+        found.append(lower + (upper - lower) * (place - below).astype(values.dtype))
+    return anp.reshape(stack(found), (*q.shape, *values.shape[1:]))
 
 
 def summary(sol: Any) -> str:

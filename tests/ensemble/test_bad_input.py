@@ -141,3 +141,19 @@ def test_a_derivative_that_cannot_be_traced():
 
     with pytest.raises(TypeError, match="autograd.numpy"):
         mpiad.grad(loss)(np.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"saveat": [0.5, 0.2]}, "order of the solve.* but got 0.2 after 0.5"),
+        ({"saveat": [0.5], "save_everystep": True}, r"not both, but got saveat=\[0.5\]"),
+        ({"saveat": 0.1, "tspan": lambda i: (0.0, float(i))}, r"but got \(0.0, 1.0\) and \(0.0, 2.0\)"),
+    ],
+)
+def test_messages_show_what_came(given, words):
+    ends = given.pop("tspan", lambda i: (0.0, 1.0))
+    problem = ODEProblem(lambda u, p, t: -u, [1.0], (0.0, 1.0))
+    ensemble = EnsembleProblem(problem, prob_func=lambda prob, i, repeat: remake(prob, tspan=ends(i)))
+    with pytest.raises(ValueError, match=words):
+        solve(ensemble, trajectories=3, **given)

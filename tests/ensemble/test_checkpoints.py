@@ -51,6 +51,7 @@ def test_few_columns_and_backends(rows):
         np.testing.assert_allclose(found, expected, rtol=1e-12)
 
 
+@pytest.mark.usefixtures("solved_by")
 def test_events_failures_and_second_derivatives():
     def total(p, every):
         ensemble = EnsembleProblem(ODEProblem(lambda u, p, t: [p[0] * u[0] ** 2], [1.0], (0.0, 1.0)), p=p)

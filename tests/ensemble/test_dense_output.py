@@ -122,6 +122,7 @@ def test_what_was_not_reached_is_nan(caplog):
 
 
 @serial
+@both
 def test_terminated():
     fall = ODEProblem(lambda u, p, t: [u[1], -9.81 + 0 * u[1]], [1.0, 0.0], (0.0, 3.0))
     sol = solve(fall, events=Event(lambda u, p, t: u[0]), dense_output=True, **TIGHT)

@@ -8,6 +8,7 @@ import pytest
 from device_double import on_device, on_host, transfers
 from scipy.integrate import solve_ivp
 
+import mpiad
 from mpiad.ensemble import (
     RK4,
     RK45,
@@ -84,6 +85,27 @@ def test_single_precision_stays():
     np.testing.assert_allclose(on_host(found.u_end), host.u_end, rtol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("tspan", "settings"),
+    [((0.0, 3.0), {}), ((2.0, -1.0), {}), ((0.0, 3.0), {"alg": RK4(), "dt": 0.2}), ((0.0, 3.0), {"max_steps": 9})],
+)
+def test_every_step_is_saved_as_on_the_host(tspan, settings):
+    u0, p = _inputs()
+    host = _solved(u0, p, tspan=tspan, save_everystep=True, **settings)
+    transfers.reset()
+    found = _solved(on_device(u0), on_device(p), tspan=tspan, save_everystep=True, **settings)
+    rounds = int((found.naccept + found.nreject).max())
+    # A look in each round; then the facts, the saved times, and where ended columns are dropped their number.
+    assert rounds + 3 <= transfers.d2h <= rounds + 3 + _N.bit_length()
+    np.testing.assert_array_equal(found.retcode, host.retcode)
+    assert type(found.t) is np.ndarray and found.u.shape == host.u.shape
+    # The size of a step is by its error, a difference of nearly equal numbers, of which rounding takes half the digits.
+    np.testing.assert_allclose(found.t, host.t, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(on_host(found.u), host.u, rtol=1e-5)
+    np.testing.assert_allclose(on_host(found.u_end), host.u_end, rtol=1e-9)
+    np.testing.assert_array_equal(on_host(found[3].u), on_host(found.u)[3])
+
+
 @pytest.mark.parametrize("settings", [{}, {"saveat": 0.25}])
 def test_a_round_costs_one_copy_of_two_numbers(settings):
     u0, p = map(on_device, _inputs())
@@ -152,8 +174,6 @@ def _matrix(u, p, t):
     ("change", "kind", "said"),
     [
         ({"events": Event(lambda u, p, t: u[0])}, NotImplementedError, "events aren't looked for on devices"),
-        ({"save_everystep": True}, NotImplementedError, "save_everystep"),
-        ({"checkpoints": 3}, NotImplementedError, "checkpoints="),
         ({"compile": True}, NotImplementedError, "compile=True makes machine code for the host"),
         ({"f": _shared}, ValueError, "must not depend on each other"),
         ({"f": lambda u, p, t: [u[0]]}, ValueError, "returned shape"),
@@ -180,5 +200,31 @@ def test_statistics_of_the_survivors():
     host, found = _solved(u0, p), _solved(on_device(u0), on_device(p))
     np.testing.assert_allclose(on_host(found.mean()), host.mean(), rtol=1e-9)
     np.testing.assert_allclose(on_host(found.std()), host.std(), rtol=1e-9)
-    with pytest.raises(NotImplementedError, match="quantile: the states are device arrays"):
-        found.quantile(0.5)
+    for q in (0.5, [0.0, 0.25, 1.0]):
+        np.testing.assert_allclose(on_host(found.quantile(q)), host.quantile(q), rtol=1e-9)
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        found.quantile(1.5)
+
+
+def test_quantiles_leave_out_what_failed():
+    u0 = np.linspace(0.5, 2.0, _N).reshape(-1, 1)
+
+    def quantiles(u0):
+        problem = EnsembleProblem(ODEProblem(lambda u, p, t: [u[0] ** 2], [1.0], (0.0, 1.0)), u0=u0)
+        sol = solve(problem, max_steps=300, compile=False, saveat=[0.2, 1.0])
+        assert not sol.survivors.all()
+        return sol.quantile([0.3, 0.9])
+
+    np.testing.assert_allclose(on_host(quantiles(on_device(u0))), quantiles(u0), rtol=1e-9)
+    found = mpiad.grad(lambda u0: anp.sum(quantiles(u0) ** 2))
+    np.testing.assert_allclose(on_host(found(on_device(u0))), found(u0), rtol=1e-8)
+    assert 0 < np.count_nonzero(found(u0)) <= 8  # two trajectories for each quantile and time
+
+
+def test_a_plot_copies_what_it_draws():
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    u0, p = _inputs()
+    sol = _solved(on_device(u0), on_device(p), saveat=0.5)
+    axes = sol.plot(pyplot.figure().gca(), component=1, lines=3)
+    np.testing.assert_array_equal(axes.lines[1].get_ydata(), on_host(sol.u)[1, :, 1])
+    pyplot.close("all")

@@ -9,6 +9,7 @@ from device_double import on_device, on_host, transfers
 
 import mpiad
 from mpiad.ensemble import RK4, RK45, EnsembleMPI, EnsembleProblem, EnsembleVectorized, ODEProblem, solve
+from mpiad.ensemble.on_device.record import Record
 
 _N = 17
 
@@ -31,7 +32,8 @@ def _loss(put, f, tspan, alg, settings):
         problem = EnsembleProblem(ODEProblem(f, [1.0, 1.0], tspan), u0=x["u0"], p=x["p"])
         sol = solve(problem, alg, EnsembleVectorized(), compile=False, **settings)
         weights = put(np.cos(np.arange(sol.u.size)).reshape(sol.u.shape))
-        return anp.sum(sol.u * weights) + anp.sum(sol.u_end**2)
+        reached = put(np.isfinite(sol.t[..., None]))  # every step: those of shorter trajectories are filled up with NaN
+        return anp.sum(anp.where(reached, sol.u, 0.0) * weights) + anp.sum(sol.u_end**2)
 
     return loss
 
@@ -40,8 +42,15 @@ _CASES = [
     (predators, (0.0, 3.0), RK45(), {}),
     (predators, (2.0, -1.0), RK45(), {"saveat": [1.5, 1.0, 0.1]}),
     (coupled, (0.0, 3.0), RK45(), {"saveat": 0.05}),
+    (predators, (0.0, 3.0), RK45(), {"save_everystep": True}),
+    (predators, (2.0, -1.0), RK45(), {"saveat": 0.2, "checkpoints": 3}),
     (predators, (0.0, 3.0), RK4(), {"dt": 0.11, "saveat": np.sort(np.random.default_rng(1).uniform(0, 3, (_N, 4)))}),
 ]
+
+
+def _rounding(settings, usual=1e-8):
+    # The times of steps are rounded to half the digits, as errors are, which are differences of nearly equal numbers.
+    return 1e-5 if "save_everystep" in settings else usual
 
 
 @pytest.mark.serial
@@ -51,14 +60,14 @@ def test_derivatives_are_those_of_the_host(f, tspan, alg, settings):
     host, there = {"u0": u0, "p": p}, {"u0": on_device(u0), "p": on_device(p)}
     value, gradient = mpiad.value_and_grad(_loss(np.asarray, f, tspan, alg, settings))(host)
     found, of_device = mpiad.value_and_grad(_loss(on_device, f, tspan, alg, settings))(there)
-    np.testing.assert_allclose(found, value, rtol=1e-10)
+    np.testing.assert_allclose(found, value, rtol=_rounding(settings, 1e-10))
     for name in ("u0", "p"):
-        np.testing.assert_allclose(on_host(of_device[name]), gradient[name], rtol=1e-8, atol=1e-9)
+        np.testing.assert_allclose(on_host(of_device[name]), gradient[name], rtol=_rounding(settings), atol=1e-9)
     along = {"u0": np.cos(u0), "p": np.sin(p)}
     tangent = mpiad.jvp(_loss(np.asarray, f, tspan, alg, settings), host, along)[1]
     moved = {name: on_device(v) for name, v in along.items()}
     of_device = mpiad.jvp(_loss(on_device, f, tspan, alg, settings), there, moved)[1]
-    np.testing.assert_allclose(on_host(of_device), tangent, rtol=1e-8)
+    np.testing.assert_allclose(on_host(of_device), tangent, rtol=_rounding(settings))
 
 
 @pytest.mark.serial
@@ -87,20 +96,23 @@ def test_a_gradient_costs_no_further_copies():
     assert transfers.h2d <= 4
 
 
+def _survivors_sum(put):
+    """Return the sum of the final states of u' = u², some of which blow up, as a function of the initial ones."""
+
+    def ends(x):
+        problem = EnsembleProblem(ODEProblem(lambda u, p, t: [u[0] ** 2], [1.0], (0.0, 1.0)), u0=x)
+        sol = solve(problem, max_steps=300, compile=False)
+        return anp.sum(anp.where(put(sol.survivors[:, None]), sol.u_end, 0.0))
+
+    return ends
+
+
 @pytest.mark.serial
 def test_what_fails_drops_out_of_the_gradient():
     u0 = np.linspace(0.5, 2.0, _N).reshape(-1, 1)
 
-    def loss(put):
-        def ends(x):
-            problem = EnsembleProblem(ODEProblem(lambda u, p, t: [u[0] ** 2], [1.0], (0.0, 1.0)), u0=x)
-            sol = solve(problem, max_steps=300, compile=False)
-            return anp.sum(anp.where(put(sol.survivors[:, None]), sol.u_end, 0.0))
-
-        return ends
-
-    host = mpiad.grad(loss(np.asarray))(u0)
-    found = on_host(mpiad.grad(loss(on_device))(on_device(u0)))
+    host = mpiad.grad(_survivors_sum(np.asarray))(u0)
+    found = on_host(mpiad.grad(_survivors_sum(on_device))(on_device(u0)))
     assert (found[u0 > 1.05] == 0).all() and (found[u0 < 0.9] > 0).all()
     np.testing.assert_allclose(found, host, rtol=1e-8)
 
@@ -117,29 +129,101 @@ def test_other_gradients_are_refused(change, said):
 
 
 @pytest.mark.serial
-def test_second_derivatives_and_moving_ends_are_refused():
+@pytest.mark.parametrize("every", [1, 2, 7, 10_000])
+def test_checkpoints_change_no_bit(every):
     u0, p = map(on_device, _inputs())
-    loss = _loss(on_device, predators, (0.0, 1.0), RK45(), {})
-    with pytest.raises(NotImplementedError, match="second derivatives of a solve aren't computed on devices"):
-        mpiad.hvp(loss)({"u0": u0, "p": p}, {"u0": u0, "p": p})
+    kept, close = [], Record.close
 
-    def until(end):
-        return anp.sum(solve(EnsembleProblem(ODEProblem(predators, [1.0, 1.0], (0.0, end)), u0=u0, p=p)).u_end)
+    def gradients(settings):
+        loss = _loss(on_device, predators, (0.0, 3.0), RK45(), {"saveat": 0.1, **settings})
+        found = mpiad.grad(loss)({"u0": u0, "p": p})
+        moved = mpiad.jvp(loss, {"u0": u0, "p": p}, {"u0": p[:, :2], "p": p})[1]
+        return on_host(found["u0"]), on_host(found["p"]), on_host(moved)
 
-    with pytest.raises(NotImplementedError, match="by tspan aren't computed on devices"):
-        mpiad.grad(until)(1.0)
+    def watched(record, failed):
+        kept.extend((k % every == 0, done.u is not None) for block in record.blocks for k, done in enumerate(block.rounds))
+        return close(record, failed)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Record, "close", watched)
+        found = gradients({"checkpoints": every})
+    for one, other in zip(found, gradients({})):
+        np.testing.assert_array_equal(one, other)
+    assert len(kept) > 10 and all(due == there for due, there in kept)
 
 
+_TIMED = [
+    (predators, (0.0, 3.0), RK45(), {}),
+    (predators, (2.0, -1.0), RK45(), {"saveat": [1.5, 1.0, 0.1]}),
+    (coupled, (0.0, 1.0), RK45(), {"saveat": 0.2}),
+    (predators, (0.0, 1.0), RK4(), {"dt": 0.15, "saveat": 0.25}),
+    (predators, (0.0, 2.0), RK45(), {"save_everystep": True}),
+]
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize(("f", "tspan", "alg", "settings"), _TIMED)
+def test_derivatives_by_tspan_are_those_of_the_host(f, tspan, alg, settings):
+    u0, p = _inputs()
+
+    def loss(put):
+        return lambda x: _loss(put, f, (x["start"], x["end"]), alg, settings)({"u0": put(u0), "p": x["p"]})
+
+    inputs = {"start": tspan[0], "end": tspan[1], "p": p}
+    value, gradient = mpiad.value_and_grad(loss(np.asarray))(inputs)
+    found, of_device = mpiad.value_and_grad(loss(on_device))({**inputs, "p": on_device(p)})
+    np.testing.assert_allclose(found, value, rtol=_rounding(settings, 1e-10))
+    for name in inputs:
+        np.testing.assert_allclose(on_host(of_device[name]), gradient[name], rtol=_rounding(settings), atol=1e-9)
+    assert abs(gradient["start"]) > 1e-3 and abs(gradient["end"]) > 1e-3
+    along = {"start": 0.3, "end": -0.7, "p": np.sin(p)}
+    tangent = mpiad.jvp(loss(np.asarray), inputs, along)[1]
+    moved = mpiad.jvp(loss(on_device), {**inputs, "p": on_device(p)}, {**along, "p": on_device(along["p"])})[1]
+    np.testing.assert_allclose(on_host(moved), tangent, rtol=_rounding(settings))
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize(("f", "tspan", "alg", "settings"), _TIMED)
+def test_second_derivatives_are_those_of_the_host(f, tspan, alg, settings):
+    u0, p = _inputs()
+    host, along = {"u0": u0, "p": p}, {"u0": np.cos(u0), "p": np.sin(p)}
+    there, moved = ({name: on_device(x) for name, x in inputs.items()} for inputs in (host, along))
+    known = mpiad.hvp(_loss(np.asarray, f, tspan, alg, settings))(host, along)
+    found = mpiad.hvp(_loss(on_device, f, tspan, alg, settings))(there, moved)
+    for name in known:
+        np.testing.assert_allclose(on_host(found[name]), known[name], rtol=_rounding(settings, 1e-7), atol=1e-8)
+
+    def square(put):
+        slope = mpiad.grad(_loss(put, f, tspan, alg, settings))
+        return lambda x: anp.sum(slope(x)["p"] ** 2)
+
+    known, found = mpiad.grad(square(np.asarray))(host), mpiad.grad(square(on_device))(there)
+    for name in known:
+        np.testing.assert_allclose(on_host(found[name]), known[name], rtol=_rounding(settings, 1e-7), atol=1e-7)
+
+
+@pytest.mark.serial
+def test_what_fails_drops_out_of_second_derivatives():
+    u0 = np.linspace(0.5, 2.0, _N).reshape(-1, 1)
+
+    host = mpiad.hvp(_survivors_sum(np.asarray))(u0, np.ones_like(u0))
+    found = on_host(mpiad.hvp(_survivors_sum(on_device))(on_device(u0), on_device(np.ones_like(u0))))
+    assert (found[u0 > 1.05] == 0).all() and (found[u0 < 0.9] > 0).all()
+    np.testing.assert_allclose(found, host, rtol=1e-7)
+
+
+@pytest.mark.parametrize("settings", [{"saveat": 0.3}, {"save_everystep": True}])
 @pytest.mark.parametrize("gather", [True, False])
 @pytest.mark.parametrize("count", [_N, 2])
-def test_ensembles_over_ranks(gather, count):
+def test_ensembles_over_ranks(gather, count, settings):
     u0, p = (x[:count] for x in _inputs())
 
     def loss(put):
         def squares(p):
             problem = EnsembleProblem(ODEProblem(predators, [1.0, 1.0], (0.0, 1.0)), u0=put(u0), p=p)
-            sol = solve(problem, RK45(), EnsembleMPI(EnsembleVectorized(), gather=gather), compile=False, saveat=0.3)
-            return anp.sum(sol.u**2) + anp.sum(sol.u_end)
+            sol = solve(problem, RK45(), EnsembleMPI(EnsembleVectorized(), gather=gather), compile=False, **settings)
+            reached = put(np.isfinite(sol.t[..., None]))
+            return anp.sum(anp.where(reached, sol.u, 0.0) ** 2) + anp.sum(sol.u_end)
 
         return squares
 

@@ -9,7 +9,7 @@ import pytest
 import mpiad
 from mpiad.ensemble import RK4, EnsembleProblem, Event, ODEProblem, remake, solve
 
-pytestmark = pytest.mark.serial
+pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("solved_by")]
 
 
 def falling(u, p, t):

@@ -8,7 +8,7 @@ from scipy.integrate import solve_ivp
 
 from mpiad.ensemble import EnsembleProblem, EnsembleSerial, Event, ODEProblem, remake, solve
 
-pytestmark = pytest.mark.serial
+pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("solved_by")]
 
 FALL = ODEProblem(lambda u, p, t: [u[1], -9.81 + 0 * u[1]], [1.0, 0.0], (0.0, 3.0))
 GROUND = Event(lambda u, p, t: u[0], direction=-1)

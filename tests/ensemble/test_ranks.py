@@ -207,6 +207,7 @@ def test_failures_are_told_once(rank, caplog):
         solve(SQUARES, ensemblealg=EnsembleMPI(), throw=True)
 
 
+@pytest.mark.usefixtures("solved_by")
 def test_events_are_numbered_over_all_ranks():
     events = Event(lambda u, p, t: u[0] - 0.5)
     ensemble = EnsembleProblem(remake(BASE, tspan=(0.0, 2.0)), u0=np.linspace(0.6, 5, 13)[:, None])

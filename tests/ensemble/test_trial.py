@@ -121,6 +121,7 @@ def test_parameters_have_one_form_whatever_is_solved_together():
     np.testing.assert_allclose(one.u_end, whole.u_end[:1], rtol=1e-14)
 
 
+@pytest.mark.usefixtures("solved_by")
 def test_conditions_see_states_as_f_does():
     fall = ODEProblem(lambda u, p, t: -p * u, 1.0, (0.0, 5.0), 2.0)
     half = Event(lambda u, p, t: u - 0.5)

@@ -20,9 +20,8 @@ from mpiad.ensemble.compiled.program import Program
 from mpiad.ensemble.compiled.refusals import Untraceable
 from mpiad.ensemble.compiled.trace import identity_of, trace
 from mpiad.ensemble.compiled.verification import verify
-from mpiad.ensemble.settings import Settings
 
-__all__ = ["Tell", "program_of", "tell_once", "traced_program"]
+__all__ = ["MOST_OPERATIONS", "Tell", "changes", "program_of", "tell_once", "traced_program"]
 
 _log = logging.getLogger("mpiad")
 
@@ -42,7 +41,7 @@ _programs: WeakKeyDictionary[Any, set[Program]] = WeakKeyDictionary()
 
 
 def program_of(
-    compile: str | bool, count: int, backend: EnsembleAlgorithm, batch: Batch, settings: Settings, tell: Tell
+    compile: str | bool, count: int, backend: EnsembleAlgorithm, batch: Batch, tell: Tell
 ) -> Program | None:
     """Return what is compiled, None where the vectorised path solves the ensemble.
 
@@ -53,7 +52,6 @@ def program_of(
         How many trajectories the whole ensemble has; 0 for a single problem.
     backend : EnsembleAlgorithm
     batch : Batch
-    settings : Settings
     tell : callable
         Is told an f and why the vectorised path solves it.
 
@@ -65,7 +63,7 @@ def program_of(
     if compile is False or (compile == "auto" and (count < LEAST_TRAJECTORIES or isinstance(backend, EnsembleSerial))):
         return None
     must = compile is True
-    reason = _unsupported(batch, settings)
+    reason = _unsupported(batch)
     if reason is not None:
         if must:
             raise ValueError(f"solve: compile=True, but {reason}. Leave compile out, or say compile=False.")
@@ -82,13 +80,11 @@ def _has_numba() -> bool:
     return find_spec("numba") is not None
 
 
-def _unsupported(batch: Batch, settings: Settings) -> str | None:
+def _unsupported(batch: Batch) -> str | None:
     """Return what only the vectorised path does, and why it is asked for."""
     dtype = batch.u0.dtype
     if dtype.kind != "f":
         return f"u0 has dtype {dtype}, and kernels compute with real numbers"
-    if settings.events:
-        return "events= are looked for by the vectorised path only"
     return None
 
 
@@ -122,21 +118,30 @@ def traced_program(batch: Batch, must: bool, tell: Tell) -> Program | None:
         limits = f"up to {MOST_COMPONENTS} and {MOST_OPERATIONS} fit into a kernel that is fast and soon compiled"
         tell(batch.f, f"{what}; {limits}" + ("" if must else ", so f is called with arrays instead"))
         return program if must else None
-    if not must and _changes(batch.f, program, tell):
-        return None
-    return program
+    return None if not must and changes(batch.f, program, tell) else program
 
 
-def _changes(f: Function, program: Program, tell: Tell) -> bool:
-    """Tell whether f is another one in each solve: by numbers that it closes over."""
+def changes(f: Function, program: Program, tell: Tell, name: str = "f") -> bool:
+    """Tell whether a function is another one in each solve: by numbers that it closes over.
+
+    Parameters
+    ----------
+    f : callable
+    program : Program
+        What it computes in this solve.
+    tell : callable
+        See `program_of`.
+    name : str
+        What it is, for the log.
+    """
     known = _programs.setdefault(identity_of(f), set())
     known.add(program)
     if len(known) <= _MOST_PROGRAMS:
         return False
     known.discard(program)
     tell(
-        f, f"f has had other constants in each of {len(known)} solves, and was compiled in each; now it is called with "
-        "arrays instead. Pass what changes as p"
+        f, f"{name} has had other constants in each of {len(known)} solves, and was compiled in each; now f is called "
+        "with arrays instead. Pass what changes as p"
     )  # fmt: skip
     return True
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from mpiad.ensemble.compiled.lanes import Lanes
+from mpiad.ensemble.compiled.locating import Locating
 from mpiad.ensemble.compiled.text import indented
 from mpiad.ensemble.controller import LEAST_ERROR
 
 __all__ = ["Entering"]
 
 
-class Entering(Lanes):
+class Entering(Locating):
     """Lines on lanes that take the next trajectory."""
 
     def entering(self) -> list[str]:
@@ -70,6 +70,7 @@ class Entering(Lanes):
             *indented(self.next_due()),
             f"{at('now')} = now",
             f"{at('accepted')} = 0.0",
+            *self.conditions("condition", "u", "t"),
         ]  # fmt: skip
         return lines
 

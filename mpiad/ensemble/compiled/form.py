@@ -14,6 +14,10 @@ from mpiad.ensemble.tableaus import Tableau
 __all__ = ["Fields", "Form", "numbered"]
 
 
+# Bytes.
+_LINE = 64
+
+
 class Form(NamedTuple):
     """The sizes and options of one kernel.
 
@@ -41,6 +45,8 @@ class Form(NamedTuple):
         How many parameters of each trajectory, and of all, an adjoint is asked for.
     timed : bool
         Whether it is asked for the ends of tspan.
+    events : tuple of (bool, int)
+        Of each whether it ends its trajectory, and its direction.
     """
 
     d: int
@@ -57,6 +63,7 @@ class Form(NamedTuple):
     wanted_varying: int = 0
     wanted_shared: int = 0
     timed: bool = False
+    events: tuple[tuple[bool, int], ...] = ()
 
     @property
     def dtype(self) -> np.dtype:
@@ -94,7 +101,7 @@ class Fields:
     def room(self, dtype: np.dtype) -> tuple[Array, Array]:
         """Return the buffers: b, of the states' dtype, and `exact`."""
         b, exact = (self.counts[buffer] * self._lanes for buffer in ("b", "exact"))
-        return np.zeros(b, dtype), np.zeros(exact)
+        return _aligned(b, dtype), _aligned(exact, np.dtype(float))
 
     def at(self, name: str, i: int = 0) -> str:
         """Return the place of a lane's field, as source."""
@@ -102,11 +109,24 @@ class Fields:
         offset = (first + i) * self._lanes
         return f"{buffer}[{offset} + l]" if offset else f"{buffer}[l]"
 
+    def any(self, name: str, index: str) -> str:
+        """Return the place of that field of a name whose number a local integer holds, as source."""
+        buffer, first, _ = self._places[name]
+        return f"{buffer}[({first} + {index}) * {self._lanes} + l]"
+
     def __iter__(self) -> Iterator[str]:
         """Return one line on each name."""
         for name, (buffer, first, size) in self._places.items():
             place = f"{first}" if size == 1 else f"{first}-{first + size - 1}"
             yield f"{place}: {name}" if buffer == "b" else f"{buffer} {place}: {name}"
+
+
+def _aligned(count: int, dtype: np.dtype) -> Array:
+    """Return zeros that begin with a cache line."""
+    # Memory begins at any multiple of 16 bytes. From some, each vector of 64 bytes lies in two lines: up to a fifth slower.
+    bytes_ = np.zeros(count * dtype.itemsize + _LINE, np.uint8)
+    first = -bytes_.ctypes.data % _LINE
+    return bytes_[first : first + count * dtype.itemsize].view(dtype)
 
 
 def numbered(name: str, count: int) -> list[str]:

@@ -42,19 +42,21 @@ class _Forward(Telling, Entering):
         form = self.form
         lines = [
             "def forward(b, exact, ids, place, state, stop, u0, p, s, start, end, times, rtol, atol, dt, dtmax, max_steps,",
-            "            u_end, t_reached, codes, naccept, nreject, saved, save_step, du_end, dsaved, last, rows, before):",
+            "            u_end, t_reached, codes, naccept, nreject, saved, save_step, du_end, dsaved, last, rows, before"
+            + (",\n            end_part, crossings):" if form.events else "):"),
             "    # Fields of b: " + ", ".join(self.fields),
             "    n_saved = times.shape[1]",
             "    by_row = times.shape[0] > 1",
             "    waiting = state[0]",
             "    vacant = state[1]",
             "    row = state[2]",
+            *(["    found = state[3]"] if form.events else []),
             *(["    rtol_ = np.float32(rtol)"] if form.single else []),
             *[f"    s{j} = s[{j}]" for j in range(form.shared)],
             *([f"    atol{c} = atol[{c}]" for c in range(form.d)] if form.tolerances else ["    atol0 = atol[0]"]),
             "    while True:",
             *indented(self.entering(), 2),
-            f"        if vacant == {form.lanes}" + (f" or row + {form.lanes} > rows.shape[0]:" if form.record else ":"),
+            f"        if vacant == {form.lanes}{self._full()}:",
             "            break",
             f"        for l in range({form.lanes}):",
             *indented([*self._taking(), *self._stages(), *self._decision()], 3),
@@ -65,8 +67,15 @@ class _Forward(Telling, Entering):
             "    state[0] = waiting",
             "    state[1] = vacant",
             "    state[2] = row",
+            *(["    state[3] = found"] if form.events else []),
         ]
         return "\n".join(lines) + "\n"
+
+    def _full(self) -> str:
+        """Return whether what a turn may write down has no room left, as source."""
+        form = self.form
+        steps = f" or row + {form.lanes} > rows.shape[0]" if form.record else ""
+        return steps + (f" or found + {form.lanes * len(form.events)} > crossings.shape[0]" if form.events else "")
 
     # ---- a step
 
@@ -144,8 +153,12 @@ class _Forward(Telling, Entering):
             ]
         else:
             lines += ["accepted = where(q2 == 0.0, live, 0.0)", "small = live - accepted"]
+        events = range(len(self.form.events))
+        changed = "".join(f" + crossed{e}" for e in events)
         return [
             *lines,
+            *self.conditions("condition_new", "new", "tn"),
+            *[line for e in events for line in self.crossed(e)],
             f"tries = {at('tries')} + live",
             f"{at('tries')} = tries",
             f"{at('accepted')} = accepted",
@@ -153,7 +166,7 @@ class _Forward(Telling, Entering):
             "tired = where(tries >= max_steps, live, 0.0)",
             "told = where(ahead >= goal, accepted, 0.0)",
             f"due = where({at('due')} <= ahead, accepted, 0.0)",
-            f"{at('event')} = small + tired + told + due",
+            f"{at('event')} = small + tired + told + due{changed}",
         ]
 
     def _factor(self) -> list[str]:
@@ -188,6 +201,7 @@ class _Forward(Telling, Entering):
             (f"v{j}_{c}", at("du", j * d + c), at("dnew", j * d + c))
             for j in range(len(self.form.directions)) for c in range(d)
         ]  # fmt: skip
+        triples += [(f"c{e}", at("condition", e), at("condition_new", e)) for e in range(len(self.form.events))]
         lines = [f"took = {at('accepted')} > 0.0"]
         for name, old, new in triples:
             lines += [f"{name} = where(took, {new}, {old})", f"{old} = {name}"]

@@ -1,8 +1,7 @@
 """What an operation is by algebra, without changing a value.
 
 All are exact, NaN and infinity included, but for the sign of a zero: x + 0 is x also where x is -0. So 0 · x stays, and
-so does x - x. Powers of small constant exponents become multiplications and roots, which agree with the power to a few
-roundings.
+so does x - x.
 """
 
 from __future__ import annotations
@@ -15,9 +14,6 @@ if TYPE_CHECKING:
     from mpiad.ensemble.compiled.builder import Builder
 
 __all__ = ["identity"]
-
-# Twelve multiplications at most.
-_LARGEST_EXPONENT = 64
 
 
 def identity(builder: Builder, operation: str, arguments: tuple[int, ...]) -> int | None:
@@ -122,34 +118,12 @@ def _same(b: Builder, x: int, y: int) -> int | None:
     return x if x == y else None
 
 
+# 0^0 is 1 and so is NaN^0.
 def _power(b: Builder, x: int, y: int) -> int | None:
     exponent = b.value(y)
-    if exponent is None or b.value(x) is not None or abs(exponent) > _LARGEST_EXPONENT or (2 * exponent) % 1:
-        return None
-    size, rooted = abs(exponent), x
-    if size % 1 and exponent > 1:
-        # At 0 both factors are constants, since the power has no slope there: zero times the root's infinite one is NaN.
-        still = b.call("equal", x, b.constant(0.0))
-        x, rooted = b.call("where", still, b.constant(0.0), x), b.call("where", still, b.constant(1.0), x)
-    made = _whole_power(b, x, int(size))
-    if size % 1:
-        root = b.call("sqrt", rooted)
-        made = root if made is None else b.call("multiply", made, root)
-    if made is None:
+    if exponent == 0:
         return b.constant(1.0)
-    return made if exponent > 0 else b.call("divide", b.constant(1.0), made)
-
-
-# By squaring: n = 6 is x² · (x²)².
-def _whole_power(b: Builder, x: int, n: int) -> int | None:
-    made = None
-    while n:
-        if n % 2:
-            made = x if made is None else b.call("multiply", made, x)
-        n //= 2
-        if n:
-            x = b.call("multiply", x, x)
-    return made
+    return x if exponent == 1 else None
 
 
 _RULES: dict[str, Callable[..., int | None]] = {

@@ -10,9 +10,10 @@ from typing import Any
 import llvmlite.binding as llvm
 import llvmlite.ir as ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
-__all__ = ["bits_of", "fma", "number_of", "where"]
+__all__ = ["bits_of", "fetched", "fma", "number_of", "where"]
 
 # Without the instruction, `fma` would be a slow call of a library.
 _FUSES = bool(llvm.get_host_cpu_features().get("fma", False)) or not llvm.get_default_triple().startswith("x86_64")
@@ -65,3 +66,21 @@ def number_of(typing: Any, i: Any) -> Any:
         return builder.bitcast(arguments[0], ir.DoubleType())
 
     return types.float64(types.int64), made
+
+
+@intrinsic
+def fetched(typing: Any, array: Any, i: Any) -> Any:
+    """Begin to bring an entry of a row, or the row of a table, into the cache; where there is none, nothing happens."""
+
+    def made(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        rows = context.make_array(signature.args[0])(context, builder, arguments[0])
+        stride = cgutils.unpack_tuple(builder, rows.strides)[0]
+        byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        place = builder.gep(builder.bitcast(rows.data, byte), [builder.mul(arguments[1], stride)])
+        kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+        prefetch = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
+        # To be read, to stay in all caches, and data.
+        builder.call(prefetch, [place, *(ir.Constant(number, x) for x in (0, 3, 1))])
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64), made

@@ -23,7 +23,7 @@ _HEAD = """import math
 import numba
 import numpy as np
 
-from mpiad.ensemble.compiled.intrinsics import bits_of, fma, number_of, where
+from mpiad.ensemble.compiled.intrinsics import bits_of, fetched, fma, number_of, where
 """
 _ANY: Any = None
 _MOST_TEXTS = 32
@@ -43,7 +43,7 @@ def _kept(make: Callable[..., str]) -> Callable[..., str]:
     texts: dict[Any, tuple[Form, str]] = {}
 
     @wraps(make)
-    def text(program: Program, form: Form, names: Sequence[str], *wanted: Sequence[int]) -> str:
+    def text(program: Program, form: Form, names: Sequence[str], *wanted: Sequence[Any]) -> str:
         # A tableau has arrays in it. It is told by its identity, and kept so that no other one takes its place in memory.
         key = program, id(form.tableau), form._replace(tableau=_ANY), tuple(names), *map(tuple, wanted)
         if key not in texts:
@@ -56,8 +56,8 @@ def _kept(make: Callable[..., str]) -> Callable[..., str]:
 
 
 @_kept
-def forward_text(program: Program, form: Form, names: Sequence[str]) -> str:
-    """Return the text of a forward kernel, and of f and its tangents before it."""
+def forward_text(program: Program, form: Form, names: Sequence[str], conditions: Sequence[Program] = ()) -> str:
+    """Return the text of a forward kernel, and of f, its tangents and the events' conditions before it."""
     parts = [function_source(program, "f", names, dtype=form.dtype)]
     for i, (kind, place) in enumerate(form.directions):
         along = [] if kind == "u" else [names.index(f"{kind}{place}")]
@@ -65,6 +65,7 @@ def forward_text(program: Program, form: Form, names: Sequence[str]) -> str:
         d = program.states
         tangent = simplify(tangent, {d: 1.0} if along else {}, range(d, 2 * d))
         parts.append(function_source(tangent, f"df{i}", names, [f"w{c}" for c in range(d)], True, form.dtype))
+    parts += [function_source(g, f"condition{e}", names, dtype=form.dtype) for e, g in enumerate(conditions)]
     return _module(parts, forward_source(form))
 
 
@@ -86,4 +87,4 @@ def _module(functions: list[str], kernel: str) -> str:
 
 def compiled(text: str, name: str, form: Form) -> Kernel:
     """Return a kernel's function, compiled; `name` says which one."""
-    return kernel_of(text, name, signature_of(name, form.dtype))
+    return kernel_of(text, name, signature_of(name, form.dtype, name == "forward" and bool(form.events)))

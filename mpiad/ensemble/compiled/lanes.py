@@ -42,6 +42,9 @@ class Lanes:
         fields.add("dnew", d * m)
         if form.inside:
             fields.add("dk", d * m * (form.stages + 1))
+        if form.events:
+            for name in ("condition", "condition_new", "crossed", "part"):
+                fields.add(name, len(form.events), exact=True)
 
     def at(self, name: str, i: int = 0) -> str:
         """Return the place of a lane's field, as source."""

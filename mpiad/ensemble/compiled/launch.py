@@ -10,6 +10,7 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.compiled.crossings import note_crossings, room_for
 from mpiad.ensemble.compiled.form import Form
 from mpiad.ensemble.compiled.forward import lanes_of
 from mpiad.ensemble.compiled.room import give_back, room
@@ -53,6 +54,8 @@ def launch(function: Callable[..., None], form: Form, solver: Solver) -> Outcome
         outcome.tapes, outcome.last = done, run.last
         # With the outcome its tapes go, and nobody else holds them.
         weakref.finalize(outcome, give_back, run.rooms)
+    if form.events:
+        note_crossings(outcome, run.crossings)
     if form.directions:
         outcome.carried = run.carried(still)
     return outcome
@@ -66,7 +69,7 @@ def _unwritten(batch: Batch, settings: Settings, still: Array) -> Outcome:
         # A trajectory's components lie side by side, as a solution has them.
         np.empty((n, d), dtype).T, np.empty(n), np.empty(n, np.int8), np.empty(n, np.int64), np.empty(n, np.int64),
         np.full((n, n_saved, d), np.nan, dtype), np.full((n, n_saved), -2, np.int32) if settings.record else None,
-        np.broadcast_to(1.0, n),
+        np.ones(n) if settings.events else np.broadcast_to(1.0, n),
     )  # fmt: skip
     if still.any():
         outcome.u_end[:, still], outcome.t_reached[still] = batch.u0[:, still], batch.start[still]
@@ -81,6 +84,7 @@ class _Launch:
         d, count = batch.u0.shape
         m, n_saved = len(form.directions), solver.times.shape[1]
         self.rooms: list[Array] = []
+        self.crossings: list[Array] = []
         self.last = np.full(count if form.record else 0, -1)
         real = form.dtype
         self._du = np.empty((m, d, count), real)
@@ -102,20 +106,26 @@ class _Launch:
         (first, stop), form = bounds, self._form
         lanes, size = form.lanes, (stop - first) * _STEPS if form.record else 0
         rows, before = self._rows(size)
-        state = np.array([first, lanes, 0])
+        state, turn = np.array([first, lanes, 0, 0]), lanes * len(form.events)
+        crossings = room_for(turn, form.d)
         lane = (*lanes_of(form), np.full(lanes, -1), np.zeros(lanes, np.int64), state)
         while True:
-            self._function(*lane, stop, *self._given, *self._made, rows, before)
-            waiting, vacant, row = state  # the kernel has left off there, and goes on from there
+            events = (self._outcome.end_part, crossings) if form.events else ()
+            self._function(*lane, stop, *self._given, *self._made, rows, before, *events)
+            waiting, vacant, row, found = state  # the kernel has left off there, and goes on from there
             if vacant == lanes and waiting == stop:
                 break
-            # There is no room left for the steps of a turn.
+            # There is no room left for the steps of a turn, or for its events.
+            if found + turn > len(crossings):
+                crossings = room_for(turn, form.d, crossings)
+                continue
             longer = self._rows(2 * size + 1024)
             longer[0][:size], longer[1][:size] = rows, before
             (rows, before), size = longer, 2 * size + 1024
         if self._solver.settings.progress is not None:
             batch = self._solver.batch
             self._solver.settings.progress(int(np.count_nonzero(batch.start[first:stop] != batch.end[first:stop])))
+        self.crossings.append(crossings[:found])
         return Tape(first, stop, rows[:row], before[:row])
 
     def _rows(self, size: int) -> tuple[Array, Array]:

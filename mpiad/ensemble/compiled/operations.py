@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import reduce
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,6 +36,10 @@ class Operation(NamedTuple):
         Whether the arguments may be exchanged.
     simple : bool
         Whether it is a cheap instruction that vector units have; else a call of a library.
+
+    Notes
+    -----
+    Those without texts are written by others: see `lowering`.
     """
 
     arity: int
@@ -58,6 +63,10 @@ def _compared(sign: str, function: Callable[..., Any], commutes: bool = False) -
 
 def _chosen(condition: str, c: str, function: Callable[..., Any]) -> Operation:
     return Operation(2, function, f"where({condition}, {{0}}, {{1}})", f"({c} ? {{0}} : {{1}})")
+
+
+def _composed(function: Callable[..., Any], arity: int = 1) -> Operation:
+    return Operation(arity, function, "", "", simple=False)
 
 
 OPERATIONS: dict[str, Operation] = {
@@ -92,8 +101,8 @@ OPERATIONS: dict[str, Operation] = {
     "logical_or": Operation(2, np.logical_or, "{0} | {1}", "{0} | {1}", boolean=True, commutes=True),
     "logical_not": Operation(1, np.logical_not, "not {0}", "!{0}", boolean=True),
     "where": Operation(3, np.where, "where({0}, {1}, {2})", "({0} ? {1} : {2})"),
-    # Powers whose exponent is a small constant are multiplications and roots before they come here; the rest are calls
-    # that no vector unit has and that keep a loop over lanes from being vectorised.
+    # Powers whose exponent is a small constant become multiplications and roots; the rest are calls that no vector unit has
+    # and that keep a loop over lanes from being vectorised.
     "power": _called("pow", np.power, "math.pow", 2),
     "exp": _called("exp", np.exp, "math.exp"),
     "expm1": _called("expm1", np.expm1, "math.expm1"),
@@ -116,6 +125,13 @@ OPERATIONS: dict[str, Operation] = {
     "arccosh": _called("acosh", np.arccosh, "math.acosh"),
     "arctanh": _called("atanh", np.arctanh, "math.atanh"),
     "erf": _called("erf", np.vectorize(math.erf, otypes=[float]), "math.erf"),
+    "erfc": _called("erfc", np.vectorize(math.erfc, otypes=[float]), "math.erfc"),
     "hypot": _called("hypot", np.hypot, "math.hypot", 2),
     "fmod": _called("fmod", np.fmod, "np.fmod", 2),
+    "remainder": _composed(np.remainder, 2),
+    "expit": _composed(lambda x: 1.0 / (1.0 + np.exp(-x))),
+    "logit": _composed(lambda x: np.log(x / (1.0 - x))),
+    # Of three arguments or more.
+    "largest": _composed(lambda *x: reduce(np.maximum, x), 3),
+    "smallest": _composed(lambda *x: reduce(np.minimum, x), 3),
 }  # fmt: skip

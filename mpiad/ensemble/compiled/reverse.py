@@ -2,7 +2,8 @@
 
 Each turn takes one step back in all lanes: its stages are computed again from the state before it, and cotangents go back
 through them as `transposed_step` says. What is saved inside of a step adds to the cotangents of its stages, "arrivals",
-which are summed up before, lane by lane. A lane that is at the start takes the next trajectory.
+which are summed up before, lane by lane. A lane that is at the start takes the next trajectory: from the last to the first,
+so that the record is read from its end, which the caches still hold.
 """
 
 from __future__ import annotations
@@ -59,15 +60,15 @@ class _Reverse:
             "    # Fields of b: " + ", ".join(self.fields),
             "    n_saved = save_step.shape[1]",
             "    by_row = times.shape[0] > 1",
-            "    waiting = first",
+            "    waiting = stop - 1",
             f"    vacant = {lanes}",
             *[f"    s{j} = s[{j}]" for j in range(form.shared)],
             "    while True:",
-            "        if vacant > 0 and waiting < stop:",
+            "        if vacant > 0 and waiting >= first:",
             f"            for l in range({lanes}):",
-            "                while waiting < stop and (not alive[waiting] or last[waiting] < 0):",
-            "                    waiting += 1",
-            "                if ids[l] < 0 and waiting < stop:",
+            "                while waiting >= first and (not alive[waiting] or last[waiting] < 0):",
+            "                    waiting -= 1",
+            "                if ids[l] < 0 and waiting >= first:",
             *indented(self._enter(), 5),
             f"        if vacant == {lanes}:",
             "            break",
@@ -92,7 +93,7 @@ class _Reverse:
         zeros += [at("t_bar"), at("h_bar")] if form.timed else []
         return [
             "i = waiting",
-            "waiting += 1",
+            "waiting -= 1",
             "vacant -= 1",
             "ids[l] = i",
             "row[l] = last[i]",
@@ -128,6 +129,10 @@ class _Reverse:
             *indented(self._met()),
             "    place[l] -= 1",
             "row[l] = before_rows[now]",
+            # While this step is taken back memory brings the one before, which isn't always its neighbour.
+            "fetched(rows, row[l])",
+            "fetched(rows, row[l] + 1)",  # for a row that begins in one line of the cache and ends in another
+            "fetched(before_rows, row[l])",
             "step[l] -= 1",
         ]
 
@@ -207,16 +212,12 @@ class _Reverse:
         """Return lines that pull the cotangent of stage i back to its argument."""
         at, form, steps, d = self.at, self.form, self.steps, self.form.d
         table = ((), *form.tableau.a)
-        weights = [(j, table[j][i]) for j in range(i + 1, form.stages + 1) if table[j][i]]
+        # The stage that was pulled back just now comes last: nothing else waits for it.
+        weights = [(j, table[j][i]) for j in range(form.stages, i, -1) if table[j][i]]
         lines = []
         for c in range(d):
-            terms = [f"{steps.number(w)} * z{j}_{c}" for j, w in weights[:1]]
-            terms += [f"fma({steps.number(w)}, z{j}_{c}, m)" for j, w in weights[1:]]
-            lines += [f"m = {term}" for term in terms]
-            if form.inside:
-                lines.append(f"m = m + {at('arrival', i * d + c)}" if terms else f"m = {at('arrival', i * d + c)}")
-            elif not terms:
-                lines.append(f"m = {steps.number(0.0)}")
+            lines.append(f"m = {at('arrival', i * d + c) if form.inside else steps.number(0.0)}")
+            lines += [f"m = fma({steps.number(w)}, z{j}_{c}, m)" for j, w in weights]
             lines.append(f"q_{c} = {steps.h} * m")
         outputs = [f"z{i}_{c}" for c in range(d)] + [f"e{j}" for j in range(form.wanted_varying + form.wanted_shared)]
         outputs += ["te"] if form.timed else []
@@ -230,7 +231,8 @@ class _Reverse:
             lines.append("t_bar = t_bar + te")
             if form.tableau.c[i]:
                 lines.append(f"h_bar = fma({number(form.tableau.c[i])}, te, h_bar)")
-            lines += [f"h_bar = fma(z{i}_{c}, m{i}_{c}, h_bar)" for c in range(d) if i]
+            # The last one's argument is the new state, whose cotangent counts when it is whole.
+            lines += [f"h_bar = fma(z{i}_{c}, m{i}_{c}, h_bar)" for c in range(d) if 0 < i < form.stages]
         return lines
 
     def _times(self) -> list[str]:

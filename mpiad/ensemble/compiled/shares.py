@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -14,8 +15,8 @@ __all__ = ["each", "shares_of", "threads_of"]
 
 # At the end of a share its last trajectories leave lanes empty: two hundredths of the work, for so few trajectories.
 _LEAST, _MOST = 512, 16_384
-# Shares of a thread, so that the one with the hardest trajectories doesn't make the other threads wait for long.
-_EACH = 16
+# A share is at most one in so many, for each thread, of the trajectories that nobody has taken yet.
+_EACH = 2
 
 Result = TypeVar("Result")
 
@@ -31,17 +32,42 @@ def threads_of(backend: EnsembleAlgorithm) -> int:
 
 
 def shares_of(count: int, threads: int) -> list[tuple[int, int]]:
-    """Return where shares begin and end."""
-    size = min(_MOST, max(_LEAST, -(-count // (_EACH * threads)))) if threads > 1 else _MOST
-    parts = -(-count // size)
-    bounds = [count * i // parts for i in range(parts + 1)] if parts else [0]
+    """Return where shares begin and end: for several threads ever smaller ones, so that all end at about the same time."""
+    if threads == 1:
+        parts = -(-count // _MOST)
+        bounds = [count * i // parts for i in range(parts + 1)] if parts else [0]
+    else:
+        bounds = [0]
+        while bounds[-1] < count:
+            size = min(_MOST, max(_LEAST, (count - bounds[-1]) // (_EACH * threads)))
+            bounds.append(min(count, bounds[-1] + size))
     return list(zip(bounds, bounds[1:]))
 
 
 def each(fun: Callable[[Any], Result], items: Iterable[Any], threads: int) -> list[Result]:
-    """Return what a function makes of all items, by so many threads."""
+    """Return what a function makes of all items, by so many threads, of which this one is one."""
     items = list(items)
     if threads == 1 or len(items) < 2:
         return [fun(item) for item in items]
-    with ThreadPoolExecutor(min(threads, len(items))) as executor:
-        return list(executor.map(fun, items))
+    made: list[Any] = [None] * len(items)
+    left = deque(range(len(items)))
+
+    def work() -> None:
+        try:
+            while True:
+                try:
+                    i = left.popleft()
+                except IndexError:
+                    return
+                made[i] = fun(items[i])
+        except BaseException:
+            left.clear()  # the other threads end what they have begun, and nothing more
+            raise
+
+    # A thread that only waited for the others' results would wake up at each of them, on a core that one of them needs.
+    with ThreadPoolExecutor(min(threads, len(items)) - 1) as executor:
+        others = [executor.submit(work) for _ in range(min(threads, len(items)) - 1)]
+        work()
+    for other in others:
+        other.result()
+    return made

@@ -15,7 +15,7 @@ _ROW, _TABLE = "float64[::1]", "float64[:, ::1]"
 _NUMBERS, _NUMBER = "int64[::1]", "int64"
 
 
-def signature_of(name: str, dtype: np.dtype) -> str:
+def signature_of(name: str, dtype: np.dtype, events: bool = False) -> str:
     """Return the types of a kernel's arguments.
 
     Parameters
@@ -23,9 +23,13 @@ def signature_of(name: str, dtype: np.dtype) -> str:
     name : {"forward", "reverse"}
     dtype : dtype
         Of the states.
+    events : bool
+        Whether the kernel looks for events.
     """
     row, table, cube, cubes = (f"{dtype.name}[{':, ' * axes}::1]" for axes in range(4))
-    return f"void({', '.join((_forward if name == 'forward' else _reverse)(row, table, cube, cubes))})"
+    kinds = (_forward if name == "forward" else _reverse)(row, table, cube, cubes)
+    more = [_ROW, _TABLE] if events else []  # end_part, crossings
+    return f"void({', '.join(kinds + more)})"
 
 
 def _forward(row: str, table: str, cube: str, cubes: str) -> list[str]:

@@ -14,6 +14,7 @@ from mpiad._typing import Function
 from mpiad.ensemble.backends import EnsembleAlgorithm
 from mpiad.ensemble.batch import Batch, same_for_all
 from mpiad.ensemble.compiled.choice import program_of, tell_once
+from mpiad.ensemble.compiled.conditions import conditions_of
 from mpiad.ensemble.compiled.form import Form
 from mpiad.ensemble.compiled.kernels import compiled, forward_text, parameter_names, reverse_text
 from mpiad.ensemble.compiled.launch import launch
@@ -71,10 +72,11 @@ class Compiler:
         """
         if self.compile is False or not batch.size:
             return backend.run(batch, settings)
-        program = program_of(self.compile, self._count, backend, batch, settings, self.tell)
-        if program is None:
+        program = program_of(self.compile, self._count, backend, batch, self.tell)
+        conditions = program and conditions_of(batch, settings.events, self.compile is True, self.tell)
+        if program is None or conditions is None:
             return backend.run(batch, settings)
-        return Solver(self, program, batch, settings, threads_of(backend)).solved(given)
+        return Solver(self, program, batch, settings, threads_of(backend), conditions).solved(given)
 
     def run_on_device(self, backend: EnsembleAlgorithm, batch: Batch, settings: Settings) -> Outcome:
         """Solve all trajectories of a batch of device arrays.
@@ -134,10 +136,15 @@ class Solver:
         Of plain arrays.
     settings : Settings
     threads : int
+    conditions : tuple of Program
+        What the conditions of the events compute.
     """
 
-    def __init__(self, compiler: Compiler, program: Program, batch: Batch, settings: Settings, threads: int):
-        self._compiler, self._program = compiler, program
+    def __init__(
+        self, compiler: Compiler, program: Program, batch: Batch, settings: Settings, threads: int,
+        conditions: tuple[Program, ...] = (),
+    ):  # fmt: skip
+        self._compiler, self._program, self._conditions = compiler, program, conditions
         self.batch, self.settings, self.threads = batch, settings, threads
         self.layout: Layout = layout_of(batch.p)
         self._names = parameter_names(self.layout.varying, self.layout.shared)
@@ -147,10 +154,11 @@ class Solver:
         # One row is enough where all begin and end alike.
         rows = slice(1 if same_for_all(batch.start) and same_for_all(batch.end) else None)
         at_ends = (saveat == batch.start[rows, None]) | (saveat == batch.end[rows, None])
-        alg = settings.alg
+        alg, events = settings.alg, tuple((event.terminal, event.direction) for event in settings.events)
         self.form = Form(
             len(batch.u0), len(self.layout.varying), len(self.layout.shared), alg.tableau, alg.controller,
-            single=batch.u0.dtype == np.float32, inside=not at_ends.all(), tolerances=np.ndim(settings.atol) > 0,
+            single=batch.u0.dtype == np.float32, inside=not at_ends.all() or bool(events),
+            tolerances=np.ndim(settings.atol) > 0, events=events,
         )  # fmt: skip
         self.p, self.s = self.layout.split(batch.p.leaves, batch.size, batch.u0.dtype)
         self.directions: tuple[tuple[str, int], ...] = ()
@@ -167,15 +175,17 @@ class Solver:
         return outcome
 
     def _run(self, form: Form) -> Outcome:
-        function = self._compiler.function("forward", forward_text(self._program, form, self._names), form)
-        return launch(function, form, self)
+        text = forward_text(self._program, form, self._names, self._conditions)
+        return launch(self._compiler.function("forward", text, form), form, self)
 
     # ---- derivatives
 
     def _directions(self, given: Batch) -> tuple[tuple[str, int], ...]:
         """Return along which numbers of a trajectory tangents are carried: none, where an adjoint will be wanted."""
         compiler = self._compiler
-        if compiler.gradient == "adjoint" or compiler.adjoint != "discrete" or isbox(given.start) or isbox(given.end):
+        # With events the ends move, too.
+        moved = isbox(given.start) or isbox(given.end) or self.settings.events
+        if compiler.gradient == "adjoint" or compiler.adjoint != "discrete" or moved:
             return ()
         found = [("u", c) for c in range(len(self.batch.u0))] if isbox(given.u0) else []
         traced = [place for place, leaf in enumerate(given.p.leaves) if isbox(leaf)]
@@ -207,7 +217,8 @@ class Solver:
         parts = max(1, min(self.settings.checkpoints or 1, count // self.form.lanes))
         for first, stop in pairwise(count * i // parts for i in range(parts + 1)):
             rows = slice(first, stop)
-            part = Solver(self._compiler, self._program, self.batch.share(rows), self.settings.share(rows), self.threads)
+            batch, settings = self.batch.share(rows), self.settings.share(rows)
+            part = Solver(self._compiler, self._program, batch, settings, self.threads, self._conditions)
             part.form = self.form
             yield rows, part
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpiad.ensemble.compiled.lowering import lowered
 from mpiad.ensemble.compiled.operations import OPERATIONS
 from mpiad.ensemble.compiled.program import Program
 
@@ -62,6 +63,7 @@ def lines(
     list of str
         Lines without indentation.
     """
+    program = lowered(program)
     style = _Style(language == "c", np.dtype(dtype) == np.float32)
     texts, made = _texts(program, names, style, prefix, {})
     return made + [style.assigned(target, texts[i]) for target, i in zip(outputs, program.outputs, strict=True)]
@@ -86,6 +88,7 @@ def function_source(
     dtype : dtype
         float64 or float32.
     """
+    program = lowered(program)
     names = Names([f"u{i}" for i in range(program.states)], parameters, "t", seeds)
     style = _Style(False, np.dtype(dtype) == np.float32)
     texts, made = _texts(program, names, style, "v", _sums(program) if fused else {})

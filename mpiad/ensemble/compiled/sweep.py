@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.ensemble.adjoint import Cotangents, of_ends
+from mpiad.ensemble.adjoint import Cotangents, pull_run
 from mpiad.ensemble.compiled.reverse import lanes_of
+from mpiad.ensemble.compiled.seeding import sown
 from mpiad.ensemble.compiled.shares import each
 from mpiad.ensemble.compiled.signatures import argument
 from mpiad.ensemble.compiled.solver import Solver
@@ -33,28 +34,30 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
     timed : bool
         Whether to differentiate by the ends of tspan, too.
     """
+    if run.settings.events and (timed or solver.every):
+        return pull_run(run, seeds, places, timed)  # where events move with the ends, or saved times aren't known
     if solver.settings.checkpoints is not None and run.outcome.last is None:
-        return _in_parts(solver, seeds, places, timed)
+        return _in_parts(solver, run, seeds, places, timed)
     batch, parts = run.batch, [part for part in solver.layout.parts if part.place in places]
     own = [part for part in parts if part.varies]
     common = [part for part in parts if not part.varies]
     function, form = solver.reverse(
-        [j for part in own + common for j in part.scalars], timed, solver.form.inside and seeds.saved is not None
-    )
+        [j for part in own + common for j in part.scalars], timed,
+        solver.form.inside and (seeds.saved is not None or bool(run.settings.events)),
+    )  # fmt: skip
     d, count = batch.u0.shape
-    outcome, saved = solver.recorded(run.outcome), seeds.saved
-    save_step = np.empty((count, 0), np.int32) if saved is None else run.save_step.astype(np.int32)
-    real = form.dtype
-    saved = np.empty((0, 0, 0), real) if saved is None else argument(saved, real)
-    end_bar = argument(of_ends(run, seeds), real)
+    outcome, real = solver.recorded(run.outcome), form.dtype
+    start = sown(run, seeds, places, solver.times)
+    saved = np.empty((0, 0, 0), real) if start.saved is None else argument(start.saved, real)
+    end_bar = argument(start.end, real)
     # Of a trajectory that takes no step the kernel writes nothing, and its end is its start.
     u0_bar = end_bar.copy()
     given = (
         solver.p,
         solver.s,
-        solver.times,
-        (outcome.last, outcome.naccept, outcome.t_reached),
-        (run.live, end_bar, saved, save_step),
+        argument(start.times),
+        (outcome.last, outcome.naccept, argument(start.stop)),
+        (run.live, end_bar, saved, argument(start.save_step, np.int32)),
     )
     p_bar = np.zeros((form.wanted_varying, count))
     start_bar, stop_bar = np.zeros(count), np.zeros(count)
@@ -70,17 +73,24 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
 
     s_bar = np.sum(each(back, outcome.tapes, solver.threads), axis=0)
     _add_still(run, seeds, u0_bar)
-    return Cotangents(u0_bar, start_bar, stop_bar, _leaves(run, places, own, common, p_bar, s_bar))
+    leaves = _leaves(run, places, own, common, p_bar, s_bar)
+    for place, more in start.leaves.items():
+        leaves[place] = leaves[place] + more
+    return Cotangents(u0_bar, start_bar, stop_bar, leaves)
 
 
-def _in_parts(solver: Solver, seeds: Seeds, places: Sequence[int], timed: bool) -> Cotangents:
+def _in_parts(solver: Solver, whole: Run, seeds: Seeds, places: Sequence[int], timed: bool) -> Cotangents:
     """Record the steps of some trajectories, go back over them and forget them, before those of the next."""
     batch = solver.batch
     leaves = {place: np.zeros_like(batch.p.leaves[place]) for place in places}
     found = Cotangents(np.empty_like(batch.u0), np.empty(batch.size), np.empty(batch.size), leaves)
     for rows, part in solver.parts():
         run = Run(part.batch, part.settings, part.record())
-        own = pull_compiled(part, run, seeds.share(rows), places, timed)
+        share = seeds.share(rows)
+        if seeds.crossed is not None:
+            ids = whole.crossings.ids
+            share = share._replace(crossed=seeds.crossed[(ids >= rows.start) & (ids < rows.stop)])
+        own = pull_compiled(part, run, share, places, timed)
         found.u0[:, rows], found.start[rows], found.end[rows] = own.u0, own.start, own.end
         for place, leaf in own.leaves.items():
             if batch.p.varies[place]:

@@ -129,6 +129,8 @@ def number_of(builder: Builder, value: Any) -> int:
     Refusal
         Where it is neither.
     """
+    if isinstance(value, np.ndarray) and value.shape == ():  # as autograd's array leaves entries of arrays of objects
+        value = value.item()
     if isinstance(value, Symbol):
         return value.number
     # Before numbers: Python's booleans are integers.

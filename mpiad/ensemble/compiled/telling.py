@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mpiad.ensemble.compiled.lanes import Lanes
-from mpiad.ensemble.compiled.text import indented, number
+from mpiad.ensemble.compiled.locating import Locating, total_lines
+from mpiad.ensemble.compiled.text import indented
 from mpiad.ensemble.retcodes import ReturnCode
 
 __all__ = ["Telling"]
@@ -11,17 +11,20 @@ __all__ = ["Telling"]
 _STUCK = ReturnCode.DtLessThanMin.code
 
 
-class Telling(Lanes):
+class Telling(Locating):
     """Lines on lanes that have something to tell."""
 
     def told(self) -> list[str]:
         """Return lines on a lane where a state is to be saved, or where the trajectory ends."""
         at, form, d = self.at, self.form, self.form.d
         lines = ["i = ids[l]", f"took = {at('accepted')} > 0.0", f"tn = {at('tn')}"]
+        if form.events:
+            lines += ["first = np.inf", "if took:", *indented(self.happened())]
         lines += [f"while took and {at('due')} <= tn:", *indented(self._saving())]
         lines += [
             "code = -1",
-            f"if took and tn == {at('end')}:",
+            *self._terminated(),
+            f"{'el' if self._terminated() else ''}if took and tn == {at('end')}:",
             f"    code = {ReturnCode.Success.code}",
             *self._failing(),
             f"if code < 0 and {at('tries')} >= max_steps:",
@@ -47,6 +50,11 @@ class Telling(Lanes):
             ]),
         ]  # fmt: skip
         return lines
+
+    def _terminated(self) -> list[str]:
+        if not any(terminal for terminal, _ in self.form.events):
+            return []
+        return ["if first < np.inf:", f"    code = {ReturnCode.Terminated.code}"]
 
     def _failing(self) -> list[str]:
         at = self.at
@@ -98,29 +106,12 @@ class Telling(Lanes):
     def _inside(self) -> list[str]:
         """Return lines that interpolate."""
         at, form, d = self.at, self.form, self.form.d
-        dense, stages = form.tableau.dense, form.stages
-        lines = [f"h = {at('sign')} * {at('size')}", *self.steps.rounded_step()]
-        lines.append(f"x = ({at('due')} - {at('now')}) / {at('size')}")
-        used = [i for i, row in enumerate(dense) if row.any()]
-        for i in used:
-            text = number(dense[i][-1]) + " * x"
-            for weight in dense[i][-2::-1]:
-                text = f"({text} + {number(weight)}) * x"
-            lines.append(f"w{i} = {self.steps.rounded(text)}")
-
-        def stage(i: int, c: int) -> str:
-            return at("k", c) if i == 0 else at("last", c) if i == stages else at("inner", (i - 1) * d + c)
-
+        stages = form.stages
+        lines = [*self.step_lines(), f"x = ({at('due')} - {at('now')}) / {at('size')}", *self.weights()]
         for c in range(d):
-            lines += _total(used, lambda i, c=c: stage(i, c))
-            lines.append(f"saved[i, place[l], {c}] = total * {self.steps.h} + {at('u', c)}")
+            lines += self.interpolated(c, f"saved[i, place[l], {c}]")
         for j in range(len(form.directions)):
             for c in range(d):
-                lines += _total(used, lambda i, c=c, j=j: at("dk", (j * (stages + 1) + i) * d + c))
+                lines += total_lines(self.used(), lambda i, c=c, j=j: at("dk", (j * (stages + 1) + i) * d + c))
                 lines.append(f"dsaved[{j}, i, place[l], {c}] = fma(total, {self.steps.h}, {at('du', j * d + c)})")
         return lines
-
-
-def _total(used: list[int], stage) -> list[str]:
-    first, *others = used
-    return [f"total = w{first} * {stage(first)}", *[f"total = total + w{i} * {stage(i)}" for i in others]]

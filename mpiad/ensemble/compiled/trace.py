@@ -29,7 +29,7 @@ _MOST_KNOWN = 16
 _repeated: WeakKeyDictionary[Any, set[Program]] = WeakKeyDictionary()
 
 
-def trace(f: Function, shape: Shape, p: Parameters, dtype: Any) -> Program:
+def trace(f: Function, shape: Shape, p: Parameters, dtype: Any, result: Shape | None = None) -> Program:
     """Return what f computes from one trajectory's state, parameters and time.
 
     Parameters
@@ -44,11 +44,13 @@ def trace(f: Function, shape: Shape, p: Parameters, dtype: Any) -> Program:
         `Layout.split` makes both kinds of row for a kernel.
     dtype : dtype
         Of the states.
+    result : tuple of int, optional
+        The shape of what f returns for one trajectory, that of a state by default.
 
     Returns
     -------
     Program
-        With an output for each component of the state, in C order.
+        With an output for each component of the result, in C order.
 
     Raises
     ------
@@ -63,11 +65,12 @@ def trace(f: Function, shape: Shape, p: Parameters, dtype: Any) -> Program:
     """
     if np.dtype(dtype).kind != "f":
         raise Untraceable(f"the states are {np.dtype(dtype)}, and only real numbers are compiled", place_of(f))
+    result = shape if result is None else result
     with np.errstate(all="ignore"):
-        program = _traced(f, shape, p, dtype)
+        program = _traced(f, shape, p, dtype, result)
         known = _repeated.setdefault(identity_of(f), set())
         if program not in known:
-            if _traced(f, shape, p, dtype) != program:
+            if _traced(f, shape, p, dtype, result) != program:
                 raise Untraceable("it computed something else when it was called again", place_of(f))
             if len(known) >= _MOST_KNOWN:
                 known.clear()
@@ -82,11 +85,11 @@ def identity_of(f: Function) -> Any:
     return getattr(f, "__code__", None) or type(f)
 
 
-def _traced(f: Function, shape: Shape, p: Parameters, dtype: Any) -> Program:
+def _traced(f: Function, shape: Shape, p: Parameters, dtype: Any, result: Shape) -> Program:
     builder = Builder()
     try:
         value = f(*_inputs(builder, shape, p, dtype))
-        outputs = _components(builder, value, shape)
+        outputs = _components(builder, value, result)
     except Exception as error:
         # The first refusal is the reason, whatever NumPy or f made of it on the way.
         reason = builder.refused or f"{type(error).__name__}: {error}"

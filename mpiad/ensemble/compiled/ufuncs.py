@@ -75,6 +75,9 @@ def reduced(
 
 
 def _folded(function: Callable[..., Symbol], row: Array) -> Symbol:
+    # Ties of three and more share derivatives equally, which pairs don't.
+    if len(row) > 2 and function in _OF_MANY:
+        return row[0].call(_OF_MANY[function], *row[1:])
     total = row[0]
     for entry in row[1:]:
         total = function(total, entry)
@@ -99,15 +102,16 @@ def _multiply(x: Symbol, y: Symbol) -> Symbol:
     return x & y if x.is_boolean and y.is_boolean else x * y
 
 
-# Of the sign of the divisor, unlike C's.
-def _remainder(x: Symbol, y: Symbol) -> Symbol:
+def _floor_divide(x: Symbol, y: Symbol) -> Symbol:
     rest = x.fmod(y)
-    return choose((rest != 0.0) & ((rest < 0.0) ^ (y < 0.0)), rest + y, rest)
+    whole = (x - rest) / y  # but for rounding
+    below = (rest != 0.0) & ((rest < 0.0) ^ (y < 0.0))
+    return choose(y == 0.0, (x / y).trunc(), choose(below, whole - 1.0, whole).rint())
 
 
-# Doesn't overflow.
+# Doesn't overflow; of two equal infinities the difference would be NaN.
 def _logaddexp(x: Symbol, y: Symbol) -> Symbol:
-    return x.maximum(y) + (-abs(x - y)).exp().log1p()
+    return choose(x == y, 0.5 * x + 0.5 * y + math.log(2.0), x.maximum(y) + (-abs(x - y)).exp().log1p())
 
 
 def _isinf(x: Symbol) -> Any:
@@ -133,8 +137,7 @@ _UFUNCS: dict[np.ufunc, Callable[..., Symbol]] = {
     np.radians: lambda x: x * (math.pi / 180),
     np.rad2deg: lambda x: x * (180 / math.pi),
     np.degrees: lambda x: x * (180 / math.pi),
-    np.remainder: _remainder,
-    np.floor_divide: lambda x, y: ((x - _remainder(x, y)) / y).rint(),  # whole but for rounding
+    np.floor_divide: _floor_divide,
     np.heaviside: lambda x, y: choose(x != x, x, choose(x == 0.0, y, choose(x > 0.0, 1.0, 0.0))),
     np.isnan: lambda x: x != x,
     np.isinf: _isinf,
@@ -149,16 +152,18 @@ _UFUNCS: dict[np.ufunc, Callable[..., Symbol]] = {
 # SciPy's, which is not imported for them.
 _SPECIAL: dict[str, Callable[..., Symbol]] = {
     "erf": _direct("erf"),
-    "erfc": lambda x: 1.0 - x.erf(),
-    "expit": lambda x: 1.0 / (1.0 + (-x).exp()),
-    "logit": lambda x: (x / (1.0 - x)).log(),
+    "erfc": _direct("erfc"),
+    "expit": _direct("expit"),
+    "logit": _direct("logit"),
 }
 
+_maximum, _minimum = _direct("maximum"), _direct("minimum")
+_OF_MANY = {_maximum: "largest", _minimum: "smallest"}
 _REDUCED: dict[np.ufunc, Callable[..., Symbol]] = {
     np.add: lambda x, y: x + y,
     np.multiply: lambda x, y: x * y,
-    np.maximum: _direct("maximum"),
-    np.minimum: _direct("minimum"),
+    np.maximum: _maximum,
+    np.minimum: _minimum,
     np.logical_and: _direct("logical_and"),
     np.logical_or: _direct("logical_or"),
 }

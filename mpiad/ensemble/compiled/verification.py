@@ -10,15 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from mpiad._typing import Array
+from mpiad._typing import Array, Function
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.compiled.evaluation import evaluated
 from mpiad.ensemble.compiled.layout import layout_of
 from mpiad.ensemble.compiled.program import Program
 from mpiad.ensemble.compiled.refusals import Untraceable, place_of
 from mpiad.ensemble.derivative import derivative_of
+from mpiad.ensemble.events import Event
 
-__all__ = ["verify"]
+__all__ = ["verify", "verify_condition"]
 
 _COLUMNS = 5
 # Of the largest term that may have been cancelled, in units of rounding.
@@ -42,13 +43,47 @@ def verify(program: Program, batch: Batch) -> None:
     """
     if not batch.size:
         return
-    ids = np.resize(np.arange(batch.size), _COLUMNS)
-    u, t = batch.u0[:, ids], batch.start[ids].astype(batch.u0.dtype)
-    u.flags.writeable = t.flags.writeable = False
+    ids, u, t = _columns(batch)
     expected = np.empty_like(u)
     with np.errstate(all="ignore"):
         derivative_of(batch.f, batch.shape).write(expected, u, batch.p.columns(ids, len(batch.shape) > 1), t)
-    found = np.empty_like(u)
+    _compare(program, batch, expected, batch.f)
+
+
+def verify_condition(program: Program, batch: Batch, event: Event) -> None:
+    """Compare a program with an event's condition at the initial states of a few trajectories.
+
+    Parameters
+    ----------
+    program : Program
+        What was traced, of one output.
+    batch : Batch
+        Of plain arrays.
+    event : Event
+
+    Raises
+    ------
+    Untraceable
+        Where they differ by more than rounding.
+    """
+    if batch.size:
+        ids, u, t = _columns(batch)
+        with np.errstate(all="ignore"):
+            value = event.value(u, batch.p.columns(ids), t)
+        _compare(program, batch, value.astype(u.dtype)[None], event.written)
+
+
+def _columns(batch: Batch) -> tuple[Array, Array, Array]:
+    ids = np.resize(np.arange(batch.size), _COLUMNS)
+    u, t = batch.u0[:, ids], batch.start[ids].astype(batch.u0.dtype)
+    u.flags.writeable = t.flags.writeable = False
+    return ids, u, t
+
+
+def _compare(program: Program, batch: Batch, expected: Array, fun: Function) -> None:
+    """Compare a program's outputs with what a function has returned for the same columns."""
+    ids, u, t = _columns(batch)
+    found = np.empty_like(expected)
     for row, value in zip(found, evaluated(program, u, _parameters(batch, ids), t)):
         row[:] = value
     if found.tobytes() == expected.tobytes():
@@ -60,7 +95,7 @@ def verify(program: Program, batch: Batch) -> None:
         raise Untraceable(
             f"it returns {expected[i, j]} for component {i} of u = {u[:, j].tolist()}, but {found[i, j]} was traced: does "
             "it look at the types of its arguments, or keep something from call to call?",
-            place_of(batch.f),
+            place_of(fun),
         )
 
 

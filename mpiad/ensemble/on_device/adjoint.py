@@ -15,6 +15,7 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.ensemble.field import Field
 from mpiad.ensemble.linearization import Tracing
+from mpiad.ensemble.on_device.checkpoints import backwards
 from mpiad.ensemble.on_device.record import Block, Record, Round
 from mpiad.ensemble.on_device.stages import interpolation
 from mpiad.transport.device_arrays import arrays_of
@@ -83,7 +84,7 @@ class _Sweep:
 
     def run(self, cotangent: Array) -> tuple[Array, dict[int, Array]]:
         """Return the cotangents of the columns' first states in this block, and of the leaves."""
-        for done in reversed(self._block.rounds):
+        for done in backwards(self._record, self._block):
             cotangent = self._pulled(done, cotangent)
         return cotangent, self._parts
 
@@ -127,11 +128,13 @@ class _Sweep:
             arguments.append(y)
         return k, pulls, arguments
 
-    def _seeds(self, done: Round) -> tuple[Array, list[Array], Array]:
+    def _seeds(self, done: Round) -> tuple[Array | None, list[Array], Array]:
         """Return the cotangents of what was saved inside a step, (m, d, n), its stages' weights, and those at its end."""
         due = self._record.due(self._block, done)
         seeds = np.moveaxis(self._saved[self._block.ids, due.slot], -1, 1)  # type: ignore[index]
         at_end = np.sum(np.where(due.at_end[:, None], seeds, 0), axis=0)
+        if not self._record.saves.inside:  # type: ignore[union-attr]
+            return None, [], at_end
         return np.where(due.at_end[:, None], 0, seeds), interpolation(self._table, due.x), at_end
 
     def _note(self, found: list[Any], y: Array) -> Array:

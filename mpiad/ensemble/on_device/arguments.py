@@ -34,14 +34,12 @@ def check(batch: Batch, settings: Settings) -> None:
     Raises
     ------
     NotImplementedError
-        For events, saved steps, checkpoints, and states that are matrices.
+        For events, and states that are matrices.
     TypeError
         Where parameters aren't on the device of the states, or the other way round.
     """
     for asked, what in (
         (settings.events, "events aren't looked for"),
-        (settings.saveat is None, "save_everystep=True isn't done"),
-        (settings.checkpoints, "checkpoints= isn't done"),
         (len(batch.shape) > 1, "states that are matrices aren't solved"),
     ):
         if asked:

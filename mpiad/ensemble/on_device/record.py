@@ -8,6 +8,7 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.on_device.every_step import EveryStep
 from mpiad.ensemble.on_device.saving import Due, SaveTimes
 from mpiad.ensemble.on_device.stages import Table
 from mpiad.ensemble.on_device.working_set import WorkingSet
@@ -24,7 +25,7 @@ class Round(NamedTuple):
     t, h, t_new : array, shape (n,)
     accepted : array of bool, shape (n,)
     u : array, shape (d, n)
-        Before the step.
+        Before the step; None where it isn't kept.
     place : array of int, shape (n,)
     count : array of int, shape (n,), or None
         How many saved times lie in the step of each column, from `place` on.
@@ -36,7 +37,7 @@ class Round(NamedTuple):
     h: Array
     t_new: Array
     accepted: Array
-    u: Array
+    u: Any
     place: Array
     count: Array | None
     most: int
@@ -77,18 +78,23 @@ class Record:
     ----------
     batch : Batch
     table : Table
-    saves : SaveTimes or None
+    saves : SaveTimes, EveryStep or None
+    every : int or None
+        Keep the states before every so many rounds of a block only.
 
     Attributes
     ----------
+    signs : array, shape (N,)
+        -1 for trajectories that go backwards; on the host.
     blocks : list of Block
         Without the columns of trajectories that failed, once the record is closed.
     live : array of bool, shape (N,), or None
         Which didn't fail, on the device; None where all are.
     """
 
-    def __init__(self, batch: Batch, table: Table, saves: SaveTimes | None):
-        self.batch, self.table, self.saves = batch, table, saves
+    def __init__(self, batch: Batch, table: Table, saves: SaveTimes | EveryStep | None, every: int | None = None):
+        self.batch, self.table, self.saves, self.every = batch, table, saves, every
+        self.signs = np.where(batch.end < batch.start, -1.0, 1.0)
         self.blocks: list[Block] = []
         self.live: Array | None = None
 
@@ -98,7 +104,9 @@ class Record:
 
     def note(self, done: Round) -> None:
         """Add a round to the last block."""
-        self.blocks[-1].rounds.append(done)
+        rounds = self.blocks[-1].rounds
+        between = self.every is not None and len(rounds) % self.every
+        rounds.append(done._replace(u=None) if between else done)
 
     def close(self, failed: np.ndarray) -> None:
         """Leave out what failed: its steps may have led to where f isn't finite."""

@@ -11,6 +11,7 @@ from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.controller import LEAST_ERROR
 from mpiad.ensemble.entrance import least_step
 from mpiad.ensemble.on_device.arguments import check
+from mpiad.ensemble.on_device.every_step import EveryStep
 from mpiad.ensemble.on_device.rates import Rates
 from mpiad.ensemble.on_device.record import Record, Round
 from mpiad.ensemble.on_device.saving import SaveTimes
@@ -65,8 +66,11 @@ def _nothing(batch: Batch, settings: Settings) -> Outcome:
     if outcome.saved is not None:
         saves = SaveTimes(settings.saveat, batch, np.ones(0))  # type: ignore[arg-type]
         outcome.saved = home.empty(outcome.saved.shape, batch.u0.dtype)  # type: ignore[union-attr]
+    elif settings.saveat is None:
+        outcome.saved, outcome.saved_times = home.empty((0, 1, len(batch.u0)), batch.u0.dtype), np.empty((0, 1))  # type: ignore[union-attr]
     if settings.record:
-        outcome.record = Record(batch, Table(settings.alg.tableau, batch.u0), saves)
+        every = EveryStep(batch) if settings.saveat is None else None
+        outcome.record = Record(batch, Table(settings.alg.tableau, batch.u0), saves or every)
     return outcome
 
 
@@ -86,7 +90,10 @@ class _Solve:
         if settings.saveat is not None and settings.saveat.shape[-1]:
             self._saves = SaveTimes(settings.saveat, batch, self._signs)
         self._looks = self._saves is not None and self._saves.looks
-        self._record = Record(batch, self._table, self._saves) if settings.record else None
+        self._steps = EveryStep(batch) if settings.saveat is None else None
+        self._record = None
+        if settings.record:
+            self._record = Record(batch, self._table, self._saves or self._steps, settings.checkpoints)
         # Results, filled in as trajectories end.
         self._end = self._arrays.copy(u0)
         # All as doubles, counts and codes too, so that they come to the host in one copy.
@@ -177,7 +184,10 @@ class _Solve:
         alive, most, count = self._looked(now, moved, accepted)
         if self._record is not None:
             self._record.note(Round(now.t, h, t_new, accepted, now.u, now.place, count if most else None, most))
-        if most:
+        if self._steps is not None:
+            self._steps.note(now, moved, accepted)
+            moved = moved._replace(place=now.place + count)
+        elif most:
             self._save(now, stages, count, most, h, t_new)
             moved = moved._replace(place=now.place + count)
         return moved, alive
@@ -214,7 +224,8 @@ class _Solve:
         """Return how many still move, and how many saved times lie in the longest step: the round's one look."""
         alive = np.sum(moved.live)
         if not self._looks:
-            return int(self._arrays.to_host(alive)), 0, None
+            told = int(self._arrays.to_host(alive))
+            return (told, 0, None) if self._steps is None else (told, 1, accepted.astype(np.int64))
         passed = self._saves.passed(now.ids, moved.t)  # type: ignore[union-attr]
         count = np.where(accepted, passed - now.place, 0)
         alive, most = self._arrays.to_host(np.stack([alive, np.max(count)])).tolist()
@@ -245,6 +256,10 @@ class _Solve:
             self._end, t * self._signs, codes, number.astype(np.int64), (tries - number).astype(np.int64), saved, None,
             np.ones(batch.size),
         )  # fmt: skip
+        if self._steps is not None:
+            start = self._spread(batch.start * self._signs)
+            outcome.saved, times = self._steps.collected(start, int(outcome.naccept.max()))
+            outcome.saved_times = self._arrays.to_host(times) * self._signs[:, None]
         if self._record is not None:
             self._record.close(outcome.failed)
             outcome.record = self._record

@@ -52,7 +52,11 @@ class SaveTimes:
         Which are saved before the first step, and which with the final state, after the last one.
     looks : bool
         Whether any lies elsewhere, so that each step must be looked at.
+    inside : bool
+        Whether any may lie inside a step.
     """
+
+    inside = True
 
     def __init__(self, times: np.ndarray, batch: Batch, signs: np.ndarray):
         self.count = times.shape[-1]

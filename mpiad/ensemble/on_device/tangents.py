@@ -10,6 +10,7 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.differentiation.trace import Variables, trace_forwards
 from mpiad.ensemble.field import Field, is_whole
+from mpiad.ensemble.on_device.checkpoints import forwards
 from mpiad.ensemble.on_device.record import Block, Record, Round
 from mpiad.ensemble.on_device.stages import interpolation
 from mpiad.primitives.cotangents import conform, spec_like
@@ -59,7 +60,7 @@ class _Way:
 
     def run(self, tangent: Array) -> Array:
         """Return the tangents of the columns' last states in this block."""
-        for done in self._block.rounds:
+        for done in forwards(self._record, self._block):
             tangent = self._pushed(done, tangent)
         return tangent
 
@@ -70,7 +71,8 @@ class _Way:
             h = h * sign.astype(self._table.real)
         k, dk = (np.empty_like(done.u, shape=(last + 1, *done.u.shape)) for _ in range(2))
         y, dy = done.u, tangent
-        for i in range(last + (done.most > 0)):  # the last stage is for what is saved inside only
+        inside = bool(done.most) and self._record.saves.inside  # type: ignore[union-attr]
+        for i in range(last + inside):  # the last stage is for what is saved inside only
             t = self._table.time(i, done.t, done.h, done.t_new, sign)
             self._stage(y, dy, t, k[i], dk[i])
             if i < last:
@@ -101,6 +103,9 @@ class _Way:
 
     def _save(self, done: Round, tangent: Array, dk: Array, h: Array, new: Array) -> None:
         due = self._record.due(self._block, done)
+        if not self._record.saves.inside:  # type: ignore[union-attr]
+            self._saved[self._block.ids, due.slot] = new.T[None]  # type: ignore[index]
+            return
         total = np.zeros_like(tangent, shape=(len(due.x), *tangent.shape))
         for i, weight in enumerate(interpolation(self._table, due.x)):
             total += weight[:, None] * dk[i]

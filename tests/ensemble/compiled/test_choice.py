@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from mpiad.ensemble import RK45, EnsembleProblem, EnsembleSerial, Event, ODEProblem, solve
+from mpiad.ensemble import RK45, EnsembleProblem, EnsembleSerial, ODEProblem, solve
 from mpiad.ensemble.compiled import choice
 
 pytestmark = [pytest.mark.serial, pytest.mark.limit(240)]
@@ -39,14 +39,6 @@ def test_by_size_and_backend():
     assert is_compiled(solve(many(decay), batch_size=300))
     assert not is_compiled(solve(many(decay), RK45(), EnsembleSerial(), max_steps=1))
     assert is_compiled(solve(many(decay, 3), compile=True))
-
-
-def test_what_only_the_vectorised_path_does(caplog):
-    event = Event(lambda u, p, t: u[0] - 0.5)
-    assert not is_compiled(solve(many(decay), events=event))
-    assert not caplog.records
-    with pytest.raises(ValueError, match="events= are looked for by the vectorised path only"):
-        solve(many(decay), compile=True, events=event)
 
 
 @pytest.mark.parametrize("dtype", [np.complex64, np.complex128])

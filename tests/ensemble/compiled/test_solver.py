@@ -134,6 +134,17 @@ def loss(u0, own, shared, spans, **more):
     return np.sum(weights * sol.u**2) + np.sum(sol.u_end**3 * OWN[:, None])
 
 
+def test_kinks_by_the_same_steps_are_the_same_to_the_bit():
+    # By steps that are controlled the last digit of a power makes steps differ, and more so at each kink.
+    def kinked(u, p, t):
+        largest = np.maximum(-u[0], -0.3) + np.max(u, axis=0)
+        return [np.abs(u[1]) - 0.5 * u[0], largest + p * np.where(u[1] > 0.2, 1.0, -1.0) * np.sqrt(np.abs(u[0]) + 1.0)]
+
+    problem = EnsembleProblem(ODEProblem(kinked, U0[0], (0.0, 4.0), OWN[0]), u0=U0, p=OWN)
+    columns, kernels = (solve(problem, RK4(), dt=0.03, compile=choice).u_end for choice in (False, True))
+    onp.testing.assert_array_equal(columns, kernels)
+
+
 @pytest.mark.parametrize(
     ("argnums", "saveat", "way"),
     [((0,), None, None), ((0, 1), TIMES, None), ((0, 1, 2, 3), TIMES, None), ((2,), None, "adjoint")],
@@ -147,6 +158,15 @@ def test_gradients(argnums, saveat, way):
     onp.testing.assert_allclose(found[0][0], found[1][0], rtol=1e-10)
     for a, b in zip(found[0][1], found[1][1]):
         onp.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-8 * onp.abs(a).max())
+
+
+def test_states_saved_inside_the_last_step_by_the_ends_of_tspan():
+    times = SPANS[:, :1] + (SPANS[:, 1:] - SPANS[:, :1]) * onp.array([0.5, 0.98, 0.999])
+    found, expected = (
+        mpiad.grad(loss, (0, 1, 2, 3))(U0, OWN, SHARED, SPANS, saveat=times, compile=choice) for choice in (True, False)
+    )
+    for a, b in zip(found, expected):
+        onp.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-8 * onp.abs(b).max())
 
 
 @pytest.mark.parametrize("every", [1, 2, 5, 1000])

@@ -58,15 +58,25 @@ def _unsupported(compiler: Compiler, given: Batch, host: Batch, settings: Settin
         return f"kernels don't compute adjoint={compiler.adjoint!r}"
     if isbox(given.start) or isbox(given.end):
         return "it is differentiated by tspan, and kernels aren't"
+    if len(_traces(given)) > 1:
+        return "it is differentiated twice, and kernels are once"
     return None
+
+
+def _traces(given: Batch) -> set[int]:
+    """Return the numbers of the traces around a batch."""
+    found = set()
+    for x in (given.u0, *given.p.leaves):
+        while isbox(x):
+            found.add(x._trace)
+            x = x._value
+    return found
 
 
 def not_on_devices(compiler: Compiler, given: Batch, settings: Settings) -> bool:
     """Tell whether arrays on a device can't solve it either, but arrays on the host can."""
     traced = given.traced and (compiler.adjoint != "discrete" or compiler.gradient == "tangent")
-    moved = isbox(given.start) or isbox(given.end)
-    asked = settings.events or settings.saveat is None or settings.checkpoints or len(given.shape) > 1
-    return bool(asked or traced or moved)
+    return bool(settings.events or len(given.shape) > 1 or traced)
 
 
 def is_small(loaded: Loaded) -> bool:

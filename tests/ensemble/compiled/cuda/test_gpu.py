@@ -275,10 +275,24 @@ def test_forward_mode():
         np.testing.assert_allclose(along(EnsembleGPU()), along(EnsembleVectorized(), compile=False), rtol=1e-11)
 
 
-def test_second_derivatives_are_refused_by_name():
-    u0, p, loss = states(3), parameters(3), weighted(3)
-    with pytest.raises(NotImplementedError, match=r"first derivatives only.*EnsembleVectorized\(\)"):
-        mpiad.hvp(lambda u0: loss(EnsembleGPU(), u0, p))(u0, u0)
+@pytest.mark.parametrize("put", [np.asarray, on_device])
+def test_second_derivatives_are_those_of_arrays(put):
+    def loss(backend, u0, p, **options):
+        sol = solve(ensemble(lorenz, u0, p, tspan=(0.0, 0.1)), RK45(), backend, saveat=[0.03], **options)
+        return anp.sum(sol.u**2) / 100 + anp.sum(anp.sin(sol.u_end))
+
+    u0, p = states(3), parameters(3)
+    expected = mpiad.hvp(lambda *x: loss(EnsembleVectorized(), *x, compile=False), (0, 1))(u0, p, (u0, p))
+    there = put(u0), put(p)
+    found = mpiad.hvp(lambda *x: loss(EnsembleGPU(), *x), (0, 1))(*there, there)
+    assert_close([on_host(x) for x in found], expected, rtol=1e-9)
+    assert not launcher.launches
+
+    def by_both(p, u0):
+        return anp.sum(mpiad.grad(lambda u0: loss(EnsembleGPU(), u0, p))(u0) ** 2)
+
+    slope = mpiad.grad(lambda p: anp.sum(mpiad.grad(lambda x: loss(EnsembleVectorized(), x, p, compile=False))(u0) ** 2))(p)
+    assert_close([on_host(mpiad.grad(by_both)(*there[::-1]))], [slope], rtol=1e-9)
 
 
 def test_single_precision_gradient():

@@ -1,0 +1,97 @@
+"""Operations that no processor has, by those that it has.
+
+They stay whole until a program becomes text, so that derivatives are taken of what f says: those of a power by its
+factors, or of the largest of three by pairs, would differ from autograd's at zeros and ties.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mpiad.ensemble.compiled.builder import Builder
+from mpiad.ensemble.compiled.program import Program
+from mpiad.ensemble.compiled.symbols import Symbol, choose
+
+__all__ = ["lowered"]
+
+# Twelve multiplications at most.
+_LARGEST_EXPONENT = 64
+
+
+def lowered(program: Program) -> Program:
+    """Return a program of the same values, to a few roundings, in operations that have a text.
+
+    Parameters
+    ----------
+    program : Program
+
+    Returns
+    -------
+    Program
+    """
+    builder, new = Builder(), []
+    for operation, arguments, value in program.instructions:
+        given = [Symbol(builder, new[i]) for i in arguments]
+        simpler = _RULES[operation](*given) if operation in _RULES else None
+        if simpler is not None:
+            new.append(simpler.number)
+        elif operation == "constant":
+            new.append(builder.constant(value))  # type: ignore[arg-type]
+        elif not arguments:
+            new.append(builder.input(operation, value))  # type: ignore[arg-type]
+        else:
+            new.append(builder.call(operation, *(new[i] for i in arguments)))
+    return builder.program(program.states, program.parameters, [new[i] for i in program.outputs], program.seeds)
+
+
+def _power(x: Symbol, y: Symbol) -> Symbol | None:
+    """Return a power of a small constant exponent by multiplications and a root; None where it is another one."""
+    exponent = x.builder.value(y.number)
+    if exponent is None or abs(exponent) > _LARGEST_EXPONENT or (2 * exponent) % 1:
+        return None
+    made = _whole_power(x, int(abs(exponent)))
+    if exponent % 1:
+        root = x.sqrt()
+        made = root if made is None else made * root
+        # The root of -0 is -0, and what is divided by it would be -inf.
+        made = abs(made) if exponent < 0 else made
+    if made is None:
+        return Symbol(x.builder, x.builder.constant(1.0))
+    return made if exponent > 0 else 1.0 / made
+
+
+# By squaring: n = 6 is x² · (x²)².
+def _whole_power(x: Symbol, n: int) -> Symbol | None:
+    made = None
+    while n:
+        if n % 2:
+            made = x if made is None else made * x
+        n //= 2
+        if n:
+            x = x * x
+    return made
+
+
+def _by_pairs(operation: str) -> Callable[..., Symbol]:
+    def made(first: Symbol, *others: Symbol) -> Symbol:
+        for other in others:
+            first = first.call(operation, other)
+        return first
+
+    return made
+
+
+# Of the sign of the divisor, unlike C's.
+def _remainder(x: Symbol, y: Symbol) -> Symbol:
+    rest = x.fmod(y)
+    return choose((rest != 0.0) & ((rest < 0.0) ^ (y < 0.0)), rest + y, rest)
+
+
+_RULES: dict[str, Callable[..., Symbol | None]] = {
+    "power": _power,
+    "largest": _by_pairs("maximum"),
+    "smallest": _by_pairs("minimum"),
+    "remainder": _remainder,
+    "expit": lambda x: 1.0 / (1.0 + (-x).exp()),
+    "logit": lambda x: (x / (1.0 - x)).log(),
+}
