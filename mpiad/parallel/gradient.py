@@ -84,11 +84,13 @@ def value_and_grad(
         variables = variables_of(params, "parallel.value_and_grad")
         leaves, places, build = variables
         count = counted(samples, params, batch)
+        # Kept from step to step: a training reduces the same arrays each time.
         nonlocal plan
         plan = plan_of([spec_like(leaves[k]) for k in places], bucket_bytes, plan)
         agree = partial(totals, used, plan, "parallel.value_and_grad", count)
         with suspended(), Sums(used, plan) as sums:
             total = gradient_of_sum(loss, variables, batch, count, agree, sums.add, sums.begin if plan.several else None)
+            # Divided once, at the end, by the samples of all ranks: a mean of means would weigh small batches more.
             found = dict(zip(places, sums.wait(total.batch)))
         return total.loss / total.batch, build([found[k][()] if k in found else None for k in range(len(leaves))])
 

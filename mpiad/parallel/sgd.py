@@ -40,7 +40,7 @@ class SGD:
         if not 0 <= self.momentum < 1:
             raise ValueError(f"SGD: momentum must lie in [0, 1), but got {self.momentum!r}.")
         if self.nesterov and self.momentum == 0:
-            raise ValueError("SGD: nesterov=True needs a momentum above zero.")
+            raise ValueError(f"SGD: nesterov=True needs a momentum above zero, but got {self.momentum!r}.")
 
     def setup(self, params: Tree) -> dict[str, Any]:
         """Return the state before the first update: `updates`, their number, and with momentum the `velocity`."""

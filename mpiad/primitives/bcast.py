@@ -46,6 +46,7 @@ def mpi_bcast(x: RootArray, root: Rank = 0, comm: Comm = None) -> ReplicatedArra
     The sum of all ranks' cotangents goes to the root's `x`, zero to the templates.
     """
     used = channel(comm, "mpi_bcast")
+    # No spec: what comes is known on the root alone, and a header tells it. Tangents go without, as the value's is known.
     return communicate(BCAST, x, Copying(used, root_of(root, used, "mpi_bcast"), None))
 
 

@@ -50,6 +50,7 @@ def mpi_gather(x: LocalArray, root: Rank = 0, axis: int | None = None, comm: Com
     """
     used = channel(comm, "mpi_gather")
     root = root_of(root, used, "mpi_gather")
+    # Lengths are told now, once: adjoint and tangent know them, and need no message for it.
     array, axis, lengths = pieces_of_all(x, axis, used, "mpi_gather")
     return communicate(GATHER, x, Dividing(used, root, axis, lengths, spec_of(array, "mpi_gather")))
 

@@ -160,6 +160,7 @@ def communicate(operation: Operation, x: Array, params: Any) -> Any:
 
 
 def _apply(operation: Operation, tape: Tape | None, x: Array, params: Any) -> Any:
+    # Numbers of traces say who is inside whom: the higher one is the inner.
     number = -1 if tape is None else tape.number
     level = x._trace if type(x) in _box_types else -1
     if level > number:

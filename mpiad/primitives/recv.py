@@ -59,6 +59,7 @@ def _adjoint(ans: Any, x: None, p: Receiving) -> Any:
     """Return the transpose of receiving: the cotangent is sent back, and nothing here had an influence."""
     if p.back is None:
         return lambda g: None
+    # Made after the message has come: an envelope for any sender knows only then which one it was.
     there = p.back.back()
 
     def vjp(g: Any) -> None:

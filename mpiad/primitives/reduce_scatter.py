@@ -57,6 +57,7 @@ def mpi_reduce_scatter(
     reduction_of(SUM, x, call)
     spec = spec_like(outgoing(getval(x), call))
     place = axis_of(axis, len(spec.shape), call)
+    # No message is needed for them: shape and counts are the same on all ranks.
     lengths = lengths_along(place, counts, spec.shape, used, call)
     return communicate(REDUCE_SCATTER, x, Dividing(used, None, place, lengths, piece_of(spec, place, lengths[used.rank])))
 

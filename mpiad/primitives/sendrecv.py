@@ -49,6 +49,7 @@ def mpi_sendrecv(x: LocalArray, dest: Rank, source: Rank, tag: int = 0, comm: Co
     # Once for each communicator: who mistakes the call for MPI's does so everywhere.
     if not used.pairs_compared:
         _compare_pairs(used, pair)
+    # On all ranks, those too that only pass x on: plain autograd is refused by all or by none.
     point_to_point(comm, "mpi_sendrecv")
     receiver, sender = pair
     if receiver == sender or receiver is None or sender is None:

@@ -76,6 +76,7 @@ def mpi_waitall(requests: Iterable[Request]) -> list[Array]:
 
 
 def _forward(x: None, request: Request) -> Any:
+    # Requests of adjoints and tangents come here as well, which nobody has claimed.
     request.done, handle = True, request.handle
     request.handle = None  # its buffers are free, also where the user keeps the request
     if isinstance(handle, Receipt):
@@ -93,9 +94,11 @@ def _adjoint(ans: Any, x: None, request: Request, level: int) -> Any:
     kind, spec = request.call, request.spec
 
     def vjp(g: Any) -> None:
+        # What came in goes out again: its cotangent is known only now. Nobody waits for it before the start's own adjoint.
         if kind == "mpi_irecv":
             cell.request = there and communicate(ISEND, g, there)
             return
+        # A sum isn't begun here: ranks may wait in different orders, but all have started their sums in the same.
         cell.cotangent = g
         if there is not None:
             cell.request = communicate(IRECV, None, Receiving(spec, there))
@@ -105,6 +108,7 @@ def _adjoint(ans: Any, x: None, request: Request, level: int) -> Any:
 
 def _tangent(dx: None, ans: Any, x: None, request: Request, level: int) -> Any:
     cell = request.cell(level)
+    # The tangent of the start has left it there.
     pending, cell.request = cell.request, None
     return communicate(WAIT, None, pending)
 

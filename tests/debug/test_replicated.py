@@ -144,3 +144,38 @@ def test_traced_values_are_compared_and_the_gradient_stays(last):
     with pytest.raises(ReplicationError, match=r"x\['square'\]"):
         mpiad.grad(loss)(np.ones(2) * (1 + last))
     mpiad.reset()
+
+
+def filled(array, byte):
+    """Return a copy of an array in memory that held this byte everywhere before."""
+    memory = np.full(array.nbytes, byte, np.uint8)
+    copy = memory.view(array.dtype)
+    for k, entry in enumerate(array):
+        copy[k] = entry
+    return copy
+
+
+def entries(kind):
+    return np.array([1.0, 1.0 / 3.0, -0.0]).astype(kind)
+
+
+GAPS = np.dtype([("flag", np.int8), ("numbers", np.longdouble, (2,))], align=True)
+
+
+@pytest.mark.parametrize("kind", [np.longdouble, np.clongdouble, GAPS], ids=["long double", "complex", "fields"])
+def test_bytes_that_hold_nothing_are_not_compared(kind, rank, last):
+    array = np.zeros(2, GAPS) if kind is GAPS else entries(kind)
+    if kind is GAPS:
+        array["numbers"] = entries(np.longdouble)[:2]
+    x = filled(array, rank)
+    x.view(np.uint8).reshape(len(x), -1)[:, -1] = rank  # what assignment may have written, too
+    assert_replicated(x)
+
+
+@several
+def test_long_doubles_are_compared_to_their_last_bit(last):
+    x = np.ones(3, np.longdouble)
+    if last:
+        x[1] += np.finfo(np.longdouble).eps
+    error = raised(x)
+    assert error.index == (1,) and error.absolute == np.finfo(np.longdouble).eps
