@@ -103,7 +103,8 @@ class Tracing:
             return rows
 
         given = [u[0], *[leaves[place] for place in self._places]]
-        values, found = bundle.run(called, given, [list(u[1:]), *tangents])
+        # By index: arrays on a device aren't taken apart unasked.
+        values, found = bundle.run(called, given, [[u[j] for j in range(1, len(u))], *tangents])
         _write(out[0], values, whole)
         for i, gs in enumerate(found):
             for j, g in enumerate(gs, 1):

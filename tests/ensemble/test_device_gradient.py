@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import autograd.numpy as anp
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from device_double import on_device, on_host, transfers
 
 import mpiad
 from mpiad.ensemble import RK4, RK45, EnsembleMPI, EnsembleProblem, EnsembleVectorized, ODEProblem, solve
+from mpiad.ensemble.on_device import directions
 from mpiad.ensemble.on_device.record import Record
 
 _N = 17
@@ -119,13 +122,48 @@ def test_what_fails_drops_out_of_the_gradient():
 
 @pytest.mark.serial
 @pytest.mark.parametrize(
-    ("change", "said"),
-    [({"gradient": "tangent"}, "gradient='tangent' isn't computed on devices"), ({"adjoint": "continuous"}, "continuous")],
+    ("f", "tspan", "alg", "settings"), [*_CASES[1:4], (predators, (0.0, 1.0), RK45(), {"max_steps": 4})]
 )
-def test_other_gradients_are_refused(change, said):
+def test_gradients_by_tangents_are_the_adjoints_of_the_host(f, tspan, alg, settings, monkeypatch):
+    u0, p = _inputs()
+    p[3] *= 20 if "max_steps" in settings else 1  # one fails
+    known = mpiad.grad(_loss(np.asarray, f, tspan, alg, {**settings, "gradient": "adjoint"}))({"u0": u0, "p": p})
+    monkeypatch.setattr(import_module("mpiad.ensemble.on_device.differentiable"), "pull", None)  # no adjoint in secret
+    monkeypatch.setattr(directions, "_AT_ONCE", 3)  # of five numbers
+    loss = _loss(on_device, f, tspan, alg, {**settings, "gradient": "tangent"})
+    transfers.reset()
+    loss({"u0": on_device(u0), "p": on_device(p)})
+    forwards = transfers.d2h
+    transfers.reset()
+    found = mpiad.grad(loss)({"u0": on_device(u0), "p": on_device(p)})
+    assert "max_steps" in settings or transfers.d2h == forwards + 1  # the value of the loss
+    for name in known:
+        np.testing.assert_allclose(on_host(found[name]), known[name], rtol=_rounding(settings), atol=1e-9)
+
+
+@pytest.mark.serial
+def test_gradients_by_tangents_of_what_all_share_and_of_tspan():
+    u0 = np.linspace(0.5, 2.0, _N).reshape(-1, 1)
+
+    def loss(rate, ends):
+        problem = ODEProblem(lambda u, p, t: [-p * u[0] * t], [1.0], (ends[0], ends[1]), rate)
+        return anp.sum(solve(EnsembleProblem(problem, u0=on_device(u0)), gradient="tangent", rtol=1e-9, atol=1e-11).u_end)
+
+    def exact(rate, ends):
+        return np.sum(u0) * anp.exp(-rate * (ends[1] ** 2 - ends[0] ** 2) / 2)
+
+    ends = np.array([0.2, 1.3])
+    by_rate, by_ends = mpiad.grad(exact, (0, 1))(0.7, ends)
+    for rate in (0.7, on_device(0.7)):  # a number of the host's, too
+        np.testing.assert_allclose(on_host(mpiad.grad(lambda rate: loss(rate, ends))(rate)), by_rate, rtol=1e-7)
+    np.testing.assert_allclose(mpiad.grad(lambda ends: loss(0.7, ends))(ends), by_ends, rtol=1e-7)
+
+
+@pytest.mark.serial
+def test_the_continuous_adjoint_is_refused():
     u0, p = map(on_device, _inputs())
-    with pytest.raises(NotImplementedError, match=said):
-        mpiad.grad(_loss(on_device, predators, (0.0, 1.0), RK45(), change))({"u0": u0, "p": p})
+    with pytest.raises(NotImplementedError, match="continuous"):
+        mpiad.grad(_loss(on_device, predators, (0.0, 1.0), RK45(), {"adjoint": "continuous"}))({"u0": u0, "p": p})
 
 
 @pytest.mark.serial

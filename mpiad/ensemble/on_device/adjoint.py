@@ -20,7 +20,7 @@ from mpiad.ensemble.on_device.record import Block, Record, Round
 from mpiad.ensemble.on_device.stages import interpolation
 from mpiad.transport.device_arrays import arrays_of
 
-__all__ = ["pull"]
+__all__ = ["of_slots", "pull"]
 
 
 def pull(record: Record, saved: Array, end: Array, places: Sequence[int]) -> tuple[Array, dict[int, Array]]:
@@ -38,7 +38,7 @@ def pull(record: Record, saved: Array, end: Array, places: Sequence[int]) -> tup
     tracing = Tracing(Field(batch), places, False)
     initial, final = record.at_ends()
     saved = np.where(np.isnan(saved), 0, saved)  # of what wasn't reached
-    cotangent = record.masked(end.T) + record.masked(_of_slots(saved, final))
+    cotangent = record.masked(end.T) + record.masked(of_slots(saved, final))
     leaves = {place: np.zeros_like(batch.p.leaves[place]) for place in places}
     if record.saves is not None and record.saves.looks:
         # A place more, for what nobody asked for.
@@ -55,10 +55,10 @@ def pull(record: Record, saved: Array, end: Array, places: Sequence[int]) -> tup
                     leaves[place][..., block.ids] += found
                 else:
                     leaves[place] = leaves[place] + found
-    return cotangent + record.masked(_of_slots(saved, initial)), leaves
+    return cotangent + record.masked(of_slots(saved, initial)), leaves
 
 
-def _of_slots(saved: Array, mask: np.ndarray) -> Array:
+def of_slots(saved: Array, mask: np.ndarray) -> Array:
     """Return the sum of the cotangents of saved values that are one state, shape (d, N)."""
     total = np.zeros_like(saved, shape=(saved.shape[2], saved.shape[0]))
     for slot in np.flatnonzero(mask.any(axis=0)).tolist():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import autograd.numpy as anp
 import numpy as np
@@ -16,12 +16,16 @@ from mpiad.device.numpy import concatenate
 from mpiad.differentiation.gradient import cotangents_of_variables
 from mpiad.differentiation.trace import Variables, trace_backwards, trace_forwards
 from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.directions import numbers
 from mpiad.ensemble.on_device.adjoint import pull
+from mpiad.ensemble.on_device.directions import contracted
 from mpiad.ensemble.on_device.record import Record
 from mpiad.ensemble.on_device.replay import replayed
-from mpiad.ensemble.on_device.tangents import push
+from mpiad.ensemble.on_device.tangents import kept
 from mpiad.ensemble.solution import EnsembleSolution
+from mpiad.ensemble.tangents import Directions
 from mpiad.primitives.cotangents import conform, spec_like
+from mpiad.transport.device_arrays import arrays_of, is_device_array
 
 __all__ = ["differentiable"]
 
@@ -49,53 +53,77 @@ def differentiable(
     NotImplementedError
         Where another gradient is asked for than that of the discrete adjoint.
     """
-    if gradient == "tangent" or adjoint == "continuous":
-        asked = "gradient='tangent'" if gradient == "tangent" else "adjoint='continuous'"
+    if adjoint == "continuous":
         raise NotImplementedError(
-            f"solve: {asked} isn't computed on devices, where gradients are those of the discrete adjoint. Leave it out, "
-            "or bring u0 and p to the host with mpiad.device.to_host."
+            "solve: adjoint='continuous' isn't computed on devices, where gradients are those of the discrete solution. "
+            "Leave it out, or bring u0 and p to the host with mpiad.device.to_host."
         )
     count, d = batch.size, len(batch.u0)
-    cut = sol.u.size
     plain = np.concatenate([sol.u.reshape(-1), sol.u_end.reshape(-1)])
-    shape = count, cut // max(1, count * d), d
-    vector = _solved(batch.u0, batch.start, batch.end, *batch.p.leaves, record=record, plain=plain, shape=shape)
-    return dataclasses.replace(
-        sol, u=anp.reshape(vector[:cut], sol.u.shape), u_end=anp.reshape(vector[cut:], sol.u_end.shape)
-    )
+    results = _Results(record, plain, (count, sol.u.size // max(1, count * d), d), gradient == "tangent")
+    u, u_end = results.parts(_solved(batch.u0, batch.start, batch.end, *batch.p.leaves, results=results))
+    return dataclasses.replace(sol, u=anp.reshape(u, sol.u.shape), u_end=anp.reshape(u_end, sol.u_end.shape))
+
+
+class _Results(NamedTuple):
+    """The results of a solve as one vector.
+
+    Parameters
+    ----------
+    record : Record
+    vector : array
+        Saved states, of `shape` (N, n_saved, d), and final ones, (N, d).
+    shape : tuple of int
+    by_tangent : bool
+        Whether gradients are computed by tangents.
+    """
+
+    record: Record
+    vector: Array
+    shape: tuple[int, int, int]
+    by_tangent: bool
+
+    def parts(self, vector: Array) -> tuple[Array, Array]:
+        """Return saved and final states of such a vector."""
+        cut = self.shape[0] * self.shape[1] * self.shape[2]
+        return anp.reshape(vector[:cut], self.shape), anp.reshape(vector[cut:], (self.shape[0], self.shape[2]))
 
 
 @primitive
-def _solved(
-    u0: Array, start: Array, end: Array, *leaves: Any, record: Record, plain: Array, shape: tuple[int, int, int]
-) -> Array:
+def _solved(u0: Array, start: Array, end: Array, *leaves: Any, results: _Results) -> Array:
     """Return the results of a solve, which has run before."""
-    return plain
+    return results.vector
 
 
 def _adjoint(argnums: tuple[int, ...], ans: Array, args: tuple, kwargs: dict) -> Callable:
-    record, shape = kwargs["record"], kwargs["shape"]
-    plain = not any(map(isbox, args)) and _START not in argnums and _END not in argnums
+    results = kwargs["results"]
+    plain = not any(map(isbox, args))
+    timed = _START in argnums or _END in argnums
 
     def vjp(g: Array) -> list[Array]:
-        if not plain or isbox(g):
-            return _replayed_adjoint(record, argnums, args, g)
-        cut = shape[0] * shape[1] * shape[2]
+        if not plain or isbox(g) or (timed and not results.by_tangent):
+            return _replayed_adjoint(results.record, argnums, args, g)
         g = conform(g, *spec_like(ans))
+        if timed:
+            return _replayed_tangents(results, argnums, args, g)
         places = [k - _LEAVES for k in argnums if k >= _LEAVES]
-        u0, leaves = pull(record, g[:cut].reshape(shape), g[cut:].reshape(shape[0], shape[2]), places)
+        saved, end = results.parts(g)
+        if results.by_tangent:
+            u0, leaves = contracted(results.record, saved, end, _U0 in argnums, places)
+        else:
+            u0, leaves = pull(results.record, saved, end, places)
         return [conform(leaves[k - _LEAVES] if k else u0, *spec_like(args[k])) for k in argnums]
 
     return vjp
 
 
 def _tangent(argnums: tuple[int, ...], gs: Sequence[Any], ans: Array, args: tuple, kwargs: dict) -> Array:
-    record = kwargs["record"]
+    record = kwargs["results"].record
     if any(map(isbox, (*args, *gs))) or _START in argnums or _END in argnums:
         return _replayed_tangent(record, argnums, gs, args)
     along = {k: conform(g, *spec_like(args[k])) for k, g in zip(argnums, gs)}
     u0 = along.pop(_U0) if _U0 in along else np.zeros_like(args[_U0])
-    saved, end = push(record, u0, {k - _LEAVES: g for k, g in along.items()})
+    saved, end = kept(record, Directions(u0[None], {k - _LEAVES: [g] for k, g in along.items()}))
     return np.concatenate([part.reshape(-1) for part in (saved, end) if part is not None])
 
 
@@ -124,6 +152,25 @@ def _replayed_adjoint(record: Record, argnums: tuple[int, ...], args: tuple, g: 
 def _replayed_tangent(record: Record, argnums: tuple[int, ...], gs: Sequence[Any], args: tuple) -> Array:
     fun, variables = _replayed(record, argnums, args)
     return trace_forwards(fun, variables, [conform(g, *spec_like(args[k])) for k, g in zip(argnums, gs)], "solve")[1]
+
+
+def _replayed_tangents(results: _Results, argnums: tuple[int, ...], args: tuple, g: Array) -> list[Array]:
+    """Return a gradient by tangents of the replay, one number of a trajectory after the other."""
+    # Of what wasn't reached cotangents may be NaN.
+    found, (saved, end) = [], results.parts(np.where(np.isnan(g), 0, g))
+    for k in argnums:
+        varies = k < _LEAVES or results.record.batch.p.varies[k - _LEAVES]
+        total = np.zeros_like(args[k])
+        for index, unit in numbers(args[k], varies):
+            direction = np.zeros_like(args[k])
+            direction[index] = unit
+            of_saved, of_end = results.parts(_replayed_tangent(results.record, (k,), [direction], args))
+            part = np.sum((saved * of_saved).real, axis=(1, 2)) + np.sum((end * of_end).real, axis=1)
+            part = part if unit == 1.0 else -1j * part
+            part = part if varies else np.sum(part)
+            total[index] += part if is_device_array(args[k]) else arrays_of(part).to_host(part)  # type: ignore[union-attr]
+        found.append(conform(total, *spec_like(args[k])))
+    return found
 
 
 defvjp_argnums(_solved, _adjoint)

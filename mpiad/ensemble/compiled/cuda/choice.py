@@ -75,8 +75,7 @@ def _traces(given: Batch) -> set[int]:
 
 def not_on_devices(compiler: Compiler, given: Batch, settings: Settings) -> bool:
     """Tell whether arrays on a device can't solve it either, but arrays on the host can."""
-    traced = given.traced and (compiler.adjoint != "discrete" or compiler.gradient == "tangent")
-    return bool(settings.events or len(given.shape) > 1 or traced)
+    return bool(settings.events or len(given.shape) > 1 or (given.traced and compiler.adjoint != "discrete"))
 
 
 def is_small(loaded: Loaded) -> bool:
