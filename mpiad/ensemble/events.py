@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from autograd.tracer import isbox
@@ -14,7 +15,7 @@ from mpiad.ensemble.stages import locked
 from mpiad.ensemble.step import Step
 from mpiad.ensemble.tableaus import Tableau
 
-__all__ = ["BISECTIONS", "Event", "EventWatch"]
+__all__ = ["BISECTIONS", "Event", "EventWatch", "require_numbers"]
 
 # Halvings of a step until its parts can't be told apart.
 BISECTIONS = 60
@@ -80,17 +81,8 @@ class Event:
             Where it has another shape.
         """
         value = self.condition(locked(u), p, locked(np.array(t)))
-        if isbox(value):
-            raise NotImplementedError(
-                "Event: condition uses a traced value from around it, through which no derivative can flow. Pass it as p."
-            )
-        value = np.asarray(value)
-        if value.shape != t.shape:
-            raise ValueError(
-                f"Event: condition returned shape {value.shape}, but one number for each column was expected: {t.shape}. "
-                "It is called with columns as f is, u of shape (d, n); a norm or a sum must be taken along axis 0."
-            )
-        return value.astype(float)
+        require_numbers(value, t.shape)
+        return np.asarray(value).astype(float)
 
     def crossed(self, before: Array, after: Array) -> Array:
         """Tell for each column whether the condition changed its sign as asked for."""
@@ -99,6 +91,27 @@ class Event:
         moved = before != 0
         chosen = up if self.direction > 0 else down if self.direction < 0 else up | down
         return chosen & moved
+
+
+def require_numbers(value: Any, shape: Shape) -> None:
+    """Raise where a condition didn't return one number for each column.
+
+    Raises
+    ------
+    NotImplementedError
+        Where it is traced by something around it.
+    ValueError
+        Where it has another shape.
+    """
+    if isbox(value):
+        raise NotImplementedError(
+            "Event: condition uses a traced value from around it, through which no derivative can flow. Pass it as p."
+        )
+    if np.shape(value) != shape:
+        raise ValueError(
+            f"Event: condition returned shape {np.shape(value)}, but one number for each column was expected: {shape}. "
+            "It is called with columns as f is, u of shape (d, n); a norm or a sum must be taken along axis 0."
+        )
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import numpy as np
 from autograd.tracer import getval, isbox
 
 from mpiad._typing import Array, Function, Tree
+from mpiad.device.assembly import stack
 from mpiad.differentiation.trees import flatten
 from mpiad.ensemble.batch import Batch, Parameters
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
@@ -104,7 +105,7 @@ def columns_of(
 
 
 def _stack(arrays: list[Any], axis: int = 0) -> Array:
-    return (anp if any(map(isbox, arrays)) else np).stack(arrays, axis=axis)
+    return (stack if any(map(isbox, arrays)) else np.stack)(arrays, axis=axis)
 
 
 def as_state(u0: Any) -> Array:

@@ -19,10 +19,10 @@ from mpiad.ensemble.run import FINAL, INITIAL, Run
 from mpiad.ensemble.seeds import Schedule, entries_of, scheduled
 from mpiad.ensemble.walk import Visit, Walk
 
-__all__ = ["replayed"]
+__all__ = ["ROOT_STEPS", "replayed"]
 
-# Of Newton's steps at an event: its derivatives are right up to the third.
-_ORDERS = 2
+# Newton's steps at an event: its derivatives are right up to the third.
+ROOT_STEPS = 2
 
 
 def replayed(run: Run, u0: Array, start: Array, end: Array, leaves: Sequence[Any]) -> tuple[Array, Array, Array, Array]:
@@ -211,7 +211,7 @@ class _Step:
             return condition(self.inside(x, columns), self._run.batch.p.build(leaves), t)
 
         # Newton's steps stay where they are, and each doubles the order to which the root's derivatives are right.
-        for _ in range(_ORDERS):
+        for _ in range(ROOT_STEPS):
             found, slope = jvp(value, x, np.ones(len(columns)))
             x = x - (found - getval(found)) / slope
         return x

@@ -1,16 +1,22 @@
-"""Solves by columns of arrays and by compiled kernels: the same tests run over both.
+"""Solves by columns of arrays and by compiled kernels, on the host and on a device: the same tests run over all.
 
-A test with ``usefixtures("solved_by")`` runs twice, and the `solve` of its module goes the one way or the other. What
+A test with ``usefixtures("solved_by")`` runs twice, and the `solve` of its module goes the one way or the other; a module
+that names the ways has those, among them "device": problems go to a device, their solutions come back. What
 kernels are documented not to do is marked ``columns("why")``; that they say so is in `compiled/test_choice.py`. A kernel
 takes a second or more to compile, so tests of different modules share right-hand sides and what is asked for of them.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 
 import pytest
+from device_double import on_device
 from mpi4py import MPI
+
+from mpiad.device import to_device, to_host
+from mpiad.ensemble import ODEProblem, remake
 
 WORLD = MPI.COMM_WORLD
 
@@ -43,5 +49,21 @@ def solved_by(request, monkeypatch):
     kernels = request.param == "kernels"
     if kernels:
         pytest.importorskip("numba")
-    monkeypatch.setattr(request.module, "solve", partial(request.module.solve, compile=kernels))
+    solve = partial(request.module.solve, compile=kernels)
+    monkeypatch.setattr(request.module, "solve", partial(_solved_there, solve) if request.param == "device" else solve)
     return request.param
+
+
+def _solved_there(solve, problem, *args, **settings):
+    """Solve with states and parameters on a device, and return the solution with its states on the host."""
+    sol = solve(_moved(problem), *args, **settings)
+    return dataclasses.replace(sol, u=to_host(sol.u), u_end=to_host(sol.u_end))
+
+
+def _moved(problem):
+    if not isinstance(problem, ODEProblem) and problem.prob_func is not None:
+        return remake(problem, prob_func=lambda prob, i, repeat: _moved(problem.prob_func(prob, i, repeat)))
+    moved = {name: to_device(getattr(problem, name), like=on_device(0.0)) for name in ("u0", "p")}
+    return remake(problem, **moved) if isinstance(problem, ODEProblem) else remake(
+        problem, problem=_moved(problem.problem), **moved
+    )

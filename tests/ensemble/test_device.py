@@ -38,6 +38,10 @@ def _inputs(dtype=float):
     return u0.astype(dtype), p.astype(dtype)
 
 
+CROWDED = Event(lambda u, p, t: u[0] * u[1] - 2.5)
+FADING = Event(lambda u, p, t: u[1] - p[2] * anp.exp(0.1 * t), terminal=False)
+
+
 def _solved(u0, p, f=predators, tspan=(0.0, 3.0), alg=RK45(), **settings):  # noqa: B008
     problem = EnsembleProblem(ODEProblem(f, [1.0, 1.0], tspan), u0=u0, p=p)
     return solve(problem, alg, EnsembleVectorized(), compile=settings.pop("compile", False), **settings)
@@ -54,6 +58,8 @@ def _solved(u0, p, f=predators, tspan=(0.0, 3.0), alg=RK45(), **settings):  # no
         ((0.0, 3.0), {"alg": Tsit5(), "rtol": 1e-8, "atol": np.array([1e-9, 1e-8])}),
         ((0.0, 3.0), {"max_steps": 9}),
         ((0.0, 3.0), {"dtmax": 0.1, "dt": 0.3}),
+        ((0.0, 3.0), {"events": (CROWDED, FADING), "saveat": 0.05}),
+        ((2.0, -1.0), {"events": (FADING, CROWDED, CROWDED), "saveat": 0.1}),
     ],
 )
 def test_numbers_are_those_of_the_host(tspan, settings):
@@ -67,6 +73,11 @@ def test_numbers_are_those_of_the_host(tspan, settings):
     np.testing.assert_allclose(found.t_reached, host.t_reached, rtol=1e-9)
     np.testing.assert_allclose(on_host(found.u_end), host.u_end, rtol=1e-9)
     np.testing.assert_allclose(on_host(found.u), host.u, rtol=1e-9)
+    assert ("events" in settings) == bool(host.events)
+    happened, known = (dict(sorted(sol.events.items())) for sol in (found, host))
+    assert [(i, e) for i in happened for e, _ in happened[i]] == [(i, e) for i in known for e, _ in known[i]]
+    times = ([time for i in events for _, time in events[i]] for events in (happened, known))
+    np.testing.assert_allclose(*times, rtol=1e-9)
 
 
 def test_numbers_are_those_of_scipy():
@@ -104,6 +115,19 @@ def test_every_step_is_saved_as_on_the_host(tspan, settings):
     np.testing.assert_allclose(on_host(found.u), host.u, rtol=1e-5)
     np.testing.assert_allclose(on_host(found.u_end), host.u_end, rtol=1e-9)
     np.testing.assert_array_equal(on_host(found[3].u), on_host(found.u)[3])
+
+
+def test_events_cost_two_looks_more_in_the_rounds_that_bring_some():
+    u0, p = map(on_device, _inputs())
+    transfers.reset()
+    quiet = _solved(u0, p, events=Event(lambda u, p, t: u[0] + 1.0))
+    rounds = int((quiet.naccept + quiet.nreject).max())
+    # Beside the rounds: a look at f and one at conditions, the facts, and the table of events; the numbers of columns left.
+    assert transfers.d2h <= rounds + 4 + _N.bit_length()
+    transfers.reset()
+    eventful = _solved(u0, p, events=FADING)
+    assert eventful.events and transfers.d2h <= 3 * rounds + 4 + _N.bit_length()
+    assert transfers.d2h_bytes <= rounds * 6 * 8 + 8 * 9 + 8 * 4 * _N + 5 * 8 * 2 * _N + 8 * _N.bit_length()
 
 
 @pytest.mark.parametrize("settings", [{}, {"saveat": 0.25}])
@@ -173,7 +197,8 @@ def _matrix(u, p, t):
 @pytest.mark.parametrize(
     ("change", "kind", "said"),
     [
-        ({"events": Event(lambda u, p, t: u[0])}, NotImplementedError, "events aren't looked for on devices"),
+        ({"events": Event(lambda u, p, t: u)}, ValueError, "one number for each column"),
+        ({"events": Event(lambda u, p, t: u[0] - anp.sum(u))}, ValueError, "a condition of the events gives the first"),
         ({"compile": True}, NotImplementedError, "compile=True makes machine code for the host"),
         ({"f": _shared}, ValueError, "must not depend on each other"),
         ({"f": lambda u, p, t: [u[0]]}, ValueError, "returned shape"),

@@ -10,7 +10,8 @@ import pytest
 from device_double import on_device, on_host, transfers
 
 import mpiad
-from mpiad.ensemble import RK4, RK45, EnsembleMPI, EnsembleProblem, EnsembleVectorized, ODEProblem, solve
+from mpiad.device import to_device, to_host
+from mpiad.ensemble import RK4, RK45, EnsembleMPI, EnsembleProblem, EnsembleVectorized, Event, ODEProblem, solve
 from mpiad.ensemble.on_device import directions
 from mpiad.ensemble.on_device.record import Record
 
@@ -250,18 +251,72 @@ def test_what_fails_drops_out_of_second_derivatives():
     np.testing.assert_allclose(found, host, rtol=1e-7)
 
 
-@pytest.mark.parametrize("settings", [{"saveat": 0.3}, {"save_everystep": True}])
+RARE = Event(lambda u, p, t: u[1] - p[2] * 2.5, direction=-1)
+OFTEN = Event(lambda u, p, t: u[0] - 1.1 - 0.1 * t, terminal=False)
+LATE = Event(lambda u, p, t: u[1] - p[2] * 3 * t)
+SOON = Event(lambda u, p, t: u[0] * u[1] - 0.7 * p[0], direction=-1)
+
+
+def _watched(there, tspan, alg, settings):
+    put, out = (lambda x: to_device(x, like=on_device(0.0)), to_host) if there else (lambda x: x, lambda x: x)
+
+    def loss(x):
+        ensemble = EnsembleProblem(ODEProblem(predators, [1.0, 1.0], tspan), u0=put(x["u0"]), p=put(x["p"]))
+        sol = solve(ensemble, alg, EnsembleVectorized(), compile=False, **settings)
+        assert {"MaxIters" if "max_steps" in settings else "Success", "Terminated"} <= set(sol.retcode)
+        u, ended, alive = out(sol.u), mpiad.stop(sol.t_reached), sol.survivors
+        reached = np.abs(np.broadcast_to(sol.t, u.shape[:2]) - tspan[0]) <= np.abs(ended - tspan[0])[:, None]
+        happened = [(i + 1, *event) for i, found in sol.events.items() if alive[i] for event in found]
+        assert {event for _, event, _ in happened} >= {0, 1}
+        times = sum(i * (event + 1) * time**2 for i, event, time in happened)
+        u_end = anp.where(alive[:, None], out(sol.u_end), 0.0)
+        kept = anp.where((reached & alive[:, None])[..., None], u, 0.0)
+        return anp.sum(kept**2) + anp.sum(u_end**3) + times + anp.sum(np.cos(np.arange(_N)) * sol.t_reached**2)
+
+    return loss
+
+
+_WATCHED = [
+    ((0.0, 3.0), RK45(), {"events": (RARE, OFTEN), "saveat": 0.1}),
+    ((1.0, 0.3), RK45(), {"events": (OFTEN, LATE, SOON), "save_everystep": True, "rtol": 1e-7}),
+    ((0.0, 3.0), RK4(), {"events": (RARE, SOON, OFTEN), "dt": 0.3, "checkpoints": 3}),
+    ((0.0, 3.0), RK45(), {"events": (RARE, OFTEN), "max_steps": 9, "gradient": "tangent"}),
+]
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize(("tspan", "alg", "settings"), _WATCHED)
+def test_derivatives_through_events_are_those_of_the_host(tspan, alg, settings):
+    u0, p = _inputs()
+    inputs, along = {"u0": u0, "p": p}, {"u0": np.cos(u0), "p": np.sin(p)}
+    host, there = (_watched(there, tspan, alg, settings) for there in (False, True))
+    (value, gradient), (found, of_device) = mpiad.value_and_grad(host)(inputs), mpiad.value_and_grad(there)(inputs)
+    np.testing.assert_allclose(found, value, rtol=_rounding(settings, 1e-10))
+    tangent, of_there = mpiad.jvp(host, inputs, along)[1], mpiad.jvp(there, inputs, along)[1]
+    np.testing.assert_allclose(of_there, tangent, rtol=_rounding(settings))
+    second, of_second = mpiad.hvp(host)(inputs, along), mpiad.hvp(there)(inputs, along)
+    for name in inputs:
+        np.testing.assert_allclose(of_device[name], gradient[name], rtol=_rounding(settings), atol=1e-8)
+        np.testing.assert_allclose(of_second[name], second[name], rtol=_rounding(settings, 1e-7), atol=1e-6)
+
+
+@pytest.mark.parametrize("settings", [{"saveat": 0.3}, {"save_everystep": True}, {"events": (RARE, OFTEN)}])
 @pytest.mark.parametrize("gather", [True, False])
 @pytest.mark.parametrize("count", [_N, 2])
 def test_ensembles_over_ranks(gather, count, settings):
     u0, p = (x[:count] for x in _inputs())
+    p[:, 0] += 1  # both events come
 
     def loss(put):
         def squares(p):
             problem = EnsembleProblem(ODEProblem(predators, [1.0, 1.0], (0.0, 1.0)), u0=put(u0), p=p)
             sol = solve(problem, RK45(), EnsembleMPI(EnsembleVectorized(), gather=gather), compile=False, **settings)
             reached = put(np.isfinite(sol.t[..., None]))
-            return anp.sum(anp.where(reached, sol.u, 0.0) ** 2) + anp.sum(sol.u_end)
+            squares = anp.sum(anp.where(reached, sol.u, 0.0) ** 2) + anp.sum(sol.u_end)
+            if "events" not in settings:
+                return squares
+            squares = squares if put is np.asarray else to_host(squares)
+            return squares + anp.sum(sol.t_reached**2) + sum(time for found in sol.events.values() for _, time in found)
 
         return squares
 

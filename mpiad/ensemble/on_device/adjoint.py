@@ -16,6 +16,8 @@ from mpiad._typing import Array
 from mpiad.ensemble.field import Field
 from mpiad.ensemble.linearization import Tracing
 from mpiad.ensemble.on_device.checkpoints import backwards
+from mpiad.ensemble.on_device.crossing import crossing
+from mpiad.ensemble.on_device.events import Met
 from mpiad.ensemble.on_device.record import Block, Record, Round
 from mpiad.ensemble.on_device.stages import interpolation
 from mpiad.transport.device_arrays import arrays_of
@@ -23,7 +25,9 @@ from mpiad.transport.device_arrays import arrays_of
 __all__ = ["of_slots", "pull"]
 
 
-def pull(record: Record, saved: Array, end: Array, places: Sequence[int]) -> tuple[Array, dict[int, Array]]:
+def pull(
+    record: Record, saved: Array, end: Array, places: Sequence[int], times: Sequence[Array] = ()
+) -> tuple[Array, dict[int, Array]]:
     """Return the cotangents of the initial states, shape (d, N), and of leaves of the parameters.
 
     Parameters
@@ -33,6 +37,8 @@ def pull(record: Record, saved: Array, end: Array, places: Sequence[int]) -> tup
         Cotangents of the results.
     places : sequence of int
         Of the leaves.
+    times : (array, array), of shapes (N,), (m,)
+        Where events were looked for, those of the times at which trajectories ended, and of all events'.
     """
     batch = record.batch
     tracing = Tracing(Field(batch), places, False)
@@ -48,7 +54,7 @@ def pull(record: Record, saved: Array, end: Array, places: Sequence[int]) -> tup
         padded = None
     with np.errstate(all="ignore"):
         for block in reversed(record.blocks):
-            part, parts = _Sweep(record, block, tracing, padded, places).run(cotangent[:, block.ids])
+            part, parts = _Sweep(record, block, tracing, padded, places, times).run(cotangent[:, block.ids])
             cotangent[:, block.ids] = part
             for place, found in parts.items():
                 if batch.p.varies[place]:
@@ -76,9 +82,10 @@ class _Sweep:
     """One block of columns on the way back."""
 
     def __init__(
-        self, record: Record, block: Block, tracing: Tracing, saved: Array | None, places: Sequence[int]
-    ):
-        self._record, self._block, self._tracing, self._saved = record, block, tracing, saved
+        self, record: Record, block: Block, tracing: Tracing, saved: Array | None, places: Sequence[int],
+        times: Sequence[Array],
+    ):  # fmt: skip
+        self._record, self._block, self._tracing, self._saved, self._times = record, block, tracing, saved, times
         self._table = record.table
         self._parts: dict[int, Array] = {place: np.zeros_like(block.leaves[place]) for place in places}
 
@@ -96,10 +103,14 @@ class _Sweep:
             h = h * sign.astype(self._table.real)
         inside: Any = None
         weights: list[Array] = []
-        if done.most:
+        if done.most and self._saved is not None:
             inside, weights, at_end = self._seeds(done)
             cotangent = cotangent + at_end
-        k, pulls, y = self._stages(done, h, last + (inside is not None))
+        k, pulls, y = self._stages(done, h, last + (inside is not None or bool(done.met)))
+        for met in done.met:
+            cotangent, value, more = self._crossed(done, met, h, k, cotangent)
+            inside = value if inside is None else np.concatenate([inside, value])
+            weights = [np.concatenate(pair) for pair in zip(weights, more)] if weights else more
         before = cotangent if inside is None else cotangent + np.sum(inside, axis=0)
         bars: Any = np.empty_like(done.u, shape=(last, *done.u.shape))  # h ȳ_i of the stages from the second on
         if inside is not None:
@@ -116,6 +127,31 @@ class _Sweep:
             if j:
                 bars[j - 1] = h * y_bar
         return before
+
+    def _crossed(
+        self, done: Round, met: Met, h: Array, k: Array, cotangent: Array
+    ) -> tuple[Array, Array, list[Array]]:
+        """Return the cotangent of the round's states, and that of states at an event, (1, d, n), with their weights."""
+        end, columns = None, met.columns
+        if met.terminal:
+            time = self._times[0][self._block.ids[columns]]
+            end, cotangent = cotangent[:, columns], cotangent.copy()
+            cotangent[:, columns] = 0
+        else:
+            time = self._times[1][met.row]
+        places = tuple(self._parts)
+        found = crossing(self._record, self._block, met, done.u, h, k, end, time, places)
+        for place, part in zip(places, found.leaves):
+            if part is not None and self._record.batch.p.varies[place]:
+                self._parts[place][..., columns] += part
+            elif part is not None:
+                self._parts[place] = self._parts[place] + part
+        value = np.zeros_like(cotangent)
+        value[:, columns] = found.value
+        weights = [np.zeros_like(h) for _ in found.weights]
+        for all_of_them, own in zip(weights, found.weights):
+            all_of_them[columns] = own
+        return cotangent, value[None], [weight[None] for weight in weights]
 
     def _stages(self, done: Round, h: Array, count: int) -> tuple[Array, list[Callable], list[Array]]:
         """Compute stages again, and return them, their transposed derivatives and their arguments."""

@@ -34,16 +34,12 @@ def check(batch: Batch, settings: Settings) -> None:
     Raises
     ------
     NotImplementedError
-        For events, and states that are matrices.
+        For states that are matrices.
     TypeError
         Where parameters aren't on the device of the states, or the other way round.
     """
-    for asked, what in (
-        (settings.events, "events aren't looked for"),
-        (len(batch.shape) > 1, "states that are matrices aren't solved"),
-    ):
-        if asked:
-            raise NotImplementedError(f"solve: {what} on devices. {_REMEDY}.")
+    if len(batch.shape) > 1:
+        raise NotImplementedError(f"solve: states that are matrices aren't solved on devices. {_REMEDY}.")
     if len(batch.u0) == 0:
         raise ValueError(f"solve: u0 must have one component at least, but has shape {batch.shape}.")
     _check_place(batch)

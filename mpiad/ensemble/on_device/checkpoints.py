@@ -9,7 +9,7 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.ensemble.on_device.rates import Rates
 from mpiad.ensemble.on_device.record import Block, Record, Round
-from mpiad.ensemble.on_device.stages import Stages
+from mpiad.ensemble.on_device.stages import Stages, polynomials, states_at
 
 __all__ = ["backwards", "forwards"]
 
@@ -51,4 +51,10 @@ def _advanced(record: Record, block: Block, done: Round, u: Array) -> Array:
     if sign is not None:
         k = k * sign.astype(table.real)
     stages = Stages(table, rates, u, k, p, done.t, done.h, done.t_new, sign)
-    return np.where(done.accepted, stages.new, u)
+    new = np.where(done.accepted, stages.new, u)
+    for met in done.met:
+        if met.terminal:
+            c = met.columns
+            terms = polynomials(table, u[:, c], stages.h[c], np.take(stages.k, c, axis=-1))
+            new[:, c] = states_at(terms, met.x.astype(table.real))
+    return new

@@ -12,14 +12,15 @@ from autograd.extend import defjvp_argnums, defvjp_argnums, primitive
 from autograd.tracer import getval, isbox
 
 from mpiad._typing import Array
-from mpiad.device.numpy import concatenate
+from mpiad.device import to_host
+from mpiad.differentiation.concatenation import Concatenation
 from mpiad.differentiation.gradient import cotangents_of_variables
 from mpiad.differentiation.trace import Variables, trace_backwards, trace_forwards
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.directions import numbers
 from mpiad.ensemble.on_device.adjoint import pull
 from mpiad.ensemble.on_device.directions import contracted
-from mpiad.ensemble.on_device.record import Record
+from mpiad.ensemble.on_device.record import Events, Record
 from mpiad.ensemble.on_device.replay import replayed
 from mpiad.ensemble.on_device.tangents import kept
 from mpiad.ensemble.solution import EnsembleSolution
@@ -58,35 +59,64 @@ def differentiable(
             "solve: adjoint='continuous' isn't computed on devices, where gradients are those of the discrete solution. "
             "Leave it out, or bring u0 and p to the host with mpiad.device.to_host."
         )
-    count, d = batch.size, len(batch.u0)
-    plain = np.concatenate([sol.u.reshape(-1), sol.u_end.reshape(-1)])
-    results = _Results(record, plain, (count, sol.u.size // max(1, count * d), d), gradient == "tangent")
-    u, u_end = results.parts(_solved(batch.u0, batch.start, batch.end, *batch.p.leaves, results=results))
-    return dataclasses.replace(sol, u=anp.reshape(u, sol.u.shape), u_end=anp.reshape(u_end, sol.u_end.shape))
+    results = _Results.of(sol, record, gradient == "tangent")
+    u, u_end, *times = results.parts(_solved(batch.u0, batch.start, batch.end, *batch.p.leaves, results=results))
+    changes = {"u": anp.reshape(u, sol.u.shape), "u_end": anp.reshape(u_end, sol.u_end.shape)}
+    if times:
+        reached, crossed = map(to_host, times)
+        changes.update(t_reached=reached, events=_traced_events(sol, record.events, reached, crossed))  # type: ignore[arg-type]
+    return dataclasses.replace(sol, **changes)
+
+
+def _traced_events(sol: EnsembleSolution, happened: Events, reached: Array, crossed: Array) -> dict[int, Any]:
+    """Return the events with traced times, but for those of trajectories that failed."""
+    events = {i: list(found) for i, found in sol.events.items()}
+    for i, order, row in happened.passed:
+        events[i][order] = events[i][order][0], crossed[row]
+    for i in np.flatnonzero(happened.ended).tolist():
+        events[i][-1] = events[i][-1][0], reached[i]
+    return events
 
 
 class _Results(NamedTuple):
-    """The results of a solve as one vector.
+    """The results of a solve as one vector, and back.
 
     Parameters
     ----------
     record : Record
+    layout : Concatenation
+        Of saved states, (N, n_saved, d), final ones, (N, d), and with events the times at which trajectories ended, (N,),
+        and those of all events.
     vector : array
-        Saved states, of `shape` (N, n_saved, d), and final ones, (N, d).
-    shape : tuple of int
     by_tangent : bool
         Whether gradients are computed by tangents.
     """
 
     record: Record
+    layout: Concatenation
     vector: Array
-    shape: tuple[int, int, int]
     by_tangent: bool
 
-    def parts(self, vector: Array) -> tuple[Array, Array]:
-        """Return saved and final states of such a vector."""
-        cut = self.shape[0] * self.shape[1] * self.shape[2]
-        return anp.reshape(vector[:cut], self.shape), anp.reshape(vector[cut:], (self.shape[0], self.shape[2]))
+    @classmethod
+    def of(cls, sol: EnsembleSolution, record: Record, by_tangent: bool) -> _Results:
+        """Return those of a solution of plain arrays."""
+        count, d = len(sol.u_end), len(record.batch.u0)
+        values = [sol.u.reshape(count, -1, d) if sol.u.size else sol.u.reshape(count, 0, d), sol.u_end.reshape(count, d)]
+        if record.events is not None:
+            values += [record.events.reached, record.events.times]
+        layout = Concatenation([spec_like(value) for value in values])
+        return cls(record, layout, layout.vector(values), by_tangent)
+
+    def parts(self, vector: Array) -> list[Array]:
+        """Return the results of such a vector."""
+        return self.layout.parts(vector)
+
+    def replayed(self, args: Sequence[Any]) -> Array:
+        """Return the vector as a function that traces see."""
+        u0, start, end, *leaves = args
+        saved, *others = replayed(self.record, u0, start, end, leaves)
+        saved = self.layout.specs[0].zeros() if saved is None else saved
+        return self.layout.vector([saved, *[part for part in others if part is not None]])
 
 
 @primitive
@@ -102,46 +132,45 @@ def _adjoint(argnums: tuple[int, ...], ans: Array, args: tuple, kwargs: dict) ->
 
     def vjp(g: Array) -> list[Array]:
         if not plain or isbox(g) or (timed and not results.by_tangent):
-            return _replayed_adjoint(results.record, argnums, args, g)
+            return _replayed_adjoint(results, argnums, args, g)
         g = conform(g, *spec_like(ans))
-        if timed:
+        if results.by_tangent and (timed or results.record.events is not None):
             return _replayed_tangents(results, argnums, args, g)
         places = [k - _LEAVES for k in argnums if k >= _LEAVES]
-        saved, end = results.parts(g)
+        saved, end, *times = results.parts(g)
         if results.by_tangent:
             u0, leaves = contracted(results.record, saved, end, _U0 in argnums, places)
         else:
-            u0, leaves = pull(results.record, saved, end, places)
+            u0, leaves = pull(results.record, saved, end, places, times)
         return [conform(leaves[k - _LEAVES] if k else u0, *spec_like(args[k])) for k in argnums]
 
     return vjp
 
 
 def _tangent(argnums: tuple[int, ...], gs: Sequence[Any], ans: Array, args: tuple, kwargs: dict) -> Array:
-    record = kwargs["results"].record
-    if any(map(isbox, (*args, *gs))) or _START in argnums or _END in argnums:
-        return _replayed_tangent(record, argnums, gs, args)
+    results = kwargs["results"]
+    record, timed = results.record, _START in argnums or _END in argnums
+    if timed or record.events is not None or any(map(isbox, (*args, *gs))):
+        return _replayed_tangent(results, argnums, gs, args)
     along = {k: conform(g, *spec_like(args[k])) for k, g in zip(argnums, gs)}
     u0 = along.pop(_U0) if _U0 in along else np.zeros_like(args[_U0])
     saved, end = kept(record, Directions(u0[None], {k - _LEAVES: [g] for k, g in along.items()}))
-    return np.concatenate([part.reshape(-1) for part in (saved, end) if part is not None])
+    return results.layout.vector([results.layout.specs[0].zeros() if saved is None else saved[0], end[0]])
 
 
-def _replayed(record: Record, argnums: tuple[int, ...], args: tuple) -> tuple[Callable, Variables]:
+def _replayed(results: _Results, argnums: tuple[int, ...], args: tuple) -> tuple[Callable, Variables]:
     """Return the results as a function of some arguments, which traces see, and these arguments."""
-    def results(chosen: Sequence[Any]) -> Array:
+    def chosen(values: Sequence[Any]) -> Array:
         filled = list(args)
-        for k, value in zip(argnums, chosen):
+        for k, value in zip(argnums, values):
             filled[k] = value
-        u0, start, end, *leaves = filled
-        parts = replayed(record, u0, start, end, leaves)
-        return concatenate([anp.reshape(part, (-1,)) for part in parts if part is not None])
+        return results.replayed(filled)
 
-    return results, Variables([args[k] for k in argnums], list(range(len(argnums))), list)
+    return chosen, Variables([args[k] for k in argnums], list(range(len(argnums))), list)
 
 
-def _replayed_adjoint(record: Record, argnums: tuple[int, ...], args: tuple, g: Array) -> list[Array]:
-    fun, variables = _replayed(record, argnums, args)
+def _replayed_adjoint(results: _Results, argnums: tuple[int, ...], args: tuple, g: Array) -> list[Array]:
+    fun, variables = _replayed(results, argnums, args)
     traced = trace_backwards(fun, variables)
     # Of what wasn't reached the states are NaN, and so may their cotangents be.
     g = anp.where(anp.isnan(getval(g)), 0.0, g)
@@ -149,28 +178,38 @@ def _replayed_adjoint(record: Record, argnums: tuple[int, ...], args: tuple, g: 
     return cotangents_of_variables(traced, seeds, variables)
 
 
-def _replayed_tangent(record: Record, argnums: tuple[int, ...], gs: Sequence[Any], args: tuple) -> Array:
-    fun, variables = _replayed(record, argnums, args)
+def _replayed_tangent(results: _Results, argnums: tuple[int, ...], gs: Sequence[Any], args: tuple) -> Array:
+    fun, variables = _replayed(results, argnums, args)
     return trace_forwards(fun, variables, [conform(g, *spec_like(args[k])) for k, g in zip(argnums, gs)], "solve")[1]
 
 
 def _replayed_tangents(results: _Results, argnums: tuple[int, ...], args: tuple, g: Array) -> list[Array]:
     """Return a gradient by tangents of the replay, one number of a trajectory after the other."""
     # Of what wasn't reached cotangents may be NaN.
-    found, (saved, end) = [], results.parts(np.where(np.isnan(g), 0, g))
+    found, bars = [], results.parts(np.where(np.isnan(g), 0, g))
     for k in argnums:
         varies = k < _LEAVES or results.record.batch.p.varies[k - _LEAVES]
         total = np.zeros_like(args[k])
         for index, unit in numbers(args[k], varies):
             direction = np.zeros_like(args[k])
             direction[index] = unit
-            of_saved, of_end = results.parts(_replayed_tangent(results.record, (k,), [direction], args))
-            part = np.sum((saved * of_saved).real, axis=(1, 2)) + np.sum((end * of_end).real, axis=1)
+            part = _in_common(results, bars, results.parts(_replayed_tangent(results, (k,), [direction], args)))
             part = part if unit == 1.0 else -1j * part
             part = part if varies else np.sum(part)
             total[index] += part if is_device_array(args[k]) else arrays_of(part).to_host(part)  # type: ignore[union-attr]
         found.append(conform(total, *spec_like(args[k])))
     return found
+
+
+def _in_common(results: _Results, bars: list[Array], tangents: list[Array]) -> Array:
+    """Return for each trajectory what cotangents and tangents of its results have in common, shape (N,)."""
+    (saved, end, *times), (of_saved, of_end, *of_times) = bars, tangents
+    part = np.sum((saved * of_saved).real, axis=(1, 2)) + np.sum((end * of_end).real, axis=1)
+    if times:
+        part = part + times[0] * of_times[0]
+        home: Any = arrays_of(part)
+        home.add_at(part, results.record.events.ids, times[1] * of_times[1])  # type: ignore[union-attr]
+    return part
 
 
 defvjp_argnums(_solved, _adjoint)

@@ -8,13 +8,15 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.events import Event
+from mpiad.ensemble.on_device.events import Met
 from mpiad.ensemble.on_device.every_step import EveryStep
 from mpiad.ensemble.on_device.saving import Due, SaveTimes
 from mpiad.ensemble.on_device.stages import Table
 from mpiad.ensemble.on_device.working_set import WorkingSet
 from mpiad.transport.device_arrays import arrays_of
 
-__all__ = ["Block", "Record", "Round"]
+__all__ = ["Block", "Events", "Record", "Round"]
 
 
 class Round(NamedTuple):
@@ -29,8 +31,11 @@ class Round(NamedTuple):
     place : array of int, shape (n,)
     count : array of int, shape (n,), or None
         How many saved times lie in the step of each column, from `place` on.
+    reached : array, shape (n,), or None
+        When the step ended, where a terminal event may have cut it short; None elsewhere: it is `t_new`.
     most : int
-        Of one column.
+        Of saved times in one column's step.
+    met : list of Met
     """
 
     t: Array
@@ -40,16 +45,48 @@ class Round(NamedTuple):
     u: Any
     place: Array
     count: Array | None
+    reached: Array | None
     most: int
+    met: list[Met]
 
     def at(self, columns: Array) -> Round:
         """Return the round of some columns."""
-        taken: list[Any] = [None if array is None else np.take(array, columns, axis=-1) for array in self[:-1]]
-        return Round._make([*taken, self.most])
+        taken: list[Any] = [None if array is None else np.take(array, columns, axis=-1) for array in self[:-2]]
+        if not self.met:
+            return Round._make([*taken, self.most, []])
+        place = np.full_like(columns, -1, shape=self.t.shape)
+        place[columns] = arrays_of(columns).arange(len(columns))  # type: ignore[union-attr]
+        return Round._make([*taken, self.most, [part.at(place) for part in self.met]])
 
     def steps(self) -> Array:
         """Return the steps that were made: zero where one wasn't accepted."""
         return np.where(self.accepted, self.h, 0.0)
+
+
+class Events(NamedTuple):
+    """What happened in a solve.
+
+    Parameters
+    ----------
+    asked : tuple of Event
+    reached : array, shape (N,)
+        When each trajectory ended.
+    ids : array of int, shape (m,)
+        Of the table of all events: the trajectories.
+    times : array, shape (m,)
+        And when.
+    ended : array of bool, shape (N,)
+        Which ended by one; on the host.
+    passed : list of (int, int, int)
+        Those on the way of trajectories that didn't fail: the trajectory, which of its events it is, and the table's row.
+    """
+
+    asked: tuple[Event, ...]
+    reached: Array
+    ids: Array
+    times: Array
+    ended: np.ndarray
+    passed: list[tuple[int, int, int]]
 
 
 class Block:
@@ -90,6 +127,8 @@ class Record:
         Without the columns of trajectories that failed, once the record is closed.
     live : array of bool, shape (N,), or None
         Which didn't fail, on the device; None where all are.
+    events : Events or None
+        None where none were looked for.
     """
 
     def __init__(self, batch: Batch, table: Table, saves: SaveTimes | EveryStep | None, every: int | None = None):
@@ -97,6 +136,7 @@ class Record:
         self.signs = np.where(batch.end < batch.start, -1.0, 1.0)
         self.blocks: list[Block] = []
         self.live: Array | None = None
+        self.events: Events | None = None
 
     def begin(self, now: WorkingSet) -> None:
         """Begin a block of columns."""
@@ -127,7 +167,8 @@ class Record:
     def due(self, block: Block, done: Round) -> Due:
         """Return what was saved in a round."""
         saves: Any = self.saves
-        return saves.due(block.ids, done.place, done.count, done.most, done.t, done.h, done.t_new)
+        end = done.t_new if done.reached is None else done.reached
+        return saves.due(block.ids, done.place, done.count, done.most, done.t, done.h, end)
 
     def masked(self, x: Array) -> Array:
         """Return an array whose last axis counts trajectories, with zeros for those that failed."""

@@ -11,11 +11,13 @@ from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.controller import LEAST_ERROR
 from mpiad.ensemble.entrance import least_step
 from mpiad.ensemble.on_device.arguments import check
+from mpiad.ensemble.on_device.events import EventWatch, note_events
 from mpiad.ensemble.on_device.every_step import EveryStep
 from mpiad.ensemble.on_device.rates import Rates
-from mpiad.ensemble.on_device.record import Record, Round
+from mpiad.ensemble.on_device.record import Events, Record, Round
 from mpiad.ensemble.on_device.saving import SaveTimes
 from mpiad.ensemble.on_device.stages import Stages, Table
+from mpiad.ensemble.on_device.trials import ENDED, Look, Try
 from mpiad.ensemble.on_device.working_set import WorkingSet
 from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.retcodes import ReturnCode
@@ -71,6 +73,9 @@ def _nothing(batch: Batch, settings: Settings) -> Outcome:
     if settings.record:
         every = EveryStep(batch) if settings.saveat is None else None
         outcome.record = Record(batch, Table(settings.alg.tableau, batch.u0), saves or every)
+        if settings.events:
+            none: Any = home.empty((0,), float)  # type: ignore[union-attr]
+            outcome.record.events = Events(settings.events, none, none.astype(np.int64), none, outcome.failed, [])
     return outcome
 
 
@@ -88,7 +93,8 @@ class _Solve:
         self._signs = np.where(batch.end < batch.start, -1.0, 1.0)
         self._saves = None
         if settings.saveat is not None and settings.saveat.shape[-1]:
-            self._saves = SaveTimes(settings.saveat, batch, self._signs)
+            self._saves = SaveTimes(settings.saveat, batch, self._signs, bool(settings.events))
+        self._watch = EventWatch(settings.events, batch, self._table) if settings.events else None
         self._looks = self._saves is not None and self._saves.looks
         self._steps = EveryStep(batch) if settings.saveat is None else None
         self._record = None
@@ -142,6 +148,8 @@ class _Solve:
         p = batch.p.build(batch.p.leaves)
         actual = self._table.time(0, t, t, t, sign)
         self._rates.check(u, p, actual)
+        if self._watch is not None:
+            self._watch.check(u, p, self._actual(t, sign))
         rate = lambda u, t: self._directed(self._rates.at(u, p, self._table.time(0, t, t, t, sign)), sign)  # noqa: E731
         k = rate(u, t)
         if settings.dt is not None:
@@ -154,11 +162,18 @@ class _Solve:
         place = none if not self._looks else self._spread(self._saves.initial.sum(axis=1))  # type: ignore[union-attr]
         now = WorkingSet(
             self._arrays.arange(batch.size), t, end, h, np.full_like(h, LEAST_ERROR), none, none, place,
-            np.full_like(none, _SUCCESS), live, none > 0, sign, u, k, list(batch.p.leaves),
+            np.full_like(none, _SUCCESS), live, none > 0, sign, u, k, self._conditions(u, p, t, sign), list(batch.p.leaves),
         )  # fmt: skip
         if self._record is not None:
             self._record.begin(now)
         return now
+
+    @staticmethod
+    def _actual(t: Array, sign: Array | None) -> Array:
+        return t if sign is None else t * sign
+
+    def _conditions(self, u: Array, p: Any, t: Array, sign: Array | None) -> Array | None:
+        return None if self._watch is None else self._watch.values(u, p, self._actual(t, sign))
 
     def _directed(self, k: Array, sign: Array | None) -> Array:
         return k if sign is None else k * sign.astype(self._table.real)
@@ -171,26 +186,48 @@ class _Solve:
         h = t_new - now.t
         p = self._batch.p.build(now.leaves)
         stages = Stages(self._table, self._rates, now.u, now.k, p, now.t, h, t_new, now.sign)
-        accepted, code, h_next, q2 = self._judged(now, stages, h, t_new)
-        moved = now._replace(
-            t=np.where(accepted, t_new, now.t), h=h_next, q2=q2, number=now.number + accepted,
-            tries=now.tries + now.live, u=np.where(accepted, stages.new, now.u),
-            k=np.where(accepted, stages.k[-1], now.k), rejected=~accepted, code=code,
+        values = self._conditions(stages.new, p, t_new, now.sign)
+        tried = Try(t_new, stages.new, stages.k[-1], *self._judged(now, stages, h, t_new), values)
+        accepted = tried.accepted
+        moved, happened = self._moved(now, tried, turn), None
+        crossed = None
+        if self._watch is not None:
+            crossed = self._watch.crossed(now.values, tried.values, accepted)  # type: ignore[arg-type]
+        look = self._looked(now, moved, accepted, crossed)
+        if any(look.events):
+            happened = self._watch.happened(now, stages, h, crossed, look.events)  # type: ignore[union-attr, arg-type]
+            tried = tried.cut(happened, now.t)
+            moved = self._moved(now, tried, turn)
+            look = self._looked(now, moved, accepted, None)
+        count = look.count
+        done = Round(
+            now.t, h, t_new, accepted, now.u, now.place, count if look.most else None,
+            tried.t if happened else None, look.most, happened.met if happened else [],
         )  # fmt: skip
-        if turn >= self._settings.max_steps:
-            moved = moved._replace(code=np.where(now.live & (code < 0), _TIRED, code))
-        # Codes below zero: still under way.
-        moved = moved._replace(live=now.live & (moved.code < 0), code=np.where(now.live, moved.code, now.code))
-        alive, most, count = self._looked(now, moved, accepted)
         if self._record is not None:
-            self._record.note(Round(now.t, h, t_new, accepted, now.u, now.place, count if most else None, most))
+            self._record.note(done)
         if self._steps is not None:
             self._steps.note(now, moved, accepted)
             moved = moved._replace(place=now.place + count)
-        elif most:
-            self._save(now, stages, count, most, h, t_new)
+        elif look.most:
+            self._save(now, stages, tried, count, look.most, h)
             moved = moved._replace(place=now.place + count)
-        return moved, alive
+        return moved, look.alive
+
+    def _moved(self, now: WorkingSet, tried: Try, turn: int) -> WorkingSet:
+        """Return the working set after a round."""
+        accepted, code = tried.accepted, tried.code
+        moved = now._replace(
+            t=np.where(accepted, tried.t, now.t), h=tried.h, q2=tried.q2, number=now.number + accepted,
+            tries=now.tries + now.live, u=np.where(accepted, tried.u, now.u), k=np.where(accepted, tried.k, now.k),
+            rejected=~accepted, code=code,
+        )  # fmt: skip
+        if tried.values is not None:
+            moved = moved._replace(values=np.where(accepted, tried.values, now.values))
+        if turn >= self._settings.max_steps:
+            moved = moved._replace(code=np.where(now.live & (code < 0), _TIRED, code))
+        # Codes below zero: still under way.
+        return moved._replace(live=now.live & (moved.code < 0), code=np.where(now.live, moved.code, now.code))
 
     def _proposed(self, now: WorkingSet) -> Array:
         t_new = now.t + now.h
@@ -220,23 +257,27 @@ class _Solve:
         # What has ended mustn't make steps of zero or NaN of its own.
         return accepted, code, np.where(now.live, np.where(small & accepted, least, h_next), 1.0), q2
 
-    def _looked(self, now: WorkingSet, moved: WorkingSet, accepted: Array) -> tuple[int, int, Any]:
-        """Return how many still move, and how many saved times lie in the longest step: the round's one look."""
-        alive = np.sum(moved.live)
-        if not self._looks:
-            told = int(self._arrays.to_host(alive))
-            return (told, 0, None) if self._steps is None else (told, 1, accepted.astype(np.int64))
-        passed = self._saves.passed(now.ids, moved.t)  # type: ignore[union-attr]
-        count = np.where(accepted, passed - now.place, 0)
-        alive, most = self._arrays.to_host(np.stack([alive, np.max(count)])).tolist()
-        return alive, most, count
+    def _looked(self, now: WorkingSet, moved: WorkingSet, accepted: Array, crossed: Array | None) -> Look:
+        """Return what the host learns of a round: its one look, and a second one after events."""
+        numbers, count = [np.sum(moved.live)], None
+        if self._looks:
+            passed = self._saves.passed(now.ids, moved.t)  # type: ignore[union-attr]
+            count = np.where(accepted, passed - now.place, 0)
+            numbers.append(np.max(count))
+        if crossed is not None:
+            numbers += [np.sum(one) for one in (crossed[e] for e in range(len(crossed)))]
+        told = self._arrays.to_host(np.stack(numbers) if len(numbers) > 1 else numbers[0]).reshape(-1).tolist()
+        alive, most = told[0], told[1] if self._looks else 0
+        if self._steps is not None:
+            most, count = 1, accepted.astype(np.int64)
+        return Look(alive, most, count, told[1 + self._looks :])
 
-    def _save(self, now: WorkingSet, stages: Stages, count: Array, most: int, h: Array, t_new: Array) -> None:
+    def _save(self, now: WorkingSet, stages: Stages, tried: Try, count: Array, most: int, h: Array) -> None:
         saves: Any = self._saves
-        due = saves.due(now.ids, now.place, count, most, now.t, h, t_new)
+        due = saves.due(now.ids, now.place, count, most, now.t, h, tried.t)
         for part in saves.groups(most, now.u.size):
             inside = stages.inside(now.u, due.x[part])
-            states = np.where(due.at_end[part][:, None], stages.new, inside)
+            states = np.where(due.at_end[part][:, None], tried.u, inside)
             self._saved[now.ids, due.slot[part]] = np.moveaxis(states, 1, -1)  # type: ignore[index]
 
     # ---- the end
@@ -260,9 +301,16 @@ class _Solve:
             start = self._spread(batch.start * self._signs)
             outcome.saved, times = self._steps.collected(start, int(outcome.naccept.max()))
             outcome.saved_times = self._arrays.to_host(times) * self._signs[:, None]
+        rows = None if self._watch is None else self._watch.rows()
+        passed = [] if rows is None else note_events(outcome, self._arrays.to_host(rows), self._settings.events)
         if self._record is not None:
             self._record.close(outcome.failed)
             outcome.record = self._record
+            if rows is not None:
+                reached = self._facts[0] * self._spread(self._signs)
+                self._record.events = Events(
+                    self._settings.events, reached, rows[0].astype(np.int64), rows[4], codes == ENDED, passed
+                )
         return outcome
 
     def _all_saved(self, codes: np.ndarray) -> Array:

@@ -43,6 +43,8 @@ class SaveTimes:
         On the host.
     batch : Batch
     signs : array, shape (N,)
+    watched : bool
+        Whether each step must be looked at anyway: not all trajectories may come to their ends.
 
     Attributes
     ----------
@@ -58,12 +60,12 @@ class SaveTimes:
 
     inside = True
 
-    def __init__(self, times: np.ndarray, batch: Batch, signs: np.ndarray):
+    def __init__(self, times: np.ndarray, batch: Batch, signs: np.ndarray, watched: bool = False):
         self.count = times.shape[-1]
         start, end = batch.start[:, None], batch.end[:, None]
         self.initial = (times == start) | (start == end)
         at_end = (times == end) & ~self.initial
-        self.looks = not (self.initial | at_end).all()
+        self.looks = not (self.initial.all() if watched else (self.initial | at_end).all())
         # Where every step is looked at, what lies at the end is saved with the last one.
         self.final = at_end if not self.looks else np.zeros_like(at_end)
         self._rows: Any = None

@@ -11,7 +11,7 @@ from mpiad.ensemble.on_device.rates import Rates
 from mpiad.ensemble.tableaus import Tableau
 from mpiad.transport.device_arrays import arrays_of
 
-__all__ = ["Stages", "Table", "interpolation"]
+__all__ = ["Stages", "Table", "interpolation", "polynomials", "states_at"]
 
 
 class Table:
@@ -30,6 +30,8 @@ class Table:
     columns : list of array
         Column j: the weights of stage j in the arguments of the stages behind it.
     error : array or None
+    dense : array, shape (degree, stages)
+        The interpolant's weights of the stages, by powers of the part of the step.
     real : dtype
         Of times and steps as f sees them.
     """
@@ -38,14 +40,15 @@ class Table:
         self.tableau, self.real = tableau, np.zeros(0, like.dtype).real.dtype
         last = tableau.stages - 1
         columns = [tuple(tableau.a[i - 1][j] for i in range(j + 1, last + 1)) for j in range(last)]
-        pieces = [*tableau.a, *columns, tableau.error or ()]
+        pieces = [*tableau.a, *columns, tableau.error or (), tableau.dense.T.reshape(-1)]
         cuts = np.cumsum([len(piece) for piece in pieces])[:-1].tolist()
         # In one copy: each costs as much as a thousand times as many numbers would.
         home: Any = arrays_of(like)
         whole = home.to_device(np.concatenate(pieces).astype(like.dtype))
         found = [whole[a:b] for a, b in zip([0, *cuts], [*cuts, len(whole)])]
         self.rows, self.columns = found[:last], found[last : 2 * last]
-        self.error: Any = None if tableau.error is None else found[-1]
+        self.error: Any = None if tableau.error is None else found[-2]
+        self.dense = found[-1].reshape(tableau.dense.T.shape)
 
     def time(self, i: int, t: Array, h: Array, t_new: Array, sign: Array | None) -> Array:
         """Return the times of stage i as f sees them."""
@@ -100,6 +103,29 @@ class Stages:
         for i, weight in enumerate(interpolation(self._table, x)):
             total += weight[:, None] * self.k[i]
         return u + self.h * total
+
+
+def polynomials(table: Table, u: Array, h: Array, k: Array) -> Array:
+    """Return the states inside of a step as polynomials in the part of it that is gone, shape (degree + 1, d, n).
+
+    Parameters
+    ----------
+    table : Table
+    u : array, shape (d, n)
+        Before the step.
+    h : array, shape (n,)
+        As in `Stages`: signed where its stages aren't.
+    k : array, shape (stages, d, n)
+    """
+    return np.concatenate([u[None], h * np.tensordot(table.dense, k, 1)])
+
+
+def states_at(terms: Array, x: Array) -> Array:
+    """Return the states at the parts x of such polynomials, x of shape (n,) and real."""
+    total = terms[-1]
+    for power in range(len(terms) - 2, -1, -1):
+        total = total * x + terms[power]
+    return total
 
 
 def interpolation(table: Table, x: Array) -> list[Array]:

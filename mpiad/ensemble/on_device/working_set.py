@@ -30,6 +30,8 @@ class WorkingSet(NamedTuple):
         -1 for columns that go backwards; None where there are none.
     u, k : array, shape (d, n)
         The states, and f there in the direction of the solve.
+    values : array, shape (events, n), or None
+        Of the events' conditions there; None without events.
     leaves : list
         Of the parameters of these columns.
     """
@@ -48,6 +50,7 @@ class WorkingSet(NamedTuple):
     sign: Array | None
     u: Array
     k: Array
+    values: Array | None
     leaves: list[Any]
 
     def at(self, columns: Array, varies: list[bool]) -> WorkingSet:

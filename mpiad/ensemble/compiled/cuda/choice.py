@@ -73,9 +73,9 @@ def _traces(given: Batch) -> set[int]:
     return found
 
 
-def not_on_devices(compiler: Compiler, given: Batch, settings: Settings) -> bool:
+def not_on_devices(compiler: Compiler, given: Batch) -> bool:
     """Tell whether arrays on a device can't solve it either, but arrays on the host can."""
-    return bool(settings.events or len(given.shape) > 1 or (given.traced and compiler.adjoint != "discrete"))
+    return len(given.shape) > 1 or (given.traced and compiler.adjoint != "discrete")
 
 
 def is_small(loaded: Loaded) -> bool:

@@ -63,7 +63,7 @@ def solved_on_gpu(
     compiler.compile = False  # for the host
     if not on_host:
         return by_arrays(instead, given, placed(batch), settings)
-    if not_on_devices(compiler, given, settings):
+    if not_on_devices(compiler, given):
         return by_arrays(instead, given, batch, settings)
     moved = _moved(given, arrays)
     sol = by_arrays(instead, moved, moved.plain(), settings)

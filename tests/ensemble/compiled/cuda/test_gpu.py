@@ -358,7 +358,7 @@ def test_batches_and_statistics_on_the_device():
 
 # ---- What a kernel can't do ------------------------------------------------------------------------------------------
 REFUSED = {
-    "events": ({"events": Event(lambda u, p, t: u[0] - 3.0)}, "events="),
+    "events": ({"events": Event(lambda u, p, t: u[0] - 1.0)}, "events="),
     "every step": ({"save_everystep": True}, "save_everystep=True"),
     "function": ({"f": lambda u, p, t: -p[0] * np.sort(u, axis=0)}, r"test_gpu.py:\d+: .*numpy.sort"),
 }
@@ -381,11 +381,13 @@ def test_what_a_kernel_cannot_do_is_said_once_and_done_by_arrays(name, caplog):
     assert not launcher.launches
 
 
-def test_what_devices_cannot_do_either_is_refused_by_name(caplog):
-    given = ensemble(lambda u, p, t: -p[0] * u, on_device(states(6)), on_device(parameters(6)))
-    with pytest.raises(NotImplementedError, match="events aren't looked for on devices"):
-        solve(given, RK45(), EnsembleGPU(), events=Event(lambda u, p, t: u[0] - 3.0))
+def test_events_of_device_arrays_are_found_there(caplog):
+    u0, p, half = states(6), parameters(6), Event(lambda u, p, t: u[0] - 0.5)
+    given = ensemble(lambda u, p, t: -p[0] * u, on_device(u0), on_device(p))
+    sol = solve(given, RK45(), EnsembleGPU(), events=half)
     assert "kernels don't look for events=" in caplog.text
+    sol.u, sol.u_end = on_host(sol.u), on_host(sol.u_end)
+    assert_same(sol, solve(ensemble(lambda u, p, t: -p[0] * u, u0, p), events=half, compile=False), rtol=1e-9)
 
 
 def test_gradients_by_arrays_on_the_device(caplog):
