@@ -9,6 +9,7 @@ import autograd.numpy as anp
 import numpy as np
 
 from mpiad._typing import Array
+from mpiad.device.assembly import array, concatenate
 from mpiad.ensemble.batch import Batch
 
 __all__ = ["Field"]
@@ -59,8 +60,8 @@ class Field:
         for j in range(u.shape[1]):
             own = [leaf[..., j] if varies else leaf for leaf, varies in zip(leaves, self._varies)]
             value = self._f(anp.reshape(u[:, j], self._shape), self._build(own), t[j])
-            columns.append(anp.reshape(value, (-1, 1)))
-        return columns[0] if len(columns) == 1 else anp.concatenate(columns, axis=1)
+            columns.append(anp.reshape(array(value) if isinstance(value, (list, tuple)) else value, (-1, 1)))
+        return columns[0] if len(columns) == 1 else concatenate(columns, axis=1)
 
 
 def is_whole(rows: Sequence[Any], shape: tuple[int, int]) -> bool:

@@ -190,10 +190,6 @@ def _shared(u, p, t):
     return [p[0] * u[0], p[1] * anp.sum(u)]
 
 
-def _matrix(u, p, t):
-    return u @ u
-
-
 @pytest.mark.parametrize(
     ("change", "kind", "said"),
     [
@@ -216,8 +212,6 @@ def test_backends_of_the_host_are_refused(backend):
     u0, p = map(on_device, _inputs())
     with pytest.raises(NotImplementedError, match="runs on the host.*EnsembleVectorized"):
         solve(EnsembleProblem(ODEProblem(predators, [1.0, 1.0], (0.0, 3.0)), u0=u0, p=p), RK45(), backend)
-    with pytest.raises(NotImplementedError, match="matrices"):
-        solve(ODEProblem(_matrix, on_device(np.eye(2)), (0.0, 1.0)))
 
 
 def test_statistics_of_the_survivors():

@@ -7,13 +7,9 @@ from typing import Any
 import numpy as np
 
 from mpiad.ensemble.batch import Batch
-from mpiad.ensemble.settings import Settings
 from mpiad.transport.device_arrays import arrays_of, is_device_array
 
 __all__ = ["check", "is_on_device", "placed"]
-
-_REMEDY = "Bring the states and parameters to the host with mpiad.device.to_host, and solve there"
-
 
 def is_on_device(batch: Batch) -> bool:
     """Tell whether the states or parameters of a batch of plain arrays are device arrays."""
@@ -28,18 +24,14 @@ def placed(batch: Batch) -> Batch:
     return batch._replace(u0=home.to_device(np.ascontiguousarray(batch.u0)))
 
 
-def check(batch: Batch, settings: Settings) -> None:
+def check(batch: Batch) -> None:
     """Raise where a solve on the device can't be made of such arguments.
 
     Raises
     ------
-    NotImplementedError
-        For states that are matrices.
     TypeError
         Where parameters aren't on the device of the states, or the other way round.
     """
-    if len(batch.shape) > 1:
-        raise NotImplementedError(f"solve: states that are matrices aren't solved on devices. {_REMEDY}.")
     if len(batch.u0) == 0:
         raise ValueError(f"solve: u0 must have one component at least, but has shape {batch.shape}.")
     _check_place(batch)

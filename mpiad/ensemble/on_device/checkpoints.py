@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.ensemble.on_device.rates import Rates
+from mpiad.ensemble.on_device.rates import parameters_of, rates_of
 from mpiad.ensemble.on_device.record import Block, Record, Round
 from mpiad.ensemble.on_device.stages import Stages, polynomials, states_at
 
@@ -46,7 +46,7 @@ def _stretch(record: Record, block: Block, begin: int) -> list[Round]:
 def _advanced(record: Record, block: Block, done: Round, u: Array) -> Array:
     """Return the states after a round, computed as the solve did."""
     batch, table, sign = record.batch, record.table, block.sign
-    rates, p = Rates(batch.f, batch.shape), batch.p.build(block.leaves)
+    rates, p = rates_of(batch.f, batch.shape), parameters_of(batch, block.leaves)
     k = rates.at(u, p, table.time(0, done.t, done.t, done.t, sign))
     if sign is not None:
         k = k * sign.astype(table.real)

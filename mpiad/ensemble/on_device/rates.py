@@ -8,15 +8,17 @@ import numpy as np
 from autograd.tracer import isbox
 
 from mpiad._typing import Array, Function, Shape, Tree
-from mpiad.ensemble.derivative import COUPLED
+from mpiad.device.assembly import array
+from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.derivative import COUPLED, Columns
 from mpiad.ensemble.trial import MOVED, require_uncoupled
 from mpiad.transport.device_arrays import arrays_of
 
-__all__ = ["Rates"]
+__all__ = ["Rates", "parameters_of", "rates_of"]
 
 
 class Rates:
-    """f of a problem whose state has shape (d,), or is one number.
+    """f of a problem whose state has shape (d,), or is one number; see `rates_of`.
 
     Parameters
     ----------
@@ -67,10 +69,7 @@ class Rates:
         wrong = [part.shape for part in parts if not whole and getattr(part, "shape", ()) not in ((), u.shape[1:])]
         if found != u.shape or wrong:
             raise ValueError(f"solve: f returned shape {(wrong or [found])[0]} for u of shape {u.shape}. {COUPLED}")
-        for part in parts:
-            dtype = np.result_type(part) if isinstance(part, (bool, int, float, complex)) else part.dtype
-            if not np.can_cast(dtype, u.dtype, casting="same_kind") and not isinstance(part, int):
-                raise TypeError(f"solve: f returned {dtype} for u of {u.dtype}. Give u0 the dtype that the derivative has.")
+        _check_dtypes(parts, u)
         if u.shape[1] > 1:
             self._check_uncoupled(u, p, t)
 
@@ -87,3 +86,56 @@ class Rates:
         eps = float(np.finfo(pair.dtype).eps)
         largest = float(np.abs(pair[np.isfinite(pair)]).max(initial=0.0))
         require_uncoupled(pair[0], pair[1], largest, eps, "f")
+
+
+class MatrixRates(Rates):
+    """f of a problem whose state is a matrix (or has more axes): it is called for one state after the other."""
+
+    def __init__(self, f: Function, shape: Shape):
+        super().__init__(f, shape)
+        self._shape = shape
+
+    def write(self, out: Array, u: Array, p: Tree, t: Array) -> None:
+        """Write the derivative of each column, a flattened state, into `out`."""
+        for j in range(u.shape[1]):
+            out[:, j] = self._one(u, p, t, j).reshape(-1)
+
+    def _one(self, u: Array, p: Tree, t: Array, j: int) -> Any:
+        value = self._f(u[:, j].reshape(self._shape), p.column(j) if isinstance(p, Columns) else p, t[j])
+        return array(value) if isinstance(value, (list, tuple)) else value
+
+    def check(self, u: Array, p: Tree, t: Array) -> None:
+        """Call f once.
+
+        Raises
+        ------
+        NotImplementedError
+            Where f uses a traced value from around it.
+        TypeError, ValueError
+            Where f doesn't return the derivative of a state.
+        """
+        value = self._one(u, p, t, 0)
+        if isbox(value):
+            raise NotImplementedError("solve: f uses a traced value from around it. Pass it as p.")
+        if np.shape(value) != self._shape:
+            raise ValueError(f"solve: f returned shape {np.shape(value)} for u of shape {self._shape}; they must be equal.")
+        _check_dtypes([value], u)
+
+
+def _check_dtypes(parts: list[Any], u: Array) -> None:
+    for part in parts:
+        dtype = np.result_type(part) if isinstance(part, (bool, int, float, complex)) else part.dtype
+        if not np.can_cast(dtype, u.dtype, casting="same_kind") and not isinstance(part, int):
+            raise TypeError(f"solve: f returned {dtype} for u of {u.dtype}. Give u0 the dtype that the derivative has.")
+
+
+def rates_of(f: Function, shape: Shape) -> Rates:
+    """Return f as it is called for states of a shape."""
+    return MatrixRates(f, shape) if len(shape) > 1 else Rates(f, shape)
+
+
+def parameters_of(batch: Batch, leaves: list[Any]) -> Tree:
+    """Return the parameters of some columns as f takes them, by their leaves."""
+    if len(batch.shape) > 1 and any(batch.p.varies):
+        return Columns(leaves, batch.p.varies, batch.p.build)
+    return batch.p.build(leaves)

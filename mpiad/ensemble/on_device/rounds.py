@@ -13,7 +13,7 @@ from mpiad.ensemble.entrance import least_step
 from mpiad.ensemble.on_device.arguments import check
 from mpiad.ensemble.on_device.events import EventWatch, note_events
 from mpiad.ensemble.on_device.every_step import EveryStep
-from mpiad.ensemble.on_device.rates import Rates
+from mpiad.ensemble.on_device.rates import parameters_of, rates_of
 from mpiad.ensemble.on_device.record import Events, Record, Round
 from mpiad.ensemble.on_device.saving import SaveTimes
 from mpiad.ensemble.on_device.stages import Stages, Table
@@ -51,11 +51,11 @@ def integrate(batch: Batch, settings: Settings) -> Outcome:
     Raises
     ------
     NotImplementedError
-        Where something is asked for that isn't done on devices.
+        Where f, or a condition of events, uses a traced value from around it.
     TypeError, ValueError
         Where f isn't written for columns, or parameters aren't where the states are.
     """
-    check(batch, settings)
+    check(batch)
     if not batch.size:  # as on ranks that are more than trajectories
         return _nothing(batch, settings)
     with np.errstate(all="ignore"):
@@ -85,7 +85,7 @@ class _Solve:
     def __init__(self, batch: Batch, settings: Settings):
         self._batch, self._settings, u0 = batch, settings, batch.u0
         self._arrays: Any = arrays_of(u0)
-        self._table, self._rates = Table(settings.alg.tableau, u0), Rates(batch.f, batch.shape)
+        self._table, self._rates = Table(settings.alg.tableau, u0), rates_of(batch.f, batch.shape)
         real = self._table.real.type
         self._rtol = real(settings.rtol)
         given = settings.atol
@@ -145,7 +145,7 @@ class _Solve:
         batch, settings, u = self._batch, self._settings, self._batch.u0
         t, end = self._spread(batch.start * self._signs), self._spread(batch.end * self._signs)
         sign = self._spread(self._signs) if (self._signs < 0).any() else None
-        p = batch.p.build(batch.p.leaves)
+        p = parameters_of(batch, batch.p.leaves)
         actual = self._table.time(0, t, t, t, sign)
         self._rates.check(u, p, actual)
         if self._watch is not None:
@@ -184,7 +184,7 @@ class _Solve:
         """Try one step of every trajectory; return the working set after it, and how many of it still move."""
         t_new = self._proposed(now)
         h = t_new - now.t
-        p = self._batch.p.build(now.leaves)
+        p = parameters_of(self._batch, now.leaves)
         stages = Stages(self._table, self._rates, now.u, now.k, p, now.t, h, t_new, now.sign)
         values = self._conditions(stages.new, p, t_new, now.sign)
         tried = Try(t_new, stages.new, stages.k[-1], *self._judged(now, stages, h, t_new), values)

@@ -75,7 +75,7 @@ def _traces(given: Batch) -> set[int]:
 
 def not_on_devices(compiler: Compiler, given: Batch) -> bool:
     """Tell whether arrays on a device can't solve it either, but arrays on the host can."""
-    return len(given.shape) > 1 or (given.traced and compiler.adjoint != "discrete")
+    return given.traced and compiler.adjoint != "discrete"
 
 
 def is_small(loaded: Loaded) -> bool:
