@@ -26,9 +26,10 @@ extern "C" { Place threadIdx, blockIdx, blockDim, gridDim; }
 #define __device__
 #define __forceinline__ inline
 #define __CUDACC_RTC__
+inline unsigned long long atomicAdd(unsigned long long* x, unsigned long long y) { *x += y; return *x - y; }
 """
 _NUMBERS = {"long long": int, "double": float}
-_ELEMENTS = {"double": np.float64, "int": np.int32}
+_ELEMENTS = {"double": np.float64, "int": np.int32, "long long": np.int64}
 
 
 class Place(ctypes.Structure):

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.ensemble.retcodes import ReturnCode, names_of
+from mpiad.ensemble.retcodes import came_through, names_of
 from mpiad.ensemble.solution import EnsembleSolution
 from mpiad.transport.device_arrays import ArrayModule
 
 __all__ = ["DeviceSolution", "Statistics", "count_failed"]
+
+
+_ASKED = ("retcode", "t_reached", "naccept", "nreject", "nf", "events")
 
 
 class Statistics(NamedTuple):
@@ -25,6 +29,8 @@ class Statistics(NamedTuple):
         How many failed: the one number that each solve brings to the host.
     evaluations : tuple of int
         How often f was called at the start of a trajectory, and for each step that was tried.
+    events : callable
+        Returns the events, copied to the host.
     """
 
     arrays: ArrayModule
@@ -34,9 +40,12 @@ class Statistics(NamedTuple):
     nreject: Array
     failed: int
     evaluations: tuple[int, int]
+    events: Callable[[], dict] = dict
 
     def on_host(self, name: str) -> Array:
         """Return one of a solution's arrays by its name; each call copies."""
+        if name == "events":
+            return self.events()
         if name == "retcode":
             return names_of(self.arrays.to_host(self.codes))
         if name == "t_reached":
@@ -50,13 +59,15 @@ class Statistics(NamedTuple):
 
 def count_failed(arrays: ArrayModule, codes: Array) -> int:
     """Return how many trajectories failed."""
-    return int(arrays.to_host(np.sum(codes != ReturnCode.Success.code)).item()) if codes.size else 0
+    if not codes.size:
+        return 0
+    return int(arrays.to_host(np.sum(~came_through(codes))).item())
 
 
 class DeviceSolution(EnsembleSolution):
     """The solutions of an ensemble on a device.
 
-    As `EnsembleSolution`; return codes, times and counts are copied to the host when they are asked for, each once.
+    As `EnsembleSolution`; return codes, times, counts and events are copied to the host when they are asked for, each once.
     """
 
     @classmethod
@@ -70,7 +81,7 @@ class DeviceSolution(EnsembleSolution):
         statistics : Statistics
         """
         made = object.__new__(cls)
-        made.__dict__.update(u=u, t=t, u_end=u_end, events={}, converged=False, problem=None, statistics=statistics)
+        made.__dict__.update(u=u, t=t, u_end=u_end, converged=False, problem=None, statistics=statistics)
         return made
 
     @property
@@ -81,7 +92,7 @@ class DeviceSolution(EnsembleSolution):
 
     def __getattr__(self, name: str) -> Any:
         statistics = self.__dict__.get("statistics")
-        if statistics is None or name not in ("retcode", "t_reached", "naccept", "nreject", "nf"):
+        if statistics is None or name not in _ASKED:
             raise AttributeError(f"{type(self).__name__} has no {name!r}")
         # Into the instance, where Python finds it before it comes here again.
         self.__dict__[name] = found = statistics.on_host(name)

@@ -22,8 +22,8 @@ _BLOCKS = (None, 32, 64, 96, 128, 192, 256)
 class EnsembleGPU(EnsembleAlgorithm):
     """All trajectories on a GPU, each in a thread that runs its whole solve in registers.
 
-    The kernel is generated from f and compiled at the first solve. Where f can't be traced, or there are events,
-    `EnsembleVectorized` computes with arrays on the device; the log says once why.
+    The kernel is generated from f and compiled at the first solve. Where f can't be traced `EnsembleVectorized` computes
+    with arrays on the device; the log says once why.
     Initial states or parameters on a device give results there; host arrays give results on the host, and only they travel.
 
     Parameters

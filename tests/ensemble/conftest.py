@@ -1,7 +1,8 @@
 """Solves by columns of arrays and by compiled kernels, on the host and on a device: the same tests run over all.
 
 A test with ``usefixtures("solved_by")`` runs twice, and the `solve` of its module goes the one way or the other; a module
-that names the ways has those, among them "device": problems go to a device, their solutions come back. What
+that names the ways has those: with "device" problems go to a device, and their solutions come back; with "gpu" ensembles
+are solved by `EnsembleGPU`. What
 kernels are documented not to do is marked ``columns("why")``; that they say so is in `compiled/test_choice.py`. A kernel
 takes a second or more to compile, so tests of different modules share right-hand sides and what is asked for of them.
 """
@@ -13,10 +14,11 @@ from functools import partial
 
 import pytest
 from device_double import on_device
+from device_on_cpu import COMPILER, double
 from mpi4py import MPI
 
 from mpiad.device import to_device, to_host
-from mpiad.ensemble import ODEProblem, remake
+from mpiad.ensemble import EnsembleGPU, ODEProblem, remake
 
 WORLD = MPI.COMM_WORLD
 
@@ -49,7 +51,12 @@ def solved_by(request, monkeypatch):
     kernels = request.param == "kernels"
     if kernels:
         pytest.importorskip("numba")
-    solve = partial(request.module.solve, compile=kernels)
+    if request.param == "gpu":
+        if COMPILER is None:
+            pytest.skip("there is no compiler of C++")
+        monkeypatch.setattr("mpiad.ensemble.gpu.selected_arrays", lambda device: double)
+    given = {"ensemblealg": EnsembleGPU()} if request.param == "gpu" else {"compile": kernels}
+    solve = partial(request.module.solve, **given)
     monkeypatch.setattr(request.module, "solve", partial(_solved_there, solve) if request.param == "device" else solve)
     return request.param
 

@@ -18,9 +18,10 @@ from mpiad.differentiation.gradient import cotangents_of_variables
 from mpiad.differentiation.trace import Variables, trace_backwards, trace_forwards
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.directions import numbers
+from mpiad.ensemble.happened import traced_events
 from mpiad.ensemble.on_device.adjoint import pull
 from mpiad.ensemble.on_device.directions import contracted
-from mpiad.ensemble.on_device.record import Events, Record
+from mpiad.ensemble.on_device.record import Record
 from mpiad.ensemble.on_device.replay import replayed
 from mpiad.ensemble.on_device.tangents import kept
 from mpiad.ensemble.solution import EnsembleSolution
@@ -64,18 +65,10 @@ def differentiable(
     changes = {"u": anp.reshape(u, sol.u.shape), "u_end": anp.reshape(u_end, sol.u_end.shape)}
     if times:
         reached, crossed = map(to_host, times)
-        changes.update(t_reached=reached, events=_traced_events(sol, record.events, reached, crossed))  # type: ignore[arg-type]
+        happened: Any = record.events
+        events = traced_events(sol.events, happened.passed, happened.ended, reached, crossed)
+        changes.update(t_reached=reached, events=events)
     return dataclasses.replace(sol, **changes)
-
-
-def _traced_events(sol: EnsembleSolution, happened: Events, reached: Array, crossed: Array) -> dict[int, Any]:
-    """Return the events with traced times, but for those of trajectories that failed."""
-    events = {i: list(found) for i, found in sol.events.items()}
-    for i, order, row in happened.passed:
-        events[i][order] = events[i][order][0], crossed[row]
-    for i in np.flatnonzero(happened.ended).tolist():
-        events[i][-1] = events[i][-1][0], reached[i]
-    return events
 
 
 class _Results(NamedTuple):

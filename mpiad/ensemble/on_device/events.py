@@ -15,11 +15,10 @@ from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.events import BISECTIONS, Event, require_numbers
 from mpiad.ensemble.on_device.stages import Stages, Table, polynomials, states_at
 from mpiad.ensemble.on_device.working_set import WorkingSet
-from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.trial import MOVED, require_uncoupled
 from mpiad.transport.device_arrays import arrays_of
 
-__all__ = ["EventWatch", "Happened", "Met", "note_events"]
+__all__ = ["EventWatch", "Happened", "Met"]
 
 
 class Met(NamedTuple):
@@ -200,31 +199,3 @@ class EventWatch:
     def rows(self) -> Array:
         """Return all that happened: trajectory, event, number of the step, part of it (infinite where none was), time."""
         return np.concatenate(self._rows, axis=1) if self._rows else self._home.empty((5, 0), float)
-
-
-def note_events(outcome: Outcome, rows: np.ndarray, events: tuple[Event, ...]) -> list[tuple[int, int, int]]:
-    """Put the table's events into an outcome, those of each trajectory in the order of time.
-
-    Parameters
-    ----------
-    outcome : Outcome
-    rows : array, shape (5, m)
-        See `EventWatch.rows`; on the host.
-    events : tuple of Event
-
-    Returns
-    -------
-    list of (int, int, int)
-        Those on the way of trajectories that didn't fail: the trajectory, which of its events it is, and the table's row.
-    """
-    ids, event, number, part, times = rows
-    # Within a step by its parts; equal ones in the order in which the events were given.
-    order = np.lexsort((event, part, number, ids))
-    passed, failed = [], outcome.failed
-    for row in order[np.isfinite(part[order])].tolist():
-        i, e = int(ids[row]), int(event[row])
-        mine = outcome.event_times.setdefault(i, [])
-        if not (events[e].terminal or failed[i]):
-            passed.append((i, len(mine), row))
-        mine.append((e, float(times[row])))
-    return passed

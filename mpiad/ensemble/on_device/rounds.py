@@ -10,8 +10,9 @@ from mpiad._typing import Array
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.controller import LEAST_ERROR
 from mpiad.ensemble.entrance import least_step
+from mpiad.ensemble.happened import events_of
 from mpiad.ensemble.on_device.arguments import check
-from mpiad.ensemble.on_device.events import EventWatch, note_events
+from mpiad.ensemble.on_device.events import EventWatch
 from mpiad.ensemble.on_device.every_step import EveryStep
 from mpiad.ensemble.on_device.rates import parameters_of, rates_of
 from mpiad.ensemble.on_device.record import Events, Record, Round
@@ -302,7 +303,10 @@ class _Solve:
             outcome.saved, times = self._steps.collected(start, int(outcome.naccept.max()))
             outcome.saved_times = self._arrays.to_host(times) * self._signs[:, None]
         rows = None if self._watch is None else self._watch.rows()
-        passed = [] if rows is None else note_events(outcome, self._arrays.to_host(rows), self._settings.events)
+        passed: list[tuple[int, int, int]] = []
+        if rows is not None:
+            told = self._arrays.to_host(rows)
+            outcome.event_times, passed = events_of(told, self._settings.events, outcome.failed)
         if self._record is not None:
             self._record.close(outcome.failed)
             outcome.record = self._record

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from autograd.core import JVPNode
 from autograd.tracer import isbox
 
 from mpiad.ensemble.batch import Batch
@@ -50,8 +51,6 @@ def program_for_gpu(compiler: Compiler, given: Batch, host: Batch, settings: Set
 def _unsupported(compiler: Compiler, given: Batch, host: Batch, settings: Settings) -> str | None:
     if host.u0.dtype not in (np.float64, np.float32):
         return f"u0 has dtype {host.u0.dtype}, and kernels compute with float64 and float32"
-    if settings.events:
-        return "kernels don't look for events="
     if settings.saveat is None:
         return "kernels don't save for save_everystep=True"
     if given.traced and compiler.adjoint != "discrete":
@@ -60,7 +59,14 @@ def _unsupported(compiler: Compiler, given: Batch, host: Batch, settings: Settin
         return "it is differentiated by tspan, and kernels aren't"
     if len(_traces(given)) > 1:
         return "it is differentiated twice, and kernels are once"
+    if settings.events and given.traced and (compiler.gradient == "tangent" or _forwards(given)):
+        return "it is differentiated by tangents, and kernels with events= are by an adjoint"
     return None
+
+
+def _forwards(given: Batch) -> bool:
+    """Tell whether a batch is traced in forward mode."""
+    return any(isbox(x) and isinstance(x._node, JVPNode) for x in (given.u0, *given.p.leaves))
 
 
 def _traces(given: Batch) -> set[int]:

@@ -15,15 +15,16 @@ from autograd.extend import defjvp_argnums, defvjp_argnums, primitive
 from autograd.tracer import isbox
 
 from mpiad._typing import Array
+from mpiad.device import to_host
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.compiled.cuda.inputs import placed
 from mpiad.ensemble.compiled.cuda.solver import Directions, Flight, Solver
 from mpiad.ensemble.compiled.layout import Part
-from mpiad.ensemble.retcodes import ReturnCode
+from mpiad.ensemble.retcodes import came_through
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.transport.device_arrays import is_device_array
 
-__all__ = ["FEW", "Solved", "states_of"]
+__all__ = ["FEW", "Solved", "results_of"]
 
 # Up to so many directions tangents cost less than the three runs of an adjoint.
 FEW = 4
@@ -47,10 +48,22 @@ class Solved:
 
     def __init__(self, solver: Solver, flight: Flight, carried: Directions, by_tangent: bool, on_host: bool):
         self.solver, self.flight, self.carried, self.by_tangent, self.on_host = solver, flight, carried, by_tangent, on_host
+        # Whether times have derivatives, too.
+        self.timed = flight.rows is not None
 
     def out(self, x: Array) -> Array:
         """Return an array where results live."""
         return self.solver.arrays.to_host(x) if self.on_host else x
+
+    def parted(self, bar: Array) -> tuple[Array, list[Array]]:
+        """Return the cotangents of the states, and on the device those of times, of one of all results."""
+        if not self.timed:
+            return bar, []
+        count, arrays = self.solver.count, self.solver.arrays
+        end = bar.size - count - self.flight.happened
+        # Of what wasn't reached states are NaN, and so may their cotangents be.
+        times = (bar[end : end + count], bar[end + count :])
+        return bar[:end], [placed(arrays, part, float) for part in times]
 
     def place(self, x: Array) -> Array:
         """Return an array of states on the device."""
@@ -73,26 +86,44 @@ class Solved:
         return [(group, self.solver.solved(group)) for group in groups]
 
 
-def states_of(solved: Solved, given: Batch) -> tuple[Array, Array]:
-    """Return saved states, of shape (N, n_saved, d), and last ones, (N, d), as functions of what is traced.
+def results_of(solved: Solved, given: Batch) -> list[Array]:
+    """Return the results as functions of what is traced.
 
     Parameters
     ----------
     solved : Solved
     given : Batch
         With traced values in it.
+
+    Returns
+    -------
+    list of array
+        Saved states, of shape (N, n_saved, d), and last ones, (N, d); with events and where something is traced when
+        trajectories ended, (N,), and when all events were, in the order of the flight's rows, on the host.
     """
+    # Nobody differentiates by what isn't traced, and times would make a second array of all states.
+    solved.timed = solved.timed and given.traced
     vector = _solved(given.u0, *given.p.leaves, solved=solved)
     solver, n_saved = solved.solver, solved.solver.inputs.n_saved
-    cut = n_saved * solver.d * solver.count
-    saved = anp.reshape(vector[:cut], (n_saved, solver.d, solver.count))
-    return anp.transpose(saved, (2, 0, 1)), anp.transpose(anp.reshape(vector[cut:], (solver.d, solver.count)))
+    count, d = solver.count, solver.d
+    cut = n_saved * d * count
+    end = cut + d * count
+    saved, last = anp.reshape(vector[:cut], (n_saved, d, count)), anp.reshape(vector[cut:end], (d, count))
+    states = [anp.transpose(saved, (2, 0, 1)), anp.transpose(last)]
+    if not solved.timed:
+        return states
+    # In one array with times, states have become double.
+    states = [x if x.dtype == solver.real else x.astype(solver.real) for x in states]
+    return [*states, to_host(vector[end : end + count]), to_host(vector[end + count :])]
 
 
 @primitive
 def _solved(u0: Array, *leaves: Any, solved: Solved) -> Array:
     """Return the results of a solve, which has run before."""
-    return solved.out(solved.flight.vector)
+    flight = solved.flight
+    if not solved.timed:
+        return solved.out(flight.vector)
+    return solved.out(np.concatenate([flight.vector.astype(float), flight.t_reached, flight.rows[4, : flight.happened]]))
 
 
 def _solved_vjp(argnums: tuple[int, ...], ans: Array, args: tuple, kwargs: dict) -> Callable:
@@ -102,8 +133,9 @@ def _solved_vjp(argnums: tuple[int, ...], ans: Array, args: tuple, kwargs: dict)
     def vjp(g: Array) -> list[Array]:
         _require_plain([g])
         with solved.solver.arrays.current():
-            bar = solved.place(conform(g, *spec_like(ans)))
-            rows = _contracted(solved, argnums, bar) if solved.by_tangent else _pulled(solved, argnums, bar)
+            g, times = solved.parted(conform(g, *spec_like(ans)))
+            bar = solved.place(g)
+            rows = _contracted(solved, argnums, bar) if solved.by_tangent else _pulled(solved, argnums, bar, times)
             return [_as_argument(solved, rows[k], args[k]) for k in argnums]
 
     return vjp
@@ -117,10 +149,10 @@ def _require_plain(values: Sequence[Any]) -> None:
         )
 
 
-def _pulled(solved: Solved, argnums: tuple[int, ...], bar: Array) -> dict[int, Array]:
+def _pulled(solved: Solved, argnums: tuple[int, ...], bar: Array, times: Sequence[Array]) -> dict[int, Array]:
     """Return the cotangents of the arguments by the reverse kernel, as rows."""
     parts = solved.parts(argnums)
-    found = solved.solver.pulled(solved.flight, bar, tuple(j for part in parts for j in part.scalars))
+    found = solved.solver.pulled(solved.flight, bar, tuple(j for part in parts for j in part.scalars), times)
     rows, taken = {_U0: found.u0}, {True: 0, False: 0}
     for part in parts:
         first, source = taken[part.varies], found.p if part.varies else found.s
@@ -148,7 +180,7 @@ def _contracted(solved: Solved, argnums: tuple[int, ...], bar: Array) -> dict[in
 
 
 def _alive(flight: Flight) -> Array:
-    return flight.codes == ReturnCode.Success.code
+    return came_through(flight.codes)
 
 
 def _as_argument(solved: Solved, rows: Array, arg: Any) -> Any:

@@ -6,6 +6,7 @@ repeats in the same order. Times are in the direction of the solve, steps are si
 
 from __future__ import annotations
 
+from mpiad.ensemble.compiled.cuda.events import Watch
 from mpiad.ensemble.compiled.cuda.pieces import Pieces, block, dense_weights, numbered
 from mpiad.ensemble.compiled.cuda.plan import Plan
 from mpiad.ensemble.controller import LEAST_ERROR, PIController
@@ -15,13 +16,13 @@ __all__ = ["forward_text"]
 
 _KERNEL = """
 // The trajectories first, ..., first + count - 1 of n. saved: (n_saved, d, n); the others: (rows, n). steps_u, steps_t:
-// capacity rows of (d, count) and (2, count). Without u_end nothing is left but the steps.
+// capacity rows of (d, count) and (2, count). Without u_end nothing is left but the steps. rows: (6, room).
 KERNEL forward(
     const long long n, const long long first, const long long count, const real* u0, const real* p, const real* s,
     const double* start, const double* stop, const double* times, const long long n_saved, const long long by_row,
     const real rtol, const real* atol, const double dt, const double dtmax, const long long max_steps, real* u_end,
     real* saved, double* t_reached, int* codes, int* naccept, int* nreject, real* du_end, real* dsaved, real* steps_u,
-    double* steps_t, const long long capacity
+    double* steps_t, const long long capacity@declared
 ) {
     EACH(column, count) {
         const long long i = first + column;
@@ -40,6 +41,7 @@ KERNEL forward(
         double following = 1;
         bool rejected = false;
         @remember
+        @watched
         if (code < 0) {
             @first
         }
@@ -55,6 +57,7 @@ KERNEL forward(
             if (accepted) {
                 @tangents
                 @record
+                @events
                 while (due <= ahead) {
                     @save
                     due = due_at(times, n_saved, by_row, i, ++place, sign);
@@ -62,13 +65,14 @@ KERNEL forward(
                 @advance
                 now = ahead;
                 ++taken;
-                if (now == goal) code = @success;
+                @done
             }
             @fail
             if (code < 0 && tries >= max_steps) code = @tired;
         }
         if (u_end) {
             @leave
+            @heads
             t_reached[i] = sign * now;
             codes[i] = code;
             naccept[i] = (int)taken;
@@ -88,7 +92,7 @@ class _Forward:
         self.plan, self.d, self.pieces = plan, plan.d, Pieces(plan)
         self.adaptive = plan.tableau.error is not None
         self.remembers = self.adaptive and isinstance(plan.controller, PIController)
-        self.tangents = range(len(plan.directions))
+        self.tangents, self.watch = range(len(plan.directions)), Watch(plan)
 
     def text(self) -> str:
         made = block(
@@ -97,8 +101,10 @@ class _Forward:
             # As in `pool`: a last step of rounding's size is none.
             fixed_end=[] if self.adaptive else "if (ahead > goal - 1e-9 * following) ahead = goal;",
             tangents=self._tangent_stages(), record=self._record(), save=self._save(), advance=self._advance(),
-            fail=self._fail(), leave=self._leave(),
-        )  # fmt: skip
+            fail=self._fail(), leave=self._leave(), done=self._done(),
+            watched=self.watch.begun(), events=self.watch.looked(),
+            heads="heads[i] = head;" if self.plan.events else [],
+        ).replace("@declared", self.watch.declared())  # fmt: skip
         codes = {"@success": ReturnCode.Success, "@tired": ReturnCode.MaxIters}
         for name, code in codes.items():
             made = made.replace(name, str(code.code))
@@ -215,7 +221,11 @@ class _Forward:
             made += [f"u_{c} = next_{c};", f"k0_{c} = k{last}_{c};"]
             for j in self.tangents:
                 made += [f"du{j}_{c} = dnext{j}_{c};", f"l{j}_0_{c} = l{j}_{last}_{c};"]
-        return made
+        return made + self.watch.advanced()
+
+    def _done(self) -> str:
+        done = f"if (now == goal) code = {ReturnCode.Success.code};"
+        return f"if (ended) code = {ReturnCode.Terminated.code}; else {done}" if self.plan.events else done
 
     def _fail(self) -> list[str]:
         if not self.adaptive:

@@ -18,6 +18,7 @@ PRELUDE = """\
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
 #define KERNEL extern "C" __global__ void
 #define INLINE static __device__ __forceinline__
+#define NEXT(count) ((long long)atomicAdd((unsigned long long*)(count), 1ULL))
 #define EACH(i, n) \\
     for (long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x; i < n; i += (long long)gridDim.x * blockDim.x)
 #ifndef INFINITY
@@ -30,6 +31,7 @@ PRELUDE = """\
 #include <math.h>
 #define KERNEL extern "C" void
 #define INLINE static inline
+#define NEXT(count) ((*(count))++)
 #define EACH(i, n) for (long long i = 0; i < n; ++i)
 #endif
 
@@ -120,7 +122,9 @@ class Pieces:
     def argument(self, out: str, i: int, k: str = "k", u: str = "u") -> list[str]:
         """Return declarations of the argument of stage i, u + h Σ a_ij k_j."""
         row = self.plan.tableau.a[i - 1]
-        return [f"const real {out}_{c} = ({self.weighted(row, k, c)}) * h + {u}_{c};" for c in range(self.d)]
+        # An event may cut the step short.
+        kind = "real" if out == "next" else "const real"
+        return [f"{kind} {out}_{c} = ({self.weighted(row, k, c)}) * h + {u}_{c};" for c in range(self.d)]
 
     def state_of(self, i: int) -> str:
         """Return the name of the argument of stage i."""

@@ -35,6 +35,8 @@ class Plan(NamedTuple):
         float64 or float32. Times and sizes of steps are double in both.
     wanted : tuple of int, optional
         The parameters that the reverse kernel differentiates by; all by default.
+    events : tuple of (Program, bool, int)
+        Of each event its condition, whether it ends its trajectory, and the direction.
     """
 
     program: Program
@@ -47,6 +49,7 @@ class Plan(NamedTuple):
     inside: bool = True
     dtype: Any = np.float64
     wanted: tuple[int, ...] | None = None
+    events: tuple[tuple[Program, bool, int], ...] = ()
 
     @property
     def d(self) -> int:

@@ -6,9 +6,9 @@ What all trajectories share gets a column of its own from each, so that the sum 
 
 from __future__ import annotations
 
+from mpiad.ensemble.compiled.cuda.events import Crossings, came_through
 from mpiad.ensemble.compiled.cuda.pieces import Pieces, block, dense_weights, numbered
 from mpiad.ensemble.compiled.cuda.plan import Plan
-from mpiad.ensemble.retcodes import ReturnCode
 
 __all__ = ["reverse_text"]
 
@@ -19,17 +19,19 @@ KERNEL reverse(
     const long long n, const long long first, const long long count, const real* p, const real* s, const double* start,
     const double* stop, const double* times, const long long n_saved, const long long by_row, const real* steps_u,
     const double* steps_t, const int* naccept, const double* t_reached, const int* codes, const real* end_bar,
-    const real* saved_bar, real* u0_bar, real* p_bar, real* s_bar
+    const real* saved_bar, real* u0_bar, real* p_bar, real* s_bar@declared
 ) {
     EACH(column, count) {
         const long long i = first + column;
-        const bool alive = codes[i] == @success;
+        const int code = codes[i];
+        const bool alive = @came_through;
         const double sign = stop[i] < start[i] ? -1.0 : 1.0;
         const double begun = sign * start[i];
         double ahead = sign * t_reached[i];
         @load
         if (alive) {
             long long place = n_saved - 1;
+            @events
             while (place >= 0 && due_at(times, n_saved, by_row, i, place, sign) > ahead) --place;
             for (long long step = naccept[i] - 1; step >= 0; --step) {
                 const double now = sign * steps_t[2 * step * count + column];
@@ -40,7 +42,9 @@ KERNEL reverse(
                     @met
                     --place;
                 }
+                @whole
                 @stages
+                @crossed
                 @back
                 ahead = now;
             }
@@ -63,13 +67,15 @@ def reverse_text(plan: Plan) -> str:
 class _Reverse:
     def __init__(self, plan: Plan):
         self.plan, self.d, self.pieces = plan, plan.d, Pieces(plan)
+        self.crossings = Crossings(plan)
         self.wanted = [*plan.wanted_varying, *plan.wanted_shared]
 
     def text(self) -> str:
         return block(
             _KERNEL, load=self._load(), before=self._before(), met=self._met(), stages=self._stages(), back=self._back(),
-            start=self._at_end(), leave=self._leave(),
-        ).replace("@success", str(ReturnCode.Success.code))  # fmt: skip
+            start=self._at_end(), leave=self._leave(), events=self.crossings.begun(), whole=self.crossings.step_end(),
+            crossed=self.crossings.pulled(),
+        ).replace("@declared", self.crossings.declared()).replace("@came_through", came_through(self.plan))  # fmt: skip
 
     def _time(self, i: int) -> str:
         c = self.plan.tableau.c[i]

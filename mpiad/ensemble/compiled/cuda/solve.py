@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import autograd.numpy as anp
@@ -14,15 +15,18 @@ from mpiad.device import to_host
 from mpiad.device.transfer import array_to_device
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleVectorized
 from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.compiled.conditions import conditions_of
 from mpiad.ensemble.compiled.cuda.choice import fits, is_small, not_on_devices, program_for_gpu
-from mpiad.ensemble.compiled.cuda.differentiable import FEW, Solved, states_of
+from mpiad.ensemble.compiled.cuda.differentiable import FEW, Solved, results_of
 from mpiad.ensemble.compiled.cuda.solver import Directions, Solver
 from mpiad.ensemble.compiled.cuda.specimen import specimen
 from mpiad.ensemble.compiled.layout import Layout, layout_of
 from mpiad.ensemble.compiled.solver import Compiler
 from mpiad.ensemble.device_solution import DeviceSolution, Statistics, count_failed
 from mpiad.ensemble.gpu import device_for, gpu_of
+from mpiad.ensemble.happened import events_of, traced_events
 from mpiad.ensemble.on_device.arguments import is_on_device, placed
+from mpiad.ensemble.retcodes import ReturnCode, came_through
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.solution import EnsembleSolution
 from mpiad.ensemble.trial import try_once
@@ -82,34 +86,50 @@ def _by_kernel(
     on_host = not is_on_device(batch)
     host = batch if on_host and batch.size else specimen(batch)
     program = program_for_gpu(compiler, given, host, settings)
-    if program is None:
+    conditions = program and conditions_of(host, settings.events, compiler.compile is True, compiler.tell)
+    if program is None or conditions is None:
         return None
-    try_once(host, (), given.traced)
+    try_once(host, settings.events, given.traced)
     layout = layout_of(host.p)
     gpu: Any = gpu_of(backend)
-    solver = Solver(gpu, arrays, program, batch, settings, layout, compiler.told)
-    directions = _directions(compiler, solver, given, layout) if given.traced else ()
+    solver = Solver(gpu, arrays, program, batch, settings, layout, compiler.told, conditions)
+    directions = _directions(compiler, solver, given, layout) if given.traced and not settings.events else ()
     carried = directions if len(directions) <= FEW else ()  # more are carried later, a few at a time
     if carried and compiler.gradient is None and not is_small(solver.kernel(carried)):
         directions = carried = ()  # the adjoint's kernels are smaller
     if not fits(solver.kernel(carried), batch, compiler):
         return None
     solved = Solved(solver, solver.solved(carried), carried, bool(directions), on_host)
-    u, u_end = states_of(solved, given)
+    u, u_end, *times = results_of(solved, given)
     if settings.progress is not None:
         settings.progress(batch.size)
-    return DeviceSolution.of(
-        _shaped(u, batch.shape), settings.saveat, _shaped(u_end, batch.shape), _statistics(solved, settings)
-    )
+    statistics = _statistics(solved, settings, times)
+    sol = DeviceSolution.of(_shaped(u, batch.shape), settings.saveat, _shaped(u_end, batch.shape), statistics)
+    if any(map(isbox, times)):
+        sol.t_reached = times[0]
+    return sol
 
 
-def _statistics(solved: Solved, settings: Settings) -> Statistics:
+def _statistics(solved: Solved, settings: Settings, times: Sequence[Array]) -> Statistics:
     flight, arrays = solved.flight, solved.solver.arrays
     at_start = 1 if settings.dt is not None else 2
     return Statistics(
         arrays, flight.codes, flight.t_reached, flight.naccept, flight.nreject, count_failed(arrays, flight.codes),
-        (at_start, settings.alg.tableau.stages - 1),
+        (at_start, settings.alg.tableau.stages - 1), partial(_events, solved, settings, times),
     )  # fmt: skip
+
+
+def _events(solved: Solved, settings: Settings, times: Sequence[Array]) -> dict:
+    """Return the events of all trajectories, with times that are traced where derivatives are wanted."""
+    flight, arrays = solved.flight, solved.solver.arrays
+    if not flight.happened:
+        return {}
+    codes = arrays.to_host(flight.codes)
+    rows = arrays.to_host(arrays.contiguous(flight.rows[:5, : flight.happened]))
+    found, passed = events_of(rows, settings.events, ~came_through(codes))
+    if not any(map(isbox, times)):
+        return found
+    return traced_events(found, passed, codes == ReturnCode.Terminated.code, *times)
 
 
 def _directions(compiler: Compiler, solver: Solver, given: Batch, layout: Layout) -> Directions:

@@ -14,6 +14,7 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.compiled.cuda.events import ROWS
 from mpiad.ensemble.compiled.cuda.inputs import inputs_of, placed
 from mpiad.ensemble.compiled.cuda.kernels import Loaded, loaded, threads_per_block
 from mpiad.ensemble.compiled.cuda.plan import Plan
@@ -28,6 +29,8 @@ from mpiad.transport.device_kernels import launcher_of
 
 __all__ = ["Directions", "Flight", "Pulled", "Solver"]
 
+# Rows of events for which there is room at first, beside those that are to be expected.
+_ROWS = 1024
 Directions = tuple[tuple[str, int], ...]
 
 
@@ -41,6 +44,12 @@ class Flight(NamedTuple):
     t_reached, codes, naccept, nreject : array, shape (n,)
     du_end, dsaved : array, shapes (m, d, n), (m, n_saved, d, n)
         Tangents along the m directions that were carried.
+    rows : array, shape (6, room), or None
+        What happened, row by row: see `cuda.events`; None without events.
+    heads : array, shape (n,)
+        Of each trajectory the row of its last event, -1 without one.
+    happened : int
+        How many rows there are.
     """
 
     vector: Array
@@ -50,6 +59,9 @@ class Flight(NamedTuple):
     nreject: Array
     du_end: Array
     dsaved: Array
+    rows: Any = None
+    heads: Any = None
+    happened: int = 0
 
 
 class Pulled(NamedTuple):
@@ -76,18 +88,21 @@ class Solver:
     layout : Layout
     told : callable
         ``told(name, loaded)`` is told which kernels are used.
+    conditions : tuple of Program
+        What the conditions of the events compute.
     """
 
     def __init__(
         self, gpu: EnsembleGPU, arrays: ArrayModule, program: Program, batch: Batch, settings: Settings, layout: Layout,
-        told: Callable[[str, Loaded], None],
+        told: Callable[[str, Loaded], None], conditions: tuple[Program, ...] = (),
     ):  # fmt: skip
         self._gpu, self.arrays, self.settings, self.layout, self._told = gpu, arrays, settings, layout, told
         self._launcher = launcher_of(arrays)
         alg = settings.alg
         self.plan = Plan(
             program, alg.tableau, alg.controller, layout.varying, layout.shared, record=True,
-            inside=_inside(batch, settings), dtype=batch.u0.dtype,
+            inside=bool(conditions) or _inside(batch, settings), dtype=batch.u0.dtype,
+            events=tuple((one, event.terminal, event.direction) for one, event in zip(conditions, settings.events)),
         )  # fmt: skip
         self.d, self.real = program.states, batch.u0.dtype
         self.inputs = inputs_of(arrays, batch, settings, layout)
@@ -105,10 +120,29 @@ class Solver:
 
     def solved(self, directions: Directions = ()) -> Flight:
         """Solve all trajectories."""
-        flight = self._empty(directions)
-        saved, end = self.parts(flight.vector)
-        self._forward(directions, Share(0, self.count, 0), (end, saved, *flight[1:]), (None, None))
-        return flight
+        room = self._most_events()
+        while True:
+            flight = self._empty(directions)
+            saved, end = self.parts(flight.vector)
+            table, counter = self._table(room)
+            self._forward(directions, Share(0, self.count, 0), (end, saved, *flight[1:7]), (None, None), table)
+            if not table:
+                return flight
+            happened = int(self.arrays.to_host(counter)[0])
+            if happened <= room:
+                return flight._replace(rows=table[0], heads=table[3], happened=happened)
+            room = happened  # all over again, with room for all
+
+    def _most_events(self) -> int:
+        """Return for how many events there is room at first: two of each kind on the way of a trajectory."""
+        return _ROWS + self.count * sum(1 if terminal else 2 for _, terminal, _ in self.plan.events)
+
+    def _table(self, room: int) -> tuple[tuple[Any, ...], Any]:
+        """Return the forward kernel's arguments on events, and among them the counter."""
+        if not self.plan.events:
+            return (), None
+        counter, heads = (self.arrays.full((n,), value, np.int64) for n, value in ((1, 0), (self.count, -1)))
+        return (self.arrays.empty((ROWS, room), float), room, counter, heads), counter
 
     def parts(self, vector: Array) -> tuple[Array, Array]:
         """Return saved states, of shape (n_saved, d, n), and last ones, of shape (d, n), of such a vector."""
@@ -124,7 +158,9 @@ class Solver:
         tangents = full((m, d, n), 0, self.real), full((m, n_saved, d, n), 0, self.real)
         return Flight(vector, full((n,), 0, float), codes, naccept, nreject, tangents[0], tangents[1])
 
-    def _forward(self, directions: Directions, share: Share, results: Sequence[Any], steps: Sequence[Any]) -> None:
+    def _forward(
+        self, directions: Directions, share: Share, results: Sequence[Any], steps: Sequence[Any], table: Sequence[Any]
+    ) -> None:
         given, settings = self.inputs, self.settings
         scalars = (0.0 if settings.dt is None else float(settings.dt), float(settings.dtmax), int(settings.max_steps))
         tolerances = self.real.type(settings.rtol), self._atol
@@ -132,13 +168,16 @@ class Solver:
         n_saved = given.n_saved if results[0] is not None else 0
         self._launch(
             self.kernel(directions), share, *given[:6], n_saved, given.by_row, *tolerances, *scalars, *results, *steps,
-            share.capacity,
+            share.capacity, *table,
         )  # fmt: skip
 
     # ---- back
 
-    def pulled(self, flight: Flight, vector_bar: Array, wanted: tuple[int, ...]) -> Pulled:
-        """Return the cotangents of initial states and of the parameters `wanted`, from that of a flight's vector."""
+    def pulled(self, flight: Flight, vector_bar: Array, wanted: tuple[int, ...], times: Sequence[Array] = ()) -> Pulled:
+        """Return the cotangents of initial states and of the parameters `wanted`, from that of a flight's vector.
+
+        With events `times` are the cotangents of the times at which trajectories ended, (n,), and of all events'.
+        """
         plan, full = self.plan._replace(wanted=wanted), self.arrays.full
         # One that fails leaves its place as it was.
         own, common = len(plan.wanted_varying), len(plan.wanted_shared)
@@ -148,12 +187,13 @@ class Solver:
         shares = self._shares(flight, common)
         steps = self._room(shares)
         saved_bar, end_bar = self.parts(vector_bar)
+        events = (flight.rows, flight.rows.shape[1], flight.heads, *times) if self.plan.events else ()
         for share in shares:
-            self._forward((), share, (None,) * 8, steps)
+            self._forward((), share, (None,) * 8, steps, (None, 0, None, None) if self.plan.events else ())
             s_bar = full((common, share.count), 0, self.real)
             self._launch(
                 kernel, share, *self.inputs[1:], *steps, flight.naccept, flight.t_reached, flight.codes, end_bar, saved_bar,
-                made.u0, made.p, s_bar,
+                made.u0, made.p, s_bar, *events,
             )  # fmt: skip
             sums.append(np.sum(s_bar, axis=1))
         return made._replace(s=sum(sums[1:], sums[0])) if sums else made

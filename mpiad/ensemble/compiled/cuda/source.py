@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from mpiad.ensemble.compiled.cuda.events import condition_texts
 from mpiad.ensemble.compiled.cuda.forward import forward_text
 from mpiad.ensemble.compiled.cuda.pieces import DUE, PRELUDE, Pieces
 from mpiad.ensemble.compiled.cuda.plan import Plan
@@ -47,6 +48,7 @@ def _written(plan: Plan, kernel: str) -> str:
     pieces, program, d = Pieces(plan), plan.program, plan.d
     parts = [PRELUDE + f"typedef {'float' if pieces.single else 'double'} real;", DUE]
     parts.append(pieces.function("f", program, 0, d))
+    parts += condition_texts(plan, pieces, kernel)
     if kernel != "reverse":
         parts += [pieces.function(f"df{j}", along, d, d) for j, along in enumerate(_tangents(plan))]
         parts.append(forward_text(plan))

@@ -14,6 +14,7 @@ from device_on_cpu import COMPILER, double, launcher
 from traced_right_hand_sides import sir
 
 import mpiad
+from mpiad.device import to_host
 from mpiad.ensemble import (
     RK4,
     RK45,
@@ -356,9 +357,105 @@ def test_batches_and_statistics_on_the_device():
     assert there.summary() == host.summary() and there[3].retcode == "Success"
 
 
+# ---- Events ----------------------------------------------------------------------------------------------------------
+RIM = Event(lambda u, p, t: u[0] - 0.1 * p[0] + t, terminal=False, direction=-1)
+WALL = Event(lambda u, p, t: u[1] + anp.sqrt(p[1]) * anp.sin(9 * t))
+FLOOR = Event(lambda u, p, t: u[0] * u[1] + 0.3)
+
+
+def swing(u, p, t):
+    return [u[1] * p[1], -p[0] * anp.sin(u[0]) + 0.1 * anp.cos(t)]
+
+
+@pytest.mark.parametrize("options", [
+    {"events": (RIM, WALL), "saveat": TIMES}, {"events": (WALL, RIM, FLOOR, FLOOR)},
+    {"events": RIM, "alg": RK4(), "dt": 0.05}, {"events": (FLOOR, RIM), "tspan": (1.0, -1.0), "max_steps": 14},
+])  # fmt: skip
+@pytest.mark.parametrize("place", [np.asarray, on_device])
+def test_events_are_those_of_the_vectorised_path(options, place, device):
+    options = {"alg": Tsit5(), "tspan": (0.0, 1.0), **options}
+    alg, tspan = options.pop("alg"), options.pop("tspan")
+    u0, p = states(41, 2), parameters(41, (1, 20), (0.5, 3))
+    expected = solve(ensemble(swing, u0, p, tspan=tspan), alg, compile=False, **options)
+    transfers.reset()
+    sol = solve(ensemble(swing, place(u0), place(p), tspan=tspan), alg, EnsembleGPU(), **options)
+    assert [launch[0] for launch in device.launches] == ["forward"]
+    if place is on_device:  # the numbers of failures and of events; what happened comes when it is asked for
+        assert (transfers.d2h, transfers.d2h_bytes) == (2, 16)
+    sol.u, sol.u_end = on_host(sol.u), on_host(sol.u_end)
+    assert_same(sol, expected)
+    assert 10 < sum(map(len, sol.events.values())) and sorted(sol.events) == sorted(expected.events)
+    for i, found in expected.events.items():
+        assert [event for event, _ in sol.events[i]] == [event for event, _ in found]
+        np.testing.assert_allclose([time for _, time in sol.events[i]], [time for _, time in found], rtol=1e-11)
+
+
+def by_events(backend, u0, p, shared=None, **options):
+    sol = solve(ensemble(swing, u0, p, shared, (0.0, 2.0)), RK45(), backend, saveat=[0.0, 0.4, 0.41, 2.0], **options)
+    alive, ended = sol.survivors, mpiad.stop(sol.t_reached)
+    kept = anp.where((alive[:, None] & (sol.t <= ended[:, None]))[..., None], sol.u, 0.0)
+    times = sum((i + event) * time**2 for i, found in sol.events.items() if alive[i] for event, time in found)
+    ends = anp.where(alive[:, None], sol.u_end, 0.0)
+    return anp.sum(kept**2) + anp.sum(anp.sin(ends)) + times + anp.sum(anp.where(alive, sol.t_reached, 0.0) ** 3)
+
+
+@pytest.mark.parametrize("options", [
+    {"events": (RIM, WALL)}, {"events": (FLOOR, RIM, FLOOR), "max_steps": 12}, {"events": RIM}
+])  # fmt: skip
+@pytest.mark.parametrize("room", [None, 40 * 60])
+def test_gradients_through_events_are_those_of_the_vectorised_path(options, room, device):
+    u0, p = states(41, 2), parameters(41, (1, 20), (0.5, 3))
+    value, found = mpiad.value_and_grad(lambda *x: by_events(EnsembleGPU(tape_bytes=room), *x, **options), (0, 1))(u0, p)
+    assert {launch[0] for launch in device.launches} == {"forward", "reverse"}
+    assert (len(device.launches) > 3) == (room is not None)
+    options = {**options, "compile": False}
+    right, expected = mpiad.value_and_grad(lambda *x: by_events(EnsembleVectorized(), *x, **options), (0, 1))(u0, p)
+    np.testing.assert_allclose(value, right, rtol=1e-12)
+    assert_close(found, expected)
+
+
+def test_gradients_through_events_by_what_all_share_of_device_arrays(monkeypatch, device):
+    monkeypatch.setattr("mpiad.ensemble.compiled.cuda.solver._ROWS", -100)  # too little room at first
+    u0, p = states(35, 2), np.array([9.0, 2.0])
+
+    def loss(backend, u0, p, **options):
+        sol = solve(ensemble(swing, u0, None, p, (0.0, 4.0)), RK45(), backend, events=(RIM, WALL), **options)
+        times = sum((i + event) * time**2 for i, found in sol.events.items() for event, time in found)
+        return times + to_host(anp.sum(anp.sin(sol.u_end))) + anp.sum(sol.t_reached)
+
+    found = mpiad.grad(lambda *x: loss(EnsembleGPU(), *x), (0, 1))(on_device(u0), on_device(p))
+    assert [launch[0] for launch in device.launches] == ["forward", "forward", "forward", "reverse"]
+    expected = mpiad.grad(lambda *x: loss(EnsembleVectorized(), *x, compile=False), (0, 1))(u0, p)
+    assert_close(map(on_host, found), expected)
+
+
+def test_events_in_single_precision():
+    u0, p = states(33, 2, np.float32), parameters(33, (1, 20), (0.5, 3), dtype=np.float32)
+    expected = solve(ensemble(swing, u0, p), events=FLOOR, compile=False)
+    sol = solve(ensemble(swing, u0, p), RK45(), EnsembleGPU(), events=FLOOR)
+    np.testing.assert_array_equal(sol.retcode, expected.retcode)
+    assert "Terminated" in sol.retcode and sol.u_end.dtype == np.float32
+    np.testing.assert_allclose(sol.t_reached, expected.t_reached, rtol=2e-5)
+
+    def total(u0, p):
+        return anp.sum(solve(ensemble(swing, u0, p), RK45(), EnsembleGPU(), events=FLOOR).t_reached)
+
+    found, right = (mpiad.grad(total, (0, 1))(*x) for x in ((u0, p), (u0.astype(float), p.astype(float))))
+    assert [g.dtype for g in found] == [np.float32] * 2
+    assert_close(found, right, rtol=2e-2)
+
+
+def test_tangents_with_events_are_left_to_arrays(caplog, device):
+    u0, p = states(9, 2), parameters(9, (1, 20), (0.5, 3))
+    along = mpiad.jvp(lambda u0: by_events(EnsembleGPU(), u0, p, events=(RIM, WALL)), u0, np.cos(u0))[1]
+    assert "it is differentiated by tangents" in caplog.text and not device.launches
+    expected = mpiad.jvp(lambda u0: by_events(EnsembleVectorized(), u0, p, events=(RIM, WALL)), u0, np.cos(u0))[1]
+    np.testing.assert_allclose(along, expected, rtol=1e-10)
+
+
 # ---- What a kernel can't do ------------------------------------------------------------------------------------------
 REFUSED = {
-    "events": ({"events": Event(lambda u, p, t: u[0] - 1.0)}, "events="),
+    "events": ({"events": Event(lambda u, p, t: np.sort(u, axis=0)[0] - 1.0)}, "a condition of the events can't be"),
     "every step": ({"save_everystep": True}, "save_everystep=True"),
     "function": ({"f": lambda u, p, t: -p[0] * np.sort(u, axis=0)}, r"test_gpu.py:\d+: .*numpy.sort"),
 }
@@ -379,15 +476,6 @@ def test_what_a_kernel_cannot_do_is_said_once_and_done_by_arrays(name, caplog):
     with pytest.raises((ValueError, TypeError), match=reason):
         solve(given, RK45(), EnsembleGPU(), compile=True, **options)
     assert not launcher.launches
-
-
-def test_events_of_device_arrays_are_found_there(caplog):
-    u0, p, half = states(6), parameters(6), Event(lambda u, p, t: u[0] - 0.5)
-    given = ensemble(lambda u, p, t: -p[0] * u, on_device(u0), on_device(p))
-    sol = solve(given, RK45(), EnsembleGPU(), events=half)
-    assert "kernels don't look for events=" in caplog.text
-    sol.u, sol.u_end = on_host(sol.u), on_host(sol.u_end)
-    assert_same(sol, solve(ensemble(lambda u, p, t: -p[0] * u, u0, p), events=half, compile=False), rtol=1e-9)
 
 
 def test_gradients_by_arrays_on_the_device(caplog):

@@ -9,7 +9,7 @@ from device_double import DeviceArray, on_device, on_host
 from device_on_cpu import COMPILER, double, launcher
 
 import mpiad
-from mpiad.ensemble import RK45, EnsembleGPU, EnsembleMPI, EnsembleProblem, ODEProblem, solve
+from mpiad.ensemble import RK45, EnsembleGPU, EnsembleMPI, EnsembleProblem, EnsembleVectorized, Event, ODEProblem, solve
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no compiler of C++")
 N = 23
@@ -73,6 +73,28 @@ def test_gradients_are_those_of_one_process(place, gather):
     for a, b in zip(found, expected):
         assert isinstance(a, DeviceArray) == (place is on_device)
         np.testing.assert_allclose(on_host(a), b, rtol=1e-12, atol=1e-12 * np.abs(b).max())
+
+
+@pytest.mark.parametrize("place", [np.asarray, on_device])
+@pytest.mark.parametrize("gather", [True, False])
+def test_events_are_those_of_one_process(place, gather):
+    u0, p, _ = given()
+    events = Event(lambda u, p, t: u[2] - p[0]), Event(lambda u, p, t: u[0] - u[1], terminal=False)
+
+    def loss(u0, p, backend):
+        sol = solved(u0, p, backend, events=events)
+        times = [(event + 1) * time**2 for found in sol.events.values() for event, time in found]
+        return anp.sum(sol.t_reached**3) + sum(times)
+
+    value, expected = mpiad.value_and_grad(lambda *x: loss(*x, EnsembleVectorized()), (0, 1), shared=True)(u0, p)
+    backend = EnsembleMPI(EnsembleGPU(), gather=gather)
+    found = mpiad.value_and_grad(
+        lambda *x: loss(*x, backend), (0, 1), shared=True, objective="root" if gather else "sum"
+    )(place(u0), place(p))  # fmt: skip
+    np.testing.assert_allclose(found[0], value, rtol=1e-12)
+    for a, b in zip(found[1], expected):
+        np.testing.assert_allclose(on_host(a), b, rtol=1e-9, atol=1e-10 * np.abs(b).max())
+    assert "Terminated" in solved(u0, p, backend, events=events).retcode
 
 
 def test_more_ranks_than_trajectories():

@@ -14,6 +14,7 @@ from traced_right_hand_sides import SYSTEMS
 
 from mpiad.ensemble import RK4, RK45, PIController, Tsit5
 from mpiad.ensemble.compiled.cuda.source import cuda_source
+from mpiad.ensemble.compiled.trace import trace
 from mpiad.ensemble.gpu import EnsembleGPU
 
 pytestmark = pytest.mark.serial
@@ -25,6 +26,15 @@ def plan(name, dtype=np.float64, method="RK45", **options):
     system = SYSTEMS[name]
     given = parameters_of(system.p, False)
     return plan_of(system.f, given, np.zeros((system.states, 1), dtype), METHODS[method], record=True, **options)
+
+
+def events(name):
+    """Return an event that ends its trajectory, and one on the way."""
+    system = SYSTEMS[name]
+    given = parameters_of(system.p, False)
+    conditions = (lambda u, p, t: u[0] * u[1] - t, lambda u, p, t: np.sqrt(p[0]) - u[2])
+    programs = [trace(one, (system.states,), given, np.float64, result=()) for one in conditions]
+    return (programs[0], True, 0), (programs[1], False, -1)
 
 
 def directions(name):
@@ -65,9 +75,12 @@ def test_a_mistake_is_found():
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc")
-@pytest.mark.parametrize("name, dtype", [("lorenz", np.float64), ("powers", np.float32)])
-def test_nvcc_makes_ptx_of_it(name, dtype, tmp_path):
-    (tmp_path / "kernel.cu").write_text(cuda_source(plan(name, dtype, directions=(("state", 1), ("parameter", 0)))))
+@pytest.mark.parametrize("name, dtype, watched", [
+    ("lorenz", np.float64, False), ("powers", np.float32, False), ("lorenz", np.float64, True)
+])  # fmt: skip
+def test_nvcc_makes_ptx_of_it(name, dtype, watched, tmp_path):
+    options = {"events": events(name)} if watched else {"directions": (("state", 1), ("parameter", 0))}
+    (tmp_path / "kernel.cu").write_text(cuda_source(plan(name, dtype, **options)))
     command = ["nvcc", "--ptx", "-Werror", "all-warnings", "-diag-suppress", "177,550", "kernel.cu", "-o", "kernel.ptx"]
     made = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=50)
     assert made.returncode == 0, made.stderr
