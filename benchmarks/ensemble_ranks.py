@@ -7,6 +7,8 @@
   a hundred times as many steps as the first and contiguous shares would leave ranks idle.
 
 All ranks have all states in the end, or each its share (`gather=False`). Kernels also run on two threads of one rank.
+"Apart" is what this machine allows for at most: each rank solves its share as if it were alone, says nothing to the
+others, and gets nothing from them.
 
 All ways take turns in the same processes, while those that have nothing to do sleep. The time is that of the slowest
 rank, the smallest of all repeats, and beside it how many times as fast as one rank alone that is. With `--cpu` it is the
@@ -35,6 +37,7 @@ from mpiad import ensemble
 comm = MPI.COMM_WORLD.Dup()
 REACH = {10_000: 1.5, 100_000: 1.8}
 TOLERANCES = {"rtol": 1e-6, "atol": 1e-9}
+ON_ALL = ("ranks", "ranks, shares", "apart")
 
 
 def lorenz(u, p, t):
@@ -81,7 +84,7 @@ def measure(ways: dict[str, Callable[[], object]], repeats: int, clock: Callable
     """Return the smallest time of each way."""
     times = []
     for repeat in range(repeats + 1):
-        row = [seconds(call, "rank" in way or comm.rank == 0, clock) for way, call in ways.items()]
+        row = [seconds(call, way in ON_ALL or comm.rank == 0, clock) for way, call in ways.items()]
         # The first call warms up, and tells the shares what the trajectories cost.
         if repeat:
             times.append(row)
@@ -89,16 +92,22 @@ def measure(ways: dict[str, Callable[[], object]], repeats: int, clock: Callable
 
 
 def cases(name: str, n: int, compiled: bool) -> dict[str, dict[str, Callable]]:
-    """Return, by name, the ways to compute the same; those of which the name says so take all ranks."""
+    """Return, by name, the ways to compute the same; those in `ON_ALL` take all ranks."""
     f, u0, parameters = PROGRAMS[name]
     p = parameters(n)
     ways = {
         "one": ensemble.EnsembleVectorized(),
         "ranks": ensemble.EnsembleMPI(),
         "ranks, shares": ensemble.EnsembleMPI(gather=False),
+        "apart": ensemble.EnsembleVectorized(),
     }
     if compiled:
         ways["threads"] = ensemble.EnsembleThreads(2)
+
+    # Solved once, so that the shares are known into which all costs fall evenly.
+    ends(f, u0, p, ways["ranks"], compiled)
+    bounds = ways["ranks"].bounds(n, comm.size)
+    own = {way: p[bounds[comm.rank] : bounds[comm.rank + 1]] if way == "apart" else p for way in ways}
 
     def gradient(way: str) -> Callable:
         loss = lambda p: np.sum(ends(f, u0, p, ways[way], compiled) ** 2)  # noqa: E731
@@ -107,9 +116,9 @@ def cases(name: str, n: int, compiled: bool) -> dict[str, dict[str, Callable]]:
         return mpiad.grad(loss, shared=True, objective="sum" if "shares" in way else "root")
 
     label = f"{name}{', compiled' if compiled else ''}"
-    gradients = {way: partial(gradient(way), p) for way in ways}
+    gradients = {way: partial(gradient(way), own[way]) for way in ways}
     return {
-        f"{label}, states": {way: partial(ends, f, u0, p, backend, compiled) for way, backend in ways.items()},
+        f"{label}, states": {way: partial(ends, f, u0, own[way], backend, compiled) for way, backend in ways.items()},
         f"{label}, gradient": gradients,
     }
 
@@ -119,16 +128,17 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--n", type=int, nargs="*", default=[10_000, 100_000])
     parser.add_argument("--compiled-n", type=int, nargs="*", default=[10_000, 100_000, 1_000_000])
+    parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=list(PROGRAMS))
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--cpu", action="store_true")
     options = parser.parse_args()
     clock = time.process_time if options.cpu else time.perf_counter
     if comm.rank == 0:
-        heads = "".join(f"{head:>18}" for head in (f"{comm.size} ranks", "in shares", "2 threads"))
+        heads = "".join(f"{head:>18}" for head in (f"{comm.size} ranks", "in shares", f"{comm.size} apart", "2 threads"))
         print(f"{'':28}{'N':>9}{'one, ms':>10}{heads}{'to reach':>10}", flush=True)
     sizes = [(False, n) for n in options.n]
     sizes += [(True, n) for n in options.compiled_n] if find_spec("numba") else []
-    for name, (compiled, n) in itertools.product(PROGRAMS, sizes):
+    for name, (compiled, n) in itertools.product(options.programs, sizes):
         for case, ways in cases(name, n, compiled).items():
             found = measure(ways, options.repeats, clock)
             if comm.rank == 0:

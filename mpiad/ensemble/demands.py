@@ -127,8 +127,7 @@ def _check_numbers(demands: Demands) -> None:
             raise ValueError(f"solve: {name} must be above zero, but got {value!r}.")
     if not math.isfinite(demands.rtol):
         raise ValueError(f"solve: rtol must be finite, but got {demands.rtol!r}.")
-    atol = np.asarray(demands.atol)
-    if atol.dtype.kind not in "iuf" or not (np.isfinite(atol) & (atol >= 0)).all():
+    if not _are_tolerances(demands.atol):
         raise ValueError(f"solve: atol must be zero or more, but got {demands.atol!r}.")
     for name in ("max_steps", "batch_size", "checkpoints"):
         value = getattr(demands, name)
@@ -136,6 +135,13 @@ def _check_numbers(demands: Demands) -> None:
             continue
         if not isinstance(value, Integral) or value < 1:
             raise ValueError(f"solve: {name} must be an integer above zero, but got {value!r}.")
+
+
+def _are_tolerances(atol: Any) -> bool:
+    if type(atol) is float:  # most often, and each solve comes here
+        return 0 <= atol < math.inf
+    values = np.asarray(atol)
+    return values.dtype.kind in "iuf" and bool((np.isfinite(values) & (values >= 0)).all())
 
 
 def _is_positive(value: Any) -> bool:

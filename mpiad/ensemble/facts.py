@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -38,13 +39,21 @@ def fingerprint(*parts: Any) -> int:
     return int.from_bytes(digest.digest(), "little", signed=True)
 
 
+@lru_cache(64)
+def _of_words(*parts: Any) -> int:
+    return fingerprint(*parts)
+
+
 @dataclass(frozen=True)
 class Facts:
     """How the trajectories of all ranks went: the same on all ranks.
 
     Parameters
     ----------
-    codes, t_reached, naccept, nreject : array, shape (N,)
+    codes, reached : array, shape (N,)
+        Return codes, and the times that were reached.
+    accepted, rejected : array of unsigned int, shape (N,)
+        Steps, in as few bytes as the largest number needs: most programs never read them.
     counts : list of int
         How many trajectories each rank has.
     events : dict
@@ -61,9 +70,9 @@ class Facts:
     """
 
     codes: Array
-    t_reached: Array
-    naccept: Array
-    nreject: Array
+    reached: Array
+    accepted: Array
+    rejected: Array
     counts: list[int]
     events: dict
     t: Array
@@ -73,6 +82,27 @@ class Facts:
     ends: bool
     evaluated: Callable[[Array, Array], Array]
     said: list[int]
+
+    @cached_property
+    def t_reached(self) -> Array:
+        """The times that were reached, shape (N,)."""
+        return np.array(self.reached)
+
+    @cached_property
+    def naccept(self) -> Array:
+        """Accepted steps, array of int, shape (N,)."""
+        return self.accepted.astype(np.int64)
+
+    @cached_property
+    def nreject(self) -> Array:
+        """Rejected steps, array of int, shape (N,)."""
+        return self.rejected.astype(np.int64)
+
+    @property
+    def tries(self) -> Array:
+        """All steps, array of unsigned int, shape (N,)."""
+        widest = max(self.accepted.itemsize, self.rejected.itemsize)
+        return np.add(self.accepted, self.rejected, dtype=f"u{min(8, 2 * widest)}")
 
     @property
     def width(self) -> int:
@@ -145,14 +175,14 @@ def _header(share: EnsembleSolution | Exception, compiled: bool, traced: bool, s
         mine[_WRONG] = 1
         return mine
     reached = getval(share.t_reached)
-    mine[_COUNT], mine[_KIND] = len(share), fingerprint(share.u_end.shape[1:], share.u_end.dtype)
+    mine[_COUNT], mine[_KIND] = len(share), _of_words(share.u_end.shape[1:], share.u_end.dtype)
     mine[_TIMES] = fingerprint(share.t) if share.t.ndim == 1 else 0  # 0: they travel by themselves
     mine[_ACCEPTED], mine[_REJECTED] = share.naccept.max(initial=0), share.nreject.max(initial=0)
     # The bits of the first, since the message is of integers; 0 where there is none.
     mine[_REACHED], mine[_REACHED_DIFFER] = reached[:1].view(np.int64).sum(), not same_for_all(reached)
     mine[_CODES] = share.codes.max(initial=0)
     mine[_CONVERGED], mine[_COMPILED], mine[_TRACED] = share.converged, compiled, traced
-    mine[_ENDS], mine[_EVENTS], mine[_SAID] = share._start is not None, bool(share.events), fingerprint(said)
+    mine[_ENDS], mine[_EVENTS], mine[_SAID] = share._start is not None, bool(share.events), _of_words(said)
     return mine
 
 
@@ -161,22 +191,21 @@ def _columns(used: Channel, share: EnsembleSolution, every: Array) -> dict[str, 
     busy = every[every[:, _COUNT] > 0]
     count, most = int(every[:, _COUNT].sum()), every.max(axis=0)
     sent = [
-        ("naccept", share.naccept, np.min_scalar_type(most[_ACCEPTED])),
-        ("nreject", share.nreject, np.min_scalar_type(most[_REJECTED])),
+        ("accepted", share.naccept, np.min_scalar_type(most[_ACCEPTED])),
+        ("rejected", share.nreject, np.min_scalar_type(most[_REJECTED])),
     ]
-    made: dict[str, Array] = {"naccept": np.empty(count, np.int64), "nreject": np.empty(count, np.int64)}
     if most[_CODES]:
         sent.append(("codes", share.codes, np.dtype(np.int8)))
-    made["codes"] = np.zeros(count, np.int8)
     if most[_REACHED_DIFFER] or (busy[:, _REACHED] != busy[:1, _REACHED]).any():
-        sent.append(("t_reached", getval(share.t_reached), np.dtype(float)))
-    made["t_reached"] = np.full(count, busy[0, _REACHED : _REACHED + 1].view(float)[0] if len(busy) else 0.0)
-    _gather(used, sent, every[:, _COUNT].tolist(), made)
-    return made
+        sent.append(("reached", getval(share.t_reached), np.dtype(float)))
+    common = busy[0, _REACHED : _REACHED + 1].view(float)[0] if len(busy) else 0.0
+    known = {"codes": np.zeros(count, np.int8), "reached": np.broadcast_to(common, count)}
+    return known | _gather(used, sent, every[:, _COUNT].tolist())
 
 
-def _gather(used: Channel, sent: list[tuple[str, Array, np.dtype]], counts: list[int], made: dict[str, Array]) -> None:
-    """Put all ranks' columns one after the other into the arrays of their names; each has its dtype on the way."""
+def _gather(used: Channel, sent: list[tuple[str, Array, np.dtype]], counts: list[int]) -> dict[str, Array]:
+    """Return all ranks' columns by their names, the ranks' one after the other; each has its dtype also on the way."""
+    made = {name: np.empty(sum(counts), dtype) for name, _, dtype in sent}
     width = sum(dtype.itemsize for _, _, dtype in sent)
     mine = np.concatenate([np.ascontiguousarray(column, dtype).view(np.uint8) for _, column, dtype in sent])
     everything = np.empty(width * sum(counts), np.uint8)
@@ -187,6 +216,7 @@ def _gather(used: Channel, sent: list[tuple[str, Array, np.dtype]], counts: list
             made[name][first : first + count] = everything[at : at + count * dtype.itemsize].view(dtype)
             at += count * dtype.itemsize
         first += count
+    return made
 
 
 def _times(used: Channel, share: EnsembleSolution, every: Array) -> Array:

@@ -17,7 +17,7 @@ from mpiad.ensemble.batch import Batch, Parameters
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
 from mpiad.transport.device_arrays import arrays_of, is_device_array
 
-__all__ = ["columns_of", "generator", "master_seed", "members"]
+__all__ = ["columns_of", "generator", "initial_states", "master_seed", "members"]
 
 
 def master_seed(seed: int | None) -> int:
@@ -129,26 +129,32 @@ def as_state(u0: Any) -> Array:
 
 
 def _from_arrays(ensemble: EnsembleProblem, numbers: Sequence[int]) -> Batch:
-    problem, count = ensemble.problem, len(numbers)
-    rows = slice(numbers[0] - 1, numbers[-1]) if count else slice(0, 0)
-    first = as_state(problem.u0)
-    if ensemble.u0 is None:
-        u0 = _same(first, count)
-    else:
-        given = as_state(ensemble.u0)
-        if given.shape[1:] != first.shape:
-            raise ValueError(
-                f"solve: u0= of the ensemble must have shape (N, *{first.shape}), after the problem's u0, but has shape "
-                f"{given.shape}."
-            )
-        u0 = _last(given[rows].reshape(count, first.size))
+    problem, count, rows = ensemble.problem, len(numbers), _rows(numbers)
     leaves, build = flatten(problem.p)
     p = Parameters(leaves, [False] * len(leaves), build)
     if ensemble.p is not None:
         leaves, build = flatten(ensemble.p)
         p = Parameters([_last(_array(leaf)[rows]) for leaf in leaves], [True] * len(leaves), build)
     start, end = (_repeated(t, count) for t in _span(problem))
-    return Batch(problem.f, first.shape, u0, p, start, end)
+    return Batch(problem.f, as_state(problem.u0).shape, initial_states(ensemble, numbers), p, start, end)
+
+
+def _rows(numbers: Sequence[int]) -> slice:
+    return slice(numbers[0] - 1, numbers[-1]) if len(numbers) else slice(0, 0)
+
+
+def initial_states(ensemble: EnsembleProblem, numbers: Sequence[int]) -> Array:
+    """Return the initial states of some trajectories, counted from 1, shape (d, N), of an ensemble without `prob_func`."""
+    first = as_state(ensemble.problem.u0)
+    if ensemble.u0 is None:
+        return _same(first, len(numbers))
+    given = as_state(ensemble.u0)
+    if given.shape[1:] != first.shape:
+        raise ValueError(
+            f"solve: u0= of the ensemble must have shape (N, *{first.shape}), after the problem's u0, but has shape "
+            f"{given.shape}."
+        )
+    return _last(given[_rows(numbers)].reshape(len(numbers), first.size))
 
 
 def _repeated(t: Any, count: int) -> Array:

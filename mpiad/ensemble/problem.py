@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import autograd.numpy as anp
@@ -168,6 +169,9 @@ def _is_number(part: Any) -> bool:
 
 
 def _required(fun: Function) -> int | None:
+    if type(fun) is FunctionType and not fun.__dict__:
+        # A training loop makes its problem anew in each step, and inspect takes its time.
+        return fun.__code__.co_argcount - len(fun.__defaults__ or ())
     try:
         kinds = inspect.signature(fun).parameters.values()
     except (TypeError, ValueError):

@@ -70,6 +70,7 @@ class EnsembleMPI(EnsembleAlgorithm):
             )
         self.gather, self.comm = bool(gather), comm
         self._tries, self._entry, self._turn = np.empty(0), _ENTRY, _TURN
+        self._bounds: Array | None = None
 
     def __repr__(self) -> str:
         return f"EnsembleMPI({self.inner!r}, gather={self.gather})"
@@ -82,7 +83,9 @@ class EnsembleMPI(EnsembleAlgorithm):
         """Return where the shares of the ranks begin and end, from 0; the same on all ranks."""
         if len(self._tries) != count or not count:
             return np.arange(size + 1) * count // size
-        return Division(self._tries, self._entry, self._turn, size).bounds()
+        if self._bounds is None or len(self._bounds) != size + 1:
+            self._bounds = Division(self._tries, self._entry, self._turn, size).bounds()
+        return self._bounds
 
     def remember(self, tries: Array, components: int, compiled: bool = False, traced: bool = False) -> None:
         """Take the numbers of tried steps of all trajectories as their costs.
@@ -95,9 +98,11 @@ class EnsembleMPI(EnsembleAlgorithm):
         compiled, traced : bool
             Whether kernels took them, and whether derivatives were wanted.
         """
-        turn = _TRACED_TURN if traced else _TURN
+        before = self._entry, self._turn, self._tries
         self._tries, self._entry = tries, _LANE_ENTRY if compiled else _ENTRY
-        self._turn = _LANES if compiled else turn / max(1, components)
+        self._turn = _LANES if compiled else (_TRACED_TURN if traced else _TURN) / max(1, components)
+        if before[:2] != (self._entry, self._turn) or not np.array_equal(before[2], tries):
+            self._bounds = None
 
 
 class Sharing(NamedTuple):
@@ -169,7 +174,7 @@ def over_ranks(mpi: EnsembleMPI, used: Channel, asked: Sharing) -> EnsembleSolut
     share, facts = facts_of_all(used, share, asked.compiled(), traced, asked.evaluated, asked.said())
     asked.say(facts.said.index(facts.said[used.rank]) == used.rank)
     # Of all trajectories, the same on all ranks: they divide by it the next time, without a message.
-    mpi.remember(facts.naccept + facts.nreject, int(np.prod(share.u_end.shape[1:])), facts.compiled, facts.traced)
+    mpi.remember(facts.tries, int(np.prod(share.u_end.shape[1:])), facts.compiled, facts.traced)
     if not mpi.gather:
         return sharded(share, facts, mpi.comm, np.arange(first, last), asked.combine is not None)
     if asked.combine is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import autograd.numpy as anp
 import numpy as np
@@ -48,13 +48,17 @@ def gathered(
     -----
     All ranks call it.
     """
-    codes, counts = facts.codes, (facts.naccept, facts.nreject)
-    names, calls = Deferred(lambda: names_of(codes)), Deferred(lambda: facts.evaluated(*counts))
-    reached = _collected(used, share.t_reached, facts) if timed else facts.t_reached
+    later: Any = {
+        "retcode": lambda: names_of(facts.codes), "nf": lambda: facts.nf, "naccept": lambda: facts.naccept,
+        "nreject": lambda: facts.nreject, "t_reached": lambda: facts.t_reached,
+    }  # fmt: skip
+    later = {name: Deferred(make) for name, make in later.items()}
+    if timed:
+        later["t_reached"] = _collected(used, share.t_reached, facts)
     sol = EnsembleSolution(
-        made, facts.t, _collected(used, share.u_end, facts), cast(Any, names), reached, *counts, cast(Any, calls),
-        _gathered_events(share, facts, used.user), facts.converged, _codes=codes,
-        dense=share.dense and GatheredOutput(share.dense, len(share), used.user),
+        made, facts.t, _collected(used, share.u_end, facts), events=_gathered_events(share, facts, used.user),
+        converged=facts.converged, _codes=facts.codes,
+        dense=share.dense and GatheredOutput(share.dense, len(share), used.user), **later,
     )  # fmt: skip
     if made is not None:
         return sol

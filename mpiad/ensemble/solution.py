@@ -75,7 +75,7 @@ class ODESolution:
         return states[0] if np.ndim(t) == 0 else states
 
 
-@deferring("u", "retcode", "nf")
+@deferring("u", "retcode", "t_reached", "naccept", "nreject", "nf")
 @dataclass
 class EnsembleSolution:
     """The solutions of an ensemble of N trajectories.
@@ -150,7 +150,7 @@ class EnsembleSolution:
         return states[:, 0] if np.ndim(t) == 0 else states
 
     def __len__(self) -> int:
-        return len(self.naccept)
+        return len(self.u_end)
 
     def __getstate__(self) -> dict[str, Any]:
         # All is made that can be read, so nothing is left to be made.

@@ -25,7 +25,7 @@ from mpiad.ensemble.facts import fingerprint
 from mpiad.ensemble.failures import report
 from mpiad.ensemble.gpu import gpu_of
 from mpiad.ensemble.joining import joined
-from mpiad.ensemble.members import columns_of, master_seed, members
+from mpiad.ensemble.members import columns_of, initial_states, master_seed, members
 from mpiad.ensemble.on_device.arguments import is_on_device, placed
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
 from mpiad.ensemble.progress import Progress
@@ -36,7 +36,6 @@ from mpiad.ensemble.saving import save_times
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.sharded import ShardedSolution
 from mpiad.ensemble.solution import EnsembleSolution, apart, evaluations, solution_of
-from mpiad.ensemble.trial import try_once
 from mpiad.transport import Channel, channel
 from mpiad.transport.agreement import require_alike
 
@@ -165,7 +164,7 @@ def solve(
         asked = Sharing(
             count, lambda numbers, shown: _ensemble(demands, compiler, problem, numbers, shown),
             (lambda parts: combined(problem, parts, count)) if problem.output_func or problem.reduction else None,
-            None if problem.prob_func else lambda: members(problem, range(1, count + 1), 1, 0, count).u0,
+            None if problem.prob_func else lambda: initial_states(problem, range(1, count + 1)),
             partial(evaluations, alg=alg, dt=dt), lambda: bool(compiler.kernels),
             lambda: compiler.said, compiler.say, bool(demands.events), bool(progress),
         )  # fmt: skip
@@ -267,7 +266,6 @@ def _by_arrays(
         if not given.traced:
             return sol
         return on_device.differentiable(sol, outcome.record, given, demands.gradient, demands.adjoint)
-    try_once(batch, settings.events, given.traced)
     outcome = compiler.run(backend, batch, settings, given)
     sol, ways = solution_of(outcome, batch, settings), Ways(demands.gradient, demands.adjoint)
     if given.traced:

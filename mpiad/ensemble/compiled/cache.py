@@ -27,7 +27,8 @@ _log = logging.getLogger("mpiad")
 _SYMBOLS, _OBJECT = "symbols", "kernel.o"
 
 _lock = threading.RLock()
-_loaded: dict[str, Kernel] = {}
+# By text, name and signature: to hash a text that is the same object costs nothing, and each solve comes here.
+_loaded: dict[tuple[str, str, str], Kernel] = {}
 
 
 class Kernel(NamedTuple):
@@ -79,13 +80,14 @@ def kernel_of(text: str, name: str, signature: str) -> Kernel:
     """
     # Under the lock: a second thread waits for the first one's kernel instead of compiling it, too.
     with _lock:
-        key = _key(f"{name} {signature}\n{text}")
-        if key not in _loaded:
+        known = text, name, signature
+        if known not in _loaded:
+            key = _key(f"{name} {signature}\n{text}")
             started = time.perf_counter()
             function, origin = _from_disk(key, text, signature) or _made(key, text, name, signature)
-            _loaded[key] = Kernel(function, text, time.perf_counter() - started, origin)
-            _log.debug("kernel %s: %s in %.3f s", key[:12], origin, _loaded[key].seconds)
-        return _loaded[key]
+            _loaded[known] = Kernel(function, text, time.perf_counter() - started, origin)
+            _log.debug("kernel %s: %s in %.3f s", key[:12], origin, _loaded[known].seconds)
+        return _loaded[known]
 
 
 def forget() -> None:

@@ -21,7 +21,7 @@ from mpiad.ensemble.compiled.refusals import Untraceable
 from mpiad.ensemble.compiled.trace import identity_of, trace
 from mpiad.ensemble.compiled.verification import verify
 
-__all__ = ["MOST_OPERATIONS", "Tell", "changes", "program_of", "tell_once", "traced_program"]
+__all__ = ["MOST_OPERATIONS", "Tell", "changes", "is_wanted", "program_of", "tell_once", "traced_program"]
 
 _log = logging.getLogger("mpiad")
 
@@ -40,10 +40,8 @@ _told: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 _programs: WeakKeyDictionary[Any, set[Program]] = WeakKeyDictionary()
 
 
-def program_of(
-    compile: str | bool, count: int, backend: EnsembleAlgorithm, batch: Batch, tell: Tell
-) -> Program | None:
-    """Return what is compiled, None where the vectorised path solves the ensemble.
+def is_wanted(compile: str | bool, count: int, backend: EnsembleAlgorithm) -> bool:
+    """Tell whether an ensemble is to be compiled, where it can be.
 
     Parameters
     ----------
@@ -51,26 +49,39 @@ def program_of(
     count : int
         How many trajectories the whole ensemble has; 0 for a single problem.
     backend : EnsembleAlgorithm
+
+    Raises
+    ------
+    ImportError
+        With ``compile=True``, without numba.
+    """
+    if compile is True and not _has_numba():
+        raise ImportError("solve: compile=True needs numba, which isn't installed: pip install mpiad[fast].")
+    if compile == "auto":
+        return count >= LEAST_TRAJECTORIES and not isinstance(backend, EnsembleSerial) and _has_numba()
+    return compile is True
+
+
+def program_of(must: bool, batch: Batch, tell: Tell) -> Program | None:
+    """Return what is compiled, None where the vectorised path solves the ensemble.
+
+    Parameters
+    ----------
+    must : bool
+        Whether that is said by ``compile=True``.
     batch : Batch
     tell : callable
         Is told an f and why the vectorised path solves it.
 
     Raises
     ------
-    ImportError, TypeError, ValueError
-        With ``compile=True``, where it can't be.
+    TypeError, ValueError
+        Where it must be compiled, and can't be.
     """
-    if compile is False or (compile == "auto" and (count < LEAST_TRAJECTORIES or isinstance(backend, EnsembleSerial))):
-        return None
-    must = compile is True
     reason = _unsupported(batch)
     if reason is not None:
         if must:
             raise ValueError(f"solve: compile=True, but {reason}. Leave compile out, or say compile=False.")
-        return None
-    if not _has_numba():
-        if must:
-            raise ImportError("solve: compile=True needs numba, which isn't installed: pip install mpiad[fast].")
         return None
     return traced_program(batch, must, tell)
 

@@ -11,9 +11,11 @@ numbers are the same in each lane and in all kernels that are generated from one
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from mpiad._typing import Array
 from mpiad.ensemble.compiled.entering import Entering
-from mpiad.ensemble.compiled.form import Form
+from mpiad.ensemble.compiled.form import Fields, Form
 from mpiad.ensemble.compiled.lanes import Lanes
 from mpiad.ensemble.compiled.power import power_lines
 from mpiad.ensemble.compiled.telling import Telling
@@ -28,7 +30,12 @@ _ROUNDING = 1e-9
 
 def lanes_of(form: Form) -> tuple[Array, Array]:
     """Return the kernel's buffers."""
-    return Lanes(form).fields.room(form.dtype)
+    return _fields(form).room(form.dtype)
+
+
+@lru_cache(64)
+def _fields(form: Form) -> Fields:
+    return Lanes(form).fields
 
 
 def forward_source(form: Form) -> str:

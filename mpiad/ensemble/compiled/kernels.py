@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import wraps
-from typing import Any
+from functools import lru_cache
 
 from mpiad.ensemble.compiled.cache import Kernel, kernel_of
 from mpiad.ensemble.compiled.derivatives import jvp, vjp
@@ -25,38 +23,22 @@ import numpy as np
 
 from mpiad.ensemble.compiled.intrinsics import bits_of, fetched, fma, number_of, where
 """
-_ANY: Any = None
 _MOST_TEXTS = 32
 _INLINED = '@numba.njit(error_model="numpy", forceinline=True)\n'
 _KERNEL = '@numba.njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)\n'
 
 
-def parameter_names(varying: Sequence[int], shared: Sequence[int]) -> list[str]:
+@lru_cache(_MOST_TEXTS)
+def parameter_names(varying: tuple[int, ...], shared: tuple[int, ...]) -> tuple[str, ...]:
     """Return what a program's parameters are called: p0, p1, ... those of each trajectory, s0, s1, ... those of all."""
     names = {number: f"p{i}" for i, number in enumerate(varying)}
     names.update({number: f"s{i}" for i, number in enumerate(shared)})
-    return [names[number] for number in range(len(names))]
+    return tuple(names[number] for number in range(len(names)))
 
 
-def _kept(make: Callable[..., str]) -> Callable[..., str]:
-    """Return a function that keeps its last texts: a training loop asks for the same ones in each step."""
-    texts: dict[Any, tuple[Form, str]] = {}
-
-    @wraps(make)
-    def text(program: Program, form: Form, names: Sequence[str], *wanted: Sequence[Any]) -> str:
-        # A tableau has arrays in it. It is told by its identity, and kept so that no other one takes its place in memory.
-        key = program, id(form.tableau), form._replace(tableau=_ANY), tuple(names), *map(tuple, wanted)
-        if key not in texts:
-            if len(texts) >= _MOST_TEXTS:
-                texts.pop(next(iter(texts)))
-            texts[key] = form, make(program, form, names, *wanted)
-        return texts[key][1]
-
-    return text
-
-
-@_kept
-def forward_text(program: Program, form: Form, names: Sequence[str], conditions: Sequence[Program] = ()) -> str:
+# A training loop asks for the same texts in each step.
+@lru_cache(_MOST_TEXTS)
+def forward_text(program: Program, form: Form, names: tuple[str, ...], conditions: tuple[Program, ...] = ()) -> str:
     """Return the text of a forward kernel, and of f, its tangents and the events' conditions before it."""
     parts = [function_source(program, "f", names, dtype=form.dtype)]
     for i, (kind, place) in enumerate(form.directions):
@@ -69,8 +51,8 @@ def forward_text(program: Program, form: Form, names: Sequence[str], conditions:
     return _module(parts, forward_source(form))
 
 
-@_kept
-def reverse_text(program: Program, form: Form, names: Sequence[str], wanted: Sequence[int]) -> str:
+@lru_cache(_MOST_TEXTS)
+def reverse_text(program: Program, form: Form, names: tuple[str, ...], wanted: tuple[int, ...]) -> str:
     """Return the text of a reverse kernel, and of f and its adjoint before it."""
     d = program.states
     adjoint = simplify(vjp(program, wanted, time=form.timed))

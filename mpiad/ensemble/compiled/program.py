@@ -90,9 +90,13 @@ class Program:
         return OPERATIONS[operation].boolean if operation in OPERATIONS else isinstance(value, bool)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Program) and self.content == other.content
+        return self is other or (isinstance(other, Program) and self.content == other.content)
 
     def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
         return hash(self.content)
 
     def __repr__(self) -> str:

@@ -8,6 +8,8 @@ so that the record is read from its end, which the caches still hold.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from mpiad._typing import Array
 from mpiad.ensemble.compiled.form import Fields, Form
 from mpiad.ensemble.compiled.text import Steps, indented, number
@@ -17,7 +19,12 @@ __all__ = ["lanes_of", "reverse_source"]
 
 def lanes_of(form: Form) -> tuple[Array, Array]:
     """Return the kernel's buffers."""
-    return _Reverse(form).fields.room(form.dtype)
+    return _fields(form).room(form.dtype)
+
+
+@lru_cache(64)
+def _fields(form: Form) -> Fields:
+    return _Reverse(form).fields
 
 
 def reverse_source(form: Form) -> str:

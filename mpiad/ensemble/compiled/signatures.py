@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ _ROW, _TABLE = "float64[::1]", "float64[:, ::1]"
 _NUMBERS, _NUMBER = "int64[::1]", "int64"
 
 
+@cache
 def signature_of(name: str, dtype: np.dtype, events: bool = False) -> str:
     """Return the types of a kernel's arguments.
 

@@ -13,17 +13,19 @@ from autograd.tracer import isbox
 from mpiad._typing import Function
 from mpiad.ensemble.backends import EnsembleAlgorithm
 from mpiad.ensemble.batch import Batch, same_for_all
-from mpiad.ensemble.compiled.choice import program_of, tell_once
+from mpiad.ensemble.compiled.choice import is_wanted, program_of, tell_once
 from mpiad.ensemble.compiled.conditions import conditions_of
 from mpiad.ensemble.compiled.form import Form
 from mpiad.ensemble.compiled.kernels import compiled, forward_text, parameter_names, reverse_text
 from mpiad.ensemble.compiled.launch import launch
 from mpiad.ensemble.compiled.layout import Layout, layout_of
+from mpiad.ensemble.compiled.plans import Plan, remembered
 from mpiad.ensemble.compiled.program import Program
 from mpiad.ensemble.compiled.shares import threads_of
 from mpiad.ensemble.compiled.signatures import argument
 from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.settings import Settings
+from mpiad.ensemble.trial import try_once
 
 __all__ = ["Compiler", "Solver"]
 
@@ -70,13 +72,20 @@ class Compiler:
         given : Batch
             The batch before what is traced was made plain.
         """
-        if self.compile is False or not batch.size:
+        def made() -> Plan | None:
+            try_once(batch, settings.events, given.traced)
+            if not wanted:
+                return None
+            program = program_of(must, batch, self.tell)
+            conditions = program and conditions_of(batch, settings.events, must, self.tell)
+            return None if program is None or conditions is None else Plan(program, conditions)
+
+        must = self.compile is True
+        wanted = batch.size > 0 and is_wanted(self.compile, self._count, backend)
+        plan = remembered(made, batch, settings.events, given.traced, must) if wanted else made()
+        if plan is None:
             return backend.run(batch, settings)
-        program = program_of(self.compile, self._count, backend, batch, self.tell)
-        conditions = program and conditions_of(batch, settings.events, self.compile is True, self.tell)
-        if program is None or conditions is None:
-            return backend.run(batch, settings)
-        return Solver(self, program, batch, settings, threads_of(backend), conditions).solved(given)
+        return Solver(self, *plan, batch, settings, threads_of(backend)).solved(given)
 
     def run_on_device(self, backend: EnsembleAlgorithm, batch: Batch, settings: Settings) -> Outcome:
         """Solve all trajectories of a batch of device arrays.
@@ -132,37 +141,42 @@ class Solver:
     compiler : Compiler
     program : Program
         What f computes.
+    conditions : tuple of Program
+        What the conditions of the events compute.
     batch : Batch
         Of plain arrays.
     settings : Settings
     threads : int
-    conditions : tuple of Program
-        What the conditions of the events compute.
     """
 
     def __init__(
-        self, compiler: Compiler, program: Program, batch: Batch, settings: Settings, threads: int,
-        conditions: tuple[Program, ...] = (),
+        self, compiler: Compiler, program: Program, conditions: tuple[Program, ...], batch: Batch, settings: Settings,
+        threads: int,
     ):  # fmt: skip
         self._compiler, self._program, self._conditions = compiler, program, conditions
         self.batch, self.settings, self.threads = batch, settings, threads
         self.layout: Layout = layout_of(batch.p)
         self._names = parameter_names(self.layout.varying, self.layout.shared)
         self.every = settings.saveat is None
-        saveat = np.empty(0) if settings.saveat is None else settings.saveat
-        self.times = argument(np.atleast_2d(saveat))
-        # One row is enough where all begin and end alike.
-        rows = slice(1 if same_for_all(batch.start) and same_for_all(batch.end) else None)
-        at_ends = (saveat == batch.start[rows, None]) | (saveat == batch.end[rows, None])
+        self.times = argument(np.atleast_2d(np.empty(0) if settings.saveat is None else settings.saveat))
         alg, events = settings.alg, tuple((event.terminal, event.direction) for event in settings.events)
         self.form = Form(
             len(batch.u0), len(self.layout.varying), len(self.layout.shared), alg.tableau, alg.controller,
-            single=batch.u0.dtype == np.float32, inside=not at_ends.all() or bool(events),
+            single=batch.u0.dtype == np.float32, inside=bool(events) or not self._at_ends(),
             tolerances=np.ndim(settings.atol) > 0, events=events,
         )  # fmt: skip
         self.p, self.s = self.layout.split(batch.p.leaves, batch.size, batch.u0.dtype)
         self.directions: tuple[tuple[str, int], ...] = ()
         self._recorded: Outcome | None = None
+
+    def _at_ends(self) -> bool:
+        """Tell whether nothing is saved but at the ends of tspan."""
+        if not self.times.size:
+            return True
+        start, end = self.batch.start, self.batch.end
+        # One row is enough where all begin and end alike.
+        rows = slice(1 if same_for_all(start) and same_for_all(end) else None)
+        return bool(((self.times == start[rows, None]) | (self.times == end[rows, None])).all())
 
     def solved(self, given: Batch) -> Outcome:
         """Solve, and keep what a gradient by the traced parts of `given` will need."""
@@ -218,7 +232,7 @@ class Solver:
         for first, stop in pairwise(count * i // parts for i in range(parts + 1)):
             rows = slice(first, stop)
             batch, settings = self.batch.share(rows), self.settings.share(rows)
-            part = Solver(self._compiler, self._program, batch, settings, self.threads, self._conditions)
+            part = Solver(self._compiler, self._program, self._conditions, batch, settings, self.threads)
             part.form = self.form
             yield rows, part
 
@@ -229,5 +243,5 @@ class Solver:
         form = self.form._replace(
             wanted_varying=len(own), wanted_shared=len(common), timed=timed, inside=inside, tolerances=False
         )
-        text = reverse_text(self._program, form, self._names, own + common)
+        text = reverse_text(self._program, form, self._names, (*own, *common))
         return self._compiler.function("reverse", text, form), form

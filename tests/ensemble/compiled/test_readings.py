@@ -1,0 +1,154 @@
+"""Two readings of a function are equal only where nothing has changed that it can reach."""
+
+from __future__ import annotations
+
+import types
+from functools import partial, wraps
+
+import autograd.numpy as anp
+import numpy as np
+import pytest
+from autograd.extend import primitive
+
+from mpiad.ensemble.compiled.readings import reading_of
+
+pytestmark = pytest.mark.serial
+
+FACTOR, TABLE, NAMED, HOLDER = 2.0, np.array([2.0, 3.0]), {"a": [2.0]}, types.SimpleNamespace(a=2.0)
+MODULE = types.ModuleType("settings_of_the_users")
+MODULE.a = 2.0
+
+
+def factor():
+    return FACTOR
+
+
+def by_default(u, p, t, a=2.0, *, b=1.0):
+    return [a * u[0] * b]
+
+
+def by_attribute(u, p, t):
+    return [by_attribute.a * u[0]]
+
+
+def in_closure():
+    a = 2.0
+
+    def change():
+        nonlocal a
+        a = 5.0
+
+    return lambda u, p, t: [a * u[0]], change
+
+
+def in_sign():
+    a = 0.0
+
+    def change():
+        nonlocal a
+        a = -0.0
+
+    return lambda u, p, t: [anp.arctan2(a * u[0], -1.0)], change
+
+
+def in_method():
+    class System:
+        a = 2.0
+
+        def f(self, u, p, t):
+            return [self.a * u[0]]
+
+    return System().f, lambda: setattr(System, "a", 5.0)
+
+
+def in_primitive():
+    a = [2.0]
+    scaled = primitive(lambda x: a[0] * x)
+    return lambda u, p, t: [scaled(u[0])], lambda: a.append(a.pop() + 3.0)
+
+
+def in_wrapped():
+    a = [2.0]
+
+    def f(u, p, t):
+        return [a[0] * u[0]]
+
+    return wraps(f)(lambda *given: f(*given)), lambda: a.append(a.pop() + 3.0)
+
+
+def patched(f, change):
+    return lambda: (f, change)
+
+
+def change_global(name, value):
+    return lambda: globals().update({name: value})
+
+
+CASES = {
+    "global": patched(lambda u, p, t: [FACTOR * u[0]], change_global("FACTOR", 5.0)),
+    "global of another function": patched(lambda u, p, t: [factor() * u[0]], change_global("FACTOR", 6.0)),
+    "another function": patched(lambda u, p, t: [factor() * u[0]], change_global("factor", lambda: 7.0)),
+    "in a comprehension": patched(lambda u, p, t: [FACTOR * x for x in u], change_global("FACTOR", 8.0)),
+    "entry of an array": patched(lambda u, p, t: [TABLE[1] * u[0]], lambda: TABLE.__setitem__(1, 5.0)),
+    "inside of a nest": patched(lambda u, p, t: [NAMED["a"][0] * u[0]], lambda: NAMED["a"].__setitem__(0, 5.0)),
+    "attribute of an object": patched(lambda u, p, t: [HOLDER.a * u[0]], lambda: setattr(HOLDER, "a", 5.0)),
+    "attribute of a module": patched(lambda u, p, t: [MODULE.a * u[0]], lambda: setattr(MODULE, "a", 5.0)),
+    "default": patched(by_default, lambda: setattr(by_default, "__defaults__", (5.0,))),
+    "default of a keyword": patched(by_default, lambda: by_default.__kwdefaults__.update(b=5.0)),
+    "attribute of a function": patched(by_attribute, lambda: setattr(by_attribute, "a", 5.0)),
+    "closure": in_closure, "sign of zero": in_sign, "method": in_method, "primitive": in_primitive, "wrapped": in_wrapped,
+}  # fmt: skip
+UNKNOWN = ("attribute of an object", "attribute of a module", "method")
+by_attribute.a = 2.0
+
+
+def value(f):
+    found = float(f(np.array([1.5]), None, 0.0)[0])
+    return found, np.signbit(found)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_has_changed_is_seen(case):
+    f, change = CASES[case]()
+    before, reading = value(f), reading_of(f)
+    assert (reading is None) == (case in UNKNOWN)
+    assert reading == reading_of(f)
+    change()
+    assert value(f) != before
+    assert reading is None or reading_of(f) != reading
+
+
+def test_what_is_given_with_it_is_seen():
+    kinds = [(1,), (1.0,), (True,), [1], {"a": 1}, {"b": 1}, {"a": 1, "b": 2}, {"b": 2, "a": 1}, 0.0, -0.0, "0.0", None]
+    kinds += [np.float32(1), np.float64(1), np.ones(2), np.ones((1, 2)), np.ones(2, int), anp.sin, np.sin, factor, len]
+    readings = [reading_of(factor, kind) for kind in kinds]
+    assert None not in readings
+    assert len(set(readings)) == len(kinds)
+
+
+def test_functions_of_the_same_text_and_values_read_the_same():
+    def made(a):
+        table, again = np.arange(3.0), lambda n: n and again(n - 1)
+
+        def f(u, p, t):
+            return [a * anp.sin(u[0]) + sum(table[i] for i in range(3)) * abs(u[0]) + again(2)]
+
+        return partial(f)
+
+    assert reading_of(made(2.0)) == reading_of(made(2.0)) is not None
+    assert reading_of(made(2.0)) != reading_of(made(3.0))
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda u, p, t: np.random.default_rng(0).normal.__self__ and HOLDER,
+        lambda u, p, t: eval("FACTOR"),
+        lambda u, p, t: __import__("math"),
+        lambda u, p, t: NOWHERE,  # noqa: F821
+        np.random.default_rng(0).normal,
+        [1.0].append,
+    ],
+)
+def test_what_cannot_be_followed_is_unknown(f):
+    assert reading_of(f) is None
