@@ -6,7 +6,7 @@ import numpy as np
 
 
 def lorenz(u, p, t):
-    x, y, z = u
+    x, y, z = u[0], u[1], u[2]  # arrays on devices aren't taken apart
     return [10.0 * (y - x), x * (p[0] - z) - y, x * y - 8 / 3 * z]
 
 

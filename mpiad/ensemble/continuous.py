@@ -19,16 +19,17 @@ from mpiad.ensemble.adjoint import Cotangents, of_ends
 from mpiad.ensemble.batch import Batch, Parameters
 from mpiad.ensemble.dense import DenseStates
 from mpiad.ensemble.linearization import Tracing
+from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.pool import integrate
 from mpiad.ensemble.retcodes import names_of
 from mpiad.ensemble.run import INITIAL, Run
 from mpiad.ensemble.seeds import Seeds
 from mpiad.errors import IntegrationError
 
-__all__ = ["pull_continuous"]
+__all__ = ["NODES", "WEIGHTS", "pull_continuous", "require_no_events", "require_solved"]
 
 # Gauss's rule of order 6 on (0, 1).
-_NODES, _WEIGHTS = (0.5 - np.sqrt(0.15), 0.5, 0.5 + np.sqrt(0.15)), (5 / 18, 8 / 18, 5 / 18)
+NODES, WEIGHTS = (0.5 - np.sqrt(0.15), 0.5, 0.5 + np.sqrt(0.15)), (5 / 18, 8 / 18, 5 / 18)
 
 
 def pull_continuous(run: Run, seeds: Seeds, places: Sequence[int], timed: bool) -> Cotangents:
@@ -50,16 +51,52 @@ def pull_continuous(run: Run, seeds: Seeds, places: Sequence[int], timed: bool) 
     NotImplementedError
         Where terminal events ended trajectories, or times of events on the way have cotangents.
     """
-    if seeds.crossed is not None:
+    require_no_events(run.terminated, seeds.crossed is not None)
+    found = _Adjoint(run, seeds, places).solved(timed)
+    if seeds.reached is not None:
+        # Where no event came first, the time that was reached is the end of tspan itself.
+        found.end += np.where(run.live, seeds.reached, 0)
+    return found
+
+
+def require_no_events(terminated: Array, crossed: bool) -> None:
+    """Raise where the results moved with the times of events.
+
+    Parameters
+    ----------
+    terminated : array of bool, shape (N,)
+        Which trajectories ended by an event; on the host.
+    crossed : bool
+        Whether times of events on the way have cotangents.
+
+    Raises
+    ------
+    NotImplementedError
+    """
+    if crossed:
         raise NotImplementedError(
             "solve: adjoint='continuous' knows no derivative of the times of events. Use adjoint='discrete', the default."
         )
-    if run.terminated.any():
+    if terminated.any():
         raise NotImplementedError(
-            f"solve: adjoint='continuous' doesn't go through terminal events, and {np.count_nonzero(run.terminated)} "
+            f"solve: adjoint='continuous' doesn't go through terminal events, and {np.count_nonzero(terminated)} "
             "trajectories ended by one. Use adjoint='discrete', the default."
         )
-    return _Adjoint(run, seeds, places).solved(timed)
+
+
+def require_solved(outcome: Outcome, ids: Array) -> None:
+    """Raise where the adjoint equation of one of the trajectories `ids` wasn't solved to the end.
+
+    Raises
+    ------
+    IntegrationError
+    """
+    if outcome.failed.any():
+        i, code = int(ids[np.flatnonzero(outcome.failed)[0]]), names_of(outcome.codes)[outcome.failed][0]
+        raise IntegrationError(
+            f"solve: the adjoint equation of trajectory {i + 1} failed ({code}) on its way back. "
+            "adjoint='discrete', the default, needs no such solve."
+        )
 
 
 class _Adjoint:
@@ -117,12 +154,7 @@ class _Adjoint:
         settings = self._run.settings._replace(saveat=None, record=True, checkpoints=None, events=(), progress=None)
         outcome = integrate(batch, settings)
         solved = Run(batch, settings, outcome)
-        if not solved.live.all():
-            i, code = int(ids[np.flatnonzero(~solved.live)[0]]), names_of(outcome.codes)[~solved.live][0]
-            raise IntegrationError(
-                f"solve: the adjoint equation of trajectory {i + 1} failed ({code}) on its way back. "
-                " adjoint='discrete', the default, needs no such solve."
-            )
+        require_solved(outcome, ids)
         found.u0[:, ids] = outcome.u_end
         if found.leaves:
             self._integrate(solved, ids)
@@ -141,7 +173,7 @@ class _Adjoint:
         with np.errstate(all="ignore"):
             for s in range(len(steps)):
                 sweep, width = steps.sweep(s), int(steps.widths[s])
-                for node, weight in zip(_NODES, _WEIGHTS):
+                for node, weight in zip(NODES, WEIGHTS):
                     t = sweep.t + node * sweep.h
                     value = -weight * sweep.h * cotangents.at(sweep.ids, t)  # λ goes backwards, and h is negative
                     value[:, width:] = 0  # the double of a single column

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import autograd.numpy as anp
 import numpy as np
@@ -34,26 +34,13 @@ from mpiad.ensemble.run import NOWHERE, Run
 from mpiad.ensemble.seeds import Seeds
 from mpiad.ensemble.solution import EnsembleSolution, at_ends
 from mpiad.ensemble.tangents import Directions, push_run
+from mpiad.ensemble.ways import Ways
 from mpiad.primitives.cotangents import conform, spec_like
 
-__all__ = ["Ways", "differentiable"]
+__all__ = ["differentiable"]
 
 # The first arguments of the function; the leaves of the parameters follow.
 _U0, _START, _END, _LEAVES = range(4)
-
-
-class Ways(NamedTuple):
-    """How plain gradients are computed.
-
-    Parameters
-    ----------
-    gradient : {"tangent", "adjoint"} or None
-        By tangents or by an adjoint; None: by the number of directions.
-    adjoint : {"discrete", "continuous"}
-    """
-
-    gradient: str | None
-    adjoint: str
 
 
 def differentiable(sol: EnsembleSolution, run: Run, batch: Batch, ways: Ways) -> EnsembleSolution:

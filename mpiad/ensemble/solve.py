@@ -19,7 +19,7 @@ from mpiad.ensemble.compiled.cuda.solve import solved_on_gpu
 from mpiad.ensemble.compiled.solver import Compiler
 from mpiad.ensemble.demands import Demands, check_demands
 from mpiad.ensemble.dense_output import DenseOutput
-from mpiad.ensemble.differentiable import Ways, differentiable
+from mpiad.ensemble.differentiable import differentiable
 from mpiad.ensemble.events import Event
 from mpiad.ensemble.facts import fingerprint
 from mpiad.ensemble.failures import report
@@ -36,6 +36,7 @@ from mpiad.ensemble.saving import save_times
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.sharded import ShardedSolution
 from mpiad.ensemble.solution import EnsembleSolution, apart, evaluations, solution_of
+from mpiad.ensemble.ways import Ways
 from mpiad.transport import Channel, channel
 from mpiad.transport.agreement import require_alike
 
@@ -265,7 +266,7 @@ def _by_arrays(
         sol = solution_of(outcome, batch, settings)
         if not given.traced:
             return sol
-        return on_device.differentiable(sol, outcome.record, given, demands.gradient, demands.adjoint)
+        return on_device.differentiable(sol, outcome.record, given, settings, Ways(demands.gradient, demands.adjoint))
     outcome = compiler.run(backend, batch, settings, given)
     sol, ways = solution_of(outcome, batch, settings), Ways(demands.gradient, demands.adjoint)
     if given.traced:

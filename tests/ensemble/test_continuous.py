@@ -11,7 +11,11 @@ import mpiad
 from mpiad.ensemble import RK4, EnsembleProblem, Event, ODEProblem, Tsit5, remake, solve
 from mpiad.errors import IntegrationError
 
-pytestmark = pytest.mark.serial
+pytestmark = [
+    pytest.mark.serial,
+    pytest.mark.usefixtures("solved_by"),
+    pytest.mark.parametrize("solved_by", ["columns", "device"], indirect=True),
+]
 
 RHO = np.linspace(0.5, 21, 6)[:, None]
 U0 = np.random.default_rng(0).uniform(0.5, 1.5, (6, 3))
@@ -71,6 +75,18 @@ def test_fixed_steps_every_step_and_one_trajectory():
 
     one, other = (mpiad.grad(total)(np.array([5.0]), way) for way in ("continuous", "discrete"))
     np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
+def test_the_time_that_was_reached_is_the_end_of_tspan():
+    half = Event(lambda u, p, t: u[0] - 0.5, terminal=False)
+
+    def total(end):
+        decay = ODEProblem(lambda u, p, t: -p * u, np.ones(1), (0.0, end), 1.0)
+        sol = solve(EnsembleProblem(decay, u0=U0[:, :1]), adjoint="continuous", events=half, rtol=1e-9, atol=1e-11)
+        assert sol.events and (sol.retcode == "Success").all()
+        return anp.sum(sol.t_reached**2) + anp.sum(sol.u_end)
+
+    np.testing.assert_allclose(mpiad.grad(total)(2.0), 6 * 4.0 - np.sum(U0[:, 0]) * np.exp(-2.0), rtol=1e-7)
 
 
 def test_what_it_refuses():

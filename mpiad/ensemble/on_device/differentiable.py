@@ -20,12 +20,15 @@ from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.directions import numbers
 from mpiad.ensemble.happened import traced_events
 from mpiad.ensemble.on_device.adjoint import pull
+from mpiad.ensemble.on_device.continuous import pull_continuous
 from mpiad.ensemble.on_device.directions import contracted
 from mpiad.ensemble.on_device.record import Record
 from mpiad.ensemble.on_device.replay import replayed
 from mpiad.ensemble.on_device.tangents import kept
+from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.solution import EnsembleSolution
 from mpiad.ensemble.tangents import Directions
+from mpiad.ensemble.ways import Ways
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.transport.device_arrays import arrays_of, is_device_array
 
@@ -36,7 +39,7 @@ _U0, _START, _END, _LEAVES = range(4)
 
 
 def differentiable(
-    sol: EnsembleSolution, record: Record, batch: Batch, gradient: str | None, adjoint: str
+    sol: EnsembleSolution, record: Record, batch: Batch, settings: Settings, ways: Ways
 ) -> EnsembleSolution:
     """Return a solution whose states are functions of the traced batch that it was made of.
 
@@ -47,20 +50,10 @@ def differentiable(
     record : Record
     batch : Batch
         With traced values in it.
-    gradient : {"tangent", "adjoint"} or None
-    adjoint : {"discrete", "continuous"}
-
-    Raises
-    ------
-    NotImplementedError
-        Where another gradient is asked for than that of the discrete adjoint.
+    settings : Settings
+    ways : Ways
     """
-    if adjoint == "continuous":
-        raise NotImplementedError(
-            "solve: adjoint='continuous' isn't computed on devices, where gradients are those of the discrete solution. "
-            "Leave it out, or bring u0 and p to the host with mpiad.device.to_host."
-        )
-    results = _Results.of(sol, record, gradient == "tangent")
+    results = _Results.of(sol, record, settings, ways)
     u, u_end, *times = results.parts(_solved(batch.u0, batch.start, batch.end, *batch.p.leaves, results=results))
     changes = {"u": anp.reshape(u, sol.u.shape), "u_end": anp.reshape(u_end, sol.u_end.shape)}
     if times:
@@ -81,24 +74,28 @@ class _Results(NamedTuple):
         Of saved states, (N, n_saved, d), final ones, (N, d), and with events the times at which trajectories ended, (N,),
         and those of all events.
     vector : array
-    by_tangent : bool
-        Whether gradients are computed by tangents.
+    settings : Settings
+    ways : Ways
+    times : array
+        At which states were saved; on the host.
     """
 
     record: Record
     layout: Concatenation
     vector: Array
-    by_tangent: bool
+    settings: Settings
+    ways: Ways
+    times: np.ndarray
 
     @classmethod
-    def of(cls, sol: EnsembleSolution, record: Record, by_tangent: bool) -> _Results:
+    def of(cls, sol: EnsembleSolution, record: Record, settings: Settings, ways: Ways) -> _Results:
         """Return those of a solution of plain arrays."""
         count, d = len(sol.u_end), len(record.batch.u0)
         values = [sol.u.reshape(count, -1, d) if sol.u.size else sol.u.reshape(count, 0, d), sol.u_end.reshape(count, d)]
         if record.events is not None:
             values += [record.events.reached, record.events.times]
         layout = Concatenation([spec_like(value) for value in values])
-        return cls(record, layout, layout.vector(values), by_tangent)
+        return cls(record, layout, layout.vector(values), settings, ways, sol.t)
 
     def parts(self, vector: Array) -> list[Array]:
         """Return the results of such a vector."""
@@ -124,18 +121,25 @@ def _adjoint(argnums: tuple[int, ...], ans: Array, args: tuple, kwargs: dict) ->
     timed = _START in argnums or _END in argnums
 
     def vjp(g: Array) -> list[Array]:
-        if not plain or isbox(g) or (timed and not results.by_tangent):
+        continuous, by_tangent = results.ways.adjoint == "continuous", results.ways.gradient == "tangent"
+        if not plain or isbox(g) or (timed and not (continuous or by_tangent)):
             return _replayed_adjoint(results, argnums, args, g)
         g = conform(g, *spec_like(ans))
-        if results.by_tangent and (timed or results.record.events is not None):
+        if by_tangent and (timed or results.record.events is not None):
             return _replayed_tangents(results, argnums, args, g)
+        ends = {}
         places = [k - _LEAVES for k in argnums if k >= _LEAVES]
         saved, end, *times = results.parts(g)
-        if results.by_tangent:
+        if continuous:
+            record, settings = results.record, results.settings
+            found = pull_continuous(record, settings, [saved, end, *times], results.times, places, timed)
+            u0, leaves, ends = found.u0, found.leaves, {_START: found.start, _END: found.end}
+        elif by_tangent:
             u0, leaves = contracted(results.record, saved, end, _U0 in argnums, places)
         else:
             u0, leaves = pull(results.record, saved, end, places, times)
-        return [conform(leaves[k - _LEAVES] if k else u0, *spec_like(args[k])) for k in argnums]
+        ends[_U0] = u0
+        return [conform(ends[k] if k < _LEAVES else leaves[k - _LEAVES], *spec_like(args[k])) for k in argnums]
 
     return vjp
 

@@ -127,6 +127,8 @@ class Record:
         Without the columns of trajectories that failed, once the record is closed.
     live : array of bool, shape (N,), or None
         Which didn't fail, on the device; None where all are.
+    survived : array of bool, shape (N,)
+        The same on the host.
     events : Events or None
         None where none were looked for.
     """
@@ -137,6 +139,7 @@ class Record:
         self.blocks: list[Block] = []
         self.live: Array | None = None
         self.events: Events | None = None
+        self.survived = np.ones(batch.size, bool)
 
     def begin(self, now: WorkingSet) -> None:
         """Begin a block of columns."""
@@ -150,6 +153,7 @@ class Record:
 
     def close(self, failed: np.ndarray) -> None:
         """Leave out what failed: its steps may have led to where f isn't finite."""
+        self.survived = ~failed
         if not failed.any():
             return
         home: Any = arrays_of(self.batch.u0)

@@ -13,7 +13,7 @@ from mpiad.ensemble.compiled.program import Program
 from mpiad.ensemble.compiled.solver import Compiler
 from mpiad.ensemble.settings import Settings
 
-__all__ = ["fits", "is_small", "not_on_devices", "program_for_gpu"]
+__all__ = ["fits", "is_small", "program_for_gpu"]
 
 # Of each thread. A step then moves about as much memory for what didn't fit into registers as arrays would move.
 MOST_LOCAL_BYTES = 8192
@@ -77,11 +77,6 @@ def _traces(given: Batch) -> set[int]:
             found.add(x._trace)
             x = x._value
     return found
-
-
-def not_on_devices(compiler: Compiler, given: Batch) -> bool:
-    """Tell whether arrays on a device can't solve it either, but arrays on the host can."""
-    return given.traced and compiler.adjoint != "discrete"
 
 
 def is_small(loaded: Loaded) -> bool:

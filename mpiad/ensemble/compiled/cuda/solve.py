@@ -16,7 +16,7 @@ from mpiad.device.transfer import array_to_device
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleVectorized
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.compiled.conditions import conditions_of
-from mpiad.ensemble.compiled.cuda.choice import fits, is_small, not_on_devices, program_for_gpu
+from mpiad.ensemble.compiled.cuda.choice import fits, is_small, program_for_gpu
 from mpiad.ensemble.compiled.cuda.differentiable import FEW, Solved, results_of
 from mpiad.ensemble.compiled.cuda.solver import Directions, Solver
 from mpiad.ensemble.compiled.cuda.specimen import specimen
@@ -67,8 +67,6 @@ def solved_on_gpu(
     compiler.compile = False  # for the host
     if not on_host:
         return by_arrays(instead, given, placed(batch), settings)
-    if not_on_devices(compiler, given):
-        return by_arrays(instead, given, batch, settings)
     moved = _moved(given, arrays)
     sol = by_arrays(instead, moved, moved.plain(), settings)
     return dataclasses.replace(sol, u=to_host(sol.u), u_end=to_host(sol.u_end))
