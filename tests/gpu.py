@@ -28,9 +28,14 @@ def main(flags: list[str]) -> int:
     # Those in transport/ are about the stand-in itself.
     files = sorted(path for path in TESTS.glob("*/**/test_device*.py") if "transport" not in path.parts)
     alone = [*launch, "--", *pytest, *map(str, files)]
+    # Those that go both ways, of which the host's is tested elsewhere.
+    names = ("events", "event_gradient", "continuous", "matrix_states")
+    ensembles = [TESTS / "ensemble" / f"test_{name}.py" for name in names]
+    there = [*launch, "--", *pytest, "-k", "device", *map(str, ensembles)]
+    cupy = {**os.environ, "DEVICE_ARRAYS": "cupy"}
     ends = [
         subprocess.run(both, check=False).returncode,
-        subprocess.run(alone, check=False, env={**os.environ, "DEVICE_ARRAYS": "cupy"}).returncode,
+        *(subprocess.run(command, check=False, env=cupy).returncode for command in (alone, there)),
     ]
     return max(ends, key=abs)
 

@@ -14,7 +14,6 @@ from functools import partial
 
 import pytest
 from device_double import on_device
-from device_on_cpu import COMPILER, double
 from mpi4py import MPI
 
 from mpiad.device import to_device, to_host
@@ -52,6 +51,9 @@ def solved_by(request, monkeypatch):
     if kernels:
         pytest.importorskip("numba")
     if request.param == "gpu":
+        # Here, for on CuPy's arrays kernels are CuPy's own.
+        from device_on_cpu import COMPILER, double
+
         if COMPILER is None:
             pytest.skip("there is no compiler of C++")
         monkeypatch.setattr("mpiad.ensemble.gpu.selected_arrays", lambda device: double)

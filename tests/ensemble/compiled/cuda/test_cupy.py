@@ -11,7 +11,7 @@ from device_kinds import why_no_gpu
 import mpiad
 import mpiad.device
 from mpiad.device import to_device, to_host
-from mpiad.ensemble import RK45, EnsembleGPU, EnsembleProblem, EnsembleVectorized, ODEProblem, Tsit5, solve
+from mpiad.ensemble import RK45, EnsembleGPU, EnsembleProblem, EnsembleVectorized, Event, ODEProblem, Tsit5, solve
 
 pytestmark = pytest.mark.skipif(bool(why_no_gpu()), reason=why_no_gpu() or "there is a GPU")
 N, TIMES = 1000, [0.0, 0.31, 1.0]
@@ -61,6 +61,22 @@ def test_gradients_are_those_of_the_cpu(gradient, place):
         for a, b in zip(found, expected):
             assert type(a) is type(place(np.zeros(1)))
             np.testing.assert_allclose(to_host(a), b, rtol=1e-8, atol=1e-9 * np.abs(b).max())
+
+
+@pytest.mark.parametrize("place", [np.asarray, to_device])
+def test_events_are_those_of_the_cpu(place):
+    u0, p = given(2, (5, 12), (0.1, 0.9))
+    events = Event(lambda u, p, t: u[0] - 0.2, direction=-1), Event(lambda u, p, t: u[1] + 0.1 * p[0], terminal=False)
+
+    def loss(u0, p, backend, **options):
+        sol = solved(ode_systems.forced_pendulum, u0, p, backend, events=events, **options)
+        return anp.sum(sol.t_reached**2) + sum(i * time for i, found in sol.events.items() for _, time in found)
+
+    value, expected = mpiad.value_and_grad(lambda *x: loss(*x, EnsembleVectorized(), compile=False), (0, 1))(u0, p)
+    found = mpiad.value_and_grad(lambda *x: loss(*x, EnsembleGPU(contract=False)), (0, 1))(place(u0), place(p))
+    np.testing.assert_allclose(found[0], value, rtol=1e-10)
+    for a, b in zip(found[1], expected):
+        np.testing.assert_allclose(to_host(a), b, rtol=1e-7, atol=1e-8 * np.abs(b).max())
 
 
 def test_single_precision():
