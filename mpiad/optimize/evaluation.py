@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from autograd.tracer import Box
 
-from mpiad._typing import Comm, Tree
+from mpiad._typing import Tree
 from mpiad.device import to_host
 from mpiad.differentiation import hvp
 from mpiad.differentiation.objective import problem_with, share, weight_of
@@ -16,9 +16,21 @@ from mpiad.optimize.forward_pass import ForwardPass, forward_pass
 from mpiad.optimize.program import Program
 from mpiad.optimize.protocol import BOTH, GRADIENT, VALUE
 from mpiad.optimize.variables import Packing
-from mpiad.transport import SUM, Channel
+from mpiad.transport import Channel
 
 __all__ = ["Evaluation"]
+
+
+class Sums(Protocol):
+    """What becomes of the ranks' parts of a gradient."""
+
+    def hand_in(self, part: np.ndarray) -> np.ndarray:
+        """Return a part for `total`, in the stage that makes it."""
+        ...
+
+    def total(self, part: np.ndarray) -> np.ndarray | None:
+        """Return what this rank is to know of all parts, after the agreement on that stage."""
+        ...
 
 
 class Evaluation:
@@ -31,8 +43,7 @@ class Evaluation:
     agreement : Agreement
     used : Channel
         The user's communicator.
-    comm : mpi4py intracommunicator
-        The solve's own duplicate.
+    sums : Sums
 
     Attributes
     ----------
@@ -42,9 +53,9 @@ class Evaluation:
         Whether the gradient doesn't need the value's forward pass.
     """
 
-    def __init__(self, program: Program, packing: Packing, agreement: Agreement, used: Channel, comm: Comm):
+    def __init__(self, program: Program, packing: Packing, agreement: Agreement, used: Channel, sums: Sums):
         self._program, self._packing, self._agreement = program, packing, agreement
-        self._used, self._comm = used, comm
+        self._used, self._sums = used, sums
         self._weight = weight_of(program.objective, used, program.root)
         self._nothing = np.zeros(packing.size if self._weight == 0.0 else 0)
         self._forward: ForwardPass | None = None
@@ -85,17 +96,17 @@ class Evaluation:
         if self.separate:
             x = self._packing.nest_in(vector)
             jac, args = self._program.jac, self._program.args
-            return self._total(self._agreement.run(lambda: self._weighted(jac(x, *args), "jac")))  # type: ignore[operator]
-        return self._total(self._agreement.run(self._backward))
+            return self._sums.total(self._agreement.run(lambda: self._weighted(jac(x, *args), "jac")))  # type: ignore[operator]
+        return self._sums.total(self._agreement.run(self._backward))
 
     def _backward(self) -> np.ndarray:
         forward: ForwardPass = self._forward  # type: ignore[assignment]
         self._forward = None
-        return self._flat(forward.backward(self._weight))
+        return self._sums.hand_in(self._flat(forward.backward(self._weight)))
 
     def _flat(self, gradient: Tree) -> np.ndarray:
         """Return this rank's part of a gradient as a vector; where it is sent at once, in memory that isn't ours."""
-        return self._packing.pack_gradient(gradient) if self._comm.size == 1 else self._packing.gradient_to_send(gradient)
+        return self._packing.pack_gradient(gradient) if self._used.size == 1 else self._packing.gradient_to_send(gradient)
 
     def both(self, vector: np.ndarray) -> tuple[float, np.ndarray | None]:
         """Return the objective, on all ranks, and its gradient, on the root."""
@@ -106,20 +117,22 @@ class Evaluation:
         x = self._packing.nest_in(vector)
         # The values travel with the agreement, since no trace is to end first.
         (_, local), value = self._agreement.summed(lambda: self._pair_at(x), lambda pair: self._term(pair[0]))
-        return value, self._total(local)
+        return value, self._sums.total(local)
 
     def product(self, vector: np.ndarray, direction: np.ndarray) -> np.ndarray | None:
         """Return the product of the Hessian with a direction, on the root."""
         x, v = self._packing.unpack(vector), self._packing.unpack(direction)
         given, args = self._program.hessp, self._program.args
         if given is not None:
-            return self._total(self._agreement.run(lambda: self._weighted(given(x, v, *args), "hessp")))
+            return self._sums.total(self._agreement.run(lambda: self._weighted(given(x, v, *args), "hessp")))
         # Of each rank's own copy, along all copies: their sum is that of the shared variable.
         products = hvp(
             lambda x: self._agreement.run(lambda: self._value_at(x)),
             objective=self._program.objective, root=self._program.root, comm=self._used.user,
         )
-        return self._total(self._agreement.run(lambda: self._packing.pack_gradient(products(x, v))))
+        return self._sums.total(
+            self._agreement.run(lambda: self._sums.hand_in(self._packing.pack_gradient(products(x, v))))
+        )
 
     def _value_at(self, x: Tree) -> Any:
         out = self._program.fun(x, *self._program.args)
@@ -128,7 +141,7 @@ class Evaluation:
     def _pair_at(self, x: Tree) -> tuple[Any, np.ndarray]:
         out = self._program.fun(x, *self._program.args)
         if out is None and self._weight == 0.0:
-            return None, self._nothing
+            return None, self._sums.hand_in(self._nothing)
         if not isinstance(out, tuple) or len(out) != 2:
             raise WrongValueError(f"minimize: with jac=True fun must return (value, gradient), but got {out!r:.60}.")
         return self._checked(out[0]), self._weighted(out[1], "fun")
@@ -142,12 +155,13 @@ class Evaluation:
     def _weighted(self, local: Tree, source: str) -> np.ndarray:
         """Return this rank's part of a gradient that the user computes."""
         if self._weight == 0.0:
-            return self._nothing
+            return self._sums.hand_in(self._nothing)
         try:
             packed = self._flat(local)
         except TypeError as error:
             raise WrongValueError(f"{error} It was returned by {source}.") from None
-        return packed if self._weight == 1.0 else packed * self._weight  # not in place: it may be the user's own array
+        # Not in place: it may be the user's own array.
+        return self._sums.hand_in(packed if self._weight == 1.0 else packed * self._weight)
 
     def _term(self, value: Any) -> float:
         """Return what a rank's own number adds to the objective."""
@@ -160,10 +174,3 @@ class Evaluation:
             )
         value = to_host(value)
         return float(value if np.ndim(value) == 0 else np.reshape(value, ())) * self._weight
-
-    def _total(self, local: np.ndarray) -> np.ndarray | None:
-        if self._comm.size == 1:
-            return local
-        total = np.empty_like(local) if self._comm.rank == self._program.root else None
-        self._comm.Reduce(local, total, SUM, self._program.root)
-        return total

@@ -2,9 +2,9 @@
 
 Every decision (one more trial, stop, a limit, an error) is taken on the root and told to all, so that no two ranks can
 disagree on whether another evaluation follows. What each file does: `protocol` carries the root's instructions,
-`evaluation` carries them out, `agreement` makes a failure on one rank known to all, `points` remembers what is known,
-`scipy_methods` runs the method, `conclusion` corrects what it claims. The method that leaves the variables on their
-ranks has a room of its own, `sharded`.
+`exchange` brings the vectors that they are about, `evaluation` carries them out, `agreement` makes a failure on one rank
+known to all, `points` remembers what is known, `scipy_methods` runs the method, `conclusion` corrects what it claims. The
+method that leaves the variables on their ranks has a room of its own, `sharded`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The root instructs, the others wait: what is evaluated next, and when it ends.
 
-An instruction is a broadcast of one number, in whose receive the others wait; the variables that it is about follow, and a
-direction where the instruction is a product with one. The end is one pickled outcome. All of it travels on the solve's own
-duplicate.
+An instruction is a broadcast of one number, in whose receive the others wait; `exchange` brings the variables that it is
+about, and a direction where the instruction is a product with one. The end is one pickled outcome. All of it travels on the
+solve's own duplicate.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mpiad._typing import Comm, Rank
+from mpiad._typing import Rank
 from mpiad.errors import WorkerError
+from mpiad.optimize.exchange import ByMessages
 from mpiad.optimize.loans import Loans
 from mpiad.transport.patience import wait_gently
 
@@ -29,14 +30,15 @@ class Instructions:
 
     Parameters
     ----------
-    comm : mpi4py intracommunicator
+    exchange : ByMessages or ThroughMemory
+        What brings vectors.
     root : int
     size : int
         Number of variables.
     """
 
-    def __init__(self, comm: Comm, root: Rank, size: int):
-        self.comm, self.root = comm, root
+    def __init__(self, exchange: ByMessages, root: Rank, size: int):
+        self.comm, self.root, self._exchange = exchange.comm, root, exchange
         self._kind, self._direction = np.zeros(1, np.int64), np.empty(size)
         self._loans = Loans(size)
 
@@ -45,21 +47,20 @@ class Instructions:
         if self.comm.size == 1:
             return
         self._kind[0] = kind
+        vectors = [array for array in (vector, direction) if array is not None]
+        self._exchange.lay_out(*vectors)
         self.comm.Ibcast(self._kind, self.root).Wait()  # the other half of `await_next`'s, which mustn't block
-        for array in (vector, direction):
-            if array is not None:
-                self.comm.Bcast(np.ascontiguousarray(array, dtype=float), self.root)
+        self._exchange.send(*vectors)
 
     def await_next(self) -> tuple[int, np.ndarray, np.ndarray | None]:
         """Return the root's next instruction; the others call this. The variables are the caller's to keep or change."""
         wait_gently(self.comm.Ibcast(self._kind, self.root))
         kind, vector = int(self._kind[0]), self._loans.vector()
+        direction = self._direction if kind in _WITH_DIRECTION else None
         if kind != FINISH:
-            # Everyone is awake now, and an MPI's blocking broadcast of much is its best.
-            self.comm.Bcast(vector, self.root)
-        if kind in _WITH_DIRECTION:
-            self.comm.Bcast(self._direction, self.root)
-        return kind, vector, self._direction if kind in _WITH_DIRECTION else None
+            # Everyone is awake now, so it may block.
+            self._exchange.receive(*([vector] if direction is None else [vector, direction]))
+        return kind, vector, direction
 
     def share_outcome(self, outcome: Any = None, cause: BaseException | None = None) -> Any:
         """Return the root's outcome on all ranks; raise it where it is a refusal, on the root from its `cause`."""

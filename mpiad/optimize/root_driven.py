@@ -11,6 +11,7 @@ from mpiad._typing import Tree
 from mpiad.errors import DeadlockError
 from mpiad.optimize.agreement import Agreement
 from mpiad.optimize.evaluation import Evaluation
+from mpiad.optimize.exchange import exchange_of
 from mpiad.optimize.program import Program
 from mpiad.optimize.protocol import FINISH, Instructions, Refusal, serve
 from mpiad.optimize.result import finished
@@ -74,8 +75,9 @@ class RootDriven:
         self._used, self._comm = used, used.derive()
         self._leads = used.rank == program.root
         self.agreement = Agreement(self._comm, call)
-        self._evaluation = kind(program, self._packing, self.agreement, used, self._comm)
-        self._instructions = Instructions(self._comm, program.root, self._packing.size)
+        exchange = exchange_of(self._comm, program.root, self._packing.size)
+        self._evaluation = kind(program, self._packing, self.agreement, used, exchange)
+        self._instructions = Instructions(exchange, program.root, self._packing.size)
 
     def run(self, drive: Callable[[Leader], dict[str, Any]], progress: bool) -> scipy.optimize.OptimizeResult:
         """Drive on the root, serve elsewhere; return the outcome, or raise, on all ranks alike."""

@@ -14,10 +14,11 @@ import autograd.numpy as anp
 import numpy as np
 from autograd.tracer import Box
 
-from mpiad._typing import Comm, Tree
+from mpiad._typing import Tree
 from mpiad.device import to_host
 from mpiad.differentiation import make_jvp, make_vjp
 from mpiad.optimize.agreement import Agreement, WrongValueError
+from mpiad.optimize.exchange import ByMessages
 from mpiad.optimize.program import Program
 from mpiad.optimize.protocol import COTANGENT, FACTOR, RESIDUALS
 from mpiad.optimize.residuals.loss import Loss
@@ -38,8 +39,7 @@ class ResidualEvaluation:
     packing : Packing
     agreement : Agreement
     used : Channel
-    comm : mpi4py intracommunicator
-        The solve's own duplicate.
+    exchange : ByMessages or ThroughMemory
     loss : Loss or None
     solver : {"exact", "lsmr"} or None
     few : int
@@ -55,10 +55,11 @@ class ResidualEvaluation:
     """
 
     def __init__(
-        self, program: Program, packing: Packing, agreement: Agreement, used: Channel, comm: Comm,
+        self, program: Program, packing: Packing, agreement: Agreement, used: Channel, exchange: ByMessages,
         loss: Loss | None, solver: str | None, few: int,
     ):
-        self._program, self._packing, self._agreement, self._comm = program, packing, agreement, comm
+        self._program, self._packing, self._agreement = program, packing, agreement
+        self._comm, self._exchange = exchange.comm, exchange
         self._leads = used.rank == program.root
         self.loss = loss
         self.gathers = packing.size > few if solver is None else solver == "lsmr"
@@ -176,10 +177,12 @@ class ResidualEvaluation:
         self._comm.Scatterv((weights, self.counts) if self._leads else None, own, self._program.root)
         if callable(self._program.jac):
             rows = self._jacobian(vector)
-            return self._total(self._agreement.run(lambda: rows.T @ own))
+            return self._exchange.total(self._agreement.run(lambda: self._exchange.hand_in(rows.T @ own)))
         f = self._residuals(vector)
         pull = self._kept[1]  # type: ignore[index]
-        return self._total(self._agreement.run(lambda: self._packing.pack_gradient(pull(own.reshape(f.shape)))))
+        return self._exchange.total(
+            self._agreement.run(lambda: self._exchange.hand_in(self._packing.pack_gradient(pull(own.reshape(f.shape)))))
+        )
 
     def _residuals(self, vector: np.ndarray) -> np.ndarray:
         """Return this rank's residuals, shape (m_r,); those of the last point are kept, ready to be run backwards."""

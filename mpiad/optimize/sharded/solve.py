@@ -23,7 +23,7 @@ from mpiad.optimize.sharded.keeper import Keeper
 from mpiad.optimize.sharded.lending import PiecePacking
 from mpiad.optimize.sharded.listener import Listener
 from mpiad.optimize.sharded.memory import Memory
-from mpiad.optimize.sharded.pieces import PieceEvaluation
+from mpiad.optimize.sharded.pieces import OwnParts, PieceEvaluation
 from mpiad.optimize.sharded.point import Point
 from mpiad.optimize.sharded.settings import Settings, settings_of
 from mpiad.optimize.sharded.totals import Totals
@@ -87,7 +87,7 @@ class Sharded:
         self._totals = Totals(self._comm, program.root)
         self.agreement = Agreement(self._comm)
         packing = piece.packing if isinstance(piece.packing, DevicePacking) else PiecePacking(piece.start)
-        self._evaluation = PieceEvaluation(program, packing, self.agreement, used, self._comm)
+        self._evaluation = PieceEvaluation(program, packing, self.agreement, used, OwnParts())
 
     def run(self, callback: Function | None, progress: bool) -> scipy.optimize.OptimizeResult:
         """Descend; return the result, or raise, on all ranks alike."""
