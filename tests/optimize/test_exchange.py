@@ -138,9 +138,7 @@ def test_messages_where_memory_is_not_shared(
     because: str, rank: int, size: int, exchanges: list[ByMessages], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def solved() -> scipy.optimize.OptimizeResult:
-        return mpiad.minimize(
-            lambda x: own(x, rank), np.zeros(N), objective="sum", options={"gtol": 1e-8, "ftol": 0.0}
-        )
+        return mpiad.minimize(lambda x: own(x, rank), np.zeros(N), objective="sum", options={"gtol": 1e-8, "ftol": 0.0})
 
     def refuse(*given: Any) -> None:
         raise OSError("refused")
