@@ -16,7 +16,14 @@ class Entering(Locating):
         """Return lines that fill vacant lanes."""
         lanes = self.form.lanes
         return [
-            "if vacant > 0 and waiting < stop:",
+            "while vacant > 0 and (waiting < stop or more):",
+            "    if waiting == stop:",
+            "        # The next ones that no other thread has taken.",
+            "        next = claimed(taken, taken[2])",
+            "        more = next < taken[1]",
+            "        if more:",
+            "            waiting = next",
+            "            stop = min(next + taken[2], taken[1])",
             f"    for l in range({lanes}):",
             "        while waiting < stop and start[waiting] == end[waiting]:",
             "            waiting += 1",

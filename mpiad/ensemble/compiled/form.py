@@ -11,7 +11,7 @@ from mpiad._typing import Array
 from mpiad.ensemble.controller import Controller
 from mpiad.ensemble.tableaus import Tableau
 
-__all__ = ["Fields", "Form", "numbered"]
+__all__ = ["Fields", "Form", "aligned", "numbered"]
 
 
 # Bytes.
@@ -101,7 +101,7 @@ class Fields:
     def room(self, dtype: np.dtype) -> tuple[Array, Array]:
         """Return the buffers: b, of the states' dtype, and `exact`."""
         b, exact = (self.counts[buffer] * self._lanes for buffer in ("b", "exact"))
-        return _aligned(b, dtype), _aligned(exact, np.dtype(float))
+        return aligned(b, dtype), aligned(exact, np.dtype(float))
 
     def at(self, name: str, i: int = 0) -> str:
         """Return the place of a lane's field, as source."""
@@ -121,10 +121,10 @@ class Fields:
             yield f"{place}: {name}" if buffer == "b" else f"{buffer} {place}: {name}"
 
 
-def _aligned(count: int, dtype: np.dtype) -> Array:
-    """Return zeros that begin with a cache line."""
+def aligned(count: int, dtype: np.dtype) -> Array:
+    """Return zeros that begin with a cache line, and share none with what another thread has."""
     # Memory begins at any multiple of 16 bytes. From some, each vector of 64 bytes lies in two lines: up to a fifth slower.
-    bytes_ = np.zeros(count * dtype.itemsize + _LINE, np.uint8)
+    bytes_ = np.zeros(count * dtype.itemsize + 2 * _LINE, np.uint8)
     first = -bytes_.ctypes.data % _LINE
     return bytes_[first : first + count * dtype.itemsize].view(dtype)
 

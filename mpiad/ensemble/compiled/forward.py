@@ -5,6 +5,8 @@ takes the step before where that was accepted, computes the next one and its err
 for the one after. Then lanes that have something to tell are visited one by one: a step to record, a saved time, an end. A
 lane that has ended takes the next trajectory.
 
+Several threads take their trajectories from one count, a few at a time, so that all end at about the same time.
+
 The arithmetic is that of the vectorised path, operation by operation, and the compiler may not change it. So a trajectory's
 numbers are the same in each lane and in all kernels that are generated from one f. Only tangents are left to `fma`.
 """
@@ -48,8 +50,9 @@ class _Forward(Telling, Entering):
         """Return the text of the function."""
         form = self.form
         lines = [
-            "def forward(b, exact, ids, place, state, stop, u0, p, s, start, end, times, rtol, atol, dt, dtmax, max_steps,",
-            "            u_end, t_reached, codes, naccept, nreject, saved, save_step, du_end, dsaved, last, rows, before"
+            "def forward(b, exact, ids, place, state, taken, u0, p, s, start, end, times, rtol, atol, dt, dtmax,",
+            "            max_steps, u_end, t_reached, codes, naccept, nreject, saved, save_step, du_end, dsaved, last,",
+            "            rows, before"
             + (",\n            end_part, crossings):" if form.events else "):"),
             "    # Fields of b: " + ", ".join(self.fields),
             "    n_saved = times.shape[1]",
@@ -58,6 +61,8 @@ class _Forward(Telling, Entering):
             "    vacant = state[1]",
             "    row = state[2]",
             *(["    found = state[3]"] if form.events else []),
+            "    stop = state[4]",
+            "    more = True",
             *(["    rtol_ = np.float32(rtol)"] if form.single else []),
             *[f"    s{j} = s[{j}]" for j in range(form.shared)],
             *([f"    atol{c} = atol[{c}]" for c in range(form.d)] if form.tolerances else ["    atol0 = atol[0]"]),
@@ -75,6 +80,7 @@ class _Forward(Telling, Entering):
             "    state[1] = vacant",
             "    state[2] = row",
             *(["    state[3] = found"] if form.events else []),
+            "    state[4] = stop",
         ]
         return "\n".join(lines) + "\n"
 

@@ -13,7 +13,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-__all__ = ["bits_of", "fetched", "fma", "number_of", "where"]
+__all__ = ["bits_of", "claimed", "fetched", "fma", "number_of", "where"]
 
 # Without the instruction, `fma` would be a slow call of a library.
 _FUSES = bool(llvm.get_host_cpu_features().get("fma", False)) or not llvm.get_default_triple().startswith("x86_64")
@@ -66,6 +66,17 @@ def number_of(typing: Any, i: Any) -> Any:
         return builder.bitcast(arguments[0], ir.DoubleType())
 
     return types.float64(types.int64), made
+
+
+@intrinsic
+def claimed(typing: Any, array: Any, n: Any) -> Any:
+    """Add n to the first entry of a row, and return what it was: no other thread gets the same."""
+
+    def made(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        row = context.make_array(signature.args[0])(context, builder, arguments[0])
+        return builder.atomic_rmw("add", row.data, arguments[1], "monotonic")
+
+    return types.int64(array, types.int64), made
 
 
 @intrinsic

@@ -11,7 +11,7 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.compiled.crossings import note_crossings, room_for
-from mpiad.ensemble.compiled.form import Form
+from mpiad.ensemble.compiled.form import Form, aligned
 from mpiad.ensemble.compiled.forward import lanes_of
 from mpiad.ensemble.compiled.room import give_back, room
 from mpiad.ensemble.compiled.shares import each, shares_of
@@ -28,6 +28,9 @@ __all__ = ["launch"]
 
 # Steps of a trajectory for which there is room at first.
 _STEPS = 48
+# So many trajectories a thread takes at a time, where all take them from one count. At the end some wait for those that
+# have a block more; and each writes to cache lines of its own, but for those at the ends of blocks.
+_BLOCK = 64
 
 
 def launch(function: Callable[..., None], form: Form, solver: Solver) -> Outcome:
@@ -46,10 +49,15 @@ def launch(function: Callable[..., None], form: Form, solver: Solver) -> Outcome
     if settings.progress is not None and still.any():
         settings.progress(int(np.count_nonzero(still)))
     run = _Launch(function, form, solver, outcome)
-    # What is kept of a share, and what is told of it, should stay small; else one thread takes all in one share.
-    whole = solver.threads == 1 and not form.record and settings.progress is None
-    shares = [(0, batch.size)] if whole else shares_of(batch.size, solver.threads)
-    done = each(run.share, shares, solver.threads)
+    if form.record or settings.progress is not None:
+        # What is kept of a share, and what is told of it, should stay small.
+        done = each(run.share, shares_of(batch.size, solver.threads), solver.threads)
+    elif solver.threads == 1:
+        done = [run.share((0, batch.size))]
+    else:
+        threads = max(1, min(solver.threads, batch.size // _BLOCK))
+        run.taken[:2] = 0, batch.size
+        done = each(run.share, [(0, 0)] * threads, threads)
     if form.record:
         outcome.tapes, outcome.last = done, run.last
         # With the outcome its tapes go, and nobody else holds them.
@@ -85,6 +93,8 @@ class _Launch:
         m, n_saved = len(form.directions), solver.times.shape[1]
         self.rooms: list[Array] = []
         self.crossings: list[Array] = []
+        # How many trajectories threads have taken, of how many, and how many at a time.
+        self.taken = np.array([0, 0, _BLOCK])
         self.last = np.full(count if form.record else 0, -1)
         real = form.dtype
         self._du = np.empty((m, d, count), real)
@@ -102,18 +112,20 @@ class _Launch:
         )  # fmt: skip
 
     def share(self, bounds: tuple[int, int]) -> Tape:
-        """Solve the trajectories of a share; return their steps, where they are recorded."""
+        """Solve the trajectories of a share, and then what is to be taken; return their steps, where they are recorded."""
         (first, stop), form = bounds, self._form
         lanes, size = form.lanes, (stop - first) * _STEPS if form.record else 0
         rows, before = self._rows(size)
-        state, turn = np.array([first, lanes, 0, 0]), lanes * len(form.events)
+        state, turn = np.array([first, lanes, 0, 0, stop]), lanes * len(form.events)
         crossings = room_for(turn, form.d)
-        lane = (*lanes_of(form), np.full(lanes, -1), np.zeros(lanes, np.int64), state)
+        ids, place = aligned(lanes, np.dtype(np.int64)), aligned(lanes, np.dtype(np.int64))
+        ids[:] = -1
+        lane = (*lanes_of(form), ids, place, state, self.taken)
         while True:
             events = (self._outcome.end_part, crossings) if form.events else ()
-            self._function(*lane, stop, *self._given, *self._made, rows, before, *events)
-            waiting, vacant, row, found = state  # the kernel has left off there, and goes on from there
-            if vacant == lanes and waiting == stop:
+            self._function(*lane, *self._given, *self._made, rows, before, *events)
+            waiting, vacant, row, found, end = state  # the kernel has left off there, and goes on from there
+            if vacant == lanes and waiting == end:
                 break
             # There is no room left for the steps of a turn, or for its events.
             if found + turn > len(crossings):

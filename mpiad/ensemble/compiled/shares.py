@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleThreads
@@ -17,6 +18,10 @@ __all__ = ["each", "shares_of", "threads_of"]
 _LEAST, _MOST = 512, 16_384
 # A share is at most one in so many, for each thread, of the trajectories that nobody has taken yet.
 _EACH = 2
+# In seconds.
+_AWAKE = 0.0005
+
+_executors: dict[int, ThreadPoolExecutor] = {}
 
 Result = TypeVar("Result")
 
@@ -65,9 +70,32 @@ def each(fun: Callable[[Any], Result], items: Iterable[Any], threads: int) -> li
             raise
 
     # A thread that only waited for the others' results would wake up at each of them, on a core that one of them needs.
-    with ThreadPoolExecutor(min(threads, len(items)) - 1) as executor:
-        others = [executor.submit(work) for _ in range(min(threads, len(items)) - 1)]
+    others = [_executor(threads - 1).submit(work) for _ in range(min(threads, len(items)) - 1)]
+    try:
         work()
-    for other in others:
+    finally:
+        running = [other for other in others if not other.cancel()]
+        _wait(running)
+    for other in running:
         other.result()
     return made
+
+
+def _executor(threads: int) -> ThreadPoolExecutor:
+    """Return threads that wait for work since the last solve: to start one takes as long as a thousand trajectories."""
+    kept = _executors.get(threads)
+    # Without a lock, which a process could be forked under; an executor that isn't used has no threads.
+    return kept or _executors.setdefault(threads, ThreadPoolExecutor(threads, thread_name_prefix="mpiad-kernels"))
+
+
+def _wait(others: list[Future]) -> None:
+    # To fall asleep and be woken takes a tenth of a millisecond or two, and what is waited for is near.
+    end = time.perf_counter() + _AWAKE
+    while not all(other.done() for other in others) and time.perf_counter() < end:
+        time.sleep(0)
+    wait(others)
+
+
+# A forked process has none of the threads.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_executors.clear)

@@ -36,7 +36,7 @@ def signature_of(name: str, dtype: np.dtype, events: bool = False) -> str:
 
 def _forward(row: str, table: str, cube: str, cubes: str) -> list[str]:
     return [
-        row, _ROW, _NUMBERS, _NUMBERS, _NUMBERS, _NUMBER,  # b, exact, ids, place, state, stop
+        row, _ROW, _NUMBERS, _NUMBERS, _NUMBERS, _NUMBERS,  # b, exact, ids, place, state, taken
         table, table, row, _ROW, _ROW, _TABLE,  # u0, p, s, start, end, times
         "float64", row, "float64", "float64", "float64",  # rtol, atol, dt, dtmax, max_steps
         table, _ROW, "int8[::1]", _NUMBERS, _NUMBERS,  # u_end, t_reached, codes, naccept, nreject

@@ -173,3 +173,26 @@ def run(mine, other, most):
     flag[0] = 1
     thread.join(30)
     assert not thread.is_alive() and 0 < mine[0]
+
+
+def test_what_one_thread_claims_no_other_gets():
+    text = """
+import numba
+from mpiad.ensemble.compiled.intrinsics import claimed
+
+@numba.njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+def run(count, taken, most):
+    first = claimed(count, 3)
+    while first < most:
+        for i in range(first, min(first + 3, most)):
+            taken[i] += 1
+        first = claimed(count, 3)
+"""
+    function = cache.kernel_of(text, "run", "void(int64[::1], int64[::1], int64)").function
+    count, taken = np.zeros(1, np.int64), np.zeros(1_000_001, np.int64)
+    threads = [threading.Thread(target=function, args=(count, taken, len(taken))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert (taken == 1).all() and count[0] == 1_000_002 + 3 * 3  # the last that each thread claims is beyond

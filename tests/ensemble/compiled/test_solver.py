@@ -118,11 +118,18 @@ def test_failures():
     onp.testing.assert_allclose(first.u_end[::2], second.u_end[::2], rtol=1e-6)
 
 
-def test_a_trajectory_alone_in_a_thread_and_in_any_lane():
+def test_a_trajectory_alone_in_a_thread_and_in_any_lane(monkeypatch):
     whole = solve(ensemble(), trajectories=N, saveat=TIMES, compile=True, **TIGHT)
+    monkeypatch.setattr(launch, "_BLOCK", 2)
     for backend in (EnsembleSerial(), EnsembleThreads(3)):
         again = solve(ensemble(), RK45(), backend, trajectories=N, saveat=TIMES, compile=True, batch_size=7, **TIGHT)
         assert again.u.tobytes() == whole.u.tobytes()
+    still = onp.array(SPANS)
+    still[4:37] = 0.5
+    few = solve(ensemble(spans=still), RK45(), EnsembleThreads(2), trajectories=N, compile=True, **TIGHT)
+    moving = still[:, 0] != still[:, 1]
+    assert few.u_end[moving].tobytes() == whole.u_end[moving].tobytes()
+    assert (few.u_end[~moving] == U0[~moving]).all()
     order = RNG.permutation(N)
     moved = solve(ensemble(rows=order), trajectories=N, saveat=TIMES[order], compile=True, **TIGHT)
     assert moved.u.tobytes() == whole.u[order].tobytes() and moved.u_end.tobytes() == whole.u_end[order].tobytes()
