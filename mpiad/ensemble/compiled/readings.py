@@ -1,9 +1,10 @@
 """What a function reads beside its arguments: one that reads the same as before computes the same as before.
 
 Found is what Python's own names lead to: global names, variables of functions around it, default values, and so on through
-the functions that it calls. Values that can't be changed, small arrays and nests of them are compared as they are now.
-NumPy, autograd and math are taken to stay what they are. Whatever else a function reads (attributes of objects, modules of
-the user's, generators of random numbers) can't be followed, and then nothing is known.
+the functions that it calls. Values that can't be changed, small arrays and nests of them are compared as they are now; of
+modules and objects of the user's those attributes that are named with them, as in `settings.rate`. NumPy, autograd and math
+are taken to stay what they are. Whatever else a function reads can't be followed, and then nothing is known: an object that
+it hands on, properties, generators of random numbers.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from __future__ import annotations
 import builtins
 import dis
 from functools import lru_cache, partial
-from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
-from typing import Any, TypeAlias
+from itertools import takewhile
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -28,6 +30,8 @@ _STAY = frozenset({"numpy", "autograd", "math", "cmath", "builtins"})
 _UNSEEN = frozenset({"eval", "exec", "globals", "id", "input", "locals", "open", "vars", "__import__"})
 # Of arrays, and of all that is read: more takes longer to look at than to trace.
 _MOST_ENTRIES, _MOST_VALUES = 1024, 256
+_LOAD_LOCAL = ("LOAD_FAST", "LOAD_FAST_BORROW")
+_NOTHING = object()
 
 
 def reading_of(f: Function, *given: Any) -> Reading | None:
@@ -96,24 +100,39 @@ class _Reader:
             self.found.append((FunctionType, "again", value.__code__))
             return
         self._known.add(id(value))
-        self.found.append(value.__code__)
-        try:
-            self._nest([cell.cell_contents for cell in value.__closure__ or ()])
-        except ValueError:  # not assigned yet
-            raise _Unknown from None
+        code = value.__code__
+        self.found.append(code)
+        around = dict(zip(code.co_freevars, value.__closure__ or ()))
         if module == "autograd.tracer":
+            for cell in around.values():
+                self.read(_content(cell))
             return
         for part in (value.__dict__, value.__defaults__, value.__kwdefaults__):
             self.read(part)
-        for name in _global_names(value.__code__):
-            self._named(name, value.__globals__)
+        for use in _uses(code):
+            self.found.append(use)
+            if use.kind == "around":
+                self._used(_content(around[use.name]), use.attributes)
+            elif use.name in value.__globals__:
+                self._used(value.__globals__[use.name], use.attributes)
+            elif use.name in _UNSEEN or not hasattr(builtins, use.name):
+                raise _Unknown
 
-    def _named(self, name: str, names: dict[str, Any]) -> None:
-        self.found.append(name)
-        if name in names:
-            self.read(names[name])
-        elif name in _UNSEEN or not hasattr(builtins, name):
+    def _used(self, value: Any, attributes: tuple[str, ...]) -> None:
+        """Note what is read of a value: an attribute, of that the next one, and so on."""
+        for name in attributes:
+            if not _is_followed(value):
+                break
+            value = _attribute(value, name)
+        self.read(value)
+
+    def _method(self, value: MethodType) -> None:
+        if not isinstance(value.__func__, FunctionType):
             raise _Unknown
+        self.read(value.__func__)
+        for attributes in _uses_of_first(value.__func__.__code__):
+            self.found.append(attributes)
+            self._used(value.__self__, attributes)
 
     def _module(self, value: ModuleType) -> None:
         if not _stays(value.__name__):
@@ -150,7 +169,7 @@ _READERS: dict[type, Any] = {
     bool: _Reader._plain, int: _Reader._plain, float: _Reader._plain, type(None): _Reader._plain,
     str: _Reader._text, bytes: _Reader._text, np.ndarray: _Reader._array, list: _Reader._nest, tuple: _Reader._nest,
     dict: _Reader._dict, FunctionType: _Reader._function, ModuleType: _Reader._module, partial: _Reader._partial,
-    BuiltinFunctionType: _Reader._builtin,
+    BuiltinFunctionType: _Reader._builtin, MethodType: _Reader._method,
 }  # fmt: skip
 
 
@@ -158,22 +177,95 @@ def _stays(module: str) -> bool:
     return module.partition(".")[0] in _STAY
 
 
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        raise _Unknown from None
+
+
+def _is_followed(value: Any) -> bool:
+    """Tell whether single attributes are read of a value: of modules, classes and objects of the user's."""
+    if isinstance(value, (ModuleType, type)):
+        return not _stays(value.__name__ if type(value) is ModuleType else value.__module__)
+    return type(value) not in _READERS and hasattr(value, "__dict__")
+
+
+def _attribute(value: Any, name: str) -> Any:
+    """Return an attribute that is read and not computed."""
+    kind = type(value)
+    if kind is ModuleType:
+        own, bases = value.__dict__, ()
+    elif kind is type:
+        own, bases = {}, value.__mro__
+    elif kind.__getattribute__ in (object.__getattribute__, SimpleNamespace.__getattribute__):
+        own, bases = value.__dict__, kind.__mro__
+    else:
+        raise _Unknown
+    common = next((base.__dict__[name] for base in bases if name in base.__dict__), _NOTHING)
+    # A method, a property or a slot.
+    if hasattr(type(common), "__get__") or (common is _NOTHING and name not in own):
+        raise _Unknown
+    return own.get(name, common)
+
+
+class _Use(NamedTuple):
+    """A name that a code reads, and the attributes that it reads of its value: a, and b of that, in `name.a.b`."""
+
+    kind: str
+    name: str
+    attributes: tuple[str, ...]
+
+
 @lru_cache(maxsize=256)
-def _global_names(code: CodeType) -> tuple[str, ...]:
-    """Return the global names that a code reads, and those of functions that are defined in it.
+def _uses(code: CodeType) -> tuple[_Use, ...]:
+    """Return what a code reads by global names and by those of functions around it, with the functions defined in it.
 
     Raises
     ------
     _Unknown
         Where it imports modules or defines classes.
     """
-    names = []
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in ("IMPORT_NAME", "LOAD_BUILD_CLASS", "LOAD_NAME"):
-            raise _Unknown
-        if instruction.opname == "LOAD_GLOBAL":
-            names.append(instruction.argval)
+    uses = []
+    for name, attributes in _loads(code, "LOAD_GLOBAL"):
+        uses.append(_Use("global", name, attributes))
+    for name, attributes in _loads(code, "LOAD_DEREF"):
+        uses += [_Use("around", name, attributes)] if name in code.co_freevars else []
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            names += _global_names(constant)
-    return tuple(dict.fromkeys(names))
+            # Their variables around them are this code's own, unless it has them from around, too.
+            uses += [use for use in _uses(constant) if use.kind == "global" or use.name in code.co_freevars]
+    return tuple(dict.fromkeys(uses))
+
+
+@lru_cache(maxsize=256)
+def _uses_of_first(code: CodeType) -> tuple[tuple[str, ...], ...]:
+    """Return the attributes that a method reads of its object, each time that it names it.
+
+    Raises
+    ------
+    _Unknown
+        Where the object is handed to a function inside, or the name is given to something else.
+    """
+    first = code.co_varnames[:1]
+    if not first or first[0] in code.co_cellvars:
+        raise _Unknown
+    for instruction in dis.get_instructions(code):
+        # Newer Pythons load two names at a time, and here it isn't looked further which one an attribute is of.
+        names = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
+        if "FAST" in instruction.opname and instruction.opname not in _LOAD_LOCAL and first[0] in names:
+            raise _Unknown
+    loads = [load for operation in _LOAD_LOCAL for load in _loads(code, operation)]
+    return tuple(dict.fromkeys(attributes for name, attributes in loads if name == first[0]))
+
+
+def _loads(code: CodeType, operation: str) -> list[tuple[str, tuple[str, ...]]]:
+    """Return the names that an operation loads, each with the attributes that are read of it at once."""
+    found, instructions = [], list(dis.get_instructions(code))
+    for place, instruction in enumerate(instructions):
+        if instruction.opname in ("IMPORT_NAME", "LOAD_BUILD_CLASS", "LOAD_NAME", "LOAD_CLASSDEREF"):
+            raise _Unknown
+        if instruction.opname == operation:
+            attributes = takewhile(lambda next: next.opname in ("LOAD_ATTR", "LOAD_METHOD"), instructions[place + 1 :])
+            found.append((instruction.argval, tuple(next.argval for next in attributes)))
+    return found

@@ -61,6 +61,83 @@ def in_method():
     return System().f, lambda: setattr(System, "a", 5.0)
 
 
+def in_object():
+    class System:
+        def __init__(self):
+            self.rates = [2.0]
+
+        def f(self, u, p, t):
+            return [self.rates[0] * u[0]]
+
+    system = System()
+    return system.f, lambda: setattr(system, "rates", [5.0])
+
+
+def in_property():
+    class System:
+        kept = 2.0
+        a = property(lambda self: self.kept)
+
+        def f(self, u, p, t):
+            return [self.a * u[0]]
+
+    return System().f, lambda: setattr(System, "kept", 5.0)
+
+
+def in_method_of_its_own():
+    class System:
+        a = 2.0
+
+        def rate(self):
+            return self.a
+
+        def f(self, u, p, t):
+            return [self.rate() * u[0]]
+
+    return System().f, lambda: setattr(System, "a", 5.0)
+
+
+def handed_on():
+    holder = types.SimpleNamespace(a=2.0)
+    rate = lambda of: of.a  # noqa: E731
+    return lambda u, p, t: [rate(holder) * u[0]], lambda: setattr(holder, "a", 5.0)
+
+
+def renamed():
+    holder = types.SimpleNamespace(a=2.0)
+
+    def f(u, p, t):
+        same = holder
+        return [same.a * u[0]]
+
+    return f, lambda: setattr(holder, "a", 5.0)
+
+
+def inside():
+    holder = types.SimpleNamespace(of=types.SimpleNamespace(a=2.0))
+
+    def f(u, p, t):
+        def rate():
+            return holder.of.a
+
+        return [rate() * x for x in u]
+
+    return f, lambda: setattr(holder.of, "a", 5.0)
+
+
+def computed():
+    class Holder:
+        def __getattr__(self, name):
+            return kept[0]
+
+    kept, holder = [2.0], Holder()
+    return lambda u, p, t: [holder.a * u[0]], lambda: kept.append(kept.pop() + 3.0)
+
+
+class Settings:
+    a = 2.0
+
+
 def in_primitive():
     a = [2.0]
     scaled = primitive(lambda x: a[0] * x)
@@ -96,9 +173,12 @@ CASES = {
     "default": patched(by_default, lambda: setattr(by_default, "__defaults__", (5.0,))),
     "default of a keyword": patched(by_default, lambda: by_default.__kwdefaults__.update(b=5.0)),
     "attribute of a function": patched(by_attribute, lambda: setattr(by_attribute, "a", 5.0)),
+    "attribute of a class": patched(lambda u, p, t: [Settings.a * u[0]], lambda: setattr(Settings, "a", 5.0)),
+    "object": in_object, "inside": inside, "property": in_property, "a method's own": in_method_of_its_own,
+    "handed on": handed_on, "renamed": renamed, "computed": computed,
     "closure": in_closure, "sign of zero": in_sign, "method": in_method, "primitive": in_primitive, "wrapped": in_wrapped,
 }  # fmt: skip
-UNKNOWN = ("attribute of an object", "attribute of a module", "method")
+UNKNOWN = ("property", "a method's own", "handed on", "renamed", "computed")
 by_attribute.a = 2.0
 
 
