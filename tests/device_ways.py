@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import pytest
 from autograd.tracer import getval
 from device_double import DeviceArray, double, on_device, takes_device_memory
+from mpi4py import MPI
 
 from mpiad.device import to_device, to_host
 from mpiad.transport import device_settings
@@ -42,13 +43,18 @@ def travelling(way: str | DeviceSettings) -> Iterator[None]:
         device_settings.put(before)
 
 
-def through_device(fun):
-    """Return a function of host arrays that does on the device what `fun` does."""
+def through_device(fun, goes=True):
+    """Return a function of host arrays that does on the device what `fun` does; on the host where it doesn't go there."""
 
     def there_and_back(x):
-        there = to_device(x, like=on_device(0.0))
+        there = to_device(x, like=on_device(0.0)) if goes else x
         y = fun(there)
-        assert type(getval(y)) is DeviceArray, type(y)
-        return to_host(y)
+        assert isinstance(getval(y), DeviceArray) is goes, type(y)
+        return to_host(y) if goes else y
 
     return there_and_back
+
+
+def beside(fun):
+    """Return the same for odd ranks; the others' arrays stay on the host."""
+    return through_device(fun, MPI.COMM_WORLD.rank % 2 == 1)

@@ -18,8 +18,7 @@ import numpy as np
 
 from mpiad._typing import Array, Shape
 from mpiad.transport import Channel, Spec
-from mpiad.transport.collectives import Summation, start_allreduce, start_sum_in_place, sum_in_place
-from mpiad.transport.collectives import finish_allreduce as finish
+from mpiad.transport.summations import Summation, start_allreduce, start_sum_in_place, sum_in_place
 
 __all__ = ["BUCKET_BYTES", "Plan", "Sums", "plan_of"]
 
@@ -140,14 +139,14 @@ class Sums:
         if type(whole) is np.ndarray:
             sum_in_place(self._aside, whole)
         else:
-            self._wholes[-1] = finish(start_allreduce(self._aside, whole))
+            self._wholes[-1] = start_allreduce(self._aside, whole).finish()
 
     def wait(self, divisor: int = 1) -> list[Array]:
         """Return the sums, divided by a number, once all arrays have been handed in."""
         if len(self._wholes) < len(self._missing):
             self._add_up()
         for k, summation in enumerate(self._started):
-            self._wholes[k] = finish(summation)  # itself on the host, and new memory on a device
+            self._wholes[k] = summation.finish()  # itself on the host, and new memory on a device
         self._started, self._begun = [], False
         # Emptied by `_packed`, so it serves again: each array is a view of its bucket's sum, nothing is copied.
         out = self._arrays
@@ -173,4 +172,3 @@ class _Aside:
     def __init__(self, channel: Channel):
         # The channel holds what is under way, as for all that it must complete at its end; only the messages go aside.
         self.data, self.hold, self.release = channel.aside(), channel.hold, channel.release
-        self.cuda_aware = channel.cuda_aware

@@ -53,7 +53,7 @@ def mpi_bcast(x: RootArray, root: Rank = 0, comm: Comm = None) -> ReplicatedArra
 def _forward(x: Any, p: Copying) -> Any:
     if p.spec is None:
         return headers.bcast_with_header(p.channel, x, p.root, "mpi_bcast")
-    return collectives.bcast(p.channel, x, p.spec, p.root, "mpi_bcast", p.mixed)
+    return collectives.bcast(p.channel, x, p.spec, p.root, "mpi_bcast")
 
 
 def _adjoint(ans: Any, x: Any, p: Copying) -> Any:
@@ -62,15 +62,14 @@ def _adjoint(ans: Any, x: Any, p: Copying) -> Any:
     template = None if x is None or p.channel.rank == p.root else spec_like(x)
 
     def vjp(g: Any) -> Any:
-        # Where templates were given, those of some ranks may lie on the host and others on devices.
-        total = communicate(SUM_TO_ROOT, g, Summing(p.channel, p.root, p.mixed or p.spec is None))
+        total = communicate(SUM_TO_ROOT, g, Summing(p.channel, p.root))
         return total if template is None else template.zeros()
 
     return vjp
 
 
 def _tangent(dx: Any, ans: Any, x: Any, p: Copying) -> Any:
-    return communicate(BCAST, dx, Copying(p.channel, p.root, spec_like(ans), p.mixed or p.spec is None))
+    return communicate(BCAST, dx, Copying(p.channel, p.root, spec_like(ans)))
 
 
 BCAST.define(_forward, _adjoint, _tangent)

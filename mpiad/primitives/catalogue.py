@@ -37,23 +37,18 @@ WAIT = Operation("mpi_wait", point_to_point=True, halves=True)
 
 
 class Copying(NamedTuple):
-    """Root of a copy to all; the spec of the array, where all ranks know it.
-
-    `mixed`: some ranks' arrays may lie on the host where others' lie on devices, as those of `mpi_bcast`'s templates.
-    """
+    """Root of a copy to all; the spec of the array, where all ranks know it."""
 
     channel: Channel
     root: int
     spec: Spec | None
-    mixed: bool = False
 
 
 class Summing(NamedTuple):
-    """Root of a sum; `mixed` as in `Copying`."""
+    """Root of a sum."""
 
     channel: Channel
     root: int
-    mixed: bool = False
 
 
 class Reduction(NamedTuple):

@@ -49,13 +49,13 @@ def mpi_sum(x: LocalArray, root: Rank = 0, comm: Comm = None) -> RootArray:
 
 
 def _forward(x: Any, p: Summing) -> Any:
-    return collectives.reduce(p.channel, x, SUM, p.root, "mpi_sum", p.mixed)
+    return collectives.reduce(p.channel, x, SUM, p.root, "mpi_sum")
 
 
 def _adjoint(ans: Any, x: Any, p: Summing) -> Any:
     """Return the transpose of adding up on one rank: that rank's cotangent is copied to all."""
     spec = spec_like(ans)
-    return lambda g: communicate(BCAST, g, Copying(p.channel, p.root, spec, p.mixed))
+    return lambda g: communicate(BCAST, g, Copying(p.channel, p.root, spec))
 
 
 def _tangent(dx: Any, ans: Any, x: Any, p: Summing) -> Any:

@@ -9,8 +9,8 @@ from mpiad._typing import Array
 from mpiad.primitives.catalogue import IRECV, ISEND, WAIT, Receiving
 from mpiad.primitives.operation import communicate
 from mpiad.primitives.request import Request, claim
-from mpiad.transport.collectives import Summation, finish_allreduce
 from mpiad.transport.messages import Receipt, finish_receive, finish_send
+from mpiad.transport.summations import Summation
 
 __all__ = ["mpi_wait", "mpi_waitall"]
 
@@ -82,7 +82,7 @@ def _forward(x: None, request: Request) -> Any:
     if isinstance(handle, Receipt):
         return finish_receive(handle, request.call)
     if isinstance(handle, Summation):
-        return finish_allreduce(handle)
+        return handle.finish()
     if request.envelope is not None:
         finish_send(handle, request.envelope)
     return request.value

@@ -125,11 +125,9 @@ class Call:
         return found
 
     @property
-    def memory(self) -> str | None:
-        """Where its array lies: "device" or "host"; None where that may differ between the ranks, or isn't known."""
-        if self.direction != "forward" or getattr(self._params, "mixed", False):
-            return None
-        return "device" if is_device_array(self._x) else "host"
+    def on_device(self) -> bool:
+        """Whether its array lies on a device."""
+        return self.direction == "forward" and is_device_array(self._x)
 
     def __repr__(self) -> str:
         return f"<Call {self.described} at {self.forward_site or self.site}>"

@@ -46,7 +46,6 @@ class Channel:
         self.lost: tuple[int, ...] = ()  # ranks whose processes died
         self.pairs_compared = False
         self.headers: Comm | None = None  # for those of messages under watch
-        self.cuda_aware: dict[str, bool] = {}  # agreed on, by kind of array
         self._order = next(_numbers)
         self._looking = threading.Lock()
         self._open(self._duplicate())

@@ -8,16 +8,16 @@ import numpy as np
 from mpi4py import MPI
 
 from mpiad._typing import Array, Op
-from mpiad.transport import device_settings, pieces
+from mpiad.transport import in_pieces
 from mpiad.transport.agreement import raise_first
 from mpiad.transport.buffers import Spec, contiguous, copied, outgoing
 from mpiad.transport.channels import Channel
-from mpiad.transport.device_arrays import ArrayModule, arrays_of
-from mpiad.transport.staging import HOST, Way, in_pieces, way_of
+from mpiad.transport.device_arrays import arrays_of
+from mpiad.transport.device_settings import divides, present
+from mpiad.transport.staging import way_of
 
 __all__ = [
-    "allreduce", "alltoall", "barrier", "bcast", "gather", "lengths_of_all", "reduce", "reduce_scatter",
-    "scan", "scatter", "Summation", "finish_allreduce", "start_allreduce", "start_sum_in_place", "sum_in_place",
+    "allreduce", "alltoall", "barrier", "bcast", "gather", "lengths_of_all", "reduce", "reduce_scatter", "scan", "scatter",
 ]
 
 
@@ -28,40 +28,33 @@ _NOTHING = np.zeros(0)
 def allreduce(channel: Channel, x: Array, op: Op, call: str) -> Array:
     """Combine every rank's array, with the result on all ranks."""
     array = outgoing(x, call)
-    if type(array) is not np.ndarray:
-        return _allreduce_on_device(channel, array, op)
-    out = np.empty(array.shape, array.dtype)
-    channel.data.Allreduce(array, out, op)
-    return out if array.ndim else out[()]
-
-
-def _allreduce_on_device(channel: Channel, array: Array, op: Op) -> Array:
-    arrays = arrays_of(array)
-    divided = in_pieces(channel, array.nbytes, arrays)
-    if divided is not None:
-        return pieces.allreduce(channel, divided, array, op)
-    way = way_of(channel, arrays)
+    if divides(array.nbytes):
+        return in_pieces.allreduce(channel, array, op)
+    if type(array) is np.ndarray:
+        out = np.empty(array.shape, array.dtype)
+        channel.data.Allreduce(array, out, op)
+        return out if array.ndim else out[()]
+    way = way_of(arrays_of(array))
     room = way.room(array.shape, array.dtype)
     channel.data.Allreduce(way.lent(array), way.buffer(room), op)
     return way.home(room)
 
 
-def reduce(channel: Channel, x: Array, op: Op, root: int, call: str, mixed: bool = False) -> Array:
-    """Combine every rank's array on the root; zeros elsewhere. `mixed`: some ranks' arrays may lie on the host."""
+def reduce(channel: Channel, x: Array, op: Op, root: int, call: str) -> Array:
+    """Combine every rank's array on the root; zeros elsewhere."""
     array = outgoing(x, call)
+    if divides(array.nbytes):
+        return in_pieces.reduce(channel, array, op, root)
     if type(array) is not np.ndarray:
-        return _reduce_on_device(channel, array, op, root, mixed)
+        return _reduce_on_device(channel, array, op, root)
     out = np.empty(array.shape, array.dtype) if channel.rank == root else np.zeros(array.shape, array.dtype)
     channel.data.Reduce(array, out if channel.rank == root else None, op, root)
     return out if array.ndim else out[()]
 
 
-def _reduce_on_device(channel: Channel, array: Array, op: Op, root: int, mixed: bool) -> Array:
+def _reduce_on_device(channel: Channel, array: Array, op: Op, root: int) -> Array:
     arrays = arrays_of(array)
-    divided = None if mixed else in_pieces(channel, array.nbytes, arrays)
-    if divided is not None:
-        return pieces.reduce(channel, divided, array, op, root)
-    way = way_of(channel, arrays)
+    way = way_of(arrays)
     # Room on the device is made on the root alone.
     if channel.rank != root:
         channel.data.Reduce(way.lent(array), None, op, root)
@@ -71,14 +64,16 @@ def _reduce_on_device(channel: Channel, array: Array, op: Op, root: int, mixed: 
     return way.home(room)
 
 
-def bcast(channel: Channel, x: Array, spec: Spec, root: int, call: str, mixed: bool = False) -> Array:
-    """Copy the root's array, of a spec that all ranks know, to all ranks. `mixed` as in `reduce`."""
-    divided = None if mixed else in_pieces(channel, spec.nbytes, spec.arrays)
-    if divided is not None:
-        return _bcast_in_pieces(channel, divided, x, spec, root, call)
-    way = way_of(channel, spec.arrays)
-    if channel.rank == root:
-        array = outgoing(x, call)
+def bcast(channel: Channel, x: Array, spec: Spec, root: int, call: str) -> Array:
+    """Copy the root's array, of a spec that all ranks know, to all ranks."""
+    array = outgoing(x, call) if channel.rank == root else None
+    if divides(spec.nbytes):
+        if array is None:
+            return in_pieces.bcast_to_here(channel, spec, root, present().chunk)
+        in_pieces.bcast_from_here(channel, array, present().chunk)
+        return copied(array)
+    way = way_of(spec.arrays)
+    if array is not None:
         channel.data.Bcast(way.lent(array), root)
         return copied(array)
     room = way.room(spec.shape, spec.dtype)
@@ -86,21 +81,15 @@ def bcast(channel: Channel, x: Array, spec: Spec, root: int, call: str, mixed: b
     return way.home(room)
 
 
-def _bcast_in_pieces(channel: Channel, arrays: ArrayModule, x: Array, spec: Spec, root: int, call: str) -> Array:
-    if channel.rank != root:
-        return pieces.bcast_to_here(channel, spec, root, device_settings.present().chunk)
-    array = outgoing(x, call)
-    pieces.bcast_from_here(channel, arrays, array)
-    return copied(array)
-
-
 def scan(channel: Channel, x: Array, exclusive: bool, backwards: bool, call: str) -> Array:
     """Sum over the ranks before this one (after it, where `backwards`), with its own unless `exclusive`."""
     array = outgoing(x, call)
-    way = way_of(channel, arrays_of(array))
-    room = way.room(array.shape, array.dtype)
     # MPI has no suffix sums: on the ranks in reverse order they are prefix sums.
     comm = channel.backwards() if backwards else channel.data
+    if divides(array.nbytes):
+        return in_pieces.scan(comm, array, exclusive)
+    way = way_of(arrays_of(array))
+    room = way.room(array.shape, array.dtype)
     (comm.Exscan if exclusive else comm.Scan)(way.lent(array), way.buffer(room), MPI.SUM)
     if exclusive and comm.rank == 0:
         # MPI leaves the first rank's exclusive sum undefined, and some write to it all the same.
@@ -111,7 +100,9 @@ def scan(channel: Channel, x: Array, exclusive: bool, backwards: bool, call: str
 def alltoall(channel: Channel, x: Array, call: str) -> Array:
     """Transpose blocks: block s of rank r becomes block r of rank s."""
     array = outgoing(x, call)
-    way = way_of(channel, arrays_of(array))
+    if divides(array.nbytes):
+        return in_pieces.alltoall(channel, array)
+    way = way_of(arrays_of(array))
     room = way.room(array.shape, array.dtype)
     channel.data.Alltoall(way.lent(array), way.buffer(room))
     return way.home(room)
@@ -167,9 +158,12 @@ def gather(channel: Channel, x: Array, root: int | None, axis: int | None, lengt
     array = _front(outgoing(x, call), axis)
     rest = array.shape if axis is None else array.shape[1:]
     mine = root is None or channel.rank == root
-    way = way_of(channel, arrays_of(array))
-    room = way.room(((sum(lengths) if mine else 0), *rest), array.dtype)
+    whole = Spec(((sum(lengths) if mine else 0), *rest), array.dtype, arrays_of(array))
     counts = [length * _count(rest) for length in lengths]
+    if divides(sum(counts) * array.dtype.itemsize):
+        return _back(in_pieces.gather(channel, array, root, counts, whole), axis)
+    way = way_of(whole.arrays)
+    room = way.room(whole.shape, whole.dtype)
     if root is None:
         channel.data.Allgatherv(way.lent(array), [way.buffer(room), counts])
     else:
@@ -182,12 +176,13 @@ def scatter(
 ) -> Array:
     """Give each rank its piece of the root's array; every rank knows the spec of its own piece."""
     shape = piece.shape if axis is None else (piece.shape[axis], *piece.shape[:axis], *piece.shape[axis + 1 :])
-    way, whole = way_of(channel, piece.arrays), None
+    array = _front(outgoing(x, call), axis) if channel.rank == root else None
+    counts = [length * _count(shape if axis is None else shape[1:]) for length in lengths]
+    if divides(sum(counts) * piece.dtype.itemsize):
+        return _back(in_pieces.scatter(channel, array, root, counts, piece._replace(shape=shape)), axis)
+    way = way_of(piece.arrays)
     room = way.room(shape, piece.dtype)
-    if channel.rank == root:
-        array = _front(outgoing(x, call), axis)
-        counts = [length * _count(array.shape[1:]) for length in lengths]
-        whole = [way_of(channel, arrays_of(array)).lent(array), counts]
+    whole = None if array is None else [way_of(arrays_of(array)).lent(array), counts]
     channel.data.Scatterv(whole, way.buffer(room), root)
     return _back(way.home(room), axis)
 
@@ -196,9 +191,12 @@ def reduce_scatter(channel: Channel, x: Array, axis: int | None, lengths: list[i
     """Sum every rank's array and give each rank its piece of the sum."""
     array = _front(outgoing(x, call), axis)
     rest = array.shape[1:]
-    way = way_of(channel, arrays_of(array))
-    room = way.room(rest if axis is None else (lengths[channel.rank], *rest), array.dtype)
+    block = Spec(rest if axis is None else (lengths[channel.rank], *rest), array.dtype, arrays_of(array))
     counts = [length * _count(rest) for length in lengths]
+    if divides(array.nbytes):
+        return _back(in_pieces.reduce_scatter(channel, array, counts, block), axis)
+    way = way_of(block.arrays)
+    room = way.room(block.shape, block.dtype)
     channel.data.Reduce_scatter(way.lent(array), way.buffer(room), counts, MPI.SUM)
     return _back(way.home(room), axis)
 
@@ -214,42 +212,3 @@ def _back(array: Array, axis: int | None) -> Array:
 
 def _count(shape: tuple[int, ...]) -> int:
     return int(np.prod(shape)) if shape else 1
-
-
-class Summation:
-    """A reduction under way, and the room for its result."""
-
-    __slots__ = ("channel", "request", "room", "way")
-
-    def __init__(self, channel: Channel, way: Way, room: Any, request: Any):
-        self.channel, self.way, self.room, self.request = channel, way, room, request
-
-
-def start_allreduce(channel: Channel, array: Array) -> Summation:
-    """Start to add up arrays; on the host, such as nobody changes meanwhile, and on devices copies."""
-    arrays = arrays_of(array)
-    way = way_of(channel, arrays)
-    room = way.room(array.shape, array.dtype)
-    sent, into = array if arrays is None else way.copied(array), way.buffer(room)
-    request = channel.data.Iallreduce(sent, into, MPI.SUM)
-    channel.hold("reduction", request, (sent, into, room))
-    return Summation(channel, way, room, request)
-
-
-def start_sum_in_place(channel: Channel, array: np.ndarray) -> Summation:
-    """Start to add up arrays in their own memory, which nobody uses meanwhile."""
-    request = channel.data.Iallreduce(MPI.IN_PLACE, array, MPI.SUM)
-    channel.hold("reduction", request, array)
-    return Summation(channel, HOST, array, request)
-
-
-def sum_in_place(channel: Channel, array: np.ndarray) -> None:
-    """Add up arrays in their own memory."""
-    channel.data.Allreduce(MPI.IN_PLACE, array, MPI.SUM)
-
-
-def finish_allreduce(summation: Summation) -> Array:
-    """Wait for the sum and return it."""
-    summation.request.Wait()
-    summation.channel.release(summation.request)
-    return summation.way.home(summation.room)

@@ -15,14 +15,14 @@ import numpy as np
 from mpi4py import MPI
 
 from mpiad.transport import device_settings
-from mpiad.transport.channels import Channel
 from mpiad.transport.device_arrays import ArrayModule, arrays_named
 from mpiad.transport.gpus import gpus_of_node
 from mpiad.transport.library import device_buffers, device_kinds
 
-__all__ = ["agreed", "described", "for_channel", "forget", "takes_directly"]
+__all__ = ["described", "forget", "takes_directly"]
 
 _LENGTHS = 8, 1 << 16  # MPI sends short and long messages in different ways
+_REMEDY = "Arrays are copied; MPIAD_CUDA_AWARE=0 asks for it from the start, and has large ones copied in pieces."
 _log = logging.getLogger("mpiad")
 _tried: dict[tuple[type, int], bool | None] = {}  # None where the library hasn't said yes
 
@@ -36,7 +36,7 @@ def takes_directly(arrays: ArrayModule) -> bool:
 
     Ranks
     -----
-    Nobody else is asked: the receiver of a message takes both ways.
+    Nobody else is asked: whole arrays may go either way on each rank, and the receiver of a message takes pieces too.
     """
     forced = device_settings.present().cuda_aware
     if forced is not None:
@@ -45,44 +45,6 @@ def takes_directly(arrays: ArrayModule) -> bool:
     if key not in _tried:
         _tried[key] = _passes(arrays) if device_kinds() else None
     return bool(_tried[key])
-
-
-def agreed(channel: Channel, arrays: ArrayModule) -> bool:
-    """Tell whether MPI takes arrays of all ranks' devices as they are.
-
-    Parameters
-    ----------
-    channel : Channel
-    arrays : ArrayModule
-        That of this rank's device.
-
-    Ranks
-    -----
-    Collective at the first call with a channel, so all ranks call it, each with a device array.
-    """
-    forced = device_settings.present().cuda_aware
-    if forced is not None:
-        return forced
-    found = channel.cuda_aware.get(arrays.name)
-    if found is None:
-        every = np.array(takes_directly(arrays), np.int32)
-        if channel.size > 1:
-            # One rank that copies is enough for all to: the two ways cut a large array into different messages.
-            mine = every.copy()
-            channel.data.Allreduce(mine, every, MPI.MIN)
-        found = channel.cuda_aware[arrays.name] = bool(every)
-    return found
-
-
-def for_channel(channel: Channel, arrays: ArrayModule) -> bool:
-    """Tell whether MPI takes arrays of a device as they are: as the ranks have agreed, where they have.
-
-    Ranks
-    -----
-    Nobody else is asked.
-    """
-    forced = device_settings.present().cuda_aware
-    return forced if forced is not None else channel.cuda_aware.get(arrays.name, True) and takes_directly(arrays)
 
 
 def forget() -> None:
@@ -117,12 +79,12 @@ def _passes(arrays: ArrayModule) -> bool:
     try:
         right = all(_comes_back(alone, arrays, length) for length in _LENGTHS)
     except Exception as error:  # noqa: BLE001 - whatever it is, the staged way works
-        _log.warning("MPI says that it takes device memory, and %s: %s. Arrays are copied.", type(error).__name__, error)
+        _log.warning("MPI says that it takes device memory, and %s: %s. %s", type(error).__name__, error, _REMEDY)
         return False
     finally:
         alone.Free()
     if not right:
-        _log.warning("MPI says that it takes device memory, but delivers other numbers than were sent. Arrays are copied.")
+        _log.warning("MPI says that it takes device memory, but delivers other numbers than were sent. %s", _REMEDY)
     return right
 
 

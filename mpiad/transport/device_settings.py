@@ -2,17 +2,25 @@
 
 The numbers of bytes decide how many messages a large array is sent in, so the ranks agree on them: the least that is
 asked for on any rank. What is asked for on one rank holds for all, since not every launcher passes variables on.
+
+Collectives cut large arrays on all ranks or on none, and a rank can't see where the others' arrays lie. So it is agreed
+once, whether any rank may bring arrays that are copied to the host: then all cut alike, also what lies on the host.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import sys
 from typing import NamedTuple
 
 import numpy as np
 from mpi4py import MPI
 
-__all__ = ["DeviceSettings", "from_environment", "present", "put", "start"]
+from mpiad.transport.gpus import may_be_used
+from mpiad.transport.library import device_kinds
+
+__all__ = ["DeviceSettings", "divides", "from_environment", "may_bring_arrays", "present", "put", "start"]
 
 LEAST_CHUNK = 64
 _UNSET = np.iinfo(np.int64).max
@@ -29,14 +37,17 @@ class DeviceSettings(NamedTuple):
         Bytes of a staged array that are copied and sent at once.
     pinned : int
         Bytes of page-locked host memory that are kept for the next array.
+    expected : bool
+        Whether collectives cut large arrays.
     """
 
     cuda_aware: bool | None = None
     chunk: int = 4 << 20
     pinned: int = 256 << 20
+    expected: bool = True
 
 
-_present = DeviceSettings()
+_present = DeviceSettings(expected=False)
 
 
 def present() -> DeviceSettings:
@@ -49,6 +60,11 @@ def put(settings: DeviceSettings) -> DeviceSettings:
     global _present
     before, _present = _present, settings
     return before
+
+
+def divides(nbytes: int) -> bool:
+    """Tell whether a collective on an array of so many bytes goes piece by piece, the same on all ranks."""
+    return _present.expected and nbytes > _present.chunk and not _present.cuda_aware
 
 
 def from_environment() -> DeviceSettings:
@@ -96,9 +112,12 @@ def start() -> None:
     except ValueError as error:
         wrong = error
     asked = [os.environ.get(name, "") != "" for name in ("MPIAD_DEVICE_CHUNK", "MPIAD_DEVICE_PINNED")]
-    sizes = [size if given else _UNSET for size, given in zip(wanted[1:], asked)]
-    # By their minima each learns what any rank wants: no error, no "0", no "1", and the least of the sizes.
-    mine = np.array([wrong is None, wanted.cuda_aware is not False, wanted.cuda_aware is not True, *sizes], np.int64)
+    sizes = [size if given else _UNSET for size, given in zip((wanted.chunk, wanted.pinned), asked)]
+    expects = wrong is None and (asked[0] or may_bring_arrays())
+    copies = expects and not device_kinds()
+    # By their minima each learns what any rank wants: no error, no "0", no "1", no cuts, and the least of the sizes.
+    switches = [wrong is None, wanted.cuda_aware is not False, wanted.cuda_aware is not True, not expects, not copies]
+    mine = np.array([*switches, *sizes], np.int64)
     least = np.empty_like(mine)
     MPI.COMM_WORLD.Allreduce(mine, least, MPI.MIN)
     if wrong is not None or not least[0]:
@@ -108,5 +127,11 @@ def start() -> None:
     # Where the ranks ask for both, what always works.
     cuda_aware = None if least[1] and least[2] else bool(least[1])
     default = DeviceSettings()
-    chunk, pinned = (int(size) if size != _UNSET else usual for size, usual in zip(least[3:], default[1:]))
-    put(DeviceSettings(cuda_aware, chunk, pinned))
+    chunk, pinned = (int(size) if size != _UNSET else usual for size, usual in zip(least[5:], default[1:]))
+    put(DeviceSettings(cuda_aware, chunk, pinned, not bool(least[4] if cuda_aware is None else least[3])))
+
+
+def may_bring_arrays() -> bool:
+    """Tell whether this process could have arrays on a GPU; nothing is loaded for it."""
+    found = "cupy" in sys.modules or importlib.util.find_spec("cupy") is not None
+    return found and may_be_used()

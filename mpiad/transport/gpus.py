@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-__all__ = ["device_of", "gpus_of_node", "visible"]
+__all__ = ["device_of", "gpus_of_node", "may_be_used", "visible"]
 
 _CUDA, _ROCM = Path("/proc/driver/nvidia/gpus"), Path("/sys/class/kfd/kfd/topology/nodes")
 _ANSWER_SECONDS = 3
@@ -50,6 +50,12 @@ def _of_rocm() -> list[str]:
         if facts.get("simd_count", "0") != "0":  # the others are CPUs
             names.append(f"AMD GPU (gfx {facts.get('gfx_target_version', '?')})")
     return names
+
+
+def may_be_used() -> bool:
+    """Tell whether this process might use a GPU; nothing is run for it."""
+    # Where the driver shows no folder (in WSL, in some containers), the program that comes with it tells of GPUs.
+    return bool(visible(1) and (_of_the_driver() or shutil.which("nvidia-smi") or _of_rocm()))
 
 
 def visible(count: int) -> list[str]:

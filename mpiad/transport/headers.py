@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.transport import device_settings, pieces
+from mpiad.transport import in_pieces
 from mpiad.transport.buffers import Spec, copied, outgoing, result
 from mpiad.transport.channels import Channel
 from mpiad.transport.device_arrays import arrays_named, arrays_of
+from mpiad.transport.device_settings import divides, present
 from mpiad.transport.staging import Direct, Staged, way_of
 
 __all__ = ["agree_on_spec", "bcast_integers", "bcast_with_header"]
@@ -42,8 +43,8 @@ def bcast_with_header(channel: Channel, x: Array, root: int, call: str) -> Array
     channel.data.Bcast(packet, root)
     spec = _unpacked(packet, call, root, x)
     if packet[_CHUNK] > 0:
-        return pieces.bcast_to_here(channel, spec, root, int(packet[_CHUNK]))
-    way = way_of(channel, spec.arrays)
+        return in_pieces.bcast_to_here(channel, spec, root, int(packet[_CHUNK]))
+    way = way_of(spec.arrays)
     if packet[_CHUNK] == _INLINE:
         flat = packet[_SHAPE_WORDS:].view(np.uint8)[: spec.nbytes]
         array = flat.view(spec.dtype).reshape(spec.shape)
@@ -57,7 +58,7 @@ def _bcast_from_here(channel: Channel, x: Array, root: int, call: str, packet: n
     try:
         array = outgoing(x, call)
         arrays = arrays_of(array)
-        way = way_of(channel, arrays)
+        way = way_of(arrays)
     except TypeError as error:  # the others wait for a header by now
         _send_error(channel, error, root, packet)
         raise
@@ -67,11 +68,11 @@ def _bcast_from_here(channel: Channel, x: Array, root: int, call: str, packet: n
     if small:
         packet[_CHUNK] = _INLINE
         packet[_SHAPE_WORDS:].view(np.uint8)[: array.nbytes] = way.lent(array).reshape(-1).view(np.uint8)
-    elif isinstance(way, Staged) and array.nbytes > device_settings.present().chunk:
-        packet[_CHUNK] = device_settings.present().chunk
+    elif divides(array.nbytes) or (isinstance(way, Staged) and array.nbytes > present().chunk):
+        packet[_CHUNK] = present().chunk
     channel.data.Bcast(packet, root)
-    if isinstance(way, Staged) and packet[_CHUNK] > 0:
-        pieces.bcast_from_here(channel, way.arrays, array)
+    if packet[_CHUNK] > 0:
+        in_pieces.bcast_from_here(channel, array, present().chunk)
     elif not small:
         channel.data.Bcast(way.lent(array), root)
     return copied(array)

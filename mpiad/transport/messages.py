@@ -69,7 +69,7 @@ def _receipt(spec: Spec, envelope: Envelope) -> Receipt:
     if spec.arrays is None:
         buffer = np.empty(spec.shape, spec.dtype)
         return Receipt(spec, HOST, buffer, buffer, envelope)
-    way = way_of(envelope.channel, spec.arrays)
+    way = way_of(spec.arrays)
     room = way.room(spec.shape, spec.dtype)
     receipt = Receipt(spec, way, room, way.buffer(room), envelope)
     # Memory that is lent goes to the next array when it is dropped: not while MPI may write to it.
@@ -106,7 +106,7 @@ def _answered(envelope: Envelope, status: Any) -> None:
 
 def _matched(spec: Spec, envelope: Envelope, status: Any, call: str) -> Any:
     """Receive a message whose size is looked at first; one of another size is taken and dropped."""
-    way = way_of(envelope.channel, spec.arrays)
+    way = way_of(spec.arrays)
     room = way.room(spec.shape, spec.dtype)
     buffer = way.buffer(room)
     message = envelope.comm.Mprobe(envelope.peer, envelope.mpi_tag, status)

@@ -19,8 +19,8 @@ from mpiad.transport import device_settings
 from mpiad.transport.buffers import Spec, result
 from mpiad.transport.device_arrays import arrays_of
 from mpiad.transport.envelopes import Envelope
-from mpiad.transport.pieces import arriving, bounds, depart
-from mpiad.transport.pinned import pool_of
+from mpiad.transport.passages import arriving, departing
+from mpiad.transport.pieces import bounds, of_whole
 from mpiad.transport.staging import Staged, way_of
 
 __all__ = ["ANNOUNCEMENT_BYTES", "Announcement", "collect", "discard", "read_announcement", "ship"]
@@ -42,20 +42,22 @@ class Announcement(list):
 def ship(array: Array, envelope: Envelope) -> tuple[Any, Any]:
     """Start to send a copy of a device's array; return MPI's request, and what must live as long."""
     arrays = arrays_of(array)
-    way = way_of(envelope.channel, arrays)
+    way = way_of(arrays)
     chunk = device_settings.present().chunk
     # What is as short as an announcement would be taken for one.
     if isinstance(way, Staged) and array.nbytes > max(chunk, ANNOUNCEMENT_BYTES):
-        return _ship_in_pieces(way, array, envelope, chunk)
+        return _ship_in_pieces(array, envelope, chunk)
     sent = way.copied(array)
     return envelope.comm.Isend(sent, envelope.peer, envelope.mpi_tag), sent
 
 
-def _ship_in_pieces(way: Staged, array: Array, envelope: Envelope, chunk: int) -> tuple[Any, Any]:
-    going = depart(way.arrays, array)
+def _ship_in_pieces(array: Array, envelope: Envelope, chunk: int) -> tuple[Any, Any]:
+    pieces = of_whole(array.size, array.dtype.itemsize, chunk)
+    going = departing(array, pieces)
     announcement = Announcement(array, chunk)
     request = envelope.comm.Isend(announcement, envelope.peer, envelope.mpi_tag)
-    for piece in going.arrived():
+    for number in range(len(pieces)):
+        piece = going.piece(number)
         sending = envelope.channel.reverse.Isend(piece.view(np.uint8), envelope.peer, envelope.tag_of_pieces)
         envelope.channel.keep(sending, piece)
     return request, announcement
@@ -92,13 +94,11 @@ def collect(spec: Spec, envelope: Envelope, chunk: int, room: Any) -> Array:
             pass
         return result(room)
     # An array that MPI would have written to the device comes this way, too, where its sender can't do the same.
-    loan = getattr(room, "loan", None) or pool_of(spec.arrays).lend(spec.nbytes)
-    host = loan.array(spec.shape, spec.dtype)
-    coming = arriving(spec.arrays, loan, host)
-    parts = bounds(host.size, host.dtype.itemsize, chunk)
-    for (start, end), _ in zip(parts, _received(host.reshape(-1).view(np.uint8), envelope, chunk)):
-        coming.take(start, end)
-    return coming.array
+    pieces = of_whole(spec.nbytes // spec.dtype.itemsize, spec.dtype.itemsize, chunk)
+    coming = arriving(spec, pieces, getattr(room, "loan", None))
+    for number, _ in enumerate(_received(coming.memory.view(np.uint8), envelope, chunk)):
+        coming.take(number)
+    return coming.home()
 
 
 def _received(memory: np.ndarray, envelope: Envelope, chunk: int) -> Iterator[None]:

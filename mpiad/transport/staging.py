@@ -15,13 +15,11 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from mpiad._typing import Array, Shape
-from mpiad.transport import device_settings
-from mpiad.transport.channels import Channel
-from mpiad.transport.cuda_aware import agreed, for_channel
+from mpiad.transport.cuda_aware import takes_directly
 from mpiad.transport.device_arrays import ArrayModule
 from mpiad.transport.pinned import Loan, pool_of
 
-__all__ = ["HOST", "Direct", "Staged", "Way", "in_pieces", "way_of"]
+__all__ = ["HOST", "Direct", "Staged", "Way", "way_of"]
 
 
 class Way(Protocol):
@@ -150,22 +148,8 @@ class Staged:
         return out
 
 
-def way_of(channel: Channel, arrays: ArrayModule | None) -> Way:
+def way_of(arrays: ArrayModule | None) -> Way:
     """Return how arrays of one place get to MPI; `arrays` is what makes them, None on the host."""
     if arrays is None:
         return HOST
-    return Direct(arrays) if for_channel(channel, arrays) else Staged(arrays)
-
-
-def in_pieces(channel: Channel, nbytes: int, arrays: ArrayModule | None) -> ArrayModule | None:
-    """Return `arrays` where a collective on this array goes piece by piece, None where it goes as a whole.
-
-    It is the same on all ranks, whose arrays all lie on devices.
-
-    Ranks
-    -----
-    Collective at the first call with a channel.
-    """
-    if arrays is None or agreed(channel, arrays) or nbytes <= device_settings.present().chunk:
-        return None
-    return arrays
+    return Direct(arrays) if takes_directly(arrays) else Staged(arrays)

@@ -7,12 +7,15 @@ import numpy as np
 import pytest
 import reference
 from against_reference import arrays, assert_close, check
-from device_double import DeviceArray, on_device, on_host, transfers
-from device_ways import SETTINGS, each_way, through_device, travelling
+from device_double import DeviceArray, double, on_device, on_host, transfers
+from device_ways import SETTINGS, beside, each_way, through_device, travelling
 from linear_primitives import LINEAR_PRIMITIVES
 from mpi4py import MPI
 
 import mpiad
+from mpiad.transport import lookup
+from mpiad.transport.device_settings import DeviceSettings
+from mpiad.transport.pinned import close_pools
 
 WORLD = MPI.COMM_WORLD
 RIGHT, LEFT = (WORLD.rank + 1) % WORLD.size, (WORLD.rank - 1) % WORLD.size
@@ -68,7 +71,9 @@ OTHERS = {
 SHAPE = (5, 3)
 
 
-@pytest.mark.parametrize("dtype, way", [*[("f8", way) for way in SETTINGS], ("f4", "pieces"), ("c16", "direct")])
+@pytest.mark.parametrize(
+    "dtype, way", [*[("f8", way) for way in SETTINGS], ("f4", "pieces"), ("c16", "pieces"), ("c16", "direct")]
+)
 @pytest.mark.parametrize("name", LINEAR_PRIMITIVES)
 def test_linear_primitives(rngs, size, name, dtype, way):
     call, make = LINEAR_PRIMITIVES[name]
@@ -101,12 +106,46 @@ def test_shapes_without_entries_or_dimensions(rngs, size, shape, way):
             check(through_device(call), make([shape] * size), arrays(rngs, shape), rngs)
 
 
-@each_way
-def test_lengths_that_differ(rngs, size, way):
-    shapes = [(2 + rank, 3) for rank in range(size)]
-    with travelling(way):
-        gather = through_device(lambda x: mpiad.mpi_allgather(x, 0))
-        check(gather, reference.allgather(shapes, 0), arrays(rngs, shapes), rngs)
+SIZES = {
+    "staged": SETTINGS["staged"],
+    "direct": SETTINGS["direct"],
+    "short pieces": DeviceSettings(cuda_aware=False, chunk=64),
+    "long pieces": DeviceSettings(cuda_aware=False, chunk=150),
+}
+
+
+@pytest.mark.parametrize("dtype", ["f4", "f8", "c16"])
+@pytest.mark.parametrize("place", [through_device, beside], ids=["devices", "mixed"])
+@pytest.mark.parametrize("way", SIZES)
+def test_lengths_that_differ(rngs, size, way, place, dtype):
+    """Blocks end in the middle of pieces and at their ends, one block is empty, and each rank's may be the longest."""
+    counts = [(4, 0, 7, 3)[(rank + size) % 4] for rank in range(size)]
+    shapes, total = [(count, 3) for count in counts], sum(counts)
+    calls = {
+        "allgather": (lambda x: mpiad.mpi_allgather(x, 0), reference.allgather(shapes, 0)),
+        "gather": (lambda x: mpiad.mpi_gather(x, ROOT, 0), reference.gather(shapes, ROOT, 0)),
+        "scatter": (
+            lambda x: mpiad.mpi_scatter(x, ROOT, 1, counts), reference.scatter([(2, total)] * size, ROOT, 1, counts),
+        ),
+        "reduce_scatter": (
+            lambda x: mpiad.mpi_reduce_scatter(x, 0, counts), reference.reduce_scatter([(total, 2)] * size, 0, counts),
+        ),
+    }  # fmt: skip
+    with travelling(SIZES[way]):
+        for call, program in calls.values():
+            check(place(call), program, arrays(rngs, program.in_shapes, dtype), rngs)
+
+
+@pytest.mark.parametrize("way", SIZES)
+def test_arrays_here_and_there(rngs, size, way):
+    """Of every call that all ranks make: some ranks' arrays lie on a device, others' on the host."""
+    blocks = (size, 7)
+    calls = {name: (lambda x, call=call: call(x, WORLD), make) for name, (call, make) in LINEAR_PRIMITIVES.items()}
+    with travelling(SIZES[way]):
+        for call, make in [*calls.values(), *(OTHERS[name] for name in ("product", "largest", "smallest on the root"))]:
+            check(beside(call), make([SHAPE] * size), arrays(rngs, SHAPE), rngs)
+        for call, make in ((mpiad.mpi_alltoall, reference.alltoall), (mpiad.mpi_reduce_scatter, reference.reduce_scatter)):
+            check(beside(call), make([blocks] * size), arrays(rngs, blocks), rngs)
 
 
 @each_way
@@ -130,6 +169,10 @@ def test_integers_travel_untraced(rngs, rank, size, dtype, way):
         np.testing.assert_array_equal(on_host(mpiad.mpi_bcast(x, ROOT)), xs[ROOT])
         largest = mpiad.mpi_allreduce(x, MPI.LOR if dtype == "?" else MPI.MAX)
         np.testing.assert_array_equal(on_host(largest), np.max(xs, axis=0))
+        np.testing.assert_array_equal(on_host(mpiad.mpi_allgather(x)), xs)
+        if dtype != "?":
+            np.testing.assert_array_equal(on_host(mpiad.mpi_wait(mpiad.mpi_iallreduce(x))), sum(xs))
+            np.testing.assert_array_equal(on_host(mpiad.mpi_scan(x)), sum(xs[: rank + 1]))
 
 
 @each_way
@@ -177,17 +220,6 @@ def test_where_a_broadcast_comes_to_is_said_by_each_ranks_template(rank, size, w
     np.testing.assert_allclose(on_host(gradient), expected)
 
 
-@each_way
-def test_gathers_and_scans_take_arrays_from_both(rank, size, way):
-    values = np.arange(30.0) + rank
-    like = on_device if rank % 2 else np.array
-    with travelling(way):
-        gathered, scanned = mpiad.mpi_allgather(like(values)), mpiad.mpi_scan(like(values))
-        assert type(gathered) is type(scanned) is type(like(values))
-        np.testing.assert_array_equal(on_host(gathered), [np.arange(30.0) + r for r in range(size)])
-        np.testing.assert_array_equal(on_host(scanned), sum(np.arange(30.0) + r for r in range(rank + 1)))
-
-
 def test_an_allreduce_and_its_adjoint_take_two_copies_each_way(rank, size):
     x = on_device(np.arange(1000.0) + rank)
     with travelling("staged"):
@@ -207,6 +239,89 @@ def test_in_pieces_the_same_bytes_are_copied(rank, size):
         mpiad.mpi_allreduce(x)
         assert (transfers.d2h, transfers.h2d) == (500, 500)
         assert (transfers.d2h_bytes, transfers.h2d_bytes) == (8000, 8000)
+
+
+def test_each_call_copies_what_it_sends_and_what_it_keeps(rank, size):
+    """In pieces: so many bytes to the host and to the device, forwards and then backwards."""
+    n = 40
+    x, blocks = on_device(np.arange(float(n)) + rank), on_device(np.arange(float(size * n)).reshape(size, n) + rank)
+    first, root, whole = rank == 0, rank == ROOT, size * n
+    calls = [
+        (mpiad.mpi_allreduce, x, (n, n), (n, n)),
+        (lambda x: mpiad.mpi_wait(mpiad.mpi_iallreduce(x)), x, (n, n), (n, n)),
+        (mpiad.mpi_allgather, x, (n, whole), (whole, n)),
+        (lambda x: mpiad.mpi_gather(x, ROOT), x, (n, root * whole), (root * whole, n)),
+        (lambda x: mpiad.mpi_scatter(x, ROOT), blocks, (root * whole, n), (n, root * whole)),
+        (mpiad.mpi_reduce_scatter, blocks, (whole, n), (n, whole)),
+        (mpiad.mpi_alltoall, blocks, (whole, whole), (whole, whole)),
+        (mpiad.mpi_scan, x, (n, n), (n, n)),
+        (mpiad.mpi_exscan, x, (n, n * (not first)), (n, n * (rank < size - 1))),
+        (lambda x: mpiad.mpi_sum(x, ROOT), x, (n, n * root), (n * root, n * (not root))),
+    ]
+    with travelling(DeviceSettings(cuda_aware=False, chunk=64)):
+        for call, given, forwards, backwards in calls:
+            transfers.reset()
+            vjp, value = mpiad.make_vjp(call)(given)
+            assert (transfers.d2h_bytes, transfers.h2d_bytes) == (8 * forwards[0], 8 * forwards[1])
+            transfers.reset()
+            vjp(value)
+            assert (transfers.d2h_bytes, transfers.h2d_bytes) == (8 * backwards[0], 8 * backwards[1])
+
+
+class Recorded:
+    """A communicator that says when it is called."""
+
+    def __init__(self, comm, told):
+        self._comm, self._told = comm, told
+
+    def __getattr__(self, name):
+        found = getattr(self._comm, name)
+        return found if not name[0].isupper() else lambda *args: (self._told(name), found(*args))[1]
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """A list of what happens: MPI's functions, waits for copies to the host, and copies to the device."""
+    happened, channel = [], lookup.channel(None, "test")
+    monkeypatch.setattr(channel, "data", Recorded(channel.data, happened.append))
+    for name, short in (("wait", "wait"), ("copy_to_device", "copy")):
+        method = getattr(double, name)
+        monkeypatch.setattr(double, name, lambda *args, m=method, s=short: (happened.append(s), m(*args))[1])
+    return happened
+
+
+def test_a_piece_travels_while_others_are_copied(rank, size, recorded):
+    """MPI gets a piece when that piece is there, and it is copied back before the next one is waited for."""
+    x = on_device(np.arange(24.0 * size).reshape(size, 24))
+
+    def afresh():
+        double.synchronize()
+        close_pools()  # memory that is used again is waited for
+        recorded.clear()
+
+    with travelling(DeviceSettings(cuda_aware=False, chunk=64 * size)):
+        for call, name, copies in (
+            (mpiad.mpi_allreduce, "Allreduce", 1), (mpiad.mpi_scan, "Scan", 1), (mpiad.mpi_alltoall, "Alltoallv", size),
+            (mpiad.mpi_reduce_scatter, "Reduce_scatter", 1),
+        ):  # fmt: skip
+            afresh()
+            call(x)
+            assert recorded == ["wait", name, *["copy"] * copies] * 3
+        afresh()
+        request = mpiad.mpi_iallreduce(x)
+        assert recorded == ["wait", "Iallreduce"] * 3
+        recorded.clear()
+        mpiad.mpi_wait(request)
+        assert recorded == ["copy"] * 3
+
+
+@pytest.mark.parametrize("expected, times", [(False, 1), (True, 3)])
+def test_host_arrays_are_cut_only_where_device_arrays_may_come(rank, size, recorded, expected, times):
+    x = np.arange(24.0) + rank
+    with travelling(DeviceSettings(chunk=64, expected=expected)):
+        total = mpiad.mpi_allreduce(x)
+        assert recorded == ["Allreduce"] * times
+        np.testing.assert_array_equal(total, sum(np.arange(24.0) + r for r in range(size)))
 
 
 def test_an_mpi_that_takes_device_memory_is_given_it(rank, size):
@@ -243,21 +358,26 @@ def test_a_message_of_another_size_is_refused_and_leaves_nothing(rank, size, way
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_reduction_of_arrays_here_and_there_raises_on_every_rank(rank, size):
-    values = np.arange(30.0)
-    x = on_device(values) if rank == 0 else values
+def test_other_lengths_in_pieces_are_found_under_watch(rank, size):
+    """Before the first piece, which would be alike on all ranks; also where some arrays lie on the host."""
+    x = np.arange(30.0) if rank == 0 else on_device(np.arange(29.0))
     with travelling("pieces"), mpiad.debug.checked():
-        for call in (mpiad.mpi_allreduce, mpiad.mpi_sum):
-            with pytest.raises(mpiad.errors.CommunicationMismatch, match=r"the memory differs[\s\S]*on a device"):
+        for call in (mpiad.mpi_allreduce, mpiad.mpi_sum, mpiad.mpi_scan):
+            with pytest.raises(mpiad.errors.CommunicationMismatch, match=r"the shape differs[\s\S]*on a device"):
                 call(x)
+        total = mpiad.mpi_allreduce(x[:29])
+        np.testing.assert_array_equal(on_host(total), size * np.arange(29.0))
 
 
 @each_way
 def test_under_watch(rngs, size, way):
-    """Headers carry the form of the array, also where it goes in pieces."""
+    """Headers carry the form of the array, also where it goes in pieces; ranks compare calls, not where arrays lie."""
+    watched = ("isend", "recv from anyone", "iallreduce", "product", "gather by columns", "allgather stacked")
     with travelling(way), mpiad.debug.checked():
-        for call, make in (OTHERS["isend"], OTHERS["recv from anyone"], OTHERS["iallreduce"], OTHERS["product"]):
-            check(through_device(call), make([SHAPE] * size), arrays(rngs, SHAPE), rngs)
+        for call, make in [OTHERS[name] for name in watched]:
+            check(beside(call), make([SHAPE] * size), arrays(rngs, SHAPE), rngs)
+        for call, make in ((mpiad.mpi_alltoall, reference.alltoall), (mpiad.mpi_exscan, reference.exscan)):
+            check(through_device(call), make([(size, 3)] * size), arrays(rngs, (size, 3)), rngs)
         with pytest.raises(mpiad.errors.MessageMismatch, match=r"shape \(5, 3\), dtype float64, 120 bytes"):
             mpiad.mpi_send(on_device(np.zeros(SHAPE)), RIGHT)
             mpiad.mpi_recv(on_device(np.zeros((3, 5))), LEFT)

@@ -10,7 +10,7 @@ from device_double import DeviceArray, double, on_device, on_host, transfers
 from mpi4py import MPI
 
 import mpiad
-from mpiad.transport import cuda_aware, device_settings, library, lookup
+from mpiad.transport import cuda_aware, device_settings, library
 from mpiad.transport.device_settings import DeviceSettings
 
 
@@ -18,11 +18,8 @@ from mpiad.transport.device_settings import DeviceSettings
 def afresh():
     """Ask again in each test, and after it."""
     before = device_settings.put(DeviceSettings())
-    channel = lookup.channel(None, "test")
-    channel.cuda_aware.clear()
     cuda_aware.forget()
     yield
-    channel.cuda_aware.clear()
     cuda_aware.forget()
     device_settings.put(before)
 
@@ -83,19 +80,21 @@ def test_the_variable_overrides_both(monkeypatch, forced):
     assert f"MPIAD_CUDA_AWARE={forced:d}" in cuda_aware.described()
 
 
-def test_all_ranks_of_a_communicator_agree(monkeypatch, rank, size):
-    """One rank's test fails: then arrays of all ranks are copied."""
+def test_each_rank_gives_mpi_what_it_takes_there(monkeypatch, rank, size):
+    """One rank's test fails: its arrays are copied, as a whole like those of the others, which MPI reads on the device."""
+    device_settings.put(DeviceSettings(chunk=64, expected=False))
     saying(monkeypatch, ["CUDA"])
     if rank == size - 1:
         monkeypatch.setattr(double, "message", lambda x: Memory(on_host(x)))
-    x = on_device(np.arange(4.0) + rank)
+    x = on_device(np.arange(40.0) + rank)
     with double.cuda_aware():
-        transfers.reset()
-        total = mpiad.mpi_allreduce(x)
-        np.testing.assert_array_equal(on_host(total), sum(np.arange(4.0) + r for r in range(size)))
-        assert lookup.channel(None, "test").cuda_aware == {"stand-in": False}
-        transfers.reset()
-        assert type(mpiad.mpi_scan(x)) is DeviceArray and transfers.copies == 2
+        mpiad.mpi_barrier()
+        cuda_aware.takes_directly(double)
+        for call in (mpiad.mpi_allreduce, lambda x: mpiad.mpi_wait(mpiad.mpi_iallreduce(x))):
+            transfers.reset()
+            total = call(x)
+            assert type(total) is DeviceArray and transfers.copies == (2 if rank == size - 1 else 0)
+            np.testing.assert_array_equal(on_host(total), sum(np.arange(40.0) + r for r in range(size)))
 
 
 class Loaded:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
-from mpiad.transport.device_settings import DeviceSettings, from_environment
+from mpiad.transport import device_settings
+from mpiad.transport.device_settings import DeviceSettings, from_environment, may_bring_arrays
 
 NAMES = ("MPIAD_CUDA_AWARE", "MPIAD_DEVICE_CHUNK", "MPIAD_DEVICE_PINNED")
 SHOW = """
@@ -62,6 +65,43 @@ def test_other_values_are_refused(environment, name, value, expected):
     environment.setenv(name, value)
     with pytest.raises(ValueError, match=f"{name} must be {expected}"):
         from_environment()
+
+
+@pytest.mark.parametrize(
+    "variables, brings, kinds, divides",
+    [
+        ({}, False, [], False),
+        ({}, True, [], True),
+        ({}, True, None, True),
+        ({}, True, ["CUDA"], False),
+        ({"MPIAD_CUDA_AWARE": "0"}, True, ["CUDA"], True),
+        ({"MPIAD_CUDA_AWARE": "1"}, True, [], False),
+        ({"MPIAD_DEVICE_CHUNK": "4194304"}, False, [], True),
+    ],
+)
+def test_large_arrays_are_cut_where_one_rank_may_bring_some_that_are_copied(
+    environment, rank, size, variables, brings, kinds, divides
+):
+    here = rank == size - 1
+    environment.setattr(device_settings, "may_bring_arrays", lambda: brings and here)
+    environment.setattr(device_settings, "device_kinds", lambda: kinds)
+    for name, value in variables.items() if here else ():
+        environment.setenv(name, value)
+    before = device_settings.present()
+    try:
+        device_settings.start()
+        assert device_settings.divides((4 << 20) + 1) is divides and not device_settings.divides(4 << 20)
+    finally:
+        device_settings.put(before)
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("installed, gpu, expected", [(True, True, True), (True, False, False), (False, True, False)])
+def test_arrays_may_come_where_cupy_and_a_gpu_are(monkeypatch, installed, gpu, expected):
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if installed else None)
+    monkeypatch.setattr(device_settings, "may_be_used", lambda: gpu)
+    assert may_bring_arrays() is expected
 
 
 @pytest.mark.launches

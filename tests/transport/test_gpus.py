@@ -37,6 +37,14 @@ def test_as_the_driver_of_nvidia_tells(tmp_path):
     assert gpus.gpus_of_node() == ["NVIDIA H200", "NVIDIA H200"]
 
 
+def test_a_gpu_may_be_used_where_something_tells_of_one_and_the_environment_hides_none(tmp_path, monkeypatch):
+    assert not gpus.may_be_used()
+    program(tmp_path / "nvidia-smi", "#!/bin/sh\nexec /bin/sleep 20\n")  # isn't run
+    assert gpus.may_be_used()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert not gpus.may_be_used()
+
+
 def test_as_nvidia_smi_tells(tmp_path):
     program(tmp_path / "nvidia-smi", "#!/bin/sh\necho 'GPU 0: NVIDIA A100-SXM4 (UUID: GPU-1)'\necho note\n")
     assert gpus.gpus_of_node() == ["NVIDIA A100-SXM4"]

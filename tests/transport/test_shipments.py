@@ -11,10 +11,10 @@ from device_ways import each_way, travelling
 from mpi4py import MPI
 
 import mpiad
-from mpiad.transport import lookup
+from mpiad.transport import device_settings, lookup
 from mpiad.transport.buffers import Spec
 from mpiad.transport.device_settings import DeviceSettings
-from mpiad.transport.pieces import bounds
+from mpiad.transport.pieces import bounds, of_block, of_blocks
 from mpiad.transport.pinned import close_pools
 from mpiad.transport.shipments import ANNOUNCEMENT_BYTES, Announcement, read_announcement
 
@@ -33,6 +33,23 @@ def test_pieces_hold_whole_entries_of_any_dtype():
     assert bounds(160, 1, 100) == [(0, 96), (96, 160)]
     assert bounds(0, 8, 100) == []
     assert bounds(2, 16, 16) == [(0, 1), (1, 2)]
+
+
+@pytest.mark.serial
+def test_a_piece_of_blocks_has_a_part_of_each():
+    before = device_settings.put(DeviceSettings(chunk=64))
+    try:
+        assert of_blocks([3, 0, 5], 8) == [
+            [(0, 2), (3, 3), (3, 5)], [(2, 3), (3, 3), (5, 7)], [(3, 3), (3, 3), (7, 8)],
+        ]
+        assert of_block([3, 0, 5], 0, 8) == [[(0, 2)], [(2, 3)], [(3, 3)]]
+        assert of_block([3, 0, 5], 1, 8) == [[(0, 0)]] * 3
+        assert of_blocks([5], 8) == [[(0, 5)]] and of_blocks([9], 8) == [[(0, 8)], [(8, 9)]]
+        # Of many ranks' blocks no part gets shorter than a sixteenth of a piece, or than an entry.
+        assert of_block([2] * 100, 99, 4) == [[(0, 1)], [(1, 2)]]
+        assert of_block([2] * 100, 99, 16) == [[(0, 1)], [(1, 2)]]
+    finally:
+        device_settings.put(before)
 
 
 @pytest.mark.serial

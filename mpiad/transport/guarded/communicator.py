@@ -114,6 +114,11 @@ class Guarded:
             mine = (describe(*said), agreement.starts[lane])
             raise_mismatch(agreement.descriptions(mine, lane, make), agreement)
 
+    def compare_whole(self, step: str, array: Any, op: Any = None, root: int | None = None) -> None:
+        """Compare an array that goes in pieces, by which ranks would find a difference of length too late."""
+        if self.agreement is not None:
+            self.agree(step, array, op, root)
+
     def finish(self, request: Any, name: str, held: Any) -> None:
         """Wait for a collective that was started."""
         self.started += 1
@@ -140,12 +145,13 @@ class Guarded:
     # ---- collectives of arrays
     Allreduce = _collective("Allreduce", lambda send, recv, op=MPI.SUM: (_given(send, recv), op, None))
     Reduce = _collective("Reduce", lambda send, recv, op=MPI.SUM, root=0: (_given(send, recv), op, root))
-    Scan = _collective("Scan", lambda send, recv, op=MPI.SUM: (send, op, None))
-    Exscan = _collective("Exscan", lambda send, recv, op=MPI.SUM: (send, op, None))
+    Scan = _collective("Scan", lambda send, recv, op=MPI.SUM: (_given(send, recv), op, None))
+    Exscan = _collective("Exscan", lambda send, recv, op=MPI.SUM: (_given(send, recv), op, None))
     Reduce_scatter = _collective("Reduce_scatter", lambda send, recv, counts, op=MPI.SUM: (send, op, None))
     Bcast = _collective("Bcast", lambda array, root=0: (array, None, root))
     Allgather = _collective("Allgather", lambda send, recv: (send, None, None))
     Alltoall = _collective("Alltoall", lambda send, recv: (send, None, None))
+    Alltoallv = _collective("Alltoallv", lambda send, recv: (None, None, None))
     # The lengths of pieces may differ.
     Allgatherv = _collective("Allgatherv", lambda send, recv: (None, None, None))
     Gatherv = _collective("Gatherv", lambda send, recv, root=0: (None, None, root))

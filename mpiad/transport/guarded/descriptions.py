@@ -25,7 +25,6 @@ _ROOTED = frozenset(
         "the end of the program", "comm.Free",
     )
 )
-_IN_PIECES = ("Allreduce", "Reduce")
 
 
 class Description(NamedTuple):
@@ -35,7 +34,6 @@ class Description(NamedTuple):
     communicator: str
     root: int | None
     reduction: str | None
-    memory: str | None
     shape: tuple[int, ...] | None
     dtype: str | None
     line: str | None
@@ -55,7 +53,7 @@ class Description(NamedTuple):
         return ", ".join(filter(None, (root, op, self.given)))
 
 
-COMPARED = ("operation", "communicator", "root", "reduction", "memory", "shape", "dtype", "line", "step")
+COMPARED = ("operation", "communicator", "root", "reduction", "shape", "dtype", "line", "step")
 
 
 def caller() -> tuple[str, Site, Call | None]:
@@ -80,8 +78,7 @@ def describe(label: str, step: str, array: np.ndarray | None, op: Any, root: int
     dtype = None if array is None else str(array.dtype)
     line = None if rooted or not call_sites or site.line == 0 else site.text
     return Description(
-        name, label, root, _op_name(op), _memory(call, step), shape, dtype, line, step,
-        shown_arguments(call, label), where(call, site),
+        name, label, root, _op_name(op), shape, dtype, line, step, shown_arguments(call, label), where(call, site),
     )
 
 
@@ -90,7 +87,7 @@ def shown_arguments(call: Call | None, label: str) -> str:
     parts = []
     if call is not None and call.arguments.shape is not None:
         given = call.arguments
-        parts.append(f"shape {given.shape}, {given.dtype}{', on a device' if call.memory == 'device' else ''}")
+        parts.append(f"shape {given.shape}, {given.dtype}{', on a device' if call.on_device else ''}")
     if label != "world":
         parts.append(f"on {label}")
     return ", ".join(parts)
@@ -101,11 +98,6 @@ def where(call: Call | None, site: Site) -> str:
     if call is None or call.direction == "forward" or call.site is site:
         return site.text
     return f"{site.text} (run by {call.site.text})"
-
-
-def _memory(call: Call | None, step: str) -> str | None:
-    # A large array on a device is reduced in pieces, one on the host as a whole.
-    return None if call is None or step not in _IN_PIECES else call.memory
 
 
 _known: dict[tuple, int] = {}
@@ -124,7 +116,7 @@ def fingerprint(
         who = site.entry, site
     handle = None if op is None else op.handle
     form = None if array is None else (array.shape, array.dtype.num)
-    key = (label, step, form, handle, root, call_sites, who, _memory(call, step))
+    key = (label, step, form, handle, root, call_sites, who)
     found = _known.get(key)
     if found is None:
         # Emptied whole: a program with so many shapes makes new ones all the time, and to order them would cost each call.

@@ -99,7 +99,7 @@ class Letters(Guarded):
         name, site, call = caller()
         return LetterReceive(self, buffer, source, tag, (name, where(call, site)))
 
-    def Iallreduce(self, array: np.ndarray, out: np.ndarray, op: Any = MPI.SUM) -> StartedReduction:
+    def Iallreduce(self, array: Any, out: np.ndarray, op: Any = MPI.SUM) -> StartedReduction:
         """Start to reduce; what the ranks have started is compared when it is waited for."""
         return StartedReduction(self, array, out, op)
 

@@ -18,8 +18,6 @@ _ADVICE = {
     "communicator": "Pass the same communicator on all ranks.",
     "root": "Pass the same root on all ranks.",
     "reduction": "Pass the same op on all ranks.",
-    "memory": "Pass arrays that lie on devices on all ranks, or on the host on all: mpiad.device.to_device(x) and "
-    "mpiad.device.to_host(x) copy them.",
     "shape": "Pass arrays of the same shape on all ranks; pieces of different lengths belong in mpi_gather or "
     "mpi_allgather with axis=.",
     "dtype": "Convert x to the same dtype on all ranks (1 is an integer, 1.0 is not).",
@@ -29,7 +27,7 @@ _ADVICE = {
     _STARTS: "Start nonblocking reductions at the same place among the other calls on all "
     "ranks.",
 }
-_NAMES = ("operation", "communicator", "root", "reduction", "memory", "shape", "dtype", "call site", "step")
+_NAMES = ("operation", "communicator", "root", "reduction", "shape", "dtype", "call site", "step")
 
 
 def raise_mismatch(said: list[tuple[Description, int]], group: Group) -> NoReturn:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from mpiad.transport import calls
 from mpiad.transport.guarded import settings
 from mpiad.transport.guarded.agreement import Agreement, lane_of
 from mpiad.transport.guarded.awaited import Gathering
@@ -23,13 +24,13 @@ _BYTES = 1024  # for each rank: of one length, so that one nonblocking call is e
 class StartedReduction(GuardedRequest):
     """A reduction under way, and the descriptions of what each rank has started."""
 
-    def __init__(self, comm: Any, array: np.ndarray, out: np.ndarray, op: Any):
+    def __init__(self, comm: Any, array: Any, out: np.ndarray, op: Any):
         agreement: Agreement = comm.agreement
         lane = lane_of(comm.number)
         agreement.starts[lane] += 1
         comm.started += 1
         number = comm.started
-        said = describe(comm.label, "Iallreduce", array, op, None, settings.present().call_sites)
+        said = _described(comm, out, op)
         super().__init__(comm.bare.Iallreduce(array, out, op), lambda: Gathering(comm, comm.label, number, said))
         self.caller = said.operation, said.place
         self._held = array, out
@@ -48,6 +49,12 @@ class StartedReduction(GuardedRequest):
             keep_for_ever(self.request, self._held)
             raise_mismatch(said, self._group)
         super().Wait(status)
+
+
+def _described(comm: Any, out: np.ndarray, op: Any) -> Description:
+    said, call = describe(comm.label, "Iallreduce", out, op, None, settings.present().call_sites), calls.current()
+    # Of an array that goes in pieces, the first ones are alike where the ranks' lengths differ.
+    return said if call is None or call.arguments.shape is None else said._replace(shape=call.arguments.shape)
 
 
 def _packed(said: Description, starts: int) -> np.ndarray:
