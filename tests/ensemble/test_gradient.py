@@ -70,7 +70,6 @@ CASES = {
     ),
 }  # fmt: skip
 ALONE = {
-    "complex": pytest.mark.columns("kernels compute with real numbers"),
     "tsitouras": pytest.mark.columns("its kernels differ from the first in numbers only, and take seconds to compile"),
 }
 every_case = pytest.mark.parametrize("case", [pytest.param(case, marks=ALONE.get(case, ())) for case in CASES])

@@ -31,7 +31,7 @@ class SymbolicArray(np.lib.mixins.NDArrayOperatorsMixin):
     numbers : array of int
         Of the values.
     dtype : dtype
-        Of the states; arrays of conditions say that they are boolean.
+        Of the states; arrays of conditions say that they are boolean, and those of real numbers that they are real.
     """
 
     def __init__(self, builder: Builder, numbers: Array, dtype: Any):
@@ -41,7 +41,11 @@ class SymbolicArray(np.lib.mixins.NDArrayOperatorsMixin):
     def dtype(self) -> np.dtype:
         """The dtype that such an array would have."""
         flat = self.numbers.ravel().tolist()
-        return np.dtype(bool) if flat and all(map(self.builder.is_boolean, flat)) else self._dtype
+        if flat and all(map(self.builder.is_boolean, flat)):
+            return np.dtype(bool)
+        if any(self.builder.parts(number) for number in flat):
+            return np.result_type(self._dtype, np.complex64)
+        return self._dtype.type(0).real.dtype
 
     @property
     def shape(self) -> Shape:
@@ -65,8 +69,17 @@ class SymbolicArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     @property
     def real(self) -> SymbolicArray:
-        """Itself."""
-        return self
+        """The real parts."""
+        return self._each(lambda symbol: symbol.real)
+
+    @property
+    def imag(self) -> SymbolicArray:
+        """The imaginary parts."""
+        return self._each(lambda symbol: symbol.imag)
+
+    def _each(self, function: Callable[[Symbol], Symbol]) -> SymbolicArray:
+        made = [function(symbol).number for symbol in self.objects().ravel()]
+        return self.like(np.array(made, int).reshape(self.shape))
 
     def like(self, numbers: Array) -> SymbolicArray:
         """Return an array of other values of the same program."""
@@ -80,10 +93,11 @@ class SymbolicArray(np.lib.mixins.NDArrayOperatorsMixin):
         return made
 
     def astype(self, dtype: Any, **_: Any) -> SymbolicArray:
-        """Return itself as numbers; other kinds are refused."""
-        if np.dtype(dtype).kind != "f":
-            self.builder.refuse(f"it makes {np.dtype(dtype)} of traced values")
-        return self.like(np.reshape([s.real().number for s in self.objects().ravel()], self.shape).astype(int))
+        """Return itself as real or complex numbers; other kinds are refused."""
+        kind, own = np.dtype(dtype).kind, self.dtype
+        if kind not in "fc" or (kind == "f" and own.kind == "c"):
+            self.builder.refuse(f"it makes {np.dtype(dtype)} of traced values{' that are complex' * (own.kind == 'c')}")
+        return self._each(Symbol.as_number if kind == "f" else lambda symbol: symbol.real.plus_i(symbol.imag))
 
     def view(self, dtype: Any = None) -> SymbolicArray:
         """Return itself, as autograd asks of what it has put together."""

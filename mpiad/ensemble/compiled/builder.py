@@ -51,6 +51,15 @@ class Builder:
         """Return the number of a state, parameter, time or seed."""
         return self._number(Instruction(kind, (), place))
 
+    def pair(self, real: int, imag: int) -> int:
+        """Return the number of a complex value. It stands for its parts, and no program has it."""
+        return self._number(Instruction("complex", (real, imag)))
+
+    def parts(self, number: int) -> tuple[int, ...] | None:
+        """Return the numbers of the real and the imaginary part of a complex value, None where it is real."""
+        instruction = self.instructions[number]
+        return instruction.arguments if instruction.operation == "complex" else None
+
     def call(self, operation: str, *arguments: int) -> int:
         """Return the number of an operation's value, simplified where that is possible."""
         simpler = identity(self, operation, arguments)

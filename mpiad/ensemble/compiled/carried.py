@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mpiad._typing import Array
+from mpiad.ensemble.compiled.parts import from_parts
 from mpiad.ensemble.compiled.solver import Solver
 from mpiad.ensemble.run import INITIAL, NOWHERE, Run
 
@@ -38,7 +39,7 @@ def carried_tangents(
     if run.outcome.carried is None:
         return None
     known = list(solver.directions)
-    wanted = [("u", c) for c in range(len(run.batch.u0))] if by_u0 else []
+    wanted = [("u", c) for c in range(solver.form.d)] if by_u0 else []
     wanted += [direction for place in places for direction in solver.directions_of(place)]
     if not set(wanted) <= set(known):
         return None
@@ -48,12 +49,13 @@ def carried_tangents(
         end, saved = end[chosen], saved[chosen] if len(saved) else saved
     if not saving:
         return end, None
-    return end, saved if solver.form.inside else _at_ends(run, wanted, end)
+    return end, saved if solver.form.inside else _at_ends(solver, run, wanted, end)
 
 
-def _at_ends(run: Run, directions: list[tuple[str, int]], end: Array) -> Array:
+def _at_ends(solver: Solver, run: Run, directions: list[tuple[str, int]], end: Array) -> Array:
     """Return the tangents of states that were all saved at the start or at the end."""
     final = np.transpose(end, (0, 2, 1))[:, :, None]
-    unit = np.array([[kind == "u" and place == c for c in range(len(run.batch.u0))] for kind, place in directions])
+    unit = np.array([[float(kind == "u" and place == c) for c in range(solver.form.d)] for kind, place in directions])
+    unit = from_parts(unit, run.batch.u0.dtype)
     where = run.save_step[None, :, :, None]
     return np.where(where == NOWHERE, 0.0, np.where(where == INITIAL, unit[:, None, None], final))

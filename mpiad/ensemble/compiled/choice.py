@@ -16,12 +16,13 @@ from weakref import WeakKeyDictionary
 from mpiad._typing import Function
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleSerial
 from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.compiled.parts import is_complex
 from mpiad.ensemble.compiled.program import Program
 from mpiad.ensemble.compiled.refusals import Untraceable
 from mpiad.ensemble.compiled.trace import identity_of, trace
 from mpiad.ensemble.compiled.verification import verify
 
-__all__ = ["MOST_OPERATIONS", "Tell", "changes", "is_wanted", "program_of", "tell_once", "traced_program"]
+__all__ = ["MOST_OPERATIONS", "Tell", "changes", "is_wanted", "tell_once", "traced_program"]
 
 _log = logging.getLogger("mpiad")
 
@@ -62,41 +63,9 @@ def is_wanted(compile: str | bool, count: int, backend: EnsembleAlgorithm) -> bo
     return compile is True
 
 
-def program_of(must: bool, batch: Batch, tell: Tell) -> Program | None:
-    """Return what is compiled, None where the vectorised path solves the ensemble.
-
-    Parameters
-    ----------
-    must : bool
-        Whether that is said by ``compile=True``.
-    batch : Batch
-    tell : callable
-        Is told an f and why the vectorised path solves it.
-
-    Raises
-    ------
-    TypeError, ValueError
-        Where it must be compiled, and can't be.
-    """
-    reason = _unsupported(batch)
-    if reason is not None:
-        if must:
-            raise ValueError(f"solve: compile=True, but {reason}. Leave compile out, or say compile=False.")
-        return None
-    return traced_program(batch, must, tell)
-
-
 @cache
 def _has_numba() -> bool:
     return find_spec("numba") is not None
-
-
-def _unsupported(batch: Batch) -> str | None:
-    """Return what only the vectorised path does, and why it is asked for."""
-    dtype = batch.u0.dtype
-    if dtype.kind != "f":
-        return f"u0 has dtype {dtype}, and kernels compute with real numbers"
-    return None
 
 
 def traced_program(batch: Batch, must: bool, tell: Tell) -> Program | None:
@@ -107,13 +76,14 @@ def traced_program(batch: Batch, must: bool, tell: Tell) -> Program | None:
     batch : Batch
         Of plain arrays on the host.
     must : bool
-        Whether to raise instead.
+        Whether to raise instead: by ``compile=True``.
     tell : callable
-        See `program_of`.
+        Is told an f and why the vectorised path solves it.
 
     Raises
     ------
     TypeError
+        Where it must be compiled, and can't be.
     """
     try:
         program = trace(batch.f, batch.shape, batch.p, batch.u0.dtype)
@@ -125,7 +95,8 @@ def traced_program(batch: Batch, must: bool, tell: Tell) -> Program | None:
         return None
     d = program.states
     if d > MOST_COMPONENTS or program.cost > MOST_OPERATIONS:
-        what = f"a state has {d} components and f {program.cost} operations"
+        kind = "real and imaginary parts" if is_complex(batch.u0) else "components"
+        what = f"a state has {d} {kind} and f {program.cost} operations"
         limits = f"up to {MOST_COMPONENTS} and {MOST_OPERATIONS} fit into a kernel that is fast and soon compiled"
         tell(batch.f, f"{what}; {limits}" + ("" if must else ", so f is called with arrays instead"))
         return program if must else None
@@ -141,7 +112,7 @@ def changes(f: Function, program: Program, tell: Tell, name: str = "f") -> bool:
     program : Program
         What it computes in this solve.
     tell : callable
-        See `program_of`.
+        See `traced_program`.
     name : str
         What it is, for the log.
     """

@@ -8,6 +8,7 @@ import numpy as np
 
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.compiled.choice import MOST_OPERATIONS, Tell, changes
+from mpiad.ensemble.compiled.parts import real_dtype
 from mpiad.ensemble.compiled.program import Program
 from mpiad.ensemble.compiled.refusals import Untraceable, place_of
 from mpiad.ensemble.compiled.trace import trace
@@ -28,7 +29,7 @@ def conditions_of(batch: Batch, events: Sequence[Event], must: bool, tell: Tell)
     must : bool
         Whether to raise instead.
     tell : callable
-        See `choice.program_of`.
+        See `choice.traced_program`.
 
     Raises
     ------
@@ -64,5 +65,6 @@ def _condition_of(batch: Batch, event: Event, must: bool, tell: Tell) -> Program
 
 def _check_precision(program: Program, batch: Batch, event: Event) -> None:
     # Conditions see time in double precision whatever the states are, and a program has one precision throughout.
-    if batch.u0.dtype != np.float64 and any(instruction.operation == "time" for instruction in program.instructions):
+    timed = any(instruction.operation == "time" for instruction in program.instructions)
+    if timed and real_dtype(batch.u0.dtype) != np.float64:
         raise Untraceable(f"it looks at time, which is double, and u0 is {batch.u0.dtype}", place_of(event.written))

@@ -10,7 +10,7 @@ from mpiad.ensemble.outcome import Outcome
 __all__ = ["H", "T", "U", "note_crossings", "room_for"]
 
 # A row is the trajectory, which event, in which of its steps (from 0), the part of the step that is gone there, and when;
-# then what the step started from: its time, its signed size, and the components of the state.
+# then what the step started from: its time, its signed size, and the components of the state, of a complex one its parts.
 T, H, U = 5, 6, 7
 # Rows for which there is room at first, beside those of one turn.
 _ROWS = 1024

@@ -34,7 +34,7 @@ def interpolated(
             f"it calls numpy.interp with {'traced values in the table' if traced else f'a table of {np.size(xp)} entries'}"
             f"{', and a period' if period is not None else ''}; tables of up to {_LONGEST_TABLE} numbers can be compiled"
         )
-    places, values = np.asarray(xp, float), np.asarray(fp, float)
+    places, values = np.asarray(xp, float), np.asarray(fp, complex if np.iscomplexobj(fp) else float)
     low, high = (values[end] if given is None else given for end, given in ((0, left), (-1, right)))
     slopes = np.diff(values) / np.diff(places)
 

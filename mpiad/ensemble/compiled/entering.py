@@ -91,8 +91,9 @@ class Entering(Locating):
         """Return lines on the first step, as `starting.first_step` chooses it."""
         form, d, steps = self.form, self.form.d, self.steps
         lines = []
-        for c in range(d):
-            lines += [f"w_{c} = {steps.rtol} * abs(u_{c}) + {self.atol(c)}"]
+        for n, parts in enumerate(form.numbers):
+            modulus = f"math.hypot({', '.join(f'u_{c}' for c in parts)})" if len(parts) > 1 else f"abs(u_{n})"
+            lines.append(f"w_{n} = {steps.rtol} * {modulus} + {self.atol(n)}")
         for out, top in (("d0", "u_{}"), ("d1", "k0_{}")):
             lines += self._norm(out, top)
         lines += [
@@ -118,6 +119,8 @@ class Entering(Locating):
 
     def _norm(self, out: str, top: str) -> list[str]:
         lines = []
-        for c in range(self.form.d):
-            lines += [f"e = {top.format(c)} / w_{c}", "norm = norm + e * e" if c else "norm = e * e"]
-        return [*lines, f"{out} = np.sqrt({self.steps.doubled('norm')} / {self.form.d}.0)"]
+        for n, parts in enumerate(self.form.numbers):
+            lines += [f"e{c} = {top.format(c)} / w_{n}" for c in parts]
+            square = " + ".join(f"e{c} * e{c}" for c in parts)
+            lines.append(f"norm = norm + ({square})" if n else f"norm = {square}")
+        return [*lines, f"{out} = np.sqrt({self.steps.doubled('norm')} / {len(self.form.numbers)}.0)"]

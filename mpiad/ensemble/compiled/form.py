@@ -24,7 +24,7 @@ class Form(NamedTuple):
     Parameters
     ----------
     d : int
-        Components of a state.
+        Components of a state; of complex ones the parts, as many again.
     varying, shared : int
         Numbers among the parameters: those of each trajectory, and those of all.
     tableau : Tableau
@@ -47,6 +47,8 @@ class Form(NamedTuple):
         Whether it is asked for the ends of tspan.
     events : tuple of (bool, int)
         Of each whether it ends its trajectory, and its direction.
+    in_pairs : bool
+        Whether each two components are the parts of a complex number, whose modulus counts in norms.
     """
 
     d: int
@@ -64,11 +66,18 @@ class Form(NamedTuple):
     wanted_shared: int = 0
     timed: bool = False
     events: tuple[tuple[bool, int], ...] = ()
+    in_pairs: bool = False
 
     @property
     def dtype(self) -> np.dtype:
         """The dtype of the states."""
         return np.dtype(np.float32 if self.single else float)
+
+    @property
+    def numbers(self) -> list[tuple[int, ...]]:
+        """For each number of a state, real or complex, which components it has."""
+        width = 2 if self.in_pairs else 1
+        return [tuple(range(c, c + width)) for c in range(0, self.d, width)]
 
     @property
     def stages(self) -> int:

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+import numpy as np
+
 from mpiad._typing import Array
 from mpiad.ensemble.compiled.entering import Entering
 from mpiad.ensemble.compiled.form import Fields, Form
@@ -65,7 +67,7 @@ class _Forward(Telling, Entering):
             "    more = True",
             *(["    rtol_ = np.float32(rtol)"] if form.single else []),
             *[f"    s{j} = s[{j}]" for j in range(form.shared)],
-            *([f"    atol{c} = atol[{c}]" for c in range(form.d)] if form.tolerances else ["    atol0 = atol[0]"]),
+            *[f"    atol{n} = atol[{n}]" for n in range(len(form.numbers) if form.tolerances else 1)],
             "    while True:",
             *indented(self.entering(), 2),
             f"        if vacant == {form.lanes}{self._full()}:",
@@ -140,16 +142,27 @@ class _Forward(Telling, Entering):
             total = " + ".join(f"(new_{c} - new_{c})" for c in range(d))
             return [f"q2 = {self.steps.doubled(total)}"]
         lines = []
-        for c in range(d):
-            error = self.steps.weighted(self.error, "k", c)
-            lines += [
-                f"low{c} = abs(u_{c})",
-                f"high{c} = abs(new_{c})",
-                f"scale{c} = {self.steps.rtol} * where(high{c} > low{c}, high{c}, low{c}) + {self.atol(c)}",
-                f"e{c} = ({error}) * {self.steps.h} / scale{c}",
+        for n, parts in enumerate(self.form.numbers):
+            lines += self._modulus_lines(n, parts) if len(parts) > 1 else [
+                f"low{n} = abs(u_{n})",
+                f"high{n} = abs(new_{n})",
+                f"largest{n} = where(high{n} > low{n}, high{n}, low{n})",
             ]
+            lines.append(f"scale{n} = {self.steps.rtol} * largest{n} + {self.atol(n)}")
+            lines += [f"e{c} = ({self.steps.weighted(self.error, 'k', c)}) * {self.steps.h} / scale{n}" for c in parts]
         total = " + ".join(f"e{c} * e{c}" for c in range(d))
-        return [*lines, f"q2 = {self.steps.doubled(total)} / {d}.0", f"{self.at('q2')} = q2"]
+        return [*lines, f"q2 = {self.steps.doubled(total)} / {len(self.form.numbers)}.0", f"{self.at('q2')} = q2"]
+
+    def _modulus_lines(self, n: int, parts: tuple[int, ...]) -> list[str]:
+        """Return lines on the larger modulus of a complex number before and after the step."""
+        names = [f"{state}_{c}" for state in ("u", "new") for c in parts]
+        # By the largest part, so that no square overflows; a call of hypot would keep the loop from being vectorised.
+        lines = [f"top = {self.steps.number(float(np.finfo(self.form.dtype).tiny))}"]
+        lines += [f"top = where(abs({name}) > top, abs({name}), top)" for name in names]
+        lines.append(f"over = {self.steps.number(1.0)} / top")
+        lines += [f"r_{name} = {name} * over" for name in names]
+        low, high = (" + ".join(f"r_{state}_{c} * r_{state}_{c}" for c in parts) for state in ("u", "new"))
+        return [*lines, f"low = {low}", f"high = {high}", f"largest{n} = math.sqrt(where(high > low, high, low)) * top"]
 
     def _decision(self) -> list[str]:
         """Return lines that accept the step or not, and choose the size of the next."""

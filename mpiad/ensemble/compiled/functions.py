@@ -85,7 +85,12 @@ def _mean(like: SymbolicArray, array: Any, axis: Any = None, **kwargs: Any) -> S
 def _norm(like: SymbolicArray, x: Any, ord: Any = None, axis: Any = None, keepdims: bool = False) -> Any:  # noqa: A002
     if ord not in (None, 2) or (ord == 2 and axis is None and np.ndim(numbers_of(like.builder, x)) > 1):
         like.builder.refuse(f"it calls numpy.linalg.norm with ord={ord!r}")
-    return np.sqrt(reduced(like, np.add, x * x, axis, keepdims=keepdims))
+    return np.sqrt(reduced(like, np.add, np.real(x * np.conjugate(x)), axis, keepdims=keepdims))
+
+
+def _angle(like: SymbolicArray, z: SymbolicArray, deg: bool = False) -> SymbolicArray:
+    angle: Any = np.arctan2(z.imag, z.real)
+    return angle * (180 / np.pi) if deg else angle
 
 
 def _sinc(like: SymbolicArray, x: Any) -> SymbolicArray:
@@ -105,7 +110,7 @@ def _rounded(like: SymbolicArray, x: Any, decimals: int = 0) -> SymbolicArray:
 
 def _filled(value: float | None) -> Callable:
     def made(like: SymbolicArray, array: Any, *args: Any, shape: Any = None, **_: Any) -> SymbolicArray:
-        fill = args[0] if value is None else value
+        fill = args[0] if value is None else complex(value) if np.iscomplexobj(array) else value
         numbers = np.empty(np.shape(numbers_of(like.builder, array)) if shape is None else shape, int)
         numbers[...] = numbers_of(like.builder, fill)
         return like.like(numbers)
@@ -162,10 +167,11 @@ FUNCTIONS: dict[Callable, Callable[..., Any]] = {
     np.ones_like: _filled(1.0),
     np.full_like: _filled(None),
     np.copy: _copied,
-    np.real: lambda like, array: array,
-    np.imag: lambda like, array: like.like(np.full_like(array.numbers, like.builder.constant(0.0))),
-    np.iscomplexobj: lambda like, array: False,
-    np.isrealobj: lambda like, array: True,
+    np.real: lambda like, array: array.real,
+    np.imag: lambda like, array: array.imag,
+    np.angle: _angle,
+    np.iscomplexobj: lambda like, array: array.dtype.kind == "c",
+    np.isrealobj: lambda like, array: array.dtype.kind != "c",
     np.shape: lambda like, array: np.shape(numbers_of(like.builder, array)),
     np.ndim: lambda like, array: np.ndim(numbers_of(like.builder, array)),
     np.size: lambda like, array, axis=None: np.size(numbers_of(like.builder, array), axis),

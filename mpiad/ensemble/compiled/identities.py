@@ -1,7 +1,7 @@
 """What an operation is by algebra, without changing a value.
 
 All are exact, NaN and infinity included, but for the sign of a zero: x + 0 is x also where x is -0. So 0 · x stays, and
-so does x - x.
+so does x - x. The square of a modulus loses its root and is right to rounding: |z|² is what f has most often of it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,15 @@ def _subtract(b: Builder, x: int, y: int) -> int | None:
     return None if minus is None else b.call("add", x, minus)
 
 
+def _square_of_modulus(b: Builder, x: int) -> int | None:
+    operation, parts, _ = b.instructions[x]
+    return b.call("add", *(b.call("multiply", part, part) for part in parts)) if operation == "modulus" else None
+
+
 def _multiply(b: Builder, x: int, y: int) -> int | None:
+    square = _square_of_modulus(b, x) if x == y else None
+    if square is not None:
+        return square
     if b.value(y) is not None:
         x, y = y, x
     if b.value(x) == 1:
@@ -123,6 +131,8 @@ def _power(b: Builder, x: int, y: int) -> int | None:
     exponent = b.value(y)
     if exponent == 0:
         return b.constant(1.0)
+    if exponent == 2:
+        return _square_of_modulus(b, x)
     return x if exponent == 1 else None
 
 

@@ -51,7 +51,7 @@ class Lanes:
         return self.fields.at(name, i)
 
     def atol(self, c: int) -> str:
-        """Return the absolute tolerance of a component, as source."""
+        """Return the absolute tolerance of a state's number, as source."""
         return f"atol{c}" if self.form.tolerances else "atol0"
 
     def tangents(self) -> list[tuple[int, int, int]]:

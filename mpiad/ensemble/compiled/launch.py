@@ -13,6 +13,7 @@ from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.compiled.crossings import note_crossings, room_for
 from mpiad.ensemble.compiled.form import Form, aligned
 from mpiad.ensemble.compiled.forward import lanes_of
+from mpiad.ensemble.compiled.parts import from_parts, from_row_parts, parts, row_parts
 from mpiad.ensemble.compiled.room import give_back, room
 from mpiad.ensemble.compiled.shares import each, shares_of
 from mpiad.ensemble.compiled.signatures import argument
@@ -89,7 +90,7 @@ class _Launch:
     def __init__(self, function: Callable[..., None], form: Form, solver: Solver, outcome: Outcome):
         self._function, self._form, self._solver, self._outcome = function, form, solver, outcome
         batch, settings = solver.batch, solver.settings
-        d, count = batch.u0.shape
+        d, count = form.d, batch.size
         m, n_saved = len(form.directions), solver.times.shape[1]
         self.rooms: list[Array] = []
         self.crossings: list[Array] = []
@@ -101,13 +102,13 @@ class _Launch:
         self._dsaved = np.zeros((m if form.inside else 0, count, n_saved, d), real)
         save_step = outcome.save_step
         atol = argument(np.ravel(settings.atol), real)
-        inputs = (argument(batch.u0, real), solver.p, solver.s, argument(batch.start), argument(batch.end))
+        inputs = (argument(row_parts(batch.u0), real), solver.p, solver.s, argument(batch.start), argument(batch.end))
         dt = -1.0 if settings.dt is None else float(settings.dt)
         rest = (settings.rtol, atol, dt, float(settings.dtmax), float(settings.max_steps))
         self._given = (*inputs, solver.times, *rest)
         self._made = (
-            outcome.u_end.T, outcome.t_reached, outcome.codes, outcome.naccept, outcome.nreject,
-            outcome.saved,
+            parts(outcome.u_end.T), outcome.t_reached, outcome.codes, outcome.naccept, outcome.nreject,
+            parts(outcome.saved),
             np.empty((0, n_saved), np.int32) if save_step is None else save_step, self._du, self._dsaved, self.last,
         )  # fmt: skip
 
@@ -160,5 +161,6 @@ class _Launch:
         if failed.any():
             du[:, :, failed] = 0
             dsaved[:, failed] = 0
-        return du, dsaved
+        dtype = self._outcome.u_end.dtype
+        return from_row_parts(du, dtype), from_parts(dsaved, dtype)
 

@@ -15,6 +15,7 @@ import numpy as np
 from mpiad._typing import Array, Shape
 from mpiad.differentiation.trees import is_variable
 from mpiad.ensemble.batch import Parameters
+from mpiad.ensemble.compiled.parts import is_complex, parts, row_parts
 
 __all__ = ["Layout", "Part", "layout_of"]
 
@@ -32,17 +33,20 @@ class Part(NamedTuple):
         Whether each trajectory has its own.
     first : int
         The number of its first scalar among the parameters; the others follow in C order.
+    complex : bool
+        Whether its numbers are complex: each is then two scalars, its real and its imaginary part.
     """
 
     place: int
     shape: Shape
     varies: bool
     first: int
+    complex: bool = False
 
     @property
     def scalars(self) -> range:
         """The numbers of its scalars."""
-        return range(self.first, self.first + math.prod(self.shape))
+        return range(self.first, self.first + math.prod(self.shape) * (2 if self.complex else 1))
 
 
 class Layout(NamedTuple):
@@ -80,14 +84,15 @@ class Layout(NamedTuple):
             As `Parameters` holds them: the last axis of one that varies counts trajectories.
         count : int
         dtype : dtype
+            Of the rows, real.
 
         Returns
         -------
         array, shape (len(varying), count)
         array, shape (len(shared),)
         """
-        own = [np.reshape(leaves[p.place], (-1, count)) for p in self.parts if p.varies and len(p.scalars)]
-        common = [np.ravel(leaves[p.place]) for p in self.parts if not p.varies]
+        own = [row_parts(np.reshape(leaves[p.place], (-1, count))) for p in self.parts if p.varies and len(p.scalars)]
+        common = [parts(np.ravel(leaves[p.place])) for p in self.parts if not p.varies]
         return (
             np.ascontiguousarray(np.concatenate(own) if own else np.empty((0, count)), dtype),
             np.ascontiguousarray(np.concatenate(common) if common else np.empty(0), dtype),
@@ -105,18 +110,20 @@ class Layout(NamedTuple):
         rows = {True: iter(varying), False: iter(shared)}
         made = {}
         for part in self.parts:
-            taken = [next(rows[part.varies]) for _ in part.scalars]
+            taken = np.array([next(rows[part.varies]) for _ in part.scalars])
+            taken = taken[::2] + 1j * taken[1::2] if part.complex else taken
             shape = (*part.shape, varying.shape[1]) if part.varies else part.shape
-            made[part.place] = np.reshape(np.array(taken), shape)
+            made[part.place] = np.reshape(taken, shape)
         return made
 
 
 def layout_of(p: Parameters) -> Layout:
     """Return where the scalars of an ensemble's parameters are."""
-    parts, first = [], 0
+    found: list[Part] = []
+    first = 0
     for place, (leaf, varies) in enumerate(zip(p.leaves, p.varies)):
         if varies or is_variable(leaf):
             shape = np.shape(leaf)[:-1] if varies else np.shape(leaf)
-            parts.append(Part(place, shape, varies, first))
-            first = parts[-1].scalars.stop
-    return Layout(tuple(parts))
+            found.append(Part(place, shape, varies, first, is_complex(leaf)))
+            first = found[-1].scalars.stop
+    return Layout(tuple(found))

@@ -87,11 +87,19 @@ def _remainder(x: Symbol, y: Symbol) -> Symbol:
     return choose((rest != 0.0) & ((rest < 0.0) ^ (y < 0.0)), rest + y, rest)
 
 
+# A call of hypot would keep a loop over lanes from being vectorised.
+def _modulus(x: Symbol, y: Symbol) -> Symbol:
+    larger, smaller = abs(x).maximum(abs(y)), abs(x).minimum(abs(y))
+    ratio = smaller / choose(larger == 0.0, 1.0, larger)
+    return larger * (ratio * ratio + 1.0).sqrt()
+
+
 _RULES: dict[str, Callable[..., Symbol | None]] = {
     "power": _power,
     "largest": _by_pairs("maximum"),
     "smallest": _by_pairs("minimum"),
     "remainder": _remainder,
+    "modulus": _modulus,
     "expit": lambda x: 1.0 / (1.0 + (-x).exp()),
     "logit": lambda x: (x / (1.0 - x)).log(),
 }

@@ -129,6 +129,8 @@ OPERATIONS: dict[str, Operation] = {
     "hypot": _called("hypot", np.hypot, "math.hypot", 2),
     "fmod": _called("fmod", np.fmod, "np.fmod", 2),
     "remainder": _composed(np.remainder, 2),
+    # Of a complex number: like hypot, but for its derivative at 0.
+    "modulus": _composed(lambda x, y: np.hypot(x, y), 2),
     "expit": _composed(lambda x: 1.0 / (1.0 + np.exp(-x))),
     "logit": _composed(lambda x: np.log(x / (1.0 - x))),
     # Of three arguments or more.

@@ -68,6 +68,11 @@ def _larger(x: Symbol, y: Symbol, r: Symbol) -> list[Partial]:
     return [share(x), share(y)]
 
 
+def _modulus(x: Symbol, y: Symbol, r: Symbol) -> list[Partial]:
+    safe = choose(r == 0.0, 1.0, r)
+    return [x / safe, y / safe]
+
+
 def _arctan2(y: Symbol, x: Symbol, _: Symbol) -> list[Partial]:
     square = x * x + y * y
     return [x / square, -y / square]
@@ -120,6 +125,7 @@ PARTIALS: dict[str, Rule] = {
     "expit": lambda x, r: [r * (1.0 - r)],
     "logit": lambda x, r: [1.0 / (x * (1.0 - x))],
     "hypot": lambda x, y, r: [x / r, y / r],
+    "modulus": _modulus,
     "fmod": lambda x, y, r: [1.0, -(x / y).trunc()],
     "remainder": lambda x, y, r: [1.0, -(x / y).floor()],
 }

@@ -166,7 +166,8 @@ class _Reader:
 
 _FUNCTIONS_OF_NUMPY = frozenset({np.ufunc, type(np.dot)})
 _READERS: dict[type, Any] = {
-    bool: _Reader._plain, int: _Reader._plain, float: _Reader._plain, type(None): _Reader._plain,
+    bool: _Reader._plain, int: _Reader._plain, float: _Reader._plain, complex: _Reader._plain,
+    type(None): _Reader._plain,
     str: _Reader._text, bytes: _Reader._text, np.ndarray: _Reader._array, list: _Reader._nest, tuple: _Reader._nest,
     dict: _Reader._dict, FunctionType: _Reader._function, ModuleType: _Reader._module, partial: _Reader._partial,
     BuiltinFunctionType: _Reader._builtin, MethodType: _Reader._method,

@@ -15,6 +15,7 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.ensemble.adjoint import of_ends
 from mpiad.ensemble.compiled.crossings import H, T, U
+from mpiad.ensemble.compiled.parts import from_parts
 from mpiad.ensemble.crossing import pull_crossing, pull_passing
 from mpiad.ensemble.derivative import derivative_of
 from mpiad.ensemble.ledger import Inside, Ledger
@@ -123,7 +124,7 @@ def _step(run: Run, rows: Array) -> _Step:
     """Return the stages of steps, computed as the solve did."""
     columns = np.arange(max(2, len(rows))) % len(rows)  # two at least, wherever f is called
     batch, rows = run.batch, rows[columns]
-    u: Array = np.ascontiguousarray(rows[:, U:].T, batch.u0.dtype)
+    u: Array = np.ascontiguousarray(from_parts(rows[:, U:], batch.u0.dtype).T, batch.u0.dtype)
     t, h, real = rows[:, T], rows[:, H], u.real.dtype
     p, derivative = batch.p.columns(rows[:, 0].astype(int)), derivative_of(batch.f, batch.shape)
     stages = Stages(run.tableau, derivative, u.dtype, u.shape)

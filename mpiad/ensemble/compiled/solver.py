@@ -13,12 +13,13 @@ from autograd.tracer import isbox
 from mpiad._typing import Function
 from mpiad.ensemble.backends import EnsembleAlgorithm
 from mpiad.ensemble.batch import Batch, same_for_all
-from mpiad.ensemble.compiled.choice import is_wanted, program_of, tell_once
+from mpiad.ensemble.compiled.choice import is_wanted, tell_once, traced_program
 from mpiad.ensemble.compiled.conditions import conditions_of
 from mpiad.ensemble.compiled.form import Form
 from mpiad.ensemble.compiled.kernels import compiled, forward_text, parameter_names, reverse_text
 from mpiad.ensemble.compiled.launch import launch
 from mpiad.ensemble.compiled.layout import Layout, layout_of
+from mpiad.ensemble.compiled.parts import is_complex, real_dtype
 from mpiad.ensemble.compiled.plans import Plan, remembered
 from mpiad.ensemble.compiled.program import Program
 from mpiad.ensemble.compiled.shares import threads_of
@@ -76,7 +77,7 @@ class Compiler:
             try_once(batch, settings.events, given.traced)
             if not wanted:
                 return None
-            program = program_of(must, batch, self.tell)
+            program = traced_program(batch, must, self.tell)
             conditions = program and conditions_of(batch, settings.events, must, self.tell)
             return None if program is None or conditions is None else Plan(program, conditions)
 
@@ -159,13 +160,14 @@ class Solver:
         self._names = parameter_names(self.layout.varying, self.layout.shared)
         self.every = settings.saveat is None
         self.times = argument(np.atleast_2d(np.empty(0) if settings.saveat is None else settings.saveat))
+        real = real_dtype(batch.u0.dtype)
         alg, events = settings.alg, tuple((event.terminal, event.direction) for event in settings.events)
         self.form = Form(
-            len(batch.u0), len(self.layout.varying), len(self.layout.shared), alg.tableau, alg.controller,
-            single=batch.u0.dtype == np.float32, inside=bool(events) or not self._at_ends(),
+            program.states, len(self.layout.varying), len(self.layout.shared), alg.tableau, alg.controller,
+            single=real == np.float32, in_pairs=is_complex(batch.u0), inside=bool(events) or not self._at_ends(),
             tolerances=np.ndim(settings.atol) > 0, events=events,
         )  # fmt: skip
-        self.p, self.s = self.layout.split(batch.p.leaves, batch.size, batch.u0.dtype)
+        self.p, self.s = self.layout.split(batch.p.leaves, batch.size, real)
         self.directions: tuple[tuple[str, int], ...] = ()
         self._recorded: Outcome | None = None
 
@@ -201,7 +203,7 @@ class Solver:
         moved = isbox(given.start) or isbox(given.end) or self.settings.events
         if compiler.gradient == "adjoint" or compiler.adjoint != "discrete" or moved:
             return ()
-        found = [("u", c) for c in range(len(self.batch.u0))] if isbox(given.u0) else []
+        found = [("u", c) for c in range(self.form.d)] if isbox(given.u0) else []
         traced = [place for place, leaf in enumerate(given.p.leaves) if isbox(leaf)]
         found += [direction for place in traced for direction in self.directions_of(place)]
         return tuple(found) if len(found) <= FEW or compiler.gradient == "tangent" else ()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from mpiad._typing import Array
 from mpiad.ensemble.adjoint import Cotangents, pull_run
+from mpiad.ensemble.compiled.layout import Layout
+from mpiad.ensemble.compiled.parts import from_row_parts, parts, row_parts
 from mpiad.ensemble.compiled.reverse import lanes_of
 from mpiad.ensemble.compiled.seeding import sown
 from mpiad.ensemble.compiled.shares import each
@@ -38,18 +39,18 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
         return pull_run(run, seeds, places, timed)  # where events move with the ends, or saved times aren't known
     if solver.settings.checkpoints is not None and run.outcome.last is None:
         return _in_parts(solver, run, seeds, places, timed)
-    batch, parts = run.batch, [part for part in solver.layout.parts if part.place in places]
-    own = [part for part in parts if part.varies]
-    common = [part for part in parts if not part.varies]
+    batch, chosen = run.batch, [part for part in solver.layout.parts if part.place in places]
+    own = [part for part in chosen if part.varies]
+    common = [part for part in chosen if not part.varies]
     function, form = solver.reverse(
         [j for part in own + common for j in part.scalars], timed,
         solver.form.inside and (seeds.saved is not None or bool(run.settings.events)),
     )  # fmt: skip
-    d, count = batch.u0.shape
+    count = batch.size
     outcome, real = solver.recorded(run.outcome), form.dtype
     start = sown(run, seeds, places, solver.times)
-    saved = np.empty((0, 0, 0), real) if start.saved is None else argument(start.saved, real)
-    end_bar = argument(start.end, real)
+    saved = np.empty((0, 0, 0)) if start.saved is None else parts(np.ascontiguousarray(start.saved.conj()))
+    end_bar = argument(row_parts(start.end.conj()), real)
     # Of a trajectory that takes no step the kernel writes nothing, and its end is its start.
     u0_bar = end_bar.copy()
     given = (
@@ -57,7 +58,7 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
         solver.s,
         argument(start.times),
         (outcome.last, outcome.naccept, argument(start.stop)),
-        (run.live, end_bar, saved, argument(start.save_step, np.int32)),
+        (run.live, end_bar, argument(saved, real), argument(start.save_step, np.int32)),
     )
     p_bar = np.zeros((form.wanted_varying, count))
     start_bar, stop_bar = np.zeros(count), np.zeros(count)
@@ -72,11 +73,13 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
         return s_bar
 
     s_bar = np.sum(each(back, outcome.tapes, solver.threads), axis=0)
-    _add_still(run, seeds, u0_bar)
-    leaves = _leaves(run, places, own, common, p_bar, s_bar)
+    initial = from_row_parts(u0_bar, batch.u0.dtype).conj()
+    _add_still(run, seeds, initial)
+    leaves = {place: np.zeros_like(batch.p.leaves[place]) for place in places}
+    leaves |= {place: leaf.conj() for place, leaf in Layout(tuple(chosen)).joined(p_bar, s_bar).items()}
     for place, more in start.leaves.items():
         leaves[place] = leaves[place] + more
-    return Cotangents(u0_bar, start_bar, stop_bar, leaves)
+    return Cotangents(initial, start_bar, stop_bar, leaves)
 
 
 def _in_parts(solver: Solver, whole: Run, seeds: Seeds, places: Sequence[int], timed: bool) -> Cotangents:
@@ -106,18 +109,3 @@ def _add_still(run: Run, seeds: Seeds, u0_bar: Array) -> None:
         still = np.flatnonzero(run.live & (run.outcome.naccept == 0))
         chosen = run.save_step[still] == INITIAL
         u0_bar[:, still] += np.where(chosen[..., None], seeds.saved[still], 0).sum(axis=1).T
-
-
-def _leaves(run: Run, places: Sequence[int], own: Any, common: Any, p_bar: Array, s_bar: Array) -> dict[int, Array]:
-    leaves = {place: np.zeros_like(run.batch.p.leaves[place]) for place in places}
-    first = 0
-    for part in own:
-        size = len(part.scalars)
-        leaves[part.place] = p_bar[first : first + size].reshape(np.shape(leaves[part.place]))
-        first += size
-    first = 0
-    for part in common:
-        size = len(part.scalars)
-        leaves[part.place] = s_bar[first : first + size].reshape(np.shape(leaves[part.place]))
-        first += size
-    return leaves

@@ -1,4 +1,4 @@
-"""Scalars that write down what is done to them.
+"""Scalars, real or complex, that write down what is done to them.
 
 They live in NumPy's arrays of objects: whatever NumPy makes of those (a sum, a product of matrices, ``np.sin``) is written
 down element by element. They have no values, so whatever asks for one ends the trace.
@@ -13,6 +13,7 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.ensemble.compiled.builder import Builder
+from mpiad.ensemble.compiled.complex_numbers import complex_value
 from mpiad.ensemble.compiled.operations import OPERATIONS
 
 __all__ = ["BRANCHES", "Symbol", "choose", "number_of", "numbers_of"]
@@ -28,7 +29,7 @@ _VALUES = "it asks for the number that a traced value has (float, int, math.sin 
 def _operator(operation: str, swapped: bool = False) -> Callable[[Symbol, Any], Any]:
     def method(self: Symbol, other: Any) -> Any:
         # An array takes over, and comes back entry by entry.
-        if not isinstance(other, (Symbol, int, float, np.number, np.bool_)):
+        if not isinstance(other, (Symbol, int, float, complex, np.number, np.bool_)):
             return NotImplemented
         if swapped:
             return Symbol(self.builder, number_of(self.builder, other)).call(operation, self)
@@ -57,7 +58,28 @@ class Symbol:
         """Whether it is true or false."""
         return self.builder.is_boolean(self.number)
 
+    @property
+    def is_complex(self) -> bool:
+        """Whether it is a pair of a real and an imaginary part."""
+        return self.builder.parts(self.number) is not None
+
+    @property
     def real(self) -> Symbol:
+        """Its real part."""
+        parts = self.builder.parts(self.number)
+        return self.as_number() if parts is None else Symbol(self.builder, parts[0])
+
+    @property
+    def imag(self) -> Symbol:
+        """Its imaginary part."""
+        parts = self.builder.parts(self.number)
+        return Symbol(self.builder, self.builder.constant(0.0) if parts is None else parts[1])
+
+    def plus_i(self, imag: Symbol) -> Symbol:
+        """Return the complex number of this real part and that imaginary one."""
+        return Symbol(self.builder, self.builder.pair(self.number, imag.number))
+
+    def as_number(self) -> Symbol:
         """Return it as a number: true is 1."""
         if not self.is_boolean:
             return self
@@ -71,7 +93,9 @@ class Symbol:
     def call(self, operation: str, *others: Any) -> Symbol:
         """Return an operation's value, with this as its first argument."""
         arguments = [self, *(self._as_symbol(other) for other in others)]
-        arguments = [x.truth() if operation.startswith("logical") else x.real() for x in arguments]
+        arguments = [x.truth() if operation.startswith("logical") else x.as_number() for x in arguments]
+        if any(x.is_complex for x in arguments):
+            return complex_value(operation, arguments)
         return Symbol(self.builder, self.builder.call(operation, *(x.number for x in arguments)))
 
     def _as_symbol(self, other: Any) -> Symbol:
@@ -84,8 +108,17 @@ class Symbol:
         return lambda *others: self.call(name, *others)
 
     def conjugate(self) -> Symbol:
-        """Return itself."""
-        return self
+        """Return its complex conjugate."""
+        return self.real.plus_i(-self.imag) if self.is_complex else self
+
+    def chosen(self, x: Any, y: Any) -> Symbol:
+        """Return x where this holds, else y."""
+        first, second = self._as_symbol(x), self._as_symbol(y)
+        if first.is_complex or second.is_complex:
+            return self.chosen(first.real, second.real).plus_i(self.chosen(first.imag, second.imag))
+        if not (first.is_boolean and second.is_boolean):
+            first, second = first.as_number(), second.as_number()
+        return Symbol(self.builder, self.builder.call("where", self.truth().number, first.number, second.number))
 
     def __neg__(self) -> Symbol:
         return self.call("negative")
@@ -138,7 +171,9 @@ def number_of(builder: Builder, value: Any) -> int:
         return builder.constant(bool(value))
     if isinstance(value, (int, float, np.integer, np.floating)):
         return builder.constant(float(value))
-    builder.refuse(f"it computes with {type(value).__name__} {value!r:.60}, which isn't a real number")
+    if isinstance(value, (complex, np.complexfloating)):
+        return builder.pair(*(builder.constant(float(part)) for part in (value.real, value.imag)))
+    builder.refuse(f"it computes with {type(value).__name__} {value!r:.60}, which isn't a number")
 
 
 def numbers_of(builder: Builder, value: Any) -> Array:
@@ -154,14 +189,10 @@ def numbers_of(builder: Builder, value: Any) -> Array:
         return held
     # What else holds symbols is a list, or an array of objects; both become an array of objects here.
     array = np.asarray(value)
-    flat = array.ravel().tolist() if array.dtype.kind in "fiub" else list(array.ravel())
+    flat = array.ravel().tolist() if array.dtype.kind in "fiubc" else list(array.ravel())
     return np.array([number_of(builder, part) for part in flat], int).reshape(array.shape)
 
 
 def choose(condition: Any, x: Any, y: Any) -> Symbol:
     """Return x where the condition, a symbol, holds, else y."""
-    builder = condition.builder
-    first, second = (Symbol(builder, number_of(builder, value)) for value in (x, y))
-    if not (first.is_boolean and second.is_boolean):
-        first, second = first.real(), second.real()
-    return Symbol(builder, builder.call("where", condition.truth().number, first.number, second.number))
+    return condition.chosen(x, y)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mpiad._typing import Array
+from mpiad.ensemble.compiled.parts import from_parts, is_complex
 from mpiad.ensemble.record import Steps
 
 __all__ = ["Tape"]
@@ -20,7 +21,7 @@ class Tape(NamedTuple):
     first, stop : int
         Which trajectories.
     rows : array, shape (m, 2 + d)
-        Time before the step, its signed size, and the state before it.
+        Time before the step, its signed size, and the state before it; of a complex one its parts.
     before : array of int, shape (m,)
         The row of the same trajectory's step before; -1 where there is none.
     """
@@ -41,12 +42,13 @@ class Tape(NamedTuple):
         dtype : dtype
             Of the states.
         """
-        steps = Steps(counts[self.first : self.stop], self.rows.shape[1] - 2, dtype)
+        d = (self.rows.shape[1] - 2) // (2 if is_complex(dtype) else 1)
+        steps = Steps(counts[self.first : self.stop], d, dtype)
         row = last[self.first : self.stop][steps.order]
         for s, width in enumerate(steps.widths):
             row = row[:width]  # those that have so many steps stand first in the order
             ids, found = steps.order[:width], self.rows[row]
-            steps.fill(ids, steps.counts[ids] - 1 - s, found[:, 0], found[:, 1], found[:, 2:].T)
+            steps.fill(ids, steps.counts[ids] - 1 - s, found[:, 0], found[:, 1], from_parts(found[:, 2:], dtype).T)
             row = self.before[row]
         steps.pad()
         return steps

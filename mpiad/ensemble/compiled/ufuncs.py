@@ -125,8 +125,8 @@ _UFUNCS: dict[np.ufunc, Callable[..., Symbol]] = {
 } | {
     np.add: _add,
     np.multiply: _multiply,
-    np.positive: lambda x: x.real(),
-    np.conjugate: lambda x: x,
+    np.positive: lambda x: x.as_number(),
+    np.conjugate: lambda x: x.conjugate(),
     np.fabs: abs,
     np.square: lambda x: x * x,
     np.reciprocal: lambda x: 1.0 / x,

@@ -14,10 +14,12 @@ from mpiad._typing import Array, Function
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.compiled.evaluation import evaluated
 from mpiad.ensemble.compiled.layout import layout_of
+from mpiad.ensemble.compiled.parts import from_row_parts, is_complex, real_dtype, row_parts
 from mpiad.ensemble.compiled.program import Program
 from mpiad.ensemble.compiled.refusals import Untraceable, place_of
 from mpiad.ensemble.derivative import derivative_of
 from mpiad.ensemble.events import Event
+from mpiad.ensemble.trial import MOVED
 
 __all__ = ["verify", "verify_condition"]
 
@@ -70,12 +72,16 @@ def verify_condition(program: Program, batch: Batch, event: Event) -> None:
         ids, u, t = _columns(batch)
         with np.errstate(all="ignore"):
             value = event.value(u, batch.p.columns(ids), t)
-        _compare(program, batch, value.astype(u.dtype)[None], event.written)
+        _compare(program, batch, value.astype(u.real.dtype)[None], event.written)
 
 
 def _columns(batch: Batch) -> tuple[Array, Array, Array]:
     ids = np.resize(np.arange(batch.size), _COLUMNS)
-    u, t = batch.u0[:, ids], batch.start[ids].astype(batch.u0.dtype)
+    u, t = batch.u0[:, ids], batch.start[ids].astype(real_dtype(batch.u0.dtype))
+    if is_complex(u):
+        # Away from the real axis, where a trace that has lost imaginary parts would be right: as those of NumPy's arrays
+        # of objects, which are zero whatever the objects are.
+        u[:, 1:] += MOVED * (1 + np.abs(u[:, 1:])) * np.exp(1j * np.arange(u[:, 1:].size)).reshape(u[:, 1:].shape)
     u.flags.writeable = t.flags.writeable = False
     return ids, u, t
 
@@ -83,9 +89,10 @@ def _columns(batch: Batch) -> tuple[Array, Array, Array]:
 def _compare(program: Program, batch: Batch, expected: Array, fun: Function) -> None:
     """Compare a program's outputs with what a function has returned for the same columns."""
     ids, u, t = _columns(batch)
-    found = np.empty_like(expected)
-    for row, value in zip(found, evaluated(program, u, _parameters(batch, ids), t)):
+    rows = np.empty((len(program.outputs), u.shape[1]), u.real.dtype)
+    for row, value in zip(rows, evaluated(program, row_parts(u), _parameters(batch, ids), t)):
         row[:] = value
+    found = from_row_parts(rows, expected.dtype)
     if found.tobytes() == expected.tobytes():
         return  # nearly always, and each solve comes here
     largest = max(float(np.abs(x[np.isfinite(x)]).max(initial=0.0)) for x in (found, expected, u))
@@ -102,6 +109,6 @@ def _compare(program: Program, batch: Batch, expected: Array, fun: Function) -> 
 def _parameters(batch: Batch, ids: Array) -> list[Any]:
     layout = layout_of(batch.p)
     leaves = [leaf[..., ids] if varies else leaf for leaf, varies in zip(batch.p.leaves, batch.p.varies)]
-    varying, shared = layout.split(leaves, len(ids), batch.u0.dtype)
+    varying, shared = layout.split(leaves, len(ids), real_dtype(batch.u0.dtype))
     rows = dict(zip(layout.varying, varying)) | dict(zip(layout.shared, shared))
     return [rows[j] for j in range(layout.size)]

@@ -29,6 +29,19 @@ def test_rows_go_there_and_back():
     assert back[2] == 7.5 and sorted(back) == [0, 2, 4]
 
 
+def test_complex_numbers_are_two_scalars_each():
+    own = np.arange(8.0).reshape(2, 4) * (1 - 2j)
+    common = np.array([1 + 2j, 3 + 4j], np.complex64)
+    layout = layout_of(Parameters([own, common, 7.0], [True, False, False], tuple))
+    assert layout.varying == (0, 1, 2, 3) and layout.shared == (4, 5, 6, 7, 8)
+    rows, scalars = layout.split([own, common, 7.0], 4, float)
+    np.testing.assert_array_equal(rows, [own[0].real, own[0].imag, own[1].real, own[1].imag])
+    np.testing.assert_array_equal(scalars, [1, 2, 3, 4, 7])
+    back = layout.joined(rows, scalars)
+    np.testing.assert_array_equal(back[0], own)
+    np.testing.assert_array_equal(back[1], common)
+
+
 def test_no_parameters_at_all():
     layout = layout_of(Parameters([None], [False], lambda leaves: leaves[0]))
     own, common = layout.split([None], 5, float)

@@ -201,6 +201,7 @@ def test_what_has_changed_is_seen(case):
 def test_what_is_given_with_it_is_seen():
     kinds = [(1,), (1.0,), (True,), [1], {"a": 1}, {"b": 1}, {"a": 1, "b": 2}, {"b": 2, "a": 1}, 0.0, -0.0, "0.0", None]
     kinds += [np.float32(1), np.float64(1), np.ones(2), np.ones((1, 2)), np.ones(2, int), anp.sin, np.sin, factor, len]
+    kinds += [1 + 0j, complex(1.0, -0.0), 1j]
     readings = [reading_of(factor, kind) for kind in kinds]
     assert None not in readings
     assert len(set(readings)) == len(kinds)

@@ -148,8 +148,21 @@ def masks(u, p, t):
     return [u[0][u[0] > 0]]
 
 
-def complex_numbers(u, p, t):
-    return [anp.abs(u[0] * 1j)]
+def compares_complex_numbers(u, p, t):
+    z = u[0] * 1j
+    return [anp.where(z > 0, 1.0, 0.0)]
+
+
+def complex_arcsine(u, p, t):
+    return [anp.real(anp.arcsin(1j * u[0]))]
+
+
+def returns_complex_numbers(u, p, t):
+    return [1j * u[0]]
+
+
+def drops_the_imaginary_part(u, p, t):
+    return [(1j * u[0]).astype(float)]
 
 
 def interpolates(u, p, t):
@@ -177,7 +190,10 @@ def swallows(u, p, t):
     (within_a_function, 5, "decides by a traced value"),
     (looks_up, 1, "int"),
     (masks, 1, "np.where"),
-    (complex_numbers, 1, "1j"),
+    (compares_complex_numbers, 2, "greater of complex numbers"),
+    (complex_arcsine, 1, "arcsin of complex numbers"),
+    (returns_complex_numbers, 0, "returned a complex number"),
+    (drops_the_imaginary_part, 1, "float64 of traced values that are complex"),
     (interpolates, 1, "a table of 100 entries"),
     (compares_an_array, 2, "np.concatenate"),
     (swallows, 0, "float"),
@@ -193,11 +209,6 @@ def test_random_numbers_are_refused():
     numbers = count()
     with pytest.raises(Untraceable, match="called again"):
         trace(lambda u, p, t: [u[0] * next(numbers)], (1,), shared(None), float)
-
-
-def test_complex_states_are_refused():
-    with pytest.raises(Untraceable, match="complex128"):
-        trace(lambda u, p, t: u, (1,), shared(None), complex)
 
 
 def test_too_large_a_program_is_refused(monkeypatch):

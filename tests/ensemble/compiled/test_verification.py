@@ -46,6 +46,17 @@ def test_an_f_that_looks_at_types_is_refused():
     assert caught.value.place.endswith(f"test_verification.py:{f.__code__.co_firstlineno}")
 
 
+def test_imaginary_parts_that_numpy_loses_are_missed():
+    # Those of an array of objects are zero, as all are where the trajectories begin.
+    def f(u, p, t):
+        return [np.array([u[0], u[0]]).imag[0], u[1]]
+
+    u0 = np.ones((2, 3), complex)
+    batch = Batch(f, (2,), u0, parameters_of(None, False), np.zeros(3), np.ones(3))
+    with pytest.raises(Untraceable, match="types of its arguments"):
+        verify(trace(f, (2,), batch.p, complex), batch)
+
+
 def test_nothing_to_solve_is_accepted():
     batch = batch_of(lambda u, p, t: -u, (2,), parameters_of(None, False))
     verify(trace(batch.f, (2,), batch.p, float), batch.share(slice(0, 0)))

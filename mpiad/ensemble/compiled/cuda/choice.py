@@ -9,6 +9,7 @@ from autograd.tracer import isbox
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.compiled.choice import traced_program
 from mpiad.ensemble.compiled.cuda.kernels import Loaded
+from mpiad.ensemble.compiled.layout import layout_of
 from mpiad.ensemble.compiled.program import Program
 from mpiad.ensemble.compiled.solver import Compiler
 from mpiad.ensemble.settings import Settings
@@ -50,7 +51,9 @@ def program_for_gpu(compiler: Compiler, given: Batch, host: Batch, settings: Set
 
 def _unsupported(compiler: Compiler, given: Batch, host: Batch, settings: Settings) -> str | None:
     if host.u0.dtype not in (np.float64, np.float32):
-        return f"u0 has dtype {host.u0.dtype}, and kernels compute with float64 and float32"
+        return f"u0 has dtype {host.u0.dtype}, and kernels on GPUs compute with float64 and float32"
+    if any(part.complex for part in layout_of(host.p).parts):
+        return "p has complex numbers, and kernels on GPUs compute with real ones"
     if settings.saveat is None:
         return "kernels don't save for save_everystep=True"
     if given.traced and compiler.adjoint != "discrete":

@@ -457,6 +457,10 @@ def test_tangents_with_events_are_left_to_arrays(caplog, device):
 REFUSED = {
     "events": ({"events": Event(lambda u, p, t: np.sort(u, axis=0)[0] - 1.0)}, "a condition of the events can't be"),
     "every step": ({"save_everystep": True}, "save_everystep=True"),
+    "complex states": ({"u0": states(6) * (1 + 1j)}, "u0 has dtype complex128"),
+    "complex parameters": (
+        {"f": lambda u, p, t: -np.real(p[0]) * u, "p": parameters(6) * (1 + 1j)}, "p has complex numbers",
+    ),
     "function": ({"f": lambda u, p, t: -p[0] * np.sort(u, axis=0)}, r"test_gpu.py:\d+: .*numpy.sort"),
 }
 
@@ -465,7 +469,8 @@ REFUSED = {
 def test_what_a_kernel_cannot_do_is_said_once_and_done_by_arrays(name, caplog):
     options, reason = REFUSED[name]
     options = dict(options)
-    given = ensemble(options.pop("f", lambda u, p, t: -p[0] * u), states(6), parameters(6))
+    u0, p = options.pop("u0", states(6)), options.pop("p", parameters(6))
+    given = ensemble(options.pop("f", lambda u, p, t: -p[0] * u), u0, p)
     with caplog.at_level(logging.WARNING, "mpiad"):
         for _ in range(2):
             sol = solve(given, RK45(), EnsembleGPU(), **options)

@@ -1,0 +1,202 @@
+"""Complex numbers while f is traced: each is a pair of real values, and what f does with it is done with those.
+
+A program knows real values only, and so do its derivatives: holomorphic or not, they are those by real and imaginary parts.
+For finite numbers values are NumPy's to rounding. Products with a zero that is part of f, as those by 1j, are left out,
+where NumPy makes NaN of infinities.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mpiad.ensemble.compiled.symbols import Symbol
+
+__all__ = ["complex_value"]
+
+# Up to here NumPy multiplies.
+_LARGEST_EXPONENT = 100
+# Beyond, tanh is 1 to rounding, and squares might overflow.
+_FLAT = 22.0
+
+
+def complex_value(operation: str, arguments: list[Symbol]) -> Symbol:
+    """Return an operation's value where at least one of its arguments is complex.
+
+    Parameters
+    ----------
+    operation : str
+        A name of the catalogue.
+    arguments : list of Symbol
+        Real or complex.
+
+    Raises
+    ------
+    Refusal
+        Where it isn't one of complex numbers, or can't be compiled.
+    """
+    rule = _RULES.get(operation)
+    if rule is None:
+        arguments[0].builder.refuse(f"it takes {operation} of complex numbers, which can't be compiled")
+    return rule(*arguments)
+
+
+# ---- arithmetic
+
+
+def _is_zero(x: Symbol) -> bool:
+    return x.builder.value(x.number) == 0
+
+
+def _times(x: Symbol, y: Symbol) -> Symbol:
+    """Return the product of real values: 0 where one of them is known to be."""
+    return x if _is_zero(x) else y if _is_zero(y) else x * y
+
+
+def _add(x: Symbol, y: Symbol) -> Symbol:
+    return (x.real + y.real).plus_i(x.imag + y.imag)
+
+
+def _subtract(x: Symbol, y: Symbol) -> Symbol:
+    return (x.real - y.real).plus_i(x.imag - y.imag)
+
+
+def _multiply(x: Symbol, y: Symbol) -> Symbol:
+    real = _times(x.real, y.real) - _times(x.imag, y.imag)
+    return real.plus_i(_times(x.real, y.imag) + _times(x.imag, y.real))
+
+
+def _divide(x: Symbol, y: Symbol) -> Symbol:
+    a, b, c, d = x.real, x.imag, y.real, y.imag
+    if _is_zero(d):
+        return (a / c).plus_i(b / c)
+    # Smith's, as NumPy has it: the squares of c and d might overflow, or vanish.
+    steep = abs(c).call("less", abs(d))
+    larger, smaller = steep.chosen(d, c), steep.chosen(c, d)
+    ratio = smaller / larger
+    scale = 1.0 / (larger + smaller * ratio)
+    real = steep.chosen(_times(a, ratio) + b, a + _times(b, ratio))
+    imag = steep.chosen(_times(b, ratio) - a, b - _times(a, ratio))
+    return _times(real, scale).plus_i(_times(imag, scale))
+
+
+def _power(x: Symbol, y: Symbol) -> Symbol:
+    value = x.builder.value
+    exponent = value(y.real.number) if _is_zero(y.imag) else None
+    if exponent is not None and exponent % 1 == 0 and abs(exponent) <= _LARGEST_EXPONENT:
+        made = _whole_power(x, int(abs(exponent)))
+        return made if exponent >= 0 else _divide(_one(x), made)
+    # 0 to the power of what isn't whole is 0, and the logarithm is infinite there.
+    nothing = _equal(x, 0.0 * _one(x))
+    safe = nothing.chosen(1.0, x.real).plus_i(x.imag)
+    made = _exp(_multiply(y, _log(safe)))
+    return nothing.chosen(0.0, made.real).plus_i(nothing.chosen(0.0, made.imag))
+
+
+def _whole_power(x: Symbol, n: int) -> Symbol:
+    made = None
+    while n:
+        if n % 2:
+            made = x if made is None else _multiply(made, x)
+        n //= 2
+        x = _multiply(x, x) if n else x
+    return _one(x) if made is None else made
+
+
+def _equal(x: Symbol, y: Symbol) -> Symbol:
+    return x.real.call("equal", y.real).call("logical_and", x.imag.call("equal", y.imag))
+
+
+def _one(x: Symbol) -> Symbol:
+    one, zero = (type(x)(x.builder, x.builder.constant(part)) for part in (1.0, 0.0))
+    return one.plus_i(zero)
+
+
+# ---- functions
+
+
+def _modulus(z: Symbol) -> Symbol:
+    return z.real.call("modulus", z.imag)
+
+
+def _exp(z: Symbol) -> Symbol:
+    size = z.real.exp()
+    return (size * z.imag.cos()).plus_i(size * z.imag.sin())
+
+
+def _log(z: Symbol) -> Symbol:
+    return _modulus(z).log().plus_i(z.imag.arctan2(z.real))
+
+
+def _logarithm(base: float) -> Callable[[Symbol], Symbol]:
+    return lambda z: _divide(_log(z), _one(z) * math.log(base))
+
+
+def _sqrt(z: Symbol) -> Symbol:
+    a, b = z.real, z.imag
+    right = a >= 0.0
+    # The larger part, and the smaller one without cancellation. Absolute values would have no derivative where a or b is 0.
+    larger = ((right.chosen(a, -a) + _modulus(z)) * 0.5).sqrt()
+    smaller = b / (2.0 * (larger == 0.0).chosen(1.0, larger))
+    sign = _one(z).real.call("copysign", b)
+    return right.chosen(larger, smaller * sign).plus_i(right.chosen(smaller, larger * sign))
+
+
+def _sin(z: Symbol) -> Symbol:
+    a, b = z.real, z.imag
+    return (a.sin() * b.cosh()).plus_i(a.cos() * b.sinh())
+
+
+def _cos(z: Symbol) -> Symbol:
+    a, b = z.real, z.imag
+    return (a.cos() * b.cosh()).plus_i(-(a.sin() * b.sinh()))
+
+
+def _sinh(z: Symbol) -> Symbol:
+    a, b = z.real, z.imag
+    return (a.sinh() * b.cos()).plus_i(a.cosh() * b.sin())
+
+
+def _cosh(z: Symbol) -> Symbol:
+    a, b = z.real, z.imag
+    return (a.cosh() * b.cos()).plus_i(a.sinh() * b.sin())
+
+
+def _tanh(z: Symbol) -> Symbol:
+    a, b = z.real, z.imag
+    a = (a > _FLAT).chosen(_FLAT, (a < -_FLAT).chosen(-_FLAT, a))
+    s, c, cos = a.sinh(), a.cosh(), b.cos()
+    square = s * s + cos * cos
+    return (s * c / square).plus_i(b.sin() * cos / square)
+
+
+def _tan(z: Symbol) -> Symbol:
+    # -i tanh(iz)
+    made = _tanh((-z.imag).plus_i(z.real))
+    return made.imag.plus_i(-made.real)
+
+
+_RULES: dict[str, Callable[..., Symbol]] = {
+    "add": _add,
+    "subtract": _subtract,
+    "multiply": _multiply,
+    "divide": _divide,
+    "negative": lambda z: (-z.real).plus_i(-z.imag),
+    "power": _power,
+    "absolute": _modulus,
+    "equal": _equal,
+    "not_equal": lambda x, y: ~_equal(x, y),
+    "exp": _exp,
+    "log": _log,
+    "log2": _logarithm(2.0),
+    "log10": _logarithm(10.0),
+    "sqrt": _sqrt,
+    "sin": _sin,
+    "cos": _cos,
+    "tan": _tan,
+    "sinh": _sinh,
+    "cosh": _cosh,
+    "tanh": _tanh,
+}
