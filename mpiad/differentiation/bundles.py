@@ -92,6 +92,15 @@ class Bundle:
         self._tape.__exit__(*error)
         self._tape.close()
 
+    def variable(self, x: Any, tangents: list[Any]) -> Any:
+        """Return a traced array with its tangents, one for each direction; None where one is zero."""
+        tape = self._tape
+        return new_box(x, tape.number, BundleNode.placed(tape, tangents))
+
+    def parts(self, value: Any) -> tuple[Any, list[Any] | None]:
+        """Return the plain value of what was computed and its tangents; None where all are zero."""
+        return _unboxed(value, self._tape)
+
     def run(
         self, fun: Callable[[list[Any]], Sequence[Any]], variables: Sequence[Any], tangents: Sequence[Sequence[Any]]
     ) -> tuple[list[Any], list[list[Any]]]:
@@ -111,10 +120,8 @@ class Bundle:
         tangents : list of list
             For each result its tangents; None where one is zero.
         """
-        tape, placed = self._tape, BundleNode.placed
-        number = tape.number
-        out = fun([new_box(x, number, placed(tape, list(gs))) for x, gs in zip(variables, tangents)])
-        found = [_unboxed(value, tape) for value in out]
+        out = fun([self.variable(x, list(gs)) for x, gs in zip(variables, tangents)])
+        found = [self.parts(value) for value in out]
         none = [None] * len(tangents[0])
         return [value for value, _ in found], [none if gs is None else gs for _, gs in found]
 

@@ -6,12 +6,14 @@ no trajectory sees another. `q2` is q², which spares the root.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 
 from mpiad._typing import Array
+from mpiad.ensemble.norms import constant
 
 __all__ = ["LEAST_ERROR", "Controller", "IController", "PIController"]
 
@@ -50,8 +52,9 @@ class IController:
         order : int
         """
         # A root of q², of half the exponent; an error of zero gives infinity, which the bound takes down.
-        factor = np.power(q2, -0.5 / order)
-        factor *= self.safety
+        number = _numbers_for(q2)
+        factor = np.power(q2, number(-0.5 / order))
+        factor *= number(self.safety)
         return _bounded(factor, rejected, self.least, self.most)
 
 
@@ -91,7 +94,13 @@ Controller: TypeAlias = IController | PIController
 
 def _bounded(factor: Array, rejected: Array, least: float, most: float) -> Array:
     # fmax, because an error that is NaN must shrink the step.
-    np.fmax(factor, least, out=factor)
+    number = _numbers_for(factor)
+    np.fmax(factor, number(least), out=factor)
     # On a device, to look would be to wait.
     bounded = type(rejected) is np.ndarray and not np.count_nonzero(rejected)
-    return np.minimum(factor, most if bounded else np.where(rejected, 1.0, most), out=factor)
+    return np.minimum(factor, number(most) if bounded else np.where(rejected, 1.0, most), out=factor)
+
+
+def _numbers_for(x: Array) -> Callable[[float], Any]:
+    """Return in which form ufuncs take numbers beside an array fastest."""
+    return constant if type(x) is np.ndarray else float

@@ -222,7 +222,7 @@ def _gather(used: Channel, sent: list[tuple[str, Array, np.dtype]], counts: list
 def _times(used: Channel, share: EnsembleSolution, every: Array) -> Array:
     if every[0, _TIMES] and (every[:, _TIMES] == every[0, _TIMES]).all():
         return share.t
-    # A rank without trajectories may not know them, and is in nobody's way.
+    # A rank without trajectories knows the first one's at most, and is in nobody's way.
     found = [(t, count) for t, count in zip(used.data.allgather(share.t), every[:, _COUNT].tolist())]
     busy = [pair for pair in found if pair[1]] or found[:1]
     return joined_times([t for t, _ in busy], [count for _, count in busy], max(t.shape[-1] for t, _ in busy))

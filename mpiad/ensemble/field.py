@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import autograd.numpy as anp
@@ -38,12 +38,21 @@ class Field:
             Of the parameters of these columns.
         t : array, shape (n,)
         """
+        return self.bound(leaves)(u, t)
+
+    def bound(self, leaves: Sequence[Any]) -> Callable[[Array, Array], Sequence[Any]]:
+        """Return `rows` with the leaves given, as a function of u and t: their nest is built once."""
         if self.one_by_one:
-            return [self._each(u, leaves, t)]
+            return lambda u, t: [self._each(u, leaves, t)]
+        f, p = self._f, self._build(leaves)
         if not self._shape:
-            return [self._f(u[0], self._build(leaves), t)]
-        value = self._f(u, self._build(leaves), t)
-        return value if isinstance(value, (list, tuple)) else [value]
+            return lambda u, t: [f(u[0], p, t)]
+
+        def rows(u: Array, t: Array) -> Sequence[Any]:
+            value = f(u, p, t)
+            return value if isinstance(value, (list, tuple)) else [value]
+
+        return rows
 
     def array(self, u: Array, leaves: Sequence[Any], t: Array) -> Array:
         """Return the derivative of each column, shape (d, n); arguments as for `rows`."""

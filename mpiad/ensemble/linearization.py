@@ -59,7 +59,7 @@ class Tracing:
         def called(variables: list[Any]) -> Sequence[Any]:
             nonlocal whole
             variables = list(map(shortened, variables))
-            rows = self._field.rows(variables[0], self._filled(leaves, variables), variables[-1] if self._timed else t)
+            rows = self._field.rows(variables[0], self._filled(leaves, variables[1:]), variables[-1] if self._timed else t)
             whole = is_whole(rows, out.shape)
             return rows
 
@@ -78,44 +78,54 @@ class Tracing:
         return pull
 
     def along(
-        self, bundle: Bundle, out: Array, u: Array, leaves: Sequence[Any], t: Array, tangents: Sequence[Sequence[Any]]
-    ) -> None:
-        """Write f and its tangents into `out`.
+        self, bundle: Bundle, leaves: Sequence[Any], tangents: Sequence[Sequence[Any]]
+    ) -> Callable[[Array, Array, Array], None]:
+        """Return a function that writes f and its tangents.
 
         Parameters
         ----------
         bundle : Bundle
             An open trace.
-        out, u : array, shape (1 + directions, d, n)
-            First the values, then the tangents.
         leaves : sequence
-        t : array, shape (n,)
         tangents : sequence of sequence
             For each leaf to differentiate by its tangents, None where one is zero.
+
+        Returns
+        -------
+        callable
+            ``write(out, u, t)`` with u and `out` of shape (1 + directions, d, n), first the values, then the tangents,
+            and t of shape (n,).
         """
-        whole = False
+        variable, parts = bundle.variable, bundle.parts
+        # What is the same for all stages is traced once.
+        given = [shortened(variable(leaves[place], list(gs))) for place, gs in zip(self._places, tangents)]
+        called = self._field.bound(self._filled(leaves, given))
 
-        def called(variables: list[Any]) -> Sequence[Any]:
-            nonlocal whole
-            variables = list(map(shortened, variables))
-            rows = self._field.rows(variables[0], self._filled(leaves, variables), t)
-            whole = is_whole(rows, out.shape[1:])
-            return rows
+        def write(out: Array, u: Array, t: Array) -> None:
+            # By index: arrays on a device aren't taken apart unasked.
+            gs = [u[j] for j in range(1, len(u))]
+            rows = called(shortened(variable(u[0], gs)), t)
+            if is_whole(rows, u.shape[1:]):
+                value, found = parts(rows[0])
+                np.copyto(out[0], value, casting="same_kind")
+                for j, g in enumerate(found or [None] * len(gs), 1):
+                    out[j] = 0 if g is None else g
+                return
+            for i, row in enumerate(rows):
+                out[0, i], found = parts(row)
+                if found is None:
+                    out[1:, i] = 0
+                    continue
+                for j, g in enumerate(found, 1):
+                    out[j, i] = 0 if g is None else g
 
-        given = [u[0], *[leaves[place] for place in self._places]]
-        # By index: arrays on a device aren't taken apart unasked.
-        values, found = bundle.run(called, given, [[u[j] for j in range(1, len(u))], *tangents])
-        _write(out[0], values, whole)
-        for i, gs in enumerate(found):
-            for j, g in enumerate(gs, 1):
-                target = out[j] if whole else out[j, i]
-                target[...] = 0 if g is None else g
+        return write
 
     def _filled(self, leaves: Sequence[Any], variables: list[Any]) -> Sequence[Any]:
         if not self._places:
             return leaves
         filled = list(leaves)
-        for place, variable in zip(self._places, variables[1:]):
+        for place, variable in zip(self._places, variables):
             filled[place] = variable
         return filled
 

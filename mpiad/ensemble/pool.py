@@ -23,7 +23,7 @@ from mpiad.ensemble.retcodes import ReturnCode
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.stages import Stages
 from mpiad.ensemble.step import Step
-from mpiad.ensemble.witnesses import Witnesses
+from mpiad.ensemble.witnesses import NONE, Witnesses
 
 __all__ = ["integrate"]
 
@@ -35,7 +35,7 @@ _LEAST_COLUMNS = 512
 _IDLE = 10_000
 # Of a step: what is left to the end, where steps are fixed.
 _ROUNDING = 1e-9
-_ONE = np.array(1.0)
+_ONE, _ONE_MORE = np.array(1.0), np.array(1)
 
 
 def integrate(batch: Batch, settings: Settings) -> Outcome:
@@ -124,13 +124,13 @@ class Pool:
         self.live, self.rejected = joined(self.live, zeros == 0), joined(self.rejected, zeros > 0)
         self.u, k0 = joined(self.u, new.u), joined(self._stages.k[0] if self._stages else self.u, new.k)
         if self._stages is None or self._stages.new.shape != self.u.shape:
-            self._stages = Stages(self._tableau, self._entrance.derivative, self.u.dtype, self.u.shape)
-        self._stages.k[0] = k0
+            self._stages = Stages(self._tableau, self._entrance.derivative, self.u.dtype, self.u.shape, True)
+        self._stages.k[0][...] = k0
         self._sign, self._p = self._entrance.sign(self.ids), self._entrance.parameters(self.ids)
         self._witnesses.enter(new, joined, self.u, self._p, self.t if self._sign is None else self.t * self._sign)
         # Before this turn none can have tried so often, and above this step none is too small: each is looked at only then.
         self._last_turn = int(self.entered.min()) + self._settings.max_steps
-        self._least_step = float(least_step(np.maximum(np.abs(self.t), np.abs(self.end)).max()))
+        self._least_step = np.array(least_step(np.maximum(np.abs(self.t), np.abs(self.end)).max()))
 
     # ---- one turn
 
@@ -140,15 +140,15 @@ class Pool:
         t_new, h = self._proposed()
         self._stages.take(self.u, self._p, self.t, h, t_new, self._sign)
         accepted = self._judged(h)
-        step = Step(
-            self.ids, self.number, accepted, self.t, h, t_new, self.u, self._stages.new, self._stages.k, self._sign
-        )
-        terminated = self._witnesses.see(step, self._p)
-        moved = int(np.count_nonzero(accepted))
-        # Ended columns may move too: by nothing, or, after a failure, to where nobody looks.
-        self.u = self._stages.advance(self.u, None if moved == self._alive else accepted)
-        np.copyto(self.t, t_new, where=accepted)
-        self.number += accepted
+        terminated = self._seen(accepted, h, t_new)
+        if np.count_nonzero(accepted) == self._alive:
+            # Ended columns may move too: by nothing, or, after a failure, to where nobody looks.
+            self.u, self.t = self._stages.advance(self.u, None), t_new
+            np.add(self.number, _ONE_MORE, self.number)
+        else:
+            self.u = self._stages.advance(self.u, accepted)
+            np.copyto(self.t, t_new, where=accepted)
+            self.number += accepted
         done = self.t == self.end
         done &= accepted
         if terminated.size:
@@ -158,13 +158,22 @@ class Pool:
             self._leave(np.flatnonzero(done), ReturnCode.Success)
         self._fail(accepted)
 
+    def _seen(self, accepted: Array, h: Array, t_new: Array) -> Array:
+        """Show the step to those who look at it; return the columns that a terminal event ends."""
+        if not self._witnesses.any:
+            return NONE
+        step = Step(
+            self.ids, self.number, accepted, self.t, h, t_new, self.u, self._stages.new, self._stages.k, self._sign
+        )
+        return self._witnesses.see(step, self._p)
+
     def _proposed(self) -> tuple[Array, Array]:
         """Return the times after the next steps, and the steps."""
         t_new = self.t + self.h
         if self._tableau.error is None:
             # Many equal steps don't sum up to the span; a last one of rounding's size is none.
             np.copyto(t_new, self.end, where=t_new > self.end - _ROUNDING * self.h)
-        np.minimum(t_new, self.end, out=t_new)
+        np.minimum(t_new, self.end, t_new)
         return t_new, t_new - self.t
 
     def _judged(self, h: Array) -> Array:
@@ -174,13 +183,15 @@ class Pool:
             return np.isfinite(self._stages.new).all(axis=0) & self.live
         q2 = self._error = self._stages.error(self.u, self._entrance.rtol, self._entrance.atol)
         accepted = np.less(q2, _ONE)
-        accepted &= self.live
+        if self._alive < len(accepted):
+            accepted &= self.live
         factor = self._controller.factor(q2, self.q2, accepted, self.rejected, self._tableau.order)
-        np.multiply(h, factor, out=self.h)
-        np.maximum(self.h, self.idle, out=self.h)
+        np.multiply(h, factor, self.h)
+        if self._alive < len(accepted):
+            np.maximum(self.h, self.idle, self.h)
         if self._settings.dtmax < np.inf:
             np.minimum(self.h, self._settings.dtmax, out=self.h)
-        np.logical_not(accepted, out=self.rejected)
+        np.logical_not(accepted, self.rejected)
         if self._controller.remembers:
             np.copyto(self.q2, np.maximum(q2, LEAST_ERROR), where=accepted)
         return accepted
@@ -191,7 +202,7 @@ class Pool:
         """Let go of trajectories that can't go on."""
         if self._error is None:
             self._leave(np.flatnonzero(self.live & ~accepted), ReturnCode.Unstable)
-        elif np.minimum.reduce(self.h) < self._least_step:
+        elif np.count_nonzero(np.less(self.h, self._least_step)):
             self._meet_least_step(accepted, self._error)
         if self._turn >= self._last_turn:
             tired = self.live & (self._turn - self.entered >= self._settings.max_steps)

@@ -175,18 +175,19 @@ class Log:
     def note(self, step: Step) -> None:
         """Note the accepted columns of a step, with actual times and signed sizes."""
         # All chunks are there until the end: half of what their numbers took is a tenth of the whole.
-        numbers = step.ids.astype(np.int32), step.number.astype(np.int32)
-        arrays = (*numbers, step.actual(step.t), step.actual(step.h), step.u)
-        accepted = step.accepted
+        count, u = len(step.ids), step.u
+        numbers, times = np.empty((2, count), np.int32), np.empty((2, count))
+        numbers[0], numbers[1] = step.ids, step.number
+        times[0], times[1] = step.actual(step.t), step.actual(step.h)
         if self._every is not None:
-            keep = np.flatnonzero(accepted & (step.number % self._every == 0))
-            kept = (arrays[0], arrays[1] // self._every, *arrays[2:])
+            keep = np.flatnonzero(step.accepted & (step.number % self._every == 0))
+            kept = [numbers[0], numbers[1] // self._every], times, u
             self._kept.append(tuple(np.take(array, keep, axis=-1) for array in kept))
-            arrays = (*arrays[:4], step.u[:0])
-        if accepted.all():
-            self._chunks.append(tuple(array.copy() for array in arrays))
+            u = u[:0]
+        if np.count_nonzero(step.accepted) == count:
+            self._chunks.append((numbers, times, u.copy()))
         else:
-            self._chunks.append(tuple(array.compress(accepted, axis=-1) for array in arrays))
+            self._chunks.append(tuple([array.compress(step.accepted, axis=-1) for array in (numbers, times, u)]))
 
     def steps(self, counts: Array, d: int, dtype: np.dtype) -> Steps:
         """Return all that was noted, by sweeps; the log is empty afterwards."""
@@ -194,7 +195,8 @@ class Log:
         for chunks, filled in ((self._chunks, steps), (self._kept, steps.kept or steps)):
             chunks.reverse()
             while chunks:  # each is freed when it has been copied
-                filled.fill(*_several(chunks))
+                (ids, numbers), (t, h), u = _several(chunks)
+                filled.fill(ids, numbers, t, h, u)
             filled.pad()
         return steps
 
@@ -204,5 +206,5 @@ def _several(chunks: list[tuple[Array, ...]]) -> tuple[Array, ...]:
     taken, count = [], 0
     while chunks and count < _FILLED:
         taken.append(chunks.pop())
-        count += len(taken[-1][0])
+        count += taken[-1][0].shape[1]
     return taken[0] if len(taken) == 1 else tuple(np.concatenate(parts, axis=-1) for parts in zip(*taken))

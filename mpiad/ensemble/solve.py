@@ -212,9 +212,14 @@ def _ensemble(
     def solved(numbers: range, repeat: int = 1) -> EnsembleSolution:
         # A rank without trajectories takes the kind of the first: its arrays must be of the same dtype.
         alone = not len(numbers) and demands.trajectories > 0
-        batch = members(problem, range(1, 2) if alone else numbers, repeat, seed, demands.trajectories)
-        batch = batch.share(slice(0, 0)) if alone else batch
-        return _solved(demands, compiler, demands.ensemblealg, batch, None if repeat > 1 else shown, numbers)
+        made = members(problem, range(1, 2) if alone else numbers, repeat, seed, demands.trajectories)
+        batch = made.share(slice(0, 0)) if alone else made
+        sol = _solved(demands, compiler, demands.ensemblealg, batch, None if repeat > 1 else shown, numbers)
+        if alone and not demands.save_everystep and np.ndim(demands.saveat) < 2:
+            # So that ranks needn't send each other their saved times where all have the same.
+            first = made.plain()
+            sol.t = save_times(demands.saveat, first.start, first.end)
+        return sol
 
     size = max(1, demands.batch_size or len(numbers))
     batches = [numbers[i : i + size] for i in range(0, len(numbers), size)] or [numbers]

@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 
 from mpiad._typing import Array, Tree
+from mpiad.ensemble.coefficients import Weights
 from mpiad.ensemble.derivative import Derivative
+from mpiad.ensemble.few_columns import FEW, StageSums
 from mpiad.ensemble.norms import mean_square
 from mpiad.ensemble.tableaus import Tableau
 
@@ -39,6 +41,8 @@ class Stages:
         Of the states.
     shape : tuple of int
         (d, n)
+    many : bool
+        Whether so many steps will be taken that preparations pay.
 
     Attributes
     ----------
@@ -48,21 +52,27 @@ class Stages:
         The state after the step.
     """
 
-    def __init__(self, tableau: Tableau, derivative: Derivative, dtype: Any, shape: tuple[int, int]):
+    def __init__(
+        self, tableau: Tableau, derivative: Derivative, dtype: Any, shape: tuple[int, int], many: bool = False
+    ):
         self.tableau, self._write = tableau, derivative.write
         self._real = np.dtype(dtype).type(0).real.dtype
         # Arrays without axes are what ufuncs take fastest, and they keep float32.
-        self._rows = [_weights(row, self._real) for row in tableau.a]
-        self._error = _weights(tableau.error or (), self._real)
-        self.k = [np.empty(shape, dtype) for _ in range(tableau.stages)]
+        self._rows = [_weights(row, self._real) for row in (*tableau.a, tableau.error or ())]
+        self.k, self._sums = _stages(tableau.stages, shape, dtype, self._rows if many else None)
         self.new, self._argument, self._term = (np.empty(shape, dtype) for _ in range(3))
         self._seen_new, self._seen_argument = locked(self.new), locked(self._argument)
+        self._other, self._seen_other = self.new, self._seen_new
         self._h = np.empty(shape, self._real)
         # Times of the stages, which are all known before the first is computed.
-        self._c = np.array(tableau.c)[:, None]
-        self._time, self._elapsed = (np.empty((tableau.stages, shape[1]), kind) for kind in (self._real, float))
-        self._at_end = [row for row, c in zip(self._time, tableau.c) if c == 1]
-        self._seen_time = list(map(locked, self._time))
+        # The first is never asked for here, and the last are at the end of the step: one row for these.
+        self._inner = [c for c in tableau.c[1:] if c < 1]
+        self._c = np.array(self._inner)[:, None]
+        self._elapsed = np.empty((len(self._inner), shape[1]))
+        self._time = np.empty((len(self._inner) + 1, shape[1]), self._real)
+        self._before_end, self._at_end = self._time[:-1], self._time[-1]
+        rows = list(map(locked, self._time))
+        self._seen_time = rows[:1] + rows + rows[-1:] * (tableau.stages - len(rows) - 1)
         self._scale, self._scale_new = np.empty(shape, self._real), np.empty(shape, self._real)
 
     def take(self, u: Array, p: Tree, t: Array, h: Array, t_new: Array, sign: Array | None) -> None:
@@ -79,26 +89,25 @@ class Stages:
         """
         self._h[:] = h
         self._set_times(t, h, t_new, sign)
-        last, step = len(self._rows), self._h
+        last, step = len(self.k) - 1, self._h
         # The last row of a pair is that of the new state, at which its last stage is the first one of the next step.
-        for i, row in enumerate(self._rows, 1):
+        for i in range(1, last + 1):
             target, seen = (self.new, self._seen_new) if i == last else (self._argument, self._seen_argument)
-            self._sum(row, target)
-            _multiply(target, step, target)
+            _multiply(self._sum(i - 1, target), step, target)
             _add(target, u, target)
-            self._write(self.k[i], seen, p, self._seen_time[i])
+            k = self.k[i]
+            self._write(k, seen, p, self._seen_time[i])
             if sign is not None:
-                np.multiply(self.k[i], sign, out=self.k[i])
+                _multiply(k, sign, k)
 
     def error(self, u: Array, rtol: Array, atol: Array) -> Array:
         """Return the mean square of the error over its tolerance, shape (n,)."""
         # The argument of the last stage was `new` itself, so this buffer is free.
         e, scale, scale_new = self._argument, self._scale, self._scale_new
-        self._sum(self._error, e)
-        _multiply(e, self._h, e)
+        _multiply(self._sum(-1, e), self._h, e)
         np.abs(u, scale)
         np.abs(self.new, scale_new)
-        np.maximum(scale, scale_new, out=scale)
+        np.maximum(scale, scale_new, scale)
         _multiply(scale, rtol, scale)
         _add(scale, atol, scale)
         np.divide(e, scale, e)
@@ -108,34 +117,54 @@ class Stages:
         """Return the states after the step where it is accepted (None: everywhere), and before it elsewhere."""
         k = self.k
         if accepted is None:
-            # The last stage is the next first one: buffers change places, and nothing is copied.
-            k[0], k[-1] = k[-1], k[0]
-            self.new, u = u, self.new
-            self._seen_new = locked(self.new)
-            return u
+            # The last stage is the next first one: buffers change places, and nothing is copied that isn't small.
+            if self._sums is None:
+                k[0], k[-1] = k[-1], k[0]
+            else:
+                k[0][...] = k[-1]
+            before, seen = self.new, self._seen_new
+            # Two arrays take turns, unless the working set has changed meanwhile.
+            self.new, self._seen_new = u, self._seen_other if u is self._other else locked(u)
+            self._other, self._seen_other = before, seen
+            return before
         # Columns whose step was rejected stay where they are, and so do their first stages: the next try needs them.
         np.copyto(u, self.new, where=accepted)
         np.copyto(k[0], k[-1], where=accepted)
         return u
 
-    def _sum(self, weights: list[tuple[int, Array]], out: Array) -> None:
+    def _sum(self, row: int, out: Array) -> Array:
+        """Return the sum of a row of the table, in `out` or where it is found."""
+        if self._sums is not None:
+            found = self._sums.sum(row)
+            if found is not None:
+                return found
         k, term = self.k, self._term
-        (first, weight), *others = weights
+        (first, weight), *others = self._rows[row]
         _multiply(k[first], weight, out)
         for i, weight in others:
             _multiply(k[i], weight, term)
             _add(out, term, out)
+        return out
 
     def _set_times(self, t: Array, h: Array, t_new: Array, sign: Array | None) -> None:
-        np.multiply(self._c, h, out=self._elapsed)
-        np.add(self._elapsed, t, out=self._time, casting="same_kind")
+        _multiply(self._c, h, self._elapsed)
+        _add(self._elapsed, t, self._before_end, casting="same_kind")
         # What the solve takes for the end of the step; t + h may be another number.
-        for row in self._at_end:
-            row[:] = t_new
+        self._at_end[:] = t_new
         if sign is not None:
             np.multiply(self._time, sign, out=self._time)
 
 
-def _weights(row: tuple[float, ...], dtype: Any) -> list[tuple[int, Array]]:
+def _stages(
+    count: int, shape: tuple[int, int], dtype: Any, rows: list[Weights] | None
+) -> tuple[list[Array], StageSums | None]:
+    """Return the stages' arrays, and where columns are few and rows given how the sums over them are found."""
+    if rows is None or shape[0] * shape[1] > FEW:
+        return [np.empty(shape, dtype) for _ in range(count)], None
+    block = np.empty((count, *shape), dtype)
+    return list(block), StageSums(block, rows)
+
+
+def _weights(row: tuple[float, ...], dtype: Any) -> Weights:
     # Zeros are left out: a stage that isn't finite must not reach a sum in which it has no part.
     return [(i, np.array(weight, dtype)) for i, weight in enumerate(row) if weight]

@@ -14,9 +14,9 @@ from mpiad.ensemble.saving import SavePoints
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.step import Step
 
-__all__ = ["Witnesses"]
+__all__ = ["NONE", "Witnesses"]
 
-_NONE = np.empty(0, np.int64)
+NONE = np.empty(0, np.int64)
 
 
 class Witnesses:
@@ -29,6 +29,11 @@ class Witnesses:
     outcome : Outcome
         Is filled in.
     entrance : Entrance
+
+    Attributes
+    ----------
+    any : bool
+        Whether there is anybody.
     """
 
     def __init__(self, batch: Batch, settings: Settings, outcome: Outcome, entrance: Entrance):
@@ -40,6 +45,7 @@ class Witnesses:
             self._events = EventWatch(settings.events, tableau, outcome.event_times, outcome.event_places)
         if outcome.saved is not None and settings.saveat is not None and outcome.saved.shape[1]:
             self._saves = SavePoints(settings.saveat, entrance.signs, batch.start, outcome, tableau)
+        self.any = not (self._log is self._events is self._saves is None)
 
     def enter(self, new: Entrants, joined: Joint, u: Array, p: Tree, t: Array) -> None:
         """Take up the next working set: its new trajectories, its states, parameters and actual times."""
@@ -52,7 +58,7 @@ class Witnesses:
         """Look at a step; return the columns that a terminal event ends, whose step is cut short there."""
         if self._log is not None:
             self._log.note(step)
-        terminated = _NONE
+        terminated = NONE
         if self._events is not None:
             terminated, parts, states = self._events.after(step, p, self._entrance.parameters)
             # The end and its state, where nothing that is saved may lie behind it.

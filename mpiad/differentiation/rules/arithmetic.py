@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -10,6 +11,8 @@ from mpiad._typing import Array
 from mpiad.differentiation.rules.broadcasting import fitting, widened
 from mpiad.differentiation.rules.protocol import (
     Argnums,
+    JvpMaker,
+    Primitive,
     Vjp,
     anp,
     inherited_jvp,
@@ -19,7 +22,7 @@ from mpiad.differentiation.rules.protocol import (
     two_unchanged,
 )
 
-__all__ = ["JVPS", "VJPS"]
+__all__ = ["ADD", "DIVIDE", "JVPS", "MULTIPLY", "SUBTRACT", "VJPS", "Tangent"]
 
 
 def add_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
@@ -107,40 +110,41 @@ def _times_minus(t: Array, factor: Array) -> Array:
     return -(t * factor)
 
 
-def add_jvp(argnums: Argnums, gs: Any, ans: Array, args: tuple, kwargs: dict) -> Array:
-    """Add the tangents of the terms."""
-    if kwargs or len(args) != 2:
-        return inherited_jvp(anp.add, argnums, gs, ans, args, kwargs)
-    return gs[0] + gs[1] if len(argnums) == 2 else widened(gs[0], ans)
+class Tangent(NamedTuple):
+    """The tangent of a result z of x and y.
+
+    Parameters
+    ----------
+    first, second : callable
+        ``first(g, x, y, z)`` with the tangent of x alone, ``second`` with that of y.
+    both : callable
+        ``both(g, h, x, y, z)``
+    """
+
+    first: Callable[[Any, Any, Any, Any], Any]
+    second: Callable[[Any, Any, Any, Any], Any]
+    both: Callable[[Any, Any, Any, Any, Any], Any]
 
 
-def subtract_jvp(argnums: Argnums, gs: Any, ans: Array, args: tuple, kwargs: dict) -> Array:
-    """Subtract the tangents of the terms."""
-    if kwargs or len(args) != 2:
-        return inherited_jvp(anp.subtract, argnums, gs, ans, args, kwargs)
-    if len(argnums) == 2:
-        return gs[0] - gs[1]
-    return widened(gs[0] if argnums[0] == 0 else -gs[0], ans)
+ADD = Tangent(lambda g, x, y, z: widened(g, z), lambda g, x, y, z: widened(g, z), lambda g, h, x, y, z: g + h)
+SUBTRACT = Tangent(lambda g, x, y, z: widened(g, z), lambda g, x, y, z: widened(-g, z), lambda g, h, x, y, z: g - h)
+MULTIPLY = Tangent(lambda g, x, y, z: g * y, lambda g, x, y, z: x * g, lambda g, h, x, y, z: g * y + x * h)
+# What the numerator gains beyond the quotient's share of the denominator.
+DIVIDE = Tangent(
+    lambda g, x, y, z: g / y, lambda g, x, y, z: _times_minus(g / y, z), lambda g, h, x, y, z: (g - z * h) / y
+)
 
 
-def multiply_jvp(argnums: Argnums, gs: Any, ans: Array, args: tuple, kwargs: dict) -> Array:
-    """Add each factor's tangent times the other factor."""
-    if kwargs or len(args) != 2:
-        return inherited_jvp(anp.multiply, argnums, gs, ans, args, kwargs)
-    x, y = args
-    if len(argnums) == 2:
-        return gs[0] * y + x * gs[1]
-    return gs[0] * y if argnums[0] == 0 else x * gs[0]
+def _jvp(fun: Primitive, tangent: Tangent) -> JvpMaker:
+    def jvp(argnums: Argnums, gs: Any, ans: Array, args: tuple, kwargs: dict) -> Array:
+        if kwargs or len(args) != 2:
+            return inherited_jvp(fun, argnums, gs, ans, args, kwargs)
+        x, y = args
+        if len(argnums) == 2:
+            return tangent.both(gs[0], gs[1], x, y, ans)
+        return tangent.second(gs[0], x, y, ans) if argnums[0] else tangent.first(gs[0], x, y, ans)
 
-
-def divide_jvp(argnums: Argnums, gs: Any, ans: Array, args: tuple, kwargs: dict) -> Array:
-    """Divide what the numerator gains beyond the quotient's share of the denominator."""
-    if kwargs or len(args) != 2:
-        return inherited_jvp(anp.divide, argnums, gs, ans, args, kwargs)
-    y = args[1]
-    if len(argnums) == 2:
-        return (gs[0] - ans * gs[1]) / y
-    return gs[0] / y if argnums[0] == 0 else _times_minus(gs[0] / y, ans)
+    return jvp
 
 
 VJPS = {
@@ -151,9 +155,9 @@ VJPS = {
     anp.true_divide: divide_vjp,
 }
 JVPS = {
-    anp.add: add_jvp,
-    anp.subtract: subtract_jvp,
-    anp.multiply: multiply_jvp,
-    anp.divide: divide_jvp,
-    anp.true_divide: divide_jvp,
+    anp.add: _jvp(anp.add, ADD),
+    anp.subtract: _jvp(anp.subtract, SUBTRACT),
+    anp.multiply: _jvp(anp.multiply, MULTIPLY),
+    anp.divide: _jvp(anp.divide, DIVIDE),
+    anp.true_divide: _jvp(anp.divide, DIVIDE),
 }

@@ -86,12 +86,13 @@ class _Way:
 
     def __init__(self, record: Record, block: Block, directions: Directions, bundle: Bundle, taker: Taker | None):
         self._record, self._block, self._taker, self._table = record, block, taker, record.table
-        self._bundle, varies = bundle, record.batch.p.varies
-        self._tracing = Tracing(Field(record.batch), tuple(directions.leaves), False)
-        self._along = [
+        varies = record.batch.p.varies
+        along = [
             [None if g is None else g[..., block.ids] if varies[place] else g for g in gs]
             for place, gs in directions.leaves.items()
         ]
+        tracing = Tracing(Field(record.batch), tuple(directions.leaves), False)
+        self._write = tracing.along(bundle, block.leaves, along)
 
     def run(self, tangents: Array) -> Array:
         """Return the tangents of the columns' last states in this block."""
@@ -111,7 +112,7 @@ class _Way:
         inside = saving and self._record.saves.inside  # type: ignore[union-attr]
         for i in range(last + inside):  # the last stage is for what is saved inside only
             t = self._table.time(i, done.t, done.h, done.t_new, sign)
-            self._tracing.along(self._bundle, k[i], y, self._block.leaves, t, self._along)
+            self._write(k[i], y, t)
             if i < last:
                 y = u + h * np.tensordot(self._table.rows[i], k[: i + 1], 1)
         if saving:

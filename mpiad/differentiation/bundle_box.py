@@ -1,0 +1,112 @@
+"""Traced arrays with tangents in several directions beside them, whose operators go straight to their node.
+
+As in `shortcuts`: where both operands are plain numbers of one trace, all that the usual way looks up is known. f is
+traced at each stage of each step, and where few columns are left a step costs what these operators take to begin; so
+they are written out, and call nothing else on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import autograd.numpy as anp
+import numpy as np
+from autograd.numpy.numpy_boxes import ArrayBox
+from autograd.tracer import Box
+
+from mpiad.differentiation.bundles import BundleNode
+from mpiad.differentiation.rules.arithmetic import ADD, DIVIDE, MULTIPLY, SUBTRACT, Tangent
+
+__all__ = ["BundleBox"]
+
+_ndarray = np.ndarray
+_numbers = frozenset({float, int, np.float64, np.ndarray})
+_new = object.__new__
+_getitem: Any = ArrayBox.__getitem__
+
+
+class BundleBox(ArrayBox):
+    """A traced array with tangents in several directions; made by `shortened`, and by its own operators."""
+
+    __slots__ = ()
+
+    def __getitem__(self, idx: Any) -> Any:
+        """Return an element, with the same of the tangents."""
+        node, value = self._node, self._value
+        # The element of a vector is a number; these operators are for arrays.
+        plain = type(idx) is int and type(value) is _ndarray and value.ndim > 1
+        if plain and type(node) is BundleNode and node.tape.record is not None:
+            return _made(value[idx], [None if g is None else g[idx] for g in node.g], node.tape, self._trace)
+        return _getitem(self, idx)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Return the elements; without this Python would ask for one too many."""
+        return iter([self[i] for i in range(len(self._value))])
+
+    def __neg__(self) -> Any:
+        """Return the negative."""
+        node, value = self._node, self._value
+        if type(node) is BundleNode and type(value) is _ndarray and node.tape.record is not None:
+            return _made(-value, [None if g is None else -g for g in node.g], node.tape, self._trace)
+        return anp.negative(self)
+
+
+def _made(value: Any, tangents: list[Any], tape: Any, trace: int) -> BundleBox:
+    node, box = _new(BundleNode), _new(BundleBox)
+    node.tape, node.g = tape, tangents
+    box._value, box._trace, box._node = value, trace, node
+    return box
+
+
+def _before(fun: Callable, ufunc: Callable, tangent: Tangent) -> Callable:
+    """Return the operator of a box with what follows it."""
+    first, second, both = tangent
+
+    def method(self: Any, other: Any) -> Any:
+        node, x, what = self._node, self._value, type(other)
+        if type(node) is BundleNode and type(x) is _ndarray and node.tape.record is not None:
+            if what in _numbers:
+                z = ufunc(x, other)
+                return _made(z, [None if g is None else first(g, x, other, z) for g in node.g], node.tape, self._trace)
+            if what in _boxes and other._trace == self._trace and type(other._value) is _ndarray:
+                partner, y = other._node, other._value
+                if type(partner) is BundleNode and partner.tape is node.tape:
+                    z = ufunc(x, y)
+                    tangents = [
+                        both(g, h, x, y, z) if g is not None and h is not None
+                        else first(g, x, y, z) if g is not None
+                        else None if h is None else second(h, x, y, z)
+                        for g, h in zip(node.g, partner.g)
+                    ]  # fmt: skip
+                    return _made(z, tangents, node.tape, self._trace)
+        return fun(self, other)
+
+    return method
+
+
+def _after(fun: Callable, ufunc: Callable, tangent: Tangent) -> Callable:
+    """Return the operator of a box with what stands before it."""
+    second = tangent.second
+
+    def method(self: Any, other: Any) -> Any:
+        node, y, what = self._node, self._value, type(other)
+        if what in _numbers and type(node) is BundleNode and type(y) is _ndarray and node.tape.record is not None:
+            z = ufunc(other, y)
+            return _made(z, [None if h is None else second(h, other, y, z) for h in node.g], node.tape, self._trace)
+        return fun(other, self)
+
+    return method
+
+
+_boxes = frozenset({ArrayBox, BundleBox})
+for _name, _fun, _ufunc, _tangent in (
+    ("add", anp.add, np.add, ADD),
+    ("sub", anp.subtract, np.subtract, SUBTRACT),
+    ("mul", anp.multiply, np.multiply, MULTIPLY),
+    ("truediv", anp.true_divide, np.true_divide, DIVIDE),
+):
+    setattr(BundleBox, f"__{_name}__", _before(_fun, _ufunc, _tangent))
+    setattr(BundleBox, f"__r{_name}__", _after(_fun, _ufunc, _tangent))
+# Known as traced, but not what autograd makes of arrays.
+Box.types.add(BundleBox)
