@@ -173,7 +173,7 @@ class Pool:
         if self._tableau.error is None:
             # Many equal steps don't sum up to the span; a last one of rounding's size is none.
             np.copyto(t_new, self.end, where=t_new > self.end - _ROUNDING * self.h)
-        np.minimum(t_new, self.end, t_new)
+        np.minimum(t_new, self.end, out=t_new)
         return t_new, t_new - self.t
 
     def _judged(self, h: Array) -> Array:
@@ -188,7 +188,7 @@ class Pool:
         factor = self._controller.factor(q2, self.q2, accepted, self.rejected, self._tableau.order)
         np.multiply(h, factor, self.h)
         if self._alive < len(accepted):
-            np.maximum(self.h, self.idle, self.h)
+            np.maximum(self.h, self.idle, out=self.h)
         if self._settings.dtmax < np.inf:
             np.minimum(self.h, self._settings.dtmax, out=self.h)
         np.logical_not(accepted, self.rejected)

@@ -107,7 +107,7 @@ class Stages:
         _multiply(self._sum(-1, e), self._h, e)
         np.abs(u, scale)
         np.abs(self.new, scale_new)
-        np.maximum(scale, scale_new, scale)
+        np.maximum(scale, scale_new, out=scale)
         _multiply(scale, rtol, scale)
         _add(scale, atol, scale)
         np.divide(e, scale, e)
