@@ -31,9 +31,9 @@ from mpiad.transport.agreement import raise_together
 __all__ = ["EnsembleMPI", "Sharing", "over_ranks"]
 
 # What a turn of the working set costs besides its columns, in numbers (columns times components), as measured for small f:
-# 1,400 for states, and 1,600 with tangents, for which f is traced at each stage. A kernel's turn is that of its lanes,
+# 1,200 for states, and 1,500 with tangents, for which f is traced at each stage. A kernel's turn is that of its lanes,
 # however few are busy.
-_TURN, _TRACED_TURN, _LANES = 1400.0, 1600.0, 16.0
+_TURN, _TRACED_TURN, _LANES = 1200.0, 1500.0, 16.0
 # What a trajectory costs besides its steps, in steps, to enter the working set and to leave it; and a lane of a kernel,
 # which does that outside of its vector instructions: 8 to 14 serve alike, with tangents rather less.
 _ENTRY, _LANE_ENTRY = 2.0, 10.0
