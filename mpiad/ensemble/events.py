@@ -77,6 +77,8 @@ class Event:
         ------
         NotImplementedError
             Where it is traced by something around it.
+        TypeError
+            Where it is complex.
         ValueError
             Where it has another shape.
         """
@@ -94,12 +96,14 @@ class Event:
 
 
 def require_numbers(value: Any, shape: Shape) -> None:
-    """Raise where a condition didn't return one number for each column.
+    """Raise where a condition didn't return one real number for each column.
 
     Raises
     ------
     NotImplementedError
         Where it is traced by something around it.
+    TypeError
+        Where it is complex.
     ValueError
         Where it has another shape.
     """
@@ -111,6 +115,11 @@ def require_numbers(value: Any, shape: Shape) -> None:
         raise ValueError(
             f"Event: condition returned shape {np.shape(value)}, but one number for each column was expected: {shape}. "
             "It is called with columns as f is, u of shape (d, n); a norm or a sum must be taken along axis 0."
+        )
+    if np.iscomplexobj(value):
+        raise TypeError(
+            f"Event: condition returned {getattr(value, 'dtype', type(value).__name__)}, but an event is where a real "
+            "number changes its sign. Return the part that is meant: np.real, np.imag or np.abs of it."
         )
 
 

@@ -184,3 +184,9 @@ def test_real_states_with_complex_parameters():
         onp.testing.assert_allclose(found, expected, rtol=1e-7)
     with pytest.raises(TypeError, match="complex128 for u of float64"):
         solve(EnsembleProblem(ODEProblem(lambda u, p, t: [p[0] * u[0]], [1.0], (0.0, 1.0)), u0=u0, p=p))
+
+
+def test_a_complex_condition_is_refused():
+    for condition in (lambda u, p, t: u[0] - 0.5, lambda u, p, t: u[0] * np.conj(u[0]) - 0.5):
+        with pytest.raises(TypeError, match="condition returned complex128, but an event is where a real number"):
+            solve(ensemble(), events=Event(condition))
