@@ -21,8 +21,6 @@ from autograd.tracer import isbox
 
 from mpiad._typing import Array
 from mpiad.differentiation.concatenation import Concatenation
-from mpiad.differentiation.gradient import cotangents_of_variables
-from mpiad.differentiation.trace import Variables, trace_backwards, trace_forwards
 from mpiad.ensemble.adjoint import pull_run
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.compiled.carried import carried_tangents
@@ -30,6 +28,7 @@ from mpiad.ensemble.compiled.sweep import pull_compiled
 from mpiad.ensemble.continuous import pull_continuous
 from mpiad.ensemble.directions import FEW, contracted, directions_of, in_common, numbers, numbers_of
 from mpiad.ensemble.replay import replayed
+from mpiad.ensemble.replayed_products import replayed_jvp, replayed_vjp
 from mpiad.ensemble.run import NOWHERE, Run
 from mpiad.ensemble.seeds import Seeds
 from mpiad.ensemble.solution import EnsembleSolution, at_ends
@@ -127,7 +126,7 @@ def _solved_vjp(argnums: tuple[int, ...], ans: Array, args: tuple, kwargs: dict)
 
     def vjp(g: Array) -> list[Array]:
         if not plain or isbox(g):
-            return _replayed_vjp(results, argnums, args, g)
+            return replayed_vjp(results.replayed, argnums, args, g)
         places = [k - _LEAVES for k in argnums if k >= _LEAVES]
         timed = _START in argnums or _END in argnums
         if _by_tangent(results, timed, argnums, places):
@@ -185,7 +184,7 @@ def _replayed_tangent_vjp(results: _Results, argnums: tuple[int, ...], args: tup
         for index, unit in numbers(args[k], varies):
             direction = np.zeros_like(args[k])
             direction[index] = unit
-            saved, end, times, crossed = results.parts(_replayed_jvp(results, (k,), args, [direction]))
+            saved, end, times, crossed = results.parts(replayed_jvp(results.replayed, (k,), args, [direction]))
             part = in_common(seeds, end.T, saved, times, (results.run.crossings.ids, crossed))
             part = part if unit == 1.0 else -1j * part
             total[index] += part if varies else part.sum()
@@ -193,37 +192,17 @@ def _replayed_tangent_vjp(results: _Results, argnums: tuple[int, ...], args: tup
     return found
 
 
-def _replayed_jvp(results: _Results, argnums: tuple[int, ...], args: tuple, gs: Sequence[Any]) -> Array:
-    variables = Variables([args[k] for k in argnums], list(range(len(argnums))), list)
-    fun = lambda chosen: results.replayed(_filled(args, argnums, chosen))  # noqa: E731
-    return trace_forwards(fun, variables, [conform(g, *spec_like(args[k])) for k, g in zip(argnums, gs)], "solve")[1]
-
-
-def _replayed_vjp(results: _Results, argnums: tuple[int, ...], args: tuple, g: Array) -> list[Array]:
-    variables = Variables([args[k] for k in argnums], list(range(len(argnums))), list)
-    traced = trace_backwards(lambda chosen: results.replayed(_filled(args, argnums, chosen)), variables)
-    seeds = [(place, conform(g, *spec_like(value))) for place, value in zip(traced.places, traced.values) if place >= 0]
-    return cotangents_of_variables(traced, seeds, variables)
-
-
 def _solved_jvp(argnums: tuple[int, ...], gs: Sequence[Any], ans: Array, args: tuple, kwargs: dict) -> Array:
     results = kwargs["results"]
     run = results.run
     timed = _START in argnums or _END in argnums
     if timed or run.settings.events or any(map(isbox, (*args, *gs))):
-        return _replayed_jvp(results, argnums, args, gs)
+        return replayed_jvp(results.replayed, argnums, args, gs)
     tangents = dict(zip(argnums, gs))
     leaves = {k - _LEAVES: [conform(g, *spec_like(args[k]))] for k, g in tangents.items() if k >= _LEAVES}
     u0 = conform(tangents[_U0], *spec_like(args[_U0])) if _U0 in tangents else np.zeros_like(args[_U0])
     end, saved = push_run(run, Directions(u0[None], leaves))
     return results.together([saved[0], end[0].T])
-
-
-def _filled(args: tuple, argnums: tuple[int, ...], chosen: Sequence[Any]) -> list[Any]:
-    filled = list(args)
-    for k, value in zip(argnums, chosen):
-        filled[k] = value
-    return filled
 
 
 defvjp_argnums(_solved, _solved_vjp)

@@ -14,8 +14,6 @@ from autograd.tracer import getval, isbox
 from mpiad._typing import Array
 from mpiad.device import to_host
 from mpiad.differentiation.concatenation import Concatenation
-from mpiad.differentiation.gradient import cotangents_of_variables
-from mpiad.differentiation.trace import Variables, trace_backwards, trace_forwards
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.directions import numbers
 from mpiad.ensemble.happened import traced_events
@@ -25,6 +23,7 @@ from mpiad.ensemble.on_device.directions import contracted
 from mpiad.ensemble.on_device.record import Record
 from mpiad.ensemble.on_device.replay import replayed
 from mpiad.ensemble.on_device.tangents import kept
+from mpiad.ensemble.replayed_products import replayed_jvp, replayed_vjp
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.solution import EnsembleSolution
 from mpiad.ensemble.tangents import Directions
@@ -123,7 +122,9 @@ def _adjoint(argnums: tuple[int, ...], ans: Array, args: tuple, kwargs: dict) ->
     def vjp(g: Array) -> list[Array]:
         continuous, by_tangent = results.ways.adjoint == "continuous", results.ways.gradient == "tangent"
         if not plain or isbox(g) or (timed and not (continuous or by_tangent)):
-            return _replayed_adjoint(results, argnums, args, g)
+            # Of what wasn't reached the states are NaN, and so may their cotangents be.
+            g = anp.where(anp.isnan(getval(g)), 0.0, g)
+            return replayed_vjp(results.replayed, argnums, args, g)
         g = conform(g, *spec_like(ans))
         if by_tangent and (timed or results.record.events is not None):
             return _replayed_tangents(results, argnums, args, g)
@@ -148,36 +149,11 @@ def _tangent(argnums: tuple[int, ...], gs: Sequence[Any], ans: Array, args: tupl
     results = kwargs["results"]
     record, timed = results.record, _START in argnums or _END in argnums
     if timed or record.events is not None or any(map(isbox, (*args, *gs))):
-        return _replayed_tangent(results, argnums, gs, args)
+        return replayed_jvp(results.replayed, argnums, args, gs)
     along = {k: conform(g, *spec_like(args[k])) for k, g in zip(argnums, gs)}
     u0 = along.pop(_U0) if _U0 in along else np.zeros_like(args[_U0])
     saved, end = kept(record, Directions(u0[None], {k - _LEAVES: [g] for k, g in along.items()}))
     return results.layout.vector([results.layout.specs[0].zeros() if saved is None else saved[0], end[0]])
-
-
-def _replayed(results: _Results, argnums: tuple[int, ...], args: tuple) -> tuple[Callable, Variables]:
-    """Return the results as a function of some arguments, which traces see, and these arguments."""
-    def chosen(values: Sequence[Any]) -> Array:
-        filled = list(args)
-        for k, value in zip(argnums, values):
-            filled[k] = value
-        return results.replayed(filled)
-
-    return chosen, Variables([args[k] for k in argnums], list(range(len(argnums))), list)
-
-
-def _replayed_adjoint(results: _Results, argnums: tuple[int, ...], args: tuple, g: Array) -> list[Array]:
-    fun, variables = _replayed(results, argnums, args)
-    traced = trace_backwards(fun, variables)
-    # Of what wasn't reached the states are NaN, and so may their cotangents be.
-    g = anp.where(anp.isnan(getval(g)), 0.0, g)
-    seeds = [(place, conform(g, *spec_like(value))) for place, value in zip(traced.places, traced.values) if place >= 0]
-    return cotangents_of_variables(traced, seeds, variables)
-
-
-def _replayed_tangent(results: _Results, argnums: tuple[int, ...], gs: Sequence[Any], args: tuple) -> Array:
-    fun, variables = _replayed(results, argnums, args)
-    return trace_forwards(fun, variables, [conform(g, *spec_like(args[k])) for k, g in zip(argnums, gs)], "solve")[1]
 
 
 def _replayed_tangents(results: _Results, argnums: tuple[int, ...], args: tuple, g: Array) -> list[Array]:
@@ -190,7 +166,7 @@ def _replayed_tangents(results: _Results, argnums: tuple[int, ...], args: tuple,
         for index, unit in numbers(args[k], varies):
             direction = np.zeros_like(args[k])
             direction[index] = unit
-            part = _in_common(results, bars, results.parts(_replayed_tangent(results, (k,), [direction], args)))
+            part = _in_common(results, bars, results.parts(replayed_jvp(results.replayed, (k,), args, [direction])))
             part = part if unit == 1.0 else -1j * part
             part = part if varies else np.sum(part)
             total[index] += part if is_device_array(args[k]) else arrays_of(part).to_host(part)  # type: ignore[union-attr]
