@@ -57,6 +57,7 @@ class _Forward(Telling, Entering):
             "            rows, before"
             + (",\n            end_part, crossings):" if form.events else "):"),
             "    # Fields of b: " + ", ".join(self.fields),
+            "    aligned_stack()",
             "    n_saved = times.shape[1]",
             "    by_row = times.shape[0] > 1",
             "    waiting = state[0]",

@@ -13,7 +13,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-__all__ = ["bits_of", "claimed", "fetched", "fma", "number_of", "where"]
+__all__ = ["aligned_stack", "bits_of", "claimed", "fetched", "fma", "number_of", "where"]
 
 # Without the instruction, `fma` would be a slow call of a library.
 _FUSES = bool(llvm.get_host_cpu_features().get("fma", False)) or not llvm.get_default_triple().startswith("x86_64")
@@ -66,6 +66,21 @@ def number_of(typing: Any, i: Any) -> Any:
         return builder.bitcast(arguments[0], ir.DoubleType())
 
     return types.float64(types.int64), made
+
+
+@intrinsic
+def aligned_stack(typing: Any) -> Any:
+    """Begin the memory in which a function keeps what it has no registers for with a cache line, however it is called."""
+    # The system promises 16 bytes only, a third of what a vector needs; the compiler counts on no more unless it is told so
+    # before it chooses registers. From other places each other vector lies in two lines: up to 1.3 times as slow.
+
+    def made(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        attributes = builder.function.attributes
+        attributes.alignstack = 64
+        attributes.add("noinline")  # nobody would, but llvmlite writes down no alignment that stands alone
+        return context.get_dummy_value()
+
+    return types.void(), made
 
 
 @intrinsic

@@ -21,7 +21,7 @@ _HEAD = """import math
 import numba
 import numpy as np
 
-from mpiad.ensemble.compiled.intrinsics import bits_of, claimed, fetched, fma, number_of, where
+from mpiad.ensemble.compiled.intrinsics import aligned_stack, bits_of, claimed, fetched, fma, number_of, where
 """
 _MOST_TEXTS = 32
 _INLINED = '@numba.njit(error_model="numpy", forceinline=True)\n'

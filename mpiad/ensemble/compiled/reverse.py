@@ -65,6 +65,7 @@ class _Reverse:
             "def reverse(b, exact, ids, row, step, place, first, stop, p, s, times, rows, before_rows, last, naccept,",
             "            t_reached, alive, end_bar, saved_bar, save_step, u0_bar, p_bar, s_bar, start_bar, stop_bar):",
             "    # Fields of b: " + ", ".join(self.fields),
+            "    aligned_stack()",
             "    n_saved = save_step.shape[1]",
             "    by_row = times.shape[0] > 1",
             "    waiting = stop - 1",

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import threading
 
+import autograd.numpy as anp
 import launch
 import numpy as np
 import pytest
+from autograd import grad
 
+from mpiad.ensemble import EnsembleProblem, ODEProblem, solve
 from mpiad.ensemble.compiled import cache
 from mpiad.ensemble.compiled.machine_code import Argument, Code, arguments_of, function_of
 
@@ -196,3 +200,39 @@ def run(count, taken, most):
     for thread in threads:
         thread.join(60)
     assert (taken == 1).all() and count[0] == 1_000_002 + 3 * 3  # the last that each thread claims is beyond
+
+
+def test_what_has_no_register_begins_with_a_line_of_the_cache():
+    # Callers leave the stack at any multiple of 16 bytes, another one in each process: in half of them a kernel that keeps
+    # vectors there took up to 1.3 times as long.
+    text = """
+import numba
+from mpiad.ensemble.compiled.intrinsics import aligned_stack
+
+@numba.njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+def run(x):
+    aligned_stack()
+    x[0] += 1.0
+"""
+    names = {"__name__": "aligned"}
+    exec(text, names)
+    names["run"].compile("void(float64[::1])")
+    (code,) = names["run"].inspect_llvm().values()
+    (group,) = re.findall(r"^define .* (#\d+) {$", code, re.MULTILINE)
+    assert re.search(rf"^attributes {group} = .*alignstack=64", code, re.MULTILINE)
+
+
+def test_kernels_ask_for_it():
+    def oscillator(u, p, t):
+        return p[0] * u[1], -p[0] * u[0]
+
+    def end(p):
+        one = ODEProblem(oscillator, np.array([1.0, 0.0]), (0.0, 0.1), np.ones(1))
+        solutions.append(solve(EnsembleProblem(one, p=p), gradient="adjoint", compile=True))
+        return anp.sum(solutions[-1].u_end ** 2)
+
+    solutions = []
+    grad(end)(np.ones((16, 1)))
+    source = solutions[-1].problem.kernel_source
+    for name in ("forward", "reverse"):
+        assert re.search(rf"def {name}\([^)]*\):\n.*\n    aligned_stack\(\)\n", source(name))
