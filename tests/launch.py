@@ -31,6 +31,7 @@ from pathlib import Path
 STARTUP = Path(__file__).parent / "startup"
 CURRENT_TEST = "current-test"  # in a job's folder while pytest runs, and what has failed by then
 FAILURES = "failures"  # of several processes, each with its name behind it
+KERNELS = "MPIAD_LAUNCH_KERNELS"  # a folder that all jobs of one launch have in common
 EXPIRED = 124  # as coreutils' timeout returns
 RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
 RUNNER_FRAME = re.compile(r'^  File ".*/site-packages/(_pytest|pytest|pluggy)/|^  File "<frozen runpy>"')
@@ -216,12 +217,13 @@ def main() -> int:
     parser.add_argument("arguments", nargs="+", help="arguments of the interpreter, after --")
     options = parser.parse_args()
     ends = []
-    for ranks in options.ranks:
-        if len(options.ranks) > 1:
-            print(f"\n==== {ranks} rank{'s' * (ranks > 1)} ====", flush=True)
-        outcome = run(ranks, options.arguments, limit=options.limit)
-        print(outcome.reports, end="", file=sys.stderr, flush=True)
-        ends.append((ranks, outcome))
+    with tempfile.TemporaryDirectory(prefix="mpiad-kernels-") as kernels:
+        for ranks in options.ranks:
+            if len(options.ranks) > 1:
+                print(f"\n==== {ranks} rank{'s' * (ranks > 1)} ====", flush=True)
+            outcome = run(ranks, options.arguments, limit=options.limit, env={KERNELS: kernels})
+            print(outcome.reports, end="", file=sys.stderr, flush=True)
+            ends.append((ranks, outcome))
     if len(ends) > 1:
         print("\n==== all ====")
         for ranks, outcome in ends:

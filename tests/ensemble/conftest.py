@@ -10,8 +10,10 @@ takes a second or more to compile, so tests of different modules share right-han
 from __future__ import annotations
 
 import dataclasses
+import os
 from functools import partial
 
+import launch
 import pytest
 from device_double import on_device
 from mpi4py import MPI
@@ -25,6 +27,9 @@ WORLD = MPI.COMM_WORLD
 @pytest.fixture(scope="session", autouse=True)
 def _kernels_kept(tmp_path_factory):
     """Keep kernels for the session, in one folder for all ranks: one compiles, the others wait for it."""
+    if launch.KERNELS in os.environ:
+        yield  # in the launch's folder, see the conftest of all tests
+        return
     with pytest.MonkeyPatch.context() as patch:
         folder = WORLD.bcast(str(tmp_path_factory.mktemp("kernels")) if WORLD.rank == 0 else None)
         patch.setenv("MPIAD_CACHE", folder)
