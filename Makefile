@@ -28,8 +28,8 @@ endif
 VENV := .venv$(if $(filter-out auto,$(MPI)),-$(MPI))
 BIN := $(VENV)/bin
 LAUNCH := $(BIN)/python tests/launch.py
-# -n auto: on one rank, the files divided among the cores (tests/conftest.py).
-PYTEST = -m pytest --with-mpi -p no:cacheprovider -n auto --dist loadfile $(PYTEST_FLAGS)
+# -n auto: on one rank, the files divided among the cores, in their order (tests/conftest.py).
+PYTEST = -m pytest --with-mpi -p no:cacheprovider -n auto --dist loadfile --no-loadscope-reorder $(PYTEST_FLAGS)
 ALL_RANKS := 1 2 3 4 5
 
 .DEFAULT_GOAL := help

@@ -67,8 +67,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Let `-n auto` divide the one-rank run among the cores; more ranks are at work on all cores already."""
-    return min(len(os.sched_getaffinity(0)), 4) if WORLD.size == 1 else 0
+    """Let `-n auto` divide the one-rank run among the cores; more ranks are at work on all cores already.
+
+    One process more than cores: tests that start programs mostly wait, for starts, deadlines and ends.
+    """
+    return min(len(os.sched_getaffinity(0)) + 1, 4) if WORLD.size == 1 else 0
 
 
 def pytest_report_header() -> str:
@@ -78,6 +81,9 @@ def pytest_report_header() -> str:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if WORLD.size == 1:
+        # Files of long programs first, so that none is left alone at the end, when the other processes have nothing to do.
+        long = {item.path for item in items if item.get_closest_marker("launches")}
+        items.sort(key=lambda item: item.path not in long)
         return
     # What starts programs of its own, and what doesn't communicate, would only be done again by each rank.
     alone = {item for item in items if item.get_closest_marker("launches") or item.get_closest_marker("serial")}
