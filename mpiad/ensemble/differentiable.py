@@ -101,8 +101,9 @@ class _Results:
     def seeds(self, vector: Array) -> Seeds:
         """Return a plain cotangent of the vector as that of the results."""
         saved, end, times, crossed = self.parts(vector)
-        # What wasn't reached is NaN, and so may be its cotangent.
-        saved = np.where((self.run.save_step == NOWHERE)[..., None], 0, saved)
+        if saved.size:
+            # What wasn't reached is NaN, and so may be its cotangent.
+            saved = np.where((self.run.save_step == NOWHERE)[..., None], 0, saved)
         return Seeds(
             end.T, saved if saved.any() else None, times if times.size else None, crossed if crossed.any() else None
         )

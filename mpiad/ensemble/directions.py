@@ -72,30 +72,32 @@ def directions_of(run: Run, by_u0: bool, places: Sequence[int]) -> Directions:
 
 def contracted(
     run: Run, by_u0: bool, places: Sequence[int], seeds: Seeds, tangents: Callable
-) -> tuple[Array, dict[int, Array]]:
-    """Return the cotangents of the initial states and of the leaves: what the tangents have in common with the seeds.
+) -> tuple[Array | None, dict[int, Array]]:
+    """Return the cotangents of the initial states, where `by_u0`, and of the leaves, from tangents and seeds.
 
     `tangents(saving)` returns those of final and, with `saving`, of saved states along the numbers of `directions_of`.
     """
     batch, parts = run.batch, _parts(run, by_u0, places)
     end, saved = tangents(seeds.saved is not None)
-    u0 = np.zeros_like(batch.u0)
-    leaves = {place: np.zeros_like(batch.p.leaves[place]) for place in places}
-    seeds = seeds._replace(end=np.where(run.live, seeds.end, 0))
+    # Each number has a direction, so nothing of these stays as it is.
+    u0 = np.empty_like(batch.u0) if by_u0 else None
+    leaves = {place: np.empty_like(batch.p.leaves[place]) for place in places}
+    if not run.live.all():
+        seeds = seeds._replace(end=np.where(run.live, seeds.end, 0))
     for j, (place, index, unit) in enumerate(parts):
         part = in_common(seeds, end[j], None if saved is None else saved[j])
-        # Of a real function of a + ib the derivative is ∂/∂a - i ∂/∂b: see autograd's convention.
-        part = part if unit == 1.0 else -1j * part
-        if place is None:
-            u0[index] += part
-        elif batch.p.varies[place]:
-            leaves[place][index] += part
+        into: Any = u0 if place is None else leaves[place]
+        if place is not None and not batch.p.varies[place]:
+            part = part.sum()
+        if unit == 1.0:
+            into[index] = part
         else:
-            leaves[place][index] += part.sum()
+            # Of a real function of a + ib the derivative is ∂/∂a - i ∂/∂b: see autograd's convention.
+            into[index] -= 1j * part
     return u0, leaves
 
 
-def in_common(seeds: Seeds, end: Array, saved: Array | None, times: Any = None, crossed: Any = None) -> Array:
+def in_common(seeds: Seeds, end: Array, saved: Any, times: Any = None, crossed: Any = None) -> Array:
     """Return for each trajectory what the cotangents of its results and their tangents have in common, shape (N,).
 
     Parameters
@@ -106,9 +108,9 @@ def in_common(seeds: Seeds, end: Array, saved: Array | None, times: Any = None, 
     crossed : (array of int, array), of shape (m,)
         The trajectories of events on the way, and the tangents of their times, where there are cotangents of them.
     """
-    part = _sum_of_rows((seeds.end * end).real)
+    part = _sum_of_products(seeds.end, end)
     if seeds.saved is not None:
-        part = part + _sum_of_rows((seeds.saved * saved).real.reshape(len(part), -1).T)
+        part = part + _sum_of_products(*(x.reshape(len(part), -1).T for x in (seeds.saved, saved)))
     if seeds.reached is not None:
         part = part + seeds.reached * times
     if seeds.crossed is not None:
@@ -116,9 +118,12 @@ def in_common(seeds: Seeds, end: Array, saved: Array | None, times: Any = None, 
     return part
 
 
-def _sum_of_rows(rows: Array) -> Array:
-    """Return the sum over the first axis, row after row: a column's sum doesn't depend on those beside it."""
-    total = rows[0].copy()
-    for row in rows[1:]:
-        total += row
+def _sum_of_products(a: Array, b: Array) -> Array:
+    """Return the real part of the products' sum over the first axis, row after row.
+
+    So a column's sum doesn't depend on those beside it, and no array is larger than a row, which stays in the cache.
+    """
+    total = np.zeros(a.shape[1], a.real.dtype)
+    for x, y in zip(a, b):
+        total += (x * y).real
     return total

@@ -35,8 +35,9 @@ __all__ = ["EnsembleMPI", "Sharing", "over_ranks"]
 # however few are busy.
 _TURN, _TRACED_TURN, _LANES = 1200.0, 1500.0, 16.0
 # What a trajectory costs besides its steps, in steps, to enter the working set and to leave it; and a lane of a kernel,
-# which does that outside of its vector instructions: 8 to 14 serve alike, with tangents rather less.
-_ENTRY, _LANE_ENTRY = 2.0, 10.0
+# which does that outside of its vector instructions. For f of few operations 7 to 12 are best, with tangents, of which a
+# step costs more, 5 to 10.
+_ENTRY, _LANE_ENTRY, _TRACED_LANE_ENTRY = 2.0, 9.0, 7.0
 
 
 class EnsembleMPI(EnsembleAlgorithm):
@@ -99,7 +100,8 @@ class EnsembleMPI(EnsembleAlgorithm):
             Whether kernels took them, and whether derivatives were wanted.
         """
         before = self._entry, self._turn, self._tries
-        self._tries, self._entry = tries, _LANE_ENTRY if compiled else _ENTRY
+        lane = _TRACED_LANE_ENTRY if traced else _LANE_ENTRY
+        self._tries, self._entry = tries, lane if compiled else _ENTRY
         self._turn = _LANES if compiled else (_TRACED_TURN if traced else _TURN) / max(1, components)
         if before[:2] != (self._entry, self._turn) or not np.array_equal(before[2], tries):
             self._bounds = None

@@ -66,16 +66,24 @@ class Run:
 
     Attributes
     ----------
-    live, terminated : array of bool, shape (N,)
-        Which trajectories didn't fail; which of them an event ended.
+    live : array of bool, shape (N,)
+        Which trajectories didn't fail.
     """
 
     def __init__(self, batch: Batch, settings: Settings, outcome: Outcome):
         self.batch, self.settings, self.outcome = batch, settings, outcome
         self.tableau, self.field = settings.alg.tableau, Field(batch)
         self.live = ~outcome.failed
-        self.terminated = outcome.codes == ReturnCode.Terminated.code
-        self.counts = np.where(self.live, outcome.naccept, 0)
+
+    @cached_property
+    def terminated(self) -> Array:
+        """Which trajectories an event ended, array of bool, shape (N,)."""
+        return self.outcome.codes == ReturnCode.Terminated.code
+
+    @cached_property
+    def counts(self) -> Array:
+        """Steps to differentiate, array of int, shape (N,)."""
+        return np.where(self.live, self.outcome.naccept, 0)
 
     @cached_property
     def shares(self) -> list[tuple[int, Steps]]:

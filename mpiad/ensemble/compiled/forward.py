@@ -60,6 +60,8 @@ class _Forward(Telling, Entering):
             "    aligned_stack()",
             "    n_saved = times.shape[1]",
             "    by_row = times.shape[0] > 1",
+            "    one_span = start.shape[0] == 1",
+            "    one_start = u0.shape[1] == 1",
             "    waiting = state[0]",
             "    vacant = state[1]",
             "    row = state[2]",

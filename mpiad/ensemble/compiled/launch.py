@@ -102,7 +102,10 @@ class _Launch:
         self._dsaved = np.zeros((m if form.inside else 0, count, n_saved, d), real)
         save_step = outcome.save_step
         atol = argument(np.ravel(settings.atol), real)
-        inputs = (argument(row_parts(batch.u0), real), solver.p, solver.s, argument(batch.start), argument(batch.end))
+        # What all have in common isn't copied for each.
+        u0 = batch.u0[:, :1] if batch.u0.strides[1] == 0 else batch.u0
+        start, end = (x[:1] if batch.one_span else x for x in (batch.start, batch.end))
+        inputs = (argument(row_parts(u0), real), solver.p, solver.s, argument(start), argument(end))
         dt = -1.0 if settings.dt is None else float(settings.dt)
         rest = (settings.rtol, atol, dt, float(settings.dtmax), float(settings.max_steps))
         self._given = (*inputs, solver.times, *rest)

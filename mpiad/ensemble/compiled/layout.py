@@ -16,6 +16,7 @@ from mpiad._typing import Array, Shape
 from mpiad.differentiation.trees import is_variable
 from mpiad.ensemble.batch import Parameters
 from mpiad.ensemble.compiled.parts import is_complex, parts, row_parts
+from mpiad.ensemble.compiled.signatures import argument
 
 __all__ = ["Layout", "Part", "layout_of"]
 
@@ -93,10 +94,7 @@ class Layout(NamedTuple):
         """
         own = [row_parts(np.reshape(leaves[p.place], (-1, count))) for p in self.parts if p.varies and len(p.scalars)]
         common = [parts(np.ravel(leaves[p.place])) for p in self.parts if not p.varies]
-        return (
-            np.ascontiguousarray(np.concatenate(own) if own else np.empty((0, count)), dtype),
-            np.ascontiguousarray(np.concatenate(common) if common else np.empty(0), dtype),
-        )
+        return _together(own or [np.empty((0, count))], dtype), _together(common or [np.empty(0)], dtype)
 
     def joined(self, varying: Array, shared: Array) -> dict[int, Array]:
         """Return, by the places of leaves, arrays of their shapes from rows in the order of `split`.
@@ -115,6 +113,11 @@ class Layout(NamedTuple):
             shape = (*part.shape, varying.shape[1]) if part.varies else part.shape
             made[part.place] = np.reshape(taken, shape)
         return made
+
+
+def _together(arrays: list[Array], dtype: Any) -> Array:
+    # A single one is taken as it is: the batch has it for itself.
+    return argument(arrays[0] if len(arrays) == 1 else np.concatenate(arrays), dtype)
 
 
 def layout_of(p: Parameters) -> Layout:
