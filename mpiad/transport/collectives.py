@@ -8,7 +8,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpiad._typing import Array, Op
-from mpiad.transport import in_pieces
+from mpiad.transport import in_pieces, pairs
 from mpiad.transport.agreement import raise_first
 from mpiad.transport.buffers import Spec, contiguous, copied, outgoing
 from mpiad.transport.channels import Channel
@@ -30,6 +30,8 @@ def allreduce(channel: Channel, x: Array, op: Op, call: str) -> Array:
     array = outgoing(x, call)
     if divides(array.nbytes):
         return in_pieces.allreduce(channel, array, op)
+    if pairs.are_two(channel, array, op):
+        return pairs.allreduce(channel.data, array)
     if type(array) is np.ndarray:
         out = np.empty(array.shape, array.dtype)
         channel.data.Allreduce(array, out, op)
@@ -164,7 +166,9 @@ def gather(channel: Channel, x: Array, root: int | None, axis: int | None, lengt
         return _back(in_pieces.gather(channel, array, root, counts, whole), axis)
     way = way_of(whole.arrays)
     room = way.room(whole.shape, whole.dtype)
-    if root is None:
+    if root is None and pairs.are_two(channel, whole):
+        pairs.allgather(channel.data, array, room, counts)
+    elif root is None:
         channel.data.Allgatherv(way.lent(array), [way.buffer(room), counts])
     else:
         channel.data.Gatherv(way.lent(array), [way.buffer(room), counts] if mine else None, root)
@@ -197,6 +201,9 @@ def reduce_scatter(channel: Channel, x: Array, axis: int | None, lengths: list[i
         return _back(in_pieces.reduce_scatter(channel, array, counts, block), axis)
     way = way_of(block.arrays)
     room = way.room(block.shape, block.dtype)
+    if pairs.are_two(channel, array):
+        pairs.reduce_scatter(channel.data, array, room, counts)
+        return _back(room, axis)
     channel.data.Reduce_scatter(way.lent(array), way.buffer(room), counts, MPI.SUM)
     return _back(way.home(room), axis)
 
