@@ -19,7 +19,7 @@ from mpiad._typing import Function
 from mpiad.primitives.cotangents import conform, spec_like, tangent_of
 from mpiad.primitives.foreign import checked_adjoint
 from mpiad.primitives.noting import noted_methods
-from mpiad.primitives.operation import Tape, current, differentiable, refuse_suspended, suspended
+from mpiad.primitives.operation import Tape, communications, current, differentiable, refuse_suspended, suspended
 from mpiad.transport import calls
 from mpiad.transport.device_arrays import arrays_of, is_device_array
 
@@ -44,6 +44,7 @@ class Communicating:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Apply the operator, recorded on the current tape and on those around it."""
+        next(communications)
         return _apply(self, current.tape, args, kwargs)
 
     def __repr__(self) -> str:

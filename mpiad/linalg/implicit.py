@@ -23,6 +23,7 @@ from mpiad.linalg.bicgstab import bicgstab
 from mpiad.linalg.conjugate_gradients import conjugate_gradients
 from mpiad.linalg.gmres import gmres
 from mpiad.linalg.iteration import Method, iterate
+from mpiad.linalg.mishaps import Mishaps
 from mpiad.linalg.settings import Settings
 from mpiad.linalg.system import System
 from mpiad.linalg.transposition import taking, transposed_function, transposed_preconditioner
@@ -31,7 +32,7 @@ from mpiad.primitives import mpi_allreduce, stop
 from mpiad.primitives.cotangents import spec_like, tangent_of
 from mpiad.primitives.operation import suspended
 
-__all__ = ["METHODS", "Problem", "direction_of", "require_transpose", "solution", "solution_of_adjoint"]
+__all__ = ["METHODS", "Problem", "direction_of", "pulled_back", "solution", "solution_of_adjoint"]
 
 METHODS: dict[str, Method] = {"cg": conjugate_gradients, "gmres": gmres, "bicgstab": bicgstab}
 
@@ -53,6 +54,10 @@ class Problem(NamedTuple):
         Whether the system is that of the transposed operator.
     solver : callable or None
         ``solver(params, transposed)`` makes the method, where it isn't one of this library's.
+    mishaps : Mishaps or None
+        What has gone wrong on this rank before the solve, in the call that it is a part of.
+    talkers : set of str or None
+        As `Mishaps` takes it, for this problem and those of its derivatives.
     """
 
     matvec: Function
@@ -63,24 +68,27 @@ class Problem(NamedTuple):
     preconditioner_transpose: Any = None
     transposed: bool = False
     solver: Callable[..., Method] | None = None
+    mishaps: Mishaps | None = None
+    talkers: set[str] | None = None
 
-    def with_tolerance(self, rtol: float) -> Problem:
-        """Return the problem to another tolerance, believed without a look at the true residual."""
+    def step(self, rtol: float, mishaps: Mishaps) -> Problem:
+        """Return the problem of a step of Newton's: to another tolerance, without a look at the true residual."""
         # Newton steps look at the nonlinear residual anyway; an exact linear one wouldn't be worth its product.
-        return self._replace(settings=self.settings._replace(rtol=rtol, verify=False))
+        return self._replace(settings=self.settings._replace(rtol=rtol, verify=False), mishaps=mishaps)
 
-    def derived(self) -> Problem:
+    def derived(self, mishaps: Mishaps) -> Problem:
         """Return the problem of a tangent: the same operator, started from zero."""
-        return self._replace(start=None, settings=self.settings._replace(callback=None, probe=False))
+        settings = self.settings._replace(callback=None, reported=False, probe=False)
+        return self._replace(start=None, settings=settings, mishaps=mishaps)
 
     @property
     def hermitian(self) -> bool:
         """Whether the method is for operators that are their own (conjugate) transpose."""
         return self.settings.method == "cg"
 
-    def adjoint(self) -> Problem:
+    def adjoint(self, mishaps: Mishaps) -> Problem:
         """Return the problem of an adjoint."""
-        derived = self.derived()
+        derived = self.derived(mishaps)
         return derived if self.hermitian else derived._replace(transposed=not self.transposed)
 
     def product(self, all_leaves: Any) -> LocalArray:
@@ -108,15 +116,22 @@ class Problem(NamedTuple):
 
     def system(self, leaves: Any, b: LocalArray) -> System:
         """Return the system on plain blocks."""
-        params = tuple(self.build(leaves))
+        params, mishaps = tuple(self.build(leaves)), self.mishaps or self.no_mishaps()
         apply, precondition = (lambda u: self.matvec(u, *params)), None
         if self.transposed:
-            apply = self.transposed_matvec(params, b)
+            # Traced here and not in the first product: what it raises is known before any runs backwards.
+            apply = mishaps.attempt("matvec", lambda like: self.transposed_matvec(params, like), b, again=lambda: b)
         if self.preconditioner is not None and self.transposed:
-            precondition = transposed_preconditioner(self.preconditioner, self.preconditioner_transpose, params, b)
+            precondition = mishaps.attempt(
+                "transpose", transposed_preconditioner, self.preconditioner, self.preconditioner_transpose, params, b
+            )
         elif self.preconditioner is not None:
             precondition = taking(self.preconditioner, params)
-        return System(apply, precondition, b, self.settings)
+        return System(apply, precondition, b, self.settings, mishaps=mishaps)
+
+    def no_mishaps(self) -> Mishaps:
+        """Return what is to keep the mistakes of this rank in one call."""
+        return Mishaps(self.settings.comm, self.settings.call, self.talkers)
 
 
 @communicating
@@ -148,41 +163,74 @@ def solution(b: LocalArray, *leaves: Any, problem: Problem) -> LocalArray:
     -------
     One solve with the transposed operator, which for conjugate gradients is the operator itself, conjugated.
     """
-    return iterate(problem.method(leaves), problem.system(leaves, b), b, problem.start)
+    system = problem.system(leaves, b)
+    found = iterate(problem.method(leaves), system, b, problem.start)
+    system.settle()
+    return found
 
 
 def _adjoint(ans: LocalArray, b: LocalArray, *leaves: Any, problem: Problem) -> Callable:
     """Return the transpose of the solution's derivative."""
 
     def vjp(g: LocalArray) -> list:
-        multiplier = solution_of_adjoint(g, leaves, problem)
+        mishaps = problem.no_mishaps()
+
+        def pull_at(u: LocalArray) -> Any:
+            zero = spec_like(stop(u)).zeros()
+            return mishaps.attempt("matvec", lambda u: make_vjp(problem.product)([u, *leaves])[0], u, again=lambda: zero)
+
         # λᵀ A u is the same number from both sides: the user's operator is differentiated in either case.
-        left, right = (multiplier, ans) if not problem.transposed else (ans, multiplier)
-        pull, _ = make_vjp(problem.product)([right, *leaves])
-        transposed, *of_leaves = pull(left)
-        if problem.hermitian:
-            require_transpose(stop(transposed), stop(g), problem.settings)
+        if not problem.transposed:
+            # Before the solve, whose first sum tells the others what the operator has raised.
+            pull = pull_at(ans)
+            left = multiplier = solution_of_adjoint(g, leaves, problem, mishaps)
+        else:
+            left, multiplier = ans, solution_of_adjoint(g, leaves, problem, mishaps)
+            pull = pull_at(multiplier)
+            mishaps.raise_together()
+        of_leaves = pulled_back(pull, left, g, problem, mishaps)
         return [multiplier, *[None if part is None else -part for part in of_leaves]]
 
     return vjp
 
 
-def solution_of_adjoint(g: LocalArray, leaves: Any, problem: Problem) -> LocalArray:
+def pulled_back(pull: Function, left: LocalArray, g: LocalArray, problem: Problem, mishaps: Mishaps) -> list:
+    """Return the cotangents of all but the first of what a function of the user's was traced by.
+
+    Raises
+    ------
+    ValueError
+        On all ranks, where the first isn't `g`, though the operator was taken for its own transpose.
+    Exception
+        On all ranks, what an adjoint of the user's raises on one.
+    """
+    found = mishaps.attempt("adjoint", pull, left) or [None]
+    if problem.hermitian:
+        require_transpose(stop(found[0]), stop(g), problem.settings, mishaps)
+    else:
+        mishaps.raise_together()  # no sum follows that could tell the others
+    return list(found[1:])
+
+
+def solution_of_adjoint(g: LocalArray, leaves: Any, problem: Problem, mishaps: Mishaps) -> LocalArray:
     """Return λ with Aᵀ λ = g, of the operator of a problem; collective, and itself differentiable."""
     # Aᵀ is the conjugate of a Hermitian A: Aᵀ λ = g where A λ* = g*.
     if problem.hermitian and g.dtype.kind == "c":
-        return anp.conj(solution(anp.conj(g), *leaves, problem=problem.adjoint()))
-    return solution(g, *leaves, problem=problem.adjoint())
+        return anp.conj(solution(anp.conj(g), *leaves, problem=problem.adjoint(mishaps)))
+    return solution(g, *leaves, problem=problem.adjoint(mishaps))
 
 
 def _tangent(gs: list, ans: LocalArray, b: LocalArray, *leaves: Any, problem: Problem) -> LocalArray:
     """Return the derivative of the solution along tangents of b and of the leaves."""
-    residual = tangent_of(b, gs[0])
+    residual, mishaps = tangent_of(b, gs[0]), problem.no_mishaps()
     if leaves:
-        push = make_jvp(problem.own_product)([ans, *leaves])
-        along = [direction_of(leaf, g) for leaf, g in zip(leaves, gs[1:])]
-        residual = residual - push([spec_like(stop(ans)).zeros(), *along])[1]
-    return solution(residual, *leaves, problem=problem.derived())
+        zero = spec_like(stop(ans)).zeros()
+        along = [zero, *[direction_of(leaf, g) for leaf, g in zip(leaves, gs[1:])]]
+        change = mishaps.attempt(
+            "matvec", lambda u: make_jvp(problem.own_product)([u, *leaves])(along)[1], ans, again=lambda: zero
+        )
+        residual = residual if change is None else residual - change
+    return solution(residual, *leaves, problem=problem.derived(mishaps))
 
 
 def direction_of(leaf: Any, tangent: Any) -> Any:
@@ -195,12 +243,16 @@ defvjp_together(solution, _adjoint)
 defjvp_together(solution, _tangent)
 
 
-def require_transpose(transposed: LocalArray, g: LocalArray, settings: Settings) -> None:
-    """Raise on all ranks where Aᵀ λ isn't g, though A λ is: the operator isn't its own transpose."""
-    gap = transposed - g
+def require_transpose(
+    transposed: LocalArray | None, g: LocalArray, settings: Settings, mishaps: Mishaps
+) -> None:
+    """Raise on all ranks what one has raised, or where Aᵀ λ isn't g, though A λ is: A isn't its own transpose."""
+    gap = (np.nan if transposed is None else transposed) - g
     with suspended():
         own = inner(*[(v.reshape(1, -1), v.reshape(1, -1)) for v in (gap, g)])
         squares = mpi_allreduce(np.real(own).ravel().astype(np.float64), comm=settings.comm)
+    if not np.isfinite(squares).all():
+        mishaps.raise_together()
     found, norm = np.sqrt(squares).tolist()
     # Beyond the tolerance, rounding keeps the true residual of an ill-conditioned system above the one of the iteration.
     if found > 10 * max(settings.rtol * norm, settings.atol) + np.finfo(g.dtype).eps ** 0.25 * norm:

@@ -136,6 +136,8 @@ class MatrixRowBlock:
         TypeError, ValueError
             On all ranks, where the operator returns something else than an array of the block's shape, isn't linear, or
             looks further than the halo.
+        Exception
+            On all ranks, what `matvec` raises on one.
 
         Ranks
         -----

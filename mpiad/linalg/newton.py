@@ -16,7 +16,7 @@ from mpiad._typing import Comm, Function, LocalArray, Tree
 from mpiad.differentiation import make_jvp, make_vjp
 from mpiad.differentiation.trees import flatten
 from mpiad.extend import communicating, defjvp_together, defvjp_together
-from mpiad.linalg.implicit import METHODS, Problem, direction_of, require_transpose, solution, solution_of_adjoint
+from mpiad.linalg.implicit import METHODS, Problem, direction_of, pulled_back, solution, solution_of_adjoint
 from mpiad.linalg.newton_iteration import find_root
 from mpiad.linalg.settings import Settings, agree_on, mistake_in, unfit_preconditioner
 from mpiad.primitives import stop
@@ -89,6 +89,9 @@ def newton(
     TypeError, ValueError
         On all ranks, where an argument can't be used, `residual` returns something else than an array like `u0`, or isn't
         finite at `u0`.
+    Exception
+        On all ranks, what a function of the user's raises on one: its own there, one of the same kind and text elsewhere.
+        Where it leaves other ranks waiting for its messages, the job ends: see the chapter on faults.
     ConvergenceError
         On all ranks, with the residual after each step, where no step along Newton's direction makes the residual fall, a
         linear system isn't solved, or the steps are used up.
@@ -109,11 +112,12 @@ def newton(
     settings = Settings(method, rtol, atol, maxiter, comm, callback, restart, side, call=_CALL, probe=False)
     # The tolerance is that of derivatives; steps bring their own (see `with_tolerance`).
     linear = settings._replace(rtol=rtol or _OF_DERIVATIVES, atol=0.0, maxiter=linear_maxiter, callback=None)
-    agree_on(settings, _mistake(residual, stop(u0), preconditioner, linear, settings))
+    settings = agree_on(settings, _mistake(residual, stop(u0), preconditioner, linear, settings), preconditioner)
+    linear = linear._replace(preconditioned=settings.preconditioned)
     leaves, build = flatten(params)
     jacobian = Problem(
         _product_with_jacobian(residual), preconditioner, lambda all_leaves: (all_leaves[0], *build(all_leaves[1:])),
-        linear, preconditioner_transpose=preconditioner_transpose,
+        linear, preconditioner_transpose=preconditioner_transpose, talkers=set(),
     )
     return root(*leaves, problem=NonlinearProblem(residual, build, settings, stop(u0), jacobian))
 
@@ -146,9 +150,10 @@ class NonlinearProblem(NamedTuple):
 @communicating
 def root(*leaves: Any, problem: NonlinearProblem) -> LocalArray:
     """Return u with residual zero: `newton` as one operator of the leaves of its parameters; its adjoint as there."""
+    mishaps = problem.jacobian.no_mishaps()
     return find_root(
-        lambda u: problem.at([u, *leaves]), lambda u, rtol: problem.jacobian.with_tolerance(rtol).system([u, *leaves], u),
-        problem.start, problem.settings, METHODS[problem.settings.method],
+        lambda u: problem.at([u, *leaves]), lambda u, rtol: problem.jacobian.step(rtol, mishaps).system([u, *leaves], u),
+        problem.start, problem.settings, METHODS[problem.settings.method], mishaps,
     )
 
 
@@ -156,12 +161,13 @@ def _adjoint(ans: LocalArray, *leaves: Any, problem: NonlinearProblem) -> Callab
     """Return the transpose of the root's derivative: of -J⁻¹ ∂F/∂p."""
 
     def vjp(g: LocalArray) -> list:
-        pull, _ = make_vjp(problem.at)([ans, *leaves])
-        multiplier = solution_of_adjoint(g, [ans, *leaves], problem.jacobian)
+        mishaps = problem.jacobian.no_mishaps()
+        pull = mishaps.attempt(
+            "residual", lambda u: make_vjp(problem.at)([u, *leaves])[0], ans, again=lambda: problem.start
+        )
+        multiplier = solution_of_adjoint(g, [ans, *leaves], problem.jacobian, mishaps)
         # The part of u is Jᵀ λ, which is g again; it is looked at where J was taken for symmetric.
-        transposed, *of_leaves = pull(multiplier)
-        if problem.jacobian.hermitian:
-            require_transpose(stop(transposed), stop(g), problem.jacobian.settings)
+        of_leaves = pulled_back(pull, multiplier, g, problem.jacobian, mishaps)
         return [None if part is None else -part for part in of_leaves]
 
     return vjp
@@ -169,9 +175,13 @@ def _adjoint(ans: LocalArray, *leaves: Any, problem: NonlinearProblem) -> Callab
 
 def _tangent(gs: list, ans: LocalArray, *leaves: Any, problem: NonlinearProblem) -> LocalArray:
     """Return the derivative of the root along tangents of the leaves."""
-    along = [direction_of(leaf, g) for leaf, g in zip(leaves, gs)]
-    moved = make_jvp(problem.at)([ans, *leaves])([spec_like(stop(ans)).zeros(), *along])[1]
-    return solution(-moved, ans, *leaves, problem=problem.jacobian)
+    along = [spec_like(stop(ans)).zeros(), *[direction_of(leaf, g) for leaf, g in zip(leaves, gs)]]
+    mishaps = problem.jacobian.no_mishaps()
+    moved = mishaps.attempt(
+        "residual", lambda u: make_jvp(problem.at)([u, *leaves])(along)[1], ans, again=lambda: problem.start
+    )
+    right = along[0] if moved is None else -moved
+    return solution(right, ans, *leaves, problem=problem.jacobian._replace(mishaps=mishaps))
 
 
 defvjp_together(root, _adjoint)

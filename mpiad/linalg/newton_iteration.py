@@ -15,6 +15,7 @@ from mpiad._typing import Function, LocalArray
 from mpiad.errors import ConvergenceError
 from mpiad.linalg.diagnosis import diagnosis, rounding_floor
 from mpiad.linalg.iteration import Method, iterate
+from mpiad.linalg.mishaps import Mishaps
 from mpiad.linalg.settings import Settings
 from mpiad.linalg.system import System
 from mpiad.transport.agreement import agreed_among
@@ -30,7 +31,9 @@ Linear = Callable[[LocalArray, float], System]
 """``linear(u, rtol)``: the system with the Jacobian at u, to be solved to a tolerance."""
 
 
-def find_root(residual: Function, linear: Linear, u0: LocalArray, settings: Settings, method: Method) -> LocalArray:
+def find_root(
+    residual: Function, linear: Linear, u0: LocalArray, settings: Settings, method: Method, mishaps: Mishaps
+) -> LocalArray:
     """Return u where the residual is zero.
 
     Parameters
@@ -42,6 +45,8 @@ def find_root(residual: Function, linear: Linear, u0: LocalArray, settings: Sett
     settings : Settings
     method : Method
         Of the linear systems.
+    mishaps : Mishaps
+        Of the linear systems too: what one of them leaves unsaid, the next sum tells.
 
     Returns
     -------
@@ -56,7 +61,7 @@ def find_root(residual: Function, linear: Linear, u0: LocalArray, settings: Sett
     -----
     All ranks call it.
     """
-    system = System(residual, None, u0, settings._replace(method="newton"), "residual")
+    system = System(residual, None, u0, settings._replace(method="newton"), "residual", mishaps)
     u = system.rows(u0)
     f, norm = _evaluated(system, u)
     system.require_finite(norm, f, "the residual at u0")
@@ -67,6 +72,7 @@ def find_root(residual: Function, linear: Linear, u0: LocalArray, settings: Sett
             system.fail(f"the residual didn't fall to {target:.3e} within maxiter={settings.maxiter} steps")
         # No more exactly than the target asks for: the last step would do work that nobody sees.
         within = max(forcing, 0.5 * target / norm)
+        system.usable = system.block(u)
         step = _newton_step(system, linear, method, u, f, within)
         before = norm
         found = _search(system, u, step, norm, within)
@@ -76,6 +82,7 @@ def find_root(residual: Function, linear: Linear, u0: LocalArray, settings: Sett
         u, f, norm = found
         system.note(np.array([norm]))
         forcing = _next_forcing(forcing, norm / before)
+    system.settle()
     return system.block(u)
 
 

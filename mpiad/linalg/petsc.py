@@ -68,6 +68,8 @@ def solve(
     ------
     ImportError
         Where petsc4py isn't installed.
+    Exception
+        On all ranks, what `operator` raises on one, as in `solve`.
     TypeError, ValueError, ConvergenceError
         On all ranks, as in `solve`; where PETSc gives up, with the name of its reason.
 
@@ -84,7 +86,7 @@ def solve(
     comm = matrix.comm if matrix is not None else comm
     used = channel(comm, _CALL)
     settings = Settings("petsc", rtol, atol, maxiter, comm, None, verify=verify, call=_CALL)
-    agree_on(settings, _mistake(petsc, operator, stop(b), params, settings))
+    settings = agree_on(settings, _mistake(petsc, operator, stop(b), params, settings))
     matvec: Any = operator if matrix is None else matrix.operator()
     leaves, build = flatten(params if matrix is None else (matrix.values,))
     method = _method(petsc, used, matrix, dict(options or {}))
@@ -131,6 +133,7 @@ def _method(petsc: Any, used: Channel, matrix: MatrixRowBlock | None, options: d
             for norm in history[1:]:
                 system.note(np.array([norm]))
             if reason < 0:
+                system.settle()  # of NaN that stands for an exception
                 system.fail(f"PETSc gave up: {_name_of(petsc, reason)}. Its options were {options}")
             return True
 

@@ -44,6 +44,8 @@ class Settings(NamedTuple):
         Whether to look for constants in the operator's null space: not in the systems of derivatives.
     with_x0 : bool
         Whether there is an x0: its residual takes a product that all ranks must take part in.
+    reported, preconditioned : bool
+        Whether any rank has a callback, or a preconditioner, that may raise: known after `agree_on`.
     """
 
     method: str
@@ -59,10 +61,12 @@ class Settings(NamedTuple):
     call: str = "linalg.solve"
     probe: bool = True
     with_x0: bool = False
+    reported: bool = False
+    preconditioned: bool = False
 
 
-def agree_on(settings: Settings, error: Exception | None) -> None:
-    """Raise on all ranks where one has an error, or where they were given different settings; one reduction.
+def agree_on(settings: Settings, error: Exception | None, preconditioner: Any = None) -> Settings:
+    """Return the settings with what other ranks' functions say of them; one reduction.
 
     Raises
     ------
@@ -76,12 +80,14 @@ def agree_on(settings: Settings, error: Exception | None) -> None:
     given = settings._replace(comm=None, callback=None)
     number = zlib.crc32(repr(given).encode())
     # The greatest number and, negated, the least: where they are the same, all are.
-    mine, most = np.array([error is not None, number, -number], np.int64), np.empty(3, np.int64)
+    functions = settings.callback is not None, preconditioner is not None
+    mine, most = np.array([error is not None, number, -number, *functions], np.int64), np.empty(5, np.int64)
     used.data.Allreduce(mine, most, MAX)
     if most[0]:
         raise_first(used, error)
     if most[1] != -most[2]:
         require_same(used, ", ".join(f"{name}={value!r}" for name, value in given._asdict().items()), settings.call)
+    return settings._replace(reported=bool(most[3]), preconditioned=bool(most[4]))
 
 
 def mistake_in(s: Settings, methods: Any, ndim: int) -> Exception | None:

@@ -99,6 +99,9 @@ def solve(
         On all ranks, where ranks give different settings, there is no such method, a tolerance can't be met, an array has
         another shape than `b`, or `b` or the operator isn't finite; in the derivative, where the operator isn't symmetric
         with "cg".
+    Exception
+        On all ranks, what a function of the user's raises on one: its own there, one of the same kind and text elsewhere.
+        Where it leaves other ranks waiting for its messages, the job ends: see the chapter on faults.
     ConvergenceError
         On all ranks, with the residual after each iteration, where they don't reach the tolerance or break down: for
         "cg" where the operator isn't positive definite, for all where it is singular or not linear.
@@ -119,10 +122,10 @@ def solve(
         "matvec": matvec, "preconditioner": preconditioner, "preconditioner_transpose": preconditioner_transpose,
         "callback": callback,
     }
-    agree_on(settings, _mistake(functions, b, x0, settings))
+    settings = agree_on(settings, _mistake(functions, b, x0, settings), preconditioner)
     leaves, build = flatten(params)
     start = None if x0 is None else stop(x0)
-    problem = Problem(matvec, preconditioner, build, settings, start, preconditioner_transpose)
+    problem = Problem(matvec, preconditioner, build, settings, start, preconditioner_transpose, talkers=set())
     return solution(b, *leaves, problem=problem)
 
 

@@ -1,8 +1,8 @@
 """A linear system while it is being solved: the user's operator on plain blocks, checked, and sums over all ranks.
 
 Methods see k systems at once, as rows of arrays of shape (k, n); the user's functions see arrays of the shape of b. What
-is wrong on one rank (an operator that returns another shape, NaN) makes that rank's next sum NaN, and so the sum on all
-ranks: they agree on it without a message of its own, and only then say to each other what happened.
+is wrong on one rank (an operator that raises, or returns another shape, or NaN) makes that rank's next sum NaN, and so the
+sum on all ranks: they agree on it without a message of its own, and only then say to each other what happened (`mishaps`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from autograd.tracer import isbox
 
 from mpiad._typing import Function, LocalArray
 from mpiad.errors import ConvergenceError
+from mpiad.linalg.mishaps import Mishaps
 from mpiad.linalg.settings import Settings
 from mpiad.linalg.vectors import column, inner, lengths, on_host
 from mpiad.primitives import mpi_allreduce
@@ -40,12 +41,24 @@ class System:
     settings : Settings
     name : str
         Of the function that `apply` stands for, in errors.
+    mishaps : Mishaps, optional
+        Of the call that the system belongs to.
+
+    Attributes
+    ----------
+    mishaps : Mishaps
+        What went wrong on this rank.
+    usable : array or None
+        What `apply` is known to take; zeros where it is None.
     """
 
     def __init__(
-        self, apply: Function, precondition: Function | None, like: LocalArray, settings: Settings, name: str = "matvec"
+        self, apply: Function, precondition: Function | None, like: LocalArray, settings: Settings, name: str = "matvec",
+        mishaps: Mishaps | None = None,
     ):
         self.settings = settings
+        self.mishaps = mishaps or Mishaps(settings.comm, settings.call)
+        self.usable: LocalArray | None = None
         self.history: list[float] = []
         self._apply, self._precondition = apply, precondition
         self._shape, self.dtype = like.shape, like.dtype
@@ -55,7 +68,7 @@ class System:
         self.limit = self.unknowns = 0
         self.units = np.ones(self.count)
         self._name = name
-        self._problem: Exception | None = None
+        self._unsaid = False  # whether a function may have raised since the last sum: the same on all ranks
 
     @property
     def iterations(self) -> int:
@@ -79,13 +92,18 @@ class System:
 
     def apply(self, u: LocalArray) -> LocalArray:
         """Return the operator's product with this rank's rows; NaN where it can't be used."""
-        return self._checked(self._apply(u.reshape(self._shape)), self._name)
+        self._unsaid = True
+        return self._called(self._apply, u, self._name)
 
     def precondition(self, r: LocalArray) -> LocalArray:
         """Return the preconditioned residual, `r` itself where there is no preconditioner."""
-        if self._precondition is None:
-            return r
-        return self._checked(self._precondition(r.reshape(self._shape)), "preconditioner")
+        self._unsaid |= self.settings.preconditioned
+        return r if self._precondition is None else self._called(self._precondition, r, "preconditioner")
+
+    def _called(self, fun: Function, rows: LocalArray, name: str) -> LocalArray:
+        known = self.usable if name == self._name else None
+        again = (lambda: self.block(self.full(0.0))) if known is None else (lambda: known)
+        return self._checked(self.mishaps.attempt(name, fun, rows.reshape(self._shape), again=again), name)
 
     def _checked(self, out: Any, name: str) -> LocalArray:
         if self._home is not None and arrays_of(out) == self._home:
@@ -94,15 +112,16 @@ class System:
         usable = self._home is None and isinstance(out, np.ndarray) and out.shape == self._shape
         if usable and (out.dtype.kind == "f" or out.dtype.kind == self.dtype.kind == "c"):
             return np.ascontiguousarray(out, self.dtype).reshape(self.count, self.length)
-        if self._problem is None:
-            self._problem = _problem_with(out, name, self._shape, self.dtype, self.settings.call, self._home is not None)
+        if self.mishaps.error is None:
+            call, there = self.settings.call, self._home is not None
+            self.mishaps.note(_problem_with(out, name, self._shape, self.dtype, call, there))
         return self.full(np.nan)
 
     def _checked_on_device(self, out: Any, name: str) -> LocalArray:
         if out.shape == self._shape and (out.dtype.kind == "f" or out.dtype.kind == self.dtype.kind == "c"):
             return self._home.contiguous(out.astype(self.dtype, copy=False)).reshape(self.count, self.length)
-        if self._problem is None:
-            self._problem = _problem_with(out, name, self._shape, self.dtype, self.settings.call, True)
+        if self.mishaps.error is None:
+            self.mishaps.note(_problem_with(out, name, self._shape, self.dtype, self.settings.call, True))
         return self.full(np.nan)
 
     def full(self, value: float) -> LocalArray:
@@ -119,8 +138,9 @@ class System:
 
         Raises
         ------
-        TypeError, ValueError
-            On all ranks, where `matvec` or `preconditioner` returned what can't be used on one of them.
+        Exception
+            On all ranks, what `matvec`, `preconditioner` or the callback raised on one of them; a TypeError or ValueError
+            where they returned what can't be used.
         """
         return self.sums(inner(*pairs))
 
@@ -128,12 +148,19 @@ class System:
         """Return the sums of numbers over all ranks, in double precision; raises as `dots`."""
         wide = np.array(local, np.complex128 if local.dtype.kind == "c" else np.float64)
         # Said by NaN: no message of its own is needed while all is well.
-        if self._problem is not None:
+        if self.mishaps.error is not None:
             wide[...] = np.nan
-        sums = mpi_allreduce(wide, comm=self.settings.comm)
+        with self.mishaps:
+            sums = mpi_allreduce(wide, comm=self.settings.comm)
+        self._unsaid = False
         if not np.isfinite(sums).all():
-            raise_together(channel(self.settings.comm, self.settings.call), self._problem)
+            self.mishaps.raise_together()
         return sums
+
+    def settle(self) -> None:
+        """Raise on all ranks what was raised on one after the last sum; no message where nothing can have been."""
+        if self._unsaid:
+            self.mishaps.raise_together()
 
     def norms(self, rows: LocalArray) -> np.ndarray:
         """Return the norm of each row over all ranks."""
@@ -172,8 +199,10 @@ class System:
         """Add the norm of all residuals to the history, and call the user's callback."""
         norm = math.hypot(*(norms * self.units).tolist())
         self.history.append(norm)
-        if self.settings.callback is not None and len(self.history) > 1:
-            self.settings.callback(norm)
+        if len(self.history) > 1:
+            self._unsaid |= self.settings.reported
+            if self.settings.callback is not None:
+                self.mishaps.attempt("callback", self.settings.callback, norm)
 
     def require_finite(self, value: complex, array: LocalArray, name: str) -> None:
         """Raise on all ranks where a sum over an array isn't finite, saying on which rank the array isn't."""

@@ -21,16 +21,9 @@ DERIVED = "derived"
 
 
 def transposed_function(fun: Function, like: LocalArray) -> Callable[[Any], Any]:
-    """Return the transpose of a linear function of arrays of one shape and dtype; traced when it is first called."""
-    pulls: list[Function] = []
-
-    def transposed(y: LocalArray) -> LocalArray:
-        if not pulls:
-            # At zero: the function is linear, so its derivative is the same everywhere.
-            pulls.append(make_vjp(fun)(spec_like(like).zeros())[0])
-        return pulls[0](y)
-
-    return transposed
+    """Return the transpose of a linear function of arrays of one shape and dtype, which is traced here."""
+    # At zero: the function is linear, so its derivative is the same everywhere.
+    return make_vjp(fun)(spec_like(like).zeros())[0]
 
 
 def transposed_preconditioner(preconditioner: Any, given: Any, rest: tuple, like: LocalArray) -> Function:

@@ -78,7 +78,7 @@ def minimize_many(
     ------
     TypeError, ValueError
         On all ranks, where an argument of any is wrong. What one group finds out alone is raised once all groups have come
-        to the end of their starts; of other kinds, its own there and a RuntimeError elsewhere.
+        to the end of their starts; of other kinds, its own there and one of Python's nearest kind elsewhere.
 
     Ranks
     -----

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from itertools import count
 from typing import Any, Protocol
 
 from autograd.core import JVPNode, VJPNode, primitive_jvps, primitive_vjps
@@ -27,7 +28,12 @@ from mpiad.primitives.noting import apply_to
 from mpiad.transport import Channel
 from mpiad.transport.recovery import interruptible
 
-__all__ = ["Operation", "Tape", "communicate", "current", "differentiable", "refuse_suspended", "suspended"]
+__all__ = [
+    "Operation", "Tape", "communicate", "communications", "current", "differentiable", "refuse_suspended", "suspended",
+]
+
+communications = count()
+"""Each communication takes a number: whether there was any, or as many as before, is known by what it gives next."""
 
 _box_types = Box.types
 _NO_PARENTS: tuple = ((), ())
@@ -152,6 +158,7 @@ class Operation:
 
 def communicate(operation: Operation, x: Array, params: Any) -> Any:
     """Apply an operation, recorded on the current tape and on those around it."""
+    next(communications)
     tape = current.tape
     # Outside of all traces nothing is recorded: one test is all that is paid.
     if tape is None and type(x) not in _box_types:

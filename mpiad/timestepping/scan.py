@@ -64,7 +64,8 @@ def scan(
 
     Ranks
     -----
-    Those that communicate in `step` and `observe` call it, with the same `n_steps` and checkpoints.
+    Those that communicate in `step` and `observe` call it, with the same `n_steps` and checkpoints. The loop itself sends
+    nothing: an exception of `step` is raised on its own rank alone.
 
     Adjoint
     -------

@@ -22,7 +22,7 @@ from mpi4py import MPI
 from mpiad.transport.calls import site_of
 from mpiad.transport.fault_tolerance import FAULT_TOLERANT, lost_ranks
 
-__all__ = ["at_place", "end_job", "install_abort_hook", "is_rank", "last_words"]
+__all__ = ["at_place", "end_job", "install_abort_hook", "is_rank", "last_words", "may_end_job"]
 
 _UNTIL_READ, _UNTIL_KILLED = 0.3, 2.0  # seconds
 
@@ -75,6 +75,11 @@ def end_job(text: str, code: int) -> None:
     _exit(code)
 
 
+def may_end_job() -> bool:
+    """Tell whether an exception on one rank may end the others: where there are any, and not under ``MPIAD_ABORT=0``."""
+    return os.environ.get("MPIAD_ABORT") != "0" and MPI.COMM_WORLD.size > 1
+
+
 def install_abort_hook() -> bool:
     """Make an uncaught exception end all ranks, with its traceback and a non-zero exit.
 
@@ -83,7 +88,7 @@ def install_abort_hook() -> bool:
     bool
         Whether it was installed: only in worlds of more than one rank, and not under ``MPIAD_ABORT=0``.
     """
-    if os.environ.get("MPIAD_ABORT") == "0" or MPI.COMM_WORLD.size == 1 or sys.excepthook is _end_job:
+    if not may_end_job() or sys.excepthook is _end_job:
         return False
     _end_job.before = sys.excepthook  # type: ignore[attr-defined]
     sys.excepthook = _end_job

@@ -14,7 +14,10 @@ __all__ = [
 ]
 
 # What can be made anew on another rank of a name and one text.
-_KINDS: dict[str, type[Exception]] = {kind.__name__: kind for kind in (TypeError, ValueError, RuntimeError)}
+_KINDS: dict[str, type[Exception]] = {kind.__name__: kind for kind in (
+    TypeError, ValueError, RuntimeError, NotImplementedError, ArithmeticError, FloatingPointError, OverflowError,
+    ZeroDivisionError, LookupError, IndexError, KeyError, AssertionError, AttributeError, NameError, MemoryError, OSError,
+)}
 
 
 class Group(Protocol):
@@ -42,6 +45,8 @@ def forget_agreement(error: BaseException) -> None:
 def raise_together(channel: Channel, error: Exception | None) -> None:
     """Raise on all ranks where one has an error: its own there, one of the same kind and text elsewhere.
 
+    Of a kind that isn't Python's own, the nearest that is, so that `except ValueError` catches it on all ranks or none.
+
     Parameters
     ----------
     channel : Channel
@@ -51,7 +56,7 @@ def raise_together(channel: Channel, error: Exception | None) -> None:
     Raises
     ------
     Exception
-        As described; a RuntimeError elsewhere for kinds other than TypeError and ValueError.
+        As described; a RuntimeError elsewhere for a kind that is made of none of Python's usual ones.
 
     Ranks
     -----
@@ -67,12 +72,17 @@ def raise_together(channel: Channel, error: Exception | None) -> None:
 
 def raise_first(channel: Channel, error: Exception | None) -> None:
     """Raise on all ranks what the first that has an error says; its own where a rank has one. All ranks call it."""
-    described = None if error is None else (type(error).__name__, str(error))
+    described = None if error is None else (_kind_of(error), str(error))
     found = [(rank, said) for rank, said in enumerate(channel.data.allgather(described)) if said is not None]
     if error is not None:
         raise agreed(channel, error)  # with its own traceback
     rank, (kind, text) = found[0]
-    raise agreed(channel, _KINDS.get(kind, RuntimeError)(f"{text} (raised on rank {rank})"))
+    raise agreed(channel, _KINDS[kind](f"{text} (raised on rank {rank})"))
+
+
+def _kind_of(error: Exception) -> str:
+    names = [kind.__name__ for kind in type(error).__mro__]
+    return next((name for name in names if name in _KINDS), RuntimeError.__name__)
 
 
 def require_same(channel: Channel, described: str, call: str) -> None:

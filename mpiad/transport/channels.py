@@ -26,7 +26,7 @@ from mpiad.errors import CommunicatorError
 from mpiad.transport.fault_tolerance import FAULT_TOLERANT
 from mpiad.transport.unreceived import drain
 
-__all__ = ["Channel", "Watch", "live_channels", "set_watch"]
+__all__ = ["Channel", "Watch", "is_watched", "live_channels", "set_watch"]
 
 _GOLDEN_SECTION = 0.6180339887498949
 _live: WeakSet[Channel] = WeakSet()
@@ -253,6 +253,11 @@ def set_watch(watch: Watch | None) -> None:
     """Guard the communicators that are made from now on, or no more."""
     global _watch
     _watch = watch
+
+
+def is_watched() -> bool:
+    """Tell whether waits have a limit of their own."""
+    return _watch is not None
 
 
 def _named(user: Comm) -> tuple[tuple[int, ...], int, str]:

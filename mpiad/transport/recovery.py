@@ -31,7 +31,7 @@ from mpiad.transport.fault_tolerance import FAULT_TOLERANT, is_interruption, is_
 from mpiad.transport.lookup import channel
 from mpiad.transport.patience import Patience
 
-__all__ = ["Failure", "first_of", "interruptible", "ranks_within", "recover", "recoverable"]
+__all__ = ["Failure", "first_of", "interruptible", "ranks_within", "recover", "recoverable", "recovers"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 _BY_KEYWORD: Any = object()
@@ -113,6 +113,11 @@ def recoverable(call: str, comm: Any = _BY_KEYWORD, verdict: Verdict | None = No
         return run  # type: ignore[return-value]
 
     return decorate
+
+
+def recovers() -> bool:
+    """Tell whether an exception that leaves this rank's composite brings all its ranks together."""
+    return FAULT_TOLERANT and _current.place is not None
 
 
 def interruptible(name: str, forward: F) -> F:

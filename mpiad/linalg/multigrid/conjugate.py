@@ -14,6 +14,7 @@ import numpy as np
 
 from mpiad._typing import LocalArray
 from mpiad.errors import ConvergenceError
+from mpiad.linalg.mishaps import Mishaps
 from mpiad.linalg.multigrid.level import Level
 from mpiad.linalg.vectors import inner, on_host
 from mpiad.transport import SUM, Channel
@@ -23,6 +24,7 @@ from mpiad.transport.collectives import allreduce
 __all__ = ["Tolerance", "conjugate"]
 
 
+_CALL = "linalg.Multigrid.solve"
 _RIGHT = "the right-hand side"
 _LEAST = 1e-260  # of the square of its norm: that of a residual 1e-20 times as large is still a normal number
 
@@ -36,12 +38,15 @@ class Tolerance(NamedTuple):
         The residual's norm is to fall to ``max(rtol * norm(b), atol)``.
     maxiter : int
     callback : callable or None
+    reported : bool
+        Whether any rank has one, which may raise.
     """
 
     rtol: float
     atol: float
     maxiter: int
     callback: Callable[[float], Any] | None
+    reported: bool = False
 
 
 def conjugate(
@@ -69,6 +74,8 @@ def conjugate(
     ------
     ValueError
         On all ranks, where `r` or `b` isn't finite.
+    Exception
+        On all ranks, what the callback raises on one.
     ConvergenceError
         On all ranks, where the iterations are used up, or the operator isn't positive definite.
 
@@ -79,19 +86,22 @@ def conjugate(
     x, p, s, step = np.zeros_like(r), np.zeros_like(r), np.zeros_like(r), np.empty_like(r)
     history = [_norm(used, r, _RIGHT if b is None else "the residual of x0")]
     target = max(tolerance.rtol * (history[0] if b is None else _norm(used, b, _RIGHT)), tolerance.atol)
-    before, curvature = 1.0, 0.0
+    before, curvature, mishaps = 1.0, 0.0, Mishaps(used.user, _CALL)
     while history[-1] > target:
         if len(history) > tolerance.maxiter:
+            if tolerance.reported:
+                mishaps.raise_together()
             found = f"the residual didn't fall to {target:.3e} within maxiter={tolerance.maxiter} iterations"
             _fail(used, f"{found}; spacings that differ much take more of them", history)
         # Both belong to the level, and are overwritten by its next cycle.
         z = level.cycle(r)
         w = level.product_after(r)
-        rz, wz = _sums(used, *_products((r, z), (w, z)))
+        rz, wz = _sums(used, *(_products((r, z), (w, z)) if mishaps.error is None else [math.nan] * 2))
         # As in `conjugate_gradients`: p·Ap by the recurrence of p, so that one reduction is enough.
         beta = rz / before if len(history) > 1 else 0.0
         curvature = wz - beta * beta * curvature
         if not (rz > 0.0 and curvature > 0.0):
+            mishaps.raise_together()
             found = f"r·z = {rz:.3e} and p·Ap = {curvature:.3e} should be positive"
             _fail(used, f"{found}: rounding has taken over. Ask for less by rtol", history)
         for direction, new in ((p, z), (s, w)):
@@ -102,7 +112,9 @@ def conjugate(
         before = rz
         history.append(_norm(used, r, "the residual"))
         if tolerance.callback is not None:
-            tolerance.callback(history[-1])
+            mishaps.attempt("callback", tolerance.callback, history[-1])
+    if tolerance.reported and len(history) > 1:
+        mishaps.raise_together()  # of the last callback, after which there is no sum
     return x, history
 
 

@@ -175,6 +175,8 @@ class Multigrid:
         TypeError, ValueError
             On all ranks, where `b` or `x0` has another shape or isn't finite, they are in two places, a tolerance can't be
             met, or ranks give different ones.
+        Exception
+            On all ranks, what the callback raises on one.
         ConvergenceError
             On all ranks, with the history of the residual, where the iterations are used up.
 
@@ -193,12 +195,12 @@ class Multigrid:
         except (TypeError, ValueError) as found:
             error = found
         with suspended():
-            agree_on(settings, error)
+            settings = agree_on(settings, error)
             # In double precision whatever b is: a residual of 1e-8 is below what single precision resolves.
             wide = self._centred(b.astype(np.float64))
             start = None if x0 is None else self._centred(x0.astype(np.float64))
             r = wide if start is None else self._centred(wide - self.matvec(start))
-            tolerance = Tolerance(rtol, atol, maxiter, callback)
+            tolerance = Tolerance(rtol, atol, maxiter, callback, settings.reported)
             split = self._layout.split(r)
             whole, level = None if start is None else wide, self._level_beside(b)
             x, self.history = conjugate(level, split, self._used, tolerance, whole)
