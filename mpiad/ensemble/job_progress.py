@@ -6,6 +6,8 @@ two steps of its own share. When that is done it waits for what is left, and goe
 
 from __future__ import annotations
 
+import sys
+import threading
 import time
 
 from mpiad.ensemble.progress import Progress
@@ -34,17 +36,19 @@ class JobProgress:
         self._notices = Notices(self._comm)
         self._line = Progress(total) if used.rank == 0 else None
         self._others, self._unsaid, self._said = used.size - 1, 0, time.monotonic()
+        self._lock, self._handled = threading.Lock(), sys.exc_info()[1]
 
     def __call__(self, finished: int) -> None:
         """Count more trajectories of this rank's as ended."""
-        if self._line is not None:
-            self._line(finished)
-            while (notice := self._notices.take()) is not None:
-                self._hear(notice[1])
-            return
-        self._unsaid += finished
-        if time.monotonic() - self._said >= _SECONDS_BETWEEN_NOTICES:
-            self._say()
+        with self._lock:  # shares may run in threads
+            if self._line is not None:
+                self._line(finished)
+                while (notice := self._notices.take()) is not None:
+                    self._hear(notice[1])
+                return
+            self._unsaid += finished
+            if time.monotonic() - self._said >= _SECONDS_BETWEEN_NOTICES:
+                self._say()
 
     def _say(self) -> None:
         while self._unsaid:
@@ -60,7 +64,15 @@ class JobProgress:
             self._line(count)
 
     def close(self) -> None:
-        """Tell rank 0 the rest, or wait until all others have; also after an exception in this rank's share."""
+        """Tell rank 0 the rest, or wait until all others have; also after an exception in this rank's share.
+
+        But for an interrupt, which ends the job: nobody waits then, neither for others nor for this rank.
+        """
+        raised = sys.exc_info()[1]
+        if raised is not self._handled and not isinstance(raised, Exception | None):
+            if self._line is not None:
+                self._line.close()
+            return
         if self._line is None:
             self._say()
             self._notices.post(0, _END)

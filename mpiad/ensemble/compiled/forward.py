@@ -3,7 +3,8 @@
 Each turn is one loop over the lanes without branches and calls, so that the compiler makes vector instructions of it. It
 takes the step before where that was accepted, computes the next one and its error, accepts it or not, and chooses a size
 for the one after. Then lanes that have something to tell are visited one by one: a step to record, a saved time, an end. A
-lane that has ended takes the next trajectory.
+lane that has ended takes the next trajectory. After so many turns, or where there is no room for what the next one may
+write down, the kernel leaves off, and goes on from there when it is called again: `state` says where.
 
 Several threads take their trajectories from one count, a few at a time, so that all end at about the same time.
 
@@ -67,14 +68,16 @@ class _Forward(Telling, Entering):
             "    row = state[2]",
             *(["    found = state[3]"] if form.events else []),
             "    stop = state[4]",
+            "    turns = state[5]",
             "    more = True",
             *(["    rtol_ = np.float32(rtol)"] if form.single else []),
             *[f"    s{j} = s[{j}]" for j in range(form.shared)],
             *[f"    atol{n} = atol[{n}]" for n in range(len(form.numbers) if form.tolerances else 1)],
             "    while True:",
             *indented(self.entering(), 2),
-            f"        if vacant == {form.lanes}{self._full()}:",
+            f"        if vacant == {form.lanes} or turns == 0{self._full()}:",
             "            break",
+            "        turns -= 1",
             f"        for l in range({form.lanes}):",
             *indented([*self._taking(), *self._stages(), *self._decision()], 3),
             *indented(self.recorded() if form.record else [], 2),
@@ -86,6 +89,7 @@ class _Forward(Telling, Entering):
             "    state[2] = row",
             *(["    state[3] = found"] if form.events else []),
             "    state[4] = stop",
+            "    state[5] = turns",
         ]
         return "\n".join(lines) + "\n"
 

@@ -13,6 +13,7 @@ from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.compiled.crossings import note_crossings, room_for
 from mpiad.ensemble.compiled.form import Form, aligned
 from mpiad.ensemble.compiled.forward import lanes_of
+from mpiad.ensemble.compiled.pace import Paced
 from mpiad.ensemble.compiled.parts import from_parts, from_row_parts, parts, row_parts
 from mpiad.ensemble.compiled.room import give_back, room
 from mpiad.ensemble.compiled.shares import each, shares_of
@@ -50,15 +51,11 @@ def launch(function: Callable[..., None], form: Form, solver: Solver) -> Outcome
     if settings.progress is not None and still.any():
         settings.progress(int(np.count_nonzero(still)))
     run = _Launch(function, form, solver, outcome)
-    if form.record or settings.progress is not None:
-        # What is kept of a share, and what is told of it, should stay small.
-        done = each(run.share, shares_of(batch.size, solver.threads), solver.threads)
-    elif solver.threads == 1:
-        done = [run.share((0, batch.size))]
-    else:
-        threads = max(1, min(solver.threads, batch.size // _BLOCK))
-        run.taken[:2] = 0, batch.size
-        done = each(run.share, [(0, 0)] * threads, threads)
+    try:
+        done = run.all()
+    except BaseException:
+        give_back(run.rooms)  # no thread is at work any more
+        raise
     if form.record:
         outcome.tapes, outcome.last = done, run.last
         # With the outcome its tapes go, and nobody else holds them.
@@ -115,34 +112,54 @@ class _Launch:
             np.empty((0, n_saved), np.int32) if save_step is None else save_step, self._du, self._dsaved, self.last,
         )  # fmt: skip
 
-    def share(self, bounds: tuple[int, int]) -> Tape:
+    def all(self) -> list[Tape]:
+        """Solve all trajectories, and return their steps, where they are recorded."""
+        count, threads = self._solver.batch.size, self._solver.threads
+        if self._form.record or self._solver.settings.progress is not None:
+            # What is kept of a share, and what is told of it, should stay small.
+            return each(self._share, shares_of(count, threads), threads)
+        if threads == 1:
+            return each(self._share, [(0, count)], 1)
+        threads = max(1, min(threads, count // _BLOCK))
+        self.taken[:2] = 0, count
+        return each(self._share, [(0, 0)] * threads, threads)
+
+    def _share(self, bounds: tuple[int, int], pause: Callable[[], None]) -> Tape:
         """Solve the trajectories of a share, and then what is to be taken; return their steps, where they are recorded."""
         (first, stop), form = bounds, self._form
         lanes, size = form.lanes, (stop - first) * _STEPS if form.record else 0
         rows, before = self._rows(size)
-        state, turn = np.array([first, lanes, 0, 0, stop]), lanes * len(form.events)
+        state, turn = np.array([first, lanes, 0, 0, stop, 0]), lanes * len(form.events)
         crossings = room_for(turn, form.d)
         ids, place = aligned(lanes, np.dtype(np.int64)), aligned(lanes, np.dtype(np.int64))
         ids[:] = -1
-        lane = (*lanes_of(form), ids, place, state, self.taken)
+        lane, call, told = (*lanes_of(form), ids, place, state, self.taken), Paced(self._function, state), 0
         while True:
             events = (self._outcome.end_part, crossings) if form.events else ()
-            self._function(*lane, *self._given, *self._made, rows, before, *events)
-            waiting, vacant, row, found, end = state  # the kernel has left off there, and goes on from there
+            call(*lane, *self._given, *self._made, rows, before, *events)
+            waiting, vacant, row, found, end, _ = state  # the kernel has left off there, and goes on from there
+            told = self._tell(first, waiting, lanes - vacant, told)
             if vacant == lanes and waiting == end:
                 break
-            # There is no room left for the steps of a turn, or for its events.
+            pause()
+            # There may be no room left for the steps of a turn, or for its events.
             if found + turn > len(crossings):
                 crossings = room_for(turn, form.d, crossings)
-                continue
-            longer = self._rows(2 * size + 1024)
-            longer[0][:size], longer[1][:size] = rows, before
-            (rows, before), size = longer, 2 * size + 1024
-        if self._solver.settings.progress is not None:
-            batch = self._solver.batch
-            self._solver.settings.progress(int(np.count_nonzero(batch.start[first:stop] != batch.end[first:stop])))
+            elif form.record and row + lanes > size:
+                longer = self._rows(2 * size + 1024)
+                longer[0][:size], longer[1][:size] = rows, before
+                (rows, before), size = longer, 2 * size + 1024
         self.crossings.append(crossings[:found])
         return Tape(first, stop, rows[:row], before[:row])
+
+    def _tell(self, first: int, waiting: int, busy: int, told: int) -> int:
+        """Tell the progress line how many more of a share have ended; return how many have."""
+        progress, batch = self._solver.settings.progress, self._solver.batch
+        if progress is None:
+            return 0
+        ended = int(np.count_nonzero(batch.start[first:waiting] != batch.end[first:waiting])) - busy
+        progress(ended - told)
+        return ended
 
     def _rows(self, size: int) -> tuple[Array, Array]:
         if not size:

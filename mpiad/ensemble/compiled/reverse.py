@@ -3,7 +3,8 @@
 Each turn takes one step back in all lanes: its stages are computed again from the state before it, and cotangents go back
 through them as `transposed_step` says. What is saved inside of a step adds to the cotangents of its stages, "arrivals",
 which are summed up before, lane by lane. A lane that is at the start takes the next trajectory: from the last to the first,
-so that the record is read from its end, which the caches still hold.
+so that the record is read from its end, which the caches still hold. After so many turns the kernel leaves off, and goes on
+from there when it is called again: `state` says where.
 """
 
 from __future__ import annotations
@@ -62,14 +63,16 @@ class _Reverse:
     def source(self) -> str:
         form, lanes = self.form, self.form.lanes
         lines = [
-            "def reverse(b, exact, ids, row, step, place, first, stop, p, s, times, rows, before_rows, last, naccept,",
+            "def reverse(b, exact, ids, row, step, place, state, p, s, times, rows, before_rows, last, naccept,",
             "            t_reached, alive, end_bar, saved_bar, save_step, u0_bar, p_bar, s_bar, start_bar, stop_bar):",
             "    # Fields of b: " + ", ".join(self.fields),
             "    aligned_stack()",
             "    n_saved = save_step.shape[1]",
             "    by_row = times.shape[0] > 1",
-            "    waiting = stop - 1",
-            f"    vacant = {lanes}",
+            "    first = state[0]",
+            "    waiting = state[1]",
+            "    vacant = state[2]",
+            "    turns = state[3]",
             *[f"    s{j} = s[{j}]" for j in range(form.shared)],
             "    while True:",
             "        if vacant > 0 and waiting >= first:",
@@ -78,8 +81,9 @@ class _Reverse:
             "                    waiting -= 1",
             "                if ids[l] < 0 and waiting >= first:",
             *indented(self._enter(), 5),
-            f"        if vacant == {lanes}:",
+            f"        if vacant == {lanes} or turns == 0:",
             "            break",
+            "        turns -= 1",
             f"        for l in range({lanes}):",
             "            if ids[l] >= 0:",
             *indented(self._fetch(), 4),
@@ -88,10 +92,20 @@ class _Reverse:
             f"        for l in range({lanes}):",
             "            if ids[l] >= 0 and row[l] < 0:",
             *indented(self._leave(), 4),
-            f"    for l in range({lanes if form.wanted_shared else 0}):",
-            *indented([f"s_bar[{j}] += {self.at('common', j)}" for j in range(form.wanted_shared)] or ["pass"], 2),
+            "    state[1] = waiting",
+            "    state[2] = vacant",
+            "    state[3] = turns",
+            *(self._summed() if form.wanted_shared else []),
         ]
         return "\n".join(lines) + "\n"
+
+    def _summed(self) -> list[str]:
+        """Return lines that sum over the lanes, when all have ended."""
+        form = self.form
+        return [
+            f"    for l in range({form.lanes} if vacant == {form.lanes} else 0):",
+            *[f"        s_bar[{j}] += {self.at('common', j)}" for j in range(form.wanted_shared)],
+        ]
 
     # ---- lanes, one by one
 

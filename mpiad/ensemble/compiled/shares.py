@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -49,36 +50,59 @@ def shares_of(count: int, threads: int) -> list[tuple[int, int]]:
     return list(zip(bounds, bounds[1:]))
 
 
-def each(fun: Callable[[Any], Result], items: Iterable[Any], threads: int) -> list[Result]:
-    """Return what a function makes of all items, by so many threads, of which this one is one."""
+def each(fun: Callable[[Any, Callable[[], None]], Result], items: Iterable[Any], threads: int) -> list[Result]:
+    """Return what a function makes of all items, by so many threads, of which this one is one.
+
+    Parameters
+    ----------
+    fun : callable
+        ``fun(item, pause)`` calls ``pause()`` now and then: what is raised in one thread ends it there in the others.
+    items : iterable
+    threads : int
+    """
     items = list(items)
     if threads == 1 or len(items) < 2:
-        return [fun(item) for item in items]
+        return [fun(item, lambda: None) for item in items]
     made: list[Any] = [None] * len(items)
-    left = deque(range(len(items)))
+    left, ended = deque(range(len(items))), threading.Event()
+
+    def pause() -> None:
+        if ended.is_set():
+            raise _Ended
 
     def work() -> None:
         try:
-            while True:
+            while not ended.is_set():
                 try:
                     i = left.popleft()
                 except IndexError:
                     return
-                made[i] = fun(items[i])
+                made[i] = fun(items[i], pause)
+        except _Ended:
+            return  # another thread has something to raise
         except BaseException:
-            left.clear()  # the other threads end what they have begun, and nothing more
+            ended.set()
             raise
 
-    # A thread that only waited for the others' results would wake up at each of them, on a core that one of them needs.
-    others = [_executor(threads - 1).submit(work) for _ in range(min(threads, len(items)) - 1)]
+    others: list[Future] = []
     try:
+        for _ in range(min(threads, len(items)) - 1):
+            others.append(_executor(threads - 1).submit(work))
+        # A thread that only waited for the others' results would wake up at each of them, on a core that one of them needs.
         work()
+    except BaseException:
+        ended.set()
+        raise
     finally:
-        running = [other for other in others if not other.cancel()]
-        _wait(running)
-    for other in running:
-        other.result()
+        _wait(others, ended)
+    for other in others:
+        if not other.cancelled():
+            other.result()
     return made
+
+
+class _Ended(Exception):  # noqa: N818 no error, and nobody sees it
+    """What ends a thread's work whose result nobody wants any more."""
 
 
 def _executor(threads: int) -> ThreadPoolExecutor:
@@ -88,12 +112,19 @@ def _executor(threads: int) -> ThreadPoolExecutor:
     return kept or _executors.setdefault(threads, ThreadPoolExecutor(threads, thread_name_prefix="mpiad-kernels"))
 
 
-def _wait(others: list[Future]) -> None:
-    # To fall asleep and be woken takes a tenth of a millisecond or two, and what is waited for is near.
-    end = time.perf_counter() + _AWAKE
-    while not all(other.done() for other in others) and time.perf_counter() < end:
-        time.sleep(0)
-    wait(others)
+def _wait(others: list[Future], ended: threading.Event) -> None:
+    """Wait for those that have begun: none is left behind, also by an interrupt, that writes to arrays of this solve."""
+    try:
+        running = [other for other in others if not other.cancel()]
+        # To fall asleep and be woken takes a tenth of a millisecond or two, and what is waited for is near.
+        end = time.perf_counter() + _AWAKE
+        while not all(other.done() for other in running) and time.perf_counter() < end:
+            time.sleep(0)
+        wait(running)
+    except BaseException:
+        ended.set()
+        _wait(others, ended)
+        raise
 
 
 # A forked process has none of the threads.

@@ -13,7 +13,7 @@ __all__ = ["argument", "signature_of"]
 
 # Of times, counts and sums; arrays of states have the states' precision.
 _ROW, _TABLE = "float64[::1]", "float64[:, ::1]"
-_NUMBERS, _NUMBER = "int64[::1]", "int64"
+_NUMBERS = "int64[::1]"
 
 
 @cache
@@ -48,7 +48,7 @@ def _forward(row: str, table: str, cube: str, cubes: str) -> list[str]:
 def _reverse(row: str, table: str, cube: str, cubes: str) -> list[str]:
     return [
         row, _ROW, _NUMBERS, _NUMBERS, _NUMBERS, _NUMBERS,  # b, exact, ids, row, step, place
-        _NUMBER, _NUMBER, table, row, _TABLE,  # first, stop, p, s, times
+        _NUMBERS, table, row, _TABLE,  # state, p, s, times
         _TABLE, _NUMBERS, _NUMBERS, _NUMBERS, _ROW,  # rows, before_rows, last, naccept, t_reached
         "boolean[::1]", table, cube, "int32[:, ::1]",  # alive, end_bar, saved_bar, save_step
         table, _TABLE, _ROW, _ROW, _ROW,  # u0_bar, p_bar, s_bar, start_bar, stop_bar

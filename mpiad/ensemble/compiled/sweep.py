@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from mpiad._typing import Array
 from mpiad.ensemble.adjoint import Cotangents, pull_run
 from mpiad.ensemble.compiled.layout import Layout
+from mpiad.ensemble.compiled.pace import Paced
 from mpiad.ensemble.compiled.parts import from_row_parts, parts, row_parts
 from mpiad.ensemble.compiled.reverse import lanes_of
 from mpiad.ensemble.compiled.seeding import sown
@@ -63,14 +64,17 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
     p_bar = np.zeros((form.wanted_varying, count))
     start_bar, stop_bar = np.zeros(count), np.zeros(count)
 
-    def back(tape: Tape) -> Array:
+    def back(tape: Tape, pause: Callable[[], None]) -> Array:
         s_bar = np.zeros(form.wanted_shared)
         p, s, times, counts, ends = given
         numbers = (np.zeros(form.lanes, np.int64) for _ in range(3))
-        lane = (*lanes_of(form), np.full(form.lanes, -1), *numbers)
-        function(*lane, tape.first, tape.stop, p, s, times, tape.rows, tape.before, *counts, *ends, u0_bar, p_bar, s_bar,
-                 start_bar, stop_bar)  # fmt: skip
-        return s_bar
+        state = np.array([tape.first, tape.stop - 1, form.lanes, 0])
+        lane, call = (*lanes_of(form), np.full(form.lanes, -1), *numbers, state), Paced(function, state)
+        while True:
+            call(*lane, p, s, times, tape.rows, tape.before, *counts, *ends, u0_bar, p_bar, s_bar, start_bar, stop_bar)
+            if state[2] == form.lanes:  # no lane has a trajectory left
+                return s_bar
+            pause()
 
     s_bar = np.sum(each(back, outcome.tapes, solver.threads), axis=0)
     initial = from_row_parts(u0_bar, batch.u0.dtype).conj()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from weakref import WeakKeyDictionary
+
 import autograd.numpy as np
 import numpy as onp
 import pytest
@@ -21,7 +23,7 @@ from mpiad.ensemble import (
     remake,
     solve,
 )
-from mpiad.ensemble.compiled import choice, crossings, sweep
+from mpiad.ensemble.compiled import choice, crossings, pace, sweep
 
 pytestmark = [pytest.mark.serial, pytest.mark.limit(240)]
 pytest.importorskip("numba")
@@ -78,12 +80,15 @@ def test_thousands_of_which_some_have_events():
     assert "condition2" in kernels.problem.kernel_source()
 
 
-def test_company_threads_batches_and_little_room(monkeypatch):
+def test_company_threads_batches_little_room_and_many_calls(monkeypatch):
     whole = solve(waves(), trajectories=N, saveat=TIMES, compile=True, **TIGHT)
     monkeypatch.setattr(crossings, "_ROWS", 0)
     again = solve(waves(), RK45(), EnsembleThreads(3), trajectories=N, saveat=TIMES, compile=True, batch_size=700, **TIGHT)
     assert again.u.tobytes() == whole.u.tobytes() and again.t_reached.tobytes() == whole.t_reached.tobytes()
     assert again.events == whole.events
+    # A call for each turn.
+    for name, value in {"_known": WeakKeyDictionary(), "_FIRST": 1, "_SECONDS": 0.0}.items():
+        monkeypatch.setattr(pace, name, value)
     rows = slice(300, 330)
     few = solve(waves(rows), trajectories=30, saveat=TIMES[rows], compile=True, **TIGHT)
     assert few.u.tobytes() == whole.u[rows].tobytes()

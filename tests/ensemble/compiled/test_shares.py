@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 
@@ -30,7 +32,7 @@ def test_shares_of_threads_get_smaller_so_that_none_waits_for_long():
 def test_results_are_in_the_order_of_the_items_by_all_threads():
     seen, together = set(), threading.Barrier(3)
 
-    def fun(item):
+    def fun(item, pause):
         if item < 3:
             together.wait(30)  # passes only where three threads are inside at once
         seen.add(threading.get_ident())
@@ -44,7 +46,7 @@ def test_results_are_in_the_order_of_the_items_by_all_threads():
 def test_what_one_thread_raises_ends_the_others_after_what_they_have_begun(where):
     here, begun = threading.get_ident(), []
 
-    def fun(item):
+    def fun(item, pause):
         begun.append(item)
         if (threading.get_ident() == here) == (where == "here"):
             raise IndexError(f"of item {item}")
@@ -53,3 +55,48 @@ def test_what_one_thread_raises_ends_the_others_after_what_they_have_begun(where
     with pytest.raises(IndexError, match="of item"):
         each(fun, range(1000), 2)
     assert len(begun) < 100
+
+
+@pytest.mark.parametrize("where", ["here", "there"])
+def test_what_one_thread_raises_ends_the_others_at_their_next_pause(where):
+    here, together, ended = threading.get_ident(), threading.Barrier(3), []
+
+    def fun(item, pause):
+        together.wait(30)
+        if (threading.get_ident() == here) == (where == "here"):
+            raise IndexError(f"of item {item}")
+        try:
+            while True:  # it would never end
+                pause()
+                time.sleep(0.001)
+        finally:
+            ended.append(item)
+
+    with pytest.raises(IndexError, match="of item"):
+        each(fun, range(3), 3)
+    assert len(ended) == (2 if where == "here" else 1)
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_an_interrupt_while_others_are_waited_for_ends_them_and_leaves_none_behind(twice):
+    here, together, ended = threading.get_ident(), threading.Barrier(2), threading.Event()
+
+    def fun(item, pause):
+        together.wait(30)
+        if threading.get_ident() == here:
+            return
+        time.sleep(0.1)  # by then the other one waits
+        os.kill(os.getpid(), signal.SIGINT)
+        try:
+            while True:
+                pause()
+                time.sleep(0.001)
+        finally:
+            if twice:
+                os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.1)
+            ended.set()
+
+    with pytest.raises(KeyboardInterrupt):
+        each(fun, range(2), 2)
+    assert ended.is_set()
