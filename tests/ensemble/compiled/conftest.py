@@ -1,6 +1,9 @@
-"""Kernels of these tests are kept in memory only."""
+"""Kernels of these tests are kept in memory only, and an interrupt is one."""
 
 from __future__ import annotations
+
+import signal
+import threading
 
 import pytest
 
@@ -8,3 +11,14 @@ import pytest
 @pytest.fixture(autouse=True)
 def _nothing_on_disk(monkeypatch):
     monkeypatch.setenv("MPIAD_CACHE", "0")
+
+
+@pytest.fixture(autouse=True)
+def _interruptible():
+    # Who starts tests in the background of a shell has them ignore it.
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
