@@ -54,8 +54,6 @@ class Facts:
         Return codes, and the times that were reached.
     accepted, rejected : array of unsigned int, shape (N,)
         Steps, in as few bytes as the largest number needs: most programs never read them.
-    tried : dtype
-        That of their sums.
     counts : list of int
         How many trajectories each rank has.
     events : dict
@@ -75,7 +73,6 @@ class Facts:
     reached: Array
     accepted: Array
     rejected: Array
-    tried: np.dtype
     counts: list[int]
     events: dict
     t: Array
@@ -104,7 +101,8 @@ class Facts:
     @property
     def tries(self) -> Array:
         """All steps, array of unsigned int, shape (N,)."""
-        return np.add(self.accepted, self.rejected, dtype=self.tried)
+        most = int(self.accepted.max(initial=0)) + int(self.rejected.max(initial=0))
+        return np.add(self.accepted, self.rejected, dtype=np.min_scalar_type(most))
 
     @property
     def width(self) -> int:
@@ -180,17 +178,17 @@ def _header(share: EnsembleSolution | Exception, compiled: bool, traced: bool, s
     mine[_COUNT], mine[_KIND] = len(share), _of_words(share.u_end.shape[1:], share.u_end.dtype)
     mine[_TIMES] = fingerprint(share.t) if share.t.ndim == 1 else 0  # 0: they travel by themselves
     mine[_ACCEPTED], mine[_REJECTED] = share.naccept.max(initial=0), share.nreject.max(initial=0)
-    # The bits of the first, since the message is of integers; 0 where there is none.
     mine[_CODES] = share.codes.max(initial=0)
     # Where none failed or met an event, all have come to the end that they have in common, and nobody needs to look.
     arrived = not mine[_CODES] and share._start is not None and share.t.ndim == 1
+    # The bits of the first, since the message is of integers; 0 where there is none.
     mine[_REACHED], mine[_REACHED_DIFFER] = reached[:1].view(np.int64).sum(), not (arrived or same_for_all(reached))
     mine[_CONVERGED], mine[_COMPILED], mine[_TRACED] = share.converged, compiled, traced
     mine[_ENDS], mine[_EVENTS], mine[_SAID] = share._start is not None, bool(share.events), _of_words(said)
     return mine
 
 
-def _columns(used: Channel, share: EnsembleSolution, every: Array) -> dict[str, Any]:
+def _columns(used: Channel, share: EnsembleSolution, every: Array) -> dict[str, Array]:
     """Return what is known of each trajectory, on all ranks; what is the same for all isn't sent."""
     busy = every[every[:, _COUNT] > 0]
     count, most = int(every[:, _COUNT].sum()), every.max(axis=0)
@@ -203,10 +201,7 @@ def _columns(used: Channel, share: EnsembleSolution, every: Array) -> dict[str, 
     if most[_REACHED_DIFFER] or (busy[:, _REACHED] != busy[:1, _REACHED]).any():
         sent.append(("reached", getval(share.t_reached), np.dtype(float)))
     common = busy[0, _REACHED : _REACHED + 1].view(float)[0] if len(busy) else 0.0
-    known = {
-        "codes": np.broadcast_to(np.int8(0), count), "reached": np.broadcast_to(common, count),
-        "tried": np.min_scalar_type(most[_ACCEPTED] + most[_REJECTED]),
-    }  # fmt: skip
+    known = {"codes": np.broadcast_to(np.int8(0), count), "reached": np.broadcast_to(common, count)}
     return known | _gather(used, sent, every[:, _COUNT].tolist())
 
 

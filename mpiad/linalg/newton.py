@@ -110,7 +110,7 @@ def newton(
     Computing 17 (1996), choice 2.
     """
     settings = Settings(method, rtol, atol, maxiter, comm, callback, restart, side, call=_CALL, probe=False)
-    # The tolerance is that of derivatives; steps bring their own (see `with_tolerance`).
+    # The tolerance is that of derivatives; steps bring their own (see `Problem.step`).
     linear = settings._replace(rtol=rtol or _OF_DERIVATIVES, atol=0.0, maxiter=linear_maxiter, callback=None)
     settings = agree_on(settings, _mistake(residual, stop(u0), preconditioner, linear, settings), preconditioner)
     linear = linear._replace(preconditioned=settings.preconditioned)
