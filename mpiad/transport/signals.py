@@ -118,9 +118,19 @@ def _hear(ear: int, main: int) -> None:
     while True:
         for number in os.read(ear, 64):
             if number == signal.SIGTERM and signal.getsignal(number) is _on_sigterm:
-                _answer(sys._current_frames().get(main))
+                _answer(_interrupted(sys._current_frames().get(main)))
             elif number == signal.SIGINT and signal.getsignal(number) is signal.default_int_handler:
                 threading.Thread(target=_end_if_blocked, args=(main,), daemon=True).start()
+
+
+def _interrupted(frame: FrameType | None) -> FrameType | None:
+    # Where the main thread wakes first, it stands in the handler already: the program's place is where that came in.
+    inner = frame
+    while inner is not None:
+        if inner.f_code is _on_sigterm.__code__:
+            return inner.f_back
+        inner = inner.f_back
+    return frame
 
 
 def _on_sigterm(number: int, frame: FrameType | None) -> None:

@@ -51,6 +51,30 @@ def test_sigterm_of_one_rank_ends_the_job(waits, mpirun):
 
 
 @launches
+@pytest.mark.parametrize("first", ["MainThread", "mpiad-signals"])
+def test_the_place_whichever_thread_is_first(first, mpirun):
+    one_first = f"""
+from mpiad.transport import signals
+end = signals._end
+def last(*args):
+    if threading.current_thread().name != {first!r}:
+        time.sleep(0.5)
+    end(*args)
+signals._end = last
+def work():
+    tell_soon(15)
+    while True: time.sleep(0.01)  # here
+if rank == 1:
+    work()
+mpiad.mpi_recv(0.0, 1)
+"""
+    program = START + one_first
+    done = mpirun(2, program)
+    assert done.returncode == 143
+    assert done.stderr.count(f"mpiad: rank 1 was told to end by SIGTERM at program_0.py:{line_of(program)} in work.") == 1
+
+
+@launches
 def test_sigterm_of_all_ranks(mpirun):
     done = mpirun(2, START + "tell_soon(15)\nMPI.COMM_WORLD.recv(source=1 - rank)")
     assert done.returncode == 143
