@@ -65,7 +65,7 @@ def test_preconditioner_of_a_domain(rank_rng):
 
 
 def test_what_is_refused(rank, size):
-    domain, wide = Domain((9, 8)), Domain((9, 8), halo=2)
+    domain, wide = Domain((11, 8)), Domain((11, 8), halo=2)
     with pytest.raises(ValueError, match=r"depends on points beyond the halo of \(1, 1\), or isn't linear"):
         MatrixRowBlock.from_operator(lambda u: u + wide.exchange(u)[4:, 2:-2], domain)
     with pytest.raises(ValueError, match="isn't linear"):
