@@ -43,13 +43,13 @@ def _fields(form: Form) -> Fields:
     return Lanes(form).fields
 
 
-def forward_source(form: Form) -> str:
+def forward_source(form: Form, wide: bool) -> str:
     """Return the source of `forward`, which calls `f`, along directions `df0`, `df1`, ..., and `fma`."""
-    return _Forward(form).source()
+    return _Forward(form).source(wide)
 
 
 class _Forward(Telling, Entering):
-    def source(self) -> str:
+    def source(self, wide: bool) -> str:
         """Return the text of the function."""
         form = self.form
         lines = [
@@ -59,6 +59,7 @@ class _Forward(Telling, Entering):
             + (",\n            end_part, crossings):" if form.events else "):"),
             "    # Fields of b: " + ", ".join(self.fields),
             "    aligned_stack()",
+            *(["    wide_vectors()"] if wide else []),
             "    n_saved = times.shape[1]",
             "    by_row = times.shape[0] > 1",
             "    one_span = start.shape[0] == 1",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 from mpiad.ensemble.compiled.cache import Kernel, kernel_of
 from mpiad.ensemble.compiled.derivatives import jvp, vjp
 from mpiad.ensemble.compiled.form import Form
 from mpiad.ensemble.compiled.forward import forward_source
+from mpiad.ensemble.compiled.lowering import lowered
+from mpiad.ensemble.compiled.operations import OPERATIONS
 from mpiad.ensemble.compiled.program import Program
 from mpiad.ensemble.compiled.reverse import reverse_source
 from mpiad.ensemble.compiled.signatures import signature_of
@@ -21,7 +24,9 @@ _HEAD = """import math
 import numba
 import numpy as np
 
-from mpiad.ensemble.compiled.intrinsics import aligned_stack, bits_of, claimed, fetched, fma, number_of, where
+from mpiad.ensemble.compiled.intrinsics import (
+    aligned_stack, bits_of, claimed, fetched, fma, number_of, where, wide_vectors
+)
 """
 _MOST_TEXTS = 32
 _INLINED = '@numba.njit(error_model="numpy", forceinline=True)\n'
@@ -40,15 +45,16 @@ def parameter_names(varying: tuple[int, ...], shared: tuple[int, ...]) -> tuple[
 @lru_cache(_MOST_TEXTS)
 def forward_text(program: Program, form: Form, names: tuple[str, ...], conditions: tuple[Program, ...] = ()) -> str:
     """Return the text of a forward kernel, and of f, its tangents and the events' conditions before it."""
-    parts = [function_source(program, "f", names, dtype=form.dtype)]
+    parts, programs = [function_source(program, "f", names, dtype=form.dtype)], [program, *conditions]
     for i, (kind, place) in enumerate(form.directions):
         along = [] if kind == "u" else [names.index(f"{kind}{place}")]
         tangent = jvp(program, 1, along, time=False)
         d = program.states
         tangent = simplify(tangent, {d: 1.0} if along else {}, range(d, 2 * d))
         parts.append(function_source(tangent, f"df{i}", names, [f"w{c}" for c in range(d)], True, form.dtype))
+        programs.append(tangent)
     parts += [function_source(g, f"condition{e}", names, dtype=form.dtype) for e, g in enumerate(conditions)]
-    return _module(parts, forward_source(form))
+    return _module(parts, forward_source(form, _is_simple(programs)))
 
 
 @lru_cache(_MOST_TEXTS)
@@ -60,7 +66,13 @@ def reverse_text(program: Program, form: Form, names: tuple[str, ...], wanted: t
     # The stages are computed again for their derivatives only, so here they may be rounded otherwise.
     f = function_source(program, "f", names, (), True, form.dtype)
     parts = [f, function_source(adjoint, "g", names, seeds, True, form.dtype)]
-    return _module(parts, reverse_source(form))
+    return _module(parts, reverse_source(form, _is_simple([program, adjoint])))
+
+
+def _is_simple(programs: Sequence[Program]) -> bool:
+    """Return whether programs call nothing: around calls, the wider a vector is, the more there is to put away."""
+    operations = {made.operation for program in programs for made in lowered(program).instructions}
+    return all(OPERATIONS[operation].simple for operation in operations & OPERATIONS.keys())
 
 
 def _module(functions: list[str], kernel: str) -> str:

@@ -28,9 +28,9 @@ def _fields(form: Form) -> Fields:
     return _Reverse(form).fields
 
 
-def reverse_source(form: Form) -> str:
+def reverse_source(form: Form, wide: bool) -> str:
     """Return the source of `reverse`, which calls `f`, its adjoint `g`, and `fma`."""
-    return _Reverse(form).source()
+    return _Reverse(form).source(wide)
 
 
 class _Reverse:
@@ -60,13 +60,14 @@ class _Reverse:
     def at(self, name: str, i: int = 0) -> str:
         return self.fields.at(name, i)
 
-    def source(self) -> str:
+    def source(self, wide: bool) -> str:
         form, lanes = self.form, self.form.lanes
         lines = [
             "def reverse(b, exact, ids, row, step, place, state, p, s, times, rows, before_rows, last, naccept,",
             "            t_reached, alive, end_bar, saved_bar, save_step, u0_bar, p_bar, s_bar, start_bar, stop_bar):",
             "    # Fields of b: " + ", ".join(self.fields),
             "    aligned_stack()",
+            *(["    wide_vectors()"] if wide else []),
             "    n_saved = save_step.shape[1]",
             "    by_row = times.shape[0] > 1",
             "    first = state[0]",

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from autograd import grad
 
-from mpiad.ensemble import EnsembleProblem, ODEProblem, solve
+from mpiad.ensemble import EnsembleProblem, Event, ODEProblem, solve
 from mpiad.ensemble.compiled import cache
 from mpiad.ensemble.compiled.machine_code import Argument, Code, arguments_of, function_of
 
@@ -222,17 +222,51 @@ def run(x):
     assert re.search(rf"^attributes {group} = .*alignstack=64", code, re.MULTILINE)
 
 
-def test_kernels_ask_for_it():
-    def oscillator(u, p, t):
-        return p[0] * u[1], -p[0] * u[0]
+@pytest.mark.parametrize("wide", [False, True])
+def test_vectors_are_as_wide_as_the_chip_has_them_where_that_costs_no_clock(wide, monkeypatch):
+    monkeypatch.setattr("mpiad.ensemble.compiled.intrinsics._WIDE", wide)
+    text = """
+import numba
+from mpiad.ensemble.compiled.intrinsics import wide_vectors
+
+@numba.njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+def run(x):
+    wide_vectors()
+    x[0] += 1.0
+"""
+    names = {"__name__": "wide"}
+    exec(text, names)
+    names["run"].compile("void(float64[::1])")
+    (code,) = names["run"].inspect_llvm().values()
+    assert ('"prefer-vector-width"="512"' in code) == wide
+
+
+def sources(f, condition=None):
+    """Return a forward and a reverse kernel's texts."""
 
     def end(p):
-        one = ODEProblem(oscillator, np.array([1.0, 0.0]), (0.0, 0.1), np.ones(1))
-        solutions.append(solve(EnsembleProblem(one, p=p), gradient="adjoint", compile=True))
+        one = ODEProblem(f, np.array([1.0, 0.0]), (0.0, 0.1), np.ones(1))
+        events = () if condition is None else Event(condition)
+        solutions.append(solve(EnsembleProblem(one, p=p), gradient="adjoint", compile=True, events=events))
         return anp.sum(solutions[-1].u_end ** 2)
 
     solutions = []
     grad(end)(np.ones((16, 1)))
-    source = solutions[-1].problem.kernel_source
-    for name in ("forward", "reverse"):
-        assert re.search(rf"def {name}\([^)]*\):\n.*\n    aligned_stack\(\)\n", source(name))
+    return {name: solutions[-1].problem.kernel_source(name) for name in ("forward", "reverse")}
+
+
+def oscillator(u, p, t):
+    return p[0] * u[1], -p[0] * u[0]
+
+
+def test_kernels_ask_for_both():
+    for name, source in sources(oscillator).items():
+        assert re.search(rf"def {name}\([^)]*\):\n.*\n    aligned_stack\(\)\n    wide_vectors\(\)\n", source)
+
+
+def test_kernels_that_call_functions_do_not_ask_for_wide_vectors():
+    # Around each call of exp all vectors are put away: 1.2 times as slow with wide ones.
+    for source in sources(lambda u, p, t: (p[0] * u[1], -anp.exp(u[0]))).values():
+        assert "    aligned_stack()\n" in source and "    wide_vectors()\n" not in source
+    source = sources(oscillator, lambda u, p, t: anp.tanh(u[1]) + 2.0)["forward"]
+    assert "tanh" in source and "    wide_vectors()\n" not in source
