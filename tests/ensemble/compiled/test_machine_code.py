@@ -202,43 +202,35 @@ def run(count, taken, most):
     assert (taken == 1).all() and count[0] == 1_000_002 + 3 * 3  # the last that each thread claims is beyond
 
 
-def test_what_has_no_register_begins_with_a_line_of_the_cache():
-    # Callers leave the stack at any multiple of 16 bytes, another one in each process: in half of them a kernel that keeps
-    # vectors there took up to 1.3 times as long.
-    text = """
+def attributes_after(call):
+    """Return LLVM's attributes of a function that calls one of the intrinsics."""
+    text = f"""
 import numba
-from mpiad.ensemble.compiled.intrinsics import aligned_stack
+from mpiad.ensemble.compiled.intrinsics import {call}
 
 @numba.njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 def run(x):
-    aligned_stack()
+    {call}()
     x[0] += 1.0
 """
-    names = {"__name__": "aligned"}
+    names = {"__name__": call}
     exec(text, names)
     names["run"].compile("void(float64[::1])")
     (code,) = names["run"].inspect_llvm().values()
     (group,) = re.findall(r"^define .* (#\d+) {$", code, re.MULTILINE)
-    assert re.search(rf"^attributes {group} = .*alignstack=64", code, re.MULTILINE)
+    return re.search(rf"^attributes {group} = .*", code, re.MULTILINE)[0]
+
+
+def test_what_has_no_register_begins_with_a_line_of_the_cache():
+    # Callers leave the stack at any multiple of 16 bytes, another one in each process: in half of them a kernel that keeps
+    # vectors there took up to 1.3 times as long.
+    assert "alignstack=64" in attributes_after("aligned_stack")
 
 
 @pytest.mark.parametrize("wide", [False, True])
 def test_vectors_are_as_wide_as_the_chip_has_them_where_that_costs_no_clock(wide, monkeypatch):
     monkeypatch.setattr("mpiad.ensemble.compiled.intrinsics._WIDE", wide)
-    text = """
-import numba
-from mpiad.ensemble.compiled.intrinsics import wide_vectors
-
-@numba.njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
-def run(x):
-    wide_vectors()
-    x[0] += 1.0
-"""
-    names = {"__name__": "wide"}
-    exec(text, names)
-    names["run"].compile("void(float64[::1])")
-    (code,) = names["run"].inspect_llvm().values()
-    assert ('"prefer-vector-width"="512"' in code) == wide
+    assert ('"prefer-vector-width"="512"' in attributes_after("wide_vectors")) == wide
 
 
 def sources(f, condition=None):
