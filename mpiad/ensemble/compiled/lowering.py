@@ -7,6 +7,7 @@ factors, or of the largest of three by pairs, would differ from autograd's at ze
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 from mpiad.ensemble.compiled.builder import Builder
 from mpiad.ensemble.compiled.program import Program
@@ -18,6 +19,8 @@ __all__ = ["lowered"]
 _LARGEST_EXPONENT = 64
 
 
+# A kernel's text is made of it, and how wide its vectors are.
+@lru_cache(32)
 def lowered(program: Program) -> Program:
     """Return a program of the same values, to a few roundings, in operations that have a text.
 
