@@ -11,7 +11,9 @@ import mpiad
 def test_who_and_how_many(rank, size):
     assert (mpiad.mpi_rank(), mpiad.mpi_size()) == (rank, size)
     assert (mpiad.mpi_rank(MPI.COMM_SELF), mpiad.mpi_size(MPI.COMM_SELF)) == (0, 1)
-    assert mpiad.mpi_local_rank() == rank  # the tests run on one node
+    node = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
+    assert mpiad.mpi_local_rank() == node.allgather(rank).index(rank)
+    node.Free()
 
 
 def test_initialised_by_the_import():
