@@ -97,8 +97,11 @@ test-gpu: $(VENV)/.ready-test ## run the tests of device arrays on CuPy's own; n
 fuzz: $(VENV)/.ready-test ## check random programs against one process (PROGRAMS=10000 SEED=5 RANKS="2 3")
 	@$(BIN)/python tests/fuzz.py --programs $(PROGRAMS) --ranks $(RANKS) $(if $(SEED),--seed $(SEED))
 
-test-all: ## run the tests on 5 ranks too, and again under the Open MPI wheel
+# MPICH plays nodes on one machine: the even ranks are one by the first variable, each rank is one by the second.
+test-all: ## run the tests on 5 ranks too, on nodes that MPICH plays, and again under the Open MPI wheel
 	@$(MAKE) --no-print-directory test RANKS="$(ALL_RANKS)"
+	@MPIR_CVAR_ODD_EVEN_CLIQUES=1 $(MAKE) --no-print-directory test MPI=mpich RANKS=4
+	@MPIR_CVAR_NOLOCAL=1 $(MAKE) --no-print-directory test MPI=mpich RANKS=4
 	@$(MAKE) --no-print-directory test MPI=openmpi
 
 lint: $(VENV)/.ready-dev types ## check the style (ruff), who imports whom (import-linter) and the types

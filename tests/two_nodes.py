@@ -90,7 +90,7 @@ def place_blocks() -> None:
 
 
 def solve_ensembles(node: MPI.Comm) -> None:
-    """Solve compiled ensembles over the ranks: on each node one rank compiles a kernel, and the other takes it from there."""
+    """Solve compiled ensembles over the ranks: on each node one rank compiles a kernel, and the other takes it."""
     p = np.linspace(0.1, 3.0, 41)[:, None]
     ensemble = EnsembleProblem(ODEProblem(decay, [2.0], (0.0, 1.0)), p=p)
     division = EnsembleMPI()

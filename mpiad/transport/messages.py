@@ -93,7 +93,7 @@ def finish_receive(receipt: Receipt, call: str) -> Any:
 def receive(spec: Spec, envelope: Envelope, call: str) -> Any:
     """Receive an array; the envelope of a receive from anyone learns who it was."""
     status = MPI.Status()
-    # MPICH 5 loses messages between nodes (by UCX) that a receive from any rank was posted for; one that is found it receives.
+    # MPICH 5, over UCX, loses messages of other nodes for which a receive from any rank is posted, but finds them.
     if _LOOKS_FIRST or envelope.peer == MPI.ANY_SOURCE:
         return _matched(spec, envelope, status, call)
     return _completed(_receipt(spec, envelope), status, call)
