@@ -131,6 +131,7 @@ def _of_node(node: str, ranks: list[Place]) -> list[str]:
     gpus = ranks[0].gpus
     counted = f"{_counted(cores, 'core')}; threads per rank: {threads}; {_counted(len(gpus), 'GPU') if gpus else 'no GPU'}"
     lines = [f"  node      {node}: rank{'s' * (len(ranks) > 1)} {numbers}; {counted}"]
+    lines.append(f"  memory    huge pages: {ranks[0].huge_pages}")
     if gpus:
         lines.append(f"  GPUs      {', '.join(dict.fromkeys(gpus))}; " + ", ".join(
             f"rank {place.rank}: {place.gpu or 'none'}" for place in ranks

@@ -13,6 +13,7 @@ import threadpoolctl
 
 from mpiad._typing import Rank
 from mpiad.transport.gpus import device_of, gpus_of_node, visible
+from mpiad.transport.memory import huge_pages
 
 __all__ = ["PACKAGES", "Place", "place"]
 
@@ -35,6 +36,8 @@ class Place(NamedTuple):
         How many cores' time it may take (of a container), inf where there is no limit.
     threads : dict
         The number of threads of each thread pool (of BLAS, of OpenMP) that is loaded.
+    huge_pages : str
+        Whether its arrays lie in huge pages.
     gpus : list of str
         Names of the node's GPUs; on the first rank of each node.
     gpu : str
@@ -51,6 +54,7 @@ class Place(NamedTuple):
     cores: tuple[int, ...]
     quota: float
     threads: dict[str, int]
+    huge_pages: str
     gpus: list[str]
     gpu: str
     python: str
@@ -62,8 +66,9 @@ def place(rank: Rank, local_rank: Rank) -> Place:
     # One process of a node asks for its GPUs; the others only count those they are allowed.
     gpus = gpus_of_node() if local_rank == 0 else []
     return Place(
-        rank, local_rank, socket.gethostname(), _cores(), _quota(), _threads(), gpus, "", sys.executable, versions()
-    )
+        rank, local_rank, socket.gethostname(), _cores(), _quota(), _threads(), huge_pages(), gpus, "", sys.executable,
+        versions(),
+    )  # fmt: skip
 
 
 def with_gpu(found: Place, count: int) -> Place:

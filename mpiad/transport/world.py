@@ -17,7 +17,7 @@ from mpiad.transport.departure import exit_code, note_finalize, watch_departures
 from mpiad.transport.guarded import closing, settings, switch
 from mpiad.transport.launcher import warn_of_separate_worlds
 from mpiad.transport.lookup import close_world, open_world
-from mpiad.transport.memory import raise_malloc_thresholds
+from mpiad.transport.memory import prepare_memory
 from mpiad.transport.patience import Patience
 from mpiad.transport.pinned import close_pools
 from mpiad.transport.recovery import interruptible
@@ -60,7 +60,7 @@ def start(call: str) -> None:
         watch_departures()  # another duplicate, so behind the meeting too
     switch.start()
     device_settings.start()
-    raise_malloc_thresholds()
+    prepare_memory()
     if os.environ.get("MPIAD_THREADS") != "0":
         limit_threads(_local[1], logs=MPI.COMM_WORLD.rank == 0)
     for begin in _begins:
