@@ -19,10 +19,10 @@ from typing import Any
 
 from mpi4py import MPI
 
-from mpiad.transport.calls import site_of
+from mpiad.transport.calls import site_of, site_of_trace
 from mpiad.transport.fault_tolerance import FAULT_TOLERANT, lost_ranks
 
-__all__ = ["at_place", "end_job", "install_abort_hook", "is_rank", "last_words", "may_end_job"]
+__all__ = ["at_place", "at_trace", "end_job", "install_abort_hook", "is_rank", "last_words", "may_end_job"]
 
 _UNTIL_READ, _UNTIL_KILLED = 0.3, 2.0  # seconds
 
@@ -42,6 +42,12 @@ def at_place(frame: FrameType | None) -> str:
     """Return " at program.py:12 in work, in mpi_recv" for a frame of the program; "" where there is none."""
     site = site_of(frame)
     return f" at {site}{f', in {site.entry}' if site.entry else ''}" if site.file else ""
+
+
+def at_trace(trace: TracebackType | None) -> str:
+    """Return " at program.py:12 in work" for the program's innermost line in a traceback; "" where there is none."""
+    site = site_of_trace(trace)
+    return f" at {site}" if site.file else ""
 
 
 def end_job(text: str, code: int) -> None:

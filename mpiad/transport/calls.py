@@ -16,7 +16,7 @@ import sysconfig
 import threading
 from collections.abc import Callable, Hashable
 from time import perf_counter
-from types import CodeType, FrameType
+from types import CodeType, FrameType, TracebackType
 from typing import Any, NamedTuple, Protocol
 
 from mpiad._typing import Shape
@@ -24,7 +24,7 @@ from mpiad.transport.device_arrays import is_device_array
 
 __all__ = [
     "Arguments", "Call", "Observer", "Site", "begin", "begin_rule", "current", "end", "entry", "forget", "is_noting",
-    "note", "observers", "register", "site_of", "user_frame",
+    "note", "observers", "register", "site_of", "site_of_trace", "user_frame",
 ]
 
 
@@ -296,6 +296,17 @@ def site_of(frame: FrameType | None) -> Site:
         code = found.f_code
         site = _sites[key] = Site(code.co_filename, found.f_lineno or 0, code.co_name, entry(called))
     return site
+
+
+def site_of_trace(trace: TracebackType | None) -> Site:
+    """Return the user's innermost place in a traceback."""
+    found = _NOWHERE
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if _kind(code) == 0:
+            found = Site(code.co_filename, trace.tb_lineno, code.co_name, "")
+        trace = trace.tb_next
+    return found
 
 
 def entry(code: CodeType | None) -> str:

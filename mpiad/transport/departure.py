@@ -3,33 +3,33 @@
 MPI ends on all ranks or on none, so a rank that has left waits for the others. One that left with an error waits for
 some seconds only: the others may be waiting for it. `os._exit` leaves nothing to wait with, and the launchers differ in
 what they make of it (one ends the other ranks at once, and returns 0), so it waits first.
-
-Python tells nobody with which code it will end. Here `sys.exit` raises a kind of SystemExit that knows when it is
-dropped: if no frame of the program is below by then, nobody has caught it. `raise SystemExit` is not seen.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
-import threading
 import time
+from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
 
-from mpiad.transport.abort import at_place, end_job, is_rank
+from mpiad.transport.abort import at_place, at_trace, end_job, is_rank
+from mpiad.transport.exit_codes import exit_code, forget_exit, note_exit
 from mpiad.transport.lookup import world_is_given_up
 from mpiad.transport.notices import threads_may_communicate
 
-__all__ = ["await_others", "exit_code", "farewell", "note_finalize", "watch_departures"]
+__all__ = ["await_others", "code_at_end", "farewell", "note_finalize", "watch_departures"]
 
 # From the first error to the end of the job: others may leave too, with something to tell.
 _GRACE = 5.0
 _AT_ONCE = 0.01
 _NAP = 2e-3
 
+_log = logging.getLogger("mpiad")
 _exit = os._exit
 _comm: Any = None
 _farewell: _Farewell | None = None
@@ -43,54 +43,26 @@ class _Farewell(NamedTuple):
     where: str
 
 
-class _Exit(SystemExit):
-    """What `sys.exit` raises in the main thread."""
-
-    where = ""
-
-    # Pickle would look for it by the name that is shown, and find Python's own.
-    def __reduce__(self) -> tuple:
-        return SystemExit, self.args
-
-    def __del__(self) -> None:
-        global _farewell
-        try:
-            sys._getframe(1)
-        except ValueError:  # dropped by the interpreter itself
-            _farewell = _Farewell(f"sys.exit({_shown(self.code)})", _exit_code(self.code), self.where)
-
-
-_Exit.__name__ = _Exit.__qualname__ = "SystemExit"  # so it is shown
-_Exit.__module__ = "builtins"
-
-
 def _shown(code: Any) -> str:
     text = repr(code)
     return text if len(text) <= 200 else f"{text[:197]}..."
-
-
-def _exit_code(code: Any) -> int:
-    if code is None:
-        return 0
-    # The system keeps eight bits; anything but an integer Python prints, and ends with 1.
-    return code & 0xFF if isinstance(code, int) else 1
 
 
 def watch_departures() -> None:
     """Note with which code this rank leaves; collective over all ranks."""
     global _comm
     _comm = MPI.COMM_WORLD.Dup()
-    sys.exit = _leave
     os._exit = _leave_at_once
+    if not note_exit(_note_exit):
+        _log.warning(
+            "this Python doesn't tell with which code it ends: a rank that leaves by sys.exit(code) doesn't end the job. "
+            "Let it raise another exception, or set MPIAD_TIMEOUT."
+        )
 
 
-def _leave(status: Any = None, /) -> None:
-    # That of a thread ends the thread alone, and Python knows it by its exact type.
-    kind = _Exit if threading.current_thread() is threading.main_thread() else SystemExit
-    error = kind() if status is None else kind(status)
-    if isinstance(error, _Exit):
-        error.where = at_place(sys._getframe(1))
-    raise error
+def _note_exit(code: Any, trace: TracebackType | None) -> None:
+    global _farewell
+    _farewell = _Farewell(f"sys.exit({_shown(code)})", exit_code(code), at_trace(trace))
 
 
 def _leave_at_once(status: int) -> None:
@@ -108,7 +80,7 @@ def farewell() -> tuple[str, str]:
     return "the end of the program" if error is None else f"ended by {type(error).__name__}", "-"
 
 
-def exit_code() -> int:
+def code_at_end() -> int:
     """Return the code that this rank leaves with."""
     return 0 if _farewell is None else _farewell.code
 
@@ -143,6 +115,7 @@ def await_others(patience: float | None = None) -> bool:
     given_up = _await(_farewell if patience is None or _farewell is not None else gave_up, False, patience)
     _comm.Free()
     _comm = None
+    forget_exit()
     return given_up
 
 

@@ -13,7 +13,7 @@ from mpi4py import MPI
 from mpiad.errors import CommunicatorError, DeadlockError
 from mpiad.transport import device_settings, survivors
 from mpiad.transport.abort import install_abort_hook, is_rank
-from mpiad.transport.departure import exit_code, note_finalize, watch_departures
+from mpiad.transport.departure import code_at_end, note_finalize, watch_departures
 from mpiad.transport.guarded import closing, settings, switch
 from mpiad.transport.launcher import warn_of_separate_worlds
 from mpiad.transport.lookup import close_world, open_world
@@ -156,7 +156,7 @@ def _complete_at_exit() -> None:
     if is_rank():
         closing.close_at_exit(_end_world)
         if not survivors.all_have_come():
-            survivors.leave(exit_code())
+            survivors.leave(code_at_end())
 
 
 def _end_world() -> None:

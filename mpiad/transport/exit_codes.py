@@ -1,0 +1,123 @@
+"""Learn with which code Python ends the program, before it joins threads and runs exit functions.
+
+Python tells nobody. But where a SystemExit ends the program, the interpreter asks the exception for its `code`, in the
+main thread, when no frame of Python's is left. So that attribute of the type is replaced by one that takes note when it is
+read from nowhere, whoever raised the exception (`sys.exit`, `exit`, ``raise``, a task of asyncio's) and whoever holds it
+or has looked at it on its way. One that is caught for good is never read so.
+
+Types that are written in C refuse assignments; their dictionary, which the garbage collector knows, takes them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import sys
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+__all__ = ["exit_code", "forget_exit", "note_exit"]
+
+_member = SystemExit.__dict__["code"]
+_python_exit = sys.exit
+# Until 3.12 an exception that C code raises is made when somebody catches it; the interpreter ends the program without.
+_MADE_LATE = sys.version_info < (3, 12)
+
+
+def exit_code(code: Any) -> int:
+    """Return what the launcher sees of SystemExit's `code`."""
+    if code is None:
+        return 0
+    # The system keeps eight bits; anything but an integer Python prints, and ends with 1.
+    return code & 0xFF if isinstance(code, int) else 1
+
+
+class _Code:
+    """SystemExit's `code`, which tells who asked for it when the interpreter reads it to end the program."""
+
+    __doc__ = _member.__doc__
+
+    def __init__(self, leaves: Callable[[Any, TracebackType | None], object]):
+        self._leaves = leaves
+
+    def __get__(self, error: SystemExit | None, kind: type | None = None) -> Any:
+        if error is None:
+            return self
+        code = _member.__get__(error, kind)
+        if threading.current_thread() is threading.main_thread() and not _has_caller():
+            with contextlib.suppress(Exception):  # the program ends in any case, and with this code
+                self._leaves(code, _whole_trace(error))
+        return code
+
+    def __set__(self, error: SystemExit, code: Any) -> None:
+        _member.__set__(error, code)
+
+    def __delete__(self, error: SystemExit) -> None:
+        _member.__delete__(error)
+
+
+def _has_caller() -> bool:
+    try:
+        sys._getframe(2)
+    except ValueError:
+        return False
+    return True
+
+
+def _whole_trace(error: SystemExit) -> TracebackType | None:
+    if not _MADE_LATE:
+        return error.__traceback__
+    # The exception has it only up to where it was looked at. The interpreter has the whole, and nobody else does.
+    traces = [found for found in gc.get_objects() if isinstance(found, TracebackType)]
+    inner = {id(trace.tb_next) for trace in traces}
+    outermost = [trace for trace in traces if id(trace) not in inner]
+    holds = [any(isinstance(other, BaseException) for other in gc.get_referrers(trace)) for trace in outermost]
+    return next((trace for trace, held in zip(outermost, holds) if not held), error.__traceback__)
+
+
+def note_exit(leaves: Callable[[Any, TracebackType | None], object]) -> bool:
+    """Have a function called when a SystemExit ends the program, with its code and traceback.
+
+    Returns
+    -------
+    bool
+        Whether this Python lets it be known.
+    """
+    if not _replace_code(_Code(leaves)):
+        return False
+    if _MADE_LATE:
+        _replace_exit(_exit)
+    return True
+
+
+def forget_exit() -> None:
+    """Undo `note_exit`: what reads a code while Python takes its modules down must find its own attribute."""
+    _replace_code(_member)
+
+
+def _replace_code(attribute: Any) -> bool:
+    found = gc.get_referents(SystemExit.__dict__)
+    if len(found) != 1 or type(found[0]) is not dict or "code" not in found[0]:  # not CPython
+        return False
+    found[0]["code"] = attribute
+    ctypes.pythonapi.PyType_Modified(ctypes.py_object(SystemExit))  # which empties the cache of attributes
+    return True
+
+
+def _exit(status: Any = None, /) -> None:
+    """Exit the interpreter by raising SystemExit(status)."""
+    try:
+        _python_exit(status)
+    except SystemExit:  # looked at, so it is made
+        raise
+
+
+def _replace_exit(by: Callable[..., None]) -> None:
+    sys.exit = by
+    # Also where a module has it by its name.
+    for names in gc.get_referrers(_python_exit):
+        if isinstance(names, dict) and "__name__" in names:
+            names.update({name: by for name, value in names.items() if value is _python_exit and name != "_python_exit"})
