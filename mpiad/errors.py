@@ -124,12 +124,14 @@ class RemoteError(RuntimeError):
         Where it happened, in the communicator of the call.
     traceback : str
         That rank's traceback, which the message ends with; empty where the rank died.
+    exit_code : int
+        With which the job ends where nobody catches this: that of a `sys.exit`, 1 for other exceptions.
     """
 
-    def __init__(self, message: str, rank: int = -1, traceback: str = ""):
+    def __init__(self, message: str, rank: int = -1, traceback: str = "", exit_code: int = 1):
         shown = f"\n\nThe traceback of rank {rank}:\n{traceback.rstrip()}" if traceback else ""
         super().__init__(message + shown)
-        self.rank, self.traceback = rank, traceback
+        self.rank, self.traceback, self.exit_code = rank, traceback, exit_code
 
 
 class WorkerError(RemoteError):
@@ -141,10 +143,14 @@ class WorkerError(RemoteError):
         Where it happened, in the communicator of the call.
     traceback : str
         That rank's traceback.
+    exit_code : int
+        With which the job ends where nobody catches this: that of a `sys.exit`, 1 for other exceptions.
     index : int or None
         Of the item that it happened at, in `mpi_map`.
     """
 
-    def __init__(self, message: str, rank: int = -1, traceback: str = "", index: int | None = None):
-        super().__init__(message, rank, traceback)
+    def __init__(
+        self, message: str, rank: int = -1, traceback: str = "", index: int | None = None, exit_code: int = 1,
+    ):
+        super().__init__(message, rank, traceback, exit_code)
         self.index = index

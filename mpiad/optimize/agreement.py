@@ -121,4 +121,5 @@ def verdict(failures: dict[int, Failure], call: str = "minimize") -> Exception:
     failure = failures[rank]
     if failure.kind == WrongValueError.__name__:
         return TypeError(f"{failure.text} This happened on rank {rank}{others}.")
-    return WorkerError(f"{call}: rank {rank}{others} raised {failure.summary}", rank, failure.trace)
+    text = f"{call}: rank {rank}{others} raised {failure.summary}"
+    return WorkerError(text, rank, failure.trace, exit_code=failure.exit_code)

@@ -168,7 +168,8 @@ def _minima(
         except WorkerError as error:
             found[k] = scipy.optimize.OptimizeResult(
                 x=points[k].at(home), fun=math.nan, success=False, status=-1, nit=0, nfev=0, message=str(error),
-                error=WorkerError(str(error), error.rank),  # without the cause, which may not be pickled
+                # Without the cause, which may not be pickled.
+                error=WorkerError(str(error), error.rank, exit_code=error.exit_code),
             )
     return found
 

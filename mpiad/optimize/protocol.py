@@ -7,7 +7,6 @@ solve's own duplicate.
 
 from __future__ import annotations
 
-import traceback
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,6 +16,7 @@ from mpiad.errors import WorkerError
 from mpiad.optimize.exchange import ByMessages
 from mpiad.optimize.loans import Loans
 from mpiad.transport.patience import wait_gently
+from mpiad.transport.recovery import Failure
 
 __all__ = ["Evaluates", "Instructions", "Refusal", "serve"]
 
@@ -77,15 +77,15 @@ class Refusal:
         self._call = call
         # Described, not pickled: an exception's arguments may be anything, and its class one that others can't import.
         self._kind = next((kind for kind in (TypeError, ValueError) if isinstance(error, kind)), None)
-        self._text = str(error)
-        self._summary = "".join(traceback.format_exception_only(type(error), error)).strip()
-        self._trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        self._failure = Failure.of(error)
 
     def error(self, root: Rank) -> TypeError | ValueError | WorkerError:
         """Return what all ranks raise: wrong arguments by their own type."""
+        failure = self._failure
         if self._kind is not None:
-            return self._kind(f"{self._text} (raised on the root, rank {root})")
-        return WorkerError(f"{self._call}: the root, rank {root}, raised {self._summary}", root, self._trace)
+            return self._kind(f"{failure.text} (raised on the root, rank {root})")
+        text = f"{self._call}: the root, rank {root}, raised {failure.summary}"
+        return WorkerError(text, root, failure.trace, exit_code=failure.exit_code)
 
 
 class Evaluates(Protocol):

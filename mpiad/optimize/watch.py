@@ -23,6 +23,7 @@ from typing import Any
 from mpiad._typing import Comm
 from mpiad.transport.guarded.settings import seconds_of
 from mpiad.transport.notices import Notices, threads_may_communicate
+from mpiad.transport.uncaught import end_by
 
 __all__ = ["Watch"]
 
@@ -128,7 +129,6 @@ def _stuck_after() -> float:
 
 def _end_job(error: BaseException, reason: str) -> None:
     sys.stderr.write(f"mpiad: minimize can't raise this exception on all ranks: {reason}.\n")
-    # The hook that the library installs ends the job. Where there is another (MPIAD_ABORT=0), this rank raises alone.
-    sys.excepthook(type(error), error, error.__traceback__)
+    end_by(error)  # under MPIAD_ABORT=0 it only shows it, and this rank raises alone
     time.sleep(_DEATH_WITHIN)
     raise error

@@ -32,7 +32,7 @@ class Failed(NamedTuple):
         """Return what all ranks raise, or what stands among the results."""
         where = "" if index is None else f" at item {index}"
         text = f"mpi_map: rank {self.rank} raised {self.failure.summary}{where}."
-        return WorkerError(text, self.rank, self.failure.trace, index)
+        return WorkerError(text, self.rank, self.failure.trace, index, self.failure.exit_code)
 
 
 class Ended(NamedTuple):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 import time
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from mpiad.transport.abort import at_place, at_trace, end_job, is_rank
 from mpiad.transport.exit_codes import exit_code, forget_exit, note_exit
 from mpiad.transport.lookup import world_is_given_up
 from mpiad.transport.notices import threads_may_communicate
+from mpiad.transport.uncaught import is_reporting
 
 __all__ = ["await_others", "code_at_end", "farewell", "note_finalize", "watch_departures"]
 
@@ -28,11 +30,13 @@ __all__ = ["await_others", "code_at_end", "farewell", "note_finalize", "watch_de
 _GRACE = 5.0
 _AT_ONCE = 0.01
 _NAP = 2e-3
+_LOOKS = 0.1
 
 _log = logging.getLogger("mpiad")
 _exit = os._exit
 _comm: Any = None
 _farewell: _Farewell | None = None
+_awaits = False
 
 
 class _Farewell(NamedTuple):
@@ -62,13 +66,39 @@ def watch_departures() -> None:
 
 def _note_exit(code: Any, trace: TracebackType | None) -> None:
     global _farewell
+    if not is_rank():  # a fork, or after the end of MPI
+        return
     _farewell = _Farewell(f"sys.exit({_shown(code)})", exit_code(code), at_trace(trace))
+    if _farewell.code:
+        threading.Thread(target=_look_after, args=(_farewell,), name="mpiad-departure", daemon=True).start()
+
+
+def _look_after(farewell: _Farewell) -> None:
+    """End the job where this rank doesn't come to `await_others`: Python first joins threads, and runs exit functions."""
+    left = time.monotonic()
+    while not _awaits:
+        # They have all the time that they take, but for communications: the others may wait for what this rank was to do.
+        if time.monotonic() - left > _GRACE and is_rank() and (waiting := _waiting_thread()):
+            _end(farewell, f"{_GRACE:g} s ago, but its {waiting} waits in a communication")
+        time.sleep(_LOOKS)
+
+
+def _waiting_thread() -> str:
+    """Return the name of a thread that Python waits for and that is inside a communication, "" where there is none."""
+    frames = sys._current_frames()
+    for thread in threading.enumerate():
+        frame = None if thread.daemon else frames.get(thread.ident or 0)
+        if frame is not None and frame.f_globals.get("__name__", "").startswith("mpiad.transport"):
+            return f"thread {thread.name}"
+    return ""
 
 
 def _leave_at_once(status: int) -> None:
     if is_rank() and _comm is not None and threads_may_communicate():
-        where = at_place(sys._getframe(1))
-        _await(_Farewell(f"os._exit({status})", status & 0xFF, where), at_once=True)
+        leaving = _Farewell(f"os._exit({status})", status & 0xFF, at_place(sys._getframe(1)))
+        if is_reporting():
+            _end(leaving, "in the hook for an exception that nobody caught")
+        _await(leaving, at_once=True)
     _exit(status)
 
 
@@ -108,7 +138,8 @@ def await_others(patience: float | None = None) -> bool:
     -----
     All ranks of the world call it, once.
     """
-    global _comm
+    global _awaits, _comm
+    _awaits = True
     if _comm is None:
         return False
     gave_up = _Farewell("its end, after communication was given up", 1, "")

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-__all__ = ["exit_code", "forget_exit", "note_exit"]
+__all__ = ["code_of", "exit_code", "forget_exit", "note_exit"]
 
 _member = SystemExit.__dict__["code"]
 _python_exit = sys.exit
@@ -33,6 +33,13 @@ def exit_code(code: Any) -> int:
         return 0
     # The system keeps eight bits; anything but an integer Python prints, and ends with 1.
     return code & 0xFF if isinstance(code, int) else 1
+
+
+def code_of(error: BaseException) -> int:
+    """Return the code that a job ends with by an exception: never 0, since ranks were given up."""
+    if isinstance(error, KeyboardInterrupt):
+        return 130  # 128 + SIGINT, as shells report it
+    return exit_code(error.code if isinstance(error, SystemExit) else getattr(error, "exit_code", 1)) or 1
 
 
 class _Code:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import sys
 import threading
 import time
 import traceback
@@ -27,9 +26,11 @@ from mpi4py import MPI
 from mpiad.errors import RemoteError
 from mpiad.transport.agreement import agreed_among
 from mpiad.transport.channels import Channel, live_channels
+from mpiad.transport.exit_codes import code_of
 from mpiad.transport.fault_tolerance import FAULT_TOLERANT, is_interruption, is_revoked
 from mpiad.transport.lookup import channel
 from mpiad.transport.patience import Patience
+from mpiad.transport.uncaught import end_by
 
 __all__ = ["Failure", "first_of", "interruptible", "ranks_within", "recover", "recoverable", "recovers"]
 
@@ -49,13 +50,14 @@ class Failure(NamedTuple):
     text: str
     summary: str
     trace: str
+    exit_code: int = 1
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
         """Describe an exception."""
         summary = "".join(traceback.format_exception_only(type(error), error)).strip()
         trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        return cls(type(error).__name__, str(error), summary, trace)
+        return cls(type(error).__name__, str(error), summary, trace, code_of(error))
 
 
 Failures = dict[int, Failure]
@@ -203,7 +205,8 @@ def _raise_verdict(
         rank, others = first_of(failures)
         failure = failures[rank]
         # The interruption's traceback shows where this rank was.
-        raise RemoteError(f"{call}: rank {rank}{others} raised {failure.summary}", rank, failure.trace) from error
+        text = f"{call}: rank {rank}{others} raised {failure.summary}"
+        raise RemoteError(text, rank, failure.trace, failure.exit_code) from error
 
 
 def first_of(failures: Failures) -> tuple[int, str]:
@@ -315,7 +318,6 @@ def ranks_within(place: Channel, comm: Any) -> list[int]:
 def _end_job(mine: BaseException | None, call: str) -> None:
     error = RemoteError(f"{call} can't recover: meanwhile a call of more ranks has failed as well.")
     error.__cause__ = mine
-    # The hook that the library installs ends the job.
-    sys.excepthook(type(error), error, error.__traceback__)
+    end_by(error)
     time.sleep(_DEATH_WITHIN)
     raise error

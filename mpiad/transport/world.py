@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 from mpiad.errors import CommunicatorError, DeadlockError
 from mpiad.transport import device_settings, survivors
-from mpiad.transport.abort import install_abort_hook, is_rank
+from mpiad.transport.abort import is_rank
 from mpiad.transport.departure import code_at_end, note_finalize, watch_departures
 from mpiad.transport.guarded import closing, settings, switch
 from mpiad.transport.launcher import warn_of_separate_worlds
@@ -23,6 +23,7 @@ from mpiad.transport.pinned import close_pools
 from mpiad.transport.recovery import interruptible
 from mpiad.transport.signals import install_signal_handlers
 from mpiad.transport.threads import limit_threads
+from mpiad.transport.uncaught import install_hooks
 
 __all__ = ["any_rank", "at_end", "at_start", "finalize", "finalized", "initialized", "local_rank", "start"]
 
@@ -49,7 +50,7 @@ def start(call: str) -> None:
         MPI.Init_thread()
     if _local is not None:
         return
-    aborts = install_abort_hook()
+    aborts = install_hooks()
     # Before the first duplicate: MPI would wait in it for ranks that never import us, and say nothing.
     meet(call)
     open_world()

@@ -2,8 +2,6 @@
 
 import pytest
 
-from mpiad.transport import departure
-
 START = """
 import atexit, os, sys, threading, time
 import mpiad
@@ -76,9 +74,3 @@ def test_a_fork_leaves_alone(mpirun):
     forks = "if os.fork() == 0:\n    os._exit(0)\nprint(os.wait()[1], flush=True)\n"
     done = mpirun(2, START + forks + "mpiad.mpi_barrier()")
     assert (done.returncode, done.stdout, done.stderr) == (0, "0\n0\n", "")
-
-
-@pytest.mark.serial
-@pytest.mark.parametrize(("code", "expected"), [(None, 0), (0, 0), (False, 0), (3, 3), (-1, 255), (256, 0), ("text", 1)])
-def test_code_is_python_s(code, expected):
-    assert departure._exit_code(code) == expected

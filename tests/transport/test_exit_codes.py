@@ -1,4 +1,4 @@
-"""With which code Python ends is known before its exit functions run, whoever raised SystemExit and whoever looked at it."""
+"""With which code Python ends is known before its exit functions run, whoever raised SystemExit or looked at it."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from mpiad.transport import channels, lookup
 from mpiad.transport.departure import await_others
 from mpiad.transport.guarded import leaving, ledger, settings, switch
 from mpiad.transport.guarded.waits import deadline_lifted
+from mpiad.transport.uncaught import end_by
 
 __all__ = ["close", "close_at_exit"]
 
@@ -93,7 +94,7 @@ def _left_over() -> list[str]:
 def _end_job(error: Exception) -> None:
     # One rank shows it; all know the same.
     if MPI.COMM_WORLD.rank == 0 or not isinstance(error, CommunicationMismatch):
-        sys.excepthook(type(error), error, error.__traceback__)
+        end_by(error)
     else:
         time.sleep(_KILLED_WITHIN)
     sys.stdout.flush()

@@ -1,0 +1,152 @@
+"""An exception that nobody catches on one rank ends the job: in the program, in a thread, in a function at exit.
+
+Python then calls a hook. Debuggers, loggers and test frameworks set the same hooks, before this library is imported or
+after; theirs must be called, and must not take away the end of the job. So where Python looks for its hooks it finds ours,
+which call what others have set; and these others find their own, since the modules `sys` and `threading` get a class of
+which the hook is an attribute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from types import ModuleType, TracebackType
+from typing import Any
+
+from mpi4py import MPI
+
+from mpiad.transport.abort import end_job, is_rank, may_end_job
+from mpiad.transport.exit_codes import code_of
+
+__all__ = ["end_by", "install_hooks", "is_reporting"]
+
+_installed = False
+_reporting = False
+_in_session = False
+
+
+class _Foreign:
+    """What others see and set as a hook of a module, in whose dictionary Python finds ours."""
+
+    def __init__(self, module: ModuleType, name: str):
+        self._module, self._name = module, name
+        self.hook = self._default = getattr(module, f"__{name}__")
+
+    def make_way(self, ours: Callable[..., object]) -> None:
+        """Put our hook in the place of the one that is set."""
+        self.hook = getattr(self._module, self._name)
+        vars(self._module)[self._name] = ours
+        # Pickles of functions refer to modules, and know how by their very class.
+        by_name = {"__reduce__": lambda module: (importlib.import_module, (module.__name__,))}
+        self._module.__class__ = type("module", (type(self._module),), {self._name: self, **by_name})
+
+    def __get__(self, module: ModuleType | None, kind: type | None = None) -> Any:
+        return self if module is None else self.hook
+
+    def __set__(self, module: ModuleType, hook: Callable[..., object]) -> None:
+        self.hook = hook
+
+    def __delete__(self, module: ModuleType) -> None:
+        self.hook = self._default
+
+    @property
+    def is_set(self) -> bool:
+        """Whether it is another than Python's own."""
+        return self.hook is not self._default
+
+
+_of_program = _Foreign(sys, "excepthook")
+_of_threads = _Foreign(threading, "excepthook")
+_of_the_unraisable = _Foreign(sys, "unraisablehook")
+
+
+def install_hooks() -> bool:
+    """Make an uncaught exception end all ranks, with its traceback and a non-zero exit.
+
+    Returns
+    -------
+    bool
+        Whether it was done: only in worlds of more than one rank, and not under ``MPIAD_ABORT=0``.
+    """
+    global _installed, _in_session
+    if not may_end_job() or _installed:
+        return False
+    _installed = True
+    _in_session = hasattr(sys, "ps1")
+    for foreign, ours in (
+        (_of_program, _end_job), (_of_threads, _end_job_of_thread), (_of_the_unraisable, _end_job_at_exit),
+    ):
+        foreign.make_way(ours)
+    _show_crashes()
+    return True
+
+
+def _show_crashes() -> None:
+    # Launchers name the signal of a rank that crashes, but not the line of the program.
+    if not faulthandler.is_enabled():
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # standard error may be no file
+            faulthandler.enable(all_threads=False)
+
+
+def is_reporting() -> bool:
+    """Tell whether a hook of somebody else's runs, after which the job ends."""
+    return _reporting
+
+
+def end_by(error: BaseException) -> None:
+    """End the job by an exception that is past catching; where no hook ends jobs, only show it."""
+    (_end_job if _installed else sys.excepthook)(type(error), error, error.__traceback__)
+
+
+def _end_job(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    # Nobody waits for this rank any more, or yet; and who types commands goes on after a wrong one.
+    if not is_rank() or _in_session or sys.flags.inspect:
+        _of_program.hook(kind, error, trace)
+    else:
+        _report_and_end(_of_program, (kind, error, trace), error, trace)
+
+
+def _end_job_of_thread(args: threading.ExceptHookArgs) -> None:
+    # SystemExit ends the thread alone, as ever; pytest puts a thread's exception into its own report.
+    if args.exc_type is SystemExit or _in_a_test() or not is_rank():
+        _of_threads.hook(args)
+    else:
+        _report_and_end(_of_threads, (args,), args.exc_value or args.exc_type(), args.exc_traceback)
+
+
+def _in_a_test() -> bool:
+    return "_pytest.runner" in sys.modules and "PYTEST_CURRENT_TEST" in os.environ
+
+
+def _end_job_at_exit(args: Any) -> None:
+    # Python itself would go on, and end with 0.
+    error = args.exc_value
+    in_good_order = isinstance(error, SystemExit) and not error.code
+    if "atexit callback" in (args.err_msg or "") and is_rank() and error is not None and not in_good_order:
+        _report_and_end(_of_the_unraisable, (args,), error, args.exc_traceback)
+    else:
+        _of_the_unraisable.hook(args)
+
+
+def _report_and_end(foreign: _Foreign, args: tuple, error: BaseException, trace: TracebackType | None) -> None:
+    """Have a hook of others' report an exception, or do it here, and end the job."""
+    global _reporting
+    code, text = code_of(error), traceback.format_exception(type(error), error, trace)
+    if foreign.is_set:
+        _reporting = True
+        try:
+            foreign.hook(*args)
+            text = traceback.format_exception_only(type(error), error)
+        except SystemExit as left:
+            code, text = code_of(left), traceback.format_exception_only(type(error), error)
+        except BaseException as second:  # noqa: BLE001 - the job ends in any case
+            text += ["and its hook failed:\n", *traceback.format_exception(type(second), second, second.__traceback__)]
+    rank = MPI.COMM_WORLD.rank
+    # One text, so that the lines of ranks that fail together don't mix.
+    end_job(f"mpiad: rank {rank} ended the job by an exception that nobody caught:\n{''.join(text)}", code)
