@@ -118,3 +118,53 @@ mpiad.mpi_allreduce(mpiad.mpi_recv(1.0, 1 - mpiad.mpi_rank()))
     )
     assert done.returncode != 0
     assert "rank 1 ended the job" in done.stderr and "ZeroDivisionError" in done.stderr
+
+
+HOOKS = {
+    "before and after the import": ("""
+import sys
+sys.excepthook = lambda kind, error, trace: print("first:", error)
+import mpiad
+if mpiad.mpi_rank() == 1:
+    def hook(*args, before=sys.excepthook):
+        before(*args)
+        print("second:", args[1])
+    sys.excepthook = hook
+    assert sys.excepthook is hook
+    raise ArithmeticError("seen")
+mpiad.mpi_recv(0.0, 1)
+""", 1, "first: seen\nsecond: seen\n", "nobody caught:\nArithmeticError: seen\n"),
+    "of threads": ("""
+import threading
+import mpiad
+if mpiad.mpi_rank() == 1:
+    threading.excepthook = lambda args: print("mine:", args.exc_value)
+    threading.Thread(target=lambda: 1 / 0).start()
+mpiad.mpi_recv(0.0, 1 - mpiad.mpi_rank())
+""", 1, "mine: division by zero\n", "nobody caught:\nZeroDivisionError: division by zero\n"),
+    "that exits": ("""
+import os, sys
+import mpiad
+if mpiad.mpi_rank() == 1:
+    sys.excepthook = lambda *args: print("mine", flush=True) or os._exit(7)
+    raise ArithmeticError("seen")
+mpiad.mpi_recv(0.0, 1)
+""", 7, "mine\n", "rank 1 left the program by os._exit(7)"),
+    "that fails": ("""
+import sys
+import mpiad
+if mpiad.mpi_rank() == 1:
+    sys.excepthook = lambda kind: 0
+    raise ArithmeticError("seen")
+mpiad.mpi_recv(0.0, 1)
+""", 1, "", "ArithmeticError: seen\nand its hook failed:\nTraceback (most recent call last):"),
+}
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_hook_of_the_users_is_called_and_the_job_ends(hook, mpirun):
+    program, code, prints, says = HOOKS[hook]
+    start = time.monotonic()
+    done = mpirun(2, program, timeout=20)
+    assert (done.returncode, done.stdout) == (code, prints), done.stderr
+    assert says in done.stderr and time.monotonic() - start < 15

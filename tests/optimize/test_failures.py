@@ -74,9 +74,10 @@ def test_exception_on_several_ranks(rank: int, size: int) -> None:
 
 
 def test_exit_in_the_function(rank: int, size: int) -> None:
-    expect_worker_error(
+    error = expect_worker_error(
         size - 1, "SystemExit: 4", fails_at(2, size - 1, rank, SystemExit(4)), np.zeros(3), objective="mean"
     )
+    assert error.exit_code == 4
 
 
 def test_exception_in_the_backward_pass(rank: int, size: int) -> None:

@@ -32,7 +32,7 @@ def and_solve_again() -> Iterator[None]:
 
 
 def leaves(*args: Any) -> None:
-    sys.exit(0)
+    sys.exit(5)
 
 
 def test_exit_of_the_root(size: int) -> None:
@@ -44,9 +44,9 @@ def test_exit_of_the_root(size: int) -> None:
         lambda: minimize(bowl, start, objective="sum", root=root, method="L-BFGS-sharded", callback=leaves),
         lambda: least_squares(lambda x: x - 1.0, start, root=root, callback=leaves),
     ):
-        with pytest.raises(WorkerError, match="SystemExit: 0") as caught:
+        with pytest.raises(WorkerError, match="SystemExit: 5") as caught:
             raised()
-        assert "sys.exit(0)" in caught.value.traceback
+        assert "sys.exit(5)" in caught.value.traceback and caught.value.exit_code == 5
 
 
 def test_exception_of_the_callback_says_where(rank: int, size: int) -> None:

@@ -173,8 +173,9 @@ def test_exit_in_the_function(rank: int, size: int) -> None:
     def fun(item: int) -> None:
         raise SystemExit(3)
 
-    with pytest.raises(WorkerError, match="SystemExit: 3"):
+    with pytest.raises(WorkerError, match="SystemExit: 3") as caught:
         mpi_map(fun, [1])
+    assert caught.value.exit_code == 3
 
 
 def test_an_exception_in_the_items(rank: int) -> None:

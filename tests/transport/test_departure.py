@@ -1,5 +1,7 @@
 """A rank that leaves with an error doesn't leave the others waiting, and one that leaves in good order is let go."""
 
+import re
+
 import pytest
 
 START = """
@@ -74,3 +76,63 @@ def test_a_fork_leaves_alone(mpirun):
     forks = "if os.fork() == 0:\n    os._exit(0)\nprint(os.wait()[1], flush=True)\n"
     done = mpirun(2, START + forks + "mpiad.mpi_barrier()")
     assert (done.returncode, done.stdout, done.stderr) == (0, "0\n0\n", "")
+
+
+IN_A_CALL = """
+import autograd.numpy as anp
+import numpy as np
+from mpiad.ensemble import EnsembleMPI, EnsembleProblem, ODEProblem, solve
+from mpiad.linalg import newton
+from mpiad.optimize import minimize
+from mpiad.timestepping import scan
+
+sys.modules["mpiad.transport.departure"]._GRACE = 0.5
+
+def leave(u, *args):
+    if rank == 1:
+        sys.exit(3)
+    return -u
+
+def loss(u):
+    leave(u)
+    return mpiad.mpi_allreduce(anp.sum(u**2))
+
+calls = {
+    "scan": lambda: mpiad.value_and_grad(lambda u: loss(scan(leave, u, 3)))(np.ones(2)),
+    "newton": lambda: newton(lambda u: u**3 + leave(u), np.ones(3)),
+    "ensemble": lambda: solve(
+        EnsembleProblem(ODEProblem(leave, np.ones(1), (0.0, 1.0))), ensemblealg=EnsembleMPI(), trajectories=4, compile=False,
+    ),
+    "minimize": lambda: minimize(lambda x: anp.sum(leave(x)**2), np.ones(3), objective="sum"),
+}
+with mpiad.debug.checked(timeout=20) if sys.argv[1] == "newton" else np.errstate():
+    calls[sys.argv[1]]()
+mpiad.mpi_barrier()
+"""
+
+
+@pytest.mark.launches
+@pytest.mark.parametrize("call", ["scan", "newton", "ensemble", "minimize"])
+def test_an_exit_in_a_call_ends_the_job_with_its_code(call, mpirun):
+    done = mpirun(2, START + IN_A_CALL, call, timeout=20)
+    assert done.returncode == 3, done.stderr
+    assert "SystemExit: 3" in done.stderr if call == "minimize" else "rank 1 left the program by sys.exit(3)" in done.stderr
+    assert re.search(r"program_0.py(\", line |:)19\b", done.stderr)
+
+
+WAITING_THREAD = """
+from concurrent.futures import ThreadPoolExecutor
+
+sys.modules["mpiad.transport.departure"]._GRACE = 0.5
+if rank == 1:
+    ThreadPoolExecutor(thread_name_prefix="work").submit(mpiad.mpi_recv, 1.0, 0)
+    exit(3)
+mpiad.mpi_recv(1.0, 1)
+"""
+
+
+@pytest.mark.launches
+def test_a_thread_that_python_joins_may_wait_for_others_only_so_long(mpirun):
+    done = mpirun(2, START + WAITING_THREAD, timeout=20)
+    assert done.returncode == 3
+    assert "by sys.exit(3) at program_0.py:13, 0.5 s ago, but its thread work_0 waits in a communication" in done.stderr
