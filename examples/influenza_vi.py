@@ -54,7 +54,7 @@ def loss(theta, observed):
 
 
 def draw_picture(path, result, reference):
-    """Write the marginals beside the chain's, and the predicted course beside the data."""
+    """Write the marginals beside the chain's, and the bands of curves and of data to expect beside the data."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -67,12 +67,19 @@ def draw_picture(path, result, reference):
         mean, sd = reference["mean"][k], reference["sd"][k]
         density = numpy.exp(-0.5 * ((x - mean) / sd) ** 2) / sd / numpy.sqrt(2 * numpy.pi)
         axes.plot(x, density, "C3", label="chain's moments")
-        axes.set(xlabel=("β per day", "γ per day")[k])
-    panels[0].legend()
+        axes.set(xlabel=("β per day", "γ per day")[k], ylim=(0, 1.3 * density.max()))
+    panels[0].legend(fontsize="small")
     curves = numpy.array([in_bed(theta) for theta in result.samples[:100]])
-    panels[2].fill_between(DAYS, *numpy.quantile(curves, [0.05, 0.95], axis=0), alpha=0.4, linewidth=0)
-    panels[2].plot(DAYS, IN_BED, "k.")
-    panels[2].set(xlabel="day", ylabel="boys in bed")
+    noise = NOISE * numpy.random.default_rng(0).standard_normal((40, *curves.shape))
+    for kind, values, shade in (
+        ("data to expect\n(parameters and noise)", (curves + noise).reshape(-1, len(DAYS)), 0.2),
+        ("the model's curves\n(posterior of the parameters)", curves, 0.5),
+    ):
+        low, high = numpy.quantile(values, [0.05, 0.95], axis=0)
+        panels[2].fill_between(DAYS, low, high, color="C0", alpha=shade, linewidth=0, label=f"90 % of {kind}")
+    panels[2].plot(DAYS, IN_BED, "k.", label="observed")
+    panels[2].set(xlabel="day", ylabel="boys in bed", ylim=(-50, 480))
+    panels[2].legend(fontsize="small", loc="upper right")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)
 
@@ -87,7 +94,7 @@ def main():
     result = inference.run(IN_BED, options.n_epochs, n_samples=4000, progress=True)
     if mpiad.mpi_rank() != 0:
         return
-    rates = numpy.exp(result.draw(20000, best=False))
+    rates = numpy.exp(result.draw(20000))
     for k, name in enumerate(("beta", "gamma")):
         mean, sd = rates[:, k].mean(), rates[:, k].std(ddof=1)
         gap, ratio = abs(mean - reference["mean"][k]) / reference["sd"][k], sd / reference["sd"][k]

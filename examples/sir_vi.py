@@ -106,11 +106,12 @@ def draw_picture(path, result, predict, data, days):
     panels[0, 0].legend()
     curves = numpy.array([predict(theta)[0] for theta in result.samples[:100]])
     axes = panels[1, 1]
-    axes.fill_between(days, *numpy.quantile(curves, [0.05, 0.95], axis=0), alpha=0.3, linewidth=0)
-    axes.plot(days, numpy.median(curves, axis=0), label="predicted")
+    low, high = numpy.quantile(curves, [0.05, 0.95], axis=0)
+    axes.fill_between(days, low, high, alpha=0.3, linewidth=0, label="90 % of simulations (parameters and agents' chance)")
+    axes.plot(days, numpy.median(curves, axis=0), label="their median")
     axes.plot(days, data[0], "k.", label="observed")
     axes.set(xlabel="day", ylabel="infected")
-    axes.legend()
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), fontsize="small")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)
 

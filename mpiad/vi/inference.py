@@ -125,6 +125,7 @@ class VI:
         params: Tree = None,
         n_samples: int = 1000,
         callback: Function | None = None,
+        average: bool = True,
         progress: bool = False,
     ) -> VIResult:
         """Fit the posterior.
@@ -136,7 +137,8 @@ class VI:
         n_epochs : int
             Updates at most.
         max_epochs_without_improvement : int, optional
-            End after so many epochs whose objective, a mean over draws, wasn't lower than the lowest before.
+            End after so many epochs whose objective wasn't lower than the lowest before. The lowest is that of the luckiest
+            draws, so that a small number ends the run too early: take some tens.
         params : nest of arrays, optional
             Variational parameters to start from; by default the posterior's own. Counts on the root only. Where they are on
             a device, draws, densities and updates are made there, and the result's parameters lie there.
@@ -145,6 +147,9 @@ class VI:
         callback : callable, optional
             ``callback(epoch, objective, params)`` on the root after each epoch. It mustn't communicate; StopIteration from
             it ends the run on all ranks.
+        average : bool
+            Whether to report the average of the variational parameters over about the last fifth of the epochs, or those
+            after the last one: for parameters whose mean has no meaning, as angles or unit vectors.
         progress : bool
             Whether the root writes its progress to standard error.
 
@@ -169,7 +174,7 @@ class VI:
         """
         used, call = channel(self.comm, "VI.run"), "VI.run"
         root = root_of(self.root, used, call)
-        self._agree(used, data, n_epochs, max_epochs_without_improvement, n_samples)
+        self._agree(used, data, n_epochs, max_epochs_without_improvement, n_samples, average)
         model = Model(self.loss, data, self.gradient == "pathwise", device_of(self.devices, used, call))
         objective = Objective(self.posterior, self.prior, self.w, self.gradient, self.divergence)
         training = None
@@ -180,7 +185,9 @@ class VI:
                 fresh = np.random.default_rng([self.seed, 2**32 + 2])
                 start = self.posterior.initial(fresh) if params is None else params
                 require_one_place(start, model.device, call)
-                training = Training(objective, self.optimizer, start, max_epochs_without_improvement, callback)
+                training = Training(
+                    objective, self.optimizer, start, max_epochs_without_improvement, callback, average
+                )
             except Exception as found:  # noqa: BLE001  of the posterior or the optimizer, which may be the user's
                 # After these all ranks do the same, so what only the root does comes first and is agreed upon.
                 error = found
@@ -191,12 +198,12 @@ class VI:
             ended = used.data.bcast(None if training is None else training.ended(n_epochs), root)
         # No epoch has this number, so these draws are independent of the fit's; all ranks make the same, and send none.
         noise = np.random.default_rng([self.seed, 2**32]).standard_normal((n_samples, self.posterior.dim))
-        samples = np.asarray(self.posterior.draw(ended.best, noise)[0])
+        samples = np.asarray(self.posterior.draw(ended.params, noise)[0])
         # On the root they are where they were; elsewhere on the device that the rank's model runs on, if it has one.
-        kept = model.beside(ended.last, ended.best) if ended.away else (ended.last, ended.best)
-        last, best = kept if training is None else training.found
+        kept = model.beside(ended.params, ended.best) if ended.away else (ended.params, ended.best)
+        found, best = kept if training is None else training.found
         return VIResult(
-            self.posterior, last, best, ended.history, ended.epochs, ended.best_epoch, ended.message, samples
+            self.posterior, found, best, ended.history, ended.epochs, ended.best_epoch, ended.message, samples, average
         )
 
     def _epochs(
@@ -235,7 +242,9 @@ class VI:
             raise agreed(used, WorkerError(f"{error} The first was on rank {rank}:\n{trace}", rank, trace))
         raise agreed(used, error)
 
-    def _agree(self, used: Channel, data: Any, n_epochs: Any, patience: Any, n_samples: Any) -> None:
+    def _agree(
+        self, used: Channel, data: Any, n_epochs: Any, patience: Any, n_samples: Any, average: Any
+    ) -> None:
         error = None
         try:
             if hasattr(data, "__len__") and len(data) == 0:
@@ -244,6 +253,8 @@ class VI:
             _require_count(n_samples, "n_samples")
             if patience is not None:
                 _require_count(patience, "max_epochs_without_improvement")
+            if not isinstance(average, bool):
+                raise TypeError(f"VI.run: average must be True or False, but got {average!r}.")
         except (TypeError, ValueError) as found:
             error = found
         raise_together(used, error)
@@ -251,7 +262,7 @@ class VI:
         require_same(
             used, f"n_samples_per_epoch={self.n_samples_per_epoch}, n_epochs={n_epochs}, gradient={self.gradient!r}, "
             f"divergence={self.divergence!r}, handout={self.handout!r}, w={self.w}, seed={self.seed}, root={self.root}, "
-            f"dim={self.posterior.dim}, n_samples={n_samples}, devices={self.devices!r}", "VI.run",
+            f"dim={self.posterior.dim}, n_samples={n_samples}, average={average}, devices={self.devices!r}", "VI.run",
         )  # fmt: skip
         if used.rank == self.root and self.n_samples_per_epoch < used.size:
             _log.warning(

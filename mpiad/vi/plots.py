@@ -42,14 +42,20 @@ def _marginal(axes: Any, samples: Array, prior: Array | None) -> None:
     axes.set_yticks([])
 
 
-def predictive(predicted: Array, times: Array, observed: Array | None) -> Any:
-    """Draw the median and the bands of 50 and 90 % of predictions (n, times); return the axes."""
+def predictive(curves: Array, times: Array, observed: Array | None, noise: float | Array | None) -> Any:
+    """Draw the median and the bands of 50 and 90 % of curves (n, times), or of data around them; return the axes."""
     from matplotlib import pyplot
 
+    kind = "the model's curves (posterior of the parameters)"
+    if noise is not None:
+        kind = "the data to expect (parameters and noise)"
+        curves = curves + noise * np.random.default_rng(0).standard_normal(curves.shape)
     axes = pyplot.subplots(layout="constrained")[1]
-    for low, high, shade in ((0.05, 0.95, 0.2), (0.25, 0.75, 0.4)):
-        axes.fill_between(times, *np.quantile(predicted, [low, high], axis=0), color="C0", alpha=shade, linewidth=0)
-    axes.plot(times, np.median(predicted, axis=0), "C0")
+    for percent, shade in ((90, 0.2), (50, 0.4)):
+        low, high = np.quantile(curves, [0.5 - percent / 200, 0.5 + percent / 200], axis=0)
+        axes.fill_between(times, low, high, color="C0", alpha=shade, linewidth=0, label=f"{percent} % of {kind}")
+    axes.plot(times, np.median(curves, axis=0), "C0", label="their median")
     if observed is not None:
-        axes.plot(times, observed, "k.")
+        axes.plot(times, observed, "k.", label="observed")
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), fontsize="small")  # above, where nothing is hidden
     return axes

@@ -22,9 +22,13 @@ class VIResult:
     Attributes
     ----------
     posterior : Posterior
-    params, best_params : nest of arrays
-        Variational parameters after the last epoch, and at the lowest objective. Where the root's lay on a device they
-        still do, and on other ranks they lie on the device that the rank's model runs on, if there is one.
+    params : nest of arrays
+        Variational parameters of the posterior that is reported: the average over about the last fifth of the epochs, or,
+        after ``average=False``, those after the last epoch. Where the root's lay on a device they still do, and on other
+        ranks they lie on the device that the rank's model runs on, if there is one.
+    best_params : nest of arrays
+        Those of the epoch whose objective was the lowest. The objective is a mean over the draws of one epoch, so this is
+        rather the epoch of the luckiest draws than of the best posterior.
     history : dict of list
         For each epoch `objective`, `loss` (its mean over the draws), `divergence` (KL, without its weight), `dropped`
         (draws whose model raised or wasn't finite) and `seconds` since the start.
@@ -35,7 +39,9 @@ class VIResult:
     message : str
         Why the run ended.
     samples : array of shape (n, dim)
-        Draws from the best posterior, on the host.
+        Draws from the posterior that is reported, on the host.
+    average : bool
+        Whether that is the average.
     """
 
     posterior: Posterior
@@ -46,17 +52,22 @@ class VIResult:
     best_epoch: int
     message: str
     samples: Array
+    average: bool = True
 
-    def draw(self, count: int, seed: int = 0, best: bool = True) -> Array:
-        """Return further draws of shape (count, dim), from the best posterior or from the last one, on the host."""
+    def draw(self, count: int, seed: int = 0, best: bool = False) -> Array:
+        """Return further draws of shape (count, dim), from the posterior reported or from the best epoch's, on the host."""
         noise = np.random.default_rng(seed).standard_normal((count, self.posterior.dim))
-        return np.asarray(self.posterior.draw(to_host(self.best_params if best else self.params), noise)[0])
+        return np.asarray(self.posterior.draw(to_host(self._chosen(best)), noise)[0])
 
-    def log_prob(self, theta: Array) -> Array:
-        """Return the best posterior's log densities of points of shape (S, dim), where the points lie."""
+    def log_prob(self, theta: Array, best: bool = False) -> Array:
+        """Return log densities of points of shape (S, dim), where the points lie, by the same choice of posterior."""
+        params = self._chosen(best)
         if is_device_array(theta):
-            return self.posterior.log_prob(to_device(self.best_params, like=theta), theta)
-        return np.asarray(self.posterior.log_prob(to_host(self.best_params), theta))
+            return self.posterior.log_prob(to_device(params, like=theta), theta)
+        return np.asarray(self.posterior.log_prob(to_host(params), theta))
+
+    def _chosen(self, best: bool) -> Tree:
+        return self.best_params if best else self.params
 
     def mean(self) -> Array:
         """Return the samples' mean, of shape (dim,)."""
@@ -71,17 +82,17 @@ class VIResult:
         return np.quantile(self.samples, q, axis=0)
 
     def summary(self, names: list[str] | None = None) -> str:
-        """Return a table with mean, standard deviation and quantiles of each parameter."""
+        """Return a table with mean, standard deviation and quantiles of each parameter, and which posterior they are of."""
         names = names or [f"theta[{k}]" for k in range(self.posterior.dim)]
         wide = max(map(len, names))
         lines = [f"{'':{wide}}  {'mean':>10}  {'sd':>10}  {'5 %':>10}  {'50 %':>10}  {'95 %':>10}"]
         rows = np.vstack([self.mean(), self.sd(), self.quantile([0.05, 0.5, 0.95])]).T
         lines += [f"{name:{wide}}  " + "  ".join(f"{x:10.4g}" for x in row) for name, row in zip(names, rows)]
-        dropped = sum(self.history["dropped"])
-        lines.append(
-            f"{self.epochs} epochs, objective {self.history['objective'][self.best_epoch]:.6g} at epoch {self.best_epoch}, "
-            f"{dropped} draws dropped; {self.message}"
-        )
+        which = "averaged over the last epochs" if self.average else "after the last epoch"
+        # One epoch's is mostly noise, and the lowest the noise's minimum.
+        recent = self.history["objective"][-max(1, self.epochs // 5) :]
+        lines.append(f"posterior {which}; mean objective {np.mean(recent):.6g} in the last {len(recent)}")
+        lines.append(f"{self.epochs} epochs, {sum(self.history['dropped'])} draws dropped; {self.message}")
         return "\n".join(lines)
 
     def plot_corner(self, names: list[str] | None = None, truth: Array | None = None, prior: Array | None = None) -> Any:
@@ -99,8 +110,18 @@ class VIResult:
 
         return corner(self.samples, names, truth, prior)
 
-    def plot_predictive(self, predict: Function, times: Array, observed: Array | None = None, count: int = 200) -> Any:
+    def plot_predictive(
+        self,
+        predict: Function,
+        times: Array,
+        observed: Array | None = None,
+        count: int = 200,
+        noise: float | Array | None = None,
+    ) -> Any:
         """Draw predictions of the posterior's draws as bands of 50 and 90 %, with the data; returns matplotlib's axes.
+
+        The legend says what the bands are of: the model's curves, which differ by their parameters alone, so that data may
+        well lie outside; or, where `noise` is given, the data to expect.
 
         Parameters
         ----------
@@ -109,7 +130,9 @@ class VIResult:
         times, observed : array
         count : int
             How many draws are predicted from.
+        noise : float or array of the shape of times, optional
+            The standard deviation of the data around a curve, which is normal: adds it to each.
         """
         from mpiad.vi.plots import predictive
 
-        return predictive(np.array([predict(theta) for theta in self.samples[:count]]), times, observed)
+        return predictive(np.array([predict(theta) for theta in self.samples[:count]]), times, observed, noise)

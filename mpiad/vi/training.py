@@ -12,6 +12,7 @@ import numpy as np
 from mpiad._typing import Array, Function, Tree
 from mpiad.device import to_host
 from mpiad.errors import WorkerError
+from mpiad.vi.averaging import Average
 from mpiad.vi.evaluation import Evaluations
 from mpiad.vi.objective import Objective
 from mpiad.vi.placement import all_finite, copied, on_device, placed
@@ -31,13 +32,13 @@ class Ended(NamedTuple):
 
     Parameters
     ----------
-    last, best : nest of arrays
-        On the host.
+    params, best : nest of arrays
+        What is reported, and what had the lowest objective; on the host.
     away : bool
         Whether they lie on a device on the root.
     """
 
-    last: Tree
+    params: Tree
     best: Tree
     away: bool
     history: dict[str, list]
@@ -58,6 +59,8 @@ class Training:
     patience : int or None
         Epochs without improvement after which the run ends.
     callback : callable or None
+    average : bool
+        Whether the average over the last epochs is reported, or the last one.
 
     Attributes
     ----------
@@ -68,11 +71,13 @@ class Training:
     """
 
     def __init__(
-        self, objective: Objective, optimizer: Any, params: Tree, patience: int | None, callback: Function | None
-    ):
+        self, objective: Objective, optimizer: Any, params: Tree, patience: int | None, callback: Function | None,
+        average: bool,
+    ):  # fmt: skip
         self._objective, self._optimizer, self._patience, self._callback = objective, optimizer, patience, callback
         # Copies, because an optimizer of the user's may overwrite the parameters that it gets.
         self._params, self._best = copied(params), params
+        self._average = Average() if average else None
         self._state = optimizer.setup(self._params)
         self._lowest, self._best_epoch, self._message = math.inf, 0, ""
         self._start = time.perf_counter()
@@ -82,8 +87,8 @@ class Training:
 
     @property
     def found(self) -> tuple[Tree, Tree]:
-        """Return the last parameters and the best, where they lie."""
-        return self._params, self._best
+        """Return the parameters that are reported and the best, where they lie."""
+        return self._params if self._average is None else self._average.params, self._best
 
     def draws(self, rng: np.random.Generator, count: int) -> tuple[Array, Array]:
         """Return noise and the draws that are made of it; draws that aren't finite are left for `learn` to find.
@@ -152,6 +157,8 @@ class Training:
             raise FloatingPointError(
                 f"VI: after epoch {epoch} variational parameters aren't finite. Lower the learning rate."
             )
+        if self._average is not None:
+            self._average.add(self._params)
         if self._callback is not None:
             self._callback(epoch, value, self._params)
 
@@ -168,5 +175,5 @@ class Training:
         epochs = len(self.history["objective"])
         message = self._message or f"all {n_epochs} epochs were made"
         away = on_device(self._params) is not None
-        last, best = to_host(self._params), to_host(self._best)
-        return Ended(last, best, away, self.history, epochs, self._best_epoch, message)
+        params, best = map(to_host, self.found)
+        return Ended(params, best, away, self.history, epochs, self._best_epoch, message)

@@ -161,15 +161,6 @@ def test_each_epoch_has_draws_of_its_own():
     assert COMM.bcast(seen) == [tuple(row) for row in noise]
 
 
-def test_samples_are_of_the_best_posterior():
-    model = Conjugate(2)
-    result = VI(model.loss, MeanFieldGaussian(2), model.prior, Adam(2.0), seed=3, root=ROOT).run(model.y, 9, n_samples=4)
-    assert result.best_params["mean"].tobytes() != result.params["mean"].tobytes()
-    noise = np.random.default_rng([3, 2**32]).standard_normal((4, 2))
-    expected = result.best_params["mean"] + np.exp(result.best_params["log_sd"]) * noise
-    np.testing.assert_allclose(result.samples, expected, rtol=1e-13)
-
-
 def test_the_evidence_is_the_mean_with_its_standard_error():
     model = Conjugate(2)
     inference = VI(model.loss, MeanFieldGaussian(2), model.prior, Adam(0.1), seed=8, root=ROOT)

@@ -1,4 +1,6 @@
-"""What a result says of its draws and of its two posteriors, number by number."""
+"""What a result says of its draws and of its two posteriors, number by number; and what its plots say they show."""
+
+import dataclasses
 
 import numpy as np
 import pytest
@@ -8,7 +10,7 @@ from mpiad.vi import MeanFieldGaussian, VIResult
 
 pytestmark = pytest.mark.serial
 
-LAST = {"mean": np.array([1.0, 2.0]), "log_sd": np.log([0.5, 0.1])}
+FOUND = {"mean": np.array([1.0, 2.0]), "log_sd": np.log([0.5, 0.1])}
 BEST = {"mean": np.array([-1.0, 0.5]), "log_sd": np.log([2.0, 3.0])}
 HISTORY = {"objective": [5.0, 3.0, 4.0], "dropped": [1, 0, 2]}
 SAMPLES = np.array([[1.0, 10.0], [2.0, 20.0], [4.0, 0.0], [5.0, 50.0]])
@@ -16,18 +18,15 @@ SAMPLES = np.array([[1.0, 10.0], [2.0, 20.0], [4.0, 0.0], [5.0, 50.0]])
 
 @pytest.fixture
 def result():
-    return VIResult(MeanFieldGaussian(2), LAST, BEST, HISTORY, 3, 1, "all 3 epochs were made", SAMPLES)
+    return VIResult(MeanFieldGaussian(2), FOUND, BEST, HISTORY, 3, 1, "all 3 epochs were made", SAMPLES)
 
 
-def test_draws_are_of_the_best_posterior_or_of_the_last(result):
+def test_draws_and_densities_are_of_the_posterior_reported_and_of_the_best_on_request(result):
     noise = np.random.default_rng(7).standard_normal((6, 2))
-    np.testing.assert_allclose(result.draw(6, seed=7), BEST["mean"] + [2.0, 3.0] * noise, rtol=1e-14)
-    np.testing.assert_allclose(result.draw(6, seed=7, best=False), LAST["mean"] + [0.5, 0.1] * noise, rtol=1e-14)
-
-
-def test_densities_are_the_best_posteriors(result):
-    expected = scipy.stats.norm(BEST["mean"], [2.0, 3.0]).logpdf(SAMPLES).sum(axis=1)
-    np.testing.assert_allclose(result.log_prob(SAMPLES), expected, rtol=1e-13)
+    for options, mean, sd in (({}, FOUND["mean"], [0.5, 0.1]), ({"best": True}, BEST["mean"], [2.0, 3.0])):
+        np.testing.assert_allclose(result.draw(6, seed=7, **options), mean + sd * noise, rtol=1e-14)
+        expected = scipy.stats.norm(mean, sd).logpdf(SAMPLES).sum(axis=1)
+        np.testing.assert_allclose(result.log_prob(SAMPLES, **options), expected, rtol=1e-13)
 
 
 def test_moments_are_those_of_the_samples(result):
@@ -36,8 +35,24 @@ def test_moments_are_those_of_the_samples(result):
     np.testing.assert_allclose(result.quantile(0.5), [3.0, 15.0])
 
 
-def test_the_summary_tells_them_and_the_best_epoch(result):
+def test_the_summary_tells_them_and_of_which_posterior_they_are(result):
     lines = result.summary(["a", "b"]).splitlines()
     assert lines[1].split() == ["a", "3", "1.826", "1.15", "3", "4.85"]
     assert lines[2].split()[:3] == ["b", "20", "21.6"]
-    assert lines[3] == "3 epochs, objective 3 at epoch 1, 3 draws dropped; all 3 epochs were made"
+    assert lines[3] == "posterior averaged over the last epochs; mean objective 4 in the last 1"
+    assert lines[4] == "3 epochs, 3 draws dropped; all 3 epochs were made"
+    longer = {**HISTORY, "objective": [9.0] * 11 + [1.0, 2.0]}
+    last = dataclasses.replace(result, average=False, history=longer, epochs=13)
+    assert last.summary().splitlines()[3] == "posterior after the last epoch; mean objective 1.5 in the last 2"
+
+
+@pytest.mark.parametrize("noise, kind", [(None, "posterior of the parameters"), (30.0, "parameters and noise")])
+def test_bands_say_what_they_are_of(result, noise, kind):
+    pytest.importorskip("matplotlib").use("Agg")
+    times = np.arange(200.0)
+    axes = result.plot_predictive(lambda theta: theta[0] + 0 * times, times, times, noise=noise)
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert [label[:4] for label in labels[:2]] == ["90 %", "50 %"] and all(kind in label for label in labels[:2])
+    outer = axes.collections[0].get_paths()[0].vertices[:, 1]
+    # Without noise the samples' own quantiles; with it about the ends of four normal numbers at each time.
+    assert np.ptp(outer) == pytest.approx(3.7) if noise is None else 60 < np.ptp(outer) < 250
