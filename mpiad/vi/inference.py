@@ -185,9 +185,7 @@ class VI:
                 fresh = np.random.default_rng([self.seed, 2**32 + 2])
                 start = self.posterior.initial(fresh) if params is None else params
                 require_one_place(start, model.device, call)
-                training = Training(
-                    objective, self.optimizer, start, max_epochs_without_improvement, callback, average
-                )
+                training = Training(objective, self.optimizer, start, max_epochs_without_improvement, callback, average)
             except Exception as found:  # noqa: BLE001  of the posterior or the optimizer, which may be the user's
                 # After these all ranks do the same, so what only the root does comes first and is agreed upon.
                 error = found
@@ -242,9 +240,7 @@ class VI:
             raise agreed(used, WorkerError(f"{error} The first was on rank {rank}:\n{trace}", rank, trace))
         raise agreed(used, error)
 
-    def _agree(
-        self, used: Channel, data: Any, n_epochs: Any, patience: Any, n_samples: Any, average: Any
-    ) -> None:
+    def _agree(self, used: Channel, data: Any, n_epochs: Any, patience: Any, n_samples: Any, average: Any) -> None:
         error = None
         try:
             if hasattr(data, "__len__") and len(data) == 0:
