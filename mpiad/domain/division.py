@@ -12,6 +12,7 @@ from mpiad.domain.boundary import Sides
 from mpiad.domain.halo import Halo
 from mpiad.domain.layout import layout
 from mpiad.domain.memory import is_array
+from mpiad.domain.root_copies import require_own_block
 from mpiad.transport import channel
 
 __all__ = ["Division", "lengths", "listed"]
@@ -53,6 +54,7 @@ class Division:
                 f"{call}: expected an array of shape (..., {listed(shape)}), but got {found.shape} on rank "
                 f"{self._channel.rank}, which owns {self.local_shape} of {self.shape} cells."
             )
+        require_own_block(u, self.local_shape, self._channel.size, self._channel.rank, call)
         return u
 
     def _check_reflection(self, sides: Sides, call: str, widths: tuple[int, ...]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mpiad.domain.exchanging import Exchanging
+from mpiad.domain.minimization import Minimization
 from mpiad.domain.placement import Placement
 from mpiad.domain.points import Points
 from mpiad.domain.reductions import Reductions
@@ -11,7 +12,7 @@ from mpiad.domain.stencils import Stencils
 __all__ = ["Domain"]
 
 
-class Domain(Exchanging, Placement, Points, Reductions, Stencils):
+class Domain(Exchanging, Minimization, Placement, Points, Reductions, Stencils):
     """Divide a 1-, 2- or 3-dimensional grid among the ranks, one block for each.
 
     Parameters

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from autograd.tracer import getval
 
 from mpiad._typing import LocalArray
 from mpiad.domain.leapfrog import leapfrog
 from mpiad.domain.memory import is_array
+from mpiad.domain.root_copies import require_own_block
 from mpiad.domain.stencil_sums import StencilSums, apply_stencil
 
 __all__ = ["Stencil"]
@@ -26,6 +29,7 @@ class Stencil:
 
     def __init__(self, sums: StencilSums):
         self.sums, self.weights, self.radius = sums, sums.weights, sums.radius
+        self._ranks = math.prod(sums.halo.geometry.partition.dims)
 
     def __call__(self, u: LocalArray) -> LocalArray:
         """Apply the stencil to a field.
@@ -110,6 +114,7 @@ class Stencil:
             raise ValueError(
                 f"{call}: expected an array of shape (..., *{shape}), this rank's block, but got {found.shape}."
             )
+        require_own_block(u, shape, self._ranks, self.sums.halo.geometry.rank, call)
 
     def __repr__(self) -> str:
         return f"Stencil(radius={self.radius}, {np.count_nonzero(self.weights)} weights)"

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import scipy
 
 from mpiad._typing import Tree
+from mpiad.domain.root_copies import of_root_copies
 from mpiad.errors import DeadlockError
 from mpiad.optimize.agreement import Agreement
 from mpiad.optimize.evaluation import Evaluation
@@ -76,6 +77,8 @@ class RootDriven:
         self._leads = used.rank == program.root
         self.agreement = Agreement(self._comm, call)
         exchange = exchange_of(self._comm, program.root, self._packing.size)
+        # On one rank the root's copy is the only one, and may be anything.
+        program = program if used.size == 1 else program._replace(fun=of_root_copies(program.fun))
         self._evaluation = kind(program, self._packing, self.agreement, used, exchange)
         self._instructions = Instructions(exchange, program.root, self._packing.size)
 

@@ -14,15 +14,18 @@ import numpy as np
 from mpiad._typing import LocalArray
 from mpiad.differentiation import make_jvp, make_vjp
 from mpiad.domain import Domain
+from mpiad.domain.root_copies import require_own_block
 from mpiad.extend import communicating, defjvp_together, defvjp_together
 from mpiad.linalg.multigrid.preconditioner import Multigrid
 from mpiad.linalg.places import require_together
 from mpiad.primitives import stop
 from mpiad.primitives.cotangents import spec_like, tangent_of
-from mpiad.transport import channel
+from mpiad.transport import Channel, channel
 from mpiad.transport.agreement import raise_together
 
 __all__ = ["solve_elliptic"]
+
+_CALL = "linalg.solve_elliptic"
 
 
 def solve_elliptic(
@@ -84,16 +87,19 @@ def solve_elliptic(
     levels = Multigrid(
         domain, stop(kappa), stop(c), spacing=spacing, boundary=boundary, centred=centred, mean_zero=mean_zero
     )
-    raise_together(channel(domain.comm, "linalg.solve_elliptic"), _mixture(b, kappa, c))
+    used = channel(domain.comm, _CALL)
+    raise_together(used, _mistake(domain, used, b, kappa, c))
     # What the solves of derivatives share; their start is zero, and they are nobody's news.
     settings = {"rtol": rtol, "atol": atol, "maxiter": maxiter}
     return _solution(b, kappa, c, levels=levels, settings=settings, start={"x0": stop(x0), "callback": callback})
 
 
-def _mixture(b: Any, kappa: Any, c: Any) -> Exception | None:
+def _mistake(domain: Domain, used: Channel, b: Any, kappa: Any, c: Any) -> Exception | None:
     try:
-        require_together("linalg.solve_elliptic", b=stop(b), kappa=stop(kappa), c=stop(c))
-    except TypeError as error:
+        require_together(_CALL, b=stop(b), kappa=stop(kappa), c=stop(c))
+        for field in (b, kappa, c):
+            require_own_block(field, domain.local_shape, used.size, used.rank, _CALL)
+    except (TypeError, ValueError) as error:
         return error
     return None
 

@@ -1,0 +1,112 @@
+"""Minimisation over a block on each rank: `mpiad.minimize` for what belongs to a divided grid."""
+
+from __future__ import annotations
+
+from os import PathLike
+from typing import Any
+
+import scipy
+
+from mpiad._typing import Function, LocalArray, Tree
+from mpiad.differentiation.trees import flatten, is_variable
+from mpiad.domain.division import Division
+from mpiad.domain.memory import is_array
+from mpiad.transport.agreement import raise_together
+
+__all__ = ["Minimization", "provide"]
+
+_CALL = "Domain.minimize"
+_provided: list[Function] = []
+
+
+def provide(minimize: Function) -> None:
+    """Take `mpiad.minimize`, which lies above the domain and hands itself down when it is imported."""
+    _provided[:] = [minimize]
+
+
+class Minimization(Division):
+    """Objectives of the whole grid as functions of its blocks."""
+
+    def minimize(
+        self,
+        fun: Function,
+        x0: LocalArray | Tree,
+        *,
+        method: str = "L-BFGS-sharded",
+        jac: Function | bool | None = None,
+        bounds: Any = None,
+        tol: float | None = None,
+        options: dict | None = None,
+        callback: Function | None = None,
+        objective: str = "root",
+        args: tuple = (),
+        checkpoint: str | PathLike[str] | tuple | None = None,
+        progress: bool = False,
+    ) -> scipy.optimize.OptimizeResult:
+        """Minimise an objective of the whole grid, whose variables stay in blocks on their ranks.
+
+        This is `mpiad.minimize` with a method that leaves the variables where they are. Inner products are sums over the
+        whole grid.
+
+        Parameters
+        ----------
+        fun : callable
+            ``fun(u, *args)`` is called on every rank with this rank's block, and returns its L_r, one real number.
+        x0 : array of shape (..., *local_shape), or a nest of them
+            This rank's block of the starting point.
+        method : {"L-BFGS-sharded"}
+        jac : callable or True, optional
+            ``jac(u, *args)`` returns the gradient of J by this rank's block; True: `fun` returns ``(L_r, gradient)``. By
+            default it is found by `value_and_grad`.
+        bounds : sequence of (low, high) or scipy.optimize.Bounds, optional
+            Of this rank's block, flattened.
+        tol, options
+            As in `minimize`; the same on all ranks.
+        callback : callable, optional
+            ``callback(u)`` is called on every rank after each iteration.
+        objective : {"root", "sum", "mean"}
+            What is minimised: the L_r of rank 0, as where `fun` returns `Domain.sum`; the sum of all L_r; or their mean.
+        args : tuple
+        checkpoint : path or mpiad.optimize.Checkpoint, optional
+            As in `minimize`: each rank writes files of its own beside this name.
+        progress : bool
+            Whether rank 0 writes its progress to standard error.
+
+        Returns
+        -------
+        scipy.optimize.OptimizeResult
+            As `minimize` returns it with "L-BFGS-sharded": `x` and `jac` are this rank's blocks.
+
+        Raises
+        ------
+        TypeError, ValueError
+            On all ranks, where an argument on any of them is wrong: the method of another kind, x0 no block.
+        WorkerError
+            On all ranks, where an evaluation raises on any.
+
+        Ranks
+        -----
+        All ranks of the domain call it.
+
+        Adjoint
+        -------
+        None: the result is a constant in every trace.
+        """
+        error = None
+        try:
+            if not (isinstance(method, str) and method.lower().endswith("-sharded")):
+                raise ValueError(
+                    f"{_CALL}: method must be 'L-BFGS-sharded', which leaves each block on its rank, but got {method!r}. "
+                    "mpiad.minimize has methods for variables that the root holds, such as a whole grid."
+                )
+            # What isn't a variable may be anything.
+            for leaf in [x0] if is_array(x0) else filter(is_variable, flatten(x0)[0]):
+                self._checked(leaf, self.local_shape, _CALL)
+        except (TypeError, ValueError) as found:
+            error = found
+        raise_together(self._channel, error)
+        (minimize,) = _provided
+        return minimize(
+            fun, x0, method=method, jac=jac, bounds=bounds, comm=self.comm, tol=tol, options=options, callback=callback,
+            objective=objective, args=args, checkpoint=checkpoint, progress=progress,
+        )

@@ -1,0 +1,110 @@
+"""Variables of which all ranks hold the root's copy, and which are therefore no blocks of a divided grid.
+
+Shapes don't tell: a solve whose root holds the variables, started from ``np.zeros(domain.local_shape)``, hands every rank
+the root's block, and what the ranks then compute together is the objective of a grid that is made of equal blocks. So the
+solve says which arrays it hands out, and the operations of a domain refuse them as blocks: the variables themselves in any
+form, and fields that are cut out of them. Of what is computed from variables nobody knows that it isn't meant so: where
+one of them has the block's shape, there is a warning.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any
+
+import numpy as np
+from autograd.tracer import getval, isbox
+
+from mpiad._typing import Array, Function, LocalArray, Rank, Shape
+from mpiad.differentiation.trees import flatten
+
+__all__ = ["of_root_copies", "require_own_block"]
+
+_log = logging.getLogger("mpiad")
+_INSTEAD = (
+    "call domain.minimize(fun, x0), or minimize with method='L-BFGS-sharded', for which each rank's block is a variable of "
+    "its own"
+)
+
+
+class _Solve:
+    """What a solve has handed to the function that runs now, and whether it has been warned of."""
+
+    def __init__(self) -> None:
+        self.arrays: tuple[Any, ...] = ()
+        self.warned = False
+
+
+class _Current(threading.local):
+    """The innermost solve whose function runs in this thread; None outside of all."""
+
+    solve: _Solve | None = None
+
+
+_current = _Current()
+
+
+def of_root_copies(fun: Function) -> Function:
+    """Return a function during which domains refuse its first argument, a nest of arrays, as blocks."""
+    solve = _Solve()
+
+    def run(x: Any, *args: Any) -> Any:
+        outer = _current.solve
+        solve.arrays = (*(outer.arrays if outer else ()), *map(getval, flatten(x)[0]))
+        _current.solve = solve
+        try:
+            return fun(x, *args)
+        finally:
+            _current.solve, solve.arrays = outer, ()
+
+    return run
+
+
+def require_own_block(u: LocalArray, shape: Shape, ranks: int, rank: Rank, call: str) -> None:
+    """Raise a ValueError where a block is one of the root's variables; warn, on rank 0, where it may be computed from one.
+
+    Parameters
+    ----------
+    u : array or number
+        What isn't of shape (..., *shape) is no block.
+    shape : tuple of int
+        Cells of this rank's block.
+    ranks : int
+        Among which the grid is divided. Where one has the whole grid, all may share it.
+    rank : int
+        This one.
+    call : str
+        Name of the public function.
+    """
+    solve = _current.solve
+    if solve is None or ranks == 1:
+        return
+    block = getval(u)
+    if not _ends_in(block, shape):
+        return
+    if any(_is_of(block, array, shape) for array in solve.arrays):
+        raise ValueError(
+            f"{call}: expected a block of this rank's own, but got the variable of a solve whose root holds the variables: "
+            f"every rank has the root's. Instead {_INSTEAD}. If all blocks are meant to be equal, pass a copy, 1.0 * x."
+        )
+    # What isn't traced can't depend on the variables, as far as can be known.
+    if isbox(u) and rank == 0 and not solve.warned and any(_ends_in(array, shape) for array in solve.arrays):
+        solve.warned = True
+        _log.warning(
+            "%s: the block was computed from variables of which one has the shape of a block, %s, and every rank has the "
+            "root's copy of them. If each rank was to have its own, the result is wrong: %s.", call, shape, _INSTEAD,
+        )
+
+
+def _is_of(block: Array, array: Any, shape: Shape) -> bool:
+    if block is array:
+        return True
+    if not (isinstance(block, np.ndarray) and isinstance(array, np.ndarray) and np.may_share_memory(block, array)):
+        return False
+    # All of it in another form, or one of several fields; but a block that is cut out of a whole grid is one.
+    return block.size == array.size or _ends_in(array, shape)
+
+
+def _ends_in(array: Any, shape: Shape) -> bool:
+    return np.shape(array)[-len(shape) :] == shape
