@@ -23,7 +23,8 @@ from mpiad.optimize.residuals.evaluation import ResidualEvaluation
 from mpiad.optimize.residuals.loss import Loss, loss_of
 from mpiad.optimize.residuals.trust_region import Aims, descend
 from mpiad.optimize.root_driven import RootDriven
-from mpiad.optimize.variables import as_variables, require_some, require_tellable, shared_start
+from mpiad.optimize.root_start import shared_start
+from mpiad.optimize.variables import as_variables, require_some, require_tellable
 from mpiad.primitives.operation import suspended
 from mpiad.transport import Channel, channel, renew
 from mpiad.transport.agreement import raise_together, require_same
@@ -72,7 +73,7 @@ def least_squares(
         ``fun(x, *args)`` is called on every rank with the root's x and returns this rank's residuals: an array of any
         shape, or None for none.
     x0 : nest of arrays
-        The starting point. Counts on the root only.
+        The starting point. Counts on the root only: other ranks give None or the same.
     jac : callable, optional
         ``jac(x, *args)`` returns the derivatives of this rank's residuals, shape (m_r, n), by the variables in the order
         of the flattened nest. By default they are found by differentiation of the whole program.
@@ -120,7 +121,7 @@ def least_squares(
     ------
     TypeError, ValueError
         On all ranks, where an argument on any of them is wrong, `fun` returns anything but real numbers or None, or the
-        residuals aren't finite at x0, or the checkpoint is damaged or belongs to another problem.
+        residuals aren't finite at x0, or the checkpoint is damaged or belongs to another problem, or x0 isn't the root's.
     WorkerError
         On all ranks, where an evaluation raises on any, as in `minimize`.
 
@@ -185,4 +186,4 @@ def _agree_on_arguments(
     described += f", jac={jac}"
     described += "" if kept is None else f", a checkpoint every {kept.every} iterations"
     require_same(used, described, _CALL)
-    return shared_start(used, program, start, x0), weigh, kept
+    return shared_start(used, program, start, x0, _CALL), weigh, kept

@@ -23,9 +23,10 @@ from mpiad.optimize.checkpoint import Checkpoint, as_checkpoint
 from mpiad.optimize.methods import is_sharded, method_named
 from mpiad.optimize.program import Program, check_program
 from mpiad.optimize.root_driven import RootDriven
+from mpiad.optimize.root_start import shared_start
 from mpiad.optimize.scipy_methods import Wishes, drive
 from mpiad.optimize.sharded import Piece, Sharded, piece_of
-from mpiad.optimize.variables import as_variables, require_some, require_tellable, shared_start
+from mpiad.optimize.variables import as_variables, require_some, require_tellable
 from mpiad.primitives.operation import suspended
 from mpiad.transport import Channel, channel, renew
 from mpiad.transport.agreement import raise_together, require_same
@@ -65,8 +66,9 @@ def minimize(
     fun : callable
         ``fun(x, *args)`` is called on every rank with the root's x and returns this rank's L_r, one real number.
     x0 : nest of arrays
-        The starting point. Counts on the root only; with "L-BFGS-sharded" it is this rank's own piece, of any form and
-        size. A list of numbers is taken as an array.
+        The starting point. Counts on the root only: other ranks give None or the same. With "L-BFGS-sharded" it is this
+        rank's own piece, of any form and size; for blocks of a `Domain` there is `Domain.minimize`. A list of numbers is
+        taken as an array.
     method : str
         "L-BFGS" (SciPy's L-BFGS-B), "BFGS", "CG", "TNC", "SLSQP", "Newton-CG", "trust-ncg", "trust-krylov",
         "trust-constr" or "L-BFGS-sharded".
@@ -126,6 +128,8 @@ def minimize(
     TypeError, ValueError
         On all ranks, where an argument on any of them is wrong, or `fun` returns anything but a real number, or the
         checkpoint is damaged or belongs to another problem.
+    ReplicationError
+        A ValueError, on all ranks, where one gives another x0 than the root to a method that takes the root's.
     WorkerError
         On all ranks, where an evaluation raises on any, with that rank's traceback; the communicator is usable
         afterwards. Where other ranks wait for that rank inside a communication, and the MPI can't interrupt them, the job

@@ -15,10 +15,12 @@ import numpy as np
 import scipy
 
 from mpiad._typing import Comm, Function, Tree
+from mpiad.differentiation.trees import named_leaves
 from mpiad.errors import DeadlockError, WorkerError
 from mpiad.optimize.checkpoint import as_checkpoint
 from mpiad.optimize.methods import is_sharded
 from mpiad.optimize.minimize import minimize
+from mpiad.optimize.root_start import as_given, require_roots
 from mpiad.optimize.starts import Start, home_of, result_at, result_on_host, starts_of
 from mpiad.optimize.variables import require_tellable
 from mpiad.transport import Channel, channel
@@ -29,6 +31,7 @@ from mpiad.transport.fault_tolerance import is_interruption
 __all__ = ["Minima", "minimize_many"]
 
 _CALL = "minimize_many"
+_ADVICE = "Give them on the root only, or draw them by the same seed on all ranks."
 _OF_GROUPS = {"fun", "x0", "root", "comm", "progress"}
 _KEYWORDS = [name for name in inspect.signature(minimize).parameters if name not in _OF_GROUPS]
 
@@ -60,8 +63,9 @@ def minimize_many(
         As in `minimize`, on the ranks of a group. Where it has a parameter named `comm`, it gets the group's communicator
         by that name, and everything that it communicates must go through that; so do `jac` and `hessp`.
     starts : sequence of nests of arrays
-        Counts on rank 0 only. An array's rows are as many starts. Those on a device travel by the host, and each group
-        puts them on its own: that of `args`, or of what the rank gives as starts, else the current one.
+        Counts on rank 0 only: others give None or the same. An array's rows are as many starts. Those on a device travel by
+        the host, and each group puts them on its own: that of `args`, or of what the rank gives as starts, else the current
+        one.
     group_size : int
         Ranks that evaluate together. Ranks that are left over, and groups beyond the number of starts, have nothing to do.
     comm : mpi4py intracommunicator, optional
@@ -77,8 +81,9 @@ def minimize_many(
     Raises
     ------
     TypeError, ValueError
-        On all ranks, where an argument of any is wrong. What one group finds out alone is raised once all groups have come
-        to the end of their starts; of other kinds, its own there and one of Python's nearest kind elsewhere.
+        On all ranks, where an argument of any is wrong, or starts aren't rank 0's. What one group finds out alone is raised
+        once all groups have come to the end of their starts; of other kinds, its own there and one of Python's nearest kind
+        elsewhere.
 
     Ranks
     -----
@@ -131,7 +136,18 @@ def _agree_on_arguments(
     except ImportError as error:
         wrong = error
     raise_together(used, wrong)
+    own = None if starts is None or used.rank == 0 else _leaves_of(starts)
+    roots = _leaves_of([point.nest for point in points])
+    require_roots(used, 0, own, roots, f"{_CALL}: starts count on the root only", _ADVICE)
     return points, home
+
+
+def _leaves_of(starts: Any) -> list[tuple[str, Any]]:
+    try:
+        starts = [as_given(start.nest) for start in starts_of(starts)]
+    except Exception:  # noqa: BLE001, S110 - it is no sequence, and the root's is: that is what differs
+        pass
+    return named_leaves(starts, "starts")
 
 
 def _check(used: Channel, fun: Function, group_size: int, settings: dict[str, Any]) -> None:

@@ -43,7 +43,7 @@ def mpi_optimize(
         root's counts: there `mpiad.grad(f, shared=True)`, which all ranks call, is the gradient of what the root has
         put together.
     x0 : nest of arrays
-        The starting point; counts on the root only.
+        The starting point. Counts on the root only: other ranks give None or the same.
     method : str
         As in `minimize`, and so are all that follow.
     bounds : sequence of (low, high) or scipy.optimize.Bounds, optional
@@ -67,7 +67,7 @@ def mpi_optimize(
     Raises
     ------
     TypeError, ValueError
-        On all ranks, where an argument on any of them is wrong.
+        On all ranks, where an argument on any of them is wrong, or x0 isn't the root's.
     WorkerError
         On all ranks, where f or g raises on any.
 

@@ -10,17 +10,12 @@ import numpy as np
 from autograd.tracer import Box
 
 from mpiad._typing import Array, Tree
-from mpiad.differentiation.copies import compares_copies
-from mpiad.differentiation.trees import flatten, is_variable, named_leaves
-from mpiad.optimize.device_leaves import Elsewhere, at_home, described, fetched, lies_on_device, put
-from mpiad.optimize.program import Program
+from mpiad.differentiation.trees import flatten, is_variable
+from mpiad.optimize.device_leaves import Elsewhere, fetched, put
 from mpiad.primitives.cotangents import spec_like
-from mpiad.transport import Channel
-from mpiad.transport.agreement import raise_together
 from mpiad.transport.device_arrays import arrays_of
-from mpiad.transport.replication import require_replicated
 
-__all__ = ["Packing", "as_variables", "require_some", "require_tellable", "shared_start"]
+__all__ = ["Packing", "as_variables", "require_some", "require_tellable"]
 
 _NUMBERS = (int, float, np.integer, np.floating)
 
@@ -68,43 +63,6 @@ def require_tellable(nest: Tree, call: str, said: str = "x0 is") -> None:
             f"{call}: {said} told to all ranks, but holds what can't be pickled ({error}). Give functions and the like in "
             "args, and define classes at the top of a module."
         ) from error
-
-
-def shared_start(used: Channel, program: Program, start: Tree, x0: Any) -> Tree:
-    """Return the root's starting point, on other ranks arrays on a device by their form alone; all ranks call it.
-
-    Parameters
-    ----------
-    used : Channel
-    program : Program
-    start : nest of arrays
-        The root's.
-    x0 : nest or None
-        What this rank was given.
-    """
-    leads, error = used.rank == program.root, None
-    template = used.data.bcast(described(start) if leads else None, program.root)
-    if any(type(leaf) is Elsewhere for leaf in flatten(template)[0]):
-        try:
-            template = template if leads else at_home(template, x0, program.args)
-        except ImportError as found:
-            error = found
-        raise_together(used, error)
-    template = start if leads else template
-    require_equal_start(x0, template, used)
-    return template
-
-
-def require_equal_start(x0: Any, template: Tree, channel: Channel) -> None:
-    """Raise on all ranks where one gave another x0 than the root's, which is the one that counts, in debug mode."""
-    if not compares_copies() or lies_on_device(flatten(x0)[0]) or any(type(k) is Elsewhere for k in flatten(template)[0]):
-        return
-    try:
-        mine = template if x0 is None else as_variables(x0)
-    except TypeError:  # not that of the root, then
-        mine = x0
-    said = "minimize: x0 counts on the root only, and the other ranks give the same or None"
-    require_replicated(channel, named_leaves(mine, "x0"), said)
 
 
 def _is_number(x: Any) -> bool:

@@ -10,6 +10,7 @@ from device_double import DeviceArray, on_device, on_host, transfers
 from mpi4py import MPI
 
 import mpiad
+from mpiad.errors import ReplicationError
 from mpiad.optimize import least_squares, minimize, minimize_many, mpi_optimize
 
 COMM = MPI.COMM_WORLD
@@ -59,9 +60,27 @@ def test_an_evaluation_copies_variables_and_gradient_once():
     transfers.reset()
     found = minimize(own, start, objective="sum", root=_ROOT)
     n = found.evaluations["both"]
-    # There the variables, and at the end the result and its gradient; back the value and the gradient, once the start.
+    # There the variables, and at the end the result and its gradient; back the value and the gradient, once the start, and
+    # once more to compare what the ranks gave.
+    starts = (_RANK == _ROOT) + (_SIZE > 1)
     assert transfers.h2d == n + 2 and transfers.h2d_bytes == 64 * (n + 2)
-    assert transfers.d2h == 2 * n + (_RANK == _ROOT) and transfers.d2h_bytes == 72 * n + 64 * (_RANK == _ROOT)
+    assert transfers.d2h == 2 * n + starts and transfers.d2h_bytes == 72 * n + 64 * starts
+
+
+@pytest.mark.mpi(min_size=2)
+def test_starts_on_devices_are_compared_with_the_root_s():
+    values, root = np.array([1.0, np.nan, -0.0]), _RANK == _ROOT
+
+    def solve(x0):
+        minimize(lambda x, beside: 0.0, x0, root=_ROOT, args=(on_device(np.zeros(1)),))
+
+    for put in (np.asarray, on_device):
+        solve(on_device(values) if root else put(values + 0.0))
+        with pytest.raises(ReplicationError, match="which is on a device") as caught:
+            solve(on_device(values) if root else put(values + (_RANK == 0)))
+        assert caught.value.ranks == [0] and caught.value.path == "x0"
+    with pytest.raises(ReplicationError, match=r"x0 \(a real array of shape \(3,\)\) first at \[2\] is 1\.0"):
+        solve(values if root else on_device(values + [0.0, 0.0, _RANK == 0]))
 
 
 def test_other_ranks_may_give_arrays_by_their_arguments():

@@ -1,5 +1,4 @@
 # The ranks start minimize from different points, each of its own random numbers.
-# environment: MPIAD_DEBUG=1
 # raises: mpiad.errors.ReplicationError
 # says: {here}.*x0.*rank 1
 

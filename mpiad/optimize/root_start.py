@@ -1,0 +1,169 @@
+"""The root's starting point, as all ranks get it; where a rank gave another one, all raise.
+
+A starting point of each rank's own, as a block of a divided grid, would be replaced by the root's without a word, and the
+result would be wrong wherever the shapes agree.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+
+from mpiad._typing import Rank, Tree
+from mpiad.differentiation.trees import flatten, named_leaves
+from mpiad.errors import ReplicationError
+from mpiad.optimize.device_leaves import Elsewhere, at_home, described, fetched, fingerprint
+from mpiad.optimize.program import Program
+from mpiad.optimize.variables import as_variables
+from mpiad.transport import SUM, Channel
+from mpiad.transport.agreement import agreed, raise_together
+from mpiad.transport.differences import Difference, compare
+
+__all__ = ["as_given", "require_roots", "shared_start"]
+
+Leaves = list[tuple[str, Any]]
+
+_SHOWN = 8
+_KINDS = {
+    "b": "a boolean", "i": "an integer", "u": "an integer", "f": "a real", "c": "a complex", "U": "a text", "S": "a bytes",
+}
+_ADVICE = (
+    "Where each rank has variables of its own, as a block of a Domain, call domain.minimize(fun, x0), or minimize with "
+    "method='L-BFGS-sharded'. Where all ranks share them, give x0 on the root only, or on all ranks the root's (mpi_bcast)."
+)
+
+
+def shared_start(used: Channel, program: Program, start: Tree, x0: Any, call: str = "minimize") -> Tree:
+    """Return the root's starting point, on other ranks arrays on a device by their form alone; all ranks call it.
+
+    Parameters
+    ----------
+    used : Channel
+    program : Program
+    start : nest of arrays
+        The root's.
+    x0 : nest or None
+        What this rank was given.
+    call : str
+        Name of the public function.
+
+    Raises
+    ------
+    ReplicationError
+        On all ranks, where one gave something else than the root.
+    """
+    if used.size == 1:
+        return start
+    leads, error = used.rank == program.root, None
+    template = used.data.bcast(described(start) if leads else None, program.root)
+    if any(type(leaf) is Elsewhere for leaf in flatten(template)[0]):
+        try:
+            template = template if leads else at_home(template, x0, program.args)
+        except ImportError as found:
+            error = found
+        raise_together(used, error)
+    mine = None if x0 is None else named_leaves(as_given(x0), "x0")
+    said = f"{call}: x0 counts on the root only"
+    require_roots(used, program.root, mine, named_leaves(template, "x0"), said, _ADVICE)
+    return start if leads else template
+
+
+def as_given(x0: Any) -> Any:
+    """Return x0 as `as_variables` makes it of the root's; what can't be varied as it is."""
+    try:
+        return as_variables(x0)
+    except TypeError:
+        return x0
+
+
+def require_roots(used: Channel, root: Rank, mine: Leaves | None, roots: Leaves, said: str, advice: str) -> None:
+    """Raise on all ranks where one gave something else than the root: in its form, or in the value of a number.
+
+    Values are compared as ``==`` does, but a NaN is equal to a NaN; reals of single and of double precision may be equal.
+
+    Parameters
+    ----------
+    used : Channel
+    root : int
+    mine : list of (str, value) or None
+        The parts of what this rank was given, each with its path; None for nothing.
+    roots : list of (str, value)
+        Those of what the root was given, as every rank knows them.
+    said : str
+        The call and the argument, for the start of the message.
+    advice : str
+        What to do.
+
+    Raises
+    ------
+    ReplicationError
+        On all ranks: which ranks differ, where first, and by how much.
+
+    Ranks
+    -----
+    All ranks of the channel call it.
+    """
+    found = None if mine is None or used.rank == root else _difference(mine, roots, root)
+    flag, total = np.array(found is not None, np.int32), np.zeros((), np.int32)
+    used.data.Allreduce(flag, total, SUM)
+    if not total:
+        return
+    # Only where one differs do the ranks tell each other how, so that all say the same.
+    every: list[Difference | None] = used.data.allgather(found)
+    differences = {rank: difference for rank, difference in enumerate(every) if difference is not None}
+    ranks, first = list(differences), next(iter(differences.values()))
+    lines = [f"\n  rank {rank}: {difference}" for rank, difference in differences.items()]
+    more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+    raise agreed(used, ReplicationError(
+        f"{said}, rank {root}, but what rank(s) {ranks} of {used.size} gave differs from it. {advice}"
+        f"{''.join(lines[:_SHOWN])}{more}",
+        ranks, first.path, first.index, first.absolute, first.relative,
+    ))
+
+
+def _difference(mine: Leaves, roots: Leaves, root: Rank) -> Difference | None:
+    try:
+        for (path, _), (other, _) in zip_longest(mine, roots, fillvalue=("nothing more", None)):
+            if path != other:
+                return _told(path, f"it holds {path} where rank {root}'s holds {other}")
+        # Those on a device in one copy.
+        own, theirs = (fetched([leaf for _, leaf in leaves]) for leaves in (mine, roots))
+        found = (_of_leaf(path, here, there, root) for (path, _), here, there in zip(mine, own, theirs))
+        return next(filter(None, found), None)
+    except Exception as error:  # noqa: BLE001 - it may be code of the user's that runs, and the other ranks must not wait on
+        return _told(mine[0][0], f"it can't be compared with rank {root}'s: {type(error).__name__}: {error}")
+
+
+def _of_leaf(path: str, mine: Any, theirs: Any, root: Rank) -> Difference | None:
+    here, there = _described(mine), _described(theirs)
+    if here != there:
+        return _told(path, f"{path} is {here}, but rank {root}'s is {there}")
+    if isinstance(theirs, Elsewhere):
+        same = fingerprint(mine) == theirs.fingerprint
+        return None if same else _told(path, f"{path}, {here}, has other values than rank {root}'s, which is on a device")
+    a, b = np.asarray(mine), np.asarray(theirs)
+    if a.dtype.kind not in _KINDS:
+        return None  # of other objects nothing is known but their type
+    equal = np.asarray(a == b)
+    if not equal.all():
+        equal |= (a != a) & (b != b)  # NaNs
+    if equal.all():
+        return None
+    wide = np.result_type(a, b)
+    # What is equal must not count as different in its bits: zeros of two signs, NaNs of several.
+    return compare(path, here, a.astype(wide), np.where(equal, a, b).astype(wide), root, 0)
+
+
+def _described(leaf: Any) -> str:
+    shape, dtype = (leaf.shape, leaf.dtype) if isinstance(leaf, Elsewhere) else (np.shape(leaf), np.asarray(leaf).dtype)
+    kind = _KINDS.get(dtype.kind)
+    if kind is None:
+        return type(leaf).__name__
+    return f"{kind} {f'array of shape {shape}' if shape else 'value'}"
+
+
+def _told(path: str, text: str) -> Difference:
+    return Difference(path, (), math.nan, math.nan, text)
