@@ -137,7 +137,7 @@ def main() -> None:
         heads = "".join(f"{head:>18}" for head in (f"{comm.size} ranks", "in shares", f"{comm.size} apart", "2 threads"))
         print(f"{'':28}{'N':>9}{'one, ms':>10}{heads}{'to reach':>10}", flush=True)
     sizes = [(False, n) for n in options.n]
-    sizes += [(True, n) for n in options.compiled_n] if find_spec("numba") else []
+    sizes += [(True, n) for n in options.compiled_n] if find_spec("llvmlite") else []
     for name, (compiled, n) in itertools.product(options.programs, sizes):
         for case, ways in cases(name, n, compiled).items():
             found = measure(ways, options.repeats, clock)

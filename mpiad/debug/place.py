@@ -18,7 +18,7 @@ from mpiad.transport.memory import huge_pages
 __all__ = ["PACKAGES", "Place", "place"]
 
 PACKAGES = ("mpiad", "numpy", "autograd", "scipy", "mpi4py")
-_OPTIONAL = ("cupy", "cupy-cuda12x", "cupy-cuda13x", "cupy-rocm-5-0", "numba", "petsc4py")
+_OPTIONAL = ("cupy", "cupy-cuda12x", "cupy-cuda13x", "cupy-rocm-5-0", "llvmlite", "petsc4py")
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 

@@ -17,7 +17,7 @@ from mpiad.transport import channel
 
 RHO = np.linspace(0, 21, 29)[:, None]
 LORENZ = EnsembleProblem(ODEProblem(lorenz, [1.0, 0.0, 0.0], (0.0, 1.0)), p=RHO)
-KERNELS = [False, pytest.param(True, marks=pytest.mark.skipif(find_spec("numba") is None, reason="needs numba"))]
+KERNELS = [False, pytest.param(True, marks=pytest.mark.skipif(find_spec("llvmlite") is None, reason="needs llvmlite"))]
 
 
 class Counting:

@@ -69,7 +69,7 @@ def test_a_gradient_after_they_were_changed(way, gradient):
 
 
 @pytest.mark.serial
-@pytest.mark.skipif(find_spec("numba") is None, reason="needs numba")
+@pytest.mark.skipif(find_spec("llvmlite") is None, reason="needs llvmlite")
 def test_kernels():
     def loss(scale, changes):
         u0, p, *common = arrays()

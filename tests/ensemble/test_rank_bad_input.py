@@ -120,7 +120,7 @@ def test_what_kernels_refuse_is_refused_on_all_ranks(solved_by):
 
 
 @pytest.mark.columns("kernels say why not, and raise")
-@pytest.mark.skipif(find_spec("numba") is None, reason="nothing is compiled without numba")
+@pytest.mark.skipif(find_spec("llvmlite") is None, reason="nothing is compiled without llvmlite")
 def test_an_f_that_cannot_be_compiled_is_told_once_by_all_ranks(caplog, monkeypatch):
     monkeypatch.setattr(choice, "LEAST_TRAJECTORIES", N)
     def branches(u, p, t):

@@ -54,18 +54,18 @@ def is_wanted(compile: str | bool, count: int, backend: EnsembleAlgorithm) -> bo
     Raises
     ------
     ImportError
-        With ``compile=True``, without numba.
+        With ``compile=True``, without llvmlite.
     """
-    if compile is True and not _has_numba():
-        raise ImportError("solve: compile=True needs numba, which isn't installed: pip install mpiad[fast].")
+    if compile is True and not _has_llvm():
+        raise ImportError("solve: compile=True needs llvmlite, which isn't installed: pip install mpiad[fast].")
     if compile == "auto":
-        return count >= LEAST_TRAJECTORIES and not isinstance(backend, EnsembleSerial) and _has_numba()
+        return count >= LEAST_TRAJECTORIES and not isinstance(backend, EnsembleSerial) and _has_llvm()
     return compile is True
 
 
 @cache
-def _has_numba() -> bool:
-    return find_spec("numba") is not None
+def _has_llvm() -> bool:
+    return find_spec("llvmlite") is not None
 
 
 def traced_program(batch: Batch, must: bool, tell: Tell) -> Program | None:

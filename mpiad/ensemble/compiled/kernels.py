@@ -1,11 +1,11 @@
-"""Kernels of one f: their texts, as modules, and the functions that numba makes of them."""
+"""Kernels of one f: their texts, as modules, and the functions that they are compiled to."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
 
-from mpiad.ensemble.compiled.cache import Kernel, kernel_of
+from mpiad.compiling.cache import Kernel, kernel_of
 from mpiad.ensemble.compiled.derivatives import jvp, vjp
 from mpiad.ensemble.compiled.form import Form
 from mpiad.ensemble.compiled.forward import forward_source
@@ -19,18 +19,7 @@ from mpiad.ensemble.compiled.source import function_source
 
 __all__ = ["compiled", "forward_text", "parameter_names", "reverse_text"]
 
-_HEAD = """import math
-
-import numba
-import numpy as np
-
-from mpiad.ensemble.compiled.intrinsics import (
-    aligned_stack, bits_of, claimed, fetched, fma, number_of, where, wide_vectors
-)
-"""
 _MOST_TEXTS = 32
-_INLINED = '@numba.njit(error_model="numpy", forceinline=True)\n'
-_KERNEL = '@numba.njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)\n'
 
 
 @lru_cache(_MOST_TEXTS)
@@ -76,7 +65,7 @@ def _is_simple(programs: Sequence[Program]) -> bool:
 
 
 def _module(functions: list[str], kernel: str) -> str:
-    return "\n\n".join([_HEAD, *(_INLINED + function for function in functions), _KERNEL + kernel])
+    return "\n\n".join([*functions, kernel])
 
 
 def compiled(text: str, name: str, form: Form) -> Kernel:

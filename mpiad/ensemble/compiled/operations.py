@@ -1,7 +1,7 @@
-"""The catalogue: what each operation is in NumPy, in Python for numba, and in C.
+"""The catalogue: what each operation is in NumPy, in the kernel language, and in C.
 
-Texts have a place for each argument. In Python they hold inside a numba function with ``error_model="numpy"`` that knows
-the intrinsic `where`: conditional expressions are branches to numba, which keep a loop from becoming vector instructions.
+Texts have a place for each argument. The kernel language is a part of Python (see `mpiad.compiling.translation`), in which
+`where` computes both values: conditional expressions are branches, which may keep a loop from becoming vector instructions.
 Their constants are ``{zero}`` and ``{one}``. Those that are `simple` are single instructions of a vector unit. In C the
 names of functions get an ``f`` in single precision: they are written with ``{f}``.
 

@@ -1,4 +1,4 @@
-"""The types of the kernels' arguments, as numba writes them."""
+"""The types of the kernels' arguments, as `mpiad.compiling` reads them."""
 
 from __future__ import annotations
 

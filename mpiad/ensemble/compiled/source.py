@@ -1,4 +1,4 @@
-"""The text of a program: one assignment to a local scalar for each operation, in Python for numba or in C.
+"""The text of a program: one assignment to a local scalar for each operation, in the kernel language or in C.
 
 f itself is computed as it is written, so that its values are those of the vectorised path. In tangents and adjoints
 products that are added may become `fma`.
@@ -51,7 +51,7 @@ def lines(
     outputs : sequence of str
         What the outputs are assigned to, one after the other, after everything has been computed.
     language : {"python", "c"}
-        Python for numba, in which ``math``, ``np`` and the intrinsic `where` must be known; or C, which is also C++ and
+        The kernel language, a part of Python (see `mpiad.compiling.translation`); or C, which is also C++ and
         CUDA.
     dtype : dtype
         float64 or float32.

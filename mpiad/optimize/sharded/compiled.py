@@ -1,4 +1,4 @@
-"""The passes of an iteration compiled by numba, where that is installed and the piece is large.
+"""The passes of an iteration compiled, where llvmlite is installed and the piece is large.
 
 BLAS multiplies rows of a tile with vectors at two thirds of the speed at which memory can be read, and each of NumPy's
 calls goes over its arrays again. Here each stretch is read once, seven rows at a time: one row alone is read at half of
@@ -8,29 +8,28 @@ the speed, since a core then waits for too few lines of memory at once.
 from __future__ import annotations
 
 import functools
+import inspect
 import math
-import os
+from importlib.util import find_spec
 
 import numpy as np
 
+from mpiad.compiling.cache import kernel_of
 from mpiad.optimize.sharded import kernels
 from mpiad.optimize.sharded.arithmetic import Arithmetic, Parts
 from mpiad.optimize.sharded.tiles import LENGTH, PADDING, Tiles
 
 __all__ = ["arithmetic_for"]
 
-# Below, an iteration takes less than a millisecond, and to load numba a second.
+# Below, an iteration takes less than a millisecond, and to compile the loops half a second.
 _LARGE = 1 << 18
 # Sums may be reordered; NaN and infinities stay what they are.
-_FAST = {"reassoc", "contract", "nsz", "arcp"}
+_FAST = "reassoc contract nsz arcp"
 
 
 def arithmetic_for(size: int) -> Arithmetic:
     """Return what a piece of this many variables is worked on with."""
-    if size < _LARGE or os.environ.get("NUMBA_DISABLE_JIT", "0") != "0":
-        return Arithmetic()
-    kernels = _kernels()
-    return Arithmetic() if kernels is None else Compiled(kernels)
+    return Arithmetic() if size < _LARGE or find_spec("llvmlite") is None else Compiled(_functions())
 
 
 class Compiled(Arithmetic):
@@ -38,12 +37,12 @@ class Compiled(Arithmetic):
 
     Parameters
     ----------
-    kernels : tuple
-        Of `_kernels`.
+    functions : tuple
+        Of `_functions`.
     """
 
-    def __init__(self, kernels: tuple):
-        self._products, self._combination, self._taken = kernels
+    def __init__(self, functions: tuple):
+        self._products, self._combination, self._taken = functions
 
     def products(self, tiles: Tiles, parts: Parts, row: int, out: np.ndarray) -> float:
         """Write the products of rows with one of them."""
@@ -56,9 +55,10 @@ class Compiled(Arithmetic):
     def _multiplied(self, tiles: Tiles, parts: Parts, before: int, row: int, out: np.ndarray) -> float:
         rows = _rows_of(parts)
         found = np.zeros(rows.size)
-        square = self._products(*_place(tiles), rows, before, row, found)
+        total = np.zeros(1)
+        self._products(*_place(tiles), rows, before, row, found, total)
         out[:] = found[: out.size]
-        return square
+        return total[0]
 
     def combine(self, tiles: Tiles, parts: Parts, coefficients: np.ndarray, row: int) -> None:
         """Write the combination of rows."""
@@ -77,8 +77,9 @@ class Compiled(Arithmetic):
     def take(self, tiles: Tiles, gradient: np.ndarray, way: int, out: int) -> tuple[float, float, float]:
         """Copy a gradient, and measure it."""
         gradient = np.require(gradient, np.float64, ["C", "A", "W"])  # of one type, which is compiled
-        bits, slope, square = self._taken(*_place(tiles), gradient, gradient.view(np.int64), way, out)
-        largest = float(np.int64(bits).view(np.float64))
+        bits, total = np.zeros(1, np.int64), np.zeros(2)
+        self._taken(*_place(tiles), gradient, gradient.view(np.int64), way, out, bits, total)
+        largest, (slope, square) = float(bits.view(np.float64)[0]), total
         return largest if largest < math.inf else math.inf, slope, square
 
 
@@ -102,23 +103,12 @@ def _weighed(parts: Parts, coefficients: np.ndarray) -> tuple[np.ndarray, np.nda
 
 
 @functools.cache
-def _kernels() -> tuple | None:
-    try:
-        import numba
-    except ImportError:
-        return None
-    vector, numbers = "float64[::1]", "int64[::1]"
+def _functions() -> tuple:
+    text, vector, numbers = inspect.getsource(kernels), "float64[::1]", "int64[::1]"
     place = f"{vector}, int64, int64, int64, int64"
-    signed = (
-        (f"float64({place}, {numbers}, int64, int64, {vector})", kernels.products),
-        (f"void({place}, {numbers}, {vector}, int64, {vector}, float64, {vector}, {vector})", kernels.combination),
-        (f"Tuple((int64, float64, float64))({place}, {vector}, {numbers}, int64, int64)", kernels.taken),
-    )
-
-    def made(cache: bool) -> tuple:
-        return tuple(numba.njit(kind, fastmath=_FAST, cache=cache)(kernel) for kind, kernel in signed)
-
-    try:
-        return made(True)
-    except RuntimeError:  # there is no folder that it may write to
-        return made(False)
+    signatures = {
+        "products": f"void({place}, {numbers}, int64, int64, {vector}, {vector})",
+        "combination": f"void({place}, {numbers}, {vector}, int64, {vector}, float64, {vector}, {vector})",
+        "taken": f"void({place}, {vector}, {numbers}, int64, int64, {numbers}, {vector})",
+    }
+    return tuple(kernel_of(text, name, signature, _FAST).function for name, signature in signatures.items())

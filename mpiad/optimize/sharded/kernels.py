@@ -1,4 +1,4 @@
-"""The loops that `compiled` has numba compile: plain Python on arrays, over all tiles of the memory.
+"""The loops that `compiled` compiles, in the language of `mpiad.compiling.translation`: over all tiles of the memory.
 
 `memory` holds tiles of `height` rows of `length` numbers, with `padding` behind each row of a full tile: see `tiles`.
 """
@@ -14,9 +14,9 @@ AT_ONCE = 7
 
 
 def products(
-    memory: Any, height: int, size: int, length: int, padding: int, rows: Any, before: int, row: int, out: Any
-) -> float:
-    """Turn row `before` into the change to `row`, if it is another; add its products with rows. Return row's square."""
+    memory: Any, height: int, size: int, length: int, padding: int, rows: Any, before: int, row: int, out: Any, total: Any
+) -> None:
+    """Turn row `before` into the change to `row`, if it is another; add its products with rows, and give row's square."""
     square, begin = 0.0, 0
     for start in range(0, size, length):
         n = min(length, size - start)
@@ -62,7 +62,7 @@ def products(
             out[j + 5] += u
             out[j + 6] += x
         begin += height * stride
-    return square
+    total[0] = square
 
 
 def combination(
@@ -108,9 +108,10 @@ def combination(
 
 
 def taken(
-    memory: Any, height: int, size: int, length: int, padding: int, gradient: Any, bits: Any, way: int, out: int
-) -> Any:
-    """Copy a gradient into row `out`; return its largest entry's bits, its slope along row `way`, and that one's square."""
+    memory: Any, height: int, size: int, length: int, padding: int, gradient: Any, bits: Any, way: int, out: int,
+    most: Any, total: Any,
+) -> None:
+    """Copy a gradient into row `out`; give its largest entry's bits, its slope along row `way`, and that one's square."""
     largest, slope, square, begin = 0, 0.0, 0.0, 0
     for start in range(0, size, length):
         n = min(length, size - start)
@@ -125,4 +126,6 @@ def taken(
             # Without their sign, doubles are in the order of their bits, and NaN comes behind infinity.
             largest = max(largest, b[i] & 0x7FFFFFFFFFFFFFFF)
         begin += height * stride
-    return largest, slope, square
+    most[0] = largest
+    total[0] = slope
+    total[1] = square

@@ -12,7 +12,7 @@ from mpiad.ensemble import RK45, EnsembleProblem, EnsembleSerial, ODEProblem, so
 from mpiad.ensemble.compiled import choice
 
 pytestmark = [pytest.mark.serial, pytest.mark.limit(240)]
-pytest.importorskip("numba")
+pytest.importorskip("llvmlite")
 
 
 def decay(u, p, t):
@@ -90,8 +90,8 @@ def test_partial_functions_are_those_that_they_call(caplog, monkeypatch):
     assert not caplog.records
 
 
-def test_without_numba(monkeypatch):
-    monkeypatch.setattr(choice, "_has_numba", lambda: False)
+def test_without_llvmlite(monkeypatch):
+    monkeypatch.setattr(choice, "_has_llvm", lambda: False)
     assert not is_compiled(solve(many(decay)))
     with pytest.raises(ImportError, match=r"pip install mpiad\[fast\]"):
         solve(many(decay, 3), compile=True)

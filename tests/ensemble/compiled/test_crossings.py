@@ -26,7 +26,7 @@ from mpiad.ensemble import (
 from mpiad.ensemble.compiled import choice, crossings, pace, sweep
 
 pytestmark = [pytest.mark.serial, pytest.mark.limit(240)]
-pytest.importorskip("numba")
+pytest.importorskip("llvmlite")
 
 N = 2000
 RNG = onp.random.default_rng(5)

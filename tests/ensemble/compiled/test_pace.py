@@ -28,7 +28,7 @@ from mpiad.ensemble.compiled import launch, pace, room
 
 # A kernel takes seconds to compile, and more on a busy machine. An interrupt that didn't come through is met by the limit.
 pytestmark = [pytest.mark.serial, pytest.mark.limit(240)]
-pytest.importorskip("numba")
+pytest.importorskip("llvmlite")
 
 N = 83
 U0 = onp.random.default_rng(5).uniform(0.5, 2.0, (N, 2))

@@ -27,7 +27,7 @@ from mpiad.ensemble.compiled import launch
 
 # A kernel takes seconds to compile, and more on a busy machine.
 pytestmark = [pytest.mark.serial, pytest.mark.limit(240)]
-pytest.importorskip("numba")
+pytest.importorskip("llvmlite")
 
 N = 41
 RNG = onp.random.default_rng(7)

@@ -1,6 +1,6 @@
 """Values and derivatives of each function where it has a zero, a tie, a kink, a pole or an end: NumPy's and autograd's.
 
-What is compared is the text that kernels are made of, run by numba: f, its derivative transposed, and along directions.
+What is compared is the text that kernels are made of, compiled: f, its derivative transposed, and along directions.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy as onp
 import pytest
 from autograd.core import make_jvp
 
+from mpiad.compiling.machine_code import code_of, function_of
 from mpiad.ensemble.batch import Parameters
 from mpiad.ensemble.compiled.builder import Builder
 from mpiad.ensemble.compiled.derivatives import jvp, vjp
@@ -112,16 +113,11 @@ def all_of(functions, d):
 EMPTY = Parameters([], [], lambda leaves: None)
 
 
-def in_numba(program, d):
-    import numba
-
-    from mpiad.ensemble.compiled.intrinsics import where
-
+def compiled(program, d):
     names = Names([f"x[{i}]" for i in range(d)], [], "0.0")
     body = lines(program, names, [f"o[{i}]" for i in range(len(program.outputs))])
-    scope = {"math": __import__("math"), "np": onp, "where": where}
-    exec("\n    ".join(["def f(x, o):", *body]), scope)
-    return numba.njit(error_model="numpy")(scope["f"])
+    signature = "void(float64[::1], float64[::1])"
+    return function_of(code_of("\n    ".join(["def f(x, o):", *body]), "f", signature), signature)
 
 
 def autograds(function, u):
@@ -148,9 +144,9 @@ def comparable(name, u, expected):
 
 @pytest.mark.parametrize("d", TABLE)
 def test_numpys_values_and_autograds_derivatives(d):
-    pytest.importorskip("numba")
+    pytest.importorskip("llvmlite")
     functions, points = TABLE[d]
-    f = in_numba(all_of(functions, d), d)
+    f = compiled(all_of(functions, d), d)
     found = onp.empty((len(functions), 1 + 2 * d))
     wrong = []
     for u in onp.array(points):

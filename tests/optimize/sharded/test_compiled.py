@@ -1,4 +1,4 @@
-"""What numba compiles beside the same in NumPy."""
+"""The compiled passes beside the same in NumPy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpiad.optimize.sharded import compiled
 from mpiad.optimize.sharded.arithmetic import Arithmetic, Parts
 from mpiad.optimize.sharded.tiles import LENGTH, Tiles
 
-pytest.importorskip("numba")
+pytest.importorskip("llvmlite")
 RNG = np.random.default_rng(8)
 
 

@@ -1,4 +1,4 @@
-"""Machine code that numba made runs without numba, and takes no arrays but those that it was made for."""
+"""Machine code takes no arrays but those that it was made for, and the next process runs it without a compiler."""
 
 from __future__ import annotations
 
@@ -14,19 +14,18 @@ import numpy as np
 import pytest
 from autograd import grad
 
+from mpiad.compiling import cache
+from mpiad.compiling.arguments import Argument, arguments_of
+from mpiad.compiling.machine_code import Code, function_of
+from mpiad.compiling.translation import translated
 from mpiad.ensemble import EnsembleProblem, Event, ODEProblem, solve
-from mpiad.ensemble.compiled import cache
-from mpiad.ensemble.compiled.machine_code import Argument, Code, arguments_of, function_of
 
 pytestmark = pytest.mark.serial
-pytest.importorskip("numba")
+pytest.importorskip("llvmlite")
 
 SIGNATURE = "void(float64[::1], int64, float64, float64[:, :, ::1], boolean[::1], int8[::1])"
 TEXT = """
-import math
-import numba
 
-@numba.njit(error_model="numpy", nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 def run(x, stop, factor, out, flags, codes):
     for i in range(stop):
         for j in range(out.shape[1]):
@@ -38,12 +37,12 @@ def run(x, stop, factor, out, flags, codes):
 PROGRAM = """
 import json, sys
 import numpy as np
-from mpiad.ensemble.compiled.cache import kernel_of
+from mpiad.compiling.cache import kernel_of
 text, signature = json.load(sys.stdin)
 made = kernel_of(text, "run", signature)
 out, flags, codes = np.zeros((2, 3, 1)), np.zeros(3, bool), np.zeros(1, np.int8)
 made.function(np.arange(3.0), 2, 0.5, out, flags, codes)
-print(json.dumps([made.origin, out.tolist(), codes.tolist(), "numba" in sys.modules]))
+print(json.dumps([made.origin, out.tolist(), codes.tolist(), "mpiad.compiling.translation" in sys.modules]))
 """
 
 
@@ -81,14 +80,14 @@ def test_the_function_is_compiled_once(folder):
 
 
 @pytest.mark.launches
-def test_the_next_process_needs_no_numba(folder):
+def test_the_next_process_compiles_nothing(folder):
     made()
     process = subprocess.run(
         [sys.executable, "-c", PROGRAM], input=json.dumps([TEXT.format(more=""), SIGNATURE]), capture_output=True,
         text=True, timeout=50, env=launch.launch_environment(1, folder.parent, {}),
     )  # fmt: skip
-    origin, out, codes, numba = json.loads(process.stdout)
-    assert (origin, codes, numba, process.stderr) == ("disk", [7], False, "")
+    origin, out, codes, compiler = json.loads(process.stdout)
+    assert (origin, codes, compiler, process.stderr) == ("disk", [7], False, "")
     np.testing.assert_allclose(np.array(out)[..., 0], 0.5 * np.exp([0, 1, 2]) + [[0], [1]], rtol=1e-15)
 
 
@@ -110,16 +109,6 @@ def test_what_is_no_machine_code_is_an_error(folder):
     for code in wrong:
         with pytest.raises(OSError, match="machine code"):
             function_of(code, SIGNATURE)
-
-
-def test_what_allocates_is_not_kept(folder):
-    more = " + np.ones(3)[j]"
-    text = "import numpy as np\n" + TEXT.format(more=more)
-    kernel = cache.kernel_of(text, "run", SIGNATURE)
-    x, out, flags, codes = arrays()
-    kernel.function(x, 2, 0.5, out, flags, codes)
-    np.testing.assert_allclose(out[1, :, 0], 0.5 * np.exp(x) + 2, rtol=1e-15)
-    assert not folder.exists() or not list(folder.iterdir())
 
 
 def test_types_of_a_signature():
@@ -156,9 +145,7 @@ def test_arrays_of_other_kinds_are_refused(place, wrong):
 def test_other_threads_run_meanwhile():
     """Two threads in a kernel at the same time: each waits for what the other one writes."""
     text = """
-import numba
 
-@numba.njit(error_model="numpy", nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 def run(mine, other, most):
     count = 0
     while other[0] == 0 and count < most:
@@ -181,10 +168,7 @@ def run(mine, other, most):
 
 def test_what_one_thread_claims_no_other_gets():
     text = """
-import numba
-from mpiad.ensemble.compiled.intrinsics import claimed
 
-@numba.njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 def run(count, taken, most):
     first = claimed(count, 3)
     while first < most:
@@ -203,33 +187,20 @@ def run(count, taken, most):
 
 
 def attributes_after(call):
-    """Return LLVM's attributes of a function that calls one of the intrinsics."""
-    text = f"""
-import numba
-from mpiad.ensemble.compiled.intrinsics import {call}
-
-@numba.njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
-def run(x):
-    {call}()
-    x[0] += 1.0
-"""
-    names = {"__name__": call}
-    exec(text, names)
-    names["run"].compile("void(float64[::1])")
-    (code,) = names["run"].inspect_llvm().values()
-    (group,) = re.findall(r"^define .* (#\d+) {$", code, re.MULTILINE)
-    return re.search(rf"^attributes {group} = .*", code, re.MULTILINE)[0]
+    """Return LLVM's attributes of a kernel that asks for something."""
+    text = translated(f"def run(x):\n    {call}()\n    x[0] += 1.0", "run", arguments_of("void(float64[::1])"))
+    return re.search(r"^define void @run\([^)]*\) (.*) {$", text, re.MULTILINE)[1]
 
 
 def test_what_has_no_register_begins_with_a_line_of_the_cache():
     # Callers leave the stack at any multiple of 16 bytes, another one in each process: in half of them a kernel that keeps
     # vectors there took up to 1.3 times as long.
-    assert "alignstack=64" in attributes_after("aligned_stack")
+    assert "alignstack(64)" in attributes_after("aligned_stack")
 
 
 @pytest.mark.parametrize("wide", [False, True])
 def test_vectors_are_as_wide_as_the_chip_has_them_where_that_costs_no_clock(wide, monkeypatch):
-    monkeypatch.setattr("mpiad.ensemble.compiled.intrinsics._WIDE", wide)
+    monkeypatch.setattr("mpiad.compiling.llvm.prefers_wide", lambda: wide)
     assert ('"prefer-vector-width"="512"' in attributes_after("wide_vectors")) == wide
 
 

@@ -11,17 +11,14 @@ import launch
 import numpy as np
 import pytest
 
-from mpiad.ensemble.compiled import cache
-from mpiad.ensemble.compiled.store import store
+from mpiad.compiling import cache
+from mpiad.compiling.store import store
 
 pytestmark = pytest.mark.serial
-pytest.importorskip("numba")
+pytest.importorskip("llvmlite")
 
 TEXT = """
-import math
-import numba
 
-@numba.njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 def run(x, y, out):
     out[0] = math.sqrt(x) + {constant} * y
 """
@@ -29,7 +26,7 @@ SIGNATURE = "void(float64, float64, float64[::1])"
 
 PROGRAM = """
 import json, sys, time
-from mpiad.ensemble.compiled.cache import kernel_of
+from mpiad.compiling.cache import kernel_of
 import numpy as np
 out = np.zeros(1)
 print("ready", flush=True)
@@ -131,7 +128,7 @@ def test_a_lock_that_is_not_given_back_is_not_waited_for_forever(folder, monkeyp
     entry.joinpath("sums").unlink()
     with open(folder / f"lock-{entry.name}", "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        monkeypatch.setattr("mpiad.ensemble.compiled.store._PATIENCE", 0.05)
+        monkeypatch.setattr("mpiad.compiling.store._PATIENCE", 0.05)
         assert made().origin == "compiled"
     with kept.locked("some entry"):
         assert (folder / "lock-some entry").exists()

@@ -1,13 +1,12 @@
 """Compiled kernels, by their source text: in memory, and on disk for the next process.
 
-What is kept on disk is machine code, which runs without numba (see `machine_code`).
+What is kept on disk is machine code (see `machine_code`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-import platform
 import threading
 import time
 from collections.abc import Callable
@@ -15,20 +14,22 @@ from contextlib import nullcontext
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from mpiad.ensemble.compiled.machine_code import Code, code_of, function_of
-from mpiad.ensemble.compiled.store import Store, store
+from mpiad.compiling.llvm import description
+from mpiad.compiling.machine_code import Code, code_of, function_of
+from mpiad.compiling.store import Store, store
 
 __all__ = ["Kernel", "kernel_of"]
 
 _log = logging.getLogger("mpiad")
 
 _SYMBOLS, _OBJECT = "symbols", "kernel.o"
+_COMPILER = ("translation.py", "block_builder.py", "elementary_functions.py", "values.py", "llvm.py")
 
 _lock = threading.RLock()
 # By text, name and signature: to hash a text that is the same object costs nothing, and each solve comes here.
-_loaded: dict[tuple[str, str, str], Kernel] = {}
+_loaded: dict[tuple[str, str, str, str], Kernel] = {}
 
 
 class Kernel(NamedTuple):
@@ -52,17 +53,18 @@ class Kernel(NamedTuple):
     origin: str
 
 
-def kernel_of(text: str, name: str, signature: str) -> Kernel:
+def kernel_of(text: str, name: str, signature: str, fast: str = "") -> Kernel:
     """Return a function that a text defines, compiled.
 
     Parameters
     ----------
     text : str
-        Of a module, in which `name` is one of numba's functions, with ``no_cpython_wrapper=True`` and
-        ``no_cfunc_wrapper=True``. It must allocate nothing and raise nothing, or it isn't kept for the next process.
+        Of functions in the language of `translation`, of which `name` is the kernel.
     name : str
     signature : str
         Of arrays and numbers, as ``void(int64, float64[:, ::1])``.
+    fast : str
+        How floating-point operations may be changed, as LLVM writes it; not at all by default.
 
     Returns
     -------
@@ -71,7 +73,7 @@ def kernel_of(text: str, name: str, signature: str) -> Kernel:
     Raises
     ------
     ImportError
-        Where there is no numba, and nothing was kept.
+        Where there is no llvmlite.
 
     Ranks
     -----
@@ -80,11 +82,11 @@ def kernel_of(text: str, name: str, signature: str) -> Kernel:
     """
     # Under the lock: a second thread waits for the first one's kernel instead of compiling it, too.
     with _lock:
-        known = text, name, signature
+        known = text, name, signature, fast
         if known not in _loaded:
-            key = _key(f"{name} {signature}\n{text}")
+            key = _key(f"{name} {signature} {fast}\n{text}")
             started = time.perf_counter()
-            function, origin = _from_disk(key, text, signature) or _made(key, text, name, signature)
+            function, origin = _from_disk(key, text, signature) or _made(key, text, name, signature, fast)
             _loaded[known] = Kernel(function, text, time.perf_counter() - started, origin)
             _log.debug("kernel %s: %s in %.3f s", key[:12], origin, _loaded[known].seconds)
         return _loaded[known]
@@ -96,7 +98,7 @@ def forget() -> None:
         _loaded.clear()
 
 
-def _made(key: str, text: str, name: str, signature: str) -> tuple[Callable[..., None], str]:
+def _made(key: str, text: str, name: str, signature: str, fast: str) -> tuple[Callable[..., None], str]:
     """Return the function from the disk or compiled, by one process at a time."""
     kept = store()
     with nullcontext() if kept is None else kept.locked(key):
@@ -106,7 +108,7 @@ def _made(key: str, text: str, name: str, signature: str) -> tuple[Callable[...,
             return found
         if kept is not None:
             kept.clear(key)
-        return _compiled(key, text, name, signature)
+        return _compiled(key, text, code_of(text, name, signature, fast), signature)
 
 
 def _from_disk(key: str, text: str, signature: str) -> tuple[Callable[..., None], str] | None:
@@ -122,13 +124,10 @@ def _from_disk(key: str, text: str, signature: str) -> tuple[Callable[..., None]
         return None
 
 
-def _compiled(key: str, text: str, name: str, signature: str) -> tuple[Callable[..., None], str]:
-    names: dict[str, Any] = {"__name__": "mpiad_kernel"}
-    exec(compile(text, "<kernel>", "exec"), names)  # noqa: S102 the text is generated here
-    code, function = code_of(names[name], signature)
+def _compiled(key: str, text: str, code: Code, signature: str) -> tuple[Callable[..., None], str]:
     kept = store()
-    folder = kept and code and _begun(kept, text)
-    if kept and code and folder:
+    folder = kept and _begun(kept, text)
+    if kept and folder:
         try:
             (folder / _SYMBOLS).write_text("\n".join([code.symbol, *code.outside]))
             (folder / _OBJECT).write_bytes(code.file)
@@ -136,7 +135,7 @@ def _compiled(key: str, text: str, name: str, signature: str) -> tuple[Callable[
         except OSError as error:
             _log.info("the compiled kernel isn't kept in %s: %s", kept.root, error)
             kept.discard(folder)
-    return function, "compiled"
+    return function_of(code, signature), "compiled"
 
 
 def _begun(kept: Store, text: str) -> Path | None:
@@ -154,14 +153,9 @@ def _key(text: str) -> str:
 @cache
 def _machine() -> str:
     """Return all that decides what a text is compiled to, beside the text."""
-    import llvmlite.binding
-
     try:
         own = version("mpiad")
     except PackageNotFoundError:
         own = ""
-    intrinsics = Path(__file__).with_name("intrinsics.py")
-    return "\n".join([
-        own, intrinsics.read_text() if intrinsics.exists() else "", version("numba"), platform.python_version(),
-        llvmlite.binding.get_host_cpu_name(), llvmlite.binding.get_host_cpu_features().flatten(),
-    ])  # fmt: skip
+    compiler = [Path(__file__).with_name(name) for name in _COMPILER]
+    return "\n".join([own, *(file.read_text() for file in compiler if file.exists()), description()])

@@ -1,0 +1,1 @@
+"""Scalar programs and loops over arrays, compiled to machine code by LLVM."""

@@ -1,0 +1,153 @@
+"""Instructions of one function in LLVM's intermediate representation, block by block, as text."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mpiad.compiling.values import BOOLEAN, DOUBLE, INTEGER, KINDS, SINGLE, Value, float_literal, literal_value
+
+__all__ = ["Block", "BlockBuilder"]
+
+
+class Block:
+    """A sequence of instructions that ends with a jump."""
+
+    def __init__(self, label: str):
+        self.label, self.ended = label, False
+        self.lines: list[str] = []
+
+    def text(self) -> str:
+        """Return the block as LLVM reads it."""
+        return "\n  ".join([f"{self.label}:", *self.lines])
+
+
+class BlockBuilder:
+    """Appends instructions to the current block of a function.
+
+    Parameters
+    ----------
+    fast : str
+        Flags of floating-point operations, as LLVM writes them.
+    declared : dict
+        Takes the declarations of the functions that are called, by name.
+    """
+
+    def __init__(self, fast: str, declared: dict[str, str]):
+        self._fast, self.declared = f"{fast} " if fast else "", declared
+        self._numbers = 0
+        self._slots: list[str] = []
+        self.blocks = [Block("start")]
+        self.current = self.blocks[0]
+
+    def text(self) -> str:
+        """Return all blocks as LLVM reads them, with the memory of variables at the entry."""
+        entry, *others = self.blocks
+        first = Block(entry.label)
+        first.lines = [*self._slots, *entry.lines]
+        return "\n".join(block.text() for block in (first, *others))
+
+    # ---- blocks
+
+    def new_block(self) -> Block:
+        """Return a block that isn't part of the function yet."""
+        self._numbers += 1
+        return Block(f"block{self._numbers}")
+
+    def enter(self, block: Block) -> None:
+        """Make a block the current one."""
+        self.blocks.append(block)
+        self.current = block
+
+    def jump(self, block: Block) -> None:
+        """End the current block, unless it has ended."""
+        self._end(f"br label %{block.label}")
+
+    def branch(self, condition: Value, yes: Block, no: Block) -> None:
+        """End the current block in one of two ways."""
+        self._end(f"br i1 {condition.text}, label %{yes.label}, label %{no.label}")
+
+    def leave(self, text: str) -> None:
+        """End the function."""
+        self._end(f"ret {text}")
+
+    def _end(self, line: str) -> None:
+        if not self.current.ended:
+            self.current.lines.append(line)
+            self.current.ended = True
+
+    # ---- instructions
+
+    def do(self, line: str) -> None:
+        """Append an instruction without a result; what can't be reached is left out."""
+        if not self.current.ended:
+            self.current.lines.append(line)
+
+    def name(self, line: str) -> str:
+        """Append an instruction and return the name of its result."""
+        self._numbers += 1
+        name = f"%v{self._numbers}"
+        self.do(f"{name} = {line}")
+        return name
+
+    def value(self, kind: str, line: str) -> Value:
+        """Append an instruction whose result is a number."""
+        return Value(kind, self.name(line))
+
+    def floating(self, instruction: str, *operands: Value) -> Value:
+        """Append an operation on floats of one kind."""
+        kind = operands[0].kind
+        return self.value(kind, f"{instruction} {self._fast}{kind} {', '.join(x.text for x in operands)}")
+
+    def slot(self, kind: str) -> str:
+        """Return the memory of a new variable."""
+        name = f"%slot{len(self._slots)}"
+        self._slots.append(f"{name} = alloca {kind}")
+        return name
+
+    def call(self, function: str, kind: str, *operands: Value, fast: bool = True) -> Value:
+        """Append a call of an intrinsic or of the C library, by operands of their kinds."""
+        self.declared[function] = f"declare {kind} @{function}({', '.join(x.kind for x in operands)})"
+        given = ", ".join(f"{x.kind} {x.text}" for x in operands)
+        return self.value(kind, f"call {self._fast if fast else ''}{kind} @{function}({given})")
+
+    # ---- conversions
+
+    def converted(self, x: Value, kind: str) -> Value:
+        """Return a number as another kind; floats become integers toward zero."""
+        if x.kind == kind:
+            return x
+        if kind == BOOLEAN:
+            return self.truth(x)
+        if not x.text.startswith("%"):
+            constant = self._constant(x, kind)
+            if constant is not None:
+                return constant
+        ranks = KINDS.index(x.kind), KINDS.index(kind)
+        if kind == INTEGER:
+            instruction = "zext" if x.kind == BOOLEAN else "fptosi"
+        elif x.kind == BOOLEAN:
+            instruction = "uitofp"
+        elif x.kind == INTEGER:
+            instruction = "sitofp"
+        else:
+            instruction = "fpext" if ranks[1] > ranks[0] else "fptrunc"
+        return self.value(kind, f"{instruction} {x.kind} {x.text} to {kind}")
+
+    def _constant(self, x: Value, kind: str) -> Value | None:
+        if x.kind == INTEGER and kind == DOUBLE:
+            return Value(kind, float_literal(float(int(x.text))))
+        if x.kind == DOUBLE and kind == SINGLE:
+            return Value(kind, float_literal(float(np.float32(literal_value(x.text)))))
+        return None
+
+    def truth(self, x: Value) -> Value:
+        """Return whether a number isn't zero."""
+        if x.kind == BOOLEAN:
+            return x
+        if x.kind == INTEGER:
+            return self.value(BOOLEAN, f"icmp ne i64 {x.text}, 0")
+        return self.value(BOOLEAN, f"fcmp une {x.kind} {x.text}, 0.0")
+
+    def selected(self, condition: Value, a: Value, b: Value) -> Value:
+        """Return a or b; both have been computed."""
+        return self.value(a.kind, f"select i1 {condition.text}, {a.kind} {a.text}, {b.kind} {b.text}")

@@ -1,0 +1,136 @@
+"""The functions that a kernel may call: Python's, those of `math` and NumPy, and single machine instructions.
+
+Elementary functions are LLVM's intrinsics where it has them, which become instructions or calls of the C library; the
+rest are calls of the C library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import reduce
+
+from mpiad.compiling import llvm
+from mpiad.compiling.block_builder import BlockBuilder
+from mpiad.compiling.values import BOOLEAN, DOUBLE, INTEGER, SINGLE, ArrayValue, Value, common_kind
+
+__all__ = ["called_function", "compared"]
+
+# By the name in a kernel: what LLVM has an intrinsic for, and what the C library has a function for.
+_INTRINSIC = {
+    "math.sqrt": "sqrt", "np.sqrt": "sqrt", "math.exp": "exp", "math.log": "log", "np.log2": "log2", "math.log10": "log10",
+    "math.sin": "sin", "math.cos": "cos", "math.pow": "pow", "math.copysign": "copysign", "np.floor": "floor",
+    "np.ceil": "ceil", "np.trunc": "trunc", "np.rint": "rint", "math.fabs": "fabs",
+}  # fmt: skip
+_LIBRARY = {
+    "math.expm1": "expm1", "math.log1p": "log1p", "np.cbrt": "cbrt", "math.tan": "tan", "math.asin": "asin",
+    "math.acos": "acos", "math.atan": "atan", "math.atan2": "atan2", "math.sinh": "sinh", "math.cosh": "cosh",
+    "math.tanh": "tanh", "math.asinh": "asinh", "math.acosh": "acosh", "math.atanh": "atanh", "math.erf": "erf",
+    "math.erfc": "erfc", "math.hypot": "hypot",
+}  # fmt: skip
+_CONVERSIONS = {
+    "np.float64": DOUBLE, "float": DOUBLE, "np.float32": SINGLE, "np.int64": INTEGER, "np.int32": INTEGER, "int": INTEGER,
+    "bool": BOOLEAN,
+}  # fmt: skip
+
+
+def called_function(build: BlockBuilder, name: str, given: list[Value]) -> Value:
+    """Return the value of a function of numbers.
+
+    Raises
+    ------
+    KeyError
+        Where there is none of this name.
+    """
+    if name in _CONVERSIONS:
+        return build.converted(given[0], _CONVERSIONS[name])
+    if name in _FUNCTIONS:
+        return _FUNCTIONS[name](build, *given)
+    kind = _float_kind(given)
+    operands = [build.converted(x, kind) for x in given]
+    if name in _INTRINSIC:
+        return build.call(f"llvm.{_INTRINSIC[name]}.{'f32' if kind == SINGLE else 'f64'}", kind, *operands)
+    return build.call(_LIBRARY[name] + ("f" if kind == SINGLE else ""), kind, *operands)
+
+
+def _float_kind(given: list[Value]) -> str:
+    """Return single precision where all are, else double."""
+    return SINGLE if all(x.kind == SINGLE for x in given) else DOUBLE
+
+
+def _together(build: BlockBuilder, *given: Value) -> list[Value]:
+    kind = reduce(common_kind, (x.kind for x in given))
+    return [build.converted(x, kind) for x in given]
+
+
+def compared(build: BlockBuilder, sign: str, a: Value, b: Value) -> Value:
+    """Return whether a < b, or what the sign says; NaN is unequal to all."""
+    a, b = _together(build, a, b)
+    if a.kind in (SINGLE, DOUBLE):
+        condition = {"<": "olt", "<=": "ole", ">": "ogt", ">=": "oge", "==": "oeq", "!=": "une"}[sign]
+        return build.value(BOOLEAN, f"fcmp {condition} {a.kind} {a.text}, {b.text}")
+    prefix = "u" if a.kind == BOOLEAN else "s"
+    condition = {"==": "eq", "!=": "ne"}.get(sign) or prefix + {"<": "lt", "<=": "le", ">": "gt", ">=": "ge"}[sign]
+    return build.value(BOOLEAN, f"icmp {condition} {a.kind} {a.text}, {b.text}")
+
+
+def _extreme(sign: str) -> Callable[..., Value]:
+    def extreme(build: BlockBuilder, *given: Value) -> Value:
+        # As Python does: a later one counts where it is strictly beyond.
+        first, *others = _together(build, *given)
+        for x in others:
+            first = build.selected(compared(build, sign, x, first), x, first)
+        return first
+
+    return extreme
+
+
+def _absolute(build: BlockBuilder, x: Value) -> Value:
+    if x.kind == INTEGER:
+        negative = compared(build, "<", x, Value(INTEGER, "0"))
+        return build.selected(negative, build.value(INTEGER, f"sub i64 0, {x.text}"), x)
+    return build.call(f"llvm.fabs.{'f32' if x.kind == SINGLE else 'f64'}", x.kind, x)
+
+
+def _is_finite(build: BlockBuilder, x: Value) -> Value:
+    size = _absolute(build, x)
+    return build.value(BOOLEAN, f"fcmp olt {x.kind} {size.text}, 0x7FF0000000000000")
+
+
+def _fma(build: BlockBuilder, a: Value, b: Value, c: Value) -> Value:
+    """Return a b + c, rounded once."""
+    kind = _float_kind([a, b, c])
+    operands = [build.converted(x, kind) for x in (a, b, c)]
+    if not llvm.fuses():
+        return build.floating("fadd", build.floating("fmul", *operands[:2]), operands[2])
+    return build.call(f"llvm.fma.{'f32' if kind == SINGLE else 'f64'}", kind, *operands, fast=False)
+
+
+def _fmod(build: BlockBuilder, x: Value, y: Value) -> Value:
+    kind = _float_kind([x, y])
+    return build.floating("frem", build.converted(x, kind), build.converted(y, kind))
+
+
+def _where(build: BlockBuilder, condition: Value, a: Value, b: Value) -> Value:
+    """Return a or b; both have been computed, so that a loop can become vector instructions."""
+    return build.selected(condition, *_together(build, a, b))
+
+
+def _bits_of(build: BlockBuilder, x: Value) -> Value:
+    """Return the bits of a double as an integer."""
+    return build.value(INTEGER, f"bitcast double {x.text} to i64")
+
+
+def _number_of(build: BlockBuilder, i: Value) -> Value:
+    """Return the double of these bits."""
+    return build.value(DOUBLE, f"bitcast i64 {i.text} to double")
+
+
+def _claimed(build: BlockBuilder, array: ArrayValue, n: Value) -> Value:
+    """Add n to the first entry of a row, and return what it was: no other thread gets the same."""
+    return build.value(INTEGER, f"atomicrmw add ptr {array.data}, i64 {n.text} monotonic")
+
+
+_FUNCTIONS: dict[str, Callable[..., Value]] = {
+    "max": _extreme(">"), "min": _extreme("<"), "abs": _absolute, "np.isfinite": _is_finite, "np.fmod": _fmod, "fma": _fma,
+    "where": _where, "bits_of": _bits_of, "number_of": _number_of, "claimed": _claimed,
+}  # fmt: skip

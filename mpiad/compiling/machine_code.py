@@ -1,0 +1,107 @@
+"""Kernels as machine code: compiled by LLVM once, and called without a compiler ever after.
+
+A kernel takes numbers and contiguous arrays, allocates nothing and raises nothing, so it is an object file that refers to
+the C library alone. A number is passed as itself, an array as the address of its first entry and its lengths.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpiad.compiling import llvm
+from mpiad.compiling.arguments import Argument, arguments_of
+
+__all__ = ["Code", "code_of", "function_of"]
+
+_SCALARS = {"int64": ctypes.c_int64, "float64": ctypes.c_double}
+
+
+class Code(NamedTuple):
+    """A compiled function.
+
+    Parameters
+    ----------
+    symbol : str
+        Its name in the object file.
+    file : bytes
+        The object file.
+    outside : tuple of str
+        Names of the functions that it calls, all of the C library.
+    """
+
+    symbol: str
+    file: bytes
+    outside: tuple[str, ...] = ()
+
+
+def code_of(text: str, name: str, signature: str, fast: str = "") -> Code:
+    """Compile a kernel.
+
+    Parameters
+    ----------
+    text : str
+        Of functions in the language of `translation`.
+    name : str
+        Of the kernel among them.
+    signature : str
+        Its arguments, as ``void(int64, float64[:, ::1])``.
+    fast : str
+        How floating-point operations may be changed, as LLVM writes it; not at all by default.
+
+    Raises
+    ------
+    NotImplementedError
+        Where the text isn't of the language.
+    """
+    # A process that finds its kernels on disk never needs it.
+    from mpiad.compiling.translation import translated
+
+    return Code(name, *llvm.object_file(translated(text, name, arguments_of(signature), fast)))
+
+
+def function_of(code: Code, signature: str) -> Callable[..., None]:
+    """Return a compiled function, which checks its arguments and lets other threads run.
+
+    Raises
+    ------
+    OSError
+        Where it isn't this machine's.
+    """
+    return _native(*llvm.symbol_in(code.file, code.symbol, code.outside), arguments_of(signature))
+
+
+def _native(address: int, owner: Any, arguments: Sequence[Argument]) -> Callable[..., None]:
+    """Return the function at an address, which stays there as long as its owner lives."""
+    kinds: list[Any] = []
+    for dtype, ndim in arguments:
+        kinds += [_SCALARS[dtype.name]] if ndim is None else [ctypes.c_void_p, *[ctypes.c_int64] * ndim]
+    function = ctypes.CFUNCTYPE(None, *kinds)(address)
+
+    def called(*given: Any) -> None:
+        if len(given) != len(arguments):
+            raise TypeError(f"a kernel takes {len(arguments)} arguments, but got {len(given)}.")
+        passed: list[Any] = []
+        for place, (argument, value) in enumerate(zip(arguments, given)):
+            passed += [value] if argument.ndim is None else _array(argument, value, place)
+        function(*passed)
+
+    called.owner = owner  # type: ignore[attr-defined]
+    return called
+
+
+def _array(argument: Argument, value: Any, place: int) -> list[Any]:
+    """Return an array as kernels take it; of another kind, its memory would be misread."""
+    if (
+        type(value) is not np.ndarray or value.dtype != argument.dtype or value.ndim != argument.ndim
+        or not value.flags.carray
+    ):  # fmt: skip
+        got = f"{value.dtype} of shape {value.shape}" if isinstance(value, np.ndarray) else f"{type(value).__name__}"
+        raise TypeError(
+            f"argument {place} of a kernel must be a contiguous, writable array of {argument.dtype} with {argument.ndim} "
+            f"axes, but is {got}."
+        )
+    return [value.ctypes.data, *value.shape]

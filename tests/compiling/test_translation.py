@@ -1,0 +1,140 @@
+"""A kernel compiled does what the same text does as Python."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+pytest.importorskip("llvmlite")
+
+from mpiad.compiling.machine_code import code_of, function_of  # noqa: E402
+
+pytestmark = pytest.mark.serial
+
+FLOW = """
+def clipped(x, low):
+    larger = x if x > low else low
+    return (larger, x < low)
+
+def run(x, n, out, codes):
+    total = 0
+    for i in range(n):
+        if x[i] != x[i]:
+            continue
+        if x[i] > 9.0 and not n < 3 or x[i] == -7.5:
+            codes[0] = i
+            break
+        elif x[i] < 0.0:
+            total -= x[i]
+        else:
+            total = total + x[i]
+        i = 100
+    low = high = 0
+    while low * low < n:
+        low += 1
+        high = (low << 3) | 5
+    for j in range(n - 1, -1, -2):
+        y, was_low = clipped(x[j], 1.5)
+        codes[1] += 1 if was_low else 10 * j
+        out[j] = out[j] * 0.5 + y
+    a, b = 2.0, 3.0
+    a, b = b, a
+    out[n] = total
+    out[n + 1] = low / high + a ** b
+    out[n + 2] = 7 if n > 4 or x[1000000000] > 0.0 else -7
+    codes[2] = high ^ (n & 6) >> 1
+"""
+
+TABLES = """
+def run(table, flags, few, small, cube, column):
+    for i in range(table.shape[0]):
+        row = i * table.shape[1]
+        for j in range(table.shape[1]):
+            cube[i, j, column] = table[i, j] - 0.5 * cube[i, j, 0]
+            flags[j] = flags[j] | (table[i, j] > 0.0)
+            few[j] += row + j
+        small[i] = few[0] - 100
+    column = few.size + table.size
+    few[0] = column
+"""
+
+VIEWS = """
+def run(memory, starts, length, out):
+    for k in range(0, starts.size, 2):
+        a = memory[starts[k] : starts[k] + length]
+        b = memory[starts[k + 1] : starts[k + 1] + length]
+        p = q = 0.0
+        for i in range(a.size):
+            p += a[i] * b[i]
+            q = max(q, abs(a[i]), min(b[i], 2))
+        out[k] = p
+        out[k + 1] = q
+        a[0] = -1.0
+"""
+
+
+def as_python(text, given):
+    scope = {"math": math, "np": np}
+    exec(text, scope)
+    scope["run"](*given)
+
+
+def both(text, signature, *given):
+    """Return the arrays that the text leaves, compiled and as Python."""
+    compiled, python = ([x.copy() if isinstance(x, np.ndarray) else x for x in given] for _ in range(2))
+    function_of(code_of(text, "run", signature), signature)(*compiled)
+    as_python(text, python)
+    return [(a, b) for a, b in zip(compiled, python) if isinstance(a, np.ndarray)]
+
+
+@pytest.mark.parametrize("x", [
+    [0.5, -2.0, math.nan, 3.25, 9.5, 1.0], [4.0, -7.5, 2.0, 0.0, 1.0, 8.0], [1.0, -1.0, 1e300, 5.0, -0.0, 2.0],
+])  # fmt: skip
+def test_branches_and_loops(x):
+    x = np.array(x)
+    found = both(FLOW, "void(float64[::1], int64, float64[::1], int64[::1])", x, len(x), np.arange(9.0), np.zeros(3, np.int64))
+    for compiled, python in found:
+        np.testing.assert_array_equal(compiled, python)
+
+
+def test_entries_of_every_dtype():
+    rng = np.random.default_rng(3)
+    given = (
+        rng.normal(size=(3, 4)).astype(np.float32), np.array([True, False, False, False]), np.arange(4, dtype=np.int32),
+        np.zeros(3, np.int8), rng.normal(size=(3, 4, 2)), 1,
+    )  # fmt: skip
+    signature = "void(float32[:, ::1], boolean[::1], int32[::1], int8[::1], float64[:, :, ::1], int64)"
+    for compiled, python in both(TABLES, signature, *given):
+        np.testing.assert_array_equal(compiled, python)
+
+
+def test_views_share_memory():
+    rng = np.random.default_rng(4)
+    signature = "void(float64[::1], int64[::1], int64, float64[::1])"
+    for compiled, python in both(VIEWS, signature, rng.normal(size=50), np.array([3, 20, 8, 41]), 9, np.zeros(4)):
+        np.testing.assert_array_equal(compiled, python)
+
+
+def test_sums_are_reordered_only_where_that_is_allowed():
+    text = "def run(x, out):\n    s = 0.0\n    for i in range(x.size):\n        s += x[i]\n    out[0] = s"
+    signature, x, found = "void(float64[::1], float64[::1])", np.full(4096, 0.1), []
+    for fast in ("", "reassoc"):
+        out = np.zeros(1)
+        function_of(code_of(text, "run", signature, fast), signature)(x, out)
+        found.append(out[0])
+    in_order = 0.0
+    for value in x.tolist():
+        in_order += value
+    assert found[0] == in_order != found[1]
+    np.testing.assert_allclose(found[1], 409.6, rtol=1e-13)
+
+
+@pytest.mark.parametrize("line", [
+    "y = [1.0]", "y = x + 1.0", "x[0, 0] = 1.0", "y = x[:2:1]", "for y in x: pass", "y = np.ones(3)", "y = unknown", "y = 1 // 2",
+    "import os", "y = x[0.5]", "y, z = 1.0", "y = 1 < 2 < 3", "print(x)",
+])  # fmt: skip
+def test_what_is_not_of_the_language_is_refused_with_its_line(line):
+    with pytest.raises(NotImplementedError, match="line 2 of a kernel"):
+        code_of(f"def run(x):\n    {line}", "run", "void(float64[::1])")
