@@ -1,7 +1,8 @@
 """Fixtures, and how the tests run on several ranks.
 
-Every test runs on every number of ranks, on all ranks at once. `@pytest.mark.mpi(min_size=2)` says that a
-test needs more than one; `@pytest.mark.launches` that it starts its own mpiexec: it runs in the one-rank run
+A test runs on all ranks at once. The whole suite runs on one rank and on three; on two and on four what differs there,
+see `WHOLE_SUITE`; with `--thorough`, or where files are named, all of it on every number. `@pytest.mark.mpi(min_size=2)`
+says that a test needs more than one rank, `@pytest.mark.also_on(2)` that it is one of those that two ranks differ in; `@pytest.mark.launches` that it starts its own mpiexec: it runs in the one-rank run
 only; `@pytest.mark.limit(seconds)` that it may take longer than MPIAD_TEST_TIMEOUT (60 s). With `-n auto` that
 run's files are divided among processes of one rank each.
 """
@@ -31,6 +32,14 @@ device_kinds = importlib.import_module("device_kinds")
 
 WORLD = MPI.COMM_WORLD
 
+# What runs of the whole suite on a number of ranks, where not all does. Two ranks exchange what more send round, and each is
+# the other's neighbour on both sides; four are the fewest that divide a grid along two axes.
+WHOLE_SUITE = {
+    2: ("transport", "primitives/test_allreduce.py", "primitives/test_allgather.py", "primitives/test_reduce_scatter.py",
+        "primitives/test_exchange.py", "primitives/test_sendrecv.py", "domain/test_halo.py"),
+    4: ("domain", "linalg"),
+}  # fmt: skip
+
 # All ranks must draw the same examples, and none may go on to search a smaller one while the others wait.
 hypothesis.settings.register_profile(
     "ranks",
@@ -40,6 +49,10 @@ hypothesis.settings.register_profile(
     phases=(hypothesis.Phase.explicit, hypothesis.Phase.generate),
 )
 hypothesis.settings.load_profile("ranks")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--thorough", action="store_true", help="run every test on every number of ranks")
 
 
 @pytest.hookimpl(trylast=True)
@@ -86,9 +99,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: item.path not in long)
         return
     # What starts programs of its own, and what doesn't communicate, would only be done again by each rank.
-    alone = {item for item in items if item.get_closest_marker("launches") or item.get_closest_marker("serial")}
-    config.hook.pytest_deselected(items=[item for item in items if item in alone])
-    items[:] = [item for item in items if item not in alone]
+    left_out = {item for item in items if item.get_closest_marker("launches") or item.get_closest_marker("serial")}
+    left_out |= {item for item in items if not _differs_here(config, item)}
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
+
+
+def _differs_here(config: pytest.Config, item: pytest.Item) -> bool:
+    """Return whether a test is to run on this number of ranks beside one and three."""
+    tests = Path(__file__).parent
+    chosen = [Path(name.split("::")[0]).resolve() for name in config.args]
+    if WORLD.size not in WHOLE_SUITE or chosen != [tests] or config.getoption("thorough"):
+        return True
+    places = [tests / place for place in WHOLE_SUITE[WORLD.size]]
+    also = [n for mark in item.iter_markers("also_on") for n in mark.args]
+    return WORLD.size in also or any(item.path.is_relative_to(place) for place in places)
 
 
 @pytest.fixture

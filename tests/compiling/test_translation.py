@@ -94,7 +94,8 @@ def both(text, signature, *given):
 ])  # fmt: skip
 def test_branches_and_loops(x):
     x = np.array(x)
-    found = both(FLOW, "void(float64[::1], int64, float64[::1], int64[::1])", x, len(x), np.arange(9.0), np.zeros(3, np.int64))
+    signature = "void(float64[::1], int64, float64[::1], int64[::1])"
+    found = both(FLOW, signature, x, len(x), np.arange(9.0), np.zeros(3, np.int64))
     for compiled, python in found:
         np.testing.assert_array_equal(compiled, python)
 
@@ -132,7 +133,8 @@ def test_sums_are_reordered_only_where_that_is_allowed():
 
 
 @pytest.mark.parametrize("line", [
-    "y = [1.0]", "y = x + 1.0", "x[0, 0] = 1.0", "y = x[:2:1]", "for y in x: pass", "y = np.ones(3)", "y = unknown", "y = 1 // 2",
+    "y = [1.0]", "y = x + 1.0",
+    "x[0, 0] = 1.0", "y = x[:2:1]", "for y in x: pass", "y = np.ones(3)", "y = unknown", "y = 1 // 2",
     "import os", "y = x[0.5]", "y, z = 1.0", "y = 1 < 2 < 3", "print(x)",
 ])  # fmt: skip
 def test_what_is_not_of_the_language_is_refused_with_its_line(line):

@@ -125,6 +125,7 @@ def test_a_wait_for_a_message_started_before(rank):
     assert not found["mpi_send"].waited.any() and not found["mpi_irecv"].waited.any()
 
 
+@pytest.mark.also_on(4)
 @pytest.mark.mpi(min_size=4)
 def test_ranks_that_do_not_take_part_are_not_waited_for(rank, size):
     comm = WORLD.Split(rank % 2)

@@ -165,6 +165,7 @@ def test_shares_with_ranks_that_have_none(count, kind):
     assert share.summary() == whole.summary()
 
 
+@pytest.mark.also_on(2)
 @pytest.mark.parametrize("other", [[1.0, 2.0], np.ones(1, np.float32), np.array([1j])], ids=["shape", "float32", "complex"])
 def test_states_of_another_kind_are_refused_wherever_they_are(other, size):
     ensemble = EnsembleProblem(BASE, lambda prob, i, repeat: remake(prob, u0=[1.0] if i <= 4 else other))
