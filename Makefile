@@ -7,6 +7,7 @@
 #   PYTEST_FLAGS  further flags of pytest
 #   PROGRAMS      how many random programs `make fuzz` runs, divided among RANKS
 #   SEED          what they are drawn from; another one at each run by default
+#   THOROUGH      1: every test on every number of ranks; else the whole suite leaves out what differs nowhere on 2 and 4
 #   LIMIT         seconds for the tests on one number of ranks
 #   MPIEXEC       another launcher than the environment's
 
@@ -16,6 +17,7 @@ RANKS ?= 1 2 3 4
 T ?= tests
 PYTEST_FLAGS ?= -q
 LIMIT ?= 1800
+THOROUGH ?=
 DEMO ?=
 PROGRAMS ?= 10000
 SEED ?=
@@ -29,7 +31,7 @@ VENV := .venv$(if $(filter-out auto,$(MPI)),-$(MPI))
 BIN := $(VENV)/bin
 LAUNCH := $(BIN)/python tests/launch.py
 # -n auto: on one rank, the files divided among the cores, in their order (tests/conftest.py).
-PYTEST = -m pytest --with-mpi -p no:cacheprovider -n auto --dist loadfile --no-loadscope-reorder $(PYTEST_FLAGS)
+PYTEST = -m pytest --with-mpi -p no:cacheprovider -n auto --dist loadfile --no-loadscope-reorder $(if $(THOROUGH),--thorough) $(PYTEST_FLAGS)
 ALL_RANKS := 1 2 3 4 5
 
 .DEFAULT_GOAL := help
@@ -85,7 +87,7 @@ bench-peers: ## install the libraries that are measured beside mpiad, into .venv
 
 # ---- checks
 
-test: $(VENV)/.ready-test ## run the tests on 1, 2, 3 and 4 ranks (test-3: on 3)
+test: $(VENV)/.ready-test ## run the tests on 1, 2, 3 and 4 ranks (test-3: on 3; THOROUGH=1: all of them on each)
 	@$(LAUNCH) --ranks $(RANKS) --limit $(LIMIT) -- $(PYTEST) $(T)
 
 $(ALL_RANKS:%=test-%): test-%:
@@ -99,10 +101,10 @@ fuzz: $(VENV)/.ready-test ## check random programs against one process (PROGRAMS
 
 # MPICH plays nodes on one machine: the even ranks are one by the first variable, each rank is one by the second.
 test-all: ## run the tests on 5 ranks too, on nodes that MPICH plays, and again under the Open MPI wheel
-	@$(MAKE) --no-print-directory test RANKS="$(ALL_RANKS)"
-	@MPIR_CVAR_ODD_EVEN_CLIQUES=1 $(MAKE) --no-print-directory test MPI=mpich RANKS=4
-	@MPIR_CVAR_NOLOCAL=1 $(MAKE) --no-print-directory test MPI=mpich RANKS=4
-	@$(MAKE) --no-print-directory test MPI=openmpi
+	@$(MAKE) --no-print-directory test THOROUGH=1 RANKS="$(ALL_RANKS)"
+	@MPIR_CVAR_ODD_EVEN_CLIQUES=1 $(MAKE) --no-print-directory test THOROUGH=1 MPI=mpich RANKS=4
+	@MPIR_CVAR_NOLOCAL=1 $(MAKE) --no-print-directory test THOROUGH=1 MPI=mpich RANKS=4
+	@$(MAKE) --no-print-directory test THOROUGH=1 MPI=openmpi
 
 lint: $(VENV)/.ready-dev types ## check the style (ruff), who imports whom (import-linter) and the types
 	@$(BIN)/ruff check --output-format=concise .
