@@ -1,9 +1,9 @@
 """A limit for each test, after which every rank shows where it is.
 
 One timer is always running, from the start of pytest to its end: a hang while collecting or in a teardown is
-a hang too. It is a thread in C, so it fires while Python waits inside MPI. Under `launch.py` it writes this
-rank's stacks to the report file, and the launcher then collects the other ranks' and ends the job; without
-it, it writes to stderr and ends this process.
+a hang too. On a busy machine the limit is longer (`machine_load`). The timer is a thread in C, so it fires while
+Python waits inside MPI. Under `launch.py` it writes this rank's stacks to the report file, and the launcher then
+collects the other ranks' and ends the job; without it, it writes to stderr and ends this process.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import TextIO
 
 import pytest
 from launch import CURRENT_TEST, FAILURES
+from machine_load import slowdown
 
 DEFAULT = float(os.environ.get("MPIAD_TEST_TIMEOUT", "60"))
 
@@ -44,7 +45,7 @@ class TimeLimit:
         self.notes = {name: folder / (name + worker) for name in (CURRENT_TEST, FAILURES)} if folder else {}
 
     def restart(self, seconds: float = DEFAULT) -> None:
-        faulthandler.dump_traceback_later(seconds, exit=not self.launched, file=self.report)
+        faulthandler.dump_traceback_later(seconds * slowdown(), exit=not self.launched, file=self.report)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
