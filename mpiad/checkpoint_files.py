@@ -1,29 +1,39 @@
 """Files that hold the state of a long computation: written whole or not at all, as data, never as a pickle.
 
 A file is one of NumPy's npz: arrays by name, and beside them a description in JSON, of what the state belongs to. It is
-written beside its place, brought to the disk, and only then renamed, so that whoever is killed at any moment leaves the old
-file or the new one. The format carries checksums, which are looked at in reading.
+written beside its place under a name of its own, brought to the disk, and only then renamed: whoever is killed at any
+moment leaves the old file or the new one, and of several processes that write the same file the last one wins. It ends with
+a checksum of all its bytes, which is compared before anything else is read: NumPy and zipfile read some damaged files
+without a word, with an array missing.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import functools
 import glob
 import json
 import os
+import secrets
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
-__all__ = ["differences", "files_of_ranks", "read", "read_description", "write"]
+try:
+    import fcntl
+except ImportError:  # not on Windows: there the files that killed processes leave aren't told from others
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = ["differences", "files_of_ranks", "read", "read_description", "remedy", "write"]
 
 _DESCRIPTION = "description"
-# What NumPy and zipfile raise of files that were cut short, overwritten, or never written here.
-_DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, KeyError, OSError, UnicodeDecodeError, ValueError)
+_CHECKSUM = 8  # hexadecimal digits, the archive's comment: by zip's format a file's last bytes
+_PIECE = 1 << 20
 
 
 def write(path: Path, description: dict[str, Any], arrays: Iterable[tuple[str, np.ndarray]]) -> None:
@@ -42,21 +52,60 @@ def write(path: Path, description: dict[str, Any], arrays: Iterable[tuple[str, n
     OSError
         Where it can't be written; the older file stays.
     """
-    part = path.with_name(path.name + ".part")
+    _remove_left_over(path.absolute())  # first: they may be what fills the disk
+    part, file = _begin(path)
     try:
-        with open(part, "wb") as file:
+        with file:
             with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+                archive.comment = bytes(_CHECKSUM)
                 _put(archive, _DESCRIPTION, np.frombuffer(json.dumps(description).encode(), np.uint8))
                 for name, array in arrays:
                     _put(archive, name, array)
+            checksum = _checksum(file)
+            file.seek(-_CHECKSUM, os.SEEK_END)
+            file.write(checksum)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(part, path)
-    except OSError:
+            os.replace(part, path)  # while it is locked: nobody takes it for one that was left
+    except BaseException:
         with contextlib.suppress(OSError):
             part.unlink()
         raise
     _sync_folder(path.parent)
+
+
+def _begin(path: Path) -> tuple[Path, IO[bytes]]:
+    """Return a new file beside a path, by a name that no other process uses, locked where there are locks."""
+    while True:
+        part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
+        file = open(part, "x+b")
+        # Between its making and its lock another process may have taken it for one that was left.
+        if _lock(file) is not False and part.exists():
+            return part, file
+        file.close()
+
+
+def _lock(file: IO[bytes]) -> bool | None:
+    """Return whether this process has locked a file now; None where the file system has no locks."""
+    if fcntl is None:
+        return None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+@functools.cache  # in each process: where thousands of ranks share a folder it takes long to list
+def _remove_left_over(path: Path) -> None:
+    """Remove what processes that were killed have begun: files whose locks have ended with them, on other nodes too."""
+    for part in path.parent.glob(f"{glob.escape(path.name)}.{'[0-9a-f]' * 8}.part"):
+        # Another process may remove it first.
+        with contextlib.suppress(OSError), open(part, "r+b") as file:
+            if _lock(file):
+                part.unlink()
 
 
 def files_of_ranks(path: Path) -> list[Path]:
@@ -71,6 +120,18 @@ def _put(archive: zipfile.ZipFile, name: str, array: np.ndarray) -> None:
         np.lib.format.write_array(member, np.asarray(array), allow_pickle=False)
 
 
+def _checksum(file: IO[bytes]) -> bytes:
+    """Return the checksum of what comes before a file's own, and leave the file there."""
+    left, found = file.seek(0, os.SEEK_END) - _CHECKSUM, 0
+    file.seek(0)
+    while left > 0:
+        piece = file.read(min(left, _PIECE))
+        if not piece:  # somebody cuts it short at this moment
+            break
+        left, found = left - len(piece), zlib.crc32(piece, found)
+    return b"%08x" % found
+
+
 def _sync_folder(folder: Path) -> None:
     # Until the folder is on the disk, a crash of the machine may bring back the name's old file.
     descriptor = os.open(folder, os.O_RDONLY)
@@ -80,27 +141,50 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def remedy(error: OSError, path: Path) -> str:
+    """Return what to do where a file couldn't be written."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "Make room on the disk."
+    if error.errno == errno.EFBIG:
+        return "Raise the limit on the size of files (ulimit -f)."
+    return f"See to it that this user can write into the folder {path.parent}, or name a file in another one."
+
+
 def read_description(path: Path) -> dict[str, Any]:
     """Return a file's description; a ValueError where it is damaged."""
     with _opened(path) as found:
-        return json.loads(bytes(found[_DESCRIPTION]))
+        return _description(found)
 
 
-def read(path: Path) -> dict[str, np.ndarray]:
-    """Return a file's arrays by name; a ValueError where it is damaged."""
+def read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Return a file's description, and its arrays by name; a ValueError where it is damaged.
+
+    Both are of one state: between two readings another process may have put another file in its place.
+    """
     with _opened(path) as found:
-        return {name: found[name] for name in found.files if name != _DESCRIPTION}
+        return _description(found), {name: found[name] for name in found.files if name != _DESCRIPTION}
+
+
+def _description(found: Any) -> dict[str, Any]:
+    return json.loads(bytes(found[_DESCRIPTION]))
 
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     try:
-        with np.load(path, allow_pickle=False) as found:
-            yield found
-    except _DAMAGE as error:
+        with open(path, "rb") as file:
+            if _checksum(file) != file.read():
+                raise ValueError(
+                    f"the checkpoint {path} is damaged, or isn't one: its last bytes aren't the checksum of the others. "
+                    "Delete it to start anew, or put back a copy."
+                )
+            file.seek(0)
+            with np.load(file, allow_pickle=False) as found:
+                yield found
+    except OSError as error:
         raise ValueError(
-            f"the checkpoint {path} is damaged, or isn't one: {type(error).__name__}: {error}. Delete it to start anew, or "
-            "put back a copy."
+            f"the checkpoint {path} can't be read ({error.strerror or error}). Let this user read it, name another file, "
+            "or delete it to start anew."
         ) from error
 
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from mpiad import checkpoint_files
 from mpiad.checkpoint_files import differences, read, read_description, write
 
 pytestmark = pytest.mark.serial
@@ -19,30 +25,80 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     file = tmp_path / "state.npz"
     write(file, {"ranks": 2, "variables": ["float64[3]"]}, iter(ARRAYS.items()))
     assert read_description(file) == {"ranks": 2, "variables": ["float64[3]"]}
-    found = read(file)
-    assert list(found) == list(ARRAYS)
+    description, found = read(file)
+    assert description == read_description(file) and list(found) == list(ARRAYS)
     for name, array in ARRAYS.items():
         np.testing.assert_array_equal(found[name], array)
     assert [name.name for name in tmp_path.iterdir()] == ["state.npz"]
 
 
-@pytest.mark.parametrize("damage", ["cut", "changed", "foreign", "empty"])
-def test_damage_is_found(damage: str, tmp_path: Path) -> None:
+def test_whatever_byte_is_damaged_is_found(tmp_path: Path) -> None:
     file = tmp_path / "state.npz"
-    write(file, {}, ARRAYS.items())
+    write(file, {"ranks": 2}, [("x", np.linspace(0.0, 1.0, 9)), ("count", np.array(3))])
     whole = file.read_bytes()
-    half = len(whole) // 2
-    file.write_bytes({
-        "cut": whole[:half], "changed": whole[:half] + bytes([whole[half] ^ 1]) + whole[half + 1 :], "foreign": b"x = 3\n",
-        "empty": b"",
-    }[damage])
-    with pytest.raises(ValueError, match=r"state\.npz is damaged.*Delete it"):
-        read(file)
+    np.savez(tmp_path / "foreign.npz", x=np.ones(3))
+    flipped = [whole[:k] + bytes([whole[k] ^ 1 << k % 8]) + whole[k + 1 :] for k in range(len(whole))]
+    cut = [whole[:k] for k in range(0, len(whole), 7)]
+    foreign = [b"x = 3\n", whole + b"0", whole + whole, bytes(len(whole)), (tmp_path / "foreign.npz").read_bytes()]
+    for damaged in [*flipped, *cut, *foreign]:
+        file.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"state\.npz is damaged.*Delete it"):
+            read(file)
+    file.write_bytes(whole)
+    assert read_description(file) == {"ranks": 2}
+
+
+def test_what_cannot_be_read_is_not_damaged(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="can't be read .Is a directory"):
+        read(tmp_path)
+
+
+def test_of_two_writers_the_last_one_wins(tmp_path: Path) -> None:
+    file = tmp_path / "state.npz"
+
+    def arrays() -> Iterator[tuple[str, np.ndarray]]:
+        yield "x", np.ones(50_000)
+        # Another process's, which comes and goes meanwhile: it also looks for what was left there.
+        checkpoint_files._remove_left_over.cache_clear()
+        write(file, {"by": 2}, [("x", np.zeros(3))])
+        assert read_description(file) == {"by": 2}
+        yield "y", np.ones(50_000)
+
+    write(file, {"by": 1}, arrays())
+    description, found = read(file)
+    assert description == {"by": 1} and list(found) == ["x", "y"]
+    assert [name.name for name in tmp_path.iterdir()] == ["state.npz"]
+
+
+KILLED = """
+import os, runpy, signal, sys
+from pathlib import Path
+import numpy as np
+
+def arrays():
+    yield "x", np.ones(50_000)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+runpy.run_path(sys.argv[1])["write"](Path(sys.argv[2]), {}, arrays())
+"""
+
+
+def test_what_a_killed_writer_has_left_is_removed(tmp_path: Path) -> None:
+    file = tmp_path / "state[1].npz"
+    ended = subprocess.run([sys.executable, "-c", KILLED, checkpoint_files.__file__, file], timeout=60)
+    assert ended.returncode == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    assert re.fullmatch(r"state\[1\]\.npz\.\w+\.part", left.name)
+    kept = tmp_path / "state[1].npz.old.part"
+    kept.write_bytes(b"a user's own")
+    write(file, {}, ARRAYS.items())
+    assert sorted(tmp_path.iterdir()) == [file, kept]
 
 
 def test_objects_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="[Oo]bject arrays"):
         write(tmp_path / "state.npz", {}, [("x", np.array([print]))])
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_full_disk_leaves_the_old_file(tmp_path: Path) -> None:

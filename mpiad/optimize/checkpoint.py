@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import zlib
 from os import PathLike
 from pathlib import Path
@@ -9,10 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpiad.checkpoint_files import remedy
 from mpiad.optimize.program import Program
 from mpiad.optimize.variables import Packing
 
-__all__ = ["Checkpoint", "as_checkpoint", "fingerprint", "problem_of"]
+__all__ = ["Checkpoint", "WriteFailures", "as_checkpoint", "fingerprint", "problem_of"]
 
 
 class Checkpoint(NamedTuple):
@@ -70,6 +72,37 @@ def as_checkpoint(given: Any, call: str, writes: bool = True) -> Checkpoint | No
             "first, on a disk that all ranks see where several write."
         )
     return found
+
+
+class WriteFailures:
+    """Warn of states that weren't written: once for each reason, until one is written again.
+
+    Parameters
+    ----------
+    call : str
+        Name of the public function.
+    """
+
+    def __init__(self, call: str):
+        self._call, self._told = call, ""
+
+    @staticmethod
+    def reason(error: OSError, file: Path) -> str:
+        """Return why a file wasn't written, and what to do."""
+        return f"{file}: {error.strerror or error}. {remedy(error, file)}"
+
+    def tell(self, iteration: int, reason: str) -> None:
+        """Warn that the state of an iteration wasn't written."""
+        if reason != self._told:
+            warnings.warn(
+                f"{self._call}: the checkpoint of iteration {iteration} wasn't written, the one before stays ({reason})",
+                RuntimeWarning, stacklevel=3,
+            )
+        self._told = reason
+
+    def end(self) -> None:
+        """Note that a state was written."""
+        self._told = ""
 
 
 def fingerprint(*arrays: np.ndarray) -> str:

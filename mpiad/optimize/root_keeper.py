@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from typing import Any, Protocol
 
 import numpy as np
 
-from mpiad.checkpoint_files import differences, files_of_ranks, read, read_description, write
-from mpiad.optimize.checkpoint import Checkpoint
+from mpiad.checkpoint_files import differences, files_of_ranks, read, write
+from mpiad.optimize.checkpoint import Checkpoint, WriteFailures
 from mpiad.optimize.history import Record
 
 __all__ = ["Kept", "RootKeeper"]
@@ -41,7 +40,7 @@ class RootKeeper:
 
     def __init__(self, checkpoint: Checkpoint | None, problem: dict[str, Any], call: str = "minimize"):
         self._checkpoint, self._problem, self._written, self._call = checkpoint, problem, -1, call
-        self._x, self._counts = np.zeros(0), np.zeros(0)
+        self._x, self._counts, self._failures = np.zeros(0), np.zeros(0), WriteFailures(call)
 
     @property
     def active(self) -> bool:
@@ -69,13 +68,13 @@ class RootKeeper:
             )
         if not file.exists():
             return None
-        said = differences(read_description(file), self._problem)
+        description, arrays = read(file)
+        said = differences(description, self._problem)
         if said:
             raise ValueError(
                 f"{self._call}: the checkpoint {file} belongs to another problem: {said}. Make the call that it belongs "
                 "to, name another file, or delete it."
             )
-        arrays = read(file)
         self._written, self._x, self._counts = len(arrays["history"]) - 1, arrays["x"], arrays["counts"]
         return arrays
 
@@ -109,9 +108,8 @@ class RootKeeper:
         }
         try:
             write(self._checkpoint.file, self._problem, arrays.items())
-            self._written, self._x, self._counts = iteration, x, made
         except OSError as error:
-            warnings.warn(
-                f"{self._call}: the checkpoint of iteration {iteration} wasn't written, the one before stays ({error}). "
-                "Make room on the disk.", RuntimeWarning, stacklevel=2,
-            )
+            self._failures.tell(iteration, self._failures.reason(error, self._checkpoint.file))
+        else:
+            self._failures.end()
+            self._written, self._x, self._counts = iteration, x, made

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpiad._typing import Comm, Rank, Tree
-from mpiad.checkpoint_files import read, read_description, write
+from mpiad.checkpoint_files import read, remedy, write
 from mpiad.differentiation.trees import flatten
 from mpiad.parallel.nests import described, rebuilt
 from mpiad.primitives.checks import root_of
@@ -91,7 +91,7 @@ def save_checkpoint(
             write(file, description, arrays.items())
         except OSError as found:
             text = f"{call}: {path!s} can't be written ({found.strerror}); an older file stays as it is."
-            error = OSError(found.errno, text)
+            error = OSError(found.errno, f"{text} {remedy(found, file)}")
     raise_together(used, error)
 
 
@@ -163,7 +163,7 @@ def _file(path: Any, call: str) -> Path:
 
 
 def _read(path: Path, size: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    description = read_description(path)
+    description, arrays = read(path)
     if description.get("kind") != _KIND:
         raise ValueError(f"{path} is no checkpoint of a training.")
     if description["ranks"] != size and any(part != ["plain", None] for part in description["own"]):
@@ -171,4 +171,4 @@ def _read(path: Path, size: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]
             f"{path} holds parts of {description['ranks']} rank(s), but there are {size} now. Start as many, or save no "
             "parts of the ranks' own."
         )
-    return description, read(path)
+    return description, arrays

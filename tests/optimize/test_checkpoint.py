@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import warnings
@@ -161,18 +162,24 @@ def test_a_damaged_file_is_refused_on_all_ranks(folder: Path, rank: int) -> None
         solve(folder / "run.npz")
 
 
-def test_a_full_disk_does_not_end_the_solve(folder: Path, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("number", "remedy"), [(errno.ENOSPC, "Make room on the disk"), (errno.EACCES, "this user can write into the folder")]
+)
+def test_a_disk_that_takes_nothing_does_not_end_the_solve(
+    number: int, remedy: str, folder: Path, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     solve(folder / "run.npz", options={"maxiter": 3})
 
-    def full(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
+    def refused(descriptor: int) -> None:
+        raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", refused)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        result = solve(folder / "run.npz")
+        result = solve(Checkpoint(folder / "run.npz", every=3))
     assert result.success and result.nit > 10
-    assert any("No space left" in str(warning.message) for warning in said) == (rank == 0)
+    texts = [str(warning.message) for warning in said if "wasn't written" in str(warning.message)]
+    assert len(texts) == (rank == 0) and all(os.strerror(number) in text and remedy in text for text in texts)
     MPI.COMM_WORLD.Barrier()
     assert len(np.load(folder / "run.npz")["history"]) == 4
 

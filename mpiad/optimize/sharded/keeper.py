@@ -6,7 +6,6 @@ is killed, there is an iteration of which every rank has a file: the last, or th
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ import numpy as np
 
 from mpiad.checkpoint_files import differences, files_of_ranks, read, read_description, write
 from mpiad.optimize.agreement import Agreement
-from mpiad.optimize.checkpoint import Checkpoint
+from mpiad.optimize.checkpoint import Checkpoint, WriteFailures
 from mpiad.optimize.history import Record
 from mpiad.optimize.sharded.ending import Ending
 from mpiad.optimize.sharded.listener import Listener
@@ -72,7 +71,7 @@ class Keeper:
 
     def __init__(self, checkpoint: Checkpoint | None, problem: dict[str, Any], used: Channel, agreement: Agreement):
         self._checkpoint, self._problem, self._used, self._agreement = checkpoint, problem, used, agreement
-        self._slot, self._written = 0, -1
+        self._slot, self._written, self._failures = 0, -1, WriteFailures("minimize")
         self._found: dict[str, np.ndarray] | None = None
 
     @property
@@ -104,10 +103,21 @@ class Keeper:
         if common is not None:
             self._written, self._slot = common, 1 - mine[common]
             try:
-                self._found, wrong = read(self._file(mine[common])), None
+                self._found, wrong = self._state_of(common), None
             except ValueError as error:
                 wrong = error
             self._agreed(mine, wrong)
+
+    def _state_of(self, iteration: int) -> dict[str, np.ndarray]:
+        """Return the arrays of an iteration that was found."""
+        file = self._file(1 - self._slot)
+        description, arrays = read(file)
+        if description["iteration"] != iteration:
+            raise ValueError(
+                f"minimize: the checkpoint {file} was of iteration {iteration}, and a moment later of "
+                f"{description['iteration']}: another job writes it. Name another file, or end that job."
+            )
+        return arrays
 
     def _iterations_on_disk(self) -> dict[int, int]:
         """Return the slot of each iteration that this rank has a file of."""
@@ -179,15 +189,13 @@ class Keeper:
         try:
             write(self._file(self._slot), description, _arrays(state, memory, record))
         except OSError as error:
-            wrong = f"rank {self._used.rank}: {error}"
+            wrong = f"rank {self._used.rank}: {self._failures.reason(error, self._file(self._slot))}"
         failures = [text for text in self._used.data.allgather(wrong) if text is not None]
         if failures:
             # This slot again next time: the other one holds the last state that all ranks have.
-            warnings.warn(
-                f"minimize: the checkpoint of iteration {state.iteration} wasn't written, the one before stays "
-                f"({failures[0]}). Make room on the disk.", RuntimeWarning, stacklevel=2,
-            )
+            self._failures.tell(state.iteration, failures[0])
         else:
+            self._failures.end()
             self._written, self._slot = state.iteration, 1 - self._slot
 
 
