@@ -18,6 +18,7 @@ from typing import Any
 from autograd.core import JVPNode, VJPNode, primitive_jvps, primitive_vjps
 from autograd.tracer import getval, notrace_primitives
 
+from mpiad.differentiation.refusals import itself, refuse_pickling
 from mpiad.differentiation.rules import JVP_RULES, VJP_RULES
 from mpiad.differentiation.rules.protocol import DEVICE_JVPS, inherited_jvp, inherited_vjp
 from mpiad.differentiation.rules.transposition import tangent_by_transposition
@@ -46,6 +47,7 @@ class OrderedNode(VJPNode):
 
     __slots__ = ("index", "inputs", "like", "pull", "tape")
     parents: Any = ()
+    __reduce_ex__, __deepcopy__ = refuse_pickling, itself
 
     def __init__(self, value: Any, fun: Any, args: Any, kwargs: Any, parent_argnums: Any, parents: Sequence[Any]):
         tape = parents[0].tape
@@ -140,6 +142,7 @@ class TangentNode(JVPNode):
     """A step of a program whose tangent is computed beside it."""
 
     __slots__ = ("tape",)
+    __reduce_ex__, __deepcopy__ = refuse_pickling, itself
 
     def __new__(cls, value: Any, fun: Any, args: Any, kwargs: Any, parent_argnums: Any, parents: Any) -> Any:
         """Make a node, of another type where the first input has outlived its trace: these nodes are kept nowhere."""

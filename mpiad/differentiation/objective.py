@@ -70,6 +70,8 @@ def problem_with(value: Any, weight: float, call: str) -> Problem | None:
     if spec is not None and spec.dtype.kind in "fiu" and math.prod(spec.shape) == 1:
         return None
     got = f"{type(value).__name__} {value!r}"[:80] if spec is None else f"an array of {spec.dtype}, shape {spec.shape}"
+    if spec is not None and spec.dtype.hasobject:
+        got += " (plain NumPy's, made of traced values? Use autograd.numpy)"
     return Problem(
         TypeError,
         f"{call}: the function must return one real number (None is allowed off the root of objective='root'), "

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from mpiad.differentiation.conversions import name_conversion
 from mpiad.differentiation.nodes import LastingNode, OrderedNode, TangentNode
 from mpiad.differentiation.numbering import enter, leave
+from mpiad.differentiation.refusals import explain
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import Tape, current, suspended
 from mpiad.transport import Channel, Spec
@@ -49,7 +49,7 @@ class _Tape(Tape):
         self.outer = None  # an ended tape must not keep the tapes around it
         leave(self.number, self._before)
         if kind is not None:
-            name_conversion(error, trace)
+            explain(error, trace)
             # Ends the cycle of tape and nodes, and makes constants of what was traced.
             self.record = None
             mark_unfinished(self.channels, f"{kind.__name__} left a trace in which messages were under way.")

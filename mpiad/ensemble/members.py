@@ -15,6 +15,7 @@ from mpiad.device.assembly import stack
 from mpiad.differentiation.trees import flatten
 from mpiad.ensemble.batch import Batch, Parameters
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
+from mpiad.transport.buffers import conversion
 from mpiad.transport.device_arrays import arrays_of, is_device_array
 
 __all__ = ["columns_of", "generator", "initial_states", "master_seed", "members"]
@@ -123,7 +124,7 @@ def as_state(u0: Any) -> Array:
     if state.dtype not in (np.float32, np.float64, np.complex64, np.complex128):
         raise TypeError(
             f"solve: u0 must be numbers (float32, float64, complex64, complex128, or integers, which become float64), but "
-            f"got {type(u0).__name__} of dtype {state.dtype}."
+            f"got {type(u0).__name__} of dtype {state.dtype}. {conversion(state.dtype, 'u0')}".rstrip()
         )
     return state
 

@@ -21,6 +21,7 @@ from mpiad.linalg.newton_iteration import find_root
 from mpiad.linalg.settings import Settings, agree_on, mistake_in, unfit_preconditioner
 from mpiad.primitives import stop
 from mpiad.primitives.cotangents import spec_like
+from mpiad.transport.buffers import conversion
 from mpiad.transport.device_arrays import is_device_array
 from mpiad.transport.recovery import recoverable
 
@@ -200,9 +201,9 @@ def _mistake(residual: Any, u0: Any, preconditioner: Any, linear: Settings, sett
         if not callable(fun) and (fun is not None or name == "residual"):
             return TypeError(f"{_CALL}: {name} must be a function, but got {type(fun).__name__} {fun!r}.")
     known = isinstance(u0, np.ndarray) or is_device_array(u0)
-    if not known or u0.dtype.char not in "fdFD":
-        kind = f"an array of dtype {u0.dtype}" if known else type(u0).__name__
-        return TypeError(f"{_CALL}: u0 must be an array of float32, float64, complex64 or complex128, but got {kind}.")
+    if not known or u0.dtype.char not in "fdFD" or not u0.dtype.isnative:
+        kind = f"an array of dtype {u0.dtype}. {conversion(u0.dtype, 'u0')}".rstrip() if known else f"{type(u0).__name__}."
+        return TypeError(f"{_CALL}: u0 must be an array of float32, float64, complex64 or complex128, but got {kind}")
     if settings.maxiter is None:
         return ValueError(f"{_CALL}: maxiter must be an integer above zero, but got None.")
     return (

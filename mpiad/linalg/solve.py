@@ -13,6 +13,7 @@ from mpiad.linalg.implicit import METHODS, Problem, solution
 from mpiad.linalg.settings import Settings, agree_on, mistake_in, unfit_preconditioner
 from mpiad.linalg.transposition import DERIVED
 from mpiad.primitives import stop
+from mpiad.transport.buffers import conversion
 from mpiad.transport.device_arrays import is_device_array
 from mpiad.transport.recovery import recoverable
 
@@ -146,8 +147,9 @@ def _wrong_array(b: Any, x0: Any) -> Exception | None:
     allowed = "an array of dtype float32, float64, complex64 or complex128, this rank's block"
     if not isinstance(b, np.ndarray) and not is_device_array(b):
         return TypeError(f"linalg.solve: b must be {allowed}, but got {type(b).__name__}.")
-    if b.dtype.char not in "fdFD":
-        return TypeError(f"linalg.solve: b must be {allowed}, but got dtype {b.dtype}. Convert it.")
+    if b.dtype.char not in "fdFD" or not b.dtype.isnative:
+        cure = conversion(b.dtype, "b") or "Convert it."
+        return TypeError(f"linalg.solve: b must be {allowed}, but got dtype {b.dtype}. {cure}")
     if x0 is not None and is_device_array(x0) != is_device_array(b):
         return TypeError("linalg.solve: x0 must be where b is, but one is on the host and the other on a device.")
     if x0 is not None and np.shape(x0) != b.shape:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from mpiad._typing import Comm
+from mpiad.differentiation.refusals import explain
 from mpiad.errors import WorkerError
 from mpiad.optimize.watch import Watch
 from mpiad.transport import SUM
@@ -73,6 +74,7 @@ class Agreement:
             result = stage()
             own = term(result)
         except (Exception, SystemExit) as failure:
+            explain(failure, failure.__traceback__)  # it is told to all ranks before it leaves the trace
             if self._interrupts:
                 self.broken = True
                 forget_agreement(failure)  # `minimize` raises another, so all must meet

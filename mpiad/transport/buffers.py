@@ -13,7 +13,17 @@ import numpy as np
 from mpiad._typing import Array, Shape
 from mpiad.transport.device_arrays import ArrayModule, arrays_of
 
-__all__ = ["Spec", "contiguous", "copied", "outgoing", "private_copy", "require_sendable", "result", "spec_of"]
+__all__ = [
+    "Spec",
+    "contiguous",
+    "conversion",
+    "copied",
+    "outgoing",
+    "private_copy",
+    "require_sendable",
+    "result",
+    "spec_of",
+]
 
 _INEXACT = tuple(np.dtype(name) for name in ("f4", "f8", "c8", "c16"))
 _EXACT = tuple(np.dtype(name) for name in ("?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8"))
@@ -79,15 +89,30 @@ def _converted(x: Any, call: str) -> Array:
     arrays = arrays_of(x)
     if arrays is not None:
         if x.dtype not in _DTYPES:
-            raise TypeError(f"{call}: x must be {_ALLOWED}, but got dtype {x.dtype!r} with shape {x.shape}.")
+            raise _of_other_dtype(call, "x", x)
         return arrays.contiguous(x)
     if isinstance(x, np.ma.MaskedArray) or not isinstance(x, (np.ndarray, *_SCALARS)):
         raise TypeError(f"{call}: x must be {_ALLOWED}, but got {type(x).__name__} ({_shortened(x)}). {_advice(x)}")
     # NumPy's ascontiguousarray gives what has no dimensions one.
     array = np.ascontiguousarray(x) if np.ndim(x) else np.asarray(x)
     if array.dtype not in _DTYPES:
-        raise TypeError(f"{call}: x must be {_ALLOWED}, but got dtype {array.dtype!r} with shape {array.shape}.")
+        raise _of_other_dtype(call, "x", array)
     return array
+
+
+def _of_other_dtype(call: str, argument: str, x: Any) -> TypeError:
+    text = f"{call}: {argument} must be {_ALLOWED}, but got dtype {x.dtype!r} with shape {x.shape}."
+    return TypeError(f"{text} {conversion(x.dtype, argument)}".rstrip())
+
+
+def conversion(dtype: np.dtype, argument: str) -> str:
+    """Return how to convert an argument of a dtype that isn't taken, in words; empty where there is no obvious way."""
+    native = dtype.newbyteorder("=")
+    if native in _DTYPES and not dtype.isnative:
+        return f"Its bytes are in another order than this machine's: pass {argument}.astype({native.name!r})."
+    if native in _DTYPES or dtype.kind not in "fc":
+        return ""
+    return f"Pass {argument}.astype({'float64' if dtype.kind == 'f' else 'complex128'!r})."
 
 
 def _advice(x: Any) -> str:
@@ -145,7 +170,7 @@ def spec_of(like: Array, call: str, argument: str = "like") -> Spec:
         dtype = np.result_type(like) if isinstance(like, (bool, int, float, complex)) else like.dtype
         if dtype in _DTYPES:
             return Spec(np.shape(like), dtype)
-        raise TypeError(f"{call}: {argument} must be {_ALLOWED}, but got dtype {dtype!r}.")
+        raise _of_other_dtype(call, argument, like)
     arrays = arrays_of(like)
     if arrays is not None and like.dtype in _DTYPES:
         return Spec(like.shape, like.dtype, arrays)

@@ -41,7 +41,8 @@ def right_hand_side(domain, rank_rng):
     [
         (TypeError, "b must be an array .* but got list", {"b": [1.0]}),
         (TypeError, "dtype int64. Convert it", {"b": np.ones(3, int)}),
-        (TypeError, "dtype float16. Convert it", {"b": np.ones(3, "f2")}),
+        (TypeError, r"dtype float16. Pass b.astype\('float64'\)", {"b": np.ones(3, "f2")}),
+        (TypeError, r"dtype >f8. Its bytes .* b.astype\('float64'\)", {"b": np.ones(3, ">f8")}),
         (ValueError, r"x0 must have the shape of b, \(3,\), but has \(2,\)", {"x0": np.ones(2)}),
         (ValueError, "method must be one of 'cg', 'gmres', 'bicgstab', but got 'lu'", {"method": "lu"}),
         (ValueError, "side must be 'left' or 'right', but got 'both'", {"method": "gmres", "side": "both"}),

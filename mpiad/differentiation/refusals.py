@@ -1,0 +1,106 @@
+"""What to do instead, where code that doesn't know traced values refuses one.
+
+NumPy, SciPy, Python and mpi4py say what they can't do, but not what can be done. So an exception of theirs is completed
+when it leaves a trace: it stays the same object, with its kind and traceback, and its text goes on with the cure.
+"""
+
+from __future__ import annotations
+
+import re
+from types import TracebackType
+from typing import Any
+
+import autograd.numpy as anp
+
+__all__ = ["explain", "itself", "refuse_pickling"]
+
+_STOPPED = "pass mpiad.stop(x), the value without its derivative."
+_ASSIGNED = (
+    "Traced arrays can't be changed, and other arrays can't hold traced values: make a new array by np.concatenate, "
+    "np.stack, np.array or np.where of autograd.numpy (import autograd.numpy as np)."
+)
+_PLAIN = (
+    "Plain NumPy, SciPy, math and float() take no traced values: call the functions of autograd.numpy (import "
+    f"autograd.numpy as np) and autograd.scipy, or {_STOPPED}"
+)
+_SENT = (
+    "mpi4py's own functions take no traced values: call mpiad's, as mpi_allreduce(x), mpi_bcast(x) or mpi_send(x, dest), "
+    f"or {_STOPPED}"
+)
+# By the exception's text and that of its cause; the first one counts. Where plain NumPy has made an array of traced values,
+# its elements are objects.
+_CURES = (
+    (r"Box' object does not support item|element with a sequence.*Box'|__array_ufunc__\(.*('at',|out=).*Box", _ASSIGNED),
+    (r"expecting buffer or list/tuple|bytes-like object is required, not '\w*Box|cannot map 'O' to MPI", _SENT),
+    (
+        r"(loop of ufunc|__array_ufunc__).*Box|real number, not '?\w*Box|Box' object cannot be interpreted|"
+        r"Box\.__format__|dtype\('O'\)|object arrays are not supported|not supported for the input types",
+        _PLAIN,
+    ),
+)
+_METHOD = re.compile(r"'\w*Box' object has no attribute '(\w+)'")
+_CONVERSION = "Implicit conversion to a NumPy array"
+_WRAPPERS = "autograd.numpy.numpy_wrapper"
+
+
+def explain(error: BaseException, trace: TracebackType | None) -> None:
+    """Complete the text of an exception that leaves a trace, where it is known what to do instead."""
+    if not isinstance(error, (AttributeError, KeyError, TypeError, ValueError)):
+        return
+    # Python shows the text of a KeyError in quotes.
+    text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+    if text.startswith(_CONVERSION):
+        _name_conversion(error, trace)
+        return
+    cure = _cure_of(f"{text} {error.__cause__ or ''}")
+    # A trace inside this one may have completed it.
+    if cure is None or cure in text or cure in getattr(error, "__notes__", ()):
+        return
+    error.args = (f"{text.rstrip('.')}. {cure}",)
+    # NumPy's errors of casting make their text themselves, and only repr shows the cure in Python 3.10, which has no notes.
+    note = getattr(error, "add_note", None)
+    if cure not in str(error) and note is not None:
+        note(cure)
+
+
+def _cure_of(text: str) -> str | None:
+    for pattern, cure in _CURES:
+        if re.search(pattern, text, re.DOTALL):
+            return cure
+    method = _METHOD.search(text)
+    if method is None:
+        return None
+    name = method[1]
+    if hasattr(anp, name):
+        return f"Call autograd.numpy's function, np.{name}(x, ...)."
+    return f"The plain value has it, without a derivative: mpiad.stop(x).{name}."
+
+
+def refuse_pickling(node: Any, protocol: Any) -> Any:
+    """Raise a TypeError, as the `__reduce_ex__` of nodes: what is pickled, as by mpi4py, would lose its derivative."""
+    raise TypeError(f"A traced value can't be pickled. {_SENT}")
+
+
+def itself(node: Any, memo: Any) -> Any:
+    """Return the node, as its `__deepcopy__`: a copy of a traced value is differentiated like the value."""
+    return node
+
+
+def _name_conversion(error: BaseException, trace: TracebackType | None) -> None:
+    """Name the function of autograd's that asked a device array for one of NumPy's, and ours that doesn't.
+
+    Autograd's `array` and `stack` do so before any rule of ours is looked up, and the arrays can only say that they don't
+    convert.
+    """
+    from mpiad.device import numpy as ours
+
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if trace.tb_frame.f_globals.get("__name__") == _WRAPPERS and code.co_name in ours.__all__:
+            name = code.co_name
+            error.args = (
+                f"autograd.numpy.{name} makes an array of NumPy's, but was given one on a device. Call "
+                f"mpiad.device.numpy.{name} instead (import mpiad.device.numpy as np). The array itself says: {error}",
+            )
+            return
+        trace = trace.tb_next

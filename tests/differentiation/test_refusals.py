@@ -1,0 +1,120 @@
+"""What refuses a traced value says what to do instead, and stays the exception that it was."""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import autograd.numpy as anp
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpiad
+from mpiad.errors import WorkerError
+
+pytestmark = pytest.mark.serial
+
+COMM = MPI.COMM_SELF
+NEW_ARRAY = r"np\.concatenate, np\.stack, np\.array or np\.where of autograd\.numpy"
+AUTOGRAD = r"call the functions of autograd\.numpy .*mpiad\.stop"
+PRIMITIVE = r"call mpiad's, as mpi_allreduce\(x\)"
+
+
+def assigned(x: Any) -> Any:
+    y = x * 2.0
+    y[0] = 0.0
+    return anp.sum(y)
+
+
+def filled(x: Any) -> Any:
+    y = np.zeros(3)
+    y[:] = x
+    return anp.sum(y)
+
+
+def added_in_place(x: Any) -> Any:
+    y = np.zeros(3)
+    y += x
+    return anp.sum(y)
+
+
+def received(x: Any) -> Any:
+    y = np.zeros(3)
+    COMM.Allreduce(x, y)
+    return anp.sum(y)
+
+
+WRONG: dict[str, tuple[Callable, type[Exception], str, str]] = {
+    "assigned": (assigned, TypeError, "item assignment", NEW_ARRAY),
+    "filled": (filled, ValueError, "array element with a sequence", NEW_ARRAY),
+    "added in place": (added_in_place, TypeError, "add", NEW_ARRAY),
+    "converted": (lambda x: np.sum(np.asarray(x, float)), ValueError, "array element with a sequence", NEW_ARRAY),
+    "ufunc of objects": (lambda x: np.sum(np.sin(np.array(x))), TypeError, "no callable sin method", AUTOGRAD),
+    "cast": (lambda x: np.linalg.det(anp.outer(x, x)), TypeError, "Cannot cast ufunc 'det'", AUTOGRAD),
+    "not supported": (lambda x: np.abs(np.fft.fft(x)).sum(), TypeError, "'fft' not supported", AUTOGRAD),
+    "math": (lambda x: math.sin(x[0]), TypeError, "must be real number", AUTOGRAD),
+    "float": (lambda x: float(x[0]), TypeError, r"float\(\) argument", AUTOGRAD),
+    "index": (lambda x: sum(x[0] for _ in range(x[1])), TypeError, "as an integer", AUTOGRAD),
+    "sent objects": (lambda x: mpiad.mpi_sum(np.array(x)), TypeError, r"mpi_sum: .*dtype\('O'\)", AUTOGRAD),
+    "pickled": (lambda x: COMM.allreduce(anp.sum(x)), TypeError, "can't be pickled", PRIMITIVE),
+    "buffer": (received, TypeError, "expecting buffer", PRIMITIVE),
+    "buffer and type": (lambda x: COMM.Bcast([x, MPI.DOUBLE]), TypeError, "bytes-like object", PRIMITIVE),
+    "buffer of objects": (lambda x: COMM.Bcast(np.array(x)), KeyError, "cannot map 'O'", PRIMITIVE),
+    "method": (lambda x: x.dot(x), AttributeError, "no attribute 'dot'", r"np\.dot\(x"),
+    "method of plain values": (lambda x: x.tolist()[0], AttributeError, "no attribute 'tolist'", r"stop\(x\)\.tolist"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_the_cure_is_named(name: str) -> None:
+    loss, kind, text, cure = WRONG[name]
+    with pytest.raises(kind) as found:
+        mpiad.value_and_grad(loss)(np.array([1.0, 2.0, 3.0]))
+    # With notes, as Python shows it, and as repr does in Python 3.10: casting errors make their text themselves.
+    shown = "".join(traceback.format_exception_only(type(found.value), found.value)) + repr(found.value)
+    assert re.search(f"{text}.*{cure}", shown, re.DOTALL), shown
+    assert loss.__code__ in [entry.frame.code.raw for entry in found.traceback]
+
+
+def test_once_whatever_the_trace() -> None:
+    def loss(x: Any) -> Any:
+        return anp.sum(mpiad.grad(lambda y: math.exp(y[0]), comm=COMM)(x))
+
+    x = np.ones(3)
+    for derive in (mpiad.grad(loss), lambda x: mpiad.hvp(loss)(x, x), lambda x: mpiad.jvp(loss, x, x)):
+        with pytest.raises(TypeError) as found:
+            derive(x)
+        assert str(found.value).count("autograd.scipy") == 1
+
+
+def test_all_ranks_of_a_solve_are_told() -> None:
+    with pytest.raises(WorkerError, match=AUTOGRAD):
+        mpiad.minimize(lambda x: math.exp(x[0]), np.ones(3))
+
+
+def test_errors_of_plain_values_stay_as_they_are() -> None:
+    def loss(x: Any) -> Any:
+        y = np.zeros(3)
+        y[0] = np.ones(2)  # a mistake that has nothing to do with traces
+        return anp.sum(x)
+
+    with pytest.raises(ValueError) as plain:
+        loss(np.ones(3))
+    with pytest.raises(ValueError) as traced:
+        mpiad.grad(loss)(np.ones(3))
+    assert str(traced.value) == str(plain.value)
+
+
+def test_a_deep_copy_is_differentiated() -> None:
+    x = np.array([1.0, -2.0, 3.0])
+
+    def cubes(p: Any) -> Any:
+        return anp.sum(copy.deepcopy(p)["a"] ** 3)
+
+    np.testing.assert_allclose(mpiad.grad(cubes)({"a": x})["a"], 3 * x**2, rtol=1e-14)
+    np.testing.assert_allclose(mpiad.hvp(cubes)({"a": x}, {"a": x})["a"], 6 * x**2, rtol=1e-14)
