@@ -13,7 +13,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["Launcher", "family_of", "launcher", "mpiexec_beside", "warn_of_other_library", "warn_of_separate_worlds"]
+__all__ = [
+    "Launcher",
+    "family_of",
+    "in_pool",
+    "launcher",
+    "mpiexec_beside",
+    "warn_of_other_library",
+    "warn_of_separate_worlds",
+]
 
 _log = logging.getLogger("mpiad")
 
@@ -112,6 +120,12 @@ def warn_of_separate_worlds(size: int) -> None:
             "mpiad: %s started %d processes, but each of them is a world of one rank: the launcher belongs to another MPI "
             "than the library. `python -m mpiad` under the same launcher says how to mend it.", found.name, found.size,
         )
+
+
+def in_pool() -> bool:
+    """Tell whether `python -m mpi4py.futures` runs the program: on rank 0 alone, while the other ranks wait for tasks."""
+    core = sys.modules.get("mpi4py.futures._core")
+    return getattr(core, "SharedPool", None) is not None
 
 
 warn_of_other_library()

@@ -15,7 +15,7 @@ from mpiad.transport import device_settings, survivors
 from mpiad.transport.abort import is_rank
 from mpiad.transport.departure import code_at_end, note_finalize, watch_departures
 from mpiad.transport.guarded import closing, settings, switch
-from mpiad.transport.launcher import warn_of_separate_worlds
+from mpiad.transport.launcher import in_pool, warn_of_separate_worlds
 from mpiad.transport.lookup import close_world, open_world
 from mpiad.transport.memory import prepare_memory
 from mpiad.transport.patience import Patience
@@ -41,7 +41,7 @@ def start(call: str) -> None:
     Raises
     ------
     CommunicatorError
-        After the end of MPI, which can't be started again.
+        After the end of MPI, which can't be started again; on a rank of a pool of tasks, to which not all come.
     """
     global _local
     if MPI.Is_finalized():
@@ -50,6 +50,12 @@ def start(call: str) -> None:
         MPI.Init_thread()
     if _local is not None:
         return
+    if MPI.COMM_WORLD.size > 1 and in_pool():
+        raise CommunicatorError(
+            f"{call}: all ranks must come here, but `python -m mpi4py.futures` runs the program on rank 0 alone, and the "
+            "others wait for tasks. Run it on all ranks, without `-m mpi4py.futures`, and give out the tasks by "
+            "mpiad.mpi_map, or by mpi4py.futures.MPICommExecutor behind the import of mpiad."
+        )
     aborts = install_hooks()
     # Before the first duplicate: MPI would wait in it for ranks that never import us, and say nothing.
     meet(call)
