@@ -1,4 +1,4 @@
-"""Which objective fits a program: how its results lie on the ranks."""
+"""Which objective fits a program: how its results lie on the ranks, and which ranks' arguments they depend on."""
 
 from __future__ import annotations
 
@@ -8,10 +8,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpiad._typing import Comm, Function, Rank
+from mpiad.device import to_host
+from mpiad.differentiation.gradient import gradients_of_term
+from mpiad.differentiation.objective import raise_everywhere, weight_of
+from mpiad.differentiation.trace import Traced, Variables, arguments_with, trace_backwards, variables_of
 from mpiad.primitives.checks import root_of
-from mpiad.transport import channel
+from mpiad.transport import Channel, channel
 
 __all__ = ["ObjectiveReport", "describe_objective"]
+
+_CALL = "describe_objective"
 
 
 class ObjectiveReport(NamedTuple):
@@ -27,14 +33,18 @@ class ObjectiveReport(NamedTuple):
         What each rank returned.
     factors : dict
         By what each objective would multiply the gradient that fits; NaN where it isn't a factor.
+    largest : list
+        The largest absolute entry of each rank's gradient by its first argument, under that objective; None where that
+        argument holds nothing to differentiate by.
     text : str
-        The same in words.
+        The same in words, and whether the gradient is zero on all ranks, or on all but one.
     """
 
     kind: str
     objective: str
     values: list
     factors: dict
+    largest: list
     text: str
 
     def __str__(self) -> str:
@@ -42,7 +52,7 @@ class ObjectiveReport(NamedTuple):
 
 
 def describe_objective(fun: Function, *args: Any, root: Rank = 0, comm: Comm = None) -> ObjectiveReport:
-    """Run a function and say which objective fits what its ranks return.
+    """Run a function once, forwards and backwards, and say which objective fits what its ranks return.
 
     Parameters
     ----------
@@ -62,6 +72,8 @@ def describe_objective(fun: Function, *args: Any, root: Rank = 0, comm: Comm = N
     ------
     TypeError
         On all ranks, where one returns anything but a real number or None.
+    RequestError
+        On all ranks, where one leaves a request unwaited for.
 
     Ranks
     -----
@@ -71,31 +83,75 @@ def describe_objective(fun: Function, *args: Any, root: Rank = 0, comm: Comm = N
     -------
     Not differentiable.
     """
-    used = channel(comm, "describe_objective")
-    root = root_of(root, used, "describe_objective")
-    found = fun(*args)
+    used = channel(comm, _CALL)
+    root = root_of(root, used, _CALL)
+    variables = _variables_of(args)
+    # Traced on all ranks, also where there is nothing to differentiate by: others wait for the way back of its messages.
+    traced = trace_backwards(lambda x: fun(*(arguments_with(args, 0, x) if variables.places else args)), variables)
+    values = _values(traced, used)
+    kind, objective, factors, text = _how_they_lie(values, root)
+    gradients = gradients_of_term(traced, weight_of(objective, used, root), variables)
+    largest = used.data.allgather(max((_largest(g) for g in gradients), default=None))
+    return ObjectiveReport(kind, objective, values, factors, largest, text + _which_matter(largest))
+
+
+def _variables_of(args: tuple) -> Variables:
+    try:
+        return variables_of(args, 0, _CALL)
+    except TypeError:
+        return Variables([], [], lambda leaves: leaves)
+
+
+def _values(traced: Traced, used: Channel) -> list:
+    """Return what each rank returned, on all ranks; raise on all where that is no number."""
+    found = traced.build(traced.values)
     scalar = found is None or (np.ndim(found) == 0 and np.isrealobj(found) and not isinstance(found, str))
-    values = used.data.allgather(None if found is None else float(found) if scalar else repr(found)[:60])
-    wrong = [f"rank {rank}: {value}" for rank, value in enumerate(values) if isinstance(value, str)]
+    mine = None if found is None else float(found) if scalar else repr(found)[:60]
+    told = used.data.allgather((mine, traced.problem is not None))
+    if any(unfinished for _, unfinished in told):
+        raise_everywhere(used, traced.problem)
+    wrong = [f"rank {rank}: {value}" for rank, (value, _) in enumerate(told) if isinstance(value, str)]
     if wrong:
-        raise TypeError(f"describe_objective: every rank must return one real number or None, but got {'; '.join(wrong)}.")
-    return _report(values, root)
+        raise TypeError(f"{_CALL}: every rank must return one real number or None, but got {'; '.join(wrong)}.")
+    return [value for value, _ in told]
 
 
-def _report(values: list, root: int) -> ObjectiveReport:
+def _largest(gradient: Any) -> float:
+    return float(np.max(np.abs(to_host(gradient)), initial=0.0))
+
+
+def _which_matter(largest: list) -> str:
+    """Return what zeros among the gradients say; empty where they say nothing."""
+    ranks = [rank for rank, entry in enumerate(largest) if entry != 0.0]
+    if not ranks:
+        return (
+            " The gradient by the first argument is zero on all ranks: the function doesn't depend on it, or is flat at "
+            "this point."
+        )
+    if len(ranks) > 1 or len(largest) == 1 or largest[ranks[0]] is None:
+        return ""
+    return (
+        f" The gradient by the first argument is zero on all ranks but rank {ranks[0]}, as where the function broadcasts "
+        "that rank's. If it is one variable, of which every rank holds a copy, pass shared=True: all ranks then get the "
+        "whole gradient."
+    )
+
+
+def _how_they_lie(values: list, root: int) -> tuple[str, str, dict, str]:
+    """Return kind, objective, factors and the same in words."""
     size = len(values)
     others = [value for rank, value in enumerate(values) if rank != root]
     if all(value is None or value == 0.0 for value in others) and others:  # one rank alone holds what all hold
         factors = {"root": 1.0, "sum": 1.0, "mean": 1.0 / size}
         said = f"only the root (rank {root}) holds the result. objective='root' fits; 'mean' would divide by {size}"
-        return ObjectiveReport("root", "root", values, factors, f"{said} the gradient.")
+        return "root", "root", factors, f"{said} the gradient."
     if all(value == values[root] for value in others):
         factors = {"root": 1.0, "sum": float(size), "mean": 1.0}
         said = f"all ranks return the same value. objective='root' fits; 'sum' would multiply the gradient by {size}."
-        return ObjectiveReport("same", "root", values, factors, said)
+        return "same", "root", factors, said
     factors = {"root": math.nan, "sum": 1.0, "mean": 1.0 / size}
     said = (
         "each rank returns a share of its own. objective='sum' fits (or 'mean' for the mean of losses, "
         f"1/{size} of that gradient); 'root' would leave out all shares but that of rank {root}."
     )
-    return ObjectiveReport("share", "sum", values, factors, said)
+    return "share", "sum", factors, said

@@ -3,6 +3,7 @@
 import autograd.numpy as anp
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 import mpiad
 from mpiad.testing import describe_objective
@@ -47,3 +48,24 @@ def test_none_off_the_root(rank):
 def test_arrays_are_refused_on_all_ranks(rank, size):
     with pytest.raises(TypeError, match=f"rank {size - 1}: array"):
         describe_objective(lambda x: x if rank == size - 1 else 1.0, np.ones(2))
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("source", [0, -1])
+def test_zeros_behind_a_broadcast_are_told(source, rng, size):
+    source %= size
+    x = rng.standard_normal(3)
+    report = describe_objective(lambda x: mpiad.mpi_allreduce(anp.sum(mpiad.mpi_bcast(x, source) ** 2)), x)
+    whole = MPI.COMM_WORLD.bcast(2 * size * float(np.max(np.abs(x))), source)
+    np.testing.assert_allclose(report.largest, np.where(np.arange(size) == source, whole, 0.0), rtol=1e-14)
+    assert f"zero on all ranks but rank {source}" in report.text and "shared=True" in report.text
+
+
+def test_an_argument_without_influence_is_told(rank, size):
+    own = np.ones(2)
+    report = describe_objective(lambda x: mpiad.mpi_allreduce(anp.sum(own**2)), np.ones(2))  # own, where x was meant
+    assert report.largest == [0.0] * size and "zero on all ranks: the function doesn't depend on it" in report.text
+    # One rank has nothing to differentiate by, and takes part in the messages all the same.
+    report = describe_objective(lambda x: mpiad.mpi_allreduce(x**2 if x else 0.0), 3.0 if rank == 0 else None)
+    assert report.largest == [6.0] + [None] * (size - 1) and report.values == [9.0] * size
+    assert "zero" not in report.text
