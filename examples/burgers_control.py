@@ -117,7 +117,7 @@ def main():
         return np.sum((flow.history(amplitudes) - observed) ** 2) / scale
 
     start, limits = numpy.zeros_like(truth), {"maxiter": options.iterations, "gtol": 0.0, "ftol": 0.0}
-    result = mpiad.minimize(loss, start, objective="sum", options=limits)
+    result = mpiad.minimize(loss, start, objective="sum", options=limits, progress=True)
     states = flow.domain.gather(observed)
     error = numpy.linalg.norm(result.x - truth) / numpy.linalg.norm(truth)
     if mpiad.mpi_rank() == 0:

@@ -8,7 +8,6 @@ least.
 """
 
 import argparse
-import sys
 from pathlib import Path
 
 import autograd.numpy as np
@@ -59,22 +58,13 @@ def train(data, test, epochs):
     params, steps = initial(), epochs * len(data)
     optimizer = DistributedOptimizer(AdamW(lambda k: RATE / 2 * (1 + numpy.cos(numpy.pi * k / steps))))
     state, losses, accuracies = optimizer.setup(params), [], []
-    for epoch in with_progress(range(epochs)):
+    for epoch in range(epochs):
         data.set_epoch(epoch)
         for images, labels in data:
             state, params, mean = optimizer.step(state, params, loss, images, labels)
             losses.append(mean)
         accuracies.append(numpy.mean(scores(params, test[0]).argmax(axis=1) == test[1]))
     return params, losses, accuracies
-
-
-def with_progress(epochs):
-    """Return the epochs, with a progress bar on the root where there is tqdm and a terminal."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return epochs
-    return tqdm(epochs, desc="epochs", disable=mpiad.mpi_rank() != 0 or not sys.stderr.isatty())
 
 
 def draw_picture(path, losses, accuracies, params, test):

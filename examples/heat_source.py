@@ -104,6 +104,7 @@ def main():
         objective,
         numpy.zeros(domain.shape) if root else None,
         options={"maxiter": options.iterations, "ftol": 0, "gtol": 1e-6},
+        progress=True,
     )
     found = result.x[domain.owned]
     error = domain.norm(found - truth) / domain.norm(truth)

@@ -117,7 +117,8 @@ def main():
     cases = {"field": (of_field, numpy.zeros(domain.shape)), "network": (of_network, first_weights())}
     results = {}
     for (name, (fun, start)), most in zip(cases.items(), options.iterations):
-        results[name] = mpiad.minimize(fun, start, options={"maxiter": most, "gtol": 0.0, "ftol": 0.0})
+        limits = {"maxiter": most, "gtol": 0.0, "ftol": 0.0}
+        results[name] = mpiad.minimize(fun, start, options=limits, progress=True)
     found = {"true": truth, "field": results["field"].x[domain.owned]}
     found["network"] = network(results["network"].x, poisson.y, poisson.x)
     errors = {name: domain.norm(found[name] - truth) / domain.norm(truth) for name in results}

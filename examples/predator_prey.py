@@ -67,6 +67,7 @@ def fit(starts, iterations):
         lambda theta: OBSERVED.size / 2 * np.sum(np.log(misfits(theta))),
         starts if mpiad.mpi_rank() == 0 else None,
         options={"maxiter": iterations, "maxcor": 40, "ftol": 1e-13},
+        progress=True,
     ).x
 
 

@@ -153,6 +153,7 @@ def main():
         objective="sum",
         bounds=[SPEEDS] * (domain.shape[0] * domain.shape[1]) if root else None,
         options={"maxiter": options.iterations, "ftol": 0, "gtol": 0},
+        progress=True,
     )
     found = result.x[domain.owned]
     errors = [domain.norm(model - truth) / domain.norm(truth) for model in (start, found)]

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 
-from mpiad.ensemble.progress import Progress
+from mpiad.progress_line import ProgressLine
 from mpiad.transport import Channel
 from mpiad.transport.notices import Notices
 
@@ -34,7 +34,7 @@ class JobProgress:
     def __init__(self, used: Channel, total: int):
         self._used, self._comm = used, used.derive()
         self._notices = Notices(self._comm)
-        self._line = Progress(total) if used.rank == 0 else None
+        self._line = ProgressLine("trajectories", total) if used.rank == 0 else None
         self._others, self._unsaid, self._said = used.size - 1, 0, time.monotonic()
         self._lock, self._handled = threading.Lock(), sys.exc_info()[1]
 
@@ -42,7 +42,7 @@ class JobProgress:
         """Count more trajectories of this rank's as ended."""
         with self._lock:  # shares may run in threads
             if self._line is not None:
-                self._line(finished)
+                self._line.advance(finished)
                 while (notice := self._notices.take()) is not None:
                     self._hear(notice[1])
                 return
@@ -61,7 +61,7 @@ class JobProgress:
         if count == _END:
             self._others -= 1
         elif self._line is not None:
-            self._line(count)
+            self._line.advance(count)
 
     def close(self) -> None:
         """Tell rank 0 the rest, or wait until all others have; also after an exception in this rank's share.

@@ -28,7 +28,6 @@ from mpiad.ensemble.joining import joined
 from mpiad.ensemble.members import columns_of, initial_states, master_seed, members
 from mpiad.ensemble.on_device.arguments import is_on_device, placed
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
-from mpiad.ensemble.progress import Progress
 from mpiad.ensemble.ranks import EnsembleMPI, Sharing, over_ranks
 from mpiad.ensemble.reduction import combined, reduced
 from mpiad.ensemble.run import Run
@@ -37,6 +36,7 @@ from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.sharded import ShardedSolution
 from mpiad.ensemble.solution import EnsembleSolution, apart, evaluations, solution_of
 from mpiad.ensemble.ways import Ways
+from mpiad.progress_line import ProgressLine
 from mpiad.transport import Channel, channel
 from mpiad.transport.agreement import require_alike
 
@@ -116,7 +116,8 @@ def solve(
         code. "auto" does so for ensembles of 1,000 trajectories and more, and for all with EnsembleGPU, where f can be
         compiled and nothing is asked for that kernels don't do; True raises where it can't be. Numbers agree to rounding.
     progress : bool
-        Whether to show how many trajectories have ended, on standard error; over ranks, how many of all, on rank 0.
+        Whether to show on standard error how many trajectories have ended, and how long the rest takes if they are alike;
+        over ranks, how many of all, on rank 0.
     throw : bool
         Whether to raise where a trajectory fails. By default it has a return code, and the log one line for all.
 
@@ -158,8 +159,8 @@ def solve(
     count = demands.trajectories
     compiler = Compiler(compile, count, gradient, adjoint, together=used is not None)
     if used is None or not isinstance(ensemblealg, EnsembleMPI):
-        with closing(Progress(count)) if progress else nullcontext() as shown:
-            sol = _ensemble(demands, compiler, problem, range(1, count + 1), shown)
+        with closing(ProgressLine("trajectories", count)) if progress else nullcontext() as line:
+            sol = _ensemble(demands, compiler, problem, range(1, count + 1), None if line is None else line.advance)
         report(sol, throw)
     else:
         asked = Sharing(

@@ -11,7 +11,6 @@ from mpiad._typing import Function
 from mpiad.optimize.callback import takes_result
 from mpiad.optimize.history import Iterate, Record, Row
 from mpiad.optimize.points import Point, Points
-from mpiad.optimize.progress import line_of
 from mpiad.optimize.root_driven import Leader
 from mpiad.optimize.root_keeper import RootKeeper
 
@@ -60,7 +59,7 @@ class Iterates:
         """Add a row to the history, and show it."""
         row = self.record.add(point, evaluations, self._step_to(point.x))
         if self._progress is not None:
-            self._progress.show(line_of(row))
+            self._progress.show(row)
         return row
 
     def _step_to(self, x: np.ndarray) -> float:

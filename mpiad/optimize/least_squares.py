@@ -19,6 +19,7 @@ from mpiad._typing import Comm, Function, Rank, Tree
 from mpiad.optimize.agreement import verdict
 from mpiad.optimize.checkpoint import Checkpoint, as_checkpoint
 from mpiad.optimize.program import Program, check_program
+from mpiad.optimize.progress import Progress
 from mpiad.optimize.residuals.evaluation import ResidualEvaluation
 from mpiad.optimize.residuals.loss import Loss, loss_of
 from mpiad.optimize.residuals.trust_region import Aims, descend
@@ -106,7 +107,7 @@ def least_squares(
         As in `minimize`: the root writes the last iterate, and the same call starts anew from there. `max_nfev` counts the
         evaluations of all runs.
     progress : bool
-        Whether the root writes its progress to standard error.
+        As in `minimize`, with `max_nfev` for the limit.
 
     Returns
     -------
@@ -147,7 +148,7 @@ def least_squares(
         aims = Aims(keywords, {"loss": loss, "f_scale": f_scale}, callback, kept, program, tr_solver)
         try:
             with nullcontext() if kept is None else postponed(kept.patience):
-                return solve.run(partial(descend, aims), progress)
+                return solve.run(partial(descend, aims), Progress(keywords) if progress else None)
         except Exception:
             # Ranks may have left the function at different messages; old ones would be taken for new.
             if solve.agreement.error is not None:

@@ -22,6 +22,7 @@ from mpiad.optimize.agreement import verdict
 from mpiad.optimize.checkpoint import Checkpoint, as_checkpoint
 from mpiad.optimize.methods import is_sharded, method_named
 from mpiad.optimize.program import Program, check_program
+from mpiad.optimize.progress import Progress
 from mpiad.optimize.root_driven import RootDriven
 from mpiad.optimize.root_start import shared_start
 from mpiad.optimize.scipy_methods import Wishes, drive
@@ -109,7 +110,8 @@ def minimize(
         files of their own beside this name, as if it had never stopped, bit for bit; else from the last iterate. After
         SIGTERM on any rank the state is written, and all return with status 143.
     progress : bool
-        Whether the root writes its progress to standard error.
+        Whether the root shows its progress on standard error: each iterate, and with `maxiter` or `maxfun` among the
+        options how long it takes at most. A bar on terminals and in notebooks where tqdm is installed, else lines.
 
     Returns
     -------
@@ -151,12 +153,13 @@ def minimize(
         wishes = Wishes(bounds, constraints, tol, options, callback, checkpoint)
         start, wishes = _agree_on_arguments(used, program, method, x0, wishes)
         solve = Sharded(used, program, start) if isinstance(start, Piece) else RootDriven(used, program, start)
+        shown = Progress(options) if progress else None
         try:
             # Where no state would be written, SIGTERM does at once what it always does.
             with nullcontext() if wishes.checkpoint is None else postponed(wishes.checkpoint.patience):
                 if isinstance(solve, Sharded):
-                    return solve.run(callback, progress)
-                return solve.run(partial(drive, method_named(method), wishes, program), progress)
+                    return solve.run(callback, shown)
+                return solve.run(partial(drive, method_named(method), wishes, program), shown)
         except Exception:
             if solve.agreement.error is not None:
                 renew(comm, "minimize")  # an evaluation may have left messages under way

@@ -14,10 +14,10 @@ from mpiad.optimize.agreement import Agreement
 from mpiad.optimize.evaluation import Evaluation
 from mpiad.optimize.exchange import exchange_of
 from mpiad.optimize.program import Program
+from mpiad.optimize.progress import Progress
 from mpiad.optimize.protocol import FINISH, Instructions, Refusal, serve
 from mpiad.optimize.result import finished
 from mpiad.optimize.variables import Packing
-from mpiad.progress_line import ProgressLine
 from mpiad.transport import Channel
 from mpiad.transport.fault_tolerance import is_interruption
 
@@ -35,7 +35,7 @@ class Leader(NamedTuple):
     start : nest of arrays
     used : Channel
         The user's communicator.
-    progress : ProgressLine or None
+    progress : Progress or None
     """
 
     evaluation: Any
@@ -43,7 +43,7 @@ class Leader(NamedTuple):
     packing: Packing
     start: Tree
     used: Channel
-    progress: ProgressLine | None
+    progress: Progress | None
 
 
 class RootDriven:
@@ -82,11 +82,11 @@ class RootDriven:
         self._evaluation = kind(program, self._packing, self.agreement, used, exchange)
         self._instructions = Instructions(exchange, program.root, self._packing.size)
 
-    def run(self, drive: Callable[[Leader], dict[str, Any]], progress: bool) -> scipy.optimize.OptimizeResult:
+    def run(self, drive: Callable[[Leader], dict[str, Any]], progress: Progress | None) -> scipy.optimize.OptimizeResult:
         """Drive on the root, serve elsewhere; return the outcome, or raise, on all ranks alike."""
         try:
             if self._leads:
-                outcome = self._lead(drive, ProgressLine() if progress else None)
+                outcome = self._lead(drive, progress)
             else:
                 outcome = serve(self._instructions, self._evaluation)
         except Exception as error:
@@ -99,7 +99,7 @@ class RootDriven:
         self._close()
         return finished(outcome, self._packing)
 
-    def _lead(self, drive: Callable[[Leader], dict[str, Any]], progress: ProgressLine | None) -> Any:
+    def _lead(self, drive: Callable[[Leader], dict[str, Any]], progress: Progress | None) -> Any:
         cause: BaseException | None = None
         leader = Leader(self._evaluation, self._instructions, self._packing, self._start, self._used, progress)
         try:

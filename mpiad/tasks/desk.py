@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from mpiad._typing import Rank
+from mpiad.progress_line import ProgressLine
 from mpiad.tasks.crew import Crew
 from mpiad.tasks.task import BYE, RESULT, STOP, TASK, Batch, Ended, Failed, Outcome, evaluated, require_plain
 from mpiad.transport.fault_tolerance import is_interruption, is_process_failure
@@ -42,16 +43,16 @@ class Desk:
     batch : int
     goes_on : bool
         Whether failures stand among the results.
-    show : callable or None
-        ``show(finished, all_or_None)`` after each batch.
+    progress : ProgressLine or None
+        Is told after each batch.
     """
 
     def __init__(
         self, crew: Crew, items: Iterator[Any], fun: Callable[[Any], Any], batch: int, goes_on: bool,
-        show: Callable[[int, int | None], None] | None,
+        progress: ProgressLine | None,
     ):
         self._crew, self._line, self._fun = crew, crew.line, fun
-        self._items, self._batch, self._goes_on, self._show = items, batch, goes_on, show
+        self._items, self._batch, self._goes_on, self._progress = items, batch, goes_on, progress
         self._rank = crew.names[crew.comm.rank]
         workers = [rank for rank in range(crew.comm.size) if rank != crew.comm.rank]
         self._held: dict[Rank, deque[_Packed]] = {rank: deque() for rank in workers}
@@ -167,8 +168,8 @@ class Desk:
         self._tell()
 
     def _tell(self) -> None:
-        if self._show is not None:
-            self._show(len(self.results), self._taken if self._exhausted else None)
+        if self._progress is not None:
+            self._progress.show(len(self.results), total=self._taken if self._exhausted else None)
 
     def _fail(self, failed: Failed, index: int | None) -> None:
         if self.failed is None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from operator import length_hint
 from typing import Any
 
 from mpiad._typing import Comm, Rank
@@ -52,7 +53,8 @@ def mpi_map(
     batch : int
         How many items are handed out at a time, for functions that take microseconds.
     progress : bool
-        Whether the root writes its progress to standard error.
+        Whether the root shows on standard error how many items are done, and how long the rest takes where `items` has a
+        length.
 
     Returns
     -------
@@ -148,8 +150,8 @@ def _run(
     place = crew.place_of(root)
     if used.rank != root:
         return work(crew.line, place, fun, goes_on, used.rank)
-    line = ProgressLine() if progress else None
-    desk = Desk(crew, items, fun, batch, goes_on, None if line is None else _shown_on(line))
+    line = ProgressLine("items", _count(items)) if progress else None
+    desk = Desk(crew, items, fun, batch, goes_on, line)
     desk.run()
     if line is not None:
         line.close()
@@ -159,8 +161,8 @@ def _run(
     return Outcome(failed, index, results)
 
 
-def _shown_on(line: ProgressLine) -> Callable[[int, int | None], None]:
-    def show(finished: int, total: int | None) -> None:
-        line.show(f"{finished} of {'?' if total is None else total} items")
-
-    return show
+def _count(items: Iterator[Any]) -> int | None:
+    try:
+        return length_hint(items) or None
+    except Exception:  # noqa: BLE001 - the user's code; how many there are shows at the end
+        return None

@@ -151,7 +151,7 @@ class VI:
             Whether to report the average of the variational parameters over about the last fifth of the epochs, or those
             after the last one: for parameters whose mean has no meaning, as angles or unit vectors.
         progress : bool
-            Whether the root writes its progress to standard error.
+            Whether the root shows on standard error how many of the epochs are done, and how long the rest takes.
 
         Returns
         -------
@@ -192,7 +192,8 @@ class VI:
         raise_together(used, error)
         # Outside of a trace that may be around the run: nothing of it can be differentiated.
         with suspended():
-            self._epochs(used, root, model, training, n_epochs, ProgressLine() if progress and training else None)
+            line = ProgressLine("epochs", n_epochs) if progress and training else None
+            self._epochs(used, root, model, training, n_epochs, line)
             ended = used.data.bcast(None if training is None else training.ended(n_epochs), root)
         # No epoch has this number, so these draws are independent of the fit's; all ranks make the same, and send none.
         noise = np.random.default_rng([self.seed, 2**32]).standard_normal((n_samples, self.posterior.dim))
@@ -216,7 +217,7 @@ class VI:
             if training is not None:
                 training.learn(noise, theta, sorted_out(rows))
                 if line is not None:
-                    line.show(f"VI: epoch {epoch + 1} of {n_epochs}, objective {training.history['objective'][-1]:.6g}")
+                    line.show(epoch + 1, f"objective {training.history['objective'][-1]:.6g}")
             # Whether another epoch follows is decided once.
             verdict = used.data.bcast(None if training is None else training.verdict, root)
             if verdict.error is not None:

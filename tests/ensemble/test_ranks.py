@@ -369,7 +369,7 @@ def test_one_progress_line_counts_the_trajectories_of_all_ranks(rank, size, caps
     arrays = remake(LORENZ, p=np.linspace(1.0, 20.0, count)[:, None])
     solve(arrays, ensemblealg=EnsembleMPI(), progress=True)
     lines = capsys.readouterr().err.splitlines()
-    assert ([line for line in lines if f"{count}/{count} trajectories" in line] != []) == (rank == 0)
+    assert ([line for line in lines if f"{count} of {count} trajectories" in line] != []) == (rank == 0)
     assert rank == 0 or not lines
 
 

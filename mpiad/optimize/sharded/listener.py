@@ -8,10 +8,9 @@ from mpiad._typing import Function
 from mpiad.optimize.agreement import Agreement
 from mpiad.optimize.callback import takes_result
 from mpiad.optimize.history import Record, Row
-from mpiad.optimize.progress import line_of
+from mpiad.optimize.progress import Progress
 from mpiad.optimize.sharded.point import Point
 from mpiad.optimize.variables import Packing
-from mpiad.progress_line import ProgressLine
 
 __all__ = ["Listener"]
 
@@ -28,12 +27,12 @@ class Listener:
         This rank's own.
     anyone : bool
         Whether any rank has one.
-    progress : ProgressLine or None
+    progress : Progress or None
     """
 
     def __init__(
         self, packing: Packing, agreement: Agreement, callback: Function | None, anyone: bool,
-        progress: ProgressLine | None,
+        progress: Progress | None,
     ):
         self._packing, self._agreement, self._callback, self._anyone = packing, agreement, callback, anyone
         self._progress, self.record = progress, Record()
@@ -43,7 +42,7 @@ class Listener:
         """Add a row to the history."""
         row = self.record.add(point, evaluations, point.length)
         if self._progress is not None:
-            self._progress.show(line_of(row))
+            self._progress.show(row)
         return row
 
     def heard(self, point: Point, evaluations: int) -> bool:

@@ -12,6 +12,7 @@ from mpiad.device import to_host
 from mpiad.optimize.agreement import Agreement
 from mpiad.optimize.checkpoint import Checkpoint, problem_of
 from mpiad.optimize.program import Program
+from mpiad.optimize.progress import Progress
 from mpiad.optimize.sharded.box import Box, box_of
 from mpiad.optimize.sharded.descent import Descent
 from mpiad.optimize.sharded.device_box import DeviceBox
@@ -29,7 +30,6 @@ from mpiad.optimize.sharded.settings import Settings, settings_of
 from mpiad.optimize.sharded.totals import Totals
 from mpiad.optimize.sharded.trials import Trials
 from mpiad.optimize.variables import Packing
-from mpiad.progress_line import ProgressLine
 from mpiad.transport import Channel
 from mpiad.transport.fault_tolerance import is_interruption
 
@@ -89,9 +89,9 @@ class Sharded:
         packing = piece.packing if isinstance(piece.packing, DevicePacking) else PiecePacking(piece.start)
         self._evaluation = PieceEvaluation(program, packing, self.agreement, used, OwnParts())
 
-    def run(self, callback: Function | None, progress: bool) -> scipy.optimize.OptimizeResult:
+    def run(self, callback: Function | None, progress: Progress | None) -> scipy.optimize.OptimizeResult:
         """Descend; return the result, or raise, on all ranks alike."""
-        line = ProgressLine() if progress and self._totals.leads else None
+        line = progress if self._totals.leads else None
         try:
             result = self._run(callback, line)
         except Exception as error:
@@ -104,7 +104,7 @@ class Sharded:
         self._close()
         return result
 
-    def _run(self, callback: Function | None, line: ProgressLine | None) -> scipy.optimize.OptimizeResult:
+    def _run(self, callback: Function | None, line: Progress | None) -> scipy.optimize.OptimizeResult:
         packing, settings = self._piece.packing, self._piece.settings
         start = packing.pack(self._piece.start)
         problem = {} if self._piece.checkpoint is None else self._piece.problem(self._program, start, self._used.size)
