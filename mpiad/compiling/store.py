@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
+from mpiad.cache_folder import cache_folder, is_private
+
 try:
     import fcntl
 except ImportError:  # not on Windows: there each process makes its own
@@ -50,7 +52,7 @@ class Store:
         """Return the folder of an entry with this source text, None where there is none that can be trusted."""
         entry = self.root / key
         try:
-            if entry.is_dir() and _is_private(entry) and _is_whole(entry) and (entry / KERNEL).read_text() == text:
+            if entry.is_dir() and is_private(entry) and _is_whole(entry) and (entry / KERNEL).read_text() == text:
                 os.utime(entry)
                 return entry
         except OSError:
@@ -150,30 +152,9 @@ class Store:
 
 
 def store() -> Store | None:
-    """Return where ``MPIAD_CACHE`` says that kernels are kept, None where they can't be.
-
-    By default that is the folder ``mpiad`` of the user's cache. ``MPIAD_CACHE=0`` keeps nothing.
-    """
-    given = os.environ.get("MPIAD_CACHE", "")
-    if given == "0":
-        return None
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    root = Path(given) if given else Path(base) / "mpiad"
-    try:
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if _is_private(root) and os.access(root, os.W_OK | os.X_OK):
-            return Store(root)
-        why = "others than this user can write there, or this user can't"
-    except OSError as error:
-        why = str(error)
-    _log.info("compiled kernels aren't kept in %s: %s.", root, why)
-    return None
-
-
-def _is_private(folder: Path) -> bool:
-    facts = folder.stat()
-    mine = not hasattr(os, "getuid") or facts.st_uid == os.getuid()
-    return mine and not (os.name == "posix" and facts.st_mode & 0o022)
+    """Return where kernels are kept, None where they can't be."""
+    root = cache_folder()
+    return None if root is None else Store(root)
 
 
 def _is_whole(entry: Path) -> bool:

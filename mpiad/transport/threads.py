@@ -7,9 +7,12 @@ import os
 
 import threadpoolctl
 
+from mpiad.cache_folder import first_time
+
 __all__ = ["limit_threads"]
 
 _log = logging.getLogger("mpiad")
+_TOLD = "told-of-threads"
 _USERS_OWN = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS", "MPIAD_THREADS")
 
 
@@ -28,7 +31,7 @@ def limit_threads(ranks_on_node: int, logs: bool) -> int | None:
     ranks_on_node : int
         Number of ranks that share this node.
     logs : bool
-        Whether this rank writes the one line that says so to the log.
+        Whether this rank writes the line that says so to the log, the first time that it happens to this user.
 
     Returns
     -------
@@ -45,10 +48,10 @@ def limit_threads(ranks_on_node: int, logs: bool) -> int | None:
     # Libraries that are loaded later (SciPy brings a BLAS of its own) read these when they start.
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = str(share)
-    if logs:
+    if logs and first_time(_TOLD):
         _log.warning(
             "%d ranks share %d cores: thread pools limited to %d thread(s) each. "
-            "Set OMP_NUM_THREADS (or MPIAD_THREADS=0) to decide yourself.",
+            "Set OMP_NUM_THREADS (or MPIAD_THREADS=0) to decide yourself. This is said once.",
             ranks_on_node, _cores(), share,
         )
     return share

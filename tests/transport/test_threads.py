@@ -21,15 +21,20 @@ several_cores = pytest.mark.skipif(CORES < 2, reason="one core: BLAS starts one 
 
 
 @several_cores
-def test_ranks_share_the_cores_and_say_so_once(mpirun):
+def test_ranks_share_the_cores_and_say_so_once(mpirun, tmp_path):
     ranks = CORES if CORES <= 4 else 4
-    done = mpirun(ranks, PROGRAM, env=NONE_SET)
+    environment = {**NONE_SET, "MPIAD_CACHE": str(tmp_path / "cache")}
+    done = mpirun(ranks, PROGRAM, env=environment)
     share = CORES // ranks
     for line in done.stdout.splitlines():
         before, after, later = line.split()
         assert int(before) > share or int(before) == 1
         assert int(after) <= share and later == str(share)
     assert done.stderr.count(f"{ranks} ranks share {CORES} cores") == 1
+    # The next job of this user isn't told again; where nothing can be kept, each is.
+    for again, told in ((environment, 0), ({**NONE_SET, "MPIAD_CACHE": "0"}, 1)):
+        done = mpirun(ranks, PROGRAM, env=again)
+        assert done.stderr.count("ranks share") == told and len(done.stdout.splitlines()) == ranks
 
 
 @several_cores
