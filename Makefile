@@ -9,6 +9,7 @@
 #   SEED          what they are drawn from; another one at each run by default
 #   THOROUGH      1: every test on every number of ranks; else the whole suite leaves out what differs nowhere on 2 and 4
 #   LIMIT         seconds for the tests on one number of ranks
+#   BENCH         the benchmarks to run, all by default
 #   MPIEXEC       another launcher than the environment's
 
 PYTHON ?= python3
@@ -19,6 +20,7 @@ PYTEST_FLAGS ?= -q
 LIMIT ?= 1800
 THOROUGH ?=
 DEMO ?=
+BENCH ?=
 PROGRAMS ?= 10000
 SEED ?=
 
@@ -59,24 +61,8 @@ $(VENV)/.ready-%: $(VENV)/.ready
 demo: $(VENV)/.ready ## recover a field under real terrain, on 4 ranks (DEMO="--coarsen 1": further arguments)
 	@$(LAUNCH) --ranks 4 -- examples/terrain_inversion.py $(DEMO)
 
-bench: $(VENV)/.ready ## measure primitives, their watch, local adjoints, ensembles, the sharded L-BFGS, solves and their derivatives, multigrid and grids, beside what peers are installed, on 2 ranks
-	@$(LAUNCH) --ranks 2 --limit 1800 -- benchmarks/primitives.py
-	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/local_adjoints.py
-	@$(BIN)/python benchmarks/beside_peers.py
-	@$(LAUNCH) --ranks 2 --limit 600 -- benchmarks/guard.py
-	@$(BIN)/python benchmarks/ensemble.py
-	@$(BIN)/python benchmarks/ensemble_stragglers.py
-	@$(LAUNCH) --ranks 2 --limit 1800 -- benchmarks/ensemble_ranks.py
-	@$(LAUNCH) --ranks 2 --limit 600 -- benchmarks/optimize.py
-	@$(LAUNCH) --ranks 1 --limit 600 -- benchmarks/linalg.py
-	@$(LAUNCH) --ranks 2 --limit 600 -- benchmarks/root_driven.py
-	@$(LAUNCH) --ranks 2 --limit 600 -- benchmarks/training.py
-	@$(LAUNCH) --ranks 2 --limit 600 -- benchmarks/vi.py
-	@$(BIN)/python benchmarks/multigrid.py
-	@$(LAUNCH) --ranks 2 --limit 600 -- benchmarks/multigrid.py
-	@$(LAUNCH) --ranks 2 --limit 600 -- benchmarks/domain.py
-	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/wave.py
-	@$(LAUNCH) --ranks 2 --limit 600 -- benchmarks/optimize_peers.py
+bench: $(VENV)/.ready ## run all benchmarks, on 2 cores, and end with a table of what is aimed at and reached (BENCH="vi.py wave.py": these)
+	@$(BIN)/python benchmarks/run.py $(if $(BENCH),--only $(BENCH))
 
 bench-gpu: $(VENV)/.ready-gpu ## measure ensembles on a GPU and how device arrays travel, where there is one (installs CuPy for CUDA 12)
 	@$(BIN)/python benchmarks/ensemble_gpu.py

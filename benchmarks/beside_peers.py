@@ -19,6 +19,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from reaches import report, report_missing
+
 HERE = Path(__file__).resolve().parent
 PEERS = HERE.parent / ".venv-peers" / "bin"
 LIMIT = 300
@@ -75,6 +77,7 @@ def main() -> None:
             best[library] = {}
         else:
             print(f"{library} isn't installed: make bench-peers")
+            report_missing(f"primitives beside {library}", "peer not installed")
     for _ in range(rounds):
         for library, found in best.items():
             for key, time in (mpiad_times() if library == "mpiad" else peer_times(library)).items():
@@ -85,6 +88,7 @@ def main() -> None:
             time = best.get(library, {}).get((column.get(case, ""), n))
             if time is not None:
                 cells.append(f"{library} ({column[case]}) {time:9.1f} µs = {time / ours:5.2f} x")
+                report(f"{case}, {n:,} doubles, over {library} ({column[case]})", ours / time)
         print(f"{case:10}{n:9}  " + "   ".join(cells))
 
 

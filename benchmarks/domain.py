@@ -29,6 +29,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 from mpi4py import MPI
+from reaches import report
 
 import mpiad
 import mpiad.debug
@@ -161,6 +162,7 @@ def main() -> None:
         first, now = (1e3 * seconds / options.steps for seconds in (one, every))
         print(f"\nweak scaling, {options.cells}² on each rank, a step and its adjoint:")
         print(f"1 rank {first:.2f} ms, {WORLD.size} ranks {now:.2f} ms: {one / every:.0%}")
+        report(f"weak scaling of a wave to {WORLD.size} ranks, {options.cells}² on each", one / every)
         network = f"α {1e6 * options.latency:g} µs, β {options.bandwidth / 1e9:g} GB/s"
         print(f"model: {network}, o {1e6 * overhead:.0f} µs for a message")
         model(one, overhead, options)

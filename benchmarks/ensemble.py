@@ -26,6 +26,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+from reaches import report, report_missing
 
 HERE = Path(__file__).resolve().parent
 PEERS = HERE.parent / ".venv-peers" / "bin" / "python"
@@ -42,6 +43,12 @@ SIDES = {
     "torchdiffeq": ("forward", "gradient", "gradient, continuous"),
     "torchode": ("forward", "gradient", "gradient, continuous"),
     "diffrax": ("forward", "gradient", "gradient, tangent", "gradient, continuous"),
+}
+# What, over what, and at most how many times, by N.
+AIMS = {
+    ("states, over a kernel by hand", ("mpiad", "forward"), ("lanes", "forward")): {10_000: 1.5},
+    ("tangents, over a kernel by hand", ("mpiad", "gradient"), ("lanes", "gradient")): {10_000: 1.5},
+    ("adjoint, over the states", ("mpiad", "gradient, adjoint"), ("mpiad", "forward")): {10_000: 3.0},
 }
 OWN = ("mpiad", "lanes", "numpy", "scipy")
 
@@ -102,6 +109,18 @@ def show(case: str, n: int, rows: dict[tuple[str, str], dict], least: float | No
         print(f"{label:34}{row['s'] * 1e3:10.1f}{ratios}{steps:>18}{error:10.1e}{row['peak_mib']:8.1f}", flush=True)
 
 
+def tell(n: int, rows: dict[tuple[str, str], dict]) -> None:
+    """Report mpiad's kernels beside those by hand, and the others' times over mpiad's."""
+    seconds = {key: row["s"] for key, row in rows.items()}
+    for (label, ours, base), aims in AIMS.items():
+        if ours in seconds and base in seconds:
+            report(f"Lorenz, N = {n:,}, {label}", seconds[ours] / seconds[base], at_most=aims.get(n))
+    for (side, name), theirs in seconds.items():
+        own = [s for (other, case), s in seconds.items() if other == "mpiad" and case.split(",")[0] == name.split(",")[0]]
+        if side not in ("mpiad", "lanes") and own:
+            report(f"Lorenz, N = {n:,}, {side}: {name}, over mpiad", theirs / min(own))
+
+
 def main() -> None:
     """Measure and print the tables."""
     parser = argparse.ArgumentParser()
@@ -115,16 +134,19 @@ def main() -> None:
     sides = [side for side in options.sides if installed(side)]
     for side in set(options.sides) - set(sides):
         print(f"{side} isn't installed" + ("" if side in OWN else ": make bench-peers"))
+        report_missing(f"Lorenz beside {side}", "not installed" if side in OWN else "peer not installed")
     all_rows = []
     for n in options.n:
         exact = measure("scipy", "reference", n, 0)
-        least = None
+        least, found = None, {}
         for case in options.cases:
             rows = smallest(sides, case, n, options)
             add_errors(rows, exact)
             least = least or rows.get(("numpy", "forward"), {}).get("s")
             show(case, n, rows, least)
+            found |= rows
             all_rows += [{"side": side, "case": name, "n": n, **row} for (side, name), row in rows.items()]
+        tell(n, found)
     if options.json:
         options.json.write_text(json.dumps(all_rows, indent=1))
 

@@ -19,6 +19,7 @@ from importlib.util import find_spec
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import autograd.numpy as np
+from reaches import report
 
 import mpiad
 from mpiad import ensemble
@@ -67,6 +68,7 @@ def main() -> None:
             times = "".join(f"{1e3 * best[key]:10.1f}" for key in ("easy", "hard", "both"))
             label = f"{name}{', compiled' if compiled else ''}"
             print(f"{label:20}{times}{ratio:8.2f}{REACH[compiled]:7.1f}", flush=True)
+            report(f"one hard trajectory among 10⁴, {label}", ratio, at_most=REACH[compiled])
 
 
 main()

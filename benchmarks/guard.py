@@ -24,6 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import autograd.numpy as anp
 import numpy as np
 from mpi4py import MPI
+from reaches import report
 
 REACH = {"off": 1.01, "debug": 5.0}
 WORLD = MPI.COMM_WORLD
@@ -125,8 +126,8 @@ def main() -> None:
     if chosen.json:
         chosen.json.write_text(json.dumps(found))
     worst = max(times["debug"] / times["off"] for times in found.values())
-    if worst > REACH["debug"]:
-        sys.exit(f"debug mode costs {worst:.1f} times as much; at most {REACH['debug']:g} is aimed at")
+    print(f"debug mode costs {worst:.1f} times as much at worst; at most {REACH['debug']:g} is aimed at")
+    report("debug mode, over none", worst, at_most=REACH["debug"])
 
 
 if __name__ == "__main__":

@@ -18,10 +18,13 @@ import time
 
 import autograd.numpy as np
 import numpy
+from reaches import report
 
 import mpiad
 import mpiad.linalg
 import mpiad.linalg.implicit
+
+GRADIENT, BESIDE = 2.3, 10.0
 
 parser = argparse.ArgumentParser(description="Time the derivative of a distributed solve.")
 parser.add_argument("--cells", type=int, nargs="+", default=(64, 256, 512))
@@ -106,6 +109,9 @@ def main():
             name = f"{cells}², {'slices' if own else 'Elliptic'}, ranks: {mpiad.mpi_size()}"
             beside = 100 * (total - solves) / total
             print(f"{name:28s} loss {alone:.3f} s  gradient / loss {total / alone:.2f}  beside the solves {beside:.1f} %")
+            if cells == max(options.cells):  # the reaches are those of large grids
+                report(f"gradient / loss of a solve, {name}", total / alone, at_most=GRADIENT)
+                report(f"part beside the solves, {name}, %", beside, at_most=BESIDE)
 
 
 if __name__ == "__main__":

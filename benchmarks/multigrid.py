@@ -25,6 +25,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 from mpi4py import MPI
+from reaches import report, report_missing
 
 import mpiad
 from mpiad.linalg import Multigrid, solve_elliptic
@@ -33,6 +34,8 @@ from mpiad.linalg.multigrid import agglomeration, halo
 HERE = Path(__file__).resolve().parent
 WORLD = MPI.COMM_WORLD
 JUMP = 1e4
+MOST_ITERATIONS = {False: 10, True: 25}  # for constant κ, and with jumps
+OVER_PYAMG = {False: 0.6, True: 1.0}
 
 
 def say(text: str = "") -> None:
@@ -87,6 +90,10 @@ def count_iterations() -> None:
         found[grid] = {name: iterations(domain, kappa, b) for name, kappa in media(grid).items()}
     for name in found[grids[0]]:
         say(f"  {name:<24}" + "".join(f"{found[grid][name]:>12}" for grid in grids))
+    if WORLD.rank == 0:
+        for jumps, label in ((False, "constant κ"), (True, "κ with jumps")):
+            most = max(counts[name] for counts in found.values() for name in counts if (name != "constant") == jumps)
+            report(f"iterations of multigrid at most, {label}, ranks: {WORLD.size}", most, at_most=MOST_ITERATIONS[jumps])
     say()
 
 
@@ -126,8 +133,12 @@ def compare_times(size: int, rounds: int) -> None:
         line = f"  {name:<22}{setup:>9.3f}{solve:>10.3f}{setup + solve:>16.3f}"
         if python:
             theirs, count = pyamg_times(name, kappa, b, python, rounds)
-            line += f"{theirs:>10.3f}{(setup + solve) / theirs:>8.2f}   (its iterations: {count})"
+            ratio = (setup + solve) / theirs
+            report(f"multigrid over PyAMG, {size}², {name}", ratio, at_most=OVER_PYAMG[name != "constant"])
+            line += f"{theirs:>10.3f}{ratio:>8.2f}   (its iterations: {count})"
         say(line)
+    if not python and WORLD.size == 1:
+        report_missing("multigrid over PyAMG", "peer not installed")
     say("" if python or WORLD.size > 1 else "  PyAMG isn't installed: `make bench-peers` installs it.\n")
 
 
@@ -160,6 +171,8 @@ def cost_of_gradient(size: int, rounds: int) -> None:
         return domain.norm(solve_elliptic(domain, kappa, b)) ** 2
 
     alone, both = seconds(lambda: loss(kappa), rounds), seconds(lambda: mpiad.value_and_grad(loss)(kappa), rounds)
+    if WORLD.rank == 0:
+        report(f"loss and gradient by κ over the loss, {size}², ranks: {WORLD.size}", both / alone)
     say(f"loss {alone:.3f} s, with its gradient {both:.3f} s: {both / alone:.2f} times on {size} x {size}")
 
 

@@ -21,6 +21,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 from mpi4py import MPI
+from reaches import report
 
 import mpiad
 
@@ -93,6 +94,8 @@ def main() -> None:
         print(f"  limit            {limit * 1e3:8.2f} ms for an iteration")
         print(f"  iteration        {own * 1e3:8.2f} ms, {own / limit:.2f} of the limit (aim: {REACH})")
         print(f"  and the function {whole * 1e3:8.2f} ms")
+        line = f"iteration of the sharded L-BFGS, {options.variables:,} variables, over what memory allows"
+        report(line, own / limit, at_most=REACH)
         if options.json:
             with open(options.json, "w") as file:
                 json.dump({"limit": limit, "iteration": own, "ratio": own / limit, "aim": REACH}, file)

@@ -25,6 +25,7 @@ import autograd
 import numpy as np
 import scipy.optimize
 from mpi4py import MPI
+from reaches import report, report_missing
 
 import mpiad
 
@@ -125,9 +126,12 @@ def main() -> None:
         ratios = [counts[label] / counts["SciPy"] for counts in rows.values() if counts[label] and counts["SciPy"]]
         mean = np.exp(np.mean(np.log(ratios)))
         print(f"{label}: geometric mean of the ratios to SciPy's {mean:.3f}, worst {max(ratios):.3f}")
+        report(f"evaluations of {label}'s L-BFGS over SciPy's, geometric mean", mean)
+        report(f"30 iterations of {label}'s L-BFGS, {options.variables:,} variables, s", times[label])
         print(f"{label}: 30 iterations at {options.variables} variables {times[label]:.3f} s")
     if l_bfgs is None:
         print("NuMPI isn't installed")
+        report_missing("NuMPI's L-BFGS", "peer not installed")
     if options.json:
         Path(options.json).write_text(json.dumps({"evaluations": rows, "seconds": times}))
 

@@ -29,6 +29,7 @@ import autograd
 import autograd.numpy as anp
 import numpy as np
 from mpi4py import MPI
+from reaches import report
 
 import mpiad
 
@@ -147,10 +148,12 @@ def main() -> None:
                 shown = f"{best['mpiad']:11.1f}{best['autograd']:14.1f}{best['bare']:10.1f}{best['by hand']:13.1f}"
                 over = best["mpiad"] / best["by hand"]
                 print(f"{case:10}{n:9}{shown}{ratio:13.3f}{REACH[case][n]:7.2f}{over:11.2f}", flush=True)
+                report(f"{case}, {n:,} doubles, over autograd + bare MPI", ratio, at_most=REACH[case][n])
     if not options.alone:
         grown = growth(1000, 1_000_000)
         if rank == 0:
             print(f"memory held after 1,000 gradients of 10^6 doubles, no garbage collector: {grown / 2**20:+.2f} MiB")
+            report("memory held after 1,000 gradients of 10⁶ doubles, MiB", grown / 2**20)
     if rank == 0 and options.json:
         Path(options.json).write_text(json.dumps(rows))
 

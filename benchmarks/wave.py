@@ -27,6 +27,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 from mpi4py import MPI
+from reaches import report
 
 import mpiad
 from mpiad.timestepping import Checkpoints, scan
@@ -125,6 +126,8 @@ def main() -> None:
     for name, times in best.items():
         for part, seconds in times.items():
             reach = REACH.get((name, part), "")
+            if reach:
+                report(f"wave, {name}: {part}, over plain", seconds / plain, at_most=reach)
             print(f"| {name} | {part} | {1e3 * seconds / options.steps:.2f} | {seconds / plain:.2f} | {reach} |")
 
 
