@@ -1,9 +1,9 @@
 """In which state the machine is, by fixed work in two processes at once.
 
 For minutes the same program may take two or three times as long, by nothing that is in the program: others use the cores,
-or the system has given it other pages of memory, which decide how much of it the caches can hold. So two processes, new ones
-each time, pass over as much memory as a second-level cache holds, and compute on what the first level holds. A figure that
-was measured while that took longer than at other times says little.
+or the system has given it other pages of memory, which decide how much of it the caches can hold. So two new processes pass
+over as much memory as a second-level cache holds, and compute on what the first level holds. A figure that was measured
+while that took longer than at other times says little.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 
 or `make bench`. Each is a job of its own, with its ranks and its share of half an hour: one that fails, or takes longer, is
 a line of the table, and the next begins. A benchmark prints its own tables as it runs, and tells this program what it aims
-at (`reaches.py`). Before and after each the machine is looked at (`machine.py`), and the table says where it was slower than
-at its best in this run. The exit status is 0 whatever the figures are.
+at (`reaches.py`). Before and after each the machine is looked at (`machine.py`), and the table says where it was slower
+than at its best in this run. The exit status is 0 whatever the figures are.
 """
 
 from __future__ import annotations

@@ -83,7 +83,13 @@ def true_amplitudes(steps):
     return 4.0 * numpy.stack([numpy.sin(2 * numpy.pi * t), numpy.where(t > 0.4, 1.0, 0.0)], axis=1)
 
 
-def draw_picture(path, truth, found, states, history):
+def block_borders(domain):
+    """Return where the ranks' blocks meet, in cells along each dimension."""
+    starts = mpiad.mpi_allgather(numpy.array([cells.start for cells in domain.owned]), comm=domain.comm)
+    return [numpy.unique(along)[1:] for along in starts.T]
+
+
+def draw_picture(path, truth, found, states, borders, history):
     """Write the picture of the flow, the amplitudes and the way there."""
     import matplotlib
 
@@ -93,6 +99,7 @@ def draw_picture(path, truth, found, states, history):
     figure, axes = pyplot.subplots(1, 3, figsize=(15, 4), layout="constrained")
     image = axes[0].imshow(states, aspect="auto", origin="lower", extent=(0, 1, 0, TIME))
     figure.colorbar(image, ax=axes[0], label="u")
+    axes[0].vlines(borders[0] / states.shape[1], 0, TIME, colors="0.5", linewidths=0.7, linestyles="--")
     axes[0].set(title="the flow", xlabel="x", ylabel="t")
     t = (numpy.arange(len(truth)) + 0.5) * TIME / len(truth)
     for j in range(truth.shape[1]):
@@ -118,14 +125,14 @@ def main():
 
     start, limits = numpy.zeros_like(truth), {"maxiter": options.iterations, "gtol": 0.0, "ftol": 0.0}
     result = mpiad.minimize(loss, start, objective="sum", options=limits, progress=True)
-    states = flow.domain.gather(observed)
+    states, borders = flow.domain.gather(observed), block_borders(flow.domain)
     error = numpy.linalg.norm(result.x - truth) / numpy.linalg.norm(truth)
     if mpiad.mpi_rank() == 0:
         print(f"{options.cells} cells, {options.steps} steps on {mpiad.mpi_size()} ranks")
         print(f"{result.nit} iterations  loss {result.fun:.3e}  relative error of the amplitudes {error:.6f}")
         if options.save:
             numpy.savez(options.save, true=truth, found=result.x)
-        draw_picture(options.picture, truth, result.x, states, result.history)
+        draw_picture(options.picture, truth, result.x, states, borders, result.history)
     if error > options.most:
         raise SystemExit(f"the amplitudes were not recovered: their relative error is {error:.3f}")
 

@@ -67,7 +67,13 @@ class Plate:
         return -self.domain.dot(u, self.laplacian(u)) * self.spacing**2
 
 
-def draw_picture(path, truth, found, points):
+def block_borders(domain):
+    """Return where the ranks' blocks meet, in cells along each dimension."""
+    starts = mpiad.mpi_allgather(numpy.array([cells.start for cells in domain.owned]), comm=domain.comm)
+    return [numpy.unique(along)[1:] for along in starts.T]
+
+
+def draw_picture(path, truth, found, points, borders):
     """Write the picture of the true start, the recovered one, and their difference."""
     import matplotlib
 
@@ -79,9 +85,12 @@ def draw_picture(path, truth, found, points):
     for axis, (field, title) in zip(axes, fields):
         bound = 1.0 if axis is not axes[2] else 0.5
         image = axis.imshow(field, "RdBu_r", vmin=-bound, vmax=bound, origin="lower", extent=(0, 1, 0, 1))
+        for lines, places in zip((axis.hlines, axis.vlines), borders):
+            lines(places / len(field), 0, 1, colors="0.5", linewidths=0.7, linestyles="--")
         axis.set(title=title)
         figure.colorbar(image, ax=axis)
-    axes[1].plot(points[:, 1], points[:, 0], "k.", markersize=2, label="thermometer")
+    axes[1].plot(points[:, 1], points[:, 0], "k.", markersize=2)
+    axes[1].plot([], [], "k.", markersize=6, label="thermometer")  # as small as in the picture it is lost in the legend
     axes[1].legend(loc="lower right")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)
@@ -109,14 +118,14 @@ def main():
     found = result.x[domain.owned]
     error = domain.norm(found - truth) / domain.norm(truth)
     noise = numpy.sqrt(2 * result.fun / read.size)
-    whole_truth, whole = domain.gather(truth), domain.gather(found)
+    whole_truth, whole, borders = domain.gather(truth), domain.gather(found), block_borders(domain)
     if not root:
         return
     print(f"{domain.shape[0]} x {domain.shape[1]} cells, {len(plate.thermometers)} thermometers, {options.steps} steps")
     print(f"{result.nit} iterations: J = {result.fun:.12e}, {noise:.4f} of the noise")
     print(f"relative error of the start: {error:.12e}")
     if options.picture:
-        draw_picture(options.picture, whole_truth, whole, plate.thermometers)
+        draw_picture(options.picture, whole_truth, whole, plate.thermometers, borders)
         print(f"written: {options.picture}")
     if not error <= options.most:
         raise SystemExit(f"not recovered: the relative error, {error:.3f}, is above {options.most}")

@@ -83,7 +83,7 @@ def reproduction(theta):
 
 
 def draw_picture(path, days, curves, ratios):
-    """Write the boys in bed with the fit and the band of the repetitions, and the distribution of R₀."""
+    """Write the boys in bed with the fit, the band of the repetitions' fits (new counts scatter more), and R₀."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -91,7 +91,7 @@ def draw_picture(path, days, curves, ratios):
 
     low, high = numpy.quantile(curves[1:], [0.05, 0.95], axis=0)
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    left.fill_between(days, low, high, alpha=0.3, label="5 to 95 % of the repetitions' fits (no noise)")
+    left.fill_between(days, low, high, alpha=0.3, label="5 to 95 % of the fits (parameters)")
     left.plot(days, curves[0], label="fit")
     left.plot(DAYS, IN_BED, "ko", label="in bed")
     left.set(xlabel="day", ylabel="boys")

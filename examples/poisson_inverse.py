@@ -75,7 +75,13 @@ def first_weights():
     return {"first": first, "shift": shift, "last": 0.1 * draw.standard_normal(WIDTH)}
 
 
-def draw_picture(path, fields, histories):
+def block_borders(domain):
+    """Return where the ranks' blocks meet, in cells along each dimension."""
+    starts = mpiad.mpi_allgather(numpy.array([cells.start for cells in domain.owned]), comm=domain.comm)
+    return [numpy.unique(along)[1:] for along in starts.T]
+
+
+def draw_picture(path, fields, borders, histories):
     """Write the picture of the true and both recovered fields, and the way there."""
     import matplotlib
 
@@ -86,6 +92,8 @@ def draw_picture(path, fields, histories):
     bound = numpy.abs(fields["true"]).max()
     for axis, (name, field) in zip(axes.ravel(), fields.items()):
         image = axis.imshow(field, "RdBu_r", vmin=-bound, vmax=bound, extent=(0, 1, 1, 0))
+        for lines, places in zip((axis.hlines, axis.vlines), borders):
+            lines(places / len(field), 0, 1, colors="0.5", linewidths=0.7, linestyles="--")
         axis.set(title=f"log κ: {name}", xlabel="x", ylabel="y")
         figure.colorbar(image, ax=axis)
     for name, history in histories.items():
@@ -122,7 +130,7 @@ def main():
     found = {"true": truth, "field": results["field"].x[domain.owned]}
     found["network"] = network(results["network"].x, poisson.y, poisson.x)
     errors = {name: domain.norm(found[name] - truth) / domain.norm(truth) for name in results}
-    fields = {name: domain.gather(m) for name, m in found.items()}
+    fields, borders = {name: domain.gather(m) for name, m in found.items()}, block_borders(domain)
     if mpiad.mpi_rank() == 0:
         print(f"{options.cells} x {options.cells} cells on {mpiad.mpi_size()} ranks")
         for name, result in results.items():
@@ -130,7 +138,7 @@ def main():
             print(f"{name:8s} {result.nit:4d} iterations  {said}")
         if options.save:
             numpy.savez(options.save, **fields)
-        draw_picture(options.picture, fields, {name: result.history for name, result in results.items()})
+        draw_picture(options.picture, fields, borders, {name: result.history for name, result in results.items()})
     if max(errors.values()) > options.most:
         raise SystemExit(f"κ was not recovered: the relative error of log κ is {max(errors.values()):.3f}")
 

@@ -90,7 +90,7 @@ def band(best, misfit):
 
 
 def draw_picture(path, best, ensemble):
-    """Write the pelts, the best fit and the band that nine in ten of the drawn populations lie in."""
+    """Write the pelts, the best fit and the band of nine in ten of the populations by drawn parameters."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -99,7 +99,9 @@ def draw_picture(path, best, ensemble):
     low, high = np.exp(ensemble.quantile([0.05, 0.95]))
     figure, axis = pyplot.subplots(figsize=(9, 4.5), layout="constrained")
     for k, (name, colour) in enumerate((("hare", "C0"), ("lynx", "C1"))):
-        axis.fill_between(ensemble.t, low[:, k], high[:, k], color=colour, alpha=0.2, label=f"{name}: 90 % of curves")
+        # Of the parameters: pelts scatter more than the populations that these allow.
+        label = f"{name}: 5 to 95 % (parameters)"
+        axis.fill_between(ensemble.t, low[:, k], high[:, k], color=colour, alpha=0.2, label=label)
         axis.plot(ensemble.t, np.exp(best[:, k]), colour, label=f"{name}: best fit")
         axis.plot(YEARS, PELTS[k], "o", color=colour, markeredgecolor="k", label=f"{name}: pelts")
     axis.set(xlabel="year", ylabel="thousands", ylim=(0, None), xticks=YEARS[::4])

@@ -110,7 +110,13 @@ class Ground:
         return mpiad.mpi_allreduce(shares, comm=self.comm)
 
 
-def draw_picture(path, models, record, distance):
+def block_borders(domain):
+    """Return where the ranks' blocks meet, in cells along each dimension."""
+    starts = mpiad.mpi_allgather(numpy.array([cells.start for cells in domain.owned]), comm=domain.comm)
+    return [numpy.unique(along)[1:] for along in starts.T]
+
+
+def draw_picture(path, models, borders, record, distance):
     """Write the picture of the true model, the guess, the answer, and a record."""
     import matplotlib
 
@@ -122,6 +128,8 @@ def draw_picture(path, models, record, distance):
     extent = (0, CELL * truth.shape[1], CELL * truth.shape[0], 0)
     for axis, (title, model) in zip(axes.ravel(), models.items()):
         image = axis.imshow(model, "viridis", vmin=truth.min(), vmax=truth.max(), extent=extent)
+        axis.hlines(CELL * borders[0], 0, extent[1], colors="0.5", linewidths=0.7, linestyles="--")
+        axis.vlines(CELL * borders[1], 0, extent[2], colors="0.5", linewidths=0.7, linestyles="--")
         axis.set(title=f"{title} velocity, km/s", xlabel="km", ylabel="depth, km")
         figure.colorbar(image, ax=axis)
     bound = 0.1 * numpy.abs(record).max()
@@ -158,6 +166,7 @@ def main():
     found = result.x[domain.owned]
     errors = [domain.norm(model - truth) / domain.norm(truth) for model in (start, found)]
     models = {"true": domain.gather(truth), "guessed": domain.gather(start), "recovered": domain.gather(found)}
+    borders = block_borders(domain)
     if not root:
         return
     groups = mpiad.mpi_size() // ground.comm.size
@@ -165,7 +174,7 @@ def main():
     print(f"{result.nit} iterations: misfit lowered to {result.fun:.12e}")
     print(f"relative error of the velocity: guess {errors[0]:.6e}, recovered {errors[1]:.12e}")
     if options.picture:
-        draw_picture(options.picture, models, recorded[:, 0], ground.receivers[:, 1])
+        draw_picture(options.picture, models, borders, recorded[:, 0], ground.receivers[:, 1])
         print(f"written: {options.picture}")
     if not result.fun <= options.least:
         raise SystemExit(f"not recovered on {groups} group(s): the misfit is {result.fun:.3f} of the first")

@@ -168,7 +168,13 @@ class Survey:
         return numpy.sqrt(squares / len(self.boreholes))
 
 
-def draw_picture(path, elevation, truth, found, survey, history):
+def block_borders(domain):
+    """Return where the ranks' blocks meet, in cells along each dimension."""
+    starts = mpiad.mpi_allgather(numpy.array([cells.start for cells in domain.owned]), comm=domain.comm)
+    return [numpy.unique(along)[1:] for along in starts.T]
+
+
+def draw_picture(path, elevation, truth, found, survey, borders, history):
     """Write the picture of the true and the recovered field, their difference, and the way there."""
     import matplotlib
 
@@ -183,6 +189,9 @@ def draw_picture(path, elevation, truth, found, survey, history):
 
     def panel(axis, field, title, colours, bound):
         image = axis.imshow(field, colours, vmin=-bound, vmax=bound, extent=(0, width, height, 0))
+        thin = {"colors": "0.5", "linewidths": 0.7, "linestyles": "--"}
+        axis.hlines(borders[0] * cell[0] / 1000, 0, width, **thin, label="border of blocks")
+        axis.vlines(borders[1] * cell[1] / 1000, 0, height, **thin)
         axis.plot(wells[1], wells[0], "wv", markeredgecolor="k", markersize=9, label="pumped well")
         axis.set(title=title, xlabel="east (km)", ylabel="south (km)", xlim=(0, width), ylim=(height, 0))
         figure.colorbar(image, ax=axis, label="log κ", extend="both" if numpy.abs(field).max() > bound else "neither")
@@ -191,8 +200,9 @@ def draw_picture(path, elevation, truth, found, survey, history):
     panel(axes[0, 0], truth, "true log κ, with contours of the elevation", "viridis", limit)
     axes[0, 0].contour(elevation, 4, colors="k", linewidths=0.4, alpha=0.6, extent=(0, width, 0, height))
     panel(axes[0, 1], found, "recovered log κ", "viridis", limit)
-    panel(axes[1, 0], error, f"recovered - true, mean of the size {numpy.abs(error).mean():.2f}", "RdBu_r", limit / 2)
-    axes[1, 0].plot(boreholes[1], boreholes[0], "k.", markersize=1.5, label="borehole")
+    panel(axes[1, 0], error, f"recovered - true, mean absolute error {numpy.abs(error).mean():.2f}", "RdBu_r", limit / 2)
+    axes[1, 0].plot(boreholes[1], boreholes[0], "k.", markersize=1.5)
+    axes[1, 0].plot([], [], "k.", markersize=6, label="borehole")  # as small as in the picture it is lost in the legend
     axes[1, 0].legend(loc="upper left", framealpha=0.9)
 
     axis = axes[1, 1]
@@ -236,7 +246,7 @@ def main():
 
     m = aquifer.smoothed(result.x[aquifer.domain.owned])
     misfits = survey.misfits(numpy.zeros_like(m)), survey.misfits(m)
-    found = aquifer.domain.gather(m)
+    found, borders = aquifer.domain.gather(m), block_borders(aquifer.domain)
     if not root:
         return
     error = numpy.linalg.norm(found - truth) / numpy.linalg.norm(truth)  # that of the starting point, zero, is 1
@@ -244,7 +254,7 @@ def main():
     print_table(survey, result, misfits, error, correlation, time.perf_counter() - start)
     if options.history:
         numpy.savetxt(options.history, result.history.loss, fmt="%.17e")
-    draw_picture(options.picture, elevation, truth, found, survey, result.history)
+    draw_picture(options.picture, elevation, truth, found, survey, borders, result.history)
     print(f"written: {options.picture}")
     if not correlation >= options.least:
         raise SystemExit(f"not recovered: the correlation with the true field, {correlation:.3f}, is under {options.least}")
