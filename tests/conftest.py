@@ -1,10 +1,11 @@
 """Fixtures, and how the tests run on several ranks.
 
-A test runs on all ranks at once. The whole suite runs on one rank and on three; on two and on four what differs there,
-see `WHOLE_SUITE`; with `--thorough`, or where files are named, all of it on every number. `@pytest.mark.mpi(min_size=2)`
-says that a test needs more than one rank, `@pytest.mark.also_on(2)` that it is one of those that two ranks differ in; `@pytest.mark.launches` that it starts its own mpiexec: it runs in the one-rank run
-only; `@pytest.mark.limit(seconds)` that it may take longer than MPIAD_TEST_TIMEOUT (60 s). With `-n auto` that
-run's files are divided among processes of one rank each.
+A test runs on all ranks at once. The whole suite runs on one rank and on three, and on two and four what differs there
+(`WHOLE_SUITE`); with `--thorough`, or where files are named, all of it on every number. `@pytest.mark.mpi(min_size=2)`
+says that a test needs more than one rank, `@pytest.mark.also_on(2)` that it is one of those that two ranks differ in;
+`@pytest.mark.launches` that it starts its own mpiexec: it runs in the one-rank run only; `@pytest.mark.limit(seconds)` that
+it may take longer than MPIAD_TEST_TIMEOUT (60 s). With `-n auto` that run's files are divided among processes of one rank
+each.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ device_kinds = importlib.import_module("device_kinds")
 
 WORLD = MPI.COMM_WORLD
 
-# What runs of the whole suite on a number of ranks, where not all does. Two ranks exchange what more send round, and each is
-# the other's neighbour on both sides; four are the fewest that divide a grid along two axes.
+# What of the whole suite runs on a number of ranks, where not all of it does. Two ranks exchange what more send round, and
+# each is the other's neighbour on both sides; four are the fewest that divide a grid along two axes.
 WHOLE_SUITE = {
     2: ("transport", "primitives/test_allreduce.py", "primitives/test_allgather.py", "primitives/test_reduce_scatter.py",
         "primitives/test_exchange.py", "primitives/test_sendrecv.py", "domain/test_halo.py"),
