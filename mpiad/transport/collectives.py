@@ -8,7 +8,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpiad._typing import Array, Op
-from mpiad.transport import in_pieces, pairs
+from mpiad.transport import extremes, in_pieces, pairs
 from mpiad.transport.agreement import raise_first
 from mpiad.transport.buffers import Spec, contiguous, copied, outgoing
 from mpiad.transport.channels import Channel
@@ -26,13 +26,27 @@ _NOTHING = np.zeros(0)
 
 
 def allreduce(channel: Channel, x: Array, op: Op, call: str) -> Array:
-    """Combine every rank's array, with the result on all ranks."""
+    """Combine every rank's array, with the result on all ranks; a NaN among floats is their maximum, and their minimum."""
     array = outgoing(x, call)
+    if not extremes.are_meant(array, op):
+        return _combined(channel, array, op)
+    in_pieces.compare(channel.data, "Allreduce", array, op)  # what is reduced has another shape
+    found = _combined(channel, extremes.marked(array, op), op, private=True)
+    if extremes.any_marked(found):
+        found[:-1][_combined(channel, np.isnan(array.reshape(-1)), MPI.LOR)] = np.nan
+    return extremes.unmarked(found, array.shape)
+
+
+def _combined(channel: Channel, array: Array, op: Op, private: bool = False) -> Array:
+    """Let MPI combine arrays; where nobody else uses them (`private`), on the host in their own memory."""
     if divides(array.nbytes):
-        return in_pieces.allreduce(channel, array, op)
+        return in_pieces.allreduce(channel, array, op, private)
     if pairs.are_two(channel, array, op):
-        return pairs.allreduce(channel.data, array)
+        return pairs.allreduce(channel.data, array, op)
     if type(array) is np.ndarray:
+        if private:
+            channel.data.Allreduce(MPI.IN_PLACE, array, op)
+            return array
         out = np.empty(array.shape, array.dtype)
         channel.data.Allreduce(array, out, op)
         return out if array.ndim else out[()]

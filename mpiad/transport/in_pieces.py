@@ -17,7 +17,8 @@ from mpiad.transport.passages import arriving, departing, passing
 from mpiad.transport.pieces import Ranges, of_block, of_blocks, of_whole
 
 __all__ = [
-    "allreduce", "alltoall", "bcast_from_here", "bcast_to_here", "gather", "reduce", "reduce_scatter", "scan", "scatter",
+    "allreduce", "alltoall", "bcast_from_here", "bcast_to_here", "compare", "gather", "reduce", "reduce_scatter", "scan",
+    "scatter",
 ]
 
 
@@ -29,18 +30,18 @@ def _like(array: Array) -> Spec:
     return Spec(array.shape, array.dtype, arrays_of(array))
 
 
-def _compare(comm: Comm, step: str, array: Array, op: Op | None = None, root: int | None = None) -> None:
+def compare(comm: Comm, step: str, array: Array, op: Op | None = None, root: int | None = None) -> None:
     """Have the ranks compare the whole under watch: MPI sees pieces, and would wait for those that others don't have."""
     compare = getattr(comm, "compare_whole", None)
     if compare is not None:
         compare(step, array, op, root)
 
 
-def allreduce(channel: Channel, array: Array, op: Op) -> Array:
-    """Combine every rank's array, with the result on all ranks."""
-    _compare(channel.data, "Allreduce", array, op)
+def allreduce(channel: Channel, array: Array, op: Op, private: bool = False) -> Array:
+    """Combine every rank's array, with the result on all ranks; in their own memory where nobody else uses it."""
+    compare(channel.data, "Allreduce", array, op)
     pieces = _cut(array)
-    passage = passing(array, pieces)
+    passage = passing(array, pieces, private)
     for number in range(len(pieces)):
         channel.data.Allreduce(MPI.IN_PLACE, passage.piece(number), op)
         passage.take(number)
@@ -49,7 +50,7 @@ def allreduce(channel: Channel, array: Array, op: Op) -> Array:
 
 def reduce(channel: Channel, array: Array, op: Op, root: int) -> Array:
     """Combine every rank's array on the root; zeros elsewhere."""
-    _compare(channel.data, "Reduce", array, op, root)
+    compare(channel.data, "Reduce", array, op, root)
     pieces = _cut(array)
     if channel.rank != root:
         going = departing(array, pieces)
@@ -83,7 +84,7 @@ def bcast_to_here(channel: Channel, spec: Spec, root: int, chunk: int) -> Array:
 
 def scan(comm: Comm, array: Array, exclusive: bool) -> Array:
     """Sum over the ranks of `comm` before this one, with its own unless `exclusive`: then the first rank's isn't used."""
-    _compare(comm, "Scan", array)
+    compare(comm, "Scan", array)
     pieces = _cut(array)
     passage = passing(array, pieces)
     # MPI leaves the first rank's exclusive sum as it is, or writes to it all the same.
@@ -98,7 +99,7 @@ def scan(comm: Comm, array: Array, exclusive: bool) -> Array:
 
 def alltoall(channel: Channel, array: Array) -> Array:
     """Transpose blocks: block s of rank r becomes block r of rank s."""
-    _compare(channel.data, "Alltoall", array)
+    compare(channel.data, "Alltoall", array)
     counts = [array.size // channel.size] * channel.size
     pieces = of_blocks(counts, array.dtype.itemsize)
     going, coming = departing(array, pieces), arriving(_like(array), pieces)
@@ -142,7 +143,7 @@ def scatter(channel: Channel, array: Array | None, root: int | None, counts: lis
 
 def reduce_scatter(channel: Channel, array: Array, counts: list[int], block: Spec) -> Array:
     """Sum every rank's array and give each rank its block of the sum."""
-    _compare(channel.data, "Reduce_scatter", array)
+    compare(channel.data, "Reduce_scatter", array)
     pieces = of_blocks(counts, block.dtype.itemsize)
     going, coming = departing(array, pieces), arriving(block, of_block(counts, channel.rank, block.dtype.itemsize))
     for number, ranges in enumerate(pieces):
