@@ -70,7 +70,7 @@ class Reductions(Division):
         return anp.sqrt(square) if getval(square) else square
 
     def max(self, u: LocalArray) -> ReplicatedArray:
-        """Return the largest value of the whole grid.
+        """Return the largest value of the whole grid; NaN where any cell is NaN.
 
         Parameters
         ----------
@@ -93,7 +93,7 @@ class Reductions(Division):
         Adjoint
         -------
         The sum of all ranks' cotangents goes to the cell with that value; where several have it, to the ranks that do in
-        equal parts, and there to their cells in equal parts.
+        equal parts, and there to their cells in equal parts. Where the value is NaN, so are the cotangents of all cells.
         """
         return mpi_allreduce(anp.max(self._checked(u, self.local_shape, "Domain.max")), MAX, comm=self.comm)
 

@@ -27,13 +27,14 @@ def mpi_allreduce(x: LocalArray, op: Op = SUM, comm: Comm = None) -> ReplicatedA
     ----------
     x : array or number, the same shape and dtype on all ranks
     op : mpi4py operation
-        `MPI.SUM`, `PROD`, `MAX` or `MIN`; for integers and booleans any that MPI has for them.
+        `MPI.SUM`, `PROD`, `MAX` or `MIN`; for integers and booleans any that MPI has for them. NaN on any rank is the
+        maximum, and the minimum, as in NumPy.
     comm : mpi4py intracommunicator, optional
 
     Returns
     -------
     array
-        Same shape and dtype as `x`, equal on all ranks.
+        Same shape and dtype as `x`, equal on all ranks; bit for bit where it is a maximum or a minimum, zeros being 0.0.
 
     Raises
     ------
@@ -47,7 +48,8 @@ def mpi_allreduce(x: LocalArray, op: Op = SUM, comm: Comm = None) -> ReplicatedA
     Adjoint
     -------
     SUM: the sum of all ranks' cotangents, on every rank. PROD: that sum times the product of the other ranks' factors
-    (right with zeros among them). MAX, MIN: that sum, shared equally among all tied entries of all ranks.
+    (right with zeros among them). MAX, MIN: that sum, shared equally among all tied entries of all ranks; where the
+    result is NaN, NaN on all ranks.
     """
     return communicate(ALLREDUCE, x, Reduction(channel(comm, "mpi_allreduce"), reduction_of(op, x, "mpi_allreduce")))
 

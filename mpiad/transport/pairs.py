@@ -22,7 +22,7 @@ __all__ = ["allgather", "allreduce", "are_two", "reduce_scatter"]
 # Bytes: shorter ones travel as fast in any way; of very long ones each rank combines a half, and sends the result.
 _LONG, _VERY_LONG = 1 << 16, 1 << 20
 # What a with b is, is b with a, to the same bits; `extremes` sees to zeros and NaN.
-_FUNCTIONS = {"SUM": np.add, "MAX": np.maximum, "MIN": np.minimum}
+_FUNCTIONS: dict[str | None, np.ufunc] = {"SUM": np.add, "MAX": np.maximum, "MIN": np.minimum}
 
 
 def are_two(channel: Channel, whole: Any, op: Op = MPI.SUM) -> bool:

@@ -67,6 +67,17 @@ def test_extrema(rank_rng):
     np.testing.assert_allclose(domain.sum(tie), 1.0, 1e-12)
 
 
+def test_a_nan_in_any_cell_is_the_largest_and_the_smallest(rank, size):
+    domain = Domain(SHAPE)
+    for where in range(size):
+        u = np.full(domain.local_shape, 1.0 + rank)
+        u[0, -1] = np.nan if rank == where else 0.5
+        for fun in (domain.max, domain.min):
+            with np.errstate(invalid="ignore"):  # none of the block's cells is its NaN
+                value, gradient = mpiad.value_and_grad(fun)(u)
+            assert np.isnan(value) and np.isnan(gradient).all()
+
+
 def test_blocks_with_halo_are_refused():
     domain = Domain(SHAPE)
     padded = np.ones(domain.padded_shape)

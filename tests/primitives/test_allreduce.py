@@ -180,3 +180,25 @@ def test_operations_that_mpi_does_not_reduce_by(size):
         with pytest.raises(TypeError, match="mpi_allreduce: op must be MPI.SUM, .*MPI.BXOR for x of dtype int64"):
             mpiad.mpi_allreduce(np.array([1, 2]), op)
     assert mpiad.mpi_allreduce(1) == size
+
+
+@pytest.mark.parametrize("op", [MPI.MAX, MPI.MIN])
+def test_derivatives_of_a_maximum_that_is_nan_are_nan_on_all_ranks(rank, size, op):
+    x = np.array([np.nan if rank == size - 1 else 1.0, 1.0 + rank])
+    slope = [np.nan, (rank == (size - 1 if op is MPI.MAX else 0))]
+    vjp, y = mpiad.make_vjp(lambda x: mpiad.mpi_allreduce(x, op))(x)
+    np.testing.assert_array_equal(y, [np.nan, size if op is MPI.MAX else 1])
+    np.testing.assert_array_equal(vjp(np.full(2, rank + 1.0)), np.multiply(slope, size * (size + 1) / 2))
+    tangent = mpiad.jvp(lambda x: mpiad.mpi_allreduce(x, op), x, np.full(2, rank + 1.0))[1]
+    np.testing.assert_array_equal(tangent, [np.nan, size if op is MPI.MAX else 1])
+
+
+def test_a_loop_ends_on_all_ranks_alike_where_a_residual_was_nan(rank, size):
+    for where in range(size):
+        turns, largest = 0, np.array([0.0])
+        # A rank that left the loop alone would meet the others' reductions with its next call, and be told.
+        with mpiad.debug.checked():
+            while not largest[0] > 2 and turns < 9:
+                residual = np.nan if rank == where and turns < 4 else 3.0 - rank / size
+                largest, turns = mpiad.mpi_allreduce(np.array([residual]), op=MPI.MAX), turns + 1
+            assert mpiad.mpi_allgather(turns).tolist() == [5] * size

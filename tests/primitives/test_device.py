@@ -171,6 +171,17 @@ def test_integers_travel_untraced(rngs, rank, size, dtype, way):
             np.testing.assert_array_equal(on_host(mpiad.mpi_scan(x)), sum(xs[: rank + 1]))
 
 
+@pytest.mark.parametrize("place", [through_device, beside], ids=["devices", "mixed"])
+@each_way
+def test_a_nan_on_any_rank_is_the_maximum_on_all(rank, size, way, place):
+    count = size + 30
+    xs = [np.where(np.arange(count) == r, np.nan, np.arange(count) % (r + 2)).astype("f4") for r in range(size)]
+    with travelling(way):
+        for op, extreme in ((MPI.MAX, np.maximum), (MPI.MIN, np.minimum)):
+            found = place(lambda x, op=op: mpiad.mpi_allreduce(x, op))(xs[rank])
+            np.testing.assert_array_equal(found, extreme.reduce(xs), strict=True)
+
+
 @each_way
 def test_results_are_memory_of_their_own(rank, way):
     with travelling(way):

@@ -1,3 +1,4 @@
+import autograd.numpy as anp
 import numpy as np
 import pytest
 import reference
@@ -30,6 +31,15 @@ def test_ties_and_zeros(rngs, size, root, name):
     xs = [rng.integers(0, 3, 8).astype("f8") for rng in rngs]
     program = reference.reduction(name, [(8,)] * size, root % size)
     check(lambda x: mpiad.mpi_reduce(x, OPS[name], root % size), program, xs, rngs)
+
+
+@pytest.mark.parametrize("name, op", [("MAX", MPI.MAX), ("MIN", MPI.MIN)])
+def test_a_nan_on_any_rank_is_the_roots_result(rank, size, name, op):
+    for where in range(size):
+        x, root = np.array([np.nan if rank == where else 1.0, 2.0 + rank]), (where + 1) % size
+        y, gradient = mpiad.value_and_grad(lambda x: anp.sum(mpiad.mpi_reduce(x, op, root)), root=root)(x)
+        assert np.isnan(y)
+        np.testing.assert_array_equal(gradient, [np.nan, rank == (size - 1 if name == "MAX" else 0)])
 
 
 def test_integers(rngs, size):
