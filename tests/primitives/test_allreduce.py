@@ -182,15 +182,16 @@ def test_operations_that_mpi_does_not_reduce_by(size):
     assert mpiad.mpi_allreduce(1) == size
 
 
-@pytest.mark.parametrize("op", [MPI.MAX, MPI.MIN])
-def test_derivatives_of_a_maximum_that_is_nan_are_nan_on_all_ranks(rank, size, op):
-    x = np.array([np.nan if rank == size - 1 else 1.0, 1.0 + rank])
-    slope = [np.nan, (rank == (size - 1 if op is MPI.MAX else 0))]
-    vjp, y = mpiad.make_vjp(lambda x: mpiad.mpi_allreduce(x, op))(x)
-    np.testing.assert_array_equal(y, [np.nan, size if op is MPI.MAX else 1])
-    np.testing.assert_array_equal(vjp(np.full(2, rank + 1.0)), np.multiply(slope, size * (size + 1) / 2))
-    tangent = mpiad.jvp(lambda x: mpiad.mpi_allreduce(x, op), x, np.full(2, rank + 1.0))[1]
-    np.testing.assert_array_equal(tangent, [np.nan, size if op is MPI.MAX else 1])
+@pytest.mark.parametrize("name", ["MAX", "MIN"])
+def test_derivatives_of_a_maximum_that_is_nan_are_nan_on_all_ranks(rank, size, name):
+    op, extreme, winner = {"MAX": (MPI.MAX, size, size - 1), "MIN": (MPI.MIN, 1, 0)}[name]
+    for where in range(size):
+        x, v = np.array([np.nan if rank == where else 1.0, 1.0 + rank]), np.full(2, rank + 1.0)
+        vjp, y = mpiad.make_vjp(lambda x: mpiad.mpi_allreduce(x, op))(x)
+        np.testing.assert_array_equal(y, [np.nan, extreme])
+        np.testing.assert_array_equal(vjp(v), [np.nan, size * (size + 1) / 2 if rank == winner else 0])
+        tangent = mpiad.jvp(lambda x: mpiad.mpi_allreduce(x, op), x, v)[1]
+        np.testing.assert_array_equal(tangent, [np.nan, winner + 1])
 
 
 def test_a_loop_ends_on_all_ranks_alike_where_a_residual_was_nan(rank, size):

@@ -37,7 +37,7 @@ def test_ties_and_zeros(rngs, size, root, name):
 def test_a_nan_on_any_rank_is_the_roots_result(rank, size, name, op):
     for where in range(size):
         x, root = np.array([np.nan if rank == where else 1.0, 2.0 + rank]), (where + 1) % size
-        y, gradient = mpiad.value_and_grad(lambda x: anp.sum(mpiad.mpi_reduce(x, op, root)), root=root)(x)
+        y, gradient = mpiad.value_and_grad(lambda x, r: anp.sum(mpiad.mpi_reduce(x, op, r)), root=root)(x, root)
         assert np.isnan(y)
         np.testing.assert_array_equal(gradient, [np.nan, rank == (size - 1 if name == "MAX" else 0)])
 

@@ -44,7 +44,9 @@ def values(rank: int, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.complex128, np.int64, np.int16])
 @pytest.mark.parametrize("count", [LONG, 19 * LONG + 1])
-def test_sums_and_extremes_of_long_arrays(dtype: Any, count: int, rank: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_and_extremes_of_long_arrays(
+    dtype: Any, count: int, rank: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     noted, used = Noted(monkeypatch), channel(None, "test")
     x = values(rank, (3, 2 * count), dtype)[:, ::2]  # not contiguous
     found = collectives.allreduce(used, x, SUM, "test")
