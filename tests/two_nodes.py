@@ -18,8 +18,8 @@ from ode_systems import decay
 
 import mpiad
 from mpiad import mpi_allreduce, mpi_local_rank, mpi_recv, mpi_send, value_and_grad
+from mpiad.compiling import cache
 from mpiad.ensemble import EnsembleMPI, EnsembleProblem, ODEProblem, solve
-from mpiad.ensemble.compiled import cache
 from mpiad.optimize.exchange import ThroughMemory, exchange_of
 from mpiad.transport import shared_memory
 
@@ -57,8 +57,8 @@ def exchange_in_pairs(comm: MPI.Comm, ranks: list[int]) -> None:
     J, gradient = value_and_grad(
         lambda x: anp.sum(weights[RANK] * mpi_allreduce(x, comm=comm)), objective="sum", comm=comm
     )(values[RANK])
-    assert J == sum(weights.values()) @ sum(values.values())
-    assert np.array_equal(gradient, sum(weights.values()))
+    total_weight, total = (np.sum([*arrays.values()], axis=0) for arrays in (weights, values))
+    assert J == total_weight @ total and np.array_equal(gradient, total_weight)
 
 
 def receive_from_anyone(rounds: int = 20) -> None:
