@@ -149,6 +149,12 @@ def devices(request: pytest.FixtureRequest) -> device_kinds.StandIn | device_kin
 
 
 @pytest.fixture
+def rank_counts(request: pytest.FixtureRequest) -> tuple[int, ...]:
+    """Numbers of ranks on which an example must have the same answer: one, and three, or with `--thorough` two and four."""
+    return (1, 2, 4) if request.config.getoption("thorough") else (1, 3)
+
+
+@pytest.fixture
 def mpirun(tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..., CompletedProcess]:
     """`mpirun(n, program, *args, timeout=40, env=None, cwd=None)`: run a program on n ranks of its own.
 

@@ -1,8 +1,8 @@
-"""Run an example on 1, 2 and 4 ranks and compare what it saves."""
+"""Run an example on several numbers of ranks and compare what it saves."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -11,10 +11,12 @@ import numpy as np
 Run = Callable[..., CompletedProcess]
 
 
-def check_same_answers(mpirun: Run, program: str, folder: Path, *arguments: object, timeout: float = 60) -> dict:
-    """Compare the arrays of `--save` to 1e-10 and return those of one rank; the programs print the same but for ranks."""
+def check_same_answers(
+    mpirun: Run, counts: Sequence[int], program: str, folder: Path, *arguments: object, timeout: float = 60
+) -> dict:
+    """Compare the arrays of `--save` to 1e-10 and return those of the first; the programs print the same but for ranks."""
     saved = []
-    for ranks in (1, 2, 4):
+    for ranks in counts:
         place = folder / str(ranks)
         place.mkdir()
         done = mpirun(ranks, program, *arguments, "--save", "answer.npz", timeout=timeout, cwd=place)

@@ -13,9 +13,9 @@ pytestmark = [pytest.mark.launches, pytest.mark.limit(400)]
 PROGRAM = "examples/burgers_control.py"
 
 
-def test_same_answer_on_any_number_of_ranks(mpirun: Run, tmp_path: Path) -> None:
+def test_same_answer_on_any_number_of_ranks(mpirun: Run, tmp_path: Path, rank_counts: tuple) -> None:
     found = check_same_answers(
-        mpirun, PROGRAM, tmp_path, "--cells", 15, "--steps", 5, "--iterations", 6, "--most", 1, timeout=100
+        mpirun, rank_counts, PROGRAM, tmp_path, "--cells", 15, "--steps", 5, "--iterations", 6, "--most", 1, timeout=100
     )
     assert np.linalg.norm(found["found"] - found["true"]) < 0.3 * np.linalg.norm(found["true"])
 

@@ -14,9 +14,9 @@ pytestmark = [pytest.mark.launches, pytest.mark.limit(400)]
 PROGRAM = "examples/poisson_inverse.py"
 
 
-def test_same_answer_on_any_number_of_ranks(mpirun: Run, tmp_path: Path) -> None:
+def test_same_answer_on_any_number_of_ranks(mpirun: Run, tmp_path: Path, rank_counts: tuple) -> None:
     arguments = "--cells", 10, "--iterations", 4, 4, "--most", 1
-    found = check_same_answers(mpirun, PROGRAM, tmp_path, *arguments, timeout=120)
+    found = check_same_answers(mpirun, rank_counts, PROGRAM, tmp_path, *arguments, timeout=120)
     for name in ("field", "network"):
         assert np.linalg.norm(found[name] - found["true"]) < 0.7 * np.linalg.norm(found["true"])
 
