@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import time
@@ -192,16 +191,6 @@ def test_bounds_that_cross_are_refused_by_every_method(method: str, rank: int) -
         with pytest.raises(ValueError, match="variable 2 has lower bound 2.0 and upper bound 1.0"):
             minimize(bowl, np.zeros(3), method=method, objective="mean", bounds=bounds if rank == 0 else None)
     assert minimize(bowl, np.zeros(3), method=method, objective="mean").fun < 1e-4
-
-
-def test_x0_of_other_shapes_on_other_ranks(rank: int, size: int) -> None:
-    start = np.zeros(3) if rank == size - 1 else np.zeros((2, 2 + rank))
-    if os.environ.get("MPIAD_DEBUG") == "1" and size > 1:
-        with pytest.raises(ValueError, match="x0"):
-            minimize(bowl, start, root=size - 1, objective="mean")
-        return
-    result = minimize(bowl, start, root=size - 1, objective="mean")
-    np.testing.assert_allclose(result.x, 3.0, atol=1e-4)
 
 
 @pytest.mark.parametrize("limit", ["ten", -1, 2.5, np.nan])
