@@ -63,11 +63,14 @@ def find_mpiexec() -> str:
 def launch_environment(ranks: int, folder: Path, changes: Mapping[str, str | None]) -> dict[str, str]:
     """Return the environment of a job: this one, less what makes it a rank of another job.
 
-    It doesn't ask for unbuffered output, in which `print` writes a line and its end apart: two ranks' lines mix.
+    It doesn't ask for unbuffered output, in which `print` writes a line and its end apart: two ranks' lines mix. And it
+    lets Python keep what it has compiled.
     """
     inside_a_job = any(name in os.environ for name in RANK_VARIABLES)
     keep = {k: v for k, v in os.environ.items() if not (inside_a_job and k.startswith(OF_THE_LAUNCHER))}
     keep.pop("PYTHONUNBUFFERED", None)
+    # Without it each of some thousand processes would compile the library anew, which is half of its start.
+    keep.pop("PYTHONDONTWRITEBYTECODE", None)
     defaults = {
         "OMP_NUM_THREADS": "1",  # one BLAS thread pool for each rank on shared cores is far slower
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",  # Open MPI 5
