@@ -108,7 +108,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _differs_here(config: pytest.Config, item: pytest.Item) -> bool:
     """Return whether a test is to run on this number of ranks beside one and three."""
-    tests = Path(__file__).parent
+    tests = config.rootpath / "tests"
     chosen = [Path(name.split("::")[0]).resolve() for name in config.args]
     if WORLD.size not in WHOLE_SUITE or chosen != [tests] or config.getoption("thorough"):
         return True

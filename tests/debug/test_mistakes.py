@@ -20,7 +20,7 @@ INFINITE = float("inf")
 
 
 def place(rank, cores=(0, 1), threads=1, node="a", quota=INFINITE, **versions):
-    return Place(rank, rank, node, tuple(cores), quota, {"openblas": threads}, [], "", "python", versions)
+    return Place(rank, rank, node, tuple(cores), quota, {"openblas": threads}, "none", [], "", "python", versions)
 
 
 def texts(found, severity="warning"):

@@ -34,19 +34,6 @@ except mpiad.errors.ReplicationError as error:
     mpiad.mpi_print(error.ranks, error.path, error.absolute == 2.0**-52)
 """
 
-START = """
-import numpy as np, autograd.numpy as anp, mpiad
-rank = mpiad.mpi_rank()
-loss = lambda x: mpiad.mpi_sum(anp.sum((x - 1) ** 2))
-for other in (None, [0, 0], np.zeros(2), np.ones(2), "nonsense"):
-    try:
-        result = mpiad.minimize(loss, np.zeros(2) if rank == 0 else other)
-        told = result.success
-    except mpiad.errors.ReplicationError as error:
-        told = error.ranks, error.path
-    mpiad.mpi_print(told)
-"""
-
 
 def test_copies_that_differ_raise_on_all_ranks(mpirun):
     done = mpirun(3, PROGRAM, env={"MPIAD_DEBUG": "1"})
@@ -70,11 +57,3 @@ def test_an_objective_that_differs_raises_on_all_ranks(mpirun):
     assert (done.stdout, done.returncode) == ("[1] J True\n" * 3, 0), done.stderr
     done = mpirun(3, UNEQUAL, env={"MPIAD_DEBUG": None})
     assert done.stdout == "1.0\n1.0000000000000002\n1.0\n", done.stderr
-
-
-def test_a_start_that_differs_from_the_roots_raises_on_all_ranks(mpirun):
-    done = mpirun(2, START, env={"MPIAD_DEBUG": "1"})
-    expected = "True\nTrue\n" * 3 + "([1], 'x0')\n([1], 'x0')\n" * 2
-    assert (done.stdout, done.returncode) == (expected, 0), done.stderr
-    done = mpirun(2, START, env={"MPIAD_DEBUG": None})
-    assert done.stdout == "True\n" * 10, done.stderr
