@@ -49,7 +49,7 @@ def mpi_sum(x: LocalArray, root: Rank = 0, comm: Comm = None) -> RootArray:
 
 
 def _forward(x: Any, p: Summing) -> Any:
-    return collectives.reduce(p.channel, x, SUM, p.root, "mpi_sum")
+    return collectives.reduce(p.channel, x, p.root, "mpi_sum")
 
 
 def _adjoint(ans: Any, x: Any, p: Summing) -> Any:

@@ -56,27 +56,27 @@ def _combined(channel: Channel, array: Array, op: Op, private: bool = False) -> 
     return way.home(room)
 
 
-def reduce(channel: Channel, x: Array, op: Op, root: int, call: str) -> Array:
-    """Combine every rank's array on the root; zeros elsewhere."""
+def reduce(channel: Channel, x: Array, root: int, call: str) -> Array:
+    """Add up every rank's array on the root; zeros elsewhere."""
     array = outgoing(x, call)
     if divides(array.nbytes):
-        return in_pieces.reduce(channel, array, op, root)
+        return in_pieces.reduce(channel, array, root)
     if type(array) is not np.ndarray:
-        return _reduce_on_device(channel, array, op, root)
+        return _reduce_on_device(channel, array, root)
     out = np.empty(array.shape, array.dtype) if channel.rank == root else np.zeros(array.shape, array.dtype)
-    channel.data.Reduce(array, out if channel.rank == root else None, op, root)
+    channel.data.Reduce(array, out if channel.rank == root else None, MPI.SUM, root)
     return out if array.ndim else out[()]
 
 
-def _reduce_on_device(channel: Channel, array: Array, op: Op, root: int) -> Array:
+def _reduce_on_device(channel: Channel, array: Array, root: int) -> Array:
     arrays = arrays_of(array)
     way = way_of(arrays)
     # Room on the device is made on the root alone.
     if channel.rank != root:
-        channel.data.Reduce(way.lent(array), None, op, root)
+        channel.data.Reduce(way.lent(array), None, MPI.SUM, root)
         return Spec(array.shape, array.dtype, arrays).zeros()
     room = way.room(array.shape, array.dtype)
-    channel.data.Reduce(way.lent(array), way.buffer(room), op, root)
+    channel.data.Reduce(way.lent(array), way.buffer(room), MPI.SUM, root)
     return way.home(room)
 
 

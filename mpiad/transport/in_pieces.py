@@ -48,18 +48,18 @@ def allreduce(channel: Channel, array: Array, op: Op, private: bool = False) -> 
     return passage.home()
 
 
-def reduce(channel: Channel, array: Array, op: Op, root: int) -> Array:
-    """Combine every rank's array on the root; zeros elsewhere."""
-    compare(channel.data, "Reduce", array, op, root)
+def reduce(channel: Channel, array: Array, root: int) -> Array:
+    """Add up every rank's array on the root; zeros elsewhere."""
+    compare(channel.data, "Reduce", array, MPI.SUM, root)
     pieces = _cut(array)
     if channel.rank != root:
         going = departing(array, pieces)
         for number in range(len(pieces)):
-            channel.data.Reduce(going.piece(number), None, op, root)
+            channel.data.Reduce(going.piece(number), None, MPI.SUM, root)
         return _like(array).zeros()
     passage = passing(array, pieces)
     for number in range(len(pieces)):
-        channel.data.Reduce(MPI.IN_PLACE, passage.piece(number), op, root)
+        channel.data.Reduce(MPI.IN_PLACE, passage.piece(number), MPI.SUM, root)
         passage.take(number)
     return passage.home()
 
