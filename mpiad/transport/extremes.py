@@ -24,14 +24,23 @@ def are_meant(array: Array, op: Op) -> bool:
 
 def marked(array: Array, op: Op) -> Array:
     """Return the entries of a contiguous array and behind them the mark, new memory where the array lies."""
-    arrays, flat = arrays_of(array), array.reshape(-1)
+    arrays = arrays_of(array)
+    # What loops wait for is one number, and these calls of NumPy would take longer than the reduction of it.
+    if arrays is None and array.size == 1:
+        number = array.item() + 0.0
+        return np.array((number, (number != number) * _greater(op)), array.dtype)
+    flat = array.reshape(-1)
     out = np.empty(flat.size + 1, flat.dtype) if arrays is None else arrays.empty((flat.size + 1,), flat.dtype)
     entries, mark = out[:-1], out[-1:]
     mark.fill(0.0)
     np.add(flat, mark, out=entries)  # -0.0 + 0.0 is 0.0
-    # Of zeros and the marks of ranks that have NaN, one of the latter comes out.
-    mark[0] = np.count_nonzero(np.isnan(entries)) * (1.0 if op == MPI.MAX else -1.0)
+    mark[0] = np.count_nonzero(np.isnan(entries)) * _greater(op)
     return out
+
+
+def _greater(op: Op) -> float:
+    """Return a mark that comes out among zeros, those of ranks without NaN."""
+    return 1.0 if op == MPI.MAX else -1.0
 
 
 def any_marked(found: Array) -> bool:

@@ -60,6 +60,8 @@ def test_numbers_and_empty_arrays(rank: int, size: int) -> None:
             x = scalar(-np.nan if rank == where else 1 + rank)
             found = collectives.allreduce(used, x, MPI.MIN, "test")
             assert type(found) is scalar and found.tobytes() == scalar(np.nan).tobytes()
+        zero = collectives.allreduce(used, -0.0 if rank == where else 0.0, MPI.MAX, "test")
+        assert zero.tobytes() == np.float64(0.0).tobytes()
     empty = collectives.allreduce(used, np.zeros((3, 0), "f4"), MPI.MAX, "test")
     assert empty.shape == (3, 0) and empty.dtype == np.float32
     largest = collectives.allreduce(used, np.array([1e200, -np.inf, np.inf, 5e-324]) / (rank + 1), MPI.MAX, "test")
