@@ -6,7 +6,7 @@ Each library has a program in `benchmarks/lorenz/` (`problem.py` there says what
 own, the peers in the environment that `make bench-peers` makes; one that isn't there is left out, and said so. The
 programs take turns, the smallest time counts, and all have the same thresholds of malloc. Compilation isn't counted.
 
-mpiad's rows are those of compiled kernels, where numba is installed, and of its vectorised path; `lanes` is a kernel
+mpiad's rows are those of compiled kernels, where llvmlite is installed, and of its vectorised path; `lanes` is a kernel
 written by hand for this problem alone.
 
 - `ms`, and that time over mpiad's and over that of the least that NumPy must do (`benchmarks/lorenz/side_numpy.py`);
@@ -134,7 +134,7 @@ def main() -> None:
     sides = [side for side in options.sides if installed(side)]
     for side in set(options.sides) - set(sides):
         print(f"{side} isn't installed" + ("" if side in OWN else ": make bench-peers"))
-        report_missing(f"Lorenz beside {side}", "not installed" if side in OWN else "peer not installed")
+        report_missing(f"Lorenz beside {side}", "numba not installed" if side == "lanes" else "peer not installed")
     all_rows = []
     for n in options.n:
         exact = measure("scipy", "reference", n, 0)

@@ -5,7 +5,7 @@
 The problem is that of `benchmarks/lorenz/problem.py`; parameters and results live on the device. Of each case the smallest
 time counts, from the call until the device is idle; compilation isn't counted, and is told apart.
 
-- `ms`, and trajectories per second, beside those of kernels on one core of the CPU (10⁵ trajectories, where numba is);
+- `ms`, and trajectories per second, beside those of kernels on one core of the CPU (10⁵ trajectories, where llvmlite is);
 - GFLOP/s: operations of the program that f was traced to, and of a step's sums, times the steps that were tried; divisions,
   roots and powers count as one each, so it is a lower bound;
 - and that as a part of what the device can do, its fused multiply-add units times two times their clock.
