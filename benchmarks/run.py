@@ -55,11 +55,11 @@ JOBS = (
     Job("primitives.py", 2, 90),
     Job("local_adjoints.py", 1, 80),
     Job("beside_peers.py", 1, 180, "--rounds 2"),
-    Job("guard.py", 2, 40),
+    Job("guard.py", 2, 60),
     # Peers take minutes to compile their programs, again in each round; 10⁵ systems are in ensemble_ranks.py.
     Job("ensemble.py", 1, 360, "--n 1000 10000 --rounds 1 --budget 1.5"),
     Job("ensemble_stragglers.py", 1, 60),
-    Job("ensemble_ranks.py", 2, 330, "--repeats 3"),
+    Job("ensemble_ranks.py", 2, 310, "--repeats 3"),
     Job("optimize.py", 2, 70, "--variables 10000000"),
     Job("linalg.py", 1, 40),
     Job("linalg.py", 2, 40),
