@@ -30,10 +30,10 @@ from lorenz.problem import ATOL, BETA, RTOL, SIGMA, START, T0, T1, parameters
 
 import mpiad
 import mpiad.device
+from mpiad.compiling.derivatives import jvp, vjp
 from mpiad.device import to_device, to_host
 from mpiad.ensemble import RK45, EnsembleGPU, EnsembleProblem, EnsembleVectorized, ODEProblem, solve
 from mpiad.ensemble.batch import Parameters
-from mpiad.ensemble.compiled.derivatives import jvp, vjp
 from mpiad.ensemble.compiled.trace import trace
 
 # FP64 and FP32 units of a multiprocessor, by the architecture's number.

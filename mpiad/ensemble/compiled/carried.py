@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.ensemble.compiled.parts import from_parts
+from mpiad.compiling.complex_parts import from_parts
 from mpiad.ensemble.compiled.solver import Solver
 from mpiad.ensemble.run import INITIAL, NOWHERE, Run
 

@@ -14,11 +14,11 @@ from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 from mpiad._typing import Function
+from mpiad.compiling.complex_parts import is_complex
+from mpiad.compiling.program import Program
+from mpiad.compiling.refusals import Untraceable
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleSerial
 from mpiad.ensemble.batch import Batch
-from mpiad.ensemble.compiled.parts import is_complex
-from mpiad.ensemble.compiled.program import Program
-from mpiad.ensemble.compiled.refusals import Untraceable
 from mpiad.ensemble.compiled.trace import identity_of, trace
 from mpiad.ensemble.compiled.verification import verify
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from mpiad.compiling.complex_parts import real_dtype
+from mpiad.compiling.program import Program
+from mpiad.compiling.refusals import Untraceable, place_of
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.compiled.choice import MOST_OPERATIONS, Tell, changes
-from mpiad.ensemble.compiled.parts import real_dtype
-from mpiad.ensemble.compiled.program import Program
-from mpiad.ensemble.compiled.refusals import Untraceable, place_of
 from mpiad.ensemble.compiled.trace import trace
 from mpiad.ensemble.compiled.verification import verify_condition
 from mpiad.ensemble.events import Event

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from mpiad.compiling.cache import Kernel, kernel_of
-from mpiad.ensemble.compiled.derivatives import jvp, vjp
+from mpiad.compiling.derivatives import jvp, vjp
+from mpiad.compiling.lowering import lowered
+from mpiad.compiling.operations import OPERATIONS
+from mpiad.compiling.program import Program
+from mpiad.compiling.simplify import simplify
+from mpiad.compiling.source import function_source
 from mpiad.ensemble.compiled.form import Form
 from mpiad.ensemble.compiled.forward import forward_source
-from mpiad.ensemble.compiled.lowering import lowered
-from mpiad.ensemble.compiled.operations import OPERATIONS
-from mpiad.ensemble.compiled.program import Program
 from mpiad.ensemble.compiled.reverse import reverse_source
 from mpiad.ensemble.compiled.signatures import signature_of
-from mpiad.ensemble.compiled.simplify import simplify
-from mpiad.ensemble.compiled.source import function_source
 
 __all__ = ["compiled", "forward_text", "parameter_names", "reverse_text"]
 

@@ -1,7 +1,7 @@
 """What is compiled of a batch, and remembered: a training loop solves the same f again and again.
 
 What was traced, compared with f and tried out needn't be so again, where f and the conditions read the same as then (see
-`readings`) and are given states and parameters of the same kinds.
+`function_fingerprint`) and are given states and parameters of the same kinds.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpiad.compiling.function_fingerprint import Fingerprint, fingerprint_of
+from mpiad.compiling.program import Program
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.compiled.layout import layout_of
-from mpiad.ensemble.compiled.program import Program
-from mpiad.ensemble.compiled.readings import Reading, reading_of
 from mpiad.ensemble.events import Event
 
 __all__ = ["Plan", "remembered"]
 
 # So that constants that change from solve to solve don't fill the memory.
 _MOST_PLANS = 64
-_plans: dict[Reading, Plan] = {}
+_plans: dict[Fingerprint, Plan] = {}
 
 
 class Plan(NamedTuple):
@@ -56,7 +56,7 @@ def remembered(
     forms: list[Any] = [parts.get(place, leaf) for place, leaf in enumerate(batch.p.leaves)]
     conditions = [event.written for event in events]
     kinds = (batch.shape, np.dtype(batch.u0.dtype).str, traced, must)
-    key = reading_of(batch.f, conditions, batch.p.build(forms), kinds)
+    key = fingerprint_of(batch.f, conditions, batch.p.build(forms), kinds)
     if key is not None and key in _plans:
         return _plans[key]
     plan = make()

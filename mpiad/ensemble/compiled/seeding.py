@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpiad._typing import Array
+from mpiad.compiling.complex_parts import from_parts
 from mpiad.ensemble.adjoint import of_ends
 from mpiad.ensemble.compiled.crossings import H, T, U
-from mpiad.ensemble.compiled.parts import from_parts
 from mpiad.ensemble.crossing import pull_crossing, pull_passing
 from mpiad.ensemble.derivative import derivative_of
 from mpiad.ensemble.ledger import Inside, Ledger

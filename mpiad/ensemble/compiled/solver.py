@@ -11,6 +11,8 @@ import numpy as np
 from autograd.tracer import isbox
 
 from mpiad._typing import Function
+from mpiad.compiling.complex_parts import is_complex, real_dtype
+from mpiad.compiling.program import Program
 from mpiad.ensemble.backends import EnsembleAlgorithm
 from mpiad.ensemble.batch import Batch, same_for_all
 from mpiad.ensemble.compiled.choice import is_wanted, tell_once, traced_program
@@ -19,9 +21,7 @@ from mpiad.ensemble.compiled.form import Form
 from mpiad.ensemble.compiled.kernels import compiled, forward_text, parameter_names, reverse_text
 from mpiad.ensemble.compiled.launch import launch
 from mpiad.ensemble.compiled.layout import Layout, layout_of
-from mpiad.ensemble.compiled.parts import is_complex, real_dtype
 from mpiad.ensemble.compiled.plans import Plan, remembered
-from mpiad.ensemble.compiled.program import Program
 from mpiad.ensemble.compiled.shares import threads_of
 from mpiad.ensemble.compiled.signatures import argument
 from mpiad.ensemble.outcome import Outcome

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from mpiad._typing import Array
+from mpiad.compiling.complex_parts import from_row_parts, parts, row_parts
+from mpiad.compiling.pacing import Paced
 from mpiad.ensemble.adjoint import Cotangents, pull_run
 from mpiad.ensemble.compiled.layout import Layout
-from mpiad.ensemble.compiled.pace import Paced
-from mpiad.ensemble.compiled.parts import from_row_parts, parts, row_parts
 from mpiad.ensemble.compiled.reverse import lanes_of
 from mpiad.ensemble.compiled.seeding import sown
 from mpiad.ensemble.compiled.shares import each

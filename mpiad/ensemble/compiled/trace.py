@@ -17,14 +17,14 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from mpiad._typing import Array, Function, Shape
+from mpiad.compiling.builder import Builder
+from mpiad.compiling.complex_parts import is_complex
+from mpiad.compiling.program import Program
+from mpiad.compiling.refusals import Untraceable, place_of, where_raised
+from mpiad.compiling.symbolic_arrays import SymbolicArray
+from mpiad.compiling.symbols import Symbol, numbers_of
 from mpiad.ensemble.batch import Parameters
-from mpiad.ensemble.compiled.arrays import SymbolicArray
-from mpiad.ensemble.compiled.builder import Builder
 from mpiad.ensemble.compiled.layout import layout_of
-from mpiad.ensemble.compiled.parts import is_complex
-from mpiad.ensemble.compiled.program import Program
-from mpiad.ensemble.compiled.refusals import Untraceable, place_of, where_raised
-from mpiad.ensemble.compiled.symbols import Symbol, numbers_of
 
 __all__ = ["identity_of", "trace"]
 

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 from mpiad._typing import Array, Function
+from mpiad.compiling.complex_parts import from_row_parts, is_complex, real_dtype, row_parts
+from mpiad.compiling.evaluation import evaluated
+from mpiad.compiling.program import Program
+from mpiad.compiling.refusals import Untraceable, place_of
 from mpiad.ensemble.batch import Batch
-from mpiad.ensemble.compiled.evaluation import evaluated
 from mpiad.ensemble.compiled.layout import layout_of
-from mpiad.ensemble.compiled.parts import from_row_parts, is_complex, real_dtype, row_parts
-from mpiad.ensemble.compiled.program import Program
-from mpiad.ensemble.compiled.refusals import Untraceable, place_of
 from mpiad.ensemble.derivative import derivative_of
 from mpiad.ensemble.events import Event
 from mpiad.ensemble.trial import MOVED

@@ -10,6 +10,7 @@ import pytest
 from ode_systems import lotka_volterra
 
 import mpiad
+from mpiad.compiling import pacing
 from mpiad.ensemble import (
     RK4,
     RK45,
@@ -23,7 +24,7 @@ from mpiad.ensemble import (
     remake,
     solve,
 )
-from mpiad.ensemble.compiled import choice, crossings, pace, sweep
+from mpiad.ensemble.compiled import choice, crossings, sweep
 
 pytestmark = [pytest.mark.serial, pytest.mark.limit(240)]
 pytest.importorskip("llvmlite")
@@ -88,7 +89,7 @@ def test_company_threads_batches_little_room_and_many_calls(monkeypatch):
     assert again.events == whole.events
     # A call for each turn.
     for name, value in {"_known": WeakKeyDictionary(), "_FIRST": 1, "_SECONDS": 0.0}.items():
-        monkeypatch.setattr(pace, name, value)
+        monkeypatch.setattr(pacing, name, value)
     rows = slice(300, 330)
     few = solve(waves(rows), trajectories=30, saveat=TIMES[rows], compile=True, **TIGHT)
     assert few.u.tobytes() == whole.u[rows].tobytes()

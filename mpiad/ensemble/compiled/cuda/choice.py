@@ -6,11 +6,11 @@ import numpy as np
 from autograd.core import JVPNode
 from autograd.tracer import isbox
 
+from mpiad.compiling.program import Program
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.compiled.choice import traced_program
 from mpiad.ensemble.compiled.cuda.kernels import Loaded
 from mpiad.ensemble.compiled.layout import layout_of
-from mpiad.ensemble.compiled.program import Program
 from mpiad.ensemble.compiled.solver import Compiler
 from mpiad.ensemble.settings import Settings
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from mpiad.compiling.derivatives import vjp
 from mpiad.ensemble.compiled.cuda.pieces import Pieces, block, dense_weights, numbered
 from mpiad.ensemble.compiled.cuda.plan import Plan
-from mpiad.ensemble.compiled.derivatives import vjp
 from mpiad.ensemble.events import BISECTIONS
 from mpiad.ensemble.retcodes import ReturnCode
 

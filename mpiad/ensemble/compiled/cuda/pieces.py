@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from mpiad.compiling.program import Program
+from mpiad.compiling.source import Names, lines
 from mpiad.ensemble.compiled.cuda.plan import Plan
-from mpiad.ensemble.compiled.program import Program
-from mpiad.ensemble.compiled.source import Names, lines
 
 __all__ = ["DUE", "PRELUDE", "Pieces", "block", "dense_weights", "numbered"]
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpiad.ensemble.compiled.program import Program
+from mpiad.compiling.program import Program
 from mpiad.ensemble.controller import Controller
 from mpiad.ensemble.tableaus import Tableau
 

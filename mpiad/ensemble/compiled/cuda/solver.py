@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpiad._typing import Array
+from mpiad.compiling.program import Program
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.compiled.cuda.events import ROWS
 from mpiad.ensemble.compiled.cuda.inputs import inputs_of, placed
@@ -21,7 +22,6 @@ from mpiad.ensemble.compiled.cuda.plan import Plan
 from mpiad.ensemble.compiled.cuda.shares import Share, longest_of_blocks, shares_within
 from mpiad.ensemble.compiled.cuda.source import cuda_source
 from mpiad.ensemble.compiled.layout import Layout
-from mpiad.ensemble.compiled.program import Program
 from mpiad.ensemble.gpu import EnsembleGPU
 from mpiad.ensemble.settings import Settings
 from mpiad.transport.device_arrays import ArrayModule

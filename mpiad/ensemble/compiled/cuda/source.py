@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from mpiad.compiling.derivatives import jvp, vjp
+from mpiad.compiling.program import Program
+from mpiad.compiling.simplify import simplify
 from mpiad.ensemble.compiled.cuda.events import condition_texts
 from mpiad.ensemble.compiled.cuda.forward import forward_text
 from mpiad.ensemble.compiled.cuda.pieces import DUE, PRELUDE, Pieces
 from mpiad.ensemble.compiled.cuda.plan import Plan
 from mpiad.ensemble.compiled.cuda.reverse import reverse_text
-from mpiad.ensemble.compiled.derivatives import jvp, vjp
-from mpiad.ensemble.compiled.program import Program
-from mpiad.ensemble.compiled.simplify import simplify
 
 __all__ = ["cuda_source"]
 

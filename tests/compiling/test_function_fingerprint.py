@@ -1,4 +1,4 @@
-"""Two readings of a function are equal only where nothing has changed that it can reach."""
+"""Two fingerprints of a function are equal only where nothing has changed that it can reach."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from autograd.extend import primitive
 
-from mpiad.ensemble.compiled.readings import reading_of
+from mpiad.compiling.function_fingerprint import fingerprint_of
 
 pytestmark = pytest.mark.serial
 
@@ -190,21 +190,21 @@ def value(f):
 @pytest.mark.parametrize("case", CASES)
 def test_what_has_changed_is_seen(case):
     f, change = CASES[case]()
-    before, reading = value(f), reading_of(f)
-    assert (reading is None) == (case in UNKNOWN)
-    assert reading == reading_of(f)
+    before, found = value(f), fingerprint_of(f)
+    assert (found is None) == (case in UNKNOWN)
+    assert found == fingerprint_of(f)
     change()
     assert value(f) != before
-    assert reading is None or reading_of(f) != reading
+    assert found is None or fingerprint_of(f) != found
 
 
 def test_what_is_given_with_it_is_seen():
     kinds = [(1,), (1.0,), (True,), [1], {"a": 1}, {"b": 1}, {"a": 1, "b": 2}, {"b": 2, "a": 1}, 0.0, -0.0, "0.0", None]
     kinds += [np.float32(1), np.float64(1), np.ones(2), np.ones((1, 2)), np.ones(2, int), anp.sin, np.sin, factor, len]
     kinds += [1 + 0j, complex(1.0, -0.0), 1j]
-    readings = [reading_of(factor, kind) for kind in kinds]
-    assert None not in readings
-    assert len(set(readings)) == len(kinds)
+    fingerprints = [fingerprint_of(factor, kind) for kind in kinds]
+    assert None not in fingerprints
+    assert len(set(fingerprints)) == len(kinds)
 
 
 def test_functions_of_the_same_text_and_values_read_the_same():
@@ -216,8 +216,8 @@ def test_functions_of_the_same_text_and_values_read_the_same():
 
         return partial(f)
 
-    assert reading_of(made(2.0)) == reading_of(made(2.0)) is not None
-    assert reading_of(made(2.0)) != reading_of(made(3.0))
+    assert fingerprint_of(made(2.0)) == fingerprint_of(made(2.0)) is not None
+    assert fingerprint_of(made(2.0)) != fingerprint_of(made(3.0))
 
 
 @pytest.mark.parametrize(
@@ -232,4 +232,4 @@ def test_functions_of_the_same_text_and_values_read_the_same():
     ],
 )
 def test_what_cannot_be_followed_is_unknown(f):
-    assert reading_of(f) is None
+    assert fingerprint_of(f) is None

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpiad.ensemble.compiled.lowering import lowered
-from mpiad.ensemble.compiled.operations import OPERATIONS
-from mpiad.ensemble.compiled.program import Program
+from mpiad.compiling.lowering import lowered
+from mpiad.compiling.operations import OPERATIONS
+from mpiad.compiling.program import Program
 
 __all__ = ["Names", "function_source", "lines"]
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from functools import cached_property
 from typing import NamedTuple
 
-from mpiad.ensemble.compiled.operations import OPERATIONS
+from mpiad.compiling.operations import OPERATIONS
 
 __all__ = ["INPUTS", "Instruction", "Program"]
 

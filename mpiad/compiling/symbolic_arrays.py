@@ -13,10 +13,10 @@ from typing import Any, NoReturn
 import numpy as np
 
 from mpiad._typing import Array, Shape
-from mpiad.ensemble.compiled.builder import Builder
-from mpiad.ensemble.compiled.functions import FUNCTIONS, METHODS
-from mpiad.ensemble.compiled.symbols import BRANCHES, Symbol, numbers_of
-from mpiad.ensemble.compiled.ufuncs import of_ufunc
+from mpiad.compiling.array_functions import FUNCTIONS, METHODS
+from mpiad.compiling.builder import Builder
+from mpiad.compiling.symbols import BRANCHES, Symbol, numbers_of
+from mpiad.compiling.ufuncs import of_ufunc
 
 __all__ = ["SymbolicArray"]
 

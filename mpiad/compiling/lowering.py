@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 
-from mpiad.ensemble.compiled.builder import Builder
-from mpiad.ensemble.compiled.program import Program
-from mpiad.ensemble.compiled.symbols import Symbol, choose
+from mpiad.compiling.builder import Builder
+from mpiad.compiling.program import Program
+from mpiad.compiling.symbols import Symbol, choose
 
 __all__ = ["lowered"]
 

@@ -14,12 +14,12 @@ import numpy as onp
 import pytest
 from autograd.core import make_jvp
 
+from mpiad.compiling.builder import Builder
+from mpiad.compiling.derivatives import jvp, vjp
 from mpiad.compiling.machine_code import code_of, function_of
+from mpiad.compiling.simplify import copied
+from mpiad.compiling.source import Names, lines
 from mpiad.ensemble.batch import Parameters
-from mpiad.ensemble.compiled.builder import Builder
-from mpiad.ensemble.compiled.derivatives import jvp, vjp
-from mpiad.ensemble.compiled.simplify import copied
-from mpiad.ensemble.compiled.source import Names, lines
 from mpiad.ensemble.compiled.trace import trace
 
 pytestmark = [

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from mpiad.ensemble.compiled.builder import Builder
-from mpiad.ensemble.compiled.partials import Partial, partials_of
-from mpiad.ensemble.compiled.program import Program
-from mpiad.ensemble.compiled.simplify import copied
-from mpiad.ensemble.compiled.symbols import Symbol, choose
+from mpiad.compiling.builder import Builder
+from mpiad.compiling.partials import Partial, partials_of
+from mpiad.compiling.program import Program
+from mpiad.compiling.simplify import copied
+from mpiad.compiling.symbols import Symbol, choose
 
 __all__ = ["jvp", "vjp"]
 

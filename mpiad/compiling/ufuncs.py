@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.ensemble.compiled.operations import OPERATIONS
-from mpiad.ensemble.compiled.symbols import Symbol, choose, numbers_of
+from mpiad.compiling.operations import OPERATIONS
+from mpiad.compiling.symbols import Symbol, choose, numbers_of
 
 if TYPE_CHECKING:
-    from mpiad.ensemble.compiled.arrays import SymbolicArray
+    from mpiad.compiling.symbolic_arrays import SymbolicArray
 
 __all__ = ["entrywise", "of_ufunc"]
 

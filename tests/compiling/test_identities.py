@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpiad.ensemble.compiled.builder import Builder
-from mpiad.ensemble.compiled.evaluation import evaluated
-from mpiad.ensemble.compiled.lowering import lowered
-from mpiad.ensemble.compiled.operations import OPERATIONS
-from mpiad.ensemble.compiled.program import Instruction, Program
-from mpiad.ensemble.compiled.simplify import simplify
+from mpiad.compiling.builder import Builder
+from mpiad.compiling.evaluation import evaluated
+from mpiad.compiling.lowering import lowered
+from mpiad.compiling.operations import OPERATIONS
+from mpiad.compiling.program import Instruction, Program
+from mpiad.compiling.simplify import simplify
 
 pytestmark = pytest.mark.serial
 

@@ -7,10 +7,10 @@ from typing import NoReturn
 
 import numpy as np
 
-from mpiad.ensemble.compiled.identities import identity
-from mpiad.ensemble.compiled.operations import OPERATIONS
-from mpiad.ensemble.compiled.program import Instruction, Program, exact
-from mpiad.ensemble.compiled.refusals import Refusal
+from mpiad.compiling.identities import identity
+from mpiad.compiling.operations import OPERATIONS
+from mpiad.compiling.program import Instruction, Program, exact
+from mpiad.compiling.refusals import Refusal
 
 __all__ = ["Builder"]
 

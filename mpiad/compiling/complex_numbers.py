@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mpiad.ensemble.compiled.symbols import Symbol
+    from mpiad.compiling.symbols import Symbol
 
 __all__ = ["complex_value"]
 

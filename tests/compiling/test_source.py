@@ -10,15 +10,15 @@ import pytest
 from traced_right_hand_sides import SYSTEMS
 
 from mpiad.compiling.arguments import arguments_of
+from mpiad.compiling.builder import Builder
+from mpiad.compiling.derivatives import vjp
+from mpiad.compiling.evaluation import evaluated
 from mpiad.compiling.machine_code import code_of, function_of
+from mpiad.compiling.operations import OPERATIONS
+from mpiad.compiling.source import Names, lines
 from mpiad.compiling.translation import translated
 from mpiad.differentiation.trees import flatten
 from mpiad.ensemble.batch import Parameters
-from mpiad.ensemble.compiled.builder import Builder
-from mpiad.ensemble.compiled.derivatives import vjp
-from mpiad.ensemble.compiled.evaluation import evaluated
-from mpiad.ensemble.compiled.operations import OPERATIONS
-from mpiad.ensemble.compiled.source import Names, lines
 from mpiad.ensemble.compiled.trace import trace
 from mpiad.ensemble.problem import ODEProblem
 

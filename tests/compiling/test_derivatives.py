@@ -9,15 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from traced_right_hand_sides import FOR_AUTOGRAD, SYSTEMS
 
+from mpiad.compiling.builder import Builder
+from mpiad.compiling.derivatives import jvp, vjp
+from mpiad.compiling.evaluation import evaluated
+from mpiad.compiling.operations import OPERATIONS
+from mpiad.compiling.partials import PARTIALS
+from mpiad.compiling.simplify import simplify
 from mpiad.differentiation.trees import flatten
 from mpiad.ensemble.batch import Parameters
-from mpiad.ensemble.compiled.builder import Builder
-from mpiad.ensemble.compiled.derivatives import jvp, vjp
-from mpiad.ensemble.compiled.evaluation import evaluated
 from mpiad.ensemble.compiled.layout import layout_of
-from mpiad.ensemble.compiled.operations import OPERATIONS
-from mpiad.ensemble.compiled.partials import PARTIALS
-from mpiad.ensemble.compiled.simplify import simplify
 from mpiad.ensemble.compiled.trace import trace
 from mpiad.ensemble.problem import ODEProblem
 

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpiad.ensemble.compiled.curves import interpolated, polynomial
-from mpiad.ensemble.compiled.symbols import Symbol, choose, numbers_of
-from mpiad.ensemble.compiled.ufuncs import entrywise, reduced
+from mpiad.compiling.symbols import Symbol, choose, numbers_of
+from mpiad.compiling.tabulated_functions import interpolated, polynomial
+from mpiad.compiling.ufuncs import entrywise, reduced
 
 if TYPE_CHECKING:
-    from mpiad.ensemble.compiled.arrays import SymbolicArray
+    from mpiad.compiling.symbolic_arrays import SymbolicArray
 
 __all__ = ["FUNCTIONS", "METHODS"]
 

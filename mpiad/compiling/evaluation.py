@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.ensemble.compiled.operations import OPERATIONS
-from mpiad.ensemble.compiled.program import Program
+from mpiad.compiling.operations import OPERATIONS
+from mpiad.compiling.program import Program
 
 __all__ = ["evaluated"]
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mpiad.ensemble.compiled.builder import Builder
+    from mpiad.compiling.builder import Builder
 
 __all__ = ["identity"]
 

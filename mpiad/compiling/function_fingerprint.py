@@ -20,10 +20,10 @@ import numpy as np
 
 from mpiad._typing import Function
 
-__all__ = ["Reading", "reading_of"]
+__all__ = ["Fingerprint", "fingerprint_of"]
 
 # Compared by equality.
-Reading: TypeAlias = "tuple[Any, ...]"
+Fingerprint: TypeAlias = "tuple[Any, ...]"
 
 _STAY = frozenset({"numpy", "autograd", "math", "cmath", "builtins"})
 # They read what no name says.
@@ -34,7 +34,7 @@ _LOAD_LOCAL = ("LOAD_FAST", "LOAD_FAST_BORROW")
 _NOTHING = object()
 
 
-def reading_of(f: Function, *given: Any) -> Reading | None:
+def fingerprint_of(f: Function, *given: Any) -> Fingerprint | None:
     """Return all that a function reads beside its arguments, None where that can't be told.
 
     Parameters

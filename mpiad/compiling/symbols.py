@@ -12,9 +12,9 @@ from typing import Any, NoReturn
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.ensemble.compiled.builder import Builder
-from mpiad.ensemble.compiled.complex_numbers import complex_value
-from mpiad.ensemble.compiled.operations import OPERATIONS
+from mpiad.compiling.builder import Builder
+from mpiad.compiling.complex_numbers import complex_value
+from mpiad.compiling.operations import OPERATIONS
 
 __all__ = ["BRANCHES", "Symbol", "choose", "number_of", "numbers_of"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from mpiad.ensemble.compiled.builder import Builder
-from mpiad.ensemble.compiled.program import Program
+from mpiad.compiling.builder import Builder
+from mpiad.compiling.program import Program
 
 __all__ = ["copied", "simplify"]
 

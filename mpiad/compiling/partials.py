@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import reduce
 from typing import TypeAlias
 
-from mpiad.ensemble.compiled.symbols import Symbol, choose
+from mpiad.compiling.symbols import Symbol, choose
 
 __all__ = ["PARTIALS", "Partial", "partials_of"]
 

@@ -17,7 +17,7 @@ _LIBRARIES = tuple(
     str(Path(folder).resolve())
     for folder in (
         sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"], Path(np.__file__).parent,
-        Path(autograd.__file__).parent, Path(__file__).parents[2],
+        Path(autograd.__file__).parent, Path(__file__).parents[1],
     )
 )  # fmt: skip
 

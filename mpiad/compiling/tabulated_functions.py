@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpiad.ensemble.compiled.symbols import Symbol, choose
-from mpiad.ensemble.compiled.ufuncs import entrywise
+from mpiad.compiling.symbols import Symbol, choose
+from mpiad.compiling.ufuncs import entrywise
 
 if TYPE_CHECKING:
-    from mpiad.ensemble.compiled.arrays import SymbolicArray
+    from mpiad.compiling.symbolic_arrays import SymbolicArray
 
 __all__ = ["interpolated", "polynomial"]
 
