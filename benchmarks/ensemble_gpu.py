@@ -78,9 +78,9 @@ def operations(d: int = 3) -> dict[str, int]:
     sums = d * sum(2 * np.count_nonzero(row) + 1 for row in tableau.a)
     error = d * (2 * np.count_nonzero(tableau.error) + 6)
     forward = calls * program.cost + sums + error
-    tangent = calls * (jvp(program, 1, [0], time=False).cost - program.cost) + sums
+    tangent = calls * (jvp(program, 1, {"state": None, "parameter": [0]}).cost - program.cost) + sums
     # The stages once more, each one's adjoint, and the transposed sums.
-    reverse = calls * (program.cost + vjp(program, [0], time=False).cost) + 2 * sums
+    reverse = calls * (program.cost + vjp(program, {"state": None, "parameter": [0]}).cost) + 2 * sums
     return {"forward": forward, "tangent": forward + tangent, "adjoint": 2 * forward + reverse}
 
 

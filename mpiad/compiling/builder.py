@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 import numpy as np
@@ -47,9 +47,9 @@ class Builder:
         """Return the number of a constant, real or boolean."""
         return self._number(Instruction("constant", (), value if isinstance(value, bool) else float(value)))
 
-    def input(self, kind: str, place: int | None = None) -> int:
-        """Return the number of a state, parameter, time or seed."""
-        return self._number(Instruction(kind, (), place))
+    def input(self, group: str, place: int = 0) -> int:
+        """Return the number of an input."""
+        return self._number(Instruction("input", (), (group, place)))
 
     def pair(self, real: int, imag: int) -> int:
         """Return the number of a complex value. It stands for its parts, and no program has it."""
@@ -77,7 +77,7 @@ class Builder:
     def value(self, number: int) -> float | bool | None:
         """Return the value of a constant, None where it isn't one."""
         instruction = self.instructions[number]
-        return instruction.value if instruction.operation == "constant" else None
+        return instruction.value if instruction.operation == "constant" else None  # type: ignore[return-value]
 
     def is_boolean(self, number: int) -> bool:
         """Tell whether a value is boolean."""
@@ -87,7 +87,7 @@ class Builder:
         operation = OPERATIONS.get(instruction.operation)
         return isinstance(instruction.value, bool) if operation is None else operation.boolean
 
-    def program(self, states: int, parameters: int, outputs: Sequence[int], seeds: int = 0) -> Program:
+    def program(self, groups: Mapping[str, int], outputs: Sequence[int]) -> Program:
         """Return the program of some outputs, without what they don't need."""
         # Arguments come before what is made of them, so one pass from the end finds all that is needed.
         needed = set(outputs)
@@ -97,7 +97,7 @@ class Builder:
         new = {old: place for place, old in enumerate(sorted(needed))}
         kept = (self.instructions[old] for old in new)
         moved = [Instruction(op, tuple(new[i] for i in arguments), value) for op, arguments, value in kept]
-        return Program(states, parameters, moved, [new[i] for i in outputs], seeds)
+        return Program(groups, moved, [new[i] for i in outputs])
 
     def _number(self, instruction: Instruction) -> int:
         # Not the instruction itself, for which 0 is -0, 1 is True, and NaN nothing at all.

@@ -25,7 +25,11 @@ __all__ = ["Kernel", "kernel_of"]
 _log = logging.getLogger("mpiad")
 
 _SYMBOLS, _OBJECT = "symbols", "kernel.o"
-_COMPILER = ("translation.py", "block_builder.py", "elementary_functions.py", "values.py", "llvm.py")
+# What decides the machine code of a text: with another one of these, another key.
+_COMPILER = (
+    "translation.py", "expressions.py", "variables.py", "block_builder.py", "elementary_functions.py", "values.py",
+    "arguments.py", "machine_code.py", "llvm.py",
+)  # fmt: skip
 
 _lock = threading.RLock()
 # By text, name and signature: to hash a text that is the same object costs nothing, and each solve comes here.

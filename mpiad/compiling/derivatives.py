@@ -1,100 +1,120 @@
 """Derivatives of programs, which are programs: transposed, or along directions.
 
-Both compute the values that they need once, and nothing for inputs that aren't asked for.
+Both compute the values that they need once, and nothing for inputs that aren't asked for. They are taken by groups of
+inputs, or by some inputs of these. Seeds (cotangents, tangents) are one more group, the last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from mpiad.compiling.builder import Builder
 from mpiad.compiling.partials import Partial, partials_of
-from mpiad.compiling.program import Program
+from mpiad.compiling.program import Input, Program
 from mpiad.compiling.simplify import copied
 from mpiad.compiling.symbols import Symbol, choose
 
-__all__ = ["jvp", "vjp"]
+__all__ = ["Wanted", "jvp", "vjp"]
 
-Input: TypeAlias = tuple[str, "int | None"]
+# Groups, each with places in it; None is all of them.
+Wanted: TypeAlias = "Mapping[str, Sequence[int] | None]"
 
 
-def vjp(program: Program, parameters: Sequence[int] | None = None, time: bool = True) -> Program:
+def vjp(program: Program, wanted: Wanted | None = None, seeds: str = "seed") -> Program:
     """Return the transposed derivative of a program.
 
     Parameters
     ----------
     program : Program
-        With d states and d outputs.
-    parameters : sequence of int, optional
-        The parameters to differentiate by, all by default.
-    time : bool
-        Whether to differentiate by time.
+    wanted : mapping of str to sequence of int or None, optional
+        The groups to differentiate by, and the places in each, of which None is all; all groups by default.
+    seeds : str
+        The name of the group of cotangents.
 
     Returns
     -------
     Program
-        Its d seeds are the cotangents of the outputs. Its outputs are the cotangents of the states, of these parameters in
-        this order, and of time where asked for.
+        Its seeds are the cotangents of the outputs. Its outputs are the cotangents of the inputs that are wanted, in this
+        order.
+
+    Raises
+    ------
+    ValueError
+        Where the program has no such groups, or one of the seeds' name.
     """
     builder = Builder()
     new = copied(builder, program)
     cotangents: dict[int, Symbol] = {}
     for place, output in enumerate(program.outputs):
-        _add(cotangents, new[output], 1.0, Symbol(builder, builder.input("seed", place)))
+        _add(cotangents, new[output], 1.0, Symbol(builder, builder.input(seeds, place)))
     # Numbers of values are in an order of computation, so all that uses one is behind it.
     last = max(new, default=-1)
     for number in range(last, -1, -1):
         if number in cotangents:
             _pull(builder, number, cotangents)
-    wanted = _inputs(program, parameters, time)
     zero = Symbol(builder, builder.constant(0.0))
-    outputs = [cotangents.get(builder.input(*place), zero).number for place in wanted]
-    return builder.program(program.states, program.parameters, outputs, len(program.outputs))
+    outputs = [cotangents.get(builder.input(*place), zero).number for place in _inputs(program, wanted)]
+    return builder.program(_with_seeds(program, seeds, len(program.outputs)), outputs)
 
 
-def jvp(program: Program, directions: int = 1, parameters: Sequence[int] | None = None, time: bool = True) -> Program:
+def jvp(program: Program, directions: int = 1, wanted: Wanted | None = None, seeds: str = "seed") -> Program:
     """Return a program's values and its derivatives along some directions.
 
     Parameters
     ----------
     program : Program
-        With d states and d outputs.
     directions : int
-    parameters : sequence of int, optional
-        The parameters that have tangents, all by default.
-    time : bool
-        Whether time has a tangent.
+    wanted : mapping of str to sequence of int or None, optional
+        The groups that have tangents, and the places in each, of which None is all; all groups by default.
+    seeds : str
+        The name of the group of tangents.
 
     Returns
     -------
     Program
-        Its seeds are, for each direction, the tangents of the states, of these parameters in this order, and of time where
-        asked for. Its outputs are the d values, then d tangents for each direction. `simplify` sets seeds that are known.
+        Its seeds are, for each direction, the tangents of the inputs that are wanted, in this order. Its outputs are the
+        values, then for each direction their tangents. `simplify` sets seeds that are known.
+
+    Raises
+    ------
+    ValueError
+        Where the program has no such groups, or one of the seeds' name.
     """
     builder = Builder()
     new = copied(builder, program)
-    wanted = _inputs(program, parameters, time)
+    inputs = _inputs(program, wanted)
     outputs = [new[output] for output in program.outputs]
     zero = builder.constant(0.0)
     # What is added while tangents are written down has no tangents of its own.
     size = max(new, default=-1) + 1
     for direction in range(directions):
-        first = direction * len(wanted)
+        first = direction * len(inputs)
         tangents = {
-            builder.input(*place): Symbol(builder, builder.input("seed", first + i)) for i, place in enumerate(wanted)
+            builder.input(*place): Symbol(builder, builder.input(seeds, first + i)) for i, place in enumerate(inputs)
         }
         for number in range(size):
             _push(builder, number, tangents)
         outputs += [tangents[new[o]].number if new[o] in tangents else zero for o in program.outputs]
-    return builder.program(program.states, program.parameters, outputs, directions * len(wanted))
+    return builder.program(_with_seeds(program, seeds, directions * len(inputs)), outputs)
 
 
-def _inputs(program: Program, parameters: Sequence[int] | None, time: bool) -> list[Input]:
-    places = range(program.parameters) if parameters is None else parameters
-    made: list[Input] = [("state", i) for i in range(program.states)]
-    made += [("parameter", j) for j in places]
-    return [*made, ("time", None)] if time else made
+def _inputs(program: Program, wanted: Wanted | None) -> list[Input]:
+    chosen: Wanted = dict.fromkeys(program.groups) if wanted is None else wanted
+    unknown = [group for group in chosen if group not in program.groups]
+    if unknown:
+        raise ValueError(f"derivatives by {unknown} are asked for, but the program's groups of inputs are {program.groups}")
+    return [
+        (group, place)
+        for group, places in chosen.items()
+        for place in (range(program.groups[group]) if places is None else places)
+    ]
+
+
+def _with_seeds(program: Program, seeds: str, count: int) -> dict[str, int]:
+    if seeds in program.groups:
+        raise ValueError(f"the program has a group {seeds!r} already, of {program.groups[seeds]}: name the seeds otherwise")
+    return {**program.groups, seeds: count}
 
 
 def _pull(builder: Builder, number: int, cotangents: dict[int, Symbol]) -> None:

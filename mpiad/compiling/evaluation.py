@@ -14,31 +14,29 @@ from mpiad.compiling.program import Program
 __all__ = ["evaluated"]
 
 
-def evaluated(program: Program, u: Array, p: Array, t: Any, seeds: Array = ()) -> list[Any]:
+def evaluated(program: Program, *groups: Sequence[Any] | Array) -> list[Any]:
     """Return the outputs of a program.
 
     Parameters
     ----------
     program : Program
-    u, p, seeds : sequence of number or array
-        One entry for each input; arrays of one shape stand for many trajectories.
-    t : number or array
+    *groups : sequence of number or array
+        Of each group one entry for each input; arrays of one shape stand for many evaluations.
 
     Returns
     -------
     list
         One entry for each output.
     """
-    inputs: dict[str, Sequence[Any]] = {"state": u, "parameter": p, "seed": seeds}
+    inputs = dict(zip(program.groups, groups, strict=True))
     values: list[Any] = []
     with np.errstate(all="ignore"):
         for operation, arguments, value in program.instructions:
             if operation == "constant":
                 values.append(value)
-            elif operation == "time":
-                values.append(t)
-            elif operation in inputs:
-                values.append(inputs[operation][value])  # type: ignore[index]
+            elif operation == "input":
+                group, place = value  # type: ignore[misc]
+                values.append(inputs[group][place])
             else:
                 values.append(OPERATIONS[operation].function(*(values[i] for i in arguments)))
     return [values[i] for i in program.outputs]

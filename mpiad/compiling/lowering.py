@@ -6,14 +6,15 @@ factors, or of the largest of three by pairs, would differ from autograd's at ze
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 
 from mpiad.compiling.builder import Builder
+from mpiad.compiling.operations import OPERATIONS
 from mpiad.compiling.program import Program
 from mpiad.compiling.symbols import Symbol, choose
 
-__all__ = ["lowered"]
+__all__ = ["are_simple", "lowered"]
 
 # Twelve multiplications at most.
 _LARGEST_EXPONENT = 64
@@ -40,11 +41,17 @@ def lowered(program: Program) -> Program:
             new.append(simpler.number)
         elif operation == "constant":
             new.append(builder.constant(value))  # type: ignore[arg-type]
-        elif not arguments:
-            new.append(builder.input(operation, value))  # type: ignore[arg-type]
+        elif operation == "input":
+            new.append(builder.input(*value))  # type: ignore[misc]
         else:
             new.append(builder.call(operation, *(new[i] for i in arguments)))
-    return builder.program(program.states, program.parameters, [new[i] for i in program.outputs], program.seeds)
+    return builder.program(program.groups, [new[i] for i in program.outputs])
+
+
+def are_simple(programs: Iterable[Program]) -> bool:
+    """Return whether programs call nothing: around calls, the wider a vector is, the more there is to put away."""
+    operations = {made.operation for program in programs for made in lowered(program).instructions}
+    return all(OPERATIONS[operation].simple for operation in operations & OPERATIONS.keys())
 
 
 def _power(x: Symbol, y: Symbol) -> Symbol | None:

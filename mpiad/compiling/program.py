@@ -1,22 +1,23 @@
 """Straight-line arithmetic in static single assignment: each value has a number and is computed once.
 
 A program has no branches and no loops: its values are scalars, real or boolean, each computed from values before it.
-Inputs and constants are instructions of kinds of their own, so that a program is one list.
+Its inputs are in groups (a state, parameters, seeds), whose names and sizes are the caller's choice. Inputs and constants
+are instructions, too, so that a program is one list.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from mpiad.compiling.operations import OPERATIONS
 
-__all__ = ["INPUTS", "Instruction", "Program"]
+__all__ = ["Input", "Instruction", "Program"]
 
-# The kinds of instruction without arguments, beside "constant"; the value says which one.
-INPUTS = ("state", "parameter", "time", "seed")
+# The name of a group, and a place in it.
+Input: TypeAlias = "tuple[str, int]"
 
 
 class Instruction(NamedTuple):
@@ -25,27 +26,28 @@ class Instruction(NamedTuple):
     Parameters
     ----------
     operation : str
-        A name of the catalogue, or "state", "parameter", "time", "seed" or "constant".
+        A name of the catalogue, or "input" or "constant".
     arguments : tuple of int
         Numbers of the values that it is computed from, all smaller than its own.
-    value : float, bool or int, optional
-        Of a constant; of an input its place. Time has none.
+    value : float or bool or (str, int), optional
+        Of a constant; of an input its group and its place in it.
     """
 
     operation: str
     arguments: tuple[int, ...] = ()
-    value: float | bool | int | None = None
+    value: float | bool | Input | None = None
 
 
 class Program:
-    """What is computed from a state, parameters, time, and seeds (cotangents or tangents).
+    """What is computed from groups of scalars.
 
     It can't be changed. Two programs of equal digest compute the same.
 
     Parameters
     ----------
-    states, parameters, seeds : int
-        How many scalars of each kind may occur as inputs.
+    groups : mapping of str to int
+        How many scalars each group of inputs has; they may occur or not. Where groups are given without their names, they
+        come in this order.
     instructions : iterable of Instruction
         In an order in which they can be computed.
     outputs : iterable of int
@@ -53,27 +55,24 @@ class Program:
 
     Attributes
     ----------
-    states, parameters, seeds : int
+    groups : dict of str to int
     instructions : tuple of Instruction
     outputs : tuple of int
     """
 
-    def __init__(
-        self, states: int, parameters: int, instructions: Iterable[Instruction], outputs: Iterable[int], seeds: int = 0
-    ):
-        self.states, self.parameters, self.seeds = states, parameters, seeds
-        self.instructions, self.outputs = tuple(instructions), tuple(outputs)
+    def __init__(self, groups: Mapping[str, int], instructions: Iterable[Instruction], outputs: Iterable[int]):
+        self.groups, self.instructions, self.outputs = dict(groups), tuple(instructions), tuple(outputs)
 
     @cached_property
     def content(self) -> tuple:
         """All that it consists of, by which programs are compared: 0 and -0 differ, and NaN is itself."""
         instructions = tuple((op, arguments, exact(value)) for op, arguments, value in self.instructions)
-        return self.states, self.parameters, self.seeds, self.outputs, instructions
+        return tuple(self.groups.items()), self.outputs, instructions
 
     @cached_property
     def digest(self) -> str:
         """SHA-256 of the content, the same in all processes."""
-        text = [f"{self.states} {self.parameters} {self.seeds} {self.outputs}"]
+        text = [f"{self.groups} {self.outputs}"]
         text += [f"{op} {arguments} {exact(value)}" for op, arguments, value in self.instructions]
         return hashlib.sha256("\n".join(text).encode()).hexdigest()
 
@@ -81,6 +80,10 @@ class Program:
     def cost(self) -> int:
         """The number of operations, inputs and constants not counted."""
         return sum(bool(instruction.arguments) for instruction in self.instructions)
+
+    def reads(self, group: str) -> bool:
+        """Tell whether an input of a group occurs."""
+        return any(op == "input" and value[0] == group for op, _, value in self.instructions)  # type: ignore[index]
 
     def is_boolean(self, number: int) -> bool:
         """Tell whether a value is boolean."""
@@ -103,6 +106,6 @@ class Program:
         return f"<Program of {self.cost} operations, {self.digest[:12]}>"
 
 
-def exact(value: float | bool | int | None) -> str:
+def exact(value: float | bool | Input | None) -> str:
     """Return a text that two values share only where they are the same number of the same kind, the sign of 0 included."""
     return value.hex() if isinstance(value, float) else repr(value)

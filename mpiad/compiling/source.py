@@ -7,8 +7,8 @@ products that are added may become `fma`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -16,26 +16,28 @@ from mpiad.compiling.lowering import lowered
 from mpiad.compiling.operations import OPERATIONS
 from mpiad.compiling.program import Program
 
-__all__ = ["Names", "function_source", "lines"]
+__all__ = ["Names", "function_source", "indented", "lines", "number", "numbered"]
+
+# The texts that stand for the inputs of each group.
+Names: TypeAlias = "Mapping[str, Sequence[str]]"
 
 # Of values a b + c the places of a, b and c, and how they are written.
 _Sums = dict[int, tuple[int, int, int, str]]
 
 
-class Names(NamedTuple):
-    """The texts that stand for a program's inputs.
+def number(x: float) -> str:
+    """Return a number as source."""
+    return repr(float(x)) if x >= 0 else f"({float(x)!r})"
 
-    Parameters
-    ----------
-    states, parameters : sequence of str
-    time : str
-    seeds : sequence of str
-    """
 
-    states: Sequence[str]
-    parameters: Sequence[str]
-    time: str
-    seeds: Sequence[str] = ()
+def numbered(name: str, count: int) -> list[str]:
+    """Return names with their numbers."""
+    return [f"{name}{i}" for i in range(count)]
+
+
+def indented(lines: list[str], depth: int = 1) -> list[str]:
+    """Return lines further to the right."""
+    return ["    " * depth + line for line in lines]
 
 
 def lines(
@@ -46,8 +48,8 @@ def lines(
     Parameters
     ----------
     program : Program
-    names : Names
-        Texts of the inputs; each is read as often as it is used, so give local scalars.
+    names : mapping of str to sequence of str
+        Texts of each group's inputs; each is read as often as it is used, so give local scalars.
     outputs : sequence of str
         What the outputs are assigned to, one after the other, after everything has been computed.
     language : {"python", "c"}
@@ -70,48 +72,41 @@ def lines(
 
 
 def function_source(
-    program: Program, name: str, parameters: Sequence[str], seeds: Sequence[str] = (), fused: bool = False,
-    dtype: Any = float,
-) -> str:  # fmt: skip
-    """Return the text of a function ``name(*u, *parameters, t, *seeds)`` that returns the outputs as a tuple.
+    program: Program, name: str, names: Names, arguments: Sequence[str], fused: bool = False, dtype: Any = float
+) -> str:
+    """Return the text of a function of scalars that returns the outputs as a tuple.
 
     Parameters
     ----------
     program : Program
     name : str
-    parameters : sequence of str
-        What the program's parameters are called.
-    seeds : sequence of str
-        What its seeds are called.
+    names : mapping of str to sequence of str
+        What each group's inputs are called.
+    arguments : sequence of str
+        The same names in the order in which the function takes them.
     fused : bool
         Whether products that are added are rounded once.
     dtype : dtype
         float64 or float32.
     """
     program = lowered(program)
-    names = Names([f"u{i}" for i in range(program.states)], parameters, "t", seeds)
     style = _Style(False, np.dtype(dtype) == np.float32)
     texts, made = _texts(program, names, style, "v", _sums(program) if fused else {})
-    # As kernels pass them: first those of each trajectory, then those of all.
-    order = sorted(parameters, key=lambda text: (text[0], int(text[1:])))
-    given = [*names.states, *order, "t", *seeds]
     body = [*made, f"return ({', '.join(texts[o] for o in program.outputs)},)"]
-    return "\n".join([f"def {name}({', '.join(given)}):", *(f"    {line}" for line in body)]) + "\n"
+    return "\n".join([f"def {name}({', '.join(arguments)}):", *indented(body)]) + "\n"
 
 
 def _texts(program: Program, names: Names, style: _Style, prefix: str, sums: _Sums) -> tuple[dict[int, str], list[str]]:
     """Return what stands for each value, and the lines that compute them."""
-    inputs = {"state": names.states, "parameter": names.parameters, "seed": names.seeds}
     texts: dict[int, str] = {}
     made: list[str] = []
     for i in sorted(_needed(program, sums)):
         operation, arguments, value = program.instructions[i]
         if operation == "constant":
             texts[i] = style.literal(value)  # type: ignore[arg-type]
-        elif operation == "time":
-            texts[i] = names.time
-        elif operation in inputs:
-            texts[i] = inputs[operation][value]  # type: ignore[index]
+        elif operation == "input":
+            group, place = value  # type: ignore[misc]
+            texts[i] = names[group][place]
         else:
             if i in sums:
                 *places, form = sums[i]

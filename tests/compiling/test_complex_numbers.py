@@ -38,13 +38,13 @@ def program_of(f, d, p=None):
 
 
 def values(program, u, p=()):
-    made = evaluated(program, np.array(u).view(float), np.array(p, complex).view(float), 0.25)
+    made = evaluated(program, np.array(u).view(float), np.array(p, complex).view(float), [0.25])
     return np.array(made, float).view(complex)
 
 
 def convention(program, u, seed):
     """Return the cotangents of the states by autograd's convention, which conjugates."""
-    made = evaluated(vjp(program), np.array(u).view(float), [], 0.25, np.conj(seed).view(float))
+    made = evaluated(vjp(program), np.array(u).view(float), [], [0.25], np.conj(seed).view(float))
     return np.conj(np.array(made, float)[: 2 * len(u)].view(complex))
 
 

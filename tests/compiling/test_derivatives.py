@@ -51,7 +51,7 @@ def autograds_jacobian(system, p, u, t):
 def rows_of_vjp(program, u, p, t):
     derived = vjp(program)
     d = len(program.outputs)
-    return np.array([evaluated(derived, u, p, t, seed) for seed in np.eye(d)], float)
+    return np.array([evaluated(derived, u, p, [t], seed) for seed in np.eye(d)], float)
 
 
 def columns_of_jvp(program, u, p, t, directions=1):
@@ -62,8 +62,8 @@ def columns_of_jvp(program, u, p, t, directions=1):
     for first in range(0, n, directions):
         block = np.zeros((directions, n))
         block[: len(seeds[first : first + directions])] = seeds[first : first + directions]
-        values = evaluated(derived, u, p, t, block.ravel())
-        np.testing.assert_array_equal(values[:d], evaluated(program, u, p, t))
+        values = evaluated(derived, u, p, [t], block.ravel())
+        np.testing.assert_array_equal(values[:d], evaluated(program, u, p, [t]))
         made += np.reshape(values[d:], (directions, d)).tolist()
     return np.array(made[:n], float).T
 
@@ -80,13 +80,17 @@ def test_both_agree_with_autograd(name):
     np.testing.assert_allclose(columns_of_jvp(program, u, scalars, t, 3), expected, rtol=2e-13, atol=1e-13)
 
 
+def groups(states, parameters=0):
+    return {"state": states, "parameter": parameters, "time": 1}
+
+
 def one(operation):
     """Return the program of one operation on states; conditions come from a comparison."""
     builder = Builder()
     states = [builder.input("state", i) for i in range(OPERATIONS[operation].arity)]
     if operation == "where":
         states[0] = builder.call("less", states[1], states[2])
-    return builder.program(len(states), 0, [builder.call(operation, *states)])
+    return builder.program(groups(len(states)), [builder.call(operation, *states)])
 
 
 ABOVE_ONE = {"arccosh"}
@@ -97,7 +101,7 @@ STEPS = {name for name, entry in OPERATIONS.items() if entry.boolean} | {"floor"
 @pytest.mark.parametrize("operation", sorted(set(OPERATIONS) - STEPS))
 def test_each_rule_against_differences(operation, places):
     program = one(operation)
-    u = np.array([0.43, 0.71, 0.35])[list(places)][: program.states] + (operation in ABOVE_ONE)
+    u = np.array([0.43, 0.71, 0.35])[list(places)][: program.groups["state"]] + (operation in ABOVE_ONE)
     if operation == "copysign":
         u[1] = -0.7
     if operation == "fmod":
@@ -106,7 +110,7 @@ def test_each_rule_against_differences(operation, places):
     for e in np.eye(len(u)) * h:
         # Differences of sixth order.
         weights = {1: 3 / 4, -1: -3 / 4, 2: -3 / 20, -2: 3 / 20, 3: 1 / 60, -3: -1 / 60}
-        expected.append(sum(w * evaluated(program, u + k * e, [], 0)[0] for k, w in weights.items()) / h)
+        expected.append(sum(w * evaluated(program, u + k * e, [], [0])[0] for k, w in weights.items()) / h)
     assert operation in PARTIALS
     np.testing.assert_allclose(rows_of_vjp(program, u, [], 0.0)[0][: len(u)], expected, rtol=1e-9, atol=1e-10)
     np.testing.assert_allclose(columns_of_jvp(program, u, [], 0.0)[0][: len(u)], expected, rtol=1e-9, atol=1e-10)
@@ -119,7 +123,7 @@ def test_steps_have_no_derivative(operation):
     made = builder.call(operation, *states)
     if OPERATIONS[operation].boolean:
         made = builder.call("where", made, builder.constant(2.0), builder.constant(3.0))
-    program = builder.program(len(states), 0, [made])
+    program = builder.program(groups(len(states)), [made])
     np.testing.assert_array_equal(rows_of_vjp(program, np.full(len(states), 0.3), [], 0.0), 0)
 
 
@@ -137,7 +141,7 @@ def test_clip_at_its_bounds_is_autograds(bounds):
     clip = autograd.numpy.clip
     u = np.array([-1.0, 0.0, 0.5, 1.0, 2.0])
     program = trace(lambda u, p, t: clip(u, *bounds), (5,), Parameters([], [], lambda leaves: None), float)
-    np.testing.assert_array_equal(evaluated(program, u, [], 0.0), np.clip(u, *bounds))
+    np.testing.assert_array_equal(evaluated(program, u, [], [0.0]), np.clip(u, *bounds))
     expected = np.diag(autograd.elementwise_grad(lambda u: clip(u, *bounds))(u))
     np.testing.assert_array_equal(rows_of_vjp(program, u, [], 0.0)[:, :-1], expected)
 
@@ -146,14 +150,14 @@ def test_clip_at_its_bounds_is_autograds(bounds):
 def test_powers_at_zero_are_autograds(exponent):
     u = np.array([0.0, 1e-300, 0.3, 4.0])
     program = trace(lambda u, p, t: u**exponent, (4,), Parameters([], [], lambda leaves: None), float)
-    np.testing.assert_allclose(np.array(evaluated(program, u, [], 0.0)), u**exponent, rtol=1e-15, atol=0)
+    np.testing.assert_allclose(np.array(evaluated(program, u, [], [0.0])), u**exponent, rtol=1e-15, atol=0)
     with np.errstate(divide="ignore"):
         expected = autograd.elementwise_grad(lambda u: u**exponent)(u)
-    along = evaluated(jvp(program, time=False), u, [], 0.0, np.ones(4))[4:]
+    along = evaluated(jvp(program, wanted={"state": None}), u, [], [0.0], np.ones(4))[4:]
     np.testing.assert_allclose(along, expected, rtol=1e-14, atol=0)
     for i, row in enumerate(rows_of_vjp(program, u, [], 0.0)[1:, 1:-1], 1):
         np.testing.assert_allclose(row, np.where(np.arange(1, 4) == i, expected[1:], 0), rtol=1e-14, atol=0)
-    at_zero = evaluated(vjp(program, time=False), u, [], 0.0, np.eye(4)[0])[0]
+    at_zero = evaluated(vjp(program, {"state": None}), u, [], [0.0], np.eye(4)[0])[0]
     np.testing.assert_array_equal(at_zero, expected[0])
 
 
@@ -174,7 +178,7 @@ def programs(draw):
             continue
         name = draw(st.sampled_from(ANALYTIC))
         values.append(builder.call(name, *(draw(st.sampled_from(values)) for _ in range(OPERATIONS[name].arity))))
-    return builder.program(2, 1, [draw(st.sampled_from(values)), values[-1]])
+    return builder.program(groups(2, 1), [draw(st.sampled_from(values)), values[-1]])
 
 
 @given(programs(), st.lists(st.floats(0.2, 2.0), min_size=4, max_size=4))
@@ -185,8 +189,8 @@ def test_drawn_programs_against_a_complex_step(program, x):
     for i in range(4):
         z = np.array(x, complex)
         z[i] += 1j * h
-        expected[:, i] = [np.imag(value) / h for value in evaluated(program, z[:2], z[2:3], z[3])]
-    primal = np.array(evaluated(program, x[:2], x[2:3], x[3]), float)
+        expected[:, i] = [np.imag(value) / h for value in evaluated(program, z[:2], z[2:3], z[3:])]
+    primal = np.array(evaluated(program, x[:2], x[2:3], x[3:]), float)
     # Outside of where a program is defined, or where rounding is all that is left, there is nothing to compare.
     if not (np.isfinite(primal).all() and np.isfinite(expected).all() and np.abs(expected).max() < 1e6):
         return
@@ -200,19 +204,19 @@ def test_drawn_programs_against_a_complex_step(program, x):
 def test_inputs_that_are_not_asked_for_are_left_out():
     program, p = traced(SYSTEMS["lorenz_array"])
     u, scalars = np.array([1.0, 2.0, 3.0]), np.array(p.leaves, float)
-    whole, some = vjp(program), vjp(program, parameters=[2, 0], time=False)
+    whole, some = vjp(program), vjp(program, {"state": None, "parameter": [2, 0]})
     seeds = [0.3, -0.7, 1.1]
-    every = evaluated(whole, u, scalars, 0.0, seeds)
-    assert evaluated(some, u, scalars, 0.0, seeds) == [*every[:3], every[5], every[3]]
-    assert vjp(program, parameters=[], time=False).cost < some.cost < whole.cost + 1
+    every = evaluated(whole, u, scalars, [0.0], seeds)
+    assert evaluated(some, u, scalars, [0.0], seeds) == [*every[:3], every[5], every[3]]
+    assert vjp(program, {"state": None}).cost < some.cost < whole.cost + 1
 
 
 def test_known_seeds_cost_nothing():
     program, _ = traced(SYSTEMS["lorenz_array"])
-    along = jvp(program, parameters=[0], time=False)
-    fixed = simplify(along, seeds={3: 1.0})
+    along = jvp(program, wanted={"state": None, "parameter": [0]})
+    fixed = simplify(along, {("seed", 3): 1.0})
     u, p = [1.0, 2.0, 3.0], [10.0, 28.0, 2.0]
-    assert evaluated(fixed, u, p, 0.0, [0.1, 0.2, 0.3, np.nan]) == evaluated(along, u, p, 0.0, [0.1, 0.2, 0.3, 1.0])
+    assert evaluated(fixed, u, p, [0.0], [0.1, 0.2, 0.3, np.nan]) == evaluated(along, u, p, [0.0], [0.1, 0.2, 0.3, 1.0])
     assert fixed.cost < along.cost
     assert simplify(along, outputs=[0, 1, 2]).cost == program.cost
 
@@ -221,3 +225,22 @@ def test_directions_share_the_values():
     program, _ = traced(SYSTEMS["elementary"])
     one_way, three = jvp(program, 1), jvp(program, 3)
     assert three.cost < 3 * one_way.cost - program.cost
+
+
+def test_groups_of_any_names_and_derivatives_of_derivatives():
+    # f = a₀² b exp(a₁), by hand; b comes first where it is asked for first.
+    builder = Builder()
+    a0, a1, b = builder.input("a", 0), builder.input("a", 1), builder.input("b")
+    f = builder.call("multiply", builder.call("multiply", builder.call("multiply", a0, a0), b), builder.call("exp", a1))
+    program = builder.program({"a": 2, "b": 1}, [f])
+    e, a, g = np.exp(0.3), [1.5, 0.3], 0.7
+    gradient = vjp(program, {"b": None, "a": [0]}, seeds="g")
+    assert gradient.groups == {"a": 2, "b": 1, "g": 1}
+    np.testing.assert_allclose(evaluated(gradient, a, [2.0], [g]), [g * 2.25 * e, g * 2 * 1.5 * 2.0 * e], rtol=1e-15)
+    # The derivative of both along b and the cotangent.
+    second = jvp(gradient, wanted={"b": None, "g": None}, seeds="along")
+    expected = [0.2 * 2.25 * e, 0.5 * g * 3.0 * e + 0.2 * 6.0 * e]
+    np.testing.assert_allclose(evaluated(second, a, [2.0], [g], [0.5, 0.2])[2:], expected, rtol=1e-15)
+    for derivative in (lambda: vjp(gradient, seeds="g"), lambda: jvp(program, 1, {"c": [0]})):
+        with pytest.raises(ValueError, match="group"):
+            derivative()

@@ -28,7 +28,7 @@ EXACT = [
 @st.composite
 def raw_programs(draw):
     """Draw a program that nothing has simplified yet: reals and conditions in two lists."""
-    instructions = [Instruction("state", (), i) for i in range(2)]
+    instructions = [Instruction("input", (), ("state", i)) for i in range(2)]
     instructions += [Instruction("constant", (), draw(st.sampled_from(CONSTANTS))) for _ in range(2)]
     instructions += [Instruction("constant", (), draw(st.booleans()))]
     reals, flags = [0, 1, 2, 3], [4]
@@ -40,12 +40,12 @@ def raw_programs(draw):
             pick = [flags, reals, reals]
         instructions.append(Instruction(name, tuple(draw(st.sampled_from(kind)) for kind in pick)))
         (flags if entry.boolean else reals).append(len(instructions) - 1)
-    return Program(2, 0, instructions, reals)
+    return Program({"state": 2}, instructions, reals)
 
 
 def all_pairs():
     """Return a program of each exact operation on all simple arguments: constants, conditions, what is negated."""
-    instructions = [Instruction("state", (), i) for i in range(2)]
+    instructions = [Instruction("input", (), ("state", i)) for i in range(2)]
     instructions += [Instruction("constant", (), value) for value in CONSTANTS]
     reals = len(instructions)
     instructions += [Instruction(name, (i,)) for name in ("negative", "absolute") for i in range(2)]
@@ -60,7 +60,7 @@ def all_pairs():
         for arguments in itertools.product(*(kinds[k] for k in kind)):
             outputs.append(len(instructions))
             instructions.append(Instruction(name, arguments))
-    return Program(2, 0, instructions, outputs)
+    return Program({"state": 2}, instructions, outputs)
 
 
 def test_values_stay_in_all_pairs():
@@ -68,7 +68,7 @@ def test_values_stay_in_all_pairs():
     simple = simplify(program)
     assert simple.cost < 0.8 * program.cost
     for u in ([1.5, -2.0], [-0.7, -0.7], [math.nan, 1.0], [3.0, math.inf], [0.0, 2.0]):
-        before, after = (np.array(evaluated(p, u, [], 0.0), float) for p in (program, simple))
+        before, after = (np.array(evaluated(p, u), float) for p in (program, simple))
         # By a divisor that is zero the sign of an infinity may change with that of the zero.
         known = ~np.isinf(before) | ~np.array([u[0] == 0] * len(before))
         np.testing.assert_array_equal(np.abs(after), np.abs(before))
@@ -80,9 +80,9 @@ def test_values_stay_in_all_pairs():
 def test_values_stay(program, u):
     simple = simplify(program)
     # The sign of a zero may change, and with it the sign of an infinity: 1 / (x + 0).
-    before, after = (np.array(evaluated(p, u, [], 0.0), float) + 0.0 for p in (program, simple))
+    before, after = (np.array(evaluated(p, u), float) + 0.0 for p in (program, simple))
     divides = any(instruction.operation == "divide" for instruction in program.instructions)
-    if divides and any(x == 0 for x in evaluated(program, u, [], 0.0)):
+    if divides and any(x == 0 for x in evaluated(program, u)):
         return
     np.testing.assert_array_equal(after, before)
     assert simplify(simple) == simple
@@ -93,15 +93,15 @@ def test_values_stay(program, u):
 def test_small_powers_become_multiplications(exponent, cost):
     builder = Builder()
     number = builder.call("power", builder.input("state", 0), builder.constant(exponent))
-    program = lowered(builder.program(1, 0, [number]))
+    program = lowered(builder.program({"state": 1}, [number]))
     assert program.cost == cost and "power" not in {i.operation for i in program.instructions}
-    np.testing.assert_allclose(evaluated(program, [1.7], [], 0.0), 1.7**exponent, rtol=1e-15)
+    np.testing.assert_allclose(evaluated(program, [1.7]), 1.7**exponent, rtol=1e-15)
 
 
 def test_other_powers_are_powers():
     builder = Builder()
     powers = [builder.call("power", builder.input("state", 0), builder.constant(x)) for x in (2.3, 1 / 3, 65.0)]
-    program = lowered(builder.program(1, 0, powers))
+    program = lowered(builder.program({"state": 1}, powers))
     assert [i.operation for i in program.instructions].count("power") == 3
 
 
@@ -110,7 +110,7 @@ def test_what_is_undefined_is_not_folded_away():
     x = builder.input("state", 0)
     outputs = [builder.call(name, x, x) for name in ("subtract", "divide")]
     outputs.append(builder.call("multiply", x, builder.constant(0.0)))
-    assert np.isnan(evaluated(builder.program(1, 0, outputs), [math.inf], [], 0.0)).all()
+    assert np.isnan(evaluated(builder.program({"state": 1}, outputs), [math.inf])).all()
 
 
 def test_signs_of_zero_and_kinds_of_one_are_told_apart():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from itertools import count
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from mpiad.compiling.derivatives import vjp
 from mpiad.compiling.evaluation import evaluated
 from mpiad.compiling.machine_code import code_of, function_of
 from mpiad.compiling.operations import OPERATIONS
-from mpiad.compiling.source import Names, lines
+from mpiad.compiling.source import lines
 from mpiad.compiling.translation import translated
 from mpiad.differentiation.trees import flatten
 from mpiad.ensemble.batch import Parameters
@@ -27,11 +28,8 @@ pytestmark = pytest.mark.serial
 
 def function_text(program, dtype=float):
     """Return the source of f(x, o) with the inputs in x and the outputs in o."""
-    places = iter(f"x[{i}]" for i in range(1000))
-    names = Names(
-        [next(places) for _ in range(program.states)], [next(places) for _ in range(program.parameters)], next(places),
-        [next(places) for _ in range(program.seeds)],
-    )  # fmt: skip
+    places = count()
+    names = {group: [f"x[{next(places)}]" for _ in range(size)] for group, size in program.groups.items()}
     outputs = [f"o[{i}]" for i in range(len(program.outputs))]
     return "\n    ".join(["def f(x, o):", *lines(program, names, outputs, dtype=dtype)])
 
@@ -58,7 +56,7 @@ def all_operations():
         if entry.boolean:
             value = builder.call("where", value, builder.constant(1.0), builder.constant(-math.inf))
         outputs.append(value)
-    return builder.program(3, 0, outputs)
+    return builder.program({"state": 3}, outputs)
 
 
 # What NumPy makes of NaN and of zeros, too.
@@ -74,8 +72,8 @@ def test_compiled_each_operation_is_numpys(dtype):
     f = function_of(code_of(text, "f", signature), signature)
     for u in np.array(STATES, dtype):
         out = np.empty(len(program.outputs), dtype)
-        f(np.append(u, [0]).astype(dtype), out)
-        expected = np.array([float(value) for value in evaluated(program, u, [], 0.0)])
+        f(u, out)
+        expected = np.array([float(value) for value in evaluated(program, u)])
         rtol = 4e-16 if dtype is np.float64 else 3e-7
         np.testing.assert_allclose(out, expected.astype(dtype), rtol=2 * rtol, atol=rtol, err_msg=f"{u}")
     # Wherever a constant were double, so were the value of the operation.
@@ -91,11 +89,10 @@ def test_python_computes_systems_and_their_derivatives(name):
     program = trace(system.f, (system.states,), Parameters(leaves, [False] * len(leaves), build), float)
     rng = np.random.default_rng(2)
     for derived in (program, vjp(program)):
-        u, p = rng.normal(size=derived.states), rng.random(derived.parameters)
-        seeds, t = rng.normal(size=derived.seeds), 0.3
+        given = [(rng.random if group == "parameter" else rng.normal)(size=size) for group, size in derived.groups.items()]
         out = np.empty(len(derived.outputs))
-        made(function_text(derived))(np.concatenate([u, p, [t], seeds]), out)
-        np.testing.assert_allclose(out, np.array(evaluated(derived, u, p, t, seeds), float), rtol=1e-14, atol=1e-15)
+        made(function_text(derived))(np.concatenate(given), out)
+        np.testing.assert_allclose(out, np.array(evaluated(derived, *given), float), rtol=1e-14, atol=1e-15)
 
 
 def test_c_declares_each_value_once_with_its_kind():
@@ -103,8 +100,8 @@ def test_c_declares_each_value_once_with_its_kind():
     x, y = builder.input("state", 0), builder.input("state", 1)
     larger = builder.call("greater", x, y)
     chosen = builder.call("where", larger, builder.call("exp", x), builder.constant(-0.1))
-    program = builder.program(2, 0, [chosen])
-    names = Names(["x", "y"], [], "t")
+    program = builder.program({"state": 2}, [chosen])
+    names = {"state": ["x", "y"]}
     assert lines(program, names, ["k"], "c", np.float32, "w") == [
         "const bool w2 = x > y;", "const float w3 = expf(x);", "const float w5 = (w2 ? w3 : (-0.1f));", "k = w5;"
     ]  # fmt: skip

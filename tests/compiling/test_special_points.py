@@ -18,7 +18,7 @@ from mpiad.compiling.builder import Builder
 from mpiad.compiling.derivatives import jvp, vjp
 from mpiad.compiling.machine_code import code_of, function_of
 from mpiad.compiling.simplify import copied
-from mpiad.compiling.source import Names, lines
+from mpiad.compiling.source import lines
 from mpiad.ensemble.batch import Parameters
 from mpiad.ensemble.compiled.trace import trace
 
@@ -100,21 +100,25 @@ def all_of(functions, d):
     builder, outputs = Builder(), []
     for function in functions.values():
         program = trace(lambda u, p, t, f=function: [first(f(u))] + [0.0 * u[0]] * (d - 1), (d,), EMPTY, float)
-        back, forth = vjp(program, time=False), jvp(program, 1, time=False)
+        back, forth = vjp(program, {"state": None}), jvp(program, 1, {"state": None})
         outputs.append(copied(builder, program)[program.outputs[0]])
-        new = copied(builder, back, dict(enumerate(onp.eye(d)[0])))
+        new = copied(builder, back, seeds(onp.eye(d)[0]))
         outputs += [new[o] for o in back.outputs]
         for direction in onp.eye(d):
-            new = copied(builder, forth, dict(enumerate(direction)))
+            new = copied(builder, forth, seeds(direction))
             outputs.append(new[forth.outputs[d]])
-    return builder.program(d, 0, outputs)
+    return builder.program({"state": d}, outputs)
+
+
+def seeds(values):
+    return {("seed", i): value for i, value in enumerate(values)}
 
 
 EMPTY = Parameters([], [], lambda leaves: None)
 
 
 def compiled(program, d):
-    names = Names([f"x[{i}]" for i in range(d)], [], "0.0")
+    names = {"state": [f"x[{i}]" for i in range(d)]}
     body = lines(program, names, [f"o[{i}]" for i in range(len(program.outputs))])
     signature = "void(float64[::1], float64[::1])"
     return function_of(code_of("\n    ".join(["def f(x, o):", *body]), "f", signature), signature)

@@ -17,9 +17,10 @@ from mpiad._typing import Function
 from mpiad.compiling.complex_parts import is_complex
 from mpiad.compiling.program import Program
 from mpiad.compiling.refusals import Untraceable
+from mpiad.compiling.tracing import identity_of
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleSerial
 from mpiad.ensemble.batch import Batch
-from mpiad.ensemble.compiled.trace import identity_of, trace
+from mpiad.ensemble.compiled.trace import trace
 from mpiad.ensemble.compiled.verification import verify
 
 __all__ = ["MOST_OPERATIONS", "Tell", "changes", "is_wanted", "tell_once", "traced_program"]
@@ -93,7 +94,7 @@ def traced_program(batch: Batch, must: bool, tell: Tell) -> Program | None:
             raise TypeError(f"solve: compile=True, but f can't be compiled: {error}.") from error
         tell(batch.f, f"f can't be compiled ({error}), so it is called with arrays instead")
         return None
-    d = program.states
+    d = program.groups["state"]
     if d > MOST_COMPONENTS or program.cost > MOST_OPERATIONS:
         kind = "real and imaginary parts" if is_complex(batch.u0) else "components"
         what = f"a state has {d} {kind} and f {program.cost} operations"

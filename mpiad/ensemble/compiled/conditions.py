@@ -65,6 +65,5 @@ def _condition_of(batch: Batch, event: Event, must: bool, tell: Tell) -> Program
 
 def _check_precision(program: Program, batch: Batch, event: Event) -> None:
     # Conditions see time in double precision whatever the states are, and a program has one precision throughout.
-    timed = any(instruction.operation == "time" for instruction in program.instructions)
-    if timed and real_dtype(batch.u0.dtype) != np.float64:
+    if program.reads("time") and real_dtype(batch.u0.dtype) != np.float64:
         raise Untraceable(f"it looks at time, which is double, and u0 is {batch.u0.dtype}", place_of(event.written))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from mpiad.compiling.source import indented
 from mpiad.ensemble.compiled.locating import Locating
-from mpiad.ensemble.compiled.text import indented
 from mpiad.ensemble.controller import LEAST_ERROR
 
 __all__ = ["Entering"]

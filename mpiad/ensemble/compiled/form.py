@@ -8,14 +8,11 @@ from typing import NamedTuple
 import numpy as np
 
 from mpiad._typing import Array
+from mpiad.compiling.arguments import aligned
 from mpiad.ensemble.controller import Controller
 from mpiad.ensemble.tableaus import Tableau
 
-__all__ = ["Fields", "Form", "aligned", "numbered"]
-
-
-# Bytes.
-_LINE = 64
+__all__ = ["Fields", "Form"]
 
 
 class Form(NamedTuple):
@@ -128,16 +125,3 @@ class Fields:
         for name, (buffer, first, size) in self._places.items():
             place = f"{first}" if size == 1 else f"{first}-{first + size - 1}"
             yield f"{place}: {name}" if buffer == "b" else f"{buffer} {place}: {name}"
-
-
-def aligned(count: int, dtype: np.dtype) -> Array:
-    """Return zeros that begin with a cache line, and share none with what another thread has."""
-    # Memory begins at any multiple of 16 bytes. From some, each vector of 64 bytes lies in two lines: up to a fifth slower.
-    bytes_ = np.zeros(count * dtype.itemsize + 2 * _LINE, np.uint8)
-    first = -bytes_.ctypes.data % _LINE
-    return bytes_[first : first + count * dtype.itemsize].view(dtype)
-
-
-def numbered(name: str, count: int) -> list[str]:
-    """Return names with their numbers."""
-    return [f"{name}{i}" for i in range(count)]

@@ -19,12 +19,12 @@ from functools import lru_cache
 import numpy as np
 
 from mpiad._typing import Array
+from mpiad.compiling.source import indented, number
 from mpiad.compiling.vector_power import power_lines
 from mpiad.ensemble.compiled.entering import Entering
 from mpiad.ensemble.compiled.form import Fields, Form
 from mpiad.ensemble.compiled.lanes import Lanes
 from mpiad.ensemble.compiled.telling import Telling
-from mpiad.ensemble.compiled.text import indented, number
 from mpiad.ensemble.controller import LEAST_ERROR
 
 __all__ = ["forward_source", "lanes_of"]

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 
 from mpiad.compiling.cache import Kernel, kernel_of
-from mpiad.compiling.derivatives import jvp, vjp
-from mpiad.compiling.lowering import lowered
-from mpiad.compiling.operations import OPERATIONS
+from mpiad.compiling.derivatives import Wanted, jvp, vjp
+from mpiad.compiling.lowering import are_simple
 from mpiad.compiling.program import Program
 from mpiad.compiling.simplify import simplify
-from mpiad.compiling.source import function_source
+from mpiad.compiling.source import function_source, numbered
 from mpiad.ensemble.compiled.form import Form
 from mpiad.ensemble.compiled.forward import forward_source
 from mpiad.ensemble.compiled.reverse import reverse_source
@@ -34,34 +32,34 @@ def parameter_names(varying: tuple[int, ...], shared: tuple[int, ...]) -> tuple[
 @lru_cache(_MOST_TEXTS)
 def forward_text(program: Program, form: Form, names: tuple[str, ...], conditions: tuple[Program, ...] = ()) -> str:
     """Return the text of a forward kernel, and of f, its tangents and the events' conditions before it."""
-    parts, programs = [function_source(program, "f", names, dtype=form.dtype)], [program, *conditions]
+    parts, programs = [_function(program, "f", form, names)], [program, *conditions]
     for i, (kind, place) in enumerate(form.directions):
         along = [] if kind == "u" else [names.index(f"{kind}{place}")]
-        tangent = jvp(program, 1, along, time=False)
-        d = program.states
-        tangent = simplify(tangent, {d: 1.0} if along else {}, range(d, 2 * d))
-        parts.append(function_source(tangent, f"df{i}", names, [f"w{c}" for c in range(d)], True, form.dtype))
+        tangent = jvp(program, 1, {"state": None, "parameter": along})
+        tangent = simplify(tangent, {("seed", form.d): 1.0} if along else {}, range(form.d, 2 * form.d))
+        parts.append(_function(tangent, f"df{i}", form, names, fused=True))
         programs.append(tangent)
-    parts += [function_source(g, f"condition{e}", names, dtype=form.dtype) for e, g in enumerate(conditions)]
-    return _module(parts, forward_source(form, _is_simple(programs)))
+    parts += [_function(g, f"condition{e}", form, names) for e, g in enumerate(conditions)]
+    return _module(parts, forward_source(form, are_simple(programs)))
 
 
 @lru_cache(_MOST_TEXTS)
 def reverse_text(program: Program, form: Form, names: tuple[str, ...], wanted: tuple[int, ...]) -> str:
     """Return the text of a reverse kernel, and of f and its adjoint before it."""
-    d = program.states
-    adjoint = simplify(vjp(program, wanted, time=form.timed))
-    seeds = [f"w{c}" for c in range(d)]
+    by: Wanted = {"state": None, "parameter": wanted}
+    adjoint = simplify(vjp(program, {**by, "time": None} if form.timed else by))
     # The stages are computed again for their derivatives only, so here they may be rounded otherwise.
-    f = function_source(program, "f", names, (), True, form.dtype)
-    parts = [f, function_source(adjoint, "g", names, seeds, True, form.dtype)]
-    return _module(parts, reverse_source(form, _is_simple([program, adjoint])))
+    parts = [_function(program, "f", form, names, fused=True), _function(adjoint, "g", form, names, fused=True)]
+    return _module(parts, reverse_source(form, are_simple([program, adjoint])))
 
 
-def _is_simple(programs: Sequence[Program]) -> bool:
-    """Return whether programs call nothing: around calls, the wider a vector is, the more there is to put away."""
-    operations = {made.operation for program in programs for made in lowered(program).instructions}
-    return all(OPERATIONS[operation].simple for operation in operations & OPERATIONS.keys())
+def _function(program: Program, name: str, form: Form, parameters: tuple[str, ...], fused: bool = False) -> str:
+    """Return the text of ``name(*u, *p, *s, t, *w)``; w are the seeds of each component, where there are any."""
+    names = {"state": numbered("u", form.d), "parameter": parameters, "time": ["t"]}
+    names["seed"] = numbered("w", form.d if "seed" in program.groups else 0)
+    # As kernels pass them: first those of each trajectory, then those of all.
+    order = sorted(parameters, key=lambda text: (text[0], int(text[1:])))
+    return function_source(program, name, names, [*names["state"], *order, "t", *names["seed"]], fused, form.dtype)
 
 
 def _module(functions: list[str], kernel: str) -> str:

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpiad._typing import Array
+from mpiad.compiling.arguments import aligned, argument
 from mpiad.compiling.buffer_pool import give_back, room
 from mpiad.compiling.complex_parts import from_parts, from_row_parts, parts, row_parts
 from mpiad.compiling.pacing import Paced
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.compiled.crossings import note_crossings, room_for
-from mpiad.ensemble.compiled.form import Form, aligned
+from mpiad.ensemble.compiled.form import Form
 from mpiad.ensemble.compiled.forward import lanes_of
 from mpiad.ensemble.compiled.shares import each, shares_of
-from mpiad.ensemble.compiled.signatures import argument
 from mpiad.ensemble.compiled.tape import Tape
 from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.retcodes import ReturnCode

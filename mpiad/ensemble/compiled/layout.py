@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpiad._typing import Array, Shape
+from mpiad.compiling.arguments import argument
 from mpiad.compiling.complex_parts import is_complex, parts, row_parts
 from mpiad.differentiation.trees import is_variable
 from mpiad.ensemble.batch import Parameters
-from mpiad.ensemble.compiled.signatures import argument
 
 __all__ = ["Layout", "Part", "layout_of"]
 

@@ -6,8 +6,8 @@ step at which it did is found by bisection as `EventWatch` finds it, in the same
 
 from __future__ import annotations
 
+from mpiad.compiling.source import indented, number
 from mpiad.ensemble.compiled.lanes import Lanes
-from mpiad.ensemble.compiled.text import indented, number
 from mpiad.ensemble.events import BISECTIONS
 
 __all__ = ["Locating"]

@@ -12,8 +12,9 @@ from __future__ import annotations
 from functools import lru_cache
 
 from mpiad._typing import Array
+from mpiad.compiling.source import indented, number
 from mpiad.ensemble.compiled.form import Fields, Form
-from mpiad.ensemble.compiled.text import Steps, indented, number
+from mpiad.ensemble.compiled.text import Steps
 
 __all__ = ["lanes_of", "reverse_source"]
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import numpy as np
 
-from mpiad._typing import Array
-
-__all__ = ["argument", "signature_of"]
+__all__ = ["signature_of"]
 
 # Of times, counts and sums; arrays of states have the states' precision.
 _ROW, _TABLE = "float64[::1]", "float64[:, ::1]"
@@ -53,8 +50,3 @@ def _reverse(row: str, table: str, cube: str, cubes: str) -> list[str]:
         "boolean[::1]", table, cube, "int32[:, ::1]",  # alive, end_bar, saved_bar, save_step
         table, _TABLE, _ROW, _ROW, _ROW,  # u0_bar, p_bar, s_bar, start_bar, stop_bar
     ]  # fmt: skip
-
-
-def argument(x: Any, dtype: Any = float) -> Array:
-    """Return an array as kernels take it: itself, where it is contiguous, of this dtype, and may be written."""
-    return np.require(x, dtype, ["C_CONTIGUOUS", "WRITEABLE"])

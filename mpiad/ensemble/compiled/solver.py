@@ -11,6 +11,7 @@ import numpy as np
 from autograd.tracer import isbox
 
 from mpiad._typing import Function
+from mpiad.compiling.arguments import argument
 from mpiad.compiling.complex_parts import is_complex, real_dtype
 from mpiad.compiling.program import Program
 from mpiad.ensemble.backends import EnsembleAlgorithm
@@ -23,7 +24,6 @@ from mpiad.ensemble.compiled.launch import launch
 from mpiad.ensemble.compiled.layout import Layout, layout_of
 from mpiad.ensemble.compiled.plans import Plan, remembered
 from mpiad.ensemble.compiled.shares import threads_of
-from mpiad.ensemble.compiled.signatures import argument
 from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.trial import try_once
@@ -163,7 +163,7 @@ class Solver:
         real = real_dtype(batch.u0.dtype)
         alg, events = settings.alg, tuple((event.terminal, event.direction) for event in settings.events)
         self.form = Form(
-            program.states, len(self.layout.varying), len(self.layout.shared), alg.tableau, alg.controller,
+            program.groups["state"], len(self.layout.varying), len(self.layout.shared), alg.tableau, alg.controller,
             single=real == np.float32, in_pairs=is_complex(batch.u0), inside=bool(events) or not self._at_ends(),
             tolerances=np.ndim(settings.atol) > 0, events=events,
         )  # fmt: skip

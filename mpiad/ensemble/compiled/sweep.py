@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from mpiad._typing import Array
+from mpiad.compiling.arguments import argument
 from mpiad.compiling.complex_parts import from_row_parts, parts, row_parts
 from mpiad.compiling.pacing import Paced
 from mpiad.ensemble.adjoint import Cotangents, pull_run
@@ -14,7 +15,6 @@ from mpiad.ensemble.compiled.layout import Layout
 from mpiad.ensemble.compiled.reverse import lanes_of
 from mpiad.ensemble.compiled.seeding import sown
 from mpiad.ensemble.compiled.shares import each
-from mpiad.ensemble.compiled.signatures import argument
 from mpiad.ensemble.compiled.solver import Solver
 from mpiad.ensemble.compiled.tape import Tape
 from mpiad.ensemble.run import INITIAL, Run

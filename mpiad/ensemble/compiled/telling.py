@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from mpiad.compiling.source import indented
 from mpiad.ensemble.compiled.locating import Locating, total_lines
-from mpiad.ensemble.compiled.text import indented
 from mpiad.ensemble.retcodes import ReturnCode
 
 __all__ = ["Telling"]

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mpiad.ensemble.compiled.form import Form, numbered
+from mpiad.compiling.source import number, numbered
+from mpiad.ensemble.compiled.form import Form
 
-__all__ = ["Steps", "indented", "number"]
-
-
-def indented(lines: list[str], depth: int = 1) -> list[str]:
-    """Return lines further to the right."""
-    return ["    " * depth + line for line in lines]
+__all__ = ["Steps"]
 
 
 class Steps:
@@ -77,8 +73,3 @@ class Steps:
         """Return a line that calls f, or its tangent, at the argument y of stage i."""
         given = [*self.state(y), *self.parameters, self.time(i), *(more or [])]
         return f"{', '.join(self.state(out))}, = {function}({', '.join(given)})"
-
-
-def number(x: float) -> str:
-    """Return a number as source."""
-    return repr(float(x)) if x >= 0 else f"({float(x)!r})"

@@ -1,4 +1,4 @@
-"""`trace`: from the user's f to a program, by one call with symbols.
+"""`trace`: from the user's f to a program of groups of inputs "state", "parameter" and "time".
 
 A complex number is two of the program's scalars, its real part and then its imaginary part.
 
@@ -10,9 +10,7 @@ values.
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -20,17 +18,13 @@ from mpiad._typing import Array, Function, Shape
 from mpiad.compiling.builder import Builder
 from mpiad.compiling.complex_parts import is_complex
 from mpiad.compiling.program import Program
-from mpiad.compiling.refusals import Untraceable, place_of, where_raised
 from mpiad.compiling.symbolic_arrays import SymbolicArray
 from mpiad.compiling.symbols import Symbol, numbers_of
+from mpiad.compiling.tracing import input_array, scalars, traced
 from mpiad.ensemble.batch import Parameters
 from mpiad.ensemble.compiled.layout import layout_of
 
-__all__ = ["identity_of", "trace"]
-
-# Programs of each f that came out the same twice. Constants that change from solve to solve mustn't fill the memory.
-_MOST_KNOWN = 16
-_repeated: WeakKeyDictionary[Any, set[Program]] = WeakKeyDictionary()
+__all__ = ["trace"]
 
 
 def trace(f: Function, shape: Shape, p: Parameters, dtype: Any, result: Shape | None = None) -> Program:
@@ -60,66 +54,27 @@ def trace(f: Function, shape: Shape, p: Parameters, dtype: Any, result: Shape | 
     ------
     Untraceable
         With the reason and the line of the user's.
-
-    Notes
-    -----
-    What f closes over is part of the program, as constants: trace again for each solve. A reading of a clock or a random
-    number would be one too; f is called twice, and refused where the two programs differ. A program that f has had twice
-    before is known.
     """
-    with np.errstate(all="ignore"):
-        program = _traced(f, shape, p, dtype, result)
-        known = _repeated.setdefault(identity_of(f), set())
-        if program not in known:
-            if _traced(f, shape, p, dtype, result) != program:
-                raise Untraceable("it computed something else when it was called again", place_of(f))
-            if len(known) >= _MOST_KNOWN:
-                known.clear()
-            known.add(program)
-    return program
+    width = 2 if is_complex(dtype) else 1
+    groups = {"state": math.prod(shape) * width, "parameter": layout_of(p).size, "time": 1}
 
+    def outputs(builder: Builder, value: Any) -> list[int]:
+        return scalars(_components(builder, value, shape if result is None else result), result is None and width == 2)
 
-def identity_of(f: Function) -> Any:
-    """Return what stays the same when f is defined anew by the same lines."""
-    while isinstance(f, partial):
-        f = f.func
-    return getattr(f, "__code__", None) or type(f)
-
-
-def _traced(f: Function, shape: Shape, p: Parameters, dtype: Any, result: Shape | None) -> Program:
-    builder = Builder()
-    try:
-        value = f(*_inputs(builder, shape, p, dtype))
-        components = _components(builder, value, shape if result is None else result)
-        outputs = _scalars(components, result is None and is_complex(dtype))
-    except Exception as error:
-        # The first refusal is the reason, whatever NumPy or f made of it on the way.
-        reason = builder.refused or f"{type(error).__name__}: {error}"
-        raise Untraceable(reason, where_raised(error.__traceback__, f)) from error
-    if builder.refused:  # and f went on
-        raise Untraceable(builder.refused, place_of(f))
-    return builder.program(math.prod(shape) * (2 if is_complex(dtype) else 1), layout_of(p).size, outputs)
+    return traced(f, lambda builder: _inputs(builder, shape, p, dtype), outputs, groups)
 
 
 def _inputs(builder: Builder, shape: Shape, p: Parameters, dtype: Any) -> tuple[Any, Any, Any]:
     """Return u, p and t as symbols, of the shapes that one column has."""
-    one_by_one = len(shape) > 1
-
-    def made(kind: str, places: range, shape: Shape, in_pairs: bool) -> SymbolicArray:
-        scalars = [builder.input(kind, place) for place in places]
-        if in_pairs:
-            scalars = [builder.pair(real, imag) for real, imag in zip(scalars[::2], scalars[1::2])]
-        numbers = np.array(scalars, int).reshape(shape)
-        numbers.flags.writeable = False  # as arguments of f are elsewhere
-        return SymbolicArray(builder, numbers, dtype)
-
+    one_by_one, in_pairs = len(shape) > 1, is_complex(dtype)
     leaves = list(p.leaves)
     for part in layout_of(p).parts:
         # A matrix state comes alone, without an axis for trajectories.
         column = (1,) if part.varies and not one_by_one else ()
-        leaves[part.place] = made("parameter", part.scalars, (*part.shape, *column), part.complex)
-    places = range(math.prod(shape) * (2 if is_complex(dtype) else 1))
-    u = made("state", places, shape if one_by_one else (*shape, 1), is_complex(dtype))
+        own = (*part.shape, *column)
+        leaves[part.place] = input_array(builder, "parameter", part.scalars, own, dtype, part.complex)
+    places = range(math.prod(shape) * (2 if in_pairs else 1))
+    u = input_array(builder, "state", places, shape if one_by_one else (*shape, 1), dtype, in_pairs)
     time = np.array(builder.input("time")).reshape(() if one_by_one else (1,))
     return u, p.build(leaves), SymbolicArray(builder, time, dtype)
 
@@ -147,13 +102,3 @@ def _counted(builder: Builder, numbers: list[int], shape: Shape) -> list[Symbol]
     if len(numbers) != math.prod(shape):
         builder.refuse(f"it returned {len(numbers)} components for {math.prod(shape)}")
     return [Symbol(builder, number) for number in numbers]
-
-
-def _scalars(components: list[Symbol], in_pairs: bool) -> list[int]:
-    """Return the numbers of real values: the components themselves, or their parts."""
-    if in_pairs:
-        return [part.number for component in components for part in (component.real, component.imag)]
-    for component in components:
-        if component.is_complex:
-            component.builder.refuse("it returned a complex number where a real one was expected")
-    return [component.real.number for component in components]

@@ -1,8 +1,4 @@
-"""Whether a traced program computes what f does where a solve begins.
-
-A trace sees f with symbols. An f that looks at the kinds of its arguments, or keeps something from call to call, may do
-something else with numbers; that is found here before anybody takes the one for the other.
-"""
+"""Whether a traced program computes what f does where a solve begins."""
 
 from __future__ import annotations
 
@@ -15,6 +11,7 @@ from mpiad.compiling.complex_parts import from_row_parts, is_complex, real_dtype
 from mpiad.compiling.evaluation import evaluated
 from mpiad.compiling.program import Program
 from mpiad.compiling.refusals import Untraceable, place_of
+from mpiad.compiling.verification import first_difference
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.compiled.layout import layout_of
 from mpiad.ensemble.derivative import derivative_of
@@ -24,8 +21,6 @@ from mpiad.ensemble.trial import MOVED
 __all__ = ["verify", "verify_condition"]
 
 _COLUMNS = 5
-# Of the largest term that may have been cancelled, in units of rounding.
-_ROUNDINGS = 1e4
 
 
 def verify(program: Program, batch: Batch) -> None:
@@ -90,15 +85,12 @@ def _compare(program: Program, batch: Batch, expected: Array, fun: Function) -> 
     """Compare a program's outputs with what a function has returned for the same columns."""
     ids, u, t = _columns(batch)
     rows = np.empty((len(program.outputs), u.shape[1]), u.real.dtype)
-    for row, value in zip(rows, evaluated(program, row_parts(u), _parameters(batch, ids), t)):
+    for row, value in zip(rows, evaluated(program, row_parts(u), _parameters(batch, ids), [t])):
         row[:] = value
     found = from_row_parts(rows, expected.dtype)
-    if found.tobytes() == expected.tobytes():
-        return  # nearly always, and each solve comes here
-    largest = max(float(np.abs(x[np.isfinite(x)]).max(initial=0.0)) for x in (found, expected, u))
-    allowed = _ROUNDINGS * float(np.finfo(u.dtype).eps) * (1.0 + largest)
-    if not np.allclose(found, expected, rtol=0, atol=allowed, equal_nan=True):
-        i, j = np.argwhere(~np.isclose(found, expected, rtol=0, atol=allowed, equal_nan=True))[0]
+    place = first_difference(found, expected, u)
+    if place is not None:
+        i, j = place
         raise Untraceable(
             f"it returns {expected[i, j]} for component {i} of u = {u[:, j].tolist()}, but {found[i, j]} was traced: does "
             "it look at the types of its arguments, or keep something from call to call?",

@@ -39,7 +39,7 @@ def varying(p, n, rng):
 def values(program, p, u, t):
     own, common = layout_of(p).split(p.leaves, u.shape[1], u.dtype)
     rows = dict(zip(layout_of(p).varying, own)) | dict(zip(layout_of(p).shared, common))
-    made = evaluated(program, u, [rows[j] for j in range(len(rows))], t)
+    made = evaluated(program, u, [rows[j] for j in range(len(rows))], [t])
     return np.stack(np.broadcast_arrays(*made, u[0])[:-1])
 
 
@@ -61,7 +61,7 @@ def test_the_program_computes_what_f_does(name, own):
 
 def test_a_state_that_is_one_number():
     program = trace(lambda u, p, t: p * anp.sin(u) + t, (), shared(2.0), float)
-    assert evaluated(program, [0.5], [2.0], 0.25) == [2 * np.sin(0.5) + 0.25]
+    assert evaluated(program, [0.5], [2.0], [0.25]) == [2 * np.sin(0.5) + 0.25]
 
 
 def test_a_state_that_is_a_matrix():
@@ -71,7 +71,7 @@ def test_a_state_that_is_a_matrix():
     p = Parameters([np.array([[0.4, 0.7]])], [True], lambda leaves: leaves[0])
     u = np.arange(9.0).reshape(3, 3) / 7
     program = trace(f, (3, 3), p, float)
-    made = np.reshape(evaluated(program, u.ravel(), [0.7], 0.3), (3, 3))
+    made = np.reshape(evaluated(program, u.ravel(), [0.7], [0.3]), (3, 3))
     np.testing.assert_allclose(made, f(u, np.array([0.7]), 0.3), rtol=1e-14)
 
 
@@ -95,9 +95,9 @@ def test_nothing_is_left_that_is_not_needed():
 
     program = trace(f, (2,), shared(np.ones(3)), float)
     assert sorted(instruction.operation for instruction in program.instructions) == sorted(
-        ["state", "state", "parameter", "multiply", "negative"]
+        ["input", "input", "input", "multiply", "negative"]
     )
-    assert program.parameters == 3
+    assert program.groups["parameter"] == 3
 
 
 def line_of(f, offset):

@@ -37,7 +37,8 @@ def condition_texts(plan: Plan, pieces: Pieces, kernel: str) -> list[str]:
         if kernel != "reverse":
             made.append(pieces.function(f"condition{e}", program, 0, 1))
         if kernel != "forward":
-            made.append(pieces.function(f"slopes{e}", vjp(program, wanted), 1, plan.d + len(wanted) + 1))
+            slopes = vjp(program, {"state": None, "parameter": wanted, "time": None})
+            made.append(pieces.function(f"slopes{e}", slopes, 1, plan.d + len(wanted) + 1))
     return made
 
 

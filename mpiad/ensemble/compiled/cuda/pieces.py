@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from mpiad.compiling.program import Program
-from mpiad.compiling.source import Names, lines
+from mpiad.compiling.source import lines
 from mpiad.ensemble.compiled.cuda.plan import Plan
 
 __all__ = ["DUE", "PRELUDE", "Pieces", "block", "dense_weights", "numbered"]
@@ -84,7 +84,7 @@ class Pieces:
     def __init__(self, plan: Plan):
         self.plan, self.d = plan, plan.d
         self.single = np.dtype(plan.dtype) == np.float32
-        self.parameters = numbered("p", plan.program.parameters)
+        self.parameters = numbered("p", plan.program.groups["parameter"])
 
     def number(self, x: float) -> str:
         """Return a constant in the precision of the states."""
@@ -97,7 +97,8 @@ class Pieces:
         made = numbered("out", outputs)
         given = [f"const real {x}" for x in [*states, *self.parameters, "t", *taken]]
         given += [f"real& {x}" for x in made]
-        body = lines(program, Names(states, self.parameters, "t", taken), made, "c", self.plan.dtype)
+        names = {"state": states, "parameter": self.parameters, "time": ["t"], "seed": taken}
+        body = lines(program, names, made, "c", self.plan.dtype)
         head = f"INLINE void {name}({', '.join(given)})"
         return "\n".join([head + " {", *("    " + line for line in body), "}"])
 

@@ -54,7 +54,7 @@ class Plan(NamedTuple):
     @property
     def d(self) -> int:
         """Components of a state."""
-        return self.program.states
+        return self.program.groups["state"]
 
     @property
     def last(self) -> int:

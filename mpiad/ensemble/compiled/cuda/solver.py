@@ -104,7 +104,7 @@ class Solver:
             inside=bool(conditions) or _inside(batch, settings), dtype=batch.u0.dtype,
             events=tuple((one, event.terminal, event.direction) for one, event in zip(conditions, settings.events)),
         )  # fmt: skip
-        self.d, self.real = program.states, batch.u0.dtype
+        self.d, self.real = program.groups["state"], batch.u0.dtype
         self.inputs = inputs_of(arrays, batch, settings, layout)
         self.count = self.inputs.count
         atol = settings.atol

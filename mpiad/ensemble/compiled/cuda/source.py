@@ -54,7 +54,7 @@ def _written(plan: Plan, kernel: str) -> str:
         parts.append(forward_text(plan))
     if kernel != "forward" and plan.record:
         wanted = [*plan.wanted_varying, *plan.wanted_shared]
-        parts.append(pieces.function("g", vjp(program, wanted, time=False), d, d + len(wanted)))
+        parts.append(pieces.function("g", vjp(program, {"state": None, "parameter": wanted}), d, d + len(wanted)))
         parts.append(reverse_text(plan))
     return "\n\n".join(parts) + "\n"
 
@@ -64,6 +64,6 @@ def _tangents(plan: Plan) -> list[Program]:
     made, d = [], plan.d
     for kind, place in plan.directions:
         along = [place] if kind == "parameter" else []
-        tangent = jvp(plan.program, 1, along, time=False)
-        made.append(simplify(tangent, {d: 1.0} if along else {}, range(d, 2 * d)))
+        tangent = jvp(plan.program, 1, {"state": None, "parameter": along})
+        made.append(simplify(tangent, {("seed", d): 1.0} if along else {}, range(d, 2 * d)))
     return made

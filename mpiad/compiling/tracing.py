@@ -1,0 +1,120 @@
+"""From a function of the user's to a program, by calls with symbols.
+
+What the function closes over is part of the program, as constants. A reading of a clock or a random number would be one,
+too: a function is called twice, and refused where the two programs differ. A program that it has had twice before is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from mpiad._typing import Function, Shape
+from mpiad.compiling.builder import Builder
+from mpiad.compiling.program import Program
+from mpiad.compiling.refusals import Untraceable, place_of, where_raised
+from mpiad.compiling.symbolic_arrays import SymbolicArray
+from mpiad.compiling.symbols import Symbol
+
+__all__ = ["identity_of", "input_array", "scalars", "traced"]
+
+# Programs of each function that came out the same twice. Constants that change from call to call mustn't fill the memory.
+_MOST_KNOWN = 16
+_repeated: WeakKeyDictionary[Any, set[Program]] = WeakKeyDictionary()
+
+
+def traced(
+    fun: Function,
+    arguments: Callable[[Builder], Sequence[Any]],
+    outputs: Callable[[Builder, Any], Sequence[int]],
+    groups: Mapping[str, int],
+) -> Program:
+    """Return what a function computes.
+
+    Parameters
+    ----------
+    fun : callable
+    arguments : callable
+        ``arguments(builder)`` returns what `fun` is called with: see `input_array`.
+    outputs : callable
+        ``outputs(builder, value)`` returns the numbers of the scalars in what `fun` has returned.
+    groups : mapping of str to int
+        The program's groups of inputs.
+
+    Raises
+    ------
+    Untraceable
+        With the reason and the line of the user's.
+    """
+    with np.errstate(all="ignore"):
+        program = _traced(fun, arguments, outputs, groups)
+        known = _repeated.setdefault(identity_of(fun), set())
+        if program not in known:
+            if _traced(fun, arguments, outputs, groups) != program:
+                raise Untraceable("it computed something else when it was called again", place_of(fun))
+            if len(known) >= _MOST_KNOWN:
+                known.clear()
+            known.add(program)
+    return program
+
+
+def _traced(fun: Function, arguments: Callable, outputs: Callable, groups: Mapping[str, int]) -> Program:
+    builder = Builder()
+    try:
+        made = outputs(builder, fun(*arguments(builder)))
+    except Exception as error:
+        # The first refusal is the reason, whatever NumPy or the function made of it on the way.
+        reason = builder.refused or f"{type(error).__name__}: {error}"
+        raise Untraceable(reason, where_raised(error.__traceback__, fun)) from error
+    if builder.refused:  # and the function went on
+        raise Untraceable(builder.refused, place_of(fun))
+    return builder.program(groups, made)
+
+
+def identity_of(fun: Function) -> Any:
+    """Return what stays the same when a function is defined anew by the same lines."""
+    while isinstance(fun, partial):
+        fun = fun.func
+    return getattr(fun, "__code__", None) or type(fun)
+
+
+def input_array(builder: Builder, group: str, places: range, shape: Shape, dtype: Any, in_pairs: bool) -> SymbolicArray:
+    """Return inputs of a group as an array that a function takes.
+
+    Parameters
+    ----------
+    builder : Builder
+    group : str
+    places : range
+        In the group, those of the array's entries in C order.
+    shape : tuple of int
+    dtype : dtype
+    in_pairs : bool
+        Whether each two inputs are the real and the imaginary part of an entry.
+    """
+    numbers = [builder.input(group, place) for place in places]
+    if in_pairs:
+        numbers = [builder.pair(real, imag) for real, imag in zip(numbers[::2], numbers[1::2])]
+    made = np.array(numbers, int).reshape(shape)
+    made.flags.writeable = False  # as arguments of functions are elsewhere
+    return SymbolicArray(builder, made, dtype)
+
+
+def scalars(components: Sequence[Symbol], in_pairs: bool) -> list[int]:
+    """Return the numbers of real values: the components themselves, or in pairs their parts.
+
+    Raises
+    ------
+    Refusal
+        Where a component is complex and they aren't in pairs.
+    """
+    if in_pairs:
+        return [part.number for component in components for part in (component.real, component.imag)]
+    for component in components:
+        if component.is_complex:
+            component.builder.refuse("it returned a complex number where a real one was expected")
+    return [component.real.number for component in components]
