@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,13 @@ from mpiad.optimize import minimize_many
 
 # Starts in valleys of their own.
 STARTS = np.array([[3.2, -1.9], [0.2, 0.1], [-1.1, 0.9], [2.1, 2.2], [-0.9, -3.1], [1.0, 0.1], [-2.0, 0.9]])
+
+
+@pytest.fixture(params=[nullcontext, mpiad.debug.checked], ids=["unwatched", "watched"])
+def watch(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Without the watch, and as under MPIAD_DEBUG=1, where the library's own communicators aren't mpi4py's."""
+    with request.param():
+        yield
 
 
 def hills(x: Any) -> Any:
@@ -51,6 +60,7 @@ def test_each_start_ends_in_its_valley(count: int, rank: int) -> None:
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.usefixtures("watch")
 def test_groups_evaluate_together(rank: int, size: int) -> None:
     sizes = set()
 
@@ -66,6 +76,7 @@ def test_groups_evaluate_together(rank: int, size: int) -> None:
     assert_same_everywhere(found)
 
 
+@pytest.mark.usefixtures("watch")
 def test_a_start_that_fails_loses_no_other(rank: int) -> None:
     def fun(x: Any) -> Any:
         if x[0] > 3.0:
@@ -148,6 +159,7 @@ class Broken(dict):
     get = __getitem__ = __iter__ = keys = items  # type: ignore[assignment]
 
 
+@pytest.mark.usefixtures("watch")
 def test_what_one_group_alone_runs_into_is_raised_on_all_ranks(rank: int, size: int) -> None:
     last, begun = rank == size - 1, []
     settings = {"method": "L-BFGS-sharded", "options": Broken(m=3) if last else {"m": 3}}
