@@ -99,12 +99,11 @@ def draw_picture(path, best, ensemble):
     low, high = np.exp(ensemble.quantile([0.05, 0.95]))
     figure, axis = pyplot.subplots(figsize=(9, 4.5), layout="constrained")
     for k, (name, colour) in enumerate((("hare", "C0"), ("lynx", "C1"))):
-        # Of the parameters: pelts scatter more than the populations that these allow.
-        label = f"{name}: 5 to 95 % (parameters)"
-        axis.fill_between(ensemble.t, low[:, k], high[:, k], color=colour, alpha=0.2, label=label)
+        axis.fill_between(ensemble.t, low[:, k], high[:, k], color=colour, alpha=0.2, label=f"{name}: 5 to 95 %")
         axis.plot(ensemble.t, np.exp(best[:, k]), colour, label=f"{name}: best fit")
         axis.plot(YEARS, PELTS[k], "o", color=colour, markeredgecolor="k", label=f"{name}: pelts")
     axis.set(xlabel="year", ylabel="thousands", ylim=(0, None), xticks=YEARS[::4])
+    # Pelts scatter more than the populations that the parameters allow.
     axis.set_title("bands: curves over the distribution of the parameters, without noise of the data", fontsize="small")
     axis.legend(ncols=2, fontsize="small")
     path.parent.mkdir(parents=True, exist_ok=True)
