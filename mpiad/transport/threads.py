@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import os
 
+import numpy as np
 import threadpoolctl
+from mpi4py import MPI
 
 from mpiad.cache_folder import first_time
 
@@ -23,21 +25,29 @@ def _cores() -> int:
         return os.cpu_count() or 1
 
 
-def limit_threads(ranks_on_node: int, logs: bool) -> int | None:
-    """Limit each rank's thread pools to its share of the node's cores, unless the user has set them.
+def limit_threads(ranks_on_node: int) -> None:
+    """Limit each rank's thread pools to its share of the node's cores, unless the user has set them; collective.
+
+    Of all ranks that limit theirs, on whatever node, the first one says so in the log, once for each user.
 
     Parameters
     ----------
     ranks_on_node : int
-        Number of ranks that share this node.
-    logs : bool
-        Whether this rank writes the line that says so to the log, the first time that it happens to this user.
-
-    Returns
-    -------
-    int or None
-        The number of threads that each pool was limited to, or None where nothing was changed.
+        Number of ranks that share this rank's node.
     """
+    comm, share = MPI.COMM_WORLD, _limited(ranks_on_node)
+    mine, first = np.array(comm.size if share is None else comm.rank, np.int32), np.empty((), np.int32)
+    comm.Allreduce(mine, first, MPI.MIN)
+    if first == comm.rank and first_time(_TOLD):
+        _log.warning(
+            "%s: %d ranks share %d cores: thread pools limited to %d thread(s) each. "
+            "Set OMP_NUM_THREADS (or MPIAD_THREADS=0) to decide yourself. This is said once.",
+            MPI.Get_processor_name(), ranks_on_node, _cores(), share,
+        )
+
+
+def _limited(ranks_on_node: int) -> int | None:
+    """Limit this rank's pools, and return to how many threads each; None where nothing was changed."""
     if ranks_on_node < 2 or any(name in os.environ for name in _USERS_OWN):
         return None
     share = max(1, _cores() // ranks_on_node)
@@ -48,10 +58,4 @@ def limit_threads(ranks_on_node: int, logs: bool) -> int | None:
     # Libraries that are loaded later (SciPy brings a BLAS of its own) read these when they start.
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = str(share)
-    if logs and first_time(_TOLD):
-        _log.warning(
-            "%d ranks share %d cores: thread pools limited to %d thread(s) each. "
-            "Set OMP_NUM_THREADS (or MPIAD_THREADS=0) to decide yourself. This is said once.",
-            ranks_on_node, _cores(), share,
-        )
     return share

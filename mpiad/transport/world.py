@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
-import os
 from collections.abc import Callable
 
 from mpi4py import MPI
@@ -68,8 +67,7 @@ def start(call: str) -> None:
     switch.start()
     device_settings.start()
     prepare_memory()
-    if os.environ.get("MPIAD_THREADS") != "0":
-        limit_threads(_local[1], logs=MPI.COMM_WORLD.rank == 0)
+    limit_threads(_local[1])
     for begin in _begins:
         begin()
 

@@ -37,6 +37,23 @@ def test_ranks_share_the_cores_and_say_so_once(mpirun, tmp_path):
         assert done.stderr.count("ranks share") == told and len(done.stdout.splitlines()) == ranks
 
 
+# Rank 0 finds so many cores as if it had a node of its own, where no rank needs a limit.
+ROOMY_ROOT = """
+import os
+from mpi4py import MPI
+if MPI.COMM_WORLD.rank == 0:
+    os.sched_getaffinity = lambda pid: range(1000)
+""" + PROGRAM
+
+
+@several_cores
+def test_one_rank_says_so_where_only_other_nodes_are_crowded(mpirun):
+    done = mpirun(3, ROOMY_ROOT, env={**NONE_SET, "MPIAD_CACHE": "0"})
+    limits = [int(line.split()[1]) for line in done.stdout.splitlines()]
+    assert limits[0] > 1 and limits[1:] == [max(1, CORES // 3)] * 2
+    assert done.stderr.count("ranks share") == done.stderr.count(f"3 ranks share {CORES} cores") == 1
+
+
 @several_cores
 @pytest.mark.parametrize("decided", [{"OMP_NUM_THREADS": "2"}, {"MPIAD_THREADS": "0"}])
 def test_the_user_decides(mpirun, decided):
