@@ -62,7 +62,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if WORLD.size != expected:
         raise pytest.UsageError(f"{expected} ranks were started, and MPI's world has {WORLD.size}")
     if launch.KERNELS in os.environ:
-        # A kernel takes seconds to compile: once in a launch, for all its jobs, their processes and what these start.
+        # Kernels are compiled once in a launch, for all its jobs, their processes and what these start.
         os.environ["MPIAD_CACHE"] = os.environ[launch.KERNELS]
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         return  # it hands the tests out to other processes, which keep their times

@@ -70,7 +70,7 @@ CASES = {
     ),
 }  # fmt: skip
 ALONE = {
-    "tsitouras": pytest.mark.columns("its kernels differ from the first in numbers only, and take seconds to compile"),
+    "tsitouras": pytest.mark.columns("its kernels differ from the first in numbers only"),
 }
 every_case = pytest.mark.parametrize("case", [pytest.param(case, marks=ALONE.get(case, ())) for case in CASES])
 

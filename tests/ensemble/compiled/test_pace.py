@@ -27,7 +27,7 @@ from mpiad.ensemble import (
 )
 from mpiad.ensemble.compiled import launch
 
-# A kernel takes seconds to compile, and more on a busy machine. An interrupt that didn't come through is met by the limit.
+# Kernels are compiled here, which takes long on a busy machine. An interrupt that didn't come through is met by the limit.
 pytestmark = [pytest.mark.serial, pytest.mark.limit(240)]
 pytest.importorskip("llvmlite")
 

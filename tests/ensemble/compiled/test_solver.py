@@ -25,7 +25,7 @@ from mpiad.ensemble import (
 )
 from mpiad.ensemble.compiled import launch
 
-# A kernel takes seconds to compile, and more on a busy machine.
+# Some tests compile many kernels, which takes long on a busy machine.
 pytestmark = [pytest.mark.serial, pytest.mark.limit(240)]
 pytest.importorskip("llvmlite")
 
