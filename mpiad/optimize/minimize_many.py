@@ -99,7 +99,7 @@ def minimize_many(
     points, home = _agree_on_arguments(used, fun, starts, group_size, settings)
     groups = max(1, min(used.size // group_size, len(points)))
     mine = used.rank // group_size
-    # Of the user's own communicator, since `fun` gets a part of it, and our duplicate may be under watch. All have just met.
+    # Of the user's own communicator, since `fun` gets a part of it: our duplicate may be under watch. All have just met.
     group = used.user.Split(min(mine, groups), used.rank)  # ranks without a group make one of their own: a split takes all
     found, wrong = {}, None
     try:

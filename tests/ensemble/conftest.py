@@ -3,8 +3,8 @@
 A test with ``usefixtures("solved_by")`` runs twice, and the `solve` of its module goes the one way or the other; a module
 that names the ways has those: with "device" problems go to a device, and their solutions come back; with "gpu" ensembles
 are solved by `EnsembleGPU`. What
-kernels are documented not to do is marked ``columns("why")``; that they say so is in `compiled/test_choice.py`. A kernel
-takes some tenths of a second to compile, so tests of different modules share right-hand sides and what is asked for of them.
+kernels are documented not to do is marked ``columns("why")``; that they say so is in `compiled/test_choice.py`. To compile
+a kernel takes tenths of a second, so tests of different modules share right-hand sides and what is asked for of them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def pytest_collection_modifyitems(config, items):
     items[:] = [item for item in items if item not in no_kernel]
     for item in items:
         if _by_kernels(item) and not item.get_closest_marker("limit"):
-            item.add_marker(pytest.mark.limit(240))  # to compile takes tenths of a second, and many times as long on a busy machine
+            item.add_marker(pytest.mark.limit(240))  # to compile takes long on a busy machine
 
 
 def _by_kernels(item):
