@@ -30,23 +30,17 @@ def allreduce(channel: Channel, x: Array, op: Op, call: str) -> Array:
     array = outgoing(x, call)
     if not extremes.are_meant(array, op):
         return _combined(channel, array, op)
-    in_pieces.compare(channel.data, "Allreduce", array, op)  # what is reduced has another shape
-    found = _combined(channel, extremes.marked(array, op), op, private=True)
-    if extremes.any_marked(found):
-        found[:-1][_combined(channel, np.isnan(array.reshape(-1)), MPI.LOR)] = np.nan
-    return extremes.unmarked(found, array.shape)
+    found = _combined(channel, extremes.without_nan(array, op), op)
+    nan = _combined(channel, np.isnan(array.reshape(-1)), MPI.LOR) if extremes.may_be_nan(found, op) else None
+    return extremes.finished(found, nan)
 
 
-def _combined(channel: Channel, array: Array, op: Op, private: bool = False) -> Array:
-    """Let MPI combine arrays; where nobody else uses them (`private`), on the host in their own memory."""
+def _combined(channel: Channel, array: Array, op: Op) -> Array:
     if divides(array.nbytes):
-        return in_pieces.allreduce(channel, array, op, private)
+        return in_pieces.allreduce(channel, array, op)
     if pairs.are_two(channel, array, op):
         return pairs.allreduce(channel.data, array, op)
     if type(array) is np.ndarray:
-        if private:
-            channel.data.Allreduce(MPI.IN_PLACE, array, op)
-            return array
         out = np.empty(array.shape, array.dtype)
         channel.data.Allreduce(array, out, op)
         return out if array.ndim else out[()]

@@ -37,11 +37,11 @@ def compare(comm: Comm, step: str, array: Array, op: Op | None = None, root: int
         compare(step, array, op, root)
 
 
-def allreduce(channel: Channel, array: Array, op: Op, private: bool = False) -> Array:
-    """Combine every rank's array, with the result on all ranks; in their own memory where nobody else uses it."""
+def allreduce(channel: Channel, array: Array, op: Op) -> Array:
+    """Combine every rank's array, with the result on all ranks."""
     compare(channel.data, "Allreduce", array, op)
     pieces = _cut(array)
-    passage = passing(array, pieces, private)
+    passage = passing(array, pieces)
     for number in range(len(pieces)):
         channel.data.Allreduce(MPI.IN_PLACE, passage.piece(number), op)
         passage.take(number)
