@@ -44,6 +44,8 @@ class Evaluation:
     used : Channel
         The user's communicator.
     sums : Sums
+    pieces : bool
+        Whether every rank passes variables of its own, so that gradients which the user computes are those of J.
 
     Attributes
     ----------
@@ -53,11 +55,14 @@ class Evaluation:
         Whether the gradient doesn't need the value's forward pass.
     """
 
-    def __init__(self, program: Program, packing: Packing, agreement: Agreement, used: Channel, sums: Sums):
+    def __init__(
+        self, program: Program, packing: Packing, agreement: Agreement, used: Channel, sums: Sums, pieces: bool = False
+    ):
         self._program, self._packing, self._agreement = program, packing, agreement
         self._used, self._sums = used, sums
         self._weight = weight_of(program.objective, used, program.root)
-        self._nothing = np.zeros(packing.size if self._weight == 0.0 else 0)
+        self._gradient_weight = 1.0 if pieces else self._weight  # of what `jac` returns
+        self._nothing = np.zeros(packing.size if self._gradient_weight == 0.0 else 0)
         self._forward: ForwardPass | None = None
         self.only_both, self.separate = program.jac is True, callable(program.jac)
 
@@ -140,7 +145,7 @@ class Evaluation:
 
     def _pair_at(self, x: Tree) -> tuple[Any, np.ndarray]:
         out = self._program.fun(x, *self._program.args)
-        if out is None and self._weight == 0.0:
+        if out is None and self._gradient_weight == 0.0:
             return None, self._sums.hand_in(self._nothing)
         if not isinstance(out, tuple) or len(out) != 2:
             raise WrongValueError(f"minimize: with jac=True fun must return (value, gradient), but got {out!r:.60}.")
@@ -154,14 +159,14 @@ class Evaluation:
 
     def _weighted(self, local: Tree, source: str) -> np.ndarray:
         """Return this rank's part of a gradient that the user computes."""
-        if self._weight == 0.0:
+        if self._gradient_weight == 0.0:
             return self._sums.hand_in(self._nothing)
         try:
             packed = self._flat(local)
         except TypeError as error:
             raise WrongValueError(f"{error} It was returned by {source}.") from None
         # Not in place: it may be the user's own array.
-        return self._sums.hand_in(packed if self._weight == 1.0 else packed * self._weight)
+        return self._sums.hand_in(packed if self._gradient_weight == 1.0 else packed * self._gradient_weight)
 
     def _term(self, value: Any) -> float:
         """Return what a rank's own number adds to the objective."""

@@ -8,13 +8,15 @@ when they had read it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
-from mpiad._typing import Comm, Rank
-from mpiad.transport import SUM
+from mpiad._typing import Array, Comm, Rank
+from mpiad.transport import MAX, SUM
 from mpiad.transport.shared_memory import shared_vectors
 
-__all__ = ["ByMessages", "ThroughMemory", "exchange_of"]
+__all__ = ["ByMessages", "OwnParts", "ThroughMemory", "Totals", "exchange_of"]
 
 # Shorter ones are sent faster than memory is set up.
 _LONG = 4096
@@ -123,3 +125,65 @@ def exchange_of(comm: Comm, root: Rank, size: int) -> ByMessages:
         return ByMessages(comm, root)
     vectors = shared_vectors(comm, ThroughMemory.places(comm), size)
     return ByMessages(comm, root) if vectors is None else ThroughMemory(comm, root, vectors)
+
+
+class OwnParts:
+    """In place of an exchange, where each rank's part of the gradient is its own."""
+
+    def hand_in(self, part: Array) -> Array:
+        """Return the part."""
+        return part
+
+    def total(self, part: Array) -> Array:
+        """Return the part."""
+        return part
+
+
+class Totals:
+    """Sums and maxima over all ranks, the same bits everywhere: reduced to the root, which decides and tells.
+
+    An all-reduction may round differently on different ranks, so that one would stop where another goes on.
+
+    Parameters
+    ----------
+    comm : mpi4py intracommunicator
+    root : int
+    """
+
+    def __init__(self, comm: Comm, root: Rank):
+        self._comm, self._root = comm, root
+        self.leads = comm.rank == root
+
+    def decided(self, parts: np.ndarray, size: int, decide: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+        """Return on all ranks what the root makes of the sums of all ranks' parts.
+
+        Parameters
+        ----------
+        parts : array of float
+            This rank's terms.
+        size : int
+            Length of the decision.
+        decide : callable
+            ``decide(sums)`` runs on the root only.
+        """
+        decision = np.empty(size)
+        sums = np.empty_like(parts) if self.leads else None
+        self._comm.Reduce(parts, sums, SUM, self._root)
+        if self.leads:
+            decision[:] = decide(sums)  # type: ignore[arg-type]
+        self._comm.Bcast(decision, self._root)
+        return decision
+
+    def of(self, terms: list[float], largest: list[float], told: list[float]) -> list[float]:
+        """Return sums of `terms`, maxima of `largest`, and the root's own `told`, as one list."""
+        highest = np.array(largest)
+        found = np.empty_like(highest) if self.leads else None
+        # Sums and maxima are two reductions, since MPI has no operation for both; all that is decided goes back in one
+        # message.
+        self._comm.Reduce(highest, found, MAX, self._root)
+
+        def packet(sums: np.ndarray) -> np.ndarray:
+            return np.concatenate([sums, found, told])  # type: ignore[arg-type]
+
+        size = len(terms) + len(largest) + len(told)
+        return self.decided(np.array(terms), size, packet).tolist()

@@ -1,4 +1,4 @@
-"""The iterates of a method that the root drives: noted, shown, and told to the user's callback."""
+"""The iterates of a solve: noted, shown, and told to the user's callback."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ import numpy as np
 import scipy
 
 from mpiad._typing import Function
-from mpiad.optimize.callback import takes_result
+from mpiad.optimize.agreement import Agreement
+from mpiad.optimize.callback import Callback
 from mpiad.optimize.history import Iterate, Record, Row
 from mpiad.optimize.points import Point, Points
+from mpiad.optimize.progress import Progress
 from mpiad.optimize.root_driven import Leader
 from mpiad.optimize.root_keeper import RootKeeper
+from mpiad.optimize.variables import Packing
 
-__all__ = ["Iterates", "IteratesOfPoints"]
+__all__ = ["Iterates", "IteratesOfPoints", "PieceIterates"]
 
 
 class Placed(Iterate, Protocol):
@@ -26,8 +29,17 @@ class Placed(Iterate, Protocol):
         ...
 
 
+class Moved(Placed, Protocol):
+    """An iterate that knows how it was come to."""
+
+    @property
+    def length(self) -> float:
+        """Return the length of the way from the one before, over all ranks."""
+        ...
+
+
 class Iterates:
-    """What becomes of each iterate.
+    """What becomes of each iterate of a method that the root drives.
 
     Parameters
     ----------
@@ -43,12 +55,11 @@ class Iterates:
     """
 
     def __init__(self, callback: Function | None, leader: Leader):
-        self._callback, self._packing, self._progress = callback, leader.packing, leader.progress
-        self._used = leader.used
+        self._callback = None if callback is None else Callback(callback)
+        self._packing, self._progress, self._used = leader.packing, leader.progress, leader.used
         self._last: np.ndarray | None = None
         self._way = np.zeros(0)
         self.record, self.told = Record(), False
-        self._whole = takes_result(callback)
 
     @property
     def count(self) -> int:
@@ -83,11 +94,8 @@ class Iterates:
         self.told = True
         # A copy: SciPy goes on working in x, and the callback may keep what it gets, or change it.
         nest = self._packing.unpack(np.array(x, dtype=float))
-        whole = scipy.optimize.OptimizeResult(
-            x=nest, fun=row.loss, nit=row.iteration, nfev=row.evaluations, gradient_norm=row.gradient_norm
-        )
         with self._used.refusing("the callback runs on the root alone, and the other ranks take no part"):
-            answer = self._callback(intermediate_result=whole) if self._whole else self._callback(nest)
+            answer = self._callback(nest, row)
         self.told = False
         return answer
 
@@ -162,3 +170,48 @@ class IteratesOfPoints(Iterates):
         row = self._note(self._points.at(np.ascontiguousarray(x, dtype=float)))
         self.keep()
         return self.tell(x, row)
+
+
+class PieceIterates:
+    """The same where variables are in pieces: the history everywhere, the line on the root, the callback everywhere.
+
+    Parameters
+    ----------
+    packing : Packing
+    agreement : Agreement
+        Makes an exception in a callback known to all.
+    callback : callable or None
+        This rank's own.
+    anyone : bool
+        Whether any rank has one.
+    progress : Progress or None
+    """
+
+    def __init__(
+        self, packing: Packing, agreement: Agreement, callback: Function | None, anyone: bool,
+        progress: Progress | None,
+    ):
+        self._packing, self._agreement, self._anyone, self._progress = packing, agreement, anyone, progress
+        self._callback = None if callback is None else Callback(callback)
+        self.record = Record()
+
+    def note(self, point: Moved, evaluations: int) -> Row:
+        """Add a row to the history."""
+        row = self.record.add(point, evaluations, point.length)
+        if self._progress is not None:
+            self._progress.show(row)
+        return row
+
+    def heard(self, point: Moved, evaluations: int) -> bool:
+        """Add a row and call the callback; return whether it wants the solve to end. All ranks call this."""
+        row = self.note(point, evaluations)
+        # Nothing is agreed on where no rank has a callback; where one has, all agree, since it may raise.
+        return self._anyone and self._agreement.run(lambda: self._ends(point, row))
+
+    def _ends(self, point: Moved, row: Row) -> bool:
+        if self._callback is not None:
+            try:
+                self._callback(self._packing.unpack(point.x), row)
+            except StopIteration:
+                return True
+        return False

@@ -10,6 +10,7 @@ import numpy as np
 import scipy  # loads its parts at their first use: to load them here would double the time of importing mpiad
 
 from mpiad._typing import Function
+from mpiad.optimize.bounds import Box, box_of
 from mpiad.optimize.checkpoint import problem_of
 from mpiad.optimize.conclusion import broken_off, concluded, interrupted, limited, spent, stopped
 from mpiad.optimize.constraints import ConstraintSet, constraints_of
@@ -20,7 +21,6 @@ from mpiad.optimize.program import Program
 from mpiad.optimize.result import outcome_of
 from mpiad.optimize.root_driven import Leader
 from mpiad.optimize.root_keeper import RootKeeper
-from mpiad.optimize.sharded.box import Box, box_of
 
 __all__ = ["Wishes", "drive"]
 

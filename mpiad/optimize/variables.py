@@ -11,13 +11,17 @@ from autograd.tracer import Box
 
 from mpiad._typing import Array, Tree
 from mpiad.differentiation.trees import flatten, is_variable
-from mpiad.optimize.device_leaves import Elsewhere, fetched, put
+from mpiad.optimize.device_leaves import Elsewhere, fetched, lies_on_device, put
+from mpiad.optimize.loans import Loans
 from mpiad.primitives.cotangents import spec_like
-from mpiad.transport.device_arrays import arrays_of
+from mpiad.transport.device_arrays import ArrayModule, arrays_of
 
-__all__ = ["Packing", "as_variables", "require_some", "require_tellable"]
+__all__ = [
+    "DevicePacking", "Packing", "PiecePacking", "as_variables", "packing_of_piece", "require_some", "require_tellable",
+]
 
 _NUMBERS = (int, float, np.integer, np.floating)
+_LARGE = 1 << 20  # bytes; smaller arrays come from the heap, without page faults
 
 
 def as_variables(x0: Any, call: str = "minimize") -> Tree:
@@ -165,3 +169,112 @@ class Packing:
         for place, array in zip(self._places, put(found, self.homes) if self._away else found):
             leaves[place] = array if array.ndim else array[()]
         return self._build(leaves)
+
+
+class PiecePacking(Packing):
+    """As `Packing`, for a piece that is a rank's own: without new memory in each evaluation.
+
+    A new large array costs a page fault for each of its pages, every time: as much as a tenth of an iteration. So the copy
+    that the function gets is made where nobody holds the last one any more. A gradient's vector is valid only until the
+    next evaluation: it may be the function's own.
+    """
+
+    def __init__(self, template: Tree):
+        super().__init__(template)
+        self._shape = self._specs[0][0]
+        self._gradient = np.empty(self.size)  # takes no memory until it is used
+        self._loans = Loans(self.size)
+        self._lent: np.ndarray | None = None
+
+    def lend(self) -> np.ndarray | None:
+        """Return where the next variables may be written, shape (size,), so that `unpack` needn't copy them."""
+        if self._plain and 8 * self.size >= _LARGE:
+            self._lent = self._loans.vector()
+        return self._lent
+
+    def nest_in(self, vector: np.ndarray) -> Tree:
+        """Return the nest of a vector that the solve goes on working with: in what was lent, or in new memory."""
+        return self.unpack(vector)
+
+    def _unpacked(self, vector: np.ndarray, view: Callable[[Array], Array]) -> Tree:
+        lent, self._lent = self._lent, None
+        if lent is None:
+            return super()._unpacked(vector, view)
+        leaves = list(self._leaves)
+        leaves[self._places[0]] = lent.reshape(self._shape)
+        return self._build(leaves)
+
+    def pack_gradient(self, tree: Tree) -> np.ndarray:
+        """Return a gradient as a vector, shape (size,)."""
+        if self._plain and isinstance(tree, np.ndarray) and tree.shape == self._shape and tree.dtype == np.float64:
+            return tree.reshape(-1)
+        return self._packed(tree, np.conj, self._gradient)
+
+    gradient_to_send = pack_gradient
+
+
+class DevicePacking(Packing):
+    """As `Packing`, for a piece on a device: the vector is there, too.
+
+    Attributes
+    ----------
+    home : ArrayModule
+        Makes arrays there.
+    """
+
+    def __init__(self, template: Tree):
+        super().__init__(template)
+        self.home: ArrayModule = self.homes[0]  # type: ignore[assignment]
+
+    def lend(self) -> None:
+        """Return None: the function gets new memory, which costs nothing there."""
+        return None
+
+    def nest_in(self, vector: Array) -> Tree:
+        """Return the nest of a vector that the solve goes on working with, in new memory."""
+        return self.unpack(vector)
+
+    def _packed(self, tree: Tree, view: Callable[[Array], Array], into: Any = None) -> Array:
+        leaves = flatten(tree)[0]
+        if len(leaves) != len(self._leaves):
+            raise TypeError(f"minimize: expected a nest of {len(self._leaves)} arrays like x0, but got {len(leaves)}.")
+        pieces = []
+        for place, (shape, dtype) in zip(self._places, self._specs):
+            leaf = leaves[place]
+            if arrays_of(leaf) != self.home or leaf.shape != shape:
+                found = f"{type(leaf).__name__} of shape {np.shape(leaf)}"
+                raise TypeError(f"minimize: expected an array of shape {shape} on the device of x0, but got {found}.")
+            if leaf.dtype.kind == "c" and dtype.kind != "c":
+                raise TypeError(f"minimize: expected {dtype}, like x0, but got {leaf.dtype}. Return its real part.")
+            if dtype.kind == "c":
+                leaf = self.home.contiguous(view(leaf).astype(complex)).reshape(-1).view(float)
+            pieces.append(leaf.reshape(-1).astype(float))
+        return np.concatenate(pieces)
+
+    def _unpacked(self, vector: Array, view: Callable[[Array], Array]) -> Tree:
+        leaves, start = list(self._leaves), 0
+        for place, (shape, dtype), length in zip(self._places, self._specs, self._lengths):
+            piece = vector[start : start + length]
+            piece = view(piece.copy().view(complex)) if dtype.kind == "c" else piece
+            leaves[place] = piece.astype(dtype).reshape(shape)
+            start += length
+        return self._build(leaves)
+
+
+def packing_of_piece(start: Tree) -> PiecePacking | DevicePacking:
+    """Return how a rank's own piece lies in a vector, on the host or on its device.
+
+    Raises
+    ------
+    TypeError
+        Where some of its arrays are on a device and others aren't, or on another one.
+    """
+    if not lies_on_device(flatten(start)[0]):
+        return PiecePacking(start)
+    packing = DevicePacking(start)
+    if len(set(packing.homes)) > 1:
+        raise TypeError(
+            "minimize: with 'L-BFGS-sharded' a rank's variables must all be on the host or on one device, but x0 holds "
+            "both. Bring them together with mpiad.device.to_device or mpiad.device.to_host."
+        )
+    return packing

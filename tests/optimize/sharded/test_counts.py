@@ -176,7 +176,7 @@ def test_coupled_barriers_lose_nothing_by_hyperbolas(monkeypatch: pytest.MonkeyP
         return np.array(found)
 
     followed = counts()
-    monkeypatch.setattr("mpiad.optimize.sharded.attempts.PAIRS", np.inf)
+    monkeypatch.setattr("mpiad.optimize.sharded.rational_model.PAIRS", np.inf)
     assert np.exp(np.mean(np.log(followed / counts()))) <= 1.0
 
 
@@ -184,7 +184,7 @@ def test_hyperbolas_are_not_tried_inside_the_domain(monkeypatch: pytest.MonkeyPa
     def refused(*arguments: Any) -> Any:
         raise AssertionError("tried")
 
-    monkeypatch.setattr("mpiad.optimize.sharded.memory.way", refused)
+    monkeypatch.setattr("mpiad.optimize.sharded.limited_memory.way", refused)
     left, result = solved_barrier(cut(np.ones(5), rank, size), cut(np.linspace(0.3, 1.5, 5), rank, size), np.nan)
     assert left == 0 and result.nit > 4
 

@@ -1,11 +1,40 @@
-"""The options of the sharded method, by SciPy's names and with the defaults of its L-BFGS-B."""
+"""When a sharded solve ends: its options, by SciPy's names and with the defaults of its L-BFGS-B, and its tests.
+
+Statuses are SciPy's numbers where it has them.
+"""
 
 from __future__ import annotations
 
 import math
 from typing import Any, NamedTuple
 
-__all__ = ["Settings", "settings_of"]
+from mpiad.optimize.sharded.state import State
+
+__all__ = ["ABNORMAL", "INTERRUPTED", "NOT_FINITE", "Ending", "Settings", "ending_at", "settings_of"]
+
+
+class Ending(NamedTuple):
+    """Status and what it means; zero is success."""
+
+    status: int
+    message: str
+
+
+GRADIENT = Ending(0, "CONVERGENCE: the largest entry of the projected gradient is at most gtol.")
+REDUCTION = Ending(0, "CONVERGENCE: the relative decrease of the objective is at most ftol.")
+ITERATIONS = Ending(1, "STOP: the limit of iterations is reached. Raise maxiter, or accept the best point so far.")
+EVALUATIONS = Ending(1, "STOP: the limit of evaluations is reached. Raise maxfun, or accept the best point so far.")
+ABNORMAL = Ending(
+    2,
+    "ABNORMAL: no step along the steepest descent lowers the objective. Check the gradient (mpiad.testing.check_grads), "
+    "or ask for less than rounding allows.",
+)
+NOT_FINITE = Ending(3, "ABNORMAL: the objective or its gradient isn't finite at x0. Start where both are.")
+STOPPED = Ending(99, "`callback` raised `StopIteration`.")
+INTERRUPTED = Ending(
+    143,
+    "INTERRUPTED: a rank was told to end by SIGTERM, and the state is written. Make the same call again to go on.",
+)
 
 
 class Settings(NamedTuple):
@@ -66,3 +95,19 @@ def _checked(name: str, value: Any) -> float:
         kind = "a number" if tolerance else "an integer"
         raise ValueError(f"minimize: option {name} must be {kind} of at least {least}, but got {value!r}.")
     return number if tolerance else int(number)
+
+
+def ending_at(state: State, settings: Settings) -> Ending | None:
+    """Return why a solve ends at an iterate, or None where it goes on."""
+    here = state.here
+    if here.norm <= settings.gtol:
+        return GRADIENT
+    if settings.ftol > 0.0 and state.value_before < math.inf:
+        scale = max(abs(state.value_before), abs(here.value), 1.0)
+        if state.value_before - here.value <= settings.ftol * scale:
+            return REDUCTION
+    if state.stopped:
+        return STOPPED
+    if state.iteration >= settings.maxiter:
+        return ITERATIONS
+    return EVALUATIONS if state.count >= settings.maxfun else None

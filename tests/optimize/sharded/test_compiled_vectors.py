@@ -10,9 +10,9 @@ import pytest
 from mpi4py import MPI
 
 import mpiad
-from mpiad.optimize.sharded import compiled
-from mpiad.optimize.sharded.arithmetic import Arithmetic, Parts
-from mpiad.optimize.sharded.tiles import LENGTH, Tiles
+from mpiad.optimize.sharded import compiled_vectors
+from mpiad.optimize.sharded.compiled_vectors import CompiledVectors, host_vectors
+from mpiad.optimize.sharded.host_vectors import LENGTH, HostVectors, Parts
 
 pytest.importorskip("llvmlite")
 RNG = np.random.default_rng(8)
@@ -20,28 +20,27 @@ RNG = np.random.default_rng(8)
 
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "_LARGE", 0)
+    monkeypatch.setattr(compiled_vectors, "_LARGE", 0)
 
 
-def filled(height: int, size: int) -> Tiles:
-    """Return tiles of random rows, where what lies between the rows would spoil any sum."""
-    tiles = Tiles(height, size)
+def filled(height: int, size: int) -> HostVectors:
+    """Return random rows, where what lies between them would spoil any sum."""
+    tiles = HostVectors(height, size)
     tiles.memory[:] = np.nan
     for _, tile in tiles:
         tile[:] = RNG.normal(size=tile.shape)
     return tiles
 
 
-def both_ways(tiles: Tiles) -> list[tuple[Arithmetic, Tiles]]:
-    """Return both arithmetics, each with tiles of its own."""
-    other = Tiles(tiles.height, tiles.size)
+def both_ways(tiles: HostVectors) -> list[HostVectors]:
+    """Return the same rows twice, worked on by NumPy and by compiled loops."""
+    other = host_vectors(tiles.height, tiles.size, None)
+    assert isinstance(other, CompiledVectors)
     other.memory[:] = tiles.memory
-    compiled_one = compiled.arithmetic_for(1)
-    assert isinstance(compiled_one, compiled.Compiled)
-    return [(Arithmetic(), tiles), (compiled_one, other)]
+    return [tiles, other]
 
 
-def whole(tiles: Tiles) -> np.ndarray:
+def whole(tiles: HostVectors) -> np.ndarray:
     """Return all rows, shape (height, size)."""
     return np.array([tiles.read(row, np.empty(tiles.size)) for row in range(tiles.height)])
 
@@ -64,19 +63,19 @@ def test_rows_and_vectors(size: int, rows: list[slice], always: None) -> None:
     (parts, numbers), tiles = parts_of(rows), filled(11, size)
     before, weights = whole(tiles), RNG.normal(size=len(numbers))
     here = RNG.normal(size=size)
-    for arithmetic, own in both_ways(tiles):
+    for own in both_ways(tiles):
         out = np.full(len(numbers), np.nan)
-        square = arithmetic.products(own, parts, 6, out)
+        square = own.multiply(parts, 6, 6, out)
         np.testing.assert_allclose(out, before[numbers] @ before[6], rtol=1e-11, atol=1e-10)
         np.testing.assert_allclose(square, before[6] @ before[6])
-        arithmetic.combine(own, parts, weights, 10)
+        own.combine(parts, weights, 10)
         np.testing.assert_allclose(whole(own)[10], weights @ before[numbers], rtol=1e-11, atol=1e-12)
         np.testing.assert_array_equal(whole(own)[:10], before[:10])
         there, copy = np.empty((2, size))
-        arithmetic.advance(own, parts, 2.0 * weights, 10, here, 0.3, (there, copy))
+        own.advance(parts, 2.0 * weights, 10, here, 0.3, (there, copy))
         np.testing.assert_allclose(there, here + 0.6 * weights @ before[numbers], rtol=1e-11, atol=1e-12)
         np.testing.assert_array_equal(copy, there)
-        arithmetic.advance(own, [], weights, 10, here, 0.6, (there, None))  # along the same way
+        own.advance([], weights, 10, here, 0.6, (there, None))  # along the same way
         np.testing.assert_allclose(there, here + 1.2 * weights @ before[numbers], rtol=1e-11, atol=1e-12)
 
 
@@ -86,9 +85,9 @@ def test_changes(rows: list[slice], always: None) -> None:
     (parts, numbers), tiles = parts_of(rows), filled(11, LENGTH + 50)
     rows_then = whole(tiles)
     rows_then[8] = rows_then[9] - rows_then[8]
-    for arithmetic, own in both_ways(tiles):
+    for own in both_ways(tiles):
         out = np.empty(len(numbers))
-        square = arithmetic.change(own, parts, 8, 9, out)
+        square = own.multiply(parts, 8, 9, out)
         np.testing.assert_array_equal(whole(own), rows_then)
         np.testing.assert_allclose(out, rows_then[numbers] @ rows_then[8], rtol=1e-11, atol=1e-10)
         np.testing.assert_allclose(square, rows_then[9] @ rows_then[9])
@@ -103,8 +102,8 @@ def test_gradients(value: float, writeable: bool, always: None) -> None:
     gradient[LENGTH + 200] = value
     gradient.flags.writeable = writeable
     way, found = whole(tiles)[1], []
-    for arithmetic, own in both_ways(tiles):
-        found.append(arithmetic.take(own, gradient, 1, 2))
+    for own in both_ways(tiles):
+        found.append(own.take(gradient, 1, 2))
         np.testing.assert_array_equal(whole(own)[2], gradient)
         np.testing.assert_array_equal(whole(own)[1], way)
     expected = np.abs(gradient).max()
@@ -137,7 +136,7 @@ def test_a_solve_that_leaves_the_domain(always: None) -> None:
 
 @pytest.mark.parametrize("loops", ["compiled", "numpy"])
 def test_hyperbolas_over_tiles(loops: str, monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
-    monkeypatch.setattr(compiled, "_LARGE", 0 if loops == "compiled" else np.inf)
+    monkeypatch.setattr(compiled_vectors, "_LARGE", 0 if loops == "compiled" else np.inf)
     n = 2 * LENGTH + 100 + rank
     c = RNG.lognormal(0.0, 1.0, n)
     result = mpiad.minimize(

@@ -6,6 +6,9 @@ hyperbola through three has a pole, and its zero lies on this side of it; for a 
 minimiser. So where the last gradient is what hyperbolas through those before it foretold, each variable by itself, the
 next direction leads to their zeros.
 
+They take several times the arithmetic of an iteration. So they are tried only where the domain has shown an end, and,
+while they don't foretell the gradient, at ever longer intervals: an iteration longer after each failure.
+
 With t reckoned from here, where the gradient is g, the hyperbola is g(t) = (g + b t) / (1 + e t).
 
 References
@@ -26,8 +29,10 @@ import numpy as np
 
 from mpiad._typing import Array
 
-__all__ = ["Pair", "are_followed", "misfit", "way"]
+__all__ = ["PAIRS", "Attempts", "Pair", "are_followed", "misfit", "way"]
 
+# Two pairs make a hyperbola; the third tells whether the one before was right.
+PAIRS = 3
 # The largest misfit, as the share of a change, at which the hyperbolas are followed. Where the function couples its
 # variables they cost nothing on average, by trials on analytic centres and on barriers with quadratics.
 _FORETOLD = 0.2
@@ -39,6 +44,49 @@ class Pair(NamedTuple):
 
     step: Array
     change: Array
+
+
+class Attempts:
+    """When hyperbolas are tried, by numbers that are the same on all ranks.
+
+    Attributes
+    ----------
+    at_edge : bool
+        Whether a trial point wasn't finite so far.
+    followed : bool
+        Whether the direction leads to the zeros of hyperbolas.
+    """
+
+    def __init__(self) -> None:
+        self.at_edge = self.followed = False
+        self._unbroken = self._failures = self._wait = 0
+
+    def count(self, kept: bool) -> None:
+        """Note a step that makes a pair, or one that is left out: hyperbolas need gradients one after the other."""
+        self._unbroken = self._unbroken + 1 if kept else 0
+
+    def due(self, pairs: int) -> bool:
+        """Return whether hyperbolas are to be tried now, where the memory holds so many pairs; called once an iteration."""
+        if not self.at_edge or min(self._unbroken, pairs) < PAIRS:
+            return False
+        self._wait -= 1
+        return self._wait < 0
+
+    def note(self, tried: bool, followed: bool) -> None:
+        """Note what came of it."""
+        self.followed = followed
+        if tried:
+            self._failures = 0 if followed else self._failures + 1
+            self._wait = max(self._failures - 1, 0)
+
+    def numbers(self) -> np.ndarray:
+        """Return all of it for a checkpoint."""
+        return np.array([self.at_edge, self.followed, self._unbroken, self._failures, self._wait], dtype=float)
+
+    def restore(self, numbers: np.ndarray) -> None:
+        """Take over what `numbers` returned."""
+        at_edge, followed, self._unbroken, self._failures, self._wait = (int(number) for number in numbers)
+        self.at_edge, self.followed = bool(at_edge), bool(followed)
 
 
 class _Curves(NamedTuple):

@@ -1,4 +1,4 @@
-"""Bounds of a rank's own piece: projection, and which variables are free to move.
+"""Bounds of variables: projection, and which are free to move.
 
 References
 ----------
@@ -74,7 +74,7 @@ class Box:
 
 
 def box_of(bounds: Any, size: int) -> Box | None:
-    """Return the bounds of this rank's piece, None where there are none.
+    """Return the bounds of so many variables, None where there are none.
 
     Raises
     ------

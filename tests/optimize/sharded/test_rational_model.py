@@ -7,8 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from mpiad.optimize.sharded.attempts import Attempts
-from mpiad.optimize.sharded.hyperbolas import Pair, are_followed, misfit, way
+from mpiad.optimize.sharded.rational_model import Attempts, Pair, are_followed, misfit, way
 
 pytestmark = pytest.mark.serial
 

@@ -10,26 +10,21 @@ import scipy
 from mpiad._typing import Function, Tree
 from mpiad.device import to_host
 from mpiad.optimize.agreement import Agreement
+from mpiad.optimize.bounds import Box, box_of
 from mpiad.optimize.checkpoint import Checkpoint, problem_of
+from mpiad.optimize.evaluation import Evaluation
+from mpiad.optimize.exchange import OwnParts, Totals
+from mpiad.optimize.iterates import PieceIterates
 from mpiad.optimize.program import Program
 from mpiad.optimize.progress import Progress
-from mpiad.optimize.sharded.box import Box, box_of
-from mpiad.optimize.sharded.descent import Descent
-from mpiad.optimize.sharded.device_box import DeviceBox
-from mpiad.optimize.sharded.device_memory import DeviceMemory
-from mpiad.optimize.sharded.device_packing import DevicePacking, is_on_device
-from mpiad.optimize.sharded.device_trials import DeviceTrials
-from mpiad.optimize.sharded.ending import Ending
-from mpiad.optimize.sharded.keeper import Keeper
-from mpiad.optimize.sharded.lending import PiecePacking
-from mpiad.optimize.sharded.listener import Listener
-from mpiad.optimize.sharded.memory import Memory
-from mpiad.optimize.sharded.pieces import OwnParts, PieceEvaluation
-from mpiad.optimize.sharded.point import Point
-from mpiad.optimize.sharded.settings import Settings, settings_of
-from mpiad.optimize.sharded.totals import Totals
-from mpiad.optimize.sharded.trials import Trials
-from mpiad.optimize.variables import Packing
+from mpiad.optimize.sharded.compiled_vectors import host_vectors
+from mpiad.optimize.sharded.convergence import Ending, Settings, settings_of
+from mpiad.optimize.sharded.correction_pairs import Ring
+from mpiad.optimize.sharded.device_vectors import DeviceVectors
+from mpiad.optimize.sharded.lbfgs import LBFGS, Trials
+from mpiad.optimize.sharded.limited_memory import LimitedMemory
+from mpiad.optimize.sharded.state import Point, StateFiles
+from mpiad.optimize.variables import DevicePacking, PiecePacking, packing_of_piece
 from mpiad.transport import Channel
 from mpiad.transport.fault_tolerance import is_interruption
 
@@ -40,7 +35,7 @@ class Piece(NamedTuple):
     """What a rank brings: its variables, their bounds, the settings of all, where its state is written."""
 
     start: Tree
-    packing: Packing
+    packing: PiecePacking | DevicePacking
     box: Box | None
     settings: Settings
     checkpoint: Checkpoint | None
@@ -60,7 +55,7 @@ def piece_of(
     start: Tree, bounds: Any, tol: float | None, options: dict | None, checkpoint: Checkpoint | None = None
 ) -> Piece:
     """Check this rank's arguments; a ValueError where one can't be."""
-    packing = DevicePacking(start) if is_on_device(start) else Packing(start)
+    packing = packing_of_piece(start)
     return Piece(start, packing, box_of(bounds, packing.size), settings_of(tol, options), checkpoint)
 
 
@@ -86,8 +81,7 @@ class Sharded:
         self._program, self._piece, self._used, self._comm = program, piece, used, used.derive()
         self._totals = Totals(self._comm, program.root)
         self.agreement = Agreement(self._comm)
-        packing = piece.packing if isinstance(piece.packing, DevicePacking) else PiecePacking(piece.start)
-        self._evaluation = PieceEvaluation(program, packing, self.agreement, used, OwnParts())
+        self._evaluation = Evaluation(program, piece.packing, self.agreement, used, OwnParts(), pieces=True)
 
     def run(self, callback: Function | None, progress: Progress | None) -> scipy.optimize.OptimizeResult:
         """Descend; return the result, or raise, on all ranks alike."""
@@ -108,34 +102,31 @@ class Sharded:
         packing, settings = self._piece.packing, self._piece.settings
         start = packing.pack(self._piece.start)
         problem = {} if self._piece.checkpoint is None else self._piece.problem(self._program, start, self._used.size)
-        keeper = Keeper(self._piece.checkpoint, problem, self._used, self.agreement)
-        keeper.look()
+        files = StateFiles(self._piece.checkpoint, problem, self._used, self.agreement)
+        files.look()
         said = [float(mine) for mine in (self._piece.box is not None, callback is not None)]
         # What one rank has, all must know: bounds and callbacks make further messages.
         bounded, heard = self._totals.of(said, [0.0], [])[:2]
-        memory, trials = self._worked_on_by(packing, bool(bounded))
-        listener = Listener(packing, self.agreement, callback, bool(heard), line)
-        descent = Descent(trials, memory, listener, settings, bool(bounded), keeper)
-        point, ending = descent.run(start)
-        return self._result(point, memory.gradient(point), ending, trials.count, listener)
+        memory = self._memory(bool(bounded))
+        trials = Trials(self._evaluation, packing, self._totals, memory)
+        iterates = PieceIterates(packing, self.agreement, callback, bool(heard), line)
+        point, ending = LBFGS(trials, memory, iterates, settings, files).run(start)
+        return self._result(point, memory.gradient(point), ending, trials.count, iterates)
 
-    def _worked_on_by(self, packing: Packing, bounded: bool) -> tuple[Memory, Trials]:
-        """Return what works on this rank's piece, where it lies."""
-        box, maxcor = self._piece.box, self._piece.settings.maxcor
+    def _memory(self, bounded: bool) -> LimitedMemory:
+        """Return the memory of this rank's piece, where that lies."""
+        packing, box, ring = self._piece.packing, self._piece.box, Ring(self._piece.settings.maxcor)
         if bounded and box is None:
             # The ranks exchange other numbers where there are bounds: so one that has none takes infinite ones.
             box = Box(np.full(packing.size, -np.inf), np.full(packing.size, np.inf))
-        if not isinstance(packing, DevicePacking):
-            memory = Memory(packing.size, maxcor, box, self._totals)
-            return memory, Trials(self._evaluation, self._totals, box, memory)
-        there = None if box is None else DeviceBox(box, packing.home)
-        on_device = DeviceMemory(packing.size, maxcor, there, self._totals, packing.home)
-        return on_device, DeviceTrials(self._evaluation, self._totals, there, on_device)
+        if isinstance(packing, DevicePacking):
+            return LimitedMemory(ring, DeviceVectors(ring.height, packing.size, box, packing.home), self._totals)
+        return LimitedMemory(ring, host_vectors(ring.height, packing.size, box), self._totals)
 
     def _result(
-        self, point: Point, gradient: np.ndarray, ending: Ending, count: int, listener: Listener
+        self, point: Point, gradient: np.ndarray, ending: Ending, count: int, iterates: PieceIterates
     ) -> scipy.optimize.OptimizeResult:
-        history = listener.record.history()
+        history = iterates.record.history()
         return scipy.optimize.OptimizeResult(
             x=self._piece.packing.unpack(point.x),
             fun=point.value,

@@ -1,4 +1,4 @@
-"""The state of a sharded solve on disk: each rank writes its own files, and all go on from one iteration.
+"""The state of a sharded solve between two iterations: the point where it is, and the files that it goes on from.
 
 Of two files a rank writes one in turn, and the next is begun only when all ranks have written theirs. So whenever a job
 is killed, there is an iteration of which every rank has a file: the last, or the one before.
@@ -6,27 +6,70 @@ is killed, there is an iteration of which every rank has a file: the last, or th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpiad._typing import Array
 from mpiad.checkpoint_files import differences, files_of_ranks, read, read_description, write
 from mpiad.optimize.agreement import Agreement
 from mpiad.optimize.checkpoint import Checkpoint, WriteFailures
-from mpiad.optimize.history import Record
-from mpiad.optimize.sharded.ending import Ending
-from mpiad.optimize.sharded.listener import Listener
-from mpiad.optimize.sharded.memory import Memory
-from mpiad.optimize.sharded.point import Point
-from mpiad.optimize.sharded.trials import Trials
 from mpiad.transport import Channel
 from mpiad.transport.agreement import agreed
 
-__all__ = ["Keeper", "State"]
+__all__ = ["Point", "State", "StateFiles"]
 
 _SLOTS = "a", "b"
+
+
+class Point:
+    """Variables of the piece, shape (n,); the numbers are those of all ranks. Its gradient lies in the memory.
+
+    Attributes
+    ----------
+    value : float
+        The objective.
+    norm : float
+        Largest absolute entry of the (projected) gradient.
+    slope : float
+        Of the objective along the direction that led here; without the variables that a bound stopped.
+    finite : bool
+        Whether the value and all entries of the gradient are.
+    clipped : bool
+        Whether a bound stopped any variable on the way.
+    step : float
+        Along that direction.
+    length : float
+        Of the way from the point before, over all ranks.
+    room : float
+        From here to where the search that led here met no finite value; infinite where it met none.
+    predicted, met : float
+        Where a bound may have stopped variables: the step times the gradient before, and times the gradient here.
+    settled : bool
+        Whether the memory has moved here.
+    aside : bool
+        Whether the memory has put the gradient aside.
+    """
+
+    __slots__ = (
+        "aside", "clipped", "finite", "length", "met", "norm", "predicted", "room", "settled", "slope", "step", "value",
+        "x",
+    )
+
+    def __init__(self, x: Array):
+        self.x = x
+        self.value = self.norm = self.slope = math.nan
+        self.predicted = self.met = self.step = math.nan
+        self.finite = self.clipped = self.settled = self.aside = False
+        self.length, self.room = 0.0, math.inf
+
+    @property
+    def gradient_norm(self) -> float:
+        """Return `norm`, by the name that a record of iterates asks for."""
+        return self.norm
 
 
 class State(NamedTuple):
@@ -54,7 +97,7 @@ class State(NamedTuple):
     stopped: bool
 
 
-class Keeper:
+class StateFiles:
     """Write states and read them again; without a checkpoint it does nothing.
 
     Parameters
@@ -67,11 +110,16 @@ class Keeper:
         The user's communicator.
     agreement : Agreement
         Knows whether a rank was told to end.
+
+    Attributes
+    ----------
+    iteration : int
+        Of the last state that was written or found; -1 for none.
     """
 
     def __init__(self, checkpoint: Checkpoint | None, problem: dict[str, Any], used: Channel, agreement: Agreement):
         self._checkpoint, self._problem, self._used, self._agreement = checkpoint, problem, used, agreement
-        self._slot, self._written, self._failures = 0, -1, WriteFailures("minimize")
+        self._slot, self.iteration, self._failures = 0, -1, WriteFailures("minimize")
         self._found: dict[str, np.ndarray] | None = None
 
     @property
@@ -101,7 +149,7 @@ class Keeper:
         # A rank that raised by itself would leave the others in the next message.
         common = self._agreed(mine, wrong)
         if common is not None:
-            self._written, self._slot = common, 1 - mine[common]
+            self.iteration, self._slot = common, 1 - mine[common]
             try:
                 self._found, wrong = self._state_of(common), None
             except ValueError as error:
@@ -165,44 +213,28 @@ class Keeper:
             ))
         return max(common, default=None)
 
-    def restored(self, memory: Memory, trials: Trials, listener: Listener) -> State | None:
-        """Put a state that was found into the parts of the solve, and return the rest of it; None for a new solve."""
+    def take(self) -> dict[str, np.ndarray] | None:
+        """Return the arrays that were found, once; None for a new solve."""
         found, self._found = self._found, None
-        if found is None:
-            return None
-        numbers, here = found["numbers"].tolist(), Point(memory.taken(found["x"]))
-        # The order is that in which `_arrays` writes them; the gradient is in the memory, which is settled there.
-        here.value, here.norm, here.room, here.settled = numbers[0], numbers[1], numbers[5], True
-        trials.count = count = int(found["count"])
-        listener.record.restore(found["history"])
-        memory.restore(found)
-        return State(self._written, count, here, numbers[2], numbers[3], numbers[4], False)
+        return found
 
-    def keep(self, state: State, ending: Ending | None, memory: Memory, record: Record) -> None:
-        """Write the state where it is time to; all ranks call this."""
-        if self._checkpoint is None or state.iteration <= self._written:
-            return
-        if ending is None and (state.iteration == 0 or state.iteration % self._checkpoint.every):
-            return
-        description = {**self._problem, "iteration": state.iteration}
-        wrong = None
+    def due(self, iteration: int, ended: bool) -> bool:
+        """Return whether the state of an iteration is to be written; the same on all ranks."""
+        if self._checkpoint is None or iteration <= self.iteration:
+            return False
+        return ended or (iteration > 0 and iteration % self._checkpoint.every == 0)
+
+    def write(self, iteration: int, arrays: Iterable[tuple[str, np.ndarray]]) -> None:
+        """Write a state; all ranks call this."""
+        description, wrong = {**self._problem, "iteration": iteration}, None
         try:
-            write(self._file(self._slot), description, _arrays(state, memory, record))
+            write(self._file(self._slot), description, arrays)
         except OSError as error:
             wrong = f"rank {self._used.rank}: {self._failures.reason(error, self._file(self._slot))}"
         failures = [text for text in self._used.data.allgather(wrong) if text is not None]
         if failures:
             # This slot again next time: the other one holds the last state that all ranks have.
-            self._failures.tell(state.iteration, failures[0])
+            self._failures.tell(iteration, failures[0])
         else:
             self._failures.end()
-            self._written, self._slot = state.iteration, 1 - self._slot
-
-
-def _arrays(state: State, memory: Memory, record: Record) -> Iterator[tuple[str, np.ndarray]]:
-    here = state.here
-    yield "x", memory.written(here.x)
-    yield "numbers", np.array([here.value, here.norm, state.value_before, state.slope, state.length, here.room])
-    yield "count", np.array(state.count)
-    yield "history", record.table()
-    yield from memory.state().items()
+            self.iteration, self._slot = iteration, 1 - self._slot

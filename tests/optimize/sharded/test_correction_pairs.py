@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from scipy.optimize import LbfgsInvHessProduct
 
-from mpiad.optimize.sharded.recursion import combination
+from mpiad.optimize.sharded.correction_pairs import two_loop_recursion
 
 
 def test_direction_is_that_of_the_inverse_hessian() -> None:
@@ -16,7 +16,7 @@ def test_direction_is_that_of_the_inverse_hessian() -> None:
     rows = np.stack([y, s], axis=1).reshape(8, 12)
     products = rows @ rows.T
     products[1::2, 1::2] = rng.normal(size=(4, 4))  # steps with steps are never asked for
-    coefficients, slope = combination(products, rows @ g, g @ g)
+    coefficients, slope = two_loop_recursion(products, rows @ g, g @ g)
     gamma = (s[3] @ y[3]) / (y[3] @ y[3])
     # SciPy's product starts from the identity: scaled variables give it the initial scaling.
     root = np.sqrt(gamma)
@@ -29,6 +29,6 @@ def test_direction_is_that_of_the_inverse_hessian() -> None:
 def test_pairs_of_no_curvature_are_left_out() -> None:
     rows = np.array([[-1.0, 0.0], [1.0, 0.0], [0.0, 2.0], [0.0, 1.0]])
     g = np.array([3.0, 4.0])
-    coefficients, slope = combination(rows @ rows.T, rows @ g, g @ g)
+    coefficients, slope = two_loop_recursion(rows @ rows.T, rows @ g, g @ g)
     np.testing.assert_allclose(coefficients @ np.vstack([rows, g]), [-1.5, -2.0])
     assert slope == -12.5

@@ -1,16 +1,111 @@
-"""The loops that `compiled` compiles, in the language of `mpiad.compiling.translation`: over all tiles of the memory.
+"""The passes of an iteration without bounds compiled, where llvmlite is installed and the piece is large.
 
-`memory` holds tiles of `height` rows of `length` numbers, with `padding` behind each row of a full tile: see `tiles`.
+BLAS multiplies rows of a tile with vectors at two thirds of the speed at which memory can be read, and each of NumPy's
+calls goes over its arrays again. Here each stretch is read once, seven rows at a time: one row alone is read at half of
+the speed, since a core then waits for too few lines of memory at once.
+
+The loops are in the language of `mpiad.compiling.translation`, which takes them from this file's text. `memory` holds
+tiles of `height` rows of `length` numbers, with `padding` behind each row of a full tile: see `host_vectors`.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
+import math
+import sys
+from importlib.util import find_spec
 from typing import Any
 
-__all__ = ["AT_ONCE", "combination", "products", "taken"]
+import numpy as np
 
+from mpiad.compiling.cache import kernel_of
+from mpiad.optimize.bounds import Box
+from mpiad.optimize.sharded.host_vectors import LENGTH, PADDING, HostVectors, Parts
+
+__all__ = ["CompiledVectors", "host_vectors"]
+
+# Below, an iteration takes less than a millisecond, and to compile the loops half a second.
+_LARGE = 1 << 18
+# Sums may be reordered; NaN and infinities stay what they are.
+_FAST = "reassoc contract nsz arcp"
 # Rows that are read at the same time, each by a name of its own; lists of rows have a multiple of so many.
-AT_ONCE = 7
+_AT_ONCE = 7
+
+
+def host_vectors(height: int, size: int, box: Box | None) -> HostVectors:
+    """Return what a piece of this many variables is worked on with."""
+    compiled = size >= _LARGE and find_spec("llvmlite") is not None
+    return (CompiledVectors if compiled else HostVectors)(height, size, box)
+
+
+class CompiledVectors(HostVectors):
+    """As `HostVectors`, with compiled passes."""
+
+    def __init__(self, height: int, size: int, box: Box | None = None):
+        super().__init__(height, size, box)
+        self._products, self._combination, self._taken = _functions()
+
+    @property
+    def _place(self) -> tuple[np.ndarray, int, int, int, int]:
+        return self.memory, self.height, self.size, LENGTH, PADDING
+
+    def multiply(self, parts: Parts, before: int, row: int, out: np.ndarray) -> float:
+        """Turn a row into a change, and write the products of rows with it."""
+        rows = _rows_of(parts)
+        found, total = np.zeros(rows.size), np.zeros(1)
+        self._products(*self._place, rows, before, row, found, total)
+        out[:] = found[: out.size]
+        return total[0]
+
+    def combine(self, parts: Parts, coefficients: np.ndarray, row: int) -> None:
+        """Write the combination of rows."""
+        nothing = np.zeros(0)
+        self._combination(*self._place, *_weighed(parts, coefficients), row, nothing, 0.0, nothing, nothing)
+
+    def advance(
+        self, parts: Parts, coefficients: np.ndarray, row: int, here: np.ndarray, step: float,
+        outs: tuple[np.ndarray, np.ndarray | None],
+    ) -> None:
+        """Combine, and write where a step leads."""
+        out, copy = outs
+        copy = out if copy is None else copy
+        self._combination(*self._place, *_weighed(parts, coefficients), row, here, step, out, copy)
+
+    def take(self, gradient: np.ndarray, way: int, out: int) -> tuple[float, float, float]:
+        """Copy a gradient, and measure it."""
+        gradient = np.require(gradient, np.float64, ["C", "A", "W"])  # of one type, which is compiled
+        bits, total = np.zeros(1, np.int64), np.zeros(2)
+        self._taken(*self._place, gradient, gradient.view(np.int64), way, out, bits, total)
+        largest, (slope, square) = float(bits.view(np.float64)[0]), total
+        return largest if largest < math.inf else math.inf, slope, square
+
+
+def _rows_of(parts: Parts) -> np.ndarray:
+    """Return the numbers of rows, and the last once more until they are a multiple of those that are read at once."""
+    rows = [np.arange(rows.start, rows.stop) for rows, _ in parts]
+    found = np.concatenate([*rows, np.zeros(0, np.int64)])
+    return np.pad(found, (0, -found.size % _AT_ONCE), "edge") if found.size else found
+
+
+def _weighed(parts: Parts, coefficients: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    rows = _rows_of(parts)
+    weights = np.zeros(rows.size)  # zero for the last row's repetitions
+    for _, places in parts:
+        weights[places] = coefficients[places]
+    return rows, weights
+
+
+@functools.cache
+def _functions() -> tuple:
+    text, vector, numbers = inspect.getsource(sys.modules[__name__]), "float64[::1]", "int64[::1]"
+    place = f"{vector}, int64, int64, int64, int64"
+    signatures = {
+        "products": f"void({place}, {numbers}, int64, int64, {vector}, {vector})",
+        "combination": f"void({place}, {numbers}, {vector}, int64, {vector}, float64, {vector}, {vector})",
+        "taken": f"void({place}, {vector}, {numbers}, int64, int64, {numbers}, {vector})",
+    }
+    return tuple(kernel_of(text, name, signature, _FAST).function for name, signature in signatures.items())
 
 
 def products(

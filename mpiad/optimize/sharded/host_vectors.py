@@ -1,0 +1,271 @@
+"""The vectors of a rank's piece on the host, as rows that lie side by side, and the passes of an iteration over them.
+
+A tile is a stretch of all rows, in one piece of memory. Passes over all rows go tile by tile. What is written in one step
+of a tile and read in the next stays in cache, and the memory is read from one end to the other, which is a tenth faster
+than from as many places as there are rows. Here NumPy and BLAS do the arithmetic; `compiled_vectors` does what there is
+without bounds with less memory read, and `device_vectors` all of it on a device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from mpiad.optimize.bounds import Box
+from mpiad.optimize.sharded.correction_pairs import Ring
+
+__all__ = ["LENGTH", "PADDING", "HostVectors", "Parts"]
+
+# Two stretches fit a core's own cache; a call for a whole tile takes little beside its arithmetic.
+LENGTH = 16384
+# Between the rows of a full tile: at distances of a power of two they would share a few places of the cache, and seven rows
+# read at once be a fifth slower.
+PADDING = 24
+
+# Where rows lie: as slices, each with the places of its coefficients or products.
+Parts = list[tuple[slice, slice]]
+
+
+class HostVectors:
+    """Rows of doubles; other vectors have shape (size,).
+
+    Parameters
+    ----------
+    height : int
+        Number of rows.
+    size : int
+        Length of each.
+    box : Box or None
+        The bounds of the variables.
+    """
+
+    def __init__(self, height: int, size: int, box: Box | None = None):
+        self.height, self.size, self.box, self._clipped = height, size, box, False
+        whole, rest = divmod(size, LENGTH)
+        # Zeros, since all of it is written to a checkpoint, also before it is used.
+        self.memory = np.zeros(height * (whole * (LENGTH + PADDING) + rest))
+
+    def __iter__(self) -> Iterator[tuple[slice, np.ndarray]]:
+        """Yield each tile, shape (rows, length), after the part of the vectors that it holds."""
+        height, size, begin = self.height, self.size, 0
+        for start in range(0, size, LENGTH):
+            length = min(LENGTH, size - start)
+            stride = length + PADDING if length == LENGTH else length
+            tile = self.memory[begin : begin + height * stride].reshape(height, stride)
+            yield slice(start, start + length), tile[:, :length]
+            begin += height * stride
+
+    def new(self) -> np.ndarray:
+        """Return a vector of any values."""
+        return np.empty(self.size)
+
+    def to_host(self, x: np.ndarray) -> np.ndarray:
+        """Return an array on the host."""
+        return x
+
+    def from_host(self, x: np.ndarray) -> np.ndarray:
+        """Return an array of the host's where the passes work on it."""
+        return x
+
+    def read(self, row: int, out: np.ndarray) -> np.ndarray:
+        """Copy a row to a vector, and return that."""
+        for part, tile in self:
+            np.copyto(out[part], tile[row])
+        return out
+
+    def write(self, row: int, vector: np.ndarray) -> None:
+        """Copy a vector to a row."""
+        for part, tile in self:
+            np.copyto(tile[row], vector[part])
+
+    # ---- without bounds
+
+    def products(self, ring: Ring, change: bool, gradient: bool) -> tuple[np.ndarray, np.ndarray, float]:
+        """Return the products of the ring's rows with two vectors, and the square of the gradient where one is asked for.
+
+        Parameters
+        ----------
+        ring : Ring
+        change : bool
+            Whether the newest pair has the gradient before in place of its change: the change is made, and is the first.
+        gradient : bool
+            Whether products with the gradient are asked for, as the second.
+        """
+        of_change, of_gradient = np.zeros((2, 2 * ring.count + 1))
+        parts, square = ring.parts(), 0.0
+        if change:
+            square = self.multiply(parts, ring.newest, ring.gradient, of_change)
+        if gradient:
+            square = self.multiply(parts, ring.gradient, ring.gradient, of_gradient)
+        return of_change, of_gradient, square
+
+    def multiply(self, parts: Parts, before: int, row: int, out: np.ndarray) -> float:
+        """Turn row `before` into the change from it to `row`, if it is another; write the products of rows with it.
+
+        Returns
+        -------
+        float
+            The square of `row`.
+        """
+        out.fill(0.0)
+        square = 0.0
+        for _, tile in self:
+            if before != row:
+                np.subtract(tile[row], tile[before], out=tile[before])
+            square += float(tile[row] @ tile[row])
+            for rows, places in parts:
+                out[places] += tile[rows] @ tile[before]
+        return square
+
+    def combine(self, parts: Parts, coefficients: np.ndarray, row: int) -> None:
+        """Write the combination of rows with coefficients into another row."""
+        for _, tile in self:
+            _combine(tile, parts, coefficients, tile[row])
+
+    def advance(
+        self, parts: Parts, coefficients: np.ndarray, row: int, here: np.ndarray, step: float,
+        outs: tuple[np.ndarray, np.ndarray | None],
+    ) -> None:
+        """Combine as `combine` does, where there are parts, and write where a step along the row leads from `here`.
+
+        `outs` are a vector for that, and one for a copy or None.
+        """
+        out, copy = outs
+        for part, tile in self:
+            way, there = tile[row], out[part]
+            if parts:
+                _combine(tile, parts, coefficients, way)
+            np.multiply(way, step, out=there)
+            there += here[part]
+            if copy is not None:
+                np.copyto(copy[part], there)
+
+    @np.errstate(over="ignore", invalid="ignore")  # at a trial point nothing need be finite: the line search looks
+    def take(self, gradient: np.ndarray, way: int, out: int) -> tuple[float, float, float]:
+        """Copy a gradient into row `out`; return its largest absolute entry, its slope along a way, and the way's square.
+
+        Where an entry isn't finite, the largest is infinite.
+        """
+        largest = slope = square = 0.0
+        for part, tile in self:
+            copied, along = tile[out], tile[way]
+            np.copyto(copied, gradient[part])
+            largest = max(largest, _largest(copied))
+            slope += float(copied @ along)
+            square += float(along @ along)
+        return largest, slope, square
+
+    # ---- within bounds
+
+    def project(self, x: np.ndarray) -> None:
+        """Move a vector into the bounds, in place."""
+        self.box.project(x)  # type: ignore[union-attr]
+
+    def products_of_free(
+        self, ring: Ring, x: np.ndarray, norm: float, before: np.ndarray | None
+    ) -> tuple[np.ndarray, float]:
+        """Return the products of the ring's rows with each other over free variables, and the slope of those held.
+
+        Parameters
+        ----------
+        ring : Ring
+        x : array
+            Where the solve is.
+        norm : float
+            Largest absolute entry of the projected gradient there, on any rank.
+        before : array or None
+            Where it was, if the step from there is the newest pair's.
+        """
+        rows, box = ring.rows(), self.box
+        products, of_held = np.zeros((len(rows), len(rows))), 0.0
+        for part, tile in self:
+            gradient = tile[ring.gradient]
+            if before is not None:
+                np.subtract(gradient, tile[ring.newest], out=tile[ring.newest])
+                np.subtract(x[part], before[part], out=tile[ring.newest + 1])  # the step that the bounds have left
+            free = box.free(x[part], gradient, norm, part)  # type: ignore[union-attr]
+            way = box.way(x[part], gradient, part)  # type: ignore[union-attr]
+            of_held += gradient @ np.where(free, 0.0, way)
+            block = tile[rows] * free
+            products += block @ block.T
+        return products, of_held
+
+    def turn(self, ring: Ring, x: np.ndarray, norm: float) -> None:
+        """Let the direction send variables that a bound holds straight to it."""
+        for part, tile in self:
+            gradient = tile[ring.gradient]
+            free = self.box.free(x[part], gradient, norm, part)  # type: ignore[union-attr]
+            way = self.box.way(x[part], gradient, part)  # type: ignore[union-attr]
+            np.copyto(tile[ring.direction], way, where=~free)
+
+    def advance_within(
+        self, row: int, here: np.ndarray, step: float, outs: tuple[np.ndarray, np.ndarray | None]
+    ) -> None:
+        """Write where a step along the row leads from `here`, projected; see `advance`."""
+        out, copy = outs
+        self._clipped = False
+        for part, tile in self:
+            np.multiply(tile[row], step, out=out[part])
+            out[part] += here[part]
+            self._clipped |= self.box.project(out[part], part)  # type: ignore[union-attr]
+        if copy is not None:
+            np.copyto(copy, out)
+
+    @np.errstate(over="ignore", invalid="ignore")  # as in `take`
+    def take_within(self, ring: Ring, gradient: np.ndarray, x: np.ndarray, here: np.ndarray | None) -> list[float]:
+        """Copy the gradient of a trial point into its row; return what is to be known of the point.
+
+        Parameters
+        ----------
+        ring : Ring
+        gradient, x : array
+            Of the trial point.
+        here : array or None
+            Where the step to it began.
+
+        Returns
+        -------
+        list of float
+            The largest absolute entry of the projected gradient, infinite where an entry of the gradient isn't finite.
+            The slope along the direction, the step times the gradients before and here, its square, and whether a bound
+            has stopped any variable.
+        """
+        found = np.zeros(5)
+        for part, tile in self:
+            largest, *terms = self._measured(ring, tile, gradient[part], part, (x, here))
+            found[0] = max(found[0], largest)
+            found[1:] += terms
+        return [*found.tolist(), float(here is not None and self._clipped)]
+
+    def _measured(
+        self, ring: Ring, tile: np.ndarray, gradient: np.ndarray, part: slice, points: tuple[np.ndarray, np.ndarray | None]
+    ) -> tuple[float, float, float, float, float]:
+        (x, here), trial, box = points, tile[ring.trial], self.box
+        np.copyto(trial, gradient)
+        # Where a gradient isn't finite, its projected step may be.
+        largest = _largest(trial)
+        if largest < math.inf:
+            largest = float(np.max(np.abs(box.way(x[part], trial, part))))  # type: ignore[union-attr]
+        if here is None:
+            return largest, 0.0, 0.0, 0.0, 0.0
+        moved = x[part] - here[part]
+        # A variable that a bound has stopped doesn't move with the step any more, so it takes no part in the slope.
+        way = tile[ring.direction] * box.inside(x[part], part)  # type: ignore[union-attr]
+        slope, square = float(trial @ way), float(moved @ moved)
+        return largest, slope, float(tile[ring.gradient] @ moved), float(trial @ moved), square
+
+
+def _largest(gradient: np.ndarray) -> float:
+    """Return the largest absolute entry; infinite where one is NaN."""
+    # Two passes that make no array, as np.abs would; a NaN comes through both.
+    size = max(float(gradient.max()), -float(gradient.min()))
+    return size if size < math.inf else math.inf
+
+
+def _combine(tile: np.ndarray, parts: Parts, coefficients: np.ndarray, out: np.ndarray) -> None:
+    first, *others = parts
+    np.matmul(coefficients[first[1]], tile[first[0]], out=out)
+    for rows, places in others:
+        out += coefficients[places] @ tile[rows]
