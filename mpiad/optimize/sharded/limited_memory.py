@@ -65,9 +65,7 @@ class LimitedMemory:
 
     def put_aside(self, point: Point) -> None:
         """Keep a trial point's gradient while others are tried."""
-        if self._aside is None:
-            self._aside = self.vectors.new()
-        self.vectors.read(self.ring.trial, self._aside)
+        self._aside = self.vectors.read(self.ring.trial, self.vectors.new() if self._aside is None else self._aside)
         point.aside = True
 
     def take_back(self, point: Point) -> None:
