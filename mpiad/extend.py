@@ -19,8 +19,9 @@ from mpiad._typing import Function
 from mpiad.primitives.cotangents import conform, spec_like, tangent_of
 from mpiad.primitives.foreign import checked_adjoint
 from mpiad.primitives.noting import noted_methods
-from mpiad.primitives.operation import Tape, communications, current, differentiable, refuse_suspended, suspended
+from mpiad.primitives.operation import Tape, current, differentiable, refuse_suspended, suspended
 from mpiad.transport import calls
+from mpiad.transport.channels import communications
 from mpiad.transport.device_arrays import arrays_of, is_device_array
 
 __all__ = [

@@ -23,7 +23,6 @@ from mpiad.linalg.bicgstab import bicgstab
 from mpiad.linalg.conjugate_gradients import conjugate_gradients
 from mpiad.linalg.gmres import gmres
 from mpiad.linalg.iteration import Method, iterate
-from mpiad.linalg.mishaps import Mishaps
 from mpiad.linalg.settings import Settings
 from mpiad.linalg.system import System
 from mpiad.linalg.transposition import taking, transposed_function, transposed_preconditioner
@@ -31,6 +30,7 @@ from mpiad.linalg.vectors import inner
 from mpiad.primitives import mpi_allreduce, stop
 from mpiad.primitives.cotangents import spec_like, tangent_of
 from mpiad.primitives.operation import suspended
+from mpiad.transport.failures import DeferredFailures
 
 __all__ = ["METHODS", "Problem", "direction_of", "pulled_back", "solution", "solution_of_adjoint"]
 
@@ -54,10 +54,10 @@ class Problem(NamedTuple):
         Whether the system is that of the transposed operator.
     solver : callable or None
         ``solver(params, transposed)`` makes the method, where it isn't one of this library's.
-    mishaps : Mishaps or None
+    failures : DeferredFailures or None
         What has gone wrong on this rank before the solve, in the call that it is a part of.
     talkers : set of str or None
-        As `Mishaps` takes it, for this problem and those of its derivatives.
+        As `DeferredFailures` takes it, for this problem and those of its derivatives.
     """
 
     matvec: Function
@@ -68,27 +68,27 @@ class Problem(NamedTuple):
     preconditioner_transpose: Any = None
     transposed: bool = False
     solver: Callable[..., Method] | None = None
-    mishaps: Mishaps | None = None
+    failures: DeferredFailures | None = None
     talkers: set[str] | None = None
 
-    def step(self, rtol: float, mishaps: Mishaps) -> Problem:
+    def step(self, rtol: float, failures: DeferredFailures) -> Problem:
         """Return the problem of a step of Newton's: to another tolerance, without a look at the true residual."""
         # Newton steps look at the nonlinear residual anyway; an exact linear one wouldn't be worth its product.
-        return self._replace(settings=self.settings._replace(rtol=rtol, verify=False), mishaps=mishaps)
+        return self._replace(settings=self.settings._replace(rtol=rtol, verify=False), failures=failures)
 
-    def derived(self, mishaps: Mishaps) -> Problem:
+    def derived(self, failures: DeferredFailures) -> Problem:
         """Return the problem of a tangent: the same operator, started from zero."""
         settings = self.settings._replace(callback=None, reported=False, probe=False)
-        return self._replace(start=None, settings=settings, mishaps=mishaps)
+        return self._replace(start=None, settings=settings, failures=failures)
 
     @property
     def hermitian(self) -> bool:
         """Whether the method is for operators that are their own (conjugate) transpose."""
         return self.settings.method == "cg"
 
-    def adjoint(self, mishaps: Mishaps) -> Problem:
+    def adjoint(self, failures: DeferredFailures) -> Problem:
         """Return the problem of an adjoint."""
-        derived = self.derived(mishaps)
+        derived = self.derived(failures)
         return derived if self.hermitian else derived._replace(transposed=not self.transposed)
 
     def product(self, all_leaves: Any) -> LocalArray:
@@ -116,22 +116,22 @@ class Problem(NamedTuple):
 
     def system(self, leaves: Any, b: LocalArray) -> System:
         """Return the system on plain blocks."""
-        params, mishaps = tuple(self.build(leaves)), self.mishaps or self.no_mishaps()
+        params, failures = tuple(self.build(leaves)), self.failures or self.new_failures()
         apply, precondition = (lambda u: self.matvec(u, *params)), None
         if self.transposed:
             # Traced here and not in the first product: what it raises is known before any runs backwards.
-            apply = mishaps.attempt("matvec", lambda like: self.transposed_matvec(params, like), b, again=lambda: b)
+            apply = failures.attempt("matvec", lambda like: self.transposed_matvec(params, like), b, again=lambda: b)
         if self.preconditioner is not None and self.transposed:
-            precondition = mishaps.attempt(
+            precondition = failures.attempt(
                 "transpose", transposed_preconditioner, self.preconditioner, self.preconditioner_transpose, params, b
             )
         elif self.preconditioner is not None:
             precondition = taking(self.preconditioner, params)
-        return System(apply, precondition, b, self.settings, mishaps=mishaps)
+        return System(apply, precondition, b, self.settings, failures=failures)
 
-    def no_mishaps(self) -> Mishaps:
+    def new_failures(self) -> DeferredFailures:
         """Return what is to keep the mistakes of this rank in one call."""
-        return Mishaps(self.settings.comm, self.settings.call, self.talkers)
+        return DeferredFailures(self.settings.comm, self.settings.call, self.talkers)
 
 
 @communicating
@@ -173,28 +173,28 @@ def _adjoint(ans: LocalArray, b: LocalArray, *leaves: Any, problem: Problem) -> 
     """Return the transpose of the solution's derivative."""
 
     def vjp(g: LocalArray) -> list:
-        mishaps = problem.no_mishaps()
+        failures = problem.new_failures()
 
         def pull_at(u: LocalArray) -> Any:
             zero = spec_like(stop(u)).zeros()
-            return mishaps.attempt("matvec", lambda u: make_vjp(problem.product)([u, *leaves])[0], u, again=lambda: zero)
+            return failures.attempt("matvec", lambda u: make_vjp(problem.product)([u, *leaves])[0], u, again=lambda: zero)
 
         # λᵀ A u is the same number from both sides: the user's operator is differentiated in either case.
         if not problem.transposed:
             # Before the solve, whose first sum tells the others what the operator has raised.
             pull = pull_at(ans)
-            left = multiplier = solution_of_adjoint(g, leaves, problem, mishaps)
+            left = multiplier = solution_of_adjoint(g, leaves, problem, failures)
         else:
-            left, multiplier = ans, solution_of_adjoint(g, leaves, problem, mishaps)
+            left, multiplier = ans, solution_of_adjoint(g, leaves, problem, failures)
             pull = pull_at(multiplier)
-            mishaps.raise_together()
-        of_leaves = pulled_back(pull, left, g, problem, mishaps)
+            failures.raise_together()
+        of_leaves = pulled_back(pull, left, g, problem, failures)
         return [multiplier, *[None if part is None else -part for part in of_leaves]]
 
     return vjp
 
 
-def pulled_back(pull: Function, left: LocalArray, g: LocalArray, problem: Problem, mishaps: Mishaps) -> list:
+def pulled_back(pull: Function, left: LocalArray, g: LocalArray, problem: Problem, failures: DeferredFailures) -> list:
     """Return the cotangents of all but the first of what a function of the user's was traced by.
 
     Raises
@@ -204,33 +204,33 @@ def pulled_back(pull: Function, left: LocalArray, g: LocalArray, problem: Proble
     Exception
         On all ranks, what an adjoint of the user's raises on one.
     """
-    found = mishaps.attempt("adjoint", pull, left) or [None]
+    found = failures.attempt("adjoint", pull, left) or [None]
     if problem.hermitian:
-        require_transpose(stop(found[0]), stop(g), problem.settings, mishaps)
+        require_transpose(stop(found[0]), stop(g), problem.settings, failures)
     else:
-        mishaps.raise_together()  # no sum follows that could tell the others
+        failures.raise_together()  # no sum follows that could tell the others
     return list(found[1:])
 
 
-def solution_of_adjoint(g: LocalArray, leaves: Any, problem: Problem, mishaps: Mishaps) -> LocalArray:
+def solution_of_adjoint(g: LocalArray, leaves: Any, problem: Problem, failures: DeferredFailures) -> LocalArray:
     """Return λ with Aᵀ λ = g, of the operator of a problem; collective, and itself differentiable."""
     # Aᵀ is the conjugate of a Hermitian A: Aᵀ λ = g where A λ* = g*.
     if problem.hermitian and g.dtype.kind == "c":
-        return anp.conj(solution(anp.conj(g), *leaves, problem=problem.adjoint(mishaps)))
-    return solution(g, *leaves, problem=problem.adjoint(mishaps))
+        return anp.conj(solution(anp.conj(g), *leaves, problem=problem.adjoint(failures)))
+    return solution(g, *leaves, problem=problem.adjoint(failures))
 
 
 def _tangent(gs: list, ans: LocalArray, b: LocalArray, *leaves: Any, problem: Problem) -> LocalArray:
     """Return the derivative of the solution along tangents of b and of the leaves."""
-    residual, mishaps = tangent_of(b, gs[0]), problem.no_mishaps()
+    residual, failures = tangent_of(b, gs[0]), problem.new_failures()
     if leaves:
         zero = spec_like(stop(ans)).zeros()
         along = [zero, *[direction_of(leaf, g) for leaf, g in zip(leaves, gs[1:])]]
-        change = mishaps.attempt(
+        change = failures.attempt(
             "matvec", lambda u: make_jvp(problem.own_product)([u, *leaves])(along)[1], ans, again=lambda: zero
         )
         residual = residual if change is None else residual - change
-    return solution(residual, *leaves, problem=problem.derived(mishaps))
+    return solution(residual, *leaves, problem=problem.derived(failures))
 
 
 def direction_of(leaf: Any, tangent: Any) -> Any:
@@ -244,7 +244,7 @@ defjvp_together(solution, _tangent)
 
 
 def require_transpose(
-    transposed: LocalArray | None, g: LocalArray, settings: Settings, mishaps: Mishaps
+    transposed: LocalArray | None, g: LocalArray, settings: Settings, failures: DeferredFailures
 ) -> None:
     """Raise on all ranks what one has raised, or where Aᵀ λ isn't g, though A λ is: A isn't its own transpose."""
     gap = (np.nan if transposed is None else transposed) - g
@@ -252,7 +252,7 @@ def require_transpose(
         own = inner(*[(v.reshape(1, -1), v.reshape(1, -1)) for v in (gap, g)])
         squares = mpi_allreduce(np.real(own).ravel().astype(np.float64), comm=settings.comm)
     if not np.isfinite(squares).all():
-        mishaps.raise_together()
+        failures.raise_together()
     found, norm = np.sqrt(squares).tolist()
     # Beyond the tolerance, rounding keeps the true residual of an ill-conditioned system above the one of the iteration.
     if found > 10 * max(settings.rtol * norm, settings.atol) + np.finfo(g.dtype).eps ** 0.25 * norm:

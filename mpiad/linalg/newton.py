@@ -151,10 +151,10 @@ class NonlinearProblem(NamedTuple):
 @communicating
 def root(*leaves: Any, problem: NonlinearProblem) -> LocalArray:
     """Return u with residual zero: `newton` as one operator of the leaves of its parameters; its adjoint as there."""
-    mishaps = problem.jacobian.no_mishaps()
+    failures = problem.jacobian.new_failures()
     return find_root(
-        lambda u: problem.at([u, *leaves]), lambda u, rtol: problem.jacobian.step(rtol, mishaps).system([u, *leaves], u),
-        problem.start, problem.settings, METHODS[problem.settings.method], mishaps,
+        lambda u: problem.at([u, *leaves]), lambda u, rtol: problem.jacobian.step(rtol, failures).system([u, *leaves], u),
+        problem.start, problem.settings, METHODS[problem.settings.method], failures,
     )
 
 
@@ -162,13 +162,13 @@ def _adjoint(ans: LocalArray, *leaves: Any, problem: NonlinearProblem) -> Callab
     """Return the transpose of the root's derivative: of -J⁻¹ ∂F/∂p."""
 
     def vjp(g: LocalArray) -> list:
-        mishaps = problem.jacobian.no_mishaps()
-        pull = mishaps.attempt(
+        failures = problem.jacobian.new_failures()
+        pull = failures.attempt(
             "residual", lambda u: make_vjp(problem.at)([u, *leaves])[0], ans, again=lambda: problem.start
         )
-        multiplier = solution_of_adjoint(g, [ans, *leaves], problem.jacobian, mishaps)
+        multiplier = solution_of_adjoint(g, [ans, *leaves], problem.jacobian, failures)
         # The part of u is Jᵀ λ, which is g again; it is looked at where J was taken for symmetric.
-        of_leaves = pulled_back(pull, multiplier, g, problem.jacobian, mishaps)
+        of_leaves = pulled_back(pull, multiplier, g, problem.jacobian, failures)
         return [None if part is None else -part for part in of_leaves]
 
     return vjp
@@ -177,12 +177,12 @@ def _adjoint(ans: LocalArray, *leaves: Any, problem: NonlinearProblem) -> Callab
 def _tangent(gs: list, ans: LocalArray, *leaves: Any, problem: NonlinearProblem) -> LocalArray:
     """Return the derivative of the root along tangents of the leaves."""
     along = [spec_like(stop(ans)).zeros(), *[direction_of(leaf, g) for leaf, g in zip(leaves, gs)]]
-    mishaps = problem.jacobian.no_mishaps()
-    moved = mishaps.attempt(
+    failures = problem.jacobian.new_failures()
+    moved = failures.attempt(
         "residual", lambda u: make_jvp(problem.at)([u, *leaves])(along)[1], ans, again=lambda: problem.start
     )
     right = along[0] if moved is None else -moved
-    return solution(right, ans, *leaves, problem=problem.jacobian._replace(mishaps=mishaps))
+    return solution(right, ans, *leaves, problem=problem.jacobian._replace(failures=failures))
 
 
 defvjp_together(root, _adjoint)

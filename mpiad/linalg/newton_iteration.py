@@ -15,10 +15,10 @@ from mpiad._typing import Function, LocalArray
 from mpiad.errors import ConvergenceError
 from mpiad.linalg.diagnosis import diagnosis, rounding_floor
 from mpiad.linalg.iteration import Method, iterate
-from mpiad.linalg.mishaps import Mishaps
 from mpiad.linalg.settings import Settings
 from mpiad.linalg.system import System
 from mpiad.transport.agreement import agreed_among
+from mpiad.transport.failures import DeferredFailures
 
 __all__ = ["find_root"]
 
@@ -32,7 +32,7 @@ Linear = Callable[[LocalArray, float], System]
 
 
 def find_root(
-    residual: Function, linear: Linear, u0: LocalArray, settings: Settings, method: Method, mishaps: Mishaps
+    residual: Function, linear: Linear, u0: LocalArray, settings: Settings, method: Method, failures: DeferredFailures
 ) -> LocalArray:
     """Return u where the residual is zero.
 
@@ -45,7 +45,7 @@ def find_root(
     settings : Settings
     method : Method
         Of the linear systems.
-    mishaps : Mishaps
+    failures : DeferredFailures
         Of the linear systems too: what one of them leaves unsaid, the next sum tells.
 
     Returns
@@ -61,7 +61,7 @@ def find_root(
     -----
     All ranks call it.
     """
-    system = System(residual, None, u0, settings._replace(method="newton"), "residual", mishaps)
+    system = System(residual, None, u0, settings._replace(method="newton"), "residual", failures)
     u = system.rows(u0)
     f, norm = _evaluated(system, u)
     system.require_finite(norm, f, "the residual at u0")

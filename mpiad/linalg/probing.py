@@ -16,10 +16,10 @@ import scipy.sparse
 
 from mpiad._typing import Function
 from mpiad.domain import Domain
-from mpiad.linalg.mishaps import Mishaps
 from mpiad.primitives import mpi_allgather
 from mpiad.transport import channel
 from mpiad.transport.agreement import raise_together
+from mpiad.transport.failures import DeferredFailures
 
 __all__ = ["operator_rows"]
 
@@ -44,10 +44,10 @@ def operator_rows(matvec: Function, domain: Domain, params: tuple) -> tuple[Any,
     steps = tuple(_apart(n, h, p) for n, h, p in zip(domain.shape, domain.halo, domain.periodic))
     places = list(np.meshgrid(*[np.arange(s.start, s.stop) for s in domain.owned], indexing="ij"))
     found: list[tuple[np.ndarray, ...]] = []
-    mishaps = Mishaps(domain.comm, _CALL)
+    failures = DeferredFailures(domain.comm, _CALL)
     for colour in itertools.product(*map(range, steps)):
         lit = _has_colour(places, steps, colour)
-        image = _image(matvec, lit.astype(float), params, mishaps)
+        image = _image(matvec, lit.astype(float), params, failures)
         rest = image != 0.0
         for offset in itertools.product(*[range(-h, h + 1) for h in domain.halo]):
             window = tuple(slice(h + d, h + d + n) for h, d, n in zip(domain.halo, offset, domain.local_shape))
@@ -78,13 +78,13 @@ def _apart(n: int, halo: int, periodic: bool) -> int:
     return next((k for k in range(least, n + 1) if n % k == 0), n)
 
 
-def _image(matvec: Function, field: np.ndarray, params: tuple, mishaps: Mishaps) -> np.ndarray:
-    image = mishaps.attempt("matvec", lambda u: matvec(u, *params), field, again=lambda: np.zeros(field.shape))
+def _image(matvec: Function, field: np.ndarray, params: tuple, failures: DeferredFailures) -> np.ndarray:
+    image = failures.attempt("matvec", lambda u: matvec(u, *params), field, again=lambda: np.zeros(field.shape))
     if not isinstance(image, np.ndarray) or image.shape != field.shape or image.dtype.kind not in "fc":
         shown = f"{image.shape} {image.dtype}" if isinstance(image, np.ndarray) else type(image).__name__
         text = f"{_CALL}: matvec must return an array of floats of shape {field.shape}, but returned {shown}."
-        mishaps.note(TypeError(text))  # after an exception only that counts
-    mishaps.raise_together()
+        failures.note(TypeError(text))  # after an exception only that counts
+    failures.raise_together()
     return image
 
 

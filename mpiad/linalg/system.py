@@ -2,7 +2,8 @@
 
 Methods see k systems at once, as rows of arrays of shape (k, n); the user's functions see arrays of the shape of b. What
 is wrong on one rank (an operator that raises, or returns another shape, or NaN) makes that rank's next sum NaN, and so the
-sum on all ranks: they agree on it without a message of its own, and only then say to each other what happened (`mishaps`).
+sum on all ranks: they agree on it without a message of its own, and only then say to each other what happened: see
+`transport.failures`.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from autograd.tracer import isbox
 
 from mpiad._typing import Function, LocalArray
 from mpiad.errors import ConvergenceError
-from mpiad.linalg.mishaps import Mishaps
 from mpiad.linalg.settings import Settings
 from mpiad.linalg.vectors import column, inner, lengths, on_host
 from mpiad.primitives import mpi_allreduce
 from mpiad.transport import channel
 from mpiad.transport.agreement import agreed, raise_together
 from mpiad.transport.device_arrays import arrays_of, is_device_array, named
+from mpiad.transport.failures import DeferredFailures
 
 __all__ = ["System"]
 
@@ -41,12 +42,12 @@ class System:
     settings : Settings
     name : str
         Of the function that `apply` stands for, in errors.
-    mishaps : Mishaps, optional
+    failures : DeferredFailures, optional
         Of the call that the system belongs to.
 
     Attributes
     ----------
-    mishaps : Mishaps
+    failures : DeferredFailures
         What went wrong on this rank.
     usable : array or None
         What `apply` is known to take; zeros where it is None.
@@ -54,10 +55,10 @@ class System:
 
     def __init__(
         self, apply: Function, precondition: Function | None, like: LocalArray, settings: Settings, name: str = "matvec",
-        mishaps: Mishaps | None = None,
+        failures: DeferredFailures | None = None,
     ):
         self.settings = settings
-        self.mishaps = mishaps or Mishaps(settings.comm, settings.call)
+        self.failures = failures or DeferredFailures(settings.comm, settings.call)
         self.usable: LocalArray | None = None
         self.history: list[float] = []
         self._apply, self._precondition = apply, precondition
@@ -103,7 +104,7 @@ class System:
     def _called(self, fun: Function, rows: LocalArray, name: str) -> LocalArray:
         known = self.usable if name == self._name else None
         again = (lambda: self.block(self.full(0.0))) if known is None else (lambda: known)
-        return self._checked(self.mishaps.attempt(name, fun, rows.reshape(self._shape), again=again), name)
+        return self._checked(self.failures.attempt(name, fun, rows.reshape(self._shape), again=again), name)
 
     def _checked(self, out: Any, name: str) -> LocalArray:
         if self._home is not None and arrays_of(out) == self._home:
@@ -112,16 +113,16 @@ class System:
         usable = self._home is None and isinstance(out, np.ndarray) and out.shape == self._shape
         if usable and (out.dtype.kind == "f" or out.dtype.kind == self.dtype.kind == "c"):
             return np.ascontiguousarray(out, self.dtype).reshape(self.count, self.length)
-        if self.mishaps.error is None:
+        if self.failures.error is None:
             call, there = self.settings.call, self._home is not None
-            self.mishaps.note(_problem_with(out, name, self._shape, self.dtype, call, there))
+            self.failures.note(_problem_with(out, name, self._shape, self.dtype, call, there))
         return self.full(np.nan)
 
     def _checked_on_device(self, out: Any, name: str) -> LocalArray:
         if out.shape == self._shape and (out.dtype.kind == "f" or out.dtype.kind == self.dtype.kind == "c"):
             return self._home.contiguous(out.astype(self.dtype, copy=False)).reshape(self.count, self.length)
-        if self.mishaps.error is None:
-            self.mishaps.note(_problem_with(out, name, self._shape, self.dtype, self.settings.call, True))
+        if self.failures.error is None:
+            self.failures.note(_problem_with(out, name, self._shape, self.dtype, self.settings.call, True))
         return self.full(np.nan)
 
     def full(self, value: float) -> LocalArray:
@@ -148,19 +149,19 @@ class System:
         """Return the sums of numbers over all ranks, in double precision; raises as `dots`."""
         wide = np.array(local, np.complex128 if local.dtype.kind == "c" else np.float64)
         # Said by NaN: no message of its own is needed while all is well.
-        if self.mishaps.error is not None:
+        if self.failures.error is not None:
             wide[...] = np.nan
-        with self.mishaps:
+        with self.failures:
             sums = mpi_allreduce(wide, comm=self.settings.comm)
         self._unsaid = False
         if not np.isfinite(sums).all():
-            self.mishaps.raise_together()
+            self.failures.raise_together()
         return sums
 
     def settle(self) -> None:
         """Raise on all ranks what was raised on one after the last sum; no message where nothing can have been."""
         if self._unsaid:
-            self.mishaps.raise_together()
+            self.failures.raise_together()
 
     def norms(self, rows: LocalArray) -> np.ndarray:
         """Return the norm of each row over all ranks."""
@@ -202,7 +203,7 @@ class System:
         if len(self.history) > 1:
             self._unsaid |= self.settings.reported
             if self.settings.callback is not None:
-                self.mishaps.attempt("callback", self.settings.callback, norm)
+                self.failures.attempt("callback", self.settings.callback, norm)
 
     def require_finite(self, value: complex, array: LocalArray, name: str) -> None:
         """Raise on all ranks where a sum over an array isn't finite, saying on which rank the array isn't."""

@@ -11,12 +11,12 @@ from mpiad._typing import Tree
 from mpiad.device import to_host
 from mpiad.differentiation import hvp
 from mpiad.differentiation.objective import problem_with, share, weight_of
-from mpiad.optimize.agreement import Agreement, WrongValueError
 from mpiad.optimize.forward_pass import ForwardPass, forward_pass
 from mpiad.optimize.program import Program
 from mpiad.optimize.protocol import BOTH, GRADIENT, VALUE
 from mpiad.optimize.variables import Packing
 from mpiad.transport import Channel
+from mpiad.transport.failures import StageFailures, WrongValueError
 
 __all__ = ["Evaluation"]
 
@@ -40,7 +40,7 @@ class Evaluation:
     ----------
     program : Program
     packing : Packing
-    agreement : Agreement
+    agreement : StageFailures
     used : Channel
         The user's communicator.
     sums : Sums
@@ -56,7 +56,7 @@ class Evaluation:
     """
 
     def __init__(
-        self, program: Program, packing: Packing, agreement: Agreement, used: Channel, sums: Sums, pieces: bool = False
+        self, program: Program, packing: Packing, agreement: StageFailures, used: Channel, sums: Sums, pieces: bool = False
     ):
         self._program, self._packing, self._agreement = program, packing, agreement
         self._used, self._sums = used, sums

@@ -8,7 +8,6 @@ import numpy as np
 import scipy
 
 from mpiad._typing import Function
-from mpiad.optimize.agreement import Agreement
 from mpiad.optimize.callback import Callback
 from mpiad.optimize.history import Iterate, Record, Row
 from mpiad.optimize.points import Point, Points
@@ -16,6 +15,7 @@ from mpiad.optimize.progress import Progress
 from mpiad.optimize.root_driven import Leader
 from mpiad.optimize.root_keeper import RootKeeper
 from mpiad.optimize.variables import Packing
+from mpiad.transport.failures import StageFailures
 
 __all__ = ["Iterates", "IteratesOfPoints", "PieceIterates"]
 
@@ -178,7 +178,7 @@ class PieceIterates:
     Parameters
     ----------
     packing : Packing
-    agreement : Agreement
+    agreement : StageFailures
         Makes an exception in a callback known to all.
     callback : callable or None
         This rank's own.
@@ -188,7 +188,7 @@ class PieceIterates:
     """
 
     def __init__(
-        self, packing: Packing, agreement: Agreement, callback: Function | None, anyone: bool,
+        self, packing: Packing, agreement: StageFailures, callback: Function | None, anyone: bool,
         progress: Progress | None,
     ):
         self._packing, self._agreement, self._anyone, self._progress = packing, agreement, anyone, progress

@@ -16,7 +16,6 @@ import numpy as np
 import scipy
 
 from mpiad._typing import Comm, Function, Rank, Tree
-from mpiad.optimize.agreement import verdict
 from mpiad.optimize.checkpoint import Checkpoint, as_checkpoint
 from mpiad.optimize.program import Program, check_program
 from mpiad.optimize.progress import Progress
@@ -29,6 +28,7 @@ from mpiad.optimize.variables import as_variables, require_some, require_tellabl
 from mpiad.primitives.operation import suspended
 from mpiad.transport import Channel, channel, renew
 from mpiad.transport.agreement import raise_together, require_same
+from mpiad.transport.failures import verdict
 from mpiad.transport.recovery import recoverable
 from mpiad.transport.signals import postponed
 

@@ -2,9 +2,9 @@
 
 Every decision (one more trial, stop, a limit, an error) is taken on the root and told to all, so that no two ranks can
 disagree on whether another evaluation follows. What each file does: `protocol` carries the root's instructions,
-`exchange` brings the vectors that they are about, `evaluation` carries them out, `agreement` makes a failure on one rank
-known to all, `points` remembers what is known, `scipy_methods` runs the method, `conclusion` corrects what it claims. The
-method that leaves the variables on their ranks has a room of its own, `sharded`.
+`exchange` brings the vectors that they are about, `evaluation` carries them out, `transport.failures` makes a failure on
+one rank known to all, `points` remembers what is known, `scipy_methods` runs the method, `conclusion` corrects what it
+claims. The method that leaves the variables on their ranks has a room of its own, `sharded`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import numpy as np
 import scipy
 
 from mpiad._typing import Comm, Function, Rank, Tree
-from mpiad.optimize.agreement import verdict
 from mpiad.optimize.checkpoint import Checkpoint, as_checkpoint
 from mpiad.optimize.methods import is_sharded, method_named
 from mpiad.optimize.program import Program, check_program
@@ -31,6 +30,7 @@ from mpiad.optimize.variables import as_variables, require_some, require_tellabl
 from mpiad.primitives.operation import suspended
 from mpiad.transport import Channel, channel, renew
 from mpiad.transport.agreement import raise_together, require_same
+from mpiad.transport.failures import verdict
 from mpiad.transport.recovery import recoverable
 from mpiad.transport.signals import postponed
 

@@ -15,8 +15,8 @@ from mpiad._typing import Rank
 from mpiad.errors import WorkerError
 from mpiad.optimize.exchange import ByMessages
 from mpiad.optimize.loans import Loans
+from mpiad.transport.agreement import Failure
 from mpiad.transport.patience import wait_gently
-from mpiad.transport.recovery import Failure
 
 __all__ = ["Evaluates", "Instructions", "Refusal", "serve"]
 

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import scipy
 
 from mpiad._typing import Tree
+from mpiad.differentiation.refusals import explain
 from mpiad.domain.root_copies import of_root_copies
 from mpiad.errors import DeadlockError
-from mpiad.optimize.agreement import Agreement
 from mpiad.optimize.evaluation import Evaluation
 from mpiad.optimize.exchange import exchange_of
 from mpiad.optimize.program import Program
@@ -19,6 +19,7 @@ from mpiad.optimize.protocol import FINISH, Instructions, Refusal, serve
 from mpiad.optimize.result import finished
 from mpiad.optimize.variables import Packing
 from mpiad.transport import Channel
+from mpiad.transport.failures import StageFailures
 from mpiad.transport.fault_tolerance import is_interruption
 
 __all__ = ["Leader", "RootDriven"]
@@ -64,7 +65,7 @@ class RootDriven:
 
     Attributes
     ----------
-    agreement : Agreement
+    agreement : StageFailures
         Its `error` is what ended the solve on all ranks.
     """
 
@@ -75,7 +76,7 @@ class RootDriven:
         # A duplicate of its own: the user's function may communicate on the channel's while instructions are under way.
         self._used, self._comm = used, used.derive()
         self._leads = used.rank == program.root
-        self.agreement = Agreement(self._comm, call)
+        self.agreement = StageFailures(self._comm, call, "mpiad.optimize", explain)
         exchange = exchange_of(self._comm, program.root, self._packing.size)
         # On one rank the root's copy is the only one, and may be anything.
         program = program if used.size == 1 else program._replace(fun=of_root_copies(program.fun))

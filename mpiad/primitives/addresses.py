@@ -15,6 +15,7 @@ from mpiad.primitives.foreign import refuse_foreign_trace
 from mpiad.primitives.operation import current
 from mpiad.transport import Channel, Envelope, Spec, channel, spec_of
 from mpiad.transport.buffers import require_sendable
+from mpiad.transport.channels import operator_body
 
 __all__ = ["address_from", "address_to", "addresses", "point_to_point", "template"]
 
@@ -25,8 +26,8 @@ def point_to_point(comm: Comm, call: str) -> Channel:
     refuse_foreign_trace(tape, call)
     if tape is not None:
         tape.channels.add(used)
-    elif current.body is not None:
-        current.body.add(used)
+    elif operator_body.channels is not None:
+        operator_body.channels.add(used)
     return used
 
 

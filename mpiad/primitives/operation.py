@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from itertools import count
 from typing import Any, Protocol
 
 from autograd.core import JVPNode, VJPNode, primitive_jvps, primitive_vjps
@@ -26,14 +25,10 @@ from mpiad.primitives.cotangents import conform, spec_like, tangent_of
 from mpiad.primitives.foreign import checked_adjoint, raise_for_foreign
 from mpiad.primitives.noting import apply_to
 from mpiad.transport import Channel
+from mpiad.transport.channels import communications, operator_body
 from mpiad.transport.recovery import interruptible
 
-__all__ = [
-    "Operation", "Tape", "communicate", "communications", "current", "differentiable", "refuse_suspended", "suspended",
-]
-
-communications = count()
-"""Each communication takes a number: whether there was any, or as many as before, is known by what it gives next."""
+__all__ = ["Operation", "Tape", "communicate", "current", "differentiable", "refuse_suspended", "suspended"]
 
 _box_types = Box.types
 _NO_PARENTS: tuple = ((), ())
@@ -66,10 +61,9 @@ class Tape(Protocol):
 
 
 class _Current(threading.local):
-    """The current tape, and inside a body without one the channels of its point-to-point messages."""
+    """The current tape."""
 
     tape: Tape | None = None
-    body: set[Channel] | None = None
 
 
 current = _Current()
@@ -85,14 +79,14 @@ class suspended:
 
     def __enter__(self) -> None:
         # A set of its own for the channels of messages, which no tape notes meanwhile.
-        self._kept, self._body = current.tape, current.body
-        current.tape, current.body = self._tape, set()
+        self._kept, self._body = current.tape, operator_body.channels
+        current.tape, operator_body.channels = self._tape, set()
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         if kind is not None:
-            for channel in current.body or ():
+            for channel in operator_body.channels or ():
                 channel.mark(f"{kind.__name__} left an operator in which messages were under way.")
-        current.tape, current.body = self._kept, self._body
+        current.tape, operator_body.channels = self._kept, self._body
 
 
 class Operation:

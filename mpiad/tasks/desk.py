@@ -14,10 +14,10 @@ from mpiad._typing import Rank
 from mpiad.progress_line import ProgressLine
 from mpiad.tasks.crew import Crew
 from mpiad.tasks.task import BYE, RESULT, STOP, TASK, Batch, Ended, Failed, Outcome, evaluated, require_plain
+from mpiad.transport.agreement import Failure
 from mpiad.transport.fault_tolerance import is_interruption, is_process_failure
 from mpiad.transport.parcels import Message, Parcel
 from mpiad.transport.patience import Patience
-from mpiad.transport.recovery import Failure
 
 __all__ = ["Desk"]
 

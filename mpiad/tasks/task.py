@@ -12,7 +12,7 @@ from mpiad._typing import Rank
 from mpiad.differentiation.trees import flatten
 from mpiad.errors import WorkerError
 from mpiad.primitives.operation import suspended
-from mpiad.transport.recovery import Failure
+from mpiad.transport.agreement import Failure
 
 __all__ = ["BYE", "RESULT", "STOP", "TASK", "Batch", "Ended", "Failed", "Outcome", "evaluated", "require_plain"]
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from mpiad._typing import Rank
 from mpiad.tasks.task import BYE, RESULT, TASK, Batch, Ended, Failed, Outcome, evaluated
+from mpiad.transport.agreement import Failure
 from mpiad.transport.parcels import Line, Parcel
 from mpiad.transport.patience import Patience
-from mpiad.transport.recovery import Failure
 
 __all__ = ["work"]
 

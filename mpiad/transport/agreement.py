@@ -1,16 +1,20 @@
-"""Mistakes that all ranks raise: what one rank finds wrong before a collective, the others learn from it."""
+"""Exceptions that all ranks raise: what one rank finds wrong, or runs into, the others learn from it."""
 
 from __future__ import annotations
 
-from typing import Protocol
+import traceback
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from mpiad._typing import Comm
+from mpiad.errors import RemoteError
 from mpiad.transport.channels import Channel
+from mpiad.transport.exit_codes import code_of
 
 __all__ = [
-    "agreed", "agreed_among", "forget_agreement", "raise_first", "raise_together", "require_alike",
-    "require_same",
+    "Failure", "Failures", "agreed", "agreed_among", "error_of", "first_of", "forget_agreement", "raise_first",
+    "raise_together", "require_alike", "require_same", "told",
 ]
 
 # What can be made anew on another rank of a name and one text.
@@ -18,6 +22,63 @@ _KINDS: dict[str, type[Exception]] = {kind.__name__: kind for kind in (
     TypeError, ValueError, RuntimeError, NotImplementedError, ArithmeticError, FloatingPointError, OverflowError,
     ZeroDivisionError, LookupError, IndexError, KeyError, AssertionError, AttributeError, NameError, MemoryError, OSError,
 )}
+
+
+class Failure(NamedTuple):
+    """What a rank tells the others of its exception.
+
+    Attributes
+    ----------
+    kind, text : str
+        Name of its class, and what it says.
+    summary, trace : str
+        As Python shows it at the end of a traceback, and with all of it.
+    exit_code : int
+        With which it would end a program.
+    builtin : str
+        Name of the nearest class of Python's own, of which others can make one.
+    """
+
+    kind: str
+    text: str
+    summary: str
+    trace: str
+    exit_code: int = 1
+    builtin: str = "RuntimeError"
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """Describe an exception."""
+        summary = "".join(traceback.format_exception_only(type(error), error)).strip()
+        trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        names = [kind.__name__ for kind in type(error).__mro__]
+        builtin = next((name for name in names if name in _KINDS), RuntimeError.__name__)
+        return cls(type(error).__name__, str(error), summary, trace, code_of(error), builtin)
+
+
+Failures = dict[int, Failure]
+
+
+def first_of(failures: Failures) -> tuple[int, str]:
+    """Return the first rank that failed, and how to say that there are more."""
+    others = f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
+    return min(failures), others
+
+
+def error_of(failures: Failures, call: str, kind: type[RemoteError]) -> RemoteError:
+    """Return what ranks raise that haven't failed, or all: the first failure, with its rank's traceback."""
+    rank, others = first_of(failures)
+    failure = failures[rank]
+    text = f"{call}: rank {rank}{others} raised {failure.summary}"
+    return kind(text, rank, failure.trace, exit_code=failure.exit_code)
+
+
+def told(comm: Comm, error: BaseException | None) -> Failures:
+    """Return on which ranks something was raised, and for each what it was on the first; all ranks of `comm` call it."""
+    # Flags first: only one traceback travels, and only once something has failed.
+    failed = [rank for rank, has in enumerate(comm.allgather(error is not None)) if has]
+    first: Failure = comm.bcast(None if error is None else Failure.of(error), failed[0])  # type: ignore[assignment]
+    return dict.fromkeys(failed, first)
 
 
 class Group(Protocol):
@@ -72,17 +133,11 @@ def raise_together(channel: Channel, error: Exception | None) -> None:
 
 def raise_first(channel: Channel, error: Exception | None) -> None:
     """Raise on all ranks what the first that has an error says; its own where a rank has one. All ranks call it."""
-    described = None if error is None else (_kind_of(error), str(error))
-    found = [(rank, said) for rank, said in enumerate(channel.data.allgather(described)) if said is not None]
+    failures = told(channel.data, error)
     if error is not None:
         raise agreed(channel, error)  # with its own traceback
-    rank, (kind, text) = found[0]
-    raise agreed(channel, _KINDS[kind](f"{text} (raised on rank {rank})"))
-
-
-def _kind_of(error: Exception) -> str:
-    names = [kind.__name__ for kind in type(error).__mro__]
-    return next((name for name in names if name in _KINDS), RuntimeError.__name__)
+    rank, failure = next(iter(failures.items()))
+    raise agreed(channel, _KINDS[failure.builtin](f"{failure.text} (raised on rank {rank})"))
 
 
 def require_same(channel: Channel, described: str, call: str) -> None:

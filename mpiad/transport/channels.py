@@ -26,12 +26,24 @@ from mpiad.errors import CommunicatorError
 from mpiad.transport.fault_tolerance import FAULT_TOLERANT
 from mpiad.transport.unreceived import drain
 
-__all__ = ["Channel", "Watch", "is_watched", "live_channels", "set_watch"]
+__all__ = ["Channel", "Watch", "communications", "is_watched", "live_channels", "operator_body", "set_watch"]
 
 _GOLDEN_SECTION = 0.6180339887498949
 _live: WeakSet[Channel] = WeakSet()
 _ABANDONED: list[tuple] = []  # MPI may still use these buffers
 _numbers = count()
+
+communications = count()
+"""Each communication takes a number: whether there was any, or as many as before, is known by what it gives next."""
+
+
+class _Body(threading.local):
+    """Inside an operator that is one node, the channels of its point-to-point messages, which no tape notes; else None."""
+
+    channels: set[Channel] | None = None
+
+
+operator_body = _Body()
 
 
 class Channel:

@@ -16,23 +16,21 @@ import functools
 import logging
 import threading
 import time
-import traceback
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from mpi4py import MPI
 
 from mpiad.errors import RemoteError
-from mpiad.transport.agreement import agreed_among
+from mpiad.transport.agreement import Failure, Failures, agreed_among, error_of
 from mpiad.transport.channels import Channel, live_channels
-from mpiad.transport.exit_codes import code_of
 from mpiad.transport.fault_tolerance import FAULT_TOLERANT, is_interruption, is_revoked
 from mpiad.transport.lookup import channel
 from mpiad.transport.patience import Patience
 from mpiad.transport.uncaught import end_by
 
-__all__ = ["Failure", "first_of", "interruptible", "ranks_within", "recover", "recoverable", "recovers"]
+__all__ = ["interruptible", "ranks_within", "recover", "recoverable", "recovers"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 _BY_KEYWORD: Any = object()
@@ -43,24 +41,6 @@ _DEATH_WITHIN = 2.0
 _log = logging.getLogger("mpiad")
 
 
-class Failure(NamedTuple):
-    """What a rank tells the others of its exception."""
-
-    kind: str
-    text: str
-    summary: str
-    trace: str
-    exit_code: int = 1
-
-    @classmethod
-    def of(cls, error: BaseException) -> Failure:
-        """Describe an exception."""
-        summary = "".join(traceback.format_exception_only(type(error), error)).strip()
-        trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        return cls(type(error).__name__, str(error), summary, trace, code_of(error))
-
-
-Failures = dict[int, Failure]
 Verdict = Callable[[Failures], BaseException]
 
 
@@ -202,17 +182,8 @@ def _raise_verdict(
     if verdict is not None and place is used and failures:
         raise verdict(failures) from (error if mine else None)
     if failures and not mine:
-        rank, others = first_of(failures)
-        failure = failures[rank]
         # The interruption's traceback shows where this rank was.
-        text = f"{call}: rank {rank}{others} raised {failure.summary}"
-        raise RemoteError(text, rank, failure.trace, failure.exit_code) from error
-
-
-def first_of(failures: Failures) -> tuple[int, str]:
-    """Return the first rank that failed, and how to say that there are more."""
-    others = f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
-    return min(failures), others
+        raise error_of(failures, call, RemoteError) from error
 
 
 def _meeting_place(used: Channel | None, interrupted: bool) -> Channel | None:

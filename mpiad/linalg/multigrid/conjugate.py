@@ -14,12 +14,12 @@ import numpy as np
 
 from mpiad._typing import LocalArray
 from mpiad.errors import ConvergenceError
-from mpiad.linalg.mishaps import Mishaps
 from mpiad.linalg.multigrid.level import Level
 from mpiad.linalg.vectors import inner, on_host
 from mpiad.transport import SUM, Channel
 from mpiad.transport.agreement import agreed, raise_together
 from mpiad.transport.collectives import allreduce
+from mpiad.transport.failures import DeferredFailures
 
 __all__ = ["Tolerance", "conjugate"]
 
@@ -86,22 +86,22 @@ def conjugate(
     x, p, s, step = np.zeros_like(r), np.zeros_like(r), np.zeros_like(r), np.empty_like(r)
     history = [_norm(used, r, _RIGHT if b is None else "the residual of x0")]
     target = max(tolerance.rtol * (history[0] if b is None else _norm(used, b, _RIGHT)), tolerance.atol)
-    before, curvature, mishaps = 1.0, 0.0, Mishaps(used.user, _CALL)
+    before, curvature, failures = 1.0, 0.0, DeferredFailures(used.user, _CALL)
     while history[-1] > target:
         if len(history) > tolerance.maxiter:
             if tolerance.reported:
-                mishaps.raise_together()
+                failures.raise_together()
             found = f"the residual didn't fall to {target:.3e} within maxiter={tolerance.maxiter} iterations"
             _fail(used, f"{found}; spacings that differ much take more of them", history)
         # Both belong to the level, and are overwritten by its next cycle.
         z = level.cycle(r)
         w = level.product_after(r)
-        rz, wz = _sums(used, *(_products((r, z), (w, z)) if mishaps.error is None else [math.nan] * 2))
+        rz, wz = _sums(used, *(_products((r, z), (w, z)) if failures.error is None else [math.nan] * 2))
         # As in `conjugate_gradients`: p·Ap by the recurrence of p, so that one reduction is enough.
         beta = rz / before if len(history) > 1 else 0.0
         curvature = wz - beta * beta * curvature
         if not (rz > 0.0 and curvature > 0.0):
-            mishaps.raise_together()
+            failures.raise_together()
             found = f"r·z = {rz:.3e} and p·Ap = {curvature:.3e} should be positive"
             _fail(used, f"{found}: rounding has taken over. Ask for less by rtol", history)
         for direction, new in ((p, z), (s, w)):
@@ -112,9 +112,9 @@ def conjugate(
         before = rz
         history.append(_norm(used, r, "the residual"))
         if tolerance.callback is not None:
-            mishaps.attempt("callback", tolerance.callback, history[-1])
+            failures.attempt("callback", tolerance.callback, history[-1])
     if tolerance.reported and len(history) > 1:
-        mishaps.raise_together()  # of the last callback, after which there is no sum
+        failures.raise_together()  # of the last callback, after which there is no sum
     return x, history
 
 

@@ -17,7 +17,6 @@ from autograd.tracer import Box
 from mpiad._typing import Tree
 from mpiad.device import to_host
 from mpiad.differentiation import make_jvp, make_vjp
-from mpiad.optimize.agreement import Agreement, WrongValueError
 from mpiad.optimize.exchange import ByMessages
 from mpiad.optimize.program import Program
 from mpiad.optimize.protocol import COTANGENT, FACTOR, RESIDUALS
@@ -25,6 +24,7 @@ from mpiad.optimize.residuals.loss import Loss
 from mpiad.optimize.variables import Packing
 from mpiad.primitives.cotangents import spec_like
 from mpiad.transport import SUM, Channel
+from mpiad.transport.failures import StageFailures, WrongValueError
 
 __all__ = ["ResidualEvaluation"]
 
@@ -37,7 +37,7 @@ class ResidualEvaluation:
     program : Program
         `jac` returns this rank's rows of the Jacobian.
     packing : Packing
-    agreement : Agreement
+    agreement : StageFailures
     used : Channel
     exchange : ByMessages or ThroughMemory
     loss : Loss or None
@@ -55,7 +55,7 @@ class ResidualEvaluation:
     """
 
     def __init__(
-        self, program: Program, packing: Packing, agreement: Agreement, used: Channel, exchange: ByMessages,
+        self, program: Program, packing: Packing, agreement: StageFailures, used: Channel, exchange: ByMessages,
         loss: Loss | None, solver: str | None, few: int,
     ):
         self._program, self._packing, self._agreement = program, packing, agreement

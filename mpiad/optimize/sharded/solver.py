@@ -9,7 +9,7 @@ import scipy
 
 from mpiad._typing import Function, Tree
 from mpiad.device import to_host
-from mpiad.optimize.agreement import Agreement
+from mpiad.differentiation.refusals import explain
 from mpiad.optimize.bounds import Box, box_of
 from mpiad.optimize.checkpoint import Checkpoint, problem_of
 from mpiad.optimize.evaluation import Evaluation
@@ -26,6 +26,7 @@ from mpiad.optimize.sharded.limited_memory import LimitedMemory
 from mpiad.optimize.sharded.state import Point, StateFiles
 from mpiad.optimize.variables import DevicePacking, PiecePacking, packing_of_piece
 from mpiad.transport import Channel
+from mpiad.transport.failures import StageFailures
 from mpiad.transport.fault_tolerance import is_interruption
 
 __all__ = ["Piece", "Sharded", "piece_of"]
@@ -73,14 +74,14 @@ class Sharded:
 
     Attributes
     ----------
-    agreement : Agreement
+    agreement : StageFailures
         Its `error` is what ended the solve on all ranks.
     """
 
     def __init__(self, used: Channel, program: Program, piece: Piece):
         self._program, self._piece, self._used, self._comm = program, piece, used, used.derive()
         self._totals = Totals(self._comm, program.root)
-        self.agreement = Agreement(self._comm)
+        self.agreement = StageFailures(self._comm, "minimize", "mpiad.optimize", explain)
         self._evaluation = Evaluation(program, piece.packing, self.agreement, used, OwnParts(), pieces=True)
 
     def run(self, callback: Function | None, progress: Progress | None) -> scipy.optimize.OptimizeResult:

@@ -15,10 +15,10 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.checkpoint_files import differences, files_of_ranks, read, read_description, write
-from mpiad.optimize.agreement import Agreement
 from mpiad.optimize.checkpoint import Checkpoint, WriteFailures
 from mpiad.transport import Channel
 from mpiad.transport.agreement import agreed
+from mpiad.transport.failures import StageFailures
 
 __all__ = ["Point", "State", "StateFiles"]
 
@@ -108,7 +108,7 @@ class StateFiles:
         What the state belongs to.
     used : Channel
         The user's communicator.
-    agreement : Agreement
+    agreement : StageFailures
         Knows whether a rank was told to end.
 
     Attributes
@@ -117,7 +117,7 @@ class StateFiles:
         Of the last state that was written or found; -1 for none.
     """
 
-    def __init__(self, checkpoint: Checkpoint | None, problem: dict[str, Any], used: Channel, agreement: Agreement):
+    def __init__(self, checkpoint: Checkpoint | None, problem: dict[str, Any], used: Channel, agreement: StageFailures):
         self._checkpoint, self._problem, self._used, self._agreement = checkpoint, problem, used, agreement
         self._slot, self.iteration, self._failures = 0, -1, WriteFailures("minimize")
         self._found: dict[str, np.ndarray] | None = None

@@ -5,10 +5,10 @@
 import numpy as np
 
 import mpiad
-import mpiad.linalg.mishaps
+import mpiad.transport.failures
 from mpiad.linalg import solve
 
-mpiad.linalg.mishaps.SOON = 1.0  # seconds, so that nobody waits for this program
+mpiad.transport.failures.SOON = 1.0  # seconds, so that nobody waits for this program
 domain = mpiad.Domain((8,))
 
 

@@ -1,13 +1,16 @@
-"""Find out whether ranks wait in a communication for one that has failed and will never come.
+"""What becomes of a rank that failed and goes where the others will learn of it, when they don't come.
 
-A rank whose part of an evaluation fails goes to the agreement on the status of all ranks. There the others meet it when
-their own parts are done, however long these take: unless they wait for that rank inside a communication. A rank that
-waits can't look around, so each has a second thread, which wakes up five times a second. Once a failed rank has told it,
-it tells that rank whenever its main thread begins to wait, moves on, or arrives at the agreement. When some wait and
-none moves, nobody ever will.
+They may wait for a message that this rank never sends, and nothing tells that from a long computation: a wait inside MPI
+can't be looked into. An exception that one rank raises alone ends the job where nobody catches it; so does one that all
+were to raise, and never will.
 
-A call of the user's own, into a compiled solver or another program, may be long, or may be a communication by bare mpi4py:
-from outside they look alike. So it counts as waiting only after minutes, or after `MPIAD_TIMEOUT`.
+A `LoneFailure` ends it after some time. A thread measures that, which there is on no rank that hasn't failed.
+
+A `Lookout` finds out whether ranks wait in a communication for one that has failed. A rank that waits can't look around,
+so each has a second thread, which wakes up five times a second. Once a failed rank has told it, it tells that rank
+whenever its main thread begins to wait, moves on, or arrives at the agreement. When some wait and none moves, nobody ever
+will. A call of the user's own, into a compiled solver or another program, may be long, or may be a communication by bare
+mpi4py: from outside they look alike. So it counts as waiting only after minutes, or after `MPIAD_TIMEOUT`.
 """
 
 from __future__ import annotations
@@ -17,15 +20,22 @@ import os
 import sys
 import threading
 import time
+import traceback
 from types import FrameType
 from typing import Any
 
+from mpi4py import MPI
+
 from mpiad._typing import Comm
+from mpiad.transport.abort import end_job, may_end_job
+from mpiad.transport.channels import is_watched
 from mpiad.transport.guarded.settings import seconds_of
 from mpiad.transport.notices import Notices, threads_may_communicate
 from mpiad.transport.uncaught import end_by
 
-__all__ = ["Watch"]
+__all__ = ["LATE", "SOON", "LoneFailure", "Lookout"]
+
+SOON, LATE = 10.0, 300.0  # seconds: where others may well wait for this rank, and where that would be a surprise
 
 _FAILED, _MOVES, _WAITS, _ARRIVED = range(1, 5)
 _TICK = 0.2
@@ -34,18 +44,27 @@ _WAITS_AFTER = 0.5
 # computation.
 _STUCK_AFTER = 300.0
 _COMMUNICATES = ("mpiad.transport", "mpiad.primitives", "mpiad.differentiation", "mpiad.domain", "mpiad.linalg")
-_POLLS = ("mpiad.transport.guarded", "mpiad.transport.patience")
+# These poll, and call what is to be looked at.
+_POLLS = ("mpiad.transport.guarded", "mpiad.transport.patience", "mpiad.transport.failures", "mpiad.transport.lookout")
 # Without a second thread the failed rank can only wait for so long.
 _PATIENCE = 1.5
 # MPI's abort may return some time before the launcher kills this process.
 _DEATH_WITHIN = 2.0
 
 
-class Watch:
-    """A rank's lookout during a solve; `close` ends it. It listens only where ranks that wait can't be interrupted."""
+class Lookout:
+    """A rank's lookout during a call; `close` ends it. It listens only where ranks that wait can't be interrupted.
 
-    def __init__(self, comm: Comm, listens: bool = True):
-        self._comm, self._notices = comm, Notices(comm)
+    Parameters
+    ----------
+    comm : mpi4py intracommunicator
+    room : str
+        Module of whoever comes to agreements.
+    listens : bool
+    """
+
+    def __init__(self, comm: Comm, room: str, listens: bool = True):
+        self._room, self._notices = room, Notices(comm)
         self._watched = threading.get_ident()
         self._told: dict[int, int] = {}  # failed ranks, and what they know of this one
         self._states = dict.fromkeys(set(range(comm.size)) - {comm.rank}, _MOVES)
@@ -88,7 +107,7 @@ class Watch:
         if frame is None:
             return _MOVES
         module = frame.f_globals.get("__name__", "")
-        if module.startswith("mpiad.optimize"):
+        if module.startswith(self._room):
             return _ARRIVED
         if self._place is None or self._place[0] is not frame or self._place[1] != frame.f_lasti:
             self._place = frame, frame.f_lasti, now  # the frame is kept, so that no other can have its identity
@@ -104,9 +123,9 @@ class Watch:
             self._hear()
             waiting = [rank for rank, state in self._states.items() if state == _WAITS]
             if waiting and _MOVES not in self._states.values():
-                _end_job(error, f"rank {waiting[0]} waits in a communication and no rank moves on")
+                _end_at_once(error, f"rank {waiting[0]} waits in a communication and no rank moves on")
             if self._thread is None and time.monotonic() - start > _PATIENCE:
-                _end_job(error, f"another rank has not finished its part for {_PATIENCE} seconds")
+                _end_at_once(error, f"another rank has not finished its part for {_PATIENCE} seconds")
             time.sleep(1e-3)
 
     def close(self, failed: bool = False) -> None:
@@ -127,8 +146,43 @@ def _stuck_after() -> float:
     return seconds_of(given, "MPIAD_TIMEOUT") or math.inf
 
 
-def _end_job(error: BaseException, reason: str) -> None:
+def _end_at_once(error: BaseException, reason: str) -> None:
     sys.stderr.write(f"mpiad: minimize can't raise this exception on all ranks: {reason}.\n")
     end_by(error)  # under MPIAD_ABORT=0 it only shows it, and this rank raises alone
     time.sleep(_DEATH_WITHIN)
     raise error
+
+
+class LoneFailure:
+    """Ends the job after some time, unless `met` is called before; not under watch, where waits have their own limit.
+
+    Parameters
+    ----------
+    error : Exception
+        What this rank would raise.
+    call : str
+        Name of the public function.
+    seconds : float
+    """
+
+    def __init__(self, error: Exception, call: str, seconds: float):
+        self._timer: threading.Timer | None = None
+        if may_end_job() and not is_watched():
+            self._timer = threading.Timer(seconds, _end_late, (error, call, seconds))
+            self._timer.daemon = True
+            self._timer.start()
+
+    def met(self) -> None:
+        """Note that the other ranks have come."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+def _end_late(error: Exception, call: str, seconds: float) -> None:
+    trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    end_job(
+        f"mpiad: rank {MPI.COMM_WORLD.rank} ended the job. {call} can't raise this exception on all ranks: others have not "
+        f"come within {seconds:g} s. They wait for this rank in a communication of the user's function, or compute for so "
+        f"long (MPIAD_TIMEOUT sets another limit).\n{trace}", 1,
+    )
