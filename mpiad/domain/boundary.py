@@ -1,23 +1,78 @@
-"""What lies beyond the physical sides of a grid: a value, the edge repeated, or the reflection in the edge."""
+"""What lies beyond the physical sides of a grid: a value, plus a factor times layers of the block.
+
+A kind of boundary that users name is an entry of `_KINDS`. All that knows of kinds lies here: which layers one copies,
+its transpose (`Side.folded`) and its derivative (`homogeneous`).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from numbers import Number
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from autograd.tracer import getval, isbox
 
-__all__ = ["Boundary", "Side", "Sides", "check_values", "homogeneous", "shifted", "sides_of"]
+from mpiad._typing import LocalArray
 
-Side: TypeAlias = Any
-"""One of "edge", "reflect", or a number."""
-Sides: TypeAlias = tuple[tuple[Side, Side], ...]
-"""For each dimension what lies before its first cell and after its last."""
+__all__ = ["ZERO", "Boundary", "Side", "Sides", "check_values", "homogeneous", "shifted", "sides_of"]
+
 Boundary: TypeAlias = Any
 """What users give: a side or "zero", for all sides; or a tuple of one, or of a pair, for each dimension."""
 
-_ALLOWED = 'one of "zero", "edge", "reflect" or a number; or, in a tuple, one of these or a pair for each dimension'
+
+def _edge(n: int, h: int, place: int) -> slice:
+    """Return the layer of a block that lies at its side: of n cells with halos of h, before (0) or after it (1)."""
+    edge = h if place == 0 else n + h - 1
+    return slice(edge, edge + 1)
+
+
+def _mirrored(n: int, h: int, place: int) -> slice:
+    """Return the layers next to the edge, the nearest last on the low side and first on the high side."""
+    first = 2 * h if place == 0 else n + h - 2
+    return slice(first, first - h if first >= h else None, -1)
+
+
+class Side(NamedTuple):
+    """What lies beyond one side: value + factor * layers.
+
+    Attributes
+    ----------
+    layers : callable or None
+        ``layers(n, h, place)`` returns which layers of a block with its halo are copied: as many as the halo has, or one
+        that is repeated. None where none are.
+    spare : int or None
+        How many cells a block must have beside as many as there are layers in the halo; None where any number will do.
+    factor : number
+    value : number
+    """
+
+    layers: Callable[[int, int, int], slice] | None = None
+    spare: int | None = None
+    factor: complex = 1
+    value: Any = 0
+
+    def filled(self, layers: LocalArray | None) -> Any:
+        """Return what the halo holds, where the block has these layers."""
+        if layers is None:
+            return self.value
+        # Mostly copies, which need no arithmetic.
+        scaled = layers if self.factor == 1 else self.factor * layers
+        return scaled if type(self.value) is int and self.value == 0 else scaled + self.value
+
+    def folded(self, halo: LocalArray, layers: LocalArray, axis: int) -> LocalArray:
+        """Return what belongs to the layers, given what belongs to the halo: the transpose of `filled`'s linear part."""
+        total = halo if layers.shape == halo.shape else halo.sum(axis=axis, keepdims=True)
+        return total if self.factor == 1 else self.factor * total
+
+
+Sides: TypeAlias = tuple[tuple[Side, Side], ...]
+"""For each dimension what lies before its first cell and after its last."""
+
+ZERO = Side()
+_KINDS = {"zero": ZERO, "edge": Side(_edge), "reflect": Side(_mirrored, spare=1)}
+_NAMES = ", ".join(f'"{name}"' for name in _KINDS)
+_ALLOWED = f"one of {_NAMES} or a number; or, in a tuple, one of these or a pair for each dimension"
 
 
 def sides_of(boundary: Boundary, ndim: int, call: str) -> Sides:
@@ -50,21 +105,19 @@ def _pair(along: Any, call: str) -> tuple[Side, Side]:
 
 def _side(kind: Any, call: str) -> Side:
     if isinstance(kind, str):
-        if kind == "zero":
-            return 0
-        if kind in ("edge", "reflect"):
-            return kind
+        if kind in _KINDS:
+            return _KINDS[kind]
         raise ValueError(f"{call}: boundary must be {_ALLOWED}, but got {kind!r}.")
     if isbox(kind) or (isinstance(kind, Number) and not isinstance(kind, bool)):
-        return kind
+        return Side(value=kind)
     if isinstance(kind, np.ndarray) and kind.ndim == 0:
-        return kind[()]
+        return Side(value=kind[()])
     raise TypeError(f"{call}: boundary must be {_ALLOWED}, but got {type(kind).__name__} {kind!r}.")
 
 
 def homogeneous(sides: Sides) -> Sides:
-    """Return the sides of a derivative: zero where a value was given."""
-    return tuple([(low if isinstance(low, str) else 0, high if isinstance(high, str) else 0) for low, high in sides])
+    """Return the sides of a derivative: without the values."""
+    return tuple([(low._replace(value=0), high._replace(value=0)) for low, high in sides])
 
 
 def shifted(sides: Sides, call: str) -> tuple[Any, Sides]:
@@ -82,14 +135,16 @@ def shifted(sides: Sides, call: str) -> tuple[Any, Sides]:
     TypeError
         Where the traced value isn't a number, or isn't the only one.
     """
-    values = [kind for pair in sides for kind in pair if not isinstance(kind, str)]
-    traced = [value for value in values if isbox(value)]
+    every = [side for pair in sides for side in pair]
+    values = [side.value for side in every if side.layers is None]
+    traced = [side.value for side in every if isbox(side.value)]
     if not traced:
         return None, sides
     value = traced[0]
     shape = np.shape(getval(value))
-    # What is taken from u is one number for all of its cells, so several can't be.
-    if shape != () or any(other is not value for other in values):
+    # What is taken from u is one number for all of its cells, so several can't be, nor factors of it.
+    uniform = all(side.value is value if side.layers is None else side[2:] == (1, 0) for side in every)
+    if shape != () or not uniform:
         raise TypeError(
             f"{call}: a traced boundary value must be one number, the same on all sides that have a value, but got "
             f"shape {shape} and {values!r}. Exchange with zero there, and add what the values contribute."
@@ -99,7 +154,7 @@ def shifted(sides: Sides, call: str) -> tuple[Any, Sides]:
 
 def check_values(sides: Sides, dtype: np.dtype, call: str) -> None:
     """Raise a TypeError where a value would be cast to the dtype of the array with loss of its kind."""
-    for value in [kind for pair in sides for kind in pair if not isinstance(kind, str)]:
+    for value in [side.value for pair in sides for side in pair]:
         if value and not np.can_cast(np.min_scalar_type(value), dtype, "same_kind"):
             raise TypeError(
                 f"{call}: the boundary value {value!r} doesn't fit into an array of dtype {dtype}. "

@@ -59,10 +59,11 @@ class Division:
 
     def _check_reflection(self, sides: Sides, call: str, widths: tuple[int, ...]) -> None:
         for axis, (n, p, h, pair) in enumerate(zip(self.shape, self.dims, widths, sides)):
-            if p == 1 and h >= n and not self.periodic[axis] and "reflect" in pair:
+            needed = h + max((side.spare for side in pair if side.spare is not None), default=-h)
+            if p == 1 and n < needed and not self.periodic[axis]:
                 raise ValueError(
                     f"{call}: a halo of {h} can't be reflected along dimension {axis}, which has {n} cells: "
-                    f"at least {h + 1} are needed."
+                    f"at least {needed} are needed."
                 )
 
 

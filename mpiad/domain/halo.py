@@ -1,12 +1,13 @@
 """Halo exchange: a block with the layers of cells around it that other ranks own, and its transpose.
 
-The physical sides are filled as `numpy.pad` fills them, dimension by dimension. The transpose goes the other way and adds
+The physical sides are filled dimension by dimension, as `numpy.pad` fills them. The transpose goes the other way and adds
 every halo cell's cotangent to the cell it was copied from, on its owner's rank. Both are one node on the tape, and each
 is the other's derivative. `overlap` has both in two halves, with time to compute in between.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from mpiad._typing import Comm, LocalArray, Rank
@@ -31,7 +32,7 @@ class Beyond(NamedTuple):
     ghost : index
         The halo.
     copied : index or None
-        The layers it is a copy of, None where it holds a value.
+        The layers it is made of, None where it holds a value.
     axis, place : int
         Its dimension, and 0 or 1 for before or after.
     """
@@ -87,30 +88,22 @@ class Halo:
     def beyond(self, sides: Sides, scheme: str) -> list[list[Beyond]]:
         """Return, for each stage, how the halo beyond its physical sides is filled."""
         # Values don't matter to where cells come from, and a program may give another one in each step.
-        key = (scheme, *[kind if type(kind) is str else None for pair in sides for kind in pair])
+        key = (scheme, *[side.layers for pair in sides for side in pair])
         if key not in self._beyond:
             self._beyond[key] = [
-                [self._one_beyond(axis, place, across, key[1 + 2 * axis + place]) for axis, place, across in stage.beyond]
+                [self._one_beyond(axis, place, across, sides[axis][place].layers) for axis, place, across in stage.beyond]
                 for stage in self.stages(scheme)
             ]
         return self._beyond[key]
 
-    def _one_beyond(self, axis: int, place: int, across: tuple[slice, ...], kind: str | None) -> Beyond:
-        n, h = self.shape[axis], self.widths[axis]
-        edge = h if place == 0 else n + h - 1
-        copied = None
-        if kind == "edge":
-            copied = slice(edge, edge + 1)
-        elif kind == "reflect":
-            # The layers next to the edge, the nearest last on the low side and first on the high side.
-            first = edge + h if place == 0 else edge - 1
-            copied = slice(first, first - h if first >= h else None, -1)
-
-        def layers(along: slice) -> Index:
+    def _one_beyond(
+        self, axis: int, place: int, across: tuple[slice, ...], layers: Callable[[int, int, int], slice] | None
+    ) -> Beyond:
+        def index(along: slice) -> Index:
             return (..., *across[:axis], along, *across[axis + 1 :])
 
-        ghost = layers(self.geometry.layers(axis, 2 * place - 1))
-        return Beyond(ghost, None if copied is None else layers(copied), axis, place)
+        copied = None if layers is None else index(layers(self.shape[axis], self.widths[axis], place))
+        return Beyond(index(self.geometry.layers(axis, 2 * place - 1)), copied, axis, place)
 
 
 @communicating
@@ -157,7 +150,7 @@ def fill_beyond(out: LocalArray, stage: Stage, beyond: list[Beyond], sides: Side
     for owned, ghost in stage.here:
         out[ghost] = out[owned]
     for side in beyond:
-        out[side.ghost] = sides[side.axis][side.place] if side.copied is None else out[side.copied]
+        out[side.ghost] = sides[side.axis][side.place].filled(None if side.copied is None else out[side.copied])
     for ghost in stage.empty:
         out[ghost] = 0
 
@@ -205,16 +198,15 @@ def fold_in_place(total: LocalArray, halo: Halo, sides: Sides, scheme: str) -> N
 
 
 def fold_beyond(total: LocalArray, beyond: list[Beyond], sides: Sides, ndim: int) -> None:
-    """Add the halo beyond physical sides to the layers that it is a copy of."""
+    """Add the halo beyond physical sides to the layers that it is made of."""
     # Backwards, since a later side was filled with the halo of earlier ones in its corners.
     for side in reversed(beyond):
         if side.copied is not None:
-            layers = total[side.ghost]
-            repeated = sides[side.axis][side.place] == "edge"
-            total[side.copied] += layers.sum(axis=side.axis - ndim, keepdims=True) if repeated else layers
+            kind, layers = sides[side.axis][side.place], total[side.copied]
+            total[side.copied] += kind.folded(total[side.ghost], layers, side.axis - ndim)
 
 
-# Filling copies cells (a row of ones and zeros for each, but for the given values); folding is its transpose.
+# Filling copies cells (a row of zeros and one entry for each, but for the given values); folding is its transpose.
 defvjp(fill_halo, lambda ans, u, halo, sides, scheme=IN_TURN: lambda g: fold_halo(g, halo, sides, scheme))
 defjvp(fill_halo, lambda du, ans, u, halo, sides, scheme=IN_TURN: fill_halo(du, halo, homogeneous(sides), scheme))
 defvjp(fold_halo, lambda ans, g, halo, sides, scheme=IN_TURN: lambda v: fill_halo(v, halo, homogeneous(sides), scheme))

@@ -15,6 +15,7 @@ import numpy as np
 
 from mpiad._typing import Array, LocalArray
 from mpiad.device.transfer import array_to_device, array_to_host
+from mpiad.domain.boundary import sides_of
 from mpiad.domain.coordinates import Lattice, lattice_of, points_along
 from mpiad.domain.division import Division
 from mpiad.domain.halo import Halo, fill_halo
@@ -180,7 +181,7 @@ class Points(Division):
     def _share(self, u: LocalArray, points: Array, lattice: Lattice, call: str) -> LocalArray:
         """Return the values at the points that this rank owns, and zeros at the others."""
         # With its own edge beyond physical sides: those values have weight zero, but must be finite.
-        sides = (("edge", "edge"),) * len(self.shape)
+        sides = sides_of("edge", len(self.shape), call)
         # Points before the halo travels: nobody waits for a rank that finds one outside.
         if arrays_of(stop(u)) is None:
             where = located(points, lattice, self._partition, call)

@@ -69,7 +69,7 @@ class StencilSums:
     def copies_sides(self) -> bool:
         """Whether what lies beyond some physical side of some rank is a copy of cells inside."""
         periodic = self.halo.geometry.partition.periodic
-        return any(isinstance(kind, str) for pair, wraps in zip(self.sides, periodic) if not wraps for kind in pair)
+        return any(side.layers is not None for pair, wraps in zip(self.sides, periodic) if not wraps for side in pair)
 
     def room(self, u: LocalArray) -> Any:
         """Return an array of shape (..., *padded) with any numbers, for `u`; `give_back` keeps it for the next call."""

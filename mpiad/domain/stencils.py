@@ -62,7 +62,7 @@ class Stencils(Division):
                 f"{found.dtype}. Domain.correlate is differentiable by its weights."
             )
         sides = sides_of(boundary, len(self.shape), call)
-        if any(isbox(kind) for pair in sides for kind in pair):
+        if any(isbox(side.value) for pair in sides for side in pair):
             raise TypeError(f"{call}: a boundary value can't be traced here. Use Domain.exchange and slices.")
         return Stencil(StencilSums(found.astype(float), self._halo_for(found.shape, sides, call), sides))
 

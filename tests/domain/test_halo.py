@@ -11,6 +11,8 @@ import mpiad
 import mpiad.domain.delivery
 import mpiad.errors
 from mpiad.domain import Domain
+from mpiad.domain import boundary as boundaries
+from mpiad.domain.boundary import ZERO, Side
 from mpiad.domain.halo import fill_halo
 from mpiad.extend import communicating, defjvp, defvjp
 from mpiad.testing import check_adjoint, check_grads
@@ -109,7 +111,7 @@ def test_adjoint_that_crops_the_halo_is_caught(rng):
 
     @communicating
     def wrong(u):
-        return fill_halo(u, domain._halo, ((0, 0), (0, 0)))
+        return fill_halo(u, domain._halo, ((ZERO, ZERO), (ZERO, ZERO)))
 
     defvjp(wrong, lambda ans, u: lambda g: g[domain.interior])
     defjvp(wrong, lambda du, ans, u: wrong(du))
@@ -357,3 +359,33 @@ def test_what_is_refused(size):
     with pytest.raises(ValueError, match="halo of 2 can't be reflected along dimension 1, which has 2 cells"):
         narrow.exchange(np.ones(narrow.local_shape), "reflect")
     assert domain.exchange(good).shape == domain.padded_shape
+
+
+def padded_by(u, halo):
+    """Return the whole grid with minus its reflection before it and half its edge plus 2 after it, along each dimension."""
+    for axis in range(u.ndim):
+        width = [(0, 0)] * u.ndim
+        width[axis] = (halo, halo)
+        low, high = np.pad(u, width, "reflect"), np.pad(u, width, "edge")
+        cells = np.arange(u.shape[axis] + 2 * halo).reshape([-1 if k == axis else 1 for k in range(u.ndim)])
+        u = np.where(cells < halo, -low, np.where(cells >= u.shape[axis] + halo, 0.5 * high + 2.0, high))
+    return u
+
+
+@pytest.mark.parametrize("shape", [(11,), (9, 8)])
+def test_sides_with_factors(shape, rank_rng, monkeypatch):
+    """A new kind of boundary is an entry of one table: here an antisymmetric side, and one of Robin's."""
+    monkeypatch.setitem(boundaries._KINDS, "odd", boundaries._KINDS["reflect"]._replace(factor=-1))
+    monkeypatch.setitem(boundaries._KINDS, "robin", Side(boundaries._KINDS["edge"].layers, factor=0.5, value=2.0))
+    domain, sides = Domain(shape, halo=2), (("odd", "robin"),) * len(shape)
+    u = whole(rank_rng, shape)
+    mine = padded_by(u, 2)[tuple(slice(c.start, c.stop + 4) for c in domain.owned)]
+    block = u[domain.owned]
+    np.testing.assert_allclose(domain.exchange(block, sides), mine, 1e-14)
+    np.testing.assert_allclose(domain.end_exchange(domain.begin_exchange(block, sides)), mine, 1e-14)
+    check_adjoint(lambda u: domain.exchange(u, ("odd",) * len(shape)), block)
+    laplacian, weights = domain.laplacian(boundary=sides), rank_rng(7).standard_normal(domain.padded_shape)
+    check_grads(lambda u: domain.sum(laplacian(u) ** 3), block)
+    check_grads(lambda u: mpiad.mpi_allreduce(anp.sum(weights * domain.exchange(u, sides) ** 3)), block)
+    with pytest.raises(TypeError, match="a traced boundary value must be one number"):
+        mpiad.grad(lambda v: domain.sum(domain.exchange(block, ((v, "odd"),) * len(shape))[domain.interior]))(1.0)
