@@ -86,7 +86,8 @@ def sides_of(boundary: Boundary, ndim: int, call: str) -> Sides:
         For anything else than text, numbers and tuples of them.
     """
     if not isinstance(boundary, (tuple, list)):
-        return ((_side(boundary, call),) * 2,) * ndim
+        side = _side(boundary, call)
+        return ((side, side),) * ndim
     if len(boundary) != ndim:
         raise ValueError(
             f"{call}: boundary has {len(boundary)} entries for a grid of {ndim} dimensions: {boundary!r}. "
@@ -97,7 +98,8 @@ def sides_of(boundary: Boundary, ndim: int, call: str) -> Sides:
 
 def _pair(along: Any, call: str) -> tuple[Side, Side]:
     if not isinstance(along, (tuple, list)):
-        return (_side(along, call),) * 2
+        side = _side(along, call)
+        return side, side
     if len(along) != 2:
         raise ValueError(f"{call}: a dimension has two sides, but boundary gives it {len(along)}: {along!r}.")
     return _side(along[0], call), _side(along[1], call)
