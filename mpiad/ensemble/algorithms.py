@@ -1,4 +1,4 @@
-"""The methods of one solve: a Runge-Kutta pair and how its steps are chosen."""
+"""What all methods have in common; each is a file in `methods/`."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mpiad.ensemble.controller import Controller, IController
-from mpiad.ensemble.tableaus import CLASSIC, DORMAND_PRINCE, TSITOURAS, Tableau
+from mpiad.ensemble.tableaus import Tableau
 
-__all__ = ["RK4", "RK45", "Algorithm", "Tsit5"]
+__all__ = ["Algorithm"]
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A method with steps of its own choice.
+    """A Runge-Kutta method and how its steps are chosen.
 
     Parameters
     ----------
@@ -23,34 +23,3 @@ class Algorithm:
 
     controller: Controller = IController()
     tableau: ClassVar[Tableau]
-
-
-@dataclass(frozen=True)
-class RK45(Algorithm):
-    """Dormand and Prince's pair of order 5(4), the default; its steps are those of SciPy's RK45.
-
-    Parameters
-    ----------
-    controller : IController or PIController
-    """
-
-    tableau: ClassVar[Tableau] = DORMAND_PRINCE
-
-
-@dataclass(frozen=True)
-class Tsit5(Algorithm):
-    """Tsitouras' pair of order 5(4).
-
-    Parameters
-    ----------
-    controller : IController or PIController
-    """
-
-    tableau: ClassVar[Tableau] = TSITOURAS
-
-
-@dataclass(frozen=True)
-class RK4(Algorithm):
-    """The classical method of order 4, with fixed steps: `solve` takes their size as `dt`."""
-
-    tableau: ClassVar[Tableau] = CLASSIC

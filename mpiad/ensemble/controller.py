@@ -50,6 +50,7 @@ class IController:
         accepted, rejected : array of bool, shape (n,)
             Whether this step is accepted, and whether the try before it was rejected.
         order : int
+            Of the error estimate in the step: see `Tableau.error_order`.
         """
         # A root of q², of half the exponent; an error of zero gives infinity, which the bound takes down.
         number = _numbers_for(q2)

@@ -108,6 +108,6 @@ class Entrance:
             h = np.full(len(ids), settings.dt)
         else:
             rate = lambda u, t: derivative_at(self.derivative, u, p, t, sign)  # noqa: E731
-            h = first_step(rate, u, t, end, k, self.rtol, self.atol)
+            h = first_step(rate, u, t, end, k, self.rtol, self.atol, settings.alg.tableau.error_order)
         h = np.maximum(np.minimum(h, settings.dtmax), least_step(t))
         return Entrants(ids, t, end, h, u, k)

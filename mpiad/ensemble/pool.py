@@ -185,7 +185,7 @@ class Pool:
         accepted = np.less(q2, _ONE)
         if self._alive < len(accepted):
             accepted &= self.live
-        factor = self._controller.factor(q2, self.q2, accepted, self.rejected, self._tableau.order)
+        factor = self._controller.factor(q2, self.q2, accepted, self.rejected, self._tableau.error_order)
         np.multiply(h, factor, self.h)
         if self._alive < len(accepted):
             np.maximum(self.h, self.idle, out=self.h)

@@ -12,7 +12,7 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.ensemble import on_device
-from mpiad.ensemble.algorithms import RK45, Algorithm
+from mpiad.ensemble.algorithms import Algorithm
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleSerial, EnsembleVectorized
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.compiled.cuda.solve import solved_on_gpu
@@ -26,6 +26,7 @@ from mpiad.ensemble.failures import report
 from mpiad.ensemble.gpu import gpu_of
 from mpiad.ensemble.joining import joined
 from mpiad.ensemble.members import columns_of, initial_states, master_seed, members
+from mpiad.ensemble.methods.dormand_prince import RK45
 from mpiad.ensemble.on_device.arguments import is_on_device, placed
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
 from mpiad.ensemble.ranks import EnsembleMPI, Sharing, over_ranks
@@ -74,7 +75,7 @@ def solve(
     Parameters
     ----------
     problem : ODEProblem or EnsembleProblem
-    alg : RK45, Tsit5 or RK4
+    alg : RK45, Tsit5, BS3, Fehlberg45, Vern7 or RK4
         `RK45` by default.
     ensemblealg : EnsembleVectorized, EnsembleSerial, EnsembleThreads, EnsembleGPU or EnsembleMPI
         How an ensemble is run, all together by default; the results are equal bit for bit, those of GPUs to rounding.

@@ -65,14 +65,14 @@ class Stages:
         self._other, self._seen_other = self.new, self._seen_new
         self._h = np.empty(shape, self._real)
         # Times of the stages, which are all known before the first is computed.
-        # The first is never asked for here, and the last are at the end of the step: one row for these.
-        self._inner = [c for c in tableau.c[1:] if c < 1]
-        self._c = np.array(self._inner)[:, None]
-        self._elapsed = np.empty((len(self._inner), shape[1]))
-        self._time = np.empty((len(self._inner) + 1, shape[1]), self._real)
+        # The first is never asked for here. Those at the end of the step, wherever they stand, have one row, the last.
+        inner = [i for i, c in enumerate(tableau.c) if i and c != 1]
+        self._c = np.array([tableau.c[i] for i in inner])[:, None]
+        self._elapsed = np.empty((len(inner), shape[1]))
+        self._time = np.empty((len(inner) + 1, shape[1]), self._real)
         self._before_end, self._at_end = self._time[:-1], self._time[-1]
-        rows = list(map(locked, self._time))
-        self._seen_time = rows[:1] + rows + rows[-1:] * (tableau.stages - len(rows) - 1)
+        rows, places = list(map(locked, self._time)), {i: row for row, i in enumerate(inner)}
+        self._seen_time = [rows[places.get(i, -1)] for i in range(tableau.stages)]
         self._scale, self._scale_new = np.empty(shape, self._real), np.empty(shape, self._real)
 
     def take(self, u: Array, p: Tree, t: Array, h: Array, t_new: Array, sign: Array | None) -> None:
@@ -90,7 +90,7 @@ class Stages:
         self._h[:] = h
         self._set_times(t, h, t_new, sign)
         last, step = len(self.k) - 1, self._h
-        # The last row of a pair is that of the new state, at which its last stage is the first one of the next step.
+        # The last row of a table is that of the new state, at which its last stage is the first one of the next step.
         for i in range(1, last + 1):
             target, seen = (self.new, self._seen_new) if i == last else (self._argument, self._seen_argument)
             _multiply(self._sum(i - 1, target), step, target)

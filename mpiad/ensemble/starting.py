@@ -24,7 +24,7 @@ def derivative_at(derivative: Derivative, u: Array, p: Tree, t: Array, sign: Arr
 
 
 def first_step(
-    rate: Callable[[Array, Array], Array], u: Array, t: Array, end: Array, k: Array, rtol: Any, atol: Any
+    rate: Callable[[Array, Array], Array], u: Array, t: Array, end: Array, k: Array, rtol: Any, atol: Any, order: int
 ) -> Array:
     """Return the sizes of the first steps, as SciPy chooses them.
 
@@ -38,6 +38,8 @@ def first_step(
         In the direction of the solve.
     rtol, atol : array or number
         In the precision of the states.
+    order : int
+        Of the error estimate in the step: see `Tableau.error_order`.
 
     Returns
     -------
@@ -57,8 +59,8 @@ def first_step(
     probe = u + h0.astype(u.real.dtype) * k
     d2 = np.sqrt(mean_square((rate(probe, t + h0) - k) / scale)) / h0
     steepest = np.maximum(d1, d2)
-    h1 = np.where((d1 <= 1e-15) & (d2 <= 1e-15), np.maximum(1e-6, h0 * 1e-3), np.power(0.01 / steepest, 0.2))
-    # The exponent above is for errors of fourth order; no step goes beyond the end of tspan.
+    h1 = np.where((d1 <= 1e-15) & (d2 <= 1e-15), np.maximum(1e-6, h0 * 1e-3), np.power(0.01 / steepest, 1 / order))
+    # No step goes beyond the end of tspan.
     h = np.minimum(np.minimum(100 * h0, h1), span)
     # A derivative that isn't finite leaves no estimate; the first step then fails by itself.
     return np.where(np.isfinite(h), h, span)

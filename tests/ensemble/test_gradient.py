@@ -11,7 +11,6 @@ from unrolled_steps import CLASSIC, DORMAND_PRINCE, unrolled
 
 import mpiad
 from mpiad.ensemble import RK4, RK45, EnsembleProblem, EnsembleSerial, EnsembleThreads, ODEProblem, Tsit5, solve
-from mpiad.ensemble.tableaus import TSITOURAS
 
 pytestmark = pytest.mark.serial
 both = pytest.mark.usefixtures("solved_by")
@@ -66,7 +65,7 @@ CASES = {
     "complex": (rotating, draws(2) + 1j * draws(2, seed=3), draws(2, seed=1), (0.0, 1.0), RK45(), DORMAND_PRINCE, TIGHT),
     "fixed": (forced, draws(2), draws(2, seed=1), (0.0, 1.0), RK4(), CLASSIC, {"dt": 0.07}),
     "tsitouras": (
-        forced, draws(2), draws(2, seed=1), (0.0, 1.0), Tsit5(), (TSITOURAS.a, TSITOURAS.c, TSITOURAS.dense), TIGHT,
+        forced, draws(2), draws(2, seed=1), (0.0, 1.0), Tsit5(), Tsit5.tableau[:2] + Tsit5.tableau[3:4], TIGHT,
     ),
 }  # fmt: skip
 ALONE = {

@@ -7,7 +7,7 @@ import pytest
 from ode_systems import forced_pendulum, lorenz, lotka_volterra
 from scipy.integrate import solve_ivp
 
-from mpiad.ensemble import RK45, EnsembleProblem, ODEProblem, solve
+from mpiad.ensemble import BS3, RK45, EnsembleProblem, ODEProblem, solve
 
 pytestmark = pytest.mark.serial
 both = pytest.mark.usefixtures("solved_by")
@@ -26,11 +26,20 @@ CASES = {
 @pytest.mark.parametrize("rtol, atol", [(1e-3, 1e-6), (1e-6, 1e-9), (1e-10, 1e-12)])
 @pytest.mark.parametrize("case", CASES)
 def test_steps_equal_scipys(case, rtol, atol):
-    f, u0, p, tspan = CASES[case]
+    compare_steps(*CASES[case], RK45(), "RK45", rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("rtol, atol", [(1e-3, 1e-6), (1e-6, 1e-9)])
+@pytest.mark.parametrize("case", CASES)
+def test_steps_of_order_3_equal_scipys(case, rtol, atol):
+    compare_steps(*CASES[case], BS3(), "RK23", rtol=rtol, atol=atol)
+
+
+def compare_steps(f, u0, p, tspan, alg, name, **tolerances):
     ensemble = EnsembleProblem(ODEProblem(f, u0, tspan, p[0]), p=p)
-    sol = solve(ensemble, RK45(), rtol=rtol, atol=atol, save_everystep=True)
+    sol = solve(ensemble, alg, save_everystep=True, **tolerances)
     for i, row in enumerate(p):
-        expected = solve_ivp(lambda t, u, row=row: f(u, row, t), tspan, u0, method="RK45", rtol=rtol, atol=atol)
+        expected = solve_ivp(lambda t, u, row=row: f(u, row, t), tspan, u0, method=name, **tolerances)
         assert sol.naccept[i] == len(expected.t) - 1
         assert sol.nf[i] == expected.nfev
         np.testing.assert_allclose(sol.t[i, : len(expected.t)], expected.t, rtol=0, atol=1e-6)

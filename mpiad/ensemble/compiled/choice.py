@@ -33,7 +33,7 @@ Tell: TypeAlias = "Callable[[Function, str], None]"
 # Fewer trajectories are solved in less time than a kernel is loaded or compiled in.
 LEAST_TRAJECTORIES = 1000
 MOST_COMPONENTS = 100
-# Of f: a step has seven, and each is a few machine instructions for all lanes.
+# Of f: a step has four to eleven, and each is a few machine instructions for all lanes.
 MOST_OPERATIONS = 1500
 # An f whose constants change from solve to solve would be compiled in each.
 _MOST_PROGRAMS = 8

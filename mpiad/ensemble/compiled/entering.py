@@ -112,7 +112,7 @@ class Entering(Locating):
             "if d1 <= 1e-15 and d2 <= 1e-15:",
             "    h = max(1e-6, h0 * 1e-3)",
             "else:",
-            "    h = (0.01 / steepest) ** 0.2",
+            f"    h = (0.01 / steepest) ** {1 / form.tableau.error_order!r}",
             "h = min(min(100.0 * h0, h), span)",
             "if not np.isfinite(h):",
             "    h = span",

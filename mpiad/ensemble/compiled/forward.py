@@ -204,7 +204,7 @@ class _Forward(Telling, Entering):
         ]
 
     def _factor(self) -> list[str]:
-        at, controller, order = self.at, self.form.controller, self.form.tableau.order
+        at, controller, order = self.at, self.form.controller, self.form.tableau.error_order
         plain = number(-0.5 / order)
         lines = [f"exponent = {plain}"]
         if self.beta is not None:

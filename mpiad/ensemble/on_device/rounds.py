@@ -156,7 +156,7 @@ class _Solve:
         if settings.dt is not None:
             h = self._arrays.full(t.shape, float(settings.dt), float)
         else:
-            h = first_step(rate, u, t, end, k, self._rtol, self._atol)
+            h = first_step(rate, u, t, end, k, self._rtol, self._atol, settings.alg.tableau.error_order)
         h = np.maximum(np.minimum(h, settings.dtmax), least_step(t))
         none = self._arrays.full(t.shape, 0, np.int64)
         live = self._spread(batch.start != batch.end)
@@ -247,7 +247,7 @@ class _Solve:
             return accepted, code, now.h, now.q2
         error, controller = stages.error(now.u, self._rtol, self._atol), settings.alg.controller
         accepted = (error < 1.0) & now.live
-        factor = controller.factor(error, now.q2, accepted, now.rejected, settings.alg.tableau.order)
+        factor = controller.factor(error, now.q2, accepted, now.rejected, settings.alg.tableau.error_order)
         h_next = np.minimum(h * factor, settings.dtmax)
         done = accepted & (t_new == now.end)
         least = least_step(np.where(accepted, t_new, now.t))

@@ -139,7 +139,7 @@ class _Forward:
             h0 = smaller(h0, span);
             @probe
             d2 = d2 / h0;
-            const double h1 = d1 <= 1e-15 && d2 <= 1e-15 ? larger(1e-6, h0 * 1e-3) : pow(0.01 / larger(d1, d2), 0.2);
+            const double h1 = d1 <= 1e-15 && d2 <= 1e-15 ? larger(1e-6, h0 * 1e-3) : pow(0.01 / larger(d1, d2), @exponent);
             following = smaller(smaller(100 * h0, h1), span);
             if (!finite_number(following)) following = span;
             """,
@@ -152,7 +152,7 @@ class _Forward:
                 pieces.call("f", "probe", "(real)(sign * (now + h0))", numbered("kp", d)),
                 *self._norm("d2", "(kp_{0} - k0_{0})"),
             ],
-        )
+        ).replace("@exponent", repr(1 / self.plan.tableau.error_order))
         ended = ["} else {", *("    " + line for line in chosen.splitlines()), "}"]
         last = "following = larger(smaller(following, dtmax), least_step(now));"
         return [*begun, "if (dt > 0) {", "    following = dt;", *ended, last]
@@ -191,7 +191,7 @@ class _Forward:
         ]
 
     def _factor(self) -> list[str]:
-        controller, order = self.plan.controller, self.plan.tableau.order
+        controller, order = self.plan.controller, self.plan.tableau.error_order
         text = f"pow(q2, {-0.5 / order!r})"
         if isinstance(controller, PIController):
             steady = f"pow(q2, {-0.5 * (1 - 0.75 * controller.beta) / order!r})"

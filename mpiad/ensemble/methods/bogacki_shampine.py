@@ -1,0 +1,36 @@
+"""Bogacki and Shampine's pair of order 3(2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from mpiad.ensemble.algorithms import Algorithm
+from mpiad.ensemble.tableaus import Tableau, explicit
+
+__all__ = ["BS3"]
+
+
+@dataclass(frozen=True)
+class BS3(Algorithm):
+    """Bogacki and Shampine's pair of order 3(2), for crude tolerances; its steps are those of SciPy's RK23.
+
+    States between steps are Hermite's cubic, of order 3, too.
+
+    Parameters
+    ----------
+    controller : IController or PIController
+
+    References
+    ----------
+    P. Bogacki, L. F. Shampine, A 3(2) pair of Runge-Kutta formulas (1989).
+    """
+
+    tableau: ClassVar[Tableau] = explicit(
+        c=(0.0, 1 / 2, 3 / 4),
+        a=((1 / 2,), (0.0, 3 / 4)),
+        b=(2 / 9, 1 / 3, 4 / 9),
+        error=(5 / 72, -1 / 12, -1 / 9, 1 / 8),
+        order=3,
+        embedded_order=2,
+    )

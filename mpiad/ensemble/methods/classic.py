@@ -1,0 +1,30 @@
+"""Kutta's method of order 4, with fixed steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from mpiad.ensemble.algorithms import Algorithm
+from mpiad.ensemble.tableaus import Tableau, explicit
+
+__all__ = ["RK4"]
+
+
+@dataclass(frozen=True)
+class RK4(Algorithm):
+    """The classical method of order 4, with fixed steps: `solve` takes their size as `dt`.
+
+    States between steps are Hermite's cubic.
+
+    References
+    ----------
+    W. Kutta, Beitrag zur näherungsweisen Integration totaler Differentialgleichungen (1901).
+    """
+
+    tableau: ClassVar[Tableau] = explicit(
+        c=(0.0, 1 / 2, 1 / 2, 1.0),
+        a=((1 / 2,), (0.0, 1 / 2), (0.0, 0.0, 1.0)),
+        b=(1 / 6, 1 / 3, 1 / 3, 1 / 6),
+        order=4,
+    )
