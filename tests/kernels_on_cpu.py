@@ -11,9 +11,9 @@ import numpy as np
 
 from mpiad.differentiation.trees import flatten
 from mpiad.ensemble.batch import Parameters
-from mpiad.ensemble.compiled.cuda.plan import Plan
-from mpiad.ensemble.compiled.cuda.source import cuda_source
-from mpiad.ensemble.compiled.layout import layout_of
+from mpiad.ensemble.compiled.cuda.cuda_plan import Plan
+from mpiad.ensemble.compiled.cuda.cuda_source import cuda_source
+from mpiad.ensemble.compiled.parameter_layout import layout_of
 from mpiad.ensemble.compiled.trace import trace
 from mpiad.ensemble.problem import ODEProblem
 

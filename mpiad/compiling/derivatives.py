@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
-from mpiad.compiling.builder import Builder
+from mpiad.compiling.builder import Builder, copied
 from mpiad.compiling.partials import Partial, partials_of
 from mpiad.compiling.program import Input, Program
-from mpiad.compiling.simplify import copied
 from mpiad.compiling.symbols import Symbol, choose
 
 __all__ = ["Wanted", "jvp", "vjp"]

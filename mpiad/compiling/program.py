@@ -8,13 +8,16 @@ are instructions, too, so that a program is one list.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
+
+from mpiad._typing import Array
 from mpiad.compiling.operations import OPERATIONS
 
-__all__ = ["Input", "Instruction", "Program"]
+__all__ = ["Input", "Instruction", "Program", "evaluated"]
 
 # The name of a group, and a place in it.
 Input: TypeAlias = "tuple[str, int]"
@@ -109,3 +112,31 @@ class Program:
 def exact(value: float | bool | Input | None) -> str:
     """Return a text that two values share only where they are the same number of the same kind, the sign of 0 included."""
     return value.hex() if isinstance(value, float) else repr(value)
+
+
+def evaluated(program: Program, *groups: Sequence[Any] | Array) -> list[Any]:
+    """Return the outputs of a program by NumPy, one operation after the other: the reference for what is made of it.
+
+    Parameters
+    ----------
+    program : Program
+    *groups : sequence of number or array
+        Of each group one entry for each input; arrays of one shape stand for many evaluations.
+
+    Returns
+    -------
+    list
+        One entry for each output.
+    """
+    inputs = dict(zip(program.groups, groups, strict=True))
+    values: list[Any] = []
+    with np.errstate(all="ignore"):
+        for operation, arguments, value in program.instructions:
+            if operation == "constant":
+                values.append(value)
+            elif operation == "input":
+                group, place = value  # type: ignore[misc]
+                values.append(inputs[group][place])
+            else:
+                values.append(OPERATIONS[operation].function(*(values[i] for i in arguments)))
+    return [values[i] for i in program.outputs]

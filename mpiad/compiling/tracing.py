@@ -2,6 +2,9 @@
 
 What the function closes over is part of the program, as constants. A reading of a clock or a random number would be one,
 too: a function is called twice, and refused where the two programs differ. A program that it has had twice before is known.
+
+One that looks at the kinds of its arguments may do something else with numbers than with symbols: those who trace compare a
+few values of both (`first_difference`) before they take the one for the other.
 """
 
 from __future__ import annotations
@@ -13,18 +16,20 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from mpiad._typing import Function, Shape
+from mpiad._typing import Array, Function, Shape
 from mpiad.compiling.builder import Builder
 from mpiad.compiling.program import Program
 from mpiad.compiling.refusals import Untraceable, place_of, where_raised
 from mpiad.compiling.symbolic_arrays import SymbolicArray
 from mpiad.compiling.symbols import Symbol
 
-__all__ = ["identity_of", "input_array", "scalars", "traced"]
+__all__ = ["first_difference", "identity_of", "input_array", "scalars", "traced"]
 
 # Programs of each function that came out the same twice. Constants that change from call to call mustn't fill the memory.
 _MOST_KNOWN = 16
 _repeated: WeakKeyDictionary[Any, set[Program]] = WeakKeyDictionary()
+# Of the largest term that may have been cancelled, in units of rounding.
+_ROUNDINGS = 1e4
 
 
 def traced(
@@ -118,3 +123,21 @@ def scalars(components: Sequence[Symbol], in_pairs: bool) -> list[int]:
         if component.is_complex:
             component.builder.refuse("it returned a complex number where a real one was expected")
     return [component.real.number for component in components]
+
+
+def first_difference(found: Array, expected: Array, given: Array) -> tuple[int, ...] | None:
+    """Return where a program's values differ from a function's by more than rounding, None where they don't.
+
+    Parameters
+    ----------
+    found, expected : array
+        The values of both.
+    given : array
+        What they were computed from, in the precision of the computation.
+    """
+    if found.tobytes() == expected.tobytes():
+        return None  # nearly always, and each call comes here
+    largest = max(float(np.abs(x[np.isfinite(x)]).max(initial=0.0)) for x in (found, expected, given))
+    allowed = _ROUNDINGS * float(np.finfo(given.dtype).eps) * (1.0 + largest)
+    close = np.isclose(found, expected, rtol=0, atol=allowed, equal_nan=True)
+    return None if close.all() else tuple(int(i) for i in np.argwhere(~close)[0])

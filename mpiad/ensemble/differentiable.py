@@ -23,8 +23,8 @@ from mpiad._typing import Array
 from mpiad.differentiation.concatenation import Concatenation
 from mpiad.ensemble.adjoint import pull_run
 from mpiad.ensemble.batch import Batch
-from mpiad.ensemble.compiled.carried import carried_tangents
-from mpiad.ensemble.compiled.sweep import pull_compiled
+from mpiad.ensemble.compiled.forward_tangents import carried_tangents
+from mpiad.ensemble.compiled.reverse_sweep import pull_compiled
 from mpiad.ensemble.continuous import pull_continuous
 from mpiad.ensemble.directions import FEW, contracted, directions_of, in_common, numbers, numbers_of
 from mpiad.ensemble.replay import replayed

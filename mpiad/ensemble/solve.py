@@ -15,8 +15,8 @@ from mpiad.ensemble import on_device
 from mpiad.ensemble.algorithms import Algorithm
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleSerial, EnsembleVectorized
 from mpiad.ensemble.batch import Batch
-from mpiad.ensemble.compiled.cuda.solve import solved_on_gpu
-from mpiad.ensemble.compiled.solver import Compiler
+from mpiad.ensemble.compiled.cuda.gpu_solve import solved_on_gpu
+from mpiad.ensemble.compiled.kernel_solver import Compiler
 from mpiad.ensemble.demands import Demands, check_demands
 from mpiad.ensemble.dense_output import DenseOutput
 from mpiad.ensemble.differentiable import differentiable

@@ -9,15 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from traced_right_hand_sides import FOR_AUTOGRAD, SYSTEMS
 
-from mpiad.compiling.builder import Builder
+from mpiad.compiling.builder import Builder, simplify
 from mpiad.compiling.derivatives import jvp, vjp
-from mpiad.compiling.evaluation import evaluated
 from mpiad.compiling.operations import OPERATIONS
 from mpiad.compiling.partials import PARTIALS
-from mpiad.compiling.simplify import simplify
+from mpiad.compiling.program import evaluated
 from mpiad.differentiation.trees import flatten
 from mpiad.ensemble.batch import Parameters
-from mpiad.ensemble.compiled.layout import layout_of
+from mpiad.ensemble.compiled.parameter_layout import layout_of
 from mpiad.ensemble.compiled.trace import trace
 from mpiad.ensemble.problem import ODEProblem
 

@@ -10,12 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpiad.compiling.builder import Builder
-from mpiad.compiling.evaluation import evaluated
+from mpiad.compiling.builder import Builder, simplify
 from mpiad.compiling.lowering import lowered
 from mpiad.compiling.operations import OPERATIONS
-from mpiad.compiling.program import Instruction, Program
-from mpiad.compiling.simplify import simplify
+from mpiad.compiling.program import Instruction, Program, evaluated
 
 pytestmark = pytest.mark.serial
 

@@ -13,9 +13,9 @@ from traced_right_hand_sides import SYSTEMS
 from mpiad.compiling.arguments import arguments_of
 from mpiad.compiling.builder import Builder
 from mpiad.compiling.derivatives import vjp
-from mpiad.compiling.evaluation import evaluated
 from mpiad.compiling.machine_code import code_of, function_of
 from mpiad.compiling.operations import OPERATIONS
+from mpiad.compiling.program import evaluated
 from mpiad.compiling.source import lines
 from mpiad.compiling.translation import translated
 from mpiad.differentiation.trees import flatten

@@ -2,9 +2,9 @@
 
 A test with ``usefixtures("solved_by")`` runs twice, and the `solve` of its module goes the one way or the other; a module
 that names the ways has those: with "device" problems go to a device, and their solutions come back; with "gpu" ensembles
-are solved by `EnsembleGPU`. What
-kernels are documented not to do is marked ``columns("why")``; that they say so is in `compiled/test_choice.py`. To compile
-a kernel takes tenths of a second, so tests of different modules share right-hand sides and what is asked for of them.
+are solved by `EnsembleGPU`. What kernels are documented not to do is marked ``columns("why")``; that they say so is in
+`compiled/test_kernel_choice.py`. To compile a kernel takes tenths of a second, so tests of different modules share
+right-hand sides and what is asked for of them.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from mpiad.compiling.symbolic_arrays import SymbolicArray
 from mpiad.compiling.symbols import Symbol, numbers_of
 from mpiad.compiling.tracing import input_array, scalars, traced
 from mpiad.ensemble.batch import Parameters
-from mpiad.ensemble.compiled.layout import layout_of
+from mpiad.ensemble.compiled.parameter_layout import layout_of
 
 __all__ = ["trace"]
 

@@ -12,11 +12,11 @@ import scipy.special
 from traced_right_hand_sides import MATRIX, SYSTEMS
 
 from mpiad.compiling import builder
-from mpiad.compiling.evaluation import evaluated
+from mpiad.compiling.program import evaluated
 from mpiad.compiling.refusals import Untraceable
 from mpiad.differentiation.trees import flatten
 from mpiad.ensemble.batch import Parameters
-from mpiad.ensemble.compiled.layout import layout_of
+from mpiad.ensemble.compiled.parameter_layout import layout_of
 from mpiad.ensemble.compiled.trace import trace
 from mpiad.ensemble.derivative import derivative_of
 from mpiad.ensemble.problem import ODEProblem

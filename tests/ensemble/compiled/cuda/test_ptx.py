@@ -13,7 +13,7 @@ from kernels_on_cpu import parameters_of, plan_of
 from traced_right_hand_sides import SYSTEMS
 
 from mpiad.ensemble import RK4, RK45, PIController, Tsit5
-from mpiad.ensemble.compiled.cuda.source import cuda_source
+from mpiad.ensemble.compiled.cuda.cuda_source import cuda_source
 from mpiad.ensemble.compiled.trace import trace
 from mpiad.ensemble.gpu import EnsembleGPU
 

@@ -1,0 +1,154 @@
+"""What the reverse kernel starts from: cotangents of the ends of trajectories, and of states inside their steps.
+
+The state at an event is one inside a step, as a saved one is. By the implicit function theorem (`crossing`) what the
+results gain with the event's time becomes a cotangent of that state and of the parameters. So the kernel meets an event as
+one more saved time, and knows nothing of conditions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpiad._typing import Array
+from mpiad.compiling.complex_parts import from_parts
+from mpiad.ensemble.adjoint import of_ends
+from mpiad.ensemble.compiled.kernel_rows import H, T, U
+from mpiad.ensemble.crossing import pull_crossing, pull_passing
+from mpiad.ensemble.derivative import derivative_of
+from mpiad.ensemble.ledger import Inside, Ledger
+from mpiad.ensemble.run import INITIAL, NOWHERE, Run
+from mpiad.ensemble.seeds import Seeds
+from mpiad.ensemble.stages import Stages
+
+__all__ = ["Sown", "sown"]
+
+
+class Sown(NamedTuple):
+    """The cotangents that a reverse kernel takes up on its way.
+
+    Parameters
+    ----------
+    end : array, shape (d, N)
+        At the end of the last step.
+    saved : array, shape (N, n_saved, d), or None
+    save_step : array of int, shape (N, n_saved)
+        In which step each of them lies; those that lie nowhere come last.
+    times : array, shape (1, n_saved) or (N, n_saved)
+    stop : array, shape (N,)
+        When the last step ends.
+    leaves : dict
+        From places of leaves of the parameters to what they gain beside.
+    """
+
+    end: Array
+    saved: Array | None
+    save_step: Array
+    times: Array
+    stop: Array
+    leaves: dict[int, Array]
+
+
+class _Step(NamedTuple):
+    """The stages of the steps in which events lie, as `crossing` asks for them."""
+
+    y: list[Array]
+    k: list[Array]
+    h: Array
+
+
+def sown(run: Run, seeds: Seeds, places: Sequence[int], times: Array) -> Sown:
+    """Return what the kernel takes up.
+
+    Parameters
+    ----------
+    run : Run
+    seeds : Seeds
+    places : sequence of int
+        Of the leaves of the parameters to differentiate by.
+    times : array, shape (1, n_saved) or (N, n_saved)
+        At which states were saved.
+    """
+    count = run.batch.size
+    save_step = np.empty((count, 0), np.int32) if seeds.saved is None else run.save_step.astype(np.int32)
+    plain = Sown(of_ends(run, seeds), seeds.saved, save_step, times, run.outcome.t_reached, {})
+    return _with_events(run, seeds, tuple(places), plain) if run.settings.events else plain
+
+
+def _with_events(run: Run, seeds: Seeds, places: tuple[int, ...], plain: Sown) -> Sown:
+    """Return the same with the cotangents of states at events among those of saved ones."""
+    table = run.outcome.crossings[run.live[run.outcome.crossings[:, 0].astype(int)]]
+    ids, event = table[:, 0].astype(int), table[:, 1].astype(int)
+    leaves = {place: np.zeros_like(run.batch.p.leaves[place]) for place in places}
+    terminal = np.array([event.terminal for event in run.settings.events])[event]
+    end, value = plain.end.copy(), np.zeros((len(table), len(plain.end)), plain.end.dtype)
+    reached = np.zeros(run.batch.size) if seeds.reached is None else seeds.reached
+    stop = plain.stop.copy()
+    stop[ids[terminal]] = (table[:, T] + table[:, H])[terminal]
+    crossed = np.zeros(len(table))
+    crossed[~terminal] = 0.0 if seeds.crossed is None else seeds.crossed
+    # Two terminal ones may be met at once; the trajectory's end was that of one of them.
+    ending = np.flatnonzero(terminal & (event == run.ending_events[ids]))
+    passing = np.flatnonzero(crossed)
+    with np.errstate(all="ignore"):
+        if len(ending):
+            given = end[:, ids[ending]], reached[ids[ending]], False
+            value[ending] = _pulled(run, places, table[ending], leaves, pull_crossing, ids[ending], *given)
+        order = np.cumsum(~terminal) - 1  # a row's place among the run's crossings
+        for number in np.unique(event[passing]):
+            own = passing[event[passing] == number]
+            value[own] = _pulled(run, places, table[own], leaves, pull_passing, order[own], crossed[own])
+    end[:, ids[ending]] = 0
+    chosen = np.concatenate([ending, passing])
+    return _merged(plain._replace(end=end, stop=stop, leaves=leaves), table[chosen], value[chosen])
+
+
+def _pulled(run: Run, places: tuple[int, ...], rows: Array, leaves: dict[int, Array], pull: Any, *given: Any) -> Array:
+    """Return the cotangents of states at events, shape (m, d); what leaves gain is added to `leaves`."""
+    count, varies, ids = len(rows), run.batch.p.varies, rows[:, 0].astype(int)
+    step: Any = _step(run, rows)
+    own = {place: np.zeros_like(leaves[place][..., ids] if varies[place] else leaves[place]) for place in places}
+    inside: Inside = pull(run, places, step, Ledger(step, own, varies, count, False), np.arange(count), *given)
+    for place in places:
+        if varies[place]:
+            # A trajectory may meet an event more than once.
+            np.add.at(np.moveaxis(leaves[place], -1, 0), ids, np.moveaxis(own[place], -1, 0))
+        else:
+            leaves[place] = leaves[place] + own[place]
+    return inside.value.T
+
+
+def _step(run: Run, rows: Array) -> _Step:
+    """Return the stages of steps, computed as the solve did."""
+    columns = np.arange(max(2, len(rows))) % len(rows)  # two at least, wherever f is called
+    batch, rows = run.batch, rows[columns]
+    u: Array = np.ascontiguousarray(from_parts(rows[:, U:], batch.u0.dtype).T, batch.u0.dtype)
+    t, h, real = rows[:, T], rows[:, H], u.real.dtype
+    p, derivative = batch.p.columns(rows[:, 0].astype(int)), derivative_of(batch.f, batch.shape)
+    stages = Stages(run.tableau, derivative, u.dtype, u.shape)
+    derivative.write(stages.k[0], u, p, t.astype(real))
+    stages.take(u, p, t, h, t + h, None)
+    return _Step([u], stages.k, h.astype(real))
+
+
+def _merged(plain: Sown, rows: Array, value: Array) -> Sown:
+    """Put cotangents at events into rows of saved ones, each row in the order of steps."""
+    ids, (count, width) = rows[:, 0].astype(int), plain.save_step.shape
+    order = np.argsort(ids, kind="stable")
+    ids, rows, value = ids[order], rows[order], value[order]
+    turn = np.arange(len(ids)) - np.searchsorted(ids, ids)
+    more = int(turn.max(initial=-1)) + 1
+    saved = np.zeros((count, width + more, len(plain.end)), plain.end.dtype)
+    save_step = np.full((count, width + more), NOWHERE, np.int32)
+    times = np.zeros((count, width + more))
+    save_step[:, :width] = plain.save_step
+    if plain.saved is not None:
+        saved[:, :width], times[:, :width] = plain.saved, plain.times
+    saved[ids, width + turn], save_step[ids, width + turn], times[ids, width + turn] = value, rows[:, 2], rows[:, 4]
+    sorted_by = np.argsort(np.where(save_step < INITIAL, np.iinfo(np.int32).max, save_step), axis=1, kind="stable")
+    return plain._replace(
+        saved=np.take_along_axis(saved, sorted_by[..., None], axis=1),
+        save_step=np.take_along_axis(save_step, sorted_by, axis=1), times=np.take_along_axis(times, sorted_by, axis=1),
+    )  # fmt: skip

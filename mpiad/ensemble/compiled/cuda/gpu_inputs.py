@@ -1,0 +1,102 @@
+"""A batch as the kernels take it: rows of numbers on a device."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpiad._typing import Array
+from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.compiled.parameter_layout import Layout
+from mpiad.ensemble.settings import Settings
+from mpiad.transport.device_arrays import ArrayModule, is_device_array
+
+__all__ = ["Inputs", "inputs_of", "placed"]
+
+
+class Inputs(NamedTuple):
+    """What all kernels of a solve are given, in the order of their arguments.
+
+    Parameters
+    ----------
+    u0, p, s : array, shapes (d, n), (varying, n), (shared,)
+    start, stop : array, shape (n,)
+    times : array, shape (n_saved,) or (n, n_saved)
+    n_saved, by_row : int
+        Whether each trajectory has times of its own.
+    """
+
+    u0: Array
+    p: Array
+    s: Array
+    start: Array
+    stop: Array
+    times: Array
+    n_saved: int
+    by_row: int
+
+    @property
+    def count(self) -> int:
+        """How many trajectories there are."""
+        return self.u0.shape[1]
+
+
+def inputs_of(arrays: ArrayModule, batch: Batch, settings: Settings, layout: Layout) -> Inputs:
+    """Return the arguments on a device, to which host arrays are copied: one copy for each that isn't one number.
+
+    Parameters
+    ----------
+    arrays : ArrayModule
+    batch : Batch
+        Of plain arrays, on the host or on the device.
+    settings : Settings
+    layout : Layout
+        Of the parameters.
+    """
+    count, real = batch.size, batch.u0.dtype
+    own = [_rows(arrays, batch.p.leaves[part.place], count, real) for part in layout.parts if part.varies]
+    times = np.asarray(settings.saveat, float)
+    return Inputs(
+        _columns(arrays, batch.u0, real), _together(arrays, own, (0, count), real), _shared(arrays, batch, layout, real),
+        _columns(arrays, batch.start, float), _columns(arrays, batch.end, float), placed(arrays, times, float),
+        times.shape[-1], int(times.ndim > 1),
+    )  # fmt: skip
+
+
+def placed(arrays: ArrayModule, x: Any, dtype: Any) -> Array:
+    """Return an array on the device, contiguous and of a dtype: itself where it is so already."""
+    if not is_device_array(x):
+        return arrays.to_device(np.ascontiguousarray(x, dtype))
+    return arrays.contiguous(x if x.dtype == dtype else x.astype(dtype))
+
+
+def _columns(arrays: ArrayModule, x: Array, dtype: Any) -> Array:
+    """Return an array whose last axis counts trajectories; what is the same for all of them travels once."""
+    if is_device_array(x) or x.strides[-1] or not x.size:
+        return placed(arrays, x, dtype)
+    if x.ndim == 1:
+        return arrays.full(x.shape, x[0].item(), dtype)
+    return arrays.copy(np.broadcast_to(placed(arrays, x[:, :1], dtype), x.shape))
+
+
+def _rows(arrays: ArrayModule, leaf: Any, count: int, dtype: Any) -> Array:
+    leaf = leaf if is_device_array(leaf) else np.asarray(leaf)
+    # The number of rows is said, or it couldn't be told without trajectories.
+    rows = int(np.prod(leaf.shape[:-1], dtype=int))
+    return placed(arrays, leaf, dtype).reshape(rows, count)
+
+
+def _shared(arrays: ArrayModule, batch: Batch, layout: Layout, dtype: Any) -> Array:
+    leaves = [batch.p.leaves[part.place] for part in layout.parts if not part.varies]
+    if not any(map(is_device_array, leaves)):
+        flat = np.concatenate([np.ravel(leaf) for leaf in leaves]) if leaves else np.empty(0)
+        return placed(arrays, flat, dtype) if flat.size else arrays.empty((0,), dtype)
+    return _together(arrays, [placed(arrays, leaf, dtype).reshape(-1) for leaf in leaves], (0,), dtype)
+
+
+def _together(arrays: ArrayModule, parts: list[Array], empty: tuple[int, ...], dtype: Any) -> Array:
+    parts = [part for part in parts if part.size]
+    if not parts:
+        return arrays.empty(empty, dtype)
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)

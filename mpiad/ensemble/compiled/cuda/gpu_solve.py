@@ -1,0 +1,148 @@
+"""`solved_on_gpu`: an ensemble by a kernel on a device, from its batch to its solution."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import autograd.numpy as anp
+from autograd.tracer import isbox
+
+from mpiad._typing import Array, Shape
+from mpiad.device import to_host
+from mpiad.device.transfer import array_to_device
+from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleVectorized
+from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.compiled.cuda.gpu_choice import fits, is_small, program_for_gpu
+from mpiad.ensemble.compiled.cuda.gpu_derivatives import FEW, Solved, results_of
+from mpiad.ensemble.compiled.cuda.gpu_solver import Directions, Solver
+from mpiad.ensemble.compiled.cuda.specimen import specimen
+from mpiad.ensemble.compiled.kernel_solver import Compiler
+from mpiad.ensemble.compiled.parameter_layout import Layout, layout_of
+from mpiad.ensemble.compiled.traced_problem import conditions_of
+from mpiad.ensemble.device_solution import DeviceSolution, Statistics, count_failed
+from mpiad.ensemble.events import Event
+from mpiad.ensemble.gpu import device_for, gpu_of
+from mpiad.ensemble.happened import events_of, traced_events
+from mpiad.ensemble.on_device.arguments import is_on_device, placed
+from mpiad.ensemble.retcodes import ReturnCode, came_through
+from mpiad.ensemble.settings import Settings
+from mpiad.ensemble.solution import EnsembleSolution
+from mpiad.ensemble.trial import try_once
+from mpiad.transport.device_arrays import ArrayModule
+
+__all__ = ["solved_on_gpu"]
+
+
+def solved_on_gpu(
+    backend: EnsembleAlgorithm, compiler: Compiler, given: Batch, batch: Batch, settings: Settings,
+    by_arrays: Callable[..., EnsembleSolution],
+) -> EnsembleSolution:  # fmt: skip
+    """Solve all trajectories of a batch: by a kernel where that can be, else by arrays.
+
+    Parameters
+    ----------
+    backend : EnsembleGPU, or EnsembleMPI with one inside
+    compiler : Compiler
+    given : Batch
+        With traced values in it.
+    batch : Batch
+        The same as plain arrays, on a device or on the host.
+    settings : Settings
+    by_arrays : callable
+        ``by_arrays(backend, given, batch, settings)`` solves it where the arrays live.
+
+    Raises
+    ------
+    ImportError, RuntimeError
+        Without CuPy, or without a GPU.
+    """
+    arrays, on_host = device_for(backend, batch), not is_on_device(batch)
+    with arrays.current():
+        sol = _by_kernel(backend, compiler, given, batch, settings, arrays)
+    if sol is not None:
+        return sol
+    instead = EnsembleVectorized()
+    compiler.compile = False  # for the host
+    if not on_host:
+        return by_arrays(instead, given, placed(batch), settings)
+    moved = _moved(given, arrays)
+    sol = by_arrays(instead, moved, moved.plain(), settings)
+    return dataclasses.replace(sol, u=to_host(sol.u), u_end=to_host(sol.u_end))
+
+
+def _moved(given: Batch, arrays: ArrayModule) -> Batch:
+    """Return a batch, traced or not, whose arrays live on a device."""
+    leaves = [array_to_device(leaf, arrays) if anp.ndim(leaf) else leaf for leaf in given.p.leaves]
+    return given._replace(u0=array_to_device(given.u0, arrays), p=given.p._replace(leaves=leaves))
+
+
+def _by_kernel(
+    backend: Any, compiler: Compiler, given: Batch, batch: Batch, settings: Settings, arrays: ArrayModule
+) -> DeviceSolution | None:
+    on_host = not is_on_device(batch)
+    host = batch if on_host and batch.size else specimen(batch)
+    program = program_for_gpu(compiler, given, host, settings)
+    conditions = program and conditions_of(host, settings.events, compiler.compile is True, compiler.tell)
+    if program is None or conditions is None:
+        return None
+    try_once(host, settings.events, given.traced)
+    layout = layout_of(host.p)
+    gpu: Any = gpu_of(backend)
+    solver = Solver(gpu, arrays, program, batch, settings, layout, compiler.told, conditions)
+    directions = _directions(compiler, solver, given, layout) if given.traced and not settings.events else ()
+    carried = directions if len(directions) <= FEW else ()  # more are carried later, a few at a time
+    if carried and compiler.gradient is None and not is_small(solver.kernel(carried)):
+        directions = carried = ()  # the adjoint's kernels are smaller
+    if not fits(solver.kernel(carried), batch, compiler):
+        return None
+    solved = Solved(solver, solver.solved(carried), carried, bool(directions), on_host)
+    u, u_end, *times = results_of(solved, given)
+    if settings.progress is not None:
+        settings.progress(batch.size)
+    statistics = _statistics(solved, settings, times)
+    sol = DeviceSolution.of(_shaped(u, batch.shape), settings.saveat, _shaped(u_end, batch.shape), statistics)
+    if times:
+        sol.t_reached = times[0]
+    return sol
+
+
+def _statistics(solved: Solved, settings: Settings, times: Sequence[Array]) -> Statistics:
+    flight, arrays = solved.flight, solved.solver.arrays
+    at_start = 1 if settings.dt is not None else 2
+    # Of the flight only what they are made of: states would keep their memory until events are read.
+    rows = None if flight.rows is None else flight.rows[:5, : flight.happened]
+    events = dict if rows is None else partial(_events, arrays, flight.codes, rows, settings.events, times)
+    return Statistics(
+        arrays, flight.codes, flight.t_reached, flight.naccept, flight.nreject, count_failed(arrays, flight.codes),
+        (at_start, settings.alg.tableau.stages - 1), events,
+    )  # fmt: skip
+
+
+def _events(arrays: ArrayModule, codes: Array, rows: Array, asked: Sequence[Event], times: Sequence[Array]) -> dict:
+    """Return the events of all trajectories, with times that are traced where derivatives are wanted."""
+    if not rows.size:
+        return {}
+    ends = arrays.to_host(codes)
+    found, passed = events_of(arrays.to_host(arrays.contiguous(rows)), asked, ~came_through(ends))
+    if not times:
+        return found
+    return traced_events(found, passed, ends == ReturnCode.Terminated.code, *times)
+
+
+def _directions(compiler: Compiler, solver: Solver, given: Batch, layout: Layout) -> Directions:
+    """Return along which numbers of a trajectory a gradient takes tangents: none where it takes the adjoint."""
+    if compiler.gradient == "adjoint":
+        return ()
+    found = [("state", c) for c in range(solver.d)] if isbox(given.u0) else []
+    for part in layout.parts:
+        if isbox(given.p.leaves[part.place]):
+            found += [("parameter", j) for j in part.scalars]
+    return tuple(found) if len(found) <= FEW or compiler.gradient == "tangent" else ()
+
+
+def _shaped(x: Array, shape: Shape) -> Array:
+    """Return states, along the last axis, in their shape; what is one row stays the view that it is."""
+    return x if len(shape) == 1 else anp.reshape(x, (*x.shape[:-1], *shape))

@@ -1,0 +1,235 @@
+"""A batch on a device, and the runs of its kernels: solves, tangents, and the way back over the steps.
+
+The forward kernel keeps nothing for the way back. Where an adjoint is wanted, it runs once more, share by share, and writes
+down the steps for which the first run has counted out the room; the reverse kernel follows. So device memory is taken for
+one share's steps, and only during a backward pass. Both runs are of the same machine code, so they take the same steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpiad._typing import Array
+from mpiad.compiling.program import Program
+from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.compiled.cuda.cuda_events import ROWS
+from mpiad.ensemble.compiled.cuda.cuda_plan import Plan
+from mpiad.ensemble.compiled.cuda.cuda_source import cuda_source
+from mpiad.ensemble.compiled.cuda.gpu_inputs import inputs_of, placed
+from mpiad.ensemble.compiled.cuda.gpu_kernels import Loaded, loaded, threads_per_block
+from mpiad.ensemble.compiled.cuda.gpu_shares import Share, longest_of_blocks, shares_within
+from mpiad.ensemble.compiled.parameter_layout import Layout
+from mpiad.ensemble.gpu import EnsembleGPU
+from mpiad.ensemble.settings import Settings
+from mpiad.transport.device_arrays import ArrayModule
+from mpiad.transport.device_kernels import launcher_of
+
+__all__ = ["Directions", "Flight", "Pulled", "Solver"]
+
+# Rows of events for which there is room at first, beside those that are to be expected.
+_ROWS = 1024
+Directions = tuple[tuple[str, int], ...]
+
+
+class Flight(NamedTuple):
+    """What a solve leaves on the device.
+
+    Parameters
+    ----------
+    vector : array, shape ((n_saved + 1) * d * n,)
+        Saved states, of shape (n_saved, d, n), and last ones, (d, n).
+    t_reached, codes, naccept, nreject : array, shape (n,)
+    du_end, dsaved : array, shapes (m, d, n), (m, n_saved, d, n)
+        Tangents along the m directions that were carried.
+    rows : array, shape (6, room), or None
+        What happened, row by row: see `cuda.events`; None without events.
+    heads : array, shape (n,)
+        Of each trajectory the row of its last event, -1 without one.
+    happened : int
+        How many rows there are.
+    """
+
+    vector: Array
+    t_reached: Array
+    codes: Array
+    naccept: Array
+    nreject: Array
+    du_end: Array
+    dsaved: Array
+    rows: Any = None
+    heads: Any = None
+    happened: int = 0
+
+
+class Pulled(NamedTuple):
+    """Cotangents, row by row: u0 (d, n), each trajectory's parameters (rows, n), those that all share (rows,)."""
+
+    u0: Array
+    p: Array
+    s: Array
+
+
+class Solver:
+    """A batch on a device, and the kernels for it.
+
+    Parameters
+    ----------
+    gpu : EnsembleGPU
+    arrays : ArrayModule
+        Of the device.
+    program : Program
+        What f computes.
+    batch : Batch
+        Of plain arrays, on the host or on the device.
+    settings : Settings
+    layout : Layout
+    told : callable
+        ``told(name, loaded)`` is told which kernels are used.
+    conditions : tuple of Program
+        What the conditions of the events compute.
+    """
+
+    def __init__(
+        self, gpu: EnsembleGPU, arrays: ArrayModule, program: Program, batch: Batch, settings: Settings, layout: Layout,
+        told: Callable[[str, Loaded], None], conditions: tuple[Program, ...] = (),
+    ):  # fmt: skip
+        self._gpu, self.arrays, self.settings, self.layout, self._told = gpu, arrays, settings, layout, told
+        self._launcher = launcher_of(arrays)
+        alg = settings.alg
+        self.plan = Plan(
+            program, alg.tableau, alg.controller, layout.varying, layout.shared, record=True,
+            inside=bool(conditions) or _inside(batch, settings), dtype=batch.u0.dtype,
+            events=tuple((one, event.terminal, event.direction) for one, event in zip(conditions, settings.events)),
+        )  # fmt: skip
+        self.d, self.real = program.groups["state"], batch.u0.dtype
+        self.inputs = inputs_of(arrays, batch, settings, layout)
+        self.count = self.inputs.count
+        atol = settings.atol
+        self._atol = (
+            placed(arrays, np.ravel(atol), self.real) if np.ndim(atol) else arrays.full((self.d,), float(atol), self.real)
+        )
+
+    # ---- forward
+
+    def kernel(self, directions: Directions = ()) -> Loaded:
+        """Return the forward kernel that carries tangents along these directions."""
+        return self._loaded("forward", self.plan._replace(directions=directions))
+
+    def solved(self, directions: Directions = ()) -> Flight:
+        """Solve all trajectories."""
+        room = self._most_events()
+        while True:
+            flight = self._empty(directions)
+            saved, end = self.parts(flight.vector)
+            table, counter = self._table(room)
+            self._forward(directions, Share(0, self.count, 0), (end, saved, *flight[1:7]), (None, None), table)
+            if not table:
+                return flight
+            happened = int(self.arrays.to_host(counter)[0])
+            if happened <= room:
+                return flight._replace(rows=table[0], heads=table[3], happened=happened)
+            room = happened  # all over again, with room for all
+
+    def _most_events(self) -> int:
+        """Return for how many events there is room at first: two of each kind on the way of a trajectory."""
+        return _ROWS + self.count * sum(1 if terminal else 2 for _, terminal, _ in self.plan.events)
+
+    def _table(self, room: int) -> tuple[tuple[Any, ...], Any]:
+        """Return the forward kernel's arguments on events, and among them the counter."""
+        if not self.plan.events:
+            return (), None
+        counter, heads = (self.arrays.full((n,), value, np.int64) for n, value in ((1, 0), (self.count, -1)))
+        return (self.arrays.empty((ROWS, room), float), room, counter, heads), counter
+
+    def parts(self, vector: Array) -> tuple[Array, Array]:
+        """Return saved states, of shape (n_saved, d, n), and last ones, of shape (d, n), of such a vector."""
+        d, n, n_saved = self.d, self.count, self.inputs.n_saved
+        cut = n_saved * d * n
+        return vector[:cut].reshape(n_saved, d, n), vector[cut:].reshape(d, n)
+
+    def _empty(self, directions: Directions) -> Flight:
+        full, d, n, n_saved, m = self.arrays.full, self.d, self.count, self.inputs.n_saved, len(directions)
+        codes, naccept, nreject = [full((n,), 0, np.int32) for _ in range(3)]
+        # Times that aren't reached stay NaN.
+        vector = full(((n_saved + 1) * d * n,), np.nan, self.real)
+        tangents = full((m, d, n), 0, self.real), full((m, n_saved, d, n), 0, self.real)
+        return Flight(vector, full((n,), 0, float), codes, naccept, nreject, tangents[0], tangents[1])
+
+    def _forward(
+        self, directions: Directions, share: Share, results: Sequence[Any], steps: Sequence[Any], table: Sequence[Any]
+    ) -> None:
+        given, settings = self.inputs, self.settings
+        scalars = (0.0 if settings.dt is None else float(settings.dt), float(settings.dtmax), int(settings.max_steps))
+        tolerances = self.real.type(settings.rtol), self._atol
+        # Without places for results, nothing is looked up when states would be saved.
+        n_saved = given.n_saved if results[0] is not None else 0
+        self._launch(
+            self.kernel(directions), share, *given[:6], n_saved, given.by_row, *tolerances, *scalars, *results, *steps,
+            share.capacity, *table,
+        )  # fmt: skip
+
+    # ---- back
+
+    def pulled(self, flight: Flight, vector_bar: Array, wanted: tuple[int, ...], times: Sequence[Array] = ()) -> Pulled:
+        """Return the cotangents of initial states and of the parameters `wanted`, from that of a flight's vector.
+
+        With events `times` are the cotangents of the times at which trajectories ended, (n,), and of all events'.
+        """
+        plan, full = self.plan._replace(wanted=wanted), self.arrays.full
+        # One that fails leaves its place as it was.
+        own, common = len(plan.wanted_varying), len(plan.wanted_shared)
+        u0_bar, p_bar = [full((rows, self.count), 0, self.real) for rows in (self.d, own)]
+        made = Pulled(u0_bar, p_bar, full((common,), 0, self.real))
+        kernel, sums = self._loaded("reverse", plan), []
+        shares = self._shares(flight, common)
+        steps = self._room(shares)
+        saved_bar, end_bar = self.parts(vector_bar)
+        events = (flight.rows, flight.rows.shape[1], flight.heads, *times) if self.plan.events else ()
+        for share in shares:
+            self._forward((), share, (None,) * 8, steps, (None, 0, None, None) if self.plan.events else ())
+            s_bar = full((common, share.count), 0, self.real)
+            self._launch(
+                kernel, share, *self.inputs[1:], *steps, flight.naccept, flight.t_reached, flight.codes, end_bar, saved_bar,
+                made.u0, made.p, s_bar, *events,
+            )  # fmt: skip
+            sums.append(np.sum(s_bar, axis=1))
+        return made._replace(s=sum(sums[1:], sums[0])) if sums else made
+
+    def _shares(self, flight: Flight, common: int) -> list[Share]:
+        if not self.count:
+            return []
+        size, longest = longest_of_blocks(self.arrays, flight.naccept)
+        budget = self._gpu.tape_bytes or self._launcher.free_bytes() // 2
+        # Of each step the state, and two doubles for its time and size.
+        return shares_within(size, longest, self.count, self.d * self.real.itemsize + 16, budget)
+
+    def _room(self, shares: list[Share]) -> tuple[Array, Array]:
+        """Return memory for the steps of any of the shares: states, and times with sizes."""
+        most = max((share.count * share.capacity for share in shares), default=0)
+        return self.arrays.empty((most * self.d,), self.real), self.arrays.empty((most * 2,), float)
+
+    # ---- kernels
+
+    def _loaded(self, name: str, plan: Plan) -> Loaded:
+        found = loaded(self._launcher, cuda_source(plan, name), name, self._gpu.options)
+        self._told(name, found)
+        return found
+
+    def _launch(self, kernel: Loaded, share: Share, *arguments: Any) -> None:
+        if share.count:
+            threads = self._gpu.block or threads_per_block(share.count, self._launcher.multiprocessors)
+            blocks = -(-share.count // threads)
+            numbers = (self.count, share.first, share.count)
+            self._launcher.launch(kernel.kernel, blocks, threads, (*numbers, *arguments))
+
+
+def _inside(batch: Batch, settings: Settings) -> bool:
+    """Tell whether states are saved between start and end."""
+    saveat: Any = settings.saveat
+    start, end = batch.start, batch.end
+    if saveat.ndim == 1 and batch.one_span:
+        start, end = start[:1], end[:1]
+    return not ((saveat == start[:, None]) | (saveat == end[:, None])).all()

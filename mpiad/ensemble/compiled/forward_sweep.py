@@ -1,0 +1,185 @@
+"""The forward kernel's call: from a batch to its outcome."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mpiad._typing import Array
+from mpiad.compiling.arguments import aligned, argument
+from mpiad.compiling.buffer_pool import give_back, room
+from mpiad.compiling.complex_parts import from_parts, from_row_parts, parts, row_parts
+from mpiad.compiling.pacing import Paced
+from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.compiled.forward_kernel import lanes_of
+from mpiad.ensemble.compiled.kernel_form import Form
+from mpiad.ensemble.compiled.kernel_rows import Tape, note_crossings, room_for
+from mpiad.ensemble.compiled.work_shares import each, shares_of
+from mpiad.ensemble.outcome import Outcome
+from mpiad.ensemble.retcodes import ReturnCode
+from mpiad.ensemble.settings import Settings
+
+if TYPE_CHECKING:
+    from mpiad.ensemble.compiled.kernel_solver import Solver
+
+__all__ = ["launch"]
+
+# Steps of a trajectory for which there is room at first.
+_STEPS = 48
+# So many trajectories a thread takes at a time, where all take them from one count. At the end some wait for those that
+# have a block more; and each writes to cache lines of its own, but for those at the ends of blocks.
+_BLOCK = 64
+
+
+def launch(function: Callable[..., None], form: Form, solver: Solver) -> Outcome:
+    """Run the forward kernel over all trajectories.
+
+    Parameters
+    ----------
+    function : callable
+        The kernel.
+    form : Form
+    solver : Solver
+    """
+    batch, settings = solver.batch, solver.settings
+    still = batch.start == batch.end
+    outcome = _unwritten(batch, settings, still)
+    if settings.progress is not None and still.any():
+        settings.progress(int(np.count_nonzero(still)))
+    run = _Launch(function, form, solver, outcome)
+    try:
+        done = run.all()
+    except BaseException:
+        give_back(run.rooms)  # no thread is at work any more
+        raise
+    if form.record:
+        outcome.tapes, outcome.last = done, run.last
+        # With the outcome its tapes go, and nobody else holds them.
+        weakref.finalize(outcome, give_back, run.rooms)
+    if form.events:
+        note_crossings(outcome, run.crossings)
+    if form.directions:
+        outcome.carried = run.carried(still)
+    return outcome
+
+
+def _unwritten(batch: Batch, settings: Settings, still: Array) -> Outcome:
+    """Return an outcome into which the kernel writes all but what belongs to trajectories that don't move."""
+    (d, n), dtype = batch.u0.shape, batch.u0.dtype
+    n_saved = settings.saveat.shape[-1] if settings.saveat is not None else 0
+    outcome = Outcome(
+        # A trajectory's components lie side by side, as a solution has them.
+        np.empty((n, d), dtype).T, np.empty(n), np.empty(n, np.int8), np.empty(n, np.int64), np.empty(n, np.int64),
+        np.full((n, n_saved, d), np.nan, dtype), np.full((n, n_saved), -2, np.int32) if settings.record else None,
+        np.ones(n) if settings.events else np.broadcast_to(1.0, n),
+    )  # fmt: skip
+    if still.any():
+        outcome.u_end[:, still], outcome.t_reached[still] = batch.u0[:, still], batch.start[still]
+        outcome.codes[still], outcome.naccept[still], outcome.nreject[still] = ReturnCode.Success.code, 0, 0
+    return outcome
+
+
+class _Launch:
+    def __init__(self, function: Callable[..., None], form: Form, solver: Solver, outcome: Outcome):
+        self._function, self._form, self._solver, self._outcome = function, form, solver, outcome
+        batch, settings = solver.batch, solver.settings
+        d, count = form.d, batch.size
+        m, n_saved = len(form.directions), solver.times.shape[1]
+        self.rooms: list[Array] = []
+        self.crossings: list[Array] = []
+        # How many trajectories threads have taken, of how many, and how many at a time.
+        self.taken = np.array([0, 0, _BLOCK])
+        self.last = np.full(count if form.record else 0, -1)
+        real = form.dtype
+        self._du = np.empty((m, d, count), real)
+        self._dsaved = np.zeros((m if form.inside else 0, count, n_saved, d), real)
+        save_step = outcome.save_step
+        atol = argument(np.ravel(settings.atol), real)
+        # What all have in common isn't copied for each.
+        u0 = batch.u0[:, :1] if batch.u0.strides[1] == 0 else batch.u0
+        start, end = (x[:1] if batch.one_span else x for x in (batch.start, batch.end))
+        inputs = (argument(row_parts(u0), real), solver.p, solver.s, argument(start), argument(end))
+        dt = -1.0 if settings.dt is None else float(settings.dt)
+        rest = (settings.rtol, atol, dt, float(settings.dtmax), float(settings.max_steps))
+        self._given = (*inputs, solver.times, *rest)
+        self._made = (
+            parts(outcome.u_end.T), outcome.t_reached, outcome.codes, outcome.naccept, outcome.nreject,
+            parts(outcome.saved),
+            np.empty((0, n_saved), np.int32) if save_step is None else save_step, self._du, self._dsaved, self.last,
+        )  # fmt: skip
+
+    def all(self) -> list[Tape]:
+        """Solve all trajectories, and return their steps, where they are recorded."""
+        count, threads = self._solver.batch.size, self._solver.threads
+        if self._form.record or self._solver.settings.progress is not None:
+            # What is kept of a share, and what is told of it, should stay small.
+            return each(self._share, shares_of(count, threads), threads)
+        if threads == 1:
+            return each(self._share, [(0, count)], 1)
+        threads = max(1, min(threads, count // _BLOCK))
+        self.taken[:2] = 0, count
+        return each(self._share, [(0, 0)] * threads, threads)
+
+    def _share(self, bounds: tuple[int, int], pause: Callable[[], None]) -> Tape:
+        """Solve the trajectories of a share, and then what is to be taken; return their steps, where they are recorded."""
+        (first, stop), form = bounds, self._form
+        lanes, size = form.lanes, (stop - first) * _STEPS if form.record else 0
+        rows, before = self._rows(size)
+        state, turn = np.array([first, lanes, 0, 0, stop, 0]), lanes * len(form.events)
+        crossings = room_for(turn, form.d)
+        ids, place = aligned(lanes, np.dtype(np.int64)), aligned(lanes, np.dtype(np.int64))
+        ids[:] = -1
+        lane, call, told = (*lanes_of(form), ids, place, state, self.taken), Paced(self._function, state), 0
+        while True:
+            events = (self._outcome.end_part, crossings) if form.events else ()
+            call(*lane, *self._given, *self._made, rows, before, *events)
+            waiting, vacant, row, found, end, _ = state  # the kernel has left off there, and goes on from there
+            told = self._tell(first, waiting, lanes - vacant, told)
+            if vacant == lanes and waiting == end:
+                break
+            pause()
+            # There may be no room left for the steps of a turn, or for its events.
+            if found + turn > len(crossings):
+                crossings = room_for(turn, form.d, crossings)
+            elif form.record and row + lanes > size:
+                longer = self._rows(2 * size + 1024)
+                longer[0][:size], longer[1][:size] = rows, before
+                (rows, before), size = longer, 2 * size + 1024
+        self.crossings.append(crossings[:found])
+        return Tape(first, stop, rows[:row], before[:row])
+
+    def _tell(self, first: int, waiting: int, busy: int, told: int) -> int:
+        """Tell the progress line how many more of a share have ended; return how many have."""
+        progress, batch = self._solver.settings.progress, self._solver.batch
+        if progress is None:
+            return 0
+        ended = int(np.count_nonzero(batch.start[first:waiting] != batch.end[first:waiting])) - busy
+        progress(ended - told)
+        return ended
+
+    def _rows(self, size: int) -> tuple[Array, Array]:
+        if not size:
+            return np.empty((0, self._form.d + 2)), np.empty(0, np.int64)
+        width = self._form.d + 2
+        rows, before = room(size * width), room(size)
+        self.rooms += [rows, before]
+        return rows[: size * width].reshape(size, width), before[:size].view(np.int64)
+
+    def carried(self, still: Array) -> tuple[Array, Array]:
+        """Return the tangents of final and saved states; zero for trajectories that failed."""
+        du, dsaved, form = self._du, self._dsaved, self._form
+        unit = np.array([[kind == "u" and place == c for c in range(form.d)] for kind, place in form.directions])
+        if still.any():
+            du[:, :, still] = unit[:, :, None]
+            if len(dsaved):
+                dsaved[:, still] = unit[:, None, None]
+        failed = self._outcome.failed
+        if failed.any():
+            du[:, :, failed] = 0
+            dsaved[:, failed] = 0
+        dtype = self._outcome.u_end.dtype
+        return from_row_parts(du, dtype), from_parts(dsaved, dtype)
+

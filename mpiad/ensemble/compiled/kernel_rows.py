@@ -1,0 +1,97 @@
+"""Accepted steps and events as kernels write them: one row each, in the order in which lanes took or met them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from mpiad._typing import Array
+from mpiad.compiling.complex_parts import from_parts, is_complex
+from mpiad.ensemble.outcome import Outcome
+from mpiad.ensemble.record import Steps
+
+__all__ = ["H", "T", "U", "Tape", "note_crossings", "room_for"]
+
+# An event's row is the trajectory, which event, in which of its steps (from 0), the part of the step that is gone there,
+# and when; then what the step started from: its time, its signed size, and the components of the state, of a complex one
+# its parts.
+T, H, U = 5, 6, 7
+# Rows for which there is room at first, beside those of one turn.
+_EVENT_ROWS = 1024
+
+
+class Tape(NamedTuple):
+    """The steps of some trajectories; each links to the one before it.
+
+    Parameters
+    ----------
+    first, stop : int
+        Which trajectories.
+    rows : array, shape (m, 2 + d)
+        Time before the step, its signed size, and the state before it; of a complex one its parts.
+    before : array of int, shape (m,)
+        The row of the same trajectory's step before; -1 where there is none.
+    """
+
+    first: int
+    stop: int
+    rows: Array
+    before: Array
+
+    def steps(self, last: Array, counts: Array, dtype: np.dtype) -> Steps:
+        """Return the steps in the order of sweeps.
+
+        Parameters
+        ----------
+        last : array of int, shape (N,)
+            The row of the last step of every trajectory of the ensemble.
+        counts : array of int, shape (N,)
+        dtype : dtype
+            Of the states.
+        """
+        d = (self.rows.shape[1] - 2) // (2 if is_complex(dtype) else 1)
+        steps = Steps(counts[self.first : self.stop], d, dtype)
+        row = last[self.first : self.stop][steps.order]
+        for s, width in enumerate(steps.widths):
+            row = row[:width]  # those that have so many steps stand first in the order
+            ids, found = steps.order[:width], self.rows[row]
+            steps.fill(ids, steps.counts[ids] - 1 - s, found[:, 0], found[:, 1], from_parts(found[:, 2:], dtype).T)
+            row = self.before[row]
+        steps.pad()
+        return steps
+
+
+def room_for(turn: int, d: int, before: Array | None = None) -> Array:
+    """Return a table for events, with rows for one turn at least; after `before`, a longer one that begins with it.
+
+    Parameters
+    ----------
+    turn : int
+        How many events one turn can bring; none where no event is looked for.
+    d : int
+        Components of a state.
+    before : array, shape (m, 7 + d), optional
+    """
+    if before is None:
+        return np.empty((_EVENT_ROWS + turn if turn else 0, U + d))
+    longer = np.empty((2 * len(before) + turn, U + d))
+    longer[: len(before)] = before
+    return longer
+
+
+def note_crossings(outcome: Outcome, tables: list[Array]) -> None:
+    """Put the events of all shares into an outcome, those of each trajectory in the order of time.
+
+    Parameters
+    ----------
+    outcome : Outcome
+    tables : list of array, shape (m, 7 + d)
+    """
+    rows = np.concatenate(tables)
+    # Within a step by its parts; equal ones in the order in which the events were given.
+    outcome.crossings = rows = rows[np.lexsort((rows[:, 1], rows[:, 3], rows[:, 2], rows[:, 0]))]
+    numbers, (part, time) = rows[:, :3].astype(int).T.tolist(), rows[:, 3:5].T.tolist()
+    for i, e, j, x, t in zip(*numbers, part, time):
+        outcome.event_times.setdefault(i, []).append((e, t))
+        outcome.event_places.setdefault(i, []).append((j, x))

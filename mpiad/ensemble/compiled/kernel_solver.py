@@ -1,0 +1,248 @@
+"""Solves by compiled kernels: their choice, their forward run, and what derivatives need of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from autograd.tracer import isbox
+
+from mpiad._typing import Function
+from mpiad.compiling.arguments import argument
+from mpiad.compiling.complex_parts import is_complex, real_dtype
+from mpiad.compiling.program import Program
+from mpiad.ensemble.backends import EnsembleAlgorithm
+from mpiad.ensemble.batch import Batch, same_for_all
+from mpiad.ensemble.compiled.forward_sweep import launch
+from mpiad.ensemble.compiled.kernel_choice import is_wanted, tell_once, traced_program
+from mpiad.ensemble.compiled.kernel_form import Form
+from mpiad.ensemble.compiled.kernel_texts import compiled, forward_text, parameter_names, reverse_text
+from mpiad.ensemble.compiled.parameter_layout import Layout, layout_of
+from mpiad.ensemble.compiled.traced_problem import TracedProblem, conditions_of, remembered
+from mpiad.ensemble.compiled.work_shares import threads_of
+from mpiad.ensemble.outcome import Outcome
+from mpiad.ensemble.settings import Settings
+from mpiad.ensemble.trial import try_once
+
+__all__ = ["Compiler", "Solver"]
+
+_log = logging.getLogger("mpiad")
+
+# Up to so many directions a kernel's tangents cost less than its adjoint.
+FEW = 4
+
+
+class Compiler:
+    """What one call of `solve` compiles.
+
+    Parameters
+    ----------
+    compile : {"auto", True, False}
+    count : int
+        How many trajectories the whole ensemble has; 0 for a single problem.
+    gradient, adjoint : str or None
+        As in `solve`.
+    together : bool
+        Whether ranks solve together: what there is to say of f is then kept until they know who says it.
+
+    Attributes
+    ----------
+    kernels : dict of str to Kernel or Loaded
+        By their names, forward and reverse, those that were used.
+    """
+
+    def __init__(self, compile: str | bool, count: int, gradient: str | None, adjoint: str, together: bool = False):
+        self.compile, self._count = compile, count
+        self.gradient, self.adjoint = gradient, adjoint
+        self.kernels: dict[str, Any] = {}
+        self._together = together
+        self._kept: list[tuple[Function, str]] = []
+
+    def run(self, backend: EnsembleAlgorithm, batch: Batch, settings: Settings, given: Batch) -> Outcome:
+        """Solve all trajectories of a batch, by a kernel where that is chosen.
+
+        Parameters
+        ----------
+        backend : EnsembleAlgorithm
+        batch : Batch
+        settings : Settings
+        given : Batch
+            The batch before what is traced was made plain.
+        """
+        def made() -> TracedProblem | None:
+            try_once(batch, settings.events, given.traced)
+            if not wanted:
+                return None
+            program = traced_program(batch, must, self.tell)
+            conditions = program and conditions_of(batch, settings.events, must, self.tell)
+            return None if program is None or conditions is None else TracedProblem(program, conditions)
+
+        must = self.compile is True
+        wanted = batch.size > 0 and is_wanted(self.compile, self._count, backend)
+        plan = remembered(made, batch, settings.events, given.traced, must) if wanted else made()
+        if plan is None:
+            return backend.run(batch, settings)
+        return Solver(self, *plan, batch, settings, threads_of(backend)).solved(given)
+
+    def run_on_device(self, backend: EnsembleAlgorithm, batch: Batch, settings: Settings) -> Outcome:
+        """Solve all trajectories of a batch of device arrays.
+
+        Raises
+        ------
+        NotImplementedError
+            Where a kernel of the host's is asked for.
+        """
+        if self.compile is True:
+            raise NotImplementedError(
+                "solve: compile=True makes machine code for the host, but the states or parameters are device arrays. "
+                "Leave it out, or bring them to the host with mpiad.device.to_host."
+            )
+        return backend.run(batch, settings)
+
+    def tell(self, f: Function, text: str) -> None:
+        """Log a warning about f, now or by `say`."""
+        if not self._together:
+            tell_once(f, text)
+        elif (f, text) not in self._kept:
+            self._kept.append((f, text))
+
+    @property
+    def said(self) -> str:
+        """What `say` will log."""
+        return "\n".join(text for _, text in self._kept)
+
+    def say(self, logs: bool) -> None:
+        """Log what was kept; `logs` is false where another rank says the same."""
+        for f, text in self._kept:
+            tell_once(f, text, logs)
+
+    def told(self, name: str, kernel: Any) -> None:
+        """Note which kernel was used."""
+        self.kernels[name] = kernel
+
+    def function(self, name: str, text: str, form: Form) -> Any:
+        """Return a kernel's function, and tell how long it took to compile."""
+        kernel = compiled(text, name, form)
+        if name not in self.kernels or self.kernels[name].text != text:
+            how = "compiled" if kernel.origin == "compiled" else "loaded"
+            _log.info("solve: the %s kernel was %s in %.2f s.", name, how, kernel.seconds)
+        self.kernels[name] = kernel
+        return kernel.function
+
+
+class Solver:
+    """A batch, and the kernels for it.
+
+    Parameters
+    ----------
+    compiler : Compiler
+    program : Program
+        What f computes.
+    conditions : tuple of Program
+        What the conditions of the events compute.
+    batch : Batch
+        Of plain arrays.
+    settings : Settings
+    threads : int
+    """
+
+    def __init__(
+        self, compiler: Compiler, program: Program, conditions: tuple[Program, ...], batch: Batch, settings: Settings,
+        threads: int,
+    ):  # fmt: skip
+        self._compiler, self._program, self._conditions = compiler, program, conditions
+        self.batch, self.settings, self.threads = batch, settings, threads
+        self.layout: Layout = layout_of(batch.p)
+        self._names = parameter_names(self.layout.varying, self.layout.shared)
+        self.every = settings.saveat is None
+        self.times = argument(np.atleast_2d(np.empty(0) if settings.saveat is None else settings.saveat))
+        real = real_dtype(batch.u0.dtype)
+        alg, events = settings.alg, tuple((event.terminal, event.direction) for event in settings.events)
+        self.form = Form(
+            program.groups["state"], len(self.layout.varying), len(self.layout.shared), alg.tableau, alg.controller,
+            single=real == np.float32, in_pairs=is_complex(batch.u0), inside=bool(events) or not self._at_ends(),
+            tolerances=np.ndim(settings.atol) > 0, events=events,
+        )  # fmt: skip
+        self.p, self.s = self.layout.split(batch.p.leaves, batch.size, real)
+        self.directions: tuple[tuple[str, int], ...] = ()
+        self._recorded: Outcome | None = None
+
+    def _at_ends(self) -> bool:
+        """Tell whether nothing is saved but at the ends of tspan."""
+        if not self.times.size:
+            return True
+        start, end = self.batch.start, self.batch.end
+        # One row is enough where all begin and end alike.
+        rows = slice(1 if same_for_all(start) and same_for_all(end) else None)
+        return bool(((self.times == start[rows, None]) | (self.times == end[rows, None])).all())
+
+    def solved(self, given: Batch) -> Outcome:
+        """Solve, and keep what a gradient by the traced parts of `given` will need."""
+        self.directions = self._directions(given) if given.traced and not self.every else ()
+        # With checkpoints steps are recorded on the way back, of some trajectories after the other.
+        record = self.settings.record and not self.directions and self.settings.checkpoints is None
+        outcome = self._run(self.form._replace(directions=self.directions, record=record))
+        if self.settings.record:
+            outcome.solver = self
+        return outcome
+
+    def _run(self, form: Form) -> Outcome:
+        text = forward_text(self._program, form, self._names, self._conditions)
+        return launch(self._compiler.function("forward", text, form), form, self)
+
+    # ---- derivatives
+
+    def _directions(self, given: Batch) -> tuple[tuple[str, int], ...]:
+        """Return along which numbers of a trajectory tangents are carried: none, where an adjoint will be wanted."""
+        compiler = self._compiler
+        # With events the ends move, too.
+        moved = isbox(given.start) or isbox(given.end) or self.settings.events
+        if compiler.gradient == "adjoint" or compiler.adjoint != "discrete" or moved:
+            return ()
+        found = [("u", c) for c in range(self.form.d)] if isbox(given.u0) else []
+        traced = [place for place, leaf in enumerate(given.p.leaves) if isbox(leaf)]
+        found += [direction for place in traced for direction in self.directions_of(place)]
+        return tuple(found) if len(found) <= FEW or compiler.gradient == "tangent" else ()
+
+    def directions_of(self, place: int) -> list[tuple[str, int]]:
+        """Return the directions of a leaf's numbers."""
+        names = [self._names[j] for part in self.layout.parts if part.place == place for j in part.scalars]
+        return [(name[0], int(name[1:])) for name in names]
+
+    def recorded(self, outcome: Outcome) -> Outcome:
+        """Return an outcome of this solver's with a record of all steps; where tangents were carried, it is made now."""
+        # Nothing is kept of one that has its own: a cycle would keep its memory until it is found.
+        if outcome.last is not None:
+            return outcome
+        if self._recorded is None:
+            self._recorded = self.record()
+        return self._recorded
+
+    def record(self) -> Outcome:
+        """Solve once more, and keep all steps."""
+        return self._run(self.form._replace(record=True))
+
+    def parts(self) -> Iterator[tuple[slice, Solver]]:
+        """Return the trajectories in as many parts as the checkpoints ask for, each with its own solver."""
+        count = self.batch.size
+        # Parts of fewer trajectories than lanes would leave some empty.
+        parts = max(1, min(self.settings.checkpoints or 1, count // self.form.lanes))
+        for first, stop in pairwise(count * i // parts for i in range(parts + 1)):
+            rows = slice(first, stop)
+            batch, settings = self.batch.share(rows), self.settings.share(rows)
+            part = Solver(self._compiler, self._program, self._conditions, batch, settings, self.threads)
+            part.form = self.form
+            yield rows, part
+
+    def reverse(self, wanted: list[int], timed: bool, inside: bool) -> tuple[Any, Form]:
+        """Return the reverse kernel's function for some of the program's parameters, and its form."""
+        own = [j for j in wanted if self._names[j][0] == "p"]
+        common = [j for j in wanted if self._names[j][0] == "s"]
+        form = self.form._replace(
+            wanted_varying=len(own), wanted_shared=len(common), timed=timed, inside=inside, tolerances=False
+        )
+        text = reverse_text(self._program, form, self._names, (*own, *common))
+        return self._compiler.function("reverse", text, form), form

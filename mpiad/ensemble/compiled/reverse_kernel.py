@@ -1,0 +1,285 @@
+"""The source of the reverse kernel: the adjoint of the accepted steps, in lanes of trajectories that go back together.
+
+Each turn takes one step back in all lanes: its stages are computed again from the state before it, and cotangents go back
+through them as `transposed_step` says. What is saved inside of a step adds to the cotangents of its stages, "arrivals",
+which are summed up before, lane by lane. A lane that is at the start takes the next trajectory: from the last to the first,
+so that the record is read from its end, which the caches still hold. After so many turns the kernel leaves off, and goes on
+from there when it is called again: `state` says where.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from mpiad._typing import Array
+from mpiad.compiling.source import indented, number
+from mpiad.ensemble.compiled.kernel_form import Fields, Form
+from mpiad.ensemble.compiled.step_text import Steps
+
+__all__ = ["lanes_of", "reverse_source"]
+
+
+def lanes_of(form: Form) -> tuple[Array, Array]:
+    """Return the kernel's buffers."""
+    return _fields(form).room(form.dtype)
+
+
+@lru_cache(64)
+def _fields(form: Form) -> Fields:
+    return _Reverse(form).fields
+
+
+def reverse_source(form: Form, wide: bool) -> str:
+    """Return the source of `reverse`, which calls `f`, its adjoint `g`, and `fma`."""
+    return _Reverse(form).source(wide)
+
+
+class _Reverse:
+    def __init__(self, form: Form):
+        self.form, self.steps = form, Steps(form)
+        # With states saved inside of steps, the stage at the end of a step takes part.
+        self.last = form.stages if form.inside else form.stages - 1
+        self.fields = fields = Fields(form)
+        fields.add("cotangent", form.d)
+        fields.add("u", form.d)
+        fields.add("p", form.varying)
+        for name in ("t", "tn", "h", "live"):
+            fields.add(name, exact=True)
+        # Sums over many steps, and over trajectories.
+        fields.add("own", form.wanted_varying, exact=True)
+        fields.add("common", form.wanted_shared, exact=True)
+        if form.timed:
+            for name in ("t_bar", "h_bar", "fresh"):
+                fields.add(name, exact=True)
+        if form.inside:
+            fields.add("value", form.d)
+            fields.add("arrival", form.d * (form.stages + 1))
+            if form.timed:
+                fields.add("rate", form.d * (form.stages + 1), exact=True)
+                fields.add("rate_x", form.d * (form.stages + 1), exact=True)
+
+    def at(self, name: str, i: int = 0) -> str:
+        return self.fields.at(name, i)
+
+    def source(self, wide: bool) -> str:
+        form, lanes = self.form, self.form.lanes
+        lines = [
+            "def reverse(b, exact, ids, row, step, place, state, p, s, times, rows, before_rows, last, naccept,",
+            "            t_reached, alive, end_bar, saved_bar, save_step, u0_bar, p_bar, s_bar, start_bar, stop_bar):",
+            "    # Fields of b: " + ", ".join(self.fields),
+            "    aligned_stack()",
+            *(["    wide_vectors()"] if wide else []),
+            "    n_saved = save_step.shape[1]",
+            "    by_row = times.shape[0] > 1",
+            "    first = state[0]",
+            "    waiting = state[1]",
+            "    vacant = state[2]",
+            "    turns = state[3]",
+            *[f"    s{j} = s[{j}]" for j in range(form.shared)],
+            "    while True:",
+            "        if vacant > 0 and waiting >= first:",
+            f"            for l in range({lanes}):",
+            "                while waiting >= first and (not alive[waiting] or last[waiting] < 0):",
+            "                    waiting -= 1",
+            "                if ids[l] < 0 and waiting >= first:",
+            *indented(self._enter(), 5),
+            f"        if vacant == {lanes} or turns == 0:",
+            "            break",
+            "        turns -= 1",
+            f"        for l in range({lanes}):",
+            "            if ids[l] >= 0:",
+            *indented(self._fetch(), 4),
+            f"        for l in range({lanes}):",
+            *indented(self._back(), 3),
+            f"        for l in range({lanes}):",
+            "            if ids[l] >= 0 and row[l] < 0:",
+            *indented(self._leave(), 4),
+            "    state[1] = waiting",
+            "    state[2] = vacant",
+            "    state[3] = turns",
+            *(self._summed() if form.wanted_shared else []),
+        ]
+        return "\n".join(lines) + "\n"
+
+    def _summed(self) -> list[str]:
+        """Return lines that sum over the lanes, when all have ended."""
+        form = self.form
+        return [
+            f"    for l in range({form.lanes} if vacant == {form.lanes} else 0):",
+            *[f"        s_bar[{j}] += {self.at('common', j)}" for j in range(form.wanted_shared)],
+        ]
+
+    # ---- lanes, one by one
+
+    def _enter(self) -> list[str]:
+        at, form = self.at, self.form
+        zeros = [at("own", j) for j in range(form.wanted_varying)]
+        zeros += [at("t_bar"), at("h_bar")] if form.timed else []
+        return [
+            "i = waiting",
+            "waiting -= 1",
+            "vacant -= 1",
+            "ids[l] = i",
+            "row[l] = last[i]",
+            "step[l] = naccept[i] - 1",
+            "place[l] = n_saved - 1",
+            # Where every step is saved, some trajectories have fewer.
+            "while place[l] >= 0 and save_step[i, place[l]] < -1:",
+            "    place[l] -= 1",
+            *[f"{at('cotangent', c)} = end_bar[{c}, i]" for c in range(form.d)],
+            *[f"{at('p', j)} = p[{j}, i]" for j in range(form.varying)],
+            *[f"{zero} = 0.0" for zero in zeros],
+            f"{at('tn')} = t_reached[i]",
+            f"{at('t')} = t_reached[i]",
+            f"{at('live')} = 1.0",
+            *([f"{at('fresh')} = 1.0"] if form.timed else []),
+        ]
+
+    def _fetch(self) -> list[str]:
+        """Return lines that take up the step before, and the cotangents of what is saved in it."""
+        at, form, d = self.at, self.form, self.form.d
+        cleared = [(name, i) for name in ("arrival", "rate", "rate_x") for i in range(d * (form.stages + 1))]
+        cleared = cleared if form.timed else cleared[: d * (form.stages + 1)]
+        cleared = [("value", c) for c in range(d)] + cleared if form.inside else []
+        return [
+            "i = ids[l]",
+            "now = row[l]",
+            f"{at('tn')} = {at('t')}",
+            f"{at('t')} = rows[now, 0]",
+            f"{at('h')} = rows[now, 1]",
+            *[f"{at('u', c)} = {self.steps.rounded(f'rows[now, {c + 2}]')}" for c in range(d)],
+            *[f"{at(name, i)} = 0.0" for name, i in cleared],
+            "while place[l] >= 0 and save_step[i, place[l]] == step[l]:",
+            *indented(self._met()),
+            "    place[l] -= 1",
+            "row[l] = before_rows[now]",
+            # While this step is taken back memory brings the one before, which isn't always its neighbour.
+            "fetched(rows, row[l])",
+            "fetched(rows, row[l] + 1)",  # for a row that begins in one line of the cache and ends in another
+            "fetched(before_rows, row[l])",
+            "step[l] -= 1",
+        ]
+
+    def _met(self) -> list[str]:
+        at, form, d = self.at, self.form, self.form.d
+        at_end = [f"{at('cotangent', c)} += saved_bar[i, place[l], {c}]" for c in range(d)]
+        if not form.inside:
+            return at_end
+        dense = form.tableau.dense
+        inner = [f"x = (due - {at('t')}) / {at('h')}"]
+        for i, row in enumerate(dense):
+            if row.any():
+                inner.append(f"w{i} = {self.steps.rounded(_polynomial(row) + ' * x')}")
+                if form.timed:
+                    inner.append(f"r{i} = {_polynomial([(j + 1) * w for j, w in enumerate(row)])}")
+        for c in range(d):
+            inner += [f"value = saved_bar[i, place[l], {c}]", f"{at('value', c)} += value"]
+            for i, row in enumerate(dense):
+                if row.any():
+                    inner.append(f"{at('arrival', i * d + c)} += w{i} * value")
+                    if form.timed:
+                        inner.append(f"{at('rate', i * d + c)} += r{i} * value")
+                        inner.append(f"{at('rate_x', i * d + c)} += x * r{i} * value")
+        return [
+            "due = times[i if by_row else 0, place[l]]",
+            f"if due == {at('tn')}:",
+            *indented(at_end),
+            "else:",
+            *indented(inner),
+        ]
+
+    def _leave(self) -> list[str]:
+        at, form, d = self.at, self.form, self.form.d
+        lines = [
+            "i = ids[l]",
+            "while place[l] >= 0:",
+            *[f"    {at('cotangent', c)} += saved_bar[i, place[l], {c}]" for c in range(d)],
+            "    place[l] -= 1",
+            *[f"u0_bar[{c}, i] = {at('cotangent', c)}" for c in range(d)],
+            *[f"p_bar[{j}, i] = {at('own', j)}" for j in range(form.wanted_varying)],
+        ]
+        if form.timed:
+            # All steps but the last keep their sizes; the last one ends where tspan does.
+            lines += [f"stop_bar[i] = {at('h_bar')}", f"start_bar[i] = {at('t_bar')} - {at('h_bar')}"]
+        return [*lines, "ids[l] = -1", "vacant += 1", f"{at('live')} = 0.0"]
+
+    # ---- a step back
+
+    def _back(self) -> list[str]:
+        at, form, steps, d = self.at, self.form, self.steps, self.form.d
+        lines = [f"y0_{c} = {at('u', c)}" for c in range(d)]
+        lines += [f"p{j} = {at('p', j)}" for j in range(form.varying)]
+        lines += [f"t = {at('t')}", f"h = {at('h')}", f"tn = {at('tn')}", f"live = {at('live')}"]
+        lines += steps.rounded_step()
+        if form.timed:
+            lines += ["t_bar = 0.0", "h_bar = 0.0"]
+        for i in range(form.stages + 1 if form.inside or form.timed else form.stages):
+            if i:
+                lines += steps.argument(f"y{i}", i, "k", "y0", f"m{i}" if form.timed else "", fused=True)
+            if i < form.stages or (form.inside and form.timed):
+                lines.append(steps.call(f"k{i}", f"y{i}", i))
+        lines += [f"total_{c} = {at('cotangent', c)}" for c in range(d)]
+        if form.inside:
+            lines += self._pulled(form.stages)
+        if form.timed:
+            lines += [f"h_bar = fma(total_{c}, m{form.stages}_{c}, h_bar)" for c in range(d)]
+        lines += [f"z{form.stages}_{c} = total_{c}" for c in range(d)]
+        for i in range(form.stages - 1, -1, -1):
+            lines += self._pulled(i)
+        value = [f" + {at('value', c)}" if form.inside else "" for c in range(d)]
+        lines += [f"{at('cotangent', c)} = where(live > 0.0, total_{c}{value[c]}, {steps.number(0.0)})" for c in range(d)]
+        if form.timed:
+            lines += self._times()
+        return lines
+
+    def _pulled(self, i: int) -> list[str]:
+        """Return lines that pull the cotangent of stage i back to its argument."""
+        at, form, steps, d = self.at, self.form, self.steps, self.form.d
+        table = ((), *form.tableau.a)
+        # The stage that was pulled back just now comes last: nothing else waits for it.
+        weights = [(j, table[j][i]) for j in range(form.stages, i, -1) if table[j][i]]
+        lines = []
+        for c in range(d):
+            lines.append(f"m = {at('arrival', i * d + c) if form.inside else steps.number(0.0)}")
+            lines += [f"m = fma({steps.number(w)}, z{j}_{c}, m)" for j, w in weights]
+            lines.append(f"q_{c} = {steps.h} * m")
+        outputs = [f"z{i}_{c}" for c in range(d)] + [f"e{j}" for j in range(form.wanted_varying + form.wanted_shared)]
+        outputs += ["te"] if form.timed else []
+        given = [*steps.state(f"y{i}"), *steps.parameters, steps.time(i), *steps.state("q")]
+        lines.append(f"{', '.join(outputs)}, = g({', '.join(given)})")
+        lines += [f"total_{c} = total_{c} + z{i}_{c}" for c in range(d)]
+        lines += [f"{at('own', j)} += e{j}" for j in range(form.wanted_varying)]
+        first = form.wanted_varying
+        lines += [f"{at('common', j)} += where(live > 0.0, e{first + j}, 0.0)" for j in range(form.wanted_shared)]
+        if form.timed:
+            lines.append("t_bar = t_bar + te")
+            if form.tableau.c[i]:
+                lines.append(f"h_bar = fma({number(form.tableau.c[i])}, te, h_bar)")
+            # The last one's argument is the new state, whose cotangent counts when it is whole.
+            lines += [f"h_bar = fma(z{i}_{c}, m{i}_{c}, h_bar)" for c in range(d) if 0 < i < form.stages]
+        return lines
+
+    def _times(self) -> list[str]:
+        """Return lines on how states at fixed times inside the step move with its time and size, and on the sums."""
+        at, form, d = self.at, self.form, self.form.d
+        lines = []
+        # At a fixed time x = (time - t) / h, which moves with both: see `Ledger.note_saved`.
+        for i in range(form.stages + 1 if form.inside else 0):
+            for c in range(d):
+                lines += [
+                    f"t_bar = t_bar - {at('rate', i * d + c)} * k{i}_{c}",
+                    f"h_bar = h_bar + ({at('arrival', i * d + c)} - {at('rate_x', i * d + c)}) * k{i}_{c}",
+                ]
+        return [
+            *lines,
+            f"{at('t_bar')} += t_bar",
+            f"{at('h_bar')} = where({at('fresh')} > 0.0, h_bar, {at('h_bar')})",
+            f"{at('fresh')} = 0.0",
+        ]
+
+
+def _polynomial(weights: list[float]) -> str:
+    text = number(weights[-1])
+    for weight in list(weights)[-2::-1]:
+        text = f"({text} * x + {number(weight)})"
+    return text

@@ -1,0 +1,115 @@
+"""The reverse kernel's call: cotangents of what a solve started from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from mpiad._typing import Array
+from mpiad.compiling.arguments import argument
+from mpiad.compiling.complex_parts import from_row_parts, parts, row_parts
+from mpiad.compiling.pacing import Paced
+from mpiad.ensemble.adjoint import Cotangents, pull_run
+from mpiad.ensemble.compiled.adjoint_seeds import sown
+from mpiad.ensemble.compiled.kernel_rows import Tape
+from mpiad.ensemble.compiled.kernel_solver import Solver
+from mpiad.ensemble.compiled.parameter_layout import Layout
+from mpiad.ensemble.compiled.reverse_kernel import lanes_of
+from mpiad.ensemble.compiled.work_shares import each
+from mpiad.ensemble.run import INITIAL, Run
+from mpiad.ensemble.seeds import Seeds
+
+__all__ = ["pull_compiled"]
+
+
+def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int], timed: bool) -> Cotangents:
+    """Return the cotangents of a run's inputs, by a reverse kernel.
+
+    Parameters
+    ----------
+    solver : Solver
+    run : Run
+    seeds : Seeds
+    places : sequence of int
+        Of the leaves of the parameters to differentiate by.
+    timed : bool
+        Whether to differentiate by the ends of tspan, too.
+    """
+    if run.settings.events and (timed or solver.every):
+        return pull_run(run, seeds, places, timed)  # where events move with the ends, or saved times aren't known
+    if solver.settings.checkpoints is not None and run.outcome.last is None:
+        return _in_parts(solver, run, seeds, places, timed)
+    batch, chosen = run.batch, [part for part in solver.layout.parts if part.place in places]
+    own = [part for part in chosen if part.varies]
+    common = [part for part in chosen if not part.varies]
+    function, form = solver.reverse(
+        [j for part in own + common for j in part.scalars], timed,
+        solver.form.inside and (seeds.saved is not None or bool(run.settings.events)),
+    )  # fmt: skip
+    count = batch.size
+    outcome, real = solver.recorded(run.outcome), form.dtype
+    start = sown(run, seeds, places, solver.times)
+    saved = np.empty((0, 0, 0)) if start.saved is None else parts(np.ascontiguousarray(start.saved.conj()))
+    end_bar = argument(row_parts(start.end.conj()), real)
+    # Of a trajectory that takes no step the kernel writes nothing, and its end is its start.
+    u0_bar = end_bar.copy()
+    given = (
+        solver.p,
+        solver.s,
+        argument(start.times),
+        (outcome.last, outcome.naccept, argument(start.stop)),
+        (run.live, end_bar, argument(saved, real), argument(start.save_step, np.int32)),
+    )
+    p_bar = np.zeros((form.wanted_varying, count))
+    start_bar, stop_bar = np.zeros(count), np.zeros(count)
+
+    def back(tape: Tape, pause: Callable[[], None]) -> Array:
+        s_bar = np.zeros(form.wanted_shared)
+        p, s, times, counts, ends = given
+        numbers = (np.zeros(form.lanes, np.int64) for _ in range(3))
+        state = np.array([tape.first, tape.stop - 1, form.lanes, 0])
+        lane, call = (*lanes_of(form), np.full(form.lanes, -1), *numbers, state), Paced(function, state)
+        while True:
+            call(*lane, p, s, times, tape.rows, tape.before, *counts, *ends, u0_bar, p_bar, s_bar, start_bar, stop_bar)
+            if state[2] == form.lanes:  # no lane has a trajectory left
+                return s_bar
+            pause()
+
+    s_bar = np.sum(each(back, outcome.tapes, solver.threads), axis=0)
+    initial = from_row_parts(u0_bar, batch.u0.dtype).conj()
+    _add_still(run, seeds, initial)
+    leaves = {place: np.zeros_like(batch.p.leaves[place]) for place in places}
+    leaves |= {place: leaf.conj() for place, leaf in Layout(tuple(chosen)).joined(p_bar, s_bar).items()}
+    for place, more in start.leaves.items():
+        leaves[place] = leaves[place] + more
+    return Cotangents(initial, start_bar, stop_bar, leaves)
+
+
+def _in_parts(solver: Solver, whole: Run, seeds: Seeds, places: Sequence[int], timed: bool) -> Cotangents:
+    """Record the steps of some trajectories, go back over them and forget them, before those of the next."""
+    batch = solver.batch
+    leaves = {place: np.zeros_like(batch.p.leaves[place]) for place in places}
+    found = Cotangents(np.empty_like(batch.u0), np.empty(batch.size), np.empty(batch.size), leaves)
+    for rows, part in solver.parts():
+        run = Run(part.batch, part.settings, part.record())
+        share = seeds.share(rows)
+        if seeds.crossed is not None:
+            ids = whole.crossings.ids
+            share = share._replace(crossed=seeds.crossed[(ids >= rows.start) & (ids < rows.stop)])
+        own = pull_compiled(part, run, share, places, timed)
+        found.u0[:, rows], found.start[rows], found.end[rows] = own.u0, own.start, own.end
+        for place, leaf in own.leaves.items():
+            if batch.p.varies[place]:
+                leaves[place][..., rows] = leaf
+            else:
+                leaves[place] += leaf
+    return found
+
+
+def _add_still(run: Run, seeds: Seeds, u0_bar: Array) -> None:
+    """Add what is saved of trajectories that take no step."""
+    if seeds.saved is not None:
+        still = np.flatnonzero(run.live & (run.outcome.naccept == 0))
+        chosen = run.save_step[still] == INITIAL
+        u0_bar[:, still] += np.where(chosen[..., None], seeds.saved[still], 0).sum(axis=1).T
