@@ -13,7 +13,7 @@ _ROOT_HALF = 0x3FE6A09E667F3BCD  # the bits of √½: m lies between it and √2
 
 
 def power_lines(x: str, exponent: str, out: str) -> list[str]:
-    """Return lines for out = x ** exponent, without a call: to a few units of the last place, for |exponent| <= 0.2.
+    """Return lines for out = x ** exponent, without a call: to a few units of the last place, for |exponent| <= 0.5.
 
     Outside of 1e-30 to 1e30, x is taken for these; NaN for the second.
     """
