@@ -10,7 +10,7 @@ import numpy as np
 from mpiad.compiling.identities import identity
 from mpiad.compiling.operations import OPERATIONS
 from mpiad.compiling.program import Input, Instruction, Program, exact
-from mpiad.compiling.refusals import Refusal
+from mpiad.compiling.trace_errors import Refusal
 
 __all__ = ["Builder", "copied", "simplify"]
 

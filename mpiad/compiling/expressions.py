@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from mpiad.compiling.block_builder import Block, BlockBuilder
 from mpiad.compiling.elementary_functions import called_function, compared
+from mpiad.compiling.local_variables import Variables
 from mpiad.compiling.values import (
     BOOLEAN,
     DOUBLE,
@@ -20,7 +21,6 @@ from mpiad.compiling.values import (
     float_literal,
     literal_value,
 )  # fmt: skip
-from mpiad.compiling.variables import Variables
 
 __all__ = ["Expressions", "refuse"]
 

@@ -19,9 +19,9 @@ import numpy as np
 from mpiad._typing import Array, Function, Shape
 from mpiad.compiling.builder import Builder
 from mpiad.compiling.program import Program
-from mpiad.compiling.refusals import Untraceable, place_of, where_raised
 from mpiad.compiling.symbolic_arrays import SymbolicArray
 from mpiad.compiling.symbols import Symbol
+from mpiad.compiling.trace_errors import Untraceable, place_of, where_raised
 
 __all__ = ["first_difference", "identity_of", "input_array", "scalars", "traced"]
 

@@ -20,8 +20,8 @@ from mpiad.compiling.arguments import Argument
 from mpiad.compiling.block_builder import Block, BlockBuilder
 from mpiad.compiling.elementary_functions import compared
 from mpiad.compiling.expressions import Expressions, refuse
+from mpiad.compiling.local_variables import Variables
 from mpiad.compiling.values import DOUBLE, ELEMENTS, INTEGER, SINGLE, ArrayValue, Value, kind_of
-from mpiad.compiling.variables import Variables
 
 __all__ = ["translated"]
 

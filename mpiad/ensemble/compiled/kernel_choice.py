@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 from mpiad._typing import Function
 from mpiad.compiling.complex_parts import is_complex
 from mpiad.compiling.program import Program
-from mpiad.compiling.refusals import Untraceable
+from mpiad.compiling.trace_errors import Untraceable
 from mpiad.compiling.tracing import identity_of
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleSerial
 from mpiad.ensemble.batch import Batch

@@ -9,7 +9,7 @@ import numpy as np
 from mpiad._typing import Array, Function
 from mpiad.compiling.complex_parts import from_row_parts, is_complex, real_dtype, row_parts
 from mpiad.compiling.program import Program, evaluated
-from mpiad.compiling.refusals import Untraceable, place_of
+from mpiad.compiling.trace_errors import Untraceable, place_of
 from mpiad.compiling.tracing import first_difference
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.compiled.parameter_layout import layout_of

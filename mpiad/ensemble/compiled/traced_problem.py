@@ -14,7 +14,7 @@ import numpy as np
 from mpiad.compiling.complex_parts import real_dtype
 from mpiad.compiling.function_fingerprint import Fingerprint, fingerprint_of
 from mpiad.compiling.program import Program
-from mpiad.compiling.refusals import Untraceable, place_of
+from mpiad.compiling.trace_errors import Untraceable, place_of
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.compiled.kernel_choice import MOST_OPERATIONS, Tell, changes
 from mpiad.ensemble.compiled.parameter_layout import layout_of

@@ -13,7 +13,7 @@ from traced_right_hand_sides import MATRIX, SYSTEMS
 
 from mpiad.compiling import builder
 from mpiad.compiling.program import evaluated
-from mpiad.compiling.refusals import Untraceable
+from mpiad.compiling.trace_errors import Untraceable
 from mpiad.differentiation.trees import flatten
 from mpiad.ensemble.batch import Parameters
 from mpiad.ensemble.compiled.parameter_layout import layout_of
