@@ -59,5 +59,6 @@ def _unbeaten(op: Op) -> float:
 
 def _probe(array: Array) -> float:
     """Return a number that is NaN where an array of the host has one, and finite only where all its entries are."""
-    # Squares don't cancel. One product takes a third of the time of NumPy's isnan and any, one number hardly any.
+    # Squares don't cancel. One product takes a third of the time of NumPy's isnan and any, one number hardly any; and vdot,
+    # unlike dot, says nothing of squares that overflow.
     return array.item() if array.size == 1 else np.vdot(array, array)
