@@ -1,4 +1,8 @@
-"""A pair's table as sums of products read it: for each stage the nonzero weights, by rows and by columns."""
+"""A pair's table as sums of products read it: for each stage the nonzero weights, by rows and by columns.
+
+On the host a sum is written product by product, so that a column's numbers depend on no other column; on a device, where
+each call costs as much as a thousand times as many numbers, it is one product of matrices over a block of stages.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,11 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from mpiad._typing import Array
+from mpiad._typing import Array, Shape
 from mpiad.ensemble.tableaus import Tableau
+from mpiad.transport.device_arrays import arrays_of
 
-__all__ = ["Coefficients", "Weights", "weighted_sum"]
+__all__ = ["Coefficients", "DeviceCoefficients", "Weights", "coefficients_of", "weighted_sum"]
 
 Weights: TypeAlias = list[tuple[int, Array]]
 
@@ -20,25 +25,131 @@ class Coefficients:
     Parameters
     ----------
     tableau : Tableau
-    dtype : dtype
-        Real.
+    like : array
+        A state.
 
     Attributes
     ----------
-    rows : list of list of (int, array)
-        Row i: which stages, with which weights, make the argument of stage i. The last gives the new state.
-    columns : list of list of (int, array)
-        Column j: in which arguments stage j takes part, with which weights.
+    last : int
+        The number of the last stage.
+    real : dtype
+        Of times and steps as f sees them.
+    dense : array, shape (stages, degree)
+        The interpolant's, in double precision, where the states live.
     """
 
-    def __init__(self, tableau: Tableau, dtype: Any):
+    def __init__(self, tableau: Tableau, like: Array):
+        self.tableau, self.last, self.real = tableau, tableau.stages - 1, np.zeros(0, like.dtype).real.dtype
+        self.dense = tableau.dense
         # Arrays without axes are what ufuncs take fastest, and they keep float32.
         table = [(), *tableau.a]
-        self.rows: list[Weights] = [[(j, np.array(w, dtype)) for j, w in enumerate(row) if w] for row in table]
-        self.columns: list[Weights] = [
-            [(i, np.array(row[j], dtype)) for i, row in enumerate(table) if j < len(row) and row[j]]
+        self._rows: list[Weights] = [[(j, np.array(w, self.real)) for j, w in enumerate(row) if w] for row in table]
+        self._columns: list[Weights] = [
+            [(i, np.array(row[j], self.real)) for i, row in enumerate(table) if j < len(row) and row[j]]
             for j in range(len(table))
         ]
+        self._c = np.array(tableau.c)[:, None]
+
+    def stages(self, shape: Shape, like: Array) -> Any:
+        """Return room for all stages, each of a shape: what `row` adds up."""
+        return [np.empty_like(like, shape=shape) for _ in range(self.last + 1)]
+
+    def row(self, i: int, k: Any, out: Array, term: Array) -> Array:
+        """Return the sum of the stages before stage i in its argument; that of the last gives the new state."""
+        return weighted_sum(self._rows[i], k, out, term)
+
+    def bars(self, like: Array) -> Any:
+        """Return room for the cotangents of the stages' arguments, times h: what `column` adds up; none is set yet."""
+        return {}
+
+    def column(self, j: int, bars: Any, out: Array, term: Array) -> Array:
+        """Return the sum of those of the stages behind stage j, in whose arguments it takes part."""
+        weights = [(i, weight) for i, weight in self._columns[j] if i in bars]
+        if weights:
+            return weighted_sum(weights, bars, out, term)
+        out[...] = 0
+        return out
+
+    def powers(self, k: Any) -> list[Array] | Array:
+        """Return the sums of the stages by the powers of the part of the step in the interpolant, from the first on."""
+        weights = zip(*self.dense.tolist())
+        return [sum(weight * stage for weight, stage in zip(row, k) if weight) for row in weights]  # type: ignore[misc]
+
+    def times(self, t: Array, h: Array) -> Any:
+        """Return the times of all stages."""
+        times = self._c * h
+        times += t
+        return times if times.dtype == self.real else times.astype(self.real)
+
+    def weights(self, x: Array) -> Any:
+        """Return the weights of the stages in the state at the parts x of the step, each of the shape of x."""
+        # Horner's scheme for all stages at once, elementwise in x.
+        dense = self.dense.reshape(*self.dense.shape, *(1,) * np.ndim(x))
+        weights = dense[:, -1] * x
+        for j in range(dense.shape[1] - 2, -1, -1):
+            weights += dense[:, j]
+            weights *= x
+        return weights
+
+
+class DeviceCoefficients(Coefficients):
+    """The same on a device, for states that live there.
+
+    Attributes
+    ----------
+    rows : list of array
+        Row i: the weights of the stages in the argument of stage i + 1.
+    error : array or None
+    """
+
+    def __init__(self, tableau: Tableau, like: Array):
+        self.tableau, self.last, self.real = tableau, tableau.stages - 1, np.zeros(0, like.dtype).real.dtype
+        last, self._home = self.last, arrays_of(like)
+        columns = [tuple(tableau.a[i - 1][j] for i in range(j + 1, last + 1)) for j in range(last)]
+        pieces = [*tableau.a, *columns, tableau.error or (), tableau.dense.reshape(-1)]
+        cuts = np.cumsum([0, *[len(piece) for piece in pieces]]).tolist()
+        # In one copy: each costs as much as a thousand times as many numbers would.
+        home: Any = self._home
+        exact = home.to_device(np.concatenate(pieces))
+        found = [exact.astype(like.dtype)[a:b] for a, b in zip(cuts, cuts[1:])]
+        self.rows, self._behind = found[:last], found[last : 2 * last]
+        self.error: Any = None if tableau.error is None else found[-2]
+        self.dense = exact[cuts[-2] :].reshape(tableau.dense.shape)
+        self._powers = found[-1].reshape(tableau.dense.shape).T
+
+    def stages(self, shape: Shape, like: Array) -> Any:
+        """Return room for all stages: one block."""
+        return np.empty_like(like, shape=(self.last + 1, *shape))
+
+    def row(self, i: int, k: Any, out: Array, term: Array) -> Array:
+        """Return the sum of the stages before stage i in its argument."""
+        return np.tensordot(self.rows[i - 1], k[:i], 1)
+
+    def bars(self, like: Array) -> Any:
+        """Return room for the cotangents of the stages' arguments: zeros."""
+        return np.zeros_like(like, shape=(self.last + 1, *like.shape))
+
+    def column(self, j: int, bars: Any, out: Array, term: Array) -> Array:
+        """Return the sum of those of the stages behind stage j."""
+        return np.tensordot(self._behind[j], bars[j + 1 :], 1) if j < self.last else np.zeros_like(out)
+
+    def powers(self, k: Any) -> Array:
+        """Return the sums of the stages by the powers of the part of the step in the interpolant."""
+        return np.tensordot(self._powers, k, 1)
+
+    def times(self, t: Array, h: Array) -> Any:
+        """Return the times of all stages."""
+        return [(t + c * h).astype(self.real) for c in self.tableau.c]
+
+    def time(self, i: int, t: Array, h: Array, t_new: Array, sign: Array | None) -> Array:
+        """Return the times of stage i as f sees them, of a step in the direction of the solve that ends at `t_new`."""
+        times = t_new if self.tableau.c[i] == 1 else t + self.tableau.c[i] * h
+        return (times if sign is None else times * sign).astype(self.real)
+
+
+def coefficients_of(tableau: Tableau, like: Array) -> Coefficients:
+    """Return the table where the states live, of which `like` is one."""
+    return Coefficients(tableau, like) if arrays_of(like) is None else DeviceCoefficients(tableau, like)
 
 
 def weighted_sum(weights: Weights, arrays: Any, out: Array, term: Array) -> Array:

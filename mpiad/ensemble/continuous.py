@@ -16,20 +16,22 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.ensemble.adjoint import Cotangents, of_ends
+from mpiad.ensemble.backends import EnsembleVectorized
 from mpiad.ensemble.batch import Batch, Parameters
 from mpiad.ensemble.dense import DenseStates
+from mpiad.ensemble.interpolant import polynomials, states_at
 from mpiad.ensemble.linearization import Tracing
+from mpiad.ensemble.on_device.run import run_of
 from mpiad.ensemble.outcome import Outcome
-from mpiad.ensemble.pool import integrate
 from mpiad.ensemble.retcodes import names_of
-from mpiad.ensemble.run import INITIAL, Run
+from mpiad.ensemble.run import Run
 from mpiad.ensemble.seeds import Seeds
 from mpiad.errors import IntegrationError
 
-__all__ = ["NODES", "WEIGHTS", "pull_continuous", "require_no_events", "require_solved"]
+__all__ = ["pull_continuous"]
 
 # Gauss's rule of order 6 on (0, 1).
-NODES, WEIGHTS = (0.5 - np.sqrt(0.15), 0.5, 0.5 + np.sqrt(0.15)), (5 / 18, 8 / 18, 5 / 18)
+_NODES, _WEIGHTS = (0.5 - np.sqrt(0.15), 0.5, 0.5 + np.sqrt(0.15)), (5 / 18, 8 / 18, 5 / 18)
 
 
 def pull_continuous(run: Run, seeds: Seeds, places: Sequence[int], timed: bool) -> Cotangents:
@@ -51,46 +53,30 @@ def pull_continuous(run: Run, seeds: Seeds, places: Sequence[int], timed: bool) 
     NotImplementedError
         Where terminal events ended trajectories, or times of events on the way have cotangents.
     """
-    require_no_events(run.terminated, seeds.crossed is not None)
-    found = _Adjoint(run, seeds, places).solved(timed)
-    if seeds.reached is not None:
+    _require_no_events(run, seeds)
+    with np.errstate(all="ignore"):
+        found = _Adjoint(run, seeds, places).solved(timed)
+    if timed and seeds.reached is not None:
         # Where no event came first, the time that was reached is the end of tspan itself.
-        found.end += np.where(run.live, seeds.reached, 0)
+        found.end += np.where(run.placed(run.live), seeds.reached, 0)
     return found
 
 
-def require_no_events(terminated: Array, crossed: bool) -> None:
-    """Raise where the results moved with the times of events.
-
-    Parameters
-    ----------
-    terminated : array of bool, shape (N,)
-        Which trajectories ended by an event; on the host.
-    crossed : bool
-        Whether times of events on the way have cotangents.
-
-    Raises
-    ------
-    NotImplementedError
-    """
-    if crossed:
+def _require_no_events(run: Run, seeds: Seeds) -> None:
+    """Raise where the results moved with the times of events."""
+    if seeds.crossed is not None and run.on_host(np.any(seeds.crossed != 0)):
         raise NotImplementedError(
             "solve: adjoint='continuous' knows no derivative of the times of events. Use adjoint='discrete', the default."
         )
-    if terminated.any():
+    if run.terminated.any():
         raise NotImplementedError(
-            f"solve: adjoint='continuous' doesn't go through terminal events, and {np.count_nonzero(terminated)} "
+            f"solve: adjoint='continuous' doesn't go through terminal events, and {np.count_nonzero(run.terminated)} "
             "trajectories ended by one. Use adjoint='discrete', the default."
         )
 
 
-def require_solved(outcome: Outcome, ids: Array) -> None:
-    """Raise where the adjoint equation of one of the trajectories `ids` wasn't solved to the end.
-
-    Raises
-    ------
-    IntegrationError
-    """
+def _require_solved(outcome: Outcome, ids: Array) -> None:
+    """Raise where the adjoint equation of one of the trajectories `ids` wasn't solved to the end."""
     if outcome.failed.any():
         i, code = int(ids[np.flatnonzero(outcome.failed)[0]]), names_of(outcome.codes)[outcome.failed][0]
         raise IntegrationError(
@@ -103,61 +89,58 @@ class _Adjoint:
     """The adjoint equation of all trajectories that moved."""
 
     def __init__(self, run: Run, seeds: Seeds, places: Sequence[int]):
-        self._run, self._seeds, self._dense = run, seeds, DenseStates(run)
+        self._run, self._saved, self._dense = run, seeds.saved, DenseStates(run)
         self._by_state, self._by_leaves = Tracing(run.field, (), False), Tracing(run.field, places, False)
-        self._ids = np.flatnonzero(run.counts > 0)
         batch = run.batch
-        leaves = {place: np.zeros_like(batch.p.leaves[place]) for place in places}
-        self._found = Cotangents(of_ends(run, seeds), np.zeros(batch.size), np.zeros(batch.size), leaves)
+        leaves: dict[int, Any] = {place: np.zeros_like(batch.p.leaves[place]) for place in places}
+        self._found = Cotangents(of_ends(run, seeds), run.numbers(batch.size), run.numbers(batch.size), leaves)
 
     def solved(self, timed: bool) -> Cotangents:
         """Return the cotangents."""
-        found, batch, ids = self._found, self._run.batch, self._ids
-        now, saved = batch.end.copy(), self._seeds.saved
+        run, found, batch, moving = self._run, self._found, self._run.batch, self._run.counts > 0
+        now = batch.end.copy()
         if timed:
             # By the end of tspan the derivative is λ·f there; by its start -λ·f, since the same u0 is met later.
-            found.end[ids] = self._along_flow(ids, found.u0[:, ids], batch.end[ids])
-        if saved is not None:
-            for place in range(saved.shape[1] - 1, -1, -1):
-                self._meet(place, now, timed)
-        self._go(ids, now[ids], batch.start[ids])
+            self._add_flow(found.end, moving, found.u0, batch.end)
+        if self._saved is not None:
+            times = run.saved_on_the_way(self._dense.ends)
+            for place in range(times.shape[1] - 1, -1, -1):
+                self._meet(place, times[:, place], now, timed)
+        self._go(moving, now, batch.start)
         if timed:
-            found.start[ids] = -self._along_flow(ids, found.u0[:, ids], batch.start[ids])
-        if saved is not None:
-            still, place = np.nonzero(self._run.save_step == INITIAL)
-            np.add.at(found.u0.T, still, saved[still, place])
+            self._add_flow(found.start, moving, -found.u0, batch.start)
+        if self._saved is not None:
+            run.take_up(found.u0, self._saved, at_start=True)
         return found
 
-    def _meet(self, place: int, now: Array, timed: bool) -> None:
+    def _meet(self, place: int, due: Array, now: Array, timed: bool) -> None:
         """Go back to where saved states of this place lie, and take up their cotangents."""
-        run, found = self._run, self._found
-        ids = np.flatnonzero(run.save_step[:, place] >= 0)
-        due = run.due(ids, np.full(len(ids), place))
-        times = self._dense.ends(ids, run.save_step[ids, place]) if due is None else due
-        self._go(ids, now[ids], times)
-        now[ids] = times
-        saved: Any = self._seeds.saved
-        value = saved[ids, place].T
-        found.u0[:, ids] += value
-        at_end = np.flatnonzero(times == run.batch.end[ids])
-        if timed and len(at_end):
-            found.end[ids[at_end]] += self._along_flow(ids[at_end], value[:, at_end], times[at_end])
-
-    def _go(self, ids: Array, start: Array, end: Array) -> None:
-        """Solve the adjoint equation of some trajectories from one time back to another."""
-        moving = start != end
-        ids, start, end = ids[moving], start[moving], end[moving]
-        if not len(ids):
+        here, found = np.isfinite(due), self._found
+        if not here.any():
             return
-        found, d = self._found, len(self._found.u0)
-        batch = Batch(self._rate, (d,), found.u0[:, ids], Parameters([ids], [True], lambda leaves: leaves[0]), start, end)
-        settings = self._run.settings._replace(saveat=None, record=True, checkpoints=None, events=(), progress=None)
-        outcome = integrate(batch, settings)
-        solved = Run(batch, settings, outcome)
-        require_solved(outcome, ids)
+        self._go(here, now, np.where(here, due, now))
+        ids, value = self._run.chosen(here), np.swapaxes(self._saved[:, place], 0, 1)  # type: ignore[index]
+        found.u0[:, ids] += value[:, ids]
+        if timed:
+            self._add_flow(found.end, here & (due == self._run.batch.end), value, due)
+
+    def _go(self, mask: Array, now: Array, end: Array) -> None:
+        """Solve the adjoint equation of some trajectories back to another time, which then is `now`."""
+        mask = mask & (now != end)
+        if not mask.any():
+            return
+        found, ids = self._found, self._run.chosen(mask)
+        p = Parameters([ids], [True], lambda leaves: leaves[0])
+        batch = Batch(self._rate, (len(found.u0),), found.u0[:, ids], p, now[mask], end[mask])
+        settings = self._run.settings._replace(
+            saveat=np.empty(0), record=bool(found.leaves), checkpoints=None, events=(), progress=None, ends=False
+        )
+        outcome = EnsembleVectorized().run(batch, settings)
+        _require_solved(outcome, np.flatnonzero(mask))
         found.u0[:, ids] = outcome.u_end
+        now[mask] = end[mask]
         if found.leaves:
-            self._integrate(solved, ids)
+            self._integrate(run_of(batch, settings, outcome), ids)
 
     def _rate(self, cotangent: Array, ids: Array, t: Array) -> Array:
         """Return λ' = -f_uᵀ λ."""
@@ -168,35 +151,39 @@ class _Adjoint:
 
     def _integrate(self, solved: Run, ids: Array) -> None:
         """Add ∫ f_pᵀ λ dt over all steps of λ."""
-        cotangents = DenseStates(solved)
-        ((_, steps),) = solved.shares
-        with np.errstate(all="ignore"):
-            for s in range(len(steps)):
-                sweep, width = steps.sweep(s), int(steps.widths[s])
-                for node, weight in zip(NODES, WEIGHTS):
-                    t = sweep.t + node * sweep.h
-                    value = -weight * sweep.h * cotangents.at(sweep.ids, t)  # λ goes backwards, and h is negative
-                    value[:, width:] = 0  # the double of a single column
-                    self._note(ids[sweep.ids], width, t, value)
+        coefficients = solved.coefficients
+        for walk in solved.walks():
+            for visit in walk.forwards():
+                own, h = ids[walk.ids[: len(visit.t)]], visit.h.astype(coefficients.real, copy=False)
+                terms = polynomials(coefficients, visit.u, h, solved.stages_again(walk, visit)[0])
+                for node, weight in zip(_NODES, _WEIGHTS):
+                    # λ goes backwards, so h is signed; it is zero where no step was made.
+                    self._note(own, visit.t + node * visit.h, states_at(terms, node) * (-weight * h))
 
-    def _note(self, ids: Array, width: int, t: Array, value: Array) -> None:
-        run, found, u = self._run, self._found, self._dense.at(ids, t)
-        leaves = run.columns(run.batch.p.leaves, ids)
-        time = t.astype(u.real.dtype, copy=False)
-        _, *parts = self._by_leaves.transposed(np.empty_like(u), u, leaves, time)(value.astype(u.dtype, copy=False))
+    def _note(self, ids: Array, t: Array, value: Array) -> None:
+        run, found, width = self._run, self._found, len(ids)
+        columns = run.doubled(width)
+        u, leaves = self._dense.at(ids, t)[:, columns], run.columns(run.batch.p.leaves, ids[columns])
+        seed = np.zeros_like(u)  # the double of a single column gets nothing
+        seed[:, :width] = value
+        time = t[columns].astype(run.coefficients.real, copy=False)
+        _, *parts = self._by_leaves.transposed(np.empty_like(u), u, leaves, time)(seed)
         for place, part in zip(list(found.leaves), parts):
             if part is None:
                 continue
             if run.batch.p.varies[place]:
-                found.leaves[place][..., ids[:width]] += part[..., :width]
+                found.leaves[place][..., ids] += part[..., :width]
             else:
                 found.leaves[place] = found.leaves[place] + part
 
-    def _along_flow(self, ids: Array, value: Array, t: Array) -> Array:
-        """Return the products of cotangents with the derivatives of the states."""
-        run, width = self._run, len(ids)
-        ids, t = (np.resize(array, max(2, width)) for array in (ids, t))
-        u = self._dense.at(ids, t)
+    def _add_flow(self, total: Array, mask: Array, value: Array, times: Array) -> None:
+        """Add the products of cotangents, (d, N), and derivatives of the states of some trajectories at times, (N,)."""
+        if not mask.any():
+            return
+        run, ids, t = self._run, self._run.chosen(mask), self._run.placed(times[mask])
+        columns = run.doubled(len(ids))
+        u, t = self._dense.at(ids, t)[:, columns], t[columns]
         k = np.empty_like(u)
-        self._by_state.transposed(k, u, run.columns(run.batch.p.leaves, ids), t.astype(u.real.dtype, copy=False))
-        return (value * k[:, :width]).real.sum(axis=0)
+        leaves = run.columns(run.batch.p.leaves, ids[columns])
+        self._by_state.transposed(k, u, leaves, t.astype(run.coefficients.real, copy=False))
+        total[ids] += np.sum((value[:, ids] * k[:, : len(ids)]).real, axis=0)

@@ -5,16 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.ensemble.checkpoints import walks
-from mpiad.ensemble.derivative import derivative_of
+from mpiad.ensemble.interpolant import polynomials, states_at
 from mpiad.ensemble.run import Run
-from mpiad.ensemble.stages import Stages
 
 __all__ = ["DenseStates"]
 
 
 class DenseStates:
-    """The interpolants of all steps of a run, as polynomials in the part of the step.
+    """The interpolants of all steps of a run, trajectory after trajectory, as polynomials in the part of the step.
 
     Parameters
     ----------
@@ -22,40 +20,36 @@ class DenseStates:
     """
 
     def __init__(self, run: Run):
-        self._run, self._counts = run, run.counts
-        self._offsets = np.cumsum(run.counts) - run.counts
-        total, d, degree = int(run.counts.sum()), len(run.batch.u0), run.tableau.dense.shape[1]
-        self._sign = np.where(run.batch.end < run.batch.start, -1.0, 1.0)
-        self._t, self._h = np.empty(total), np.empty(total)
-        self._terms = np.zeros((degree + 1, d, total), run.batch.u0.dtype)
-        self._derivative = derivative_of(run.batch.f, run.batch.shape)
+        self._run, batch = run, run.batch
+        ends = np.cumsum(run.counts)
+        total, degree = int(ends[-1]) if len(ends) else 0, run.tableau.dense.shape[1]
+        # So many halvings find one of the most steps that a trajectory took.
+        self._halvings = int(run.counts.max(initial=0)).bit_length()
+        self._counts, self._offsets = run.placed(run.counts), run.placed(ends - run.counts)
+        backward = batch.end < batch.start
+        self._sign = run.placed(np.where(backward, -1.0, 1.0)) if backward.any() else None
+        # A place more, for steps that weren't made.
+        self._t, self._h = run.numbers(total + 1), run.numbers(total + 1) + 1.0
+        self._terms = np.zeros_like(batch.u0, shape=(degree + 1, len(batch.u0), total + 1))
+        number = np.zeros_like(self._counts)
         with np.errstate(all="ignore"):
-            for first, walk in walks(run):
-                for v, visit in enumerate(walk.backwards()):
-                    ids = walk.ids[: len(visit.t)] + first
-                    self._fill(self._offsets[ids] + walk.numbers(v, len(ids)), ids, visit.t, visit.h, visit.u)
-
-    def _fill(self, place: Array, ids: Array, t: Array, h: Array, u: Array) -> None:
-        run, width = self._run, len(ids)
-        columns = np.arange(max(2, width)) % width  # two at least, as in the solve: see `norms`
-        p = run.batch.p.columns(ids[columns], run.field.one_by_one)
-        stages = Stages(run.tableau, self._derivative, u.dtype, (len(u), len(columns)))
-        self._derivative.write(stages.k[0], u[:, columns], p, t[columns].astype(u.real.dtype))
-        stages.take(u[:, columns], p, t[columns], h[columns], (t + h)[columns], None)
-        self._t[place], self._h[place], self._terms[0][:, place] = t, h, u
-        for power, weights in enumerate(run.tableau.dense.T, 1):
-            total = sum(weight * k[:, :width] for weight, k in zip(weights, stages.k) if weight)
-            self._terms[power][:, place] = h * total
+            for walk in run.walks():
+                for visit in walk.forwards():
+                    ids, h = walk.ids[: len(visit.t)], visit.h.astype(run.coefficients.real, copy=False)
+                    place = self._offsets[ids] + number[ids]
+                    if visit.made is not None:
+                        place = np.where(visit.made, place, np.full_like(place, total))
+                    number[ids] += 1 if visit.made is None else visit.made
+                    self._t[place], self._h[place] = visit.t, visit.h
+                    terms = polynomials(run.coefficients, visit.u, h, run.stages_again(walk, visit)[0])
+                    for power in range(len(terms)):
+                        self._terms[power][:, place] = terms[power]
 
     def at(self, ids: Array, t: Array) -> Array:
         """Return the states of trajectories at times, shape (d, len(ids)); beyond their steps by the nearest one."""
         place = self._offsets[ids] + self._number(ids, t)
-        x = ((t - self._t[place]) / self._h[place]).astype(self._terms.real.dtype)
-        # Horner's scheme, over the powers of the part of the step.
-        value = self._terms[-1][:, place]
-        for term in self._terms[-2::-1]:
-            value = value * x + term[:, place]
-        return value
+        x = ((t - self._t[place]) / self._h[place]).astype(self._run.coefficients.real)
+        return states_at([self._terms[power][:, place] for power in range(len(self._terms))], x)
 
     def ends(self, ids: Array, numbers: Array) -> Array:
         """Return the times after steps of trajectories, by their numbers from 0."""
@@ -64,11 +58,10 @@ class DenseStates:
 
     def _number(self, ids: Array, t: Array) -> Array:
         """Return in which steps times lie, by bisection."""
-        # For all times at once: the numbers of steps differ between trajectories, so the slowest decides.
-        low, high = np.zeros(len(ids), np.int64), self._counts[ids] - 1
-        sign, offset = self._sign[ids], self._offsets[ids]
-        while (low < high).any():
+        low, high, offset = np.zeros_like(ids), self._counts[ids] - 1, self._offsets[ids]
+        for _ in range(self._halvings):
             middle = (low + high + 1) // 2
-            begun = (self._t[offset + middle] - t) * sign <= 0
+            gone = t - self._t[offset + middle]
+            begun = (gone if self._sign is None else gone * self._sign[ids]) >= 0
             low, high = np.where(begun, middle, low), np.where(begun, high, middle - 1)
         return low

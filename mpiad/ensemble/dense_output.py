@@ -12,6 +12,7 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.coefficients import Coefficients
 from mpiad.ensemble.derivative import derivative_of
 from mpiad.ensemble.differentiable import differentiable
 from mpiad.ensemble.interpolant import interpolate
@@ -146,7 +147,7 @@ class DenseOutput:
         with np.errstate(all="ignore"):
             self._derivative.write(stages.k[0], u, p, t.astype(u.real.dtype))
             stages.take(u, p, t, h, t + h, None)
-            value = interpolate(tableau, u, h, stages.k, (due_of_all - t) / h)[:, :width]
+            value = interpolate(Coefficients(tableau, u), u, h, stages.k, (due_of_all - t) / h)[:, :width]
         final = number == steps.counts[own] - 1
         # At the end of a step the state that the solve went on from: the interpolant gives it but for rounding.
         inner = np.flatnonzero(~final)

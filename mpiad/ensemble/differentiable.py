@@ -20,21 +20,24 @@ from autograd.extend import defjvp_argnums, defvjp_argnums, primitive
 from autograd.tracer import isbox
 
 from mpiad._typing import Array
+from mpiad.device import to_host
 from mpiad.differentiation.concatenation import Concatenation
 from mpiad.ensemble.adjoint import pull_run
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.compiled.forward_tangents import carried_tangents
 from mpiad.ensemble.compiled.reverse_sweep import pull_compiled
 from mpiad.ensemble.continuous import pull_continuous
-from mpiad.ensemble.directions import FEW, contracted, directions_of, in_common, numbers, numbers_of
+from mpiad.ensemble.directions import Number, contracted, in_common, numbers, numbers_of, pushed
+from mpiad.ensemble.happened import traced_events
 from mpiad.ensemble.replay import replayed
 from mpiad.ensemble.replayed_products import replayed_jvp, replayed_vjp
-from mpiad.ensemble.run import NOWHERE, Run
+from mpiad.ensemble.run import Run
 from mpiad.ensemble.seeds import Seeds
 from mpiad.ensemble.solution import EnsembleSolution, at_ends
-from mpiad.ensemble.tangents import Directions, push_run
+from mpiad.ensemble.tangents import Directions, Kept, push_run
 from mpiad.ensemble.ways import Ways
 from mpiad.primitives.cotangents import conform, spec_like
+from mpiad.transport.device_arrays import is_device_array
 
 __all__ = ["differentiable"]
 
@@ -57,62 +60,36 @@ def differentiable(sol: EnsembleSolution, run: Run, batch: Batch, ways: Ways) ->
     count, d, ends = run.batch.size, len(run.batch.u0), run.settings.ends
     saved = np.empty((count, 0, d), run.batch.u0.dtype) if ends else sol.u.reshape(count, sol.u.shape[1], d)
     results = _Results(run, saved, sol.u_end.reshape(count, d), ways)
-    traced = results.parts(_solved(batch.u0, batch.start, batch.end, *batch.p.leaves, results=results))
-    u, u_end, times, crossed = traced
+    traced = _solved(batch.u0, batch.start, batch.end, *batch.p.leaves, results=results)
+    u, u_end, *times = results.layout.parts(traced)
     if ends:
         return at_ends(sol, lambda: batch.u0, anp.reshape(u_end, sol.u_end.shape))
     changes = {"u": anp.reshape(u, sol.u.shape), "u_end": anp.reshape(u_end, sol.u_end.shape)}
-    if times.size:
-        changes.update(t_reached=times, events=_traced_events(sol, run, times, crossed))
+    if times:
+        reached, crossed = map(to_host, times)
+        events = traced_events(sol.events, run.passed, run.terminated & run.live, reached, crossed)
+        changes.update(t_reached=reached, events=events)
     return dataclasses.replace(sol, **changes)
 
 
-def _traced_events(sol: EnsembleSolution, run: Run, reached: Array, crossed: Array) -> dict[int, list[tuple[int, Any]]]:
-    """Return the events with traced times, but for those of trajectories that failed."""
-    events = {i: list(found) for i, found in sol.events.items()}
-    for m, (i, order) in enumerate(zip(run.crossings.ids.tolist(), run.crossings.order.tolist())):
-        events[i][order] = events[i][order][0], crossed[m]
-    for i in np.flatnonzero(run.terminated).tolist():
-        events[i][-1] = events[i][-1][0], reached[i]
-    return events
-
-
 class _Results:
-    """The results of a run as one vector, and back."""
+    """The results of a run as one vector, and back: saved and final states, and with events their times."""
 
     def __init__(self, run: Run, u: Array, u_end: Array, ways: Ways):
         self.run, self.ways = run, ways
-        times = run.outcome.t_reached if run.settings.events else np.empty(0)
-        values = (u, u_end, times, run.crossings.time)
-        self._layout = Concatenation([spec_like(value) for value in values])
-        filled = [value.reshape(-1) for value in values if value.size]
-        self.vector = filled[0] if len(filled) == 1 else np.concatenate(filled or [np.empty(0)])
+        values = [u, u_end, *((run.reached, run.crossed) if run.settings.events else ())]
+        self.layout = Concatenation([spec_like(value) for value in values])
+        self.vector = self.layout.vector(values)
 
-    def parts(self, vector: Array) -> list[Array]:
-        """Return saved states, final states, their times and those of events on the way, empty without events."""
-        return self._layout.parts(vector)
-
-    def together(self, parts: Sequence[Array]) -> Array:
-        """Return the vector of such parts."""
-        filled = [anp.reshape(part, (-1,)) for part in parts if part.size]
-        # Where ranks are more than trajectories, some have none.
-        return anp.concatenate(filled) if filled else self.vector
-
-    def seeds(self, vector: Array) -> Seeds:
+    def seeds(self, g: Array) -> Seeds:
         """Return a plain cotangent of the vector as that of the results."""
-        saved, end, times, crossed = self.parts(vector)
-        if saved.size:
-            # What wasn't reached is NaN, and so may be its cotangent.
-            saved = np.where((self.run.save_step == NOWHERE)[..., None], 0, saved)
-        return Seeds(
-            end.T, saved if saved.any() else None, times if times.size else None, crossed if crossed.any() else None
-        )
+        saved, end, *times = self.layout.parts(conform(g, *spec_like(self.vector)))
+        return self.run.seeds(saved, end, times)
 
     def replayed(self, args: Sequence[Any]) -> Array:
         """Return the vector as a function that traces see."""
         u0, start, end, *leaves = args
-        final, saved, *times = replayed(self.run, u0, start, end, leaves)
-        return self.together([saved, final, *times] if self.run.settings.events else [saved, final])
+        return self.layout.vector(replayed(self.run, u0, start, end, leaves))
 
 
 @primitive
@@ -130,14 +107,15 @@ def _solved_vjp(argnums: tuple[int, ...], ans: Array, args: tuple, kwargs: dict)
             return replayed_vjp(results.replayed, argnums, args, g)
         places = [k - _LEAVES for k in argnums if k >= _LEAVES]
         timed = _START in argnums or _END in argnums
+        seeds, run = results.seeds(g), results.run
         if _by_tangent(results, timed, argnums, places):
-            seeds = results.seeds(conform(g, *spec_like(ans)))
-            if timed or results.run.settings.events:
+            if timed or run.settings.events:
                 return _replayed_tangent_vjp(results, argnums, args, seeds)
-            return _tangent_vjp(results, argnums, args, places, seeds)
-        found = _pull(results)(results.run, results.seeds(conform(g, *spec_like(ans))), places, timed)
-        ends = {_U0: found.u0, _START: found.start, _END: found.end}
-        return [conform(ends[k] if k < _LEAVES else found.leaves[k - _LEAVES], *spec_like(args[k])) for k in argnums]
+            return _tangent_vjp(run, argnums, args, places, seeds)
+        found = _pull(results)(run, seeds, places, timed)
+        ends = {_U0: lambda: found.u0, _START: lambda: run.on_host(found.start), _END: lambda: run.on_host(found.end)}
+        bars = [ends[k]() if k < _LEAVES else found.leaves[k - _LEAVES] for k in argnums]
+        return [conform(bar, *spec_like(args[k])) for k, bar in zip(argnums, bars)]
 
     return vjp
 
@@ -150,45 +128,53 @@ def _pull(results: _Results) -> Callable:
 
 
 def _by_tangent(results: _Results, timed: bool, argnums: tuple[int, ...], places: Sequence[int]) -> bool:
-    ways = results.ways
+    ways, run = results.ways, results.run
     if ways.gradient is not None or ways.adjoint != "discrete":
         return ways.gradient == "tangent"
     # Whether an event came or not: a trajectory's last bits don't depend on what becomes of others.
-    if timed or results.run.settings.events:
+    if timed or run.settings.events:
         return False  # where times move, tangents are those of a replay, one direction after the other
-    if results.run.outcome.solver is not None:
-        return results.run.outcome.carried is not None
-    return numbers_of(results.run, _U0 in argnums, places) <= FEW
+    if run.outcome.solver is not None:
+        return run.outcome.carried is not None
+    return len(numbers_of(run, _U0 in argnums, places)) <= run.few
 
 
-def _tangent_vjp(
-    results: _Results, argnums: tuple[int, ...], args: tuple, places: Sequence[int], seeds: Seeds
-) -> list[Array]:
-    run, by_u0 = results.run, _U0 in argnums
-
-    def tangents(saving: bool) -> Any:
-        solver = run.outcome.solver
-        found = None if solver is None else carried_tangents(solver, run, by_u0, places, saving)
-        return found or push_run(run, directions_of(run, by_u0, places), saving)
-
-    u0, leaves = contracted(run, by_u0, places, seeds, tangents)
+def _tangent_vjp(run: Run, argnums: tuple[int, ...], args: tuple, places: Sequence[int], seeds: Seeds) -> list[Array]:
+    by_u0 = _U0 in argnums
+    parts = _carried(run, by_u0, places, seeds) or pushed(run, seeds, by_u0, places)
+    u0, leaves = contracted(run, by_u0, places, parts)
     return [conform(u0 if k == _U0 else leaves[k - _LEAVES], *spec_like(args[k])) for k in argnums]
 
 
+def _carried(run: Run, by_u0: bool, places: Sequence[int], seeds: Seeds) -> list[tuple[Number, Array]] | None:
+    """Return for each number what cotangents and the tangents that a kernel carried have in common."""
+    solver = run.outcome.solver
+    found = None if solver is None else carried_tangents(solver, run, by_u0, places, seeds.saved is not None)
+    if found is None:
+        return None
+    end, saved = found
+    seeds = seeds._replace(end=run.masked(seeds.end))
+    parts = [in_common(seeds, end[j], None if saved is None else saved[j]) for j in range(len(end))]
+    return list(zip(numbers_of(run, by_u0, places), parts))
+
+
 def _replayed_tangent_vjp(results: _Results, argnums: tuple[int, ...], args: tuple, seeds: Seeds) -> list[Array]:
-    found, live = [], results.run.live
-    reached = None if seeds.reached is None else np.where(live, seeds.reached, 0)
-    seeds = seeds._replace(end=np.where(live, seeds.end, 0), reached=reached)
+    found, run = [], results.run
+    reached = None if seeds.reached is None else run.masked(seeds.reached)
+    saved = None if seeds.saved is None else seeds.saved[:, : run.n_saved]
+    seeds = seeds._replace(end=run.masked(seeds.end), reached=reached, saved=saved)
     for k in argnums:
-        varies = k < _LEAVES or results.run.batch.p.varies[k - _LEAVES]
+        varies = k < _LEAVES or run.batch.p.varies[k - _LEAVES]
         total = np.zeros_like(args[k])
         for index, unit in numbers(args[k], varies):
             direction = np.zeros_like(args[k])
             direction[index] = unit
-            saved, end, times, crossed = results.parts(replayed_jvp(results.replayed, (k,), args, [direction]))
-            part = in_common(seeds, end.T, saved, times, (results.run.crossings.ids, crossed))
+            u, end, *times = results.layout.parts(replayed_jvp(results.replayed, (k,), args, [direction]))
+            moved, crossed = times or (None, None)
+            part = in_common(seeds, np.swapaxes(end, 0, 1), u, moved, crossed, run)
             part = part if unit == 1.0 else -1j * part
-            total[index] += part if varies else part.sum()
+            part = part if varies else part.sum()
+            total[index] += part if is_device_array(args[k]) else run.on_host(part)
         found.append(conform(total, *spec_like(args[k])))
     return found
 
@@ -199,11 +185,13 @@ def _solved_jvp(argnums: tuple[int, ...], gs: Sequence[Any], ans: Array, args: t
     timed = _START in argnums or _END in argnums
     if timed or run.settings.events or any(map(isbox, (*args, *gs))):
         return replayed_jvp(results.replayed, argnums, args, gs)
-    tangents = dict(zip(argnums, gs))
-    leaves = {k - _LEAVES: [conform(g, *spec_like(args[k]))] for k, g in tangents.items() if k >= _LEAVES}
-    u0 = conform(tangents[_U0], *spec_like(args[_U0])) if _U0 in tangents else np.zeros_like(args[_U0])
-    end, saved = push_run(run, Directions(u0[None], leaves))
-    return results.together([saved[0], end[0].T])
+    tangents = {k: conform(g, *spec_like(args[k])) for k, g in zip(argnums, gs)}
+    u0 = tangents.pop(_U0) if _U0 in tangents else np.zeros_like(args[_U0])
+    directions = Directions(u0[None], {k - _LEAVES: [g] for k, g in tangents.items()})
+    kept = Kept(run, directions) if run.n_saved else None
+    end = push_run(run, directions, kept)
+    saved = results.layout.specs[0].zeros() if kept is None else kept.saved[0, :, : run.n_saved]
+    return results.layout.vector([saved, np.swapaxes(end[0], 0, 1)])
 
 
 defvjp_argnums(_solved, _solved_vjp)

@@ -6,36 +6,47 @@ a few of them that costs less than an adjoint, whose cost doesn't depend on thei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpiad._typing import Array
 from mpiad.ensemble.run import Run
 from mpiad.ensemble.seeds import Seeds
-from mpiad.ensemble.tangents import Directions
+from mpiad.ensemble.tangents import Directions, push_run
+from mpiad.ensemble.walk import Saved
+from mpiad.transport.device_arrays import arrays_of, is_device_array
 
-__all__ = ["FEW", "contracted", "directions_of", "in_common", "numbers", "numbers_of"]
+__all__ = ["Number", "contracted", "in_common", "numbers", "numbers_of", "pushed"]
 
-# Up to so many directions tangents cost less than the adjoint, or as much. (A choice by the number of trajectories as well
-# would make a trajectory's last bits depend on it.)
-FEW = 2
-
-
-def numbers_of(run: Run, by_u0: bool, places: Sequence[int]) -> int:
-    """Return how many real numbers of one trajectory a run is differentiated by."""
-    return len(_parts(run, by_u0, places))
+# Carried at once: each takes as much memory as the states and stages of all columns.
+_AT_ONCE = 8
 
 
-def _parts(run: Run, by_u0: bool, places: Sequence[int]) -> list[tuple[int | None, Any, complex]]:
-    """Return the directions: a leaf's place (None: the initial state), which of its numbers, and 1 or 1j."""
+class Number(NamedTuple):
+    """One of the real numbers that a trajectory is differentiated by.
+
+    Parameters
+    ----------
+    place : int or None
+        Of a leaf; None: of the initial state.
+    index : tuple of int
+        Where in it.
+    unit : 1 or 1j
+    """
+
+    place: int | None
+    index: Any
+    unit: complex
+
+
+def numbers_of(run: Run, by_u0: bool, places: Sequence[int]) -> list[Number]:
+    """Return the real numbers of one trajectory that a run is differentiated by."""
     batch = run.batch
-    found: list[tuple[int | None, Any, complex]] = []
-    if by_u0:
-        found += [(None, *number) for number in numbers(batch.u0, True)]
+    found = [Number(None, *number) for number in numbers(batch.u0, True)] if by_u0 else []
     for place in places:
-        found += [(place, *number) for number in numbers(batch.p.leaves[place], batch.p.varies[place])]
+        found += [Number(place, *number) for number in numbers(batch.p.leaves[place], batch.p.varies[place])]
     return found
 
 
@@ -56,48 +67,86 @@ def _units(x: Array) -> tuple[complex, ...]:
     return (1.0, 1j) if np.iscomplexobj(x) else (1.0,)
 
 
-def directions_of(run: Run, by_u0: bool, places: Sequence[int]) -> Directions:
-    """Return the directions of all numbers that a run is differentiated by."""
-    batch, parts = run.batch, _parts(run, by_u0, places)
-    u0 = np.zeros((len(parts), *batch.u0.shape), batch.u0.dtype)
-    leaves: dict[int, list[Any]] = {place: [None] * len(parts) for place in places}
-    for j, (place, index, unit) in enumerate(parts):
+def _nothing(leaf: Any) -> Any:
+    """Return zeros like a leaf, which may be a number of the host's beside states on a device."""
+    return np.zeros_like(leaf) if np.ndim(leaf) or is_device_array(leaf) else np.result_type(leaf).type(0)
+
+
+def _directions(run: Run, group: Sequence[Number], places: Sequence[int]) -> Directions:
+    """Return the directions of some numbers."""
+    batch = run.batch
+    u0 = np.zeros_like(batch.u0, shape=(len(group), *batch.u0.shape))
+    leaves: dict[int, list[Any]] = {place: [None] * len(group) for place in places}
+    for j, (place, index, unit) in enumerate(group):
         if place is None:
             u0[j][index] = unit
-        else:
+        elif np.ndim(batch.p.leaves[place]):
             leaves[place][j] = np.zeros_like(batch.p.leaves[place])
             leaves[place][j][index] = unit
+        else:
+            leaf = batch.p.leaves[place]
+            leaves[place][j] = _nothing(leaf) + np.result_type(leaf).type(unit)
     return Directions(u0, leaves)
 
 
-def contracted(
-    run: Run, by_u0: bool, places: Sequence[int], seeds: Seeds, tangents: Callable
-) -> tuple[Array | None, dict[int, Array]]:
-    """Return the cotangents of the initial states, where `by_u0`, and of the leaves, from tangents and seeds.
+def pushed(run: Run, seeds: Seeds, by_u0: bool, places: Sequence[int]) -> Iterator[tuple[Number, Array]]:
+    """Return for each number what the cotangents of the results and their tangents along it have in common, shape (N,)."""
+    found, bars = numbers_of(run, by_u0, places), run.masked(seeds.end)
+    for first in range(0, len(found), _AT_ONCE):
+        group = found[first : first + _AT_ONCE]
+        weighed = None if seeds.saved is None else _Weighed(run, seeds.saved, len(group))
+        end = push_run(run, _directions(run, group, places), weighed)
+        parts = _sum_of_products(bars, end)
+        parts = parts if weighed is None else parts + weighed.total
+        yield from ((number, parts[j]) for j, number in enumerate(group))
 
-    `tangents(saving)` returns those of final and, with `saving`, of saved states along the numbers of `directions_of`.
-    """
-    batch, parts = run.batch, _parts(run, by_u0, places)
-    end, saved = tangents(seeds.saved is not None)
-    # Each number has a direction, so nothing of these stays as it is.
-    u0 = np.empty_like(batch.u0) if by_u0 else None
-    leaves = {place: np.empty_like(batch.p.leaves[place]) for place in places}
-    if not run.live.all():
-        seeds = seeds._replace(end=np.where(run.live, seeds.end, 0))
-    for j, (place, index, unit) in enumerate(parts):
-        part = in_common(seeds, end[j], None if saved is None else saved[j])
-        into: Any = u0 if place is None else leaves[place]
-        if place is not None and not batch.p.varies[place]:
-            part = part.sum()
-        if unit == 1.0:
-            into[index] = part
+
+def contracted(
+    run: Run, by_u0: bool, places: Sequence[int], parts: Iterable[tuple[Number, Array]]
+) -> tuple[Array | None, dict[int, Array]]:
+    """Return the cotangents of the initial states, where `by_u0`, and of the leaves, from those of single numbers."""
+    batch = run.batch
+    u0 = np.zeros_like(batch.u0) if by_u0 else None
+    leaves: dict[int, Any] = {place: _nothing(batch.p.leaves[place]) for place in places}
+    for (place, index, unit), part in parts:
+        # Of a real function of a + ib the derivative is ∂/∂a - i ∂/∂b: see autograd's convention.
+        value = part if unit == 1.0 else -1j * part
+        value = value if place is None or batch.p.varies[place] else value.sum()
+        if place is None:
+            u0[index] += value  # type: ignore[index]
+        elif np.ndim(leaves[place]):
+            leaves[place][index] += value
         else:
-            # Of a real function of a + ib the derivative is ∂/∂a - i ∂/∂b: see autograd's convention.
-            into[index] -= 1j * part
+            leaves[place] = leaves[place] + value
     return u0, leaves
 
 
-def in_common(seeds: Seeds, end: Array, saved: Any, times: Any = None, crossed: Any = None) -> Array:
+class _Weighed:
+    """Adds up what saved states' tangents and cotangents have in common, so that no tangent needs to be kept."""
+
+    def __init__(self, run: Run, saved: Array, count: int):
+        self._run, self._saved = run, saved
+        self.total = np.zeros_like(saved.real, shape=(count, len(saved)))
+
+    def take(self, part: Saved, states: Array) -> None:
+        """Take the tangents of one step."""
+        weighed = _sum_of_products(part.seeds(self._saved), states)
+        # On a device each column has several.
+        self.total[:, part.ids] += weighed if weighed.ndim == 2 else np.sum(weighed, axis=1)
+
+    add = take
+
+    def close(self, start: Array, end: Array) -> None:
+        """Take initial and final states."""
+        for states, at_start in ((start, True), (end, False)):
+            bars = np.zeros_like(self._saved, shape=states.shape[1:])
+            self._run.take_up(bars, self._saved, at_start)
+            self.total += _sum_of_products(bars, states)
+
+
+def in_common(
+    seeds: Seeds, end: Array, saved: Any, times: Any = None, crossed: Any = None, run: Run | None = None
+) -> Array:
     """Return for each trajectory what the cotangents of its results and their tangents have in common, shape (N,).
 
     Parameters
@@ -105,25 +154,38 @@ def in_common(seeds: Seeds, end: Array, saved: Any, times: Any = None, crossed: 
     seeds : Seeds
     end, saved, times : array, shapes (d, N), (N, n_saved, d), (N,)
         Tangents; `saved` is needed where there are cotangents of saved states, `times` where there are some of times.
-    crossed : (array of int, array), of shape (m,)
-        The trajectories of events on the way, and the tangents of their times, where there are cotangents of them.
+    crossed : array, shape (m,)
+        The tangents of the times of a run's events, where there are cotangents of them.
+    run : Run
     """
     part = _sum_of_products(seeds.end, end)
     if seeds.saved is not None:
-        part = part + _sum_of_products(*(x.reshape(len(part), -1).T for x in (seeds.saved, saved)))
+        part = part + _sum_of_products(*(np.swapaxes(x.reshape(len(part), -1), 0, 1) for x in (seeds.saved, saved)))
     if seeds.reached is not None:
         part = part + seeds.reached * times
     if seeds.crossed is not None:
-        part = part + np.bincount(crossed[0], seeds.crossed * crossed[1], len(part))
+        part = part + _by_trajectory(run.crossed_ids, seeds.crossed * crossed, part)  # type: ignore[union-attr]
     return part
 
 
+def _by_trajectory(ids: Array, values: Array, like: Array) -> Array:
+    """Return the sums of values that trajectories have several of."""
+    home = arrays_of(like)
+    if home is None:
+        return np.bincount(ids, values, len(like))
+    total = np.zeros_like(like)
+    home.add_at(total, ids, values)
+    return total
+
+
 def _sum_of_products(a: Array, b: Array) -> Array:
-    """Return the real part of the products' sum over the first axis, row after row.
+    """Return the real part of the products' sum over the last axis but one, row after row.
 
     So a column's sum doesn't depend on those beside it, and no array is larger than a row, which stays in the cache.
     """
-    total = np.zeros(a.shape[1], a.real.dtype)
-    for x, y in zip(a, b):
-        total += (x * y).real
+    if type(b) is not np.ndarray:  # what lives on a device keeps no order, and pays for each call
+        return np.sum((a * b).real, axis=-2)
+    total = 0.0
+    for i in range(a.shape[-2]):
+        total = total + (a[..., i, :] * b[..., i, :]).real
     return total

@@ -10,10 +10,10 @@ import numpy as np
 from autograd.tracer import isbox
 
 from mpiad._typing import Array, Function, Shape, Tree
+from mpiad.ensemble.coefficients import Coefficients
 from mpiad.ensemble.interpolant import interpolate
 from mpiad.ensemble.stages import locked
 from mpiad.ensemble.step import Step
-from mpiad.ensemble.tableaus import Tableau
 
 __all__ = ["BISECTIONS", "Event", "EventWatch", "require_numbers"]
 
@@ -139,16 +139,16 @@ class EventWatch:
     Parameters
     ----------
     events : tuple of Event
-    tableau : Tableau
+    coefficients : Coefficients
     event_times, event_places : dict
         From trajectories to lists of (number of the event, time), and of (number of the step, its part), filled in.
     """
 
     def __init__(
-        self, events: tuple[Event, ...], tableau: Tableau, event_times: dict[int, list[tuple[int, float]]],
+        self, events: tuple[Event, ...], coefficients: Coefficients, event_times: dict[int, list[tuple[int, float]]],
         event_places: dict[int, list[tuple[int, float]]],
     ):  # fmt: skip
-        self._events, self._tableau, self._times, self._places = events, tableau, event_times, event_places
+        self._events, self._coefficients, self._times, self._places = events, coefficients, event_times, event_places
         self._values: list[Array] = []
 
     def enter(self, u: Array, p: Tree, t: Array) -> None:
@@ -191,12 +191,12 @@ class EventWatch:
         low, high = np.zeros(len(before)), np.ones(len(before))
         for _ in range(BISECTIONS):
             x = 0.5 * (low + high)
-            state = interpolate(self._tableau, step.u, step.h, step.k, x)
+            state = interpolate(self._coefficients, step.u, step.h, step.k, x)
             value = event.value(state, p, step.actual(step.t + x * step.h))
             same = np.sign(value) == np.sign(before)
             low, high = np.where(same, x, low), np.where(same, high, x)
         count = 1 if single else len(high)
-        return high[:count], interpolate(self._tableau, step.u, step.h, step.k, high)[:, :count]
+        return high[:count], interpolate(self._coefficients, step.u, step.h, step.k, high)[:, :count]
 
     def _settle(self, step: Step, parts: Array, states: dict) -> tuple[Array, Array, Array]:
         """Note the events up to the first terminal one of each column."""

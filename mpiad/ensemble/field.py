@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import autograd.numpy as anp
-import numpy as np
+from autograd.tracer import getval
 
 from mpiad._typing import Array
-from mpiad.device.assembly import array, concatenate
+from mpiad.device.assembly import array, concatenate, stack
 from mpiad.ensemble.batch import Batch
 
 __all__ = ["Field"]
@@ -59,9 +59,8 @@ class Field:
         rows = self.rows(u, leaves, t)
         if is_whole(rows, u.shape):
             return rows[0]
-        width = u.shape[1]
         # A component may be one number, the same for all columns.
-        return anp.stack([row if anp.shape(row) else row * np.ones(width) for row in rows])
+        return stack([row if anp.shape(row) else row * anp.ones_like(getval(u)[0]) for row in rows])
 
     def _each(self, u: Array, leaves: Sequence[Any], t: Array) -> Array:
         """Return the derivatives of flattened states, for which f is called one after the other."""

@@ -14,18 +14,18 @@ import numpy as np
 from autograd.tracer import getval, isbox
 
 from mpiad._typing import Array, Function
+from mpiad.device.assembly import concatenate
 from mpiad.differentiation.products import jvp
-from mpiad.ensemble.run import FINAL, INITIAL, Run
-from mpiad.ensemble.seeds import Schedule, entries_of, scheduled
-from mpiad.ensemble.walk import Visit, Walk
+from mpiad.ensemble.run import Run
+from mpiad.ensemble.walk import Met, Saved, Visit, Walk
 
-__all__ = ["ROOT_STEPS", "replayed"]
+__all__ = ["replayed"]
 
 # Newton's steps at an event: its derivatives are right up to the third.
-ROOT_STEPS = 2
+_ROOT_STEPS = 2
 
 
-def replayed(run: Run, u0: Array, start: Array, end: Array, leaves: Sequence[Any]) -> tuple[Array, Array, Array, Array]:
+def replayed(run: Run, u0: Array, start: Array, end: Array, leaves: Sequence[Any]) -> list[Array]:
     """Return the results of a run as functions of its inputs, which may be traced.
 
     Parameters
@@ -33,145 +33,135 @@ def replayed(run: Run, u0: Array, start: Array, end: Array, leaves: Sequence[Any
     run : Run
     u0 : array, shape (d, N)
     start, end : array, shape (N,)
+        On the host.
     leaves : sequence
         All leaves of the parameters.
 
     Returns
     -------
-    tuple
-        Final states (N, d), saved states (N, n_saved, d), zero where one wasn't reached, the times at which trajectories
-        ended (N,), and those of events on the way (m,).
+    list
+        Saved states (N, n_saved, d), zero where one failed or wasn't reached, final states (N, d), and where events were
+        looked for the times at which trajectories ended (N,), and those of events (m,).
     """
-    replay = _Replay(run, u0, start, end, leaves)
+    replay = _Replay(run, start, end, leaves)
     with np.errstate(all="ignore"):
-        for first, steps in run.shares:
-            moving = int(np.count_nonzero(steps.counts))
-            if moving:
-                replay.take(Walk(steps, 0, moving), first)
-    return replay.final(), replay.saved(), replay.reached(), replay.crossed()
+        # What failed is constant: its states aren't differentiated.
+        u0 = u0 if run.live.all() else anp.where(run.placed(run.live), u0, 0.0)
+        states = u0
+        for walk in run.walks(whole=True):
+            states = replay.through(walk, states)
+        times = replay.times() if run.settings.events else ()
+        return [replay.saved(u0, states), anp.transpose(states), *times]
 
 
 class _Replay:
     """The pieces of the results, put together at the end."""
 
-    def __init__(self, run: Run, u0: Array, start: Array, end: Array, leaves: Sequence[Any]):
-        self._run, self._u0, self._leaves = run, u0, leaves
+    def __init__(self, run: Run, start: Array, end: Array, leaves: Sequence[Any]):
+        self._run, self._leaves, d = run, leaves, len(run.batch.u0)
         # Zero in value, and what is traced of both ends: steps move with them, and keep their accepted numbers.
-        self._shift, self._lengthening = start - getval(start), end - getval(end)
         self._timed = isbox(start) or isbox(end)
-        self._entries = entries_of(run)
-        self._ends: list[tuple[Array, Array]] = []
-        self._saves: list[tuple[Array, Array, Array]] = []
-        self._crossings: list[tuple[Array, Array]] = []
-        self._passings: list[tuple[Array, Array]] = []
+        if self._timed:
+            self._shift, self._lengthening = (run.moved(x - getval(x)) for x in (start, end))
+        # Saved values as rows, and which row each is; the first is for what wasn't reached.
+        self._rows, self._count = [np.zeros_like(run.batch.u0, shape=(1, d))], 1
+        self._index = np.zeros_like(run.batch.u0, shape=(run.batch.size, run.slots), dtype=np.int64)
+        self._crossings: list[tuple[Met, Array, Array]] = []
 
-    def take(self, walk: Walk, first: int) -> None:
-        """Take the steps of a share of the trajectories."""
-        ids = walk.ids + first
-        schedule = scheduled(self._run, self._entries, walk, ids)
-        self._passed = self._run.crossings.by_visits(walk, ids)
-        leaves, u = self._run.columns(self._leaves, ids), self._u0[:, :0]
-        for v, visit in zip(range(len(walk) - 1, -1, -1), walk.forwards()):
+    def through(self, walk: Walk, states: Array) -> Array:
+        """Return the states of all trajectories, shape (d, N), after the steps of a walk."""
+        leaves, u = self._run.columns(self._leaves, walk.ids), states[:, :0]
+        for visit in walk.forwards():
             before, width = u.shape[1], len(visit.t)
-            # Visits are counted from the ends, so on the way forwards shorter trajectories enter later.
-            entering = self._u0[:, ids[before:width]]
-            u = anp.concatenate([u, entering], axis=1) if before else entering
-            u = self._step(v, visit, u, ids[:width], leaves, schedule)
-        self._ends.append((ids, u))
+            if before < width:
+                # Visits are counted from the ends, so on the way forwards shorter trajectories enter later.
+                entering = states[:, walk.ids[before:width]]
+                u = concatenate([u, entering], axis=1) if before else entering
+            u = self._visited(walk, visit, u, leaves)
+        return self._put(states, walk.ids, u) if u.shape[1] else states
 
-    def _step(self, v: int, visit: Visit, u: Array, ids: Array, leaves: list[Any], schedule: Schedule) -> Array:
-        run, width = self._run, len(ids)
+    def _visited(self, walk: Walk, visit: Visit, u: Array, leaves: list[Any]) -> Array:
+        """Return the states after a visit, and note what was saved and what happened in it."""
+        run, width = self._run, len(visit.t)
         # Two columns at least, as in the solve, whose arithmetic this repeats.
         columns = run.doubled(width)
-        t, h = (time[columns] for time in self._times(visit, ids))
+        t, h = (time[columns] for time in self._times(walk, visit))
         step = _Step(run, run.columns(leaves, columns), u[:, columns], t, h)
-        new = step.argument(run.tableau.stages - 1)
-        for chosen in schedule.at_end.get(v, ()):
-            self._save(schedule, chosen, new[:, schedule.column[chosen]])
-        for chosen in schedule.inside.get(v, ()):
-            x, own = schedule.x[chosen], schedule.column[chosen]
-            if self._timed:
-                x = (visit.t[own] + x * visit.h[own] - t[own]) / h[own]  # the saved time stays, and the step moves
-            self._save(schedule, chosen, step.inside(x, own))
-        for chosen, own in self._passed.get(v, ()):
-            event = run.settings.events[int(run.crossings.event[chosen[0]])]
-            x = step.root(event.condition, run.crossings.x[chosen], own)
-            self._passings.append((chosen, step.t[own] + x * step.h[own]))
-        crossed = np.flatnonzero(run.terminated[ids[visit.last]]) + visit.last.start
-        return self._crossed(step, new[:, :width], crossed, ids) if len(crossed) else new[:, :width]
+        new = step.argument(run.tableau.stages - 1)[:, :width]
+        for met in walk.met(visit):
+            x = step.root(run.settings.events[met.event].condition, met.x, met.columns)
+            self._crossings.append((met, walk.ids[met.columns], step.t[met.columns] + x * step.h[met.columns]))
+            if met.terminal:
+                new = self._put(new, met.columns, step.inside(x, met.columns))
+        for part in walk.at_end(visit):
+            self._save(part, part.of(new))
+        for part in walk.inside(visit):
+            x = self._stayed(part, visit, t, h) if self._timed else part.x
+            self._save(part, step.inside(x, part.columns))
+        return new
 
-    def _times(self, visit: Visit, ids: Array) -> tuple[Array, Array]:
+    def _times(self, walk: Walk, visit: Visit) -> tuple[Array, Array]:
         """Return when the steps start, and their sizes; the last ones end where tspan does."""
         if not self._timed:
             return visit.t, visit.h
         # The controller's sizes are fixed, so a later end lengthens the last step alone; at a terminal event
         # there is none to lengthen.
-        last = np.zeros(len(ids))
-        last[visit.last] = ~self._run.terminated[ids[visit.last]]
-        return visit.t + self._shift[ids], visit.h + last * (self._lengthening[ids] - self._shift[ids])
+        ids = walk.ids[: len(visit.t)]
+        longer = anp.where(walk.moves(visit), self._lengthening[ids] - self._shift[ids], 0.0)
+        return visit.t + self._shift[ids], visit.h + longer
 
-    def _save(self, schedule: Schedule, chosen: Array, value: Array) -> None:
-        self._saves.append((schedule.ids[chosen], schedule.place[chosen], value))
+    def _stayed(self, part: Saved, visit: Visit, t: Array, h: Array) -> Array:
+        """Return the parts of steps at which saved times lie, which stay while the steps move."""
+        own = part.columns
+        made = visit.h[own] != 0
+        gone = visit.t[own] + part.x * visit.h[own] - t[own]
+        return anp.where(made, gone / anp.where(made, h[own], 1.0), 0.0)
 
-    def _crossed(self, step: _Step, new: Array, columns: Array, ids: Array) -> Array:
-        """Put the states at terminal events to their columns, and note their times."""
-        run, order = self._run, np.arange(new.shape[1])
-        pieces, count = [new], new.shape[1]
-        for number in np.unique(run.ending_events[ids[columns]]):
-            own = columns[run.ending_events[ids[columns]] == number]
-            x = step.root(run.settings.events[number].condition, run.outcome.end_part[ids[own]], own)
-            pieces.append(step.inside(x, own))
-            self._crossings.append((ids[own], step.t[own] + x * step.h[own]))
-            order[own] = count + np.arange(len(own))
-            count += len(own)
-        return anp.concatenate(pieces, axis=1)[:, order]
+    def _save(self, part: Saved, value: Array) -> None:
+        """Note saved values of shape (d, m), or (s, d, m) where each column has several."""
+        rows = anp.reshape(anp.swapaxes(value, -1, -2), (-1, value.shape[-2]))
+        numbers = self._count + self._run.arange(len(rows))
+        self._index[part.ids, part.place] = numbers.reshape(*value.shape[:-2], -1)
+        self._add(rows)
+
+    def _add(self, rows: Array) -> None:
+        self._rows.append(rows)
+        self._count += len(rows)
+
+    def _put(self, old: Array, columns: Array, new: Array) -> Array:
+        """Return an array with some of its columns replaced, by a look-up that derivatives can go through."""
+        order = self._run.arange(old.shape[-1])
+        order[columns] = old.shape[-1] + self._run.arange(len(columns))
+        return concatenate([old, new], axis=-1)[..., order]
 
     # ---- results
 
-    def final(self) -> Array:
-        """Return the final states, shape (N, d)."""
-        run = self._run
-        # What failed is constant: its states aren't differentiated.
-        moved = run.counts > 0
-        rest, failed = np.flatnonzero(~moved & run.live), np.flatnonzero(~run.live)
-        pieces = [*self._ends, (rest, self._u0[:, rest]), (failed, run.outcome.u_end[:, failed])]
-        # Where each trajectory lies among the pieces, which are put together once and then brought into order.
-        place = np.empty(run.batch.size, np.int64)
-        place[np.concatenate([ids for ids, _ in pieces])] = np.arange(run.batch.size)
-        self._final = anp.concatenate([states for _, states in pieces], axis=1)[:, place]
-        return anp.transpose(self._final)
-
-    def saved(self) -> Array:
+    def saved(self, u0: Array, end: Array) -> Array:
         """Return the saved states, shape (N, n_saved, d)."""
-        where = self._run.save_step
-        for code, states in ((INITIAL, self._u0), (FINAL, self._final)):
-            ids, place = np.nonzero(where == code)
-            self._saves.append((ids, place, states[:, ids]))
-        index, count = np.zeros(where.shape, np.int64), 1
-        for ids, place, _ in self._saves:
-            index[ids, place] = count + np.arange(len(ids))
-            count += len(ids)
-        nothing = np.zeros((len(self._u0), 1), self._run.batch.u0.dtype)  # column 0: what wasn't reached
-        values = anp.concatenate([nothing, *[value for _, _, value in self._saves]], axis=1)
-        return anp.transpose(values[:, index], (1, 2, 0))
+        run, index = self._run, self._index
+        every = run.arange(run.batch.size)[:, None]
+        for at_start, states in ((True, u0), (False, end)):
+            mask = run.saved_at(at_start)
+            if mask is not None:
+                index = np.where(mask, self._count + every, index)
+                self._add(anp.transpose(states))
+        return concatenate(self._rows, axis=0)[index[:, : run.n_saved]]
 
-    def reached(self) -> Array:
-        """Return the times at which the trajectories ended, shape (N,)."""
+    def times(self) -> tuple[Array, Array]:
+        """Return when the trajectories ended, shape (N,), and when events were, (m,)."""
         run = self._run
-        index, count = np.arange(run.batch.size), run.batch.size
-        pieces = [run.outcome.t_reached + (run.live & ~run.terminated) * self._lengthening]
-        for ids, times in self._crossings:
-            index[ids] = count + np.arange(len(ids))
-            pieces.append(times)
-            count += len(ids)
-        return anp.concatenate(pieces)[index]
+        reached = run.reached
+        if self._timed:
+            # What no event ended, ended where tspan does.
+            reached = reached + anp.where(run.placed(run.live & ~run.terminated), self._lengthening, 0.0)
+        ended, passed = ([one for one in self._crossings if one[0].terminal is way] for way in (True, False))
+        return (
+            self._replaced(reached, [ids for _, ids, _ in ended], [time for *_, time in ended]),
+            self._replaced(run.crossed, [met.row for met, *_ in passed], [time for *_, time in passed]),
+        )
 
-    def crossed(self) -> Array:
-        """Return the times of events on the way, shape (m,)."""
-        if not self._passings:
-            return np.empty(0)
-        order = np.argsort(np.concatenate([chosen for chosen, _ in self._passings]))
-        return anp.concatenate([times for _, times in self._passings])[order]
+    def _replaced(self, times: Array, places: list[Array], values: list[Array]) -> Array:
+        return self._put(times, np.concatenate(places), concatenate(values)) if places else times
 
 
 class _Step:
@@ -194,12 +184,12 @@ class _Step:
         total = sum(k * weight for k, weight in zip(self._k, self._run.tableau.a[i - 1]) if weight)
         return total * _like(self.h, self._u) + self._u
 
-    def inside(self, x: Array, columns: Array) -> Array:
-        """Return the states of some columns at the parts x of the step."""
+    def inside(self, x: Array, columns: Any) -> Array:
+        """Return the states of some columns at the parts x of the step, of shape (m,), or (s, m) for several in each."""
         if len(self._k) < self._run.tableau.stages:
             self._evaluate(len(self._k))
-        weights = [_polynomial(row, x) for row in self._run.tableau.dense]
-        total = sum(k[:, columns] * _like(weight, self._u) for k, weight in zip(self._k, weights))
+        weights = [_like(_polynomial(row, x), self._u)[..., None, :] for row in self._run.tableau.dense.tolist()]
+        total = sum(k[:, columns] * weight for k, weight in zip(self._k, weights))
         return total * _like(self.h[columns], self._u) + self._u[:, columns]
 
     def root(self, condition: Function, x: Array, columns: Array) -> Array:
@@ -211,17 +201,17 @@ class _Step:
             return condition(self.inside(x, columns), self._run.batch.p.build(leaves), t)
 
         # Newton's steps stay where they are, and each doubles the order to which the root's derivatives are right.
-        for _ in range(ROOT_STEPS):
-            found, slope = jvp(value, x, np.ones(len(columns)))
+        for _ in range(_ROOT_STEPS):
+            found, slope = jvp(value, x, np.ones_like(getval(x)))
             x = x - (found - getval(found)) / slope
         return x
 
 
-def _polynomial(row: Array, x: Array) -> Array:
-    total = row[-1]
+def _polynomial(row: Sequence[float], x: Array) -> Array:
+    total: Any = row[-1] * x
     for coefficient in row[-2::-1]:
-        total = total * x + coefficient
-    return total * x
+        total = (total + coefficient) * x
+    return total
 
 
 def _like(x: Array, u: Array) -> Array:

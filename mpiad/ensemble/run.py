@@ -2,57 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from mpiad._typing import Array
 from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.coefficients import Coefficients
+from mpiad.ensemble.derivative import derivative_of
 from mpiad.ensemble.field import Field
 from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.record import Steps
 from mpiad.ensemble.retcodes import ReturnCode
+from mpiad.ensemble.seeds import Entries, Seeds
 from mpiad.ensemble.settings import Settings
-from mpiad.ensemble.walk import Walk
+from mpiad.ensemble.sorted_walk import Crossings, SortedWalk
+from mpiad.ensemble.stages import Stages
+from mpiad.ensemble.walk import Visit, Walk
 
-__all__ = ["FINAL", "INITIAL", "NOWHERE", "Crossings", "Run"]
+__all__ = ["FINAL", "INITIAL", "NOWHERE", "Run"]
 
 # Where saved values lie that lie in no step.
 INITIAL, NOWHERE, FINAL = -1, -2, -3
-
-
-class Crossings(NamedTuple):
-    """Events on the way of trajectories.
-
-    Parameters
-    ----------
-    ids, order, event, number : array of int, shape (m,)
-        The trajectories, which of the events of each this is, which event, and in which step, from 0.
-    x, time : array, shape (m,)
-        The part of the step that is gone there, and when.
-    """
-
-    ids: Array
-    order: Array
-    event: Array
-    number: Array
-    x: Array
-    time: Array
-
-    def by_visits(self, walk: Walk, ids: Array) -> dict[int, list[tuple[Array, Array]]]:
-        """Return by the visits of a walk along trajectories the crossings and their columns, event by event."""
-        found: dict[int, list[tuple[Array, Array]]] = {}
-        order = np.argsort(ids)
-        place = np.minimum(np.searchsorted(ids, self.ids, sorter=order), max(0, len(ids) - 1))
-        mine = np.flatnonzero(ids[order[place]] == self.ids) if len(ids) else np.empty(0, int)
-        columns = order[place[mine]]
-        visits = walk.visit_of(columns, self.number[mine])
-        for v, event in sorted(set(zip(visits.tolist(), self.event[mine].tolist()))):
-            chosen = (visits == v) & (self.event[mine] == event)
-            found.setdefault(v, []).append((mine[chosen], columns[chosen]))
-        return found
+# Numbers in one array of a block: so many that tracing f costs less than computing it.
+_BLOCK = 49152
+_LEAST_COLUMNS = 1024
 
 
 class Run:
@@ -67,7 +43,8 @@ class Run:
     Attributes
     ----------
     live : array of bool, shape (N,)
-        Which trajectories didn't fail.
+        Which trajectories didn't fail; on the host.
+    coefficients : Coefficients
     """
 
     def __init__(self, batch: Batch, settings: Settings, outcome: Outcome):
@@ -76,8 +53,13 @@ class Run:
         self.live = ~outcome.failed
 
     @cached_property
+    def coefficients(self) -> Coefficients:
+        """The pair's table, where the states live."""
+        return Coefficients(self.tableau, self.batch.u0)
+
+    @cached_property
     def terminated(self) -> Array:
-        """Which trajectories an event ended, array of bool, shape (N,)."""
+        """Which trajectories an event ended, array of bool, shape (N,); on the host."""
         return self.outcome.codes == ReturnCode.Terminated.code
 
     @cached_property
@@ -85,15 +67,40 @@ class Run:
         """Steps to differentiate, array of int, shape (N,)."""
         return np.where(self.live, self.outcome.naccept, 0)
 
-    @cached_property
-    def shares(self) -> list[tuple[int, Steps]]:
-        """For each share its first trajectory and the steps of those that didn't fail."""
-        return [(first, self._survivors(first, steps)) for first, steps in self.outcome.recorded()]
+    # Up to so many directions tangents cost less than the adjoint, or as much. (A choice by the number of trajectories as
+    # well would make a trajectory's last bits depend on it.)
+    few = 2
 
-    def _survivors(self, first: int, steps: Steps) -> Steps:
-        live = self.live[first : first + len(steps.counts)]
-        # What fails drops out; its steps may have led to where f overflows.
-        return steps if live.all() else steps.chosen(live)
+    @property
+    def n_saved(self) -> int:
+        """How many values are saved of each trajectory."""
+        return self.save_step.shape[1]
+
+    @property
+    def slots(self) -> int:
+        """For how many there is room; what nobody asked for goes to the last one on a device."""
+        return self.n_saved
+
+    @property
+    def reached(self) -> Array:
+        """When each trajectory ended, shape (N,), where the states live."""
+        return self.outcome.t_reached
+
+    @property
+    def crossed(self) -> Array:
+        """When events were whose times have derivatives, or all, shape (m,), where the states live."""
+        return self.crossings.time
+
+    @property
+    def crossed_ids(self) -> Array:
+        """Their trajectories, shape (m,)."""
+        return self.crossings.ids
+
+    @property
+    def passed(self) -> list[tuple[int, int, int]]:
+        """Those on the way of trajectories that didn't fail: the trajectory, which of its events, which of all."""
+        crossings = self.crossings
+        return list(zip(crossings.ids.tolist(), crossings.order.tolist(), range(len(crossings.ids))))
 
     @cached_property
     def save_step(self) -> Array:
@@ -107,6 +114,153 @@ class Run:
         found = np.where(number == count - 1, FINAL, np.where(number < count, number, NOWHERE))
         found[:, 0] = INITIAL
         return np.where(live, found, NOWHERE)
+
+    # ---- trajectories
+
+    def masked(self, x: Array) -> Array:
+        """Return a new array, whose last axis counts trajectories, with zeros for those that failed."""
+        return np.where(self.live, x, 0)
+
+    def placed(self, mask: Array) -> Array:
+        """Return an array over trajectories where the states live."""
+        return mask
+
+    def moved(self, x: Array) -> Array:
+        """Return an array of the host's, which may be traced, where the states live."""
+        return x
+
+    def arange(self, stop: int) -> Array:
+        """Return the integers from 0 on, where the states live."""
+        return np.arange(stop)
+
+    def on_host(self, x: Array) -> Array:
+        """Return an array on the host, by a copy where it lives elsewhere."""
+        return x
+
+    def chosen(self, mask: Array) -> Array:
+        """Return the numbers of some trajectories where the states live."""
+        return np.flatnonzero(mask)
+
+    def numbers(self, *shape: int) -> Array:
+        """Return zeros in double precision where the states live."""
+        return np.zeros_like(self.batch.start, shape=shape)
+
+    def doubled(self, width: int) -> Any:
+        """Return with which columns f is called: all, and a single one twice."""
+        return np.zeros(2, int) if width == 1 and not self.field.one_by_one else slice(0, width)
+
+    def columns(self, leaves: Sequence[Any], ids: Any) -> list[Any]:
+        """Return the leaves of the parameters of some trajectories."""
+        return [leaf[..., ids] if varies else leaf for leaf, varies in zip(leaves, self.batch.p.varies)]
+
+    # ---- steps
+
+    @cached_property
+    def shares(self) -> list[tuple[int, Steps]]:
+        """For each share its first trajectory and the steps of those that didn't fail."""
+        return [(first, self._survivors(first, steps)) for first, steps in self.outcome.recorded()]
+
+    def _survivors(self, first: int, steps: Steps) -> Steps:
+        live = self.live[first : first + len(steps.counts)]
+        # What fails drops out; its steps may have led to where f overflows.
+        return steps if live.all() else steps.chosen(live)
+
+    def walks(self, backwards: bool = False, whole: bool = False) -> Iterator[Walk]:
+        """Return the ways over all steps, block by block, in an order in which they can be gone.
+
+        Parameters
+        ----------
+        backwards : bool
+            Whether they are gone from the last step to the first.
+        whole : bool
+            Whether blocks may be as wide as there are trajectories; where states weren't kept, visits have none.
+        """
+        width = max(_LEAST_COLUMNS, _BLOCK // max(1, len(self.batch.u0)))
+        for first, steps in self.shares:
+            moving = int(np.count_nonzero(steps.counts))
+            width = max(1, moving) if whole else width
+            for start in range(0, moving, width):
+                yield SortedWalk(self, steps, start, min(start + width, moving), first, None if whole else steps.every)
+
+    def stages_again(self, walk: Walk, visit: Visit) -> tuple[Any, Array]:
+        """Return the stages of a visit, and the states after it, computed as the solve did."""
+        width = len(visit.t)
+        columns: Any = np.arange(max(2, width)) % width  # two at least, as in the solve: see `norms`
+        batch, real = self.batch, self.coefficients.real
+        derivative = derivative_of(batch.f, batch.shape)
+        u, t, h = visit.u[:, columns], visit.t[columns], visit.h[columns]
+        p = batch.p.columns(walk.ids[:width][columns], self.field.one_by_one)
+        stages = Stages(self.tableau, derivative, u.dtype, u.shape)
+        derivative.write(stages.k[0], u, p, t.astype(real))
+        stages.take(u, p, t, h, t + h, None)
+        return [k[:, :width] for k in stages.k], stages.new[:, :width]
+
+    # ---- what was saved
+
+    def due(self, ids: Array, place: Array) -> Array | None:
+        """Return the times of saved values; None where every step is saved."""
+        times = self.settings.saveat
+        if times is None:
+            return None
+        return times[place] if times.ndim == 1 else times[ids, place]
+
+    def seeds(self, saved: Array, end: Array, times: Sequence[Array]) -> Seeds:
+        """Return the cotangents of the results by those of saved states, (N, n_saved, d), final ones, (N, d), and times."""
+        if saved.size:
+            # What wasn't reached is NaN, and so may be its cotangent.
+            saved = np.where((self.save_step == NOWHERE)[..., None], 0, saved)
+        reached, crossed = times or (None, None)
+        crossed = crossed if crossed is not None and crossed.any() else None
+        return Seeds(end.T, saved if saved.any() else None, reached, crossed)
+
+    def saved_on_the_way(self, ends: Callable[[Array, Array], Array]) -> Array:
+        """Return when values were saved in steps, shape (N, n_saved), on the host; NaN elsewhere.
+
+        Parameters
+        ----------
+        ends : callable
+            ``ends(ids, numbers)`` returns when steps of trajectories ended.
+        """
+        found = np.full(self.save_step.shape, np.nan)
+        ids, place = np.nonzero(self.save_step >= 0)
+        due = self.due(ids, place)
+        found[ids, place] = ends(ids, self.save_step[ids, place]) if due is None else due
+        return found
+
+    @cached_property
+    def entries(self) -> Entries:
+        """All values that trajectories save on their way."""
+        ids, place = np.nonzero(self.save_step >= 0)
+        number = self.save_step[ids, place].astype(np.int64)
+        t, h = np.empty(len(ids)), np.empty(len(ids))
+        for first, steps in self.shares:
+            mine = (ids >= first) & (ids < first + len(steps.counts))
+            t[mine], h[mine] = steps.times(ids[mine] - first, number[mine])
+        due = self.due(ids, place)
+        if due is None:
+            return Entries(ids, place, number, np.ones(len(ids)), h)
+        # The last step ends there by decree, and t + h may miss it by rounding.
+        last = (number == self.counts[ids] - 1) & (due == self.batch.end[ids])
+        x = np.where(last | (due == t + h), 1.0, (due - t) / h)
+        return Entries(ids, place, number, x, h)
+
+    def saved_at(self, at_start: bool) -> Array | None:
+        """Tell which values are initial states, or final ones, shape (N, slots), where the states live; None: no value."""
+        mask = self.save_step == (INITIAL if at_start else FINAL)
+        return mask if mask.any() else None
+
+    def take_up(self, total: Array, saved: Array, at_start: bool) -> None:
+        """Add the cotangents of values that are the initial states, or final ones, to those of these states, (d, N)."""
+        ids, place = np.nonzero(self.save_step == (INITIAL if at_start else FINAL))
+        # Not by +=, which would take one of several saved times at the start.
+        np.add.at(total.T, ids, saved[ids, place])
+
+    def put_down(self, saved: Array, states: Array, at_start: bool) -> None:
+        """Write initial or final states, (m, d, N), to the values that they are, (m, N, n_saved, d)."""
+        ids, place = np.nonzero(self.save_step == (INITIAL if at_start else FINAL))
+        saved[:, ids, place] = np.swapaxes(states[:, :, ids], 1, 2)
+
+    # ---- events
 
     @cached_property
     def crossings(self) -> Crossings:
@@ -128,18 +282,3 @@ class Run:
             happened = [number for number, _ in self.outcome.event_times[int(i)] if self.settings.events[number].terminal]
             found[i] = happened[-1]
         return found
-
-    def due(self, ids: Array, place: Array) -> Array | None:
-        """Return the times of saved values; None where every step is saved."""
-        times = self.settings.saveat
-        if times is None:
-            return None
-        return times[place] if times.ndim == 1 else times[ids, place]
-
-    def doubled(self, width: int) -> Any:
-        """Return with which columns f is called: all, and a single one twice."""
-        return np.zeros(2, int) if width == 1 and not self.field.one_by_one else slice(0, width)
-
-    def columns(self, leaves: Sequence[Any], ids: Any) -> list[Any]:
-        """Return the leaves of the parameters of some trajectories."""
-        return [leaf[..., ids] if varies else leaf for leaf, varies in zip(leaves, self.batch.p.varies)]

@@ -8,11 +8,11 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.ensemble.batch import same_for_all
+from mpiad.ensemble.coefficients import Coefficients
 from mpiad.ensemble.entrance import Joint
 from mpiad.ensemble.interpolant import interpolate
 from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.step import Step
-from mpiad.ensemble.tableaus import Tableau
 
 __all__ = ["SavePoints", "save_times"]
 
@@ -107,13 +107,13 @@ class SavePoints:
     signs : array, shape (N,)
     starts : array, shape (N,)
     outcome : Outcome
-    tableau : Tableau
+    coefficients : Coefficients
     """
 
-    def __init__(self, times: Array, signs: Array, starts: Array, outcome: Outcome, tableau: Tableau):
+    def __init__(self, times: Array, signs: Array, starts: Array, outcome: Outcome, coefficients: Coefficients):
         self._times, self._signs, self._starts = times, signs, starts
         self._saved: Array = outcome.saved
-        self._save_step, self._tableau = outcome.save_step, tableau
+        self._save_step, self._coefficients = outcome.save_step, coefficients
         self._count = times.shape[-1]
         self.next = np.empty(0)
         self._place = np.empty(0, int)
@@ -163,7 +163,7 @@ class SavePoints:
             columns = columns[self.next[columns] < step.t_new[columns]]
         columns, place, due = (np.concatenate(parts) for parts in zip(*found))
         step = step.at(columns)
-        values = interpolate(self._tableau, step.u, step.h, step.k, (due - step.t) / step.h)
+        values = interpolate(self._coefficients, step.u, step.h, step.k, (due - step.t) / step.h)
         self._write(step.ids, place, values, step.number)
 
     def _go_on(self, columns: Array, ids: Array) -> None:

@@ -7,17 +7,15 @@ computed for it.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.ensemble.interpolant import stage_weights
-from mpiad.ensemble.run import Run
-from mpiad.ensemble.tableaus import Tableau
-from mpiad.ensemble.walk import Walk
+from mpiad.ensemble.coefficients import Coefficients
+from mpiad.ensemble.walk import Saved
 
-__all__ = ["Entries", "Schedule", "Seeds", "entries_of", "scheduled"]
+__all__ = ["Entries", "Schedule", "Seeds"]
 
 
 class Seeds(NamedTuple):
@@ -46,7 +44,7 @@ class Seeds(NamedTuple):
 
 
 class Entries(NamedTuple):
-    """Values that are saved in some step of some trajectory.
+    """Values that are saved in some step of some trajectory, ordered by trajectory.
 
     Parameters
     ----------
@@ -66,36 +64,14 @@ class Entries(NamedTuple):
     x: Array
     h: Array
 
-    def take(self, chosen: Array) -> Entries:
-        """Return some of them."""
-        return Entries(*(array[chosen] for array in self))
-
-
-def entries_of(run: Run) -> Entries:
-    """Return all values that the trajectories of a run save on their way."""
-    ids, place = np.nonzero(run.save_step >= 0)
-    number = run.save_step[ids, place].astype(np.int64)
-    t, h = np.empty(len(ids)), np.empty(len(ids))
-    for first, steps in run.shares:
-        mine = (ids >= first) & (ids < first + len(steps.counts))
-        t[mine], h[mine] = steps.times(ids[mine] - first, number[mine])
-    due = run.due(ids, place)
-    if due is None:
-        return Entries(ids, place, number, np.ones(len(ids)), h)
-    # The last step ends there by decree, and t + h may miss it by rounding.
-    last = (number == run.counts[ids] - 1) & (due == run.batch.end[ids])
-    x = np.where(last | (due == t + h), 1.0, (due - t) / h)
-    return Entries(ids, place, number, x, h)
-
-
-def scheduled(run: Run, entries: Entries, walk: Walk, ids: Array) -> Schedule:
-    """Return when a walk over the steps of the trajectories `ids` meets their entries, which are ordered by trajectory."""
-    starts = np.searchsorted(entries.ids, ids)
-    counts = np.searchsorted(entries.ids, ids, side="right") - starts
-    column = np.repeat(np.arange(len(ids)), counts)
-    # A trajectory's entries are neighbours: from its first on, as many as it has.
-    chosen = np.arange(len(column)) + np.repeat(starts - (np.cumsum(counts) - counts), counts)
-    return Schedule(entries.take(chosen), column, walk, run.tableau)
+    def scheduled(self, walk: Any, coefficients: Coefficients) -> Schedule:
+        """Return when a walk over sorted steps meets those of its trajectories."""
+        starts = np.searchsorted(self.ids, walk.ids)
+        counts = np.searchsorted(self.ids, walk.ids, side="right") - starts
+        column = np.repeat(np.arange(len(walk.ids)), counts)
+        # A trajectory's entries are neighbours: from its first on, as many as it has.
+        chosen = np.arange(len(column)) + np.repeat(starts - (np.cumsum(counts) - counts), counts)
+        return Schedule(Entries(*(array[chosen] for array in self)), column, walk, coefficients)
 
 
 class Schedule:
@@ -106,30 +82,37 @@ class Schedule:
     entries : Entries
     column : array of int, shape (m,)
         Each entry's column in the block.
-    walk : Walk
-    tableau : Tableau
-
-    Attributes
-    ----------
-    at_end, inside, handed_on : dict
-        From visits to lists of arrays of entries, in none of which a column comes twice: those saved at the end of the
-        step, those inside it, and those inside the step before, whose last stage is this one's first.
-    final : array of bool, shape (m,)
-        Whether the step is its trajectory's last.
-    weights : list of array, shape (m,)
-        For each stage.
+    walk : SortedWalk
+    coefficients : Coefficients
     """
 
-    def __init__(self, entries: Entries, column: Array, walk: Walk, tableau: Tableau):
-        self.ids, self.column, self.place, self.x, self.h = entries.ids, column, entries.place, entries.x, entries.h
-        self.final = entries.number == walk.counts[column] - 1
+    def __init__(self, entries: Entries, column: Array, walk: Any, coefficients: Coefficients):
+        self._entries, self._column = entries, column
+        self._final = entries.number == walk.counts[column] - 1
         inside = entries.x != 1
         visit = walk.visit_of(column, entries.number)
-        following = walk.visit_of(column, np.where(self.final, entries.number, entries.number + 1))
-        self.at_end = _grouped(~inside, visit, column)
-        self.inside = _grouped(inside, visit, column)
-        self.handed_on = _grouped(inside & ~self.final, following, column)
-        self.weights = stage_weights(tableau, entries.x)
+        following = walk.visit_of(column, np.where(self._final, entries.number, entries.number + 1))
+        self._at_end = _grouped(~inside, visit, column)
+        self._inside = _grouped(inside, visit, column)
+        self._handed_on = _grouped(inside & ~self._final, following, column)
+        self._weights = coefficients.weights(entries.x)
+
+    def at_end(self, visit: int) -> list[Saved]:
+        """Return what is saved at the end of the step."""
+        found = self._at_end.get(visit, ())
+        return [Saved(self._entries.ids[own], self._entries.place[own], self._column[own]) for own in found]
+
+    def inside(self, visit: int) -> list[Saved]:
+        """Return what is saved inside the step."""
+        return [self._some(own, self._final[own]) for own in self._inside.get(visit, ())]
+
+    def handed_on(self, visit: int) -> list[Saved]:
+        """Return what is saved inside the step before, whose last stage is this one's first."""
+        return [self._some(own, None) for own in self._handed_on.get(visit, ())]
+
+    def _some(self, own: Array, whole: Array | None) -> Saved:
+        ids, place, _, x, h = (array[own] for array in self._entries)
+        return Saved(ids, place, self._column[own], x, h, [weight[own] for weight in self._weights], whole)
 
 
 def _grouped(chosen: Array, visit: Array, column: Array) -> dict[int, list[Array]]:

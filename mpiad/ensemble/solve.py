@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.ensemble import on_device
 from mpiad.ensemble.algorithms import Algorithm
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleSerial, EnsembleVectorized
 from mpiad.ensemble.batch import Batch
@@ -28,10 +27,10 @@ from mpiad.ensemble.joining import joined
 from mpiad.ensemble.members import columns_of, initial_states, master_seed, members
 from mpiad.ensemble.methods.dormand_prince import RK45
 from mpiad.ensemble.on_device.arguments import is_on_device, placed
+from mpiad.ensemble.on_device.run import run_of
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
 from mpiad.ensemble.ranks import EnsembleMPI, Sharing, over_ranks
 from mpiad.ensemble.reduction import combined, reduced
-from mpiad.ensemble.run import Run
 from mpiad.ensemble.saving import save_times
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.sharded import ShardedSolution
@@ -270,14 +269,11 @@ def _by_arrays(
     """Solve a batch where its arrays live: on the host by a kernel, too, where that is chosen."""
     if is_on_device(batch):
         outcome = compiler.run_on_device(backend, batch, settings)
-        sol = solution_of(outcome, batch, settings)
-        if not given.traced:
-            return sol
-        return on_device.differentiable(sol, outcome.record, given, settings, Ways(demands.gradient, demands.adjoint))
-    outcome = compiler.run(backend, batch, settings, given)
+    else:
+        outcome = compiler.run(backend, batch, settings, given)
     sol, ways = solution_of(outcome, batch, settings), Ways(demands.gradient, demands.adjoint)
     if given.traced:
-        sol = differentiable(sol, Run(batch, settings, outcome), given, ways)
+        sol = differentiable(sol, run_of(batch, settings, outcome), given, ways)
     return replace(sol, dense=DenseOutput(batch, settings, outcome, given, ways)) if demands.dense_output else sol
 
 

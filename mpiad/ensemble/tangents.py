@@ -7,20 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from mpiad._typing import Array
 from mpiad.differentiation.bundles import Bundle
-from mpiad.ensemble.checkpoints import walks
-from mpiad.ensemble.coefficients import Coefficients, weighted_sum
+from mpiad.ensemble.coefficients import Coefficients
 from mpiad.ensemble.linearization import Tracing
-from mpiad.ensemble.run import FINAL, INITIAL, Run
-from mpiad.ensemble.seeds import Entries, Schedule, entries_of, scheduled
-from mpiad.ensemble.walk import Visit, Walk
+from mpiad.ensemble.run import Run
+from mpiad.ensemble.walk import Saved, Visit, Walk
 
-__all__ = ["Directions", "push_run"]
+__all__ = ["Directions", "Kept", "Taker", "push_run"]
 
 # Columns up to which each number gets its own step size.
 _FEW = 1024
@@ -40,67 +38,96 @@ class Directions(NamedTuple):
     leaves: dict[int, list[Any]]
 
 
-def push_run(run: Run, directions: Directions, saving: bool = True) -> tuple[Array, Any]:
-    """Return the tangents of final and saved states, of shapes (m, d, N) and (m, N, n_saved, d).
+class Taker(Protocol):
+    """What the tangents of saved states are handed to, as they come."""
+
+    def take(self, part: Saved, states: Array) -> None:
+        """Take those of one step, shape (m, d, n); (m, s, d, n) where each column has several."""
+        ...
+
+    def add(self, part: Saved, states: Array) -> None:
+        """Add what values taken before gain in the step after."""
+        ...
+
+    def close(self, start: Array, end: Array) -> None:
+        """Take initial and final states, (m, d, N), which some of the saved ones are."""
+        ...
+
+
+class Kept:
+    """Keeps the tangents of all saved states.
 
     Parameters
     ----------
     run : Run
     directions : Directions
-    saving : bool
-        Whether those of the saved states are wanted.
+
+    Attributes
+    ----------
+    saved : array, shape (m, N, slots, d)
     """
-    end = np.where(run.live, directions.u0, 0)
-    m, d, n = end.shape
-    saved = np.zeros((m, n, run.save_step.shape[1], d), end.dtype) if saving else None
-    entries = entries_of(run) if saving else None
+
+    def __init__(self, run: Run, directions: Directions):
+        m, d, count = directions.u0.shape
+        self._run, self.saved = run, np.zeros_like(directions.u0, shape=(m, count, run.slots, d))
+
+    def take(self, part: Saved, states: Array) -> None:
+        """Take those of one step."""
+        self.saved[:, part.ids, part.place] = np.swapaxes(states, -1, -2)
+
+    def add(self, part: Saved, states: Array) -> None:
+        """Add what values taken before gain."""
+        self.saved[:, part.ids, part.place] += np.swapaxes(states, -1, -2)
+
+    def close(self, start: Array, end: Array) -> None:
+        """Take initial and final states."""
+        self._run.put_down(self.saved, start, at_start=True)
+        self._run.put_down(self.saved, end, at_start=False)
+
+
+def push_run(run: Run, directions: Directions, taker: Taker | None = None) -> Array:
+    """Return the tangents of the final states, shape (m, d, N), and hand those of saved ones to a taker, if any."""
+    begin = run.masked(directions.u0)
+    end = begin.copy()
     with np.errstate(all="ignore"), Bundle() as bundle:
         along = partial(Tracing(run.field, tuple(directions.leaves), False).along, bundle)
-        for first, walk in walks(run):
-            _Block(run, along, directions, walk, walk.ids + first, saved).sweep(end, entries)
-    if saved is not None:
-        for where, states in ((INITIAL, directions.u0), (FINAL, end)):
-            ids, place = np.nonzero(run.save_step == where)
-            saved[:, ids, place] = states[:, :, ids].transpose(0, 2, 1)
-    return end, saved
+        for walk in run.walks():
+            _Block(run, along, directions, walk, taker).sweep(end)
+    if taker is not None:
+        taker.close(begin, end)
+    return end
 
 
 class _Block:
     """One block of columns on the way forwards."""
 
-    def __init__(
-        self, run: Run, along: Callable, directions: Directions, walk: Walk, ids: Array, saved: Any
-    ):
-        self._run, self._f_along, self._walk, self._ids, self._saved = run, along, walk, ids, saved
-        batch = run.batch
-        self._leaves = run.columns(batch.p.leaves, ids)
+    def __init__(self, run: Run, along: Callable, directions: Directions, walk: Walk, taker: Taker | None):
+        self._run, self._f_along, self._walk, self._taker = run, along, walk, taker
+        self._leaves, varies = walk.leaves, run.batch.p.varies
         self._along = [
-            [None if g is None else g[..., ids] if batch.p.varies[place] else g for g in gs]
+            [None if g is None else g[..., walk.ids] if varies[place] else g for g in gs]
             for place, gs in directions.leaves.items()
         ]
-        self._varies = [batch.p.varies[place] for place in directions.leaves]
-        self._coefficients = Coefficients(run.tableau, batch.u0.real.dtype)
-        self._c = np.array(run.tableau.c)[:, None]
+        self._varies = [varies[place] for place in directions.leaves]
         self._width, self._columns = 0, slice(0, 0)
         self._step: Any = None
 
-    def sweep(self, end: Array, entries: Entries | None) -> None:
+    def sweep(self, end: Array) -> None:
         """Go from the first step to the last."""
-        schedule = None if entries is None else scheduled(self._run, entries, self._walk, self._ids)
-        tangents = end[:, :, self._ids]
-        for v, visit in zip(range(len(self._walk) - 1, -1, -1), self._walk.forwards()):
-            self._push(v, visit, tangents, schedule)
-        end[:, :, self._ids] = tangents
+        tangents = end[:, :, self._walk.ids]
+        for visit in self._walk.forwards():
+            self._push(visit, tangents)
+        end[:, :, self._walk.ids] = tangents
 
-    def _push(self, v: int, visit: Visit, tangents: Array, schedule: Schedule | None) -> None:
+    def _push(self, visit: Visit, tangents: Array) -> None:
         width = len(visit.t)
         if width != self._width:
             self._step = self._step_of(width, tangents)
         step, columns = self._step, self._columns
         step.take(visit if type(columns) is slice else visit.of(columns), tangents[:, :, columns])
-        new = step.argument(step.last)[1:]
-        if schedule is not None:
-            self._save(v, step, new, schedule)
+        new = step.new()[1:]
+        if self._taker is not None:
+            self._save(self._taker, visit, step, new)
         tangents[:, :, :width] = new[:, :, :width]
 
     def _step_of(self, width: int, tangents: Array) -> _Step:
@@ -114,26 +141,21 @@ class _Block:
         ]
         m, d = tangents.shape[:2]
         shape = 1 + m, d, width if type(columns) is slice else len(columns)
-        return _Step(self._coefficients, self._c, self._f_along(leaves, along), shape, tangents.dtype)
+        return _Step(self._run.coefficients, self._f_along(leaves, along), shape, tangents)
 
-    def _save(self, v: int, step: _Step, new: Array, schedule: Schedule) -> None:
-        for chosen in schedule.at_end.get(v, ()):
-            self._write(schedule, chosen, new[:, :, schedule.column[chosen]])
+    def _save(self, taker: Taker, visit: Visit, step: _Step, new: Array) -> None:
+        for part in self._walk.at_end(visit):
+            taker.take(part, part.of(new))
         last = step.last
-        for chosen in schedule.handed_on.get(v, ()):
-            share = step.k[0][1:][:, :, schedule.column[chosen]] * (schedule.h * schedule.weights[last])[chosen]
-            ids, place = schedule.ids[chosen], schedule.place[chosen]
-            self._saved[:, ids, place] += share.transpose(0, 2, 1)  # the step before has written the rest
-        for chosen in schedule.inside.get(v, ()):
-            columns, final = schedule.column[chosen], schedule.final[chosen]
-            value = sum(k[1:][:, :, columns] * w[chosen] for k, w in zip(step.k[:last], schedule.weights))
-            if final.any():
+        for part in self._walk.handed_on(visit):
+            taker.add(part, part.of(step.k[0][1:]) * (part.h * part.weights[last]))
+        for part in self._walk.inside(visit):
+            value = sum(part.of(k[1:]) * weight for k, weight in zip(step.k[:last], part.weights))
+            if part.whole is None or part.whole.any():
                 step.add_last_stage()
-                value = value + step.k[last][1:][:, :, columns] * (schedule.weights[last][chosen] * final)
-            self._write(schedule, chosen, step.u[1:][:, :, columns] + value * schedule.h[chosen])
-
-    def _write(self, schedule: Schedule, chosen: Array, value: Array) -> None:
-        self._saved[:, schedule.ids[chosen], schedule.place[chosen]] = value.transpose(0, 2, 1)
+                weight = part.weights[last] if part.whole is None else part.weights[last] * part.whole
+                value = value + part.of(step.k[last][1:]) * weight
+            taker.take(part, part.of(step.u[1:]) + value * part.h)
 
 
 class _Step:
@@ -142,13 +164,12 @@ class _Step:
     Parameters
     ----------
     coefficients : Coefficients
-    c : array, shape (stages, 1)
-        Times of the stages, as parts of the step.
     write : callable
         Writes f and its tangents: see `Tracing.along`.
     shape : tuple of int
         (1 + m, d, n)
-    dtype : dtype
+    like : array
+        Of the states' kind.
 
     Attributes
     ----------
@@ -158,29 +179,23 @@ class _Step:
         The stages.
     """
 
-    def __init__(
-        self, coefficients: Coefficients, c: Array, write: Callable, shape: tuple[int, int, int], dtype: Any
-    ):
-        self._rows, self._c, self._write = coefficients.rows, c, write
-        self.last = len(self._rows) - 1
+    def __init__(self, coefficients: Coefficients, write: Callable, shape: tuple[int, int, int], like: Array):
+        self._coefficients, self._write, self.last = coefficients, write, coefficients.last
         # In C order, which NumPy takes fastest: what is made by an index of two columns has another.
-        self.u, self._argument, self._end, self._term = (np.empty(shape, dtype) for _ in range(4))
-        self._k = [np.empty(shape, dtype) for _ in self._rows]
+        self.u, self._argument, self._end, self._term = (np.empty_like(like, shape=shape, order="C") for _ in range(4))
+        self._stages = coefficients.stages(shape, self.u)
         self.k: list[Array] = []
         # Of few columns each number has its own h, as to repeat one takes as long as to multiply.
-        self._few = np.empty(shape, self.u.real.dtype) if shape[2] <= _FEW else None
+        self._few = np.empty_like(self.u, dtype=coefficients.real) if shape[2] <= _FEW else None
         self._new: Array | None = None
 
     def take(self, visit: Visit, tangents: Array) -> None:
         """Compute the stages of a visit, but for the last."""
         u, h = self.u, visit.h
         u[0], u[1:] = visit.u, tangents
-        times = self._c * h
-        times += visit.t
-        real = u.real.dtype
-        self._times = times if times.dtype == real else times.astype(real)
+        self._times = self._coefficients.times(visit.t, h)
         if self._few is None:
-            self._h = h.astype(real, copy=False)
+            self._h = h.astype(self._coefficients.real, copy=False)
         else:
             self._few[...] = h
             self._h = self._few
@@ -188,23 +203,23 @@ class _Step:
         for i in range(self.last):
             self._evaluate(self._sum(i, self._argument) if i else u)
 
-    def argument(self, i: int) -> Array:
+    def new(self) -> Array:
         """Return the new state: the argument of the last stage."""
         if self._new is None:
-            self._new = self._sum(i, self._end)
+            self._new = self._sum(self.last, self._end)
         return self._new
 
     def add_last_stage(self) -> None:
         """Compute the stage at the new state too; once."""
         if len(self.k) == self.last:
-            self._evaluate(self.argument(self.last))
+            self._evaluate(self.new())
 
     def _sum(self, i: int, y: Array) -> Array:
-        weighted_sum(self._rows[i], self.k, y, self._term)
+        y = self._coefficients.row(i, self._stages, y, self._term)
         np.multiply(y, self._h, y)
         return np.add(y, self.u, y)
 
     def _evaluate(self, y: Array) -> None:
         i = len(self.k)
-        self._write(self._k[i], y, self._times[i])
-        self.k.append(self._k[i])
+        self._write(self._stages[i], y, self._times[i])
+        self.k.append(self._stages[i])

@@ -17,10 +17,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.ensemble.coefficients import Coefficients, weighted_sum
+from mpiad.ensemble.coefficients import Coefficients
 from mpiad.ensemble.linearization import Tracing
+from mpiad.ensemble.walk import Visit
 
-__all__ = ["Arrival", "TransposedStep"]
+__all__ = ["Arrival", "TransposedStep", "over_slots"]
+
+
+def over_slots(x: Array) -> Array:
+    """Return the sum over several values in one step of each column, where there are such, as on devices; shape (d, n)."""
+    return x if x.ndim == 2 else np.sum(x, axis=0)
 
 
 class Arrival(NamedTuple):
@@ -30,12 +36,12 @@ class Arrival(NamedTuple):
     ----------
     columns : array of int, shape (m,)
         None comes twice.
-    value : array, shape (d, m)
+    value : array, shape (d, m), or (s, d, m) for several in each column
     weights : dict
-        From stages to arrays of shape (m,): the cotangent of a stage gains `value` times this.
+        From stages to arrays of shape (m,), or (s, 1, m): the cotangent of a stage gains `value` times this.
     """
 
-    columns: Array
+    columns: Any
     value: Array
     weights: dict[int, Array]
 
@@ -46,12 +52,8 @@ class TransposedStep:
     Parameters
     ----------
     coefficients : Coefficients
-    c : sequence of float
-        Times of the stages.
     tracing : Tracing
-    u : array, shape (d, n)
-        Before the step.
-    t, h : array, shape (n,)
+    visit : Visit
     leaves : sequence
         Of the parameters of these columns.
 
@@ -59,19 +61,19 @@ class TransposedStep:
     ----------
     y, k : list of array, shape (d, n)
         Arguments and values of the stages; without the last, which belongs to the next step.
-    h, c, last
-        Steps in the precision of the states, times of the stages, and the number of the last stage.
+    h : array, shape (n,)
+        Steps in the precision of the states.
+    tableau : Tableau
+    last : int
+        The number of the last stage.
     """
 
-    def __init__(
-        self, coefficients: Coefficients, c: Sequence[float], tracing: Tracing, u: Array, t: Array, h: Array,
-        leaves: Sequence[Any],
-    ):  # fmt: skip
-        self._coefficients, self.c, self._tracing, self._leaves = coefficients, c, tracing, leaves
-        self._t, self._exact_h, self.h = t, h, h.astype(u.real.dtype, copy=False)
-        self.last = len(coefficients.rows) - 1
-        self._term = np.empty_like(u)
-        self.y: list[Array] = [u]
+    def __init__(self, coefficients: Coefficients, tracing: Tracing, visit: Visit, leaves: Sequence[Any]):
+        self._coefficients, self._tracing, self._visit, self._leaves = coefficients, tracing, visit, leaves
+        self.h, self.tableau = visit.h.astype(coefficients.real, copy=False), coefficients.tableau
+        self.last = coefficients.last
+        self._stages, self._term = coefficients.stages(visit.u.shape, visit.u), np.empty_like(visit.u)
+        self.y: list[Array] = [visit.u]
         self.k: list[Array] = []
         self._pulls: list[Callable] = []
         for i in range(self.last):
@@ -80,18 +82,14 @@ class TransposedStep:
     def argument(self, i: int) -> Array:
         """Return the argument of stage i; that of the last is the new state."""
         if i == len(self.y):
-            y = weighted_sum(self._coefficients.rows[i], self.k, np.empty_like(self._term), self._term)
+            y = self._coefficients.row(i, self._stages, np.empty_like(self._term), self._term)
             np.multiply(y, self.h, out=y)
             self.y.append(np.add(y, self.y[0], out=y))
         return self.y[i]
 
-    def time(self, i: int) -> Array:
-        """Return the times of stage i as f sees them."""
-        return (self._t + self.c[i] * self._exact_h).astype(self.h.dtype, copy=False)
-
     def _evaluate(self, y: Array, i: int) -> None:
-        k = np.empty_like(self._term)
-        self._pulls.append(self._tracing.transposed(k, y, self._leaves, self.time(i)))
+        k, t = self._stages[i], (self._visit.t + self.tableau.c[i] * self._visit.h).astype(self.h.dtype, copy=False)
+        self._pulls.append(self._tracing.transposed(k, y, self._leaves, t))
         self.k.append(k)
 
     def add_last_stage(self) -> None:
@@ -116,11 +114,15 @@ class TransposedStep:
         array, shape (d, n)
         """
         total, last = cotangent, self.last
+        bars, room = self._coefficients.bars(total), np.empty_like(total)
         # With the last stage, which is evaluated at the new state, that one's cotangent is complete only after it.
-        bars = {} if len(self.k) > last else {last: total * self.h}
-        k_bar = np.empty_like(total)
+        if len(self.k) == last:
+            bars[last] = total * self.h
         for j in range(len(self.k) - 1, -1, -1):
-            self._cotangent_of_stage(j, bars, arrivals, k_bar)
+            k_bar = self._coefficients.column(j, bars, room, self._term)
+            for arrival in arrivals:
+                if j in arrival.weights:
+                    k_bar[:, arrival.columns] += over_slots(arrival.value * arrival.weights[j])
             y_bar, *parts = self._pulls.pop()(k_bar)
             gains(j, parts, y_bar)
             if y_bar is not None:
@@ -130,13 +132,3 @@ class TransposedStep:
             elif j and y_bar is not None:
                 bars[j] = y_bar * self.h
         return total
-
-    def _cotangent_of_stage(self, j: int, bars: dict[int, Array], arrivals: Sequence[Arrival], out: Array) -> None:
-        weights = [(i, weight) for i, weight in self._coefficients.columns[j] if i in bars]
-        if weights:
-            weighted_sum(weights, bars, out, self._term)
-        else:
-            out[...] = 0
-        for arrival in arrivals:
-            if j in arrival.weights:
-                out[:, arrival.columns] += arrival.value * arrival.weights[j]

@@ -1,20 +1,31 @@
-"""The way back over the steps of a block of trajectories, in visits: one step of several columns each.
+"""The way over the steps of a block of trajectories, in visits: one step of several columns each.
 
-The columns of a block are ordered by their numbers of steps, the most first, so a visit is about the first few. Visit v is
-the (v+1)-th step from the end of each column. (Where only some states were kept, see `checkpoints`.)
+All derivatives of a solve are sweeps over such visits: the adjoint backwards, tangents and replays forwards. A sweep asks
+its walk for the visits, and for what lies in each: saved values, events, ends of tspan. So each sweep is written once, for
+records of two kinds, whose difference is data:
+
+- On the host (`sorted_walk`) steps have been put into order, and a visit is about those columns that took a step.
+- On a device (`on_device.run`) a visit is a round of the solve, of all columns of a block, with steps of length zero where
+  none was accepted: there nothing can be counted without waiting. What a column saves in one step are several values in
+  slots, and what it doesn't save goes to a slot that nobody reads.
+
+Arrays follow NumPy's protocols, so the arithmetic is the same text for both. What differs in it is in `Coefficients`: sums
+over stages, which the host takes one by one (a column's bits depend on no other column) and a device at once.
+
+Where only some states were kept, those between are computed again, stretch by stretch, from one kept state to the next.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.ensemble.record import Steps
 
-__all__ = ["Visit", "Walk"]
+__all__ = ["Met", "Saved", "Visit", "Walk"]
 
 
 class Visit(NamedTuple):
@@ -22,62 +33,138 @@ class Visit(NamedTuple):
 
     Parameters
     ----------
+    number : int
+        Of the visit, counted by its walk.
     t, h : array, shape (width,)
+        Actual times before the step, and its signed sizes; zero where none was made.
     u : array, shape (d, width)
         Before the step.
-    last : slice
-        The columns for which it is the last step.
+    about : object
+        What its walk knows of it: on the host the columns for which it is the last step, on a device the round.
+    made : array of bool, shape (width,), or None
+        Which columns made this step; None where all did.
     """
 
+    number: int
     t: Array
     h: Array
     u: Array
-    last: slice
+    about: Any
+    made: Array | None = None
 
     def of(self, columns: Any) -> Visit:
         """Return the visit of some columns."""
         # An array of indices would leave the states in another order than that which NumPy takes fastest.
         u = self.u[:, columns] if type(columns) is slice else np.take(self.u, columns, axis=1)
-        return Visit(self.t[columns], self.h[columns], u, self.last)
+        return self._replace(t=self.t[columns], h=self.h[columns], u=u)
 
 
-class Walk:
-    """The visits of a block whose states were all kept.
+class Saved(NamedTuple):
+    """Values saved in one step, of which no column has two.
 
     Parameters
     ----------
-    steps : Steps
-    start, stop : int
-        The block: which places in the order of the steps.
+    ids, place : array of int, shape (m,)
+        The trajectories, and which of their saved values each is.
+    columns : array of int, shape (m,)
+        In the visit.
+    x, h : array, shape (m,)
+        The part of the step that is gone there, and the step.
+    weights : sequence of array, shape (m,)
+        Of the stages.
+    whole : array of bool, shape (m,)
+        Whether the last stage's share is taken in this step; if not, in the next one, whose first stage it is.
     """
 
-    def __init__(self, steps: Steps, start: int, stop: int):
-        self._steps, self._start, self._stop = steps, start, stop
-        self.ids = steps.order[start:stop]
-        self.counts = steps.counts[self.ids]
+    ids: Array
+    place: Array
+    columns: Any
+    x: Any = None
+    h: Any = None
+    weights: Sequence[Array] = ()
+    whole: Any = None
 
-    def __len__(self) -> int:
-        return int(self.counts[0])
+    def of(self, states: Array) -> Array:
+        """Return the columns that these values belong to."""
+        return states[..., self.columns]
+
+    def seeds(self, saved: Array) -> Array:
+        """Return the cotangents of these values, shape (d, m), by those of all, shape (N, n_saved, d)."""
+        return np.swapaxes(saved[self.ids, self.place], -1, -2)
+
+
+class Met(NamedTuple):
+    """One event in one step of several columns.
+
+    Parameters
+    ----------
+    event : int
+        Its place among the events of the solve.
+    terminal : bool
+    columns : array of int, shape (m,)
+        Those that met it; of a terminal one those that it ended.
+    x, time : array, shape (m,)
+        The part of the step that is gone there, and when.
+    row : array of int, shape (m,)
+        Which of all events these are.
+    """
+
+    event: int
+    terminal: bool
+    columns: Array
+    x: Array
+    time: Array
+    row: Array
+
+
+class Walk:
+    """The visits of a block.
+
+    Attributes
+    ----------
+    ids : array of int, shape (n,)
+        The trajectories, where their states live.
+    leaves : list
+        Of the parameters of these columns.
+    """
+
+    ids: Array
+    leaves: list[Any]
 
     def backwards(self) -> Iterator[Visit]:
         """Return the visits from the last step to the first."""
-        return (self._visit(s) for s in range(len(self)))
+        for begin in reversed(self._starts()):
+            yield from reversed(list(self._stretch(begin)))
 
     def forwards(self) -> Iterator[Visit]:
         """Return the visits from the first step to the last."""
-        return (self._visit(s) for s in range(len(self) - 1, -1, -1))
+        for begin in self._starts():
+            yield from self._stretch(begin)
 
-    def visit_of(self, column: Array, number: Array) -> Array:
-        """Return in which visit, counted backwards, the steps of these numbers lie."""
-        return self.counts[column] - 1 - number
+    @abstractmethod
+    def _starts(self) -> range:
+        """Return where stretches begin."""
 
-    def numbers(self, v: int, width: int) -> Array:
-        """Return the numbers, from 0, of the steps of a visit."""
-        return self.counts[:width] - 1 - v
+    @abstractmethod
+    def _stretch(self, begin: int) -> Iterator[Visit]:
+        """Return the visits of one stretch, from its first step to its last."""
 
-    def _visit(self, s: int) -> Visit:
-        sweep = self._steps.sweep(s)
-        stop = min(self._stop, int(self._steps.widths[s]))
-        cut = slice(self._start, stop)
-        last = slice(0, stop - self._start) if s == 0 else slice(0, 0)
-        return Visit(sweep.t[cut], sweep.h[cut], sweep.u[:, cut], last)
+    @abstractmethod
+    def at_end(self, visit: Visit) -> Sequence[Saved]:
+        """Return the values saved at the end of the step."""
+
+    @abstractmethod
+    def inside(self, visit: Visit) -> Sequence[Saved]:
+        """Return those saved inside the step."""
+
+    def handed_on(self, visit: Visit) -> Sequence[Saved]:
+        """Return those saved inside the step before, whose last stage is this one's first."""
+        return ()
+
+    @abstractmethod
+    def met(self, visit: Visit) -> Sequence[Met]:
+        """Return the events in the step, those on the way before those that end it."""
+
+    @abstractmethod
+    def moves(self, visit: Visit) -> Array:
+        """Tell in which columns the step ends where tspan does: array of bool, shape (width,)."""

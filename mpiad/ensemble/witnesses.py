@@ -6,6 +6,7 @@ import numpy as np
 
 from mpiad._typing import Array, Tree
 from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.coefficients import Coefficients
 from mpiad.ensemble.entrance import Entrance, Entrants, Joint
 from mpiad.ensemble.events import EventWatch
 from mpiad.ensemble.outcome import Outcome
@@ -38,13 +39,13 @@ class Witnesses:
 
     def __init__(self, batch: Batch, settings: Settings, outcome: Outcome, entrance: Entrance):
         self._outcome, self._entrance, self._batch = outcome, entrance, batch
-        tableau = settings.alg.tableau
+        coefficients = Coefficients(settings.alg.tableau, batch.u0)
         self._log = Log(settings.checkpoints) if settings.record else None
         self._events = self._saves = None
         if settings.events:
-            self._events = EventWatch(settings.events, tableau, outcome.event_times, outcome.event_places)
+            self._events = EventWatch(settings.events, coefficients, outcome.event_times, outcome.event_places)
         if outcome.saved is not None and settings.saveat is not None and outcome.saved.shape[1]:
-            self._saves = SavePoints(settings.saveat, entrance.signs, batch.start, outcome, tableau)
+            self._saves = SavePoints(settings.saveat, entrance.signs, batch.start, outcome, coefficients)
         self.any = not (self._log is self._events is self._saves is None)
 
     def enter(self, new: Entrants, joined: Joint, u: Array, p: Tree, t: Array) -> None:

@@ -58,12 +58,12 @@ def test_shared_parameters_both_ways():
 @pytest.fixture
 def counted(monkeypatch):
     """Count the sweeps of both kinds."""
-    from mpiad.ensemble import differentiable
+    from mpiad.ensemble import differentiable, directions
 
     calls = []
-    for name in ("pull_run", "push_run"):
-        fun = getattr(differentiable, name)
-        monkeypatch.setattr(differentiable, name, lambda *a, fun=fun, name=name: (calls.append(name), fun(*a))[1])
+    for name, user in (("pull_run", differentiable), ("push_run", directions)):
+        fun = getattr(user, name)
+        monkeypatch.setattr(user, name, lambda *a, fun=fun, name=name: (calls.append(name), fun(*a))[1])
     return calls
 
 
@@ -120,8 +120,8 @@ def test_a_gradient_is_independent_of_the_backend(way, backend):
 def test_a_gradient_is_independent_of_blocks(way, blocks, monkeypatch):
     both = mpiad.grad(lambda p: loss(U0, p, gradient=way))
     expected = both(RHO)
-    monkeypatch.setattr("mpiad.ensemble.checkpoints._LEAST_COLUMNS", 1)
-    monkeypatch.setattr("mpiad.ensemble.checkpoints._BLOCK", 3 * blocks)
+    monkeypatch.setattr("mpiad.ensemble.run._LEAST_COLUMNS", 1)
+    monkeypatch.setattr("mpiad.ensemble.run._BLOCK", 3 * blocks)
     rows = slice(0, 12) if blocks == 1 else slice(0, 600)
     found = mpiad.grad(lambda p: loss(U0[rows], p, gradient=way))(RHO[rows])
     assert found.tobytes() == expected[rows].tobytes()

@@ -16,12 +16,13 @@ from mpiad._typing import Array
 from mpiad.compiling.complex_parts import from_parts
 from mpiad.ensemble.adjoint import of_ends
 from mpiad.ensemble.compiled.kernel_rows import H, T, U
-from mpiad.ensemble.crossing import pull_crossing, pull_passing
+from mpiad.ensemble.crossing import pull_event
 from mpiad.ensemble.derivative import derivative_of
-from mpiad.ensemble.ledger import Inside, Ledger
+from mpiad.ensemble.ledger import Ledger
 from mpiad.ensemble.run import INITIAL, NOWHERE, Run
 from mpiad.ensemble.seeds import Seeds
 from mpiad.ensemble.stages import Stages
+from mpiad.ensemble.walk import Met
 
 __all__ = ["Sown", "sown"]
 
@@ -93,24 +94,29 @@ def _with_events(run: Run, seeds: Seeds, places: tuple[int, ...], plain: Sown) -
     ending = np.flatnonzero(terminal & (event == run.ending_events[ids]))
     passing = np.flatnonzero(crossed)
     with np.errstate(all="ignore"):
-        if len(ending):
-            given = end[:, ids[ending]], reached[ids[ending]], False
-            value[ending] = _pulled(run, places, table[ending], leaves, pull_crossing, ids[ending], *given)
-        order = np.cumsum(~terminal) - 1  # a row's place among the run's crossings
+        for number in np.unique(event[ending]):
+            own = ending[event[ending] == number]
+            value[own] = _pulled(run, places, table[own], leaves, end[:, ids[own]], reached[ids[own]])
         for number in np.unique(event[passing]):
             own = passing[event[passing] == number]
-            value[own] = _pulled(run, places, table[own], leaves, pull_passing, order[own], crossed[own])
+            value[own] = _pulled(run, places, table[own], leaves, None, crossed[own])
     end[:, ids[ending]] = 0
     chosen = np.concatenate([ending, passing])
     return _merged(plain._replace(end=end, stop=stop, leaves=leaves), table[chosen], value[chosen])
 
 
-def _pulled(run: Run, places: tuple[int, ...], rows: Array, leaves: dict[int, Array], pull: Any, *given: Any) -> Array:
-    """Return the cotangents of states at events, shape (m, d); what leaves gain is added to `leaves`."""
+def _pulled(
+    run: Run, places: tuple[int, ...], rows: Array, leaves: dict[int, Array], end: Array | None, time: Array
+) -> Array:
+    """Return the cotangents of states at one event, shape (m, d); what leaves gain is added to `leaves`."""
     count, varies, ids = len(rows), run.batch.p.varies, rows[:, 0].astype(int)
-    step: Any = _step(run, rows)
+    columns = np.arange(max(2, count)) % count  # two at least, wherever f is called
+    step: Any = _step(run, rows[columns])
     own = {place: np.zeros_like(leaves[place][..., ids] if varies[place] else leaves[place]) for place in places}
-    inside: Inside = pull(run, places, step, Ledger(step, own, varies, count, False), np.arange(count), *given)
+    met = Met(int(rows[0, 1]), end is not None, np.arange(count), rows[:, 3], rows[:, 4], ids)
+    ledger = Ledger(step, own, varies, count, False)
+    given = run.columns(run.batch.p.leaves, ids[columns])
+    inside = pull_event(run, met, step, ledger, given, places, end, time, False)
     for place in places:
         if varies[place]:
             # A trajectory may meet an event more than once.
@@ -122,8 +128,7 @@ def _pulled(run: Run, places: tuple[int, ...], rows: Array, leaves: dict[int, Ar
 
 def _step(run: Run, rows: Array) -> _Step:
     """Return the stages of steps, computed as the solve did."""
-    columns = np.arange(max(2, len(rows))) % len(rows)  # two at least, wherever f is called
-    batch, rows = run.batch, rows[columns]
+    batch = run.batch
     u: Array = np.ascontiguousarray(from_parts(rows[:, U:], batch.u0.dtype).T, batch.u0.dtype)
     t, h, real = rows[:, T], rows[:, H], u.real.dtype
     p, derivative = batch.p.columns(rows[:, 0].astype(int)), derivative_of(batch.f, batch.shape)

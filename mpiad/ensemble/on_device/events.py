@@ -12,43 +12,16 @@ import numpy as np
 
 from mpiad._typing import Array, Tree
 from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.coefficients import DeviceCoefficients
 from mpiad.ensemble.events import BISECTIONS, Event, require_numbers
-from mpiad.ensemble.on_device.stages import Stages, Table, polynomials, states_at
+from mpiad.ensemble.interpolant import polynomials, states_at
+from mpiad.ensemble.on_device.stages import Stages
 from mpiad.ensemble.on_device.working_set import WorkingSet
 from mpiad.ensemble.trial import MOVED, require_uncoupled
+from mpiad.ensemble.walk import Met
 from mpiad.transport.device_arrays import arrays_of
 
-__all__ = ["EventWatch", "Happened", "Met"]
-
-
-class Met(NamedTuple):
-    """One event in one round.
-
-    Parameters
-    ----------
-    event : int
-        Its place among the events of the solve.
-    terminal : bool
-    columns : array of int, shape (m,)
-        The columns that met it; of a terminal one those that it ended.
-    x, time : array, shape (m,)
-        The part of the step that is gone there, and when.
-    row : array of int, shape (m,)
-        Of the table of all events.
-    """
-
-    event: int
-    terminal: bool
-    columns: Array
-    x: Array
-    time: Array
-    row: Array
-
-    def at(self, place: Array) -> Met:
-        """Return what is left of it where columns go: `place` says where each is found, -1 for those that go."""
-        columns = place[self.columns]
-        kept = np.flatnonzero(columns >= 0)
-        return Met(self.event, self.terminal, columns[kept], self.x[kept], self.time[kept], self.row[kept])
+__all__ = ["EventWatch", "Happened"]
 
 
 class Happened(NamedTuple):
@@ -78,10 +51,10 @@ class EventWatch:
     ----------
     events : tuple of Event
     batch : Batch
-    table : Table
+    table : DeviceCoefficients
     """
 
-    def __init__(self, events: tuple[Event, ...], batch: Batch, table: Table):
+    def __init__(self, events: tuple[Event, ...], batch: Batch, table: DeviceCoefficients):
         self._events, self._batch, self._table = events, batch, table
         self._home: Any = arrays_of(batch.u0)
         self._rows: list[Array] = []

@@ -8,12 +8,11 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.ensemble.batch import Batch
-from mpiad.ensemble.events import Event
-from mpiad.ensemble.on_device.events import Met
+from mpiad.ensemble.coefficients import DeviceCoefficients
 from mpiad.ensemble.on_device.every_step import EveryStep
 from mpiad.ensemble.on_device.saving import Due, SaveTimes
-from mpiad.ensemble.on_device.stages import Table
 from mpiad.ensemble.on_device.working_set import WorkingSet
+from mpiad.ensemble.walk import Met
 from mpiad.transport.device_arrays import arrays_of
 
 __all__ = ["Block", "Events", "Record", "Round"]
@@ -56,11 +55,14 @@ class Round(NamedTuple):
             return Round._make([*taken, self.most, []])
         place = np.full_like(columns, -1, shape=self.t.shape)
         place[columns] = arrays_of(columns).arange(len(columns))  # type: ignore[union-attr]
-        return Round._make([*taken, self.most, [part.at(place) for part in self.met]])
+        return Round._make([*taken, self.most, [_moved(part, place) for part in self.met]])
 
-    def steps(self) -> Array:
-        """Return the steps that were made: zero where one wasn't accepted."""
-        return np.where(self.accepted, self.h, 0.0)
+
+def _moved(met: Met, place: Array) -> Met:
+    """Return what is left of an event where columns go: `place` says where each is found, -1 for those that go."""
+    columns = place[met.columns]
+    kept = np.flatnonzero(columns >= 0)
+    return met._replace(columns=columns[kept], x=met.x[kept], time=met.time[kept], row=met.row[kept])
 
 
 class Events(NamedTuple):
@@ -68,24 +70,19 @@ class Events(NamedTuple):
 
     Parameters
     ----------
-    asked : tuple of Event
     reached : array, shape (N,)
         When each trajectory ended.
     ids : array of int, shape (m,)
         Of the table of all events: the trajectories.
     times : array, shape (m,)
         And when.
-    ended : array of bool, shape (N,)
-        Which ended by one; on the host.
     passed : list of (int, int, int)
         Those on the way of trajectories that didn't fail: the trajectory, which of its events it is, and the table's row.
     """
 
-    asked: tuple[Event, ...]
     reached: Array
     ids: Array
     times: Array
-    ended: np.ndarray
     passed: list[tuple[int, int, int]]
 
 
@@ -114,7 +111,7 @@ class Record:
     Parameters
     ----------
     batch : Batch
-    table : Table
+    table : DeviceCoefficients
     saves : SaveTimes, EveryStep or None
     every : int or None
         Keep the states before every so many rounds of a block only.
@@ -127,19 +124,18 @@ class Record:
         Without the columns of trajectories that failed, once the record is closed.
     live : array of bool, shape (N,), or None
         Which didn't fail, on the device; None where all are.
-    survived : array of bool, shape (N,)
-        The same on the host.
     events : Events or None
         None where none were looked for.
     """
 
-    def __init__(self, batch: Batch, table: Table, saves: SaveTimes | EveryStep | None, every: int | None = None):
+    def __init__(
+        self, batch: Batch, table: DeviceCoefficients, saves: SaveTimes | EveryStep | None, every: int | None = None
+    ):
         self.batch, self.table, self.saves, self.every = batch, table, saves, every
         self.signs = np.where(batch.end < batch.start, -1.0, 1.0)
         self.blocks: list[Block] = []
         self.live: Array | None = None
         self.events: Events | None = None
-        self.survived = np.ones(batch.size, bool)
 
     def begin(self, now: WorkingSet) -> None:
         """Begin a block of columns."""
@@ -153,7 +149,6 @@ class Record:
 
     def close(self, failed: np.ndarray) -> None:
         """Leave out what failed: its steps may have led to where f isn't finite."""
-        self.survived = ~failed
         if not failed.any():
             return
         home: Any = arrays_of(self.batch.u0)
@@ -173,14 +168,3 @@ class Record:
         saves: Any = self.saves
         end = done.t_new if done.reached is None else done.reached
         return saves.due(block.ids, done.place, done.count, done.most, done.t, done.h, end)
-
-    def masked(self, x: Array) -> Array:
-        """Return an array whose last axis counts trajectories, with zeros for those that failed."""
-        return x if self.live is None else np.where(self.live, x, 0)
-
-    def at_ends(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return which values were saved before the first step, and with the final states, on the host."""
-        if self.saves is None:
-            nothing = np.zeros((self.batch.size, 0), bool)
-            return nothing, nothing
-        return self.saves.initial, self.saves.final

@@ -8,6 +8,7 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.coefficients import DeviceCoefficients
 from mpiad.ensemble.controller import LEAST_ERROR
 from mpiad.ensemble.entrance import least_step
 from mpiad.ensemble.happened import events_of
@@ -17,8 +18,8 @@ from mpiad.ensemble.on_device.every_step import EveryStep
 from mpiad.ensemble.on_device.rates import parameters_of, rates_of
 from mpiad.ensemble.on_device.record import Events, Record, Round
 from mpiad.ensemble.on_device.saving import SaveTimes
-from mpiad.ensemble.on_device.stages import Stages, Table
-from mpiad.ensemble.on_device.trials import ENDED, Look, Try
+from mpiad.ensemble.on_device.stages import Stages
+from mpiad.ensemble.on_device.trials import Look, Try
 from mpiad.ensemble.on_device.working_set import WorkingSet
 from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.retcodes import ReturnCode
@@ -73,10 +74,10 @@ def _nothing(batch: Batch, settings: Settings) -> Outcome:
         outcome.saved, outcome.saved_times = home.empty((0, 1, len(batch.u0)), batch.u0.dtype), np.empty((0, 1))  # type: ignore[union-attr]
     if settings.record:
         every = EveryStep(batch) if settings.saveat is None else None
-        outcome.record = Record(batch, Table(settings.alg.tableau, batch.u0), saves or every)
+        outcome.record = Record(batch, DeviceCoefficients(settings.alg.tableau, batch.u0), saves or every)
         if settings.events:
             none: Any = home.empty((0,), float)  # type: ignore[union-attr]
-            outcome.record.events = Events(settings.events, none, none.astype(np.int64), none, outcome.failed, [])
+            outcome.record.events = Events(none, none.astype(np.int64), none, [])
     return outcome
 
 
@@ -86,7 +87,7 @@ class _Solve:
     def __init__(self, batch: Batch, settings: Settings):
         self._batch, self._settings, u0 = batch, settings, batch.u0
         self._arrays: Any = arrays_of(u0)
-        self._table, self._rates = Table(settings.alg.tableau, u0), rates_of(batch.f, batch.shape)
+        self._table, self._rates = DeviceCoefficients(settings.alg.tableau, u0), rates_of(batch.f, batch.shape)
         real = self._table.real.type
         self._rtol = real(settings.rtol)
         given = settings.atol
@@ -312,9 +313,7 @@ class _Solve:
             outcome.record = self._record
             if rows is not None:
                 reached = self._facts[0] * self._spread(self._signs)
-                self._record.events = Events(
-                    self._settings.events, reached, rows[0].astype(np.int64), rows[4], codes == ENDED, passed
-                )
+                self._record.events = Events(reached, rows[0].astype(np.int64), rows[4], passed)
         return outcome
 
     def _all_saved(self, codes: np.ndarray) -> Array:

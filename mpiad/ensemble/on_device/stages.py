@@ -2,58 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from mpiad._typing import Array, Tree
+from mpiad.ensemble.coefficients import DeviceCoefficients
 from mpiad.ensemble.on_device.rates import Rates
-from mpiad.ensemble.tableaus import Tableau
-from mpiad.transport.device_arrays import arrays_of
 
-__all__ = ["Stages", "Table", "interpolation", "polynomials", "states_at"]
-
-
-class Table:
-    """A pair's coefficients on the device, in the precision of the states.
-
-    Parameters
-    ----------
-    tableau : Tableau
-    like : array
-        A state.
-
-    Attributes
-    ----------
-    rows : list of array
-        Row i: the weights of the stages in the argument of stage i + 1; the last gives the new state.
-    columns : list of array
-        Column j: the weights of stage j in the arguments of the stages behind it.
-    error : array or None
-    dense : array, shape (degree, stages)
-        The interpolant's weights of the stages, by powers of the part of the step.
-    real : dtype
-        Of times and steps as f sees them.
-    """
-
-    def __init__(self, tableau: Tableau, like: Array):
-        self.tableau, self.real = tableau, np.zeros(0, like.dtype).real.dtype
-        last = tableau.stages - 1
-        columns = [tuple(tableau.a[i - 1][j] for i in range(j + 1, last + 1)) for j in range(last)]
-        pieces = [*tableau.a, *columns, tableau.error or (), tableau.dense.T.reshape(-1)]
-        cuts = np.cumsum([len(piece) for piece in pieces])[:-1].tolist()
-        # In one copy: each costs as much as a thousand times as many numbers would.
-        home: Any = arrays_of(like)
-        whole = home.to_device(np.concatenate(pieces).astype(like.dtype))
-        found = [whole[a:b] for a, b in zip([0, *cuts], [*cuts, len(whole)])]
-        self.rows, self.columns = found[:last], found[last : 2 * last]
-        self.error: Any = None if tableau.error is None else found[-2]
-        self.dense = found[-1].reshape(tableau.dense.T.shape)
-
-    def time(self, i: int, t: Array, h: Array, t_new: Array, sign: Array | None) -> Array:
-        """Return the times of stage i as f sees them."""
-        times = t_new if self.tableau.c[i] == 1 else t + self.tableau.c[i] * h
-        return (times if sign is None else times * sign).astype(self.real)
+__all__ = ["Stages"]
 
 
 class Stages:
@@ -61,7 +16,7 @@ class Stages:
 
     Parameters
     ----------
-    table : Table
+    table : DeviceCoefficients
     rates : Rates
     u, k0 : array, shape (d, n)
         The states, and f there in the direction of the solve.
@@ -78,7 +33,7 @@ class Stages:
     """
 
     def __init__(
-        self, table: Table, rates: Rates, u: Array, k0: Array, p: Tree, t: Array, h: Array, t_new: Array,
+        self, table: DeviceCoefficients, rates: Rates, u: Array, k0: Array, p: Tree, t: Array, h: Array, t_new: Array,
         sign: Array | None,
     ):  # fmt: skip
         self.k = np.empty_like(u, shape=(table.tableau.stages, *u.shape))
@@ -100,40 +55,7 @@ class Stages:
     def inside(self, u: Array, x: Array) -> Array:
         """Return the states at parts of the step, shape (m, d, n), x of shape (m, n)."""
         total = np.zeros_like(u, shape=(len(x), *u.shape))
-        for i, weight in enumerate(interpolation(self._table, x)):
-            total += weight[:, None] * self.k[i]
+        weights = self._table.weights(x).astype(self._table.real)
+        for i in range(len(weights)):
+            total += weights[i][:, None] * self.k[i]
         return u + self.h * total
-
-
-def polynomials(table: Table, u: Array, h: Array, k: Array) -> Array:
-    """Return the states inside of a step as polynomials in the part of it that is gone, shape (degree + 1, d, n).
-
-    Parameters
-    ----------
-    table : Table
-    u : array, shape (d, n)
-        Before the step.
-    h : array, shape (n,)
-        As in `Stages`: signed where its stages aren't.
-    k : array, shape (stages, d, n)
-    """
-    return np.concatenate([u[None], h * np.tensordot(table.dense, k, 1)])
-
-
-def states_at(terms: Array, x: Array) -> Array:
-    """Return the states at the parts x of such polynomials, x of shape (n,) and real."""
-    total = terms[-1]
-    for power in range(len(terms) - 2, -1, -1):
-        total = total * x + terms[power]
-    return total
-
-
-def interpolation(table: Table, x: Array) -> list[Array]:
-    """Return the weights of the stages at parts of the step, each of the shape of x."""
-    found = []
-    for row in table.tableau.dense.tolist():
-        weight = row[-1] * x
-        for coefficient in row[-2::-1]:
-            weight = (weight + coefficient) * x
-        found.append(weight.astype(table.real))
-    return found

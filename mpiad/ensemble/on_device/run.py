@@ -1,0 +1,285 @@
+"""A solve on the device that is to be differentiated: its rounds as visits of a walk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from mpiad._typing import Array
+from mpiad.device.transfer import array_to_device
+from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.coefficients import DeviceCoefficients
+from mpiad.ensemble.interpolant import polynomials, states_at
+from mpiad.ensemble.on_device.rates import parameters_of, rates_of
+from mpiad.ensemble.on_device.record import Block, Record
+from mpiad.ensemble.on_device.saving import Due
+from mpiad.ensemble.on_device.stages import Stages
+from mpiad.ensemble.outcome import Outcome
+from mpiad.ensemble.run import Run
+from mpiad.ensemble.seeds import Seeds
+from mpiad.ensemble.settings import Settings
+from mpiad.ensemble.walk import Met, Saved, Visit, Walk
+from mpiad.transport.device_arrays import arrays_of
+
+__all__ = ["DeviceRun", "run_of"]
+
+
+def run_of(batch: Batch, settings: Settings, outcome: Outcome) -> Run:
+    """Return a solve with its record, where its states live."""
+    return (Run if outcome.record is None else DeviceRun)(batch, settings, outcome)
+
+
+class DeviceRun(Run):
+    """A solve on a device and its record; what is said to be on the host is there, all else on the device.
+
+    Parameters
+    ----------
+    batch : Batch
+    settings : Settings
+    outcome : Outcome
+        With a record that is closed.
+    """
+
+    few = 0  # all directions cost as much as an adjoint: each call waits for no number
+
+    def __init__(self, batch: Batch, settings: Settings, outcome: Outcome):
+        super().__init__(batch, settings, outcome)
+        self.record: Record = outcome.record
+        self._home: Any = arrays_of(batch.u0)
+
+    @property
+    def coefficients(self) -> DeviceCoefficients:  # type: ignore[override]
+        """The pair's table on the device."""
+        return self.record.table
+
+    @property
+    def n_saved(self) -> int:
+        """How many values are saved of each trajectory."""
+        return 0 if self.record.saves is None else self.record.saves.count
+
+    @property
+    def slots(self) -> int:
+        """For how many there is room: the last place is for what nobody asked for."""
+        return self.n_saved + 1
+
+    # ---- trajectories
+
+    def masked(self, x: Array) -> Array:
+        """Return a new array, whose last axis counts trajectories, with zeros for those that failed."""
+        return x.copy() if self.record.live is None else np.where(self.record.live, x, 0)
+
+    def placed(self, mask: np.ndarray) -> Array:
+        """Return an array over trajectories on the device."""
+        return self._home.to_device(np.ascontiguousarray(mask))
+
+    def moved(self, x: Array) -> Array:
+        """Return an array of the host's, which may be traced, on the device."""
+        return array_to_device(x, self._home)
+
+    def arange(self, stop: int) -> Array:
+        """Return the integers from 0 on."""
+        return self._home.arange(stop)
+
+    def on_host(self, x: Array) -> np.ndarray:
+        """Return an array on the host."""
+        return self._home.to_host(x)
+
+    def chosen(self, mask: np.ndarray) -> Array:
+        """Return the numbers of some trajectories, without a copy where these are all."""
+        return self._home.arange(len(mask)) if mask.all() else self._home.to_device(np.flatnonzero(mask))
+
+    def numbers(self, *shape: int) -> Array:
+        """Return zeros in double precision."""
+        return self._home.full(shape, 0.0, float)
+
+    def doubled(self, width: int) -> Any:
+        """Return with which columns f is called: all."""
+        return slice(0, width)
+
+    # ---- steps
+
+    def walks(self, backwards: bool = False, whole: bool = False) -> Iterator[Walk]:
+        """Return the ways over all rounds, block by block."""
+        blocks = reversed(self.record.blocks) if backwards else self.record.blocks
+        return (RoundWalk(self, block, None if whole else self.record.every) for block in blocks if len(block.ids))
+
+    def stages_again(self, walk: Walk, visit: Visit) -> tuple[Any, Array]:
+        """Return the stages of a visit, and the states after it, computed as the solve did."""
+        batch, table = self.batch, self.coefficients
+        rates, p = rates_of(batch.f, batch.shape), parameters_of(batch, walk.leaves)
+        k = rates.at(visit.u, p, visit.t.astype(table.real))
+        end = visit.about.t_new
+        end = end if walk.sign is None else end * walk.sign  # type: ignore[attr-defined]
+        stages = Stages(table, rates, visit.u, k, p, visit.t, visit.h, end, None)
+        return stages.k, stages.new
+
+    @cached_property
+    def ends(self) -> Array:
+        """The ends of tspan in the direction of the solve."""
+        return self._home.to_device(self.batch.end * self.record.signs)
+
+    # ---- what was saved
+
+    def seeds(self, saved: Array, end: Array, times: Sequence[Array]) -> Seeds:
+        """Return the cotangents of the results, those of saved states with room for what nobody asked for."""
+        padded = None
+        if self.n_saved:
+            padded = np.zeros_like(saved, shape=(saved.shape[0], self.slots, saved.shape[2]))
+            padded[:, :-1] = np.where(np.isnan(saved), 0, saved)  # of what wasn't reached
+        return Seeds(np.swapaxes(end, 0, 1), padded, *times)
+
+    def saved_on_the_way(self, ends: Callable[[Array, Array], Array]) -> np.ndarray:
+        """Return when values were saved in steps, shape (N, n_saved), on the host; NaN elsewhere."""
+        times = self.settings.saveat if self.settings.saveat is not None else self.outcome.saved_times
+        start, moving = self.batch.start[:, None], (self.counts > 0)[:, None]
+        due = np.broadcast_to(times, (self.batch.size, self.n_saved))  # type: ignore[arg-type]
+        return np.where(moving & (due != start), due, np.nan)
+
+    def _mask(self, at_start: bool) -> np.ndarray:
+        """Tell which values are initial states, or final ones, shape (N, n_saved), on the host."""
+        saves = self.record.saves
+        if saves is None:
+            return np.zeros((self.batch.size, 0), bool)
+        return saves.initial if at_start else saves.final
+
+    def saved_at(self, at_start: bool) -> Array | None:
+        """Tell which values are initial states, or final ones, shape (N, slots); None: no value."""
+        mask = self._mask(at_start)
+        return self.placed(np.pad(mask, ((0, 0), (0, 1)))) if mask.any() else None
+
+    def take_up(self, total: Array, saved: Array, at_start: bool) -> None:
+        """Add the cotangents of values that are the initial states, or final ones, to those of these states, (d, N)."""
+        for slot, ids in self._rows(at_start):
+            own = self.masked(saved[:, slot].T)
+            total[:, ids] += own[:, ids]
+
+    def put_down(self, saved: Array, states: Array, at_start: bool) -> None:
+        """Write initial or final states, (m, d, N), to the values that they are, (m, N, slots, d)."""
+        for slot, ids in self._rows(at_start):
+            saved[:, ids, slot] = np.swapaxes(states[:, :, ids], 1, 2)
+
+    def _rows(self, at_start: bool) -> Iterator[tuple[int, Any]]:
+        """Return which saved values are initial states, or final ones, slot by slot, and of which trajectories."""
+        mask = self._mask(at_start)
+        for slot in np.flatnonzero(mask.any(axis=0)).tolist():
+            own = mask[:, slot]
+            yield slot, slice(None) if own.all() else self.placed(np.flatnonzero(own))
+
+    # ---- events
+
+    @property
+    def reached(self) -> Array:
+        """When each trajectory ended, shape (N,)."""
+        return self.record.events.reached  # type: ignore[union-attr]
+
+    @property
+    def crossed(self) -> Array:
+        """When all events were, shape (m,)."""
+        return self.record.events.times  # type: ignore[union-attr]
+
+    @property
+    def crossed_ids(self) -> Array:
+        """Their trajectories, shape (m,)."""
+        return self.record.events.ids  # type: ignore[union-attr]
+
+    @property
+    def passed(self) -> list[tuple[int, int, int]]:
+        """Those on the way of trajectories that didn't fail: the trajectory, which of its events, which of all."""
+        return self.record.events.passed  # type: ignore[union-attr]
+
+
+class Slots(Saved):
+    """Values saved in one round, several in each column: ids of shape (n,), place and x (s, n), weights (s, 1, n)."""
+
+    def of(self, states: Array) -> Array:
+        """Return states, with an axis for several values in each column."""
+        return states[..., None, :, :]
+
+
+class RoundWalk(Walk):
+    """The visits of a block of rounds.
+
+    Parameters
+    ----------
+    run : DeviceRun
+    block : Block
+    every : int or None
+        Of every so many states one was kept, and the others are computed again; None: all were, or they aren't wanted.
+    """
+
+    def __init__(self, run: DeviceRun, block: Block, every: int | None):
+        self._run, self._block, self._every = run, block, every
+        self.ids, self.leaves, self.sign = block.ids, block.leaves, block.sign
+        self._due: tuple[int, Any] = -1, None
+
+    def _starts(self) -> range:
+        return range(0, len(self._block.rounds), self._every or 1)
+
+    def _stretch(self, begin: int) -> Iterator[Visit]:
+        u = self._block.rounds[begin].u
+        stop = min(begin + (self._every or 1), len(self._block.rounds))
+        for number in range(begin, stop):
+            visit = self._visit(number, u)
+            yield visit
+            if number + 1 < stop:  # the next stretch begins at a kept state
+                u = self._advanced(visit)
+
+    def _visit(self, number: int, u: Array) -> Visit:
+        done, sign = self._block.rounds[number], self.sign
+        t, h = done.t, np.where(done.accepted, done.h, 0.0)
+        if sign is not None:
+            t, h = t * sign, h * sign
+        return Visit(number, t, h, u, done, done.accepted)
+
+    def _advanced(self, visit: Visit) -> Array:
+        """Return the states after a round, computed as the solve did."""
+        u, table = visit.u, self._run.coefficients
+        k, new = self._run.stages_again(self, visit)
+        new = np.where(visit.made, new, u)  # type: ignore[arg-type, call-overload]
+        for met in visit.about.met:
+            if met.terminal:
+                c = met.columns
+                terms = polynomials(table, u[:, c], visit.h[c].astype(table.real), np.take(k, c, axis=-1))
+                new[:, c] = states_at(terms, met.x.astype(table.real))
+        return new
+
+    # ---- what lies in a round
+
+    def at_end(self, visit: Visit) -> Sequence[Saved]:
+        """Return the values saved at the end of the step."""
+        due = self._due_in(visit)
+        if due is None:
+            return ()
+        return [Slots(self.ids, np.where(due.at_end, due.slot, np.full_like(due.slot, self._run.n_saved)), slice(None))]
+
+    def inside(self, visit: Visit) -> Sequence[Saved]:
+        """Return those saved inside the step."""
+        due, run = self._due_in(visit), self._run
+        if due is None or not run.record.saves.inside:  # type: ignore[union-attr]
+            return ()
+        place = np.where(due.at_end, np.full_like(due.slot, run.n_saved), due.slot)
+        weights = run.coefficients.weights(due.x).astype(run.coefficients.real)
+        h = visit.h.astype(run.coefficients.real)
+        return [Slots(self.ids, place, slice(None), due.x, h, [weights[i][:, None] for i in range(len(weights))])]
+
+    def _due_in(self, visit: Visit) -> Due | None:
+        if self._due[0] != visit.number:
+            done = visit.about
+            self._due = visit.number, self._run.record.due(self._block, done) if done.most else None
+        return self._due[1]
+
+    def met(self, visit: Visit) -> Sequence[Met]:
+        """Return the events in the step."""
+        found = sorted(visit.about.met, key=lambda met: met.terminal)
+        return [met._replace(row=self.ids[met.columns]) if met.terminal else met for met in found]
+
+    def moves(self, visit: Visit) -> Array:
+        """Tell in which columns the step ends where tspan does."""
+        found = visit.made & (visit.about.t_new == self._run.ends[self.ids])
+        for met in visit.about.met:
+            if met.terminal:  # it ends there before
+                found[met.columns] = False
+        return found
