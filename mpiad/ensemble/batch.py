@@ -9,15 +9,26 @@ import numpy as np
 from autograd.tracer import getval, isbox
 
 from mpiad._typing import Array, Function, Shape, Tree
-from mpiad.ensemble.derivative import Columns
+from mpiad.ensemble.derivative import Columns, locked
+from mpiad.transport.device_arrays import arrays_of
 
-__all__ = ["Batch", "Parameters", "same_for_all"]
+__all__ = ["Batch", "Parameters", "same_for_all", "spread"]
 
 
 def same_for_all(x: Array) -> bool:
     """Tell whether all trajectories have the same number in an array of shape (N,)."""
     # Most often it was made of a single one, and nothing needs to be looked at.
     return len(x) < 2 or x.strides == (0,) or bool((x == x[0]).all())
+
+
+def spread(values: np.ndarray, like: Array) -> Array:
+    """Return numbers of the host, one for each trajectory, where `like` lives; without a copy where all are the same."""
+    home = arrays_of(like)
+    if home is None:
+        return values
+    if same_for_all(values) and len(values):
+        return home.full(values.shape, values.dtype.type(values[0]), values.dtype)
+    return home.to_device(np.ascontiguousarray(values))
 
 
 class Parameters(NamedTuple):
@@ -48,14 +59,12 @@ class Parameters(NamedTuple):
         """
         if not any(self.varies):
             return self.build(self.leaves)
-        taken = [_taken(leaf, ids) if varies else leaf for leaf, varies in zip(self.leaves, self.varies)]
-        return Columns(taken, self.varies, self.build) if one_by_one else self.build(taken)
+        taken = [locked(np.take(leaf, ids, axis=-1)) if own else leaf for leaf, own in zip(self.leaves, self.varies)]
+        return self.of_columns(taken, one_by_one)
 
-
-def _taken(leaf: Array, ids: Array) -> Array:
-    columns = np.take(leaf, ids, axis=-1)
-    columns.flags.writeable = False
-    return columns
+    def of_columns(self, leaves: list[Any], one_by_one: bool) -> Tree:
+        """Return the parameters of some trajectories as f takes them, by their leaves."""
+        return Columns(leaves, self.varies, self.build) if one_by_one and any(self.varies) else self.build(leaves)
 
 
 class Batch(NamedTuple):

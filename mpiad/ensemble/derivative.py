@@ -12,13 +12,24 @@ import numpy as np
 from autograd.tracer import isbox
 
 from mpiad._typing import Array, Function, Shape, Tree
+from mpiad.device.assembly import array
+from mpiad.transport.device_arrays import is_device_array
 
-__all__ = ["COUPLED", "Derivative", "derivative_of"]
+__all__ = ["COUPLED", "Columns", "Derivative", "derivative_of", "locked"]
 
 COUPLED = (
     "It is called with columns, u of shape (d, n) and t of shape (n,); it is usually a sum or a product over all of u "
     "(np.sum(u), np.dot(u, u)), or a constant array, that must be written for columns (np.sum(u, axis=0))."
 )
+
+
+def locked(array: Array) -> Array:
+    """Return a read-only view; what lives on a device can't be locked."""
+    if type(array) is not np.ndarray:
+        return array
+    view = array.view()
+    view.flags.writeable = False
+    return view
 
 
 class Derivative:
@@ -37,7 +48,8 @@ class Derivative:
     def write(self, out: Array, u: Array, p: Tree, t: Array) -> None:
         """Write the derivative of each column into `out`, both of shape (d, n)."""
         value = self.f(u, p, t)
-        if type(value) is np.ndarray:
+        kind = type(value)
+        if kind is np.ndarray or (kind is not list and is_device_array(value)):
             if value.shape != out.shape:
                 raise ValueError(self._mismatch(value.shape, out.shape))
             # Where f turns complex on the way this raises, and drops no imaginary part.
@@ -106,7 +118,7 @@ class Derivative:
         for part in parts:
             if isinstance(value, (list, tuple)) and np.shape(part) not in ((), u.shape[1:]):
                 raise ValueError(self._mismatch(np.shape(part), u.shape[1:], "each component must be a number or "))
-            dtype = np.asarray(part).dtype
+            dtype = part.dtype if is_device_array(part) else np.asarray(part).dtype
             if not np.can_cast(dtype, u.dtype, casting="same_kind"):
                 raise TypeError(f"solve: f returned {dtype} for u of {u.dtype}. Give u0 the dtype that the derivative has.")
 
@@ -133,7 +145,7 @@ class MatrixDerivative(Derivative):
         """Write the derivative of each column, a flattened state, into `out`."""
         for j in range(u.shape[1]):
             # A single state comes twice, because the working set has two columns at least.
-            if j and not isinstance(p, Columns) and t[j] == t[0] and (u[:, j] == u[:, 0]).all():
+            if j and not isinstance(p, Columns) and _are_same(u, t, j):
                 out[:, j] = out[:, 0]
             else:
                 out[:, j] = self._one(u, p, t, j)
@@ -143,10 +155,12 @@ class MatrixDerivative(Derivative):
         return np.stack([self._one(u, p, t, j) for j in range(u.shape[1])], axis=1)
 
     def _one(self, u: Array, p: Tree, t: Array, j: int) -> Array:
-        state = np.ascontiguousarray(u[:, j]).reshape(self.shape)
-        state.flags.writeable = False
-        value = self.f(state, self.column(p, j), t[j])
-        value = np.asarray(value) if not isbox(value) else value
+        column = np.ascontiguousarray(u[:, j]) if type(u) is np.ndarray else u[:, j]
+        state = locked(column.reshape(self.shape))
+        value: Any = self.f(state, self.column(p, j), t[j])
+        if isinstance(value, (list, tuple)) and is_device_array(u):
+            value = array(value)
+        value = value if isbox(value) or is_device_array(value) else np.asarray(value)
         if isbox(value):
             raise NotImplementedError("solve: f uses a traced value from around it. Pass it as p.")
         if value.shape != self.shape:
@@ -157,6 +171,11 @@ class MatrixDerivative(Derivative):
     def column(p: Tree, j: int) -> Tree:
         """Return the parameters of column j."""
         return p.column(j) if isinstance(p, Columns) else p
+
+
+def _are_same(u: Array, t: Array, j: int) -> bool:
+    """Tell whether column j on the host is the first one again."""
+    return type(u) is np.ndarray and t[j] == t[0] and bool((u[:, j] == u[:, 0]).all())
 
 
 class Columns:

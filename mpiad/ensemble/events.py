@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from autograd.tracer import isbox
 
 from mpiad._typing import Array, Function, Shape, Tree
 from mpiad.ensemble.coefficients import Coefficients
-from mpiad.ensemble.interpolant import interpolate
-from mpiad.ensemble.stages import locked
+from mpiad.ensemble.derivative import locked
+from mpiad.ensemble.interpolant import polynomials, states_at
 from mpiad.ensemble.step import Step
+from mpiad.ensemble.walk import Met
+from mpiad.transport.device_arrays import is_device_array
 
-__all__ = ["BISECTIONS", "Event", "EventWatch", "require_numbers"]
+__all__ = ["BISECTIONS", "Event", "EventWatch", "Happened"]
 
 # Halvings of a step until its parts can't be told apart.
 BISECTIONS = 60
@@ -82,9 +85,9 @@ class Event:
         ValueError
             Where it has another shape.
         """
-        value = self.condition(locked(u), p, locked(np.array(t)))
-        require_numbers(value, t.shape)
-        return np.asarray(value).astype(float)
+        value = self.condition(locked(u), p, locked(t.copy()))
+        _require_numbers(value, t.shape)
+        return (value if is_device_array(value) else np.asarray(value)).astype(float)
 
     def crossed(self, before: Array, after: Array) -> Array:
         """Tell for each column whether the condition changed its sign as asked for."""
@@ -95,7 +98,7 @@ class Event:
         return chosen & moved
 
 
-def require_numbers(value: Any, shape: Shape) -> None:
+def _require_numbers(value: Any, shape: Shape) -> None:
     """Raise where a condition didn't return one real number for each column.
 
     Raises
@@ -133,82 +136,115 @@ class _OfNumbers:
         return self.written(u[0], p, t)
 
 
+class Happened(NamedTuple):
+    """The events of one step of several columns.
+
+    Parameters
+    ----------
+    met : list of Met
+    ended : array of bool, shape (n,), or None
+        Which columns a terminal event ended; None where none did.
+    part : array, shape (n,)
+        At which part of the step; infinite elsewhere.
+    states : array, shape (d, n)
+        There, and after the step elsewhere.
+    """
+
+    met: list[Met]
+    ended: Array | None
+    part: Array
+    states: Array
+
+
 class EventWatch:
     """The values of the conditions at the working set's columns, and what becomes of them in a step.
+
+    Whether any changed its sign is asked with `crossed`. Where one did, the part of the step is found by bisection, for all
+    columns that it concerns at once, and noted in a table: the trajectory, which event, in which of its steps (from 0), at
+    which part of it (infinite where the trajectory had ended before), and when.
 
     Parameters
     ----------
     events : tuple of Event
     coefficients : Coefficients
-    event_times, event_places : dict
-        From trajectories to lists of (number of the event, time), and of (number of the step, its part), filled in.
+    select : callable
+        ``select(ids)`` returns the parameters of some trajectories.
     """
 
-    def __init__(
-        self, events: tuple[Event, ...], coefficients: Coefficients, event_times: dict[int, list[tuple[int, float]]],
-        event_places: dict[int, list[tuple[int, float]]],
-    ):  # fmt: skip
-        self._events, self._coefficients, self._times, self._places = events, coefficients, event_times, event_places
+    def __init__(self, events: tuple[Event, ...], coefficients: Coefficients, select: Callable[[Array], Tree]):
+        self._events, self._coefficients, self._select = events, coefficients, select
         self._values: list[Array] = []
+        self._rows: list[Array] = []
+        self._count = 0
 
     def enter(self, u: Array, p: Tree, t: Array) -> None:
-        """Take up the columns of a new working set, at their present states and times."""
+        """Take up the columns of a new working set, at their present states and actual times."""
         self._values = [event.value(u, p, t) for event in self._events]
 
-    def after(self, step: Step, p: Tree, select: Function) -> tuple[Array, Array, Array]:
-        """Find the events of a step.
+    def crossed(self, step: Step, p: Tree) -> list[Array]:
+        """Tell for each event in which columns its condition changed its sign as asked for; go on from the step's end."""
+        before, time = self._values, step.actual(step.t_new)
+        after = [event.value(step.new, p, time) for event in self._events]
+        self._before = before
+        self._values = [np.where(step.accepted, new, old) for new, old in zip(after, before)]
+        return [step.accepted & event.crossed(*pair) for event, *pair in zip(self._events, before, after)]
+
+    def happened(self, step: Step, crossed: Sequence[Array | None]) -> Happened:
+        """Find the events of a step, and note them.
 
         Parameters
         ----------
         step : Step
-        p : nest
-            The columns' parameters.
-        select : callable
-            ``select(ids)`` returns the parameters of some trajectories.
-
-        Returns
-        -------
-        tuple
-            The columns that a terminal event ends, at which part of the step (m,), and their states there (d, m).
+        crossed : sequence of array of int, or None
+            For each event its columns; None where there are none.
         """
-        parts = np.full((len(self._events), len(step.t)), np.inf)
-        states = {}
-        for number, event in enumerate(self._events):
-            new = event.value(step.new, p, step.actual(step.t_new))
-            columns = np.flatnonzero(step.accepted & event.crossed(self._values[number], new))
-            if columns.size:
-                found = self._locate(event, step.at(columns), self._values[number][columns], select)
-                parts[number, columns] = found[0]
-                states.update({(number, c): found[1][:, j] for j, c in enumerate(columns)})
-            self._values[number] = np.where(step.accepted, new, self._values[number])
-        return self._settle(step, parts, states)
+        last, ender = np.full_like(step.t, np.inf), np.full_like(step.ids, -1)
+        states, found = step.new, []
+        for e, (event, columns) in enumerate(zip(self._events, crossed)):
+            if columns is None:
+                continue
+            x, at = self._located(event, step.at(columns), self._before[e][columns])
+            found.append((e, columns, x))
+            if event.terminal:
+                states = states.copy() if states is step.new else states
+                earlier = x <= last[columns]  # of two at once the one that was given later counts
+                last[columns] = np.where(earlier, x, last[columns])
+                ender[columns] = np.where(earlier, np.full_like(columns, e), ender[columns])
+                states[:, columns] = np.where(earlier, at, states[:, columns])
+        met = [self._met(step, e, columns, x, last, ender, len(found) > 1) for e, columns, x in found]
+        return Happened([one for one in met if one], None if states is step.new else last < np.inf, last, states)
 
-    def _locate(self, event: Event, step: Step, before: Array, select: Function) -> tuple[Array, Array]:
-        """Return parts and states, by bisection down to the resolution of time."""
-        p, single = select(step.ids), len(before) == 1
-        if single:  # two columns at least, wherever f and conditions are called
-            step, before, p = step.at(np.zeros(2, int)), np.repeat(before, 2), select(np.repeat(step.ids, 2))
-        low, high = np.zeros(len(before)), np.ones(len(before))
+    def _located(self, event: Event, step: Step, before: Array) -> tuple[Array, Array]:
+        """Return at which parts of the step a condition vanishes, by bisection down to time's resolution, and states."""
+        count, ids, real = len(before), step.ids, self._coefficients.real
+        if count == 1 and type(before) is np.ndarray:  # two columns at least, wherever f and conditions are called
+            step, before = step.at(np.zeros(2, int)), np.repeat(before, 2)
+            ids = step.ids
+        p, signs = self._select(ids), np.sign(before)
+        terms = polynomials(self._coefficients, step.u, step.h.astype(real, copy=False), step.k)
+        low, high = np.zeros_like(before), np.ones_like(before)
         for _ in range(BISECTIONS):
             x = 0.5 * (low + high)
-            state = interpolate(self._coefficients, step.u, step.h, step.k, x)
-            value = event.value(state, p, step.actual(step.t + x * step.h))
-            same = np.sign(value) == np.sign(before)
+            state = states_at(terms, x.astype(real, copy=False))
+            same = np.sign(event.value(state, p, step.actual(step.t + x * step.h))) == signs
             low, high = np.where(same, x, low), np.where(same, high, x)
-        count = 1 if single else len(high)
-        return high[:count], interpolate(self._coefficients, step.u, step.h, step.k, high)[:, :count]
+        return high[:count], states_at(terms, high.astype(real, copy=False))[:, :count]
 
-    def _settle(self, step: Step, parts: Array, states: dict) -> tuple[Array, Array, Array]:
-        """Note the events up to the first terminal one of each column."""
-        terminal = np.array([event.terminal for event in self._events])
-        last = parts[terminal].min(axis=0, initial=np.inf)
-        for number, c in sorted(states, key=lambda at: parts[at]):  # in the order of time
-            if parts[number, c] <= last[c]:
-                time = step.actual(step.t + parts[number] * step.h)[c]
-                self._times.setdefault(int(step.ids[c]), []).append((number, float(time)))
-                place = int(step.number[c]), float(parts[number, c])
-                self._places.setdefault(int(step.ids[c]), []).append(place)
-        ended = np.flatnonzero(np.isfinite(last))
-        first = [int(np.argmin(np.where(terminal, parts[:, c], np.inf))) for c in ended]
-        ends = [states[number, c] for number, c in zip(first, ended)]
-        return ended, last[ended], np.stack(ends, axis=1) if ends else np.empty((len(step.u), 0))
+    def _met(self, step: Step, e: int, columns: Array, x: Array, last: Array, ender: Array, several: bool) -> Met | None:
+        """Write an event into the table, and return it without the columns that had ended before."""
+        time = step.t[columns] + x * step.h[columns]
+        time = time if step.sign is None else time * step.sign[columns]
+        known, terminal = x <= last[columns], self._events[e].terminal
+        part = np.where(known, x, np.inf)
+        rows = step.ids[columns], np.full_like(columns, e), step.number[columns], part, time
+        self._rows.append(np.stack([row.astype(float) for row in rows]))
+        row = self._count + np.cumsum(np.full_like(columns, 1)) - 1
+        self._count += len(columns)
+        if several:
+            kept = np.flatnonzero((ender[columns] == e) if terminal else known)
+            columns, x, time, row = columns[kept], x[kept], time[kept], row[kept]
+        return Met(e, terminal, columns, x, time, row) if len(columns) else None
+
+    def rows(self) -> Array | None:
+        """Return the table, shape (5, m); None where nothing happened."""
+        return np.concatenate(self._rows, axis=1) if self._rows else None

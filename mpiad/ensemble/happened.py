@@ -10,7 +10,7 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.ensemble.events import Event
 
-__all__ = ["events_of", "traced_events"]
+__all__ = ["events_of", "in_order", "traced_events"]
 
 
 def events_of(
@@ -33,18 +33,24 @@ def events_of(
     list of (int, int, int)
         Those on the way of trajectories that didn't fail: the trajectory, which of its events it is, and the table's row.
     """
-    ids, event, number, part, times = rows
-    # Within a step by its parts; equal ones in the order in which the events were given.
-    order = np.lexsort((event, part, number, ids))
+    ids, event, _, _, times = rows
     found: dict[int, list[tuple[int, float]]] = {}
     passed = []
-    for row in order[np.isfinite(part[order])].tolist():
+    for row in in_order(rows).tolist():
         i, e = int(ids[row]), int(event[row])
         mine = found.setdefault(i, [])
         if not (events[e].terminal or failed[i]):
             passed.append((i, len(mine), row))
         mine.append((e, float(times[row])))
     return found, passed
+
+
+def in_order(rows: np.ndarray) -> np.ndarray:
+    """Return which rows say that an event was, trajectory by trajectory in the order of time."""
+    ids, event, number, part, _ = rows
+    # Within a step by its parts; equal ones in the order in which the events were given.
+    order = np.lexsort((event, part, number, ids))
+    return order[np.isfinite(part[order])]
 
 
 def traced_events(

@@ -39,8 +39,11 @@ class Outcome:
         trajectories from there.
     end_part : array, shape (N,)
         Which part of the last accepted step was gone: less than 1 where a terminal event ended the trajectory inside it.
-    event_times, event_places : dict
-        From trajectories to lists of (number of an event, its time), and of (number of the step, from 0, its part).
+    event_times : dict
+        From trajectories to lists of (number of an event, its time).
+    happened : array, shape (5, m), or None
+        The same as a table, trajectory by trajectory in the order of time: the trajectory, which event, in which of its
+        steps (from 0), at which part of it, and when; None where nothing happened.
     solver : Solver or None
         Of a solve by compiled kernels that is to be differentiated; `steps` is then made when it is asked for.
     tapes, last
@@ -64,7 +67,7 @@ class Outcome:
     save_step: Array | None
     end_part: Array
     event_times: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
-    event_places: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
+    happened: Array | None = None
     steps: list[tuple[int, Steps]] = field(default_factory=list)
     solver: Any = None
     tapes: list[Any] = field(default_factory=list)
@@ -103,16 +106,17 @@ class Outcome:
         """Return the outcome of several shares, one after the other; their steps stay apart."""
         if len(parts) == 1:
             return parts[0]
-        events, places, steps, offset = {}, {}, [], 0
+        events, happened, steps, offset = {}, [], [], 0
         for part in parts:
             events.update({i + offset: found for i, found in part.event_times.items()})
-            places.update({i + offset: found for i, found in part.event_places.items()})
+            if part.happened is not None:
+                happened.append(part.happened + np.array([[offset], [0], [0], [0], [0]]))
             steps += [(first + offset, found) for first, found in part.steps]
             offset += len(part.codes)
         return Outcome(
             np.concatenate([part.u_end for part in parts], axis=1),
             event_times=events,
-            event_places=places,
+            happened=np.concatenate(happened, axis=1) if happened else None,
             steps=steps,
             **{name: _join([getattr(part, name) for part in parts]) for name in _BY_TRAJECTORY},
         )

@@ -1,9 +1,15 @@
 """Many trajectories that advance together, each with its own time, step and error control.
 
-The working set is a block of columns that stays in the cache. All arithmetic is elementwise over columns, so a trajectory's
-numbers don't depend on those beside it. Ended trajectories stay, with steps of length zero, until there are enough of them
-to be replaced by waiting ones (or dropped, when none wait): so a long one doesn't make all the others pay, and nothing is
-gathered or scattered from turn to turn. There are two columns at least (see `norms`): a single trajectory comes twice.
+In a turn each column tries one step. `Pool._take_turn` is the same on the host and on a device (`on_device.pool`), as is
+all that decides on steps and codes. Ended trajectories stay, with steps of length zero, and nothing is gathered or
+scattered from turn to turn. What differs is what may be asked: the host looks at any mask, so it acts only where something
+happens, in place, and takes a trajectory's results as it ends. A device is waited for once in a turn, so all is masked
+there, and states are new arrays, which the record keeps.
+
+On the host the working set is a block of columns that stays in the cache. All arithmetic is elementwise over columns, so a
+trajectory's numbers don't depend on those beside it. When there are enough ended ones, they are replaced by waiting ones
+(or dropped, when none wait), so a long one doesn't make all the others pay. There are two columns at least (see `norms`):
+a single trajectory comes twice.
 
 Times run in the direction of the solve, negated where it goes backwards.
 """
@@ -35,7 +41,7 @@ _LEAST_COLUMNS = 512
 _IDLE = 10_000
 # Of a step: what is left to the end, where steps are fixed.
 _ROUNDING = 1e-9
-_ONE, _ONE_MORE = np.array(1.0), np.array(1)
+_ONE_MORE = np.array(1)
 
 
 def integrate(batch: Batch, settings: Settings) -> Outcome:
@@ -71,10 +77,13 @@ class Pool:
         Is filled in.
     """
 
+    _one: Any = np.array(1.0)  # as ufuncs take it fastest
+
     def __init__(self, batch: Batch, settings: Settings, outcome: Outcome):
         self._settings, self._outcome = settings, outcome
         self._tableau, self._controller = settings.alg.tableau, settings.alg.controller
         self._entrance = Entrance(batch, settings)
+        self._rtol, self._atol = self._entrance.rtol, self._entrance.atol
         self._witnesses = Witnesses(batch, settings, outcome, self._entrance)
         self._width = max(_LEAST_COLUMNS, _BLOCK // max(1, len(batch.u0)))
         self._turn = 0
@@ -139,7 +148,10 @@ class Pool:
         self._turn += 1
         t_new, h = self._proposed()
         self._stages.take(self.u, self._p, self.t, h, t_new, self._sign)
-        accepted = self._judged(h)
+        self._settle(self._judged(h), h, t_new)
+
+    def _settle(self, accepted: Array, h: Array, t_new: Array) -> None:
+        """Take the steps that are accepted, and let go of what ends by them."""
         terminated = self._seen(accepted, h, t_new)
         if np.count_nonzero(accepted) == self._alive:
             # Ended columns may move too: by nothing, or, after a failure, to where nobody looks.
@@ -181,8 +193,8 @@ class Pool:
         if self._tableau.error is None:
             self._error = None
             return np.isfinite(self._stages.new).all(axis=0) & self.live
-        q2 = self._error = self._stages.error(self.u, self._entrance.rtol, self._entrance.atol)
-        accepted = np.less(q2, _ONE)
+        q2 = self._error = self._stages.error(self.u, self._rtol, self._atol)
+        accepted = np.less(q2, self._one)
         if self._alive < len(accepted):
             accepted &= self.live
         factor = self._controller.factor(q2, self.q2, accepted, self.rejected, self._tableau.error_order)
@@ -201,20 +213,27 @@ class Pool:
     def _fail(self, accepted: Array) -> None:
         """Let go of trajectories that can't go on."""
         if self._error is None:
-            self._leave(np.flatnonzero(self.live & ~accepted), ReturnCode.Unstable)
-        elif np.count_nonzero(np.less(self.h, self._least_step)):
+            self._end(self.live & ~accepted, ReturnCode.Unstable)
+        elif self._some_are_small():
             self._meet_least_step(accepted, self._error)
         if self._turn >= self._last_turn:
-            tired = self.live & (self._turn - self.entered >= self._settings.max_steps)
-            self._leave(np.flatnonzero(tired), ReturnCode.MaxIters)
+            self._end(self.live & (self._turn - self.entered >= self._settings.max_steps), ReturnCode.MaxIters)
+
+    def _some_are_small(self) -> bool:
+        """Tell whether a step may be smaller than time resolves."""
+        return bool(np.count_nonzero(np.less(self.h, self._least_step)))
 
     def _meet_least_step(self, accepted: Array, error: Array) -> None:
         least = least_step(self.t)
         small = self.live & (self.h < least)
         stuck, finite = small & ~accepted, np.isfinite(error)
         np.copyto(self.h, least, where=small & accepted)
-        self._leave(np.flatnonzero(stuck & finite), ReturnCode.DtLessThanMin)
-        self._leave(np.flatnonzero(stuck & ~finite), ReturnCode.Unstable)
+        self._end(stuck & finite, ReturnCode.DtLessThanMin)
+        self._end(stuck & ~finite, ReturnCode.Unstable)
+
+    def _end(self, mask: Array, code: ReturnCode) -> None:
+        """Let go of the trajectories of a mask."""
+        self._leave(np.flatnonzero(mask), code)
 
     def _leave(self, columns: Array, code: ReturnCode) -> None:
         """Take the results of trajectories that have ended, and leave their columns where they are."""

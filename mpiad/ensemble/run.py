@@ -263,22 +263,25 @@ class Run:
     # ---- events
 
     @cached_property
+    def _happened(self) -> list[Array]:
+        """All that happened, with what is terminal: see `Outcome.happened`."""
+        rows = np.empty((5, 0)) if self.outcome.happened is None else self.outcome.happened
+        ids, event, number = rows[:3].astype(int)
+        terminal = np.array([event.terminal for event in self.settings.events], bool)[event]
+        return [ids, event, number, *rows[3:], terminal]
+
+    @cached_property
     def crossings(self) -> Crossings:
         """All events on the way of trajectories that didn't fail, but for those that ended one."""
-        outcome, found = self.outcome, []
-        for i in sorted(outcome.event_times):
-            pairs = zip(outcome.event_times[i], outcome.event_places[i])
-            for order, ((event, time), (number, x)) in enumerate(pairs):
-                if self.live[i] and not self.settings.events[event].terminal:
-                    found.append((i, order, event, number, x, time))
-        columns = [np.array(column) for column in zip(*found)] or [np.empty(0, int)] * 4 + [np.empty(0)] * 2
-        return Crossings(*columns)
+        ids, event, number, x, time, terminal = self._happened
+        order = np.arange(len(ids)) - np.searchsorted(ids, ids)
+        chosen = self.live[ids] & ~terminal
+        return Crossings(*(column[chosen] for column in (ids, order, event, number, x, time)))
 
     @cached_property
     def ending_events(self) -> Array:
         """Which event ended each trajectory, -1 where none did, shape (N,)."""
+        ids, event, *_, terminal = self._happened
         found = np.full(self.batch.size, -1)
-        for i in np.flatnonzero(self.terminated):
-            happened = [number for number, _ in self.outcome.event_times[int(i)] if self.settings.events[number].terminal]
-            found[i] = happened[-1]
-        return found
+        found[ids[terminal]] = event[terminal]  # of two at once the later one
+        return np.where(self.terminated, found, -1)

@@ -12,22 +12,15 @@ import numpy as np
 
 from mpiad._typing import Array, Tree
 from mpiad.ensemble.coefficients import Weights
-from mpiad.ensemble.derivative import Derivative
+from mpiad.ensemble.derivative import Derivative, locked
 from mpiad.ensemble.few_columns import FEW, StageSums
 from mpiad.ensemble.norms import mean_square
 from mpiad.ensemble.tableaus import Tableau
 
-__all__ = ["Stages", "locked"]
+__all__ = ["Stages"]
 
 # With `out` by its place: where few columns are left, a turn is a hundred calls and what each takes to start.
 _multiply, _add = np.multiply, np.add
-
-
-def locked(array: Array) -> Array:
-    """Return a read-only view."""
-    view = array.view()
-    view.flags.writeable = False
-    return view
 
 
 class Stages:

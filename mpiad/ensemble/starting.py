@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 
 from mpiad._typing import Array, Tree
-from mpiad.ensemble.derivative import Derivative
+from mpiad.ensemble.derivative import Derivative, locked
 from mpiad.ensemble.norms import mean_square, tolerance
-from mpiad.ensemble.stages import locked
 
 __all__ = ["derivative_at", "first_step"]
 
@@ -18,7 +17,7 @@ __all__ = ["derivative_at", "first_step"]
 def derivative_at(derivative: Derivative, u: Array, p: Tree, t: Array, sign: Array | None) -> Array:
     """Return f in the direction of the solve, shape (d, n); t is in that direction too."""
     k = np.empty_like(u)
-    time = np.array(t if sign is None else t * sign, u.real.dtype)
+    time = (t if sign is None else t * sign).astype(u.real.dtype)
     derivative.write(k, locked(u), p, locked(time))
     return k if sign is None else np.multiply(k, sign, out=k)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,7 +22,7 @@ class Step(NamedTuple):
     t, h, t_new : array, shape (n,)
     u, new : array, shape (d, n)
         Before and after.
-    k : list of array, shape (d, n)
+    k : list of array, shape (d, n), or on a device array, shape (stages, d, n)
         The stages.
     sign : array, shape (n,), or None
         -1 for columns that go backwards; None where there are none.
@@ -36,13 +36,14 @@ class Step(NamedTuple):
     t_new: Array
     u: Array
     new: Array
-    k: list[Array]
+    k: Any
     sign: Array | None
 
     def at(self, columns: Array) -> Step:
         """Return the step of some columns."""
         taken: list = [np.take(array, columns, axis=-1) for array in self[:8]]
-        taken.append([np.take(stage, columns, axis=-1) for stage in self.k])
+        block = not isinstance(self.k, list)
+        taken.append(np.take(self.k, columns, axis=-1) if block else [np.take(k, columns, axis=-1) for k in self.k])
         taken.append(None if self.sign is None else self.sign[columns])
         return Step._make(taken)
 

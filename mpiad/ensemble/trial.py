@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.ensemble.batch import Batch
-from mpiad.ensemble.derivative import COUPLED, Derivative, derivative_of
+from mpiad.ensemble.batch import Batch, spread
+from mpiad.ensemble.derivative import COUPLED, Derivative, derivative_of, locked
 from mpiad.ensemble.events import Event
 from mpiad.ensemble.field import Field
 from mpiad.ensemble.linearization import check_traceable
+from mpiad.transport.device_arrays import arrays_of
 
-__all__ = ["MOVED", "require_uncoupled", "try_once"]
+__all__ = ["MOVED", "try_once"]
 
 # By how much the other columns are moved, relative to u or to 1, and what of the largest value is rounding.
 MOVED, _ROUNDINGS = 0.01, 1e4
@@ -45,17 +46,19 @@ def try_once(batch: Batch, events: Sequence[Event], traced: bool) -> None:
     if not len(batch.u0):
         raise ValueError(f"solve: u0 must have one component at least, but has shape {batch.shape}.")
     width, more = _widths(batch)
+    home = arrays_of(batch.u0)
+    numbers = np.arange if home is None else home.arange
     derivative = derivative_of(batch.f, batch.shape)
     with np.errstate(all="ignore"):
-        first = _columns(batch, np.resize(np.arange(batch.size), width))
+        first = _columns(batch, numbers(width) % batch.size)
         derivative.check(*first)
         if len(batch.shape) < 2:  # matrices are handed to f one by one
-            moved = _moved(*_columns(batch, np.zeros(more, int)))
+            moved = _moved(*_columns(batch, numbers(more) % 1))
             _check_uncoupled(lambda *at: _written(derivative, *at), first, moved, "f")
             for event in events:
                 _check_uncoupled(event.value, first, moved, "a condition of the events")
         if traced:
-            ids = np.resize(np.arange(batch.size), width)
+            ids = numbers(width) % batch.size
             leaves = [leaf[..., ids] if varies else leaf for leaf, varies in zip(batch.p.leaves, batch.p.varies)]
             check_traceable(Field(batch), first[0], leaves, first[2])
 
@@ -69,18 +72,18 @@ def _widths(batch: Batch) -> list[int]:
 
 
 def _columns(batch: Batch, ids: Array) -> tuple[Array, Any, Array]:
-    u, t = batch.u0[:, ids], batch.start[ids].astype(batch.u0.real.dtype)
-    u.flags.writeable = t.flags.writeable = False
-    return u, batch.p.columns(ids, len(batch.shape) > 1), t
+    u, real = batch.u0[:, ids], np.zeros(0, batch.u0.dtype).real.dtype
+    t = spread(batch.start, batch.u0)[ids].astype(real)
+    return locked(u), batch.p.columns(ids, len(batch.shape) > 1), locked(t)
 
 
 def _moved(u: Array, p: Any, t: Array) -> tuple[Array, Any, Array]:
     """Return the columns with all but the first at other places, each component its own way."""
-    way = np.cos(np.arange(u.size).reshape(u.shape))
+    home = arrays_of(u)
+    way = np.cos((np.arange if home is None else home.arange)(u.size).reshape(u.shape))
     others = (u + MOVED * (1 + np.abs(u)) * way).astype(u.dtype)
     others[:, 0] = u[:, 0]
-    others.flags.writeable = False
-    return others, p, t
+    return locked(others), p, t
 
 
 def _written(derivative: Derivative, u: Array, p: Any, t: Array) -> Array:
@@ -95,34 +98,16 @@ def _check_uncoupled(fun: Callable[..., Array], first: tuple, moved: tuple, name
         other = fun(*moved)
     except Exception:  # noqa: BLE001 the moved states may lie where it isn't defined
         return
-    alone, beside = value[..., 0], other[..., 0]
+    alone, beside, home = value[..., 0], other[..., 0], arrays_of(value)
+    if home is not None:  # in one copy
+        value = home.to_host(np.stack([alone, beside, np.max(np.abs(value), axis=-1).astype(value.dtype)]))
+        alone, beside, other = value[0], value[1], value[:0]
     if alone.tobytes() == beside.tobytes():
         return  # nearly always, and each solve comes here
     known = [part[np.isfinite(part)] for part in (value, other)]
     largest = max((float(np.abs(part).max(initial=0.0)) for part in known), default=0.0)
-    require_uncoupled(alone, beside, largest, float(np.finfo(first[0].dtype).eps), name)
-
-
-def require_uncoupled(alone: Array, beside: Array, largest: float, eps: float, name: str) -> None:
-    """Look at the first trajectory's values beside some columns and beside others.
-
-    Parameters
-    ----------
-    alone, beside : array
-        On the host.
-    largest : float
-        The largest value among all columns.
-    eps : float
-        The distance from one to the next number in the precision of the states.
-    name : str
-        What gave the values, for the message of the error.
-
-    Raises
-    ------
-    ValueError
-        Where they differ by more than rounding.
-    """
-    if not np.allclose(alone, beside, rtol=0, atol=_ROUNDINGS * eps * largest, equal_nan=True):
+    rounding = _ROUNDINGS * float(np.finfo(first[0].dtype).eps) * largest
+    if not np.allclose(alone, beside, rtol=0, atol=rounding, equal_nan=True):
         raise ValueError(
             f"solve: {name} gives the first trajectory {alone.tolist()} beside some columns, but {beside.tolist()} beside "
             f"others: trajectories must not depend on each other. {COUPLED}"

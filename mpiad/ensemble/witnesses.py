@@ -9,6 +9,7 @@ from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.coefficients import Coefficients
 from mpiad.ensemble.entrance import Entrance, Entrants, Joint
 from mpiad.ensemble.events import EventWatch
+from mpiad.ensemble.happened import events_of, in_order
 from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.record import Log
 from mpiad.ensemble.saving import SavePoints
@@ -38,12 +39,12 @@ class Witnesses:
     """
 
     def __init__(self, batch: Batch, settings: Settings, outcome: Outcome, entrance: Entrance):
-        self._outcome, self._entrance, self._batch = outcome, entrance, batch
+        self._outcome, self._batch, self._settings = outcome, batch, settings
         coefficients = Coefficients(settings.alg.tableau, batch.u0)
         self._log = Log(settings.checkpoints) if settings.record else None
         self._events = self._saves = None
         if settings.events:
-            self._events = EventWatch(settings.events, coefficients, outcome.event_times, outcome.event_places)
+            self._events = EventWatch(settings.events, coefficients, entrance.parameters)
         if outcome.saved is not None and settings.saveat is not None and outcome.saved.shape[1]:
             self._saves = SavePoints(settings.saveat, entrance.signs, batch.start, outcome, coefficients)
         self.any = not (self._log is self._events is self._saves is None)
@@ -61,17 +62,32 @@ class Witnesses:
             self._log.note(step)
         terminated = NONE
         if self._events is not None:
-            terminated, parts, states = self._events.after(step, p, self._entrance.parameters)
-            # The end and its state, where nothing that is saved may lie behind it.
-            step.t_new[terminated] = step.t[terminated] + parts * step.h[terminated]
-            step.new[:, terminated] = states
-            self._outcome.end_part[step.ids[terminated]] = parts
+            found = [np.flatnonzero(mask) for mask in self._events.crossed(step, p)]
+            if any(columns.size for columns in found):
+                terminated = self._cut(step, [columns if columns.size else None for columns in found])
         if self._saves is not None:
             self._saves.see(step)
         return terminated
 
+    def _cut(self, step: Step, crossed: list[Array | None]) -> Array:
+        """Note events, and cut the steps short that they end; return their columns."""
+        happened = self._events.happened(step, crossed)  # type: ignore[union-attr]
+        if happened.ended is None:
+            return NONE
+        terminated = np.flatnonzero(happened.ended)
+        parts = happened.part[terminated]
+        # The end and its state, where nothing that is saved may lie behind it.
+        step.t_new[terminated] = step.t[terminated] + parts * step.h[terminated]
+        step.new[:, terminated] = happened.states[:, terminated]
+        self._outcome.end_part[step.ids[terminated]] = parts
+        return terminated
+
     def close(self) -> None:
-        """Put the record in order."""
+        """Put the record and the events in order."""
+        rows = None if self._events is None else self._events.rows()
+        if rows is not None:
+            self._outcome.happened = rows[:, in_order(rows)]
+            self._outcome.event_times = events_of(rows, self._settings.events, self._outcome.failed)[0]
         if self._log is not None:
             u0 = self._batch.u0
             self._outcome.steps = [(0, self._log.steps(self._outcome.naccept, len(u0), u0.dtype))]

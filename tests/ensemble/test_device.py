@@ -154,7 +154,7 @@ def test_trajectories_of_different_lengths_leave_room_for_the_others():
 
     problem = EnsembleProblem(ODEProblem(f, [1.0], (0.0, 2.0)), p=rates)
     found = solve(problem, trajectories=_N, compile=False)
-    assert widths[0] == _N and widths[-1] <= _N // 4
+    assert max(widths) == _N and widths[-1] <= _N // 4
     host = solve(EnsembleProblem(problem.problem, p=on_host(rates)), trajectories=_N, compile=False)
     np.testing.assert_allclose(on_host(found.u_end), host.u_end, rtol=1e-9)
     np.testing.assert_array_equal(found.nreject, host.nreject)

@@ -23,6 +23,7 @@ from mpiad.ensemble.compiled.kernel_texts import compiled, forward_text, paramet
 from mpiad.ensemble.compiled.parameter_layout import Layout, layout_of
 from mpiad.ensemble.compiled.traced_problem import TracedProblem, conditions_of, remembered
 from mpiad.ensemble.compiled.work_shares import threads_of
+from mpiad.ensemble.on_device.arguments import check_place
 from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.trial import try_once
@@ -100,6 +101,8 @@ class Compiler:
                 "solve: compile=True makes machine code for the host, but the states or parameters are device arrays. "
                 "Leave it out, or bring them to the host with mpiad.device.to_host."
             )
+        check_place(batch)
+        try_once(batch, settings.events, False)
         return backend.run(batch, settings)
 
     def tell(self, f: Function, text: str) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from mpiad.ensemble.batch import Batch
 from mpiad.transport.device_arrays import arrays_of, is_device_array
 
-__all__ = ["check", "is_on_device", "placed"]
+__all__ = ["check_place", "is_on_device", "placed"]
 
 def is_on_device(batch: Batch) -> bool:
     """Tell whether the states or parameters of a batch of plain arrays are device arrays."""
@@ -24,7 +24,7 @@ def placed(batch: Batch) -> Batch:
     return batch._replace(u0=home.to_device(np.ascontiguousarray(batch.u0)))
 
 
-def check(batch: Batch) -> None:
+def check_place(batch: Batch) -> None:
     """Raise where a solve on the device can't be made of such arguments.
 
     Raises
@@ -32,12 +32,6 @@ def check(batch: Batch) -> None:
     TypeError
         Where parameters aren't on the device of the states, or the other way round.
     """
-    if len(batch.u0) == 0:
-        raise ValueError(f"solve: u0 must have one component at least, but has shape {batch.shape}.")
-    _check_place(batch)
-
-
-def _check_place(batch: Batch) -> None:
     home = arrays_of(batch.u0)
     for place, leaf in enumerate(batch.p.leaves):
         # A number of the host's goes along with any call, and needn't live on the device.

@@ -9,9 +9,7 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.coefficients import DeviceCoefficients
-from mpiad.ensemble.on_device.every_step import EveryStep
-from mpiad.ensemble.on_device.saving import Due, SaveTimes
-from mpiad.ensemble.on_device.working_set import WorkingSet
+from mpiad.ensemble.on_device.saving import Due, EveryStep, SaveTimes
 from mpiad.ensemble.walk import Met
 from mpiad.transport.device_arrays import arrays_of
 
@@ -137,9 +135,9 @@ class Record:
         self.live: Array | None = None
         self.events: Events | None = None
 
-    def begin(self, now: WorkingSet) -> None:
+    def begin(self, ids: Array, sign: Array | None, leaves: list[Any]) -> None:
         """Begin a block of columns."""
-        self.blocks.append(Block(now.ids, now.sign, now.leaves))
+        self.blocks.append(Block(ids, sign, leaves))
 
     def note(self, done: Round) -> None:
         """Add a round to the last block."""

@@ -12,15 +12,16 @@ from mpiad._typing import Array
 from mpiad.device.transfer import array_to_device
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.coefficients import DeviceCoefficients
+from mpiad.ensemble.derivative import derivative_of
 from mpiad.ensemble.interpolant import polynomials, states_at
-from mpiad.ensemble.on_device.rates import parameters_of, rates_of
 from mpiad.ensemble.on_device.record import Block, Record
 from mpiad.ensemble.on_device.saving import Due
-from mpiad.ensemble.on_device.stages import Stages
+from mpiad.ensemble.on_device.stages import DeviceStages
 from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.run import Run
 from mpiad.ensemble.seeds import Seeds
 from mpiad.ensemble.settings import Settings
+from mpiad.ensemble.starting import derivative_at
 from mpiad.ensemble.walk import Met, Saved, Visit, Walk
 from mpiad.transport.device_arrays import arrays_of
 
@@ -109,11 +110,11 @@ class DeviceRun(Run):
     def stages_again(self, walk: Walk, visit: Visit) -> tuple[Any, Array]:
         """Return the stages of a visit, and the states after it, computed as the solve did."""
         batch, table = self.batch, self.coefficients
-        rates, p = rates_of(batch.f, batch.shape), parameters_of(batch, walk.leaves)
-        k = rates.at(visit.u, p, visit.t.astype(table.real))
+        derivative, p = derivative_of(batch.f, batch.shape), batch.p.of_columns(walk.leaves, self.field.one_by_one)
+        stages = DeviceStages(table, derivative, derivative_at(derivative, visit.u, p, visit.t, None))
         end = visit.about.t_new
         end = end if walk.sign is None else end * walk.sign  # type: ignore[attr-defined]
-        stages = Stages(table, rates, visit.u, k, p, visit.t, visit.h, end, None)
+        stages.take(visit.u, p, visit.t, visit.h, end, None)
         return stages.k, stages.new
 
     @cached_property

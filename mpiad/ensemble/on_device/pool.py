@@ -1,0 +1,284 @@
+"""The solve on a device: turns of one step of all trajectories that still move, and one look at each of them.
+
+Steps that aren't accepted are masked, and of what happens the host learns a few numbers: how many still move, how many
+saved times lie in the longest step, and how many columns met an event. Ended trajectories stay until half of all have
+ended.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mpiad._typing import Array
+from mpiad.ensemble.batch import Batch, spread
+from mpiad.ensemble.coefficients import DeviceCoefficients
+from mpiad.ensemble.controller import LEAST_ERROR
+from mpiad.ensemble.derivative import derivative_of
+from mpiad.ensemble.entrance import least_step
+from mpiad.ensemble.events import EventWatch
+from mpiad.ensemble.happened import events_of
+from mpiad.ensemble.on_device.record import Events, Record, Round
+from mpiad.ensemble.on_device.saving import EveryStep, SaveTimes
+from mpiad.ensemble.on_device.stages import DeviceStages
+from mpiad.ensemble.outcome import Outcome
+from mpiad.ensemble.pool import Pool
+from mpiad.ensemble.retcodes import ReturnCode
+from mpiad.ensemble.settings import Settings
+from mpiad.ensemble.starting import derivative_at, first_step
+from mpiad.ensemble.step import Step
+from mpiad.transport.device_arrays import arrays_of
+
+__all__ = ["integrate"]
+
+
+def integrate(batch: Batch, settings: Settings) -> Outcome:
+    """Solve all trajectories of a batch whose states are device arrays.
+
+    Parameters
+    ----------
+    batch : Batch
+        With start and end on the host.
+    settings : Settings
+
+    Returns
+    -------
+    Outcome
+        States and saved states on the device; the rest on the host, brought there in one copy at the end.
+    """
+    pool = DevicePool(batch, settings)
+    with np.errstate(all="ignore"):
+        if batch.size:  # there may be more ranks than trajectories
+            pool.run()
+        return pool.outcome()
+
+
+class DevicePool(Pool):
+    """The working set of a solve: all trajectories, less those that ended long ago.
+
+    Parameters
+    ----------
+    batch : Batch
+    settings : Settings
+    """
+
+    _one: Any = 1.0
+
+    def __init__(self, batch: Batch, settings: Settings):
+        self._batch, self._settings, u0 = batch, settings, batch.u0
+        self._home: Any = arrays_of(u0)
+        self._tableau, self._controller = settings.alg.tableau, settings.alg.controller
+        self._table, self._derivative = DeviceCoefficients(self._tableau, u0), derivative_of(batch.f, batch.shape)
+        real = self._table.real.type
+        atol = np.asarray(settings.atol, real)
+        self._rtol, self._atol = real(settings.rtol), self._home.to_device(atol) if atol.ndim else real(atol)
+        self._signs = np.where(batch.end < batch.start, -1.0, 1.0)
+        self._saves: Any = None
+        if settings.saveat is None:
+            self._saves = EveryStep(batch)
+        elif settings.saveat.shape[-1]:
+            self._saves = SaveTimes(settings.saveat, batch, self._signs, bool(settings.events))
+        self._looks = settings.saveat is not None and self._saves is not None and self._saves.looks
+        self._watch = EventWatch(settings.events, self._table, self._parameters) if settings.events else None
+        self._record = Record(batch, self._table, self._saves, settings.checkpoints) if settings.record else None
+        # Results, filled in as trajectories are dropped; all facts as doubles, so that they come to the host in one copy.
+        self._u_end, self._facts = self._home.copy(u0), self._home.full((4, batch.size), 0.0, float)
+        self._saved: Any = None
+        if settings.saveat is not None and self._saves is not None:
+            shape = batch.size, self._saves.count + 1, len(u0)  # the last place is for what nobody asked for
+            self._saved = self._home.full(shape, np.nan, u0.dtype)
+        self._turn, self._last_turn, self._alive = 0, settings.max_steps, batch.size
+
+    def run(self) -> None:
+        """Advance until all trajectories have ended."""
+        self._enter()
+        self._tell(int(np.count_nonzero(self._batch.start == self._batch.end)))
+        while self._alive:
+            self._take_turn()
+            # Columns of ended trajectories cost as much as others: they go when they are the half of all.
+            if 2 * self._alive <= len(self.ids) and self._alive:
+                self._drop()
+        self._leave_all()
+
+    def _tell(self, ended: int) -> None:
+        self._alive -= ended
+        if ended and self._settings.progress is not None:
+            self._settings.progress(ended)
+
+    # ---- the working set
+
+    def _parameters(self, ids: Array) -> Any:
+        return self._batch.p.columns(ids, len(self._batch.shape) > 1)
+
+    def _enter(self) -> None:
+        batch, settings, n = self._batch, self._settings, self._batch.size
+        self.ids, self.u, self._leaves = self._home.arange(n), batch.u0, list(batch.p.leaves)
+        self.t, self.end = (spread(times * self._signs, batch.u0) for times in (batch.start, batch.end))
+        self._sign = spread(self._signs, batch.u0) if (self._signs < 0).any() else None
+        self._p = batch.p.of_columns(self._leaves, len(batch.shape) > 1)
+        rate = lambda u, t: derivative_at(self._derivative, u, self._p, t, self._sign)  # noqa: E731
+        k = rate(self.u, self.t)
+        if settings.dt is not None:
+            h = self._home.full((n,), float(settings.dt), float)
+        else:
+            order = self._tableau.error_order
+            h = first_step(rate, self.u, self.t, self.end, k, self._rtol, self._atol, order)
+        self.h = np.maximum(np.minimum(h, settings.dtmax), least_step(self.t))
+        self.live = spread(batch.start != batch.end, batch.u0)
+        self.number, self.entered, self._tries = (self._home.full((n,), 0, np.int64) for _ in range(3))
+        self._code = np.full_like(self.ids, ReturnCode.Success.code)
+        self.q2, self.rejected = np.full_like(self.h, LEAST_ERROR), self.number > 0
+        self.idle = np.where(self.live, 0.0, 1.0)
+        self._place = spread(self._saves.initial.sum(axis=1), batch.u0) if self._looks else self.number
+        self._stages = DeviceStages(self._table, self._derivative, k)
+        self._begin()
+
+    def _drop(self) -> None:
+        """Take the results of all, and go on with those that still move."""
+        self._leave_all()
+        keep, varies = np.flatnonzero(self.live), self._batch.p.varies
+        for name in (
+            "ids", "t", "end", "h", "q2", "number", "entered", "_tries", "_place", "_code", "live", "rejected", "idle", "u",
+            "_sign",
+        ):  # fmt: skip
+            array = getattr(self, name)
+            setattr(self, name, None if array is None else np.take(array, keep, axis=-1))
+        self._leaves = [np.take(leaf, keep, axis=-1) if own else leaf for leaf, own in zip(self._leaves, varies)]
+        self._p = self._batch.p.of_columns(self._leaves, len(self._batch.shape) > 1)
+        self._stages.first = np.take(self._stages.first, keep, axis=-1)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Show a new working set to those who look at steps."""
+        if self._watch is not None:
+            self._watch.enter(self.u, self._p, self.t if self._sign is None else self.t * self._sign)
+        if self._record is not None:
+            self._record.begin(self.ids, self._sign, self._leaves)
+
+    # ---- one turn
+
+    def _settle(self, accepted: Array, h: Array, t_new: Array) -> None:
+        """Take the steps that are accepted, and let go of what ends by them."""
+        stages = self._stages
+        step = Step(self.ids, self.number, accepted, self.t, h, t_new, self.u, stages.new, stages.k, self._sign)
+        crossed = [] if self._watch is None else self._watch.crossed(step, self._p)
+        before = self.live, self.end, self.h, self.idle, self._code, self._tries
+        self._advance(step, None)
+        alive, most, count, concerned = self._look(step, crossed)
+        reached, met = None, []
+        if any(concerned):
+            columns = [np.flatnonzero(mask) if n else None for mask, n in zip(crossed, concerned)]
+            happened = self._watch.happened(step, columns)  # type: ignore[union-attr]
+            met, ended = happened.met, happened.ended
+            if ended is not None:
+                # Once more, with steps cut short, and a second look.
+                reached = step.t + np.where(ended, happened.part, 0.0) * (step.t_new - step.t)
+                step = step._replace(t_new=np.where(ended, reached, step.t_new), new=happened.states)
+                self.live, self.end, self.h, self.idle, self._code, self._tries = before
+                self._advance(step, ended)
+                alive, most, count, _ = self._look(step, [])
+                reached = step.t_new
+        if self._record is not None:
+            noted = count if most else None
+            self._record.note(Round(step.t, h, t_new, accepted, step.u, self._place, noted, reached, most, met))
+        if self._settings.saveat is None:
+            self._saves.note(step, self.t, self.u)
+        elif most:
+            self._save(step, h, count, most)
+        self._place = self._place + count if most else self._place
+        self._tell(self._alive - alive)
+
+    def _advance(self, step: Step, terminated: Array | None) -> None:
+        """Take the steps that are accepted, and set codes of what ends."""
+        accepted = step.accepted
+        self.t, self.u = np.where(accepted, step.t_new, step.t), np.where(accepted, step.new, step.u)
+        self.number, self._stages.first = step.number + accepted, self._stages.following(accepted)
+        done = accepted & (self.t == self.end)
+        if terminated is not None:
+            done = done & ~terminated
+            self._end(terminated, ReturnCode.Terminated)
+        self._end(done, ReturnCode.Success)
+        self._fail(accepted)
+
+    def _some_are_small(self) -> bool:
+        return True  # to look would be to wait
+
+    def _end(self, mask: Array, code: ReturnCode) -> None:
+        """Let go of the trajectories of a mask."""
+        self.live, self._code = self.live & ~mask, np.where(mask, code.code, self._code)
+        # So the next steps are of length zero, and what they propose is never the smallest of all.
+        self.end, self._tries = np.where(mask, self.t, self.end), np.where(mask, self._turn, self._tries)
+        self.h, self.idle = (np.where(mask, 1.0, x) for x in (self.h, self.idle))
+
+    def _look(self, step: Step, crossed: list[Array]) -> tuple[int, int, Any, list[int]]:
+        """Return what the host learns of a turn: how many still move, of how many saved times most, and of events.
+
+        Returns
+        -------
+        tuple
+            How many still move; how many saved times lie in the longest step; how many in each, on the device; and how many
+            columns met each event.
+        """
+        numbers, count = [np.sum(self.live)], None
+        if self._looks:
+            count = np.where(step.accepted, self._saves.passed(self.ids, self.t) - self._place, 0)
+            numbers.append(np.max(count))
+        numbers += [np.sum(mask) for mask in crossed]
+        told = self._home.to_host(np.stack(numbers) if len(numbers) > 1 else numbers[0]).reshape(-1).tolist()
+        if self._settings.saveat is None:
+            return told[0], 1, step.accepted.astype(np.int64), told[1:]
+        return told[0], told[1] if self._looks else 0, count, told[1 + self._looks :]
+
+    def _save(self, step: Step, h: Array, count: Array, most: int) -> None:
+        due = self._saves.due(step.ids, self._place, count, most, step.t, h, step.t_new)
+        for part in self._saves.groups(most, step.u.size):
+            inside = self._stages.inside(step.u, due.x[part])
+            states = np.where(due.at_end[part][:, None], step.new, inside)
+            self._saved[step.ids, due.slot[part]] = np.moveaxis(states, 1, -1)
+
+    # ---- results
+
+    def _leave_all(self) -> None:
+        """Take the results of all columns, for good or until they move on."""
+        self._u_end[:, self.ids] = self.u
+        facts = self.t, self._code, self.number, self._tries
+        self._facts[:, self.ids] = np.stack([fact.astype(float) for fact in facts])
+
+    def outcome(self) -> Outcome:
+        """Return the results."""
+        batch, events = self._batch, self._settings.events
+        t, code, number, tries = self._home.to_host(self._facts) if batch.size else np.zeros((4, 0))
+        codes, naccept = code.astype(np.int8), number.astype(np.int64)
+        saved = None if self._saved is None else self._all_saved(codes)
+        outcome = Outcome(
+            self._u_end, t * self._signs, codes, naccept, (tries - number).astype(np.int64), saved, None,
+            np.ones(batch.size),
+        )  # fmt: skip
+        if self._settings.saveat is None:
+            start = spread(batch.start * self._signs, batch.u0)
+            outcome.saved, times = self._saves.collected(start, int(naccept.max(initial=0)))
+            outcome.saved_times = self._home.to_host(times) * self._signs[:, None]
+        rows, passed = None if self._watch is None else self._watch.rows(), []
+        if rows is not None:
+            outcome.event_times, passed = events_of(self._home.to_host(rows), events, outcome.failed)
+        if self._record is not None:
+            self._record.close(outcome.failed)
+            outcome.record = self._record
+            if events:
+                rows = self._home.empty((5, 0), float) if rows is None else rows
+                reached = self._facts[0] * spread(self._signs, batch.u0)
+                self._record.events = Events(reached, rows[0].astype(np.int64), rows[4], passed)
+        return outcome
+
+    def _all_saved(self, codes: np.ndarray) -> Array:
+        saves, saved = self._saves, self._saved[:, : self._saves.count]
+        final = saves.final & (codes == ReturnCode.Success.code)[:, None]
+        for mask, states in ((saves.initial, self._batch.u0), (final, self._u_end)):
+            if mask.all():
+                saved = np.broadcast_to(states.T[:, None], saved.shape)
+            elif mask.any():
+                same = bool((mask == mask[:1]).all())
+                here = self._home.to_device(np.ascontiguousarray(mask[:1] if same else mask))
+                saved = np.where(here[:, :, None], states.T[:, None], saved)
+        return self._home.copy(saved)
