@@ -139,7 +139,7 @@ class _Block:
         for part in self._walk.at_end(visit):
             cotangent[:, part.columns] += over_slots(part.seeds(saved))
         for part in self._walk.handed_on(visit):
-            arrivals.append(Arrival(part.columns, part.seeds(saved) * part.h, {0: part.weights[step.last]}))
+            arrivals.append(Arrival(part.columns, part.seeds(saved) * part.h, {0: part.weights[-1]}))
         for part in self._walk.inside(visit):
             # Elsewhere that stage is the first of the next step, and has got its share there.
             if self._timed or part.whole is None or part.whole.any():

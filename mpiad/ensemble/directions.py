@@ -14,7 +14,7 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.ensemble.run import Run
 from mpiad.ensemble.seeds import Seeds
-from mpiad.ensemble.tangents import Directions, push_run
+from mpiad.ensemble.tangents import Directions, Kept, push_run
 from mpiad.ensemble.walk import Saved
 from mpiad.transport.device_arrays import arrays_of, is_device_array
 
@@ -91,13 +91,17 @@ def _directions(run: Run, group: Sequence[Number], places: Sequence[int]) -> Dir
 
 def pushed(run: Run, seeds: Seeds, by_u0: bool, places: Sequence[int]) -> Iterator[tuple[Number, Array]]:
     """Return for each number what the cotangents of the results and their tangents along it have in common, shape (N,)."""
-    found, bars = numbers_of(run, by_u0, places), run.masked(seeds.end)
+    found, seeds = numbers_of(run, by_u0, places), seeds._replace(end=run.masked(seeds.end))
     for first in range(0, len(found), _AT_ONCE):
         group = found[first : first + _AT_ONCE]
-        weighed = None if seeds.saved is None else _Weighed(run, seeds.saved, len(group))
-        end = push_run(run, _directions(run, group, places), weighed)
-        parts = _sum_of_products(bars, end)
-        parts = parts if weighed is None else parts + weighed.total
+        directions = _directions(run, group, places)
+        if seeds.saved is None or run.keeps_tangents:
+            kept = None if seeds.saved is None else Kept(run, directions)
+            end = push_run(run, directions, kept)
+            parts = [in_common(seeds, end[j], None if kept is None else kept.saved[j]) for j in range(len(group))]
+        else:
+            weighed = _Weighed(run, seeds.saved, len(group))
+            parts = weighed.total + _sum_of_products(seeds.end, push_run(run, directions, weighed))
         yield from ((number, parts[j]) for j, number in enumerate(group))
 
 
@@ -122,7 +126,7 @@ def contracted(
 
 
 class _Weighed:
-    """Adds up what saved states' tangents and cotangents have in common, so that no tangent needs to be kept."""
+    """Adds up what saved states' tangents and cotangents have in common on a device, where no tangent is kept."""
 
     def __init__(self, run: Run, saved: Array, count: int):
         self._run, self._saved = run, saved
@@ -130,9 +134,8 @@ class _Weighed:
 
     def take(self, part: Saved, states: Array) -> None:
         """Take the tangents of one step."""
-        weighed = _sum_of_products(part.seeds(self._saved), states)
-        # On a device each column has several.
-        self.total[:, part.ids] += weighed if weighed.ndim == 2 else np.sum(weighed, axis=1)
+        # Over the components, and over several values of each column.
+        self.total[:, part.ids] += np.sum(_sum_of_products(part.seeds(self._saved), states), axis=1)
 
     add = take
 
@@ -185,7 +188,7 @@ def _sum_of_products(a: Array, b: Array) -> Array:
     """
     if type(b) is not np.ndarray:  # what lives on a device keeps no order, and pays for each call
         return np.sum((a * b).real, axis=-2)
-    total = 0.0
-    for i in range(a.shape[-2]):
-        total = total + (a[..., i, :] * b[..., i, :]).real
+    total = np.zeros(a.shape[1], a.real.dtype)
+    for x, y in zip(a, b):
+        total += (x * y).real
     return total

@@ -70,6 +70,8 @@ class Run:
     # Up to so many directions tangents cost less than the adjoint, or as much. (A choice by the number of trajectories as
     # well would make a trajectory's last bits depend on it.)
     few = 2
+    # Whether tangents of saved states have room; else they are contracted on the way.
+    keeps_tangents = True
 
     @property
     def n_saved(self) -> int:

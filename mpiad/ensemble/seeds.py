@@ -99,20 +99,25 @@ class Schedule:
 
     def at_end(self, visit: int) -> list[Saved]:
         """Return what is saved at the end of the step."""
-        found = self._at_end.get(visit, ())
-        return [Saved(self._entries.ids[own], self._entries.place[own], self._column[own]) for own in found]
+        return [self._saved(own) for own in self._at_end.get(visit, ())]
 
     def inside(self, visit: int) -> list[Saved]:
         """Return what is saved inside the step."""
-        return [self._some(own, self._final[own]) for own in self._inside.get(visit, ())]
+        x, h, final = self._entries.x, self._entries.h, self._final
+        return [
+            self._saved(own, x[own], h[own], [weight[own] for weight in self._weights], final[own])
+            for own in self._inside.get(visit, ())
+        ]
 
     def handed_on(self, visit: int) -> list[Saved]:
-        """Return what is saved inside the step before, whose last stage is this one's first."""
-        return [self._some(own, None) for own in self._handed_on.get(visit, ())]
+        """Return what is saved inside the step before, with the weight of its last stage."""
+        return [
+            self._saved(own, None, self._entries.h[own], [self._weights[-1][own]])
+            for own in self._handed_on.get(visit, ())
+        ]
 
-    def _some(self, own: Array, whole: Array | None) -> Saved:
-        ids, place, _, x, h = (array[own] for array in self._entries)
-        return Saved(ids, place, self._column[own], x, h, [weight[own] for weight in self._weights], whole)
+    def _saved(self, own: Array, *more: Any) -> Saved:
+        return Saved(self._entries.ids[own], self._entries.place[own], self._column[own], *more)
 
 
 def _grouped(chosen: Array, visit: Array, column: Array) -> dict[int, list[Array]]:

@@ -148,7 +148,7 @@ class _Block:
             taker.take(part, part.of(new))
         last = step.last
         for part in self._walk.handed_on(visit):
-            taker.add(part, part.of(step.k[0][1:]) * (part.h * part.weights[last]))
+            taker.add(part, part.of(step.k[0][1:]) * (part.h * part.weights[-1]))
         for part in self._walk.inside(visit):
             value = sum(part.of(k[1:]) * weight for k, weight in zip(step.k[:last], part.weights))
             if part.whole is None or part.whole.any():

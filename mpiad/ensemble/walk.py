@@ -158,7 +158,7 @@ class Walk:
         """Return those saved inside the step."""
 
     def handed_on(self, visit: Visit) -> Sequence[Saved]:
-        """Return those saved inside the step before, whose last stage is this one's first."""
+        """Return those saved inside the step before, whose last stage is this one's first, with its weight."""
         return ()
 
     @abstractmethod

@@ -44,7 +44,8 @@ class DeviceRun(Run):
         With a record that is closed.
     """
 
-    few = 0  # all directions cost as much as an adjoint: each call waits for no number
+    few = 0  # a round's cost is that of its calls, for any number of directions
+    keeps_tangents = False
 
     def __init__(self, batch: Batch, settings: Settings, outcome: Outcome):
         super().__init__(batch, settings, outcome)
