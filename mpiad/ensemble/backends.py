@@ -7,8 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from mpiad.ensemble import on_device
-from mpiad.ensemble.batch import Batch
-from mpiad.ensemble.on_device.arguments import is_on_device
+from mpiad.ensemble.batch import Batch, is_on_device
 from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.pool import integrate
 from mpiad.ensemble.settings import Settings

@@ -10,9 +10,9 @@ from autograd.tracer import getval, isbox
 
 from mpiad._typing import Array, Function, Shape, Tree
 from mpiad.ensemble.derivative import Columns, locked
-from mpiad.transport.device_arrays import arrays_of
+from mpiad.transport.device_arrays import arrays_of, is_device_array
 
-__all__ = ["Batch", "Parameters", "same_for_all", "spread"]
+__all__ = ["Batch", "Parameters", "check_place", "is_on_device", "placed", "same_for_all", "spread"]
 
 
 def same_for_all(x: Array) -> bool:
@@ -121,3 +121,40 @@ class Batch(NamedTuple):
         return self._replace(
             u0=self.u0[:, rows], p=self.p._replace(leaves=leaves), start=self.start[rows], end=self.end[rows]
         )
+
+
+def is_on_device(batch: Batch) -> bool:
+    """Tell whether the states or parameters of a batch of plain arrays are device arrays."""
+    return is_device_array(batch.u0) or any(map(is_device_array, batch.p.leaves))
+
+
+def placed(batch: Batch) -> Batch:
+    """Return a batch with the initial states where the parameters are: equal ones that a problem gives once."""
+    home = next((arrays_of(leaf) for leaf in batch.p.leaves if is_device_array(leaf)), None)
+    if home is None or is_device_array(batch.u0):
+        return batch
+    return batch._replace(u0=home.to_device(np.ascontiguousarray(batch.u0)))
+
+
+def check_place(batch: Batch) -> None:
+    """Raise where a solve on the device can't be made of such arguments.
+
+    Raises
+    ------
+    TypeError
+        Where parameters aren't on the device of the states, or the other way round.
+    """
+    home = arrays_of(batch.u0)
+    for place, leaf in enumerate(batch.p.leaves):
+        # A number of the host's goes along with any call, and needn't live on the device.
+        array = is_device_array(leaf) or np.ndim(leaf) > 0
+        if array and arrays_of(leaf) != home:
+            raise TypeError(
+                f"solve: u0 is {_place(batch.u0)}, but part {place} of p is {_place(leaf)}, of shape {np.shape(leaf)}. "
+                "Bring both to one place first, with mpiad.device.to_device or mpiad.device.to_host."
+            )
+
+
+def _place(x: Any) -> str:
+    found = arrays_of(x)
+    return "on the host" if found is None else f"on device {found.device} ({found.name})"

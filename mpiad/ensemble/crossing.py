@@ -15,7 +15,7 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.differentiation.backward import run_backward
 from mpiad.differentiation.trace import Variables, trace_backwards
-from mpiad.ensemble.interpolant import interpolate, stage_rates
+from mpiad.ensemble.coefficients import interpolate, stage_rates
 from mpiad.ensemble.ledger import Inside, Ledger
 from mpiad.ensemble.run import Run
 from mpiad.ensemble.transposed_step import TransposedStep

@@ -12,17 +12,15 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.ensemble.batch import Batch
-from mpiad.ensemble.coefficients import Coefficients
+from mpiad.ensemble.coefficients import Coefficients, interpolate
 from mpiad.ensemble.derivative import derivative_of
 from mpiad.ensemble.differentiable import differentiable
-from mpiad.ensemble.interpolant import interpolate
 from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.record import Steps
 from mpiad.ensemble.run import INITIAL, NOWHERE, Run
-from mpiad.ensemble.settings import Settings
+from mpiad.ensemble.settings import Settings, Ways
 from mpiad.ensemble.solution import solution_of
 from mpiad.ensemble.stages import Stages
-from mpiad.ensemble.ways import Ways
 
 __all__ = ["DenseOutput"]
 

@@ -29,13 +29,12 @@ from mpiad.ensemble.compiled.reverse_sweep import pull_compiled
 from mpiad.ensemble.continuous import pull_continuous
 from mpiad.ensemble.directions import Number, contracted, in_common, numbers, numbers_of, pushed
 from mpiad.ensemble.happened import traced_events
-from mpiad.ensemble.replay import replayed
-from mpiad.ensemble.replayed_products import replayed_jvp, replayed_vjp
+from mpiad.ensemble.replay import replayed, replayed_jvp, replayed_vjp
 from mpiad.ensemble.run import Run
 from mpiad.ensemble.seeds import Seeds
+from mpiad.ensemble.settings import Ways
 from mpiad.ensemble.solution import EnsembleSolution, at_ends
 from mpiad.ensemble.tangents import Directions, Kept, push_run
-from mpiad.ensemble.ways import Ways
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.transport.device_arrays import is_device_array
 

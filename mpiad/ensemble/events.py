@@ -11,10 +11,9 @@ import numpy as np
 from autograd.tracer import isbox
 
 from mpiad._typing import Array, Function, Shape, Tree
-from mpiad.ensemble.coefficients import Coefficients
+from mpiad.ensemble.coefficients import Coefficients, polynomials, states_at
 from mpiad.ensemble.derivative import locked
-from mpiad.ensemble.interpolant import polynomials, states_at
-from mpiad.ensemble.step import Step
+from mpiad.ensemble.record import Step
 from mpiad.ensemble.walk import Met
 from mpiad.transport.device_arrays import is_device_array
 

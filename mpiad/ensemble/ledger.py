@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.ensemble.interpolant import stage_rates
+from mpiad.ensemble.coefficients import stage_rates
 from mpiad.ensemble.transposed_step import Arrival, TransposedStep
 
 __all__ = ["Inside", "Ledger"]

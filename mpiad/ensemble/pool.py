@@ -25,10 +25,10 @@ from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.controller import LEAST_ERROR
 from mpiad.ensemble.entrance import Entrance, Entrants, Joint, least_step
 from mpiad.ensemble.outcome import Outcome
+from mpiad.ensemble.record import Step
 from mpiad.ensemble.retcodes import ReturnCode
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.stages import Stages
-from mpiad.ensemble.step import Step
 from mpiad.ensemble.witnesses import NONE, Witnesses
 
 __all__ = ["integrate"]

@@ -8,11 +8,10 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.ensemble.batch import same_for_all
-from mpiad.ensemble.coefficients import Coefficients
+from mpiad.ensemble.coefficients import Coefficients, interpolate
 from mpiad.ensemble.entrance import Joint
-from mpiad.ensemble.interpolant import interpolate
 from mpiad.ensemble.outcome import Outcome
-from mpiad.ensemble.step import Step
+from mpiad.ensemble.record import Step
 
 __all__ = ["SavePoints", "save_times"]
 

@@ -11,7 +11,7 @@ from mpiad._typing import Array
 from mpiad.ensemble.algorithms import Algorithm
 from mpiad.ensemble.events import Event
 
-__all__ = ["Settings"]
+__all__ = ["Settings", "Ways"]
 
 
 class Settings(NamedTuple):
@@ -56,3 +56,17 @@ class Settings(NamedTuple):
         if self.saveat is None or np.ndim(self.saveat) == 1:
             return self
         return self._replace(saveat=self.saveat[rows])
+
+
+class Ways(NamedTuple):
+    """How plain gradients are computed.
+
+    Parameters
+    ----------
+    gradient : {"tangent", "adjoint"} or None
+        By tangents or by an adjoint; None: by the number of directions.
+    adjoint : {"discrete", "continuous"}
+    """
+
+    gradient: str | None
+    adjoint: str

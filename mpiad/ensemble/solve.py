@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import closing, nullcontext
 from dataclasses import replace
@@ -9,38 +10,41 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from autograd.tracer import getval
 
 from mpiad._typing import Array
 from mpiad.ensemble.algorithms import Algorithm
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleSerial, EnsembleVectorized
-from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.batch import Batch, is_on_device, placed
 from mpiad.ensemble.compiled.cuda.gpu_solve import solved_on_gpu
 from mpiad.ensemble.compiled.kernel_solver import Compiler
 from mpiad.ensemble.demands import Demands, check_demands
 from mpiad.ensemble.dense_output import DenseOutput
+from mpiad.ensemble.device_solution import DeviceSolution
 from mpiad.ensemble.differentiable import differentiable
 from mpiad.ensemble.events import Event
-from mpiad.ensemble.facts import fingerprint
-from mpiad.ensemble.failures import report
+from mpiad.ensemble.facts import Facts, fingerprint
 from mpiad.ensemble.gpu import gpu_of
 from mpiad.ensemble.joining import joined
 from mpiad.ensemble.members import columns_of, initial_states, master_seed, members
 from mpiad.ensemble.methods.dormand_prince import RK45
-from mpiad.ensemble.on_device.arguments import is_on_device, placed
 from mpiad.ensemble.on_device.run import run_of
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
 from mpiad.ensemble.ranks import EnsembleMPI, Sharing, over_ranks
 from mpiad.ensemble.reduction import combined, reduced
+from mpiad.ensemble.retcodes import ReturnCode
 from mpiad.ensemble.saving import save_times
-from mpiad.ensemble.settings import Settings
+from mpiad.ensemble.settings import Settings, Ways
 from mpiad.ensemble.sharded import ShardedSolution
 from mpiad.ensemble.solution import EnsembleSolution, apart, evaluations, solution_of
-from mpiad.ensemble.ways import Ways
+from mpiad.errors import IntegrationError
 from mpiad.progress_line import ProgressLine
 from mpiad.transport import Channel, channel
 from mpiad.transport.agreement import require_alike
 
 __all__ = ["solve"]
+
+_log = logging.getLogger("mpiad")
 
 _RK45, _VECTORIZED = RK45(), EnsembleVectorized()
 _NO_TIMES = np.empty(0)
@@ -153,7 +157,7 @@ def solve(
     if isinstance(problem, ODEProblem):
         compiler = Compiler(compile, 0, gradient, adjoint)
         sol = _solved(demands, compiler, EnsembleSerial(), columns_of([problem], [1]), None)
-        report(sol, throw)
+        _report(sol, throw)
         sol.problem = problem.read_from(compiler.kernels)
         return sol[0]
     count = demands.trajectories
@@ -161,7 +165,7 @@ def solve(
     if used is None or not isinstance(ensemblealg, EnsembleMPI):
         with closing(ProgressLine("trajectories", count)) if progress else nullcontext() as line:
             sol = _ensemble(demands, compiler, problem, range(1, count + 1), None if line is None else line.advance)
-        report(sol, throw)
+        _report(sol, throw)
     else:
         asked = Sharing(
             count, lambda numbers, shown: _ensemble(demands, compiler, problem, numbers, shown),
@@ -171,7 +175,7 @@ def solve(
             lambda: compiler.said, compiler.say, bool(demands.events), bool(progress),
         )  # fmt: skip
         sol = over_ranks(ensemblealg, used, asked)
-        report(sol.facts if isinstance(sol, ShardedSolution) else sol, throw, used.rank == 0)
+        _report(sol.facts if isinstance(sol, ShardedSolution) else sol, throw, used.rank == 0)
     sol.problem = problem.read_from(compiler.kernels)
     return apart(sol)
 
@@ -283,3 +287,30 @@ def _column(atol: Array, batch: Batch) -> Array:
             f"solve: atol must be one number, or have the shape of a state, {batch.shape}, but has shape {np.shape(atol)}."
         )
     return np.reshape(atol, (-1, 1))
+
+
+def _report(sol: EnsembleSolution | Facts, throw: bool, logs: bool = True) -> None:
+    """Log how many trajectories failed, how, and which first; `logs` says whether this rank does.
+
+    Raises
+    ------
+    IntegrationError
+        With `throw`, where one failed.
+    """
+    if isinstance(sol, DeviceSolution) and sol.all_succeeded:
+        return  # the codes stay where they are
+    alive, codes = sol.survivors, sol.codes
+    if alive.all():
+        return
+    failed = np.flatnonzero(~alive)
+    counts = [f"{count} {code}" for code in ReturnCode if code.failed and (count := np.count_nonzero(codes == code.code))]
+    first = int(failed[0])
+    text = (
+        f"solve: {len(failed)} of {len(codes)} trajectories failed ({', '.join(counts)}); the first is number "
+        f"{first + 1}: "
+        f"{sol.retcode[first]} at t = {getval(sol.t_reached[first]):.6g} after {sol.naccept[first]} steps."
+    )
+    if throw:
+        raise IntegrationError(text)
+    if logs:
+        _log.warning("%s", text)

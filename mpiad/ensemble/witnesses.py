@@ -11,10 +11,9 @@ from mpiad.ensemble.entrance import Entrance, Entrants, Joint
 from mpiad.ensemble.events import EventWatch
 from mpiad.ensemble.happened import events_of, in_order
 from mpiad.ensemble.outcome import Outcome
-from mpiad.ensemble.record import Log
+from mpiad.ensemble.record import Log, Step
 from mpiad.ensemble.saving import SavePoints
 from mpiad.ensemble.settings import Settings
-from mpiad.ensemble.step import Step
 
 __all__ = ["NONE", "Witnesses"]
 

@@ -15,7 +15,7 @@ from mpiad.compiling.arguments import argument
 from mpiad.compiling.complex_parts import is_complex, real_dtype
 from mpiad.compiling.program import Program
 from mpiad.ensemble.backends import EnsembleAlgorithm
-from mpiad.ensemble.batch import Batch, same_for_all
+from mpiad.ensemble.batch import Batch, check_place, same_for_all
 from mpiad.ensemble.compiled.forward_sweep import launch
 from mpiad.ensemble.compiled.kernel_choice import is_wanted, tell_once, traced_program
 from mpiad.ensemble.compiled.kernel_form import Form
@@ -23,7 +23,6 @@ from mpiad.ensemble.compiled.kernel_texts import compiled, forward_text, paramet
 from mpiad.ensemble.compiled.parameter_layout import Layout, layout_of
 from mpiad.ensemble.compiled.traced_problem import TracedProblem, conditions_of, remembered
 from mpiad.ensemble.compiled.work_shares import threads_of
-from mpiad.ensemble.on_device.arguments import check_place
 from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.trial import try_once

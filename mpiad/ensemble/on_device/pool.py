@@ -24,10 +24,10 @@ from mpiad.ensemble.on_device.saving import EveryStep, SaveTimes
 from mpiad.ensemble.on_device.stages import DeviceStages
 from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.pool import Pool
+from mpiad.ensemble.record import Step
 from mpiad.ensemble.retcodes import ReturnCode
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.starting import derivative_at, first_step
-from mpiad.ensemble.step import Step
 from mpiad.transport.device_arrays import arrays_of
 
 __all__ = ["integrate"]

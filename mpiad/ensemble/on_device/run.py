@@ -11,9 +11,8 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.device.transfer import array_to_device
 from mpiad.ensemble.batch import Batch
-from mpiad.ensemble.coefficients import DeviceCoefficients
+from mpiad.ensemble.coefficients import DeviceCoefficients, polynomials, states_at
 from mpiad.ensemble.derivative import derivative_of
-from mpiad.ensemble.interpolant import polynomials, states_at
 from mpiad.ensemble.on_device.record import Block, Record
 from mpiad.ensemble.on_device.saving import Due
 from mpiad.ensemble.on_device.stages import DeviceStages

@@ -11,7 +11,7 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.ensemble.batch import Batch
-from mpiad.ensemble.step import Step
+from mpiad.ensemble.record import Step
 from mpiad.transport.device_arrays import arrays_of
 
 __all__ = ["Due", "EveryStep", "SaveTimes"]

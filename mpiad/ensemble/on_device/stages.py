@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 
 from mpiad._typing import Array, Tree
-from mpiad.ensemble.coefficients import DeviceCoefficients
+from mpiad.ensemble.coefficients import DeviceCoefficients, polynomials
 from mpiad.ensemble.derivative import Derivative
-from mpiad.ensemble.interpolant import polynomials
 
 __all__ = ["DeviceStages"]
 

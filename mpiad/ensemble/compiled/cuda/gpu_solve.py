@@ -14,7 +14,7 @@ from mpiad._typing import Array, Shape
 from mpiad.device import to_host
 from mpiad.device.transfer import array_to_device
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleVectorized
-from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.batch import Batch, is_on_device, placed
 from mpiad.ensemble.compiled.cuda.gpu_choice import fits, is_small, program_for_gpu
 from mpiad.ensemble.compiled.cuda.gpu_derivatives import FEW, Solved, results_of
 from mpiad.ensemble.compiled.cuda.gpu_solver import Directions, Solver
@@ -26,7 +26,6 @@ from mpiad.ensemble.device_solution import DeviceSolution, Statistics, count_fai
 from mpiad.ensemble.events import Event
 from mpiad.ensemble.gpu import device_for, gpu_of
 from mpiad.ensemble.happened import events_of, traced_events
-from mpiad.ensemble.on_device.arguments import is_on_device, placed
 from mpiad.ensemble.retcodes import ReturnCode, came_through
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.solution import EnsembleSolution
