@@ -85,8 +85,8 @@ class DevicePool(Pool):
         # Results, filled in as trajectories are dropped; all facts as doubles, so that they come to the host in one copy.
         self._u_end, self._facts = self._home.copy(u0), self._home.full((4, batch.size), 0.0, float)
         self._saved: Any = None
-        if settings.saveat is not None and self._saves is not None:
-            shape = batch.size, self._saves.count + 1, len(u0)  # the last place is for what nobody asked for
+        if settings.saveat is not None:
+            shape = batch.size, settings.saveat.shape[-1] + 1, len(u0)  # the last place is for what nobody asked for
             self._saved = self._home.full(shape, np.nan, u0.dtype)
         self._turn, self._last_turn, self._alive = 0, settings.max_steps, batch.size
 
@@ -272,7 +272,9 @@ class DevicePool(Pool):
         return outcome
 
     def _all_saved(self, codes: np.ndarray) -> Array:
-        saves, saved = self._saves, self._saved[:, : self._saves.count]
+        saves, saved = self._saves, self._saved[:, :-1]
+        if saves is None:
+            return saved
         final = saves.final & (codes == ReturnCode.Success.code)[:, None]
         for mask, states in ((saves.initial, self._batch.u0), (final, self._u_end)):
             if mask.all():
