@@ -87,55 +87,63 @@ class Schedule:
     """
 
     def __init__(self, entries: Entries, column: Array, walk: Any, coefficients: Coefficients):
-        self._entries, self._column = entries, column
-        self._final = entries.number == walk.counts[column] - 1
-        inside = entries.x != 1
+        final, inside = entries.number == walk.counts[column] - 1, entries.x != 1
         visit = walk.visit_of(column, entries.number)
-        following = walk.visit_of(column, np.where(self._final, entries.number, entries.number + 1))
-        self._at_end = _grouped(~inside, visit, column)
-        self._inside = _grouped(inside, visit, column)
-        self._handed_on = _grouped(inside & ~self._final, following, column)
-        self._weights = coefficients.weights(entries.x)
+        following = walk.visit_of(column, np.where(final, entries.number, entries.number + 1))
+        weights = coefficients.weights(entries.x)
+        self._at_end = _Grouped(entries, column, visit, ~inside)
+        self._inside = _Grouped(entries, column, visit, inside, weights, final)
+        self._handed_on = _Grouped(entries, column, following, inside & ~final, weights[-1:])
 
     def at_end(self, visit: int) -> list[Saved]:
         """Return what is saved at the end of the step."""
-        return [self._saved(own) for own in self._at_end.get(visit, ())]
+        return self._at_end.met(visit)
 
     def inside(self, visit: int) -> list[Saved]:
         """Return what is saved inside the step."""
-        x, h, final = self._entries.x, self._entries.h, self._final
-        return [
-            self._saved(own, x[own], h[own], [weight[own] for weight in self._weights], final[own])
-            for own in self._inside.get(visit, ())
-        ]
+        return self._inside.met(visit)
 
     def handed_on(self, visit: int) -> list[Saved]:
         """Return what is saved inside the step before, with the weight of its last stage."""
-        return [
-            self._saved(own, None, self._entries.h[own], [self._weights[-1][own]])
-            for own in self._handed_on.get(visit, ())
-        ]
-
-    def _saved(self, own: Array, *more: Any) -> Saved:
-        return Saved(self._entries.ids[own], self._entries.place[own], self._column[own], *more)
+        return self._handed_on.met(visit)
 
 
-def _grouped(chosen: Array, visit: Array, column: Array) -> dict[int, list[Array]]:
-    """Return the chosen entries, for each visit in lists in which no column comes twice."""
-    order = np.flatnonzero(chosen)
-    order = order[np.lexsort((column[order], visit[order]))]
-    v, c = visit[order], column[order]
-    fresh = np.ones(len(order), bool)
-    fresh[1:] = (v[1:] != v[:-1]) | (c[1:] != c[:-1])
-    starts = np.flatnonzero(fresh)
-    # How many of the same visit and column come before. Of equal turns no column comes twice: += by index adds once to
-    # each.
-    turn = np.arange(len(order)) - np.repeat(starts, np.diff(np.append(starts, len(order))))
-    again = np.lexsort((c, turn, v))
-    order, v, turn = order[again], v[again], turn[again]
-    cuts = np.flatnonzero((v[1:] != v[:-1]) | (turn[1:] != turn[:-1])) + 1
-    groups: dict[int, list[Array]] = {}
-    for members in np.split(order, cuts):
-        if len(members):
-            groups.setdefault(int(visit[members[0]]), []).append(members)
-    return groups
+class _Grouped:
+    """Chosen entries in the order of visits, each visit's in groups in which no column comes twice."""
+
+    def __init__(
+        self, entries: Entries, column: Array, visit: Array, chosen: Array, weights: Array | None = None,
+        whole: Array | None = None,
+    ):  # fmt: skip
+        order = np.flatnonzero(chosen)
+        order = order[np.lexsort((column[order], visit[order]))]
+        v, c = visit[order], column[order]
+        fresh = np.ones(len(order), bool)
+        fresh[1:] = (v[1:] != v[:-1]) | (c[1:] != c[:-1])
+        starts = np.flatnonzero(fresh)
+        # How many of the same visit and column come before. Of equal turns no column comes twice: += by index adds once to
+        # each.
+        turn = np.arange(len(order)) - np.repeat(starts, np.diff(np.append(starts, len(order))))
+        again = np.lexsort((c, turn, v))
+        order, v, turn = order[again], v[again], turn[again]
+        cuts = [0, *(np.flatnonzero((v[1:] != v[:-1]) | (turn[1:] != turn[:-1])) + 1).tolist(), len(order)]
+        # All arrays in this order, so that a group is a slice of each.
+        self._ids, self._place, self._column = entries.ids[order], entries.place[order], column[order]
+        self._x, self._h = entries.x[order], entries.h[order]
+        self._weights = None if weights is None else weights[:, order]
+        self._whole = None if whole is None else whole[order]
+        self._groups: dict[int, list[slice]] = {}
+        for start, stop in zip(cuts, cuts[1:]):
+            if start < stop:
+                self._groups.setdefault(int(v[start]), []).append(slice(start, stop))
+
+    def met(self, visit: int) -> list[Saved]:
+        """Return the groups of a visit."""
+        return [self._saved(own) for own in self._groups.get(visit, ())]
+
+    def _saved(self, own: slice) -> Saved:
+        where = self._ids[own], self._place[own], self._column[own]
+        if self._weights is None:
+            return Saved(*where)
+        whole = None if self._whole is None else self._whole[own]
+        return Saved(*where, self._x[own], self._h[own], self._weights[:, own], whole)

@@ -81,7 +81,7 @@ class Saved(NamedTuple):
     columns: Any
     x: Any = None
     h: Any = None
-    weights: Sequence[Array] = ()
+    weights: Any = ()
     whole: Any = None
 
     def of(self, states: Array) -> Array:
