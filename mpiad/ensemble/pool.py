@@ -8,8 +8,8 @@ there, and states are new arrays, which the record keeps.
 
 On the host the working set is a block of columns that stays in the cache. All arithmetic is elementwise over columns, so a
 trajectory's numbers don't depend on those beside it. When there are enough ended ones, they are replaced by waiting ones
-(or dropped, when none wait), so a long one doesn't make all the others pay. There are two columns at least (see `norms`):
-a single trajectory comes twice.
+(or dropped, when none wait), so a long one doesn't make all the others pay. There are two columns at least, as norms need
+them (see `controller`): a single trajectory comes twice.
 
 Times run in the direction of the solve, negated where it goes backwards.
 """

@@ -187,7 +187,7 @@ class Run:
     def stages_again(self, walk: Walk, visit: Visit) -> tuple[Any, Array]:
         """Return the stages of a visit, and the states after it, computed as the solve did."""
         width = len(visit.t)
-        columns: Any = np.arange(max(2, width)) % width  # two at least, as in the solve: see `norms`
+        columns: Any = np.arange(max(2, width)) % width  # two at least, as in the solve: see `controller`
         batch, real = self.batch, self.coefficients.real
         derivative = derivative_of(batch.f, batch.shape)
         u, t, h = visit.u[:, columns], visit.t[columns], visit.h[columns]

@@ -2,25 +2,33 @@
 
 Stages are sums of products, written column by column (no BLAS, whose order of summation depends on the number of
 columns), into buffers that are made once for a number of columns.
+
+Of few columns what a call of NumPy computes takes less time than its start, so a sum of n products takes two calls instead
+of 2 n - 1: one multiplies all stages by their weights, each repeated for all numbers, the other adds row after row. That is
+the order in which sums are taken otherwise, so the numbers are the same to the last bit (see `controller` on reductions
+along the first axis).
 """
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 
 from mpiad._typing import Array, Tree
 from mpiad.ensemble.coefficients import Weights
+from mpiad.ensemble.controller import mean_square
 from mpiad.ensemble.derivative import Derivative, locked
-from mpiad.ensemble.few_columns import FEW, StageSums
-from mpiad.ensemble.norms import mean_square
 from mpiad.ensemble.tableaus import Tableau
 
 __all__ = ["Stages"]
 
 # With `out` by its place: where few columns are left, a turn is a hundred calls and what each takes to start.
 _multiply, _add = np.multiply, np.add
+# Numbers in one array, columns times components, up to which sums take two calls.
+_FEW = 512
+_LEAST_TERMS = 3
 
 
 class Stages:
@@ -150,14 +158,53 @@ class Stages:
 
 def _stages(
     count: int, shape: tuple[int, int], dtype: Any, rows: list[Weights] | None
-) -> tuple[list[Array], StageSums | None]:
+) -> tuple[list[Array], _StageSums | None]:
     """Return the stages' arrays, and where columns are few and rows given how the sums over them are found."""
-    if rows is None or shape[0] * shape[1] > FEW:
+    if rows is None or shape[0] * shape[1] > _FEW:
         return [np.empty(shape, dtype) for _ in range(count)], None
     block = np.empty((count, *shape), dtype)
-    return list(block), StageSums(block, rows)
+    return list(block), _StageSums(block, rows)
 
 
 def _weights(row: tuple[float, ...], dtype: Any) -> Weights:
     # Zeros are left out: a stage that isn't finite must not reach a sum in which it has no part.
     return [(i, np.array(weight, dtype)) for i, weight in enumerate(row) if weight]
+
+
+class _StageSums:
+    """Sums over the stages in one block.
+
+    Parameters
+    ----------
+    k : array, shape (stages, d, n)
+    rows : list of Weights
+        For each sum the stages, in their order, with their weights.
+    """
+
+    def __init__(self, k: Array, rows: list[Weights]):
+        self._products, self._total = np.empty_like(k), np.empty_like(k[0])
+        self._flat_total = self._total.reshape(-1)
+        self._terms = [self._of(k, row) if len(row) >= _LEAST_TERMS else None for row in rows]
+
+    def _of(self, k: Array, row: Weights) -> tuple[list[tuple[Array, Array, Array]], Array]:
+        """Return factors and products, in runs of neighbours among the stages, and all products, each as one row."""
+        runs, first = [], 0
+        for _, run in groupby(enumerate(row), lambda entry: entry[1][0] - entry[0]):
+            entries = [entry for _, entry in run]
+            start, stop = entries[0][0], entries[-1][0] + 1
+            weights = np.empty(k[start:stop].shape, k.real.dtype)
+            weights[...] = np.stack([weight for _, weight in entries])[:, None, None]
+            runs.append((k[start:stop], weights, self._products[first : first + len(entries)]))
+            first += len(entries)
+        return runs, self._products.reshape(len(k), -1)[:first]
+
+    def sum(self, row: int) -> Array | None:
+        """Return one of the sums, in a buffer that the next one overwrites; None where it has too few terms."""
+        found = self._terms[row]
+        if found is None:
+            return None
+        runs, products = found
+        for stages, weights, terms in runs:
+            np.multiply(stages, weights, terms)
+        np.add.reduce(products, 0, None, self._flat_total)
+        return self._total

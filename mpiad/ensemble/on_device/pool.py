@@ -16,7 +16,7 @@ from mpiad.ensemble.batch import Batch, spread
 from mpiad.ensemble.coefficients import DeviceCoefficients
 from mpiad.ensemble.controller import LEAST_ERROR
 from mpiad.ensemble.derivative import derivative_of
-from mpiad.ensemble.entrance import least_step
+from mpiad.ensemble.entrance import derivative_at, first_step, least_step
 from mpiad.ensemble.events import EventWatch
 from mpiad.ensemble.happened import events_of
 from mpiad.ensemble.on_device.record import Events, Record, Round
@@ -27,7 +27,6 @@ from mpiad.ensemble.pool import Pool
 from mpiad.ensemble.record import Step
 from mpiad.ensemble.retcodes import ReturnCode
 from mpiad.ensemble.settings import Settings
-from mpiad.ensemble.starting import derivative_at, first_step
 from mpiad.transport.device_arrays import arrays_of
 
 __all__ = ["integrate"]

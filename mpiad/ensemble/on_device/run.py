@@ -13,6 +13,7 @@ from mpiad.device.transfer import array_to_device
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.coefficients import DeviceCoefficients, polynomials, states_at
 from mpiad.ensemble.derivative import derivative_of
+from mpiad.ensemble.entrance import derivative_at
 from mpiad.ensemble.on_device.record import Block, Record
 from mpiad.ensemble.on_device.saving import Due
 from mpiad.ensemble.on_device.stages import DeviceStages
@@ -20,7 +21,6 @@ from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.run import Run
 from mpiad.ensemble.seeds import Seeds
 from mpiad.ensemble.settings import Settings
-from mpiad.ensemble.starting import derivative_at
 from mpiad.ensemble.walk import Met, Saved, Visit, Walk
 from mpiad.transport.device_arrays import arrays_of
 
