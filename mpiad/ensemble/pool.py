@@ -1,6 +1,6 @@
 """Many trajectories that advance together, each with its own time, step and error control.
 
-In a turn each column tries one step. `Pool._take_turn` is the same on the host and on a device (`on_device.pool`), as is
+In a turn each column tries one step. `Turns` is the same on the host and on a device (`on_device.pool`), as is
 all that decides on steps and codes. Ended trajectories stay, with steps of length zero, and nothing is gathered or
 scattered from turn to turn. What differs is what may be asked: the host looks at any mask, so it acts only where something
 happens, in place, and takes a trajectory's results as it ends. A device is waited for once in a turn, so all is masked
@@ -16,6 +16,7 @@ Times run in the direction of the solve, negated where it goes backwards.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.stages import Stages
 from mpiad.ensemble.witnesses import NONE, Witnesses
 
-__all__ = ["integrate"]
+__all__ = ["Turns", "integrate"]
 
 # Numbers in one array of the working set: large enough that NumPy's cost per call doesn't count, and small enough that
 # about fifteen such arrays stay in the cache.
@@ -66,8 +67,114 @@ def integrate(batch: Batch, settings: Settings) -> Outcome:
     return outcome
 
 
-class Pool:
-    """The working set of a solve.
+class Turns:
+    """The turns of a working set, wherever its columns live.
+
+    Attributes
+    ----------
+    ids, number, entered : array of int, shape (n,)
+        The trajectories, their accepted steps, and the turn in which they entered.
+    t, end, h, q2 : array, shape (n,)
+        Times, ends, next steps, and the squared errors of the last accepted ones, in the direction of the solve.
+    live, rejected : array of bool, shape (n,)
+        Which still move; whether the last try was rejected.
+    idle : array, shape (n,)
+        1 where one has ended, else 0.
+    u : array, shape (d, n)
+    """
+
+    ids: Array
+    number: Array
+    entered: Array
+    t: Array
+    end: Array
+    h: Array
+    q2: Array
+    live: Array
+    rejected: Array
+    idle: Array
+    u: Array
+    _one: Any = np.array(1.0)  # as ufuncs take it fastest
+
+    def __init__(self, settings: Settings):
+        self._settings = settings
+        self._tableau, self._controller = settings.alg.tableau, settings.alg.controller
+        self._turn, self._alive, self._last_turn = 0, 0, settings.max_steps
+        self._stages: Any = None
+        self._sign: Array | None = None
+        self._p: Any = None
+        self._rtol: Any = settings.rtol
+        self._atol: Any = settings.atol
+        self._error: Array | None = None
+
+    def _take_turn(self) -> None:
+        """Try one step of every trajectory, and let go of those that end."""
+        self._turn += 1
+        t_new, h = self._proposed()
+        self._stages.take(self.u, self._p, self.t, h, t_new, self._sign)
+        self._settle(self._judged(h), h, t_new)
+
+    @abstractmethod
+    def _settle(self, accepted: Array, h: Array, t_new: Array) -> None:
+        """Take the steps that are accepted, and let go of what ends by them."""
+
+    @abstractmethod
+    def _some_are_small(self) -> bool:
+        """Tell whether a step may be smaller than time resolves."""
+
+    @abstractmethod
+    def _end(self, mask: Array, code: ReturnCode) -> None:
+        """Let go of the trajectories of a mask."""
+
+    def _proposed(self) -> tuple[Array, Array]:
+        """Return the times after the next steps, and the steps."""
+        t_new = self.t + self.h
+        if self._tableau.error is None:
+            # Many equal steps don't sum up to the span; a last one of rounding's size is none.
+            np.copyto(t_new, self.end, where=t_new > self.end - _ROUNDING * self.h)
+        np.minimum(t_new, self.end, out=t_new)
+        return t_new, t_new - self.t
+
+    def _judged(self, h: Array) -> Array:
+        """Return which columns' steps are accepted, and set the sizes of the next."""
+        if self._tableau.error is None:
+            self._error = None
+            return np.isfinite(self._stages.new).all(axis=0) & self.live
+        q2 = self._error = self._stages.error(self.u, self._rtol, self._atol)
+        accepted = np.less(q2, self._one)
+        if self._alive < len(accepted):
+            accepted &= self.live
+        factor = self._controller.factor(q2, self.q2, accepted, self.rejected, self._tableau.error_order)
+        np.multiply(h, factor, self.h)
+        if self._alive < len(accepted):
+            np.maximum(self.h, self.idle, out=self.h)
+        if self._settings.dtmax < np.inf:
+            np.minimum(self.h, self._settings.dtmax, out=self.h)
+        np.logical_not(accepted, self.rejected)
+        if self._controller.remembers:
+            np.copyto(self.q2, np.maximum(q2, LEAST_ERROR), where=accepted)
+        return accepted
+
+    def _fail(self, accepted: Array) -> None:
+        """Let go of trajectories that can't go on."""
+        if self._error is None:
+            self._end(self.live & ~accepted, ReturnCode.Unstable)
+        elif self._some_are_small():
+            self._meet_least_step(accepted, self._error)
+        if self._turn >= self._last_turn:
+            self._end(self.live & (self._turn - self.entered >= self._settings.max_steps), ReturnCode.MaxIters)
+
+    def _meet_least_step(self, accepted: Array, error: Array) -> None:
+        least = least_step(self.t)
+        small = self.live & (self.h < least)
+        stuck, finite = small & ~accepted, np.isfinite(error)
+        np.copyto(self.h, least, where=small & accepted)
+        self._end(stuck & finite, ReturnCode.DtLessThanMin)
+        self._end(stuck & ~finite, ReturnCode.Unstable)
+
+
+class Pool(Turns):
+    """The working set of a solve on the host.
 
     Parameters
     ----------
@@ -77,22 +184,17 @@ class Pool:
         Is filled in.
     """
 
-    _one: Any = np.array(1.0)  # as ufuncs take it fastest
-
     def __init__(self, batch: Batch, settings: Settings, outcome: Outcome):
-        self._settings, self._outcome = settings, outcome
-        self._tableau, self._controller = settings.alg.tableau, settings.alg.controller
-        self._entrance = Entrance(batch, settings)
+        super().__init__(settings)
+        self._outcome, self._entrance = outcome, Entrance(batch, settings)
         self._rtol, self._atol = self._entrance.rtol, self._entrance.atol
         self._witnesses = Witnesses(batch, settings, outcome, self._entrance)
         self._width = max(_LEAST_COLUMNS, _BLOCK // max(1, len(batch.u0)))
-        self._turn = 0
         none, number = np.empty(0), np.empty(0, np.int64)
         self.ids = self.number = self.entered = number
         self.t = self.end = self.h = self.idle = self.q2 = none
         self.live = self.rejected = np.empty(0, bool)
         self.u = batch.u0[:, :0]
-        self._stages: Any = None
 
     def run(self) -> None:
         """Advance until all trajectories have ended."""
@@ -143,13 +245,6 @@ class Pool:
 
     # ---- one turn
 
-    def _take_turn(self) -> None:
-        """Try one step of every trajectory, and let go of those that end."""
-        self._turn += 1
-        t_new, h = self._proposed()
-        self._stages.take(self.u, self._p, self.t, h, t_new, self._sign)
-        self._settle(self._judged(h), h, t_new)
-
     def _settle(self, accepted: Array, h: Array, t_new: Array) -> None:
         """Take the steps that are accepted, and let go of what ends by them."""
         terminated = self._seen(accepted, h, t_new)
@@ -179,57 +274,11 @@ class Pool:
         )
         return self._witnesses.see(step, self._p)
 
-    def _proposed(self) -> tuple[Array, Array]:
-        """Return the times after the next steps, and the steps."""
-        t_new = self.t + self.h
-        if self._tableau.error is None:
-            # Many equal steps don't sum up to the span; a last one of rounding's size is none.
-            np.copyto(t_new, self.end, where=t_new > self.end - _ROUNDING * self.h)
-        np.minimum(t_new, self.end, out=t_new)
-        return t_new, t_new - self.t
-
-    def _judged(self, h: Array) -> Array:
-        """Return which columns' steps are accepted, and set the sizes of the next."""
-        if self._tableau.error is None:
-            self._error = None
-            return np.isfinite(self._stages.new).all(axis=0) & self.live
-        q2 = self._error = self._stages.error(self.u, self._rtol, self._atol)
-        accepted = np.less(q2, self._one)
-        if self._alive < len(accepted):
-            accepted &= self.live
-        factor = self._controller.factor(q2, self.q2, accepted, self.rejected, self._tableau.error_order)
-        np.multiply(h, factor, self.h)
-        if self._alive < len(accepted):
-            np.maximum(self.h, self.idle, out=self.h)
-        if self._settings.dtmax < np.inf:
-            np.minimum(self.h, self._settings.dtmax, out=self.h)
-        np.logical_not(accepted, self.rejected)
-        if self._controller.remembers:
-            np.copyto(self.q2, np.maximum(q2, LEAST_ERROR), where=accepted)
-        return accepted
-
     # ---- ends
-
-    def _fail(self, accepted: Array) -> None:
-        """Let go of trajectories that can't go on."""
-        if self._error is None:
-            self._end(self.live & ~accepted, ReturnCode.Unstable)
-        elif self._some_are_small():
-            self._meet_least_step(accepted, self._error)
-        if self._turn >= self._last_turn:
-            self._end(self.live & (self._turn - self.entered >= self._settings.max_steps), ReturnCode.MaxIters)
 
     def _some_are_small(self) -> bool:
         """Tell whether a step may be smaller than time resolves."""
         return bool(np.count_nonzero(np.less(self.h, self._least_step)))
-
-    def _meet_least_step(self, accepted: Array, error: Array) -> None:
-        least = least_step(self.t)
-        small = self.live & (self.h < least)
-        stuck, finite = small & ~accepted, np.isfinite(error)
-        np.copyto(self.h, least, where=small & accepted)
-        self._end(stuck & finite, ReturnCode.DtLessThanMin)
-        self._end(stuck & ~finite, ReturnCode.Unstable)
 
     def _end(self, mask: Array, code: ReturnCode) -> None:
         """Let go of the trajectories of a mask."""

@@ -23,7 +23,7 @@ from mpiad.ensemble.on_device.record import Events, Record, Round
 from mpiad.ensemble.on_device.saving import EveryStep, SaveTimes
 from mpiad.ensemble.on_device.stages import DeviceStages
 from mpiad.ensemble.outcome import Outcome
-from mpiad.ensemble.pool import Pool
+from mpiad.ensemble.pool import Turns
 from mpiad.ensemble.record import Step
 from mpiad.ensemble.retcodes import ReturnCode
 from mpiad.ensemble.settings import Settings
@@ -53,7 +53,7 @@ def integrate(batch: Batch, settings: Settings) -> Outcome:
         return pool.outcome()
 
 
-class DevicePool(Pool):
+class DevicePool(Turns):
     """The working set of a solve: all trajectories, less those that ended long ago.
 
     Parameters
@@ -65,9 +65,9 @@ class DevicePool(Pool):
     _one: Any = 1.0
 
     def __init__(self, batch: Batch, settings: Settings):
-        self._batch, self._settings, u0 = batch, settings, batch.u0
+        super().__init__(settings)
+        self._batch, self._alive, u0 = batch, batch.size, batch.u0
         self._home: Any = arrays_of(u0)
-        self._tableau, self._controller = settings.alg.tableau, settings.alg.controller
         self._table, self._derivative = DeviceCoefficients(self._tableau, u0), derivative_of(batch.f, batch.shape)
         real = self._table.real.type
         atol = np.asarray(settings.atol, real)
@@ -87,7 +87,6 @@ class DevicePool(Pool):
         if settings.saveat is not None:
             shape = batch.size, settings.saveat.shape[-1] + 1, len(u0)  # the last place is for what nobody asked for
             self._saved = self._home.full(shape, np.nan, u0.dtype)
-        self._turn, self._last_turn, self._alive = 0, settings.max_steps, batch.size
 
     def run(self) -> None:
         """Advance until all trajectories have ended."""
