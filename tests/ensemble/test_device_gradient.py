@@ -308,6 +308,29 @@ def test_derivatives_through_events_are_those_of_the_host(tspan, alg, settings):
         np.testing.assert_allclose(of_second[name], second[name], rtol=_rounding(settings, 1e-7), atol=1e-6)
 
 
+@pytest.mark.serial
+def test_derivatives_by_tspan_through_events_are_those_of_the_host():
+    u0, p = _inputs()
+
+    def loss(put, out):
+        def of(x):
+            ensemble = EnsembleProblem(ODEProblem(predators, [1.0, 1.0], (x["start"], x["end"])), u0=put(u0), p=put(p))
+            sol = solve(ensemble, RK45(), EnsembleVectorized(), compile=False, events=(RARE, OFTEN), saveat=[2.9])
+            assert {"Success", "Terminated"} <= set(sol.retcode)
+            kept = anp.where(np.isnan(mpiad.stop(out(sol.u))), 0.0, out(sol.u))
+            times = sum(i * time**2 for i, found in sol.events.items() for _, time in found)
+            return anp.sum(kept**2) + anp.sum(out(sol.u_end) ** 3) + anp.sum(sol.t_reached**2) + times
+
+        return of
+
+    x = {"start": 0.0, "end": 3.0}
+    known = mpiad.grad(loss(np.asarray, lambda x: x))(x)
+    found = mpiad.grad(loss(on_device, to_host))(x)
+    for name in x:
+        np.testing.assert_allclose(found[name], known[name], rtol=1e-8)
+        assert abs(known[name]) > 1e-3
+
+
 @pytest.mark.parametrize("settings", [{"saveat": 0.3}, {"save_everystep": True}, {"events": (RARE, OFTEN)}])
 @pytest.mark.parametrize("gather", [True, False])
 @pytest.mark.parametrize("count", [_N, 2])
