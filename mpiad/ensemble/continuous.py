@@ -20,7 +20,7 @@ from mpiad.ensemble.backends import EnsembleVectorized
 from mpiad.ensemble.batch import Batch, Parameters
 from mpiad.ensemble.coefficients import polynomials, states_at
 from mpiad.ensemble.linearization import Tracing
-from mpiad.ensemble.on_device.run import run_of
+from mpiad.ensemble.on_device.device_run import run_of
 from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.retcodes import names_of
 from mpiad.ensemble.run import Run

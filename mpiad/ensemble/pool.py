@@ -1,6 +1,6 @@
 """Many trajectories that advance together, each with its own time, step and error control.
 
-In a turn each column tries one step. `Turns` is the same on the host and on a device (`on_device.pool`), as is
+In a turn each column tries one step. `Turns` is the same on the host and on a device (`on_device.rounds`), as is
 all that decides on steps and codes. Ended trajectories stay, with steps of length zero, and nothing is gathered or
 scattered from turn to turn. What differs is what may be asked: the host looks at any mask, so it acts only where something
 happens, in place, and takes a trajectory's results as it ends. A device is waited for once in a turn, so all is masked

@@ -28,7 +28,7 @@ from mpiad.ensemble.gpu import gpu_of
 from mpiad.ensemble.joining import joined
 from mpiad.ensemble.members import columns_of, initial_states, master_seed, members
 from mpiad.ensemble.methods.dormand_prince import RK45
-from mpiad.ensemble.on_device.run import run_of
+from mpiad.ensemble.on_device.device_run import run_of
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
 from mpiad.ensemble.ranks import EnsembleMPI, Sharing, over_ranks
 from mpiad.ensemble.reduction import combined, reduced

@@ -5,9 +5,9 @@ its walk for the visits, and for what lies in each: saved values, events, ends o
 records of two kinds, whose difference is data:
 
 - On the host (`sorted_walk`) steps have been put into order, and a visit is about those columns that took a step.
-- On a device (`on_device.run`) a visit is a round of the solve, of all columns of a block, with steps of length zero where
-  none was accepted: there nothing can be counted without waiting. What a column saves in one step are several values in
-  slots, and what it doesn't save goes to a slot that nobody reads.
+- On a device (`on_device.device_run`) a visit is a round of the solve, of all columns of a block, with steps of length zero
+  where none was accepted: there nothing can be counted without waiting. What a column saves in one step are several values
+  in slots, and what it doesn't save goes to a slot that nobody reads.
 
 Arrays follow NumPy's protocols, so the arithmetic is the same text for both. What differs in it is in `Coefficients`: sums
 over stages, which the host takes one by one (a column's bits depend on no other column) and a device at once.

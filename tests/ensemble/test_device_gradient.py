@@ -12,7 +12,7 @@ from device_double import on_device, on_host, transfers
 import mpiad
 from mpiad.device import to_device, to_host
 from mpiad.ensemble import RK4, RK45, EnsembleMPI, EnsembleProblem, EnsembleVectorized, Event, ODEProblem, solve
-from mpiad.ensemble.on_device.record import Record
+from mpiad.ensemble.on_device.round_record import Record
 
 _N = 17
 

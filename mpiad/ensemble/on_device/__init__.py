@@ -6,6 +6,6 @@ still move, and how many saved times lie in the longest step. The record of a ro
 so that derivatives go through the same rounds, backwards or forwards.
 """
 
-from mpiad.ensemble.on_device.pool import integrate
+from mpiad.ensemble.on_device.rounds import integrate
 
 __all__ = ["integrate"]

@@ -1,4 +1,4 @@
-"""The solve on a device: turns of one step of all trajectories that still move, and one look at each of them.
+"""The solve on a device in rounds: turns of one step of all trajectories that still move, and one look at each of them.
 
 Steps that aren't accepted are masked, and of what happens the host learns a few numbers: how many still move, how many
 saved times lie in the longest step, and how many columns met an event. Ended trajectories stay until half of all have
@@ -19,9 +19,9 @@ from mpiad.ensemble.derivative import derivative_of
 from mpiad.ensemble.entrance import derivative_at, first_step, least_step
 from mpiad.ensemble.events import EventWatch
 from mpiad.ensemble.happened import events_of
-from mpiad.ensemble.on_device.record import Events, Record, Round
-from mpiad.ensemble.on_device.saving import EveryStep, SaveTimes
-from mpiad.ensemble.on_device.stages import DeviceStages
+from mpiad.ensemble.on_device.device_stages import DeviceStages
+from mpiad.ensemble.on_device.round_record import Events, Record, Round
+from mpiad.ensemble.on_device.saved_slots import EveryStep, SaveTimes
 from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.pool import Turns
 from mpiad.ensemble.record import Step
