@@ -8,8 +8,8 @@ and may use bare mpi4py (post the receives, post the sends, wait for all). `defv
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from autograd.core import JVPNode, VJPNode, primitive_jvps, primitive_vjps
@@ -23,12 +23,37 @@ from mpiad.primitives.operation import Tape, current, differentiable, refuse_sus
 from mpiad.transport import calls
 from mpiad.transport.channels import communications
 from mpiad.transport.device_arrays import arrays_of, is_device_array
+from mpiad.transport.tracing import tracing
 
 __all__ = [
-    "Communicating", "communicating", "defadjoint", "defjvp", "defjvp_together", "defvjp", "defvjp_together",
+    "Communicating", "InPlace", "communicating", "defadjoint", "defjvp", "defjvp_together", "defvjp", "defvjp_together",
 ]
 
 _box_types = Box.types
+
+
+class InPlace(NamedTuple):
+    """How an operator works in one buffer, for compiled programs, which put its first argument there from the start.
+
+    Each function takes the operator's further arguments; shapes and indices are without leading axes.
+
+    Parameters
+    ----------
+    shape : callable
+        The buffer's shape.
+    given, result : callable
+        Where the argument lies in the buffer before, and the result afterwards: the first indices.
+    run : callable
+        ``run(buffer, *rest)``
+    changes_given : bool
+        Whether the argument isn't there any more afterwards.
+    """
+
+    shape: Callable[..., Sequence[int]]
+    given: Callable[..., Sequence[int]]
+    result: Callable[..., Sequence[int]]
+    run: Callable[..., None]
+    changes_given: bool
 
 
 class Communicating:
@@ -40,6 +65,7 @@ class Communicating:
         self.__doc__ = getattr(fun, "__doc__", None)
         self.backward: Callable | None = None
         self.forward: Callable | None = None
+        self.in_place: InPlace | None = None
         primitive_vjps[self] = self._foreign_vjp
         primitive_jvps[self] = self._foreign_jvp
 
@@ -58,6 +84,11 @@ class Communicating:
             ans = self.fun(*args, **kwargs)
         # Read-only is what returns a lent argument: the result must be an array of its own.
         return ans.copy() if type(ans) is np.ndarray and not ans.flags.writeable else _result(ans, self.__name__)
+
+    def run_in_place(self, buffer: Any, *rest: Any) -> None:
+        """Run the function in a buffer that holds its first argument (see `InPlace`)."""
+        with suspended():
+            self.in_place.run(buffer, *rest)  # type: ignore[union-attr]
 
     def vjp(self, ans: Any, args: Any, kwargs: Any, argnums: tuple[int, ...], level: int) -> Callable:
         """Return the function that maps the cotangent of the result to those of its traced arguments."""
@@ -147,7 +178,8 @@ def _apply(operator: Communicating, tape: Tape | None, args: tuple, kwargs: dict
     levels = [arg._trace if type(arg) in _box_types else -1 for arg in args]  # -1: untraced
     top = max(levels, default=-1)
     if top < 0 and tape is None:
-        return operator.body(args, kwargs)
+        recorder = tracing.recorder
+        return operator.body(args, kwargs) if recorder is None else recorder.operate(operator, args, kwargs)
     level = max(top, number)
     argnums = tuple([k for k, found in enumerate(levels) if found == level])
     parents = tuple([args[k]._node for k in argnums])

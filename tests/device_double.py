@@ -335,7 +335,7 @@ def on_host(x: Any) -> Any:
 class DoubleArrays:
     """Makes and copies `DeviceArray`s: an ArrayModule of mpiad.transport.device_arrays."""
 
-    name = "stand-in"
+    name, takes_host_arrays = "stand-in", False
     kind = DeviceArray
     device = 0
 

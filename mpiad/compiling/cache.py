@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
@@ -33,7 +33,7 @@ _COMPILER = (
 
 _lock = threading.RLock()
 # By text, name and signature: to hash a text that is the same object costs nothing, and each solve comes here.
-_loaded: dict[tuple[str, str, str, str], Kernel] = {}
+_loaded: dict[tuple[str, str, str, str, bool], Kernel] = {}
 
 
 class Kernel(NamedTuple):
@@ -57,7 +57,7 @@ class Kernel(NamedTuple):
     origin: str
 
 
-def kernel_of(text: str, name: str, signature: str, fast: str = "") -> Kernel:
+def kernel_of(text: str, name: str, signature: str, fast: str = "", distinct: bool = False) -> Kernel:
     """Return a function that a text defines, compiled.
 
     Parameters
@@ -69,6 +69,8 @@ def kernel_of(text: str, name: str, signature: str, fast: str = "") -> Kernel:
         Of arrays and numbers, as ``void(int64, float64[:, ::1])``.
     fast : str
         How floating-point operations may be changed, as LLVM writes it; not at all by default.
+    distinct : bool
+        Whether no two of its arrays share memory that it writes.
 
     Returns
     -------
@@ -86,11 +88,12 @@ def kernel_of(text: str, name: str, signature: str, fast: str = "") -> Kernel:
     """
     # Under the lock: a second thread waits for the first one's kernel instead of compiling it, too.
     with _lock:
-        known = text, name, signature, fast
+        known = text, name, signature, fast, distinct
         if known not in _loaded:
-            key = _key(f"{name} {signature} {fast}\n{text}")
+            key = _key(f"{name} {signature} {fast}{' distinct' * distinct}\n{text}")
             started = time.perf_counter()
-            function, origin = _from_disk(key, text, signature) or _made(key, text, name, signature, fast)
+            code = partial(code_of, text, name, signature, fast, distinct)
+            function, origin = _from_disk(key, text, signature) or _made(key, text, code, signature)
             _loaded[known] = Kernel(function, text, time.perf_counter() - started, origin)
             _log.debug("kernel %s: %s in %.3f s", key[:12], origin, _loaded[known].seconds)
         return _loaded[known]
@@ -102,7 +105,7 @@ def forget() -> None:
         _loaded.clear()
 
 
-def _made(key: str, text: str, name: str, signature: str, fast: str) -> tuple[Callable[..., None], str]:
+def _made(key: str, text: str, code: Callable[[], Code], signature: str) -> tuple[Callable[..., None], str]:
     """Return the function from the disk or compiled, by one process at a time."""
     kept = store()
     with nullcontext() if kept is None else kept.locked(key):
@@ -112,7 +115,7 @@ def _made(key: str, text: str, name: str, signature: str, fast: str) -> tuple[Ca
             return found
         if kept is not None:
             kept.clear(key)
-        return _compiled(key, text, code_of(text, name, signature, fast), signature)
+        return _compiled(key, text, code(), signature)
 
 
 def _from_disk(key: str, text: str, signature: str) -> tuple[Callable[..., None], str] | None:

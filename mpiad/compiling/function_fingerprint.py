@@ -20,14 +20,14 @@ import numpy as np
 
 from mpiad._typing import Function
 
-__all__ = ["Fingerprint", "fingerprint_of"]
+__all__ = ["UNSEEN", "Fingerprint", "Unknown", "attribute_of", "content_of", "fingerprint_of", "uses_of", "uses_of_first"]
 
 # Compared by equality.
 Fingerprint: TypeAlias = "tuple[Any, ...]"
 
 _STAY = frozenset({"numpy", "autograd", "math", "cmath", "builtins"})
 # They read what no name says.
-_UNSEEN = frozenset({"eval", "exec", "globals", "id", "input", "locals", "open", "vars", "__import__"})
+UNSEEN = frozenset({"eval", "exec", "globals", "id", "input", "locals", "open", "vars", "__import__"})
 # Of arrays, and of all that is read: more takes longer to look at than to trace.
 _MOST_ENTRIES, _MOST_VALUES = 1024, 256
 _LOAD_LOCAL = ("LOAD_FAST", "LOAD_FAST_BORROW")
@@ -48,13 +48,13 @@ def fingerprint_of(f: Function, *given: Any) -> Fingerprint | None:
         reader.read(f)
         for value in given:
             reader.read(value)
-    except _Unknown:
+    except Unknown:
         return None
     return tuple(reader.found)
 
 
-class _Unknown(Exception):
-    pass
+class Unknown(Exception):
+    """Report that what a function reads can't be told."""
 
 
 class _Reader:
@@ -65,7 +65,7 @@ class _Reader:
     def read(self, value: Any) -> None:
         """Note a value, and all that it leads to."""
         if len(self.found) > _MOST_VALUES:
-            raise _Unknown
+            raise Unknown
         _READERS.get(type(value), _Reader._other)(self, value)
 
     def _plain(self, value: Any) -> None:
@@ -77,7 +77,7 @@ class _Reader:
 
     def _array(self, value: np.ndarray) -> None:
         if value.size > _MOST_ENTRIES or value.dtype.kind not in "biufc":
-            raise _Unknown
+            raise Unknown
         self.found.append((value.dtype.str, value.shape, value.tobytes()))
 
     def _nest(self, value: list | tuple) -> None:
@@ -105,38 +105,38 @@ class _Reader:
         around = dict(zip(code.co_freevars, value.__closure__ or ()))
         if module == "autograd.tracer":
             for cell in around.values():
-                self.read(_content(cell))
+                self.read(content_of(cell))
             return
         for part in (value.__dict__, value.__defaults__, value.__kwdefaults__):
             self.read(part)
-        for use in _uses(code):
+        for use in uses_of(code):
             self.found.append(use)
             if use.kind == "around":
-                self._used(_content(around[use.name]), use.attributes)
+                self._used(content_of(around[use.name]), use.attributes)
             elif use.name in value.__globals__:
                 self._used(value.__globals__[use.name], use.attributes)
-            elif use.name in _UNSEEN or not hasattr(builtins, use.name):
-                raise _Unknown
+            elif use.name in UNSEEN or not hasattr(builtins, use.name):
+                raise Unknown
 
     def _used(self, value: Any, attributes: tuple[str, ...]) -> None:
         """Note what is read of a value: an attribute, of that the next one, and so on."""
         for name in attributes:
             if not _is_followed(value):
                 break
-            value = _attribute(value, name)
+            value = attribute_of(value, name)
         self.read(value)
 
     def _method(self, value: MethodType) -> None:
         if not isinstance(value.__func__, FunctionType):
-            raise _Unknown
+            raise Unknown
         self.read(value.__func__)
-        for attributes in _uses_of_first(value.__func__.__code__):
+        for attributes in uses_of_first(value.__func__.__code__):
             self.found.append(attributes)
             self._used(value.__self__, attributes)
 
     def _module(self, value: ModuleType) -> None:
         if not _stays(value.__name__):
-            raise _Unknown
+            raise Unknown
         self.found.append(value)
 
     def _partial(self, value: partial) -> None:
@@ -151,15 +151,15 @@ class _Reader:
             self._nest(value)
         elif isinstance(value, type) or type(value) in _FUNCTIONS_OF_NUMPY:
             if not _stays(getattr(value, "__module__", None) or "numpy"):
-                raise _Unknown
+                raise Unknown
             self.found.append(value)
         else:
-            raise _Unknown
+            raise Unknown
 
     def _builtin(self, value: BuiltinFunctionType) -> None:
         # A method of an object, of a generator of random numbers for one, is of this type, too.
-        if not isinstance(value.__self__, ModuleType) or value.__name__ in _UNSEEN:
-            raise _Unknown
+        if not isinstance(value.__self__, ModuleType) or value.__name__ in UNSEEN:
+            raise Unknown
         self._module(value.__self__)
         self.found.append(value)
 
@@ -178,11 +178,12 @@ def _stays(module: str) -> bool:
     return module.partition(".")[0] in _STAY
 
 
-def _content(cell: Any) -> Any:
+def content_of(cell: Any) -> Any:
+    """Return what a variable of a function around holds."""
     try:
         return cell.cell_contents
     except ValueError:  # not assigned yet
-        raise _Unknown from None
+        raise Unknown from None
 
 
 def _is_followed(value: Any) -> bool:
@@ -192,7 +193,7 @@ def _is_followed(value: Any) -> bool:
     return type(value) not in _READERS and hasattr(value, "__dict__")
 
 
-def _attribute(value: Any, name: str) -> Any:
+def attribute_of(value: Any, name: str) -> Any:
     """Return an attribute that is read and not computed."""
     kind = type(value)
     if kind is ModuleType:
@@ -202,11 +203,11 @@ def _attribute(value: Any, name: str) -> Any:
     elif kind.__getattribute__ in (object.__getattribute__, SimpleNamespace.__getattribute__):
         own, bases = value.__dict__, kind.__mro__
     else:
-        raise _Unknown
+        raise Unknown
     common = next((base.__dict__[name] for base in bases if name in base.__dict__), _NOTHING)
     # A method, a property or a slot.
     if hasattr(type(common), "__get__") or (common is _NOTHING and name not in own):
-        raise _Unknown
+        raise Unknown
     return own.get(name, common)
 
 
@@ -219,12 +220,12 @@ class _Use(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def _uses(code: CodeType) -> tuple[_Use, ...]:
+def uses_of(code: CodeType) -> tuple[_Use, ...]:
     """Return what a code reads by global names and by those of functions around it, with the functions defined in it.
 
     Raises
     ------
-    _Unknown
+    Unknown
         Where it imports modules or defines classes.
     """
     uses = []
@@ -235,27 +236,27 @@ def _uses(code: CodeType) -> tuple[_Use, ...]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             # Their variables around them are this code's own, unless it has them from around, too.
-            uses += [use for use in _uses(constant) if use.kind == "global" or use.name in code.co_freevars]
+            uses += [use for use in uses_of(constant) if use.kind == "global" or use.name in code.co_freevars]
     return tuple(dict.fromkeys(uses))
 
 
 @lru_cache(maxsize=256)
-def _uses_of_first(code: CodeType) -> tuple[tuple[str, ...], ...]:
+def uses_of_first(code: CodeType) -> tuple[tuple[str, ...], ...]:
     """Return the attributes that a method reads of its object, each time that it names it.
 
     Raises
     ------
-    _Unknown
+    Unknown
         Where the object is handed to a function inside, or the name is given to something else.
     """
     first = code.co_varnames[:1]
     if not first or first[0] in code.co_cellvars:
-        raise _Unknown
+        raise Unknown
     for instruction in dis.get_instructions(code):
         # Newer Pythons load two names at a time, and here it isn't looked further which one an attribute is of.
         names = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
         if "FAST" in instruction.opname and instruction.opname not in _LOAD_LOCAL and first[0] in names:
-            raise _Unknown
+            raise Unknown
     loads = [load for operation in _LOAD_LOCAL for load in _loads(code, operation)]
     return tuple(dict.fromkeys(attributes for name, attributes in loads if name == first[0]))
 
@@ -265,7 +266,7 @@ def _loads(code: CodeType, operation: str) -> list[tuple[str, tuple[str, ...]]]:
     found, instructions = [], list(dis.get_instructions(code))
     for place, instruction in enumerate(instructions):
         if instruction.opname in ("IMPORT_NAME", "LOAD_BUILD_CLASS", "LOAD_NAME", "LOAD_CLASSDEREF"):
-            raise _Unknown
+            raise Unknown
         if instruction.opname == operation:
             attributes = takewhile(lambda next: next.opname in ("LOAD_ATTR", "LOAD_METHOD"), instructions[place + 1 :])
             found.append((instruction.argval, tuple(next.argval for next in attributes)))

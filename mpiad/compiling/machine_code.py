@@ -38,7 +38,7 @@ class Code(NamedTuple):
     outside: tuple[str, ...] = ()
 
 
-def code_of(text: str, name: str, signature: str, fast: str = "") -> Code:
+def code_of(text: str, name: str, signature: str, fast: str = "", distinct: bool = False) -> Code:
     """Compile a kernel.
 
     Parameters
@@ -51,6 +51,8 @@ def code_of(text: str, name: str, signature: str, fast: str = "") -> Code:
         Its arguments, as ``void(int64, float64[:, ::1])``.
     fast : str
         How floating-point operations may be changed, as LLVM writes it; not at all by default.
+    distinct : bool
+        Whether no two of its arrays share memory that it writes.
 
     Raises
     ------
@@ -60,7 +62,7 @@ def code_of(text: str, name: str, signature: str, fast: str = "") -> Code:
     # A process that finds its kernels on disk never needs it.
     from mpiad.compiling.translation import translated
 
-    return Code(name, *llvm.object_file(translated(text, name, arguments_of(signature), fast)))
+    return Code(name, *llvm.object_file(translated(text, name, arguments_of(signature), fast, distinct)))
 
 
 def function_of(code: Code, signature: str) -> Callable[..., None]:
@@ -89,7 +91,8 @@ def _native(address: int, owner: Any, arguments: Sequence[Argument]) -> Callable
             passed += [value] if argument.ndim is None else _array(argument, value, place)
         function(*passed)
 
-    called.owner = owner  # type: ignore[attr-defined]
+    # Who passes the same memory again and again looks at it once.
+    called.owner, called.unchecked = owner, function  # type: ignore[attr-defined]
     return called
 
 

@@ -29,7 +29,7 @@ _ALIGNED = "alignstack(64) noinline"
 _WIDE = '"prefer-vector-width"="512"'
 
 
-def translated(text: str, name: str, arguments: Sequence[Argument], fast: str = "") -> str:
+def translated(text: str, name: str, arguments: Sequence[Argument], fast: str = "", distinct: bool = False) -> str:
     """Return a kernel as a module of LLVM's intermediate representation.
 
     Parameters
@@ -41,6 +41,8 @@ def translated(text: str, name: str, arguments: Sequence[Argument], fast: str = 
     arguments : sequence of Argument
     fast : str
         Flags of floating-point operations that may be reordered, as LLVM writes them.
+    distinct : bool
+        Whether no two of the arrays share memory that the kernel writes.
 
     Raises
     ------
@@ -49,7 +51,7 @@ def translated(text: str, name: str, arguments: Sequence[Argument], fast: str = 
     """
     defined = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}
     module = _Module(defined, fast)
-    return module.kernel(defined[name], arguments)
+    return module.kernel(defined[name], arguments, "ptr noalias" if distinct else "ptr")
 
 
 class _Module:
@@ -61,7 +63,7 @@ class _Module:
         self._made: dict[tuple[str, tuple[str, ...]], tuple[str, tuple[str, ...]]] = {}
         self._texts: list[str] = []
 
-    def kernel(self, node: ast.FunctionDef, arguments: Sequence[Argument]) -> str:
+    def kernel(self, node: ast.FunctionDef, arguments: Sequence[Argument], pointer: str) -> str:
         names = [argument.arg for argument in node.args.args]
         given: dict[str, Value | ArrayValue] = {}
         kinds = []
@@ -72,7 +74,7 @@ class _Module:
             else:
                 lengths = tuple(f"%a{i}_{axis}" for axis in range(ndim))
                 given[name] = ArrayValue(dtype.name, f"%a{i}", lengths)
-                kinds += [f"ptr %a{i}", *(f"i64 {length}" for length in lengths)]
+                kinds += [f"{pointer} %a{i}", *(f"i64 {length}" for length in lengths)]
         function = self._translated(node, given)
         attributes = f"nounwind {function.attributes}".strip()
         made = f"define void @{node.name}({', '.join(kinds)}) {attributes} {{\n{function.text()}\n}}\n"

@@ -15,7 +15,7 @@ from mpiad.compiling.symbols import Symbol, choose, numbers_of
 if TYPE_CHECKING:
     from mpiad.compiling.symbolic_arrays import SymbolicArray
 
-__all__ = ["entrywise", "of_ufunc"]
+__all__ = ["entrywise", "of_ufunc", "scalar_function"]
 
 
 def of_ufunc(
@@ -35,11 +35,16 @@ def of_ufunc(
         inputs, method = [first.reshape(first.shape + (1,) * second.ndim), second], "__call__"
     if method == "__call__" and ufunc is np.matmul:
         return like.like(numbers_of(like.builder, np.matmul(*(_objects(like, x) for x in inputs))))
-    function = _UFUNCS.get(ufunc) or _SPECIAL.get(ufunc.__name__)
+    function = scalar_function(ufunc)
     if method != "__call__" or function is None:
         name = ufunc.__name__ if method == "__call__" else f"{ufunc.__name__}.{method}"
         like.builder.refuse(f"it calls numpy.{name}, which isn't among the functions that can be compiled")
     return entrywise(like, function, *inputs)
+
+
+def scalar_function(ufunc: np.ufunc) -> Callable[..., Symbol] | None:
+    """Return what a function of NumPy's, or of SciPy's, does with symbols; None where it isn't in the catalogue."""
+    return _UFUNCS.get(ufunc) or _SPECIAL.get(ufunc.__name__)
 
 
 def entrywise(like: SymbolicArray, function: Callable[..., Symbol], *inputs: Any) -> SymbolicArray:

@@ -198,6 +198,9 @@ def _device_in(nest: Any) -> ArrayModule | None:
 
 
 def _refuse_mixture(arrays: Sequence[Any], call: str) -> None:
+    found = _device_among(arrays)
+    if found is not None and found.takes_host_arrays:
+        return
     for k, piece in enumerate(arrays):
         if arrays_of(getval(piece)) is None:
             raise TypeError(

@@ -13,6 +13,7 @@ from autograd.tracer import Box, getval
 
 from mpiad._typing import Array, Tree
 from mpiad.transport.device_arrays import ArrayModule, arrays_of
+from mpiad.transport.tracing import tracing
 
 __all__ = ["array_to_device", "array_to_host", "to_device", "to_host"]
 
@@ -54,6 +55,8 @@ def to_device(x: Tree, device: int | None = None, *, like: Array = None) -> Tree
 
     def move(leaf: Any) -> Any:
         plain = getval(leaf)
+        if tracing.recorder is not None:
+            tracing.recorder.refuse("it copies arrays to a device, and only NumPy's are compiled yet")
         if plain is None or isinstance(plain, str) or arrays_of(plain) is not None:
             return leaf
         if not found:

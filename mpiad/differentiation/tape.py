@@ -106,6 +106,6 @@ class TangentTape(_Tape):
         """Communicate the tangent, as part of the trace around this one; return its node."""
         tangents = {k: node.g for k, node in zip(argnums, parents) if node.tape is self}
         # The tangent's communication belongs to the trace around; on this tape it would be traced again, without end.
-        with suspended(self.outer):
+        with suspended(self.outer, body=False):
             tangent = operation.jvp(tangents, ans, x, params, self.number)
         return TangentNode.placed(self, tangent) if hasattr(ans, "dtype") else None

@@ -16,7 +16,7 @@ from mpiad.domain.delivery import add, post, put
 from mpiad.domain.memory import copy_of, empty_beside
 from mpiad.domain.partition import Partition
 from mpiad.domain.routes import IN_TURN, Geometry, Index, Stage, plan
-from mpiad.extend import communicating, defjvp, defvjp
+from mpiad.extend import InPlace, communicating, defjvp, defvjp
 
 __all__ = ["Beyond", "Halo", "fill_beyond", "fill_halo", "fill_in_place", "fold_beyond", "fold_halo", "fold_in_place"]
 
@@ -137,7 +137,7 @@ def fill_halo(u: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) ->
     return out
 
 
-def fill_in_place(out: LocalArray, halo: Halo, sides: Sides, scheme: str) -> None:
+def fill_in_place(out: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) -> None:
     """Fill the halo of an array of shape (..., *padded) whose interior is there."""
     for stage, beyond in zip(halo.stages(scheme), halo.beyond(sides, scheme)):
         coming = post(out, stage.routes, False, _TAG, halo.comm)
@@ -186,7 +186,7 @@ def fold_halo(g: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) ->
     return total[halo.interior]
 
 
-def fold_in_place(total: LocalArray, halo: Halo, sides: Sides, scheme: str) -> None:
+def fold_in_place(total: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) -> None:
     """Fold the halo of an array of shape (..., *padded) into its interior; the halo is not cleared."""
     for stage, beyond in zip(reversed(halo.stages(scheme)), reversed(halo.beyond(sides, scheme))):
         # First what was filled last: the halo beyond a side may be a copy of the neighbours' cells.
@@ -211,3 +211,15 @@ defvjp(fill_halo, lambda ans, u, halo, sides, scheme=IN_TURN: lambda g: fold_hal
 defjvp(fill_halo, lambda du, ans, u, halo, sides, scheme=IN_TURN: fill_halo(du, halo, homogeneous(sides), scheme))
 defvjp(fold_halo, lambda ans, g, halo, sides, scheme=IN_TURN: lambda v: fill_halo(v, halo, homogeneous(sides), scheme))
 defjvp(fold_halo, lambda dg, ans, g, halo, sides, scheme=IN_TURN: fold_halo(dg, halo, sides, scheme))
+
+
+def _none(halo: Halo, *_: Any) -> tuple[int, ...]:
+    return (0,) * len(halo.shape)
+
+
+fill_halo.in_place = InPlace(
+    lambda halo, *_: halo.padded, lambda halo, *_: halo.widths, _none, fill_in_place, changes_given=False
+)
+fold_halo.in_place = InPlace(
+    lambda halo, *_: halo.padded, _none, lambda halo, *_: halo.widths, fold_in_place, changes_given=True
+)

@@ -13,7 +13,7 @@ from mpiad.device.assembly import concatenate
 from mpiad.primitives.allgather import mpi_allgather
 from mpiad.primitives.catalogue import ALLREDUCE, Reduction
 from mpiad.primitives.checks import reduction_of
-from mpiad.primitives.operation import communicate
+from mpiad.primitives.operation import communicate, run
 from mpiad.transport import PROD, SUM, channel, collectives
 from mpiad.transport.device_arrays import arrays_of
 
@@ -109,7 +109,7 @@ def _share_of_tie(ans: Any, x: Any, p: Reduction) -> Any:
     # Plain: which entries are tied is constant around almost every point, so no derivative flows through the shares.
     tied = (getval(x) == y).astype(y.dtype)
     with np.errstate(invalid="ignore"):  # where y is NaN nothing is tied, and the derivative is NaN too
-        return tied / collectives.allreduce(p.channel, tied, SUM, "mpi_allreduce")
+        return tied / run(ALLREDUCE, tied, p._replace(op=SUM))
 
 
 ALLREDUCE.define(_forward, _adjoint, _tangent)

@@ -46,6 +46,8 @@ def _on_device(g: Any, shape: tuple[int, ...], dtype: np.dtype, arrays: ArrayMod
     if arrays_of(plain) is not None:
         return g
     if isinstance(plain, np.ndarray):
+        if arrays.takes_host_arrays:
+            return g
         raise TypeError(
             f"got a cotangent or tangent of shape {plain.shape} on the host for an array on {arrays.name} device "
             f"{arrays.device}. Nothing is copied to a device unasked: pass mpiad.device.to_device(x)."

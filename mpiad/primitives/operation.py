@@ -27,8 +27,9 @@ from mpiad.primitives.noting import apply_to
 from mpiad.transport import Channel
 from mpiad.transport.channels import communications, operator_body
 from mpiad.transport.recovery import interruptible
+from mpiad.transport.tracing import tracing
 
-__all__ = ["Operation", "Tape", "communicate", "current", "differentiable", "refuse_suspended", "suspended"]
+__all__ = ["Operation", "Tape", "communicate", "current", "differentiable", "refuse_suspended", "run", "suspended"]
 
 _box_types = Box.types
 _NO_PARENTS: tuple = ((), ())
@@ -72,12 +73,14 @@ current = _Current()
 class suspended:
     """A context in which the current tape is another one: none, where an operation's body is one node."""
 
-    __slots__ = ("_body", "_kept", "_tape")
+    __slots__ = ("_body", "_is_body", "_kept", "_tape")
 
-    def __init__(self, tape: Tape | None = None):
-        self._tape = tape
+    def __init__(self, tape: Tape | None = None, body: bool = True):
+        self._tape, self._is_body = tape, body
 
     def __enter__(self) -> None:
+        if self._is_body and tracing.recorder is not None:
+            tracing.recorder.entered_body()
         # A set of its own for the channels of messages, which no tape notes meanwhile.
         self._kept, self._body = current.tape, operator_body.channels
         current.tape, operator_body.channels = self._tape, set()
@@ -150,13 +153,19 @@ class Operation:
         return f"Operation({self.__name__})"
 
 
+def run(operation: Operation, x: Array, params: Any) -> Any:
+    """Run an operation on plain arrays: no tape records it, but a compiled program's trace does."""
+    recorder = tracing.recorder
+    return operation.forward(x, params) if recorder is None else recorder.communicate(operation, x, params)
+
+
 def communicate(operation: Operation, x: Array, params: Any) -> Any:
     """Apply an operation, recorded on the current tape and on those around it."""
     next(communications)
     tape = current.tape
-    # Outside of all traces nothing is recorded: one test is all that is paid.
+    # Outside of all traces nothing is recorded: a test or two are all that is paid.
     if tape is None and type(x) not in _box_types:
-        return operation.forward(x, params)
+        return run(operation, x, params)
     return _apply(operation, tape, x, params)
 
 
@@ -167,7 +176,7 @@ def _apply(operation: Operation, tape: Tape | None, x: Array, params: Any) -> An
     if level > number:
         return _apply_above(operation, tape, x, params)
     if tape is None:
-        return operation.forward(x, params)
+        return run(operation, x, params)
     # One level down, with the next outer tape, until the arrays are plain; then recorded on the way back.
     inner, parents = (x._value, ((0,), (x._node,))) if level == number else (x, _NO_PARENTS)
     ans = _apply(operation, tape.outer, inner, params)

@@ -11,6 +11,7 @@ from mpiad._typing import Comm
 from mpiad.errors import RemoteError
 from mpiad.transport.channels import Channel
 from mpiad.transport.exit_codes import code_of
+from mpiad.transport.tracing import tracing
 
 __all__ = [
     "Failure", "Failures", "agreed", "agreed_among", "error_of", "first_of", "forget_agreement", "raise_first",
@@ -123,6 +124,8 @@ def raise_together(channel: Channel, error: Exception | None) -> None:
     -----
     All ranks of the channel call it.
     """
+    if tracing.recorder is not None:
+        tracing.recorder.looked_up("a check that all ranks make together")
     # One number in any case; texts are pickled, and travel only where there is one.
     flag = np.array(error is not None, dtype=np.int32)
     total = np.zeros_like(flag)

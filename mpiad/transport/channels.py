@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 from weakref import WeakSet
@@ -24,9 +25,12 @@ from mpi4py import MPI
 from mpiad._typing import Comm
 from mpiad.errors import CommunicatorError
 from mpiad.transport.fault_tolerance import FAULT_TOLERANT
+from mpiad.transport.tracing import tracing
 from mpiad.transport.unreceived import drain
 
-__all__ = ["Channel", "Watch", "communications", "is_watched", "live_channels", "operator_body", "set_watch"]
+__all__ = [
+    "Channel", "Watch", "communications", "is_watched", "live_channels", "operator_body", "set_watch", "tell_recorders",
+]
 
 _GOLDEN_SECTION = 0.6180339887498949
 _live: WeakSet[Channel] = WeakSet()
@@ -190,6 +194,8 @@ class Channel:
 
     def mark(self, reason: str) -> None:
         """Refuse further use until `renew`."""
+        if tracing.recorder is not None and tracing.recorder.marked(self, reason):
+            return
         if self.fault is None:
             self.fault = reason
 
@@ -238,6 +244,26 @@ class Channel:
         _live.discard(self)
         self.data = self.reverse = self._backwards = _Freed()
         self._aside, self.derived = None, []
+
+
+def tell_recorders(on: bool) -> None:
+    """Tell the trace under way in a thread when its function communicates on a channel other than by operations, or not."""
+    # A property on the class comes before what an object has itself; without one, nothing is looked up at all.
+    for name in ("data", "reverse"):
+        if on:
+            setattr(Channel, name, property(partial(_told, name), partial(_set, name)))
+        elif isinstance(Channel.__dict__.get(name), property):
+            delattr(Channel, name)
+
+
+def _told(name: str, self: Channel) -> Comm:
+    if tracing.recorder is not None:
+        tracing.recorder.communicated_by_itself()
+    return self.__dict__[name]
+
+
+def _set(name: str, self: Channel, comm: Comm) -> None:
+    self.__dict__[name] = comm
 
 
 class Watch(NamedTuple):

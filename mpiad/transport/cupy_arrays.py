@@ -23,7 +23,7 @@ class CupyArrays:
     device : int
     """
 
-    name = "CuPy"
+    name, takes_host_arrays = "CuPy", False
     kind = cupy.ndarray
 
     def __init__(self, device: int):

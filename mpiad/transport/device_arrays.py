@@ -40,11 +40,14 @@ class ArrayModule(Protocol):
         Type of the arrays.
     device : int
         Number of the device.
+    takes_host_arrays : bool
+        Whether arrays of NumPy's may be used beside them, as constants: not on a device.
     """
 
     name: str
     kind: type
     device: int
+    takes_host_arrays: bool
 
     def empty(self, shape: Shape, dtype: Any) -> Array:
         """Make an array without values."""

@@ -35,14 +35,18 @@ class Envelope:
         until it has come where it may come from any rank (negative `peer` or `tag`).
     reverse : bool
         Whether it is the message of an adjoint.
+    answers : Envelope, optional
+        The one whose number it has, which took that.
     """
 
-    __slots__ = ("channel", "number", "outgoing", "peer", "reverse", "tag")
+    __slots__ = ("answers", "channel", "number", "outgoing", "peer", "reverse", "tag")
 
     def __init__(
-        self, channel: Channel, peer: int, tag: int, outgoing: bool, number: int | None = None, reverse: bool = False
-    ):
+        self, channel: Channel, peer: int, tag: int, outgoing: bool, number: int | None = None, reverse: bool = False,
+        answers: Envelope | None = None,
+    ):  # fmt: skip
         self.channel, self.peer, self.tag, self.outgoing, self.reverse = channel, peer, tag, outgoing, reverse
+        self.answers = answers
         self.number = number if number is not None or peer < 0 or tag < 0 else self._next()
 
     def _next(self) -> int:
@@ -82,7 +86,7 @@ class Envelope:
 
     def back(self) -> Envelope:
         """Return the address of the message that carries the cotangent back."""
-        return Envelope(self.channel, self.peer, self.tag, not self.outgoing, self.number, True)
+        return Envelope(self.channel, self.peer, self.tag, not self.outgoing, self.number, True, self.answers or self)
 
     def along(self) -> Envelope:
         """Return the address of the message that carries the tangent, right after this one."""

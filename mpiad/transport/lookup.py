@@ -13,6 +13,7 @@ from mpiad._typing import Comm
 from mpiad.errors import CommunicatorError, UnfinishedMessagesError
 from mpiad.transport.channels import Channel
 from mpiad.transport.fault_tolerance import FAULT_TOLERANT, is_revoked
+from mpiad.transport.tracing import tracing
 
 __all__ = ["channel", "close_world", "member", "open_world", "prepare", "renew", "world_is_given_up"]
 
@@ -77,6 +78,8 @@ def channel(comm: Comm, call: str, collective: bool = True, survivors: bool = Fa
     UnfinishedMessagesError
         Where an exception has left messages under way.
     """
+    if tracing.recorder is not None:
+        tracing.recorder.looked_up(call)
     if _world is None or MPI.Is_finalized():
         raise CommunicatorError(f"{call}: {_why_no_world()}")
     found = _world if comm is None else _lookup(comm, call, collective)

@@ -1,0 +1,46 @@
+"""The trace of a compiled program that is under way in this thread, for what must be noted in it.
+
+`jit` sets it; what communicates looks at it. It stands on the lowest floor that both reach.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, Protocol
+
+__all__ = ["ProgramRecorder", "tracing"]
+
+
+class ProgramRecorder(Protocol):
+    """What is asked of a trace under way."""
+
+    def communicate(self, operation: Any, x: Any, params: Any) -> Any:
+        """Run an operation on plain arrays, and note it."""
+
+    def operate(self, operator: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run an operator of `mpiad.extend` on plain arrays, and note it."""
+
+    def refuse(self, reason: str) -> None:
+        """Give the trace up, for a reason that is told the user."""
+
+    def looked_up(self, call: str) -> None:
+        """Take note that a function looks for the channel of a communicator."""
+
+    def entered_body(self) -> None:
+        """Take note that an operator runs its body."""
+
+    def communicated_by_itself(self) -> None:
+        """Take note that a function communicates other than by an operation."""
+
+    def marked(self, channel: Any, reason: str) -> bool:
+        """Tell whether the trace decides later that messages were left on a channel: it may be run once more."""
+        ...
+
+
+class _Tracing(threading.local):
+    """The recorder; None where nothing is traced."""
+
+    recorder: ProgramRecorder | None = None
+
+
+tracing = _Tracing()
