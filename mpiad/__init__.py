@@ -2,7 +2,7 @@
 
 import os as _os
 from importlib import import_module
-from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from mpiad.differentiation import grad, hvp, jacobian, jvp, make_jvp, make_vjp, value_and_grad
 from mpiad.domain import Domain
@@ -43,10 +43,13 @@ from mpiad.primitives import (
 from mpiad.tasks import mpi_map
 from mpiad.transport import world as _world
 
+if TYPE_CHECKING:
+    from mpiad.programs import jit
+
 __version__ = "0.1.0"
 
 __all__ = [
-    "Domain", "grad", "hvp", "jacobian", "jvp", "make_jvp", "make_vjp", "minimize", "mpi_allgather", "mpi_allreduce",
+    "Domain", "grad", "hvp", "jacobian", "jit", "jvp", "make_jvp", "make_vjp", "minimize", "mpi_allgather", "mpi_allreduce",
     "mpi_alltoall", "mpi_barrier", "mpi_bcast", "mpi_exchange", "mpi_exscan", "mpi_finalize", "mpi_finalized",
     "mpi_gather", "mpi_iallreduce", "mpi_init", "mpi_initialized", "mpi_irecv", "mpi_isend", "mpi_local_rank",
     "mpi_map", "mpi_optimize", "mpi_print", "mpi_rank", "mpi_recv", "mpi_reduce", "mpi_reduce_scatter", "mpi_scan",
@@ -55,10 +58,14 @@ __all__ = [
 ]
 
 # Loaded at their first use: `mpiad.debug` after `import mpiad` costs nothing where nobody looks.
-_ROOMS = ("debug", "device", "ensemble", "errors", "extend", "linalg", "parallel", "testing", "timestepping", "vi")
+_ROOMS = (
+    "debug", "device", "ensemble", "errors", "extend", "linalg", "parallel", "programs", "testing", "timestepping", "vi",
+)
 
 
-def __getattr__(name: str) -> ModuleType:
+def __getattr__(name: str) -> Any:
+    if name == "jit":
+        return import_module(f"{__name__}.programs").jit
     if name in _ROOMS:
         return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,82 @@
+"""What the library asks of traced arrays beyond NumPy's protocols: `ArrayModule` for a trace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mpiad._typing import Array, Shape
+from mpiad.programs.recorder import Recorder
+from mpiad.programs.traced_array import TracedArray
+from mpiad.transport.device_arrays import register_arrays
+
+__all__ = ["TracedArrays"]
+
+
+class TracedArrays:
+    """Makes arrays of one trace. There is no other place that they could be copied to.
+
+    Parameters
+    ----------
+    recorder : Recorder
+    """
+
+    name, kind, device, takes_host_arrays = "traced", TracedArray, 0, True
+
+    def __init__(self, recorder: Recorder):
+        self.recorder = recorder
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TracedArrays) and other.recorder is self.recorder
+
+    def __hash__(self) -> int:
+        return id(self.recorder)
+
+    def empty(self, shape: Shape, dtype: Any) -> Array:
+        """Make an array that is to be filled; its values are zeros here."""
+        return self.recorder.full(shape, 0, dtype)
+
+    def full(self, shape: Shape, value: Any, dtype: Any) -> Array:
+        """Make an array of one number."""
+        return self.recorder.full(shape, value, dtype)
+
+    def arange(self, stop: int) -> Array:
+        """Make an array of the integers from 0 on."""
+        return np.arange(stop)
+
+    def add_at(self, x: Any, idx: Any, values: Any) -> None:
+        """Add values to the elements at an index, in place."""
+        total = x.recorder.call(added_at, (x, idx, values), {})
+        x[...] = total
+
+    def contiguous(self, x: Array) -> Array:
+        """Return the array itself: where it lies is decided when the program is compiled."""
+        return x
+
+    def copy(self, x: Any) -> Array:
+        """Return a copy."""
+        return x.recorder.call(np.copy, (x,), {})
+
+    def to_host(self, x: Array) -> Array:
+        """Return the array itself."""
+        return x
+
+    def to_device(self, host: Array) -> Array:
+        """Return the array itself, a constant of the trace."""
+        return host
+
+
+def added_at(x: Array, idx: Any, values: Array) -> Array:
+    """Return a copy of x with values added at places that may be named more than once."""
+    total = x.copy()
+    np.add.at(total, idx, values)
+    return total
+
+
+def _arrays_of(x: Any) -> Any:
+    return TracedArrays(x.recorder)
+
+
+# Of the protocol's methods those for copies between host and device are missing: a trace is given up before them.
+register_arrays(TracedArray, _arrays_of)

@@ -1,0 +1,306 @@
+"""A program of arrays in static single assignment: each node makes one array of those before it.
+
+Kinds of nodes, and what `data` holds:
+
+- "input": an argument of the function; its place among them.
+- "constant": an array that the function read; its place among the constants.
+- "number": one number at every place; the number.
+- "elementwise": a function of scalars at every place, its arguments broadcast; (name, function of symbols).
+- "view": entries of one array, by an `IndexMap`.
+- "reshape": the entries of one array in another shape.
+- "join": arrays one after the other; the axis.
+- "update": the first array, with the second one in place of a block; the block's first indices.
+- "reduce": an array folded along axes; (name, axes), the axes that are left in their order.
+- "call": a function that isn't taken apart, run by NumPy on whole arrays; a `Call`.
+- "communicate": a communication; a `Call`.
+- "item": one of several results of a call; its place.
+
+Communications are never dropped and never change their order; all else is needed by them or by an output, or goes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpiad._typing import Array, Shape
+from mpiad.programs.index_maps import Axis, IndexMap, broadcast, composed, identity, is_identity, shifted
+from mpiad.transport.calls import Site
+
+__all__ = ["BOOLEAN", "COMPUTED", "FLOATS", "ArrayProgram", "Call", "Node", "Slot"]
+
+# Along axes as short as this, arrays that are put together are taken apart again.
+_SHORT = 8
+FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
+# What loops compute with.
+BOOLEAN = np.dtype(bool)
+COMPUTED = (*FLOATS, BOOLEAN)
+
+
+class Slot(NamedTuple):
+    """The place of an input of a node among the arguments of its call."""
+
+    place: int
+
+
+class Call(NamedTuple):
+    """A call of Python's that a program makes.
+
+    Parameters
+    ----------
+    kind : {"call", "communicate", "operate"}
+    fun : callable or Operation
+    args, kwargs
+        With a `Slot` for each array.
+    """
+
+    kind: str
+    fun: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class Node(NamedTuple):
+    """One array.
+
+    Parameters
+    ----------
+    kind : str
+    inputs : tuple of int
+        Numbers of the nodes that it is made of.
+    shape : tuple of int
+    dtype : dtype
+    data : object
+    site : Site or None
+        The user's line.
+    backwards : bool
+        Whether it belongs to a reverse pass that is run later than the rest.
+    """
+
+    kind: str
+    inputs: tuple[int, ...]
+    shape: Shape
+    dtype: np.dtype
+    data: Any
+    site: Site | None = None
+    backwards: bool = False
+
+
+class ArrayProgram:
+    """A program, and while it is made its builder.
+
+    Attributes
+    ----------
+    nodes : list of Node
+    inputs : list of int
+        Nodes of the arguments.
+    constants : list of array
+    outputs : list of int
+    weak : set of int
+        Those nodes that are numbers of Python's.
+    """
+
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+        self.inputs: list[int] = []
+        self.constants: list[Array] = []
+        self.outputs: list[int] = []
+        self.weak: set[int] = set()
+        self.site: Site | None = None
+        self.backwards = False
+        self._known: dict[Any, int] = {}
+
+    def add(self, kind: str, inputs: Sequence[int], shape: Shape, dtype: np.dtype, data: Any = None) -> int:
+        """Append a node, or find it where the same was computed before."""
+        node = Node(kind, tuple(inputs), tuple(shape), np.dtype(dtype), data, self.site, self.backwards)
+        if kind in ("call", "communicate", "item", "input"):
+            self.nodes.append(node)
+            return len(self.nodes) - 1
+        # 0 is not -0, and NaN is itself.
+        mark = (type(data), data.hex()) if isinstance(data, float) else data
+        key = (kind, node.inputs, node.shape, node.dtype, mark)
+        if key not in self._known:
+            self.nodes.append(node)
+            self._known[key] = len(self.nodes) - 1
+        return self._known[key]
+
+    def input(self, shape: Shape, dtype: np.dtype) -> int:
+        """Append an argument."""
+        self.inputs.append(self.add("input", (), shape, dtype, len(self.inputs)))
+        return self.inputs[-1]
+
+    def constant(self, value: Array) -> int:
+        """Append an array that doesn't change."""
+        if value.dtype.kind in "fb" and (value.size == 1 or (value.size and not any(value.strides))):
+            return self.number(value.reshape(-1)[0].item(), value.shape, value.dtype)
+        for place, known in enumerate(self.constants):
+            if known is value:
+                return self.add("constant", (), value.shape, value.dtype, place)
+        self.constants.append(value)
+        return self.add("constant", (), value.shape, value.dtype, len(self.constants) - 1)
+
+    def number(self, value: float | bool, shape: Shape = (), dtype: Any = np.float64) -> int:
+        """Append an array of one number."""
+        dtype = np.dtype(dtype)
+        return self.add("number", (), shape, dtype, dtype.type(value).item())
+
+    def view(self, x: int, map: IndexMap, shape: Shape) -> int:
+        """Append entries of an array, by a map."""
+        node = self.nodes[x]
+        if is_identity(map, node.shape, shape):
+            return x
+        if node.kind == "number" or not math.prod(shape):
+            return self.number(node.data if node.kind == "number" else 0, shape, node.dtype)
+        if node.kind == "view":
+            return self.view(node.inputs[0], composed(node.data, map), shape)
+        if node.kind == "join":
+            return self._view_of_join(x, map, shape)
+        if node.kind == "update":
+            base, block = node.inputs
+            lies = [
+                _lies(axis, shape, start, start + n) for axis, start, n in zip(map, node.data, self.nodes[block].shape)
+            ]
+            if False in lies:
+                return self.view(base, map, shape)
+            if None not in lies:
+                within = tuple([axis._replace(offset=axis.offset - start) for axis, start in zip(map, node.data)])
+                return self.view(block, within, shape)
+        return self.add("view", (x,), shape, node.dtype, map)
+
+    def _view_of_join(self, x: int, map: IndexMap, shape: Shape) -> int:
+        """Append entries of arrays that are put together: of the parts, where they are some of each one's in turn."""
+        node = self.nodes[x]
+        source, stride, offset = map[node.data]
+        parts, start, done = [], 0, 0
+        for part in node.inputs:
+            stop = start + self.nodes[part].shape[node.data]
+            if _lies(map[node.data], shape, start, stop) is True:
+                return self.view(part, shifted(map, node.data, -start), shape)
+            if source is not None and stride == 1:
+                # The places that lie in this part.
+                first, last = max(start - offset, 0), min(stop - offset, shape[source])
+                if last > first:
+                    inner = tuple([
+                        a._replace(offset=a.offset + a.stride * first) if a.source == source else a for a in map
+                    ])  # fmt: skip
+                    piece = (*shape[:source], last - first, *shape[source + 1 :])
+                    parts.append(self.view(part, shifted(inner, node.data, -start), piece))
+                    done += last - first
+            start = stop
+        if source is not None and done == shape[source] and sum(a.source == source for a in map) == 1:
+            return self.join(parts, source)
+        return self.add("view", (x,), shape, node.dtype, map)
+
+    def elementwise(self, inputs: Sequence[int], shape: Shape, dtype: np.dtype, data: tuple[str, Any]) -> int:
+        """Append a function of scalars at every place; part by part, where arrays are put together of a few."""
+        for x in inputs:
+            node = self.nodes[x]
+            if node.kind == "join" and node.shape == tuple(shape) and node.shape[node.data] <= _SHORT:
+                break
+        else:
+            return self.add("elementwise", inputs, shape, dtype, data)
+        axis, start, made = node.data, 0, []
+        for part in node.inputs:
+            length = self.nodes[part].shape[axis]
+            cut = (*shape[:axis], length, *shape[axis + 1 :])
+            own = identity(len(shape))
+            map = tuple([a._replace(offset=start) if k == axis else a for k, a in enumerate(own)])
+            given = [self.view(self._broadcast(y, shape), map, cut) for y in inputs]
+            made.append(self.elementwise(given, cut, dtype, data))
+            start += length
+        return self.join(made, axis)
+
+    def _broadcast(self, x: int, shape: Shape) -> int:
+        return self.view(x, broadcast(self.nodes[x].shape, shape), shape)
+
+    def reshape(self, x: int, shape: Shape) -> int:
+        """Append an array in another shape; a view, where only axes of length 1 come or go."""
+        node = self.nodes[x]
+        if node.shape == tuple(shape):
+            return x
+        if node.kind == "number":
+            return self.number(node.data, shape, node.dtype)
+        if node.kind == "join":  # where axes of length 1 come or go, of each part
+            place = _same_axis(node.shape, tuple(shape), node.data)
+            if place is not None:
+                lengths = [self.nodes[y].shape[node.data] for y in node.inputs]
+                parts = [self.reshape(y, (*shape[:place], n, *shape[place + 1 :])) for y, n in zip(node.inputs, lengths)]
+                return self.join(parts, place)
+        if node.kind == "reshape":
+            return self.reshape(node.inputs[0], shape)
+        long = [k for k, n in enumerate(node.shape) if n != 1]
+        if [node.shape[k] for k in long] == [n for n in shape if n != 1]:
+            made = [k for k, n in enumerate(shape) if n != 1]
+            axes = dict(zip(long, made))
+            own = identity(len(shape))
+            return self.view(x, tuple([own[axes[k]] if k in axes else _FIRST for k in range(len(node.shape))]), shape)
+        return self.add("reshape", (x,), shape, node.dtype)
+
+    def join(self, parts: Sequence[int], axis: int) -> int:
+        """Append arrays one after the other along an axis."""
+        found = []
+        for x in parts:
+            node = self.nodes[x]
+            found += node.inputs if node.kind == "join" and node.data == axis else [x]
+        parts = [x for x in found if self.nodes[x].shape[axis]] or found[:1]
+        if len(parts) == 1:
+            return parts[0]
+        first = self.nodes[parts[0]]
+        length = sum(self.nodes[x].shape[axis] for x in parts)
+        shape = (*first.shape[:axis], length, *first.shape[axis + 1 :])
+        return self.add("join", parts, shape, first.dtype, axis)
+
+    def update(self, x: int, block: int, starts: Sequence[int]) -> int:
+        """Append an array with another one in place of a block of as many axes."""
+        node, part = self.nodes[x], self.nodes[block]
+        if not math.prod(part.shape):
+            return x
+        if part.shape == node.shape:
+            return block
+        for axis, (start, n, length) in enumerate(zip(starts, part.shape, node.shape)):
+            # A few arrays in one: each by itself.
+            if n < length <= _SHORT and len(node.shape) > 1:
+                own = identity(len(node.shape))
+
+                def cut(first: int, last: int, own: IndexMap = own, axis: int = axis) -> int:
+                    map = tuple([a._replace(offset=first) if k == axis else a for k, a in enumerate(own)])
+                    return self.view(x, map, (*node.shape[:axis], last - first, *node.shape[axis + 1 :]))
+
+                within = self.update(cut(start, start + n), block, [0 if k == axis else s for k, s in enumerate(starts)])
+                return self.join([cut(0, start), within, cut(start + n, length)], axis)
+        return self.add("update", (x, block), node.shape, node.dtype, tuple(starts))
+
+    def needed(self) -> list[int]:
+        """Return the nodes that outputs and communications need, in order."""
+        found = {*self.outputs, *self.inputs}
+        for number in range(len(self.nodes) - 1, -1, -1):
+            if number in found or self.nodes[number].kind == "communicate":
+                found.add(number)
+                found.update(self.nodes[number].inputs)
+        return sorted(found)
+
+    def is_float(self, x: int) -> bool:
+        """Tell whether a node holds real numbers that loops compute with, or booleans."""
+        return self.nodes[x].dtype in COMPUTED
+
+
+def _same_axis(shape: Shape, made: Shape, axis: int) -> int | None:
+    """Return the place of an axis after axes of length 1 have come or gone, None where more has changed."""
+    if shape[axis] == 1 or [n for n in shape if n != 1] != [n for n in made if n != 1]:
+        return None
+    return [k for k, n in enumerate(made) if n != 1][sum(n != 1 for n in shape[:axis])]
+
+
+def _lies(axis: Axis, shape: Shape, start: int, stop: int) -> bool | None:
+    """Tell whether an index is between bounds for all places of a shape, or for none (False); None: for some."""
+    last = 0 if axis.source is None else max(shape[axis.source] - 1, 0)
+    low, high = sorted((axis.offset, axis.offset + axis.stride * last))
+    if start <= low and high < stop:
+        return True
+    return False if high < start or low >= stop else None
+
+
+_FIRST = identity(1)[0]._replace(source=None, stride=0)

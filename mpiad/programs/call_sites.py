@@ -1,0 +1,44 @@
+"""Calls of communications from a replay, as if from the user's line that made them in the trace.
+
+Reports, time-outs and traces of calls name the innermost frame of the user's. So each communication of a replay is called
+from a function of its own, whose code says that it is that line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+from mpiad.transport.calls import Site
+
+__all__ = ["called_at"]
+
+
+def called_at(site: Site | None, kind: str) -> Callable[..., Any]:
+    """Return a function that calls an operation or operator, in a frame of the user's line.
+
+    Parameters
+    ----------
+    site : Site or None
+    kind : {"communicate", "operate", "in place"}
+
+    Returns
+    -------
+    callable
+        ``(operation, x, params)``, ``(operator, args, kwargs)`` or ``(operator, buffer, *rest)``.
+    """
+    made = _CALLS[kind]
+    if site is None or not site.file:
+        return made
+    name = site.function
+    code = made.__code__.replace(co_filename=site.file, co_firstlineno=site.line, co_name=name, co_qualname=name)
+    return FunctionType(code, {})
+
+
+# Each in one line, since code knows its lines as distances from the first.
+_CALLS: dict[str, Any] = {
+    "communicate": lambda operation, x, params: operation.forward(x, params),
+    "operate": lambda operator, args, kwargs: operator.body(args, kwargs),
+    "in place": lambda operator, buffer, *rest: operator.run_in_place(buffer, *rest),
+}

@@ -1,0 +1,339 @@
+"""What a jitted function reads beside its arguments, looked at again at each call.
+
+A trace takes what the function closes over as constants: global names, variables of functions around it, defaults,
+attributes of modules and of the user's objects, arrays, and so on through the functions that it calls. A `Watch` notes
+where each came from, and tells at the next call whether it is still the same: names by identity, arrays that can be
+written to by their contents. NumPy, autograd and this library are taken to stay what they are. Where something can't be
+followed (an object that is handed on, properties, random numbers, bare communication) there is no watch, and the function
+isn't compiled.
+"""
+
+from __future__ import annotations
+
+import builtins
+import ctypes
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+
+from mpiad._typing import Array
+from mpiad.compiling.function_fingerprint import (
+    UNSEEN,
+    Unknown,
+    attribute_of,
+    content_of,
+    uses_of,
+    uses_of_first,
+)
+
+__all__ = ["Unfollowed", "Watch", "watch_of"]
+
+_STAY = frozenset({"numpy", "autograd", "math", "cmath", "builtins", "mpiad", "scipy", "operator", "mpi4py"})
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, np.generic, CodeType, range, type(...), np.dtype)
+_GONE = object()
+# What may be asked of a communicator without communicating.
+_OF_COMMUNICATORS = frozenset({"rank", "size", "Get_rank", "Get_size"})
+_COMMUNICATING = frozenset(
+    """send bsend ssend isend recv irecv sendrecv bcast gather scatter allgather alltoall reduce allreduce scan
+    exscan barrier Send Bsend Ssend Rsend Isend Recv Irecv Sendrecv Sendrecv_replace Bcast Gather Gatherv Scatter Scatterv
+    Allgather Allgatherv Alltoall Alltoallv Alltoallw Reduce Allreduce Reduce_scatter Reduce_scatter_block Scan Exscan
+    Barrier Ibcast Iallreduce Ireduce Igather Iscatter Iallgather Ialltoall Ibarrier Split Dup Create Free""".split()
+)
+_MOST = 2000
+
+
+class Unfollowed(Exception):
+    """Report what can't be followed."""
+
+
+class Watch:
+    """Where the constants of a trace came from."""
+
+    def __init__(self) -> None:
+        self._names: list[tuple[Any, str, Any]] = []
+        self._cells: list[tuple[Any, Any]] = []
+        self._functions: list[tuple[FunctionType, CodeType, Any]] = []
+        self._nests: list[tuple[Any, Any]] = []
+        self._arrays: list[tuple[Array, Array]] = []
+
+    def is_the_same(self) -> bool:
+        """Tell whether all is as it was."""
+        for names, name, value in self._names:
+            if names.get(name, _GONE) is not value:
+                return False
+        for cell, value in self._cells:
+            if cell.cell_contents is not value:
+                return False
+        for fun, code, defaults in self._functions:
+            if fun.__code__ is not code or fun.__defaults__ is not defaults:
+                return False
+        for nest, copy in self._nests:
+            if len(nest) != len(copy) or not all(a is b for a, b in zip(_parts(nest), copy)):
+                return False
+        return all(_equal(array, copy) for array, copy in self._arrays)
+
+
+def watch_of(fun: Any, args: Sequence[Any] = (), objects: Sequence[Any] = ()) -> Watch:
+    """Return the watch of a function.
+
+    Parameters
+    ----------
+    fun : callable
+    args : sequence
+        Its positional arguments.
+    objects : sequence
+        Those arguments, and parts of them, that are constants of the trace.
+
+    Raises
+    ------
+    Unfollowed
+    """
+    reader = _Reader()
+    try:
+        reader.read(fun)
+        for value in objects:
+            # A method's object isn't handed on, so it can be told what is read of it.
+            if args and value is args[0] and isinstance(fun, FunctionType):
+                reader.read_first(fun, value)
+            else:
+                reader.reading = ""
+                reader.read(value)
+        reader.check_communicators()
+    except Unknown as error:
+        raise Unfollowed(reader.reading or str(error)) from None
+    return reader.watch
+
+
+class _Reader:
+    def __init__(self) -> None:
+        self.watch = Watch()
+        self.reading = ""
+        self._has_communicator = False
+        self._names: set[str] = set()
+        self._known: set[int] = set()
+        self._keep: list[Any] = []  # so that an identity stays one object's
+
+    def read(self, value: Any) -> None:
+        """Note a value, and all that it leads to."""
+        if isinstance(value, _PLAIN) or id(value) in self._known:
+            return
+        self._known.add(id(value))
+        self._keep.append(value)
+        if len(self._keep) > _MOST:
+            raise Unknown("too many objects")
+        self._has_communicator = self._has_communicator or _is_communicator(value)
+        for kind, read in _READERS:
+            if isinstance(value, kind):
+                read(self, value)
+                return
+        if hasattr(type(value), "__next__"):
+            raise Unknown(f"an iterator, {type(value).__name__}")
+        if _wrapped(value) is not None:  # a jitted function, for one
+            self.read(_wrapped(value))
+        elif not _stays(type(value).__module__):
+            raise Unknown(f"an object of type {type(value).__name__}")
+
+    def check_communicators(self) -> None:
+        """Refuse what may communicate by a communicator that is handed on under another name."""
+        if self._has_communicator and self._names & _COMMUNICATING:
+            raise Unknown("bare communication")
+
+    def _array(self, value: np.ndarray) -> None:
+        if value.dtype == object:
+            raise Unknown("an array of objects")
+        if _is_writable(value):
+            self.watch._arrays.append((value, value.copy()))
+
+    def _nest(self, value: Any) -> None:
+        if type(value) is not tuple:
+            self.watch._nests.append((value, list(_parts(value))))
+        for part in _parts(value):
+            self.read(part)
+
+    def _function(self, value: FunctionType) -> None:
+        module = value.__globals__.get("__name__", "")
+        around = dict(zip(value.__code__.co_freevars, value.__closure__ or ()))
+        if module == "autograd.tracer":  # a primitive: of NumPy's, or one of the user's that it has wrapped
+            for cell in around.values():
+                self.read(content_of(cell))
+            return
+        if _stays(module):  # a derivative of a function of the user's, for one
+            for cell in around.values():
+                self._held(content_of(cell))
+            return
+        self.watch._functions.append((value, value.__code__, value.__defaults__))
+        for part in (value.__defaults__, value.__kwdefaults__, value.__dict__):
+            self.read(part)
+        self._names.update(_names_in(value.__code__))
+        for use in uses_of(value.__code__):
+            self.reading = f"{'.'.join((use.name, *use.attributes))} in {value.__qualname__}"
+            if use.kind == "around":
+                found = content_of(around[use.name])
+                self.watch._cells.append((around[use.name], found))
+                self._used(found, use.attributes)
+            elif use.name in value.__globals__:
+                found = value.__globals__[use.name]
+                self.watch._names.append((value.__globals__, use.name, found))
+                self._used(found, use.attributes)
+            elif use.name in UNSEEN or not hasattr(builtins, use.name):
+                raise Unknown(use.name)
+
+    def _used(self, value: Any, attributes: tuple[str, ...]) -> None:
+        for name in attributes:
+            if isinstance(value, ModuleType) and _stays(value.__name__):
+                if name == "random":
+                    raise Unknown("random numbers")
+                value = getattr(value, name, None)
+                continue
+            if _is_communicator(value):
+                if name not in _OF_COMMUNICATORS:
+                    raise Unknown("bare communication")
+                return
+            if _stays(type(value).__module__) and not isinstance(value, (ModuleType, type)):
+                break
+            if isinstance(value, (*_PLAIN, list, tuple, dict, FunctionType, np.ndarray)) or not hasattr(value, "__dict__"):
+                break
+            found = _method_of(value, name) or attribute_of(value, name)
+            # Where it was found, and where it wasn't and would be found first.
+            for names in _namespaces(value):
+                self.watch._names.append((names, name, names.get(name, _GONE)))
+                if name in names:
+                    break
+            value = found
+        self.read(value)
+
+    def _held(self, value: Any) -> None:
+        """Note what a function of the library was given by the user."""
+        known = isinstance(value, (FunctionType, MethodType, partial, np.ndarray, list, tuple, dict))
+        if known or _wrapped(value) is not None:
+            self.read(value)
+
+    def _method(self, value: MethodType) -> None:
+        if _stays(type(value.__self__).__module__):
+            return
+        if not isinstance(value.__func__, FunctionType):
+            raise Unknown("a method")
+        self.read(value.__func__)
+        self.read_first(value.__func__, value.__self__)
+
+    def read_first(self, fun: FunctionType, value: Any) -> None:
+        """Note what a function reads of its first argument."""
+        if isinstance(value, (*_PLAIN, *(kind for kind, _ in _READERS))) or _stays(type(value).__module__):
+            self.read(value)
+            return
+        for attributes in uses_of_first(fun.__code__):
+            self.reading = f"{'.'.join((fun.__code__.co_varnames[0], *attributes))} in {fun.__qualname__}"
+            self._used(value, attributes)
+
+    def _module(self, value: ModuleType) -> None:
+        if not _stays(value.__name__):
+            raise Unknown(f"all of module {value.__name__}")
+
+    def _partial(self, value: partial) -> None:
+        for part in (value.func, value.args, value.keywords):
+            self.read(part)
+
+    def _class(self, value: type) -> None:
+        # Of what is raised nothing is left in a program.
+        known = issubclass(value, BaseException) or issubclass(value, tuple) and hasattr(value, "_fields")
+        if not known and not _stays(value.__module__):
+            raise Unknown(f"class {value.__name__}")
+
+    def _builtin(self, value: BuiltinFunctionType) -> None:
+        owner = value.__self__
+        if isinstance(owner, ModuleType) and _stays(owner.__name__) and value.__name__ not in UNSEEN:
+            return
+        raise Unknown(f"{value.__name__}, a function that isn't known")
+
+
+_READERS: tuple[tuple[Any, Callable[[_Reader, Any], None]], ...] = (
+    (np.ndarray, _Reader._array),
+    ((list, tuple, dict), _Reader._nest),
+    (FunctionType, _Reader._function),
+    (MethodType, _Reader._method),
+    (ModuleType, _Reader._module),
+    (partial, _Reader._partial),
+    (type, _Reader._class),
+    (np.ufunc, lambda self, value: None),
+    (BuiltinFunctionType, _Reader._builtin),
+)
+
+
+def _is_communicator(value: Any) -> bool:
+    return type(value).__module__.partition(".")[0] == "mpi4py" and hasattr(value, "Get_rank")
+
+
+def _wrapped(value: Any) -> Any:
+    """Return the function that an object of the library's was made of."""
+    return getattr(value, "__wrapped__", None) if _stays(type(value).__module__) else None
+
+
+def _namespaces(value: Any) -> list[Any]:
+    """Return where an attribute is looked for, in turn."""
+    if isinstance(value, ModuleType):
+        return [value.__dict__]
+    bases = value.__mro__ if isinstance(value, type) else type(value).__mro__
+    return [*([] if isinstance(value, type) else [value.__dict__]), *(base.__dict__ for base in bases)]
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """Return the names that a code and the functions defined in it use."""
+    found = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            found |= _names_in(constant)
+    return found
+
+
+def _method_of(value: Any, name: str) -> Any:
+    """Return a method of an object, also one that is jitted, or what the object has in its place; None for other names."""
+    if isinstance(value, (ModuleType, type)):
+        return None
+    common = getattr(type(value), name, None)
+    common = _wrapped(common) or common
+    if not isinstance(common, FunctionType):
+        return None
+    return value.__dict__[name] if name in value.__dict__ else MethodType(common, value)
+
+
+def _parts(nest: Any) -> Any:
+    return [part for pair in nest.items() for part in pair] if isinstance(nest, dict) else nest
+
+
+def _stays(module: str) -> bool:
+    return module.partition(".")[0] in _STAY and not module.startswith("numpy.random")
+
+
+def _is_writable(x: Any) -> bool:
+    while isinstance(x, np.ndarray):
+        if x.flags.writeable:
+            return True
+        x = x.base
+    return x is not None  # memory that isn't NumPy's
+
+
+def _c_comparison() -> Any:
+    """Return the C library's memcmp, None where it can't be had: it makes no copies and no temporary arrays."""
+    try:
+        compare = ctypes.CDLL(None).memcmp
+    except (OSError, TypeError, AttributeError):  # not on Windows
+        return None
+    compare.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+    return compare
+
+
+_memcmp = _c_comparison()
+
+
+def _equal(x: Array, y: Array) -> bool:
+    """Tell whether two arrays have the same bits; NaN is itself."""
+    if x.shape != y.shape or x.dtype != y.dtype:
+        return False
+    if not x.flags.c_contiguous:
+        return x.tobytes() == y.tobytes()
+    if _memcmp is None:
+        return x.tobytes() == y.tobytes()
+    return _memcmp(x.ctypes.data, y.ctypes.data, x.nbytes) == 0

@@ -1,0 +1,323 @@
+"""Which loops compute the arrays that a program keeps in memory, where these lie, and in which order all is done.
+
+A program is cut where Python runs: at communications, and at calls that aren't taken apart. Before each cut the arrays that
+it needs are computed, and what else the program has kept until there; those over the same index space in one loop, unless
+one reads another's neighbours.
+
+An array that is put together of others is kept by keeping its parts at their places. What is to be communicated by an
+operator that works in a buffer (a halo exchange) is kept in that buffer from the start.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpiad._typing import Shape
+from mpiad.programs.array_program import ArrayProgram, Node
+from mpiad.programs.index_maps import IndexMap, beginning_at, composed, identity, inverse, long_axes, moved, to_long
+from mpiad.programs.materialization import Materialization, reads_of
+from mpiad.programs.schedule import Buffer, Fold, Loop, Place, Run, Schedule, Store, working_in_place
+
+__all__ = ["Fusion"]
+
+
+class Fusion:
+    """Makes the schedule of a program.
+
+    Parameters
+    ----------
+    program : ArrayProgram
+    ahead : int, optional
+        So many of the outputs are wanted before the part that is run later.
+    """
+
+    def __init__(self, program: ArrayProgram, ahead: int | None = None):
+        self.program, self.nodes, self._ahead = program, program.nodes, ahead
+        self._decision = Materialization(program, ahead)
+        self.needed, self.cuts, self._users = self._decision.needed, self._decision.cuts, self._decision.users
+        self._kept = self._decision.kept()
+        self._waiting = sorted(self._kept - self._decision.anchored)
+        self.buffers: list[Buffer] = []
+        self.places: dict[int, Place] = {}
+        self.since: dict[int, int] = {}
+        self.steps: list[Loop | Run] = []
+
+    def schedule(self) -> Schedule:
+        """Return the schedule."""
+        for n in self.needed:
+            node = self.nodes[n]
+            if node.kind in ("input", "constant"):
+                self._own(n, self._buffer(node.kind, node.shape, node.dtype, node.data))
+        ahead = len(self.program.outputs) if self._ahead is None else self._ahead
+        forwards = [n for n in self.cuts if not self.nodes[n].backwards]
+        for n in forwards:
+            self._run(n)
+        outputs = self._compute_outputs(range(ahead), self._ahead is None)
+        cut = len(self.steps)
+        for n in self.cuts[len(forwards) :]:
+            self._run(n)
+        outputs += self._compute_outputs(range(ahead, len(self.program.outputs)), True)
+        late = [place >= ahead for place in range(len(outputs))]
+        return Schedule(self.program, self.buffers, self.places, self.since, self.steps, outputs, late, cut)
+
+    def _compute_outputs(self, places: Iterable[int], last: bool) -> list[int]:
+        """Let loops compute outputs; where nothing comes after them, they may be read from where they are returned."""
+        wanted, outputs = [], []
+        for place in places:
+            n = self.program.outputs[place]
+            node, whole = self.nodes[n], self._whole(n)
+            if last and whole is not None and self.buffers[whole].kind == "result" and whole not in outputs:
+                outputs.append(whole)
+                continue
+            outputs.append(self._buffer("output", node.shape, node.dtype, place))
+            wanted.append((n, Place(outputs[-1], identity(len(node.shape))), last))
+        self._compute(wanted, self._end(last))
+        return outputs
+
+    def _end(self, last: bool) -> int:
+        """Return the number up to which nodes are computed by now: that of the first one that is run later."""
+        if last:
+            return len(self.nodes)
+        return next((n for n in self.needed if self.nodes[n].backwards), len(self.nodes))
+
+    # ---- buffers
+
+    def _buffer(self, kind: str, shape: Shape, dtype: np.dtype, data: int = -1) -> int:
+        self.buffers.append(Buffer(kind, tuple(shape), np.dtype(dtype), data))
+        return len(self.buffers) - 1
+
+    def _own(self, n: int, buffer: int) -> None:
+        self.places[n] = Place(buffer, identity(len(self.nodes[n].shape)))
+
+    def _whole(self, n: int) -> int | None:
+        """Return a buffer that holds nothing but a node, in its order and shape; None where there is none."""
+        place, shape = self.places.get(n), self.nodes[n].shape
+        if place is None:
+            return None
+        buffer = self.buffers[place.buffer]
+        long = [k for k, length in enumerate(buffer.shape) if length != 1]
+        order = [place.map[k].source for k in long]
+        plain = all(place.map[k][1:] == (1, 0) for k in long) and None not in order and order == sorted(order)  # type: ignore[type-var]
+        if not plain or math.prod(buffer.shape) != math.prod(shape):
+            return None
+        return place.buffer if buffer.shape == shape else self._buffer("alias", shape, buffer.dtype, place.buffer)
+
+    # ---- cuts
+
+    def _run(self, n: int) -> None:
+        node = self.nodes[n]
+        placed = working_in_place(node)
+        if placed is not None:
+            self._run_in_place(n, placed)
+            return
+        inputs = self._compute_whole(node.inputs, n)
+        self.steps.append(Run(n, tuple(inputs), False))
+        items = [user for user in self._users.get(n, ()) if self.nodes[user].kind == "item"]
+        for made in items or ([n] if n in self._users or n in self.program.outputs else []):
+            self._own(made, self._buffer("result", self.nodes[made].shape, self.nodes[made].dtype, made))
+
+    def _run_in_place(self, n: int, placed: Any) -> None:
+        node = self.nodes[n]
+        (x,) = node.inputs
+        rest = node.data.args[1:]
+        given = self.nodes[x].shape
+        lead = (0,) * (len(given) - len(placed.given(*rest)))
+        buffer = self._buffer("temporary", given[: len(lead)] + tuple(placed.shape(*rest)), node.dtype)
+        place = Place(buffer, beginning_at(lead + tuple(placed.given(*rest))))
+        # What the operator changes can't be read by others afterwards.
+        wanted: list[tuple[int, Place | None, bool]] = []
+        if placed.changes_given and self._decision.is_shared(x):
+            wanted.append((x, None, True))
+        self._compute([*wanted, (x, place, not placed.changes_given)], n)
+        self.steps.append(Run(n, (buffer,), True))
+        self.places[n] = Place(buffer, beginning_at(lead + tuple(placed.result(*rest))))
+
+    def _compute_whole(self, numbers: Sequence[int], cut: int) -> list[int]:
+        """Let loops compute nodes as wholes, and return their buffers."""
+        missing = [x for x in dict.fromkeys(numbers) if self._whole(x) is None]
+        places = {x: self._anywhere(x) for x in missing}
+        self._compute([(x, places[x], x not in self.places) for x in missing], cut)
+        return [places[x].buffer if x in places else self._whole(x) for x in numbers]  # type: ignore[misc]
+
+    def _anywhere(self, n: int) -> Place:
+        node = self.nodes[n]
+        return Place(self._buffer("temporary", node.shape, node.dtype), identity(len(node.shape)))
+
+    # ---- loops
+
+    def _compute(self, wanted: Sequence[tuple[int, Place | None, bool]], cut: int) -> None:
+        """Let loops compute nodes: (node, where, whether it can be read from there), and what is kept before a cut."""
+        items: list[Store | Fold] = []
+        for n, place, lasts in wanted:
+            if place is not None:
+                self._put(n, place, lasts, items)
+            elif n not in self.places:
+                self._keep(n, items)
+        # In the order of the program, so that what they are computed of needn't stay.
+        for n in self._to_keep(cut):
+            self._keep(n, items)
+        # What these are computed of: what is kept gets a place, and so becomes an item that is looked at, too.
+        seen: set[int] = set()
+        for item in items:
+            if isinstance(item, Store) and item.copies:
+                continue
+            stack = [item.of] if isinstance(item, Fold) else list(self.nodes[item.node].inputs)
+            while stack:
+                n = stack.pop()
+                if n in self.places or n in seen:
+                    continue
+                if n in self._kept:
+                    self._keep(n, items)
+                else:
+                    seen.add(n)
+                    stack.extend(self.nodes[n].inputs)
+        self._group(items)
+
+    def _to_keep(self, cut: int) -> list[int]:
+        found = [n for n in self._waiting if n < cut]
+        self._waiting = [n for n in self._waiting if n >= cut]
+        return [n for n in found if n not in self.places]
+
+    def _put(self, n: int, place: Place, lasts: bool, items: list[Store | Fold]) -> None:
+        """Append the items that put a node at a place; the parts of one that is put together, each at its own."""
+        node = self.nodes[n]
+        copies = n in self.places
+        if not copies and node.kind in ("reduce", "reshape"):
+            whole = place.map == identity(len(node.shape)) and self.buffers[place.buffer].shape == node.shape
+            if whole and node.kind == "reduce":
+                self._fold(n, place.buffer, items)
+            elif whole:
+                (x,) = node.inputs
+                shape = self.nodes[x].shape
+                alias = self._buffer("alias", shape, node.dtype, place.buffer)
+                self._put(x, Place(alias, identity(len(shape))), lasts, items)
+            else:
+                self._keep(n, items)
+                copies = True
+            if not copies:
+                if lasts:
+                    self.places[n] = place
+                return
+        if lasts and not copies:
+            self.places[n] = place
+        if not copies and node.kind == "join":
+            start = 0
+            for x in node.inputs:
+                self._put(x, place._replace(map=moved(place.map, node.data, start)), lasts, items)
+                start += self.nodes[x].shape[node.data]
+            return
+        # Of what is in memory under both names, the one that loops have put there is copied.
+        if node.kind == "view" and (not copies or node.inputs[0] in self.places):
+            back = inverse(node.data, self.nodes[node.inputs[0]].shape, node.shape)
+            if back is not None:
+                self._put(node.inputs[0], Place(place.buffer, composed(place.map, back)), lasts, items)
+                return
+        reads = to_long(node.shape)
+        items.append(Store(n, reads, Place(place.buffer, composed(place.map, reads)), copies))
+
+    def _fold(self, n: int, buffer: int, items: list[Store | Fold]) -> None:
+        node = self.nodes[n]
+        (x,) = node.inputs
+        name, axes = node.data
+        shape = self.nodes[x].shape
+        reads = to_long(shape)
+        kept = [reads[k] for k in range(len(shape)) if k not in axes]
+        items.append(Fold(n, x, reads, name, Place(buffer, tuple(kept))))
+
+    def _keep(self, n: int, items: list[Store | Fold]) -> None:
+        """Append the items that keep a node in a buffer of its own."""
+        node = self.nodes[n]
+        if node.kind == "reduce":
+            place = self._anywhere(n)
+            self.places[n] = place
+            self._fold(n, place.buffer, items)
+        elif node.kind == "reshape":
+            (x,) = node.inputs
+            if x not in self.places:
+                self._put(x, self._anywhere(x), True, items)
+            whole = self._whole(x)
+            if whole is None:
+                place = self._anywhere(x)
+                self._put(x, place, False, items)
+                whole = place.buffer
+            self._own(n, self._buffer("alias", node.shape, node.dtype, whole))
+        else:
+            self._put(n, self._anywhere(n), True, items)
+
+    def _group(self, items: list[Store | Fold]) -> None:
+        """Append the loops of items."""
+        pending = sorted(items, key=lambda item: (item.node, isinstance(item, Store) and item.copies))
+        computed = {item.node for item in pending if isinstance(item, Fold) or not item.copies}
+        written = {self._root(item.place.buffer) for item in pending}
+        # What is read through another shape, or is put together in one buffer, waits for all that is written there.
+        wholes = {n for n, place in self.places.items() if n not in computed and self._root(place.buffer) in written}
+        reads = {id(item): self._needs(item, computed | wholes) for item in pending}
+        while pending:
+            loop: list[Store | Fold] = []
+            inside: dict[int, IndexMap] = {}
+            waiting = {item.node for item in pending if isinstance(item, Fold) or not item.copies}
+            buffers = {self._root(item.place.buffer) for item in pending}
+            shape: Shape | None = None
+            alone = False
+            for item in pending:
+                partial = isinstance(item, Fold) and not item.is_full
+                own = _shape_of(item, self.nodes)
+                if shape is not None and (own != shape or partial or alone):
+                    continue
+                if all(
+                    inside[n] == map if n in inside
+                    else n not in waiting and (n not in wholes or self._root(self.places[n].buffer) not in buffers)
+                    for n, map in reads[id(item)]
+                ):  # fmt: skip
+                    loop.append(item)
+                    shape, alone = own, partial
+                    if isinstance(item, Store) and not item.copies:
+                        inside[item.node] = item.reads
+            if shape is None:
+                raise AssertionError(f"no order of loops for {pending}")
+            pending = [item for item in pending if item not in loop]
+            for n in inside:
+                self.since[n] = len(self.steps)
+            self.steps.append(Loop(shape, tuple(loop), frozenset(inside)))
+            # Further loops of these items may read what nothing is written to any more.
+            left = {self._root(item.place.buffer) for item in pending}
+            for n in wholes:
+                if self._root(self.places[n].buffer) not in left:
+                    self.since.setdefault(n, len(self.steps) - 1)
+
+    def _root(self, buffer: int) -> int:
+        while self.buffers[buffer].kind == "alias":
+            buffer = self.buffers[buffer].data
+        return buffer
+
+    def _needs(self, item: Store | Fold, written: set[int]) -> set[tuple[int, IndexMap]]:
+        """Return the nodes that an item reads from memory which is written in these loops, and by which maps."""
+        found: set[tuple[int, IndexMap]] = set()
+        if isinstance(item, Store) and item.copies:
+            return {(item.node, item.reads)}
+        if isinstance(item, Fold):
+            stack = [(item.of, item.reads)]
+        else:
+            stack = [(x, composed(map, item.reads)) for x, map in reads_of(self.program, self.nodes[item.node])]
+        seen = set(stack)
+        while stack:
+            n, map = stack.pop()
+            if n in self.places:
+                if n in written:
+                    found.add((n, map))
+                continue
+            for x, inner in reads_of(self.program, self.nodes[n]):
+                read = x, composed(inner, map)
+                if read not in seen:
+                    seen.add(read)
+                    stack.append(read)
+        return found
+
+
+def _shape_of(item: Store | Fold, nodes: Sequence[Node]) -> Shape:
+    """Return the index space of an item."""
+    return long_axes(nodes[item.of if isinstance(item, Fold) else item.node].shape)

@@ -1,0 +1,126 @@
+"""Affine maps from the indices of one array to those of another: slices, transposes, broadcasts, and their chains."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
+
+from mpiad._typing import Shape
+
+__all__ = [
+    "Axis", "IndexMap", "beginning_at", "broadcast", "composed", "identity", "inverse", "is_identity", "long_axes", "moved",
+    "of_key", "shifted", "to_long",
+]
+
+
+class Axis(NamedTuple):
+    """The index along one axis of the array that is read: stride times an index of the one that is made, and offset.
+
+    Parameters
+    ----------
+    source : int or None
+        Axis of the array that is made; None where the index is the offset alone.
+    stride, offset : int
+    """
+
+    source: int | None
+    stride: int
+    offset: int
+
+
+IndexMap: TypeAlias = tuple[Axis, ...]
+"""One `Axis` for each axis of the array that is read."""
+
+
+def identity(ndim: int) -> IndexMap:
+    """Return the map of an array to itself."""
+    return tuple([Axis(k, 1, 0) for k in range(ndim)])
+
+
+def is_identity(map: IndexMap, shape: Shape, made: Shape) -> bool:
+    """Tell whether a map from an array of a shape makes the same array."""
+    return shape == made and all(axis == (k, 1, 0) or shape[k] == 1 for k, axis in enumerate(map))
+
+
+def composed(inner: IndexMap, outer: IndexMap) -> IndexMap:
+    """Return the map that reads through two: what `outer` reads of an array that `inner` makes."""
+    axes = []
+    for source, stride, offset in inner:
+        if source is None:
+            axes.append(Axis(None, 0, offset))
+        else:
+            through = outer[source]
+            if through.source is None:
+                axes.append(Axis(None, 0, stride * through.offset + offset))
+            else:
+                axes.append(Axis(through.source, stride * through.stride, stride * through.offset + offset))
+    return tuple(axes)
+
+
+def shifted(map: IndexMap, axis: int, by: int) -> IndexMap:
+    """Return a map whose index along an axis of what is read is higher."""
+    return tuple([old._replace(offset=old.offset + by) if k == axis else old for k, old in enumerate(map)])
+
+
+def broadcast(shape: Shape, made: Shape) -> IndexMap:
+    """Return the map by which an array is broadcast to a shape."""
+    lead = len(made) - len(shape)
+    return tuple([
+        Axis(None, 0, 0) if n == 1 and made[lead + k] != 1 else Axis(lead + k, 1, 0) for k, n in enumerate(shape)
+    ])  # fmt: skip
+
+
+def of_key(shape: Shape, key: Sequence[int | slice | None]) -> tuple[IndexMap, Shape]:
+    """Return the map and the shape of what a basic index takes of an array, the index without Ellipsis and in full."""
+    axes: list[Axis] = []
+    made: list[int] = []
+    for part in key:
+        if part is None:
+            made.append(1)
+        elif isinstance(part, slice):
+            start, stop, step = part.indices(shape[len(axes)])
+            axes.append(Axis(len(made), step, start))
+            made.append(len(range(start, stop, step)))
+        else:
+            axes.append(Axis(None, 0, part % shape[len(axes)] if part < 0 else part))
+    return tuple(axes), tuple(made)
+
+
+def long_axes(shape: Shape) -> Shape:
+    """Return the lengths of the axes that have more than one entry: the index space of loops."""
+    return tuple([n for n in shape if n != 1])
+
+
+def to_long(shape: Shape) -> IndexMap:
+    """Return an array's indices by those of its loops."""
+    axes, place = [], 0
+    for n in shape:
+        axes.append(Axis(None, 0, 0) if n == 1 else Axis(place, 1, 0))
+        place += n != 1
+    return tuple(axes)
+
+
+def beginning_at(starts: Sequence[int]) -> IndexMap:
+    """Return a buffer's indices by those of an array that begins there."""
+    return tuple([Axis(k, 1, start) for k, start in enumerate(starts)])
+
+
+def moved(map: IndexMap, axis: int, by: int) -> IndexMap:
+    """Return a map that reads further on along an axis of what is made."""
+    return tuple([
+        old._replace(offset=old.offset + by * old.stride) if old.source == axis else old for old in map
+    ])  # fmt: skip
+
+
+def inverse(map: IndexMap, shape: Shape, made: Shape) -> IndexMap | None:
+    """Return the indices of what a view makes by those of what it reads, None where that isn't all of it, in order."""
+    back: list[Axis] = [Axis(None, 0, 0)] * len(made)
+    for k, (source, stride, offset) in enumerate(map):
+        if source is None:
+            if shape[k] != 1:
+                return None
+        elif (stride, offset) != (1, 0) or made[source] != shape[k] or back[source].source is not None:
+            return None
+        else:
+            back[source] = Axis(k, 1, 0)
+    return tuple(back) if all(made[k] == 1 or axis.source is not None for k, axis in enumerate(back)) else None

@@ -1,0 +1,280 @@
+"""The text of a loop, in the kernel language: loads at shifted places, one scalar program as the body, stores, folds.
+
+Where arrays are put together of parts, what an entry is computed of depends on where it is. Inside the largest box in which
+that is the same everywhere the body knows it; around this box, at the edges, a second body decides by the indices. Full
+folds add up in sixteen lanes, which vector units add at once: in one order for a given shape, whatever the processor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from mpiad._typing import Array
+from mpiad.compiling.source import indented
+from mpiad.programs.array_program import FLOATS
+from mpiad.programs.index_maps import Axis, IndexMap, broadcast, composed, shifted
+from mpiad.programs.loop_body import Box, LoopBody
+from mpiad.programs.schedule import Fold, Loop, Schedule, Store
+
+__all__ = ["LANES", "NAME", "LoopText", "LoopWriter", "text_of"]
+
+LANES = 16
+NAME = "loop"
+_FIRST = {"add": 0.0, "multiply": 1.0, "maximum": -math.inf, "minimum": math.inf}
+
+
+class LoopText(NamedTuple):
+    """A loop as a kernel.
+
+    Parameters
+    ----------
+    text : str
+    signature : str
+    buffers : tuple of int
+        Arguments, in their order.
+    written : frozenset of int
+        Those among them that the loop writes.
+    boxes : array of shape (n, 2 d) or None
+        The boxes at the edges, an argument after the buffers: first and last place along each axis.
+    lanes : int
+        Length of the array of lanes, the last argument; 0 where there is none.
+    """
+
+    text: str
+    signature: str
+    buffers: tuple[int, ...]
+    written: frozenset[int]
+    boxes: Array | None
+    lanes: int
+
+
+def text_of(schedule: Schedule, at: int) -> LoopText:
+    """Return the text of the loop that is a step of a schedule."""
+    return LoopWriter(schedule, at).text()
+
+
+class LoopWriter:
+    """Writes the text of one loop.
+
+    Parameters
+    ----------
+    schedule : Schedule
+    at : int
+        Of which step.
+    """
+
+    def __init__(self, schedule: Schedule, at: int):
+        loop: Loop = schedule.steps[at]
+        self.schedule, self.loop, self.nodes, self.at = schedule, loop, schedule.program.nodes, at
+        self.buffers: dict[int, str] = {}
+        self.written = {item.place.buffer for item in loop.items}
+        dtypes = {self._dtype(item) for item in loop.items} & set(FLOATS)
+        self.single = dtypes == {np.dtype(np.float32)}
+        self.folds = [item for item in loop.items if isinstance(item, Fold)]
+        self.partial = [fold for fold in self.folds if not fold.is_full]
+        self.lanes = bool(loop.shape) and bool(self.folds) and not self.partial
+
+    def _dtype(self, item: Store | Fold) -> np.dtype:
+        return self.nodes[item.of if isinstance(item, Fold) else item.node].dtype
+
+    def text(self) -> LoopText:
+        """Return all of it."""
+        shape = self.loop.shape
+        inside, edges = self._boxes() if math.prod(shape) else ([(0, 0)] * len(shape), None)
+        body: list[str] = []
+        body += self._before()
+        if all(hi > lo for lo, hi in inside):
+            body += self._nest(inside, [f"range({lo}, {hi})" for lo, hi in inside], False, self.lanes)
+        if edges is not None:
+            nest = [f"range(e[q, {2 * k}], e[q, {2 * k + 1}])" for k in range(len(shape))]
+            body += [f"for q in range({len(edges)}):", *indented(self._nest(None, nest, True, False))]
+        body += self._after()
+        names = list(self.buffers.values())
+        kinds = [self._kind(buffer) for buffer in self.buffers]
+        if edges is not None:
+            names.append("e")
+            kinds.append("int64[:, ::1]")
+        if self.lanes:
+            names.append("w")
+            kinds.append("float64[::1]")
+        text = "\n".join([f"def {NAME}({', '.join(names)}):", *indented(body or ["pass"])]) + "\n"
+        return LoopText(
+            text, f"void({', '.join(kinds)})", tuple(self.buffers), frozenset(self.written), edges,
+            LANES * len(self.folds) * self.lanes,
+        )  # fmt: skip
+
+    def _kind(self, buffer: int) -> str:
+        found = self.schedule.buffers[buffer]
+        axes = max(len(found.shape), 1)
+        return f"{'boolean' if found.dtype == bool else found.dtype.name}[{', '.join([':'] * (axes - 1) + ['::1'])}]"
+
+    # ---- where it is the same everywhere
+
+    def _boxes(self) -> tuple[Box, Array | None]:
+        """Return the largest box without decisions, and the boxes around it."""
+        shape = self.loop.shape
+        points: list[set[int]] = [{0, n} for n in shape]
+        seen: set[tuple[int, IndexMap]] = set()
+        for item in self.loop.items:
+            self._note_breaks(item.of if isinstance(item, Fold) else item.node, item.reads, points, seen)
+        inside = []
+        for found in points:
+            ordered = sorted(found)
+            inside.append(max(zip(ordered, ordered[1:]), key=lambda pair: pair[1] - pair[0]))
+        boxes, left = [], [(0, n) for n in shape]
+        for k, (lo, hi) in enumerate(inside):
+            for start, stop in ((0, lo), (hi, shape[k])):
+                if stop > start:
+                    boxes.append([*left[:k], (start, stop), *left[k + 1 :]])
+            left[k] = (lo, hi)
+        return inside, np.array(boxes, np.int64).reshape(len(boxes), -1) if boxes else None
+
+    def _note_breaks(self, n: int, map: IndexMap, points: list[set[int]], seen: set[tuple[int, IndexMap]]) -> None:
+        stack = [(n, map)]
+        while stack:
+            n, map = stack.pop()
+            if (n, map) in seen or self.is_load(n):
+                continue
+            seen.add((n, map))
+            node = self.nodes[n]
+            if node.kind == "elementwise":
+                stack += [(x, composed(broadcast(self.nodes[x].shape, node.shape), map)) for x in node.inputs]
+            elif node.kind == "view":
+                stack.append((node.inputs[0], composed(node.data, map)))
+            elif node.kind == "join":
+                start = 0
+                for x in node.inputs:
+                    stack.append((x, shifted(map, node.data, -start)))
+                    start += self.nodes[x].shape[node.data]
+                    _note(points, map[node.data], start)
+            elif node.kind == "update":
+                base, block = node.inputs
+                stack.append((base, map))
+                for k, start in enumerate(node.data):
+                    _note(points, map[k], start)
+                    _note(points, map[k], start + self.nodes[block].shape[k])
+                stack.append((block, tuple([a._replace(offset=a.offset - s) for a, s in zip(map, node.data)])))
+
+    def is_load(self, n: int) -> bool:
+        """Tell whether a node is read from memory."""
+        if n not in self.schedule.places or n in self.loop.inside or self.nodes[n].kind == "number":
+            return False
+        return self.schedule.since.get(n, -1) < self.at
+
+    # ---- the nest of loops
+
+    def _nest(self, box: Box | None, ranges: Sequence[str], edges: bool, lanes: bool) -> list[str]:
+        body = LoopBody(self, box, edges)
+        folded = range(len(self.folds))
+        inner = body.text()
+        depth = len(ranges)
+        made: list[str] = []
+        if not depth:
+            return inner + [self._folded(k, "0", f"f{k}") for k in folded]
+        for k, range_ in enumerate(ranges[:-1]):
+            made += indented([f"for i{k} in {range_}:"], k)
+        last = depth - 1
+        if lanes and box is not None:
+            lo, hi = box[last]
+            whole = lo + (hi - lo) // LANES * LANES
+            block = [
+                f"for j in range({lo}, {whole}, {LANES}):",
+                *indented([f"for l in range({LANES}):"]),
+                *indented([f"i{last} = j + l", *inner, *(self._folded(k, "l", f"f{k}") for k in folded)], 2),
+            ]
+            rest = [f"for i{last} in range({whole}, {hi}):"]
+            rest += indented([*inner, *(self._folded(k, "0", f"f{k}") for k in folded)])
+            return made + indented([*block, *rest], last)
+        tail = [self._folded(k, "0", f"f{k}") for k in folded]
+        return made + indented([f"for i{last} in {ranges[-1]}:", *indented([*inner, *tail])], last)
+
+    def _target(self, k: int, lane: str) -> str:
+        fold = self.folds[k]
+        if self.lanes:
+            return f"w[{LANES * k} + {lane}]"
+        return self.entry(fold.place.buffer, fold.place.map)
+
+    def _folded(self, k: int, lane: str, value: str) -> str:
+        target = self._target(k, lane)
+        return f"{target} = {_combined(self.folds[k].name, target, value)}"
+
+    def _before(self) -> list[str]:
+        made = []
+        for k, fold in enumerate(self.folds):
+            first = _number(_FIRST[fold.name])
+            if self.lanes:
+                made += [f"for l in range({LANES}):", *indented([f"w[{LANES * k} + l] = {first}"])]
+            else:
+                kept = [axis.source for axis in fold.place.map if axis.source is not None]
+                for depth, axis in enumerate(kept):
+                    made += indented([f"for i{axis} in range({self.loop.shape[axis]}):"], depth)
+                made += indented([f"{self.entry(fold.place.buffer, fold.place.map)} = {first}"], len(kept))
+        return made
+
+    def _after(self) -> list[str]:
+        made = []
+        for k, fold in enumerate(self.folds if self.lanes else ()):
+            width = LANES
+            while width > 1:
+                width //= 2
+                low, high = f"w[{LANES * k} + l]", f"w[{LANES * k + width} + l]"
+                made += [f"for l in range({width}):", *indented([f"{low} = {_combined(fold.name, low, high)}"])]
+            made.append(f"{self.entry(fold.place.buffer, fold.place.map)} = w[{LANES * k}]")
+        return made
+
+    def entry(self, buffer: int, map: IndexMap, clamped: bool = False) -> str:
+        """Return the text of an entry of a buffer."""
+        name = self.buffers.setdefault(buffer, f"a{len(self.buffers)}")
+        if not map:
+            return f"{name}[0]"
+        shape = self.schedule.buffers[buffer].shape
+        return f"{name}[{', '.join(self._index(axis, n, clamped) for axis, n in zip(map, shape))}]"
+
+    def _index(self, axis: Axis, length: int, clamped: bool) -> str:
+        text = index_text(axis)
+        if clamped and axis.source is not None:
+            ends = axis.offset, axis.offset + axis.stride * (self.loop.shape[axis.source] - 1)
+            if min(ends) < 0:
+                text = f"max({text}, 0)"
+            if max(ends) >= length:
+                text = f"min({text}, {length - 1})"
+        elif clamped:
+            text = str(min(max(axis.offset, 0), length - 1))
+        return text
+
+
+def index_text(axis: Axis) -> str:
+    """Return the text of an index."""
+    if axis.source is None:
+        return str(axis.offset)
+    text = f"i{axis.source}" if axis.stride == 1 else f"{axis.stride} * i{axis.source}"
+    if axis.offset > 0:
+        return f"{text} + {axis.offset}"
+    return f"{text} - {-axis.offset}" if axis.offset else text
+
+
+def _note(points: list[set[int]], axis: Axis, at: int) -> None:
+    """Note where an index passes a place."""
+    if axis.source is None or not axis.stride:
+        return
+    # The first i with stride i + offset >= at, or < at where it runs down.
+    distance = at - axis.offset
+    first = -(-distance // axis.stride) if axis.stride > 0 else -distance // -axis.stride + 1
+    found = points[axis.source]
+    if 0 < first < max(found):
+        found.add(first)
+
+
+def _combined(name: str, total: str, value: str) -> str:
+    if name in ("add", "multiply"):
+        return f"{total} {'+' if name == 'add' else '*'} {value}"
+    sign = ">" if name == "maximum" else "<"
+    return f"where(({total} {sign} {value}) | ({total} != {total}), {total}, {value})"
+
+
+def _number(x: float) -> str:
+    return repr(x) if math.isfinite(x) else f"{'-' * (x < 0)}math.inf"

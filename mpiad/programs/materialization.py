@@ -1,0 +1,229 @@
+"""Which arrays of a program are kept in memory; all others are computed where they are read.
+
+What communications and calls need, and what the program returns, has to be in memory. Of the rest an array is kept only
+where that is cheaper than to compute its entries again at each place that reads them, or where what it is computed of
+would have to stay in memory for it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from mpiad._typing import Shape
+from mpiad.programs.array_program import FLOATS, ArrayProgram, Node
+from mpiad.programs.index_maps import IndexMap, broadcast, composed, identity, inverse, long_axes, shifted, to_long
+from mpiad.programs.schedule import working_in_place
+
+__all__ = ["Materialization", "reads_of"]
+
+# What an operation costs, and what it costs to keep an entry and read it once more, in additions.
+_COSTS = {"divide": 4, "sqrt": 5, "power": 8, "where": 1}
+_CALL, _KEEPING = 20, 8
+_SIMPLE = frozenset(
+    """add subtract multiply negative absolute maximum minimum fmax fmin less less_equal greater greater_equal equal
+    not_equal logical_and logical_or logical_not invert square positive fabs sign cast truth conjugate isnan isfinite isinf
+    clip at_least at_most""".split()
+)
+# Expressions that are deeper than this, or read arrays of more eras, are cut; more leaves than this aren't counted.
+_DEEPEST, _MOST_LEAVES, _MOST_ERAS, _ROUNDS = 120, 12, 6, 4
+_IN_MEMORY = frozenset({"input", "constant", "communicate", "call", "item"})
+
+
+class _Use(NamedTuple):
+    """Where a node is read: before which cut, over which index space, and by which map."""
+
+    cut: float
+    shape: Shape
+    map: IndexMap
+
+
+class Materialization:
+    """Decides what is kept.
+
+    Parameters
+    ----------
+    program : ArrayProgram
+    ahead : int or None
+        So many of the outputs are wanted before the part that is run later.
+
+    Attributes
+    ----------
+    needed, cuts : list of int
+        The nodes that outputs and communications need; those at which Python runs.
+    users : dict of int to list of int
+        The nodes that read one.
+    anchored : set of int
+        What is put where a cut or an output needs it, and not before.
+    """
+
+    def __init__(self, program: ArrayProgram, ahead: int | None):
+        self.program, self.nodes, self.ahead = program, program.nodes, ahead
+        self.needed = program.needed()
+        self.cuts = [n for n in self.needed if self.nodes[n].kind in ("communicate", "call")]
+        self.users: dict[int, list[int]] = {}
+        for n in self.needed:
+            for x in self.nodes[n].inputs:
+                self.users.setdefault(x, []).append(n)
+        self.anchored: set[int] = set()
+
+    def kept(self) -> set[int]:
+        """Return the nodes that are kept in memory."""
+        forced = kept = self._forced()
+        # What an entry costs depends on what is kept, and what is kept on that.
+        for _ in range(_ROUNDS):
+            costs, leaves, long = self._costs(kept)
+            kept = self._decided_by(forced | long, costs, leaves)
+        return kept
+
+    def _decided_by(self, forced: set[int], costs: dict[int, int], leaves: dict[int, int]) -> set[int]:
+        position = {n: k for k, n in enumerate(self.cuts)}
+        uses: dict[int, set[_Use]] = {n: set() for n in self.needed}
+        kept: set[int] = set()
+        ahead = sum(not self.nodes[n].backwards for n in self.cuts)
+        for place, n in enumerate(self.program.outputs):
+            # Half a cut further: after the last communication before it, and apart from what the next one needs.
+            at = ahead - 0.5 if self.ahead is not None and place < self.ahead else len(self.cuts)
+            uses[n].add(_Use(at, long_axes(self.nodes[n].shape), to_long(self.nodes[n].shape)))
+        for n in reversed(self.needed):
+            node = self.nodes[n]
+            if node.kind in _IN_MEMORY:
+                at = position.get(n)
+                for x in node.inputs if at is not None else ():
+                    shape = self.nodes[x].shape
+                    uses[x].add(_Use(at, long_axes(shape), to_long(shape)))  # type: ignore[arg-type]
+                continue
+            keeps = n in forced or (
+                (len(uses[n]) - 1) * (costs[n] + leaves[n] - 1) > _KEEPING and node.kind not in ("number", "view", "join")
+            )
+            if keeps:
+                kept.add(n)
+                cut = min((use.cut for use in uses[n]), default=len(self.cuts)) if n in self.anchored else self._era(n)
+                shape = self.nodes[node.inputs[0]].shape if node.kind in ("reduce", "reshape") else node.shape
+                uses[n] = {_Use(cut, long_axes(shape), to_long(shape))}
+            for x, map in reads_of(self.program, node):
+                uses[x].update([use._replace(map=composed(map, use.map)) for use in uses[n]])
+        return kept
+
+    def _era(self, n: int) -> int:
+        """Return before which cut a node stands in the program."""
+        return bisect(self.cuts, n)
+
+    def _costs(self, forced: set[int]) -> tuple[dict[int, int], dict[int, int], set[int]]:
+        """Return what an entry costs where it isn't kept, how many arrays it reads, and which expressions grow too long.
+
+        Those are deep, or read arrays of many eras (a sum over all time steps), which all would have to stay in memory.
+        """
+        costs: dict[int, int] = {}
+        sets: dict[int, frozenset[int]] = {}
+        deep: dict[int, int] = {}
+        eras: dict[int, frozenset[int]] = {}
+        long: set[int] = set()
+        # What is read of a node: nothing but itself, where it is kept.
+        for n in self.needed:
+            node = self.nodes[n]
+            if node.kind in _IN_MEMORY:
+                costs[n], sets[n], deep[n] = 0, frozenset([n]), 0
+                eras[n] = frozenset() if node.kind in ("input", "constant") else frozenset([self._era(n)])
+                continue
+            own = 0
+            if node.kind == "elementwise":
+                own = self._own_cost(node)
+            read = [x in forced or x in long for x in node.inputs]
+            costs[n] = own + sum(costs[x] for x, kept in zip(node.inputs, read) if not kept)
+            found = frozenset().union(*(frozenset([x]) if kept else sets[x] for x, kept in zip(node.inputs, read)))
+            sets[n] = found if len(found) <= _MOST_LEAVES else frozenset(sorted(found)[:_MOST_LEAVES])
+            deep[n] = 1 + max((deep[x] for x, kept in zip(node.inputs, read) if not kept), default=0)
+            eras[n] = frozenset().union(
+                *(frozenset([self._era(x)]) if kept else eras[x] for x, kept in zip(node.inputs, read))
+            )
+            if node.kind == "elementwise" and (deep[n] > _DEEPEST or len(eras[n]) > _MOST_ERAS):
+                long.add(n)
+        return costs, {n: len(found) for n, found in sets.items()}, long
+
+    def _own_cost(self, node: Node) -> int:
+        name = node.data[0]
+        by = self.nodes[node.inputs[-1]]
+        if by.kind == "number" and name in ("divide", "power"):
+            return 1 if name == "divide" else 2 if by.data in (2.0, 3.0) else _COSTS[name]
+        return _COSTS.get(name, 1 if name in _SIMPLE else _CALL)
+
+    def _forced(self) -> set[int]:
+        """Return what has to be in memory."""
+        forced = set()
+        joined: dict[int, bool] = {}
+        for n in self.needed:
+            node = self.nodes[n]
+            joined[n] = node.kind not in (*_IN_MEMORY, "reduce", "reshape") and (
+                node.kind in ("join", "update") or any(joined[x] for x in node.inputs)
+            )
+            if node.kind == "reduce":
+                forced.add(n)
+                if joined[node.inputs[0]] and len(node.data[1]) < len(self.nodes[node.inputs[0]].shape):
+                    forced.add(node.inputs[0])
+            elif node.kind == "reshape":
+                forced.update((n, node.inputs[0]))
+            elif node.kind == "elementwise":
+                own = self._precision(n)
+                forced.update(x for x in node.inputs if self._precision(x) not in (None, own))
+            elif n in self.cuts:
+                placed = working_in_place(node)
+                for x in node.inputs:
+                    self._force(x, self.anchored)
+                    if placed is None or not placed.changes_given or self.is_shared(x):
+                        self._force(x, forced)
+        for n in self.program.outputs:
+            self._force(n, forced)
+            self._force(n, self.anchored)
+        return {n for n in forced if self.nodes[n].kind not in (*_IN_MEMORY, "number")}
+
+    def _force(self, n: int, forced: set[int]) -> None:
+        """Note that a node is kept, or the parts that it is put together of."""
+        node = self.nodes[n]
+        if node.kind == "join":
+            for x in node.inputs:
+                self._force(x, forced)
+        elif node.kind == "view" and inverse(node.data, self.nodes[node.inputs[0]].shape, node.shape) is not None:
+            self._force(node.inputs[0], forced)
+        elif node.kind != "view":
+            forced.add(n)
+
+    def is_shared(self, n: int) -> bool:
+        """Tell whether a node is read in several places, or returned."""
+        return len(self.users[n]) > 1 or n in self.program.outputs
+
+    def _precision(self, n: int) -> np.dtype | None:
+        """Return in which precision a node is computed, None for what is read from memory, or has none."""
+        node = self.nodes[n]
+        if node.kind in _IN_MEMORY or node.kind == "number":
+            return None
+        if node.dtype in FLOATS:
+            return node.dtype
+        found = [self._precision(x) or self.nodes[x].dtype for x in node.inputs]
+        return max((x for x in found if x in FLOATS), key=lambda x: x.itemsize, default=None)
+
+
+def reads_of(program: ArrayProgram, node: Node) -> Iterable[tuple[int, IndexMap]]:
+    """Yield the nodes that one is computed of, by which maps."""
+    if node.kind == "elementwise":
+        for x in node.inputs:
+            yield x, broadcast(program.nodes[x].shape, node.shape)
+    elif node.kind == "view":
+        yield node.inputs[0], node.data
+    elif node.kind == "join":
+        start = 0
+        for x in node.inputs:
+            yield x, shifted(identity(len(node.shape)), node.data, -start)
+            start += program.nodes[x].shape[node.data]
+    elif node.kind == "update":
+        base, block = node.inputs
+        own = identity(len(node.shape))
+        yield base, own
+        yield block, tuple([axis._replace(offset=-start) for axis, start in zip(own, node.data)])
+    elif node.kind == "reduce":
+        yield node.inputs[0], identity(len(program.nodes[node.inputs[0]].shape))
+    elif node.kind == "reshape":
+        yield node.inputs[0], identity(len(program.nodes[node.inputs[0]].shape))

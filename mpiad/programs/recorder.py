@@ -1,0 +1,361 @@
+"""The trace of a function: every operation is run, and noted with its arguments, in the order of the program.
+
+What is noted is a list of steps. A step calls a function of NumPy's or a communication; its arguments are constants, and
+numbers of values (`Ref`). Arrays that are not traced are constants, kept as they are when they are used: whoever replays
+the program has to look whether what the function reads has changed (see `closure`).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+from weakref import WeakSet
+
+import numpy as np
+
+from mpiad._typing import Array, Shape
+from mpiad.programs.message_numbers import envelopes_of
+from mpiad.programs.steps import Abandoned, Constant, Ref, Step, Traced, hides_traced, on_host, plain
+from mpiad.transport import calls
+from mpiad.transport.calls import Site
+from mpiad.transport.device_arrays import is_device_array
+from mpiad.transport.tracing import tracing
+
+__all__ = ["Recorder"]
+
+_COMPILED_ROOMS = ("", "domain")
+# Look for a channel, and communicate by operations alone: a gather and a scatter agree on lengths before.
+_NOTED = frozenset(
+    """mpi_allreduce mpi_alltoall mpi_barrier mpi_bcast mpi_exchange mpi_exscan mpi_reduce mpi_reduce_scatter mpi_recv
+    mpi_scan mpi_send mpi_sendrecv mpi_sum mpi_rank mpi_size value_and_grad grad make_vjp make_jvp jvp hvp""".split()
+)
+
+_SHAPED_BY_VALUES = frozenset({
+    np.argwhere, np.bincount, np.compress, np.delete, np.extract, np.flatnonzero, np.intersect1d, np.nonzero, np.setdiff1d,
+    np.trim_zeros, np.union1d, np.unique,
+})  # fmt: skip
+
+
+class Recorder:
+    """A trace under way.
+
+    Parameters
+    ----------
+    kind : type
+        `TracedArray`.
+
+    Attributes
+    ----------
+    steps : list of Step
+    shapes : list of (shape, dtype)
+        Of each value.
+    constants : list of array
+        Copies, as they were when they were used.
+    open : bool
+        Whether operations are still noted.
+    refused : Abandoned or None
+        Why the trace was given up.
+    failed : exception or None
+        What a communication has raised.
+    agreed : bool
+        Whether it was given up for what ranks agree on by messages of their own.
+    log : list
+        Results of all communications.
+    inputs : list of int
+        Numbers of the arguments.
+    weak : set of int
+        Numbers that are Python's.
+    asked : int or None
+        Of an integer that the function decides by, where that is what the trace was given up for.
+    backwards : bool
+        Whether what is noted now belongs to a reverse pass.
+    """
+
+    def __init__(self, kind: type):
+        self.kind = kind
+        self.steps: list[Step] = []
+        self.specs: list[tuple[Shape, np.dtype]] = []
+        self.constants: list[Array] = []
+        self.open, self.backwards = True, False
+        self.refused: Abandoned | None = None
+        self.failed: BaseException | None = None
+        self.log: list[Any] = []
+        self.inputs: list[int] = []
+        self.weak: set[int] = set()
+        self.asked: int | None = None
+        self.agreed = False
+        self._constant_of: dict[int, tuple[Any, int]] = {}
+        self._holders: dict[int, WeakSet[Any]] = {}
+        self._inputs: set[int] = set()
+        self._marks: list[tuple[Any, str]] = []
+
+    def input(self, value: Any, weak: bool = False) -> Any:
+        """Return a traced array for an argument; `weak`: a number of Python's."""
+        made = self._wrapped(value)
+        if weak:
+            self.weaken(made)
+        self.inputs.append(made.number)
+        if isinstance(value, np.ndarray):
+            self._inputs.add(id(_root(value)))
+        return made
+
+    def weaken(self, made: Any) -> Any:
+        """Take a number for one of Python's, and return it."""
+        if isinstance(made, Traced) and self.open:
+            made.weak = True
+            self.weak.add(made.number)
+        return made
+
+    def refuse(self, reason: str) -> NoReturn:
+        """Give the trace up.
+
+        Raises
+        ------
+        Abandoned
+        """
+        self.refused = self.refused or Abandoned(reason, _line_of(calls.site_of(sys._getframe(1))))
+        raise self.refused
+
+    def ask(self, x: Any, reason: str) -> NoReturn:
+        """Give the trace up because the function asks for a value; where that is an integer, another trace can know it.
+
+        Raises
+        ------
+        Abandoned
+        """
+        if x.value.dtype.kind in "iu" and not x.value.ndim:
+            self.asked = x.number
+        self.refuse(reason)
+
+    def close(self) -> None:
+        """End the trace; its arrays are constants from now on."""
+        self.open = False
+        self._constant_of.clear()
+        self._holders.clear()
+
+    def looked_up(self, call: str) -> None:
+        """Take note that a function looks for the channel of a communicator: one that isn't noted as a step is refused."""
+        if call not in _NOTED:
+            self.refuse(f"it calls {call}, which communicates by itself and isn't compiled yet")
+
+    def entered_body(self) -> None:
+        """Take note that an operator runs its body, which isn't noted."""
+        self.refuse("it calls an operator whose body isn't compiled yet (a solve, a loop in time, or the like)")
+
+    # ---- operations
+
+    def call(self, fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Call a function of NumPy's, and note it."""
+        if not self.open:
+            return fun(*plain(tuple(args)), **plain(kwargs))
+        by_values = fun is np.where and len(args) == 1 or fun is np.repeat and isinstance(args[1], Traced)
+        if by_values or fun in _SHAPED_BY_VALUES:
+            self.refuse(f"it calls {fun.__name__}, whose result has a shape that depends on traced values")
+        noted = self._noted(tuple(args)), self._noted(kwargs)
+        return self._recorded("call", fun, *noted, fun(*plain(tuple(args)), **plain(kwargs)))
+
+    def full(self, shape: Shape, value: Any, dtype: Any) -> Any:
+        """Make an array of one number, and note it."""
+        made = np.full(shape, plain(value), dtype)
+        if not self.open:
+            return made
+        return self._recorded("full", np.full, (tuple(shape), self._noted(value), np.dtype(dtype)), {}, made)
+
+    def communicate(self, operation: Any, x: Any, params: Any) -> Any:
+        """Run a communication on plain arrays, and note it."""
+        if operation.halves:
+            self.refuse(f"{operation.__name__} starts or ends a request, and requests aren't compiled yet")
+        params = on_host(params)
+        if any(envelope.number is None for envelope in envelopes_of(params)):
+            self.refuse(f"{operation.__name__} takes a message from any rank or with any tag, and that isn't compiled yet")
+        noted = self._noted(x), params
+        made = self._run(operation.forward, plain(x), params)
+        if made is not None and made is plain(x):  # what was sent is its own result
+            site = calls.site_of(sys._getframe(1))
+            self.steps.append(Step("communicate", operation, noted, {}, (), site, self.backwards))
+            return x
+        return self._recorded("communicate", operation, noted, {}, made)
+
+    def operate(self, operator: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run an operator of `mpiad.extend` on plain arrays, and note it."""
+        if _room(operator) not in _COMPILED_ROOMS:
+            self.refuse(f"it calls {operator.__name__} of mpiad.{_room(operator)}, which isn't compiled yet")
+        if any(hides_traced(x) for x in (*args, *kwargs.values())):
+            self.refuse(f"{operator.__name__} is given functions or objects that hold traced values")
+        noted = self._noted(args), self._noted(kwargs)
+        return self._recorded("operate", operator, *noted, self._run(operator.body, plain(args), plain(kwargs)))
+
+    def communicated_by_itself(self) -> None:
+        """Refuse what ranks agree on, or set up, by messages that aren't noted, before there are any."""
+        _, called = calls.user_frame(sys._getframe(1))
+        name = calls.entry(called) or "a function of mpiad's"
+        self.agreed = True
+        self.refuse(f"it calls {name}, whose ranks exchange shapes or settings first, and that isn't compiled yet")
+
+    def marked(self, channel: Any, reason: str) -> bool:
+        """Take note of messages that an exception has left, which matters where it isn't the trace's own."""
+        self._marks.append((channel, reason))
+        return True
+
+    def mark(self) -> None:
+        """Mark the channels on which an exception of a communication has left messages."""
+        for channel, reason in self._marks:
+            channel.mark(reason)
+
+    def _run(self, fun: Callable, *args: Any) -> Any:
+        tracing.recorder = None
+        try:
+            made = fun(*args)
+        except BaseException as error:
+            self.failed = error
+            raise
+        finally:
+            tracing.recorder = self
+        self.log.append(made.copy() if isinstance(made, np.ndarray) else made)
+        return made
+
+    def _recorded(self, kind: str, fun: Any, args: tuple, kwargs: dict, made: Any) -> Any:
+        if made is None and kind != "call":
+            self.steps.append(Step(kind, fun, args, kwargs, (), calls.site_of(sys._getframe(2)), self.backwards))
+            return None
+        if isinstance(made, (tuple, list)) and all(_is_array(part) for part in made):
+            results = [self._wrapped(part) for part in made]
+            out: Any = type(made)(results) if type(made) in (tuple, list) else tuple(results)
+        elif _is_array(made):
+            results = [self._wrapped(made)]
+            out = results[0]
+        else:
+            name = getattr(fun, "__name__", repr(fun))
+            self.refuse(f"{name} returns {type(made).__name__}, which isn't an array, and may depend on traced values")
+        outs = tuple([result.number for result in results])
+        self.steps.append(Step(kind, fun, args, kwargs, outs, calls.site_of(sys._getframe(2)), self.backwards))
+        return out
+
+    # ---- writing in place
+
+    def write(self, target: Any, fun: Callable, args: Sequence[Any]) -> Any:
+        """Let a function write into an array, and give that array the number of the result."""
+        if not self.open:
+            fun(*plain(tuple(args)), out=target.value)
+            return target
+        noted = self._noted(tuple(args))
+        self._check_writing(target)
+        if fun(*[np.zeros((), _dtype(x)) for x in args]).dtype != target.dtype:
+            self.refuse("it writes values into an array of another dtype")
+        fun(*plain(tuple(args)), out=target.value)
+        number = self._number(target.value)
+        self._step("call", fun, noted, number)
+        self._written(target, number)
+        return target
+
+    def set_entries(self, target: Any, key: Any, value: Any) -> None:
+        """Set entries of an array, and give it the number of what it is then."""
+        place, new = plain(key), plain(value)
+        if not self.open:
+            target.value[place] = new
+            return
+        # total[key] += values: a part was changed, and is put where it lies already.
+        mended = target.stale is not None and value is target.stale and _is_part(target.value, place, new)
+        if mended:
+            target.stale = None
+        noted = self._noted(target), self._noted(key), self._noted(value)
+        self._check_writing(target)
+        if not mended:
+            target.value[place] = new
+        number = self._number(target.value)
+        self._step("set", None, noted, number)
+        self._written(target, number, value if mended else None)
+
+    def _step(self, kind: str, fun: Any, args: tuple, out: int) -> None:
+        self.steps.append(Step(kind, fun, args, {}, (out,), calls.site_of(sys._getframe(2)), self.backwards))
+
+    def _check_writing(self, target: Any) -> None:
+        if id(_root(target.value)) in self._inputs:
+            self.refuse("it changes an argument in place: work on a copy, or write y = x + 1 instead of x += 1")
+
+    def _written(self, target: Any, number: int, part: Any = None) -> None:
+        for other in self._holders.get(id(_root(target.value)), ()):
+            if other is not target and other is not part and np.shares_memory(other.value, target.value):
+                other.stale = target
+        target.number = number
+
+    # ---- values
+
+    def _number(self, value: Any) -> int:
+        self.specs.append((value.shape, value.dtype))
+        return len(self.specs) - 1
+
+    def _wrapped(self, value: Any) -> Any:
+        made = self.kind(self, self._number(value), value)
+        if isinstance(value, np.ndarray):
+            self._holders.setdefault(id(_root(value)), WeakSet()).add(made)
+        return made
+
+    def _noted(self, x: Any) -> Any:
+        """Return arguments with references to values and constants."""
+        if isinstance(x, Traced):
+            if x.recorder is not self:
+                return self._constant(np.asarray(x.value))  # of a trace that has ended
+            if x.stale is not None:
+                self.refuse("it reads an array after other names of the same memory were written to")
+            return Ref(x.number)
+        kind = type(x)
+        if is_device_array(x):
+            self.refuse("it computes with an array on a device, and only NumPy's are compiled yet")
+        if kind is np.ndarray:
+            return self._constant(x)
+        if kind is tuple or kind is list:
+            return kind([self._noted(part) for part in x])
+        if kind is dict:
+            return {key: self._noted(part) for key, part in x.items()}
+        if kind is slice:
+            return slice(*(self._noted(part) for part in (x.start, x.stop, x.step)))
+        if isinstance(x, np.ndarray):
+            return self._constant(np.asarray(x))
+        return x
+
+    def _constant(self, x: Array) -> Constant:
+        known = self._constant_of.get(id(x))
+        if known is None or not _same(self.constants[known[1]], x):
+            self.constants.append(x.copy())
+            known = self._constant_of[id(x)] = x, len(self.constants) - 1
+        return Constant(known[1])
+
+
+def _line_of(site: Site) -> str:
+    return site.text
+
+
+def _room(operator: Any) -> str:
+    """Return the room of the library that an operator belongs to; nothing for one of the user's."""
+    module = getattr(operator.fun, "__module__", "").split(".")
+    return module[1] if module[0] == "mpiad" and len(module) > 1 else ""
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, (np.ndarray, np.generic)) and x.dtype.kind in "fciub"
+
+
+def _dtype(x: Any) -> Any:
+    value = plain(x)
+    return value.dtype if hasattr(value, "dtype") else np.result_type(value)
+
+
+def _root(value: Any) -> Any:
+    while isinstance(value, np.ndarray) and isinstance(value.base, np.ndarray):
+        value = value.base
+    return value
+
+
+def _same(x: Array, y: Array) -> bool:
+    return x.shape == y.shape and x.dtype == y.dtype and x.tobytes() == y.tobytes()
+
+
+def _is_part(whole: Array, key: Any, part: Any) -> bool:
+    """Tell whether an array is the memory of whole[key]."""
+    found = whole[key]
+    return (
+        isinstance(found, np.ndarray) and isinstance(part, np.ndarray) and found.shape == part.shape
+        and found.strides == part.strides and found.ctypes.data == part.ctypes.data
+    )  # fmt: skip

@@ -1,0 +1,162 @@
+"""What a program does, one after the other: loops over arrays, and calls of Python's, on numbered buffers."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpiad._typing import Shape
+from mpiad.programs.array_program import FLOATS, ArrayProgram, Node, Slot
+from mpiad.programs.index_maps import IndexMap
+
+__all__ = ["Buffer", "Fold", "Loop", "Place", "Run", "Schedule", "Store", "working_in_place"]
+
+
+class Buffer(NamedTuple):
+    """Memory of an array.
+
+    Parameters
+    ----------
+    kind : {"input", "constant", "temporary", "result", "output", "alias"}
+        A result comes from a call of Python's; outputs are made anew at each call of the program; an alias is another
+        buffer in another shape.
+    shape : tuple of int
+    dtype : dtype
+    data : int
+        Which input, constant, output or buffer.
+    """
+
+    kind: str
+    shape: Shape
+    dtype: np.dtype
+    data: int = -1
+
+
+class Place(NamedTuple):
+    """Where an array is: a buffer, and for each of its axes the index of the array."""
+
+    buffer: int
+    map: IndexMap
+
+
+class Store(NamedTuple):
+    """What a loop puts into memory at each place of its index space.
+
+    Parameters
+    ----------
+    node : int
+    reads : IndexMap
+        The node's indices by those of the loop.
+    place : Place
+        The buffer's indices by those of the loop.
+    copies : bool
+        Whether the node is read from where it is kept; else it is computed.
+    """
+
+    node: int
+    reads: IndexMap
+    place: Place
+    copies: bool
+
+
+class Fold(NamedTuple):
+    """What a loop adds up over its index space, or folds otherwise.
+
+    Parameters
+    ----------
+    node : int
+        The result.
+    of : int
+        What is folded.
+    reads : IndexMap
+        Its indices by those of the loop.
+    name : str
+        Of the operation.
+    place : Place
+        The buffer's indices by those of the loop; an axis that is folded occurs in none.
+    """
+
+    node: int
+    of: int
+    reads: IndexMap
+    name: str
+    place: Place
+
+    @property
+    def is_full(self) -> bool:
+        """Whether one number is left."""
+        return all(axis.source is None for axis in self.place.map)
+
+
+class Loop(NamedTuple):
+    """Stores and folds over one index space.
+
+    Parameters
+    ----------
+    shape : tuple of int
+    items : tuple of Store or Fold
+    inside : frozenset of int
+        Nodes that are computed here, and read from here and not from memory.
+    """
+
+    shape: Shape
+    items: tuple[Store | Fold, ...]
+    inside: frozenset[int]
+
+
+class Run(NamedTuple):
+    """A call of Python's.
+
+    Parameters
+    ----------
+    node : int
+    inputs : tuple of int
+        Buffers of its arrays.
+    in_place : bool
+        Whether it works in a buffer that holds its argument already.
+    """
+
+    node: int
+    inputs: tuple[int, ...]
+    in_place: bool
+
+
+class Schedule(NamedTuple):
+    """What a program does, one after the other.
+
+    Parameters
+    ----------
+    program : ArrayProgram
+    buffers : list of Buffer
+    places : dict of int to Place
+        Where nodes are in memory.
+    since : dict of int to int
+        After which step those are that loops compute; loops before it compute them again.
+    steps : list of Loop or Run
+    outputs : list of int
+        Buffers.
+    late : list of bool
+        Which outputs come from the part that is run later.
+    cut : int
+        So many steps come before that part.
+    """
+
+    program: ArrayProgram
+    buffers: list[Buffer]
+    places: dict[int, Place]
+    since: dict[int, int]
+    steps: list[Any]
+    outputs: list[int]
+    late: list[bool]
+    cut: int
+
+
+def working_in_place(node: Node) -> Any:
+    """Return how a call works in one buffer, None where it doesn't."""
+    call = node.data
+    if node.kind != "communicate" or call.kind != "operate" or len(node.inputs) != 1 or not isinstance(call.args[0], Slot):
+        return None
+    if node.dtype not in FLOATS or call.kwargs:
+        return None
+    return call.fun.in_place

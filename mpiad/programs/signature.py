@@ -1,0 +1,113 @@
+"""What a trace depends on of its arguments: their form, the shapes and dtypes of arrays, and all that isn't a number."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from autograd.tracer import Box
+
+from mpiad.differentiation.trees import flatten
+
+__all__ = ["Arguments", "arguments_of"]
+
+_boxes = Box.types
+_MOST = 2**62
+_NUMBERS = (float, np.floating, np.complexfloating, complex)
+
+
+class Arguments(NamedTuple):
+    """The arguments of a call, taken apart.
+
+    Parameters
+    ----------
+    leaves : list
+    build : callable
+        From leaves to the arguments, as (args, kwargs).
+    traced : list of int
+        Places of those leaves that are values of the program; the others are constants of the trace.
+    key : tuple
+        Equal for calls that one trace serves.
+    form : hashable
+        Of the nest, without its leaves.
+    """
+
+    leaves: list[Any]
+    build: Any
+    traced: list[int]
+    key: tuple[Any, ...]
+    form: Any
+
+    def constants(self) -> list[Any]:
+        """Return those leaves that are constants of a trace."""
+        return [leaf for place, leaf in enumerate(self.leaves) if place not in self.traced]
+
+
+class _Object:
+    """Stands for an object in a key: equal for the same object only, whatever it calls equal."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Object) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+_COMPARED = (type(None), bool, int, str, bytes, np.generic, np.dtype, type, type(...), slice, range)
+
+
+def arguments_of(args: tuple, kwargs: dict[str, Any], asked: Collection[Any] = ()) -> Arguments:
+    """Take arguments apart.
+
+    Parameters
+    ----------
+    args, kwargs
+    asked : collection of (form, int)
+        Those integers, by the form of all arguments and their places, that the function decides by.
+
+    Raises
+    ------
+    TypeError
+        For a leaf that can't be compared with that of another call.
+    """
+    if not kwargs and all(type(x) is np.ndarray for x in args):  # the commonest case
+        return Arguments(
+            list(args), _only_positional, list(range(len(args))), tuple([(x.shape, x.dtype) for x in args]), None
+        )
+    leaves, build = flatten((args, kwargs))
+    form = _form((args, kwargs))
+    traced: list[int] = []
+    key: list[Any] = [form]
+    for place, leaf in enumerate(leaves):
+        if isinstance(leaf, np.ndarray) or type(leaf) in _boxes:
+            traced.append(place)
+            key.append((leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else ())
+        elif isinstance(leaf, _NUMBERS) or (_is_integer(leaf) and (form, place) not in asked):
+            traced.append(place)
+            key.append(type(leaf))
+        else:
+            key.append((type(leaf), leaf if isinstance(leaf, _COMPARED) else _Object(leaf)))
+    return Arguments(leaves, build, traced, tuple(key), form)
+
+
+def _only_positional(leaves: Sequence[Any]) -> tuple[tuple, dict]:
+    return tuple(leaves), {}
+
+
+def _is_integer(x: Any) -> bool:
+    return isinstance(x, (int, np.integer)) and type(x) is not bool and abs(x) < _MOST
+
+
+def _form(tree: Any) -> Any:
+    """Return a nest's form, in the order of its leaves."""
+    if isinstance(tree, dict):
+        return type(tree), tuple(tree), tuple([_form(part) for part in tree.values()])
+    if isinstance(tree, (list, tuple)):
+        return type(tree), tuple([_form(part) for part in tree])
+    return None

@@ -1,0 +1,141 @@
+"""One call of a function on traced arrays, on a tape of its own or without, and the same call without a trace."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+from autograd.tracer import getval
+
+from mpiad._typing import Function
+from mpiad.differentiation.trace import Variables, trace_backwards
+from mpiad.programs.array_module import TracedArrays
+from mpiad.programs.playback import Playback
+from mpiad.programs.recorder import Recorder
+from mpiad.programs.signature import Arguments
+from mpiad.programs.tracing_numpy import arrays_are_traced
+from mpiad.transport.channels import Channel, live_channels, tell_recorders
+from mpiad.transport.tracing import tracing
+
+__all__ = ["PlayingBack", "TraceRun", "as_value"]
+
+
+class TraceRun:
+    """A trace of one call."""
+
+    def __init__(self, given: Arguments):
+        self.given, self.recorder = given, Recorder(TracedArrays.kind)
+        self.counts = _counts()
+
+    def run(self, fun: Function) -> Any:
+        """Call the function with traced arrays."""
+        args, kwargs = self.given.build(self._leaves())
+        return fun(*args, **kwargs)
+
+    def run_backwards(self, fun: Function, boxed: Sequence[int], plain: bool = False) -> Any:
+        """Call the function on a tape."""
+        leaves = [getval(x) for x in self.given.leaves] if plain else self._leaves()
+
+        def called(variables: list[Any]) -> Any:
+            filled = list(leaves)
+            for place, x in zip(boxed, variables):
+                filled[place] = x
+            args, kwargs = self.given.build(filled)
+            return fun(*args, **kwargs)
+
+        variables = Variables([leaves[k] for k in boxed], list(range(len(boxed))), list)
+        return trace_backwards(called, variables)
+
+    def _leaves(self) -> list[Any]:
+        leaves = list(self.given.leaves)
+        for place in self.given.traced:
+            plain = getval(leaves[place])
+            leaves[place] = self.recorder.input(as_value(plain), type(plain) in (int, float))
+        return leaves
+
+    def noting(self, backwards: bool = False) -> _Noting:
+        """Return a context in which what is done with traced arrays is noted."""
+        return _Noting(self.recorder, backwards)
+
+    def playing_back(self) -> PlayingBack:
+        """Return a context in which the function runs again without a second communication."""
+        return PlayingBack(self.recorder.log, self.counts)
+
+
+class _Noting:
+    def __init__(self, recorder: Recorder, backwards: bool):
+        self.recorder, self.backwards, self._arrays = recorder, backwards, arrays_are_traced()
+
+    def __enter__(self) -> None:
+        self.recorder.open, self.recorder.backwards = True, self.backwards
+        tracing.recorder = self.recorder
+        self._arrays.__enter__()
+        _watched(1)
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        tracing.recorder = None
+        self._arrays.__exit__(None, None, None)
+        _watched(-1)
+        self.recorder.close()
+        # Where the function has caught it by itself.
+        if kind is None and self.recorder.refused is not None:
+            raise self.recorder.refused
+
+
+_lock = threading.Lock()
+_traces = 0
+
+
+def _watched(more: int) -> None:
+    """Let channels tell of uses while there are traces in any thread."""
+    global _traces
+    with _lock:
+        _traces += more
+        if _traces in (0, 1):
+            tell_recorders(_traces > 0)
+
+
+class PlayingBack:
+    """A context in which communications give what they gave in a trace, as far as that went.
+
+    Parameters
+    ----------
+    log : sequence
+        Of its recorder.
+    counts : sequence
+        Of each channel's messages before it, which are counted again: partners have counted them once.
+    """
+
+    def __init__(self, log: Sequence[Any], counts: Sequence[_Counts] = ()):
+        self._playback, self._before = Playback(log), counts
+        self._later: list[_Counts] = []
+
+    def __enter__(self) -> None:
+        self._later = _counts() if self._before else []
+        for channel, sent, received in self._before:
+            channel.sent, channel.received = dict(sent), dict(received)
+        tracing.recorder = self._playback
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        tracing.recorder = None
+        for channel, *counts in self._later:
+            for again, later in zip((channel.sent, channel.received), counts):
+                again.update({key: max(number, again.get(key, 0)) for key, number in later.items()})
+
+
+_Counts: TypeAlias = "tuple[Channel, dict[tuple[int, int], int], dict[tuple[int, int], int]]"
+
+
+def _counts() -> list[_Counts]:
+    return [(channel, dict(channel.sent), dict(channel.received)) for channel in live_channels()]
+
+
+def as_value(x: Any) -> Any:
+    """Return a number of Python's as one of NumPy's."""
+    if isinstance(x, (np.ndarray, np.generic)):
+        return x
+    if isinstance(x, int):
+        return np.int64(x)
+    return np.complex128(x) if isinstance(x, complex) else np.float64(x)

@@ -1,0 +1,279 @@
+"""Arrays whose operations are run and written down: what a function under `mpiad.jit` computes with at its first call.
+
+A `TracedArray` holds NumPy's own result beside its number in the program, so shapes, dtypes, errors and messages of the
+first call are those of the interpreted one, and whatever can't be compiled loses nothing: the trace is given up, and the
+call goes on. To the rest of the library it is a kind of array like those on a device. Its values are handed out to nobody
+unnoticed: what decides by one, or leaves NumPy's protocols, gives the trace up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from autograd.tracer import Box
+
+from mpiad._typing import Array, Shape
+from mpiad.programs.steps import Traced, plain
+
+__all__ = ["TracedArray"]
+
+_boxes = Box.types
+_DECIDES = (
+    "it decides by a traced value (if, while, and, or, not, float, int, item): write np.where(x > 0, ...), or leave this "
+    "part out of the jitted function"
+)
+# What a function says of its arguments without looking at their values.
+_STATIC = frozenset(
+    {np.shape, np.ndim, np.size, np.result_type, np.iscomplexobj, np.isrealobj, np.can_cast, np.common_type}
+)
+
+
+def _binary(ufunc: np.ufunc, swapped: bool = False) -> Callable[[TracedArray, Any], Any]:
+    def method(self: TracedArray, other: Any) -> Any:
+        if type(other) in _boxes:
+            return NotImplemented
+        given = (other, self) if swapped else (self, other)
+        made = self.recorder.call(ufunc, given, {})
+        return self.recorder.weaken(made) if self.weak and _is_weak(other) else made
+
+    return method
+
+
+def _unary(ufunc: np.ufunc) -> Callable[[TracedArray], Any]:
+    def method(self: TracedArray) -> Any:
+        made = self.recorder.call(ufunc, (self,), {})
+        return self.recorder.weaken(made) if self.weak else made
+
+    return method
+
+
+def _is_weak(x: Any) -> bool:
+    return x.weak if isinstance(x, Traced) else type(x) in (int, float)
+
+
+def _in_place(ufunc: np.ufunc) -> Callable[[TracedArray, Any], Any]:
+    def method(self: TracedArray, other: Any) -> Any:
+        if type(other) in _boxes:
+            return NotImplemented
+        # A number of NumPy's has no memory: the name gets a new one, as in Python.
+        if not isinstance(self.value, np.ndarray):
+            return self.recorder.call(ufunc, (self, other), {})
+        return self.recorder.write(self, ufunc, (self, other))
+
+    return method
+
+
+class TracedArray(Traced):
+    """An array of a function that is being traced.
+
+    Parameters
+    ----------
+    recorder : Recorder
+    number : int
+        Of its value in the program.
+    value : array or number of NumPy's
+        What it is in this call.
+    """
+
+    __slots__ = ("__weakref__",)
+    __array_priority__ = 50.0
+    __hash__ = object.__hash__
+
+    # ---- what it is, which no value decides
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype."""
+        return self.value.dtype
+
+    @property
+    def shape(self) -> Shape:
+        """The lengths of its axes."""
+        return self.value.shape
+
+    @property
+    def ndim(self) -> int:
+        """How many axes it has."""
+        return self.value.ndim
+
+    @property
+    def size(self) -> int:
+        """How many entries it has."""
+        return self.value.size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its values."""
+        return self.value.nbytes
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Bytes from one entry to the next, along each axis."""
+        return self.value.strides
+
+    @property
+    def flags(self) -> Any:
+        """NumPy's flags of its memory."""
+        return self.value.flags
+
+    @property
+    def T(self) -> Any:
+        """The transposed array."""
+        return self.recorder.call(np.transpose, (self,), {})
+
+    @property
+    def real(self) -> Any:
+        """The real part."""
+        return self.recorder.call(np.real, (self,), {})
+
+    @property
+    def imag(self) -> Any:
+        """The imaginary part."""
+        return self.recorder.call(np.imag, (self,), {})
+
+    def __len__(self) -> int:
+        return len(self.value)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[i] for i in range(len(self.value)))
+
+    def __repr__(self) -> str:
+        return f"<traced array of {self.dtype}, shape {self.shape}>"
+
+    # ---- what is computed with it
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        if any(type(x) in _boxes for x in inputs):
+            return NotImplemented
+        out = kwargs.pop("out", None)
+        fun = ufunc if method == "__call__" else getattr(ufunc, method)
+        if out is None:
+            return self.recorder.call(fun, inputs, kwargs)
+        target = out[0] if isinstance(out, tuple) else out
+        if len(inputs) and method == "__call__" and type(target) is TracedArray and not kwargs:
+            return self.recorder.write(target, ufunc, inputs)
+        if not self.recorder.open:
+            return fun(*plain(inputs), out=plain(out), **plain(kwargs))
+        self.recorder.refuse(f"it writes traced values into an array of numbers (numpy.{ufunc.__name__} with out=)")
+
+    def __array_function__(self, function: Callable, types: Any, args: tuple, kwargs: dict) -> Any:
+        if function in _STATIC:
+            return function(*plain(args), **plain(kwargs))
+        return self.recorder.call(function, args, kwargs)
+
+    def __getitem__(self, key: Any) -> Any:
+        if type(key) is tuple and not key and not self.value.ndim:
+            return self
+        if any(isinstance(part, Traced) and part.value.dtype == bool for part in (key if type(key) is tuple else (key,))):
+            self._asked("it takes entries by a mask of traced values: write np.where(mask, x, 0)")
+        return self.recorder.call(take, (self, key), {})
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.recorder.set_entries(self, key, value)
+
+    def astype(self, dtype: Any, order: str = "K", casting: str = "unsafe", subok: bool = True, copy: bool = True) -> Any:
+        """Return it in another dtype."""
+        if np.dtype(dtype) == self.dtype and not copy:
+            return self
+        return self.recorder.call(cast, (self, np.dtype(dtype)), {})
+
+    def reshape(self, *shape: Any, order: str = "C") -> Any:
+        """Return it in another shape."""
+        new = shape[0] if len(shape) == 1 and not isinstance(shape[0], (int, np.integer)) else shape
+        return self.recorder.call(np.reshape, (self, new), {} if order == "C" else {"order": order})
+
+    def transpose(self, *axes: Any) -> Any:
+        """Return it with its axes in another order."""
+        given = axes[0] if len(axes) == 1 and not isinstance(axes[0], (int, np.integer)) else axes or None
+        return self.recorder.call(np.transpose, (self, given), {})
+
+    def view(self, kind: Any = None) -> Any:
+        """Return itself, as autograd asks of what it has put together."""
+        return self if kind in (None, np.ndarray) else self._asked(f"it looks at their bits as {kind}").view(kind)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        function = _METHODS.get(name)
+        if function is None:
+            raise AttributeError(f"a traced array has no {name!r}")
+        return lambda *args, **kwargs: self.recorder.call(function, (self, *args), kwargs)
+
+    # ---- what asks for its values
+
+    def _asked(self, reason: str = _DECIDES) -> Any:
+        if self.recorder.open:
+            self.recorder.ask(self, reason)
+        return self.value
+
+    def __bool__(self) -> bool:
+        return bool(self._asked())
+
+    def __float__(self) -> float:
+        return float(self._asked())
+
+    def __int__(self) -> int:
+        return int(self._asked())
+
+    def __index__(self) -> int:
+        return self._asked().__index__()
+
+    def __complex__(self) -> complex:
+        return complex(self._asked())
+
+    def __format__(self, spec: str) -> str:
+        return format(self._asked("it writes a traced value into a text"), spec) if spec else repr(self)
+
+    def item(self, *args: Any) -> Any:
+        """Return an entry as a number of Python's, which ends the trace."""
+        return self._asked().item(*args)
+
+    def tolist(self) -> Any:
+        """Return its values as lists, which ends the trace."""
+        return self._asked().tolist()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        # numpy.array and numpy.asarray ask for this, and give no way to take part in what they make.
+        return np.asarray(
+            self._asked(
+                "it makes an array of NumPy's of traced values (numpy.array, numpy.asarray): put them together by "
+                "np.concatenate or np.stack of autograd.numpy"
+            ),
+            dtype,
+        )
+
+    __add__, __radd__, __iadd__ = _binary(np.add), _binary(np.add, True), _in_place(np.add)
+    __sub__, __rsub__, __isub__ = _binary(np.subtract), _binary(np.subtract, True), _in_place(np.subtract)
+    __mul__, __rmul__, __imul__ = _binary(np.multiply), _binary(np.multiply, True), _in_place(np.multiply)
+    __truediv__, __rtruediv__ = _binary(np.true_divide), _binary(np.true_divide, True)
+    __itruediv__ = _in_place(np.true_divide)
+    __floordiv__, __rfloordiv__ = _binary(np.floor_divide), _binary(np.floor_divide, True)
+    __mod__, __rmod__ = _binary(np.remainder), _binary(np.remainder, True)
+    __pow__, __rpow__, __ipow__ = _binary(np.power), _binary(np.power, True), _in_place(np.power)
+    __matmul__, __rmatmul__ = _binary(np.matmul), _binary(np.matmul, True)
+    __and__, __rand__ = _binary(np.bitwise_and), _binary(np.bitwise_and, True)
+    __or__, __ror__ = _binary(np.bitwise_or), _binary(np.bitwise_or, True)
+    __xor__, __rxor__ = _binary(np.bitwise_xor), _binary(np.bitwise_xor, True)
+    __lt__, __le__, __gt__, __ge__ = map(_binary, (np.less, np.less_equal, np.greater, np.greater_equal))
+    __eq__, __ne__ = _binary(np.equal), _binary(np.not_equal)  # type: ignore[assignment]
+    __neg__, __pos__, __abs__, __invert__ = map(_unary, (np.negative, np.positive, np.absolute, np.invert))
+
+
+def take(x: Array, key: Any) -> Array:
+    """Return x[key]."""
+    return x[key]
+
+
+def cast(x: Array, dtype: np.dtype) -> Array:
+    """Return x in another dtype."""
+    return x.astype(dtype)
+
+
+# Methods that are functions of NumPy's.
+_METHODS: dict[str, Callable[..., Any]] = {
+    name: getattr(np, name)
+    for name in (
+        "sum", "prod", "mean", "std", "var", "max", "min", "any", "all", "ravel", "squeeze", "swapaxes", "repeat", "take",
+        "dot", "clip", "cumsum", "cumprod", "trace", "copy", "diagonal", "conj", "conjugate", "argmax", "argmin", "round",
+    )
+} | {"flatten": np.ravel}

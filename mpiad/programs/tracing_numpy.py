@@ -1,0 +1,65 @@
+"""NumPy as autograd sees it while a program is traced: its `array` makes traced arrays of traced values.
+
+autograd.numpy's `array`, and with it `stack`, call numpy.array, the one function that asks nobody. So while there are
+traces, the name `numpy` in that module of autograd's stands for an object that does, and is NumPy otherwise.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import autograd.numpy.numpy_wrapper
+import numpy as np
+
+from mpiad._typing import Array
+from mpiad.programs.steps import Traced
+
+__all__ = ["arrays_are_traced"]
+
+numpy_wrapper: Any = autograd.numpy.numpy_wrapper
+_lock = threading.Lock()
+_traces = 0
+
+
+class _NumPy:
+    def __getattr__(self, name: str) -> Any:
+        return getattr(np, name)
+
+    @staticmethod
+    def array(x: Any, *args: Any, **kwargs: Any) -> Any:
+        found = _traced(x)
+        if found is None or not found.recorder.open:
+            return np.array(x, *args, **kwargs)
+        return found.recorder.call(array_of, (x, *args), kwargs)
+
+
+def array_of(x: Any, *args: Any, **kwargs: Any) -> Array:
+    """Return numpy.array of what may hold traced arrays."""
+    return np.array(x, *args, **kwargs)
+
+
+def _traced(x: Any) -> Any:
+    if isinstance(x, Traced):
+        return x
+    if isinstance(x, (list, tuple)):
+        return next((found for part in x if (found := _traced(part)) is not None), None)
+    return None
+
+
+@contextmanager
+def arrays_are_traced() -> Iterator[None]:
+    """Let autograd.numpy's `array` know traced arrays."""
+    global _traces
+    with _lock:
+        _traces += 1
+        numpy_wrapper._np = _NumPy()
+    try:
+        yield
+    finally:
+        with _lock:
+            _traces -= 1
+            if not _traces:
+                numpy_wrapper._np = np
