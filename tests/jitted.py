@@ -1,0 +1,63 @@
+"""A jitted function beside the one that it is made of: values and derivatives, at the trace and in replays."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import autograd.numpy as anp
+import numpy as np
+
+import mpiad
+from mpiad.differentiation.trees import flatten
+
+
+def assert_same(found: Any, expected: Any, rounding: float = 1e-12) -> None:
+    """Check that two nests have equal forms and leaves: types, dtypes, shapes, and values to rounding."""
+    a, b = flatten(found)[0], flatten(expected)[0]
+    assert len(a) == len(b)
+    for x, y in zip(a, b, strict=True):
+        # A program returns numbers of NumPy's where Python's own would be left: they are floats, too.
+        assert type(x) is type(y) or type(y) is float and isinstance(x, float)
+        if not isinstance(y, (np.ndarray, np.generic, float)):
+            assert x == y
+            continue
+        y = y if hasattr(y, "dtype") else np.float64(y)
+        assert (x.dtype, x.shape) == (y.dtype, y.shape)
+        finite = np.abs(np.where(np.isfinite(y), y, 0)).max(initial=1.0) if y.dtype.kind in "fc" else 1.0
+        np.testing.assert_allclose(x, y, rtol=rounding, atol=rounding * finite)
+
+
+def further(x: Any) -> Any:
+    """Return an argument of the same shape and dtype with other values."""
+    if isinstance(x, np.ndarray) and x.dtype.kind in "fc":
+        return (x[..., ::-1] * 1.25 + 0.125 if x.ndim else np.asarray(x * 1.25)).astype(x.dtype)
+    return type(x)(x * 1.25) if isinstance(x, float) else x
+
+
+def objective(fun: Callable) -> Callable:
+    """Return a sum over all that a function returns, which weighs entries differently."""
+
+    def total(*args: Any) -> Any:
+        return sum([anp.sum(anp.sin(part)) for part in flatten(fun(*args))[0]])
+
+    return total
+
+
+def check_jit(fun: Callable, *args: Any, rounding: float = 1e-12, derivatives: bool = True) -> None:
+    """Check that a function compiles, and that replays of its programs and their derivatives agree with it.
+
+    The programs are traced with these arguments and replayed with others: a value that was kept shows.
+    """
+    calls: Sequence[tuple] = [args, tuple([further(x) for x in args]), args]
+    jitted = mpiad.jit(fun, strict=True)
+    for given in calls:
+        assert_same(jitted(*given), fun(*given), rounding)
+    if not derivatives:
+        return
+    total = objective(fun)
+    outside = mpiad.value_and_grad(mpiad.jit(total, strict=True))
+    inside = mpiad.jit(mpiad.value_and_grad(total), strict=True)
+    within = mpiad.value_and_grad(objective(jitted))
+    for given in calls:
+        expected = mpiad.value_and_grad(total)(*given)
+        for form in (outside, inside, within):
+            assert_same(form(*given), expected, 10 * rounding)

@@ -1,0 +1,309 @@
+"""What a jitted function reads beside its arguments is read at each call, or the function isn't compiled."""
+
+import logging
+import types
+from functools import partial
+
+import autograd.numpy as anp
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpiad
+from mpiad.programs.closure import Unfollowed, watch_of
+
+pytestmark = pytest.mark.serial
+
+X = np.arange(1.0, 6.0)
+FACTOR = 2.0
+WEIGHTS = np.ones(5)
+TABLE = {"a": [1.0, 2.0]}
+CONSTANTS = types.ModuleType("constants_of_this_test")
+
+
+def inner(x):
+    return x + 1.0
+
+
+def outer(x):
+    return inner(x) * FACTOR
+
+
+def follow(fun, change):
+    """Check each call, and each gradient, against the function as it is then; `change` gives it other things to read."""
+    jitted, gradient = mpiad.jit(fun, strict=True), mpiad.grad(lambda x: anp.sum(fun(x) ** 2))
+    within = mpiad.jit(fun, strict=True)
+    outside = mpiad.grad(lambda x: anp.sum(within(x) ** 2))
+    inside = mpiad.jit(gradient, strict=True)
+    seen = []
+    for step in (*change, lambda: None):
+        for x in (X, X * 2):
+            np.testing.assert_allclose(jitted(x), fun(x), rtol=1e-13)
+            np.testing.assert_allclose(outside(x), gradient(x), rtol=1e-13)
+            np.testing.assert_allclose(inside(x), gradient(x), rtol=1e-13)
+        seen.append(jitted(X))
+        step()
+    # Each change is one that shows.
+    for before, after in zip(seen, seen[1:]):
+        assert np.any(before != after)
+
+
+def test_a_global_number(monkeypatch):
+    change = [lambda new=new: monkeypatch.setitem(globals(), "FACTOR", new) for new in (3.0, np.float32(4), -1)]
+    follow(lambda x: x * FACTOR, change)
+
+
+def test_a_global_array_also_changed_in_place(monkeypatch):
+    monkeypatch.setitem(globals(), "WEIGHTS", np.ones(5))
+    columns = np.ones((5, 2))
+
+    def change_a_view():
+        columns[2, 0] = 7.0
+
+    change = [
+        lambda: WEIGHTS.__setitem__(2, 5.0),
+        lambda: monkeypatch.setitem(globals(), "WEIGHTS", columns[:, 0]),
+        change_a_view,
+        lambda: monkeypatch.setitem(globals(), "WEIGHTS", np.broadcast_to(columns[2, :1], (5,))),
+        lambda: columns.__setitem__((2, 0), -3.0),
+    ]
+    follow(lambda x: x * WEIGHTS, change)
+
+
+def test_a_function_that_is_exchanged(monkeypatch):
+    change = [
+        lambda: monkeypatch.setitem(globals(), "inner", lambda x: x**2),
+        lambda: monkeypatch.setitem(globals(), "FACTOR", 5.0),
+        lambda: monkeypatch.setitem(globals(), "inner", partial(lambda k, x: x * k, 3.0)),
+    ]
+    follow(outer, change)
+
+
+def test_the_code_the_default_and_the_attributes_of_a_function():
+    def helper(x):
+        return x + 1.0
+
+    def marked(x):
+        return x + marked.shift
+
+    marked.shift = 1.0
+
+    def set_code():
+        helper.__code__ = (lambda x: x * 7.0).__code__
+
+    def set_default():
+        with_default.__defaults__ = (4.0,)
+
+    def with_default(x, k=2.0):
+        return x * k
+
+    follow(lambda x: helper(with_default(marked(x))), [lambda: setattr(marked, "shift", 5.0), set_code, set_default])
+
+
+def test_variables_of_functions_around():
+    a, b = 1.0, np.zeros(5)
+
+    def fun(x):
+        def nested(y):
+            return y * a + b
+
+        return nested(x)
+
+    def set_a():
+        nonlocal a
+        a = 4.0
+
+    def exchange_b():
+        nonlocal b
+        b = np.full(5, 3.0)
+
+    follow(fun, [set_a, lambda: b.__setitem__(0, 2.0), exchange_b, lambda: b.__setitem__(slice(None), 1.0)])
+
+
+def test_nests_and_modules(monkeypatch):
+    monkeypatch.setitem(TABLE, "a", [1.0, 2.0])
+    monkeypatch.setattr(CONSTANTS, "speed", 2.0, raising=False)
+    change = [
+        lambda: TABLE["a"].__setitem__(0, 3.0),
+        lambda: monkeypatch.setitem(TABLE, "a", [5.0, 2.0]),
+        lambda: monkeypatch.setattr(CONSTANTS, "speed", -2.0),
+        lambda: TABLE["a"].append(6.0),
+    ]
+    follow(lambda x: x * sum(TABLE["a"]) * CONSTANTS.speed, change)
+
+
+class Model:
+    offset = 1.0
+
+    def __init__(self):
+        self.weights, self.options = np.ones(5), {"power": 2.0}
+
+    def value(self, x):
+        return self.bent(x) * self.weights + self.offset
+
+    def bent(self, x):
+        return x ** self.options["power"]
+
+
+def test_attributes_of_objects(monkeypatch):
+    model = Model()
+    change = [
+        lambda: model.weights.__setitem__(1, 4.0),
+        lambda: setattr(model, "weights", np.full(5, 2.0)),
+        lambda: model.options.__setitem__("power", 3.0),
+        lambda: setattr(model, "offset", 7.0),
+        lambda: delattr(model, "offset"),
+        lambda: monkeypatch.setattr(Model, "offset", -1.0),
+        lambda: monkeypatch.setattr(Model, "bent", lambda self, x: x * self.options["power"]),
+        lambda: setattr(model, "bent", lambda x: x),
+    ]
+    follow(lambda x: model.value(x), change)
+
+
+def test_a_method():
+    """As a decorated method of a class; each object's own attributes are read."""
+
+    class Scaled:
+        def __init__(self, factor):
+            self.factor = factor
+
+        @mpiad.jit
+        def value(self, x):
+            return x * self.factor
+
+    first, second = Scaled(2.0), Scaled(np.arange(5.0))
+    for _ in range(2):
+        np.testing.assert_array_equal(first.value(X), 2 * X)
+        np.testing.assert_array_equal(second.value(X), np.arange(5) * X)
+        first.factor, second.factor = 2.0, np.arange(5.0)
+    first.factor = 5.0
+    np.testing.assert_array_equal(first.value(X), 5 * X)
+    second.factor[1] = 9.0
+    np.testing.assert_array_equal(second.value(X)[1], 18.0)
+    twice = mpiad.jit(lambda x: first.value(first.value(x)), strict=True)
+    np.testing.assert_array_equal(twice(X), 25 * X)
+    first.factor = 3.0
+    np.testing.assert_array_equal(twice(X), 9 * X)
+    calls = mpiad.jit(lambda x, model: model.value(x))
+    for first.factor in (2.0, 4.0):
+        np.testing.assert_array_equal(calls(X, first), first.factor * X)
+
+
+def test_a_jitted_function_inside_of_another_one(monkeypatch):
+    inner_jitted = mpiad.jit(outer, strict=True)
+    change = [
+        lambda: monkeypatch.setitem(globals(), "FACTOR", 5.0),
+        lambda: monkeypatch.setitem(globals(), "inner", lambda x: x),
+    ]
+    follow(lambda x: inner_jitted(x) + 1.0, change)
+
+
+def test_equal_objects_are_different_arguments():
+    class Level:
+        def __init__(self, height):
+            self.height = height
+
+        def __eq__(self, other):
+            return True
+
+        def __hash__(self):
+            return 1
+
+        @mpiad.jit
+        def above(self, x):
+            return x - self.height
+
+    for height in (1.0, 2.0):
+        np.testing.assert_array_equal(Level(height).above(X), X - height)
+
+
+class Hidden:
+    @property
+    def value(self):
+        return next(COUNT)
+
+
+COUNT = iter(range(100))
+HIDDEN = Hidden()
+RANDOM = np.random.default_rng(1)
+
+
+def reads_a_property(x):
+    return x * HIDDEN.value
+
+
+def draws(x):
+    return x + RANDOM.standard_normal(5)
+
+
+def draws_from_numpy(x):
+    return x + np.random.standard_normal(5)  # noqa: NPY002
+
+
+def draws_from_autograd(x):
+    return x + anp.random.standard_normal(5)
+
+
+def communicates(x):
+    return x * MPI.COMM_WORLD.allreduce(1.0)
+
+
+def imports(x):
+    import random
+
+    return x * random.random()
+
+
+def evaluates(x):
+    return x * eval("FACTOR")
+
+
+@pytest.mark.parametrize(
+    ("fun", "named"),
+    [
+        (reads_a_property, "HIDDEN"), (draws, "RANDOM"), (draws_from_numpy, "random"), (draws_from_autograd, "random"),
+        (communicates, "COMM_WORLD.allreduce"), (imports, ""), (evaluates, "eval"), (partial(draws), "RANDOM"),
+    ],
+    ids=lambda case: getattr(case, "__name__", None),
+)  # fmt: skip
+def test_what_cannot_be_followed_is_interpreted(fun, named, caplog):
+    """With one warning that names it; `strict` raises instead, before anything has run."""
+    caplog.set_level(logging.WARNING, "mpiad")
+    calls = []
+
+    def counted(x):
+        calls.append(x)
+        return fun(x)
+
+    with pytest.raises(TypeError, match=f"can't be compiled: .*{named}"):
+        mpiad.jit(fun, strict=True)(X)
+    jitted = mpiad.jit(fun)
+    made = [jitted(x) for x in (X, X, X[:3] if "draws" not in str(fun) else X)]
+    if fun not in (communicates, evaluates):
+        assert np.any(made[0] != made[1])
+    (record,) = caplog.records
+    assert "isn't compiled" in record.getMessage() and named in record.getMessage()
+
+
+def test_a_watch_sees_what_changes_and_nothing_else():
+    array, fixed = np.arange(3.0), np.arange(3.0)
+    fixed.flags.writeable = False
+    table = [1.0, (2.0, array)]
+
+    def fun(x):
+        return x * table[1][1] + fixed + np.pi
+
+    watch = watch_of(fun)
+    assert watch.is_the_same()
+    array[1] = np.nan
+    assert not watch.is_the_same()
+    watch = watch_of(fun)
+    assert watch.is_the_same()  # NaN is itself
+    array[0] = -0.0
+    assert not watch.is_the_same()  # and 0 isn't -0
+    array[0] = 0.0
+    assert watch.is_the_same()
+    table.append(0.0)
+    assert not watch.is_the_same()
+    with pytest.raises(Unfollowed, match="RANDOM"):
+        watch_of(draws)

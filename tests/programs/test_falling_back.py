@@ -1,0 +1,299 @@
+"""What can't be compiled runs as it is: the right result, one warning that names the line, no communication twice."""
+
+import logging
+import threading
+from pathlib import Path
+
+import autograd.numpy as anp
+import device_double
+import numpy as np
+import pytest
+from jitted import assert_same
+
+import mpiad
+
+X = np.arange(1.0, 6.0)
+LINE = __file__
+CALLS = []
+
+
+def decides(x):
+    total = mpiad.mpi_allreduce(anp.sum(x))
+    if total > 0:  # decided
+        return x * total
+    return -x
+
+
+def converts(x):
+    return x * float(anp.sum(x))  # decided
+
+
+def counts(x):
+    return x[: int(x[0])] * 2.0  # decided
+
+
+def iterates(x):
+    while anp.sum(x) > 1.0:  # decided
+        x = x / 2
+    return x
+
+
+def checks(x):
+    if not np.all(x > 0):  # decided
+        raise ValueError(x)
+    return x * 2.0
+
+
+def leaves_numpy(x):
+    return anp.concatenate([x, np.histogram_bin_edges(x)[:2]])  # decided
+
+
+def mutates(x):
+    x = x + 0.0
+    return change(x)
+
+
+def change(x):
+    x[1] = 5.0
+    return x * 2.0
+
+
+def mutates_its_argument(x):
+    x += 1.0  # decided
+    return x * 2.0
+
+
+def sets_entries_of_its_argument(x):
+    y = x[1:]
+    y[0] = 7.0  # decided
+    return x * 2.0
+
+
+def masks(x):
+    return anp.sum(x[x > 2.5] ** 2) * x  # decided
+
+
+def places(x):
+    return x[anp.nonzero(x > 2.5)[0]] * 2.0  # decided
+
+
+def plain_array(x):
+    return np.array([x[0], x[1]]) * 2.0  # decided
+
+
+def buffer(x):
+    kept = np.zeros(5)
+    kept[1:] = x[1:] * 2.0  # decided
+    return kept
+
+
+def writes_out(x):
+    kept = np.zeros(5)
+    np.multiply(x, 2.0, out=kept)  # decided
+    return kept
+
+
+def formats(x):
+    return x * len(f"{x[0]:.1f}")  # decided
+
+
+def requests(x):
+    received = mpiad.mpi_irecv(x, mpiad.mpi_rank(), tag=3)  # decided
+    sent = mpiad.mpi_isend(x * 2, mpiad.mpi_rank(), tag=3)
+    found = mpiad.mpi_wait(received)
+    mpiad.mpi_wait(sent)
+    return found
+
+
+def objects(x):
+    return {"a": x * 2.0, "b": {1, 2}, "c": len(x)}
+
+
+FUNCTIONS = [
+    decides, converts, counts, iterates, checks, mutates_its_argument, sets_entries_of_its_argument, plain_array, buffer,
+    masks, places, writes_out, formats, requests,
+]  # fmt: skip
+
+
+def decided_line(fun):
+    """Return the number of the line that stands in the way."""
+    first = fun.__code__.co_firstlineno
+    with open(LINE) as file:
+        lines = file.readlines()[first - 1 :]
+    return first + next(k for k, line in enumerate(lines) if "# decided" in line)
+
+
+@pytest.mark.parametrize("fun", FUNCTIONS, ids=lambda fun: fun.__name__)
+def test_runs_as_it_is_with_one_warning(fun, caplog):
+    caplog.set_level(logging.WARNING, "mpiad")
+    jitted, total = mpiad.jit(fun), mpiad.value_and_grad(mpiad.jit(lambda x: anp.sum(fun(x))))
+    for factor in (1.0, 2.0, -1.0) if fun is decides else (1.0, 2.0):
+        mine, theirs = X * factor, X * factor
+        assert_same(jitted(mine), fun(theirs))
+        assert_same(mine, theirs)  # what it changes, it changes
+    (record,) = caplog.records
+    assert f"{Path(LINE).name}:{decided_line(fun)} in " in record.getMessage() and fun.__name__ in record.getMessage()
+    if fun in (decides, iterates, checks, masks):
+        for x in (X, X * 2):
+            assert_same(total(x), mpiad.value_and_grad(lambda x: anp.sum(fun(x)))(x))
+
+
+@pytest.mark.parametrize("fun", FUNCTIONS, ids=lambda fun: fun.__name__)
+def test_strict_raises_with_the_line_and_the_reason(fun):
+    with pytest.raises(TypeError, match=f"jit: {fun.__name__} can't be compiled: .*:{decided_line(fun)} in .*: it "):
+        mpiad.jit(fun, strict=True)(X.copy())
+
+
+def test_an_array_that_is_made_and_changed_is_compiled():
+    def fun(x):
+        total = anp.zeros(7) + mutates(x)[0] * 0
+        total[1:6] = total[1:6] + mutates(x)
+        total[0] -= x[2]
+        return total
+
+    jitted = mpiad.jit(fun, strict=True)
+    for x in (X, X * 2):
+        np.testing.assert_array_equal(jitted(x), [-x[2], 2 * x[0], 10.0, 2 * x[2], 2 * x[3], 2 * x[4], 0.0])
+
+
+def test_what_is_no_array_comes_back_as_it_is():
+    jitted = mpiad.jit(objects)
+    for x in (X, X * 2):
+        made = jitted(x)
+        assert made["b"] == {1, 2} and made["c"] == 5
+        np.testing.assert_array_equal(made["a"], x * 2)
+
+
+def test_communications_before_the_line_are_made_once(rank, size):
+    """Else a second sum would be of messages that only this rank sends, or of messages of the next call."""
+
+    def fun(x):
+        total = mpiad.mpi_allreduce(x * (rank + 1))
+        right = mpiad.mpi_exchange(x + rank, (rank + 1) % size, (rank - 1) % size)
+        if total[0] > 1e6:
+            return -total
+        return mpiad.mpi_allreduce(total * right)
+
+    ranks = np.arange(1.0, size + 1)
+    for strict in (False, True):
+        jitted = mpiad.jit(fun, strict=strict)
+        gradient = mpiad.grad(mpiad.jit(lambda x: anp.sum(fun(x)), strict=strict))
+        for x in (X, X * 2):
+            if strict:
+                with pytest.raises(TypeError, match="decides by a traced value"):
+                    jitted(x)
+                assert mpiad.mpi_allreduce(1.0) == size
+                continue
+            np.testing.assert_allclose(jitted(x), x * ranks.sum() * (size * x + (ranks - 1).sum()), rtol=1e-13)
+            assert_same(gradient(x), mpiad.grad(lambda x: anp.sum(fun(x)))(x))
+
+
+@pytest.mark.serial
+def test_device_arrays_are_computed_where_they_are(caplog):
+    caplog.set_level(logging.WARNING, "mpiad")
+    x = device_double.on_device(X)
+    jitted = mpiad.jit(lambda x: x * 2.0)
+    beside = mpiad.jit(lambda y: y * x)
+    for _ in range(2):
+        made = jitted(x)
+        assert type(made) is device_double.DeviceArray
+        np.testing.assert_array_equal(device_double.on_host(made), X * 2)
+    np.testing.assert_array_equal(jitted(X), X * 2)
+    np.testing.assert_array_equal(device_double.on_host(beside(x)), X * X)
+    gradient = mpiad.grad(mpiad.jit(lambda x: anp.sum(x * x)))(x)
+    np.testing.assert_array_equal(device_double.on_host(gradient), 2 * X)
+
+
+class Own(Exception):
+    pass
+
+
+@pytest.mark.parametrize("where", ["before", "after", "within"])
+def test_exceptions_of_the_function_come_through(where, size):
+    """At the trace, and in replays of calls that aren't taken apart; the function works afterwards."""
+    bad = [False]
+
+    def check(x):
+        if bad[0]:
+            raise Own(x.sum())
+        return x * 3.0
+
+    def fun(x):
+        if where == "before":
+            check(x)
+        y = mpiad.mpi_allreduce(x)
+        if where == "after":
+            check(y)
+        return anp.sum(y) * (1 if where != "within" else anp.sum(x))
+
+    jitted = mpiad.jit(fun)
+    gradient = mpiad.value_and_grad(mpiad.jit(fun))
+    for state in (True, False, True, False):
+        bad[0] = state
+        for call in (jitted, gradient):
+            if state and where != "within":
+                with pytest.raises(Own, match=str(int(15 * (size if where == "after" else 1)))):
+                    call(X)
+            else:
+                assert_same(call(X), (fun if call is jitted else mpiad.value_and_grad(fun))(X))
+
+
+@pytest.mark.serial
+def test_an_exception_in_a_replay():
+    singular = mpiad.jit(lambda a: anp.linalg.solve(a, anp.ones(2)) * 2.0, strict=True)
+    good = np.array([[2.0, 0.0], [0.0, 4.0]])
+    for _ in range(2):
+        np.testing.assert_array_equal(singular(good), [1.0, 0.5])
+        with pytest.raises(np.linalg.LinAlgError, match="Singular"):
+            singular(np.zeros((2, 2)))
+    np.testing.assert_array_equal(singular(good), [1.0, 0.5])
+
+
+@pytest.mark.serial
+def test_a_wrong_shape_raises_what_numpy_raises():
+    jitted = mpiad.jit(lambda x, y: x + y)
+    with pytest.raises(ValueError, match="could not be broadcast"):
+        jitted(X, X[:3])
+    np.testing.assert_array_equal(jitted(X, X), 2 * X)
+
+
+@pytest.mark.serial
+def test_two_threads_call_one_function():
+    jitted = mpiad.jit(lambda x: anp.sum(anp.cumsum(anp.sin(x) * x)) + anp.roll(x, 1), strict=True)
+    failures = []
+
+    def work(seed):
+        rng = np.random.default_rng(seed)
+        try:
+            for n in (5, 5, 3000, 3000, 5, 3000) * 5:
+                x = rng.standard_normal(n)
+                np.testing.assert_allclose(jitted(x), np.sum(np.cumsum(np.sin(x) * x)) + np.roll(x, 1), rtol=1e-9)
+        except BaseException as error:
+            failures.append(error)
+            raise
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+@pytest.mark.serial
+def test_a_call_whose_result_has_another_shape_each_time():
+    """One that isn't known to: it would be read beyond its end, or added to all entries alike."""
+
+    def distinct(x):
+        return x[: 2 if x[0] > 0 else 2000] * 1.0
+
+    operator = mpiad.extend.communicating(distinct)
+    jitted = mpiad.jit(lambda x: anp.sum(operator(x) * 2.0))
+    x = np.ones(3000)
+    assert (jitted(x), jitted(x * 2)) == (4.0, 8.0)
+    for _ in range(2):
+        try:
+            assert jitted(-x) == -4000.0
+        except TypeError as error:
+            assert "returns an array of shape (2000,)" in str(error)
+    assert jitted(x) == 4.0

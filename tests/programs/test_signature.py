@@ -1,0 +1,138 @@
+"""One trace for each signature: shapes, dtypes, forms, and the values that Python decides by."""
+
+import logging
+from collections import namedtuple
+
+import autograd.numpy as anp
+import numpy as np
+import pytest
+from jitted import assert_same
+
+import mpiad
+
+pytestmark = pytest.mark.serial
+
+X = np.arange(1.0, 6.0)
+WAVELET = np.array([3.0, 1.0, 4.0, 1.0, 5.0])
+
+
+class Jitted:
+    """A function whose traces are counted."""
+
+    def __init__(self, fun):
+        self.fun, self.jitted = fun, mpiad.jit(fun, strict=True)
+
+    def check(self, *args, **kwargs):
+        """Call it, compare it, and return how often it was traced."""
+        before = self.jitted._traces
+        assert_same(self.jitted(*args, **kwargs), self.fun(*args, **kwargs))
+        return self.jitted._traces - before
+
+
+def test_a_trace_for_each_shape_dtype_and_form():
+    fun = Jitted(lambda *args, **kwargs: [x * 2 for x in args] + [kwargs[name] - 1.0 for name in sorted(kwargs)])
+    assert [fun.check(x) for x in (X, X * 2, X[:3], X, X[:3], X.astype(np.float32), X.reshape(5, 1), X[::-1])] == [
+        1, 0, 1, 0, 0, 1, 1, 0
+    ]  # fmt: skip
+    assert [fun.check(x) for x in (2.0, 3.5, np.float64(3.5), np.float32(1), np.array(1.0), -0.0)] == [1, 0, 1, 1, 1, 0]
+    assert [fun.check(X, a=X), fun.check(X, a=X * 2), fun.check(X, b=X), fun.check(X, a=X, b=2.0)] == [1, 0, 1, 1]
+    assert fun.check(X, b=2.0, a=X) <= 1 and fun.check(X, a=X * 3, b=4.0) == 0
+    assert fun.check(X, b=2.5, a=X) == 0
+
+
+def test_nests_by_their_forms():
+    Pair = namedtuple("Pair", "u v")
+    fun = Jitted(lambda p: type(p).__name__ == "dict" and p["u"] * p["v"] or p[0] * p[1] if type(p) is not dict else p["v"])
+    forms = [(X, X * 2), [X, X * 2], Pair(X, X * 2), {"v": X, "u": X * 2}, {"u": X, "v": X * 2}, (X * 3, X)]
+    assert [fun.check(p) for p in forms] == [1, 1, 1, 1, 1, 0]
+
+
+def test_integers_that_are_computed_with_are_values():
+    """A table that isn't traced is another thing: NumPy asks for the integer, so each is a constant of its own."""
+    fun = Jitted(lambda x, k: x * k + x[k])
+    assert fun.check(X, 2) == 1
+    assert [fun.check(X, k) for k in (0, 1, 4, -1, 3)] == [0] * 5
+    with pytest.raises(IndexError):
+        fun.jitted(X, 7)
+    table = Jitted(lambda x, k: x * WAVELET[k])
+    assert [table.check(X, k) <= 1 for k in (0, 1, 4, 0, 1)]
+    assert [table.check(X, k) for k in (0, 1, 4)] == [0, 0, 0]
+
+
+def test_integers_that_python_decides_by_are_constants():
+    """Equal numbers of other types are other constants: True is 1 and 1.0, too."""
+
+    def decides(x, k, name="sum"):
+        for _ in range(k):
+            x = x * 2
+        return x[: k + 1] if name == "part" else x
+
+    fun = Jitted(decides)
+    fun.check(X, 2)
+    assert fun.check(X, 3) >= 1
+    assert fun.check(X, 2) <= 1  # the first time it wasn't known that it would be asked for
+    assert [fun.check(X, k) for k in (3, 2)] == [0, 0]
+    assert fun.check(X, True) == 1
+    assert [fun.check(X, 1), fun.check(X, 1, "part"), fun.check(X, 1, name="part")] == [1, 1, 1]
+    both = Jitted(lambda x, flag: x * 3 if flag else -x)
+    assert [both.check(X, flag) for flag in (True, False, True, False)] == [1, 1, 0, 0]
+
+
+def test_at_most_so_many_traces(caplog):
+    caplog.set_level(logging.WARNING, "mpiad")
+    jitted = mpiad.jit(lambda x: x * 2.0)
+    for n in range(1, 41):
+        np.testing.assert_array_equal(jitted(np.ones(n)), np.full(n, 2.0))
+    (record,) = caplog.records
+    assert "traced 32 times" in record.getMessage()
+    assert sum(entry is not None for entry in jitted._entries.values()) == 32
+    np.testing.assert_array_equal(jitted(np.ones(3)), np.full(3, 2.0))
+
+
+def test_a_closure_that_changes_each_time_ends_being_traced(caplog):
+    caplog.set_level(logging.WARNING, "mpiad")
+    scale = np.ones(5)
+    jitted = mpiad.jit(lambda x: x * scale)
+    for k in range(40):
+        scale[2] = k
+        np.testing.assert_array_equal(jitted(X), X * scale)
+    assert len(caplog.records) == 1
+
+
+def test_recursion_and_jitted_functions_inside():
+    @mpiad.jit
+    def power(x, n):
+        return x if n == 1 else x * power(x, n - 1)
+
+    square = mpiad.jit(lambda x: power(x, 2) + 1.0)
+    for x in (X, X * 2):
+        np.testing.assert_allclose(power(x, 4), x**4, rtol=1e-13)
+        np.testing.assert_allclose(square(x), x**2 + 1, rtol=1e-13)
+        np.testing.assert_allclose(mpiad.grad(lambda x: anp.sum(square(power(x, 3))))(x), 6 * x**5, rtol=1e-13)
+
+
+def test_results_share_no_memory():
+    """With arguments, one another, constants and later calls: each may be written to."""
+    table = np.ones(3)
+
+    def fun(x, y):
+        z = x * 2
+        return x, x, x[1:3], y.T, z, z, table, [z[::-1], anp.reshape(z, (5, 1))], anp.sum(z), anp.sort(x)[:2]
+
+    big = np.arange(4000.0)
+    for x in (X, big[:5], big):
+        y = np.arange(6.0).reshape(2, 3)
+        jitted = mpiad.jit(fun) if x is not big else mpiad.jit(lambda x, y: (x, x * 2, x[1:], x[::-1], x.reshape(2, -1), y))
+        interpreted = fun if x is not big else jitted.fun
+        results = []
+        for _ in range(3):
+            results.append(jitted(x, y))
+            parts = [part for out in results for part in mpiad.differentiation.trees.flatten(out)[0]] + [x, y, table]
+            arrays = [part for part in parts if isinstance(part, np.ndarray)]
+            for k, a in enumerate(arrays):
+                assert not any(np.shares_memory(a, b) for b in arrays[:k])
+            kept = interpreted(x.copy(), y.copy())
+            assert_same(results[-1], kept)
+            for part in mpiad.differentiation.trees.flatten(results[-1])[0]:
+                if isinstance(part, np.ndarray):
+                    part[...] = np.nan

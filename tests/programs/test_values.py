@@ -1,0 +1,203 @@
+"""Compiled functions have the values and derivatives of those that they are made of."""
+
+import math
+
+import autograd.numpy as anp
+import numpy as np
+import pytest
+from jitted import assert_same, check_jit, further
+
+import mpiad
+
+RNG = np.random.default_rng(5)
+X, Y = RNG.standard_normal((2, 7))
+A, B = RNG.standard_normal((4, 5)), RNG.standard_normal((5, 3))
+C = RNG.standard_normal((3, 4, 5))
+
+
+def elementwise(x, y):
+    z = anp.sin(x) * y + anp.exp(-(x**2)) / anp.sqrt(1 + y * y) - anp.tanh(x) ** 3
+    return z + anp.log1p(x * x) + anp.arctan2(x, 1.5) + anp.abs(x) ** 1.5 + anp.sign(y) * anp.floor(x), 2.0**y
+
+
+def choices(x, y):
+    inner = anp.where(x > 0, anp.sqrt(anp.where(x > 0, x, 1.0)), 0.0)
+    return anp.where(x > y, x**2, -y) * anp.clip(x, -0.5, 0.5) + inner, anp.maximum(x, y) - anp.minimum(x, 0.0) * (y > 0)
+
+
+def broadcast(a, x):
+    b = x[:4]
+    return a * b[:, None] + b[None, :1] * anp.mean(a, axis=0), anp.expand_dims(a[0], 1) + x[2]
+
+
+def strides(x, a):
+    return x[::-1] * 2 + x[::-2][0], a[::-1, ::-2] + a[:, ::-2][::-1], x[::3] * x[1:6:2], x[-2] * x[5]
+
+
+def put_together(x, y, a):
+    joined = anp.concatenate([x, y[1:3], x[::-1], np.array([2.0])]) ** 2
+    stacked = anp.stack([x, y, x * y], axis=1) * anp.stack([y, y, x], axis=-1)
+    made = anp.array([[x[0], y[1] ** 2], [1.0, x[2]]])
+    return (
+        joined,
+        stacked,
+        made,
+        anp.concatenate([a[:, 1:], a[:, :1]], axis=1) * a,
+        anp.pad(a, ((1, 2), (0, 1)), "constant"),
+    )
+
+
+def rolled(x, a):
+    both = anp.roll(a, (1, 2), axis=(0, 1)) * anp.roll(a, -1, axis=1)
+    return anp.roll(x, 2) * x + anp.roll(x, -3), both + anp.roll(a, 3) * a, anp.diff(x) ** 2
+
+
+def shapes(a, c):
+    turned = anp.transpose(c, (2, 0, 1)) * 2
+    flat = anp.reshape(a[:, 1:] * 2, (2, 8))[:, ::2]
+    return turned, flat, anp.ravel(a.T) * 3, anp.swapaxes(c, 0, 2)[1:, ::-1], anp.squeeze(a[:1] ** 2)
+
+
+def reductions(c):
+    sums = anp.sum(c), anp.sum(c, axis=0), anp.sum(c, axis=1), anp.sum(c, axis=(0, 2)), anp.sum(c, axis=-1, keepdims=True)
+    ends = anp.max(c), anp.max(c, axis=1), anp.min(c, axis=(0, 2)), anp.prod(c, axis=2)
+    return (*sums, *ends, anp.mean(c), anp.mean(c, axis=1), anp.var(c, axis=0), anp.std(c), anp.linalg.norm(c))
+
+
+def contractions(a, b, x, y):
+    return anp.einsum("ij,jk->ik", a, b), a @ b + anp.dot(x, y), a @ b[:, 0], x @ y, anp.outer(x, y), anp.tensordot(a, b, 1)
+
+
+def calls_of_numpy(x, a):
+    ordered = anp.sort(x)
+    return ordered[1:] - ordered[:-1], anp.cumsum(x * x) * x, a[np.array([0, 2, 2])] * a[:3], anp.trace(a), anp.tile(x, 2)
+
+
+def spectrum(x):
+    return anp.abs(anp.fft.fft(x * 2)) ** 2, anp.real(anp.exp(1j * x) * x)
+
+
+CASES = [
+    (elementwise, (X, Y)), (choices, (X, Y)), (broadcast, (A, X)), (strides, (X, A)), (put_together, (X, Y, A)),
+    (rolled, (X, A)), (shapes, (A, C)), (reductions, (C,)), (contractions, (A, B, X, Y)), (calls_of_numpy, (X, A)),
+    (spectrum, (X,)),
+]  # fmt: skip
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize(("fun", "args"), CASES, ids=lambda case: getattr(case, "__name__", ""))
+def test_same_values_and_gradients(fun, args):
+    check_jit(fun, *args)
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("x", [np.array(1.3), 0.7, np.float64(-0.4), np.zeros(0), np.zeros((0, 4))], ids=str)
+def test_numbers_and_empty_blocks(x):
+    def fun(x):
+        return anp.sin(x) * 2 + 1, anp.sum(x * x), anp.sum(x, axis=-1) if anp.ndim(x) else x * 3
+
+    check_jit(fun, x)
+
+
+@pytest.mark.serial
+def test_parts_without_entries():
+    check_jit(
+        lambda e, x: (anp.concatenate([e, x, e]), x[3:3] * 2, anp.sum(x[2:2] ** 2) + anp.sum(x), anp.roll(e, 1)), X[:0], X
+    )
+
+
+@pytest.mark.serial
+def test_single_precision_stays_single():
+    """Also among doubles and booleans, and where two sums in different precisions stand side by side."""
+    x = X.astype(np.float32)
+
+    def fun(x, y):
+        half = anp.where(x > 0.125, x, 1.0) + x**2
+        return half, half * y, (x * y).astype(np.float32) * np.float32(2), anp.sum(half), anp.sum(x) * anp.sum(y)
+
+    jitted = mpiad.jit(fun, strict=True)
+    for given in ((x, Y), (further(x), Y)):
+        assert_same(jitted(*given), fun(*given), 4e-7)
+        total = lambda x, y: anp.sum(anp.sin(fun(x, y)[1])) + fun(x, y)[4]  # noqa: E731
+        assert_same(mpiad.value_and_grad(mpiad.jit(total))(*given), mpiad.value_and_grad(total)(*given), 2e-6)
+
+
+@pytest.mark.serial
+def test_not_a_number_is_found_by_extremes():
+    x = np.array([[1.0, np.nan, -np.inf], [-2.0, np.inf, 0.0]])
+
+    def fun(x):
+        return (
+            anp.max(x),
+            anp.min(x, axis=1),
+            anp.max(x, axis=0),
+            anp.maximum(x, 0),
+            anp.where(x > 0, x, -x),
+            anp.clip(x, -1, 1),
+        )
+
+    jitted = mpiad.jit(fun, strict=True)
+    for given in (np.ones((2, 3)), x, -x):
+        assert_same(jitted(given), fun(given))
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("n", [100_000, 99_989])
+def test_sums_of_many_numbers(n, rng):
+    x = rng.standard_normal(n) * 10.0 ** rng.integers(-8, 8, n)
+    jitted = mpiad.jit(
+        lambda x: (anp.sum(x), anp.dot(x, x), anp.sum(anp.reshape(x[: n // 2 * 2], (2, -1)), axis=0)), strict=True
+    )
+    jitted(np.ones(n))
+    total, square, columns = jitted(x)
+    assert abs(total - math.fsum(x)) <= 1e-14 * math.fsum(abs(x))
+    assert abs(square - math.fsum(x * x)) <= 1e-14 * math.fsum(x * x)
+    np.testing.assert_array_equal(columns, x[: n // 2] + x[n // 2 : n // 2 * 2])
+    assert jitted(x)[0] == total  # in one order
+
+
+@pytest.mark.serial
+def test_forms_of_results():
+    """Nests, keyword arguments, integers, booleans, constants and the same result twice."""
+
+    def fun(p, *, scale=2.0, names=("a", "b")):
+        u = p["u"] * scale
+        return {names[0]: u, names[1]: [u, (u > 0, anp.argmax(u), anp.sum(u > 0)), None, "text", 3, np.ones(2), p["n"]]}
+
+    jitted = mpiad.jit(fun, strict=True)
+    for scale in (0.5, 3.0):
+        p = {"u": X * scale, "n": np.arange(3)}
+        for given in ({}, {"scale": scale}, {"names": ("c", "d"), "scale": scale}, {"scale": scale, "names": ("c", "d")}):
+            assert_same(jitted(p, **given), fun(p, **given))
+
+
+@pytest.mark.serial
+def test_higher_derivatives_and_both_modes():
+    def fun(x):
+        return anp.sum(anp.sin(x[1:] * x[:-1]) + anp.exp(-(x[1:] ** 2)))
+
+    jitted, v = mpiad.jit(fun), Y
+    product = mpiad.hvp(fun)
+    twice = mpiad.jit(mpiad.grad(lambda x, v: anp.sum(mpiad.grad(fun)(x) * v)), strict=True)
+    for x in (X, further(X), X):
+        expected = product(x, v)
+        assert_same(twice(x, v), expected, 1e-11)
+        assert_same(mpiad.hvp(jitted)(x, v), expected, 1e-11)
+        assert_same(mpiad.grad(lambda x: anp.sum(mpiad.grad(jitted)(x) * v))(x), expected, 1e-11)  # noqa: B023
+        assert_same(mpiad.jvp(jitted, x, v), mpiad.jvp(fun, x, v), 1e-11)
+        pull, value = mpiad.make_vjp(jitted)(x)
+        assert_same((value, pull(2.0)), (fun(x), 2 * mpiad.grad(fun)(x)), 1e-11)
+        assert_same(mpiad.jit(mpiad.hvp(fun))(x, v), expected, 1e-11)
+
+
+@pytest.mark.serial
+def test_pulled_back_more_than_once():
+    """A program that has run forwards serves each of its cotangents, also after it was run with other arguments."""
+    jitted = mpiad.jit(lambda x: anp.cumsum(anp.sin(x) * x) * x, strict=True)
+    for _ in range(3):
+        pull, _ = mpiad.make_vjp(jitted)(X)
+        jitted(Y)
+        mpiad.make_vjp(jitted)(Y)[0](np.ones(7))
+        plain = mpiad.make_vjp(lambda x: anp.cumsum(anp.sin(x) * x) * x)(X)[0]
+        for g in (np.ones(7), Y, np.ones(7)):
+            assert_same(pull(g), plain(g), 1e-11)
