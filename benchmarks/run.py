@@ -70,6 +70,7 @@ JOBS = (
     Job("multigrid.py", 2, 60),
     Job("domain.py", 2, 30),
     Job("wave.py", 1, 60),
+    Job("shallow_water.py", 1, 300, "--budget 0.5"),
     Job("optimize_peers.py", 2, 40),
 )
 
