@@ -8,6 +8,7 @@ from linear_primitives import LINEAR_PRIMITIVES
 from mpi4py import MPI
 
 import mpiad
+from mpiad.primitives.cotangents import conform
 
 each_primitive = pytest.mark.parametrize("name", list(LINEAR_PRIMITIVES))
 
@@ -51,3 +52,9 @@ def test_seeds_and_directions_of_another_dtype(rank, size):
     assert_close(vjp(np.full(2, rank)), np.full(2, size * (size - 1) / 2), "f4")
     _, tangent = mpiad.make_jvp(mpiad.mpi_allreduce)(np.ones(2, "f4"))(np.full(2, rank))
     assert_close(tangent, np.full(2, size * (size - 1) / 2), "f4")
+
+
+def test_a_real_input_gets_the_real_part():
+    got = conform(np.array([-1 + 2j, 3 - 4j]), (2,), np.dtype(np.float64))
+    assert got.dtype == np.float64
+    np.testing.assert_array_equal(got, [-1, 3])
