@@ -87,8 +87,13 @@ class Communicating:
 
     def run_in_place(self, buffer: Any, *rest: Any) -> None:
         """Run the function in a buffer that holds its first argument (see `InPlace`)."""
-        with suspended():
-            self.in_place.run(buffer, *rest)  # type: ignore[union-attr]
+        call = calls.begin(self.__name__, buffer, None) if calls.is_noting() else None
+        try:
+            with suspended():
+                self.in_place.run(buffer, *rest)  # type: ignore[union-attr]
+        finally:
+            if call is not None:
+                calls.end(call)
 
     def vjp(self, ans: Any, args: Any, kwargs: Any, argnums: tuple[int, ...], level: int) -> Callable:
         """Return the function that maps the cotangent of the result to those of its traced arguments."""

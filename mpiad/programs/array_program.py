@@ -55,12 +55,15 @@ class Call(NamedTuple):
     fun : callable or Operation
     args, kwargs
         With a `Slot` for each array.
+    rule : tuple or None
+        Of a communication that an adjoint or tangent makes: which of both, and the name and site of its forward call.
     """
 
     kind: str
     fun: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    rule: tuple[str, str, Site] | None = None
 
 
 class Node(NamedTuple):

@@ -10,12 +10,13 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
+from mpiad.transport import calls
 from mpiad.transport.calls import Site
 
 __all__ = ["called_at"]
 
 
-def called_at(site: Site | None, kind: str) -> Callable[..., Any]:
+def called_at(site: Site | None, kind: str, rule: tuple[str, str, Site] | None = None) -> Callable[..., Any]:
     """Return a function that calls an operation or operator, in a frame of the user's line.
 
     Parameters
@@ -29,11 +30,29 @@ def called_at(site: Site | None, kind: str) -> Callable[..., Any]:
         ``(operation, x, params)``, ``(operator, args, kwargs)`` or ``(operator, buffer, *rest)``.
     """
     made = _CALLS[kind]
+    if rule is not None:
+        return _within(made, rule)
     if site is None or not site.file:
         return made
     name = site.function
     code = made.__code__.replace(co_filename=site.file, co_firstlineno=site.line, co_name=name, co_qualname=name)
     return FunctionType(code, {})
+
+
+def _within(made: Callable[..., Any], rule: tuple[str, str, Site]) -> Callable[..., Any]:
+    """Return a call that is part of an adjoint or tangent, where calls are noted: the line is that of the gradient."""
+
+    def call(operation: Any, x: Any, *rest: Any) -> Any:
+        if not calls.is_noting():
+            return made(operation, x, *rest)
+        first = (x[0] if x else None) if isinstance(x, tuple) else x
+        noted = calls.begin_rule(*rule, first, None if isinstance(x, tuple) or not rest else rest[0])
+        try:
+            return made(operation, x, *rest)
+        finally:
+            calls.end(noted)
+
+    return call
 
 
 # Each in one line, since code knows its lines as distances from the first.

@@ -204,14 +204,15 @@ class Fusion:
                 return
         if lasts and not copies:
             self.places[n] = place
-        if not copies and node.kind == "join":
+        # A second time in one buffer: part by part, since the whole would wait for all that is written there.
+        if node.kind == "join" and (not copies or self._root(self.places[n].buffer) == self._root(place.buffer)):
             start = 0
             for x in node.inputs:
                 self._put(x, place._replace(map=moved(place.map, node.data, start)), lasts, items)
                 start += self.nodes[x].shape[node.data]
             return
         # Of what is in memory under both names, the one that loops have put there is copied.
-        if node.kind == "view" and (not copies or node.inputs[0] in self.places):
+        if node.kind == "view" and copies == (node.inputs[0] in self.places):
             back = inverse(node.data, self.nodes[node.inputs[0]].shape, node.shape)
             if back is not None:
                 self._put(node.inputs[0], Place(place.buffer, composed(place.map, back)), lasts, items)
@@ -255,7 +256,10 @@ class Fusion:
         written = {self._root(item.place.buffer) for item in pending}
         # What is read through another shape, or is put together in one buffer, waits for all that is written there.
         wholes = {n for n, place in self.places.items() if n not in computed and self._root(place.buffer) in written}
-        reads = {id(item): self._needs(item, computed | wholes) for item in pending}
+        # Other shapes of what one item puts there wait for that alone.
+        named = {n: x for n in wholes if (x := self._computed_as(n, computed)) is not None}
+        wholes -= named.keys()
+        reads = {id(item): self._needs(item, computed | wholes, named) for item in pending}
         while pending:
             loop: list[Store | Fold] = []
             inside: dict[int, IndexMap] = {}
@@ -280,7 +284,7 @@ class Fusion:
             if shape is None:
                 raise AssertionError(f"no order of loops for {pending}")
             pending = [item for item in pending if item not in loop]
-            for n in inside:
+            for n in (*inside, *(n for n, x in named.items() if x in inside)):
                 self.since[n] = len(self.steps)
             self.steps.append(Loop(shape, tuple(loop), frozenset(inside)))
             # Further loops of these items may read what nothing is written to any more.
@@ -294,7 +298,18 @@ class Fusion:
             buffer = self.buffers[buffer].data
         return buffer
 
-    def _needs(self, item: Store | Fold, written: set[int]) -> set[tuple[int, IndexMap]]:
+    def _computed_as(self, n: int, computed: set[int]) -> int | None:
+        """Return the node of an item that a node is all of in another shape; None where it is no such view."""
+        while self.nodes[n].kind == "view":
+            (x,) = self.nodes[n].inputs
+            if inverse(self.nodes[n].data, self.nodes[x].shape, self.nodes[n].shape) is None:
+                return None
+            if x in computed:
+                return x
+            n = x
+        return None
+
+    def _needs(self, item: Store | Fold, written: set[int], named: dict[int, int]) -> set[tuple[int, IndexMap]]:
         """Return the nodes that an item reads from memory which is written in these loops, and by which maps."""
         found: set[tuple[int, IndexMap]] = set()
         if isinstance(item, Store) and item.copies:
@@ -306,7 +321,7 @@ class Fusion:
         seen = set(stack)
         while stack:
             n, map = stack.pop()
-            if n in self.places:
+            if n in self.places and n not in named:
                 if n in written:
                     found.add((n, map))
                 continue

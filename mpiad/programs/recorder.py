@@ -173,7 +173,7 @@ class Recorder:
         made = self._run(operation.forward, plain(x), params)
         if made is not None and made is plain(x):  # what was sent is its own result
             site = calls.site_of(sys._getframe(1))
-            self.steps.append(Step("communicate", operation, noted, {}, (), site, self.backwards))
+            self.steps.append(Step("communicate", operation, noted, {}, (), site, self.backwards, _rule()))
             return x
         return self._recorded("communicate", operation, noted, {}, made)
 
@@ -217,7 +217,8 @@ class Recorder:
 
     def _recorded(self, kind: str, fun: Any, args: tuple, kwargs: dict, made: Any) -> Any:
         if made is None and kind != "call":
-            self.steps.append(Step(kind, fun, args, kwargs, (), calls.site_of(sys._getframe(2)), self.backwards))
+            site = calls.site_of(sys._getframe(2))
+            self.steps.append(Step(kind, fun, args, kwargs, (), site, self.backwards, _rule()))
             return None
         if isinstance(made, (tuple, list)) and all(_is_array(part) for part in made):
             results = [self._wrapped(part) for part in made]
@@ -229,7 +230,8 @@ class Recorder:
             name = getattr(fun, "__name__", repr(fun))
             self.refuse(f"{name} returns {type(made).__name__}, which isn't an array, and may depend on traced values")
         outs = tuple([result.number for result in results])
-        self.steps.append(Step(kind, fun, args, kwargs, outs, calls.site_of(sys._getframe(2)), self.backwards))
+        site = calls.site_of(sys._getframe(2))
+        self.steps.append(Step(kind, fun, args, kwargs, outs, site, self.backwards, _rule()))
         return out
 
     # ---- writing in place
@@ -321,6 +323,14 @@ class Recorder:
             self.constants.append(x.copy())
             known = self._constant_of[id(x)] = x, len(self.constants) - 1
         return Constant(known[1])
+
+
+def _rule() -> tuple[str, str, Site] | None:
+    """Return which adjoint or tangent is running: calls are noted while there is a trace."""
+    call = calls.current()
+    if call is None or call.direction == "forward":
+        return None
+    return call.direction, call.forward_name, call.forward_site  # type: ignore[return-value]
 
 
 def _line_of(site: Site) -> str:

@@ -260,7 +260,8 @@ class _Writer:
             self._kernel(at)
         elif step.in_place:
             call: Call = self.nodes[step.node].data
-            self.names[f"f{at}"], self.names[f"q{at}"] = called_at(self.nodes[step.node].site, "in place"), call.fun
+            site = self.nodes[step.node].site
+            self.names[f"f{at}"], self.names[f"q{at}"] = called_at(site, "in place", call.rule), call.fun
             rest = [self._constant(at, k, x) for k, x in enumerate(call.args) if k]
             arguments = [f"q{at}", self._array(step.inputs[0]), *rest]
             self._lines.append(f"f{at}({', '.join(arguments)})")
@@ -291,7 +292,7 @@ class _Writer:
         node = self.nodes[step.node]
         call: Call = node.data
         if call.kind == "communicate":
-            self.names[f"f{at}"], self.names[f"q{at}"] = called_at(node.site, call.kind), call.fun
+            self.names[f"f{at}"], self.names[f"q{at}"] = called_at(node.site, call.kind, call.rule), call.fun
             x = self._argument(at, step, call.args[0])
             self.names["own"] = _own
             params = self._constant(at, "p", call.args[1])
@@ -299,7 +300,7 @@ class _Writer:
                 params = f"addressed({params})"
             self._lines.append(f"v{at} = own(f{at}(q{at}, {x}, {params}))")
         elif call.kind == "operate":
-            self.names[f"f{at}"], self.names[f"q{at}"] = called_at(node.site, call.kind), call.fun
+            self.names[f"f{at}"], self.names[f"q{at}"] = called_at(node.site, call.kind, call.rule), call.fun
             args = self._argument(at, step, call.args)
             self._lines.append(f"v{at} = f{at}(q{at}, {args}, {self._argument(at, step, call.kwargs)})")
         else:

@@ -42,6 +42,8 @@ class Step(NamedTuple):
         The user's line.
     backwards : bool
         Whether it belongs to the reverse pass of a derivative that is taken outside of the program.
+    rule : tuple or None
+        Of a communication that an adjoint or tangent makes: which of both, and the name and site of its forward call.
     """
 
     kind: str
@@ -51,6 +53,7 @@ class Step(NamedTuple):
     outs: tuple[int, ...]
     site: Site
     backwards: bool = False
+    rule: tuple[str, str, Site] | None = None
 
 
 class Abandoned(BaseException):

@@ -16,6 +16,7 @@ from mpiad.programs.playback import Playback
 from mpiad.programs.recorder import Recorder
 from mpiad.programs.signature import Arguments
 from mpiad.programs.tracing_numpy import arrays_are_traced
+from mpiad.transport import calls
 from mpiad.transport.channels import Channel, live_channels, tell_recorders
 from mpiad.transport.tracing import tracing
 
@@ -72,11 +73,13 @@ class _Noting:
         self.recorder.open, self.recorder.backwards = True, self.backwards
         tracing.recorder = self.recorder
         self._arrays.__enter__()
+        calls.note(self)  # so that it is known whose adjoint it is that communicates
         _watched(1)
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         tracing.recorder = None
         self._arrays.__exit__(None, None, None)
+        calls.forget(self)
         _watched(-1)
         self.recorder.close()
         # Where the function has caught it by itself.

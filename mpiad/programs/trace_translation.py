@@ -129,7 +129,7 @@ class Translation:
                 return slice(slot(x.start), slot(x.stop), slot(x.step))
             return x
 
-        data = Call(step.kind if kind == "communicate" else "call", fun, slot(args), slot(kwargs))
+        data = Call(step.kind if kind == "communicate" else "call", fun, slot(args), slot(kwargs), step.rule)
         single = len(specs) == 1 and step.fun not in SPLITTING
         shape, dtype = specs[0] if single else ((), np.dtype(bool))
         number = program.add(kind, found, shape, dtype, data)

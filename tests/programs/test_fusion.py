@@ -1,0 +1,142 @@
+"""What is one loop, what is copied, and what memory it takes: counted on programs whose best schedule is known."""
+
+import autograd.numpy as anp
+import numpy as np
+import pytest
+
+import mpiad
+from mpiad.domain import Domain
+from mpiad.programs.replay import _homes, _root
+from mpiad.programs.schedule import Loop, Run, Store
+
+pytestmark = pytest.mark.serial
+
+
+def replays_of(fun, *args):
+    """Return what runs a function: of its only signature."""
+    jitted = mpiad.jit(fun, strict=True)
+    for _ in range(2):
+        np.testing.assert_allclose(jitted(*args), fun(*args), rtol=1e-12, atol=1e-13)
+    (entry,) = jitted._entries.values()
+    return entry.replays
+
+
+def counts(replays):
+    """Return the numbers of loops, of calls, and of arrays that are copied."""
+    steps = replays.schedule.steps
+    loops = [step for step in steps if isinstance(step, Loop)]
+    copies = [item for step in loops for item in step.items if isinstance(item, Store) and item.copies]
+    return len(loops), len(steps) - len(loops), len(copies)
+
+
+U = np.random.default_rng(3).standard_normal((40, 30))
+
+
+def laplacian(u):
+    return u[2:, 1:-1] + u[:-2, 1:-1] + u[1:-1, 2:] + u[1:-1, :-2] - 4 * u[1:-1, 1:-1]
+
+
+def test_a_stencil_in_slices_is_one_loop():
+    replays = replays_of(lambda u: 0.5 * anp.sin(laplacian(u)) + u[1:-1, 1:-1] ** 2, U)
+    assert counts(replays) == (1, 0, 0)
+    (text,) = replays.texts
+    assert len(text.buffers) == 2 and len(text.written) == 1
+
+
+def test_the_edges_of_what_is_put_together_are_part_of_the_loop():
+    replays = replays_of(lambda u: anp.pad(laplacian(u), 1, "constant") + anp.roll(u, 1, axis=0), U)
+    assert counts(replays) == (1, 0, 0)
+
+
+def test_sums_end_the_loop_that_computes_what_they_add():
+    replays = replays_of(lambda u: anp.sum(laplacian(u) ** 2) + anp.max(laplacian(u)), U)
+    loops, calls, copies = counts(replays)
+    assert (loops, calls, copies) in ((1, 0, 0), (2, 0, 0))  # the second one adds two numbers
+    assert not [b for b in replays.homes if np.prod(replays.schedule.buffers[b].shape) > 1]  # no array is kept
+
+
+def test_a_field_is_computed_into_the_buffer_of_its_exchange():
+    domain = Domain((40, 30), halo=1, periodic=True)
+
+    def step(u):
+        v = domain.exchange(u * 1.01)
+        w = domain.exchange(u * 1.01 + 0.1 * laplacian(v))
+        return w[1:-1, 1:-1] + 0.1 * laplacian(w)
+
+    replays = replays_of(step, U)
+    loops, calls, copies = counts(replays)
+    assert (loops, calls, copies) == (3, 2, 0)
+    assert all(step.in_place for step in replays.schedule.steps if isinstance(step, Run))
+
+
+def test_the_reverse_pass_of_a_stencil_reads_at_mirrored_places():
+    """No array of zeros is scattered into: a loop for the value, one for the gradient; the call shares the value."""
+    replays = replays_of(mpiad.grad(lambda u: anp.sum(anp.sin(laplacian(u)))), U)
+    loops, calls, copies = counts(replays)
+    assert calls <= 1 and copies == 0 and loops <= 3
+    large = [b for b in replays.homes if np.prod(replays.schedule.buffers[b].shape) > 1]
+    assert len(large) <= 1  # the cotangent, which five places read
+
+
+def test_messages_stay_in_the_order_of_the_source():
+    """Also those that nobody reads, between calls that could run earlier."""
+
+    def fun(x):
+        mpiad.mpi_allreduce(x)
+        y = anp.sort(x)
+        z = mpiad.mpi_bcast(x * 2)
+        mpiad.mpi_barrier()
+        mpiad.mpi_scan(y)
+        return mpiad.mpi_exchange(z + y, 0, 0)
+
+    replays = replays_of(fun, U[0])
+    nodes = replays.schedule.program.nodes
+    made = [nodes[step.node].data.fun.__name__ for step in replays.schedule.steps if isinstance(step, Run)]
+    messages = [name for name in made if name != "sort"]
+    assert messages == ["mpi_allreduce", "mpi_bcast", "mpi_barrier", "mpi_scan", "mpi_exchange"]
+    assert made.index("sort") < made.index("mpi_scan")
+
+
+def test_buffers_that_are_live_at_once_share_no_memory():
+    """By the steps that read and write them; and memory is used again where they aren't."""
+
+    def fun(x):
+        for k in range(6):
+            x = anp.sin(anp.cumsum(anp.cumsum(x * (k + 1.5), axis=0), axis=1)) + anp.roll(x, k, axis=1)
+        return x
+
+    forward = replays_of(fun, U)
+    jitted = mpiad.jit(lambda u: anp.sum(fun(anp.sin(u)) ** 2), strict=True)
+    mpiad.grad(jitted)(U)
+    (entry,) = jitted._entries.values()
+    for replays in (forward, entry.replays):
+        schedule, homes = replays.schedule, _homes(replays.schedule, replays.texts)
+        spans = {}
+        for at, (step, text) in enumerate(zip(schedule.steps, replays.texts)):
+            for b in step.inputs if text is None else text.buffers:
+                spans.setdefault(_root(schedule.buffers, b), []).append(at)
+        for b in homes:
+            assert homes[b].nbytes >= np.prod(schedule.buffers[b].shape) * schedule.buffers[b].dtype.itemsize
+            for c in homes:
+                if b < c and homes[b].memory == homes[c].memory:
+                    first, second = sorted((spans[b], spans[c]))
+                    assert max(first) < min(second)
+                    # What the later part reads may be read again, when other arguments have been here.
+                    assert not min(first) < schedule.cut <= max(first)
+    assert len({home.memory for home in homes.values()}) < len(homes)
+
+
+def test_the_listing_names_lines_loops_and_messages():
+    def fun(u):
+        total = mpiad.mpi_allreduce(anp.sum(u * u))
+        return laplacian(u) * total
+
+    jitted = mpiad.jit(fun)
+    text = str(jitted.program(U))
+    first = fun.__code__.co_firstlineno
+    (message,) = [line for line in text.split("\n") if line.startswith("mpi_allreduce")]
+    assert message.endswith(f"{__file__}:{first + 1}")
+    assert f"{__file__}:{laplacian.__code__.co_firstlineno + 1}" in text
+    assert "loop over [38, 28]" in text and f"reads {U.nbytes + 8} bytes, writes {38 * 28 * 8}" in text
+    with pytest.raises(TypeError, match="isn't compiled for these arguments"):
+        mpiad.jit(lambda x: x * float(x[0])).program(U[0])
