@@ -43,7 +43,7 @@ class DeviceRun(Run):
         With a record that is closed.
     """
 
-    few = 0  # a round's cost is that of its calls, for any number of directions
+    few = 0  # by the adjoint, unless tangents are asked for
     keeps_tangents = False
 
     def __init__(self, batch: Batch, settings: Settings, outcome: Outcome):
