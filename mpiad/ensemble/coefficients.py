@@ -16,11 +16,14 @@ from mpiad.ensemble.tableaus import Tableau
 from mpiad.transport.device_arrays import arrays_of
 
 __all__ = [
-    "Coefficients", "DeviceCoefficients", "Weights", "interpolate", "polynomials", "stage_rates", "states_at",
-    "weighted_sum",
+    "Coefficients", "DeviceCoefficients", "StageArrays", "Weights", "interpolate", "polynomials", "stage_rates",
+    "states_at", "weighted_sum",
 ]
 
 Weights: TypeAlias = list[tuple[int, Array]]
+# Lists of arrays on the host, one block on a device.
+StageArrays: TypeAlias = Sequence[Array] | Array
+Bars: TypeAlias = dict[int, Array] | Array
 
 
 class Coefficients:
@@ -54,19 +57,19 @@ class Coefficients:
         ]
         self._c = np.array(tableau.c)[:, None]
 
-    def stages(self, shape: Shape, like: Array) -> Any:
+    def stages(self, shape: Shape, like: Array) -> StageArrays:
         """Return room for all stages, each of a shape: what `row` adds up."""
         return [np.empty_like(like, shape=shape) for _ in range(self.last + 1)]
 
-    def row(self, i: int, k: Any, out: Array, term: Array) -> Array:
+    def row(self, i: int, k: StageArrays, out: Array, term: Array) -> Array:
         """Return the sum of the stages before stage i in its argument; that of the last gives the new state."""
         return weighted_sum(self._rows[i], k, out, term)
 
-    def bars(self, like: Array) -> Any:
+    def bars(self, like: Array) -> Bars:
         """Return room for the cotangents of the stages' arguments, times h: what `column` adds up; none is set yet."""
         return {}
 
-    def column(self, j: int, bars: Any, out: Array, term: Array) -> Array:
+    def column(self, j: int, bars: Bars, out: Array, term: Array) -> Array:
         """Return the sum of those of the stages behind stage j, in whose arguments it takes part."""
         weights = [(i, weight) for i, weight in self._columns[j] if i in bars]
         if weights:
@@ -74,18 +77,18 @@ class Coefficients:
         out[...] = 0
         return out
 
-    def powers(self, k: Any) -> list[Array] | Array:
+    def powers(self, k: StageArrays) -> list[Array] | Array:
         """Return the sums of the stages by the powers of the part of the step in the interpolant, from the first on."""
         weights = zip(*self.dense.tolist())
         return [sum(weight * stage for weight, stage in zip(row, k) if weight) for row in weights]  # type: ignore[misc]
 
-    def times(self, t: Array, h: Array) -> Any:
+    def times(self, t: Array, h: Array) -> StageArrays:
         """Return the times of all stages."""
         times = self._c * h
         times += t
         return times if times.dtype == self.real else times.astype(self.real)
 
-    def weights(self, x: Array) -> Any:
+    def weights(self, x: Array) -> Array:
         """Return the weights of the stages in the state at the parts x of the step, each of the shape of x."""
         # Horner's scheme for all stages at once, elementwise in x.
         dense = self.dense.reshape(*self.dense.shape, *(1,) * np.ndim(x))
@@ -108,12 +111,12 @@ class DeviceCoefficients(Coefficients):
 
     def __init__(self, tableau: Tableau, like: Array):
         self.tableau, self.last, self.real = tableau, tableau.stages - 1, np.zeros(0, like.dtype).real.dtype
-        last, self._home = self.last, arrays_of(like)
+        last = self.last
         columns = [tuple(tableau.a[i - 1][j] for i in range(j + 1, last + 1)) for j in range(last)]
         pieces = [*tableau.a, *columns, tableau.error or (), tableau.dense.reshape(-1)]
         cuts = np.cumsum([0, *[len(piece) for piece in pieces]]).tolist()
         # In one copy: each costs as much as a thousand times as many numbers would.
-        home: Any = self._home
+        home: Any = arrays_of(like)
         exact = home.to_device(np.concatenate(pieces))
         found = [exact.astype(like.dtype)[a:b] for a, b in zip(cuts, cuts[1:])]
         self.rows, self._behind = found[:last], found[last : 2 * last]
@@ -121,27 +124,27 @@ class DeviceCoefficients(Coefficients):
         self.dense = exact[cuts[-2] :].reshape(tableau.dense.shape)
         self._powers = found[-1].reshape(tableau.dense.shape).T
 
-    def stages(self, shape: Shape, like: Array) -> Any:
+    def stages(self, shape: Shape, like: Array) -> Array:
         """Return room for all stages: one block."""
         return np.empty_like(like, shape=(self.last + 1, *shape))
 
-    def row(self, i: int, k: Any, out: Array, term: Array) -> Array:
+    def row(self, i: int, k: Array, out: Array, term: Array) -> Array:
         """Return the sum of the stages before stage i in its argument."""
         return np.tensordot(self.rows[i - 1], k[:i], 1)
 
-    def bars(self, like: Array) -> Any:
+    def bars(self, like: Array) -> Array:
         """Return room for the cotangents of the stages' arguments: zeros."""
         return np.zeros_like(like, shape=(self.last + 1, *like.shape))
 
-    def column(self, j: int, bars: Any, out: Array, term: Array) -> Array:
+    def column(self, j: int, bars: Array, out: Array, term: Array) -> Array:
         """Return the sum of those of the stages behind stage j."""
         return np.tensordot(self._behind[j], bars[j + 1 :], 1) if j < self.last else np.zeros_like(out)
 
-    def powers(self, k: Any) -> Array:
+    def powers(self, k: Array) -> Array:
         """Return the sums of the stages by the powers of the part of the step in the interpolant."""
         return np.tensordot(self._powers, k, 1)
 
-    def times(self, t: Array, h: Array) -> Any:
+    def times(self, t: Array, h: Array) -> StageArrays:
         """Return the times of all stages."""
         return [(t + c * h).astype(self.real) for c in self.tableau.c]
 
@@ -151,7 +154,7 @@ class DeviceCoefficients(Coefficients):
         return (times if sign is None else times * sign).astype(self.real)
 
 
-def weighted_sum(weights: Weights, arrays: Any, out: Array, term: Array) -> Array:
+def weighted_sum(weights: Weights, arrays: StageArrays | Bars, out: Array, term: Array) -> Array:
     """Write a sum of products into `out`; `term` is room for one of them."""
     (first, weight), *others = weights
     multiply, add = np.multiply, np.add
@@ -162,7 +165,7 @@ def weighted_sum(weights: Weights, arrays: Any, out: Array, term: Array) -> Arra
     return out
 
 
-def interpolate(coefficients: Coefficients, u: Array, h: Array, k: Any, x: Array) -> Array:
+def interpolate(coefficients: Coefficients, u: Array, h: Array, k: StageArrays, x: Array) -> Array:
     """Return the states at the parts x of the steps.
 
     Parameters
@@ -187,7 +190,7 @@ def interpolate(coefficients: Coefficients, u: Array, h: Array, k: Any, x: Array
     return total
 
 
-def polynomials(coefficients: Coefficients, u: Array, h: Array, k: Any) -> list[Array]:
+def polynomials(coefficients: Coefficients, u: Array, h: Array, k: StageArrays) -> list[Array]:
     """Return the states inside of a step as polynomials in the part of it that is gone: degree + 1 arrays (d, n).
 
     Parameters
@@ -203,7 +206,7 @@ def polynomials(coefficients: Coefficients, u: Array, h: Array, k: Any) -> list[
     return [u, *[h * powers[j] for j in range(len(powers))]]
 
 
-def states_at(terms: Sequence[Array], x: Any) -> Array:
+def states_at(terms: Sequence[Array], x: Array | float) -> Array:
     """Return the states at the parts x of such polynomials, x of shape (n,) and real, or one number."""
     total = terms[-1]
     for power in range(len(terms) - 2, -1, -1):

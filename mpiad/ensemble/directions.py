@@ -148,7 +148,7 @@ class _Weighed:
 
 
 def in_common(
-    seeds: Seeds, end: Array, saved: Any, times: Any = None, crossed: Any = None, run: Run | None = None
+    seeds: Seeds, end: Array, saved: Array, times: Array = None, crossed: Array = None, run: Run | None = None
 ) -> Array:
     """Return for each trajectory what the cotangents of its results and their tangents have in common, shape (N,).
 

@@ -10,6 +10,7 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.ensemble.coefficients import stage_rates
 from mpiad.ensemble.transposed_step import Arrival, TransposedStep
+from mpiad.ensemble.walk import Columns
 
 __all__ = ["Inside", "Ledger"]
 
@@ -28,7 +29,7 @@ class Inside(NamedTuple):
         Whether the last stage's share is taken here; if not, it is that of the step after. None: everywhere.
     """
 
-    columns: Any
+    columns: Columns
     value: Array
     x: Array
     weights: Sequence[Array]
@@ -80,7 +81,7 @@ class Ledger:
             # y_j = u + h Σ a k, so its derivative by h is (y_j - u) / h; and so it is of the new state.
             self.h_bar += _dot(y_bar, self._step.y[j] - self._step.y[0]) / self._divisor
 
-    def note_leaves(self, parts: Sequence[Any], columns: Any, count: int) -> None:
+    def note_leaves(self, parts: Sequence[Any], columns: Columns, count: int) -> None:
         """Add to the cotangents of the leaves; `columns` says to those of which trajectories, `count` of them."""
         for (place, total), part in zip(self._parts.items(), parts):
             if part is None:
@@ -111,7 +112,7 @@ class Ledger:
             self.h_bar[columns] += _summed(by_size - rate * part.x)
 
 
-def _dot(cotangent: Array, change: Any) -> Array:
+def _dot(cotangent: Array, change: Array) -> Array:
     return (cotangent * change).real.sum(axis=-2)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from mpiad._typing import Array
+from mpiad._typing import Array, Tree
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.controller import LEAST_ERROR
 from mpiad.ensemble.entrance import Entrance, Entrants, Joint, least_step
@@ -94,7 +94,7 @@ class Turns:
     rejected: Array
     idle: Array
     u: Array
-    _one: Any = np.array(1.0)  # as ufuncs take it fastest
+    _one: Array | float = np.array(1.0)  # as ufuncs take it fastest
 
     def __init__(self, settings: Settings):
         self._settings = settings
@@ -102,9 +102,9 @@ class Turns:
         self._turn, self._alive, self._last_turn = 0, 0, settings.max_steps
         self._stages: Any = None
         self._sign: Array | None = None
-        self._p: Any = None
-        self._rtol: Any = settings.rtol
-        self._atol: Any = settings.atol
+        self._p: Tree = None
+        self._rtol: Array | float = settings.rtol
+        self._atol: Array | float = settings.atol
         self._error: Array | None = None
 
     def _take_turn(self) -> None:

@@ -12,7 +12,7 @@ Memory is (d + 2) numbers per accepted step.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -49,7 +49,7 @@ class Step(NamedTuple):
     t_new: Array
     u: Array
     new: Array
-    k: Any
+    k: Array | list[Array]
     sign: Array | None
 
     def at(self, columns: Array) -> Step:

@@ -19,7 +19,7 @@ from mpiad.differentiation.gradient import cotangents_of_variables
 from mpiad.differentiation.products import jvp
 from mpiad.differentiation.trace import Variables, trace_backwards, trace_forwards
 from mpiad.ensemble.run import Run
-from mpiad.ensemble.walk import Met, Saved, Visit, Walk
+from mpiad.ensemble.walk import Columns, Met, Saved, Visit, Walk
 from mpiad.primitives.cotangents import conform, spec_like
 
 __all__ = ["replayed", "replayed_jvp", "replayed_vjp"]
@@ -189,7 +189,7 @@ class _Step:
         total = sum(k * weight for k, weight in zip(self._k, self._run.tableau.a[i - 1]) if weight)
         return total * _like(self.h, self._u) + self._u
 
-    def inside(self, x: Array, columns: Any) -> Array:
+    def inside(self, x: Array, columns: Columns) -> Array:
         """Return the states of some columns at the parts x of the step, of shape (m,), or (s, m) for several in each."""
         if len(self._k) < self._run.tableau.stages:
             self._evaluate(len(self._k))
@@ -213,7 +213,7 @@ class _Step:
 
 
 def _polynomial(row: Sequence[float], x: Array) -> Array:
-    total: Any = row[-1] * x
+    total = row[-1] * x
     for coefficient in row[-2::-1]:
         total = (total + coefficient) * x
     return total

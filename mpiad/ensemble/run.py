@@ -20,7 +20,7 @@ from mpiad.ensemble.seeds import Entries, Seeds
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.sorted_walk import Crossings, SortedWalk
 from mpiad.ensemble.stages import Stages
-from mpiad.ensemble.walk import Visit, Walk
+from mpiad.ensemble.walk import Columns, Visit, Walk
 
 __all__ = ["FINAL", "INITIAL", "NOWHERE", "Run"]
 
@@ -147,11 +147,11 @@ class Run:
         """Return zeros in double precision where the states live."""
         return np.zeros_like(self.batch.start, shape=shape)
 
-    def doubled(self, width: int) -> Any:
+    def doubled(self, width: int) -> Columns:
         """Return with which columns f is called: all, and a single one twice."""
         return np.zeros(2, int) if width == 1 and not self.field.one_by_one else slice(0, width)
 
-    def columns(self, leaves: Sequence[Any], ids: Any) -> list[Any]:
+    def columns(self, leaves: Sequence[Any], ids: Columns) -> list[Any]:
         """Return the leaves of the parameters of some trajectories."""
         return [leaf[..., ids] if varies else leaf for leaf, varies in zip(leaves, self.batch.p.varies)]
 
@@ -187,7 +187,7 @@ class Run:
     def stages_again(self, walk: Walk, visit: Visit) -> tuple[Any, Array]:
         """Return the stages of a visit, and the states after it, computed as the solve did."""
         width = len(visit.t)
-        columns: Any = np.arange(max(2, width)) % width  # two at least, as in the solve: see `controller`
+        columns = np.arange(max(2, width)) % width  # two at least, as in the solve: see `controller`
         batch, real = self.batch, self.coefficients.real
         derivative = derivative_of(batch.f, batch.shape)
         u, t, h = visit.u[:, columns], visit.t[columns], visit.h[columns]

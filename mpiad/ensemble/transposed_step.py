@@ -19,7 +19,7 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.ensemble.coefficients import Coefficients
 from mpiad.ensemble.linearization import Tracing
-from mpiad.ensemble.walk import Visit
+from mpiad.ensemble.walk import Columns, Visit
 
 __all__ = ["Arrival", "TransposedStep", "over_slots"]
 
@@ -41,7 +41,7 @@ class Arrival(NamedTuple):
         From stages to arrays of shape (m,), or (s, 1, m): the cotangent of a stage gains `value` times this.
     """
 
-    columns: Any
+    columns: Columns
     value: Array
     weights: dict[int, Array]
 

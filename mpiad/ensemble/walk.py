@@ -19,13 +19,16 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from mpiad._typing import Array
 
-__all__ = ["Met", "Saved", "Visit", "Walk"]
+__all__ = ["Columns", "Met", "Saved", "Visit", "Walk"]
+
+# Numbers of columns, or a slice of them.
+Columns: TypeAlias = Array | slice
 
 
 class Visit(NamedTuple):
@@ -52,7 +55,7 @@ class Visit(NamedTuple):
     about: Any
     made: Array | None = None
 
-    def of(self, columns: Any) -> Visit:
+    def of(self, columns: Columns) -> Visit:
         """Return the visit of some columns."""
         # An array of indices would leave the states in another order than that which NumPy takes fastest.
         u = self.u[:, columns] if type(columns) is slice else np.take(self.u, columns, axis=1)
@@ -78,11 +81,11 @@ class Saved(NamedTuple):
 
     ids: Array
     place: Array
-    columns: Any
-    x: Any = None
-    h: Any = None
-    weights: Any = ()
-    whole: Any = None
+    columns: Columns
+    x: Array = None
+    h: Array = None
+    weights: Sequence[Array] | Array = ()
+    whole: Array | None = None
 
     def of(self, states: Array) -> Array:
         """Return the columns that these values belong to."""

@@ -21,7 +21,7 @@ from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.run import Run
 from mpiad.ensemble.seeds import Seeds
 from mpiad.ensemble.settings import Settings
-from mpiad.ensemble.walk import Met, Saved, Visit, Walk
+from mpiad.ensemble.walk import Columns, Met, Saved, Visit, Walk
 from mpiad.transport.device_arrays import arrays_of
 
 __all__ = ["DeviceRun", "run_of"]
@@ -43,7 +43,7 @@ class DeviceRun(Run):
         With a record that is closed.
     """
 
-    few = 0  # a round's cost is that of its calls, for any number of directions
+    few = 0  # by the adjoint, unless tangents are asked for
     keeps_tangents = False
 
     def __init__(self, batch: Batch, settings: Settings, outcome: Outcome):
@@ -96,7 +96,7 @@ class DeviceRun(Run):
         """Return zeros in double precision."""
         return self._home.full(shape, 0.0, float)
 
-    def doubled(self, width: int) -> Any:
+    def doubled(self, width: int) -> Columns:
         """Return with which columns f is called: all."""
         return slice(0, width)
 

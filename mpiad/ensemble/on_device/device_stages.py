@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from mpiad._typing import Array, Tree
@@ -35,7 +33,7 @@ class DeviceStages:
 
     def __init__(self, table: DeviceCoefficients, derivative: Derivative, first: Array):
         self._table, self._derivative, self.first = table, derivative, first
-        self._h: Any = None
+        self._h: Array = None
 
     def take(self, u: Array, p: Tree, t: Array, h: Array, t_new: Array, sign: Array | None) -> None:
         """Compute all stages and the new states; parameters as in `Stages.take`, but for h, which may be signed."""
@@ -49,7 +47,7 @@ class DeviceStages:
             if backwards is not None:
                 self.k[i] *= backwards
 
-    def error(self, u: Array, rtol: Any, atol: Any) -> Array:
+    def error(self, u: Array, rtol: Array | float, atol: Array | float) -> Array:
         """Return the mean square of the error over its tolerance, shape (n,)."""
         scale = atol + rtol * np.maximum(np.abs(u), np.abs(self.new))
         relative = np.abs(self._h * np.tensordot(self._table.error, self.k, 1)) / scale

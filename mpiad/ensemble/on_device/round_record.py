@@ -39,7 +39,7 @@ class Round(NamedTuple):
     h: Array
     t_new: Array
     accepted: Array
-    u: Any
+    u: Array | None
     place: Array
     count: Array | None
     reached: Array | None

@@ -62,7 +62,7 @@ class DevicePool(Turns):
     settings : Settings
     """
 
-    _one: Any = 1.0
+    _one = 1.0
 
     def __init__(self, batch: Batch, settings: Settings):
         super().__init__(settings)
@@ -83,7 +83,7 @@ class DevicePool(Turns):
         self._record = Record(batch, self._table, self._saves, settings.checkpoints) if settings.record else None
         # Results, filled in as trajectories are dropped; all facts as doubles, so that they come to the host in one copy.
         self._u_end, self._facts = self._home.copy(u0), self._home.full((4, batch.size), 0.0, float)
-        self._saved: Any = None
+        self._saved: Array = None
         if settings.saveat is not None:
             shape = batch.size, settings.saveat.shape[-1] + 1, len(u0)  # the last place is for what nobody asked for
             self._saved = self._home.full(shape, np.nan, u0.dtype)

@@ -72,7 +72,7 @@ class SaveTimes:
         self.looks = not (self.initial.all() if watched else (self.initial | at_end).all())
         # Where every step is looked at, what lies at the end is saved with the last one.
         self.final = at_end if not self.looks else np.zeros_like(at_end)
-        self._rows: Any = None
+        self._rows: Array = None
         if self.looks:
             common = times.ndim == 1 and (signs == signs[:1]).all()
             rows = times * signs[0] if common else np.broadcast_to(times, at_end.shape) * signs[:, None]
