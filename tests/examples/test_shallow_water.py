@@ -17,9 +17,9 @@ SMALL = ("--cells", 15, 26, "--hours", 6, "--iterations", 4, "--least", 1)
 
 
 def printed(done: CompletedProcess) -> str:
-    """Return what a program printed, once it has ended well and has warned of nothing."""
+    """Return what a program printed, once it has ended well and nothing fell back."""
     assert done.returncode == 0, done.stdout + done.stderr
-    assert not done.stderr
+    assert "isn't compiled" not in done.stderr
     return done.stdout
 
 
