@@ -17,8 +17,8 @@ from scipy.sparse.linalg import splu
 
 from mpiad._typing import LocalArray
 from mpiad.linalg.ghosts import GhostPlan
+from mpiad.linalg.host_and_device import through_host
 from mpiad.linalg.matrix_row_block import MatrixRowBlock
-from mpiad.linalg.through_host import through_host
 from mpiad.primitives import mpi_allgather
 from mpiad.primitives.operation import suspended
 from mpiad.transport import channel

@@ -15,12 +15,11 @@ from mpiad.device.constants import Constants
 from mpiad.domain import Domain
 from mpiad.linalg.gathered_factors import GatheredFactors
 from mpiad.linalg.ghosts import GhostPlan
-from mpiad.linalg.places import require_floats, require_together
+from mpiad.linalg.host_and_device import plain_values, require_floats, require_together
 from mpiad.linalg.probing import operator_rows
 from mpiad.linalg.rows import local_rows, rows_of
 from mpiad.linalg.solve import solve
 from mpiad.linalg.sparse_products import Pattern, ProductWith, product, transposed_product
-from mpiad.linalg.through_host import plain_values
 from mpiad.linalg.transposed_matrix import Transposed
 from mpiad.primitives import stop
 from mpiad.primitives.operation import suspended

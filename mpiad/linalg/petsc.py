@@ -15,7 +15,7 @@ import numpy as np
 
 from mpiad._typing import Comm, Function, LocalArray, Tree
 from mpiad.differentiation.trees import flatten
-from mpiad.linalg.host_only import require_host
+from mpiad.linalg.host_and_device import require_host
 from mpiad.linalg.implicit import Problem, solution
 from mpiad.linalg.iteration import Method
 from mpiad.linalg.matrix_row_block import MatrixRowBlock

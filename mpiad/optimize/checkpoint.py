@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpiad.checkpoint_files import remedy
-from mpiad.optimize.program import Program
+from mpiad.optimize.evaluation import Program
 from mpiad.optimize.variables import Packing
 
 __all__ = ["Checkpoint", "WriteFailures", "as_checkpoint", "fingerprint", "problem_of"]

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from autograd.tracer import Box
 
-from mpiad._typing import Tree
+from mpiad._typing import Function, Rank, Tree
 from mpiad.device import to_host
 from mpiad.differentiation import hvp
-from mpiad.differentiation.objective import problem_with, share, weight_of
-from mpiad.optimize.forward_pass import ForwardPass, forward_pass
-from mpiad.optimize.program import Program
+from mpiad.differentiation.gradient import gradients_of_term
+from mpiad.differentiation.objective import Problem, check_objective, problem_with, share, weight_of
+from mpiad.differentiation.trace import Traced, Variables, trace_backwards, variables_of
 from mpiad.optimize.protocol import BOTH, GRADIENT, VALUE
 from mpiad.optimize.variables import Packing
+from mpiad.primitives.checks import root_of
 from mpiad.transport import Channel
 from mpiad.transport.failures import StageFailures, WrongValueError
 
-__all__ = ["Evaluation"]
+__all__ = ["Evaluation", "ForwardPass", "Program", "check_program", "forward_pass"]
 
 
 class Sums(Protocol):
@@ -179,3 +180,72 @@ class Evaluation:
             )
         value = to_host(value)
         return float(value if np.ndim(value) == 0 else np.reshape(value, ())) * self._weight
+
+
+class Program(NamedTuple):
+    """What a rank was given to evaluate.
+
+    Attributes
+    ----------
+    fun : callable
+    jac : callable or bool or None
+        The gradient, True where `fun` returns it beside its value, None where it is found by differentiation.
+    hessp : callable or None
+    args : tuple
+    objective : {"root", "sum", "mean"}
+        How the ranks' values make the objective; the values of `jac` and `hessp` are put together alike.
+    root : int
+    """
+
+    fun: Function
+    jac: Function | bool | None
+    hessp: Function | None
+    args: tuple
+    objective: str
+    root: Rank
+
+
+def check_program(program: Program, used: Channel, call: str) -> None:
+    """Raise where what this rank was given to evaluate can't be."""
+    root_of(program.root, used, call)
+    check_objective(program.objective, call)
+    for name, value, allowed in (
+        ("fun", program.fun, callable(program.fun)),
+        ("jac", program.jac, callable(program.jac) or program.jac is None or program.jac is True),
+        ("hessp", program.hessp, program.hessp is None or callable(program.hessp)),
+    ):
+        if not allowed:
+            raise TypeError(f"{call}: {name} must be callable, but got {type(value).__name__} {value!r:.60}.")
+
+
+class ForwardPass(NamedTuple):
+    """One rank's part of an evaluation, ready to be run backwards once."""
+
+    traced: Traced
+    variables: Variables
+
+    @property
+    def value(self) -> Any:
+        """Return this rank's L_r."""
+        return self.traced.build(self.traced.values)
+
+    @property
+    def problem(self) -> Problem | None:
+        """Return what is wrong with this rank's pass: requests that were never waited for."""
+        return self.traced.problem
+
+    def backward(self, weight: float) -> Tree:
+        """Return `weight` times the gradient by this rank's copy of the variables.
+
+        Ranks
+        -----
+        All ranks call it, also those whose weight is zero: the cotangents of the others pass through them.
+        """
+        found = gradients_of_term(self.traced, weight, self.variables)
+        return self.variables.filled(found, lambda leaf: None)
+
+
+def forward_pass(fun: Function, x: Tree) -> ForwardPass:
+    """Run a function of x, recorded."""
+    variables = variables_of((x,), 0, "minimize")
+    return ForwardPass(trace_backwards(fun, variables), variables)

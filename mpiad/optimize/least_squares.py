@@ -17,7 +17,7 @@ import scipy
 
 from mpiad._typing import Comm, Function, Rank, Tree
 from mpiad.optimize.checkpoint import Checkpoint, as_checkpoint
-from mpiad.optimize.program import Program, check_program
+from mpiad.optimize.evaluation import Program, check_program
 from mpiad.optimize.progress import Progress
 from mpiad.optimize.residuals.evaluation import ResidualEvaluation
 from mpiad.optimize.residuals.loss import Loss, loss_of

@@ -19,8 +19,8 @@ import scipy
 
 from mpiad._typing import Comm, Function, Rank, Tree
 from mpiad.optimize.checkpoint import Checkpoint, as_checkpoint
+from mpiad.optimize.evaluation import Program, check_program
 from mpiad.optimize.methods import is_sharded, method_named
-from mpiad.optimize.program import Program, check_program
 from mpiad.optimize.progress import Progress
 from mpiad.optimize.root_driven import RootDriven
 from mpiad.optimize.root_start import shared_start

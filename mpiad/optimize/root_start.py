@@ -16,7 +16,7 @@ from mpiad._typing import Rank, Tree
 from mpiad.differentiation.trees import flatten, named_leaves
 from mpiad.errors import ReplicationError
 from mpiad.optimize.device_leaves import Elsewhere, at_home, described, fetched, fingerprint
-from mpiad.optimize.program import Program
+from mpiad.optimize.evaluation import Program
 from mpiad.optimize.variables import as_variables
 from mpiad.transport import SUM, Channel
 from mpiad.transport.agreement import agreed, raise_together

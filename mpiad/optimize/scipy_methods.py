@@ -12,13 +12,12 @@ import scipy  # loads its parts at their first use: to load them here would doub
 from mpiad._typing import Function
 from mpiad.optimize.bounds import Box, box_of
 from mpiad.optimize.checkpoint import problem_of
-from mpiad.optimize.conclusion import broken_off, concluded, interrupted, limited, spent, stopped
+from mpiad.optimize.conclusion import broken_off, concluded, interrupted, limited, outcome_of, spent, stopped
 from mpiad.optimize.constraints import ConstraintSet, constraints_of
+from mpiad.optimize.evaluation import Program
 from mpiad.optimize.iterates import IteratesOfPoints
 from mpiad.optimize.methods import Method
 from mpiad.optimize.points import Interrupted, LimitReached, Points
-from mpiad.optimize.program import Program
-from mpiad.optimize.result import outcome_of
 from mpiad.optimize.root_driven import Leader
 from mpiad.optimize.root_keeper import RootKeeper
 

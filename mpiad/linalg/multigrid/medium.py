@@ -9,9 +9,8 @@ from autograd.tracer import getval, isbox
 
 from mpiad._typing import LocalArray
 from mpiad.domain import Domain
+from mpiad.linalg.host_and_device import plain_values, require_together
 from mpiad.linalg.multigrid.sides import Sides
-from mpiad.linalg.places import require_together
-from mpiad.linalg.through_host import plain_values
 from mpiad.transport import MAX, Channel
 from mpiad.transport.agreement import agreed, raise_together
 from mpiad.transport.collectives import allreduce

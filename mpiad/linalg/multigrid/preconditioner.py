@@ -13,6 +13,7 @@ from mpiad.device.constants import Constants
 from mpiad.domain import Domain
 from mpiad.domain.memory import empty_beside, is_array
 from mpiad.domain.partition import Partition
+from mpiad.linalg.host_and_device import require_together
 from mpiad.linalg.multigrid.conjugate import Tolerance, conjugate
 from mpiad.linalg.multigrid.elliptic import Elliptic
 from mpiad.linalg.multigrid.hierarchy import Plan, hierarchy
@@ -21,7 +22,6 @@ from mpiad.linalg.multigrid.level import Level
 from mpiad.linalg.multigrid.medium import coefficients, has_constants, jumps
 from mpiad.linalg.multigrid.spread import spread_of
 from mpiad.linalg.multigrid.stencil import Stencil
-from mpiad.linalg.places import require_together
 from mpiad.linalg.settings import Settings, agree_on, mistake_in
 from mpiad.linalg.vectors import on_host
 from mpiad.primitives import stop

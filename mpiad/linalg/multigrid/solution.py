@@ -16,8 +16,8 @@ from mpiad.differentiation import make_jvp, make_vjp
 from mpiad.domain import Domain
 from mpiad.domain.root_copies import require_own_block
 from mpiad.extend import communicating, defjvp_together, defvjp_together
+from mpiad.linalg.host_and_device import require_together
 from mpiad.linalg.multigrid.preconditioner import Multigrid
-from mpiad.linalg.places import require_together
 from mpiad.primitives import stop
 from mpiad.primitives.cotangents import spec_like, tangent_of
 from mpiad.transport import Channel, channel

@@ -17,8 +17,8 @@ from autograd.tracer import Box
 from mpiad._typing import Tree
 from mpiad.device import to_host
 from mpiad.differentiation import make_jvp, make_vjp
+from mpiad.optimize.evaluation import Program
 from mpiad.optimize.exchange import ByMessages
-from mpiad.optimize.program import Program
 from mpiad.optimize.protocol import COTANGENT, FACTOR, RESIDUALS
 from mpiad.optimize.residuals.loss import Loss
 from mpiad.optimize.variables import Packing

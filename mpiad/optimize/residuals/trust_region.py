@@ -9,9 +9,9 @@ import scipy
 
 from mpiad._typing import Function
 from mpiad.optimize.checkpoint import Checkpoint, fingerprint, problem_of
+from mpiad.optimize.evaluation import Program
 from mpiad.optimize.iterates import Iterates
 from mpiad.optimize.points import Interrupted, LimitReached
-from mpiad.optimize.program import Program
 from mpiad.optimize.protocol import COTANGENT, FACTOR, RESIDUALS, TANGENT
 from mpiad.optimize.residuals import surrogate
 from mpiad.optimize.residuals.evaluation import ResidualEvaluation

@@ -12,10 +12,9 @@ from mpiad.device import to_host
 from mpiad.differentiation.refusals import explain
 from mpiad.optimize.bounds import Box, box_of
 from mpiad.optimize.checkpoint import Checkpoint, problem_of
-from mpiad.optimize.evaluation import Evaluation
+from mpiad.optimize.evaluation import Evaluation, Program
 from mpiad.optimize.exchange import OwnParts, Totals
 from mpiad.optimize.iterates import PieceIterates
-from mpiad.optimize.program import Program
 from mpiad.optimize.progress import Progress
 from mpiad.optimize.sharded.compiled_vectors import host_vectors
 from mpiad.optimize.sharded.convergence import Ending, Settings, settings_of
