@@ -19,7 +19,7 @@ import numpy as np
 from autograd.tracer import getval, isbox
 
 from mpiad._typing import LocalArray
-from mpiad.domain.memory import zeros_beside
+from mpiad.domain.allocation import zeros_beside
 from mpiad.domain.stencil_sums import StencilSums, apply_stencil, transposed_stencil
 from mpiad.extend import communicating, defjvp, defjvp_together, defvjp, defvjp_together
 from mpiad.primitives.cotangents import tangent_of

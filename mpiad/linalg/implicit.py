@@ -23,14 +23,14 @@ from mpiad.linalg.bicgstab import bicgstab
 from mpiad.linalg.conjugate_gradients import conjugate_gradients
 from mpiad.linalg.gmres import gmres
 from mpiad.linalg.iteration import Method, iterate
-from mpiad.linalg.settings import Settings
+from mpiad.linalg.matvec_transpose import taking, transposed_function, transposed_preconditioner
+from mpiad.linalg.solver_settings import Settings
 from mpiad.linalg.system import System
-from mpiad.linalg.transposition import taking, transposed_function, transposed_preconditioner
 from mpiad.linalg.vectors import inner
 from mpiad.primitives import mpi_allreduce, stop
 from mpiad.primitives.cotangents import spec_like, tangent_of
 from mpiad.primitives.operation import suspended
-from mpiad.transport.failures import DeferredFailures
+from mpiad.transport.user_failures import DeferredFailures
 
 __all__ = ["METHODS", "Problem", "direction_of", "pulled_back", "solution", "solution_of_adjoint"]
 

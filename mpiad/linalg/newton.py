@@ -18,7 +18,7 @@ from mpiad.differentiation.trees import flatten
 from mpiad.extend import communicating, defjvp_together, defvjp_together
 from mpiad.linalg.implicit import METHODS, Problem, direction_of, pulled_back, solution, solution_of_adjoint
 from mpiad.linalg.newton_iteration import find_root
-from mpiad.linalg.settings import Settings, agree_on, mistake_in, unfit_preconditioner
+from mpiad.linalg.solver_settings import Settings, agree_on, mistake_in, unfit_preconditioner
 from mpiad.primitives import stop
 from mpiad.primitives.cotangents import spec_like
 from mpiad.transport.buffers import conversion

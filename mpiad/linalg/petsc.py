@@ -19,7 +19,7 @@ from mpiad.linalg.host_and_device import require_host
 from mpiad.linalg.implicit import Problem, solution
 from mpiad.linalg.iteration import Method
 from mpiad.linalg.matrix_row_block import MatrixRowBlock
-from mpiad.linalg.settings import Settings, agree_on, mistake_in
+from mpiad.linalg.solver_settings import Settings, agree_on, mistake_in
 from mpiad.linalg.system import System
 from mpiad.primitives import stop
 from mpiad.transport import Channel, channel

@@ -10,8 +10,8 @@ import numpy as np
 from mpiad._typing import Comm, Function, LocalArray, Tree
 from mpiad.differentiation.trees import flatten
 from mpiad.linalg.implicit import METHODS, Problem, solution
-from mpiad.linalg.settings import Settings, agree_on, mistake_in, unfit_preconditioner
-from mpiad.linalg.transposition import DERIVED
+from mpiad.linalg.matvec_transpose import DERIVED
+from mpiad.linalg.solver_settings import Settings, agree_on, mistake_in, unfit_preconditioner
 from mpiad.primitives import stop
 from mpiad.transport.buffers import conversion
 from mpiad.transport.device_arrays import is_device_array

@@ -3,7 +3,7 @@
 Methods see k systems at once, as rows of arrays of shape (k, n); the user's functions see arrays of the shape of b. What
 is wrong on one rank (an operator that raises, or returns another shape, or NaN) makes that rank's next sum NaN, and so the
 sum on all ranks: they agree on it without a message of its own, and only then say to each other what happened: see
-`transport.failures`.
+`transport.user_failures`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from autograd.tracer import isbox
 
 from mpiad._typing import Function, LocalArray
 from mpiad.errors import ConvergenceError
-from mpiad.linalg.settings import Settings
+from mpiad.linalg.solver_settings import Settings
 from mpiad.linalg.vectors import column, inner, lengths, on_host
 from mpiad.primitives import mpi_allreduce
 from mpiad.transport import channel
 from mpiad.transport.agreement import agreed, raise_together
 from mpiad.transport.device_arrays import arrays_of, is_device_array, named
-from mpiad.transport.failures import DeferredFailures
+from mpiad.transport.user_failures import DeferredFailures
 
 __all__ = ["System", "preconditioned_product", "preconditioned_start"]
 

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import scipy
 
+from mpiad.optimize.evaluated_points import Counts, Point, Points
 from mpiad.optimize.history import History
-from mpiad.optimize.points import Counts, Point, Points
-from mpiad.optimize.variables import Packing
+from mpiad.optimize.packing import Packing
 
 __all__ = ["broken_off", "concluded", "finished", "interrupted", "limited", "outcome_of", "spent", "stopped"]
 

@@ -16,7 +16,7 @@ import scipy
 
 from mpiad.device import to_host
 from mpiad.differentiation import make_vjp
-from mpiad.optimize.variables import Packing
+from mpiad.optimize.packing import Packing
 from mpiad.transport import Channel
 
 __all__ = ["ConstraintSet", "constraints_of"]

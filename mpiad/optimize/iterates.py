@@ -9,13 +9,13 @@ import numpy as np
 import scipy
 
 from mpiad._typing import Function, Tree
+from mpiad.optimize.evaluated_points import Point, Points
 from mpiad.optimize.history import Iterate, Record, Row
-from mpiad.optimize.points import Point, Points
+from mpiad.optimize.packing import Packing
 from mpiad.optimize.progress import Progress
+from mpiad.optimize.root_checkpoint import RootCheckpoint
 from mpiad.optimize.root_driven import Leader
-from mpiad.optimize.root_keeper import RootKeeper
-from mpiad.optimize.variables import Packing
-from mpiad.transport.failures import StageFailures
+from mpiad.transport.user_failures import StageFailures
 
 __all__ = ["Callback", "Iterates", "IteratesOfPoints", "PieceIterates"]
 
@@ -108,7 +108,7 @@ class IteratesOfPoints(Iterates):
     points : Points
     callback : callable or None
     leader : Leader
-    keeper : RootKeeper
+    keeper : RootCheckpoint
         Writes the iterates that are to be kept.
 
     Attributes
@@ -119,7 +119,7 @@ class IteratesOfPoints(Iterates):
         Whether earlier runs have left no evaluation: the point where they came is known then, from the file.
     """
 
-    def __init__(self, points: Points, callback: Function | None, leader: Leader, keeper: RootKeeper):
+    def __init__(self, points: Points, callback: Function | None, leader: Leader, keeper: RootCheckpoint):
         super().__init__(callback, leader)
         self._points, self._keeper, self.done, self.spent = points, keeper, 0, False
         self._resumed = False  # also at the starting point, when it is done with no iteration

@@ -1,8 +1,8 @@
 """`least_squares`: the root drives SciPy's trust region, and the residuals stay on their ranks.
 
-What each file does: `residuals.evaluation` carries out the root's instructions, `residuals.surrogate` makes the small
-problem that SciPy solves in place of the large one, `residuals.trust_region` runs it, `residuals.loss` weighs outliers.
-The rest is that of `minimize`.
+What each file does: `residuals.residual_evaluation` carries out the root's instructions, `residuals.surrogate` makes the
+small problem that SciPy solves in place of the large one, `residuals.trust_region` runs it, `residuals.loss` weighs
+outliers. The rest is that of `minimize`.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import scipy
 
 from mpiad._typing import Comm, Function, Rank, Tree
 from mpiad.optimize.checkpoint import Checkpoint, as_checkpoint
-from mpiad.optimize.evaluation import Program, check_program
+from mpiad.optimize.objective_evaluation import Program, check_program
+from mpiad.optimize.packing import as_variables, require_some, require_tellable
 from mpiad.optimize.progress import Progress
-from mpiad.optimize.residuals.evaluation import ResidualEvaluation
 from mpiad.optimize.residuals.loss import Loss, loss_of
+from mpiad.optimize.residuals.residual_evaluation import ResidualEvaluation
 from mpiad.optimize.residuals.trust_region import Aims, descend
 from mpiad.optimize.root_driven import RootDriven
 from mpiad.optimize.root_start import shared_start
-from mpiad.optimize.variables import as_variables, require_some, require_tellable
 from mpiad.primitives.operation import suspended
 from mpiad.transport import Channel, channel, renew
 from mpiad.transport.agreement import raise_together, require_same
-from mpiad.transport.failures import verdict
 from mpiad.transport.recovery import recoverable
 from mpiad.transport.signals import postponed
+from mpiad.transport.user_failures import verdict
 
 __all__ = ["least_squares"]
 

@@ -1,10 +1,10 @@
 """`minimize`: the root drives one of SciPy's methods, and all ranks evaluate.
 
 Every decision (one more trial, stop, a limit, an error) is taken on the root and told to all, so that no two ranks can
-disagree on whether another evaluation follows. What each file does: `protocol` carries the root's instructions,
-`exchange` brings the vectors that they are about, `evaluation` carries them out, `transport.failures` makes a failure on
-one rank known to all, `points` remembers what is known, `scipy_methods` runs the method, `conclusion` corrects what it
-claims. The method that leaves the variables on their ranks has a room of its own, `sharded`.
+disagree on whether another evaluation follows. What each file does: `root_instructions` carries the root's instructions,
+`root_exchange` brings the vectors that they are about, `objective_evaluation` carries them out, `transport.user_failures`
+makes a failure on one rank known to all, `evaluated_points` remembers what is known, `scipy_methods` runs the method,
+`conclusion` corrects what it claims. The method that leaves the variables on their ranks has a room of its own, `sharded`.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ import scipy
 
 from mpiad._typing import Comm, Function, Rank, Tree
 from mpiad.optimize.checkpoint import Checkpoint, as_checkpoint
-from mpiad.optimize.evaluation import Program, check_program
 from mpiad.optimize.methods import is_sharded, method_named
+from mpiad.optimize.objective_evaluation import Program, check_program
+from mpiad.optimize.packing import as_variables, require_some, require_tellable
 from mpiad.optimize.progress import Progress
 from mpiad.optimize.root_driven import RootDriven
 from mpiad.optimize.root_start import shared_start
 from mpiad.optimize.scipy_methods import Wishes, drive
 from mpiad.optimize.sharded import Piece, Sharded, piece_of
-from mpiad.optimize.variables import as_variables, require_some, require_tellable
 from mpiad.primitives.operation import suspended
 from mpiad.transport import Channel, channel, renew
 from mpiad.transport.agreement import raise_together, require_same
-from mpiad.transport.failures import verdict
 from mpiad.transport.recovery import recoverable
 from mpiad.transport.signals import postponed
+from mpiad.transport.user_failures import verdict
 
 __all__ = ["minimize"]
 

@@ -20,9 +20,9 @@ from mpiad.errors import DeadlockError, WorkerError
 from mpiad.optimize.checkpoint import as_checkpoint
 from mpiad.optimize.methods import is_sharded
 from mpiad.optimize.minimize import minimize
+from mpiad.optimize.packing import require_tellable
 from mpiad.optimize.root_start import as_given, require_roots
 from mpiad.optimize.starts import Start, home_of, result_at, result_on_host, starts_of
-from mpiad.optimize.variables import require_tellable
 from mpiad.transport import Channel, channel
 from mpiad.transport.agreement import raise_together, require_same
 from mpiad.transport.device_arrays import ArrayModule

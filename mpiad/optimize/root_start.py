@@ -16,11 +16,11 @@ from mpiad._typing import Rank, Tree
 from mpiad.differentiation.trees import flatten, named_leaves
 from mpiad.errors import ReplicationError
 from mpiad.optimize.device_leaves import Elsewhere, at_home, described, fetched, fingerprint
-from mpiad.optimize.evaluation import Program
-from mpiad.optimize.variables import as_variables
+from mpiad.optimize.objective_evaluation import Program
+from mpiad.optimize.packing import as_variables
 from mpiad.transport import SUM, Channel
 from mpiad.transport.agreement import agreed, raise_together
-from mpiad.transport.differences import Difference, compare
+from mpiad.transport.copy_differences import Difference, compare
 
 __all__ = ["as_given", "require_roots", "shared_start"]
 

@@ -13,9 +13,9 @@ from mpiad.differentiation.objective import Problem
 from mpiad.differentiation.trace import Variables
 from mpiad.parallel.buckets import BUCKET_BYTES, Plan, Sums, plan_of
 from mpiad.parallel.clipping import clipped
-from mpiad.parallel.gradient import gradient_of_sum
 from mpiad.parallel.parameters import matching, variables_of
 from mpiad.parallel.samples import counted, totals
+from mpiad.parallel.training_gradient import gradient_of_sum
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import suspended
 from mpiad.transport import channel

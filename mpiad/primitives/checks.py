@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mpiad.transport import ANY_SOURCE, ANY_TAG, PROC_NULL, SUM, Channel, Op, Spec
-from mpiad.transport.reductions import defined_for, name_of
+from mpiad.transport.mpi_operations import defined_for, name_of
 
 __all__ = ["axis_of", "lengths_along", "partner_of", "piece_of", "reduction_of", "root_of", "tag_of"]
 

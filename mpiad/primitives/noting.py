@@ -13,7 +13,7 @@ from autograd.tracer import getval
 from mpiad.transport import Envelope, calls
 from mpiad.transport.calls import Arguments, Call, Site
 from mpiad.transport.device_arrays import is_device_array
-from mpiad.transport.reductions import name_of
+from mpiad.transport.mpi_operations import name_of
 
 __all__ = ["apply_to", "noted_methods"]
 

@@ -10,7 +10,7 @@ from mpiad.primitives.catalogue import IRECV, ISEND, WAIT, Receiving
 from mpiad.primitives.operation import communicate
 from mpiad.primitives.request import Request, claim
 from mpiad.transport.messages import Receipt, finish_receive, finish_send
-from mpiad.transport.summations import Summation
+from mpiad.transport.nonblocking_sums import Summation
 
 __all__ = ["mpi_wait", "mpi_waitall"]
 

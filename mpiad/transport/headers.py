@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.transport import in_pieces
+from mpiad.transport import chunked_collectives
 from mpiad.transport.buffers import Spec, copied, outgoing, result
 from mpiad.transport.channels import Channel
 from mpiad.transport.device_arrays import arrays_named, arrays_of
@@ -43,7 +43,7 @@ def bcast_with_header(channel: Channel, x: Array, root: int, call: str) -> Array
     channel.data.Bcast(packet, root)
     spec = _unpacked(packet, call, root, x)
     if packet[_CHUNK] > 0:
-        return in_pieces.bcast_to_here(channel, spec, root, int(packet[_CHUNK]))
+        return chunked_collectives.bcast_to_here(channel, spec, root, int(packet[_CHUNK]))
     way = way_of(spec.arrays)
     if packet[_CHUNK] == _INLINE:
         flat = packet[_SHAPE_WORDS:].view(np.uint8)[: spec.nbytes]
@@ -72,7 +72,7 @@ def _bcast_from_here(channel: Channel, x: Array, root: int, call: str, packet: n
         packet[_CHUNK] = present().chunk
     channel.data.Bcast(packet, root)
     if packet[_CHUNK] > 0:
-        in_pieces.bcast_from_here(channel, array, present().chunk)
+        chunked_collectives.bcast_from_here(channel, array, present().chunk)
     elif not small:
         channel.data.Bcast(way.lent(array), root)
     return copied(array)

@@ -9,7 +9,7 @@ from mpi4py import MPI
 
 from mpiad._typing import Array
 from mpiad.errors import MessageMismatch
-from mpiad.transport import shipments
+from mpiad.transport import device_messages
 from mpiad.transport.buffers import Spec
 from mpiad.transport.envelopes import Envelope
 from mpiad.transport.staging import HOST, Way, way_of
@@ -34,7 +34,7 @@ def _started(array: Array, envelope: Envelope) -> tuple[Any, Any]:
     """Start to send; return MPI's request, and what must live as long."""
     if type(array) is np.ndarray:
         return envelope.comm.Isend(array, envelope.peer, envelope.mpi_tag), array
-    return shipments.ship(array, envelope)
+    return device_messages.ship(array, envelope)
 
 
 def send(array: Array, envelope: Envelope) -> None:
@@ -134,9 +134,9 @@ def _refused(message: Any, dropped: np.ndarray, buffer: Any, spec: Spec, envelop
 
 def _drop_pieces(buffer: Any, got: int, spec: Spec, envelope: Envelope) -> None:
     """Receive and drop what a message announces that isn't wanted: nobody else will."""
-    announced = shipments.read_announcement(buffer, got, spec)
+    announced = device_messages.read_announcement(buffer, got, spec)
     if announced is not None:
-        shipments.discard(*announced, envelope)
+        device_messages.discard(*announced, envelope)
 
 
 def swap(array: Array, there: Envelope, spec: Spec, back: Envelope, call: str) -> Any:
@@ -185,14 +185,14 @@ def _await(receipt: Receipt, status: Any, call: str) -> None:
 
 def _in_pieces(buffer: Any, got: int, spec: Spec, envelope: Envelope, room: Any, call: str) -> Any:
     """Receive what a message of another size announces; a ValueError where that isn't the array that is expected."""
-    announced = shipments.read_announcement(buffer, got, spec)
+    announced = device_messages.read_announcement(buffer, got, spec)
     if announced is None:
         raise ValueError(_mismatch(spec, f"{got} bytes", envelope, call))
     total, chunk = announced
     if total != spec.nbytes:
-        shipments.discard(total, chunk, envelope)
+        device_messages.discard(total, chunk, envelope)
         raise ValueError(_mismatch(spec, f"{total} bytes", envelope, call))
-    return shipments.collect(spec, envelope, chunk, room)
+    return device_messages.collect(spec, envelope, chunk, room)
 
 
 def _mismatch(spec: Spec, got: str, envelope: Envelope, call: str) -> str:

@@ -19,8 +19,8 @@ from mpi4py import MPI
 
 from mpiad.errors import ReplicationError
 from mpiad.transport.channels import Channel
+from mpiad.transport.copy_differences import Difference, bits_of, compare, greatest
 from mpiad.transport.device_arrays import arrays_of
-from mpiad.transport.differences import Difference, bits_of, compare, greatest
 
 __all__ = ["require_replicated"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mpiad._typing import Comm, LocalArray, Rank
-from mpiad.domain.memory import copy_of, empty_beside
+from mpiad.domain.allocation import copy_of, empty_beside
 from mpiad.linalg.multigrid.spread import Box, Spread
 from mpiad.primitives import mpi_irecv, mpi_send, mpi_wait
 from mpiad.primitives.operation import suspended

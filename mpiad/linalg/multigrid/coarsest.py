@@ -16,7 +16,7 @@ from scipy.sparse.linalg import splu
 
 from mpiad._typing import LocalArray, Shape
 from mpiad.linalg.host_and_device import through_host
-from mpiad.linalg.multigrid.stencil import offsets
+from mpiad.linalg.multigrid.level_stencil import offsets
 from mpiad.transport.device_arrays import ArrayModule
 
 __all__ = ["Coarsest"]

@@ -11,7 +11,7 @@ from mpiad._typing import LocalArray
 from mpiad.device.constants import Constants
 from mpiad.domain import Domain
 from mpiad.linalg.host_and_device import require_together
-from mpiad.linalg.multigrid.sides import sides_of
+from mpiad.linalg.multigrid.grid_sides import sides_of
 from mpiad.primitives import stop
 from mpiad.transport import channel
 from mpiad.transport.agreement import raise_together, require_same

@@ -10,7 +10,7 @@ from autograd.tracer import getval, isbox
 from mpiad._typing import LocalArray
 from mpiad.domain import Domain
 from mpiad.linalg.host_and_device import plain_values, require_together
-from mpiad.linalg.multigrid.sides import Sides
+from mpiad.linalg.multigrid.grid_sides import Sides
 from mpiad.transport import MAX, Channel
 from mpiad.transport.agreement import agreed, raise_together
 from mpiad.transport.collectives import allreduce

@@ -11,18 +11,18 @@ from autograd.tracer import isbox
 from mpiad._typing import LocalArray
 from mpiad.device.constants import Constants
 from mpiad.domain import Domain
-from mpiad.domain.memory import empty_beside, is_array
+from mpiad.domain.allocation import empty_beside, is_array
 from mpiad.domain.partition import Partition
 from mpiad.linalg.host_and_device import require_together
-from mpiad.linalg.multigrid.conjugate import Tolerance, conjugate
+from mpiad.linalg.multigrid.colour_layout import Layout
 from mpiad.linalg.multigrid.elliptic import Elliptic
 from mpiad.linalg.multigrid.hierarchy import Plan, hierarchy
-from mpiad.linalg.multigrid.layout import Layout
 from mpiad.linalg.multigrid.level import Level
+from mpiad.linalg.multigrid.level_stencil import Stencil
 from mpiad.linalg.multigrid.medium import coefficients, has_constants, jumps
+from mpiad.linalg.multigrid.multigrid_cg import Tolerance, conjugate
 from mpiad.linalg.multigrid.spread import spread_of
-from mpiad.linalg.multigrid.stencil import Stencil
-from mpiad.linalg.settings import Settings, agree_on, mistake_in
+from mpiad.linalg.solver_settings import Settings, agree_on, mistake_in
 from mpiad.linalg.vectors import on_host
 from mpiad.primitives import stop
 from mpiad.primitives.operation import suspended

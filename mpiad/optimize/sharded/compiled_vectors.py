@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from mpiad.compiling.cache import kernel_of
-from mpiad.optimize.bounds import Box
+from mpiad.optimize.box_constraints import Box
 from mpiad.optimize.sharded.host_vectors import LENGTH, PADDING, HostVectors, Parts
 
 __all__ = ["CompiledVectors", "host_vectors"]

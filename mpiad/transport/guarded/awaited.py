@@ -6,8 +6,8 @@ from typing import Any
 
 from mpi4py import MPI
 
+from mpiad.transport.guarded.departed_ranks import Departure
 from mpiad.transport.guarded.descriptions import Description, caller, shown_arguments, where
-from mpiad.transport.guarded.leaving import Departure
 
 __all__ = ["Gathering", "Letter"]
 

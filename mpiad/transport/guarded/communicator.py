@@ -16,13 +16,13 @@ import numpy as np
 from mpi4py import MPI
 
 from mpiad._typing import Comm
-from mpiad.transport.guarded import settings
-from mpiad.transport.guarded.agreement import Agreement, lane_of
+from mpiad.transport.guarded import watch_settings
 from mpiad.transport.guarded.awaited import Gathering, Letter
+from mpiad.transport.guarded.call_agreement import Agreement, lane_of
 from mpiad.transport.guarded.descriptions import describe, fingerprint
 from mpiad.transport.guarded.mismatch import raise_mismatch
 from mpiad.transport.guarded.requests import GuardedRequest, keep_for_ever
-from mpiad.transport.guarded.waits import poll
+from mpiad.transport.guarded.timed_waits import poll
 
 __all__ = ["Guarded", "counts"]
 
@@ -103,7 +103,7 @@ class Guarded:
             return
         agreement: Agreement = self.agreement  # type: ignore[assignment]
         array = array if hasattr(array, "dtype") else None
-        said = (self.label, step, array, op, root, settings.present().call_sites)
+        said = (self.label, step, array, op, root, watch_settings.present().call_sites)
         lane = lane_of(self.number)
 
         def make() -> Gathering:
@@ -157,7 +157,7 @@ class Guarded:
     Gatherv = _collective("Gatherv", lambda send, recv, root=0: (None, None, root))
     Scatterv = _collective("Scatterv", lambda send, recv, root=0: (None, None, root))
     Barrier = _collective("Barrier", lambda: (None, None, None))
-    # Started ones are counted when they start, and compared at their wait (see `reductions`).
+    # Started ones are counted when they start, and compared at their wait (see `guarded_reductions`).
     Iallgather = _nonblocking("Iallgather")
     Iallreduce = _nonblocking("Iallreduce")
     Ibcast = _nonblocking("Ibcast")

@@ -14,7 +14,7 @@ import numpy as np
 
 from mpiad.transport import calls
 from mpiad.transport.calls import Call, Site
-from mpiad.transport.reductions import name_of
+from mpiad.transport.mpi_operations import name_of
 
 __all__ = ["Description", "caller", "describe", "fingerprint", "shown_arguments", "where"]
 

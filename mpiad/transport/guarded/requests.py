@@ -7,7 +7,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from mpiad.transport.guarded.waits import Awaited, poll
+from mpiad.transport.guarded.timed_waits import Awaited, poll
 
 __all__ = ["GuardedRequest", "keep_for_ever"]
 
