@@ -9,8 +9,8 @@ A `LoneFailure` ends it after some time. A thread measures that, which there is 
 A `FailureDetector` finds out whether ranks wait in a communication for one that has failed. A rank that waits can't look
 around, so each has a second thread, which wakes up five times a second. Once a failed rank has told it, it tells that
 rank whenever its main thread begins to wait, moves on, or arrives at the agreement. When some wait and none moves, nobody
-ever will. A call of the user's own, into a compiled solver or another program, may be long, or may be a communication by bare
-mpi4py: from outside they look alike. So it counts as waiting only after minutes, or after `MPIAD_TIMEOUT`.
+ever will. A call of the user's own, into a compiled solver or another program, may be long, or may be a communication by
+bare mpi4py: from outside they look alike. So it counts as waiting only after minutes, or after `MPIAD_TIMEOUT`.
 """
 
 from __future__ import annotations
