@@ -30,6 +30,6 @@ def copy_of(u: Array) -> Any:
     return np.array(u) if arrays is None else arrays.copy(u)
 
 
-def is_array(x: Any) -> bool:
+def is_array(x: Array) -> bool:
     """Tell whether an untraced value is an array, on the host or on a device."""
     return isinstance(x, np.ndarray) or is_device_array(x)

@@ -29,7 +29,7 @@ class Lattice(NamedTuple):
 
 
 def lattice_of(
-    shape: Shape, periodic: tuple[bool, ...], spacing: Any, origin: Any, extent: Any, centred: bool
+    shape: Shape, periodic: tuple[bool, ...], spacing: object, origin: object, extent: Any, centred: bool
 ) -> Lattice:
     """Return where cells lie, from the arguments of `Domain.coordinates`.
 

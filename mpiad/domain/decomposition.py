@@ -7,7 +7,7 @@ from typing import Any
 
 from autograd.tracer import getval
 
-from mpiad._typing import Comm, Shape
+from mpiad._typing import Array, Comm, Shape
 from mpiad.domain.allocation import is_array
 from mpiad.domain.boundary import Sides
 from mpiad.domain.domain_arguments import layout
@@ -45,7 +45,7 @@ class Decomposition:
     def __repr__(self) -> str:
         return f"Domain({self.shape}, halo={self.halo}, periodic={self.periodic}, dims={self.dims})"
 
-    def _checked(self, u: Any, shape: Shape, call: str) -> Any:
+    def _checked(self, u: Array, shape: Shape, call: str) -> Any:
         found = getval(u)
         if not is_array(found):
             raise TypeError(f"{call}: expected an array of shape (..., {listed(shape)}), but got {type(found).__name__}.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from mpiad._typing import Shape
 from mpiad.domain.partition import Partition, choose_dims
@@ -14,8 +14,13 @@ from mpiad.transport.agreement import raise_together, require_same
 
 __all__ = ["layout", "per_dimension"]
 
+PerDimension: TypeAlias = "int | Sequence[int]"
+"""A number for all dimensions, or one for each."""
 
-def layout(channel: Channel, shape: Any, halo: Any, periodic: Any, dims: Any) -> tuple[Partition, tuple[int, ...]]:
+
+def layout(
+    channel: Channel, shape: PerDimension, halo: PerDimension, periodic: bool | Sequence[bool], dims: PerDimension | None
+) -> tuple[Partition, tuple[int, ...]]:
     """Return the partition and the halo's width along each dimension.
 
     Parameters
@@ -44,7 +49,9 @@ def layout(channel: Channel, shape: Any, halo: Any, periodic: Any, dims: Any) ->
     return made  # type: ignore[return-value]
 
 
-def _made(size: int, shape: Any, halo: Any, periodic: Any, dims: Any) -> tuple[Partition, tuple[int, ...]]:
+def _made(
+    size: int, shape: PerDimension, halo: PerDimension, periodic: bool | Sequence[bool], dims: PerDimension | None
+) -> tuple[Partition, tuple[int, ...]]:
     cells = _shape(shape)
     ndim = len(cells)
     widths = tuple(_integers(per_dimension(halo, ndim, "halo"), "halo", 0))
@@ -53,7 +60,7 @@ def _made(size: int, shape: Any, halo: Any, periodic: Any, dims: Any) -> tuple[P
     return Partition(cells, ranks, wraps), widths
 
 
-def _shape(shape: Any) -> Shape:
+def _shape(shape: int | Sequence[int]) -> Shape:
     cells = tuple(_integers(shape if isinstance(shape, Sequence) else [shape], "shape", 1))
     if not 1 <= len(cells) <= 3:
         raise ValueError(f"Domain: shape must have 1, 2 or 3 dimensions, but got {shape!r}.")
@@ -96,7 +103,7 @@ def _chosen(size: int, cells: Shape, widths: tuple[int, ...], wraps: tuple[bool,
 
 
 def _given(
-    size: int, cells: Shape, widths: tuple[int, ...], wraps: tuple[bool, ...], dims: Any
+    size: int, cells: Shape, widths: tuple[int, ...], wraps: tuple[bool, ...], dims: int | Sequence[int] | None
 ) -> tuple[int, ...]:
     ranks = tuple(_integers(per_dimension(dims, len(cells), "dims"), "dims", 1))
     if math.prod(ranks) != size:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mpiad._typing import LocalArray
+from mpiad._typing import Array, LocalArray
 from mpiad.device.assembly import concatenate
 from mpiad.domain.boundary import Boundary, Sides, check_values, shifted, sides_of
 from mpiad.domain.decomposition import Decomposition
@@ -132,7 +132,7 @@ class Exchanging(Decomposition):
         padded = end_fill(begun)
         return begun.finish(padded)
 
-    def _prepared(self, u: Any, boundary: Boundary, corners: bool, call: str) -> tuple[Any, Sides, Finish]:
+    def _prepared(self, u: Array, boundary: Boundary, corners: bool, call: str) -> tuple[Any, Sides, Finish]:
         """Return one array to exchange, with what beyond its sides, and how to make the result of its padded form."""
         # A traced value must stay on the tape, but the exchange is one node of u alone.
         value, sides = shifted(sides_of(boundary, len(self.shape), call), call)
@@ -147,7 +147,7 @@ class Exchanging(Decomposition):
             return u, sides, finish
         return u - value, sides, lambda padded: finish(padded + value)
 
-    def _field(self, u: Any, call: str) -> LocalArray:
+    def _field(self, u: Array, call: str) -> LocalArray:
         return self._checked(u, self.local_shape, call)
 
     def _joined(self, fields: Sequence[LocalArray], call: str) -> tuple[LocalArray | None, Finish]:

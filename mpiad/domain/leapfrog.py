@@ -12,7 +12,6 @@ traces it is computed again, as part of them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import autograd.numpy as anp
 import numpy as np
@@ -85,7 +84,8 @@ def _sums(u: LocalArray, stencil: StencilSums, kept: list | None) -> LocalArray:
 
 
 def _advance_tangent(
-    gs: list, ans: LocalArray, u: LocalArray, before: LocalArray, factor: LocalArray, stencil: StencilSums, kept: Any
+    gs: list, ans: LocalArray, u: LocalArray, before: LocalArray, factor: LocalArray, stencil: StencilSums,
+    kept: list | None,
 ) -> LocalArray:
     du, dbefore = tangent_of(u, gs[0]), tangent_of(before, gs[1])
     moved = advance(du, dbefore, factor, stencil=stencil.homogeneous, kept=None)

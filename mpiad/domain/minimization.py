@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from os import PathLike
-from typing import Any
 
 import scipy
 
@@ -34,7 +34,7 @@ class Minimization(Decomposition):
         *,
         method: str = "L-BFGS-sharded",
         jac: Function | bool | None = None,
-        bounds: Any = None,
+        bounds: Sequence | scipy.optimize.Bounds | None = None,
         tol: float | None = None,
         options: dict | None = None,
         callback: Function | None = None,

@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 from weakref import ref
 
-from mpiad._typing import LocalArray
+from mpiad._typing import Array, LocalArray
 from mpiad.domain.allocation import copy_of, empty_beside
 from mpiad.domain.boundary import Sides, homogeneous
 from mpiad.domain.halo import Halo, fill_beyond, fold_beyond
@@ -184,7 +184,7 @@ def _finish(x: None, begun: Begun) -> LocalArray:
     return values
 
 
-def _adjoint_of_begin(ans: Begun, x: Any, exchange: Exchange, level: int) -> Any:
+def _adjoint_of_begin(ans: Begun, x: Array, exchange: Exchange, level: int) -> Any:
     """Return the end of the transposed exchange, which the adjoint of the end has started."""
     cell = ans.cell(level)
 
@@ -195,22 +195,22 @@ def _adjoint_of_begin(ans: Begun, x: Any, exchange: Exchange, level: int) -> Any
     return vjp
 
 
-def _adjoint_of_end(ans: Any, x: None, begun: Begun, level: int) -> Any:
+def _adjoint_of_end(ans: Array, x: None, begun: Begun, level: int) -> Any:
     """Return the start of the transposed exchange."""
     cell, transposed = begun.cell(level), begun.exchange.transposed()
 
-    def vjp(g: Any) -> None:
+    def vjp(g: Array) -> None:
         cell.request = communicate(_BEGIN_OPERATION, g, transposed)
 
     return vjp
 
 
-def _tangent_of_begin(dx: Any, ans: Begun, x: Any, exchange: Exchange, level: int) -> None:
+def _tangent_of_begin(dx: Array, ans: Begun, x: Array, exchange: Exchange, level: int) -> None:
     along = exchange._replace(sides=homogeneous(exchange.sides))
     ans.cell(level).request = communicate(_BEGIN_OPERATION, dx, along)
 
 
-def _tangent_of_end(dx: None, ans: Any, x: None, begun: Begun, level: int) -> Any:
+def _tangent_of_end(dx: None, ans: Array, x: None, begun: Begun, level: int) -> Any:
     cell = begun.cell(level)
     pending, cell.request = cell.request, None
     return communicate(_END_OPERATION, None, pending)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import autograd.numpy as anp
 import numpy as np
@@ -194,7 +193,7 @@ class Placement(Decomposition):
         _require_inside(places, room, f"{call}: place {{}} isn't in a block of {{}} cells")
         return self._in_grid(places + np.array([cells.start for cells in self.owned]) - widths, call)
 
-    def _index_array(self, index: Any, call: str) -> np.ndarray:
+    def _index_array(self, index: object, call: str) -> np.ndarray:
         found = np.asarray(index)
         if found.dtype.kind not in "iu":
             raise TypeError(f"{call}: expected integers, but got {type(index).__name__} of dtype {found.dtype}.")
@@ -205,7 +204,7 @@ class Placement(Decomposition):
             )
         return found.astype(np.intp)
 
-    def _in_grid(self, index: Any, call: str) -> np.ndarray:
+    def _in_grid(self, index: object, call: str) -> np.ndarray:
         cells, room = self._index_array(index, call), np.array(self.shape)
         wrapped = np.where(np.array(self.periodic), cells % room, cells)
         _require_inside(wrapped, room, f"{call}: cell {{}} isn't in a grid of {{}} cells")

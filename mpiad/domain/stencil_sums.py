@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mpiad._typing import LocalArray, Shape
+from mpiad._typing import Array, LocalArray, Shape
 from mpiad.domain.allocation import empty_beside, zeros_beside
 from mpiad.domain.boundary import Sides, homogeneous
 from mpiad.domain.halo import Halo, fill_beyond, fold_beyond
@@ -81,7 +81,7 @@ class StencilSums:
         # Halo cells are added up before they have come, and the sums dropped: NumPy must not warn of them.
         return zeros_beside(u, shape)
 
-    def give_back(self, room: Any) -> None:
+    def give_back(self, room: Array) -> None:
         """Keep an array for the next call."""
         self._rooms = [room]
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from mpiad._typing import LocalArray
+from mpiad._typing import Array, LocalArray
 from mpiad.transport.device_arrays import arrays_of, is_device_array, named
 
 __all__ = ["plain_values", "require_floats", "require_host", "require_together", "through_host"]
 
 
-def require_floats(call: str, value: Any, length: int) -> None:
+def require_floats(call: str, value: Array, length: int) -> None:
     """Raise a TypeError where a plain value isn't an array of floats; `length` is that of its last axis."""
     known = isinstance(value, np.ndarray) or is_device_array(value)
     if not known or value.dtype.kind not in "fc":
@@ -39,7 +39,7 @@ def require_together(call: str, **values: Any) -> None:
             )
 
 
-def _shown(value: Any) -> str:
+def _shown(value: Array) -> str:
     return named(value) if is_device_array(value) else f"{type(value).__name__} on the host"
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import scipy.sparse
 from autograd.tracer import getval
 
-from mpiad._typing import Comm, Function, LocalArray, Rank
+from mpiad._typing import Array, Comm, Function, LocalArray, Rank
 from mpiad.device.assembly import concatenate
 from mpiad.device.constants import Constants
 from mpiad.domain import Domain
@@ -66,7 +66,7 @@ class MatrixRowBlock:
     All ranks of `comm` call it, and all methods but `with_values` and `repr`.
     """
 
-    def __init__(self, rows: Any, *, columns: int | None = None, comm: Comm = None):
+    def __init__(self, rows: object, *, columns: int | None = None, comm: Comm = None):
         used = channel(comm, "MatrixRowBlock")
         matrix, own, offsets, starts = local_rows(used, rows, columns)
         self.comm, self._channel = comm, used
@@ -273,7 +273,9 @@ class MatrixRowBlock:
         """
         return self._solve(self.operator(), b, method, preconditioner, settings)
 
-    def _solve(self, matvec: ProductWith, b: LocalArray, method: str, preconditioner: Any, settings: dict) -> LocalArray:
+    def _solve(
+        self, matvec: ProductWith, b: LocalArray, method: str, preconditioner: Function | None, settings: dict
+    ) -> LocalArray:
         self._require_square("solve")
         error = None
         try:
@@ -311,7 +313,7 @@ class MatrixRowBlock:
                 "{}, and rank {} has {} rows and {} columns.".format(self.shape, self._channel.rank, *self.local_shape)
             )
 
-    def _checked(self, x: Any, axis: int, call: str) -> Any:
+    def _checked(self, x: Array, axis: int, call: str) -> Any:
         found, length = getval(x), self.local_shape[axis]
         if type(found) is not np.ndarray or found.dtype.kind not in "fc":
             require_floats(f"MatrixRowBlock.{call}", found, length)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpiad._typing import Comm
+from mpiad._typing import Comm, Function
 from mpiad.transport import MAX, channel
 from mpiad.transport.agreement import raise_first, require_same
 
@@ -65,7 +65,7 @@ class Settings(NamedTuple):
     preconditioned: bool = False
 
 
-def agree_on(settings: Settings, error: Exception | None, preconditioner: Any = None) -> Settings:
+def agree_on(settings: Settings, error: Exception | None, preconditioner: Function | None = None) -> Settings:
     """Return the settings with what other ranks' functions say of them; one reduction.
 
     Raises
@@ -101,7 +101,7 @@ def mistake_in(s: Settings, methods: Any, ndim: int) -> Exception | None:
     return _wrong_tolerance(s) or _wrong_number(s, ndim)
 
 
-def unfit_preconditioner(functions: Any, b: Any) -> Exception | None:
+def unfit_preconditioner(functions: Any, b: object) -> Exception | None:
     """Return why a preconditioner isn't made for blocks like `b`; None where each is, or is the user's own function.
 
     Found out here and not when it is called: where it fits on some ranks, those would wait in it for the others.

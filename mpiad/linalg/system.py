@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import numpy as np
 from autograd.tracer import isbox
 
-from mpiad._typing import Function, LocalArray
+from mpiad._typing import Array, Function, LocalArray
 from mpiad.errors import ConvergenceError
 from mpiad.linalg.solver_settings import Settings
 from mpiad.linalg.vectors import column, inner, lengths, on_host
@@ -106,7 +106,7 @@ class System:
         again = (lambda: self.block(self.full(0.0))) if known is None else (lambda: known)
         return self._checked(self.failures.attempt(name, fun, rows.reshape(self._shape), again=again), name)
 
-    def _checked(self, out: Any, name: str) -> LocalArray:
+    def _checked(self, out: Array, name: str) -> LocalArray:
         if self._home is not None and arrays_of(out) == self._home:
             return self._checked_on_device(out, name)
         # A real product may stand for a complex one, but not the other way round: it would lose a part.
@@ -118,7 +118,7 @@ class System:
             self.failures.note(_problem_with(out, name, self._shape, self.dtype, call, there))
         return self.full(np.nan)
 
-    def _checked_on_device(self, out: Any, name: str) -> LocalArray:
+    def _checked_on_device(self, out: Array, name: str) -> LocalArray:
         if out.shape == self._shape and (out.dtype.kind == "f" or out.dtype.kind == self.dtype.kind == "c"):
             return self._home.contiguous(out.astype(self.dtype, copy=False)).reshape(self.count, self.length)
         if self.failures.error is None:
@@ -233,7 +233,7 @@ class System:
 
 
 def _problem_with(
-    out: Any, name: str, shape: tuple[int, ...], dtype: np.dtype, call: str, there: bool
+    out: Array, name: str, shape: tuple[int, ...], dtype: np.dtype, call: str, there: bool
 ) -> Exception:
     if isbox(out):
         return TypeError(

@@ -7,10 +7,10 @@ outliers. The rest is that of `minimize`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from os import PathLike
-from typing import Any
 
 import numpy as np
 import scipy
@@ -45,12 +45,12 @@ def least_squares(
     x0: Tree = None,
     *,
     jac: Function | None = None,
-    bounds: Any = (-np.inf, np.inf),
+    bounds: Sequence | scipy.optimize.Bounds = (-np.inf, np.inf),
     method: str = "trf",
     ftol: float | None = 1e-8,
     xtol: float | None = 1e-8,
     gtol: float | None = 1e-8,
-    x_scale: Any = 1.0,
+    x_scale: float | str | np.ndarray = 1.0,
     loss: str | Function = "linear",
     f_scale: float = 1.0,
     max_nfev: int | None = None,
@@ -157,7 +157,7 @@ def least_squares(
 
 
 def _agree_on_arguments(
-    used: Channel, program: Program, x0: Tree, shared: tuple, checkpoint: Any
+    used: Channel, program: Program, x0: Tree, shared: tuple, checkpoint: object
 ) -> tuple[Tree, Loss | None, Checkpoint | None]:
     """Check the arguments on all ranks; return the root's x0 as a nest of variables, the loss and the checkpoint."""
     wrong, start, weigh, kept = None, None, None, None

@@ -9,10 +9,10 @@ makes a failure on one rank known to all, `evaluated_points` remembers what is k
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from os import PathLike
-from typing import Any
 
 import numpy as np
 import scipy
@@ -45,8 +45,8 @@ def minimize(
     method: str = "L-BFGS",
     jac: Function | bool | None = None,
     hessp: Function | None = None,
-    bounds: Any = None,
-    constraints: Any = (),
+    bounds: Sequence | scipy.optimize.Bounds | None = None,
+    constraints: Sequence | dict | scipy.optimize.LinearConstraint | scipy.optimize.NonlinearConstraint = (),
     root: Rank = 0,
     comm: Comm = None,
     tol: float | None = None,
@@ -167,7 +167,7 @@ def minimize(
 
 
 def _agree_on_arguments(
-    used: Channel, program: Program, method: Any, x0: Tree, wishes: Wishes
+    used: Channel, program: Program, method: object, x0: Tree, wishes: Wishes
 ) -> tuple[Tree | Piece, Wishes]:
     """Check the arguments on all ranks; return the root's x0 as a nest of variables, or this rank's own piece."""
     wrong, start, settings = None, None, ""
@@ -203,6 +203,6 @@ def _agree_on_arguments(
     return shared_start(used, program, start, x0), wishes
 
 
-def _check_callback(callback: Any) -> None:
+def _check_callback(callback: object) -> None:
     if callback is not None and not callable(callback):
         raise TypeError(f"minimize: callback must be callable, but got {type(callback).__name__} {callback!r:.60}.")

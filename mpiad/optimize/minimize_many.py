@@ -143,7 +143,7 @@ def _agree_on_arguments(
     return points, home
 
 
-def _leaves_of(starts: Any) -> list[tuple[str, Any]]:
+def _leaves_of(starts: Tree) -> list[tuple[str, Any]]:
     try:
         starts = [as_given(start.nest) for start in starts_of(starts)]
     except Exception:  # noqa: BLE001, S110 - it is no sequence, and the root's is: that is what differs
@@ -191,7 +191,7 @@ def _minima(
     return found
 
 
-def _on(group: Comm, function: Any) -> Any:
+def _on(group: Comm, function: Function | None) -> Any:
     """Return a function of the user's with the group's communicator put in, where it has a place for it."""
     if not callable(function) or not _has_place(function):
         return function

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from autograd.tracer import Box
 
-from mpiad._typing import Function, Rank, Tree
+from mpiad._typing import Function, Rank, Scalar, Tree
 from mpiad.device import to_host
 from mpiad.differentiation import hvp
 from mpiad.differentiation.gradient import gradients_of_term
@@ -152,7 +152,7 @@ class Evaluation:
             raise WrongValueError(f"minimize: with jac=True fun must return (value, gradient), but got {out!r:.60}.")
         return self._checked(out[0]), self._weighted(out[1], "fun")
 
-    def _checked(self, value: Any) -> Any:
+    def _checked(self, value: Scalar) -> Any:
         problem = problem_with(value, self._weight, "minimize")
         if problem is not None:
             raise WrongValueError(problem.text)
@@ -169,7 +169,7 @@ class Evaluation:
         # Not in place: it may be the user's own array.
         return self._sums.hand_in(packed if self._gradient_weight == 1.0 else packed * self._gradient_weight)
 
-    def _term(self, value: Any) -> float:
+    def _term(self, value: Scalar) -> float:
         """Return what a rank's own number adds to the objective."""
         if self._weight == 0.0:
             return 0.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from autograd.tracer import Box
@@ -24,7 +23,7 @@ _NUMBERS = (int, float, np.integer, np.floating)
 _LARGE = 1 << 20  # bytes; smaller arrays come from the heap, without page faults
 
 
-def as_variables(x0: Any, call: str = "minimize") -> Tree:
+def as_variables(x0: Tree, call: str = "minimize") -> Tree:
     """Return x0 as the nest that the function will get.
 
     A plain list of numbers becomes an array, and integers become doubles, as in SciPy; other nests stay as they are.
@@ -69,7 +68,7 @@ def require_tellable(nest: Tree, call: str, said: str = "x0 is") -> None:
         ) from error
 
 
-def _is_number(x: Any) -> bool:
+def _is_number(x: Array) -> bool:
     return isinstance(x, _NUMBERS) and not isinstance(x, bool)
 
 
@@ -234,7 +233,7 @@ class DevicePacking(Packing):
         """Return the nest of a vector that the solve goes on working with, in new memory."""
         return self.unpack(vector)
 
-    def _packed(self, tree: Tree, view: Callable[[Array], Array], into: Any = None) -> Array:
+    def _packed(self, tree: Tree, view: Callable[[Array], Array], into: object = None) -> Array:
         leaves = flatten(tree)[0]
         if len(leaves) != len(self._leaves):
             raise TypeError(f"minimize: expected a nest of {len(self._leaves)} arrays like x0, but got {len(leaves)}.")

@@ -62,7 +62,7 @@ class Instructions:
             self._exchange.receive(*([vector] if direction is None else [vector, direction]))
         return kind, vector, direction
 
-    def share_outcome(self, outcome: Any = None, cause: BaseException | None = None) -> Any:
+    def share_outcome(self, outcome: object = None, cause: BaseException | None = None) -> Any:
         """Return the root's outcome on all ranks; raise it where it is a refusal, on the root from its `cause`."""
         outcome = self.comm.bcast(outcome, self.root)
         if isinstance(outcome, Refusal):

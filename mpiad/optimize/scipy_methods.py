@@ -96,7 +96,7 @@ def _run_out(value: Callable, start: np.ndarray, jac: Callable, **others: Any) -
     raise IterationsDone
 
 
-def _constraints(method: Method, given: Any, leader: Leader) -> ConstraintSet | None:
+def _constraints(method: Method, given: object, leader: Leader) -> ConstraintSet | None:
     if given is None or (isinstance(given, (list, tuple)) and not given):
         return None
     if not method.constrained:

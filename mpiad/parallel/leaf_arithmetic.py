@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from mpiad._typing import Array
 from mpiad.differentiation.trees import is_variable
 from mpiad.primitives.cotangents import spec_like
 
@@ -60,7 +61,7 @@ def in_blocks(formula: Formula, columns: Sequence[Sequence[Any]], results: Seque
     return out
 
 
-def _kind(leaf: Any) -> Any:
+def _kind(leaf: Array) -> Any:
     """Return the dtype of a number, and of an array on a device also where that is."""
     _, dtype, arrays = spec_like(leaf)
     return dtype if arrays is None else (dtype, arrays)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from autograd.tracer import getval
 
-from mpiad._typing import Comm, Function, Tree
+from mpiad._typing import Array, Comm, Function, Tree
 from mpiad.device import to_host
 from mpiad.differentiation.backward import run_backward
 from mpiad.differentiation.objective import problem_with
@@ -122,7 +122,7 @@ def gradient_of_sum(
     places = variables.places
     leaves = [np.float64(leaf) if type(leaf) is float else leaf for leaf in variables.leaves]
 
-    def handed(variable: int, g: Any) -> None:
+    def handed(variable: int, g: Array) -> None:
         leaf = leaves[places[variable]]
         if type(g) is np.ndarray and type(leaf) is np.ndarray and g.dtype == leaf.dtype and g.shape == leaf.shape:
             ready(variable, g)  # as most are

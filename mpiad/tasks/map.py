@@ -97,7 +97,7 @@ def mpi_map(
     return outcome.results
 
 
-def _agreed_items(group: WorkerGroup, used: Channel, fun: Any, items: Any, settings: tuple) -> Iterator[Any]:
+def _agreed_items(group: WorkerGroup, used: Channel, fun: object, items: Any, settings: tuple) -> Iterator[Any]:
     """Check the arguments on all ranks; return the root's items."""
     wrong, given = None, iter(())
     try:
@@ -119,7 +119,7 @@ def _agreed_items(group: WorkerGroup, used: Channel, fun: Any, items: Any, setti
     return given
 
 
-def _checked(used: Channel, fun: Any, items: Any, settings: tuple) -> Iterator[Any]:
+def _checked(used: Channel, fun: object, items: Iterable, settings: tuple) -> Iterator[Any]:
     root, _, _, batch = settings
     root_of(root, used, "mpi_map")
     if not callable(fun):

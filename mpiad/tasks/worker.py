@@ -73,7 +73,7 @@ def _packed(ended: Ended, rank: Rank) -> PackedObject:
         return PackedObject.of(ended._replace(results=results))
 
 
-def _sendable(result: Any, rank: Rank) -> Any:
+def _sendable(result: object, rank: Rank) -> Any:
     try:
         PackedObject.of(result, lent=True)
     except Exception as error:  # noqa: BLE001 - as above

@@ -5,8 +5,6 @@ A rank whose array lies on the host makes the same calls on parts of it, so the 
 
 from __future__ import annotations
 
-from typing import Any
-
 from mpi4py import MPI
 
 from mpiad._typing import Array, Comm, Op
@@ -22,7 +20,7 @@ __all__ = [
 ]
 
 
-def _cut(array: Any, chunk: int | None = None) -> list[Ranges]:
+def _cut(array: Array, chunk: int | None = None) -> list[Ranges]:
     return of_whole(array.nbytes // array.dtype.itemsize, array.dtype.itemsize, chunk)
 
 

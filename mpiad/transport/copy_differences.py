@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+
+from mpiad._typing import Array
 
 __all__ = ["Difference", "bits_of", "compare", "greatest"]
 
@@ -39,7 +41,7 @@ class Difference(NamedTuple):
         return self.text
 
 
-def compare(path: str, kind: str, mine: Any, theirs: Any, reference: int, others: int) -> Difference:
+def compare(path: str, kind: str, mine: Array, theirs: Array, reference: int, others: int) -> Difference:
     """Compare what differs in its bits.
 
     Parameters
@@ -96,7 +98,7 @@ def _places(mine: np.ndarray, theirs: np.ndarray) -> np.ndarray:
     return np.flatnonzero((bits_of(mine) != bits_of(theirs)).any(axis=1))
 
 
-def _of_integers(mine: Any, theirs: Any) -> tuple[float, float]:
+def _of_integers(mine: Array, theirs: Array) -> tuple[float, float]:
     if not (isinstance(mine, int) and isinstance(theirs, int)):
         return float("nan"), float("nan")
     absolute = abs(mine - theirs)

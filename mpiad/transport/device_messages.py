@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mpiad._typing import Array, Shape
+from mpiad._typing import Array, Buffer, Shape
 from mpiad.transport import device_settings
 from mpiad.transport.buffers import Spec, result
 from mpiad.transport.chunked_staging import arriving, departing
@@ -63,7 +63,7 @@ def _ship_in_pieces(array: Array, envelope: Envelope, chunk: int) -> tuple[Any, 
     return request, announcement
 
 
-def read_announcement(buffer: Any, got: int, spec: Spec) -> tuple[int, int] | None:
+def read_announcement(buffer: Buffer, got: int, spec: Spec) -> tuple[int, int] | None:
     """Return the bytes of the array that is announced, and of a piece; None where the message isn't an announcement.
 
     Parameters
@@ -87,7 +87,7 @@ def read_announcement(buffer: Any, got: int, spec: Spec) -> tuple[int, int] | No
     return total, chunk
 
 
-def collect(spec: Spec, envelope: Envelope, chunk: int, room: Any) -> Array:
+def collect(spec: Spec, envelope: Envelope, chunk: int, room: Array) -> Array:
     """Receive the pieces of an array that was announced, into the room that was made for it, and return it."""
     if spec.arrays is None:
         for _ in _received(room.reshape(-1).view(np.uint8), envelope, chunk):

@@ -22,11 +22,10 @@ import threading
 import time
 import traceback
 from types import FrameType
-from typing import Any
 
 from mpi4py import MPI
 
-from mpiad._typing import Comm
+from mpiad._typing import Comm, Request
 from mpiad.transport.abort import end_job, may_end_job
 from mpiad.transport.channels import is_watched
 from mpiad.transport.guarded.watch_settings import seconds_of
@@ -117,7 +116,7 @@ class FailureDetector:
         limit = _WAITS_AFTER if module.startswith(_COMMUNICATES) else _stuck_after()
         return _WAITS if now - self._place[2] >= limit else _MOVES
 
-    def wait_as_failed(self, request: Any, error: BaseException) -> None:
+    def wait_as_failed(self, request: Request, error: BaseException) -> None:
         """Wait until all ranks have come to an agreement; end the job where one never will."""
         start = time.monotonic()
         for rank in self._states:

@@ -7,7 +7,6 @@ raise it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
@@ -78,7 +77,7 @@ def _bcast_from_here(channel: Channel, x: Array, root: int, call: str, packet: n
     return copied(array)
 
 
-def agree_on_spec(channel: Channel, make: Callable[[], Spec], root: int, call: str, template: Any = None) -> Spec:
+def agree_on_spec(channel: Channel, make: Callable[[], Spec], root: int, call: str, template: object = None) -> Spec:
     """Tell all ranks the spec that `make` returns on the root, or raise its error on all of them.
 
     Elsewhere it lies where the template does, or as on the root where there is none.
@@ -104,7 +103,7 @@ def _pack(packet: np.ndarray, spec: Spec) -> None:
         packet[_KIND:_CHUNK].view(np.uint8)[:] = np.frombuffer(spec.arrays.name.encode().ljust(32)[:32], np.uint8)
 
 
-def _unpacked(packet: np.ndarray, call: str, root: int, template: Any) -> Spec:
+def _unpacked(packet: np.ndarray, call: str, root: int, template: object) -> Spec:
     if packet[0] == _ERROR:
         kind, length = (TypeError, ValueError)[packet[1]], packet[2]
         text = packet[3:].view(np.uint8)[:length].tobytes().decode(errors="replace")

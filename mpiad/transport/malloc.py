@@ -79,7 +79,7 @@ def _named(tunable: str) -> bool:
     return tunable in os.environ.get("GLIBC_TUNABLES", "")
 
 
-def _raise_thresholds(libc: Any) -> bool:
+def _raise_thresholds(libc: ctypes.CDLL) -> bool:
     if os.environ.get("MPIAD_MALLOPT") == "0" or any(name in os.environ for name in _USERS_OWN):
         return False
     if any(_named(tunable) for tunable in _TUNABLES):
@@ -99,7 +99,7 @@ def _huge_pages_wanted() -> bool:
         return False
 
 
-def _advise_heap(libc: Any) -> bool:
+def _advise_heap(libc: ctypes.CDLL) -> bool:
     """Make the heap longer, and ask for huge pages there; it keeps the length, since its top isn't trimmed."""
     libc.malloc.argtypes, libc.malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
     libc.free.argtypes, libc.free.restype = [ctypes.c_void_p], None

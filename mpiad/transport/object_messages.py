@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from mpiad._typing import Comm, Rank
+from mpiad._typing import Comm, Rank, Request
 from mpiad.transport.fault_tolerance import is_process_failure
 
 __all__ = ["Line", "Message", "PackedObject"]
@@ -37,7 +37,7 @@ class PackedObject(NamedTuple):
     buffers: list[np.ndarray]
 
     @classmethod
-    def of(cls, content: Any, lent: bool = False) -> PackedObject:
+    def of(cls, content: object, lent: bool = False) -> PackedObject:
         """Pack an object; raises what pickle raises. Its arrays may change afterwards, unless they are `lent`."""
         buffers: list[np.ndarray] = []
 
@@ -68,7 +68,7 @@ def _unpacked(head: np.ndarray, buffers: list[np.ndarray]) -> Any:
     return pickle.loads(head[_WORD.itemsize * (1 + len(buffers)) :].data, buffers=buffers)
 
 
-def _is_over(request: Any) -> bool:
+def _is_over(request: Request) -> bool:
     try:
         return request.Test()
     except MPI.Exception as error:

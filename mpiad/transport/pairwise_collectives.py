@@ -7,12 +7,10 @@ meets no message of another kind. How more ranks are connected MPI knows better.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from mpi4py import MPI
 
-from mpiad._typing import Comm, Op
+from mpiad._typing import Array, Comm, Op
 from mpiad.transport.channels import Channel
 from mpiad.transport.device_settings import present
 from mpiad.transport.mpi_operations import name_of
@@ -25,7 +23,7 @@ _LONG, _VERY_LONG = 1 << 16, 1 << 20
 _FUNCTIONS: dict[str | None, np.ufunc] = {"SUM": np.add, "MAX": np.maximum, "MIN": np.minimum}
 
 
-def are_two(channel: Channel, whole: Any, op: Op = MPI.SUM) -> bool:
+def are_two(channel: Channel, whole: Array, op: Op = MPI.SUM) -> bool:
     """Tell whether a collective goes this way, the same on both ranks.
 
     Parameters

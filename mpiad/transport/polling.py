@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from typing import Any
 
 from mpi4py import MPI
+
+from mpiad._typing import Request
 
 __all__ = ["Backoff", "wait_gently"]
 
@@ -44,7 +45,7 @@ class Backoff:
         return time.perf_counter() - self._start
 
 
-def wait_gently(request: Any) -> None:
+def wait_gently(request: Request) -> None:
     """Wait for a request of MPI's; one under watch knows how."""
     if not isinstance(request, MPI.Request):
         request.Wait()

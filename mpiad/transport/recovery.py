@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import numpy as np
 from mpi4py import MPI
 
+from mpiad._typing import Comm, Request
 from mpiad.errors import RemoteError
 from mpiad.transport.agreement import Failure, Failures, agreed_among, error_of
 from mpiad.transport.channels import Channel, live_channels
@@ -53,7 +54,7 @@ class _Current(threading.local):
 _current = _Current()
 
 
-def recoverable(call: str, comm: Any = _BY_KEYWORD, verdict: Verdict | None = None) -> Callable[[F], F]:
+def recoverable(call: str, comm: Comm = _BY_KEYWORD, verdict: Verdict | None = None) -> Callable[[F], F]:
     """Make the decorator of a collective composite, which all ranks of a communicator call.
 
     Parameters
@@ -240,7 +241,7 @@ def _larger_is_given_up(place: Channel) -> bool:
     return any(found.size > place.size and _is_given_up(found) for found in _around(place))
 
 
-def _is_complete(request: Any, flag: np.ndarray) -> bool:
+def _is_complete(request: Request, flag: np.ndarray) -> bool:
     try:
         return request.Test()
     except MPI.Exception:  # a rank has died; the others have come
@@ -277,7 +278,7 @@ def _renewed(place: Channel, mine: Failure | None) -> Failures:
     return {rank: failure for rank, failure in zip(ranks, told) if failure is not None}
 
 
-def ranks_within(place: Channel, comm: Any) -> list[int]:
+def ranks_within(place: Channel, comm: Comm) -> list[int]:
     """Return the ranks in a channel of a communicator's members."""
     group, world = comm.Get_group(), MPI.COMM_WORLD.Get_group()
     members = [place.members.index(rank) for rank in group.Translate_ranks(None, world)]

@@ -214,7 +214,7 @@ class DeferredFailures:
     def __enter__(self) -> None:
         """Begin a communication in which the others are to learn of it."""
 
-    def __exit__(self, kind: Any, reached: Any, trace: Any) -> None:
+    def __exit__(self, kind: object, reached: object, trace: object) -> None:
         # What this rank has raised says more than that the others didn't come within the limit of a wait.
         if isinstance(reached, DeadlockError) and self.error is not None:
             raise reached from self.error

@@ -112,5 +112,5 @@ class Objective(NamedTuple):
         return np.mean(log_q - log_p)
 
 
-def _filled(g: Any, leaf: Any) -> Any:
+def _filled(g: Array, leaf: Array) -> Any:
     return spec_like(leaf).zeros() if g is None else conform(g, *spec_like(leaf))

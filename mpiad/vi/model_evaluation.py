@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -64,7 +64,7 @@ class Model:
         That of `device`.
     """
 
-    def __init__(self, loss: Function, data: Any, differentiated: bool, device: int | None = None):
+    def __init__(self, loss: Function, data: Tree, differentiated: bool, device: int | None = None):
         self._loss, self._data, self._differentiated, self.device = loss, data, differentiated, device
         # Without a device of its own a draw goes where the data are.
         self._like = None if device is not None else next(filter(is_device_array, flatten(data)[0]), None)
@@ -113,7 +113,7 @@ class Model:
         (gradient,) = run_backward(traced.recording, seeds, 1)
         return _plain_number(value), 0.0 if gradient is None else to_host(conform(gradient, *spec_like(theta)))
 
-    def _require_number(self, value: Any) -> None:
+    def _require_number(self, value: object) -> None:
         problem = problem_with(value, 1.0, "VI")
         if problem is not None:
             raise problem.kind(problem.text)
@@ -140,7 +140,7 @@ class Model:
         return next(((rank, trace) for rank, trace in enumerate(found) if trace), None)
 
 
-def _plain_number(value: Any) -> float:
+def _plain_number(value: object) -> float:
     return float(np.reshape(to_host(value), ()))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mpiad._typing import LocalArray
+from mpiad._typing import Array, LocalArray
 from mpiad.differentiation import make_jvp, make_vjp
 from mpiad.domain import Domain
 from mpiad.domain.root_copies import require_own_block
@@ -35,7 +35,7 @@ def solve_elliptic(
     c: LocalArray | float = 0.0,
     *,
     spacing: float | Sequence[float] = 1.0,
-    boundary: Any = "dirichlet",
+    boundary: str | Sequence = "dirichlet",
     centred: bool = False,
     mean_zero: bool = False,
     rtol: float = 1e-8,
@@ -94,7 +94,7 @@ def solve_elliptic(
     return _solution(b, kappa, c, levels=levels, settings=settings, start={"x0": stop(x0), "callback": callback})
 
 
-def _mistake(domain: Domain, used: Channel, b: Any, kappa: Any, c: Any) -> Exception | None:
+def _mistake(domain: Domain, used: Channel, b: object, kappa: object, c: object) -> Exception | None:
     try:
         require_together(_CALL, b=stop(b), kappa=stop(kappa), c=stop(c))
         for field in (b, kappa, c):
@@ -143,7 +143,7 @@ def _tangent(
     return _solution(tangent_of(b, gs[0]) - change, kappa, c, levels=levels, settings=settings)
 
 
-def _direction(value: Any, tangent: Any) -> Any:
+def _direction(value: object, tangent: Array) -> Any:
     return tangent_of(value, tangent) if np.ndim(stop(value)) or tangent is not None else 0.0
 
 

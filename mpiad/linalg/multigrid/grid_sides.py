@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mpiad.domain import Domain
 from mpiad.domain.domain_arguments import per_dimension
@@ -32,7 +32,7 @@ class Sides(NamedTuple):
     centred: bool
 
 
-def sides_of(domain: Domain, spacing: Any, boundary: Any, centred: bool, call: str) -> Sides:
+def sides_of(domain: Domain, spacing: object, boundary: object, centred: bool, call: str) -> Sides:
     """Return the sides of a domain.
 
     Raises
@@ -50,7 +50,7 @@ def sides_of(domain: Domain, spacing: Any, boundary: Any, centred: bool, call: s
     return Sides(steps, _fixed(domain, boundary, call), bool(centred))
 
 
-def _fixed(domain: Domain, boundary: Any, call: str) -> tuple[tuple[bool, bool], ...]:
+def _fixed(domain: Domain, boundary: object, call: str) -> tuple[tuple[bool, bool], ...]:
     ndim = len(domain.shape)
     along = boundary if isinstance(boundary, (tuple, list)) else (boundary,) * ndim
     if len(along) != ndim:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from autograd.tracer import getval, isbox
 
@@ -22,7 +20,7 @@ _SMOOTH = 100.0
 _CALL = "linalg.Multigrid"
 
 
-def coefficients(domain: Domain, kappa: Any, c: Any, used: Channel) -> tuple[LocalArray, LocalArray]:
+def coefficients(domain: Domain, kappa: object, c: object, used: Channel) -> tuple[LocalArray, LocalArray]:
     """Return κ and c on this rank's points, in double precision on the host; one copy of each that is on a device.
 
     Parameters
@@ -101,7 +99,7 @@ def _check_rings(domain: Domain) -> None:
             )
 
 
-def _field(domain: Domain, value: Any, name: str, zero_allowed: bool) -> LocalArray:
+def _field(domain: Domain, value: object, name: str, zero_allowed: bool) -> LocalArray:
     if isbox(value):
         raise TypeError(
             f"{_CALL}: {name} is traced, and no derivative flows through a preconditioner: give it mpiad.stop({name}). "

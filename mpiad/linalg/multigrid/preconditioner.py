@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from autograd.tracer import isbox
 
-from mpiad._typing import LocalArray
+from mpiad._typing import Array, LocalArray
 from mpiad.device.constants import Constants
 from mpiad.domain import Domain
 from mpiad.domain.allocation import empty_beside, is_array
@@ -86,7 +86,7 @@ class Multigrid:
         c: LocalArray | float = 0.0,
         *,
         spacing: float | Sequence[float] = 1.0,
-        boundary: Any = "dirichlet",
+        boundary: str | Sequence = "dirichlet",
         centred: bool = False,
         mean_zero: bool = False,
     ):
@@ -215,7 +215,7 @@ class Multigrid:
             return error
         return None
 
-    def _checked(self, r: Any, call: str, whole: bool = False) -> LocalArray:
+    def _checked(self, r: Array, call: str, whole: bool = False) -> LocalArray:
         ndim = len(self.domain.shape)
         if isbox(r) or not is_array(r) or r.dtype.kind != "f":
             kind = f"dtype {r.dtype}" if is_array(r) else type(r).__name__

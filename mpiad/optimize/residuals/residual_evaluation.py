@@ -106,7 +106,7 @@ class ResidualEvaluation:
             self.counts = self._comm.allgather(f.size)
         return self._gathered(self._agreement.run(lambda: self._counted(f)))
 
-    def _counted(self, found: Any, size: int | None = None) -> np.ndarray:
+    def _counted(self, found: object, size: int | None = None) -> np.ndarray:
         """Return residuals or their tangents, of which there must be `size`, else as many each time: that is told once."""
         # The root has room for as many as before: another number would fail inside the gather, in MPI's words.
         found = np.ascontiguousarray(found, dtype=float).reshape(-1)

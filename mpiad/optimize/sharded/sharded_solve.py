@@ -52,7 +52,7 @@ class Piece(NamedTuple):
 
 
 def piece_of(
-    start: Tree, bounds: Any, tol: float | None, options: dict | None, checkpoint: Checkpoint | None = None
+    start: Tree, bounds: object, tol: float | None, options: dict | None, checkpoint: Checkpoint | None = None
 ) -> Piece:
     """Check this rank's arguments; a ValueError where one can't be."""
     packing = packing_of_piece(start)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mpiad._typing import Comm
+from mpiad._typing import Array, Comm
 from mpiad.transport.guarded.timed_waits import Awaited, poll
 
 __all__ = ["Agreement", "lane_of"]
@@ -77,7 +77,7 @@ class Agreement:
         # The count is part of what must be equal; a fingerprint leaves room for it, so the sum is below 2⁶³.
         return self._lane(lane).agree(mine + self.starts[lane], make)
 
-    def descriptions(self, mine: Any, lane: int, make: Callable[[], Awaited]) -> list[Any]:
+    def descriptions(self, mine: Array, lane: int, make: Callable[[], Awaited]) -> list[Any]:
         """Return what each rank says; all ranks call it after they have disagreed."""
         tag = self._tag(lane) + _LANES * self._epochs
         buffer = np.frombuffer(pickle.dumps(mine), dtype=np.uint8)

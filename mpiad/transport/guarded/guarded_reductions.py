@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from mpiad._typing import Array, Comm, Op, Status
 from mpiad.transport import calls
 from mpiad.transport.guarded import watch_settings
 from mpiad.transport.guarded.awaited import Gathering
@@ -24,7 +25,7 @@ _BYTES = 1024  # for each rank: of one length, so that one nonblocking call is e
 class StartedReduction(GuardedRequest):
     """A reduction under way, and the descriptions of what each rank has started."""
 
-    def __init__(self, comm: Any, array: Any, out: np.ndarray, op: Any):
+    def __init__(self, comm: Comm, array: Array, out: np.ndarray, op: Op | None):
         agreement: Agreement = comm.agreement
         lane = lane_of(comm.number)
         agreement.starts[lane] += 1
@@ -40,7 +41,7 @@ class StartedReduction(GuardedRequest):
         self._saying = agreement.later(lane, comm.post).Iallgather(self._mine, self._every)
         self._group = comm if lane else agreement  # in whose order they say it
 
-    def Wait(self, status: Any = None) -> None:
+    def Wait(self, status: Status = None) -> None:
         """Wait for the descriptions, compare them, and wait for the sum."""
         poll(self._saying.Test, self._make)
         said = [pickle.loads(every.tobytes()) for every in self._every]
@@ -51,7 +52,7 @@ class StartedReduction(GuardedRequest):
         super().Wait(status)
 
 
-def _described(comm: Any, out: np.ndarray, op: Any) -> Description:
+def _described(comm: Comm, out: np.ndarray, op: Op | None) -> Description:
     said, call = describe(comm.label, "Iallreduce", out, op, None, watch_settings.present().call_sites), calls.current()
     # Of an array that goes in pieces, the first ones are alike where the ranks' lengths differ.
     return said if call is None or call.arguments.shape is None else said._replace(shape=call.arguments.shape)

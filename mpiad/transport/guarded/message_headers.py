@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mpiad._typing import Comm
+from mpiad._typing import Array, Buffer, Comm, Op, Request, Status
 from mpiad.errors import MessageMismatch
 from mpiad.transport.guarded import watch_settings
 from mpiad.transport.guarded.awaited import Letter
@@ -86,7 +86,7 @@ class HeadedMessages(Guarded):
             self.skipped |= _ahead(there_sent, said[peer][1], peer)
             self.unannounced |= _ahead(there_received, said[peer][0], peer)
 
-    def Isend(self, array: Any, dest: int, tag: int) -> HeadedSend:
+    def Isend(self, array: Array, dest: int, tag: int) -> HeadedSend:
         """Start to send a header and the array."""
         header, name, place = _header(array)
         # Before the message: whoever has the message can wait for its header.
@@ -94,20 +94,20 @@ class HeadedMessages(Guarded):
         self.ledger.sent(dest, tag, place)
         return HeadedSend(self, self.bare.Isend(array, dest, tag), ahead, array, dest, tag, (name, place))
 
-    def Irecv(self, buffer: Any, source: int, tag: int) -> HeadedReceive:
+    def Irecv(self, buffer: Buffer, source: int, tag: int) -> HeadedReceive:
         """Start to receive a header and the array."""
         name, site, call = caller()
         return HeadedReceive(self, buffer, source, tag, (name, where(call, site)))
 
-    def Iallreduce(self, array: Any, out: np.ndarray, op: Any = MPI.SUM) -> StartedReduction:
+    def Iallreduce(self, array: Array, out: np.ndarray, op: Op = MPI.SUM) -> StartedReduction:
         """Start to reduce; what the ranks have started is compared when it is waited for."""
         return StartedReduction(self, array, out, op)
 
-    def Recv(self, buffer: Any, source: int, tag: int, status: Any = None) -> None:
+    def Recv(self, buffer: Buffer, source: int, tag: int, status: Status = None) -> None:
         """Receive a header and the array."""
         self.Irecv(buffer, source, tag).Wait(status)
 
-    def Mprobe(self, source: int, tag: int, status: Any = None) -> Any:
+    def Mprobe(self, source: int, tag: int, status: Status = None) -> Any:
         """Wait for a message; it is compared when it is received."""
         status = MPI.Status() if status is None else status
         message = super().Mprobe(source, tag, status)
@@ -166,12 +166,13 @@ class HeadedSend(GuardedRequest):
     """A send under way."""
 
     def __init__(
-        self, comm: HeadedMessages, request: Any, ahead: Any, array: Any, dest: int, tag: int, caller: tuple[str, str]
+        self, comm: HeadedMessages, request: Request, ahead: Request, array: Array, dest: int, tag: int,
+        caller: tuple[str, str],
     ):
         super().__init__(request, lambda: Letter(comm, True, dest, tag), array)
         self._ahead, self.caller = ahead, caller
 
-    def Test(self, status: Any = None) -> bool:
+    def Test(self, status: Status = None) -> bool:
         """Tell whether MPI is done with it."""
         return self.request.Test(status) and (self._ahead is None or self._ahead.Test())
 
@@ -188,7 +189,7 @@ class HeadedReceive(GuardedRequest):
         self._known = source >= 0 and tag >= 0
         self._expected = comm.expect(source, tag) if self._known else None
 
-    def Wait(self, status: Any = None) -> None:
+    def Wait(self, status: Status = None) -> None:
         """Wait for the array and look at its header."""
         if self._cancelled:
             self.request.Wait()
@@ -203,7 +204,7 @@ class HeadedReceive(GuardedRequest):
             raise
         self._compare(status)
 
-    def _compare(self, status: Any) -> None:
+    def _compare(self, status: Status) -> None:
         if not watch_settings.debug():  # the sender may have left the watch, too
             self._take_back_header()
             return

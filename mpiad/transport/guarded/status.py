@@ -143,7 +143,7 @@ class Responder:
             states[rank] = _departure(rank)
         return states
 
-    def _post(self, ranks: list[int], tag: int, value: Any) -> None:
+    def _post(self, ranks: list[int], tag: int, value: object) -> None:
         buffer = np.frombuffer(pickle.dumps(value), dtype=np.uint8)
         with self._mouth:
             self._sends = [held for held in self._sends if not held[0].Test()]
