@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from autograd.numpy import numpy_wrapper as wrapped
 from autograd.tracer import getval
@@ -45,7 +43,7 @@ def _refuse_garbage(ans: Array) -> None:
         refuse_on_device(anp.concatenate_args, ans)
 
 
-def concatenate_jvp(argnums: Argnums, gs: Any, ans: Array, args: tuple, kwargs: dict) -> Array:
+def concatenate_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
     """Join the tangents, zeros for the pieces that have none."""
     _refuse_garbage(ans)
     return anp.concatenate_args(args[0], *_filled_up(argnums, gs, args, 1))
@@ -66,7 +64,7 @@ def array_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     return vjp
 
 
-def array_jvp(argnums: Argnums, gs: Any, ans: Array, args: tuple, kwargs: dict) -> Array:
+def array_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
     """Make an array of the tangents, zeros for the elements that have none."""
     if args[1]:
         return inherited_jvp(anp.array_from_args, argnums, gs, ans, args, kwargs)
@@ -84,7 +82,7 @@ def _must_be_real(piece: Array, ans: Array) -> bool:
     return ans.dtype.kind == "c" and not anp.iscomplexobj(piece)
 
 
-def _filled_up(argnums: Argnums, gs: Any, args: tuple, first: int) -> list[Array]:
+def _filled_up(argnums: Argnums, gs: list, args: tuple, first: int) -> list[Array]:
     """Return the tangents of all arguments from the first array on, zeros where there is none."""
     tangents = dict(zip(argnums, gs))
     return [tangents[i] if i in tangents else np.zeros_like(getval(args[i])) for i in range(first, len(args))]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from autograd.numpy.numpy_wrapper import _astype
 
 from mpiad._typing import Array
@@ -12,7 +10,7 @@ from mpiad.differentiation.rules.protocol import Argnums
 __all__ = ["JVPS", "VJPS"]
 
 
-def astype_jvp(argnums: Argnums, gs: Any, ans: Array, args: tuple, kwargs: dict) -> Array:
+def astype_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
     """Cast the tangent like the value."""
     return _astype(gs[0], *args[1:], **kwargs)
 

@@ -106,7 +106,7 @@ def _scattered(g: Array, asked: _Extremum) -> Scatter | None:
 
 
 def _extremum_jvp(fun: Primitive) -> JvpMaker:
-    def extremum_jvp(argnums: Argnums, gs: Any, ans: Array, args: tuple, kwargs: dict) -> Array:
+    def extremum_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
         """Average the tangents of the elements that equal the extremum."""
         asked = _Extremum.of(ans, args, kwargs)
         if asked is None:

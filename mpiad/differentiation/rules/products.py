@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from autograd.tracer import getval
 
@@ -47,7 +45,7 @@ def _product_vjp(fun: Primitive) -> VjpMaker:
     return product_vjp
 
 
-def _same_kind(x: Any, y: Any) -> bool:
+def _same_kind(x: Array, y: Array) -> bool:
     x, y = getval(x), getval(y)
     return type(x) is type(y) and (type(x) is np.ndarray or is_device_array(x)) and x.dtype == y.dtype
 

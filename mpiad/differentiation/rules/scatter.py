@@ -118,7 +118,7 @@ def is_basic(idx: Any) -> bool:
 
 
 @primitive
-def put(g: Array, idx: Any, repeats: bool, vs: Any) -> SparseObject:
+def put(g: Array, idx: Any, repeats: bool, vs: Array) -> SparseObject:
     """Return a traced cotangent of an array from that of its elements at `idx`.
 
     Parameters

@@ -57,7 +57,7 @@ def _kept(condition: Array, g: Array) -> Array:
     return np.bitwise_and(bits, g.view(word), bits if bits.shape == g.shape else None).view(g.dtype)
 
 
-def where_jvp(argnums: Argnums, gs: Any, ans: Array, args: tuple, kwargs: dict) -> Array:
+def where_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
     """Choose between the tangents as between the arrays."""
     if kwargs or len(args) != 3:
         return inherited_jvp(primitive_where, argnums, gs, ans, args, kwargs)

@@ -6,8 +6,6 @@ stays a number.
 
 from __future__ import annotations
 
-from typing import Any
-
 import autograd.numpy as anp
 
 from mpiad._typing import Array
@@ -23,7 +21,7 @@ def power_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     return lambda g: tuple([g * slope if fit is None else fit(g * slope) for slope, fit in parts])
 
 
-def power_jvp(argnums: Argnums, gs: Any, ans: Array, args: tuple, kwargs: dict) -> Array:
+def power_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
     """Multiply the tangents by the slopes, and add up."""
     parts = [_slope(i, ans, *args) * g for i, g in zip(argnums, gs)]
     return parts[0] if len(parts) == 1 else parts[0] + parts[1]

@@ -50,7 +50,7 @@ def _resized(part: Array, count: int, axis: int) -> Array:
 
 
 def _linear(fun: Primitive) -> Any:
-    def linear_jvp(argnums: Argnums, gs: Any, ans: Array, args: tuple, kwargs: dict) -> Array:
+    def linear_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
         """Transform the tangent."""
         return fun(gs[0], *args[1:], **kwargs)
 
