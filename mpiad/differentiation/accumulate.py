@@ -15,7 +15,7 @@ from autograd.extend import vspace
 from autograd.tracer import Box
 
 from mpiad._typing import Array
-from mpiad.differentiation.rules.scatter import Scatter
+from mpiad.differentiation.rules.scatter_add import Scatter
 from mpiad.transport.device_arrays import is_device_array
 
 __all__ = ["accumulate"]

@@ -21,7 +21,7 @@ from mpiad.differentiation.rules.protocol import (
     inherited_jvp,
     inherited_vjp,
 )
-from mpiad.differentiation.rules.scatter import Scatter
+from mpiad.differentiation.rules.scatter_add import Scatter
 from mpiad.transport.device_arrays import is_device_array
 
 __all__ = ["JVPS", "VJPS"]

@@ -15,7 +15,7 @@ import autograd.numpy as anp
 from autograd.numpy import linalg
 
 from mpiad._typing import Array
-from mpiad.differentiation.rules.on_device.constants import identity, lower_triangle
+from mpiad.differentiation.rules.on_device.constant_arrays import identity, lower_triangle
 from mpiad.differentiation.rules.protocol import Argnums, Vjp
 
 __all__ = ["JVPS", "VJPS"]

@@ -8,7 +8,7 @@ import autograd.numpy as anp
 from autograd.numpy import fft
 
 from mpiad._typing import Array
-from mpiad.differentiation.rules.on_device.constants import arrays_like
+from mpiad.differentiation.rules.on_device.constant_arrays import arrays_like
 from mpiad.differentiation.rules.protocol import Argnums, Primitive, Vjp
 
 __all__ = ["JVPS", "VJPS"]
