@@ -49,7 +49,7 @@ def test_what_differs_is_named_on_all_ranks(case: str, rank: int, size: int) -> 
     every = MPI.COMM_WORLD.allgather(str(caught.value))
     assert every == [every[0]] * size
     lines = caught.value.table.splitlines()
-    assert len(lines) == 1 + size and all("test_agreement.py:" in line for line in lines[1:])
+    assert len(lines) == 1 + size and all("test_call_agreement.py:" in line for line in lines[1:])
     assert caught.value.ranks == tuple(range(size))
     assert mpiad.mpi_allreduce(1) == size
 
@@ -178,7 +178,7 @@ def test_an_adjoint_is_named_by_its_forward_call(rank: int, size: int) -> None:
             vjp(1.0)
     first, other = caught.value.table.splitlines()[1:3]
     assert "mpi_barrier" in first and "adjoint of mpi_bcast" in other
-    assert "in loss (run by test_agreement.py:" in other
+    assert "in loss (run by test_call_agreement.py:" in other
     vjp, _ = mpiad.make_vjp(loss)(X)
     np.testing.assert_array_equal(vjp(1.0)[0] if isinstance(vjp(1.0), tuple) else vjp(1.0), vjp(1.0))
 
