@@ -16,13 +16,13 @@ from mpiad.ensemble.events import Event
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
 from mpiad.transport.device_arrays import is_device_array, named
 
-__all__ = ["Demands", "check_demands"]
+__all__ = ["SolveOptions", "checked_options"]
 
 _LEAST_RTOL = 100 * float(np.finfo(float).eps)
 
 
-class Demands(NamedTuple):
-    """The arguments of `solve`, by its names."""
+class SolveOptions(NamedTuple):
+    """The arguments of `solve`, by its names: one object, which all parts of a solve get."""
 
     problem: Any
     alg: Any
@@ -40,12 +40,13 @@ class Demands(NamedTuple):
     gradient: Any
     adjoint: Any
     checkpoints: Any
-    compile: Any = "auto"
-    dense_output: bool = False
-    progress: bool = False
+    compile: Any
+    dense_output: bool
+    progress: bool
+    throw: bool
 
 
-def check_demands(demands: Demands) -> Demands:
+def checked_options(options: SolveOptions) -> SolveOptions:
     """Return the arguments in the form that the solve needs.
 
     Raises
@@ -55,32 +56,32 @@ def check_demands(demands: Demands) -> Demands:
     TypeError, ValueError
         Where one of them can't be used.
     """
-    _check_kinds(demands)
-    _check_numbers(demands)
-    given = demands.events
+    _check_kinds(options)
+    _check_numbers(options)
+    given = options.events
     events = tuple(given) if isinstance(given, (list, tuple)) else (given,)
     for event in events:
         if not isinstance(event, Event):
             raise TypeError(f"solve: events must be mpiad.ensemble.Event, but got {event!r}. Make one: Event(condition).")
-    if demands.gradient not in (None, "tangent", "adjoint"):
-        raise ValueError(f"solve: gradient must be 'tangent' or 'adjoint', but got {demands.gradient!r}.")
-    if demands.adjoint not in ("discrete", "continuous"):
-        raise ValueError(f"solve: adjoint must be 'discrete' or 'continuous', but got {demands.adjoint!r}.")
-    if demands.compile not in ("auto", True, False):
-        raise ValueError(f"solve: compile must be 'auto', True or False, but got {demands.compile!r}.")
-    if demands.adjoint == "continuous" and demands.gradient == "tangent":
+    if options.gradient not in (None, "tangent", "adjoint"):
+        raise ValueError(f"solve: gradient must be 'tangent' or 'adjoint', but got {options.gradient!r}.")
+    if options.adjoint not in ("discrete", "continuous"):
+        raise ValueError(f"solve: adjoint must be 'discrete' or 'continuous', but got {options.adjoint!r}.")
+    if options.compile not in ("auto", True, False):
+        raise ValueError(f"solve: compile must be 'auto', True or False, but got {options.compile!r}.")
+    if options.adjoint == "continuous" and options.gradient == "tangent":
         raise ValueError("solve: gradient='tangent' has no adjoint; leave out adjoint='continuous', or gradient=.")
-    if demands.save_everystep and demands.saveat is not None:
+    if options.save_everystep and options.saveat is not None:
         raise ValueError(
-            f"solve: give either saveat or save_everystep=True, not both, but got saveat={demands.saveat!r:.60} as well."
+            f"solve: give either saveat or save_everystep=True, not both, but got saveat={options.saveat!r:.60} as well."
         )
-    if demands.dense_output and demands.checkpoints is not None:
+    if options.dense_output and options.checkpoints is not None:
         raise ValueError(
-            f"solve: dense_output=True interpolates in steps that are kept, but checkpoints={demands.checkpoints} keeps "
+            f"solve: dense_output=True interpolates in steps that are kept, but checkpoints={options.checkpoints} keeps "
             "only some. Leave out one of the two, or ask for saveat."
         )
-    count = _trajectories(demands)
-    saveat = demands.saveat
+    count = _trajectories(options)
+    saveat = options.saveat
     if saveat is not None:
         _check_untraced(saveat)
         if is_device_array(saveat):
@@ -92,8 +93,8 @@ def check_demands(demands: Demands) -> Demands:
         if saveat.ndim == 2 and len(saveat) != count:
             raise ValueError(f"solve: saveat has {len(saveat)} rows, but there are {count} trajectories.")
     # SciPy's bound: below it rounding is all that the error estimate sees.
-    rtol = max(demands.rtol, _LEAST_RTOL)
-    return demands._replace(events=events, trajectories=count, saveat=saveat, rtol=rtol)
+    rtol = max(options.rtol, _LEAST_RTOL)
+    return options._replace(events=events, trajectories=count, saveat=saveat, rtol=rtol)
 
 
 def _check_untraced(saveat: Any) -> None:
@@ -105,11 +106,11 @@ def _check_untraced(saveat: Any) -> None:
         )
 
 
-def _check_kinds(demands: Demands) -> None:
+def _check_kinds(options: SolveOptions) -> None:
     for name, kinds in (
         ("problem", (ODEProblem, EnsembleProblem)), ("alg", Algorithm), ("ensemblealg", EnsembleAlgorithm)
     ):  # fmt: skip
-        value = getattr(demands, name)
+        value = getattr(options, name)
         if isinstance(value, kinds):
             continue
         hint = " Make one: write RK45() with brackets." if isinstance(value, type) else ""
@@ -117,20 +118,20 @@ def _check_kinds(demands: Demands) -> None:
         raise TypeError(f"solve: {name} must be an {expected}, but got {value!r}.{hint}")
 
 
-def _check_numbers(demands: Demands) -> None:
+def _check_numbers(options: SolveOptions) -> None:
     for name in ("rtol", "dtmax", "dt"):
-        value = getattr(demands, name)
+        value = getattr(options, name)
         if value is None and name == "dt":
-            if demands.alg.tableau.error is None:
-                raise ValueError(f"solve: {type(demands.alg).__name__} takes fixed steps and needs their size, as dt=0.01.")
+            if options.alg.tableau.error is None:
+                raise ValueError(f"solve: {type(options.alg).__name__} takes fixed steps and needs their size, as dt=0.01.")
         elif not _is_positive(value):
             raise ValueError(f"solve: {name} must be above zero, but got {value!r}.")
-    if not math.isfinite(demands.rtol):
-        raise ValueError(f"solve: rtol must be finite, but got {demands.rtol!r}.")
-    if not _are_tolerances(demands.atol):
-        raise ValueError(f"solve: atol must be zero or more, but got {demands.atol!r}.")
+    if not math.isfinite(options.rtol):
+        raise ValueError(f"solve: rtol must be finite, but got {options.rtol!r}.")
+    if not _are_tolerances(options.atol):
+        raise ValueError(f"solve: atol must be zero or more, but got {options.atol!r}.")
     for name in ("max_steps", "batch_size", "checkpoints"):
-        value = getattr(demands, name)
+        value = getattr(options, name)
         if value is None and name != "max_steps":
             continue
         if not isinstance(value, Integral) or value < 1:
@@ -148,8 +149,8 @@ def _is_positive(value: Any) -> bool:
     return isinstance(value, (int, float, np.integer, np.floating)) and bool(value > 0)
 
 
-def _trajectories(demands: Demands) -> int:
-    problem, count = demands.problem, demands.trajectories
+def _trajectories(options: SolveOptions) -> int:
+    problem, count = options.problem, options.trajectories
     if isinstance(problem, ODEProblem):
         if count is not None:
             raise ValueError(f"solve: trajectories={count!r} needs an EnsembleProblem, but got one ODEProblem.")
