@@ -61,14 +61,14 @@ def seconds(run: Callable[[], object], calls: int) -> float:
 
 def side_by_side(rounds: int, calls: int) -> dict[str, dict[str, float]]:
     """Return the times in µs by case and mode."""
-    from mpiad.transport.guarded import settings, switch
+    from mpiad.transport.guarded import switch, watch_settings
 
-    modes = {"off": None, "deadline": settings.Settings(False, 60.0), "debug": settings.Settings(True, 60.0)}
+    modes = {"off": None, "deadline": watch_settings.Settings(False, 60.0), "debug": watch_settings.Settings(True, 60.0)}
     found: dict[str, dict[str, float]] = {}
     programs = cases()
     for _ in range(rounds):
         for mode, wanted in modes.items():
-            before = settings.present()
+            before = watch_settings.present()
             if wanted is not None:
                 switch.apply(wanted)
             for case, run in programs.items():

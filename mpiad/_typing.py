@@ -14,6 +14,12 @@ Comm: TypeAlias = Any
 """An mpi4py intracommunicator; None means the library's own duplicate of the world."""
 Op: TypeAlias = Any
 """An mpi4py reduction operation, as `MPI.SUM`."""
+Request: TypeAlias = Any
+"""What can be waited for: a request of mpi4py's, or one under watch."""
+Status: TypeAlias = Any
+"""An mpi4py status that is filled in, or None."""
+Buffer: TypeAlias = Any
+"""What mpi4py sends from or receives into: an array, bytes, or one of these with counts."""
 Rank: TypeAlias = int
 Shape: TypeAlias = tuple[int, ...]
 Function: TypeAlias = Callable[..., Any]

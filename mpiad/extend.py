@@ -15,7 +15,7 @@ import numpy as np
 from autograd.core import JVPNode, VJPNode, primitive_jvps, primitive_vjps
 from autograd.tracer import Box, new_box
 
-from mpiad._typing import Function
+from mpiad._typing import Array, Function
 from mpiad.primitives.cotangents import conform, spec_like, tangent_of
 from mpiad.primitives.foreign import checked_adjoint
 from mpiad.primitives.noting import noted_methods
@@ -95,31 +95,31 @@ class Communicating:
             if call is not None:
                 calls.end(call)
 
-    def vjp(self, ans: Any, args: Any, kwargs: Any, argnums: tuple[int, ...], level: int) -> Callable:
+    def vjp(self, ans: Array, args: tuple, kwargs: dict, argnums: tuple[int, ...], level: int) -> Callable:
         """Return the function that maps the cotangent of the result to those of its traced arguments."""
         if self.backward is None:
             raise NotImplementedError(f"{self.__name__} has no adjoint: give it one with mpiad.extend.defvjp.")
         rule = self.backward(ans, args, kwargs)
 
-        def vjp(g: Any) -> tuple:
+        def vjp(g: Array) -> tuple:
             # All of it runs, also for arguments that aren't traced here: other ranks may wait for their part.
             return _parts(rule(g), argnums, args, self.__name__)
 
         return vjp
 
-    def jvp(self, tangents: dict[int, Any], ans: Any, args: Any, kwargs: Any, level: int) -> Any:
+    def jvp(self, tangents: dict[int, Any], ans: Array, args: tuple, kwargs: dict, level: int) -> Any:
         """Return the tangent of the result."""
         if self.forward is None:
             raise NotImplementedError(f"{self.__name__} has no tangent: give it one with mpiad.extend.defjvp.")
         return self.forward(tangents, ans, args, kwargs)
 
-    def _foreign_vjp(self, argnums: tuple, ans: Any, args: tuple, kwargs: dict) -> Callable:
+    def _foreign_vjp(self, argnums: tuple, ans: Array, args: tuple, kwargs: dict) -> Callable:
         level, kwargs = kwargs["level"], kwargs["params"]
         # Plain autograd knows no order of communication: an adjoint that it runs too early raises.
         vjp, spec = self.vjp(ans, args, kwargs, argnums, level), spec_like(ans)
         return checked_adjoint(lambda g: vjp(conform(g, *spec)), self.__name__, level)
 
-    def _foreign_jvp(self, argnums: tuple, gs: list, ans: Any, args: tuple, kwargs: dict) -> Any:
+    def _foreign_jvp(self, argnums: tuple, gs: list, ans: Array, args: tuple, kwargs: dict) -> Any:
         return self.jvp(dict(zip(argnums, gs)), ans, args, kwargs["params"], kwargs["level"])
 
 
@@ -134,7 +134,7 @@ def _switch_noting(on: bool) -> None:
 calls.register(_switch_noting)
 
 
-def _lent(array: Any) -> Any:
+def _lent(array: Array) -> Any:
     """Return an array as MPI takes it, which can't be written to (on a device it could): others may hold it too."""
     if type(array) is not np.ndarray:
         arrays = arrays_of(array)
@@ -144,7 +144,7 @@ def _lent(array: Any) -> Any:
     return lent
 
 
-def _result(ans: Any, name: str) -> Any:
+def _result(ans: Array, name: str) -> Any:
     if isinstance(ans, (np.ndarray, np.generic, bool, int)) or ans is None or is_device_array(ans):
         return ans
     if isinstance(ans, (float, complex)):
@@ -166,7 +166,7 @@ def _parts(cotangents: Any, argnums: tuple[int, ...], args: tuple, name: str) ->
     return tuple([_part(cotangents[k] if k < len(cotangents) else None, k, args, name) for k in argnums])
 
 
-def _part(part: Any, k: int, args: tuple, name: str) -> Any:
+def _part(part: Array, k: int, args: tuple, name: str) -> Any:
     if part is None:
         return None
     spec = spec_like(args[k])
@@ -252,7 +252,7 @@ def defvjp(operator: Communicating, *makers: Callable | None) -> None:
         Where `operator` wasn't made by `communicating`.
     """
 
-    def backward(ans: Any, args: tuple, kwargs: dict) -> Callable:
+    def backward(ans: Array, args: tuple, kwargs: dict) -> Callable:
         rules = [None if maker is None else maker(ans, *args, **kwargs) for maker in makers]
         return lambda g: [None if rule is None else rule(g) for rule in rules]
 
@@ -293,7 +293,7 @@ def defjvp(operator: Communicating, *rules: Callable | None) -> None:
         Where `operator` wasn't made by `communicating`.
     """
 
-    def forward(tangents: dict[int, Any], ans: Any, args: tuple, kwargs: dict) -> Any:
+    def forward(tangents: dict[int, Any], ans: Array, args: tuple, kwargs: dict) -> Any:
         total = None
         for k, rule in enumerate(rules):
             if rule is not None:
@@ -320,7 +320,7 @@ def defjvp_together(operator: Communicating, rule: Callable) -> None:
         Where `operator` wasn't made by `communicating`.
     """
 
-    def forward(tangents: dict[int, Any], ans: Any, args: tuple, kwargs: dict) -> Any:
+    def forward(tangents: dict[int, Any], ans: Array, args: tuple, kwargs: dict) -> Any:
         return rule([tangents.get(k) for k in range(len(args))], ans, *args, **kwargs)
 
     _checked(operator, "defjvp_together").forward = forward

@@ -20,7 +20,7 @@ import mpiad
 from mpiad import mpi_allreduce, mpi_local_rank, mpi_recv, mpi_send, value_and_grad
 from mpiad.compiling import cache
 from mpiad.ensemble import EnsembleMPI, EnsembleProblem, ODEProblem, solve
-from mpiad.optimize.exchange import ThroughMemory, exchange_of
+from mpiad.optimize.root_exchange import ThroughMemory, exchange_of
 from mpiad.transport import shared_memory
 
 WORLD = MPI.COMM_WORLD

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from mpiad.transport import channel
-from mpiad.transport.guarded import settings, switch
-from mpiad.transport.guarded.settings import DEBUG_TIMEOUT, Settings
+from mpiad.transport.guarded import switch, watch_settings
+from mpiad.transport.guarded.watch_settings import DEBUG_TIMEOUT, Settings
 
 __all__ = ["checked"]
 
@@ -43,8 +43,8 @@ def checked(call_sites: bool = True, timeout: float | None = None) -> Iterator[N
     ...     value, gradient = mpiad.value_and_grad(loss)(x)
     """
     channel(None, "checked")  # raises before the start and after the end of MPI
-    before = settings.present()
-    limit = before.timeout or DEBUG_TIMEOUT if timeout is None else settings.seconds_of(timeout, "checked: timeout")
+    before = watch_settings.present()
+    limit = before.timeout or DEBUG_TIMEOUT if timeout is None else watch_settings.seconds_of(timeout, "checked: timeout")
     switch.apply(Settings(True, limit, call_sites))
     try:
         yield

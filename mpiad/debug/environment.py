@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from mpiad._typing import Comm
+from mpiad.debug.environment_variables import misspelt
 from mpiad.debug.mistakes import Mistake, of_mpiexec, of_places, of_start, of_versions
 from mpiad.debug.place import PACKAGES, Place, place, with_gpu
 from mpiad.debug.selftest import SelfTest, run_selftest
 from mpiad.debug.speed import Speed, speed_of
-from mpiad.debug.variables import misspelt
 from mpiad.primitives.operation import suspended
 from mpiad.transport import Channel, channel, cuda_aware, world
 from mpiad.transport.launcher import Launcher, launcher

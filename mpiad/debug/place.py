@@ -13,7 +13,7 @@ import threadpoolctl
 
 from mpiad._typing import Rank
 from mpiad.transport.gpus import device_of, gpus_of_node, visible
-from mpiad.transport.memory import huge_pages
+from mpiad.transport.malloc import huge_pages
 
 __all__ = ["PACKAGES", "Place", "place"]
 

@@ -148,11 +148,11 @@ class Recorder:
             # All that can wait is read when somebody asks: this is paid by every call.
             self._note((self._number(), call, call.began, call.ended, not entry[2], call.arguments))
 
-    def phase_began(self, key: Any, name: str) -> None:
+    def phase_began(self, key: object, name: str) -> None:
         """Open a phase."""
         self._stacks.open.append([key, perf_counter(), False, name])
 
-    def phase_ended(self, key: Any) -> None:
+    def phase_ended(self, key: object) -> None:
         """Close a phase."""
         entry = self._closed(key)
         if entry is not None:
@@ -164,7 +164,7 @@ class Recorder:
         else:
             self.dropped += 1
 
-    def _closed(self, key: Any) -> list[Any] | None:
+    def _closed(self, key: object) -> list[Any] | None:
         """Return what was opened, with all that an exception left open inside it; None where its start wasn't seen."""
         opened = self._stacks.open
         for place in range(len(opened) - 1, -1, -1):

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpiad._typing import Comm
 from mpiad.transport import Channel
 
 __all__ = ["Speed", "speed_of"]
@@ -53,7 +54,7 @@ def speed_of(channel: Channel) -> Speed | None:
         comm.Free()
 
 
-def _fastest(comm: Any, exchange: Any, array: np.ndarray) -> float:
+def _fastest(comm: Comm, exchange: Any, array: np.ndarray) -> float:
     """Return the shortest of several times; rank 0 says how many there will be, by how long the first ones take."""
     start = perf_counter()
     for _ in range(3):
@@ -67,7 +68,7 @@ def _fastest(comm: Any, exchange: Any, array: np.ndarray) -> float:
     return float(times.min())
 
 
-def _ping_pong(comm: Any, array: np.ndarray) -> None:
+def _ping_pong(comm: Comm, array: np.ndarray) -> None:
     if comm.rank == 0:
         comm.Send(array, 1)
         comm.Recv(array, 1)
@@ -76,5 +77,5 @@ def _ping_pong(comm: Any, array: np.ndarray) -> None:
         comm.Send(array, 0)
 
 
-def _reduction(comm: Any, array: np.ndarray) -> None:
+def _reduction(comm: Comm, array: np.ndarray) -> None:
     comm.Allreduce(array, np.empty_like(array))

@@ -15,7 +15,7 @@ from autograd.builtins import SequenceBox
 from autograd.extend import defjvp_argnums, defvjp_argnum, primitive
 from autograd.tracer import getval
 
-from mpiad._typing import Array
+from mpiad._typing import Array, Tree
 from mpiad.transport.device_arrays import ArrayModule, arrays_of
 
 __all__ = ["array", "concatenate", "joined", "stack"]
@@ -37,7 +37,7 @@ def joined(axis: int, *arrays: Array) -> Array:
     return np.concatenate(arrays, axis)
 
 
-def _joined_vjp(argnum: int, ans: Any, args: tuple, kwargs: dict) -> Any:
+def _joined_vjp(argnum: int, ans: Array, args: tuple, kwargs: dict) -> Any:
     axis, pieces = args[0], args[1:]
     start = sum(piece.shape[axis] for piece in pieces[: argnum - 1])
     lead = (slice(None),) * (axis % len(ans.shape))
@@ -46,7 +46,7 @@ def _joined_vjp(argnum: int, ans: Any, args: tuple, kwargs: dict) -> Any:
     return lambda g: anp.real(g[cut]) if real else g[cut]
 
 
-def _joined_jvp(argnums: tuple, gs: Any, ans: Any, args: tuple, kwargs: dict) -> Any:
+def _joined_jvp(argnums: tuple, gs: list, ans: Array, args: tuple, kwargs: dict) -> Any:
     tangents = dict(zip(argnums, gs))
     return joined(args[0], *[tangents[k] if k in tangents else anp.zeros_like(args[k]) for k in range(1, len(args))])
 
@@ -132,7 +132,7 @@ def stack(arrays: Sequence[Array], axis: int = 0) -> Array:
     return joined(len(lead), *[piece[(*lead, None)] for piece in arrays])
 
 
-def array(nest: Any, *args: Any, **kwargs: Any) -> Array:
+def array(nest: Tree, *args: Any, **kwargs: Any) -> Array:
     """Make an array of a nest of lists: on the device where something in it is on one.
 
     Parameters
@@ -170,7 +170,7 @@ def array(nest: Any, *args: Any, **kwargs: Any) -> Array:
     return made if dtype is None else made.astype(np.dtype(dtype))
 
 
-def _of_nest(nest: Any, arrays: ArrayModule) -> Any:
+def _of_nest(nest: Tree, arrays: ArrayModule) -> Any:
     if isinstance(nest, (list, tuple, SequenceBox)):
         return stack([_of_nest(nest[i], arrays) for i in range(len(nest))])
     if arrays_of(getval(nest)) is None and np.ndim(getval(nest)) == 0:
@@ -187,7 +187,7 @@ def _device_among(arrays: Sequence[Any]) -> ArrayModule | None:
     return None
 
 
-def _device_in(nest: Any) -> ArrayModule | None:
+def _device_in(nest: Tree) -> ArrayModule | None:
     if not isinstance(nest, (list, tuple, SequenceBox)):
         return arrays_of(getval(nest))
     for i in range(len(nest)):

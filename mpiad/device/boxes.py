@@ -9,6 +9,7 @@ from autograd.extend import VSpace
 from autograd.numpy.numpy_boxes import ArrayBox
 from autograd.numpy.numpy_vspaces import ArrayVSpace
 
+from mpiad._typing import Array
 from mpiad.device.casting import cast
 from mpiad.transport.device_arrays import arrays_of
 
@@ -35,7 +36,7 @@ class DeviceBox(ArrayBox):
 class DeviceSpace(ArrayVSpace):
     """The real arrays of one shape and dtype on one device."""
 
-    def __init__(self, value: Any):
+    def __init__(self, value: Array):
         # Not by ArrayVSpace's own, which asks NumPy for an array of the value.
         self.shape, self.dtype = value.shape, value.dtype
         self.arrays: Any = arrays_of(value)
@@ -74,10 +75,10 @@ class ComplexDeviceSpace(DeviceSpace):
         """Number of real dimensions."""
         return 2 * np.prod(self.shape)
 
-    def _inner_prod(self, x: Any, y: Any) -> Any:
+    def _inner_prod(self, x: Array, y: Array) -> Any:
         return np.real(np.dot(np.conj(np.ravel(x)), np.ravel(y)))
 
-    def _covector(self, x: Any) -> Any:
+    def _covector(self, x: Array) -> Any:
         return np.conj(x)
 
 

@@ -31,11 +31,11 @@ def cast(x: Array, dtype: np.dtype) -> Array:
     return x.astype(dtype)
 
 
-def _back(g: Any, dtype: np.dtype) -> Any:
+def _back(g: Array, dtype: np.dtype) -> Any:
     return cast(anp.real(g) if anp.iscomplexobj(g) and dtype.kind != "c" else g, dtype)
 
 
-def _cast_vjp(ans: Any, x: Any, dtype: np.dtype) -> Any:
+def _cast_vjp(ans: Array, x: Array, dtype: np.dtype) -> Any:
     # An integer's value carries no derivative, so neither does what is made of it.
     own = x.dtype
     return lambda g: _back(g, own)

@@ -53,7 +53,7 @@ def to_device(x: Tree, device: int | None = None, *, like: Array = None) -> Tree
     arrays = arrays_of(getval(like)) if like is not None else None
     found: list[ArrayModule] = [] if arrays is None else [arrays]
 
-    def move(leaf: Any) -> Any:
+    def move(leaf: Array) -> Any:
         plain = getval(leaf)
         if tracing.recorder is not None:
             tracing.recorder.refuse("it copies arrays to a device, and only NumPy's are compiled yet")
@@ -90,7 +90,7 @@ def to_host(x: Tree) -> Tree:
     return _mapped(x, lambda leaf: leaf if arrays_of(getval(leaf)) is None else array_to_host(leaf))
 
 
-def _mapped(tree: Any, move: Callable[[Any], Any]) -> Any:
+def _mapped(tree: Tree, move: Callable[[Any], Any]) -> Any:
     if isinstance(tree, (dict, DictBox)):
         items = {key: _mapped(tree[key], move) for key in tree.keys()}  # noqa: SIM118 (a traced one has no iterator)
         # A kind of dict with a constructor of its own, as defaultdict, may take other arguments than items.
@@ -142,11 +142,11 @@ def array_to_host(x: Array) -> Array:
     return x if arrays is None else arrays.to_host(x)[()]
 
 
-def _to_device_vjp(ans: Any, x: Any, arrays: ArrayModule) -> Any:
+def _to_device_vjp(ans: Array, x: Array, arrays: ArrayModule) -> Any:
     return lambda g: g if arrays_of(getval(g)) is None else array_to_host(g)
 
 
-def _to_host_vjp(ans: Any, x: Any) -> Any:
+def _to_host_vjp(ans: Array, x: Array) -> Any:
     arrays = arrays_of(getval(x))
     if arrays is None:
         return lambda g: g  # it was on the host already: a cotangent of zeros, for one

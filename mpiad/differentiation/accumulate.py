@@ -14,7 +14,8 @@ from autograd.core import SparseObject, sparse_add, sparse_object_types
 from autograd.extend import vspace
 from autograd.tracer import Box
 
-from mpiad.differentiation.rules.scatter import Scatter
+from mpiad._typing import Array
+from mpiad.differentiation.rules.scatter_add import Scatter
 from mpiad.transport.device_arrays import is_device_array
 
 __all__ = ["accumulate"]
@@ -22,7 +23,7 @@ __all__ = ["accumulate"]
 _ndarray, _boxes = np.ndarray, Box.types
 
 
-def accumulate(total: Any, owned: bool, g: Any) -> tuple[Any, bool]:
+def accumulate(total: Array, owned: bool, g: Array) -> tuple[Any, bool]:
     """Add one more cotangent to the sum of those that reached a node.
 
     Parameters
@@ -65,7 +66,7 @@ def accumulate(total: Any, owned: bool, g: Any) -> tuple[Any, bool]:
     return total + g, True
 
 
-def _with_sparse(total: Any, owned: bool, g: Any) -> Any:
+def _with_sparse(total: Array, owned: bool, g: Array) -> Any:
     if type(g) is not Scatter:
         space = vspace(g)
         # A copy: the first cotangent was kept by reference, and others may hold it.

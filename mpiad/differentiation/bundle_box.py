@@ -15,6 +15,7 @@ import numpy as np
 from autograd.numpy.numpy_boxes import ArrayBox
 from autograd.tracer import Box
 
+from mpiad._typing import Array
 from mpiad.differentiation.bundles import BundleNode
 from mpiad.differentiation.rules.arithmetic import ADD, DIVIDE, MULTIPLY, SUBTRACT, Tangent
 
@@ -52,7 +53,7 @@ class BundleBox(ArrayBox):
         return anp.negative(self)
 
 
-def _made(value: Any, tangents: list[Any], tape: Any, trace: int) -> BundleBox:
+def _made(value: Array, tangents: list[Any], tape: Any, trace: int) -> BundleBox:
     node, box = _new(BundleNode), _new(BundleBox)
     node.tape, node.g = tape, tangents
     box._value, box._trace, box._node = value, trace, node
@@ -63,7 +64,7 @@ def _before(fun: Callable, ufunc: Callable, tangent: Tangent) -> Callable:
     """Return the operator of a box with what follows it."""
     first, second, both = tangent
 
-    def method(self: Any, other: Any) -> Any:
+    def method(self: Any, other: Array) -> Any:
         node, x, what = self._node, self._value, type(other)
         if type(node) is BundleNode and type(x) is _ndarray and node.tape.record is not None:
             if what in _numbers:
@@ -89,7 +90,7 @@ def _after(fun: Callable, ufunc: Callable, tangent: Tangent) -> Callable:
     """Return the operator of a box with what stands before it."""
     second = tangent.second
 
-    def method(self: Any, other: Any) -> Any:
+    def method(self: Any, other: Array) -> Any:
         node, y, what = self._node, self._value, type(other)
         if what in _numbers and type(node) is BundleNode and type(y) is _ndarray and node.tape.record is not None:
             z = ufunc(other, y)

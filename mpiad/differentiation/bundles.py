@@ -9,6 +9,7 @@ from typing import Any
 from autograd.core import JVPNode, primitive_jvps, primitive_vjps
 from autograd.tracer import Box, getval, new_box, notrace_primitives
 
+from mpiad._typing import Array, Function
 from mpiad.differentiation.nodes import TangentNode
 from mpiad.differentiation.rules import JVP_RULES
 from mpiad.differentiation.rules.protocol import DEVICE_JVPS, inherited_jvp, inherited_vjp
@@ -29,7 +30,9 @@ class BundleNode(TangentNode):
 
     __slots__ = ()
 
-    def __init__(self, value: Any, fun: Any, args: Any, kwargs: Any, parent_argnums: Any, parents: Sequence[Any]):
+    def __init__(
+        self, value: Array, fun: Function, args: tuple, kwargs: dict, parent_argnums: tuple, parents: Sequence[Any]
+    ):
         tape = parents[0].tape
         if tape.record is None:
             return  # made by LastingNode
@@ -52,7 +55,7 @@ class BundleNode(TangentNode):
         self.g = [_along([(k, g[j]) for k, g in kept], rule, value, args, kwargs) for j in range(len(parents[0].g))]
 
 
-def _along(tangents: list[tuple[int, Any]], rule: Callable, value: Any, args: Any, kwargs: Any) -> Any:
+def _along(tangents: list[tuple[int, Any]], rule: Callable, value: Array, args: tuple, kwargs: dict) -> Any:
     """Return the tangent in one direction."""
     known = [(k, g) for k, g in tangents if g is not None]
     if not known:
@@ -61,7 +64,7 @@ def _along(tangents: list[tuple[int, Any]], rule: Callable, value: Any, args: An
     return rule(argnums, gs, value, args, kwargs)
 
 
-def _inherited(fun: Any, value: Any) -> Callable:
+def _inherited(fun: Function, value: Array) -> Callable:
     if is_device_array(getval(value)) and (fun in primitive_jvps or fun in DEVICE_JVPS):
         return partial(inherited_jvp, fun)
     if fun in primitive_jvps:
@@ -92,12 +95,12 @@ class Bundle:
         self._tape.__exit__(*error)
         self._tape.close()
 
-    def variable(self, x: Any, tangents: list[Any]) -> Any:
+    def variable(self, x: Array, tangents: list[Any]) -> Any:
         """Return a traced array with its tangents, one for each direction; None where one is zero."""
         tape = self._tape
         return new_box(x, tape.number, BundleNode.placed(tape, tangents))
 
-    def parts(self, value: Any) -> tuple[Any, list[Any] | None]:
+    def parts(self, value: Array) -> tuple[Any, list[Any] | None]:
         """Return the plain value of what was computed and its tangents; None where all are zero."""
         return _unboxed(value, self._tape)
 
@@ -134,7 +137,7 @@ def trace_bundle(
         return bundle.run(fun, variables, tangents)
 
 
-def _unboxed(value: Any, tape: TangentTape) -> tuple[Any, Any]:
+def _unboxed(value: Array, tape: TangentTape) -> tuple[Any, Any]:
     while type(value) in _box_types and value._trace >= tape.number:
         node = value._node
         value = value._value

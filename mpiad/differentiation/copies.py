@@ -14,7 +14,7 @@ from mpiad.device import to_host
 from mpiad.differentiation.trace import Variables
 from mpiad.differentiation.trees import named_leaves
 from mpiad.transport import MIN, Channel
-from mpiad.transport.guarded import settings
+from mpiad.transport.guarded import watch_settings
 from mpiad.transport.replication import require_replicated
 
 __all__ = ["compares_copies", "require_equal_copies", "require_equal_objective"]
@@ -66,4 +66,4 @@ def _same_number(value: np.float64, channel: Channel) -> bool:
 
 def compares_copies() -> bool:
     """Tell whether copies are looked at."""
-    return settings.debug()
+    return watch_settings.debug()

@@ -8,7 +8,7 @@ from typing import Any
 import autograd.numpy as anp
 import numpy as np
 
-from mpiad._typing import Comm, Function, Rank
+from mpiad._typing import Array, Comm, Function, Rank
 from mpiad.device.assembly import concatenate
 from mpiad.differentiation.backward import run_backward
 from mpiad.differentiation.copies import require_equal_copies, require_equal_objective
@@ -178,7 +178,7 @@ def cotangents_of_variables(
     return [_returned(g, variables.leaves[place]) for g, place in zip(found, variables.places)]
 
 
-def _returned(g: Any, leaf: Any) -> Any:
+def _returned(g: Array, leaf: Array) -> Any:
     spec = spec_like(leaf)
     if g is None:
         return spec.zeros()

@@ -18,6 +18,7 @@ from typing import Any
 from autograd.core import JVPNode, VJPNode, primitive_jvps, primitive_vjps
 from autograd.tracer import getval, notrace_primitives
 
+from mpiad._typing import Array, Function
 from mpiad.differentiation.refusals import itself, refuse_pickling
 from mpiad.differentiation.rules import JVP_RULES, VJP_RULES
 from mpiad.differentiation.rules.protocol import DEVICE_JVPS, inherited_jvp, inherited_vjp
@@ -49,7 +50,9 @@ class OrderedNode(VJPNode):
     parents: Any = ()
     __reduce_ex__, __deepcopy__ = refuse_pickling, itself
 
-    def __init__(self, value: Any, fun: Any, args: Any, kwargs: Any, parent_argnums: Any, parents: Sequence[Any]):
+    def __init__(
+        self, value: Array, fun: Function, args: tuple, kwargs: dict, parent_argnums: tuple, parents: Sequence[Any]
+    ):
         tape = parents[0].tape
         if len(parents) == 1:
             self.inputs = (parents[0].index,)
@@ -71,7 +74,7 @@ class OrderedNode(VJPNode):
         record.append(self)
 
     @staticmethod
-    def vjp(g: Any) -> tuple:
+    def vjp(g: Array) -> tuple:
         """Return no cotangents, where plain autograd asks a lasting value for them."""
         return ()
 
@@ -102,7 +105,7 @@ def _still_traced(argnums: Sequence[int], parents: Sequence[Any]) -> tuple[tuple
     return tuple([argnums[k] for k in kept]), tuple([parents[k] for k in kept])
 
 
-def _name(fun: Any) -> str:
+def _name(fun: Function) -> str:
     return getattr(fun, "__name__", repr(fun))
 
 
@@ -123,7 +126,7 @@ class LastingNode(OrderedNode):
 
     __slots__ = ()
 
-    def __new__(cls, value: Any, fun: Any, args: Any, kwargs: Any, parent_argnums: Any, parents: Any) -> Any:
+    def __new__(cls, value: Array, fun: Function, args: tuple, kwargs: dict, parent_argnums: tuple, parents: Any) -> Any:
         """Make a node of the type of the first input that is still traced, or that of a constant."""
         parent_argnums, parents = _still_traced(parent_argnums, parents)
         if parents:
@@ -144,13 +147,15 @@ class TangentNode(JVPNode):
     __slots__ = ("tape",)
     __reduce_ex__, __deepcopy__ = refuse_pickling, itself
 
-    def __new__(cls, value: Any, fun: Any, args: Any, kwargs: Any, parent_argnums: Any, parents: Any) -> Any:
+    def __new__(cls, value: Array, fun: Function, args: tuple, kwargs: dict, parent_argnums: tuple, parents: Any) -> Any:
         """Make a node, of another type where the first input has outlived its trace: these nodes are kept nowhere."""
         if parents[0].tape.record is None:
             return LastingNode(value, fun, args, kwargs, parent_argnums, parents)
         return object.__new__(cls)
 
-    def __init__(self, value: Any, fun: Any, args: Any, kwargs: Any, parent_argnums: Any, parents: Sequence[Any]):
+    def __init__(
+        self, value: Array, fun: Function, args: tuple, kwargs: dict, parent_argnums: tuple, parents: Sequence[Any]
+    ):
         tape = parents[0].tape
         if tape.record is None:
             return  # made by LastingNode
@@ -170,7 +175,7 @@ class TangentNode(JVPNode):
         self.tape = tape
 
     @classmethod
-    def placed(cls, tape: Any, tangent: Any) -> TangentNode:
+    def placed(cls, tape: Any, tangent: Array) -> TangentNode:
         """Make a node with a tangent that is known."""
         node = object.__new__(cls)
         node.tape, node.g = tape, tangent

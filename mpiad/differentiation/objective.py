@@ -16,6 +16,7 @@ import numpy as np
 from autograd.tracer import Box, getval
 
 import mpiad.errors as errors
+from mpiad._typing import Array
 from mpiad.device import to_host
 from mpiad.primitives.catalogue import ALLREDUCE, Reduction
 from mpiad.primitives.cotangents import spec_like
@@ -59,7 +60,7 @@ def weight_of(objective: str, channel: Channel, root: int) -> float:
     return 1.0 if objective == "sum" else 1.0 / channel.size
 
 
-def problem_with(value: Any, weight: float, call: str) -> Problem | None:
+def problem_with(value: Array, weight: float, call: str) -> Problem | None:
     """Return what is wrong with a rank's own number, None where nothing is."""
     if isinstance(value, (float, np.floating, np.integer)) or (isinstance(value, int) and abs(value) < _HUGE):
         return None
@@ -79,7 +80,7 @@ def problem_with(value: Any, weight: float, call: str) -> Problem | None:
     )
 
 
-def share(value: Any, weight: float, problem: Problem | None, channel: Channel) -> Any:
+def share(value: Array, weight: float, problem: Problem | None, channel: Channel) -> Any:
     """Return J on all ranks; raise on all where there is a problem on one."""
     part: Any = 0.0
     if type(value) is not np.float64 and problem is None and is_device_array(getval(value)):
@@ -106,7 +107,7 @@ class _Buffers(threading.local):
 _buffers = _Buffers()
 
 
-def _forward(x: Any, p: Sharing) -> Any:
+def _forward(x: Array, p: Sharing) -> Any:
     sent, shared = _buffers.sent, _buffers.shared
     # A mistake travels with the number: in one message, and all ranks know before any goes on.
     sent[0], sent[1] = p.problem is not None, x
@@ -127,12 +128,12 @@ def raise_everywhere(channel: Channel, problem: Problem | None) -> None:
     raise agreed(channel, made(f"{text} This happened on rank {rank}{others}."))
 
 
-def _adjoint(ans: Any, x: Any, p: Sharing) -> Any:
+def _adjoint(ans: Array, x: Array, p: Sharing) -> Any:
     """Return the transpose of adding up with the result on all ranks: all ranks' cotangents add up."""
     return lambda g: communicate(ALLREDUCE, g, Reduction(p.channel, SUM))
 
 
-def _tangent(dx: Any, ans: Any, x: Any, p: Sharing) -> Any:
+def _tangent(dx: Array, ans: Array, x: Array, p: Sharing) -> Any:
     return communicate(ALLREDUCE, dx, Reduction(p.channel, SUM))
 
 

@@ -18,10 +18,10 @@ __all__ = ["PhaseObserver", "observers"]
 class PhaseObserver(Protocol):
     """What is told of every phase; `key` says which end belongs to which beginning."""
 
-    def phase_began(self, key: Any, name: str) -> None:
+    def phase_began(self, key: object, name: str) -> None:
         """Take note of the start of a phase, "forward" or "backward"."""
 
-    def phase_ended(self, key: Any) -> None:
+    def phase_ended(self, key: object) -> None:
         """Take note of its end, whether or not by an exception; its start may have been before the noting."""
 
 
@@ -43,19 +43,19 @@ def _noted_enter(self: Any) -> Any:
     return _bare_enter(self)
 
 
-def _noted_exit(self: Any, kind: Any, error: Any, trace: Any) -> None:
+def _noted_exit(self: Any, kind: Any, error: BaseException | None, trace: Any) -> None:
     try:
         _bare_exit(self, kind, error, trace)
     finally:
         _tell_ended(self)
 
 
-def _tell_began(key: Any, name: str) -> None:
+def _tell_began(key: object, name: str) -> None:
     for observer in tuple(observers):
         observer.phase_began(key, name)
 
 
-def _tell_ended(key: Any) -> None:
+def _tell_ended(key: object) -> None:
     for observer in tuple(observers):
         observer.phase_ended(key)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mpiad._typing import Comm, Function, Rank, Tree
+from mpiad._typing import Array, Comm, Function, Rank, Tree
 from mpiad.differentiation.gradient import cotangents_of_variables, grad
 from mpiad.differentiation.trace import (
     Variables,
@@ -74,7 +74,7 @@ def _seeds(cotangent: Tree, values: list[Any], places: list[int]) -> list[tuple[
     return [(place, _shaped(g, value, "vjp")) for g, value, place in zip(given, values, places) if place >= 0]
 
 
-def _shaped(g: Any, value: Any, call: str) -> Any:
+def _shaped(g: Array, value: Array, call: str) -> Any:
     spec = spec_like(value)
     if spec_like(g).shape != spec.shape:
         raise TypeError(f"{call}: expected shape {spec.shape}, that of what it belongs to, but got {spec_like(g).shape}.")

@@ -15,6 +15,7 @@ import numpy as np
 from autograd.numpy.numpy_boxes import ArrayBox
 from autograd.tracer import Box
 
+from mpiad._typing import Array, Function
 from mpiad.differentiation.bundle_box import BundleBox
 from mpiad.differentiation.bundles import BundleNode
 from mpiad.differentiation.nodes import OrderedNode
@@ -54,18 +55,18 @@ class ShortcutBox(ArrayBox):
         return anp.negative(self)
 
 
-def _recorded(rule: Callable, value: Any, args: tuple, argnums: tuple[int, ...], parents: tuple, trace: int) -> Any:
+def _recorded(rule: Callable, value: Array, args: tuple, argnums: tuple[int, ...], parents: tuple, trace: int) -> Any:
     """Return a result whose step is noted on the tape."""
     inputs = (parents[0].index,) if len(parents) == 1 else (parents[0].index, parents[1].index)
     pull = rule(argnums, value, args, _KEYWORDS)
     return ShortcutBox(value, trace, OrderedNode.placed(parents[0].tape, inputs, pull, None))
 
 
-def _operator(rule: Callable, fun: Any, ufunc: Any, swapped: bool) -> Callable:
+def _operator(rule: Callable, fun: Function, ufunc: Any, swapped: bool) -> Callable:
     """Return an operator of two operands; `swapped`: the box is the second one."""
     mine = (1,) if swapped else (0,)
 
-    def method(self: Any, other: Any) -> Any:
+    def method(self: Any, other: Array) -> Any:
         node, x, what = self._node, self._value, type(other)
         if type(node) is OrderedNode and type(x) is _ndarray and node.tape.record is not None:
             if what in _numbers:
@@ -95,7 +96,7 @@ for _name, _fun, _ufunc in (
 Box.types.add(ShortcutBox)
 
 
-def shortened(x: Any) -> Any:
+def shortened(x: Array) -> Any:
     """Return a traced array whose operators take the short way; anything else as it is."""
     if type(x) is not ArrayBox:
         return x

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from mpiad._typing import Array
 from mpiad.differentiation.nodes import LastingNode, OrderedNode, TangentNode
 from mpiad.differentiation.numbering import enter, leave
 from mpiad.differentiation.refusals import explain
@@ -82,7 +83,7 @@ class OrderedTape(_Tape):
         super().__exit__(kind, error, trace)
 
     def communicated(
-        self, operation: Any, ans: Any, x: Any, params: Any, argnums: tuple[int, ...], parents: tuple[Any, ...]
+        self, operation: Any, ans: Array, x: Array, params: object, argnums: tuple[int, ...], parents: tuple[Any, ...]
     ) -> Any:
         """Record a communication; return its node, or None where its result isn't an array."""
         dtype = getattr(ans, "dtype", None)
@@ -101,7 +102,7 @@ class TangentTape(_Tape):
     __slots__ = ()
 
     def communicated(
-        self, operation: Any, ans: Any, x: Any, params: Any, argnums: tuple[int, ...], parents: tuple[Any, ...]
+        self, operation: Any, ans: Array, x: Array, params: object, argnums: tuple[int, ...], parents: tuple[Any, ...]
     ) -> Any:
         """Communicate the tangent, as part of the trace around this one; return its node."""
         tangents = {k: node.g for k, node in zip(argnums, parents) if node.tape is self}

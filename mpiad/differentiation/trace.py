@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from autograd.tracer import Box, getval, new_box
 
-from mpiad._typing import Tree
+from mpiad._typing import Array, Tree
 from mpiad.differentiation.nodes import OrderedNode, TangentNode
 from mpiad.differentiation.objective import Problem
 from mpiad.differentiation.tape import OrderedTape, Recording, TangentTape, mark_unfinished
@@ -82,7 +82,7 @@ def variables_of(args: tuple, argnum: int | tuple[int, ...], call: str) -> Varia
     return Variables(leaves, places, build)
 
 
-def _with_dtype(leaf: Any) -> Any:
+def _with_dtype(leaf: Array) -> Any:
     # The box of a Python number lacks what that of an array has.
     if type(leaf) is float:
         return np.float64(leaf)
@@ -94,7 +94,7 @@ def _with_dtype(leaf: Any) -> Any:
     return leaf
 
 
-def _described(leaf: Any) -> str:
+def _described(leaf: Array) -> str:
     return f"{type(leaf).__name__} of dtype {leaf.dtype}" if hasattr(leaf, "dtype") else type(leaf).__name__
 
 
@@ -170,21 +170,21 @@ def trace_forwards(
     return build([value for value, _ in found]), build([_tangent(value, node) for value, node in found])
 
 
-def no_derivative(leaf: Any) -> Any:
+def no_derivative(leaf: Array) -> Any:
     """Return the derivative by or of what is no variable: zero for integers, None for what isn't a number."""
     if is_device_array(leaf):
         return np.zeros_like(leaf)
     return np.zeros_like(leaf)[()] if isinstance(leaf, (bool, int, np.integer, np.ndarray)) else None
 
 
-def _tangent(value: Any, node: Any) -> Any:
+def _tangent(value: Array, node: Any) -> Any:
     if not is_variable(value):
         return no_derivative(value)
     spec = spec_like(value)
     return spec.zeros() if node is None else conform(node.g, *spec)
 
 
-def _unboxed(value: Any, tape: Any) -> tuple[Any, Any]:
+def _unboxed(value: Array, tape: Any) -> tuple[Any, Any]:
     """Return a result's value, and its node on this tape, None for a constant."""
     number = tape.number
     while type(value) in _box_types and value._trace > number:
@@ -195,7 +195,7 @@ def _unboxed(value: Any, tape: Any) -> tuple[Any, Any]:
     return _without_ended(value), None
 
 
-def _without_ended(value: Any) -> Any:
+def _without_ended(value: Array) -> Any:
     while type(value) in _box_types:
         tape = getattr(value._node, "tape", None)
         if tape is None or tape.record is not None:

@@ -10,7 +10,7 @@ from autograd.builtins import DictBox, SequenceBox
 from autograd.numpy.numpy_boxes import ArrayBox
 from autograd.tracer import Box, getval
 
-from mpiad._typing import Tree
+from mpiad._typing import Array, Tree
 from mpiad.transport.device_arrays import is_device_array
 
 __all__ = ["flatten", "is_variable", "named_leaves"]
@@ -31,7 +31,7 @@ def _only(leaves: list[Any]) -> Any:
     return leaves[0]
 
 
-def _walk(tree: Any, leaves: list[Any]) -> Callable:
+def _walk(tree: Tree, leaves: list[Any]) -> Callable:
     kind = type(tree)
     if kind in _NO_NESTS:
         leaves.append(tree)
@@ -49,7 +49,7 @@ def _walk(tree: Any, leaves: list[Any]) -> Callable:
     return next
 
 
-def _walk_dict(tree: Any, leaves: list[Any]) -> Callable:
+def _walk_dict(tree: Tree, leaves: list[Any]) -> Callable:
     keys = list(tree.keys())
     parts = [(key, _walk(tree[key], leaves)) for key in _in_order(tree)]
     # A class with a constructor of its own (a defaultdict) may not take pairs.
@@ -62,7 +62,7 @@ def _walk_dict(tree: Any, leaves: list[Any]) -> Callable:
     return build
 
 
-def _in_order(tree: Any) -> list[Any]:
+def _in_order(tree: Tree) -> list[Any]:
     keys = list(tree.keys())
     try:
         return sorted(keys)  # two ranks may have filled theirs in different orders
@@ -70,7 +70,7 @@ def _in_order(tree: Any) -> list[Any]:
         return keys
 
 
-def _maker(tree: Any) -> Callable[[list[Any]], Any]:
+def _maker(tree: Tree) -> Callable[[list[Any]], Any]:
     if hasattr(tree, "_fields"):  # a named tuple
         return lambda items: type(tree)(*items)
     if isinstance(tree, SequenceBox):
@@ -96,7 +96,7 @@ def named_leaves(tree: Tree, name: str) -> list[tuple[str, Any]]:
     return [leaf for path, part in parts for leaf in named_leaves(part, path)]
 
 
-def is_variable(leaf: Any) -> bool:
+def is_variable(leaf: Array) -> bool:
     """Tell whether a leaf can be differentiated: a real or complex number or array of them, traced or not."""
     if isinstance(leaf, (float, complex, np.inexact)):
         return True

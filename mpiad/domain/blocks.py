@@ -8,7 +8,7 @@ import numpy as np
 from autograd.extend import defjvp, defvjp, primitive
 
 from mpiad._typing import RootArray
-from mpiad.domain.memory import empty_beside
+from mpiad.domain.allocation import empty_beside
 from mpiad.domain.partition import Partition
 
 __all__ = ["from_blocks", "into_blocks"]

@@ -96,7 +96,7 @@ def sides_of(boundary: Boundary, ndim: int, call: str) -> Sides:
     return tuple(_pair(along, call) for along in boundary)
 
 
-def _pair(along: Any, call: str) -> tuple[Side, Side]:
+def _pair(along: object, call: str) -> tuple[Side, Side]:
     if not isinstance(along, (tuple, list)):
         side = _side(along, call)
         return side, side
@@ -105,7 +105,7 @@ def _pair(along: Any, call: str) -> tuple[Side, Side]:
     return _side(along[0], call), _side(along[1], call)
 
 
-def _side(kind: Any, call: str) -> Side:
+def _side(kind: object, call: str) -> Side:
     if isinstance(kind, str):
         if kind in _KINDS:
             return _KINDS[kind]

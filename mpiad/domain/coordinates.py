@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpiad._typing import LocalArray, Shape
-from mpiad.domain.layout import per_dimension
+from mpiad.domain.domain_arguments import per_dimension
 
 __all__ = ["Lattice", "lattice_of", "points_along"]
 
@@ -29,7 +29,7 @@ class Lattice(NamedTuple):
 
 
 def lattice_of(
-    shape: Shape, periodic: tuple[bool, ...], spacing: Any, origin: Any, extent: Any, centred: bool
+    shape: Shape, periodic: tuple[bool, ...], spacing: object, origin: object, extent: Any, centred: bool
 ) -> Lattice:
     """Return where cells lie, from the arguments of `Domain.coordinates`.
 

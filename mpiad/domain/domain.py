@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from mpiad.domain.exchanging import Exchanging
+from mpiad.domain.field_exchange import Exchanging
+from mpiad.domain.grid_sums import Reductions
 from mpiad.domain.minimization import Minimization
-from mpiad.domain.placement import Placement
 from mpiad.domain.points import Points
-from mpiad.domain.reductions import Reductions
+from mpiad.domain.scatter_gather import Placement
 from mpiad.domain.stencils import Stencils
 
 __all__ = ["Domain"]

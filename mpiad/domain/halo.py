@@ -2,7 +2,7 @@
 
 The physical sides are filled dimension by dimension, as `numpy.pad` fills them. The transpose goes the other way and adds
 every halo cell's cotangent to the cell it was copied from, on its owner's rank. Both are one node on the tape, and each
-is the other's derivative. `overlap` has both in two halves, with time to compute in between.
+is the other's derivative. `nonblocking_exchange` has both in two halves, with time to compute in between.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from mpiad._typing import Comm, LocalArray, Rank
+from mpiad.domain.allocation import copy_of, empty_beside
 from mpiad.domain.boundary import Sides, homogeneous
-from mpiad.domain.delivery import add, post, put
-from mpiad.domain.memory import copy_of, empty_beside
+from mpiad.domain.halo_messages import add, post, put
 from mpiad.domain.partition import Partition
 from mpiad.domain.routes import IN_TURN, Geometry, Index, Stage, plan
 from mpiad.extend import InPlace, communicating, defjvp, defvjp
@@ -62,7 +62,7 @@ class Halo:
     interior : index
         The block within the block with its halo.
     begun : int
-        Exchanges that were begun (see `overlap`).
+        Exchanges that were begun (see `nonblocking_exchange`).
     numbered_on : communicator or None
         The duplicate on which they were.
     under_way : dict

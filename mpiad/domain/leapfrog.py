@@ -12,14 +12,13 @@ traces it is computed again, as part of them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import autograd.numpy as anp
 import numpy as np
 from autograd.tracer import getval, isbox
 
 from mpiad._typing import LocalArray
-from mpiad.domain.memory import zeros_beside
+from mpiad.domain.allocation import zeros_beside
 from mpiad.domain.stencil_sums import StencilSums, apply_stencil, transposed_stencil
 from mpiad.extend import communicating, defjvp, defjvp_together, defvjp, defvjp_together
 from mpiad.primitives.cotangents import tangent_of
@@ -85,7 +84,8 @@ def _sums(u: LocalArray, stencil: StencilSums, kept: list | None) -> LocalArray:
 
 
 def _advance_tangent(
-    gs: list, ans: LocalArray, u: LocalArray, before: LocalArray, factor: LocalArray, stencil: StencilSums, kept: Any
+    gs: list, ans: LocalArray, u: LocalArray, before: LocalArray, factor: LocalArray, stencil: StencilSums,
+    kept: list | None,
 ) -> LocalArray:
     du, dbefore = tangent_of(u, gs[0]), tangent_of(before, gs[1])
     moved = advance(du, dbefore, factor, stencil=stencil.homogeneous, kept=None)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from os import PathLike
-from typing import Any
 
 import scipy
 
 from mpiad._typing import Function, LocalArray, Tree
 from mpiad.differentiation.trees import flatten, is_variable
-from mpiad.domain.division import Division
-from mpiad.domain.memory import is_array
+from mpiad.domain.allocation import is_array
+from mpiad.domain.decomposition import Decomposition
 from mpiad.transport.agreement import raise_together
 
 __all__ = ["Minimization", "provide"]
@@ -24,7 +24,7 @@ def provide(minimize: Function) -> None:
     _provided[:] = [minimize]
 
 
-class Minimization(Division):
+class Minimization(Decomposition):
     """Objectives of the whole grid as functions of its blocks."""
 
     def minimize(
@@ -34,7 +34,7 @@ class Minimization(Division):
         *,
         method: str = "L-BFGS-sharded",
         jac: Function | bool | None = None,
-        bounds: Any = None,
+        bounds: Sequence | scipy.optimize.Bounds | None = None,
         tol: float | None = None,
         options: dict | None = None,
         callback: Function | None = None,

@@ -17,7 +17,7 @@ from mpiad._typing import Array, LocalArray
 from mpiad.device.transfer import array_to_device, array_to_host
 from mpiad.domain.boundary import sides_of
 from mpiad.domain.coordinates import Lattice, lattice_of, points_along
-from mpiad.domain.division import Division
+from mpiad.domain.decomposition import Decomposition
 from mpiad.domain.halo import Halo, fill_halo
 from mpiad.domain.interpolation import Location, interpolated, located
 from mpiad.domain.point_tables import PointTables, interpolated_there
@@ -28,7 +28,7 @@ from mpiad.transport.device_arrays import arrays_of, named
 __all__ = ["Points"]
 
 
-class Points(Division):
+class Points(Decomposition):
     """What a domain knows of points in space."""
 
     def coordinates(

@@ -49,7 +49,7 @@ def of_root_copies(fun: Function) -> Function:
     """Return a function during which domains refuse its first argument, a nest of arrays, as blocks."""
     solve = _Solve()
 
-    def run(x: Any, *args: Any) -> Any:
+    def run(x: Array, *args: Any) -> Any:
         outer = _current.solve
         solve.arrays = (*(outer.arrays if outer else ()), *map(getval, flatten(x)[0]))
         _current.solve = solve
@@ -97,7 +97,7 @@ def require_own_block(u: LocalArray, shape: Shape, ranks: int, rank: Rank, call:
         )
 
 
-def _is_of(block: Array, array: Any, shape: Shape) -> bool:
+def _is_of(block: Array, array: Array, shape: Shape) -> bool:
     if block is array:
         return True
     if not (isinstance(block, np.ndarray) and isinstance(array, np.ndarray) and np.may_share_memory(block, array)):
@@ -106,5 +106,5 @@ def _is_of(block: Array, array: Any, shape: Shape) -> bool:
     return block.size == array.size or _ends_in(array, shape)
 
 
-def _ends_in(array: Any, shape: Shape) -> bool:
+def _ends_in(array: Array, shape: Shape) -> bool:
     return np.shape(array)[-len(shape) :] == shape

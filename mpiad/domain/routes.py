@@ -12,7 +12,7 @@ periodic dimension).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeAlias
 
 from mpiad._typing import Rank, Shape
@@ -149,7 +149,7 @@ def _stage_along(geometry: Geometry, axis: int) -> Stage:
     return _stage(geometry, steps, across, sides)
 
 
-def _beyond(geometry: Geometry, across: Any) -> tuple[tuple[int, int, tuple[slice, ...]], ...]:
+def _beyond(geometry: Geometry, across: Callable) -> tuple[tuple[int, int, tuple[slice, ...]], ...]:
     return tuple(
         (axis, place, across(axis))
         for axis, (pair, h) in enumerate(zip(geometry.neighbours, geometry.widths))

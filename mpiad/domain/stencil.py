@@ -8,8 +8,8 @@ import numpy as np
 from autograd.tracer import getval
 
 from mpiad._typing import LocalArray
+from mpiad.domain.allocation import is_array
 from mpiad.domain.leapfrog import leapfrog
-from mpiad.domain.memory import is_array
 from mpiad.domain.root_copies import require_own_block
 from mpiad.domain.stencil_sums import StencilSums, apply_stencil
 

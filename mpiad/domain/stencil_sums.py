@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from mpiad._typing import LocalArray, Shape
+from mpiad._typing import Array, LocalArray, Shape
+from mpiad.domain.allocation import empty_beside, zeros_beside
 from mpiad.domain.boundary import Sides, homogeneous
-from mpiad.domain.delivery import add, post, put
 from mpiad.domain.halo import Halo, fill_beyond, fold_beyond
-from mpiad.domain.memory import empty_beside, zeros_beside
+from mpiad.domain.halo_messages import add, post, put
 from mpiad.domain.routes import FACES, TOGETHER
 from mpiad.domain.weighted_sum import Box, Finish, Terms, terms_of, weighted_sum
 from mpiad.extend import communicating, defjvp, defvjp
@@ -81,7 +81,7 @@ class StencilSums:
         # Halo cells are added up before they have come, and the sums dropped: NumPy must not warn of them.
         return zeros_beside(u, shape)
 
-    def give_back(self, room: Any) -> None:
+    def give_back(self, room: Array) -> None:
         """Keep an array for the next call."""
         self._rooms = [room]
 

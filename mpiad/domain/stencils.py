@@ -11,9 +11,9 @@ from autograd.tracer import getval, isbox
 
 from mpiad._typing import Array, LocalArray
 from mpiad.domain.boundary import Boundary, Sides, sides_of
-from mpiad.domain.division import Division, listed
+from mpiad.domain.decomposition import Decomposition, listed
+from mpiad.domain.domain_arguments import per_dimension
 from mpiad.domain.halo import Halo, fill_halo
-from mpiad.domain.layout import per_dimension
 from mpiad.domain.routes import IN_TURN
 from mpiad.domain.stencil import Stencil
 from mpiad.domain.stencil_sums import StencilSums
@@ -22,7 +22,7 @@ from mpiad.domain.varying_stencil import varying_sum
 __all__ = ["Stencils"]
 
 
-class Stencils(Division):
+class Stencils(Decomposition):
     """What a domain computes of each cell and its neighbours."""
 
     def stencil(self, weights: Array, boundary: Boundary = "zero") -> Stencil:

@@ -15,7 +15,7 @@ from autograd.extend import defjvp, defvjp, primitive
 from autograd.tracer import getval
 
 from mpiad._typing import LocalArray, Shape
-from mpiad.domain.memory import empty_beside, zeros_beside
+from mpiad.domain.allocation import empty_beside, zeros_beside
 
 __all__ = ["products", "spread", "varying_sum"]
 

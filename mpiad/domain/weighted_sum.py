@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from mpiad._typing import LocalArray
-from mpiad.domain.memory import empty_beside
+from mpiad.domain.allocation import empty_beside
 
 __all__ = ["Box", "Finish", "Terms", "terms_of", "weighted_sum"]
 

@@ -18,7 +18,6 @@ from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleSerial, EnsembleV
 from mpiad.ensemble.batch import Batch, is_on_device, placed
 from mpiad.ensemble.compiled.cuda.gpu_solve import solved_on_gpu
 from mpiad.ensemble.compiled.kernel_solver import Compiler
-from mpiad.ensemble.demands import Demands, check_demands
 from mpiad.ensemble.dense_output import DenseOutput
 from mpiad.ensemble.device_solution import DeviceSolution
 from mpiad.ensemble.differentiable import differentiable
@@ -37,6 +36,7 @@ from mpiad.ensemble.saving import save_times
 from mpiad.ensemble.settings import Settings, Ways
 from mpiad.ensemble.sharded import ShardedSolution
 from mpiad.ensemble.solution import EnsembleSolution, apart, evaluations, solution_of
+from mpiad.ensemble.solve_options import SolveOptions, checked_options
 from mpiad.errors import IntegrationError
 from mpiad.progress_line import ProgressLine
 from mpiad.transport import Channel, channel
@@ -148,31 +148,28 @@ def solve(
     A trajectory's numbers depend neither on the others nor on how many there are, nor on the backend, bit for bit, where
     f itself computes each column by itself (a matrix product in f agrees to rounding).
     """
-    given = Demands(
-        problem, alg, ensemblealg, trajectories, saveat, save_everystep, rtol, atol, dt, dtmax, max_steps, events,
-        batch_size, gradient, adjoint, checkpoints, compile, dense_output, bool(progress),
-    )  # fmt: skip
+    given = SolveOptions(**locals())._replace(progress=bool(progress))  # first of all: nothing but the arguments is there
     used = channel(ensemblealg.comm, "ensemble.solve") if isinstance(ensemblealg, EnsembleMPI) else None
-    demands = check_demands(given) if used is None else _checked_together(used, given, throw)
+    options = checked_options(given) if used is None else _checked_together(used, given)
     if isinstance(problem, ODEProblem):
-        compiler = Compiler(compile, 0, gradient, adjoint)
-        sol = _solved(demands, compiler, EnsembleSerial(), columns_of([problem], [1]), None)
+        compiler = Compiler(options, 0)
+        sol = _solved(options, compiler, EnsembleSerial(), columns_of([problem], [1]), None)
         _report(sol, throw)
         sol.problem = problem.read_from(compiler.kernels)
         return sol[0]
-    count = demands.trajectories
-    compiler = Compiler(compile, count, gradient, adjoint, together=used is not None)
+    count = options.trajectories
+    compiler = Compiler(options, count, together=used is not None)
     if used is None or not isinstance(ensemblealg, EnsembleMPI):
         with closing(ProgressLine("trajectories", count)) if progress else nullcontext() as line:
-            sol = _ensemble(demands, compiler, problem, range(1, count + 1), None if line is None else line.advance)
+            sol = _ensemble(options, compiler, problem, range(1, count + 1), None if line is None else line.advance)
         _report(sol, throw)
     else:
         asked = Sharing(
-            count, lambda numbers, shown: _ensemble(demands, compiler, problem, numbers, shown),
+            count, lambda numbers, shown: _ensemble(options, compiler, problem, numbers, shown),
             (lambda parts: combined(problem, parts, count)) if problem.output_func or problem.reduction else None,
             None if problem.prob_func else lambda: initial_states(problem, range(1, count + 1)),
             partial(evaluations, alg=alg, dt=dt), lambda: bool(compiler.kernels),
-            lambda: compiler.said, compiler.say, bool(demands.events), bool(progress),
+            lambda: compiler.said, compiler.say, bool(options.events), bool(progress),
         )  # fmt: skip
         sol = over_ranks(ensemblealg, used, asked)
         _report(sol.facts if isinstance(sol, ShardedSolution) else sol, throw, used.rank == 0)
@@ -180,24 +177,24 @@ def solve(
     return apart(sol)
 
 
-def _checked_together(used: Channel, given: Demands, throw: bool) -> Demands:
-    """Return `check_demands` of the arguments, which must be the same on all ranks; what one finds wrong all raise."""
-    wrong, demands = None, given
+def _checked_together(used: Channel, given: SolveOptions) -> SolveOptions:
+    """Return `checked_options` of the arguments, which must be the same on all ranks; what one finds wrong all raise."""
+    wrong, options = None, given
     try:
-        demands = check_demands(given)
+        options = checked_options(given)
     except Exception as error:  # noqa: BLE001 raised on all ranks together
         wrong = error
     scalars = (
-        f"trajectories={demands.trajectories}, {given.alg}, {given.ensemblealg}, rtol={given.rtol}, atol={given.atol}, "
+        f"trajectories={options.trajectories}, {given.alg}, {given.ensemblealg}, rtol={given.rtol}, atol={given.atol}, "
         f"save_everystep={given.save_everystep}, dense_output={given.dense_output}, dt={given.dt}, dtmax={given.dtmax}, "
-        f"max_steps={given.max_steps}, compile={given.compile}, progress={given.progress}, throw={throw}, "
-        f"{0 if wrong else len(demands.events)} events, {_kind(given.problem)}"
+        f"max_steps={given.max_steps}, compile={given.compile}, progress={given.progress}, throw={given.throw}, "
+        f"{0 if wrong else len(options.events)} events, {_kind(given.problem)}"
     )
-    saveat = None if wrong or demands.saveat is None else np.asarray(demands.saveat, float)
+    saveat = None if wrong or options.saveat is None else np.asarray(options.saveat, float)
     # As numbers too: a text has eight digits of each, and of many not all.
     atol = None if wrong else np.asarray(given.atol, float)
     require_alike(used, wrong, fingerprint(scalars, saveat, atol), f"saveat={given.saveat}, {scalars}", "solve")
-    return demands
+    return options
 
 
 def _kind(problem: Any) -> str:
@@ -208,7 +205,7 @@ def _kind(problem: Any) -> str:
 
 
 def _ensemble(
-    demands: Demands, compiler: Compiler, problem: EnsembleProblem, numbers: range, shown: Callable[[int], None] | None
+    options: SolveOptions, compiler: Compiler, problem: EnsembleProblem, numbers: range, shown: Callable[[int], None] | None
 ) -> EnsembleSolution:
     """Solve some trajectories, counted from 1."""
     # One for all batches and repeats, so that a trajectory's generator doesn't depend on how they are cut.
@@ -216,17 +213,17 @@ def _ensemble(
 
     def solved(numbers: range, repeat: int = 1) -> EnsembleSolution:
         # A rank without trajectories takes the kind of the first: its arrays must be of the same dtype.
-        alone = not len(numbers) and demands.trajectories > 0
-        made = members(problem, range(1, 2) if alone else numbers, repeat, seed, demands.trajectories)
+        alone = not len(numbers) and options.trajectories > 0
+        made = members(problem, range(1, 2) if alone else numbers, repeat, seed, options.trajectories)
         batch = made.share(slice(0, 0)) if alone else made
-        sol = _solved(demands, compiler, demands.ensemblealg, batch, None if repeat > 1 else shown, numbers)
-        if alone and not demands.save_everystep and np.ndim(demands.saveat) < 2:
+        sol = _solved(options, compiler, options.ensemblealg, batch, None if repeat > 1 else shown, numbers)
+        if alone and not options.save_everystep and np.ndim(options.saveat) < 2:
             # So that ranks needn't send each other their saved times where all have the same.
             first = made.plain()
-            sol.t = save_times(demands.saveat, first.start, first.end)
+            sol.t = save_times(options.saveat, first.start, first.end)
         return sol
 
-    size = max(1, demands.batch_size or len(numbers))
+    size = max(1, options.batch_size or len(numbers))
     batches = [numbers[i : i + size] for i in range(0, len(numbers), size)] or [numbers]
     if problem.output_func is None and problem.reduction is None:
         return joined([solved(numbers) for numbers in batches])
@@ -234,51 +231,52 @@ def _ensemble(
 
 
 def _solved(
-    demands: Demands, compiler: Compiler, backend: EnsembleAlgorithm, given: Batch,
+    options: SolveOptions, compiler: Compiler, backend: EnsembleAlgorithm, given: Batch,
     shown: Callable[[int], None] | None, numbers: range = range(1, 2),
 ) -> EnsembleSolution:
-    record = demands.save_everystep or demands.dense_output or given.traced
+    record = options.save_everystep or options.dense_output or given.traced
     # What is asked of the steps later is asked of the same parameters.
     given = given.own() if record else given
     batch, times = given.plain(), None
     hosted = not is_on_device(batch) and gpu_of(backend) is None
-    ends = hosted and demands.saveat is None and not demands.save_everystep and not demands.events
+    ends = hosted and options.saveat is None and not options.save_everystep and not options.events
     if ends:
         times = _NO_TIMES
-    elif not demands.save_everystep:
-        saveat: Any = demands.saveat
+    elif not options.save_everystep:
+        saveat: Any = options.saveat
         rows = saveat[numbers.start - 1 : numbers.stop - 1] if np.ndim(saveat) == 2 else saveat
         times = save_times(rows, batch.start, batch.end)
-    atol = demands.atol if np.ndim(demands.atol) == 0 else _column(demands.atol, batch)
-    events = tuple(event.for_states(batch.shape) for event in demands.events)
+    atol = options.atol if np.ndim(options.atol) == 0 else _column(options.atol, batch)
+    events = tuple(event.for_states(batch.shape) for event in options.events)
     settings = Settings(
-        demands.alg, demands.rtol, atol, demands.dt, demands.dtmax, demands.max_steps, events, times,
-        record, None if demands.save_everystep else demands.checkpoints, shown, ends,
+        alg=options.alg, rtol=options.rtol, atol=atol, dt=options.dt, dtmax=options.dtmax, max_steps=options.max_steps,
+        events=events, saveat=times, record=record, checkpoints=None if options.save_everystep else options.checkpoints,
+        progress=shown, ends=ends,
     )  # fmt: skip
     on_gpu = gpu_of(backend) is not None
     batch = batch if on_gpu else placed(batch)
-    if demands.dense_output and (on_gpu or is_on_device(batch)):
+    if options.dense_output and (on_gpu or is_on_device(batch)):
         raise NotImplementedError(
             "solve: dense_output=True is for solves on the host, but this one is on a device. Ask for the times by saveat, "
             "or bring the arrays to the host with mpiad.device.to_host."
         )
     if on_gpu:
-        return solved_on_gpu(backend, compiler, given, batch, settings, partial(_by_arrays, demands, compiler))
-    return _by_arrays(demands, compiler, backend, given, batch, settings)
+        return solved_on_gpu(backend, compiler, given, batch, settings, partial(_by_arrays, options, compiler))
+    return _by_arrays(options, compiler, backend, given, batch, settings)
 
 
 def _by_arrays(
-    demands: Demands, compiler: Compiler, backend: EnsembleAlgorithm, given: Batch, batch: Batch, settings: Settings
+    options: SolveOptions, compiler: Compiler, backend: EnsembleAlgorithm, given: Batch, batch: Batch, settings: Settings
 ) -> EnsembleSolution:
     """Solve a batch where its arrays live: on the host by a kernel, too, where that is chosen."""
     if is_on_device(batch):
         outcome = compiler.run_on_device(backend, batch, settings)
     else:
         outcome = compiler.run(backend, batch, settings, given)
-    sol, ways = solution_of(outcome, batch, settings), Ways(demands.gradient, demands.adjoint)
+    sol, ways = solution_of(outcome, batch, settings), Ways(options.gradient, options.adjoint)
     if given.traced:
         sol = differentiable(sol, run_of(batch, settings, outcome), given, ways)
-    return replace(sol, dense=DenseOutput(batch, settings, outcome, given, ways)) if demands.dense_output else sol
+    return replace(sol, dense=DenseOutput(batch, settings, outcome, given, ways)) if options.dense_output else sol
 
 
 def _column(atol: Array, batch: Batch) -> Array:

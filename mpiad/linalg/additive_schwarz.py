@@ -17,11 +17,11 @@ from scipy.sparse.linalg import splu
 
 from mpiad._typing import LocalArray
 from mpiad.linalg.ghosts import GhostPlan
+from mpiad.linalg.host_and_device import through_host
 from mpiad.linalg.matrix_row_block import MatrixRowBlock
-from mpiad.linalg.through_host import through_host
 from mpiad.primitives import mpi_allgather
 from mpiad.primitives.operation import suspended
-from mpiad.transport import channel
+from mpiad.transport import Channel, channel
 from mpiad.transport.agreement import raise_together
 
 __all__ = ["AdditiveSchwarz"]
@@ -144,7 +144,7 @@ class AdditiveSchwarz:
         return np.ascontiguousarray(self._factors.solve(flat, "T" if self._turned else "N").T).reshape(r.shape)
 
 
-def _mistake(matrix: MatrixRowBlock, overlap: Any) -> Exception | None:
+def _mistake(matrix: MatrixRowBlock, overlap: object) -> Exception | None:
     if matrix.shape[0] != matrix.shape[1] or (matrix.offsets[0] != matrix.offsets[1]).any():
         return ValueError(f"{_CALL}: the matrix must be square, its rows and columns divided alike, but is {matrix!r}.")
     if not isinstance(overlap, (int, np.integer)) or overlap < 0:
@@ -152,7 +152,7 @@ def _mistake(matrix: MatrixRowBlock, overlap: Any) -> Exception | None:
     return None
 
 
-def _overlapping_part(matrix: MatrixRowBlock, rows: Any, overlap: int, used: Any) -> tuple[Any, GhostPlan]:
+def _overlapping_part(matrix: MatrixRowBlock, rows: LocalArray, overlap: int, used: Channel) -> tuple[Any, GhostPlan]:
     """Return the matrix of this rank's rows and of some layers around them, and where the latter come from."""
     own = np.arange(matrix.owned_rows.start, matrix.owned_rows.stop)
     around, plan = np.zeros(0, np.int64), GhostPlan(np.zeros(0, np.int64), matrix.offsets[0], matrix.comm)
@@ -166,7 +166,7 @@ def _overlapping_part(matrix: MatrixRowBlock, rows: Any, overlap: int, used: Any
     return whole[:, np.concatenate([own, around])].tocsc(), plan
 
 
-def _rows_of_others(rows: Any, plan: GhostPlan, used: Any) -> Any:
+def _rows_of_others(rows: LocalArray, plan: GhostPlan, used: Channel) -> Any:
     """Return the rows of a plan's ghosts, in their order."""
     sent: list[Any] = [None] * used.size
     for rank, places in plan.destinations:

@@ -15,8 +15,7 @@ import numpy as np
 
 from mpiad._typing import LocalArray
 from mpiad.linalg.diagnosis import require_iterations
-from mpiad.linalg.sides import preconditioned_product, preconditioned_start
-from mpiad.linalg.system import System
+from mpiad.linalg.system import System, preconditioned_product, preconditioned_start
 from mpiad.linalg.vectors import add_scaled, column
 
 __all__ = ["bicgstab"]

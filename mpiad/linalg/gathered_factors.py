@@ -9,7 +9,7 @@ import numpy as np
 from scipy.sparse.linalg import splu
 
 from mpiad._typing import LocalArray
-from mpiad.linalg.through_host import through_host
+from mpiad.linalg.host_and_device import through_host
 from mpiad.primitives import mpi_gather, mpi_scatter
 from mpiad.transport import channel
 from mpiad.transport.agreement import raise_together

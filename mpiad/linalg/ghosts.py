@@ -8,7 +8,7 @@ import numpy as np
 
 from mpiad._typing import Comm, LocalArray, Rank
 from mpiad.device.constants import Constants
-from mpiad.domain.memory import empty_beside
+from mpiad.domain.allocation import empty_beside
 from mpiad.primitives import mpi_alltoall, mpi_irecv, mpi_send, mpi_wait
 from mpiad.primitives.operation import suspended
 from mpiad.transport import channel

@@ -16,21 +16,21 @@ from typing import Any, NamedTuple
 import autograd.numpy as anp
 import numpy as np
 
-from mpiad._typing import Function, LocalArray
+from mpiad._typing import Array, Function, LocalArray, Tree
 from mpiad.differentiation import make_jvp, make_vjp
 from mpiad.extend import communicating, defjvp_together, defvjp_together
 from mpiad.linalg.bicgstab import bicgstab
 from mpiad.linalg.conjugate_gradients import conjugate_gradients
 from mpiad.linalg.gmres import gmres
 from mpiad.linalg.iteration import Method, iterate
-from mpiad.linalg.settings import Settings
+from mpiad.linalg.matvec_transpose import taking, transposed_function, transposed_preconditioner
+from mpiad.linalg.solver_settings import Settings
 from mpiad.linalg.system import System
-from mpiad.linalg.transposition import taking, transposed_function, transposed_preconditioner
 from mpiad.linalg.vectors import inner
 from mpiad.primitives import mpi_allreduce, stop
 from mpiad.primitives.cotangents import spec_like, tangent_of
 from mpiad.primitives.operation import suspended
-from mpiad.transport.failures import DeferredFailures
+from mpiad.transport.user_failures import DeferredFailures
 
 __all__ = ["METHODS", "Problem", "direction_of", "pulled_back", "solution", "solution_of_adjoint"]
 
@@ -91,11 +91,11 @@ class Problem(NamedTuple):
         derived = self.derived(failures)
         return derived if self.hermitian else derived._replace(transposed=not self.transposed)
 
-    def product(self, all_leaves: Any) -> LocalArray:
+    def product(self, all_leaves: Tree) -> LocalArray:
         """Return the product with the operator, of u and the leaves, as part of the program around it."""
         return self.matvec(all_leaves[0], *self.build(all_leaves[1:]))
 
-    def own_product(self, all_leaves: Any) -> LocalArray:
+    def own_product(self, all_leaves: Tree) -> LocalArray:
         """Return the product with the operator of this system, which may be the transposed one."""
         if not self.transposed:
             return self.product(all_leaves)
@@ -108,13 +108,13 @@ class Problem(NamedTuple):
             return lambda u: given(u, *params)
         return transposed_function(lambda u: self.matvec(u, *params), like)
 
-    def method(self, leaves: Any) -> Method:
+    def method(self, leaves: Tree) -> Method:
         """Return the iteration."""
         if self.solver is not None:
             return self.solver(tuple(self.build(leaves)), self.transposed)
         return METHODS[self.settings.method]
 
-    def system(self, leaves: Any, b: LocalArray) -> System:
+    def system(self, leaves: Tree, b: LocalArray) -> System:
         """Return the system on plain blocks."""
         params, failures = tuple(self.build(leaves)), self.failures or self.new_failures()
         apply, precondition = (lambda u: self.matvec(u, *params)), None
@@ -212,7 +212,7 @@ def pulled_back(pull: Function, left: LocalArray, g: LocalArray, problem: Proble
     return list(found[1:])
 
 
-def solution_of_adjoint(g: LocalArray, leaves: Any, problem: Problem, failures: DeferredFailures) -> LocalArray:
+def solution_of_adjoint(g: LocalArray, leaves: Tree, problem: Problem, failures: DeferredFailures) -> LocalArray:
     """Return λ with Aᵀ λ = g, of the operator of a problem; collective, and itself differentiable."""
     # Aᵀ is the conjugate of a Hermitian A: Aᵀ λ = g where A λ* = g*.
     if problem.hermitian and g.dtype.kind == "c":
@@ -233,7 +233,7 @@ def _tangent(gs: list, ans: LocalArray, b: LocalArray, *leaves: Any, problem: Pr
     return solution(residual, *leaves, problem=problem.derived(failures))
 
 
-def direction_of(leaf: Any, tangent: Any) -> Any:
+def direction_of(leaf: Array, tangent: Array) -> Any:
     """Return the tangent of a leaf of the parameters as `make_jvp` takes it, zero where there is none."""
     # A number without a tangent stays a plain zero: it has no dtype of its own to give one.
     return tangent_of(leaf, tangent) if np.ndim(stop(leaf)) or tangent is not None else 0.0

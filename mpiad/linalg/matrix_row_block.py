@@ -9,18 +9,17 @@ import numpy as np
 import scipy.sparse
 from autograd.tracer import getval
 
-from mpiad._typing import Comm, Function, LocalArray, Rank
+from mpiad._typing import Array, Comm, Function, LocalArray, Rank
 from mpiad.device.assembly import concatenate
 from mpiad.device.constants import Constants
 from mpiad.domain import Domain
 from mpiad.linalg.gathered_factors import GatheredFactors
 from mpiad.linalg.ghosts import GhostPlan
-from mpiad.linalg.places import require_floats, require_together
+from mpiad.linalg.host_and_device import plain_values, require_floats, require_together
 from mpiad.linalg.probing import operator_rows
 from mpiad.linalg.rows import local_rows, rows_of
 from mpiad.linalg.solve import solve
 from mpiad.linalg.sparse_products import Pattern, ProductWith, product, transposed_product
-from mpiad.linalg.through_host import plain_values
 from mpiad.linalg.transposed_matrix import Transposed
 from mpiad.primitives import stop
 from mpiad.primitives.operation import suspended
@@ -67,7 +66,7 @@ class MatrixRowBlock:
     All ranks of `comm` call it, and all methods but `with_values` and `repr`.
     """
 
-    def __init__(self, rows: Any, *, columns: int | None = None, comm: Comm = None):
+    def __init__(self, rows: object, *, columns: int | None = None, comm: Comm = None):
         used = channel(comm, "MatrixRowBlock")
         matrix, own, offsets, starts = local_rows(used, rows, columns)
         self.comm, self._channel = comm, used
@@ -274,7 +273,9 @@ class MatrixRowBlock:
         """
         return self._solve(self.operator(), b, method, preconditioner, settings)
 
-    def _solve(self, matvec: ProductWith, b: LocalArray, method: str, preconditioner: Any, settings: dict) -> LocalArray:
+    def _solve(
+        self, matvec: ProductWith, b: LocalArray, method: str, preconditioner: Function | None, settings: dict
+    ) -> LocalArray:
         self._require_square("solve")
         error = None
         try:
@@ -312,7 +313,7 @@ class MatrixRowBlock:
                 "{}, and rank {} has {} rows and {} columns.".format(self.shape, self._channel.rank, *self.local_shape)
             )
 
-    def _checked(self, x: Any, axis: int, call: str) -> Any:
+    def _checked(self, x: Array, axis: int, call: str) -> Any:
         found, length = getval(x), self.local_shape[axis]
         if type(found) is not np.ndarray or found.dtype.kind not in "fc":
             require_floats(f"MatrixRowBlock.{call}", found, length)

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpiad._typing import Comm, Function, LocalArray, Tree
+from mpiad._typing import Array, Comm, Function, LocalArray, Tree
 from mpiad.differentiation import make_jvp, make_vjp
 from mpiad.differentiation.trees import flatten
 from mpiad.extend import communicating, defjvp_together, defvjp_together
 from mpiad.linalg.implicit import METHODS, Problem, direction_of, pulled_back, solution, solution_of_adjoint
 from mpiad.linalg.newton_iteration import find_root
-from mpiad.linalg.settings import Settings, agree_on, mistake_in, unfit_preconditioner
+from mpiad.linalg.solver_settings import Settings, agree_on, mistake_in, unfit_preconditioner
 from mpiad.primitives import stop
 from mpiad.primitives.cotangents import spec_like
 from mpiad.transport.buffers import conversion
@@ -143,7 +143,7 @@ class NonlinearProblem(NamedTuple):
     start: LocalArray
     jacobian: Problem
 
-    def at(self, all_leaves: Any) -> LocalArray:
+    def at(self, all_leaves: Tree) -> LocalArray:
         """Return the residual of u and the leaves, as part of the program around it."""
         return self.residual(all_leaves[0], *self.build(all_leaves[1:]))
 
@@ -196,7 +196,9 @@ def _product_with_jacobian(residual: Function) -> Function:
     return product
 
 
-def _mistake(residual: Any, u0: Any, preconditioner: Any, linear: Settings, settings: Settings) -> Exception | None:
+def _mistake(
+    residual: object, u0: Array, preconditioner: Function | None, linear: Settings, settings: Settings
+) -> Exception | None:
     for name, fun in (("residual", residual), ("preconditioner", preconditioner), ("callback", settings.callback)):
         if not callable(fun) and (fun is not None or name == "residual"):
             return TypeError(f"{_CALL}: {name} must be a function, but got {type(fun).__name__} {fun!r}.")

@@ -15,10 +15,10 @@ from mpiad._typing import Function, LocalArray
 from mpiad.errors import ConvergenceError
 from mpiad.linalg.diagnosis import diagnosis, rounding_floor
 from mpiad.linalg.iteration import Method, iterate
-from mpiad.linalg.settings import Settings
+from mpiad.linalg.solver_settings import Settings
 from mpiad.linalg.system import System
 from mpiad.transport.agreement import agreed_among
-from mpiad.transport.failures import DeferredFailures
+from mpiad.transport.user_failures import DeferredFailures
 
 __all__ = ["find_root"]
 

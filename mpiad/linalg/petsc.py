@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from mpiad._typing import Comm, Function, LocalArray, Tree
+from mpiad._typing import Array, Comm, Function, LocalArray, Tree
 from mpiad.differentiation.trees import flatten
-from mpiad.linalg.host_only import require_host
+from mpiad.linalg.host_and_device import require_host
 from mpiad.linalg.implicit import Problem, solution
 from mpiad.linalg.iteration import Method
 from mpiad.linalg.matrix_row_block import MatrixRowBlock
-from mpiad.linalg.settings import Settings, agree_on, mistake_in
+from mpiad.linalg.solver_settings import Settings, agree_on, mistake_in
 from mpiad.linalg.system import System
 from mpiad.primitives import stop
 from mpiad.transport import Channel, channel
@@ -105,7 +106,7 @@ def _imported() -> Any:
     return PETSc
 
 
-def _mistake(petsc: Any, operator: Any, b: Any, params: tuple, settings: Settings) -> Exception | None:
+def _mistake(petsc: Any, operator: object, b: Any, params: tuple, settings: Settings) -> Exception | None:
     scalar = np.dtype(petsc.ScalarType)
     if not callable(operator) and not isinstance(operator, MatrixRowBlock):
         return TypeError(f"{_CALL}: operator must be a function or a MatrixRowBlock, but got {type(operator).__name__}.")
@@ -121,7 +122,9 @@ def _mistake(petsc: Any, operator: Any, b: Any, params: tuple, settings: Setting
     return mistake_in(settings, ("petsc",), b.ndim)
 
 
-def _method(petsc: Any, used: Channel, matrix: MatrixRowBlock | None, options: dict[str, Any]) -> Callable[..., Method]:
+def _method(
+    petsc: ModuleType, used: Channel, matrix: MatrixRowBlock | None, options: dict[str, Any]
+) -> Callable[..., Method]:
     """Return what makes the method of one system, given its values and whether it is the transposed one."""
 
     def of_system(params: tuple, transposed: bool) -> Method:
@@ -142,9 +145,9 @@ def _method(petsc: Any, used: Channel, matrix: MatrixRowBlock | None, options: d
     return of_system
 
 
-def _shell(petsc: Any, used: Channel, system: System) -> Any:
+def _shell(petsc: ModuleType, used: Channel, system: System) -> Any:
     class Context:
-        def mult(self, matrix: Any, x: Any, y: Any) -> None:
+        def mult(self, matrix: Array, x: Array, y: Array) -> None:
             # A copy: the vector's memory is PETSc's, and the user's operator may keep what it gets.
             y.setArray(system.apply(np.array(x.getArray())[None])[0])
 
@@ -153,7 +156,7 @@ def _shell(petsc: Any, used: Channel, system: System) -> Any:
     return petsc.Mat().createPython((size, size), Context(), comm=used.user)
 
 
-def _assembled(petsc: Any, used: Channel, matrix: MatrixRowBlock, values: LocalArray, transposed: bool) -> Any:
+def _assembled(petsc: ModuleType, used: Channel, matrix: MatrixRowBlock, values: LocalArray, transposed: bool) -> Any:
     rows = matrix.with_values(values).local_rows()
     size = tuple((matrix.local_shape[k], matrix.shape[k]) for k in (0, 1))
     kind = petsc.IntType
@@ -163,7 +166,8 @@ def _assembled(petsc: Any, used: Channel, matrix: MatrixRowBlock, values: LocalA
 
 
 def _corrected(
-    petsc: Any, used: Channel, matrix: Any, options: dict[str, Any], x: LocalArray, r: LocalArray, rtol: float, limit: int
+    petsc: ModuleType, used: Channel, matrix: Array, options: dict[str, Any], x: LocalArray, r: LocalArray, rtol: float,
+    limit: int,
 ) -> tuple[int, list[float]]:
     """Add the solution of A d = r to x; return PETSc's reason to stop and the norms of its residuals."""
     prefix, database = f"mpiad_{next(_prefixes)}_", petsc.Options()
@@ -189,7 +193,7 @@ def _corrected(
         matrix.destroy()
 
 
-def _name_of(petsc: Any, reason: int) -> str:
+def _name_of(petsc: ModuleType, reason: int) -> str:
     reasons = vars(petsc.KSP.ConvergedReason)
     names = [name for name, value in reasons.items() if value == reason and not name.startswith("_")]
     return names[0] if names else f"reason {reason}"

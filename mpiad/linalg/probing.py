@@ -19,7 +19,7 @@ from mpiad.domain import Domain
 from mpiad.primitives import mpi_allgather
 from mpiad.transport import channel
 from mpiad.transport.agreement import raise_together
-from mpiad.transport.failures import DeferredFailures
+from mpiad.transport.user_failures import DeferredFailures
 
 __all__ = ["operator_rows"]
 

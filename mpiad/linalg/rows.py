@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import scipy.sparse
 
-from mpiad._typing import Rank
+from mpiad._typing import Array, Rank
 from mpiad.transport import Channel
 from mpiad.transport.agreement import raise_together
 
 __all__ = ["local_rows", "rows_of"]
 
 
-def local_rows(used: Channel, rows: Any, columns: int | None) -> tuple:
+def local_rows(used: Channel, rows: object, columns: int | None) -> tuple:
     """Return this rank's rows in CSR form, its slices of rows and columns, all ranks' offsets, and the row pointers.
 
     Raises
@@ -41,7 +42,7 @@ def local_rows(used: Channel, rows: Any, columns: int | None) -> tuple:
     return matrix, own, offsets, matrix.indptr
 
 
-def _mistake(matrix: Any, what: str) -> Exception | None:
+def _mistake(matrix: Array, what: str) -> Exception | None:
     if not scipy.sparse.issparse(matrix):
         return TypeError(
             f"{what} must be a sparse matrix or sparse array of SciPy's, but got {type(matrix).__name__}. "
@@ -90,7 +91,7 @@ def rows_of(used: Channel, matrix: Any, root: Rank, counts: Any) -> tuple[Any, i
     return used.data.scatter(pieces, root)
 
 
-def _wrong_counts(counts: Any, size: int, total: int) -> Exception | None:
+def _wrong_counts(counts: Sequence[int], size: int, total: int) -> Exception | None:
     try:
         rows = [operator.index(count) for count in counts]
     except TypeError:  # whatever it is, the other ranks wait to hear of it
@@ -103,7 +104,7 @@ def _wrong_counts(counts: Any, size: int, total: int) -> Exception | None:
     )
 
 
-def _cut(matrix: Any, size: int, counts: Any) -> list[tuple[Any, int]]:
+def _cut(matrix: Array, size: int, counts: Any) -> list[tuple[Any, int]]:
     rows = _even(matrix.shape[0], size) if counts is None else list(counts)
     columns = rows if matrix.shape[0] == matrix.shape[1] else _even(matrix.shape[1], size)
     stops = np.cumsum(rows)

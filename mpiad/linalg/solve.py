@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from mpiad._typing import Comm, Function, LocalArray, Tree
+from mpiad._typing import Array, Comm, Function, LocalArray, Tree
 from mpiad.differentiation.trees import flatten
 from mpiad.linalg.implicit import METHODS, Problem, solution
-from mpiad.linalg.settings import Settings, agree_on, mistake_in, unfit_preconditioner
-from mpiad.linalg.transposition import DERIVED
+from mpiad.linalg.matvec_transpose import DERIVED
+from mpiad.linalg.solver_settings import Settings, agree_on, mistake_in, unfit_preconditioner
 from mpiad.primitives import stop
 from mpiad.transport.buffers import conversion
 from mpiad.transport.device_arrays import is_device_array
@@ -130,7 +130,7 @@ def solve(
     return solution(b, *leaves, problem=problem)
 
 
-def _mistake(functions: dict[str, Any], b: Any, x0: Any, settings: Settings) -> Exception | None:
+def _mistake(functions: dict[str, Any], b: Array, x0: Array, settings: Settings) -> Exception | None:
     for name, fun in functions.items():
         if name == "preconditioner_transpose" and isinstance(fun, str) and fun == DERIVED:
             continue
@@ -143,7 +143,7 @@ def _mistake(functions: dict[str, Any], b: Any, x0: Any, settings: Settings) -> 
     )
 
 
-def _wrong_array(b: Any, x0: Any) -> Exception | None:
+def _wrong_array(b: Array, x0: Array) -> Exception | None:
     allowed = "an array of dtype float32, float64, complex64 or complex128, this rank's block"
     if not isinstance(b, np.ndarray) and not is_device_array(b):
         return TypeError(f"linalg.solve: b must be {allowed}, but got {type(b).__name__}.")

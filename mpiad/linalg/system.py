@@ -3,7 +3,7 @@
 Methods see k systems at once, as rows of arrays of shape (k, n); the user's functions see arrays of the shape of b. What
 is wrong on one rank (an operator that raises, or returns another shape, or NaN) makes that rank's next sum NaN, and so the
 sum on all ranks: they agree on it without a message of its own, and only then say to each other what happened: see
-`transport.failures`.
+`transport.user_failures`.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Any, NoReturn
 import numpy as np
 from autograd.tracer import isbox
 
-from mpiad._typing import Function, LocalArray
+from mpiad._typing import Array, Function, LocalArray
 from mpiad.errors import ConvergenceError
-from mpiad.linalg.settings import Settings
+from mpiad.linalg.solver_settings import Settings
 from mpiad.linalg.vectors import column, inner, lengths, on_host
 from mpiad.primitives import mpi_allreduce
 from mpiad.transport import channel
 from mpiad.transport.agreement import agreed, raise_together
 from mpiad.transport.device_arrays import arrays_of, is_device_array, named
-from mpiad.transport.failures import DeferredFailures
+from mpiad.transport.user_failures import DeferredFailures
 
-__all__ = ["System"]
+__all__ = ["System", "preconditioned_product", "preconditioned_start"]
 
 _MOST_ITERATIONS = 10_000
 
@@ -106,7 +106,7 @@ class System:
         again = (lambda: self.block(self.full(0.0))) if known is None else (lambda: known)
         return self._checked(self.failures.attempt(name, fun, rows.reshape(self._shape), again=again), name)
 
-    def _checked(self, out: Any, name: str) -> LocalArray:
+    def _checked(self, out: Array, name: str) -> LocalArray:
         if self._home is not None and arrays_of(out) == self._home:
             return self._checked_on_device(out, name)
         # A real product may stand for a complex one, but not the other way round: it would lose a part.
@@ -118,7 +118,7 @@ class System:
             self.failures.note(_problem_with(out, name, self._shape, self.dtype, call, there))
         return self.full(np.nan)
 
-    def _checked_on_device(self, out: Any, name: str) -> LocalArray:
+    def _checked_on_device(self, out: Array, name: str) -> LocalArray:
         if out.shape == self._shape and (out.dtype.kind == "f" or out.dtype.kind == self.dtype.kind == "c"):
             return self._home.contiguous(out.astype(self.dtype, copy=False)).reshape(self.count, self.length)
         if self.failures.error is None:
@@ -233,7 +233,7 @@ class System:
 
 
 def _problem_with(
-    out: Any, name: str, shape: tuple[int, ...], dtype: np.dtype, call: str, there: bool
+    out: Array, name: str, shape: tuple[int, ...], dtype: np.dtype, call: str, there: bool
 ) -> Exception:
     if isbox(out):
         return TypeError(
@@ -257,3 +257,29 @@ def _problem_with(
             "system make b complex."
         )
     return TypeError(f"{call}: {name} must return floats, but returned dtype {out.dtype}.")
+
+
+# From which side the preconditioner M stands, in a method without symmetry: A M, or M A. From the right (the usual one) the
+# residual is the true one. From the left it is M r, whose target is scaled by what M makes of the norm at the start; the
+# true one is looked at when it has met that.
+
+
+def preconditioned_product(system: System, v: LocalArray) -> tuple[LocalArray, LocalArray]:
+    """Return what is added to the solution for v, and the product of v with operator and preconditioner."""
+    if system.settings.side == "left":
+        return v, system.precondition(system.apply(v))
+    z = system.precondition(v)
+    return z, system.apply(z)
+
+
+def preconditioned_start(
+    system: System, r: LocalArray, norms: np.ndarray
+) -> tuple[LocalArray, np.ndarray, np.ndarray]:
+    """Return the residual that the method sees, its norms, and what these are of the true ones."""
+    if system.settings.side != "left" or not system.preconditioned:
+        return r, norms, np.ones_like(norms)
+    seen = system.precondition(r)
+    found = system.norms(seen)
+    if not np.isfinite(found).all():
+        system.require_finite(float(found.sum()), seen, "what preconditioner returned")
+    return seen, found, np.where((norms > 0.0) & (found > 0.0), found / np.where(norms > 0.0, norms, 1.0), 1.0)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from scipy.linalg import get_blas_funcs
 
-from mpiad._typing import LocalArray
+from mpiad._typing import Array, LocalArray
 from mpiad.transport.device_arrays import arrays_of
 
 __all__ = ["add_scaled", "beside", "column", "inner", "lengths", "on_host"]
@@ -33,7 +33,7 @@ def column(rows: LocalArray, numbers: np.ndarray) -> Any:
     return beside(rows, numbers)[:, None]
 
 
-def on_host(x: Any) -> np.ndarray:
+def on_host(x: Array) -> np.ndarray:
     """Return numbers that were computed of rows on the host."""
     home = arrays_of(x)
     return x if home is None else home.to_host(x)

@@ -1,20 +1,23 @@
 """What is reported of a solve on the root: SciPy's result, corrected where it claims more than was seen.
 
 SciPy's methods report the point that they were at. Where the objective isn't finite there, or was lower at a point that
-the line search went past, that point is given instead, and success isn't claimed.
+the line search went past, that point is given instead, and success isn't claimed. All ranks get the same.
 """
 
 from __future__ import annotations
 
 import math
 import sys
+from typing import Any
 
 import numpy as np
 import scipy
 
-from mpiad.optimize.points import Point, Points
+from mpiad.optimize.evaluated_points import Counts, Point, Points
+from mpiad.optimize.history import History
+from mpiad.optimize.packing import Packing
 
-__all__ = ["broken_off", "concluded", "interrupted", "limited", "spent", "stopped"]
+__all__ = ["broken_off", "concluded", "finished", "interrupted", "limited", "outcome_of", "spent", "stopped"]
 
 # Values that differ by less are equal but for rounding.
 _ROUNDING = 4.0 * sys.float_info.epsilon
@@ -119,3 +122,23 @@ def _move(result: scipy.optimize.OptimizeResult, best: Point, reason: str, succe
     if result.success and not success:
         result.success, result.status = False, 2
     result.message = f"{result.message} But {reason}"
+
+
+def outcome_of(result: scipy.optimize.OptimizeResult, history: History, counts: Counts) -> dict[str, Any]:
+    """Return what the root tells the other ranks of SciPy's result."""
+    outcome = dict(result)
+    outcome["x"] = np.array(outcome["x"], dtype=float)
+    outcome["history"] = history
+    outcome["evaluations"] = dict(counts)
+    return outcome
+
+
+def finished(outcome: dict[str, Any], packing: Packing) -> scipy.optimize.OptimizeResult:
+    """Return the result with variables and gradient in the form of x0."""
+    result = scipy.optimize.OptimizeResult(outcome)
+    result.x = packing.unpack(outcome["x"])
+    for name in ("jac", "grad"):  # "trust-constr" calls the gradient grad, and the constraints' Jacobians jac
+        gradient = outcome.get(name)
+        if isinstance(gradient, np.ndarray) and gradient.shape == (packing.size,):
+            result[name] = packing.unpack_gradient(gradient)
+    return result

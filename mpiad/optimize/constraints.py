@@ -14,9 +14,10 @@ import autograd.numpy as anp
 import numpy as np
 import scipy
 
+from mpiad._typing import Function
 from mpiad.device import to_host
 from mpiad.differentiation import make_vjp
-from mpiad.optimize.variables import Packing
+from mpiad.optimize.packing import Packing
 from mpiad.transport import Channel
 
 __all__ = ["ConstraintSet", "constraints_of"]
@@ -30,7 +31,7 @@ _WHO = "constraints are evaluated on the root alone, and the other ranks take no
 class _Function:
     """A constraint's function of the vector of variables, with its Jacobian."""
 
-    def __init__(self, fun: Callable, jac: Any, args: tuple, packing: Packing, used: Channel):
+    def __init__(self, fun: Callable, jac: Function | None, args: tuple, packing: Packing, used: Channel):
         self._fun, self._args, self._packing, self._used = fun, args, packing, used
         self._given = jac if callable(jac) else None
         self._known: deque[tuple[bytes, np.ndarray]] = deque(maxlen=_REMEMBERED)
@@ -73,7 +74,7 @@ class ConstraintSet:
         self.for_scipy: list[Any] = []
         self._checks: list[tuple[Callable[[np.ndarray], np.ndarray], Any, Any]] = []
 
-    def add(self, constraint: Any, fun: Callable[[np.ndarray], np.ndarray], low: Any, high: Any) -> None:
+    def add(self, constraint: object, fun: Callable[[np.ndarray], np.ndarray], low: object, high: object) -> None:
         """Append one, whose function must lie between `low` and `high`."""
         self.for_scipy.append(constraint)
         self._checks.append((fun, low, high))

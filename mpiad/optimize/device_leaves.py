@@ -49,7 +49,7 @@ def fingerprint(array: np.ndarray) -> bytes:
     return hashlib.blake2b(parts.data, digest_size=16).digest()
 
 
-def at_home(template: Tree, given: Any, args: tuple) -> Tree:
+def at_home(template: Tree, given: object, args: tuple) -> Tree:
     """Return the variables as another rank's: on the device of its own x0 or further arguments, else on the current one.
 
     Parameters

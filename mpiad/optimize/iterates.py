@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, Protocol
 
 import numpy as np
 import scipy
 
-from mpiad._typing import Function
-from mpiad.optimize.callback import Callback
+from mpiad._typing import Function, Tree
+from mpiad.optimize.evaluated_points import Point, Points
 from mpiad.optimize.history import Iterate, Record, Row
-from mpiad.optimize.points import Point, Points
+from mpiad.optimize.packing import Packing
 from mpiad.optimize.progress import Progress
+from mpiad.optimize.root_checkpoint import RootCheckpoint
 from mpiad.optimize.root_driven import Leader
-from mpiad.optimize.root_keeper import RootKeeper
-from mpiad.optimize.variables import Packing
-from mpiad.transport.failures import StageFailures
+from mpiad.transport.user_failures import StageFailures
 
-__all__ = ["Iterates", "IteratesOfPoints", "PieceIterates"]
+__all__ = ["Callback", "Iterates", "IteratesOfPoints", "PieceIterates"]
 
 
 class Placed(Iterate, Protocol):
@@ -108,7 +108,7 @@ class IteratesOfPoints(Iterates):
     points : Points
     callback : callable or None
     leader : Leader
-    keeper : RootKeeper
+    keeper : RootCheckpoint
         Writes the iterates that are to be kept.
 
     Attributes
@@ -119,7 +119,7 @@ class IteratesOfPoints(Iterates):
         Whether earlier runs have left no evaluation: the point where they came is known then, from the file.
     """
 
-    def __init__(self, points: Points, callback: Function | None, leader: Leader, keeper: RootKeeper):
+    def __init__(self, points: Points, callback: Function | None, leader: Leader, keeper: RootCheckpoint):
         super().__init__(callback, leader)
         self._points, self._keeper, self.done, self.spent = points, keeper, 0, False
         self._resumed = False  # also at the starting point, when it is done with no iteration
@@ -214,4 +214,32 @@ class PieceIterates:
                 self._callback(self._packing.unpack(point.x), row)
             except StopIteration:
                 return True
+        return False
+
+
+class Callback:
+    """A callback that wants the variables, or an OptimizeResult.
+
+    Parameters
+    ----------
+    fun : callable
+    """
+
+    def __init__(self, fun: Function):
+        self._fun, self._takes_result = fun, _takes_result(fun)
+
+    def __call__(self, x: Tree, row: Row) -> Any:
+        """Call it at an iterate; its exceptions pass through, StopIteration too."""
+        if not self._takes_result:
+            return self._fun(x)
+        return self._fun(intermediate_result=scipy.optimize.OptimizeResult(
+            x=x, fun=row.loss, nit=row.iteration, nfev=row.evaluations, gradient_norm=row.gradient_norm
+        ))
+
+
+def _takes_result(fun: Function) -> bool:
+    """Return whether a callback wants an OptimizeResult, as SciPy sees it: by the name of its only parameter."""
+    try:
+        return set(inspect.signature(fun).parameters) == {"intermediate_result"}
+    except ValueError:  # some builtins don't say
         return False

@@ -1,36 +1,36 @@
 """`least_squares`: the root drives SciPy's trust region, and the residuals stay on their ranks.
 
-What each file does: `residuals.evaluation` carries out the root's instructions, `residuals.surrogate` makes the small
-problem that SciPy solves in place of the large one, `residuals.trust_region` runs it, `residuals.loss` weighs outliers.
-The rest is that of `minimize`.
+What each file does: `residuals.residual_evaluation` carries out the root's instructions, `residuals.surrogate` makes the
+small problem that SciPy solves in place of the large one, `residuals.trust_region` runs it, `residuals.loss` weighs
+outliers. The rest is that of `minimize`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from os import PathLike
-from typing import Any
 
 import numpy as np
 import scipy
 
 from mpiad._typing import Comm, Function, Rank, Tree
 from mpiad.optimize.checkpoint import Checkpoint, as_checkpoint
-from mpiad.optimize.program import Program, check_program
+from mpiad.optimize.objective_evaluation import Program, check_program
+from mpiad.optimize.packing import as_variables, require_some, require_tellable
 from mpiad.optimize.progress import Progress
-from mpiad.optimize.residuals.evaluation import ResidualEvaluation
 from mpiad.optimize.residuals.loss import Loss, loss_of
+from mpiad.optimize.residuals.residual_evaluation import ResidualEvaluation
 from mpiad.optimize.residuals.trust_region import Aims, descend
 from mpiad.optimize.root_driven import RootDriven
 from mpiad.optimize.root_start import shared_start
-from mpiad.optimize.variables import as_variables, require_some, require_tellable
 from mpiad.primitives.operation import suspended
 from mpiad.transport import Channel, channel, renew
 from mpiad.transport.agreement import raise_together, require_same
-from mpiad.transport.failures import verdict
 from mpiad.transport.recovery import recoverable
 from mpiad.transport.signals import postponed
+from mpiad.transport.user_failures import verdict
 
 __all__ = ["least_squares"]
 
@@ -45,12 +45,12 @@ def least_squares(
     x0: Tree = None,
     *,
     jac: Function | None = None,
-    bounds: Any = (-np.inf, np.inf),
+    bounds: Sequence | scipy.optimize.Bounds = (-np.inf, np.inf),
     method: str = "trf",
     ftol: float | None = 1e-8,
     xtol: float | None = 1e-8,
     gtol: float | None = 1e-8,
-    x_scale: Any = 1.0,
+    x_scale: float | str | np.ndarray = 1.0,
     loss: str | Function = "linear",
     f_scale: float = 1.0,
     max_nfev: int | None = None,
@@ -157,7 +157,7 @@ def least_squares(
 
 
 def _agree_on_arguments(
-    used: Channel, program: Program, x0: Tree, shared: tuple, checkpoint: Any
+    used: Channel, program: Program, x0: Tree, shared: tuple, checkpoint: object
 ) -> tuple[Tree, Loss | None, Checkpoint | None]:
     """Check the arguments on all ranks; return the root's x0 as a nest of variables, the loss and the checkpoint."""
     wrong, start, weigh, kept = None, None, None, None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 __all__ = ["Method", "is_sharded", "method_named"]
 
@@ -50,7 +50,7 @@ _METHODS = {
 }
 
 
-def method_named(name: Any) -> Method:
+def method_named(name: object) -> Method:
     """Return the method of a name, in any case.
 
     Raises
@@ -65,7 +65,7 @@ def method_named(name: Any) -> Method:
     return found
 
 
-def is_sharded(name: Any) -> bool:
+def is_sharded(name: object) -> bool:
     """Return whether a method of this name leaves the variables on their ranks; it isn't one of SciPy's.
 
     Raises

@@ -1,18 +1,18 @@
 """`minimize`: the root drives one of SciPy's methods, and all ranks evaluate.
 
 Every decision (one more trial, stop, a limit, an error) is taken on the root and told to all, so that no two ranks can
-disagree on whether another evaluation follows. What each file does: `protocol` carries the root's instructions,
-`exchange` brings the vectors that they are about, `evaluation` carries them out, `transport.failures` makes a failure on
-one rank known to all, `points` remembers what is known, `scipy_methods` runs the method, `conclusion` corrects what it
-claims. The method that leaves the variables on their ranks has a room of its own, `sharded`.
+disagree on whether another evaluation follows. What each file does: `root_instructions` carries the root's instructions,
+`root_exchange` brings the vectors that they are about, `objective_evaluation` carries them out, `transport.user_failures`
+makes a failure on one rank known to all, `evaluated_points` remembers what is known, `scipy_methods` runs the method,
+`conclusion` corrects what it claims. The method that leaves the variables on their ranks has a room of its own, `sharded`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from os import PathLike
-from typing import Any
 
 import numpy as np
 import scipy
@@ -20,19 +20,19 @@ import scipy
 from mpiad._typing import Comm, Function, Rank, Tree
 from mpiad.optimize.checkpoint import Checkpoint, as_checkpoint
 from mpiad.optimize.methods import is_sharded, method_named
-from mpiad.optimize.program import Program, check_program
+from mpiad.optimize.objective_evaluation import Program, check_program
+from mpiad.optimize.packing import as_variables, require_some, require_tellable
 from mpiad.optimize.progress import Progress
 from mpiad.optimize.root_driven import RootDriven
 from mpiad.optimize.root_start import shared_start
 from mpiad.optimize.scipy_methods import Wishes, drive
 from mpiad.optimize.sharded import Piece, Sharded, piece_of
-from mpiad.optimize.variables import as_variables, require_some, require_tellable
 from mpiad.primitives.operation import suspended
 from mpiad.transport import Channel, channel, renew
 from mpiad.transport.agreement import raise_together, require_same
-from mpiad.transport.failures import verdict
 from mpiad.transport.recovery import recoverable
 from mpiad.transport.signals import postponed
+from mpiad.transport.user_failures import verdict
 
 __all__ = ["minimize"]
 
@@ -45,8 +45,8 @@ def minimize(
     method: str = "L-BFGS",
     jac: Function | bool | None = None,
     hessp: Function | None = None,
-    bounds: Any = None,
-    constraints: Any = (),
+    bounds: Sequence | scipy.optimize.Bounds | None = None,
+    constraints: Sequence | dict | scipy.optimize.LinearConstraint | scipy.optimize.NonlinearConstraint = (),
     root: Rank = 0,
     comm: Comm = None,
     tol: float | None = None,
@@ -167,7 +167,7 @@ def minimize(
 
 
 def _agree_on_arguments(
-    used: Channel, program: Program, method: Any, x0: Tree, wishes: Wishes
+    used: Channel, program: Program, method: object, x0: Tree, wishes: Wishes
 ) -> tuple[Tree | Piece, Wishes]:
     """Check the arguments on all ranks; return the root's x0 as a nest of variables, or this rank's own piece."""
     wrong, start, settings = None, None, ""
@@ -203,6 +203,6 @@ def _agree_on_arguments(
     return shared_start(used, program, start, x0), wishes
 
 
-def _check_callback(callback: Any) -> None:
+def _check_callback(callback: object) -> None:
     if callback is not None and not callable(callback):
         raise TypeError(f"minimize: callback must be callable, but got {type(callback).__name__} {callback!r:.60}.")

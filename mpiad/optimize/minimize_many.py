@@ -20,9 +20,9 @@ from mpiad.errors import DeadlockError, WorkerError
 from mpiad.optimize.checkpoint import as_checkpoint
 from mpiad.optimize.methods import is_sharded
 from mpiad.optimize.minimize import minimize
+from mpiad.optimize.packing import require_tellable
 from mpiad.optimize.root_start import as_given, require_roots
 from mpiad.optimize.starts import Start, home_of, result_at, result_on_host, starts_of
-from mpiad.optimize.variables import require_tellable
 from mpiad.transport import Channel, channel
 from mpiad.transport.agreement import raise_together, require_same
 from mpiad.transport.device_arrays import ArrayModule
@@ -143,7 +143,7 @@ def _agree_on_arguments(
     return points, home
 
 
-def _leaves_of(starts: Any) -> list[tuple[str, Any]]:
+def _leaves_of(starts: Tree) -> list[tuple[str, Any]]:
     try:
         starts = [as_given(start.nest) for start in starts_of(starts)]
     except Exception:  # noqa: BLE001, S110 - it is no sequence, and the root's is: that is what differs
@@ -191,7 +191,7 @@ def _minima(
     return found
 
 
-def _on(group: Comm, function: Any) -> Any:
+def _on(group: Comm, function: Function | None) -> Any:
     """Return a function of the user's with the group's communicator put in, where it has a place for it."""
     if not callable(function) or not _has_place(function):
         return function

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from os import PathLike
 from typing import Any
 
@@ -20,8 +21,8 @@ def mpi_optimize(
     x0: Tree = None,
     method: str = "L-BFGS",
     *,
-    bounds: Any = None,
-    constraints: Any = (),
+    bounds: Sequence | scipy.optimize.Bounds | None = None,
+    constraints: Sequence | dict | scipy.optimize.LinearConstraint | scipy.optimize.NonlinearConstraint = (),
     root: Rank = 0,
     comm: Comm = None,
     tol: float | None = None,

@@ -11,16 +11,15 @@ from mpiad._typing import Tree
 from mpiad.differentiation.refusals import explain
 from mpiad.domain.root_copies import of_root_copies
 from mpiad.errors import DeadlockError
-from mpiad.optimize.evaluation import Evaluation
-from mpiad.optimize.exchange import exchange_of
-from mpiad.optimize.program import Program
+from mpiad.optimize.conclusion import finished
+from mpiad.optimize.objective_evaluation import Evaluation, Program
+from mpiad.optimize.packing import Packing
 from mpiad.optimize.progress import Progress
-from mpiad.optimize.protocol import FINISH, Instructions, Refusal, serve
-from mpiad.optimize.result import finished
-from mpiad.optimize.variables import Packing
+from mpiad.optimize.root_exchange import exchange_of
+from mpiad.optimize.root_instructions import FINISH, Instructions, Refusal, serve
 from mpiad.transport import Channel
-from mpiad.transport.failures import StageFailures
 from mpiad.transport.fault_tolerance import is_interruption
+from mpiad.transport.user_failures import StageFailures
 
 __all__ = ["Leader", "RootDriven"]
 

@@ -12,15 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from mpiad._typing import Rank, Tree
+from mpiad._typing import Array, Rank, Tree
 from mpiad.differentiation.trees import flatten, named_leaves
 from mpiad.errors import ReplicationError
 from mpiad.optimize.device_leaves import Elsewhere, at_home, described, fetched, fingerprint
-from mpiad.optimize.program import Program
-from mpiad.optimize.variables import as_variables
+from mpiad.optimize.objective_evaluation import Program
+from mpiad.optimize.packing import as_variables
 from mpiad.transport import SUM, Channel
 from mpiad.transport.agreement import agreed, raise_together
-from mpiad.transport.differences import Difference, compare
+from mpiad.transport.copy_differences import Difference, compare
 
 __all__ = ["as_given", "require_roots", "shared_start"]
 
@@ -36,7 +36,7 @@ _ADVICE = (
 )
 
 
-def shared_start(used: Channel, program: Program, start: Tree, x0: Any, call: str = "minimize") -> Tree:
+def shared_start(used: Channel, program: Program, start: Tree, x0: Tree, call: str = "minimize") -> Tree:
     """Return the root's starting point, on other ranks arrays on a device by their form alone; all ranks call it.
 
     Parameters
@@ -71,7 +71,7 @@ def shared_start(used: Channel, program: Program, start: Tree, x0: Any, call: st
     return start if leads else template
 
 
-def as_given(x0: Any) -> Any:
+def as_given(x0: Tree) -> Any:
     """Return x0 as `as_variables` makes it of the root's; what can't be varied as it is."""
     try:
         return as_variables(x0)
@@ -137,7 +137,7 @@ def _difference(mine: Leaves, roots: Leaves, root: Rank) -> Difference | None:
         return _told(mine[0][0], f"it can't be compared with rank {root}'s: {type(error).__name__}: {error}")
 
 
-def _of_leaf(path: str, mine: Any, theirs: Any, root: Rank) -> Difference | None:
+def _of_leaf(path: str, mine: Array, theirs: Array, root: Rank) -> Difference | None:
     here, there = _described(mine), _described(theirs)
     if here != there:
         return _told(path, f"{path} is {here}, but rank {root}'s is {there}")
@@ -157,7 +157,7 @@ def _of_leaf(path: str, mine: Any, theirs: Any, root: Rank) -> Difference | None
     return compare(path, here, a.astype(wide), np.where(equal, a, b).astype(wide), root, 0)
 
 
-def _described(leaf: Any) -> str:
+def _described(leaf: Array) -> str:
     shape, dtype = (leaf.shape, leaf.dtype) if isinstance(leaf, Elsewhere) else (np.shape(leaf), np.asarray(leaf).dtype)
     kind = _KINDS.get(dtype.kind)
     if kind is None:

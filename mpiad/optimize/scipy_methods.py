@@ -10,17 +10,16 @@ import numpy as np
 import scipy  # loads its parts at their first use: to load them here would double the time of importing mpiad
 
 from mpiad._typing import Function
-from mpiad.optimize.bounds import Box, box_of
+from mpiad.optimize.box_constraints import Box, box_of
 from mpiad.optimize.checkpoint import problem_of
-from mpiad.optimize.conclusion import broken_off, concluded, interrupted, limited, spent, stopped
+from mpiad.optimize.conclusion import broken_off, concluded, interrupted, limited, outcome_of, spent, stopped
 from mpiad.optimize.constraints import ConstraintSet, constraints_of
+from mpiad.optimize.evaluated_points import Interrupted, LimitReached, Points
 from mpiad.optimize.iterates import IteratesOfPoints
 from mpiad.optimize.methods import Method
-from mpiad.optimize.points import Interrupted, LimitReached, Points
-from mpiad.optimize.program import Program
-from mpiad.optimize.result import outcome_of
+from mpiad.optimize.objective_evaluation import Program
+from mpiad.optimize.root_checkpoint import RootCheckpoint
 from mpiad.optimize.root_driven import Leader
-from mpiad.optimize.root_keeper import RootKeeper
 
 __all__ = ["Wishes", "drive"]
 
@@ -49,7 +48,7 @@ def drive(method: Method, wishes: Wishes, program: Program, leader: Leader) -> d
     points.maxfun, options = _limited(method, dict(wishes.options or {}))
     problem = {"method": method.name, **problem_of(program, leader.packing, start, leader.used.size)}
     problem["bounds (checksum)"] = None if box is None else box.fingerprint
-    keeper = RootKeeper(wishes.checkpoint, problem)
+    keeper = RootCheckpoint(wishes.checkpoint, problem)
     iterates = IteratesOfPoints(points, wishes.callback, leader, keeper)
     start = iterates.resume(start)
     options = _remaining(options, iterates.done)
@@ -97,7 +96,7 @@ def _run_out(value: Callable, start: np.ndarray, jac: Callable, **others: Any) -
     raise IterationsDone
 
 
-def _constraints(method: Method, given: Any, leader: Leader) -> ConstraintSet | None:
+def _constraints(method: Method, given: object, leader: Leader) -> ConstraintSet | None:
     if given is None or (isinstance(given, (list, tuple)) and not given):
         return None
     if not method.constrained:

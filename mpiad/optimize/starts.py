@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import scipy
 
-from mpiad._typing import Tree
+from mpiad._typing import Function, Tree
 from mpiad.device import to_device
 from mpiad.differentiation.trees import flatten
 from mpiad.optimize.device_leaves import fetched, put
@@ -78,6 +78,6 @@ def result_at(result: scipy.optimize.OptimizeResult, start: Start, home: ArrayMo
     return _with(result, lambda nest: start.like(nest, home))
 
 
-def _with(result: scipy.optimize.OptimizeResult, move: Any) -> scipy.optimize.OptimizeResult:
+def _with(result: scipy.optimize.OptimizeResult, move: Function) -> scipy.optimize.OptimizeResult:
     moved = {name: move(result[name]) for name in ("x", "jac") if result.get(name) is not None}
     return scipy.optimize.OptimizeResult({**result, **moved})

@@ -10,9 +10,9 @@ import numpy as np
 
 from mpiad._typing import Array, Tree
 from mpiad.differentiation.trees import flatten
-from mpiad.parallel.blocks import in_blocks
+from mpiad.parallel.leaf_arithmetic import in_blocks
+from mpiad.parallel.learning_rate import checked_rate, rate_at
 from mpiad.parallel.parameters import each, matching, zeros_like
-from mpiad.parallel.rate import checked_rate, rate_at
 
 __all__ = ["Adam", "AdamW"]
 
@@ -94,7 +94,7 @@ class Adam:
         new, first, second = in_blocks(formula, [leaves, given, *moments], results=(0, 2, 3))
         return {"updates": number, "first": build(first), "second": build(second)}, build(new)
 
-    def _decayed(self, x: Any, rate: float) -> Any:
+    def _decayed(self, x: Array, rate: float) -> Any:
         return x  # nothing decays; AdamW does
 
 
@@ -112,11 +112,11 @@ class AdamW(Adam):
 
     weight_decay: float = 1e-2
 
-    def _decayed(self, x: Any, rate: float) -> Any:
+    def _decayed(self, x: Array, rate: float) -> Any:
         return x * (1 - rate * self.weight_decay)
 
 
-def _real_zeros(x: Any) -> Any:
+def _real_zeros(x: Array) -> Any:
     # |g|² is real where parameters are complex: half of the memory.
     return np.zeros_like(np.real(x))
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from mpiad._typing import Array, Shape
 from mpiad.transport import Channel, Spec
-from mpiad.transport.summations import Summation, start_allreduce, start_sum_in_place, sum_in_place
+from mpiad.transport.nonblocking_sums import Summation, start_allreduce, start_sum_in_place, sum_in_place
 
 __all__ = ["BUCKET_BYTES", "Plan", "Sums", "plan_of"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mpiad._typing import Comm
+from mpiad._typing import Array, Comm, Tree
 from mpiad.differentiation.trees import flatten
 from mpiad.parallel.samples import Items
 from mpiad.primitives import mpi_rank, mpi_size
@@ -54,7 +54,7 @@ class DistributedDataContainer:
     """
 
     def __init__(
-        self, data: Any, batch_size: int | None = None, shuffle: bool = False, seed: int = 0, comm: Comm = None
+        self, data: Tree, batch_size: int | None = None, shuffle: bool = False, seed: int = 0, comm: Comm = None
     ):
         counts = isinstance(batch_size, (int, np.integer)) and not isinstance(batch_size, bool)
         if batch_size is not None and not (counts and batch_size > 0):
@@ -133,7 +133,7 @@ def _entries(leaves: Sequence[Any], numbers: np.ndarray) -> list[Any]:
     return [leaf.take(there[home], axis=0) if home is None else leaf[there[home]] for home, leaf in places]
 
 
-def _arrays(data: Any) -> tuple[Sequence[Any], Any] | None:
+def _arrays(data: Tree) -> tuple[Sequence[Any], Any] | None:
     """Return the arrays of a nest and the way back, None where the data are something else."""
     if isinstance(data, list):
         return None  # of samples, which may be arrays themselves
@@ -151,11 +151,11 @@ def _arrays(data: Any) -> tuple[Sequence[Any], Any] | None:
     return None
 
 
-def _is_array(x: Any) -> bool:
+def _is_array(x: Array) -> bool:
     return isinstance(x, np.ndarray) or is_device_array(x)
 
 
-def _length(data: Any, arrays: tuple[Sequence[Any], Any] | None) -> int:
+def _length(data: Tree, arrays: tuple[Sequence[Any], Any] | None) -> int:
     if arrays is None:
         try:
             return len(data)

@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from mpiad._typing import Comm, Function, Tree
+from mpiad._typing import Array, Comm, Function, Tree
 from mpiad.differentiation.objective import Problem
 from mpiad.differentiation.trace import Variables
 from mpiad.parallel.buckets import BUCKET_BYTES, Plan, Sums, plan_of
 from mpiad.parallel.clipping import clipped
-from mpiad.parallel.gradient import gradient_of_sum
 from mpiad.parallel.parameters import matching, variables_of
 from mpiad.parallel.samples import counted, totals
+from mpiad.parallel.training_gradient import gradient_of_sum
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import suspended
 from mpiad.transport import channel
@@ -204,7 +204,7 @@ class DistributedOptimizer:
         agree = partial(totals, used, self._plan, "DistributedOptimizer.step", count, state.get("samples", 0))
         with suspended(), Sums(used, self._plan) as sums:
 
-            def ready(k: int, g: Any) -> None:
+            def ready(k: int, g: Array) -> None:
                 if held[k] is not None:
                     g = held[k] + g
                 elif not last:
@@ -238,5 +238,5 @@ class DistributedOptimizer:
         return {**state, **emptied, "optimizer": inner}, params
 
 
-def _copied(part: Any) -> Any:
+def _copied(part: Array) -> Any:
     return part.copy() if hasattr(part, "copy") else np.array(part)

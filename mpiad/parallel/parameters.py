@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from autograd.tracer import isbox
 
-from mpiad._typing import Tree
+from mpiad._typing import Array, Tree
 from mpiad.differentiation.trace import Variables
 from mpiad.differentiation.trees import flatten, is_variable, named_leaves
 from mpiad.primitives.cotangents import spec_like
@@ -86,7 +86,7 @@ def matching(gradient: Tree, params: Tree, wanted: list[Any], call: str) -> list
     return found
 
 
-def _fits(g: Any, leaf: Any) -> bool:
+def _fits(g: Array, leaf: Array) -> bool:
     if type(g) is np.ndarray and type(leaf) is np.ndarray:
         # What isn't trained may have any gradient: it isn't looked at.
         return (g.dtype == leaf.dtype and g.shape == leaf.shape) or leaf.dtype.kind not in "fc"

@@ -5,11 +5,9 @@ An address numbers its message, and both sides must count alike: all arguments a
 
 from __future__ import annotations
 
-from typing import Any
-
 from autograd.tracer import getval
 
-from mpiad._typing import Comm
+from mpiad._typing import Array, Comm
 from mpiad.primitives.checks import partner_of, tag_of
 from mpiad.primitives.foreign import refuse_foreign_trace
 from mpiad.primitives.operation import current
@@ -31,7 +29,7 @@ def point_to_point(comm: Comm, call: str) -> Channel:
     return used
 
 
-def address_to(x: Any, dest: Any, tag: Any, comm: Comm, call: str) -> Envelope | None:
+def address_to(x: Array, dest: object, tag: object, comm: Comm, call: str) -> Envelope | None:
     """Return the address of a message with `x` to `dest`, None for no partner."""
     # All checks come before the envelope, which takes a number: a message that is never sent mustn't be counted.
     require_sendable(getval(x), call)
@@ -41,7 +39,7 @@ def address_to(x: Any, dest: Any, tag: Any, comm: Comm, call: str) -> Envelope |
 
 
 def addresses(
-    x: Any, dest: Any, source: Any, tag: Any, comm: Comm, call: str
+    x: Array, dest: object, source: object, tag: object, comm: Comm, call: str
 ) -> tuple[Envelope | None, Envelope | None]:
     """Return the addresses of a message with `x` to `dest` and of one from `source`, None for no partner."""
     require_sendable(getval(x), call)
@@ -54,13 +52,13 @@ def addresses(
     )
 
 
-def address_from(source: Any, tag: Any, comm: Comm, call: str, wildcard: bool = False) -> Envelope | None:
+def address_from(source: object, tag: object, comm: Comm, call: str, wildcard: bool = False) -> Envelope | None:
     """Return the address of a message from `source`, None for no partner."""
     used = point_to_point(comm, call)
     peer, tag = partner_of(source, used, call, "source", wildcard), tag_of(tag, used, call, wildcard)
     return None if peer is None else Envelope(used, peer, tag, False)
 
 
-def template(like: Any, call: str, argument: str = "like") -> Spec:
+def template(like: Array, call: str, argument: str = "like") -> Spec:
     """Return shape and dtype of the template of a receive."""
     return spec_of(getval(like), call, argument)

@@ -6,7 +6,7 @@ from typing import Any
 
 from autograd.tracer import getval
 
-from mpiad._typing import Comm, LocalArray, ReplicatedArray
+from mpiad._typing import Array, Comm, LocalArray, ReplicatedArray
 from mpiad.primitives.catalogue import ALLGATHER, REDUCE_SCATTER, Dividing
 from mpiad.primitives.operation import communicate
 from mpiad.primitives.pieces import pieces_of_all
@@ -74,16 +74,16 @@ def gather_pieces(x: LocalArray, axis: int, lengths: list[int], used: Channel) -
     return communicate(ALLGATHER, x, Dividing(used, None, axis, lengths, spec_of(getval(x), "mpi_allgather")))
 
 
-def _forward(x: Any, p: Dividing) -> Any:
+def _forward(x: Array, p: Dividing) -> Any:
     return collectives.gather(p.channel, x, None, p.axis, p.lengths, "mpi_allgather")
 
 
-def _adjoint(ans: Any, x: Any, p: Dividing) -> Any:
+def _adjoint(ans: Array, x: Array, p: Dividing) -> Any:
     """Return the transpose: every rank holds a copy of each piece, so the copies' cotangents add up at its owner."""
     return lambda g: communicate(REDUCE_SCATTER, g, p)
 
 
-def _tangent(dx: Any, ans: Any, x: Any, p: Dividing) -> Any:
+def _tangent(dx: Array, ans: Array, x: Array, p: Dividing) -> Any:
     return communicate(ALLGATHER, dx, p)
 
 

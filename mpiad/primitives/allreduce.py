@@ -8,7 +8,7 @@ import autograd.numpy as anp
 import numpy as np
 from autograd.tracer import getval, isbox
 
-from mpiad._typing import Comm, LocalArray, Op, ReplicatedArray
+from mpiad._typing import Array, Comm, LocalArray, Op, ReplicatedArray
 from mpiad.device.assembly import concatenate
 from mpiad.primitives.allgather import mpi_allgather
 from mpiad.primitives.catalogue import ALLREDUCE, Reduction
@@ -54,11 +54,11 @@ def mpi_allreduce(x: LocalArray, op: Op = SUM, comm: Comm = None) -> ReplicatedA
     return communicate(ALLREDUCE, x, Reduction(channel(comm, "mpi_allreduce"), reduction_of(op, x, "mpi_allreduce")))
 
 
-def _forward(x: Any, p: Reduction) -> Any:
+def _forward(x: Array, p: Reduction) -> Any:
     return collectives.allreduce(p.channel, x, p.op, "mpi_allreduce")
 
 
-def _adjoint(ans: Any, x: Any, p: Reduction) -> Any:
+def _adjoint(ans: Array, x: Array, p: Reduction) -> Any:
     """Return the transpose of the Jacobian: y_r depends on every x_s, so x̄_s sums over all r."""
     total = p._replace(op=SUM)
     if p.op == SUM:
@@ -66,17 +66,17 @@ def _adjoint(ans: Any, x: Any, p: Reduction) -> Any:
     return lambda g: communicate(ALLREDUCE, g, total) * _slope(ans, x, p)
 
 
-def _tangent(dx: Any, ans: Any, x: Any, p: Reduction) -> Any:
+def _tangent(dx: Array, ans: Array, x: Array, p: Reduction) -> Any:
     total = p._replace(op=SUM)
     return communicate(ALLREDUCE, dx if p.op == SUM else dx * _slope(ans, x, p), total)
 
 
-def _slope(ans: Any, x: Any, p: Reduction) -> Any:
+def _slope(ans: Array, x: Array, p: Reduction) -> Any:
     """Return the derivative of the result by this rank's own entries."""
     return _product_of_others(ans, x, p) if p.op == PROD else _share_of_tie(ans, x, p)
 
 
-def _product_of_others(ans: Any, x: Any, p: Reduction) -> Any:
+def _product_of_others(ans: Array, x: Array, p: Reduction) -> Any:
     # The result is the same on all ranks, and traced on all or none, so they agree on which way to take. Differentiated
     # again, the quotient would be the difference of two large numbers where a factor is small.
     y = getval(ans)
@@ -89,13 +89,13 @@ def _product_of_others(ans: Any, x: Any, p: Reduction) -> Any:
     return _product(others) if len(others) else anp.ones_like(y)
 
 
-def _holds(condition: Any) -> bool:
+def _holds(condition: Array) -> bool:
     # One byte comes from a device: nothing is done in vain, or differently by two ranks.
     arrays = arrays_of(condition)
     return bool(condition if arrays is None else arrays.to_host(condition))
 
 
-def _product(factors: Any) -> Any:
+def _product(factors: Array) -> Any:
     # Multiplied in pairs: the derivative of a product is then right with zeros too, at any order.
     while len(factors) > 1:
         half = len(factors) // 2
@@ -104,7 +104,7 @@ def _product(factors: Any) -> Any:
     return factors[0]
 
 
-def _share_of_tie(ans: Any, x: Any, p: Reduction) -> Any:
+def _share_of_tie(ans: Array, x: Array, p: Reduction) -> Any:
     y = getval(ans)
     # Plain: which entries are tied is constant around almost every point, so no derivative flows through the shares.
     tied = (getval(x) == y).astype(y.dtype)

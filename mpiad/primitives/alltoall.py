@@ -6,7 +6,7 @@ from typing import Any
 
 from autograd.tracer import getval
 
-from mpiad._typing import Comm, LocalArray
+from mpiad._typing import Array, Comm, LocalArray
 from mpiad.primitives.catalogue import ALLTOALL, Reduction
 from mpiad.primitives.checks import lengths_along
 from mpiad.primitives.operation import communicate
@@ -49,16 +49,16 @@ def mpi_alltoall(x: LocalArray, comm: Comm = None) -> LocalArray:
     return communicate(ALLTOALL, x, Reduction(used, SUM))  # only the channel counts
 
 
-def _forward(x: Any, p: Reduction) -> Any:
+def _forward(x: Array, p: Reduction) -> Any:
     return collectives.alltoall(p.channel, x, "mpi_alltoall")
 
 
-def _adjoint(ans: Any, x: Any, p: Reduction) -> Any:
+def _adjoint(ans: Array, x: Array, p: Reduction) -> Any:
     """Return the transpose of a permutation, which here is the permutation itself."""
     return lambda g: communicate(ALLTOALL, g, p)
 
 
-def _tangent(dx: Any, ans: Any, x: Any, p: Reduction) -> Any:
+def _tangent(dx: Array, ans: Array, x: Array, p: Reduction) -> Any:
     return communicate(ALLTOALL, dx, p)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpiad._typing import Comm, Rank, ReplicatedArray, RootArray
+from mpiad._typing import Array, Comm, Rank, ReplicatedArray, RootArray
 from mpiad.primitives.catalogue import BCAST, SUM_TO_ROOT, Copying, Summing
 from mpiad.primitives.checks import root_of
 from mpiad.primitives.cotangents import spec_like
@@ -50,25 +50,25 @@ def mpi_bcast(x: RootArray, root: Rank = 0, comm: Comm = None) -> ReplicatedArra
     return communicate(BCAST, x, Copying(used, root_of(root, used, "mpi_bcast"), None))
 
 
-def _forward(x: Any, p: Copying) -> Any:
+def _forward(x: Array, p: Copying) -> Any:
     if p.spec is None:
         return headers.bcast_with_header(p.channel, x, p.root, "mpi_bcast")
     return collectives.bcast(p.channel, x, p.spec, p.root, "mpi_bcast")
 
 
-def _adjoint(ans: Any, x: Any, p: Copying) -> Any:
+def _adjoint(ans: Array, x: Array, p: Copying) -> Any:
     """Return the transpose of copying: the copies' cotangents add up at the root; templates had no influence."""
     # A template may be of another shape than what came.
     template = None if x is None or p.channel.rank == p.root else spec_like(x)
 
-    def vjp(g: Any) -> Any:
+    def vjp(g: Array) -> Any:
         total = communicate(SUM_TO_ROOT, g, Summing(p.channel, p.root))
         return total if template is None else template.zeros()
 
     return vjp
 
 
-def _tangent(dx: Any, ans: Any, x: Any, p: Copying) -> Any:
+def _tangent(dx: Array, ans: Array, x: Array, p: Copying) -> Any:
     return communicate(BCAST, dx, Copying(p.channel, p.root, spec_like(ans)))
 
 

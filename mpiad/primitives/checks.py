@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from mpiad._typing import Array
 from mpiad.transport import ANY_SOURCE, ANY_TAG, PROC_NULL, SUM, Channel, Op, Spec
-from mpiad.transport.reductions import defined_for, name_of
+from mpiad.transport.mpi_operations import defined_for, name_of
 
 __all__ = ["axis_of", "lengths_along", "partner_of", "piece_of", "reduction_of", "root_of", "tag_of"]
 
 
-def _integer(value: Any, call: str, argument: str, allowed: str) -> int:
+def _integer(value: Array, call: str, argument: str, allowed: str) -> int:
     try:
         return operator.index(value)
     except TypeError:
@@ -45,7 +46,7 @@ def partner_of(rank: Any, channel: Channel, call: str, argument: str, wildcard: 
     )
 
 
-def tag_of(tag: Any, channel: Channel, call: str, wildcard: bool = False) -> int:
+def tag_of(tag: object, channel: Channel, call: str, wildcard: bool = False) -> int:
     """Return the tag as an int; a ValueError where MPI has no such tag."""
     allowed = f"an integer from 0 to {channel.tag_limit}" + (" or MPI.ANY_TAG" if wildcard else "")
     if type(tag) is not int:
@@ -55,7 +56,7 @@ def tag_of(tag: Any, channel: Channel, call: str, wildcard: bool = False) -> int
     raise ValueError(f"{call}: tag must be {allowed}, but got {tag}.")
 
 
-def reduction_of(op: Any, x: Any, call: str) -> Op:
+def reduction_of(op: Op, x: Array, call: str) -> Op:
     """Return the reduction; a TypeError where it isn't one, or not for this dtype."""
     dtype = _dtype_of(x)
     kind = dtype.kind
@@ -73,14 +74,14 @@ def reduction_of(op: Any, x: Any, call: str) -> Op:
     raise TypeError(f"{call}: op must be MPI.{', MPI.'.join(allowed)} for x of dtype {dtype}, but got {got}.{hint}")
 
 
-def _dtype_of(x: Any) -> np.dtype:
+def _dtype_of(x: Array) -> np.dtype:
     dtype = getattr(x, "dtype", None)
     if dtype is None:
         return np.dtype(type(x)) if isinstance(x, (int, float, complex)) else np.dtype(object)
     return dtype
 
 
-def axis_of(axis: Any, ndim: int, call: str) -> int | None:
+def axis_of(axis: object, ndim: int, call: str) -> int | None:
     """Return the axis counted from the front, None for none; an error where the array has no such axis."""
     if axis is None:
         return None

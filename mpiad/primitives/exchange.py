@@ -56,7 +56,7 @@ def mpi_exchange(
     return communicate(EXCHANGE, x, Exchange(there, spec, back))
 
 
-def _forward(x: Any, p: Exchange) -> Any:
+def _forward(x: Array, p: Exchange) -> Any:
     array = outgoing(x, "mpi_exchange")
     # Both at once: in a ring everybody sends and receives, and whoever waited for one of them first would wait for all.
     if p.there is not None and p.back is not None:
@@ -67,13 +67,13 @@ def _forward(x: Any, p: Exchange) -> Any:
     return p.spec.zeros() if p.back is None else receive(p.spec, p.back, "mpi_exchange")
 
 
-def _adjoint(ans: Any, x: Any, p: Exchange) -> Any:
+def _adjoint(ans: Array, x: Array, p: Exchange) -> Any:
     """Return the transpose of a permutation between ranks, its inverse: both directions reversed."""
     reverse = Exchange(p.back and p.back.back(), spec_like(x), p.there and p.there.back())
     return lambda g: communicate(EXCHANGE, g, reverse)
 
 
-def _tangent(dx: Any, ans: Any, x: Any, p: Exchange) -> Any:
+def _tangent(dx: Array, ans: Array, x: Array, p: Exchange) -> Any:
     return communicate(EXCHANGE, dx, Exchange(p.there and p.there.along(), p.spec, p.back and p.back.along()))
 
 

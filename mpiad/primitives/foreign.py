@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from autograd import tracer
 from autograd.core import JVPNode, VJPNode
 
+from mpiad._typing import Array
 from mpiad.errors import ForeignTraceError
 
 __all__ = ["checked_adjoint", "raise_for_foreign", "refuse_foreign_trace"]
@@ -80,7 +81,7 @@ def checked_adjoint(vjp: Callable, call: str, level: int) -> Callable:
     _sequence.last = number = _sequence.last + 1
     waiting.add(number)
 
-    def adjoint(g: Any) -> Any:
+    def adjoint(g: Array) -> Any:
         later = sum(other > number for other in waiting)
         if later:
             # What is left of this derivative mustn't be counted in the next one.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpiad._typing import Comm, LocalArray, Rank, RootArray
+from mpiad._typing import Array, Comm, LocalArray, Rank, RootArray
 from mpiad.primitives.catalogue import GATHER, SCATTER, Dividing
 from mpiad.primitives.checks import root_of
 from mpiad.primitives.operation import communicate
@@ -55,16 +55,16 @@ def mpi_gather(x: LocalArray, root: Rank = 0, axis: int | None = None, comm: Com
     return communicate(GATHER, x, Dividing(used, root, axis, lengths, spec_of(array, "mpi_gather")))
 
 
-def _forward(x: Any, p: Dividing) -> Any:
+def _forward(x: Array, p: Dividing) -> Any:
     return collectives.gather(p.channel, x, p.root, p.axis, p.lengths, "mpi_gather")
 
 
-def _adjoint(ans: Any, x: Any, p: Dividing) -> Any:
+def _adjoint(ans: Array, x: Array, p: Dividing) -> Any:
     """Return the transpose of collecting the pieces: each goes back to its rank."""
     return lambda g: communicate(SCATTER, g, p)
 
 
-def _tangent(dx: Any, ans: Any, x: Any, p: Dividing) -> Any:
+def _tangent(dx: Array, ans: Array, x: Array, p: Dividing) -> Any:
     return communicate(GATHER, dx, p)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpiad._typing import Comm, LocalArray
+from mpiad._typing import Array, Comm, LocalArray
 from mpiad.primitives.addresses import point_to_point
 from mpiad.primitives.catalogue import ALLREDUCE, IALLREDUCE, Reduction
 from mpiad.primitives.checks import reduction_of
@@ -13,7 +13,7 @@ from mpiad.primitives.operation import communicate
 from mpiad.primitives.request import Request, started
 from mpiad.transport import SUM, channel
 from mpiad.transport.buffers import outgoing, private_copy
-from mpiad.transport.summations import start_allreduce
+from mpiad.transport.nonblocking_sums import start_allreduce
 
 __all__ = ["mpi_iallreduce"]
 
@@ -52,13 +52,13 @@ def mpi_iallreduce(x: LocalArray, comm: Comm = None) -> Request:
     return started(communicate(IALLREDUCE, x, Reduction(used, SUM)))
 
 
-def _forward(x: Any, p: Reduction) -> Request:
+def _forward(x: Array, p: Reduction) -> Request:
     array = private_copy(outgoing(x, "mpi_iallreduce"), x)
     handle = start_allreduce(p.channel, array)
     return Request("mpi_iallreduce", p.channel, handle, None, spec_like(array))
 
 
-def _adjoint(ans: Request, x: Any, p: Reduction, level: int) -> Any:
+def _adjoint(ans: Request, x: Array, p: Reduction, level: int) -> Any:
     """Return the transpose of summing everywhere. Starts come in the same order on all ranks, so it is reduced here."""
     cell, spec = ans.cell(level), ans.spec
 
@@ -70,7 +70,7 @@ def _adjoint(ans: Request, x: Any, p: Reduction, level: int) -> Any:
     return vjp
 
 
-def _tangent(dx: Any, ans: Request, x: Any, p: Reduction, level: int) -> None:
+def _tangent(dx: Array, ans: Request, x: Array, p: Reduction, level: int) -> None:
     ans.cell(level).request = communicate(IALLREDUCE, dx, p)
 
 

@@ -56,7 +56,7 @@ def mpi_isend(x: Array, dest: Rank, tag: int = 0, comm: Comm = None) -> Request:
     return started(communicate(ISEND, x, address_to(x, dest, tag, comm, "mpi_isend")))
 
 
-def _forward(x: Any, p: Envelope | None) -> Request:
+def _forward(x: Array, p: Envelope | None) -> Request:
     array = private_copy(outgoing(x, "mpi_isend"), x)
     handle = None if p is None else post_send(array, p)
     # On the host the copy that is sent is also the value; what is sent of a device's array isn't one.
@@ -64,7 +64,7 @@ def _forward(x: Any, p: Envelope | None) -> Request:
     return Request("mpi_isend", p and p.channel, handle, value, spec_like(value), p)
 
 
-def _adjoint(ans: Request, x: Any, p: Envelope | None, level: int) -> Any:
+def _adjoint(ans: Request, x: Array, p: Envelope | None, level: int) -> Any:
     """Return the transpose of copying to here and there; the wait before it has started the receive."""
     cell = ans.cell(level)
 
@@ -79,7 +79,7 @@ def _adjoint(ans: Request, x: Any, p: Envelope | None, level: int) -> Any:
     return vjp
 
 
-def _tangent(dx: Any, ans: Request, x: Any, p: Envelope | None, level: int) -> None:
+def _tangent(dx: Array, ans: Request, x: Array, p: Envelope | None, level: int) -> None:
     ans.cell(level).request = communicate(ISEND, dx, p and p.along())
 
 

@@ -10,10 +10,11 @@ from weakref import WeakSet
 import numpy as np
 from autograd.tracer import getval
 
+from mpiad._typing import Array
 from mpiad.transport import Envelope, calls
 from mpiad.transport.calls import Arguments, Call, Site
 from mpiad.transport.device_arrays import is_device_array
-from mpiad.transport.reductions import name_of
+from mpiad.transport.mpi_operations import name_of
 
 __all__ = ["apply_to", "noted_methods"]
 
@@ -45,7 +46,7 @@ def _swap(operation: Any) -> None:
 def _noted_forward(name: str, forward: Callable) -> Callable:
     """Return a forward function that notes its call."""
 
-    def noted(x: Any, params: Any) -> Any:
+    def noted(x: Array, params: object) -> Any:
         call = calls.begin(name, x, params)
         try:
             return forward(x, params)
@@ -58,17 +59,17 @@ def _noted_forward(name: str, forward: Callable) -> Callable:
 def _noted_adjoint(name: str, adjoint: Callable) -> Callable:
     """Return a maker of adjoints that remember the line of their forward call."""
 
-    def make(ans: Any, x: Any, params: Any, *level: int) -> Callable:
+    def make(ans: Array, x: Array, params: object, *level: int) -> Callable:
         return _noted_rule(name, adjoint(ans, x, params, *level), params)
 
     return make
 
 
-def _noted_rule(name: str, rule: Callable, params: Any) -> Callable:
+def _noted_rule(name: str, rule: Callable, params: object) -> Callable:
     # Now, while the forward call is on the stack; the adjoint runs far from it.
     called, site = _recorded(name)
 
-    def noted(g: Any) -> Any:
+    def noted(g: Array) -> Any:
         call = calls.begin_rule("adjoint", called, site, g, params)
         try:
             return rule(g)
@@ -81,7 +82,7 @@ def _noted_rule(name: str, rule: Callable, params: Any) -> Callable:
 def _noted_tangent(name: str, tangent: Callable) -> Callable:
     """Return a tangent rule that notes its call."""
 
-    def noted(dx: Any, ans: Any, x: Any, params: Any, *level: int) -> Any:
+    def noted(dx: Array, ans: Array, x: Array, params: object, *level: int) -> Any:
         called, site = _recorded(name)
         call = calls.begin_rule("tangent", called, site, dx, params)
         try:
@@ -102,10 +103,10 @@ def noted_methods(body: Callable, vjp: Callable, jvp: Callable) -> tuple[Callabl
         finally:
             calls.end(call)
 
-    def noted_vjp(self: Any, ans: Any, args: Any, kwargs: Any, argnums: tuple[int, ...], level: int) -> Callable:
+    def noted_vjp(self: Any, ans: Array, args: tuple, kwargs: dict, argnums: tuple[int, ...], level: int) -> Callable:
         return _noted_rule(self.__name__, vjp(self, ans, args, kwargs, argnums, level), None)
 
-    def noted_jvp(self: Any, tangents: dict, ans: Any, args: Any, kwargs: Any, level: int) -> Any:
+    def noted_jvp(self: Any, tangents: dict, ans: Array, args: tuple, kwargs: dict, level: int) -> Any:
         called, site = _recorded(self.__name__)
         call = calls.begin_rule("tangent", called, site, args[0] if args else None, None)
         try:
@@ -125,7 +126,7 @@ def _recorded(name: str) -> tuple[str, Site]:
     return site.named(name), site
 
 
-def _read(x: Any, params: Any) -> Arguments:
+def _read(x: Array, params: object) -> Arguments:
     """Return what an operation was given, whatever kind it is."""
     named = [params, *[getattr(params, name, None) for name in _ADDRESSES]]
     envelopes = tuple([found for found in named if isinstance(found, Envelope)])
@@ -145,7 +146,7 @@ def _read(x: Any, params: Any) -> Arguments:
 _ADDRESSES = ("there", "back", "envelope")
 
 
-def _extent(x: Any, params: Any) -> tuple[Any, Any, int]:
+def _extent(x: Array, params: object) -> tuple[Any, Any, int]:
     value = getval(x)
     if isinstance(value, (np.ndarray, np.generic)) or is_device_array(value):
         return value.shape, value.dtype, value.nbytes

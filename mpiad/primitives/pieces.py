@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from autograd.tracer import getval
 
+from mpiad._typing import Array
 from mpiad.primitives.checks import axis_of
 from mpiad.transport import Channel, collectives
 from mpiad.transport.buffers import outgoing
@@ -14,7 +13,7 @@ from mpiad.transport.buffers import outgoing
 __all__ = ["pieces_of_all"]
 
 
-def pieces_of_all(x: Any, axis: Any, used: Channel, call: str) -> tuple[np.ndarray, int | None, list[int]]:
+def pieces_of_all(x: Array, axis: object, used: Channel, call: str) -> tuple[np.ndarray, int | None, list[int]]:
     """Return this rank's piece, the axis counted from the front, and all ranks' lengths along it; collective.
 
     Raises

@@ -55,20 +55,20 @@ def _forward(x: None, p: Receiving) -> Any:
     return p.spec.zeros() if p.back is None else receive(p.spec, p.back, "mpi_recv")
 
 
-def _adjoint(ans: Any, x: None, p: Receiving) -> Any:
+def _adjoint(ans: Array, x: None, p: Receiving) -> Any:
     """Return the transpose of receiving: the cotangent is sent back, and nothing here had an influence."""
     if p.back is None:
         return lambda g: None
     # Made after the message has come: an envelope for any sender knows only then which one it was.
     there = p.back.back()
 
-    def vjp(g: Any) -> None:
+    def vjp(g: Array) -> None:
         communicate(SEND, g, there)
 
     return vjp
 
 
-def _tangent(dx: None, ans: Any, x: None, p: Receiving) -> Any:
+def _tangent(dx: None, ans: Array, x: None, p: Receiving) -> Any:
     return communicate(RECV, None, p._replace(back=p.back and p.back.along()))
 
 

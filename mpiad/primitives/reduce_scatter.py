@@ -62,16 +62,16 @@ def mpi_reduce_scatter(
     return communicate(REDUCE_SCATTER, x, Dividing(used, None, place, lengths, piece_of(spec, place, lengths[used.rank])))
 
 
-def _forward(x: Any, p: Dividing) -> Any:
+def _forward(x: Array, p: Dividing) -> Any:
     return collectives.reduce_scatter(p.channel, x, p.axis, p.lengths, "mpi_reduce_scatter")
 
 
-def _adjoint(ans: Any, x: Any, p: Dividing) -> Any:
+def _adjoint(ans: Array, x: Array, p: Dividing) -> Any:
     """Return the transpose: each rank's array had a part in every piece, so it gets all pieces' cotangents."""
     return lambda g: communicate(ALLGATHER, g, p)
 
 
-def _tangent(dx: Any, ans: Any, x: Any, p: Dividing) -> Any:
+def _tangent(dx: Array, ans: Array, x: Array, p: Dividing) -> Any:
     return communicate(REDUCE_SCATTER, dx, p)
 
 

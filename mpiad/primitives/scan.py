@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpiad._typing import Comm, LocalArray
+from mpiad._typing import Array, Comm, LocalArray
 from mpiad.primitives.catalogue import SCAN, Prefix
 from mpiad.primitives.checks import reduction_of
 from mpiad.primitives.operation import communicate
@@ -71,21 +71,21 @@ def mpi_exscan(x: LocalArray, comm: Comm = None) -> LocalArray:
     return communicate(SCAN, x, _prefix(x, comm, True, "mpi_exscan"))
 
 
-def _prefix(x: Any, comm: Comm, exclusive: bool, call: str) -> Prefix:
+def _prefix(x: Array, comm: Comm, exclusive: bool, call: str) -> Prefix:
     reduction_of(SUM, x, call)
     return Prefix(channel(comm, call), exclusive, False)
 
 
-def _forward(x: Any, p: Prefix) -> Any:
+def _forward(x: Array, p: Prefix) -> Any:
     return collectives.scan(p.channel, x, p.exclusive, p.backwards, "mpi_exscan" if p.exclusive else "mpi_scan")
 
 
-def _adjoint(ans: Any, x: Any, p: Prefix) -> Any:
+def _adjoint(ans: Array, x: Array, p: Prefix) -> Any:
     """Return the transpose of a lower triangle of ones, an upper one: sums from the other end."""
     return lambda g: communicate(SCAN, g, p._replace(backwards=not p.backwards))
 
 
-def _tangent(dx: Any, ans: Any, x: Any, p: Prefix) -> Any:
+def _tangent(dx: Array, ans: Array, x: Array, p: Prefix) -> Any:
     return communicate(SCAN, dx, p)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from autograd.tracer import getval
 
-from mpiad._typing import Comm, LocalArray, Rank, RootArray
+from mpiad._typing import Array, Comm, LocalArray, Rank, RootArray
 from mpiad.primitives.catalogue import GATHER, SCATTER, Dividing
 from mpiad.primitives.checks import axis_of, lengths_along, piece_of, root_of
 from mpiad.primitives.cotangents import spec_like
@@ -60,7 +60,7 @@ def mpi_scatter(
     return communicate(SCATTER, x, Dividing(used, root, place, lengths, piece_of(whole, place, lengths[used.rank])))
 
 
-def _agreed(used: Channel, x: Any, root: int, axis: int | None, counts: Any) -> tuple[Spec, int, list[int]]:
+def _agreed(used: Channel, x: Array, root: int, axis: int | None, counts: object) -> tuple[Spec, int, list[int]]:
     """Tell all ranks the whole array's spec and how it is divided, or raise the root's error on all of them."""
     lengths: list[int] = []
 
@@ -75,23 +75,23 @@ def _agreed(used: Channel, x: Any, root: int, axis: int | None, counts: Any) -> 
     return spec, len(spec.shape), headers.bcast_integers(used, lengths, root)
 
 
-def _forward(x: Any, p: Dividing) -> Any:
+def _forward(x: Array, p: Dividing) -> Any:
     return collectives.scatter(p.channel, x, p.root, p.axis, p.lengths, p.spec, "mpi_scatter")
 
 
-def _adjoint(ans: Any, x: Any, p: Dividing) -> Any:
+def _adjoint(ans: Array, x: Array, p: Dividing) -> Any:
     """Return the transpose of handing out the pieces: they are collected; what wasn't the root's had no influence."""
     # A template may be of another shape than the root's array.
     template = None if x is None or p.channel.rank == p.root else spec_like(x)
 
-    def vjp(g: Any) -> Any:
+    def vjp(g: Array) -> Any:
         whole = communicate(GATHER, g, p)
         return whole if template is None else template.zeros()
 
     return vjp
 
 
-def _tangent(dx: Any, ans: Any, x: Any, p: Dividing) -> Any:
+def _tangent(dx: Array, ans: Array, x: Array, p: Dividing) -> Any:
     return communicate(SCATTER, dx, p)
 
 

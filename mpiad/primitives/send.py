@@ -51,7 +51,7 @@ def mpi_send(x: Array, dest: Rank, tag: int = 0, comm: Comm = None) -> Array:
     return communicate(SEND, x, address_to(x, dest, tag, comm, "mpi_send"))
 
 
-def _forward(x: Any, p: Envelope | None) -> Any:
+def _forward(x: Array, p: Envelope | None) -> Any:
     array = outgoing(x, "mpi_send")
     if p is not None:
         # From a copy, because nobody waits until it has been sent, and the caller may change x at once.
@@ -59,7 +59,7 @@ def _forward(x: Any, p: Envelope | None) -> Any:
     return x if hasattr(x, "dtype") else array[()]
 
 
-def _adjoint(ans: Any, x: Any, p: Envelope | None) -> Any:
+def _adjoint(ans: Array, x: Array, p: Envelope | None) -> Any:
     """Return the transpose of copying to here and there: the cotangents of both add up."""
     if p is None:
         return lambda g: g
@@ -69,7 +69,7 @@ def _adjoint(ans: Any, x: Any, p: Envelope | None) -> Any:
     return lambda g: g + communicate(RECV, None, coming)
 
 
-def _tangent(dx: Any, ans: Any, x: Any, p: Envelope | None) -> Any:
+def _tangent(dx: Array, ans: Array, x: Array, p: Envelope | None) -> Any:
     return communicate(SEND, dx, p and p.along())
 
 

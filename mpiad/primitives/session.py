@@ -6,7 +6,7 @@ from typing import Any
 
 from autograd.tracer import getval
 
-from mpiad._typing import Comm, Rank
+from mpiad._typing import Array, Comm, Rank
 from mpiad.transport import member, prepare, renew, world
 
 __all__ = [
@@ -141,7 +141,7 @@ def reset(comm: Comm = None) -> None:
     renew(comm, "reset")
 
 
-def stop(x: Any) -> Any:
+def stop(x: Array) -> Any:
     """Return the plain value behind a traced one, through which no derivative flows.
 
     Parameters

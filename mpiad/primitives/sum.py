@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpiad._typing import Comm, LocalArray, Rank, RootArray
+from mpiad._typing import Array, Comm, LocalArray, Rank, RootArray
 from mpiad.primitives.catalogue import BCAST, SUM_TO_ROOT, Copying, Summing
 from mpiad.primitives.checks import reduction_of, root_of
 from mpiad.primitives.cotangents import spec_like
@@ -48,17 +48,17 @@ def mpi_sum(x: LocalArray, root: Rank = 0, comm: Comm = None) -> RootArray:
     return communicate(SUM_TO_ROOT, x, Summing(used, root_of(root, used, "mpi_sum")))
 
 
-def _forward(x: Any, p: Summing) -> Any:
+def _forward(x: Array, p: Summing) -> Any:
     return collectives.reduce(p.channel, x, p.root, "mpi_sum")
 
 
-def _adjoint(ans: Any, x: Any, p: Summing) -> Any:
+def _adjoint(ans: Array, x: Array, p: Summing) -> Any:
     """Return the transpose of adding up on one rank: that rank's cotangent is copied to all."""
     spec = spec_like(ans)
     return lambda g: communicate(BCAST, g, Copying(p.channel, p.root, spec))
 
 
-def _tangent(dx: Any, ans: Any, x: Any, p: Summing) -> Any:
+def _tangent(dx: Array, ans: Array, x: Array, p: Summing) -> Any:
     return communicate(SUM_TO_ROOT, dx, p)
 
 

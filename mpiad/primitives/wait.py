@@ -10,7 +10,7 @@ from mpiad.primitives.catalogue import IRECV, ISEND, WAIT, Receiving
 from mpiad.primitives.operation import communicate
 from mpiad.primitives.request import Request, claim
 from mpiad.transport.messages import Receipt, finish_receive, finish_send
-from mpiad.transport.summations import Summation
+from mpiad.transport.nonblocking_sums import Summation
 
 __all__ = ["mpi_wait", "mpi_waitall"]
 
@@ -88,12 +88,12 @@ def _forward(x: None, request: Request) -> Any:
     return request.value
 
 
-def _adjoint(ans: Any, x: None, request: Request, level: int) -> Any:
+def _adjoint(ans: Array, x: None, request: Request, level: int) -> Any:
     """Return the start of what the adjoint of the request's own start completes."""
     cell, there = request.cell(level), request.envelope and request.envelope.back()
     kind, spec = request.call, request.spec
 
-    def vjp(g: Any) -> None:
+    def vjp(g: Array) -> None:
         # What came in goes out again: its cotangent is known only now. Nobody waits for it before the start's own adjoint.
         if kind == "mpi_irecv":
             cell.request = there and communicate(ISEND, g, there)
@@ -106,7 +106,7 @@ def _adjoint(ans: Any, x: None, request: Request, level: int) -> Any:
     return vjp
 
 
-def _tangent(dx: None, ans: Any, x: None, request: Request, level: int) -> Any:
+def _tangent(dx: None, ans: Array, x: None, request: Request, level: int) -> Any:
     cell = request.cell(level)
     # The tangent of the start has left it there.
     pending, cell.request = cell.request, None

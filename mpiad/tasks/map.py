@@ -1,6 +1,7 @@
 """`mpi_map`: independent items, handed to whichever rank is free.
 
-`desk` is the root's part and `worker` that of the others; `task` is what they send each other, `crew` who they are.
+`scheduler` is the root's part and `worker` that of the others; `task` is what they send each other, `worker_group` who they
+are.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from typing import Any
 from mpiad._typing import Comm, Rank
 from mpiad.primitives.checks import root_of
 from mpiad.progress_line import ProgressLine
-from mpiad.tasks.crew import Crew
-from mpiad.tasks.desk import Desk
+from mpiad.tasks.scheduler import Scheduler
 from mpiad.tasks.task import Outcome
 from mpiad.tasks.worker import work
+from mpiad.tasks.worker_group import WorkerGroup
 from mpiad.transport import Channel, channel
 from mpiad.transport.fault_tolerance import is_interruption
 from mpiad.transport.recovery import recover
@@ -83,10 +84,10 @@ def mpi_map(
     used = channel(comm, "mpi_map", survivors=True)
     settings = (root, everywhere, return_exceptions, batch)
     try:
-        crew = Crew(used)
-        given = _agreed_items(crew, used, fun, items, settings)
-        outcome = _run(crew, used, fun, given, settings, progress)
-        crew.close()
+        group = WorkerGroup(used)
+        given = _agreed_items(group, used, fun, items, settings)
+        outcome = _run(group, used, fun, given, settings, progress)
+        group.close()
     except Exception as error:
         if is_interruption(error):
             recover(used, error, "mpi_map")
@@ -96,29 +97,29 @@ def mpi_map(
     return outcome.results
 
 
-def _agreed_items(crew: Crew, used: Channel, fun: Any, items: Any, settings: tuple) -> Iterator[Any]:
+def _agreed_items(group: WorkerGroup, used: Channel, fun: object, items: Any, settings: tuple) -> Iterator[Any]:
     """Check the arguments on all ranks; return the root's items."""
     wrong, given = None, iter(())
     try:
         given = _checked(used, fun, items, settings)
     except (TypeError, ValueError) as error:
         wrong = error
-    # On the crew's own communicator: on the user's nothing arrives any more where a process has died.
-    found = crew.comm.allgather((settings, None if wrong is None else (type(wrong), str(wrong))))
-    for name, (other, said) in zip(crew.names, found):
+    # On the group's own communicator: on the user's nothing arrives any more where a process has died.
+    found = group.comm.allgather((settings, None if wrong is None else (type(wrong), str(wrong))))
+    for name, (other, said) in zip(group.names, found):
         problem = said or (other != found[0][0] and (
             ValueError,
             "mpi_map: all ranks must give the same root, everywhere, return_exceptions and batch, but rank "
-            f"{crew.names[0]} gave {found[0][0]} and rank {name} gave {other}.",
+            f"{group.names[0]} gave {found[0][0]} and rank {name} gave {other}.",
         ))
         if problem:
-            crew.close()
+            group.close()
             kind, text = problem
             raise wrong or kind(f"{text} (raised on rank {name})" if said else text)
     return given
 
 
-def _checked(used: Channel, fun: Any, items: Any, settings: tuple) -> Iterator[Any]:
+def _checked(used: Channel, fun: object, items: Iterable, settings: tuple) -> Iterator[Any]:
     root, _, _, batch = settings
     root_of(root, used, "mpi_map")
     if not callable(fun):
@@ -143,21 +144,21 @@ def _raising(error: Exception) -> Iterator[Any]:
 
 
 def _run(
-    crew: Crew, used: Channel, fun: Callable[[Any], Any], items: Iterator[Any], settings: tuple, progress: bool
+    group: WorkerGroup, used: Channel, fun: Callable[[Any], Any], items: Iterator[Any], settings: tuple, progress: bool
 ) -> Outcome:
     # Exceptions of `fun` and of items are in the outcome: `close` is collective, so nobody leaves before it.
     root, everywhere, goes_on, batch = settings
-    place = crew.place_of(root)
+    place = group.place_of(root)
     if used.rank != root:
-        return work(crew.line, place, fun, goes_on, used.rank)
+        return work(group.line, place, fun, goes_on, used.rank)
     line = ProgressLine("items", _count(items)) if progress else None
-    desk = Desk(crew, items, fun, batch, goes_on, line)
-    desk.run()
+    scheduler = Scheduler(group, items, fun, batch, goes_on, line)
+    scheduler.run()
     if line is not None:
         line.close()
-    failed, index = desk.failed or (None, None)
-    results = None if failed is not None else [desk.results[k] for k in range(len(desk.results))]
-    desk.stop(Outcome(failed, index, results if everywhere else None))
+    failed, index = scheduler.failed or (None, None)
+    results = None if failed is not None else [scheduler.results[k] for k in range(len(scheduler.results))]
+    scheduler.stop(Outcome(failed, index, results if everywhere else None))
     return Outcome(failed, index, results)
 
 

@@ -69,7 +69,7 @@ def evaluated(fun: Callable[[Any], Any], batch: Batch, goes_on: bool, rank: Rank
     return Ended(results, time.perf_counter() - start)
 
 
-def require_plain(value: Any, source: str) -> None:
+def require_plain(value: object, source: str) -> None:
     """Raise a TypeError for a value of a derivative's trace, which means nothing on another rank."""
     if any(map(isbox, flatten(value)[0])):
         raise TypeError(

@@ -9,8 +9,8 @@ from typing import Any
 from mpiad._typing import Rank
 from mpiad.tasks.task import BYE, RESULT, TASK, Batch, Ended, Failed, Outcome, evaluated
 from mpiad.transport.agreement import Failure
-from mpiad.transport.parcels import Line, Parcel
-from mpiad.transport.patience import Patience
+from mpiad.transport.object_messages import Line, PackedObject
+from mpiad.transport.polling import Backoff
 
 __all__ = ["work"]
 
@@ -42,8 +42,8 @@ def work(line: Line, root: Rank, fun: Callable[[Any], Any], goes_on: bool, rank:
         has_failed = not goes_on and isinstance(ended.results[-1][1], Failed)
         line.post(root, RESULT, _packed(ended, rank))
     # The root waits for this, so that no message is under way when the communicator is freed.
-    line.post(root, BYE, Parcel.of(None))
-    patience = Patience()
+    line.post(root, BYE, PackedObject.of(None))
+    patience = Backoff()
     while not line.is_quiet():
         patience.pause()
     return outcome
@@ -51,7 +51,7 @@ def work(line: Line, root: Rank, fun: Callable[[Any], Any], goes_on: bool, rank:
 
 def _collect(line: Line, root: Rank, waiting: deque[Batch]) -> Outcome | None:
     """Take all that has come; wait where there is nothing to do."""
-    patience = Patience()
+    patience = Backoff()
     while True:
         message = line.take(root)
         if message is None:
@@ -64,17 +64,18 @@ def _collect(line: Line, root: Rank, waiting: deque[Batch]) -> Outcome | None:
             return message.content
 
 
-def _packed(ended: Ended, rank: Rank) -> Parcel:
+def _packed(ended: Ended, rank: Rank) -> PackedObject:
     """Pack the results, with failures in the place of those that can't be."""
     try:
-        return Parcel.of(ended)
+        return PackedObject.of(ended)
     except Exception:  # noqa: BLE001 - pickle raises what it likes
-        return Parcel.of(ended._replace(results=[(index, _sendable(result, rank)) for index, result in ended.results]))
+        results = [(index, _sendable(result, rank)) for index, result in ended.results]
+        return PackedObject.of(ended._replace(results=results))
 
 
-def _sendable(result: Any, rank: Rank) -> Any:
+def _sendable(result: object, rank: Rank) -> Any:
     try:
-        Parcel.of(result, lent=True)
+        PackedObject.of(result, lent=True)
     except Exception as error:  # noqa: BLE001 - as above
         return Failed(Failure.of(error), rank)
     return result

@@ -1,7 +1,7 @@
 """Checks of derivatives, for users and for our own tests: collective, and independent of what they check."""
 
 from mpiad.testing.adjoint import AdjointError, check_adjoint
-from mpiad.testing.objective import ObjectiveReport, describe_objective
+from mpiad.testing.objective_description import ObjectiveReport, describe_objective
 from mpiad.testing.taylor import GradientError, check_grads
 
 __all__ = ["AdjointError", "GradientError", "ObjectiveReport", "check_adjoint", "check_grads", "describe_objective"]

@@ -12,7 +12,7 @@ from typing import Any
 import autograd.numpy as anp
 import numpy as np
 
-from mpiad._typing import Comm, Function, Rank
+from mpiad._typing import Array, Comm, Function, Rank
 from mpiad.device import to_host
 from mpiad.differentiation import grad, hvp, jvp, value_and_grad
 from mpiad.differentiation.trees import flatten, is_variable
@@ -46,7 +46,7 @@ class _Line:
         self.v = self._direction(seed)
 
     def _of_one(self, fun: Function) -> Function:
-        def of_one(x: Any) -> Any:
+        def of_one(x: Array) -> Any:
             new = list(self.args)
             for i, value in ((self.argnum, x),) if isinstance(self.argnum, int) else zip(self.argnum, x):
                 new[i] = value
@@ -64,7 +64,7 @@ class _Line:
         """Return the point at distance h."""
         return _combined(self.x, self.v, lambda x, v: x + np.asarray(h, dtype=spec_like(v).dtype)[()] * v)
 
-    def along(self, g: Any) -> float:
+    def along(self, g: Array) -> float:
         """Return the derivative along the line of a gradient, over all ranks."""
         pairs = zip(flatten(g)[0], flatten(self.v)[0], flatten(self.x)[0])
         # dJ = Re Σ g v: without conjugation, by autograd's convention.
@@ -72,7 +72,7 @@ class _Line:
         return float(mine) if self.shared else float(self.used.data.allreduce(float(mine)))
 
 
-def _combined(x: Any, v: Any, act: Callable) -> Any:
+def _combined(x: Array, v: Array, act: Callable) -> Any:
     leaves, build = flatten(x)
     return build([act(a, b) if is_variable(a) else a for a, b in zip(leaves, flatten(v)[0])])
 
@@ -165,7 +165,7 @@ def _second(line: _Line, mode: str) -> float:
     # Reverse over reverse: the gradient of g·v, each rank's own term. A shared g is the same on all ranks already.
     weight = 1.0 / line.used.size if line.shared else 1.0
 
-    def slope(x: Any) -> Any:
+    def slope(x: Array) -> Any:
         parts = zip(flatten(line.slope(x))[0], flatten(line.v)[0])
         return sum(anp.sum(anp.real(g * v)) for g, v in parts if is_variable(v)) * weight
 

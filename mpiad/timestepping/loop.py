@@ -234,7 +234,7 @@ class _Totals:
                 self._add(k, number, g)
         return [spec_like(leaf).zeros() if g is None else g for g, leaf in zip(before, self._leaves)]
 
-    def _add(self, k: int, number: int, g: Any) -> None:
+    def _add(self, k: int, number: int, g: Array) -> None:
         leaf = self._leaves[k]
         if k < self._states + self._inputs:
             if k not in self._found:

@@ -17,7 +17,7 @@ from mpiad.transport.device_arrays import arrays_of
 __all__ = ["Snapshots", "own"]
 
 
-def own(leaf: Any) -> Any:
+def own(leaf: Array) -> Any:
     """Return a copy of an array, where it lives; a number as it is."""
     arrays = arrays_of(leaf)
     if arrays is not None:

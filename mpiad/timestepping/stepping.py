@@ -117,7 +117,7 @@ class UserStepping:
         return leaves
 
 
-def _wrong_state(leaf: Any, spec: Spec, name: str, number: int) -> Exception:
+def _wrong_state(leaf: Array, spec: Spec, name: str, number: int) -> Exception:
     known = hasattr(leaf, "dtype")
     found = f"dtype {leaf.dtype} and shape {leaf.shape}" if known else f"{type(leaf).__name__} {leaf!r:.40}"
     text = (

@@ -6,7 +6,7 @@ Nothing is cast here. What can't be sent as it is raises before anything is sent
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -85,7 +85,7 @@ def require_sendable(x: Array, call: str) -> None:
         _converted(x, call)
 
 
-def _converted(x: Any, call: str) -> Array:
+def _converted(x: Array, call: str) -> Array:
     arrays = arrays_of(x)
     if arrays is not None:
         if x.dtype not in _DTYPES:
@@ -100,7 +100,7 @@ def _converted(x: Any, call: str) -> Array:
     return array
 
 
-def _of_other_dtype(call: str, argument: str, x: Any) -> TypeError:
+def _of_other_dtype(call: str, argument: str, x: Array) -> TypeError:
     text = f"{call}: {argument} must be {_ALLOWED}, but got dtype {x.dtype!r} with shape {x.shape}."
     return TypeError(f"{text} {conversion(x.dtype, argument)}".rstrip())
 
@@ -115,7 +115,7 @@ def conversion(dtype: np.dtype, argument: str) -> str:
     return f"Pass {argument}.astype({'float64' if dtype.kind == 'f' else 'complex128'!r})."
 
 
-def _advice(x: Any) -> str:
+def _advice(x: Array) -> str:
     if x is None:
         return "Only ranks whose x doesn't count may pass None."
     if isinstance(x, np.ma.MaskedArray):
@@ -125,7 +125,7 @@ def _advice(x: Any) -> str:
     return "Pickled objects don't travel through these functions; use mpi4py's own for them."
 
 
-def _shortened(x: Any) -> str:
+def _shortened(x: Array) -> str:
     text = repr(x) if arrays_of(x) is None else f"shape {x.shape}, dtype {x.dtype}"
     return text if len(text) <= 60 else text[:57] + "..."
 

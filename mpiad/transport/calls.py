@@ -19,7 +19,7 @@ from time import perf_counter
 from types import CodeType, FrameType, TracebackType
 from typing import Any, NamedTuple, Protocol
 
-from mpiad._typing import Shape
+from mpiad._typing import Array, Shape
 from mpiad.transport.device_arrays import is_device_array
 
 __all__ = [
@@ -105,8 +105,8 @@ class Call:
     read: Callable[[Any, Any], Arguments] = staticmethod(lambda x, params: Arguments())
 
     def __init__(
-        self, name: str, direction: str, site: Site, forward_name: str | None, forward_site: Site | None, x: Any,
-        params: Any,
+        self, name: str, direction: str, site: Site, forward_name: str | None, forward_site: Site | None, x: Array,
+        params: object,
     ):
         self.name, self.direction, self.site = name, direction, site
         self.forward_name, self.forward_site = forward_name, forward_site
@@ -196,7 +196,7 @@ def current() -> Call | None:
     return calls[-1] if calls else None
 
 
-def begin(name: str, x: Any, params: Any) -> Call:
+def begin(name: str, x: Array, params: object) -> Call:
     """Note a call; the caller ends it with `end`."""
     calls = _stack.calls
     if calls and calls[-1].direction != "forward":
@@ -209,7 +209,7 @@ def begin(name: str, x: Any, params: Any) -> Call:
     return _pushed(calls, call)
 
 
-def begin_rule(direction: str, name: str, forward_site: Site, x: Any, params: Any) -> Call:
+def begin_rule(direction: str, name: str, forward_site: Site, x: Array, params: object) -> Call:
     """Note an adjoint or tangent, with the name and site of its forward call; the caller ends it with `end`."""
     calls = _stack.calls
     return _pushed(calls, Call(name, direction, site_of(sys._getframe(1)), name, forward_site, x, params))

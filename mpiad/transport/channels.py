@@ -22,7 +22,7 @@ from weakref import WeakSet
 import numpy as np
 from mpi4py import MPI
 
-from mpiad._typing import Comm
+from mpiad._typing import Comm, Request
 from mpiad.errors import CommunicatorError
 from mpiad.transport.fault_tolerance import FAULT_TOLERANT
 from mpiad.transport.tracing import tracing
@@ -113,7 +113,7 @@ class Channel:
             self.derived = [kept for kept in self.derived if kept is not comm]
             comm.Free()
 
-    def keep(self, request: Any, array: np.ndarray) -> None:
+    def keep(self, request: Request, array: np.ndarray) -> None:
         """Hold the buffer of a send until MPI is done with it."""
         self.pending.append((request, array))
         # One thread looks, since two mustn't ask MPI for the same request; the others leave it to that one.
@@ -130,11 +130,11 @@ class Channel:
         # Looking again only when twice as many wait keeps the looks linear in the number of sends.
         self._next_look = 2 * len(self.pending) + 1
 
-    def hold(self, kind: str, request: Any, buffers: Any) -> None:
+    def hold(self, kind: str, request: Request, buffers: object) -> None:
         """Hold the buffers of what will be waited for; `kind` is "send", "receive" or "reduction"."""
         self.started[id(request)] = kind, request, buffers
 
-    def release(self, request: Any) -> Any:
+    def release(self, request: Request) -> Any:
         """Give up the buffers of what was waited for, and return them."""
         return self.started.pop(id(request), (None, None, None))[2]
 
@@ -325,7 +325,7 @@ class _Freed:
         )
 
 
-def _has_ended(reduction: Any) -> bool:
+def _has_ended(reduction: Request) -> bool:
     """Tell whether a reduction has ended as it should, so that nothing of it is under way."""
     try:
         return reduction.Test()
@@ -352,7 +352,7 @@ def _give_back(comms: list[Comm], unended: bool) -> None:
             comm.Free()
 
 
-def _cancel(receive: Any) -> None:
+def _cancel(receive: Request) -> None:
     receive.Cancel()
     try:
         receive.Wait()

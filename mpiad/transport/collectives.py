@@ -8,7 +8,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpiad._typing import Array, Op
-from mpiad.transport import extremes, in_pieces, pairs
+from mpiad.transport import chunked_collectives, extremes, pairwise_collectives
 from mpiad.transport.agreement import raise_first
 from mpiad.transport.buffers import Spec, contiguous, copied, outgoing
 from mpiad.transport.channels import Channel
@@ -37,9 +37,9 @@ def allreduce(channel: Channel, x: Array, op: Op, call: str) -> Array:
 
 def _combined(channel: Channel, array: Array, op: Op) -> Array:
     if divides(array.nbytes):
-        return in_pieces.allreduce(channel, array, op)
-    if pairs.are_two(channel, array, op):
-        return pairs.allreduce(channel.data, array, op)
+        return chunked_collectives.allreduce(channel, array, op)
+    if pairwise_collectives.are_two(channel, array, op):
+        return pairwise_collectives.allreduce(channel.data, array, op)
     if type(array) is np.ndarray:
         out = np.empty(array.shape, array.dtype)
         channel.data.Allreduce(array, out, op)
@@ -54,7 +54,7 @@ def reduce(channel: Channel, x: Array, root: int, call: str) -> Array:
     """Add up every rank's array on the root; zeros elsewhere."""
     array = outgoing(x, call)
     if divides(array.nbytes):
-        return in_pieces.reduce(channel, array, root)
+        return chunked_collectives.reduce(channel, array, root)
     if type(array) is not np.ndarray:
         return _reduce_on_device(channel, array, root)
     out = np.empty(array.shape, array.dtype) if channel.rank == root else np.zeros(array.shape, array.dtype)
@@ -79,8 +79,8 @@ def bcast(channel: Channel, x: Array, spec: Spec, root: int, call: str) -> Array
     array = outgoing(x, call) if channel.rank == root else None
     if divides(spec.nbytes):
         if array is None:
-            return in_pieces.bcast_to_here(channel, spec, root, present().chunk)
-        in_pieces.bcast_from_here(channel, array, present().chunk)
+            return chunked_collectives.bcast_to_here(channel, spec, root, present().chunk)
+        chunked_collectives.bcast_from_here(channel, array, present().chunk)
         return copied(array)
     way = way_of(spec.arrays)
     if array is not None:
@@ -97,7 +97,7 @@ def scan(channel: Channel, x: Array, exclusive: bool, backwards: bool, call: str
     # MPI has no suffix sums: on the ranks in reverse order they are prefix sums.
     comm = channel.backwards() if backwards else channel.data
     if divides(array.nbytes):
-        return in_pieces.scan(comm, array, exclusive)
+        return chunked_collectives.scan(comm, array, exclusive)
     way = way_of(arrays_of(array))
     room = way.room(array.shape, array.dtype)
     (comm.Exscan if exclusive else comm.Scan)(way.lent(array), way.buffer(room), MPI.SUM)
@@ -111,7 +111,7 @@ def alltoall(channel: Channel, x: Array, call: str) -> Array:
     """Transpose blocks: block s of rank r becomes block r of rank s."""
     array = outgoing(x, call)
     if divides(array.nbytes):
-        return in_pieces.alltoall(channel, array)
+        return chunked_collectives.alltoall(channel, array)
     way = way_of(arrays_of(array))
     room = way.room(array.shape, array.dtype)
     channel.data.Alltoall(way.lent(array), way.buffer(room))
@@ -171,11 +171,11 @@ def gather(channel: Channel, x: Array, root: int | None, axis: int | None, lengt
     whole = Spec(((sum(lengths) if mine else 0), *rest), array.dtype, arrays_of(array))
     counts = [length * _count(rest) for length in lengths]
     if divides(sum(counts) * array.dtype.itemsize):
-        return _back(in_pieces.gather(channel, array, root, counts, whole), axis)
+        return _back(chunked_collectives.gather(channel, array, root, counts, whole), axis)
     way = way_of(whole.arrays)
     room = way.room(whole.shape, whole.dtype)
-    if root is None and pairs.are_two(channel, whole):
-        pairs.allgather(channel.data, array, room, counts)
+    if root is None and pairwise_collectives.are_two(channel, whole):
+        pairwise_collectives.allgather(channel.data, array, room, counts)
     elif root is None:
         channel.data.Allgatherv(way.lent(array), [way.buffer(room), counts])
     else:
@@ -191,7 +191,7 @@ def scatter(
     array = _front(outgoing(x, call), axis) if channel.rank == root else None
     counts = [length * _count(shape if axis is None else shape[1:]) for length in lengths]
     if divides(sum(counts) * piece.dtype.itemsize):
-        return _back(in_pieces.scatter(channel, array, root, counts, piece._replace(shape=shape)), axis)
+        return _back(chunked_collectives.scatter(channel, array, root, counts, piece._replace(shape=shape)), axis)
     way = way_of(piece.arrays)
     room = way.room(shape, piece.dtype)
     whole = None if array is None else [way_of(arrays_of(array)).lent(array), counts]
@@ -206,11 +206,11 @@ def reduce_scatter(channel: Channel, x: Array, axis: int | None, lengths: list[i
     block = Spec(rest if axis is None else (lengths[channel.rank], *rest), array.dtype, arrays_of(array))
     counts = [length * _count(rest) for length in lengths]
     if divides(array.nbytes):
-        return _back(in_pieces.reduce_scatter(channel, array, counts, block), axis)
+        return _back(chunked_collectives.reduce_scatter(channel, array, counts, block), axis)
     way = way_of(block.arrays)
     room = way.room(block.shape, block.dtype)
-    if pairs.are_two(channel, array):
-        pairs.reduce_scatter(channel.data, array, room, counts)
+    if pairwise_collectives.are_two(channel, array):
+        pairwise_collectives.reduce_scatter(channel.data, array, room, counts)
         return _back(room, axis)
     channel.data.Reduce_scatter(way.lent(array), way.buffer(room), counts, MPI.SUM)
     return _back(way.home(room), axis)

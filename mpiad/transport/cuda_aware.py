@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
+from mpiad._typing import Comm
 from mpiad.transport import device_settings
 from mpiad.transport.device_arrays import ArrayModule, arrays_named
 from mpiad.transport.gpus import gpus_of_node
@@ -88,7 +88,7 @@ def _passes(arrays: ArrayModule) -> bool:
     return right
 
 
-def _comes_back(alone: Any, arrays: ArrayModule, length: int) -> bool:
+def _comes_back(alone: Comm, arrays: ArrayModule, length: int) -> bool:
     numbers = np.arange(length) + 0.5  # none is zero: what was never written shows
     sent, got = arrays.to_device(numbers), arrays.full((length,), 0, numbers.dtype)
     arrays.synchronize()

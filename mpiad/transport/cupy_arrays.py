@@ -9,8 +9,9 @@ from typing import Any
 
 import cupy
 import numpy as np
+from numpy.typing import DTypeLike
 
-from mpiad._typing import Array, Shape
+from mpiad._typing import Array, Scalar, Shape
 
 __all__ = ["CupyArrays", "arrays_of_device", "on_current_device", "on_device"]
 
@@ -34,12 +35,12 @@ class CupyArrays:
         """Make this device the current one."""
         return cupy.cuda.Device(self.device)
 
-    def empty(self, shape: Shape, dtype: Any) -> Array:
+    def empty(self, shape: Shape, dtype: DTypeLike) -> Array:
         """Make an array without values."""
         with self.current():
             return cupy.empty(shape, dtype)
 
-    def full(self, shape: Shape, value: Any, dtype: Any) -> Array:
+    def full(self, shape: Shape, value: Scalar, dtype: DTypeLike) -> Array:
         """Make an array of one number."""
         with self.current():
             return cupy.full(shape, value, dtype)
@@ -49,7 +50,7 @@ class CupyArrays:
         with self.current():
             return cupy.arange(stop, dtype=np.int64)
 
-    def add_at(self, x: Array, idx: Any, values: Any) -> None:
+    def add_at(self, x: Array, idx: object, values: Array) -> None:
         """Add to elements that may be named repeatedly, atomically, so in no certain order."""
         with self.current():
             cupy.add.at(x, idx, values)
@@ -106,7 +107,7 @@ class CupyArrays:
         """Wait for an event on the host."""
         event.synchronize()
 
-    def wait_on_device(self, event: Any) -> None:
+    def wait_on_device(self, event: object) -> None:
         """Let the current stream wait for an event."""
         with self.current():
             cupy.cuda.get_current_stream().wait_event(event)

@@ -47,7 +47,7 @@ class _Farewell(NamedTuple):
     where: str
 
 
-def _shown(code: Any) -> str:
+def _shown(code: object) -> str:
     text = repr(code)
     return text if len(text) <= 200 else f"{text[:197]}..."
 
@@ -64,7 +64,7 @@ def watch_departures() -> None:
         )
 
 
-def _note_exit(code: Any, trace: TracebackType | None) -> None:
+def _note_exit(code: object, trace: TracebackType | None) -> None:
     global _farewell
     if not is_rank():  # a fork, or after the end of MPI
         return

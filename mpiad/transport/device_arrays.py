@@ -16,8 +16,9 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import DTypeLike
 
-from mpiad._typing import Array, Shape
+from mpiad._typing import Array, Scalar, Shape
 
 __all__ = [
     "ArrayModule", "arrays_named", "arrays_of", "discover", "is_device_array", "named", "register_arrays",
@@ -49,11 +50,11 @@ class ArrayModule(Protocol):
     device: int
     takes_host_arrays: bool
 
-    def empty(self, shape: Shape, dtype: Any) -> Array:
+    def empty(self, shape: Shape, dtype: DTypeLike) -> Array:
         """Make an array without values."""
         ...
 
-    def full(self, shape: Shape, value: Any, dtype: Any) -> Array:
+    def full(self, shape: Shape, value: Scalar, dtype: DTypeLike) -> Array:
         """Make an array of one Python or NumPy number; the number travels with the call, not as a copy of memory."""
         ...
 
@@ -61,7 +62,7 @@ class ArrayModule(Protocol):
         """Make an array of the integers from 0 on, of dtype int64."""
         ...
 
-    def add_at(self, x: Array, idx: Any, values: Any) -> None:
+    def add_at(self, x: Array, idx: object, values: Array) -> None:
         """Add values to the elements at an index, in place; an element that is named repeatedly gets all of its values."""
         ...
 
@@ -110,11 +111,11 @@ class ArrayModule(Protocol):
         """Return an event behind everything queued on the current stream so far, for `wait` and `wait_on_device`."""
         ...
 
-    def wait(self, event: Any) -> None:
+    def wait(self, event: object) -> None:
         """Wait on the host until all before an event is done."""
         ...
 
-    def wait_on_device(self, event: Any) -> None:
+    def wait_on_device(self, event: object) -> None:
         """Let what is queued on the current stream from now on begin after an event; returns at once."""
         ...
 
@@ -150,7 +151,7 @@ _listeners: list[Callable[[type], None]] = []
 _on_host = frozenset({np.ndarray, np.float64, np.float32, float, int, bool, complex, type(None), np.bool_, np.int64})
 
 
-def arrays_of(x: Any) -> ArrayModule | None:
+def arrays_of(x: Array) -> ArrayModule | None:
     """Return what makes arrays of the kind of `x`, on its device.
 
     Parameters
@@ -198,13 +199,13 @@ def arrays_named(name: str) -> ArrayModule:
     raise TypeError(f"another rank sends an array on a device ({name}), and no such arrays are known to this process.")
 
 
-def is_device_array(x: Any) -> bool:
+def is_device_array(x: Array) -> bool:
     """Tell whether an untraced value is a device array, of a kind that is registered or not."""
     kind = type(x)
     return kind not in _on_host and (kind in _makers or hasattr(kind, "__cuda_array_interface__"))
 
 
-def named(x: Any) -> str:
+def named(x: Array) -> str:
     """Return what a value is called in messages: where it is on a device, CuPy's kind has the name of NumPy's."""
     arrays = arrays_of(x) if is_device_array(x) else None
     kind = type(x).__name__

@@ -27,7 +27,7 @@ _python_exit = sys.exit
 _MADE_LATE = sys.version_info < (3, 12)
 
 
-def exit_code(code: Any) -> int:
+def exit_code(code: object) -> int:
     """Return what the launcher sees of SystemExit's `code`."""
     if code is None:
         return 0
@@ -59,7 +59,7 @@ class _Code:
                 self._leaves(code, _whole_trace(error))
         return code
 
-    def __set__(self, error: SystemExit, code: Any) -> None:
+    def __set__(self, error: SystemExit, code: object) -> None:
         _member.__set__(error, code)
 
     def __delete__(self, error: SystemExit) -> None:
@@ -105,7 +105,7 @@ def forget_exit() -> None:
     _replace_code(_member)
 
 
-def _replace_code(attribute: Any) -> bool:
+def _replace_code(attribute: object) -> bool:
     found = gc.get_referents(SystemExit.__dict__)
     if len(found) != 1 or type(found[0]) is not dict or "code" not in found[0]:  # not CPython
         return False

@@ -7,12 +7,11 @@ raise it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.transport import in_pieces
+from mpiad.transport import chunked_collectives
 from mpiad.transport.buffers import Spec, copied, outgoing, result
 from mpiad.transport.channels import Channel
 from mpiad.transport.device_arrays import arrays_named, arrays_of
@@ -43,7 +42,7 @@ def bcast_with_header(channel: Channel, x: Array, root: int, call: str) -> Array
     channel.data.Bcast(packet, root)
     spec = _unpacked(packet, call, root, x)
     if packet[_CHUNK] > 0:
-        return in_pieces.bcast_to_here(channel, spec, root, int(packet[_CHUNK]))
+        return chunked_collectives.bcast_to_here(channel, spec, root, int(packet[_CHUNK]))
     way = way_of(spec.arrays)
     if packet[_CHUNK] == _INLINE:
         flat = packet[_SHAPE_WORDS:].view(np.uint8)[: spec.nbytes]
@@ -72,13 +71,13 @@ def _bcast_from_here(channel: Channel, x: Array, root: int, call: str, packet: n
         packet[_CHUNK] = present().chunk
     channel.data.Bcast(packet, root)
     if packet[_CHUNK] > 0:
-        in_pieces.bcast_from_here(channel, array, present().chunk)
+        chunked_collectives.bcast_from_here(channel, array, present().chunk)
     elif not small:
         channel.data.Bcast(way.lent(array), root)
     return copied(array)
 
 
-def agree_on_spec(channel: Channel, make: Callable[[], Spec], root: int, call: str, template: Any = None) -> Spec:
+def agree_on_spec(channel: Channel, make: Callable[[], Spec], root: int, call: str, template: object = None) -> Spec:
     """Tell all ranks the spec that `make` returns on the root, or raise its error on all of them.
 
     Elsewhere it lies where the template does, or as on the root where there is none.
@@ -104,7 +103,7 @@ def _pack(packet: np.ndarray, spec: Spec) -> None:
         packet[_KIND:_CHUNK].view(np.uint8)[:] = np.frombuffer(spec.arrays.name.encode().ljust(32)[:32], np.uint8)
 
 
-def _unpacked(packet: np.ndarray, call: str, root: int, template: Any) -> Spec:
+def _unpacked(packet: np.ndarray, call: str, root: int, template: object) -> Spec:
     if packet[0] == _ERROR:
         kind, length = (TypeError, ValueError)[packet[1]], packet[2]
         text = packet[3:].view(np.uint8)[:length].tobytes().decode(errors="replace")

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mpiad._typing import Array
+from mpiad._typing import Array, Buffer, Request, Status
 from mpiad.errors import MessageMismatch
-from mpiad.transport import shipments
+from mpiad.transport import device_messages
 from mpiad.transport.buffers import Spec
 from mpiad.transport.envelopes import Envelope
 from mpiad.transport.staging import HOST, Way, way_of
@@ -25,7 +25,7 @@ class Receipt:
 
     __slots__ = ("buffer", "envelope", "request", "room", "spec", "way")
 
-    def __init__(self, spec: Spec, way: Way, room: Any, buffer: Any, envelope: Envelope):
+    def __init__(self, spec: Spec, way: Way, room: Array, buffer: Buffer, envelope: Envelope):
         self.spec, self.way, self.room, self.buffer, self.envelope = spec, way, room, buffer, envelope
         self.request = envelope.comm.Irecv(buffer, envelope.peer, envelope.mpi_tag)
 
@@ -34,7 +34,7 @@ def _started(array: Array, envelope: Envelope) -> tuple[Any, Any]:
     """Start to send; return MPI's request, and what must live as long."""
     if type(array) is np.ndarray:
         return envelope.comm.Isend(array, envelope.peer, envelope.mpi_tag), array
-    return shipments.ship(array, envelope)
+    return device_messages.ship(array, envelope)
 
 
 def send(array: Array, envelope: Envelope) -> None:
@@ -51,7 +51,7 @@ def post_send(array: Array, envelope: Envelope) -> Any:
     return request
 
 
-def finish_send(request: Any, envelope: Envelope) -> None:
+def finish_send(request: Request, envelope: Envelope) -> None:
     """End a send without waiting for its receiver, who may come only after what this rank does next."""
     held = envelope.channel.release(request)
     if not request.Test():
@@ -99,13 +99,13 @@ def receive(spec: Spec, envelope: Envelope, call: str) -> Any:
     return _completed(_receipt(spec, envelope), status, call)
 
 
-def _answered(envelope: Envelope, status: Any) -> None:
+def _answered(envelope: Envelope, status: Status) -> None:
     # Also for a message that is refused: its sender has counted it.
     if envelope.number is None and status.source >= 0:
         envelope.answered_from(status.source, status.tag)
 
 
-def _matched(spec: Spec, envelope: Envelope, status: Any, call: str) -> Any:
+def _matched(spec: Spec, envelope: Envelope, status: Status, call: str) -> Any:
     """Receive a message whose size is looked at first; one of another size is taken and dropped."""
     way = way_of(spec.arrays)
     room = way.room(spec.shape, spec.dtype)
@@ -124,7 +124,7 @@ def _matched(spec: Spec, envelope: Envelope, status: Any, call: str) -> Any:
     return _in_pieces(dropped, got, spec, envelope, room, call)
 
 
-def _refused(message: Any, dropped: np.ndarray, buffer: Any, spec: Spec, envelope: Envelope) -> None:
+def _refused(message: Any, dropped: np.ndarray, buffer: Buffer, spec: Spec, envelope: Envelope) -> None:
     try:
         message.refuse(dropped, buffer)
     except MessageMismatch:
@@ -132,11 +132,11 @@ def _refused(message: Any, dropped: np.ndarray, buffer: Any, spec: Spec, envelop
         raise
 
 
-def _drop_pieces(buffer: Any, got: int, spec: Spec, envelope: Envelope) -> None:
+def _drop_pieces(buffer: Buffer, got: int, spec: Spec, envelope: Envelope) -> None:
     """Receive and drop what a message announces that isn't wanted: nobody else will."""
-    announced = shipments.read_announcement(buffer, got, spec)
+    announced = device_messages.read_announcement(buffer, got, spec)
     if announced is not None:
-        shipments.discard(*announced, envelope)
+        device_messages.discard(*announced, envelope)
 
 
 def swap(array: Array, there: Envelope, spec: Spec, back: Envelope, call: str) -> Any:
@@ -152,7 +152,7 @@ def swap(array: Array, there: Envelope, spec: Spec, back: Envelope, call: str) -
     return value
 
 
-def _completed(receipt: Receipt, status: Any, call: str) -> Any:
+def _completed(receipt: Receipt, status: Status, call: str) -> Any:
     try:
         _await(receipt, status, call)
     except Exception:
@@ -168,7 +168,7 @@ def _completed(receipt: Receipt, status: Any, call: str) -> Any:
     return receipt.way.home(receipt.room)
 
 
-def _await(receipt: Receipt, status: Any, call: str) -> None:
+def _await(receipt: Receipt, status: Status, call: str) -> None:
     try:
         receipt.request.Wait(status)
     except MessageMismatch:  # under watch its header is looked at
@@ -183,16 +183,16 @@ def _await(receipt: Receipt, status: Any, call: str) -> None:
     _answered(receipt.envelope, status)
 
 
-def _in_pieces(buffer: Any, got: int, spec: Spec, envelope: Envelope, room: Any, call: str) -> Any:
+def _in_pieces(buffer: Buffer, got: int, spec: Spec, envelope: Envelope, room: Array, call: str) -> Any:
     """Receive what a message of another size announces; a ValueError where that isn't the array that is expected."""
-    announced = shipments.read_announcement(buffer, got, spec)
+    announced = device_messages.read_announcement(buffer, got, spec)
     if announced is None:
         raise ValueError(_mismatch(spec, f"{got} bytes", envelope, call))
     total, chunk = announced
     if total != spec.nbytes:
-        shipments.discard(total, chunk, envelope)
+        device_messages.discard(total, chunk, envelope)
         raise ValueError(_mismatch(spec, f"{total} bytes", envelope, call))
-    return shipments.collect(spec, envelope, chunk, room)
+    return device_messages.collect(spec, envelope, chunk, room)
 
 
 def _mismatch(spec: Spec, got: str, envelope: Envelope, call: str) -> str:

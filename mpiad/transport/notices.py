@@ -9,7 +9,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpiad._typing import Comm, Rank
-from mpiad.transport.patience import Patience
+from mpiad.transport.polling import Backoff
 
 __all__ = ["Notices", "threads_may_communicate"]
 
@@ -46,7 +46,7 @@ class Notices:
         """Wait for the next notice, and return its sender and kind."""
         status = MPI.Status()
         if isinstance(self._comm, MPI.Comm):
-            patience = Patience()
+            patience = Backoff()
             while not self._comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, status):
                 patience.pause()
         else:  # under watch, where waits have their limit

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from mpiad._typing import Shape
 from mpiad.transport import device_settings
@@ -39,7 +39,7 @@ class Loan:
         # An array made from this attribute refers to this object, and all views of that array do.
         self.__array_interface__ = memory.__array_interface__
 
-    def array(self, shape: Shape, dtype: Any) -> np.ndarray:
+    def array(self, shape: Shape, dtype: DTypeLike) -> np.ndarray:
         """Return the memory as an array, or the first part of it."""
         dtype = np.dtype(dtype)
         return np.asarray(self)[: dtype.itemsize * int(np.prod(shape))].view(dtype).reshape(shape)

@@ -22,12 +22,13 @@ from typing import Any, TypeVar
 import numpy as np
 from mpi4py import MPI
 
+from mpiad._typing import Comm, Request
 from mpiad.errors import RemoteError
 from mpiad.transport.agreement import Failure, Failures, agreed_among, error_of
 from mpiad.transport.channels import Channel, live_channels
 from mpiad.transport.fault_tolerance import FAULT_TOLERANT, is_interruption, is_revoked
 from mpiad.transport.lookup import channel
-from mpiad.transport.patience import Patience
+from mpiad.transport.polling import Backoff
 from mpiad.transport.uncaught import end_by
 
 __all__ = ["interruptible", "ranks_within", "recover", "recoverable", "recovers"]
@@ -53,7 +54,7 @@ class _Current(threading.local):
 _current = _Current()
 
 
-def recoverable(call: str, comm: Any = _BY_KEYWORD, verdict: Verdict | None = None) -> Callable[[F], F]:
+def recoverable(call: str, comm: Comm = _BY_KEYWORD, verdict: Verdict | None = None) -> Callable[[F], F]:
     """Make the decorator of a collective composite, which all ranks of a communicator call.
 
     Parameters
@@ -188,7 +189,7 @@ def _raise_verdict(
 
 def _meeting_place(used: Channel | None, interrupted: bool) -> Channel | None:
     """Return the largest channel around this one that was revoked, else this one; any, outside of all composites."""
-    patience = Patience()
+    patience = Backoff()
     while True:
         revoked = [found for found in _around(used) if _is_given_up(found)]
         if not interrupted or patience.seconds > _UNTIL_NOTICED:
@@ -210,7 +211,7 @@ def _is_given_up(found: Channel) -> bool:
 def _trouble(used: Channel) -> Channel | None:
     """Wait until all ranks of the channel have come; return where to meet if one has failed, there or around it."""
     flag = np.ones(1, np.int32)
-    request, patience = used.data.Iagree(flag), Patience()
+    request, patience = used.data.Iagree(flag), Backoff()
     while not _is_complete(request, flag):
         if patience.seconds > _UNTIL_REVOKED and _larger_is_given_up(used):
             return _meeting_place(used, True)
@@ -221,7 +222,7 @@ def _trouble(used: Channel) -> Channel | None:
 def _assemble(place: Channel, mine: BaseException | None, call: str) -> None:
     """Wait until all ranks of the channel have come, and see to it that they do; `mine` is this rank's own exception."""
     flag = np.zeros(1, np.int32)
-    request, patience = place.data.Iagree(flag), Patience()
+    request, patience = place.data.Iagree(flag), Backoff()
     revoked = logged = False
     while not _is_complete(request, flag):
         # Who was interrupted himself passes it on at once: ranks may wait in communicators that nobody else revokes.
@@ -240,7 +241,7 @@ def _larger_is_given_up(place: Channel) -> bool:
     return any(found.size > place.size and _is_given_up(found) for found in _around(place))
 
 
-def _is_complete(request: Any, flag: np.ndarray) -> bool:
+def _is_complete(request: Request, flag: np.ndarray) -> bool:
     try:
         return request.Test()
     except MPI.Exception:  # a rank has died; the others have come
@@ -277,7 +278,7 @@ def _renewed(place: Channel, mine: Failure | None) -> Failures:
     return {rank: failure for rank, failure in zip(ranks, told) if failure is not None}
 
 
-def ranks_within(place: Channel, comm: Any) -> list[int]:
+def ranks_within(place: Channel, comm: Comm) -> list[int]:
     """Return the ranks in a channel of a communicator's members."""
     group, world = comm.Get_group(), MPI.COMM_WORLD.Get_group()
     members = [place.members.index(rank) for rank in group.Translate_ranks(None, world)]

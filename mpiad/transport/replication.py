@@ -19,8 +19,8 @@ from mpi4py import MPI
 
 from mpiad.errors import ReplicationError
 from mpiad.transport.channels import Channel
+from mpiad.transport.copy_differences import Difference, bits_of, compare, greatest
 from mpiad.transport.device_arrays import arrays_of
-from mpiad.transport.differences import Difference, bits_of, compare, greatest
 
 __all__ = ["require_replicated"]
 
@@ -76,7 +76,7 @@ def require_replicated(channel: Channel, leaves: Sequence[tuple[str, Any]], said
         _explain(channel, values, held, wrong, f"{said}, but ", f" {advice}" if advice else "")
 
 
-def _plain(path: str, value: Any) -> Any:
+def _plain(path: str, value: object) -> Any:
     if value is None or isinstance(value, (str, bytes, int)):  # a Python integer of any size
         return value
     arrays = arrays_of(value)
@@ -90,7 +90,7 @@ def _plain(path: str, value: Any) -> Any:
     return array
 
 
-def _described(value: Any) -> tuple[str, bytes]:
+def _described(value: object) -> tuple[str, bytes]:
     if not isinstance(value, np.ndarray):
         return type(value).__name__, hashlib.blake2b(repr(value).encode(), digest_size=16).digest()
     digest = hashlib.blake2b(np.ascontiguousarray(bits_of(value)).data, digest_size=16).digest()

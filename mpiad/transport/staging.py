@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from mpiad._typing import Array, Shape
 from mpiad.transport.cuda_aware import takes_directly
@@ -31,13 +32,13 @@ class Way(Protocol):
     def copied(self, array: Array) -> Any:
         """Return the same, but memory that nobody else can change."""
 
-    def room(self, shape: Shape, dtype: Any) -> Any:
+    def room(self, shape: Shape, dtype: DTypeLike) -> Any:
         """Make room for an array that comes."""
 
-    def buffer(self, room: Any) -> Any:
+    def buffer(self, room: Array) -> Any:
         """Return what MPI writes to."""
 
-    def home(self, room: Any) -> Array:
+    def home(self, room: Array) -> Array:
         """Return the array that has come."""
 
 
@@ -52,7 +53,7 @@ class _Host:
         """Return a copy."""
         return array.copy()
 
-    def room(self, shape: Shape, dtype: Any) -> np.ndarray:
+    def room(self, shape: Shape, dtype: DTypeLike) -> np.ndarray:
         """Make an array."""
         return np.empty(shape, dtype)
 
@@ -88,7 +89,7 @@ class Direct:
         """Return a copy on the device for MPI."""
         return self.lent(self.arrays.copy(array))
 
-    def room(self, shape: Shape, dtype: Any) -> Array:
+    def room(self, shape: Shape, dtype: DTypeLike) -> Array:
         """Make an array on the device."""
         return self.arrays.empty(shape, dtype)
 
@@ -131,7 +132,7 @@ class Staged:
         self.arrays.wait(self.arrays.record())  # MPI reads it at once, and knows nothing of streams
         return host
 
-    def room(self, shape: Shape, dtype: Any) -> Landing:
+    def room(self, shape: Shape, dtype: DTypeLike) -> Landing:
         """Borrow memory on the host."""
         loan = self._pool.lend(np.dtype(dtype).itemsize * int(np.prod(shape)))
         return Landing(loan, loan.array(shape, dtype))

@@ -13,12 +13,12 @@ from mpiad.errors import CommunicatorError, DeadlockError
 from mpiad.transport import device_settings, survivors
 from mpiad.transport.abort import is_rank
 from mpiad.transport.departure import code_at_end, note_finalize, watch_departures
-from mpiad.transport.guarded import closing, settings, switch
+from mpiad.transport.guarded import closing, switch, watch_settings
 from mpiad.transport.launcher import in_pool, warn_of_separate_worlds
 from mpiad.transport.lookup import close_world, open_world
-from mpiad.transport.memory import prepare_memory
-from mpiad.transport.patience import Patience
+from mpiad.transport.malloc import prepare_memory
 from mpiad.transport.pinned import close_pools
+from mpiad.transport.polling import Backoff
 from mpiad.transport.recovery import interruptible
 from mpiad.transport.signals import install_signal_handlers
 from mpiad.transport.threads import limit_threads
@@ -89,9 +89,9 @@ def meet(call: str, limit: float | None = None) -> None:
     """
     if limit is None:
         with contextlib.suppress(ValueError):  # which `switch.start` raises, on all ranks
-            asked = settings.from_environment().timeout
+            asked = watch_settings.from_environment().timeout
             limit = None if asked is None else max(asked, _TIME_TO_LOAD)
-    request, patience, told = MPI.COMM_WORLD.Ibarrier(), Patience(), False
+    request, patience, told = MPI.COMM_WORLD.Ibarrier(), Backoff(), False
     while not request.Test():
         waits = (
             f"{call}: rank {MPI.COMM_WORLD.rank} has waited for {patience.seconds:.0f} seconds for other ranks. All ranks "

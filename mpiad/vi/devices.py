@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from mpiad.device import select
 from mpiad.transport import Channel
@@ -43,7 +42,7 @@ def device_of(names: Sequence[str] | None, used: Channel, call: str) -> int | No
     return number
 
 
-def _own_name(names: Any, used: Channel, call: str) -> str:
+def _own_name(names: object, used: Channel, call: str) -> str:
     if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
         raise TypeError(f"{call}: devices must be a list of names, one for each rank, as ['cpu', 'cuda:0'], not {names!r}.")
     if len(names) != used.size:

@@ -15,7 +15,7 @@ from mpiad.vi.prior import Prior
 __all__ = ["closed_form", "has_closed_form"]
 
 
-def has_closed_form(posterior: Posterior, prior: Any) -> bool:
+def has_closed_form(posterior: Posterior, prior: Prior) -> bool:
     """Tell whether KL(q‖prior) is known: both are normal."""
     # By class: one of the user's with such attributes may mean something else by them.
     known = isinstance(posterior, (MeanFieldGaussian, FullRankGaussian)) and isinstance(prior, Prior)

@@ -20,8 +20,8 @@ from mpiad.transport import Channel, channel
 from mpiad.transport.agreement import agreed, raise_together, require_same
 from mpiad.vi.devices import device_of
 from mpiad.vi.divergence import has_closed_form
-from mpiad.vi.evaluation import Evaluations, Model, sorted_out
-from mpiad.vi.objective import Objective
+from mpiad.vi.elbo_gradient import Objective
+from mpiad.vi.model_evaluation import Evaluations, Model, sorted_out
 from mpiad.vi.placement import require_one_place
 from mpiad.vi.posterior import Posterior
 from mpiad.vi.prior import prior_of
@@ -83,8 +83,8 @@ class VI:
         self,
         loss: Function,
         posterior: Posterior,
-        prior: Any,
-        optimizer: Any,
+        prior: object,
+        optimizer: object,
         w: float = 1.0,
         n_samples_per_epoch: int = 10,
         *,
@@ -118,7 +118,7 @@ class VI:
 
     def run(
         self,
-        data: Any = None,
+        data: Tree = None,
         n_epochs: int = 100,
         max_epochs_without_improvement: int | None = None,
         *,
@@ -241,7 +241,9 @@ class VI:
             raise agreed(used, WorkerError(f"{error} The first was on rank {rank}:\n{trace}", rank, trace))
         raise agreed(used, error)
 
-    def _agree(self, used: Channel, data: Any, n_epochs: Any, patience: Any, n_samples: Any, average: Any) -> None:
+    def _agree(
+        self, used: Channel, data: Tree, n_epochs: object, patience: object, n_samples: object, average: object
+    ) -> None:
         error = None
         try:
             if hasattr(data, "__len__") and len(data) == 0:
@@ -267,7 +269,7 @@ class VI:
                 self.n_samples_per_epoch, used.size - self.n_samples_per_epoch, used.size,
             )  # fmt: skip
 
-    def elbo(self, params: Tree, data: Any = None, n_samples: int = 1000) -> tuple[float, float]:
+    def elbo(self, params: Tree, data: Tree = None, n_samples: int = 1000) -> tuple[float, float]:
         """Estimate the evidence's lower bound, E_q[-loss + log prior - log q], and the standard error of the estimate.
 
         For q equal to the exact posterior (and a loss that is the whole negative log likelihood) it is the log evidence.
@@ -318,7 +320,7 @@ class VI:
         return float(terms.mean()), float(terms.std(ddof=1) / len(terms) ** 0.5) if len(terms) > 1 else math.inf
 
 
-def _check_objects(loss: Any, posterior: Any, optimizer: Any) -> None:
+def _check_objects(loss: object, posterior: object, optimizer: object) -> None:
     if not callable(loss):
         raise TypeError(f"VI: loss must be a function, but got {type(loss).__name__} {loss!r:.60}.")
     for value, kind, names in (
@@ -338,6 +340,6 @@ def _check_choices(**given: Any) -> None:
             raise ValueError(f"VI: {name} must be one of {', '.join(map(repr, choices[name]))}, but got {value!r}.")
 
 
-def _require_count(value: Any, name: str) -> None:
+def _require_count(value: object, name: str) -> None:
     if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
         raise ValueError(f"VI: {name} must be an integer above zero, but got {value!r}.")

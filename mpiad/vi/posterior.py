@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -35,7 +35,7 @@ class Posterior(Protocol):
         ...
 
 
-def checked_dimension(dim: Any, name: str) -> int:
+def checked_dimension(dim: object, name: str) -> int:
     """Return the number of parameters; raise a ValueError where it is no positive integer."""
     if isinstance(dim, bool) or not isinstance(dim, (int, np.integer)) or dim < 1:
         raise ValueError(f"{name}: dim must be an integer above zero, but got {dim!r}.")

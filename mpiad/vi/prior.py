@@ -14,7 +14,7 @@ from autograd.extend import defvjp, primitive
 from mpiad._typing import Array
 from mpiad.device import to_device, to_host
 from mpiad.primitives import stop
-from mpiad.vi.constants import Constant
+from mpiad.vi.placed_constants import Constant
 
 __all__ = ["Prior", "prior_of"]
 
@@ -113,13 +113,13 @@ def prior_of(given: Any, dim: int) -> Any:
     return Prior(given, dim)
 
 
-def _joint(distribution: Any) -> Any:
+def _joint(distribution: object) -> Any:
     # SciPy has no public name for what its multivariate normal is when it is frozen.
     kind = type(scipy.stats.multivariate_normal(numpy.zeros(1)))
     return distribution if isinstance(distribution, kind) else None
 
 
-def _frozen(one: Any) -> Any:
+def _frozen(one: object) -> Any:
     if isinstance(one, (tuple, list)) and one and isinstance(one[0], str):
         found = getattr(scipy.stats, one[0], None)
         if not isinstance(found, scipy.stats.rv_continuous):

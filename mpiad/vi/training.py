@@ -13,8 +13,8 @@ from mpiad._typing import Array, Function, Tree
 from mpiad.device import to_host
 from mpiad.errors import WorkerError
 from mpiad.vi.averaging import Average
-from mpiad.vi.evaluation import Evaluations
-from mpiad.vi.objective import Objective
+from mpiad.vi.elbo_gradient import Objective
+from mpiad.vi.model_evaluation import Evaluations
 from mpiad.vi.placement import all_finite, copied, on_device, placed
 
 __all__ = ["Ended", "Training", "Verdict"]

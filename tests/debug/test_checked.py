@@ -12,20 +12,20 @@ import mpiad
 from mpiad.errors import CommunicationMismatch, DeadlockError, UnfinishedMessagesError
 from mpiad.primitives.catalogue import ALLREDUCE
 from mpiad.transport import channel
-from mpiad.transport.guarded import settings
+from mpiad.transport.guarded import watch_settings
 
 
 @pytest.mark.mpi(min_size=2)
 def test_only_the_part_is_watched(rank, size):
-    before = settings.present()
+    before = watch_settings.present()
     used = channel(None, "test")
     bare = used.data, used.reverse, ALLREDUCE.forward
     with mpiad.debug.checked():
-        assert settings.debug()
+        assert watch_settings.debug()
         with pytest.raises(CommunicationMismatch, match="the shape differs"):
             mpiad.mpi_allreduce(np.ones(2 + rank))
         assert mpiad.mpi_allreduce(1) == size
-    assert settings.present() == before
+    assert watch_settings.present() == before
     if not before.debug:
         assert (used.data, used.reverse, ALLREDUCE.forward) == bare
     assert mpiad.mpi_allreduce(1) == size
@@ -92,11 +92,11 @@ def test_a_limit_must_be_a_number_of_seconds(timeout):
 
 
 def test_an_exception_ends_it(rank):
-    before = settings.present()
+    before = watch_settings.present()
     with pytest.raises(ZeroDivisionError):
         with mpiad.debug.checked():
             raise ZeroDivisionError
-    assert settings.present() == before
+    assert watch_settings.present() == before
 
 
 @pytest.mark.mpi(min_size=2)

@@ -5,9 +5,9 @@ import os
 import pytest
 
 from mpiad.debug import mistakes
+from mpiad.debug.environment_variables import misspelt
 from mpiad.debug.mistakes import of_mpiexec, of_places, of_start, of_versions
 from mpiad.debug.place import Place
-from mpiad.debug.variables import misspelt
 from mpiad.transport.launcher import Launcher
 from mpiad.transport.library import Library
 

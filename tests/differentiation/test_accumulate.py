@@ -7,7 +7,7 @@ from autograd.core import VSpace
 from autograd.extend import SparseObject, vspace
 
 from mpiad.differentiation.accumulate import accumulate
-from mpiad.differentiation.rules.scatter import Scatter
+from mpiad.differentiation.rules.scatter_add import Scatter
 
 pytestmark = pytest.mark.serial
 

@@ -79,4 +79,4 @@ def test_rooms_are_in_the_house():
 
 
 def test_a_misspelt_variable_is_told_from_all_there_are():
-    assert set(mpiad.debug.variables.VARIABLES) == set(VARIABLES)
+    assert set(mpiad.debug.environment_variables.VARIABLES) == set(VARIABLES)

@@ -236,7 +236,7 @@ def test_leapfrog_sends_as_often_back_as_forth(rng, monkeypatch):
 
     def counting(values, routes, *rest):
         sent.append(len(routes))
-        return mpiad.domain.delivery.post(values, routes, *rest)
+        return mpiad.domain.halo_messages.post(values, routes, *rest)
 
     monkeypatch.setattr(mpiad.domain.stencil_sums, "post", counting)
     u = rng.standard_normal(domain.local_shape)

@@ -15,7 +15,7 @@ from known_problems import PROBLEMS
 
 from mpiad.optimize import minimize
 from mpiad.optimize.conclusion import concluded
-from mpiad.optimize.points import Point
+from mpiad.optimize.evaluated_points import Point
 
 METHODS = ["L-BFGS", "BFGS", "CG", "TNC", "SLSQP", "Newton-CG", "trust-ncg", "trust-krylov", "trust-constr"]
 VALLEY = PROBLEMS["rosenbrock-10"]

@@ -16,20 +16,20 @@ from __future__ import annotations
 
 from mpiad.differentiation.rules import (
     arithmetic,
-    assembly,
-    casting,
+    dtype_changes,
     einsum,
     elementwise,
     extrema,
     indexing,
+    matrix_products,
     on_device,
     padding,
     powers,
-    products,
     reductions,
     reshaping,
     rolling,
-    selection,
+    stacking,
+    where,
 )
 from mpiad.differentiation.rules.protocol import JvpMaker, Primitive, VjpMaker
 
@@ -37,19 +37,19 @@ __all__ = ["JVP_RULES", "VJP_RULES", "on_device"]
 
 _FAMILIES = (
     arithmetic,
-    assembly,
-    casting,
+    stacking,
+    dtype_changes,
     einsum,
     elementwise,
     extrema,
     indexing,
     padding,
     powers,
-    products,
+    matrix_products,
     reductions,
     reshaping,
     rolling,
-    selection,
+    where,
 )
 
 VJP_RULES: dict[Primitive, VjpMaker] = {}

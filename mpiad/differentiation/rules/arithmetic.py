@@ -136,7 +136,7 @@ DIVIDE = Tangent(
 
 
 def _jvp(fun: Primitive, tangent: Tangent) -> JvpMaker:
-    def jvp(argnums: Argnums, gs: Any, ans: Array, args: tuple, kwargs: dict) -> Array:
+    def jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
         if kwargs or len(args) != 2:
             return inherited_jvp(fun, argnums, gs, ans, args, kwargs)
         x, y = args

@@ -29,7 +29,7 @@ def negative_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp
     return one_negated
 
 
-def negative_jvp(argnums: Argnums, gs: Any, ans: Array, args: tuple, kwargs: dict) -> Array:
+def negative_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
     """Negate the tangent."""
     if kwargs or len(args) != 1:
         return inherited_jvp(anp.negative, argnums, gs, ans, args, kwargs)

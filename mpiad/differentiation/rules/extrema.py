@@ -21,7 +21,7 @@ from mpiad.differentiation.rules.protocol import (
     inherited_jvp,
     inherited_vjp,
 )
-from mpiad.differentiation.rules.scatter import Scatter
+from mpiad.differentiation.rules.scatter_add import Scatter
 from mpiad.transport.device_arrays import is_device_array
 
 __all__ = ["JVPS", "VJPS"]
@@ -106,7 +106,7 @@ def _scattered(g: Array, asked: _Extremum) -> Scatter | None:
 
 
 def _extremum_jvp(fun: Primitive) -> JvpMaker:
-    def extremum_jvp(argnums: Argnums, gs: Any, ans: Array, args: tuple, kwargs: dict) -> Array:
+    def extremum_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
         """Average the tangents of the elements that equal the extremum."""
         asked = _Extremum.of(ans, args, kwargs)
         if asked is None:

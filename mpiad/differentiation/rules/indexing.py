@@ -12,7 +12,7 @@ from autograd.tracer import getval
 
 from mpiad._typing import Array
 from mpiad.differentiation.rules.protocol import BOX_TYPES, Argnums, Vjp, inherited_jvp, inherited_vjp
-from mpiad.differentiation.rules.scatter import Scatter, is_basic, put
+from mpiad.differentiation.rules.scatter_add import Scatter, is_basic, put
 from mpiad.transport.device_arrays import is_device_array
 
 __all__ = ["JVPS", "VJPS"]
@@ -43,7 +43,7 @@ def getitem_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     return vjp
 
 
-def getitem_jvp(argnums: Argnums, gs: Any, ans: Array, args: tuple, kwargs: dict) -> Array:
+def getitem_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
     """Take the same elements of the tangent."""
     if argnums != (0,):
         return inherited_jvp(_getitem, argnums, gs, ans, args, kwargs)
@@ -71,11 +71,11 @@ def _is_mask(idx: Any) -> bool:
     return len(advanced) == 1 and _is_array(advanced[0]) and advanced[0].dtype == bool
 
 
-def _is_array(x: Any) -> bool:
+def _is_array(x: Array) -> bool:
     return isinstance(x, np.ndarray) or is_device_array(x)
 
 
-def sparse_add_jvp(argnums: Argnums, gs: Any, ans: Array, args: tuple, kwargs: dict) -> Array:
+def sparse_add_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
     """Add the tangent of the piece in place to a copy of the sum's."""
     # The space comes first among the arguments and has no tangent.
     piece = gs[-1]

@@ -30,7 +30,7 @@ def pad_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     return lambda g: (fold(g, widths, mode, shape),)
 
 
-def pad_jvp(argnums: Argnums, gs: Any, ans: Array, args: tuple, kwargs: dict) -> Array:
+def pad_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
     """Pad the tangent: with zeros, or with its own elements."""
     _, width, mode, others = _bound(args, kwargs)
     if argnums != (0,) or not _is_known(mode, others):

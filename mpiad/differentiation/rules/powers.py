@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from autograd.tracer import getval
@@ -36,7 +35,7 @@ def power_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     return (lambda g: (slope(g),)) if fit is None else lambda g: (fit(slope(g)),)
 
 
-def power_jvp(argnums: Argnums, gs: Any, ans: Array, args: tuple, kwargs: dict) -> Array:
+def power_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
     """Multiply the tangent by `y x**(y-1)` where y is one number."""
     slope = None if argnums != (0,) or kwargs or len(args) != 2 else _slope(args[0], args[1], ans)
     return inherited_jvp(anp.power, argnums, gs, ans, args, kwargs) if slope is None else slope(gs[0])
@@ -57,14 +56,14 @@ def sqrt_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     return lambda g: (_halved_quotient(g, ans),)
 
 
-def sqrt_jvp(argnums: Argnums, gs: Any, ans: Array, args: tuple, kwargs: dict) -> Array:
+def sqrt_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
     """Divide the tangent by twice the root."""
     if kwargs or len(args) != 1:
         return inherited_jvp(anp.sqrt, argnums, gs, ans, args, kwargs)
     return _halved_quotient(gs[0], ans)
 
 
-def _slope(x: Array, y: Any, ans: Array) -> Slope | None:
+def _slope(x: Array, y: Array, ans: Array) -> Slope | None:
     """Return the map g -> g y x**(y-1), None where `y` isn't one constant real number other than 0."""
     # Autograd's rule says what the derivative of x**0 is where x isn't finite; so zero stays with it.
     if type(y) is not int and type(y) is not float:

@@ -10,6 +10,7 @@ import numpy as np
 from autograd.core import primitive_jvps, primitive_vjps
 from autograd.tracer import Box, getval
 
+from mpiad._typing import Array
 from mpiad.device.transfer import array_to_host
 from mpiad.transport.device_arrays import ArrayModule, arrays_of
 
@@ -59,7 +60,7 @@ DEVICE_REFUSALS: dict[Primitive, tuple[str, str]] = {}
 _NUMBERS = (float, complex, np.inexact)
 
 
-def inherited_vjp(fun: Primitive, argnums: Argnums, ans: Any, args: tuple, kwargs: dict) -> Vjp:
+def inherited_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     """Make the adjoint by autograd's own rule; for device arrays by the one of `on_device`, where there is one."""
     if type(ans) is np.ndarray or _place(ans) is None:
         return primitive_vjps[fun](argnums, ans, args, kwargs)
@@ -74,7 +75,7 @@ def inherited_vjp(fun: Primitive, argnums: Argnums, ans: Any, args: tuple, kwarg
     return lambda g: tuple([array_to_host(part) if home else part for part, home in zip(pull(g), at_home)])
 
 
-def inherited_jvp(fun: Primitive, argnums: Argnums, gs: Any, ans: Any, args: tuple, kwargs: dict) -> Any:
+def inherited_jvp(fun: Primitive, argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Any:
     """Compute the tangent by autograd's own rule; for device arrays by the one of `on_device`, where there is one."""
     if type(ans) is np.ndarray or _place(ans) is None:
         return primitive_jvps[fun](argnums, gs, ans, args, kwargs)
@@ -83,7 +84,7 @@ def inherited_jvp(fun: Primitive, argnums: Argnums, gs: Any, ans: Any, args: tup
     return DEVICE_JVPS.get(fun, primitive_jvps.get(fun))(argnums, gs, ans, args, kwargs)  # type: ignore[misc]
 
 
-def _place(x: Any) -> ArrayModule | None:
+def _place(x: Array) -> ArrayModule | None:
     """Return what makes arrays where a value lives, or the first part of a result that has several; None: the host."""
     x = getval(x)
     if isinstance(x, (tuple, list)) and len(x) > 0:
@@ -91,7 +92,7 @@ def _place(x: Any) -> ArrayModule | None:
     return arrays_of(x)
 
 
-def refuse_on_device(fun: Primitive, ans: Any) -> None:
+def refuse_on_device(fun: Primitive, ans: Array) -> None:
     """Raise a NotImplementedError for a function that has no derivative on a device, naming it and what to do."""
     name, advice = DEVICE_REFUSALS[fun]
     arrays = _place(ans)
@@ -99,16 +100,16 @@ def refuse_on_device(fun: Primitive, ans: Any) -> None:
     raise NotImplementedError(f"{name} can't be differentiated for {kind} arrays: {advice}.")
 
 
-def one_unchanged(g: Any) -> tuple[Any]:
+def one_unchanged(g: Array) -> tuple[Any]:
     """Pass the cotangent on to the one argument."""
     return (g,)
 
 
-def one_negated(g: Any) -> tuple[Any]:
+def one_negated(g: Array) -> tuple[Any]:
     """Negate the cotangent for the one argument."""
     return (-g,)
 
 
-def two_unchanged(g: Any) -> tuple[Any, Any]:
+def two_unchanged(g: Array) -> tuple[Any, Any]:
     """Pass the cotangent on to both arguments."""
     return (g, g)

@@ -28,7 +28,7 @@ def sum_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     return _repeated(getval(x), _axis(args, kwargs), kwargs.get("where", True))
 
 
-def sum_jvp(argnums: Argnums, gs: Any, ans: Array, args: tuple, kwargs: dict) -> Array:
+def sum_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
     """Sum the tangents; what the sum starts from is constant."""
     kwargs = {name: value for name, value in kwargs.items() if name != "initial"}
     return anp.sum(gs[0], *args[1:], **kwargs)
@@ -51,7 +51,7 @@ def _axis(args: tuple, kwargs: dict) -> Any:
     return args[1] if len(args) == 2 else kwargs.get("axis")
 
 
-def _repeated(x: Array, axis: Any, where: Any) -> Vjp:
+def _repeated(x: Array, axis: int | tuple[int, ...] | None, where: Any) -> Vjp:
     shape, dtype = np.shape(x), np.result_type(x)
     kept = kept_shape(shape, axis)
     if where is True:

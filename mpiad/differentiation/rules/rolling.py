@@ -28,7 +28,7 @@ def roll_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     return vjp
 
 
-def _rolled(g: Array, shift: Any, axis: Any) -> Array:
+def _rolled(g: Array, shift: Any, axis: int | tuple[int, ...] | None) -> Array:
     """Roll along one axis by one concatenation; np.roll takes several times as long on small arrays."""
     if not isinstance(shift, int) or g.ndim == 0 or (axis is None and g.ndim > 1):
         return np.roll(g, shift, axis)

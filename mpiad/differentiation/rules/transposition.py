@@ -20,7 +20,7 @@ __all__ = ["tangent_by_transposition"]
 
 
 def tangent_by_transposition(
-    rule: VjpMaker, argnums: Argnums, gs: Any, ans: Array, args: tuple, kwargs: dict
+    rule: VjpMaker, argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict
 ) -> Array:
     """Return the tangent of a result, made of its adjoint alone.
 
@@ -44,14 +44,14 @@ def tangent_by_transposition(
         return _transposed_on_device(adjoint, gs, np.zeros_like(getval(ans)))
     plain = np.asarray(getval(ans))
 
-    def paired(w: Any) -> Any:
+    def paired(w: Array) -> Any:
         return sum(anp.sum(anp.real(part * g)) for part, g in zip(adjoint(w), gs))
 
     # ⟨Aᵀw, g⟩ = ⟨w, A g⟩ is linear in w, so its gradient by w is the tangent A g, at any w: here at zero.
     return make_vjp(paired, np.zeros_like(plain))[0](1.0)
 
 
-def _transposed_on_device(adjoint: Vjp, gs: Any, w: Array) -> Array:
+def _transposed_on_device(adjoint: Vjp, gs: list, w: Array) -> Array:
     """Run the adjoint backwards on a tape of ours, whose rules stay on the device; autograd's don't."""
     # The tape is made of nodes, which look up their tangents here.
     from mpiad.differentiation.backward import run_backward

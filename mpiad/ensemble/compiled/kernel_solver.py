@@ -25,6 +25,7 @@ from mpiad.ensemble.compiled.traced_problem import TracedProblem, conditions_of,
 from mpiad.ensemble.compiled.work_shares import threads_of
 from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.settings import Settings
+from mpiad.ensemble.solve_options import SolveOptions
 from mpiad.ensemble.trial import try_once
 
 __all__ = ["Compiler", "Solver"]
@@ -40,11 +41,9 @@ class Compiler:
 
     Parameters
     ----------
-    compile : {"auto", True, False}
+    options : SolveOptions
     count : int
         How many trajectories the whole ensemble has; 0 for a single problem.
-    gradient, adjoint : str or None
-        As in `solve`.
     together : bool
         Whether ranks solve together: what there is to say of f is then kept until they know who says it.
 
@@ -54,9 +53,9 @@ class Compiler:
         By their names, forward and reverse, those that were used.
     """
 
-    def __init__(self, compile: str | bool, count: int, gradient: str | None, adjoint: str, together: bool = False):
-        self.compile, self._count = compile, count
-        self.gradient, self.adjoint = gradient, adjoint
+    def __init__(self, options: SolveOptions, count: int, together: bool = False):
+        self.compile, self._count = options.compile, count
+        self.gradient, self.adjoint = options.gradient, options.adjoint
         self.kernels: dict[str, Any] = {}
         self._together = together
         self._kept: list[tuple[Function, str]] = []

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpiad._typing import Comm, LocalArray, Rank
-from mpiad.domain.memory import copy_of, empty_beside
+from mpiad._typing import Array, Comm, LocalArray, Rank
+from mpiad.domain.allocation import copy_of, empty_beside
 from mpiad.linalg.multigrid.spread import Box, Spread
 from mpiad.primitives import mpi_irecv, mpi_send, mpi_wait
 from mpiad.primitives.operation import suspended
@@ -80,7 +80,7 @@ class Agglomeration:
             whole[there] = mpi_wait(request)
         return whole
 
-    def scatter(self, whole: Any, beside: LocalArray) -> LocalArray:
+    def scatter(self, whole: Array, beside: LocalArray) -> LocalArray:
         """Return this rank's points before, and one layer around them, of what was computed on those afterwards.
 
         Parameters
@@ -98,7 +98,7 @@ class Agglomeration:
         with suspended():
             return self._scattered(whole, beside)
 
-    def _scattered(self, whole: Any, beside: LocalArray) -> LocalArray:
+    def _scattered(self, whole: Array, beside: LocalArray) -> LocalArray:
         # With the layer around it, which saves the exchange that interpolation would need.
         mine = self._mine.grown(1)
         if self.box is None:

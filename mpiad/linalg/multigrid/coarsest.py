@@ -15,8 +15,8 @@ import scipy.sparse as sp
 from scipy.sparse.linalg import splu
 
 from mpiad._typing import LocalArray, Shape
-from mpiad.linalg.multigrid.stencil import offsets
-from mpiad.linalg.through_host import through_host
+from mpiad.linalg.host_and_device import through_host
+from mpiad.linalg.multigrid.level_stencil import offsets
 from mpiad.transport.device_arrays import ArrayModule
 
 __all__ = ["Coarsest"]

@@ -10,8 +10,8 @@ import numpy as np
 from mpiad._typing import LocalArray
 from mpiad.device.constants import Constants
 from mpiad.domain import Domain
-from mpiad.linalg.multigrid.sides import sides_of
-from mpiad.linalg.places import require_together
+from mpiad.linalg.host_and_device import require_together
+from mpiad.linalg.multigrid.grid_sides import Sides, sides_of
 from mpiad.primitives import stop
 from mpiad.transport import channel
 from mpiad.transport.agreement import raise_together, require_same
@@ -50,7 +50,7 @@ class Elliptic:
         domain: Domain,
         *,
         spacing: float | Sequence[float] = 1.0,
-        boundary: Any = "dirichlet",
+        boundary: str | Sequence = "dirichlet",
         centred: bool = False,
     ):
         if not isinstance(domain, Domain):
@@ -152,7 +152,7 @@ def _along(array: LocalArray, axis: int, ndim: int, cut: bool = True) -> Any:
     return layers
 
 
-def _walls(domain: Domain, sides: Any) -> np.ndarray:
+def _walls(domain: Domain, sides: Sides) -> np.ndarray:
     """Return how κ counts at each point for the sides beside it on which u is given."""
     walls = np.zeros(domain.local_shape)
     for axis, (step, pair, fixed) in enumerate(zip(sides.spacing, domain.neighbours, sides.fixed)):

@@ -6,10 +6,10 @@ import itertools
 
 import numpy as np
 
-from mpiad.linalg.multigrid.halo import LevelHalo
-from mpiad.linalg.multigrid.interpolation import Weights, corners
-from mpiad.linalg.multigrid.layout import Colour, reach
-from mpiad.linalg.multigrid.stencil import Stencil, offsets
+from mpiad.linalg.multigrid.colour_layout import Colour, reach
+from mpiad.linalg.multigrid.level_halo import LevelHalo
+from mpiad.linalg.multigrid.level_stencil import Stencil, offsets
+from mpiad.linalg.multigrid.prolongation import Weights, corners
 
 __all__ = ["coarse_operator"]
 

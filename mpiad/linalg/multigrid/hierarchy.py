@@ -15,13 +15,13 @@ import numpy as np
 from mpiad._typing import Comm, LocalArray, Rank
 from mpiad.linalg.multigrid.agglomeration import Agglomeration
 from mpiad.linalg.multigrid.coarsest import Coarsest
+from mpiad.linalg.multigrid.colour_layout import Layout
 from mpiad.linalg.multigrid.galerkin import coarse_operator
-from mpiad.linalg.multigrid.halo import LevelHalo
-from mpiad.linalg.multigrid.interpolation import interpolation
-from mpiad.linalg.multigrid.layout import Layout
 from mpiad.linalg.multigrid.level import Level
+from mpiad.linalg.multigrid.level_halo import LevelHalo
+from mpiad.linalg.multigrid.level_stencil import Stencil, offsets, stencil_of
+from mpiad.linalg.multigrid.prolongation import interpolation
 from mpiad.linalg.multigrid.spread import Spread
-from mpiad.linalg.multigrid.stencil import Stencil, offsets, stencil_of
 from mpiad.transport.device_arrays import ArrayModule
 
 __all__ = ["Plan", "hierarchy"]

@@ -13,11 +13,11 @@ from typing import Protocol
 import numpy as np
 
 from mpiad._typing import LocalArray
-from mpiad.domain.memory import empty_beside, zeros_beside
-from mpiad.linalg.multigrid.halo import LevelHalo
-from mpiad.linalg.multigrid.interpolation import Weights, corners
-from mpiad.linalg.multigrid.layout import Colour
-from mpiad.linalg.multigrid.stencil import Stencil
+from mpiad.domain.allocation import empty_beside, zeros_beside
+from mpiad.linalg.multigrid.colour_layout import Colour
+from mpiad.linalg.multigrid.level_halo import LevelHalo
+from mpiad.linalg.multigrid.level_stencil import Stencil
+from mpiad.linalg.multigrid.prolongation import Weights, corners
 from mpiad.transport.device_arrays import ArrayModule
 
 __all__ = ["Below", "Level"]

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from autograd.tracer import getval, isbox
 
 from mpiad._typing import LocalArray
 from mpiad.domain import Domain
-from mpiad.linalg.multigrid.sides import Sides
-from mpiad.linalg.places import require_together
-from mpiad.linalg.through_host import plain_values
+from mpiad.linalg.host_and_device import plain_values, require_together
+from mpiad.linalg.multigrid.grid_sides import Sides
 from mpiad.transport import MAX, Channel
 from mpiad.transport.agreement import agreed, raise_together
 from mpiad.transport.collectives import allreduce
@@ -23,7 +20,7 @@ _SMOOTH = 100.0
 _CALL = "linalg.Multigrid"
 
 
-def coefficients(domain: Domain, kappa: Any, c: Any, used: Channel) -> tuple[LocalArray, LocalArray]:
+def coefficients(domain: Domain, kappa: object, c: object, used: Channel) -> tuple[LocalArray, LocalArray]:
     """Return κ and c on this rank's points, in double precision on the host; one copy of each that is on a device.
 
     Parameters
@@ -102,7 +99,7 @@ def _check_rings(domain: Domain) -> None:
             )
 
 
-def _field(domain: Domain, value: Any, name: str, zero_allowed: bool) -> LocalArray:
+def _field(domain: Domain, value: object, name: str, zero_allowed: bool) -> LocalArray:
     if isbox(value):
         raise TypeError(
             f"{_CALL}: {name} is traced, and no derivative flows through a preconditioner: give it mpiad.stop({name}). "

@@ -8,21 +8,21 @@ from typing import Any
 import numpy as np
 from autograd.tracer import isbox
 
-from mpiad._typing import LocalArray
+from mpiad._typing import Array, LocalArray
 from mpiad.device.constants import Constants
 from mpiad.domain import Domain
-from mpiad.domain.memory import empty_beside, is_array
+from mpiad.domain.allocation import empty_beside, is_array
 from mpiad.domain.partition import Partition
-from mpiad.linalg.multigrid.conjugate import Tolerance, conjugate
+from mpiad.linalg.host_and_device import require_together
+from mpiad.linalg.multigrid.colour_layout import Layout
 from mpiad.linalg.multigrid.elliptic import Elliptic
 from mpiad.linalg.multigrid.hierarchy import Plan, hierarchy
-from mpiad.linalg.multigrid.layout import Layout
 from mpiad.linalg.multigrid.level import Level
+from mpiad.linalg.multigrid.level_stencil import Stencil
 from mpiad.linalg.multigrid.medium import coefficients, has_constants, jumps
+from mpiad.linalg.multigrid.multigrid_cg import Tolerance, conjugate
 from mpiad.linalg.multigrid.spread import spread_of
-from mpiad.linalg.multigrid.stencil import Stencil
-from mpiad.linalg.places import require_together
-from mpiad.linalg.settings import Settings, agree_on, mistake_in
+from mpiad.linalg.solver_settings import Settings, agree_on, mistake_in
 from mpiad.linalg.vectors import on_host
 from mpiad.primitives import stop
 from mpiad.primitives.operation import suspended
@@ -86,7 +86,7 @@ class Multigrid:
         c: LocalArray | float = 0.0,
         *,
         spacing: float | Sequence[float] = 1.0,
-        boundary: Any = "dirichlet",
+        boundary: str | Sequence = "dirichlet",
         centred: bool = False,
         mean_zero: bool = False,
     ):
@@ -215,7 +215,7 @@ class Multigrid:
             return error
         return None
 
-    def _checked(self, r: Any, call: str, whole: bool = False) -> LocalArray:
+    def _checked(self, r: Array, call: str, whole: bool = False) -> LocalArray:
         ndim = len(self.domain.shape)
         if isbox(r) or not is_array(r) or r.dtype.kind != "f":
             kind = f"dtype {r.dtype}" if is_array(r) else type(r).__name__

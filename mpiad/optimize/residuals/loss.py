@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from mpiad._typing import Scalar
+
 __all__ = ["LOSSES", "Loss", "loss_of"]
 
 
@@ -78,7 +80,7 @@ class Loss:
             return float(self._scale**2 * np.sum(rho[0])), f * rho[1] / factors, factors
 
 
-def loss_of(loss: Any, scale: Any) -> Loss | None:
+def loss_of(loss: object, scale: Scalar) -> Loss | None:
     """Return the loss of a name, None for the sum of squares.
 
     Raises

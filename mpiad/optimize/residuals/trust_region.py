@@ -9,14 +9,14 @@ import scipy
 
 from mpiad._typing import Function
 from mpiad.optimize.checkpoint import Checkpoint, fingerprint, problem_of
+from mpiad.optimize.evaluated_points import Interrupted, LimitReached
 from mpiad.optimize.iterates import Iterates
-from mpiad.optimize.points import Interrupted, LimitReached
-from mpiad.optimize.program import Program
-from mpiad.optimize.protocol import COTANGENT, FACTOR, RESIDUALS, TANGENT
+from mpiad.optimize.objective_evaluation import Program
 from mpiad.optimize.residuals import surrogate
-from mpiad.optimize.residuals.evaluation import ResidualEvaluation
+from mpiad.optimize.residuals.residual_evaluation import ResidualEvaluation
+from mpiad.optimize.root_checkpoint import RootCheckpoint
 from mpiad.optimize.root_driven import Leader
-from mpiad.optimize.root_keeper import RootKeeper
+from mpiad.optimize.root_instructions import COTANGENT, FACTOR, RESIDUALS, TANGENT
 
 __all__ = ["Aims", "descend"]
 
@@ -77,7 +77,7 @@ class _Problem:
     """What SciPy calls on the root; each thing is evaluated once for each point."""
 
     def __init__(
-        self, leader: Leader, evaluation: ResidualEvaluation, callback: Function | None, keeper: RootKeeper
+        self, leader: Leader, evaluation: ResidualEvaluation, callback: Function | None, keeper: RootCheckpoint
     ):
         self._instructions, self._evaluation, self._size = leader.instructions, evaluation, leader.packing.size
         self._iterates = Iterates(callback, leader)
@@ -179,7 +179,7 @@ def descend(aims: Aims, leader: Leader) -> dict[str, Any]:
     """Run SciPy's method on the root; return its result, without what is as long as the residuals."""
     evaluation: ResidualEvaluation = leader.evaluation  # type: ignore[assignment]
     start = leader.packing.pack(leader.start)
-    keeper = RootKeeper(aims.checkpoint, aims.problem(leader, start) if aims.checkpoint else {}, "least_squares")
+    keeper = RootCheckpoint(aims.checkpoint, aims.problem(leader, start) if aims.checkpoint else {}, "least_squares")
     problem = _Problem(leader, evaluation, aims.callback, keeper)
     if evaluation.gathers:
         solver = {"tr_solver": "lsmr", **aims.robust}

@@ -1,5 +1,5 @@
 """L-BFGS with the variables in pieces on their ranks: nothing is gathered, and no rank leads but in small sums."""
 
-from mpiad.optimize.sharded.solver import Piece, Sharded, piece_of
+from mpiad.optimize.sharded.sharded_solve import Piece, Sharded, piece_of
 
 __all__ = ["Piece", "Sharded", "piece_of"]

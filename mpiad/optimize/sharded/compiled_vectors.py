@@ -15,12 +15,11 @@ import inspect
 import math
 import sys
 from importlib.util import find_spec
-from typing import Any
 
 import numpy as np
 
 from mpiad.compiling.cache import kernel_of
-from mpiad.optimize.bounds import Box
+from mpiad.optimize.box_constraints import Box
 from mpiad.optimize.sharded.host_vectors import LENGTH, PADDING, HostVectors, Parts
 
 __all__ = ["CompiledVectors", "host_vectors"]
@@ -109,7 +108,8 @@ def _functions() -> tuple:
 
 
 def products(
-    memory: Any, height: int, size: int, length: int, padding: int, rows: Any, before: int, row: int, out: Any, total: Any
+    memory: np.ndarray, height: int, size: int, length: int, padding: int, rows: np.ndarray, before: int, row: int,
+    out: np.ndarray, total: np.ndarray,
 ) -> None:
     """Turn row `before` into the change to `row`, if it is another; add its products with rows, and give row's square."""
     square, begin = 0.0, 0
@@ -161,8 +161,8 @@ def products(
 
 
 def combination(
-    memory: Any, height: int, size: int, length: int, padding: int, rows: Any, weights: Any, row: int,
-    here: Any, step: float, out: Any, copy: Any,
+    memory: np.ndarray, height: int, size: int, length: int, padding: int, rows: np.ndarray, weights: np.ndarray, row: int,
+    here: np.ndarray, step: float, out: np.ndarray, copy: np.ndarray,
 ) -> None:
     """Write the weighted sum of rows into `row`, if there are any, and where a step along it leads, if that is asked."""
     begin = 0
@@ -203,8 +203,8 @@ def combination(
 
 
 def taken(
-    memory: Any, height: int, size: int, length: int, padding: int, gradient: Any, bits: Any, way: int, out: int,
-    most: Any, total: Any,
+    memory: np.ndarray, height: int, size: int, length: int, padding: int, gradient: np.ndarray, bits: np.ndarray, way: int,
+    out: int, most: np.ndarray, total: np.ndarray,
 ) -> None:
     """Copy a gradient into row `out`; give its largest entry's bits, its slope along row `way`, and that one's square."""
     largest, slope, square, begin = 0, 0.0, 0.0, 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from mpiad.optimize.sharded.state import State
+from mpiad.optimize.sharded.solver_state import State
 
 __all__ = ["ABNORMAL", "INTERRUPTED", "NOT_FINITE", "Ending", "Settings", "ending_at", "settings_of"]
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.optimize.bounds import Box
+from mpiad.optimize.box_constraints import Box
 from mpiad.optimize.sharded.correction_pairs import Ring
 from mpiad.optimize.sharded.host_vectors import Parts
 from mpiad.transport.device_arrays import ArrayModule

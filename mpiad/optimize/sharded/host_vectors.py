@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from mpiad.optimize.bounds import Box
+from mpiad.optimize.box_constraints import Box
 from mpiad.optimize.sharded.correction_pairs import Ring
 
 __all__ = ["LENGTH", "PADDING", "HostVectors", "Parts"]

@@ -9,14 +9,14 @@ from collections.abc import Iterator
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.optimize.evaluation import Evaluation
-from mpiad.optimize.exchange import Totals
 from mpiad.optimize.iterates import PieceIterates
+from mpiad.optimize.objective_evaluation import Evaluation
+from mpiad.optimize.packing import DevicePacking, PiecePacking
+from mpiad.optimize.root_exchange import Totals
 from mpiad.optimize.sharded.convergence import ABNORMAL, INTERRUPTED, NOT_FINITE, Ending, Settings, ending_at
 from mpiad.optimize.sharded.limited_memory import LimitedMemory
 from mpiad.optimize.sharded.line_search import LineSearch
-from mpiad.optimize.sharded.state import Point, State, StateFiles
-from mpiad.optimize.variables import DevicePacking, PiecePacking
+from mpiad.optimize.sharded.solver_state import Point, State, StateFiles
 
 __all__ = ["LBFGS", "Trials"]
 

@@ -16,12 +16,12 @@ from __future__ import annotations
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.optimize.exchange import Totals
+from mpiad.optimize.root_exchange import Totals
 from mpiad.optimize.sharded.correction_pairs import Ring, two_loop_recursion
 from mpiad.optimize.sharded.device_vectors import DeviceVectors
 from mpiad.optimize.sharded.host_vectors import HostVectors
 from mpiad.optimize.sharded.rational_model import PAIRS, Attempts, Pair, are_followed, misfit, way
-from mpiad.optimize.sharded.state import Point
+from mpiad.optimize.sharded.solver_state import Point
 
 __all__ = ["LimitedMemory"]
 

@@ -6,8 +6,9 @@ from typing import Any
 
 from mpi4py import MPI
 
+from mpiad._typing import Comm
+from mpiad.transport.guarded.departed_ranks import Departure
 from mpiad.transport.guarded.descriptions import Description, caller, shown_arguments, where
-from mpiad.transport.guarded.leaving import Departure
 
 __all__ = ["Gathering", "Letter"]
 
@@ -25,7 +26,7 @@ class Gathering:
     description : Description, optional
     """
 
-    def __init__(self, comm: Any, key: str, number: int, description: Description | None = None, step: str = ""):
+    def __init__(self, comm: Comm, key: str, number: int, description: Description | None = None, step: str = ""):
         self.comm, self.key, self.number = comm, key, number
         self.name, site, call = caller()
         self.arguments = shown_arguments(call, comm.label)
@@ -64,7 +65,7 @@ class Letter:
         As MPI counts in `comm`; may be any.
     """
 
-    def __init__(self, comm: Any, sends: bool, peer: int, tag: int):
+    def __init__(self, comm: Comm, sends: bool, peer: int, tag: int):
         self.comm, self.sends, self.peer, self.tag = comm, sends, peer, tag
         self.name, site, call = caller()
         self.arguments = shown_arguments(call, comm.label)

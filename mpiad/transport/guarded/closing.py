@@ -13,8 +13,8 @@ from mpi4py import MPI
 from mpiad.errors import CommunicationMismatch
 from mpiad.transport import channels, lookup
 from mpiad.transport.departure import await_others
-from mpiad.transport.guarded import leaving, ledger, settings, switch
-from mpiad.transport.guarded.waits import deadline_lifted
+from mpiad.transport.guarded import departed_ranks, message_counts, switch, watch_settings
+from mpiad.transport.guarded.timed_waits import deadline_lifted
 from mpiad.transport.uncaught import end_by
 
 __all__ = ["close", "close_at_exit"]
@@ -30,16 +30,16 @@ def close(close_world: Callable[[], None]) -> None:
     CommunicationMismatch
         On all ranks, in debug mode, where messages or requests are left over.
     """
-    if not settings.present().watches:
+    if not watch_settings.present().watches:
         await_others()
         close_world()
         return
     # Others that wait for this rank learn at once that they do so in vain.
-    leaving.note_leaving(True)
+    departed_ranks.note_leaving(True)
     switch.announce(True)
     # This rank may be done long before the others. After an error it waits no longer than ever.
     faulted = any(channel.fault is not None for channel in channels.live_channels())
-    given_up = await_others((settings.present().timeout or _GRACE) if faulted else None)
+    given_up = await_others((watch_settings.present().timeout or _GRACE) if faulted else None)
     left_over = []
     if given_up:
         # What the ranks have given up they no longer do in step; MPI's own end is all that is left to them.
@@ -58,7 +58,7 @@ def close(close_world: Callable[[], None]) -> None:
 
 def close_at_exit(close_world: Callable[[], None]) -> None:
     """Close the world at the end of this process; end the job where something is left over."""
-    if not settings.present().watches:
+    if not watch_settings.present().watches:
         close(close_world)
         return
     try:
@@ -76,19 +76,19 @@ def _end_within(seconds: float) -> None:
 
 def _left_over() -> list[str]:
     """Return sentences on what nobody received or waited for; collective over the world in debug mode."""
-    if not settings.debug():
+    if not watch_settings.debug():
         return []
     # What a caught exception left under way was told then.
     faulted = {channel.label for channel in channels.live_channels() if channel.fault is not None}
-    every = lookup.open_world().reverse.allgather((ledger.summary(), faulted))
+    every = lookup.open_world().reverse.allgather((message_counts.summary(), faulted))
     known = set().union(*[labels for _, labels in every])
-    summaries = [ledger.without(found, known) for found, _ in every]
+    summaries = [message_counts.without(found, known) for found, _ in every]
     requests = [
         f"Rank {rank} started {call} at {place} and never waited for it."
         for rank, found in enumerate(summaries)
         for call, place, _ in found[2]
     ]
-    return ledger.unreceived(summaries) + requests
+    return message_counts.unreceived(summaries) + requests
 
 
 def _end_job(error: Exception) -> None:

@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mpiad._typing import Comm
-from mpiad.transport.guarded import settings
-from mpiad.transport.guarded.agreement import Agreement, lane_of
+from mpiad._typing import Array, Buffer, Comm, Op, Status
+from mpiad.transport.guarded import watch_settings
 from mpiad.transport.guarded.awaited import Gathering, Letter
+from mpiad.transport.guarded.call_agreement import Agreement, lane_of
 from mpiad.transport.guarded.descriptions import describe, fingerprint
 from mpiad.transport.guarded.mismatch import raise_mismatch
 from mpiad.transport.guarded.requests import GuardedRequest, keep_for_ever
-from mpiad.transport.guarded.waits import poll
+from mpiad.transport.guarded.timed_waits import poll
 
 __all__ = ["Guarded", "counts"]
 
@@ -53,7 +53,7 @@ def _collective(name: str, compared: Callable[..., tuple[Any, Any, Any]]) -> Any
     return method
 
 
-def _given(send: Any, recv: Any) -> Any:
+def _given(send: Buffer, recv: Buffer) -> Any:
     return recv if send is MPI.IN_PLACE else send
 
 
@@ -97,13 +97,13 @@ class Guarded:
         self.started = self._made = 0
         _all[id(self)] = self
 
-    def agree(self, step: str, array: Any = None, op: Any = None, root: int | None = None) -> None:
+    def agree(self, step: str, array: Array = None, op: Op | None = None, root: int | None = None) -> None:
         """Raise on all ranks where they aren't about to do the same."""
         if self.size == 1:
             return
         agreement: Agreement = self.agreement  # type: ignore[assignment]
         array = array if hasattr(array, "dtype") else None
-        said = (self.label, step, array, op, root, settings.present().call_sites)
+        said = (self.label, step, array, op, root, watch_settings.present().call_sites)
         lane = lane_of(self.number)
 
         def make() -> Gathering:
@@ -114,7 +114,7 @@ class Guarded:
             mine = (describe(*said), agreement.starts[lane])
             raise_mismatch(agreement.descriptions(mine, lane, make), agreement)
 
-    def compare_whole(self, step: str, array: Any, op: Any = None, root: int | None = None) -> None:
+    def compare_whole(self, step: str, array: Array, op: Op | None = None, root: int | None = None) -> None:
         """Compare an array that goes in pieces, by which ranks would find a difference of length too late."""
         if self.agreement is not None:
             self.agree(step, array, op, root)
@@ -157,13 +157,13 @@ class Guarded:
     Gatherv = _collective("Gatherv", lambda send, recv, root=0: (None, None, root))
     Scatterv = _collective("Scatterv", lambda send, recv, root=0: (None, None, root))
     Barrier = _collective("Barrier", lambda: (None, None, None))
-    # Started ones are counted when they start, and compared at their wait (see `reductions`).
+    # Started ones are counted when they start, and compared at their wait (see `guarded_reductions`).
     Iallgather = _nonblocking("Iallgather")
     Iallreduce = _nonblocking("Iallreduce")
     Ibcast = _nonblocking("Ibcast")
 
     # ---- collectives of pickled objects
-    def allgather(self, value: Any) -> list[Any]:
+    def allgather(self, value: object) -> list[Any]:
         """Return every rank's value on all ranks."""
         if self.agreement is not None:
             self.agree("allgather")
@@ -175,7 +175,7 @@ class Guarded:
         self.Allgatherv(mine, [every, lengths.tolist()])
         return [pickle.loads(part.tobytes()) for part in np.split(every, np.cumsum(lengths)[:-1])]
 
-    def gather(self, value: Any, root: int = 0) -> list[Any] | None:
+    def gather(self, value: object, root: int = 0) -> list[Any] | None:
         """Return every rank's value on the root."""
         if self.agreement is not None:
             self.agree("gather", root=root)
@@ -191,12 +191,12 @@ class Guarded:
             return self.bare.alltoall(values)
         return [every[self.rank] for every in self.allgather(list(values))]
 
-    def allreduce(self, value: Any) -> Any:
+    def allreduce(self, value: object) -> Any:
         """Return the sum of all ranks' values."""
         every = self.allgather(value)
         return sum(every[1:], every[0])
 
-    def bcast(self, value: Any, root: int = 0) -> Any:
+    def bcast(self, value: object, root: int = 0) -> Any:
         """Return the root's value on all ranks."""
         if self.agreement is not None:
             self.agree("bcast", root=root)
@@ -210,28 +210,28 @@ class Guarded:
         return value if self.rank == root else pickle.loads(packet.tobytes())
 
     # ---- messages
-    def Isend(self, array: Any, dest: int, tag: int) -> GuardedRequest:
+    def Isend(self, array: Array, dest: int, tag: int) -> GuardedRequest:
         """Start to send."""
         return GuardedRequest(self.bare.Isend(array, dest, tag), lambda: Letter(self, True, dest, tag), array)
 
-    def Irecv(self, buffer: Any, source: int, tag: int) -> GuardedRequest:
+    def Irecv(self, buffer: Buffer, source: int, tag: int) -> GuardedRequest:
         """Start to receive."""
         request = self.bare.Irecv(buffer, source, tag)
         return GuardedRequest(request, lambda: Letter(self, False, source, tag), buffer, receives=True)
 
-    def Recv(self, buffer: Any, source: int, tag: int, status: Any = None) -> None:
+    def Recv(self, buffer: Buffer, source: int, tag: int, status: Status = None) -> None:
         """Receive."""
         Guarded.Irecv(self, buffer, source, tag).Wait(status)
 
-    def Iprobe(self, source: int, tag: int, status: Any = None) -> bool:
+    def Iprobe(self, source: int, tag: int, status: Status = None) -> bool:
         """Tell whether a message is there."""
         return self.bare.Iprobe(source, tag, status)
 
-    def Probe(self, source: int, tag: int, status: Any = None) -> None:
+    def Probe(self, source: int, tag: int, status: Status = None) -> None:
         """Wait for a message."""
         poll(lambda: self.bare.Iprobe(source, tag, status), lambda: Letter(self, False, source, tag))
 
-    def Mprobe(self, source: int, tag: int, status: Any = None) -> Any:
+    def Mprobe(self, source: int, tag: int, status: Status = None) -> Any:
         """Wait for a message and take it out of the others."""
         found: list[Any] = []
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any, NamedTuple
 
-from mpiad.transport.guarded import ledger
-from mpiad.transport.guarded.tables import table_of_ranks
+from mpiad.transport.guarded import message_counts
+from mpiad.transport.guarded.rank_tables import table_of_ranks
 from mpiad.transport.rank_ranges import rank_ranges
 
 __all__ = ["Finding", "finding_of"]
@@ -42,7 +42,7 @@ def finding_of(states: list[State | None], asker: int) -> Finding:
     # Whichever rank's wait expired first, the sentence is the same.
     lines = [_headline(states, min(cycle or ranks), cycle, edges), table]
     lines += [f"Rank {rank}: {state['hint']}." for rank, state in enumerate(states) if state and state.get("hint")]
-    lines += ledger.unreceived([state and state["ledger"] for state in states])
+    lines += message_counts.unreceived([state and state["ledger"] for state in states])
     lines.append("The communicators of these waits can't be used before mpiad.reset(comm).")
     return Finding("\n".join(lines), table, ranks, cycle)
 

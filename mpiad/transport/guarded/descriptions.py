@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from mpiad._typing import Op
 from mpiad.transport import calls
 from mpiad.transport.calls import Call, Site
-from mpiad.transport.reductions import name_of
+from mpiad.transport.mpi_operations import name_of
 
 __all__ = ["Description", "caller", "describe", "fingerprint", "shown_arguments", "where"]
 
@@ -66,11 +67,13 @@ def caller() -> tuple[str, Site, Call | None]:
     return site.entry or "the end of the program", site, None
 
 
-def _op_name(op: Any) -> str | None:
+def _op_name(op: Op | None) -> str | None:
     return None if op is None else name_of(op) or "user-defined"
 
 
-def describe(label: str, step: str, array: np.ndarray | None, op: Any, root: int | None, call_sites: bool) -> Description:
+def describe(
+    label: str, step: str, array: np.ndarray | None, op: Op | None, root: int | None, call_sites: bool
+) -> Description:
     """Return the description of the call that is running; `step` is MPI's function."""
     name, site, call = caller()
     rooted = (call.forward_name or call.name if call is not None else name) in _ROOTED
@@ -105,7 +108,7 @@ _MOST = 20000
 
 
 def fingerprint(
-    label: str, step: str, array: np.ndarray | None, op: Any, root: int | None, call_sites: bool
+    label: str, step: str, array: np.ndarray | None, op: Op | None, root: int | None, call_sites: bool
 ) -> int:
     """Return a number that is the same on ranks whose descriptions agree in all that is compared."""
     call = calls.current()

@@ -7,7 +7,7 @@ from typing import NoReturn
 from mpiad.errors import CommunicationMismatch
 from mpiad.transport.agreement import Group, agreed
 from mpiad.transport.guarded.descriptions import COMPARED, Description
-from mpiad.transport.guarded.tables import table_of_ranks
+from mpiad.transport.guarded.rank_tables import table_of_ranks
 
 __all__ = ["raise_mismatch"]
 

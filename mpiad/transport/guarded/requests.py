@@ -7,7 +7,8 @@ from typing import Any
 
 from mpi4py import MPI
 
-from mpiad.transport.guarded.waits import Awaited, poll
+from mpiad._typing import Request, Status
+from mpiad.transport.guarded.timed_waits import Awaited, poll
 
 __all__ = ["GuardedRequest", "keep_for_ever"]
 
@@ -33,15 +34,15 @@ class GuardedRequest:
         Whether it can be taken back.
     """
 
-    def __init__(self, request: Any, make: Callable[[], Awaited], held: Any = None, receives: bool = False):
+    def __init__(self, request: Request, make: Callable[[], Awaited], held: object = None, receives: bool = False):
         self.request, self._make = request, make
         self._held, self._receives = held, receives
 
-    def Test(self, status: Any = None) -> bool:
+    def Test(self, status: Status = None) -> bool:
         """Tell whether it is complete."""
         return self.request.Test(status)
 
-    def Wait(self, status: Any = None) -> None:
+    def Wait(self, status: Status = None) -> None:
         """Wait until it is complete."""
         try:
             poll(lambda: self.Test(status), self._make)

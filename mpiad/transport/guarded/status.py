@@ -21,9 +21,9 @@ from mpiad._typing import Comm
 from mpiad.errors import DeadlockError
 from mpiad.transport import calls
 from mpiad.transport.departure import farewell
-from mpiad.transport.guarded import communicator, leaving, ledger, waits
+from mpiad.transport.guarded import communicator, departed_ranks, message_counts, timed_waits
 from mpiad.transport.guarded.deadlock import Finding, finding_of
-from mpiad.transport.guarded.waits import Waiting
+from mpiad.transport.guarded.timed_waits import Waiting
 from mpiad.transport.notices import threads_may_communicate
 
 __all__ = ["Responder"]
@@ -55,7 +55,7 @@ class Responder:
         if threads_may_communicate() and self._comm.size > 1:
             self._thread = threading.Thread(target=self._respond, name="mpiad-status", daemon=True)
             self._thread.start()
-        waits.set_reporter(self.expire, None if self._thread is not None else self.answer)
+        timed_waits.set_reporter(self.expire, None if self._thread is not None else self.answer)
 
     def stop(self) -> None:
         """Answer no more."""
@@ -75,10 +75,10 @@ class Responder:
                 source, (number,) = come
                 self._post([source], _TOLD, (number, _state(self._asking)))
             while (come := self._taken(_LEFT)) is not None:
-                leaving.note_departure(*come)
+                departed_ranks.note_departure(*come)
             while (come := self._taken(_VERDICT)) is not None:
                 _, (told, found) = come
-                waits.tell(told[self._comm.rank], _error(found))
+                timed_waits.tell(told[self._comm.rank], _error(found))
 
     def announce(self, leaves: bool, sends: bool) -> None:
         """Tell all other ranks that this one has left the program, or that it is back."""
@@ -90,7 +90,7 @@ class Responder:
         """Take the notices of all others, which have been sent: some MPIs complain of what is left over."""
         until = perf_counter() + self._patience
         # Not for ever: a rank may have been ended from outside, without a notice.
-        while len(leaving.departed()) < len(self._others) and perf_counter() < until:
+        while len(departed_ranks.departed()) < len(self._others) and perf_counter() < until:
             self.answer()
             time.sleep(_TICK / 20)
 
@@ -143,7 +143,7 @@ class Responder:
             states[rank] = _departure(rank)
         return states
 
-    def _post(self, ranks: list[int], tag: int, value: Any) -> None:
+    def _post(self, ranks: list[int], tag: int, value: object) -> None:
         buffer = np.frombuffer(pickle.dumps(value), dtype=np.uint8)
         with self._mouth:
             self._sends = [held for held in self._sends if not held[0].Test()]
@@ -165,7 +165,7 @@ def _error(found: Finding) -> DeadlockError:
 
 def _departure(rank: int) -> dict[str, Any] | None:
     """Return what a rank has told of its leaving, that answers no more; None where it hasn't left."""
-    gone = leaving.departed().get(rank)
+    gone = departed_ranks.departed().get(rank)
     if gone is None:
         return None
     seconds = perf_counter() - gone.heard
@@ -177,10 +177,10 @@ def _departure(rank: int) -> dict[str, Any] | None:
 def _state(asking: bool) -> dict[str, Any]:
     """Return what this rank is doing."""
     main: int = threading.main_thread().ident  # type: ignore[assignment]
-    every = waits.who_waits()
+    every = timed_waits.who_waits()
     waiting = every.get(main) or next(iter(every.values()), None)
-    common = {"asking": asking, "counts": communicator.counts(), "ledger": ledger.summary(), "pid": os.getpid()}
-    left = leaving.left()
+    common = {"asking": asking, "counts": communicator.counts(), "ledger": message_counts.summary(), "pid": os.getpid()}
+    left = departed_ranks.left()
     if left is not None:
         how, place, since = left
         return common | {"state": "left", "how": how, "place": place, "seconds": perf_counter() - since}

@@ -10,12 +10,12 @@ from mpi4py import MPI
 from mpiad._typing import Comm
 from mpiad.transport import calls, channels
 from mpiad.transport.channels import Channel, Watch
-from mpiad.transport.guarded import settings
-from mpiad.transport.guarded.agreement import Agreement
+from mpiad.transport.guarded import watch_settings
+from mpiad.transport.guarded.call_agreement import Agreement
 from mpiad.transport.guarded.communicator import Guarded
-from mpiad.transport.guarded.letters import Letters
-from mpiad.transport.guarded.settings import Settings
+from mpiad.transport.guarded.message_headers import HeadedMessages
 from mpiad.transport.guarded.status import Responder
+from mpiad.transport.guarded.watch_settings import Settings
 from mpiad.transport.unreceived import drain
 
 __all__ = ["announce", "apply", "restore", "start", "stop_answering"]
@@ -30,7 +30,7 @@ def start() -> None:
     """Turn on what the environment asks for, on any rank; collective over the world."""
     wrong, wanted = None, Settings()
     try:
-        wanted = settings.from_environment()
+        wanted = watch_settings.from_environment()
     except ValueError as error:
         wrong = error
     # What one rank asks for, all do: one that doesn't answer would hang the others.
@@ -51,7 +51,7 @@ def start() -> None:
 def apply(wanted: Settings) -> None:
     """Watch as wanted; collective over the world. Channels with the same communicators keep them."""
     global _responder, _meeting
-    before = settings.put(wanted)
+    before = watch_settings.put(wanted)
     if _responder is None:
         # Once for the program, and kept: in `restore`, where ranks come each by itself, none could be made or freed.
         comm = MPI.COMM_WORLD.Dup()
@@ -70,13 +70,13 @@ def apply(wanted: Settings) -> None:
         for channel in live:
             _take_off(channel)
             _put_on(channel)
-            if isinstance(channel.data, Letters):
+            if isinstance(channel.data, HeadedMessages):
                 channel.data.skip(channel.sent, channel.received)
 
 
 def restore(before: Settings) -> None:
     """Watch less, as before; each rank by itself, since an exception may have kept others from coming here."""
-    now = settings.put(before)
+    now = watch_settings.put(before)
     if not before.watches:
         channels.set_watch(None)
         calls.forget(_OWNER)
@@ -117,11 +117,11 @@ def _in_common_order() -> tuple[list[Channel], dict[tuple[int, ...], int]]:
 
 def _put_on(channel: Channel) -> None:
     """Put guarded communicators into a channel; collective over its ranks."""
-    checks = settings.debug()
+    checks = watch_settings.debug()
     agreement = _agreement(channel) if checks else None
     common = (channel.label, channel.members, agreement, channel, channel.number)
     if checks:
-        channel.data = Letters(channel.data, _post(channel), *common)
+        channel.data = HeadedMessages(channel.data, _post(channel), *common)
     else:
         channel.data = Guarded(channel.data, *common)
     label = f"{channel.label}, backwards"

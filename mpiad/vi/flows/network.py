@@ -8,7 +8,7 @@ import autograd.numpy as np
 import numpy
 
 from mpiad._typing import Array
-from mpiad.vi.constants import Constant
+from mpiad.vi.placed_constants import Constant
 
 __all__ = ["evaluated", "initial_network", "masked_network"]
 

@@ -16,7 +16,7 @@ from mpi4py import MPI
 import mpiad
 from mpiad.errors import DeadlockError
 from mpiad.transport import channel
-from mpiad.transport.guarded import awaited, communicator, leaving, ledger, requests, status
+from mpiad.transport.guarded import awaited, communicator, departed_ranks, message_counts, requests, status
 from mpiad.transport.guarded.communicator import Guarded
 from mpiad.transport.guarded.deadlock import State, finding_of
 from mpiad.transport.guarded.requests import GuardedRequest
@@ -27,11 +27,11 @@ pytestmark = pytest.mark.mpi(min_size=2)
 @pytest.fixture(params=["compared", "deadline alone"])
 def mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Whether the ranks compare what they do, or only their waits end."""
-    from mpiad.transport.guarded import settings, switch
+    from mpiad.transport.guarded import switch, watch_settings
 
-    before = settings.present()
+    before = watch_settings.present()
     if request.param == "deadline alone":
-        switch.restore(settings.Settings(False, 1.0))
+        switch.restore(watch_settings.Settings(False, 1.0))
     yield request.param
     if request.param == "deadline alone":
         switch.apply(before)
@@ -169,9 +169,9 @@ def test_thousands_of_ranks() -> None:
 
 def test_a_rank_that_left_is_named_where_it_answers_no_more() -> None:
     told = {"world": 3}, False, "sys.exit(3)", "a.py:9"
-    leaving.note_departure(0, told)
+    departed_ranks.note_departure(0, told)
     state = status._departure(0)
-    leaving.note_departure(0, None)
+    departed_ranks.note_departure(0, None)
     found = finding_of([state, waits([0])], 1)
     assert "for rank 0, which left the program" in found.text and "sys.exit(3)" in found.table
     assert status._departure(0) is None
@@ -181,7 +181,7 @@ def test_a_long_message_may_still_come_from_a_rank_that_has_left(rank: int, size
     right, left = (rank + 1) % size, (rank - 1) % size
     comm = channel(None, "test")
     receive = awaited.Letter(comm.data, False, left, 0)
-    gone = {rank: leaving.Departure({}, True, "", "", 0.0) for rank in range(size)}
+    gone = {rank: departed_ranks.Departure({}, True, "", "", 0.0) for rank in range(size)}
     assert not receive.in_vain(gone, 1.0)
     assert receive.in_vain({rank: departed._replace(sends=False) for rank, departed in gone.items()}, 1.0)
     assert not comm.sends()
@@ -236,12 +236,12 @@ def test_a_rank_answers_while_it_makes_communicators_and_sends() -> None:
     def pause(*_: Any) -> None:  # as finalizers may
         time.sleep(0)
 
-    kept = ledger.Ledger("kept", (0,), lambda: None)
+    kept = message_counts.MessageCounts("kept", (0,), lambda: None)
 
     def answer() -> None:
         try:
             while not done.is_set():
-                ledger.summary()
+                message_counts.summary()
                 communicator.counts()
         except RuntimeError as error:
             errors.append(error)
@@ -254,7 +254,7 @@ def test_a_rank_answers_while_it_makes_communicators_and_sends() -> None:
     try:
         for tag in range(3000):
             kept.sent(0, tag, "here")
-            ledger.Ledger("another", (0,), lambda: None).close()
+            message_counts.MessageCounts("another", (0,), lambda: None).close()
             Guarded(MPI.COMM_SELF, "another", (0,)).retire()
     finally:
         sys.setswitchinterval(interval)

@@ -8,6 +8,7 @@ for the device.
 from __future__ import annotations
 
 from mpiad.differentiation.rules.on_device import (
+    array_exponents,
     bounds,
     contractions,
     diagonals,
@@ -16,17 +17,16 @@ from mpiad.differentiation.rules.on_device import (
     factorizations,
     moments,
     ordering,
-    powers,
-    refusals,
     transforms,
+    unavailable_functions,
 )
 from mpiad.differentiation.rules.protocol import DEVICE_JVPS, DEVICE_REFUSALS, DEVICE_VJPS
 
 __all__: list[str] = []
 
 for _family in (
-    bounds, contractions, diagonals, differences, divisions, factorizations, moments, ordering, powers, transforms
+    bounds, contractions, diagonals, differences, divisions, factorizations, moments, ordering, array_exponents, transforms
 ):  # fmt: skip
     DEVICE_VJPS.update(_family.VJPS)
     DEVICE_JVPS.update(_family.JVPS)
-DEVICE_REFUSALS.update(refusals.REFUSALS)
+DEVICE_REFUSALS.update(unavailable_functions.REFUSALS)

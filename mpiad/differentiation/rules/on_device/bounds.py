@@ -7,7 +7,7 @@ from typing import Any
 import autograd.numpy as anp
 
 from mpiad._typing import Array
-from mpiad.differentiation.rules.on_device.constants import arrays_like
+from mpiad.differentiation.rules.on_device.constant_arrays import arrays_like
 from mpiad.differentiation.rules.protocol import Argnums, Vjp
 
 __all__ = ["JVPS", "VJPS"]
@@ -19,7 +19,7 @@ def clip_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     return lambda g: (g if inside is None else g * inside,)
 
 
-def clip_jvp(argnums: Argnums, gs: Any, ans: Array, args: tuple, kwargs: dict) -> Array:
+def clip_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
     """Pass the tangent on where no bound was met."""
     inside = _inside(argnums, ans, args, kwargs)
     return gs[0] if inside is None else gs[0] * inside

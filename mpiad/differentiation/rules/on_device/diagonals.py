@@ -7,7 +7,7 @@ from typing import Any
 import autograd.numpy as anp
 
 from mpiad._typing import Array
-from mpiad.differentiation.rules.on_device.constants import identity
+from mpiad.differentiation.rules.on_device.constant_arrays import identity
 from mpiad.differentiation.rules.protocol import Argnums, Vjp
 
 __all__ = ["JVPS", "VJPS"]

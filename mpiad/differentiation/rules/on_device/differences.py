@@ -13,7 +13,7 @@ from mpiad.differentiation.rules.protocol import Argnums, Vjp
 __all__ = ["JVPS", "VJPS"]
 
 
-def gradient_vjp(argnums: Argnums, ans: Any, args: tuple, kwargs: dict) -> Vjp:
+def gradient_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     """Apply the transposed differences along each axis, and add up."""
     axis: Any = kwargs.get("axis")
     x, *spacings = args
@@ -23,7 +23,7 @@ def gradient_vjp(argnums: Argnums, ans: Any, args: tuple, kwargs: dict) -> Vjp:
     axes = tuple(range(rank)) if axis is None else (axis,) if isinstance(axis, int) else tuple(axis)
     alone = len(axes) == 1
 
-    def vjp(g: Any) -> tuple[Array]:
+    def vjp(g: Array) -> tuple[Array]:
         total = _transposed(g if alone else g[0], axes[0])
         for k in range(1, len(axes)):
             total = total + _transposed(g[k], axes[k])

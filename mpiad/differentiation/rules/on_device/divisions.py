@@ -14,7 +14,7 @@ __all__ = ["JVPS", "VJPS"]
 
 
 def _division_vjp(fixed: int | None) -> VjpMaker:
-    def division_vjp(argnums: Argnums, ans: Any, args: tuple, kwargs: dict) -> Vjp:
+    def division_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
         """Join the cotangents of the pieces."""
         x, *others = args
         axis: Any = others[1] if len(others) > 1 else kwargs.get("axis", 0)

@@ -11,13 +11,11 @@ separate", SIAM J. Numer. Anal. 10 (1973), section 4.
 
 from __future__ import annotations
 
-from typing import Any
-
 import autograd.numpy as anp
 from autograd.numpy import linalg
 
 from mpiad._typing import Array
-from mpiad.differentiation.rules.on_device.constants import identity, lower_triangle
+from mpiad.differentiation.rules.on_device.constant_arrays import identity, lower_triangle
 from mpiad.differentiation.rules.protocol import Argnums, Vjp
 
 __all__ = ["JVPS", "VJPS"]
@@ -37,14 +35,14 @@ def cholesky_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp
     return vjp
 
 
-def eigh_vjp(argnums: Argnums, ans: Any, args: tuple, kwargs: dict) -> Vjp:
+def eigh_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     """Turn what belongs to the eigenvectors by the gaps between eigenvalues, and bring both back to the matrix."""
     values, vectors = ans[0], ans[1]
     n = args[0].shape[-1]
     ones, lower = identity(args[0], n), lower_triangle(args[0], n)
     triangle = lower if (args[1] if len(args) > 1 else kwargs.get("UPLO", "L")) == "L" else _transposed(lower)
 
-    def vjp(g: Any) -> tuple[Array]:
+    def vjp(g: Array) -> tuple[Array]:
         gaps = values[..., None, :] - values[..., :, None] + ones  # ones on the diagonal, which isn't taken
         turned = anp.matmul(_transposed(vectors), g[1]) * (1.0 - ones)
         # Equal eigenvalues are harmless as long as nothing depends on their vectors.
@@ -75,7 +73,7 @@ def pinv_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     return vjp
 
 
-def svd_vjp(argnums: Argnums, ans: Any, args: tuple, kwargs: dict) -> Vjp:
+def svd_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     """Put the cotangent of the singular values between their vectors; those of the vectors aren't available."""
     given = dict(zip(("a", "full_matrices", "compute_uv"), args), **kwargs)
     if given.get("compute_uv", True):

@@ -31,7 +31,7 @@ def _ordering_vjp(fun: Primitive) -> Any:
 
 
 def _ordering_jvp(fun: Primitive) -> Any:
-    def ordering_jvp(argnums: Argnums, gs: Any, ans: Array, args: tuple, kwargs: dict) -> Array:
+    def ordering_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
         """Bring the tangent into the order of the elements."""
         return gs[0][_order(fun, args)]
 

@@ -8,7 +8,7 @@ import autograd.numpy as anp
 from autograd.numpy import fft
 
 from mpiad._typing import Array
-from mpiad.differentiation.rules.on_device.constants import arrays_like
+from mpiad.differentiation.rules.on_device.constant_arrays import arrays_like
 from mpiad.differentiation.rules.protocol import Argnums, Primitive, Vjp
 
 __all__ = ["JVPS", "VJPS"]
@@ -50,7 +50,7 @@ def _resized(part: Array, count: int, axis: int) -> Array:
 
 
 def _linear(fun: Primitive) -> Any:
-    def linear_jvp(argnums: Argnums, gs: Any, ans: Array, args: tuple, kwargs: dict) -> Array:
+    def linear_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
         """Transform the tangent."""
         return fun(gs[0], *args[1:], **kwargs)
 

@@ -1,0 +1,82 @@
+"""Products of vectors and matrices: `dot` and `matmul` of factors with one or two axes each."""
+
+from __future__ import annotations
+
+import numpy as np
+from autograd.tracer import getval
+
+from mpiad._typing import Array
+from mpiad.differentiation.rules.protocol import (
+    BOX_TYPES,
+    Argnums,
+    Primitive,
+    Vjp,
+    VjpMaker,
+    anp,
+    inherited_vjp,
+    two_unchanged,
+)
+from mpiad.transport.device_arrays import is_device_array
+
+__all__ = ["JVPS", "VJPS"]
+
+
+def _product_vjp(fun: Primitive) -> VjpMaker:
+    def product_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+        """Multiply the cotangent by the other factor, transposed."""
+        # Where a factor was cast, its cotangent must be cast back, which autograd's rule does.
+        if kwargs or len(args) != 2 or not _same_kind(args[0], args[1]):
+            return inherited_vjp(fun, argnums, ans, args, kwargs)
+        x, y = args
+        axes = (x.ndim, y.ndim)
+        if axes not in _FIRST:
+            return inherited_vjp(fun, argnums, ans, args, kwargs)
+        if len(argnums) == 2:
+            if x is y and axes == (1, 1):
+                return lambda g: two_unchanged(g * x)
+            first, second = _FIRST[axes], _SECOND[axes]
+            return lambda g: (first(g, y), second(g, x))
+        if argnums[0] == 0:
+            rule, other = _FIRST[axes], y
+        else:
+            rule, other = _SECOND[axes], x
+        return lambda g: (rule(g, other),)
+
+    return product_vjp
+
+
+def _same_kind(x: Array, y: Array) -> bool:
+    x, y = getval(x), getval(y)
+    return type(x) is type(y) and (type(x) is np.ndarray or is_device_array(x)) and x.dtype == y.dtype
+
+
+def _times(g: Array, other: Array) -> Array:
+    return g * other
+
+
+def _row_times_transpose(g: Array, y: Array) -> Array:
+    return _dot(g, y.T)
+
+
+def _transpose_times(g: Array, x: Array) -> Array:
+    return _dot(x.T, g)
+
+
+def _outer(g: Array, y: Array) -> Array:
+    return g[:, None] * y
+
+
+def _reversed_outer(g: Array, x: Array) -> Array:
+    return x[:, None] * g
+
+
+def _dot(x: Array, y: Array) -> Array:
+    return anp.dot(x, y) if type(x) in BOX_TYPES or type(y) in BOX_TYPES else np.dot(x, y)
+
+
+# By the factors' numbers of axes: from the cotangent and the other factor to the cotangent of the first ...
+_FIRST = {(1, 1): _times, (2, 1): _outer, (1, 2): lambda g, y: _dot(y, g), (2, 2): _row_times_transpose}
+# ... and of the second.
+_SECOND = {(1, 1): _times, (2, 1): _transpose_times, (1, 2): _reversed_outer, (2, 2): _transpose_times}
+VJPS = {anp.dot: _product_vjp(anp.dot), anp.matmul: _product_vjp(anp.matmul)}
+JVPS: dict = {}

@@ -1,0 +1,146 @@
+"""The adjoint of taking elements, kept as what it is: a few values and where they belong.
+
+A program that reads an array in many slices has as many cotangents for it, each zero but for one slice. None
+of them is written out: `Scatter` holds the slice's cotangent and adds it in place once the sum exists. A
+traced cotangent takes the same way inside autograd's `SparseObject`, as the result of a primitive, `put`,
+whose adjoint is to take.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from autograd.extend import SparseObject, defjvp_argnums, defvjp, primitive
+
+from mpiad._typing import Array, Shape
+from mpiad.transport.device_arrays import arrays_of
+
+__all__ = ["Scatter", "is_basic", "put"]
+
+_FEW = 16  # where fewer elements than one in so many are added, numbering all of them doesn't pay
+_BASIC = frozenset({int, slice, type(None), type(...), np.int64, np.int32})
+
+
+class Scatter:
+    """Hold a cotangent that is zero but for `values` at `idx`.
+
+    Parameters
+    ----------
+    shape : tuple of int
+        Shape of the array that elements were taken from.
+    dtype : numpy.dtype
+        Its dtype.
+    idx : index
+        Where the values belong.
+    values : array or scalar
+        Cotangent of the taken elements, untraced.
+    repeats : bool
+        Whether `idx` may name an element more than once.
+    """
+
+    __slots__ = ("dtype", "idx", "repeats", "shape", "values")
+
+    def __init__(self, shape: Shape, dtype: np.dtype, idx: Any, values: Array, repeats: bool):
+        self.shape = shape
+        self.dtype = dtype
+        self.idx = idx
+        self.values = values
+        self.repeats = repeats
+
+    def dense(self) -> Array:
+        """Return the cotangent written out, as a new array.
+
+        Returns
+        -------
+        array of shape `shape`
+        """
+        arrays = arrays_of(self.values)
+        total = np.zeros(self.shape, self.dtype) if arrays is None else arrays.full(self.shape, 0, self.dtype)
+        if self.repeats:
+            return _add_repeated(total, self.idx, self.values)
+        total[self.idx] = self.values
+        return total
+
+    def mut_add(self, total: Array) -> Array:
+        """Add the cotangent to an array, in place.
+
+        Parameters
+        ----------
+        total : array of shape `shape`
+            Sum so far; changed.
+
+        Returns
+        -------
+        array
+            `total` itself.
+        """
+        if self.repeats:
+            return _add_repeated(total, self.idx, self.values)
+        total[self.idx] += self.values
+        return total
+
+
+def _add_repeated(total: Array, idx: Any, values: Array) -> Array:
+    """Add in place where an element may be named more than once, in the order in which they are named."""
+    arrays = arrays_of(total)
+    if arrays is not None:
+        arrays.add_at(total, idx, values)
+        return total
+    if total.ndim == 1 or not total.flags.c_contiguous or np.size(values) * _FEW < total.size:
+        np.add.at(total, idx, values)
+        return total
+    # np.add.at is ten times as fast for one axis as for several, so the elements are numbered through.
+    places = np.arange(total.size).reshape(total.shape)[idx]
+    np.add.at(total.reshape(-1), np.ravel(places), np.ravel(values).astype(total.dtype, copy=False))
+    return total
+
+
+def is_basic(idx: Any) -> bool:
+    """Tell whether NumPy answers an index with a view: integers, slices, None and Ellipsis only.
+
+    Parameters
+    ----------
+    idx : object
+        What stands between the brackets.
+
+    Returns
+    -------
+    bool
+    """
+    if type(idx) is not tuple:
+        return type(idx) in _BASIC
+    # A loop, since this runs at each slice of each stencil; all() over a generator takes three times as long.
+    for i in idx:  # noqa: SIM110
+        if type(i) not in _BASIC:
+            return False
+    return True
+
+
+@primitive
+def put(g: Array, idx: Any, repeats: bool, vs: Array) -> SparseObject:
+    """Return a traced cotangent of an array from that of its elements at `idx`.
+
+    Parameters
+    ----------
+    g : array or scalar
+        Cotangent of the elements.
+    idx : index
+        Where they were taken from.
+    repeats : bool
+        Whether `idx` may name an element more than once.
+    vs : autograd.extend.VSpace
+        Shape and dtype of the array.
+
+    Returns
+    -------
+    SparseObject
+        What autograd adds without writing out.
+    """
+    return SparseObject(vs, Scatter(vs.shape, vs.dtype, idx, g, repeats).mut_add)
+
+
+# Taking elements and putting them back are each other's transposes.
+defvjp(put, lambda ans, g, idx, repeats, vs: lambda h: h[idx])
+# The tangent of a piece is a piece; autograd's defjvp would write it out.
+defjvp_argnums(put, lambda argnums, gs, ans, args, kwargs: put(gs[0], *args[1:]))

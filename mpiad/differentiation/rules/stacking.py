@@ -1,0 +1,96 @@
+"""Arrays put together from others: concatenate, stack and array literals."""
+
+from __future__ import annotations
+
+import numpy as np
+from autograd.numpy import numpy_wrapper as wrapped
+from autograd.tracer import getval
+
+from mpiad._typing import Array
+from mpiad.differentiation.rules.protocol import (
+    Argnums,
+    Vjp,
+    anp,
+    inherited_jvp,
+    inherited_vjp,
+    one_unchanged,
+    refuse_on_device,
+)
+from mpiad.transport.device_arrays import is_device_array
+
+__all__ = ["JVPS", "VJPS"]
+
+
+def concatenate_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+    """Cut the cotangent into the pieces that were joined."""
+    axis, pieces = args[0], args[1:]
+    _refuse_garbage(ans)
+    if kwargs or axis is None:
+        return inherited_vjp(anp.concatenate_args, argnums, ans, args, kwargs)
+    lead = (slice(None),) * (axis % ans.ndim)
+    cuts, stop = [], 0
+    for piece in pieces:
+        shape = piece.shape if type(piece) is np.ndarray else np.shape(getval(piece))
+        start, stop = stop, stop + shape[axis]
+        cuts.append((*lead, slice(start, stop)))
+    chosen = [(cuts[i - 1], _must_be_real(pieces[i - 1], ans)) for i in argnums]
+    return lambda g: tuple([anp.real(g[cut]) if real else g[cut] for cut, real in chosen])
+
+
+def _refuse_garbage(ans: Array) -> None:
+    # Asked for a view of NumPy's type, CuPy takes this for the dtype object, and says nothing.
+    if ans.dtype.kind == "O" and is_device_array(getval(ans)):
+        refuse_on_device(anp.concatenate_args, ans)
+
+
+def concatenate_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
+    """Join the tangents, zeros for the pieces that have none."""
+    _refuse_garbage(ans)
+    return anp.concatenate_args(args[0], *_filled_up(argnums, gs, args, 1))
+
+
+def array_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+    """Give each element of the literal its part of the cotangent."""
+    if args[1] or len(args[0]) > 1:
+        return inherited_vjp(anp.array_from_args, argnums, ans, args, kwargs)
+    # The first two arguments are those of `array` itself.
+    chosen = [(i - 2, _must_be_real(args[i], ans)) for i in argnums]
+
+    def vjp(g: Array) -> tuple[Array, ...]:
+        if type(g) is np.ndarray and len(chosen) == len(g) and g.dtype.kind != "c":
+            return tuple(g)
+        return tuple([anp.real(g[i]) if real else g[i] for i, real in chosen])
+
+    return vjp
+
+
+def array_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
+    """Make an array of the tangents, zeros for the elements that have none."""
+    if args[1]:
+        return inherited_jvp(anp.array_from_args, argnums, gs, ans, args, kwargs)
+    return anp.array_from_args(args[0], args[1], *_filled_up(argnums, gs, args, 2))
+
+
+def element_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+    """Pass the cotangent of an array made of one array or scalar on to it."""
+    if args[0] or args[1]:
+        return inherited_vjp(wrapped._array_from_scalar_or_array, argnums, ans, args, kwargs)
+    return one_unchanged
+
+
+def _must_be_real(piece: Array, ans: Array) -> bool:
+    return ans.dtype.kind == "c" and not anp.iscomplexobj(piece)
+
+
+def _filled_up(argnums: Argnums, gs: list, args: tuple, first: int) -> list[Array]:
+    """Return the tangents of all arguments from the first array on, zeros where there is none."""
+    tangents = dict(zip(argnums, gs))
+    return [tangents[i] if i in tangents else np.zeros_like(getval(args[i])) for i in range(first, len(args))]
+
+
+VJPS = {
+    anp.concatenate_args: concatenate_vjp,
+    anp.array_from_args: array_vjp,
+    wrapped._array_from_scalar_or_array: element_vjp,
+}
+JVPS = {anp.concatenate_args: concatenate_jvp, anp.array_from_args: array_jvp}

@@ -1,0 +1,69 @@
+"""Choice between two arrays by a condition."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from autograd.tracer import getval
+
+from mpiad._typing import Array
+from mpiad.differentiation.rules.broadcasting import fitting, widened
+from mpiad.differentiation.rules.protocol import (
+    BOX_TYPES,
+    Argnums,
+    Vjp,
+    anp,
+    inherited_jvp,
+    inherited_vjp,
+    primitive_where,
+)
+from mpiad.transport.device_arrays import is_device_array
+
+__all__ = ["JVPS", "VJPS"]
+
+_SMALL = 2048
+_WORDS = {np.dtype(np.float64): np.dtype(np.int64), np.dtype(np.float32): np.dtype(np.int32)}
+
+
+def where_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+    """Give each element of the cotangent to the array that it was taken from."""
+    if kwargs or len(args) != 3:
+        return inherited_vjp(primitive_where, argnums, ans, args, kwargs)
+    condition = getval(args[0])
+    condition = condition.astype(bool) if is_device_array(condition) else np.asarray(condition, dtype=bool)
+    parts = [(i, None if i == 0 else fitting(args[i], ans)) for i in argnums]
+    return lambda g: tuple([_part(i, fit, condition, g) for i, fit in parts])
+
+
+def _part(argnum: int, fit: Any, condition: Array, g: Array) -> Array | None:
+    if argnum == 0:
+        return None
+    part = _kept(condition if argnum == 1 else ~condition, g)
+    return part if fit is None else fit(part)
+
+
+def _kept(condition: Array, g: Array) -> Array:
+    """Return the cotangent where the condition holds, zero elsewhere."""
+    if type(g) in BOX_TYPES:
+        return anp.where(condition, g, 0.0)
+    word = _WORDS.get(g.dtype) if type(g) is np.ndarray and g.size > _SMALL else None
+    if word is None:
+        return np.where(condition, g, 0.0)
+    # np.where branches at each element and takes ten times as long on an irregular condition. A word of ones
+    # or zeros keeps or clears each element; a product would make NaN of an infinity that is left out.
+    bits = condition.astype(word)
+    np.negative(bits, bits)
+    return np.bitwise_and(bits, g.view(word), bits if bits.shape == g.shape else None).view(g.dtype)
+
+
+def where_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
+    """Choose between the tangents as between the arrays."""
+    if kwargs or len(args) != 3:
+        return inherited_jvp(primitive_where, argnums, gs, ans, args, kwargs)
+    tangents = dict(zip(argnums, gs))
+    return widened(anp.where(getval(args[0]), tangents.get(1, 0.0), tangents.get(2, 0.0)), ans)
+
+
+VJPS = {primitive_where: where_vjp}
+JVPS = {primitive_where: where_jvp}

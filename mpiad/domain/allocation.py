@@ -1,0 +1,35 @@
+"""Memory of a shape where an array lives: on the host, or on its device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mpiad._typing import Array, Shape
+from mpiad.transport.device_arrays import arrays_of, is_device_array
+
+__all__ = ["copy_of", "empty_beside", "is_array", "zeros_beside"]
+
+
+def empty_beside(u: Array, shape: Shape) -> Any:
+    """Return a C-contiguous array without values, of the dtype of `u` and where it lives."""
+    arrays = arrays_of(u)
+    return np.empty(shape, u.dtype) if arrays is None else arrays.empty(shape, u.dtype)
+
+
+def zeros_beside(u: Array, shape: Shape) -> Any:
+    """Return a C-contiguous array of zeros, of the dtype of `u` and where it lives."""
+    arrays = arrays_of(u)
+    return np.zeros(shape, u.dtype) if arrays is None else arrays.full(shape, 0, u.dtype)
+
+
+def copy_of(u: Array) -> Any:
+    """Return a copy."""
+    arrays = arrays_of(u)
+    return np.array(u) if arrays is None else arrays.copy(u)
+
+
+def is_array(x: Array) -> bool:
+    """Tell whether an untraced value is an array, on the host or on a device."""
+    return isinstance(x, np.ndarray) or is_device_array(x)

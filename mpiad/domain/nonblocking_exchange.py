@@ -1,0 +1,222 @@
+"""Halo exchange in two halves, so that the rank computes while the messages travel, forwards and backwards.
+
+All messages of an exchange start together, also those between diagonal neighbours, and the block with its halo is there
+at the end. Backwards the end comes first: its adjoint starts to send the halo's cotangents home, and the adjoint of the
+begin receives and adds them. So each half of filling has a half of folding for its adjoint, and the other way round,
+and both are made of the same operations, to any order. What one half leaves for the other lies in the cells of its
+request, as with the library's other requests.
+
+Ranks begin exchanges in one order but may end them in any: an exchange's messages, those of its adjoint and of its
+tangents carry its number among those of the halo.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+from weakref import ref
+
+from mpiad._typing import Array, LocalArray
+from mpiad.domain.allocation import copy_of, empty_beside
+from mpiad.domain.boundary import Sides, homogeneous
+from mpiad.domain.halo import Halo, fill_beyond, fold_beyond
+from mpiad.domain.halo_messages import Coming, add, post, put
+from mpiad.errors import RequestError
+from mpiad.primitives.addresses import point_to_point
+from mpiad.primitives.operation import Operation, communicate, suspended
+from mpiad.primitives.request import Request, claim, started
+from mpiad.transport import Spec
+
+__all__ = ["Begun", "begin_fill", "end_fill"]
+
+_FIRST_TAG, _TAGS = 32512, 224  # below those of other halos; so many exchanges may be under way
+_BEGIN, _END = "Domain.begin_exchange", "Domain.end_exchange"
+
+
+class Exchange(NamedTuple):
+    """What both halves must know.
+
+    Parameters
+    ----------
+    halo : Halo
+    sides : Sides
+    scheme : str
+        One with a single stage.
+    number : int
+        Of this exchange among those of the halo.
+    backwards : bool
+        Whether the halo is folded, instead of filled.
+    """
+
+    halo: Halo
+    sides: Sides
+    scheme: str
+    number: int
+    backwards: bool = False
+
+    @property
+    def tag(self) -> int:
+        """Tag of all its messages, of those of its adjoint and its tangents."""
+        return _FIRST_TAG + self.number % _TAGS
+
+    def transposed(self) -> Exchange:
+        """Return the exchange of the cotangents."""
+        return self._replace(sides=homogeneous(self.sides), backwards=not self.backwards)
+
+
+class Begun(Request):
+    """An exchange under way: `Domain.end_exchange` returns its result.
+
+    Attributes
+    ----------
+    exchange : Exchange
+    values : array of shape (..., *padded)
+        What is being filled, or folded.
+    coming : list of Coming
+    finish : callable
+        From the filled array to what the user gets.
+    """
+
+    __slots__ = ("__weakref__", "coming", "exchange", "finish", "values")
+
+    def __init__(self, exchange: Exchange, values: LocalArray, coming: list[Coming]):
+        lead = values.shape[: values.ndim - len(exchange.halo.shape)]
+        shape = lead + (exchange.halo.shape if exchange.backwards else exchange.halo.padded)
+        super().__init__(_BEGIN, None, None, None, Spec(shape, values.dtype))
+        self.exchange, self.values, self.coming = exchange, values, coming
+        self.finish: Any = None
+
+
+def begin_fill(u: LocalArray, halo: Halo, sides: Sides, scheme: str) -> Begun:
+    """Start to fill the halo of a block.
+
+    Raises
+    ------
+    RequestError
+        Where as many exchanges have begun without an end as there are tags for.
+
+    Ranks
+    -----
+    All ranks of the domain begin their exchanges in the same order.
+
+    Adjoint
+    -------
+    The end of folding.
+    """
+    used = point_to_point(halo.comm, _BEGIN)
+    if halo.numbered_on is not used.data:
+        # After an exception that not all ranks met at the same place, `reset` lets them count alike again.
+        halo.numbered_on, halo.begun = used.data, 0
+        halo.under_way.clear()
+    exchange = Exchange(halo, sides, scheme, halo.begun)
+    # Tags come round: with two exchanges under one tag a message could be taken for the other's.
+    earlier = halo.under_way.get(exchange.tag, _nothing)()
+    if earlier is not None and not earlier.done:
+        raise RequestError(
+            f"{_BEGIN}: {_TAGS} exchanges were begun after {earlier!r}, which hasn't ended. End each with {_END}."
+        )
+    halo.begun += 1
+    begun: Begun = communicate(_BEGIN_OPERATION, u, exchange)
+    started(begun)
+    # Weakly: an exchange that nobody holds any more can't be ended, and mustn't be kept alive here.
+    halo.under_way[exchange.tag] = ref(begun)
+    return begun
+
+
+def end_fill(begun: Begun) -> LocalArray:
+    """Complete what was begun and return the block with its halo.
+
+    Raises
+    ------
+    TypeError
+        Where it isn't an exchange that was begun.
+    RequestError
+        Where it has ended before, or began in another trace.
+
+    Ranks
+    -----
+    Each rank ends what it has begun, in any order.
+
+    Adjoint
+    -------
+    The start of folding.
+    """
+    if not isinstance(begun, Begun):
+        raise TypeError(f"{_END}: expected what {_BEGIN} returned, but got {type(begun).__name__}.")
+    return communicate(_END_OPERATION, None, claim(begun, _END))
+
+
+def _nothing() -> None:
+    return None
+
+
+def _start(x: LocalArray, exchange: Exchange) -> Begun:
+    halo = exchange.halo
+    (stage,) = halo.stages(exchange.scheme)
+    if exchange.backwards:
+        # A copy, because what is folded is added to in place, and the cotangent is the caller's.
+        values = copy_of(x)
+        (beyond,) = halo.beyond(exchange.sides, exchange.scheme)
+        fold_beyond(values, beyond, exchange.sides, len(halo.shape))
+    else:
+        values = empty_beside(x, x.shape[: x.ndim - len(halo.shape)] + halo.padded)
+        values[halo.interior] = x
+    with suspended():
+        coming = post(values, stage.routes, exchange.backwards, exchange.tag, halo.comm)
+    return Begun(exchange, values, coming)
+
+
+def _finish(x: None, begun: Begun) -> LocalArray:
+    exchange, values, coming = begun.exchange, begun.values, begun.coming
+    begun.done, begun.values, begun.coming = True, None, []
+    halo = exchange.halo
+    (stage,) = halo.stages(exchange.scheme)
+    # From here on as the end of `fold_in_place` or, forwards, of `fill_in_place`.
+    if exchange.backwards:
+        for owned, ghost in stage.here:
+            values[owned] += values[ghost]
+        with suspended():
+            add(values, coming)
+        return values[halo.interior]
+    with suspended():
+        put(values, coming)
+    (beyond,) = halo.beyond(exchange.sides, exchange.scheme)
+    fill_beyond(values, stage, beyond, exchange.sides)
+    return values
+
+
+def _adjoint_of_begin(ans: Begun, x: Array, exchange: Exchange, level: int) -> Any:
+    """Return the end of the transposed exchange, which the adjoint of the end has started."""
+    cell = ans.cell(level)
+
+    def vjp(g: None) -> Any:
+        request, cell.request = cell.request, None
+        return communicate(_END_OPERATION, None, request)
+
+    return vjp
+
+
+def _adjoint_of_end(ans: Array, x: None, begun: Begun, level: int) -> Any:
+    """Return the start of the transposed exchange."""
+    cell, transposed = begun.cell(level), begun.exchange.transposed()
+
+    def vjp(g: Array) -> None:
+        cell.request = communicate(_BEGIN_OPERATION, g, transposed)
+
+    return vjp
+
+
+def _tangent_of_begin(dx: Array, ans: Begun, x: Array, exchange: Exchange, level: int) -> None:
+    along = exchange._replace(sides=homogeneous(exchange.sides))
+    ans.cell(level).request = communicate(_BEGIN_OPERATION, dx, along)
+
+
+def _tangent_of_end(dx: None, ans: Array, x: None, begun: Begun, level: int) -> Any:
+    cell = begun.cell(level)
+    pending, cell.request = cell.request, None
+    return communicate(_END_OPERATION, None, pending)
+
+
+_BEGIN_OPERATION = Operation(_BEGIN, point_to_point=True, halves=True)
+_END_OPERATION = Operation(_END, point_to_point=True, halves=True)
+_BEGIN_OPERATION.define(_start, _adjoint_of_begin, _tangent_of_begin)
+_END_OPERATION.define(_finish, _adjoint_of_end, _tangent_of_end)

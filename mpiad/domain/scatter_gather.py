@@ -1,0 +1,221 @@
+"""Whole grids and blocks: scatter, gather, and which index is whose."""
+
+from __future__ import annotations
+
+import math
+
+import autograd.numpy as anp
+import numpy as np
+
+from mpiad._typing import Array, LocalArray, Rank, RootArray
+from mpiad.domain.blocks import from_blocks, into_blocks
+from mpiad.domain.decomposition import Decomposition, lengths
+from mpiad.primitives import mpi_gather, mpi_scatter
+from mpiad.transport.agreement import raise_together
+
+__all__ = ["Placement"]
+
+
+class Placement(Decomposition):
+    """What a domain knows of the whole grid."""
+
+    def scatter(self, u: RootArray, root: Rank = 0) -> LocalArray:
+        """Give each rank its block of the root's whole array.
+
+        Parameters
+        ----------
+        u : array of shape (..., *shape)
+            Counts on the root; other ranks may pass None.
+        root : int
+
+        Returns
+        -------
+        array of shape (..., *local_shape)
+
+        Raises
+        ------
+        TypeError, ValueError
+            On all ranks, where the root's `u` isn't an array of that shape; where there is no such root.
+
+        Ranks
+        -----
+        All ranks call it.
+
+        Adjoint
+        -------
+        The blocks' cotangents are put together on the root: `gather`.
+        """
+        cells = None
+        error = None
+        if self._channel.rank == root:
+            try:
+                cells = into_blocks(self._checked(u, self.shape, "Domain.scatter"), self._partition)
+            except (TypeError, ValueError) as found:
+                error = found
+        # The root alone looks at the array; the others would wait in the scatter.
+        raise_together(self._channel, error)
+        counts = [math.prod(lengths(self._partition.block(r))) for r in range(self._channel.size)]
+        block = mpi_scatter(cells, root, axis=0, counts=counts, comm=self.comm)
+        return anp.moveaxis(block, 0, -1).reshape(block.shape[1:] + self.local_shape)
+
+    def gather(self, u: LocalArray, root: Rank = 0) -> RootArray:
+        """Put the blocks of all ranks together on the root.
+
+        Parameters
+        ----------
+        u : array of shape (..., *local_shape)
+        root : int
+
+        Returns
+        -------
+        array
+            On the root of shape (..., *shape); elsewhere empty, of length 0 along the first dimension of the grid.
+
+        Raises
+        ------
+        TypeError, ValueError
+            Where `u` isn't an array of that shape; on all ranks, where the blocks don't fit together.
+
+        Ranks
+        -----
+        All ranks call it.
+
+        Adjoint
+        -------
+        Each rank gets the cotangent of its block: `scatter`.
+        """
+        u = self._checked(u, self.local_shape, "Domain.gather")
+        lead = u.shape[: u.ndim - len(self.shape)]
+        # Cells first, as `from_blocks` takes them; blocks of different lengths then differ along that axis alone.
+        cells = mpi_gather(anp.moveaxis(u.reshape((*lead, -1)), -1, 0), root, axis=0, comm=self.comm)
+        if self._channel.rank == root:
+            return from_blocks(cells, self._partition)
+        return cells.reshape((*lead, 0, *self.shape[1:]))
+
+    def owner(self, index: Array) -> Array:
+        """Return which rank owns cells.
+
+        Parameters
+        ----------
+        index : int array of shape (..., dimensions), or a tuple of int for one cell
+            In the whole grid. On a periodic dimension any integer counts; on others negative ones don't.
+
+        Returns
+        -------
+        int array of shape (...), or int for one cell
+
+        Raises
+        ------
+        IndexError
+            Where a cell isn't in the grid.
+        TypeError, ValueError
+            Where it isn't an array of integers of that shape.
+
+        Ranks
+        -----
+        Any rank may call it; nothing is sent.
+        """
+        owners = self._partition.owners(self._in_grid(index, "Domain.owner"))
+        return owners if owners.ndim else int(owners)
+
+    def to_local(self, index: Array, *, halo: bool = False) -> Array:
+        """Return where cells of the whole grid lie in this rank's block.
+
+        Parameters
+        ----------
+        index : int array of shape (..., dimensions), or a tuple of int for one cell
+            As `owner` takes it.
+        halo : bool
+            Whether the place is that in the block with its halo; cells of the halo are then found too.
+
+        Returns
+        -------
+        int array of the shape of `index`
+            ``u[tuple(local)]`` is one cell, ``u[tuple(local.T)]`` are all cells of a list.
+
+        Raises
+        ------
+        IndexError
+            Where a cell isn't in the grid, or not in this rank's block.
+        TypeError, ValueError
+            Where it isn't an array of integers of that shape.
+
+        Ranks
+        -----
+        Any rank may call it; nothing is sent.
+        """
+        call = "Domain.to_local"
+        cells = self._in_grid(index, call)
+        widths = np.array(self.halo if halo else (0,) * len(self.shape))
+        starts = np.array([cells.start for cells in self.owned]) - widths
+        local = cells - starts
+        # A halo may hold the cells of the grid's other end.
+        local = np.where(np.array(self.periodic), local % np.array(self.shape), local)
+        outside = ((local < 0) | (local >= np.array(self.local_shape) + 2 * widths)).any(axis=-1)
+        if outside.any():
+            cell = tuple(cells[outside][0].tolist())
+            raise IndexError(
+                f"{call}: cell {cell} belongs to rank {self.owner(cell)}, and isn't in the block "
+                f"{'with its halo ' if halo else ''}of rank {self._channel.rank}, {_ranges(self.owned)}. "
+                "domain.owner(index) tells whose cells are."
+            )
+        return local
+
+    def to_global(self, index: Array, *, halo: bool = False) -> Array:
+        """Return which cells of the whole grid are at places in this rank's block.
+
+        Parameters
+        ----------
+        index : int array of shape (..., dimensions), or a tuple of int for one place
+            In this rank's block.
+        halo : bool
+            Whether it is the place in the block with its halo.
+
+        Returns
+        -------
+        int array of the shape of `index`
+
+        Raises
+        ------
+        IndexError
+            Where a place isn't in the block, or is in a halo beyond a physical side.
+        TypeError, ValueError
+            Where it isn't an array of integers of that shape.
+
+        Ranks
+        -----
+        Any rank may call it; nothing is sent.
+        """
+        call = "Domain.to_global"
+        places = self._index_array(index, call)
+        widths = np.array(self.halo if halo else (0,) * len(self.shape))
+        room = np.array(self.local_shape) + 2 * widths
+        _require_inside(places, room, f"{call}: place {{}} isn't in a block of {{}} cells")
+        return self._in_grid(places + np.array([cells.start for cells in self.owned]) - widths, call)
+
+    def _index_array(self, index: object, call: str) -> np.ndarray:
+        found = np.asarray(index)
+        if found.dtype.kind not in "iu":
+            raise TypeError(f"{call}: expected integers, but got {type(index).__name__} of dtype {found.dtype}.")
+        if found.shape[-1:] != (len(self.shape),):
+            raise ValueError(
+                f"{call}: expected an index of shape (..., {len(self.shape)}), one entry for each dimension of the grid, "
+                f"but got {found.shape}."
+            )
+        return found.astype(np.intp)
+
+    def _in_grid(self, index: object, call: str) -> np.ndarray:
+        cells, room = self._index_array(index, call), np.array(self.shape)
+        wrapped = np.where(np.array(self.periodic), cells % room, cells)
+        _require_inside(wrapped, room, f"{call}: cell {{}} isn't in a grid of {{}} cells")
+        return wrapped
+
+
+def _require_inside(index: np.ndarray, room: np.ndarray, message: str) -> None:
+    outside = ((index < 0) | (index >= room)).any(axis=-1)
+    if outside.any():
+        raise IndexError(message.format(tuple(index[outside][0].tolist()), tuple(room.tolist())) + ".")
+
+
+def _ranges(block: tuple[slice, ...]) -> str:
+    return "[" + ", ".join(f"{cells.start}:{cells.stop}" for cells in block) + "]"

@@ -1,0 +1,182 @@
+"""The arguments of `solve`, looked at before anything is computed."""
+
+from __future__ import annotations
+
+import math
+from numbers import Integral
+from typing import Any, NamedTuple
+
+import numpy as np
+from autograd.tracer import isbox
+
+from mpiad._typing import Array
+from mpiad.ensemble.algorithms import Algorithm
+from mpiad.ensemble.backends import EnsembleAlgorithm
+from mpiad.ensemble.events import Event
+from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
+from mpiad.transport.device_arrays import is_device_array, named
+
+__all__ = ["SolveOptions", "checked_options"]
+
+_LEAST_RTOL = 100 * float(np.finfo(float).eps)
+
+
+class SolveOptions(NamedTuple):
+    """The arguments of `solve`, by its names: one object, which all parts of a solve get."""
+
+    problem: Any
+    alg: Any
+    ensemblealg: Any
+    trajectories: Any
+    saveat: Any
+    save_everystep: bool
+    rtol: Any
+    atol: Any
+    dt: Any
+    dtmax: Any
+    max_steps: Any
+    events: Any
+    batch_size: Any
+    gradient: Any
+    adjoint: Any
+    checkpoints: Any
+    compile: Any
+    dense_output: bool
+    progress: bool
+    throw: bool
+
+
+def checked_options(options: SolveOptions) -> SolveOptions:
+    """Return the arguments in the form that the solve needs.
+
+    Raises
+    ------
+    NotImplementedError
+        Where `saveat` is traced.
+    TypeError, ValueError
+        Where one of them can't be used.
+    """
+    _check_kinds(options)
+    _check_numbers(options)
+    given = options.events
+    events = tuple(given) if isinstance(given, (list, tuple)) else (given,)
+    for event in events:
+        if not isinstance(event, Event):
+            raise TypeError(f"solve: events must be mpiad.ensemble.Event, but got {event!r}. Make one: Event(condition).")
+    if options.gradient not in (None, "tangent", "adjoint"):
+        raise ValueError(f"solve: gradient must be 'tangent' or 'adjoint', but got {options.gradient!r}.")
+    if options.adjoint not in ("discrete", "continuous"):
+        raise ValueError(f"solve: adjoint must be 'discrete' or 'continuous', but got {options.adjoint!r}.")
+    if options.compile not in ("auto", True, False):
+        raise ValueError(f"solve: compile must be 'auto', True or False, but got {options.compile!r}.")
+    if options.adjoint == "continuous" and options.gradient == "tangent":
+        raise ValueError("solve: gradient='tangent' has no adjoint; leave out adjoint='continuous', or gradient=.")
+    if options.save_everystep and options.saveat is not None:
+        raise ValueError(
+            f"solve: give either saveat or save_everystep=True, not both, but got saveat={options.saveat!r:.60} as well."
+        )
+    if options.dense_output and options.checkpoints is not None:
+        raise ValueError(
+            f"solve: dense_output=True interpolates in steps that are kept, but checkpoints={options.checkpoints} keeps "
+            "only some. Leave out one of the two, or ask for saveat."
+        )
+    count = _trajectories(options)
+    saveat = options.saveat
+    if saveat is not None:
+        _check_untraced(saveat)
+        if is_device_array(saveat):
+            raise TypeError(
+                f"solve: saveat must be times on the host, but got {named(saveat)} of shape {saveat.shape}. "
+                "Pass mpiad.device.to_host(saveat)."
+            )
+        saveat = np.asarray(saveat)
+        if saveat.ndim == 2 and len(saveat) != count:
+            raise ValueError(f"solve: saveat has {len(saveat)} rows, but there are {count} trajectories.")
+    # SciPy's bound: below it rounding is all that the error estimate sees.
+    rtol = max(options.rtol, _LEAST_RTOL)
+    return options._replace(events=events, trajectories=count, saveat=saveat, rtol=rtol)
+
+
+def _check_untraced(saveat: Any) -> None:
+    parts = saveat if isinstance(saveat, (list, tuple)) else [saveat]
+    if any(map(isbox, parts)):
+        raise NotImplementedError(
+            "solve: saveat is traced, but states have no derivative here by the times at which they are saved. Pass "
+            "mpiad.stop(saveat), or let tspan end at the time that moves: u_end has a derivative by it."
+        )
+
+
+def _check_kinds(options: SolveOptions) -> None:
+    for name, kinds in (
+        ("problem", (ODEProblem, EnsembleProblem)), ("alg", Algorithm), ("ensemblealg", EnsembleAlgorithm)
+    ):  # fmt: skip
+        value = getattr(options, name)
+        if isinstance(value, kinds):
+            continue
+        hint = " Make one: write RK45() with brackets." if isinstance(value, type) else ""
+        expected = " or ".join(kind.__name__ for kind in kinds) if isinstance(kinds, tuple) else kinds.__name__
+        raise TypeError(f"solve: {name} must be an {expected}, but got {value!r}.{hint}")
+
+
+def _check_numbers(options: SolveOptions) -> None:
+    for name in ("rtol", "dtmax", "dt"):
+        value = getattr(options, name)
+        if value is None and name == "dt":
+            if options.alg.tableau.error is None:
+                raise ValueError(f"solve: {type(options.alg).__name__} takes fixed steps and needs their size, as dt=0.01.")
+        elif not _is_positive(value):
+            raise ValueError(f"solve: {name} must be above zero, but got {value!r}.")
+    if not math.isfinite(options.rtol):
+        raise ValueError(f"solve: rtol must be finite, but got {options.rtol!r}.")
+    if not _are_tolerances(options.atol):
+        raise ValueError(f"solve: atol must be zero or more, but got {options.atol!r}.")
+    for name in ("max_steps", "batch_size", "checkpoints"):
+        value = getattr(options, name)
+        if value is None and name != "max_steps":
+            continue
+        if not isinstance(value, Integral) or value < 1:
+            raise ValueError(f"solve: {name} must be an integer above zero, but got {value!r}.")
+
+
+def _are_tolerances(atol: Any) -> bool:
+    if type(atol) is float:  # most often, and each solve comes here
+        return 0 <= atol < math.inf
+    values = np.asarray(atol)
+    return values.dtype.kind in "iuf" and bool((np.isfinite(values) & (values >= 0)).all())
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, (int, float, np.integer, np.floating)) and bool(value > 0)
+
+
+def _trajectories(options: SolveOptions) -> int:
+    problem, count = options.problem, options.trajectories
+    if isinstance(problem, ODEProblem):
+        if count is not None:
+            raise ValueError(f"solve: trajectories={count!r} needs an EnsembleProblem, but got one ODEProblem.")
+        return 1
+    lengths = {name: _length(getattr(problem, name)) for name in ("u0", "p") if getattr(problem, name) is not None}
+    if count is None and not lengths:
+        raise ValueError(
+            f"solve: trajectories=N is needed, where the ensemble has no arrays u0= or p=, but got {count!r}. Say how many."
+        )
+    count = next(iter(lengths.values())) if count is None else count
+    if not isinstance(count, Integral) or isinstance(count, bool) or count < 0:
+        raise ValueError(f"solve: trajectories must be an integer, zero or more, but got {count!r}.")
+    for name, length in lengths.items():
+        if length != count:
+            raise ValueError(f"solve: {name}= of the ensemble has {length} rows, but there are {count} trajectories.")
+    return int(count)
+
+
+def _length(tree: Array) -> int:
+    from mpiad.differentiation.trees import flatten
+
+    leaves, _ = flatten(tree)
+    lengths = {np.shape(leaf)[0] if np.ndim(leaf) else -1 for leaf in leaves}  # -1: without rows
+    if len(lengths) != 1 or -1 in lengths:
+        raise ValueError(
+            "solve: u0= and p= of the ensemble must be arrays (p a nest of them) with one row for each trajectory, but "
+            f"have parts of shapes {sorted({np.shape(leaf) for leaf in leaves})}. Write np.array([...]) for a list of rows."
+        )
+    return lengths.pop()

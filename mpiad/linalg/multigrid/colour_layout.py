@@ -1,0 +1,130 @@
+"""Where a block's points lie in memory: by colour, so that all that is done to a colour is done to contiguous arrays.
+
+A point's colour says which of its indices are odd: 4 colours in two dimensions, 8 in three. Points of one colour aren't
+neighbours, not even across corners, so a Gauss-Seidel step updates all of them at once; those of colour 0 are the points
+of the next coarser level. In the array of a colour, entry k stands for the point of index 2k + colour; there is one layer
+of entries around the block's own, which holds its halo. All arrays are flat, and the neighbours of all points of a colour
+are found by a shift: loops over rows would cost more than the arithmetic on small levels.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable
+
+import numpy as np
+
+from mpiad._typing import LocalArray, Shape
+from mpiad.domain.allocation import empty_beside
+from mpiad.linalg.multigrid.spread import Box
+from mpiad.transport.device_arrays import arrays_of
+
+__all__ = ["Colour", "Layout", "reach"]
+
+Colour = tuple[int, ...]
+
+
+def reach(colour: Colour, offset: Iterable[int]) -> tuple[Colour, Colour]:
+    """Return the colour of the points at an offset from those of a colour, and how far their entries are.
+
+    Parameters
+    ----------
+    colour : tuple of int
+    offset : tuple of int
+        In points.
+
+    Returns
+    -------
+    neighbour : tuple of int
+        A colour.
+    steps : tuple of int
+        In entries.
+    """
+    moved = [p + o for p, o in zip(colour, offset)]
+    return tuple(m % 2 for m in moved), tuple(m // 2 for m in moved)
+
+
+class Layout:
+    """The arrays of one block.
+
+    Parameters
+    ----------
+    box : Box
+        The block's own points.
+
+    Attributes
+    ----------
+    colours : list of tuple of int
+        All colours, colour 0 first; its place in this list is a colour's row in arrays of shape (colours, size).
+    shape : tuple of int
+        Of a colour's array before it is made flat.
+    size : int
+    inner : slice
+        From the first entry that has all its neighbours to the last one.
+    """
+
+    def __init__(self, box: Box):
+        self.box = box
+        self.first = tuple(low // 2 for low in box.low)
+        self.shape: Shape = tuple((high + 1) // 2 - start + 2 for high, start in zip(box.high, self.first))
+        self.size = math.prod(self.shape)
+        self.strides = tuple(math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
+        # The first point's entry is one further along each dimension, for the halo; so the last one's from the end.
+        margin = sum(self.strides)
+        self.inner = slice(margin, self.size - margin)
+        self.colours: list[Colour] = list(itertools.product((0, 1), repeat=len(self.shape)))
+        self.row = {colour: row for row, colour in enumerate(self.colours)}
+
+    def shifted(self, steps: Iterable[int], sign: int = 1) -> slice:
+        """Return the inner entries moved by steps along each dimension."""
+        shift = sign * sum(step * stride for step, stride in zip(steps, self.strides))
+        return slice(self.inner.start + shift, self.inner.stop + shift)
+
+    def places(self, colour: Colour, rim: int = 0) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+        """Return the points of a colour within its array, and within the block with `rim` points around it."""
+        entries, points = [], []
+        for parity, low, high, first in zip(colour, self.box.low, self.box.high, self.first):
+            # Entry k stands for the point 2k + parity: k begins and ends at the next whole number.
+            start, stop = ((bound - parity + 1) // 2 for bound in (low - rim, high + rim))
+            entries.append(slice(start - first + 1, stop - first + 1))
+            points.append(slice(2 * start + parity - (low - rim), None, 2))
+        return tuple(entries), tuple(points)
+
+    def coarse(self, rim: int = 0) -> tuple[slice, ...]:
+        """Return the entries of the coarse points of the block, with `rim` around them."""
+        box = self.box.coarse().grown(rim)
+        return tuple(slice(a - f + 1, b - f + 1) for a, b, f in zip(box.low, box.high, self.first))
+
+    def whole(self, flat: LocalArray) -> LocalArray:
+        """Return arrays of colours as arrays of `shape`."""
+        return flat.reshape(flat.shape[:-1] + self.shape)
+
+    def split(self, block: LocalArray) -> LocalArray:
+        """Return the arrays of all colours in double precision, zero outside of the block.
+
+        Parameters
+        ----------
+        block : array of shape (..., *box.shape)
+
+        Returns
+        -------
+        array of shape (..., colours, size)
+        """
+        lead = block.shape[: block.ndim - len(self.shape)]
+        shape, home = (*lead, len(self.colours), self.size), arrays_of(block)
+        out = np.zeros(shape) if home is None else home.full(shape, 0, np.float64)
+        whole = self.whole(out)
+        for row, colour in enumerate(self.colours):
+            entries, points = self.places(colour)
+            whole[(..., row, *entries)] = block[(..., *points)]
+        return out
+
+    def join(self, split: LocalArray, rim: int = 0) -> LocalArray:
+        """Return the block of arrays of all colours, with `rim` points of the halo around it."""
+        out = empty_beside(split, self.box.grown(rim).shape)
+        whole = self.whole(split)
+        for row, colour in enumerate(self.colours):
+            entries, points = self.places(colour, rim)
+            out[points] = whole[(row, *entries)]
+        return out

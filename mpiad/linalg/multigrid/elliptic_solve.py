@@ -1,0 +1,151 @@
+"""`solve_elliptic`: a solve by multigrid, differentiated by the implicit function theorem.
+
+As in `linalg.implicit`: the adjoint takes one solve more, by the same levels, since the operator is its own transpose, and
+one reverse pass through the operator at the solution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpiad._typing import Array, LocalArray
+from mpiad.differentiation import make_jvp, make_vjp
+from mpiad.domain import Domain
+from mpiad.domain.root_copies import require_own_block
+from mpiad.extend import communicating, defjvp_together, defvjp_together
+from mpiad.linalg.host_and_device import require_together
+from mpiad.linalg.multigrid.preconditioner import Multigrid
+from mpiad.primitives import stop
+from mpiad.primitives.cotangents import spec_like, tangent_of
+from mpiad.transport import Channel, channel
+from mpiad.transport.agreement import raise_together
+
+__all__ = ["solve_elliptic"]
+
+_CALL = "linalg.solve_elliptic"
+
+
+def solve_elliptic(
+    domain: Domain,
+    kappa: LocalArray | float,
+    b: LocalArray,
+    c: LocalArray | float = 0.0,
+    *,
+    spacing: float | Sequence[float] = 1.0,
+    boundary: str | Sequence = "dirichlet",
+    centred: bool = False,
+    mean_zero: bool = False,
+    rtol: float = 1e-8,
+    atol: float = 0.0,
+    maxiter: int = 100,
+    x0: LocalArray | None = None,
+    callback: Callable[[float], Any] | None = None,
+) -> LocalArray:
+    """Solve -∇·(κ∇u) + c u = b on a domain; differentiable by κ, b and c.
+
+    Parameters
+    ----------
+    domain : Domain
+    kappa : array of shape local_shape, or number
+        Positive; it may jump.
+    b : array of shape local_shape
+        This rank's block of the right-hand side.
+    c : array of shape local_shape, or number
+        Zero or more. All arrays are on the host, or all on one device.
+    spacing, boundary, centred
+        As `Elliptic` takes them. A value other than 0 on a side goes into `b`: κ times it, by the square of the spacing
+        (twice that where `centred`).
+    mean_zero : bool
+        As `Multigrid` takes it.
+    rtol, atol, maxiter
+        As `Multigrid.solve` takes them; also in the solves that derivatives take, with their own right-hand sides.
+    x0, callback
+        As `Multigrid.solve` takes them; no derivative flows through `x0`.
+
+    Returns
+    -------
+    array of the shape and dtype of `b`, where `b` lives
+        This rank's block of u.
+
+    Raises
+    ------
+    TypeError, ValueError, ConvergenceError
+        On all ranks: see `Multigrid` and `Multigrid.solve`.
+
+    Ranks
+    -----
+    All ranks of the domain call it.
+
+    Adjoint
+    -------
+    One solve A λ = ū, on all ranks, with the levels of the forward solve: b gets λ, κ and c get -(∂(A u)/∂(κ, c))ᵀ λ.
+    Forward mode and higher orders take one solve for each derivative.
+    """
+    levels = Multigrid(
+        domain, stop(kappa), stop(c), spacing=spacing, boundary=boundary, centred=centred, mean_zero=mean_zero
+    )
+    used = channel(domain.comm, _CALL)
+    raise_together(used, _mistake(domain, used, b, kappa, c))
+    # What the solves of derivatives share; their start is zero, and they are nobody's news.
+    settings = {"rtol": rtol, "atol": atol, "maxiter": maxiter}
+    return _solution(b, kappa, c, levels=levels, settings=settings, start={"x0": stop(x0), "callback": callback})
+
+
+def _mistake(domain: Domain, used: Channel, b: object, kappa: object, c: object) -> Exception | None:
+    try:
+        require_together(_CALL, b=stop(b), kappa=stop(kappa), c=stop(c))
+        for field in (b, kappa, c):
+            require_own_block(field, domain.local_shape, used.size, used.rank, _CALL)
+    except (TypeError, ValueError) as error:
+        return error
+    return None
+
+
+@communicating
+def _solution(
+    b: LocalArray, kappa: LocalArray, c: LocalArray, *, levels: Multigrid, settings: dict, start: dict | None = None
+) -> LocalArray:
+    """Return the solution; κ and c are those of the levels, and are arguments for the sake of their derivatives."""
+    return levels.solve(b, **settings, **(start or {}))
+
+
+def _product(levels: Multigrid) -> Callable:
+    return lambda all_three: levels.operator(*all_three)
+
+
+def _adjoint(
+    ans: LocalArray, b: LocalArray, kappa: LocalArray, c: LocalArray, *, levels: Multigrid, settings: dict, **_: Any
+) -> Callable:
+    """Return the transpose of the solution's derivative: from A u̇ = ḃ - (∂A/∂κ κ̇ + ∂A/∂c ċ) u."""
+
+    def vjp(g: LocalArray) -> list:
+        # The operator is its own transpose, and the levels are made: another solve with them.
+        multiplier = _solution(g, kappa, c, levels=levels, settings=settings)
+        pull, _ = make_vjp(_product(levels))([ans, kappa, c])
+        # The first part, Aᵀ λ, is ū again.
+        _, of_kappa, of_c = pull(multiplier)
+        return [multiplier, -of_kappa, -of_c]
+
+    return vjp
+
+
+def _tangent(
+    gs: list, ans: LocalArray, b: LocalArray, kappa: LocalArray, c: LocalArray, *, levels: Multigrid, settings: dict,
+    **_: Any,
+) -> LocalArray:
+    """Return the derivative of the solution along tangents of b, κ and c."""
+    along = [_direction(value, g) for value, g in zip((kappa, c), gs[1:])]
+    push = make_jvp(_product(levels))([ans, kappa, c])
+    change = push([spec_like(stop(ans)).zeros(), *along])[1]
+    return _solution(tangent_of(b, gs[0]) - change, kappa, c, levels=levels, settings=settings)
+
+
+def _direction(value: object, tangent: Array) -> Any:
+    return tangent_of(value, tangent) if np.ndim(stop(value)) or tangent is not None else 0.0
+
+
+defvjp_together(_solution, _adjoint)
+defjvp_together(_solution, _tangent)

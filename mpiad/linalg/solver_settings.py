@@ -1,0 +1,128 @@
+"""How a linear system is to be solved, and what of it can't be."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable
+from numbers import Integral
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpiad._typing import Comm, Function
+from mpiad.transport import MAX, channel
+from mpiad.transport.agreement import raise_first, require_same
+
+__all__ = ["SIDES", "Settings", "agree_on", "mistake_in", "unfit_preconditioner"]
+
+SIDES = ("left", "right")
+
+
+class Settings(NamedTuple):
+    """How to solve; the same on all ranks.
+
+    Parameters
+    ----------
+    method : str
+    rtol, atol : float
+        The residual's norm is to fall to ``max(rtol * norm(b), atol)``.
+    maxiter : int or None
+    comm : mpi4py intracommunicator or None
+    callback : callable or None
+    restart : int
+        Length of a cycle of GMRES.
+    side : {"left", "right"} or None
+        Of the preconditioner.
+    batch : int
+        How many leading axes of b count systems.
+    verify : bool
+        Whether to spend products on checks at the end.
+    call : str
+        What errors begin with.
+    probe : bool
+        Whether to look for constants in the operator's null space: not in the systems of derivatives.
+    with_x0 : bool
+        Whether there is an x0: its residual takes a product that all ranks must take part in.
+    reported, preconditioned : bool
+        Whether any rank has a callback, or a preconditioner, that may raise: known after `agree_on`.
+    """
+
+    method: str
+    rtol: float
+    atol: float
+    maxiter: int | None
+    comm: Comm
+    callback: Callable[[float], Any] | None
+    restart: int = 30
+    side: str | None = None
+    batch: int = 0
+    verify: bool = True
+    call: str = "linalg.solve"
+    probe: bool = True
+    with_x0: bool = False
+    reported: bool = False
+    preconditioned: bool = False
+
+
+def agree_on(settings: Settings, error: Exception | None, preconditioner: Function | None = None) -> Settings:
+    """Return the settings with what other ranks' functions say of them; one reduction.
+
+    Raises
+    ------
+    Exception
+        This rank's `error`, or one like another's.
+    ValueError
+        Where ranks would solve in different ways, and wait for each other.
+    """
+    used = channel(settings.comm, settings.call)
+    # Communicators and functions differ between processes in what `repr` says of them.
+    given = settings._replace(comm=None, callback=None)
+    number = zlib.crc32(repr(given).encode())
+    # The greatest number and, negated, the least: where they are the same, all are.
+    functions = settings.callback is not None, preconditioner is not None
+    mine, most = np.array([error is not None, number, -number, *functions], np.int64), np.empty(5, np.int64)
+    used.data.Allreduce(mine, most, MAX)
+    if most[0]:
+        raise_first(used, error)
+    if most[1] != -most[2]:
+        require_same(used, ", ".join(f"{name}={value!r}" for name, value in given._asdict().items()), settings.call)
+    return settings._replace(reported=bool(most[3]), preconditioned=bool(most[4]))
+
+
+def mistake_in(s: Settings, methods: Any, ndim: int) -> Exception | None:
+    """Return what is wrong with settings, for a right-hand side of `ndim` axes; None where nothing is."""
+    if s.method not in methods:
+        listed = ", ".join(map(repr, methods))
+        return ValueError(f"{s.call}: method must be one of {listed}, but got {s.method!r}.")
+    if s.side is not None and (s.side not in SIDES or s.method == "cg"):
+        allowed = "None for 'cg', which is preconditioned symmetrically" if s.method == "cg" else "'left' or 'right'"
+        return ValueError(f"{s.call}: side must be {allowed}, but got {s.side!r}.")
+    return _wrong_tolerance(s) or _wrong_number(s, ndim)
+
+
+def unfit_preconditioner(functions: Any, b: object) -> Exception | None:
+    """Return why a preconditioner isn't made for blocks like `b`; None where each is, or is the user's own function.
+
+    Found out here and not when it is called: where it fits on some ranks, those would wait in it for the others.
+    """
+    refusals = [fun.refusal(b) for fun in functions if hasattr(fun, "refusal")]
+    return next((error for error in refusals if error is not None), None)
+
+
+def _wrong_tolerance(s: Settings) -> Exception | None:
+    if 0 <= s.rtol < math.inf and 0 <= s.atol < math.inf and s.rtol + s.atol > 0:
+        return None
+    return ValueError(
+        f"{s.call}: rtol and atol must be zero or more, and one above zero, but got {s.rtol!r} and {s.atol!r}."
+    )
+
+
+def _wrong_number(s: Settings, ndim: int) -> Exception | None:
+    if s.maxiter is not None and (not isinstance(s.maxiter, Integral) or s.maxiter < 1):
+        return ValueError(f"{s.call}: maxiter must be None or an integer above zero, but got {s.maxiter!r}.")
+    if not isinstance(s.restart, Integral) or s.restart < 1:
+        return ValueError(f"{s.call}: restart must be an integer above zero, but got {s.restart!r}.")
+    if not isinstance(s.batch, Integral) or not 0 <= s.batch <= ndim:
+        return ValueError(f"{s.call}: batch must count leading axes of b, which has {ndim}, but got {s.batch!r}.")
+    return None

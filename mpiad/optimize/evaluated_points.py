@@ -1,0 +1,206 @@
+"""The root's view of the objective: each thing evaluated once per point, counted and limited."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from mpiad.optimize.objective_evaluation import Evaluation
+from mpiad.optimize.root_instructions import BOTH, GRADIENT, PRODUCT, VALUE, Instructions
+
+__all__ = ["Counts", "Interrupted", "LimitReached", "Point", "Points"]
+
+# A line search may accept a point that isn't the last one it tried.
+_REMEMBERED = 4
+_NAMES = {VALUE: "value", GRADIENT: "gradient", BOTH: "both"}
+
+
+class LimitReached(Exception):
+    """Leave a method that wants one more evaluation than `maxfun`, from wherever it is."""
+
+
+class Interrupted(Exception):
+    """Leave a method after a rank was told to end, from wherever it is."""
+
+
+class Counts(dict):
+    """Numbers of collective evaluations: "value", "gradient" (alone), "both", "product"."""
+
+    @property
+    def of_objective(self) -> int:
+        """Number of evaluations of the objective, with its gradient or without."""
+        return self["value"] + self["both"]
+
+    @property
+    def of_gradient(self) -> int:
+        """Number of evaluations of the gradient, with the objective or without."""
+        return self["gradient"] + self["both"]
+
+
+class Point:
+    """A point and what is known there."""
+
+    __slots__ = ("_bits", "_first", "gradient", "value", "x")
+
+    def __init__(self, x: np.ndarray):
+        self.x = x.copy()  # SciPy's methods, and the user's function, go on working in theirs
+        self._bits = self.x.view(np.int64)  # NaN too is the same where the bits are
+        self._first = self._bits[0] if x.size else 0
+        self.value: float | None = None
+        self.gradient: np.ndarray | None = None
+
+    @property
+    def gradient_norm(self) -> float:
+        """Return the gradient's largest absolute entry; NaN where it isn't known."""
+        if self.gradient is None:
+            return math.nan
+        return float(max(self.gradient.max(initial=0.0), -self.gradient.min(initial=0.0)))
+
+    def lies_at(self, x: np.ndarray) -> bool:
+        """Return whether this is the point x."""
+        bits = x.view(np.int64)
+        if x.size and self._first != bits[0]:  # most differ in every entry
+            return False
+        return bool((self._bits == bits).all())
+
+
+class Points:
+    """Evaluate on all ranks, where the last points don't know the answer.
+
+    Parameters
+    ----------
+    evaluation : Evaluation
+    instructions : Instructions
+    together : bool
+        Whether the method always wants the gradient where it wants the value.
+
+    Attributes
+    ----------
+    counts : Counts
+    maxfun : float or None
+        Most evaluations of the objective; the first is made in any case.
+    excess : callable or None
+        ``excess(x)`` says how far x violates bounds and constraints; 0 where it doesn't.
+    best : Point or None
+        Where the objective was finite and lowest, among those that violate least.
+    iterate : Point or None
+        Remembered as long as it is the last iterate, to which methods come back at their end.
+    interruptible : bool
+        Whether the solve is to end soon after a rank was told to.
+    """
+
+    def __init__(self, evaluation: Evaluation, instructions: Instructions, together: bool):
+        self._evaluation, self._instructions, self._together = evaluation, instructions, together
+        self._for_value = BOTH if together or evaluation.only_both else VALUE
+        self._last_valued: Point | None = None
+        self._recent: deque[Point] = deque(maxlen=_REMEMBERED)
+        self.counts = Counts(value=0, gradient=0, both=0, product=0)
+        self.maxfun: float | None = None
+        self.excess: Callable[[np.ndarray], float] | None = None
+        self.best: Point | None = None
+        self.iterate: Point | None = None
+        self.interruptible = self._begun = False
+        self._least = math.inf
+
+    @property
+    def exhausted(self) -> bool:
+        """Return whether no further evaluation of the objective is allowed."""
+        # One at least, as without the objective at x0 there is no result.
+        return self.maxfun is not None and self.counts.of_objective >= max(self.maxfun, 1)
+
+    @property
+    def broken(self) -> bool:
+        """Return whether anything wasn't finite at the last points."""
+        known = [thing for point in self._recent for thing in (point.value, point.gradient) if thing is not None]
+        return not all(np.all(np.isfinite(thing)) for thing in known)
+
+    def value(self, x: np.ndarray) -> float:
+        """Return the objective at x, shape (n,)."""
+        return self.valued(x).value  # type: ignore[return-value]
+
+    def valued(self, x: np.ndarray) -> Point:
+        """Return x as a point whose objective is known. The user's function gets this x, as in SciPy, and may change it."""
+        x = np.ascontiguousarray(x, dtype=float)
+        point = self.at(x)
+        if point.value is None:
+            self._ask(self._for_value, point, x)
+        return point
+
+    def gradient(self, x: np.ndarray) -> np.ndarray:
+        """Return the gradient at x, shape (n,); read-only where the method mustn't work in it.
+
+        Methods that want it with each value only read it, and a copy would take as long as their own passes.
+        """
+        x = np.ascontiguousarray(x, dtype=float)
+        point = self.at(x)
+        if point.gradient is None:
+            # The value's forward pass is kept on all ranks until the next one.
+            ready = point is self._last_valued or (self._evaluation.separate and point.value is not None)
+            self._ask(GRADIENT if ready else BOTH, point, x)
+        gradient: np.ndarray = point.gradient  # type: ignore[assignment]
+        return _read_only(gradient) if self._together else gradient.copy()
+
+    def product(self, x: np.ndarray, direction: np.ndarray) -> np.ndarray:
+        """Return the product of the Hessian at x with a direction, shape (n,)."""
+        return self._carry_out(PRODUCT, "product", x, np.asarray(direction, dtype=float).reshape(-1))
+
+    def at(self, x: np.ndarray) -> Point:
+        """Return what is known at x, an array of doubles."""
+        # The newest first, which is asked for most; the other two may have left the short memory long ago.
+        for point in (*reversed(self._recent), self.best, self.iterate):
+            if point is not None and point.lies_at(x):
+                return point
+        self._recent.append(Point(x))
+        return self._recent[-1]
+
+    def _ask(self, kind: int, point: Point, x: np.ndarray) -> None:
+        if kind != GRADIENT and self.exhausted and self._begun:
+            raise LimitReached(f"{self.counts.of_objective} evaluations are done")
+        if self.interruptible and self.iterate is not None and self._evaluation.asked:
+            raise Interrupted("a rank was told to end")
+        self._begun = True
+        value, gradient = self._carry_out(kind, _NAMES[kind], x)
+        self._last_valued = point if kind == VALUE else None  # a gradient, or both at once, uses the forward pass up
+        point.gradient = point.gradient if gradient is None else gradient
+        if value is not None and point.value is None:
+            point.value = value
+            self._compare(point)
+
+    def _compare(self, point: Point) -> None:
+        if not math.isfinite(point.value):  # type: ignore[arg-type]
+            return
+        excess = 0.0 if self.excess is None else self.excess(point.x)
+        if self.best is None or (excess, point.value) < (self._least, self.best.value):
+            self.best, self._least = point, excess
+
+    def lowers(self, x: np.ndarray, value: float) -> bool:
+        """Return whether the best point violates less than x, or no more at a lower value."""
+        if self.best is None:
+            return False
+        excess = 0.0 if self.excess is None else self.excess(x)
+        return (self._least, self.best.value) < (excess, value)
+
+    @property
+    def foremost(self) -> Point | None:
+        """Return the last iterate, or the best point where that is better: SLSQP tells of trial points as of iterates."""
+        if self.iterate is None or self.iterate.value is None or self.best is None:
+            return self.iterate or self.best
+        finite = math.isfinite(self.iterate.value)
+        return self.best if not finite or self.lowers(self.iterate.x, self.iterate.value) else self.iterate
+
+    def _carry_out(self, kind: int, name: str, x: np.ndarray, direction: np.ndarray | None = None) -> Any:
+        self._evaluation.raise_if_ended()  # the other ranks don't listen any more
+        self.counts[name] += 1
+        # The others carry it out as soon as they have it, so from here on the root must do its part as well.
+        self._instructions.give(kind, x, direction)
+        return self._evaluation.carry_out(kind, x, direction)
+
+
+def _read_only(array: np.ndarray) -> np.ndarray:
+    view = array.view()
+    view.flags.writeable = False
+    return view

@@ -1,0 +1,251 @@
+"""Evaluate the objective and its derivatives, on all ranks together."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from autograd.tracer import Box
+
+from mpiad._typing import Function, Rank, Scalar, Tree
+from mpiad.device import to_host
+from mpiad.differentiation import hvp
+from mpiad.differentiation.gradient import gradients_of_term
+from mpiad.differentiation.objective import Problem, check_objective, problem_with, share, weight_of
+from mpiad.differentiation.trace import Traced, Variables, trace_backwards, variables_of
+from mpiad.optimize.packing import Packing
+from mpiad.optimize.root_instructions import BOTH, GRADIENT, VALUE
+from mpiad.primitives.checks import root_of
+from mpiad.transport import Channel
+from mpiad.transport.user_failures import StageFailures, WrongValueError
+
+__all__ = ["Evaluation", "ForwardPass", "Program", "check_program", "forward_pass"]
+
+
+class Sums(Protocol):
+    """What becomes of the ranks' parts of a gradient."""
+
+    def hand_in(self, part: np.ndarray) -> np.ndarray:
+        """Return a part for `total`, in the stage that makes it."""
+        ...
+
+    def total(self, part: np.ndarray) -> np.ndarray | None:
+        """Return what this rank is to know of all parts, after the agreement on that stage."""
+        ...
+
+
+class Evaluation:
+    """The stages of evaluations: every rank calls the same method with the root's variables.
+
+    Parameters
+    ----------
+    program : Program
+    packing : Packing
+    agreement : StageFailures
+    used : Channel
+        The user's communicator.
+    sums : Sums
+    pieces : bool
+        Whether every rank passes variables of its own, so that gradients which the user computes are those of J.
+
+    Attributes
+    ----------
+    only_both : bool
+        Whether value and gradient can't be had apart.
+    separate : bool
+        Whether the gradient doesn't need the value's forward pass.
+    """
+
+    def __init__(
+        self, program: Program, packing: Packing, agreement: StageFailures, used: Channel, sums: Sums, pieces: bool = False
+    ):
+        self._program, self._packing, self._agreement = program, packing, agreement
+        self._used, self._sums = used, sums
+        self._weight = weight_of(program.objective, used, program.root)
+        self._gradient_weight = 1.0 if pieces else self._weight  # of what `jac` returns
+        self._nothing = np.zeros(packing.size if self._gradient_weight == 0.0 else 0)
+        self._forward: ForwardPass | None = None
+        self.only_both, self.separate = program.jac is True, callable(program.jac)
+
+    @property
+    def asked(self) -> bool:
+        """Return whether a rank was told to end, as far as all know."""
+        return self._agreement.asked
+
+    def raise_if_ended(self) -> None:
+        """Raise what has ended the solve on all ranks, should a method go on in spite of it."""
+        if self._agreement.error is not None:
+            raise self._agreement.error
+
+    def carry_out(self, kind: int, vector: np.ndarray, direction: np.ndarray | None) -> Any:
+        """Carry out an instruction; the variables may be changed by the user's function, unless it is a product."""
+        if kind == VALUE:
+            return self.value(vector), None
+        if kind == GRADIENT:
+            return None, self.gradient(vector)
+        if kind == BOTH:
+            return self.both(vector)
+        return self.product(vector, direction)  # type: ignore[arg-type]
+
+    def value(self, vector: np.ndarray) -> float:
+        """Return the objective, on all ranks; keep the forward pass for `gradient`, where that needs it."""
+        x = self._packing.nest_in(vector)
+        if self.separate:
+            return self._agreement.summed(lambda: self._value_at(x), self._term)[1]
+        self._forward = None  # its memory returns before the next takes as much
+        # The agreement comes before the backward pass, in which the ranks wait for each other.
+        self._forward = forward_pass(lambda x: self._agreement.run(lambda: self._value_at(x)), x)
+        return float(share(self._forward.value, self._weight, self._forward.problem, self._used))
+
+    def gradient(self, vector: np.ndarray) -> np.ndarray | None:
+        """Return the gradient on the root; without `jac`, at the point of the last `value`."""
+        if self.separate:
+            x = self._packing.nest_in(vector)
+            jac, args = self._program.jac, self._program.args
+            return self._sums.total(self._agreement.run(lambda: self._weighted(jac(x, *args), "jac")))  # type: ignore[operator]
+        return self._sums.total(self._agreement.run(self._backward))
+
+    def _backward(self) -> np.ndarray:
+        forward: ForwardPass = self._forward  # type: ignore[assignment]
+        self._forward = None
+        return self._sums.hand_in(self._flat(forward.backward(self._weight)))
+
+    def _flat(self, gradient: Tree) -> np.ndarray:
+        """Return this rank's part of a gradient as a vector; where it is sent at once, in memory that isn't ours."""
+        return self._packing.pack_gradient(gradient) if self._used.size == 1 else self._packing.gradient_to_send(gradient)
+
+    def both(self, vector: np.ndarray) -> tuple[float, np.ndarray | None]:
+        """Return the objective, on all ranks, and its gradient, on the root."""
+        if not self.only_both:
+            # Two functions of the user's get the variables in turn, and the first may overwrite them.
+            first = vector.copy() if self.separate else vector
+            return self.value(first), self.gradient(vector)
+        x = self._packing.nest_in(vector)
+        # The values travel with the agreement, since no trace is to end first.
+        (_, local), value = self._agreement.summed(lambda: self._pair_at(x), lambda pair: self._term(pair[0]))
+        return value, self._sums.total(local)
+
+    def product(self, vector: np.ndarray, direction: np.ndarray) -> np.ndarray | None:
+        """Return the product of the Hessian with a direction, on the root."""
+        x, v = self._packing.unpack(vector), self._packing.unpack(direction)
+        given, args = self._program.hessp, self._program.args
+        if given is not None:
+            return self._sums.total(self._agreement.run(lambda: self._weighted(given(x, v, *args), "hessp")))
+        # Of each rank's own copy, along all copies: their sum is that of the shared variable.
+        products = hvp(
+            lambda x: self._agreement.run(lambda: self._value_at(x)),
+            objective=self._program.objective, root=self._program.root, comm=self._used.user,
+        )
+        return self._sums.total(
+            self._agreement.run(lambda: self._sums.hand_in(self._packing.pack_gradient(products(x, v))))
+        )
+
+    def _value_at(self, x: Tree) -> Any:
+        out = self._program.fun(x, *self._program.args)
+        return self._checked(out[0] if self.only_both and isinstance(out, tuple) else out)
+
+    def _pair_at(self, x: Tree) -> tuple[Any, np.ndarray]:
+        out = self._program.fun(x, *self._program.args)
+        if out is None and self._gradient_weight == 0.0:
+            return None, self._sums.hand_in(self._nothing)
+        if not isinstance(out, tuple) or len(out) != 2:
+            raise WrongValueError(f"minimize: with jac=True fun must return (value, gradient), but got {out!r:.60}.")
+        return self._checked(out[0]), self._weighted(out[1], "fun")
+
+    def _checked(self, value: Scalar) -> Any:
+        problem = problem_with(value, self._weight, "minimize")
+        if problem is not None:
+            raise WrongValueError(problem.text)
+        return value
+
+    def _weighted(self, local: Tree, source: str) -> np.ndarray:
+        """Return this rank's part of a gradient that the user computes."""
+        if self._gradient_weight == 0.0:
+            return self._sums.hand_in(self._nothing)
+        try:
+            packed = self._flat(local)
+        except TypeError as error:
+            raise WrongValueError(f"{error} It was returned by {source}.") from None
+        # Not in place: it may be the user's own array.
+        return self._sums.hand_in(packed if self._gradient_weight == 1.0 else packed * self._gradient_weight)
+
+    def _term(self, value: Scalar) -> float:
+        """Return what a rank's own number adds to the objective."""
+        if self._weight == 0.0:
+            return 0.0
+        if type(value) in Box.types:
+            raise WrongValueError(
+                "minimize: fun returned a traced value, but no derivative is taken through a solve. Give it plain values "
+                "(mpiad.stop) of what it takes from the trace around the solve."
+            )
+        value = to_host(value)
+        return float(value if np.ndim(value) == 0 else np.reshape(value, ())) * self._weight
+
+
+class Program(NamedTuple):
+    """What a rank was given to evaluate.
+
+    Attributes
+    ----------
+    fun : callable
+    jac : callable or bool or None
+        The gradient, True where `fun` returns it beside its value, None where it is found by differentiation.
+    hessp : callable or None
+    args : tuple
+    objective : {"root", "sum", "mean"}
+        How the ranks' values make the objective; the values of `jac` and `hessp` are put together alike.
+    root : int
+    """
+
+    fun: Function
+    jac: Function | bool | None
+    hessp: Function | None
+    args: tuple
+    objective: str
+    root: Rank
+
+
+def check_program(program: Program, used: Channel, call: str) -> None:
+    """Raise where what this rank was given to evaluate can't be."""
+    root_of(program.root, used, call)
+    check_objective(program.objective, call)
+    for name, value, allowed in (
+        ("fun", program.fun, callable(program.fun)),
+        ("jac", program.jac, callable(program.jac) or program.jac is None or program.jac is True),
+        ("hessp", program.hessp, program.hessp is None or callable(program.hessp)),
+    ):
+        if not allowed:
+            raise TypeError(f"{call}: {name} must be callable, but got {type(value).__name__} {value!r:.60}.")
+
+
+class ForwardPass(NamedTuple):
+    """One rank's part of an evaluation, ready to be run backwards once."""
+
+    traced: Traced
+    variables: Variables
+
+    @property
+    def value(self) -> Any:
+        """Return this rank's L_r."""
+        return self.traced.build(self.traced.values)
+
+    @property
+    def problem(self) -> Problem | None:
+        """Return what is wrong with this rank's pass: requests that were never waited for."""
+        return self.traced.problem
+
+    def backward(self, weight: float) -> Tree:
+        """Return `weight` times the gradient by this rank's copy of the variables.
+
+        Ranks
+        -----
+        All ranks call it, also those whose weight is zero: the cotangents of the others pass through them.
+        """
+        found = gradients_of_term(self.traced, weight, self.variables)
+        return self.variables.filled(found, lambda leaf: None)
+
+
+def forward_pass(fun: Function, x: Tree) -> ForwardPass:
+    """Run a function of x, recorded."""
+    variables = variables_of((x,), 0, "minimize")
+    return ForwardPass(trace_backwards(fun, variables), variables)

@@ -1,0 +1,279 @@
+"""The variables of a solve: any nest of arrays for the user, one vector of doubles for the method and the messages."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+
+import numpy as np
+from autograd.tracer import Box
+
+from mpiad._typing import Array, Tree
+from mpiad.differentiation.trees import flatten, is_variable
+from mpiad.optimize.device_leaves import Elsewhere, fetched, lies_on_device, put
+from mpiad.optimize.vector_pool import BufferPool
+from mpiad.primitives.cotangents import spec_like
+from mpiad.transport.device_arrays import ArrayModule, arrays_of
+
+__all__ = [
+    "DevicePacking", "Packing", "PiecePacking", "as_variables", "packing_of_piece", "require_some", "require_tellable",
+]
+
+_NUMBERS = (int, float, np.integer, np.floating)
+_LARGE = 1 << 20  # bytes; smaller arrays come from the heap, without page faults
+
+
+def as_variables(x0: Tree, call: str = "minimize") -> Tree:
+    """Return x0 as the nest that the function will get.
+
+    A plain list of numbers becomes an array, and integers become doubles, as in SciPy; other nests stay as they are.
+
+    Raises
+    ------
+    TypeError
+        Where nothing in x0 can be varied, or a part of it belongs to a trace.
+    """
+    if isinstance(x0, (list, tuple)) and not hasattr(x0, "_fields") and x0 and all(map(_is_number, x0)):
+        x0 = np.array(x0, dtype=float)
+    elif _is_number(x0) or (isinstance(x0, np.ndarray) and x0.dtype.kind in "iu"):
+        x0 = x0.astype(float) if isinstance(x0, np.ndarray) else float(x0)  # type: ignore[arg-type]
+    leaves = flatten(x0)[0]
+    if any(type(leaf) in Box.types for leaf in leaves):
+        raise TypeError(
+            f"{call}: x0 belongs to a trace, but no derivative is taken through a solve. Pass mpiad.stop(x0)."
+        )
+    if not any(is_variable(leaf) for leaf in leaves):
+        raise TypeError(
+            f"{call}: x0 must hold real or complex numbers or arrays of them on the root, but got "
+            f"{type(x0).__name__} {x0!r:.60}."
+        )
+    return x0
+
+
+def require_some(x0: Tree, call: str = "minimize") -> None:
+    """Raise a ValueError where a nest of variables holds not one number: methods of SciPy's stumble over it."""
+    if not any(np.size(leaf) for leaf in flatten(x0)[0] if is_variable(leaf)):
+        raise ValueError(f"{call}: x0 must hold one number at least, but got {x0!r:.60}.")
+
+
+def require_tellable(nest: Tree, call: str, said: str = "x0 is") -> None:
+    """Raise a TypeError where the other ranks can't be told of a nest: its form, and what in it is no variable."""
+    leaves, build = flatten(nest)
+    try:
+        pickle.dumps(build([None if is_variable(leaf) else leaf for leaf in leaves]))
+    except Exception as error:  # noqa: BLE001 - pickling runs code of the user's
+        raise TypeError(
+            f"{call}: {said} told to all ranks, but holds what can't be pickled ({error}). Give functions and the like in "
+            "args, and define classes at the top of a module."
+        ) from error
+
+
+def _is_number(x: Array) -> bool:
+    return isinstance(x, _NUMBERS) and not isinstance(x, bool)
+
+
+class Packing:
+    """How a nest lies in one vector of doubles; complex numbers as pairs.
+
+    Parameters
+    ----------
+    template : nest of arrays
+        Says structure, shapes and dtypes. Its leaves that aren't variables (integers, strings) are constant.
+
+    Attributes
+    ----------
+    size : int
+        Length of the vector.
+    homes : list of ArrayModule or None
+        On which device each array of variables is; None on the host.
+    """
+
+    def __init__(self, template: Tree):
+        self._leaves, self._build = flatten(template)
+        self._places = [k for k, leaf in enumerate(self._leaves) if is_variable(leaf) or type(leaf) is Elsewhere]
+        found = [self._leaves[p] for p in self._places]
+        # A dtype that came in a message is equal to NumPy's own and yet another object: results would be pickled otherwise.
+        self._specs = [(shape, np.dtype(dtype.str)) for shape, dtype, *_ in map(spec_like, found)]
+        self.homes = [leaf.arrays if type(leaf) is Elsewhere else arrays_of(leaf) for leaf in found]
+        self._away = any(home is not None for home in self.homes)
+        self._lengths = [int(np.prod(shape)) * (1 + (dtype.kind == "c")) for shape, dtype in self._specs]
+        self.size = sum(self._lengths)
+        # One array of doubles lies in memory as its vector does.
+        self._plain = len(self._specs) == 1 and self._specs[0][1] == np.float64 and len(self._specs[0][0]) > 0
+        self._plain = self._plain and not self._away
+
+    @property
+    def described(self) -> list[str]:
+        """Return shape and dtype of each array of variables, in words."""
+        return [f"{dtype}{list(shape)}" for shape, dtype in self._specs]
+
+    def pack(self, tree: Tree) -> np.ndarray:
+        """Return a nest's variables as a new vector, shape (size,)."""
+        return self._packed(tree, lambda z: z)
+
+    def gradient_to_send(self, tree: Tree) -> np.ndarray:
+        """Return what `pack_gradient` does, but in the gradient's own memory where it is one array of doubles."""
+        if self._plain and type(tree) is np.ndarray and self._specs == [(tree.shape, tree.dtype)]:
+            return np.ascontiguousarray(tree).reshape(-1)
+        return self.pack_gradient(tree)
+
+    def pack_gradient(self, tree: Tree) -> np.ndarray:
+        """Return a gradient as a new vector: that by real and imaginary part where a variable is complex."""
+        return self._packed(tree, np.conj)  # autograd's gradient by x + iy is ∂/∂x - i ∂/∂y
+
+    def _packed(self, tree: Tree, view: Callable[[Array], Array], into: np.ndarray | None = None) -> np.ndarray:
+        leaves = flatten(tree)[0]
+        if len(leaves) != len(self._leaves):
+            raise TypeError(f"minimize: expected a nest of {len(self._leaves)} arrays like x0, but got {len(leaves)}.")
+        leaves = fetched(leaves) if self._away else leaves
+        out, start = np.empty(self.size) if into is None else into, 0
+        for place, (shape, dtype), length in zip(self._places, self._specs, self._lengths):
+            leaf = np.asarray(leaves[place])
+            if leaf.shape != shape:
+                raise TypeError(f"minimize: expected shape {shape}, that of x0, but got {leaf.shape}.")
+            if leaf.dtype.kind == "c" and dtype.kind != "c":
+                raise TypeError(f"minimize: expected {dtype}, like x0, but got {leaf.dtype}. Return its real part.")
+            piece = out[start : start + length]
+            if dtype.kind == "c":
+                piece.view(complex)[:] = view(leaf).reshape(-1)
+            else:
+                piece[:] = leaf.reshape(-1)
+            start += length
+        return out
+
+    def unpack(self, vector: np.ndarray) -> Tree:
+        """Return the nest of a vector, in new memory."""
+        return self._unpacked(vector, lambda z: z)
+
+    def nest_in(self, vector: np.ndarray) -> Tree:
+        """Return the nest of a vector, in the vector's own memory where it is one array of doubles."""
+        if not self._plain:
+            return self.unpack(vector)
+        leaves = list(self._leaves)
+        leaves[self._places[0]] = vector.reshape(self._specs[0][0])
+        return self._build(leaves)
+
+    def unpack_gradient(self, vector: np.ndarray) -> Tree:
+        """Return the nest of what `pack_gradient` made."""
+        return self._unpacked(vector, np.conj)
+
+    def _unpacked(self, vector: np.ndarray, view: Callable[[Array], Array]) -> Tree:
+        found, start = [], 0
+        for (shape, dtype), length in zip(self._specs, self._lengths):
+            piece = vector[start : start + length]
+            piece = view(piece.view(complex)) if dtype.kind == "c" else piece
+            found.append(piece.astype(dtype).reshape(shape))
+            start += length
+        leaves = list(self._leaves)
+        for place, array in zip(self._places, put(found, self.homes) if self._away else found):
+            leaves[place] = array if array.ndim else array[()]
+        return self._build(leaves)
+
+
+class PiecePacking(Packing):
+    """As `Packing`, for a piece that is a rank's own: without new memory in each evaluation.
+
+    A new large array costs a page fault for each of its pages, every time: as much as a tenth of an iteration. So the copy
+    that the function gets is made where nobody holds the last one any more. A gradient's vector is valid only until the
+    next evaluation: it may be the function's own.
+    """
+
+    def __init__(self, template: Tree):
+        super().__init__(template)
+        self._shape = self._specs[0][0]
+        self._gradient = np.empty(self.size)  # takes no memory until it is used
+        self._pool = BufferPool(self.size)
+        self._lent: np.ndarray | None = None
+
+    def lend(self) -> np.ndarray | None:
+        """Return where the next variables may be written, shape (size,), so that `unpack` needn't copy them."""
+        if self._plain and 8 * self.size >= _LARGE:
+            self._lent = self._pool.vector()
+        return self._lent
+
+    def nest_in(self, vector: np.ndarray) -> Tree:
+        """Return the nest of a vector that the solve goes on working with: in what was lent, or in new memory."""
+        return self.unpack(vector)
+
+    def _unpacked(self, vector: np.ndarray, view: Callable[[Array], Array]) -> Tree:
+        lent, self._lent = self._lent, None
+        if lent is None:
+            return super()._unpacked(vector, view)
+        leaves = list(self._leaves)
+        leaves[self._places[0]] = lent.reshape(self._shape)
+        return self._build(leaves)
+
+    def pack_gradient(self, tree: Tree) -> np.ndarray:
+        """Return a gradient as a vector, shape (size,)."""
+        if self._plain and isinstance(tree, np.ndarray) and tree.shape == self._shape and tree.dtype == np.float64:
+            return tree.reshape(-1)
+        return self._packed(tree, np.conj, self._gradient)
+
+    gradient_to_send = pack_gradient
+
+
+class DevicePacking(Packing):
+    """As `Packing`, for a piece on a device: the vector is there, too.
+
+    Attributes
+    ----------
+    home : ArrayModule
+        Makes arrays there.
+    """
+
+    def __init__(self, template: Tree):
+        super().__init__(template)
+        self.home: ArrayModule = self.homes[0]  # type: ignore[assignment]
+
+    def lend(self) -> None:
+        """Return None: the function gets new memory, which costs nothing there."""
+        return None
+
+    def nest_in(self, vector: Array) -> Tree:
+        """Return the nest of a vector that the solve goes on working with, in new memory."""
+        return self.unpack(vector)
+
+    def _packed(self, tree: Tree, view: Callable[[Array], Array], into: object = None) -> Array:
+        leaves = flatten(tree)[0]
+        if len(leaves) != len(self._leaves):
+            raise TypeError(f"minimize: expected a nest of {len(self._leaves)} arrays like x0, but got {len(leaves)}.")
+        pieces = []
+        for place, (shape, dtype) in zip(self._places, self._specs):
+            leaf = leaves[place]
+            if arrays_of(leaf) != self.home or leaf.shape != shape:
+                found = f"{type(leaf).__name__} of shape {np.shape(leaf)}"
+                raise TypeError(f"minimize: expected an array of shape {shape} on the device of x0, but got {found}.")
+            if leaf.dtype.kind == "c" and dtype.kind != "c":
+                raise TypeError(f"minimize: expected {dtype}, like x0, but got {leaf.dtype}. Return its real part.")
+            if dtype.kind == "c":
+                leaf = self.home.contiguous(view(leaf).astype(complex)).reshape(-1).view(float)
+            pieces.append(leaf.reshape(-1).astype(float))
+        return np.concatenate(pieces)
+
+    def _unpacked(self, vector: Array, view: Callable[[Array], Array]) -> Tree:
+        leaves, start = list(self._leaves), 0
+        for place, (shape, dtype), length in zip(self._places, self._specs, self._lengths):
+            piece = vector[start : start + length]
+            piece = view(piece.copy().view(complex)) if dtype.kind == "c" else piece
+            leaves[place] = piece.astype(dtype).reshape(shape)
+            start += length
+        return self._build(leaves)
+
+
+def packing_of_piece(start: Tree) -> PiecePacking | DevicePacking:
+    """Return how a rank's own piece lies in a vector, on the host or on its device.
+
+    Raises
+    ------
+    TypeError
+        Where some of its arrays are on a device and others aren't, or on another one.
+    """
+    if not lies_on_device(flatten(start)[0]):
+        return PiecePacking(start)
+    packing = DevicePacking(start)
+    if len(set(packing.homes)) > 1:
+        raise TypeError(
+            "minimize: with 'L-BFGS-sharded' a rank's variables must all be on the host or on one device, but x0 holds "
+            "both. Bring them together with mpiad.device.to_device or mpiad.device.to_host."
+        )
+    return packing

@@ -1,0 +1,223 @@
+"""Evaluate residuals and Jacobian products on all ranks; the residuals themselves stay where they are.
+
+What the root needs of a trial point is the cost. Of an iterate with few variables it needs the triangle R of a QR
+factorisation of [f, J], the residuals first: each rank reduces its own rows to a triangle of (n + 1)² numbers, and the root
+that of all triangles. With many variables the root needs products with J and its transpose, for which vectors of residuals
+travel: from their ranks to the root and back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import autograd.numpy as anp
+import numpy as np
+from autograd.tracer import Box
+
+from mpiad._typing import Tree
+from mpiad.device import to_host
+from mpiad.differentiation import make_jvp, make_vjp
+from mpiad.optimize.objective_evaluation import Program
+from mpiad.optimize.packing import Packing
+from mpiad.optimize.residuals.loss import Loss
+from mpiad.optimize.root_exchange import ByMessages
+from mpiad.optimize.root_instructions import COTANGENT, FACTOR, RESIDUALS
+from mpiad.primitives.cotangents import spec_like
+from mpiad.transport import SUM, Channel
+from mpiad.transport.user_failures import StageFailures, WrongValueError
+
+__all__ = ["ResidualEvaluation"]
+
+
+class ResidualEvaluation:
+    """The stages of evaluations: every rank calls the same method with the root's variables.
+
+    Parameters
+    ----------
+    program : Program
+        `jac` returns this rank's rows of the Jacobian.
+    packing : Packing
+    agreement : StageFailures
+    used : Channel
+    exchange : ByMessages or ThroughMemory
+    loss : Loss or None
+    solver : {"exact", "lsmr"} or None
+    few : int
+        So many variables are for the "exact" one, where none is named.
+
+    Attributes
+    ----------
+    loss : Loss or None
+    gathers : bool
+        Whether the root gets the residuals themselves.
+    counts : list of int
+        Residuals of each rank, where they are gathered.
+    """
+
+    def __init__(
+        self, program: Program, packing: Packing, agreement: StageFailures, used: Channel, exchange: ByMessages,
+        loss: Loss | None, solver: str | None, few: int,
+    ):
+        self._program, self._packing, self._agreement = program, packing, agreement
+        self._comm, self._exchange = exchange.comm, exchange
+        self._leads = used.rank == program.root
+        self.loss = loss
+        self.gathers = packing.size > few if solver is None else solver == "lsmr"
+        self.gathers &= packing.size > 1  # SciPy needs a plane
+        self.counts: list[int] = []
+        self._kept: tuple[bytes, Any, np.ndarray] | None = None
+        self._rows: tuple[bytes, np.ndarray] | None = None
+
+    @property
+    def asked(self) -> bool:
+        """Return whether a rank was told to end, as far as all know."""
+        return self._agreement.asked
+
+    def raise_if_ended(self) -> None:
+        """Raise what has ended the solve on all ranks, should the method go on in spite of it."""
+        if self._agreement.error is not None:
+            raise self._agreement.error
+
+    def carry_out(self, kind: int, vector: np.ndarray, direction: np.ndarray | None) -> Any:
+        """Carry out an instruction."""
+        if kind == RESIDUALS:
+            return self.gathered(vector) if self.gathers else self.cost(vector)
+        if kind == FACTOR:
+            return self.factor(vector)
+        if kind == COTANGENT:
+            return self.cotangent(vector)
+        return self.tangent(vector, direction)  # type: ignore[arg-type]
+
+    def cost(self, vector: np.ndarray) -> np.ndarray | None:
+        """Return on the root the sums over all residuals of twice the cost and of the squares in its model, shape (2,)."""
+        f = self._residuals(vector)
+        return self._total(np.array(self._agreement.run(lambda: self._weighed(f)[:2])))
+
+    def _weighed(self, f: np.ndarray) -> tuple[float, float, np.ndarray, np.ndarray | None]:
+        twice, model, factors = (0.0, f, None) if self.loss is None else self.loss.weighed(f)
+        with np.errstate(over="ignore", invalid="ignore"):  # as in the loss: a trial point may lie anywhere
+            square = float(model @ model)
+        return square if factors is None else twice, square, model, factors
+
+    def gathered(self, vector: np.ndarray) -> np.ndarray | None:
+        """Return the residuals of all ranks, in their order, on the root."""
+        f = self._residuals(vector)
+        if not self.counts:
+            self.counts = self._comm.allgather(f.size)
+        return self._gathered(self._agreement.run(lambda: self._counted(f)))
+
+    def _counted(self, found: object, size: int | None = None) -> np.ndarray:
+        """Return residuals or their tangents, of which there must be `size`, else as many each time: that is told once."""
+        # The root has room for as many as before: another number would fail inside the gather, in MPI's words.
+        found = np.ascontiguousarray(found, dtype=float).reshape(-1)
+        size = self.counts[self._comm.rank] if size is None and self.counts else size
+        if size is not None and found.size != size:
+            raise WrongValueError(
+                f"least_squares: fun must return as many residuals each time, but got {size} and then {found.size}."
+            )
+        return found
+
+    def _gathered(self, f: np.ndarray) -> np.ndarray | None:
+        whole = np.empty(sum(self.counts)) if self._leads else None
+        self._comm.Gatherv(f, None if whole is None else (whole, self.counts), self._program.root)
+        return whole
+
+    def factor(self, vector: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return on the root the triangle R of [f, J], shape (n + 1, n + 1), as the loss weighs them, and the gradient."""
+        f = self._residuals(vector)
+        rows = self._jacobian(vector)
+
+        def reduced() -> tuple[np.ndarray, np.ndarray]:
+            model, factors = self._weighed(f)[2:]
+            weighed = rows if factors is None else rows * factors[:, None]
+            # R has the gradient too, but where the loss weighs far outliers only to half of the digits.
+            return _triangle(np.column_stack([model, weighed])), model @ weighed
+
+        # QR of triangles put one upon another has the R of all rows: R'R is the sum of theirs. No rank's rows need travel.
+        pieces = self._comm.gather(self._agreement.run(reduced), self._program.root)
+        if pieces is None:
+            return None
+        return _triangle(np.concatenate([piece[0] for piece in pieces])), np.sum([piece[1] for piece in pieces], axis=0)
+
+    def _jacobian(self, vector: np.ndarray) -> np.ndarray:
+        """Return this rank's rows, shape (m_r, n): a column for each direction, from all ranks at once."""
+        if self._rows is not None and self._rows[0] == vector.tobytes():
+            return self._rows[1]
+        x, given, args = self._packing.unpack(vector), self._program.jac, self._program.args
+        size = self._residuals(vector).size
+        if callable(given):
+            # A copy: it serves all products at x, also after `fun` has written its derivatives elsewhere in the same array.
+            rows = self._agreement.run(lambda: self._checked(np.array(to_host(given(x, *args)), dtype=float), size))
+        else:
+            columns = [self._column(x, unit, size) for unit in np.eye(self._packing.size)]
+            rows = np.stack(columns, axis=1)
+        self._rows = vector.tobytes(), rows
+        return rows
+
+    def _checked(self, rows: np.ndarray, size: int) -> np.ndarray:
+        if rows.shape != (size, self._packing.size):
+            expected = size, self._packing.size
+            raise WrongValueError(f"least_squares: jac must return shape {expected}, but got {rows.shape}.")
+        return rows
+
+    def tangent(self, vector: np.ndarray, direction: np.ndarray) -> np.ndarray | None:
+        """Return the product of the Jacobian with a direction, on the root."""
+        if callable(self._program.jac):
+            rows = self._jacobian(vector)
+            return self._gathered(self._agreement.run(lambda: rows @ direction))
+        return self._gathered(self._column(self._packing.unpack(vector), direction))
+
+    def _column(self, x: Tree, direction: np.ndarray, size: int | None = None) -> np.ndarray:
+        along = make_jvp(lambda x: self._agreement.run(lambda: self._piece(x)))(x)
+        return self._agreement.run(lambda: self._counted(along(self._packing.unpack(direction))[1], size))
+
+    def cotangent(self, vector: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray | None:
+        """Return the product of the transposed Jacobian with a vector of the root's, one weight for each residual."""
+        own = np.empty(self.counts[self._comm.rank])
+        self._comm.Scatterv((weights, self.counts) if self._leads else None, own, self._program.root)
+        if callable(self._program.jac):
+            rows = self._jacobian(vector)
+            return self._exchange.total(self._agreement.run(lambda: self._exchange.hand_in(rows.T @ own)))
+        f = self._residuals(vector)
+        pull = self._kept[1]  # type: ignore[index]
+        return self._exchange.total(
+            self._agreement.run(lambda: self._exchange.hand_in(self._packing.pack_gradient(pull(own.reshape(f.shape)))))
+        )
+
+    def _residuals(self, vector: np.ndarray) -> np.ndarray:
+        """Return this rank's residuals, shape (m_r,); those of the last point are kept, ready to be run backwards."""
+        # By its bits: SciPy asks at one point for residuals, Jacobian and products, in calls of their own.
+        key = vector.tobytes()
+        if self._kept is None or self._kept[0] != key:
+            self._kept = None  # its memory returns before the next takes as much
+            x = self._packing.unpack(vector)
+            if self.gathers and not callable(self._program.jac):
+                pull, f = self._agreement.run(lambda: make_vjp(lambda x: self._agreement.run(lambda: self._piece(x)))(x))
+            else:
+                pull, f = None, self._agreement.run(lambda: self._piece(x))
+            self._kept = key, pull, np.ascontiguousarray(f, dtype=float)
+        return self._kept[2]
+
+    def _piece(self, x: Tree) -> Any:
+        out = self._program.fun(x, *self._program.args)
+        if out is None:
+            return np.zeros(0)
+        out = to_host(out)  # rows and columns are put together on the host
+        array = out if type(out) in Box.types else anp.array(out)
+        dtype = spec_like(array).dtype
+        if dtype.kind not in "fiu":
+            raise WrongValueError(f"least_squares: fun must return real residuals or None, but got {dtype} {out!r:.60}.")
+        return anp.reshape(array, (-1,))
+
+    def _total(self, local: np.ndarray) -> np.ndarray | None:
+        total = np.empty_like(local) if self._leads else None
+        self._comm.Reduce(local, total, SUM, self._program.root)
+        return total
+
+
+def _triangle(rows: np.ndarray) -> np.ndarray:
+    """Return the triangle of a QR factorisation, with rows of zeros where there are too few."""
+    found = np.linalg.qr(rows, mode="r")
+    out = np.zeros((rows.shape[1], rows.shape[1]))
+    out[: len(found)] = found
+    return out

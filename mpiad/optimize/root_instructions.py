@@ -1,0 +1,111 @@
+"""The root instructs, the others wait: what is evaluated next, and when it ends.
+
+An instruction is a broadcast of one number, in whose receive the others wait; `root_exchange` brings the variables that it
+is about, and a direction where the instruction is a product with one. The end is one pickled outcome. All of it travels on
+the solve's own duplicate.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+
+from mpiad._typing import Rank
+from mpiad.errors import WorkerError
+from mpiad.optimize.root_exchange import ByMessages
+from mpiad.optimize.vector_pool import BufferPool
+from mpiad.transport.agreement import Failure
+from mpiad.transport.polling import wait_gently
+
+__all__ = ["Evaluates", "Instructions", "Refusal", "serve"]
+
+VALUE, GRADIENT, BOTH, PRODUCT, FINISH, RESIDUALS, FACTOR, TANGENT, COTANGENT = range(9)
+# A second vector of the variables' length follows these.
+_WITH_DIRECTION = (PRODUCT, TANGENT)
+
+
+class Instructions:
+    """Both ends of the broadcast.
+
+    Parameters
+    ----------
+    exchange : ByMessages or ThroughMemory
+        What brings vectors.
+    root : int
+    size : int
+        Number of variables.
+    """
+
+    def __init__(self, exchange: ByMessages, root: Rank, size: int):
+        self.comm, self.root, self._exchange = exchange.comm, root, exchange
+        self._kind, self._direction = np.zeros(1, np.int64), np.empty(size)
+        self._pool = BufferPool(size)
+
+    def give(self, kind: int, vector: np.ndarray | None = None, direction: np.ndarray | None = None) -> None:
+        """Tell the other ranks what comes next; the root calls this."""
+        if self.comm.size == 1:
+            return
+        self._kind[0] = kind
+        vectors = [array for array in (vector, direction) if array is not None]
+        self._exchange.lay_out(*vectors)
+        self.comm.Ibcast(self._kind, self.root).Wait()  # the other half of `await_next`'s, which mustn't block
+        self._exchange.send(*vectors)
+
+    def await_next(self) -> tuple[int, np.ndarray, np.ndarray | None]:
+        """Return the root's next instruction; the others call this. The variables are the caller's to keep or change."""
+        wait_gently(self.comm.Ibcast(self._kind, self.root))
+        kind, vector = int(self._kind[0]), self._pool.vector()
+        direction = self._direction if kind in _WITH_DIRECTION else None
+        if kind != FINISH:
+            # Everyone is awake now, so it may block.
+            self._exchange.receive(*([vector] if direction is None else [vector, direction]))
+        return kind, vector, direction
+
+    def share_outcome(self, outcome: object = None, cause: BaseException | None = None) -> Any:
+        """Return the root's outcome on all ranks; raise it where it is a refusal, on the root from its `cause`."""
+        outcome = self.comm.bcast(outcome, self.root)
+        if isinstance(outcome, Refusal):
+            raise outcome.error(self.root) from cause
+        return outcome
+
+
+class Refusal:
+    """An exception outside of the evaluations, which only the root has met: in the method, its options, the callback."""
+
+    def __init__(self, error: BaseException, call: str = "minimize"):
+        self._call = call
+        # Described, not pickled: an exception's arguments may be anything, and its class one that others can't import.
+        self._kind = next((kind for kind in (TypeError, ValueError) if isinstance(error, kind)), None)
+        self._failure = Failure.of(error)
+
+    def error(self, root: Rank) -> TypeError | ValueError | WorkerError:
+        """Return what all ranks raise: wrong arguments by their own type."""
+        failure = self._failure
+        if self._kind is not None:
+            return self._kind(f"{failure.text} (raised on the root, rank {root})")
+        text = f"{self._call}: the root, rank {root}, raised {failure.summary}"
+        return WorkerError(text, root, failure.trace, exit_code=failure.exit_code)
+
+
+class Evaluates(Protocol):
+    """What carries out instructions."""
+
+    def carry_out(self, kind: int, vector: np.ndarray, direction: np.ndarray | None) -> Any:
+        """Carry out an instruction; all ranks call this together."""
+        ...
+
+
+def serve(instructions: Instructions, evaluation: Evaluates) -> Any:
+    """Evaluate what the root asks for, until the end; return its outcome."""
+    while _serve_once(instructions, evaluation):
+        pass
+    return instructions.share_outcome()
+
+
+def _serve_once(instructions: Instructions, evaluation: Evaluates) -> bool:
+    """Evaluate what the root asks for next; return whether it wasn't the end. Nothing of it is held afterwards."""
+    kind, vector, direction = instructions.await_next()
+    if kind != FINISH:
+        evaluation.carry_out(kind, vector, direction)
+    return kind != FINISH

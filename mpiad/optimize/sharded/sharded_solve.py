@@ -1,0 +1,146 @@
+"""One solve with its variables in pieces on their ranks: its duplicate of the communicator, and its parts."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import scipy
+
+from mpiad._typing import Function, Tree
+from mpiad.device import to_host
+from mpiad.differentiation.refusals import explain
+from mpiad.optimize.box_constraints import Box, box_of
+from mpiad.optimize.checkpoint import Checkpoint, problem_of
+from mpiad.optimize.iterates import PieceIterates
+from mpiad.optimize.objective_evaluation import Evaluation, Program
+from mpiad.optimize.packing import DevicePacking, PiecePacking, packing_of_piece
+from mpiad.optimize.progress import Progress
+from mpiad.optimize.root_exchange import OwnParts, Totals
+from mpiad.optimize.sharded.compiled_vectors import host_vectors
+from mpiad.optimize.sharded.convergence import Ending, Settings, settings_of
+from mpiad.optimize.sharded.correction_pairs import Ring
+from mpiad.optimize.sharded.device_vectors import DeviceVectors
+from mpiad.optimize.sharded.lbfgs import LBFGS, Trials
+from mpiad.optimize.sharded.limited_memory import LimitedMemory
+from mpiad.optimize.sharded.solver_state import Point, StateFiles
+from mpiad.transport import Channel
+from mpiad.transport.fault_tolerance import is_interruption
+from mpiad.transport.user_failures import StageFailures
+
+__all__ = ["Piece", "Sharded", "piece_of"]
+
+
+class Piece(NamedTuple):
+    """What a rank brings: its variables, their bounds, the settings of all, where its state is written."""
+
+    start: Tree
+    packing: PiecePacking | DevicePacking
+    box: Box | None
+    settings: Settings
+    checkpoint: Checkpoint | None
+
+    def problem(self, program: Program, start: np.ndarray, ranks: int) -> dict[str, Any]:
+        """Return what a state of this solve belongs to: what its iterates depend on, as far as it can be said."""
+        return {
+            "method": "L-BFGS-sharded",
+            **problem_of(program, self.packing, to_host(start), ranks),
+            "m": self.settings.maxcor,
+            "maxls": self.settings.maxls,
+            "bounds (checksum)": None if self.box is None else self.box.fingerprint,
+        }
+
+
+def piece_of(
+    start: Tree, bounds: object, tol: float | None, options: dict | None, checkpoint: Checkpoint | None = None
+) -> Piece:
+    """Check this rank's arguments; a ValueError where one can't be."""
+    packing = packing_of_piece(start)
+    return Piece(start, packing, box_of(bounds, packing.size), settings_of(tol, options), checkpoint)
+
+
+class Sharded:
+    """A solve, made and run by all ranks.
+
+    Parameters
+    ----------
+    used : Channel
+        The user's communicator.
+    program : Program
+        What to evaluate; checked and agreed on.
+    piece : Piece
+        This rank's own.
+
+    Attributes
+    ----------
+    agreement : StageFailures
+        Its `error` is what ended the solve on all ranks.
+    """
+
+    def __init__(self, used: Channel, program: Program, piece: Piece):
+        self._program, self._piece, self._used, self._comm = program, piece, used, used.derive()
+        self._totals = Totals(self._comm, program.root)
+        self.agreement = StageFailures(self._comm, "minimize", "mpiad.optimize", explain)
+        self._evaluation = Evaluation(program, piece.packing, self.agreement, used, OwnParts(), pieces=True)
+
+    def run(self, callback: Function | None, progress: Progress | None) -> scipy.optimize.OptimizeResult:
+        """Descend; return the result, or raise, on all ranks alike."""
+        line = progress if self._totals.leads else None
+        try:
+            result = self._run(callback, line)
+        except Exception as error:
+            if not self.agreement.broken and not is_interruption(error):
+                self._close()
+            raise
+        finally:
+            if line is not None:
+                line.close()
+        self._close()
+        return result
+
+    def _run(self, callback: Function | None, line: Progress | None) -> scipy.optimize.OptimizeResult:
+        packing, settings = self._piece.packing, self._piece.settings
+        start = packing.pack(self._piece.start)
+        problem = {} if self._piece.checkpoint is None else self._piece.problem(self._program, start, self._used.size)
+        files = StateFiles(self._piece.checkpoint, problem, self._used, self.agreement)
+        files.look()
+        said = [float(mine) for mine in (self._piece.box is not None, callback is not None)]
+        # What one rank has, all must know: bounds and callbacks make further messages.
+        bounded, heard = self._totals.of(said, [0.0], [])[:2]
+        memory = self._memory(bool(bounded))
+        trials = Trials(self._evaluation, packing, self._totals, memory)
+        iterates = PieceIterates(packing, self.agreement, callback, bool(heard), line)
+        point, ending = LBFGS(trials, memory, iterates, settings, files).run(start)
+        return self._result(point, memory.gradient(point), ending, trials.count, iterates)
+
+    def _memory(self, bounded: bool) -> LimitedMemory:
+        """Return the memory of this rank's piece, where that lies."""
+        packing, box, ring = self._piece.packing, self._piece.box, Ring(self._piece.settings.maxcor)
+        if bounded and box is None:
+            # The ranks exchange other numbers where there are bounds: so one that has none takes infinite ones.
+            box = Box(np.full(packing.size, -np.inf), np.full(packing.size, np.inf))
+        if isinstance(packing, DevicePacking):
+            return LimitedMemory(ring, DeviceVectors(ring.height, packing.size, box, packing.home), self._totals)
+        return LimitedMemory(ring, host_vectors(ring.height, packing.size, box), self._totals)
+
+    def _result(
+        self, point: Point, gradient: np.ndarray, ending: Ending, count: int, iterates: PieceIterates
+    ) -> scipy.optimize.OptimizeResult:
+        history = iterates.record.history()
+        return scipy.optimize.OptimizeResult(
+            x=self._piece.packing.unpack(point.x),
+            fun=point.value,
+            jac=self._piece.packing.unpack_gradient(gradient),
+            success=ending.status == 0,
+            status=ending.status,
+            message=ending.message,
+            nit=len(history.loss) - 1,
+            nfev=count,
+            njev=count,
+            history=history,
+            evaluations={"value": 0, "gradient": 0, "both": count, "product": 0},
+        )
+
+    def _close(self) -> None:
+        self.agreement.close()
+        self._used.drop(self._comm)

@@ -1,0 +1,240 @@
+"""The state of a sharded solve between two iterations: the point where it is, and the files that it goes on from.
+
+Of two files a rank writes one in turn, and the next is begun only when all ranks have written theirs. So whenever a job
+is killed, there is an iteration of which every rank has a file: the last, or the one before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpiad._typing import Array
+from mpiad.checkpoint_files import differences, files_of_ranks, read, read_description, write
+from mpiad.optimize.checkpoint import Checkpoint, WriteFailures
+from mpiad.transport import Channel
+from mpiad.transport.agreement import agreed
+from mpiad.transport.user_failures import StageFailures
+
+__all__ = ["Point", "State", "StateFiles"]
+
+_SLOTS = "a", "b"
+
+
+class Point:
+    """Variables of the piece, shape (n,); the numbers are those of all ranks. Its gradient lies in the memory.
+
+    Attributes
+    ----------
+    value : float
+        The objective.
+    norm : float
+        Largest absolute entry of the (projected) gradient.
+    slope : float
+        Of the objective along the direction that led here; without the variables that a bound stopped.
+    finite : bool
+        Whether the value and all entries of the gradient are.
+    clipped : bool
+        Whether a bound stopped any variable on the way.
+    step : float
+        Along that direction.
+    length : float
+        Of the way from the point before, over all ranks.
+    room : float
+        From here to where the search that led here met no finite value; infinite where it met none.
+    predicted, met : float
+        Where a bound may have stopped variables: the step times the gradient before, and times the gradient here.
+    settled : bool
+        Whether the memory has moved here.
+    aside : bool
+        Whether the memory has put the gradient aside.
+    """
+
+    __slots__ = (
+        "aside", "clipped", "finite", "length", "met", "norm", "predicted", "room", "settled", "slope", "step", "value",
+        "x",
+    )
+
+    def __init__(self, x: Array):
+        self.x = x
+        self.value = self.norm = self.slope = math.nan
+        self.predicted = self.met = self.step = math.nan
+        self.finite = self.clipped = self.settled = self.aside = False
+        self.length, self.room = 0.0, math.inf
+
+    @property
+    def gradient_norm(self) -> float:
+        """Return `norm`, by the name that a record of iterates asks for."""
+        return self.norm
+
+
+class State(NamedTuple):
+    """A solve between two iterations, beside its memory.
+
+    Attributes
+    ----------
+    iteration, count : int
+        Iterations and evaluations so far.
+    here : Point
+    value_before : float
+        Objective at the iterate before; infinite where the last search found nothing.
+    slope, length : float
+        Of the objective along the next direction, and of the gradient.
+    stopped : bool
+        Whether a callback wants the solve to end.
+    """
+
+    iteration: int
+    count: int
+    here: Point
+    value_before: float
+    slope: float
+    length: float
+    stopped: bool
+
+
+class StateFiles:
+    """Write states and read them again; without a checkpoint it does nothing.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint or None
+        This rank's own; all have one or none.
+    problem : dict
+        What the state belongs to.
+    used : Channel
+        The user's communicator.
+    agreement : StageFailures
+        Knows whether a rank was told to end.
+
+    Attributes
+    ----------
+    iteration : int
+        Of the last state that was written or found; -1 for none.
+    """
+
+    def __init__(self, checkpoint: Checkpoint | None, problem: dict[str, Any], used: Channel, agreement: StageFailures):
+        self._checkpoint, self._problem, self._used, self._agreement = checkpoint, problem, used, agreement
+        self._slot, self.iteration, self._failures = 0, -1, WriteFailures("minimize")
+        self._found: dict[str, np.ndarray] | None = None
+
+    @property
+    def interrupted(self) -> bool:
+        """Return whether the solve is to end here, since a rank was told to."""
+        return self._checkpoint is not None and self._agreement.asked
+
+    def _file(self, slot: int) -> Path:
+        file = self._checkpoint.file  # type: ignore[union-attr]
+        return file.with_name(f"{file.stem}.rank{self._used.rank}of{self._used.size}.{_SLOTS[slot]}{file.suffix}")
+
+    def look(self) -> None:
+        """Find the newest state that all ranks have, and read it.
+
+        Raises
+        ------
+        ValueError
+            On all ranks, where a file of any is damaged, or belongs to another problem.
+        """
+        if self._checkpoint is None:
+            return
+        mine, wrong = {}, None
+        try:
+            mine = self._iterations_on_disk()
+        except (OSError, ValueError) as error:
+            wrong = error
+        # A rank that raised by itself would leave the others in the next message.
+        common = self._agreed(mine, wrong)
+        if common is not None:
+            self.iteration, self._slot = common, 1 - mine[common]
+            try:
+                self._found, wrong = self._state_of(common), None
+            except ValueError as error:
+                wrong = error
+            self._agreed(mine, wrong)
+
+    def _state_of(self, iteration: int) -> dict[str, np.ndarray]:
+        """Return the arrays of an iteration that was found."""
+        file = self._file(1 - self._slot)
+        description, arrays = read(file)
+        if description["iteration"] != iteration:
+            raise ValueError(
+                f"minimize: the checkpoint {file} was of iteration {iteration}, and a moment later of "
+                f"{description['iteration']}: another job writes it. Name another file, or end that job."
+            )
+        return arrays
+
+    def _iterations_on_disk(self) -> dict[int, int]:
+        """Return the slot of each iteration that this rank has a file of."""
+        self._refuse_others()
+        found = {}
+        for slot in range(len(_SLOTS)):
+            if self._file(slot).exists():
+                description = read_description(self._file(slot))
+                said = differences(description, self._problem)
+                if said:
+                    raise ValueError(
+                        f"minimize: the checkpoint {self._file(slot)} belongs to another problem: {said}. Make the "
+                        "call that it belongs to, name another file, or delete it."
+                    )
+                found[description["iteration"]] = slot
+        return found
+
+    def _refuse_others(self) -> None:
+        file = self._checkpoint.file  # type: ignore[union-attr]
+        others = files_of_ranks(file)
+        ours = [name for name in others if f"of{self._used.size}." in name.name]
+        if others and not ours:
+            raise ValueError(
+                f"minimize: the checkpoint {others[0]} was written by another number of ranks than the "
+                f"{self._used.size} of this call. Start as many, name another file, or delete it."
+            )
+        if file.exists():
+            raise ValueError(
+                f"minimize: the checkpoint {file} was written by a method that the root drives, and not by "
+                "'L-BFGS-sharded'. Name another file, or delete it."
+            )
+
+    def _agreed(self, mine: dict[int, int], wrong: Exception | None) -> int | None:
+        """Return the newest iteration that all ranks have; raise on all where one can't go on."""
+        told = self._used.data.allgather((sorted(mine), None if wrong is None else str(wrong)))
+        for rank, (_, text) in enumerate(told):
+            if text is not None:
+                raise agreed(self._used, ValueError(f"{text} (found on rank {rank})"))
+        common = set.intersection(*(set(theirs) for theirs, _ in told))
+        if not common and any(len(theirs) > 1 for theirs, _ in told):
+            without = next(rank for rank, (theirs, _) in enumerate(told) if len(theirs) < 2)
+            raise agreed(self._used, ValueError(
+                f"minimize: rank {without} has no file of the iterations that other ranks have written to the checkpoint "
+                f"{self._checkpoint.path}. Put its files back, or delete those of all ranks."  # type: ignore[union-attr]
+            ))
+        return max(common, default=None)
+
+    def take(self) -> dict[str, np.ndarray] | None:
+        """Return the arrays that were found, once; None for a new solve."""
+        found, self._found = self._found, None
+        return found
+
+    def due(self, iteration: int, ended: bool) -> bool:
+        """Return whether the state of an iteration is to be written; the same on all ranks."""
+        if self._checkpoint is None or iteration <= self.iteration:
+            return False
+        return ended or (iteration > 0 and iteration % self._checkpoint.every == 0)
+
+    def write(self, iteration: int, arrays: Iterable[tuple[str, np.ndarray]]) -> None:
+        """Write a state; all ranks call this."""
+        description, wrong = {**self._problem, "iteration": iteration}, None
+        try:
+            write(self._file(self._slot), description, arrays)
+        except OSError as error:
+            wrong = f"rank {self._used.rank}: {self._failures.reason(error, self._file(self._slot))}"
+        failures = [text for text in self._used.data.allgather(wrong) if text is not None]
+        if failures:
+            # This slot again next time: the other one holds the last state that all ranks have.
+            self._failures.tell(iteration, failures[0])
+        else:
+            self._failures.end()
+            self.iteration, self._slot = iteration, 1 - self._slot

@@ -1,0 +1,151 @@
+"""Collectives on large arrays, cut alike on all ranks: on devices one piece is copied while another one travels.
+
+A rank whose array lies on the host makes the same calls on parts of it, so the ranks' arrays may lie anywhere.
+"""
+
+from __future__ import annotations
+
+from mpi4py import MPI
+
+from mpiad._typing import Array, Comm, Op
+from mpiad.transport.buffers import Spec
+from mpiad.transport.channels import Channel
+from mpiad.transport.chunked_staging import arriving, departing, passing
+from mpiad.transport.chunks import Ranges, of_block, of_blocks, of_whole
+from mpiad.transport.device_arrays import arrays_of
+
+__all__ = [
+    "allreduce", "alltoall", "bcast_from_here", "bcast_to_here", "compare", "gather", "reduce", "reduce_scatter", "scan",
+    "scatter",
+]
+
+
+def _cut(array: Array, chunk: int | None = None) -> list[Ranges]:
+    return of_whole(array.nbytes // array.dtype.itemsize, array.dtype.itemsize, chunk)
+
+
+def _like(array: Array) -> Spec:
+    return Spec(array.shape, array.dtype, arrays_of(array))
+
+
+def compare(comm: Comm, step: str, array: Array, op: Op | None = None, root: int | None = None) -> None:
+    """Have the ranks compare the whole under watch: MPI sees pieces, and would wait for those that others don't have."""
+    compare = getattr(comm, "compare_whole", None)
+    if compare is not None:
+        compare(step, array, op, root)
+
+
+def allreduce(channel: Channel, array: Array, op: Op) -> Array:
+    """Combine every rank's array, with the result on all ranks."""
+    compare(channel.data, "Allreduce", array, op)
+    pieces = _cut(array)
+    passage = passing(array, pieces)
+    for number in range(len(pieces)):
+        channel.data.Allreduce(MPI.IN_PLACE, passage.piece(number), op)
+        passage.take(number)
+    return passage.home()
+
+
+def reduce(channel: Channel, array: Array, root: int) -> Array:
+    """Add up every rank's array on the root; zeros elsewhere."""
+    compare(channel.data, "Reduce", array, MPI.SUM, root)
+    pieces = _cut(array)
+    if channel.rank != root:
+        going = departing(array, pieces)
+        for number in range(len(pieces)):
+            channel.data.Reduce(going.piece(number), None, MPI.SUM, root)
+        return _like(array).zeros()
+    passage = passing(array, pieces)
+    for number in range(len(pieces)):
+        channel.data.Reduce(MPI.IN_PLACE, passage.piece(number), MPI.SUM, root)
+        passage.take(number)
+    return passage.home()
+
+
+def bcast_from_here(channel: Channel, array: Array, chunk: int) -> None:
+    """Copy this rank's array to all ranks, in pieces of so many bytes."""
+    pieces = _cut(array, chunk)
+    going = departing(array, pieces)
+    for number in range(len(pieces)):
+        channel.data.Bcast(going.piece(number), channel.rank)
+
+
+def bcast_to_here(channel: Channel, spec: Spec, root: int, chunk: int) -> Array:
+    """Return the root's array, which comes in pieces of so many bytes, in the place that the spec says."""
+    pieces = _cut(spec, chunk)
+    coming = arriving(spec, pieces)
+    for number in range(len(pieces)):
+        channel.data.Bcast(coming.piece(number), root)
+        coming.take(number)
+    return coming.home()
+
+
+def scan(comm: Comm, array: Array, exclusive: bool) -> Array:
+    """Sum over the ranks of `comm` before this one, with its own unless `exclusive`: then the first rank's isn't used."""
+    compare(comm, "Scan", array)
+    pieces = _cut(array)
+    passage = passing(array, pieces)
+    # MPI leaves the first rank's exclusive sum as it is, or writes to it all the same.
+    nothing = exclusive and comm.rank == 0
+    call = comm.Exscan if exclusive else comm.Scan
+    for number in range(len(pieces)):
+        call(MPI.IN_PLACE, passage.piece(number), MPI.SUM)
+        if not nothing:
+            passage.take(number)
+    return _like(array).zeros() if nothing else passage.home()
+
+
+def alltoall(channel: Channel, array: Array) -> Array:
+    """Transpose blocks: block s of rank r becomes block r of rank s."""
+    compare(channel.data, "Alltoall", array)
+    counts = [array.size // channel.size] * channel.size
+    pieces = of_blocks(counts, array.dtype.itemsize)
+    going, coming = departing(array, pieces), arriving(_like(array), pieces)
+    for number in range(len(pieces)):
+        channel.data.Alltoallv(going.blocks(number), coming.blocks(number))
+        coming.take(number)
+    return coming.home()
+
+
+def gather(channel: Channel, array: Array, root: int | None, counts: list[int], whole: Spec) -> Array:
+    """Put all ranks' arrays, of so many entries each, behind one another on the root, or on all ranks.
+
+    `whole` is the spec of the result, which is empty on ranks that get nothing.
+    """
+    own, pieces = of_block(counts, channel.rank, whole.dtype.itemsize), of_blocks(counts, whole.dtype.itemsize)
+    going = departing(array, own)
+    if root is not None and channel.rank != root:
+        for number in range(len(own)):
+            channel.data.Gatherv(going.piece(number), None, root)
+        return whole.empty()
+    coming = arriving(whole, pieces)
+    for number in range(len(own)):
+        if root is None:
+            channel.data.Allgatherv(going.piece(number), coming.blocks(number))
+        else:
+            channel.data.Gatherv(going.piece(number), coming.blocks(number), root)
+        coming.take(number)
+    return coming.home()
+
+
+def scatter(channel: Channel, array: Array | None, root: int | None, counts: list[int], block: Spec) -> Array:
+    """Give each rank its block of the root's array, which is None elsewhere."""
+    own = of_block(counts, channel.rank, block.dtype.itemsize)
+    coming = arriving(block, own)
+    going = None if array is None else departing(array, of_blocks(counts, block.dtype.itemsize))
+    for number in range(len(own)):
+        channel.data.Scatterv(None if going is None else going.blocks(number), coming.piece(number), root)
+        coming.take(number)
+    return coming.home()
+
+
+def reduce_scatter(channel: Channel, array: Array, counts: list[int], block: Spec) -> Array:
+    """Sum every rank's array and give each rank its block of the sum."""
+    compare(channel.data, "Reduce_scatter", array)
+    pieces = of_blocks(counts, block.dtype.itemsize)
+    going, coming = departing(array, pieces), arriving(block, of_block(counts, channel.rank, block.dtype.itemsize))
+    for number, ranges in enumerate(pieces):
+        lengths = [end - start for start, end in ranges]
+        channel.data.Reduce_scatter(going.piece(number), coming.piece(number), lengths, MPI.SUM)
+        coming.take(number)
+    return coming.home()

@@ -1,0 +1,165 @@
+"""Large arrays on their way between their memory and MPI, piece by piece: one is copied while another one travels.
+
+A passage gives MPI its memory for one piece after another, and takes each back when MPI is done with it. An array of the
+host is its own memory. One on a device goes through page-locked memory of the host, where its pieces lie one behind the
+other: all copies to the host are queued at once, on the stream for copies, with an event behind each piece. MPI gets a
+piece when its event is over; its copy back is queued on the current stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import Any, Protocol
+
+import numpy as np
+
+from mpiad._typing import Array
+from mpiad.transport.buffers import Spec, result
+from mpiad.transport.chunks import Ranges
+from mpiad.transport.device_arrays import ArrayModule, arrays_of
+from mpiad.transport.pinned import Loan, pool_of
+
+__all__ = ["ChunkedTransfer", "arriving", "departing", "passing"]
+
+
+class ChunkedTransfer(Protocol):
+    """An array on its way.
+
+    Attributes
+    ----------
+    memory : ndarray
+        What MPI reads and writes, flat.
+    """
+
+    memory: np.ndarray
+
+    def piece(self, number: int) -> np.ndarray:
+        """Return MPI's memory for a piece, contiguous."""
+        ...
+
+    def blocks(self, number: int) -> list[Any]:
+        """Return the same for MPI's functions that take counts and places for each rank."""
+        ...
+
+    def take(self, number: int) -> None:
+        """Take a piece from MPI, which has written it."""
+
+    def home(self) -> Array:
+        """Return the array, when all pieces were taken."""
+        ...
+
+
+def departing(array: Array, pieces: list[Ranges]) -> ChunkedTransfer:
+    """Begin the passage of an array that MPI reads."""
+    arrays = arrays_of(array)
+    if arrays is None:
+        return _OnHost(array, pieces)
+    return _Staged(Spec(array.shape, array.dtype, arrays), pieces).loaded(array)
+
+
+def arriving(spec: Spec, pieces: list[Ranges], loan: Loan | None = None) -> ChunkedTransfer:
+    """Begin the passage of an array that MPI writes; `loan` is memory that was borrowed for it before."""
+    if spec.arrays is None:
+        return _OnHost(spec.empty(), pieces)
+    return _Staged(spec, pieces, loan)
+
+
+def passing(array: Array, pieces: list[Ranges], private: bool = False) -> ChunkedTransfer:
+    """Begin the passage of an array that MPI reads and overwrites; what comes is a new array.
+
+    `private`: nobody else uses the array, so on the host its own memory is overwritten.
+    """
+    if type(array) is np.ndarray and not private:
+        return _OnHost(np.empty_like(array), pieces, array)
+    return departing(array, pieces)
+
+
+class _OnHost:
+    """An array of the host; what MPI is to overwrite is copied from `source`."""
+
+    def __init__(self, array: np.ndarray, pieces: list[Ranges], source: np.ndarray | None = None):
+        self._array, self._pieces = array, pieces
+        self.memory = array.reshape(-1)
+        self._source = None if source is None else source.reshape(-1)
+
+    def piece(self, number: int) -> np.ndarray:
+        """Return the part of the array; a copy where it isn't in one place, for MPI to read."""
+        ranges = self._pieces[number]
+        if len(ranges) > 1:
+            return np.concatenate([self.memory[start:end] for start, end in ranges])
+        start, end = ranges[0]
+        if self._source is not None:
+            self.memory[start:end] = self._source[start:end]
+        return self.memory[start:end]
+
+    def blocks(self, number: int) -> list[Any]:
+        """Return the array, and which parts of it are meant."""
+        ranges = self._pieces[number]
+        return [self.memory, ([end - start for start, end in ranges], [start for start, _ in ranges])]
+
+    def take(self, number: int) -> None:
+        """Do nothing: the piece is where it belongs."""
+
+    def home(self) -> Array:
+        """Return the array."""
+        return result(self._array)
+
+
+class _Staged:
+    """An array of a device, through memory of the host; what comes back from there is a new array."""
+
+    def __init__(self, spec: Spec, pieces: list[Ranges], loan: Loan | None = None):
+        self._spec, self._pieces = spec, pieces
+        self._arrays: ArrayModule = spec.arrays  # type: ignore[assignment]
+        self._counts = [[end - start for start, end in ranges] for ranges in pieces]
+        self._starts = [0, *accumulate(map(sum, self._counts))]
+        self._loan = loan or pool_of(self._arrays).lend(spec.nbytes)
+        self.memory = self._loan.array((self._starts[-1],), spec.dtype)
+        self._events: list[Any] = []
+        self._array: Array = None
+
+    def loaded(self, array: Array) -> _Staged:
+        """Queue the copies of all pieces to the host."""
+        arrays, flat, ready = self._arrays, array.reshape(-1), self._arrays.record()
+        with arrays.copying_stream():
+            arrays.wait_on_device(ready)  # the array may still be computed, on the stream of the arithmetic
+            for number in range(len(self._pieces)):
+                for (start, end), host in self._places(number):
+                    arrays.copy_to_host(flat[start:end], host)
+                self._events.append(arrays.record())
+            # Whoever borrows the memory next waits for the last copy: an exception may end the waiting for pieces.
+            self._loan.written = self._events[-1]
+        return self
+
+    def _places(self, number: int) -> Iterator[tuple[tuple[int, int], np.ndarray]]:
+        """Yield the ranges of a piece that aren't empty, each with its place in the memory."""
+        place = self._starts[number]
+        for (start, end), count in zip(self._pieces[number], self._counts[number]):
+            if count:
+                yield (start, end), self.memory[place : place + count]
+            place += count
+
+    def piece(self, number: int) -> np.ndarray:
+        """Return the memory of a piece, when the device has written it."""
+        if self._events:
+            self._arrays.wait(self._events[number])
+        return self.memory[self._starts[number] : self._starts[number + 1]]
+
+    def blocks(self, number: int) -> list[Any]:
+        """Return the same with the counts of its parts, which lie one behind the other."""
+        counts = self._counts[number]
+        return [self.piece(number), (counts, [0, *accumulate(counts)][:-1])]
+
+    def take(self, number: int) -> None:
+        """Queue the copy of a piece to the device."""
+        if self._array is None:
+            self._array = self._spec.empty()
+        flat = self._array.reshape(-1)
+        for (start, end), host in self._places(number):
+            self._arrays.copy_to_device(host, flat[start:end])
+        self._loan.read = self._arrays.record()
+
+    def home(self) -> Array:
+        """Return the array on the device."""
+        return self._array

@@ -1,0 +1,192 @@
+"""The ranks of a group agree on what they are about to do, over a communicator of their own.
+
+Each rank has a number that stands for its call. In log2(P) rounds of one small message all learn the least and the
+greatest: where these are the same, all calls are. Only where they aren't do descriptions travel. Channels of the same
+ranks share one communicator for this, so that a call on the wrong one of two is found, too.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mpiad._typing import Array, Comm
+from mpiad.transport.guarded.timed_waits import Awaited, poll
+
+__all__ = ["Agreement", "lane_of"]
+
+_LANES = 256  # of threads: one for the main thread, the others share the rest
+_abandoned: list[Any] = []  # MPI may still use these buffers
+
+
+class Agreement:
+    """What the ranks of one group agree over.
+
+    Attributes
+    ----------
+    members : tuple of int
+        Their ranks in the world, by their rank in its communicator.
+    label : str
+    epoch : int
+        How often it has begun anew.
+    starts : Counter
+        By lane, the number of nonblocking reductions begun: they must come at the same place among the other calls.
+    """
+
+    def __init__(self, comm: Comm, members: tuple[int, ...], label: str):
+        self.comm, self.members, self.label = comm, members, label
+        # What was never received must not meet a later epoch's receives: as many as MPI has tags for, twice the lanes each.
+        self._epochs = min(int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767), 2**31 - 1) // (2 * _LANES)
+        self.epoch = 0
+        # Of agreements begun, by lane: it says who is missing.
+        self._numbers: Counter[int] = Counter()
+        self.starts: Counter[int] = Counter()
+        self._lanes: dict[int, _Lane] = {}
+        self._later: Comm | None = None
+        self.open()
+
+    def open(self) -> None:
+        """Make what `renew` has dropped; all ranks call it, when all are there."""
+        if self._later is None:
+            self._later = self.comm.Dup()
+
+    def later(self, lane: int, own: Comm) -> Comm:
+        """Return the communicator for what is compared at the end of nonblocking calls: the channel's own in threads."""
+        return own if lane else self._later  # type: ignore[return-value]
+
+    def begun(self, lane: int) -> tuple[str, int]:
+        """Return what the agreements of a lane are counted as, and their number."""
+        return self._key(lane), self._numbers[lane]
+
+    def counts(self) -> dict[str, int]:
+        """Return the numbers of agreements that this rank has begun."""
+        return {self._key(lane): number for lane, number in self._numbers.copy().items()}
+
+    def _key(self, lane: int) -> str:
+        return f"{self.label}, lane {lane}" if lane else self.label
+
+    def agree(self, mine: int, lane: int, make: Callable[[], Awaited]) -> bool:
+        """Tell whether all ranks have given the same number; a wait with a deadline."""
+        self._numbers[lane] += 1
+        # The count is part of what must be equal; a fingerprint leaves room for it, so the sum is below 2⁶³.
+        return self._lane(lane).agree(mine + self.starts[lane], make)
+
+    def descriptions(self, mine: Array, lane: int, make: Callable[[], Awaited]) -> list[Any]:
+        """Return what each rank says; all ranks call it after they have disagreed."""
+        tag = self._tag(lane) + _LANES * self._epochs
+        buffer = np.frombuffer(pickle.dumps(mine), dtype=np.uint8)
+        # To this rank too, so that it needs no case of its own.
+        sends = [self.comm.Isend(buffer, rank, tag) for rank in range(self.comm.size)]
+        found = [_received(self.comm, rank, tag, make) for rank in range(self.comm.size)]
+        for send in sends:
+            poll(send.Test, make)
+        return found
+
+    def renew(self, epoch: int | None = None) -> None:
+        """Forget what is under way, and count anew: later messages have other tags. All ranks call it.
+
+        Parameters
+        ----------
+        epoch : int, optional
+            The same on all ranks, where they may have begun anew without each other.
+        """
+        self.epoch = self.epoch + 1 if epoch is None else epoch
+        # One rank may have begun there what the others haven't. Not freed: whoever got its number would receive that.
+        if self._later is not None:
+            _abandoned.append(self._later)
+            self._later = None
+        self._numbers.clear()
+        self.starts.clear()
+        for lane in self._lanes.values():
+            lane.abandon()
+        self._lanes.clear()
+
+    def _lane(self, number: int) -> _Lane:
+        lane = self._lanes.get(number)
+        if lane is None or lane.broken:
+            lane = self._lanes[number] = _Lane(self.comm, self._tag(number))
+        return lane
+
+    def _tag(self, lane: int) -> int:
+        return self.epoch % self._epochs * _LANES + lane
+
+
+_MAIN = threading.main_thread().ident
+
+
+def lane_of(channel_number: int) -> int:
+    """Return the lane of this thread: threads beside the main one may each have a communicator, and agree apart."""
+    return 0 if threading.get_ident() == _MAIN else channel_number % (_LANES - 1) + 1
+
+
+def _received(comm: Comm, source: int, tag: int, make: Callable[[], Awaited]) -> Any:
+    status, found = MPI.Status(), []
+
+    def come() -> bool:
+        message = comm.Improbe(source, tag, status)
+        if message is not None:
+            found.append(message)
+        return bool(found)
+
+    poll(come, make)
+    buffer = np.empty(status.Get_count(MPI.BYTE), dtype=np.uint8)
+    found[0].Recv([buffer, MPI.BYTE])
+    return pickle.loads(buffer.tobytes())
+
+
+class _Lane:
+    """Persistent requests for the rounds of one tag."""
+
+    def __init__(self, comm: Comm, tag: int):
+        self.broken, self.busy, self.active = False, False, None
+        self._rounds: list[tuple[np.ndarray, np.ndarray, Any, Any]] = []
+        # Dissemination, with the distance doubled in each round. A rank's number may come twice, which least and greatest
+        # don't mind: so it works for any number of ranks.
+        distance = 1
+        while distance < comm.size:
+            out, into = np.zeros(2, np.int64), np.zeros(2, np.int64)
+            send = comm.Send_init(out, (comm.rank + distance) % comm.size, tag)
+            receive = comm.Recv_init(into, (comm.rank - distance) % comm.size, tag)
+            self._rounds.append((out, into, send, receive))
+            distance *= 2
+
+    def agree(self, mine: int, make: Callable[[], Awaited]) -> bool:
+        least = greatest = mine
+        self.busy = True
+        try:
+            for out, into, send, receive in self._rounds:
+                out[0], out[1] = least, greatest
+                # The receive first, so that the message needn't be kept by MPI until somebody asks for it.
+                receive.Start()
+                send.Start()
+                self.active = receive
+                poll(receive.Test, make)
+                self.active = None
+                low, high = into.tolist()
+                least, greatest = min(least, low), max(greatest, high)
+                poll(send.Test, make)
+        except BaseException:
+            self.abandon()
+            raise
+        self.busy = False
+        return least == greatest
+
+    def abandon(self) -> None:
+        """Take back what is under way: a later message must not be received in its place."""
+        self.broken = True
+        for _, _, send, receive in self._rounds:
+            if self.active is receive:
+                receive.Cancel()
+                receive.Wait()
+            if not self.busy:  # inside of a round MPI may still send: those requests stay
+                send.Free()
+                receive.Free()
+        if self.busy:
+            _abandoned.append(self._rounds)
+        self._rounds, self.active = [], None

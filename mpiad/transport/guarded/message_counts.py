@@ -1,0 +1,121 @@
+"""The messages of debug mode: how many each rank has sent to and received from each other, and from which lines."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+__all__ = ["MessageCounts", "summary", "unreceived", "without"]
+
+_SITES = 32  # the last lines of each kind are kept: unreceived messages are mostly the last ones
+
+
+class Entry(NamedTuple):
+    """Messages of one kind, as a table shows them; ranks are those of the world."""
+
+    communicator: str
+    peer: int
+    tag: int
+    count: int
+    places: tuple[str, ...]
+
+
+class MessageCounts:
+    """Counts the messages of one channel.
+
+    Parameters
+    ----------
+    label : str
+    members : tuple of int
+    owner : weak reference to a Channel
+        Which holds what was started and not waited for.
+    """
+
+    def __init__(self, label: str, members: tuple[int, ...], owner: Any):
+        self.label, self.members, self._owner = label, members, owner
+        self._sent: dict[tuple[int, int], list[Any]] = {}
+        self._received: dict[tuple[int, int], int] = {}
+        _all[id(self)] = self
+
+    def sent(self, peer: int, tag: int, place: str) -> None:
+        """Count a message that leaves."""
+        found = self._sent.get((peer, tag))
+        if found is None:
+            found = self._sent[peer, tag] = [0, deque(maxlen=_SITES)]
+        found[0] += 1
+        found[1].append(place)
+
+    def received(self, peer: int, tag: int) -> None:
+        """Count a message that has come."""
+        self._received[peer, tag] = self._received.get((peer, tag), 0) + 1
+
+    def close(self) -> None:
+        """Count no more: the messages were dropped by `reset`."""
+        _all.pop(id(self), None)
+
+    def entries(self) -> tuple[list[Entry], list[Entry], list[tuple[str, str, str]]]:
+        """Return what was sent, what was received, and what was started and not waited for."""
+        # Copied in one step: a tuple of the items makes each of them, and a collection amid that lets the program add more.
+        sent = [
+            Entry(self.label, self.members[peer], tag, count, tuple(places))
+            for (peer, tag), (count, places) in self._sent.copy().items()
+        ]
+        received = [
+            Entry(self.label, self.members[peer], tag, count, ())
+            for (peer, tag), count in self._received.copy().items()
+        ]
+        return sent, received, self._unwaited()
+
+    def _unwaited(self) -> list[tuple[str, str, str]]:
+        channel = self._owner()
+        started = () if channel is None else tuple(channel.started.values())
+        return [(*request.caller, self.label) for _, request, _ in started if hasattr(request, "caller")]
+
+
+# The thread that answers other ranks reads it while the program adds to it: a weak set can't be copied in one step.
+_all: WeakValueDictionary[int, MessageCounts] = WeakValueDictionary()
+
+
+Summary = tuple[list[Entry], list[Entry], list[tuple[str, str, str]]]
+
+
+def summary() -> Summary:
+    """Return this rank's entries of all channels."""
+    parts = [found.entries() for reference in _all.valuerefs() if (found := reference()) is not None]
+    return tuple([entry for part in parts for entry in part[k]] for k in range(3))  # type: ignore[return-value]
+
+
+def without(found: Summary, labels: set[str]) -> Summary:
+    """Return a summary without the communicators of these names."""
+    sent, received, started = found
+    return (
+        [entry for entry in sent if entry.communicator not in labels],
+        [entry for entry in received if entry.communicator not in labels],
+        [entry for entry in started if entry[2] not in labels],
+    )
+
+
+def unreceived(summaries: list[Any]) -> list[str]:
+    """Return a sentence for each kind of message that was sent and not received, from the summaries of all ranks."""
+    taken: dict[tuple, int] = {}
+    for rank, found in enumerate(summaries):
+        for entry in found[1] if found else ():
+            taken[entry.communicator, entry.peer, rank, entry.tag] = entry.count
+    lines = []
+    for rank, found in enumerate(summaries):
+        for entry in found[0] if found else ():
+            # Of a rank that doesn't answer it isn't known what it has received.
+            if summaries[entry.peer] is None:
+                continue
+            lost = entry.count - taken.get((entry.communicator, rank, entry.peer, entry.tag), 0)
+            if lost > 0:
+                lines.append(_sentence(rank, entry, lost))
+    return lines
+
+
+def _sentence(rank: int, entry: Entry, lost: int) -> str:
+    places = ", ".join(dict.fromkeys(entry.places[-lost:]))
+    what = "a message" if lost == 1 else f"{lost} messages"
+    where = "" if entry.communicator == "world" else f" on {entry.communicator}"
+    return f"Rank {rank} sent {what} to rank {entry.peer} with tag {entry.tag}{where} at {places}, not received there."

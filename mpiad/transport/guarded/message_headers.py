@@ -1,0 +1,242 @@
+"""Messages of debug mode: before each goes a header with its shape, dtype and line, on a communicator of its own.
+
+Headers and messages of the same sender and tag come in the same order, so the k-th belongs to the k-th.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mpiad._typing import Array, Buffer, Comm, Op, Request, Status
+from mpiad.errors import MessageMismatch
+from mpiad.transport.guarded import watch_settings
+from mpiad.transport.guarded.awaited import Letter
+from mpiad.transport.guarded.communicator import Guarded
+from mpiad.transport.guarded.descriptions import caller, where
+from mpiad.transport.guarded.guarded_reductions import StartedReduction
+from mpiad.transport.guarded.message_counts import MessageCounts
+from mpiad.transport.guarded.requests import GuardedRequest
+from mpiad.transport.guarded.timed_waits import poll
+from mpiad.transport.unreceived import drain
+
+__all__ = ["HeadedMessages"]
+
+_BYTES = 256  # a fixed length, so that the receive of a header can be posted before it is known
+_MOST = 10_000  # shapes and lines that are known
+_headers: dict[tuple, bytes] = {}
+
+
+def _form(array: np.ndarray) -> bytes:
+    return f"shape {array.shape}, dtype {array.dtype}, {array.nbytes} bytes|".encode()
+
+
+def _header(array: np.ndarray) -> tuple[bytes, str, str]:
+    """Return the header of a message, the function that sends it and the line."""
+    name, site, call = caller()
+    key = array.shape, array.dtype.num, site, name
+    place = where(call, site)
+    found = _headers.get(key)
+    if found is None:
+        if len(_headers) >= _MOST:
+            _headers.clear()
+        found = _headers[key] = (_form(array) + f"{name} at {place}".encode())[:_BYTES].ljust(_BYTES)
+    return found, name, place
+
+
+class HeadedMessages(Guarded):
+    """A guarded communicator whose messages have headers.
+
+    Parameters
+    ----------
+    bare, post : mpi4py communicator
+        For the messages, and for their headers.
+    """
+
+    def __init__(self, bare: Comm, post: Comm, *args: Any, **keywords: Any):
+        super().__init__(bare, *args, **keywords)
+        self.post = post
+        self.ledger = MessageCounts(self.label, self.members, self.owner)
+        # Messages that were under way when the watch began: receives, and sends, without a header.
+        self.skipped: dict[tuple[int, int], int] = {}
+        self.unannounced: dict[tuple[int, int], int] = {}
+        self.parts = tuple(
+            Guarded(comm, f"{self.label}, {name}", self.members, None, self.owner)
+            for comm, name in ((bare, "drained"), (post, "headers"))
+        )
+
+    def retire(self) -> None:
+        """Count no more, and forget the messages: they are dropped."""
+        super().retire()
+        self.ledger.close()
+
+    def skip(self, sent: dict[tuple[int, int], int], received: dict[tuple[int, int], int]) -> None:
+        """Expect no headers where only one end of a message was under watch; collective.
+
+        Parameters
+        ----------
+        sent, received : dict
+            How many messages this rank has sent to, and begun to receive from, each (rank, tag).
+        """
+        said = [({t: n for (p, t), n in sent.items() if p == peer}, {t: n for (p, t), n in received.items() if p == peer})
+                for peer in range(self.size)]
+        for peer, (there_sent, there_received) in enumerate(self.bare.alltoall(said)):
+            self.skipped |= _ahead(there_sent, said[peer][1], peer)
+            self.unannounced |= _ahead(there_received, said[peer][0], peer)
+
+    def Isend(self, array: Array, dest: int, tag: int) -> HeadedSend:
+        """Start to send a header and the array."""
+        header, name, place = _header(array)
+        # Before the message: whoever has the message can wait for its header.
+        ahead = None if _counted_down(self.unannounced, dest, tag) else self.post.Isend([header, MPI.BYTE], dest, tag)
+        self.ledger.sent(dest, tag, place)
+        return HeadedSend(self, self.bare.Isend(array, dest, tag), ahead, array, dest, tag, (name, place))
+
+    def Irecv(self, buffer: Buffer, source: int, tag: int) -> HeadedReceive:
+        """Start to receive a header and the array."""
+        name, site, call = caller()
+        return HeadedReceive(self, buffer, source, tag, (name, where(call, site)))
+
+    def Iallreduce(self, array: Array, out: np.ndarray, op: Op = MPI.SUM) -> StartedReduction:
+        """Start to reduce; what the ranks have started is compared when it is waited for."""
+        return StartedReduction(self, array, out, op)
+
+    def Recv(self, buffer: Buffer, source: int, tag: int, status: Status = None) -> None:
+        """Receive a header and the array."""
+        self.Irecv(buffer, source, tag).Wait(status)
+
+    def Mprobe(self, source: int, tag: int, status: Status = None) -> Any:
+        """Wait for a message; it is compared when it is received."""
+        status = MPI.Status() if status is None else status
+        message = super().Mprobe(source, tag, status)
+        return _Matched(self, message, status.source, status.tag)
+
+    def expect(self, source: int, tag: int) -> tuple[Any, bytearray] | None:
+        """Start to receive the next header; None where the message has none."""
+        if _counted_down(self.skipped, source, tag):
+            return None
+        header = bytearray(_BYTES)
+        return self.post.Irecv([header, MPI.BYTE], source, tag), header
+
+    def compare(
+        self, expected: tuple[Any, bytearray] | None, buffer: np.ndarray, source: int, tag: int, by: tuple[str, str]
+    ) -> None:
+        """Raise where a message that has come differs from what it was received into."""
+        self.ledger.received(source, tag)
+        if expected is None:
+            return
+        request, header = expected
+        poll(request.Test, lambda: Letter(self, False, source, tag))
+        # Compared as bytes, which is quick; it is taken apart only for the message of an error.
+        if not header.startswith(_form(buffer)):
+            form, _, sender = header.decode(errors="replace").rstrip().partition("|")
+            self._refuse(f"sent {form} with tag {tag}", sender, buffer, source, by)
+
+    def _refuse(self, sent: str, sender: str, buffer: np.ndarray, source: int, by: tuple[str, str]) -> None:
+        name, place = by
+        raise MessageMismatch(
+            f"{name}: rank {source} {sent}, but the array it is received into has shape {buffer.shape} and dtype "
+            f"{buffer.dtype}: {buffer.nbytes} bytes. It was sent by {sender}, and received by {name} at {place}. "
+            "Give a template (`like`) with the shape and dtype of what is sent.",
+            ranks=(self.members[source], self.members[self.rank]),
+        )
+
+    def Free(self) -> None:
+        """Free both communicators; collective."""
+        channel = None if self.owner is None else self.owner()
+        drain(self.parts[1], 0 if channel is None else channel.tag_limit)
+        self.post.Free()
+        super().Free()
+
+
+def _ahead(there: dict[int, int], here: dict[int, int], peer: int) -> dict[tuple[int, int], int]:
+    return {(peer, tag): count - here.get(tag, 0) for tag, count in there.items() if count > here.get(tag, 0)}
+
+
+def _counted_down(counts: dict[tuple[int, int], int], peer: int, tag: int) -> bool:
+    if not counts or counts.get((peer, tag), 0) == 0:
+        return False
+    counts[peer, tag] -= 1
+    return True
+
+
+class HeadedSend(GuardedRequest):
+    """A send under way."""
+
+    def __init__(
+        self, comm: HeadedMessages, request: Request, ahead: Request, array: Array, dest: int, tag: int,
+        caller: tuple[str, str],
+    ):
+        super().__init__(request, lambda: Letter(comm, True, dest, tag), array)
+        self._ahead, self.caller = ahead, caller
+
+    def Test(self, status: Status = None) -> bool:
+        """Tell whether MPI is done with it."""
+        return self.request.Test(status) and (self._ahead is None or self._ahead.Test())
+
+
+class HeadedReceive(GuardedRequest):
+    """A receive under way."""
+
+    def __init__(self, comm: HeadedMessages, buffer: np.ndarray, source: int, tag: int, caller: tuple[str, str]):
+        request = comm.bare.Irecv(buffer, source, tag)
+        super().__init__(request, lambda: Letter(comm, False, source, tag), buffer, receives=True)
+        self._comm, self._buffer, self.caller = comm, buffer, caller
+        self._cancelled = False
+        # Posted with the receive, since receives may be waited for in another order. From anyone only one is under way.
+        self._known = source >= 0 and tag >= 0
+        self._expected = comm.expect(source, tag) if self._known else None
+
+    def Wait(self, status: Status = None) -> None:
+        """Wait for the array and look at its header."""
+        if self._cancelled:
+            self.request.Wait()
+            return
+        status = MPI.Status() if status is None else status
+        try:
+            super().Wait(status)
+        except MPI.Exception as error:
+            # MPI says only that it was too long; the header says what it was, and who sent it.
+            if error.Get_error_class() == MPI.ERR_TRUNCATE:
+                self._compare(status)
+            raise
+        self._compare(status)
+
+    def _compare(self, status: Status) -> None:
+        if not watch_settings.debug():  # the sender may have left the watch, too
+            self._take_back_header()
+            return
+        source, tag = status.source, status.tag
+        expected = self._expected if self._known else self._comm.expect(source, tag)
+        self._comm.compare(expected, self._buffer, source, tag, self.caller)
+
+    def Cancel(self) -> None:
+        """Take the receive back."""
+        self._cancelled = True
+        self.request.Cancel()
+        self._take_back_header()
+
+    def _take_back_header(self) -> None:
+        if self._expected is not None:
+            self._expected[0].Cancel()
+            self._expected[0].Wait()
+
+
+class _Matched:
+    """A message that has come."""
+
+    def __init__(self, comm: HeadedMessages, message: Any, source: int, tag: int):
+        self._comm, self._message, self._source, self._tag = comm, message, source, tag
+        name, site, call = caller()
+        self._caller = name, where(call, site)
+
+    def Recv(self, buffer: np.ndarray) -> None:
+        """Receive it and look at its header."""
+        self.refuse(buffer, buffer)
+
+    def refuse(self, dropped: np.ndarray, wanted: np.ndarray) -> None:
+        """Receive it into other memory than what was wanted, into which it may not fit, and look at its header."""
+        self._message.Recv(dropped)
+        self._comm.compare(self._comm.expect(self._source, self._tag), wanted, self._source, self._tag, self._caller)

@@ -1,0 +1,164 @@
+"""Wait by polling: briefly at full speed, then with naps that leave the core to others, up to the deadline.
+
+While a thread waits for longer than a moment, a `Waiting` says what for; `status` shows it to ranks that ask, and puts
+the verdict here where another rank has found that this wait will never end.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any, Protocol
+
+from mpiad.transport.guarded import departed_ranks, watch_settings
+
+__all__ = ["Awaited", "Waiting", "deadline_lifted", "poll", "set_reporter", "tell", "waiting_of", "who_waits"]
+
+_SPINS = 150
+_YIELDS_FOR = 1e-3
+_LONGEST_NAP = 1e-3
+_ON_THE_WAY = 0.5  # seconds
+_yield: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))
+
+
+class Awaited(Protocol):
+    """Describes a wait."""
+
+    def give_up(self, reason: str) -> None:
+        """Refuse the further use of what will never be complete."""
+
+    def in_vain(self, gone: dict[int, departed_ranks.Departure], before: float) -> bool:
+        """Tell whether ranks that left the program before that time would be needed."""
+        ...
+
+    def report(self) -> dict[str, Any]:
+        """Return what a table of waits shows of it."""
+        ...
+
+
+class Waiting:
+    """What a thread waits for.
+
+    Parameters
+    ----------
+    what : Awaited
+    """
+
+    __slots__ = ("began", "number", "verdict", "what")
+
+    _last = 0
+
+    def __init__(self, what: Awaited):
+        Waiting._last += 1
+        self.what, self.number, self.began = what, Waiting._last, perf_counter()
+        self.verdict: Exception | None = None
+
+
+class _Lift(threading.local):
+    deep = 0
+
+
+_by_thread: dict[int, Waiting] = {}
+_lift = _Lift()
+# What to do at the deadline is known by who makes the table: it puts itself in.
+_expire: Callable[[Waiting], Exception] | None = None
+_answer: Callable[[], None] | None = None
+
+
+def set_reporter(expire: Callable[[Waiting], Exception], answer: Callable[[], None] | None) -> None:
+    """Say who makes the error at the deadline, and who answers other ranks from inside a wait where no thread does."""
+    global _expire, _answer
+    _expire, _answer = expire, answer
+
+
+class deadline_lifted:
+    """A context in which waits have no deadline: an end of the program may come long before that of other ranks."""
+
+    def __enter__(self) -> None:
+        _lift.deep += 1
+
+    def __exit__(self, *_: object) -> None:
+        _lift.deep -= 1
+
+
+def poll(test: Callable[[], Any], make: Callable[[], Awaited]) -> None:
+    """Return when `test` is true.
+
+    Parameters
+    ----------
+    test : callable
+    make : callable
+        Describes what is waited for; called when it takes longer than a moment.
+
+    Raises
+    ------
+    DeadlockError
+        At the deadline, and where another rank has found that this wait doesn't end.
+    """
+    for _ in range(_SPINS):
+        if test():
+            return
+    _wait(test, Waiting(make()))
+
+
+def _wait(test: Callable[[], Any], waiting: Waiting) -> None:
+    thread = threading.get_ident()
+    # A wait may be inside of another: where no thread answers, answers are sent from within.
+    before = _by_thread.get(thread)
+    _by_thread[thread] = waiting
+    try:
+        _nap_until(test, waiting)
+    finally:
+        if before is None:
+            del _by_thread[thread]
+        else:
+            _by_thread[thread] = before
+
+
+def _nap_until(test: Callable[[], Any], waiting: Waiting) -> None:
+    nap = 0.0
+    while not test():
+        elapsed = perf_counter() - waiting.began
+        if elapsed < _YIELDS_FOR:
+            _yield()
+            continue
+        if waiting.verdict is not None:
+            waiting.what.give_up(str(waiting.verdict))
+            raise waiting.verdict
+        if _answer is not None:
+            _answer()
+        if not _lift.deep and _expire is not None and _is_over(waiting, elapsed):
+            waiting.verdict = _expire(waiting)
+            continue
+        nap = min(nap + 2e-5, _LONGEST_NAP)
+        time.sleep(nap)
+
+
+def _is_over(waiting: Waiting, elapsed: float) -> bool:
+    """Tell whether a wait has come to the deadline, or is for ranks that have left the program."""
+    limit = watch_settings.present().timeout
+    if limit is not None and elapsed > limit:
+        return True
+    gone = departed_ranks.departed()
+    # What such a rank sent before may still be on its way.
+    return bool(gone) and elapsed > _ON_THE_WAY and waiting.what.in_vain(gone, perf_counter() - _ON_THE_WAY)
+
+
+def waiting_of(thread: int) -> Waiting | None:
+    """Return what a thread waits for, None where it doesn't."""
+    return _by_thread.get(thread)
+
+
+def who_waits() -> dict[int, Waiting]:
+    """Return what each thread waits for."""
+    return dict(_by_thread)
+
+
+def tell(number: int, verdict: Exception) -> None:
+    """Have the wait of that number raise; one that has ended doesn't."""
+    for waiting in who_waits().values():
+        if waiting.number == number:
+            waiting.verdict = verdict

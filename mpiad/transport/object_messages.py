@@ -1,0 +1,126 @@
+"""Messages of any Python objects between two ranks; large arrays travel as they lie in memory.
+
+A message is one pickle with the lengths of its buffers before it, and a further message for each buffer. A buffer is
+what pickle leaves out by its protocol 5: the data of a contiguous array of 64 KiB or more.
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any, NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+
+from mpiad._typing import Comm, Rank, Request
+from mpiad.transport.fault_tolerance import is_process_failure
+
+__all__ = ["Line", "Message", "PackedObject"]
+
+_BUFFER_TAG = 1000
+_LARGE = 1 << 16
+_WORD = np.dtype(np.int64)
+
+
+class Message(NamedTuple):
+    """What came: its sender, the kind that it was posted with, and the object."""
+
+    source: Rank
+    kind: int
+    content: Any
+
+
+class PackedObject(NamedTuple):
+    """An object ready to be sent, once or to several ranks."""
+
+    head: np.ndarray
+    buffers: list[np.ndarray]
+
+    @classmethod
+    def of(cls, content: object, lent: bool = False) -> PackedObject:
+        """Pack an object; raises what pickle raises. Its arrays may change afterwards, unless they are `lent`."""
+        buffers: list[np.ndarray] = []
+
+        def leave_out(buffer: pickle.PickleBuffer) -> bool:
+            raw = buffer.raw()
+            if raw.nbytes < _LARGE:
+                return True  # stays in the pickle
+            data = np.frombuffer(raw, dtype=np.uint8)
+            buffers.append(data if lent else data.copy())
+            return False
+
+        body = pickle.dumps(content, protocol=5, buffer_callback=leave_out)
+        lengths = np.array([len(buffers), *(buffer.nbytes for buffer in buffers)], dtype=_WORD)
+        return cls(np.frombuffer(lengths.tobytes() + body, dtype=np.uint8), buffers)
+
+    def opened(self) -> Any:
+        """Unpack the object, as its receiver does."""
+        # Copies: what is unpacked may be written to, and the parcel sent once more.
+        return _unpacked(self.head, [buffer.copy() for buffer in self.buffers])
+
+
+def _lengths(head: np.ndarray) -> list[int]:
+    count = int(head[: _WORD.itemsize].view(_WORD)[0])
+    return head[_WORD.itemsize : _WORD.itemsize * (1 + count)].view(_WORD).tolist()
+
+
+def _unpacked(head: np.ndarray, buffers: list[np.ndarray]) -> Any:
+    return pickle.loads(head[_WORD.itemsize * (1 + len(buffers)) :].data, buffers=buffers)
+
+
+def _is_over(request: Request) -> bool:
+    try:
+        return request.Test()
+    except MPI.Exception as error:
+        if is_process_failure(error):
+            return True  # the receiver has died
+        raise
+
+
+class Line:
+    """Messages of a rank on a communicator on which no others travel.
+
+    Parameters
+    ----------
+    comm : mpi4py intracommunicator
+    """
+
+    def __init__(self, comm: Comm):
+        self.comm = comm
+        self._status = MPI.Status()
+        self._posted: list[tuple[Any, Any, Rank]] = []
+
+    def post(self, dest: Rank, kind: int, parcel: PackedObject) -> None:
+        """Send without waiting."""
+        self._settle()
+        for part, tag in ((parcel.head, kind), *((buffer, _BUFFER_TAG) for buffer in parcel.buffers)):
+            self._posted.append((self.comm.Isend(part, dest, tag), part, dest))
+
+    def take(self, source: Rank = MPI.ANY_SOURCE) -> Message | None:
+        """Return a message that has come, None where there is none."""
+        status = self._status
+        found = self.comm.Improbe(source, MPI.ANY_TAG, status)
+        if found is None:
+            return None
+        sender, kind = status.source, status.tag
+        head = np.empty(status.Get_count(MPI.BYTE), dtype=np.uint8)
+        found.Recv(head)
+        buffers = [self._buffer(sender, length) for length in _lengths(head)]
+        return Message(sender, kind, _unpacked(head, buffers))
+
+    def _buffer(self, sender: Rank, length: int) -> np.ndarray:
+        buffer = np.empty(length, dtype=np.uint8)
+        self.comm.Recv(buffer, sender, _BUFFER_TAG)
+        return buffer
+
+    def is_quiet(self) -> bool:
+        """Tell whether all that was posted has been sent."""
+        self._settle()
+        return not self._posted
+
+    def _settle(self) -> None:
+        self._posted = [held for held in self._posted if not _is_over(held[0])]
+
+    def forget(self, dest: Rank) -> None:
+        """Wait no longer for what was posted to a rank that has died."""
+        self._posted = [held for held in self._posted if held[2] != dest]

@@ -1,0 +1,55 @@
+"""Wait without taking the core away from those who are waited for."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from mpi4py import MPI
+
+from mpiad._typing import Request
+
+__all__ = ["Backoff", "wait_gently"]
+
+# Ranks often outnumber cores; an MPI's own wait would take another rank's core away.
+_AT_ONCE = 0.01
+_LONGEST_NAP = 1e-3
+# A sleep of no length takes up to 100 µs, a hundred times as long.
+_yield_core = getattr(os, "sched_yield", lambda: time.sleep(0))
+
+
+class Backoff:
+    """Pauses of one wait: none at first, longer and longer after 10 ms without news."""
+
+    __slots__ = ("_nap", "_start")
+
+    def __init__(self) -> None:
+        self.renew()
+
+    def renew(self) -> None:
+        """Begin again, since something has come."""
+        self._start, self._nap = time.perf_counter(), 0.0
+
+    def pause(self) -> None:
+        """Let others have the core."""
+        if self._nap:
+            time.sleep(self._nap)
+        else:
+            _yield_core()
+        if self._nap or time.perf_counter() - self._start > _AT_ONCE:
+            self._nap = min(self._nap + 2e-5, _LONGEST_NAP)
+
+    @property
+    def seconds(self) -> float:
+        """Return the time since the start."""
+        return time.perf_counter() - self._start
+
+
+def wait_gently(request: Request) -> None:
+    """Wait for a request of MPI's; one under watch knows how."""
+    if not isinstance(request, MPI.Request):
+        request.Wait()
+        return
+    patience = Backoff()
+    while not request.Test():
+        patience.pause()

@@ -1,0 +1,116 @@
+"""The gradient of E_q[loss] + w·KL(q‖prior) by the variational parameters, from the model's values and gradients.
+
+With θ = T(ε; φ), the pathwise gradient is the mean of (∂loss/∂θ)ᵀ ∂T/∂φ. The score function's is that of
+(loss_s - b_s) ∂ log q(θ_s; φ)/∂φ, where the baseline b_s is the mean of the other draws' losses (Kool et al., 2019).
+
+KL is computed in closed form where it is known, or from the same draws: the mean of log q - log p, along the path. In the
+estimator "path" the density's own dependence on φ, whose mean is zero, is left out: as q comes near the exact posterior,
+the noise of the gradient then goes to zero too (Roeder, Wu and Duvenaud, 2017).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import autograd.numpy as np
+import numpy
+
+from mpiad._typing import Array, Tree
+from mpiad.device import to_host
+from mpiad.differentiation.backward import run_backward
+from mpiad.differentiation.trace import Variables, trace_backwards
+from mpiad.differentiation.trees import flatten, is_variable
+from mpiad.primitives import stop
+from mpiad.primitives.cotangents import conform, spec_like
+from mpiad.vi.divergence import closed_form
+from mpiad.vi.model_evaluation import Evaluations
+from mpiad.vi.placement import placed
+from mpiad.vi.posterior import Posterior
+
+__all__ = ["Objective", "Terms"]
+
+
+class Terms(NamedTuple):
+    """The parts of the objective at one epoch: the mean loss, and KL without its weight."""
+
+    loss: float
+    divergence: float
+
+
+class Objective(NamedTuple):
+    """What is minimised, and how its gradient is estimated.
+
+    Parameters
+    ----------
+    posterior : Posterior
+    prior : Prior
+    w : float
+    gradient : {"pathwise", "score"}
+    divergence : {"closed", "draws", "path"}
+    """
+
+    posterior: Posterior
+    prior: Any
+    w: float
+    gradient: str
+    divergence: str
+
+    def value_and_gradient(self, params: Tree, noise: Array, found: Evaluations) -> tuple[Terms, Tree]:
+        """Return the objective's parts and the gradient of their weighted sum, in the form of the parameters.
+
+        The noise lies where they do; what the ranks found lies on the host.
+        """
+        leaves, build = flatten(params)
+        places = [k for k, leaf in enumerate(leaves) if is_variable(leaf)]
+        kept = found.kept
+        noise = noise if kept.all() else noise[numpy.flatnonzero(kept)]
+        parts: list[float] = []
+
+        def surrogate(params: Tree) -> Array:
+            """Return a number with the estimator's gradient; note the true values of the parts."""
+            # The same noise makes the same draws as before, now as functions of the variational parameters.
+            theta_of, log_q = self.posterior.draw(params, noise)
+            divergence = self._divergence(params, theta_of, log_q)
+            parts.append(float(to_host(stop(divergence))))
+            model = self._model_term(params, theta_of, found)
+            return model + self.w * divergence if self.w else model
+
+        traced = trace_backwards(surrogate, Variables(leaves, places, build))
+        place, value = traced.places[0], traced.values[0]
+        spec = spec_like(value)
+        # A seed of the value's own kind: parameters on a device have their cotangents there.
+        seeds = [(place, spec.zeros() + spec.dtype.type(1))] if place >= 0 else []
+        gradients = iter(run_backward(traced.recording, seeds, len(places)))
+        out = [_filled(next(gradients), leaf) if is_variable(leaf) else None for leaf in leaves]
+        return Terms(float(np.mean(found.values[kept])), parts[0]), build(out)
+
+    def _model_term(self, params: Tree, theta_of: Array, found: Evaluations) -> Array:
+        values, gradients = found.values[found.kept], found.gradients[found.kept]
+        if self.gradient == "pathwise":
+            return np.sum(placed(gradients, stop(theta_of)) * theta_of) / len(values)
+        # Each draw's baseline is the mean of the others; one draw alone has none.
+        count = len(values)
+        others = (np.sum(values) - values) / (count - 1) if count > 1 else 0.0
+        # At the draws as constants: the score is the derivative of log q by φ at a fixed θ.
+        constant = stop(theta_of)
+        return np.mean(placed(values - others, constant) * self.posterior.log_prob(params, constant))
+
+    def _divergence(self, params: Tree, theta_of: Array, log_q: Array) -> Array:
+        if self.divergence == "closed":
+            return closed_form(self.posterior, params, self.prior)
+        if self.divergence == "path":
+            # By constant parameters, so that only the path's part of the gradient is left.
+            log_q = self.posterior.log_prob(stop(params), theta_of)
+        log_p = self.prior.log_prob(theta_of)
+        outside = int(to_host(numpy.sum(numpy.isneginf(stop(log_p))))) if self.w else 0
+        if outside:
+            raise FloatingPointError(
+                f"VI: the prior's density is zero at {outside} of {len(theta_of)} draws, so that KL(q‖prior) is infinite. "
+                "Take a posterior that keeps within the prior's support (let the loss transform unbounded parameters), or "
+                "a prior without bounds."
+            )
+        return np.mean(log_q - log_p)
+
+
+def _filled(g: Array, leaf: Array) -> Any:
+    return spec_like(leaf).zeros() if g is None else conform(g, *spec_like(leaf))

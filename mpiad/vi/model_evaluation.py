@@ -1,0 +1,154 @@
+"""The model at draws: values, gradients, and what went wrong, on the ranks that are given them."""
+
+from __future__ import annotations
+
+import traceback
+from typing import NamedTuple
+
+import numpy as np
+
+from mpiad._typing import Array, Comm, Function, Rank, Tree
+from mpiad.device import to_device, to_host
+from mpiad.differentiation.backward import run_backward
+from mpiad.differentiation.objective import problem_with
+from mpiad.differentiation.trace import Variables, trace_backwards
+from mpiad.differentiation.trees import flatten
+from mpiad.primitives import mpi_gather, mpi_rank, mpi_scatter, mpi_size
+from mpiad.primitives.cotangents import conform, spec_like
+from mpiad.primitives.operation import suspended
+from mpiad.tasks import mpi_map
+from mpiad.transport import channel
+from mpiad.transport.device_arrays import is_device_array
+
+__all__ = ["Evaluations", "Model", "sorted_out"]
+
+_FINE, _RAISED, _NOT_FINITE = 0.0, 1.0, 2.0
+
+
+class Evaluations(NamedTuple):
+    """What the root knows of one epoch's draws.
+
+    Parameters
+    ----------
+    values : array of shape (S,)
+    gradients : array of shape (S, dim)
+    kept : array of bool, shape (S,)
+        Which draws count.
+    raised, not_finite : int
+        How many were dropped, and why.
+    """
+
+    values: Array
+    gradients: Array
+    kept: Array
+    raised: int
+    not_finite: int
+
+
+class Model:
+    """The user's loss, evaluated draw by draw; remembers the first exception that it raised here.
+
+    Parameters
+    ----------
+    loss : callable
+        ``loss(theta, data)``
+    data : object
+    differentiated : bool
+        Whether gradients by theta are wanted.
+    device : int, optional
+        The GPU that this rank's draws are put on; by default that of the data, and the host where these are there.
+
+    Attributes
+    ----------
+    device : int or None
+        That of `device`.
+    """
+
+    def __init__(self, loss: Function, data: Tree, differentiated: bool, device: int | None = None):
+        self._loss, self._data, self._differentiated, self.device = loss, data, differentiated, device
+        # Without a device of its own a draw goes where the data are.
+        self._like = None if device is not None else next(filter(is_device_array, flatten(data)[0]), None)
+        self.trace: str | None = None
+        self.runs = 0
+
+    def beside(self, *nests: Tree) -> tuple[Tree, ...]:
+        """Return nests of the host's where the model runs."""
+        if self.device is None and self._like is None:
+            return nests
+        return tuple(to_device(nest, self.device, like=self._like) for nest in nests)
+
+    def row(self, theta: Array) -> Array:
+        """Return value, status and gradient at one draw."""
+        row = np.zeros(2 + len(theta))
+        if not np.isfinite(theta).all():  # the root ends the run
+            row[1] = _NOT_FINITE
+            return row
+        self.runs += 1
+        try:
+            with suspended():
+                # A copy: where the root evaluates too, this may be a view of the draws that its update still needs.
+                row[0], row[2:] = self._evaluated(np.array(theta))
+        except Exception as error:  # noqa: BLE001  whatever a model raises costs its draw, not the run
+            self.trace = self.trace or "".join(traceback.format_exception(error))
+            row[1] = _RAISED
+            return row
+        # A draw counts whole or not at all: a finite value with a gradient that isn't would spoil the sum of all.
+        if not np.isfinite(row).all():
+            row[:] = 0.0
+            row[1] = _NOT_FINITE
+        return row
+
+    def _evaluated(self, theta: Array) -> tuple[float, Array | float]:
+        (theta,) = self.beside(theta)
+        if not self._differentiated:
+            value = self._loss(theta, self._data)
+            self._require_number(value)
+            return _plain_number(value), 0.0
+        traced = trace_backwards(lambda x: self._loss(x, self._data), Variables([theta], [0], lambda leaves: leaves[0]))
+        self._require_number(traced.build(traced.values))
+        value, place = traced.values[0], traced.places[0]
+        # Seeds of the value's own kind: a model on a device has its cotangents there.
+        spec = spec_like(value)
+        seeds = [(place, spec.zeros() + spec.dtype.type(1))] if place >= 0 else []
+        (gradient,) = run_backward(traced.recording, seeds, 1)
+        return _plain_number(value), 0.0 if gradient is None else to_host(conform(gradient, *spec_like(theta)))
+
+    def _require_number(self, value: object) -> None:
+        problem = problem_with(value, 1.0, "VI")
+        if problem is not None:
+            raise problem.kind(problem.text)
+
+    def evenly(self, theta: Array | None, count: int, dim: int, root: Rank, comm: Comm) -> Array | None:
+        """Give every rank, the root too, its share of the root's draws; return all rows on the root."""
+        size = mpi_size(comm)
+        # The first ranks have one more, the root too: with as many draws as ranks each has one.
+        counts = [count // size + (rank < count % size) for rank in range(size)]
+        mine = mpi_scatter(theta, root, axis=0, counts=counts, comm=comm)
+        # Reshaped for ranks without a draw, whose empty list says nothing of the columns.
+        rows = np.array([self.row(one) for one in mine]).reshape(len(mine), 2 + dim)
+        gathered = mpi_gather(rows, root, axis=0, comm=comm)
+        return gathered if mpi_rank(comm) == root else None
+
+    def dynamically(self, theta: Array | None, root: Rank, comm: Comm) -> Array | None:
+        """Hand the draws to whichever other rank is free; return all rows on the root."""
+        rows = mpi_map(self.row, None if theta is None else list(theta), root=root, comm=comm)
+        return None if rows is None else np.array(rows)
+
+    def first_trace(self, comm: Comm) -> tuple[Rank, str] | None:
+        """Return the first rank on which the model raised, and its first traceback; all ranks call it."""
+        found = channel(comm, "VI.run").data.allgather(self.trace)
+        return next(((rank, trace) for rank, trace in enumerate(found) if trace), None)
+
+
+def _plain_number(value: object) -> float:
+    return float(np.reshape(to_host(value), ()))
+
+
+def sorted_out(rows: Array) -> Evaluations:
+    """Return what rows say."""
+    status = rows[:, 1]
+    return Evaluations(
+        rows[:, 0], rows[:, 2:], status == _FINE, int((status == _RAISED).sum()), int((status == _NOT_FINITE).sum())
+    )
+
+

@@ -1,0 +1,115 @@
+"""The root's memory: stubs that count what is asked of the ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mpiad.optimize.evaluated_points import Points
+from mpiad.optimize.objective_evaluation import Evaluation as Real
+from mpiad.optimize.root_instructions import BOTH, GRADIENT, PRODUCT, VALUE
+
+
+class Evaluation:
+    """f = |x|²/2, counted, with the kept forward pass of the real one."""
+
+    def __init__(self, only_both: bool = False, separate: bool = False):
+        self.only_both, self.separate = only_both, separate
+        self.kept: np.ndarray | None = None
+
+    def raise_if_ended(self) -> None:
+        pass
+
+    def value(self, x):
+        self.kept = x.copy()
+        return 0.5 * float(x @ x)
+
+    def gradient(self, x):
+        assert self.separate or np.array_equal(self.kept, x), "the forward pass of another point is kept"
+        self.kept = None
+        return x.copy()
+
+    def both(self, x):
+        return self.value(x), self.gradient(x) if not self.separate else x.copy()
+
+    def product(self, x, direction):
+        return direction.copy()
+
+    carry_out = Real.carry_out
+
+
+class Instructions:
+    def __init__(self):
+        self.given = []
+
+    def give(self, kind, vector=None, direction=None):
+        self.given.append(kind)
+
+
+def points(together: bool, **kind: bool) -> tuple[Points, list[int]]:
+    instructions = Instructions()
+    return Points(Evaluation(**kind), instructions, together), instructions.given
+
+
+@pytest.mark.parametrize("together, kind, expected", [
+    (True, {}, [BOTH, BOTH]),
+    (False, {}, [VALUE, GRADIENT, VALUE, GRADIENT]),
+    (False, {"only_both": True}, [BOTH, BOTH]),
+    (False, {"separate": True}, [VALUE, GRADIENT, VALUE, GRADIENT]),
+    (True, {"separate": True}, [BOTH, BOTH]),
+])
+def test_each_point_once(together: bool, kind: dict, expected: list[int]) -> None:
+    at, given = points(together, **kind)
+    for x in (np.array([1.0, 2.0]), np.array([3.0, 4.0])):
+        for _ in range(3):
+            assert at.value(x) == 0.5 * float(x @ x)
+            assert np.array_equal(at.gradient(x), x)
+    assert given == expected
+    assert at.counts.of_objective == 2
+
+
+def test_gradient_of_an_earlier_point_takes_a_new_pass() -> None:
+    at, given = points(False)
+    x, y = np.array([1.0]), np.array([2.0])
+    at.value(x), at.value(y)
+    assert at.gradient(x) == 1.0 and at.gradient(y) == 2.0
+    assert given == [VALUE, VALUE, BOTH, BOTH]
+
+
+def test_the_method_s_arrays_may_change() -> None:
+    at, given = points(False, only_both=True)
+    x = np.array([1.0])
+    at.value(x)
+    x[0] = 5.0
+    assert at.value(x) == 12.5 and at.value(np.array([1.0])) == 0.5
+    gradient = at.gradient(x)
+    gradient[0] = 0.0
+    assert at.gradient(x)[0] == 5.0 and given == [BOTH, BOTH]
+
+
+def test_methods_that_only_read_gradients_get_no_copies() -> None:
+    at, given = points(True)
+    x = np.array([1.0])
+    gradient = at.gradient(x)
+    assert np.shares_memory(gradient, at.gradient(x.copy())) and given == [BOTH]
+    with pytest.raises(ValueError, match="read-only"):
+        gradient[0] = 0.0
+
+
+def test_the_function_gets_the_method_s_own_array_and_may_change_it() -> None:
+    at, given = points(True)
+    evaluation = at._evaluation
+    got = []
+    evaluation.value = lambda x: got.append(x) or Evaluation.value(evaluation, x)
+    x = np.array([1.0, 2.0])
+    point = at.valued(x)
+    assert got[0] is x and not np.shares_memory(point.x, x)
+    x += 1.0
+    assert at.value(np.array([1.0, 2.0])) == 2.5 and given == [BOTH]
+
+
+def test_products_are_not_remembered() -> None:
+    at, given = points(False)
+    for _ in range(2):
+        assert np.array_equal(at.product(np.zeros(2), np.array([1, 2])), [1.0, 2.0])
+    assert given == [PRODUCT, PRODUCT] and at.counts["product"] == 2 and at.counts.of_objective == 0

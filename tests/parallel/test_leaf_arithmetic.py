@@ -1,0 +1,75 @@
+"""Formulas applied to many leaves at once, against NumPy leaf by leaf."""
+
+import numpy as np
+import pytest
+
+from mpiad.parallel import SGD, Adam
+from mpiad.parallel.leaf_arithmetic import in_blocks
+
+pytestmark = pytest.mark.serial
+
+RNG = np.random.default_rng(0)
+LEAVES = [
+    RNG.normal(size=(3, 5)),
+    0.3,
+    RNG.normal(size=7).astype(np.float32),
+    np.float32(1.5),
+    RNG.normal(size=8191),
+    RNG.normal(size=8192),
+    RNG.normal(size=(200, 300)).T,  # longer than a piece, and not in the order of its axes
+    np.zeros((0, 4)),
+    RNG.normal(size=4) * (1 + 2j),
+    7,
+    "a name",
+    np.arange(3),
+]
+
+
+def test_results_are_those_of_each_leaf_by_itself():
+    seconds = [leaf if isinstance(leaf, (str, int)) or np.asarray(leaf).dtype.kind == "i" else 2 * leaf for leaf in LEAVES]
+    sizes = []
+
+    def formula(x, y, total, product):
+        sizes.append(len(x))
+        np.add(x, y, out=total)
+        np.multiply(x, y, out=product)
+
+    totals, products = in_blocks(formula, [LEAVES, seconds], results=(0, 1))
+    for x, y, total, product in zip(LEAVES[:9], seconds, totals, products):
+        np.testing.assert_array_equal(total, x + y)
+        np.testing.assert_array_equal(product, x * y)
+        assert (np.shape(total), total.dtype) == (np.shape(x), np.asarray(x).dtype)
+    assert isinstance(totals[1], np.float64)  # numbers stay numbers
+    assert totals[9:] == LEAVES[9:]
+    assert max(sizes) == 16384
+
+
+def test_many_small_arrays_are_one_call():
+    calls = []
+
+    def formula(x, out):
+        calls.append(len(x))
+        np.negative(x, out=out)
+
+    in_blocks(formula, [[np.ones(k) for k in range(100)]], results=(0,))
+    assert calls == [99 * 50]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_updates_are_the_same_bits_as_those_of_whole_arrays(dtype):
+    params = [RNG.normal(size=n).astype(dtype) for n in (5, 40_000, 8192, 300)]
+    gradient = [RNG.normal(size=len(x)).astype(dtype) for x in params]
+    adam, sgd = Adam(0.1, 0.8, 0.95, 1e-3), SGD(0.1, 0.9, nesterov=True)
+    state, new = adam.update(adam.setup(params), params, gradient)
+    state, new = adam.update(state, new, gradient)
+    _, moved = sgd.update(sgd.setup(params), params, gradient)
+    for k, (x, g) in enumerate(zip(params, gradient)):
+        m = v = 0 * g
+        y = x
+        for t in (1, 2):
+            m, v = 0.8 * m + (1 - 0.8) * g, 0.95 * v + (1 - 0.95) * g**2
+            y = y - 0.1 / (1 - 0.8**t) * m / (np.sqrt(v / (1 - 0.95**t)) + 1e-3)
+        assert new[k].tobytes() == y.tobytes()
+        assert state["first"][k].tobytes() == m.tobytes()
+        assert state["second"][k].tobytes() == v.tobytes()
+        assert moved[k].tobytes() == (x - 0.1 * (g + 0.9 * g)).tobytes()
