@@ -155,7 +155,7 @@ def load_checkpoint(
     return made
 
 
-def _file(path: Any, call: str) -> Path:
+def _file(path: str | PathLike[str], call: str) -> Path:
     try:
         return Path(path)
     except TypeError as error:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpiad._typing import Comm, Function, Rank
+from mpiad._typing import Array, Comm, Function, Rank
 from mpiad.device import to_host
 from mpiad.differentiation.gradient import gradients_of_term
 from mpiad.differentiation.objective import raise_everywhere, weight_of
@@ -116,7 +116,7 @@ def _values(traced: Traced, used: Channel) -> list:
     return [value for value, _ in told]
 
 
-def _largest(gradient: Any) -> float:
+def _largest(gradient: Array) -> float:
     return float(np.max(np.abs(to_host(gradient)), initial=0.0))
 
 

@@ -153,7 +153,7 @@ def check_grads(
     return rates
 
 
-def _first(line: _Line, gradient: Any, mode: str) -> float:
+def _first(line: _Line, gradient: Array, mode: str) -> float:
     if mode == "rev":
         return line.along(gradient)
     return float(jvp(lambda x: line.gradient(x)[0], line.x, line.v)[1])

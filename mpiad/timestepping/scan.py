@@ -101,7 +101,7 @@ def _on_the_tape(stepping: UserStepping, steps: int) -> tuple[list[Any], list[An
     return state, [stack(column) for column in zip(*rows)]
 
 
-def _checked_count(n_steps: Any) -> int:
+def _checked_count(n_steps: object) -> int:
     if not isinstance(n_steps, Integral) or isinstance(n_steps, bool):
         raise TypeError(f"timestepping.scan: n_steps must be an integer, but got {type(n_steps).__name__} {n_steps!r:.60}.")
     if n_steps < 0:
@@ -109,7 +109,7 @@ def _checked_count(n_steps: Any) -> int:
     return int(n_steps)
 
 
-def _check_functions(step: Any, observe: Any) -> None:
+def _check_functions(step: object, observe: object) -> None:
     for name, value in (("step", step), ("observe", observe)):
         if not callable(value) and (name == "step" or value is not None):
             raise TypeError(f"timestepping.scan: {name} must be a function, but got {type(value).__name__} {value!r:.60}.")

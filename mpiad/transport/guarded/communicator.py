@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mpiad._typing import Array, Buffer, Comm, Op, Status
+from mpiad._typing import Array, Buffer, Comm, Op, Request, Status
 from mpiad.transport.guarded import watch_settings
 from mpiad.transport.guarded.awaited import Gathering, Letter
 from mpiad.transport.guarded.call_agreement import Agreement, lane_of
@@ -119,7 +119,7 @@ class Guarded:
         if self.agreement is not None:
             self.agree(step, array, op, root)
 
-    def finish(self, request: Any, name: str, held: Any) -> None:
+    def finish(self, request: Request, name: str, held: Any) -> None:
         """Wait for a collective that was started."""
         self.started += 1
         number = self.started
