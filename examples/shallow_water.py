@@ -1,5 +1,6 @@
 """Find the state in which a flow began from a few gauges that were read later: 4D-Var with the shallow-water equations.
 
+    mpiexec -n 4 python examples/shallow_water.py
     mpiexec -n 4 python examples/shallow_water.py --picture shallow_water.png --animation shallow_water.gif
 
 A layer of fluid on a rotating, doubly periodic plane obeys
