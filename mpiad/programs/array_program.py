@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpiad._typing import Array, Shape
-from mpiad.programs.index_maps import Axis, IndexMap, broadcast, composed, identity, is_identity, shifted
+from mpiad.programs.index_maps import Axis, IndexMap, broadcast, composed, identity, is_identity, shifted, within
 from mpiad.transport.calls import Site
 
 __all__ = ["BOOLEAN", "COMPUTED", "FLOATS", "ArrayProgram", "Call", "Node", "Slot"]
@@ -169,8 +169,7 @@ class ArrayProgram:
             if False in lies:
                 return self.view(base, map, shape)
             if None not in lies:
-                within = tuple([axis._replace(offset=axis.offset - start) for axis, start in zip(map, node.data)])
-                return self.view(block, within, shape)
+                return self.view(block, within(map, node.data), shape)
         return self.add("view", (x,), shape, node.dtype, map)
 
     def _view_of_join(self, x: int, map: IndexMap, shape: Shape) -> int:
@@ -209,8 +208,7 @@ class ArrayProgram:
         for part in node.inputs:
             length = self.nodes[part].shape[axis]
             cut = (*shape[:axis], length, *shape[axis + 1 :])
-            own = identity(len(shape))
-            map = tuple([a._replace(offset=start) if k == axis else a for k, a in enumerate(own)])
+            map = shifted(identity(len(shape)), axis, start)
             given = [self.view(self._broadcast(y, shape), map, cut) for y in inputs]
             made.append(self.elementwise(given, cut, dtype, data))
             start += length
@@ -266,14 +264,13 @@ class ArrayProgram:
         for axis, (start, n, length) in enumerate(zip(starts, part.shape, node.shape)):
             # A few arrays in one: each by itself.
             if n < length <= _SHORT and len(node.shape) > 1:
-                own = identity(len(node.shape))
 
-                def cut(first: int, last: int, own: IndexMap = own, axis: int = axis) -> int:
-                    map = tuple([a._replace(offset=first) if k == axis else a for k, a in enumerate(own)])
+                def cut(first: int, last: int, axis: int = axis) -> int:
+                    map = shifted(identity(len(node.shape)), axis, first)
                     return self.view(x, map, (*node.shape[:axis], last - first, *node.shape[axis + 1 :]))
 
-                within = self.update(cut(start, start + n), block, [0 if k == axis else s for k, s in enumerate(starts)])
-                return self.join([cut(0, start), within, cut(start + n, length)], axis)
+                updated = self.update(cut(start, start + n), block, [0 if k == axis else s for k, s in enumerate(starts)])
+                return self.join([cut(0, start), updated, cut(start + n, length)], axis)
         return self.add("update", (x, block), node.shape, node.dtype, tuple(starts))
 
     def needed(self) -> list[int]:

@@ -11,7 +11,6 @@ isn't compiled.
 from __future__ import annotations
 
 import builtins
-import ctypes
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
@@ -28,6 +27,7 @@ from mpiad.compiling.function_fingerprint import (
     uses_of,
     uses_of_first,
 )
+from mpiad.programs.same_bits import same_bits
 
 __all__ = ["Unfollowed", "Watch", "watch_of"]
 
@@ -73,7 +73,7 @@ class Watch:
         for nest, copy in self._nests:
             if len(nest) != len(copy) or not all(a is b for a, b in zip(_parts(nest), copy)):
                 return False
-        return all(_equal(array, copy) for array, copy in self._arrays)
+        return all(same_bits(array, copy) for array, copy in self._arrays)
 
 
 def watch_of(fun: Any, args: Sequence[Any] = (), objects: Sequence[Any] = ()) -> Watch:
@@ -313,27 +313,3 @@ def _is_writable(x: Any) -> bool:
             return True
         x = x.base
     return x is not None  # memory that isn't NumPy's
-
-
-def _c_comparison() -> Any:
-    """Return the C library's memcmp, None where it can't be had: it makes no copies and no temporary arrays."""
-    try:
-        compare = ctypes.CDLL(None).memcmp
-    except (OSError, TypeError, AttributeError):  # not on Windows
-        return None
-    compare.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
-    return compare
-
-
-_memcmp = _c_comparison()
-
-
-def _equal(x: Array, y: Array) -> bool:
-    """Tell whether two arrays have the same bits; NaN is itself."""
-    if x.shape != y.shape or x.dtype != y.dtype:
-        return False
-    if not x.flags.c_contiguous:
-        return x.tobytes() == y.tobytes()
-    if _memcmp is None:
-        return x.tobytes() == y.tobytes()
-    return _memcmp(x.ctypes.data, y.ctypes.data, x.nbytes) == 0

@@ -187,15 +187,8 @@ class Jitted:
         try:
             with trace.noting():
                 out, build = flatten(trace.run(self.fun))
-        except (Abandoned, Exception) as error:
-            if error is trace.recorder.failed:
-                trace.recorder.mark()
-                raise
-            with trace.playing_back():
-                made = self.fun(*args, **kwargs)
-            if not self._is_worth_another(trace, given.key):
-                self._give_up(given.key, error)
-            return made
+        except (Abandoned, Exception) as error:  # noqa: BLE001 (runs once more, and raises there if it is its own)
+            return self._run_again(trace, given.key, error, args, kwargs)
         numbers, outputs = _outputs(out)
         try:
             self._entries[given.key] = _entry(trace.recorder, numbers, None, outputs, build, watch)
@@ -215,6 +208,15 @@ class Jitted:
         except Unfollowed as error:
             self._give_up(key, f"what it reads beside its arguments can't be followed: {error}")
             return None
+
+    def _run_again(self, trace: TraceRun, key: Any, error: BaseException, args: tuple, kwargs: dict) -> Any:
+        """Run the function on plain arrays after its trace was given up."""
+        trace.raise_own(error)
+        with trace.playing_back():
+            made = self.fun(*args, **kwargs)
+        if not self._is_worth_another(trace, key):
+            self._give_up(key, error)
+        return made
 
     def _is_worth_another(self, trace: TraceRun, key: Any) -> bool:
         """Tell whether another trace may succeed where this one was given up.
@@ -277,7 +279,7 @@ class Jitted:
         values = [getval(given.leaves[k]) for k in given.traced]
         lease = Lease(entry.replays)
         _count(entry.communications)
-        made = lease.replay.first(*values, *[None] * _differentiable(entry.outputs))
+        made = lease.replay.first(*values, *[None] * sum(_in_program(entry.outputs)))
         specs = [spec_like(getval(given.leaves[k])) for k in boxed]
 
         def pull(gs: list[Any]) -> list[Any]:
@@ -287,8 +289,7 @@ class Jitted:
 
         out = [_own(x.constant) if x.place is None else made[x.place] for x in entry.outputs]
         nodes = [given.leaves[k]._node for k in boxed]
-        in_program = [x.place is not None for x in entry.outputs]
-        return entry.build(placed(tape, out, in_program, nodes, pull, entry.communications))
+        return entry.build(placed(tape, out, _in_program(entry.outputs), nodes, pull, entry.communications))
 
     def _traced_on_tape(self, key: Any, given: Arguments, boxed: list[int], args: tuple, kwargs: dict) -> Any:
         """Run the function on traced arrays on a tape of its own; the program is complete when that has run backwards."""
@@ -299,15 +300,8 @@ class Jitted:
         try:
             with suspended(body=False), trace.noting():
                 run = trace.run_backwards(self.fun, boxed)
-        except (Abandoned, Exception) as error:
-            if error is trace.recorder.failed:
-                trace.recorder.mark()
-                raise
-            with trace.playing_back():
-                made = self.fun(*args, **kwargs)
-            if not self._is_worth_another(trace, key):
-                self._give_up(key, error)
-            return made
+        except (Abandoned, Exception) as error:  # noqa: BLE001 (runs once more, and raises there if it is its own)
+            return self._run_again(trace, key, error, args, kwargs)
         tape.channels |= run.recording.channels  # type: ignore[union-attr]
         self._under_way[key] = trace
         numbers, outputs = _outputs(run.values)
@@ -327,10 +321,8 @@ class Jitted:
                     with trace.noting(True):
                         seeds = [trace.recorder.input(as_value(g)) for g in gs]
                         found = [_conformed(g, spec) for g, spec in zip(_backwards(run, outputs, seeds, len(boxed)), specs)]
-                except (Abandoned, Exception) as error:
-                    if error is trace.recorder.failed:
-                        trace.recorder.mark()
-                        raise
+                except (Abandoned, Exception) as error:  # noqa: BLE001 (runs once more, and raises there if it is its own)
+                    trace.raise_own(error)
                     self._give_up(key, error)
                     with trace.playing_back():
                         again = trace.run_backwards(self.fun, boxed, plain=True)
@@ -345,8 +337,7 @@ class Jitted:
 
         out = [_own(value) for value in run.values]
         nodes = [given.leaves[k]._node for k in boxed]
-        communicates = sum(step.kind in ("communicate", "operate") for step in trace.recorder.steps)
-        return run.build(placed(tape, out, [x.place is not None for x in outputs], nodes, pull, communicates))
+        return run.build(placed(tape, out, _in_program(outputs), nodes, pull, trace.recorder.communications))
 
 
 def _entry(
@@ -354,8 +345,7 @@ def _entry(
 ) -> _Entry:
     program = program_of(recorder, numbers)
     schedule = Fusion(program, ahead).schedule()
-    count = sum(step.kind in ("communicate", "operate") for step in recorder.steps)
-    return _Entry(Replays(schedule), outputs, build, watch, count)
+    return _Entry(Replays(schedule), outputs, build, watch, recorder.communications)
 
 
 def _outputs(leaves: Sequence[Any]) -> tuple[list[int], list[_Output]]:
@@ -376,8 +366,8 @@ def _all(numbers: list[int], outputs: list[_Output]) -> list[Any]:
     return [numbers[x.place] if x.place is not None else np.asarray(x.constant) for x in outputs]
 
 
-def _differentiable(outputs: Sequence[_Output]) -> int:
-    return sum(x.place is not None for x in outputs)
+def _in_program(outputs: Sequence[_Output]) -> list[bool]:
+    return [x.place is not None for x in outputs]
 
 
 def _own(leaf: Any) -> Any:

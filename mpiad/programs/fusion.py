@@ -20,7 +20,7 @@ from mpiad._typing import Shape
 from mpiad.programs.array_program import ArrayProgram, Node
 from mpiad.programs.index_maps import IndexMap, beginning_at, composed, identity, inverse, long_axes, moved, to_long
 from mpiad.programs.materialization import Materialization, reads_of
-from mpiad.programs.schedule import Buffer, Fold, Loop, Place, Run, Schedule, Store, working_in_place
+from mpiad.programs.schedule import Buffer, Fold, Loop, Place, Run, Schedule, Store, root_of, working_in_place
 
 __all__ = ["Fusion"]
 
@@ -294,9 +294,7 @@ class Fusion:
                     self.since.setdefault(n, len(self.steps) - 1)
 
     def _root(self, buffer: int) -> int:
-        while self.buffers[buffer].kind == "alias":
-            buffer = self.buffers[buffer].data
-        return buffer
+        return root_of(self.buffers, buffer)
 
     def _computed_as(self, n: int, computed: set[int]) -> int | None:
         """Return the node of an item that a node is all of in another shape; None where it is no such view."""

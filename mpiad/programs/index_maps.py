@@ -9,7 +9,7 @@ from mpiad._typing import Shape
 
 __all__ = [
     "Axis", "IndexMap", "beginning_at", "broadcast", "composed", "identity", "inverse", "is_identity", "long_axes", "moved",
-    "of_key", "shifted", "to_long",
+    "of_key", "shifted", "to_long", "within",
 ]
 
 
@@ -60,6 +60,11 @@ def composed(inner: IndexMap, outer: IndexMap) -> IndexMap:
 def shifted(map: IndexMap, axis: int, by: int) -> IndexMap:
     """Return a map whose index along an axis of what is read is higher."""
     return tuple([old._replace(offset=old.offset + by) if k == axis else old for k, old in enumerate(map)])
+
+
+def within(map: IndexMap, starts: Sequence[int]) -> IndexMap:
+    """Return a map of an array as one of a block of it that begins at these indices."""
+    return tuple([axis._replace(offset=axis.offset - start) for axis, start in zip(map, starts)])
 
 
 def broadcast(shape: Shape, made: Shape) -> IndexMap:

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from mpiad.compiling.builder import Builder
 from mpiad.compiling.source import lines
 from mpiad.compiling.symbols import Symbol, choose
 from mpiad.programs.array_program import BOOLEAN
-from mpiad.programs.index_maps import Axis, IndexMap, broadcast, composed, shifted
+from mpiad.programs.index_maps import Axis, IndexMap, broadcast, composed, shifted, within
 from mpiad.programs.schedule import Fold, Place
 
 if TYPE_CHECKING:
@@ -30,7 +28,6 @@ class LoopBody:
         self.writer, self.nodes, self.box, self.edges = writer, writer.nodes, box, edges
         self.builder = Builder()
         self.loads: dict[tuple[int, IndexMap], int] = {}
-        self.indices: dict[int, int] = {}
         self._known: dict[tuple[int, IndexMap], Symbol] = {}
 
     def text(self) -> list[str]:
@@ -49,7 +46,6 @@ class LoopBody:
                 targets.append(writer.entry(item.place.buffer, item.place.map))
         groups = {"x": len(self.loads), "i": len(loop.shape)}
         program = self.builder.program(groups, outputs)
-        dtype = np.float32 if writer.single else np.float64
         # The kind of a variable is the same in all of a kernel, so each body has names of its own.
         x, v = ("y", "u") if self.edges else ("x", "v")
         names = {"x": [f"{x}{k}" for k in range(len(self.loads))], "i": [f"t{k}" for k in range(len(loop.shape))]}
@@ -58,15 +54,12 @@ class LoopBody:
         for (buffer, map), place in self.loads.items():
             if ("x", place) in used:
                 made_lines.append(f"{x}{place} = {self._converted(buffer, writer.entry(buffer, map, self.edges))}")
-        real = "np.float32" if writer.single else "np.float64"
-        made_lines += [f"t{k} = {real}(i{k})" for k in range(len(loop.shape)) if ("i", k) in used]
-        return made_lines + lines(program, names, targets, dtype=dtype, prefix=v)
+        made_lines += [f"t{k} = np.{writer.real.name}(i{k})" for k in range(len(loop.shape)) if ("i", k) in used]
+        return made_lines + lines(program, names, targets, dtype=writer.real, prefix=v)
 
     def _converted(self, buffer: int, text: str) -> str:
         dtype = self.writer.schedule.buffers[buffer].dtype
-        if dtype in (BOOLEAN, np.dtype(np.float32 if self.writer.single else np.float64)):
-            return text
-        return f"np.{'float32' if self.writer.single else 'float64'}({text})"
+        return text if dtype in (BOOLEAN, self.writer.real) else f"np.{self.writer.real.name}({text})"
 
     def value(self, n: int, map: IndexMap) -> Symbol:
         """Return a node's entry."""
@@ -127,7 +120,7 @@ class LoopBody:
                     conditions.append(self._index(axis) < float(start + n))
             elif not start <= known < start + n:
                 return self.value(base, map)
-        inner = self.value(block, tuple([a._replace(offset=a.offset - s) for a, s in zip(map, starts)]))
+        inner = self.value(block, within(map, starts))
         if not conditions:
             return inner
         both = conditions[0]

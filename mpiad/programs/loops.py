@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -16,8 +17,9 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.compiling.source import indented
 from mpiad.programs.array_program import FLOATS
-from mpiad.programs.index_maps import Axis, IndexMap, broadcast, composed, shifted
+from mpiad.programs.index_maps import Axis, IndexMap, composed
 from mpiad.programs.loop_body import Box, LoopBody
+from mpiad.programs.materialization import reads_of
 from mpiad.programs.schedule import Fold, Loop, Schedule, Store
 
 __all__ = ["LANES", "NAME", "LoopText", "LoopWriter", "text_of"]
@@ -73,7 +75,8 @@ class LoopWriter:
         self.buffers: dict[int, str] = {}
         self.written = {item.place.buffer for item in loop.items}
         dtypes = {self._dtype(item) for item in loop.items} & set(FLOATS)
-        self.single = dtypes == {np.dtype(np.float32)}
+        single, double = FLOATS
+        self.real = single if dtypes == {single} else double
         self.folds = [item for item in loop.items if isinstance(item, Fold)]
         self.partial = [fold for fold in self.folds if not fold.is_full]
         self.lanes = bool(loop.shape) and bool(self.folds) and not self.partial
@@ -141,23 +144,14 @@ class LoopWriter:
                 continue
             seen.add((n, map))
             node = self.nodes[n]
-            if node.kind == "elementwise":
-                stack += [(x, composed(broadcast(self.nodes[x].shape, node.shape), map)) for x in node.inputs]
-            elif node.kind == "view":
-                stack.append((node.inputs[0], composed(node.data, map)))
-            elif node.kind == "join":
-                start = 0
-                for x in node.inputs:
-                    stack.append((x, shifted(map, node.data, -start)))
-                    start += self.nodes[x].shape[node.data]
-                    _note(points, map[node.data], start)
+            if node.kind == "join":
+                for stop in accumulate(self.nodes[x].shape[node.data] for x in node.inputs):
+                    _note(points, map[node.data], stop)
             elif node.kind == "update":
-                base, block = node.inputs
-                stack.append((base, map))
-                for k, start in enumerate(node.data):
-                    _note(points, map[k], start)
-                    _note(points, map[k], start + self.nodes[block].shape[k])
-                stack.append((block, tuple([a._replace(offset=a.offset - s) for a, s in zip(map, node.data)])))
+                for axis, start, length in zip(map, node.data, self.nodes[node.inputs[1]].shape):
+                    _note(points, axis, start)
+                    _note(points, axis, start + length)
+            stack += [(x, composed(inner, map)) for x, inner in reads_of(self.schedule.program, node)]
 
     def is_load(self, n: int) -> bool:
         """Tell whether a node is read from memory."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from mpiad._typing import Shape
 from mpiad.programs.array_program import FLOATS, ArrayProgram, Node
-from mpiad.programs.index_maps import IndexMap, broadcast, composed, identity, inverse, long_axes, shifted, to_long
+from mpiad.programs.index_maps import IndexMap, broadcast, composed, identity, inverse, long_axes, shifted, to_long, within
 from mpiad.programs.schedule import working_in_place
 
 __all__ = ["Materialization", "reads_of"]
@@ -222,8 +222,6 @@ def reads_of(program: ArrayProgram, node: Node) -> Iterable[tuple[int, IndexMap]
         base, block = node.inputs
         own = identity(len(node.shape))
         yield base, own
-        yield block, tuple([axis._replace(offset=-start) for axis, start in zip(own, node.data)])
-    elif node.kind == "reduce":
-        yield node.inputs[0], identity(len(program.nodes[node.inputs[0]].shape))
-    elif node.kind == "reshape":
+        yield block, within(own, node.data)
+    elif node.kind in ("reduce", "reshape"):
         yield node.inputs[0], identity(len(program.nodes[node.inputs[0]].shape))

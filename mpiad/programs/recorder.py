@@ -16,7 +16,8 @@ import numpy as np
 
 from mpiad._typing import Array, Shape
 from mpiad.programs.message_numbers import envelopes_of
-from mpiad.programs.steps import Abandoned, Constant, Ref, Step, Traced, hides_traced, on_host, plain
+from mpiad.programs.same_bits import same_bits
+from mpiad.programs.steps import Abandoned, Constant, Ref, Step, Traced, hides_traced, mapped, on_host, plain
 from mpiad.transport import calls
 from mpiad.transport.calls import Site
 from mpiad.transport.device_arrays import is_device_array
@@ -48,7 +49,7 @@ class Recorder:
     Attributes
     ----------
     steps : list of Step
-    shapes : list of (shape, dtype)
+    specs : list of (shape, dtype)
         Of each value.
     constants : list of array
         Copies, as they were when they were used.
@@ -114,7 +115,7 @@ class Recorder:
         ------
         Abandoned
         """
-        self.refused = self.refused or Abandoned(reason, _line_of(calls.site_of(sys._getframe(1))))
+        self.refused = self.refused or Abandoned(reason, calls.site_of(sys._getframe(1)).text)
         raise self.refused
 
     def ask(self, x: Any, reason: str) -> NoReturn:
@@ -192,6 +193,11 @@ class Recorder:
         name = calls.entry(called) or "a function of mpiad's"
         self.agreed = True
         self.refuse(f"it calls {name}, whose ranks exchange shapes or settings first, and that isn't compiled yet")
+
+    @property
+    def communications(self) -> int:
+        """How many communications were noted."""
+        return sum(step.kind in ("communicate", "operate") for step in self.steps)
 
     def marked(self, channel: Any, reason: str) -> bool:
         """Take note of messages that an exception has left, which matters where it isn't the trace's own."""
@@ -296,30 +302,24 @@ class Recorder:
 
     def _noted(self, x: Any) -> Any:
         """Return arguments with references to values and constants."""
+        return mapped(x, self._noted_leaf)
+
+    def _noted_leaf(self, x: Any) -> Any:
         if isinstance(x, Traced):
             if x.recorder is not self:
                 return self._constant(np.asarray(x.value))  # of a trace that has ended
             if x.stale is not None:
                 self.refuse("it reads an array after other names of the same memory were written to")
             return Ref(x.number)
-        kind = type(x)
         if is_device_array(x):
             self.refuse("it computes with an array on a device, and only NumPy's are compiled yet")
-        if kind is np.ndarray:
+        if type(x) is np.ndarray:
             return self._constant(x)
-        if kind is tuple or kind is list:
-            return kind([self._noted(part) for part in x])
-        if kind is dict:
-            return {key: self._noted(part) for key, part in x.items()}
-        if kind is slice:
-            return slice(*(self._noted(part) for part in (x.start, x.stop, x.step)))
-        if isinstance(x, np.ndarray):
-            return self._constant(np.asarray(x))
-        return x
+        return self._constant(np.asarray(x)) if isinstance(x, np.ndarray) else x
 
     def _constant(self, x: Array) -> Constant:
         known = self._constant_of.get(id(x))
-        if known is None or not _same(self.constants[known[1]], x):
+        if known is None or not same_bits(self.constants[known[1]], x):
             self.constants.append(x.copy())
             known = self._constant_of[id(x)] = x, len(self.constants) - 1
         return Constant(known[1])
@@ -331,10 +331,6 @@ def _rule() -> tuple[str, str, Site] | None:
     if call is None or call.direction == "forward":
         return None
     return call.direction, call.forward_name, call.forward_site  # type: ignore[return-value]
-
-
-def _line_of(site: Site) -> str:
-    return site.text
 
 
 def _room(operator: Any) -> str:
@@ -356,10 +352,6 @@ def _root(value: Any) -> Any:
     while isinstance(value, np.ndarray) and isinstance(value.base, np.ndarray):
         value = value.base
     return value
-
-
-def _same(x: Array, y: Array) -> bool:
-    return x.shape == y.shape and x.dtype == y.dtype and x.tobytes() == y.tobytes()
 
 
 def _is_part(whole: Array, key: Any, part: Any) -> bool:

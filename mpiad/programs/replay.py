@@ -21,7 +21,7 @@ from mpiad.programs.array_program import Call, Node, Slot
 from mpiad.programs.call_sites import called_at
 from mpiad.programs.loops import NAME, LoopText, text_of
 from mpiad.programs.message_numbers import MessageNumbers, envelopes_of
-from mpiad.programs.schedule import Buffer, Loop, Run, Schedule
+from mpiad.programs.schedule import Loop, Run, Schedule, root_of
 
 __all__ = ["Changed", "Replay", "Replays"]
 
@@ -41,8 +41,6 @@ class Replays:
     ----------
     texts : list of LoopText or None
         Of each step, None for calls.
-    seconds : float
-        What compiling has taken.
     """
 
     def __init__(self, schedule: Schedule):
@@ -95,7 +93,7 @@ def _homes(schedule: Schedule, texts: Sequence[LoopText | None]) -> dict[int, _H
     for at, (step, text) in enumerate(zip(schedule.steps, texts)):
         used = step.inputs if isinstance(step, Run) else text.buffers  # type: ignore[union-attr]
         for buffer in used:
-            spans.setdefault(_root(schedule.buffers, buffer), []).append(at)
+            spans.setdefault(root_of(schedule.buffers, buffer), []).append(at)
     last = len(schedule.steps)
     free: list[tuple[int, int, int]] = []  # (bytes, memory, from which step on)
     homes: dict[int, _Home] = {}
@@ -126,12 +124,6 @@ def _homes(schedule: Schedule, texts: Sequence[LoopText | None]) -> dict[int, _H
     return homes
 
 
-def _root(buffers: Sequence[Buffer], buffer: int) -> int:
-    while buffers[buffer].kind == "alias":
-        buffer = buffers[buffer].data
-    return buffer
-
-
 class _Writer:
     """Writes the functions of a replay, and makes what they name."""
 
@@ -146,7 +138,7 @@ class _Writer:
         self._pointers: dict[int, str] = {}
         self._lines: list[str] = []
         self._as_memory = {
-            _root(self.schedule.buffers, b) for text in replays.texts if text is not None for b in text.buffers
+            root_of(self.schedule.buffers, b) for text in replays.texts if text is not None for b in text.buffers
         }
 
     def functions(self) -> tuple[Callable, Callable]:
@@ -157,11 +149,12 @@ class _Writer:
         before = {b for at in range(schedule.cut) for b in self._made(at)}
         kept = sorted(before & {b for at in range(schedule.cut, len(steps)) for b in used[at]})
         names = ", ".join(f"r{b}, m{b}, p{b}" for b in kept)
+        calls = [node.data for node in self.nodes if node.kind == "communicate" and node.data.kind == "communicate"]
+        numbers_messages = any(envelopes_of(call.args[1]) for call in calls)
         parts = []
         for late, span in ((False, range(schedule.cut)), (True, range(schedule.cut, len(steps)))):
             self._lines = [f"global {names}"] if kept else []
-            calls = [node.data for node in self.nodes if node.kind == "communicate" and node.data.kind == "communicate"]
-            if not late and any(envelopes_of(call.args[1]) for call in calls):
+            if numbers_messages and not late:
                 self._lines.append("begin()")
             outputs = [b for b, is_late in zip(schedule.outputs, schedule.late) if is_late == late]
             self._begin({b for at in span for b in used[at]} | set(outputs))
@@ -182,7 +175,7 @@ class _Writer:
     def _used(self, at: int) -> set[int]:
         """Return the buffers that a step reads or writes."""
         step, text = self.schedule.steps[at], self.replays.texts[at]
-        return {_root(self.schedule.buffers, b) for b in (step.inputs if text is None else text.buffers)}  # type: ignore[union-attr]
+        return {root_of(self.schedule.buffers, b) for b in (step.inputs if text is None else text.buffers)}  # type: ignore[union-attr]
 
     def _made(self, at: int) -> list[int]:
         """Return the buffers that come from a call."""
@@ -194,7 +187,7 @@ class _Writer:
     def _begin(self, touched: set[int]) -> None:
         """Append lines that take the arguments in and make the outputs; bind all other buffers."""
         buffers = self.schedule.buffers
-        for b in sorted({_root(buffers, b) for b in touched}):
+        for b in sorted({root_of(buffers, b) for b in touched}):
             found = buffers[b]
             if found.kind == "input":
                 self._take_in(b, f"n{found.data}")
@@ -237,7 +230,7 @@ class _Writer:
             self._lines.append(f"b{b}[...] = {name}")
 
     def _array(self, b: int) -> str:
-        root = _root(self.schedule.buffers, b)
+        root = root_of(self.schedule.buffers, b)
         if root == b or self.schedule.buffers[b].shape == self.schedule.buffers[root].shape:
             return self._arrays[root]
         return f"{self._arrays[root]}.reshape({self.schedule.buffers[b].shape})"
@@ -273,7 +266,7 @@ class _Writer:
         given: list[str] = []
         for b in text.buffers:  # type: ignore[union-attr]
             shape = self.schedule.buffers[b].shape or (1,)
-            given += [self._pointers[_root(self.schedule.buffers, b)], *map(str, shape)]
+            given += [self._pointers[root_of(self.schedule.buffers, b)], *map(str, shape)]
         for name, array in (("e", text.boxes), ("w", np.empty(text.lanes) if text.lanes else None)):  # type: ignore[union-attr]
             if array is not None:
                 array = np.ascontiguousarray(array)

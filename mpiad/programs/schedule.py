@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,7 +11,7 @@ from mpiad._typing import Shape
 from mpiad.programs.array_program import FLOATS, ArrayProgram, Node, Slot
 from mpiad.programs.index_maps import IndexMap
 
-__all__ = ["Buffer", "Fold", "Loop", "Place", "Run", "Schedule", "Store", "working_in_place"]
+__all__ = ["Buffer", "Fold", "Loop", "Place", "Run", "Schedule", "Store", "root_of", "working_in_place"]
 
 
 class Buffer(NamedTuple):
@@ -150,6 +151,13 @@ class Schedule(NamedTuple):
     outputs: list[int]
     late: list[bool]
     cut: int
+
+
+def root_of(buffers: Sequence[Buffer], b: int) -> int:
+    """Return the buffer whose memory one has: another one's, where it is that in another shape."""
+    while buffers[b].kind == "alias":
+        b = buffers[b].data
+    return b
 
 
 def working_in_place(node: Node) -> Any:

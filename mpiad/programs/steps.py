@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -12,7 +13,7 @@ from mpiad.transport.calls import Site
 if TYPE_CHECKING:
     from mpiad.programs.recorder import Recorder
 
-__all__ = ["Abandoned", "Constant", "Ref", "Step", "Traced", "hides_traced", "on_host", "plain"]
+__all__ = ["Abandoned", "Constant", "Ref", "Step", "Traced", "hides_traced", "mapped", "on_host", "plain"]
 
 
 class Ref(NamedTuple):
@@ -85,16 +86,25 @@ class Traced:
 
 def plain(x: Any) -> Any:
     """Return arguments with the values of traced arrays in their places."""
+    return mapped(x, _plain)
+
+
+def _plain(x: Any) -> Any:
     if isinstance(x, Traced):
         return x.value.item() if x.weak else x.value
+    return x
+
+
+def mapped(x: Any, leaf: Callable[[Any], Any]) -> Any:
+    """Return arguments with something else in place of each part that is no tuple, list, dict or slice."""
     kind = type(x)
     if kind is tuple or kind is list:
-        return kind([plain(part) for part in x])
+        return kind([mapped(part, leaf) for part in x])
     if kind is dict:
-        return {key: plain(part) for key, part in x.items()}
+        return {key: mapped(part, leaf) for key, part in x.items()}
     if kind is slice:
-        return slice(plain(x.start), plain(x.stop), plain(x.step))
-    return x
+        return slice(*(mapped(part, leaf) for part in (x.start, x.stop, x.step)))
+    return leaf(x)
 
 
 def hides_traced(x: Any, depth: int = 4) -> bool:

@@ -60,6 +60,12 @@ class TraceRun:
         """Return a context in which what is done with traced arrays is noted."""
         return _Noting(self.recorder, backwards)
 
+    def raise_own(self, error: BaseException) -> None:
+        """Raise the exception under way where a communication has raised it: all others end the trace alone."""
+        if error is self.recorder.failed:
+            self.recorder.mark()
+            raise error
+
     def playing_back(self) -> PlayingBack:
         """Return a context in which the function runs again without a second communication."""
         return PlayingBack(self.recorder.log, self.counts)

@@ -14,7 +14,7 @@ from mpiad.programs.array_program import BOOLEAN, COMPUTED, FLOATS, ArrayProgram
 from mpiad.programs.index_maps import Axis, broadcast, of_key
 from mpiad.programs.numpy_functions import REDUCED, RULES, SPLITTING
 from mpiad.programs.recorder import Recorder
-from mpiad.programs.steps import Constant, Ref, Step
+from mpiad.programs.steps import Constant, Ref, Step, mapped
 from mpiad.programs.values import Opaque, Value, axes_of
 
 __all__ = ["Translation", "program_of"]
@@ -73,7 +73,7 @@ class Translation:
         """Append the nodes of a step."""
         program = self.program
         program.site, program.backwards = step.site, step.backwards
-        args, kwargs = self._values(step.args), self._values(step.kwargs)
+        args, kwargs = mapped(step.args, self._value), mapped(step.kwargs, self._value)
         specs = [self.recorder.specs[out] for out in step.outs]
         try:
             made = self._taken_apart(step, args, kwargs, specs)
@@ -118,18 +118,13 @@ class Translation:
         fun = {"full": np.full, "set": _with_entries}.get(step.kind, step.fun)
 
         def slot(x: Any) -> Any:
-            if isinstance(x, Value):
-                found.append(x.number)
-                return Slot(len(found) - 1)
-            if type(x) in (tuple, list):
-                return type(x)([slot(part) for part in x])
-            if type(x) is dict:
-                return {key: slot(part) for key, part in x.items()}
-            if type(x) is slice:
-                return slice(slot(x.start), slot(x.stop), slot(x.step))
-            return x
+            if not isinstance(x, Value):
+                return x
+            found.append(x.number)
+            return Slot(len(found) - 1)
 
-        data = Call(step.kind if kind == "communicate" else "call", fun, slot(args), slot(kwargs), step.rule)
+        given = mapped(args, slot), mapped(kwargs, slot)
+        data = Call(step.kind if kind == "communicate" else "call", fun, *given, step.rule)
         single = len(specs) == 1 and step.fun not in SPLITTING
         shape, dtype = specs[0] if single else ((), np.dtype(bool))
         number = program.add(kind, found, shape, dtype, data)
@@ -137,17 +132,11 @@ class Translation:
             return [number] if specs else []
         return [program.add("item", (number,), shape, dtype, place) for place, (shape, dtype) in enumerate(specs)]
 
-    def _values(self, x: Any) -> Any:
+    def _value(self, x: Any) -> Any:
         if type(x) is Ref:
             return Value(self.program, self.nodes[x.number])
         if type(x) is Constant:
             return Value(self.program, self.program.constant(self.recorder.constants[x.number]))
-        if type(x) in (tuple, list):
-            return type(x)([self._values(part) for part in x])
-        if type(x) is dict:
-            return {key: self._values(part) for key, part in x.items()}
-        if type(x) is slice:
-            return slice(*(self._values(part) for part in (x.start, x.stop, x.step)))
         return x
 
     # ---- what rules are made of

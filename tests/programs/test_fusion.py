@@ -6,8 +6,8 @@ import pytest
 
 import mpiad
 from mpiad.domain import Domain
-from mpiad.programs.replay import _homes, _root
-from mpiad.programs.schedule import Loop, Run, Store
+from mpiad.programs.replay import _homes
+from mpiad.programs.schedule import Loop, Run, Store, root_of
 
 pytestmark = pytest.mark.serial
 
@@ -114,7 +114,7 @@ def test_buffers_that_are_live_at_once_share_no_memory():
         spans = {}
         for at, (step, text) in enumerate(zip(schedule.steps, replays.texts)):
             for b in step.inputs if text is None else text.buffers:
-                spans.setdefault(_root(schedule.buffers, b), []).append(at)
+                spans.setdefault(root_of(schedule.buffers, b), []).append(at)
         for b in homes:
             assert homes[b].nbytes >= np.prod(schedule.buffers[b].shape) * schedule.buffers[b].dtype.itemsize
             for c in homes:
