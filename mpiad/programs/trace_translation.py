@@ -102,7 +102,7 @@ class Translation:
         if elementwise is not None and not kwargs:
             return [self.elementwise(step.fun.__name__, elementwise, args, shape, dtype)]
         if getattr(step.fun, "__name__", "") == "reduce" and isinstance(getattr(step.fun, "__self__", None), np.ufunc):
-            return [self.reduce(REDUCED.get(step.fun.__self__), *_first_axis(args, kwargs), shape=shape, dtype=dtype)]
+            return [self.reduce(REDUCED.get(step.fun.__self__), *_first_axis(args, kwargs), shape=shape)]
         rule = RULES.get(step.fun)
         if rule is None:
             raise Opaque

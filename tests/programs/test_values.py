@@ -201,3 +201,14 @@ def test_pulled_back_more_than_once():
         plain = mpiad.make_vjp(lambda x: anp.cumsum(anp.sin(x) * x) * x)(X)[0]
         for g in (np.ones(7), Y, np.ones(7)):
             assert_same(pull(g), plain(g), 1e-11)
+
+
+def test_reductions_by_the_methods_of_ufuncs():
+    x = np.linspace(-1, 2, 24).reshape(2, 3, 4)
+    functions = lambda x: (np.add.reduce(x), np.maximum.reduce(x, axis=2), np.add.reduce(x, axis=None))  # noqa: E731
+    reduced = mpiad.jit(functions, strict=True)
+    for _ in range(2):
+        rows, largest, total = reduced(x)
+        np.testing.assert_allclose(rows, x[0] + x[1], rtol=1e-15)
+        np.testing.assert_array_equal(largest, x[:, :, -1])
+        np.testing.assert_allclose(total, 12.0, rtol=1e-14)
