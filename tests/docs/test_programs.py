@@ -15,6 +15,8 @@ SHOWN = {page.name: programs_of(page.read_text(), page.name) for page in PAGES}
 PROGRAMS = [program for programs, _ in SHOWN.values() for program in programs]
 SNIPPETS = [(name, text) for name, (_, snippets) in SHOWN.items() for text in snippets]
 
+TOGETHER = 12  # programs of one job, where they all end without an error
+
 # What every program takes its time for, on a busy machine too.
 PROLOGUE = "import autograd.numpy\nimport mpiad\n"
 PAGE = """
@@ -66,9 +68,38 @@ def run(program: shown_programs.Program, mpirun, tmp_path: Path) -> None:
         assert job.returncode == 0
 
 
+def in_turn() -> list[list[shown_programs.Program]]:
+    """Return the programs that end without an error, at most `TOGETHER` to a job, those of a job on as many ranks."""
+    jobs = []
+    for ranks in sorted({program.ranks for program in PROGRAMS}):
+        right = [program for program in PROGRAMS if program.ranks == ranks and program.ends and not program.error]
+        jobs += [right[i : i + TOGETHER] for i in range(0, len(right), TOGETHER)]
+    return jobs
+
+
+@pytest.mark.launches
+@pytest.mark.limit(240)
+@pytest.mark.parametrize("programs", in_turn(), ids=lambda job: f"{job[0].ranks} ranks, from {job[0].name} on")
+def test_shown_programs_do_what_their_pages_say(programs, mpirun, tmp_path, request):
+    if request.config.getoption("thorough"):
+        pytest.skip("each in a job of its own")
+    paths = []
+    for program in programs:
+        paths.append(tmp_path / program.name.removesuffix(".py") / program.name)
+        paths[-1].parent.mkdir()
+        paths[-1].write_text(program.text)
+    job = mpirun(programs[0].ranks, "tests/docs/run_in_turn.py", *paths, timeout=200)
+    for program, path in zip(programs, paths):
+        wrote = {kind: Path(f"{path}.{kind}").read_text() for kind in ("stderr", "stdout")}
+        assert wrote == {"stderr": "", "stdout": program.stdout}, f"{program.page}: {program.name}"
+    assert (job.returncode, job.stdout, job.stderr) == (0, "", "")
+
+
 @pytest.mark.launches
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: f"{program.page}:{program.name}")
-def test_a_shown_program_does_what_the_page_says(program, mpirun, tmp_path):
+def test_a_shown_program_does_what_the_page_says(program, mpirun, tmp_path, request):
+    if program.ends and not program.error and not request.config.getoption("thorough"):
+        pytest.skip("run with others in one job")
     run(program, mpirun, tmp_path)
 
 

@@ -1,0 +1,38 @@
+"""Run programs one after the other in one job: `mpiexec -n 2 python run_in_turn.py a.py b.py`.
+
+Each runs in its own folder, as the main program, with the environment that the job began with. What its ranks print goes
+to `a.py.stdout` and `a.py.stderr` beside it: all of them append to the two, so that lines are there in the order in which
+they were written. The first program that raises ends the job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import runpy
+import sys
+import traceback
+from pathlib import Path
+
+from mpi4py import MPI
+
+
+def run(program: Path) -> None:
+    environment = dict(os.environ)
+    os.chdir(program.parent)
+    with contextlib.ExitStack() as stack:
+        for redirect, kind in ((contextlib.redirect_stdout, "stdout"), (contextlib.redirect_stderr, "stderr")):
+            stack.enter_context(redirect(stack.enter_context(open(f"{program}.{kind}", "a", buffering=1))))
+        try:
+            runpy.run_path(str(program), run_name="__main__")
+        except BaseException:
+            traceback.print_exc()
+            raise
+    os.environ.clear()
+    os.environ.update(environment)
+    MPI.COMM_WORLD.Barrier()
+
+
+for name in sys.argv[1:]:
+    sys.argv = [name]
+    run(Path(name))
