@@ -4,7 +4,7 @@ import os as _os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mpiad.differentiation import grad, hvp, jacobian, jvp, make_jvp, make_vjp, value_and_grad
+from mpiad.differentiation import grad, hvp, jacobian, jvp, linearize, make_hvp, make_jvp, make_vjp, value_and_grad
 from mpiad.domain import Domain
 from mpiad.optimize import minimize, mpi_optimize
 from mpiad.primitives import (
@@ -49,12 +49,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "Domain", "grad", "hvp", "jacobian", "jit", "jvp", "make_jvp", "make_vjp", "minimize", "mpi_allgather", "mpi_allreduce",
-    "mpi_alltoall", "mpi_barrier", "mpi_bcast", "mpi_exchange", "mpi_exscan", "mpi_finalize", "mpi_finalized",
-    "mpi_gather", "mpi_iallreduce", "mpi_init", "mpi_initialized", "mpi_irecv", "mpi_isend", "mpi_local_rank",
-    "mpi_map", "mpi_optimize", "mpi_print", "mpi_rank", "mpi_recv", "mpi_reduce", "mpi_reduce_scatter", "mpi_scan",
-    "mpi_scatter", "mpi_send", "mpi_sendrecv", "mpi_size", "mpi_sum", "mpi_wait", "mpi_waitall", "reset", "stop",
-    "value_and_grad",
+    "Domain", "grad", "hvp", "jacobian", "jit", "jvp", "linearize", "make_hvp", "make_jvp", "make_vjp", "minimize",
+    "mpi_allgather", "mpi_allreduce", "mpi_alltoall", "mpi_barrier", "mpi_bcast", "mpi_exchange", "mpi_exscan",
+    "mpi_finalize", "mpi_finalized", "mpi_gather", "mpi_iallreduce", "mpi_init", "mpi_initialized", "mpi_irecv",
+    "mpi_isend", "mpi_local_rank", "mpi_map", "mpi_optimize", "mpi_print", "mpi_rank", "mpi_recv", "mpi_reduce",
+    "mpi_reduce_scatter", "mpi_scan", "mpi_scatter", "mpi_send", "mpi_sendrecv", "mpi_size", "mpi_sum", "mpi_wait",
+    "mpi_waitall", "reset", "stop", "value_and_grad",
 ]
 
 # Loaded at their first use: `mpiad.debug` after `import mpiad` costs nothing where nobody looks.

@@ -2,6 +2,10 @@
 
 from mpiad.differentiation.gradient import grad, value_and_grad
 from mpiad.differentiation.jacobian import jacobian
+from mpiad.differentiation.kept_products import Linearization, SecondOrder, linearize, make_hvp
 from mpiad.differentiation.products import hvp, jvp, make_jvp, make_vjp
 
-__all__ = ["grad", "hvp", "jacobian", "jvp", "make_jvp", "make_vjp", "value_and_grad"]
+__all__ = [
+    "Linearization", "SecondOrder", "grad", "hvp", "jacobian", "jvp", "linearize", "make_hvp", "make_jvp", "make_vjp",
+    "value_and_grad",
+]

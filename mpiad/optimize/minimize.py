@@ -78,7 +78,7 @@ def minimize(
         default the gradient is found by `value_and_grad`, as that of one variable which all ranks share. With
         "L-BFGS-sharded" it is that of J, by this rank's own piece.
     hessp : callable, optional
-        ``hessp(x, v, *args)`` returns the Hessian of L_r times v. By default it is found by `hvp`, for methods that use
+        ``hessp(x, v, *args)`` returns the Hessian of L_r times v. By default it is found by `make_hvp`, for methods that use
         it.
     bounds : sequence of (low, high) or scipy.optimize.Bounds, optional
         Of the variables in the order of the flattened nest, for "L-BFGS", "TNC", "SLSQP" and "trust-constr". Counts on

@@ -9,7 +9,7 @@ from autograd.tracer import Box
 
 from mpiad._typing import Function, Rank, Scalar, Tree
 from mpiad.device import to_host
-from mpiad.differentiation import hvp
+from mpiad.differentiation import make_hvp
 from mpiad.differentiation.gradient import gradients_of_term
 from mpiad.differentiation.objective import Problem, check_objective, problem_with, share, weight_of
 from mpiad.differentiation.trace import Traced, Variables, trace_backwards, variables_of
@@ -65,6 +65,7 @@ class Evaluation:
         self._gradient_weight = 1.0 if pieces else self._weight  # of what `jac` returns
         self._nothing = np.zeros(packing.size if self._gradient_weight == 0.0 else 0)
         self._forward: ForwardPass | None = None
+        self._hessian: tuple[bytes, Function] | None = None
         self.only_both, self.separate = program.jac is True, callable(program.jac)
 
     @property
@@ -126,19 +127,30 @@ class Evaluation:
         return value, self._sums.total(local)
 
     def product(self, vector: np.ndarray, direction: np.ndarray) -> np.ndarray | None:
-        """Return the product of the Hessian with a direction, on the root."""
-        x, v = self._packing.unpack(vector), self._packing.unpack(direction)
-        given, args = self._program.hessp, self._program.args
-        if given is not None:
-            return self._sums.total(self._agreement.run(lambda: self._weighted(given(x, v, *args), "hessp")))
-        # Of each rank's own copy, along all copies: their sum is that of the shared variable.
-        products = hvp(
+        """Return the product of the Hessian with a direction, on the root; kept for further ones at the same point."""
+        if self._program.hessp is None and (self._hessian is None or self._hessian[0] != vector.tobytes()):
+            self.keep_hessian(vector)
+        return self.kept_product(vector, direction)
+
+    def keep_hessian(self, vector: np.ndarray) -> None:
+        """Record the gradient at a point, for `kept_product`."""
+        self._hessian = None  # its memory returns before the next takes as much
+        # Of each rank's own copy, along all copies: the products' sum is that of the shared variable.
+        evaluate = make_hvp(
             lambda x: self._agreement.run(lambda: self._value_at(x)),
             objective=self._program.objective, root=self._program.root, comm=self._used.user,
         )
-        return self._sums.total(
-            self._agreement.run(lambda: self._sums.hand_in(self._packing.pack_gradient(products(x, v))))
-        )
+        x = self._packing.unpack(vector)
+        self._hessian = vector.tobytes(), self._agreement.run(lambda: evaluate(x).product)
+
+    def kept_product(self, vector: np.ndarray, direction: np.ndarray) -> np.ndarray | None:
+        """Return, on the root, a product with the user's Hessian at a point, or with the one that was kept there last."""
+        v, given, args = self._packing.unpack(direction), self._program.hessp, self._program.args
+        if given is not None:
+            x = self._packing.unpack(vector)
+            return self._sums.total(self._agreement.run(lambda: self._weighted(given(x, v, *args), "hessp")))
+        product = self._hessian[1]  # type: ignore[index]
+        return self._sums.total(self._agreement.run(lambda: self._sums.hand_in(self._packing.pack_gradient(product(v)))))
 
     def _value_at(self, x: Tree) -> Any:
         out = self._program.fun(x, *self._program.args)

@@ -60,8 +60,9 @@ def test_one_rank_evaluates_as_in_scipy(method: str, rank: int, size: int) -> No
         assert np.array_equal(iterates, expected_iterates)
     else:
         assert not iterates
-    # Each point's value once, and its derivatives in the same pass; only a Hessian product runs the function again.
-    assert len(calls) == got.evaluations["value"] + got.evaluations["both"] + got.evaluations["product"]
+    # Each point's value once, and its derivatives in the same pass; all Hessian products at an iterate take one more.
+    again = len(calls) - got.evaluations["value"] - got.evaluations["both"]
+    assert 0 < again <= got.nit + 1 if method in WITH_PRODUCTS else again == 0
     assert got.evaluations["value"] + got.evaluations["both"] == expected.nfev
 
 

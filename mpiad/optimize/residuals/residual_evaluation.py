@@ -16,7 +16,7 @@ from autograd.tracer import Box
 
 from mpiad._typing import Tree
 from mpiad.device import to_host
-from mpiad.differentiation import make_jvp, make_vjp
+from mpiad.differentiation import linearize, make_jvp
 from mpiad.optimize.objective_evaluation import Program
 from mpiad.optimize.packing import Packing
 from mpiad.optimize.residuals.loss import Loss
@@ -165,7 +165,9 @@ class ResidualEvaluation:
         if callable(self._program.jac):
             rows = self._jacobian(vector)
             return self._gathered(self._agreement.run(lambda: rows @ direction))
-        return self._gathered(self._column(self._packing.unpack(vector), direction))
+        self._residuals(vector)
+        kept, v = self._kept[1], self._packing.unpack(direction)  # type: ignore[index]
+        return self._gathered(self._agreement.run(lambda: self._counted(kept.jvp(v))))
 
     def _column(self, x: Tree, direction: np.ndarray, size: int | None = None) -> np.ndarray:
         along = make_jvp(lambda x: self._agreement.run(lambda: self._piece(x)))(x)
@@ -179,9 +181,9 @@ class ResidualEvaluation:
             rows = self._jacobian(vector)
             return self._exchange.total(self._agreement.run(lambda: self._exchange.hand_in(rows.T @ own)))
         f = self._residuals(vector)
-        pull = self._kept[1]  # type: ignore[index]
+        kept = self._kept[1]  # type: ignore[index]
         return self._exchange.total(
-            self._agreement.run(lambda: self._exchange.hand_in(self._packing.pack_gradient(pull(own.reshape(f.shape)))))
+            self._agreement.run(lambda: self._exchange.hand_in(self._packing.pack_gradient(kept.vjp(own.reshape(f.shape)))))
         )
 
     def _residuals(self, vector: np.ndarray) -> np.ndarray:
@@ -192,10 +194,11 @@ class ResidualEvaluation:
             self._kept = None  # its memory returns before the next takes as much
             x = self._packing.unpack(vector)
             if self.gathers and not callable(self._program.jac):
-                pull, f = self._agreement.run(lambda: make_vjp(lambda x: self._agreement.run(lambda: self._piece(x)))(x))
+                kept = self._agreement.run(lambda: linearize(lambda x: self._agreement.run(lambda: self._piece(x)))(x))
+                f = kept.value
             else:
-                pull, f = None, self._agreement.run(lambda: self._piece(x))
-            self._kept = key, pull, np.ascontiguousarray(f, dtype=float)
+                kept, f = None, self._agreement.run(lambda: self._piece(x))
+            self._kept = key, kept, np.ascontiguousarray(f, dtype=float)
         return self._kept[2]
 
     def _piece(self, x: Tree) -> Any:

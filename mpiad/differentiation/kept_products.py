@@ -1,0 +1,253 @@
+"""`linearize` and `make_hvp`: a function is run once, and its derivative there multiplies as many directions as are asked.
+
+Everything is made of one record. A product with the transposed Jacobian runs it backwards. That is a linear map of the
+cotangent, so a record of it, run backwards in turn, multiplies with the Jacobian: at the price of the adjoint alone, where
+a forward pass would evaluate the function anew each time. The Hessian is the Jacobian of the gradient and its own
+transpose: the record of the gradient, run backwards, multiplies with it.
+
+References
+----------
+.. [1] A. Griewank and A. Walther, *Evaluating Derivatives*, 2nd ed., SIAM 2008, sections 3.2 (reverse mode) and 5.2
+   (second-order adjoints).
+.. [2] J. Nocedal and S. J. Wright, *Numerical Optimization*, 2nd ed., Springer 2006, section 8.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from mpiad._typing import Array, Comm, Function, Rank, Tree
+from mpiad.device.assembly import stack
+from mpiad.differentiation.copies import require_equal_copies
+from mpiad.differentiation.gradient import cotangents_of_variables, shared_sum, value_and_grad
+from mpiad.differentiation.products import make_vjp
+from mpiad.differentiation.trace import Traced, Variables, no_derivative, trace_backwards, variables_of
+from mpiad.differentiation.trees import flatten, is_variable
+from mpiad.primitives.cotangents import conform, spec_like
+from mpiad.transport import channel
+from mpiad.transport.recovery import recoverable
+
+__all__ = ["Linearization", "SecondOrder", "linearize", "make_hvp"]
+
+
+class Linearization:
+    """A function's value at a point, and products with its Jacobian there; made by `linearize`.
+
+    Attributes
+    ----------
+    value : nest of arrays
+        What the function returned on this rank.
+    """
+
+    def __init__(self, value: Tree, pull: Callable[[Tree], Tree]):
+        self.value, self._pull = value, pull
+        self._transposed: tuple[Traced, Variables] | None = None
+
+    def vjp(self, w: Tree, *, batch: bool = False) -> Tree:
+        """Return the product of the transposed Jacobian with a cotangent.
+
+        Parameters
+        ----------
+        w : nest of arrays
+            Of the form of the value; with `batch` each array has one more axis, the first, for several cotangents.
+        batch : bool
+
+        Returns
+        -------
+        nest of arrays
+            Of the form of the argument; with `batch` with that axis.
+
+        Raises
+        ------
+        TypeError, ValueError
+            Where `w` doesn't have the form of the value, or its arrays hold different numbers of cotangents.
+
+        Ranks
+        -----
+        All ranks that communicate in the function call it, with the same number of cotangents.
+
+        Adjoint
+        -------
+        It can be differentiated by `w` and, in a trace around `linearize` and this, by the arguments.
+        """
+        return _batched(self._pull, w, "linearize") if batch else self._pull(w)
+
+    def jvp(self, v: Tree, *, batch: bool = False) -> Tree:
+        """Return the product of the Jacobian with a direction; otherwise as `vjp`, from argument to value.
+
+        The first call runs the record backwards once more, with zeros, which is how it is itself recorded: all ranks
+        make it together.
+        """
+        return _batched(self._push, v, "linearize") if batch else self._push(v)
+
+    def _push(self, v: Tree) -> Tree:
+        if self._transposed is None:
+            leaves, build = flatten(self.value)
+            places = [place for place, leaf in enumerate(leaves) if is_variable(leaf)]
+            zeros = [spec_like(leaf).zeros() if is_variable(leaf) else leaf for leaf in leaves]
+            outputs = Variables(zeros, places, build)
+            self._transposed = trace_backwards(self._pull, outputs), outputs
+        traced, outputs = self._transposed
+        seeds = _seeds(v, traced)
+        return outputs.filled(cotangents_of_variables(traced, seeds, outputs, keep=True), no_derivative)
+
+
+def _seeds(v: Tree, traced: Traced) -> list[tuple[int, Any]]:
+    given, found = flatten(v)[0], []
+    if len(given) != len(traced.values):
+        raise TypeError(f"linearize: the argument has {len(traced.values)} leaves, so v must, but got {len(given)}.")
+    for g, value, place in zip(given, traced.values, traced.places):
+        if value is None:  # an argument that is no variable
+            continue
+        spec, shape = spec_like(value), spec_like(g).shape
+        if shape != spec.shape:
+            raise TypeError(f"linearize: expected shape {spec.shape}, that of what it belongs to, but got {shape}.")
+        if place >= 0:
+            found.append((place, conform(g, *spec)))
+    return found
+
+
+def _batched(product: Callable[[Tree], Tree], several: Tree, call: str) -> Tree:
+    """Return the products with each part of a nest along the first axis, put together along a new one."""
+    leaves, build = flatten(several)
+    counts = {_count_in(leaf, call) for leaf in leaves if is_variable(leaf)}
+    if len(counts) != 1 or 0 in counts:
+        raise ValueError(f"{call}: with batch=True all arrays must hold the same number of directions, but hold {counts}.")
+    found = [product(build([leaf[k] if is_variable(leaf) else leaf for leaf in leaves])) for k in range(counts.pop())]
+    rows = [flatten(each)[0] for each in found]
+    joined = [stack(list(column)) if is_variable(column[0]) else column[0] for column in zip(*rows)]
+    return flatten(found[0])[1](joined)
+
+
+def _count_in(leaf: Array, call: str) -> int:
+    shape = spec_like(leaf).shape
+    if not shape:
+        raise ValueError(f"{call}: with batch=True directions lie along the first axis of each array, but got a number.")
+    return shape[0]
+
+
+def linearize(fun: Function, argnum: int | tuple[int, ...] = 0) -> Callable[..., Linearization]:
+    """Make the function that evaluates `fun` and keeps its derivative there, for many products.
+
+    Parameters
+    ----------
+    fun : callable
+        Runs on every rank and returns any nest of arrays.
+    argnum : int or tuple of int
+
+    Returns
+    -------
+    callable
+        ``(*args) -> Linearization``, with `value`, ``jvp(v)`` and ``vjp(w)``. A product takes the adjoint's communications
+        and solves: one linear solve for each that `fun` makes, none of them again for the value.
+
+    Raises
+    ------
+    TypeError
+        Where the argument holds nothing to differentiate by.
+    RequestError
+        Where a request is left unwaited for.
+
+    Ranks
+    -----
+    All ranks that communicate in `fun` call the result, and its `jvp` and `vjp`.
+
+    Adjoint
+    -------
+    Products can be differentiated by what they multiply and, in a trace around all, by the arguments.
+    """
+
+    def evaluate(*args: Any, **kwargs: Any) -> Linearization:
+        pull, value = make_vjp(fun, argnum)(*args, **kwargs)
+        return Linearization(value, pull)
+
+    return evaluate
+
+
+class SecondOrder(NamedTuple):
+    """What `make_hvp` finds at a point.
+
+    Attributes
+    ----------
+    value : float
+        The objective J, the same on all ranks.
+    gradient : nest of arrays
+        dJ/dx_r.
+    product : callable
+        ``product(v_r, batch=False) -> (H v)_r``, the sum over all ranks s of ∂²J/∂x_r∂x_s v_s; collective. With `batch`
+        arrays have one more axis, the first, for several directions.
+    """
+
+    value: Any
+    gradient: Tree
+    product: Callable[..., Tree]
+
+
+def make_hvp(
+    fun: Function,
+    argnum: int | tuple[int, ...] = 0,
+    *,
+    objective: str = "root",
+    shared: bool = False,
+    root: Rank = 0,
+    comm: Comm = None,
+) -> Callable[..., SecondOrder]:
+    """Make the function that evaluates the objective, its gradient, and keeps its Hessian there for many products.
+
+    Parameters
+    ----------
+    fun : callable
+    argnum : int or tuple of int
+    objective : {"root", "sum", "mean"}
+    shared : bool
+        Whether argument and direction are one variable of which every rank holds a copy.
+    root : int
+    comm : mpi4py intracommunicator, optional
+        All as in `value_and_grad`.
+
+    Returns
+    -------
+    callable
+        ``(*args) -> (value, gradient, product)``. A product runs the record of the gradient backwards: two linear solves
+        for each that `fun` makes, where `hvp`, which keeps nothing, takes four.
+
+    Raises
+    ------
+    TypeError, ValueError, RequestError
+        As in `value_and_grad`.
+
+    Ranks
+    -----
+    All ranks of `comm` call the result, and `product`.
+
+    Adjoint
+    -------
+    Products can be differentiated by their direction and, in a trace around all, by the arguments.
+    """
+    both = value_and_grad(fun, argnum, objective=objective, root=root, comm=comm)
+
+    @recoverable("make_hvp", comm)
+    def evaluate(*args: Any, **kwargs: Any) -> SecondOrder:
+        variables = variables_of(args, argnum, "make_hvp")
+        if shared:
+            require_equal_copies(variables, channel(comm, "make_hvp"), "make_hvp")
+        pull, (value, gradient) = make_vjp(both, argnum)(*args, **kwargs)
+
+        def completed(found: Tree) -> Tree:
+            leaves = flatten(found)[0]
+            parts = [leaves[place] for place in variables.places]
+            return variables.filled(shared_sum(parts, comm) if shared else parts, no_derivative)
+
+        @recoverable("make_hvp", comm)
+        def one(v: Tree) -> Tree:
+            # Of a shared variable: along all copies at once, and the changes of all copies' gradients are added up.
+            return completed(pull((0.0, v)))
+
+        def product(v: Tree, *, batch: bool = False) -> Tree:
+            return _batched(one, v, "make_hvp") if batch else one(v)
+
+        return SecondOrder(value, completed(gradient), product)
+
+    return evaluate
+
