@@ -3,9 +3,9 @@
 A test runs on all ranks at once. The whole suite runs on one rank and on three, and on two and four what differs there
 (`WHOLE_SUITE`); with `--thorough`, or where files are named, all of it on every number. `@pytest.mark.mpi(min_size=2)`
 says that a test needs more than one rank, `@pytest.mark.also_on(2)` that it is one of those that two ranks differ in;
-`@pytest.mark.launches` that it starts its own mpiexec: it runs in the one-rank run only; `@pytest.mark.limit(seconds)` that
-it may take longer than MPIAD_TEST_TIMEOUT (60 s). With `-n auto` that run's files are divided among processes of one rank
-each.
+`@pytest.mark.launches` that it starts its own mpiexec: it runs in the one-rank run only; `@pytest.mark.thorough` that the
+whole suite leaves it to `--thorough`; `@pytest.mark.limit(seconds)` that it may take longer than MPIAD_TEST_TIMEOUT (60 s).
+With `-n auto` the one-rank run's files are divided among processes of one rank each.
 """
 
 from __future__ import annotations
@@ -97,6 +97,8 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    whole = _is_whole_suite(config)
+    _leave_out(config, items, {item for item in items if whole and item.get_closest_marker("thorough")})
     if WORLD.size == 1:
         # Files of long programs first, so that none is left alone at the end, when the other processes have nothing to do.
         long = {item.path for item in items if item.get_closest_marker("launches")}
@@ -105,19 +107,36 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     # What starts programs of its own, and what doesn't communicate, would only be done again by each rank.
     left_out = {item for item in items if item.get_closest_marker("launches") or item.get_closest_marker("serial")}
     left_out |= {item for item in items if not _differs_here(config, item)}
+    _leave_out(config, items, left_out)
+
+
+def _leave_out(config: pytest.Config, items: list[pytest.Item], left_out: set[pytest.Item]) -> None:
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
 
 
+def _is_whole_suite(config: pytest.Config) -> bool:
+    chosen = [Path(name.split("::")[0]).resolve() for name in config.args]
+    return chosen == [config.rootpath / "tests"] and not config.getoption("thorough")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Don't import files of which nothing is chosen on this number of ranks; all of them take seconds on each rank."""
+    if collection_path.suffix != ".py" or WORLD.size not in WHOLE_SUITE or not _is_whole_suite(config):
+        return None
+    return None if _is_chosen_place(config, collection_path) or "also_on" in collection_path.read_text() else True
+
+
+def _is_chosen_place(config: pytest.Config, path: Path) -> bool:
+    return any(path.is_relative_to(config.rootpath / "tests" / place) for place in WHOLE_SUITE[WORLD.size])
+
+
 def _differs_here(config: pytest.Config, item: pytest.Item) -> bool:
     """Return whether a test is to run on this number of ranks beside one and three."""
-    tests = config.rootpath / "tests"
-    chosen = [Path(name.split("::")[0]).resolve() for name in config.args]
-    if WORLD.size not in WHOLE_SUITE or chosen != [tests] or config.getoption("thorough"):
+    if WORLD.size not in WHOLE_SUITE or not _is_whole_suite(config):
         return True
-    places = [tests / place for place in WHOLE_SUITE[WORLD.size]]
     also = [n for mark in item.iter_markers("also_on") for n in mark.args]
-    return WORLD.size in also or any(item.path.is_relative_to(place) for place in places)
+    return WORLD.size in also or _is_chosen_place(config, item.path)
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ pytestmark = [pytest.mark.launches, pytest.mark.limit(400)]
 PROGRAM = "examples/burgers_control.py"
 
 
+@pytest.mark.thorough
 def test_same_answer_on_any_number_of_ranks(mpirun: Run, tmp_path: Path, rank_counts: tuple) -> None:
     found = check_same_answers(
         mpirun, rank_counts, PROGRAM, tmp_path, "--cells", 15, "--steps", 5, "--iterations", 6, "--most", 1, timeout=100
@@ -21,7 +22,7 @@ def test_same_answer_on_any_number_of_ranks(mpirun: Run, tmp_path: Path, rank_co
 
 
 def test_amplitudes_are_recovered(mpirun: Run, tmp_path: Path) -> None:
-    done = mpirun(1, PROGRAM, "--cells", 24, "--steps", 6, "--iterations", 20, timeout=100, cwd=tmp_path)
+    done = mpirun(2, PROGRAM, "--cells", 24, "--steps", 6, "--iterations", 20, timeout=100, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "relative error of the amplitudes 0.0" in done.stdout
 

@@ -29,6 +29,7 @@ def computed(done: CompletedProcess) -> list[float]:
     return numbers
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("program", SMALL, ids=lambda program: Path(program).stem)
 def test_ranks_have_one_answer(mpirun: Run, program: str, rank_counts: tuple) -> None:
     # Checkpoints change nothing, either: here one rank keeps all states, the others few.
@@ -43,13 +44,13 @@ def test_ranks_have_one_answer(mpirun: Run, program: str, rank_counts: tuple) ->
 
 def test_start_of_the_heat_is_recovered(mpirun: Run, tmp_path: Path) -> None:
     arguments = ("--cells", 32, "--steps", 6, "--most", 0.25, "--picture", tmp_path / "heat.png")
-    computed(mpirun(1, "examples/heat_source.py", *arguments))
+    computed(mpirun(2, "examples/heat_source.py", *arguments))
     assert (tmp_path / "heat.png").stat().st_size > 10_000
 
 
 def test_velocity_is_improved(mpirun: Run, tmp_path: Path) -> None:
     arguments = ("--shape", 40, 48, "--shots", 3, "--steps", 150, "--iterations", 8, "--least", 0.3)
-    done = mpirun(1, "examples/seismic_inversion.py", *arguments, "--picture", tmp_path / "velocity.png", timeout=80)
+    done = mpirun(2, "examples/seismic_inversion.py", *arguments, "--picture", tmp_path / "velocity.png", timeout=80)
     computed(done)
     guess, recovered = (float(number) for number in re.findall(r"(?:guess|recovered) (\d\.\d+e-\d\d)", done.stdout))
     assert recovered < guess

@@ -22,6 +22,7 @@ def train(mpirun: Run, ranks: int, folder: Path, *arguments: object) -> tuple[st
     return done.stdout, np.loadtxt(folder / "losses.txt")
 
 
+@pytest.mark.thorough
 def test_ranks_share_one_history(mpirun: Run, tmp_path: Path, rank_counts: tuple) -> None:
     (_, one), *others = (train(mpirun, n, tmp_path / str(n), "--iterations", 10) for n in rank_counts)
     assert len(one) == 11

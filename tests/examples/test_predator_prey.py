@@ -41,6 +41,7 @@ def least_squares(data: Path) -> tuple[float, np.ndarray]:
     return 2 * found.cost, np.exp(found.x)
 
 
+@pytest.mark.thorough
 def test_ranks_share_one_way(mpirun: Run, tmp_path: Path, rank_counts: tuple) -> None:
     one, *others = (fit(mpirun, ranks, tmp_path / str(ranks), "--iterations", 8) for ranks in rank_counts)
     assert one.shape == (64, 7)

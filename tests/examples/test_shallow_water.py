@@ -23,6 +23,7 @@ def printed(done: CompletedProcess) -> str:
     return done.stdout
 
 
+@pytest.mark.thorough
 def test_ranks_have_one_answer(mpirun: Run, rank_counts: tuple) -> None:
     # The first one isn't compiled.
     expected = printed(mpirun(1, PROGRAM, *SMALL, "--interpreted", timeout=70))

@@ -21,6 +21,7 @@ def digits(mpirun: Run, ranks: int, folder: Path, *arguments: object) -> tuple[s
     return done.stdout, np.loadtxt(folder / "losses.txt")
 
 
+@pytest.mark.thorough
 def test_ranks_share_one_history(mpirun: Run, tmp_path: Path, rank_counts: tuple) -> None:
     (_, one), *others = (digits(mpirun, n, tmp_path / str(n), "--epochs", 3) for n in rank_counts)
     assert len(one) == 33

@@ -25,6 +25,7 @@ def infer(mpirun: Run, ranks: int, folder: Path, name: str, *arguments: object) 
 CASES = [("examples/sir_vi.py", SMALL), ("examples/influenza_vi.py", ("--n_epochs", 2))]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name, arguments", CASES)
 def test_ranks_share_one_history(mpirun: Run, tmp_path: Path, name: str, arguments: tuple) -> None:
     (_, one), (_, three) = (infer(mpirun, n, tmp_path / str(n), name, *arguments) for n in (1, 3))  # uneven shares
