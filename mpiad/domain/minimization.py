@@ -34,6 +34,7 @@ class Minimization(Decomposition):
         *,
         method: str = "L-BFGS-sharded",
         jac: Function | bool | None = None,
+        hessp: Function | None = None,
         bounds: Sequence | scipy.optimize.Bounds | None = None,
         tol: float | None = None,
         options: dict | None = None,
@@ -54,10 +55,13 @@ class Minimization(Decomposition):
             ``fun(u, *args)`` is called on every rank with this rank's block, and returns its L_r, one real number.
         x0 : array of shape (..., *local_shape), or a nest of them
             This rank's block of the starting point.
-        method : {"L-BFGS-sharded"}
+        method : {"L-BFGS-sharded", "Newton-CG-sharded"}
         jac : callable or True, optional
             ``jac(u, *args)`` returns the gradient of J by this rank's block; True: `fun` returns ``(L_r, gradient)``. By
             default it is found by `value_and_grad`.
+        hessp : callable, optional
+            ``hessp(u, v, *args)`` returns this rank's block of the product of the Hessian of J with v, for
+            "Newton-CG-sharded". By default it is found by `make_hvp`.
         bounds : sequence of (low, high) or scipy.optimize.Bounds, optional
             Of this rank's block, flattened.
         tol, options
@@ -75,7 +79,7 @@ class Minimization(Decomposition):
         Returns
         -------
         scipy.optimize.OptimizeResult
-            As `minimize` returns it with "L-BFGS-sharded": `x` and `jac` are this rank's blocks.
+            As `minimize` returns it with the same method: `x` and `jac` are this rank's blocks.
 
         Raises
         ------
@@ -96,7 +100,8 @@ class Minimization(Decomposition):
         try:
             if not (isinstance(method, str) and method.lower().endswith("-sharded")):
                 raise ValueError(
-                    f"{_CALL}: method must be 'L-BFGS-sharded', which leaves each block on its rank, but got {method!r}. "
+                    f"{_CALL}: method must be 'L-BFGS-sharded' or 'Newton-CG-sharded', which leave each block on its rank, "
+                    f"but got {method!r}. "
                     "mpiad.minimize has methods for variables that the root holds, such as a whole grid."
                 )
             # What isn't a variable may be anything.
@@ -107,6 +112,6 @@ class Minimization(Decomposition):
         raise_together(self._channel, error)
         (minimize,) = _provided
         return minimize(
-            fun, x0, method=method, jac=jac, bounds=bounds, comm=self.comm, tol=tol, options=options, callback=callback,
-            objective=objective, args=args, checkpoint=checkpoint, progress=progress,
+            fun, x0, method=method, jac=jac, hessp=hessp, bounds=bounds, comm=self.comm, tol=tol, options=options,
+            callback=callback, objective=objective, args=args, checkpoint=checkpoint, progress=progress,
         )

@@ -23,7 +23,7 @@ class Checkpoint(NamedTuple):
     Attributes
     ----------
     path : str or Path
-        The file. With "L-BFGS-sharded" each rank writes two in turn, which have its number in their names.
+        The file. With sharded methods each rank writes two in turn, which have its number in their names.
     every : int
         Iterations from one state that is written to the next.
     patience : float

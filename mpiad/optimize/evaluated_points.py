@@ -16,6 +16,8 @@ __all__ = ["Counts", "Interrupted", "LimitReached", "Point", "Points"]
 
 # A line search may accept a point that isn't the last one it tried.
 _REMEMBERED = 4
+# Where a trial isn't finite: the next goes so much of the way to it, as in `sharded.line_search`.
+_RETREAT = 0.3
 _NAMES = {VALUE: "value", GRADIENT: "gradient", BOTH: "both"}
 
 
@@ -120,7 +122,7 @@ class Points:
 
     def value(self, x: np.ndarray) -> float:
         """Return the objective at x, shape (n,)."""
-        return self.valued(x).value  # type: ignore[return-value]
+        return self.shown(self.valued(x))
 
     def valued(self, x: np.ndarray) -> Point:
         """Return x as a point whose objective is known. The user's function gets this x, as in SciPy, and may change it."""
@@ -141,8 +143,34 @@ class Points:
             # The value's forward pass is kept on all ranks until the next one.
             ready = point is self._last_valued or (self._evaluation.separate and point.value is not None)
             self._ask(GRADIENT if ready else BOTH, point, x)
-        gradient: np.ndarray = point.gradient  # type: ignore[assignment]
+        gradient: np.ndarray = self._continuation(point)[1]
         return _read_only(gradient) if self._together else gradient.copy()
+
+    def shown(self, point: Point) -> float:
+        """Return the objective at a point, as the method is to see it."""
+        return self._continuation(point)[0]
+
+    def value_found(self, x: np.ndarray, shown: float) -> float:
+        """Return the objective where a method has ended, with what it was shown."""
+        value = self.at(np.ascontiguousarray(x, dtype=float)).value
+        return shown if value is None or math.isfinite(value) else value
+
+    def _continuation(self, point: Point) -> tuple[Any, Any]:
+        """Return value and gradient at a point; where they aren't finite, those of a parabola on the way from the iterate.
+
+        It has the iterate's value and slope, and its minimum where a line search is to look next: SciPy's lose their way
+        where they meet NaN.
+        """
+        here, known = self.iterate, (point.value, point.gradient)
+        finite = all(thing is None or np.all(np.isfinite(thing)) for thing in known)
+        if finite or here is None or here.gradient is None or here.value is None:
+            return known
+        with np.errstate(over="ignore", invalid="ignore"):
+            way = point.x - here.x
+            slope, square = float(here.gradient @ way), float(way @ way)
+        if not (slope < 0.0 and 0.0 < square < math.inf and math.isfinite(here.value)):
+            return known
+        return here.value + slope * (1.0 - 0.5 / _RETREAT), way * (slope * (1.0 - 1.0 / _RETREAT) / square)
 
     def product(self, x: np.ndarray, direction: np.ndarray) -> np.ndarray:
         """Return the product of the Hessian at x with a direction, shape (n,)."""

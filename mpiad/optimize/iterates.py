@@ -159,7 +159,7 @@ class IteratesOfPoints(Iterates):
         point = self._points.valued(x)
         if not self.record.rows:
             self._note(point)
-        return point.value  # type: ignore[return-value]
+        return self._points.shown(point)
 
     def _note(self, point: Point) -> Row:
         self._points.iterate = point
@@ -185,13 +185,18 @@ class PieceIterates:
     anyone : bool
         Whether any rank has one.
     progress : Progress or None
+
+    Attributes
+    ----------
+    record : Record
+    anyone : bool
     """
 
     def __init__(
         self, packing: Packing, agreement: StageFailures, callback: Function | None, anyone: bool,
         progress: Progress | None,
     ):
-        self._packing, self._agreement, self._anyone, self._progress = packing, agreement, anyone, progress
+        self._packing, self._agreement, self.anyone, self._progress = packing, agreement, anyone, progress
         self._callback = None if callback is None else Callback(callback)
         self.record = Record()
 
@@ -206,7 +211,7 @@ class PieceIterates:
         """Add a row and call the callback; return whether it wants the solve to end. All ranks call this."""
         row = self.note(point, evaluations)
         # Nothing is agreed on where no rank has a callback; where one has, all agree, since it may raise.
-        return self._anyone and self._agreement.run(lambda: self._ends(point, row))
+        return self.anyone and self._agreement.run(lambda: self._ends(point, row))
 
     def _ends(self, point: Moved, row: Row) -> bool:
         if self._callback is not None:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 __all__ = ["Method", "is_sharded", "method_named"]
 
-_SHARDED = "L-BFGS-sharded"
+_SHARDED = "L-BFGS-sharded", "Newton-CG-sharded"
 
 
 class Method(NamedTuple):
@@ -61,7 +61,8 @@ def method_named(name: object) -> Method:
     found = _METHODS.get(name.lower()) if isinstance(name, str) else None
     if found is None:
         names = ", ".join(repr(method.name) for key, method in _METHODS.items() if key != "l-bfgs")
-        raise ValueError(f"minimize: method must be 'L-BFGS', {_SHARDED!r} or one of {names}, but got {name!r}.")
+        sharded = ", ".join(map(repr, _SHARDED))
+        raise ValueError(f"minimize: method must be 'L-BFGS', {sharded} or one of {names}, but got {name!r}.")
     return found
 
 
@@ -73,7 +74,7 @@ def is_sharded(name: object) -> bool:
     ValueError
         Where there is none of this name.
     """
-    if isinstance(name, str) and name.lower() == _SHARDED.lower():
+    if isinstance(name, str) and name.lower() in map(str.lower, _SHARDED):
         return True
     method_named(name)
     return False

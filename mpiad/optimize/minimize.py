@@ -60,29 +60,29 @@ def minimize(
     """Minimise the objective of all ranks, with the variables on the root or in pieces on their ranks.
 
     The root updates the variables by one of SciPy's methods; the other ranks wait for its instruction to evaluate. With
-    "L-BFGS-sharded" each rank has variables of its own, and nothing is gathered.
+    "L-BFGS-sharded" and "Newton-CG-sharded" each rank has variables of its own, and nothing is gathered.
 
     Parameters
     ----------
     fun : callable
         ``fun(x, *args)`` is called on every rank with the root's x and returns this rank's L_r, one real number.
     x0 : nest of arrays
-        The starting point. Counts on the root only: other ranks give None or the same. With "L-BFGS-sharded" it is this
+        The starting point. Counts on the root only: other ranks give None or the same. With a sharded method it is this
         rank's own piece, of any form and size; for blocks of a `Domain` there is `Domain.minimize`. A list of numbers is
         taken as an array.
     method : str
         "L-BFGS" (SciPy's L-BFGS-B), "BFGS", "CG", "TNC", "SLSQP", "Newton-CG", "trust-ncg", "trust-krylov",
-        "trust-constr" or "L-BFGS-sharded".
+        "trust-constr", "L-BFGS-sharded" or "Newton-CG-sharded".
     jac : callable or True, optional
         ``jac(x, *args)`` returns the gradient of L_r, in the form of x; True: `fun` returns ``(L_r, gradient)``. By
         default the gradient is found by `value_and_grad`, as that of one variable which all ranks share. With
-        "L-BFGS-sharded" it is that of J, by this rank's own piece.
+        sharded methods it is that of J, by this rank's own piece.
     hessp : callable, optional
-        ``hessp(x, v, *args)`` returns the Hessian of L_r times v. By default it is found by `make_hvp`, for methods that use
-        it.
+        ``hessp(x, v, *args)`` returns the Hessian of L_r times v. By default it is found by `make_hvp`, for methods that
+        use it. With "Newton-CG-sharded" it is this rank's piece of the product with the Hessian of J.
     bounds : sequence of (low, high) or scipy.optimize.Bounds, optional
         Of the variables in the order of the flattened nest, for "L-BFGS", "TNC", "SLSQP" and "trust-constr". Counts on
-        the root only, as do `constraints`, `tol`, `options` and `callback`. With "L-BFGS-sharded": of this rank's own
+        the root only, as do `constraints`, `tol`, `options` and `callback`. With sharded methods: of this rank's own
         piece; `tol` and `options` are the same on all ranks.
     constraints : LinearConstraint, NonlinearConstraint, dict, or a list of them, optional
         SciPy's, for "SLSQP" and "trust-constr". Their functions are called with the variables in the form of x0, on the
@@ -95,18 +95,23 @@ def minimize(
         Both are passed on to SciPy. Every method also has the option `maxfun`: at most so many evaluations of the
         objective, in line searches too (x0 is evaluated in any case). "L-BFGS-sharded" has the options `m` (or
         `maxcor`), `gtol`, `ftol`, `maxiter`, `maxfun` and `maxls`, by default those of SciPy's L-BFGS-B; `gtol` is for
-        the largest entry on any rank.
+        the largest entry on any rank. "Newton-CG-sharded" has `product` ("full", or "gauss-newton", where `fun` returns
+        this rank's residuals and the objective is half the sum of their squares), `regularizer` (added to that, as a
+        function of x), `globalization` ("line search" or "trust region"), `preconditioner` and `inner_product` (functions
+        that return about the inverse Hessian, and the inverse of the inner product, times what they get; or objects that do
+        so by `solve`), `gtol` and `grtol` (of the gradient's norm in the inner product, by itself and by the first one),
+        `ftol`, `maxiter`, `maxfun`, `maxls`, `maxcg` and `radius`.
     callback : callable, optional
         Called on the root after each iteration, as SciPy does: ``callback(x)``, or with an OptimizeResult if its only
         parameter is named `intermediate_result`. It mustn't communicate. StopIteration from it ends the solve. With
-        "L-BFGS-sharded" each rank's own is called with its piece.
+        sharded methods each rank's own is called with its piece.
     objective : {"root", "sum", "mean"}
         What is minimised: L_root, the sum of all L_r, or their mean.
     args : tuple
         Further arguments of `fun`, `jac` and `hessp`: this rank's own.
     checkpoint : path or Checkpoint, optional
         File for the state of the solve, written every 10 iterations (`mpiad.optimize.Checkpoint` says otherwise) and at
-        the end, whole or not at all. Where it exists, the solve goes on from it: with "L-BFGS-sharded", whose ranks write
+        the end, whole or not at all. Where it exists, the solve goes on from it: with sharded methods, whose ranks write
         files of their own beside this name, as if it had never stopped, bit for bit; else from the last iterate. After
         SIGTERM on any rank the state is written, and all return with status 143.
     progress : bool
@@ -140,7 +145,7 @@ def minimize(
     Ranks
     -----
     All ranks of `comm` call it, with the same method, objective, root and kinds of `jac` and `hessp`. The result is the
-    same on all, bit for bit; with "L-BFGS-sharded" all but `x` and `jac`, which are this rank's own piece's, and the times.
+    same on all, bit for bit; with sharded methods all but `x` and `jac`, which are this rank's own piece's, and the times.
 
     Adjoint
     -------
@@ -183,10 +188,10 @@ def _agree_on_arguments(
         if sharded:
             if wishes.constraints is not None and np.size(wishes.constraints):
                 raise ValueError(
-                    "minimize: method 'L-BFGS-sharded' takes no constraints; 'SLSQP' and 'trust-constr' do. But got "
+                    f"minimize: method {method!r} takes no constraints; 'SLSQP' and 'trust-constr' do. But got "
                     f"{wishes.constraints!r:.60}."
                 )
-            start = piece_of(start, wishes.bounds, wishes.tol, wishes.options, wishes.checkpoint)
+            start = piece_of(str(method), start, wishes.bounds, wishes.tol, wishes.options, wishes.checkpoint)
             settings = f", {start.settings}"
             _check_callback(wishes.callback)
     except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must not wait on

@@ -162,7 +162,7 @@ def _check(used: Channel, fun: Function, group_size: int, settings: dict[str, An
         raise TypeError(f"{_CALL}: {unknown[0]!r} is no argument of it. Those of minimize that it takes: {_KEYWORDS}.")
     if group_size > 1 and is_sharded(settings.get("method", "L-BFGS")):
         raise ValueError(
-            f"{_CALL}: method 'L-BFGS-sharded' has pieces of its own on each rank, but got group_size={group_size}, and "
+            f"{_CALL}: a sharded method has pieces of its own on each rank, but got group_size={group_size}, and "
             "starts that count on rank 0. Call minimize on communicators of your own."
         )
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from autograd.tracer import Box
@@ -17,9 +19,11 @@ from mpiad.optimize.packing import Packing
 from mpiad.optimize.root_instructions import BOTH, GRADIENT, VALUE
 from mpiad.primitives.checks import root_of
 from mpiad.transport import Channel
-from mpiad.transport.user_failures import StageFailures, WrongValueError
+from mpiad.transport.user_failures import StageFailures, Unreached, WrongValueError
 
 __all__ = ["Evaluation", "ForwardPass", "Program", "check_program", "forward_pass"]
+
+T = TypeVar("T")
 
 
 class Sums(Protocol):
@@ -65,7 +69,8 @@ class Evaluation:
         self._gradient_weight = 1.0 if pieces else self._weight  # of what `jac` returns
         self._nothing = np.zeros(packing.size if self._gradient_weight == 0.0 else 0)
         self._forward: ForwardPass | None = None
-        self._hessian: tuple[bytes, Function] | None = None
+        self._hessian: tuple[bytes, Callable] | None = None
+        self._begun = self._unreached = False
         self.only_both, self.separate = program.jac is True, callable(program.jac)
 
     @property
@@ -89,17 +94,42 @@ class Evaluation:
         return self.product(vector, direction)  # type: ignore[arg-type]
 
     def value(self, vector: np.ndarray) -> float:
-        """Return the objective, on all ranks; keep the forward pass for `gradient`, where that needs it."""
+        """Return the objective, on all ranks; keep the forward pass for `gradient`, where that needs it.
+
+        It is NaN, as is the gradient, where a solver of the function's hasn't converged on any rank, but at the start.
+        """
+        return self.attempted(lambda: self._value(vector), lambda: math.nan)
+
+    def attempted(self, evaluate: Callable[[], T], otherwise: Callable[[], T]) -> T:
+        """Return what an evaluation does, or something else on all ranks where a solver hasn't converged on any."""
+        self._agreement.tolerates = self._begun  # where the solve starts there is no step to shorten
+        try:
+            found = evaluate()
+        except Unreached:
+            self._forward, self._unreached = None, True
+            self._agreement.clear(self._used.members)
+            return otherwise()
+        finally:
+            self._agreement.tolerates = False
+        self._begun, self._unreached = True, False
+        return found
+
+    def _value(self, vector: np.ndarray) -> float:
         x = self._packing.nest_in(vector)
         if self.separate:
-            return self._agreement.summed(lambda: self._value_at(x), self._term)[1]
+            return self._agreement.summed(lambda: self.value_at(x), self._term)[1]
         self._forward = None  # its memory returns before the next takes as much
         # The agreement comes before the backward pass, in which the ranks wait for each other.
-        self._forward = forward_pass(lambda x: self._agreement.run(lambda: self._value_at(x)), x)
+        self._forward = forward_pass(lambda x: self._agreement.run(lambda: self.value_at(x)), x)
         return float(share(self._forward.value, self._weight, self._forward.problem, self._used))
 
     def gradient(self, vector: np.ndarray) -> np.ndarray | None:
         """Return the gradient on the root; without `jac`, at the point of the last `value`."""
+        if self._forward is None and self._unreached and not self.separate:
+            return vector * math.nan
+        return self.attempted(lambda: self._gradient(vector), lambda: vector * math.nan)
+
+    def _gradient(self, vector: np.ndarray) -> np.ndarray | None:
         if self.separate:
             x = self._packing.nest_in(vector)
             jac, args = self._program.jac, self._program.args
@@ -117,42 +147,44 @@ class Evaluation:
 
     def both(self, vector: np.ndarray) -> tuple[float, np.ndarray | None]:
         """Return the objective, on all ranks, and its gradient, on the root."""
+        return self.attempted(lambda: self._both(vector), lambda: (math.nan, vector * math.nan))
+
+    def _both(self, vector: np.ndarray) -> tuple[float, np.ndarray | None]:
         if not self.only_both:
             # Two functions of the user's get the variables in turn, and the first may overwrite them.
             first = vector.copy() if self.separate else vector
-            return self.value(first), self.gradient(vector)
+            return self._value(first), self._gradient(vector)
         x = self._packing.nest_in(vector)
         # The values travel with the agreement, since no trace is to end first.
         (_, local), value = self._agreement.summed(lambda: self._pair_at(x), lambda pair: self._term(pair[0]))
         return value, self._sums.total(local)
 
     def product(self, vector: np.ndarray, direction: np.ndarray) -> np.ndarray | None:
-        """Return the product of the Hessian with a direction, on the root; kept for further ones at the same point."""
-        if self._program.hessp is None and (self._hessian is None or self._hessian[0] != vector.tobytes()):
-            self.keep_hessian(vector)
-        return self.kept_product(vector, direction)
+        """Return the product of the Hessian with a direction, on the root; kept for further ones at that point."""
+        if self._hessian is None or self._hessian[0] != vector.tobytes():
+            self._hessian = None  # its memory returns before the next takes as much
+            self._hessian = vector.tobytes(), self.hessian(vector)
+        return self._hessian[1](direction)
 
-    def keep_hessian(self, vector: np.ndarray) -> None:
-        """Record the gradient at a point, for `kept_product`."""
-        self._hessian = None  # its memory returns before the next takes as much
-        # Of each rank's own copy, along all copies: the products' sum is that of the shared variable.
+    def hessian(self, vector: np.ndarray) -> Callable[[np.ndarray], np.ndarray | None]:
+        """Return what multiplies the Hessian at a point with directions: the product is on the root."""
+        x, given, args = self._packing.unpack(vector), self._program.hessp, self._program.args
+        if given is not None:
+            return lambda v: self._multiplied(lambda v: self._weighted(given(x, v, *args), "hessp"), v)
+        # Of each rank's own copy, along all copies: their sum is that of the shared variable.
         evaluate = make_hvp(
-            lambda x: self._agreement.run(lambda: self._value_at(x)),
+            lambda x: self._agreement.run(lambda: self.value_at(x)),
             objective=self._program.objective, root=self._program.root, comm=self._used.user,
         )
-        x = self._packing.unpack(vector)
-        self._hessian = vector.tobytes(), self._agreement.run(lambda: evaluate(x).product)
+        product = self._agreement.run(lambda: evaluate(x).product)
+        return lambda v: self._multiplied(lambda v: self._sums.hand_in(self._packing.pack_gradient(product(v))), v)
 
-    def kept_product(self, vector: np.ndarray, direction: np.ndarray) -> np.ndarray | None:
-        """Return, on the root, a product with the user's Hessian at a point, or with the one that was kept there last."""
-        v, given, args = self._packing.unpack(direction), self._program.hessp, self._program.args
-        if given is not None:
-            x = self._packing.unpack(vector)
-            return self._sums.total(self._agreement.run(lambda: self._weighted(given(x, v, *args), "hessp")))
-        product = self._hessian[1]  # type: ignore[index]
-        return self._sums.total(self._agreement.run(lambda: self._sums.hand_in(self._packing.pack_gradient(product(v)))))
+    def _multiplied(self, multiply: Callable[[Tree], np.ndarray], direction: np.ndarray) -> np.ndarray | None:
+        v = self._packing.unpack(direction)
+        return self._sums.total(self._agreement.run(lambda: multiply(v)))
 
-    def _value_at(self, x: Tree) -> Any:
+    def value_at(self, x: Tree) -> Any:
+        """Return this rank's number: a part of a stage."""
         out = self._program.fun(x, *self._program.args)
         return self._checked(out[0] if self.only_both and isinstance(out, tuple) else out)
 

@@ -273,7 +273,7 @@ def packing_of_piece(start: Tree) -> PiecePacking | DevicePacking:
     packing = DevicePacking(start)
     if len(set(packing.homes)) > 1:
         raise TypeError(
-            "minimize: with 'L-BFGS-sharded' a rank's variables must all be on the host or on one device, but x0 holds "
+            "minimize: with sharded methods a rank's variables must all be on the host or on one device, but x0 holds "
             "both. Bring them together with mpiad.device.to_device or mpiad.device.to_host."
         )
     return packing

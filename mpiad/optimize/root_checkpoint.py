@@ -63,7 +63,7 @@ class RootCheckpoint:
         others = files_of_ranks(file)
         if others:
             raise ValueError(
-                f"{self._call}: the checkpoint {others[0]} was written by 'L-BFGS-sharded', and not by "
+                f"{self._call}: the checkpoint {others[0]} was written by a sharded method, and not by "
                 f"{self._problem['method']!r}. Name another file, or delete it."
             )
         if not file.exists():

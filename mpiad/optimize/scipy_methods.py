@@ -68,6 +68,7 @@ def drive(method: Method, wishes: Wishes, program: Program, leader: Leader) -> d
             options=options,
             callback=iterates,
         )
+        result.fun = points.value_found(result.x, result.fun)
         result = iterates.counted(concluded(result, points, constrained=constraints is not None))
     except StopIteration:  # which some of SciPy's methods let pass
         result = stopped(points, iterates.count)

@@ -212,6 +212,12 @@ class Channel:
         self.fault = None
         _give_back(old, _any_rank(self.data, unended))
 
+    def renew_beneath(self) -> None:
+        """Renew what communications use, but keep what `derive` returned: a call that goes on works with it; collective."""
+        kept, self.derived = self.derived, []
+        self.renew()
+        self.derived = kept
+
     def duplicates(self) -> list[Comm]:
         """Return all communicators of this channel's own."""
         aside = self._aside[1] if self._aside is not None else None

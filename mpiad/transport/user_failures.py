@@ -23,20 +23,25 @@ import numpy as np
 from mpi4py.MPI import SUM
 
 from mpiad._typing import Comm, Function
-from mpiad.errors import DeadlockError, WorkerError
+from mpiad.errors import ConvergenceError, DeadlockError, WorkerError
 from mpiad.transport.agreement import Failures, agreed_among, error_of, first_of, forget_agreement, raise_first, told
-from mpiad.transport.channels import communications, operator_body
+from mpiad.transport.channels import communications, live_channels, operator_body
 from mpiad.transport.failure_detector import LATE, SOON, FailureDetector, LoneFailure
 from mpiad.transport.lookup import channel
 from mpiad.transport.recovery import recovers
 from mpiad.transport.signals import requested
 
-__all__ = ["DeferredFailures", "StageFailures", "WrongValueError", "verdict"]
+__all__ = ["DeferredFailures", "StageFailures", "Unreached", "WrongValueError", "verdict"]
 
 T = TypeVar("T")
 
-# What a rank says of its part of a stage: whether it failed, whether it was told to end, and its term of a sum.
-_FAILED, _ASKED, _TERM = range(3)
+# What a rank says of its part of a stage: whether it failed, whether a solver in it didn't converge, whether the rank was
+# told to end, and its term of a sum.
+_FAILED, _UNREACHED, _ASKED, _TERM = range(4)
+
+
+class Unreached(Exception):  # noqa: N818 - no error, as StopIteration is none
+    """Leave a stage on all ranks, since a solver in it hasn't converged on some: the call goes on elsewhere."""
 
 
 class WrongValueError(TypeError):
@@ -73,14 +78,19 @@ class StageFailures:
         Whether this rank's stage has failed where the ranks that wait for it can be interrupted.
     asked : bool
         Whether any rank had been told to end (SIGTERM) when it came to an agreement: the same on all ranks.
+    tolerates : bool
+        Whether a ConvergenceError is no failure: `Unreached` is then raised on all ranks, and the call may go on. The same
+        on all ranks.
     """
 
     def __init__(self, comm: Comm, call: str, room: str, complete: Callable[[BaseException, Any], None]):
         self._interrupts = recovers() and comm.size > 1
-        self._comm, self._detector = comm, FailureDetector(comm, room, listens=not self._interrupts)
+        self._comm, self._room = comm, room
+        self._detector = FailureDetector(comm, room, listens=not self._interrupts)
         self.broken, self.asked, self._call, self._complete = False, False, call, complete
-        self._mine, self._sums = np.zeros(3), np.zeros(3)
+        self._mine, self._sums = np.zeros(4), np.zeros(4)
         self.error: Exception | None = None
+        self.tolerates = False
 
     def run(self, stage: Callable[[], T]) -> T:
         """Run this rank's part of a stage; raise on all ranks where any rank's part has failed.
@@ -91,6 +101,8 @@ class StageFailures:
             With the rank and the traceback of the first one.
         TypeError
             Where that was a `WrongValueError`.
+        Unreached
+            Where only solvers have failed, and that is tolerated.
         """
         return self.summed(stage, lambda result: 0.0)[0]
 
@@ -101,9 +113,13 @@ class StageFailures:
         try:
             result = stage()
             own = term(result)
+        except Unreached:  # of a stage inside this one: all ranks have met
+            raise
         except (Exception, SystemExit) as failure:
             self._complete(failure, failure.__traceback__)  # it is told to all ranks before it leaves the trace
-            if self._interrupts:
+            # What all raise together leaves nobody waiting.
+            alike = self._tolerated(failure) and len(agreed_among(failure)) >= self._comm.size
+            if self._interrupts and not alike:
                 self.broken = True
                 forget_agreement(failure)  # the call raises another, so all must meet
                 raise
@@ -114,12 +130,13 @@ class StageFailures:
 
     def _conclude(self, failure: BaseException | None, term: float = 0.0) -> float:
         """Return the sum of all ranks' terms; raise on all where one has failed."""
-        self._mine[:] = failure is not None, requested() is not None, term
+        unreached = self._tolerated(failure)
+        self._mine[:] = failure is not None and not unreached, unreached, requested() is not None, term
         if self._comm.size == 1:
             self._sums[:] = self._mine
         else:
             request = self._comm.Iallreduce(self._mine, self._sums, SUM)
-            if failure is None:
+            if failure is None or self._interrupts:
                 request.Wait()
             else:
                 self._detector.wait_as_failed(request, failure)
@@ -129,7 +146,27 @@ class StageFailures:
             self._detector.close(failed=True)
             self.error = verdict(told(self._comm, failure), self._call)
             raise self.error from failure
+        if self._sums[_UNREACHED]:
+            self._detector.close(failed=True)
+            self._detector = FailureDetector(self._comm, self._room, listens=not self._interrupts)
+            raise Unreached(f"{self._call}: a solver hasn't converged") from failure
         return float(self._sums[_TERM])
+
+    def _tolerated(self, failure: BaseException | None) -> bool:
+        return self.tolerates and isinstance(failure, ConvergenceError)
+
+    def clear(self, members: tuple[int, ...]) -> None:
+        """End what an unreached stage has left under way on communicators among these ranks; all of them call this.
+
+        Ranks may have left the stage at different messages, and old ones mustn't be taken for new.
+        """
+        inside = {(found.members, found.number): found for found in live_channels() if set(found.members) <= set(members)}
+        every = self._comm.allgather(list(inside))
+        held = dict(zip(members, map(set, every)))
+        # In one order on all ranks; only what all of its ranks still have.
+        for key in sorted(set().union(*held.values())):
+            if key in inside and all(key in held[rank] for rank in key[0]):
+                inside[key].renew_beneath()
 
     def close(self) -> None:
         """End the lookout; every rank calls it once no stage is to come."""

@@ -241,7 +241,7 @@ def test_evaluations_at_a_start_without_iterations_are_counted(folder: Path) -> 
 def test_names_with_brackets_hide_no_other_method_s_files(folder: Path) -> None:
     checkpoint = folder / "run[1].npz"
     solve(checkpoint, method="L-BFGS-sharded", options={"maxiter": 3})
-    with pytest.raises(ValueError, match="was written by 'L-BFGS-sharded'"):
+    with pytest.raises(ValueError, match="was written by a sharded method"):
         solve(checkpoint)
 
 

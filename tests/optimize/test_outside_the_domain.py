@@ -7,8 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import autograd.numpy as anp
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 import mpiad
 from mpiad.optimize import least_squares
@@ -72,3 +74,37 @@ def test_a_loss_of_the_users_own_and_the_function_may_warn() -> None:
         return [z, np.maximum(np.log(z - z), 1.0), np.zeros_like(z)]
 
     assert warned(lambda: least_squares(lambda x: x - 1.0, np.zeros(2), loss=loss, jac=lambda x: np.eye(2), max_nfev=2))
+
+
+METHODS = ["L-BFGS", "BFGS", "CG", "TNC", "SLSQP", "Newton-CG", "trust-ncg", "trust-krylov", "trust-constr"]
+
+
+@pytest.mark.parametrize("how", [np.nan, np.inf, "solver", "solver of one rank"])
+@pytest.mark.parametrize("method", METHODS)
+def test_steps_are_made_shorter(method: str, how: Any, rank: int, size: int) -> None:
+    """Beyond the edge the objective isn't finite, or a solver in it doesn't converge on all ranks or one."""
+    outside = []
+
+    def fun(x: Any) -> Any:
+        away = bool((np.abs(mpiad.stop(x)) > FAR).any())
+        outside.append(away)
+        value = anp.sum(anp.sqrt(1.0 + 9.0 * (x - 2.9) ** 2) + 0.1 * (x - 2.9) ** 2)
+        if away and not isinstance(how, str):
+            return value * (how if rank == size - 1 else 1.0)
+        if away and (how == "solver" or rank == size - 1):
+            comm = None if how == "solver" else MPI.COMM_SELF
+            mpiad.linalg.solve(lambda u: u * np.arange(1.0, 4.0), np.ones(3), maxiter=1, comm=comm)
+        return value
+
+    result = mpiad.minimize(fun, np.array([-2.5, 0.0]), method=method, objective="mean", tol=1e-6)
+    assert any(outside) and np.isfinite(result.fun)
+    np.testing.assert_allclose(result.x, [2.9, 2.9], atol=1e-3)
+
+
+def test_a_solver_that_fails_at_the_start_ends_the_solve(rank: int, size: int) -> None:
+    def fun(x: Any) -> Any:
+        raise mpiad.errors.ConvergenceError("it never does")
+
+    for method in ("L-BFGS", "L-BFGS-sharded"):
+        with pytest.raises(mpiad.errors.WorkerError, match="it never does"):
+            mpiad.minimize(fun, np.ones(2), method=method)

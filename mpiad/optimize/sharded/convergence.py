@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 
 from mpiad.optimize.sharded.solver_state import State
 
-__all__ = ["ABNORMAL", "INTERRUPTED", "NOT_FINITE", "Ending", "Settings", "ending_at", "settings_of"]
+__all__ = ["ABNORMAL", "INTERRUPTED", "NOT_FINITE", "Ending", "Settings", "checked", "ending_at", "settings_of"]
+
+_REAL = "gtol", "grtol", "ftol", "radius"  # the others are integers
 
 
 class Ending(NamedTuple):
@@ -62,6 +64,11 @@ class Settings(NamedTuple):
     maxfun: int = 15000
     maxls: int = 20
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Return what the iterates of a solve depend on."""
+        return {"method": "L-BFGS-sharded", "m": self.maxcor, "maxls": self.maxls}
+
 
 def settings_of(tol: float | None, options: dict | None) -> Settings:
     """Return the settings; `tol` is both tolerances where the options don't say, as in SciPy.
@@ -80,12 +87,13 @@ def settings_of(tol: float | None, options: dict | None) -> Settings:
         if name not in Settings._fields:
             names = ", ".join(("m", *Settings._fields))
             raise ValueError(f"minimize: method 'L-BFGS-sharded' has the options {names}, but got {name!r}.")
-        given[name] = _checked(name, value)
+        given[name] = checked(name, value)
     return Settings(**given)
 
 
-def _checked(name: str, value: Any) -> float:
-    tolerance = name in ("gtol", "ftol")
+def checked(name: str, value: Any) -> float:
+    """Return the value of an option, a number; a ValueError where it can't be."""
+    tolerance = name in _REAL
     least = 0 if tolerance or name in ("maxiter", "maxfun") else 1
     try:
         number = float(value)

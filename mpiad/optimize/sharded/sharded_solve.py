@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import scipy
 
-from mpiad._typing import Function, Tree
+from mpiad._typing import Array, Function, Tree
 from mpiad.device import to_host
 from mpiad.differentiation.refusals import explain
 from mpiad.optimize.box_constraints import Box, box_of
@@ -23,6 +23,9 @@ from mpiad.optimize.sharded.correction_pairs import Ring
 from mpiad.optimize.sharded.device_vectors import DeviceVectors
 from mpiad.optimize.sharded.lbfgs import LBFGS, Trials
 from mpiad.optimize.sharded.limited_memory import LimitedMemory
+from mpiad.optimize.sharded.newton_cg import NewtonCG, NewtonPoint
+from mpiad.optimize.sharded.newton_settings import NewtonSettings, newton_settings_of
+from mpiad.optimize.sharded.second_order import SecondOrderEvaluation, on_vectors
 from mpiad.optimize.sharded.solver_state import Point, StateFiles
 from mpiad.transport import Channel
 from mpiad.transport.fault_tolerance import is_interruption
@@ -37,26 +40,25 @@ class Piece(NamedTuple):
     start: Tree
     packing: PiecePacking | DevicePacking
     box: Box | None
-    settings: Settings
+    settings: Settings | NewtonSettings
     checkpoint: Checkpoint | None
 
     def problem(self, program: Program, start: np.ndarray, ranks: int) -> dict[str, Any]:
         """Return what a state of this solve belongs to: what its iterates depend on, as far as it can be said."""
         return {
-            "method": "L-BFGS-sharded",
             **problem_of(program, self.packing, to_host(start), ranks),
-            "m": self.settings.maxcor,
-            "maxls": self.settings.maxls,
+            **self.settings.identity,
             "bounds (checksum)": None if self.box is None else self.box.fingerprint,
         }
 
 
 def piece_of(
-    start: Tree, bounds: object, tol: float | None, options: dict | None, checkpoint: Checkpoint | None = None
+    method: str, start: Tree, bounds: object, tol: float | None, options: dict | None, checkpoint: Checkpoint | None = None
 ) -> Piece:
     """Check this rank's arguments; a ValueError where one can't be."""
     packing = packing_of_piece(start)
-    return Piece(start, packing, box_of(bounds, packing.size), settings_of(tol, options), checkpoint)
+    settings = (newton_settings_of if method.lower().startswith("newton") else settings_of)(tol, options)
+    return Piece(start, packing, box_of(bounds, packing.size), settings, checkpoint)
 
 
 class Sharded:
@@ -107,27 +109,48 @@ class Sharded:
         said = [float(mine) for mine in (self._piece.box is not None, callback is not None)]
         # What one rank has, all must know: bounds and callbacks make further messages.
         bounded, heard = self._totals.of(said, [0.0], [])[:2]
-        memory = self._memory(bool(bounded))
-        trials = Trials(self._evaluation, packing, self._totals, memory)
         iterates = PieceIterates(packing, self.agreement, callback, bool(heard), line)
+        if isinstance(settings, NewtonSettings):
+            return self._newton(start, iterates, settings, files, self._box(bool(bounded)))
+        memory = self._memory(settings, self._box(bool(bounded)))
+        trials = Trials(self._evaluation, packing, self._totals, memory)
         point, ending = LBFGS(trials, memory, iterates, settings, files).run(start)
         return self._result(point, memory.gradient(point), ending, trials.count, iterates)
 
-    def _memory(self, bounded: bool) -> LimitedMemory:
+    def _newton(
+        self, start: Array, iterates: PieceIterates, settings: NewtonSettings, files: StateFiles, box: Box | None
+    ) -> scipy.optimize.OptimizeResult:
+        packing = self._piece.packing
+        derivatives = SecondOrderEvaluation(
+            self._evaluation, self._program, packing, self.agreement, self._used, self._totals, settings
+        )
+        if box is not None and isinstance(packing, DevicePacking):
+            box = Box(*map(packing.home.to_device, box.limits))
+        represent = on_vectors(settings.inner_product, "inner_product", packing, self.agreement)
+        precondition = on_vectors(settings.preconditioner, "preconditioner", packing, self.agreement) or represent
+        solve = NewtonCG(derivatives, self._totals, iterates, settings, files, (precondition, represent), box)
+        point, ending = solve.run(start)
+        return self._result(point, point.gradient, ending, solve.count, iterates, derivatives.products)
+
+    def _box(self, bounded: bool) -> Box | None:
+        """Return this rank's bounds."""
+        # The ranks exchange other numbers where there are bounds: so one that has none takes infinite ones.
+        size, box = self._piece.packing.size, self._piece.box
+        return Box(np.full(size, -np.inf), np.full(size, np.inf)) if bounded and box is None else box
+
+    def _memory(self, settings: Settings, box: Box | None) -> LimitedMemory:
         """Return the memory of this rank's piece, where that lies."""
-        packing, box, ring = self._piece.packing, self._piece.box, Ring(self._piece.settings.maxcor)
-        if bounded and box is None:
-            # The ranks exchange other numbers where there are bounds: so one that has none takes infinite ones.
-            box = Box(np.full(packing.size, -np.inf), np.full(packing.size, np.inf))
+        packing, ring = self._piece.packing, Ring(settings.maxcor)
         if isinstance(packing, DevicePacking):
             return LimitedMemory(ring, DeviceVectors(ring.height, packing.size, box, packing.home), self._totals)
         return LimitedMemory(ring, host_vectors(ring.height, packing.size, box), self._totals)
 
     def _result(
-        self, point: Point, gradient: np.ndarray, ending: Ending, count: int, iterates: PieceIterates
+        self, point: Point | NewtonPoint, gradient: np.ndarray, ending: Ending, count: int, iterates: PieceIterates,
+        products: int = 0,
     ) -> scipy.optimize.OptimizeResult:
         history = iterates.record.history()
-        return scipy.optimize.OptimizeResult(
+        result = scipy.optimize.OptimizeResult(
             x=self._piece.packing.unpack(point.x),
             fun=point.value,
             jac=self._piece.packing.unpack_gradient(gradient),
@@ -138,8 +161,11 @@ class Sharded:
             nfev=count,
             njev=count,
             history=history,
-            evaluations={"value": 0, "gradient": 0, "both": count, "product": 0},
+            evaluations={"value": 0, "gradient": 0, "both": count, "product": products},
         )
+        if isinstance(point, NewtonPoint):
+            result.nhev = products
+        return result
 
     def _close(self) -> None:
         self.agreement.close()

@@ -195,7 +195,7 @@ class StateFiles:
         if file.exists():
             raise ValueError(
                 f"minimize: the checkpoint {file} was written by a method that the root drives, and not by "
-                "'L-BFGS-sharded'. Name another file, or delete it."
+                "a sharded one. Name another file, or delete it."
             )
 
     def _agreed(self, mine: dict[int, int], wrong: Exception | None) -> int | None:

@@ -1,0 +1,340 @@
+"""Inexact Newton steps for variables in pieces: every rank runs the iteration, and decides by the same numbers.
+
+A step solves the Newton system by `truncated_cg`, only as far as it pays (Eisenstat and Walker), and is made shorter until
+the objective falls enough, along a line or in a trust region. The gradient g is measured in the user's inner product R, by
+√(gᵀ R⁻¹ g): with a prior's inverse covariance that doesn't depend on the mesh.
+
+With bounds the system is that of the variables which no bound holds; those held go straight to their bound, and points are
+projected (Bertsekas's two metrics).
+
+References
+----------
+.. [1] S. C. Eisenstat and H. F. Walker, "Choosing the forcing terms in an inexact Newton method", SIAM J. Sci. Comput. 17
+   (1996), choice 2 with its safeguard.
+.. [2] J. Nocedal and S. J. Wright, *Numerical Optimization*, 2nd ed., Springer 2006, algorithms 4.1 and 7.1.
+.. [3] D. P. Bertsekas, SIAM J. Control Optim. 20 (1982).
+.. [4] U. Villa, N. Petra and O. Ghattas, "hIPPYlib", ACM Trans. Math. Software 47 (2021), section 3: prior-preconditioned
+   inexact Newton-CG.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import numpy as np
+
+from mpiad._typing import Array
+from mpiad.device import to_host
+from mpiad.optimize.box_constraints import Box
+from mpiad.optimize.iterates import PieceIterates
+from mpiad.optimize.root_exchange import Totals
+from mpiad.optimize.sharded.convergence import (
+    ABNORMAL,
+    EVALUATIONS,
+    INTERRUPTED,
+    ITERATIONS,
+    NOT_FINITE,
+    REDUCTION,
+    STOPPED,
+    Ending,
+)
+from mpiad.optimize.sharded.newton_settings import NewtonSettings
+from mpiad.optimize.sharded.second_order import Derivatives, SecondOrderEvaluation
+from mpiad.optimize.sharded.solver_state import StateFiles
+from mpiad.optimize.sharded.truncated_cg import Step, System, truncated_cg
+from mpiad.transport.device_arrays import arrays_of
+
+__all__ = ["NewtonCG", "NewtonPoint"]
+
+GRADIENT = Ending(0, "CONVERGENCE: the gradient's norm is at most gtol, or grtol times the first one.")
+# Of the decrease that the first or second order predicts, how much is enough.
+_DECREASE = 1e-4
+# Where a trial isn't finite: the next goes so much of its way.
+_RETREAT = 0.3
+_ROUNDING = 10.0 * sys.float_info.epsilon
+# Eisenstat and Walker's: the first forcing term and the largest, gamma, alpha, and from where on it mustn't fall faster.
+_LARGEST, _GAMMA, _ALPHA, _KEPT = 0.5, 0.9, 2.0, 0.1
+# How far g·P(Pg) and Pg·Pg may differ, by the norms: solvers that end at a tolerance aren't symmetric to rounding.
+_ASYMMETRY = 1e-3
+_EVERYWHERE = slice(None)
+
+
+class NewtonPoint:
+    """Variables of the piece, shape (n,), with what is known there; numbers are those of all ranks.
+
+    Attributes
+    ----------
+    value : float
+    gradient : array
+        dJ/dx.
+    multiply : callable
+    finite : bool
+        Whether the value and all entries of the gradient are.
+    free : array of bool or None
+        Which variables no bound holds; None for all.
+    way : array or None
+        Where there are bounds, P(x - g) - x.
+    norm : float
+        The gradient's, in the inner product; NaN until it is measured.
+    length, slope : float
+        Of the way from the point before, and of g there along it.
+    """
+
+    def __init__(self, x: Array, found: Derivatives):
+        self.x, self.value, self.gradient, self.multiply = x, found.value, found.gradient, found.multiply
+        self.finite, self.free, self.way = False, cast(Any, None), cast(Any, None)
+        self.norm, self.length, self.slope = math.nan, 0.0, 0.0
+
+    @property
+    def gradient_norm(self) -> float:
+        """Return `norm`, by the name that a record of iterates asks for."""
+        return self.norm
+
+    def masked(self, vector: Array) -> Array:
+        """Return a vector without the variables that a bound holds."""
+        return vector if self.free is None else vector * self.free
+
+
+class NewtonCG:
+    """The iteration.
+
+    Parameters
+    ----------
+    evaluation : SecondOrderEvaluation
+    totals : Totals
+    iterates : PieceIterates
+    settings : NewtonSettings
+    files : StateFiles
+    operators : pair of callables or None
+        The preconditioner and the inner product's inverse, on vectors of the piece.
+    box : Box or None
+        The bounds, where the piece lives; all ranks have one or none.
+    """
+
+    def __init__(
+        self, evaluation: SecondOrderEvaluation, totals: Totals, iterates: PieceIterates, settings: NewtonSettings,
+        files: StateFiles, operators: tuple[Callable | None, Callable | None], box: Box | None,
+    ):
+        self._evaluation, self._totals, self._iterates, self._settings = evaluation, totals, iterates, settings
+        self._files, self._box = files, box
+        self._precondition, self._represent = operators
+        self.count, self._iteration = 0, 0
+        self._forcing, self._radius, self._first = _LARGEST, settings.radius, math.nan
+        self._value_before, self._stopped = math.inf, False
+        self._lower = self._along_a_line if settings.globalization == "line search" else self._within_a_region
+
+    def run(self, start: Array) -> tuple[NewtonPoint, Ending]:
+        """Descend from this rank's start, shape (n,), which is overwritten; return where it ends and why."""
+        found = self._files.take()
+        if found is not None:
+            return self._descend(self._restored(found, start))
+        if self._box is not None:
+            self._box.project(start)
+        here = self._evaluated(start, None)
+        if here.finite:
+            self._measure(here)
+            self._require_symmetric(here)
+            self._first = here.norm
+        self._iterates.note(here, self.count)
+        return self._descend(here) if here.finite else (here, NOT_FINITE)
+
+    def _descend(self, here: NewtonPoint) -> tuple[NewtonPoint, Ending]:
+        while True:
+            ending = self._ending(here) or (INTERRUPTED if self._files.interrupted else None)
+            self._keep(here, ending)
+            if ending is not None:
+                return here, ending
+            found = self._lower(here)
+            if found is None:
+                ending = INTERRUPTED if self._files.interrupted else self._exhausted() or ABNORMAL
+                self._keep(here, ending)
+                return here, ending
+            self._iteration, self._value_before = self._iteration + 1, here.value
+            self._measure(found)
+            self._forcing = self._next_forcing(found.norm / here.norm)
+            self._stopped = self._iterates.heard(found, self.count)
+            here = found
+
+    def _ending(self, here: NewtonPoint) -> Ending | None:
+        settings = self._settings
+        if here.norm <= max(settings.gtol, settings.grtol * self._first):
+            return GRADIENT
+        if settings.ftol > 0.0 and self._value_before < math.inf:
+            if self._value_before - here.value <= settings.ftol * max(abs(self._value_before), abs(here.value), 1.0):
+                return REDUCTION
+        if self._stopped_anywhere():
+            return STOPPED
+        return ITERATIONS if self._iteration >= settings.maxiter else self._exhausted()
+
+    def _exhausted(self) -> Ending | None:
+        return EVALUATIONS if self.count >= self._settings.maxfun else None
+
+    def _stopped_anywhere(self) -> bool:
+        return self._iterates.anyone and self._sums(float(self._stopped))[0] > 0.0
+
+    def _next_forcing(self, ratio: float) -> float:
+        kept = _GAMMA * self._forcing**_ALPHA
+        chosen = _GAMMA * ratio**_ALPHA
+        return min(_LARGEST, max(chosen, kept) if kept > _KEPT else chosen)
+
+    # ---- points
+
+    def _evaluated(self, x: Array, here: NewtonPoint | None) -> NewtonPoint:
+        """Evaluate a point; `here` is where the step to it began."""
+        self.count += 1
+        point = NewtonPoint(x, self._evaluation.at(x))
+        with np.errstate(over="ignore", invalid="ignore"):  # at a trial point nothing need be finite
+            moved = None if here is None else x - here.x
+            terms = [0.0, 0.0] if moved is None else [_dot(moved, moved), _dot(here.gradient, moved)]  # type: ignore[union-attr]
+            largest = float(to_host(np.max(np.abs(point.gradient)))) if x.size else 0.0
+        broken = not math.isfinite(largest)
+        square, point.slope, any_broken, point.value = self._totals.of(terms, [float(broken)], [point.value])
+        point.length, point.finite = math.sqrt(square), not any_broken and math.isfinite(point.value)
+        return point
+
+    def _measure(self, point: NewtonPoint) -> None:
+        """Find which variables are free, and the gradient's norm."""
+        if not math.isnan(point.norm):
+            return
+        held = 0.0
+        if self._box is not None:
+            point.way = self._box.way(point.x, point.gradient, _EVERYWHERE)
+            size = float(to_host(np.max(np.abs(point.way)))) if point.x.size else 0.0
+            (size,) = self._totals.of([], [size], [])
+            point.free = self._box.free(point.x, point.gradient, size, _EVERYWHERE)
+            held = _dot(point.way, point.way * ~point.free)
+        gradient = point.masked(point.gradient)
+        represented = gradient if self._represent is None else point.masked(self._represent(gradient))
+        held, square = self._sums(held, _dot(gradient, represented))
+        if not 0.0 <= square < math.inf:
+            raise ValueError(
+                f"minimize: the inner product must be symmetric and positive definite, but its inverse R⁻¹ gives "
+                f"g · R⁻¹ g = {square:.3e} of the gradient g."
+            )
+        point.norm = math.sqrt(held + square)
+
+    def _require_symmetric(self, point: NewtonPoint) -> None:
+        for name, operator in (("preconditioner", self._precondition), ("inner product", self._represent)):
+            if operator is not None and not (name == "inner product" and operator is self._precondition):
+                once = operator(point.gradient)
+                twice = operator(once)
+                pairs = (point.gradient, twice), (once, once), (point.gradient, point.gradient), (twice, twice)
+                one, other, *squares = self._sums(*(_dot(a, b) for a, b in pairs))
+                if not abs(one - other) <= _ASYMMETRY * math.sqrt(squares[0] * squares[1]):
+                    raise ValueError(
+                        f"minimize: the {name} must be symmetric, but g · P (P g) = {one:.6e} and P g · P g = {other:.6e} "
+                        "of the gradient g at x0."
+                    )
+
+    def _sums(self, *local: float) -> list[float]:
+        return self._totals.decided(np.array(local), len(local), lambda sums: sums).tolist()
+
+    # ---- steps
+
+    def _step(self, here: NewtonPoint, radius: float = math.inf) -> Step | None:
+        precondition = self._precondition
+
+        def apply(r: Array) -> Array:
+            return r.copy() if precondition is None else here.masked(precondition(r))
+
+        system = System(
+            lambda v: here.masked(here.multiply(v)), apply, lambda a, b: self._sums(_dot(a, b))[0],
+            lambda: self._files.interrupted,
+        )
+        return truncated_cg(system, here.masked(here.gradient), self._forcing, self._settings.maxcg, radius)
+
+    def _moved(self, here: NewtonPoint, way: Array, step: float) -> Array:
+        if self._box is None:
+            return here.x + step * way
+        x = here.x + step * (way + here.way * ~here.free)
+        self._box.project(x)
+        return x
+
+    def _along_a_line(self, here: NewtonPoint) -> NewtonPoint | None:
+        """Return a point that is low enough on the way of the Newton step; None where there is none."""
+        found = self._step(here)
+        step = 1.0
+        for _ in range(self._settings.maxls if found is not None else 0):
+            if self._exhausted():
+                break
+            there = self._evaluated(self._moved(here, found.way, step), here)  # type: ignore[union-attr]
+            if there.finite and there.slope < 0.0 and self._falls(here, there, -_DECREASE * there.slope):
+                return there
+            if not there.finite:
+                step *= _RETREAT
+            else:
+                # The minimiser of the parabola through both values and the first slope.
+                rise = there.value - here.value - there.slope
+                lowest = -0.5 * there.slope / rise if rise > 0.0 else 0.5
+                step *= min(max(lowest, 0.1), 0.5)
+        return None
+
+    def _within_a_region(self, here: NewtonPoint) -> NewtonPoint | None:
+        """Return a point that is low enough in a trust region, which grows and shrinks; None where there is none."""
+        if self._radius is None:
+            gradient = here.masked(here.gradient)
+            once = gradient if self._precondition is None else here.masked(self._precondition(gradient))
+            self._radius = math.sqrt(max(self._sums(_dot(gradient, once))[0], 0.0))
+        for _ in range(self._settings.maxls):
+            found = None if self._exhausted() else self._step(here, self._radius)
+            if found is None:
+                break
+            there = self._evaluated(self._moved(here, found.way, 1.0), here)
+            expected = found.decrease if self._box is None else self._expected(here, there)
+            ratio = (here.value - there.value) / expected if there.finite and expected > 0.0 else -math.inf
+            falls = there.finite and expected > 0.0 and self._falls(here, there, _DECREASE * expected)
+            if ratio < 0.25 and not (falls and ratio > 0.0 and expected <= _ROUNDING * abs(here.value)):
+                self._radius = 0.25 * found.length
+            elif ratio > 0.75 and found.bound:
+                self._radius = 2.0 * self._radius
+            if falls:
+                return there
+        return None
+
+    def _expected(self, here: NewtonPoint, there: NewtonPoint) -> float:
+        """Return the decrease that the model predicts where a bound may have cut the step."""
+        moved = there.x - here.x
+        return -there.slope - 0.5 * self._sums(_dot(moved, here.multiply(moved)))[0]
+
+    def _falls(self, here: NewtonPoint, there: NewtonPoint, enough: float) -> bool:
+        if there.value <= here.value - enough:
+            return True
+        # Where values differ by no more than rounding the gradient decides.
+        if there.value > here.value + _ROUNDING * abs(here.value) or enough > _ROUNDING * abs(here.value):
+            return False
+        self._measure(there)
+        return there.norm < here.norm
+
+    # ---- checkpoint
+
+    def _keep(self, here: NewtonPoint, ending: Ending | None) -> None:
+        """Write the state where it is time to; all ranks call this."""
+        if self._files.due(self._iteration, ending is not None):
+            self._files.write(self._iteration, self._arrays(here))
+
+    def _arrays(self, here: NewtonPoint) -> Iterator[tuple[str, Any]]:
+        radius = math.nan if self._radius is None else self._radius
+        yield "x", to_host(here.x)
+        yield "numbers", np.array([self._forcing, radius, self._first, self._value_before, here.length])
+        yield "counts", np.array([self.count, self._evaluation.products])
+        yield "history", self._iterates.record.table()
+
+    def _restored(self, found: dict[str, np.ndarray], start: Array) -> NewtonPoint:
+        """Put what `_arrays` has returned into the parts of the solve; return the point, evaluated anew."""
+        home = arrays_of(start)
+        start[...] = found["x"] if home is None else home.to_device(found["x"])
+        here = self._evaluated(start, None)
+        self._measure(here)
+        self._forcing, radius, self._first, self._value_before, here.length = found["numbers"].tolist()
+        self._radius = None if math.isnan(radius) else radius
+        self._iteration = self._files.iteration
+        self.count, self._evaluation.products = map(int, found["counts"].tolist())
+        self._iterates.record.restore(found["history"])
+        return here
+
+
+def _dot(a: Array, b: Array) -> float:
+    return float(to_host(np.sum(a * b))) if not isinstance(a, np.ndarray) else float(a @ b)

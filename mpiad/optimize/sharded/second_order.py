@@ -1,0 +1,165 @@
+"""Value, gradient and Hessian products at a point, for variables in pieces."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import autograd.numpy as anp
+from autograd.tracer import Box
+
+from mpiad._typing import Array, Tree
+from mpiad.device import to_host
+from mpiad.differentiation import SecondOrder, linearize, make_hvp
+from mpiad.optimize.objective_evaluation import Evaluation, Program
+from mpiad.optimize.packing import DevicePacking, PiecePacking
+from mpiad.optimize.root_exchange import Totals
+from mpiad.optimize.sharded.newton_settings import NewtonSettings
+from mpiad.primitives.cotangents import spec_like
+from mpiad.transport import Channel
+from mpiad.transport.user_failures import StageFailures, WrongValueError
+
+__all__ = ["Derivatives", "SecondOrderEvaluation", "on_vectors"]
+
+
+class Derivatives(NamedTuple):
+    """What is known at a point.
+
+    Attributes
+    ----------
+    value : float
+        The objective; NaN where a solver of the function's hasn't converged.
+    gradient : array
+        This rank's piece.
+    multiply : callable
+        From this rank's piece of a direction to that of its product with the Hessian, or what stands for it.
+    """
+
+    value: float
+    gradient: Array
+    multiply: Callable[[Array], Array]
+
+
+class SecondOrderEvaluation:
+    """The stages of evaluations: every rank calls the same method with its piece of the variables.
+
+    Parameters
+    ----------
+    evaluation : Evaluation
+        Of the same program, for what the user differentiates.
+    program : Program
+    packing : PiecePacking or DevicePacking
+    agreement : StageFailures
+    used : Channel
+        The user's communicator.
+    totals : Totals
+    settings : NewtonSettings
+
+    Attributes
+    ----------
+    products : int
+        How many there were.
+    """
+
+    def __init__(
+        self, evaluation: Evaluation, program: Program, packing: PiecePacking | DevicePacking, agreement: StageFailures,
+        used: Channel, totals: Totals, settings: NewtonSettings,
+    ):
+        self._evaluation, self._program, self._packing, self._agreement = evaluation, program, packing, agreement
+        self._used, self._totals, self._regularizer, self.products = used, totals, settings.regularizer, 0
+        if settings.product == "gauss-newton":
+            self._derivatives = self._of_residuals
+        else:
+            given = program.jac is not None or program.hessp is not None
+            self._derivatives = self._as_given if given else self._at_once
+
+    def at(self, x: Array) -> Derivatives:
+        """Return what is known at a point."""
+        unknown = Derivatives(math.nan, x * math.nan, lambda v: v * math.nan)
+        found = self._evaluation.attempted(lambda: self._derivatives(x), lambda: unknown)
+
+        def multiply(v: Array) -> Array:
+            self.products += 1
+            return found.multiply(v)
+
+        return found._replace(multiply=multiply)
+
+    def _at_once(self, x: Array) -> Derivatives:
+        """Return value, gradient and products of one record."""
+        return self._packed(self._differentiated(self._evaluation.value_at, x))
+
+    def _differentiated(self, fun: Callable[[Tree], Any], x: Array) -> SecondOrder:
+        evaluate = make_hvp(
+            lambda x: self._agreement.run(lambda: fun(x)),
+            objective=self._program.objective, root=self._program.root, comm=self._used.user,
+        )
+        nest = self._packing.unpack(x)
+        return self._agreement.run(lambda: evaluate(nest))
+
+    def _packed(self, found: SecondOrder) -> Derivatives:
+        return Derivatives(float(found.value), self._flat(found.gradient), lambda v: self._multiplied(found.product, v))
+
+    def _multiplied(self, product: Callable[[Tree], Tree], v: Array) -> Array:
+        nest = self._packing.unpack(v)
+        return self._flat(self._agreement.run(lambda: product(nest)))
+
+    def _flat(self, gradient: Tree) -> Array:
+        return self._packing.pack_gradient(gradient).copy()  # which else is valid until the next only
+
+    def _as_given(self, x: Array) -> Derivatives:
+        """Return what functions of the user's return, and products by differentiation where there is none for these."""
+        value, gradient = self._evaluation.both(x)
+        kept: list[Callable] = []
+
+        def multiply(v: Array) -> Array:
+            if not kept:
+                kept.append(self._evaluation.hessian(x))
+            return kept[0](v).copy()
+
+        return Derivatives(value, gradient.copy(), multiply)  # type: ignore[union-attr]
+
+    def _of_residuals(self, x: Array) -> Derivatives:
+        """Return half the sum of all ranks' squared residuals and the regularizer's value; products of JᵀJ and its own."""
+        nest = self._packing.unpack(x)
+        kept = self._agreement.run(lambda: linearize(lambda x: self._agreement.run(lambda: self._residuals(x)))(nest))
+        gradient = self._flat(self._agreement.run(lambda: kept.vjp(kept.value)))
+        (value,) = self._totals.of([0.5 * float(to_host(anp.sum(kept.value**2)))], [], [])
+        plain = Derivatives(value, gradient, lambda v: self._multiplied(lambda u: kept.vjp(kept.jvp(u)), v))
+        if self._regularizer is None:
+            return plain
+        other = self._packed(self._differentiated(self._regularizer, x))
+        return Derivatives(
+            value + other.value, gradient + other.gradient, lambda v: plain.multiply(v) + other.multiply(v)
+        )
+
+    def _residuals(self, x: Tree) -> Any:
+        out = self._program.fun(x, *self._program.args)
+        if out is None:
+            return anp.zeros(0)
+        array = out if type(out) in Box.types or hasattr(out, "dtype") else anp.array(out)
+        if spec_like(array).dtype.kind != "f":
+            raise WrongValueError(
+                f"minimize: with product='gauss-newton' fun must return real residuals or None, but got {out!r:.60}."
+            )
+        return array
+
+
+def on_vectors(
+    given: Callable[[Tree], Tree] | None, name: str, packing: PiecePacking | DevicePacking, agreement: StageFailures
+) -> Callable[[Array], Array] | None:
+    """Return an operator of the user's, of the form of x, on vectors of this rank's piece; None where none is given."""
+    if given is None:
+        return None
+
+    def packed(x: Tree) -> Array:
+        try:
+            return packing.pack(given(x))
+        except TypeError as error:
+            raise WrongValueError(f"{error} It is what option {name} returned.") from None
+
+    def apply(vector: Array) -> Array:
+        nest = packing.unpack(vector)
+        return agreement.run(lambda: packed(nest))
+
+    return apply

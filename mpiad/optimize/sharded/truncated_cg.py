@@ -1,0 +1,126 @@
+"""Conjugate gradients for a Newton step, ended early: by a tolerance, by negative curvature, or by a trust region.
+
+Norms are those of the preconditioner P, ‖r‖² = rᵀ P r and ‖p‖² = pᵀ P⁻¹ p. P⁻¹ is never asked for: the norm of the step and
+its product with the direction follow by recurrences.
+
+References
+----------
+.. [1] T. Steihaug, "The conjugate gradient method and trust regions in large scale optimization", SIAM J. Numer. Anal. 20
+   (1983).
+.. [2] A. R. Conn, N. I. M. Gould and Ph. L. Toint, *Trust-Region Methods*, SIAM 2000, algorithm 7.5.1.
+.. [3] J. Nocedal and S. J. Wright, *Numerical Optimization*, 2nd ed., Springer 2006, algorithms 7.1 and 7.2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+from mpiad._typing import Array
+
+__all__ = ["Step", "System", "truncated_cg"]
+
+
+class System(NamedTuple):
+    """A Newton system H p = -g.
+
+    Attributes
+    ----------
+    multiply, precondition : callable
+        From this rank's piece of a vector to that of its product; collective.
+    dot : callable
+        The product of two vectors over all ranks, the same bits on all.
+    ended : callable
+        Whether a rank was told to end; the same on all.
+    """
+
+    multiply: Callable[[Array], Array]
+    precondition: Callable[[Array], Array]
+    dot: Callable[[Array, Array], float]
+    ended: Callable[[], bool]
+
+
+class Step(NamedTuple):
+    """What was found.
+
+    Attributes
+    ----------
+    way : array
+        This rank's piece of the step.
+    decrease : float
+        What the quadratic model predicts.
+    length : float
+        In the preconditioner's norm.
+    bound : bool
+        Whether the trust region has ended it.
+    """
+
+    way: Array
+    decrease: float
+    length: float
+    bound: bool
+
+
+def truncated_cg(system: System, gradient: Array, forcing: float, limit: int, radius: float = math.inf) -> Step | None:
+    """Return about the minimiser of gᵀp + ½ pᵀHp within a radius; None where a rank was told to end.
+
+    Parameters
+    ----------
+    system : System
+    gradient : array
+    forcing : float
+        By how much the residual is to fall.
+    limit : int
+        Most products.
+    radius : float
+        Infinite for a line search. The first negative curvature then ends it with the step so far, or the steepest descent.
+
+    Raises
+    ------
+    ValueError
+        On all ranks, where the preconditioner isn't positive definite, or what it or the Hessian returns isn't finite.
+    """
+    way, residual = gradient * 0.0, gradient.copy()
+    z = system.precondition(residual)
+    square = target = _positive(system.dot(residual, z))  # of the residual
+    direction, length, across, along, decrease = -z, 0.0, 0.0, square, 0.0
+    for count in range(limit):
+        product = system.multiply(direction)
+        curvature = system.dot(direction, product)
+        if not math.isfinite(curvature):
+            raise ValueError("minimize: a product with the Hessian isn't finite, where the objective and its gradient are.")
+        step = square / curvature if curvature > 0.0 else math.inf
+        if radius < math.inf and length + step * (2.0 * across + step * along) >= radius**2:
+            step = (math.sqrt(max(across**2 + along * (radius**2 - length), 0.0)) - across) / along
+            way += step * direction
+            return Step(way, decrease + step * (square - 0.5 * step * curvature), radius, True)
+        if curvature <= 0.0:
+            # Without a model that has a minimiser the steepest descent is as long as the line search makes it.
+            return Step(direction, square, math.sqrt(along), False) if count == 0 else _ended(way, decrease, length)
+        way += step * direction
+        residual += step * product
+        decrease += 0.5 * step * square
+        length += step * (2.0 * across + step * along)
+        if system.ended():
+            return None
+        z = system.precondition(residual)
+        before, square = square, _positive(system.dot(residual, z))
+        if square <= forcing**2 * target:
+            break
+        beta = square / before
+        across, along = beta * (across + step * along), square + beta**2 * along
+        direction = beta * direction - z
+    return _ended(way, decrease, length)
+
+
+def _ended(way: Array, decrease: float, length: float) -> Step:
+    return Step(way, decrease, math.sqrt(length), False)
+
+
+def _positive(square: float) -> float:
+    if square >= 0.0:
+        return square
+    raise ValueError(
+        f"minimize: the preconditioner must be symmetric and positive definite, but r · P r = {square:.3e} of a residual r."
+    )

@@ -1,0 +1,245 @@
+"""Newton-CG with variables in pieces: minima by closed forms and SciPy, and what it promises as L-BFGS-sharded does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import autograd
+import autograd.numpy as anp
+import numpy as np
+import pytest
+import scipy.optimize
+from known_problems import PROBLEMS
+from mpi4py import MPI
+
+import mpiad
+from mpiad.errors import ConvergenceError
+from mpiad.optimize.sharded.truncated_cg import System, truncated_cg
+
+METHOD = "Newton-CG-sharded"
+WAYS = ["line search", "trust region"]
+
+
+def piece_of(whole: np.ndarray, rank: int, size: int) -> np.ndarray:
+    return np.array_split(whole, size)[rank].copy()
+
+
+def gathered(fun: Any) -> Any:
+    """Return a function of this rank's piece, which sees the whole."""
+    return lambda x: fun(mpiad.mpi_allgather(x, axis=0))
+
+
+def solve(fun: Any, whole: Any, rank: int, size: int, **keywords: Any) -> Any:
+    return mpiad.minimize(gathered(fun), piece_of(np.asarray(whole), rank, size), method=METHOD, **keywords)
+
+
+def joined(x: np.ndarray) -> np.ndarray:
+    return np.concatenate(MPI.COMM_WORLD.allgather(x))
+
+
+def spd(rng: np.random.Generator, n: int, smallest: float = 1.0) -> np.ndarray:
+    q = np.linalg.qr(rng.standard_normal((n, n)))[0]
+    return q @ np.diag(np.geomspace(smallest, 100.0, n)) @ q.T
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["rosenbrock-2", "beale", "wood", "logistic"])
+def test_minima_of_known_problems(name: str, way: str, rank: int, size: int) -> None:
+    fun, start, _ = PROBLEMS[name]
+    options = {"gtol": 1e-9, "grtol": 0.0, "globalization": way}
+    result = solve(fun, start, rank, size, options=options)
+    x = joined(result.x)
+    expected = scipy.optimize.minimize(autograd.value_and_grad(fun), start, jac=True, options={"gtol": 1e-9})
+    assert result.success and np.linalg.norm(autograd.grad(fun)(x)) <= 1e-9
+    np.testing.assert_allclose(x, expected.x, atol=1e-5)
+    np.testing.assert_allclose(joined(result.jac), autograd.grad(fun)(x), atol=1e-8)
+    assert result.nfev == result.evaluations["both"] and result.nhev == result.evaluations["product"] > 0
+    assert len(result.history.loss) == result.nit + 1 and np.all(np.diff(result.history.loss) <= 1e-15)
+
+
+def test_steps_of_cg_are_those_of_the_textbook() -> None:
+    """In the preconditioner's norm: the minimiser, the boundary of a region, and the end at negative curvature."""
+    rng = np.random.default_rng(5)
+    hessian, p = spd(rng, 12), spd(rng, 12, 10.0)
+    gradient = rng.standard_normal(12)
+
+    def step(matrix: np.ndarray, radius: float = np.inf, forcing: float = 1e-12) -> Any:
+        system = System(lambda v: matrix @ v, lambda r: p @ r, lambda a, b: float(a @ b), lambda: False)
+        return truncated_cg(system, gradient, forcing, 200, radius)
+
+    def model(way: np.ndarray, matrix: np.ndarray) -> float:
+        return gradient @ way + 0.5 * way @ matrix @ way
+
+    found, newton = step(hessian), np.linalg.solve(hessian, -gradient)
+    length = np.sqrt(newton @ np.linalg.solve(p, newton))
+    np.testing.assert_allclose(found.way, newton, rtol=1e-8)
+    np.testing.assert_allclose([found.decrease, found.length], [-model(newton, hessian), length], rtol=1e-8)
+    inside = step(hessian, 0.5 * length)
+    np.testing.assert_allclose(inside.way @ np.linalg.solve(p, inside.way), (0.5 * length) ** 2, rtol=1e-9)
+    np.testing.assert_allclose(inside.decrease, -model(inside.way, hessian), rtol=1e-9)
+    assert inside.bound and not found.bound
+    bent = hessian - 20.0 * np.eye(12)
+    np.testing.assert_allclose(step(-hessian).way, -p @ gradient)
+    edge = step(bent, 3.0)
+    np.testing.assert_allclose(edge.way @ np.linalg.solve(p, edge.way), 9.0, rtol=1e-9)
+    np.testing.assert_allclose(edge.decrease, -model(edge.way, bent), rtol=1e-9)
+    loose = step(hessian, forcing=0.1).way
+    residual = gradient + hessian @ loose
+    assert 1e-9 < residual @ p @ residual <= 0.01 * gradient @ p @ gradient
+
+
+def test_inner_product_and_preconditioner(rank: int, size: int) -> None:
+    """A quadratic: one exact product's worth of CG where the preconditioner is the inverse, and gradients in its norm."""
+    rng = np.random.default_rng(3)
+    a, b = spd(rng, 8), rng.standard_normal(8)
+    inverse = np.linalg.inv(a)
+
+    def product(x: np.ndarray) -> np.ndarray:
+        return piece_of(inverse @ joined(x), rank, size)
+
+    def fun(x: Any) -> Any:
+        return 0.5 * x @ a @ x - b @ x
+
+    class Prior:
+        solve = staticmethod(product)
+
+    expected, first = np.linalg.solve(a, b), np.sqrt(b @ inverse @ b)
+    for options in ({"inner_product": Prior()}, {"inner_product": product, "preconditioner": product}):
+        result = solve(fun, np.zeros(8), rank, size, options={**options, "gtol": 0.0, "grtol": 1e-7})
+        assert result.nit == result.nhev == 1
+        np.testing.assert_allclose(joined(result.x), expected, rtol=1e-9)
+        assert result.history.gradient_norm[0] == pytest.approx(first)
+    plain = solve(fun, np.zeros(8), rank, size, options={"preconditioner": product})
+    assert plain.history.gradient_norm[0] == pytest.approx(np.linalg.norm(b)) and plain.nhev == 1
+
+
+def test_gauss_newton_beside_least_squares(rank: int, size: int) -> None:
+    times = np.linspace(0.0, 3.0, 31)
+    data = 2.0 * np.exp(-1.3 * times) + 0.4 + 0.05 * np.cos(40 * times)
+    mine = slice(rank, None, size)
+
+    def residuals(x: Any, part: Any = slice(None)) -> Any:
+        return x[0] * anp.exp(-x[1] * times[part]) + x[2] - data[part]
+
+    def regularizer(x: Any) -> Any:
+        return 0.3 * anp.sum((x - 1.0) ** 4)
+
+    def whole(x: Any) -> Any:
+        return 0.5 * anp.sum(residuals(x) ** 2) + regularizer(x)
+
+    start, options = np.array([1.0, 0.5, 0.0]), {"product": "gauss-newton", "gtol": 1e-10, "grtol": 0.0}
+    known = scipy.optimize.least_squares(residuals, start, xtol=1e-14, gtol=1e-12, ftol=1e-14)
+    result = solve(lambda x: residuals(x, mine), start, rank, size, options=options)
+    np.testing.assert_allclose(joined(result.x), known.x, rtol=1e-7)
+    np.testing.assert_allclose(result.fun, known.cost, rtol=1e-12)
+    both = solve(
+        lambda x: residuals(x, mine), start, rank, size, options={**options, "regularizer": gathered(regularizer)}
+    )
+    expected = scipy.optimize.minimize(autograd.value_and_grad(whole), start, jac=True, options={"gtol": 1e-9})
+    np.testing.assert_allclose(joined(both.x), expected.x, rtol=1e-6)
+    np.testing.assert_allclose(both.fun, expected.fun, rtol=1e-12)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_bounds_by_two_metrics(way: str, rank: int, size: int) -> None:
+    """A quadratic in a box, against SciPy's active sets; few iterations, since the free variables take Newton steps."""
+    rng = np.random.default_rng(4)
+    a, b = spd(rng, 20), 30.0 * rng.standard_normal(20)
+    low, high = -np.abs(rng.standard_normal(20)), np.abs(rng.standard_normal(20))
+    root = np.linalg.cholesky(a)
+    expected = scipy.optimize.lsq_linear(root.T, np.linalg.solve(root, b), (low, high), method="bvls", tol=1e-14)
+    bounds = list(zip(piece_of(low, rank, size), piece_of(high, rank, size)))
+    result = solve(
+        lambda x: 0.5 * x @ a @ x - b @ x, np.full(20, 5.0), rank, size, bounds=bounds,
+        options={"gtol": 1e-8, "grtol": 0.0, "globalization": way},
+    )
+    assert result.success and result.nit < 40
+    np.testing.assert_allclose(joined(result.x), expected.x, atol=1e-7)
+    assert 3 < np.sum(expected.active_mask != 0) < 20
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("method", [METHOD, "L-BFGS-sharded"])
+@pytest.mark.parametrize("where", ["value", "solver", "solver of one rank"])
+def test_trial_points_that_fail_on_one_rank(where: str, method: str, way: str, rank: int, size: int) -> None:
+    """Beyond |x| = 2 there is nothing: the step is made shorter on all ranks, and the minimum at 1.9 found."""
+    beyond = []
+
+    def fun(x: Any) -> Any:
+        out = bool(np.max(np.abs(mpiad.stop(x))) > 2.0)
+        beyond.append(out)
+        if out and where == "value":
+            return anp.sum(x) * (np.nan if rank == size - 1 else 1.0)
+        if out and (where == "solver" or rank == size - 1):
+            mpiad.linalg.solve(lambda u: u * np.arange(1.0, 4.0), np.ones(3), maxiter=1, comm=_where(where))
+        return anp.sum(anp.sqrt(1.0 + 9.0 * (x - 1.9) ** 2))  # Newton's steps go much too far
+
+    options = {"gtol": 1e-8, "globalization": way, "grtol": 0.0} if method == METHOD else {"gtol": 1e-8, "ftol": 0.0}
+    start = piece_of(np.linspace(-1.9, -1.0, 4), rank, size)
+    result = mpiad.minimize(gathered(fun), start, method=method, objective="mean", options=options)
+    assert result.success and any(beyond)
+    np.testing.assert_allclose(joined(result.x), np.full(4, 1.9), atol=1e-6)
+
+
+def _where(where: str) -> Any:
+    return None if where == "solver" else MPI.COMM_SELF
+
+
+def test_a_solver_that_fails_at_the_start_is_an_error(rank: int, size: int) -> None:
+    def fun(x: Any) -> Any:
+        raise ConvergenceError("it never does")
+
+    with pytest.raises(mpiad.errors.WorkerError, match="it never does"):
+        solve(fun, np.ones(4), rank, size)
+
+
+def test_limits_callback_and_checkpoint(tmp_path: Path, rank: int, size: int) -> None:
+    fun, start, _ = PROBLEMS["rosenbrock-10"]
+    whole = solve(fun, start, rank, size)
+    for limit in (1, 3):
+        result = solve(fun, start, rank, size, options={"maxfun": limit})
+        assert result.nfev == limit and result.status == 1 and "maxfun" in result.message
+    folder = MPI.COMM_WORLD.bcast(tmp_path)
+    short = solve(fun, start, rank, size, options={"maxiter": 4}, checkpoint=folder / "state.npz")
+    assert short.nit == 4 and short.status == 1
+    resumed = solve(fun, start, rank, size, checkpoint=folder / "state.npz")
+    np.testing.assert_array_equal(resumed.x, whole.x)
+    assert (resumed.nit, resumed.nfev, resumed.nhev) == (whole.nit, whole.nfev, whole.nhev)
+    for field in ("loss", "gradient_norm", "step", "evaluations"):
+        np.testing.assert_array_equal(getattr(resumed.history, field), getattr(whole.history, field))
+    with pytest.raises(ValueError, match="globalization"):
+        solve(fun, start, rank, size, options={"globalization": "trust region"}, checkpoint=folder / "state.npz")
+
+    seen: list[np.ndarray] = []
+
+    def stop(x: np.ndarray) -> None:
+        seen.append(x)
+        if len(seen) == 2:
+            raise StopIteration
+
+    result = solve(fun, start, rank, size, callback=stop if rank == size - 1 else None)
+    assert result.status == 99 and result.nit == 2
+
+
+def test_wrong_options_are_refused_on_all_ranks(rank: int, size: int) -> None:
+    def refused(kind: type[Exception], match: str, **options: Any) -> None:
+        with pytest.raises(kind, match=match):
+            solve(lambda x: anp.sum((x - 1.0) ** 2 * np.arange(1.0, 5.0)), np.zeros(4), rank, size, options=options)
+
+    last = rank == size - 1
+    refused(ValueError, "has the options product", m=3)
+    refused(ValueError, "product must be one of", product="newton" if last else "full")
+    refused(TypeError, "preconditioner must be callable, or have a method `solve`", preconditioner=3.0 if last else None)
+    refused(ValueError, "regularizer is for product='gauss-newton'", regularizer=lambda x: 0.0)
+    refused(ValueError, "preconditioner must be symmetric and positive", preconditioner=lambda r: -r)
+    refused(ValueError, "inner product must be symmetric", inner_product=lambda g: -g)
+    refused(ValueError, "preconditioner must be symmetric", preconditioner=_turned(rank, size))
+    refused(TypeError, "option preconditioner returned", preconditioner=lambda r: r[:0] if last else r)
+    with pytest.raises(TypeError, match="real residuals"):
+        solve(lambda x: 1j * x, np.zeros(4), rank, size, options={"product": "gauss-newton"})
+
+
+def _turned(rank: int, size: int) -> Any:
+    matrix = np.eye(4) + np.diag([2.0, 2.0, 2.0], 1)
+    return lambda r: piece_of(matrix @ joined(r), rank, size)
