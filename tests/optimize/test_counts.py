@@ -66,6 +66,7 @@ def test_evaluations_beside_scipy(way: str, rank: int, size: int) -> None:
         np.testing.assert_allclose(result.x, expected.x, atol=3e-3 if name == "powell" else 1e-6, err_msg=name)
 
 
+@pytest.mark.thorough
 @pytest.mark.limit(300)
 @pytest.mark.parametrize("name", LONG)
 def test_long_solves_on_one_rank(name: str, rank: int, size: int) -> None:

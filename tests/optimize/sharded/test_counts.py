@@ -41,8 +41,9 @@ def scipys(name: str) -> scipy.optimize.OptimizeResult:
 
 
 @pytest.mark.limit(300)
-def test_evaluations_beside_scipy(rank: int, size: int) -> None:
-    names = [name for name in PROBLEMS if name not in LONG or size <= 2]
+def test_evaluations_beside_scipy(rank: int, size: int, request: pytest.FixtureRequest) -> None:
+    long = request.config.getoption("thorough") and size <= 2
+    names = [name for name in PROBLEMS if long or name not in LONG]
     ratios = {}
     for name in names:
         got = sharded(name, rank, size)
