@@ -39,8 +39,8 @@ def checked(call_sites: bool = True, timeout: float | None = None) -> Iterator[N
 
     Examples
     --------
-    >>> with mpiad.debug.checked():
-    ...     value, gradient = mpiad.value_and_grad(loss)(x)
+    >>> with mpiad.debug.checked():  # mismatches raise in here
+    ...     J, gradient = mpiad.value_and_grad(mpiad.mpi_allreduce)(1.0)
     """
     channel(None, "checked")  # raises before the start and after the end of MPI
     before = watch_settings.present()

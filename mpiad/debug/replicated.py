@@ -37,6 +37,10 @@ def assert_replicated(x: Tree, comm: Comm = None, name: str = "x") -> None:
     -----
     Equal means equal in every bit: ``-0.0`` differs from ``0.0``, and a NaN equals only a NaN of the same bits. Lists and
     tuples count alike, and the order of a dict's keys doesn't matter.
+
+    Examples
+    --------
+    >>> mpiad.debug.assert_replicated({"w": np.ones(2)})  # silent where all ranks hold the same
     """
     used = channel(comm, "assert_replicated")
     require_replicated(used, named_leaves(x, name), f"assert_replicated: {name} must be the same on all ranks")

@@ -70,6 +70,12 @@ def value_and_grad(
     Adjoint
     -------
     J and the gradient can be differentiated again, by a trace of this library around the call.
+
+    Examples
+    --------
+    >>> J, gradient = mpiad.value_and_grad(lambda x: mpiad.mpi_allreduce(np.sum(x**2)))(np.array([1.0, 2.0]))
+    >>> print(J / size, gradient)
+    5.0 [2. 4.]
     """
     return _evaluator(fun, argnum, objective, shared, root, comm, "value_and_grad")
 
@@ -112,6 +118,13 @@ def grad(
     Adjoint
     -------
     The gradient can be differentiated again.
+
+    Examples
+    --------
+    One variable, of which each rank has a copy:
+
+    >>> print(mpiad.grad(lambda p: mpiad.mpi_allreduce(p**2) / size, shared=True)(3.0))
+    6.0
     """
     both = _evaluator(fun, argnum, objective, shared, root, comm, "grad")
 

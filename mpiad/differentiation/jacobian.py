@@ -70,6 +70,12 @@ def jacobian(
     Adjoint
     -------
     The Jacobian can be differentiated again.
+
+    Examples
+    --------
+    >>> print(mpiad.jacobian(lambda x: mpiad.mpi_allreduce(x**2))(np.array([1.0, 2.0])))
+    [[2. 0.]
+     [0. 4.]]
     """
     check_objective(objective, "jacobian")
 

@@ -50,6 +50,12 @@ def make_vjp(fun: Function, argnum: int | tuple[int, ...] = 0) -> Callable[..., 
     Adjoint
     -------
     `vjp` can be differentiated by its cotangent and, in a trace around all, by the arguments.
+
+    Examples
+    --------
+    >>> vjp, y = mpiad.make_vjp(mpiad.mpi_allreduce)(np.ones(2))
+    >>> print(y / size, vjp(np.ones(2)) / size)
+    [1. 1.] [1. 1.]
     """
 
     def evaluate(*args: Any, **kwargs: Any) -> tuple[Callable, Any]:
@@ -109,6 +115,11 @@ def make_jvp(fun: Function, argnum: int | tuple[int, ...] = 0) -> Callable[..., 
     Adjoint
     -------
     Value and tangent can be differentiated again.
+
+    Examples
+    --------
+    >>> print(*mpiad.make_jvp(lambda x: mpiad.mpi_allreduce(x**2) / size)(3.0)(1.0))
+    9.0 6.0
     """
 
     def at(*args: Any, **kwargs: Any) -> Callable:
@@ -157,6 +168,11 @@ def jvp(fun: Function, x: Tree, v: Tree) -> tuple[Any, Any]:
     Adjoint
     -------
     Value and tangent can be differentiated again.
+
+    Examples
+    --------
+    >>> print(*mpiad.jvp(lambda x: mpiad.mpi_allreduce(x**2) / size, 3.0, 1.0))
+    9.0 6.0
     """
     return make_jvp(fun)(x)(v)
 
@@ -202,6 +218,11 @@ def hvp(
     Adjoint
     -------
     The product can be differentiated again.
+
+    Examples
+    --------
+    >>> print(mpiad.hvp(lambda x: mpiad.mpi_allreduce(np.sum(x**3)))(np.array([1.0, 2.0]), np.ones(2)))
+    [ 6. 12.]
     """
     gradient = grad(fun, argnum, objective=objective, shared=shared, root=root, comm=comm)
 

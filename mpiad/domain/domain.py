@@ -52,4 +52,11 @@ class Domain(Exchanging, Minimization, Placement, Points, Reductions, Stencils):
     -----
     All ranks of `comm` call it, with the same arguments. A block's place follows from its rank, the last dimension
     fastest; along each dimension the first blocks are longer by one where the cells don't divide evenly.
+
+    Examples
+    --------
+    >>> domain = mpiad.Domain(12)
+    >>> (x,) = domain.coordinates(0.5)  # those of this rank's cells
+    >>> print(domain.sum(1.0 + 0 * x), domain.max(x))
+    12.0 5.5
     """

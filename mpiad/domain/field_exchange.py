@@ -58,6 +58,14 @@ class Exchanging(Decomposition):
         Adjoint
         -------
         The cotangent of each halo cell is added, on its owner's rank, to that of the cell it is a copy of.
+
+        Examples
+        --------
+        >>> domain = mpiad.Domain(12)
+        >>> (x,) = domain.coordinates()
+        >>> padded = domain.exchange(x, boundary="edge")
+        >>> print(domain.max(padded[2:] - x), domain.min(padded[2:] - x))  # no difference across the end
+        1.0 0.0
         """
         u, sides, finish = self._prepared(u, boundary, corners, "Domain.exchange")
         return [] if u is None else finish(fill_halo(u, self._halo, sides, IN_TURN if corners else FACES))

@@ -109,6 +109,11 @@ def newton(
     ----------
     S. C. Eisenstat and H. F. Walker, Choosing the forcing terms in an inexact Newton method, SIAM Journal on Scientific
     Computing 17 (1996), choice 2.
+
+    Examples
+    --------
+    >>> print(np.round(mpiad.linalg.newton(lambda u, p: u**2 - p, np.ones(2), 4.0), 6))
+    [2. 2.]
     """
     settings = Settings(method, rtol, atol, maxiter, comm, callback, restart, side, call=_CALL, probe=False)
     # The tolerance is that of derivatives; steps bring their own (see `Problem.step`).

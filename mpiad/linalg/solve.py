@@ -115,6 +115,11 @@ def solve(
     -------
     One solve of Aᵀ λ = ū (without conjugation), on all ranks: b gets λ, and the params get -(∂(A u)/∂params)ᵀ λ. Forward
     mode and higher orders take one solve for each derivative.
+
+    Examples
+    --------
+    >>> print(mpiad.linalg.solve(lambda u, k: k * u, np.ones(2), 4.0))
+    [0.25 0.25]
     """
     settings = Settings(
         method, rtol, atol, maxiter, comm, callback, restart, side, batch, verify, with_x0=x0 is not None

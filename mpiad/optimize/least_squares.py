@@ -134,6 +134,12 @@ def least_squares(
     Adjoint
     -------
     None: the result is a constant in every trace.
+
+    Examples
+    --------
+    >>> result = mpiad.optimize.least_squares(lambda x: (rank + 1) * (x - np.array([1.0, 2.0])), np.zeros(2))
+    >>> print(np.round(result.x, 4))
+    [1. 2.]
     """
     used = channel(comm, _CALL)
     program = Program(fun, jac, None, args if isinstance(args, tuple) else (args,), "sum", root)

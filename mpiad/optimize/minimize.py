@@ -150,6 +150,12 @@ def minimize(
     Adjoint
     -------
     None: the result is a constant in every trace.
+
+    Examples
+    --------
+    >>> result = mpiad.minimize(lambda x: mpiad.mpi_allreduce(np.sum((x - 3.0) ** 2)), np.zeros(2))
+    >>> print(np.round(result.x, 4))
+    [3. 3.]
     """
     used = channel(comm, "minimize")
     jac = None if jac is False else jac  # False is what SciPy takes for "none is given"

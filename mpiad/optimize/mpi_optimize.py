@@ -80,6 +80,12 @@ def mpi_optimize(
     Adjoint
     -------
     None: the result is a constant in every trace.
+
+    Examples
+    --------
+    >>> result = mpiad.mpi_optimize(lambda x: np.sum((x - 3.0) ** 2), lambda x: 2 * (x - 3.0), np.zeros(2))
+    >>> print(np.round(result.x, 4))
+    [3. 3.]
     """
     # None and True mean something else to `minimize`, which refuses a text on all ranks alike.
     jac: Any = repr(g) if g is None or isinstance(g, bool) else g

@@ -46,6 +46,11 @@ def mpi_allgather(x: LocalArray, axis: int | None = None, comm: Comm = None) -> 
     Adjoint
     -------
     All ranks' cotangents are added up and scattered: each rank gets the sum for its own piece.
+
+    Examples
+    --------
+    >>> print(np.array_equal(mpiad.mpi_allgather(float(rank)), np.arange(size)))
+    True
     """
     used = channel(comm, "mpi_allgather")
     array, axis, lengths = pieces_of_all(x, axis, used, "mpi_allgather")

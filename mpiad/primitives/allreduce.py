@@ -50,6 +50,12 @@ def mpi_allreduce(x: LocalArray, op: Op = SUM, comm: Comm = None) -> ReplicatedA
     SUM: the sum of all ranks' cotangents, on every rank. PROD: that sum times the product of the other ranks' factors
     (right with zeros among them). MAX, MIN: that sum, shared equally among all tied entries of all ranks; where the
     result is NaN, NaN on all ranks.
+
+    Examples
+    --------
+    >>> from mpi4py import MPI
+    >>> print(mpiad.mpi_allreduce(1.0) == size, mpiad.mpi_allreduce(float(rank), op=MPI.MAX) == size - 1)
+    True True
     """
     return communicate(ALLREDUCE, x, Reduction(channel(comm, "mpi_allreduce"), reduction_of(op, x, "mpi_allreduce")))
 

@@ -43,6 +43,11 @@ def mpi_alltoall(x: LocalArray, comm: Comm = None) -> LocalArray:
     Adjoint
     -------
     The same exchange of the cotangents.
+
+    Examples
+    --------
+    >>> print(np.array_equal(mpiad.mpi_alltoall(np.full(size, float(rank))), np.arange(size)))
+    True
     """
     used = channel(comm, "mpi_alltoall")
     lengths_along(None, None, outgoing(getval(x), "mpi_alltoall").shape, used, "mpi_alltoall")

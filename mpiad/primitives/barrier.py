@@ -26,6 +26,10 @@ def mpi_barrier(comm: Comm = None) -> None:
     Adjoint
     -------
     Nothing flows back; a reverse pass waits for all ranks at this place too.
+
+    Examples
+    --------
+    >>> mpiad.mpi_barrier()
     """
     communicate(BARRIER, None, channel(comm, "mpi_barrier"))
 

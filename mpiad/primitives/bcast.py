@@ -44,6 +44,11 @@ def mpi_bcast(x: RootArray, root: Rank = 0, comm: Comm = None) -> ReplicatedArra
     Adjoint
     -------
     The sum of all ranks' cotangents goes to the root's `x`, zero to the templates.
+
+    Examples
+    --------
+    >>> print(mpiad.mpi_bcast(np.arange(3.0) + 10 * rank))
+    [0. 1. 2.]
     """
     used = channel(comm, "mpi_bcast")
     # No spec: what comes is known on the root alone, and a header tells it. Tangents go without, as the value's is known.

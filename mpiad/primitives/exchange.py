@@ -50,6 +50,12 @@ def mpi_exchange(
     Adjoint
     -------
     The exchange reversed: the cotangent goes to `source`, and that of x comes from `dest`.
+
+    Examples
+    --------
+    >>> after, before = (rank + 1) % size, (rank - 1) % size
+    >>> print(mpiad.mpi_exchange(float(rank), dest=after, source=before) == before)
+    True
     """
     spec = template(x, "mpi_exchange", "x") if like is None else template(like, "mpi_exchange")
     there, back = addresses(x, dest, source, tag, comm, "mpi_exchange")

@@ -47,6 +47,12 @@ def mpi_gather(x: LocalArray, root: Rank = 0, axis: int | None = None, comm: Com
     Adjoint
     -------
     The root's cotangent is scattered: each rank gets its own piece.
+
+    Examples
+    --------
+    >>> pieces = mpiad.mpi_gather(np.ones(2), axis=0)
+    >>> print(len(pieces) == (2 * size if rank == 0 else 0))
+    True
     """
     used = channel(comm, "mpi_gather")
     root = root_of(root, used, "mpi_gather")

@@ -44,6 +44,13 @@ def mpi_iallreduce(x: LocalArray, comm: Comm = None) -> Request:
     Adjoint
     -------
     The sum of all ranks' cotangents, on every rank, reduced in the adjoint of the start.
+
+    Examples
+    --------
+    >>> request = mpiad.mpi_iallreduce(np.ones(2))
+    >>> inside = np.sin(0.0)  # while the sum is under way
+    >>> print(mpiad.mpi_wait(request) / size)
+    [1. 1.]
     """
     used = channel(comm, "mpi_iallreduce")
     reduction_of(SUM, x, "mpi_iallreduce")

@@ -46,6 +46,14 @@ def mpi_irecv(like: Array, source: Rank, tag: int = 0, comm: Comm = None) -> Req
     Adjoint
     -------
     The wait starts to send the cotangent back; the start completes it.
+
+    Examples
+    --------
+    >>> after, before = (rank + 1) % size, (rank - 1) % size
+    >>> request = mpiad.mpi_irecv(np.zeros(1), before)
+    >>> _ = mpiad.mpi_send(np.array([float(rank)]), after)
+    >>> print(mpiad.mpi_wait(request) == before)
+    [ True]
     """
     spec = template(like, "mpi_irecv")
     return started(communicate(IRECV, None, Receiving(spec, address_from(source, tag, comm, "mpi_irecv"))))

@@ -52,6 +52,14 @@ def mpi_isend(x: Array, dest: Rank, tag: int = 0, comm: Comm = None) -> Request:
     -------
     The wait starts to receive what comes back from `dest`; the start completes it and adds the cotangent of the value
     that `mpi_wait` returned.
+
+    Examples
+    --------
+    >>> after, before = (rank + 1) % size, (rank - 1) % size
+    >>> requests = [mpiad.mpi_irecv(np.zeros(1), before), mpiad.mpi_isend(np.array([float(rank)]), after)]
+    >>> received, _ = mpiad.mpi_waitall(requests)
+    >>> print(received == before)
+    [ True]
     """
     return started(communicate(ISEND, x, address_to(x, dest, tag, comm, "mpi_isend")))
 

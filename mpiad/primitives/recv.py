@@ -46,6 +46,13 @@ def mpi_recv(like: Array, source: Rank, tag: int = 0, comm: Comm = None) -> Arra
     Adjoint
     -------
     The cotangent goes back to the sender (from any: to the one that it was).
+
+    Examples
+    --------
+    >>> after, before = (rank + 1) % size, (rank - 1) % size
+    >>> _ = mpiad.mpi_send(np.ones(2) * rank, after)
+    >>> print(mpiad.mpi_recv(np.zeros(2), before) == before)
+    [ True  True]
     """
     spec = template(like, "mpi_recv")
     return communicate(RECV, None, Receiving(spec, address_from(source, tag, comm, "mpi_recv", wildcard=True)))

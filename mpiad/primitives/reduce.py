@@ -46,6 +46,13 @@ def mpi_reduce(x: LocalArray, op: Op = SUM, root: Rank = 0, comm: Comm = None) -
     Adjoint
     -------
     That of `mpi_allreduce`, from the root's cotangent alone.
+
+    Examples
+    --------
+    >>> from mpi4py import MPI
+    >>> smallest = mpiad.mpi_reduce(np.array([1.0, rank]), MPI.MIN)
+    >>> print(smallest if rank == 0 else np.array([1.0, 0.0]))
+    [1. 0.]
     """
     used = channel(comm, "mpi_reduce")
     root = root_of(root, used, "mpi_reduce")

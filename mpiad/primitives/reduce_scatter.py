@@ -51,6 +51,11 @@ def mpi_reduce_scatter(
     Adjoint
     -------
     The pieces' cotangents are collected, and every rank gets the whole.
+
+    Examples
+    --------
+    >>> print(mpiad.mpi_reduce_scatter(np.ones((size, 2))) / size)
+    [1. 1.]
     """
     call = "mpi_reduce_scatter"
     used = channel(comm, call)

@@ -38,6 +38,11 @@ def mpi_scan(x: LocalArray, comm: Comm = None) -> LocalArray:
     Adjoint
     -------
     The sum of the cotangents of this rank and of those after it.
+
+    Examples
+    --------
+    >>> print(mpiad.mpi_scan(1.0) - rank)
+    1.0
     """
     return communicate(SCAN, x, _prefix(x, comm, False, "mpi_scan"))
 
@@ -67,6 +72,11 @@ def mpi_exscan(x: LocalArray, comm: Comm = None) -> LocalArray:
     Adjoint
     -------
     The sum of the cotangents of the ranks after this one; zeros on the last.
+
+    Examples
+    --------
+    >>> print(mpiad.mpi_exscan(1.0) - rank)
+    0.0
     """
     return communicate(SCAN, x, _prefix(x, comm, True, "mpi_exscan"))
 

@@ -52,6 +52,12 @@ def mpi_scatter(
     Adjoint
     -------
     The pieces' cotangents are gathered on the root; `x` on other ranks gets zero.
+
+    Examples
+    --------
+    >>> rows = np.arange(2.0 * size).reshape(size, 2) if rank == 0 else None
+    >>> print(mpiad.mpi_scatter(rows) - 2 * rank)
+    [0. 1.]
     """
     used = channel(comm, "mpi_scatter")
     root = root_of(root, used, "mpi_scatter")

@@ -47,6 +47,15 @@ def mpi_send(x: Array, dest: Rank, tag: int = 0, comm: Comm = None) -> Array:
     Adjoint
     -------
     ``x̄ = ȳ +`` what comes back from `dest`.
+
+    Examples
+    --------
+    Around a ring, where all send first:
+
+    >>> after, before = (rank + 1) % size, (rank - 1) % size
+    >>> _ = mpiad.mpi_send(np.ones(2) * rank, after)
+    >>> print(mpiad.mpi_recv(np.zeros(2), before) == before)
+    [ True  True]
     """
     return communicate(SEND, x, address_to(x, dest, tag, comm, "mpi_send"))
 

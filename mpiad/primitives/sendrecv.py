@@ -43,6 +43,12 @@ def mpi_sendrecv(x: LocalArray, dest: Rank, source: Rank, tag: int = 0, comm: Co
     Adjoint
     -------
     The cotangent of `dest` goes to x of `source`, which also keeps its own; x of `dest` gets zero.
+
+    Examples
+    --------
+    >>> x = mpiad.mpi_sendrecv(float(rank), dest=0, source=size - 1)
+    >>> print(x == (size - 1 if rank == 0 else rank))
+    True
     """
     used = channel(comm, "mpi_sendrecv")
     pair = [partner_of(rank, used, "mpi_sendrecv", name) for rank, name in ((dest, "dest"), (source, "source"))]

@@ -33,6 +33,14 @@ def mpi_init(comm: Comm = None) -> None:
     Ranks
     -----
     All ranks of `comm` call it. A second call does nothing.
+
+    Examples
+    --------
+    >>> from mpi4py import MPI
+    >>> row = MPI.COMM_WORLD.Split(rank // 2)
+    >>> mpiad.mpi_init(row)
+    >>> print(mpiad.mpi_rank(row) == rank % 2)
+    True
     """
     world.start("mpi_init")
     if comm is not None:
@@ -45,6 +53,11 @@ def mpi_initialized() -> bool:
     Returns
     -------
     bool
+
+    Examples
+    --------
+    >>> mpiad.mpi_initialized()
+    True
     """
     return world.initialized()
 
@@ -65,6 +78,11 @@ def mpi_finalized() -> bool:
     Returns
     -------
     bool
+
+    Examples
+    --------
+    >>> mpiad.mpi_finalized()
+    False
     """
     return world.finalized()
 
@@ -86,6 +104,11 @@ def mpi_rank(comm: Comm = None) -> Rank:
         Where `comm` isn't a communicator.
     CommunicatorError
         Where it is freed, null or between groups; before the start and after the end of MPI.
+
+    Examples
+    --------
+    >>> 0 <= mpiad.mpi_rank() < mpiad.mpi_size()
+    True
     """
     return member(comm, "mpi_rank").rank
 
@@ -107,6 +130,12 @@ def mpi_size(comm: Comm = None) -> int:
         Where `comm` isn't a communicator.
     CommunicatorError
         Where it is freed, null or between groups; before the start and after the end of MPI.
+
+    Examples
+    --------
+    >>> from mpi4py import MPI
+    >>> mpiad.mpi_size(MPI.COMM_SELF)
+    1
     """
     return member(comm, "mpi_size").size
 
@@ -117,6 +146,11 @@ def mpi_local_rank() -> Rank:
     Returns
     -------
     int
+
+    Examples
+    --------
+    >>> 0 <= mpiad.mpi_local_rank() <= rank
+    True
     """
     return world.local_rank()
 
@@ -137,6 +171,13 @@ def reset(comm: Comm = None) -> None:
     Ranks
     -----
     All ranks of `comm` call it, each after it has caught its exception.
+
+    Examples
+    --------
+    >>> from mpi4py import MPI
+    >>> comm = MPI.COMM_WORLD.Dup()
+    >>> mpiad.mpi_init(comm)
+    >>> mpiad.reset(comm)  # after an exception that all ranks have caught
     """
     renew(comm, "reset")
 
@@ -152,6 +193,11 @@ def stop(x: Array) -> Any:
     -------
     array or number, or the nest of them
         `x` itself where it isn't traced.
+
+    Examples
+    --------
+    >>> print(mpiad.grad(lambda x: mpiad.stop(x) * x, objective="sum")(3.0))
+    3.0
     """
     if isinstance(x, dict):
         # A class with a constructor of its own (a defaultdict) may not take pairs.

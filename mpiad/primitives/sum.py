@@ -42,6 +42,12 @@ def mpi_sum(x: LocalArray, root: Rank = 0, comm: Comm = None) -> RootArray:
     Adjoint
     -------
     The root's cotangent goes to every rank's `x`; those of the zeros elsewhere are dropped.
+
+    Examples
+    --------
+    >>> total = mpiad.mpi_sum(np.ones(2))
+    >>> print(total == (size if rank == 0 else 0))
+    [ True  True]
     """
     used = channel(comm, "mpi_sum")
     reduction_of(SUM, x, "mpi_sum")

@@ -42,6 +42,12 @@ def mpi_wait(request: Request) -> Array:
     Adjoint
     -------
     Starts the communication of the cotangent, which the adjoint of the start completes.
+
+    Examples
+    --------
+    >>> request = mpiad.mpi_iallreduce(1.0)
+    >>> print(mpiad.mpi_wait(request) == size)
+    True
     """
     return communicate(WAIT, None, claim(request, "mpi_wait"))
 
@@ -71,6 +77,12 @@ def mpi_waitall(requests: Iterable[Request]) -> list[Array]:
     Adjoint
     -------
     As `mpi_wait`, from the last to the first.
+
+    Examples
+    --------
+    >>> requests = [mpiad.mpi_iallreduce(1.0), mpiad.mpi_iallreduce(2.0)]
+    >>> print([float(total) / size for total in mpiad.mpi_waitall(requests)])
+    [1.0, 2.0]
     """
     return [mpi_wait(request) for request in requests]
 

@@ -80,6 +80,11 @@ def mpi_map(
     Adjoint
     -------
     None: items are plain values, and results constants in every trace.
+
+    Examples
+    --------
+    >>> print(mpiad.mpi_map(lambda x: x**2, [1, 2, 3], everywhere=True))
+    [1, 4, 9]
     """
     used = channel(comm, "mpi_map", survivors=True)
     settings = (root, everywhere, return_exceptions, batch)

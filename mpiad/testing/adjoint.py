@@ -62,6 +62,10 @@ def check_adjoint(
     Adjoint
     -------
     Not differentiable.
+
+    Examples
+    --------
+    >>> _ = mpiad.testing.check_adjoint(mpiad.mpi_scan, np.zeros(3))  # raises where the adjoint isn't the transpose
     """
     used = channel(comm, "check_adjoint")
     # Different numbers on each rank: with equal ones an adjoint that mixes up ranks would pass.

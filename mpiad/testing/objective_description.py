@@ -82,6 +82,11 @@ def describe_objective(fun: Function, *args: Any, root: Rank = 0, comm: Comm = N
     Adjoint
     -------
     Not differentiable.
+
+    Examples
+    --------
+    >>> mpiad.testing.describe_objective(lambda x: mpiad.mpi_allreduce(x**2), 3.0).objective
+    'root'
     """
     used = channel(comm, _CALL)
     root = root_of(root, used, _CALL)

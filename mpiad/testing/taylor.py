@@ -133,6 +133,12 @@ def check_grads(
     ----------
     P. E. Farrell, D. A. Ham, S. W. Funke, M. E. Rognes, "Automated derivation of the adjoint of high-level transient
     finite element programs", SIAM J. Sci. Comput. 35 (2013), section 5.
+
+    Examples
+    --------
+    >>> rates = mpiad.testing.check_grads(lambda x: mpiad.mpi_allreduce(np.sum(np.sin(x))), np.ones(2))
+    >>> print(sorted(rates))
+    ['fwd 1', 'fwd 2', 'rev 1', 'rev 2']
     """
     if order not in (1, 2) or not modes or any(mode not in ("rev", "fwd") for mode in modes):
         raise ValueError(f"check_grads: order must be 1 or 2 and modes of 'rev', 'fwd', but got {order!r}, {modes!r}.")

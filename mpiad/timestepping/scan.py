@@ -71,6 +71,11 @@ def scan(
     -------
     Of the steps as they were taken, back to `u0`, `inputs` and `params`, at any order and in forward mode, all with as few
     states kept: binomial checkpointing (Griewank and Walther, Algorithm 799: revolve, ACM TOMS 26, 2000).
+
+    Examples
+    --------
+    >>> print(mpiad.timestepping.scan(lambda u, k, a: a * u, 1.0, 10, 2.0, checkpoints=3))
+    1024.0
     """
     steps, kept = _checked_count(n_steps), checkpoints_of(checkpoints, "timestepping.scan")
     _check_functions(step, observe)
