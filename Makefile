@@ -35,10 +35,11 @@ LAUNCH := $(BIN)/python tests/launch.py
 # -n auto: on one rank, the files divided among the cores, in their order (tests/conftest.py).
 PYTEST = -m pytest --with-mpi -p no:cacheprovider -n auto --dist loadfile --no-loadscope-reorder $(if $(THOROUGH),--thorough) $(PYTEST_FLAGS)
 ALL_RANKS := 1 2 3 4 5
+PICTURES := $(basename $(notdir $(wildcard docs/images/*.png)))
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-gpu fuzz test-all bench bench-gpu bench-peers lint types examples docs check clean $(ALL_RANKS:%=test-%)
+.PHONY: help demo test test-gpu fuzz test-all bench bench-gpu bench-peers lint types examples docs docs-pictures test-docs test-wheel check clean $(ALL_RANKS:%=test-%)
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9%-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -86,11 +87,20 @@ fuzz: $(VENV)/.ready-test ## check random programs against one process (PROGRAMS
 	@$(BIN)/python tests/fuzz.py --programs $(PROGRAMS) --ranks $(RANKS) $(if $(SEED),--seed $(SEED))
 
 # MPICH plays nodes on one machine: the even ranks are one by the first variable, each rank is one by the second.
-test-all: ## run the tests on 5 ranks too, on nodes that MPICH plays, and again under the Open MPI wheel
+test-all: ## run the tests on 5 ranks too, on nodes that MPICH plays, under the Open MPI wheel; check pages and wheel
 	@$(MAKE) --no-print-directory test THOROUGH=1 RANKS="$(ALL_RANKS)"
 	@MPIR_CVAR_ODD_EVEN_CLIQUES=1 $(MAKE) --no-print-directory test THOROUGH=1 MPI=mpich RANKS=4
 	@MPIR_CVAR_NOLOCAL=1 $(MAKE) --no-print-directory test THOROUGH=1 MPI=mpich RANKS=4
 	@$(MAKE) --no-print-directory test THOROUGH=1 MPI=openmpi
+	@$(MAKE) --no-print-directory test-docs test-wheel
+
+test-wheel: $(VENV)/.ready ## build the distributions, and run a gradient with the installed wheel, outside of the tree
+	@$(BIN)/python tests/installed_wheel.py
+
+# Links to other sites aren't tried (docs/conf.py).
+test-docs: docs ## check the links between the pages, and that a search finds the right one first
+	@$(BIN)/sphinx-build -q -b linkcheck docs docs/_build/linkcheck
+	@$(BIN)/python tests/docs/built_pages.py docs/_build/html
 
 lint: $(VENV)/.ready-dev types ## check the style (ruff), who imports whom (import-linter) and the types
 	@$(BIN)/ruff check --output-format=concise .
@@ -104,6 +114,9 @@ examples: $(VENV)/.ready-test ## run the programs of examples/, README and docs,
 
 docs: $(VENV)/.ready-docs ## build the documentation; a warning is an error
 	@$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
+
+docs-pictures: $(VENV)/.ready-test ## draw the pictures of the documentation anew, on 4 ranks
+	@for name in $(PICTURES); do $(LAUNCH) --ranks 4 -- examples/$$name.py --picture docs/images/$$name.png || exit 1; done
 
 check: lint test examples docs ## all of the above, up to the first failure
 

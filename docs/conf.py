@@ -1,25 +1,45 @@
 """How the documentation is built: `make docs`; a warning is an error."""
 
 import re
+import sys
 from configparser import ConfigParser
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent / "_extensions"))
 
 _setup = ConfigParser()
 _setup.read(Path(__file__).parents[1] / "setup.cfg")
 
 project = "mpiad"
 release = version = _setup["metadata"]["version"]
-copyright = "the mpiad authors"
+copyright = "the mpiad developers"
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+    "sphinx_design",
+    "sphinx-mathjax-offline",  # formulas without a network, as on a cluster
+    "linked_names",
+]
 exclude_patterns = ["_build"]
 default_role = "code"  # in docstrings, `x` is code
 
 html_theme = "furo"
 html_title = "mpiad"
 html_copy_source = False
+html_static_path = ["_static"]
+html_css_files = ["wide.css"]
 
+myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 3
+
+linkcheck_ignore = [r"https?://"]  # those between pages only
+
+copybutton_exclude = ".linenos, .gp, .go"
+copybutton_prompt_text = "$ "
 
 napoleon_google_docstring = False
 napoleon_use_rtype = False

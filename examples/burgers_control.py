@@ -110,7 +110,7 @@ def draw_picture(path, truth, found, states, borders, history):
     axes[2].semilogy(history.loss)
     axes[2].set(title="convergence of L-BFGS", xlabel="iteration", ylabel="loss")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=100)
+    figure.savefig(path, dpi=160)
 
 
 def main():

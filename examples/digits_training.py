@@ -92,7 +92,7 @@ def draw_picture(path, losses, accuracies, params, test):
         panel.imshow(test[0][k].reshape(8, 8), cmap="gray_r")
         panel.set(title=f"{test[1][k]} as {read[k]}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=100)
+    figure.savefig(path, dpi=160)
 
 
 def main():

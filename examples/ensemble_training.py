@@ -89,7 +89,7 @@ def draw_picture(path, losses, solutions):
     right.set(title="every ninth curve", xlabel="t", ylabel="u", ylim=(0, 4))
     right.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=100)
+    figure.savefig(path, dpi=160)
 
 
 def main():

@@ -93,7 +93,7 @@ def draw_picture(path, truth, found, points, borders):
     axes[1].plot([], [], "k.", markersize=6, label="thermometer")  # as small as in the picture it is lost in the legend
     axes[1].legend(loc="lower right")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=100)
+    figure.savefig(path, dpi=160)
 
 
 def main():

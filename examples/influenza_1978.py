@@ -100,7 +100,7 @@ def draw_picture(path, days, curves, ratios):
     right.axvline(ratios[0], color="k")
     right.set(xlabel="R₀ = β / γ", ylabel="repetitions")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=100)
+    figure.savefig(path, dpi=160)
 
 
 def main():

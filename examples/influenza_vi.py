@@ -81,7 +81,7 @@ def draw_picture(path, result, reference):
     panels[2].set(xlabel="day", ylabel="boys in bed", ylim=(-50, 480))
     panels[2].legend(fontsize="small", loc="upper right")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=100)
+    figure.savefig(path, dpi=160)
 
 
 def main():

@@ -127,7 +127,7 @@ def draw_picture(path, losses, observed, learned):
     right.plot(*learned.transpose(2, 1, 0), "C0", linewidth=0.8)
     right.set(title="observed (dots) and learned", aspect="equal")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=100)
+    figure.savefig(path, dpi=160)
 
 
 def main():

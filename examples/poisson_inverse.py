@@ -101,7 +101,7 @@ def draw_picture(path, fields, borders, histories):
     axes[1, 1].set(title="convergence of L-BFGS", xlabel="iteration", ylabel="loss")
     axes[1, 1].legend()
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=100)
+    figure.savefig(path, dpi=160)
 
 
 def main():

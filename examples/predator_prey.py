@@ -107,7 +107,7 @@ def draw_picture(path, best, ensemble):
     axis.set_title("bands: curves over the distribution of the parameters, without noise of the data", fontsize="small")
     axis.legend(ncols=2, fontsize="small")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=100)
+    figure.savefig(path, dpi=160)
 
 
 def main():

@@ -137,7 +137,7 @@ def draw_picture(path, models, borders, record, distance):
     axes[1, 1].imshow(record, "gray", vmin=-bound, vmax=bound, aspect="auto", extent=times)
     axes[1, 1].set(title="record of the first shot", xlabel="receiver at, km", ylabel="s")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=100)
+    figure.savefig(path, dpi=160)
 
 
 def main():

@@ -168,7 +168,7 @@ def draw_picture(path, ocean, borders, truth, guess, found):
         image = drawn(axis, field, ocean, borders, f"{title} at the start")
     figure.colorbar(image, ax=axes, label="height above the mean depth, in metres", shrink=0.7)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=100)
+    figure.savefig(path, dpi=160)
 
 
 def write_animation(path, ocean, borders, frames):

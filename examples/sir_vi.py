@@ -113,7 +113,7 @@ def draw_picture(path, result, predict, data, days):
     axes.set(xlabel="day", ylabel="infected")
     axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), fontsize="small")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=100)
+    figure.savefig(path, dpi=160)
 
 
 def main():

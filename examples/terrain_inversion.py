@@ -213,7 +213,7 @@ def draw_picture(path, elevation, truth, found, survey, borders, history):
     axis.legend(handles=[loss, level, slope], loc="upper right")
     axis.grid(alpha=0.3)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=100, bbox_inches="tight")
+    figure.savefig(path, dpi=160, bbox_inches="tight")
 
 
 def print_table(survey, result, rows, error, correlation, seconds):

@@ -10,8 +10,9 @@ import shown_programs
 from shown_programs import PageError, programs_of
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-SHOWN = {page.name: programs_of(page.read_text(), page.name) for page in PAGES}
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+SHOWN = {name: programs_of(page.read_text(), name) for page, name in zip(PAGES, NAMES)}
 PROGRAMS = [program for programs, _ in SHOWN.values() for program in programs]
 SNIPPETS = [(name, text) for name, (_, snippets) in SHOWN.items() for text in snippets]
 

@@ -1,0 +1,71 @@
+"""Link names that stand as code in the text to their reference: `mpiad.minimize`, `domain.exchange`, `numpy.pad`.
+
+Pages and docstrings write names as plain code. After a page is read, each piece of code that is the whole name of
+something public becomes a link to where it is described: ours in these pages, those of other libraries where
+`elsewhere.txt` says. Their inventories aren't asked for, so that pages are built, and are the same, without a network.
+Code that names nothing stays as it is.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from docutils import nodes
+from sphinx.application import Sphinx
+from sphinx.transforms.post_transforms import SphinxPostTransform
+from sphinx.util.nodes import make_refnode
+
+NAME = re.compile(r"([A-Za-z_][\w.]*)(\(.*\))?", re.DOTALL)
+# What pages call things by, and where they are.
+PREFIXES = ["", "mpiad.", "mpiad.linalg.", "mpiad.ensemble.", "mpiad.timestepping.", "mpiad.testing.", "mpiad.debug.",
+            "mpiad.errors.", "mpiad.extend.", "mpiad.parallel.", "mpiad.vi.", "mpiad.optimize."]  # fmt: skip
+OBJECTS = {"domain.": "mpiad.Domain.", "Domain.": "mpiad.Domain.", "np.": "numpy.", "MPI.": "mpi4py.MPI."}
+ELSEWHERE = dict(line.split() for line in Path(__file__).with_name("elsewhere.txt").read_text().splitlines())
+TOO_COMMON = {"solve", "scan", "stop", "reset", "value", "step", "traced", "report", "array"}
+
+
+class LinkedNames(SphinxPostTransform):
+    """Make code that is a public name a link to its description."""
+
+    default_priority = 20
+
+    def run(self, **_: object) -> None:
+        """Go through the code of a page that isn't part of a link or a heading already."""
+        for literal in list(self.document.findall(nodes.literal)):
+            if not any(isinstance(parent, (nodes.reference, nodes.title)) for parent in _ancestors(literal)):
+                link = self._link(literal)
+                if link is not None:
+                    literal.replace_self(link)
+
+    def _link(self, literal: nodes.literal) -> nodes.reference | None:
+        found = NAME.fullmatch(literal.astext())
+        if found is None or found[1] in TOO_COMMON:
+            return None
+        name = found[1]
+        for short, long in OBJECTS.items():
+            if name.startswith(short):
+                name = long + name.removeprefix(short)
+        described = self.env.get_domain("py").data["objects"]
+        for prefix in PREFIXES:
+            entry = described.get(prefix + name)
+            if entry is not None:
+                page = self.env.current_document.docname
+                return make_refnode(self.app.builder, page, entry.docname, entry.node_id, literal.deepcopy(), prefix + name)
+        if name in ELSEWHERE:
+            return nodes.reference("", "", literal.deepcopy(), internal=False, refuri=ELSEWHERE[name], reftitle=name)
+        return None
+
+
+def _ancestors(node: nodes.Node) -> list[nodes.Node]:
+    found = []
+    while node.parent is not None:
+        node = node.parent
+        found.append(node)
+    return found
+
+
+def setup(app: Sphinx) -> dict:
+    """Register the transform."""
+    app.add_post_transform(LinkedNames)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,0 +1,117 @@
+"""Check the built pages: that a search for the words people use finds the right page first.
+
+    python tests/docs/built_pages.py docs/_build/html
+
+Ranks pages as Sphinx's search does in the browser (searchtools.js): a word in a heading counts more than one in the text, a
+query that is most of a heading more still, and parts of words count where there is no whole one. Exits with 1 where another
+page comes first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from pathlib import Path
+
+from sphinx.search.en import SearchEnglish
+
+# What people search for, and the pages that may come first.
+EXPECTED = {
+    "install": ["start/installation"],
+    "conda": ["start/installation"],
+    "tutorial": ["start/tutorial"],
+    "slurm": ["howto/slurm_pbs"],
+    "srun": ["howto/slurm_pbs"],
+    "PBS": ["howto/slurm_pbs"],
+    "notebook": ["howto/notebooks"],
+    "Jupyter": ["howto/notebooks"],
+    "ipyparallel": ["howto/notebooks"],
+    "HDF5": ["howto/fields"],
+    "profile": ["howto/profiling", "diagnosis"],
+    "strong scaling": ["howto/profiling"],
+    "restart": ["howto/restarts"],
+    "deadlock": ["howto/hangs", "faults"],
+    "mismatch": ["howto/hangs", "faults"],
+    "domain decomposition": ["domains"],
+    "halo exchange": ["domains"],
+    "checkpointing": ["timestepping"],
+    "matrix-free": ["linalg"],
+    "multigrid": ["multigrid"],
+    "PDE": ["multigrid", "howto/grid_inversion", "start/tutorial"],
+    "regularization": ["howto/grid_inversion"],
+    "coefficient identification": ["howto/grid_inversion", "gallery/poisson_inverse"],
+    "source identification": ["gallery/burgers_control"],
+    "initial-condition inversion": ["gallery/heat_source"],
+    "data assimilation": ["gallery/shallow_water"],
+    "full-waveform inversion": ["gallery/seismic_inversion"],
+    "fault tolerance": ["recovery"],
+    "mpi4jax": ["comparison"],
+    "Firedrake": ["comparison"],
+    "Devito": ["comparison"],
+    "glossary": ["reference/glossary"],
+    "gradient zero": ["howto/wrong_gradients"],
+    "environment variables": ["environment"],
+}
+TITLE, TITLE_WORD, PART_OF_TITLE_WORD, WORD, PART_OF_WORD = 15, 15, 7, 5, 2
+
+
+class Index:
+    """The search index of built pages."""
+
+    def __init__(self, pages: Path) -> None:
+        text = (pages / "searchindex.js").read_text(encoding="utf-8")
+        self.data = json.loads(text.removeprefix("Search.setIndex(").rstrip().removesuffix(")"))
+        self.language = SearchEnglish({})
+
+    def first(self, query: str) -> str:
+        """Return the page that a search shows first, or an empty string."""
+        scores: dict[int, float] = defaultdict(float)
+        for score, files in (self._titles(query), self._words(query)):
+            for file in files:
+                scores[file] = max(scores[file], score[file])
+        names, titles = self.data["docnames"], self.data["titles"]
+        best = sorted(scores, key=lambda file: (-scores[file], titles[file].lower()))
+        return names[best[0]] if best else ""
+
+    def _titles(self, query: str) -> tuple[dict[int, float], list[int]]:
+        score: dict[int, float] = defaultdict(float)
+        for title, places in self.data["alltitles"].items():
+            if query.lower() in title.lower() and len(query) >= len(title) / 2:
+                for file, _ in places:
+                    own = self.data["titles"][file] == title
+                    score[file] = max(score[file], round(TITLE * len(query) / len(title)) + own)
+        return score, list(score)
+
+    def _words(self, query: str) -> tuple[dict[int, float], list[int]]:
+        words = [self.language.stem(word) for word in query.lower().replace("-", " ").split()]
+        found = [self._files_with(word) for word in words if word not in self.language.stopwords]
+        common = set.intersection(*map(set, found)) if found else set()
+        return {file: max(each[file] for each in found) for file in common}, list(common)
+
+    def _files_with(self, word: str) -> dict[int, float]:
+        files: dict[int, float] = defaultdict(float)
+        for terms, whole, part in (("terms", WORD, PART_OF_WORD), ("titleterms", TITLE_WORD, PART_OF_TITLE_WORD)):
+            known = self.data[terms]
+            hits = {word: whole} if word in known else {term: part for term in known if len(word) > 2 and word in term}
+            for term, score in hits.items():
+                places = known[term]
+                for file in places if isinstance(places, list) else [places]:
+                    files[file] = max(files[file], score)
+        return files
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("pages", type=Path, help="the folder of the built pages")
+    index = Index(parser.parse_args().pages)
+    first = {query: index.first(query) for query in EXPECTED}
+    wrong = {query: right for query, right in EXPECTED.items() if first[query] not in right}
+    if wrong:
+        found = (f"{query!r}: {first[query] or 'nothing'} in the place of {' or '.join(wrong[query])}" for query in wrong)
+        raise SystemExit("searches that don't find the right page first:\n" + "\n".join(found))
+    print(f"{len(EXPECTED)} searches find the right page first")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""Build the distributions, check what an index would show of them, and run a gradient with the installed wheel.
+
+    python tests/installed_wheel.py
+
+All of it happens in a temporary folder. The tree is copied there, built by `python -m build`, looked at by `twine
+check`, and the wheel, with its extras, is installed into an environment of its own, which starts two ranks outside of
+the tree. It needs an index for the packages that these environments take, and exits with 1 where anything is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+LEFT_OUT = shutil.ignore_patterns(".git", ".venv*", ".*_cache", ".hypothesis", "__pycache__", "*.egg-info", "_build")
+RELATIVE_LINK = re.compile(r"\]\((?!https?://|#)[^)]*\)")
+
+# J = Σ_r |x_r - x_(r+1)|²: on two ranks 2 |x_0 - x_1|², whose gradient is 4 (x_r - x_(1-r)).
+PROGRAM = """
+import sys
+import autograd.numpy as np
+import mpiad
+
+assert mpiad.__file__.startswith(sys.prefix), mpiad.__file__
+rank = mpiad.mpi_rank()
+
+@mpiad.jit
+def difference(x):
+    return np.sum((x - mpiad.mpi_exchange(x, dest=1 - rank, source=1 - rank)) ** 2)
+
+def loss(x):
+    return mpiad.mpi_sum(difference(x))
+
+x = np.arange(3.0) + 5 * rank
+J, gradient = mpiad.value_and_grad(loss)(x)
+assert mpiad.mpi_size() == 2 and J == 150.0, J
+assert np.array_equal(gradient, 4.0 * (-5.0 if rank == 0 else 5.0) * np.ones(3)), gradient
+"""
+
+
+def run(*command: str | Path, cwd: Path, seconds: float = 900.0) -> str:
+    """Run a command and return what it prints; exit with what it says where it fails."""
+    done = subprocess.run([*map(str, command)], cwd=cwd, capture_output=True, text=True, timeout=seconds)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(map(str, command))} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def environment(folder: Path, *packages: str) -> Path:
+    """Make an environment with these packages and return its folder of programs."""
+    run(sys.executable, "-m", "venv", folder, cwd=folder.parent)
+    install = ("-m", "pip", "--disable-pip-version-check", "install", "-q")
+    run(folder / "bin" / "python", *install, *packages, cwd=folder.parent)
+    return folder / "bin"
+
+
+def check_contents(wheel: Path) -> None:
+    """Refuse a wheel that lacks the types' mark or brings more than the package, or whose page has links to nowhere."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        (metadata,) = [archive.read(name).decode() for name in names if name.endswith("/METADATA")]
+    if "mpiad/py.typed" not in names:
+        raise SystemExit(f"{wheel.name} has no mpiad/py.typed: type checkers would take the package for an untyped one")
+    if others := sorted({name.split("/")[0] for name in names if not re.match(r"mpiad(-[^/]*\.dist-info)?/", name)}):
+        raise SystemExit(f"{wheel.name} would install {others} beside mpiad")
+    if nowhere := RELATIVE_LINK.findall(metadata.partition("\n\n")[2]):
+        raise SystemExit(f"{wheel.name}: links of the README that an index can't follow: {nowhere}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--extras", default="mpich,fast", help="extras that are installed with the wheel")
+    extras = parser.parse_args().extras
+    with tempfile.TemporaryDirectory(prefix="mpiad-wheel-") as name:
+        place = Path(name)
+        shutil.copytree(ROOT, place / "tree", ignore=LEFT_OUT)
+        tools = environment(place / "tools", "build", "twine")
+        run(tools / "python", "-m", "build", "--outdir", place / "dist", cwd=place / "tree")
+        built = sorted((place / "dist").iterdir())
+        run(tools / "python", "-m", "twine", "check", "--strict", *built, cwd=place)
+        (wheel,) = [path for path in built if path.suffix == ".whl"]
+        check_contents(wheel)
+        fresh = environment(place / "fresh", f"{wheel}[{extras}]")
+        run(fresh / "mpiexec", "-n", "2", fresh / "python", "-m", "mpiad", cwd=place, seconds=120)
+        (place / "gradient.py").write_text(PROGRAM)
+        run(fresh / "mpiexec", "-n", "2", fresh / "python", "gradient.py", cwd=place, seconds=120)
+    print(f"built, checked and run: {', '.join(path.name for path in built)}")
+
+
+if __name__ == "__main__":
+    main()
