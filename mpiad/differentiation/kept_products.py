@@ -156,6 +156,12 @@ def linearize(fun: Function, argnum: int | tuple[int, ...] = 0) -> Callable[...,
     Adjoint
     -------
     Products can be differentiated by what they multiply and, in a trace around all, by the arguments.
+
+    Examples
+    --------
+    >>> linear = mpiad.linearize(lambda x: mpiad.mpi_allreduce(x**2) / size)(np.array([1.0, 2.0]))
+    >>> print(linear.value, linear.jvp(np.ones(2)))
+    [1. 4.] [2. 4.]
     """
 
     def evaluate(*args: Any, **kwargs: Any) -> Linearization:
@@ -224,6 +230,12 @@ def make_hvp(
     Adjoint
     -------
     Products can be differentiated by their direction and, in a trace around all, by the arguments.
+
+    Examples
+    --------
+    >>> J, gradient, product = mpiad.make_hvp(lambda x: mpiad.mpi_allreduce(np.sum(x**3)))(np.array([1.0, 2.0]))
+    >>> print(J / size, gradient, product(np.ones(2)), product(np.array([1.0, 0.0])))
+    9.0 [ 3. 12.] [ 6. 12.] [6. 0.]
     """
     both = value_and_grad(fun, argnum, objective=objective, root=root, comm=comm)
 
