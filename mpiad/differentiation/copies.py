@@ -16,6 +16,7 @@ from mpiad.differentiation.trees import named_leaves
 from mpiad.transport import MIN, Channel
 from mpiad.transport.guarded import watch_settings
 from mpiad.transport.replication import require_replicated
+from mpiad.transport.tracing import settled
 
 __all__ = ["compares_copies", "require_equal_copies", "require_equal_objective"]
 
@@ -45,12 +46,12 @@ def require_equal_copies(variables: Variables, channel: Channel, call: str) -> N
     if compares_copies():
         said = f"{call}: shared=True says that all ranks hold the same variable x"
         leaves = [(path, to_host(leaf)) for path, leaf in named_leaves(variables.build(variables.leaves), "x")]
-        require_replicated(channel, leaves, said, _BROADCAST)
+        settled(require_replicated, channel, leaves, said, _BROADCAST)
 
 
 def require_equal_objective(value: Array, channel: Channel, call: str) -> None:
     """Raise on all ranks where J differs, under ``MPIAD_DEBUG=1``: decisions that depend on it would, too."""
-    if compares_copies() and not _same_number(getval(value), channel):
+    if compares_copies() and not settled(_same_number, getval(value), channel):
         advice = "This MPI's reductions give other bits on other ranks. Let one rank decide, and broadcast its decision."
         require_replicated(channel, named_leaves(value, "J"), f"{call}: J must be the same on all ranks", advice)
 

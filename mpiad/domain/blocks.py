@@ -58,9 +58,10 @@ def from_blocks(cells: RootArray, partition: Partition) -> RootArray:
     out = empty_beside(cells, lead + partition.shape)
     start = 0
     for rank in range(math.prod(partition.dims)):
-        block = out[(..., *partition.block(rank))]
-        stop = start + math.prod(block.shape[len(lead) :])
-        block[...] = np.moveaxis(cells[start:stop], 0, -1).reshape(block.shape)
+        block = partition.block(rank)
+        shape = tuple([along.stop - along.start for along in block])
+        stop = start + math.prod(shape)
+        out[(..., *block)] = np.moveaxis(cells[start:stop], 0, -1).reshape(lead + shape)
         start = stop
     return out
 

@@ -63,8 +63,8 @@ class Halo:
         The block within the block with its halo.
     begun : int
         Exchanges that were begun (see `nonblocking_exchange`).
-    numbered_on : communicator or None
-        The duplicate on which they were.
+    renewals : int
+        Of the channel's duplicates, when they were.
     under_way : dict
         By tag, weak references to the last of them.
     """
@@ -74,7 +74,7 @@ class Halo:
         self.widths, self.shape, self.padded = widths, self.geometry.shape, self.geometry.padded
         self.interior = (..., *self.geometry.block)
         self.begun = 0
-        self.numbered_on: Any = None
+        self.renewals = -1
         self.under_way: dict[int, Any] = {}
         self._plans: dict[str, tuple[Stage, ...]] = {}
         self._beyond: dict[tuple, list[list[Beyond]]] = {}

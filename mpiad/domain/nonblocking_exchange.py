@@ -56,7 +56,16 @@ class Exchange(NamedTuple):
     @property
     def tag(self) -> int:
         """Tag of all its messages, of those of its adjoint and its tangents."""
-        return _FIRST_TAG + self.number % _TAGS
+        return _tag_of(self.number)
+
+    @property
+    def numbered(self) -> tuple[Halo, int]:
+        """What it is known by among the exchanges of a compiled program."""
+        return self.halo, self.number
+
+    def renumbered(self) -> int:
+        """Return the next number of the halo's, for a run of a compiled program."""
+        return _next_number(self.halo)
 
     def transposed(self) -> Exchange:
         """Return the exchange of the cotangents."""
@@ -102,24 +111,33 @@ def begin_fill(u: LocalArray, halo: Halo, sides: Sides, scheme: str) -> Begun:
     -------
     The end of folding.
     """
-    used = point_to_point(halo.comm, _BEGIN)
-    if halo.numbered_on is not used.data:
-        # After an exception that not all ranks met at the same place, `reset` lets them count alike again.
-        halo.numbered_on, halo.begun = used.data, 0
-        halo.under_way.clear()
-    exchange = Exchange(halo, sides, scheme, halo.begun)
-    # Tags come round: with two exchanges under one tag a message could be taken for the other's.
-    earlier = halo.under_way.get(exchange.tag, _nothing)()
-    if earlier is not None and not earlier.done:
-        raise RequestError(
-            f"{_BEGIN}: {_TAGS} exchanges were begun after {earlier!r}, which hasn't ended. End each with {_END}."
-        )
-    halo.begun += 1
+    exchange = Exchange(halo, sides, scheme, _next_number(halo))
     begun: Begun = communicate(_BEGIN_OPERATION, u, exchange)
     started(begun)
     # Weakly: an exchange that nobody holds any more can't be ended, and mustn't be kept alive here.
     halo.under_way[exchange.tag] = ref(begun)
     return begun
+
+
+def _next_number(halo: Halo) -> int:
+    """Count an exchange that begins."""
+    used = point_to_point(halo.comm, _BEGIN)
+    if halo.renewals != used.renewals:
+        # After an exception that not all ranks met at the same place, `reset` lets them count alike again.
+        halo.renewals, halo.begun = used.renewals, 0
+        halo.under_way.clear()
+    # Tags come round: with two exchanges under one tag a message could be taken for the other's.
+    earlier = halo.under_way.get(_tag_of(halo.begun), _nothing)()
+    if earlier is not None and not earlier.done:
+        raise RequestError(
+            f"{_BEGIN}: {_TAGS} exchanges were begun after {earlier!r}, which hasn't ended. End each with {_END}."
+        )
+    halo.begun += 1
+    return halo.begun - 1
+
+
+def _tag_of(number: int) -> int:
+    return _FIRST_TAG + number % _TAGS
 
 
 def end_fill(begun: Begun) -> LocalArray:

@@ -16,6 +16,7 @@ from mpiad.primitives.checks import reduction_of
 from mpiad.primitives.operation import communicate, run
 from mpiad.transport import PROD, SUM, channel, collectives
 from mpiad.transport.device_arrays import arrays_of
+from mpiad.transport.tracing import settled
 
 __all__ = ["mpi_allreduce"]
 
@@ -85,17 +86,18 @@ def _slope(ans: Array, x: Array, p: Reduction) -> Any:
 def _product_of_others(ans: Array, x: Array, p: Reduction) -> Any:
     # The result is the same on all ranks, and traced on all or none, so they agree on which way to take. Differentiated
     # again, the quotient would be the difference of two large numbers where a factor is small.
-    y = getval(ans)
-    # Nearer to zero a product may have lost digits among the subnormal numbers, and the quotient would show them.
-    safe = np.finfo(y.dtype).tiny / np.finfo(y.dtype).eps
-    if not isbox(ans) and _holds(np.all((np.abs(y) > safe) & np.isfinite(y))):
+    if not isbox(ans) and settled(_divides, ans):
         return ans / x
     factors = mpi_allgather(x, comm=p.channel.user)
     others = concatenate((factors[: p.channel.rank], factors[p.channel.rank + 1 :]))
-    return _product(others) if len(others) else anp.ones_like(y)
+    return _product(others) if len(others) else anp.ones_like(getval(ans))
 
 
-def _holds(condition: Array) -> bool:
+def _divides(y: Array) -> bool:
+    """Tell whether a product can be divided by its factors."""
+    # Nearer to zero it may have lost digits among the subnormal numbers, and the quotient would show them.
+    safe = np.finfo(y.dtype).tiny / np.finfo(y.dtype).eps
+    condition = np.all((np.abs(y) > safe) & np.isfinite(y))
     # One byte comes from a device: nothing is done in vain, or differently by two ranks.
     arrays = arrays_of(condition)
     return bool(condition if arrays is None else arrays.to_host(condition))

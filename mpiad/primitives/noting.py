@@ -11,7 +11,7 @@ import numpy as np
 from autograd.tracer import getval
 
 from mpiad._typing import Array
-from mpiad.transport import Envelope, calls
+from mpiad.transport import Channel, Envelope, calls
 from mpiad.transport.calls import Arguments, Call, Site
 from mpiad.transport.device_arrays import is_device_array
 from mpiad.transport.mpi_operations import name_of
@@ -132,7 +132,7 @@ def _read(x: Array, params: object) -> Arguments:
     envelopes = tuple([found for found in named if isinstance(found, Envelope)])
     address = envelopes[0] if envelopes else None
     channel = getattr(params, "channel", None) or getattr(address, "channel", None)
-    if channel is None and hasattr(params, "data"):
+    if channel is None and isinstance(params, Channel):
         channel = params  # a barrier has nothing else
     op = getattr(params, "op", None)
     shape, dtype, nbytes = _extent(x, params)

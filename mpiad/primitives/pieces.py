@@ -7,8 +7,9 @@ from autograd.tracer import getval
 
 from mpiad._typing import Array
 from mpiad.primitives.checks import axis_of
-from mpiad.transport import Channel, collectives
+from mpiad.transport import Channel, Spec, collectives
 from mpiad.transport.buffers import outgoing
+from mpiad.transport.tracing import settled
 
 __all__ = ["pieces_of_all"]
 
@@ -27,4 +28,5 @@ def pieces_of_all(x: Array, axis: object, used: Channel, call: str) -> tuple[np.
         place = axis_of(axis, array.ndim, call)
     except (TypeError, ValueError) as error:  # the others wait for a length by now
         wrong = error
-    return array, place, collectives.lengths_of_all(used, array, place, call, wrong)
+    like = Spec(array.shape, array.dtype)
+    return array, place, settled(collectives.lengths_of_all, used, like, place, call, wrong)

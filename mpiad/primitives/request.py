@@ -8,6 +8,7 @@ trace, since each has a reverse pass of its own.
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 from mpiad._typing import Array
@@ -53,6 +54,12 @@ class Request:
     def cell(self, level: int) -> Cell:
         """Return what start and wait share in the trace of that number."""
         return self.cells.setdefault(level, Cell())
+
+    def again(self) -> Request:
+        """Return it as it was started, for a function that runs once more: what has ended since then isn't waited for."""
+        made = copy(self)
+        made.done, made.tape, made.cells = False, None, {}
+        return made
 
     def __repr__(self) -> str:
         partner = "" if self.envelope is None else f", peer {self.envelope.peer}, tag {self.envelope.tag}"

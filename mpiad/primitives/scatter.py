@@ -13,6 +13,7 @@ from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import communicate
 from mpiad.transport import Channel, Spec, channel, collectives, headers
 from mpiad.transport.buffers import outgoing
+from mpiad.transport.tracing import settled
 
 __all__ = ["mpi_scatter"]
 
@@ -61,7 +62,7 @@ def mpi_scatter(
     """
     used = channel(comm, "mpi_scatter")
     root = root_of(root, used, "mpi_scatter")
-    whole, ndim, lengths = _agreed(used, getval(x), root, axis, counts)
+    whole, ndim, lengths = settled(_agreed, used, getval(x), root, axis, counts)
     place = None if axis is None else axis_of(axis, ndim, "mpi_scatter")
     return communicate(SCATTER, x, Dividing(used, root, place, lengths, piece_of(whole, place, lengths[used.rank])))
 

@@ -8,6 +8,7 @@ from mpiad.primitives.checks import partner_of
 from mpiad.primitives.recv import mpi_recv
 from mpiad.primitives.send import mpi_send
 from mpiad.transport import Channel, channel
+from mpiad.transport.tracing import once
 
 __all__ = ["mpi_sendrecv"]
 
@@ -54,7 +55,7 @@ def mpi_sendrecv(x: LocalArray, dest: Rank, source: Rank, tag: int = 0, comm: Co
     pair = [partner_of(rank, used, "mpi_sendrecv", name) for rank, name in ((dest, "dest"), (source, "source"))]
     # Once for each communicator: who mistakes the call for MPI's does so everywhere.
     if not used.pairs_compared:
-        _compare_pairs(used, pair)
+        once(_compare_pairs, used, pair)
     # On all ranks, those too that only pass x on: plain autograd is refused by all or by none.
     point_to_point(comm, "mpi_sendrecv")
     receiver, sender = pair

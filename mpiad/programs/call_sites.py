@@ -7,6 +7,7 @@ from a function of its own, whose code says that it is that line.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -22,21 +23,26 @@ def called_at(site: Site | None, kind: str, rule: tuple[str, str, Site] | None =
     Parameters
     ----------
     site : Site or None
-    kind : {"communicate", "operate", "in place"}
+    kind : {"communicate", "operate", "in place", "settle"}
 
     Returns
     -------
     callable
-        ``(operation, x, params)``, ``(operator, args, kwargs)`` or ``(operator, buffer, *rest)``.
+        ``(operation, x, params)``, ``(operator, args, kwargs)``, ``(operator, buffer, *rest)`` or ``(fun, args)``.
     """
     made = _CALLS[kind]
+    if kind == "settle" and site is not None and site.entry:
+        # What is sent before an operation is named by the function of ours that the user called.
+        name, file = site.entry, Path(calls.__file__).with_name(f"{site.entry}.py")
+        made = FunctionType(made.__code__.replace(co_filename=str(file), co_name=name, co_qualname=name), {})
     if rule is not None:
         return _within(made, rule)
     if site is None or not site.file:
         return made
-    name = site.function
+    name, inner = site.function, made if kind == "settle" else None
+    made = _THROUGH if inner else made
     code = made.__code__.replace(co_filename=site.file, co_firstlineno=site.line, co_name=name, co_qualname=name)
-    return FunctionType(code, {})
+    return FunctionType(code, {"inner": inner})
 
 
 def _within(made: Callable[..., Any], rule: tuple[str, str, Site]) -> Callable[..., Any]:
@@ -60,4 +66,6 @@ _CALLS: dict[str, Any] = {
     "communicate": lambda operation, x, params: operation.forward(x, params),
     "operate": lambda operator, args, kwargs: operator.body(args, kwargs),
     "in place": lambda operator, buffer, *rest: operator.run_in_place(buffer, *rest),
+    "settle": lambda fun, args: fun(*args),
 }
+_THROUGH: Any = lambda fun, args: inner(fun, args)  # noqa: E731, F821

@@ -33,9 +33,9 @@ from mpiad.programs.replay import Changed, Replays
 from mpiad.programs.signature import Arguments, arguments_of
 from mpiad.programs.steps import Abandoned, Traced
 from mpiad.programs.tape_node import Lease, is_simple, placed
-from mpiad.programs.trace_run import PlayingBack, TraceRun, as_value
+from mpiad.programs.trace_run import PlayingBack, TraceRun, as_value, message_counts
 from mpiad.programs.trace_translation import program_of
-from mpiad.transport import Spec, calls
+from mpiad.transport import Channel, Spec, calls
 from mpiad.transport.tracing import tracing
 
 __all__ = ["Jitted", "jit"]
@@ -96,6 +96,11 @@ class _Entry(NamedTuple):
     build: Callable[[list[Any]], Any]
     watch: Watch
     communications: int
+    channels: set[Channel]
+
+    def is_current(self) -> bool:
+        """Tell whether it can be run: what it was made of is the same, and no message is left of an exception."""
+        return not any(channel.fault for channel in self.channels) and self.watch.is_the_same()
 
 
 class Jitted:
@@ -114,8 +119,6 @@ class Jitted:
         self._asked: set[Any] = set()
         # Traces that their reverse pass has yet to complete, as long as it can come.
         self._under_way: WeakValueDictionary[Any, TraceRun] = WeakValueDictionary()
-        # Signatures for which ranks have agreed on something before.
-        self._agreed: set[Any] = set()
 
     def __repr__(self) -> str:
         return f"<jit of {self.__name__}>"
@@ -164,17 +167,16 @@ class Jitted:
         entry = self._entries.get(given.key, _UNKNOWN)
         if entry is None:
             return self._as_it_is(given.key, args, kwargs)
-        if entry is _UNKNOWN or not entry.watch.is_the_same():
+        if entry is _UNKNOWN or not entry.is_current():
             return self._traced(given, args, kwargs)
         replay = entry.replays.take()
         _count(entry.communications)
+        counts = message_counts() if entry.replays.last_look >= 0 else ()
         try:
             made = replay.first(*[given.leaves[k] for k in given.traced])
-        except Changed as error:
-            if entry.communications:  # which aren't made twice
-                raise
-            self._give_up(given.key, str(error))
-            return self.fun(*args, **kwargs)
+        except Changed as change:
+            with self._changed(given.key, change, counts):
+                return self.fun(*args, **kwargs)
         entry.replays.give_back(replay)
         return entry.build([_own(out.constant) if out.place is None else made[out.place] for out in entry.outputs])
 
@@ -214,19 +216,15 @@ class Jitted:
         trace.raise_own(error)
         with trace.playing_back():
             made = self.fun(*args, **kwargs)
-        if not self._is_worth_another(trace, key):
+        if not self._is_worth_another(trace):
             self._give_up(key, error)
         return made
 
-    def _is_worth_another(self, trace: TraceRun, key: Any) -> bool:
+    def _is_worth_another(self, trace: TraceRun) -> bool:
         """Tell whether another trace may succeed where this one was given up.
 
-        So it is where the function decides by an integer, which further traces take as a constant, and where ranks have
-        agreed on something, which many do once for a communicator.
+        So it is where the function decides by an integer, which further traces take as a constant.
         """
-        if trace.recorder.agreed and key not in self._agreed:
-            self._agreed.add(key)
-            return True
         if trace.recorder.asked is None:
             return False
         given, recorder = trace.given, trace.recorder
@@ -235,6 +233,14 @@ class Jitted:
         mine = [k for k, number in zip(given.traced, recorder.inputs) if number == recorder.asked]
         self._asked.update((given.form, k) for k in mine or whole)
         return bool(whole)
+
+    def _changed(self, key: Any, change: Changed, counts: Any) -> PlayingBack:
+        """Return a context in which the function runs as it is, after a run of its program that can't go on."""
+        if change.log is None:
+            raise change
+        # Ranks have told each other something else than in the trace: the next call is traced anew.
+        self._entries.pop(key, None)
+        return PlayingBack(change.log, counts)
 
     def _give_up(self, key: Any, error: Any) -> None:
         """Interpret the function for a signature from now on."""
@@ -271,7 +277,7 @@ class Jitted:
         entry = self._entries.get(key, _UNKNOWN)
         if entry is None:
             return self._as_it_is(key, args, kwargs)
-        if entry is _UNKNOWN or not entry.watch.is_the_same():
+        if entry is _UNKNOWN or not entry.is_current():
             # A loop calls it again before the reverse pass has made the first call's trace a program.
             if key in self._under_way:
                 return self.fun(*args, **kwargs)
@@ -279,12 +285,24 @@ class Jitted:
         values = [getval(given.leaves[k]) for k in given.traced]
         lease = Lease(entry.replays)
         _count(entry.communications)
-        made = lease.replay.first(*values, *[None] * sum(_in_program(entry.outputs)))
+        counts = message_counts() if entry.replays.last_look >= 0 else ()
+        try:
+            made = lease.replay.first(*values, *[None] * sum(_in_program(entry.outputs)))
+        except Changed as change:
+            with self._changed(key, change, counts):
+                return self.fun(*args, **kwargs)
+        tape.channels |= entry.channels  # type: ignore[union-attr]
         specs = [spec_like(getval(given.leaves[k])) for k in boxed]
 
         def pull(gs: list[Any]) -> list[Any]:
             _count(entry.communications)
-            found = lease.replay.rest(*values, *gs)
+            try:
+                found = lease.replay.rest(*values, *gs)
+            except Changed as change:
+                with suspended(body=False), self._changed(key, change, counts):
+                    again = TraceRun(given).run_backwards(self.fun, boxed, plain=True)
+                    found = _backwards(again, entry.outputs, gs, len(boxed))
+                    return [_conformed(g, spec) for g, spec in zip(found, specs)]
             return [conform(g, *spec) for g, spec in zip(found, specs, strict=True)]
 
         out = [_own(x.constant) if x.place is None else made[x.place] for x in entry.outputs]
@@ -345,7 +363,7 @@ def _entry(
 ) -> _Entry:
     program = program_of(recorder, numbers)
     schedule = Fusion(program, ahead).schedule()
-    return _Entry(Replays(schedule), outputs, build, watch, recorder.communications)
+    return _Entry(Replays(schedule), outputs, build, watch, recorder.communications, recorder.channels)
 
 
 def _outputs(leaves: Sequence[Any]) -> tuple[list[int], list[_Output]]:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpiad.transport import Envelope
+from mpiad.transport import Channel, Envelope
 
-__all__ = ["MessageNumbers", "envelopes_of"]
+__all__ = ["MessageNumbers", "channels_of", "envelopes_of", "is_numbered"]
 
 
 class MessageNumbers:
@@ -18,30 +18,51 @@ class MessageNumbers:
 
     def __init__(self) -> None:
         self._made: dict[Envelope, Envelope] = {}
+        self._numbers: dict[tuple[int, int], int] = {}
 
     def begin(self) -> None:
         """Begin a run."""
         self._made.clear()
+        self._numbers.clear()
 
     def addressed(self, params: Any) -> Any:
         """Return an operation's parameters with the addresses of this run."""
         if isinstance(params, Envelope):
             return self._of(params)
+        if hasattr(params, "numbered"):
+            return self._numbered(params)
         changed = {name: self._of(part) for name, part in zip(params._fields, params) if isinstance(part, Envelope)}
         return params._replace(**changed)
 
     def _of(self, envelope: Envelope) -> Envelope:
         first = envelope.answers or envelope
         if first not in self._made:
-            self._made[first] = Envelope(first.channel, first.peer, first.tag, first.outgoing)
+            self._made[first] = Envelope(first.channel, *first.asked, first.outgoing)
         made = self._made[first]
         if envelope is first:
             return made
-        channel, peer, tag, outgoing = envelope.channel, envelope.peer, envelope.tag, envelope.outgoing
-        return Envelope(channel, peer, tag, outgoing, made.number, envelope.reverse, made)
+        # The sender of a message from any rank may be another one than in the trace.
+        return Envelope(made.channel, made.peer, made.tag, envelope.outgoing, made.number, envelope.reverse, made)
+
+    def _numbered(self, params: Any) -> Any:
+        owner, number = params.numbered
+        if (id(owner), number) not in self._numbers:
+            self._numbers[id(owner), number] = params.renumbered()
+        return params._replace(number=self._numbers[id(owner), number])
 
 
 def envelopes_of(params: Any) -> list[Envelope]:
     """Return the addresses among the parameters of an operation."""
     parts = params if isinstance(params, tuple) else (params,)
     return [part for part in parts if isinstance(part, Envelope)]
+
+
+def is_numbered(params: Any) -> bool:
+    """Tell whether the parameters of an operation have numbers of their run."""
+    return bool(envelopes_of(params)) or hasattr(params, "numbered")
+
+
+def channels_of(params: Any) -> set[Channel]:
+    """Return the channels among the parameters of an operation."""
+    parts = params if isinstance(params, tuple) else (params,)
+    return {part for part in parts if isinstance(part, Channel)} | {part.channel for part in envelopes_of(params)}

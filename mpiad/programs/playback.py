@@ -3,12 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+
+from mpiad.primitives.request import Request
+from mpiad.programs.message_numbers import envelopes_of
 from mpiad.programs.steps import on_host, plain
 from mpiad.transport.tracing import tracing
 
-__all__ = ["Playback"]
+__all__ = ["Playback", "logged"]
+
+
+class _Answer(NamedTuple):
+    """What came from any rank, and which it was."""
+
+    value: Any
+    peer: int
+    tag: int
+
+
+def logged(made: Any, params: Any) -> Any:
+    """Return what is kept of a communication for a playback."""
+    for envelope in envelopes_of(params):
+        if min(envelope.asked) < 0:
+            return _Answer(made.copy(), envelope.peer, envelope.tag)
+    return made.copy() if isinstance(made, np.ndarray) else made
 
 
 class Playback:
@@ -19,7 +39,7 @@ class Playback:
     Parameters
     ----------
     log : list
-        Of a recorder.
+        Of a recorder, or of a replay that couldn't go on.
     """
 
     def __init__(self, log: Sequence[Any]):
@@ -27,15 +47,31 @@ class Playback:
 
     def communicate(self, operation: Any, x: Any, params: Any) -> Any:
         """Return what a communication gave when it was traced, or communicate."""
-        return self._next(operation.forward, plain(x), on_host(params))
+        params = on_host(params)
+        made = self._next(operation.forward, plain(x), params)
+        if isinstance(made, _Answer):
+            envelopes_of(params)[0].answered_from(made.peer, made.tag)
+            return made.value
+        return made.again() if isinstance(made, Request) else made
 
     def operate(self, operator: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Return what an operator gave when it was traced, or apply it."""
         return self._next(operator.body, plain(args), plain(kwargs))
 
+    def settle(self, fun: Callable, args: tuple) -> Any:
+        """Return what came out in the trace, or run it."""
+        return self._next(fun, *plain(args))
+
+    def once(self, fun: Callable, args: tuple) -> Any:
+        """Run what is done once: in the trace it was done then."""
+        return self._untold(fun, *args)
+
     def _next(self, fun: Callable, *args: Any) -> Any:
         for made in self._rest:
             return made
+        return self._untold(fun, *args)
+
+    def _untold(self, fun: Callable, *args: Any) -> Any:
         tracing.recorder = None
         try:
             return fun(*args)

@@ -15,10 +15,12 @@ from weakref import WeakSet
 import numpy as np
 
 from mpiad._typing import Array, Shape
-from mpiad.programs.message_numbers import envelopes_of
+from mpiad.primitives.request import Request
+from mpiad.programs.message_numbers import channels_of, envelopes_of
+from mpiad.programs.playback import logged
 from mpiad.programs.same_bits import same_bits
 from mpiad.programs.steps import Abandoned, Constant, Ref, Step, Traced, hides_traced, mapped, on_host, plain
-from mpiad.transport import calls
+from mpiad.transport import Channel, calls
 from mpiad.transport.calls import Site
 from mpiad.transport.device_arrays import is_device_array
 from mpiad.transport.tracing import tracing
@@ -26,11 +28,13 @@ from mpiad.transport.tracing import tracing
 __all__ = ["Recorder"]
 
 _COMPILED_ROOMS = ("", "domain")
-# Look for a channel, and communicate by operations alone: a gather and a scatter agree on lengths before.
+# Look for a channel, and communicate by operations alone, or by what is settled before them.
 _NOTED = frozenset(
-    """mpi_allreduce mpi_alltoall mpi_barrier mpi_bcast mpi_exchange mpi_exscan mpi_reduce mpi_reduce_scatter mpi_recv
-    mpi_scan mpi_send mpi_sendrecv mpi_sum mpi_rank mpi_size value_and_grad grad make_vjp make_jvp jvp hvp""".split()
+    """mpi_allgather mpi_allreduce mpi_alltoall mpi_barrier mpi_bcast mpi_exchange mpi_exscan mpi_gather mpi_iallreduce
+    mpi_irecv mpi_isend mpi_recv mpi_reduce mpi_reduce_scatter mpi_scan mpi_scatter mpi_send mpi_sendrecv mpi_sum mpi_rank
+    mpi_size Domain.begin_exchange value_and_grad grad make_vjp make_jvp jvp hvp""".split()
 )
+_OBJECT = np.dtype(object)
 
 _SHAPED_BY_VALUES = frozenset({
     np.argwhere, np.bincount, np.compress, np.delete, np.extract, np.flatnonzero, np.intersect1d, np.nonzero, np.setdiff1d,
@@ -59,10 +63,10 @@ class Recorder:
         Why the trace was given up.
     failed : exception or None
         What a communication has raised.
-    agreed : bool
-        Whether it was given up for what ranks agree on by messages of their own.
     log : list
-        Results of all communications.
+        Results of all communications, and of what was settled.
+    channels : set of Channel
+        Those of the communications.
     inputs : list of int
         Numbers of the arguments.
     weak : set of int
@@ -85,7 +89,10 @@ class Recorder:
         self.inputs: list[int] = []
         self.weak: set[int] = set()
         self.asked: int | None = None
-        self.agreed = False
+        self.channels: set[Channel] = set()
+        # By identity, requests under way, and the numbers of their values.
+        self._requests: dict[int, tuple[Request, int]] = {}
+        self._any_sender = False
         self._constant_of: dict[int, tuple[Any, int]] = {}
         self._holders: dict[int, WeakSet[Any]] = {}
         self._inputs: set[int] = set()
@@ -165,18 +172,49 @@ class Recorder:
 
     def communicate(self, operation: Any, x: Any, params: Any) -> Any:
         """Run a communication on plain arrays, and note it."""
-        if operation.halves:
-            self.refuse(f"{operation.__name__} starts or ends a request, and requests aren't compiled yet")
-        params = on_host(params)
-        if any(envelope.number is None for envelope in envelopes_of(params)):
-            self.refuse(f"{operation.__name__} takes a message from any rank or with any tag, and that isn't compiled yet")
-        noted = self._noted(x), params
+        params, rule = on_host(params), _rule()
+        envelopes = envelopes_of(params)
+        self._any_sender = self._any_sender or any(envelope.number is None for envelope in envelopes)
+        if envelopes and self._any_sender and rule is not None and rule[0] == "tangent":
+            self.refuse(f"{operation.__name__} carries a tangent beside a message from any rank, and that isn't compiled")
+        noted = self._noted(x), self._noted_request(params) if isinstance(params, Request) else params
         made = self._run(operation.forward, plain(x), params)
+        self.channels |= channels_of(params)
         if made is not None and made is plain(x):  # what was sent is its own result
-            site = calls.site_of(sys._getframe(1))
-            self.steps.append(Step("communicate", operation, noted, {}, (), site, self.backwards, _rule()))
+            self._step("communicate", operation, noted, ())
             return x
+        if isinstance(made, Request):
+            number = self._number_of_object()
+            self._requests[id(made)] = made, number
+            self._step("communicate", operation, noted, (number,))
+            return made
         return self._recorded("communicate", operation, noted, {}, made)
+
+    def _noted_request(self, request: Request) -> Ref:
+        """Return the reference to a request that is waited for."""
+        found = self._requests.pop(id(request), None)
+        if found is None:
+            request.done = False  # the function takes it once more
+            self.refuse("it waits for a request that was started outside of the jitted function")
+        return Ref(found[1])
+
+    def check_requests(self) -> None:
+        """Give the trace up where a request is left over at its end."""
+        for request, _ in self._requests.values():
+            reason = f"it starts a request and doesn't wait for it: {request!r}"
+            self.refused = self.refused or Abandoned(reason, "at the end of the jitted function")
+
+    def settle(self, fun: Callable, args: tuple) -> Any:
+        """Run what decides how a call goes on, and note it with its result, which replays look at."""
+        noted = self._noted(args)
+        made = self._run(fun, *plain(args))
+        site = calls.site_of(sys._getframe(1))
+        self.steps.append(Step("settle", fun, noted, {"expected": made}, (), site, self.backwards, _rule()))
+        return made
+
+    def once(self, fun: Callable, args: tuple) -> Any:
+        """Run what is done at the first use of a communicator, which replays don't."""
+        return self._untold(fun, *args)
 
     def operate(self, operator: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run an operator of `mpiad.extend` on plain arrays, and note it."""
@@ -188,10 +226,9 @@ class Recorder:
         return self._recorded("operate", operator, *noted, self._run(operator.body, plain(args), plain(kwargs)))
 
     def communicated_by_itself(self) -> None:
-        """Refuse what ranks agree on, or set up, by messages that aren't noted, before there are any."""
+        """Refuse what ranks tell each other by messages that aren't noted, before there are any."""
         _, called = calls.user_frame(sys._getframe(1))
         name = calls.entry(called) or "a function of mpiad's"
-        self.agreed = True
         self.refuse(f"it calls {name}, whose ranks exchange shapes or settings first, and that isn't compiled yet")
 
     @property
@@ -210,21 +247,23 @@ class Recorder:
             channel.mark(reason)
 
     def _run(self, fun: Callable, *args: Any) -> Any:
+        made = self._untold(fun, *args)
+        self.log.append(logged(made, args[-1] if args else None))
+        return made
+
+    def _untold(self, fun: Callable, *args: Any) -> Any:
         tracing.recorder = None
         try:
-            made = fun(*args)
+            return fun(*args)
         except BaseException as error:
             self.failed = error
             raise
         finally:
             tracing.recorder = self
-        self.log.append(made.copy() if isinstance(made, np.ndarray) else made)
-        return made
 
     def _recorded(self, kind: str, fun: Any, args: tuple, kwargs: dict, made: Any) -> Any:
         if made is None and kind != "call":
-            site = calls.site_of(sys._getframe(2))
-            self.steps.append(Step(kind, fun, args, kwargs, (), site, self.backwards, _rule()))
+            self._step(kind, fun, args, (), kwargs)
             return None
         if isinstance(made, (tuple, list)) and all(_is_array(part) for part in made):
             results = [self._wrapped(part) for part in made]
@@ -236,9 +275,12 @@ class Recorder:
             name = getattr(fun, "__name__", repr(fun))
             self.refuse(f"{name} returns {type(made).__name__}, which isn't an array, and may depend on traced values")
         outs = tuple([result.number for result in results])
-        site = calls.site_of(sys._getframe(2))
-        self.steps.append(Step(kind, fun, args, kwargs, outs, site, self.backwards, _rule()))
+        self._step(kind, fun, args, outs, kwargs)
         return out
+
+    def _step(self, kind: str, fun: Any, args: tuple, outs: tuple[int, ...], kwargs: Any = None) -> None:
+        site = calls.site_of(sys._getframe(1))
+        self.steps.append(Step(kind, fun, args, kwargs or {}, outs, site, self.backwards, _rule()))
 
     # ---- writing in place
 
@@ -253,7 +295,7 @@ class Recorder:
             self.refuse("it writes values into an array of another dtype")
         fun(*plain(tuple(args)), out=target.value)
         number = self._number(target.value)
-        self._step("call", fun, noted, number)
+        self._step("call", fun, noted, (number,))
         self._written(target, number)
         return target
 
@@ -272,11 +314,8 @@ class Recorder:
         if not mended:
             target.value[place] = new
         number = self._number(target.value)
-        self._step("set", None, noted, number)
+        self._step("set", None, noted, (number,))
         self._written(target, number, value if mended else None)
-
-    def _step(self, kind: str, fun: Any, args: tuple, out: int) -> None:
-        self.steps.append(Step(kind, fun, args, {}, (out,), calls.site_of(sys._getframe(2)), self.backwards))
 
     def _check_writing(self, target: Any) -> None:
         if id(_root(target.value)) in self._inputs:
@@ -292,6 +331,10 @@ class Recorder:
 
     def _number(self, value: Any) -> int:
         self.specs.append((value.shape, value.dtype))
+        return len(self.specs) - 1
+
+    def _number_of_object(self) -> int:
+        self.specs.append(((), _OBJECT))
         return len(self.specs) - 1
 
     def _wrapped(self, value: Any) -> Any:

@@ -20,7 +20,8 @@ from mpiad.primitives.operation import Operation
 from mpiad.programs.array_program import Call, Node, Slot
 from mpiad.programs.call_sites import called_at
 from mpiad.programs.loops import NAME, LoopText, text_of
-from mpiad.programs.message_numbers import MessageNumbers, envelopes_of
+from mpiad.programs.message_numbers import MessageNumbers, is_numbered
+from mpiad.programs.playback import logged
 from mpiad.programs.schedule import Loop, Run, Schedule, root_of
 
 __all__ = ["Changed", "Replay", "Replays"]
@@ -41,6 +42,8 @@ class Replays:
     ----------
     texts : list of LoopText or None
         Of each step, None for calls.
+    last_look : int
+        The last step that may give something else than in the trace, so that the program can't go on; -1 for none.
     """
 
     def __init__(self, schedule: Schedule):
@@ -58,6 +61,7 @@ class Replays:
             if found.kind == "result":
                 node = schedule.program.nodes[found.data]
                 self.results.setdefault(node.inputs[0] if node.kind == "item" else found.data, []).append(b)
+        self.last_look = max((at for at in range(len(schedule.steps)) if _is_looked_at(schedule, at)), default=-1)
         self._free: list[Replay] = []
 
     def take(self) -> Replay:
@@ -132,7 +136,10 @@ class _Writer:
         self.nodes: list[Node] = self.schedule.program.nodes
         numbers = MessageNumbers()
         self.names: dict[str, Any] = {"empty": np.empty, "address": _address, "as_array": _as_array}
-        self.names |= {"begin": numbers.begin, "addressed": numbers.addressed}
+        self.names |= {"begin": numbers.begin, "addressed": numbers.addressed, "own": _own, "changed": _changed}
+        # What has been communicated, for as long as the run may turn out not to be that of the trace.
+        self.names |= {"log": [], "logged": logged}
+        self._last_look = replays.last_look
         self._memories: dict[int, Array] = {}
         self._arrays: dict[int, str] = {}
         self._pointers: dict[int, str] = {}
@@ -150,12 +157,14 @@ class _Writer:
         kept = sorted(before & {b for at in range(schedule.cut, len(steps)) for b in used[at]})
         names = ", ".join(f"r{b}, m{b}, p{b}" for b in kept)
         calls = [node.data for node in self.nodes if node.kind == "communicate" and node.data.kind == "communicate"]
-        numbers_messages = any(envelopes_of(call.args[1]) for call in calls)
+        numbers_messages = any(is_numbered(call.args[1]) for call in calls)
         parts = []
         for late, span in ((False, range(schedule.cut)), (True, range(schedule.cut, len(steps)))):
             self._lines = [f"global {names}"] if kept else []
             if numbers_messages and not late:
                 self._lines.append("begin()")
+            if self._last_look >= 0 and not late:
+                self._lines.append("log.clear()")
             outputs = [b for b, is_late in zip(schedule.outputs, schedule.late) if is_late == late]
             self._begin({b for at in span for b in used[at]} | set(outputs))
             for at in span:
@@ -258,6 +267,8 @@ class _Writer:
             rest = [self._constant(at, k, x) for k, x in enumerate(call.args) if k]
             arguments = [f"q{at}", self._array(step.inputs[0]), *rest]
             self._lines.append(f"f{at}({', '.join(arguments)})")
+            if at < self._last_look:
+                self._lines.append(f"log.append({self._made_in_place(step, call)}.copy())")
         else:
             self._call(at, step)
 
@@ -284,18 +295,8 @@ class _Writer:
     def _call(self, at: int, step: Run) -> None:
         node = self.nodes[step.node]
         call: Call = node.data
-        if call.kind == "communicate":
-            self.names[f"f{at}"], self.names[f"q{at}"] = called_at(node.site, call.kind, call.rule), call.fun
-            x = self._argument(at, step, call.args[0])
-            self.names["own"] = _own
-            params = self._constant(at, "p", call.args[1])
-            if envelopes_of(call.args[1]):
-                params = f"addressed({params})"
-            self._lines.append(f"v{at} = own(f{at}(q{at}, {x}, {params}))")
-        elif call.kind == "operate":
-            self.names[f"f{at}"], self.names[f"q{at}"] = called_at(node.site, call.kind, call.rule), call.fun
-            args = self._argument(at, step, call.args)
-            self._lines.append(f"v{at} = f{at}(q{at}, {args}, {self._argument(at, step, call.kwargs)})")
+        if node.kind == "communicate":
+            self._communicate(at, step, node)
         else:
             self.names[f"f{at}"] = call.fun
             args = [self._argument(at, step, x) for x in call.args]
@@ -305,15 +306,57 @@ class _Writer:
             made = self.nodes[self.schedule.buffers[b].data]
             self._received(b, f"v{at}[{made.data}]" if made.kind == "item" else f"v{at}")
 
+    def _communicate(self, at: int, step: Run, node: Node) -> None:
+        """Append lines that communicate, and that stop where what comes isn't what the program was made for."""
+        call: Call = node.data
+        self.names[f"f{at}"], self.names[f"q{at}"] = called_at(node.site, call.kind, call.rule), call.fun
+        params = "None"
+        if call.kind == "communicate":
+            x = self._argument(at, step, call.args[0])
+            params = self._argument(at, step, call.args[1])
+            if is_numbered(call.args[1]):
+                self._lines.append(f"a{at} = addressed({params})")
+                params = f"a{at}"
+            made = f"own(f{at}(q{at}, {x}, {params}))"
+        elif call.kind == "operate":
+            args = self._argument(at, step, call.args)
+            made = f"f{at}(q{at}, {args}, {self._argument(at, step, call.kwargs)})"
+        else:
+            made = f"f{at}(q{at}, {self._argument(at, step, call.args)})"
+        self._lines.append(f"v{at} = {made}")
+        if at <= self._last_look:
+            made = f"logged(v{at}, {params})" if params == f"a{at}" else f"v{at}"
+            self._lines.append(f"log.append({made})")
+        if _is_looked_at(self.schedule, at):
+            self.names[f"G{at}"] = node
+            self._lines.append(f"if {self._differs(at, node)}: changed(v{at}, G{at}, log)")
+        if at == self._last_look:
+            self._lines.append("log.clear()")
+
+    def _differs(self, at: int, node: Node) -> str:
+        """Return the text of the condition under which a result is no longer that of the trace."""
+        if node.data.kind == "settle":
+            self.names[f"E{at}"] = node.data.kwargs["expected"]
+            return f"v{at} != E{at}"
+        self.names[f"D{at}"] = node.dtype
+        return f"v{at}.shape != {node.shape} or v{at}.dtype != D{at}"
+
+    def _made_in_place(self, step: Run, call: Call) -> str:
+        """Return the text of what an operator has made in its buffer."""
+        starts, shape = call.fun.in_place.result(*call.args[1:]), self.nodes[step.node].shape
+        cut = ", ".join(f"{start}:{start + n}" for start, n in zip(starts, shape[len(shape) - len(starts) :]))
+        return f"{self._array(step.inputs[0])}[..., {cut}]"
+
     def _received(self, b: int, text: str) -> None:
         found = self.schedule.buffers[b]
         self._lines.append(f"r{b} = {text}")
         node = self.nodes[found.data]
         made = self.nodes[node.inputs[0]] if node.kind == "item" else node
-        if not isinstance(made.data.fun, Operation) or made.data.fun.__name__ == "mpi_bcast":
+        if made.kind == "call":
             # Kernels are made for a shape: they would read beyond the end of another one.
-            self.names["changed"], self.names[f"g{b}"] = _changed, made
-            self._lines.append(f"if r{b}.shape != {found.shape}: changed(r{b}.shape, {found.shape}, g{b})")
+            self.names[f"g{b}"] = made
+            log = "None" if any(node.kind == "communicate" for node in self.nodes) else "log"
+            self._lines.append(f"if r{b}.shape != {found.shape}: changed(r{b}, g{b}, {log})")
         if b in self._as_memory:
             self._take_in(b, f"r{b}")
         else:
@@ -323,6 +366,8 @@ class _Writer:
         """Return the text of an argument of a call."""
         if isinstance(x, Slot):
             text = self._array(step.inputs[x.place])
+            if self.nodes[self.nodes[step.node].inputs[x.place]].dtype == object:
+                return text
             found = self.schedule.buffers[step.inputs[x.place]]
             if self.nodes[step.node].inputs[x.place] in self.schedule.program.weak:
                 return f"{text}.item()"
@@ -337,17 +382,42 @@ class _Writer:
         return self._constant(at, len(self.names), x)
 
 
+def _is_looked_at(schedule: Schedule, at: int) -> bool:
+    """Tell whether a communication may give something else than in the trace."""
+    step = schedule.steps[at]
+    if isinstance(step, Loop) or step.in_place:
+        return False
+    node = schedule.program.nodes[step.node]
+    if node.kind != "communicate" or node.data.kind == "settle":
+        return node.kind == "communicate"
+    fun = node.data.fun
+    known = isinstance(fun, Operation) and fun.__name__ != "mpi_bcast" or getattr(fun, "in_place", None) is not None
+    return not known and node.dtype != object
+
+
 class Changed(TypeError):
-    """Report a call whose result has another shape than when the program was made."""
+    """Report a call whose result isn't what the program was made for.
+
+    Attributes
+    ----------
+    log : list or None
+        What was communicated in this run until then, that call's result the last; None where that isn't known.
+    """
+
+    log: list[Any] | None = None
 
 
-def _changed(shape: Any, before: Any, node: Node) -> None:
+def _changed(made: Any, node: Node, log: list[Any] | None = None) -> None:
     name = getattr(node.data.fun, "__name__", repr(node.data.fun))
     line = "" if node.site is None else f"{node.site.text}: "
-    raise Changed(
-        f"{line}{name} returns an array of shape {shape}, and returned one of shape {before} for the same arguments "
-        "when the function was compiled. Leave it out of the jitted function"
+    error = Changed(
+        f"{line}{name} returns an array of shape {np.shape(made)}, and returned one of shape {node.shape} for the same "
+        "arguments when the function was compiled. Leave it out of the jitted function"
     )
+    if log is not None:
+        error.log = list(log)
+        log.clear()
+    raise error
 
 
 def _own(x: Any) -> Any:

@@ -20,7 +20,7 @@ from mpiad.transport import calls
 from mpiad.transport.channels import Channel, live_channels, tell_recorders
 from mpiad.transport.tracing import tracing
 
-__all__ = ["PlayingBack", "TraceRun", "as_value"]
+__all__ = ["PlayingBack", "TraceRun", "as_value", "message_counts"]
 
 
 class TraceRun:
@@ -28,7 +28,7 @@ class TraceRun:
 
     def __init__(self, given: Arguments):
         self.given, self.recorder = given, Recorder(TracedArrays.kind)
-        self.counts = _counts()
+        self.counts = message_counts()
 
     def run(self, fun: Function) -> Any:
         """Call the function with traced arrays."""
@@ -84,6 +84,7 @@ class _Noting:
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         tracing.recorder = None
+        self.recorder.check_requests()
         self._arrays.__exit__(None, None, None)
         calls.forget(self)
         _watched(-1)
@@ -122,7 +123,7 @@ class PlayingBack:
         self._later: list[_Counts] = []
 
     def __enter__(self) -> None:
-        self._later = _counts() if self._before else []
+        self._later = message_counts() if self._before else []
         for channel, sent, received in self._before:
             channel.sent, channel.received = dict(sent), dict(received)
         tracing.recorder = self._playback
@@ -137,7 +138,8 @@ class PlayingBack:
 _Counts: TypeAlias = "tuple[Channel, dict[tuple[int, int], int], dict[tuple[int, int], int]]"
 
 
-def _counts() -> list[_Counts]:
+def message_counts() -> list[_Counts]:
+    """Return how many messages each channel has numbered until now."""
     return [(channel, dict(channel.sent), dict(channel.received)) for channel in live_channels()]
 
 

@@ -126,7 +126,7 @@ class Translation:
         given = mapped(args, slot), mapped(kwargs, slot)
         data = Call(step.kind if kind == "communicate" else "call", fun, *given, step.rule)
         single = len(specs) == 1 and step.fun not in SPLITTING
-        shape, dtype = specs[0] if single else ((), np.dtype(bool))
+        shape, dtype = specs[0] if single else ((), np.dtype(bool if specs else object))
         number = program.add(kind, found, shape, dtype, data)
         if single or not specs:
             return [number] if specs else []

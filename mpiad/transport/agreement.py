@@ -11,7 +11,7 @@ from mpiad._typing import Comm
 from mpiad.errors import RemoteError
 from mpiad.transport.channels import Channel
 from mpiad.transport.exit_codes import code_of
-from mpiad.transport.tracing import tracing
+from mpiad.transport.tracing import settled
 
 __all__ = [
     "Failure", "Failures", "agreed", "agreed_among", "error_of", "first_of", "forget_agreement", "raise_first",
@@ -124,8 +124,10 @@ def raise_together(channel: Channel, error: Exception | None) -> None:
     -----
     All ranks of the channel call it.
     """
-    if tracing.recorder is not None:
-        tracing.recorder.looked_up("a check that all ranks make together")
+    settled(_raised_together, channel, error)
+
+
+def _raised_together(channel: Channel, error: Exception | None) -> None:
     # One number in any case; texts are pickled, and travel only where there is one.
     flag = np.array(error is not None, dtype=np.int32)
     total = np.zeros_like(flag)
@@ -163,6 +165,10 @@ def require_same(channel: Channel, described: str, call: str) -> None:
     -----
     All ranks of the channel call it.
     """
+    settled(_required_same, channel, described, call)
+
+
+def _required_same(channel: Channel, described: str, call: str) -> None:
     # The texts themselves, and no hash: arguments are short, and the error shows them.
     found = channel.data.allgather(described)
     for rank, other in enumerate(found):
@@ -198,13 +204,17 @@ def require_alike(channel: Channel, error: Exception | None, fingerprint: int, d
     -----
     All ranks of the channel call it.
     """
+    settled(_required_alike, channel, error, fingerprint, described, call)
+
+
+def _required_alike(channel: Channel, error: Exception | None, fingerprint: int, described: str, call: str) -> None:
     every = np.empty((channel.size, 2), np.int64)
     channel.data.Allgather(np.array([error is not None, fingerprint], np.int64), every)
     if every[:, 0].any():
         raise_first(channel, error)
     if (every[:, 1] != every[0, 1]).any():
         # The texts tell more than the fingerprints, but may be shortened: they can be equal all the same.
-        require_same(channel, described, call)
+        _required_same(channel, described, call)
         raise agreed(channel, ValueError(
             f"{call}: all ranks must give the same arguments, but they differ in what isn't shown here: {described}."
         ))

@@ -242,6 +242,8 @@ def _folder(path: str) -> str:
 
 
 _OURS = _folder(os.path.dirname(os.path.dirname(__file__)))
+# What runs a compiled function stands between the user and what is called: it isn't what he called.
+_BETWEEN = _folder(os.path.join(_OURS, "programs"))
 _STANDARD = tuple({_folder(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")})
 _PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("autograd", "scipy", "numpy", "mpi4py"))
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
@@ -263,7 +265,7 @@ def _kind_of_file(name: str) -> int:
         return 2
     path = os.path.realpath(name) if os.path.exists(name) else name
     if path.startswith(_OURS):
-        return 1
+        return 2 if path.startswith(_BETWEEN) else 1
     # Any other package that is installed may be the user's own, or calls us on his behalf: its line is the one to show.
     installed = any(mark in path for mark in _INSTALLED)
     if installed:

@@ -22,7 +22,7 @@ __all__ = [
 
 
 _WRONG = -1
-_NOTHING = np.zeros(0)
+_NOTHING = Spec((0,), np.dtype(float))
 
 
 def allreduce(channel: Channel, x: Array, op: Op, call: str) -> Array:
@@ -124,9 +124,18 @@ def barrier(channel: Channel) -> None:
 
 
 def lengths_of_all(
-    channel: Channel, array: np.ndarray, axis: int | None, call: str, wrong: Exception | None = None
+    channel: Channel, like: Spec, axis: int | None, call: str, wrong: Exception | None = None
 ) -> list[int]:
     """Agree on the pieces of a gather: each rank's length along `axis`, 1 each where they are stacked.
+
+    Parameters
+    ----------
+    channel : Channel
+    like : Spec
+        Shape and dtype of this rank's piece.
+    axis : int or None
+    call : str
+    wrong : Exception, optional
 
     Raises
     ------
@@ -136,9 +145,10 @@ def lengths_of_all(
         On all ranks, where one has found `wrong` arguments: the others must not wait for it.
     """
     if wrong is not None:
-        array, axis = _NOTHING, None  # it takes part all the same: the others are on their way to the same call
-    piece = (array.shape if axis is None else array.shape[:axis] + array.shape[axis + 1 :], array.dtype.str)
-    mine = np.array([1 if axis is None else array.shape[axis], _fingerprint(piece)], dtype=np.int64)
+        like, axis = _NOTHING, None  # it takes part all the same: the others are on their way to the same call
+    shape, dtype = like.shape, like.dtype
+    piece = (shape if axis is None else shape[:axis] + shape[axis + 1 :], dtype.str)
+    mine = np.array([1 if axis is None else shape[axis], _fingerprint(piece)], dtype=np.int64)
     every = np.empty((channel.size, 2), dtype=np.int64)
     if wrong is not None:
         mine[0] = _WRONG
@@ -146,7 +156,7 @@ def lengths_of_all(
     if (every[:, 0] == _WRONG).any():
         raise_first(channel, wrong)
     if (every[:, 1] != every[0, 1]).any():
-        shapes = channel.data.allgather(f"{array.shape} {array.dtype}")
+        shapes = channel.data.allgather(f"{shape} {dtype}")
         listed = ", ".join(f"rank {rank}: {shape}" for rank, shape in enumerate(shapes))
         free = "must be equal on all ranks" if axis is None else f"may differ along axis {axis} only"
         raise ValueError(f"{call}: shapes and dtypes {free}, but got {listed}.")

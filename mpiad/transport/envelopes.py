@@ -37,16 +37,21 @@ class Envelope:
         Whether it is the message of an adjoint.
     answers : Envelope, optional
         The one whose number it has, which took that.
+
+    Attributes
+    ----------
+    asked : (int, int)
+        Peer and tag as they were given, which may be any.
     """
 
-    __slots__ = ("answers", "channel", "number", "outgoing", "peer", "reverse", "tag")
+    __slots__ = ("answers", "asked", "channel", "number", "outgoing", "peer", "reverse", "tag")
 
     def __init__(
         self, channel: Channel, peer: int, tag: int, outgoing: bool, number: int | None = None, reverse: bool = False,
         answers: Envelope | None = None,
     ):  # fmt: skip
         self.channel, self.peer, self.tag, self.outgoing, self.reverse = channel, peer, tag, outgoing, reverse
-        self.answers = answers
+        self.answers, self.asked = answers, (peer, tag)
         self.number = number if number is not None or peer < 0 or tag < 0 else self._next()
 
     def _next(self) -> int:

@@ -13,7 +13,7 @@ from mpiad._typing import Comm
 from mpiad.errors import CommunicatorError, UnfinishedMessagesError
 from mpiad.transport.channels import Channel
 from mpiad.transport.fault_tolerance import FAULT_TOLERANT, is_revoked
-from mpiad.transport.tracing import tracing
+from mpiad.transport.tracing import once, tracing
 
 __all__ = ["channel", "close_world", "member", "open_world", "prepare", "renew", "world_is_given_up"]
 
@@ -159,7 +159,7 @@ def prepare(comm: Comm, call: str) -> Channel:
         return open_world()
     found = comm.Get_attr(_key())
     if found is None:
-        found = Channel(comm)
+        found = once(Channel, comm)
         comm.Set_attr(_key(), found)
     return found
 

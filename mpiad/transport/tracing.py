@@ -6,9 +6,12 @@
 from __future__ import annotations
 
 import threading
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 
-__all__ = ["ProgramRecorder", "tracing"]
+T = TypeVar("T")
+
+__all__ = ["ProgramRecorder", "once", "settled", "tracing"]
 
 
 class ProgramRecorder(Protocol):
@@ -19,6 +22,14 @@ class ProgramRecorder(Protocol):
 
     def operate(self, operator: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run an operator of `mpiad.extend` on plain arrays, and note it."""
+
+    def settle(self, fun: Callable[..., T], args: tuple) -> T:
+        """Run what decides how a call goes on, and note it with its result."""
+        ...
+
+    def once(self, fun: Callable[..., T], args: tuple) -> T:
+        """Run what is done once for a communicator, and don't note it."""
+        ...
 
     def refuse(self, reason: str) -> None:
         """Give the trace up, for a reason that is told the user."""
@@ -44,3 +55,18 @@ class _Tracing(threading.local):
 
 
 tracing = _Tracing()
+
+
+def settled(fun: Callable[..., T], *args: Any) -> T:
+    """Run what decides how a call goes on, and may come out otherwise next time: what ranks tell each other before it, for one.
+
+    A compiled program runs it again, and goes on only where it comes out as in the trace.
+    """
+    recorder = tracing.recorder
+    return fun(*args) if recorder is None else recorder.settle(fun, args)
+
+
+def once(fun: Callable[..., T], *args: Any) -> T:
+    """Run what is done at the first use of a communicator, and is no part of a compiled program."""
+    recorder = tracing.recorder
+    return fun(*args) if recorder is None else recorder.once(fun, args)
