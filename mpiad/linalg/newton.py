@@ -21,6 +21,7 @@ from mpiad.linalg.newton_iteration import find_root
 from mpiad.linalg.solver_settings import Settings, agree_on, mistake_in, unfit_preconditioner
 from mpiad.primitives import stop
 from mpiad.primitives.cotangents import spec_like
+from mpiad.programs.opaque_calls import opaque
 from mpiad.transport.buffers import conversion
 from mpiad.transport.device_arrays import is_device_array
 from mpiad.transport.recovery import recoverable
@@ -31,6 +32,7 @@ _CALL = "linalg.newton"
 _OF_DERIVATIVES = 1e-10  # the relative tolerance of their linear systems, where the user gave an absolute one alone
 
 
+@opaque
 @recoverable(_CALL)
 def newton(
     residual: Function,

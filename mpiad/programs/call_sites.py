@@ -23,12 +23,12 @@ def called_at(site: Site | None, kind: str, rule: tuple[str, str, Site] | None =
     Parameters
     ----------
     site : Site or None
-    kind : {"communicate", "operate", "in place", "settle"}
+    kind : {"communicate", "operate", "in place", "opaque", "settle"}
 
     Returns
     -------
     callable
-        ``(operation, x, params)``, ``(operator, args, kwargs)``, ``(operator, buffer, *rest)`` or ``(fun, args)``.
+        ``(operation, x, params)``, ``(operator, args, kwargs)``, ``(operator, buffer, *rest)`` or ``(fun, args)`` of the last two.
     """
     made = _CALLS[kind]
     if kind == "settle" and site is not None and site.entry:
@@ -67,5 +67,6 @@ _CALLS: dict[str, Any] = {
     "operate": lambda operator, args, kwargs: operator.body(args, kwargs),
     "in place": lambda operator, buffer, *rest: operator.run_in_place(buffer, *rest),
     "settle": lambda fun, args: fun(*args),
+    "opaque": lambda fun, args: fun(*args),
 }
 _THROUGH: Any = lambda fun, args: inner(fun, args)  # noqa: E731, F821

@@ -90,8 +90,9 @@ class Recorder:
         self.weak: set[int] = set()
         self.asked: int | None = None
         self.channels: set[Channel] = set()
-        # By identity, requests under way, and the numbers of their values.
-        self._requests: dict[int, tuple[Request, int]] = {}
+        # By identity, what isn't an array and is handed on from step to step: requests under way, records of tapes.
+        self._objects: dict[int, tuple[Any, int]] = {}
+        self._inside = False
         self._any_sender = False
         self._constant_of: dict[int, tuple[Any, int]] = {}
         self._holders: dict[int, WeakSet[Any]] = {}
@@ -110,7 +111,7 @@ class Recorder:
 
     def weaken(self, made: Any) -> Any:
         """Take a number for one of Python's, and return it."""
-        if isinstance(made, Traced) and self.open:
+        if isinstance(made, Traced) and self.notes:
             made.weak = True
             self.weak.add(made.number)
         return made
@@ -155,7 +156,7 @@ class Recorder:
 
     def call(self, fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Call a function of NumPy's, and note it."""
-        if not self.open:
+        if not self.notes:
             return fun(*plain(tuple(args)), **plain(kwargs))
         by_values = fun is np.where and len(args) == 1 or fun is np.repeat and isinstance(args[1], Traced)
         if by_values or fun in _SHAPED_BY_VALUES:
@@ -166,7 +167,7 @@ class Recorder:
     def full(self, shape: Shape, value: Any, dtype: Any) -> Any:
         """Make an array of one number, and note it."""
         made = np.full(shape, plain(value), dtype)
-        if not self.open:
+        if not self.notes:
             return made
         return self._recorded("full", np.full, (tuple(shape), self._noted(value), np.dtype(dtype)), {}, made)
 
@@ -184,15 +185,13 @@ class Recorder:
             self._step("communicate", operation, noted, ())
             return x
         if isinstance(made, Request):
-            number = self._number_of_object()
-            self._requests[id(made)] = made, number
-            self._step("communicate", operation, noted, (number,))
+            self._step("communicate", operation, noted, (self._number_of_object(made),))
             return made
         return self._recorded("communicate", operation, noted, {}, made)
 
     def _noted_request(self, request: Request) -> Ref:
         """Return the reference to a request that is waited for."""
-        found = self._requests.pop(id(request), None)
+        found = self._objects.pop(id(request), None)
         if found is None:
             request.done = False  # the function takes it once more
             self.refuse("it waits for a request that was started outside of the jitted function")
@@ -200,7 +199,7 @@ class Recorder:
 
     def check_requests(self) -> None:
         """Give the trace up where a request is left over at its end."""
-        for request, _ in self._requests.values():
+        for request in [found for found, _ in self._objects.values() if isinstance(found, Request)]:
             reason = f"it starts a request and doesn't wait for it: {request!r}"
             self.refused = self.refused or Abandoned(reason, "at the end of the jitted function")
 
@@ -211,6 +210,18 @@ class Recorder:
         site = calls.site_of(sys._getframe(1))
         self.steps.append(Step("settle", fun, noted, {"expected": made}, (), site, self.backwards, _rule()))
         return made
+
+    def opaque(self, fun: Callable, args: tuple) -> tuple[Any, ...]:
+        """Run a function that isn't taken apart, and note it: it returns arrays, and last what isn't one."""
+        noted = self._noted(args)
+        *arrays, rest = self._run(fun, *plain(args))
+        for x in arrays:
+            if not _is_array(x):
+                self.refuse(f"it calls {fun.__name__}, which returns {type(x).__name__}, and that isn't an array")
+        results = [self._wrapped(x) for x in arrays]
+        outs = *[x.number for x in results], self._number_of_object(rest)
+        self._step("opaque", fun, noted, outs, {"expected": [(x.shape, x.dtype) for x in arrays]})
+        return *results, rest
 
     def once(self, fun: Callable, args: tuple) -> Any:
         """Run what is done at the first use of a communicator, which replays don't."""
@@ -249,17 +260,28 @@ class Recorder:
     def _run(self, fun: Callable, *args: Any) -> Any:
         made = self._untold(fun, *args)
         self.log.append(logged(made, args[-1] if args else None))
+        # Now that what it communicates is done, and noted.
+        if self.refused is not None:
+            raise self.refused
         return made
 
     def _untold(self, fun: Callable, *args: Any) -> Any:
-        tracing.recorder = None
+        tracing.recorder, self._inside = None, True
         try:
             return fun(*args)
         except BaseException as error:
             self.failed = error
             raise
         finally:
-            tracing.recorder = self
+            tracing.recorder, self._inside = self, False
+
+    @property
+    def notes(self) -> bool:
+        """Whether what is done with traced arrays is noted; inside of what is one step none must be met."""
+        if self._inside:
+            reason = "what it calls uses a traced value from around it: hand it on as an argument"
+            self.refused = self.refused or Abandoned(reason, calls.site_of(sys._getframe(1)).text)
+        return self.open and not self._inside
 
     def _recorded(self, kind: str, fun: Any, args: tuple, kwargs: dict, made: Any) -> Any:
         if made is None and kind != "call":
@@ -286,7 +308,7 @@ class Recorder:
 
     def write(self, target: Any, fun: Callable, args: Sequence[Any]) -> Any:
         """Let a function write into an array, and give that array the number of the result."""
-        if not self.open:
+        if not self.notes:
             fun(*plain(tuple(args)), out=target.value)
             return target
         noted = self._noted(tuple(args))
@@ -302,7 +324,7 @@ class Recorder:
     def set_entries(self, target: Any, key: Any, value: Any) -> None:
         """Set entries of an array, and give it the number of what it is then."""
         place, new = plain(key), plain(value)
-        if not self.open:
+        if not self.notes:
             target.value[place] = new
             return
         # total[key] += values: a part was changed, and is put where it lies already.
@@ -333,8 +355,10 @@ class Recorder:
         self.specs.append((value.shape, value.dtype))
         return len(self.specs) - 1
 
-    def _number_of_object(self) -> int:
+    def _number_of_object(self, found: Any) -> int:
         self.specs.append(((), _OBJECT))
+        if found is not None:
+            self._objects[id(found)] = found, len(self.specs) - 1
         return len(self.specs) - 1
 
     def _wrapped(self, value: Any) -> Any:
@@ -354,6 +378,8 @@ class Recorder:
             if x.stale is not None:
                 self.refuse("it reads an array after other names of the same memory were written to")
             return Ref(x.number)
+        if id(x) in self._objects:
+            return Ref(self._objects[id(x)][1])
         if is_device_array(x):
             self.refuse("it computes with an array on a device, and only NumPy's are compiled yet")
         if type(x) is np.ndarray:

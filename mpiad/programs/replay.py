@@ -338,6 +338,9 @@ class _Writer:
         if node.data.kind == "settle":
             self.names[f"E{at}"] = node.data.kwargs["expected"]
             return f"v{at} != E{at}"
+        if node.data.kind == "opaque":
+            self.names[f"E{at}"] = node.data.kwargs["expected"]
+            return f"[(x.shape, x.dtype) for x in v{at}[:-1]] != E{at}"
         self.names[f"D{at}"] = node.dtype
         return f"v{at}.shape != {node.shape} or v{at}.dtype != D{at}"
 
@@ -388,7 +391,7 @@ def _is_looked_at(schedule: Schedule, at: int) -> bool:
     if isinstance(step, Loop) or step.in_place:
         return False
     node = schedule.program.nodes[step.node]
-    if node.kind != "communicate" or node.data.kind == "settle":
+    if node.kind != "communicate" or node.data.kind in ("settle", "opaque"):
         return node.kind == "communicate"
     fun = node.data.fun
     known = isinstance(fun, Operation) and fun.__name__ != "mpi_bcast" or getattr(fun, "in_place", None) is not None

@@ -33,7 +33,7 @@ class Step(NamedTuple):
 
     Parameters
     ----------
-    kind : {"call", "communicate", "operate", "settle", "set", "full"}
+    kind : {"call", "communicate", "operate", "opaque", "settle", "set", "full"}
     fun : callable or Operation
     args, kwargs
         With `Ref` and `Constant` for arrays.

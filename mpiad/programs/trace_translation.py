@@ -125,7 +125,7 @@ class Translation:
 
         given = mapped(args, slot), mapped(kwargs, slot)
         data = Call(step.kind if kind == "communicate" else "call", fun, *given, step.rule)
-        single = len(specs) == 1 and step.fun not in SPLITTING
+        single = len(specs) == 1 and step.fun not in SPLITTING and step.kind != "opaque"
         shape, dtype = specs[0] if single else ((), np.dtype(bool if specs else object))
         number = program.add(kind, found, shape, dtype, data)
         if single or not specs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from numbers import Integral
 from typing import Any
 
@@ -10,12 +11,18 @@ import numpy as np
 from mpiad._typing import Function, Tree
 from mpiad.device.assembly import stack
 from mpiad.differentiation.trees import is_variable, named_leaves
+from mpiad.programs import Jitted, jit
+from mpiad.programs.opaque_calls import opaque
+from mpiad.programs.steps import Traced
 from mpiad.timestepping.checkpoints import Checkpoints, checkpoints_of
 from mpiad.timestepping.differentiable import LoopOperator
 from mpiad.timestepping.snapshots import own
 from mpiad.timestepping.stepping import UserStepping
+from mpiad.transport.tracing import tracing
 
 __all__ = ["scan"]
+
+_MOST_UNROLLED = 50  # steps, in a function that is being compiled
 
 
 def scan(
@@ -77,6 +84,16 @@ def scan(
     >>> print(mpiad.timestepping.scan(lambda u, k, a: a * u, 1.0, 10, 2.0, checkpoints=3))
     1024.0
     """
+    if tracing.recorder is not None:
+        n_steps = operator.index(n_steps) if isinstance(n_steps, Traced) else n_steps
+        if checkpoints is not None or (isinstance(n_steps, Integral) and n_steps > _MOST_UNROLLED):
+            return _as_one_call(step, u0, n_steps, params, inputs, observe, checkpoints)
+    return _scan(step, u0, n_steps, params, inputs, observe, checkpoints)
+
+
+def _scan(
+    step: Function, u0: Tree, n_steps: object, params: tuple, inputs: Tree, observe: Function | None, checkpoints: Any
+) -> Any:
     steps, kept = _checked_count(n_steps), checkpoints_of(checkpoints, "timestepping.scan")
     _check_functions(step, observe)
     _check_state(u0)
@@ -92,6 +109,15 @@ def scan(
         state, observed = LoopOperator(stepping, steps, kept, stepping.args)(stepping.args)
     last = stepping.build_state(state)
     return last if stepping.build_seen is None else (last, stepping.build_seen(observed))
+
+
+_opaque_scan = opaque(_scan)
+
+
+def _as_one_call(step: Any, u0: Tree, n_steps: object, params: tuple, inputs: Tree, observe: Any, checkpoints: Any) -> Any:
+    """Run the loop as one call of a compiled program, its steps compiled."""
+    compiled = [jit(fun) if callable(fun) and not isinstance(fun, Jitted) else fun for fun in (step, observe)]
+    return _opaque_scan(compiled[0], u0, n_steps, params, inputs, compiled[1], checkpoints)
 
 
 def _on_the_tape(stepping: UserStepping, steps: int) -> tuple[list[Any], list[Any]]:

@@ -20,6 +20,7 @@ from mpiad.linalg.host_and_device import require_together
 from mpiad.linalg.multigrid.preconditioner import Multigrid
 from mpiad.primitives import stop
 from mpiad.primitives.cotangents import spec_like, tangent_of
+from mpiad.programs.opaque_calls import opaque
 from mpiad.transport import Channel, channel
 from mpiad.transport.agreement import raise_together
 
@@ -28,6 +29,7 @@ __all__ = ["solve_elliptic"]
 _CALL = "linalg.solve_elliptic"
 
 
+@opaque
 def solve_elliptic(
     domain: Domain,
     kappa: LocalArray | float,

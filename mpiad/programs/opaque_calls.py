@@ -1,0 +1,175 @@
+"""Functions of this library's that a compiled program calls as they are: solves, and loops in time with checkpoints.
+
+While a function is traced, such a call is one step, run on plain arrays with whatever it communicates and agrees on. On the
+tape of a derivative it is one node: the step runs the function on a tape of its own and returns that tape's record beside
+the results, and a second step, in the reverse pass, runs backwards along the record. So the rules of solves and loops are
+those of the interpreted function, at each run of the program.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from autograd.tracer import Box, getval, new_box
+
+from mpiad._typing import Function
+from mpiad.differentiation.backward import run_backward
+from mpiad.differentiation.nodes import TangentNode
+from mpiad.differentiation.tape import OrderedTape, TangentTape
+from mpiad.differentiation.trace import Traced, Variables, trace_backwards, trace_forwards
+from mpiad.differentiation.trees import flatten
+from mpiad.primitives.cotangents import conform, spec_like
+from mpiad.primitives.operation import current, suspended
+from mpiad.programs.steps import Traced as TracedArray
+from mpiad.programs.steps import hides_traced
+from mpiad.programs.tape_node import placed
+from mpiad.transport import Spec
+from mpiad.transport.channels import communications
+from mpiad.transport.tracing import tracing
+
+__all__ = ["opaque"]
+
+_boxes = Box.types
+
+
+class _Outcome(NamedTuple):
+    """What a call has made beside arrays: the form of its result, and on a tape its record."""
+
+    build: Callable[[list[Any]], Any]
+    traced: Traced | None
+
+
+class _Call:
+    """A function as it was called: how its arguments are put together of their leaves."""
+
+    def __init__(self, fun: Function, build: Callable[[list[Any]], tuple[tuple, dict]]):
+        self._fun, self._build = fun, build
+        self.__name__ = fun.__name__
+
+    def __call__(
+        self, leaves: list[Any], places: list[int] | None = None, tangents: list[Any] | None = None
+    ) -> tuple[Any, ...]:
+        """Return the results, with tangents these too, and the outcome.
+
+        Parameters
+        ----------
+        leaves : list
+        places : list of int, optional
+            Of the variables, which may be none on this rank; not given outside of derivatives.
+        tangents : list of array, optional
+            Of the variables; without them the tape is to be run backwards.
+        """
+        # What it keeps, or returns, mustn't be the program's memory, which is used again.
+        leaves = [x.copy() if type(x) is np.ndarray else x for x in leaves]
+        if places is None:
+            values, build = flatten(self._called(leaves))
+            return *map(_as_array, values), _Outcome(build, None)
+
+        variables = Variables([leaves[k] for k in places], list(range(len(places))), list)
+
+        def called(given: list[Any]) -> Any:
+            filled = list(leaves)
+            for place, x in zip(places, given):
+                filled[place] = x
+            return self._called(filled)
+
+        with suspended(body=False):
+            if tangents is not None:
+                (values, build), (along, _) = map(flatten, trace_forwards(called, variables, tangents, self.__name__))
+                return *map(_as_array, values), *map(_as_array, along), _Outcome(build, None)
+            made = trace_backwards(called, variables)
+        if made.problem is not None:
+            raise made.problem.kind(made.problem.text)
+        return *map(_as_array, made.values), _Outcome(made.build, made)
+
+    def _called(self, leaves: list[Any]) -> Any:
+        args, kwargs = self._build(leaves)
+        return self._fun(*args, **kwargs)
+
+
+class _Adjoint:
+    """The reverse pass of a call."""
+
+    def __init__(self, call: _Call, specs: list[Spec]):
+        self._specs = specs
+        self.__name__ = f"adjoint of {call.__name__}"
+
+    def __call__(self, outcome: _Outcome, gs: list[Any]) -> tuple[Any, ...]:
+        """Return the cotangents of the variables."""
+        made: Any = outcome.traced
+        seeds = [(place, g) for place, g in zip(made.places, gs) if place >= 0]
+        with suspended(body=False):
+            # A program may be run backwards more than once.
+            found = run_backward(made.recording, seeds, len(self._specs), True)
+        return *[spec.zeros() if g is None else conform(g, *spec) for g, spec in zip(found, self._specs)], None
+
+
+def _as_array(x: Any) -> Any:
+    return np.float64(x) if type(x) is float else x
+
+
+def opaque(fun: Function) -> Function:
+    """Let compiled programs call a function as it is.
+
+    Parameters
+    ----------
+    fun : callable
+        Its results are arrays, in any nest.
+    """
+
+    @functools.wraps(fun)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        recorder: Any = tracing.recorder
+        if recorder is None:
+            return fun(*args, **kwargs)
+        leaves, build = flatten((args, kwargs))
+        call, tape = _Call(fun, build), current.tape
+        places = [k for k, leaf in enumerate(leaves) if type(leaf) in _boxes]
+        plain = [getval(leaf) for leaf in leaves]
+        if any(hides_traced(leaf) for leaf in plain if not isinstance(leaf, TracedArray)):
+            recorder.refuse(f"{fun.__name__} is given functions or objects that hold traced values")
+        if tape is None and not places:
+            *values, outcome = recorder.opaque(call, (plain,))
+            return outcome.build(values)
+        if not _is_simple(tape, [leaves[k] for k in places]):
+            recorder.refuse(f"it calls {fun.__name__} in a derivative of higher order, and that isn't compiled yet")
+            return fun(*args, **kwargs)  # played back
+        nodes = [leaves[k]._node for k in places]
+        made = _with_tangents if type(tape) is TangentTape else _on_tape
+        return made(recorder, call, tape, plain, places, nodes)
+
+    return called
+
+
+def _is_simple(tape: Any, boxes: Sequence[Any]) -> bool:
+    """Tell whether there is one trace of ours, and variables are of it."""
+    return (
+        type(tape) in (OrderedTape, TangentTape) and tape.outer is None
+        and all(box._trace == tape.number and getattr(box._node, "tape", None) is tape for box in boxes)
+    )  # fmt: skip
+
+
+def _on_tape(recorder: Any, call: _Call, tape: Any, leaves: list[Any], places: list[int], nodes: list[Any]) -> Any:
+    start = next(communications)
+    *values, outcome = recorder.opaque(call, (leaves, places))
+    communicates = next(communications) - start - 1
+    tape.channels |= outcome.traced.recording.channels
+    likes = [spec_like(leaves[k]) for k in places]
+    adjoint = _Adjoint(call, [like._replace(arrays=None) for like in likes])
+
+    def pull(gs: list[Any]) -> list[Any]:
+        recorder: Any = tracing.recorder
+        *found, _ = adjoint(outcome, gs) if recorder is None else recorder.opaque(adjoint, (outcome, gs))
+        return [conform(g, *like) for g, like in zip(found, likes)]
+
+    return outcome.build(placed(tape, values, [True] * len(values), nodes, pull, communicates))
+
+
+def _with_tangents(recorder: Any, call: _Call, tape: Any, leaves: list[Any], places: list[int], nodes: list[Any]) -> Any:
+    *made, outcome = recorder.opaque(call, (leaves, places, [node.g for node in nodes]))
+    half = len(made) // 2
+    boxes = [new_box(x, tape.number, TangentNode.placed(tape, along)) for x, along in zip(made[:half], made[half:])]
+    return outcome.build(boxes)
