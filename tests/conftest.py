@@ -19,6 +19,7 @@ from pathlib import Path
 from subprocess import CompletedProcess
 
 import hypothesis
+import jitted_ways
 import launch
 import numpy as np
 import pytest
@@ -50,6 +51,10 @@ hypothesis.settings.register_profile(
     phases=(hypothesis.Phase.explicit, hypothesis.Phase.generate),
 )
 hypothesis.settings.load_profile("ranks")
+
+
+pytest_generate_tests = jitted_ways.generate
+objectives = jitted_ways.objectives
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -30,8 +30,9 @@ PATIENCE = 30.0
 class Fuzz:
     """Programs of one number of ranks."""
 
-    def __init__(self, ranks, count, seed, before, search):
+    def __init__(self, ranks, count, seed, before, search, compiled):
         self.ranks, self.count, self.seed, self.before, self.search = ranks, count, seed, before, search
+        self.compiled = compiled
         self.digest, self.start = 0, time.monotonic()
 
     def run(self):
@@ -39,7 +40,7 @@ class Fuzz:
         done, number = 0, 0
         while done < self.count:
             size, seed = min(BATCH, self.count - done), self.seed * 1_000_003 + number
-            programs = drawn(self.ranks, size, seed)
+            programs = drawn(self.ranks, size, seed, self.compiled)
             self.digest = zlib.crc32("".join(map(repr, programs)).encode(), self.digest)
             outcome, place = self.job(programs, PATIENCE)
             if outcome.returncode:
@@ -97,13 +98,17 @@ def main():
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 3, 4])
     parser.add_argument("--seed", type=int, help="another one at each run by default")
     parser.add_argument("--shrink", type=float, default=300.0, help="seconds to look for a smaller program; 0: not")
+    parser.add_argument(
+        "--compiled", nargs="+", default=["none", "all", "some"], choices=["none", "all", "some"],
+        help="on which ranks programs are jitted, in turn",
+    )  # fmt: skip
     parser.add_argument("--before", nargs=1, default=[], help="a Python file that every rank runs first")
     options = parser.parse_args()
     seed = secrets.randbelow(10**6) if options.seed is None else options.seed
     numbers = " ".join(map(str, options.ranks))
     print(f"fuzz: {options.programs} programs on {numbers} ranks, seed {seed}", flush=True)
     shares = [len(range(k, options.programs, len(options.ranks))) for k in range(len(options.ranks))]
-    runs = [Fuzz(*each, seed, options.before, options.shrink) for each in zip(options.ranks, shares)]
+    runs = [Fuzz(*each, seed, options.before, options.shrink, options.compiled) for each in zip(options.ranks, shares)]
     failed = [run.ranks for run in runs if not run.run()]
     if failed:
         print(f"fuzz: FAILED on {failed} ranks; again: --seed {seed} --programs {options.programs} --ranks {numbers}")

@@ -71,7 +71,8 @@ class Watch:
             if fun.__code__ is not code or fun.__defaults__ is not defaults:
                 return False
         for nest, copy in self._nests:
-            if len(nest) != len(copy) or not all(a is b for a, b in zip(_parts(nest), copy)):
+            parts = _parts(nest)
+            if len(parts) != len(copy) or not all(a is b for a, b in zip(parts, copy)):
                 return False
         return all(same_bits(array, copy) for array, copy in self._arrays)
 

@@ -22,6 +22,8 @@ from autograd.tracer import Box, getval
 
 from mpiad._typing import Function
 from mpiad.differentiation.backward import run_backward
+from mpiad.differentiation.tape import TangentTape
+from mpiad.differentiation.trace import Variables, trace_forwards
 from mpiad.differentiation.trees import flatten
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import communications, current, suspended
@@ -32,7 +34,7 @@ from mpiad.programs.recorder import Recorder
 from mpiad.programs.replay import Changed, Replays
 from mpiad.programs.signature import Arguments, arguments_of
 from mpiad.programs.steps import Abandoned, Traced
-from mpiad.programs.tape_node import Lease, is_simple, placed
+from mpiad.programs.tape_node import Lease, is_simple, placed, with_tangents
 from mpiad.programs.trace_run import PlayingBack, TraceRun, as_value, message_counts
 from mpiad.programs.trace_translation import program_of
 from mpiad.transport import Channel, Spec, calls
@@ -117,6 +119,8 @@ class Jitted:
         self._traces = 0
         # Integers that the function decides by: where they stand among the arguments, by the form of these.
         self._asked: set[Any] = set()
+        # Its value and its tangent as a function of their own, by the form of the arguments and which are variables.
+        self._along: dict[Any, Jitted] = {}
         # Traces that their reverse pass has yet to complete, as long as it can come.
         self._under_way: WeakValueDictionary[Any, TraceRun] = WeakValueDictionary()
 
@@ -273,6 +277,8 @@ class Jitted:
         boxed = [k for k in given.traced if type(given.leaves[k]) in _boxes]
         if not is_simple(tape, [given.leaves[k] for k in boxed]):
             return self.fun(*args, **kwargs)
+        if type(tape) is TangentTape:
+            return self._called_with_tangents(tape, given, boxed)
         key = ("reverse", tuple(boxed), given.key)
         entry = self._entries.get(key, _UNKNOWN)
         if entry is None:
@@ -308,6 +314,17 @@ class Jitted:
         out = [_own(x.constant) if x.place is None else made[x.place] for x in entry.outputs]
         nodes = [given.leaves[k]._node for k in boxed]
         return entry.build(placed(tape, out, _in_program(entry.outputs), nodes, pull, entry.communications))
+
+    def _called_with_tangents(self, tape: TangentTape, given: Arguments, boxed: list[int]) -> Any:
+        """Call it with tangents carried along: the value and its tangent are a function of their own, compiled."""
+        form = given.form, tuple(boxed)
+        if form not in self._along:
+            self._along[form] = Jitted(_with_tangents(self.fun, given.build, boxed), self.strict)
+        leaves = [getval(x) for x in given.leaves]
+        with suspended(body=False):
+            made = self._along[form](leaves, [given.leaves[k]._node.g for k in boxed])
+        (values, build), (along, _) = map(flatten, made)
+        return build(with_tangents(tape, values, along))
 
     def _traced_on_tape(self, key: Any, given: Arguments, boxed: list[int], args: tuple, kwargs: dict) -> Any:
         """Run the function on traced arrays on a tape of its own; the program is complete when that has run backwards."""
@@ -364,6 +381,24 @@ def _entry(
     program = program_of(recorder, numbers)
     schedule = Fusion(program, ahead).schedule()
     return _Entry(Replays(schedule), outputs, build, watch, recorder.communications, recorder.channels)
+
+
+def _with_tangents(fun: Function, build: Callable, places: Sequence[int]) -> Function:
+    """Return the function from leaves and tangents of some of them to the value of a function and its tangent."""
+
+    def both(leaves: list[Any], tangents: list[Any]) -> tuple[Any, Any]:
+        def called(variables: list[Any]) -> Any:
+            filled = list(leaves)
+            for place, x in zip(places, variables):
+                filled[place] = x
+            args, kwargs = build(filled)
+            return fun(*args, **kwargs)
+
+        variables = Variables([leaves[k] for k in places], list(range(len(places))), list)
+        return trace_forwards(called, variables, tangents, both.__name__)
+
+    both.__name__ = getattr(fun, "__name__", "function")
+    return both
 
 
 def _outputs(leaves: Sequence[Any]) -> tuple[list[int], list[_Output]]:

@@ -9,23 +9,22 @@ those of the interpreted function, at each run of the program.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from autograd.tracer import Box, getval, new_box
+from autograd.tracer import Box, getval
 
 from mpiad._typing import Function
 from mpiad.differentiation.backward import run_backward
-from mpiad.differentiation.nodes import TangentNode
-from mpiad.differentiation.tape import OrderedTape, TangentTape
+from mpiad.differentiation.tape import TangentTape
 from mpiad.differentiation.trace import Traced, Variables, trace_backwards, trace_forwards
 from mpiad.differentiation.trees import flatten
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import current, suspended
 from mpiad.programs.steps import Traced as TracedArray
 from mpiad.programs.steps import hides_traced
-from mpiad.programs.tape_node import placed
+from mpiad.programs.tape_node import is_simple, placed, with_tangents
 from mpiad.transport import Spec
 from mpiad.transport.channels import communications
 from mpiad.transport.tracing import tracing
@@ -134,7 +133,7 @@ def opaque(fun: Function) -> Function:
         if tape is None and not places:
             *values, outcome = recorder.opaque(call, (plain,))
             return outcome.build(values)
-        if not _is_simple(tape, [leaves[k] for k in places]):
+        if not is_simple(tape, [leaves[k] for k in places]):
             recorder.refuse(f"it calls {fun.__name__} in a derivative of higher order, and that isn't compiled yet")
             return fun(*args, **kwargs)  # played back
         nodes = [leaves[k]._node for k in places]
@@ -142,14 +141,6 @@ def opaque(fun: Function) -> Function:
         return made(recorder, call, tape, plain, places, nodes)
 
     return called
-
-
-def _is_simple(tape: Any, boxes: Sequence[Any]) -> bool:
-    """Tell whether there is one trace of ours, and variables are of it."""
-    return (
-        type(tape) in (OrderedTape, TangentTape) and tape.outer is None
-        and all(box._trace == tape.number and getattr(box._node, "tape", None) is tape for box in boxes)
-    )  # fmt: skip
 
 
 def _on_tape(recorder: Any, call: _Call, tape: Any, leaves: list[Any], places: list[int], nodes: list[Any]) -> Any:
@@ -171,5 +162,4 @@ def _on_tape(recorder: Any, call: _Call, tape: Any, leaves: list[Any], places: l
 def _with_tangents(recorder: Any, call: _Call, tape: Any, leaves: list[Any], places: list[int], nodes: list[Any]) -> Any:
     *made, outcome = recorder.opaque(call, (leaves, places, [node.g for node in nodes]))
     half = len(made) // 2
-    boxes = [new_box(x, tape.number, TangentNode.placed(tape, along)) for x, along in zip(made[:half], made[half:])]
-    return outcome.build(boxes)
+    return outcome.build(with_tangents(tape, made[:half], made[half:]))

@@ -111,7 +111,7 @@ class Recorder:
 
     def weaken(self, made: Any) -> Any:
         """Take a number for one of Python's, and return it."""
-        if isinstance(made, Traced) and self.notes:
+        if isinstance(made, Traced) and self.is_noting():
             made.weak = True
             self.weak.add(made.number)
         return made
@@ -156,7 +156,7 @@ class Recorder:
 
     def call(self, fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Call a function of NumPy's, and note it."""
-        if not self.notes:
+        if not self.is_noting():
             return fun(*plain(tuple(args)), **plain(kwargs))
         by_values = fun is np.where and len(args) == 1 or fun is np.repeat and isinstance(args[1], Traced)
         if by_values or fun in _SHAPED_BY_VALUES:
@@ -167,7 +167,7 @@ class Recorder:
     def full(self, shape: Shape, value: Any, dtype: Any) -> Any:
         """Make an array of one number, and note it."""
         made = np.full(shape, plain(value), dtype)
-        if not self.notes:
+        if not self.is_noting():
             return made
         return self._recorded("full", np.full, (tuple(shape), self._noted(value), np.dtype(dtype)), {}, made)
 
@@ -275,9 +275,8 @@ class Recorder:
         finally:
             tracing.recorder, self._inside = self, False
 
-    @property
-    def notes(self) -> bool:
-        """Whether what is done with traced arrays is noted; inside of what is one step none must be met."""
+    def is_noting(self) -> bool:
+        """Tell whether what is done with traced arrays is noted; inside of what is one step none must be met."""
         if self._inside:
             reason = "what it calls uses a traced value from around it: hand it on as an argument"
             self.refused = self.refused or Abandoned(reason, calls.site_of(sys._getframe(1)).text)
@@ -308,7 +307,7 @@ class Recorder:
 
     def write(self, target: Any, fun: Callable, args: Sequence[Any]) -> Any:
         """Let a function write into an array, and give that array the number of the result."""
-        if not self.notes:
+        if not self.is_noting():
             fun(*plain(tuple(args)), out=target.value)
             return target
         noted = self._noted(tuple(args))
@@ -324,7 +323,7 @@ class Recorder:
     def set_entries(self, target: Any, key: Any, value: Any) -> None:
         """Set entries of an array, and give it the number of what it is then."""
         place, new = plain(key), plain(value)
-        if not self.notes:
+        if not self.is_noting():
             target.value[place] = new
             return
         # total[key] += values: a part was changed, and is put where it lies already.
@@ -374,7 +373,8 @@ class Recorder:
     def _noted_leaf(self, x: Any) -> Any:
         if isinstance(x, Traced):
             if x.recorder is not self:
-                return self._constant(np.asarray(x.value))  # of a trace that has ended
+                x.recorder.is_noting()
+                return self._constant(np.asarray(x.value))  # of a trace that has ended, or one that is given up by this
             if x.stale is not None:
                 self.refuse("it reads an array after other names of the same memory were written to")
             return Ref(x.number)

@@ -8,14 +8,15 @@ from typing import Any
 import numpy as np
 from autograd.tracer import new_box
 
-from mpiad.differentiation.nodes import OrderedNode
-from mpiad.differentiation.tape import OrderedTape
+from mpiad.differentiation.nodes import OrderedNode, TangentNode
+from mpiad.differentiation.tape import OrderedTape, TangentTape
 from mpiad.differentiation.trees import is_variable
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.programs.replay import Replays
+from mpiad.programs.steps import Traced
 from mpiad.transport import Spec
 
-__all__ = ["Lease", "is_simple", "placed"]
+__all__ = ["Lease", "is_simple", "placed", "with_tangents"]
 
 _NO_VALUE = Spec(None, None)  # type: ignore[arg-type]
 
@@ -31,12 +32,20 @@ class Lease:
 
 
 def is_simple(tape: Any, boxes: Sequence[Any]) -> bool:
-    """Tell whether the one trace around a call is one of ours, to be run backwards."""
+    """Tell whether there is one trace around a call, and it is of ours."""
     return (
-        type(tape) is OrderedTape and tape.outer is None
+        type(tape) in (OrderedTape, TangentTape) and tape.outer is None
         and all(box._trace == tape.number and getattr(box._node, "tape", None) is tape for box in boxes)
-        and all(isinstance(box._value, (np.ndarray, np.generic)) for box in boxes)
+        and all(isinstance(box._value, (np.ndarray, np.generic, Traced)) for box in boxes)
     )  # fmt: skip
+
+
+def with_tangents(tape: Any, values: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+    """Put the results of a call onto a tape that carries tangents along."""
+    return [
+        new_box(x, tape.number, TangentNode.placed(tape, along)) if is_variable(x) else x
+        for x, along in zip(values, tangents, strict=True)
+    ]
 
 
 def placed(

@@ -154,7 +154,7 @@ class TracedArray(Traced):
         target = out[0] if isinstance(out, tuple) else out
         if len(inputs) and method == "__call__" and type(target) is TracedArray and not kwargs:
             return self.recorder.write(target, ufunc, inputs)
-        if not self.recorder.notes:
+        if not self.recorder.is_noting():
             return fun(*plain(inputs), out=plain(out), **plain(kwargs))
         self.recorder.refuse(f"it writes traced values into an array of numbers (numpy.{ufunc.__name__} with out=)")
 
@@ -202,7 +202,7 @@ class TracedArray(Traced):
     # ---- what asks for its values
 
     def _asked(self, reason: str = _DECIDES) -> Any:
-        if self.recorder.notes:
+        if self.recorder.is_noting():
             self.recorder.ask(self, reason)
         return self.value
 

@@ -31,7 +31,7 @@ class _NumPy:
     @staticmethod
     def array(x: Any, *args: Any, **kwargs: Any) -> Any:
         found = _traced(x)
-        if found is None or not found.recorder.notes:
+        if found is None or not found.recorder.is_noting():
             return np.array(x, *args, **kwargs)
         return found.recorder.call(array_of, (x, *args), kwargs)
 

@@ -1,10 +1,14 @@
 """Whether the library differentiates a program as the reference does: value, gradient, tangent and second order."""
 
+from contextlib import contextmanager
+
 import autograd.numpy as anp
 import numpy as np
 from programs import arithmetic, in_one_process, jets, on_ranks
 
 import mpiad
+from mpiad.programs import function
+from mpiad.programs.closure import Watch
 
 ROUNDING = {False: 1e-9, True: 1e-3}
 """By whether a program is in single precision; relative to the largest number of its kind on any rank, or to one."""
@@ -24,7 +28,7 @@ def differences(program):
     x, v = xs[rank].astype(dtype), vs[rank].astype(dtype)
     results = found(program, x, v)
     dtypes = {"J": np.dtype("f8"), "gradient": dtype, "second order": dtype}
-    lines = [compared(name, results[name], wanted[name], program, dtypes.get(name)) for name in results]
+    lines = [compared(name, results[name], wanted[name.strip()], program, dtypes.get(name.strip())) for name in results]
     return [line for line in lines if line]
 
 
@@ -34,10 +38,15 @@ def found(program, x, v):
     def run(z):
         return on_ranks.run(program, z)
 
+    def tangent(z, v):
+        return mpiad.jvp(run, z, v)[1]
+
+    if program.compiled != "none":
+        return _compiled(program, run, tangent, x, v)
     value, gradient = mpiad.value_and_grad(run, **keywords(program))(x)
-    results = {"J": value, "gradient": gradient, "tangent": mpiad.jvp(run, x, v)[1]}
+    results = {"J": value, "gradient": gradient, "tangent": tangent(x, v)}
     if program.second == "forward":
-        results["second tangent"] = mpiad.jvp(lambda z: mpiad.jvp(run, z, v)[1], x, v)[1]
+        results["second tangent"] = mpiad.jvp(lambda z: tangent(z, v), x, v)[1]
     elif program.second == "hvp":
         results["second order"] = mpiad.hvp(run, **keywords(program))(x, v)
     else:
@@ -45,6 +54,41 @@ def found(program, x, v):
         # Every rank's product holds the whole gradient where the variable is shared: one of them counts.
         outer = {"objective": "mean" if program.shared else "sum", "shared": program.shared}
         results["second order"] = mpiad.grad(lambda z: anp.real(anp.sum(gradient(z) * v)), **outer)(x)
+    return _known(program, results)
+
+
+def _compiled(program, run, tangent, x, v):
+    """Return what the library finds in replays, on ranks where the program is jitted; the traces have other arguments."""
+    here = program.compiled == "all" or on_ranks.WORLD.rank % 2 == 0
+
+    def made(fun):
+        return mpiad.jit(fun) if here else fun
+
+    inside = mpiad.value_and_grad(made(run), **keywords(program))
+    outside = made(mpiad.value_and_grad(run, **keywords(program)))
+    along, second = made(tangent), made(mpiad.hvp(run, **keywords(program)))
+    with watching_nothing():
+        for z, w in ((x * 0.75, v * 0.5), (x, v)):
+            (value, gradient), by_both = inside(z), outside(z)
+            results = {"J": value, "gradient": gradient, "J ": by_both[0], "gradient ": by_both[1], "tangent": along(z, w)}
+            if program.second == "hvp":
+                results["second order"] = second(z, w)
+    return _known(program, results)
+
+
+@contextmanager
+def watching_nothing():
+    """A context in which what a function reads beside its arguments needn't be followed: a program never changes."""
+    bare = function.watch_of
+    function.watch_of = lambda *args: Watch()
+    try:
+        yield
+    finally:
+        function.watch_of = bare
+
+
+def _known(program, results):
+    """Return those results that the reference has."""
     if program.losses[on_ranks.WORLD.rank] == "none":
         results = {name: result for name, result in results.items() if "tangent" not in name}
     return results

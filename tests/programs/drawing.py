@@ -121,15 +121,15 @@ def programs(draw, size):
     )
 
 
-def drawn(size, count, seed):
-    """Return a list of programs."""
+def drawn(size, count, seed, compiled=("none",)):
+    """Return a list of programs, which are `compiled` in turn."""
     found = []
 
     @hypothesis.seed(seed)
     @hypothesis.settings(max_examples=count, phases=[hypothesis.Phase.generate], **SETTINGS)
     @hypothesis.given(programs(size))
     def draw(program):
-        found.append(program)
+        found.append(program._replace(compiled=compiled[len(found) % len(compiled)]))
 
     draw()
     return found

@@ -12,6 +12,7 @@ def simpler(program):
     plain = {
         "losses": ("all",) * program.size, "complex_registers": (False,) * 3, "complex_input": False, "single": False,
         "shared": False, "waitall": False, "second": "hvp", "objective": "sum", "seed": 0,
+        "compiled": "none",
     }
     found += [program._replace(**{name: value}) for name, value in plain.items()]
     for place, step in enumerate(program.steps):

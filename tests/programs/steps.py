@@ -164,7 +164,7 @@ class Program(NamedTuple):
 
     `losses` says what each rank returns: a number that depends on all registers ("all"), one that doesn't depend on
     anything ("constant"), or nothing where that is allowed ("none"). `second` is "hvp" (forward over reverse), "reverse" or
-    "forward" (each over itself).
+    "forward" (each over itself). `compiled` says on which ranks it is jitted: "none", "all" or "some".
     """
 
     size: int
@@ -179,6 +179,7 @@ class Program(NamedTuple):
     second: str
     waitall: bool
     steps: tuple
+    compiled: str = "none"
 
 
 def groupings(size):
