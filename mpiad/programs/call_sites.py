@@ -28,21 +28,22 @@ def called_at(site: Site | None, kind: str, rule: tuple[str, str, Site] | None =
     Returns
     -------
     callable
-        ``(operation, x, params)``, ``(operator, args, kwargs)``, ``(operator, buffer, *rest)`` or ``(fun, args)`` of the last two.
+        ``(operation, x, params)``, ``(operator, args, kwargs)``, ``(operator, buffer, *rest)`` or ``(fun, args)``.
     """
-    made = _CALLS[kind]
+    made: Any = _CALLS[kind]
+    inner = None
     if kind == "settle" and site is not None and site.entry:
         # What is sent before an operation is named by the function of ours that the user called.
         name, file = site.entry, Path(calls.__file__).with_name(f"{site.entry}.py")
-        made = FunctionType(made.__code__.replace(co_filename=str(file), co_name=name, co_qualname=name), {})
+        inner = FunctionType(made.__code__.replace(co_filename=str(file), co_name=name, co_qualname=name), {})
+        made = _THROUGH
     if rule is not None:
-        return _within(made, rule)
+        return _within(inner or made, rule)
     if site is None or not site.file:
-        return made
-    name, inner = site.function, made if kind == "settle" else None
-    made = _THROUGH if inner else made
+        return inner or made
+    name = site.function
     code = made.__code__.replace(co_filename=site.file, co_firstlineno=site.line, co_name=name, co_qualname=name)
-    return FunctionType(code, {"inner": inner})
+    return FunctionType(code, {}, name, (inner,))
 
 
 def _within(made: Callable[..., Any], rule: tuple[str, str, Site]) -> Callable[..., Any]:
@@ -69,4 +70,4 @@ _CALLS: dict[str, Any] = {
     "settle": lambda fun, args: fun(*args),
     "opaque": lambda fun, args: fun(*args),
 }
-_THROUGH: Any = lambda fun, args: inner(fun, args)  # noqa: E731, F821
+_THROUGH: Any = lambda fun, args, inner=None: inner(fun, args)  # noqa: E731

@@ -58,7 +58,7 @@ tracing = _Tracing()
 
 
 def settled(fun: Callable[..., T], *args: Any) -> T:
-    """Run what decides how a call goes on, and may come out otherwise next time: what ranks tell each other before it, for one.
+    """Run what decides how a call goes on, and may come out otherwise next time, as lengths that ranks tell each other.
 
     A compiled program runs it again, and goes on only where it comes out as in the trace.
     """
