@@ -70,4 +70,4 @@ _CALLS: dict[str, Any] = {
     "settle": lambda fun, args: fun(*args),
     "opaque": lambda fun, args: fun(*args),
 }
-_THROUGH: Any = lambda fun, args, inner=None: inner(fun, args)  # noqa: E731
+_THROUGH: Any = lambda fun, args, inner=None: inner(fun, args)  # type: ignore[misc]  # noqa: E731
