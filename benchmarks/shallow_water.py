@@ -76,7 +76,7 @@ def compare(options: argparse.Namespace, found: dict[str, Path], ranks: int, siz
     """Run all rounds of one case and print its lines."""
     best: dict[str, dict[str, float]] = {side: defaultdict(lambda: float("inf")) for side in found}
     first: dict[str, list[dict[str, float]]] = {side: [] for side in found}
-    checks = {}
+    checks, peaks = {}, {}
     with tempfile.TemporaryDirectory() as cache:
         os.chmod(cache, 0o700)
         for _ in range(max(2, options.rounds)):
@@ -88,6 +88,8 @@ def compare(options: argparse.Namespace, found: dict[str, Path], ranks: int, siz
                     best[side][case] = min(best[side][case], ms)
                 first[side].append(measured["compiling"])
                 checks[side] = measured["check"]
+                if measured["peaks"]:
+                    peaks = measured["peaks"]
     for side, check in checks.items():
         for mine, other in zip(checks["mpiad"], check):
             if not abs(mine - other) <= CLOSE[dtype] * abs(mine):
@@ -102,6 +104,8 @@ def compare(options: argparse.Namespace, found: dict[str, Path], ranks: int, siz
             more = f"{gradient:.3f} | {gradient / forward:.1f}" if gradient else "|"
             print(f"| {label} | {forward:.3f} | {more} |")
     print_compiling(name, first)
+    print(f"memory of a gradient, in fields: jitted {peaks['jitted']:.0f}, interpreted {peaks['interpreted']:.0f}")
+    report(f"{name}: memory of a gradient, jitted over interpreted", peaks["jitted"] / peaks["interpreted"], at_most=1.0)
     report_all(name, best, size)
 
 

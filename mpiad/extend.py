@@ -8,7 +8,7 @@ and may use bare mpi4py (post the receives, post the sends, wait for all). `defv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +21,7 @@ from mpiad.primitives.foreign import checked_adjoint
 from mpiad.primitives.noting import noted_methods
 from mpiad.primitives.operation import Tape, current, differentiable, refuse_suspended, suspended
 from mpiad.transport import calls
-from mpiad.transport.channels import communications
+from mpiad.transport.channels import communications, operator_body
 from mpiad.transport.device_arrays import arrays_of, is_device_array
 from mpiad.transport.tracing import tracing
 
@@ -43,8 +43,11 @@ class InPlace(NamedTuple):
         The buffer's shape.
     given, result : callable
         Where the argument lies in the buffer before, and the result afterwards: the first indices.
-    run : callable
-        ``run(buffer, *rest)``
+    steps : callable
+        ``steps(buffer, *rest)`` returns an iterator that does it, and that comes back wherever messages are under way.
+    still : callable
+        The part of the buffer that stays as it is: for each axis the first index and the one after the last. None where
+        nothing travels.
     changes_given : bool
         Whether the argument isn't there any more afterwards.
     """
@@ -52,8 +55,31 @@ class InPlace(NamedTuple):
     shape: Callable[..., Sequence[int]]
     given: Callable[..., Sequence[int]]
     result: Callable[..., Sequence[int]]
-    run: Callable[..., None]
+    steps: Callable[..., Iterator[None]]
+    still: Callable[..., Sequence[tuple[int, int]] | None]
     changes_given: bool
+
+
+class Begun:
+    """An operator under way in a buffer (see `InPlace`): what its messages don't change can be read meanwhile."""
+
+    def __init__(self, steps: Iterator[None]):
+        self._steps = steps
+        with suspended():
+            next(steps, None)
+            self._channels = operator_body.channels or set()
+
+    def end(self) -> None:
+        """Wait for its messages, and do the rest."""
+        with suspended():
+            operator_body.channels = set(self._channels)
+            for _ in self._steps:
+                pass
+        self._channels.clear()
+
+    def __del__(self) -> None:
+        for channel in self._channels:
+            channel.mark("an exception left a program in which messages were under way.")
 
 
 class Communicating:
@@ -90,10 +116,15 @@ class Communicating:
         call = calls.begin(self.__name__, buffer, None) if calls.is_noting() else None
         try:
             with suspended():
-                self.in_place.run(buffer, *rest)  # type: ignore[union-attr]
+                for _ in self.in_place.steps(buffer, *rest):  # type: ignore[union-attr]
+                    pass
         finally:
             if call is not None:
                 calls.end(call)
+
+    def begin_in_place(self, buffer: Any, *rest: Any) -> Begun:
+        """Begin to run the function in a buffer; it isn't noted."""
+        return Begun(self.in_place.steps(buffer, *rest))  # type: ignore[union-attr]
 
     def vjp(self, ans: Array, args: tuple, kwargs: dict, argnums: tuple[int, ...], level: int) -> Callable:
         """Return the function that maps the cotangent of the result to those of its traced arguments."""

@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import time
+import tracemalloc
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -84,7 +85,18 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measure(side: str, options: argparse.Namespace, cases: dict[str, Callable[[], object]], check: Callable) -> None:
+def peak(call: Callable[[], object]) -> float:
+    """Return the most bytes that a call has in new arrays, on the rank that has most."""
+    tracemalloc.start()
+    call()
+    taken = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return COMM.allreduce(taken, MPI.MAX)
+
+
+def measure(
+    side: str, options: argparse.Namespace, cases: dict[str, Callable[[], object]], check: Callable, peaks: Callable = dict
+) -> None:
     """Time cases in turn, and print a line.
 
     Parameters
@@ -96,6 +108,8 @@ def measure(side: str, options: argparse.Namespace, cases: dict[str, Callable[[]
         Each returns when its results are in memory.
     check : callable
         Returns J and the gradient's norm, as far as the side has them.
+    peaks : callable
+        Returns the memory that cases take.
     """
     first = {name: seconds(call) for name, call in cases.items()}
     again = {name: seconds(call) for name, call in cases.items()}
@@ -105,8 +119,8 @@ def measure(side: str, options: argparse.Namespace, cases: dict[str, Callable[[]
             took = seconds(call)
             best[name], spent = min(best[name], took), spent + took
         calls += 1
-    found = check()
+    found, taken = check(), peaks()
     if COMM.rank == 0:
         ms = {name: 1e3 * took / options.steps for name, took in best.items()}
         compiling = {name: first[name] - best[name] for name in cases}
-        print(json.dumps({"side": side, "ms": ms, "compiling": compiling, "check": found}), flush=True)
+        print(json.dumps({"side": side, "ms": ms, "compiling": compiling, "check": found, "peaks": taken}), flush=True)

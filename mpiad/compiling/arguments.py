@@ -9,7 +9,7 @@ import numpy as np
 
 from mpiad._typing import Array
 
-__all__ = ["Argument", "aligned", "argument", "arguments_of"]
+__all__ = ["Argument", "aligned", "argument", "arguments_of", "is_linked"]
 
 # Bytes of a line of the processor's cache.
 _LINE = 64
@@ -30,11 +30,16 @@ class Argument(NamedTuple):
 
 
 def arguments_of(signature: str) -> list[Argument]:
-    """Return the types of a signature such as ``void(int64, float64[:, ::1])``."""
-    found = re.findall(r"(\w+)(\[[^\]]*\])?(?:, |\)$)", signature.removeprefix("void("))
+    """Return the types of a signature such as ``void(int64, float64[:, ::1])`` or ``linked(float64[::1])``."""
+    found = re.findall(r"(\w+)(\[[^\]]*\])?(?:, |\)$)", signature.partition("(")[2])
     return [
         Argument(np.dtype(name.replace("boolean", "bool")), axes.count(":") - 1 if axes else None) for name, axes in found
     ]
+
+
+def is_linked(signature: str) -> bool:
+    """Tell whether a signature is that of a linked kernel (see `machine_code`)."""
+    return signature.startswith("linked(")
 
 
 def argument(x: Any, dtype: Any = float) -> Array:

@@ -33,7 +33,7 @@ _COMPILER = (
 
 _lock = threading.RLock()
 # By text, name and signature: to hash a text that is the same object costs nothing, and each solve comes here.
-_loaded: dict[tuple[str, str, str, str, bool], Kernel] = {}
+_loaded: dict[tuple[str, str, str, str], Kernel] = {}
 
 
 class Kernel(NamedTuple):
@@ -42,7 +42,7 @@ class Kernel(NamedTuple):
     Parameters
     ----------
     function : callable
-        It checks the types of its arguments, and lets other threads run.
+        It lets other threads run; see `machine_code.function_of`.
     text : str
         Its source.
     seconds : float
@@ -57,7 +57,7 @@ class Kernel(NamedTuple):
     origin: str
 
 
-def kernel_of(text: str, name: str, signature: str, fast: str = "", distinct: bool = False) -> Kernel:
+def kernel_of(text: str, name: str, signature: str, fast: str = "") -> Kernel:
     """Return a function that a text defines, compiled.
 
     Parameters
@@ -66,11 +66,9 @@ def kernel_of(text: str, name: str, signature: str, fast: str = "", distinct: bo
         Of functions in the language of `translation`, of which `name` is the kernel.
     name : str
     signature : str
-        Of arrays and numbers, as ``void(int64, float64[:, ::1])``.
+        Of arrays and numbers, as ``void(int64, float64[:, ::1])``; with ``linked`` for ``void``, of a linked kernel.
     fast : str
         How floating-point operations may be changed, as LLVM writes it; not at all by default.
-    distinct : bool
-        Whether no two of its arrays share memory that it writes.
 
     Returns
     -------
@@ -88,11 +86,11 @@ def kernel_of(text: str, name: str, signature: str, fast: str = "", distinct: bo
     """
     # Under the lock: a second thread waits for the first one's kernel instead of compiling it, too.
     with _lock:
-        known = text, name, signature, fast, distinct
+        known = text, name, signature, fast
         if known not in _loaded:
-            key = _key(f"{name} {signature} {fast}{' distinct' * distinct}\n{text}")
+            key = _key(f"{name} {signature} {fast}\n{text}")
             started = time.perf_counter()
-            code = partial(code_of, text, name, signature, fast, distinct)
+            code = partial(code_of, text, name, signature, fast)
             function, origin = _from_disk(key, text, signature) or _made(key, text, code, signature)
             _loaded[known] = Kernel(function, text, time.perf_counter() - started, origin)
             _log.debug("kernel %s: %s in %.3f s", key[:12], origin, _loaded[known].seconds)

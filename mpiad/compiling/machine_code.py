@@ -2,6 +2,9 @@
 
 A kernel takes numbers and contiguous arrays, allocates nothing and raises nothing, so it is an object file that refers to
 the C library alone. A number is passed as itself, an array as the address of its first entry and its lengths.
+
+A linked kernel takes all that from a block of memory, in words of 8 bytes: first the address and the block of the kernel
+that runs next, 0 after the last one, then its arguments. So one call of Python's, with one argument, runs a chain of them.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpiad.compiling import llvm
-from mpiad.compiling.arguments import Argument, arguments_of
+from mpiad.compiling.arguments import Argument, arguments_of, is_linked
 
 __all__ = ["Code", "code_of", "function_of"]
 
@@ -38,7 +41,7 @@ class Code(NamedTuple):
     outside: tuple[str, ...] = ()
 
 
-def code_of(text: str, name: str, signature: str, fast: str = "", distinct: bool = False) -> Code:
+def code_of(text: str, name: str, signature: str, fast: str = "") -> Code:
     """Compile a kernel.
 
     Parameters
@@ -48,11 +51,10 @@ def code_of(text: str, name: str, signature: str, fast: str = "", distinct: bool
     name : str
         Of the kernel among them.
     signature : str
-        Its arguments, as ``void(int64, float64[:, ::1])``.
+        Its arguments, as ``void(int64, float64[:, ::1])``; of a linked kernel, no two of whose arrays share memory that it
+        writes, ``linked(float64[:, ::1])``.
     fast : str
         How floating-point operations may be changed, as LLVM writes it; not at all by default.
-    distinct : bool
-        Whether no two of its arrays share memory that it writes.
 
     Raises
     ------
@@ -62,18 +64,25 @@ def code_of(text: str, name: str, signature: str, fast: str = "", distinct: bool
     # A process that finds its kernels on disk never needs it.
     from mpiad.compiling.translation import translated
 
-    return Code(name, *llvm.object_file(translated(text, name, arguments_of(signature), fast, distinct)))
+    return Code(name, *llvm.object_file(translated(text, name, arguments_of(signature), fast, is_linked(signature))))
 
 
 def function_of(code: Code, signature: str) -> Callable[..., None]:
     """Return a compiled function, which checks its arguments and lets other threads run.
+
+    That of a linked kernel takes the address of its block, and checks nothing; its own address is the attribute `address`.
 
     Raises
     ------
     OSError
         Where it isn't this machine's.
     """
-    return _native(*llvm.symbol_in(code.file, code.symbol, code.outside), arguments_of(signature))
+    address, owner = llvm.symbol_in(code.file, code.symbol, code.outside)
+    if not is_linked(signature):
+        return _native(address, owner, arguments_of(signature))
+    function: Any = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
+    function.address, function.owner = address, owner
+    return function
 
 
 def _native(address: int, owner: Any, arguments: Sequence[Argument]) -> Callable[..., None]:
@@ -91,8 +100,7 @@ def _native(address: int, owner: Any, arguments: Sequence[Argument]) -> Callable
             passed += [value] if argument.ndim is None else _array(argument, value, place)
         function(*passed)
 
-    # Who passes the same memory again and again looks at it once.
-    called.owner, called.unchecked = owner, function  # type: ignore[attr-defined]
+    called.owner = owner  # type: ignore[attr-defined]
     return called
 
 

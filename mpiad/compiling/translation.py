@@ -29,7 +29,7 @@ _ALIGNED = "alignstack(64) noinline"
 _WIDE = '"prefer-vector-width"="512"'
 
 
-def translated(text: str, name: str, arguments: Sequence[Argument], fast: str = "", distinct: bool = False) -> str:
+def translated(text: str, name: str, arguments: Sequence[Argument], fast: str = "", linked: bool = False) -> str:
     """Return a kernel as a module of LLVM's intermediate representation.
 
     Parameters
@@ -41,8 +41,8 @@ def translated(text: str, name: str, arguments: Sequence[Argument], fast: str = 
     arguments : sequence of Argument
     fast : str
         Flags of floating-point operations that may be reordered, as LLVM writes them.
-    distinct : bool
-        Whether no two of the arrays share memory that the kernel writes.
+    linked : bool
+        Whether it is a linked kernel (see `machine_code`), no two of whose arrays share memory that it writes.
 
     Raises
     ------
@@ -51,7 +51,11 @@ def translated(text: str, name: str, arguments: Sequence[Argument], fast: str = 
     """
     defined = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}
     module = _Module(defined, fast)
-    return module.kernel(defined[name], arguments, "ptr noalias" if distinct else "ptr")
+    if not linked:
+        return module.kernel(defined[name], arguments, name)
+    # In a function of its own: what doesn't overlap is said of arguments, which addresses in memory aren't.
+    body = module.kernel(defined[name], arguments, f"{name}.body", "ptr noalias", "internal ")
+    return f"{body}\n\n{_link(name, arguments)}"
 
 
 class _Module:
@@ -63,7 +67,9 @@ class _Module:
         self._made: dict[tuple[str, tuple[str, ...]], tuple[str, tuple[str, ...]]] = {}
         self._texts: list[str] = []
 
-    def kernel(self, node: ast.FunctionDef, arguments: Sequence[Argument], pointer: str) -> str:
+    def kernel(
+        self, node: ast.FunctionDef, arguments: Sequence[Argument], symbol: str, pointer: str = "ptr", linkage: str = ""
+    ) -> str:
         names = [argument.arg for argument in node.args.args]
         given: dict[str, Value | ArrayValue] = {}
         kinds = []
@@ -76,8 +82,9 @@ class _Module:
                 given[name] = ArrayValue(dtype.name, f"%a{i}", lengths)
                 kinds += [f"{pointer} %a{i}", *(f"i64 {length}" for length in lengths)]
         function = self._translated(node, given)
-        attributes = f"nounwind {function.attributes}".strip()
-        made = f"define void @{node.name}({', '.join(kinds)}) {attributes} {{\n{function.text()}\n}}\n"
+        own = " noinline" if linkage else ""
+        attributes = f"nounwind{own} {function.attributes}".strip()
+        made = f"define {linkage}void @{symbol}({', '.join(kinds)}) {attributes} {{\n{function.text()}\n}}\n"
         return "\n\n".join([*self._texts, made, *self.declared.values()])
 
     def call(self, name: str, kinds: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
@@ -285,6 +292,21 @@ class _Function:
 
     def _pass(self, node: ast.Pass) -> None:
         pass
+
+
+def _link(name: str, arguments: Sequence[Argument]) -> str:
+    """Return the function that takes a kernel's arguments from a block of memory, and goes on with the next kernel."""
+    kinds = [kind for dtype, ndim in arguments for kind in ([kind_of(dtype)] if ndim is None else ["ptr", *["i64"] * ndim])]
+    lines = []
+    for k, kind in enumerate(["ptr", "ptr", *kinds]):
+        lines += [f"%p{k} = getelementptr i64, ptr %block, i64 {k}", f"%v{k} = load {kind}, ptr %p{k}"]
+    given = ", ".join(f"{kind} %v{k}" for k, kind in enumerate(kinds, 2))
+    lines += [f"call void @{name}.body({given})", "%last = icmp eq ptr %v0, null", "br i1 %last, label %end, label %next"]
+    text = "\n  ".join(lines)
+    return (
+        f"define void @{name}(ptr %block) nounwind {{\n  {text}\n"
+        "next:\n  musttail call void %v0(ptr %v1)\n  ret void\nend:\n  ret void\n}\n"
+    )
 
 
 def _loaded(target: ast.expr) -> ast.expr:

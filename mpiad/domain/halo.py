@@ -7,7 +7,7 @@ is the other's derivative. `nonblocking_exchange` has both in two halves, with t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from mpiad._typing import Comm, LocalArray, Rank
@@ -139,8 +139,16 @@ def fill_halo(u: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) ->
 
 def fill_in_place(out: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) -> None:
     """Fill the halo of an array of shape (..., *padded) whose interior is there."""
+    for _ in _filling(out, halo, sides, scheme):
+        pass
+
+
+def _filling(out: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) -> Iterator[None]:
+    """Fill the halo, and come back whenever messages are under way."""
     for stage, beyond in zip(halo.stages(scheme), halo.beyond(sides, scheme)):
         coming = post(out, stage.routes, False, _TAG, halo.comm)
+        if coming:
+            yield
         put(out, coming)
         fill_beyond(out, stage, beyond, sides)
 
@@ -188,12 +196,20 @@ def fold_halo(g: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) ->
 
 def fold_in_place(total: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) -> None:
     """Fold the halo of an array of shape (..., *padded) into its interior; the halo is not cleared."""
+    for _ in _folding(total, halo, sides, scheme):
+        pass
+
+
+def _folding(total: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) -> Iterator[None]:
+    """Fold the halo, and come back whenever messages are under way."""
     for stage, beyond in zip(reversed(halo.stages(scheme)), reversed(halo.beyond(sides, scheme))):
         # First what was filled last: the halo beyond a side may be a copy of the neighbours' cells.
         fold_beyond(total, beyond, sides, len(halo.shape))
         coming = post(total, stage.routes, True, _TAG, halo.comm)
         for owned, ghost in stage.here:
             total[owned] += total[ghost]
+        if coming:
+            yield
         add(total, coming)
 
 
@@ -217,9 +233,19 @@ def _none(halo: Halo, *_: Any) -> tuple[int, ...]:
     return (0,) * len(halo.shape)
 
 
+def _still(halo: Halo, layers: Callable[[int], int], scheme: str) -> list[tuple[int, int]] | None:
+    """Return the cells without so many layers at each end of an axis, by the width of its halo; None without messages."""
+    if not any(stage.routes for stage in halo.stages(scheme)):
+        return None
+    return [(layers(width), n - layers(width)) for n, width in zip(halo.padded, halo.widths)]
+
+
 fill_halo.in_place = InPlace(
-    lambda halo, *_: halo.padded, lambda halo, *_: halo.widths, _none, fill_in_place, changes_given=False
-)
+    lambda halo, *_: halo.padded, lambda halo, *_: halo.widths, _none, _filling,
+    lambda halo, sides, scheme=IN_TURN: _still(halo, lambda width: width, scheme), changes_given=False,
+)  # fmt: skip
+# A reflection takes its layers from behind the first one.
 fold_halo.in_place = InPlace(
-    lambda halo, *_: halo.padded, _none, lambda halo, *_: halo.widths, fold_in_place, changes_given=True
-)
+    lambda halo, *_: halo.padded, _none, lambda halo, *_: halo.widths, _folding,
+    lambda halo, sides, scheme=IN_TURN: _still(halo, lambda width: 2 * width + 1, scheme), changes_given=True,
+)  # fmt: skip

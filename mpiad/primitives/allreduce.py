@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import autograd.numpy as anp
@@ -65,6 +66,11 @@ def _forward(x: Array, p: Reduction) -> Any:
     return collectives.allreduce(p.channel, x, p.op, "mpi_allreduce")
 
 
+def _prepared(p: Reduction, x: Array, out: Array) -> Any:
+    # Extremes look at what comes out.
+    return partial(collectives.sum_into, p.channel, x, out) if p.op == SUM else None
+
+
 def _adjoint(ans: Array, x: Array, p: Reduction) -> Any:
     """Return the transpose of the Jacobian: y_r depends on every x_s, so x̄_s sums over all r."""
     total = p._replace(op=SUM)
@@ -121,3 +127,4 @@ def _share_of_tie(ans: Array, x: Array, p: Reduction) -> Any:
 
 
 ALLREDUCE.define(_forward, _adjoint, _tangent)
+ALLREDUCE.prepared = _prepared

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from mpiad._typing import Array, Comm, LocalArray, Rank
@@ -10,7 +11,7 @@ from mpiad.primitives.catalogue import EXCHANGE, Exchange
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import communicate
 from mpiad.transport.buffers import outgoing, private_copy
-from mpiad.transport.messages import receive, send, swap
+from mpiad.transport.messages import receive, send, swap, swap_into
 
 __all__ = ["mpi_exchange"]
 
@@ -73,6 +74,12 @@ def _forward(x: Array, p: Exchange) -> Any:
     return p.spec.zeros() if p.back is None else receive(p.spec, p.back, "mpi_exchange")
 
 
+def _prepared(p: Exchange, x: Array, out: Array) -> Any:
+    if p.there is None or p.back is None or p.back.number is None:
+        return None
+    return partial(swap_into, x, p.there, out, p.back, "mpi_exchange")
+
+
 def _adjoint(ans: Array, x: Array, p: Exchange) -> Any:
     """Return the transpose of a permutation between ranks, its inverse: both directions reversed."""
     reverse = Exchange(p.back and p.back.back(), spec_like(x), p.there and p.there.back())
@@ -84,3 +91,4 @@ def _tangent(dx: Array, ans: Array, x: Array, p: Exchange) -> Any:
 
 
 EXCHANGE.define(_forward, _adjoint, _tangent)
+EXCHANGE.prepared = _prepared

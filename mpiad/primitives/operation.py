@@ -103,10 +103,17 @@ class Operation:
         Whether only two ranks take part: refused under plain autograd.
     halves : bool
         Whether it is the start or the wait of a request, whose rules also take the number of the trace.
+
+    Attributes
+    ----------
+    prepared : callable or None
+        ``prepared(params, x, out)`` returns the same communication of an array that stays, into one that stays, as a
+        function without arguments, for programs that run again and again; None where it can't be had. It isn't noted.
     """
 
     def __init__(self, name: str, point_to_point: bool = False, halves: bool = False):
         self.__name__, self.point_to_point, self.halves = name, point_to_point, halves
+        self.prepared: Callable[[Any, Array, Array], Callable[[], object] | None] | None = None
 
     def define(self, forward: Callable, adjoint: Callable, tangent: Callable) -> None:
         """Say what the operation does.

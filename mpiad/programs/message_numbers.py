@@ -1,7 +1,7 @@
 """The numbers of a replay's messages: new ones in each run, and one for a message and for what answers it.
 
 The number of a point-to-point message is part of its adjoint's address, and both sides count alike. So the addresses of a
-trace, which hold the numbers of that call, are made anew when the program runs again.
+trace, which hold the numbers of that call, are made anew when the program runs again; or they stay, and take new numbers.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ class MessageNumbers:
 
     def __init__(self) -> None:
         self._made: dict[Envelope, Envelope] = {}
+        self._kept: dict[Envelope, Envelope] = {}
         self._numbers: dict[tuple[int, int], int] = {}
 
     def begin(self) -> None:
@@ -49,6 +50,28 @@ class MessageNumbers:
         if (id(owner), number) not in self._numbers:
             self._numbers[id(owner), number] = params.renumbered()
         return params._replace(number=self._numbers[id(owner), number])
+
+
+    def kept(self, params: Any) -> tuple[Any, list[Envelope]]:
+        """Return an operation's parameters with addresses that stay the replay's, and which to renew before it, in turn."""
+        renewed: list[Envelope] = []
+        own = {name: self._kept_of(x, renewed) for name, x in zip(params._fields, params) if isinstance(x, Envelope)}
+        return params._replace(**own), renewed
+
+    def _kept_of(self, envelope: Envelope, renewed: list[Envelope]) -> Envelope:
+        first = envelope.answers or envelope
+        if first not in self._kept:
+            self._kept[first] = _copy(first, None)
+            renewed.append(self._kept[first])
+        if envelope is first:
+            return self._kept[first]
+        renewed.append(_copy(envelope, self._kept[first]))
+        return renewed[-1]
+
+
+def _copy(of: Envelope, answers: Envelope | None) -> Envelope:
+    # A number that is given isn't counted.
+    return Envelope(of.channel, of.peer, of.tag, of.outgoing, 0, of.reverse, answers)
 
 
 def envelopes_of(params: Any) -> list[Envelope]:

@@ -61,6 +61,10 @@ class Envelope:
         counts[key] = number + 1
         return number
 
+    def renew(self) -> None:
+        """Take the next number, or that of the message which this one answers: for a program that runs once more."""
+        self.number = self._next() if self.answers is None else self.answers.number
+
     @property
     def mpi_tag(self) -> int:
         """Tag that the message has for MPI."""

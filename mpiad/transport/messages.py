@@ -14,8 +14,9 @@ from mpiad.transport.buffers import Spec
 from mpiad.transport.envelopes import Envelope
 from mpiad.transport.staging import HOST, Way, way_of
 
-__all__ = ["Receipt", "finish_receive", "finish_send", "post_receive", "post_send", "receive", "send", "swap"]
+__all__ = ["Receipt", "finish_receive", "finish_send", "post_receive", "post_send", "receive", "send", "swap", "swap_into"]
 
+_ABANDONED: list[tuple] = []
 # Open MPI 5 writes a message that is too long past the end of the buffer before it reports it.
 _LOOKS_FIRST = MPI.get_vendor()[0] == "Open MPI"
 
@@ -150,6 +151,21 @@ def swap(array: Array, there: Envelope, spec: Spec, back: Envelope, call: str) -
         raise
     sending.Wait()
     return value
+
+
+def swap_into(array: np.ndarray, there: Envelope, room: np.ndarray, back: Envelope, call: str) -> None:
+    """Swap two arrays on the host that stay where they are, with no object made for MPI but a status."""
+    status = MPI.Status()
+    try:
+        there.comm.Sendrecv(array, there.peer, there.mpi_tag, room, back.peer, back.mpi_tag, status)
+    except MPI.Exception as error:
+        _ABANDONED.append((array, room))  # MPI may still use them
+        if error.Get_error_class() == MPI.ERR_TRUNCATE:
+            raise ValueError(_mismatch(Spec(room.shape, room.dtype), "more bytes", back, call)) from None
+        raise
+    got = status.Get_count(MPI.BYTE)
+    if got != room.nbytes:
+        room[...] = _in_pieces(room, got, Spec(room.shape, room.dtype), back, np.empty_like(room), call)
 
 
 def _completed(receipt: Receipt, status: Status, call: str) -> Any:

@@ -1,4 +1,4 @@
-"""Limit the threads of BLAS where the ranks of a node would fight for its cores."""
+"""How many threads a rank may use: its share of the node's cores. BLAS is limited to it, and loops are split by it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 from mpiad.cache_folder import first_time
 
-__all__ = ["limit_threads"]
+__all__ = ["limit_threads", "loop_threads"]
 
 _log = logging.getLogger("mpiad")
 _TOLD = "told-of-threads"
@@ -25,6 +25,16 @@ def _cores() -> int:
         return os.cpu_count() or 1
 
 
+# Of this rank; one until it is known who shares the node.
+_share = 1
+
+
+def loop_threads() -> int:
+    """Return over how many threads this rank may split a loop: its share of the cores, or fewer by OMP_NUM_THREADS."""
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    return min(_share, max(1, int(wanted))) if wanted.isdecimal() else _share
+
+
 def limit_threads(ranks_on_node: int) -> None:
     """Limit each rank's thread pools to its share of the node's cores, unless the user has set them; collective.
 
@@ -35,6 +45,8 @@ def limit_threads(ranks_on_node: int) -> None:
     ranks_on_node : int
         Number of ranks that share this rank's node.
     """
+    global _share
+    _share = max(1, _cores() // ranks_on_node)
     comm, share = MPI.COMM_WORLD, _limited(ranks_on_node)
     mine, first = np.array(comm.size if share is None else comm.rank, np.int32), np.empty((), np.int32)
     comm.Allreduce(mine, first, MPI.MIN)

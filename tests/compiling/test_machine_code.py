@@ -233,3 +233,16 @@ def test_kernels_that_call_functions_do_not_ask_for_wide_vectors():
         assert "    aligned_stack()\n" in source and "    wide_vectors()\n" not in source
     source = sources(oscillator, lambda u, p, t: anp.tanh(u[1]) + 2.0)["forward"]
     assert "tanh" in source and "    wide_vectors()\n" not in source
+
+
+def test_linked_kernels_run_in_one_call():
+    """Each takes its arguments from a block of memory, which says what comes next."""
+    text = "def run(x, y):\n    for i in range(x.size):\n        y[i] = {} * x[i]\n"
+    signature = "linked(float64[::1], float64[::1])"
+    first, second = (cache.kernel_of(text.format(factor), "run", signature) for factor in (2.0, 5.0))
+    x, y, z = np.arange(40.0), np.zeros(40), np.zeros(40)
+    last = np.array([0, 0, y.ctypes.data, 40, z.ctypes.data, 40])
+    block = np.array([second.function.address, last.ctypes.data, x.ctypes.data, 40, y.ctypes.data, 40])
+    first.function(block.ctypes.data)
+    np.testing.assert_array_equal(y, 2 * x)
+    np.testing.assert_array_equal(z, 10 * x)

@@ -1,12 +1,14 @@
 """What is one loop, what is copied, and what memory it takes: counted on programs whose best schedule is known."""
 
+import tracemalloc
+
 import autograd.numpy as anp
 import numpy as np
 import pytest
 
 import mpiad
 from mpiad.domain import Domain
-from mpiad.programs.replay import _homes
+from mpiad.programs.memory_plan import homes_of
 from mpiad.programs.schedule import Loop, Run, Store, root_of
 
 pytestmark = pytest.mark.serial
@@ -110,7 +112,7 @@ def test_buffers_that_are_live_at_once_share_no_memory():
     mpiad.grad(jitted)(U)
     (entry,) = jitted._entries.values()
     for replays in (forward, entry.replays):
-        schedule, homes = replays.schedule, _homes(replays.schedule, replays.texts)
+        schedule, homes = replays.schedule, homes_of(replays.schedule, replays.texts)
         spans = {}
         for at, (step, text) in enumerate(zip(schedule.steps, replays.texts)):
             for b in step.inputs if text is None else text.buffers:
@@ -140,3 +142,52 @@ def test_the_listing_names_lines_loops_and_messages():
     assert "loop over [38, 28]" in text and f"reads {U.nbytes + 8} bytes, writes {38 * 28 * 8}" in text
     with pytest.raises(TypeError, match="isn't compiled for these arguments"):
         mpiad.jit(lambda x: x * float(x[0])).program(U[0])
+
+
+def peak(call):
+    tracemalloc.start()
+    call()
+    taken = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return taken
+
+
+def test_replays_that_wait_for_their_reverse_pass_share_the_rest_of_their_memory():
+    """Each step keeps what its reverse pass reads; the gradient takes no more than the interpreted one."""
+    domain, start = Domain((160, 150), periodic=True), np.random.default_rng(4).standard_normal((160, 150))
+
+    def step(u):
+        v = domain.exchange(u * anp.cos(u))
+        w = domain.exchange(v[2:, 1:-1] * v[:-2, 1:-1])
+        return u + 0.1 * (w[1:-1, 2:] - w[1:-1, :-2])
+
+    def after(step, steps):
+        def loss(u):
+            for _ in range(steps):
+                u = step(u)
+            return anp.sum(u * u)
+
+        return mpiad.value_and_grad(loss)
+
+    jitted, taken = mpiad.jit(step, strict=True), {}
+    for steps in (1, 4, 12):
+        fast, slow = after(jitted, steps), after(step, steps)
+        for u in (start, start / 2):  # traced, then compiled
+            np.testing.assert_allclose(fast(u)[1], slow(u)[1], rtol=1e-11, atol=1e-12)
+        fresh = after(mpiad.jit(step, strict=True), steps)
+        fresh(start)
+        taken[steps] = peak(lambda f=fresh: f(start)), peak(lambda f=slow: f(start))
+    assert taken[12][0] < taken[12][1]
+    # What a further step takes is less than the first one's with its scratch memory.
+    assert (taken[12][0] - taken[4][0]) / 8 < 0.8 * taken[1][0]
+
+
+def test_reverse_passes_in_another_order_than_their_forward_passes():
+    jitted = mpiad.jit(lambda u: laplacian(anp.sin(u) * laplacian(anp.pad(u, 1, "constant"))), strict=True)
+    plain = lambda u: laplacian(anp.sin(u) * laplacian(anp.pad(u, 1, "constant")))  # noqa: E731
+    g = np.cos(np.arange(38 * 28.0)).reshape(38, 28)
+    expected = [mpiad.make_vjp(plain)(U * k)[0](g) for k in range(1, 4)]
+    mpiad.make_vjp(jitted)(U)[0](g)
+    pulls = [mpiad.make_vjp(jitted)(U * k)[0] for k in range(1, 4)]
+    for k in (1, 0, 2, 1):
+        np.testing.assert_allclose(pulls[k](g), expected[k], rtol=1e-12, atol=1e-12)

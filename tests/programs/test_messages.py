@@ -323,3 +323,21 @@ def test_a_channel_with_messages_left_is_refused(rank, size):
     mpiad.reset(comm)
     np.testing.assert_array_equal(jitted(X + rank), 2 * (X + left))
     comm.Free()
+
+
+@pytest.mark.parametrize(("sent", "said"), [(9, "more bytes"), (2, "16 bytes")])
+def test_a_message_of_another_size_is_refused_by_a_replay(sent, said, rank, size):
+    right, left = (rank + 1) % size, (rank - 1) % size
+    jitted = mpiad.jit(lambda x: mpiad.mpi_exchange(x, right, left) * 2.0, strict=True)
+    for k in range(3):
+        np.testing.assert_array_equal(jitted(X * k + rank), 2 * (X * k + left))
+    if size == 1:
+        return
+    if rank == 0:
+        np.testing.assert_array_equal(mpiad.mpi_exchange(np.ones(sent), right, left, like=X), X + left)
+    elif rank == 1:
+        with pytest.raises(ValueError, match=f"mpi_exchange: rank 0 sent {said}"):
+            jitted(X + rank)
+    else:
+        np.testing.assert_array_equal(jitted(X + rank), 2 * (X + left))
+    np.testing.assert_array_equal(jitted(X - rank), 2 * (X - left))

@@ -1,0 +1,170 @@
+"""Calls of a compiled function within a derivative: nodes on its tape.
+
+Two calls of one program: what comes before its cut is run forwards, the rest when the node's turn comes in the reverse
+pass. The first call traces both, and the program is complete when the reverse pass has come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from autograd.tracer import Box, getval
+
+from mpiad._typing import Function
+from mpiad.differentiation.backward import run_backward
+from mpiad.differentiation.tape import TangentTape
+from mpiad.differentiation.trace import Variables, trace_forwards
+from mpiad.differentiation.trees import flatten
+from mpiad.primitives.cotangents import conform, spec_like
+from mpiad.primitives.operation import current, suspended
+from mpiad.programs.changed_results import Changed
+from mpiad.programs.entry import UNKNOWN, Output, all_of, count, entry_of, in_program, outputs_of, own
+from mpiad.programs.signature import Arguments
+from mpiad.programs.steps import Abandoned
+from mpiad.programs.tape_node import Lease, is_simple, placed, with_tangents
+from mpiad.programs.trace_run import PlayingBack, TraceRun, as_value, message_counts
+from mpiad.transport import Spec
+
+if TYPE_CHECKING:
+    from mpiad.programs.function import Jitted
+
+__all__ = ["called_on_tape"]
+
+_boxes = Box.types
+
+
+def called_on_tape(jitted: Jitted, given: Arguments, args: tuple, kwargs: dict) -> Any:
+    """Call a compiled function within a derivative."""
+    tape = current.tape
+    boxed = [k for k in given.traced if type(given.leaves[k]) in _boxes]
+    if not is_simple(tape, [given.leaves[k] for k in boxed]):
+        return jitted.fun(*args, **kwargs)
+    if type(tape) is TangentTape:
+        return _called_with_tangents(jitted, tape, given, boxed)
+    key = ("reverse", tuple(boxed), given.key)
+    entry = jitted._entries.get(key, UNKNOWN)
+    if entry is None:
+        return jitted._as_it_is(key, args, kwargs)
+    if entry is UNKNOWN or not entry.is_current():
+        # A loop calls it again before the reverse pass has made the first call's trace a program.
+        if key in jitted._under_way:
+            return jitted.fun(*args, **kwargs)
+        return _traced_on_tape(jitted, key, given, boxed, args, kwargs)
+    values = [getval(given.leaves[k]) for k in given.traced]
+    lease = Lease(entry.replays)
+    count(entry.communications)
+    counts = message_counts() if entry.replays.last_look >= 0 else ()
+    try:
+        made = lease.replay.first(*values, *[None] * sum(in_program(entry.outputs)))
+    except Changed as change:
+        with jitted._changed(key, change, counts):
+            return jitted.fun(*args, **kwargs)
+    tape.channels |= entry.channels  # type: ignore[union-attr]
+    specs = [spec_like(getval(given.leaves[k])) for k in boxed]
+
+    def pull(gs: list[Any]) -> list[Any]:
+        count(entry.communications)
+        try:
+            found = lease.replay.rest(*values, *gs)
+        except Changed as change:
+            with suspended(body=False), jitted._changed(key, change, counts):
+                again = TraceRun(given).run_backwards(jitted.fun, boxed, plain=True)
+                found = _backwards(again, entry.outputs, gs, len(boxed))
+                return [_conformed(g, spec) for g, spec in zip(found, specs)]
+        return [conform(g, *spec) for g, spec in zip(found, specs, strict=True)]
+
+    out = [own(x.constant) if x.place is None else made[x.place] for x in entry.outputs]
+    nodes = [given.leaves[k]._node for k in boxed]
+    return entry.build(placed(tape, out, in_program(entry.outputs), nodes, pull, entry.communications))
+
+
+def _called_with_tangents(jitted: Jitted, tape: TangentTape, given: Arguments, boxed: list[int]) -> Any:
+    """Call it with tangents carried along: the value and its tangent are a function of their own, compiled."""
+    form = given.form, tuple(boxed)
+    if form not in jitted._along:
+        jitted._along[form] = type(jitted)(_along(jitted.fun, given.build, boxed), jitted.strict)
+    leaves = [getval(x) for x in given.leaves]
+    with suspended(body=False):
+        made = jitted._along[form](leaves, [given.leaves[k]._node.g for k in boxed])
+    (values, build), (along, _) = map(flatten, made)
+    return build(with_tangents(tape, values, along))
+
+
+def _along(fun: Function, build: Callable, places: Sequence[int]) -> Function:
+    """Return the function from leaves and tangents of some of them to the value of a function and its tangent."""
+
+    def both(leaves: list[Any], tangents: list[Any]) -> tuple[Any, Any]:
+        def called(variables: list[Any]) -> Any:
+            filled = list(leaves)
+            for place, x in zip(places, variables):
+                filled[place] = x
+            args, kwargs = build(filled)
+            return fun(*args, **kwargs)
+
+        variables = Variables([leaves[k] for k in places], list(range(len(places))), list)
+        return trace_forwards(called, variables, tangents, both.__name__)
+
+    both.__name__ = getattr(fun, "__name__", "function")
+    return both
+
+
+def _traced_on_tape(
+    jitted: Jitted, key: Any, given: Arguments, boxed: list[int], args: tuple, kwargs: dict
+) -> Any:
+    """Run the function on traced arrays on a tape of its own; the program is complete when that has run backwards."""
+    watch = jitted._watch(key, given, args)
+    if watch is None:
+        return jitted.fun(*args, **kwargs)
+    tape, trace = current.tape, TraceRun(given)
+    try:
+        with suspended(body=False), trace.noting():
+            run = trace.run_backwards(jitted.fun, boxed)
+    except (Abandoned, Exception) as error:  # noqa: BLE001 (runs once more, and raises there if it is its own)
+        return jitted._run_again(trace, key, error, args, kwargs)
+    tape.channels |= run.recording.channels  # type: ignore[union-attr]
+    jitted._under_way[key] = trace
+    numbers, outputs = outputs_of(run.values)
+    specs = [spec_like(getval(given.leaves[k])) for k in boxed]
+    done = False
+
+    def pull(gs: list[Any]) -> list[Any]:
+        nonlocal done
+        with suspended(body=False):
+            if done or key in jitted._entries:  # once more, on arrays that are constants by now
+                with PlayingBack(()):
+                    found = _backwards(run, outputs, gs, len(boxed))
+                return [_conformed(g, spec) for g, spec in zip(found, specs)]
+            done = True
+            jitted._under_way.pop(key, None)
+            try:
+                with trace.noting(True):
+                    seeds = [trace.recorder.input(as_value(g)) for g in gs]
+                    found = [_conformed(g, spec) for g, spec in zip(_backwards(run, outputs, seeds, len(boxed)), specs)]
+            except (Abandoned, Exception) as error:  # noqa: BLE001 (runs once more, and raises there if it is its own)
+                trace.raise_own(error)
+                jitted._give_up(key, error)
+                with trace.playing_back():
+                    again = trace.run_backwards(jitted.fun, boxed, plain=True)
+                    return [_conformed(g, spec) for g, spec in zip(_backwards(again, outputs, gs, len(boxed)), specs)]
+        results, gradients = outputs_of(found)
+        wanted = [*numbers, *all_of(results, gradients)]
+        try:
+            jitted._entries[key] = entry_of(trace.recorder, wanted, len(numbers), outputs, run.build, watch)
+        except Exception as error:  # noqa: BLE001
+            jitted._give_up(key, error)
+        return [own(g) for g in found]
+
+    out = [own(value) for value in run.values]
+    nodes = [given.leaves[k]._node for k in boxed]
+    return run.build(placed(tape, out, in_program(outputs), nodes, pull, trace.recorder.communications))
+
+
+def _conformed(g: Any, spec: Spec) -> Any:
+    return spec.zeros() if g is None else conform(g, *spec)
+
+
+def _backwards(run: Any, outputs: Sequence[Output], gs: Sequence[Any], variables: int) -> list[Any]:
+    places = [place for place, x in zip(run.places, outputs) if x.place is not None]
+    seeds = [(place, g) for place, g in zip(places, gs) if place >= 0]
+    return run_backward(run.recording, seeds, variables, True)

@@ -1,0 +1,134 @@
+"""A compiled program for one signature: what a call of it runs, and what that returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpiad.programs.closure import Watch
+from mpiad.programs.fusion import Fusion
+from mpiad.programs.recorder import Recorder
+from mpiad.programs.replay import Replays
+from mpiad.programs.steps import Traced
+from mpiad.programs.trace_translation import program_of
+from mpiad.transport import Channel
+from mpiad.transport.channels import communications
+
+__all__ = ["UNKNOWN", "Entry", "Output", "all_of", "count", "entry_of", "in_program", "outputs_of", "own"]
+
+UNKNOWN: Any = object()
+"""Stands for the entry of a signature that wasn't met before."""
+
+
+class Output(NamedTuple):
+    """A leaf of the result: an output of the program, or a constant."""
+
+    place: int | None
+    constant: Any
+
+
+class Entry(NamedTuple):
+    """A compiled program for one signature.
+
+    Parameters
+    ----------
+    replays : Replays
+    outputs : list of Output
+    build : callable
+        From leaves to the result.
+    watch : Watch
+    communications : int
+        How many a call makes; as many in the reverse pass.
+    channels : set of Channel
+        On which.
+    """
+
+    replays: Replays
+    outputs: list[Output]
+    build: Callable[[list[Any]], Any]
+    watch: Watch
+    communications: int
+    channels: set[Channel]
+
+    def is_current(self) -> bool:
+        """Tell whether it can be run: what it was made of is the same, and no message is left of an exception."""
+        for channel in self.channels:
+            if channel.fault:
+                return False
+        return self.watch.is_the_same()
+
+    @property
+    def may_change(self) -> bool:
+        """Whether a run may turn out not to be that of the trace (see `Changed`)."""
+        replays = self.replays
+        return replays.last_look >= 0 or any(node.kind == "call" for node in replays.schedule.program.nodes)
+
+    def called(self, values: Sequence[Any]) -> Any:
+        """Run the program, and return what the function returns."""
+        replay = self.replays.take()
+        count(self.communications)
+        made = replay.first(*values)
+        self.replays.give_back(replay)
+        return self.build(made if len(made) == len(self.outputs) else self.leaves(made))
+
+    def leaves(self, made: Sequence[Any]) -> list[Any]:
+        """Return the leaves of the result; each output of a program is one of them, in order."""
+        return [own(out.constant) if out.place is None else made[out.place] for out in self.outputs]
+
+
+def entry_of(
+    recorder: Recorder, numbers: Sequence[Any], ahead: int | None, outputs: list[Output], build: Any, watch: Watch
+) -> Entry:
+    """Compile a trace.
+
+    Parameters
+    ----------
+    recorder : Recorder
+    numbers : sequence
+        The outputs of the program, and how many of them come before the part that is run later.
+    ahead : int or None
+    outputs : list of Output
+    build : callable
+    watch : Watch
+    """
+    program = program_of(recorder, numbers)
+    schedule = Fusion(program, ahead).schedule()
+    return Entry(Replays(schedule), outputs, build, watch, recorder.communications, recorder.channels)
+
+
+def outputs_of(leaves: Sequence[Any]) -> tuple[list[int], list[Output]]:
+    """Return the numbers of those leaves that are values of the program, and what each leaf is."""
+    numbers: list[int] = []
+    outputs = []
+    for leaf in leaves:
+        if isinstance(leaf, Traced):
+            outputs.append(Output(len(numbers), None))
+            numbers.append(leaf.number)
+        else:
+            outputs.append(Output(None, leaf))
+    return numbers, outputs
+
+
+def all_of(numbers: list[int], outputs: list[Output]) -> list[Any]:
+    """Return numbers or constants of all leaves."""
+    return [numbers[x.place] if x.place is not None else np.asarray(x.constant) for x in outputs]
+
+
+def in_program(outputs: Sequence[Output]) -> list[bool]:
+    """Tell which leaves are outputs of the program."""
+    return [x.place is not None for x in outputs]
+
+
+def own(leaf: Any) -> Any:
+    """Return the value of a leaf in memory of its own."""
+    value = leaf.value if isinstance(leaf, Traced) else leaf
+    return value.copy() if isinstance(value, np.ndarray) else value
+
+
+def count(number: int) -> None:
+    """Count so many communications."""
+    for _ in islice(communications, number):
+        pass

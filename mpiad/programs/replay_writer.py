@@ -1,0 +1,349 @@
+"""The functions of a replay: one line of Python's for each step, written for it.
+
+What a step needs is bound to names beforehand, so that a step costs its call. Small arguments and results are copied into
+and out of buffers, which is cheaper than to look up where they lie; large ones are used where they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpiad._typing import Array
+from mpiad.programs.array_program import Call, Node, Slot
+from mpiad.programs.call_sites import called_at
+from mpiad.programs.changed_results import condition_of, is_looked_at, raise_changed
+from mpiad.programs.kernel_blocks import KernelBlocks
+from mpiad.programs.loop_threads import run_together
+from mpiad.programs.memory_plan import SMALL
+from mpiad.programs.message_numbers import MessageNumbers, envelopes_of, is_numbered
+from mpiad.programs.overlap import Action, actions_of
+from mpiad.programs.playback import logged
+from mpiad.programs.prepared_calls import prepared_steps
+from mpiad.programs.schedule import Loop, Run, root_of
+
+if TYPE_CHECKING:
+    from mpiad.programs.replay import Replays
+
+__all__ = ["ReplayWriter"]
+
+
+
+class ReplayWriter:
+    """Writes the functions of a replay, and makes what they name.
+
+    Parameters
+    ----------
+    replays : Replays
+    prepared : bool
+        Whether communications are prepared, where they can be, and loops run while messages are under way.
+    """
+
+    def __init__(self, replays: Replays, prepared: bool):
+        self.replays, self.schedule = replays, replays.schedule
+        self.nodes: list[Node] = self.schedule.program.nodes
+        # What is noted shows an exchange as one call.
+        self._actions = actions_of(self.schedule, replays.texts, overlaps=prepared)
+        self._blocks = KernelBlocks(self.schedule, replays.texts, replays.kernels, self._actions)
+        self._numbers = MessageNumbers()
+        self.names: dict[str, Any] = {
+            "empty": np.empty, "address": _address, "as_array": _as_array, "own": _own, "together": run_together,
+            "begin": self._numbers.begin, "addressed": self._numbers.addressed, "t": self._blocks.words,
+            # What has been communicated, for as long as the run may turn out not to be that of the trace.
+            "log": [], "logged": logged, "changed": raise_changed,
+            "blocks": self._blocks,  # which hold what the words point to
+        }  # fmt: skip
+        self._memories: dict[int, Array] = {}
+        self._arrays: dict[int, str] = {}
+        self._lines: list[str] = []
+        self._as_memory = {
+            root_of(self.schedule.buffers, b) for text in replays.texts if text is not None for b in text.buffers
+        }
+        self._preparable, numbered = prepared_steps(self.schedule, self._made, self._is_large, self._as_memory)
+        self._preparable &= set(range(len(self.schedule.steps)) if prepared else ())
+        self._counts_anew = bool(numbered - self._preparable)
+
+    def functions(self) -> tuple[Callable, Callable]:
+        """Return both functions."""
+        schedule, steps = self.schedule, self.schedule.steps
+        used = [self._used(at) for at in range(len(steps))]
+        # Arrays that calls before the cut have returned, and that are used after it.
+        before = {b for at in range(schedule.cut) for b in self._made(at)}
+        kept = sorted(before & {b for at in range(schedule.cut, len(steps)) for b in used[at]})
+        names = ", ".join(f"r{b}, m{b}" for b in kept)
+        has_scratch = any(home.is_scratch for home in self.replays.homes.values())
+        self.names |= {"take": self._scratch(), "give_back": self.replays.scratch.give_back}
+        parts = []
+        for late, span in ((False, range(schedule.cut)), (True, range(schedule.cut, len(steps)))):
+            self._lines = [f"global {names}"] if kept else []
+            if self._counts_anew and not late:
+                self._lines.append("begin()")
+            if self.replays.last_look >= 0 and not late:
+                self._lines.append("log.clear()")
+            outputs = [b for b, is_late in zip(schedule.outputs, schedule.late) if is_late == late]
+            self._begin({b for at in span for b in used[at]} | set(outputs))
+            for k, action in enumerate(self._actions):
+                if action.at in span:
+                    self._act(k, action)
+            self._lines.append(f"made = [{', '.join(self._result(b) for b in outputs)}]")
+            if has_scratch:
+                self._lines = ["scratch = take()", *self._lines, "give_back(scratch)"]
+            self._lines.append("return made")
+            parts.append(self._lines)
+        inputs = ", ".join(f"n{k}" for k in range(len(schedule.program.inputs)))
+        text = "\n".join(
+            f"def {name}({inputs}):\n" + "\n".join(f"    {line}" for line in lines if line)
+            for name, lines in zip(("first", "rest"), parts)
+        )
+        exec(compile(text, str(Path(__file__).with_name("<replay>")), "exec"), self.names)
+        return self.names["first"], self.names["rest"]
+
+    def _used(self, at: int) -> set[int]:
+        """Return the buffers that a step reads or writes."""
+        step, text = self.schedule.steps[at], self.replays.texts[at]
+        return {root_of(self.schedule.buffers, b) for b in (step.inputs if text is None else text.buffers)}  # type: ignore[union-attr]
+
+    def _made(self, at: int) -> list[int]:
+        """Return the buffers that come from a call."""
+        step = self.schedule.steps[at]
+        return [] if isinstance(step, Loop) or step.in_place else self.replays.results.get(step.node, [])
+
+    # ---- buffers
+
+    def _begin(self, touched: set[int]) -> None:
+        """Append lines that take the arguments in and make the outputs; bind all other buffers."""
+        buffers = self.schedule.buffers
+        for b in sorted({root_of(buffers, b) for b in touched}):
+            found = buffers[b]
+            if found.kind == "input":
+                self._take_in(b, f"n{found.data}")
+            elif found.kind == "output" and self._is_large(b):
+                self._arrays[b] = f"o{b}"
+                self.names[f"d{b}"] = found.dtype
+                self._lines += [f"o{b} = empty({found.shape}, d{b})", self._blocks.assignment(b, "t", f"address(o{b})")]
+            elif found.kind != "result":
+                self._bind(b)
+
+    def _is_large(self, b: int) -> bool:
+        found = self.schedule.buffers[b]
+        return math.prod(found.shape) * found.dtype.itemsize > SMALL
+
+    def _bind(self, b: int) -> None:
+        if b in self._arrays:
+            return
+        found = self.schedule.buffers[b]
+        if found.kind == "constant":
+            array = np.require(self.schedule.program.constants[found.data], found.dtype, ["C", "A"])
+        elif b in self.replays.homes:
+            home = self.replays.homes[b]
+            if home.is_scratch:
+                self._arrays[b] = f"b{b}"
+                return
+            if home.memory not in self._memories:
+                self._memories[home.memory] = np.empty(home.nbytes, np.uint8)
+            array = self._in_memory(b, self._memories[home.memory])
+        else:
+            array = np.empty(found.shape, found.dtype)
+        self._arrays[b], self.names[f"b{b}"] = f"b{b}", array
+        self._blocks.bind(b, _address(array))
+
+    def _in_memory(self, b: int, memory: Array) -> Array:
+        found = self.schedule.buffers[b]
+        return memory[: math.prod(found.shape) * found.dtype.itemsize].view(found.dtype).reshape(found.shape)
+
+    def _scratch(self) -> Callable[[], Any]:
+        """Return the function that takes scratch memory for a run; mostly it is that of the replay's run before."""
+        buffers = [b for b, home in self.replays.homes.items() if home.is_scratch]
+        take = self.replays.scratch.take
+        bound: dict[str, Any] = {"memories": None}
+
+        def taken() -> dict[int, Array]:
+            memories = take()
+            if memories is not bound["memories"]:
+                for b in buffers:
+                    self.names[f"b{b}"] = array = self._in_memory(b, memories[self.replays.homes[b].memory])
+                    self._blocks.bind(b, _address(array))
+                bound["memories"] = memories
+            return memories
+
+        return taken
+
+    def _take_in(self, b: int, name: str) -> None:
+        """Append lines by which an array that comes from outside can be read by kernels."""
+        if self._is_large(b):
+            self.names[f"d{b}"] = self.schedule.buffers[b].dtype
+            self._lines += [f"m{b} = as_array({name}, d{b})", self._blocks.assignment(b, "t", f"address(m{b})")]
+            self._arrays[b] = f"m{b}"
+        else:
+            self._bind(b)
+            self._lines.append(f"b{b}[...] = {name}")
+
+    def _array(self, b: int) -> str:
+        root = root_of(self.schedule.buffers, b)
+        if root == b or self.schedule.buffers[b].shape == self.schedule.buffers[root].shape:
+            return self._arrays[root]
+        return f"{self._arrays[root]}.reshape({self.schedule.buffers[b].shape})"
+
+    def _result(self, b: int) -> str:
+        """Return the text of an output: an array of its own, or a number of NumPy's."""
+        found = self.schedule.buffers[b]
+        name = self._arrays[b]
+        if found.kind == "result" and name != f"b{b}":
+            return f"r{b}"
+        if not found.shape:
+            return f"{name}[()]"
+        return name if self._is_large(b) else f"{name}.copy()"
+
+    # ---- steps
+
+    def _act(self, k: int, action: Action) -> None:
+        at, step = action.at, self.schedule.steps[action.at]
+        if action.kind == "loop":
+            blocks = [self._blocks.address(k, thread) for thread in range(len(action.shares))]
+            self.names[f"k{at}"] = self.replays.kernels[at].function  # type: ignore[union-attr]
+            if len(blocks) > 1:
+                self._lines.append(f"together(k{at}, {blocks})")
+            elif self._blocks.is_called(k):
+                self._lines.append(f"k{at}({blocks[0]})")
+        elif action.kind == "end":
+            self.names[f"h{at}"] = called_at(self.nodes[step.node].site, "end")
+            self._lines.append(f"h{at}(x{at})")
+        elif step.in_place:
+            call: Call = self.nodes[step.node].data
+            kind, made = ("begin", f"x{at} = ") if action.kind == "begin" else ("in place", "")
+            self.names[f"f{at}"], self.names[f"q{at}"] = called_at(self.nodes[step.node].site, kind, call.rule), call.fun
+            rest = [self._constant(at, k, x) for k, x in enumerate(call.args) if k]
+            self._lines.append(f"{made}f{at}({', '.join([f'q{at}', self._array(step.inputs[0]), *rest])})")
+            if at < self.replays.last_look:
+                self._lines.append(f"log.append({self._made_in_place(step, call)}.copy())")
+        else:
+            self._call(at, step)
+
+    def _constant(self, at: int, k: Any, x: Any) -> str:
+        if x is None or type(x) in (bool, int):
+            return repr(x)
+        self.names[f"c{at}_{k}"] = x
+        return f"c{at}_{k}"
+
+    def _call(self, at: int, step: Run) -> None:
+        node = self.nodes[step.node]
+        call: Call = node.data
+        if at in self._preparable:
+            self._prepared(at, step)
+            return
+        if node.kind == "communicate":
+            self._communicate(at, step, node)
+        else:
+            self.names[f"f{at}"] = call.fun
+            args = [self._argument(at, step, x) for x in call.args]
+            args += [f"{key}={self._argument(at, step, x)}" for key, x in call.kwargs.items()]
+            self._lines.append(f"v{at} = f{at}({', '.join(args)})")
+        for b in self._made(at):
+            made = self.nodes[self.schedule.buffers[b].data]
+            self._received(b, f"v{at}[{made.data}]" if made.kind == "item" else f"v{at}")
+
+    def _communicate(self, at: int, step: Run, node: Node) -> None:
+        """Append lines that communicate, and that stop where what comes isn't what the program was made for."""
+        call: Call = node.data
+        last_look = self.replays.last_look
+        self.names[f"f{at}"], self.names[f"q{at}"] = called_at(node.site, call.kind, call.rule), call.fun
+        params = "None"
+        if call.kind == "communicate":
+            x, params = self._argument(at, step, call.args[0]), self._argument(at, step, call.args[1])
+            if is_numbered(call.args[1]):
+                self._lines.append(f"a{at} = addressed({params})")
+                params = f"a{at}"
+            made = f"own(f{at}(q{at}, {x}, {params}))"
+        elif call.kind == "operate":
+            args = self._argument(at, step, call.args)
+            made = f"f{at}(q{at}, {args}, {self._argument(at, step, call.kwargs)})"
+        else:
+            made = f"f{at}(q{at}, {self._argument(at, step, call.args)})"
+        self._lines.append(f"v{at} = {made}")
+        if at <= last_look:
+            self._lines.append(f"log.append({f'logged(v{at}, {params})' if params == f'a{at}' else f'v{at}'})")
+        if is_looked_at(self.schedule, at):
+            condition = condition_of(node, f"v{at}", self._bound)
+            self._lines.append(f"if {condition}: changed(v{at}, {self._bound(node)}, log)")
+        if at == last_look:
+            self._lines.append("log.clear()")
+
+    def _bound(self, value: Any) -> str:
+        """Return a new name of a value."""
+        name = f"N{len(self.names)}"
+        self.names[name] = value
+        return name
+
+    def _made_in_place(self, step: Run, call: Call) -> str:
+        """Return the text of what an operator has made in its buffer."""
+        starts, shape = call.fun.in_place.result(*call.args[1:]), self.nodes[step.node].shape
+        cut = ", ".join(f"{start}:{start + n}" for start, n in zip(starts, shape[len(shape) - len(starts) :]))
+        return f"{self._array(step.inputs[0])}[..., {cut}]"
+
+    def _prepared(self, at: int, step: Run) -> None:
+        """Append the lines of a communication from one buffer into another that is prepared."""
+        node, (made,) = self.nodes[step.node], self._made(at)
+        params, renewed = node.data.args[1], []
+        if envelopes_of(params):
+            params, renewed = self._numbers.kept(params)
+        for k, envelope in enumerate(renewed):
+            self.names[f"e{at}_{k}"] = envelope.renew
+            self._lines.append(f"e{at}_{k}()")
+        self._bind(made)
+        x, out = self.names[self._array(step.inputs[0])], self.names[f"b{made}"]
+        self.names[f"f{at}"] = called_at(node.site, "prepared")
+        self.names[f"q{at}"] = node.data.fun.prepared(params, x, out)
+        self._lines.append(f"f{at}(q{at})")
+
+    def _received(self, b: int, text: str) -> None:
+        found = self.schedule.buffers[b]
+        self._lines.append(f"r{b} = {text}")
+        node = self.nodes[found.data]
+        made = self.nodes[node.inputs[0]] if node.kind == "item" else node
+        if made.kind == "call":
+            # Kernels are made for a shape: they would read beyond the end of another one.
+            log = "None" if any(node.kind == "communicate" for node in self.nodes) else "log"
+            self._lines.append(f"if r{b}.shape != {found.shape}: changed(r{b}, {self._bound(made)}, {log})")
+        if b in self._as_memory:
+            self._take_in(b, f"r{b}")
+        else:
+            self._arrays[b] = f"r{b}"
+
+    def _argument(self, at: int, step: Run, x: Any) -> str:
+        """Return the text of an argument of a call."""
+        if isinstance(x, Slot):
+            text = self._array(step.inputs[x.place])
+            if self.nodes[self.nodes[step.node].inputs[x.place]].dtype == object:
+                return text
+            found = self.schedule.buffers[step.inputs[x.place]]
+            if self.nodes[step.node].inputs[x.place] in self.schedule.program.weak:
+                return f"{text}.item()"
+            return text if found.shape else f"{text}[()]"
+        if type(x) in (tuple, list):
+            parts = ", ".join(self._argument(at, step, part) for part in x)
+            return f"[{parts}]" if type(x) is list else f"({parts}{',' if len(x) == 1 else ''})"
+        if type(x) is dict:
+            return "{" + ", ".join(f"{key!r}: {self._argument(at, step, part)}" for key, part in x.items()) + "}"
+        if type(x) is slice:
+            return f"slice({', '.join(self._argument(at, step, part) for part in (x.start, x.stop, x.step))})"
+        return self._constant(at, len(self.names), x)
+
+
+def _own(x: Any) -> Any:
+    """Return a result in memory of its own: a view may be one of what was sent."""
+    return x.copy() if type(x) is np.ndarray and x.base is not None else x
+
+
+def _address(array: Array) -> int:
+    return array.__array_interface__["data"][0]
+
+
+def _as_array(x: Any, dtype: np.dtype) -> Array:
+    """Return what kernels take of an array."""
+    if type(x) is np.ndarray and x.flags.c_contiguous and x.flags.aligned and x.dtype == dtype:
+        return x
+    return np.require(x, dtype, ["C", "A"])

@@ -1,0 +1,126 @@
+"""While messages of an exchange travel, what doesn't need them is computed; results are those of interpreted functions."""
+
+import time
+
+import autograd.numpy as anp
+import numpy as np
+import pytest
+from jitted import assert_same
+
+import mpiad
+from mpiad import extend
+from mpiad.domain import Domain, halo_messages
+from mpiad.programs.overlap import actions_of
+from mpiad.programs.replay import Replay
+
+SHAPE = (260, 200)  # also of six ranks each has enough to divide
+BOUNDARIES = [("zero", "edge"), ("reflect", 1.5), ("edge", "reflect")]
+
+
+def stepped(domain, boundaries):
+    """Return a function with exchanges whose loops read neighbours, of one field and of two."""
+
+    def fun(u):
+        for first, second in boundaries:
+            v = domain.exchange(u, boundary=first)
+            u = u + 0.1 * anp.sin(v[2:, 1:-1] + v[:-2, 1:-1] + v[1:-1, 2:] * v[1:-1, :-2] - 4 * u)
+            a, b = domain.exchange([u, u * u], boundary=second)
+            u = 0.5 * (a[1:-1, 1:-1] + b[2:, 2:]) + 0.25 * a[:-2, :-2]
+        return u
+
+    return fun
+
+
+def late(monkeypatch, rank):
+    """Let this rank's messages leave later than the others have computed what they can."""
+    send = halo_messages.mpi_send
+
+    def sent_late(*args):
+        time.sleep(0.03 * (rank % 2))
+        return send(*args)
+
+    monkeypatch.setattr(halo_messages, "mpi_send", sent_late)
+
+
+def divided(jitted):
+    """Return how many loops of the programs are divided."""
+    found = [entry.replays for entry in jitted._entries.values()]
+    return [sum(x.kind == "begin" for x in actions_of(r.schedule, r.texts, True)) for r in found]
+
+
+@pytest.mark.also_on(2, 4)
+@pytest.mark.parametrize("periodic", [False, (True, False)], ids=str)
+def test_messages_that_are_late(periodic, rank, size, rank_rng, monkeypatch):
+    domain = Domain(SHAPE, periodic=periodic)
+    whole, weights = rank_rng(100).standard_normal((2, *SHAPE))
+    u, mine = whole[domain.owned], weights[domain.owned]
+    fun = stepped(domain, BOUNDARIES)
+    loss = mpiad.value_and_grad(lambda u: anp.sum(fun(u) * mine), objective="sum")
+    jitted, both = mpiad.jit(fun, strict=True), mpiad.jit(loss, strict=True)
+    late(monkeypatch, rank)
+    for factor in (1.0, 0.5, 2.0):
+        assert_same(jitted(u * factor), fun(u * factor), 1e-12)
+        assert_same(both(u * factor), loss(u * factor), 1e-11)
+    # Six exchanges, and as many of cotangents, but for the first one's, behind which one sum is left.
+    assert divided(jitted) == [6 * (size > 1)]
+    assert divided(both)[0] >= 11 * (size > 1)
+
+
+def test_the_interior_is_computed_before_messages_are_waited_for(rank, size, monkeypatch):
+    """Where what stays of the buffer is spoilt just before the wait, only what is computed afterwards shows that."""
+    domain = Domain(SHAPE, periodic=True)
+    u = np.random.default_rng(rank).standard_normal(domain.local_shape)
+
+    def fun(u):
+        v = domain.exchange(u)
+        return v[2:, 1:-1] + v[:-2, 1:-1] - 2 * v[1:-1, 1:-1]
+
+    jitted = mpiad.jit(fun, strict=True)
+    expected = jitted(u)
+    np.testing.assert_array_equal(jitted(u), expected)
+    end = extend.Begun.end
+
+    def spoilt(self):
+        self._steps.gi_frame.f_locals["out"][3:-3, 3:-3] = np.nan
+        end(self)
+
+    monkeypatch.setattr(extend.Begun, "end", spoilt)
+    found = jitted(u)
+    if size > 1:
+        np.testing.assert_array_equal(found, expected)
+    monkeypatch.undo()
+    np.testing.assert_array_equal(jitted(u), expected)
+
+
+def test_divided_loops_compute_the_same_bits(rank, rank_rng):
+    domain = Domain(SHAPE, periodic=True)
+    weights = rank_rng(101).standard_normal(SHAPE)[domain.owned]
+    loss = mpiad.value_and_grad(lambda u: anp.sum(stepped(domain, BOUNDARIES)(u) * weights), objective="sum")
+    jitted, u = mpiad.jit(loss, strict=True), np.random.default_rng(rank).standard_normal(domain.local_shape)
+    jitted(u)
+    (entry,) = jitted._entries.values()
+    whole, divided = (Replay(entry.replays, prepared).first(u) for prepared in (False, True))
+    for x, y in zip(whole, divided, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_an_exception_while_messages_travel(rank, size, monkeypatch):
+    """The next use of the communicator says that messages are left, and what to do."""
+    if size == 1:
+        return
+    domain = Domain(SHAPE, periodic=True)
+    jitted = mpiad.jit(lambda u: domain.exchange(u)[2:, 1:-1] * 2.0, strict=True)
+    u = np.ones(domain.local_shape)
+    jitted(u)
+
+    def interrupted(self):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(extend.Begun, "end", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        jitted(u)
+    monkeypatch.undo()
+    with pytest.raises(mpiad.errors.UnfinishedMessagesError, match="reset"):
+        mpiad.mpi_allreduce(1.0)
+    mpiad.reset()
+    np.testing.assert_array_equal(jitted(u), 2.0)
