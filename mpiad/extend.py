@@ -263,6 +263,19 @@ def communicating(fun: Function) -> Communicating:
     Adjoint
     -------
     As given by `defvjp` or `defadjoint`.
+
+    Examples
+    --------
+    A sum over the ranks in bare mpi4py, which is its own transpose:
+
+    >>> from mpi4py import MPI
+    >>> from mpiad.extend import communicating, defadjoint
+    >>> @communicating
+    ... def total(x):
+    ...     return MPI.COMM_WORLD.allreduce(x)
+    >>> _ = defadjoint(total, lambda y: total(y))
+    >>> print(mpiad.grad(lambda x: total(x) ** 2 / size)(1.0))
+    2.0
     """
     return Communicating(fun)
 
@@ -376,6 +389,16 @@ def defadjoint(operator: Communicating, adjoint: Function) -> Communicating:
     ------
     TypeError
         Where `operator` wasn't made by `communicating`.
+
+    Examples
+    --------
+    >>> from mpi4py import MPI
+    >>> from mpiad.extend import communicating, defadjoint
+    >>> @communicating
+    ... def total(x):
+    ...     return MPI.COMM_WORLD.allreduce(x)
+    >>> _ = defadjoint(total, lambda y: total(y))
+    >>> _ = mpiad.testing.check_adjoint(total, np.ones(2))
     """
     transpose = adjoint if isinstance(adjoint, Communicating) else communicating(adjoint)
     _checked(operator, "defadjoint")

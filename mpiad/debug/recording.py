@@ -95,6 +95,14 @@ def recorded() -> Iterator[None]:
     Ranks
     -----
     All ranks of the world enter and leave it.
+
+    Examples
+    --------
+    >>> import io
+    >>> with mpiad.debug.recorded():
+    ...     total = mpiad.mpi_allreduce(1.0)
+    >>> print(mpiad.debug.report(file=io.StringIO()).rows[0].operation)
+    mpi_allreduce
     """
     with _recording():
         yield

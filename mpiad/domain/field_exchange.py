@@ -101,6 +101,14 @@ class Exchanging(Decomposition):
         -------
         Receives the cotangents of the cells that neighbours have copies of, which the adjoint of the end has started
         to send.
+
+        Examples
+        --------
+        >>> domain = mpiad.Domain(12)
+        >>> begun = domain.begin_exchange(np.ones(domain.local_shape), boundary="edge")
+        >>> inside = np.sin(0.0)  # while the halo travels
+        >>> print(np.min(domain.end_exchange(begun)))
+        1.0
         """
         u, sides, finish = self._prepared(u, boundary, corners, "Domain.begin_exchange")
         if u is None:

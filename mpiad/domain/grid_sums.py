@@ -53,7 +53,15 @@ class Reductions(Decomposition):
         return self.sum(u) / math.prod(lead + self.shape)
 
     def dot(self, u: LocalArray, v: LocalArray) -> ReplicatedArray:
-        """Add up the product of two arrays over the whole grid, without conjugation; otherwise as `sum`."""
+        """Add up the product of two arrays over the whole grid, without conjugation; otherwise as `sum`.
+
+        Examples
+        --------
+        >>> domain = mpiad.Domain(12)
+        >>> u = np.ones(domain.local_shape)
+        >>> print(domain.dot(u, 2 * u), domain.mean(u))
+        24.0 1.0
+        """
         u = self._checked(u, self.local_shape, "Domain.dot")
         return self.sum(u * self._checked(v, self.local_shape, "Domain.dot"))
 

@@ -95,6 +95,14 @@ class Minimization(Decomposition):
         Adjoint
         -------
         None: the result is a constant in every trace.
+
+        Examples
+        --------
+        >>> domain = mpiad.Domain(12)
+        >>> (x,) = domain.coordinates()
+        >>> result = domain.minimize(lambda u: domain.sum((u - x) ** 2), np.zeros(domain.local_shape))
+        >>> print(np.allclose(result.x, x))
+        True
         """
         error = None
         try:

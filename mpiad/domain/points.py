@@ -62,6 +62,13 @@ class Points(Decomposition):
         ------
         ValueError
             Where an argument has another number of entries than the grid has dimensions.
+
+        Examples
+        --------
+        >>> domain = mpiad.Domain(12)
+        >>> (x,) = domain.coordinates(0.5)
+        >>> print(domain.min(x), domain.max(x))
+        0.0 5.5
         """
         ndim = len(self.shape)
         firsts, steps = lattice_of(self.shape, self.periodic, spacing, origin, extent, centred)
@@ -166,6 +173,13 @@ class Points(Decomposition):
         -------
         Each value's cotangent goes to the cells around the point, on their owners, by the weights with which they made the
         value; and to the point's coordinates by the slopes between these cells.
+
+        Examples
+        --------
+        >>> domain = mpiad.Domain(12)
+        >>> (x,) = domain.coordinates()
+        >>> print(domain.interpolate(x**2, [[1.0], [2.5]]))
+        [1.  6.5]
         """
         call = "Domain.interpolate"
         if result not in ("all", "share", "own"):

@@ -44,6 +44,13 @@ class Placement(Decomposition):
         Adjoint
         -------
         The blocks' cotangents are put together on the root: `gather`.
+
+        Examples
+        --------
+        >>> domain = mpiad.Domain(12)
+        >>> block = domain.scatter(np.arange(12.0) if rank == 0 else None)
+        >>> print(np.array_equal(block, np.arange(12)[domain.owned]))
+        True
         """
         cells = None
         error = None
@@ -83,6 +90,14 @@ class Placement(Decomposition):
         Adjoint
         -------
         Each rank gets the cotangent of its block: `scatter`.
+
+        Examples
+        --------
+        >>> domain = mpiad.Domain(12)
+        >>> (x,) = domain.coordinates()
+        >>> whole = domain.gather(x)
+        >>> print(np.array_equal(whole, np.arange(12)) == (rank == 0))
+        True
         """
         u = self._checked(u, self.local_shape, "Domain.gather")
         lead = u.shape[: u.ndim - len(self.shape)]
@@ -114,6 +129,12 @@ class Placement(Decomposition):
         Ranks
         -----
         Any rank may call it; nothing is sent.
+
+        Examples
+        --------
+        >>> domain = mpiad.Domain(12)
+        >>> print(domain.owner([0]) == 0, domain.owner([11]) == size - 1)
+        True True
         """
         owners = self._partition.owners(self._in_grid(index, "Domain.owner"))
         return owners if owners.ndim else int(owners)
@@ -143,6 +164,13 @@ class Placement(Decomposition):
         Ranks
         -----
         Any rank may call it; nothing is sent.
+
+        Examples
+        --------
+        >>> domain = mpiad.Domain(12)
+        >>> first = domain.owned[0].start
+        >>> print(domain.to_local([first]), domain.to_global([0]) - first)
+        [0] [0]
         """
         call = "Domain.to_local"
         cells = self._in_grid(index, call)

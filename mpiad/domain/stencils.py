@@ -101,6 +101,14 @@ class Stencils(Decomposition):
         ----------
         B. Fornberg, "Generation of finite difference formulas on arbitrarily spaced grids", Mathematics of Computation 51
         (1988), table 1.
+
+        Examples
+        --------
+        >>> domain = mpiad.Domain(12)
+        >>> (x,) = domain.coordinates()
+        >>> curvature = domain.laplacian(boundary="edge")(x**2)
+        >>> print(domain.sum(curvature))
+        0.0
         """
         ndim = len(self.shape)
         if order not in range(2, 42, 2):

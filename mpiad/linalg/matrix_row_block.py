@@ -64,6 +64,14 @@ class MatrixRowBlock:
     Ranks
     -----
     All ranks of `comm` call it, and all methods but `with_values` and `repr`.
+
+    Examples
+    --------
+    >>> import scipy.sparse
+    >>> rows = scipy.sparse.diags_array(np.full(2, 4.0), offsets=2 * rank, shape=(2, 2 * size))
+    >>> matrix = mpiad.linalg.MatrixRowBlock(rows.tocsr())  # 4 on the diagonal; this rank's two rows
+    >>> print(matrix.solve(np.ones(2)))
+    [0.25 0.25]
     """
 
     def __init__(self, rows: object, *, columns: int | None = None, comm: Comm = None):

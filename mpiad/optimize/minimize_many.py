@@ -94,6 +94,12 @@ def minimize_many(
     Adjoint
     -------
     None: the result is a constant in every trace.
+
+    Examples
+    --------
+    >>> found = mpiad.optimize.minimize_many(lambda x: np.sum((x**2 - 1.0) ** 2), [np.array([0.5]), np.array([-2.0])])
+    >>> print(np.round(np.abs(found.best.x), 4))
+    [1.]
     """
     used = channel(comm, _CALL)
     points, home = _agree_on_arguments(used, fun, starts, group_size, settings)

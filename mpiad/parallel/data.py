@@ -51,6 +51,12 @@ class DistributedDataContainer:
     -----
     Each rank makes its own, with the same data, `batch_size`, `shuffle` and `seed`; nothing is communicated. All see
     every sample once per epoch, whatever their number and that of the samples.
+
+    Examples
+    --------
+    >>> data = mpiad.parallel.DistributedDataContainer((np.arange(24.0),), batch_size=12)
+    >>> print(mpiad.mpi_allreduce(sum(np.sum(batch[0]) for batch in data)) == np.sum(np.arange(24)))
+    True
     """
 
     def __init__(

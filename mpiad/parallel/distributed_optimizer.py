@@ -46,6 +46,14 @@ class DistributedOptimizer:
     ------
     TypeError, ValueError
         Where an argument can't be used.
+
+    Examples
+    --------
+    >>> optimizer = mpiad.parallel.DistributedOptimizer(mpiad.parallel.SGD(0.25))
+    >>> w = np.ones(2)
+    >>> state, w, loss = optimizer.step(optimizer.setup(w), w, lambda w, x: np.mean((w - x) ** 2), np.zeros((3, 2)))
+    >>> print(w, loss)
+    [0.75 0.75] 1.0
     """
 
     def __init__(

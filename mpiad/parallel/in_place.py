@@ -42,6 +42,12 @@ def allreduce_(x: Tree, op: Op = SUM, comm: Comm = None) -> Tree:
     Ranks
     -----
     All ranks of `comm` call it.
+
+    Examples
+    --------
+    >>> x = np.ones(2)
+    >>> print(mpiad.parallel.allreduce_(x) is x, x / size)
+    True [1. 1.]
     """
     arrays = _writable(x, "parallel.allreduce_", comm)
     with suspended():

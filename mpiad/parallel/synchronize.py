@@ -46,6 +46,11 @@ def synchronize(tree: Tree, root: Rank = 0, comm: Comm = None) -> Tree:
     Adjoint
     -------
     None: traced values are refused.
+
+    Examples
+    --------
+    >>> print(mpiad.parallel.synchronize({"w": np.ones(2) + rank}))
+    {'w': array([1., 1.])}
     """
     used = channel(comm, "parallel.synchronize")
     root = root_of(root, used, "parallel.synchronize")

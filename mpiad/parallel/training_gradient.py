@@ -75,6 +75,12 @@ def value_and_grad(
     The mean is over samples, not over ranks: each rank's number and gradient count as many times as it has samples, and
     are divided by the number of all at the end. So gradients that are whole numbers of samples' contributions (integer
     data) are the same bits on any number of ranks and for any division of the samples.
+
+    Examples
+    --------
+    >>> loss, gradient = mpiad.parallel.value_and_grad(lambda w, x: np.mean((w - x) ** 2))(1.0, np.zeros(3))
+    >>> print(loss, gradient)
+    1.0 2.0
     """
     plan: Plan | None = None
 

@@ -24,6 +24,13 @@ class Checkpoints(NamedTuple):
     recorded : int
         Steps whose whole record, from one kept state on, may be held at once on the way back. With √n states and √n
         recorded steps each step is run twice only.
+
+    Examples
+    --------
+    A state kept every ten of 100 steps, and ten steps recorded at a time: each step is run twice.
+
+    >>> mpiad.timestepping.Checkpoints(memory=10, recorded=10)
+    Checkpoints(memory=10, disk=0, directory=None, recorded=10)
     """
 
     memory: int = 0

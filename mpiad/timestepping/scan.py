@@ -81,7 +81,7 @@ def scan(
 
     Examples
     --------
-    >>> print(mpiad.timestepping.scan(lambda u, k, a: a * u, 1.0, 10, 2.0, checkpoints=3))
+    >>> print(mpiad.timestepping.scan(lambda u, k, a: a * u, 1.0, 10, 2.0))
     1024.0
     """
     if tracing.recorder is not None:

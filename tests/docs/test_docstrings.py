@@ -24,9 +24,8 @@ def public() -> Iterator[tuple[str, object]]:
             if callable(thing):
                 yield f"{place.__name__}.{name}", thing
             if inspect.isclass(thing):
-                for method, value in vars(thing).items():
-                    if inspect.isfunction(value) and not method.startswith("_"):
-                        yield f"{place.__name__}.{name}.{method}", value
+                for method, value in inspect.getmembers(thing, inspect.isfunction):
+                    yield f"{place.__name__}.{name}.{method}", value
 
 
 EXAMPLES = {name: thing for name, thing in public() if ">>>" in (inspect.getdoc(thing) or "")}

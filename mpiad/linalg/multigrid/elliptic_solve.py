@@ -85,6 +85,13 @@ def solve_elliptic(
     -------
     One solve A λ = ū, on all ranks, with the levels of the forward solve: b gets λ, κ and c get -(∂(A u)/∂(κ, c))ᵀ λ.
     Forward mode and higher orders take one solve for each derivative.
+
+    Examples
+    --------
+    >>> domain = mpiad.Domain((16, 16))
+    >>> u = mpiad.linalg.solve_elliptic(domain, 1.0, np.ones(domain.local_shape), spacing=1 / 16, centred=True)
+    >>> print(f"{domain.max(u):.4f}")
+    0.0734
     """
     levels = Multigrid(
         domain, stop(kappa), stop(c), spacing=spacing, boundary=boundary, centred=centred, mean_zero=mean_zero
