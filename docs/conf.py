@@ -33,7 +33,7 @@ html_copy_source = False
 html_static_path = ["_static"]
 html_css_files = ["wide.css"]
 
-myst_enable_extensions = ["colon_fence", "dollarmath"]
+myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 
 linkcheck_ignore = [r"https?://"]  # those between pages only
