@@ -87,8 +87,9 @@ class Index:
         score: dict[int, float] = defaultdict(float)
         for entry, places in self.data["indexentries"].items():
             if query.lower() in entry and len(query) >= len(entry) / 2:
-                for file, _, _ in places:
-                    score[file] = max(score[file], round(ENTRY * len(query) / len(entry)))
+                for file, _, main in places:
+                    if main:  # the others stand behind all
+                        score[file] = max(score[file], round(ENTRY * len(query) / len(entry)))
         return score
 
     def _names(self, query: str) -> dict[int, float]:
