@@ -36,8 +36,6 @@ html_css_files = ["wide.css"]
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 
-linkcheck_ignore = [r"https?://"]  # those between pages only
-
 copybutton_exclude = ".linenos, .gp, .go"
 copybutton_prompt_text = "$ "
 

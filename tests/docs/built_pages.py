@@ -1,18 +1,20 @@
-"""Check the built pages: that a search for the words people use finds the right page first.
+"""Check the built pages: that each link between them leads somewhere, and that searches find the right page first.
 
     python tests/docs/built_pages.py docs/_build/html
 
 Ranks pages as Sphinx's search does in the browser (searchtools.js): a word in a heading counts more than one in the
 text, the name of something public as much, and parts of words count where there is no whole one. Exits with 1 where
-another page comes first.
+another page comes first, or a link's page or anchor isn't there.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections import defaultdict
 from pathlib import Path
+from urllib.parse import unquote
 
 from sphinx.search.en import SearchEnglish
 
@@ -123,10 +125,31 @@ class Index:
         return files
 
 
+def links_to_nowhere(pages: Path) -> list[str]:
+    """Return the links between pages, and to their pictures, whose file or anchor isn't there."""
+    texts = {page.resolve(): page.read_text(encoding="utf-8") for page in pages.rglob("*.html")}
+    anchors = {page: set(re.findall(r'\bid="([^"]+)"', text)) for page, text in texts.items()}
+    nowhere = []
+    for page, text in texts.items():
+        if "_modules" in page.parts:  # listings of the sources: viewcode's links back miss what is documented elsewhere
+            continue
+        for link in set(re.findall(r'\b(?:href|src)="([^"]+)"', text)):
+            if re.match(r"[a-z]+:|//", link):
+                continue
+            path, _, anchor = unquote(link.replace("&amp;", "&")).partition("#")
+            target = (page.parent / path.partition("?")[0]).resolve() if path else page
+            if not target.exists() or (anchor and target in anchors and anchor not in anchors[target]):
+                nowhere.append(f"{page.relative_to(pages.resolve())}: {link}")
+    return sorted(nowhere)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("pages", type=Path, help="the folder of the built pages")
-    index = Index(parser.parse_args().pages)
+    pages = parser.parse_args().pages
+    if nowhere := links_to_nowhere(pages):
+        raise SystemExit("links to what isn't there:\n" + "\n".join(nowhere))
+    index = Index(pages)
     first = {query: index.first(query) for query in EXPECTED}
     wrong = {query: right for query, right in EXPECTED.items() if first[query] not in right}
     if wrong:
