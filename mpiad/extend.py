@@ -64,7 +64,7 @@ class Begun:
     """An operator under way in a buffer (see `InPlace`): what its messages don't change can be read meanwhile."""
 
     def __init__(self, steps: Iterator[None]):
-        self._steps = steps
+        self._steps, self._channels = steps, set[Any]()
         with suspended():
             next(steps, None)
             self._channels = operator_body.channels or set()
