@@ -19,8 +19,8 @@ from mpiad.transport.threads import loop_threads
 
 __all__ = ["LARGE", "run_together", "shares_of"]
 
-LARGE = 1 << 18
-"""Entries of a loop from which on it is divided: below, threads take longer to wake up than they compute."""
+LARGE = 1 << 20
+"""Entries of a loop from which on it is divided: below, a thread may wait longer for a core than it computes."""
 
 
 class _Team:

@@ -8,7 +8,7 @@ import pytest
 
 import mpiad
 from mpiad.domain import Domain
-from mpiad.programs import loop_threads
+from mpiad.programs import loop_threads, overlap
 from mpiad.transport import threads
 
 SHAPE = (620, 510)
@@ -29,6 +29,8 @@ def loss_on(domain):
 @pytest.fixture
 def as_if_threads(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for module in (loop_threads, overlap):
+        monkeypatch.setattr(module, "LARGE", 1 << 18)
     return lambda count: monkeypatch.setattr(threads, "_share", count)
 
 
