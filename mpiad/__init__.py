@@ -59,7 +59,8 @@ __all__ = [
 
 # Loaded at their first use: `mpiad.debug` after `import mpiad` costs nothing where nobody looks.
 _ROOMS = (
-    "debug", "device", "ensemble", "errors", "extend", "linalg", "parallel", "programs", "testing", "timestepping", "vi",
+    "debug", "device", "ensemble", "errors", "extend", "inverse", "linalg", "parallel", "programs", "testing",
+    "timestepping", "vi",
 )
 
 

@@ -6,13 +6,14 @@ from mpiad.domain.field_exchange import Exchanging
 from mpiad.domain.grid_sums import Reductions
 from mpiad.domain.minimization import Minimization
 from mpiad.domain.points import Points
+from mpiad.domain.random_fields import RandomFields
 from mpiad.domain.scatter_gather import Placement
 from mpiad.domain.stencils import Stencils
 
 __all__ = ["Domain"]
 
 
-class Domain(Exchanging, Minimization, Placement, Points, Reductions, Stencils):
+class Domain(Exchanging, Minimization, Placement, Points, RandomFields, Reductions, Stencils):
     """Divide a 1-, 2- or 3-dimensional grid among the ranks, one block for each.
 
     Parameters

@@ -65,6 +65,41 @@ class Reductions(Decomposition):
         u = self._checked(u, self.local_shape, "Domain.dot")
         return self.sum(u * self._checked(v, self.local_shape, "Domain.dot"))
 
+    def gram(self, u: LocalArray, v: LocalArray) -> ReplicatedArray:
+        """Return the products of several arrays with several others over the whole grid, in one reduction.
+
+        Parameters
+        ----------
+        u : array of shape (k, *local_shape)
+        v : array of shape (l, *local_shape)
+
+        Returns
+        -------
+        array of shape (k, l)
+            Without conjugation, as `dot`; the same on all ranks.
+
+        Raises
+        ------
+        TypeError, ValueError
+            Where `u` or `v` isn't an array of such a shape.
+
+        Ranks
+        -----
+        All ranks call it.
+
+        Adjoint
+        -------
+        To u the sum of all ranks' cotangents times v, and to v its transpose times u.
+        """
+        for several in (u, v):
+            if np.ndim(getval(self._checked(several, self.local_shape, "Domain.gram"))) != len(self.shape) + 1:
+                raise ValueError(
+                    f"Domain.gram: expected arrays of shape (k, {', '.join(map(str, self.local_shape))}), but got "
+                    f"{np.shape(getval(several))}."
+                )
+        flat = [anp.reshape(each, (np.shape(getval(each))[0], -1)) for each in (u, v)]
+        return mpi_allreduce(anp.dot(flat[0], flat[1].T), comm=self.comm)
+
     def norm(self, u: LocalArray) -> ReplicatedArray:
         """Return the square root of the sum of |u|² over the whole grid; its derivative at u = 0 is taken as zero.
 

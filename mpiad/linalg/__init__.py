@@ -5,6 +5,10 @@ from mpiad.linalg.additive_schwarz import AdditiveSchwarz
 from mpiad.linalg.matrix_row_block import MatrixRowBlock
 from mpiad.linalg.multigrid import Elliptic, Multigrid, solve_elliptic
 from mpiad.linalg.newton import newton
+from mpiad.linalg.randomised_eigenpairs import EigenPairs, eigsh
 from mpiad.linalg.solve import solve
 
-__all__ = ["AdditiveSchwarz", "Elliptic", "MatrixRowBlock", "Multigrid", "newton", "petsc", "solve", "solve_elliptic"]
+__all__ = [
+    "AdditiveSchwarz", "EigenPairs", "Elliptic", "MatrixRowBlock", "Multigrid", "eigsh", "newton", "petsc", "solve",
+    "solve_elliptic",
+]

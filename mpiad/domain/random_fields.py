@@ -1,0 +1,81 @@
+"""Random numbers that belong to cells, and not to ranks."""
+
+from __future__ import annotations
+
+import math
+import operator
+
+import numpy as np
+
+from mpiad._typing import LocalArray, Shape
+from mpiad.domain.decomposition import Decomposition
+
+__all__ = ["RandomFields"]
+
+_UNIT = 2.0**-53  # numbers of 53 bits, as NumPy's
+
+
+class RandomFields(Decomposition):
+    """Noise on the grid."""
+
+    def normal(self, seed: int, shape: Shape = ()) -> LocalArray:
+        """Return this rank's block of independent standard normal numbers.
+
+        A cell's number is a function of the seed and its place in the grid: two of the numbers that a counter-based
+        generator gives for that place, by Box and Muller's formula. So it is the same on any number of ranks.
+
+        Parameters
+        ----------
+        seed : int
+            Zero or more.
+        shape : tuple of int
+            Leading axes: fields that are independent of each other.
+
+        Returns
+        -------
+        array of shape (*shape, *local_shape)
+
+        Raises
+        ------
+        TypeError, ValueError
+            Where `seed` isn't such a number.
+
+        Ranks
+        -----
+        Each for itself; with the same seed the blocks are those of one field.
+
+        Adjoint
+        -------
+        None: the result is a constant.
+
+        References
+        ----------
+        J. K. Salmon, M. A. Moraes, R. O. Dror and D. E. Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC11 (2011).
+        """
+        key = operator.index(seed)
+        if not 0 <= key < 2**128:
+            raise ValueError(f"Domain.normal: seed must be an integer from 0 to 2**128 - 1, but got {seed!r:.60}.")
+        generator = np.random.Philox(key=key)
+        count, (*rows, last) = math.prod(shape), self.owned
+        out = np.empty((count, *self.local_shape))
+        for field in range(count):
+            for row in np.ndindex(self.local_shape[:-1]):
+                place = field
+                for n, i, cells in zip(self.shape, row, rows):
+                    place = place * n + cells.start + i
+                start = place * self.shape[-1] + last.start
+                out[(field, *row)] = _normals(generator, start, last.stop - last.start)
+        return out.reshape(*shape, *self.local_shape)
+
+
+def _normals(generator: np.random.Philox, start: int, count: int) -> np.ndarray:
+    """Return the normal numbers of places from `start` on: the generator gives four numbers a step, those of two places."""
+    state = generator.state
+    step = start // 2
+    state["state"]["counter"] = np.array([step % 2**64, step >> 64, 0, 0], np.uint64)
+    state["buffer_pos"] = 4  # what the last step has left is no longer wanted
+    generator.state = state
+    odd = start % 2
+    raw = generator.random_raw(2 * (count + odd))[2 * odd :].reshape(count, 2)
+    uniform = ((raw >> np.uint64(11)).astype(float) + 0.5) * _UNIT
+    return np.sqrt(-2.0 * np.log(uniform[:, 0])) * np.cos(2.0 * math.pi * uniform[:, 1])

@@ -1,0 +1,128 @@
+"""The Gaussian around the most probable field, from the leading eigenpairs of the data's Hessian in the prior's.
+
+With H u = λ R u, R the prior's inverse covariance, the posterior's covariance is R⁻¹ - Σ λ/(1 + λ) u uᵀ. What the data
+don't tell has small λ and is left to the prior.
+
+References
+----------
+.. [1] T. Bui-Thanh, O. Ghattas, J. Martin and G. Stadler, "A computational framework for infinite-dimensional Bayesian
+   inverse problems, part I", SIAM J. Sci. Comput. 35 (2013), sections 5.3 and 5.4.
+.. [2] A. Alexanderian, P. J. Gloor and O. Ghattas, "On Bayesian A- and D-optimal experimental designs in infinite
+   dimensions", Bayesian Analysis 11 (2016), for the information gain.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import numpy as np
+
+from mpiad._typing import LocalArray
+from mpiad.inverse.gaussian_prior import GaussianPrior
+from mpiad.linalg import eigsh
+
+__all__ = ["Posterior", "laplace"]
+
+
+class Posterior:
+    """The Gaussian that `laplace` returns.
+
+    Attributes
+    ----------
+    mean : array of shape local_shape
+        The most probable field.
+    prior : GaussianPrior
+    values : array, shape (k,)
+        The eigenvalues λ, the largest first.
+    vectors : array, shape (k, *local_shape)
+        With uᵀ R u = 1.
+    """
+
+    def __init__(self, mean: LocalArray, prior: GaussianPrior, values: np.ndarray, vectors: LocalArray):
+        self.mean, self.prior, self.values, self.vectors = mean, prior, values, vectors
+
+    @property
+    def variance(self) -> LocalArray:
+        """Return the variance of each cell, shape local_shape: exact for the pairs that are kept."""
+        return self.prior.variance - self._combined(self.values / (1.0 + self.values), self.vectors**2)
+
+    def apply(self, g: LocalArray) -> LocalArray:
+        """Return the product of the covariance with a block of shape local_shape; collective."""
+        weights = self.values / (1.0 + self.values) * self._products(g)
+        return self.prior.solve(g) - self._combined(weights, self.vectors)
+
+    def sample(self, seed: int) -> LocalArray:
+        """Return this rank's block of a sample, which depends on the seed and not on the ranks; collective."""
+        away = self.prior.sample(seed) - self.prior.mean
+        weights = (1.0 - 1.0 / np.sqrt(1.0 + self.values)) * self._products(self.prior.apply(away))
+        return self.mean + away - self._combined(weights, self.vectors)
+
+    def information_gain(self) -> float:
+        """Return the Kullback-Leibler divergence from the prior to this, in nats; collective."""
+        trace = np.sum(np.log1p(self.values) - self.values / (1.0 + self.values))
+        return float(0.5 * trace + self.prior.cost(self.mean))
+
+    def predict(self, fun: Callable[[LocalArray], LocalArray], draws: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        """Return mean and standard deviation of what a function makes of samples, seeds from `seed` on; collective."""
+        found = np.stack([np.asarray(fun(self.sample(seed + k))) for k in range(draws)])
+        return found.mean(axis=0), found.std(axis=0, ddof=1)
+
+    def _products(self, g: LocalArray) -> np.ndarray:
+        return self.prior.domain.gram(self.vectors, g[None])[:, 0]
+
+    def _combined(self, weights: np.ndarray, blocks: LocalArray) -> LocalArray:
+        return np.tensordot(weights, blocks, 1)
+
+
+def laplace(
+    product: Callable[[LocalArray], LocalArray], m: LocalArray, prior: GaussianPrior, k: int, *, oversample: int = 20,
+    seed: int = 0,
+) -> Posterior:
+    """Approximate the posterior by a Gaussian around its most probable field.
+
+    Parameters
+    ----------
+    product : callable
+        Products with the Hessian at m of the data's part of the objective alone, without the prior's: as `make_hvp` of it
+        returns, or with JᵀJ.
+    m : array of shape local_shape
+        This rank's block of the most probable field.
+    prior : GaussianPrior
+    k : int
+        Eigenpairs that are kept; there are 2 (k + oversample) products.
+    oversample : int
+        As in `mpiad.linalg.eigsh`.
+    seed : int
+        Of the random directions, which don't depend on the ranks.
+
+    Returns
+    -------
+    Posterior
+
+    Raises
+    ------
+    TypeError, ValueError
+        On all ranks, where an argument is wrong, or the product isn't symmetric.
+
+    Warns
+    -----
+    RuntimeWarning
+        Where the last eigenvalue exceeds 1: the data tell more than k pairs hold.
+
+    Ranks
+    -----
+    All ranks of the prior's domain call it, and what it returns.
+    """
+    directions = prior.domain.normal(seed, (k + oversample,))
+    pairs = eigsh(
+        product, m, k, mass=prior.apply, mass_solve=prior.solve, oversample=oversample, seed=directions,
+        comm=prior.domain.comm,
+    )
+    if len(pairs.values) == k and pairs.values[-1] > 1.0:
+        warnings.warn(
+            f"laplace: the last of {len(pairs.values)} eigenvalues is {pairs.values[-1]:.3g}, where those below 1 are the "
+            "prior's more than the data's. The variance is too large: raise k.", RuntimeWarning, stacklevel=2,
+        )
+    # What is negative isn't of a minimum, or of the error of the products.
+    return Posterior(m, prior, np.maximum(pairs.values, 0.0), pairs.vectors)

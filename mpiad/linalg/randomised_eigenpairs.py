@@ -1,0 +1,177 @@
+"""`eigsh`: the largest eigenvalues of A u = λ B u by random directions, where A and B are functions that multiply.
+
+Two passes: the range of B⁻¹A is sampled with k + p random directions and made orthonormal in B; then A is projected onto
+it. Eigenvalues that fall fast, as those of Hessians of data in a prior's inner product do, leave little to the directions
+that are not sampled: where each is 0.8 times the one before, 40 of them with p = 20 are right to a thousandth.
+
+References
+----------
+.. [1] A. K. Saibaba, J. Lee and P. K. Kitanidis, "Randomized algorithms for generalized Hermitian eigenvalue problems with
+   application to computing Karhunen-Loève expansion", Numer. Linear Algebra Appl. 23 (2016), algorithm 6.
+.. [2] N. Halko, P. G. Martinsson and J. A. Tropp, SIAM Review 53 (2011), section 5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from mpiad._typing import Comm, LocalArray
+from mpiad.primitives import stop
+from mpiad.primitives.operation import suspended
+from mpiad.transport import SUM, Channel, channel
+from mpiad.transport.agreement import agreed, raise_together, require_same
+from mpiad.transport.collectives import allreduce
+
+__all__ = ["EigenPairs", "eigsh"]
+
+_CALL = "linalg.eigsh"
+_ASYMMETRY = 1e-3  # of a projected matrix, by its norm: products end at tolerances of solves
+_DEPENDENT = 1e-15  # of an eigenvalue of a Gram matrix, by the largest
+
+Product = Callable[[LocalArray], LocalArray]
+
+
+class EigenPairs(NamedTuple):
+    """What `eigsh` returns.
+
+    Attributes
+    ----------
+    values : array, shape (k,)
+        The largest first; the same on all ranks.
+    vectors : array, shape (k, *like.shape)
+        This rank's pieces, orthonormal in B.
+    """
+
+    values: np.ndarray
+    vectors: LocalArray
+
+
+def eigsh(
+    product: Product,
+    like: LocalArray,
+    k: int,
+    *,
+    mass: Product | None = None,
+    mass_solve: Product | None = None,
+    oversample: int = 20,
+    seed: int | LocalArray = 0,
+    comm: Comm = None,
+) -> EigenPairs:
+    """Return about the k largest eigenvalues of A u = λ B u, and their vectors, in pieces on their ranks.
+
+    Parameters
+    ----------
+    product : callable
+        From this rank's piece of a vector to that of its product with A, symmetric.
+    like : array
+        This rank's piece of any vector: its shape counts. Real.
+    k : int
+    mass, mass_solve : callable, optional
+        Products with B, symmetric and positive definite, and with B⁻¹: both or none, for the identity.
+    oversample : int
+        Random directions beyond k. There are 2 (k + oversample) products with A.
+    seed : int, or array of shape (k + oversample, *like.shape)
+        Of the random directions; or this rank's pieces of them, such as `Domain.normal` gives, by which results don't
+        depend on the ranks.
+    comm : mpi4py intracommunicator, optional
+
+    Returns
+    -------
+    EigenPairs
+        `values` and `vectors`; fewer than k where A has a lower rank.
+
+    Raises
+    ------
+    TypeError, ValueError
+        On all ranks, where an argument on any of them is wrong or differs, or A or B isn't symmetric, or B not positive.
+
+    Ranks
+    -----
+    All ranks of `comm` call it, with the same k, oversample and seed.
+
+    Adjoint
+    -------
+    None: the result is a constant.
+    """
+    used = channel(comm, _CALL)
+    like, error = np.asarray(stop(like)), None
+    try:
+        if like.dtype.kind != "f":
+            raise TypeError(f"{_CALL}: like must be an array of real numbers, but got dtype {like.dtype}.")
+        whole = isinstance(k, (int, np.integer)) and isinstance(oversample, (int, np.integer))
+        if not (whole and k >= 1 and oversample >= 0):
+            raise ValueError(f"{_CALL}: k must be 1 or more and oversample 0 or more, but got {k!r} and {oversample!r}.")
+        if not isinstance(seed, (int, np.integer)) and np.shape(seed) != (k + oversample, *like.shape):
+            raise ValueError(
+                f"{_CALL}: seed must be an integer, or directions of shape {(k + oversample, *like.shape)}, but has shape "
+                f"{np.shape(seed)}."
+            )
+        if (mass is None) != (mass_solve is None):
+            raise ValueError(f"{_CALL}: mass and mass_solve must be given together, but got one of them.")
+    except (TypeError, ValueError) as wrong:
+        error = wrong
+    raise_together(used, error)
+    named = seed if isinstance(seed, (int, np.integer)) else "directions"
+    require_same(used, f"k={k}, oversample={oversample}, seed={named}, mass={'given' if mass else None}", _CALL)
+    size = int(_summed(used, np.array([float(like.size)]))[0])
+    if k > size:
+        raise agreed(used, ValueError(f"{_CALL}: k must be at most {size}, the length of a vector, but got {k}."))
+    with suspended():
+        if isinstance(seed, (int, np.integer)):
+            generator = np.random.Generator(np.random.Philox(key=[seed, used.rank]))
+            seed = generator.standard_normal((k + oversample, *like.shape))
+        samples = seed[:size]
+        images = _products(product, samples)
+        ranged = images if mass_solve is None else _products(mass_solve, images)
+        # B times the range is known: the images themselves.
+        basis = _combined(_orthonormal(used, ranged, images), ranged)
+        for _ in range(2):  # once more, since Gram matrices lose half of the digits
+            basis = _combined(_orthonormal(used, basis, basis if mass is None else _products(mass, basis)), basis)
+        projected = _gram(used, basis, _products(product, basis))
+        skew = np.linalg.norm(projected - projected.T)
+        if not skew <= _ASYMMETRY * np.linalg.norm(projected):
+            raise agreed(used, ValueError(
+                f"{_CALL}: product must be symmetric, but its projection differs from its transpose by {skew:.3e}, of "
+                f"{np.linalg.norm(projected):.3e}."
+            ))
+        values, vectors = np.linalg.eigh(0.5 * (projected + projected.T))
+        order = np.argsort(values)[::-1][:k]
+        return EigenPairs(values[order], _combined(vectors[:, order], basis))
+
+
+def _products(product: Product, vectors: LocalArray) -> LocalArray:
+    return np.stack([np.asarray(product(vector), dtype=float) for vector in vectors])
+
+
+def _combined(coefficients: np.ndarray, vectors: LocalArray) -> LocalArray:
+    return np.tensordot(coefficients.T, vectors, 1)
+
+
+def _gram(used: Channel, one: LocalArray, other: LocalArray) -> np.ndarray:
+    """Return the products of all vectors with all others, the same bits on all ranks."""
+    return _summed(used, one.reshape(len(one), -1) @ other.reshape(len(other), -1).T)
+
+
+def _summed(used: Channel, local: np.ndarray) -> np.ndarray:
+    total = np.array(allreduce(used, local, SUM, _CALL))
+    used.data.Bcast(total, 0)  # an all-reduction may round differently on different ranks
+    if not np.all(np.isfinite(total)):
+        raise agreed(used, ValueError(f"{_CALL}: a product isn't finite."))
+    return total
+
+
+def _orthonormal(used: Channel, vectors: LocalArray, weighed: LocalArray) -> np.ndarray:
+    """Return the coefficients that make vectors orthonormal, less dependent ones; `weighed` are B times them."""
+    gram = _gram(used, vectors, weighed)
+    skew, size = np.linalg.norm(gram - gram.T), np.linalg.norm(gram)
+    values, rotation = np.linalg.eigh(0.5 * (gram + gram.T))
+    if not skew <= _ASYMMETRY * size or values[0] < -_ASYMMETRY * size:
+        raise agreed(used, ValueError(
+            f"{_CALL}: mass must be symmetric and positive definite, and mass_solve its inverse, but vᵀ B v has the values "
+            f"{values[0]:.3e} to {values[-1]:.3e} and is asymmetric by {skew:.3e}."
+        ))
+    kept = values > _DEPENDENT * values[-1]
+    return rotation[:, kept] / np.sqrt(values[kept])

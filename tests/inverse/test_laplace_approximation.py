@@ -1,0 +1,80 @@
+"""The posterior of a linear problem with Gaussian noise, which is known: dense matrices of one process."""
+
+import warnings
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpiad
+from mpiad.inverse import Bilaplacian, laplace
+
+SHAPE, H = (10, 8), 0.1
+
+
+def whole(domain, block):
+    return MPI.COMM_WORLD.bcast(domain.gather(block))
+
+
+@pytest.fixture
+def linear():
+    """Return a domain, a prior, its covariance, and an operator of 12 observations, dense."""
+    domain = mpiad.Domain(SHAPE)
+    prior = Bilaplacian(domain, 0.5, 1.3, mean=0.2, spacing=H, rtol=1e-12)
+    n = int(np.prod(SHAPE))
+    basis = np.eye(n).reshape(n, *SHAPE)
+    covariance = np.stack([whole(domain, prior.solve(np.ascontiguousarray(e[domain.owned]))).ravel() for e in basis])
+    operator = 4.0 * np.random.default_rng(3).standard_normal((12, n)) / np.sqrt(n)
+    return domain, prior, covariance, operator
+
+
+def test_conjugate_case(linear):
+    domain, prior, covariance, operator = linear
+    rows = np.ascontiguousarray(operator.reshape(12, *SHAPE)[(slice(None), *domain.owned)])
+    data = np.random.default_rng(4).standard_normal(12)
+
+    def residuals(m):
+        return (domain.gram(rows, m[None])[:, 0] - data) * (mpiad.mpi_rank() == 0)
+
+    result = domain.minimize(
+        residuals, np.zeros(domain.local_shape), method="Newton-CG-sharded",
+        options={"product": "gauss-newton", "regularizer": prior, "inner_product": prior, "grtol": 1e-9, "gtol": 0.0},
+    )
+    kept = mpiad.linearize(residuals)(result.x)
+    posterior = laplace(lambda v: kept.vjp(kept.jvp(v)), result.x, prior, 20)
+    dense = np.linalg.inv(operator.T @ operator + np.linalg.inv(covariance))
+    mean = 0.2 + dense @ operator.T @ (data - operator @ np.full(80, 0.2))
+    np.testing.assert_allclose(whole(domain, result.x).ravel(), mean, atol=1e-6)
+    np.testing.assert_allclose(whole(domain, posterior.variance).ravel(), np.diag(dense), rtol=1e-6)
+    g = np.sin(np.arange(80.0)).reshape(SHAPE)
+    applied = whole(domain, posterior.apply(np.ascontiguousarray(g[domain.owned]))).ravel()
+    np.testing.assert_allclose(applied, dense @ g.ravel(), atol=1e-6)
+    away = mean - 0.2
+    divergence = 0.5 * (
+        np.trace(np.linalg.solve(covariance, dense)) + away @ np.linalg.solve(covariance, away) - 80
+        + np.linalg.slogdet(covariance)[1] - np.linalg.slogdet(dense)[1]
+    )
+    np.testing.assert_allclose(posterior.information_gain(), divergence, rtol=1e-6)
+    draws = 400
+    samples = np.stack([whole(domain, posterior.sample(seed)).ravel() for seed in range(draws)])
+    error = np.cov(samples.T) - dense
+    bound = np.sqrt((np.outer(np.diag(dense), np.diag(dense)) + dense**2) / (draws - 1))  # Monte Carlo's standard error
+    assert np.sqrt(np.mean((error / bound) ** 2)) < 1.3 and np.max(np.abs(error / bound)) < 6.0
+    predicted, spread = posterior.predict(lambda m: domain.gram(rows, m[None])[:, 0], 100)
+    exact = np.sqrt(np.diag(operator @ dense @ operator.T))
+    np.testing.assert_allclose(spread, exact, rtol=0.35)
+    np.testing.assert_allclose(predicted, operator @ mean, atol=5.0 * np.max(exact) / 10.0)
+
+
+def test_too_few_pairs_are_warned_of(linear):
+    domain, prior, _, operator = linear
+    rows = np.ascontiguousarray(operator.reshape(12, *SHAPE)[(slice(None), *domain.owned)])
+
+    def product(v):
+        return np.tensordot(domain.gram(rows, v[None])[:, 0], rows, 1)
+
+    with pytest.warns(RuntimeWarning, match="raise k"):
+        laplace(product, prior.mean, prior, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        laplace(product, prior.mean, prior, 20)

@@ -1,0 +1,73 @@
+"""`eigsh` beside SciPy's dense solver."""
+
+import numpy as np
+import pytest
+import scipy.linalg
+from mpi4py import MPI
+
+from mpiad.linalg import eigsh
+
+
+def joined(piece):
+    return np.concatenate(MPI.COMM_WORLD.allgather(piece))
+
+
+def problem(n, rng):
+    q = np.linalg.qr(rng.standard_normal((n, n)))[0]
+    b = q @ np.diag(np.geomspace(1.0, 50.0, n)) @ q.T
+    root = np.linalg.cholesky(b)
+    u = np.linalg.qr(rng.standard_normal((n, n)))[0]
+    return root @ (u * 1e4 * 0.8 ** np.arange(n)) @ u.T @ root.T, b
+
+
+def on_pieces(matrix, n, rank, size, count):
+    mine = np.array_split(np.arange(n), size)[rank]
+
+    def product(v):
+        count.append(1)
+        return matrix[mine] @ joined(v)
+
+    return product, mine
+
+
+def test_pairs_are_the_dense_ones(rank, size):
+    n, k, counts = 200, 40, []
+    a, b = problem(n, np.random.default_rng(1))
+    product, mine = on_pieces(a, n, rank, size, counts)
+    mass, _ = on_pieces(b, n, rank, size, [])
+    solve, _ = on_pieces(np.linalg.inv(b), n, rank, size, [])
+    pairs = eigsh(product, np.zeros(len(mine)), k, mass=mass, mass_solve=solve, oversample=20, seed=2)
+    expected = scipy.linalg.eigh(a, b, eigvals_only=True)[::-1][:k]
+    np.testing.assert_allclose(pairs.values, expected, rtol=1e-3)
+    assert len(counts) <= 2 * (k + 20)
+    vectors = np.concatenate(MPI.COMM_WORLD.allgather(pairs.vectors), axis=1)
+    np.testing.assert_allclose(vectors @ b @ vectors.T, np.eye(k), atol=1e-9)
+    leading = vectors[:10]
+    residual = leading @ a - pairs.values[:10, None] * (leading @ b)
+    assert np.linalg.norm(residual) < 1e-3 * np.linalg.norm(leading @ a)
+
+
+def test_low_rank_and_no_mass(rank, size):
+    """Of rank three, all else is dependent: the values are exact, and zeros fill the rest."""
+    n = 30
+    u = np.linalg.qr(np.random.default_rng(3).standard_normal((n, 3)))[0]
+    product, mine = on_pieces((u * [5.0, 3.0, -1.0]) @ u.T, n, rank, size, [])
+    pairs = eigsh(product, np.zeros((len(mine), 1))[:, 0], 2)
+    np.testing.assert_allclose(pairs.values, [5.0, 3.0], rtol=1e-10)
+
+
+def test_wrong_operators_are_refused_on_all_ranks(rank, size):
+    n, a = 12, np.triu(np.ones((12, 12)))
+    skewed, mine = on_pieces(a, n, rank, size, [])
+    plain, _ = on_pieces(np.eye(n), n, rank, size, [])
+    like = np.zeros(len(mine))
+    with pytest.raises(ValueError, match="product must be symmetric"):
+        eigsh(skewed, like, 3)
+    with pytest.raises(ValueError, match="mass must be symmetric and positive"):
+        eigsh(plain, like, 3, mass=lambda v: -v, mass_solve=lambda v: -v)
+    with pytest.raises(ValueError, match="together"):
+        eigsh(plain, like, 3, mass=plain if rank == size - 1 else None)
+    with pytest.raises(ValueError, match="k must be at most 12"):
+        eigsh(plain, like, 13)
+    with pytest.raises(TypeError, match="real numbers"):
+        eigsh(plain, like.astype(complex), 3)
