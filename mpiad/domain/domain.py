@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mpiad.domain.field_exchange import Exchanging
+from mpiad.domain.field_files import FieldFiles
 from mpiad.domain.grid_sums import Reductions
 from mpiad.domain.minimization import Minimization
 from mpiad.domain.points import Points
@@ -13,7 +14,7 @@ from mpiad.domain.stencils import Stencils
 __all__ = ["Domain"]
 
 
-class Domain(Exchanging, Minimization, Placement, Points, RandomFields, Reductions, Stencils):
+class Domain(Exchanging, FieldFiles, Minimization, Placement, Points, RandomFields, Reductions, Stencils):
     """Divide a 1-, 2- or 3-dimensional grid among the ranks, one block for each.
 
     Parameters

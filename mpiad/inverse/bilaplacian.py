@@ -81,6 +81,10 @@ class Bilaplacian(GaussianPrior):
         """Return the product of the covariance with a plain block of shape local_shape: two solves; collective."""
         return self._scale * self._inverse(self._inverse(self._scale * g))
 
+    def precondition(self, r: LocalArray) -> LocalArray:
+        """Return about what `solve` does, symmetric and positive definite, by two V-cycles; collective."""
+        return self._scale * self._levels(self._levels(self._scale * r))
+
     def sqrt(self, xi: LocalArray) -> LocalArray:
         """Return S ξ, where S Sᵀ is the covariance, of plain noise of shape local_shape: one solve; collective."""
         return self._scale * self._inverse(xi)

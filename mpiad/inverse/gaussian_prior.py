@@ -44,6 +44,10 @@ class GaussianPrior:
         """Return the product of the covariance with a plain block of shape local_shape; collective."""
         raise NotImplementedError
 
+    def precondition(self, r: LocalArray) -> LocalArray:
+        """Return about what `solve` does, symmetric and positive definite, by a V-cycle for each solve; collective."""
+        raise NotImplementedError
+
     def sqrt(self, xi: LocalArray) -> LocalArray:
         """Return S ξ, where S Sᵀ is the covariance, of plain noise of shape (*noise, *local_shape); collective."""
         raise NotImplementedError

@@ -65,6 +65,10 @@ class H1(GaussianPrior):
         """Return the product of the covariance with a plain block of shape local_shape: one solve; collective."""
         return self._levels.solve(g, rtol=self._rtol) / self._volume
 
+    def precondition(self, r: LocalArray) -> LocalArray:
+        """Return about what `solve` does, symmetric and positive definite, by one V-cycle; collective."""
+        return self._levels(r) / self._volume
+
     def sqrt(self, xi: LocalArray) -> LocalArray:
         """Return S ξ, where S Sᵀ is the covariance, of noise of shape (d + 1, *local_shape): one solve; collective.
 

@@ -123,7 +123,7 @@ def eigsh(
         if isinstance(seed, (int, np.integer)):
             generator = np.random.Generator(np.random.Philox(key=[seed, used.rank]))
             seed = generator.standard_normal((k + oversample, *like.shape))
-        samples = seed[:size]
+        samples = np.asarray(seed)[:size]
         images = _products(product, samples)
         ranged = images if mass_solve is None else _products(mass_solve, images)
         # B times the range is known: the images themselves.

@@ -23,7 +23,7 @@ class NewtonSettings(NamedTuple):
         Products with the Hessian, or with JᵀJ of residuals; the regularizer's Hessian is full.
     globalization : {"line search", "trust region"}
     preconditioner : callable or None
-        From a residual in the form of x to about H⁻¹ of it; by default the inner product's.
+        From a residual in the form of x to about H⁻¹ of it; by default the inner product's `precondition`, or its inverse.
     inner_product : callable or None
         From dJ/dx to the gradient in the inner product.
     regularizer : callable or None
@@ -78,6 +78,8 @@ def newton_settings_of(tol: float | None, options: dict | None) -> NewtonSetting
     given = dict(options or {})
     if tol is not None:
         given = {"gtol": tol, **given}
+    if given.get("preconditioner") is None:
+        given["preconditioner"] = getattr(given.get("inner_product"), "precondition", None)
     for name, value in given.items():
         if name not in NewtonSettings._fields:
             names = ", ".join(NewtonSettings._fields)

@@ -1,0 +1,97 @@
+"""Fields in files: one array of NumPy's format, written and read by all ranks, each its block."""
+
+from __future__ import annotations
+
+from os import PathLike
+from pathlib import Path
+
+import numpy as np
+
+from mpiad._typing import LocalArray
+from mpiad.domain.decomposition import Decomposition
+from mpiad.primitives import stop
+from mpiad.transport.agreement import agreed, raise_together, require_same
+from mpiad.transport.array_files import Layout, layout_in, read_block, write_block
+from mpiad.transport.device_arrays import is_device_array
+
+__all__ = ["FieldFiles"]
+
+
+class FieldFiles(Decomposition):
+    """Fields that outlive a job, on any number of ranks."""
+
+    def save(self, path: str | PathLike[str], u: LocalArray) -> None:
+        """Write a field to one file, which `numpy.load` reads as the whole array; whole or not at all.
+
+        Parameters
+        ----------
+        path : path
+            The same on all ranks, on a disk that all see. ``.npy`` isn't added.
+        u : array of shape (..., *local_shape)
+            This rank's block, on the host. Its leading axes and its dtype are those of the file.
+
+        Raises
+        ------
+        TypeError, ValueError
+            On all ranks, where `u` isn't such an array on one, or paths, leading axes or dtypes differ.
+        OSError
+            On all ranks, where it can't be written: a file that was there stays as it was.
+
+        Ranks
+        -----
+        All ranks call it. They write ``path.part``, whose name is changed at the end.
+        """
+        call, error, block = "Domain.save", None, np.zeros(0)
+        try:
+            if is_device_array(stop(u)):
+                raise TypeError(f"{call}: expected an array on the host. Copy it with mpiad.device.to_host.")
+            block = np.ascontiguousarray(stop(self._checked(u, self.local_shape, call)))
+            if block.dtype.hasobject:
+                raise TypeError(f"{call}: expected numbers, but got an array of Python's objects.")
+        except (TypeError, ValueError) as found:
+            error = found
+        raise_together(self._channel, error)
+        lead, file = block.shape[: block.ndim - len(self.shape)], Path(path)
+        require_same(self._channel, f"path={str(file)!r}, leading axes {lead}, dtype {block.dtype.str}", call)
+        write_block(self._channel, file, (*lead, *self.shape), self._starts(len(lead)), block, call)
+
+    def load(self, path: str | PathLike[str]) -> LocalArray:
+        """Read this rank's block of a field that `save` or `numpy.save` has written, on any number of ranks.
+
+        Parameters
+        ----------
+        path : path
+
+        Returns
+        -------
+        array of shape (..., *local_shape)
+
+        Raises
+        ------
+        OSError, ValueError
+            On all ranks, where there is no such file, it is damaged or truncated, or holds an array of another grid.
+
+        Ranks
+        -----
+        All ranks call it; rank 0 alone reads what the file says of itself.
+        """
+        call, file, layout, error = "Domain.load", Path(path), None, None
+        if self._channel.rank == 0:
+            try:
+                layout = layout_in(file)
+                ndim = len(self.shape)
+                if layout.shape[max(0, len(layout.shape) - ndim) :] != self.shape:
+                    raise ValueError(f"it holds shape {layout.shape}, but the grid has {self.shape}")
+            except FileNotFoundError as found:
+                error = agreed(self._channel, OSError(f"{call}: {file}: {found.strerror}."))
+            except (OSError, ValueError) as found:
+                error = type(found)(f"{call}: {file} can't be read: {found}.")
+        raise_together(self._channel, error)
+        shape, dtype, offset = self._channel.data.bcast(None if layout is None else (layout[0], layout[1].str, layout[2]))
+        layout, lead = Layout(shape, np.dtype(dtype), offset), shape[: len(shape) - len(self.shape)]
+        block = np.empty((*lead, *self.local_shape), layout.dtype)
+        read_block(self._channel, file, layout, self._starts(len(lead)), block, call)
+        return block
+
+    def _starts(self, lead: int) -> tuple[int, ...]:
+        return (0,) * lead + tuple(cells.start for cells in self.owned)
