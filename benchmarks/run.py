@@ -68,6 +68,7 @@ JOBS = (
     Job("vi.py", 2, 50),
     Job("multigrid.py", 1, 150),
     Job("multigrid.py", 2, 60),
+    Job("inverse.py", 1, 120, "--sizes 16 64"),
     Job("domain.py", 2, 30),
     Job("wave.py", 1, 60),
     Job("shallow_water.py", 1, 300, "--budget 0.5"),

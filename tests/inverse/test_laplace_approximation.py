@@ -9,7 +9,7 @@ from mpi4py import MPI
 import mpiad
 from mpiad.inverse import Bilaplacian, laplace
 
-SHAPE, H = (10, 8), 0.1
+SHAPE, H, CELLS = (8, 6), 0.1, 48
 
 
 def whole(domain, block):
@@ -21,10 +21,9 @@ def linear():
     """Return a domain, a prior, its covariance, and an operator of 12 observations, dense."""
     domain = mpiad.Domain(SHAPE)
     prior = Bilaplacian(domain, 0.5, 1.3, mean=0.2, spacing=H, rtol=1e-12)
-    n = int(np.prod(SHAPE))
-    basis = np.eye(n).reshape(n, *SHAPE)
+    basis = np.eye(CELLS).reshape(CELLS, *SHAPE)
     covariance = np.stack([whole(domain, prior.solve(np.ascontiguousarray(e[domain.owned]))).ravel() for e in basis])
-    operator = 4.0 * np.random.default_rng(3).standard_normal((12, n)) / np.sqrt(n)
+    operator = 4.0 * np.random.default_rng(3).standard_normal((12, CELLS)) / np.sqrt(CELLS)
     return domain, prior, covariance, operator
 
 
@@ -43,27 +42,27 @@ def test_conjugate_case(linear):
     kept = mpiad.linearize(residuals)(result.x)
     posterior = laplace(lambda v: kept.vjp(kept.jvp(v)), result.x, prior, 20)
     dense = np.linalg.inv(operator.T @ operator + np.linalg.inv(covariance))
-    mean = 0.2 + dense @ operator.T @ (data - operator @ np.full(80, 0.2))
+    mean = 0.2 + dense @ operator.T @ (data - operator @ np.full(CELLS, 0.2))
     np.testing.assert_allclose(whole(domain, result.x).ravel(), mean, atol=1e-6)
     np.testing.assert_allclose(whole(domain, posterior.variance).ravel(), np.diag(dense), rtol=1e-6)
-    g = np.sin(np.arange(80.0)).reshape(SHAPE)
+    g = np.sin(np.arange(float(CELLS))).reshape(SHAPE)
     applied = whole(domain, posterior.apply(np.ascontiguousarray(g[domain.owned]))).ravel()
     np.testing.assert_allclose(applied, dense @ g.ravel(), atol=1e-6)
     away = mean - 0.2
     divergence = 0.5 * (
-        np.trace(np.linalg.solve(covariance, dense)) + away @ np.linalg.solve(covariance, away) - 80
+        np.trace(np.linalg.solve(covariance, dense)) + away @ np.linalg.solve(covariance, away) - CELLS
         + np.linalg.slogdet(covariance)[1] - np.linalg.slogdet(dense)[1]
     )
     np.testing.assert_allclose(posterior.information_gain(), divergence, rtol=1e-6)
-    draws = 400
+    draws = 150
     samples = np.stack([whole(domain, posterior.sample(seed)).ravel() for seed in range(draws)])
     error = np.cov(samples.T) - dense
     bound = np.sqrt((np.outer(np.diag(dense), np.diag(dense)) + dense**2) / (draws - 1))  # Monte Carlo's standard error
     assert np.sqrt(np.mean((error / bound) ** 2)) < 1.3 and np.max(np.abs(error / bound)) < 6.0
-    predicted, spread = posterior.predict(lambda m: domain.gram(rows, m[None])[:, 0], 100)
+    predicted, spread = posterior.predict(lambda m: domain.gram(rows, m[None])[:, 0], 60)
     exact = np.sqrt(np.diag(operator @ dense @ operator.T))
-    np.testing.assert_allclose(spread, exact, rtol=0.35)
-    np.testing.assert_allclose(predicted, operator @ mean, atol=5.0 * np.max(exact) / 10.0)
+    np.testing.assert_allclose(spread, exact, rtol=0.4)
+    np.testing.assert_allclose(predicted, operator @ mean, atol=5.0 * np.max(exact) / np.sqrt(60.0))
 
 
 def test_too_few_pairs_are_warned_of(linear):
