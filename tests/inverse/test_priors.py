@@ -11,9 +11,9 @@ import mpiad
 from mpiad.inverse import H1, Bilaplacian, TotalVariation
 
 GRIDS = {
-    "1-D": {"shape": (24,), "spacing": 0.1}, "2-D": {"shape": (8, 6), "spacing": (0.2, 0.1)},
-    "ring": {"shape": (8, 6), "spacing": 0.1, "periodic": (True, False)},
-    "3-D": {"shape": (6, 4, 5), "spacing": (0.1, 0.2, 0.1)},
+    "1-D": {"shape": (16,), "spacing": 0.1}, "2-D": {"shape": (6, 5), "spacing": (0.2, 0.1)},
+    "ring": {"shape": (6, 4), "spacing": 0.1, "periodic": (True, False)},
+    "3-D": {"shape": (4, 3, 4), "spacing": (0.1, 0.2, 0.1)},
 }
 
 
