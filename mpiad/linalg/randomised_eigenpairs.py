@@ -121,7 +121,7 @@ def eigsh(
         raise agreed(used, ValueError(f"{_CALL}: k must be at most {size}, the length of a vector, but got {k}."))
     with suspended():
         if isinstance(seed, (int, np.integer)):
-            generator = np.random.Generator(np.random.Philox(key=[seed, used.rank]))
+            generator = np.random.Generator(np.random.Philox(key=np.array([int(seed), used.rank], np.uint64)))
             seed = generator.standard_normal((k + oversample, *like.shape))
         samples = np.asarray(seed)[:size]
         images = _products(product, samples)
