@@ -6,13 +6,15 @@ import ctypes
 import shutil
 import subprocess
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 
+from mpiad.compiling.program import Program
 from mpiad.differentiation.trees import flatten
 from mpiad.ensemble.batch import Parameters
-from mpiad.ensemble.compiled.cuda.cuda_plan import Plan
-from mpiad.ensemble.compiled.cuda.cuda_source import cuda_source
+from mpiad.ensemble.compiled.kernel_form import Form
+from mpiad.ensemble.compiled.kernel_texts import cuda_text, parameter_names
 from mpiad.ensemble.compiled.parameter_layout import layout_of
 from mpiad.ensemble.compiled.trace import trace
 from mpiad.ensemble.problem import ODEProblem
@@ -26,10 +28,30 @@ def parameters_of(p, own):
     return Parameters(leaves, [own] * len(leaves), build)
 
 
-def plan_of(f, p, u0, alg, **options):
-    """Return the plan of an f; u0 has shape (d, n)."""
+class Plan(NamedTuple):
+    """What the texts of kernels are made of."""
+
+    program: Program
+    form: Form
+    names: tuple
+    conditions: tuple
+
+    def text(self, kernel):
+        """Return CUDA C of a kernel that differentiates by all parameters."""
+        own, common = ([j for j, name in enumerate(self.names) if name[0] == kind] for kind in "ps")
+        form = self.form._replace(wanted_varying=len(own), wanted_shared=len(common))
+        return cuda_text(kernel, self.program, form, self.names, self.conditions, (*own, *common))
+
+
+def plan_of(f, p, u0, alg, events=(), **options):
+    """Return the plan of an f; u0 has shape (d, n), and events are triples of condition, terminal and direction."""
     program, layout = trace(f, (len(u0),), p, u0.dtype), layout_of(p)
-    return Plan(program, alg.tableau, alg.controller, layout.varying, layout.shared, dtype=u0.dtype, **options)
+    names = parameter_names(layout.varying, layout.shared)
+    form = Form(
+        len(u0), len(layout.varying), len(layout.shared), alg.tableau, alg.controller, single=u0.dtype == np.float32,
+        inside=True, record=True, tolerances=True, events=tuple(event[1:] for event in events), **options,
+    )  # fmt: skip
+    return Plan(program, form, names, tuple(event[0] for event in events))
 
 
 class Kernels:
@@ -44,13 +66,14 @@ class Kernels:
 
     def __init__(self, plan, folder):
         self.plan = plan
-        source, library = folder / "kernel.cpp", folder / "kernel.so"
-        source.write_text(cuda_source(plan))
-        command = [COMPILER, "-O1", "-std=c++14", "-ffp-contract=off", "-shared", "-fPIC", "-Wall", "-Werror"]
-        command += ["-Wno-unused-but-set-variable", "-Wno-unused-variable", str(source), "-o", str(library)]
-        made = subprocess.run(command, capture_output=True, text=True)
-        assert made.returncode == 0, made.stderr
-        self._library = ctypes.CDLL(str(library))
+        for kernel in ("forward", "reverse"):
+            source, library = folder / f"{kernel}.cpp", folder / f"{kernel}.so"
+            source.write_text(plan.text(kernel))
+            command = [COMPILER, "-O1", "-std=c++14", "-ffp-contract=off", "-shared", "-fPIC", "-Wall", "-Werror"]
+            command += ["-Wno-unused-but-set-variable", "-Wno-unused-variable", str(source), "-o", str(library)]
+            made = subprocess.run(command, capture_output=True, text=True)
+            assert made.returncode == 0, made.stderr
+            setattr(self, f"_{kernel}", getattr(ctypes.CDLL(str(library)), kernel))
 
     def forward(
         self, u0, p, start, stop, times, rtol=1e-3, atol=1e-6, dt=None, dtmax=np.inf, max_steps=100_000, capacity=0
@@ -60,7 +83,7 @@ class Kernels:
         own, common = layout_of(p).split(p.leaves, n, real)
         start, stop = (np.broadcast_to(np.asarray(x, float), n).copy() for x in (start, stop))
         times = np.asarray(times, float)
-        m, n_saved = len(plan.directions), times.shape[-1]
+        m, n_saved = len(plan.form.directions), times.shape[-1]
         out = SimpleNamespace(
             u_end=np.full((d, n), np.nan, real), saved=np.full((n_saved, d, n), np.nan, real), t_reached=np.zeros(n),
             codes=np.zeros(n, np.int32), naccept=np.zeros(n, np.int32), nreject=np.zeros(n, np.int32),
@@ -70,7 +93,7 @@ class Kernels:
         self.given = (n, own, common, start, stop, times, n_saved, times.ndim > 1)
         scalar = ctypes.c_float if real == np.float32 else ctypes.c_double
         self._call(
-            self._library.forward, n, 0, n, u0, own, common, start, stop, times, n_saved, int(times.ndim > 1), scalar(rtol),
+            self._forward, n, 0, n, u0, own, common, start, stop, times, n_saved, int(times.ndim > 1), scalar(rtol),
             np.full(d, atol, real), ctypes.c_double(dt or 0.0), ctypes.c_double(dtmax), max_steps, *vars(out).values(),
             capacity,
         )  # fmt: skip
@@ -86,7 +109,7 @@ class Kernels:
         u0_bar, p_bar = np.zeros_like(end_bar), np.zeros((len(own), n), real)
         s_bar = np.zeros((len(common), n), real)
         self._call(
-            self._library.reverse, n, 0, n, own, common, start, stop, times, n_saved, int(by_row), out.steps_u, out.steps_t,
+            self._reverse, n, 0, n, own, common, start, stop, times, n_saved, int(by_row), out.steps_u, out.steps_t,
             out.naccept, out.t_reached, np.where(alive, out.codes, 2).astype(np.int32), end_bar, saved_bar, u0_bar, p_bar,
             s_bar,
         )  # fmt: skip

@@ -72,9 +72,10 @@ def lines(
 
 
 def function_source(
-    program: Program, name: str, names: Names, arguments: Sequence[str], fused: bool = False, dtype: Any = float
-) -> str:
-    """Return the text of a function of scalars that returns the outputs as a tuple.
+    program: Program, name: str, names: Names, arguments: Sequence[str], fused: bool = False, dtype: Any = float,
+    language: str = "python",
+) -> str:  # fmt: skip
+    """Return the text of a function of scalars that returns the outputs as a tuple; in C it gives them to references.
 
     Parameters
     ----------
@@ -88,7 +89,14 @@ def function_source(
         Whether products that are added are rounded once.
     dtype : dtype
         float64 or float32.
+    language : {"python", "c"}
+        In C numbers are `real`, and the function `INLINE`.
     """
+    if language == "c":
+        outputs = numbered("out", len(program.outputs))
+        given = [f"const real {x}" for x in arguments] + [f"real& {x}" for x in outputs]
+        body = indented(lines(program, names, outputs, "c", dtype))
+        return "\n".join([f"INLINE void {name}({', '.join(given)}) {{", *body, "}"])
     program = lowered(program)
     style = _Style(False, np.dtype(dtype) == np.float32)
     texts, made = _texts(program, names, style, "v", _sums(program) if fused else {})

@@ -16,15 +16,12 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-import numpy as np
-
 from mpiad._typing import Array
-from mpiad.compiling.source import indented, number
+from mpiad.compiling.source import indented
 from mpiad.compiling.vector_power import power_lines
-from mpiad.ensemble.compiled.kernel_form import Fields, Form
-from mpiad.ensemble.compiled.lane_entry import Entering
-from mpiad.ensemble.compiled.lane_fields import Lanes
-from mpiad.ensemble.compiled.lane_output import Telling
+from mpiad.ensemble.compiled.kernel_form import Form
+from mpiad.ensemble.compiled.lane_fields import Fields
+from mpiad.ensemble.compiled.lane_output import LaneOutput
 from mpiad.ensemble.controller import LEAST_ERROR
 
 __all__ = ["forward_source", "lanes_of"]
@@ -40,7 +37,7 @@ def lanes_of(form: Form) -> tuple[Array, Array]:
 
 @lru_cache(64)
 def _fields(form: Form) -> Fields:
-    return Lanes(form).fields
+    return _Forward(form).fields
 
 
 def forward_source(form: Form, wide: bool) -> str:
@@ -48,7 +45,7 @@ def forward_source(form: Form, wide: bool) -> str:
     return _Forward(form).source(wide)
 
 
-class _Forward(Telling, Entering):
+class _Forward(LaneOutput):
     def source(self, wide: bool) -> str:
         """Return the text of the function."""
         form = self.form
@@ -75,7 +72,7 @@ class _Forward(Telling, Entering):
             *[f"    s{j} = s[{j}]" for j in range(form.shared)],
             *[f"    atol{n} = atol[{n}]" for n in range(len(form.numbers) if form.tolerances else 1)],
             "    while True:",
-            *indented(self.entering(), 2),
+            *indented(self._entering(), 2),
             f"        if vacant == {form.lanes} or turns == 0{self._full()}:",
             "            break",
             "        turns -= 1",
@@ -84,7 +81,7 @@ class _Forward(Telling, Entering):
             *indented(self.recorded() if form.record else [], 2),
             f"        for l in range({form.lanes}):",
             f"            if {self.at('event')} > 0.0:",
-            *indented(self.told(), 4),
+            *indented(self.put_out(), 4),
             "    state[0] = waiting",
             "    state[1] = vacant",
             "    state[2] = row",
@@ -100,22 +97,95 @@ class _Forward(Telling, Entering):
         steps = f" or row + {form.lanes} > rows.shape[0]" if form.record else ""
         return steps + (f" or found + {form.lanes * len(form.events)} > crossings.shape[0]" if form.events else "")
 
-    # ---- a step
+    # ---- trajectories that enter
 
-    def _loaded(self, what: str, name: str, width: int | None = None) -> list[str]:
-        return [f"{name}_{c} = {self.at(what, c)}" for c in range(width or self.form.d)]
+    def _entering(self) -> list[str]:
+        """Return lines that fill vacant lanes."""
+        lanes = self.form.lanes
+        return [
+            "while vacant > 0 and (waiting < stop or more):",
+            "    if waiting == stop:",
+            "        # The next ones that no other thread has taken.",
+            "        next = claimed(taken, taken[2])",
+            "        more = next < taken[1]",
+            "        if more:",
+            "            waiting = next",
+            "            stop = min(next + taken[2], taken[1])",
+            f"    for l in range({lanes}):",
+            "        while waiting < stop and start[0 if one_span else waiting] == end[0 if one_span else waiting]:",
+            "            waiting += 1",
+            "        if ids[l] < 0 and waiting < stop:",
+            *indented(self._enter(), 3),
+        ]
+
+    def _enter(self) -> list[str]:
+        at, form, d = self.at, self.form, self.form.d
+        steps = self.steps
+        lines = [
+            "i = waiting",
+            "waiting += 1",
+            "vacant -= 1",
+            "ids[l] = i",
+            "t = start[0 if one_span else i]",
+            "goal = end[0 if one_span else i]",
+            "sign = -1.0 if goal < t else 1.0",
+            "column = 0 if one_start else i",
+            *[f"u_{c} = u0[{c}, column]" for c in range(d)],
+            *[f"p{j} = p[{j}, i]" for j in range(form.varying)],
+            steps.call("k0", "u", 0),
+            "now = sign * t",
+            "span = sign * goal - now",
+            *steps.first_step(),
+            "h = h if h < dtmax else dtmax",
+            # `least_step`: the next double has the next bits, away from zero. Adding 0.0 takes the sign from -0.0.
+            "least = 10.0 * (number_of(bits_of(now + 0.0) + (1 if now >= 0.0 else -1)) - now)",
+            "h = h if h > least else least",
+            *[f"{at('u', c)} = u_{c}" for c in range(d)],
+            *[f"{at('k', c)} = k0_{c}" for c in range(d)],
+            *[f"{at('p', j)} = p{j}" for j in range(form.varying)],
+            *self._unit_tangents(),
+            f"{at('sign')} = sign",
+            f"{at('end')} = sign * goal",
+            "most = max(abs(t), abs(goal))",
+            # Where a step is shorter than this, it is looked at more closely.
+            f"{at('least')} = 10.0 * (number_of(bits_of(most + 0.0) + (1 if most >= 0.0 else -1)) - most)",
+            f"{at('live')} = 1.0",
+            *[f"{at(name)} = 0.0" for name in ("rejected", "tries", "number")],
+            *([f"{at('q2_before')} = {LEAST_ERROR!r}"] if self.beta is not None else []),
+            f"{at('next')} = h",
+            "place[l] = -1",
+            *self.next_due(),
+            f"while {at('due')} == now:",
+            *indented([f"saved[i, place[l], {c}] = u_{c}" for c in range(d)]),
+            *indented([
+                f"dsaved[{j // d}, i, place[l], {j % d}] = {at('du', j)}"
+                for j in range(d * len(form.directions)) if form.inside
+            ]),
+            "    if save_step.shape[0] > 0:",
+            "        save_step[i, place[l]] = -1",
+            *indented(self.next_due()),
+            f"{at('now')} = now",
+            f"{at('accepted')} = 0.0",
+            *self.conditions("condition", "u", "t"),
+        ]  # fmt: skip
+        return lines
+
+    def _unit_tangents(self) -> list[str]:
+        return [
+            f"{self.at('du', j * self.form.d + c)} = {1.0 if kind == 'u' and place == c else 0.0}"
+            for j, (kind, place) in enumerate(self.form.directions) for c in range(self.form.d)
+        ]  # fmt: skip
+
+    # ---- a step
 
     def _stages(self) -> list[str]:
         form, steps, at, d = self.form, self.steps, self.at, self.form.d
         lines = [f"p{j} = {at('p', j)}" for j in range(form.varying)]
-        for i in range(1, form.stages + 1):
-            y = "new" if i == form.stages else "y"
-            name = f"y{i}" if form.directions and i < form.stages else y
-            lines += steps.argument(name, i, "k", "u")
-            lines.append(steps.call(f"k{i}", name, i))
+        lines += steps.stages(kept=bool(form.directions))
         for j in range(len(form.directions)):
             lines += self._tangent(j)
-        lines += self._error()
+        lines += steps.error()
+        lines += [f"{at('q2')} = q2"] if self.error is not None else []
         lines += [f"{at('new', c)} = new_{c}" for c in range(d)]
         lines += [f"{at('last', c)} = k{form.stages}_{c}" for c in range(d)]
         if form.inside:
@@ -131,8 +201,7 @@ class _Forward(Telling, Entering):
             along = "v" if i == 0 else "w"
             if i:
                 lines += steps.argument("w", i, "l", "v", fused=True)
-            y = "u" if i == 0 else "new" if i == form.stages else f"y{i}"
-            lines.append(steps.call(f"l{i}", y, i, f"df{j}", steps.state(along)))
+            lines.append(steps.call(f"l{i}", steps.argument_of(i), i, f"df{j}", steps.state(along)))
         if not form.inside:
             lines += steps.argument("w", form.stages, "l", "v", fused=True)
         lines += [f"{self.at('dnew', j * d + c)} = w_{c}" for c in range(d)]
@@ -143,43 +212,15 @@ class _Forward(Telling, Entering):
             ]  # fmt: skip
         return lines
 
-    def _error(self) -> list[str]:
-        d = self.form.d
-        if self.error is None:
-            # Whether all is finite: x - x is then zero.
-            total = " + ".join(f"(new_{c} - new_{c})" for c in range(d))
-            return [f"q2 = {self.steps.doubled(total)}"]
-        lines = []
-        for n, parts in enumerate(self.form.numbers):
-            lines += self._modulus_lines(n, parts) if len(parts) > 1 else [
-                f"low{n} = abs(u_{n})",
-                f"high{n} = abs(new_{n})",
-                f"largest{n} = where(high{n} > low{n}, high{n}, low{n})",
-            ]
-            lines.append(f"scale{n} = {self.steps.rtol} * largest{n} + {self.atol(n)}")
-            lines += [f"e{c} = ({self.steps.weighted(self.error, 'k', c)}) * {self.steps.h} / scale{n}" for c in parts]
-        total = " + ".join(f"e{c} * e{c}" for c in range(d))
-        return [*lines, f"q2 = {self.steps.doubled(total)} / {len(self.form.numbers)}.0", f"{self.at('q2')} = q2"]
-
-    def _modulus_lines(self, n: int, parts: tuple[int, ...]) -> list[str]:
-        """Return lines on the larger modulus of a complex number before and after the step."""
-        names = [f"{state}_{c}" for state in ("u", "new") for c in parts]
-        # By the largest part, so that no square overflows; a call of hypot would keep the loop from being vectorised.
-        lines = [f"top = {self.steps.number(float(np.finfo(self.form.dtype).tiny))}"]
-        lines += [f"top = where(abs({name}) > top, abs({name}), top)" for name in names]
-        lines.append(f"over = {self.steps.number(1.0)} / top")
-        lines += [f"r_{name} = {name} * over" for name in names]
-        low, high = (" + ".join(f"r_{state}_{c} * r_{state}_{c}" for c in parts) for state in ("u", "new"))
-        return [*lines, f"low = {low}", f"high = {high}", f"largest{n} = math.sqrt(where(high > low, high, low)) * top"]
-
     def _decision(self) -> list[str]:
         """Return lines that accept the step or not, and choose the size of the next."""
         at = self.at
         lines = [f"live = {at('live')}"]
         if self.error is not None:
+            q2_before = at("q2_before") if self.beta is not None else ""
             lines += [
                 "accepted = where(q2 < 1.0, live, 0.0)",
-                *self._factor(),
+                *self.steps.factor(power_lines, q2_before, at("rejected")),
                 "following = size * factor",
                 "following = where(following < dtmax, following, dtmax)",
                 f"{at('rejected')} = live - accepted",
@@ -201,29 +242,6 @@ class _Forward(Telling, Entering):
             "told = where(ahead >= goal, accepted, 0.0)",
             f"due = where({at('due')} <= ahead, accepted, 0.0)",
             f"{at('event')} = small + tired + told + due{changed}",
-        ]
-
-    def _factor(self) -> list[str]:
-        at, controller, order = self.at, self.form.controller, self.form.tableau.error_order
-        plain = number(-0.5 / order)
-        lines = [f"exponent = {plain}"]
-        if self.beta is not None:
-            beta = self.beta
-            steady = number(-0.5 * (1 - 0.75 * beta) / order)
-            lines = [f"exponent = where(q2 < 1.0, {steady}, {plain})"]
-        lines += [*power_lines("q2", "exponent", "factor"), f"factor = {number(controller.safety)} * factor"]
-        if self.beta is not None:
-            lines += [
-                *power_lines(at("q2_before"), number(0.5 * self.beta / order), "steady"),
-                "factor = where(q2 < 1.0, factor * steady, factor)",
-                f"kept = where(q2 > {LEAST_ERROR!r}, q2, {LEAST_ERROR!r})",
-                f"{at('q2_before')} = where(accepted > 0.0, kept, {at('q2_before')})",
-            ]
-        return [
-            *lines,
-            f"factor = where(factor > {number(controller.least)}, factor, {number(controller.least)})",
-            f"most = where({at('rejected')} > 0.0, 1.0, {number(controller.most)})",
-            "factor = where(factor < most, factor, most)",
         ]
 
     def _taking(self) -> list[str]:

@@ -12,13 +12,12 @@ from autograd.tracer import isbox
 
 from mpiad._typing import Function
 from mpiad.compiling.arguments import argument
-from mpiad.compiling.complex_parts import is_complex, real_dtype
 from mpiad.compiling.program import Program
 from mpiad.ensemble.backends import EnsembleAlgorithm
-from mpiad.ensemble.batch import Batch, check_place, same_for_all
+from mpiad.ensemble.batch import Batch, check_place
 from mpiad.ensemble.compiled.forward_sweep import launch
 from mpiad.ensemble.compiled.kernel_choice import is_wanted, tell_once, traced_program
-from mpiad.ensemble.compiled.kernel_form import Form
+from mpiad.ensemble.compiled.kernel_form import Form, form_of
 from mpiad.ensemble.compiled.kernel_texts import compiled, forward_text, parameter_names, reverse_text
 from mpiad.ensemble.compiled.parameter_layout import Layout, layout_of
 from mpiad.ensemble.compiled.traced_problem import TracedProblem, conditions_of, remembered
@@ -160,25 +159,10 @@ class Solver:
         self._names = parameter_names(self.layout.varying, self.layout.shared)
         self.every = settings.saveat is None
         self.times = argument(np.atleast_2d(np.empty(0) if settings.saveat is None else settings.saveat))
-        real = real_dtype(batch.u0.dtype)
-        alg, events = settings.alg, tuple((event.terminal, event.direction) for event in settings.events)
-        self.form = Form(
-            program.groups["state"], len(self.layout.varying), len(self.layout.shared), alg.tableau, alg.controller,
-            single=real == np.float32, in_pairs=is_complex(batch.u0), inside=bool(events) or not self._at_ends(),
-            tolerances=np.ndim(settings.atol) > 0, events=events,
-        )  # fmt: skip
-        self.p, self.s = self.layout.split(batch.p.leaves, batch.size, real)
+        self.form = form_of(program, self.layout, batch, settings)
+        self.p, self.s = self.layout.split(batch.p.leaves, batch.size, self.form.dtype)
         self.directions: tuple[tuple[str, int], ...] = ()
         self._recorded: Outcome | None = None
-
-    def _at_ends(self) -> bool:
-        """Tell whether nothing is saved but at the ends of tspan."""
-        if not self.times.size:
-            return True
-        start, end = self.batch.start, self.batch.end
-        # One row is enough where all begin and end alike.
-        rows = slice(1 if same_for_all(start) and same_for_all(end) else None)
-        return bool(((self.times == start[rows, None]) | (self.times == end[rows, None])).all())
 
     def solved(self, given: Batch) -> Outcome:
         """Solve, and keep what a gradient by the traced parts of `given` will need."""

@@ -1,4 +1,4 @@
-"""Kernels of one f: their texts, as modules, the types of their arguments, and the functions that they are compiled to."""
+"""Kernels of one f: their texts for CPUs and GPUs, the types of their arguments, their functions."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from mpiad.compiling.derivatives import Wanted, jvp, vjp
 from mpiad.compiling.lowering import are_simple
 from mpiad.compiling.program import Program
 from mpiad.compiling.source import function_source, numbered
+from mpiad.ensemble.compiled.cuda.cuda_forward import cuda_forward_text
+from mpiad.ensemble.compiled.cuda.cuda_reverse import cuda_reverse_text
+from mpiad.ensemble.compiled.cuda.cuda_skeleton import prelude
 from mpiad.ensemble.compiled.forward_kernel import forward_source
 from mpiad.ensemble.compiled.kernel_form import Form
 from mpiad.ensemble.compiled.reverse_kernel import reverse_source
 
-__all__ = ["compiled", "forward_text", "parameter_names", "reverse_text"]
+__all__ = ["compiled", "cuda_text", "forward_text", "parameter_names", "reverse_text"]
 
 _MOST_TEXTS = 32
 # Types of arguments: of times, counts and sums; arrays of states have the states' precision.
@@ -36,38 +39,70 @@ def parameter_names(varying: tuple[int, ...], shared: tuple[int, ...]) -> tuple[
 @lru_cache(_MOST_TEXTS)
 def forward_text(program: Program, form: Form, names: tuple[str, ...], conditions: tuple[Program, ...] = ()) -> str:
     """Return the text of a forward kernel, and of f, its tangents and the events' conditions before it."""
-    parts, programs = [_function(program, "f", form, names)], [program, *conditions]
-    for i, (kind, place) in enumerate(form.directions):
-        along = [] if kind == "u" else [names.index(f"{kind}{place}")]
-        tangent = jvp(program, 1, {"state": None, "parameter": along})
-        tangent = simplify(tangent, {("seed", form.d): 1.0} if along else {}, range(form.d, 2 * form.d))
-        parts.append(_function(tangent, f"df{i}", form, names, fused=True))
-        programs.append(tangent)
-    parts += [_function(g, f"condition{e}", form, names) for e, g in enumerate(conditions)]
-    return _module(parts, forward_source(form, are_simple(programs)))
+    programs = _forward_programs(program, form, names, conditions)
+    parts = [_function(one, name, form, names, fused=name[0] == "d") for name, one in programs.items()]
+    return "\n\n".join([*parts, forward_source(form, are_simple(list(programs.values())))])
 
 
 @lru_cache(_MOST_TEXTS)
 def reverse_text(program: Program, form: Form, names: tuple[str, ...], wanted: tuple[int, ...]) -> str:
     """Return the text of a reverse kernel, and of f and its adjoint before it."""
-    by: Wanted = {"state": None, "parameter": wanted}
-    adjoint = simplify(vjp(program, {**by, "time": None} if form.timed else by))
+    programs = _reverse_programs(program, form, wanted)
     # The stages are computed again for their derivatives only, so here they may be rounded otherwise.
-    parts = [_function(program, "f", form, names, fused=True), _function(adjoint, "g", form, names, fused=True)]
-    return _module(parts, reverse_source(form, are_simple([program, adjoint])))
+    parts = [_function(one, name, form, names, fused=True) for name, one in programs.items()]
+    return "\n\n".join([*parts, reverse_source(form, are_simple(list(programs.values())))])
 
 
-def _function(program: Program, name: str, form: Form, parameters: tuple[str, ...], fused: bool = False) -> str:
-    """Return the text of ``name(*u, *p, *s, t, *w)``; w are the seeds of each component, where there are any."""
+@lru_cache(_MOST_TEXTS)
+def cuda_text(
+    kernel: str, program: Program, form: Form, names: tuple[str, ...], conditions: tuple[Program, ...] = (),
+    wanted: tuple[int, ...] = (),
+) -> str:  # fmt: skip
+    """Return CUDA C of the kernel "forward", or of "reverse", which differentiates by the parameters `wanted`.
+
+    It is complete for NVRTC and nvcc; for a compiler of C++ the kernels are functions that loop over the trajectories. What
+    the arguments are stands before each kernel; all rows are contiguous along the trajectories.
+    """
+    if kernel == "forward":
+        programs, text = _forward_programs(program, form, names, conditions), cuda_forward_text(form)
+    else:
+        programs, text = _reverse_programs(program, form, wanted, conditions), cuda_reverse_text(form)
+    functions = [_function(one, name, form, names, language="c") for name, one in programs.items()]
+    return "\n\n".join([prelude(form), *functions, text]) + "\n"
+
+
+def _forward_programs(
+    program: Program, form: Form, names: tuple[str, ...], conditions: tuple[Program, ...]
+) -> dict[str, Program]:
+    """Return f, its tangents, of the parameter that is 1, and the events' conditions, by the names that kernels call."""
+    programs = {"f": program}
+    for i, (kind, place) in enumerate(form.directions):
+        along = [] if kind == "u" else [names.index(f"{kind}{place}")]
+        tangent = jvp(program, 1, {"state": None, "parameter": along})
+        programs[f"df{i}"] = simplify(tangent, {("seed", form.d): 1.0} if along else {}, range(form.d, 2 * form.d))
+    return programs | {f"condition{e}": g for e, g in enumerate(conditions)}
+
+
+def _reverse_programs(
+    program: Program, form: Form, wanted: tuple[int, ...], conditions: tuple[Program, ...] = ()
+) -> dict[str, Program]:
+    """Return f, its adjoint, and the derivatives of the events' conditions, by the names that kernels call."""
+    by: Wanted = {"state": None, "parameter": wanted}
+    with_time: Wanted = {**by, "time": None}
+    programs = {"f": program, "g": simplify(vjp(program, with_time if form.timed else by))}
+    return programs | {f"slopes{e}": vjp(g, with_time) for e, g in enumerate(conditions)}
+
+
+def _function(
+    program: Program, name: str, form: Form, parameters: tuple[str, ...], fused: bool = False, language: str = "python"
+) -> str:
+    """Return the text of ``name(*u, *p, *s, t, *w)``; w are the seeds, where there are any."""
     names = {"state": numbered("u", form.d), "parameter": parameters, "time": ["t"]}
-    names["seed"] = numbered("w", form.d if "seed" in program.groups else 0)
+    names["seed"] = numbered("w", min(form.d, program.groups.get("seed", 0)))  # a parameter's own is 1
     # As kernels pass them: first those of each trajectory, then those of all.
     order = sorted(parameters, key=lambda text: (text[0], int(text[1:])))
-    return function_source(program, name, names, [*names["state"], *order, "t", *names["seed"]], fused, form.dtype)
-
-
-def _module(functions: list[str], kernel: str) -> str:
-    return "\n\n".join([*functions, kernel])
+    arguments = [*names["state"], *order, "t", *names["seed"]]
+    return function_source(program, name, names, arguments, fused, form.dtype, language)
 
 
 def compiled(text: str, name: str, form: Form) -> Kernel:

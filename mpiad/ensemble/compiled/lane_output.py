@@ -1,25 +1,31 @@
-"""The part of the forward kernel's source that visits lanes one by one: records, saved states, ends."""
+"""The part of the forward kernel's source that visits lanes one by one: records, saved states, events, ends.
+
+At the end of a step the events' conditions are computed in the loop over all lanes. Where one has changed its sign, the
+part of the step at which it did is found by bisection.
+"""
 
 from __future__ import annotations
 
+from functools import partial
+
 from mpiad.compiling.source import indented
-from mpiad.ensemble.compiled.event_location import Locating, total_lines
+from mpiad.ensemble.compiled.lane_fields import Lanes
 from mpiad.ensemble.retcodes import ReturnCode
 
-__all__ = ["Telling"]
+__all__ = ["LaneOutput"]
 
 _STUCK = ReturnCode.DtLessThanMin.code
 
 
-class Telling(Locating):
-    """Lines on lanes that have something to tell."""
+class LaneOutput(Lanes):
+    """Lines on lanes of which something is kept."""
 
-    def told(self) -> list[str]:
+    def put_out(self) -> list[str]:
         """Return lines on a lane where a state is to be saved, or where the trajectory ends."""
         at, form, d = self.at, self.form, self.form.d
         lines = ["i = ids[l]", f"took = {at('accepted')} > 0.0", f"tn = {at('tn')}"]
         if form.events:
-            lines += ["first = np.inf", "if took:", *indented(self.happened())]
+            lines += ["first = np.inf", "if took:", *indented(self._events())]
         lines += [f"while took and {at('due')} <= tn:", *indented(self._saving())]
         lines += [
             "code = -1",
@@ -105,13 +111,79 @@ class Telling(Locating):
 
     def _inside(self) -> list[str]:
         """Return lines that interpolate."""
-        at, form, d = self.at, self.form, self.form.d
-        stages = form.stages
-        lines = [*self.step_lines(), f"x = ({at('due')} - {at('now')}) / {at('size')}", *self.weights()]
+        at, form, steps, d = self.at, self.form, self.steps, self.form.d
+        lines = [*self._signed_step(), f"x = ({at('due')} - {at('now')}) / {at('size')}", *steps.weights()]
         for c in range(d):
-            lines += self.interpolated(c, f"saved[i, place[l], {c}]")
+            lines += steps.interpolated(f"saved[i, place[l], {c}]", partial(self._stage, c=c), at("u", c))
         for j in range(len(form.directions)):
             for c in range(d):
-                lines += total_lines(self.used(), lambda i, c=c, j=j: at("dk", (j * (stages + 1) + i) * d + c))
-                lines.append(f"dsaved[{j}, i, place[l], {c}] = fma(total, {self.steps.h}, {at('du', j * d + c)})")
+                stage = lambda i, c=c, j=j: at("dk", (j * (form.stages + 1) + i) * d + c)  # noqa: E731
+                lines += steps.interpolated(f"dsaved[{j}, i, place[l], {c}]", stage, at("du", j * d + c), fused=True)
         return lines
+
+    def _signed_step(self) -> list[str]:
+        return [f"h = {self.at('sign')} * {self.at('size')}", *self.steps.rounded_step()]
+
+    def _stage(self, i: int, c: int) -> str:
+        """Return the place of a stage's component, as source."""
+        at, form = self.at, self.form
+        return at("k", c) if i == 0 else at("last", c) if i == form.stages else at("inner", (i - 1) * form.d + c)
+
+    # ---- events
+
+    def conditions(self, target: str, state: str, time: str) -> list[str]:
+        """Return lines that compute all conditions into fields of a lane."""
+        lines = []
+        for e in range(len(self.form.events)):
+            lines += [self.steps.condition(e, "value", state, time), f"{self.at(target, e)} = value"]
+        return lines
+
+    def crossed(self, e: int) -> list[str]:
+        """Return lines that tell whether the condition of event e has changed its sign as asked."""
+        changed = self.steps.changed(e, self.at("condition", e), self.at("condition_new", e))
+        return [f"crossed{e} = where({changed}, accepted, 0.0)", f"{self.at('crossed', e)} = crossed{e}"]
+
+    def _events(self) -> list[str]:
+        """Return lines that find a step's events, note them, and cut the step short at the first terminal one.
+
+        They make `first` the part of the step that is gone there, where there is one.
+        """
+        at, form, part, count = self.at, self.form, self.fields.any("part", "e"), len(self.form.events)
+        terminal = [f"e == {e}" for e, (ends, _) in enumerate(form.events) if ends]
+        lines = [
+            *self._signed_step(),
+            *[f"p{j} = {at('p', j)}" for j in range(form.varying)],
+            # One loop for all: each event's own lines would have to be compiled, too.
+            f"for e in range({count}):",
+            f"    {part} = np.inf",
+            f"    if {self.fields.any('crossed', 'e')} > 0.0:",
+            *indented(self._bisected(), 2),
+            f"        {part} = high",
+            *([f"        if ({' or '.join(terminal)}) and high < first:", "            first = high"] if terminal else []),
+            f"for e in range({count}):",
+            f"    if {part} < np.inf and {part} <= first:",
+            *indented(self._noted(part), 2),
+        ]
+        return [*lines, "if first < np.inf:", *indented(self._cut())] if terminal else lines
+
+    def _bisected(self) -> list[str]:
+        at, value = self.at, []
+        time = f"{at('sign')} * ({at('now')} + x * {at('size')})"
+        for e in range(len(self.form.events)):
+            value += [f"{'el' if e else ''}if e == {e}:", f"    {self.steps.condition(e, 'value', 'y', time)}"]
+        old = f"old = {self.fields.any('condition', 'e')}"
+        return [old, *self.steps.bisected(self._stage, partial(at, "u"), value)]
+
+    def _noted(self, part: str) -> list[str]:
+        """Return lines that write a row: see `kernel_rows`."""
+        at = self.at
+        row = ["i", "e", at("number"), part, f"{at('sign')} * ({at('now')} + {part} * {at('size')})"]
+        row += [f"{at('sign')} * {at('now')}", f"{at('sign')} * {at('size')}", *[at("u", c) for c in range(self.form.d)]]
+        return [*[f"crossings[found, {k}] = {text}" for k, text in enumerate(row)], "found += 1"]
+
+    def _cut(self) -> list[str]:
+        """Return lines that end the step at `first`."""
+        at, lines = self.at, ["x = first", *self.steps.weights()]
+        for c in range(self.form.d):
+            lines += self.steps.interpolated(at("new", c), partial(self._stage, c=c), at("u", c))
+        return [*lines, f"tn = {at('now')} + x * {at('size')}", f"{at('tn')} = tn", "end_part[i] = x"]

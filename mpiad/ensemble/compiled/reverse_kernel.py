@@ -13,7 +13,8 @@ from functools import lru_cache
 
 from mpiad._typing import Array
 from mpiad.compiling.source import indented, number
-from mpiad.ensemble.compiled.kernel_form import Fields, Form
+from mpiad.ensemble.compiled.kernel_form import Form
+from mpiad.ensemble.compiled.lane_fields import Fields
 from mpiad.ensemble.compiled.step_text import Steps
 
 __all__ = ["lanes_of", "reverse_source"]
@@ -37,8 +38,6 @@ def reverse_source(form: Form, wide: bool) -> str:
 class _Reverse:
     def __init__(self, form: Form):
         self.form, self.steps = form, Steps(form)
-        # With states saved inside of steps, the stage at the end of a step takes part.
-        self.last = form.stages if form.inside else form.stages - 1
         self.fields = fields = Fields(form)
         fields.add("cotangent", form.d)
         fields.add("u", form.d)
@@ -165,21 +164,14 @@ class _Reverse:
         at_end = [f"{at('cotangent', c)} += saved_bar[i, place[l], {c}]" for c in range(d)]
         if not form.inside:
             return at_end
-        dense = form.tableau.dense
-        inner = [f"x = (due - {at('t')}) / {at('h')}"]
-        for i, row in enumerate(dense):
-            if row.any():
-                inner.append(f"w{i} = {self.steps.rounded(_polynomial(row) + ' * x')}")
-                if form.timed:
-                    inner.append(f"r{i} = {_polynomial([(j + 1) * w for j, w in enumerate(row)])}")
+        inner = [f"x = (due - {at('t')}) / {at('h')}", *self.steps.weights(rates=form.timed)]
         for c in range(d):
             inner += [f"value = saved_bar[i, place[l], {c}]", f"{at('value', c)} += value"]
-            for i, row in enumerate(dense):
-                if row.any():
-                    inner.append(f"{at('arrival', i * d + c)} += w{i} * value")
-                    if form.timed:
-                        inner.append(f"{at('rate', i * d + c)} += r{i} * value")
-                        inner.append(f"{at('rate_x', i * d + c)} += x * r{i} * value")
+            for i in self.steps.used():
+                inner.append(f"{at('arrival', i * d + c)} += w{i} * value")
+                if form.timed:
+                    inner.append(f"{at('rate', i * d + c)} += r{i} * value")
+                    inner.append(f"{at('rate_x', i * d + c)} += x * r{i} * value")
         return [
             "due = times[i if by_row else 0, place[l]]",
             f"if due == {at('tn')}:",
@@ -234,20 +226,8 @@ class _Reverse:
 
     def _pulled(self, i: int) -> list[str]:
         """Return lines that pull the cotangent of stage i back to its argument."""
-        at, form, steps, d = self.at, self.form, self.steps, self.form.d
-        table = ((), *form.tableau.a)
-        # The stage that was pulled back just now comes last: nothing else waits for it.
-        weights = [(j, table[j][i]) for j in range(form.stages, i, -1) if table[j][i]]
-        lines = []
-        for c in range(d):
-            lines.append(f"m = {at('arrival', i * d + c) if form.inside else steps.number(0.0)}")
-            lines += [f"m = fma({steps.number(w)}, z{j}_{c}, m)" for j, w in weights]
-            lines.append(f"q_{c} = {steps.h} * m")
-        outputs = [f"z{i}_{c}" for c in range(d)] + [f"e{j}" for j in range(form.wanted_varying + form.wanted_shared)]
-        outputs += ["te"] if form.timed else []
-        given = [*steps.state(f"y{i}"), *steps.parameters, steps.time(i), *steps.state("q")]
-        lines.append(f"{', '.join(outputs)}, = g({', '.join(given)})")
-        lines += [f"total_{c} = total_{c} + z{i}_{c}" for c in range(d)]
+        at, form, d = self.at, self.form, self.form.d
+        lines = self.steps.pulled(i, lambda c: at("arrival", i * d + c))
         lines += [f"{at('own', j)} += e{j}" for j in range(form.wanted_varying)]
         first = form.wanted_varying
         lines += [f"{at('common', j)} += where(live > 0.0, e{first + j}, 0.0)" for j in range(form.wanted_shared)]
@@ -276,10 +256,3 @@ class _Reverse:
             f"{at('h_bar')} = where({at('fresh')} > 0.0, h_bar, {at('h_bar')})",
             f"{at('fresh')} = 0.0",
         ]
-
-
-def _polynomial(weights: list[float]) -> str:
-    text = number(weights[-1])
-    for weight in list(weights)[-2::-1]:
-        text = f"({text} * x + {number(weight)})"
-    return text

@@ -1,39 +1,52 @@
-"""Pieces of source that forward and reverse kernels have in common."""
+"""One step of a method in the kernel language: what CPU and GPU kernels compute of it, in the same order.
+
+The lanes of CPU kernels take these lines as they are, the threads of GPUs as C (`mpiad.compiling.c_translation`). They are
+about scalars: the components u_0, u_1, ... of the state before the step and new_0, new_1, ... of that after it, k0_0, ...
+of the stages, y1_0, ... of their arguments; the times `t` and `tn` of both ends, and the signed step `h`, all double.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from mpiad.compiling.source import number, numbered
+import numpy as np
+
+from mpiad.compiling.source import indented, number, numbered
 from mpiad.ensemble.compiled.kernel_form import Form
+from mpiad.ensemble.controller import LEAST_ERROR, PIController
+from mpiad.ensemble.events import BISECTIONS
 
 __all__ = ["Steps"]
 
 
 class Steps:
-    """Lines on the stages of one step, for forward and reverse kernels.
+    """Lines on one step.
 
     Parameters
     ----------
     form : Form
+    fused : bool
+        Whether sums of products in derivatives are made of `fma`.
     """
 
-    def __init__(self, form: Form):
-        self.form = form
+    def __init__(self, form: Form, fused: bool = True):
+        self.form, self.fused = form, fused
         # Times are double; what a state is multiplied by has its precision.
         self.h, self.rtol = ("h_", "rtol_") if form.single else ("h", "rtol")
         self.parameters = numbered("p", form.varying) + numbered("s", form.shared)
 
+    # ---- numbers
+
     def number(self, x: float) -> str:
-        """Return a number in the states' precision, as source."""
+        """Return a number in the states' precision."""
         return f"np.float32({x!r})" if self.form.single else number(x)
 
     def rounded(self, text: str) -> str:
-        """Return a double in the states' precision, as source."""
+        """Return a double in the states' precision."""
         return f"np.float32({text})" if self.form.single else text
 
     def doubled(self, text: str) -> str:
-        """Return a number of the states' precision as a double, as source."""
+        """Return a number of the states' precision as a double."""
         return f"np.float64({text})" if self.form.single else f"({text})"
 
     def rounded_step(self) -> list[str]:
@@ -44,8 +57,10 @@ class Steps:
         """Return the names of the components of a state."""
         return [f"{name}_{c}" for c in range(self.form.d)]
 
+    # ---- stages
+
     def weighted(self, weights: Sequence[float], name: str, c: int, fused: bool = False) -> str:
-        """Return the sum of the component c of the stages called `name`, as source."""
+        """Return the sum of the component c of the stages called `name`."""
         terms = [(self.number(w), f"{name}{j}_{c}") for j, w in enumerate(weights) if w]
         text = " * ".join(terms[0])
         for w, stage in terms[1:]:
@@ -54,7 +69,7 @@ class Steps:
 
     def argument(self, out: str, i: int, k: str, u: str, slope: str = "", fused: bool = False) -> list[str]:
         """Return lines on the argument of stage i, u + h Σ a_ij k_j, which keep the sums under the name `slope`."""
-        lines = []
+        lines, fused = [], fused and self.fused
         for c in range(self.form.d):
             total = self.weighted(self.form.tableau.a[i - 1], k, c, fused)
             if slope:
@@ -65,11 +80,215 @@ class Steps:
         return lines
 
     def time(self, i: int) -> str:
-        """Return the time of stage i, as source."""
+        """Return the time of stage i."""
         c = self.form.tableau.c[i]
         return self.rounded("t" if c == 0 else "tn" if c == 1 else f"{number(c)} * h + t")
 
-    def call(self, out: str, y: str, i: int, function: str = "f", more: list[str] | None = None) -> str:
+    def call(self, out: str, y: str, i: int, function: str = "f", more: Sequence[str] = ()) -> str:
         """Return a line that calls f, or its tangent, at the argument y of stage i."""
-        given = [*self.state(y), *self.parameters, self.time(i), *(more or [])]
+        given = [*self.state(y), *self.parameters, self.time(i), *more]
         return f"{', '.join(self.state(out))}, = {function}({', '.join(given)})"
+
+    def argument_of(self, i: int, kept: bool = True) -> str:
+        """Return what the argument of stage i is called; those that aren't kept share a name."""
+        return "u" if i == 0 else "new" if i == self.form.stages else f"y{i}" if kept else "y"
+
+    def stages(self, kept: bool = True) -> list[str]:
+        """Return lines on all stages but the first, and on the new state."""
+        lines = []
+        for i in range(1, self.form.stages + 1):
+            y = self.argument_of(i, kept)
+            lines += [*self.argument(y, i, "k", "u"), self.call(f"k{i}", y, i)]
+        return lines
+
+    # ---- errors
+
+    def atol(self, n: int) -> str:
+        """Return the absolute tolerance of a state's number."""
+        return f"atol{n}" if self.form.tolerances else "atol0"
+
+    def error(self) -> list[str]:
+        """Return lines on `q2`, the mean square of error over tolerance; of fixed steps zero where all is finite."""
+        form = self.form
+        if form.tableau.error is None:
+            # x - x is then zero.
+            total = " + ".join(f"(new_{c} - new_{c})" for c in range(form.d))
+            return [f"q2 = {self.doubled(total)}"]
+        lines = []
+        for n, parts in enumerate(form.numbers):
+            lines += self._modulus(n, parts) if len(parts) > 1 else [
+                f"low{n} = abs(u_{n})",
+                f"high{n} = abs(new_{n})",
+                f"largest{n} = where(high{n} > low{n}, high{n}, low{n})",
+            ]
+            lines.append(f"scale{n} = {self.rtol} * largest{n} + {self.atol(n)}")
+            lines += [f"e{c} = ({self.weighted(form.tableau.error, 'k', c)}) * {self.h} / scale{n}" for c in parts]
+        total = " + ".join(f"e{c} * e{c}" for c in range(form.d))
+        return [*lines, f"q2 = {self.doubled(total)} / {len(form.numbers)}.0"]
+
+    def _modulus(self, n: int, parts: tuple[int, ...]) -> list[str]:
+        """Return lines on the larger modulus of a complex number before and after the step."""
+        names = [f"{state}_{c}" for state in ("u", "new") for c in parts]
+        # By the largest part, so that no square overflows; a call of hypot would keep the loop from being vectorised.
+        lines = [f"top = {self.number(float(np.finfo(self.form.dtype).tiny))}"]
+        lines += [f"top = where(abs({name}) > top, abs({name}), top)" for name in names]
+        lines.append(f"over = {self.number(1.0)} / top")
+        lines += [f"r_{name} = {name} * over" for name in names]
+        low, high = (" + ".join(f"r_{state}_{c} * r_{state}_{c}" for c in parts) for state in ("u", "new"))
+        return [*lines, f"low = {low}", f"high = {high}", f"largest{n} = math.sqrt(where(high > low, high, low)) * top"]
+
+    def factor(self, power: Callable[[str, str, str], list[str]], before: str, rejected: str) -> list[str]:
+        """Return lines on the `factor` of the next step, by `q2` and whether this one is `accepted`.
+
+        Parameters
+        ----------
+        power : callable
+            ``power(x, exponent, out)`` returns lines on a power.
+        before, rejected : str
+            What the `q2` of the last accepted step is called, and what says whether the try before was rejected.
+        """
+        controller, order = self.form.controller, self.form.tableau.error_order
+        beta = controller.beta if isinstance(controller, PIController) else None
+        plain = number(-0.5 / order)
+        lines = [f"exponent = {plain}"]
+        if beta is not None:
+            lines = [f"exponent = where(q2 < 1.0, {number(-0.5 * (1 - 0.75 * beta) / order)}, {plain})"]
+        lines += [*power("q2", "exponent", "factor"), f"factor = {number(controller.safety)} * factor"]
+        if beta is not None:
+            lines += [
+                *power(before, number(0.5 * beta / order), "steady"),
+                "factor = where(q2 < 1.0, factor * steady, factor)",
+                f"kept = where(q2 > {LEAST_ERROR!r}, q2, {LEAST_ERROR!r})",
+                f"{before} = where(accepted > 0.0, kept, {before})",
+            ]
+        return [
+            *lines,
+            f"factor = where(factor > {number(controller.least)}, factor, {number(controller.least)})",
+            f"most = where({rejected} > 0.0, 1.0, {number(controller.most)})",
+            "factor = where(factor < most, factor, most)",
+        ]
+
+    def first_step(self) -> list[str]:
+        """Return lines on the first step `h` of a way `span`, as `first_step` of the vectorised path chooses it."""
+        form, d = self.form, self.form.d
+        lines = []
+        for n, parts in enumerate(form.numbers):
+            modulus = f"math.hypot({', '.join(f'u_{c}' for c in parts)})" if len(parts) > 1 else f"abs(u_{n})"
+            lines.append(f"w_{n} = {self.rtol} * {modulus} + {self.atol(n)}")
+        for out, top in (("d0", "u_{}"), ("d1", "k0_{}")):
+            lines += self._norm(out, top)
+        lines += [
+            "h0 = 1e-6 if d0 < 1e-5 or d1 < 1e-5 else 0.01 * d0 / d1",
+            "h0 = h0 if h0 < span else span",
+            "h = sign * h0",
+            *self.rounded_step(),
+            *[f"y_{c} = {self.h} * k0_{c} + u_{c}" for c in range(d)],
+            "tn = t + h",
+            self.call("k1", "y", form.stages),
+            *self._norm("d2", "(k1_{0} - k0_{0})"),
+            "d2 = d2 / h0",
+            "steepest = d1 if d1 > d2 else d2",
+            "if d1 <= 1e-15 and d2 <= 1e-15:",
+            "    h = max(1e-6, h0 * 1e-3)",
+            "else:",
+            f"    h = (0.01 / steepest) ** {1 / form.tableau.error_order!r}",
+            "h = min(min(100.0 * h0, h), span)",
+            "if not np.isfinite(h):",
+            "    h = span",
+        ]
+        return ["if dt > 0.0:", "    h = dt", "else:", *indented(lines)]
+
+    def _norm(self, out: str, top: str) -> list[str]:
+        lines = []
+        for n, parts in enumerate(self.form.numbers):
+            lines += [f"e{c} = {top.format(c)} / w_{n}" for c in parts]
+            square = " + ".join(f"e{c} * e{c}" for c in parts)
+            lines.append(f"norm = norm + ({square})" if n else f"norm = {square}")
+        return [*lines, f"{out} = np.sqrt({self.doubled('norm')} / {len(self.form.numbers)}.0)"]
+
+    # ---- states inside
+
+    def used(self) -> list[int]:
+        """Return the stages that the interpolant is made of."""
+        return [i for i, row in enumerate(self.form.tableau.dense) if row.any()]
+
+    def weights(self, rates: bool = False) -> list[str]:
+        """Return lines on the stages' weights w0, ... at the part `x` of the step, and on their derivatives r0, ..."""
+        lines = []
+        for i in self.used():
+            row = self.form.tableau.dense[i]
+            lines.append(f"w{i} = {self.rounded(_polynomial(row) + ' * x')}")
+            lines += [f"r{i} = {_polynomial([(j + 1) * w for j, w in enumerate(row)])}"] if rates else []
+        return lines
+
+    def interpolated(self, target: str, stage: Callable[[int], str], u: str, fused: bool = False) -> list[str]:
+        """Return lines that give a component of the state, with the weights known, to `target`.
+
+        `stage` says what the component of each stage is called, and `u` that of the state before the step.
+        """
+        first, *others = self.used()
+        lines = [f"total = w{first} * {stage(first)}", *[f"total = total + w{i} * {stage(i)}" for i in others]]
+        fused = fused and self.fused
+        return [*lines, f"{target} = fma(total, {self.h}, {u})" if fused else f"{target} = total * {self.h} + {u}"]
+
+    # ---- events
+
+    def condition(self, e: int, out: str, state: str, time: str) -> str:
+        """Return a line that computes the condition of event e."""
+        return f"{out}, = condition{e}({', '.join([*self.state(state), *self.parameters, self.rounded(time)])})"
+
+    def changed(self, e: int, before: str, after: str) -> str:
+        """Return whether the condition of event e has changed its sign as asked: see `Event.crossed`."""
+        up, down = f"(({before} < 0.0) & ({after} >= 0.0))", f"(({before} > 0.0) & ({after} <= 0.0))"
+        direction = self.form.events[e][1]
+        return up if direction > 0 else down if direction < 0 else f"({up} | {down})"
+
+    def bisected(self, stage: Callable[[int, int], str], u: Callable[[int], str], value: list[str]) -> list[str]:
+        """Return lines that find by bisection at which part of the step, `high`, a condition vanishes that was `old`.
+
+        Parameters
+        ----------
+        stage, u : callable
+            What the components of stages, and of the state before the step, are called.
+        value : list of str
+            Lines on the condition's `value` at the state y and the part x of the step.
+        """
+        inner = ["x = 0.5 * (low + high)", "if x <= low or x >= high:", "    break", *self.weights()]
+        for c in range(self.form.d):
+            inner += self.interpolated(f"y_{c}", lambda i, c=c: stage(i, c), u(c))
+        inner += [*value, "if (value > 0.0) if old > 0.0 else (value < 0.0):", "    low = x", "else:", "    high = x"]
+        # Down to the resolution of time.
+        return ["low = 0.0", "high = 1.0", "value = 0.0", f"for halving in range({BISECTIONS}):", *indented(inner)]
+
+    # ---- the way back
+
+    def pulled(self, i: int, arrival: Callable[[int], str]) -> list[str]:
+        """Return lines that pull the cotangent of stage i back to its argument: see `transposed_step`.
+
+        The arguments are y0, y1, ..., their cotangents z0, z1, ..., those of the parameters e0, e1, ... What each component
+        of the stage has gained by states inside the step is `arrival` of its number.
+        """
+        form, table = self.form, ((), *self.form.tableau.a)
+        # The stage that was pulled back just now comes last: nothing else waits for it.
+        weights = [(j, self.number(table[j][i])) for j in range(form.stages, i, -1) if table[j][i]]
+        lines = []
+        for c in range(form.d):
+            more = arrival(c) if form.inside else self.number(0.0)
+            if self.fused:
+                lines += [f"m = {more}", *[f"m = fma({w}, z{j}_{c}, m)" for j, w in weights]]
+            else:
+                terms = [f"{w} * z{j}_{c}" for j, w in weights] + ([more] if form.inside or not weights else [])
+                lines.append(f"m = {' + '.join(terms)}")
+            lines.append(f"q_{c} = {self.h} * m")
+        outputs = self.state(f"z{i}") + numbered("e", form.wanted_varying + form.wanted_shared)
+        outputs += ["te"] if form.timed else []
+        given = [*self.state(f"y{i}"), *self.parameters, self.time(i), *self.state("q")]
+        lines.append(f"{', '.join(outputs)}, = g({', '.join(given)})")
+        return lines + [f"total_{c} = total_{c} + z{i}_{c}" for c in range(form.d)]
+
+
+def _polynomial(weights: Sequence[float]) -> str:
+    text = number(weights[-1])
+    for weight in list(weights)[-2::-1]:
+        text = f"({text} * x + {number(weight)})"
+    return text

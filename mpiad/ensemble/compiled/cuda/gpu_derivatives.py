@@ -71,8 +71,8 @@ class Solved:
 
     def directions_of(self, argnums: Sequence[int]) -> Directions:
         """Return the directions of all numbers of some arguments."""
-        found = [("state", c) for c in range(self.solver.d)] if _U0 in argnums else []
-        return tuple(found + [("parameter", j) for part in self.parts(argnums) for j in part.scalars])
+        found = [("u", c) for c in range(self.solver.d)] if _U0 in argnums else []
+        return tuple(found + [self.solver.direction(j) for part in self.parts(argnums) for j in part.scalars])
 
     def parts(self, argnums: Sequence[int]) -> list[Part]:
         """Return the parts of the layout that are among the arguments."""
@@ -172,9 +172,9 @@ def _contracted(solved: Solved, argnums: tuple[int, ...], bar: Array) -> dict[in
                 row = row + np.sum(flight.dsaved[k] * saved_bar, axis=(0, 1))
             # By a choice, not by a factor of zero: a tangent of what failed may be NaN.
             found[direction] = np.where(_alive(flight), row, 0)
-    rows = {_U0: [found["state", c] for c in range(solved.solver.d)]} if _U0 in argnums else {}
+    rows = {_U0: [found["u", c] for c in range(solved.solver.d)]} if _U0 in argnums else {}
     for part in solved.parts(argnums):
-        mine = [found["parameter", j] for j in part.scalars]
+        mine = [found[solved.solver.direction(j)] for j in part.scalars]
         rows[part.place + _LEAVES] = mine if part.varies else [np.sum(row) for row in mine]
     return {k: np.stack(row) for k, row in rows.items() if row}
 
@@ -214,10 +214,10 @@ def _pushed(solved: Solved, directions: Directions, along: dict[tuple[str, int],
 def _along(solved: Solved, tangents: dict[int, Any], args: tuple) -> dict[tuple[str, int], Array]:
     """Return by how much each direction is gone: one number for all trajectories, or a row."""
     rows = {k: solved.place(conform(g, *spec_like(args[k]))) for k, g in tangents.items()}
-    found = {("state", c): rows[_U0][c] for c in range(solved.solver.d)} if _U0 in rows else {}
+    found = {("u", c): rows[_U0][c] for c in range(solved.solver.d)} if _U0 in rows else {}
     for part in solved.parts(tuple(rows)):
         flat = rows[part.place + _LEAVES].reshape(len(part.scalars), -1)
-        found.update({("parameter", j): flat[i] for i, j in enumerate(part.scalars)})
+        found.update({solved.solver.direction(j): flat[i] for i, j in enumerate(part.scalars)})
     return found
 
 

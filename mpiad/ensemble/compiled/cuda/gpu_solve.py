@@ -135,10 +135,10 @@ def _directions(compiler: Compiler, solver: Solver, given: Batch, layout: Layout
     """Return along which numbers of a trajectory a gradient takes tangents: none where it takes the adjoint."""
     if compiler.gradient == "adjoint":
         return ()
-    found = [("state", c) for c in range(solver.d)] if isbox(given.u0) else []
+    found = [("u", c) for c in range(solver.d)] if isbox(given.u0) else []
     for part in layout.parts:
         if isbox(given.p.leaves[part.place]):
-            found += [("parameter", j) for j in part.scalars]
+            found += [solver.direction(j) for j in part.scalars]
     return tuple(found) if len(found) <= FEW or compiler.gradient == "tangent" else ()
 
 

@@ -16,11 +16,11 @@ from mpiad._typing import Array
 from mpiad.compiling.program import Program
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.compiled.cuda.cuda_events import ROWS
-from mpiad.ensemble.compiled.cuda.cuda_plan import Plan
-from mpiad.ensemble.compiled.cuda.cuda_source import cuda_source
 from mpiad.ensemble.compiled.cuda.gpu_inputs import inputs_of, placed
 from mpiad.ensemble.compiled.cuda.gpu_kernels import Loaded, loaded, threads_per_block
 from mpiad.ensemble.compiled.cuda.gpu_shares import Share, longest_of_blocks, shares_within
+from mpiad.ensemble.compiled.kernel_form import Form, form_of
+from mpiad.ensemble.compiled.kernel_texts import cuda_text, parameter_names
 from mpiad.ensemble.compiled.parameter_layout import Layout
 from mpiad.ensemble.gpu import EnsembleGPU
 from mpiad.ensemble.settings import Settings
@@ -98,13 +98,10 @@ class Solver:
     ):  # fmt: skip
         self._gpu, self.arrays, self.settings, self.layout, self._told = gpu, arrays, settings, layout, told
         self._launcher = launcher_of(arrays)
-        alg = settings.alg
-        self.plan = Plan(
-            program, alg.tableau, alg.controller, layout.varying, layout.shared, record=True,
-            inside=bool(conditions) or _inside(batch, settings), dtype=batch.u0.dtype,
-            events=tuple((one, event.terminal, event.direction) for one, event in zip(conditions, settings.events)),
-        )  # fmt: skip
-        self.d, self.real = program.groups["state"], batch.u0.dtype
+        self._program, self._conditions = program, conditions
+        self.names = parameter_names(layout.varying, layout.shared)
+        self.form = form_of(program, layout, batch, settings)._replace(record=True, tolerances=True)
+        self.d, self.real = self.form.d, batch.u0.dtype
         self.inputs = inputs_of(arrays, batch, settings, layout)
         self.count = self.inputs.count
         atol = settings.atol
@@ -112,11 +109,15 @@ class Solver:
             placed(arrays, np.ravel(atol), self.real) if np.ndim(atol) else arrays.full((self.d,), float(atol), self.real)
         )
 
+    def direction(self, j: int) -> tuple[str, int]:
+        """Return the direction of one of the program's parameters."""
+        return self.names[j][0], int(self.names[j][1:])
+
     # ---- forward
 
     def kernel(self, directions: Directions = ()) -> Loaded:
         """Return the forward kernel that carries tangents along these directions."""
-        return self._loaded("forward", self.plan._replace(directions=directions))
+        return self._loaded("forward", self.form._replace(directions=directions))
 
     def solved(self, directions: Directions = ()) -> Flight:
         """Solve all trajectories."""
@@ -135,11 +136,11 @@ class Solver:
 
     def _most_events(self) -> int:
         """Return for how many events there is room at first: two of each kind on the way of a trajectory."""
-        return _ROWS + self.count * sum(1 if terminal else 2 for _, terminal, _ in self.plan.events)
+        return _ROWS + self.count * sum(1 if terminal else 2 for terminal, _ in self.form.events)
 
     def _table(self, room: int) -> tuple[tuple[Any, ...], Any]:
         """Return the forward kernel's arguments on events, and among them the counter."""
-        if not self.plan.events:
+        if not self.form.events:
             return (), None
         counter, heads = (self.arrays.full((n,), value, np.int64) for n, value in ((1, 0), (self.count, -1)))
         return (self.arrays.empty((ROWS, room), float), room, counter, heads), counter
@@ -178,18 +179,21 @@ class Solver:
 
         With events `times` are the cotangents of the times at which trajectories ended, (n,), and of all events'.
         """
-        plan, full = self.plan._replace(wanted=wanted), self.arrays.full
+        full = self.arrays.full
+        wanted_own = [j for j in self.layout.varying if j in wanted]
+        wanted_common = [j for j in self.layout.shared if j in wanted]
+        own, common = len(wanted_own), len(wanted_common)
+        form = self.form._replace(wanted_varying=own, wanted_shared=common)
         # One that fails leaves its place as it was.
-        own, common = len(plan.wanted_varying), len(plan.wanted_shared)
         u0_bar, p_bar = [full((rows, self.count), 0, self.real) for rows in (self.d, own)]
         made = Pulled(u0_bar, p_bar, full((common,), 0, self.real))
-        kernel, sums = self._loaded("reverse", plan), []
+        kernel, sums = self._loaded("reverse", form, (*wanted_own, *wanted_common)), []
         shares = self._shares(flight, common)
         steps = self._room(shares)
         saved_bar, end_bar = self.parts(vector_bar)
-        events = (flight.rows, flight.rows.shape[1], flight.heads, *times) if self.plan.events else ()
+        events = (flight.rows, flight.rows.shape[1], flight.heads, *times) if self.form.events else ()
         for share in shares:
-            self._forward((), share, (None,) * 8, steps, (None, 0, None, None) if self.plan.events else ())
+            self._forward((), share, (None,) * 8, steps, (None, 0, None, None) if self.form.events else ())
             s_bar = full((common, share.count), 0, self.real)
             self._launch(
                 kernel, share, *self.inputs[1:], *steps, flight.naccept, flight.t_reached, flight.codes, end_bar, saved_bar,
@@ -213,8 +217,9 @@ class Solver:
 
     # ---- kernels
 
-    def _loaded(self, name: str, plan: Plan) -> Loaded:
-        found = loaded(self._launcher, cuda_source(plan, name), name, self._gpu.options)
+    def _loaded(self, name: str, form: Form, wanted: tuple[int, ...] = ()) -> Loaded:
+        text = cuda_text(name, self._program, form, self.names, self._conditions, wanted)
+        found = loaded(self._launcher, text, name, self._gpu.options)
         self._told(name, found)
         return found
 
@@ -224,12 +229,3 @@ class Solver:
             blocks = -(-share.count // threads)
             numbers = (self.count, share.first, share.count)
             self._launcher.launch(kernel.kernel, blocks, threads, (*numbers, *arguments))
-
-
-def _inside(batch: Batch, settings: Settings) -> bool:
-    """Tell whether states are saved between start and end."""
-    saveat: Any = settings.saveat
-    start, end = batch.start, batch.end
-    if saveat.ndim == 1 and batch.one_span:
-        start, end = start[:1], end[:1]
-    return not ((saveat == start[:, None]) | (saveat == end[:, None])).all()

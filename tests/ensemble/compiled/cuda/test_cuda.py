@@ -27,7 +27,7 @@ def both(f, u0, p, tmp_path, *, alg=None, tspan=(0.0, 1.0), times=None, shared=N
     times = np.array(tspan) if times is None else np.asarray(times)
     sol = solve(EnsembleProblem(problem, u0=u0.T, p=None if p is None else p.T), alg, saveat=times, **options)
     given = parameters_of(shared, False) if p is None else parameters_of(p, True)
-    plan = plan_of(f, given, u0, alg, directions=directions, record=True)
+    plan = plan_of(f, given, u0, alg, directions=directions)
     kernels = Kernels(plan, tmp_path)
     out = kernels.forward(u0, given, *tspan, times, capacity=int(sol.naccept.max()), **options)
     return sol, out, kernels
@@ -145,7 +145,7 @@ def test_the_adjoint_is_that_of_the_vectorised_path(name, tmp_path):
 def test_tangents_and_adjoint_are_transposed(name, tmp_path):
     f, d, ranges, _, options = CASES[name]
     u0, p = states(d, 7), parameters(ranges, 7)
-    directions = (("parameter", len(ranges) - 1), ("state", 0))
+    directions = (("p", len(ranges) - 1), ("u", 0))
     sol, out, kernels = both(f, u0, p, tmp_path, directions=directions, **{"times": TIMES, **options})
     assert_equal(sol, out)
     alive, saved, end = cotangents(sol)
@@ -171,7 +171,7 @@ def test_one_that_failed_has_no_gradient(tmp_path):
 def test_steps_beyond_the_capacity_are_counted(tmp_path):
     u0, p = states(3, 4), parameters([[20.0, 40.0]], 4)
     given = parameters_of(p, True)
-    kernels = Kernels(plan_of(ode_systems.lorenz, given, u0, RK45(), record=True), tmp_path)
+    kernels = Kernels(plan_of(ode_systems.lorenz, given, u0, RK45()), tmp_path)
     whole, few = (kernels.forward(u0, given, 0.0, 1.0, [1.0], capacity=capacity) for capacity in (100, 3))
     np.testing.assert_array_equal(few.naccept, whole.naccept)
     np.testing.assert_array_equal(few.steps_u, whole.steps_u[:3])

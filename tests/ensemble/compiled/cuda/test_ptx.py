@@ -13,7 +13,6 @@ from kernels_on_cpu import parameters_of, plan_of
 from traced_right_hand_sides import SYSTEMS
 
 from mpiad.ensemble import RK4, RK45, PIController, Tsit5
-from mpiad.ensemble.compiled.cuda.cuda_source import cuda_source
 from mpiad.ensemble.compiled.trace import trace
 from mpiad.ensemble.gpu import EnsembleGPU
 
@@ -25,7 +24,7 @@ METHODS = {"RK45": RK45(), "Tsit5": Tsit5(controller=PIController()), "RK4": RK4
 def plan(name, dtype=np.float64, method="RK45", **options):
     system = SYSTEMS[name]
     given = parameters_of(system.p, False)
-    return plan_of(system.f, given, np.zeros((system.states, 1), dtype), METHODS[method], record=True, **options)
+    return plan_of(system.f, given, np.zeros((system.states, 1), dtype), METHODS[method], **options)
 
 
 def events(name):
@@ -38,7 +37,7 @@ def events(name):
 
 
 def directions(name):
-    return ("state", 0), ("parameter", 0)
+    return ("u", 0), ("s", 0)
 
 
 @pytest.mark.skipif(nvrtc.library() is None, reason="there is no NVRTC: pip install nvidia-cuda-nvrtc-cu12")
@@ -50,7 +49,7 @@ def directions(name):
 def test_nvrtc_makes_ptx_of_it_without_a_warning(name, dtype, method, architecture):
     options = [*EnsembleGPU().options, f"--gpu-architecture={architecture}"]
     for kernel, along in (("forward", ()), ("forward", directions(name)), ("reverse", ())):
-        ptx, log = nvrtc.ptx_of(cuda_source(plan(name, dtype, method, directions=along), kernel), options)
+        ptx, log = nvrtc.ptx_of(plan(name, dtype, method, directions=along).text(kernel), options)
         assert ptx, log
         # Functions and numbers that this f doesn't need are declared all the same.
         assert set(re.findall(r"warning #(\d+)", log)) <= {"177", "550"}, log
@@ -59,7 +58,7 @@ def test_nvrtc_makes_ptx_of_it_without_a_warning(name, dtype, method, architectu
 
 @pytest.mark.skipif(nvrtc.library() is None, reason="there is no NVRTC: pip install nvidia-cuda-nvrtc-cu12")
 def test_contraction_is_an_option():
-    text = cuda_source(plan("lorenz"), "forward")
+    text = plan("lorenz").text("forward")
     ptx = {
         contract: nvrtc.ptx_of(text, [*EnsembleGPU(contract=contract).options, "--gpu-architecture=compute_90"])[0]
         for contract in (True, False)
@@ -70,7 +69,7 @@ def test_contraction_is_an_option():
 
 @pytest.mark.skipif(nvrtc.library() is None, reason="there is no NVRTC: pip install nvidia-cuda-nvrtc-cu12")
 def test_a_mistake_is_found():
-    ptx, log = nvrtc.ptx_of(cuda_source(plan("lorenz"), "forward").replace("real h =", "real g ="), ["--std=c++14"])
+    ptx, log = nvrtc.ptx_of(plan("lorenz").text("forward").replace("double now =", "double then ="), ["--std=c++14"])
     assert ptx is None and "error" in log
 
 
@@ -79,25 +78,27 @@ def test_a_mistake_is_found():
     ("lorenz", np.float64, False), ("powers", np.float32, False), ("lorenz", np.float64, True)
 ])  # fmt: skip
 def test_nvcc_makes_ptx_of_it(name, dtype, watched, tmp_path):
-    options = {"events": events(name)} if watched else {"directions": (("state", 1), ("parameter", 0))}
-    (tmp_path / "kernel.cu").write_text(cuda_source(plan(name, dtype, **options)))
-    command = ["nvcc", "--ptx", "-Werror", "all-warnings", "-diag-suppress", "177,550", "kernel.cu", "-o", "kernel.ptx"]
-    made = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=50)
-    assert made.returncode == 0, made.stderr
-    ptx = (tmp_path / "kernel.ptx").read_text()
-    assert ".entry forward" in ptx and ".entry reverse" in ptx
-    if name == "lorenz":
-        # The state lives in registers: nothing is kept in memory of the thread's own.
-        assert ".local" not in ptx
+    options = {"events": events(name)} if watched else {"directions": (("u", 1), ("s", 0))}
+    for kernel in ("forward", "reverse"):
+        (tmp_path / "kernel.cu").write_text(plan(name, dtype, **options).text(kernel))
+        command = ["nvcc", "--ptx", "-Werror", "all-warnings", "-diag-suppress", "177,550", "kernel.cu", "-o", "kernel.ptx"]
+        made = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=50)
+        assert made.returncode == 0, made.stderr
+        ptx = (tmp_path / "kernel.ptx").read_text()
+        assert f".entry {kernel}" in ptx
+        if name == "lorenz":
+            # The state lives in registers: nothing is kept in memory of the thread's own.
+            assert ".local" not in ptx
 
 
 @pytest.mark.skipif(None in (shutil.which("nvcc"), shutil.which("ptxas")), reason="there is no nvcc with ptxas")
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
 def test_the_lorenz_kernels_stay_in_registers(architecture, tmp_path):
-    (tmp_path / "kernel.cu").write_text(cuda_source(plan("lorenz")))
-    command = ["nvcc", f"-arch={architecture}", "-cubin", "-Xptxas", "-v", "kernel.cu", "-o", "kernel.cubin"]
-    made = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=50)
-    assert made.returncode == 0, made.stderr
-    registers = [int(number) for number in re.findall(r"Used (\d+) registers", made.stderr)]
-    spilled = [int(number) for number in re.findall(r"(\d+) bytes spill", made.stderr)]
-    assert len(registers) == 2 and max(registers) <= 168 and not any(spilled), made.stderr
+    for kernel in ("forward", "reverse"):
+        (tmp_path / "kernel.cu").write_text(plan("lorenz").text(kernel))
+        command = ["nvcc", f"-arch={architecture}", "-cubin", "-Xptxas", "-v", "kernel.cu", "-o", "kernel.cubin"]
+        made = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=50)
+        assert made.returncode == 0, made.stderr
+        registers = [int(number) for number in re.findall(r"Used (\d+) registers", made.stderr)]
+        spilled = [int(number) for number in re.findall(r"(\d+) bytes spill", made.stderr)]
+        assert len(registers) == 1 and max(registers) <= 168 and not any(spilled), made.stderr

@@ -1,0 +1,103 @@
+"""Statements of the kernel language as C, which is also C++ and CUDA: what CPU and GPU kernels compute stands once.
+
+The language is that of `mpiad.compiling.translation`, but for arrays, of which each kernel has its own. A variable is
+declared where it is assigned to first, with the type of what it gets (`auto`), and belongs to that block. ``fma(a, b, c)``
+becomes ``a * b + c``, which a compiler for GPUs contracts where it may.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Sequence
+
+from mpiad.compiling.source import indented
+
+__all__ = ["c_lines"]
+
+# `larger` and `smaller` are the kernel's: they are NaN where either is.
+_CALLS = {
+    "abs": "fabs({0})", "fma": "({0} * {1} + {2})", "max": "larger({0}, {1})", "min": "smaller({0}, {1})",
+    "math.hypot": "hypot({0}, {1})", "math.sqrt": "sqrt({0})", "np.float64": "(double)({0})",
+    "np.isfinite": "finite_number({0})", "np.sqrt": "sqrt({0})", "where": "({0} ? {1} : {2})",
+}  # fmt: skip
+
+
+def c_lines(lines: Sequence[str], declared: Iterable[str] = ()) -> list[str]:
+    """Return statements of the kernel language as C.
+
+    Parameters
+    ----------
+    lines : sequence of str
+    declared : iterable of str
+        Variables that are there already; a set is told those that these statements declare.
+    """
+    known = declared if isinstance(declared, set) else set(declared)
+    return _block(ast.parse("\n".join(lines)).body, known)
+
+
+def _block(body: Sequence[ast.stmt], known: set[str]) -> list[str]:
+    return [line for node in body for line in _statement(node, known)]
+
+
+def _statement(node: ast.stmt, known: set[str]) -> list[str]:
+    if isinstance(node, ast.If):
+        made = [f"if ({_text(node.test)}) {{", *indented(_block(node.body, set(known)))]
+        return [*made, *(["} else {", *indented(_block(node.orelse, set(known)))] if node.orelse else []), "}"]
+    if isinstance(node, ast.For):
+        i, stop = ast.unparse(node.target), _text(node.iter.args[0])  # type: ignore[attr-defined]
+        return [f"for (int {i} = 0; {i} < {stop}; ++{i}) {{", *indented(_block(node.body, known | {i})), "}"]
+    if isinstance(node, ast.AugAssign):
+        return [f"{ast.unparse(node.target)} {'-' if isinstance(node.op, ast.Sub) else '+'}= {_text(node.value)};"]
+    if isinstance(node, ast.Break):
+        return ["break;"]
+    assert isinstance(node, ast.Assign), ast.unparse(node)  # noqa: S101 the texts are ours
+    target = node.targets[0]
+    names = [ast.unparse(part) for part in (target.elts if isinstance(target, ast.Tuple) else [target])]
+    new = [name for name in names if name not in known]
+    known.update(names)
+    if not isinstance(target, ast.Tuple):
+        return [f"{'auto ' if new else ''}{names[0]} = {_text(node.value)};"]
+    call: ast.Call = node.value  # type: ignore[assignment] f and its derivatives give their results to references
+    given = ", ".join([*map(_text, call.args), *names])
+    return [*([f"real {', '.join(new)};"] if new else []), f"{ast.unparse(call.func)}({given});"]
+
+
+def _text(node: ast.expr) -> str:
+    return ast.unparse(_Expression().visit(node))
+
+
+class _Expression(ast.NodeTransformer):
+    """Puts what C writes otherwise into an expression, as names: the rest is written alike in both."""
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:  # noqa: N802
+        """Return a call, or the operators that C has for it."""
+        name, given = ast.unparse(node.func), [_text(argument) for argument in node.args]
+        if name == "np.float32":
+            number = isinstance(node.args[0], ast.Constant)
+            return ast.Name(f"{given[0]}f" if number else f"(real)({given[0]})")
+        return ast.Name(_CALLS[name].format(*given))
+
+    def visit_IfExp(self, node: ast.IfExp) -> ast.expr:  # noqa: N802
+        """Return one of two values."""
+        return ast.Name(f"({_text(node.test)} ? {_text(node.body)} : {_text(node.orelse)})")
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> ast.expr:  # noqa: N802
+        """Return whether all or any of several conditions are met."""
+        sign = " && " if isinstance(node.op, ast.And) else " || "
+        return ast.Name(f"({sign.join(f'({_text(value)})' for value in node.values)})")
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:  # noqa: N802
+        """Return the contrary of a condition, and negative numbers as they are."""
+        if isinstance(node.op, ast.Not):
+            return ast.Name(f"!({_text(node.operand)})")
+        return ast.Name(f"(-{_text(node.operand)})")
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.expr:  # noqa: N802
+        """Return a power as a call."""
+        if isinstance(node.op, ast.Pow):
+            return ast.Name(f"pow({_text(node.left)}, {_text(node.right)})")
+        return self.generic_visit(node)  # type: ignore[return-value]
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:  # noqa: N802
+        """Return a constant of NumPy's."""
+        return ast.Name({"inf": "INFINITY"}[node.attr])

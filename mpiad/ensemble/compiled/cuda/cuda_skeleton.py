@@ -1,0 +1,74 @@
+"""What the forward and the reverse kernel have in common beside the step: their head, and how scalars are loaded."""
+
+from __future__ import annotations
+
+import textwrap
+
+from mpiad.compiling.source import indented
+from mpiad.ensemble.compiled.kernel_form import Form
+
+__all__ = ["block", "loaded_parameters", "prelude", "rounded_step"]
+
+# NVRTC has no headers; a compiler for CPUs runs through the trajectories in a loop.
+_PRELUDE = """\
+#if defined(__CUDACC__) || defined(__CUDACC_RTC__)
+#define KERNEL extern "C" __global__ void
+#define INLINE static __device__ __forceinline__
+#define NEXT(count) ((long long)atomicAdd((unsigned long long*)(count), 1ULL))
+#define EACH(i, n) \\
+    for (long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x; i < n; i += (long long)gridDim.x * blockDim.x)
+#ifndef INFINITY
+#define INFINITY __longlong_as_double(0x7ff0000000000000LL)
+#endif
+#ifndef NAN
+#define NAN __longlong_as_double(0x7ff8000000000000LL)
+#endif
+#else
+#include <math.h>
+#define KERNEL extern "C" void
+#define INLINE static inline
+#define NEXT(count) ((*(count))++)
+#define EACH(i, n) for (long long i = 0; i < n; ++i)
+#endif
+
+// NaN where either is.
+INLINE double larger(double a, double b) { return a > b || a != a ? a : b; }
+INLINE double smaller(double a, double b) { return a < b || a != a ? a : b; }
+INLINE bool finite_number(double a) { return a - a == 0; }
+// Ten times what time can resolve.
+INLINE double least_step(double t) { return 10 * (nextafter(t, (double)INFINITY) - t); }
+"""
+
+# When a trajectory's next state is to be saved.
+_DUE = """\
+INLINE double due_at(
+    const double* times, long long n_saved, long long by_row, long long i, long long place, double sign
+) {
+    if (place >= n_saved) return INFINITY;
+    return sign * times[by_row ? i * n_saved + place : place];
+}"""
+
+
+def prelude(form: Form) -> str:
+    """Return what stands before the functions: a state's type, and what C lacks."""
+    return f"{_PRELUDE}typedef {'float' if form.single else 'double'} real;\n\n{_DUE}"
+
+
+def block(text: str, **parts: list[str]) -> str:
+    """Return a text with parts at their places ``@name``, as deep as those are."""
+    out = []
+    for line in textwrap.dedent(text).strip("\n").splitlines():
+        name, depth = line.strip().removeprefix("@"), (len(line) - len(line.lstrip())) // 4
+        out += indented(parts[name], depth) if line.strip() == f"@{name}" else [line]
+    return "\n".join(out)
+
+
+def loaded_parameters(form: Form) -> list[str]:
+    """Return declarations of this trajectory's parameters."""
+    made = [f"const real p{j} = p[{j} * n + i];" for j in range(form.varying)]
+    return made + [f"const real s{j} = s[{j}];" for j in range(form.shared)]
+
+
+def rounded_step(form: Form) -> list[str]:
+    """Return the declaration of the step in the states' precision, where that isn't a time's."""
+    return ["const real h_ = (real)h;"] if form.single else []
