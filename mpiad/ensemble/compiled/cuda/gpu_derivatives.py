@@ -1,18 +1,16 @@
-"""A solve on a device as one differentiable function: from initial states and parameters to saved and last states.
+"""The derivatives of a solve by a kernel on a GPU: see `solve_operator`.
 
-All results make one vector, as in `mpiad.ensemble.differentiable`. Where the arguments live on the host, so do the results
-and their cotangents: each travels once. Derivatives are taken once; those of a gradient need `EnsembleVectorized`.
+Where the arguments live on the host, so do the results and their cotangents: each travels once. Derivatives are taken once;
+those of a gradient need `EnsembleVectorized`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
 
 import autograd.numpy as anp
 import numpy as np
-from autograd.extend import defjvp_argnums, defvjp_argnums, primitive
-from autograd.tracer import isbox
 
 from mpiad._typing import Array
 from mpiad.device import to_host
@@ -21,14 +19,13 @@ from mpiad.ensemble.compiled.cuda.gpu_inputs import placed
 from mpiad.ensemble.compiled.cuda.gpu_solver import Directions, Flight, Solver
 from mpiad.ensemble.compiled.parameter_layout import Part
 from mpiad.ensemble.retcodes import came_through
-from mpiad.primitives.cotangents import conform, spec_like
+from mpiad.ensemble.solve_operator import LEAVES, U0, solve_operator
 from mpiad.transport.device_arrays import is_device_array
 
 __all__ = ["FEW", "Solved", "results_of"]
 
 # Up to so many directions tangents cost less than the three runs of an adjoint.
 FEW = 4
-_U0, _LEAVES = 0, 1
 
 
 class Solved:
@@ -51,39 +48,120 @@ class Solved:
         # Whether times have derivatives, too.
         self.timed = flight.rows is not None
 
-    def out(self, x: Array) -> Array:
-        """Return an array where results live."""
+    @property
+    def vector(self) -> Array:
+        """All results: those of the flight, and behind them the times at which trajectories ended, and those of events."""
+        flight = self.flight
+        if not self.timed:
+            return self._out(flight.vector)
+        return self._out(np.concatenate([flight.vector.astype(float), flight.t_reached, flight.rows[4, : flight.happened]]))
+
+    def _out(self, x: Array) -> Array:
         return self.solver.arrays.to_host(x) if self.on_host else x
 
-    def parted(self, bar: Array) -> tuple[Array, list[Array]]:
+    def _place(self, x: Array) -> Array:
+        """Return an array of states on the device."""
+        return placed(self.solver.arrays, x, self.solver.real)
+
+    def _directions(self, argnums: Sequence[int]) -> Directions:
+        """Return the directions of all numbers of some arguments."""
+        found = [("u", c) for c in range(self.solver.d)] if U0 in argnums else []
+        return tuple(found + [self.solver.direction(j) for part in self._parts(argnums) for j in part.scalars])
+
+    def _parts(self, argnums: Sequence[int]) -> list[Part]:
+        """Return the parts of the layout that are among the arguments."""
+        return [part for part in self.solver.layout.parts if part.place + LEAVES in argnums]
+
+    def _tangents(self, wanted: Directions) -> list[tuple[Directions, Flight]]:
+        """Return flights that carry tangents, with the directions of each; more than a few take several."""
+        if wanted and set(wanted) <= set(self.carried):
+            return [(self.carried, self.flight)]
+        groups = [wanted[i : i + FEW] for i in range(0, len(wanted), FEW)]
+        return [(group, self.solver.solved(group)) for group in groups]
+
+    # ---- reverse mode
+
+    def pull(self, argnums: Sequence[int], args: Sequence[Any], g: Array) -> dict[int, Array]:
+        """Return the cotangents of arguments."""
+        solver = self.solver
+        with solver.arrays.current():
+            bar, times = self._parted(g)
+            bar = self._place(bar)
+            rows = self._contracted(argnums, bar) if self.by_tangent else self._adjoint(argnums, bar, times)
+            home = {k: rows[k] if is_device_array(args[k]) else solver.arrays.to_host(rows[k]) for k in argnums}
+            return {k: row.reshape(np.shape(args[k])) for k, row in home.items()}
+
+    def _parted(self, bar: Array) -> tuple[Array, list[Array]]:
         """Return the cotangents of the states, and on the device those of times, of one of all results."""
         if not self.timed:
             return bar, []
         count, arrays = self.solver.count, self.solver.arrays
         end = bar.size - count - self.flight.happened
         # Of what wasn't reached states are NaN, and so may their cotangents be.
-        times = (bar[end : end + count], bar[end + count :])
-        return bar[:end], [placed(arrays, part, float) for part in times]
+        return bar[:end], [placed(arrays, part, float) for part in (bar[end : end + count], bar[end + count :])]
 
-    def place(self, x: Array) -> Array:
-        """Return an array of states on the device."""
-        return placed(self.solver.arrays, x, self.solver.real)
+    def _adjoint(self, argnums: Sequence[int], bar: Array, times: Sequence[Array]) -> dict[int, Array]:
+        """Return the cotangents of the arguments by the reverse kernel, as rows."""
+        parts = self._parts(argnums)
+        found = self.solver.pulled(self.flight, bar, tuple(j for part in parts for j in part.scalars), times)
+        rows, taken = {U0: found.u0}, {True: 0, False: 0}
+        for part in parts:
+            first, source = taken[part.varies], found.p if part.varies else found.s
+            taken[part.varies] = first + len(part.scalars)
+            rows[part.place + LEAVES] = source[first : taken[part.varies]]
+        return rows
 
-    def directions_of(self, argnums: Sequence[int]) -> Directions:
-        """Return the directions of all numbers of some arguments."""
-        found = [("u", c) for c in range(self.solver.d)] if _U0 in argnums else []
-        return tuple(found + [self.solver.direction(j) for part in self.parts(argnums) for j in part.scalars])
+    def _contracted(self, argnums: Sequence[int], bar: Array) -> dict[int, Array]:
+        """Return the cotangents of the arguments by tangents, as rows."""
+        saved_bar, end_bar = self.solver.parts(bar)
+        found = {}
+        for directions, flight in self._tangents(self._directions(argnums)):
+            for k, direction in enumerate(directions):
+                row = np.sum(flight.du_end[k] * end_bar, axis=0)
+                if saved_bar.size:
+                    row = row + np.sum(flight.dsaved[k] * saved_bar, axis=(0, 1))
+                # By a choice, not by a factor of zero: a tangent of what failed may be NaN.
+                found[direction] = np.where(came_through(flight.codes), row, 0)
+        rows = {U0: [found["u", c] for c in range(self.solver.d)]} if U0 in argnums else {}
+        for part in self._parts(argnums):
+            mine = [found[self.solver.direction(j)] for j in part.scalars]
+            rows[part.place + LEAVES] = mine if part.varies else [np.sum(row) for row in mine]
+        return {k: np.stack(row) for k, row in rows.items() if row}
 
-    def parts(self, argnums: Sequence[int]) -> list[Part]:
-        """Return the parts of the layout that are among the arguments."""
-        return [part for part in self.solver.layout.parts if part.place + _LEAVES in argnums]
+    # ---- forward mode
 
-    def tangents(self, wanted: Directions) -> list[tuple[Directions, Flight]]:
-        """Return flights that carry tangents, with the directions of each; more than a few take several."""
-        if wanted and set(wanted) <= set(self.carried):
-            return [(self.carried, self.flight)]
-        groups = [wanted[i : i + FEW] for i in range(0, len(wanted), FEW)]
-        return [(group, self.solver.solved(group)) for group in groups]
+    def push(self, args: Sequence[Any], tangents: Mapping[int, Any]) -> Array:
+        """Return the tangent of the vector."""
+        solver = self.solver
+        with solver.arrays.current():
+            along = self._along(tangents)
+            total = solver.arrays.full(self.flight.vector.shape, 0, solver.real)
+            saved, end = solver.parts(total)
+            for group, flight in self._tangents(self._directions(tuple(tangents))):
+                alive = came_through(flight.codes)
+                for k, direction in enumerate(group):
+                    if direction in along:
+                        saved += np.where(alive, flight.dsaved[k] * along[direction], 0)
+                        end += np.where(alive, flight.du_end[k] * along[direction], 0)
+            return self._out(total)
+
+    def _along(self, tangents: Mapping[int, Any]) -> dict[tuple[str, int], Array]:
+        """Return by how much each direction is gone: one number for all trajectories, or a row."""
+        rows = {k: self._place(g) for k, g in tangents.items()}
+        found = {("u", c): rows[U0][c] for c in range(self.solver.d)} if U0 in rows else {}
+        for part in self._parts(tuple(rows)):
+            flat = rows[part.place + LEAVES].reshape(len(part.scalars), -1)
+            found.update({self.solver.direction(j): flat[i] for i, j in enumerate(part.scalars)})
+        return found
+
+    def pull_traced(self, argnums: Sequence[int], args: Sequence[Any], g: Array) -> NoReturn:
+        """Refuse derivatives of derivatives."""
+        raise NotImplementedError(
+            "solve: EnsembleGPU has first derivatives only, but a derivative of one was asked for. Solve by "
+            "EnsembleVectorized() where that is needed."
+        )
+
+    push_traced = pull_traced
 
 
 def results_of(solved: Solved, given: Batch) -> list[Array]:
@@ -103,7 +181,7 @@ def results_of(solved: Solved, given: Batch) -> list[Array]:
     """
     # Nobody differentiates by what isn't traced, and times would make a second array of all states.
     solved.timed = solved.timed and given.traced
-    vector = _solved(given.u0, *given.p.leaves, solved=solved)
+    vector = solve_operator(given.u0, given.start, given.end, *given.p.leaves, solved=solved)
     solver, n_saved = solved.solver, solved.solver.inputs.n_saved
     count, d = solver.count, solver.d
     cut = n_saved * d * count
@@ -115,111 +193,3 @@ def results_of(solved: Solved, given: Batch) -> list[Array]:
     # In one array with times, states have become double.
     states = [x if x.dtype == solver.real else x.astype(solver.real) for x in states]
     return [*states, to_host(vector[end : end + count]), to_host(vector[end + count :])]
-
-
-@primitive
-def _solved(u0: Array, *leaves: Any, solved: Solved) -> Array:
-    """Return the results of a solve, which has run before."""
-    flight = solved.flight
-    if not solved.timed:
-        return solved.out(flight.vector)
-    return solved.out(np.concatenate([flight.vector.astype(float), flight.t_reached, flight.rows[4, : flight.happened]]))
-
-
-def _solved_vjp(argnums: tuple[int, ...], ans: Array, args: tuple, kwargs: dict) -> Callable:
-    solved = kwargs["solved"]
-    _require_plain(args)
-
-    def vjp(g: Array) -> list[Array]:
-        _require_plain([g])
-        with solved.solver.arrays.current():
-            g, times = solved.parted(conform(g, *spec_like(ans)))
-            bar = solved.place(g)
-            rows = _contracted(solved, argnums, bar) if solved.by_tangent else _pulled(solved, argnums, bar, times)
-            return [_as_argument(solved, rows[k], args[k]) for k in argnums]
-
-    return vjp
-
-
-def _require_plain(values: Sequence[Any]) -> None:
-    if any(map(isbox, values)):
-        raise NotImplementedError(
-            "solve: EnsembleGPU has first derivatives only, but a derivative of one was asked for. Solve by "
-            "EnsembleVectorized() where that is needed."
-        )
-
-
-def _pulled(solved: Solved, argnums: tuple[int, ...], bar: Array, times: Sequence[Array]) -> dict[int, Array]:
-    """Return the cotangents of the arguments by the reverse kernel, as rows."""
-    parts = solved.parts(argnums)
-    found = solved.solver.pulled(solved.flight, bar, tuple(j for part in parts for j in part.scalars), times)
-    rows, taken = {_U0: found.u0}, {True: 0, False: 0}
-    for part in parts:
-        first, source = taken[part.varies], found.p if part.varies else found.s
-        taken[part.varies] = first + len(part.scalars)
-        rows[part.place + _LEAVES] = source[first : taken[part.varies]]
-    return rows
-
-
-def _contracted(solved: Solved, argnums: tuple[int, ...], bar: Array) -> dict[int, Array]:
-    """Return the cotangents of the arguments by tangents, as rows."""
-    saved_bar, end_bar = solved.solver.parts(bar)
-    found = {}
-    for directions, flight in solved.tangents(solved.directions_of(argnums)):
-        for k, direction in enumerate(directions):
-            row = np.sum(flight.du_end[k] * end_bar, axis=0)
-            if saved_bar.size:
-                row = row + np.sum(flight.dsaved[k] * saved_bar, axis=(0, 1))
-            # By a choice, not by a factor of zero: a tangent of what failed may be NaN.
-            found[direction] = np.where(_alive(flight), row, 0)
-    rows = {_U0: [found["u", c] for c in range(solved.solver.d)]} if _U0 in argnums else {}
-    for part in solved.parts(argnums):
-        mine = [found[solved.solver.direction(j)] for j in part.scalars]
-        rows[part.place + _LEAVES] = mine if part.varies else [np.sum(row) for row in mine]
-    return {k: np.stack(row) for k, row in rows.items() if row}
-
-
-def _alive(flight: Flight) -> Array:
-    return came_through(flight.codes)
-
-
-def _as_argument(solved: Solved, rows: Array, arg: Any) -> Any:
-    """Return rows in the shape and dtype of an argument, and where it lives."""
-    rows = rows if is_device_array(arg) else solved.solver.arrays.to_host(rows)
-    return conform(rows.reshape(np.shape(arg)), *spec_like(arg))
-
-
-def _solved_jvp(argnums: tuple[int, ...], gs: Sequence[Any], ans: Array, args: tuple, kwargs: dict) -> Array:
-    solved = kwargs["solved"]
-    _require_plain([*args, *gs])
-    with solved.solver.arrays.current():
-        along = _along(solved, dict(zip(argnums, gs)), args)
-        return solved.out(_pushed(solved, solved.directions_of(argnums), along))
-
-
-def _pushed(solved: Solved, directions: Directions, along: dict[tuple[str, int], Array]) -> Array:
-    """Return the tangent of the results, from how far each direction is gone."""
-    solver = solved.solver
-    flights = solved.tangents(directions)
-    total = solver.arrays.full(solved.flight.vector.shape, 0, solver.real)
-    saved, end = solver.parts(total)
-    for group, flight in flights:
-        for k, direction in enumerate(group):
-            if direction in along:
-                saved += np.where(_alive(flight), flight.dsaved[k] * along[direction], 0)
-                end += np.where(_alive(flight), flight.du_end[k] * along[direction], 0)
-    return total
-
-
-def _along(solved: Solved, tangents: dict[int, Any], args: tuple) -> dict[tuple[str, int], Array]:
-    """Return by how much each direction is gone: one number for all trajectories, or a row."""
-    rows = {k: solved.place(conform(g, *spec_like(args[k]))) for k, g in tangents.items()}
-    found = {("u", c): rows[_U0][c] for c in range(solved.solver.d)} if _U0 in rows else {}
-    for part in solved.parts(tuple(rows)):
-        flat = rows[part.place + _LEAVES].reshape(len(part.scalars), -1)
-        found.update({solved.solver.direction(j): flat[i] for i, j in enumerate(part.scalars)})
-    return found
-
-
-defvjp_argnums(_solved, _solved_vjp)
-defjvp_argnums(_solved, _solved_jvp)
