@@ -10,9 +10,9 @@ from mpiad.ensemble.methods.dormand_prince import RK45
 from mpiad.ensemble.methods.fehlberg import Fehlberg45
 from mpiad.ensemble.methods.tsitouras import Tsit5
 from mpiad.ensemble.methods.verner import Vern7
+from mpiad.ensemble.outcome import ReturnCode
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem, remake
 from mpiad.ensemble.ranks import EnsembleMPI
-from mpiad.ensemble.retcodes import ReturnCode
 from mpiad.ensemble.solution import EnsembleSolution, ODESolution
 from mpiad.ensemble.solve import solve
 

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.ensemble.crossing import pull_event
-from mpiad.ensemble.ledger import Inside, Ledger
+from mpiad.ensemble.event_adjoint import pull_event
 from mpiad.ensemble.linearization import Tracing
 from mpiad.ensemble.run import Run
 from mpiad.ensemble.seeds import Seeds
+from mpiad.ensemble.step_cotangents import Inside, StepCotangents
+from mpiad.ensemble.step_sweep import Met, StepSweep, Visit
 from mpiad.ensemble.transposed_step import Arrival, TransposedStep, over_slots
-from mpiad.ensemble.walk import Met, Visit, Walk
 
 __all__ = ["Cotangents", "of_ends", "pull_run"]
 
@@ -59,8 +59,8 @@ def pull_run(run: Run, seeds: Seeds, places: Sequence[int], timed: bool) -> Cota
     found = Cotangents(of_ends(run, seeds), run.numbers(batch.size), run.numbers(batch.size), leaves)
     tracing = Tracing(run.field, places, timed)
     with np.errstate(all="ignore"):
-        for walk in run.walks(backwards=True):
-            _Block(run, tracing, seeds, found, walk, timed).sweep()
+        for sweep in run.sweeps(backwards=True):
+            _Block(run, tracing, seeds, found, sweep, timed).sweep()
     if timed and seeds.reached is not None:
         # Where no event came first, the time that was reached is the end of tspan itself.
         found.end += np.where(run.placed(run.live & ~run.terminated), seeds.reached, 0)
@@ -80,17 +80,17 @@ def of_ends(run: Run, seeds: Seeds) -> Array:
 class _Block:
     """One block of columns on the way back."""
 
-    def __init__(self, run: Run, tracing: Tracing, seeds: Seeds, found: Cotangents, walk: Walk, timed: bool):
-        self._run, self._tracing, self._seeds, self._found, self._walk = run, tracing, seeds, found, walk
-        self._timed, self._leaves = timed, walk.leaves
+    def __init__(self, run: Run, tracing: Tracing, seeds: Seeds, found: Cotangents, sweep: StepSweep, timed: bool):
+        self._run, self._tracing, self._seeds, self._found, self._sweep = run, tracing, seeds, found, sweep
+        self._timed, self._leaves = timed, sweep.leaves
         self._parts = {place: np.zeros_like(self._leaves[place]) for place in found.leaves}
-        self._start, self._end = (run.numbers(len(walk.ids)) for _ in range(2))
+        self._start, self._end = (run.numbers(len(sweep.ids)) for _ in range(2))
 
     def sweep(self) -> None:
         """Go from the last step to the first, and put what is found to its place."""
-        found, ids, varies = self._found, self._walk.ids, self._run.batch.p.varies
+        found, ids, varies = self._found, self._sweep.ids, self._run.batch.p.varies
         self._cotangent = found.u0[:, ids]
-        for visit in self._walk.backwards():
+        for visit in self._sweep.backwards():
             self._pull(visit)
         found.u0[:, ids] = self._cotangent
         if self._timed:
@@ -110,24 +110,24 @@ class _Block:
         # The double of a single column gets nothing, or its parameters would count twice.
         cotangent = np.zeros_like(step.y[0])
         cotangent[:, :width] = self._cotangent[:, :width]
-        ledger = Ledger(step, self._parts, self._run.batch.p.varies, width, self._timed)
+        totals = StepCotangents(step, self._parts, self._run.batch.p.varies, width, self._timed)
         inside, arrivals = self._saved(visit, step, cotangent)
-        met = self._walk.met(visit)
-        inside += [self._event(one, step, ledger, leaves) for one in met if self._has_time(one)]
+        met = self._sweep.met(visit)
+        inside += [self._event(one, step, totals, leaves) for one in met if self._has_time(one)]
         if self._timed:
-            ledger.note_saved(inside)
-        inside += [self._event(one, step, ledger, leaves, cotangent) for one in met if one.terminal]
+            totals.note_saved(inside)
+        inside += [self._event(one, step, totals, leaves, cotangent) for one in met if one.terminal]
         if self._timed:
-            ledger.note_new(cotangent)
+            totals.note_new(cotangent)
         arrivals += [part.arrival(step) for part in inside]
-        cotangent = step.pull(cotangent, arrivals, ledger.note_stage)
+        cotangent = step.pull(cotangent, arrivals, totals.note_stage)
         for part in inside:
             cotangent[:, part.columns] += over_slots(part.value)
         self._cotangent[:, :width] = cotangent[:, :width]
         if self._timed:
             # All steps but the last keep their sizes. The last one ends where tspan does, but not before an event.
-            moves = np.where(self._walk.moves(visit), ledger.h_bar[:width], 0.0)
-            self._start[:width] += ledger.t_bar[:width]
+            moves = np.where(self._sweep.moves(visit), totals.h_bar[:width], 0.0)
+            self._start[:width] += totals.t_bar[:width]
             self._start[:width] -= moves
             self._end[:width] += moves
 
@@ -136,11 +136,11 @@ class _Block:
         saved, inside, arrivals = self._seeds.saved, [], []
         if saved is None:
             return inside, arrivals
-        for part in self._walk.at_end(visit):
+        for part in self._sweep.at_end(visit):
             cotangent[:, part.columns] += over_slots(part.seeds(saved))
-        for part in self._walk.handed_on(visit):
+        for part in self._sweep.handed_on(visit):
             arrivals.append(Arrival(part.columns, part.seeds(saved) * part.h, {0: part.weights[-1]}))
-        for part in self._walk.inside(visit):
+        for part in self._sweep.inside(visit):
             # Elsewhere that stage is the first of the next step, and has got its share there.
             if self._timed or part.whole is None or part.whole.any():
                 step.add_last_stage()
@@ -155,7 +155,7 @@ class _Block:
         return type(crossed) is not np.ndarray or bool(crossed[met.row].any())  # on a device, to look would be to wait
 
     def _event(
-        self, met: Met, step: TransposedStep, ledger: Ledger, leaves: list[Any], cotangent: Array | None = None
+        self, met: Met, step: TransposedStep, totals: StepCotangents, leaves: list[Any], cotangent: Array | None = None
     ) -> Inside:
         """Hand the cotangents of an event's times, and of states where it ended trajectories, to the step."""
         step.add_last_stage()
@@ -164,4 +164,4 @@ class _Block:
             end, time = cotangent[:, met.columns], self._seeds.reached
             cotangent[:, met.columns] = 0
         row = 0.0 if time is None else time[met.row]
-        return pull_event(self._run, met, step, ledger, leaves, places, end, row, self._timed)
+        return pull_event(self._run, met, step, totals, leaves, places, end, row, self._timed)

@@ -99,6 +99,13 @@ class Batch(NamedTuple):
         """Whether all trajectories begin and end at the same times, known without a look at each."""
         return self.size > 0 and self.start.strides == self.end.strides == (0,)
 
+    def both_ends(self) -> Array:
+        """Return the start and the end of tspan: array of shape (2,) where they are the same for all, else (N, 2)."""
+        start, end = self.start, self.end
+        if self.size and same_for_all(start) and same_for_all(end):
+            return np.array([start[0], end[0]])
+        return np.stack([start, end], axis=1)
+
     @property
     def traced(self) -> bool:
         """Whether anything of it is traced."""

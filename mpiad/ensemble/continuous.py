@@ -21,8 +21,7 @@ from mpiad.ensemble.batch import Batch, Parameters
 from mpiad.ensemble.coefficients import polynomials, states_at
 from mpiad.ensemble.linearization import Tracing
 from mpiad.ensemble.on_device.device_run import run_of
-from mpiad.ensemble.outcome import Outcome
-from mpiad.ensemble.retcodes import names_of
+from mpiad.ensemble.outcome import Outcome, names_of
 from mpiad.ensemble.run import Run
 from mpiad.ensemble.seeds import Seeds
 from mpiad.errors import IntegrationError
@@ -151,10 +150,10 @@ class _Adjoint:
     def _integrate(self, solved: Run, ids: Array) -> None:
         """Add ∫ f_pᵀ λ dt over all steps of λ."""
         coefficients = solved.coefficients
-        for walk in solved.walks():
-            for visit in walk.forwards():
-                own, h = ids[walk.ids[: len(visit.t)]], visit.h.astype(coefficients.real, copy=False)
-                terms = polynomials(coefficients, visit.u, h, solved.stages_again(walk, visit)[0])
+        for sweep in solved.sweeps():
+            for visit in sweep.forwards():
+                own, h = ids[sweep.ids[: len(visit.t)]], visit.h.astype(coefficients.real, copy=False)
+                terms = polynomials(coefficients, visit.u, h, solved.stages_again(sweep, visit)[0])
                 for node, weight in zip(_NODES, _WEIGHTS):
                     # λ goes backwards, so h is signed; it is zero where no step was made.
                     self._note(own, visit.t + node * visit.h, states_at(terms, node) * (-weight * h))
@@ -210,15 +209,15 @@ class DenseStates:
         self._terms = np.zeros_like(batch.u0, shape=(degree + 1, len(batch.u0), total + 1))
         number = np.zeros_like(self._counts)
         with np.errstate(all="ignore"):
-            for walk in run.walks():
-                for visit in walk.forwards():
-                    ids, h = walk.ids[: len(visit.t)], visit.h.astype(run.coefficients.real, copy=False)
+            for sweep in run.sweeps():
+                for visit in sweep.forwards():
+                    ids, h = sweep.ids[: len(visit.t)], visit.h.astype(run.coefficients.real, copy=False)
                     place = self._offsets[ids] + number[ids]
                     if visit.made is not None:
                         place = np.where(visit.made, place, np.full_like(place, total))
                     number[ids] += 1 if visit.made is None else visit.made
                     self._t[place], self._h[place] = visit.t, visit.h
-                    terms = polynomials(run.coefficients, visit.u, h, run.stages_again(walk, visit)[0])
+                    terms = polynomials(run.coefficients, visit.u, h, run.stages_again(sweep, visit)[0])
                     for power in range(len(terms)):
                         self._terms[power][:, place] = terms[power]
 

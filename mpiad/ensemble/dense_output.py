@@ -18,7 +18,7 @@ from mpiad.ensemble.differentiable import differentiable
 from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.record import Steps
 from mpiad.ensemble.run import INITIAL, NOWHERE, Run
-from mpiad.ensemble.settings import Settings, Ways
+from mpiad.ensemble.settings import GradientOptions, Settings
 from mpiad.ensemble.solution import solution_of
 from mpiad.ensemble.stages import Stages
 
@@ -40,13 +40,13 @@ class DenseOutput:
         With its steps recorded.
     given : Batch
         The batch before what is traced was made plain.
-    ways : Ways
+    options : GradientOptions
         How gradients are computed.
     """
 
-    def __init__(self, batch: Batch, settings: Settings, outcome: Outcome, given: Batch, ways: Ways):
+    def __init__(self, batch: Batch, settings: Settings, outcome: Outcome, given: Batch, options: GradientOptions):
         self._batch, self._settings, self._outcome = batch, settings, outcome
-        self._given, self._ways = given, ways
+        self._given, self._options = given, options
         self._signs = np.where(batch.end < batch.start, -1.0, 1.0)
         self._derivative = derivative_of(batch.f, batch.shape)
 
@@ -83,7 +83,7 @@ class DenseOutput:
         )
         settings = self._settings._replace(saveat=times, record=True, ends=False)
         sol = solution_of(outcome, batch, settings)
-        return differentiable(sol, Run(batch, settings, outcome), self._given, self._ways).u
+        return differentiable(sol, Run(batch, settings, outcome), self._given, self._options).u
 
     def _rows(self, times: Array, ids: Array) -> Array:
         """Return the times for each of some trajectories, shape (len(ids), n)."""

@@ -10,7 +10,7 @@ import numpy as np
 from autograd.tracer import isbox
 
 from mpiad._typing import Array, Comm
-from mpiad.ensemble.belonging import Belonging, present
+from mpiad.ensemble.pickled_communicator import PickledCommunicator, present
 from mpiad.primitives import mpi_allgather
 from mpiad.transport import channel
 from mpiad.transport.agreement import raise_together, require_same
@@ -90,7 +90,7 @@ class GatheredOutput:
     """
 
     def __init__(self, share: Any, count: int, comm: Comm):
-        self._share, self._count, self._comm = share, count, Belonging(comm)
+        self._share, self._count, self._comm = share, count, PickledCommunicator(comm)
 
     def __call__(self, times: Array, only: int | None = None) -> Array:
         """Return states, shape (N, n, …); of one trajectory (n, …)."""

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.ensemble.retcodes import came_through, names_of
+from mpiad.ensemble.outcome import came_through, names_of
 from mpiad.ensemble.solution import EnsembleSolution
 from mpiad.transport.device_arrays import ArrayModule
 
 __all__ = ["DeviceSolution", "Statistics", "count_failed"]
-
 
 _ASKED = ("retcode", "t_reached", "naccept", "nreject", "nf", "events")
 
@@ -80,9 +80,8 @@ class DeviceSolution(EnsembleSolution):
         t : array, shape (n_saved,) or (N, n_saved)
         statistics : Statistics
         """
-        made = object.__new__(cls)
-        made.__dict__.update(u=u, t=t, u_end=u_end, converged=False, problem=None, statistics=statistics)
-        return made
+        later = {name: partial(statistics.on_host, name) for name in _ASKED}
+        return cls.lazy(later, u=u, t=t, u_end=u_end, statistics=statistics)
 
     @property
     def all_succeeded(self) -> bool:
@@ -90,18 +89,5 @@ class DeviceSolution(EnsembleSolution):
         statistics = self.__dict__.get("statistics")
         return statistics is not None and not statistics.failed
 
-    def __getattr__(self, name: str) -> Any:
-        statistics = self.__dict__.get("statistics")
-        if statistics is None or name not in _ASKED:
-            raise AttributeError(f"{type(self).__name__} has no {name!r}")
-        # Into the instance, where Python finds it before it comes here again.
-        self.__dict__[name] = found = statistics.on_host(name)
-        return found
-
-    def __len__(self) -> int:
-        return len(self.u_end)
-
     def _surviving(self) -> Array:
         return self.u if self.all_succeeded else super()._surviving()
-
-

@@ -22,11 +22,11 @@ from mpiad.ensemble.compiled.forward_tangents import carried_tangents
 from mpiad.ensemble.compiled.reverse_sweep import pull_compiled
 from mpiad.ensemble.continuous import pull_continuous
 from mpiad.ensemble.directions import Number, contracted, in_common, numbers, numbers_of, pushed
-from mpiad.ensemble.happened import traced_events
+from mpiad.ensemble.event_table import traced_events
 from mpiad.ensemble.replay import replayed, replayed_jvp, replayed_vjp
 from mpiad.ensemble.run import Run
 from mpiad.ensemble.seeds import Seeds
-from mpiad.ensemble.settings import Ways
+from mpiad.ensemble.settings import GradientOptions
 from mpiad.ensemble.solution import EnsembleSolution, at_ends
 from mpiad.ensemble.solve_operator import END, LEAVES, START, U0, solve_operator
 from mpiad.ensemble.tangents import Directions, Kept, push_run
@@ -36,7 +36,7 @@ from mpiad.transport.device_arrays import is_device_array
 __all__ = ["differentiable"]
 
 
-def differentiable(sol: EnsembleSolution, run: Run, batch: Batch, ways: Ways) -> EnsembleSolution:
+def differentiable(sol: EnsembleSolution, run: Run, batch: Batch, options: GradientOptions) -> EnsembleSolution:
     """Return a solution whose states are functions of the traced batch that it was made of.
 
     Parameters
@@ -46,11 +46,11 @@ def differentiable(sol: EnsembleSolution, run: Run, batch: Batch, ways: Ways) ->
     run : Run
     batch : Batch
         With traced values in it.
-    ways : Ways
+    options : GradientOptions
     """
     count, d, ends = run.batch.size, len(run.batch.u0), run.settings.ends
     saved = np.empty((count, 0, d), run.batch.u0.dtype) if ends else sol.u.reshape(count, sol.u.shape[1], d)
-    solved = _SolvedRun(run, saved, sol.u_end.reshape(count, d), ways)
+    solved = _SolvedRun(run, saved, sol.u_end.reshape(count, d), options)
     traced = solve_operator(batch.u0, batch.start, batch.end, *batch.p.leaves, solved=solved)
     u, u_end, *times = solved.layout.parts(traced)
     if ends:
@@ -66,8 +66,8 @@ def differentiable(sol: EnsembleSolution, run: Run, batch: Batch, ways: Ways) ->
 class _SolvedRun:
     """A run, and its results as one vector: saved and final states, and with events their times."""
 
-    def __init__(self, run: Run, u: Array, u_end: Array, ways: Ways):
-        self._run, self._ways = run, ways
+    def __init__(self, run: Run, u: Array, u_end: Array, options: GradientOptions):
+        self._run, self._options = run, options
         values = [u, u_end, *((run.reached, run.crossed) if run.settings.events else ())]
         self.layout = Concatenation([spec_like(value) for value in values])
         self.vector = self.layout.vector(values)
@@ -92,16 +92,16 @@ class _SolvedRun:
 
     def _adjoint(self, seeds: Seeds, places: Sequence[int], timed: bool) -> Cotangents:
         solver = self._run.outcome.solver
-        if self._ways.adjoint == "continuous":
+        if self._options.adjoint == "continuous":
             return pull_continuous(self._run, seeds, places, timed)
         if solver is None:
             return pull_run(self._run, seeds, places, timed)
         return pull_compiled(solver, self._run, seeds, places, timed)
 
     def _by_tangent(self, by_u0: bool, timed: bool, places: Sequence[int]) -> bool:
-        ways, run = self._ways, self._run
-        if ways.gradient is not None or ways.adjoint != "discrete":
-            return ways.gradient == "tangent"
+        options, run = self._options, self._run
+        if options.gradient is not None or options.adjoint != "discrete":
+            return options.gradient == "tangent"
         # Whether an event came or not: a trajectory's last bits don't depend on what becomes of others.
         if timed or run.settings.events:
             return False  # where times move, tangents are those of a replay, one direction after the other

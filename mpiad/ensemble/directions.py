@@ -14,8 +14,8 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.ensemble.run import Run
 from mpiad.ensemble.seeds import Seeds
+from mpiad.ensemble.step_sweep import Saved
 from mpiad.ensemble.tangents import Directions, Kept, push_run
-from mpiad.ensemble.walk import Saved
 from mpiad.transport.device_arrays import arrays_of, is_device_array
 
 __all__ = ["Number", "contracted", "in_common", "numbers", "numbers_of", "pushed"]

@@ -14,7 +14,7 @@ from mpiad._typing import Array, Function, Shape, Tree
 from mpiad.ensemble.coefficients import Coefficients, polynomials, states_at
 from mpiad.ensemble.derivative import locked
 from mpiad.ensemble.record import Step
-from mpiad.ensemble.walk import Met
+from mpiad.ensemble.step_sweep import Met
 from mpiad.transport.device_arrays import is_device_array
 
 __all__ = ["BISECTIONS", "Event", "EventWatch", "Happened"]

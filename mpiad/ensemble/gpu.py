@@ -13,7 +13,7 @@ from mpiad.ensemble.settings import Settings
 from mpiad.transport.device_arrays import ArrayModule, arrays_of
 from mpiad.transport.device_kernels import selected_arrays
 
-__all__ = ["EnsembleGPU", "device_for", "gpu_of"]
+__all__ = ["EnsembleGPU", "device_for"]
 
 _BLOCKS = (None, 32, 64, 96, 128, 192, 256)
 
@@ -69,12 +69,6 @@ class EnsembleGPU(EnsembleAlgorithm):
     def run(self, batch: Batch, settings: Settings) -> Outcome:
         """Solve all trajectories of a batch by arrays: where kernels can't."""
         return EnsembleVectorized().run(batch, settings)
-
-
-def gpu_of(backend: EnsembleAlgorithm) -> EnsembleGPU | None:
-    """Return the GPU backend that runs a rank's trajectories, None where it is another."""
-    inner = backend.inner if isinstance(backend, EnsembleMPI) else backend
-    return inner if isinstance(inner, EnsembleGPU) else None
 
 
 def device_for(backend: EnsembleAlgorithm, batch: Batch) -> ArrayModule:

@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import autograd.numpy as anp
 import numpy as np
@@ -20,7 +20,6 @@ from mpiad.transport.device_arrays import is_device_array
 __all__ = ["EnsembleProblem", "ODEProblem", "remake"]
 
 _NO_NUMBER = np.empty(1)
-_KERNELS = "_kernels"
 
 
 class Text(NamedTuple):
@@ -32,10 +31,12 @@ class Text(NamedTuple):
 class Readable:
     """A problem that knows, on a solution, the kernels that solved it."""
 
+    _kernels: ClassVar[Mapping[str, Any]] = {}
+
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        if _KERNELS in state:
-            state[_KERNELS] = {name: Text(kernel.text) for name, kernel in state[_KERNELS].items()}
+        if self._kernels:
+            state["_kernels"] = {name: Text(kernel.text) for name, kernel in self._kernels.items()}
         return state
 
     def kernel_source(self, name: str = "forward") -> str:
@@ -51,7 +52,7 @@ class Readable:
         ValueError
             Where there is none.
         """
-        kernels: Mapping[str, Any] = self.__dict__.get(_KERNELS, {})
+        kernels = self._kernels
         if name not in kernels:
             raise ValueError(
                 f"kernel_source: there is no {name!r} kernel of this problem, only {sorted(kernels)}. Ask the problem of a "
@@ -62,7 +63,7 @@ class Readable:
     def read_from(self, kernels: Mapping[str, Any]) -> Any:
         """Return the problem as that of a solution, with the kernels by their names."""
         made = copy.copy(self)
-        made.__dict__[_KERNELS] = kernels
+        made.__dict__["_kernels"] = kernels
         return made
 
 

@@ -17,9 +17,9 @@ from autograd.tracer import isbox
 from mpiad._typing import Array, Comm
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleVectorized
 from mpiad.ensemble.batch import Batch
-from mpiad.ensemble.division import Division
 from mpiad.ensemble.facts import facts_of_all
 from mpiad.ensemble.job_progress import JobProgress
+from mpiad.ensemble.load_balance import LoadBalance
 from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.outputs import trees_of_all
 from mpiad.ensemble.settings import Settings
@@ -76,6 +76,11 @@ class EnsembleMPI(EnsembleAlgorithm):
     def __repr__(self) -> str:
         return f"EnsembleMPI({self.inner!r}, gather={self.gather})"
 
+    @property
+    def local(self) -> EnsembleAlgorithm:
+        """How a rank runs its share."""
+        return self.inner
+
     def run(self, batch: Batch, settings: Settings) -> Outcome:
         """Solve all trajectories of this rank's share."""
         return self.inner.run(batch, settings)
@@ -85,7 +90,7 @@ class EnsembleMPI(EnsembleAlgorithm):
         if len(self._tries) != count or not count:
             return np.arange(size + 1) * count // size
         if self._bounds is None or len(self._bounds) != size + 1:
-            self._bounds = Division(self._tries, self._entry, self._turn, size).bounds()
+            self._bounds = LoadBalance(self._tries, self._entry, self._turn, size).bounds()
         return self._bounds
 
     def remember(self, tries: Array, components: int, compiled: bool = False, traced: bool = False) -> None:

@@ -3,7 +3,7 @@
 While the solve runs, each turn's accepted columns are noted as a chunk. At its end they are put into *sweeps*: sweep s
 holds the (s+1)-th step from the end of every trajectory that has so many. Trajectories are ordered by their number of
 steps, the most first, so sweep s is about the first ``widths[s]`` of this order, and the next sweep is about no others: a
-reverse pass walks s = 0, 1, … over arrays that only get shorter (a forward pass walks back from the last sweep, over
+reverse pass sweeps s = 0, 1, … over arrays that only get shorter (a forward pass sweeps back from the last sweep, over
 arrays that only get longer). Each sweep's states are one contiguous block of shape (d, width), of two columns at least:
 where there is one trajectory only, it comes twice.
 

@@ -19,7 +19,7 @@ from mpiad.differentiation.gradient import cotangents_of_variables
 from mpiad.differentiation.products import jvp
 from mpiad.differentiation.trace import Variables, trace_backwards, trace_forwards
 from mpiad.ensemble.run import Run
-from mpiad.ensemble.walk import Columns, Met, Saved, Visit, Walk
+from mpiad.ensemble.step_sweep import Columns, Met, Saved, StepSweep, Visit
 from mpiad.primitives.cotangents import conform, spec_like
 
 __all__ = ["replayed", "replayed_jvp", "replayed_vjp"]
@@ -53,8 +53,8 @@ def replayed(run: Run, u0: Array, start: Array, end: Array, leaves: Sequence[Any
         # What failed is constant: its states aren't differentiated.
         u0 = u0 if run.live.all() else anp.where(run.placed(run.live), u0, 0.0)
         states = u0
-        for walk in run.walks(whole=True):
-            states = replay.through(walk, states)
+        for sweep in run.sweeps(whole=True):
+            states = replay.through(sweep, states)
         times = replay.times() if run.settings.events else ()
         return [replay.saved(u0, states), anp.transpose(states), *times]
 
@@ -73,46 +73,46 @@ class _Replay:
         self._index = np.zeros_like(run.batch.u0, shape=(run.batch.size, run.slots), dtype=np.int64)
         self._crossings: list[tuple[Met, Array, Array]] = []
 
-    def through(self, walk: Walk, states: Array) -> Array:
-        """Return the states of all trajectories, shape (d, N), after the steps of a walk."""
-        leaves, u = self._run.columns(self._leaves, walk.ids), states[:, :0]
-        for visit in walk.forwards():
+    def through(self, sweep: StepSweep, states: Array) -> Array:
+        """Return the states of all trajectories, shape (d, N), after the steps of a sweep."""
+        leaves, u = self._run.columns(self._leaves, sweep.ids), states[:, :0]
+        for visit in sweep.forwards():
             before, width = u.shape[1], len(visit.t)
             if before < width:
                 # Visits are counted from the ends, so on the way forwards shorter trajectories enter later.
-                entering = states[:, walk.ids[before:width]]
+                entering = states[:, sweep.ids[before:width]]
                 u = concatenate([u, entering], axis=1) if before else entering
-            u = self._visited(walk, visit, u, leaves)
-        return self._put(states, walk.ids, u) if u.shape[1] else states
+            u = self._visited(sweep, visit, u, leaves)
+        return self._put(states, sweep.ids, u) if u.shape[1] else states
 
-    def _visited(self, walk: Walk, visit: Visit, u: Array, leaves: list[Any]) -> Array:
+    def _visited(self, sweep: StepSweep, visit: Visit, u: Array, leaves: list[Any]) -> Array:
         """Return the states after a visit, and note what was saved and what happened in it."""
         run, width = self._run, len(visit.t)
         # Two columns at least, as in the solve, whose arithmetic this repeats.
         columns = run.doubled(width)
-        t, h = (time[columns] for time in self._times(walk, visit))
+        t, h = (time[columns] for time in self._times(sweep, visit))
         step = _Step(run, run.columns(leaves, columns), u[:, columns], t, h)
         new = step.argument(run.tableau.stages - 1)[:, :width]
-        for met in walk.met(visit):
+        for met in sweep.met(visit):
             x = step.root(run.settings.events[met.event].condition, met.x, met.columns)
-            self._crossings.append((met, walk.ids[met.columns], step.t[met.columns] + x * step.h[met.columns]))
+            self._crossings.append((met, sweep.ids[met.columns], step.t[met.columns] + x * step.h[met.columns]))
             if met.terminal:
                 new = self._put(new, met.columns, step.inside(x, met.columns))
-        for part in walk.at_end(visit):
+        for part in sweep.at_end(visit):
             self._save(part, part.of(new))
-        for part in walk.inside(visit):
+        for part in sweep.inside(visit):
             x = self._stayed(part, visit, t, h) if self._timed else part.x
             self._save(part, step.inside(x, part.columns))
         return new
 
-    def _times(self, walk: Walk, visit: Visit) -> tuple[Array, Array]:
+    def _times(self, sweep: StepSweep, visit: Visit) -> tuple[Array, Array]:
         """Return when the steps start, and their sizes; the last ones end where tspan does."""
         if not self._timed:
             return visit.t, visit.h
         # The controller's sizes are fixed, so a later end lengthens the last step alone; at a terminal event
         # there is none to lengthen.
-        ids = walk.ids[: len(visit.t)]
-        longer = anp.where(walk.moves(visit), self._lengthening[ids] - self._shift[ids], 0.0)
+        ids = sweep.ids[: len(visit.t)]
+        longer = anp.where(sweep.moves(visit), self._lengthening[ids] - self._shift[ids], 0.0)
         return visit.t + self._shift[ids], visit.h + longer
 
     def _stayed(self, part: Saved, visit: Visit, t: Array, h: Array) -> Array:

@@ -13,14 +13,13 @@ from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.coefficients import Coefficients
 from mpiad.ensemble.derivative import derivative_of
 from mpiad.ensemble.field import Field
-from mpiad.ensemble.outcome import Outcome
+from mpiad.ensemble.outcome import Outcome, ReturnCode
 from mpiad.ensemble.record import Steps
-from mpiad.ensemble.retcodes import ReturnCode
 from mpiad.ensemble.seeds import Entries, Seeds
 from mpiad.ensemble.settings import Settings
-from mpiad.ensemble.sorted_walk import Crossings, SortedWalk
+from mpiad.ensemble.sorted_sweep import Crossings, SortedSweep
 from mpiad.ensemble.stages import Stages
-from mpiad.ensemble.walk import Columns, Visit, Walk
+from mpiad.ensemble.step_sweep import Columns, StepSweep, Visit
 
 __all__ = ["FINAL", "INITIAL", "NOWHERE", "Run"]
 
@@ -167,8 +166,8 @@ class Run:
         # What fails drops out; its steps may have led to where f overflows.
         return steps if live.all() else steps.chosen(live)
 
-    def walks(self, backwards: bool = False, whole: bool = False) -> Iterator[Walk]:
-        """Return the ways over all steps, block by block, in an order in which they can be gone.
+    def sweeps(self, backwards: bool = False, whole: bool = False) -> Iterator[StepSweep]:
+        """Return the sweeps over all steps, block by block, in an order in which they can be gone.
 
         Parameters
         ----------
@@ -182,16 +181,16 @@ class Run:
             moving = int(np.count_nonzero(steps.counts))
             width = max(1, moving) if whole else width
             for start in range(0, moving, width):
-                yield SortedWalk(self, steps, start, min(start + width, moving), first, None if whole else steps.every)
+                yield SortedSweep(self, steps, start, min(start + width, moving), first, None if whole else steps.every)
 
-    def stages_again(self, walk: Walk, visit: Visit) -> tuple[Any, Array]:
+    def stages_again(self, sweep: StepSweep, visit: Visit) -> tuple[Any, Array]:
         """Return the stages of a visit, and the states after it, computed as the solve did."""
         width = len(visit.t)
         columns = np.arange(max(2, width)) % width  # two at least, as in the solve: see `controller`
         batch, real = self.batch, self.coefficients.real
         derivative = derivative_of(batch.f, batch.shape)
         u, t, h = visit.u[:, columns], visit.t[columns], visit.h[columns]
-        p = batch.p.columns(walk.ids[:width][columns], self.field.one_by_one)
+        p = batch.p.columns(sweep.ids[:width][columns], self.field.one_by_one)
         stages = Stages(self.tableau, derivative, u.dtype, u.shape)
         derivative.write(stages.k[0], u, p, t.astype(real))
         stages.take(u, p, t, h, t + h, None)

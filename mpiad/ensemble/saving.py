@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.ensemble.batch import same_for_all
 from mpiad.ensemble.coefficients import Coefficients, interpolate
-from mpiad.ensemble.entrance import Joint
+from mpiad.ensemble.initialization import Joint
 from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.record import Step
 
@@ -21,8 +20,8 @@ def save_times(saveat: Any, start: Array, end: Array) -> Array:
 
     Parameters
     ----------
-    saveat : None, number, list of numbers, or array of shape (N, n_saved)
-        None saves start and end; a number is the interval from the start on, and the end is saved too.
+    saveat : number, list of numbers, or array of shape (N, n_saved)
+        A number is the interval from the start on, and the end is saved too.
     start, end : array, shape (N,)
 
     Returns
@@ -37,9 +36,6 @@ def save_times(saveat: Any, start: Array, end: Array) -> Array:
     count = len(start)
     if count and start.strides == end.strides == (0,):  # one tspan, however many trajectories
         start, end = start[:1], end[:1]
-    if saveat is None:
-        alike = len(start) and same_for_all(start) and same_for_all(end)
-        return np.array([start[0], end[0]]) if alike else np.stack([start, end], axis=1)
     times = np.asarray(saveat)
     if times.dtype.kind not in "iuf":
         raise TypeError(f"solve: saveat must be a number or numbers, but got {saveat!r}.")

@@ -13,7 +13,7 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.ensemble.coefficients import Coefficients
-from mpiad.ensemble.walk import Saved
+from mpiad.ensemble.step_sweep import Saved
 
 __all__ = ["Entries", "Schedule", "Seeds"]
 
@@ -64,32 +64,32 @@ class Entries(NamedTuple):
     x: Array
     h: Array
 
-    def scheduled(self, walk: Any, coefficients: Coefficients) -> Schedule:
-        """Return when a walk over sorted steps meets those of its trajectories."""
-        starts = np.searchsorted(self.ids, walk.ids)
-        counts = np.searchsorted(self.ids, walk.ids, side="right") - starts
-        column = np.repeat(np.arange(len(walk.ids)), counts)
+    def scheduled(self, sweep: Any, coefficients: Coefficients) -> Schedule:
+        """Return when a sweep over sorted steps meets those of its trajectories."""
+        starts = np.searchsorted(self.ids, sweep.ids)
+        counts = np.searchsorted(self.ids, sweep.ids, side="right") - starts
+        column = np.repeat(np.arange(len(sweep.ids)), counts)
         # A trajectory's entries are neighbours: from its first on, as many as it has.
         chosen = np.arange(len(column)) + np.repeat(starts - (np.cumsum(counts) - counts), counts)
-        return Schedule(Entries(*(array[chosen] for array in self)), column, walk, coefficients)
+        return Schedule(Entries(*(array[chosen] for array in self)), column, sweep, coefficients)
 
 
 class Schedule:
-    """The entries of a block of columns, by the visits of a walk over its steps.
+    """The entries of a block of columns, by the visits of a sweep over its steps.
 
     Parameters
     ----------
     entries : Entries
     column : array of int, shape (m,)
         Each entry's column in the block.
-    walk : SortedWalk
+    sweep : SortedSweep
     coefficients : Coefficients
     """
 
-    def __init__(self, entries: Entries, column: Array, walk: Any, coefficients: Coefficients):
-        final, inside = entries.number == walk.counts[column] - 1, entries.x != 1
-        visit = walk.visit_of(column, entries.number)
-        following = walk.visit_of(column, np.where(final, entries.number, entries.number + 1))
+    def __init__(self, entries: Entries, column: Array, sweep: Any, coefficients: Coefficients):
+        final, inside = entries.number == sweep.counts[column] - 1, entries.x != 1
+        visit = sweep.visit_of(column, entries.number)
+        following = sweep.visit_of(column, np.where(final, entries.number, entries.number + 1))
         weights = coefficients.weights(entries.x)
         self._at_end = _Grouped(entries, column, visit, ~inside)
         self._inside = _Grouped(entries, column, visit, inside, weights, final)

@@ -11,7 +11,7 @@ from mpiad._typing import Array
 from mpiad.ensemble.algorithms import Algorithm
 from mpiad.ensemble.events import Event
 
-__all__ = ["Settings", "Ways"]
+__all__ = ["Settings", "GradientOptions"]
 
 
 class Settings(NamedTuple):
@@ -58,7 +58,7 @@ class Settings(NamedTuple):
         return self._replace(saveat=self.saveat[rows])
 
 
-class Ways(NamedTuple):
+class GradientOptions(NamedTuple):
     """How plain gradients are computed.
 
     Parameters

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import autograd.numpy as anp
@@ -12,12 +13,11 @@ import numpy as np
 from autograd.tracer import getval, isbox
 
 from mpiad._typing import Array, Comm
-from mpiad.ensemble.belonging import Belonging, present
-from mpiad.ensemble.deferred import Deferred
 from mpiad.ensemble.dense_parts import GatheredOutput
 from mpiad.ensemble.facts import Facts
 from mpiad.ensemble.joining import widened
-from mpiad.ensemble.retcodes import names_of
+from mpiad.ensemble.outcome import names_of
+from mpiad.ensemble.pickled_communicator import PickledCommunicator, present
 from mpiad.ensemble.solution import EnsembleSolution, at_ends
 from mpiad.ensemble.statistics import quantile, root, squared_distance, summary
 from mpiad.primitives import mpi_allgather, mpi_allreduce
@@ -48,19 +48,16 @@ def gathered(
     -----
     All ranks call it.
     """
-    later: Any = {
-        "retcode": lambda: names_of(facts.codes), "nf": lambda: facts.nf, "naccept": lambda: facts.naccept,
-        "nreject": lambda: facts.nreject, "t_reached": lambda: facts.t_reached,
-    }  # fmt: skip
-    later = {name: Deferred(make) for name, make in later.items()}
-    if timed:
-        later["t_reached"] = _collected(used, share.t_reached, facts)
-    sol = EnsembleSolution(
-        made, facts.t, _collected(used, share.u_end, facts), events=_gathered_events(share, facts, used.user),
-        converged=facts.converged, _codes=facts.codes,
-        dense=share.dense and GatheredOutput(share.dense, len(share), used.user), **later,
+    later = {name: partial(getattr, facts, name) for name in ("nf", "naccept", "nreject", "t_reached")}
+    sol = EnsembleSolution.lazy(
+        {"retcode": lambda: names_of(facts.codes), **later}, t=facts.t, u_end=_collected(used, share.u_end, facts),
+        events=_gathered_events(share, facts, used.user), converged=facts.converged, _codes=facts.codes,
+        dense=share.dense and GatheredOutput(share.dense, len(share), used.user),
     )  # fmt: skip
+    if timed:
+        sol.t_reached = _collected(used, share.t_reached, facts)
     if made is not None:
+        sol.u = made
         return sol
     if not facts.ends or share._start is None:
         sol.u = _collected(used, widened(share.u, facts.width), facts)
@@ -109,7 +106,7 @@ class ShardedSolution(EnsembleSolution):
     comm: Comm = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "comm": Belonging(self.comm)}
+        return {**super().__getstate__(), "comm": PickledCommunicator(self.comm)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, comm=state["comm"].comm)
@@ -149,7 +146,7 @@ def sharded(share: EnsembleSolution, facts: Facts, comm: Comm, indices: Array, m
     """Return this rank's share; `made` says that its u was made by an `output_func` or a `reduction`."""
     sol = object.__new__(ShardedSolution)
     # As it is: what nobody has read yet isn't made.
-    sol.__dict__.update(share.__dict__, indices=indices, facts=facts, comm=comm)
+    sol.__dict__.update(share.__dict__, _later=dict(share._later), indices=indices, facts=facts, comm=comm)
     if not made:
         # Statistics over the ranks need one width, also of ranks without trajectories or with fewer steps.
         if not facts.ends:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import autograd.numpy as anp
 import numpy as np
@@ -14,16 +14,13 @@ from autograd.tracer import getval, isbox
 from mpiad._typing import Array
 from mpiad.ensemble.algorithms import Algorithm
 from mpiad.ensemble.batch import Batch
-from mpiad.ensemble.deferred import Deferred, deferring
 from mpiad.ensemble.dense_parts import times_of
-from mpiad.ensemble.outcome import Outcome
-from mpiad.ensemble.retcodes import came_through, codes_of, names_of
-from mpiad.ensemble.saving import save_times
+from mpiad.ensemble.outcome import Outcome, came_through, codes_of, names_of
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.statistics import mean, quantile, spread, summary
 from mpiad.transport.device_arrays import arrays_of
 
-__all__ = ["EnsembleSolution", "ODESolution", "apart", "at_ends", "evaluations", "solution_of"]
+__all__ = ["EnsembleSolution", "ODESolution", "unshared", "at_ends", "evaluations", "solution_of"]
 
 
 @dataclass
@@ -75,7 +72,6 @@ class ODESolution:
         return states[0] if np.ndim(t) == 0 else states
 
 
-@deferring("u", "retcode", "t_reached", "naccept", "nreject", "nf")
 @dataclass
 class EnsembleSolution:
     """The solutions of an ensemble of N trajectories.
@@ -116,6 +112,24 @@ class EnsembleSolution:
     # where these and the final ones are all that is saved.
     _codes: Any = field(default=None, repr=False, compare=False)
     _start: Any = field(default=None, repr=False, compare=False)
+    # What makes fields that nobody has read yet, by their names: most programs read one or two of ten. None of them refers
+    # to the solution, since a cycle would keep its memory until it is found.
+    _later: ClassVar[dict[str, Callable[[], Any]]] = {}
+
+    @classmethod
+    def lazy(cls, later: dict[str, Callable[[], Any]], **made: Any) -> Any:
+        """Return a solution some of whose fields are made when they are first read."""
+        sol = object.__new__(cls)
+        others = {"events": {}, "converged": False, "problem": None, "dense": None, "_codes": None, "_start": None}
+        sol.__dict__.update({**others, **made, "_later": later})
+        return sol
+
+    def __getattr__(self, name: str) -> Any:
+        make = self.__dict__.get("_later", {}).pop(name, None)
+        if make is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        self.__dict__[name] = value = make()
+        return value
 
     def __call__(self, t: float | Array) -> Array:
         """Return the states at any times of tspan, by the interpolants of the steps; of a solve with ``dense_output=True``.
@@ -154,7 +168,8 @@ class EnsembleSolution:
 
     def __getstate__(self) -> dict[str, Any]:
         # All is made that can be read, so nothing is left to be made.
-        return {name: getattr(self, name) for name in self.__dict__ if name != "_start"}
+        names = [name for name in (*self.__dict__, *self._later) if name not in ("_start", "_later")]
+        return {name: getattr(self, name) for name in names}
 
     def __getitem__(self, i: int) -> ODESolution:
         """Return the solution of trajectory i, from 0."""
@@ -262,11 +277,11 @@ def solution_of(outcome: Outcome, batch: Batch, settings: Settings) -> EnsembleS
     made: dict[str, Any] = {
         "u_end": outcome.u_end.T.reshape(batch.size, *batch.shape), "t_reached": outcome.t_reached,
         "naccept": outcome.naccept, "nreject": outcome.nreject, "events": outcome.event_times,
-        "retcode": Deferred(lambda: names_of(codes)), "_codes": codes,
-        "nf": Deferred(lambda: evaluations(*tries, settings.alg, settings.dt)),
+        "_codes": codes,
     }  # fmt: skip
+    later = {"retcode": lambda: names_of(codes), "nf": lambda: evaluations(*tries, settings.alg, settings.dt)}
     if settings.ends:
-        sol = EnsembleSolution(None, save_times(None, batch.start, batch.end), **made)
+        sol = EnsembleSolution.lazy(later, t=batch.both_ends(), **made)
         return at_ends(sol, lambda: batch.u0, sol.u_end)
     if settings.saveat is None:
         times, u = _every_step(outcome, batch)
@@ -278,7 +293,7 @@ def solution_of(outcome: Outcome, batch: Batch, settings: Settings) -> EnsembleS
         still = batch.start == batch.end
         if type(u) is np.ndarray:  # on a device they are there already
             u[still] = batch.u0.T[still][:, None]
-    return EnsembleSolution(u.reshape(*u.shape[:2], *batch.shape), times, **made)
+    return EnsembleSolution.lazy(later, u=u.reshape(*u.shape[:2], *batch.shape), t=times, **made)
 
 
 def at_ends(sol: EnsembleSolution, u0: Callable[[], Array], u_end: Array) -> EnsembleSolution:
@@ -293,13 +308,15 @@ def at_ends(sol: EnsembleSolution, u0: Callable[[], Array], u_end: Array) -> Ens
     """
     # Not by dataclasses.replace, which would read what is deferred, and so make it.
     made, codes = object.__new__(type(sol)), sol._codes
-    made.__dict__.update(sol.__dict__, u_end=u_end, _start=u0, u=Deferred(lambda: _both_ends(u0(), u_end, codes)))
+    later = {**sol._later, "u": lambda: _both_ends(u0(), u_end, codes)}
+    made.__dict__.update(sol.__dict__, u_end=u_end, _start=u0, _later=later)
+    made.__dict__.pop("u", None)
     return made
 
 
-def apart(sol: EnsembleSolution) -> EnsembleSolution:
+def unshared(sol: EnsembleSolution) -> EnsembleSolution:
     """Return a solution whose saved states, where they aren't made yet, don't change with its final ones."""
-    if type(sol.__dict__["u"]) is not Deferred or type(sol.u_end) is not np.ndarray:
+    if "u" in sol.__dict__ or type(sol.u_end) is not np.ndarray:
         return sol
     made = at_ends(sol, sol._start, sol.u_end)
     made.u_end = sol.u_end.copy()

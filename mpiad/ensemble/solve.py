@@ -14,28 +14,27 @@ from autograd.tracer import getval
 
 from mpiad._typing import Array
 from mpiad.ensemble.algorithms import Algorithm
-from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleSerial, EnsembleVectorized
+from mpiad.ensemble.backends import Compiler, EnsembleAlgorithm, EnsembleSerial, EnsembleVectorized
 from mpiad.ensemble.batch import Batch, is_on_device, placed
 from mpiad.ensemble.compiled.cuda.gpu_solve import solved_on_gpu
-from mpiad.ensemble.compiled.kernel_solver import Compiler
 from mpiad.ensemble.dense_output import DenseOutput
 from mpiad.ensemble.device_solution import DeviceSolution
 from mpiad.ensemble.differentiable import differentiable
 from mpiad.ensemble.events import Event
 from mpiad.ensemble.facts import Facts, fingerprint
-from mpiad.ensemble.gpu import gpu_of
+from mpiad.ensemble.gpu import EnsembleGPU
 from mpiad.ensemble.joining import joined
 from mpiad.ensemble.members import columns_of, initial_states, master_seed, members
 from mpiad.ensemble.methods.dormand_prince import RK45
 from mpiad.ensemble.on_device.device_run import run_of
+from mpiad.ensemble.outcome import ReturnCode
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
 from mpiad.ensemble.ranks import EnsembleMPI, Sharing, over_ranks
 from mpiad.ensemble.reduction import combined, reduced
-from mpiad.ensemble.retcodes import ReturnCode
 from mpiad.ensemble.saving import save_times
-from mpiad.ensemble.settings import Settings, Ways
+from mpiad.ensemble.settings import GradientOptions, Settings
 from mpiad.ensemble.sharded import ShardedSolution
-from mpiad.ensemble.solution import EnsembleSolution, apart, evaluations, solution_of
+from mpiad.ensemble.solution import EnsembleSolution, evaluations, solution_of, unshared
 from mpiad.ensemble.solve_options import SolveOptions, checked_options
 from mpiad.errors import IntegrationError
 from mpiad.progress_line import ProgressLine
@@ -155,7 +154,7 @@ def solve(
         compiler = Compiler(options, 0)
         sol = _solved(options, compiler, EnsembleSerial(), columns_of([problem], [1]), None)
         _report(sol, throw)
-        sol.problem = problem.read_from(compiler.kernels)
+        sol.problem = _solved_problem(problem, compiler)
         return sol[0]
     count = options.trajectories
     compiler = Compiler(options, count, together=used is not None)
@@ -169,12 +168,17 @@ def solve(
             (lambda parts: combined(problem, parts, count)) if problem.output_func or problem.reduction else None,
             None if problem.prob_func else lambda: initial_states(problem, range(1, count + 1)),
             partial(evaluations, alg=alg, dt=dt), lambda: bool(compiler.kernels),
-            lambda: compiler.said, compiler.say, bool(options.events), bool(progress),
+            lambda: compiler.warnings, compiler.log_warnings, bool(options.events), bool(progress),
         )  # fmt: skip
         sol = over_ranks(ensemblealg, used, asked)
         _report(sol.facts if isinstance(sol, ShardedSolution) else sol, throw, used.rank == 0)
-    sol.problem = problem.read_from(compiler.kernels)
-    return apart(sol)
+    sol.problem = _solved_problem(problem, compiler)
+    return unshared(sol)
+
+
+def _solved_problem(problem: Any, compiler: Compiler) -> Any:
+    """Return a solution's problem: it knows the kernels that solved it, and not those of a solution that it comes from."""
+    return problem.read_from(compiler.kernels) if compiler.kernels or problem._kernels else problem
 
 
 def _checked_together(used: Channel, given: SolveOptions) -> SolveOptions:
@@ -220,7 +224,7 @@ def _ensemble(
         if alone and not options.save_everystep and np.ndim(options.saveat) < 2:
             # So that ranks needn't send each other their saved times where all have the same.
             first = made.plain()
-            sol.t = save_times(options.saveat, first.start, first.end)
+            sol.t = first.both_ends() if options.saveat is None else save_times(options.saveat, first.start, first.end)
         return sol
 
     size = max(1, options.batch_size or len(numbers))
@@ -238,11 +242,14 @@ def _solved(
     # What is asked of the steps later is asked of the same parameters.
     given = given.own() if record else given
     batch, times = given.plain(), None
-    hosted = not is_on_device(batch) and gpu_of(backend) is None
+    on_gpu = isinstance(backend.local, EnsembleGPU)
+    hosted = not (on_gpu or is_on_device(batch))
     ends = hosted and options.saveat is None and not options.save_everystep and not options.events
     if ends:
         times = _NO_TIMES
-    elif not options.save_everystep:
+    elif options.saveat is None:
+        times = None if options.save_everystep else batch.both_ends()
+    else:
         saveat: Any = options.saveat
         rows = saveat[numbers.start - 1 : numbers.stop - 1] if np.ndim(saveat) == 2 else saveat
         times = save_times(rows, batch.start, batch.end)
@@ -253,7 +260,6 @@ def _solved(
         events=events, saveat=times, record=record, checkpoints=None if options.save_everystep else options.checkpoints,
         progress=shown, ends=ends,
     )  # fmt: skip
-    on_gpu = gpu_of(backend) is not None
     batch = batch if on_gpu else placed(batch)
     if options.dense_output and (on_gpu or is_on_device(batch)):
         raise NotImplementedError(
@@ -273,10 +279,10 @@ def _by_arrays(
         outcome = compiler.run_on_device(backend, batch, settings)
     else:
         outcome = compiler.run(backend, batch, settings, given)
-    sol, ways = solution_of(outcome, batch, settings), Ways(options.gradient, options.adjoint)
+    sol, gradient = solution_of(outcome, batch, settings), GradientOptions(options.gradient, options.adjoint)
     if given.traced:
-        sol = differentiable(sol, run_of(batch, settings, outcome), given, ways)
-    return replace(sol, dense=DenseOutput(batch, settings, outcome, given, ways)) if options.dense_output else sol
+        sol = differentiable(sol, run_of(batch, settings, outcome), given, gradient)
+    return replace(sol, dense=DenseOutput(batch, settings, outcome, given, gradient)) if options.dense_output else sol
 
 
 def _column(atol: Array, batch: Batch) -> Array:

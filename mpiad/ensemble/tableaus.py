@@ -11,7 +11,8 @@ So interpolants have the derivatives at both ends of a step, whatever the method
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -23,8 +24,9 @@ __all__ = ["Tableau", "explicit"]
 _ROUNDING = 1e-13
 
 
-class Tableau(NamedTuple):
-    """The coefficients of an explicit method; `explicit` makes it.
+@dataclass(frozen=True, eq=False)
+class Tableau:
+    """The coefficients of an explicit method; `explicit` makes it. There are few: each is equal to itself alone.
 
     Parameters
     ----------
@@ -49,18 +51,12 @@ class Tableau(NamedTuple):
     order: int
     embedded_order: int | None
 
-    # There are few, and arrays in them: they are told apart by what they are, not by their numbers.
-    __hash__ = object.__hash__
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    @property
+    @cached_property
     def stages(self) -> int:
         """The number of stages, the last of which belongs to the next step."""
         return len(self.a) + 1
 
-    @property
+    @cached_property
     def error_order(self) -> int:
         """The order of the error estimate in the step: q of a step h is in proportion to h to this power."""
         return 1 + min(self.order, self.embedded_order or self.order)

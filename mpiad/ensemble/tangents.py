@@ -16,7 +16,7 @@ from mpiad.differentiation.bundles import Bundle
 from mpiad.ensemble.coefficients import Coefficients
 from mpiad.ensemble.linearization import Tracing
 from mpiad.ensemble.run import Run
-from mpiad.ensemble.walk import Saved, Visit, Walk
+from mpiad.ensemble.step_sweep import Saved, StepSweep, Visit
 
 __all__ = ["Directions", "Kept", "Taker", "push_run"]
 
@@ -91,8 +91,8 @@ def push_run(run: Run, directions: Directions, taker: Taker | None = None) -> Ar
     end = begin.copy()
     with np.errstate(all="ignore"), Bundle() as bundle:
         along = partial(Tracing(run.field, tuple(directions.leaves), False).along, bundle)
-        for walk in run.walks():
-            _Block(run, along, directions, walk, taker).sweep(end)
+        for sweep in run.sweeps():
+            _Block(run, along, directions, sweep, taker).sweep(end)
     if taker is not None:
         taker.close(begin, end)
     return end
@@ -101,11 +101,11 @@ def push_run(run: Run, directions: Directions, taker: Taker | None = None) -> Ar
 class _Block:
     """One block of columns on the way forwards."""
 
-    def __init__(self, run: Run, along: Callable, directions: Directions, walk: Walk, taker: Taker | None):
-        self._run, self._f_along, self._walk, self._taker = run, along, walk, taker
-        self._leaves, varies = walk.leaves, run.batch.p.varies
+    def __init__(self, run: Run, along: Callable, directions: Directions, sweep: StepSweep, taker: Taker | None):
+        self._run, self._f_along, self._sweep, self._taker = run, along, sweep, taker
+        self._leaves, varies = sweep.leaves, run.batch.p.varies
         self._along = [
-            [None if g is None else g[..., walk.ids] if varies[place] else g for g in gs]
+            [None if g is None else g[..., sweep.ids] if varies[place] else g for g in gs]
             for place, gs in directions.leaves.items()
         ]
         self._varies = [varies[place] for place in directions.leaves]
@@ -114,10 +114,10 @@ class _Block:
 
     def sweep(self, end: Array) -> None:
         """Go from the first step to the last."""
-        tangents = end[:, :, self._walk.ids]
-        for visit in self._walk.forwards():
+        tangents = end[:, :, self._sweep.ids]
+        for visit in self._sweep.forwards():
             self._push(visit, tangents)
-        end[:, :, self._walk.ids] = tangents
+        end[:, :, self._sweep.ids] = tangents
 
     def _push(self, visit: Visit, tangents: Array) -> None:
         width = len(visit.t)
@@ -144,12 +144,12 @@ class _Block:
         return _Step(self._run.coefficients, self._f_along(leaves, along), shape, tangents)
 
     def _save(self, taker: Taker, visit: Visit, step: _Step, new: Array) -> None:
-        for part in self._walk.at_end(visit):
+        for part in self._sweep.at_end(visit):
             taker.take(part, part.of(new))
         last = step.last
-        for part in self._walk.handed_on(visit):
+        for part in self._sweep.handed_on(visit):
             taker.add(part, part.of(step.k[0][1:]) * (part.h * part.weights[-1]))
-        for part in self._walk.inside(visit):
+        for part in self._sweep.inside(visit):
             value = sum(part.of(k[1:]) * weight for k, weight in zip(step.k[:last], part.weights))
             if part.whole is None or part.whole.any():
                 step.add_last_stage()

@@ -19,7 +19,7 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.ensemble.coefficients import Coefficients
 from mpiad.ensemble.linearization import Tracing
-from mpiad.ensemble.walk import Columns, Visit
+from mpiad.ensemble.step_sweep import Columns, Visit
 
 __all__ = ["Arrival", "TransposedStep", "over_slots"]
 

@@ -8,8 +8,8 @@ from ode_systems import forced_pendulum, lorenz
 
 from mpiad.ensemble import RK45, EnsembleProblem, EnsembleThreads, ODEProblem, solve
 from mpiad.ensemble.members import members
-from mpiad.ensemble.pool import integrate
 from mpiad.ensemble.settings import Settings
+from mpiad.ensemble.working_set import integrate
 
 pytestmark = pytest.mark.serial
 

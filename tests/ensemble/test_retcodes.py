@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mpiad.ensemble import ReturnCode
-from mpiad.ensemble.retcodes import codes_of, names_of, survived
+from mpiad.ensemble.outcome import came_through, codes_of, names_of
 
 pytestmark = pytest.mark.serial
 
@@ -17,4 +17,4 @@ def test_names_and_numbers():
     np.testing.assert_array_equal(codes_of(names[::-2]), [code.code for code in list(ReturnCode)[::-2]])
     np.testing.assert_array_equal(names_of(codes_of(names)), names)
     assert codes_of(names[:0]).shape == (0,)
-    np.testing.assert_array_equal(survived(names), [not code.failed for code in ReturnCode])
+    np.testing.assert_array_equal(came_through(codes_of(names)), [not code.failed for code in ReturnCode])

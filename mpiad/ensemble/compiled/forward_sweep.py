@@ -18,8 +18,7 @@ from mpiad.ensemble.compiled.forward_kernel import lanes_of
 from mpiad.ensemble.compiled.kernel_form import Form
 from mpiad.ensemble.compiled.kernel_rows import Tape, note_crossings, room_for
 from mpiad.ensemble.compiled.work_shares import each, shares_of
-from mpiad.ensemble.outcome import Outcome
-from mpiad.ensemble.retcodes import ReturnCode
+from mpiad.ensemble.outcome import Outcome, ReturnCode
 from mpiad.ensemble.settings import Settings
 
 if TYPE_CHECKING:

@@ -1,136 +1,31 @@
-"""Solves by compiled kernels: their choice, their forward run, and what derivatives need of it."""
+"""Solves by compiled kernels: their forward run, and what derivatives need of it."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from autograd.tracer import isbox
 
-from mpiad._typing import Function
 from mpiad.compiling.arguments import argument
 from mpiad.compiling.program import Program
-from mpiad.ensemble.backends import EnsembleAlgorithm
-from mpiad.ensemble.batch import Batch, check_place
+from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.compiled.forward_sweep import launch
-from mpiad.ensemble.compiled.kernel_choice import is_wanted, tell_once, traced_program
 from mpiad.ensemble.compiled.kernel_form import Form, form_of
-from mpiad.ensemble.compiled.kernel_texts import compiled, forward_text, parameter_names, reverse_text
+from mpiad.ensemble.compiled.kernel_texts import forward_text, parameter_names, reverse_text
 from mpiad.ensemble.compiled.parameter_layout import Layout, layout_of
-from mpiad.ensemble.compiled.traced_problem import TracedProblem, conditions_of, remembered
-from mpiad.ensemble.compiled.work_shares import threads_of
 from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.settings import Settings
-from mpiad.ensemble.solve_options import SolveOptions
-from mpiad.ensemble.trial import try_once
 
-__all__ = ["Compiler", "Solver"]
+if TYPE_CHECKING:  # a backend makes solvers, and so imports this file
+    from mpiad.ensemble.backends import Compiler
 
-_log = logging.getLogger("mpiad")
+__all__ = ["Solver"]
 
 # Up to so many directions a kernel's tangents cost less than its adjoint.
 FEW = 4
-
-
-class Compiler:
-    """What one call of `solve` compiles.
-
-    Parameters
-    ----------
-    options : SolveOptions
-    count : int
-        How many trajectories the whole ensemble has; 0 for a single problem.
-    together : bool
-        Whether ranks solve together: what there is to say of f is then kept until they know who says it.
-
-    Attributes
-    ----------
-    kernels : dict of str to Kernel or Loaded
-        By their names, forward and reverse, those that were used.
-    """
-
-    def __init__(self, options: SolveOptions, count: int, together: bool = False):
-        self.compile, self._count = options.compile, count
-        self.gradient, self.adjoint = options.gradient, options.adjoint
-        self.kernels: dict[str, Any] = {}
-        self._together = together
-        self._kept: list[tuple[Function, str]] = []
-
-    def run(self, backend: EnsembleAlgorithm, batch: Batch, settings: Settings, given: Batch) -> Outcome:
-        """Solve all trajectories of a batch, by a kernel where that is chosen.
-
-        Parameters
-        ----------
-        backend : EnsembleAlgorithm
-        batch : Batch
-        settings : Settings
-        given : Batch
-            The batch before what is traced was made plain.
-        """
-        def made() -> TracedProblem | None:
-            try_once(batch, settings.events, given.traced)
-            if not wanted:
-                return None
-            program = traced_program(batch, must, self.tell)
-            conditions = program and conditions_of(batch, settings.events, must, self.tell)
-            return None if program is None or conditions is None else TracedProblem(program, conditions)
-
-        must = self.compile is True
-        wanted = batch.size > 0 and is_wanted(self.compile, self._count, backend)
-        plan = remembered(made, batch, settings.events, given.traced, must) if wanted else made()
-        if plan is None:
-            return backend.run(batch, settings)
-        return Solver(self, *plan, batch, settings, threads_of(backend)).solved(given)
-
-    def run_on_device(self, backend: EnsembleAlgorithm, batch: Batch, settings: Settings) -> Outcome:
-        """Solve all trajectories of a batch of device arrays.
-
-        Raises
-        ------
-        NotImplementedError
-            Where a kernel of the host's is asked for.
-        """
-        if self.compile is True:
-            raise NotImplementedError(
-                "solve: compile=True makes machine code for the host, but the states or parameters are device arrays. "
-                "Leave it out, or bring them to the host with mpiad.device.to_host."
-            )
-        check_place(batch)
-        try_once(batch, settings.events, False)
-        return backend.run(batch, settings)
-
-    def tell(self, f: Function, text: str) -> None:
-        """Log a warning about f, now or by `say`."""
-        if not self._together:
-            tell_once(f, text)
-        elif (f, text) not in self._kept:
-            self._kept.append((f, text))
-
-    @property
-    def said(self) -> str:
-        """What `say` will log."""
-        return "\n".join(text for _, text in self._kept)
-
-    def say(self, logs: bool) -> None:
-        """Log what was kept; `logs` is false where another rank says the same."""
-        for f, text in self._kept:
-            tell_once(f, text, logs)
-
-    def told(self, name: str, kernel: Any) -> None:
-        """Note which kernel was used."""
-        self.kernels[name] = kernel
-
-    def function(self, name: str, text: str, form: Form) -> Any:
-        """Return a kernel's function, and tell how long it took to compile."""
-        kernel = compiled(text, name, form)
-        if name not in self.kernels or self.kernels[name].text != text:
-            how = "compiled" if kernel.origin == "compiled" else "loaded"
-            _log.info("solve: the %s kernel was %s in %.2f s.", name, how, kernel.seconds)
-        self.kernels[name] = kernel
-        return kernel.function
 
 
 class Solver:

@@ -10,7 +10,7 @@ from functools import partial
 
 from mpiad.compiling.source import indented
 from mpiad.ensemble.compiled.lane_fields import Lanes
-from mpiad.ensemble.retcodes import ReturnCode
+from mpiad.ensemble.outcome import ReturnCode
 
 __all__ = ["LaneOutput"]
 

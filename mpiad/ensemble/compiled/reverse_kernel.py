@@ -243,7 +243,7 @@ class _Reverse:
         """Return lines on how states at fixed times inside the step move with its time and size, and on the sums."""
         at, form, d = self.at, self.form, self.form.d
         lines = []
-        # At a fixed time x = (time - t) / h, which moves with both: see `Ledger.note_saved`.
+        # At a fixed time x = (time - t) / h, which moves with both: see `StepCotangents.note_saved`.
         for i in range(form.stages + 1 if form.inside else 0):
             for c in range(d):
                 lines += [

@@ -11,8 +11,8 @@ from mpiad.compiling.arguments import argument
 from mpiad.compiling.complex_parts import from_row_parts, parts, row_parts
 from mpiad.compiling.pacing import Paced
 from mpiad.ensemble.adjoint import Cotangents, pull_run
-from mpiad.ensemble.compiled.adjoint_seeds import sown
 from mpiad.ensemble.compiled.kernel_rows import Tape
+from mpiad.ensemble.compiled.kernel_seeds import kernel_seeds
 from mpiad.ensemble.compiled.kernel_solver import Solver
 from mpiad.ensemble.compiled.parameter_layout import Layout
 from mpiad.ensemble.compiled.reverse_kernel import lanes_of
@@ -49,7 +49,7 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
     )  # fmt: skip
     count = batch.size
     outcome, real = solver.recorded(run.outcome), form.dtype
-    start = sown(run, seeds, places, solver.times)
+    start = kernel_seeds(run, seeds, places, solver.times)
     saved = np.empty((0, 0, 0)) if start.saved is None else parts(np.ascontiguousarray(start.saved.conj()))
     end_bar = argument(row_parts(start.end.conj()), real)
     # Of a trajectory that takes no step the kernel writes nothing, and its end is its start.

@@ -153,7 +153,10 @@ class Steps:
         lines = [f"exponent = {plain}"]
         if beta is not None:
             lines = [f"exponent = where(q2 < 1.0, {number(-0.5 * (1 - 0.75 * beta) / order)}, {plain})"]
-        lines += [*power("q2", "exponent", "factor"), f"factor = {number(controller.safety)} * factor"]
+        lines += power("q2", "exponent", "factor")
+        scaled = [f"factor = {number(controller.safety)} * factor"]
+        # Threads multiply in the order of columns, lanes in another: both keep the bits that they have always had.
+        lines += scaled if self.fused else []
         if beta is not None:
             lines += [
                 *power(before, number(0.5 * beta / order), "steady"),
@@ -163,6 +166,7 @@ class Steps:
             ]
         return [
             *lines,
+            *([] if self.fused else scaled),
             f"factor = where(factor > {number(controller.least)}, factor, {number(controller.least)})",
             f"most = where({rejected} > 0.0, 1.0, {number(controller.most)})",
             "factor = where(factor < most, factor, most)",

@@ -1,29 +1,45 @@
-"""What f and the conditions of events compute, traced and remembered: training loops solve the same f again and again.
+"""What f and the conditions of events compute, traced and remembered, or why kernels can't compute it.
 
-What was traced, compared with f and tried out needn't be so again, where f and the conditions read the same as then (see
-`function_fingerprint`) and are given states and parameters of the same kinds.
+Training loops solve the same f again and again. What was traced, compared with f and tried out needn't be so again, where f
+and the conditions read the same as then (see `function_fingerprint`) and are given states and parameters of the same kinds.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from mpiad.compiling.complex_parts import real_dtype
+from mpiad._typing import Function
+from mpiad.compiling.complex_parts import is_complex, real_dtype
 from mpiad.compiling.function_fingerprint import Fingerprint, fingerprint_of
 from mpiad.compiling.program import Program
 from mpiad.compiling.trace_errors import Untraceable, place_of
+from mpiad.compiling.tracing import identity_of
 from mpiad.ensemble.batch import Batch
-from mpiad.ensemble.compiled.kernel_choice import MOST_OPERATIONS, Tell, changes
 from mpiad.ensemble.compiled.parameter_layout import layout_of
 from mpiad.ensemble.compiled.trace import trace
-from mpiad.ensemble.compiled.trace_check import verify_condition
+from mpiad.ensemble.compiled.trace_check import verify, verify_condition
 from mpiad.ensemble.events import Event
 
-__all__ = ["TracedProblem", "conditions_of", "remembered"]
+__all__ = ["TracedProblem", "Warn", "conditions_of", "remembered", "traced_program", "warn_once"]
 
+_log = logging.getLogger("mpiad")
+
+# What hears why an f isn't compiled.
+Warn: TypeAlias = "Callable[[Function, str], None]"
+
+MOST_COMPONENTS = 100
+# Of f: a step has four to eleven, and each is a few machine instructions for all lanes.
+MOST_OPERATIONS = 1500
+# An f whose constants change from solve to solve would be compiled in each.
+_MOST_PROGRAMS = 8
+
+_warned: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
+_programs: WeakKeyDictionary[Any, set[Program]] = WeakKeyDictionary()
 # So that constants that change from solve to solve don't fill the memory.
 _MOST_KNOWN = 64
 _known: dict[Fingerprint, TracedProblem] = {}
@@ -72,7 +88,76 @@ def remembered(
     return made
 
 
-def conditions_of(batch: Batch, events: Sequence[Event], must: bool, tell: Tell) -> tuple[Program, ...] | None:
+def traced_program(batch: Batch, must: bool, warn: Warn) -> Program | None:
+    """Return what f computes; None, and a word about it, where it can't be traced or is too large.
+
+    Parameters
+    ----------
+    batch : Batch
+        Of plain arrays on the host.
+    must : bool
+        Whether to raise instead: by ``compile=True``.
+    warn : callable
+        Is told an f and why the vectorised path solves it.
+
+    Raises
+    ------
+    TypeError
+        Where it must be compiled, and can't be.
+    """
+    try:
+        program = trace(batch.f, batch.shape, batch.p, batch.u0.dtype)
+        verify(program, batch)
+    except Untraceable as error:
+        if must:
+            raise TypeError(f"solve: compile=True, but f can't be compiled: {error}.") from error
+        warn(batch.f, f"f can't be compiled ({error}), so it is called with arrays instead")
+        return None
+    d = program.groups["state"]
+    if d > MOST_COMPONENTS or program.cost > MOST_OPERATIONS:
+        kind = "real and imaginary parts" if is_complex(batch.u0) else "components"
+        what = f"a state has {d} {kind} and f {program.cost} operations"
+        limits = f"up to {MOST_COMPONENTS} and {MOST_OPERATIONS} fit into a kernel that is fast and soon compiled"
+        warn(batch.f, f"{what}; {limits}" + ("" if must else ", so f is called with arrays instead"))
+        return program if must else None
+    return None if not must and changes(batch.f, program, warn) else program
+
+
+def changes(f: Function, program: Program, warn: Warn, name: str = "f") -> bool:
+    """Tell whether a function is another one in each solve: by numbers that it closes over.
+
+    Parameters
+    ----------
+    f : callable
+    program : Program
+        What it computes in this solve.
+    warn : callable
+        See `traced_program`.
+    name : str
+        What it is, for the log.
+    """
+    known = _programs.setdefault(identity_of(f), set())
+    known.add(program)
+    if len(known) <= _MOST_PROGRAMS:
+        return False
+    known.discard(program)
+    warn(
+        f, f"{name} has had other constants in each of {len(known)} solves, and was compiled in each; now f is called "
+        "with arrays instead. Pass what changes as p"
+    )  # fmt: skip
+    return True
+
+
+def warn_once(f: Function, text: str, logs: bool = True) -> None:
+    """Log a warning about an f, once for each text; `logs` is false where another rank says the same."""
+    known = _warned.setdefault(identity_of(f), set())
+    if text not in known:
+        known.add(text)
+        if logs:
+            _log.warning("solve: %s.", text)
+
+
+def conditions_of(batch: Batch, events: Sequence[Event], must: bool, warn: Warn) -> tuple[Program, ...] | None:
     """Return what the conditions compute, each a program of one output; None where one of them can't be compiled.
 
     Parameters
@@ -82,7 +167,7 @@ def conditions_of(batch: Batch, events: Sequence[Event], must: bool, tell: Tell)
     events : sequence of Event
     must : bool
         Whether to raise instead.
-    tell : callable
+    warn : callable
         See `traced_program`.
 
     Raises
@@ -91,14 +176,14 @@ def conditions_of(batch: Batch, events: Sequence[Event], must: bool, tell: Tell)
     """
     programs = []
     for event in events:
-        program = _condition_of(batch, event, must, tell)
+        program = _condition_of(batch, event, must, warn)
         if program is None:
             return None
         programs.append(program)
     return tuple(programs)
 
 
-def _condition_of(batch: Batch, event: Event, must: bool, tell: Tell) -> Program | None:
+def _condition_of(batch: Batch, event: Event, must: bool, warn: Warn) -> Program | None:
     try:
         program = trace(event.written, batch.shape, batch.p, batch.u0.dtype, result=())
         _check_precision(program, batch, event)
@@ -106,15 +191,15 @@ def _condition_of(batch: Batch, event: Event, must: bool, tell: Tell) -> Program
     except Untraceable as error:
         if must:
             raise TypeError(f"solve: compile=True, but a condition of the events can't be compiled: {error}.") from error
-        tell(event.written, f"a condition of the events can't be compiled ({error}), so f is called with arrays instead")
+        warn(event.written, f"a condition of the events can't be compiled ({error}), so f is called with arrays instead")
         return None
     if program.cost > MOST_OPERATIONS and not must:
-        tell(
+        warn(
             event.written, f"a condition of the events has {program.cost} operations; up to {MOST_OPERATIONS} fit into a "
             "kernel that is fast and soon compiled, so f is called with arrays instead"
         )  # fmt: skip
         return None
-    return None if not must and changes(event.written, program, tell, "a condition of the events") else program
+    return None if not must and changes(event.written, program, warn, "a condition of the events") else program
 
 
 def _check_precision(program: Program, batch: Batch, event: Event) -> None:

@@ -10,10 +10,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
-from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleThreads
-from mpiad.ensemble.ranks import EnsembleMPI
-
-__all__ = ["each", "shares_of", "threads_of"]
+__all__ = ["each", "shares_of"]
 
 # At the end of a share its last trajectories leave lanes empty: two hundredths of the work, for so few trajectories.
 _LEAST, _MOST = 512, 16_384
@@ -25,16 +22,6 @@ _AWAKE = 0.0005
 _executors: dict[int, ThreadPoolExecutor] = {}
 
 Result = TypeVar("Result")
-
-
-def threads_of(backend: EnsembleAlgorithm) -> int:
-    """Return how many threads a way to run ensembles asks for."""
-    inner = backend.inner if isinstance(backend, EnsembleMPI) else backend
-    if not isinstance(inner, EnsembleThreads):
-        return 1
-    if inner.threads is not None:
-        return max(1, inner.threads)
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def shares_of(count: int, threads: int) -> list[tuple[int, int]]:

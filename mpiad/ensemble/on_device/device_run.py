@@ -1,4 +1,4 @@
-"""A solve on the device that is to be differentiated: its rounds as visits of a walk."""
+"""A solve on the device that is to be differentiated: its rounds as visits of a sweep."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpiad.device.transfer import array_to_device
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.coefficients import DeviceCoefficients, polynomials, states_at
 from mpiad.ensemble.derivative import derivative_of
-from mpiad.ensemble.entrance import derivative_at
+from mpiad.ensemble.initialization import derivative_at
 from mpiad.ensemble.on_device.device_stages import DeviceStages
 from mpiad.ensemble.on_device.round_record import Block, Record
 from mpiad.ensemble.on_device.saved_slots import Due
@@ -21,7 +21,7 @@ from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.run import Run
 from mpiad.ensemble.seeds import Seeds
 from mpiad.ensemble.settings import Settings
-from mpiad.ensemble.walk import Columns, Met, Saved, Visit, Walk
+from mpiad.ensemble.step_sweep import Columns, Met, Saved, StepSweep, Visit
 from mpiad.transport.device_arrays import arrays_of
 
 __all__ = ["DeviceRun", "run_of"]
@@ -102,18 +102,18 @@ class DeviceRun(Run):
 
     # ---- steps
 
-    def walks(self, backwards: bool = False, whole: bool = False) -> Iterator[Walk]:
-        """Return the ways over all rounds, block by block."""
+    def sweeps(self, backwards: bool = False, whole: bool = False) -> Iterator[StepSweep]:
+        """Return the sweeps over all rounds, block by block."""
         blocks = reversed(self.record.blocks) if backwards else self.record.blocks
-        return (RoundWalk(self, block, None if whole else self.record.every) for block in blocks if len(block.ids))
+        return (RoundSweep(self, block, None if whole else self.record.every) for block in blocks if len(block.ids))
 
-    def stages_again(self, walk: Walk, visit: Visit) -> tuple[Any, Array]:
+    def stages_again(self, sweep: StepSweep, visit: Visit) -> tuple[Any, Array]:
         """Return the stages of a visit, and the states after it, computed as the solve did."""
         batch, table = self.batch, self.coefficients
-        derivative, p = derivative_of(batch.f, batch.shape), batch.p.of_columns(walk.leaves, self.field.one_by_one)
+        derivative, p = derivative_of(batch.f, batch.shape), batch.p.of_columns(sweep.leaves, self.field.one_by_one)
         stages = DeviceStages(table, derivative, derivative_at(derivative, visit.u, p, visit.t, None))
         end = visit.about.t_new
-        end = end if walk.sign is None else end * walk.sign  # type: ignore[attr-defined]
+        end = end if sweep.sign is None else end * sweep.sign  # type: ignore[attr-defined]
         stages.take(visit.u, p, visit.t, visit.h, end, None)
         return stages.k, stages.new
 
@@ -200,7 +200,7 @@ class Slots(Saved):
         return states[..., None, :, :]
 
 
-class RoundWalk(Walk):
+class RoundSweep(StepSweep):
     """The visits of a block of rounds.
 
     Parameters

@@ -10,7 +10,7 @@ from mpiad._typing import Array
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.coefficients import DeviceCoefficients
 from mpiad.ensemble.on_device.saved_slots import Due, EveryStep, SaveTimes
-from mpiad.ensemble.walk import Met
+from mpiad.ensemble.step_sweep import Met
 from mpiad.transport.device_arrays import arrays_of
 
 __all__ = ["Block", "Events", "Record", "Round"]

@@ -16,17 +16,16 @@ from mpiad.ensemble.batch import Batch, spread
 from mpiad.ensemble.coefficients import DeviceCoefficients
 from mpiad.ensemble.controller import LEAST_ERROR
 from mpiad.ensemble.derivative import derivative_of
-from mpiad.ensemble.entrance import derivative_at, first_step, least_step
+from mpiad.ensemble.event_table import events_of
 from mpiad.ensemble.events import EventWatch
-from mpiad.ensemble.happened import events_of
+from mpiad.ensemble.initialization import derivative_at, first_step, least_step
 from mpiad.ensemble.on_device.device_stages import DeviceStages
 from mpiad.ensemble.on_device.round_record import Events, Record, Round
 from mpiad.ensemble.on_device.saved_slots import EveryStep, SaveTimes
-from mpiad.ensemble.outcome import Outcome
-from mpiad.ensemble.pool import Turns
+from mpiad.ensemble.outcome import Outcome, ReturnCode
 from mpiad.ensemble.record import Step
-from mpiad.ensemble.retcodes import ReturnCode
 from mpiad.ensemble.settings import Settings
+from mpiad.ensemble.working_set import Turns
 from mpiad.transport.device_arrays import arrays_of
 
 __all__ = ["integrate"]
@@ -46,14 +45,14 @@ def integrate(batch: Batch, settings: Settings) -> Outcome:
     Outcome
         States and saved states on the device; the rest on the host, brought there in one copy at the end.
     """
-    pool = DevicePool(batch, settings)
+    pool = DeviceWorkingSet(batch, settings)
     with np.errstate(all="ignore"):
         if batch.size:  # there may be more ranks than trajectories
             pool.run()
         return pool.outcome()
 
 
-class DevicePool(Turns):
+class DeviceWorkingSet(Turns):
     """The working set of a solve: all trajectories, less those that ended long ago.
 
     Parameters

@@ -8,8 +8,8 @@ from functools import partial
 import numpy as np
 import pytest
 
-from mpiad.ensemble import RK45, EnsembleProblem, EnsembleSerial, ODEProblem, solve
-from mpiad.ensemble.compiled import kernel_choice
+from mpiad.ensemble import RK45, EnsembleProblem, EnsembleSerial, ODEProblem, backends, solve
+from mpiad.ensemble.compiled import traced_problem
 
 pytestmark = [pytest.mark.serial, pytest.mark.limit(240)]
 pytest.importorskip("llvmlite")
@@ -19,7 +19,7 @@ def decay(u, p, t):
     return [-u[0]]
 
 
-def many(f, count=kernel_choice.LEAST_TRAJECTORIES, d=1):
+def many(f, count=backends.LEAST_TRAJECTORIES, d=1):
     return EnsembleProblem(ODEProblem(f, np.ones(d), (0.0, 0.1)), u0=np.ones((count, d)))
 
 
@@ -33,7 +33,7 @@ def is_compiled(sol):
 
 def test_by_size_and_backend():
     assert is_compiled(solve(many(decay)))
-    assert not is_compiled(solve(many(decay, kernel_choice.LEAST_TRAJECTORIES - 1)))
+    assert not is_compiled(solve(many(decay, backends.LEAST_TRAJECTORIES - 1)))
     assert not is_compiled(solve(many(decay), compile=False))
     # The whole ensemble counts, not a batch.
     assert is_compiled(solve(many(decay), batch_size=300))
@@ -67,14 +67,14 @@ def test_an_f_that_branches_is_told_once(caplog):
 
 
 def test_large_ones(caplog, monkeypatch):
-    monkeypatch.setattr(kernel_choice, "MOST_COMPONENTS", 3)
+    monkeypatch.setattr(traced_problem, "MOST_COMPONENTS", 3)
     assert not is_compiled(solve(many(lambda u, p, t: -u, d=4)))
     assert "4 components" in caplog.text and "up to 3" in caplog.text
     assert is_compiled(solve(many(lambda u, p, t: -u, 3, d=4), compile=True))
 
 
 def test_constants_that_change_from_solve_to_solve(caplog, monkeypatch):
-    monkeypatch.setattr(kernel_choice, "_MOST_PROGRAMS", 2)
+    monkeypatch.setattr(traced_problem, "_MOST_PROGRAMS", 2)
 
     def closing_over(c):
         return lambda u, p, t: [-c * u[0]]
@@ -84,14 +84,14 @@ def test_constants_that_change_from_solve_to_solve(caplog, monkeypatch):
 
 
 def test_partial_functions_are_those_that_they_call(caplog, monkeypatch):
-    monkeypatch.setattr(kernel_choice, "_MOST_PROGRAMS", 1)
+    monkeypatch.setattr(traced_problem, "_MOST_PROGRAMS", 1)
     functions = [lambda u, p, t: [-u[0]], lambda u, p, t: [-2 * u[0]]]
     assert all(is_compiled(solve(many(partial(f)))) for f in functions)
     assert not caplog.records
 
 
 def test_without_llvmlite(monkeypatch):
-    monkeypatch.setattr(kernel_choice, "_has_llvm", lambda: False)
+    monkeypatch.setattr(backends, "_has_llvm", lambda: False)
     assert not is_compiled(solve(many(decay)))
     with pytest.raises(ImportError, match=r"pip install mpiad\[fast\]"):
         solve(many(decay, 3), compile=True)

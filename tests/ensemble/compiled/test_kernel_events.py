@@ -24,7 +24,7 @@ from mpiad.ensemble import (
     remake,
     solve,
 )
-from mpiad.ensemble.compiled import kernel_choice, kernel_rows, reverse_sweep
+from mpiad.ensemble.compiled import kernel_rows, reverse_sweep, traced_problem
 
 pytestmark = [pytest.mark.serial, pytest.mark.limit(240)]
 pytest.importorskip("llvmlite")
@@ -203,7 +203,7 @@ def test_conditions_that_do_something_else_with_numbers(caplog):
 
 
 def test_levels_that_change_from_solve_to_solve(caplog, monkeypatch):
-    monkeypatch.setattr(kernel_choice, "_MOST_PROGRAMS", 1)
+    monkeypatch.setattr(traced_problem, "_MOST_PROGRAMS", 1)
     problem = EnsembleProblem(ODEProblem(lambda u, p, t: [-u[0]], [1.0], (0.0, 1.0)), u0=onp.ones((1000, 1)))
     for level in (0.9, 0.8):
         sol = solve(problem, rtol=1e-6, events=Event(lambda u, p, t: u[0] - level))  # noqa: B023

@@ -12,9 +12,9 @@ from mpiad.compiling.c_translation import c_lines
 from mpiad.compiling.source import indented, numbered
 from mpiad.ensemble.compiled.kernel_form import Form
 from mpiad.ensemble.compiled.step_text import Steps
-from mpiad.ensemble.retcodes import ReturnCode
+from mpiad.ensemble.outcome import ReturnCode
 
-__all__ = ["ROWS", "Crossings", "Watch", "came_through"]
+__all__ = ["ROWS", "Crossings", "EventSearch", "came_through"]
 
 # Of the table: the trajectory, which event, in which of its steps (from 0), the part of the step that is gone there, and
 # when; then the row of the event before.
@@ -28,7 +28,7 @@ def came_through(form: Form) -> str:
     return " || ".join(f"code == {code}" for code in codes)
 
 
-class Watch:
+class EventSearch:
     """Lines of the forward kernel.
 
     Parameters

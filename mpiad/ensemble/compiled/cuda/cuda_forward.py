@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from mpiad.compiling.c_translation import c_lines
 from mpiad.compiling.source import indented
-from mpiad.ensemble.compiled.cuda.cuda_events import Watch
+from mpiad.ensemble.compiled.cuda.cuda_events import EventSearch
 from mpiad.ensemble.compiled.cuda.cuda_skeleton import block, loaded_parameters, rounded_step
 from mpiad.ensemble.compiled.kernel_form import Form
 from mpiad.ensemble.compiled.step_text import Steps
 from mpiad.ensemble.controller import LEAST_ERROR, PIController
-from mpiad.ensemble.retcodes import ReturnCode
+from mpiad.ensemble.outcome import ReturnCode
 
 __all__ = ["cuda_forward_text"]
 
@@ -97,7 +97,7 @@ class _Forward:
         self.form, self.d, self.steps = form, form.d, Steps(form, fused=False)
         self.adaptive = form.tableau.error is not None
         self.remembers = self.adaptive and isinstance(form.controller, PIController)
-        self.tangents, self.watch = range(len(form.directions)), Watch(form, self.steps)
+        self.tangents, self.watch = range(len(form.directions)), EventSearch(form, self.steps)
         self.scope: set[str] = set()  # what the body of the loop over steps declares
 
     def text(self) -> str:

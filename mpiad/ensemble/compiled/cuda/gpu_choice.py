@@ -7,11 +7,11 @@ from autograd.core import JVPNode
 from autograd.tracer import isbox
 
 from mpiad.compiling.program import Program
+from mpiad.ensemble.backends import Compiler
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.compiled.cuda.gpu_kernels import Loaded
-from mpiad.ensemble.compiled.kernel_choice import traced_program
-from mpiad.ensemble.compiled.kernel_solver import Compiler
 from mpiad.ensemble.compiled.parameter_layout import layout_of
+from mpiad.ensemble.compiled.traced_problem import traced_program
 from mpiad.ensemble.settings import Settings
 
 __all__ = ["fits", "is_small", "program_for_gpu"]
@@ -42,10 +42,10 @@ def program_for_gpu(compiler: Compiler, given: Batch, host: Batch, settings: Set
     must = compiler.compile is True
     reason = _unsupported(compiler, given, host, settings)
     if reason is None:
-        return traced_program(host, must, compiler.tell)
+        return traced_program(host, must, compiler.warn)
     if must:
         raise ValueError(f"solve: compile=True, but {reason}. Leave compile out, or say compile=False.")
-    compiler.tell(given.f, f"EnsembleGPU: {reason}, so EnsembleVectorized solves it by arrays")
+    compiler.warn(given.f, f"EnsembleGPU: {reason}, so EnsembleVectorized solves it by arrays")
     return None
 
 
@@ -96,5 +96,5 @@ def fits(loaded: Loaded, batch: Batch, compiler: Compiler) -> bool:
         f"EnsembleGPU: each thread of the kernel takes {loaded.kernel.local_bytes} bytes of memory beside its "
         f"{loaded.kernel.registers} registers, more than {MOST_LOCAL_BYTES}"
     )
-    compiler.tell(batch.f, text if must else f"{text}, so EnsembleVectorized solves it by arrays")
+    compiler.warn(batch.f, text if must else f"{text}, so EnsembleVectorized solves it by arrays")
     return must

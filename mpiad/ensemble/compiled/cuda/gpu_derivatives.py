@@ -16,9 +16,9 @@ from mpiad._typing import Array
 from mpiad.device import to_host
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.compiled.cuda.gpu_inputs import placed
-from mpiad.ensemble.compiled.cuda.gpu_solver import Directions, Flight, Solver
+from mpiad.ensemble.compiled.cuda.gpu_solver import DeviceResults, Directions, Solver
 from mpiad.ensemble.compiled.parameter_layout import Part
-from mpiad.ensemble.retcodes import came_through
+from mpiad.ensemble.outcome import came_through
 from mpiad.ensemble.solve_operator import LEAVES, U0, solve_operator
 from mpiad.transport.device_arrays import is_device_array
 
@@ -34,27 +34,29 @@ class Solved:
     Parameters
     ----------
     solver : Solver
-    flight : Flight
+    results : DeviceResults
     carried : tuple of tuple of (str, int)
-        Along which the flight carried tangents.
+        Along which the results carried tangents.
     by_tangent : bool
         Whether a gradient is computed by tangents.
     on_host : bool
         Whether results live on the host.
     """
 
-    def __init__(self, solver: Solver, flight: Flight, carried: Directions, by_tangent: bool, on_host: bool):
-        self.solver, self.flight, self.carried, self.by_tangent, self.on_host = solver, flight, carried, by_tangent, on_host
+    def __init__(self, solver: Solver, results: DeviceResults, carried: Directions, by_tangent: bool, on_host: bool):
+        self.solver, self.results, self.carried = solver, results, carried
+        self.by_tangent, self.on_host = by_tangent, on_host
         # Whether times have derivatives, too.
-        self.timed = flight.rows is not None
+        self.timed = results.rows is not None
 
     @property
     def vector(self) -> Array:
-        """All results: those of the flight, and behind them the times at which trajectories ended, and those of events."""
-        flight = self.flight
+        """All results as one vector: states, and behind them the times at which trajectories ended, and those of events."""
+        results = self.results
         if not self.timed:
-            return self._out(flight.vector)
-        return self._out(np.concatenate([flight.vector.astype(float), flight.t_reached, flight.rows[4, : flight.happened]]))
+            return self._out(results.vector)
+        events = results.rows[4, : results.found_events]
+        return self._out(np.concatenate([results.vector.astype(float), results.t_reached, events]))
 
     def _out(self, x: Array) -> Array:
         return self.solver.arrays.to_host(x) if self.on_host else x
@@ -72,10 +74,10 @@ class Solved:
         """Return the parts of the layout that are among the arguments."""
         return [part for part in self.solver.layout.parts if part.place + LEAVES in argnums]
 
-    def _tangents(self, wanted: Directions) -> list[tuple[Directions, Flight]]:
-        """Return flights that carry tangents, with the directions of each; more than a few take several."""
+    def _tangents(self, wanted: Directions) -> list[tuple[Directions, DeviceResults]]:
+        """Return runs that carry tangents, with the directions of each; more than a few take several."""
         if wanted and set(wanted) <= set(self.carried):
-            return [(self.carried, self.flight)]
+            return [(self.carried, self.results)]
         groups = [wanted[i : i + FEW] for i in range(0, len(wanted), FEW)]
         return [(group, self.solver.solved(group)) for group in groups]
 
@@ -96,14 +98,14 @@ class Solved:
         if not self.timed:
             return bar, []
         count, arrays = self.solver.count, self.solver.arrays
-        end = bar.size - count - self.flight.happened
+        end = bar.size - count - self.results.found_events
         # Of what wasn't reached states are NaN, and so may their cotangents be.
         return bar[:end], [placed(arrays, part, float) for part in (bar[end : end + count], bar[end + count :])]
 
     def _adjoint(self, argnums: Sequence[int], bar: Array, times: Sequence[Array]) -> dict[int, Array]:
         """Return the cotangents of the arguments by the reverse kernel, as rows."""
         parts = self._parts(argnums)
-        found = self.solver.pulled(self.flight, bar, tuple(j for part in parts for j in part.scalars), times)
+        found = self.solver.pulled(self.results, bar, tuple(j for part in parts for j in part.scalars), times)
         rows, taken = {U0: found.u0}, {True: 0, False: 0}
         for part in parts:
             first, source = taken[part.varies], found.p if part.varies else found.s
@@ -115,13 +117,13 @@ class Solved:
         """Return the cotangents of the arguments by tangents, as rows."""
         saved_bar, end_bar = self.solver.parts(bar)
         found = {}
-        for directions, flight in self._tangents(self._directions(argnums)):
+        for directions, results in self._tangents(self._directions(argnums)):
             for k, direction in enumerate(directions):
-                row = np.sum(flight.du_end[k] * end_bar, axis=0)
+                row = np.sum(results.du_end[k] * end_bar, axis=0)
                 if saved_bar.size:
-                    row = row + np.sum(flight.dsaved[k] * saved_bar, axis=(0, 1))
+                    row = row + np.sum(results.dsaved[k] * saved_bar, axis=(0, 1))
                 # By a choice, not by a factor of zero: a tangent of what failed may be NaN.
-                found[direction] = np.where(came_through(flight.codes), row, 0)
+                found[direction] = np.where(came_through(results.codes), row, 0)
         rows = {U0: [found["u", c] for c in range(self.solver.d)]} if U0 in argnums else {}
         for part in self._parts(argnums):
             mine = [found[self.solver.direction(j)] for j in part.scalars]
@@ -135,14 +137,14 @@ class Solved:
         solver = self.solver
         with solver.arrays.current():
             along = self._along(tangents)
-            total = solver.arrays.full(self.flight.vector.shape, 0, solver.real)
+            total = solver.arrays.full(self.results.vector.shape, 0, solver.real)
             saved, end = solver.parts(total)
-            for group, flight in self._tangents(self._directions(tuple(tangents))):
-                alive = came_through(flight.codes)
+            for group, results in self._tangents(self._directions(tuple(tangents))):
+                alive = came_through(results.codes)
                 for k, direction in enumerate(group):
                     if direction in along:
-                        saved += np.where(alive, flight.dsaved[k] * along[direction], 0)
-                        end += np.where(alive, flight.du_end[k] * along[direction], 0)
+                        saved += np.where(alive, results.dsaved[k] * along[direction], 0)
+                        end += np.where(alive, results.du_end[k] * along[direction], 0)
             return self._out(total)
 
     def _along(self, tangents: Mapping[int, Any]) -> dict[tuple[str, int], Array]:
@@ -177,7 +179,7 @@ def results_of(solved: Solved, given: Batch) -> list[Array]:
     -------
     list of array
         Saved states, of shape (N, n_saved, d), and last ones, (N, d); with events and where something is traced when
-        trajectories ended, (N,), and when all events were, in the order of the flight's rows, on the host.
+        trajectories ended, (N,), and when all events were, in the order of the table's rows, on the host.
     """
     # Nobody differentiates by what isn't traced, and times would make a second array of all states.
     solved.timed = solved.timed and given.traced

@@ -13,20 +13,19 @@ from autograd.tracer import isbox
 from mpiad._typing import Array, Shape
 from mpiad.device import to_host
 from mpiad.device.transfer import array_to_device
-from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleVectorized
+from mpiad.ensemble.backends import Compiler, EnsembleAlgorithm, EnsembleVectorized
 from mpiad.ensemble.batch import Batch, is_on_device, placed
 from mpiad.ensemble.compiled.cuda.gpu_choice import fits, is_small, program_for_gpu
 from mpiad.ensemble.compiled.cuda.gpu_derivatives import FEW, Solved, results_of
 from mpiad.ensemble.compiled.cuda.gpu_solver import Directions, Solver
-from mpiad.ensemble.compiled.cuda.specimen import specimen
-from mpiad.ensemble.compiled.kernel_solver import Compiler
+from mpiad.ensemble.compiled.cuda.sample_batch import sample_batch
 from mpiad.ensemble.compiled.parameter_layout import Layout, layout_of
 from mpiad.ensemble.compiled.traced_problem import conditions_of
 from mpiad.ensemble.device_solution import DeviceSolution, Statistics, count_failed
+from mpiad.ensemble.event_table import events_of, traced_events
 from mpiad.ensemble.events import Event
-from mpiad.ensemble.gpu import device_for, gpu_of
-from mpiad.ensemble.happened import events_of, traced_events
-from mpiad.ensemble.retcodes import ReturnCode, came_through
+from mpiad.ensemble.gpu import device_for
+from mpiad.ensemble.outcome import ReturnCode, came_through
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.solution import EnsembleSolution
 from mpiad.ensemble.trial import try_once
@@ -82,15 +81,15 @@ def _by_kernel(
     backend: Any, compiler: Compiler, given: Batch, batch: Batch, settings: Settings, arrays: ArrayModule
 ) -> DeviceSolution | None:
     on_host = not is_on_device(batch)
-    host = batch if on_host and batch.size else specimen(batch)
+    host = batch if on_host and batch.size else sample_batch(batch)
     program = program_for_gpu(compiler, given, host, settings)
-    conditions = program and conditions_of(host, settings.events, compiler.compile is True, compiler.tell)
+    conditions = program and conditions_of(host, settings.events, compiler.compile is True, compiler.warn)
     if program is None or conditions is None:
         return None
     try_once(host, settings.events, given.traced)
     layout = layout_of(host.p)
-    gpu: Any = gpu_of(backend)
-    solver = Solver(gpu, arrays, program, batch, settings, layout, compiler.told, conditions)
+    gpu: Any = backend.local
+    solver = Solver(gpu, arrays, program, batch, settings, layout, compiler.used, conditions)
     directions = _directions(compiler, solver, given, layout) if given.traced and not settings.events else ()
     carried = directions if len(directions) <= FEW else ()  # more are carried later, a few at a time
     if carried and compiler.gradient is None and not is_small(solver.kernel(carried)):
@@ -109,13 +108,13 @@ def _by_kernel(
 
 
 def _statistics(solved: Solved, settings: Settings, times: Sequence[Array]) -> Statistics:
-    flight, arrays = solved.flight, solved.solver.arrays
+    results, arrays = solved.results, solved.solver.arrays
     at_start = 1 if settings.dt is not None else 2
-    # Of the flight only what they are made of: states would keep their memory until events are read.
-    rows = None if flight.rows is None else flight.rows[:5, : flight.happened]
-    events = dict if rows is None else partial(_events, arrays, flight.codes, rows, settings.events, times)
+    # Of the results only what they are made of: states would keep their memory until events are read.
+    rows = None if results.rows is None else results.rows[:5, : results.found_events]
+    events = dict if rows is None else partial(_events, arrays, results.codes, rows, settings.events, times)
     return Statistics(
-        arrays, flight.codes, flight.t_reached, flight.naccept, flight.nreject, count_failed(arrays, flight.codes),
+        arrays, results.codes, results.t_reached, results.naccept, results.nreject, count_failed(arrays, results.codes),
         (at_start, settings.alg.tableau.stages - 1), events,
     )  # fmt: skip
 

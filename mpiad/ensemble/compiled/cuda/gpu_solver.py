@@ -27,14 +27,14 @@ from mpiad.ensemble.settings import Settings
 from mpiad.transport.device_arrays import ArrayModule
 from mpiad.transport.device_kernels import launcher_of
 
-__all__ = ["Directions", "Flight", "Pulled", "Solver"]
+__all__ = ["Directions", "DeviceResults", "Pulled", "Solver"]
 
 # Rows of events for which there is room at first, beside those that are to be expected.
 _ROWS = 1024
 Directions = tuple[tuple[str, int], ...]
 
 
-class Flight(NamedTuple):
+class DeviceResults(NamedTuple):
     """What a solve leaves on the device.
 
     Parameters
@@ -48,7 +48,7 @@ class Flight(NamedTuple):
         What happened, row by row: see `cuda.events`; None without events.
     heads : array, shape (n,)
         Of each trajectory the row of its last event, -1 without one.
-    happened : int
+    found_events : int
         How many rows there are.
     """
 
@@ -61,7 +61,7 @@ class Flight(NamedTuple):
     dsaved: Array
     rows: Any = None
     heads: Any = None
-    happened: int = 0
+    found_events: int = 0
 
 
 class Pulled(NamedTuple):
@@ -119,19 +119,19 @@ class Solver:
         """Return the forward kernel that carries tangents along these directions."""
         return self._loaded("forward", self.form._replace(directions=directions))
 
-    def solved(self, directions: Directions = ()) -> Flight:
+    def solved(self, directions: Directions = ()) -> DeviceResults:
         """Solve all trajectories."""
         room = self._most_events()
         while True:
-            flight = self._empty(directions)
-            saved, end = self.parts(flight.vector)
+            results = self._empty(directions)
+            saved, end = self.parts(results.vector)
             table, counter = self._table(room)
-            self._forward(directions, Share(0, self.count, 0), (end, saved, *flight[1:7]), (None, None), table)
+            self._forward(directions, Share(0, self.count, 0), (end, saved, *results[1:7]), (None, None), table)
             if not table:
-                return flight
+                return results
             happened = int(self.arrays.to_host(counter)[0])
             if happened <= room:
-                return flight._replace(rows=table[0], heads=table[3], happened=happened)
+                return results._replace(rows=table[0], heads=table[3], found_events=happened)
             room = happened  # all over again, with room for all
 
     def _most_events(self) -> int:
@@ -151,13 +151,13 @@ class Solver:
         cut = n_saved * d * n
         return vector[:cut].reshape(n_saved, d, n), vector[cut:].reshape(d, n)
 
-    def _empty(self, directions: Directions) -> Flight:
+    def _empty(self, directions: Directions) -> DeviceResults:
         full, d, n, n_saved, m = self.arrays.full, self.d, self.count, self.inputs.n_saved, len(directions)
         codes, naccept, nreject = [full((n,), 0, np.int32) for _ in range(3)]
         # Times that aren't reached stay NaN.
         vector = full(((n_saved + 1) * d * n,), np.nan, self.real)
         tangents = full((m, d, n), 0, self.real), full((m, n_saved, d, n), 0, self.real)
-        return Flight(vector, full((n,), 0, float), codes, naccept, nreject, tangents[0], tangents[1])
+        return DeviceResults(vector, full((n,), 0, float), codes, naccept, nreject, tangents[0], tangents[1])
 
     def _forward(
         self, directions: Directions, share: Share, results: Sequence[Any], steps: Sequence[Any], table: Sequence[Any]
@@ -174,8 +174,10 @@ class Solver:
 
     # ---- back
 
-    def pulled(self, flight: Flight, vector_bar: Array, wanted: tuple[int, ...], times: Sequence[Array] = ()) -> Pulled:
-        """Return the cotangents of initial states and of the parameters `wanted`, from that of a flight's vector.
+    def pulled(
+        self, results: DeviceResults, vector_bar: Array, wanted: tuple[int, ...], times: Sequence[Array] = ()
+    ) -> Pulled:
+        """Return the cotangents of initial states and of the parameters `wanted`, from that of the results' vector.
 
         With events `times` are the cotangents of the times at which trajectories ended, (n,), and of all events'.
         """
@@ -188,24 +190,24 @@ class Solver:
         u0_bar, p_bar = [full((rows, self.count), 0, self.real) for rows in (self.d, own)]
         made = Pulled(u0_bar, p_bar, full((common,), 0, self.real))
         kernel, sums = self._loaded("reverse", form, (*wanted_own, *wanted_common)), []
-        shares = self._shares(flight, common)
+        shares = self._shares(results, common)
         steps = self._room(shares)
         saved_bar, end_bar = self.parts(vector_bar)
-        events = (flight.rows, flight.rows.shape[1], flight.heads, *times) if self.form.events else ()
+        events = (results.rows, results.rows.shape[1], results.heads, *times) if self.form.events else ()
         for share in shares:
             self._forward((), share, (None,) * 8, steps, (None, 0, None, None) if self.form.events else ())
             s_bar = full((common, share.count), 0, self.real)
             self._launch(
-                kernel, share, *self.inputs[1:], *steps, flight.naccept, flight.t_reached, flight.codes, end_bar, saved_bar,
-                made.u0, made.p, s_bar, *events,
+                kernel, share, *self.inputs[1:], *steps, results.naccept, results.t_reached, results.codes, end_bar,
+                saved_bar, made.u0, made.p, s_bar, *events,
             )  # fmt: skip
             sums.append(np.sum(s_bar, axis=1))
         return made._replace(s=sum(sums[1:], sums[0])) if sums else made
 
-    def _shares(self, flight: Flight, common: int) -> list[Share]:
+    def _shares(self, results: DeviceResults, common: int) -> list[Share]:
         if not self.count:
             return []
-        size, longest = longest_of_blocks(self.arrays, flight.naccept)
+        size, longest = longest_of_blocks(self.arrays, results.naccept)
         budget = self._gpu.tape_bytes or self._launcher.free_bytes() // 2
         # Of each step the state, and two doubles for its time and size.
         return shares_within(size, longest, self.count, self.d * self.real.itemsize + 16, budget)

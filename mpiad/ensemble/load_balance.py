@@ -11,14 +11,14 @@ import numpy as np
 
 from mpiad._typing import Array
 
-__all__ = ["Division"]
+__all__ = ["LoadBalance"]
 
 # Numbers that all ranks compute from all trajectories: in so many blocks a share misses its due by a thousandth at most.
 _BLOCKS = 1024
 _TRIES = 8
 
 
-class Division:
+class LoadBalance:
     """What trajectories cost, in steps of a column.
 
     Parameters

@@ -1,4 +1,4 @@
-"""Those who look at every step of the working set: the record, events, saved times; in this order."""
+"""Observers of every step of the working set: the record, events, saved times; in this order."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import numpy as np
 from mpiad._typing import Array, Tree
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.coefficients import Coefficients
-from mpiad.ensemble.entrance import Entrance, Entrants, Joint
+from mpiad.ensemble.event_table import events_of, in_order
 from mpiad.ensemble.events import EventWatch
-from mpiad.ensemble.happened import events_of, in_order
+from mpiad.ensemble.initialization import Entrants, Initialization, Joint
 from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.record import Log, Step
 from mpiad.ensemble.saving import SavePoints
 from mpiad.ensemble.settings import Settings
 
-__all__ = ["NONE", "Witnesses"]
+__all__ = ["NONE", "StepObservers"]
 
 NONE = np.empty(0, np.int64)
 
 
-class Witnesses:
+class StepObservers:
     """What is kept of the steps beside the final state.
 
     Parameters
@@ -29,24 +29,18 @@ class Witnesses:
     settings : Settings
     outcome : Outcome
         Is filled in.
-    entrance : Entrance
-
-    Attributes
-    ----------
-    any : bool
-        Whether there is anybody.
+    initialization : Initialization
     """
 
-    def __init__(self, batch: Batch, settings: Settings, outcome: Outcome, entrance: Entrance):
+    def __init__(self, batch: Batch, settings: Settings, outcome: Outcome, initialization: Initialization):
         self._outcome, self._batch, self._settings = outcome, batch, settings
         coefficients = Coefficients(settings.alg.tableau, batch.u0)
         self._log = Log(settings.checkpoints) if settings.record else None
         self._events = self._saves = None
         if settings.events:
-            self._events = EventWatch(settings.events, coefficients, entrance.parameters)
+            self._events = EventWatch(settings.events, coefficients, initialization.parameters)
         if outcome.saved is not None and settings.saveat is not None and outcome.saved.shape[1]:
-            self._saves = SavePoints(settings.saveat, entrance.signs, batch.start, outcome, coefficients)
-        self.any = not (self._log is self._events is self._saves is None)
+            self._saves = SavePoints(settings.saveat, initialization.signs, batch.start, outcome, coefficients)
 
     def enter(self, new: Entrants, joined: Joint, u: Array, p: Tree, t: Array) -> None:
         """Take up the next working set: its new trajectories, its states, parameters and actual times."""

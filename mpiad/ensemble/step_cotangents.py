@@ -9,10 +9,10 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.ensemble.coefficients import stage_rates
+from mpiad.ensemble.step_sweep import Columns
 from mpiad.ensemble.transposed_step import Arrival, TransposedStep
-from mpiad.ensemble.walk import Columns
 
-__all__ = ["Inside", "Ledger"]
+__all__ = ["Inside", "StepCotangents"]
 
 
 class Inside(NamedTuple):
@@ -44,8 +44,8 @@ class Inside(NamedTuple):
         return Arrival(self.columns, self.value * step.h[self.columns], weights)
 
 
-class Ledger:
-    """The books of one step.
+class StepCotangents:
+    """What one step adds to.
 
     Parameters
     ----------

@@ -16,18 +16,18 @@ from mpiad._typing import Array
 from mpiad.compiling.complex_parts import from_parts
 from mpiad.ensemble.adjoint import of_ends
 from mpiad.ensemble.compiled.kernel_rows import H, T, U
-from mpiad.ensemble.crossing import pull_event
 from mpiad.ensemble.derivative import derivative_of
-from mpiad.ensemble.ledger import Ledger
+from mpiad.ensemble.event_adjoint import pull_event
 from mpiad.ensemble.run import INITIAL, NOWHERE, Run
 from mpiad.ensemble.seeds import Seeds
 from mpiad.ensemble.stages import Stages
-from mpiad.ensemble.walk import Met
+from mpiad.ensemble.step_cotangents import StepCotangents
+from mpiad.ensemble.step_sweep import Met
 
-__all__ = ["Sown", "sown"]
+__all__ = ["KernelSeeds", "kernel_seeds"]
 
 
-class Sown(NamedTuple):
+class KernelSeeds(NamedTuple):
     """The cotangents that a reverse kernel takes up on its way.
 
     Parameters
@@ -60,7 +60,7 @@ class _Step(NamedTuple):
     h: Array
 
 
-def sown(run: Run, seeds: Seeds, places: Sequence[int], times: Array) -> Sown:
+def kernel_seeds(run: Run, seeds: Seeds, places: Sequence[int], times: Array) -> KernelSeeds:
     """Return what the kernel takes up.
 
     Parameters
@@ -74,11 +74,11 @@ def sown(run: Run, seeds: Seeds, places: Sequence[int], times: Array) -> Sown:
     """
     count = run.batch.size
     save_step = np.empty((count, 0), np.int32) if seeds.saved is None else run.save_step.astype(np.int32)
-    plain = Sown(of_ends(run, seeds), seeds.saved, save_step, times, run.outcome.t_reached, {})
+    plain = KernelSeeds(of_ends(run, seeds), seeds.saved, save_step, times, run.outcome.t_reached, {})
     return _with_events(run, seeds, tuple(places), plain) if run.settings.events else plain
 
 
-def _with_events(run: Run, seeds: Seeds, places: tuple[int, ...], plain: Sown) -> Sown:
+def _with_events(run: Run, seeds: Seeds, places: tuple[int, ...], plain: KernelSeeds) -> KernelSeeds:
     """Return the same with the cotangents of states at events among those of saved ones."""
     table = run.outcome.crossings[run.live[run.outcome.crossings[:, 0].astype(int)]]
     ids, event = table[:, 0].astype(int), table[:, 1].astype(int)
@@ -114,9 +114,9 @@ def _pulled(
     step: Any = _step(run, rows[columns])
     own = {place: np.zeros_like(leaves[place][..., ids] if varies[place] else leaves[place]) for place in places}
     met = Met(int(rows[0, 1]), end is not None, np.arange(count), rows[:, 3], rows[:, 4], ids)
-    ledger = Ledger(step, own, varies, count, False)
+    totals = StepCotangents(step, own, varies, count, False)
     given = run.columns(run.batch.p.leaves, ids[columns])
-    inside = pull_event(run, met, step, ledger, given, places, end, time, False)
+    inside = pull_event(run, met, step, totals, given, places, end, time, False)
     for place in places:
         if varies[place]:
             # A trajectory may meet an event more than once.
@@ -138,7 +138,7 @@ def _step(run: Run, rows: Array) -> _Step:
     return _Step([u], stages.k, h.astype(real))
 
 
-def _merged(plain: Sown, rows: Array, value: Array) -> Sown:
+def _merged(plain: KernelSeeds, rows: Array, value: Array) -> KernelSeeds:
     """Put cotangents at events into rows of saved ones, each row in the order of steps."""
     ids, (count, width) = rows[:, 0].astype(int), plain.save_step.shape
     order = np.argsort(ids, kind="stable")

@@ -13,7 +13,7 @@ from mpiad.ensemble.controller import mean_square, tolerance
 from mpiad.ensemble.derivative import Derivative, derivative_of, locked
 from mpiad.ensemble.settings import Settings
 
-__all__ = ["Entrance", "Entrants", "Joint", "derivative_at", "first_step", "least_step"]
+__all__ = ["Initialization", "Entrants", "Joint", "derivative_at", "first_step", "least_step"]
 
 
 def least_step(t: Array) -> Array:
@@ -61,7 +61,7 @@ class Joint:
         return np.take(np.concatenate([old, new], axis=-1), self._order, axis=-1)
 
 
-class Entrance:
+class Initialization:
     """The trajectories of a batch that wait.
 
     Parameters

@@ -1,7 +1,7 @@
 """The way over the steps of a block of trajectories, in visits: one step of several columns each.
 
 All derivatives of a solve are sweeps over such visits: the adjoint backwards, tangents and replays forwards. A sweep asks
-its walk for the visits, and for what lies in each: saved values, events, ends of tspan. So each sweep is written once, for
+its sweep for the visits, and for what lies in each: saved values, events, ends of tspan. So each sweep is written once, for
 records of two kinds, whose difference is data:
 
 - On the host (`sorted_walk`) steps have been put into order, and a visit is about those columns that took a step.
@@ -25,7 +25,7 @@ import numpy as np
 
 from mpiad._typing import Array
 
-__all__ = ["Columns", "Met", "Saved", "Visit", "Walk"]
+__all__ = ["Columns", "Met", "Saved", "Visit", "StepSweep"]
 
 # Numbers of columns, or a slice of them.
 Columns: TypeAlias = Array | slice
@@ -37,13 +37,13 @@ class Visit(NamedTuple):
     Parameters
     ----------
     number : int
-        Of the visit, counted by its walk.
+        Of the visit, counted by its sweep.
     t, h : array, shape (width,)
         Actual times before the step, and its signed sizes; zero where none was made.
     u : array, shape (d, width)
         Before the step.
     about : object
-        What its walk knows of it: on the host the columns for which it is the last step, on a device the round.
+        What its sweep knows of it: on the host the columns for which it is the last step, on a device the round.
     made : array of bool, shape (width,), or None
         Which columns made this step; None where all did.
     """
@@ -120,7 +120,7 @@ class Met(NamedTuple):
     row: Array
 
 
-class Walk:
+class StepSweep:
     """The visits of a block.
 
     Attributes

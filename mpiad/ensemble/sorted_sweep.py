@@ -16,12 +16,12 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.ensemble.record import Steps
 from mpiad.ensemble.seeds import Schedule
-from mpiad.ensemble.walk import Met, Saved, Visit, Walk
+from mpiad.ensemble.step_sweep import Met, Saved, StepSweep, Visit
 
-if TYPE_CHECKING:  # a run makes its walks, and so imports this file
+if TYPE_CHECKING:  # a run makes its sweeps, and so imports this file
     from mpiad.ensemble.run import Run
 
-__all__ = ["Crossings", "SortedWalk"]
+__all__ = ["Crossings", "SortedSweep"]
 
 
 class Crossings(NamedTuple):
@@ -42,22 +42,22 @@ class Crossings(NamedTuple):
     x: Array
     time: Array
 
-    def by_visits(self, walk: SortedWalk) -> dict[int, list[tuple[Array, Array]]]:
-        """Return by the visits of a walk the crossings and their columns, event by event."""
+    def by_visits(self, sweep: SortedSweep) -> dict[int, list[tuple[Array, Array]]]:
+        """Return by the visits of a sweep the crossings and their columns, event by event."""
         found: dict[int, list[tuple[Array, Array]]] = {}
-        ids = walk.ids
+        ids = sweep.ids
         order = np.argsort(ids)
         place = np.minimum(np.searchsorted(ids, self.ids, sorter=order), max(0, len(ids) - 1))
         mine = np.flatnonzero(ids[order[place]] == self.ids) if len(ids) else np.empty(0, int)
         columns = order[place[mine]]
-        visits = walk.visit_of(columns, self.number[mine])
+        visits = sweep.visit_of(columns, self.number[mine])
         for v, event in sorted(set(zip(visits.tolist(), self.event[mine].tolist()))):
             chosen = (visits == v) & (self.event[mine] == event)
             found.setdefault(v, []).append((mine[chosen], columns[chosen]))
         return found
 
 
-class SortedWalk(Walk):
+class SortedSweep(StepSweep):
     """The visits of a block of trajectories on the host.
 
     Parameters

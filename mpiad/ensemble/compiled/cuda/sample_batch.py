@@ -13,7 +13,7 @@ from mpiad._typing import Array, Shape
 from mpiad.ensemble.batch import Batch
 from mpiad.transport.device_arrays import arrays_of, is_device_array
 
-__all__ = ["lives_on_device", "specimen"]
+__all__ = ["lives_on_device", "sample_batch"]
 
 _COLUMNS = 5
 
@@ -23,7 +23,7 @@ def lives_on_device(batch: Batch) -> bool:
     return any(map(is_device_array, (batch.u0, *batch.p.leaves)))
 
 
-def specimen(batch: Batch) -> Batch:
+def sample_batch(batch: Batch) -> Batch:
     """Return a batch of host arrays with the same f and the same shapes, of a few trajectories.
 
     Parameters

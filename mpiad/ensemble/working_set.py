@@ -24,13 +24,12 @@ import numpy as np
 from mpiad._typing import Array, Tree
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.controller import LEAST_ERROR
-from mpiad.ensemble.entrance import Entrance, Entrants, Joint, least_step
-from mpiad.ensemble.outcome import Outcome
+from mpiad.ensemble.initialization import Entrants, Initialization, Joint, least_step
+from mpiad.ensemble.outcome import Outcome, ReturnCode
 from mpiad.ensemble.record import Step
-from mpiad.ensemble.retcodes import ReturnCode
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.stages import Stages
-from mpiad.ensemble.witnesses import NONE, Witnesses
+from mpiad.ensemble.step_observers import NONE, StepObservers
 
 __all__ = ["Turns", "integrate"]
 
@@ -63,7 +62,7 @@ def integrate(batch: Batch, settings: Settings) -> Outcome:
         settings.progress(int(still))
     # What overflows or turns NaN in one trajectory is told by its return code.
     with np.errstate(all="ignore"):
-        Pool(batch, settings, outcome).run()
+        WorkingSet(batch, settings, outcome).run()
     return outcome
 
 
@@ -173,7 +172,7 @@ class Turns:
         self._end(stuck & ~finite, ReturnCode.Unstable)
 
 
-class Pool(Turns):
+class WorkingSet(Turns):
     """The working set of a solve on the host.
 
     Parameters
@@ -186,9 +185,10 @@ class Pool(Turns):
 
     def __init__(self, batch: Batch, settings: Settings, outcome: Outcome):
         super().__init__(settings)
-        self._outcome, self._entrance = outcome, Entrance(batch, settings)
-        self._rtol, self._atol = self._entrance.rtol, self._entrance.atol
-        self._witnesses = Witnesses(batch, settings, outcome, self._entrance)
+        self._outcome, self._initialization = outcome, Initialization(batch, settings)
+        self._rtol, self._atol = self._initialization.rtol, self._initialization.atol
+        observed = settings.record or settings.events or (outcome.saved is not None and outcome.saved.shape[1])
+        self._observers = StepObservers(batch, settings, outcome, self._initialization) if observed else None
         self._width = max(_LEAST_COLUMNS, _BLOCK // max(1, len(batch.u0)))
         none, number = np.empty(0), np.empty(0, np.int64)
         self.ids = self.number = self.entered = number
@@ -203,14 +203,15 @@ class Pool(Turns):
             while self._alive and idle < _IDLE:
                 self._take_turn()
                 idle += (len(self.ids) - self._alive) * rows
-        self._witnesses.close()
+        if self._observers is not None:
+            self._observers.close()
 
     # ---- the working set
 
     def _refill(self) -> bool:
         """Replace ended trajectories by waiting ones, or drop them; return whether any are left."""
         keep, before = np.flatnonzero(self.live), len(self.ids)
-        new = self._entrance.admit(self._width - len(keep))
+        new = self._initialization.admit(self._width - len(keep))
         count = len(keep) + len(new.ids)
         if not count:
             return False
@@ -235,10 +236,11 @@ class Pool(Turns):
         self.live, self.rejected = joined(self.live, zeros == 0), joined(self.rejected, zeros > 0)
         self.u, k0 = joined(self.u, new.u), joined(self._stages.k[0] if self._stages else self.u, new.k)
         if self._stages is None or self._stages.new.shape != self.u.shape:
-            self._stages = Stages(self._tableau, self._entrance.derivative, self.u.dtype, self.u.shape, True)
+            self._stages = Stages(self._tableau, self._initialization.derivative, self.u.dtype, self.u.shape, True)
         self._stages.k[0][...] = k0
-        self._sign, self._p = self._entrance.sign(self.ids), self._entrance.parameters(self.ids)
-        self._witnesses.enter(new, joined, self.u, self._p, self.t if self._sign is None else self.t * self._sign)
+        self._sign, self._p = self._initialization.sign(self.ids), self._initialization.parameters(self.ids)
+        if self._observers is not None:
+            self._observers.enter(new, joined, self.u, self._p, self.t if self._sign is None else self.t * self._sign)
         # Before this turn none can have tried so often, and above this step none is too small: each is looked at only then.
         self._last_turn = int(self.entered.min()) + self._settings.max_steps
         self._least_step = np.array(least_step(np.maximum(np.abs(self.t), np.abs(self.end)).max()))
@@ -267,12 +269,12 @@ class Pool(Turns):
 
     def _seen(self, accepted: Array, h: Array, t_new: Array) -> Array:
         """Show the step to those who look at it; return the columns that a terminal event ends."""
-        if not self._witnesses.any:
+        if self._observers is None:
             return NONE
         step = Step(
             self.ids, self.number, accepted, self.t, h, t_new, self.u, self._stages.new, self._stages.k, self._sign
         )
-        return self._witnesses.see(step, self._p)
+        return self._observers.see(step, self._p)
 
     # ---- ends
 
@@ -290,7 +292,7 @@ class Pool(Turns):
             return
         ids, outcome = self.ids[columns], self._outcome
         outcome.u_end[:, ids] = self.u[:, columns]
-        outcome.t_reached[ids] = self.t[columns] * self._entrance.signs[ids]
+        outcome.t_reached[ids] = self.t[columns] * self._initialization.signs[ids]
         outcome.codes[ids] = code.code
         outcome.naccept[ids] = self.number[columns]
         outcome.nreject[ids] = self._turn - self.entered[columns] - self.number[columns]  # each turn was a try

@@ -8,7 +8,7 @@ from typing import Any
 from mpiad._typing import Comm
 from mpiad.errors import CommunicatorError
 
-__all__ = ["Belonging", "LeftBehind", "present"]
+__all__ = ["PickledCommunicator", "LeftBehind", "present"]
 
 
 class LeftBehind:
@@ -18,7 +18,7 @@ class LeftBehind:
         return "<communicator of the program that pickled this>"
 
 
-class Belonging:
+class PickledCommunicator:
     """A communicator on its way with a solution: copies of the solution share it, and pickles take what can be had.
 
     Parameters
@@ -29,15 +29,15 @@ class Belonging:
     def __init__(self, comm: Comm):
         self.comm = comm
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Belonging:
+    def __deepcopy__(self, memo: dict[int, Any]) -> PickledCommunicator:
         return self
 
-    def __reduce__(self) -> tuple[type[Belonging], tuple[Any]]:
+    def __reduce__(self) -> tuple[type[PickledCommunicator], tuple[Any]]:
         try:
             pickle.dumps(self.comm)
         except Exception:  # noqa: BLE001 - mpi4py has raised different kinds in its versions
-            return Belonging, (LeftBehind(),)
-        return Belonging, (self.comm,)
+            return PickledCommunicator, (LeftBehind(),)
+        return PickledCommunicator, (self.comm,)
 
 
 def present(comm: Comm, call: str, remedy: str) -> Comm:

@@ -16,17 +16,17 @@ from mpiad._typing import Array
 from mpiad.differentiation.backward import run_backward
 from mpiad.differentiation.trace import Variables, trace_backwards
 from mpiad.ensemble.coefficients import interpolate, stage_rates
-from mpiad.ensemble.ledger import Inside, Ledger
 from mpiad.ensemble.run import Run
+from mpiad.ensemble.step_cotangents import Inside, StepCotangents
+from mpiad.ensemble.step_sweep import Met
 from mpiad.ensemble.transposed_step import TransposedStep
-from mpiad.ensemble.walk import Met
 from mpiad.primitives.cotangents import conform, spec_like
 
 __all__ = ["pull_event"]
 
 
 def pull_event(
-    run: Run, met: Met, step: TransposedStep, ledger: Ledger, leaves: Sequence[Any], places: tuple[int, ...],
+    run: Run, met: Met, step: TransposedStep, totals: StepCotangents, leaves: Sequence[Any], places: tuple[int, ...],
     end: Array | None, time: Array | float, timed: bool,
 ) -> Inside:  # fmt: skip
     """Return the cotangent of the states at an event: of a terminal one at its part of the step, else at a fixed time.
@@ -37,7 +37,7 @@ def pull_event(
     met : Met
     step : TransposedStep
         With its last stage.
-    ledger : Ledger
+    totals : StepCotangents
         Is told the cotangents of parameters and, of terminal events, of times.
     leaves : sequence
         Of the parameters of the step's columns.
@@ -60,11 +60,11 @@ def pull_event(
     g_u, *_, g_t = condition.pull(np.ones_like(x))
     slope = (g_u * rate).real.sum(axis=0) + g_t * h
     value, *parts, t_bar = condition.pull(-moving / slope)
-    ledger.note_leaves(parts, columns, len(x))
+    totals.note_leaves(parts, columns, len(x))
     if end is not None:
         value = end + value
         if timed:
-            ledger.t_bar[columns] += t_bar + time
+            totals.t_bar[columns] += t_bar + time
     weights = run.coefficients.weights(x)
     return Inside(columns, value.astype(step.y[0].dtype, copy=False), x, [weights[i] for i in range(len(weights))])
 
