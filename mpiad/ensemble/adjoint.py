@@ -47,8 +47,6 @@ def pull_run(run: Run, seeds: Seeds, places: Sequence[int], timed: bool) -> Cota
 
     Parameters
     ----------
-    run : Run
-    seeds : Seeds
     places : sequence of int
         Of the leaves of the parameters to differentiate by.
     timed : bool

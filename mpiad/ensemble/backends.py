@@ -130,7 +130,6 @@ class Compiler:
 
     Parameters
     ----------
-    options : SolveOptions
     count : int
         How many trajectories the whole ensemble has; 0 for a single problem.
     together : bool
@@ -168,9 +167,6 @@ class Compiler:
 
         Parameters
         ----------
-        backend : EnsembleAlgorithm
-        batch : Batch
-        settings : Settings
         given : Batch
             The batch before what is traced was made plain.
         """

@@ -72,12 +72,10 @@ class Batch(NamedTuple):
 
     Parameters
     ----------
-    f : callable
     shape : tuple of int
         Of one state.
     u0 : array, shape (d, N)
         The flattened initial states.
-    p : Parameters
     start, end : array, shape (N,)
         tspan.
     """

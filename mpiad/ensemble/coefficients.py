@@ -31,7 +31,6 @@ class Coefficients:
 
     Parameters
     ----------
-    tableau : Tableau
     like : array
         A state.
 
@@ -170,7 +169,6 @@ def interpolate(coefficients: Coefficients, u: Array, h: Array, k: StageArrays, 
 
     Parameters
     ----------
-    coefficients : Coefficients
     u : array, shape (d, n)
         Before the step.
     h, x : array, shape (n,)
@@ -195,7 +193,6 @@ def polynomials(coefficients: Coefficients, u: Array, h: Array, k: StageArrays) 
 
     Parameters
     ----------
-    coefficients : Coefficients
     u : array, shape (d, n)
         Before the step.
     h : array, shape (n,)

@@ -37,8 +37,6 @@ def pull_continuous(run: Run, seeds: Seeds, places: Sequence[int], timed: bool) 
 
     Parameters
     ----------
-    run : Run
-    seeds : Seeds
     places : sequence of int
         Of the leaves of the parameters to differentiate by.
     timed : bool
@@ -188,12 +186,7 @@ class _Adjoint:
 
 
 class DenseStates:
-    """The interpolants of all steps of a run, trajectory after trajectory, as polynomials in the part of the step.
-
-    Parameters
-    ----------
-    run : Run
-    """
+    """The interpolants of all steps of a run, trajectory after trajectory, as polynomials in the part of the step."""
 
     def __init__(self, run: Run):
         self._run, batch = run, run.batch

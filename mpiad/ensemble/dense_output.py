@@ -35,7 +35,6 @@ class DenseOutput:
     ----------
     batch : Batch
         Of plain arrays.
-    settings : Settings
     outcome : Outcome
         With its steps recorded.
     given : Batch

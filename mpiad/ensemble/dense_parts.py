@@ -82,7 +82,6 @@ class GatheredOutput:
         The interpolants of this rank's.
     count : int
         How many trajectories it has.
-    comm : mpi4py intracommunicator or None
 
     Notes
     -----

@@ -37,7 +37,6 @@ class Derivative:
 
     Parameters
     ----------
-    f : callable
     shape : tuple of int
         Of one state.
     """
@@ -186,7 +185,6 @@ class Columns:
     leaves : list of array
     varies : list of bool
         Whether the last axis of a leaf counts trajectories.
-    build : callable
     """
 
     def __init__(self, leaves: list, varies: list[bool], build: Function):

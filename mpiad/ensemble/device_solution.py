@@ -23,7 +23,6 @@ class Statistics(NamedTuple):
 
     Parameters
     ----------
-    arrays : ArrayModule
     codes, t_reached, naccept, nreject : array, shape (N,)
     failed : int
         How many failed: the one number that each solve brings to the host.
@@ -78,7 +77,6 @@ class DeviceSolution(EnsembleSolution):
         ----------
         u, u_end : array, shapes (N, n_saved, d), (N, d)
         t : array, shape (n_saved,) or (N, n_saved)
-        statistics : Statistics
         """
         later = {name: partial(statistics.on_host, name) for name in _ASKED}
         return cls.lazy(later, u=u, t=t, u_end=u_end, statistics=statistics)

@@ -43,10 +43,8 @@ def differentiable(sol: EnsembleSolution, run: Run, batch: Batch, options: Gradi
     ----------
     sol : EnsembleSolution
         Of plain arrays.
-    run : Run
     batch : Batch
         With traced values in it.
-    options : GradientOptions
     """
     count, d, ends = run.batch.size, len(run.batch.u0), run.settings.ends
     saved = np.empty((count, 0, d), run.batch.u0.dtype) if ends else sol.u.reshape(count, sol.u.shape[1], d)

@@ -33,7 +33,6 @@ class Number(NamedTuple):
         Of a leaf; None: of the initial state.
     index : tuple of int
         Where in it.
-    unit : 1 or 1j
     """
 
     place: int | None
@@ -154,12 +153,10 @@ def in_common(
 
     Parameters
     ----------
-    seeds : Seeds
     end, saved, times : array, shapes (d, N), (N, n_saved, d), (N,)
         Tangents; `saved` is needed where there are cotangents of saved states, `times` where there are some of times.
     crossed : array, shape (m,)
         The tangents of the times of a run's events, where there are cotangents of them.
-    run : Run
     """
     part = _sum_of_products(seeds.end, end)
     if seeds.saved is not None:

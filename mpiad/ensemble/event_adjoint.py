@@ -33,8 +33,6 @@ def pull_event(
 
     Parameters
     ----------
-    run : Run
-    met : Met
     step : TransposedStep
         With its last stage.
     totals : StepCotangents
@@ -47,7 +45,6 @@ def pull_event(
         Cotangents of the states at a terminal event; None for one on the way.
     time : array, shape (m,)
         Cotangents of the event's times.
-    timed : bool
     """
     columns, x, h = met.columns, met.x, step.h[met.columns]
     stages = [k[:, columns] for k in step.k]

@@ -23,7 +23,6 @@ def events_of(
     rows : array, shape (5, m)
         The trajectory, which event, in which of its steps, at which part of it (infinite where none was), and when; in any
         order.
-    events : sequence of Event
     failed : array of bool, shape (N,)
 
     Returns

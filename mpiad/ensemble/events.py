@@ -140,7 +140,6 @@ class Happened(NamedTuple):
 
     Parameters
     ----------
-    met : list of Met
     ended : array of bool, shape (n,), or None
         Which columns a terminal event ended; None where none did.
     part : array, shape (n,)
@@ -164,8 +163,6 @@ class EventWatch:
 
     Parameters
     ----------
-    events : tuple of Event
-    coefficients : Coefficients
     select : callable
         ``select(ids)`` returns the parameters of some trajectories.
     """
@@ -193,7 +190,6 @@ class EventWatch:
 
         Parameters
         ----------
-        step : Step
         crossed : sequence of array of int, or None
             For each event its columns; None where there are none.
         """

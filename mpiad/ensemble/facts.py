@@ -133,10 +133,8 @@ def facts_of_all(
 
     Parameters
     ----------
-    used : Channel
     share : EnsembleSolution or Exception
         What this rank has solved, or why it couldn't.
-    compiled, traced : bool
     evaluated : callable
         See `Facts`.
     said : str

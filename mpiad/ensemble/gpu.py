@@ -74,11 +74,6 @@ class EnsembleGPU(EnsembleAlgorithm):
 def device_for(backend: EnsembleAlgorithm, batch: Batch) -> ArrayModule:
     """Return the device that solves a batch of plain arrays: where they live, else this rank's.
 
-    Parameters
-    ----------
-    backend : EnsembleGPU, or EnsembleMPI with one inside
-    batch : Batch
-
     Raises
     ------
     ImportError, RuntimeError

@@ -62,13 +62,7 @@ class Joint:
 
 
 class Initialization:
-    """The trajectories of a batch that wait.
-
-    Parameters
-    ----------
-    batch : Batch
-    settings : Settings
-    """
+    """The trajectories of a batch that wait."""
 
     def __init__(self, batch: Batch, settings: Settings):
         self._batch, self._settings = batch, settings

@@ -26,7 +26,6 @@ class JobProgress:
 
     Parameters
     ----------
-    used : Channel
     total : int
         Trajectories of all ranks.
     """

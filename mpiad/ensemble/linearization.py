@@ -28,7 +28,6 @@ class Tracing:
 
     Parameters
     ----------
-    field : Field
     places : sequence of int
         Of the leaves of the parameters to differentiate by.
     timed : bool
@@ -45,7 +44,6 @@ class Tracing:
         Parameters
         ----------
         out, u : array, shape (d, n)
-        leaves : sequence
         t : array, shape (n,)
 
         Returns
@@ -86,7 +84,6 @@ class Tracing:
         ----------
         bundle : Bundle
             An open trace.
-        leaves : sequence
         tangents : sequence of sequence
             For each leaf to differentiate by its tangents, None where one is zero.
 

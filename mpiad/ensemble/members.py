@@ -37,18 +37,12 @@ def members(ensemble: EnsembleProblem, numbers: range, repeat: int, seed: int, c
 
     Parameters
     ----------
-    ensemble : EnsembleProblem
     numbers : range
         Which ones, counted from 1.
     repeat : int
         Which try this is, counted from 1.
-    seed : int
     count : int
         How many the ensemble has.
-
-    Returns
-    -------
-    Batch
 
     Raises
     ------
@@ -80,7 +74,6 @@ def columns_of(
 
     Parameters
     ----------
-    problems : sequence of ODEProblem
     numbers : sequence of int
         Their numbers in the ensemble.
     common : sequence

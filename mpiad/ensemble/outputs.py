@@ -44,12 +44,6 @@ class _Place:
 def trees_of_all(used: Channel, comm: Comm, tree: Tree) -> list[Tree]:
     """Return the nests of all ranks.
 
-    Parameters
-    ----------
-    used : Channel
-    comm : mpi4py intracommunicator or None
-    tree : nest of anything that can be pickled
-
     Returns
     -------
     list of nest

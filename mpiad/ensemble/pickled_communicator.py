@@ -19,12 +19,7 @@ class LeftBehind:
 
 
 class PickledCommunicator:
-    """A communicator on its way with a solution: copies of the solution share it, and pickles take what can be had.
-
-    Parameters
-    ----------
-    comm : mpi4py intracommunicator, LeftBehind or None
-    """
+    """A communicator on its way with a solution: copies of the solution share it, and pickles take what can be had."""
 
     def __init__(self, comm: Comm):
         self.comm = comm

@@ -156,14 +156,8 @@ def over_ranks(mpi: EnsembleMPI, used: Channel, asked: Sharing) -> EnsembleSolut
 
     Parameters
     ----------
-    mpi : EnsembleMPI
     used : Channel
         Of its communicator.
-    asked : Sharing
-
-    Returns
-    -------
-    EnsembleSolution
 
     Raises
     ------

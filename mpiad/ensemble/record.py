@@ -91,7 +91,6 @@ class Steps:
     ----------
     counts : array of int, shape (N,)
         Accepted steps of each trajectory.
-    d : int
     dtype : dtype
         Of the states.
     every : int, optional

@@ -23,7 +23,6 @@ def reduced(
 
     Parameters
     ----------
-    problem : EnsembleProblem
     batches : list of range
         Numbers of trajectories, from 1.
     solved : callable

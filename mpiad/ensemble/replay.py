@@ -35,7 +35,6 @@ def replayed(run: Run, u0: Array, start: Array, end: Array, leaves: Sequence[Any
 
     Parameters
     ----------
-    run : Run
     u0 : array, shape (d, N)
     start, end : array, shape (N,)
         On the host.
@@ -235,7 +234,6 @@ def replayed_jvp(replay: Replay, argnums: Sequence[int], args: Sequence[Any], gs
         From a list of all arguments to the vector of results.
     argnums : sequence of int
         Which arguments have tangents.
-    args : sequence
     gs : sequence
         The tangents.
     """

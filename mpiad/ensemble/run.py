@@ -33,12 +33,6 @@ _LEAST_COLUMNS = 1024
 class Run:
     """A solve and its record. Everything here is a plain array.
 
-    Parameters
-    ----------
-    batch : Batch
-    settings : Settings
-    outcome : Outcome
-
     Attributes
     ----------
     live : array of bool, shape (N,)

@@ -101,8 +101,6 @@ class SavePoints:
     times : array, shape (n_saved,) or (N, n_saved)
     signs : array, shape (N,)
     starts : array, shape (N,)
-    outcome : Outcome
-    coefficients : Coefficients
     """
 
     def __init__(self, times: Array, signs: Array, starts: Array, outcome: Outcome, coefficients: Coefficients):

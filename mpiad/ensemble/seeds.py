@@ -79,11 +79,8 @@ class Schedule:
 
     Parameters
     ----------
-    entries : Entries
     column : array of int, shape (m,)
         Each entry's column in the block.
-    sweep : SortedSweep
-    coefficients : Coefficients
     """
 
     def __init__(self, entries: Entries, column: Array, sweep: Any, coefficients: Coefficients):

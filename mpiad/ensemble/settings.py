@@ -19,14 +19,9 @@ class Settings(NamedTuple):
 
     Parameters
     ----------
-    alg : Algorithm
-    rtol : float
     atol : float or array, shape (d, 1)
     dt : float or None
         Of fixed steps, or the first step.
-    dtmax : float
-    max_steps : int
-    events : tuple of Event
     saveat : array, shape (n_saved,) or (N, n_saved), or None
     record : bool
         Whether to keep all accepted steps.

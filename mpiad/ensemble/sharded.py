@@ -34,9 +34,6 @@ def gathered(
 
     Parameters
     ----------
-    used : Channel
-    share : EnsembleSolution
-    facts : Facts
     start : callable or None
         Returns the initial states of all trajectories, shape (d, N), where each rank knows them.
     timed : bool

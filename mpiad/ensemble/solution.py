@@ -268,8 +268,6 @@ def solution_of(outcome: Outcome, batch: Batch, settings: Settings) -> EnsembleS
 
     Parameters
     ----------
-    outcome : Outcome
-    batch : Batch
     settings : Settings
         Without saved times, all steps are saved, filled up with NaN.
     """
@@ -301,7 +299,6 @@ def at_ends(sol: EnsembleSolution, u0: Callable[[], Array], u_end: Array) -> Ens
 
     Parameters
     ----------
-    sol : EnsembleSolution
     u0 : callable
         Returns an array of shape (d, N).
     u_end : array, shape (N, ...)

@@ -62,8 +62,6 @@ class SortedSweep(StepSweep):
 
     Parameters
     ----------
-    run : Run
-    steps : Steps
     start, stop : int
         The block: which places in the order of the steps.
     first : int

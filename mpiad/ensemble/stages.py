@@ -36,8 +36,6 @@ class Stages:
 
     Parameters
     ----------
-    tableau : Tableau
-    derivative : Derivative
     dtype : dtype
         Of the states.
     shape : tuple of int
@@ -82,7 +80,6 @@ class Stages:
         Parameters
         ----------
         u : array, shape (d, n)
-        p : nest
         t, h, t_new : array, shape (n,)
             In the direction of the solve: h is never negative.
         sign : array, shape (n,), or None

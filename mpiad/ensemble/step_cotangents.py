@@ -49,13 +49,10 @@ class StepCotangents:
 
     Parameters
     ----------
-    step : TransposedStep
     parts : dict
         From places of leaves to their cotangents, which are added to.
-    varies : list of bool
     width : int
         How many columns count; the others are doubles.
-    timed : bool
 
     Attributes
     ----------

@@ -25,11 +25,8 @@ class StepObservers:
 
     Parameters
     ----------
-    batch : Batch
-    settings : Settings
     outcome : Outcome
         Is filled in.
-    initialization : Initialization
     """
 
     def __init__(self, batch: Batch, settings: Settings, outcome: Outcome, initialization: Initialization):

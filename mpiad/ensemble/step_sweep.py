@@ -103,7 +103,6 @@ class Met(NamedTuple):
     ----------
     event : int
         Its place among the events of the solve.
-    terminal : bool
     columns : array of int, shape (m,)
         Those that met it; of a terminal one those that it ended.
     x, time : array, shape (m,)

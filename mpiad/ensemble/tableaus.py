@@ -79,7 +79,6 @@ def explicit(
     error : sequence of float, optional
         The same less the weights of the embedded solution, with one more where that takes the derivative at the new state
         (first-same-as-last); none for fixed steps.
-    order, embedded_order : int
     dense : array, shape (stages, degree), optional
         Coefficients of x, x², … in the weights of the stages, that of the derivative at the new state included; Hermite's
         cubic by default, of order 3.

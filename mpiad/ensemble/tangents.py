@@ -57,11 +57,6 @@ class Taker(Protocol):
 class Kept:
     """Keeps the tangents of all saved states.
 
-    Parameters
-    ----------
-    run : Run
-    directions : Directions
-
     Attributes
     ----------
     saved : array, shape (m, N, slots, d)
@@ -163,7 +158,6 @@ class _Step:
 
     Parameters
     ----------
-    coefficients : Coefficients
     write : callable
         Writes f and its tangents: see `Tracing.along`.
     shape : tuple of int

@@ -51,9 +51,6 @@ class TransposedStep:
 
     Parameters
     ----------
-    coefficients : Coefficients
-    tracing : Tracing
-    visit : Visit
     leaves : sequence
         Of the parameters of these columns.
 
@@ -104,7 +101,6 @@ class TransposedStep:
         ----------
         cotangent : array, shape (d, n)
             Of the state after the step; is written over.
-        arrivals : sequence of Arrival
         gains : callable
             ``gains(j, parts, y_bar)`` is told, stage by stage, the cotangents of the leaves (and of time) and of the
             stage's argument.

@@ -32,7 +32,6 @@ def try_once(batch: Batch, events: Sequence[Event], traced: bool) -> None:
     ----------
     batch : Batch
         Of plain arrays.
-    events : sequence of Event
     traced : bool
         Whether f will be differentiated.
 

@@ -45,17 +45,7 @@ _ONE_MORE = np.array(1)
 
 
 def integrate(batch: Batch, settings: Settings) -> Outcome:
-    """Solve all trajectories of a batch.
-
-    Parameters
-    ----------
-    batch : Batch
-    settings : Settings
-
-    Returns
-    -------
-    Outcome
-    """
+    """Solve all trajectories of a batch."""
     outcome = Outcome.empty(batch, settings)
     still = np.count_nonzero(batch.start == batch.end)
     if still and settings.progress is not None:
@@ -177,8 +167,6 @@ class WorkingSet(Turns):
 
     Parameters
     ----------
-    batch : Batch
-    settings : Settings
     outcome : Outcome
         Is filled in.
     """

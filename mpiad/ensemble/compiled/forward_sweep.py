@@ -40,8 +40,6 @@ def launch(function: Callable[..., None], form: Form, solver: Solver) -> Outcome
     ----------
     function : callable
         The kernel.
-    form : Form
-    solver : Solver
     """
     batch, settings = solver.batch, solver.settings
     still = batch.start == batch.end

@@ -21,8 +21,6 @@ def carried_tangents(
 
     Parameters
     ----------
-    solver : Solver
-    run : Run
     by_u0 : bool
         Whether by the initial states, whose numbers come first.
     places : sequence of int

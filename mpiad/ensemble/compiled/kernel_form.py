@@ -27,8 +27,6 @@ class Form(NamedTuple):
         Components of a state; of complex ones the parts, as many again.
     varying, shared : int
         Numbers among the parameters: those of each trajectory, and those of all.
-    tableau : Tableau
-    controller : Controller
     single : bool
         Whether states are float32.
     lanes : int

@@ -85,7 +85,6 @@ def note_crossings(outcome: Outcome, tables: list[Array]) -> None:
 
     Parameters
     ----------
-    outcome : Outcome
     tables : list of array, shape (m, 7 + d)
     """
     rows = np.concatenate(tables)

@@ -65,8 +65,6 @@ def kernel_seeds(run: Run, seeds: Seeds, places: Sequence[int], times: Array) ->
 
     Parameters
     ----------
-    run : Run
-    seeds : Seeds
     places : sequence of int
         Of the leaves of the parameters to differentiate by.
     times : array, shape (1, n_saved) or (N, n_saved)

@@ -33,15 +33,12 @@ class Solver:
 
     Parameters
     ----------
-    compiler : Compiler
     program : Program
         What f computes.
     conditions : tuple of Program
         What the conditions of the events compute.
     batch : Batch
         Of plain arrays.
-    settings : Settings
-    threads : int
     """
 
     def __init__(

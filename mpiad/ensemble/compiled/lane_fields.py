@@ -23,10 +23,6 @@ class Fields:
 
     With constant distances between fields in one buffer, the compiler can prove that they don't overlap. Of states in
     single precision, times have a buffer of their own.
-
-    Parameters
-    ----------
-    form : Form
     """
 
     def __init__(self, form: Form):
@@ -64,12 +60,7 @@ class Fields:
 
 
 class Lanes:
-    """The fields of the forward kernel's buffer.
-
-    Parameters
-    ----------
-    form : Form
-    """
+    """The fields of the forward kernel's buffer."""
 
     def __init__(self, form: Form):
         self.form, self.steps = form, Steps(form)

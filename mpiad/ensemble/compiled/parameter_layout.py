@@ -83,7 +83,6 @@ class Layout(NamedTuple):
         ----------
         leaves : list
             As `Parameters` holds them: the last axis of one that varies counts trajectories.
-        count : int
         dtype : dtype
             Of the rows, real.
 

@@ -28,9 +28,6 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
 
     Parameters
     ----------
-    solver : Solver
-    run : Run
-    seeds : Seeds
     places : sequence of int
         Of the leaves of the parameters to differentiate by.
     timed : bool

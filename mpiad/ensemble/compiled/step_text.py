@@ -24,7 +24,6 @@ class Steps:
 
     Parameters
     ----------
-    form : Form
     fused : bool
         Whether sums of products in derivatives are made of `fma`.
     """

@@ -55,7 +55,6 @@ def verify_condition(program: Program, batch: Batch, event: Event) -> None:
         What was traced, of one output.
     batch : Batch
         Of plain arrays.
-    event : Event
 
     Raises
     ------

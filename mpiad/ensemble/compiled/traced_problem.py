@@ -46,13 +46,7 @@ _known: dict[Fingerprint, TracedProblem] = {}
 
 
 class TracedProblem(NamedTuple):
-    """What f, and the conditions of events, compute.
-
-    Parameters
-    ----------
-    program : Program
-    conditions : tuple of Program
-    """
+    """What f, and the conditions of events, compute."""
 
     program: Program
     conditions: tuple[Program, ...]
@@ -69,7 +63,6 @@ def remembered(
         Returns it, None where the batch isn't compiled.
     batch : Batch
         Of plain arrays on the host.
-    events : sequence of Event
     traced, must : bool
         Whether f will be differentiated, and whether the batch must be compiled.
     """
@@ -128,7 +121,6 @@ def changes(f: Function, program: Program, warn: Warn, name: str = "f") -> bool:
 
     Parameters
     ----------
-    f : callable
     program : Program
         What it computes in this solve.
     warn : callable
@@ -164,7 +156,6 @@ def conditions_of(batch: Batch, events: Sequence[Event], must: bool, warn: Warn)
     ----------
     batch : Batch
         Of plain arrays on the host.
-    events : sequence of Event
     must : bool
         Whether to raise instead.
     warn : callable

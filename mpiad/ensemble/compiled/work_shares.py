@@ -44,8 +44,6 @@ def each(fun: Callable[[Any, Callable[[], None]], Result], items: Iterable[Any],
     ----------
     fun : callable
         ``fun(item, pause)`` calls ``pause()`` now and then: what is raised in one thread ends it there in the others.
-    items : iterable
-    threads : int
     """
     items = list(items)
     if threads == 1 or len(items) < 2:

@@ -37,8 +37,6 @@ class DeviceRun(Run):
 
     Parameters
     ----------
-    batch : Batch
-    settings : Settings
     outcome : Outcome
         With a record that is closed.
     """
@@ -205,8 +203,6 @@ class RoundSweep(StepSweep):
 
     Parameters
     ----------
-    run : DeviceRun
-    block : Block
     every : int or None
         Of every so many states one was kept, and the others are computed again; None: all were, or they aren't wanted.
     """

@@ -16,8 +16,6 @@ class DeviceStages:
 
     Parameters
     ----------
-    table : DeviceCoefficients
-    derivative : Derivative
     first : array, shape (d, n)
         f at the present states, in the direction of the solve.
 

@@ -32,7 +32,6 @@ class Round(NamedTuple):
         When the step ended, where a terminal event may have cut it short; None elsewhere: it is `t_new`.
     most : int
         Of saved times in one column's step.
-    met : list of Met
     """
 
     t: Array
@@ -91,7 +90,6 @@ class Block:
     ----------
     ids : array of int, shape (n,)
     sign : array, shape (n,), or None
-    leaves : list
 
     Attributes
     ----------
@@ -108,9 +106,6 @@ class Record:
 
     Parameters
     ----------
-    batch : Batch
-    table : DeviceCoefficients
-    saves : SaveTimes, EveryStep or None
     every : int or None
         Keep the states before every so many rounds of a block only.
 

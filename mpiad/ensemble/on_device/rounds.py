@@ -38,7 +38,6 @@ def integrate(batch: Batch, settings: Settings) -> Outcome:
     ----------
     batch : Batch
         With start and end on the host.
-    settings : Settings
 
     Returns
     -------
@@ -53,13 +52,7 @@ def integrate(batch: Batch, settings: Settings) -> Outcome:
 
 
 class DeviceWorkingSet(Turns):
-    """The working set of a solve: all trajectories, less those that ended long ago.
-
-    Parameters
-    ----------
-    batch : Batch
-    settings : Settings
-    """
+    """The working set of a solve: all trajectories, less those that ended long ago."""
 
     _one = 1.0
 

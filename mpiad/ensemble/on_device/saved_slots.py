@@ -45,7 +45,6 @@ class SaveTimes:
     ----------
     times : array, shape (n_saved,) or (N, n_saved)
         On the host.
-    batch : Batch
     signs : array, shape (N,)
     watched : bool
         Whether each step must be looked at anyway: not all trajectories may come to their ends.
@@ -105,10 +104,6 @@ class SaveTimes:
 
 class EveryStep:
     """As `SaveTimes`: the start, and the end of each accepted step.
-
-    Parameters
-    ----------
-    batch : Batch
 
     Attributes
     ----------

@@ -29,13 +29,7 @@ def came_through(form: Form) -> str:
 
 
 class EventSearch:
-    """Lines of the forward kernel.
-
-    Parameters
-    ----------
-    form : Form
-    steps : Steps
-    """
+    """Lines of the forward kernel."""
 
     def __init__(self, form: Form, steps: Steps):
         self._form, self._steps, self._events = form, steps, range(len(form.events))
@@ -96,13 +90,7 @@ class EventSearch:
 
 
 class Crossings:
-    """Lines of the reverse kernel.
-
-    Parameters
-    ----------
-    form : Form
-    steps : Steps
-    """
+    """Lines of the reverse kernel."""
 
     def __init__(self, form: Form, steps: Steps):
         self._form, self._steps, self._last = form, steps, form.stages

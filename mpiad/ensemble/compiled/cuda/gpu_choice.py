@@ -25,12 +25,10 @@ def program_for_gpu(compiler: Compiler, given: Batch, host: Batch, settings: Set
 
     Parameters
     ----------
-    compiler : Compiler
     given : Batch
         With traced values in it.
     host : Batch
         The same, or a few trajectories like it, as plain arrays on the host.
-    settings : Settings
 
     Raises
     ------

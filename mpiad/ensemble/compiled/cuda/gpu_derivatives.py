@@ -33,8 +33,6 @@ class Solved:
 
     Parameters
     ----------
-    solver : Solver
-    results : DeviceResults
     carried : tuple of tuple of (str, int)
         Along which the results carried tangents.
     by_tangent : bool
@@ -171,7 +169,6 @@ def results_of(solved: Solved, given: Batch) -> list[Array]:
 
     Parameters
     ----------
-    solved : Solved
     given : Batch
         With traced values in it.
 

@@ -47,10 +47,8 @@ def inputs_of(arrays: ArrayModule, batch: Batch, settings: Settings, layout: Lay
 
     Parameters
     ----------
-    arrays : ArrayModule
     batch : Batch
         Of plain arrays, on the host or on the device.
-    settings : Settings
     layout : Layout
         Of the parameters.
     """

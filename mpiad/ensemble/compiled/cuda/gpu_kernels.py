@@ -23,7 +23,6 @@ class Loaded(NamedTuple):
 
     Parameters
     ----------
-    kernel : DeviceKernel
     text : str
         Its source.
     """
@@ -37,11 +36,9 @@ def loaded(launcher: Launcher, text: str, name: str, options: tuple[str, ...]) -
 
     Parameters
     ----------
-    launcher : Launcher
     text : str
         CUDA C.
     name : {"forward", "reverse"}
-    options : tuple of str
     """
     key = launcher, hashlib.sha256("\n".join([name, *options, text]).encode()).hexdigest()
     # Under the lock: a second thread waits for the first one's kernel instead of compiling it, too.

@@ -28,7 +28,6 @@ def longest_of_blocks(arrays: ArrayModule, naccept: Array) -> tuple[int, Array]:
 
     Parameters
     ----------
-    arrays : ArrayModule
     naccept : array of int, shape (n,)
         On the device.
     """
@@ -52,7 +51,6 @@ def shares_within(size: int, longest: Array, count: int, bytes_per_step: int, bu
         The most steps of any trajectory of each block.
     count : int
         How many trajectories there are.
-    bytes_per_step, budget : int
 
     Raises
     ------

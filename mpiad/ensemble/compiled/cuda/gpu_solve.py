@@ -42,13 +42,10 @@ def solved_on_gpu(
 
     Parameters
     ----------
-    backend : EnsembleGPU, or EnsembleMPI with one inside
-    compiler : Compiler
     given : Batch
         With traced values in it.
     batch : Batch
         The same as plain arrays, on a device or on the host.
-    settings : Settings
     by_arrays : callable
         ``by_arrays(backend, given, batch, settings)`` solves it where the arrays live.
 

@@ -77,15 +77,12 @@ class Solver:
 
     Parameters
     ----------
-    gpu : EnsembleGPU
     arrays : ArrayModule
         Of the device.
     program : Program
         What f computes.
     batch : Batch
         Of plain arrays, on the host or on the device.
-    settings : Settings
-    layout : Layout
     told : callable
         ``told(name, loaded)`` is told which kernels are used.
     conditions : tuple of Program
