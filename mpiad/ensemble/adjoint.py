@@ -17,9 +17,8 @@ from mpiad.ensemble.event_adjoint import pull_event
 from mpiad.ensemble.linearization import Tracing
 from mpiad.ensemble.run import Run
 from mpiad.ensemble.seeds import Seeds
-from mpiad.ensemble.step_cotangents import Inside, StepCotangents
 from mpiad.ensemble.step_sweep import Met, StepSweep, Visit
-from mpiad.ensemble.transposed_step import Arrival, TransposedStep, over_slots
+from mpiad.ensemble.transposed_step import Arrival, Inside, StepCotangents, TransposedStep, over_slots
 
 __all__ = ["Cotangents", "of_ends", "pull_run"]
 

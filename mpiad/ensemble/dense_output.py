@@ -7,22 +7,29 @@ again. With traced inputs the states are saved values of the same steps, whose d
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+from typing import Any
 
+import autograd.numpy as anp
 import numpy as np
 
-from mpiad._typing import Array
+from mpiad._typing import Array, Comm
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.coefficients import Coefficients, interpolate
 from mpiad.ensemble.derivative import derivative_of
 from mpiad.ensemble.differentiable import differentiable
 from mpiad.ensemble.outcome import Outcome
+from mpiad.ensemble.pickled_communicator import PickledCommunicator, present
 from mpiad.ensemble.record import Steps
 from mpiad.ensemble.run import INITIAL, NOWHERE, Run
 from mpiad.ensemble.settings import GradientOptions, Settings
 from mpiad.ensemble.solution import solution_of
 from mpiad.ensemble.stages import Stages
+from mpiad.primitives import mpi_allgather
+from mpiad.transport import channel
+from mpiad.transport.agreement import raise_together, require_same
 
-__all__ = ["DenseOutput"]
+__all__ = ["DenseOutput", "GatheredOutput", "JoinedOutput"]
 
 # Numbers in one array while states are interpolated.
 _BLOCK = 32_768
@@ -153,3 +160,66 @@ class DenseOutput:
         last = np.flatnonzero(final & (due == outcome.t_reached[ids]))
         value[:, last] = outcome.u_end[:, ids[last]]
         return value
+
+
+class JoinedOutput:
+    """Batches, one after the other.
+
+    Parameters
+    ----------
+    parts : list of (callable, int)
+        The interpolants of each, and how many trajectories it has.
+    """
+
+    def __init__(self, parts: list[tuple[Any, int]]):
+        self._parts = parts
+
+    def __call__(self, times: Array, only: int | None = None) -> Array:
+        """Return states, shape (N, n, …); of one trajectory (n, …)."""
+        found, first = [], 0
+        for part, count in self._parts:
+            rows = times[first : first + count] if times.ndim == 2 else times
+            if only is None:
+                found.append(part(rows))
+            elif first <= only < first + count:
+                return part(rows, only - first)
+            first += count
+        return anp.concatenate(found)
+
+
+class GatheredOutput:
+    """The shares of all ranks.
+
+    Parameters
+    ----------
+    share : callable
+        The interpolants of this rank's.
+    count : int
+        How many trajectories it has.
+
+    Notes
+    -----
+    All ranks call it, with the same times.
+    """
+
+    def __init__(self, share: Any, count: int, comm: Comm):
+        self._share, self._count, self._comm = share, count, PickledCommunicator(comm)
+
+    def __call__(self, times: Array, only: int | None = None) -> Array:
+        """Return states, shape (N, n, …); of one trajectory (n, …)."""
+        comm = present(self._comm.comm, "sol(t)", "Ask for these times by saveat in the solve, or pickle sol(t).")
+        used = channel(comm, "ensemble.solve")
+        digest = hashlib.sha256(times.tobytes()).hexdigest()[:16]
+        # By a hash: with other times on one rank the gathered states would be put together of different questions.
+        require_same(used, f"t of shape {times.shape}, with SHA-256 {digest}", "sol(t)")
+        counts = used.data.allgather(self._count)
+        first = sum(counts[: used.rank])
+        own, error = None, None
+        try:
+            # A rank whose share fails must still come to the agreement, where the others wait.
+            own = self._share(times[first : first + self._count] if times.ndim == 2 else times)
+        except Exception as found:  # noqa: BLE001 it is raised on all ranks
+            error = found
+        raise_together(used, error)
+        everything = mpi_allgather(own, axis=0, comm=comm)
+        return everything if only is None else everything[only]

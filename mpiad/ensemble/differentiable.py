@@ -18,11 +18,10 @@ from mpiad.device import to_host
 from mpiad.differentiation.concatenation import Concatenation
 from mpiad.ensemble.adjoint import Cotangents, pull_run
 from mpiad.ensemble.batch import Batch
-from mpiad.ensemble.compiled.forward_tangents import carried_tangents
-from mpiad.ensemble.compiled.reverse_sweep import pull_compiled
+from mpiad.ensemble.compiled.reverse_sweep import carried_tangents, pull_compiled
 from mpiad.ensemble.continuous import pull_continuous
 from mpiad.ensemble.directions import Number, contracted, in_common, numbers, numbers_of, pushed
-from mpiad.ensemble.event_table import traced_events
+from mpiad.ensemble.events import traced_events
 from mpiad.ensemble.replay import replayed, replayed_jvp, replayed_vjp
 from mpiad.ensemble.run import Run
 from mpiad.ensemble.seeds import Seeds

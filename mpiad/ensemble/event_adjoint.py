@@ -17,9 +17,8 @@ from mpiad.differentiation.backward import run_backward
 from mpiad.differentiation.trace import Variables, trace_backwards
 from mpiad.ensemble.coefficients import interpolate, stage_rates
 from mpiad.ensemble.run import Run
-from mpiad.ensemble.step_cotangents import Inside, StepCotangents
 from mpiad.ensemble.step_sweep import Met
-from mpiad.ensemble.transposed_step import TransposedStep
+from mpiad.ensemble.transposed_step import Inside, StepCotangents, TransposedStep
 from mpiad.primitives.cotangents import conform, spec_like
 
 __all__ = ["pull_event"]

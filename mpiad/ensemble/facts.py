@@ -18,8 +18,8 @@ from autograd.tracer import getval
 
 from mpiad._typing import Array
 from mpiad.ensemble.batch import same_for_all
-from mpiad.ensemble.joining import check_alike, joined_times
 from mpiad.ensemble.outcome import came_through, names_of
+from mpiad.ensemble.reduction import check_alike, joined_times
 from mpiad.ensemble.solution import EnsembleSolution
 from mpiad.transport import Channel
 from mpiad.transport.agreement import raise_first

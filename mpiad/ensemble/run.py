@@ -12,7 +12,7 @@ from mpiad._typing import Array
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.coefficients import Coefficients
 from mpiad.ensemble.derivative import derivative_of
-from mpiad.ensemble.field import Field
+from mpiad.ensemble.linearization import Field
 from mpiad.ensemble.outcome import Outcome, ReturnCode
 from mpiad.ensemble.record import Steps
 from mpiad.ensemble.seeds import Entries, Seeds

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from autograd.tracer import isbox
 
 from mpiad._typing import Array
 from mpiad.ensemble.coefficients import Coefficients, interpolate
@@ -12,7 +13,7 @@ from mpiad.ensemble.initialization import Joint
 from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.record import Step
 
-__all__ = ["SavePoints", "save_times"]
+__all__ = ["SavePoints", "save_times", "times_of"]
 
 
 def save_times(saveat: Any, start: Array, end: Array) -> Array:
@@ -91,6 +92,36 @@ def _check(times: Array, start: Array, end: Array) -> None:
             "solve: the times of saveat must be in the order of the solve, from the start of tspan on, but got "
             f"{later} after {earlier}. Sort them."
         )
+
+
+def times_of(t: Any, count: int | None) -> Array:
+    """Return the times that `sol(t)` asks for, shape (n,) or (N, n).
+
+    Parameters
+    ----------
+    t : number, or array of shape (n,) or (N, n)
+    count : int or None
+        N; None for a single solution, which has no rows.
+
+    Raises
+    ------
+    NotImplementedError
+        Where t is traced.
+    TypeError, ValueError
+        Where it isn't numbers, or of another shape.
+    """
+    if isbox(t) or (isinstance(t, (list, tuple)) and any(map(isbox, t))):
+        raise NotImplementedError(
+            "sol(t): t is traced, but states have no derivative here by the times at which they are looked at. Pass "
+            "mpiad.stop(t), or let tspan end at the time that moves: u_end has a derivative by it."
+        )
+    times = np.asarray(t)
+    if times.dtype.kind not in "iuf":
+        raise TypeError(f"sol(t): t must be a number or numbers, but got {t!r}.")
+    if times.ndim > (1 if count is None else 2) or (times.ndim == 2 and len(times) != count):
+        rows = "" if count is None else f", or (N, n) with N = {count}"
+        raise ValueError(f"sol(t): t must be a number, or have shape (n,){rows}, but has shape {times.shape}.")
+    return np.atleast_1d(times.astype(float))
 
 
 class SavePoints:

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.ensemble.algorithms import Algorithm
 from mpiad.ensemble.events import Event
+from mpiad.ensemble.tableaus import Algorithm
 
 __all__ = ["Settings", "GradientOptions"]
 

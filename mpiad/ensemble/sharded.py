@@ -13,11 +13,11 @@ import numpy as np
 from autograd.tracer import getval, isbox
 
 from mpiad._typing import Array, Comm
-from mpiad.ensemble.dense_parts import GatheredOutput
+from mpiad.ensemble.dense_output import GatheredOutput
 from mpiad.ensemble.facts import Facts
-from mpiad.ensemble.joining import widened
 from mpiad.ensemble.outcome import names_of
 from mpiad.ensemble.pickled_communicator import PickledCommunicator, present
+from mpiad.ensemble.reduction import widened
 from mpiad.ensemble.solution import EnsembleSolution, at_ends
 from mpiad.ensemble.statistics import quantile, root, squared_distance, summary
 from mpiad.primitives import mpi_allgather, mpi_allreduce

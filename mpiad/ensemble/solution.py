@@ -12,12 +12,12 @@ import numpy as np
 from autograd.tracer import getval, isbox
 
 from mpiad._typing import Array
-from mpiad.ensemble.algorithms import Algorithm
 from mpiad.ensemble.batch import Batch
-from mpiad.ensemble.dense_parts import times_of
 from mpiad.ensemble.outcome import Outcome, came_through, codes_of, names_of
+from mpiad.ensemble.saving import times_of
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.statistics import mean, quantile, spread, summary
+from mpiad.ensemble.tableaus import Algorithm
 from mpiad.transport.device_arrays import arrays_of
 
 __all__ = ["EnsembleSolution", "ODESolution", "unshared", "at_ends", "evaluations", "solution_of"]
@@ -249,7 +249,7 @@ class EnsembleSolution:
         ValueError
             Where trajectories have saved times of their own.
         """
-        from mpiad.ensemble.plot import draw
+        from mpiad.ensemble.statistics import draw
 
         return draw(self, ax, component, band, lines)
 

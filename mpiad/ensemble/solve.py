@@ -13,7 +13,6 @@ import numpy as np
 from autograd.tracer import getval
 
 from mpiad._typing import Array
-from mpiad.ensemble.algorithms import Algorithm
 from mpiad.ensemble.backends import Compiler, EnsembleAlgorithm, EnsembleSerial, EnsembleVectorized
 from mpiad.ensemble.batch import Batch, is_on_device, placed
 from mpiad.ensemble.compiled.cuda.gpu_solve import solved_on_gpu
@@ -23,19 +22,19 @@ from mpiad.ensemble.differentiable import differentiable
 from mpiad.ensemble.events import Event
 from mpiad.ensemble.facts import Facts, fingerprint
 from mpiad.ensemble.gpu import EnsembleGPU
-from mpiad.ensemble.joining import joined
 from mpiad.ensemble.members import columns_of, initial_states, master_seed, members
 from mpiad.ensemble.methods.dormand_prince import RK45
 from mpiad.ensemble.on_device.device_run import run_of
 from mpiad.ensemble.outcome import ReturnCode
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
 from mpiad.ensemble.ranks import EnsembleMPI, Sharing, over_ranks
-from mpiad.ensemble.reduction import combined, reduced
+from mpiad.ensemble.reduction import combined, joined, reduced
 from mpiad.ensemble.saving import save_times
 from mpiad.ensemble.settings import GradientOptions, Settings
 from mpiad.ensemble.sharded import ShardedSolution
 from mpiad.ensemble.solution import EnsembleSolution, evaluations, solution_of, unshared
 from mpiad.ensemble.solve_options import SolveOptions, checked_options
+from mpiad.ensemble.tableaus import Algorithm
 from mpiad.errors import IntegrationError
 from mpiad.progress_line import ProgressLine
 from mpiad.transport import Channel, channel

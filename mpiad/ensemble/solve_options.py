@@ -10,10 +10,10 @@ import numpy as np
 from autograd.tracer import isbox
 
 from mpiad._typing import Array
-from mpiad.ensemble.algorithms import Algorithm
 from mpiad.ensemble.backends import EnsembleAlgorithm
 from mpiad.ensemble.events import Event
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
+from mpiad.ensemble.tableaus import Algorithm
 from mpiad.transport.device_arrays import is_device_array, named
 
 __all__ = ["SolveOptions", "checked_options"]

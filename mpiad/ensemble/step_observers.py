@@ -7,8 +7,7 @@ import numpy as np
 from mpiad._typing import Array, Tree
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.coefficients import Coefficients
-from mpiad.ensemble.event_table import events_of, in_order
-from mpiad.ensemble.events import EventWatch
+from mpiad.ensemble.events import EventWatch, events_of, in_order
 from mpiad.ensemble.initialization import Entrants, Initialization, Joint
 from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.record import Log, Step

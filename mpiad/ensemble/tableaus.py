@@ -13,12 +13,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 import numpy as np
 
 from mpiad._typing import Array
+from mpiad.ensemble.controller import Controller, IController
 
-__all__ = ["Tableau", "explicit"]
+__all__ = ["Algorithm", "Tableau", "explicit"]
 
 # Of sums of published decimals.
 _ROUNDING = 1e-13
@@ -114,3 +116,17 @@ def _hermite(b: Sequence[float]) -> Array:
     weights[0] += [1.0, -2.0, 1.0]
     weights[-1] += [0.0, -1.0, 1.0]
     return weights
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """A Runge-Kutta method and how its steps are chosen.
+
+    Parameters
+    ----------
+    controller : IController or PIController
+        SciPy's by default.
+    """
+
+    controller: Controller = IController()
+    tableau: ClassVar[Tableau]

@@ -15,8 +15,7 @@ from mpiad._typing import Array
 from mpiad.ensemble.batch import Batch, spread
 from mpiad.ensemble.derivative import COUPLED, Derivative, derivative_of, locked
 from mpiad.ensemble.events import Event
-from mpiad.ensemble.field import Field
-from mpiad.ensemble.linearization import check_traceable
+from mpiad.ensemble.linearization import Field, check_traceable
 from mpiad.transport.device_arrays import arrays_of
 
 __all__ = ["MOVED", "try_once"]

@@ -21,8 +21,8 @@ from mpiad.ensemble.event_adjoint import pull_event
 from mpiad.ensemble.run import INITIAL, NOWHERE, Run
 from mpiad.ensemble.seeds import Seeds
 from mpiad.ensemble.stages import Stages
-from mpiad.ensemble.step_cotangents import StepCotangents
 from mpiad.ensemble.step_sweep import Met
+from mpiad.ensemble.transposed_step import StepCotangents
 
 __all__ = ["KernelSeeds", "kernel_seeds"]
 

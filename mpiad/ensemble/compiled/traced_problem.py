@@ -21,8 +21,7 @@ from mpiad.compiling.trace_errors import Untraceable, place_of
 from mpiad.compiling.tracing import identity_of
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.compiled.parameter_layout import layout_of
-from mpiad.ensemble.compiled.trace import trace
-from mpiad.ensemble.compiled.trace_check import verify, verify_condition
+from mpiad.ensemble.compiled.trace import trace, verify, verify_condition
 from mpiad.ensemble.events import Event
 
 __all__ = ["TracedProblem", "Warn", "conditions_of", "remembered", "traced_program", "warn_once"]

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mpiad.ensemble.algorithms import Algorithm
-from mpiad.ensemble.tableaus import Tableau, explicit
+from mpiad.ensemble.tableaus import Algorithm, Tableau, explicit
 
 __all__ = ["BS3"]
 

@@ -7,8 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from mpiad.ensemble.algorithms import Algorithm
-from mpiad.ensemble.tableaus import Tableau, explicit
+from mpiad.ensemble.tableaus import Algorithm, Tableau, explicit
 
 __all__ = ["Tsit5"]
 

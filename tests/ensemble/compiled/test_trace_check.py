@@ -9,8 +9,7 @@ from traced_right_hand_sides import SYSTEMS
 
 from mpiad.compiling.trace_errors import Untraceable
 from mpiad.ensemble.batch import Batch, Parameters
-from mpiad.ensemble.compiled.trace import trace
-from mpiad.ensemble.compiled.trace_check import verify
+from mpiad.ensemble.compiled.trace import trace, verify
 
 pytestmark = pytest.mark.serial
 

@@ -7,6 +7,10 @@ one share's steps, and only during a backward pass. Both runs are of the same ma
 
 from __future__ import annotations
 
+import hashlib
+import logging
+import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +21,6 @@ from mpiad.compiling.program import Program
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.compiled.cuda.cuda_events import ROWS
 from mpiad.ensemble.compiled.cuda.gpu_inputs import inputs_of, placed
-from mpiad.ensemble.compiled.cuda.gpu_kernels import Loaded, loaded, threads_per_block
 from mpiad.ensemble.compiled.cuda.gpu_shares import Share, longest_of_blocks, shares_within
 from mpiad.ensemble.compiled.kernel_form import Form, form_of
 from mpiad.ensemble.compiled.kernel_texts import cuda_text, parameter_names
@@ -25,13 +28,17 @@ from mpiad.ensemble.compiled.parameter_layout import Layout
 from mpiad.ensemble.gpu import EnsembleGPU
 from mpiad.ensemble.settings import Settings
 from mpiad.transport.device_arrays import ArrayModule
-from mpiad.transport.device_kernels import launcher_of
+from mpiad.transport.device_kernels import DeviceKernel, Launcher, launcher_of
 
-__all__ = ["Directions", "DeviceResults", "Pulled", "Solver"]
+__all__ = ["DeviceResults", "Directions", "Loaded", "Pulled", "Solver", "loaded", "threads_per_block"]
 
 # Rows of events for which there is room at first, beside those that are to be expected.
 _ROWS = 1024
 Directions = tuple[tuple[str, int], ...]
+_log = logging.getLogger("mpiad")
+
+_lock = threading.RLock()
+_known: dict[tuple[Any, str], Loaded] = {}
 
 
 class DeviceResults(NamedTuple):
@@ -228,3 +235,48 @@ class Solver:
             blocks = -(-share.count // threads)
             numbers = (self.count, share.first, share.count)
             self._launcher.launch(kernel.kernel, blocks, threads, (*numbers, *arguments))
+
+
+class Loaded(NamedTuple):
+    """A kernel on a device.
+
+    Parameters
+    ----------
+    text : str
+        Its source.
+    """
+
+    kernel: DeviceKernel
+    text: str
+
+
+def loaded(launcher: Launcher, text: str, name: str, options: tuple[str, ...]) -> Loaded:
+    """Return a kernel of a text, compiled where this process hasn't done so for this device.
+
+    Parameters
+    ----------
+    text : str
+        CUDA C.
+    name : {"forward", "reverse"}
+    """
+    key = launcher, hashlib.sha256("\n".join([name, *options, text]).encode()).hexdigest()
+    # Under the lock: a second thread waits for the first one's kernel instead of compiling it, too.
+    with _lock:
+        if key not in _known:
+            started = time.perf_counter()
+            kernel = launcher.compiled(text, name, options)
+            _log.info(
+                "solve: the %s kernel was compiled for the GPU in %.2f s; each thread takes %d registers and %d bytes of "
+                "local memory.", name, time.perf_counter() - started, kernel.registers, kernel.local_bytes,
+            )  # fmt: skip
+            _known[key] = Loaded(kernel, text)
+        return _known[key]
+
+
+def threads_per_block(count: int, multiprocessors: int) -> int:
+    """Return how many threads a block has: 128, fewer where two blocks wouldn't come to each multiprocessor.
+
+    A block leaves when its longest trajectory has ended, so it isn't larger than what hides latency. Registers never limit
+    it: 256 threads may have the 255 that are the most there are.
+    """
+    return next((threads for threads in (128, 64) if count >= 2 * threads * multiprocessors), 32)
