@@ -22,6 +22,7 @@ Buffer: TypeAlias = Any
 """What mpi4py sends from or receives into: an array, bytes, or one of these with counts."""
 Rank: TypeAlias = int
 Shape: TypeAlias = tuple[int, ...]
+Axis: TypeAlias = int | tuple[int, ...] | None
 Function: TypeAlias = Callable[..., Any]
 
 LocalArray: TypeAlias = Array

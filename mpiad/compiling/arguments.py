@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from mpiad._typing import Array
 
@@ -42,7 +43,7 @@ def is_linked(signature: str) -> bool:
     return signature.startswith("linked(")
 
 
-def argument(x: Any, dtype: Any = float) -> Array:
+def argument(x: Array, dtype: DTypeLike = float) -> Array:
     """Return an array as kernels take it: itself, where it is contiguous, of this dtype, and may be written."""
     return np.require(x, dtype, ["C_CONTIGUOUS", "WRITEABLE"])
 

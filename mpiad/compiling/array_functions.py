@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mpiad._typing import Array, Axis
 from mpiad.compiling.symbols import Symbol, choose, numbers_of
 from mpiad.compiling.ufuncs import entrywise, reduced
 
@@ -24,13 +25,13 @@ __all__ = ["FUNCTIONS", "METHODS"]
 _LONGEST_TABLE = 64
 
 
-def _moved(function: Callable, like: SymbolicArray, array: Any, *args: Any, **kwargs: Any) -> Any:
+def _moved(function: Callable, like: SymbolicArray, array: Array, *args: Any, **kwargs: Any) -> Any:
     """Apply a function that moves the entries of its first argument about."""
     made = function(numbers_of(like.builder, array), *args, **kwargs)
     return [like.like(part) for part in made] if isinstance(made, (list, tuple)) else like.like(made)
 
 
-def _joined(function: Callable, like: SymbolicArray, arrays: Any, *args: Any, **kwargs: Any) -> SymbolicArray:
+def _joined(function: Callable, like: SymbolicArray, arrays: Array, *args: Any, **kwargs: Any) -> SymbolicArray:
     """Apply a function that puts arrays together."""
     return like.like(function([numbers_of(like.builder, array) for array in arrays], *args, **kwargs))
 
@@ -43,7 +44,7 @@ def _computed(function: Callable, like: SymbolicArray, *args: Any, **kwargs: Any
     return like.like(numbers_of(like.builder, function(*(_as_objects(like, x) for x in args), **kwargs)))
 
 
-def _as_objects(like: SymbolicArray, value: Any) -> Any:
+def _as_objects(like: SymbolicArray, value: object) -> Any:
     if isinstance(value, type(like)):
         return value.objects()
     if isinstance(value, (list, tuple)):
@@ -51,7 +52,7 @@ def _as_objects(like: SymbolicArray, value: Any) -> Any:
     return value
 
 
-def _where(like: SymbolicArray, condition: Any, *choices: Any) -> SymbolicArray:
+def _where(like: SymbolicArray, condition: object, *choices: Any) -> SymbolicArray:
     if len(choices) != 2:
         like.builder.refuse("it looks for places where a traced condition holds: give np.where three arguments")
     return entrywise(like, choose, condition, *choices)
@@ -65,7 +66,7 @@ def _select(like: SymbolicArray, conditions: Any, choices: Any, default: Any = 0
     return made
 
 
-def _clip(like: SymbolicArray, array: Any, a_min: Any = None, a_max: Any = None, **others: Any) -> Any:
+def _clip(like: SymbolicArray, array: Array, a_min: Array = None, a_max: Array = None, **others: Any) -> Any:
     least, most = others.get("min", a_min), others.get("max", a_max)
     # Not by maximum and minimum, which share a derivative in a tie: at a bound autograd's clip has none.
     if least is not None and least is not np._NoValue:
@@ -75,27 +76,27 @@ def _clip(like: SymbolicArray, array: Any, a_min: Any = None, a_max: Any = None,
     return array
 
 
-def _reduced(ufunc: np.ufunc, like: SymbolicArray, array: Any, axis: Any = None, **kwargs: Any) -> SymbolicArray:
+def _reduced(ufunc: np.ufunc, like: SymbolicArray, array: Array, axis: Axis = None, **kwargs: Any) -> SymbolicArray:
     return reduced(like, ufunc, array, axis, **kwargs)
 
 
-def _mean(like: SymbolicArray, array: Any, axis: Any = None, **kwargs: Any) -> SymbolicArray:
+def _mean(like: SymbolicArray, array: Array, axis: Axis = None, **kwargs: Any) -> SymbolicArray:
     total = reduced(like, np.add, array, axis, **kwargs)
     return total / (np.size(numbers_of(like.builder, array)) // max(total.size, 1))
 
 
-def _norm(like: SymbolicArray, x: Any, ord: Any = None, axis: Any = None, keepdims: bool = False) -> Any:  # noqa: A002
+def _norm(like: SymbolicArray, x: Array, ord: int | None = None, axis: Axis = None, keepdims: bool = False) -> Any:  # noqa: A002
     if ord not in (None, 2) or (ord == 2 and axis is None and np.ndim(numbers_of(like.builder, x)) > 1):
         like.builder.refuse(f"it calls numpy.linalg.norm with ord={ord!r}")
     return np.sqrt(reduced(like, np.add, np.real(x * np.conjugate(x)), axis, keepdims=keepdims))
 
 
-def _angle(like: SymbolicArray, z: SymbolicArray, deg: bool = False) -> SymbolicArray:
+def _angle(like: SymbolicArray, z: Array, deg: bool = False) -> SymbolicArray:
     angle: Any = np.arctan2(z.imag, z.real)
     return angle * (180 / np.pi) if deg else angle
 
 
-def _sinc(like: SymbolicArray, x: Any) -> SymbolicArray:
+def _sinc(like: SymbolicArray, x: Array) -> SymbolicArray:
     def one(x: Symbol) -> Symbol:
         # As NumPy does it, which gives 1 at 0.
         y = np.pi * choose(x == 0.0, 1e-20, x)
@@ -104,14 +105,14 @@ def _sinc(like: SymbolicArray, x: Any) -> SymbolicArray:
     return entrywise(like, one, x)
 
 
-def _rounded(like: SymbolicArray, x: Any, decimals: int = 0) -> SymbolicArray:
+def _rounded(like: SymbolicArray, x: Array, decimals: int = 0) -> SymbolicArray:
     if decimals:
         like.builder.refuse(f"it calls numpy.round with decimals={decimals}")
     return np.rint(x)
 
 
 def _filled(value: float | None) -> Callable:
-    def made(like: SymbolicArray, array: Any, *args: Any, shape: Any = None, **_: Any) -> SymbolicArray:
+    def made(like: SymbolicArray, array: Array, *args: Any, shape: Any = None, **_: Any) -> SymbolicArray:
         fill = args[0] if value is None else complex(value) if np.iscomplexobj(array) else value
         numbers = np.empty(np.shape(numbers_of(like.builder, array)) if shape is None else shape, int)
         numbers[...] = numbers_of(like.builder, fill)
@@ -120,12 +121,12 @@ def _filled(value: float | None) -> Callable:
     return made
 
 
-def _copied(like: SymbolicArray, array: Any, *_: Any, **__: Any) -> SymbolicArray:
+def _copied(like: SymbolicArray, array: Array, *_: Any, **__: Any) -> SymbolicArray:
     return like.like(numbers_of(like.builder, array).copy())
 
 
 def _interpolated(
-    like: SymbolicArray, x: Any, xp: Any, fp: Any, left: Any = None, right: Any = None, period: Any = None
+    like: SymbolicArray, x: Array, xp: Array, fp: Array, left: object = None, right: object = None, period: object = None
 ) -> SymbolicArray:
     """Return what `numpy.interp` does, by a choice between all lines of the table.
 
@@ -155,7 +156,7 @@ def _interpolated(
     return entrywise(like, one, x)
 
 
-def _polynomial(like: SymbolicArray, coefficients: Any, x: Any) -> Any:
+def _polynomial(like: SymbolicArray, coefficients: Any, x: Array) -> Any:
     """Return what `numpy.polyval` does."""
     made = 0.0 * x
     for coefficient in coefficients:

@@ -6,23 +6,23 @@ the parts of its conjugate.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
+from numpy.typing import DTypeLike
 
 from mpiad._typing import Array
 
 __all__ = ["from_parts", "from_row_parts", "is_complex", "parts", "real_dtype", "row_parts"]
 
 
-def is_complex(x: Any) -> bool:
+def is_complex(x: Array) -> bool:
     """Tell whether an array's, a number's or a dtype's numbers are complex."""
     return np.issubdtype(x, np.complexfloating) if isinstance(x, (type, np.dtype)) else np.iscomplexobj(x)
 
 
-def real_dtype(dtype: Any) -> np.dtype:
+def real_dtype(dtype: DTypeLike) -> np.dtype:
     """Return the dtype of the parts."""
-    return np.zeros(0, dtype).real.dtype
+    parts: Array = np.zeros(0, dtype)
+    return parts.real.dtype
 
 
 def parts(x: Array) -> Array:
@@ -30,7 +30,7 @@ def parts(x: Array) -> Array:
     return x.view(real_dtype(x.dtype)) if is_complex(x) else x
 
 
-def from_parts(x: Array, dtype: Any) -> Array:
+def from_parts(x: Array, dtype: DTypeLike) -> Array:
     """Return an array of a dtype whose `parts` these are."""
     return np.ascontiguousarray(x, real_dtype(dtype)).view(dtype) if is_complex(dtype) else x
 
@@ -42,7 +42,7 @@ def row_parts(x: Array) -> Array:
     return np.stack([x.real, x.imag], axis=-2).reshape(*x.shape[:-2], 2 * x.shape[-2], x.shape[-1])
 
 
-def from_row_parts(x: Array, dtype: Any) -> Array:
+def from_row_parts(x: Array, dtype: DTypeLike) -> Array:
     """Return an array of a dtype whose `row_parts` these are."""
     if not is_complex(dtype):
         return x

@@ -62,13 +62,13 @@ class _Reader:
         self.found: list[Any] = []
         self._known: set[int] = set()
 
-    def read(self, value: Any) -> None:
+    def read(self, value: object) -> None:
         """Note a value, and all that it leads to."""
         if len(self.found) > _MOST_VALUES:
             raise Unknown
         _READERS.get(type(value), _Reader._other)(self, value)
 
-    def _plain(self, value: Any) -> None:
+    def _plain(self, value: object) -> None:
         # 1, 1.0 and True are equal, and so are 0.0 and -0.0.
         self.found.append((type(value), value.hex() if type(value) is float else repr(value)))
 
@@ -118,7 +118,7 @@ class _Reader:
             elif use.name in UNSEEN or not hasattr(builtins, use.name):
                 raise Unknown
 
-    def _used(self, value: Any, attributes: tuple[str, ...]) -> None:
+    def _used(self, value: object, attributes: tuple[str, ...]) -> None:
         """Note what is read of a value: an attribute, of that the next one, and so on."""
         for name in attributes:
             if not _is_followed(value):
@@ -144,7 +144,7 @@ class _Reader:
         for part in (value.func, value.args, value.keywords):
             self.read(part)
 
-    def _other(self, value: Any) -> None:
+    def _other(self, value: object) -> None:
         if isinstance(value, np.generic):
             self.found.append((type(value), value.tobytes()))
         elif isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -186,7 +186,7 @@ def content_of(cell: Any) -> Any:
         raise Unknown from None
 
 
-def _is_followed(value: Any) -> bool:
+def _is_followed(value: object) -> bool:
     """Tell whether single attributes are read of a value: of modules, classes and objects of the user's."""
     if isinstance(value, (ModuleType, type)):
         return not _stays(value.__name__ if type(value) is ModuleType else value.__module__)

@@ -85,7 +85,7 @@ def function_of(code: Code, signature: str) -> Callable[..., None]:
     return function
 
 
-def _native(address: int, owner: Any, arguments: Sequence[Argument]) -> Callable[..., None]:
+def _native(address: int, owner: object, arguments: Sequence[Argument]) -> Callable[..., None]:
     """Return the function at an address, which stays there as long as its owner lives."""
     kinds: list[Any] = []
     for dtype, ndim in arguments:
@@ -104,7 +104,7 @@ def _native(address: int, owner: Any, arguments: Sequence[Argument]) -> Callable
     return called
 
 
-def _array(argument: Argument, value: Any, place: int) -> list[Any]:
+def _array(argument: Argument, value: object, place: int) -> list[Any]:
     """Return an array as kernels take it; of another kind, its memory would be misread."""
     if (
         type(value) is not np.ndarray or value.dtype != argument.dtype or value.ndim != argument.ndim

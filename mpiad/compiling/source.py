@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from mpiad.compiling.lowering import lowered
 from mpiad.compiling.operations import OPERATIONS
@@ -41,8 +42,9 @@ def indented(lines: list[str], depth: int = 1) -> list[str]:
 
 
 def lines(
-    program: Program, names: Names, outputs: Sequence[str], language: str = "python", dtype: Any = float, prefix: str = "v"
-) -> list[str]:
+    program: Program, names: Names, outputs: Sequence[str], language: str = "python", dtype: DTypeLike = float,
+    prefix: str = "v",
+) -> list[str]:  # fmt: skip
     """Return statements that compute a program's outputs.
 
     Parameters
@@ -72,7 +74,7 @@ def lines(
 
 
 def function_source(
-    program: Program, name: str, names: Names, arguments: Sequence[str], fused: bool = False, dtype: Any = float,
+    program: Program, name: str, names: Names, arguments: Sequence[str], fused: bool = False, dtype: DTypeLike = float,
     language: str = "python",
 ) -> str:  # fmt: skip
     """Return the text of a function of scalars that returns the outputs as a tuple; in C it gives them to references.

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from mpiad._typing import Array, Shape
 from mpiad.compiling.array_functions import FUNCTIONS, METHODS
@@ -34,7 +35,7 @@ class SymbolicArray(np.lib.mixins.NDArrayOperatorsMixin):
         Of the states; arrays of conditions say that they are boolean, and those of real numbers that they are real.
     """
 
-    def __init__(self, builder: Builder, numbers: Array, dtype: Any):
+    def __init__(self, builder: Builder, numbers: Array, dtype: DTypeLike):
         self.builder, self.numbers, self._dtype = builder, np.asarray(numbers), np.dtype(dtype)
 
     @property
@@ -92,20 +93,20 @@ class SymbolicArray(np.lib.mixins.NDArrayOperatorsMixin):
         made.reshape(-1)[:] = [Symbol(self.builder, number) for number in self.numbers.ravel().tolist()]
         return made
 
-    def astype(self, dtype: Any, **_: Any) -> SymbolicArray:
+    def astype(self, dtype: DTypeLike, **_: Any) -> SymbolicArray:
         """Return itself as real or complex numbers; other kinds are refused."""
         kind, own = np.dtype(dtype).kind, self.dtype
         if kind not in "fc" or (kind == "f" and own.kind == "c"):
             self.builder.refuse(f"it makes {np.dtype(dtype)} of traced values{' that are complex' * (own.kind == 'c')}")
         return self._each(Symbol.as_number if kind == "f" else lambda symbol: symbol.real.plus_i(symbol.imag))
 
-    def view(self, dtype: Any = None) -> SymbolicArray:
+    def view(self, dtype: DTypeLike | None = None) -> SymbolicArray:
         """Return itself, as autograd asks of what it has put together."""
         if dtype not in (None, np.ndarray):
             self.builder.refuse(f"it looks at the bits of traced values as {dtype}")
         return self
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> Array:
         # np.array([u[0], u[1]]) asks for this: there is no other way to take part in it.
         if dtype is not None and np.dtype(dtype) != object:
             self.builder.refuse(
@@ -130,7 +131,7 @@ class SymbolicArray(np.lib.mixins.NDArrayOperatorsMixin):
         out[0].numbers[...] = made.numbers
         return out[0]
 
-    def __array_function__(self, function: Callable, types: Any, args: tuple, kwargs: dict) -> Any:
+    def __array_function__(self, function: Callable, types: object, args: tuple, kwargs: dict) -> Any:
         made = FUNCTIONS.get(function)
         if made is None:
             name = f"{function.__module__}.{function.__name__}"
@@ -151,7 +152,7 @@ class SymbolicArray(np.lib.mixins.NDArrayOperatorsMixin):
         self.numbers[key] = numbers_of(self.builder, value)
 
     # Which entries are meant must be known now.
-    def _check_key(self, key: Any) -> None:
+    def _check_key(self, key: object) -> None:
         if any(isinstance(part, SymbolicArray) for part in (key if isinstance(key, tuple) else (key,))):
             self.builder.refuse("it looks up places that depend on traced values: write np.where(u > 0, ...) instead")
 

@@ -27,7 +27,7 @@ _VALUES = "it asks for the number that a traced value has (float, int, math.sin 
 
 
 def _operator(operation: str, swapped: bool = False) -> Callable[[Symbol, Any], Any]:
-    def method(self: Symbol, other: Any) -> Any:
+    def method(self: Symbol, other: object) -> Any:
         # An array takes over, and comes back entry by entry.
         if not isinstance(other, (Symbol, int, float, complex, np.number, np.bool_)):
             return NotImplemented
@@ -98,7 +98,7 @@ class Symbol:
             return complex_value(operation, arguments)
         return Symbol(self.builder, self.builder.call(operation, *(x.number for x in arguments)))
 
-    def _as_symbol(self, other: Any) -> Symbol:
+    def _as_symbol(self, other: object) -> Symbol:
         return other if isinstance(other, Symbol) else Symbol(self.builder, number_of(self.builder, other))
 
     def __getattr__(self, name: str) -> Callable[..., Symbol]:
@@ -111,7 +111,7 @@ class Symbol:
         """Return its complex conjugate."""
         return self.real.plus_i(-self.imag) if self.is_complex else self
 
-    def chosen(self, x: Any, y: Any) -> Symbol:
+    def chosen(self, x: Array, y: Array) -> Symbol:
         """Return x where this holds, else y."""
         first, second = self._as_symbol(x), self._as_symbol(y)
         if first.is_complex or second.is_complex:
@@ -154,7 +154,7 @@ class Symbol:
     __hash__ = None  # type: ignore[assignment]
 
 
-def number_of(builder: Builder, value: Any) -> int:
+def number_of(builder: Builder, value: object) -> int:
     """Return the number of a constant, or of a symbol.
 
     Raises
@@ -176,7 +176,7 @@ def number_of(builder: Builder, value: Any) -> int:
     builder.refuse(f"it computes with {type(value).__name__} {value!r:.60}, which isn't a number")
 
 
-def numbers_of(builder: Builder, value: Any) -> Array:
+def numbers_of(builder: Builder, value: object) -> Array:
     """Return the numbers of an array, of symbols or of constants.
 
     Raises
@@ -193,6 +193,6 @@ def numbers_of(builder: Builder, value: Any) -> Array:
     return np.array([number_of(builder, part) for part in flat], int).reshape(array.shape)
 
 
-def choose(condition: Any, x: Any, y: Any) -> Symbol:
+def choose(condition: Any, x: Array, y: Array) -> Symbol:
     """Return x where the condition, a symbol, holds, else y."""
     return condition.chosen(x, y)

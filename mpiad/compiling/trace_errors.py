@@ -5,7 +5,6 @@ from __future__ import annotations
 import sysconfig
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import autograd
 import numpy as np
@@ -42,7 +41,7 @@ class Refusal(TypeError):
     """Leave f where it asks a symbol for what it hasn't; `trace` makes an `Untraceable` of it."""
 
 
-def where_raised(traceback: TracebackType | None, f: Any) -> str:
+def where_raised(traceback: TracebackType | None, f: object) -> str:
     """Return the innermost line of the user's in a traceback, else the place of f."""
     place = place_of(f)
     while traceback is not None:
@@ -53,7 +52,7 @@ def where_raised(traceback: TracebackType | None, f: Any) -> str:
     return place
 
 
-def place_of(f: Any) -> str:
+def place_of(f: object) -> str:
     """Return the file and line where f is written, or its name where it has none."""
     code = getattr(f, "__code__", None) or getattr(type(f).__call__, "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else repr(f)

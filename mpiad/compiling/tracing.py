@@ -15,6 +15,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from mpiad._typing import Array, Function, Shape
 from mpiad.compiling.builder import Builder
@@ -87,7 +88,9 @@ def identity_of(fun: Function) -> Any:
     return getattr(fun, "__code__", None) or type(fun)
 
 
-def input_array(builder: Builder, group: str, places: range, shape: Shape, dtype: Any, in_pairs: bool) -> SymbolicArray:
+def input_array(
+    builder: Builder, group: str, places: range, shape: Shape, dtype: DTypeLike, in_pairs: bool
+) -> SymbolicArray:
     """Return inputs of a group as an array that a function takes.
 
     Parameters

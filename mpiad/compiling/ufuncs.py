@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
-from mpiad._typing import Array
+from mpiad._typing import Array, Axis
 from mpiad.compiling.operations import OPERATIONS
 from mpiad.compiling.symbols import Symbol, choose, numbers_of
 
@@ -57,9 +58,9 @@ def entrywise(like: SymbolicArray, function: Callable[..., Symbol], *inputs: Any
 def reduced(
     like: SymbolicArray,
     ufunc: np.ufunc,
-    array: Any,
-    axis: Any = 0,
-    dtype: Any = None,
+    array: Array,
+    axis: Axis = 0,
+    dtype: DTypeLike | None = None,
     keepdims: bool = False,
     **others: Any,
 ) -> SymbolicArray:
@@ -89,7 +90,7 @@ def _folded(function: Callable[..., Symbol], row: Array) -> Symbol:
     return total
 
 
-def _objects(like: SymbolicArray, value: Any) -> Array:
+def _objects(like: SymbolicArray, value: object) -> Array:
     """Return an array of objects all of which are symbols."""
     return like.like(numbers_of(like.builder, value)).objects()
 

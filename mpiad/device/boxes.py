@@ -8,6 +8,7 @@ import numpy as np
 from autograd.extend import VSpace
 from autograd.numpy.numpy_boxes import ArrayBox
 from autograd.numpy.numpy_vspaces import ArrayVSpace
+from numpy.typing import DTypeLike
 
 from mpiad._typing import Array
 from mpiad.device.casting import cast
@@ -28,7 +29,7 @@ class DeviceBox(ArrayBox):
     size = property(lambda self: self._value.size)
     dtype = property(lambda self: self._value.dtype)
 
-    def astype(self, dtype: Any, *args: Any, **kwargs: Any) -> Any:
+    def astype(self, dtype: DTypeLike, *args: Any, **kwargs: Any) -> Any:
         """Return the array in another dtype."""
         return cast(self, np.dtype(dtype))
 

@@ -53,7 +53,7 @@ class BundleBox(ArrayBox):
         return anp.negative(self)
 
 
-def _made(value: Array, tangents: list[Any], tape: Any, trace: int) -> BundleBox:
+def _made(value: Array, tangents: list[Any], tape: object, trace: int) -> BundleBox:
     node, box = _new(BundleNode), _new(BundleBox)
     node.tape, node.g = tape, tangents
     box._value, box._trace, box._node = value, trace, node

@@ -79,7 +79,7 @@ class OrderedNode(VJPNode):
         return ()
 
     @classmethod
-    def variable(cls, tape: Any) -> OrderedNode:
+    def variable(cls, tape: object) -> OrderedNode:
         """Make the node of a variable: the start of the tape."""
         return cls.placed(tape, (), None, None)
 
@@ -93,7 +93,7 @@ class OrderedNode(VJPNode):
         return node
 
 
-def _all_on(tape: Any, parents: Sequence[Any]) -> bool:
+def _all_on(tape: object, parents: Sequence[Any]) -> bool:
     for parent in parents:
         if parent.tape is not tape:
             return False
@@ -114,7 +114,7 @@ class _Tape:
 
     __slots__ = ("record",)
 
-    def __init__(self, record: Any):
+    def __init__(self, record: object):
         self.record = record
 
 

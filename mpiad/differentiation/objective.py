@@ -46,7 +46,7 @@ class Sharing(NamedTuple):
     problem: Problem | None
 
 
-def check_objective(objective: Any, call: str) -> str:
+def check_objective(objective: object, call: str) -> str:
     """Return the objective; a ValueError where there is no such one."""
     if isinstance(objective, str) and objective in _CHOICES:
         return objective

@@ -76,12 +76,12 @@ def _cure_of(text: str) -> str | None:
     return f"The plain value has it, without a derivative: mpiad.stop(x).{name}."
 
 
-def refuse_pickling(node: Any, protocol: Any) -> Any:
+def refuse_pickling(node: object, protocol: object) -> Any:
     """Raise a TypeError, as the `__reduce_ex__` of nodes: what is pickled, as by mpi4py, would lose its derivative."""
     raise TypeError(f"A traced value can't be pickled. {_SENT}")
 
 
-def itself(node: Any, memo: Any) -> Any:
+def itself(node: object, memo: object) -> Any:
     """Return the node, as its `__deepcopy__`: a copy of a traced value is differentiated like the value."""
     return node
 

@@ -55,7 +55,7 @@ def _walk_dict(tree: Tree, leaves: list[Any]) -> Callable:
     # A class with a constructor of its own (a defaultdict) may not take pairs.
     kind = type(tree) if isinstance(tree, dict) and type(tree).__init__ is dict.__init__ else dict
 
-    def build(new: Any) -> dict:
+    def build(new: object) -> dict:
         found = {key: part(new) for key, part in parts}
         return kind((key, found[key]) for key in keys)
 

@@ -219,7 +219,7 @@ class Compiler:
         for f, text in self._kept:
             warn_once(f, text, logs)
 
-    def used(self, name: str, kernel: Any) -> None:
+    def used(self, name: str, kernel: object) -> None:
         """Note which kernel was used."""
         self.kernels[name] = kernel
 

@@ -160,6 +160,6 @@ def check_place(batch: Batch) -> None:
             )
 
 
-def _place(x: Any) -> str:
+def _place(x: Array) -> str:
     found = arrays_of(x)
     return "on the host" if found is None else f"on device {found.device} ({found.name})"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Callable
 from typing import Any
 
 import autograd.numpy as anp
@@ -202,7 +203,7 @@ class GatheredOutput:
     All ranks call it, with the same times.
     """
 
-    def __init__(self, share: Any, count: int, comm: Comm):
+    def __init__(self, share: Callable[[Array], Array], count: int, comm: Comm):
         self._share, self._count, self._comm = share, count, PickledCommunicator(comm)
 
     def __call__(self, times: Array, only: int | None = None) -> Array:

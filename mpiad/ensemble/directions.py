@@ -66,7 +66,7 @@ def _units(x: Array) -> tuple[complex, ...]:
     return (1.0, 1j) if np.iscomplexobj(x) else (1.0,)
 
 
-def _nothing(leaf: Any) -> Any:
+def _nothing(leaf: Array) -> Any:
     """Return zeros like a leaf, which may be a number of the host's beside states on a device."""
     return np.zeros_like(leaf) if np.ndim(leaf) or is_device_array(leaf) else np.result_type(leaf).type(0)
 

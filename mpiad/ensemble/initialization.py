@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -117,8 +117,9 @@ def derivative_at(derivative: Derivative, u: Array, p: Tree, t: Array, sign: Arr
 
 
 def first_step(
-    rate: Callable[[Array, Array], Array], u: Array, t: Array, end: Array, k: Array, rtol: Any, atol: Any, order: int
-) -> Array:
+    rate: Callable[[Array, Array], Array], u: Array, t: Array, end: Array, k: Array, rtol: Array | float,
+    atol: Array | float, order: int,
+) -> Array:  # fmt: skip
     """Return the sizes of the first steps, as SciPy chooses them.
 
     Parameters

@@ -102,7 +102,7 @@ def _stack(arrays: list[Any], axis: int = 0) -> Array:
     return (stack if any(map(isbox, arrays)) else np.stack)(arrays, axis=axis)
 
 
-def as_state(u0: Any) -> Array:
+def as_state(u0: Array) -> Array:
     """Return an initial state as an array of floats.
 
     Raises
@@ -151,7 +151,7 @@ def initial_states(ensemble: EnsembleProblem, numbers: Sequence[int]) -> Array:
     return _last(given[_rows(numbers)].reshape(len(numbers), first.size))
 
 
-def _repeated(t: Any, count: int) -> Array:
+def _repeated(t: Array, count: int) -> Array:
     # Strides of zero say without a look that all are alike: see `Batch.one_span`.
     return t * np.ones(count) if isbox(t) else np.broadcast_to(np.float64(t), count)
 
@@ -174,7 +174,7 @@ def _last(leaf: Array) -> Array:
     return np.array(moved, order="C") if arrays is None else arrays.contiguous(moved)
 
 
-def _array(leaf: Any) -> Array:
+def _array(leaf: Array) -> Array:
     return leaf if isbox(leaf) or is_device_array(leaf) else np.asarray(leaf)
 
 
@@ -213,7 +213,7 @@ def _span(problem: ODEProblem) -> tuple[Any, Any]:
     return span
 
 
-def _checked(made: Any, original: ODEProblem, i: int) -> ODEProblem:
+def _checked(made: object, original: ODEProblem, i: int) -> ODEProblem:
     if not isinstance(made, ODEProblem):
         raise TypeError(
             f"solve: prob_func must return an ODEProblem (see remake), but returned {type(made).__name__} for "

@@ -9,7 +9,7 @@ import autograd.numpy as anp
 import numpy as np
 from autograd.tracer import getval
 
-from mpiad._typing import Comm, Shape, Tree
+from mpiad._typing import Array, Comm, Shape, Tree
 from mpiad.differentiation.trees import flatten, is_variable
 from mpiad.primitives import mpi_allgather
 from mpiad.transport import Channel
@@ -36,7 +36,7 @@ def _skeletons(used: Channel, skeleton: Tree) -> list[Tree]:
 class _Place:
     """Stands for numbers that travel as part of one array."""
 
-    def __init__(self, shape: Shape, dtype: Any):
+    def __init__(self, shape: Shape, dtype: np.dtype):
         self.shape, self.dtype = shape, dtype
         self.size = int(np.prod(shape))
 
@@ -79,12 +79,12 @@ def trees_of_all(used: Channel, comm: Comm, tree: Tree) -> list[Tree]:
     return trees
 
 
-def _place(leaf: Any) -> _Place:
+def _place(leaf: Array) -> _Place:
     value = np.asarray(getval(leaf))
     return _Place(value.shape, value.dtype)
 
 
-def _as(x: Any, dtype: Any) -> Any:
+def _as(x: Array, dtype: np.dtype) -> Any:
     if x.dtype == dtype:
         return x
     return anp.real(x) if x.dtype.kind == "c" and dtype.kind != "c" else x.astype(dtype)

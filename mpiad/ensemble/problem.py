@@ -196,7 +196,7 @@ def remake(problem: ODEProblem | EnsembleProblem, /, **changes: Any) -> Any:
     return dataclasses.replace(problem, **changes)
 
 
-def _check_derivative(f: Any) -> None:
+def _check_derivative(f: object) -> None:
     if not callable(f):
         raise TypeError(f"ODEProblem: f must be a function f(u, p, t), but got {type(f).__name__} {f!r}.")
     if _required(f) == 4:
@@ -206,7 +206,7 @@ def _check_derivative(f: Any) -> None:
         )
 
 
-def _is_number(part: Any) -> bool:
+def _is_number(part: object) -> bool:
     plain = getval(part)
     if not is_device_array(plain):
         plain = np.asarray(plain) if type(part) is not list else _NO_NUMBER

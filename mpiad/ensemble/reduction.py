@@ -77,7 +77,7 @@ def _output(problem: EnsembleProblem, sol: EnsembleSolution, i: int, number: int
     return output
 
 
-def _pair(value: Any, name: str, expected: str) -> tuple[Any, Any]:
+def _pair(value: object, name: str, expected: str) -> tuple[Any, Any]:
     if not isinstance(value, tuple) or len(value) != 2:
         raise TypeError(f"solve: {name} must return {expected}, but returned {type(value).__name__} {value!r}.")
     return value

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from autograd.tracer import isbox
 
@@ -16,7 +14,7 @@ from mpiad.ensemble.record import Step
 __all__ = ["SavePoints", "save_times", "times_of"]
 
 
-def save_times(saveat: Any, start: Array, end: Array) -> Array:
+def save_times(saveat: Array, start: Array, end: Array) -> Array:
     """Return the times that `saveat` asks for.
 
     Parameters
@@ -94,7 +92,7 @@ def _check(times: Array, start: Array, end: Array) -> None:
         )
 
 
-def times_of(t: Any, count: int | None) -> Array:
+def times_of(t: Array, count: int | None) -> Array:
     """Return the times that `sol(t)` asks for, shape (n,) or (N, n).
 
     Parameters
@@ -158,7 +156,7 @@ class SavePoints:
         times = self._times[index] if self._times.ndim == 1 else self._times[ids, index]
         return np.where(ended, np.inf, times * self._signs[ids])
 
-    def _write(self, ids: Array, place: Array, u: Array, step: Any) -> None:
+    def _write(self, ids: Array, place: Array, u: Array, step: Array | int) -> None:
         self._saved[ids, place] = u.T
         if self._save_step is not None:
             self._save_step[ids, place] = step

@@ -28,8 +28,9 @@ from mpiad.transport.device_arrays import is_device_array
 __all__ = ["ShardedSolution", "gathered", "sharded"]
 
 def gathered(
-    used: Channel, share: EnsembleSolution, facts: Facts, start: Callable[[], Array] | None, timed: bool, made: Any = None
-) -> EnsembleSolution:
+    used: Channel, share: EnsembleSolution, facts: Facts, start: Callable[[], Array] | None, timed: bool,
+    made: object = None,
+) -> EnsembleSolution:  # fmt: skip
     """Return the solution of all trajectories on every rank.
 
     Parameters

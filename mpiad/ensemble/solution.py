@@ -121,7 +121,7 @@ class EnsembleSolution:
         """Return a solution some of whose fields are made when they are first read."""
         sol = object.__new__(cls)
         others = {"events": {}, "converged": False, "problem": None, "dense": None, "_codes": None, "_start": None}
-        sol.__dict__.update({**others, **made, "_later": later})
+        sol.__dict__.update({name: value for name, value in others.items() if name not in later}, **made, _later=later)
         return sol
 
     def __getattr__(self, name: str) -> Any:
@@ -254,7 +254,7 @@ class EnsembleSolution:
         return draw(self, ax, component, band, lines)
 
 
-def _interpolants(dense: Any) -> Any:
+def _interpolants(dense: object) -> Any:
     if dense is None:
         raise ValueError(
             "sol(t): the solve kept no steps to interpolate in. Say solve(..., dense_output=True); with an output_func or "

@@ -200,7 +200,7 @@ def _checked_together(used: Channel, given: SolveOptions) -> SolveOptions:
     return options
 
 
-def _kind(problem: Any) -> str:
+def _kind(problem: object) -> str:
     """Return which functions and arrays an ensemble has: by them ranks know what is communicated."""
     names = ("prob_func", "output_func", "reduction", "u0", "p")
     parts = [name for name in names if getattr(problem, name, None) is not None]

@@ -97,7 +97,7 @@ def checked_options(options: SolveOptions) -> SolveOptions:
     return options._replace(events=events, trajectories=count, saveat=saveat, rtol=rtol)
 
 
-def _check_untraced(saveat: Any) -> None:
+def _check_untraced(saveat: Array) -> None:
     parts = saveat if isinstance(saveat, (list, tuple)) else [saveat]
     if any(map(isbox, parts)):
         raise NotImplementedError(
@@ -138,14 +138,14 @@ def _check_numbers(options: SolveOptions) -> None:
             raise ValueError(f"solve: {name} must be an integer above zero, but got {value!r}.")
 
 
-def _are_tolerances(atol: Any) -> bool:
+def _are_tolerances(atol: Array | float) -> bool:
     if type(atol) is float:  # most often, and each solve comes here
         return 0 <= atol < math.inf
     values = np.asarray(atol)
     return values.dtype.kind in "iuf" and bool((np.isfinite(values) & (values >= 0)).all())
 
 
-def _is_positive(value: Any) -> bool:
+def _is_positive(value: object) -> bool:
     return isinstance(value, (int, float, np.integer, np.floating)) and bool(value > 0)
 
 

@@ -12,9 +12,9 @@ along the first axis).
 from __future__ import annotations
 
 from itertools import groupby
-from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from mpiad._typing import Array, Tree
 from mpiad.ensemble.coefficients import Weights
@@ -52,7 +52,7 @@ class Stages:
     """
 
     def __init__(
-        self, tableau: Tableau, derivative: Derivative, dtype: Any, shape: tuple[int, int], many: bool = False
+        self, tableau: Tableau, derivative: Derivative, dtype: DTypeLike, shape: tuple[int, int], many: bool = False
     ):
         self.tableau, self._write = tableau, derivative.write
         self._real = np.dtype(dtype).type(0).real.dtype
@@ -154,7 +154,7 @@ class Stages:
 
 
 def _stages(
-    count: int, shape: tuple[int, int], dtype: Any, rows: list[Weights] | None
+    count: int, shape: tuple[int, int], dtype: DTypeLike, rows: list[Weights] | None
 ) -> tuple[list[Array], _StageSums | None]:
     """Return the stages' arrays, and where columns are few and rows given how the sums over them are found."""
     if rows is None or shape[0] * shape[1] > _FEW:
@@ -163,7 +163,7 @@ def _stages(
     return list(block), _StageSums(block, rows)
 
 
-def _weights(row: tuple[float, ...], dtype: Any) -> Weights:
+def _weights(row: tuple[float, ...], dtype: DTypeLike) -> Weights:
     # Zeros are left out: a stage that isn't finite must not reach a sum in which it has no part.
     return [(i, np.array(weight, dtype)) for i, weight in enumerate(row) if weight]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mpiad._typing import Array
+from mpiad._typing import Array, Tree
 from mpiad.ensemble.batch import Batch, spread
 from mpiad.ensemble.derivative import COUPLED, Derivative, derivative_of, locked
 from mpiad.ensemble.events import Event
@@ -75,7 +75,7 @@ def _columns(batch: Batch, ids: Array) -> tuple[Array, Any, Array]:
     return locked(u), batch.p.columns(ids, len(batch.shape) > 1), locked(t)
 
 
-def _moved(u: Array, p: Any, t: Array) -> tuple[Array, Any, Array]:
+def _moved(u: Array, p: Tree, t: Array) -> tuple[Array, Any, Array]:
     """Return the columns with all but the first at other places, each component its own way."""
     home = arrays_of(u)
     way = np.cos((np.arange if home is None else home.arange)(u.size).reshape(u.shape))
@@ -84,7 +84,7 @@ def _moved(u: Array, p: Any, t: Array) -> tuple[Array, Any, Array]:
     return locked(others), p, t
 
 
-def _written(derivative: Derivative, u: Array, p: Any, t: Array) -> Array:
+def _written(derivative: Derivative, u: Array, p: Tree, t: Array) -> Array:
     out = np.empty_like(u)
     derivative.write(out, u, p, t)
     return out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -92,7 +93,9 @@ class MatrixRowBlock:
         self._pattern = Pattern(numbers, starts, self.local_shape, GhostPlan(ghosts, offsets[1], comm))
 
     @classmethod
-    def from_scipy(cls, matrix: Any, *, root: Rank = 0, counts: Any = None, comm: Comm = None) -> MatrixRowBlock:
+    def from_scipy(
+        cls, matrix: object, *, root: Rank = 0, counts: Sequence[int] | None = None, comm: Comm = None
+    ) -> MatrixRowBlock:
         """Divide the root's matrix among the ranks.
 
         Parameters

@@ -70,7 +70,7 @@ def _misfit(every: np.ndarray, columns: int | None) -> Exception | None:
     return None
 
 
-def rows_of(used: Channel, matrix: Any, root: Rank, counts: Any) -> tuple[Any, int]:
+def rows_of(used: Channel, matrix: Any, root: Rank, counts: Sequence[int] | None) -> tuple[Any, int]:
     """Return this rank's rows of the root's matrix, and its number of columns.
 
     Raises
@@ -104,7 +104,7 @@ def _wrong_counts(counts: Sequence[int], size: int, total: int) -> Exception | N
     )
 
 
-def _cut(matrix: Array, size: int, counts: Any) -> list[tuple[Any, int]]:
+def _cut(matrix: Array, size: int, counts: Sequence[int] | None) -> list[tuple[Any, int]]:
     rows = _even(matrix.shape[0], size) if counts is None else list(counts)
     columns = rows if matrix.shape[0] == matrix.shape[1] else _even(matrix.shape[1], size)
     stops = np.cumsum(rows)

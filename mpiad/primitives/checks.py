@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -21,7 +21,7 @@ def _integer(value: Array, call: str, argument: str, allowed: str) -> int:
         raise TypeError(f"{call}: {argument} must be {allowed}, but got {type(value).__name__} {value!r}.") from None
 
 
-def root_of(root: Any, channel: Channel, call: str) -> int:
+def root_of(root: object, channel: Channel, call: str) -> int:
     """Return the root as an int; a ValueError where there is no such rank."""
     allowed = f"a rank from 0 to {channel.size - 1}"
     if type(root) is not int:
@@ -31,7 +31,7 @@ def root_of(root: Any, channel: Channel, call: str) -> int:
     raise ValueError(f"{call}: root must be {allowed} (the communicator has {channel.size} ranks), but got {root}.")
 
 
-def partner_of(rank: Any, channel: Channel, call: str, argument: str, wildcard: bool = False) -> int | None:
+def partner_of(rank: object, channel: Channel, call: str, argument: str, wildcard: bool = False) -> int | None:
     """Return a partner's rank, None for no partner; a ValueError where there is no such rank."""
     if type(rank) is int and 0 <= rank < channel.size:
         return rank
@@ -91,7 +91,9 @@ def axis_of(axis: object, ndim: int, call: str) -> int | None:
     raise ValueError(f"{call}: axis must be None or from {-ndim} to {ndim - 1} for {ndim} dimensions, but got {index}.")
 
 
-def lengths_along(axis: int | None, counts: Any, shape: tuple[int, ...], channel: Channel, call: str) -> list[int]:
+def lengths_along(
+    axis: int | None, counts: Sequence[int] | None, shape: tuple[int, ...], channel: Channel, call: str
+) -> list[int]:
     """Return each rank's length along `axis`; 1 each along the first axis where `axis` is None.
 
     Raises

@@ -8,13 +8,14 @@ import autograd.numpy as anp
 import numpy as np
 from autograd.tracer import getval
 
+from mpiad._typing import Array
 from mpiad.transport import Spec
 from mpiad.transport.device_arrays import ArrayModule, arrays_of
 
 __all__ = ["conform", "spec_like", "tangent_of"]
 
 
-def spec_like(x: Any) -> Spec:
+def spec_like(x: Array) -> Spec:
     """Return shape, dtype and place of a value, traced or not."""
     if type(x) is np.ndarray or type(x) is np.float64:
         return Spec(x.shape, x.dtype)
@@ -22,7 +23,7 @@ def spec_like(x: Any) -> Spec:
     return Spec((), np.result_type(x)) if dtype is None else Spec(x.shape, dtype, arrays_of(getval(x)))
 
 
-def conform(g: Any, shape: tuple[int, ...], dtype: np.dtype, arrays: ArrayModule | None = None) -> Any:
+def conform(g: Array, shape: tuple[int, ...], dtype: np.dtype, arrays: ArrayModule | None = None) -> Any:
     """Return a cotangent or tangent in the shape and dtype of what it belongs to, and on its device.
 
     Numbers go to the device with the call that makes an array of them; a host array for one on a device is an error.
@@ -41,7 +42,7 @@ def conform(g: Any, shape: tuple[int, ...], dtype: np.dtype, arrays: ArrayModule
     return g if g.shape == shape else anp.broadcast_to(g, shape)
 
 
-def _on_device(g: Any, shape: tuple[int, ...], dtype: np.dtype, arrays: ArrayModule) -> Any:
+def _on_device(g: Array, shape: tuple[int, ...], dtype: np.dtype, arrays: ArrayModule) -> Any:
     plain = getval(g)
     if arrays_of(plain) is not None:
         return g
@@ -58,7 +59,7 @@ def _on_device(g: Any, shape: tuple[int, ...], dtype: np.dtype, arrays: ArrayMod
     return g * arrays.full(shape, 1, dtype)
 
 
-def tangent_of(x: Any, dx: Any) -> Any:
+def tangent_of(x: Array, dx: Array) -> Any:
     """Return the tangent of an input in its shape and dtype; zeros where it isn't traced (`dx` None)."""
     spec = spec_like(x)
     return spec.zeros() if dx is None else conform(dx, *spec)

@@ -48,7 +48,7 @@ def raise_for_foreign(call: str) -> NoReturn:
     raise ForeignTraceError(f"{call} was called inside a derivative of plain autograd. {_ADVICE}")
 
 
-def _trace_is_open(tape: Any) -> bool:
+def _trace_is_open(tape: object) -> bool:
     frame: Any = sys._getframe(1)
     foreign = tracer.trace.__code__
     while frame is not None:

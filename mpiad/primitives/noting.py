@@ -21,7 +21,7 @@ __all__ = ["apply_to", "noted_methods"]
 _operations: WeakSet[Any] = WeakSet()
 
 
-def apply_to(operation: Any) -> None:
+def apply_to(operation: object) -> None:
     """Take in an operation that was just defined."""
     _operations.add(operation)
     if calls.is_noting():

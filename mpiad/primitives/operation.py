@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from types import TracebackType
 from typing import Any, Protocol
 
 from autograd.core import JVPNode, VJPNode, primitive_jvps, primitive_vjps
@@ -56,8 +57,9 @@ class Tape(Protocol):
     requests: dict[int, Any]
 
     def communicated(
-        self, operation: Any, ans: Any, x: Any, params: Any, argnums: tuple[int, ...], parents: tuple[Any, ...]
-    ) -> Any:
+        self, operation: Operation, ans: Array, x: Array, params: object, argnums: tuple[int, ...],
+        parents: tuple[Any, ...],
+    ) -> Any:  # fmt: skip
         """Record a communication and return its node, None where its result isn't an array."""
 
 
@@ -85,7 +87,7 @@ class suspended:
         self._kept, self._body = current.tape, operator_body.channels
         current.tape, operator_body.channels = self._tape, set()
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if kind is not None:
             for channel in operator_body.channels or ():
                 channel.mark(f"{kind.__name__} left an operator in which messages were under way.")
@@ -136,37 +138,37 @@ class Operation:
         primitive_vjps[self] = self._foreign_vjp
         primitive_jvps[self] = self._foreign_jvp
 
-    def vjp(self, ans: Any, x: Any, params: Any, argnums: tuple[int, ...], level: int) -> Callable:
+    def vjp(self, ans: Array, x: Array, params: object, argnums: tuple[int, ...], level: int) -> Callable:
         """Return the function that maps the cotangent of the result to those of its traced inputs: here, to x's."""
         rule = self.adjoint(ans, x, params, level) if self.halves else self.adjoint(ans, x, params)
         return lambda g: (rule(g),)
 
-    def jvp(self, tangents: dict[int, Any], ans: Any, x: Any, params: Any, level: int) -> Any:
+    def jvp(self, tangents: dict[int, Any], ans: Array, x: Array, params: object, level: int) -> Any:
         """Return the tangent of the result."""
         dx = None if x is None else tangent_of(x, tangents.get(0))
         return self.tangent(dx, ans, x, params, level) if self.halves else self.tangent(dx, ans, x, params)
 
-    def _foreign_vjp(self, argnums: tuple, ans: Any, args: tuple, kwargs: dict) -> Callable:
+    def _foreign_vjp(self, argnums: tuple, ans: Array, args: tuple, kwargs: dict) -> Callable:
         if self.point_to_point:
             raise_for_foreign(self.__name__)
         # Autograd hands on cotangents of any dtype, but what is communicated must be alike on all ranks.
         rule, spec = self.adjoint(ans, args[0], kwargs["params"]), spec_like(ans)
         return checked_adjoint(lambda g: (rule(conform(g, *spec)),), self.__name__, kwargs["level"])
 
-    def _foreign_jvp(self, argnums: tuple, gs: list, ans: Any, args: tuple, kwargs: dict) -> Any:
+    def _foreign_jvp(self, argnums: tuple, gs: list, ans: Array, args: tuple, kwargs: dict) -> Any:
         return self.jvp({0: gs[0]}, ans, args[0], kwargs["params"], kwargs["level"])
 
     def __repr__(self) -> str:
         return f"Operation({self.__name__})"
 
 
-def run(operation: Operation, x: Array, params: Any) -> Any:
+def run(operation: Operation, x: Array, params: object) -> Any:
     """Run an operation on plain arrays: no tape records it, but a compiled program's trace does."""
     recorder = tracing.recorder
     return operation.forward(x, params) if recorder is None else recorder.communicate(operation, x, params)
 
 
-def communicate(operation: Operation, x: Array, params: Any) -> Any:
+def communicate(operation: Operation, x: Array, params: object) -> Any:
     """Apply an operation, recorded on the current tape and on those around it."""
     next(communications)
     tape = current.tape
@@ -176,7 +178,7 @@ def communicate(operation: Operation, x: Array, params: Any) -> Any:
     return _apply(operation, tape, x, params)
 
 
-def _apply(operation: Operation, tape: Tape | None, x: Array, params: Any) -> Any:
+def _apply(operation: Operation, tape: Tape | None, x: Array, params: object) -> Any:
     # Numbers of traces say who is inside whom: the higher one is the inner.
     number = -1 if tape is None else tape.number
     level = x._trace if type(x) in _box_types else -1
@@ -193,7 +195,7 @@ def _apply(operation: Operation, tape: Tape | None, x: Array, params: Any) -> An
     return ans if node is None else new_box(ans, number, node)
 
 
-def _apply_above(operation: Operation, tape: Tape | None, x: Any, params: Any) -> Any:
+def _apply_above(operation: Operation, tape: Tape | None, x: Array, params: object) -> Any:
     """Apply to a value of a trace inside the current tape: plain autograd's, or an ended one of ours (a constant)."""
     refuse_suspended(x._node, operation.__name__)
     ans = _apply(operation, tape, x._value, params)
@@ -207,7 +209,7 @@ def _apply_above(operation: Operation, tape: Tape | None, x: Any, params: Any) -
     return new_box(ans, x._trace, node) if hasattr(ans, "dtype") else ans
 
 
-def refuse_suspended(node: Any, call: str) -> None:
+def refuse_suspended(node: object, call: str) -> None:
     """Raise a TypeError for a value of a trace that goes on outside the body of an operator, where it was used."""
     tape = getattr(node, "tape", None)
     if tape is not None and tape.record is not None:
@@ -218,7 +220,7 @@ def refuse_suspended(node: Any, call: str) -> None:
         )
 
 
-def differentiable(ans: Any) -> bool:
+def differentiable(ans: Array) -> bool:
     """Tell whether a result is recorded."""
     # What is no array (a request, the None of a barrier) is recorded too; integers aren't, nor requests for them.
     dtype = getattr(ans, "dtype", None)

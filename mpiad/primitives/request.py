@@ -43,7 +43,7 @@ class Request:
     __slots__ = ("call", "cells", "channel", "done", "envelope", "handle", "spec", "tape", "value")
 
     def __init__(
-        self, call: str, channel: Channel | None, handle: Any, value: Array, spec: Spec, envelope: Envelope | None = None
+        self, call: str, channel: Channel | None, handle: object, value: Array, spec: Spec, envelope: Envelope | None = None
     ):
         self.call, self.channel, self.handle, self.value, self.spec = call, channel, handle, value, spec
         self.envelope = envelope
@@ -76,7 +76,7 @@ def started(request: Request) -> Request:
     return request
 
 
-def claim(request: Any, call: str) -> Request:
+def claim(request: object, call: str) -> Request:
     """Take a request off its trace before it is completed.
 
     Raises

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from autograd.tracer import getval
@@ -67,7 +68,9 @@ def mpi_scatter(
     return communicate(SCATTER, x, Dividing(used, root, place, lengths, piece_of(whole, place, lengths[used.rank])))
 
 
-def _agreed(used: Channel, x: Array, root: int, axis: int | None, counts: object) -> tuple[Spec, int, list[int]]:
+def _agreed(
+    used: Channel, x: Array, root: int, axis: int | None, counts: Sequence[int] | None
+) -> tuple[Spec, int, list[int]]:
     """Tell all ranks the whole array's spec and how it is divided, or raise the root's error on all of them."""
     lengths: list[int] = []
 

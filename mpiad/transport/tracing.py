@@ -9,6 +9,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
+from mpiad._typing import Array
+
 T = TypeVar("T")
 
 __all__ = ["ProgramRecorder", "once", "settled", "tracing"]
@@ -17,10 +19,10 @@ __all__ = ["ProgramRecorder", "once", "settled", "tracing"]
 class ProgramRecorder(Protocol):
     """What is asked of a trace under way."""
 
-    def communicate(self, operation: Any, x: Any, params: Any) -> Any:
+    def communicate(self, operation: object, x: Array, params: object) -> Any:
         """Run an operation on plain arrays, and note it."""
 
-    def operate(self, operator: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def operate(self, operator: object, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run an operator of `mpiad.extend` on plain arrays, and note it."""
 
     def settle(self, fun: Callable[..., T], args: tuple) -> T:
@@ -43,7 +45,7 @@ class ProgramRecorder(Protocol):
     def communicated_by_itself(self) -> None:
         """Take note that a function communicates other than by an operation."""
 
-    def marked(self, channel: Any, reason: str) -> bool:
+    def marked(self, channel: object, reason: str) -> bool:
         """Tell whether the trace decides later that messages were left on a channel: it may be run once more."""
         ...
 

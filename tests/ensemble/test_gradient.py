@@ -65,7 +65,8 @@ CASES = {
     "complex": (rotating, draws(2) + 1j * draws(2, seed=3), draws(2, seed=1), (0.0, 1.0), RK45(), DORMAND_PRINCE, TIGHT),
     "fixed": (forced, draws(2), draws(2, seed=1), (0.0, 1.0), RK4(), CLASSIC, {"dt": 0.07}),
     "tsitouras": (
-        forced, draws(2), draws(2, seed=1), (0.0, 1.0), Tsit5(), (Tsit5.tableau.a, Tsit5.tableau.c, Tsit5.tableau.dense), TIGHT,
+        forced, draws(2), draws(2, seed=1), (0.0, 1.0), Tsit5(),
+        (Tsit5.tableau.a, Tsit5.tableau.c, Tsit5.tableau.dense), TIGHT,
     ),
 }  # fmt: skip
 ALONE = {

@@ -50,7 +50,7 @@ def getitem_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dic
     return gs[0][args[1]]
 
 
-def _keeps_order(idx: Any) -> bool:
+def _keeps_order(idx: object) -> bool:
     # An index that takes as many elements as there are takes all of them; only a step of -1 reorders them.
     for i in idx if type(idx) is tuple else (idx,):
         if type(i) is slice and i.step is not None and i.step < 0:
@@ -58,7 +58,7 @@ def _keeps_order(idx: Any) -> bool:
     return True
 
 
-def _as_array_index(idx: Any) -> Any:
+def _as_array_index(idx: object) -> Any:
     # An empty list is an array of floats to NumPy, but an index of nothing.
     if isinstance(idx, list):
         return np.asarray(idx, dtype=None if idx else np.intp)

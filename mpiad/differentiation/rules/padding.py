@@ -43,7 +43,7 @@ def _bound(args: tuple, kwargs: dict) -> tuple[Any, Any, Any, dict]:
     return given.pop("array"), given.pop("pad_width"), given.pop("mode", "constant"), given
 
 
-def _is_known(mode: Any, others: dict) -> bool:
+def _is_known(mode: object, others: dict) -> bool:
     # A constant may be given for the padding; an odd reflection ("reflect_type") isn't a copy of elements.
     return mode == "constant" or (isinstance(mode, str) and mode in _COPYING and not others)
 

@@ -51,7 +51,7 @@ def _axis(args: tuple, kwargs: dict) -> Any:
     return args[1] if len(args) == 2 else kwargs.get("axis")
 
 
-def _repeated(x: Array, axis: int | tuple[int, ...] | None, where: Any) -> Vjp:
+def _repeated(x: Array, axis: int | tuple[int, ...] | None, where: object) -> Vjp:
     shape, dtype = np.shape(x), np.result_type(x)
     kept = kept_shape(shape, axis)
     if where is True:

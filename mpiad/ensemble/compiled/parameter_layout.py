@@ -11,6 +11,7 @@ import math
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from mpiad._typing import Array, Shape
 from mpiad.compiling.arguments import argument
@@ -76,7 +77,7 @@ class Layout(NamedTuple):
         """The numbers of the scalars that are the same for all."""
         return tuple(j for part in self.parts if not part.varies for j in part.scalars)
 
-    def split(self, leaves: list[Any], count: int, dtype: Any) -> tuple[Array, Array]:
+    def split(self, leaves: list[Any], count: int, dtype: DTypeLike) -> tuple[Array, Array]:
         """Return the parameters of `count` trajectories.
 
         Parameters
@@ -114,7 +115,7 @@ class Layout(NamedTuple):
         return made
 
 
-def _together(arrays: list[Array], dtype: Any) -> Array:
+def _together(arrays: list[Array], dtype: DTypeLike) -> Array:
     # A single one is taken as it is: the batch has it for itself.
     return argument(arrays[0] if len(arrays) == 1 else np.concatenate(arrays), dtype)
 

@@ -13,6 +13,7 @@ import math
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from mpiad._typing import Array, Function, Shape
 from mpiad.compiling.builder import Builder
@@ -33,7 +34,7 @@ __all__ = ["trace", "verify", "verify_condition"]
 _COLUMNS = 5
 
 
-def trace(f: Function, shape: Shape, p: Parameters, dtype: Any, result: Shape | None = None) -> Program:
+def trace(f: Function, shape: Shape, p: Parameters, dtype: DTypeLike, result: Shape | None = None) -> Program:
     """Return what f computes from one trajectory's state, parameters and time.
 
     Parameters
@@ -64,13 +65,13 @@ def trace(f: Function, shape: Shape, p: Parameters, dtype: Any, result: Shape | 
     width = 2 if is_complex(dtype) else 1
     groups = {"state": math.prod(shape) * width, "parameter": layout_of(p).size, "time": 1}
 
-    def outputs(builder: Builder, value: Any) -> list[int]:
+    def outputs(builder: Builder, value: object) -> list[int]:
         return scalars(_components(builder, value, shape if result is None else result), result is None and width == 2)
 
     return traced(f, lambda builder: _inputs(builder, shape, p, dtype), outputs, groups)
 
 
-def _inputs(builder: Builder, shape: Shape, p: Parameters, dtype: Any) -> tuple[Any, Any, Any]:
+def _inputs(builder: Builder, shape: Shape, p: Parameters, dtype: DTypeLike) -> tuple[Any, Any, Any]:
     """Return u, p and t as symbols, of the shapes that one column has."""
     one_by_one, in_pairs = len(shape) > 1, is_complex(dtype)
     leaves = list(p.leaves)
@@ -85,7 +86,7 @@ def _inputs(builder: Builder, shape: Shape, p: Parameters, dtype: Any) -> tuple[
     return u, p.build(leaves), SymbolicArray(builder, time, dtype)
 
 
-def _components(builder: Builder, value: Any, shape: Shape) -> list[Symbol]:
+def _components(builder: Builder, value: object, shape: Shape) -> list[Symbol]:
     """Return the components of what f returned."""
     if not shape:
         parts = [value]
@@ -97,7 +98,7 @@ def _components(builder: Builder, value: Any, shape: Shape) -> list[Symbol]:
     return _counted(builder, [_one(builder, part) for part in parts], shape)
 
 
-def _one(builder: Builder, part: Any) -> int:
+def _one(builder: Builder, part: object) -> int:
     numbers: Array = numbers_of(builder, part)
     if numbers.size != 1:
         builder.refuse(f"it returned a component of shape {numbers.shape} for one column")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from mpiad._typing import Array, Shape
 from mpiad.ensemble.batch import Batch
@@ -64,14 +65,14 @@ def inputs_of(arrays: ArrayModule, batch: Batch, settings: Settings, layout: Lay
     )  # fmt: skip
 
 
-def placed(arrays: ArrayModule, x: Any, dtype: Any) -> Array:
+def placed(arrays: ArrayModule, x: Array, dtype: DTypeLike) -> Array:
     """Return an array on the device, contiguous and of a dtype: itself where it is so already."""
     if not is_device_array(x):
         return arrays.to_device(np.ascontiguousarray(x, dtype))
     return arrays.contiguous(x if x.dtype == dtype else x.astype(dtype))
 
 
-def _columns(arrays: ArrayModule, x: Array, dtype: Any) -> Array:
+def _columns(arrays: ArrayModule, x: Array, dtype: DTypeLike) -> Array:
     """Return an array whose last axis counts trajectories; what is the same for all of them travels once."""
     if is_device_array(x) or x.strides[-1] or not x.size:
         return placed(arrays, x, dtype)
@@ -80,14 +81,14 @@ def _columns(arrays: ArrayModule, x: Array, dtype: Any) -> Array:
     return arrays.copy(np.broadcast_to(placed(arrays, x[:, :1], dtype), x.shape))
 
 
-def _rows(arrays: ArrayModule, leaf: Any, count: int, dtype: Any) -> Array:
+def _rows(arrays: ArrayModule, leaf: Array, count: int, dtype: DTypeLike) -> Array:
     leaf = leaf if is_device_array(leaf) else np.asarray(leaf)
     # The number of rows is said, or it couldn't be told without trajectories.
     rows = int(np.prod(leaf.shape[:-1], dtype=int))
     return placed(arrays, leaf, dtype).reshape(rows, count)
 
 
-def _shared(arrays: ArrayModule, batch: Batch, layout: Layout, dtype: Any) -> Array:
+def _shared(arrays: ArrayModule, batch: Batch, layout: Layout, dtype: DTypeLike) -> Array:
     leaves = [batch.p.leaves[part.place] for part in layout.parts if not part.varies]
     if not any(map(is_device_array, leaves)):
         flat = np.concatenate([np.ravel(leaf) for leaf in leaves]) if leaves else np.empty(0)
@@ -95,7 +96,7 @@ def _shared(arrays: ArrayModule, batch: Batch, layout: Layout, dtype: Any) -> Ar
     return _together(arrays, [placed(arrays, leaf, dtype).reshape(-1) for leaf in leaves], (0,), dtype)
 
 
-def _together(arrays: ArrayModule, parts: list[Array], empty: tuple[int, ...], dtype: Any) -> Array:
+def _together(arrays: ArrayModule, parts: list[Array], empty: tuple[int, ...], dtype: DTypeLike) -> Array:
     parts = [part for part in parts if part.size]
     if not parts:
         return arrays.empty(empty, dtype)
@@ -121,7 +122,7 @@ def sample_batch(batch: Batch) -> Batch:
     return Batch(batch.f, batch.shape, u0, batch.p._replace(leaves=leaves), *times)
 
 
-def _leaf(leaf: Any, varies: bool) -> Any:
+def _leaf(leaf: Array, varies: bool) -> Any:
     arrays = arrays_of(leaf)
     if not varies and arrays is None:
         return leaf
@@ -132,6 +133,6 @@ def _leaf(leaf: Any, varies: bool) -> Any:
     return np.resize(leaf if arrays is None else arrays.to_host(leaf), shape)
 
 
-def _made_up(shape: Shape, dtype: Any) -> Array:
+def _made_up(shape: Shape, dtype: DTypeLike) -> Array:
     """Return numbers between a half and three halves, none like another."""
     return (1 + 0.5 * np.sin(1 + 2.3 * np.arange(int(np.prod(shape, dtype=int))))).reshape(shape).astype(dtype)

@@ -79,7 +79,7 @@ def _moved(given: Batch, arrays: ArrayModule) -> Batch:
 
 
 def _by_kernel(
-    backend: Any, compiler: Compiler, given: Batch, batch: Batch, settings: Settings, arrays: ArrayModule
+    backend: EnsembleAlgorithm, compiler: Compiler, given: Batch, batch: Batch, settings: Settings, arrays: ArrayModule
 ) -> DeviceSolution | None:
     on_host = not is_on_device(batch)
     host = batch if on_host and batch.size else sample_batch(batch)
