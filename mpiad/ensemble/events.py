@@ -17,7 +17,7 @@ from mpiad.ensemble.record import Step
 from mpiad.ensemble.step_sweep import Met
 from mpiad.transport.device_arrays import is_device_array
 
-__all__ = ["BISECTIONS", "Event", "EventWatch", "Happened", "events_of", "in_order", "traced_events"]
+__all__ = ["BISECTIONS", "Event", "EventWatch", "StepEvents", "events_of", "in_order", "traced_events"]
 
 # Halvings of a step until its parts can't be told apart.
 BISECTIONS = 60
@@ -135,7 +135,7 @@ class _OfNumbers:
         return self.written(u[0], p, t)
 
 
-class Happened(NamedTuple):
+class StepEvents(NamedTuple):
     """The events of one step of several columns.
 
     Parameters
@@ -185,7 +185,7 @@ class EventWatch:
         self._values = [np.where(step.accepted, new, old) for new, old in zip(after, before)]
         return [step.accepted & event.crossed(*pair) for event, *pair in zip(self._events, before, after)]
 
-    def happened(self, step: Step, crossed: Sequence[Array | None]) -> Happened:
+    def located(self, step: Step, crossed: Sequence[Array | None]) -> StepEvents:
         """Find the events of a step, and note them.
 
         Parameters
@@ -207,7 +207,7 @@ class EventWatch:
                 ender[columns] = np.where(earlier, np.full_like(columns, e), ender[columns])
                 states[:, columns] = np.where(earlier, at, states[:, columns])
         met = [self._met(step, e, columns, x, last, ender, len(found) > 1) for e, columns, x in found]
-        return Happened([one for one in met if one], None if states is step.new else last < np.inf, last, states)
+        return StepEvents([one for one in met if one], None if states is step.new else last < np.inf, last, states)
 
     def _located(self, event: Event, step: Step, before: Array) -> tuple[Array, Array]:
         """Return at which parts of the step a condition vanishes, by bisection down to time's resolution, and states."""

@@ -94,7 +94,7 @@ class Outcome:
         Which part of the last accepted step was gone: less than 1 where a terminal event ended the trajectory inside it.
     event_times : dict
         From trajectories to lists of (number of an event, its time).
-    happened : array, shape (5, m), or None
+    event_table : array, shape (5, m), or None
         The same as a table, trajectory by trajectory in the order of time: the trajectory, which event, in which of its
         steps (from 0), at which part of it, and when; None where nothing happened.
     solver : Solver or None
@@ -120,7 +120,7 @@ class Outcome:
     save_step: Array | None
     end_part: Array
     event_times: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
-    happened: Array | None = None
+    event_table: Array | None = None
     steps: list[tuple[int, Steps]] = field(default_factory=list)
     solver: Any = None
     tapes: list[Any] = field(default_factory=list)
@@ -159,17 +159,17 @@ class Outcome:
         """Return the outcome of several shares, one after the other; their steps stay apart."""
         if len(parts) == 1:
             return parts[0]
-        events, happened, steps, offset = {}, [], [], 0
+        events, tables, steps, offset = {}, [], [], 0
         for part in parts:
             events.update({i + offset: found for i, found in part.event_times.items()})
-            if part.happened is not None:
-                happened.append(part.happened + np.array([[offset], [0], [0], [0], [0]]))
+            if part.event_table is not None:
+                tables.append(part.event_table + np.array([[offset], [0], [0], [0], [0]]))
             steps += [(first + offset, found) for first, found in part.steps]
             offset += len(part.codes)
         return Outcome(
             np.concatenate([part.u_end for part in parts], axis=1),
             event_times=events,
-            happened=np.concatenate(happened, axis=1) if happened else None,
+            event_table=np.concatenate(tables, axis=1) if tables else None,
             steps=steps,
             **{name: _join([getattr(part, name) for part in parts]) for name in _BY_TRAJECTORY},
         )

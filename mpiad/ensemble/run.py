@@ -258,9 +258,9 @@ class Run:
     # ---- events
 
     @cached_property
-    def _happened(self) -> list[Array]:
-        """All that happened, with what is terminal: see `Outcome.happened`."""
-        rows = np.empty((5, 0)) if self.outcome.happened is None else self.outcome.happened
+    def _event_columns(self) -> list[Array]:
+        """The columns of the table of events, with which are terminal: see `Outcome.event_table`."""
+        rows = np.empty((5, 0)) if self.outcome.event_table is None else self.outcome.event_table
         ids, event, number = rows[:3].astype(int)
         terminal = np.array([event.terminal for event in self.settings.events], bool)[event]
         return [ids, event, number, *rows[3:], terminal]
@@ -268,7 +268,7 @@ class Run:
     @cached_property
     def crossings(self) -> Crossings:
         """All events on the way of trajectories that didn't fail, but for those that ended one."""
-        ids, event, number, x, time, terminal = self._happened
+        ids, event, number, x, time, terminal = self._event_columns
         order = np.arange(len(ids)) - np.searchsorted(ids, ids)
         chosen = self.live[ids] & ~terminal
         return Crossings(*(column[chosen] for column in (ids, order, event, number, x, time)))
@@ -276,7 +276,7 @@ class Run:
     @cached_property
     def ending_events(self) -> Array:
         """Which event ended each trajectory, -1 where none did, shape (N,)."""
-        ids, event, *_, terminal = self._happened
+        ids, event, *_, terminal = self._event_columns
         found = np.full(self.batch.size, -1)
         found[ids[terminal]] = event[terminal]  # of two at once the later one
         return np.where(self.terminated, found, -1)

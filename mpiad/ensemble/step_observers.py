@@ -60,14 +60,14 @@ class StepObservers:
 
     def _cut(self, step: Step, crossed: list[Array | None]) -> Array:
         """Note events, and cut the steps short that they end; return their columns."""
-        happened = self._events.happened(step, crossed)  # type: ignore[union-attr]
-        if happened.ended is None:
+        found = self._events.located(step, crossed)  # type: ignore[union-attr]
+        if found.ended is None:
             return NONE
-        terminated = np.flatnonzero(happened.ended)
-        parts = happened.part[terminated]
+        terminated = np.flatnonzero(found.ended)
+        parts = found.part[terminated]
         # The end and its state, where nothing that is saved may lie behind it.
         step.t_new[terminated] = step.t[terminated] + parts * step.h[terminated]
-        step.new[:, terminated] = happened.states[:, terminated]
+        step.new[:, terminated] = found.states[:, terminated]
         self._outcome.end_part[step.ids[terminated]] = parts
         return terminated
 
@@ -75,7 +75,7 @@ class StepObservers:
         """Put the record and the events in order."""
         rows = None if self._events is None else self._events.rows()
         if rows is not None:
-            self._outcome.happened = rows[:, in_order(rows)]
+            self._outcome.event_table = rows[:, in_order(rows)]
             self._outcome.event_times = events_of(rows, self._settings.events, self._outcome.failed)[0]
         if self._log is not None:
             u0 = self._batch.u0

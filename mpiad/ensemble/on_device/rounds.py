@@ -157,12 +157,12 @@ class DeviceWorkingSet(Turns):
         reached, met = None, []
         if any(concerned):
             columns = [np.flatnonzero(mask) if n else None for mask, n in zip(crossed, concerned)]
-            happened = self._watch.happened(step, columns)  # type: ignore[union-attr]
-            met, ended = happened.met, happened.ended
+            found = self._watch.located(step, columns)  # type: ignore[union-attr]
+            met, ended = found.met, found.ended
             if ended is not None:
                 # Once more, with steps cut short, and a second look.
-                reached = step.t + np.where(ended, happened.part, 0.0) * (step.t_new - step.t)
-                step = step._replace(t_new=np.where(ended, reached, step.t_new), new=happened.states)
+                reached = step.t + np.where(ended, found.part, 0.0) * (step.t_new - step.t)
+                step = step._replace(t_new=np.where(ended, reached, step.t_new), new=found.states)
                 self.live, self.end, self.h, self.idle, self._code, self._tries = before
                 self._advance(step, ended)
                 alive, most, count, _ = self._look(step, [])
