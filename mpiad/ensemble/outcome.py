@@ -142,6 +142,22 @@ class Outcome:
             self.steps = [(tape.first, tape.steps(found.last, found.naccept, self.u_end.dtype)) for tape in found.tapes]
         return self.steps
 
+    def every_step(self) -> tuple[Array, Array]:
+        """Return the times before each accepted step and at the end, shape (N, n), and states there; filled up with NaN."""
+        if self.saved_times is not None:
+            return self.saved_times, self.saved  # type: ignore[return-value]
+        (d, count), most = self.u_end.shape, int(self.naccept.max(initial=0)) + 1
+        times = np.full((count, most), np.nan)
+        u = np.full((count, most, d), np.nan, self.u_end.dtype)
+        for first, steps in self.recorded():
+            for i in range(len(steps.counts)):
+                t, _, states = steps.trajectory(i)
+                times[first + i, : len(t)], u[first + i, : len(t)] = t, states.T
+        # The record has the state before each step; where the last one ends is known here.
+        every = np.arange(count)
+        times[every, self.naccept], u[every, self.naccept] = self.t_reached, self.u_end.T
+        return times, u
+
     @classmethod
     def empty(cls, batch: Batch, settings: Settings) -> Outcome:
         """Return the outcome of trajectories that have not started."""

@@ -282,7 +282,7 @@ def solution_of(outcome: Outcome, batch: Batch, settings: Settings) -> EnsembleS
         sol = EnsembleSolution.lazy(later, t=batch.both_ends(), **made)
         return at_ends(sol, lambda: batch.u0, sol.u_end)
     if settings.saveat is None:
-        times, u = _every_step(outcome, batch)
+        times, u = outcome.every_step()
     else:
         saved: Any = outcome.saved
         # A copy: a gradient asks for the times, too, when a program may have made minutes of them.
@@ -328,22 +328,6 @@ def _both_ends(u0: Array, u_end: Array, codes: Array) -> Array:
         rows = alive.reshape(-1, *[1] * (u_end.ndim - 1))
         start, end = anp.where(rows, start, getval(start)), anp.where(rows, end, np.nan)
     return anp.stack([start, end], axis=1)
-
-
-def _every_step(outcome: Outcome, batch: Batch) -> tuple[Array, Array]:
-    if outcome.saved_times is not None:
-        return outcome.saved_times, outcome.saved  # type: ignore[return-value]
-    most = int(outcome.naccept.max(initial=0)) + 1
-    times = np.full((batch.size, most), np.nan)
-    u = np.full((batch.size, most, len(batch.u0)), np.nan, batch.u0.dtype)
-    for first, steps in outcome.recorded():
-        for i in range(len(steps.counts)):
-            t, _, states = steps.trajectory(i)
-            times[first + i, : len(t)], u[first + i, : len(t)] = t, states.T
-    # The record has the state before each step; where the last one ends is told by the outcome.
-    every = np.arange(batch.size)
-    times[every, outcome.naccept], u[every, outcome.naccept] = outcome.t_reached, outcome.u_end.T
-    return times, u
 
 
 def evaluations(naccept: Array, nreject: Array, alg: Algorithm, dt: float | None) -> Array:
