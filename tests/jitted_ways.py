@@ -26,6 +26,7 @@ def generate(metafunc: pytest.Metafunc) -> None:
 def _has_ways(metafunc: pytest.Metafunc) -> bool:
     tests, marks = metafunc.config.rootpath / "tests", {mark.name for mark in metafunc.definition.iter_markers()}
     inside = any(Path(metafunc.definition.path).is_relative_to(tests / room) for room in ROOMS)
+    inside = inside and "device" not in Path(metafunc.definition.path).stem  # whose arrays aren't compiled
     chosen = metafunc.config.getoption("thorough") or "also_jitted" in marks
     return inside and chosen and not marks & {"interpreted", "launches"}
 

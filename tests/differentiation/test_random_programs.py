@@ -1,6 +1,6 @@
 """200 random programs on each number of ranks: value, gradient, tangent and second order against one process.
 
-`make fuzz` runs more, and finds the smallest that fails.
+A few of them are jitted. `make fuzz` runs more, and finds the smallest that fails.
 """
 
 import pytest
@@ -18,10 +18,10 @@ from mpiad.primitives.operation import communicate
 BATCHES, EACH = 8, 25
 
 
-def programs(size, seed):
+def programs(size, seed, count=EACH, compiled=("none",)):
     """Return the same programs on all ranks: rank 0 draws them."""
     world = MPI.COMM_WORLD
-    found = drawn(size, EACH, seed) if world.rank == 0 else None
+    found = drawn(size, count, seed, compiled) if world.rank == 0 else None
     poll(world.Ibarrier(), None)  # the others leave the cores to rank 0
     return world.bcast(found)
 
@@ -39,6 +39,14 @@ def test_random_programs(seed, size):
     wrong = [f"{script(program)}\n" + "\n".join(lines) for program, lines in found if lines]
     assert not wrong, "\n\n".join(wrong)
     assert sum(lines is None for _, lines in found) <= EACH // 5, "too many programs that the reference can't decide"
+
+
+def test_random_programs_that_are_jitted(size, request):
+    """On all ranks, and on some among others that aren't; `make fuzz` runs many more."""
+    count = EACH if request.config.getoption("thorough") else 4
+    found = [(program, checked(program)) for program in programs(size, BATCHES + 3, count, ("some", "all"))]
+    wrong = [f"{script(program)}\n" + "\n".join(lines) for program, lines in found if lines]
+    assert not wrong, "\n\n".join(wrong)
 
 
 @pytest.mark.parametrize("seed, way", [(BATCHES, "staged"), (BATCHES + 1, "pieces"), (BATCHES + 2, "direct")])

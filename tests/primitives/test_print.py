@@ -1,6 +1,7 @@
 import io
 
 import numpy as np
+import pytest
 
 import mpiad
 
@@ -17,6 +18,7 @@ def test_separator_end_and_file(rank, size):
     assert file.getvalue() == ("".join(f"a={r};" for r in range(size)) if rank == 0 else "")
 
 
+@pytest.mark.interpreted
 def test_traced_values_are_shown_plain(rank, size, capsys):
     def fun(x):
         mpiad.mpi_print("x =", x)

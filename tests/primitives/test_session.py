@@ -31,6 +31,7 @@ def test_init_prepares_a_communicator_once(rank, size):
     comm.Free()
 
 
+@pytest.mark.interpreted
 def test_stop(rank):
     x = np.ones(3)
     assert mpiad.stop(x) is x and mpiad.stop("text") == "text"

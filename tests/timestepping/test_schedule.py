@@ -55,6 +55,7 @@ def test_schedules_reverse_each_step_once_with_the_least_work(steps, memory, dis
 @pytest.mark.parametrize("steps, kept, plain", [
     (20, Checkpoints(4, recorded=5), 15 + 5), (23, Checkpoints(5, recorded=5), 20 + 3), (9, Checkpoints(1, recorded=20), 9),
 ])  # fmt: skip
+@pytest.mark.interpreted
 def test_blocks_that_are_recorded_together_are_run_twice_only(steps, kept, plain):
     """As many states as blocks: nothing is run again but with its record."""
     calls = {"plain": 0, "traced": 0}
@@ -85,6 +86,7 @@ def test_schedules_of_blocks_count_their_states_in_steps(steps, length):
 
 
 @pytest.mark.parametrize("steps, kept", [(20, 1), (20, 4), (20, 19), (20, 20), (1, 1)])
+@pytest.mark.interpreted
 def test_steps_are_called_as_often_as_the_schedule_says(steps, kept):
     calls = {"plain": 0, "traced": 0}
 
