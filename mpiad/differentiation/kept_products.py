@@ -27,6 +27,7 @@ from mpiad.differentiation.trees import flatten, is_variable
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.transport import channel
 from mpiad.transport.recovery import recoverable
+from mpiad.transport.tracing import one_by_one
 
 __all__ = ["Linearization", "SecondOrder", "linearize", "make_hvp"]
 
@@ -165,7 +166,8 @@ def linearize(fun: Function, argnum: int | tuple[int, ...] = 0) -> Callable[...,
     """
 
     def evaluate(*args: Any, **kwargs: Any) -> Linearization:
-        pull, value = make_vjp(fun, argnum)(*args, **kwargs)
+        with one_by_one():
+            pull, value = make_vjp(fun, argnum)(*args, **kwargs)
         return Linearization(value, pull)
 
     return evaluate

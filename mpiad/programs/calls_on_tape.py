@@ -25,6 +25,7 @@ from mpiad.programs.steps import Abandoned
 from mpiad.programs.tape_node import Lease, is_simple, placed, with_tangents
 from mpiad.programs.trace_run import PlayingBack, TraceRun, as_value, message_counts
 from mpiad.transport import Spec
+from mpiad.transport.tracing import tracing
 
 if TYPE_CHECKING:
     from mpiad.programs.function import Jitted
@@ -38,7 +39,7 @@ def called_on_tape(jitted: Jitted, given: Arguments, args: tuple, kwargs: dict) 
     """Call a compiled function within a derivative."""
     tape = current.tape
     boxed = [k for k in given.traced if type(given.leaves[k]) in _boxes]
-    if not is_simple(tape, [given.leaves[k] for k in boxed]):
+    if tracing.one_by_one or not is_simple(tape, [given.leaves[k] for k in boxed]):
         return jitted.fun(*args, **kwargs)
     if type(tape) is TangentTape:
         return _called_with_tangents(jitted, tape, given, boxed)

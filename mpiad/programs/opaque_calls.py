@@ -122,7 +122,7 @@ def opaque(fun: Function) -> Function:
     @functools.wraps(fun)
     def called(*args: Any, **kwargs: Any) -> Any:
         recorder: Any = tracing.recorder
-        if recorder is None:
+        if recorder is None or recorder.ended:
             return fun(*args, **kwargs)
         leaves, build = flatten((args, kwargs))
         call, tape = _Call(fun, build), current.tape

@@ -43,7 +43,12 @@ class Playback:
     """
 
     def __init__(self, log: Sequence[Any]):
-        self._rest = iter(list(log))
+        self._rest = list(log)[::-1]
+
+    @property
+    def ended(self) -> bool:
+        """Whether all of it has been played back."""
+        return not self._rest
 
     def communicate(self, operation: Any, x: Any, params: Any) -> Any:
         """Return what a communication gave when it was traced, or communicate."""
@@ -71,8 +76,8 @@ class Playback:
         return self._untold(fun, *args)
 
     def _next(self, fun: Callable, *args: Any) -> Any:
-        for made in self._rest:
-            return made
+        if self._rest:
+            return self._rest.pop()
         return self._untold(fun, *args)
 
     def _untold(self, fun: Callable, *args: Any) -> Any:

@@ -22,6 +22,7 @@ from mpiad.programs.same_bits import same_bits
 from mpiad.programs.steps import Abandoned, Constant, Ref, Step, Traced, hides_traced, mapped, on_host, plain
 from mpiad.transport import Channel, calls
 from mpiad.transport.calls import Site
+from mpiad.transport.channels import communications
 from mpiad.transport.device_arrays import is_device_array
 from mpiad.transport.tracing import tracing
 
@@ -76,6 +77,8 @@ class Recorder:
     backwards : bool
         Whether what is noted now belongs to a reverse pass.
     """
+
+    ended = False
 
     def __init__(self, kind: type):
         self.kind = kind
@@ -267,10 +270,13 @@ class Recorder:
 
     def _untold(self, fun: Callable, *args: Any) -> Any:
         tracing.recorder, self._inside = None, True
+        start = next(communications)
         try:
             return fun(*args)
         except BaseException as error:
-            self.failed = error
+            # What a traced value from around it has led to isn't its own, as long as it may run once more.
+            if self.refused is None or next(communications) > start + 1:
+                self.failed = error
             raise
         finally:
             tracing.recorder, self._inside = self, False

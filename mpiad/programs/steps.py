@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from autograd.tracer import getval
 
 from mpiad.transport import Spec
 from mpiad.transport.calls import Site
@@ -120,7 +121,9 @@ def hides_traced(x: Any, depth: int = 4) -> bool:
         parts = [*getattr(x, "__dict__", {}).values(), *(cell.cell_contents for cell in cells if _is_filled(cell))]
         parts += [getattr(x, name, None) for name in getattr(type(x), "__slots__", ())]
     nest = isinstance(x, (tuple, list, dict))
-    return any(isinstance(part, Traced) and not nest or hides_traced(part, depth - 1) for part in parts)
+    # Also one that carries a derivative.
+    plain_parts = [getval(part) for part in parts]
+    return any(isinstance(part, Traced) and not nest or hides_traced(part, depth - 1) for part in plain_parts)
 
 
 def _is_filled(cell: Any) -> bool:

@@ -15,6 +15,7 @@ from mpiad.programs.array_module import TracedArrays
 from mpiad.programs.playback import Playback
 from mpiad.programs.recorder import Recorder
 from mpiad.programs.signature import Arguments
+from mpiad.programs.steps import Abandoned
 from mpiad.programs.tracing_numpy import arrays_are_traced
 from mpiad.transport import calls
 from mpiad.transport.channels import Channel, live_channels, tell_recorders
@@ -89,6 +90,9 @@ class _Noting:
         calls.forget(self)
         _watched(-1)
         self.recorder.close()
+        # An interrupt isn't caught, and the function doesn't run once more.
+        if kind is not None and not issubclass(kind, (Abandoned, Exception)):
+            self.recorder.mark()
         # Where the function has caught it by itself.
         if kind is None and self.recorder.refused is not None:
             raise self.recorder.refused

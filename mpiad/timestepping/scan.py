@@ -84,7 +84,7 @@ def scan(
     >>> print(mpiad.timestepping.scan(lambda u, k, a: a * u, 1.0, 10, 2.0))
     1024.0
     """
-    if tracing.recorder is not None:
+    if tracing.recorder is not None and not tracing.recorder.ended:
         n_steps = operator.index(n_steps) if isinstance(n_steps, Traced) else n_steps
         if checkpoints is not None or (isinstance(n_steps, Integral) and n_steps > _MOST_UNROLLED):
             return _as_one_call(step, u0, n_steps, params, inputs, observe, checkpoints)

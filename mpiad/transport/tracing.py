@@ -6,18 +6,27 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 from mpiad._typing import Array
 
 T = TypeVar("T")
 
-__all__ = ["ProgramRecorder", "once", "settled", "tracing"]
+__all__ = ["ProgramRecorder", "once", "one_by_one", "settled", "tracing"]
 
 
 class ProgramRecorder(Protocol):
-    """What is asked of a trace under way."""
+    """What is asked of a trace under way.
+
+    Attributes
+    ----------
+    ended : bool
+        Whether the function runs as it is: its trace was given up, and all that it noted is played back.
+    """
+
+    ended: bool
 
     def communicate(self, operation: object, x: Array, params: object) -> Any:
         """Run an operation on plain arrays, and note it."""
@@ -51,12 +60,23 @@ class ProgramRecorder(Protocol):
 
 
 class _Tracing(threading.local):
-    """The recorder; None where nothing is traced."""
+    """The recorder, None where nothing is traced; and whether tapes take the operations of jitted functions one by one."""
 
     recorder: ProgramRecorder | None = None
+    one_by_one = False
 
 
 tracing = _Tracing()
+
+
+@contextmanager
+def one_by_one() -> Iterator[None]:
+    """Let jitted functions run as they are on a tape whose reverse pass is to be differentiated in turn."""
+    kept, tracing.one_by_one = tracing.one_by_one, True
+    try:
+        yield
+    finally:
+        tracing.one_by_one = kept
 
 
 def settled(fun: Callable[..., T], *args: Any) -> T:

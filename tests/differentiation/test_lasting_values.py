@@ -50,6 +50,7 @@ def test_outside_they_are_numbers(logged):
     assert_close(mpiad.mpi_allreduce(log[0]), plain[0] * mpiad.mpi_size())
 
 
+@pytest.mark.interpreted
 def test_a_log_of_losses_over_many_gradients(rank, size, rank_rng):
     """As in a training loop: each is kept, their sum is printed."""
     xs, log, x = inputs(rank_rng, size), [], None

@@ -116,6 +116,7 @@ def test_several_fields_in_one_message(rank, rank_rng, monkeypatch):
             np.testing.assert_array_equal(part, reference(whole_part)[rank])
 
 
+@pytest.mark.interpreted
 def test_messages_travel_while_the_rank_computes_in_both_directions(monkeypatch):
     domain = Domain((12, 9))
     events = []

@@ -307,3 +307,13 @@ def test_a_watch_sees_what_changes_and_nothing_else():
     assert not watch.is_the_same()
     with pytest.raises(Unfollowed, match="RANDOM"):
         watch_of(draws)
+
+
+def test_a_dict_that_stays_is_not_traced_again():
+    table = {"a": 2.0, "b": 3.0}
+    jitted = mpiad.jit(lambda x: table["a"] * x + table["b"], strict=True)
+    for k in range(3):
+        np.testing.assert_array_equal(jitted(X * k), 2 * X * k + 3)
+    assert jitted._traces == 1
+    table["b"] = 4.0
+    np.testing.assert_array_equal(jitted(X), 2 * X + 4)

@@ -341,3 +341,12 @@ def test_a_message_of_another_size_is_refused_by_a_replay(sent, said, rank, size
     else:
         np.testing.assert_array_equal(jitted(X + rank), 2 * (X + left))
     np.testing.assert_array_equal(jitted(X - rank), 2 * (X - left))
+
+
+def test_products_of_one_record(rank, size):
+    """Its reverse pass is differentiated in turn, which that of a program isn't."""
+    jitted = mpiad.jit(lambda x: mpiad.mpi_allreduce(x**2), strict=True)
+    for x in (X + rank, 2 * X):
+        record = mpiad.linearize(jitted)(x)
+        np.testing.assert_allclose(record.vjp(np.ones(6)), 2 * size * x, rtol=1e-13)
+        np.testing.assert_allclose(record.jvp(x), mpiad.mpi_allreduce(2 * x * x), rtol=1e-13)
