@@ -18,15 +18,12 @@ __all__ = ["ProgramRecorder", "once", "one_by_one", "settled", "tracing"]
 
 
 class ProgramRecorder(Protocol):
-    """What is asked of a trace under way.
+    """What is asked of a trace under way."""
 
-    Attributes
-    ----------
-    ended : bool
-        Whether the function runs as it is: its trace was given up, and all that it noted is played back.
-    """
-
-    ended: bool
+    @property
+    def ended(self) -> bool:
+        """Whether the function runs as it is: its trace was given up, and all that it noted is played back."""
+        ...
 
     def communicate(self, operation: object, x: Array, params: object) -> Any:
         """Run an operation on plain arrays, and note it."""
