@@ -133,7 +133,7 @@ def _traced_on_tape(
         nonlocal done
         with suspended(body=False):
             if done or key in jitted._entries:  # once more, on arrays that are constants by now
-                with PlayingBack(()):
+                with PlayingBack([]):
                     found = _backwards(run, outputs, gs, len(boxed))
                 return [_conformed(g, spec) for g, spec in zip(found, specs)]
             done = True

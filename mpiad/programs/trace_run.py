@@ -118,18 +118,19 @@ class PlayingBack:
     ----------
     log : sequence
         Of its recorder.
-    counts : sequence
+    counts : sequence, optional
         Of each channel's messages before it, which are counted again: partners have counted them once.
     """
 
-    def __init__(self, log: Sequence[Any], counts: Sequence[_Counts] = ()):
+    def __init__(self, log: Sequence[Any], counts: Sequence[_Counts] | None = None):
         self._playback, self._before = Playback(log), counts
         self._later: list[_Counts] = []
 
     def __enter__(self) -> None:
-        self._later = message_counts() if self._before else []
-        for channel, sent, received in self._before:
-            channel.sent, channel.received = dict(sent), dict(received)
+        self._later = [] if self._before is None else message_counts()
+        before = {channel: counts for channel, *counts in self._before or ()}
+        for channel, *_ in self._later:  # one that was made in the trace had none
+            channel.sent, channel.received = map(dict, before.get(channel, ({}, {})))
         tracing.recorder = self._playback
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:

@@ -222,7 +222,7 @@ def written(program):
     """Return the printed form of a program, a line for each step."""
     head = repr(program._replace(steps=()))
     body = "".join(f"    {step!r},\n" for step in program.steps)
-    return head.replace("steps=())", f"steps=(\n{body}))")
+    return head.replace("steps=()", f"steps=(\n{body})")
 
 
 def script(program):

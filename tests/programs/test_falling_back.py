@@ -9,6 +9,7 @@ import device_double
 import numpy as np
 import pytest
 from jitted import assert_same
+from mpi4py import MPI
 
 import mpiad
 
@@ -178,6 +179,25 @@ def test_communications_before_the_line_are_made_once(rank, size):
                 continue
             np.testing.assert_allclose(jitted(x), x * ranks.sum() * (size * x + (ranks - 1).sum()), rtol=1e-13)
             assert_same(gradient(x), mpiad.grad(lambda x: anp.sum(fun(x)))(x))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_messages_on_a_communicator_that_is_first_used_in_the_trace(rank, size):
+    """Its messages are numbered anew where the function runs once more, else adjoints wait for other numbers."""
+    x = np.array([0.5 + rank, 2.0])
+    comm = MPI.COMM_WORLD.Dup()
+
+    def fun(x):
+        mpiad.mpi_barrier(comm)
+        request = mpiad.mpi_isend(x**2, (rank + 1) % size, comm=comm)  # has the number that it took in the trace
+        came = mpiad.mpi_recv(x, (rank - 1) % size, comm=comm)  # takes one where the function runs
+        mpiad.mpi_wait(request)
+        return anp.sum(came * x) if came[1] > 0 else 0.0
+
+    before, after = (np.array([0.5 + (rank + by) % size, 2.0]) for by in (-1, 1))
+    _, gradient = mpiad.value_and_grad(mpiad.jit(fun), objective="sum")(x)
+    np.testing.assert_allclose(gradient, before**2 + 2 * x * after)
+    comm.Free()
 
 
 @pytest.mark.serial
