@@ -69,9 +69,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if launch.KERNELS in os.environ:
         # Kernels are compiled once in a launch, for all its jobs, their processes and what these start.
         os.environ["MPIAD_CACHE"] = os.environ[launch.KERNELS]
-    if WORLD.size == 1:
-        # Programs that tests start share the cores with those of the other processes, however few ranks each has.
-        os.environ.setdefault("MPIR_CVAR_ENABLE_HEAVY_YIELD", "1")
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         return  # it hands the tests out to other processes, which keep their times
     report, launched = open_report(config)

@@ -80,8 +80,6 @@ def launch_environment(ranks: int, folder: Path, changes: Mapping[str, str | Non
     }
     if not sys.stdout.isatty():  # Open MPI gives its ranks a terminal in any case
         defaults["NO_COLOR"] = "1"
-    if ranks > len(os.sched_getaffinity(0)):
-        defaults["MPIR_CVAR_ENABLE_HEAVY_YIELD"] = "1"  # MPICH: a rank that waits sleeps now and then
     if os.getuid() == 0:
         defaults |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     chosen = {k: v for k, v in {**defaults, **keep, **changes}.items() if v is not None}
