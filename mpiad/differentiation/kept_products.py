@@ -21,10 +21,10 @@ from mpiad._typing import Array, Comm, Function, Rank, Tree
 from mpiad.device.assembly import stack
 from mpiad.differentiation.copies import require_equal_copies
 from mpiad.differentiation.gradient import cotangents_of_variables, shared_sum, value_and_grad
-from mpiad.differentiation.products import make_vjp
+from mpiad.differentiation.products import make_vjp, shaped
 from mpiad.differentiation.trace import Traced, Variables, no_derivative, trace_backwards, variables_of
 from mpiad.differentiation.trees import flatten, is_variable
-from mpiad.primitives.cotangents import conform, spec_like
+from mpiad.primitives.cotangents import spec_like
 from mpiad.transport import channel
 from mpiad.transport.recovery import recoverable
 from mpiad.transport.tracing import one_by_one
@@ -101,11 +101,9 @@ def _seeds(v: Tree, traced: Traced) -> list[tuple[int, Any]]:
     for g, value, place in zip(given, traced.values, traced.places):
         if value is None:  # an argument that is no variable
             continue
-        spec, shape = spec_like(value), spec_like(g).shape
-        if shape != spec.shape:
-            raise TypeError(f"linearize: expected shape {spec.shape}, that of what it belongs to, but got {shape}.")
+        seed = shaped(g, value, "linearize")
         if place >= 0:
-            found.append((place, conform(g, *spec)))
+            found.append((place, seed))
     return found
 
 

@@ -18,7 +18,7 @@ from mpiad.differentiation.trees import flatten
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.transport.recovery import recoverable
 
-__all__ = ["hvp", "jvp", "make_jvp", "make_vjp"]
+__all__ = ["hvp", "jvp", "make_jvp", "make_vjp", "shaped"]
 
 
 def make_vjp(fun: Function, argnum: int | tuple[int, ...] = 0) -> Callable[..., tuple[Callable, Any]]:
@@ -77,10 +77,11 @@ def _seeds(cotangent: Tree, values: list[Any], places: list[int]) -> list[tuple[
     given = flatten(cotangent)[0]
     if len(given) != len(values):
         raise TypeError(f"vjp: the value has {len(values)} leaves, so its cotangent must, but got {len(given)}.")
-    return [(place, _shaped(g, value, "vjp")) for g, value, place in zip(given, values, places) if place >= 0]
+    return [(place, shaped(g, value, "vjp")) for g, value, place in zip(given, values, places) if place >= 0]
 
 
-def _shaped(g: Array, value: Array, call: str) -> Any:
+def shaped(g: Array, value: Array, call: str) -> Any:
+    """Return a cotangent or tangent with the dtype of what it belongs to; a TypeError where its shape is another."""
     spec = spec_like(value)
     if spec_like(g).shape != spec.shape:
         raise TypeError(f"{call}: expected shape {spec.shape}, that of what it belongs to, but got {spec_like(g).shape}.")
@@ -140,7 +141,7 @@ def _tangents(v: Tree, variables: Variables) -> list[Any]:
     given = flatten(v)[0]
     if len(given) != len(variables.leaves):
         raise TypeError(f"jvp: the argument has {len(variables.leaves)} leaves, so v must, but got {len(given)}.")
-    return [_shaped(given[place], variables.leaves[place], "jvp") for place in variables.places]
+    return [shaped(given[place], variables.leaves[place], "jvp") for place in variables.places]
 
 
 def jvp(fun: Function, x: Tree, v: Tree) -> tuple[Any, Any]:

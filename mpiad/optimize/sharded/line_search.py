@@ -19,14 +19,13 @@ import math
 import sys
 from typing import NamedTuple
 
+from mpiad.optimize.evaluated_points import RETREAT
+
 __all__ = ["End", "LineSearch", "next_step"]
 
 # The constants of SciPy's L-BFGS-B, so that evaluations can be compared.
 _DECREASE, _CURVATURE, _NARROW = 1e-3, 0.9, 0.1
 _FARTHEST, _GROWTH, _SHRINKAGE = 1e10, (1.1, 4.0), 0.66
-# Where a trial isn't finite: how much of the way to it any other goes. Closer to the end of the domain the function
-# bends so much that the next iterations pay for it: log barriers take the fewest evaluations between 0.2 and 0.4.
-_RETREAT = 0.3
 _ROUNDING = 10.0 * sys.float_info.epsilon
 # How far towards the other end of the interval a step may go that the cubic wants beyond the trial point.
 _SAFEGUARD = 0.66
@@ -96,7 +95,7 @@ class LineSearch:
     def back_away(self) -> None:
         """Choose another step, since at `step` there is no finite value."""
         best = self._best.step
-        self.step = self._farthest = best + _RETREAT * (self.step - best)
+        self.step = self._farthest = best + RETREAT * (self.step - best)
         self._high = min(self._high, self._farthest)
         self.stuck = self.step == best
 

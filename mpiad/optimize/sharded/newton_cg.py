@@ -29,6 +29,7 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.device import to_host
 from mpiad.optimize.box_constraints import Box
+from mpiad.optimize.evaluated_points import RETREAT
 from mpiad.optimize.iterates import PieceIterates
 from mpiad.optimize.root_exchange import Totals
 from mpiad.optimize.sharded.convergence import (
@@ -52,8 +53,6 @@ __all__ = ["NewtonCG", "NewtonPoint"]
 GRADIENT = Ending(0, "CONVERGENCE: the gradient's norm is at most gtol, or grtol times the first one.")
 # Of the decrease that the first or second order predicts, how much is enough.
 _DECREASE = 1e-4
-# Where a trial isn't finite: the next goes so much of its way.
-_RETREAT = 0.3
 _ROUNDING = 10.0 * sys.float_info.epsilon
 # Eisenstat and Walker's: the first forcing term and the largest, gamma, alpha, and from where on it mustn't fall faster.
 _LARGEST, _GAMMA, _ALPHA, _KEPT = 0.5, 0.9, 2.0, 0.1
@@ -264,7 +263,7 @@ class NewtonCG:
             if there.finite and there.slope < 0.0 and self._falls(here, there, -_DECREASE * there.slope):
                 return there
             if not there.finite:
-                step *= _RETREAT
+                step *= RETREAT
             else:
                 # The minimiser of the parabola through both values and the first slope.
                 rise = there.value - here.value - there.slope
