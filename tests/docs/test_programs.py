@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import shown_programs
@@ -81,9 +83,7 @@ def in_turn() -> list[list[shown_programs.Program]]:
 @pytest.mark.launches
 @pytest.mark.limit(240)
 @pytest.mark.parametrize("programs", in_turn(), ids=lambda job: f"{job[0].ranks} ranks, from {job[0].name} on")
-def test_shown_programs_do_what_their_pages_say(programs, mpirun, tmp_path, request):
-    if request.config.getoption("thorough"):
-        pytest.skip("each in a job of its own")
+def test_shown_programs_do_what_their_pages_say(programs, mpirun, tmp_path):
     paths = []
     for program in programs:
         paths.append(tmp_path / program.name.removesuffix(".py") / program.name)
@@ -96,11 +96,16 @@ def test_shown_programs_do_what_their_pages_say(programs, mpirun, tmp_path, requ
     assert (job.returncode, job.stdout, job.stderr) == (0, "", "")
 
 
+def alone() -> Iterator[Any]:
+    """Yield all programs; those that end without an error are run in turn with others, and by themselves once more."""
+    for program in PROGRAMS:
+        marks = [pytest.mark.thorough] if program.ends and not program.error else []
+        yield pytest.param(program, marks=marks, id=f"{program.page}:{program.name}")
+
+
 @pytest.mark.launches
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: f"{program.page}:{program.name}")
-def test_a_shown_program_does_what_the_page_says(program, mpirun, tmp_path, request):
-    if program.ends and not program.error and not request.config.getoption("thorough"):
-        pytest.skip("run with others in one job")
+@pytest.mark.parametrize("program", alone())
+def test_a_shown_program_does_what_the_page_says(program, mpirun, tmp_path):
     run(program, mpirun, tmp_path)
 
 
