@@ -21,10 +21,10 @@ from mpiad.linalg.newton_iteration import find_root
 from mpiad.linalg.solver_settings import Settings, agree_on, mistake_in, unfit_preconditioner
 from mpiad.primitives import stop
 from mpiad.primitives.cotangents import spec_like
-from mpiad.programs.opaque_calls import opaque
 from mpiad.transport.buffers import conversion
 from mpiad.transport.device_arrays import is_device_array
 from mpiad.transport.recovery import recoverable
+from mpiad.transport.tracing import opaque
 
 __all__ = ["newton"]
 

@@ -13,10 +13,10 @@ from mpiad.linalg.implicit import METHODS, Problem, solution
 from mpiad.linalg.matvec_transpose import DERIVED
 from mpiad.linalg.solver_settings import Settings, agree_on, mistake_in, unfit_preconditioner
 from mpiad.primitives import stop
-from mpiad.programs.opaque_calls import opaque
 from mpiad.transport.buffers import conversion
 from mpiad.transport.device_arrays import is_device_array
 from mpiad.transport.recovery import recoverable
+from mpiad.transport.tracing import opaque
 
 __all__ = ["solve"]
 

@@ -55,7 +55,7 @@ def called_on_tape(jitted: Jitted, given: Arguments, args: tuple, kwargs: dict) 
     values = [getval(given.leaves[k]) for k in given.traced]
     lease = Lease(entry.replays)
     count(entry.communications)
-    counts = message_counts() if entry.replays.last_look >= 0 else ()
+    counts = message_counts() if entry.replays.last_look >= 0 else None
     try:
         made = lease.replay.first(*values, *[None] * sum(in_program(entry.outputs)))
     except Changed as change:

@@ -151,7 +151,7 @@ class Jitted:
             return self._as_it_is(given.key, args, kwargs)
         if entry is UNKNOWN or not entry.is_current():
             return self._traced(given, args, kwargs)
-        counts = message_counts() if entry.replays.last_look >= 0 else ()
+        counts = message_counts() if entry.replays.last_look >= 0 else None
         try:
             made = entry.called([given.leaves[k] for k in given.traced])
         except Changed as change:

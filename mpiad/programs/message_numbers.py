@@ -6,11 +6,13 @@ trace, which hold the numbers of that call, are made anew when the program runs 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from mpiad.transport import Channel, Envelope
 
-__all__ = ["MessageNumbers", "channels_of", "envelopes_of", "is_numbered"]
+__all__ = ["Answer", "MessageNumbers", "channels_of", "envelopes_of", "is_numbered", "logged"]
 
 
 class MessageNumbers:
@@ -51,7 +53,6 @@ class MessageNumbers:
             self._numbers[id(owner), number] = params.renumbered()
         return params._replace(number=self._numbers[id(owner), number])
 
-
     def kept(self, params: Any) -> tuple[Any, list[Envelope]]:
         """Return an operation's parameters with addresses that stay the replay's, and which to renew before it, in turn."""
         renewed: list[Envelope] = []
@@ -89,3 +90,19 @@ def channels_of(params: Any) -> set[Channel]:
     """Return the channels among the parameters of an operation."""
     parts = params if isinstance(params, tuple) else (params,)
     return {part for part in parts if isinstance(part, Channel)} | {part.channel for part in envelopes_of(params)}
+
+
+class Answer(NamedTuple):
+    """What came from any rank, and which it was."""
+
+    value: Any
+    peer: int
+    tag: int
+
+
+def logged(made: Any, params: Any) -> Any:
+    """Return what is kept of a communication for a playback."""
+    for envelope in envelopes_of(params):
+        if min(envelope.asked) < 0:
+            return Answer(made.copy(), envelope.peer, envelope.tag)
+    return made.copy() if isinstance(made, np.ndarray) else made

@@ -8,7 +8,6 @@ those of the interpreted function, at each run of the program.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -29,7 +28,7 @@ from mpiad.transport import Spec
 from mpiad.transport.channels import communications
 from mpiad.transport.tracing import tracing
 
-__all__ = ["opaque"]
+__all__ = ["opaque_call"]
 
 _boxes = Box.types
 
@@ -110,37 +109,31 @@ def _as_array(x: Any) -> Any:
     return np.float64(x) if type(x) is float else x
 
 
-def opaque(fun: Function) -> Function:
-    """Let compiled programs call a function as it is.
+def opaque_call(recorder: Any, fun: Function, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Run a function that isn't taken apart as one step, or two on the tape of a derivative.
 
     Parameters
     ----------
+    recorder : Recorder or Playback
     fun : callable
         Its results are arrays, in any nest.
+    args, kwargs
     """
-
-    @functools.wraps(fun)
-    def called(*args: Any, **kwargs: Any) -> Any:
-        recorder: Any = tracing.recorder
-        if recorder is None or recorder.ended:
-            return fun(*args, **kwargs)
-        leaves, build = flatten((args, kwargs))
-        call, tape = _Call(fun, build), current.tape
-        places = [k for k, leaf in enumerate(leaves) if type(leaf) in _boxes]
-        plain = [getval(leaf) for leaf in leaves]
-        if any(hides_traced(leaf) for leaf in plain if not isinstance(leaf, TracedArray)):
-            recorder.refuse(f"{fun.__name__} is given functions or objects that hold traced values")
-        if tape is None and not places:
-            *values, outcome = recorder.opaque(call, (plain,))
-            return outcome.build(values)
-        if not is_simple(tape, [leaves[k] for k in places]):
-            recorder.refuse(f"it calls {fun.__name__} in a derivative of higher order, and that isn't compiled yet")
-            return fun(*args, **kwargs)  # played back
-        nodes = [leaves[k]._node for k in places]
-        made = _with_tangents if type(tape) is TangentTape else _on_tape
-        return made(recorder, call, tape, plain, places, nodes)
-
-    return called
+    leaves, build = flatten((args, kwargs))
+    call, tape = _Call(fun, build), current.tape
+    places = [k for k, leaf in enumerate(leaves) if type(leaf) in _boxes]
+    plain = [getval(leaf) for leaf in leaves]
+    if any(hides_traced(leaf) for leaf in plain if not isinstance(leaf, TracedArray)):
+        recorder.refuse(f"{fun.__name__} is given functions or objects that hold traced values")
+    if tape is None and not places:
+        *values, outcome = recorder.opaque(call, (plain,))
+        return outcome.build(values)
+    if not is_simple(tape, [leaves[k] for k in places]):
+        recorder.refuse(f"it calls {fun.__name__} in a derivative of higher order, and that isn't compiled yet")
+        return fun(*args, **kwargs)  # played back
+    nodes = [leaves[k]._node for k in places]
+    made = _with_tangents if type(tape) is TangentTape else _on_tape
+    return made(recorder, call, tape, plain, places, nodes)
 
 
 def _on_tape(recorder: Any, call: _Call, tape: Any, leaves: list[Any], places: list[int], nodes: list[Any]) -> Any:

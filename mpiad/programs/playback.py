@@ -3,32 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any
 
 from mpiad.primitives.request import Request
-from mpiad.programs.message_numbers import envelopes_of
+from mpiad.programs.message_numbers import Answer, envelopes_of
+from mpiad.programs.opaque_calls import opaque_call
 from mpiad.programs.steps import on_host, plain
 from mpiad.transport.tracing import tracing
 
-__all__ = ["Playback", "logged"]
-
-
-class _Answer(NamedTuple):
-    """What came from any rank, and which it was."""
-
-    value: Any
-    peer: int
-    tag: int
-
-
-def logged(made: Any, params: Any) -> Any:
-    """Return what is kept of a communication for a playback."""
-    for envelope in envelopes_of(params):
-        if min(envelope.asked) < 0:
-            return _Answer(made.copy(), envelope.peer, envelope.tag)
-    return made.copy() if isinstance(made, np.ndarray) else made
+__all__ = ["Playback"]
 
 
 class Playback:
@@ -54,7 +37,7 @@ class Playback:
         """Return what a communication gave when it was traced, or communicate."""
         params = on_host(params)
         made = self._next(operation.forward, plain(x), params)
-        if isinstance(made, _Answer):
+        if isinstance(made, Answer):
             envelopes_of(params)[0].answered_from(made.peer, made.tag)
             return made.value
         return made.again() if isinstance(made, Request) else made
@@ -70,6 +53,10 @@ class Playback:
     def opaque(self, fun: Callable, args: tuple) -> Any:
         """Return what a function that isn't taken apart gave in the trace, or run it."""
         return self._next(fun, *plain(args))
+
+    def call_as_it_is(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Return what a solve, or a loop in time, gave in the trace, or run it."""
+        return opaque_call(self, fun, args, kwargs)
 
     def once(self, fun: Callable, args: tuple) -> Any:
         """Run what is done once: in the trace it was done then."""

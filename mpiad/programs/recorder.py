@@ -10,20 +10,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
-from weakref import WeakSet
 
 import numpy as np
 
 from mpiad._typing import Array, Shape
 from mpiad.primitives.request import Request
-from mpiad.programs.message_numbers import channels_of, envelopes_of
-from mpiad.programs.playback import logged
-from mpiad.programs.same_bits import same_bits
-from mpiad.programs.steps import Abandoned, Constant, Ref, Step, Traced, hides_traced, mapped, on_host, plain
+from mpiad.programs.message_numbers import channels_of, envelopes_of, logged
+from mpiad.programs.noted_values import NotedValues
+from mpiad.programs.opaque_calls import opaque_call
+from mpiad.programs.steps import Abandoned, Ref, Step, Traced, hides_traced, on_host, plain
 from mpiad.transport import Channel, calls
 from mpiad.transport.calls import Site
 from mpiad.transport.channels import communications
-from mpiad.transport.device_arrays import is_device_array
 from mpiad.transport.tracing import tracing
 
 __all__ = ["Recorder"]
@@ -35,7 +33,6 @@ _NOTED = frozenset(
     mpi_irecv mpi_isend mpi_recv mpi_reduce mpi_reduce_scatter mpi_scan mpi_scatter mpi_send mpi_sendrecv mpi_sum mpi_rank
     mpi_size Domain.begin_exchange value_and_grad grad make_vjp make_jvp jvp hvp""".split()
 )
-_OBJECT = np.dtype(object)
 
 _SHAPED_BY_VALUES = frozenset({
     np.argwhere, np.bincount, np.compress, np.delete, np.extract, np.flatnonzero, np.intersect1d, np.nonzero, np.setdiff1d,
@@ -43,7 +40,7 @@ _SHAPED_BY_VALUES = frozenset({
 })  # fmt: skip
 
 
-class Recorder:
+class Recorder(NotedValues):
     """A trace under way.
 
     Parameters
@@ -54,10 +51,6 @@ class Recorder:
     Attributes
     ----------
     steps : list of Step
-    specs : list of (shape, dtype)
-        Of each value.
-    constants : list of array
-        Copies, as they were when they were used.
     open : bool
         Whether operations are still noted.
     refused : Abandoned or None
@@ -68,10 +61,6 @@ class Recorder:
         Results of all communications, and of what was settled.
     channels : set of Channel
         Those of the communications.
-    inputs : list of int
-        Numbers of the arguments.
-    weak : set of int
-        Numbers that are Python's.
     asked : int or None
         Of an integer that the function decides by, where that is what the trace was given up for.
     backwards : bool
@@ -81,43 +70,17 @@ class Recorder:
     ended = False
 
     def __init__(self, kind: type):
-        self.kind = kind
+        super().__init__(kind)
         self.steps: list[Step] = []
-        self.specs: list[tuple[Shape, np.dtype]] = []
-        self.constants: list[Array] = []
         self.open, self.backwards = True, False
         self.refused: Abandoned | None = None
         self.failed: BaseException | None = None
         self.log: list[Any] = []
-        self.inputs: list[int] = []
-        self.weak: set[int] = set()
         self.asked: int | None = None
         self.channels: set[Channel] = set()
-        # By identity, what isn't an array and is handed on from step to step: requests under way, records of tapes.
-        self._objects: dict[int, tuple[Any, int]] = {}
         self._inside = False
         self._any_sender = False
-        self._constant_of: dict[int, tuple[Any, int]] = {}
-        self._holders: dict[int, WeakSet[Any]] = {}
-        self._inputs: set[int] = set()
         self._marks: list[tuple[Any, str]] = []
-
-    def input(self, value: Any, weak: bool = False) -> Any:
-        """Return a traced array for an argument; `weak`: a number of Python's."""
-        made = self._wrapped(value)
-        if weak:
-            self.weaken(made)
-        self.inputs.append(made.number)
-        if isinstance(value, np.ndarray):
-            self._inputs.add(id(_root(value)))
-        return made
-
-    def weaken(self, made: Any) -> Any:
-        """Take a number for one of Python's, and return it."""
-        if isinstance(made, Traced) and self.is_noting():
-            made.weak = True
-            self.weak.add(made.number)
-        return made
 
     def refuse(self, reason: str) -> NoReturn:
         """Give the trace up.
@@ -225,6 +188,10 @@ class Recorder:
         outs = *[x.number for x in results], self._number_of_object(rest)
         self._step("opaque", fun, noted, outs, {"expected": [(x.shape, x.dtype) for x in arrays]})
         return *results, rest
+
+    def call_as_it_is(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run a solve, or a loop in time, as one step."""
+        return opaque_call(self, fun, args, kwargs)
 
     def once(self, fun: Callable, args: tuple) -> Any:
         """Run what is done at the first use of a communicator, which replays don't."""
@@ -344,61 +311,6 @@ class Recorder:
         self._step("set", None, noted, (number,))
         self._written(target, number, value if mended else None)
 
-    def _check_writing(self, target: Any) -> None:
-        if id(_root(target.value)) in self._inputs:
-            self.refuse("it changes an argument in place: work on a copy, or write y = x + 1 instead of x += 1")
-
-    def _written(self, target: Any, number: int, part: Any = None) -> None:
-        for other in self._holders.get(id(_root(target.value)), ()):
-            if other is not target and other is not part and np.shares_memory(other.value, target.value):
-                other.stale = target
-        target.number = number
-
-    # ---- values
-
-    def _number(self, value: Any) -> int:
-        self.specs.append((value.shape, value.dtype))
-        return len(self.specs) - 1
-
-    def _number_of_object(self, found: Any) -> int:
-        self.specs.append(((), _OBJECT))
-        if found is not None:
-            self._objects[id(found)] = found, len(self.specs) - 1
-        return len(self.specs) - 1
-
-    def _wrapped(self, value: Any) -> Any:
-        made = self.kind(self, self._number(value), value)
-        if isinstance(value, np.ndarray):
-            self._holders.setdefault(id(_root(value)), WeakSet()).add(made)
-        return made
-
-    def _noted(self, x: Any) -> Any:
-        """Return arguments with references to values and constants."""
-        return mapped(x, self._noted_leaf)
-
-    def _noted_leaf(self, x: Any) -> Any:
-        if isinstance(x, Traced):
-            if x.recorder is not self:
-                x.recorder.is_noting()
-                return self._constant(np.asarray(x.value))  # of a trace that has ended, or one that is given up by this
-            if x.stale is not None:
-                self.refuse("it reads an array after other names of the same memory were written to")
-            return Ref(x.number)
-        if id(x) in self._objects:
-            return Ref(self._objects[id(x)][1])
-        if is_device_array(x):
-            self.refuse("it computes with an array on a device, and only NumPy's are compiled yet")
-        if type(x) is np.ndarray:
-            return self._constant(x)
-        return self._constant(np.asarray(x)) if isinstance(x, np.ndarray) else x
-
-    def _constant(self, x: Array) -> Constant:
-        known = self._constant_of.get(id(x))
-        if known is None or not same_bits(self.constants[known[1]], x):
-            self.constants.append(x.copy())
-            known = self._constant_of[id(x)] = x, len(self.constants) - 1
-        return Constant(known[1])
-
 
 def _rule() -> tuple[str, str, Site] | None:
     """Return which adjoint or tangent is running: calls are noted while there is a trace."""
@@ -421,12 +333,6 @@ def _is_array(x: Any) -> bool:
 def _dtype(x: Any) -> Any:
     value = plain(x)
     return value.dtype if hasattr(value, "dtype") else np.result_type(value)
-
-
-def _root(value: Any) -> Any:
-    while isinstance(value, np.ndarray) and isinstance(value.base, np.ndarray):
-        value = value.base
-    return value
 
 
 def _is_part(whole: Array, key: Any, part: Any) -> bool:

@@ -11,14 +11,11 @@ import numpy as np
 from mpiad._typing import Function, Tree
 from mpiad.device.assembly import stack
 from mpiad.differentiation.trees import is_variable, named_leaves
-from mpiad.programs import Jitted, jit
-from mpiad.programs.opaque_calls import opaque
-from mpiad.programs.steps import Traced
 from mpiad.timestepping.checkpoints import Checkpoints, checkpoints_of
 from mpiad.timestepping.differentiable import LoopOperator
 from mpiad.timestepping.snapshots import own
 from mpiad.timestepping.stepping import UserStepping
-from mpiad.transport.tracing import tracing
+from mpiad.transport.tracing import opaque, tracing
 
 __all__ = ["scan"]
 
@@ -85,9 +82,7 @@ def scan(
     1024.0
     """
     if tracing.recorder is not None and not tracing.recorder.ended:
-        n_steps = operator.index(n_steps) if isinstance(n_steps, Traced) else n_steps
-        if checkpoints is not None or (isinstance(n_steps, Integral) and n_steps > _MOST_UNROLLED):
-            return _as_one_call(step, u0, n_steps, params, inputs, observe, checkpoints)
+        return _in_a_trace(step, u0, n_steps, params, inputs, observe, checkpoints)
     return _scan(step, u0, n_steps, params, inputs, observe, checkpoints)
 
 
@@ -114,8 +109,15 @@ def _scan(
 _opaque_scan = opaque(_scan)
 
 
-def _as_one_call(step: Any, u0: Tree, n_steps: object, params: tuple, inputs: Tree, observe: Any, checkpoints: Any) -> Any:
-    """Run the loop as one call of a compiled program, its steps compiled."""
+def _in_a_trace(step: Any, u0: Tree, n_steps: int, params: tuple, inputs: Tree, observe: Any, checkpoints: Any) -> Any:
+    """Run the loop as one call of a compiled program, its steps compiled; a short one without checkpoints is unrolled."""
+    # Loaded by whoever traces; a program that compiles nothing needn't wait for it.
+    from mpiad.programs import Jitted, jit
+    from mpiad.programs.steps import Traced
+
+    n_steps = operator.index(n_steps) if isinstance(n_steps, Traced) else n_steps
+    if checkpoints is None and not (isinstance(n_steps, Integral) and n_steps > _MOST_UNROLLED):
+        return _scan(step, u0, n_steps, params, inputs, observe, checkpoints)
     compiled = [jit(fun) if callable(fun) and not isinstance(fun, Jitted) else fun for fun in (step, observe)]
     return _opaque_scan(compiled[0], u0, n_steps, params, inputs, compiled[1], checkpoints)
 

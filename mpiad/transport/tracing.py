@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from mpiad._typing import Array
 
 T = TypeVar("T")
 
-__all__ = ["ProgramRecorder", "once", "one_by_one", "settled", "tracing"]
+__all__ = ["ProgramRecorder", "once", "one_by_one", "opaque", "settled", "tracing"]
 
 
 class ProgramRecorder(Protocol):
@@ -37,6 +38,10 @@ class ProgramRecorder(Protocol):
 
     def once(self, fun: Callable[..., T], args: tuple) -> T:
         """Run what is done once for a communicator, and don't note it."""
+        ...
+
+    def call_as_it_is(self, fun: Callable[..., T], args: tuple, kwargs: dict[str, Any]) -> T:
+        """Run a function that isn't taken apart, and note it as one step."""
         ...
 
     def refuse(self, reason: str) -> None:
@@ -89,3 +94,16 @@ def once(fun: Callable[..., T], *args: Any) -> T:
     """Run what is done at the first use of a communicator, and is no part of a compiled program."""
     recorder = tracing.recorder
     return fun(*args) if recorder is None else recorder.once(fun, args)
+
+
+def opaque(fun: Callable[..., T]) -> Callable[..., T]:
+    """Let compiled programs call a function as it is; its results are arrays, in any nest."""
+
+    @functools.wraps(fun)
+    def called(*args: Any, **kwargs: Any) -> T:
+        recorder = tracing.recorder
+        if recorder is None or recorder.ended:
+            return fun(*args, **kwargs)
+        return recorder.call_as_it_is(fun, args, kwargs)
+
+    return called

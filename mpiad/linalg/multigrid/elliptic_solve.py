@@ -20,9 +20,9 @@ from mpiad.linalg.host_and_device import require_together
 from mpiad.linalg.multigrid.preconditioner import Multigrid
 from mpiad.primitives import stop
 from mpiad.primitives.cotangents import spec_like, tangent_of
-from mpiad.programs.opaque_calls import opaque
 from mpiad.transport import Channel, channel
 from mpiad.transport.agreement import raise_together
+from mpiad.transport.tracing import opaque
 
 __all__ = ["solve_elliptic"]
 
