@@ -2,7 +2,7 @@
 
     python benchmarks/shallow_water.py [--ranks 1 2] [--sizes 180x360 900x1800] [--dtypes float64 float32] [--rounds 2]
 
-A flow in a channel (`benchmarks/channel/problem.py`, a file for each side), forward and with the gradient by the height
+A flow in a channel (`benchmarks/sides/channel.py`, a file for each side), forward and with the gradient by the height
 at the start. Each side is a process of its own, started in turn, round by round; within mpiad's its two ways alternate.
 The smallest time of a step counts, that of the slowest rank. J and the norm of the gradient must be those of all sides.
 
@@ -64,7 +64,7 @@ def run(side: str, folder: Path, ranks: int, size: str, dtype: str, budget: floa
     north, east = size.split("x")
     launcher = folder / "mpiexec"
     command = [str(launcher) if launcher.exists() else "mpiexec", "-n", str(ranks), str(folder / "python")]
-    command += [str(HERE / "channel" / f"side_{side}.py"), north, east, str(STEPS.get(size, 10)), dtype]
+    command += [str(HERE / "sides" / f"channel_{side}.py"), north, east, str(STEPS.get(size, 10)), dtype]
     command += ["--budget", str(budget)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env={**os.environ, "MPIAD_CACHE": cache})
     if done.returncode:

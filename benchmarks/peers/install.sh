@@ -3,8 +3,8 @@
 #
 #   benchmarks/peers/install.sh [LIBRARY ...]
 #
-# LIBRARY  mpi4jax, mpi4torch (communication), torchdiffeq, torchode, diffrax (ensembles of ODEs), pyamg (multigrid); all
-#          by default
+# LIBRARY  mpi4jax, mpi4torch (communication), torchdiffeq, torchode, diffrax (ensembles of ODEs), pyamg (multigrid),
+#          devito (stencils; needs a C compiler); all by default
 # PYTHON   interpreter for the environment (python3)
 # JAX      what pip installs as JAX; 0.11.2 is the last that mpi4jax 0.9.1.post2 was tested with
 # TORCH    what pip installs as torch. A CPU build: the default build brings gigabytes of CUDA along. Where the
@@ -23,6 +23,7 @@ TORCHDIFFEQ=torchdiffeq==0.2.5
 TORCHODE=torchode==1.0.1
 DIFFRAX=diffrax==0.7.2
 PYAMG=pyamg==5.4.1
+DEVITO=devito==4.8.23
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$(cd "$here/../.." && pwd)
@@ -76,16 +77,17 @@ install_torchdiffeq() { pip_install scipy "$TORCH" "$TORCHDIFFEQ"; }
 install_torchode() { pip_install scipy "$TORCH" "$TORCHODE"; }
 install_diffrax() { pip_install scipy "$JAX" "$DIFFRAX"; }
 install_pyamg() { pip_install scipy "$PYAMG"; }
+install_devito() { pip_install "$DEVITO"; }
 
 if ! make_environment; then
   echo "peers: $venv could not be made with $PYTHON" >&2
   exit 1
 fi
-[ $# -gt 0 ] || set -- mpi4jax mpi4torch torchdiffeq torchode diffrax pyamg
+[ $# -gt 0 ] || set -- mpi4jax mpi4torch torchdiffeq torchode diffrax pyamg devito
 for library; do
   case $library in
-    mpi4jax | mpi4torch | torchdiffeq | torchode | diffrax | pyamg) ;;
-    *) echo "peers: $library is none of mpi4jax, mpi4torch, torchdiffeq, torchode, diffrax, pyamg" >&2; exit 2 ;;
+    mpi4jax | mpi4torch | torchdiffeq | torchode | diffrax | pyamg | devito) ;;
+    *) echo "peers: $library is none of mpi4jax, mpi4torch, torchdiffeq, torchode, diffrax, pyamg, devito" >&2; exit 2 ;;
   esac
   if ! has "$library"; then
     "install_$library" >"$logs/$library.log" 2>&1
@@ -94,5 +96,5 @@ for library; do
 done
 
 "$venv/bin/python" -m pip list --disable-pip-version-check 2>/dev/null |
-  grep -E '^(diffrax|jax|jaxlib|mpi4jax|mpi4py|mpi4torch|mpich|numpy|pyamg|scipy|torch|torchdiffeq|torchode) '
+  grep -E '^(devito|diffrax|jax|jaxlib|mpi4jax|mpi4py|mpi4torch|mpich|numpy|pyamg|scipy|torch|torchdiffeq|torchode) '
 exit $missing

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import autograd.numpy as np
+import channel
 import numpy
-import problem
-from problem import CELL, DEPTH, FRICTION, GRAVITY, STEP
+import timing
+from channel import CELL, DEPTH, FRICTION, GRAVITY, STEP
 
 import mpiad
 
-options = problem.arguments()
-given = problem.start(options.north, options.east, options.dtype)
+options = channel.arguments()
+given = channel.start(options.north, options.east, options.dtype)
 for field in given:
     field.flags.writeable = False  # what can't change isn't compared at each call of a compiled function
-domain = mpiad.Domain((options.north, options.east), periodic=(False, True), dims=(1, problem.COMM.size))
+domain = mpiad.Domain((options.north, options.east), periodic=(False, True), dims=(1, channel.COMM.size))
 
 
 def here(p):
@@ -70,7 +71,7 @@ zero = np.zeros_like(given.h)
 def run(step, h):
     """Return the state at the end."""
     state = (h, given.u, given.v, zero, zero, zero)
-    for now, before in problem.weights(options.steps, options.dtype):
+    for now, before in channel.weights(options.steps, options.dtype):
         state = step(state, now, before)
     return state
 
@@ -86,7 +87,7 @@ def check():
     close = 1e-10 if options.dtype == numpy.float64 else 1e-3
     numpy.testing.assert_allclose(slope, interpreted, rtol=0, atol=close * np.abs(interpreted).max())
     numpy.testing.assert_allclose(value, other, rtol=close)
-    return float(value), problem.total(np.sum(slope.astype(float) ** 2)) ** 0.5
+    return float(value), timing.total(np.sum(slope.astype(float) ** 2)) ** 0.5
 
 
 def peaks():
@@ -95,7 +96,7 @@ def peaks():
     for name, f in (("jitted", mpiad.jit(step)), ("interpreted", step)):
         both = gradient(f)
         both(given.h)
-        found[name] = problem.peak(lambda both=both: both(given.h)) / given.h.nbytes
+        found[name] = timing.peak(lambda both=both: both(given.h)) / given.h.nbytes
     return found
 
 
@@ -106,4 +107,4 @@ cases = {
     "gradient, jitted": lambda: with_gradient["jitted"](given.h),
     "gradient, interpreted": lambda: with_gradient["interpreted"](given.h),
 }
-problem.measure("mpiad", options, cases, check, peaks)
+timing.measure("mpiad", options, cases, check, peaks)

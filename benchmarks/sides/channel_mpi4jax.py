@@ -11,17 +11,18 @@ import os
 # Each rank has a core.
 os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1")
 
+import channel
 import jax
 import jax.numpy as jnp
 import mpi4jax
 import numpy as np
-import problem
-from problem import CELL, COMM, DEPTH, FRICTION, GRAVITY, STEP
+import timing
+from channel import CELL, COMM, DEPTH, FRICTION, GRAVITY, STEP
 
-options = problem.arguments()
+options = channel.arguments()
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_enable_x64", options.dtype == np.float64)
-given = problem.Start(*[jnp.asarray(field) for field in problem.start(options.north, options.east, options.dtype)])
+given = channel.Start(*[jnp.asarray(field) for field in channel.start(options.north, options.east, options.dtype)])
 after, before_us = (COMM.rank + 1) % COMM.size, (COMM.rank - 1) % COMM.size
 
 
@@ -73,7 +74,7 @@ def step(state, weights):
 
 def run(h):
     zero = jnp.zeros_like(h)
-    weights = problem.weights(options.steps, options.dtype)
+    weights = channel.weights(options.steps, options.dtype)
     return jax.lax.scan(step, (h, given.u, given.v, zero, zero, zero), (weights[:, 0], weights[:, 1]))[0]
 
 
@@ -84,11 +85,11 @@ gradient = jax.jit(jax.value_and_grad(lambda h: jnp.sum((run(h)[0] - DEPTH) ** 2
 def check():
     """Return J and the gradient's norm."""
     value, slope = gradient(given.h)
-    return problem.total(value), problem.total(np.sum(np.asarray(slope, float) ** 2)) ** 0.5
+    return timing.total(value), timing.total(np.sum(np.asarray(slope, float) ** 2)) ** 0.5
 
 
 cases = {
     "forward": lambda: jax.block_until_ready(forward(given.h)),
     "gradient": lambda: jax.block_until_ready(gradient(given.h)),
 }
-problem.measure("mpi4jax", options, cases, check)
+timing.measure("mpi4jax", options, cases, check)

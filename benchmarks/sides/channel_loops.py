@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import channel
 import numba
 import numpy as np
-import problem
+import timing
 
-options = problem.arguments()
-given = problem.start(options.north, options.east, options.dtype)
+options = channel.arguments()
+given = channel.start(options.north, options.east, options.dtype)
 compiled = numba.njit(fastmath={"contract", "nsz", "arcp"})
 number = options.dtype.type
-CELL, DEPTH, GRAVITY = number(problem.CELL), number(problem.DEPTH), number(problem.GRAVITY)
-STEP, FRICTION = number(problem.STEP), number(problem.FRICTION)
+CELL, DEPTH, GRAVITY = number(channel.CELL), number(channel.DEPTH), number(channel.GRAVITY)
+STEP, FRICTION = number(channel.STEP), number(channel.FRICTION)
 half, quarter, four = number(0.5), number(0.25), number(4)
 
 
@@ -87,7 +88,7 @@ def run():
     new, old = rates
     for array in old:
         array[...] = 0
-    for now, before in problem.weights(options.steps, options.dtype):
+    for now, before in channel.weights(options.steps, options.dtype):
         for p in (h, u, v):
             fill(p, number(1))
         fluxes(h, u, v, given.coriolis, fe, fn, q, k)
@@ -101,4 +102,4 @@ def run():
     return h[1:-1, 1:-1]
 
 
-problem.measure("loops", options, {"forward": run}, lambda: [float(np.sum((run() - DEPTH) ** 2))])
+timing.measure("loops", options, {"forward": run}, lambda: [float(np.sum((run() - DEPTH) ** 2))])

@@ -1,4 +1,4 @@
-"""The flow that all sides compute, and how they are timed. Needs NumPy and mpi4py only: every environment imports it.
+"""The flow that all sides compute. Needs NumPy and mpi4py only: every environment imports it.
 
 A layer of fluid in a channel on a rotating plane, periodic eastwards, with walls in the north and south (nonlinear
 shallow water): Sadourny's scheme on staggered cells, the winds u and v on their eastern and northern faces; two-step
@@ -7,31 +7,22 @@ potential vorticity and kinetic energy; of the new winds. Beyond the walls heigh
 is zero. The plane is divided eastwards. Asked for are the state after some steps, and the gradient of Σ (h - depth)² by
 the height at the start.
 
-A side is a program `side_NAME.py NORTH EAST STEPS DTYPE`; it prints one line of JSON.
+A side is a program `channel_NAME.py NORTH EAST STEPS DTYPE`; it prints one line of JSON.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import time
-import tracemalloc
-from collections.abc import Callable
 from typing import NamedTuple
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 import numpy as np
-from mpi4py import MPI
+from timing import COMM
 
 CELL, GRAVITY, DEPTH = 5e3, 9.81, 100.0
 ROTATION, INCREASE = 1e-4, 1.6e-11  # Coriolis parameter at the southern wall, and by metre northwards
 STEP = 0.125 * CELL / (GRAVITY * DEPTH) ** 0.5
 FRICTION = 2e-3  # in a step: viscosity times its length, over the square of a cell
 NOW, BEFORE = 1.6, -0.6  # weights of the rates of this step and the one before
-COMM = MPI.COMM_WORLD
-LEAST, MOST = 3, 40
 
 
 class Start(NamedTuple):
@@ -62,19 +53,6 @@ def weights(steps: int, dtype: np.dtype) -> np.ndarray:
     return np.array([(1.0, 0.0)] + [(NOW, BEFORE)] * (steps - 1), dtype)
 
 
-def seconds(call: Callable[[], object]) -> float:
-    """Return what a call takes on the slowest rank."""
-    COMM.Barrier()
-    begin = time.perf_counter()
-    call()
-    return COMM.allreduce(time.perf_counter() - begin, MPI.MAX)
-
-
-def total(x: float) -> float:
-    """Return a sum over the ranks."""
-    return COMM.allreduce(float(x), MPI.SUM)
-
-
 def arguments() -> argparse.Namespace:
     """Return those of a side."""
     parser = argparse.ArgumentParser()
@@ -83,44 +61,3 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("dtype", type=np.dtype)
     parser.add_argument("--budget", type=float, default=2.0, help="seconds for each case, about")
     return parser.parse_args()
-
-
-def peak(call: Callable[[], object]) -> float:
-    """Return the most bytes that a call has in new arrays, on the rank that has most."""
-    tracemalloc.start()
-    call()
-    taken = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    return COMM.allreduce(taken, MPI.MAX)
-
-
-def measure(
-    side: str, options: argparse.Namespace, cases: dict[str, Callable[[], object]], check: Callable, peaks: Callable = dict
-) -> None:
-    """Time cases in turn, and print a line.
-
-    Parameters
-    ----------
-    side : str
-    options : Namespace
-        From `arguments`.
-    cases : dict of callables
-        Each returns when its results are in memory.
-    check : callable
-        Returns J and the gradient's norm, as far as the side has them.
-    peaks : callable
-        Returns the memory that cases take.
-    """
-    first = {name: seconds(call) for name, call in cases.items()}
-    again = {name: seconds(call) for name, call in cases.items()}
-    best, spent, calls = dict(again), 0.0, 0
-    while calls < LEAST or (spent < options.budget * len(cases) and calls < MOST):
-        for name, call in cases.items():
-            took = seconds(call)
-            best[name], spent = min(best[name], took), spent + took
-        calls += 1
-    found, taken = check(), peaks()
-    if COMM.rank == 0:
-        ms = {name: 1e3 * took / options.steps for name, took in best.items()}
-        compiling = {name: first[name] - best[name] for name in cases}
-        print(json.dumps({"side": side, "ms": ms, "compiling": compiling, "check": found, "peaks": taken}), flush=True)
