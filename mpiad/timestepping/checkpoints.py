@@ -17,7 +17,7 @@ class Checkpoints(NamedTuple):
     memory : int
         States kept in memory, the initial one counted.
     disk : int
-        Further states kept in files. The library that makes the schedule puts those there that are read least often.
+        Further states kept in files: those that are written and read least often.
     directory : path, optional
         Where the files are written: a folder of its own is made in it for each loop on each rank, and removed with the
         gradient. By default the system's folder for temporary files, which may lie in memory itself.

@@ -1,13 +1,16 @@
-"""In which order a loop is run, kept, run again and reversed: one of checkpoint_schedules', in words of ours.
+"""In which order a loop is run, kept, run again and reversed: binomial checkpointing.
 
-With s states kept of n steps, the least number of steps is run again that any schedule can do with: Griewank and Walther,
-Algorithm 799: revolve (ACM TOMS 26, 2000), with the states on disk placed as by Stumm and Walther (SIAM J. Sci. Comput. 31,
-2009).
+With s states kept, the first one counted, and no step run more than r times, β(s, r) = (s + r)! / (s! r!) steps can be
+reversed at most. For β(s, r - 1) < n ≤ β(s, r) the least number of steps run is r n - β(s + 1, r - 1): Griewank and
+Walther, Algorithm 799: revolve (ACM TOMS 26, 2000). The states are a stack, and those places in it are on disk that are
+written and read least often: Stumm and Walther (SIAM J. Sci. Comput. 31, 2009).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from math import comb
 from typing import NamedTuple
 
 from mpiad.timestepping.checkpoints import Checkpoints
@@ -55,36 +58,58 @@ def actions(steps: int, kept: Checkpoints) -> Iterator[Keep | Advance | Reverse 
     length = kept.recorded
     blocks = -(-steps // length)
     # A schedule of blocks that are recorded together is one of steps, with longer steps.
-    for action in _all_kept(blocks) if kept.memory >= blocks - 1 else _optimal(blocks, kept):
+    for action in _binomial(blocks, _places(blocks, kept)):
         if isinstance(action, (Advance, Reverse)):
             yield type(action)(action.first * length, min(action.stop * length, steps))
         else:
             yield action._replace(number=action.number * length)
 
 
-def _optimal(steps: int, kept: Checkpoints) -> Iterator[Keep | Advance | Reverse | Restore]:
-    # Imported here: loops that keep all states, or none, don't need it.
-    from checkpoint_schedules import Copy, Forward, Move, MultistageCheckpointSchedule, StorageType
+def _binomial(steps: int, on_disk: Sequence[bool]) -> Iterator[Keep | Advance | Reverse | Restore]:
+    """Yield the schedule of a stack of states, each place of which is in memory or on disk."""
+    at, stack = 0, []
+    for end in range(steps, 0, -1):
+        while at < end - 1:
+            if not stack or stack[-1] != at:
+                yield Keep(at, on_disk[len(stack)])
+                stack.append(at)
+            first, at = at, at + _farthest(end - at, len(on_disk) - len(stack) + 1)
+            yield Advance(first, at)
+        yield Reverse(end - 1, end)
+        if stack:
+            at = stack[-1]
+            last = at == end - 2
+            yield Restore(at, last)
+            if last:
+                stack.pop()
 
-    # The library's last state before the end of the first run is the one that is at hand, and isn't counted.
-    for action in MultistageCheckpointSchedule(steps, kept.memory, kept.disk):
-        if isinstance(action, Forward):
-            if action.write_ics:
-                yield Keep(action.n0, action.storage == StorageType.DISK)
-            if action.write_adj_deps:
-                yield Reverse(action.n0, action.n1)
-            else:
-                yield Advance(action.n0, action.n1)
-        elif isinstance(action, (Copy, Move)):
-            yield Restore(action.n, isinstance(action, Move))
+
+def _farthest(steps: int, states: int) -> int:
+    """Return how far to run from a kept state to where the next one is, for two steps or more and one state or more.
+
+    Any m is optimal with β(s, r - 2) ≤ m ≤ β(s, r - 1) and β(s - 1, r - 1) ≤ n - m ≤ β(s - 1, r): the steps before the
+    next state are run r - 1 times more at most, those behind it r times with one state less. This m keeps fewest states.
+    """
+    repeats = 1
+    while comb(states + repeats, states) < steps:
+        repeats += 1
+    most = comb(states + repeats - 1, states)
+    behind = comb(states + repeats - 2, states - 1)
+    further = comb(states + repeats - 3, states - 2) if states > 1 else 0
+    return min(max(steps - behind - further, most - behind, 1), most)
 
 
-def _all_kept(steps: int) -> Iterator[Keep | Advance | Reverse | Restore]:
-    for number in range(steps - 1):
-        yield Keep(number, False)
-        yield Advance(number, number + 1)
-    # The last step's state is at hand when the reverse pass begins, and needn't be kept.
-    yield Reverse(steps - 1, steps)
-    for number in reversed(range(steps - 1)):
-        yield Restore(number, True)
-        yield Reverse(number, number + 1)
+def _places(steps: int, kept: Checkpoints) -> list[bool]:
+    """Return for each place of the stack whether it is on disk."""
+    # The state before the last step is at hand when the way back begins, and needn't be kept.
+    states = min(kept.memory + kept.disk, steps - 1)
+    if not 0 < kept.memory < states:
+        return [kept.memory == 0] * states
+    accesses, depth = Counter(), -1
+    for action in _binomial(steps, [False] * states):
+        if isinstance(action, (Keep, Restore)):
+            depth += isinstance(action, Keep)
+            accesses[depth] += 1
+            depth -= isinstance(action, Restore) and action.last
+    in_memory = sorted(range(states), key=lambda depth: -accesses[depth])[: kept.memory]
+    return [depth not in in_memory for depth in range(states)]

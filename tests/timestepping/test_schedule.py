@@ -1,6 +1,8 @@
 """What the schedules keep and run again, counted, against the least that is possible."""
 
 import functools
+import itertools
+import math
 
 import autograd.numpy as anp
 import numpy as np
@@ -15,13 +17,19 @@ pytestmark = pytest.mark.serial
 
 
 @functools.lru_cache(None)
+def fewest(steps, kept):
+    """Return how many steps are run and, with these, states kept at the least, behind the first state that is kept."""
+    if steps <= 1:
+        return 0, 0
+    if kept == 1:
+        return steps * (steps - 1) // 2, 0
+    found = [(k, fewest(steps - k, kept - 1), fewest(k, kept)) for k in range(1, steps)]
+    return min((k + a[0] + b[0], (steps - k > 1) + a[1] + b[1]) for k, a, b in found)
+
+
 def least(steps, kept):
     """Return how many steps are run at the least to reverse `steps` with `kept` states, the first one among them."""
-    if steps <= 1:
-        return 0
-    if kept == 1:
-        return steps * (steps - 1) // 2
-    return min(k + least(steps - k, kept - 1) + least(k, kept) for k in range(1, steps))
+    return fewest(steps, kept)[0]
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 8, 23])
@@ -50,6 +58,35 @@ def test_schedules_reverse_each_step_once_with_the_least_work(steps, memory, dis
     assert backwards == 0
     assert not kept
     assert advanced == least(steps, memory + disk)
+
+
+@pytest.mark.parametrize("kept", [1, 2, 3, 5, 9, 30])
+def test_schedules_run_and_keep_as_few_as_can_be(kept):
+    """Against a search of all schedules, and for longer loops the closed form r n - β(s + 1, r - 1)."""
+    for steps in [*range(1, 45), 333, 1000]:
+        found = list(actions(steps, Checkpoints(kept)))
+        advanced = sum(action.stop - action.first for action in found if isinstance(action, Advance))
+        states = min(kept, steps - 1) or 1
+        repeats = next(r for r in range(steps + 1) if math.comb(states + r, r) >= steps)
+        assert advanced == repeats * steps - math.comb(states + repeats, states + 1)
+        if 1 < steps < 45:
+            written = sum(isinstance(action, Keep) for action in found)
+            assert (advanced, written - 1) == fewest(steps, states)
+
+
+@pytest.mark.parametrize("steps, memory, disk", [(23, 2, 3), (40, 3, 2), (40, 1, 4), (12, 4, 4)])
+def test_states_on_disk_are_those_that_cost_the_least(steps, memory, disk):
+    """Against all choices of the places in the stack of kept states."""
+    costs, stack, found = [0] * (memory + disk), [], 0
+    for action in actions(steps, Checkpoints(memory, disk)):
+        if isinstance(action, Keep):
+            stack.append(action.on_disk)
+        if isinstance(action, (Keep, Restore)):
+            costs[len(stack) - 1] += 1
+            found += stack[-1]
+        if isinstance(action, Restore) and action.last:
+            stack.pop()
+    assert found == min(map(sum, itertools.combinations(costs, disk)))
 
 
 @pytest.mark.parametrize("steps, kept, plain", [
