@@ -83,11 +83,10 @@ def called_on_tape(jitted: Jitted, given: Arguments, args: tuple, kwargs: dict) 
 def _called_with_tangents(jitted: Jitted, tape: TangentTape, given: Arguments, boxed: list[int]) -> Any:
     """Call it with tangents carried along: the value and its tangent are a function of their own, compiled."""
     form = given.form, tuple(boxed)
-    if form not in jitted._along:
-        jitted._along[form] = type(jitted)(_along(jitted.fun, given.build, boxed), jitted.strict)
+    both = jitted.derived(form, lambda: _along(jitted.fun, given.build, boxed))
     leaves = [getval(x) for x in given.leaves]
     with suspended(body=False):
-        made = jitted._along[form](leaves, [given.leaves[k]._node.g for k in boxed])
+        made = both(leaves, [given.leaves[k]._node.g for k in boxed])
     (values, build), (along, _) = map(flatten, made)
     return build(with_tangents(tape, values, along))
 

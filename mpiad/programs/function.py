@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 from weakref import WeakValueDictionary
@@ -90,8 +91,8 @@ class Jitted:
         self._traces = 0
         # Integers that the function decides by: where they stand among the arguments, by the form of these.
         self._asked: set[Any] = set()
-        # Its value and its tangent as a function of their own, by the form of the arguments and which are variables.
-        self._along: dict[Any, Jitted] = {}
+        # Functions that are made of it: its value and its tangent, several calls of it one after the other.
+        self._derived: dict[Any, Jitted] = {}
         # Traces that their reverse pass has yet to complete, as long as it can come.
         self._under_way: WeakValueDictionary[Any, TraceRun] = WeakValueDictionary()
 
@@ -142,6 +143,30 @@ class Jitted:
         if entry is None:
             raise TypeError(f"{self.__name__} isn't compiled for these arguments; the log tells why.")
         return Listing(self.__name__, entry.replays)
+
+    # ---- what is made of it
+
+    @property
+    def refused(self) -> bool:
+        """Whether some call can't be compiled, or is by the values of integers only."""
+        return bool(self._reasons or self._asked)
+
+    @property
+    def operations(self) -> int:
+        """How many operations its largest program has; 0 where there is none yet, or some call can't be compiled."""
+        if self.refused:
+            return 0
+        return max((len(entry.replays.schedule.program.nodes) for entry in self._entries.values() if entry), default=0)
+
+    def derived(self, key: Any, make: Callable[[], Function], optional: bool = False) -> Jitted:
+        """Return a compiled function that was made of this one, the same for equal keys.
+
+        Nobody is told where one that is `optional` can't be compiled.
+        """
+        if key not in self._derived:
+            made = self._derived[key] = Jitted(make(), self.strict and not optional)
+            made._warned = optional
+        return self._derived[key]
 
     # ---- without a derivative around it
 

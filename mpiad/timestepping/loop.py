@@ -16,7 +16,7 @@ from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.timestepping.checkpoints import Checkpoints
 from mpiad.timestepping.schedule import Advance, Keep, Restore, Reverse, actions
 from mpiad.timestepping.snapshots import Snapshots, own
-from mpiad.timestepping.stepping import Arguments, Stepping
+from mpiad.timestepping.stepping import Arguments, Span, Stepping, spans
 from mpiad.transport import Spec
 
 __all__ = ["Loop"]
@@ -59,17 +59,10 @@ class Loop:
         """
         observed = _Observed(self)
         if not recorded:
-            state = _own(args.state)
-            for number in range(self.steps):
-                state, seen = self.step(number, args, state)
-                observed.note(number, seen)
-            return state, observed.arrays
+            return self.run(Span(0, self.steps), args, _own(args.state), observed), observed.arrays
         # Kept for the reverse pass: the states that it starts from are found in this run, not in another one.
         self._begun = course = _Course(self, args, observed)
-        state = _own(course.state)
-        for number in range(course.last.first, self.steps):
-            state, seen = self.step(number, args, state)
-            observed.note(number, seen)
+        state = self.run(Span(course.last.first, self.steps), args, _own(course.state), observed)
         return state, observed.arrays
 
     def backwards(self, args: Arguments, active: Sequence[int], state: list[Any], observed: list[Any]) -> list[Any]:
@@ -91,36 +84,41 @@ class Loop:
         course = self._begun or _Course(self, args, None)
         self._begun = None
         totals = _Totals(args, active)
-        for number, traced in course.reversed(self, args):
-            state = totals.pull(number, traced, state, [leaf[number] for leaf in observed])
+        for span, traced in course.reversed(self, args):
+            seen = [leaf[number] for number in range(*span) for leaf in observed]
+            state = totals.pull(span, traced, state, seen)
         return totals.cotangents(state)
 
-    def step(self, number: int, args: Arguments, state: list[Any]) -> tuple[list[Array], list[Array]]:
-        """Run one step of plain arrays.
+    def run(self, span: Span, args: Arguments, state: list[Any], observed: _Observed | None) -> list[Array]:
+        """Run some steps of plain arrays, note what is observed, and return the last state.
 
         Raises
         ------
         TypeError
-            Where it uses a traced value that isn't among its arguments.
+            Where a step uses a traced value that isn't among its arguments.
         """
-        after, seen = self.stepping.step(number, args.at(number, state))
-        if any(map(isbox, after)) or any(map(isbox, seen)):
-            raise TypeError(
-                "timestepping.scan: step uses a traced variable from outside itself, through which no derivative can flow. "
-                "Pass it to scan among the params, and take it as an argument; mpiad.stop(x) gives its plain value where "
-                "no derivative is wanted."
-            )
-        return after, seen
+        for part in spans(self.stepping, *span):
+            state, seen = self.stepping.run(part, args.at(part, state))
+            if any(map(isbox, state)) or any(isbox(leaf) for each in seen for leaf in each):
+                raise TypeError(
+                    "timestepping.scan: step uses a traced variable from outside itself, through which no derivative can "
+                    "flow. Pass it to scan among the params, and take it as an argument; mpiad.stop(x) gives its plain "
+                    "value where no derivative is wanted."
+                )
+            if observed is not None:
+                for number, each in zip(range(*part), seen if seen else [[]] * (part.stop - part.first)):
+                    observed.note(number, each)
+        return state
 
-    def traced(self, args: Arguments, number: int, state: list[Any]) -> tuple[list[int], Traced]:
-        """Run one step with its arguments traced; return the places of the variables among them, and the trace."""
-        now = args.at(number, state)
+    def traced(self, args: Arguments, span: Span, state: list[Any]) -> tuple[list[int], Traced]:
+        """Run some steps with their arguments traced; return the places of the variables among them, and the trace."""
+        now = args.at(span, state)
         leaves = now.all()
         places = [k for k, leaf in enumerate(leaves) if is_variable(leaf)]
 
         def called(given: list[Any]) -> list[Any]:
-            after, seen = self.stepping.step(number, now.like(given))
-            return [*after, *seen]
+            after, seen = self.stepping.run(span, now.like(given))
+            return [*after, *[leaf for each in seen for leaf in each]]
 
         found = trace_backwards(called, Variables(leaves, places, list))
         if found.problem is not None:
@@ -178,8 +176,8 @@ class _Course:
         # A copy: the last steps are run from here twice, plain now and with their record later.
         self.state = _own(self.state)
 
-    def reversed(self, loop: Loop, args: Arguments) -> Iterator[tuple[int, tuple[list[int], Traced]]]:
-        """Yield each step's number and its trace, from the last step to the first."""
+    def reversed(self, loop: Loop, args: Arguments) -> Iterator[tuple[Span, tuple[list[int], Traced]]]:
+        """Yield steps that are run as one and their trace, from the last to the first."""
         yield from self._recorded(self.last, loop, args)
         for action in self._actions:
             if isinstance(action, Reverse):
@@ -187,11 +185,11 @@ class _Course:
             else:
                 self._carry_out(action, loop, args, None)
 
-    def _recorded(self, action: Reverse, loop: Loop, args: Arguments) -> Iterator[tuple[int, tuple[list[int], Traced]]]:
+    def _recorded(self, action: Reverse, loop: Loop, args: Arguments) -> Iterator[tuple[Span, tuple[list[int], Traced]]]:
         """Run some steps with their record, and yield the last of them first."""
         state, found = self.state, []
-        for number in range(action.first, action.stop):
-            found.append((number, loop.traced(args, number, state)))
+        for span in spans(loop.stepping, action.first, action.stop):
+            found.append((span, loop.traced(args, span, state)))
             state = found[-1][1][1].values[: len(state)]
         while found:
             yield found.pop()
@@ -206,10 +204,7 @@ class _Course:
             # A state that is asked for again must stay as it is, whatever a step writes into what it gets.
             self.state = state if action.last else _own(state)
         else:
-            for number in range(action.first, action.stop):
-                self.state, seen = loop.step(number, args, self.state)
-                if observed is not None:
-                    observed.note(number, seen)
+            self.state = loop.run(Span(action.first, action.stop), args, self.state, observed)
 
 
 class _Totals:
@@ -220,8 +215,8 @@ class _Totals:
         self._states, self._inputs = len(args.state), len(args.inputs)
         self._found: dict[int, Array] = {}
 
-    def pull(self, number: int, traced: tuple[list[int], Traced], state: list[Any], observed: list[Any]) -> list[Any]:
-        """Take a step's cotangents and return those of the state before it."""
+    def pull(self, span: Span, traced: tuple[list[int], Traced], state: list[Any], observed: list[Any]) -> list[Any]:
+        """Take some steps' cotangents and return those of the state before them."""
         places, found = traced
         given = zip([*state, *observed], found.values, found.places)
         seeds = [(place, conform(g, *spec_like(value))) for g, value, place in given if place >= 0]
@@ -231,16 +226,16 @@ class _Totals:
                 before[k] = g
             # To a step's record all floats are variables, but only what is traced around the loop needs a cotangent.
             elif g is not None and k in self._active:
-                self._add(k, number, g)
+                self._add(k, span, g)
         return [spec_like(leaf).zeros() if g is None else g for g, leaf in zip(before, self._leaves)]
 
-    def _add(self, k: int, number: int, g: Array) -> None:
+    def _add(self, k: int, span: Span, g: Array) -> None:
         leaf = self._leaves[k]
         if k < self._states + self._inputs:
             if k not in self._found:
                 self._found[k] = np.zeros_like(leaf)
             # Each step has an entry of its own, so nothing is added up.
-            self._found[k][number] = g
+            self._found[k][slice(*span)] = g
         elif k in self._found:
             self._found[k] += conform(g, *spec_like(leaf))
         else:

@@ -14,7 +14,7 @@ from mpiad.differentiation.trees import is_variable, named_leaves
 from mpiad.timestepping.checkpoints import Checkpoints, checkpoints_of
 from mpiad.timestepping.differentiable import LoopOperator
 from mpiad.timestepping.snapshots import own
-from mpiad.timestepping.stepping import UserStepping
+from mpiad.timestepping.stepping import UserStepping, spans
 from mpiad.transport.tracing import opaque, tracing
 
 __all__ = ["scan"]
@@ -93,7 +93,8 @@ def _scan(
     _check_functions(step, observe)
     _check_state(u0)
     _check_inputs(inputs, steps)
-    stepping = UserStepping(step, observe, u0, inputs, params)
+    length = kept.recorded if kept is not None and kept.recorded > 1 else steps
+    stepping = UserStepping(step, observe, u0, inputs, params, length)
     if steps == 0:
         if observe is not None:
             raise ValueError("timestepping.scan: there is nothing to observe in n_steps=0 steps. Leave observe out.")
@@ -127,10 +128,10 @@ def _on_the_tape(stepping: UserStepping, steps: int) -> tuple[list[Any], list[An
     args, rows = stepping.args, []
     # A step may write into its state where nothing is traced; the caller's isn't its own.
     state = list(map(own, args.state))
-    for number in range(steps):
-        state, seen = stepping.step(number, args.at(number, state))
+    for span in spans(stepping, 0, steps):
+        state, seen = stepping.run(span, args.at(span, state))
         # Copies, since a step may write into the state that was observed.
-        rows.append(list(map(own, seen)))
+        rows += [list(map(own, each)) for each in seen]
     return state, [stack(column) for column in zip(*rows)]
 
 

@@ -1,8 +1,8 @@
-"""One step of a loop on lists of arrays: the user's, checked, and the same with tangents carried along."""
+"""Steps of a loop on lists of arrays: the user's, checked, and the same with tangents carried along."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from mpiad._typing import Array, Function, Tree
@@ -10,9 +10,17 @@ from mpiad.differentiation.trace import Variables, trace_forwards
 from mpiad.differentiation.trees import flatten, is_variable, named_leaves
 from mpiad.primitives import stop
 from mpiad.primitives.cotangents import spec_like
+from mpiad.timestepping.several_steps import number_together, several
 from mpiad.transport import Spec
 
-__all__ = ["Arguments", "Stepping", "TangentStepping", "UserStepping"]
+__all__ = ["Arguments", "Span", "Stepping", "TangentStepping", "UserStepping", "spans"]
+
+
+class Span(NamedTuple):
+    """Steps that are run as one, from the first up to another."""
+
+    first: int
+    stop: int
 
 
 class Arguments(NamedTuple):
@@ -41,17 +49,33 @@ class Arguments(NamedTuple):
         a, b = len(self.state), len(self.state) + len(self.inputs)
         return Arguments(list(leaves[:a]), list(leaves[a:b]), list(leaves[b:]))
 
-    def at(self, number: int, state: list[Any]) -> Arguments:
-        """Return the arguments of one step."""
-        return Arguments(state, [leaf[number] for leaf in self.inputs], self.params)
+    def at(self, span: Span, state: list[Any]) -> Arguments:
+        """Return the arguments of some steps: one step's own entries of the inputs, or all that several have."""
+        first, stop = span
+        entries = first if stop == first + 1 else slice(first, stop)
+        return Arguments(state, [leaf[entries] for leaf in self.inputs], self.params)
 
 
 class Stepping(Protocol):
-    """How a state becomes the next one."""
+    """How a state becomes another one."""
 
-    def step(self, number: int, now: Arguments) -> tuple[list[Array], list[Array]]:
-        """Return the next state, and what is observed of it."""
+    @property
+    def together(self) -> int:
+        """How many steps can be run as one; that may become more once a step was run."""
         ...
+
+    def run(self, span: Span, now: Arguments) -> tuple[list[Array], list[list[Array]]]:
+        """Return the state after some steps, and what is observed after each."""
+        ...
+
+
+def spans(stepping: Stepping, first: int, stop: int) -> Iterator[Span]:
+    """Yield steps that are run as one, from the first to the last."""
+    while first < stop:
+        count = stepping.together
+        span = Span(first, first + count if count <= stop - first else first + 1)
+        yield span
+        first = span.stop
 
 
 class UserStepping:
@@ -65,6 +89,8 @@ class UserStepping:
         ``observe(state, number, *params)``
     state, inputs, params : nest of arrays
         As the user gave them; `inputs` None where steps have none.
+    length : int
+        How many steps are run one after the other, at most.
 
     Attributes
     ----------
@@ -76,8 +102,10 @@ class UserStepping:
         The same for what is observed; known after a step.
     """
 
-    def __init__(self, advance: Function, observe: Function | None, state: Tree, inputs: Tree, params: tuple):
-        self._advance, self._observe, self._fed = advance, observe, inputs is not None
+    def __init__(
+        self, advance: Function, observe: Function | None, state: Tree, inputs: Tree, params: tuple, length: int
+    ):
+        self._advance, self._observe, self._fed, self._length = advance, observe, inputs is not None, length
         leaves, self.build_state = flatten(state)
         entries, self._build_input = flatten(inputs) if self._fed else ([], list)
         rest, self._build_params = flatten(params)
@@ -86,8 +114,13 @@ class UserStepping:
         self._specs = [spec_like(leaf) for leaf in leaves]
         self._names = [name for name, _ in named_leaves(state, "u0")]
 
-    def step(self, number: int, now: Arguments) -> tuple[list[Array], list[Array]]:
-        """Return the next state, and what is observed of it.
+    @property
+    def together(self) -> int:
+        """How many steps can be run as one."""
+        return number_together(self._advance, self._observe, self._fed, self._length)
+
+    def run(self, span: Span, now: Arguments) -> tuple[list[Array], list[list[Array]]]:
+        """Return the state after some steps, and what is observed after each.
 
         Raises
         ------
@@ -96,13 +129,19 @@ class UserStepping:
         """
         params = self._build_params(now.params)
         entry = (self._build_input(now.inputs),) if self._fed else ()
-        state = self._advance(self.build_state(now.state), number, *entry, *params)
-        leaves = self._checked(flatten(state)[0], number)
-        if self._observe is None:
-            return leaves, []
+        first, stop = span
+        if stop > first + 1:
+            steps = several(self._advance, self._observe, self._fed, stop - first)
+            state, seen = steps(self.build_state(now.state), first, *(entry or (None,)), params)
+        else:
+            state = self._advance(self.build_state(now.state), first, *entry, *params)
+            seen = [] if self._observe is None else [self._observe(state, first, *params)]
+        return self._checked(flatten(state)[0], stop - 1), [self._taken_apart(each) for each in seen]
+
+    def _taken_apart(self, seen: Tree) -> list[Any]:
         # Noted at each step, because only a step tells what is observed.
-        seen, self.build_seen = flatten(self._observe(state, number, *params))
-        return leaves, seen
+        leaves, self.build_seen = flatten(seen)
+        return leaves
 
     def _checked(self, leaves: list[Any], number: int) -> list[Any]:
         if len(leaves) != len(self._specs):
@@ -130,7 +169,7 @@ def _wrong_state(leaf: Array, spec: Spec, name: str, number: int) -> Exception:
 
 
 class TangentStepping(NamedTuple):
-    """A step with tangents of the state, of some inputs and of some parameters carried along.
+    """Steps with tangents of the state, of some inputs and of some parameters carried along.
 
     The tangents stand behind what they belong to, in each of the lists.
 
@@ -148,17 +187,22 @@ class TangentStepping(NamedTuple):
     inputs: list[int]
     params: list[int]
 
-    def step(self, number: int, now: Arguments) -> tuple[list[Array], list[Array]]:
-        """Return the next state and what is observed of it, each with its tangents behind it."""
+    @property
+    def together(self) -> int:
+        """How many steps can be run as one."""
+        return self.plain.together
+
+    def run(self, span: Span, now: Arguments) -> tuple[list[Array], list[list[Array]]]:
+        """Return the state after some steps and what is observed after each, all with tangents behind them."""
         a, b, c = self.counts
         leaves = [*now.state[:a], *now.inputs[:b], *now.params[:c]]
         places = [*range(a), *[a + k for k in self.inputs], *[a + b + k for k in self.params]]
         tangents = [*now.state[a:], *now.inputs[b:], *now.params[c:]]
 
-        def called(leaves: list[Any]) -> tuple[list[Any], list[Any]]:
-            return self.plain.step(number, Arguments(leaves[:a], leaves[a : a + b], leaves[a + b :]))
+        def called(leaves: list[Any]) -> tuple[list[Any], list[list[Any]]]:
+            return self.plain.run(span, Arguments(leaves[:a], leaves[a : a + b], leaves[a + b :]))
 
         (state, seen), (moved, noted) = trace_forwards(
             called, Variables(leaves, places, list), tangents, "timestepping.scan"
         )
-        return [*state, *moved], [*seen, *noted]
+        return [*state, *moved], [[*each, *along] for each, along in zip(seen, noted)]
