@@ -8,6 +8,8 @@ from mpiad.ensemble.methods.bogacki_shampine import BS3
 from mpiad.ensemble.methods.classic import RK4
 from mpiad.ensemble.methods.dormand_prince import RK45
 from mpiad.ensemble.methods.fehlberg import Fehlberg45
+from mpiad.ensemble.methods.shampine_reichelt import Rosenbrock23
+from mpiad.ensemble.methods.steinebach import Rodas5P
 from mpiad.ensemble.methods.tsitouras import Tsit5
 from mpiad.ensemble.methods.verner import Vern7
 from mpiad.ensemble.outcome import ReturnCode
@@ -19,5 +21,5 @@ from mpiad.ensemble.solve import solve
 __all__ = [
     "BS3", "RK4", "RK45", "EnsembleGPU", "EnsembleMPI", "EnsembleProblem", "EnsembleSerial", "EnsembleSolution",
     "EnsembleThreads", "EnsembleVectorized", "Event", "Fehlberg45", "IController", "ODEProblem", "ODESolution",
-    "PIController", "ReturnCode", "Tsit5", "Vern7", "remake", "solve",
+    "PIController", "ReturnCode", "Rodas5P", "Rosenbrock23", "Tsit5", "Vern7", "remake", "solve",
 ]

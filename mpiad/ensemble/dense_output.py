@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import autograd.numpy as anp
@@ -22,6 +23,7 @@ from mpiad.ensemble.differentiable import differentiable
 from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.pickled_communicator import PickledCommunicator, present
 from mpiad.ensemble.record import Steps
+from mpiad.ensemble.rosenbrock_stages import stages_for
 from mpiad.ensemble.run import INITIAL, NOWHERE, Run
 from mpiad.ensemble.settings import GradientOptions, Settings
 from mpiad.ensemble.solution import solution_of
@@ -126,6 +128,10 @@ class DenseOutput:
         values[still] = batch.u0.T[each[still]]
         return values.reshape(*rows.shape, len(batch.u0)), number.reshape(rows.shape).astype(np.int32)
 
+    @cached_property
+    def _new_stages(self) -> Callable[..., Stages]:
+        return stages_for(self._settings.alg.tableau, self._batch)
+
     def _numbers(self, steps: Steps, own: Array, ids: Array, due: Array) -> Array:
         """Return in which steps times lie, by bisection: that which ends at a time has it."""
         counts, sign = steps.counts[own], self._signs[ids]
@@ -148,7 +154,7 @@ class DenseOutput:
         (t, h), u = steps.times(own, number), steps.states(own, number)
         t, h, u, due_of_all = t[columns], h[columns], u[:, columns], due[columns]
         p = self._batch.p.columns(ids[columns], len(self._batch.shape) > 1)
-        stages = Stages(tableau, self._derivative, u.dtype, u.shape)
+        stages = self._new_stages(u.dtype, u.shape)
         with np.errstate(all="ignore"):
             self._derivative.write(stages.k[0], u, p, t.astype(u.real.dtype))
             stages.take(u, p, t, h, t + h, None)

@@ -188,11 +188,11 @@ class Columns:
     """
 
     def __init__(self, leaves: list, varies: list[bool], build: Function):
-        self._leaves, self._varies, self._build = leaves, varies, build
+        self.leaves, self._varies, self._build = leaves, varies, build
 
     def column(self, j: int) -> Tree:
         """Return the parameters of column j."""
-        return self._build([leaf[..., j] if varies else leaf for leaf, varies in zip(self._leaves, self._varies)])
+        return self._build([leaf[..., j] if varies else leaf for leaf, varies in zip(self.leaves, self._varies)])
 
 
 def derivative_of(f: Function, shape: Shape) -> Derivative:

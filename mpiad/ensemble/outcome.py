@@ -26,7 +26,7 @@ class ReturnCode(str, Enum):
     Terminated = "Terminated"
     """A terminal event came first."""
     MaxIters = "MaxIters"
-    """max_steps steps were tried; raise max_steps, or the problem is stiff."""
+    """max_steps steps were tried; raise max_steps, or take `Rodas5P` where the problem is stiff."""
     DtLessThanMin = "DtLessThanMin"
     """No step that time can resolve meets the tolerance: a singularity, a discontinuity, or a tolerance too tight."""
     Unstable = "Unstable"

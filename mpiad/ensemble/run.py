@@ -15,6 +15,7 @@ from mpiad.ensemble.derivative import derivative_of
 from mpiad.ensemble.linearization import Field
 from mpiad.ensemble.outcome import Outcome, ReturnCode
 from mpiad.ensemble.record import Steps
+from mpiad.ensemble.rosenbrock_stages import stages_for
 from mpiad.ensemble.seeds import Entries, Seeds
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.sorted_sweep import Crossings, SortedSweep
@@ -177,6 +178,10 @@ class Run:
             for start in range(0, moving, width):
                 yield SortedSweep(self, steps, start, min(start + width, moving), first, None if whole else steps.every)
 
+    @cached_property
+    def _new_stages(self) -> Callable[..., Stages]:
+        return stages_for(self.tableau, self.batch)
+
     def stages_again(self, sweep: StepSweep, visit: Visit) -> tuple[Any, Array]:
         """Return the stages of a visit, and the states after it, computed as the solve did."""
         width = len(visit.t)
@@ -185,7 +190,7 @@ class Run:
         derivative = derivative_of(batch.f, batch.shape)
         u, t, h = visit.u[:, columns], visit.t[columns], visit.h[columns]
         p = batch.p.columns(sweep.ids[:width][columns], self.field.one_by_one)
-        stages = Stages(self.tableau, derivative, u.dtype, u.shape)
+        stages = self._new_stages(u.dtype, u.shape)
         derivative.write(stages.k[0], u, p, t.astype(real))
         stages.take(u, p, t, h, t + h, None)
         return [k[:, :width] for k in stages.k], stages.new[:, :width]

@@ -37,12 +37,14 @@ class ODESolution:
     retcode : str
         Success, Terminated, MaxIters, DtLessThanMin or Unstable.
     t_reached : float
-    naccept, nreject, nf : int
-        Accepted and rejected steps, calls of f.
+    naccept, nreject, nf, njac, nlu : int
+        Accepted and rejected steps, calls of f; of Rosenbrock methods Jacobians and factorizations, one for each try.
     events : list of (int, float)
         Which events happened, by their place among the events of the solve, and when; the times are traced as `u` is.
     problem : ODEProblem or EnsembleProblem
         What was solved; its ``kernel_source()`` is the text of the compiled kernel, where there is one.
+    alg : Algorithm
+        By which method.
     """
 
     u: Array
@@ -56,6 +58,17 @@ class ODESolution:
     events: list[tuple[int, float]] = field(default_factory=list)
     problem: Any = field(default=None, repr=False)
     dense: Any = field(default=None, repr=False)
+    alg: Any = field(default=None, repr=False)
+
+    @property
+    def njac(self) -> int:
+        """How many Jacobians of f the steps took."""
+        return factorizations(self)
+
+    @property
+    def nlu(self) -> int:
+        """How many factorizations the steps took."""
+        return factorizations(self)
 
     def __call__(self, t: float | Array) -> Array:
         """Return the states at any times of tspan, by the interpolants of the steps; see `EnsembleSolution`.
@@ -86,14 +99,16 @@ class EnsembleSolution:
     retcode : array of str, shape (N,)
         Success, Terminated, MaxIters, DtLessThanMin or Unstable.
     t_reached : array, shape (N,)
-    naccept, nreject, nf : array of int, shape (N,)
-        Accepted and rejected steps, calls of f.
+    naccept, nreject, nf, njac, nlu : array of int, shape (N,)
+        Accepted and rejected steps, calls of f; of Rosenbrock methods Jacobians and factorizations, one for each try.
     events : dict
         From trajectories (from 0) to lists of (place among the events of the solve, time); times are traced as `u` is.
     converged : bool
         Whether the reduction ended the solve early.
     problem : EnsembleProblem
         What was solved; its ``kernel_source()`` is the text of the compiled kernel, where there is one.
+    alg : Algorithm
+        By which method.
     """
 
     u: Any
@@ -108,6 +123,7 @@ class EnsembleSolution:
     converged: bool = False
     problem: Any = field(default=None, repr=False)
     dense: Any = field(default=None, repr=False)
+    alg: Any = field(default=None, repr=False)
     # The numbers of the return codes, where they are known; and what returns the initial states as columns, shape (d, N),
     # where these and the final ones are all that is saved.
     _codes: Any = field(default=None, repr=False, compare=False)
@@ -120,7 +136,7 @@ class EnsembleSolution:
     def lazy(cls, later: dict[str, Callable[[], Any]], **made: Any) -> Any:
         """Return a solution some of whose fields are made when they are first read."""
         sol = object.__new__(cls)
-        others = {"events": {}, "converged": False, "problem": None, "dense": None, "_codes": None, "_start": None}
+        others = {"events": {}, "converged": False, **dict.fromkeys(("problem", "dense", "alg", "_codes", "_start"))}
         sol.__dict__.update({name: value for name, value in others.items() if name not in later}, **made, _later=later)
         return sol
 
@@ -179,7 +195,7 @@ class EnsembleSolution:
         return ODESolution(
             self.u[i], times, self.u_end[i], str(self.retcode[i]), reached if isbox(reached) else float(reached),
             int(self.naccept[i]), int(self.nreject[i]), int(self.nf[i]), self.events.get(i, []), self.problem,
-            self.dense and partial(self.dense, only=i),
+            self.dense and partial(self.dense, only=i), self.alg,
         )  # fmt: skip
 
     def __iter__(self) -> Iterator[ODESolution]:
@@ -194,6 +210,16 @@ class EnsembleSolution:
     def survivors(self) -> Array:
         """Which trajectories reached their end or a terminal event: array of bool, shape (N,)."""
         return came_through(self.codes)
+
+    @property
+    def njac(self) -> Array:
+        """How many Jacobians of f the steps of each trajectory took: array of int, shape (N,)."""
+        return factorizations(self)
+
+    @property
+    def nlu(self) -> Array:
+        """How many factorizations the steps of each trajectory took: array of int, shape (N,)."""
+        return factorizations(self)
 
     def _surviving(self) -> Array:
         """Return the saved states of the survivors."""
@@ -276,6 +302,7 @@ def solution_of(outcome: Outcome, batch: Batch, settings: Settings) -> EnsembleS
         "u_end": outcome.u_end.T.reshape(batch.size, *batch.shape), "t_reached": outcome.t_reached,
         "naccept": outcome.naccept, "nreject": outcome.nreject, "events": outcome.event_times,
         "_codes": codes,
+        "alg": settings.alg,
     }  # fmt: skip
     later = {"retcode": lambda: names_of(codes), "nf": lambda: evaluations(*tries, settings.alg, settings.dt)}
     if settings.ends:
@@ -330,8 +357,14 @@ def _both_ends(u0: Array, u_end: Array, codes: Array) -> Array:
     return anp.stack([start, end], axis=1)
 
 
+def factorizations(sol: ODESolution | EnsembleSolution) -> Any:
+    """Return how many matrices were factored, each that of a Jacobian of its own: one for each try of a step."""
+    tries = sol.naccept + sol.nreject
+    return tries if sol.alg is not None and sol.alg.tableau.implicit else 0 * tries
+
+
 def evaluations(naccept: Array, nreject: Array, alg: Algorithm, dt: float | None) -> Array:
     """Return how often f was called for each trajectory, by a method whose first step was given or not."""
     tries = naccept + nreject
     at_start = 1 if dt is not None else 2  # the second is a probe for the size of the first step
-    return np.where(tries > 0, at_start + (alg.tableau.stages - 1) * tries, 0)
+    return np.where(tries > 0, at_start + alg.tableau.calls * tries, 0)

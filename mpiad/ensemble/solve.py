@@ -76,8 +76,8 @@ def solve(
     Parameters
     ----------
     problem : ODEProblem or EnsembleProblem
-    alg : RK45, Tsit5, BS3, Fehlberg45, Vern7 or RK4
-        `RK45` by default.
+    alg : RK45, Tsit5, BS3, Fehlberg45, Vern7, RK4, Rosenbrock23 or Rodas5P
+        `RK45` by default; the last two are for stiff problems.
     ensemblealg : EnsembleVectorized, EnsembleSerial, EnsembleThreads, EnsembleGPU or EnsembleMPI
         How an ensemble is run, all together by default; the results are equal bit for bit, those of GPUs to rounding.
     trajectories : int, optional
@@ -153,7 +153,7 @@ def solve(
         compiler = Compiler(options, 0)
         sol = _solved(options, compiler, EnsembleSerial(), columns_of([problem], [1]), None)
         _report(sol, throw)
-        sol.problem = _solved_problem(problem, compiler)
+        sol.problem, sol.alg = _solved_problem(problem, compiler), alg
         return sol[0]
     count = options.trajectories
     compiler = Compiler(options, count, together=used is not None)
@@ -171,7 +171,7 @@ def solve(
         )  # fmt: skip
         sol = over_ranks(ensemblealg, used, asked)
         _report(sol.facts if isinstance(sol, ShardedSolution) else sol, throw, used.rank == 0)
-    sol.problem = _solved_problem(problem, compiler)
+    sol.problem, sol.alg = _solved_problem(problem, compiler), alg
     return unshared(sol)
 
 
@@ -260,6 +260,8 @@ def _solved(
         progress=shown, ends=ends,
     )  # fmt: skip
     batch = batch if on_gpu else placed(batch)
+    if options.alg.tableau.implicit:
+        _check_implicit(options.alg, given, batch)
     if options.dense_output and (on_gpu or is_on_device(batch)):
         raise NotImplementedError(
             "solve: dense_output=True is for solves on the host, but this one is on a device. Ask for the times by saveat, "
@@ -268,6 +270,30 @@ def _solved(
     if on_gpu:
         return solved_on_gpu(backend, compiler, given, batch, settings, partial(_by_arrays, options, compiler))
     return _by_arrays(options, compiler, backend, given, batch, settings)
+
+
+def _check_implicit(alg: Algorithm, given: Batch, batch: Batch) -> None:
+    """Raise where a batch isn't for methods whose stages are solutions of linear systems.
+
+    Raises
+    ------
+    NotImplementedError
+    """
+    name = type(alg).__name__
+    if is_on_device(batch):
+        raise NotImplementedError(
+            f"solve: {name} runs on the host, but u0 or p are device arrays. Bring them to the host with "
+            "mpiad.device.to_host."
+        )
+    if batch.u0.dtype.kind == "c":
+        raise NotImplementedError(
+            f"solve: {name} takes real states, but u0 is {batch.u0.dtype}. Give real and imaginary parts as components."
+        )
+    if given.traced:
+        raise NotImplementedError(
+            f"solve: u0, p or tspan is traced, but {name} has no derivative yet. Pass mpiad.stop(...) of it, or take an "
+            "explicit method such as RK45()."
+        )
 
 
 def _by_arrays(

@@ -12,6 +12,7 @@ from autograd.tracer import isbox
 from mpiad._typing import Array
 from mpiad.ensemble.backends import EnsembleAlgorithm
 from mpiad.ensemble.events import Event
+from mpiad.ensemble.gpu import EnsembleGPU
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
 from mpiad.ensemble.tableaus import Algorithm
 from mpiad.transport.device_arrays import is_device_array, named
@@ -57,6 +58,8 @@ def checked_options(options: SolveOptions) -> SolveOptions:
         Where one of them can't be used.
     """
     _check_kinds(options)
+    if options.alg.tableau.implicit:
+        _check_columns(options)
     _check_numbers(options)
     given = options.events
     events = tuple(given) if isinstance(given, (list, tuple)) else (given,)
@@ -116,6 +119,25 @@ def _check_kinds(options: SolveOptions) -> None:
         hint = " Make one: write RK45() with brackets." if isinstance(value, type) else ""
         expected = " or ".join(kind.__name__ for kind in kinds) if isinstance(kinds, tuple) else kinds.__name__
         raise TypeError(f"solve: {name} must be an {expected}, but got {value!r}.{hint}")
+
+
+def _check_columns(options: SolveOptions) -> None:
+    """Refuse what isn't there for methods whose stages are solutions of linear systems."""
+    name = type(options.alg).__name__
+    if options.compile is True:
+        raise NotImplementedError(
+            f"solve: compile=True, but there is no kernel of {name}, whose steps are computed by columns of arrays. Leave "
+            "out compile=."
+        )
+    if isinstance(options.ensemblealg.local, EnsembleGPU):
+        raise NotImplementedError(
+            f"solve: ensemblealg={options.ensemblealg!r}, but {name} runs on the host. Take EnsembleVectorized()."
+        )
+    if options.adjoint == "continuous":
+        raise NotImplementedError(
+            f"solve: adjoint='continuous' isn't there for {name}. Leave it out: the discrete adjoint is exact for what was "
+            "computed."
+        )
 
 
 def _check_numbers(options: SolveOptions) -> None:

@@ -57,7 +57,7 @@ class Stages:
         self.tableau, self._write = tableau, derivative.write
         self._real = np.dtype(dtype).type(0).real.dtype
         # Arrays without axes are what ufuncs take fastest, and they keep float32.
-        self._rows = [_weights(row, self._real) for row in (*tableau.a, tableau.error or ())]
+        self._rows = [_weights(row, self._real) for row in tableau.sums]
         self.k, self._sums = _stages(tableau.stages, shape, dtype, self._rows if many else None)
         self.new, self._argument, self._term = (np.empty(shape, dtype) for _ in range(3))
         self._seen_new, self._seen_argument = locked(self.new), locked(self._argument)

@@ -20,10 +20,10 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.ensemble.controller import Controller, IController
 
-__all__ = ["Algorithm", "Tableau", "explicit"]
+__all__ = ["ROUNDING", "Algorithm", "Tableau", "explicit"]
 
 # Of sums of published decimals.
-_ROUNDING = 1e-13
+ROUNDING = 1e-13
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +53,9 @@ class Tableau:
     order: int
     embedded_order: int | None
 
+    # Whether its stages are solutions of linear systems, with the Jacobian of f.
+    implicit: ClassVar[bool] = False
+
     @cached_property
     def stages(self) -> int:
         """The number of stages, the last of which belongs to the next step."""
@@ -62,6 +65,16 @@ class Tableau:
     def error_order(self) -> int:
         """The order of the error estimate in the step: q of a step h is in proportion to h to this power."""
         return 1 + min(self.order, self.embedded_order or self.order)
+
+    @property
+    def calls(self) -> int:
+        """How often f is called in a step."""
+        return self.stages - 1
+
+    @property
+    def sums(self) -> tuple[tuple[float, ...], ...]:
+        """The sums over stages that a step takes: in their arguments, and in the error."""
+        return (*self.a, self.error or ())
 
 
 def explicit(
@@ -94,13 +107,13 @@ def explicit(
         raise ValueError(f"the table has {len(a)} rows for {len(c)} stages, and {len(b)} weights b")
     rows = list(zip((*a, b), (*c[1:], 1.0)))
     for i, (row, time) in enumerate(rows, 1):
-        if len(row) > i or abs(sum(row) - time) > _ROUNDING * (1 + sum(map(abs, row))):
+        if len(row) > i or abs(sum(row) - time) > ROUNDING * (1 + sum(map(abs, row))):
             raise ValueError(
                 f"row {i} of the table, {row}, sums up to {sum(row)!r}, and must have {i} weights whose sum is its time "
                 f"{time!r}: is a number missing, or a digit wrong?"
             )
     if error is not None:
-        if len(error) - len(b) not in (0, 1) or abs(sum(error)) > _ROUNDING or embedded_order is None:
+        if len(error) - len(b) not in (0, 1) or abs(sum(error)) > ROUNDING or embedded_order is None:
             raise ValueError(
                 f"the error has {len(error)} weights with the sum {sum(error)!r}, of a solution of order {embedded_order}; "
                 f"expected are {len(b)}, or one more for the derivative at the new state, with the sum 0, and the order"

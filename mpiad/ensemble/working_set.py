@@ -27,8 +27,8 @@ from mpiad.ensemble.controller import LEAST_ERROR
 from mpiad.ensemble.initialization import Entrants, Initialization, Joint, least_step
 from mpiad.ensemble.outcome import Outcome, ReturnCode
 from mpiad.ensemble.record import Step
+from mpiad.ensemble.rosenbrock_stages import stages_for
 from mpiad.ensemble.settings import Settings
-from mpiad.ensemble.stages import Stages
 from mpiad.ensemble.step_observers import NONE, StepObservers
 
 __all__ = ["Turns", "integrate"]
@@ -174,6 +174,7 @@ class WorkingSet(Turns):
     def __init__(self, batch: Batch, settings: Settings, outcome: Outcome):
         super().__init__(settings)
         self._outcome, self._initialization = outcome, Initialization(batch, settings)
+        self._new_stages = stages_for(self._tableau, batch)
         self._rtol, self._atol = self._initialization.rtol, self._initialization.atol
         observed = settings.record or settings.events or (outcome.saved is not None and outcome.saved.shape[1])
         self._observers = StepObservers(batch, settings, outcome, self._initialization) if observed else None
@@ -224,7 +225,7 @@ class WorkingSet(Turns):
         self.live, self.rejected = joined(self.live, zeros == 0), joined(self.rejected, zeros > 0)
         self.u, k0 = joined(self.u, new.u), joined(self._stages.k[0] if self._stages else self.u, new.k)
         if self._stages is None or self._stages.new.shape != self.u.shape:
-            self._stages = Stages(self._tableau, self._initialization.derivative, self.u.dtype, self.u.shape, True)
+            self._stages = self._new_stages(self.u.dtype, self.u.shape, True)
         self._stages.k[0][...] = k0
         self._sign, self._p = self._initialization.sign(self.ids), self._initialization.parameters(self.ids)
         if self._observers is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -30,6 +30,7 @@ _log = logging.getLogger("mpiad")
 
 # What hears why an f isn't compiled.
 Warn: TypeAlias = "Callable[[Function, str], None]"
+_Found = TypeVar("_Found")
 
 MOST_COMPONENTS = 100
 # Of f: a step has four to eleven, and each is a few machine instructions for all lanes.
@@ -41,7 +42,7 @@ _warned: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 _programs: WeakKeyDictionary[Any, set[Program]] = WeakKeyDictionary()
 # So that constants that change from solve to solve don't fill the memory.
 _MOST_KNOWN = 64
-_known: dict[Fingerprint, TracedProblem] = {}
+_known: dict[Fingerprint, Any] = {}
 
 
 class TracedProblem(NamedTuple):
@@ -51,24 +52,22 @@ class TracedProblem(NamedTuple):
     conditions: tuple[Program, ...]
 
 
-def remembered(
-    make: Callable[[], TracedProblem | None], batch: Batch, events: Sequence[Event], traced: bool, must: bool
-) -> TracedProblem | None:
+def remembered(make: Callable[[], _Found | None], batch: Batch, events: Sequence[Event], *asked: object) -> _Found | None:
     """Return what a batch computes, as it was traced before for one like it, or else what `make` returns.
 
     Parameters
     ----------
     make : callable
-        Returns it, None where the batch isn't compiled.
+        Returns it, None where nothing is to be remembered.
     batch : Batch
         Of plain arrays on the host.
-    traced, must : bool
-        Whether f will be differentiated, and whether the batch must be compiled.
+    *asked : object
+        What else it depends on, and by which what is made here differs from what others remember.
     """
     parts = {part.place: part for part in layout_of(batch.p).parts}
     forms: list[Any] = [parts.get(place, leaf) for place, leaf in enumerate(batch.p.leaves)]
     conditions = [event.written for event in events]
-    kinds = (batch.shape, np.dtype(batch.u0.dtype).str, traced, must)
+    kinds = (batch.shape, np.dtype(batch.u0.dtype).str, *asked)
     key = fingerprint_of(batch.f, conditions, batch.p.build(forms), kinds)
     if key is not None and key in _known:
         return _known[key]

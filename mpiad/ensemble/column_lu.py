@@ -1,0 +1,70 @@
+"""LU factors of many small matrices at once, one for each column of a block.
+
+Each operation is elementwise over the columns, so a matrix's factors depend on none beside it. A matrix that is singular,
+or isn't finite, leaves infinities or NaN in the solutions of its own column, and nothing is raised: the step that needs
+them fails by its error.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mpiad._typing import Array
+
+__all__ = ["ColumnLU"]
+
+
+class ColumnLU:
+    """Factors with partial pivoting.
+
+    Parameters
+    ----------
+    matrices : array, shape (d, d, n)
+        Is overwritten.
+    """
+
+    def __init__(self, matrices: Array):
+        self._factors = lu = matrices
+        # For each row the columns in which another one came into its place, and which.
+        self._swaps: list[tuple[int, Array, Array]] = []
+        for k in range(len(lu)):
+            below = np.abs(lu[k:, k]).argmax(axis=0)
+            columns = np.flatnonzero(below)
+            if columns.size:
+                rows = k + below[columns]
+                self._swaps.append((k, rows, columns))
+                _swap(lu, k, rows, columns)
+            # What is divided by infinity would be zero, and look like a solution.
+            np.copyto(lu[k, k], np.nan, where=np.isinf(lu[k, k]))
+            lu[k + 1 :, k] /= lu[k, k]
+            lu[k + 1 :, k + 1 :] -= lu[k + 1 :, k, None] * lu[k, k + 1 :]
+
+    def solve(self, x: Array) -> None:
+        """Replace right-hand sides, shape (d, n), by the solutions."""
+        lu, d = self._factors, len(x)
+        for k, rows, columns in self._swaps:
+            _swap(x, k, rows, columns)
+        for k in range(d - 1):
+            x[k + 1 :] -= lu[k + 1 :, k] * x[k]
+        for k in range(d - 1, -1, -1):
+            x[k] /= lu[k, k]
+            x[:k] -= lu[:k, k] * x[k]
+
+    def solve_transposed(self, x: Array) -> None:
+        """Replace right-hand sides by the solutions with the transposed matrices."""
+        lu, d = self._factors, len(x)
+        for k in range(d):
+            x[k] /= lu[k, k]
+            x[k + 1 :] -= lu[k, k + 1 :] * x[k]
+        for k in range(d - 1, 0, -1):
+            x[:k] -= lu[k, :k] * x[k]
+        for k, rows, columns in reversed(self._swaps):
+            _swap(x, k, rows, columns)
+
+
+def _swap(x: Array, k: int, rows: Array, columns: Array) -> None:
+    """Exchange row k of some columns and another one of each."""
+    # The last axis counts columns; between them lies that of the matrices' own, or none.
+    kept = x[k][..., columns]
+    x[k][..., columns] = np.moveaxis(x[rows, ..., columns], 0, -1)
+    x[rows, ..., columns] = np.moveaxis(kept, -1, 0)

@@ -1,0 +1,162 @@
+"""The Jacobian of f at columns, exact: of the program that f computes where it can be traced, else by tangents.
+
+A program's Jacobian is a program, too, in which what is zero isn't computed, so it costs little more than f where each
+component depends on few others. Tangents take one direction for each component.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from mpiad._typing import Array, Tree
+from mpiad.compiling.builder import Builder, copied
+from mpiad.compiling.derivatives import jvp
+from mpiad.compiling.program import Program, evaluated
+from mpiad.compiling.trace_errors import Refusal, Untraceable
+from mpiad.differentiation.bundles import Bundle
+from mpiad.differentiation.shortcuts import shortened
+from mpiad.differentiation.trees import flatten
+from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.compiled.parameter_layout import Layout, layout_of
+from mpiad.ensemble.compiled.trace import trace, verify
+from mpiad.ensemble.compiled.traced_problem import remembered
+from mpiad.ensemble.derivative import Columns
+from mpiad.ensemble.linearization import Field, is_whole
+
+__all__ = ["Jacobian", "jacobian_of", "jacobian_program"]
+
+
+class Jacobian(Protocol):
+    """The derivatives of f by the state and by time."""
+
+    def write(self, out: Array, u: Array, p: Tree, t: Array) -> Array | None:
+        """Write ∂f/∂u of each column into `out`, shape (d, d, n), and return ∂f/∂t, shape (d, n); None where it is zero.
+
+        Parameters
+        ----------
+        out : array
+            Zero, or what was written before.
+        u : array, shape (d, n)
+        p : nest
+            As f takes it.
+        t : array, shape (n,)
+        """
+        ...
+
+
+def jacobian_of(batch: Batch) -> Jacobian:
+    """Return the Jacobian of a batch's f.
+
+    Raises
+    ------
+    TypeError
+        Where f can neither be traced nor be differentiated.
+    """
+    found = remembered(lambda: _traced(batch), batch, (), "jacobian")
+    if isinstance(found, Program):
+        return _ProgramJacobian(found, layout_of(batch.p), len(batch.u0))
+    jacobian = _TangentJacobian(Field(batch), len(batch.u0))
+    if batch.size:
+        _try(jacobian, batch, found)
+    return jacobian
+
+
+def _traced(batch: Batch) -> Program | str:
+    try:
+        program = trace(batch.f, batch.shape, batch.p, batch.u0.dtype)
+        verify(program, batch)
+        return jacobian_program(program)
+    except (Untraceable, Refusal) as error:
+        return str(error)  # and not itself, which would keep f's frames
+
+
+def _try(jacobian: Jacobian, batch: Batch, untraced: str | None) -> None:
+    d, ids = len(batch.u0), np.zeros(2, int)  # two columns at least, wherever f is called
+    p, t = batch.p.columns(ids, len(batch.shape) > 1), batch.start[ids].astype(batch.u0.dtype)
+    try:
+        with np.errstate(all="ignore"):
+            jacobian.write(np.zeros((d, d, 2), batch.u0.dtype), batch.u0[:, ids], p, t)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise TypeError(
+            f"solve: a Rosenbrock method needs the Jacobian of f, but f can't be traced ({untraced}) nor differentiated "
+            f"({str(error).rstrip('.')}). Write it with the functions of autograd.numpy, or take an explicit method such "
+            "as RK45()."
+        ) from error
+
+
+def jacobian_program(program: Program) -> Program:
+    """Return the program of the derivatives of f by each component of the state, then by time, each d outputs."""
+    d, along = program.groups["state"], jvp(program, wanted={"state": None, "time": None})
+    builder, outputs = Builder(), []
+    # One direction after the other into one program: what they share is computed once, and zeros drop out.
+    for direction in range(d + 1):
+        known = {("seed", place): float(place == direction) for place in range(d + 1)}
+        new = copied(builder, along, known)
+        outputs += [new[number] for number in along.outputs[d:]]
+    return builder.program(program.groups, outputs)
+
+
+class _ProgramJacobian:
+    """By a program, evaluated one operation after the other for all columns."""
+
+    def __init__(self, program: Program, layout: Layout, d: int):
+        self._layout, self._p, self._rows = layout, None, {}
+        kept = []
+        for place, number in enumerate(program.outputs):
+            operation, _, value = program.instructions[number]
+            if operation != "constant" or value != 0:
+                kept.append(place)
+        # Output j d + i is the derivative of component i by component j, the last d those by time.
+        self._places = [(place % d, place // d) for place in kept if place < d * d]
+        self._slopes = [place % d for place in kept if place >= d * d]
+        outputs = [program.outputs[place] for place in kept]
+        self._program = Program(program.groups, program.instructions, outputs)
+
+    def write(self, out: Array, u: Array, p: Tree, t: Array) -> Array | None:
+        """Write ∂f/∂u, and return ∂f/∂t."""
+        if p is not self._p:  # it changes with the working set only
+            self._p, self._rows = p, self._parameters(p, u)
+        values = evaluated(self._program, u, self._rows, [t])
+        for (i, j), value in zip(self._places, values):
+            out[i, j] = value
+        if not self._slopes:
+            return None
+        slope = np.zeros_like(u)
+        for i, value in zip(self._slopes, values[len(self._places) :]):
+            slope[i] = value
+        return slope
+
+    def _parameters(self, p: Tree, u: Array) -> dict[int, Array]:
+        varying, shared = self._layout.split(_leaves(p), u.shape[1], u.dtype)
+        return dict(zip(self._layout.varying, varying)) | dict(zip(self._layout.shared, shared))
+
+
+class _TangentJacobian:
+    """By a tangent for each component and one for time, carried beside f."""
+
+    def __init__(self, field: Field, d: int):
+        self._field, self._d = field, d
+
+    def write(self, out: Array, u: Array, p: Tree, t: Array) -> Array | None:
+        """Write ∂f/∂u, and return ∂f/∂t."""
+        d, slope = self._d, None
+        unit = np.eye(d, dtype=u.dtype)[:, :, None] + np.zeros_like(u)
+        with Bundle() as bundle:
+            state = shortened(bundle.variable(u, [*unit, None]))
+            time = shortened(bundle.variable(t, [None] * d + [np.ones_like(t)]))
+            rows = self._field.bound(_leaves(p))(state, time)
+            whole = is_whole(rows, u.shape)
+            for i, row in zip([slice(None)] if whole else range(d), rows):
+                found = bundle.parts(row)[1] or [None] * (d + 1)
+                for j in range(d):
+                    out[i, j] = 0 if found[j] is None else found[j]
+                if found[d] is not None:
+                    slope = np.zeros_like(u) if slope is None else slope
+                    slope[i] = found[d]
+        return slope
+
+
+def _leaves(p: Tree) -> list:
+    return p.leaves if isinstance(p, Columns) else flatten(p)[0]

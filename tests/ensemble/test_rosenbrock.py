@@ -1,0 +1,302 @@
+"""Rosenbrock methods: their steps beside those by the papers' formulas, their orders; stiff systems beside Radau."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+
+import autograd.numpy as anp
+import numpy as np
+import pytest
+from autograd.tracer import getval
+from device_double import on_device
+from mpi4py import MPI
+from rosenbrock_by_hand import rodas5p, rosenbrock23, solved_by_hand
+from scipy.integrate import solve_ivp
+from stiff_systems import SYSTEMS, robertson
+
+import mpiad
+from mpiad.device import to_device
+from mpiad.ensemble import (
+    EnsembleGPU,
+    EnsembleMPI,
+    EnsembleProblem,
+    EnsembleSerial,
+    EnsembleThreads,
+    Event,
+    ODEProblem,
+    Rodas5P,
+    Rosenbrock23,
+    remake,
+    solve,
+)
+from mpiad.ensemble.column_lu import ColumnLU
+from mpiad.ensemble.rosenbrock_tableaus import rosenbrock
+
+WORLD = MPI.COMM_WORLD
+# Of each its formulas, the order of its error estimate, and its orders: of the solution, the embedded one, states between.
+METHODS = {"Rosenbrock23": (Rosenbrock23(), rosenbrock23, 3, (2, 3, 2)), "Rodas5P": (Rodas5P(), rodas5p, 5, (5, 4, 4))}
+every_method = pytest.mark.parametrize("name", METHODS)
+
+
+def problem_of(system, **changes):
+    return remake(ODEProblem(system.f, system.u0, (0.0, system.end), system.p), **changes)
+
+
+@cache
+def radau(name):
+    system = SYSTEMS[name]
+    f, jacobian, _ = system.by_hand
+    found = solve_ivp(
+        lambda t, u: f(u, system.p, t), (0, system.end), system.u0, "Radau", rtol=1e-10, atol=1e-13,
+        jac=lambda t, u: jacobian(u, system.p, t),
+    )  # fmt: skip
+    return found.y[:, -1]
+
+
+@pytest.mark.serial
+@every_method
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_steps_and_ends_are_those_by_hand(name, system):
+    alg, step, order, _ = METHODS[name]
+    stiff, tolerances = SYSTEMS[system], {"rtol": 1e-4, "atol": 1e-8}
+    times, rejected, end = solved_by_hand(step, order, stiff.by_hand, stiff.u0, stiff.p, (0.0, stiff.end), **tolerances)
+    sol = solve(problem_of(stiff), alg, save_everystep=True, **tolerances)
+    assert abs(sol.naccept - (len(times) - 1)) <= 0.01 * len(times) and abs(sol.nreject - rejected) <= 1 + 0.1 * rejected
+    np.testing.assert_allclose(sol.u_end, end, rtol=2e-5)
+    # The first ones, before rounding has grown.
+    np.testing.assert_allclose(sol.t[:8], times[:8], rtol=1e-6)
+
+
+@pytest.mark.serial
+@every_method
+@pytest.mark.parametrize("system", ["Robertson", "Van der Pol", "HIRES"])
+def test_ends_beside_radau(name, system):
+    expected, rtol = radau(system), 1e-5 if name == "Rosenbrock23" else 1e-8
+    sol = solve(problem_of(SYSTEMS[system]), METHODS[name][0], rtol=rtol, atol=1e-5 * rtol)
+    assert sol.retcode == "Success"
+    np.testing.assert_allclose(sol.u_end, expected, rtol=1e-2 if name == "Rosenbrock23" else 1e-5, atol=1e-12)
+
+
+def oscillating(u, p, t):
+    return [u[1] * (1 + anp.cos(t)), -u[0] * (1 + anp.cos(t))]
+
+
+OSCILLATING = (
+    lambda u, p, t: np.array(oscillating(u, p, t)),
+    lambda u, p, t: np.array([[0, 1 + np.cos(t)], [-1 - np.cos(t), 0]]),
+    lambda u, p, t: np.array([-np.sin(t) * u[1], np.sin(t) * u[0]]),
+)
+
+
+def at(t):
+    phase = t + np.sin(t)
+    return np.array([np.sin(phase), np.cos(phase)])
+
+
+@pytest.mark.serial
+@every_method
+def test_orders_by_slopes(name):
+    alg, step, error_order, (order, embedded, between) = METHODS[name]
+    errors = []
+    for h in (0.1, 0.05):
+        sol = solve(ODEProblem(oscillating, at(0.0), (0.0, 2.0)), alg, dt=h, dtmax=h, rtol=1.0, atol=1.0)
+        one = solve(ODEProblem(oscillating, at(1.0), (1.0, 1.0 + h)), alg, dt=h, saveat=[1 + 0.4 * h], rtol=1.0, atol=1.0)
+        new, error, _ = step(*OSCILLATING, at(1.0), None, 1.0, h)
+        assert (sol.naccept, one.naccept) == (round(2 / h), 1)
+        found = [sol.u_end - at(2.0), new - error - at(1 + h) if embedded < order else new + error - at(1 + h)]
+        errors.append([np.linalg.norm(x) for x in (*found, one.u[0] - at(1 + 0.4 * h))])
+    slopes = np.log2(np.divide(*errors))
+    np.testing.assert_allclose(slopes, [order, embedded + 1, between + 1], atol=0.25)
+    assert alg.tableau.error_order == error_order
+
+
+@pytest.mark.serial
+@every_method
+def test_a_stiff_linear_system_forwards_and_backwards(name):
+    # Prothero and Robinson's, with a coupling: u follows g(t), however fast what isn't on it decays (or, backwards, grows).
+    rate = np.array([[1.0], [1e3], [1e6]])
+
+    def f(u, p, t):
+        return [-p[0] * (u[0] - anp.sin(t)) + anp.cos(t), u[0] - u[1]]
+
+    def exact(t):
+        return np.array([np.sin(t), (np.sin(t) - np.cos(t)) / 2 + np.exp(-t)])
+
+    tolerances = {"rtol": 1e-8, "atol": 1e-8} if name == "Rodas5P" else {"rtol": 1e-5, "atol": 1e-5}
+    for span, sign in (((0.0, 2.0), 1), ((2.0, 0.0), -1)):
+        times = [0.3, 1.0, 1.7][::sign]
+        ensemble = EnsembleProblem(ODEProblem(f, exact(span[0]), span), p=sign * rate)
+        sol = solve(ensemble, METHODS[name][0], saveat=times, dense_output=True, **tolerances)
+        np.testing.assert_allclose(sol.u_end, [exact(span[1])] * 3, atol=100 * tolerances["atol"])
+        np.testing.assert_allclose(sol.u, [[exact(t) for t in times]] * 3, atol=100 * tolerances["atol"])
+        np.testing.assert_allclose(sol(times), sol.u, rtol=1e-12, atol=1e-13)
+        assert sol.naccept.max() < 300  # stability would bound an explicit method's to a million
+
+
+@pytest.mark.serial
+@every_method
+def test_the_jacobian_by_tangents_gives_the_same(name):
+    for system in ("forced", "HIRES"):
+        stiff = SYSTEMS[system]
+        sols = [solve(problem_of(stiff, f=f), METHODS[name][0]) for f in (stiff.f, by_values(stiff.f))]
+        assert sols[0].naccept == sols[1].naccept
+        np.testing.assert_allclose(sols[0].u_end, sols[1].u_end, rtol=1e-9, atol=1e-12)
+
+
+def by_values(f):
+    """Return f in a form that no program has: it asks for numbers."""
+    return lambda u, p, t: f(u if float(getval(u)[0, 0]) < 1e9 else None, p, t)
+
+
+@pytest.mark.serial
+def test_states_of_other_shapes_and_dtypes():
+    decay = np.array([[1e4, 1.0], [2.0, 30.0]])
+    for f in (lambda u, p, t: -p * u + anp.cos(t), by_matrix):
+        sol = solve(ODEProblem(f, np.ones((2, 2)), (0.0, 1.0), decay), Rodas5P(), rtol=1e-8, atol=1e-8)
+        expected = (decay * np.cos(1.0) + np.sin(1.0)) / (decay**2 + 1)
+        expected = expected + np.exp(-decay) * (1 - decay / (decay**2 + 1))
+        np.testing.assert_allclose(sol.u_end, expected, atol=1e-7)
+    number = solve(ODEProblem(lambda u, p, t: -1e3 * (u - p), np.float32(0.0), (0.0, 1.0), np.float32(2.0)), Rodas5P())
+    assert number.u_end.dtype == np.float32
+    np.testing.assert_allclose(number.u_end, 2.0, rtol=1e-4)
+
+
+def by_matrix(u, p, t):
+    float(getval(u)[0, 0])
+    return -p * u + anp.cos(t)
+
+
+RATES = np.geomspace(1.0, 1e4, 1200)[:, None]
+COMPANY = EnsembleProblem(ODEProblem(SYSTEMS["Van der Pol"].f, [2.0, 0.0], (0.0, 2.0)), p=RATES)
+
+
+@pytest.mark.serial
+@every_method
+def test_alone_and_in_any_company(name):
+    alg = METHODS[name][0]
+    whole = solve(COMPANY, alg, saveat=0.25)
+
+    def same(part, rows):
+        for field in ("u", "u_end", "t_reached", "naccept", "nreject", "nf", "njac", "nlu", "retcode"):
+            assert getattr(part, field).tobytes() == getattr(whole, field)[rows].tobytes(), field
+
+    for rows in (slice(0, 1), slice(7, 9), slice(600, 700)):
+        same(solve(remake(COMPANY, p=RATES[rows]), alg, saveat=0.25), rows)
+    rows = slice(0, 1200, 171)
+    for backend in (EnsembleSerial(), EnsembleThreads(3)):
+        same(solve(remake(COMPANY, p=RATES[rows]), alg, backend, saveat=0.25), rows)
+    assert set(whole.retcode) == {"Success"} and whole.nreject.any()
+
+
+def test_over_ranks():
+    sol = solve(COMPANY, Rodas5P(), EnsembleMPI(), saveat=0.5)
+    alone = solve(COMPANY, Rodas5P(), saveat=0.5)
+    for field in ("u", "u_end", "naccept", "nreject", "nf", "njac", "nlu"):
+        assert getattr(sol, field).tobytes() == getattr(alone, field).tobytes(), field
+
+
+@pytest.mark.serial
+@every_method
+def test_what_fails_fails_alone(name):
+    alg = METHODS[name][0]
+    # W = 1/γ - h λ is exactly zero in the first step of the second one, and of the third the Jacobian is infinite.
+    rates, starts = np.array([1.0, 1 / alg.tableau.gamma, 1.0, 0.5]), np.array([1.0, 1.0, 0.0, 1.0])
+
+    def f(u, p, t):
+        return [anp.where(p[1] > 0, p[0] * u[0], 1 - anp.sqrt(anp.abs(u[0])))]
+
+    p = np.stack([rates, np.array([1.0, 1, -1, 1])], axis=1)
+    ensemble = EnsembleProblem(ODEProblem(f, [1.0], (0.0, 1.0)), u0=starts[:, None], p=p)
+    sol = solve(ensemble, alg, dt=1.0, rtol=1e-6, atol=1e-6)
+    assert sol.retcode.tolist() == ["Success", "Success", "Unstable", "Success"]
+    assert sol.nreject[1] > 0 and sol.naccept[2] == 0
+    np.testing.assert_allclose(sol.u_end[[0, 1, 3], 0], np.exp(rates[[0, 1, 3]]), rtol=1e-3)
+    others = solve(remake(ensemble, u0=starts[[0, 3], None], p=p[[0, 3]]), alg, dt=1.0, rtol=1e-6, atol=1e-6)
+    assert others.u.tobytes() == sol.u[[0, 3]].tobytes()
+
+
+@pytest.mark.serial
+@every_method
+def test_counts(name):
+    calls = 0
+
+    def f(u, p, t):
+        nonlocal calls
+        calls += type(u) is np.ndarray and u.dtype == float
+        return robertson(u, p, t)
+
+    counted = []
+    stiff = SYSTEMS["Robertson"]
+    for most in (1, 5, 25):
+        calls = 0
+        sol = solve(problem_of(stiff, f=f), METHODS[name][0], max_steps=most)
+        counted.append((calls, sol.nf, sol.njac, sol.nlu))
+    # What f is tried with before a solve is the same for both; the first one traces it, too.
+    each, nf, njac, nlu = np.subtract(counted[2], counted[1])
+    assert (each, njac, nlu) == (nf, 20, 20) and sol.retcode == "MaxIters" and solve(problem_of(stiff)).njac == 0
+
+
+@pytest.mark.serial
+def test_events():
+    fall = Event(lambda u, p, t: u[0] - 0.5)
+    decay = ODEProblem(lambda u, p, t: [-p * u[0]], [1.0], (0.0, 9.0), 3.0)
+    sol = solve(decay, Rodas5P(), events=fall, rtol=1e-9, atol=1e-9)
+    assert sol.retcode == "Terminated"
+    assert sol.t_reached == pytest.approx(np.log(2) / 3, abs=1e-8) and sol.u_end[0] == pytest.approx(0.5, abs=1e-12)
+
+
+@pytest.mark.serial
+def test_factors_beside_numpy():
+    rng = np.random.default_rng(0)
+    matrices, right = rng.normal(size=(6, 6, 50)), rng.normal(size=(6, 50))
+    matrices[0, 0, ::3] = 0.0
+    by_columns = np.moveaxis(matrices, -1, 0)
+    lu = ColumnLU(matrices.copy())
+    for solution, flat in ((lu.solve, by_columns), (lu.solve_transposed, np.swapaxes(by_columns, 1, 2))):
+        x = right.copy()
+        solution(x)
+        np.testing.assert_allclose(x, np.linalg.solve(flat, right.T[..., None])[..., 0].T, rtol=1e-10)
+
+
+def refused(problem, error, text, alg=None, **options):
+    with pytest.raises(error, match=text):
+        solve(problem, alg or Rodas5P(), **options)
+    WORLD.barrier()
+
+
+def test_what_is_refused():
+    stiff = problem_of(SYSTEMS["Robertson"])
+    many = EnsembleProblem(stiff, p=np.tile(stiff.p, (6, 1)))
+    mpi = EnsembleMPI()
+    refused(many, NotImplementedError, "compile=True", ensemblealg=mpi, compile=True)
+    refused(many, NotImplementedError, "ensemblealg=", ensemblealg=EnsembleMPI(EnsembleGPU()))
+    refused(many, NotImplementedError, "ensemblealg=", ensemblealg=EnsembleGPU())
+    refused(many, NotImplementedError, "adjoint='continuous'", ensemblealg=mpi, adjoint="continuous")
+    refused(remake(many, problem=remake(stiff, u0=stiff.u0 + 0j)), NotImplementedError, "complex128", ensemblealg=mpi)
+    refused(remake(stiff, u0=to_device(stiff.u0, like=on_device(0.0))), NotImplementedError, "device arrays")
+    opaque = remake(stiff, f=lambda u, p, t: [-float(u[0, 0]) * u[0], u[1], u[2]])
+    refused(remake(many, problem=opaque), TypeError, "needs the Jacobian of f", ensemblealg=mpi)
+    with pytest.raises(NotImplementedError, match="is traced"):
+        mpiad.grad(lambda p: solve(remake(stiff, p=p), Rodas5P()).u_end[0])(stiff.p)
+
+
+TABLE = {
+    field.name: getattr(Rosenbrock23.tableau, field.name) for field in dataclasses.fields(Rosenbrock23.tableau)
+}
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("change", [
+    {"c": (0.0, 0.4, 1.0)}, {"slopes": (0.29, 0.0, -0.29)}, {"error": (0.1, 0.1, 0.2)}, {"b": (1.0, 1.0, 0.0)},
+    {"a": ((1.0,),)},
+])  # fmt: skip
+def test_tables_with_mistakes_are_refused(change):
+    given = {
+        "gamma": TABLE["gamma"], "c": TABLE["c"][1:-1], "a": [row[1:] for row in TABLE["a"][1:-1]],
+        "coupling": [row[1:] for row in TABLE["coupling"][1:]], "slopes": TABLE["slopes"], "b": TABLE["a"][-1][1:],
+        "error": TABLE["error"][1:-1], "dense": TABLE["dense"][1:-1], "order": 2, "embedded_order": 3,
+    }  # fmt: skip
+    assert rosenbrock(**given).a == Rosenbrock23.tableau.a
+    with pytest.raises(ValueError, match="table"):
+        rosenbrock(**{**given, **change})
