@@ -6,7 +6,7 @@ alone; only parameters that all share are summed over columns.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from mpiad.ensemble.linearization import Tracing
 from mpiad.ensemble.run import Run
 from mpiad.ensemble.seeds import Seeds
 from mpiad.ensemble.step_sweep import Met, StepSweep, Visit
+from mpiad.ensemble.transposed_rosenbrock import transposed_steps
 from mpiad.ensemble.transposed_step import Arrival, Inside, StepCotangents, TransposedStep, over_slots
 
 __all__ = ["Cotangents", "of_ends", "pull_run"]
@@ -54,10 +55,10 @@ def pull_run(run: Run, seeds: Seeds, places: Sequence[int], timed: bool) -> Cota
     batch = run.batch
     leaves = {place: np.zeros_like(batch.p.leaves[place]) for place in places}
     found = Cotangents(of_ends(run, seeds), run.numbers(batch.size), run.numbers(batch.size), leaves)
-    tracing = Tracing(run.field, places, timed)
+    step_of = transposed_steps(run, Tracing(run.field, places, timed), places)
     with np.errstate(all="ignore"):
         for sweep in run.sweeps(backwards=True):
-            _Block(run, tracing, seeds, found, sweep, timed).sweep()
+            _Block(run, step_of, seeds, found, sweep, timed).sweep()
     if timed and seeds.reached is not None:
         # Where no event came first, the time that was reached is the end of tspan itself.
         found.end += np.where(run.placed(run.live & ~run.terminated), seeds.reached, 0)
@@ -77,8 +78,8 @@ def of_ends(run: Run, seeds: Seeds) -> Array:
 class _Block:
     """One block of columns on the way back."""
 
-    def __init__(self, run: Run, tracing: Tracing, seeds: Seeds, found: Cotangents, sweep: StepSweep, timed: bool):
-        self._run, self._tracing, self._seeds, self._found, self._sweep = run, tracing, seeds, found, sweep
+    def __init__(self, run: Run, step_of: Callable, seeds: Seeds, found: Cotangents, sweep: StepSweep, timed: bool):
+        self._run, self._step_of, self._seeds, self._found, self._sweep = run, step_of, seeds, found, sweep
         self._timed, self._leaves = timed, sweep.leaves
         self._parts = {place: np.zeros_like(self._leaves[place]) for place in found.leaves}
         self._start, self._end = (run.numbers(len(sweep.ids)) for _ in range(2))
@@ -103,7 +104,7 @@ class _Block:
         width = len(visit.t)
         columns = self._run.doubled(width)
         leaves = self._run.columns(self._leaves, columns)
-        step = TransposedStep(self._run.coefficients, self._tracing, visit.of(columns), leaves)
+        step = self._step_of(visit.of(columns), leaves)
         # The double of a single column gets nothing, or its parameters would count twice.
         cotangent = np.zeros_like(step.y[0])
         cotangent[:, :width] = self._cotangent[:, :width]
@@ -122,6 +123,7 @@ class _Block:
             cotangent[:, part.columns] += over_slots(part.value)
         self._cotangent[:, :width] = cotangent[:, :width]
         if self._timed:
+            totals.h_bar += step.by_size
             # All steps but the last keep their sizes. The last one ends where tspan does, but not before an event.
             moves = np.where(self._sweep.moves(visit), totals.h_bar[:width], 0.0)
             self._start[:width] += totals.t_bar[:width]

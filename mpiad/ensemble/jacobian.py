@@ -6,13 +6,14 @@ component depends on few others. Tangents take one direction for each component.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
 
 from mpiad._typing import Array, Tree
-from mpiad.compiling.builder import Builder, copied
-from mpiad.compiling.derivatives import jvp
+from mpiad.compiling.builder import Builder, copied, simplify
+from mpiad.compiling.derivatives import jvp, vjp
 from mpiad.compiling.program import Program, evaluated
 from mpiad.compiling.trace_errors import Refusal, Untraceable
 from mpiad.differentiation.bundles import Bundle
@@ -25,7 +26,7 @@ from mpiad.ensemble.compiled.traced_problem import remembered
 from mpiad.ensemble.derivative import Columns
 from mpiad.ensemble.linearization import Field, is_whole
 
-__all__ = ["Jacobian", "jacobian_of", "jacobian_program"]
+__all__ = ["Jacobian", "curvature_of", "jacobian_of"]
 
 
 class Jacobian(Protocol):
@@ -54,7 +55,7 @@ def jacobian_of(batch: Batch) -> Jacobian:
     TypeError
         Where f can neither be traced nor be differentiated.
     """
-    found = remembered(lambda: _traced(batch), batch, (), "jacobian")
+    found = remembered(lambda: _derived(jacobian_program, batch), batch, (), "jacobian")
     if isinstance(found, Program):
         return _ProgramJacobian(found, layout_of(batch.p), len(batch.u0))
     jacobian = _TangentJacobian(Field(batch), len(batch.u0))
@@ -63,11 +64,18 @@ def jacobian_of(batch: Batch) -> Jacobian:
     return jacobian
 
 
-def _traced(batch: Batch) -> Program | str:
+def curvature_of(batch: Batch) -> Program | None:
+    """Return `curvature_program` of a batch's f, None where f can't be traced."""
+    found = remembered(lambda: _derived(curvature_program, batch), batch, (), "curvature")
+    return found if isinstance(found, Program) else None
+
+
+def _derived(derivative: Callable[[Program], Program], batch: Batch) -> Program | str:
+    """Return a derivative of what f computes, or why it can't be traced."""
     try:
         program = trace(batch.f, batch.shape, batch.p, batch.u0.dtype)
         verify(program, batch)
-        return jacobian_program(program)
+        return derivative(program)
     except (Untraceable, Refusal) as error:
         return str(error)  # and not itself, which would keep f's frames
 
@@ -96,6 +104,18 @@ def jacobian_program(program: Program) -> Program:
         new = copied(builder, along, known)
         outputs += [new[number] for number in along.outputs[d:]]
     return builder.program(program.groups, outputs)
+
+
+def curvature_program(program: Program) -> Program:
+    """Return the program of the gradient of f, times cotangents, along directions of state and time.
+
+    It has two more groups, "cotangent" and "direction" (of each component of the state, then of time), and an output for
+    each component of the state, each parameter, and time.
+    """
+    gradient = vjp(program, seeds="cotangent")
+    along = jvp(gradient, wanted={"state": None, "time": None}, seeds="direction")
+    count = len(gradient.outputs)
+    return simplify(along, outputs=range(count, 2 * count))
 
 
 class _ProgramJacobian:

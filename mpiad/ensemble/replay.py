@@ -90,7 +90,8 @@ class _Replay:
         # Two columns at least, as in the solve, whose arithmetic this repeats.
         columns = run.doubled(width)
         t, h = (time[columns] for time in self._times(sweep, visit))
-        step = _Step(run, run.columns(leaves, columns), u[:, columns], t, h)
+        kind = _RosenbrockStep if run.tableau.implicit else _Step
+        step = kind(run, run.columns(leaves, columns), u[:, columns], t, h)
         new = step.argument(run.tableau.stages - 1)[:, :width]
         for met in sweep.met(visit):
             x = step.root(run.settings.events[met.event].condition, met.x, met.columns)
@@ -178,8 +179,12 @@ class _Step:
             self._evaluate(i)
 
     def _evaluate(self, i: int) -> None:
+        self._k.append(self._rate(i))
+
+    def _rate(self, i: int) -> Array:
+        """Return f at the argument of a stage."""
         t = _like(self.t + self._run.tableau.c[i] * self.h, self._u)
-        self._k.append(self._run.field.array(self.argument(i), self._leaves, t))
+        return self._run.field.array(self.argument(i), self._leaves, t)
 
     def argument(self, i: int) -> Array:
         """Return the argument of stage i; that of the last is the new state."""
@@ -209,6 +214,30 @@ class _Step:
             found, slope = jvp(value, x, np.ones_like(getval(x)))
             x = x - (found - getval(found)) / slope
         return x
+
+
+class _RosenbrockStep(_Step):
+    """One step of a Rosenbrock method: see `rosenbrock_tableaus`."""
+
+    def _evaluate(self, i: int) -> None:
+        table: Any = self._run.tableau
+        rate = self._rate(i) if i != 1 else self._k[0]
+        if i == 0:
+            self._matrices, self._rise = self._linearized(table.gamma)
+        if 0 < i < table.stages - 1:
+            before = [weight * k for weight, k in zip(table.coupling[i - 1], self._k) if weight]
+            rate = sum(before, rate + table.slopes[i - 1] * self._rise)
+            rate = anp.transpose(anp.linalg.solve(self._matrices, anp.transpose(rate)[..., None])[..., 0])
+        self._k.append(rate)
+
+    def _linearized(self, gamma: float) -> tuple[Array, Array]:
+        """Return the matrices W, shape (n, d, d), and h ∂f/∂t, shape (d, n)."""
+        u, t, h, field, leaves = self._u, _like(self.t, self._u), _like(self.h, self._u), self._run.field, self._leaves
+        ones, units = np.ones_like(getval(u)[0]), np.eye(len(u), dtype=u.dtype)
+        columns = [jvp(lambda u: field.array(u, leaves, t), u, np.outer(unit, ones))[1] for unit in units]
+        rise = jvp(lambda t: field.array(u, leaves, t), t, ones)[1]
+        jacobian = anp.transpose(anp.stack(columns), (2, 1, 0))
+        return units / gamma - anp.reshape(h, (-1, 1, 1)) * jacobian, h * rise
 
 
 def _polynomial(row: Sequence[float], x: Array) -> Array:

@@ -261,7 +261,7 @@ def _solved(
     )  # fmt: skip
     batch = batch if on_gpu else placed(batch)
     if options.alg.tableau.implicit:
-        _check_implicit(options.alg, given, batch)
+        _check_implicit(options.alg, batch)
     if options.dense_output and (on_gpu or is_on_device(batch)):
         raise NotImplementedError(
             "solve: dense_output=True is for solves on the host, but this one is on a device. Ask for the times by saveat, "
@@ -272,7 +272,7 @@ def _solved(
     return _by_arrays(options, compiler, backend, given, batch, settings)
 
 
-def _check_implicit(alg: Algorithm, given: Batch, batch: Batch) -> None:
+def _check_implicit(alg: Algorithm, batch: Batch) -> None:
     """Raise where a batch isn't for methods whose stages are solutions of linear systems.
 
     Raises
@@ -288,11 +288,6 @@ def _check_implicit(alg: Algorithm, given: Batch, batch: Batch) -> None:
     if batch.u0.dtype.kind == "c":
         raise NotImplementedError(
             f"solve: {name} takes real states, but u0 is {batch.u0.dtype}. Give real and imaginary parts as components."
-        )
-    if given.traced:
-        raise NotImplementedError(
-            f"solve: u0, p or tspan is traced, but {name} has no derivative yet. Pass mpiad.stop(...) of it, or take an "
-            "explicit method such as RK45()."
         )
 
 

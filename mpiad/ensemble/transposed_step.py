@@ -63,7 +63,11 @@ class TransposedStep:
     tableau : Tableau
     last : int
         The number of the last stage.
+    by_size : array, shape (n,), or float
+        After `pull`: cotangents of the size of the step that aren't those of a stage.
     """
+
+    by_size: Array | float = 0.0
 
     def __init__(self, coefficients: Coefficients, tracing: Tracing, visit: Visit, leaves: Sequence[Any]):
         self._coefficients, self._tracing, self._visit, self._leaves = coefficients, tracing, visit, leaves

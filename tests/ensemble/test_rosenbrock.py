@@ -15,7 +15,6 @@ from rosenbrock_by_hand import rodas5p, rosenbrock23, solved_by_hand
 from scipy.integrate import solve_ivp
 from stiff_systems import SYSTEMS, robertson
 
-import mpiad
 from mpiad.device import to_device
 from mpiad.ensemble import (
     EnsembleGPU,
@@ -277,8 +276,6 @@ def test_what_is_refused():
     refused(remake(stiff, u0=to_device(stiff.u0, like=on_device(0.0))), NotImplementedError, "device arrays")
     opaque = remake(stiff, f=lambda u, p, t: [-float(u[0, 0]) * u[0], u[1], u[2]])
     refused(remake(many, problem=opaque), TypeError, "needs the Jacobian of f", ensemblealg=mpi)
-    with pytest.raises(NotImplementedError, match="is traced"):
-        mpiad.grad(lambda p: solve(remake(stiff, p=p), Rodas5P()).u_end[0])(stiff.p)
 
 
 TABLE = {

@@ -1,0 +1,162 @@
+"""The adjoint of one Rosenbrock step of several columns.
+
+With W k_i = r_i, where r_i = f(y_i) + Σ C_ij k_j + d_i h T (see `rosenbrock_tableaus`), a cotangent of stage i goes back
+through the transposed matrix, r̄_i = W⁻ᵀ k̄_i, and from there to the argument, as in a Runge-Kutta step, and to the stages
+before it. What is left is how W and T move with the state, the parameters and time: as the gradient of
+
+    φ = Σ r̄_i · h (J k_i + d_i T),
+
+with r̄ and k held fixed. It is a sum of derivatives of f along (h k_i, h d_i), so its gradient is that of r̄_i · f, along the
+same directions: second derivatives of f, of which no matrix is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from mpiad._typing import Array
+from mpiad.compiling.program import Program, evaluated
+from mpiad.ensemble.column_lu import ColumnLU
+from mpiad.ensemble.compiled.parameter_layout import layout_of
+from mpiad.ensemble.jacobian import curvature_of, jacobian_of
+from mpiad.ensemble.linearization import Tracing
+from mpiad.ensemble.rosenbrock_tableaus import RosenbrockTableau
+from mpiad.ensemble.run import Run
+from mpiad.ensemble.step_sweep import Visit
+from mpiad.ensemble.transposed_step import Arrival, TransposedStep, over_slots
+
+__all__ = ["transposed_steps"]
+
+
+def transposed_steps(run: Run, tracing: Tracing, places: Sequence[int]) -> Callable[[Visit, Sequence[Any]], TransposedStep]:
+    """Return what makes the way back through a visit, by the leaves of the parameters of its columns.
+
+    Parameters
+    ----------
+    places : sequence of int
+        Of the leaves of the parameters to differentiate by.
+    """
+    if not run.tableau.implicit:
+        return lambda visit, leaves: TransposedStep(run.coefficients, tracing, visit, leaves)
+    linearization = _Linearization(run, places)
+    return lambda visit, leaves: _TransposedRosenbrockStep(run, tracing, linearization, visit, leaves)
+
+
+class _Linearization:
+    """The Jacobian of f at the start of steps, and how it moves."""
+
+    def __init__(self, run: Run, places: Sequence[int]):
+        self._batch, self._places = run.batch, places
+        self._write, self._layout = jacobian_of(run.batch).write, layout_of(run.batch.p)
+        self._program: Program = curvature_of(run.batch)  # type: ignore[assignment]
+
+    def at(self, u: Array, leaves: Sequence[Any], t: Array) -> tuple[Array, Array | None]:
+        """Return ∂f/∂u, shape (d, d, n), and ∂f/∂t, shape (d, n), or None."""
+        jacobian = np.zeros((len(u), *u.shape), u.dtype)
+        p = self._batch.p.of_columns(list(leaves), len(self._batch.shape) > 1)
+        return jacobian, self._write(jacobian, u, p, t)
+
+    def pull(self, u: Array, leaves: Sequence[Any], t: Array, right: Array, along: Array, in_time: Array) -> list[Any]:
+        """Return the gradient of Σ right · (derivative of f along directions): by u, by the leaves, and by time.
+
+        Parameters
+        ----------
+        right, along : array, shape (d, stages, n)
+        in_time : array, shape (stages, n)
+        """
+        layout, count = self._layout, u.shape[1]
+        varying, shared = layout.split(list(leaves), count, u.dtype)
+        rows = dict(zip(layout.varying, varying)) | dict(zip(layout.shared, shared))
+        found = evaluated(self._program, u, rows, [t], right, [*along, in_time])
+        sums = [np.broadcast_to(x, in_time.shape).sum(axis=0) for x in found]
+        d = len(u)
+        by_leaf = self._by_leaves(sums[d:-1], count) if self._places else []
+        return [np.stack(sums[:d]), *by_leaf, sums[-1]]
+
+    def _by_leaves(self, rows: list[Array], count: int) -> list[Array]:
+        layout = self._layout
+        varying = np.array([rows[j] for j in layout.varying]).reshape(-1, count)
+        made = layout.joined(varying, np.array([rows[j].sum() for j in layout.shared]))
+        return [made[place] for place in self._places]
+
+
+class _TransposedRosenbrockStep(TransposedStep):
+    """The stages of one step, and the way back through them: see `TransposedStep`. f at its ends isn't among them."""
+
+    def __init__(self, run: Run, tracing: Tracing, linearization: _Linearization, visit: Visit, leaves: Sequence[Any]):
+        self._table: RosenbrockTableau = run.tableau  # type: ignore[assignment]
+        self._linearization = linearization
+        self._time = visit.t.astype(run.coefficients.real, copy=False)
+        self._jacobian, self._rise = linearization.at(visit.u, leaves, self._time)
+        h = visit.h.astype(run.coefficients.real, copy=False)
+        matrices = self._jacobian * -h
+        np.einsum("iin->in", matrices)[...] += 1 / self._table.gamma
+        self._lu = ColumnLU(matrices)
+        super().__init__(run.coefficients, tracing, visit, leaves)
+        # Of f at the new state nothing is a part.
+        self.k.append(np.zeros_like(visit.u))
+
+    def _evaluate(self, y: Array, i: int) -> None:
+        if not i:
+            self._stages[0][...] = 0
+            self.k.append(self._stages[0])
+            return
+        super()._evaluate(y, i)
+        k, slope = self._stages[i], self._table.slopes[i - 1]
+        for weight, before in zip(self._table.coupling[i - 1], self.k):
+            if weight:
+                k += weight * before
+        if self._rise is not None and slope:
+            k += slope * self.h * self._rise
+        self._lu.solve(k)
+
+    def argument(self, i: int) -> Array:
+        """Return the argument of stage i; that of the last is the new state."""
+        if i == 1 == len(self.y):  # no stage is before it
+            self.y.append(self.y[0])
+        return super().argument(i)
+
+    def add_last_stage(self) -> None:
+        """Do nothing: no state inside a step depends on f at its end."""
+
+    def pull(self, cotangent: Array, arrivals: Sequence[Arrival], gains: Callable) -> Array:
+        """Return the cotangent of the state before the step; only once. See `TransposedStep.pull`."""
+        total, h, slopes = cotangent, self.h, self._table.slopes
+        bars, room = {self.last: total * h}, np.empty_like(total)
+        rights: dict[int, Array] = {}
+        for j in range(self.last - 1, 0, -1):
+            right = self._coefficients.column(j, bars, room, self._term).copy()
+            for i, behind in rights.items():
+                if self._table.coupling[i - 1][j]:
+                    right += self._table.coupling[i - 1][j] * behind
+            for arrival in arrivals:
+                if j in arrival.weights:
+                    right[:, arrival.columns] += over_slots(arrival.value * arrival.weights[j])
+            self._lu.solve_transposed(right)
+            rights[j] = right
+            y_bar, *parts = self._pulls.pop()(right)
+            gains(j, parts, y_bar)
+            if y_bar is not None:
+                total += y_bar
+                bars[j] = y_bar * h
+        order = range(1, self.last)
+        right, along = (np.stack(rows, axis=1) for rows in ([rights[j] for j in order], [self.k[j] * h for j in order]))
+        in_time = np.multiply.outer(np.array(slopes, h.dtype), h)
+        by_u, *parts = self._linearization.pull(self.y[0], self._leaves, self._time, right, along, in_time)
+        total += by_u
+        gains(0, parts, by_u)
+        self.by_size = self._moved_by_size(rights)
+        return total
+
+    def _moved_by_size(self, rights: dict[int, Array]) -> Array:
+        """Return how φ moves with the size of the step, of which it is a multiple."""
+        total = np.zeros_like(self.h, dtype=float)
+        for j, right in rights.items():
+            moved = (self._jacobian * self.k[j]).sum(axis=1)
+            if self._rise is not None:
+                moved = moved + self._table.slopes[j - 1] * self._rise
+            total += (right * moved).sum(axis=0)
+        return total

@@ -1,0 +1,160 @@
+"""Derivatives of Rosenbrock solves: exact for the steps taken, as complex steps through the papers' formulas show."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import autograd.numpy as anp
+import numpy as np
+import pytest
+from autograd.tracer import getval
+from mpi4py import MPI
+from rosenbrock_by_hand import rodas5p, rosenbrock23
+from stiff_systems import SYSTEMS
+
+import mpiad
+from mpiad.ensemble import EnsembleMPI, EnsembleProblem, Event, ODEProblem, Rodas5P, Rosenbrock23, remake, solve
+
+WORLD = MPI.COMM_WORLD
+METHODS = {"Rosenbrock23": (Rosenbrock23(), rosenbrock23), "Rodas5P": (Rodas5P(), rodas5p)}
+every_method = pytest.mark.parametrize("name", METHODS)
+
+FORCED = SYSTEMS["forced"]
+TOLERANCES, TIMES, SPAN = {"rtol": 1e-3, "atol": 1e-5}, np.array([0.21, 0.6, 0.61]), (0.1, 0.9)
+U0 = np.array([[0.5, 1.5], [0.9, -0.4], [1.2, 0.3]])
+P = np.array([[2e3, 0.7], [50.0, 1.9], [1.0, -0.8]])
+WEIGHTS = np.random.default_rng(3).normal(size=(3, len(TIMES), 2))
+ENSEMBLE = EnsembleProblem(ODEProblem(FORCED.f, U0[0], SPAN), u0=U0, p=P)
+
+
+def untraced(u, p, t):
+    """The same f, in a form that no program has: it asks for numbers."""
+    assert np.isfinite(np.asarray(getval(u), float)).all()
+    return FORCED.f(u, p, t)
+
+
+def loss(saved, end, weights):
+    return anp.sum(weights * saved) + anp.sum(end**2)
+
+
+def loss_by_hand(step, sizes, weights, u0, p, start=0.0, end=0.0):
+    """Return the loss by steps of given sizes, of which the last one ends where tspan does; both ends may be moved."""
+    t, u, saved, last = SPAN[0] + start, np.asarray(u0), [], len(sizes) - 1
+    for n, h in enumerate(sizes):
+        size = h + (end - start if n == last else 0)
+        due = [x for x in TIMES if np.real(t) < x <= np.real(t + size)]
+        new, _, inside = step(*FORCED.by_hand, u, p, t, size)
+        saved += [inside((x - t) / size) for x in due]
+        t, u = t + size, new
+    return np.sum(weights * np.array(saved)) + np.sum(u**2)
+
+
+def by_complex_steps(fun, *args):
+    """Return the gradient of a function by each argument."""
+    found = []
+    for k, given in enumerate(args):
+        gradient = np.zeros(np.shape(given))
+        for index in np.ndindex(gradient.shape):
+            moved = [np.array(x, complex) for x in args]
+            moved[k][index] += 1e-40j
+            gradient[index] = fun(*moved).imag / 1e-40
+        found.append(gradient)
+    return found
+
+
+def sizes_of(alg):
+    sol = solve(ENSEMBLE, alg, save_everystep=True, **TOLERANCES)
+    return [np.diff(row[~np.isnan(row)]) for row in sol.t]
+
+
+def solved_loss(ensemble, alg, weights, **options):
+    sol = solve(ensemble, alg, saveat=TIMES, **TOLERANCES, **options)
+    return loss(sol.u, sol.u_end, weights)
+
+
+@pytest.mark.serial
+@every_method
+@pytest.mark.parametrize("way", ["adjoint", "checkpoints", "tangent", "untraced"])
+def test_gradients_by_states_and_parameters(name, way):
+    alg, step = METHODS[name]
+    options = {"checkpoints": {"checkpoints": 3}, "tangent": {"gradient": "tangent"}}.get(way, {})
+    ensemble = remake(ENSEMBLE, problem=remake(ENSEMBLE.problem, f=untraced)) if way == "untraced" else ENSEMBLE
+    found = mpiad.grad(lambda u0, p: solved_loss(remake(ensemble, u0=u0, p=p), alg, WEIGHTS, **options), (0, 1))(U0, P)
+    for i, sizes in enumerate(sizes_of(alg)):
+        by_hand = partial(loss_by_hand, step, sizes, WEIGHTS[i])
+        expected = by_complex_steps(by_hand, U0[i], P[i])
+        for whole, gradient in zip(found, expected):
+            np.testing.assert_allclose(whole[i], gradient, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.serial
+@every_method
+@pytest.mark.parametrize("gradient", ["adjoint", "tangent"])
+def test_gradients_by_the_ends_of_tspan(name, gradient):
+    alg, step = METHODS[name]
+
+    def solved(start, end):
+        problem = ODEProblem(FORCED.f, U0[0], (start, end), P[0])
+        sol = solve(problem, alg, saveat=TIMES, gradient=gradient, **TOLERANCES)
+        return loss(sol.u, sol.u_end, WEIGHTS[0])
+
+    found, sizes = mpiad.grad(solved, (0, 1))(*SPAN), sizes_of(alg)[0]
+    expected = by_complex_steps(lambda *ends: loss_by_hand(step, sizes, WEIGHTS[0], U0[0], P[0], *ends), 0.0, 0.0)
+    np.testing.assert_allclose(found, expected, rtol=1e-8)
+
+
+@pytest.mark.serial
+def test_tangents_and_second_derivatives():
+    alg, step = METHODS["Rodas5P"]
+    fun, direction = (lambda p: solved_loss(remake(ENSEMBLE, p=p), alg, WEIGHTS)), 0.3 * P
+    value, tangent = mpiad.jvp(fun, P, direction)
+    product = mpiad.hvp(fun)(P, direction)
+    for i, sizes in enumerate(sizes_of(alg)):
+        gradient = partial(by_complex_steps, partial(loss_by_hand, step, sizes, WEIGHTS[i], U0[i]))
+        change = 1e-5 * direction[i]
+        (slope,) = gradient(P[i])
+        tangent = tangent - slope @ direction[i]
+        difference = gradient(P[i] + change)[0] - gradient(P[i] - change)[0]
+        np.testing.assert_allclose(product[i], difference / 2e-5, rtol=1e-6, atol=1e-8)
+    assert abs(tangent) < 1e-9 and value == pytest.approx(fun(P), rel=1e-14)
+
+
+@pytest.mark.serial
+def test_a_terminal_event_moves_with_its_trajectory():
+    half = Event(lambda u, p, t: u[0] - p[1])
+
+    def ended(p, gradient):
+        decay = ODEProblem(lambda u, p, t: [-p[0] * u[0] * (1 + 0 * t)], [1.0], (0.0, 9.0), p)
+        sol = solve(decay, Rodas5P(), events=half, rtol=1e-10, atol=1e-10, gradient=gradient)
+        return sol.t_reached + 3 * sol.u_end[0]
+
+    p = np.array([3.0, 0.5])
+    found = [mpiad.grad(lambda p, way=way: ended(p, way))(p) for way in ("adjoint", "tangent")]
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-9)
+    # The event is at log(1 / p1) / p0, and the state there p1.
+    np.testing.assert_allclose(found[0], [-np.log(2) / 9, -2 / 3 + 3], rtol=1e-7)
+
+
+@pytest.mark.serial
+def test_what_fails_drops_out():
+    def f(u, p, t):
+        return [p[0] * u[0] ** 2 - u[1], -u[1]]
+
+    ensemble = EnsembleProblem(ODEProblem(f, [1.0, 0.1], (0.0, 2.0)), p=np.array([[0.1], [3.0], [0.2]]))
+    found = mpiad.grad(lambda p: anp.sum(solve(remake(ensemble, p=p), Rodas5P()).u_end))(ensemble.p)
+    alive = mpiad.grad(lambda p: anp.sum(solve(remake(ensemble, p=p), Rodas5P()).u_end))(ensemble.p[::2])
+    assert found[1] == 0 and found[::2].tobytes() == alive.tobytes()
+
+
+def test_shared_parameters_over_ranks():
+    shared = np.array([300.0, 0.7])
+    ensemble = EnsembleProblem(ODEProblem(FORCED.f, U0[0], SPAN, shared), u0=U0)
+
+    def solved(p, backend=None):
+        given = {} if backend is None else {"ensemblealg": backend}
+        return solved_loss(remake(ensemble, problem=remake(ensemble.problem, p=p)), Rodas5P(), WEIGHTS, **given)
+
+    found = mpiad.grad(lambda p: solved(p, EnsembleMPI()), shared=True)(shared)
+    expected = mpiad.grad(solved, shared=True)(shared)
+    assert len(set(WORLD.allgather(found.tobytes()))) == 1
+    np.testing.assert_allclose(found, expected, rtol=1e-10)
