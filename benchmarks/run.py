@@ -72,6 +72,7 @@ JOBS = (
     Job("domain.py", 2, 30),
     Job("wave.py", 1, 60),
     Job("wave_peers.py", 1, 150, "--budget 0.5"),
+    Job("weak_scaling.py", 2, 60),
     Job("shallow_water.py", 1, 300, "--budget 0.5"),
     Job("optimize_peers.py", 2, 40),
 )
