@@ -7,9 +7,10 @@ from a point, and the receivers record what arrives: first along the surface, la
 every cell. It starts from a guess that knows nothing of the reflector, and L-BFGS lowers the squared misfit of all records
 (full-waveform inversion).
 
-Grid and shots are both divided: the ranks form groups (`--groups`), each with a communicator of its own. A group computes
-its share of the shots, all at once, on a grid divided among its ranks. The time steps are kept at a few checkpoints only,
-and the others are computed again in the reverse pass. Every number of ranks gives the same answer.
+Grid and shots are both divided: the ranks form groups (`--groups`), each with a communicator of its own, and `sum_over`
+hands them the shots, a few at a time (`--batch`), which a group computes on a grid divided among its ranks. The time steps
+are kept at a few checkpoints only, and the others are computed again in the reverse pass. Every number of ranks gives the
+same answer.
 """
 
 import argparse
@@ -17,14 +18,15 @@ from pathlib import Path
 
 import autograd.numpy as np
 import numpy
-from mpi4py import MPI
 
 import mpiad
+from mpiad.tasks import RankGroups, sum_over
 from mpiad.timestepping import scan
 
 parser = argparse.ArgumentParser(description="Recover a velocity model by full-waveform inversion.")
 parser.add_argument("--shape", type=int, nargs=2, default=(64, 96), help="cells in depth and along the surface")
 parser.add_argument("--shots", type=int, default=6)
+parser.add_argument("--batch", type=int, default=3, help="shots that a group computes at once")
 parser.add_argument("--steps", type=int, default=330, help="steps in time")
 parser.add_argument("--checkpoints", type=int, default=20, help="states that are kept for the gradient")
 parser.add_argument("--groups", type=int, help="groups of ranks that share the shots; by default about the square root")
@@ -54,18 +56,12 @@ def ricker(time):
 
 
 class Ground:
-    """This rank's block of the ground, and its group's shots."""
+    """This rank's block of the ground, and all shots, in batches."""
 
     def __init__(self, options):
-        world = MPI.COMM_WORLD
-        groups = options.groups or max(n for n in range(1, world.size + 1) if world.size % n == 0 and n * n <= world.size)
-        if world.size % groups or groups > options.shots:
-            raise SystemExit(f"{world.size} ranks can't form {groups} groups of equal size with a shot for each of them")
-        parts = world.size // groups
-        self.group = world.rank // parts
-        self.comm = world.Split(self.group, world.rank)
-        mpiad.mpi_init(self.comm)
-        self.domain = mpiad.Domain(options.shape, halo=ORDER // 2, comm=self.comm)
+        size = mpiad.mpi_size()
+        self.groups = RankGroups(options.groups or max(n for n in range(1, size + 1) if size % n == 0 and n * n <= size))
+        self.domain = mpiad.Domain(options.shape, halo=ORDER // 2, comm=self.groups.comm)
         self.laplacian = self.domain.laplacian(CELL, order=ORDER)
         self.depth, self.along = self.domain.coordinates(CELL)
         self.steps, self.checkpoints = options.steps, options.checkpoints
@@ -76,7 +72,8 @@ class Ground:
         edge = (LAYER + 2) * CELL
         self.places = edge + width * (numpy.arange(options.shots) + 0.5) / options.shots
         self.receivers = numpy.stack(numpy.broadcast_arrays(edge, edge + width * numpy.linspace(0, 1, 40)), axis=-1)
-        self.sources = self.bumps(self.places[self.group :: groups])
+        batches = -(-options.shots // options.batch)
+        self.batches = [self.bumps(places) for places in numpy.array_split(self.places, batches)]
         self.wavelet = STEP**2 * ricker(STEP * numpy.arange(options.steps)) / CELL**2
 
     def in_layer(self, axis, cells):
@@ -90,24 +87,24 @@ class Ground:
         squares = (self.depth - depth) ** 2 + (self.along - places[:, None, None]) ** 2
         return numpy.exp(-squares / (2 * CELL**2)) / (2 * numpy.pi)
 
-    def step(self, state, k, square):
+    def step(self, state, k, square, sources):
         """Return the pressure after the next step and before it; `square` is that of the way in a step."""
         u, before = state
-        force = square * self.laplacian(u) + self.wavelet[k] * self.sources
+        force = square * self.laplacian(u) + self.wavelet[k] * sources
         return (2 * u - self.before * before + force) * self.after, u
 
-    def observe(self, state, k, square):
+    def observe(self, state, k, square, sources):
         """Return what the receivers of this rank record, zeros for the others."""
         return self.domain.interpolate(state[0], self.receivers, CELL, result="share")
 
-    def records(self, c):
-        """Return the records of the group's shots, shape (steps, shots, receivers), on each of its ranks."""
-        still = numpy.zeros(self.sources.shape)
+    def records(self, c, sources):
+        """Return the records of a batch of shots, shape (steps, shots, receivers), on each rank of the group."""
+        still = numpy.zeros(sources.shape)
         square = (c * STEP) ** 2
         _, shares = scan(
-            self.step, (still, still), self.steps, square, observe=self.observe, checkpoints=self.checkpoints
+            self.step, (still, still), self.steps, square, sources, observe=self.observe, checkpoints=self.checkpoints
         )
-        return mpiad.mpi_allreduce(shares, comm=self.comm)
+        return mpiad.mpi_allreduce(shares, comm=self.groups.comm)
 
 
 def block_borders(domain):
@@ -147,18 +144,20 @@ def main():
     domain = ground.domain
     truth = true_model(ground.depth, ground.along)
     start = guess(ground.depth, ground.along)
-    recorded = ground.records(truth)
+    recorded = [ground.records(truth, sources) for sources in ground.batches]
 
     def misfit(c):
-        # Each rank of a group has all of its records: the group's misfit is shared among them.
-        return np.sum((ground.records(c) - recorded) ** 2) / 2 / ground.comm.size
+        def of(shots, comm):
+            sources, seen = shots
+            return np.sum((ground.records(c, sources) - seen) ** 2) / 2
 
-    before = mpiad.mpi_allreduce(misfit(start))
+        return sum_over(zip(ground.batches, recorded), of, groups=ground.groups)
+
+    before = misfit(start)
     guesses = numpy.meshgrid(*[CELL * numpy.arange(n) for n in domain.shape], indexing="ij")
     result = mpiad.minimize(
         lambda c: misfit(c[domain.owned]) / before,
         guess(*guesses) if root else None,
-        objective="sum",
         bounds=[SPEEDS] * (domain.shape[0] * domain.shape[1]) if root else None,
         options={"maxiter": options.iterations, "ftol": 0, "gtol": 0},
         progress=True,
@@ -169,15 +168,14 @@ def main():
     borders = block_borders(domain)
     if not root:
         return
-    groups = mpiad.mpi_size() // ground.comm.size
     print(f"{options.shots} shots, {domain.shape[0]} x {domain.shape[1]} cells, {options.steps} steps")
     print(f"{result.nit} iterations: misfit lowered to {result.fun:.12e}")
     print(f"relative error of the velocity: guess {errors[0]:.6e}, recovered {errors[1]:.12e}")
     if options.picture:
-        draw_picture(options.picture, models, borders, recorded[:, 0], ground.receivers[:, 1])
+        draw_picture(options.picture, models, borders, recorded[0][:, 0], ground.receivers[:, 1])
         print(f"written: {options.picture}")
     if not result.fun <= options.least:
-        raise SystemExit(f"not recovered on {groups} group(s): the misfit is {result.fun:.3f} of the first")
+        raise SystemExit(f"not recovered on {ground.groups.count} group(s): the misfit is {result.fun:.3f} of the first")
 
 
 if __name__ == "__main__":

@@ -135,7 +135,7 @@ class RemoteError(RuntimeError):
 
 
 class WorkerError(RemoteError):
-    """Report, on all ranks of `minimize` or `mpi_map`, the exception on one rank that ended it.
+    """Report, on all ranks of `minimize`, `mpi_map` or `sum_over`, the exception on one rank that ended it.
 
     Attributes
     ----------
@@ -146,7 +146,7 @@ class WorkerError(RemoteError):
     exit_code : int
         With which the job ends where nobody catches this: that of a `sys.exit`, 1 for other exceptions.
     index : int or None
-        Of the item that it happened at, in `mpi_map`.
+        Of the item that it happened at, in `mpi_map` and `sum_over`.
     """
 
     def __init__(

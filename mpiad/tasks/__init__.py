@@ -1,5 +1,7 @@
-"""Independent tasks, handed to the ranks one after the other."""
+"""Independent tasks: handed to the ranks one after the other, or to groups of ranks, with derivatives of their sum."""
 
 from mpiad.tasks.map import mpi_map
+from mpiad.tasks.rank_groups import RankGroups
+from mpiad.tasks.sum_over import sum_over
 
-__all__ = ["mpi_map"]
+__all__ = ["RankGroups", "mpi_map", "sum_over"]

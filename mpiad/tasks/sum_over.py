@@ -1,0 +1,219 @@
+"""`sum_over`: items handed to groups of ranks, and the sum of what a function gives for them, with its adjoint.
+
+Each group records its items on the tapes around the call, as if it had called the function itself; only the sum at the end
+joins the groups. Each item has a place of its own there, so that the sum is taken in the items' order, whoever did them.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import autograd.numpy as anp
+from autograd.tracer import getval
+
+from mpiad._typing import Comm, Scalar
+from mpiad.device import to_host
+from mpiad.differentiation.objective import check_objective, problem_with, weight_of
+from mpiad.differentiation.refusals import explain
+from mpiad.errors import ConvergenceError, WorkerError
+from mpiad.primitives import mpi_allreduce
+from mpiad.tasks.rank_groups import RankGroups, groups_of
+from mpiad.transport import Channel, channel
+from mpiad.transport.agreement import Failure, agreed, require_alike
+from mpiad.transport.device_arrays import is_device_array
+from mpiad.transport.shared_counter import SharedCounter, threads_may_communicate
+from mpiad.transport.tracing import tracing
+from mpiad.transport.user_failures import StageFailures
+
+__all__ = ["sum_over"]
+
+_CALL = "tasks.sum_over"
+
+
+class _Failed(NamedTuple):
+    """An item that failed in this rank's group; its exception where that was on this rank."""
+
+    item: int
+    error: BaseException | None
+
+
+def sum_over(
+    items: Iterable[Any],
+    fun: Callable[[Any, Any], Scalar | None],
+    *,
+    groups: RankGroups | int,
+    schedule: str = "static",
+    objective: str = "root",
+    comm: Comm = None,
+) -> Scalar:
+    """Add up a function of each item, each evaluated by one group of ranks: shots, load cases, wells.
+
+    Parameters
+    ----------
+    items : sequence
+        The same number of them on all ranks.
+    fun : callable
+        ``fun(item, comm)`` returns a real number. The ranks of a group call it together, and what they communicate goes
+        through their communicator `comm`, that of a `Domain` of theirs, for one. It may use traced values from around it.
+    groups : RankGroups or int
+        Or how many: they are then made at the first call, and kept with the communicator.
+    schedule : str
+        ``"static"``: of G groups, group g takes the items g, g + G, g + 2 G and so on. ``"dynamic"``: a group takes the
+        next item when it is done with the last, which is faster where some take much longer than others. The result is the
+        same. In a compiled function all is static.
+    objective : str
+        Which of a group's numbers is that of the item, as in `value_and_grad`: that of its first rank, or the ranks' sum or
+        mean.
+    comm : mpi4py intracommunicator, optional
+        Of all groups, where `groups` is a number.
+
+    Returns
+    -------
+    float
+        The sum in the order of the items, on all ranks: equal for all numbers of groups, bit for bit, where `fun` gives
+        equal numbers.
+
+    Raises
+    ------
+    WorkerError
+        On all ranks, where `fun` raises on any, with that rank, its traceback and the item's `index`; a ConvergenceError
+        where it was one, so that `minimize` shortens its step. With a dynamic schedule no items are begun afterwards.
+    TypeError, ValueError
+        On all ranks, where an argument is wrong on any of them.
+
+    Ranks
+    -----
+    All ranks call it, with the same arguments but for what the items are and `fun` does.
+
+    Adjoint
+    -------
+    Each rank's own derivatives, of the items of its group; what `fun` communicates is run backwards within the group. Of a
+    variable that all ranks share (``shared=True``) they add up to the whole gradient. The records of all items of a group
+    are held until then; with ``scan(checkpoints=...)`` inside an item they are short.
+
+    Examples
+    --------
+    >>> loss = lambda x: mpiad.tasks.sum_over([1.0, 2.0, 3.0], lambda a, comm: (x - a) ** 2, groups=1)
+    >>> print(mpiad.value_and_grad(loss, shared=True)(1.0))
+    (np.float64(5.0), np.float64(-6.0))
+    """
+    made = groups_of(groups, comm)
+    used, group = channel(made.whole, _CALL), channel(made.comm, _CALL)
+    given = _agreed_items(used, items, fun, made, (schedule, objective))
+    weight = weight_of(objective, group, 0)
+    in_turn = range(made.index, len(given), made.count)
+    if tracing.recorder is not None and not tracing.recorder.ended:
+        # A compiled program repeats what its trace has done: which items those were follows from the arguments alone.
+        values, error = {k: _number_of(fun(given[k], made.comm), weight) for k in in_turn}, None
+    elif schedule == "static" or not threads_may_communicate():
+        values, error = _run(fun, given, in_turn, made, weight)
+    else:
+        with SharedCounter(used.user) as counter:
+            values, error = _run(fun, given, _taken(counter, group, len(given)), made, weight, counter)
+    if error is not None:
+        raise error
+    terms = [values.get(k, 0.0) for k in range(len(given))]
+    return anp.sum(mpi_allreduce(anp.array(terms, dtype=float), comm=made.whole))
+
+
+def _agreed_items(used: Channel, items: Iterable[Any], fun: object, made: RankGroups, settings: tuple[str, str]) -> list:
+    """Check the arguments on all ranks; return the items."""
+    wrong, given, (schedule, objective) = None, [], settings
+    try:
+        check_objective(objective, _CALL)
+        if not callable(fun):
+            raise TypeError(f"{_CALL}: fun must be callable, but got {type(fun).__name__} {fun!r:.60}.")
+        if schedule not in ("static", "dynamic"):
+            raise ValueError(f"{_CALL}: schedule must be 'static' or 'dynamic', but got {schedule!r:.60}.")
+        given = list(items)
+    except Exception as error:  # noqa: BLE001 - a generator is the user's code, and the other ranks must not wait on
+        wrong = error
+    described = f"{len(given)} items, {made.count} groups, schedule={schedule!r:.60}, objective={objective!r:.60}"
+    require_alike(used, wrong, zlib.crc32(described.encode()), described, _CALL)
+    return given
+
+
+def _taken(counter: SharedCounter, group: Channel, many: int) -> Iterator[int]:
+    """Yield the items that this rank's group takes, until none are left."""
+    while True:
+        taken = group.data.bcast(counter.take() if group.rank == 0 else None)
+        if taken >= many:
+            return
+        yield taken
+
+
+def _run(
+    fun: Callable, items: list, numbers: Iterable[int], made: RankGroups, weight: float,
+    counter: SharedCounter | None = None,
+) -> tuple[dict[int, Any], Exception | None]:
+    """Return the numbers of the items that this rank's group did, and what all ranks raise."""
+    used, group = channel(made.whole, _CALL), channel(made.comm, _CALL)
+    # A duplicate of its own: a rank that fails comes to an agreement while others wait in what `fun` communicates.
+    comm = group.derive()
+    failures = StageFailures(comm, _CALL, "mpiad.tasks", explain)
+    values, failed = dict[int, Any](), None
+    try:
+        for k in numbers:
+            values[k], failed = _evaluated(fun, items[k], k, made.comm, weight, failures)
+            if failed is not None:
+                break
+    finally:
+        failures.close()
+    group.drop(comm)
+    if failed is not None and counter is not None:
+        counter.take(len(items))  # none is left
+    return values, _agreed_error(used, failed)
+
+
+def _evaluated(
+    fun: Callable, item: Any, number: int, comm: Comm, weight: float, failures: StageFailures
+) -> tuple[Any, _Failed | None]:
+    """Evaluate an item on this rank's group; return its number, or on all ranks of the group how it failed."""
+    own: BaseException | None = None
+
+    def stage() -> Any:
+        nonlocal own
+        try:
+            value = fun(item, comm)
+            problem = problem_with(value, weight, _CALL)
+            if problem is not None:
+                raise problem.kind(problem.text)
+        except (Exception, SystemExit) as error:
+            own = error
+            raise
+        return _number_of(value, weight)
+
+    try:
+        return failures.run(stage), None
+    except WorkerError as error:
+        if error is own:
+            raise  # where ranks that wait can be interrupted, whoever has failed leaves at once
+        return None, _Failed(number, own)
+
+
+def _number_of(value: Any, weight: float) -> Any:
+    """Return what this rank adds to the sum: a double without axes, on the host."""
+    if not weight:
+        return 0.0
+    if is_device_array(getval(value)):
+        value = to_host(value)
+    return weight * (anp.reshape(value, ()).astype(float) if hasattr(value, "astype") else float(value))
+
+
+def _agreed_error(used: Channel, failed: _Failed | None) -> Exception | None:
+    """Return what all ranks raise: what has happened at the first item that failed."""
+    found = used.data.allgather(None if failed is None else (failed.item, failed.error is None))
+    first = min([(*mark, rank) for rank, mark in enumerate(found) if mark is not None], default=None)
+    if first is None:
+        return None
+    item, _, rank = first
+    cause = failed.error if failed is not None and used.rank == rank else None
+    failure: Failure = used.data.bcast(None if cause is None else Failure.of(cause), rank)  # type: ignore[assignment]
+    text = f"{_CALL}: item {item} failed on rank {rank} with {failure.summary}"
+    error: Exception = WorkerError(text, rank, failure.trace, item, failure.exit_code)
+    if failure.kind == ConvergenceError.__name__:
+        error = ConvergenceError(text, getattr(cause, "history", None))
+    error.__cause__ = cause
+    return agreed(used, error)

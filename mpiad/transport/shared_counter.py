@@ -1,0 +1,70 @@
+"""A counter from which any rank takes the next number, while all of them compute.
+
+It lies on rank 0, where a thread answers the others: a one-sided operation of MPI's would do, but several MPIs carry it out
+only when the rank that it goes to comes into a call of its own, which takes as long as its computation.
+"""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mpiad._typing import Comm
+from mpiad.transport.notices import threads_may_communicate
+from mpiad.transport.polling import wait_gently
+
+__all__ = ["SharedCounter", "threads_may_communicate"]
+
+_ASK, _ANSWER = 1, 2
+_NAP = 5e-4  # seconds
+
+
+class SharedCounter:
+    """Count from 0 over all ranks: a context that all of them enter and leave. MPI must allow threads.
+
+    Parameters
+    ----------
+    comm : mpi4py intracommunicator
+    """
+
+    def __init__(self, comm: Comm):
+        self._comm: Any = comm.Dup()
+        self._count, self._counting, self._ended = 0, threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._answer, name="mpiad-counter", daemon=True)
+        if comm.rank == 0 and comm.size > 1:
+            self._thread.start()
+
+    def take(self, many: int = 1) -> int:
+        """Return the next number, and count on by so many."""
+        if self._comm.rank == 0:
+            with self._counting:
+                before, self._count = self._count, self._count + many
+            return before
+        number = np.array(many, np.int64)
+        self._comm.Send(number, 0, _ASK)
+        wait_gently(self._comm.Irecv(number, 0, _ANSWER))
+        return int(number)
+
+    def _answer(self) -> None:
+        number, status = np.empty((), np.int64), MPI.Status()
+        while not self._ended.wait(_NAP):
+            # Looked for, and not waited for: MPI's own wait would take a core.
+            while self._comm.Iprobe(MPI.ANY_SOURCE, _ASK, status):
+                self._comm.Recv(number, status.source, _ASK)
+                self._comm.Send(np.array(self.take(int(number)), np.int64), status.source, _ANSWER)
+
+    def __enter__(self) -> SharedCounter:
+        """Begin to count."""
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """End; an exception leaves the communicator, which all ranks must free together."""
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        if kind is None:
+            self._comm.Free()
