@@ -111,8 +111,8 @@ def test_a_dynamic_schedule_balances_items_of_different_cost(size):
         assert sum_over(costs, wait, groups=size, schedule="dynamic") == np.sum(costs)
         return sum(costs) / (size * max(WORLD.allgather(sum(waited))))
 
-    # On cores that others use as well, one try may go wrong.
-    assert any(efficiency() >= 0.9 for _ in range(3))
+    # On cores that others use as well, tries go wrong; were the items dealt in turn, all of them would.
+    assert any(efficiency() >= 0.9 for _ in range(12))
 
 
 @pytest.mark.interpreted
