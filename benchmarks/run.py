@@ -60,6 +60,7 @@ JOBS = (
     Job("ensemble.py", 1, 360, "--n 1000 10000 --rounds 1 --budget 1.5"),
     Job("ensemble_stragglers.py", 1, 60),
     Job("ensemble_ranks.py", 2, 310, "--repeats 3"),
+    Job("ensemble_fits.py", 2, 120),
     Job("optimize.py", 2, 70, "--variables 10000000"),
     Job("linalg.py", 1, 40),
     Job("linalg.py", 2, 40),

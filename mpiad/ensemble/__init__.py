@@ -2,7 +2,10 @@
 
 from mpiad.ensemble.backends import EnsembleSerial, EnsembleThreads, EnsembleVectorized
 from mpiad.ensemble.controller import IController, PIController
+from mpiad.ensemble.convergence import ConvergenceCode
 from mpiad.ensemble.events import Event
+from mpiad.ensemble.fit import fit
+from mpiad.ensemble.fit_result import FitResult
 from mpiad.ensemble.gpu import EnsembleGPU
 from mpiad.ensemble.methods.bogacki_shampine import BS3
 from mpiad.ensemble.methods.classic import RK4
@@ -19,7 +22,8 @@ from mpiad.ensemble.solution import EnsembleSolution, ODESolution
 from mpiad.ensemble.solve import solve
 
 __all__ = [
-    "BS3", "RK4", "RK45", "EnsembleGPU", "EnsembleMPI", "EnsembleProblem", "EnsembleSerial", "EnsembleSolution",
-    "EnsembleThreads", "EnsembleVectorized", "Event", "Fehlberg45", "IController", "ODEProblem", "ODESolution",
-    "PIController", "ReturnCode", "Rodas5P", "Rosenbrock23", "Tsit5", "Vern7", "remake", "solve",
+    "BS3", "RK4", "RK45", "ConvergenceCode", "EnsembleGPU", "EnsembleMPI", "EnsembleProblem", "EnsembleSerial",
+    "EnsembleSolution", "EnsembleThreads", "EnsembleVectorized", "Event", "Fehlberg45", "FitResult", "IController",
+    "ODEProblem", "ODESolution", "PIController", "ReturnCode", "Rodas5P", "Rosenbrock23", "Tsit5", "Vern7", "fit",
+    "remake", "solve",
 ]

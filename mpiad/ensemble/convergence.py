@@ -1,0 +1,65 @@
+"""How an iteration for one trajectory ended."""
+
+from __future__ import annotations
+
+import logging
+from enum import Enum
+
+import numpy as np
+
+from mpiad._typing import Array
+
+__all__ = ["ConvergenceCode", "names_of", "report"]
+
+_log = logging.getLogger("mpiad")
+
+
+class ConvergenceCode(str, Enum):
+    """How a fit ended; equal to its name as a string."""
+
+    Success = "Success"
+    """It converged."""
+    MaxIters = "MaxIters"
+    """It was still under way after the largest number of evaluations."""
+    Singular = "Singular"
+    """It ended where the data don't determine the variables."""
+    InitialFailure = "InitialFailure"
+    """At the start the solve fails already, or a residual isn't finite."""
+    ConvergenceFailure = "ConvergenceFailure"
+    """Steps became too small, because longer ones led to where the solve fails."""
+
+    def __str__(self) -> str:
+        return self.value
+
+    @property
+    def code(self) -> int:
+        """Its number in arrays."""
+        return _ORDER.index(self)
+
+
+_ORDER = list(ConvergenceCode)
+_NAMES = np.array([code.value for code in _ORDER])
+
+
+def names_of(codes: Array) -> Array:
+    """Return the names of the codes in an array of numbers."""
+    return _NAMES[codes]
+
+
+def report(call: str, what: str, retcode: Array) -> None:
+    """Log how many ended without success, how, and which first.
+
+    Parameters
+    ----------
+    call, what : str
+        The public function, and what it looks for, as ``"fits"``.
+    retcode : array of str, shape (N,)
+    """
+    failed = np.flatnonzero(retcode != "Success")
+    if not len(failed):
+        return
+    counts = [f"{count} {code}" for code in _NAMES[1:] if (count := np.count_nonzero(retcode == code))]
+    _log.warning(
+        "%s: %d of %d %s ended without success (%s); the first is number %d.",
+        call, len(failed), len(retcode), what, ", ".join(counts), failed[0] + 1,
+    )  # fmt: skip

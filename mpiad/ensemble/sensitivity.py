@@ -1,0 +1,208 @@
+"""Saved states of an ensemble together with their derivatives by a few variables of each trajectory.
+
+One solve carries the tangents along: in the kernel where there is one, else by a pass over the recorded steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from autograd.tracer import isbox
+
+from mpiad._typing import Array
+from mpiad.differentiation.bundles import Bundle
+from mpiad.differentiation.trees import flatten
+from mpiad.ensemble.backends import Compiler, EnsembleAlgorithm
+from mpiad.ensemble.batch import Batch, Parameters
+from mpiad.ensemble.compiled.reverse_sweep import carried_tangents
+from mpiad.ensemble.directions import numbers_of
+from mpiad.ensemble.members import as_state
+from mpiad.ensemble.problem import ODEProblem
+from mpiad.ensemble.run import Run
+from mpiad.ensemble.settings import Settings
+from mpiad.ensemble.solution import solution_of
+from mpiad.ensemble.tangents import Directions, Kept, push_run
+
+__all__ = ["Generator", "SensitivitySolve", "States", "unit_tangents"]
+
+# A kernel that carries more numbers takes longer to compile than it saves: 64 take 5 s, 144 more than 20.
+_CARRIED = 64
+
+Generator = Callable[[ODEProblem, Array], ODEProblem]
+Tangents = list[Any] | None
+
+
+class States(NamedTuple):
+    """Saved states of n trajectories and their derivatives.
+
+    Parameters
+    ----------
+    u : array, shape (n, n_saved, d)
+        NaN where a trajectory failed.
+    tangents : array, shape (m, n, n_saved, d)
+    tries : array of int, shape (n,)
+        Steps of the solve.
+    """
+
+    u: Array
+    tangents: Array
+    tries: Array
+
+
+class _Along(NamedTuple):
+    """A batch by columns of variables: traced parts, plain ones, and the tangents of the traced."""
+
+    given: Batch
+    u0: Tangents
+    leaves: dict[int, list[Any]]
+
+
+class SensitivitySolve:
+    """Solves of some trajectories of a batch by columns of variables x.
+
+    Parameters
+    ----------
+    compiler : Compiler
+    backend : EnsembleAlgorithm
+    batch : Batch
+        Of plain arrays.
+    settings : Settings
+        Of all trajectories of the batch; with a record.
+    generator : callable, optional
+        From the problem and x, by columns, to the problem with x in it; by default x are its parameters p.
+    """
+
+    def __init__(
+        self, compiler: Compiler, backend: EnsembleAlgorithm, batch: Batch, settings: Settings, generator: Generator | None
+    ):
+        self._compiler, self._backend, self._generator = compiler, backend, generator
+        self._batch, self._settings, self._times = batch, settings, np.asarray(settings.saveat)
+
+    def states(self, x: Array, ids: Array) -> States:
+        """Return the saved states of some trajectories, and their tangents along each variable.
+
+        Parameters
+        ----------
+        x : array, shape (n, m)
+        ids : array of int, shape (n,)
+        """
+        along = self._along(np.ascontiguousarray(x.T), _chosen(self._batch, ids))
+        batch, times = along.given.plain(), self._times if self._times.ndim == 1 else self._times[ids]
+        settings = self._settings._replace(saveat=times)
+        self._compiler.gradient = "tangent" if _is_small(along, batch) else "adjoint"
+        outcome = self._compiler.run(self._backend, batch, settings, along.given)
+        u = solution_of(outcome, batch, settings).u.reshape(len(ids), -1, len(batch.u0))
+        tangents = self._tangents(Run(batch, settings, outcome), along, x.shape[1])
+        return States(u, tangents, outcome.naccept + outcome.nreject)
+
+    def _along(self, x: Array, batch: Batch) -> _Along:
+        """Put variables of shape (m, n) into a batch."""
+        tangents = unit_tangents(x)
+        with Bundle() as bundle:
+            variables = bundle.variable(x, tangents)
+            if self._generator is None:
+                p = Parameters([variables], [True], lambda leaves: leaves[0])
+                return _Along(batch._replace(p=p), None, {0: tangents})
+            return _generated(bundle, self._generator, batch, variables)
+
+    def _tangents(self, run: Run, along: _Along, m: int) -> Array:
+        """Return the tangents of the saved states, shape (m, n, n_saved, d)."""
+        solver, places = run.outcome.solver, list(along.leaves)
+        carried = None if solver is None else carried_tangents(solver, run, along.u0 is not None, places, True)
+        if carried is None:
+            nothing = np.zeros_like(run.batch.u0)
+            u0 = np.stack([nothing if g is None else g for g in along.u0 or [None] * m])
+            directions = Directions(u0, along.leaves)
+            kept = Kept(run, directions)
+            push_run(run, directions, kept)
+            return kept.saved[:, :, : run.n_saved]
+        saved: Array = carried[1]
+        if self._generator is None:
+            return saved
+        total = np.zeros_like(saved, shape=(m, *saved.shape[1:]))
+        # The chain rule: what a kernel carries are tangents along single initial values and parameters.
+        for one, number in zip(saved, numbers_of(run, along.u0 is not None, places)):
+            found = along.u0 if number.place is None else along.leaves[number.place]
+            for j, g in enumerate(found or []):
+                if g is not None:
+                    total[j] += one * g[number.index][:, None, None]
+        return total
+
+
+def unit_tangents(x: Array) -> list[Array]:
+    """Return the tangents of columns of variables, shape (m, n), each along one of them."""
+    tangents = [np.zeros_like(x) for _ in x]
+    for j, tangent in enumerate(tangents):
+        tangent[j] = 1.0
+    return tangents
+
+
+def _generated(bundle: Bundle, generator: Generator, batch: Batch, x: Any) -> _Along:
+    """Return a batch with what `generator` makes of columns of variables."""
+    count, shape, varies = batch.size, batch.shape, batch.p.varies
+
+    def constant(leaf: Array) -> Any:
+        # Traced, with no tangent at all, so that what is made of it is seen to have an axis of trajectories.
+        return bundle.variable(leaf, [None] * len(x))
+
+    span: Any = (float(batch.start[0]), float(batch.end[0])) if batch.one_span else (batch.start, batch.end)
+    p = batch.p.build([constant(leaf) if own else leaf for leaf, own in zip(batch.p.leaves, varies)])
+    made = generator(ODEProblem(batch.f, constant(batch.u0.reshape(*shape, count)), span, p), x)
+    if not isinstance(made, ODEProblem) or made.f is not batch.f or made.tspan is not span:
+        raise TypeError(
+            "fit: prob_generator must return its problem with another u0 or p (remake(problem, p=x)), and the same f and "
+            f"tspan, but returned {made!r:.100}."
+        )
+    u0, u0_along = _initial(bundle, made.u0, batch)
+    parts, build = flatten(made.p)
+    for part in parts:
+        if isbox(part) and np.shape(part)[-1:] != (count,):
+            raise ValueError(
+                f"fit: prob_generator returned a part of p of shape {np.shape(part)}, without the axis of trajectories. It "
+                f"is called with columns of variables, x of shape {x.shape}, so write x[0] * x[1] for a product, and "
+                "np.sum(x, axis=0) for a sum."
+            )
+    found = [bundle.parts(part) for part in parts]
+    along = {place: gs for place, (_, gs) in enumerate(found) if gs is not None and _any(gs)}
+    given = [part if place in along else plain for place, (part, (plain, _)) in enumerate(zip(parts, found))]
+    traced = bundle.variable(u0, u0_along) if u0_along else u0
+    return _Along(batch._replace(u0=traced, p=Parameters(given, [*map(isbox, parts)], build)), u0_along, along)
+
+
+def _initial(bundle: Bundle, given: Array, batch: Batch) -> tuple[Array, Tangents]:
+    """Return initial states, shape (d, n), and their tangents; None where there are none."""
+    u0, tangents = bundle.parts(as_state(given))
+    whole = (*batch.shape, batch.size)
+    if u0.shape == batch.shape != whole:
+        u0 = np.broadcast_to(u0[..., None], whole)
+    if u0.shape != whole:
+        raise ValueError(
+            f"fit: prob_generator returned u0 of shape {u0.shape}, but {whole} was expected: it is called with columns of "
+            f"variables, of which {batch.size} trajectories are the last axis."
+        )
+    flat = u0.reshape(-1, batch.size)
+    if tangents is None or not _any(tangents):
+        return flat, None
+    return flat, [None if g is None else np.reshape(g, flat.shape) for g in tangents]
+
+
+def _is_small(along: _Along, batch: Batch) -> bool:
+    """Tell whether a kernel is to carry the tangents of the states along all traced numbers."""
+    leaves = [batch.p.leaves[place] for place in along.leaves]
+    numbers = sum(np.size(leaf) // batch.size for leaf in leaves) + (len(batch.u0) if along.u0 else 0)
+    is_real = not any(map(np.iscomplexobj, (batch.u0, *leaves)))
+    return is_real and numbers * len(batch.u0) <= _CARRIED
+
+
+def _any(tangents: Sequence[Any]) -> bool:
+    return any(g is not None for g in tangents)
+
+
+def _chosen(batch: Batch, ids: Array) -> Batch:
+    """Return some of the trajectories."""
+    leaves = [np.take(leaf, ids, axis=-1) if own else leaf for leaf, own in zip(*batch.p[:2])]
+    spans = (np.broadcast_to(t[:1], len(ids)) if batch.one_span else t[ids] for t in (batch.start, batch.end))
+    u0 = np.take(batch.u0, ids, axis=1)
+    return Batch(batch.f, batch.shape, u0, batch.p._replace(leaves=leaves), *spans)

@@ -1,0 +1,266 @@
+"""`fit`: each trajectory's least squares beside SciPy's, alone, in company and over the ranks, by columns and kernels."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+
+import autograd
+import autograd.numpy as anp
+import numpy as np
+import pytest
+from mpi4py import MPI
+from scipy.integrate import solve_ivp
+from scipy.optimize import curve_fit, least_squares
+from scipy.special import erf as scipy_erf
+
+from mpiad.ensemble import (
+    EnsembleGPU,
+    EnsembleMPI,
+    EnsembleProblem,
+    EnsembleSerial,
+    EnsembleThreads,
+    ODEProblem,
+    Vern7,
+    fit,
+    remake,
+)
+
+RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+TIMES = np.linspace(0.0, 5.0, 20)
+TRUTH = np.array([[1.5, 1.0, 3.0, 1.0], [1.7, 0.9, 3.3, 1.1]])
+FIELDS = ("p", "cost", "optimality", "active_mask", "nfev", "njev", "retcode")
+TIGHT = {"alg": Vern7(), "saveat": TIMES, "rtol": 1e-10, "atol": 1e-10, "ftol": 1e-13, "xtol": 1e-11, "gtol": 1e-11}
+
+
+@pytest.fixture(params=[False, True], ids=["columns", "kernels"])
+def compiled(request):
+    if request.param:
+        pytest.importorskip("llvmlite")
+    return request.param
+
+
+def predators(u, p, t):
+    return [p[0] * u[0] - p[1] * u[0] * u[1], p[3] * u[0] * u[1] - p[2] * u[1]]
+
+
+def difference(u, p, data):
+    return u - data
+
+
+PREY = ODEProblem(predators, [1.0, 1.0], (0.0, 5.0))
+
+
+def populations(p):
+    """Return the solution for one trajectory's parameters, by SciPy, shape (20, 2)."""
+    found = solve_ivp(lambda t, u: predators(u, p, t), (0, 5), [1.0, 1.0], "DOP853", TIMES, rtol=1e-11, atol=1e-11)
+    return found.y.T
+
+
+@cache
+def measured():
+    noise = 1 + 0.05 * np.random.default_rng(1).normal(size=(2, 20, 2))
+    return np.stack([populations(p) for p in TRUTH]) * noise
+
+
+@cache
+def by_scipy(i, upper=None):
+    """Return SciPy's least squares for one trajectory, computed on one rank."""
+    found = None
+    if RANK == 0:
+        bounds = (0, np.inf if upper is None else np.array(upper))
+        found = least_squares(
+            lambda p: (populations(p) - measured()[i]).ravel(), np.minimum(TRUTH[i] * 1.02, bounds[1]),
+            bounds=bounds, method="dogbox", ftol=1e-15, xtol=1e-12, gtol=1e-12,
+        )  # fmt: skip
+    return MPI.COMM_WORLD.bcast(found)
+
+
+@pytest.mark.parametrize("upper", [None, (1.4, np.inf, np.inf, 0.95)])
+def test_as_scipys_least_squares(compiled, upper):
+    bounds = (0.0, np.inf if upper is None else np.array(upper))
+    start = np.minimum(TRUTH * np.array([1.4, 0.7, 1.3, 0.8]), bounds[1])
+    found = fit(PREY, difference, start, data=measured(), bounds=bounds, compile=compiled, **TIGHT)
+    assert (found.retcode == "Success").all() and found.success.all()
+    for i in range(2):
+        exact = by_scipy(i, upper)
+        np.testing.assert_allclose(found.p[i], exact.x, rtol=2e-7)
+        np.testing.assert_allclose(found.cost[i], exact.cost, rtol=1e-8)
+        np.testing.assert_array_equal(found.active_mask[i], exact.active_mask)
+    assert found.active_mask.any() == (upper is not None)
+
+
+def line(u, p, t):
+    return [p[0] + p[1] * t + p[2] * t * t]
+
+
+def test_covariance_is_that_of_curve_fit(compiled):
+    # Steps of order 5 are exact for a cubic, so the model is one of linear regression.
+    rng, t = np.random.default_rng(2), np.linspace(0, 1, 9)
+    data = rng.normal(size=(5, 9))
+    parabola = ODEProblem(line, [0.0], (0.0, 1.0))
+    misfit, start = lambda u, p, data: u[:, 0] - data, np.zeros((5, 3))
+    found = fit(parabola, misfit, start, data=data, saveat=t, ftol=1e-14, compile=compiled)
+    powers = np.stack([t, t**2 / 2, t**3 / 3], 1)
+    for absolute in (False, True):
+        covariance = found.covariance(absolute)
+        for i in range(5):
+            p, exact = curve_fit(lambda x, *p: powers @ p, t, data[i], np.ones(3), np.ones(9), absolute)
+            np.testing.assert_allclose(found.p[i], p, rtol=1e-6)
+            np.testing.assert_allclose(covariance[i], exact, rtol=1e-6)
+
+
+def oscillation(u, p, t):
+    return [p["a"] * u[1] - p["c"] * u[0], -p["b"][0] * u[0] - p["b"][1] * u[1]]
+
+
+def test_initial_states_and_known_parameters(compiled):
+    rng, count, t = np.random.default_rng(3), 6, np.linspace(0, 3, 13)
+    known = rng.uniform(0, 0.2, count)
+    truth = np.column_stack([rng.uniform(0.8, 1.2, (count, 3)), rng.uniform(0.5, 1.5, count)])
+    matrices = np.array([[[-c, a], [-b, -e]] for c, (a, b, e, _) in zip(known, truth)])
+    values, vectors = np.linalg.eig(matrices.astype(complex))
+    weights = np.linalg.solve(vectors, np.array([[u, 0.0] for u in truth[:, 3]])[..., None])[..., 0]
+    data = np.einsum("nij,nj,njt->nti", vectors, weights, np.exp(values[..., None] * t)).real
+    one = ODEProblem(oscillation, [1.0, 0.0], (0.0, 3.0), {"a": 1.0, "b": np.ones(2), "c": 0.0})
+    ones = np.ones(count)
+    many = EnsembleProblem(one, p={"a": ones, "b": np.ones((count, 2)), "c": known})
+
+    def placed(problem, x):
+        return remake(problem, u0=[x[3], 0 * x[3]], p={"a": x[0], "b": x[1:3], "c": problem.p["c"]})
+
+    found = fit(
+        many, difference, truth * rng.uniform(0.8, 1.2, truth.shape), data=data, saveat=t, prob_generator=placed,
+        rtol=1e-10, atol=1e-10, compile=compiled,
+    )  # fmt: skip
+    assert found.success.all()
+    np.testing.assert_allclose(found.p, truth, rtol=1e-7)
+
+
+def decay(u, p, t):
+    return [-p[0] * u[0] + p[1] * u[0] * u[0]]
+
+
+DECAY = ODEProblem(decay, [1.0], (0.0, 2.0))
+T = np.linspace(0.0, 2.0, 11)
+# u' = -a u + b u²: 1 / u = b / a + (1 - b / a) exp(a t)
+RATES = np.column_stack([np.linspace(0.5, 2.0, 8), np.linspace(0.4, -0.3, 8)])
+CURVES = 1 / (RATES[:, 1:] / RATES[:, :1] + (1 - RATES[:, 1:] / RATES[:, :1]) * np.exp(RATES[:, :1] * T))
+WEIGHTS = np.where(np.arange(8) == 2, 0.0, 1.0)
+START = np.where((np.arange(8) == 5)[:, None], [0.0, 9.0], [1.0, 0.1])
+
+
+def weighted(u, p, data):
+    return data["weight"] * (u[:, 0] - data["u"])
+
+
+def fitted(rows=slice(None), **more):
+    data = {"u": CURVES[rows], "weight": WEIGHTS[rows]}
+    return fit(DECAY, weighted, START[rows], **{"data": data, "saveat": T, "rtol": 1e-6, "atol": 1e-6} | more)
+
+
+def test_the_hopeless_harm_nobody(compiled, caplog):
+    # The data of the third say nothing; the sixth begins where its solution becomes infinite at t = 1 / 9.
+    with caplog.at_level(logging.WARNING, "mpiad"):
+        found = fitted(compile=compiled, rtol=1e-9, atol=1e-9)
+    assert found.retcode.tolist() == ["Success"] * 2 + ["Singular"] + ["Success"] * 2 + ["InitialFailure"] + ["Success"] * 2
+    assert caplog.messages == [
+        "fit: 2 of 8 fits ended without success (1 Singular, 1 InitialFailure); the first is number 3."
+    ]
+    good = found.success
+    np.testing.assert_allclose(found.p[good], RATES[good], rtol=1e-6, atol=1e-7)
+    assert np.isnan(found.cost[5]) and np.isnan(found.covariance()[[2, 5]]).all()
+    assert np.isfinite(found.covariance()[good]).all()
+    few = fitted(compile=compiled, max_nfev=2)
+    assert (few.retcode[good] == "MaxIters").all() and (few.nfev <= 2).all()
+
+
+def test_depends_neither_on_company_nor_on_ranks(compiled):
+    whole = fitted(compile=compiled)
+    ways = [fitted(compile=compiled, batch_size=3), fitted(compile=compiled, ensemblealg=EnsembleMPI())]
+    ways += [fitted(compile=compiled, ensemblealg=way) for way in (EnsembleThreads(2), EnsembleSerial())]
+    for other in ways:
+        for name in FIELDS:
+            np.testing.assert_array_equal(getattr(other, name), getattr(whole, name), err_msg=name)
+    for i in range(len(RATES)):
+        alone = fitted(slice(i, i + 1), compile=compiled)
+        for name in FIELDS:
+            np.testing.assert_array_equal(getattr(alone, name)[0], getattr(whole, name)[i], err_msg=name)
+
+
+def test_shares_of_the_ranks(caplog):
+    whole, mpi = fitted(), EnsembleMPI(gather=False)
+    caplog.clear()
+    for _ in range(2):  # the second time divided by the steps of the first
+        with caplog.at_level(logging.WARNING, "mpiad"):
+            mine = fitted(ensemblealg=mpi)
+        every = np.concatenate(MPI.COMM_WORLD.allgather(mine.indices))
+        assert every.tolist() == list(range(8)) and len(mine) == len(mine.indices)
+        np.testing.assert_array_equal(mine.p, whole.p[mine.indices])
+    assert len([text for text in caplog.messages if "2 of 8" in text]) == 2 * (RANK == 0)
+    none = fit(DECAY, weighted, np.empty((0, 2)), ensemblealg=EnsembleMPI())
+    assert none.p.shape == (0, 2) and none.covariance().shape == (0, 2, 2)
+
+
+def erf(u):
+    """Return SciPy's own, which no trace sees."""
+    return scipy_erf(u)
+
+
+def rows(u, p, data):
+    return u[:, 0] - np.ones(11)
+
+
+REFUSED = {
+    "p0": ({"p0": np.ones(8)}, ValueError, r"p0 must be real numbers of shape \(N, m\).*\(8,\)"),
+    "data": ({"data": np.ones((7, 11))}, ValueError, r"data must have one row.*8 as p0.*\(7, 11\)"),
+    "bounds": ({"bounds": (0.2, 1.0)}, ValueError, r"variable 1 of trajectory 1 starts at .*0.1.*bounds .*0.2"),
+    "shape of bounds": ({"bounds": (np.zeros(3), 1.0)}, ValueError, r"lower bounds must be one number.*\(2,\)"),
+    "x_scale": ({"x_scale": -1.0}, ValueError, "x_scale must be 'jac' or numbers above zero"),
+    "ftol": ({"ftol": -1.0}, ValueError, "ftol must be a number, zero or more, but got -1.0"),
+    "rtol": ({"rtol": 0.0}, ValueError, "rtol must be above zero, but got 0.0"),
+    "columns": ({"residuals": rows}, ValueError, r"can't compute with columns.*\(11, 1, \d+\).*needs an axis"),
+    "coupled": ({"residuals": lambda u, p, data: u[:, 0] - anp.sum(u)}, ValueError, "depend on the others"),
+    "one number": ({"residuals": lambda u, p, data: anp.sum(u)}, ValueError, r"shape \(\), but \(..., \d+\) was expected"),
+    "math": ({"residuals": lambda u, p, data: [erf(u)[:, 0]]}, TypeError, "can't be differentiated.*autograd.numpy"),
+    "generator": ({"prob_generator": lambda problem, x: x}, TypeError, "prob_generator must return its problem"),
+    "sum in it": ({"prob_generator": lambda one, x: remake(one, p=[anp.sum(x), x[1]])}, ValueError, "np.sum.x, axis=0"),
+    "GPU": ({"ensemblealg": EnsembleMPI(EnsembleGPU())}, NotImplementedError, "EnsembleGPU can't fit"),
+    "output_func": ({"ensemble": EnsembleProblem(DECAY, output_func=lambda sol, i: (0, False))}, ValueError, "output_func"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_is_refused_on_all_ranks(case):
+    changes, kind, text = REFUSED[case]
+    given = {"ensemble": DECAY, "residuals": lambda u, p, data: u[:, 0] - data, "p0": START[:5].repeat(2, axis=0)[:8]}
+    given |= {"data": CURVES, "saveat": T, "ensemblealg": EnsembleMPI()} | changes
+    with pytest.raises(kind, match=text):
+        fit(**given)
+
+
+def test_different_arguments_of_ranks():
+    if SIZE > 1:
+        with pytest.raises(ValueError, match="all ranks must give the same arguments"):
+            fit(DECAY, weighted, START + (RANK == SIZE - 1), saveat=T, ensemblealg=EnsembleMPI())
+
+
+def test_a_failure_on_one_rank():
+    def fails(u, p, data):
+        if np.any(data == 7):  # the last trajectory's, on the rank that has it
+            raise RuntimeError("no such thing")
+        return u[:, 0]
+
+    with pytest.raises(RuntimeError, match="no such thing"):
+        fit(DECAY, fails, START, data=np.arange(8.0), saveat=T, ensemblealg=EnsembleMPI())
+
+
+def test_traced_arguments():
+    with pytest.raises(NotImplementedError, match=r"p0 is traced.*mpiad.stop"):
+        autograd.grad(lambda p0: fit(DECAY, weighted, p0, saveat=T).p.sum())(START)
+    with pytest.raises(NotImplementedError, match="traced"):
+        autograd.grad(lambda u0: fitted_from(u0))(np.ones((8, 1)))
+
+
+def fitted_from(u0):
+    return fit(EnsembleProblem(DECAY, u0=u0), lambda u, p, data: u, START, saveat=T).p.sum()
