@@ -42,6 +42,8 @@ def called_on_tape(jitted: Jitted, given: Arguments, args: tuple, kwargs: dict) 
     if tracing.one_by_one or not is_simple(tape, [given.leaves[k] for k in boxed]):
         return jitted.fun(*args, **kwargs)
     if type(tape) is TangentTape:
+        if jitted.holds_traced(args):  # a part of the tangent, too
+            return jitted.fun(*args, **kwargs)
         return _called_with_tangents(jitted, tape, given, boxed)
     key = ("reverse", tuple(boxed), given.key)
     entry = jitted._entries.get(key, UNKNOWN)

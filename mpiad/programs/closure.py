@@ -17,6 +17,7 @@ from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, Modul
 from typing import Any
 
 import numpy as np
+from autograd.tracer import Box
 
 from mpiad._typing import Array
 from mpiad.compiling.function_fingerprint import (
@@ -29,11 +30,12 @@ from mpiad.compiling.function_fingerprint import (
 )
 from mpiad.programs.same_bits import same_bits
 
-__all__ = ["Unfollowed", "Watch", "watch_of"]
+__all__ = ["HoldsTraced", "Unfollowed", "Watch", "watch_of"]
 
 _STAY = frozenset({"numpy", "autograd", "math", "cmath", "builtins", "mpiad", "scipy", "operator", "mpi4py"})
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, np.generic, CodeType, range, type(...), np.dtype)
 _GONE = object()
+_boxes = Box.types
 # What may be asked of a communicator without communicating.
 _OF_COMMUNICATORS = frozenset({"rank", "size", "Get_rank", "Get_size"})
 _COMMUNICATING = frozenset(
@@ -47,6 +49,10 @@ _MOST = 2000
 
 class Unfollowed(Exception):
     """Report what can't be followed."""
+
+
+class HoldsTraced(Exception):
+    """Report a traced value of a derivative around the function, which is none of a program's own."""
 
 
 class Watch:
@@ -104,7 +110,7 @@ def watch_of(fun: Any, args: Sequence[Any] = (), objects: Sequence[Any] = ()) ->
 
     Raises
     ------
-    Unfollowed
+    HoldsTraced, Unfollowed
     """
     reader = _Reader()
     try:
@@ -135,6 +141,8 @@ class _Reader:
         """Note a value, and all that it leads to."""
         if isinstance(value, _PLAIN) or id(value) in self._known:
             return
+        if type(value) in _boxes:
+            raise HoldsTraced
         self._known.add(id(value))
         self._keep.append(value)
         if len(self._keep) > _MOST:
@@ -223,7 +231,7 @@ class _Reader:
     def _held(self, value: Any) -> None:
         """Note what a function of the library was given by the user."""
         known = isinstance(value, (FunctionType, MethodType, partial, np.ndarray, list, tuple, dict))
-        if known or _wrapped(value) is not None:
+        if known or type(value) in _boxes or _wrapped(value) is not None:
             self.read(value)
 
     def _method(self, value: MethodType) -> None:

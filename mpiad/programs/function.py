@@ -24,7 +24,7 @@ from mpiad.differentiation.trees import flatten
 from mpiad.primitives.operation import current
 from mpiad.programs.calls_on_tape import called_on_tape
 from mpiad.programs.changed_results import Changed
-from mpiad.programs.closure import Unfollowed, Watch, watch_of
+from mpiad.programs.closure import HoldsTraced, Unfollowed, Watch, watch_of
 from mpiad.programs.entry import UNKNOWN, Entry, entry_of, outputs_of, own
 from mpiad.programs.listing import Listing
 from mpiad.programs.signature import Arguments, arguments_of, is_plain, plain_signature
@@ -93,6 +93,8 @@ class Jitted:
         self._asked: set[Any] = set()
         # Functions that are made of it: its value and its tangent, several calls of it one after the other.
         self._derived: dict[Any, Jitted] = {}
+        # Of the last call with tangents: what it read beside its arguments had no traced values.
+        self._plain_closure: Watch | None = None
         # Traces that their reverse pass has yet to complete, as long as it can come.
         self._under_way: WeakValueDictionary[Any, TraceRun] = WeakValueDictionary()
 
@@ -168,6 +170,17 @@ class Jitted:
             made._warned = optional
         return self._derived[key]
 
+    def holds_traced(self, args: tuple) -> bool:
+        """Tell whether it reads traced values of a derivative around it beside its arguments."""
+        if self._plain_closure is None or not self._plain_closure.is_the_same():
+            try:
+                self._plain_closure = watch_of(self.fun, args, ())
+            except HoldsTraced:
+                return True
+            except Unfollowed:
+                return False
+        return False
+
     # ---- without a derivative around it
 
     def _called(self, given: Arguments, args: tuple, kwargs: dict) -> Any:
@@ -206,16 +219,19 @@ class Jitted:
         return build([own(leaf) for leaf in out])
 
     def _watch(self, key: Any, given: Arguments, args: tuple) -> Watch | None:
+        try:
+            watch = watch_of(self.fun, args, given.constants())
+        except HoldsTraced:  # in this call; others may be compiled
+            return None
+        except Unfollowed as error:
+            self._give_up(key, f"what it reads beside its arguments can't be followed: {error}")
+            return None
         self._traces += 1
         if self._traces > _MOST_TRACES:
             said = f"it was traced {_MOST_TRACES} times already: shapes, integers or what it closes over change"
             self._give_up(key, said)
             return None
-        try:
-            return watch_of(self.fun, args, given.constants())
-        except Unfollowed as error:
-            self._give_up(key, f"what it reads beside its arguments can't be followed: {error}")
-            return None
+        return watch
 
     def _run_again(self, trace: TraceRun, key: Any, error: BaseException, args: tuple, kwargs: dict) -> Any:
         """Run the function on plain arrays after its trace was given up."""

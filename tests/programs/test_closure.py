@@ -317,3 +317,17 @@ def test_a_dict_that_stays_is_not_traced_again():
     assert jitted._traces == 1
     table["b"] = 4.0
     np.testing.assert_array_equal(jitted(X), 2 * X + 4)
+
+
+def test_a_traced_value_of_a_derivative_around_it():
+    """Σ w² b with w = 2 b, where the jitted function closes over b: its tangent has a part along b, too."""
+    b, v = np.array([0.5, 1.5]), np.array([1.0, -1.0])
+
+    def outer(b):
+        inner = mpiad.jit(lambda w: anp.sum(mpiad.mpi_exchange(w * b, None, None, like=w) * 0 + w**2 * b))
+        return inner(b * 2.0)
+
+    value, along = mpiad.jvp(outer, b, v)
+    np.testing.assert_allclose((value, along), (np.sum(4 * b**3), np.sum(12 * b**2 * v)), rtol=1e-13)
+    np.testing.assert_allclose(mpiad.grad(outer, objective="sum")(b), 12 * b**2, rtol=1e-13)
+    np.testing.assert_allclose(mpiad.hvp(outer, objective="sum")(b, v), 24 * b * v, rtol=1e-13)
