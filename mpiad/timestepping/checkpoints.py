@@ -24,19 +24,23 @@ class Checkpoints(NamedTuple):
     recorded : int
         Steps whose whole record, from one kept state on, may be held at once on the way back. With √n states and √n
         recorded steps each step is run twice only.
+    dtype : str, optional
+        ``"float32"``: states of double precision are kept in single precision, complex ones in complex64, in half the
+        memory. On the way back the steps are run again from states of seven digits; the loop itself is run as ever.
 
     Examples
     --------
     A state kept every ten of 100 steps, and ten steps recorded at a time: each step is run twice.
 
     >>> mpiad.timestepping.Checkpoints(memory=10, recorded=10)
-    Checkpoints(memory=10, disk=0, directory=None, recorded=10)
+    Checkpoints(memory=10, disk=0, directory=None, recorded=10, dtype=None)
     """
 
     memory: int = 0
     disk: int = 0
     directory: str | os.PathLike | None = None
     recorded: int = 1
+    dtype: str | None = None
 
 
 def checkpoints_of(given: Any, call: str) -> Checkpoints | None:
@@ -60,6 +64,11 @@ def checkpoints_of(given: Any, call: str) -> Checkpoints | None:
             raise ValueError(f"{call}: checkpoints must not be negative, but {name}={number}.")
     if not isinstance(kept.recorded, Integral) or kept.recorded < 1:
         raise ValueError(f"{call}: recorded must be an integer above zero, but got {kept.recorded!r}.")
+    if kept.dtype not in (None, "float32"):
+        raise ValueError(
+            f"{call}: states are kept in their own precision (dtype=None) or in single precision (dtype='float32'), but "
+            f"got dtype={kept.dtype!r:.40}."
+        )
     if kept.memory + kept.disk < 1:
         raise ValueError(f"{call}: checkpoints={given!r} keeps no state, but a gradient needs one at least: the first.")
     if kept.disk and kept.directory is not None and not os.path.isdir(kept.directory):

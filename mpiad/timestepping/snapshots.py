@@ -16,6 +16,8 @@ from mpiad.transport.device_arrays import arrays_of
 
 __all__ = ["Snapshots", "own"]
 
+_SINGLE = {np.dtype(np.float64): np.float32, np.dtype(np.complex128): np.complex64}
+
 
 def own(leaf: Array) -> Any:
     """Return a copy of an array, where it lives; a number as it is."""
@@ -37,6 +39,7 @@ class Snapshots:
         self._where = where
         self._memory: dict[int, list[Array]] = {}
         self._files: dict[int, tuple[str, list[Any]]] = {}  # and where each leaf belongs
+        self._dtypes: list[Any] = []  # of the state's leaves; the same for all states of a loop
         self._folder: tempfile.TemporaryDirectory | None = None
 
     def keep(self, number: int, state: Sequence[Array], on_disk: bool) -> None:
@@ -46,15 +49,38 @@ class Snapshots:
         ------
         OSError
             Where a file can't be written.
+        FloatingPointError
+            Where a state is too large for the precision in which it is to be kept.
         """
+        if self._where.dtype is not None:
+            state = self._rounded(number, state)
         if on_disk:
             self._files[number] = self._written(number, state), [arrays_of(leaf) for leaf in state]
         else:
             # A copy: a step may return the same buffer each time.
-            self._memory[number] = [own(leaf) for leaf in state]
+            self._memory[number] = [own(leaf) for leaf in state] if self._where.dtype is None else list(state)
 
     def state(self, number: int, last: bool) -> list[Array]:
         """Return a state, and keep it no longer where it is asked for the last time."""
+        state = self._kept(number, last)
+        if self._where.dtype is None:
+            return state
+        return [leaf if dtype is None else leaf.astype(dtype) for leaf, dtype in zip(state, self._dtypes)]
+
+    def _rounded(self, number: int, state: Sequence[Array]) -> list[Any]:
+        """Return a copy of a state, in single precision."""
+        dtypes = [getattr(leaf, "dtype", None) for leaf in state]
+        self._dtypes = [dtype if dtype in _SINGLE else None for dtype in dtypes]
+        try:
+            with np.errstate(over="raise"):
+                return [leaf.astype(_SINGLE[t]) if t in _SINGLE else own(leaf) for leaf, t in zip(state, dtypes)]
+        except FloatingPointError as error:
+            raise FloatingPointError(
+                f"timestepping.scan: the state before step {number} has entries beyond {np.finfo(np.float32).max:.2e}, "
+                "which don't fit into Checkpoints(dtype='float32'). Scale the state, or leave dtype out."
+            ) from error
+
+    def _kept(self, number: int, last: bool) -> list[Array]:
         if number in self._memory:
             return self._memory.pop(number) if last else self._memory[number]
         name, homes = self._files.pop(number) if last else self._files[number]

@@ -9,6 +9,7 @@ import pytest
 
 import mpiad
 from mpiad.timestepping import Checkpoints, scan
+from mpiad.timestepping.snapshots import Snapshots
 
 pytestmark = pytest.mark.serial
 
@@ -35,6 +36,45 @@ def test_files_are_written_where_asked_and_removed(tmp_path):
     assert max(map(len, seen)) == 3
     assert all(name.endswith(".npy") for names in seen for name in names)
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("kept", [Checkpoints(4, dtype="float32"), Checkpoints(1, 3, dtype="float32")])
+def test_single_precision_halves_what_is_kept_and_hardly_changes_the_gradient(kept, monkeypatch):
+    """A wave with real, complex and single-precision parts; the loop itself is run as ever."""
+    sizes = {"memory": 0, "files": 0}
+    keep = Snapshots.keep
+
+    def noted(self, *args):
+        keep(self, *args)
+        sizes["memory"] = max(sizes["memory"], sum(leaf.nbytes for state in self._memory.values() for leaf in state))
+        sizes["files"] = max(sizes["files"], sum(os.path.getsize(name) - 4 * 128 for name, _ in self._files.values()))
+
+    monkeypatch.setattr(Snapshots, "keep", noted)
+
+    def wave(u, k, c):
+        flow = 0.4 * (anp.roll(u["p"], 1) + anp.roll(u["p"], -1) - 2 * u["p"])
+        turned = u["z"] * anp.exp(1j * c * u["p"])
+        return {"p": 2 * u["p"] - u["q"] + c * flow, "q": u["p"], "z": turned, "s": (u["s"] * 0.9).astype(np.float32)}
+
+    def loss(c, kept):
+        hump = np.exp(-(((np.linspace(0, 1, 256) - 0.5) / 0.1) ** 2))
+        first = {"p": hump, "q": hump, "z": hump + 0j, "s": hump.astype(np.float32)}
+        end = scan(wave, first, 40, c, checkpoints=kept)
+        return anp.sum(anp.real(end["z"]) * end["p"] ** 2) + anp.sum(end["s"])
+
+    speeds = np.linspace(0.6, 0.8, 256)
+    value, gradient = mpiad.value_and_grad(lambda c: loss(c, kept))(speeds)
+    expected = mpiad.value_and_grad(lambda c: loss(c, None))(speeds)
+    assert value == expected[0]
+    assert 0.0 < np.linalg.norm(gradient - expected[1]) < 1e-5 * np.linalg.norm(expected[1])
+    # Per cell two doubles and one complex number, in half their bytes, and four bytes that were single already.
+    assert sizes == {"memory": kept.memory * 256 * (16 + 4), "files": kept.disk * 256 * (16 + 4)}
+
+
+def test_a_state_beyond_single_precision_is_named():
+    kept = Checkpoints(9, dtype="float32")
+    with pytest.raises(FloatingPointError, match=r"before step 3 has entries beyond 3.40e\+38.*Scale the state"):
+        mpiad.grad(lambda c: scan(lambda u, k, c: u * c, np.float64(1e30), 9, c, checkpoints=kept))(1e3)
 
 
 @pytest.mark.parametrize("failing", [2, 8])
@@ -102,6 +142,7 @@ def test_a_file_that_cannot_be_written_says_where(tmp_path, monkeypatch):
         ({"observe": lambda u, k: u[: k + 1]}, TypeError, r"after step 1 it returned float64 of shape \(2,\)"),
         ({"observe": lambda u, k: 3}, TypeError, "arrays of floats"),
         ({"n_steps": 0, "observe": lambda u, k: u}, ValueError, "nothing to observe"),
+        ({"checkpoints": Checkpoints(2, dtype="float16")}, ValueError, r"dtype='float32'\), but got dtype='float16'"),
         ({"checkpoints": Checkpoints(2, recorded=0)}, ValueError, "recorded must be an integer above zero, but got 0"),
     ],
 )
