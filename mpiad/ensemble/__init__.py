@@ -20,10 +20,11 @@ from mpiad.ensemble.problem import EnsembleProblem, ODEProblem, remake
 from mpiad.ensemble.ranks import EnsembleMPI
 from mpiad.ensemble.solution import EnsembleSolution, ODESolution
 from mpiad.ensemble.solve import solve
+from mpiad.ensemble.steady_state import SteadyStateSolution, steady_state
 
 __all__ = [
     "BS3", "RK4", "RK45", "ConvergenceCode", "EnsembleGPU", "EnsembleMPI", "EnsembleProblem", "EnsembleSerial",
     "EnsembleSolution", "EnsembleThreads", "EnsembleVectorized", "Event", "Fehlberg45", "FitResult", "IController",
-    "ODEProblem", "ODESolution", "PIController", "ReturnCode", "Rodas5P", "Rosenbrock23", "Tsit5", "Vern7", "fit",
-    "remake", "solve",
+    "ODEProblem", "ODESolution", "PIController", "ReturnCode", "Rodas5P", "Rosenbrock23", "SteadyStateSolution", "Tsit5",
+    "Vern7", "fit", "remake", "solve", "steady_state",
 ]

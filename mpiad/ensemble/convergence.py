@@ -1,4 +1,4 @@
-"""How an iteration for one trajectory ended."""
+"""How an iteration for one trajectory ended: a fit, or the search for a steady state."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _log = logging.getLogger("mpiad")
 
 
 class ConvergenceCode(str, Enum):
-    """How a fit ended; equal to its name as a string."""
+    """How a fit or the search for a steady state ended; equal to its name as a string."""
 
     Success = "Success"
     """It converged."""
     MaxIters = "MaxIters"
-    """It was still under way after the largest number of evaluations."""
+    """It was still under way after the largest number of evaluations, or steps."""
     Singular = "Singular"
-    """It ended where the data don't determine the variables."""
+    """It ended where the data don't determine the variables; or at a steady state beside which there are others."""
     InitialFailure = "InitialFailure"
-    """At the start the solve fails already, or a residual isn't finite."""
+    """At the start the solve fails already, or residuals or f aren't finite."""
     ConvergenceFailure = "ConvergenceFailure"
-    """Steps became too small, because longer ones led to where the solve fails."""
+    """Steps became too small, because longer ones led to where the solve fails, or f says nothing."""
 
     def __str__(self) -> str:
         return self.value

@@ -1,0 +1,172 @@
+"""Steady states: closed forms, SciPy's root, derivatives by formulas, codes, ranks."""
+
+from __future__ import annotations
+
+import logging
+
+import autograd
+import autograd.numpy as anp
+import numpy as np
+import pytest
+from mpi4py import MPI
+from scipy.optimize import root
+
+import mpiad
+from mpiad.ensemble import EnsembleGPU, EnsembleMPI, EnsembleProblem, EnsembleSerial, ODEProblem, remake, steady_state
+
+RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+
+
+def logistic(u, p, t):
+    return [p[0] * u[0] * (1 - u[0] / p[1])]
+
+
+def reactions(u, p, t):
+    """A is fed, 2 A <-> B, B + C <-> nothing left, C is fed by A."""
+    a, b, c = u
+    k = p["k"]
+    return [
+        p["feed"] - 2 * k[0] * a * a + 2 * k[1] * b - k[2] * a,
+        k[0] * a * a - k[1] * b - k[3] * b * c,
+        k[2] * a - k[3] * b * c - 0.1 * c,
+    ]
+
+
+LOGISTIC = ODEProblem(logistic, [0.1], (0.0, 1.0))
+P = np.column_stack([np.linspace(0.5, 4.0, 7), np.linspace(1.0, 3.0, 7)])
+NETWORK = ODEProblem(reactions, [1.0, 0.0, 0.0], (0.0, 1.0))
+RATES = np.random.default_rng(0).uniform(0.5, 2.0, (6, 4)) * np.array([100.0, 1.0, 1.0, 10.0])
+FEED = np.linspace(0.5, 2.0, 6)
+
+
+@pytest.mark.parametrize("tspan", [(0.0, 1.0), (0.0, 0.0)])
+def test_the_capacity_of_a_population(tspan):
+    # A tenth of it grows slowly at first, and Newton's method by itself would go back to the empty state.
+    found = steady_state(EnsembleProblem(remake(LOGISTIC, tspan=tspan), p=P))
+    np.testing.assert_allclose(found.u[:, 0], P[:, 1], rtol=1e-12)
+    np.testing.assert_allclose(found.jacobian[:, 0, 0], -P[:, 0], rtol=1e-10)
+    np.testing.assert_allclose(found.eigenvalues()[:, 0], -P[:, 0], rtol=1e-10)
+    assert found.success.all() and (found.niter < 40).all()
+    alone = steady_state(remake(LOGISTIC, p=P[2]))
+    assert alone.u.shape == (1,) and alone.retcode == "Success" and alone.u[0] == pytest.approx(P[2, 1], rel=1e-12)
+
+
+def test_a_linear_system_and_its_derivatives():
+    rng = np.random.default_rng(1)
+    a, b, weight = rng.normal(size=(5, 3, 3)) - 4 * np.eye(3), rng.normal(size=(5, 3)), rng.normal(size=(5, 3))
+
+    def linear(u, p, t):
+        return [sum(p["a"][i, j] * u[j] for j in range(3)) + p["b"][i] for i in range(3)]
+
+    def states(a, b):
+        problem = ODEProblem(linear, np.zeros(3), (0.0, 0.0), {"a": np.eye(3), "b": np.zeros(3)})
+        return steady_state(EnsembleProblem(problem, p={"a": a, "b": b})).u
+
+    exact = -np.linalg.solve(a, b[..., None])[..., 0]
+    np.testing.assert_allclose(states(a, b), exact, rtol=1e-11)
+    # u = -A⁻¹ b: the cotangent of b is -A⁻ᵀ w, that of A the same times uᵀ.
+    by_b = -np.linalg.solve(np.swapaxes(a, 1, 2), weight[..., None])[..., 0]
+    bars = mpiad.grad(lambda a, b: anp.sum(weight * states(a, b)), argnum=(0, 1))(a, b)
+    np.testing.assert_allclose(bars[1], by_b, rtol=1e-10)
+    np.testing.assert_allclose(bars[0], by_b[:, :, None] * exact[:, None], rtol=1e-9, atol=1e-12)
+    da, db = rng.normal(size=a.shape), rng.normal(size=b.shape)
+    tangent = mpiad.jvp(lambda x: states(a + x * da, b + x * db), np.array(0.0), np.array(1.0))[1]
+    moved = -np.linalg.solve(a, (db + np.einsum("nij,nj->ni", da, exact))[..., None])[..., 0]
+    np.testing.assert_allclose(tangent, moved, rtol=1e-10)
+
+
+def by_scipy(i, u0):
+    p = {"k": RATES[i], "feed": FEED[i]}
+    return root(lambda u: np.array(reactions(u, p, 0.0)), u0, method="hybr", tol=1e-14).x
+
+
+def test_a_chemical_network_as_scipys_root():
+    found = steady_state(EnsembleProblem(NETWORK, p={"k": RATES, "feed": FEED}))
+    assert found.success.all() and (found.u > 0).all() and (found.eigenvalues().real < 0).all()
+    for i, u in enumerate(found.u):
+        np.testing.assert_allclose(u, by_scipy(i, 1.01 * u), rtol=1e-9)
+
+    # Shared rates: their cotangents are sums over the trajectories.
+    def total(feed, k):
+        many = EnsembleProblem(NETWORK, lambda one, i, repeat: remake(one, p={"k": k, "feed": feed[i - 1]}))
+        return anp.sum(steady_state(many, trajectories=6).u ** 2)
+
+    by_feed, by_k = mpiad.grad(total, argnum=(0, 1))(FEED, RATES[0])
+    h = 1e-5
+    ends = [total(FEED, RATES[0] * (1 + sign * h * np.eye(4)[0])) for sign in (-1, 1)]
+    assert by_k[0] == pytest.approx((ends[1] - ends[0]) / (2 * h * RATES[0, 0]), rel=1e-6)
+    ends = [total(FEED + sign * h * np.eye(6)[3], RATES[0]) for sign in (-1, 1)]
+    assert by_feed[3] == pytest.approx((ends[1] - ends[0]) / (2 * h), rel=1e-6)
+
+
+def kinds(u, p, t):
+    """By p[0]: two steady states, one of them stable; none; all states; one."""
+    return [anp.where(p[0] == 0, 1 - u[0] ** 2, anp.where(p[0] == 1, 1 + u[0] ** 2, anp.where(p[0] == 2, 0 * u[0], -u[0])))]
+
+
+def test_codes_of_those_that_have_none(caplog):
+    start, kind = np.array([[0.5], [0.5], [0.5], [np.inf], [3.0]]), np.array([[0.0], [1.0], [2.0], [3.0], [3.0]])
+    many = EnsembleProblem(ODEProblem(kinds, [0.0], (0.0, 0.0)), u0=start, p=kind)
+    with caplog.at_level(logging.WARNING, "mpiad"):
+        found = steady_state(many)
+    assert found.retcode[[0, 2, 3, 4]].tolist() == ["Success", "Singular", "InitialFailure", "Success"]
+    assert found.retcode[1] in ("ConvergenceFailure", "MaxIters")
+    np.testing.assert_allclose(found.u[[0, 4], 0], [1.0, 0.0], atol=1e-9)
+    assert np.isnan(found.u[1:4]).all() and np.isnan(found.eigenvalues()[1:4]).all()
+    assert len(caplog.messages) == 1 and "3 of 5 trajectories ended without success" in caplog.messages[0]
+    # Their cotangents aren't used, and harm nobody.
+    bar = autograd.grad(lambda p: anp.sum(steady_state(remake(many, p=p)).u[0]))(kind)
+    assert np.isfinite(bar).all()
+    assert steady_state(many, max_iters=1).retcode[4] == "MaxIters"
+
+
+@pytest.mark.parametrize("gather, objective", [(True, "root"), (False, "sum")])
+def test_over_the_ranks(gather, objective):
+    def states(p, way):
+        return steady_state(EnsembleProblem(LOGISTIC, p=p), ensemblealg=way)
+
+    whole, mpi = states(P, EnsembleSerial()), EnsembleMPI(gather=gather)
+    mine = states(P, mpi)
+    for name in ("u", "retcode", "niter", "jacobian"):
+        np.testing.assert_array_equal(getattr(mine, name), getattr(whole, name)[mine.indices], err_msg=name)
+    assert gather == (len(mine.u) == 7) or SIZE == 1
+    loss = lambda p: anp.sum(states(p, mpi).u ** 3)  # noqa: E731
+    bar = mpiad.grad(loss, shared=True, objective=objective)(P)
+    np.testing.assert_allclose(bar, np.column_stack([0 * P[:, 1], 3 * P[:, 1] ** 2]), rtol=1e-10, atol=1e-10)
+    for i in range(7):
+        alone = states(P[i : i + 1], EnsembleSerial())
+        np.testing.assert_array_equal(alone.u[0], whole.u[i])
+    single = steady_state(remake(LOGISTIC, p=P[0]), ensemblealg=EnsembleMPI())
+    assert single.u[0] == pytest.approx(P[0, 1], rel=1e-12)
+
+
+REFUSED = {
+    "max_iters": ({"max_iters": 0}, ValueError, "max_iters must be an integer above zero, but got 0"),
+    "rtol": ({"rtol": 0.0}, ValueError, "rtol must be above zero"),
+    "GPU": ({"ensemblealg": EnsembleMPI(EnsembleGPU())}, NotImplementedError, "EnsembleGPU can't search"),
+    "reduction": ({"problem": EnsembleProblem(LOGISTIC, p=P, output_func=print)}, ValueError, "output_func"),
+    "complex": ({"problem": EnsembleProblem(remake(LOGISTIC, u0=[1j]), p=P)}, NotImplementedError, "complex states"),
+    "shape": ({"problem": EnsembleProblem(remake(LOGISTIC, f=lambda u, p, t: [u[0], u[0]]), p=P)}, ValueError, "shape"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_is_refused_on_all_ranks(case):
+    changes, kind, text = REFUSED[case]
+    with pytest.raises(kind, match=text):
+        steady_state(**{"problem": EnsembleProblem(LOGISTIC, p=P), "ensemblealg": EnsembleMPI()} | changes)
+
+
+def test_what_has_no_derivative():
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        mpiad.hvp(lambda p: anp.sum(steady_state(EnsembleProblem(LOGISTIC, p=p)).u ** 2), shared=True)(P, P)
+    with pytest.raises(NotImplementedError, match="tspan is traced"):
+        autograd.grad(lambda t: steady_state(remake(LOGISTIC, tspan=(0.0, t), p=P[0])).u[0])(1.0)
+    by_start = autograd.grad(lambda u0: anp.sum(steady_state(remake(LOGISTIC, u0=u0, p=P[0])).u) + 0 * u0[0])
+    assert by_start(np.array([0.3])) == 0
+
+
+def test_different_arguments_of_ranks():
+    if SIZE > 1:
+        with pytest.raises(ValueError, match="all ranks must give the same arguments"):
+            steady_state(EnsembleProblem(LOGISTIC, p=P), ensemblealg=EnsembleMPI(), max_iters=10 + RANK)
