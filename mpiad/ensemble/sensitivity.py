@@ -20,6 +20,7 @@ from mpiad.ensemble.compiled.reverse_sweep import carried_tangents
 from mpiad.ensemble.directions import numbers_of
 from mpiad.ensemble.members import as_state
 from mpiad.ensemble.problem import ODEProblem
+from mpiad.ensemble.replay import replayed
 from mpiad.ensemble.run import Run
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.solution import solution_of
@@ -111,6 +112,8 @@ class SensitivitySolve:
         """Return the tangents of the saved states, shape (m, n, n_saved, d)."""
         solver, places = run.outcome.solver, list(along.leaves)
         carried = None if solver is None else carried_tangents(solver, run, along.u0 is not None, places, True)
+        if run.tableau.implicit:
+            return _replayed(run, along, m)
         if carried is None:
             nothing = np.zeros_like(run.batch.u0)
             u0 = np.stack([nothing if g is None else g for g in along.u0 or [None] * m])
@@ -129,6 +132,19 @@ class SensitivitySolve:
                 if g is not None:
                     total[j] += one * g[number.index][:, None, None]
         return total
+
+
+def _replayed(run: Run, along: _Along, m: int) -> Array:
+    """Return the tangents of the saved states of a method whose stages are solutions of linear systems."""
+    batch, none = run.batch, [None] * m
+    with Bundle() as bundle, np.errstate(all="ignore"):
+        leaves = [
+            bundle.variable(leaf, along.leaves[place]) if place in along.leaves else leaf
+            for place, leaf in enumerate(batch.p.leaves)
+        ]
+        u0 = bundle.variable(batch.u0, along.u0 or none)
+        saved, found = bundle.parts(replayed(run, u0, batch.start, batch.end, leaves)[0])
+    return np.stack([np.zeros_like(saved) if g is None else g for g in found or none])
 
 
 def unit_tangents(x: Array) -> list[Array]:

@@ -21,6 +21,7 @@ from mpiad.ensemble import (
     EnsembleSerial,
     EnsembleThreads,
     ODEProblem,
+    Rodas5P,
     Vern7,
     fit,
     remake,
@@ -263,3 +264,19 @@ def test_traced_arguments():
 
 def fitted_from(u0):
     return fit(EnsembleProblem(DECAY, u0=u0), lambda u, p, data: u, START, saveat=T).p.sum()
+
+
+def test_methods_for_stiff_systems():
+    # Their tangents are those of a replay, also of what lies in initial states.
+    rows = slice(0, 2)
+    found = fitted(rows, alg=Rodas5P(), rtol=1e-8, atol=1e-8)
+    np.testing.assert_allclose(found.p, RATES[rows], rtol=1e-6)
+    # 1 / u0 is the third: u = 1 / (b / a + (x - b / a) exp(a t))
+    truth = np.column_stack([RATES, np.linspace(1.5, 2.0, 8)])[rows]
+    ratio = truth[:, 1:2] / truth[:, :1]
+    curves = 1 / (ratio + (truth[:, 2:] - ratio) * np.exp(truth[:, :1] * T))
+    found = fit(
+        DECAY, lambda u, p, data: u[:, 0] - data, truth + 0.1, Rodas5P(), data=curves, saveat=T, rtol=1e-8, atol=1e-8,
+        gtol=1e-12, prob_generator=lambda one, x: remake(one, u0=[1 / x[2]], p=x[:2]),
+    )  # fmt: skip
+    np.testing.assert_allclose(found.p, truth, rtol=1e-6)
