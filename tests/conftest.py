@@ -23,6 +23,7 @@ import jitted_ways
 import launch
 import numpy as np
 import pytest
+import short_turns
 from agreement import Agreement
 from mpi4py import MPI
 from time_limit import TimeLimit, open_report
@@ -69,6 +70,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if launch.KERNELS in os.environ:
         # Kernels are compiled once in a launch, for all its jobs, their processes and what these start.
         os.environ["MPIAD_CACHE"] = os.environ[launch.KERNELS]
+    short_turns.take()
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         return  # it hands the tests out to other processes, which keep their times
     report, launched = open_report(config)
