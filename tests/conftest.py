@@ -3,6 +3,7 @@
 A test runs on all ranks at once. The whole suite runs on one rank and on three, and on two and four what differs there
 (`WHOLE_SUITE`); with `--thorough`, or where files are named, all of it on every number. `@pytest.mark.mpi(min_size=2)`
 says that a test needs more than one rank, `@pytest.mark.also_on(2)` that it is one of those that two ranks differ in;
+`@pytest.mark.one_rank` that others show on three ranks what it shows on one: the whole suite runs it on one only;
 `@pytest.mark.launches` that it starts its own mpiexec: it runs in the one-rank run only; `@pytest.mark.thorough` that the
 whole suite leaves it to `--thorough`; `@pytest.mark.limit(seconds)` that it may take longer than MPIAD_TEST_TIMEOUT (60 s).
 With `-n auto` the one-rank run's files are divided among processes of one rank each.
@@ -10,6 +11,7 @@ With `-n auto` the one-rank run's files are divided among processes of one rank 
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import sys
@@ -109,9 +111,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: item.path not in long)
         return
     # What starts programs of its own, and what doesn't communicate, would only be done again by each rank.
-    left_out = {item for item in items if item.get_closest_marker("launches") or item.get_closest_marker("serial")}
+    done_by_one = ("launches", "serial", "one_rank") if whole else ("launches", "serial")
+    left_out = {item for item in items if any(map(item.get_closest_marker, done_by_one))}
     left_out |= {item for item in items if not _differs_here(config, item)}
     _leave_out(config, items, left_out)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # some 100,000 objects of the tests to come, which each of the collector's passes would look through
 
 
 def _leave_out(config: pytest.Config, items: list[pytest.Item], left_out: set[pytest.Item]) -> None:

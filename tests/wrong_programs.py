@@ -11,6 +11,7 @@ A program's header, the comments at its top, says how it is run and what its use
     # says: rank 1.*mpi_bcast.*{here}                   a regular expression, in standard error; one or more
     # says on Open MPI: signal 9                        where the launcher speaks, and each its own language
     # prints: 1 failed                                  the same, in standard output
+    # together: yes                                     all ranks raise, and wait for none: it runs with others in one job
 
 `{here}` stands for `program.py:12` and `program.py", line 12`, the line that ends in the comment `# here`; any other word
 in braces likewise. All programs must end by themselves, within their time, with another exit than 0.
@@ -27,7 +28,8 @@ from mpi4py import MPI
 
 HEADER = re.compile(r"# ([a-z ]+?)(?: on (Open MPI|MPICH))?: (.*)")
 MARK = re.compile(r"# (\w+)$")
-WORDS = ("ranks", "environment", "arguments", "within", "raises", "says", "prints")
+WORDS = ("ranks", "environment", "arguments", "within", "raises", "says", "prints", "together")
+TOGETHER = 15  # programs of one job
 
 
 class HeaderError(ValueError):
@@ -46,6 +48,7 @@ class WrongProgram:
     raises: str = ""
     says: list[str] = field(default_factory=list)
     prints: list[str] = field(default_factory=list)
+    together: bool = False
 
 
 def read(path: Path) -> WrongProgram:
@@ -75,6 +78,8 @@ def _enter(program: WrongProgram, word: str, value: str) -> None:
         program.environment = dict(pair.split("=") for pair in value.split())
     elif word == "arguments":
         program.arguments = value.split()
+    elif word == "together":
+        program.together = value == "yes"
     elif word in ("says", "prints"):
         getattr(program, word).append(value)
     else:
@@ -85,6 +90,38 @@ def complaints(program: WrongProgram) -> list[str]:
     """Run a program and return what is wrong with its end; nothing, where it ends as it must."""
     arguments = [*program.arguments, str(program.path)]
     job = launch.run_captured(program.ranks, arguments, limit=program.within, env=program.environment, mpiexec=True)
+    return _missed(program, job)
+
+
+def jobs(programs: list[WrongProgram]) -> list[list[WrongProgram]]:
+    """Divide the programs that run together into jobs, those of a job with the same environment on as many ranks."""
+    alike: dict[tuple, list[WrongProgram]] = {}
+    for program in programs:
+        if program.together:
+            alike.setdefault((program.ranks, *program.environment.items()), []).append(program)
+    return [group[i : i + TOGETHER] for group in alike.values() for i in range(0, len(group), TOGETHER)]
+
+
+def complaints_in_turn(programs: list[WrongProgram], folder: Path) -> list[str]:
+    """Run the programs of a job one after the other in copies, and return what is wrong with what they raise."""
+    paths = [folder / program.path.stem / program.path.name for program in programs]
+    for program, path in zip(programs, paths):
+        path.parent.mkdir()
+        path.write_bytes(program.path.read_bytes())
+    first, arguments = programs[0], ["tests/run_in_turn.py", "--raising", *map(str, paths)]
+    job = launch.run_captured(first.ranks, arguments, limit=60, env=first.environment, mpiexec=True)
+    found = []
+    for program, path in zip(programs, paths):
+        wrote = {kind: Path(f"{path}.{kind}") for kind in ("stdout", "stderr")}
+        texts = {kind: file.read_text() if file.exists() else "(not begun)" for kind, file in wrote.items()}
+        missed = _missed(program, launch.Outcome(1, "", job.seconds, **texts))
+        found += [f"{program.path.name}:", *missed] if missed else []
+    if job.returncode:
+        found.append(f"the job ended with exit {job.returncode}: {job.reports}\n{job.stdout}\n{job.stderr}")
+    return found
+
+
+def _missed(program: WrongProgram, job: launch.Outcome) -> list[str]:
     found = []
     if job.returncode == launch.EXPIRED and job.reports:
         found.append(f"it didn't end within {program.within:g} s:\n{job.reports}")

@@ -1,4 +1,4 @@
-"""200 random programs on each number of ranks: value, gradient, tangent and second order against one process.
+"""200 random programs on several ranks, 50 on one: value, gradient, tangent and second order against one process.
 
 A few of them are jitted. `make fuzz` runs more, and finds the smallest that fails.
 """
@@ -35,6 +35,8 @@ def checked(program):
 
 @pytest.mark.parametrize("seed", range(BATCHES))
 def test_random_programs(seed, size):
+    if size == 1 and seed > 1:
+        return  # messages to oneself
     found = [(program, checked(program)) for program in programs(size, seed)]
     wrong = [f"{script(program)}\n" + "\n".join(lines) for program, lines in found if lines]
     assert not wrong, "\n\n".join(wrong)
@@ -54,7 +56,7 @@ def test_random_programs_on_devices(seed, way, size, monkeypatch):
     """What is communicated lies on devices; the same programs, against the same reference."""
     monkeypatch.setattr(on_ranks, "mpiad", on_devices.calls())
     with travelling(way):
-        found = [(program, checked(program)) for program in programs(size, seed)]
+        found = [(program, checked(program)) for program in programs(size, seed, EACH // 2)]
     wrong = [f"{script(program)}\n" + "\n".join(lines) for program, lines in found if lines]
     assert not wrong, "\n\n".join(wrong)
 

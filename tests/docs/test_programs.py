@@ -18,7 +18,8 @@ SHOWN = {name: programs_of(page.read_text(), name) for page, name in zip(PAGES, 
 PROGRAMS = [program for programs, _ in SHOWN.values() for program in programs]
 SNIPPETS = [(name, text) for name, (_, snippets) in SHOWN.items() for text in snippets]
 
-TOGETHER = 12  # programs of one job, where they all end without an error
+ALONE = ("unreset.py",)  # one rank raises while the other waits
+TOGETHER = 12  # programs of one job, which all end without an error or all with one
 
 # What every program takes its time for, on a busy machine too.
 PROLOGUE = "import autograd.numpy\nimport mpiad\n"
@@ -61,23 +62,30 @@ def run(program: shown_programs.Program, mpirun, tmp_path: Path) -> None:
     path.write_text(program.text)
     # Programs may write files where they are started.
     job = mpirun(program.ranks, path, cwd=tmp_path)
+    compare(program, job.stdout, job.stderr)
+    assert (job.returncode != 0) == bool(program.error)
+
+
+def compare(program: shown_programs.Program, stdout: str, stderr: str) -> None:
+    """Compare what a program that ends has printed with what the page says."""
     if program.error:
-        assert job.returncode != 0
-        assert program.error in shown_programs.errors_in(job.stderr)
-        assert job.stdout.startswith(program.stdout)
+        assert program.error in shown_programs.errors_in(stderr), (program.page, program.name)
+        assert stdout.startswith(program.stdout), (program.page, program.name)
     else:
-        assert job.stdout == program.stdout
-        assert job.stderr == ""
-        assert job.returncode == 0
+        assert (stderr, stdout) == ("", program.stdout), (program.page, program.name)
+
+
+def is_alone(program: shown_programs.Program) -> bool:
+    return program.name in ALONE or not program.ends
 
 
 def in_turn() -> list[list[shown_programs.Program]]:
-    """Return the programs that end without an error, at most `TOGETHER` to a job, those of a job on as many ranks."""
-    jobs = []
-    for ranks in sorted({program.ranks for program in PROGRAMS}):
-        right = [program for program in PROGRAMS if program.ranks == ranks and program.ends and not program.error]
-        jobs += [right[i : i + TOGETHER] for i in range(0, len(right), TOGETHER)]
-    return jobs
+    """Return the programs that end, at most `TOGETHER` to a job: those on as many ranks, and with errors or without."""
+    alike: dict[tuple, list[shown_programs.Program]] = {}
+    for program in PROGRAMS:
+        if not is_alone(program):
+            alike.setdefault((program.ranks, bool(program.error)), []).append(program)
+    return [group[i : i + TOGETHER] for _, group in sorted(alike.items()) for i in range(0, len(group), TOGETHER)]
 
 
 @pytest.mark.launches
@@ -89,17 +97,17 @@ def test_shown_programs_do_what_their_pages_say(programs, mpirun, tmp_path):
         paths.append(tmp_path / program.name.removesuffix(".py") / program.name)
         paths[-1].parent.mkdir()
         paths[-1].write_text(program.text)
-    job = mpirun(programs[0].ranks, "tests/docs/run_in_turn.py", *paths, timeout=200)
+    raising = ["--raising"] if programs[0].error else []
+    job = mpirun(programs[0].ranks, "tests/run_in_turn.py", *raising, *paths, timeout=200)
     for program, path in zip(programs, paths):
-        wrote = {kind: Path(f"{path}.{kind}").read_text() for kind in ("stderr", "stdout")}
-        assert wrote == {"stderr": "", "stdout": program.stdout}, f"{program.page}: {program.name}"
+        compare(program, Path(f"{path}.stdout").read_text(), Path(f"{path}.stderr").read_text())
     assert (job.returncode, job.stdout, job.stderr) == (0, "", "")
 
 
 def alone() -> Iterator[Any]:
-    """Yield all programs; those that end without an error are run in turn with others, and by themselves once more."""
+    """Yield all programs; most are run in turn with others, and by themselves once more."""
     for program in PROGRAMS:
-        marks = [pytest.mark.thorough] if program.ends and not program.error else []
+        marks = [] if is_alone(program) else [pytest.mark.thorough]
         yield pytest.param(program, marks=marks, id=f"{program.page}:{program.name}")
 
 

@@ -56,21 +56,21 @@ def test_by_the_exact_solution(more, backward):
 
 def test_near_the_discrete_one_and_nearer_for_less_tolerance():
     def total(u0, p, rtol, adjoint):
-        ensemble = EnsembleProblem(ODEProblem(lorenz, np.ones(3), (0.0, 1.0)), u0=u0, p=p)
+        ensemble = EnsembleProblem(ODEProblem(lorenz, np.ones(3), (0.0, 0.6)), u0=u0, p=p)
         sol = solve(ensemble, saveat=0.25, rtol=rtol, atol=1e-3 * rtol, adjoint=adjoint, gradient="adjoint")
         return anp.sum(sol.u**2) + anp.sum(sol.u_end)
 
     errors = []
-    for rtol in (1e-5, 1e-9):
+    for rtol in (1e-5, 1e-8):
         one, other = (mpiad.grad(total, (0, 1))(U0, RHO, rtol, way) for way in ("continuous", "discrete"))
         errors.append(max(np.abs(a - b).max() / np.abs(b).max() for a, b in zip(one, other)))
         assert all((a != b).any() for a, b in zip(one, other))
-    assert errors[0] < 1e-3 and errors[1] < 1e-7
+    assert errors[0] < 1e-3 and errors[1] < 1e-6
 
 
 def test_fixed_steps_every_step_and_one_trajectory():
     def total(p, adjoint):
-        sol = solve(ODEProblem(lorenz, U0[0], (0.0, 0.5), p), RK4(), dt=2e-3, save_everystep=True, adjoint=adjoint)
+        sol = solve(ODEProblem(lorenz, U0[0], (0.0, 0.2), p), RK4(), dt=2e-3, save_everystep=True, adjoint=adjoint)
         return anp.sum(sol.u[::10] ** 2)
 
     one, other = (mpiad.grad(total)(np.array([5.0]), way) for way in ("continuous", "discrete"))

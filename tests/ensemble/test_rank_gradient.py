@@ -37,6 +37,7 @@ def test_gradients_are_those_of_one_process(count, gather, objective):
         np.testing.assert_allclose(found, alone[1], rtol=1e-11)
 
 
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("gather, objective", [(True, "root"), (False, "sum")])
 def test_second_derivatives(gather, objective):
     theta, v = np.array([2.0, 0.1]), np.array([0.3, -1.0])

@@ -114,8 +114,10 @@ def test_a_wrong_gradient_is_caught():
         testing.check_grads(wrong, U0, P, argnum=1, order=1, step=1e-2)
 
 
-@pytest.mark.parametrize("gather, objective", [(True, "root"), (False, "sum")])
-@pytest.mark.parametrize("events", [(), (FALLS, LEVEL)], ids=["", "events"])
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(
+    "gather, objective, events", [(True, "root", ()), (False, "sum", (FALLS, LEVEL))], ids=["", "events"]
+)
 def test_over_the_ranks(gather, objective, events):
     mpi = EnsembleMPI(gather=gather)
 

@@ -61,6 +61,24 @@ def test_a_missing_sentence_is_reported(before, after, reported):
 
 
 @pytest.mark.launches
+def test_those_of_one_job_are_reported_apart(tmp_path):
+    head = "# All ranks raise.\n# together: yes\n# raises: ArithmeticError\n# says: {here}.*seven\n\nimport mpiad\n"
+    texts = {
+        "as_it_must_be": 'raise ArithmeticError("seven")  # here\n',
+        "right": "mpiad.mpi_barrier()  # here\n",
+        "silent": "raise ArithmeticError  # here\n",
+    }
+    for name, text in texts.items():
+        (tmp_path / f"{name}.py").write_text(head + text)
+    programs = [wrong_programs.read(tmp_path / f"{name}.py") for name in texts]
+    (job,) = wrong_programs.jobs(programs)
+    found = wrong_programs.complaints_in_turn(job, tmp_path)
+    assert [line for line in found if line.endswith(".py:")] == ["right.py:", "silent.py:"]
+    assert found[1] == "it didn't raise ArithmeticError"
+    assert found.count(r"it didn't say silent\.py(?::|\", line )7\b.*seven") == 1
+
+
+@pytest.mark.launches
 def test_one_that_hangs_is_reported(reported):
     text = WRONG.replace("{here}", "").replace("# raises: ArithmeticError", "# within: 4")
     found = reported(text.replace("    raise", "    return mpiad.mpi_recv(0.0, 0)\n    raise"))

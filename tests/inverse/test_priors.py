@@ -22,6 +22,12 @@ def grid(request):
     return GRIDS[request.param]
 
 
+# All columns of a prior's matrices; with ranks only those of one grid, beside one rank's samples on all of them.
+each_matrix = pytest.mark.parametrize(
+    "grid", [name if name == "ring" else pytest.param(name, marks=pytest.mark.one_rank) for name in GRIDS], indirect=True
+)
+
+
 def domain_of(grid, comm=None):
     return mpiad.Domain(grid["shape"], periodic=grid.get("periodic", False), comm=comm)
 
@@ -45,6 +51,7 @@ def whole(domain, block):
     return MPI.COMM_WORLD.bcast(domain.gather(block))
 
 
+@each_matrix
 def test_bilaplacian_is_its_matrix(grid):
     domain, ndim = domain_of(grid), len(grid["shape"])
     n = int(np.prod(grid["shape"]))
@@ -84,6 +91,7 @@ def test_correlation_is_matern():
     np.testing.assert_allclose(found[100:301], 4.0 * ((1.0 + r) * np.exp(-r))[100:301], atol=4e-3)
 
 
+@each_matrix
 def test_h1_is_its_matrix(grid):
     domain, n = domain_of(grid), int(np.prod(grid["shape"]))
     prior = H1(domain, 0.3, 2.0, 1.0, spacing=grid["spacing"], rtol=1e-12)

@@ -60,7 +60,7 @@ def with_jacobian(given: Any) -> Any:
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", GIVEN)
+@pytest.mark.parametrize("name", ["mixed", *(pytest.param(name, marks=pytest.mark.one_rank) for name in list(GIVEN)[:-1])])
 def test_as_scipy(name: str, method: str, rank: int, size: int) -> None:
     got = minimize(
         lambda x: FUN(x) if rank == size - 1 else 0.0, START if rank == 0 else None, method=method, objective="sum",

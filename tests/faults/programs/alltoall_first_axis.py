@@ -1,4 +1,5 @@
 # A first axis that isn't the number of ranks.
+# together: yes
 # raises: ValueError
 # says: {here}.*ValueError: mpi_alltoall: .*\(3, 2\)
 

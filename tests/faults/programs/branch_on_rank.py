@@ -1,4 +1,5 @@
 # A branch on the rank, with another collective on each side.
+# together: yes
 # environment: MPIAD_DEBUG=1
 # raises: mpiad.errors.CommunicationMismatch
 # says: the operation differs

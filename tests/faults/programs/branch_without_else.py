@@ -1,4 +1,5 @@
 # A branch on the rank, and one rank is at the next collective already.
+# together: yes
 # environment: MPIAD_DEBUG=1
 # raises: mpiad.errors.CommunicationMismatch
 # says: 0 +mpi_allreduce [^\n]*{inside}

@@ -1,4 +1,5 @@
 # The ranks differentiate different functions, and one communicates.
+# together: yes
 # environment: MPIAD_DEBUG=1
 # raises: mpiad.errors.CommunicationMismatch
 # says: 0 +mpi_allreduce [^\n]*{here}

@@ -1,4 +1,5 @@
 # Two communicators of the same ranks, used in another order on one.
+# together: yes
 # environment: MPIAD_DEBUG=1
 # raises: mpiad.errors.CommunicationMismatch
 # says: 0 +mpi_allreduce [^\n]*communicator \d of ranks \[0, 1\][^\n]*{here}

@@ -1,4 +1,5 @@
 # One variable, of which the ranks hold different copies: all ranks raise.
+# together: yes
 # environment: MPIAD_DEBUG=1
 # raises: ValueError|mpiad.errors.ReplicationError
 # says: {here}.*shared.*rank 1

@@ -1,4 +1,5 @@
 # An integer among floats: MPI would add the bits.
+# together: yes
 # environment: MPIAD_DEBUG=1
 # raises: mpiad.errors.CommunicationMismatch
 # says: the dtype differs

@@ -1,4 +1,5 @@
 # A communicator is freed between the forward and the backward pass.
+# together: yes
 # raises: mpiad.errors.CommunicatorError
 # says: {here}.*CommunicatorError: a communicator was freed before the reverse pass
 

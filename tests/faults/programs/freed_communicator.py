@@ -1,4 +1,5 @@
 # A communicator is used after its end.
+# together: yes
 # raises: mpiad.errors.CommunicatorError
 # says: {here}.*CommunicatorError: mpi_allreduce: comm is the null communicator: it was freed
 

@@ -1,4 +1,5 @@
 # Rows of different lengths are gathered: all ranks raise.
+# together: yes
 # raises: ValueError
 # says: {here}.*ValueError: mpi_allgather: .*\(2, 3\).*\(2, 4\)
 

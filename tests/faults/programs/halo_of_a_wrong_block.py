@@ -1,4 +1,5 @@
 # The halo of an array that isn't this rank's block.
+# together: yes
 # raises: ValueError
 # says: {here}.*ValueError: .*\(3, 3\)
 

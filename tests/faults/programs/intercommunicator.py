@@ -1,4 +1,5 @@
 # A communicator between two groups.
+# together: yes
 # raises: mpiad.errors.CommunicatorError
 # says: {here}.*CommunicatorError: mpi_allreduce: comm is an intercommunicator .*Merge
 

@@ -1,4 +1,5 @@
 # A send that was started in a trace is never waited for.
+# together: yes
 # raises: mpiad.errors.RequestError
 # says: RequestError: 1 request\(s\) were never waited for in the trace.*mpi_isend of shape \(3,\).*This happened on rank 0
 

@@ -1,4 +1,5 @@
 # The ranks call minimize with different methods: all raise.
+# together: yes
 # raises: ValueError
 # says: {here}.*ValueError: minimize: .*CG.*BFGS
 

@@ -1,4 +1,5 @@
 # Sums of single and double precision.
+# together: yes
 # environment: MPIAD_DEBUG=1
 # raises: mpiad.errors.CommunicationMismatch
 # says: the dtype differs

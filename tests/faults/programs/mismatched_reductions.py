@@ -1,4 +1,5 @@
 # One rank asks for the sum, the other for the maximum.
+# together: yes
 # environment: MPIAD_DEBUG=1
 # raises: mpiad.errors.CommunicationMismatch
 # says: the reduction differs

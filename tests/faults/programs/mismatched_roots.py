@@ -1,4 +1,5 @@
 # Each rank takes itself for the root.
+# together: yes
 # environment: MPIAD_DEBUG=1
 # raises: mpiad.errors.CommunicationMismatch
 # says: the root differs

@@ -1,4 +1,5 @@
 # Neighbours of each rank's own, where all ranks must name one pair.
+# together: yes
 # raises: ValueError
 # says: {here}.*ValueError: mpi_sendrecv: all ranks must name the same pair.*rank 0: \(1, 1\), rank 1: \(0, 0\)
 

@@ -1,4 +1,5 @@
 # An exception left messages under way, and the program goes on as if nothing had happened.
+# together: yes
 # raises: mpiad.errors.UnfinishedMessagesError
 # says: {here}.*UnfinishedMessagesError: grad: ValueError left a trace in which messages were under way.*mpiad.reset
 

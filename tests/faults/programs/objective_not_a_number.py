@@ -1,4 +1,5 @@
 # One rank's function returns an array where a number belongs: all ranks raise.
+# together: yes
 # raises: TypeError
 # says: {here}.*TypeError: value_and_grad: .*\(3,\).*rank 1
 

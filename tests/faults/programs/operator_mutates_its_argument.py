@@ -1,4 +1,5 @@
 # An operator's body writes into the array that it was lent.
+# together: yes
 # raises: ValueError
 # says: {here}.*ValueError: .*read-only
 

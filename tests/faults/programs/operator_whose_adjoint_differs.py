@@ -1,4 +1,5 @@
 # The adjoint of an operator communicates on one rank only.
+# together: yes
 # environment: MPIAD_DEBUG=1
 # raises: mpiad.errors.CommunicationMismatch
 # says: adjoint

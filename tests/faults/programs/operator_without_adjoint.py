@@ -1,4 +1,5 @@
 # An operator of the user's own has no adjoint.
+# together: yes
 # raises: NotImplementedError
 # says: NotImplementedError: .*total
 

@@ -1,4 +1,5 @@
 # autograd's own gradient, around messages whose order it doesn't keep.
+# together: yes
 # raises: mpiad.errors.ForeignTraceError
 # says: {here}.*ForeignTraceError: mpi_exchange.*mpiad.grad
 

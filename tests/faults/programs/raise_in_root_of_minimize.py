@@ -1,4 +1,5 @@
 # The root's part of minimize's function raises: all ranks raise it.
+# together: yes
 # raises: mpiad.errors.WorkerError
 # says: WorkerError: minimize: rank 0 raised EOFError: no data.*The traceback of rank 0:.*{here}
 

@@ -1,4 +1,5 @@
 # One rank's part of minimize's function raises, and no rank waits for it: all ranks raise it.
+# together: yes
 # raises: mpiad.errors.WorkerError
 # says: WorkerError: minimize: rank 1 raised LookupError: no data.*The traceback of rank 1:.*{here}
 

@@ -1,4 +1,5 @@
 # An array is scattered that can't be divided by the ranks: all ranks raise.
+# together: yes
 # raises: ValueError
 # says: {here}.*ValueError: mpi_scatter: .*3
 

@@ -1,4 +1,5 @@
 # An iteration that doesn't come to its tolerance, on any rank.
+# together: yes
 # raises: mpiad.errors.ConvergenceError
 # says: {here}.*ConvergenceError: linalg.solve: .*maxiter=2 iterations
 

@@ -1,4 +1,5 @@
 # The ranks start minimize from different points, each of its own random numbers.
+# together: yes
 # raises: mpiad.errors.ReplicationError
 # says: {here}.*x0.*rank 1
 

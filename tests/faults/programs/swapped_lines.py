@@ -1,4 +1,5 @@
 # Two sums of the same kind in another order: every number would be wrong, and nothing hang.
+# together: yes
 # environment: MPIAD_DEBUG=1
 # raises: mpiad.errors.CommunicationMismatch
 # says: the call site differs

@@ -1,4 +1,5 @@
 # Two collectives in another order on one rank.
+# together: yes
 # environment: MPIAD_DEBUG=1
 # raises: mpiad.errors.CommunicationMismatch
 # says: the operation differs

@@ -1,4 +1,5 @@
 # The first use of a communicator is a message between two of its ranks.
+# together: yes
 # raises: mpiad.errors.CommunicatorError
 # says: {here}.*CommunicatorError: mpi_send: this communicator of 2 ranks was never prepared.*mpi_init
 

@@ -1,4 +1,5 @@
 # A request is started before the gradient, and waited for in it.
+# together: yes
 # raises: mpiad.errors.RequestError
 # says: {here}.*RequestError: .*trace
 

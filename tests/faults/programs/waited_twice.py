@@ -1,4 +1,5 @@
 # A request is waited for twice.
+# together: yes
 # raises: mpiad.errors.RequestError
 # says: {here}.*RequestError: .*twice|already
 

@@ -66,7 +66,8 @@ def test_evaluations_beside_scipy(rank: int, size: int, request: pytest.FixtureR
         assert np.exp(np.mean(np.log(list(ratios.values())))) <= 1.05, ratios
 
 
-@pytest.mark.parametrize("name", ["wood", "logistic", "rosenbrock-100"])
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("name", ["logistic", pytest.param("rosenbrock-100", marks=pytest.mark.thorough)])
 def test_minimisers_agree_with_one_rank(name: str, rank: int, size: int) -> None:
     fun, start, _ = PROBLEMS[name]
     alone = mpiad.minimize(fun, start, method="L-BFGS-sharded", comm=MPI.COMM_SELF, options=OPTIONS)
@@ -88,6 +89,7 @@ def test_log_barriers(c: float, start: float, n: int, outside: float, rank: int,
 SPREAD = [(-3.0, 0.0), (-1.0, 1.0), (0.0, 1.0), (0.5, 1.0), (1.0, 1.3)]
 
 
+@pytest.mark.one_rank
 @pytest.mark.parametrize("n", [2, 10, 200])
 @pytest.mark.parametrize(("low", "high"), SPREAD)
 def test_log_barriers_from_starts_of_unlike_size(low: float, high: float, n: int, rank: int, size: int) -> None:
@@ -117,6 +119,7 @@ def weights_of(kind: str, n: int, seed: int) -> np.ndarray:
     return np.full(n, 100.0) if kind == "equal" else np.random.default_rng(seed).lognormal(0.0, 1.5, n)
 
 
+@pytest.mark.one_rank
 @pytest.mark.parametrize("n", [2, 10, 1000])
 @pytest.mark.parametrize(("kind", "low", "high"), FAR)
 def test_log_barriers_from_far_starts_of_unlike_size(

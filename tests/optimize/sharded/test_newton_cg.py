@@ -19,6 +19,7 @@ from mpiad.optimize.sharded.truncated_cg import System, truncated_cg
 
 METHOD = "Newton-CG-sharded"
 WAYS = ["line search", "trust region"]
+SMALLEST = ["rosenbrock-2", "beale"]  # of two variables
 
 
 def piece_of(whole: np.ndarray, rank: int, size: int) -> np.ndarray:
@@ -44,7 +45,7 @@ def spd(rng: np.random.Generator, n: int, smallest: float = 1.0) -> np.ndarray:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", ["rosenbrock-2", "beale", "wood", "logistic"])
+@pytest.mark.parametrize("name", ["logistic", "wood", *(pytest.param(n, marks=pytest.mark.one_rank) for n in SMALLEST)])
 def test_minima_of_known_problems(name: str, way: str, rank: int, size: int) -> None:
     fun, start, _ = PROBLEMS[name]
     options = {"gtol": 1e-9, "grtol": 0.0, "globalization": way}
@@ -159,10 +160,9 @@ def test_bounds_by_two_metrics(way: str, rank: int, size: int) -> None:
     assert 3 < np.sum(expected.active_mask != 0) < 20
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("method", [METHOD, "L-BFGS-sharded"])
+@pytest.mark.parametrize("method, way", [*((METHOD, way) for way in WAYS), ("L-BFGS-sharded", None)])
 @pytest.mark.parametrize("where", ["value", "solver", "solver of one rank"])
-def test_trial_points_that_fail_on_one_rank(where: str, method: str, way: str, rank: int, size: int) -> None:
+def test_trial_points_that_fail_on_one_rank(where: str, method: str, way: str | None, rank: int, size: int) -> None:
     """Beyond |x| = 2 there is nothing: the step is made shorter on all ranks, and the minimum at 1.9 found."""
     beyond = []
 

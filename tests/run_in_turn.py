@@ -2,7 +2,8 @@
 
 Each runs in its own folder, as the main program, with the environment that the job began with. What its ranks print goes
 to `a.py.stdout` and `a.py.stderr` beside it: all of them append to the two, so that lines are there in the order in which
-they were written. The first program that raises ends the job.
+they were written. The first program that raises ends the job; with `--raising` before their names each raises on all ranks,
+and what it leaves is cleared.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from pathlib import Path
 
 from mpi4py import MPI
 
+import mpiad
 
-def run(program: Path) -> None:
+
+def run(program: Path, raising: bool) -> None:
     environment = dict(os.environ)
     os.chdir(program.parent)
     with contextlib.ExitStack() as stack:
@@ -26,13 +29,17 @@ def run(program: Path) -> None:
         try:
             runpy.run_path(str(program), run_name="__main__")
         except BaseException:
-            traceback.print_exc()
-            raise
+            sys.stderr.write(traceback.format_exc())  # at once, so that two ranks' lines don't mix
+            if not raising:
+                raise
+    if raising:
+        mpiad.reset()
     os.environ.clear()
     os.environ.update(environment)
     MPI.COMM_WORLD.Barrier()
 
 
-for name in sys.argv[1:]:
+raising = "--raising" in sys.argv
+for name in sys.argv[1 + raising :]:
     sys.argv = [name]
-    run(Path(name))
+    run(Path(name), raising)
