@@ -42,7 +42,10 @@ def called_on_tape(jitted: Jitted, given: Arguments, args: tuple, kwargs: dict) 
     if tracing.one_by_one or not is_simple(tape, [given.leaves[k] for k in boxed]):
         return jitted.fun(*args, **kwargs)
     if type(tape) is TangentTape:
-        if jitted.holds_traced(args):  # a part of the tangent, too
+        key = "tangent", given.key
+        if key in jitted._entries:
+            return jitted._as_it_is(key, args, kwargs)
+        if not jitted.is_followed(key, args):  # what it holds may have tangents, too
             return jitted.fun(*args, **kwargs)
         return _called_with_tangents(jitted, tape, given, boxed)
     key = ("reverse", tuple(boxed), given.key)

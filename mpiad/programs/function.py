@@ -170,16 +170,17 @@ class Jitted:
             made._warned = optional
         return self._derived[key]
 
-    def holds_traced(self, args: tuple) -> bool:
-        """Tell whether it reads traced values of a derivative around it beside its arguments."""
+    def is_followed(self, key: Any, args: tuple) -> bool:
+        """Tell whether what it reads beside its arguments is known, without traced values of a derivative around it."""
         if self._plain_closure is None or not self._plain_closure.is_the_same():
             try:
-                self._plain_closure = watch_of(self.fun, args, ())
+                self._plain_closure = watch_of(self.fun, args)
             except HoldsTraced:
-                return True
-            except Unfollowed:
                 return False
-        return False
+            except Unfollowed as error:
+                self._give_up(key, _unfollowed(error))
+                return False
+        return True
 
     # ---- without a derivative around it
 
@@ -224,7 +225,7 @@ class Jitted:
         except HoldsTraced:  # in this call; others may be compiled
             return None
         except Unfollowed as error:
-            self._give_up(key, f"what it reads beside its arguments can't be followed: {error}")
+            self._give_up(key, _unfollowed(error))
             return None
         self._traces += 1
         if self._traces > _MOST_TRACES:
@@ -287,6 +288,10 @@ class Jitted:
         if self.strict:
             raise TypeError(f"jit: {self.__name__} can't be compiled: {self._reasons[key]}.")
         return made
+
+
+def _unfollowed(error: Unfollowed) -> str:
+    return f"what it reads beside its arguments can't be followed: {error}"
 
 
 @functools.cache
