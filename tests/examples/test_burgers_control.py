@@ -22,7 +22,7 @@ def test_same_answer_on_any_number_of_ranks(mpirun: Run, tmp_path: Path, rank_co
 
 
 def test_amplitudes_are_recovered(mpirun: Run, tmp_path: Path) -> None:
-    done = mpirun(2, PROGRAM, "--cells", 24, "--steps", 6, "--iterations", 20, timeout=100, cwd=tmp_path)
+    done = mpirun(2, PROGRAM, "--cells", 16, "--steps", 5, "--iterations", 15, timeout=100, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "relative error of the amplitudes 0.0" in done.stdout
 

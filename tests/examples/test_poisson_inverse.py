@@ -23,7 +23,7 @@ def test_same_answer_on_any_number_of_ranks(mpirun: Run, tmp_path: Path, rank_co
 
 
 def test_coefficient_is_recovered(mpirun: Run, tmp_path: Path) -> None:
-    done = mpirun(2, PROGRAM, "--cells", 16, "--iterations", 30, 50, timeout=90, cwd=tmp_path)
+    done = mpirun(2, PROGRAM, "--cells", 12, "--iterations", 25, 40, timeout=90, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     errors = dict(re.findall(r"^(\w+) .* relative error of log κ ([\d.]+)$", done.stdout, re.MULTILINE))
     assert sorted(errors) == ["field", "network"] and max(map(float, errors.values())) < 0.05

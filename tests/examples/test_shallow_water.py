@@ -33,7 +33,7 @@ def test_ranks_have_one_answer(mpirun: Run, rank_counts: tuple) -> None:
 
 def test_start_is_recovered(mpirun: Run, tmp_path: Path) -> None:
     picture, film = tmp_path / "start.png", tmp_path / "window.gif"
-    arguments = ("--cells", 30, 60, "--hours", 9, "--iterations", 15, "--picture", picture, "--animation", film)
+    arguments = ("--cells", 22, 44, "--hours", 6, "--iterations", 10, "--picture", picture, "--animation", film)
     shown = printed(mpirun(2, PROGRAM, *arguments, timeout=100))
     guess, analysis = (float(number) for number in re.findall(r"(?:guess|analysis) (\d\.\d+)", shown))
     assert 3 * analysis <= guess

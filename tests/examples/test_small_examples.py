@@ -28,7 +28,7 @@ def numbers_after(label: str, line: str) -> list[float]:
     return [float(number) for number in NUMBER.findall(tail)]
 
 
-@pytest.mark.parametrize("ranks", [1, 3, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.thorough), 3, 4])
 def test_sum_of_powers(mpirun: Run, ranks: int) -> None:
     first, second = lines_of(mpirun(ranks, "examples/sum_of_powers.py"))
     for line, theta in ((first, 1.0), (second, 0.5)):
@@ -39,7 +39,7 @@ def test_sum_of_powers(mpirun: Run, ranks: int) -> None:
         assert "f = 4.000000, df/dtheta = 6.000000" in first
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.thorough), 4])
 def test_solve_cubic(mpirun: Run, ranks: int) -> None:
     (line,) = lines_of(mpirun(ranks, "examples/solve_cubic.py"))
     roots = np.polynomial.Polynomial(np.append(-1.0, np.ones(ranks - 1))).roots()
@@ -49,7 +49,7 @@ def test_solve_cubic(mpirun: Run, ranks: int) -> None:
         assert line.startswith("theta = 0.54368901269207")
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.thorough), 4])
 def test_reduce_sum(mpirun: Run, ranks: int) -> None:
     lines = lines_of(mpirun(ranks, "examples/reduce_sum.py"))
     assert len(lines) == ranks
@@ -58,7 +58,7 @@ def test_reduce_sum(mpirun: Run, ranks: int) -> None:
         assert numbers_after("gradient of a = ", line) == [1.0] * 10
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.thorough), 4])
 def test_broadcast(mpirun: Run, ranks: int) -> None:
     lines = lines_of(mpirun(ranks, "examples/broadcast.py"))
     assert len(lines) == ranks
@@ -77,7 +77,7 @@ def test_send_receive(mpirun: Run) -> None:
         assert numbers_after("after ", line) == [after[rank]] * 10
 
 
-@pytest.mark.parametrize("ranks, mebibytes", [(1, 1), (2, 64), (4, 4)])
+@pytest.mark.parametrize("ranks, mebibytes", [(1, 1), (2, 64), pytest.param(4, 4, marks=pytest.mark.thorough)])
 def test_halo_deadlock(mpirun: Run, ranks: int, mebibytes: int) -> None:
     lines = lines_of(mpirun(ranks, "examples/halo_deadlock.py", "--mebibytes", mebibytes))
     squares = sum((1 + rank) ** 2 for rank in range(ranks))
@@ -86,7 +86,7 @@ def test_halo_deadlock(mpirun: Run, ranks: int, mebibytes: int) -> None:
         assert numbers_after("J = ", line)[0] == pytest.approx(count * squares / 2, rel=1e-5)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.thorough), 3])
 def test_custom_operator(mpirun: Run, ranks: int) -> None:
     lines = lines_of(mpirun(ranks, "examples/custom_operator.py"))
     n = 8 * ranks

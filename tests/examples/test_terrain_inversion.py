@@ -25,10 +25,10 @@ def invert(mpirun: Run, ranks: int, folder: Path, *arguments: object) -> tuple[C
 
 
 def test_ranks_share_one_history(mpirun: Run, tmp_path: Path) -> None:
-    arguments = ("--coarsen", 12, "--wells", 2, "--iterations", 10, "--least", 0)
+    arguments = ("--coarsen", 12, "--wells", 1, "--iterations", 8, "--least", 0)
     _, one = invert(mpirun, 1, tmp_path / "one", *arguments)
     _, four = invert(mpirun, 4, tmp_path / "four", *arguments)
-    assert len(one) == len(four) == 11
+    assert len(one) == len(four) == 9
     np.testing.assert_allclose(four, one, rtol=1e-8)
     assert (np.diff(one) < 0).all() and one[-1] < 0.05 * one[0]
 

@@ -293,7 +293,7 @@ np.savez(f"{out}.{rank}.npz", x=result.x, jac=result.jac, counts=[result.nit, re
 
 @pytest.mark.launches
 @pytest.mark.limit(120)
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.thorough), 3])
 def test_killed_at_random_moments(ranks: int, tmp_path: Path, mpirun: Callable[..., CompletedProcess]) -> None:
     assert mpirun(ranks, KILLED, "none", tmp_path / "whole", 0).returncode == 0
     killed, seeds = 0, [7 * ranks + k for k in range(4)]
