@@ -106,15 +106,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     whole = _is_whole_suite(config)
     _leave_out(config, items, {item for item in items if whole and item.get_closest_marker("thorough")})
     if WORLD.size == 1:
-        # Files of long programs first, so that none is left alone at the end, when the other processes have nothing to do.
-        long = {item.path for item in items if item.get_closest_marker("launches")}
-        items.sort(key=lambda item: item.path not in long)
+        _mix(items)
         return
     # What starts programs of its own, and what doesn't communicate, would only be done again by each rank.
     done_by_one = ("launches", "serial", "one_rank") if whole else ("launches", "serial")
     left_out = {item for item in items if any(map(item.get_closest_marker, done_by_one))}
     left_out |= {item for item in items if not _differs_here(config, item)}
     _leave_out(config, items, left_out)
+
+
+def _mix(items: list[pytest.Item]) -> None:
+    """Order files so that those that start programs, which wait much, run beside others, and none is left to the end."""
+    files = dict.fromkeys(item.path for item in items)
+    starting = dict.fromkeys(item.path for item in items if item.get_closest_marker("launches"))
+    others = [path for path in files if path not in starting]
+    place = {path: k / len(others) for k, path in enumerate(others)}
+    place |= {path: 0.7 * k / len(starting) for k, path in enumerate(starting)}
+    items.sort(key=lambda item: place[item.path])
 
 
 def pytest_collection_finish() -> None:
