@@ -195,7 +195,7 @@ def test_a_solver_that_fails_at_the_start_is_an_error(rank: int, size: int) -> N
 
 
 def test_limits_callback_and_checkpoint(tmp_path: Path, rank: int, size: int) -> None:
-    fun, start, _ = PROBLEMS["rosenbrock-10"]
+    fun, start, _ = PROBLEMS["rosenbrock-2"]
     whole = solve(fun, start, rank, size)
     for limit in (1, 3):
         result = solve(fun, start, rank, size, options={"maxfun": limit})
