@@ -38,11 +38,11 @@ device_kinds = importlib.import_module("device_kinds")
 WORLD = MPI.COMM_WORLD
 
 # What of the whole suite runs on a number of ranks, where not all of it does. Two ranks exchange what more send round, and
-# each is the other's neighbour on both sides; four are the fewest that divide a grid along two axes.
+# each is the other's neighbour on both sides; four are the fewest that divide a grid along two axes, as solvers see it.
 WHOLE_SUITE = {
     2: ("transport", "primitives/test_allreduce.py", "primitives/test_allgather.py", "primitives/test_reduce_scatter.py",
         "primitives/test_exchange.py", "primitives/test_sendrecv.py", "domain/test_halo.py"),
-    4: ("domain", "linalg"),
+    4: ("domain", "linalg/multigrid", "linalg/test_solve.py", "linalg/test_additive_schwarz.py"),
 }  # fmt: skip
 
 # All ranks must draw the same examples, and none may go on to search a smaller one while the others wait.

@@ -56,4 +56,4 @@ def burgers_error(n):
 
 
 def test_burgers():
-    np.testing.assert_allclose(orders([burgers_error(n) for n in (23, 47, 95)]), 2.0, atol=0.1)
+    np.testing.assert_allclose(orders([burgers_error(n) for n in (15, 31, 63)]), 2.0, atol=0.1)
