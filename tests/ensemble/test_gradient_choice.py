@@ -55,6 +55,19 @@ def test_shared_parameters_both_ways():
     np.testing.assert_allclose(one, other, rtol=1e-12)
 
 
+@WAYS
+def test_shared_parameters_in_several_blocks(way, monkeypatch):
+    def shared(p, rows=slice(0, 9)):
+        ensemble = EnsembleProblem(ODEProblem(lorenz, U0[0], (0.0, 1.0), p), u0=U0[rows])
+        return anp.sum(solve(ensemble, gradient=way, compile=False, **TIGHT).u_end ** 2)
+
+    p = np.array([5.0])
+    expected = sum(mpiad.grad(lambda p, k=k: shared(p, slice(k, k + 1)))(p) for k in range(9))
+    monkeypatch.setattr("mpiad.ensemble.run._LEAST_COLUMNS", 1)
+    monkeypatch.setattr("mpiad.ensemble.run._BLOCK", 9)
+    np.testing.assert_allclose(mpiad.grad(shared)(p), expected, rtol=1e-12)
+
+
 @pytest.fixture
 def counted(monkeypatch):
     """Count the sweeps of both kinds."""

@@ -197,6 +197,14 @@ def test_outputs_and_reductions():
         assert solve(total, ensemblealg=backend, trajectories=9, batch_size=2).u == [45.0]
 
 
+def test_ranks_without_trajectories_add_nothing_to_a_reduction():
+    largest = EnsembleProblem(
+        BASE, lambda prob, i, _: remake(prob, u0=np.array([1.0 * i])), lambda sol, i: (float(sol.u[0, 0]), False),
+        lambda u, batch, I: (max(batch), False),
+    )  # fmt: skip
+    assert solve(largest, ensemblealg=EnsembleMPI(), trajectories=2).u == 2.0
+
+
 def test_failures_are_told_once(rank, caplog):
     expected = solve(SQUARES)
     caplog.clear()

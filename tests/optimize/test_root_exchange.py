@@ -44,6 +44,7 @@ def own(x: Any, rank: int) -> Any:
     return (1.0 + rank) * anp.sum((x - centre(rank)[: len(x)]) ** 2)
 
 
+@pytest.mark.also_on(2)  # whose root adds the other's part by itself
 def test_sums_and_places_over_many_rounds(rank: int, size: int, rng: np.random.Generator) -> None:
     """Ranks that come at any time get every round's own vectors; sums are made in the order of ranks."""
     root = size - 1
