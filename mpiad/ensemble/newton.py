@@ -143,9 +143,9 @@ class _Search:
         self._codes[~np.isfinite(u0).all(axis=0)] = ConvergenceCode.InitialFailure.code
         self._linearise(self.under_way, ConvergenceCode.InitialFailure)
         ids = self.under_way
-        size = np.abs(u0[:, ids]).max(axis=0, initial=0.0)
+        size, rise = (np.abs(x[:, ids]).max(axis=0, initial=0.0).astype(float) for x in (u0, self._f))
         size[size == 0] = 1.0
-        self._rate[ids] = np.clip(np.abs(self._f[:, ids]).max(axis=0, initial=0.0) / (_FIRST * size), 0, _LARGEST)
+        self._rate[ids] = np.minimum(rise / (_FIRST * size), _LARGEST)
 
     @property
     def under_way(self) -> Array:

@@ -22,6 +22,7 @@ from mpiad.ensemble.methods.dormand_prince import RK45
 from mpiad.ensemble.newton import Equations, find_roots
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
 from mpiad.ensemble.ranks import EnsembleMPI, agreed
+from mpiad.ensemble.reduction import check_alike
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.solve_options import SolveOptions, checked_options
 from mpiad.ensemble.steady_operator import SteadyStates, steady_operator
@@ -175,8 +176,10 @@ def _over_ranks(given: _Given, mpi: EnsembleMPI, used: Channel) -> SteadyStateSo
     bounds = mpi.bounds(options.trajectories, used.size)
     with agreed(used):
         mine = _found(given, options, compiler, range(bounds[used.rank], bounds[used.rank + 1]))
-    parts = used.data.allgather((compiler.warnings, mine.retcode, mine.niter, mine.jacobian))
-    said, retcode, niter, jacobian = zip(*parts)
+    kind = mine.u.shape[1:], mine.u.dtype
+    parts = used.data.allgather((compiler.warnings, mine.retcode, mine.niter, mine.jacobian, kind))
+    said, retcode, niter, jacobian, kinds = zip(*parts)
+    check_alike(list(kinds), "ranks")
     compiler.log_warnings(said.index(compiler.warnings) == used.rank)
     every = np.concatenate(retcode)
     if used.rank == 0:
@@ -214,13 +217,15 @@ def _found(given: _Given, options: SolveOptions, compiler: Compiler, numbers: ra
 
 def _batch(options: SolveOptions, numbers: range) -> Batch:
     problem = options.problem
+    alone = not len(numbers) and options.trajectories > 0
     if isinstance(problem, ODEProblem):
         batch = columns_of([problem], [1])
-        batch = batch if len(numbers) else batch.share(slice(0, 0))
     else:
         seed = master_seed(problem.seed) if problem.prob_func else 0
-        rows = range(numbers.start + 1, numbers.stop + 1)
+        rows = range(1, 2) if alone else range(numbers.start + 1, numbers.stop + 1)
         batch = members(problem, rows, 1, seed, options.trajectories)
+    # A rank without trajectories takes the kind of the first: it must take part in the derivatives of the others.
+    batch = batch.share(slice(0, 0)) if alone else batch
     if isbox(batch.start) or isbox(batch.end):
         raise NotImplementedError("steady_state: tspan is traced, but has no derivative here. Pass mpiad.stop(t).")
     if is_on_device(batch.plain()):

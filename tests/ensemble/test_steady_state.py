@@ -141,6 +141,27 @@ def test_over_the_ranks(gather, objective):
     assert single.u[0] == pytest.approx(P[0, 1], rel=1e-12)
 
 
+@pytest.mark.parametrize("count", [0, 1])
+def test_fewer_trajectories_than_ranks(count):
+    def loss(theta):
+        # Dtypes and traced values come out of prob_func, which is called for nobody's sake on some ranks.
+        many = EnsembleProblem(LOGISTIC, lambda one, i, repeat: remake(one, u0=np.float32([0.1]), p=theta))
+        return anp.sum(steady_state(many, ensemblealg=EnsembleMPI(), trajectories=count).u ** 2)
+
+    value, bar = mpiad.value_and_grad(loss, shared=True)(P[3])
+    assert value == pytest.approx(count * P[3, 1] ** 2, rel=1e-5)
+    np.testing.assert_allclose(bar, [0.0, count * 2 * P[3, 1]], rtol=1e-5, atol=1e-5)
+
+
+def test_other_states_on_another_rank():
+    def member(one, i, repeat):
+        return remake(one, u0=np.full(2 if i == 7 else 1, 0.1))
+
+    same = remake(LOGISTIC, f=lambda u, p, t: u * (1 - u))
+    with pytest.raises(ValueError, match=r"\(2,\)"):
+        steady_state(EnsembleProblem(same, member), ensemblealg=EnsembleMPI(), trajectories=7)
+
+
 REFUSED = {
     "max_iters": ({"max_iters": 0}, ValueError, "max_iters must be an integer above zero, but got 0"),
     "rtol": ({"rtol": 0.0}, ValueError, "rtol must be above zero"),
