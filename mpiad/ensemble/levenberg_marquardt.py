@@ -147,6 +147,7 @@ class _Problems:
         # The damping of the last step that led to where there is no value.
         self._wall = np.full(count, np.inf)
         self._settle(self.under_way, self._optimality()[self.under_way] <= stopping.gtol)
+        self._settle(self.under_way, self._nfev[self.under_way] >= stopping.max_nfev, ConvergenceCode.MaxIters)
 
     @property
     def under_way(self) -> Array:
