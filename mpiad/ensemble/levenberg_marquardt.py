@@ -139,6 +139,7 @@ class _Problems:
         self._nfev, self._njev = np.ones(count, int), np.ones(count, int)
         self._codes = np.full(count, _UNDER_WAY)
         self._cost, self._factor = evaluate(x, np.arange(count)) if count else (np.empty(0), np.empty((0, m + 1, m + 1)))
+        self._gradient = _gradient(self._factor)
         self._codes[~np.isfinite(self._cost)] = ConvergenceCode.InitialFailure.code
         self._scale = np.ones((count, m))
         self._rescale(np.arange(count), first=True)
@@ -146,7 +147,7 @@ class _Problems:
         self._damping, self._growth = _START_DAMPING * norms.max(axis=1, initial=0.0) ** 2, np.full(count, 2.0)
         # The damping of the last step that led to where there is no value.
         self._wall = np.full(count, np.inf)
-        self._settle(self.under_way, self._optimality()[self.under_way] <= stopping.gtol)
+        self._settle(self.under_way, self._optimality(self.under_way) <= stopping.gtol)
         self._settle(self.under_way, self._nfev[self.under_way] >= stopping.max_nfev, ConvergenceCode.MaxIters)
 
     @property
@@ -159,12 +160,12 @@ class _Problems:
         ids = self.under_way
         x, cost, factor, scale = self._x[ids], self._cost[ids], self._factor[ids], self._scale[ids]
         step, trial = _step_in_box(
-            factor, np.sqrt(self._damping[ids])[:, None] * scale, x, self._lower[ids], self._upper[ids], self._held()[ids]
+            factor, np.sqrt(self._damping[ids])[:, None] * scale, x, self._lower[ids], self._upper[ids], self._held(ids)
         )
         found = self._evaluate(trial, ids)
         self._nfev[ids] += 1
         # Of the model's values and not of their difference, which near the end is all rounding.
-        predicted = -_dot(_gradient(factor), step) - 0.5 * _squared(_apply(factor, step))
+        predicted = -_dot(self._gradient[ids], step) - 0.5 * _squared(_apply(factor, step))
         actual = cost - found.cost
         with np.errstate(all="ignore"):
             ratio = np.where(predicted > 0, actual / predicted, -1.0)
@@ -180,14 +181,15 @@ class _Problems:
         flat = (np.abs(actual) <= stop.ftol * cost) & (np.abs(predicted) <= stop.ftol * cost) & (ratio <= 2)
         lengths = np.sqrt(_squared(scale * step)), np.sqrt(_squared(scale * x))
         short = (lengths[0] <= stop.xtol * (stop.xtol + lengths[1])) | (trial == x).all(axis=1)
-        level = self._optimality()[ids] <= stop.gtol
+        level = self._optimality(ids) <= stop.gtol
         self._settle(ids, (flat | short) & ~level & walled, ConvergenceCode.ConvergenceFailure)
         self._settle(ids, flat | short | level)
         self._settle(ids, self._nfev[ids] >= stop.max_nfev, ConvergenceCode.MaxIters)
 
     def minima(self) -> Minima:
         """Return where all ended; what the residuals don't determine there is called singular."""
-        held, succeeded = self._held(), self._codes == ConvergenceCode.Success.code
+        every = np.arange(len(self._x))
+        held, succeeded = self._held(every), self._codes == ConvergenceCode.Success.code
         columns, _ = scaled_factor(self._factor[succeeded], ~held[succeeded])
         # Held variables make zeros of their own, which come last.
         values, free = np.linalg.svd(columns, compute_uv=False), np.count_nonzero(~held[succeeded], axis=1)
@@ -197,21 +199,21 @@ class _Problems:
         failed = codes == ConvergenceCode.InitialFailure.code
         side = np.where(self._x <= self._lower, -1, np.where(self._x >= self._upper, 1, 0))
         return Minima(
-            self._x, np.where(failed, np.nan, self._cost), np.where(failed, np.nan, self._optimality()), side,
+            self._x, np.where(failed, np.nan, self._cost), np.where(failed, np.nan, self._optimality(every)), side,
             self._nfev, self._njev, codes, self._factor,
         )  # fmt: skip
 
-    def _held(self) -> Array:
-        """Return which variables are at a bound, and would leave the box downhill: shape (N, m)."""
-        g = _gradient(self._factor)
-        return ((self._x <= self._lower) & (g >= 0)) | ((self._x >= self._upper) & (g <= 0))
+    def _held(self, ids: Array) -> Array:
+        """Return which variables are at a bound, and would leave the box downhill: shape (n, m)."""
+        x, g = self._x[ids], self._gradient[ids]
+        return ((x <= self._lower[ids]) & (g >= 0)) | ((x >= self._upper[ids]) & (g <= 0))
 
-    def _optimality(self) -> Array:
-        g = np.where(self._held(), 0.0, _gradient(self._factor))
-        return np.abs(g).max(axis=1, initial=0.0)
+    def _optimality(self, ids: Array) -> Array:
+        return np.abs(np.where(self._held(ids), 0.0, self._gradient[ids])).max(axis=1, initial=0.0)
 
     def _take(self, ids: Array, x: Array, found: Evaluation) -> None:
         self._x[ids], self._cost[ids], self._factor[ids] = x, found.cost, found.factor
+        self._gradient[ids] = _gradient(found.factor)
         self._njev[ids] += 1
         self._rescale(ids)
 
