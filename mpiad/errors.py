@@ -10,6 +10,7 @@ __all__ = [
     "ForeignTraceError",
     "IntegrationError",
     "MessageMismatch",
+    "NotFiniteError",
     "RemoteError",
     "ReplicationError",
     "RequestError",
@@ -109,6 +110,14 @@ class ConvergenceError(RuntimeError):
     def __init__(self, message: str, history: list[float] | None = None):
         super().__init__(message)
         self.history = [] if history is None else list(history)
+
+
+class NotFiniteError(ConvergenceError, ValueError):
+    """Report a coefficient, a right-hand side or a product that isn't finite, so that there is nothing to solve.
+
+    At a trial point of `minimize` it shortens the step, as any ConvergenceError does: a coefficient that is the exponential
+    of a variable may overflow there.
+    """
 
 
 class IntegrationError(RuntimeError):

@@ -8,7 +8,7 @@ import numpy as np
 
 from mpiad._typing import LocalArray
 from mpiad.linalg.system import System
-from mpiad.linalg.vectors import beside, inner
+from mpiad.linalg.vectors import beside, inner, on_host
 
 __all__ = ["diagnosis", "require_determined", "require_iterations", "rounding_floor"]
 
@@ -19,6 +19,7 @@ _SINGULAR = (
     "where b has none). Is this a pure Neumann or periodic problem? Fix the value of one cell, or add a small multiple of "
     "u to the operator"
 )
+_CONTRAST = 1e-8
 
 
 def require_iterations(system: System, targets: np.ndarray) -> None:
@@ -53,7 +54,7 @@ def require_determined(system: System, x: LocalArray, targets: np.ndarray) -> No
     change = np.sqrt(squares * of_image / np.maximum(total, 1.0))
     doubtful = (squares > 0.0) & (change <= targets)
     if doubtful.any() and _is_rounding(system, x, of_image)[doubtful].any():
-        system.fail(_SINGULAR)
+        system.fail(diagnosis(system) or _SINGULAR)
 
 
 def diagnosis(system: System) -> str:
@@ -68,11 +69,30 @@ def diagnosis(system: System) -> str:
     scale = squares[2] + squares[3]
     if (squares[0] > 0.0).any() or (nonlinear.real > 1e-6 * scale).any():
         return "matvec isn't linear in u, as it must be. Does it add a boundary value or a source? That belongs into b."
-    if (squares[1] <= _rounding_squared(system.dtype) * squares[2]).any():
+    constant = (squares[1] <= _rounding_squared(system.dtype) * squares[2]).any()
+    # In rows that are so small a constant's image says nothing beside the others, nor does a product's sign.
+    contrast = _contrast(system, images[2], images[3], scale / system.length)
+    if constant and not contrast:
         return _SINGULAR + "."
     if system.settings.method == "cg" and (np.abs(forth - back) > 1e-6 * np.sqrt(scale * system.length)).any():
         return "the operator isn't symmetric. Take method='gmres' or 'bicgstab'."
+    if contrast:
+        return (
+            f"the operator's rows differ by a factor of {contrast:.0e} in size: a coefficient of extreme contrast, where "
+            f"{system.dtype} resolves {1.0 / np.finfo(system.dtype).eps:.0e}. Limit it, or precondition by the diagonal."
+        )
     return ""
+
+
+def _contrast(system: System, one: LocalArray, other: LocalArray, mean: np.ndarray) -> float:
+    """Return how much smaller a part of the operator's rows is than the others; 0 where it is few rows, or not by much."""
+    squares = np.abs(one) ** 2 + np.abs(other) ** 2
+    low = (squares > 0.0) & (squares < _CONTRAST**2 * mean.reshape(-1, 1))
+    local = [on_host(np.sum(rows, axis=1)) for rows in (low, np.where(low, squares, 0.0))]
+    count, total = np.real(system.sums(np.array(local, float)))
+    # By chance signs cancel in one row of sixteen at the most.
+    found = np.sqrt(mean * count / np.where(total > 0.0, total, np.inf))
+    return float(np.max(np.where(count > 0.2 * system.length, found, 0.0)))
 
 
 def _is_rounding(system: System, x: LocalArray, of_image: np.ndarray) -> np.ndarray:

@@ -26,6 +26,7 @@ _FIRST_FORCING, _LARGEST_FORCING = 0.5, 0.9  # η₀ and η_max of Eisenstat and
 _SUFFICIENT = 1e-4  # of the decrease that the linear model promises
 _SHORTEST = 1e-8
 _FAR = 1e6
+_PATIENCE, _SLOW = 5, 0.99  # so many steps must bring the residual to less than this part of what it was
 
 Linear = Callable[[LocalArray, float], System]
 """``linear(u, rtol)``: the system with the Jacobian at u, to be solved to a tolerance."""
@@ -81,6 +82,8 @@ def find_root(
             break
         u, f, norm = found
         system.note(np.array([norm]))
+        if _has_stalled(system, linear, u, norm, target):
+            break
         forcing = _next_forcing(forcing, norm / before)
     system.settle()
     return system.block(u)
@@ -125,6 +128,20 @@ def _search(
         shorter = 0.1 if not np.isfinite(found) else norm**2 * length / (found**2 + (2.0 * length - 1.0) * norm**2)
         length *= float(np.clip(shorter, 0.1, 0.5))
     return None
+
+
+def _has_stalled(system: System, linear: Linear, u: LocalArray, norm: float, target: float) -> bool:
+    """Tell whether the residual is rounding only; raise on all ranks where it stalls above that."""
+    since = system.history[-1 - _PATIENCE :][0]
+    if len(system.history) <= _PATIENCE or norm <= target or norm <= _SLOW * since:
+        return False
+    if norm > rounding_floor(linear(system.block(u), 1.0), u, np.array([target]))[0]:
+        system.fail(
+            f"it stalled at step {system.iterations - _PATIENCE}, residual {since:.3e}: {_PATIENCE} steps more brought it "
+            f"to {norm:.3e}, to fall to {target:.3e}. mpiad.testing.check_grads(residual, u0) tells whether its derivative "
+            "is right; where it is, start nearer to the solution"
+        )
+    return True
 
 
 def _next_forcing(before: float, ratio: float) -> float:

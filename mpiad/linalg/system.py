@@ -15,7 +15,7 @@ import numpy as np
 from autograd.tracer import isbox
 
 from mpiad._typing import Array, Function, LocalArray
-from mpiad.errors import ConvergenceError
+from mpiad.errors import ConvergenceError, NotFiniteError
 from mpiad.linalg.solver_settings import Settings
 from mpiad.linalg.vectors import column, inner, lengths, on_host
 from mpiad.primitives import mpi_allreduce
@@ -216,7 +216,7 @@ class System:
             f"{self.settings.call}: {name} is not finite: {bad} of {array.size} entries on rank {used.rank} are NaN or "
             "infinite."
         )
-        raise_together(used, ValueError(text) if bad else None)
+        raise_together(used, NotFiniteError(text) if bad else None)
         self.fail(f"a sum over {name} overflows")
 
     def fail(self, what: str) -> NoReturn:

@@ -17,7 +17,7 @@ from mpiad._typing import Comm, Scalar
 from mpiad.device import to_host
 from mpiad.differentiation.objective import check_objective, problem_with, weight_of
 from mpiad.differentiation.refusals import explain
-from mpiad.errors import ConvergenceError, WorkerError
+from mpiad.errors import ConvergenceError, NotFiniteError, WorkerError
 from mpiad.primitives import mpi_allreduce
 from mpiad.tasks.rank_groups import RankGroups, groups_of
 from mpiad.transport import Channel, channel
@@ -213,7 +213,7 @@ def _agreed_error(used: Channel, failed: _Failed | None) -> Exception | None:
     failure: Failure = used.data.bcast(None if cause is None else Failure.of(cause), rank)  # type: ignore[assignment]
     text = f"{_CALL}: item {item} failed on rank {rank} with {failure.summary}"
     error: Exception = WorkerError(text, rank, failure.trace, item, failure.exit_code)
-    if failure.kind == ConvergenceError.__name__:
+    if failure.builtin in (ConvergenceError.__name__, NotFiniteError.__name__):
         error = ConvergenceError(text, getattr(cause, "history", None))
     error.__cause__ = cause
     return agreed(used, error)

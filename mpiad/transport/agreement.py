@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from mpiad._typing import Comm
-from mpiad.errors import RemoteError
+from mpiad.errors import ConvergenceError, NotFiniteError, RemoteError
 from mpiad.transport.channels import Channel
 from mpiad.transport.exit_codes import code_of
 from mpiad.transport.tracing import settled
@@ -22,6 +22,7 @@ __all__ = [
 _KINDS: dict[str, type[Exception]] = {kind.__name__: kind for kind in (
     TypeError, ValueError, RuntimeError, NotImplementedError, ArithmeticError, FloatingPointError, OverflowError,
     ZeroDivisionError, LookupError, IndexError, KeyError, AssertionError, AttributeError, NameError, MemoryError, OSError,
+    ConvergenceError, NotFiniteError,
 )}
 
 
@@ -37,7 +38,7 @@ class Failure(NamedTuple):
     exit_code : int
         With which it would end a program.
     builtin : str
-        Name of the nearest class of Python's own, of which others can make one.
+        Name of the nearest class of Python's own, or of our solvers', of which others can make one.
     """
 
     kind: str
@@ -107,7 +108,8 @@ def forget_agreement(error: BaseException) -> None:
 def raise_together(channel: Channel, error: Exception | None) -> None:
     """Raise on all ranks where one has an error: its own there, one of the same kind and text elsewhere.
 
-    Of a kind that isn't Python's own, the nearest that is, so that `except ValueError` catches it on all ranks or none.
+    Of a kind that isn't Python's own or our solvers', the nearest that is, so that `except ValueError` catches it on all
+    ranks or none.
 
     Parameters
     ----------

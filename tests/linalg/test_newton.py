@@ -191,6 +191,21 @@ def test_what_is_refused(case, rank, size):
     assert mpiad.mpi_allreduce(1) == size
 
 
+def test_a_residual_that_stalls_ends_the_steps(case, size):
+    """Within 1.2 of the root the derivative is ten thousand times too large; 8 (2/3)⁵ is the first iterate there."""
+
+    def residual(u):
+        return anp.where(anp.abs(u) < 1.2, u + 1e4 * (u - mpiad.stop(u)), u**3)
+
+    start = np.full(case.domain.local_shape, 8.0)
+    stalled = 8.0 * (2 / 3) ** 5 * np.sqrt(start.size * size) if size == 1 else None
+    said = r"it stalled at step 5, residual " + (f"{stalled:.3e}: 5 steps more" if stalled else "")
+    with pytest.raises(ConvergenceError, match=said.replace("+", r"\+")) as caught:
+        newton(residual, start, rtol=1e-10)
+    assert len(caught.value.history) == 11
+    np.testing.assert_allclose(caught.value.history[4] / caught.value.history[3], (2 / 3) ** 3, rtol=0.05)
+
+
 def test_jacobian_that_is_not_symmetric(case):
     def loss(x):
         return case.domain.sum(newton(residual, np.zeros(case.domain.local_shape), x, method="cg") ** 2)

@@ -8,7 +8,7 @@ import scipy.sparse
 import mpiad
 from mpiad.domain import Domain
 from mpiad.errors import ConvergenceError
-from mpiad.linalg import AdditiveSchwarz, MatrixRowBlock, Multigrid, newton, solve
+from mpiad.linalg import AdditiveSchwarz, Elliptic, MatrixRowBlock, Multigrid, newton, solve
 
 SHAPE = (9, 8)
 
@@ -158,6 +158,18 @@ def test_operators_that_are_not_positive_definite(domain, rank_rng):
         solve(laplacian(domain, "edge"), np.ones(domain.local_shape))
     with pytest.raises(ConvergenceError, match="positive definite preconditioner, but r·z = -"):
         solve(matvec, b, preconditioner=lambda r: -r)
+
+
+@pytest.mark.parametrize("method", ["cg", "gmres", "bicgstab"])
+def test_extreme_contrast_is_called_that(method):
+    """κ is 1e-17 within a frame of four cells, and 1 inside: a constant's image is rounding beside the others."""
+    domain = Domain((24, 20))
+    y, x = domain.coordinates()
+    kappa = np.where((abs(y - 11.5) < 8) & (abs(x - 9.5) < 6), 1.0, 1e-17)
+    by_kappa = Elliptic(domain)
+    with pytest.raises(ConvergenceError, match=r"rows differ by a factor of \de\+1[678] .*extreme contrast") as caught:
+        solve(lambda u: by_kappa(u, kappa), np.ones(domain.local_shape), method=method)
+    assert "singular" not in str(caught.value) and "sign" not in str(caught.value)
 
 
 def test_operator_that_is_not_symmetric(domain, rank_rng):

@@ -7,6 +7,7 @@ from autograd.tracer import getval, isbox
 
 from mpiad._typing import LocalArray
 from mpiad.domain import Domain
+from mpiad.errors import NotFiniteError
 from mpiad.linalg.host_and_device import plain_values, require_together
 from mpiad.linalg.multigrid.grid_sides import Sides
 from mpiad.transport import MAX, Channel
@@ -116,7 +117,8 @@ def _field(domain: Domain, value: object, name: str, zero_allowed: bool) -> Loca
     field = np.broadcast_to(found, domain.local_shape).astype(np.float64)
     usable = np.isfinite(field) & (field >= 0.0 if zero_allowed else field > 0.0)
     if not usable.all():
-        raise ValueError(_wrong(domain, field, usable, name, zero_allowed))
+        kind = ValueError if np.isfinite(field).all() else NotFiniteError
+        raise kind(_wrong(domain, field, usable, name, zero_allowed))
     return field
 
 

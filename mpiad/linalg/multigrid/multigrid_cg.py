@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from mpiad._typing import LocalArray
-from mpiad.errors import ConvergenceError
+from mpiad.errors import ConvergenceError, NotFiniteError
 from mpiad.linalg.multigrid.level import Level
 from mpiad.linalg.vectors import inner, on_host
 from mpiad.transport import SUM, Channel
@@ -133,7 +133,7 @@ def _norm(used: Channel, r: LocalArray, name: str) -> float:
     if not math.isfinite(square):
         bad = int(on_host(np.sum(~np.isfinite(r))))
         text = f"linalg.Multigrid.solve: {name} is not finite: {bad} entries on rank {used.rank} are NaN or infinite."
-        raise_together(used, ValueError(text) if bad else None)
+        raise_together(used, NotFiniteError(text) if bad else None)
         raise agreed(used, ValueError(f"linalg.Multigrid.solve: the norm of {name} overflows. Scale the system."))
     if name == _RIGHT and square < _LEAST and _sums(used, float(on_host(np.sum(r != 0.0))))[0]:
         raise agreed(used, ValueError(
