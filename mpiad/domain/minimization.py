@@ -19,9 +19,9 @@ _CALL = "Domain.minimize"
 _provided: list[Function] = []
 
 
-def provide(minimize: Function) -> None:
-    """Take `mpiad.minimize`, which lies above the domain and hands itself down when it is imported."""
-    _provided[:] = [minimize]
+def provide(minimize: Function, checkpoint: Function) -> None:
+    """Take `mpiad.minimize` and its `Checkpoint`, which lie above the domain and are handed down at their import."""
+    _provided[:] = [minimize, checkpoint]
 
 
 class Minimization(Decomposition):
@@ -72,7 +72,7 @@ class Minimization(Decomposition):
             What is minimised: the L_r of rank 0, as where `fun` returns `Domain.sum`; the sum of all L_r; or their mean.
         args : tuple
         checkpoint : path or mpiad.optimize.Checkpoint, optional
-            As in `minimize`: each rank writes files of its own beside this name.
+            As in `minimize`: each rank writes files of its own beside this name. Any number of ranks can go on from them.
         progress : bool
             Whether rank 0 writes its progress to standard error.
 
@@ -118,7 +118,11 @@ class Minimization(Decomposition):
         except (TypeError, ValueError) as found:
             error = found
         raise_together(self._channel, error)
-        (minimize,) = _provided
+        minimize, of_file = _provided
+        if isinstance(checkpoint, (str, PathLike)):
+            checkpoint = of_file(checkpoint)
+        if isinstance(checkpoint, tuple) and getattr(checkpoint, "blocks", ()) is None:
+            checkpoint = checkpoint._replace(blocks=self.owned)  # type: ignore[attr-defined]
         return minimize(
             fun, x0, method=method, jac=jac, hessp=hessp, bounds=bounds, comm=self.comm, tol=tol, options=options,
             callback=callback, objective=objective, args=args, checkpoint=checkpoint, progress=progress,

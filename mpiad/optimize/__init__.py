@@ -8,6 +8,6 @@ from mpiad.optimize.minimize import minimize
 from mpiad.optimize.minimize_many import Minima, minimize_many
 from mpiad.optimize.mpi_optimize import mpi_optimize
 
-provide(minimize)
+provide(minimize, Checkpoint)
 
 __all__ = ["Checkpoint", "History", "Minima", "least_squares", "minimize", "minimize_many", "mpi_optimize"]

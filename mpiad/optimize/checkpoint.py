@@ -28,11 +28,16 @@ class Checkpoint(NamedTuple):
         Iterations from one state that is written to the next.
     patience : float
         Seconds that the solve has to come to the end of its iteration after SIGTERM; then the job ends all the same.
+    blocks : tuple of slice, optional
+        Where a rank's piece lies in the whole arrays of a sharded solve, along their last axes: `Domain.owned`, for one,
+        which `Domain.minimize` puts here. By it a solve goes on with any number of ranks. Without it arrays with one axis
+        are taken for parts of whole ones, one behind the other by rank.
     """
 
     path: str | PathLike[str]
     every: int = 10
     patience: float = 30.0
+    blocks: tuple[slice, ...] | None = None
 
     @property
     def file(self) -> Path:

@@ -112,8 +112,9 @@ def minimize(
     checkpoint : path or Checkpoint, optional
         File for the state of the solve, written every 10 iterations (`mpiad.optimize.Checkpoint` says otherwise) and at
         the end, whole or not at all. Where it exists, the solve goes on from it: with sharded methods, whose ranks write
-        files of their own beside this name, as if it had never stopped, bit for bit; else from the last iterate. After
-        SIGTERM on any rank the state is written, and all return with status 143.
+        files of their own beside this name, as if it had never stopped, bit for bit, and on another number of
+        ranks but for rounding; else from the last iterate. After SIGTERM on any rank the state is written, and all return
+        with status 143.
     progress : bool
         Whether the root shows its progress on standard error: each iterate, and with `maxiter` or `maxfun` among the
         options how long it takes at most. A bar on terminals and in notebooks where tqdm is installed, else lines.

@@ -103,6 +103,11 @@ class Packing:
         self._plain = self._plain and not self._away
 
     @property
+    def specs(self) -> list[tuple[tuple[int, ...], np.dtype]]:
+        """Return shape and dtype of each array of variables."""
+        return list(self._specs)
+
+    @property
     def described(self) -> list[str]:
         """Return shape and dtype of each array of variables, in words."""
         return [f"{dtype}{list(shape)}" for shape, dtype in self._specs]

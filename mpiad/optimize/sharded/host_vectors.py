@@ -16,7 +16,7 @@ import numpy as np
 from mpiad.optimize.box_constraints import Box
 from mpiad.optimize.sharded.correction_pairs import Ring
 
-__all__ = ["LENGTH", "PADDING", "HostVectors", "Parts"]
+__all__ = ["LENGTH", "PADDING", "HostVectors", "Parts", "untiled"]
 
 # Two stretches fit a core's own cache; a call for a whole tile takes little beside its arithmetic.
 LENGTH = 16384
@@ -66,8 +66,12 @@ class HostVectors:
         return x
 
     def from_host(self, x: np.ndarray) -> np.ndarray:
-        """Return an array of the host's where the passes work on it."""
-        return x
+        """Return an array of the host's where the passes work on it; of rows, shape (height, size), the memory."""
+        if x.ndim == 1:
+            return x
+        for part, tile in self:
+            tile[...] = x[:, part]
+        return self.memory
 
     def read(self, row: int, out: np.ndarray) -> np.ndarray:
         """Copy a row to a vector, and return that."""
@@ -269,3 +273,13 @@ def _combine(tile: np.ndarray, parts: Parts, coefficients: np.ndarray, out: np.n
     np.matmul(coefficients[first[1]], tile[first[0]], out=out)
     for rows, places in others:
         out += coefficients[places] @ tile[rows]
+
+
+def untiled(memory: np.ndarray, size: int) -> np.ndarray:
+    """Return the rows of a memory that was written, shape (height, size): that of a device has this shape already."""
+    if memory.ndim == 2:
+        return memory
+    whole, rest = divmod(size, LENGTH)
+    vectors = HostVectors(len(memory) // (whole * (LENGTH + PADDING) + rest), 0)
+    vectors.size, vectors.memory = size, memory
+    return np.concatenate([tile for _, tile in vectors], axis=1)

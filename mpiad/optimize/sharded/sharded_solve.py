@@ -25,8 +25,9 @@ from mpiad.optimize.sharded.lbfgs import LBFGS, Trials
 from mpiad.optimize.sharded.limited_memory import LimitedMemory
 from mpiad.optimize.sharded.newton_cg import NewtonCG, NewtonPoint
 from mpiad.optimize.sharded.newton_settings import NewtonSettings, newton_settings_of
+from mpiad.optimize.sharded.redistribution import Layout, layout_of, place_independent
 from mpiad.optimize.sharded.second_order import SecondOrderEvaluation, on_vectors
-from mpiad.optimize.sharded.solver_state import Point, StateFiles
+from mpiad.optimize.sharded.solver_state import OF_RANKS, Point, StateFiles
 from mpiad.transport import Channel
 from mpiad.transport.fault_tolerance import is_interruption
 from mpiad.transport.user_failures import StageFailures
@@ -103,8 +104,7 @@ class Sharded:
     def _run(self, callback: Function | None, line: Progress | None) -> scipy.optimize.OptimizeResult:
         packing, settings = self._piece.packing, self._piece.settings
         start = packing.pack(self._piece.start)
-        problem = {} if self._piece.checkpoint is None else self._piece.problem(self._program, start, self._used.size)
-        files = StateFiles(self._piece.checkpoint, problem, self._used, self.agreement)
+        files = StateFiles(self._piece.checkpoint, *self._identity(start), self._used, self.agreement)
         files.look()
         said = [float(mine) for mine in (self._piece.box is not None, callback is not None)]
         # What one rank has, all must know: bounds and callbacks make further messages.
@@ -116,6 +116,24 @@ class Sharded:
         trials = Trials(self._evaluation, packing, self._totals, memory)
         point, ending = LBFGS(trials, memory, iterates, settings, files).run(start)
         return self._result(point, memory.gradient(point), ending, trials.count, iterates)
+
+    def _identity(self, start: Array) -> tuple[dict[str, Any], dict[str, Any], Layout | None]:
+        """Return what a state belongs to, on these ranks and on any number of them, and where its variables lie."""
+        piece, comm = self._piece, self._used.data
+        if piece.checkpoint is None:
+            return {}, {}, None
+        problem = piece.problem(self._program, start, self._used.size)
+        layout = layout_of(piece.packing.specs, piece.checkpoint, comm)
+        # The mean over the ranks is another objective on another number of them.
+        if layout is None or self._program.objective == "mean":
+            return problem, {}, None
+        found = {name: value for name, value in problem.items() if name not in OF_RANKS}
+        found["whole arrays"] = [layout.shapes, [str(dtype) for _, dtype in piece.packing.specs]]
+        found["x0 of all ranks (checksum)"] = place_independent(to_host(start), layout, comm)
+        if any(comm.allgather(piece.box is not None)):
+            limits = self._box(True).limits  # type: ignore[union-attr]
+            found["bounds of all ranks (checksum)"] = [place_independent(limit, layout, comm) for limit in limits]
+        return problem, found, layout
 
     def _newton(
         self, start: Array, iterates: PieceIterates, settings: NewtonSettings, files: StateFiles, box: Box | None

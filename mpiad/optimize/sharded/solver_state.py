@@ -16,13 +16,16 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.checkpoint_files import differences, files_of_ranks, read, read_description, write
 from mpiad.optimize.checkpoint import Checkpoint, WriteFailures
+from mpiad.optimize.sharded.redistribution import Layout, newest_state
 from mpiad.transport import Channel
-from mpiad.transport.agreement import agreed
+from mpiad.transport.agreement import agreed, raise_together
 from mpiad.transport.user_failures import StageFailures
 
-__all__ = ["Point", "State", "StateFiles"]
+__all__ = ["OF_RANKS", "Point", "State", "StateFiles"]
 
 _SLOTS = "a", "b"
+OF_RANKS = "ranks", "variables", "x0 (checksum)", "bounds (checksum)"
+"""What a state belongs to only on the same number of ranks."""
 
 
 class Point:
@@ -104,8 +107,10 @@ class StateFiles:
     ----------
     checkpoint : Checkpoint or None
         This rank's own; all have one or none.
-    problem : dict
-        What the state belongs to.
+    problem, anywhere : dict
+        What the state belongs to, on these ranks and on any number of them.
+    layout : Layout or None
+        Where this rank's variables lie; without it a state belongs to its number of ranks.
     used : Channel
         The user's communicator.
     agreement : StageFailures
@@ -117,8 +122,12 @@ class StateFiles:
         Of the last state that was written or found; -1 for none.
     """
 
-    def __init__(self, checkpoint: Checkpoint | None, problem: dict[str, Any], used: Channel, agreement: StageFailures):
+    def __init__(
+        self, checkpoint: Checkpoint | None, problem: dict[str, Any], anywhere: dict[str, Any], layout: Layout | None,
+        used: Channel, agreement: StageFailures,
+    ):
         self._checkpoint, self._problem, self._used, self._agreement = checkpoint, problem, used, agreement
+        self._anywhere, self._layout, self._old = anywhere, layout, list[Path]()
         self._slot, self.iteration, self._failures = 0, -1, WriteFailures("minimize")
         self._found: dict[str, np.ndarray] | None = None
 
@@ -142,6 +151,10 @@ class StateFiles:
         if self._checkpoint is None:
             return
         mine, wrong = {}, None
+        others = files_of_ranks(self._checkpoint.file)
+        if self._layout is not None and self._agree_to_redistribute(others):
+            self._redistribute(others, self._layout)
+            return
         try:
             mine = self._iterations_on_disk()
         except (OSError, ValueError) as error:
@@ -155,6 +168,31 @@ class StateFiles:
             except ValueError as error:
                 wrong = error
             self._agreed(mine, wrong)
+
+    def _agree_to_redistribute(self, others: list[Path]) -> bool:
+        """Return whether all ranks see the files of another number of ranks, and none sees its own."""
+        seen = [] if self._of_this_number(others) else [file.name for file in others]
+        told = self._used.data.allgather(seen)
+        return bool(told[0]) and all(names == told[0] for names in told)
+
+    def _redistribute(self, others: list[Path], layout: Layout) -> None:
+        """Read the newest state that another number of ranks has written."""
+        found, wrong = newest_state(others, self._anywhere, self._used.data)
+        if found is None:
+            raise agreed(self._used, ValueError(wrong or (
+                f"minimize: there is no iteration of which all ranks have a file among {others[0]} and the like, which "
+                "another number of ranks has written. Put the files back, or delete them."
+            )))
+        error = None
+        try:
+            self._found = found.arrays(layout)
+        except ValueError as problem:
+            error = problem
+        raise_together(self._used, error)
+        self.iteration, self._old = found.iteration, others
+
+    def _of_this_number(self, files: list[Path]) -> list[Path]:
+        return [file for file in files if f"of{self._used.size}." in file.name]
 
     def _state_of(self, iteration: int) -> dict[str, np.ndarray]:
         """Return the arrays of an iteration that was found."""
@@ -186,11 +224,11 @@ class StateFiles:
     def _refuse_others(self) -> None:
         file = self._checkpoint.file  # type: ignore[union-attr]
         others = files_of_ranks(file)
-        ours = [name for name in others if f"of{self._used.size}." in name.name]
-        if others and not ours:
+        if others and not self._of_this_number(others):
             raise ValueError(
                 f"minimize: the checkpoint {others[0]} was written by another number of ranks than the "
-                f"{self._used.size} of this call. Start as many, name another file, or delete it."
+                f"{self._used.size} of this call, and nothing says where their pieces lie. Start as many, name another "
+                "file, or delete it; Checkpoint(blocks=...) says it for further ones."
             )
         if file.exists():
             raise ValueError(
@@ -226,7 +264,9 @@ class StateFiles:
 
     def write(self, iteration: int, arrays: Iterable[tuple[str, np.ndarray]]) -> None:
         """Write a state; all ranks call this."""
-        description, wrong = {**self._problem, "iteration": iteration}, None
+        description, wrong = {**self._problem, **self._anywhere, "iteration": iteration}, None
+        if self._layout is not None:
+            description["boxes"] = self._layout.boxes
         try:
             write(self._file(self._slot), description, arrays)
         except OSError as error:
@@ -238,3 +278,7 @@ class StateFiles:
         else:
             self._failures.end()
             self.iteration, self._slot = iteration, 1 - self._slot
+            # Older than this one, and of use to nobody: those of another number of ranks.
+            for file in self._old[self._used.rank :: self._used.size]:
+                file.unlink(missing_ok=True)
+            self._old = []

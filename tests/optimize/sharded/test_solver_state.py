@@ -191,10 +191,66 @@ def test_another_method_is_refused(folder: Path) -> None:
 
 
 @pytest.mark.mpi(min_size=2)
-def test_another_number_of_ranks_is_refused(folder: Path, size: int) -> None:
-    solve(folder / "run.npz", options={"maxiter": 2})
-    with pytest.raises(ValueError, match="another number of ranks"):
-        mpiad.minimize(valley, np.ones(3), method=METHOD, comm=MPI.COMM_SELF, checkpoint=folder / "run.npz")
+def in_pieces(method: str, limit: int, checkpoint: Any, comm: Any, slope: float = 1.0) -> tuple[Any, np.ndarray]:
+    """Minimise over consecutive parts of one vector; return the result, and its variables one behind the other."""
+    ends = [20 * rank // comm.size for rank in range(comm.size + 1)]
+    start = np.tile([-1.2, slope], 10)[ends[comm.rank] : ends[comm.rank + 1]]
+
+    def fun(x: Any) -> Any:
+        whole = mpiad.mpi_allgather(x, axis=0, comm=comm)
+        return anp.sum(10.0 * (whole[1:] - whole[:-1] ** 2) ** 2 + (1.0 - whole[:-1]) ** 2)
+
+    result = mpiad.minimize(fun, start, method=method, comm=comm, checkpoint=checkpoint, options={"maxiter": limit})
+    return result, np.concatenate(comm.allgather(result.x))
+
+
+def on_blocks(method: str, limit: int, checkpoint: Any, comm: Any, slope: float = 1.0) -> tuple[Any, np.ndarray]:
+    """Minimise over a nest of blocks with leading axes, real and complex, of several tiles of the memory."""
+    domain = mpiad.Domain((44, 401), comm=comm)
+    y, x = domain.coordinates(slope)
+
+    def fun(u: Any) -> Any:
+        v, real = domain.exchange(u["real"]), u["real"]
+        steps = sum((real - part) ** 2 for part in (v[:-2, 1:-1], v[2:, 1:-1], v[1:-1, :-2], v[1:-1, 2:]))
+        apart = domain.sum(anp.abs(u["complex"] - 1j * real) ** 2)
+        return domain.sum(steps + (real**2 - 1.0) ** 2 + 0.1 * real * anp.sin(x + y)) + anp.sum(apart)
+
+    start = {"real": np.sin(3.0 * y + x) + 0.1, "complex": np.zeros((2, *domain.local_shape), complex)}
+    result = domain.minimize(fun, start, method=method, checkpoint=checkpoint, options={"maxiter": limit})
+    return result, mpiad.mpi_bcast(domain.gather(result.x["real"]), comm=comm)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("method", [METHOD, "Newton-CG-sharded"])
+@pytest.mark.parametrize("run", [in_pieces, on_blocks])
+def test_a_solve_goes_on_with_another_number_of_ranks(run: Any, method: str, folder: Path, rank: int, size: int) -> None:
+    """On all ranks, on one less, and on all again: as if it had never been broken off, but for rounding."""
+    fewer = MPI.COMM_WORLD.Split(rank == size - 1)
+    expected, whole = run(method, 11, None, MPI.COMM_WORLD)
+    run(method, 4, folder / "run.npz", MPI.COMM_WORLD)
+    if rank < size - 1:
+        part, _ = run(method, 8, folder / "run.npz", fewer)
+        assert part.nit == 8
+        np.testing.assert_allclose(part.history.loss, expected.history.loss[:9], rtol=1e-9)
+    MPI.COMM_WORLD.Barrier()
+    assert not list(folder.glob(f"*of{size}.*")) or size == 1
+    found, again = run(method, 11, folder / "run.npz", MPI.COMM_WORLD)
+    assert (found.nit, found.nfev) == (expected.nit, expected.nfev)
+    np.testing.assert_allclose(again, whole, rtol=1e-6, atol=1e-9)
+    fewer.Free()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_what_cannot_go_on_with_another_number_of_ranks_is_refused(folder: Path, rank: int, size: int) -> None:
+    alone = MPI.COMM_WORLD.Split(rank)
+    in_pieces(METHOD, 2, folder / "run.npz", MPI.COMM_WORLD)
+    with pytest.raises(ValueError, match=r"another problem: x0 of all ranks \(checksum\) is"):
+        in_pieces(METHOD, 2, folder / "run.npz", alone, slope=1.1)
+    with pytest.raises(ValueError, match=r"another problem: whole arrays is \[\[\[20\]\].* there and \[\[\[3\]\]"):
+        mpiad.minimize(valley, np.ones(3), method=METHOD, comm=alone, checkpoint=folder / "run.npz")
+    with pytest.raises(ValueError, match=r"another number of ranks .* nothing says where their pieces lie"):
+        mpiad.minimize(valley, np.ones((3, 2)), method=METHOD, comm=alone, checkpoint=folder / "run.npz")
+    alone.Free()
 
 
 def test_a_damaged_file_of_one_rank_is_refused_on_all(folder: Path, rank: int, size: int) -> None:

@@ -1,0 +1,180 @@
+"""The state of a sharded solve on another number of ranks: put together from the pieces that the old ones have written.
+
+Each file says which boxes of the whole arrays its variables are, so a rank reads the files whose boxes meet its own. What
+else a state holds is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpiad._typing import Comm
+from mpiad.checkpoint_files import differences, read, read_description
+from mpiad.optimize.checkpoint import Checkpoint
+from mpiad.optimize.sharded.host_vectors import untiled
+
+__all__ = ["Layout", "OldState", "layout_of", "newest_state", "place_independent"]
+
+Box = list[list[int]]
+"""First index, and the one after the last, along each axis of a whole array."""
+
+
+class Layout(NamedTuple):
+    """Where the variables of this rank's vector lie, as boxes of whole arrays one after the other."""
+
+    boxes: list[Box]
+    shapes: list[list[int]]
+
+
+class OldState(NamedTuple):
+    """An iteration of which each of the old ranks has a file: these, with the boxes in them."""
+
+    iteration: int
+    files: list[Path]
+    boxes: list[list[Box]]
+
+    def arrays(self, layout: Layout) -> dict[str, np.ndarray]:
+        """Return the arrays of the state for this rank; a ValueError where a file is damaged, or of another iteration."""
+        size = _length(layout.boxes)
+        found: dict[str, np.ndarray] = {}
+        pieces = [piece for piece in zip(self.files, self.boxes) if _length(piece[1])]
+        # What isn't divided is in any file: one is read where a rank has no variables, too.
+        needed = [piece for piece in pieces if any(map(_meet, piece[1], layout.boxes))] or pieces[:1]
+        for file, boxes in needed:
+            description, arrays = read(file)
+            if description["iteration"] != self.iteration:
+                raise ValueError(f"minimize: another job writes the checkpoint {file}. Name another file, or end that job.")
+            parts = {"x": arrays.pop("x")[None]}
+            if "rows" in arrays:
+                parts["rows"] = untiled(arrays.pop("rows"), _length(boxes))
+            found = found or {**arrays, **{name: np.zeros((len(part), size)) for name, part in parts.items()}}
+            for name, part in parts.items():
+                _copy(part, boxes, found[name], layout.boxes)
+        found["x"] = found["x"][0]
+        return found
+
+
+def layout_of(specs: Sequence[tuple], checkpoint: Checkpoint, comm: Comm) -> Layout | None:
+    """Return where this rank's variables lie; None where nobody says so.
+
+    Parameters
+    ----------
+    specs : sequence of (shape, dtype)
+        Of the arrays of variables.
+    checkpoint : Checkpoint
+        Its `blocks`; without them arrays with one axis are parts of whole ones, one behind the other by rank.
+    comm : mpi4py intracommunicator
+
+    Ranks
+    -----
+    All ranks of `comm` call it.
+    """
+    blocks = None if checkpoint.blocks is None else [[part.start, part.stop] for part in checkpoint.blocks]
+    shapes = [tuple(shape) for shape, _ in specs]
+    every = comm.allgather((shapes, blocks))
+    before, boxes = every[: comm.rank], []
+    for k, (shape, dtype) in enumerate(specs):
+        if blocks is not None and list(shape[len(shape) - len(blocks) :]) == [stop - start for start, stop in blocks]:
+            box = [*[[0, n] for n in shape[: len(shape) - len(blocks)]], *blocks]
+        elif blocks is None and len(shape) == 1 and all(len(theirs) == len(shapes) for theirs, _ in every):
+            start = sum(theirs[k][0] for theirs, _ in before if theirs[k])
+            box = [[start, start + shape[0]]]
+        else:
+            box = []
+        boxes.append([*box, *[[0, 2]] * (dtype.kind == "c")] if box else None)
+    # Known on all ranks, or on none.
+    known = comm.allgather(boxes)
+    if any(box is None for theirs in known for box in theirs) or len({len(theirs) for theirs in known}) > 1:
+        return None
+    ends = [[max(stops) for stops in zip(*[[stop for _, stop in box] for box in leaf])] for leaf in zip(*known)]
+    return Layout(boxes, ends)
+
+
+def place_independent(vector: np.ndarray, layout: Layout, comm: Comm) -> str:
+    """Return a checksum of a divided vector that doesn't depend on how it is divided; all ranks call it."""
+    total, start = 0, 0
+    for k, (box, shape) in enumerate(zip(layout.boxes, layout.shapes)):
+        piece = np.ascontiguousarray(vector[start : start + _length([box])], np.float64).view(np.uint64)
+        axes = np.ix_(*[np.arange(*ends, dtype=np.uint64) for ends in box])
+        places = np.zeros(tuple(stop - first for first, stop in box), np.uint64)
+        for places_along, n in zip(axes, shape):
+            places = places * np.uint64(n) + places_along
+        total += int(np.sum(_mixed(piece ^ _mixed(places.ravel() + np.uint64(k << 56))), dtype=np.uint64))
+        start += len(piece)
+    return f"{sum(comm.allgather(total)) % 2**64:016x}"
+
+
+def _mixed(x: np.ndarray) -> np.ndarray:
+    """Return the numbers that SplitMix64 makes of others (Steele, Lea and Flood, OOPSLA 2014)."""
+    with np.errstate(over="ignore"):
+        x = (x + np.uint64(0x9E3779B97F4A7C15)).astype(np.uint64)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def newest_state(files: list[Path], problem: dict[str, Any], comm: Comm) -> tuple[OldState | None, str | None]:
+    """Return the newest iteration of which all ranks of one number have files, and what is wrong with a file; collective.
+
+    Parameters
+    ----------
+    files : list of Path
+        Of all old ranks, the same on all ranks here.
+    problem : dict
+        What the state must belong to, as far as that doesn't depend on the ranks.
+    comm : mpi4py intracommunicator
+    """
+    mine, wrong = [], None
+    for file in files[comm.rank :: comm.size]:
+        try:
+            description = read_description(file)
+            said = differences(description, problem)
+            if said:
+                wrong = (
+                    f"minimize: the checkpoint {file} belongs to another problem: {said}. Make the call that it belongs "
+                    "to, name another file, or delete it."
+                )
+            mine.append((file, description["iteration"], description.get("boxes")))
+        except (OSError, ValueError) as error:
+            wrong = str(error)
+    told = comm.allgather((mine, wrong))
+    wrong = next((text for _, text in told if text is not None), None)
+    by_ranks: dict[tuple[int, int], dict[int, tuple[Path, Any]]] = {}
+    for file, iteration, boxes in [entry for entries, _ in told for entry in entries]:
+        rank, many = map(int, re.findall(r"\.rank(\d+)of(\d+)\.", file.name)[-1])
+        by_ranks.setdefault((iteration, many), {})[rank] = file, boxes
+    whole = [key for key, found in by_ranks.items() if len(found) == key[1] and all(boxes for _, boxes in found.values())]
+    if wrong is not None or not whole:
+        return None, wrong
+    entries = [entry for _, entry in sorted(by_ranks[max(whole)].items())]
+    return OldState(max(whole)[0], [file for file, _ in entries], [boxes for _, boxes in entries]), None
+
+
+def _length(boxes: list[Box]) -> int:
+    return sum(prod(stop - start for start, stop in box) for box in boxes)
+
+
+def _meet(old: Box, new: Box) -> bool:
+    return all(max(a[0], b[0]) < min(a[1], b[1]) for a, b in zip(old, new))
+
+
+def _copy(source: np.ndarray, old: list[Box], target: np.ndarray, new: list[Box]) -> None:
+    """Copy what two lists of boxes have in common, from rows of vectors to others."""
+    at, to = 0, 0
+    for there, here in zip(old, new):
+        parts = source[:, at : at + _length([there])], target[:, to : to + _length([here])]
+        at, to = at + _length([there]), to + _length([here])
+        if not _meet(there, here):
+            continue
+        common = [(max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(there, here)]
+        views = []
+        for part, box in zip(parts, (there, here)):
+            shaped = part.reshape(len(part), *[stop - start for start, stop in box])
+            views.append(shaped[(slice(None), *[slice(a - start, b - start) for (a, b), (start, _) in zip(common, box)])])
+        views[1][...] = views[0]
