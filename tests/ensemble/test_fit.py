@@ -77,7 +77,11 @@ def by_scipy(i, upper=None):
     return MPI.COMM_WORLD.bcast(found)
 
 
-@pytest.mark.parametrize("upper", [None, (1.4, np.inf, np.inf, 0.95)])
+BOX = (1.4, np.inf, np.inf, 0.95)
+
+
+# By columns with bounds alone, since it takes a while.
+@pytest.mark.parametrize("compiled, upper", [(True, None), (True, BOX), (False, BOX)], indirect=["compiled"])
 def test_as_scipys_least_squares(compiled, upper):
     bounds = (0.0, np.inf if upper is None else np.array(upper))
     start = np.minimum(TRUTH * np.array([1.4, 0.7, 1.3, 0.8]), bounds[1])
