@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from mpiad import primitives
 from mpiad._typing import Array, Shape
 from mpiad.primitives.request import Request
 from mpiad.programs.message_numbers import channels_of, envelopes_of, logged
@@ -27,11 +28,10 @@ from mpiad.transport.tracing import tracing
 __all__ = ["Recorder"]
 
 _COMPILED_ROOMS = ("", "domain")
+_BY_THEMSELVES = {"mpi_finalize", "mpi_init", "mpi_local_rank", "mpi_print"}
 # Look for a channel, and communicate by operations alone, or by what is settled before them.
-_NOTED = frozenset(
-    """mpi_allgather mpi_allreduce mpi_alltoall mpi_barrier mpi_bcast mpi_exchange mpi_exscan mpi_gather mpi_iallreduce
-    mpi_irecv mpi_isend mpi_recv mpi_reduce mpi_reduce_scatter mpi_scan mpi_scatter mpi_send mpi_sendrecv mpi_sum mpi_rank
-    mpi_size Domain.begin_exchange value_and_grad grad make_vjp make_jvp jvp hvp""".split()
+_NOTED = {name for name in primitives.__all__ if name.startswith("mpi_")} - _BY_THEMSELVES | set(
+    "Domain.begin_exchange value_and_grad grad make_vjp make_jvp jvp hvp".split()
 )
 
 _SHAPED_BY_VALUES = frozenset({

@@ -11,6 +11,9 @@ from one_process import assert_close, gradients, inputs
 
 import mpiad
 
+# What a function does beside returning a value happens at a trace only, and on traced arrays, where it is compiled.
+pytestmark = pytest.mark.interpreted
+
 
 def grad(fun):
     """Each rank's own loss counts."""

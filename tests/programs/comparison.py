@@ -1,6 +1,6 @@
 """Whether the library differentiates a program as the reference does: value, gradient, tangent and second order."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import autograd.numpy as anp
 import numpy as np
@@ -8,7 +8,7 @@ from programs import arithmetic, in_one_process, jets, on_ranks
 
 import mpiad
 from mpiad.programs import function
-from mpiad.programs.closure import Watch
+from mpiad.programs.closure import Unfollowed, Watch
 
 ROUNDING = {False: 1e-9, True: 1e-3}
 """By whether a program is in single precision; relative to the largest number of its kind on any rank, or to one."""
@@ -80,7 +80,13 @@ def _compiled(program, run, tangent, x, v):
 def watching_nothing():
     """A context in which what a function reads beside its arguments needn't be followed: a program never changes."""
     bare = function.watch_of
-    function.watch_of = lambda *args: Watch()
+
+    def watch(*args):
+        with suppress(Unfollowed):
+            bare(*args)  # tells of traced values from around it
+        return Watch()
+
+    function.watch_of = watch
     try:
         yield
     finally:
