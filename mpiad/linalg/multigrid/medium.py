@@ -14,7 +14,7 @@ from mpiad.transport import MAX, Channel
 from mpiad.transport.agreement import agreed, raise_together
 from mpiad.transport.collectives import allreduce
 
-__all__ = ["coefficients", "has_constants", "jumps"]
+__all__ = ["coefficients", "contrast", "has_constants", "jumps"]
 
 # Below this ratio of the largest κ to the smallest no level need be visited twice.
 _SMOOTH = 100.0
@@ -84,11 +84,17 @@ def has_constants(sides: Sides, c: LocalArray, mean_zero: bool, used: Channel) -
     return singular
 
 
-def jumps(kappa: LocalArray, used: Channel) -> bool:
-    """Tell whether κ varies so much that a cycle must do more; all ranks of the domain call it."""
+def contrast(kappa: LocalArray, used: Channel) -> float:
+    """Return the largest κ divided by the least; all ranks of the domain call it."""
     # One reduction for both: the least is minus the greatest of the negatives.
     highest, lowest = allreduce(used, np.array([kappa.max(), -kappa.min()]), MAX, _CALL)
-    return bool(highest > -_SMOOTH * lowest)
+    with np.errstate(over="ignore"):
+        return float(highest / -lowest)
+
+
+def jumps(kappa: LocalArray, used: Channel) -> bool:
+    """Tell whether κ varies so much that a cycle must do more; all ranks of the domain call it."""
+    return contrast(kappa, used) > _SMOOTH
 
 
 def _check_rings(domain: Domain) -> None:

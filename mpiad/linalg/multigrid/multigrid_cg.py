@@ -40,13 +40,16 @@ class Tolerance(NamedTuple):
     callback : callable or None
     reported : bool
         Whether any rank has one, which may raise.
+    remark : callable
+        Returns what may have made the iteration long, for the message of an error; all ranks call it.
     """
 
     rtol: float
     atol: float
     maxiter: int
     callback: Callable[[float], Any] | None
-    reported: bool = False
+    reported: bool
+    remark: Callable[[], str]
 
 
 def conjugate(
@@ -92,7 +95,7 @@ def conjugate(
             if tolerance.reported:
                 failures.raise_together()
             found = f"the residual didn't fall to {target:.3e} within maxiter={tolerance.maxiter} iterations"
-            _fail(used, f"{found}; spacings that differ much take more of them", history)
+            _fail(used, f"{found}; {tolerance.remark()}", history)
         # Both belong to the level, and are overwritten by its next cycle.
         z = level.cycle(r)
         w = level.product_after(r)
@@ -103,7 +106,7 @@ def conjugate(
         if not (rz > 0.0 and curvature > 0.0):
             failures.raise_together()
             found = f"r·z = {rz:.3e} and p·Ap = {curvature:.3e} should be positive"
-            _fail(used, f"{found}: rounding has taken over. Ask for less by rtol", history)
+            _fail(used, f"{found}: rounding has taken over. Ask for less by rtol; {tolerance.remark()}", history)
         for direction, new in ((p, z), (s, w)):
             direction *= beta
             direction += new

@@ -19,7 +19,7 @@ from mpiad.linalg.multigrid.elliptic import Elliptic
 from mpiad.linalg.multigrid.hierarchy import Plan, hierarchy
 from mpiad.linalg.multigrid.level import Level
 from mpiad.linalg.multigrid.level_stencil import Stencil
-from mpiad.linalg.multigrid.medium import coefficients, has_constants, jumps
+from mpiad.linalg.multigrid.medium import coefficients, contrast, has_constants, jumps
 from mpiad.linalg.multigrid.multigrid_cg import Tolerance, conjugate
 from mpiad.linalg.multigrid.spread import spread_of
 from mpiad.linalg.solver_settings import Settings, agree_on, mistake_in
@@ -34,6 +34,7 @@ __all__ = ["Multigrid"]
 
 # Levels that are visited twice where κ jumps.
 _DOUBLED = 2
+_EXTREME = 1e8  # a contrast of κ that an error is to name
 
 
 class Multigrid:
@@ -200,12 +201,19 @@ class Multigrid:
             wide = self._centred(b.astype(np.float64))
             start = None if x0 is None else self._centred(x0.astype(np.float64))
             r = wide if start is None else self._centred(wide - self.matvec(start))
-            tolerance = Tolerance(rtol, atol, maxiter, callback, settings.reported)
+            tolerance = Tolerance(rtol, atol, maxiter, callback, settings.reported, self._remark)
             split = self._layout.split(r)
             whole, level = None if start is None else wide, self._level_beside(b)
             x, self.history = conjugate(level, split, self._used, tolerance, whole)
             u = self._centred(self._layout.join(x))
             return (u if start is None else u + start).astype(b.dtype)
+
+    def _remark(self) -> str:
+        """Return what may have made an iteration long; all ranks call it."""
+        found = contrast(self.kappa, self._used)
+        if found < _EXTREME:
+            return "spacings that differ much take more of them"
+        return f"kappa varies by a factor of {found:.0e}, an extreme contrast where double precision resolves 5e+15"
 
     def refusal(self, r: LocalArray) -> Exception | None:
         """Return why this rank's block can't be preconditioned, None where it can."""

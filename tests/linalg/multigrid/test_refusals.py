@@ -88,6 +88,14 @@ def test_settings_that_cannot_be_met(domain, settings):
         solve_elliptic(domain, 1.0, np.ones(domain.local_shape), **settings)
 
 
+def test_extreme_contrast_is_called_that(domain, rank, size):
+    kappa = np.full(domain.local_shape, 3e-13)
+    kappa[0, 0] = 3e-1 if rank == size - 1 else 3e-13
+    said = r"maxiter=1 iterations; kappa varies by a factor of 1e\+12, an extreme contrast"
+    with pytest.raises(ConvergenceError, match=said):
+        solve_elliptic(domain, kappa, np.ones(domain.local_shape), rtol=1e-12, maxiter=1)
+
+
 def test_odd_ring():
     with pytest.raises(ValueError, match="even number of points, but dimension 1 has 9"):
         Multigrid(Domain((8, 9), periodic=True), 1.0, 1.0)
