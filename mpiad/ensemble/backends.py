@@ -142,7 +142,7 @@ class Compiler:
     """
 
     def __init__(self, options: SolveOptions, count: int, together: bool = False):
-        self.compile, self._count = options.compile if not options.alg.tableau.implicit else False, count
+        self.compile, self._count = options.compile, count
         self.gradient, self.adjoint = options.gradient, options.adjoint
         self.kernels: dict[str, Any] = {}
         self._together = together

@@ -24,7 +24,7 @@ class ColumnLU:
     """
 
     def __init__(self, matrices: Array):
-        self._factors = lu = matrices
+        self._factors = lu = matrices  # the second's diagonal as reciprocals
         # For each row the columns in which another one came into its place, and which.
         self._swaps: list[tuple[int, Array, Array]] = []
         for k in range(len(lu)):
@@ -34,9 +34,9 @@ class ColumnLU:
                 rows = k + below[columns]
                 self._swaps.append((k, rows, columns))
                 _swap(lu, k, rows, columns)
-            # What is divided by infinity would be zero, and look like a solution.
-            np.copyto(lu[k, k], np.nan, where=np.isinf(lu[k, k]))
-            lu[k + 1 :, k] /= lu[k, k]
+            # Divided by infinity all would be zero, and look like a solution; the difference makes it NaN.
+            lu[k, k] = 1 / lu[k, k] + (lu[k, k] - lu[k, k])
+            lu[k + 1 :, k] *= lu[k, k]
             lu[k + 1 :, k + 1 :] -= lu[k + 1 :, k, None] * lu[k, k + 1 :]
 
     def solve(self, x: Array) -> None:
@@ -47,14 +47,14 @@ class ColumnLU:
         for k in range(d - 1):
             x[k + 1 :] -= lu[k + 1 :, k] * x[k]
         for k in range(d - 1, -1, -1):
-            x[k] /= lu[k, k]
+            x[k] *= lu[k, k]
             x[:k] -= lu[:k, k] * x[k]
 
     def solve_transposed(self, x: Array) -> None:
         """Replace right-hand sides by the solutions with the transposed matrices."""
         lu, d = self._factors, len(x)
         for k in range(d):
-            x[k] /= lu[k, k]
+            x[k] *= lu[k, k]
             x[k + 1 :] -= lu[k, k + 1 :] * x[k]
         for k in range(d - 1, 0, -1):
             x[:k] -= lu[k, :k] * x[k]

@@ -1,7 +1,7 @@
 """The Jacobian of f at columns, exact: of the program that f computes where it can be traced, else by tangents.
 
 A program's Jacobian is a program, too, in which what is zero isn't computed, so it costs little more than f where each
-component depends on few others. Tangents take one direction for each component.
+component depends on few others (`compiled.jacobian_programs`). Tangents take one direction for each component.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ from typing import Protocol
 import numpy as np
 
 from mpiad._typing import Array, Tree
-from mpiad.compiling.builder import Builder, copied, simplify
-from mpiad.compiling.derivatives import jvp, vjp
 from mpiad.compiling.program import Program, evaluated
 from mpiad.compiling.trace_errors import Refusal, Untraceable
 from mpiad.differentiation.bundles import Bundle
 from mpiad.differentiation.shortcuts import shortened
 from mpiad.differentiation.trees import flatten
 from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.compiled.jacobian_programs import JacobianProgram, curvature_program, jacobian_program
 from mpiad.ensemble.compiled.parameter_layout import Layout, layout_of
 from mpiad.ensemble.compiled.trace import trace, verify
 from mpiad.ensemble.compiled.traced_problem import remembered
@@ -56,11 +55,11 @@ def jacobian_of(batch: Batch) -> Jacobian:
         Where f can neither be traced nor be differentiated.
     """
     found = remembered(lambda: _derived(jacobian_program, batch), batch, (), "jacobian")
-    if isinstance(found, Program):
-        return _ProgramJacobian(found, layout_of(batch.p), len(batch.u0))
+    if isinstance(found, JacobianProgram):
+        return _ProgramJacobian(found, layout_of(batch.p))
     jacobian = _TangentJacobian(Field(batch), len(batch.u0))
     if batch.size:
-        _try(jacobian, batch, found)
+        _try(jacobian, batch, str(found))
     return jacobian
 
 
@@ -70,7 +69,7 @@ def curvature_of(batch: Batch) -> Program | None:
     return found if isinstance(found, Program) else None
 
 
-def _derived(derivative: Callable[[Program], Program], batch: Batch) -> Program | str:
+def _derived(derivative: Callable[[Program], Program | JacobianProgram], batch: Batch) -> Program | JacobianProgram | str:
     """Return a derivative of what f computes, or why it can't be traced."""
     try:
         program = trace(batch.f, batch.shape, batch.p, batch.u0.dtype)
@@ -80,7 +79,7 @@ def _derived(derivative: Callable[[Program], Program], batch: Batch) -> Program 
         return str(error)  # and not itself, which would keep f's frames
 
 
-def _try(jacobian: Jacobian, batch: Batch, untraced: str | None) -> None:
+def _try(jacobian: Jacobian, batch: Batch, untraced: str) -> None:
     d, ids = len(batch.u0), np.zeros(2, int)  # two columns at least, wherever f is called
     p, t = batch.p.columns(ids, len(batch.shape) > 1), batch.start[ids].astype(batch.u0.dtype)
     try:
@@ -94,45 +93,12 @@ def _try(jacobian: Jacobian, batch: Batch, untraced: str | None) -> None:
         ) from error
 
 
-def jacobian_program(program: Program) -> Program:
-    """Return the program of the derivatives of f by each component of the state, then by time, each d outputs."""
-    d, along = program.groups["state"], jvp(program, wanted={"state": None, "time": None})
-    builder, outputs = Builder(), []
-    # One direction after the other into one program: what they share is computed once, and zeros drop out.
-    for direction in range(d + 1):
-        known = {("seed", place): float(place == direction) for place in range(d + 1)}
-        new = copied(builder, along, known)
-        outputs += [new[number] for number in along.outputs[d:]]
-    return builder.program(program.groups, outputs)
-
-
-def curvature_program(program: Program) -> Program:
-    """Return the program of the gradient of f, times cotangents, along directions of state and time.
-
-    It has two more groups, "cotangent" and "direction" (of each component of the state, then of time), and an output for
-    each component of the state, each parameter, and time.
-    """
-    gradient = vjp(program, seeds="cotangent")
-    along = jvp(gradient, wanted={"state": None, "time": None}, seeds="direction")
-    count = len(gradient.outputs)
-    return simplify(along, outputs=range(count, 2 * count))
-
-
 class _ProgramJacobian:
     """By a program, evaluated one operation after the other for all columns."""
 
-    def __init__(self, program: Program, layout: Layout, d: int):
+    def __init__(self, found: JacobianProgram, layout: Layout):
+        self._program, self._places, self._slopes = found
         self._layout, self._p, self._rows = layout, None, {}
-        kept = []
-        for place, number in enumerate(program.outputs):
-            operation, _, value = program.instructions[number]
-            if operation != "constant" or value != 0:
-                kept.append(place)
-        # Output j d + i is the derivative of component i by component j, the last d those by time.
-        self._places = [(place % d, place // d) for place in kept if place < d * d]
-        self._slopes = [place % d for place in kept if place >= d * d]
-        outputs = [program.outputs[place] for place in kept]
-        self._program = Program(program.groups, program.instructions, outputs)
 
     def write(self, out: Array, u: Array, p: Tree, t: Array) -> Array | None:
         """Write ∂f/∂u, and return ∂f/∂t."""

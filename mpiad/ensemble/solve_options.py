@@ -59,7 +59,7 @@ def checked_options(options: SolveOptions) -> SolveOptions:
     """
     _check_kinds(options)
     if options.alg.tableau.implicit:
-        _check_columns(options)
+        _check_implicit(options)
     _check_numbers(options)
     given = options.events
     events = tuple(given) if isinstance(given, (list, tuple)) else (given,)
@@ -121,14 +121,9 @@ def _check_kinds(options: SolveOptions) -> None:
         raise TypeError(f"solve: {name} must be an {expected}, but got {value!r}.{hint}")
 
 
-def _check_columns(options: SolveOptions) -> None:
+def _check_implicit(options: SolveOptions) -> None:
     """Refuse what isn't there for methods whose stages are solutions of linear systems."""
     name = type(options.alg).__name__
-    if options.compile is True:
-        raise NotImplementedError(
-            f"solve: compile=True, but there is no kernel of {name}, whose steps are computed by columns of arrays. Leave "
-            "out compile=."
-        )
     if isinstance(options.ensemblealg.local, EnsembleGPU):
         raise NotImplementedError(
             f"solve: ensemblealg={options.ensemblealg!r}, but {name} runs on the host. Take EnsembleVectorized()."

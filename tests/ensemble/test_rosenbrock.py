@@ -36,6 +36,7 @@ WORLD = MPI.COMM_WORLD
 # Of each its formulas, the order of its error estimate, and its orders: of the solution, the embedded one, states between.
 METHODS = {"Rosenbrock23": (Rosenbrock23(), rosenbrock23, 3, (2, 3, 2)), "Rodas5P": (Rodas5P(), rodas5p, 5, (5, 4, 4))}
 every_method = pytest.mark.parametrize("name", METHODS)
+both = pytest.mark.usefixtures("solved_by")
 
 
 def problem_of(system, **changes):
@@ -110,6 +111,7 @@ def test_orders_by_slopes(name):
     assert alg.tableau.error_order == error_order
 
 
+@both
 @pytest.mark.serial
 @every_method
 def test_a_stiff_linear_system_forwards_and_backwards(name):
@@ -166,10 +168,38 @@ def by_matrix(u, p, t):
     return -p * u + anp.cos(t)
 
 
+@pytest.mark.serial
+@pytest.mark.limit(240)
+@every_method
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_kernels_take_the_same_steps(name, system):
+    pytest.importorskip("llvmlite")
+    stiff = SYSTEMS[system]
+    p = stiff.p * np.random.default_rng(0).uniform(0.5, 2.0, (20, len(stiff.p)))
+    ensemble = EnsembleProblem(problem_of(stiff), p=p)
+    options = {"rtol": 1e-4, "atol": 1e-8, "saveat": [0.3 * stiff.end, stiff.end]}
+    sols = [solve(ensemble, METHODS[name][0], compile=compiled, **options) for compiled in (True, False)]
+    assert "jacobian" in sols[0].problem.kernel_source()
+    for field in ("naccept", "nreject"):
+        np.testing.assert_array_equal(*[getattr(sol, field) for sol in sols])
+    np.testing.assert_allclose(sols[0].u, sols[1].u, rtol=1e-6, atol=1e-10)
+
+
+@pytest.mark.serial
+def test_kernels_in_single_precision():
+    pytest.importorskip("llvmlite")
+    problem = ODEProblem(lambda u, p, t: [-p[0] * (u[0] - u[1]), -u[1] * t], np.ones(2, np.float32), (0.0, 1.0))
+    ensemble = EnsembleProblem(problem, p=np.array([[1e2], [1e4]], np.float32))
+    sol = solve(ensemble, Rodas5P(), compile=True, saveat=[0.5, 1.0])
+    assert sol.u.dtype == np.float32
+    np.testing.assert_allclose(sol.u[..., 1], [np.exp([-0.125, -0.5])] * 2, rtol=1e-3)
+
+
 RATES = np.geomspace(1.0, 1e4, 1200)[:, None]
 COMPANY = EnsembleProblem(ODEProblem(SYSTEMS["Van der Pol"].f, [2.0, 0.0], (0.0, 2.0)), p=RATES)
 
 
+@both
 @pytest.mark.serial
 @every_method
 def test_alone_and_in_any_company(name):
@@ -188,13 +218,15 @@ def test_alone_and_in_any_company(name):
     assert set(whole.retcode) == {"Success"} and whole.nreject.any()
 
 
+@both
 def test_over_ranks():
-    sol = solve(COMPANY, Rodas5P(), EnsembleMPI(), saveat=0.5)
-    alone = solve(COMPANY, Rodas5P(), saveat=0.5)
+    sol = solve(COMPANY, Rodas5P(), EnsembleMPI(), saveat=0.25)
+    alone = solve(COMPANY, Rodas5P(), saveat=0.25)
     for field in ("u", "u_end", "naccept", "nreject", "nf", "njac", "nlu"):
         assert getattr(sol, field).tobytes() == getattr(alone, field).tobytes(), field
 
 
+@both
 @pytest.mark.serial
 @every_method
 def test_what_fails_fails_alone(name):
@@ -236,6 +268,7 @@ def test_counts(name):
     assert (each, njac, nlu) == (nf, 20, 20) and sol.retcode == "MaxIters" and solve(problem_of(stiff)).njac == 0
 
 
+@both
 @pytest.mark.serial
 def test_events():
     fall = Event(lambda u, p, t: u[0] - 0.5)
@@ -268,7 +301,6 @@ def test_what_is_refused():
     stiff = problem_of(SYSTEMS["Robertson"])
     many = EnsembleProblem(stiff, p=np.tile(stiff.p, (6, 1)))
     mpi = EnsembleMPI()
-    refused(many, NotImplementedError, "compile=True", ensemblealg=mpi, compile=True)
     refused(many, NotImplementedError, "ensemblealg=", ensemblealg=EnsembleMPI(EnsembleGPU()))
     refused(many, NotImplementedError, "ensemblealg=", ensemblealg=EnsembleGPU())
     refused(many, NotImplementedError, "adjoint='continuous'", ensemblealg=mpi, adjoint="continuous")

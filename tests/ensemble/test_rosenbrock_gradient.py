@@ -74,10 +74,11 @@ def solved_loss(ensemble, alg, weights, **options):
 
 @pytest.mark.serial
 @every_method
-@pytest.mark.parametrize("way", ["adjoint", "checkpoints", "tangent", "untraced"])
+@pytest.mark.parametrize("way", ["adjoint", "checkpoints", "tangent", "untraced", "kernel", "kernel and checkpoints"])
 def test_gradients_by_states_and_parameters(name, way):
     alg, step = METHODS[name]
-    options = {"checkpoints": {"checkpoints": 3}, "tangent": {"gradient": "tangent"}}.get(way, {})
+    given = {"tangent": {"gradient": "tangent"}, "untraced": {}}
+    options = given.get(way, {"compile": "kernel" in way, "checkpoints": 3 if "checkpoints" in way else None})
     ensemble = remake(ENSEMBLE, problem=remake(ENSEMBLE.problem, f=untraced)) if way == "untraced" else ENSEMBLE
     found = mpiad.grad(lambda u0, p: solved_loss(remake(ensemble, u0=u0, p=p), alg, WEIGHTS, **options), (0, 1))(U0, P)
     for i, sizes in enumerate(sizes_of(alg)):
@@ -89,18 +90,47 @@ def test_gradients_by_states_and_parameters(name, way):
 
 @pytest.mark.serial
 @every_method
-@pytest.mark.parametrize("gradient", ["adjoint", "tangent"])
-def test_gradients_by_the_ends_of_tspan(name, gradient):
+@pytest.mark.parametrize("way", ["adjoint", "tangent", "kernel"])
+def test_gradients_by_the_ends_of_tspan(name, way):
     alg, step = METHODS[name]
 
     def solved(start, end):
-        problem = ODEProblem(FORCED.f, U0[0], (start, end), P[0])
-        sol = solve(problem, alg, saveat=TIMES, gradient=gradient, **TOLERANCES)
-        return loss(sol.u, sol.u_end, WEIGHTS[0])
+        problem = ODEProblem(FORCED.f, U0[0], (start, end))
+        ensemble, given = EnsembleProblem(problem, p=P[:1]), {"compile": True} if way == "kernel" else {"gradient": way}
+        sol = solve(ensemble, alg, saveat=TIMES, **given, **TOLERANCES)
+        return loss(sol.u[0], sol.u_end[0], WEIGHTS[0])
 
     found, sizes = mpiad.grad(solved, (0, 1))(*SPAN), sizes_of(alg)[0]
     expected = by_complex_steps(lambda *ends: loss_by_hand(step, sizes, WEIGHTS[0], U0[0], P[0], *ends), 0.0, 0.0)
     np.testing.assert_allclose(found, expected, rtol=1e-8)
+
+
+@pytest.mark.serial
+@pytest.mark.limit(240)
+def test_kernels_of_larger_systems():
+    pytest.importorskip("llvmlite")
+    alg, step = METHODS["Rodas5P"]
+    stiff = SYSTEMS["coupled"]
+    u0 = stiff.u0 * np.array([[1.0], [0.9], [1.1]])
+    ensemble = EnsembleProblem(ODEProblem(stiff.f, u0[0], (0.0, stiff.end), stiff.p), u0=u0)
+
+    def solved(u0, p, **options):
+        problem = remake(ensemble.problem, p=p)
+        return solve(remake(ensemble, problem=problem, u0=u0), alg, compile=True, **TOLERANCES, **options)
+
+    found = mpiad.grad(lambda *given: anp.sum(solved(*given).u_end ** 2), (0, 1))(u0, stiff.p)
+    times, total = solved(u0, stiff.p, save_everystep=True).t, 0.0
+
+    def by_hand(u, p, sizes):
+        for h in sizes:
+            u = step(*stiff.by_hand, u, p, 0.0, h)[0]
+        return np.sum(u**2)
+
+    for i, row in enumerate(times):
+        expected = by_complex_steps(partial(by_hand, sizes=np.diff(row[~np.isnan(row)])), u0[i], stiff.p)
+        np.testing.assert_allclose(found[0][i], expected[0], rtol=1e-8, atol=1e-10)
+        total += expected[1]
+    np.testing.assert_allclose(found[1], total, rtol=1e-8)
 
 
 @pytest.mark.serial
@@ -123,14 +153,15 @@ def test_tangents_and_second_derivatives():
 def test_a_terminal_event_moves_with_its_trajectory():
     half = Event(lambda u, p, t: u[0] - p[1])
 
-    def ended(p, gradient):
+    def ended(p, **options):
         decay = ODEProblem(lambda u, p, t: [-p[0] * u[0] * (1 + 0 * t)], [1.0], (0.0, 9.0), p)
-        sol = solve(decay, Rodas5P(), events=half, rtol=1e-10, atol=1e-10, gradient=gradient)
+        sol = solve(decay, Rodas5P(), events=half, rtol=1e-10, atol=1e-10, **options)
         return sol.t_reached + 3 * sol.u_end[0]
 
     p = np.array([3.0, 0.5])
-    found = [mpiad.grad(lambda p, way=way: ended(p, way))(p) for way in ("adjoint", "tangent")]
-    np.testing.assert_allclose(found[0], found[1], rtol=1e-9)
+    ways = [{"gradient": "adjoint"}, {"gradient": "tangent"}, {"compile": True}]
+    found = [mpiad.grad(lambda p, way=way: ended(p, **way))(p) for way in ways]
+    np.testing.assert_allclose(found[1:], [found[0]] * 2, rtol=1e-9)
     # The event is at log(1 / p1) / p0, and the state there p1.
     np.testing.assert_allclose(found[0], [-np.log(2) / 9, -2 / 3 + 3], rtol=1e-7)
 

@@ -20,7 +20,7 @@ from mpiad._typing import Array
 from mpiad.compiling.source import indented
 from mpiad.compiling.vector_power import power_lines
 from mpiad.ensemble.compiled.kernel_form import Form
-from mpiad.ensemble.compiled.lane_fields import Fields
+from mpiad.ensemble.compiled.lane_buffer import Fields
 from mpiad.ensemble.compiled.lane_output import LaneOutput
 from mpiad.ensemble.controller import LEAST_ERROR
 

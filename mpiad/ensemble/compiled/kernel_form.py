@@ -10,6 +10,7 @@ from mpiad._typing import Array
 from mpiad.compiling.complex_parts import is_complex, real_dtype
 from mpiad.compiling.program import Program
 from mpiad.ensemble.batch import Batch, same_for_all
+from mpiad.ensemble.compiled.jacobian_programs import jacobian_program
 from mpiad.ensemble.compiled.parameter_layout import Layout
 from mpiad.ensemble.controller import Controller
 from mpiad.ensemble.settings import Settings
@@ -45,6 +46,10 @@ class Form(NamedTuple):
         Whether it is asked for the ends of tspan.
     events : tuple of (bool, int)
         Of each whether it ends its trajectory, and its direction.
+    jacobian : tuple of (int, int)
+        Of Rosenbrock methods: which entries of the Jacobian may not be zero.
+    slopes : tuple of int
+        Of Rosenbrock methods: which components of f depend on time by themselves.
     in_pairs : bool
         Whether each two components are the parts of a complex number, whose modulus counts in norms.
     """
@@ -65,6 +70,8 @@ class Form(NamedTuple):
     timed: bool = False
     events: tuple[tuple[bool, int], ...] = ()
     in_pairs: bool = False
+    jacobian: tuple[tuple[int, int], ...] = ()
+    slopes: tuple[int, ...] = ()
 
     @property
     def dtype(self) -> np.dtype:
@@ -86,10 +93,12 @@ class Form(NamedTuple):
 def form_of(program: Program, layout: Layout, batch: Batch, settings: Settings) -> Form:
     """Return what the kernels of a batch, without derivatives, are generated for; `program` is what f computes."""
     events = tuple((event.terminal, event.direction) for event in settings.events)
+    linear = jacobian_program(program)[1:] if settings.alg.tableau.implicit else ((), ())
     return Form(
         program.groups["state"], len(layout.varying), len(layout.shared), settings.alg.tableau, settings.alg.controller,
         single=real_dtype(batch.u0.dtype) == np.float32, in_pairs=is_complex(batch.u0),
         inside=bool(events) or not _at_ends(batch, settings.saveat), tolerances=np.ndim(settings.atol) > 0, events=events,
+        jacobian=linear[0], slopes=linear[1],
     )  # fmt: skip
 
 

@@ -18,9 +18,9 @@ from mpiad.ensemble.adjoint import of_ends
 from mpiad.ensemble.compiled.kernel_rows import H, T, U
 from mpiad.ensemble.derivative import derivative_of
 from mpiad.ensemble.event_adjoint import pull_event
+from mpiad.ensemble.rosenbrock_stages import stages_for
 from mpiad.ensemble.run import INITIAL, NOWHERE, Run
 from mpiad.ensemble.seeds import Seeds
-from mpiad.ensemble.stages import Stages
 from mpiad.ensemble.step_sweep import Met
 from mpiad.ensemble.transposed_step import StepCotangents
 
@@ -130,7 +130,7 @@ def _step(run: Run, rows: Array) -> _Step:
     u: Array = np.ascontiguousarray(from_parts(rows[:, U:], batch.u0.dtype).T, batch.u0.dtype)
     t, h, real = rows[:, T], rows[:, H], u.real.dtype
     p, derivative = batch.p.columns(rows[:, 0].astype(int)), derivative_of(batch.f, batch.shape)
-    stages = Stages(run.tableau, derivative, u.dtype, u.shape)
+    stages = stages_for(run.tableau, batch)(u.dtype, u.shape)
     derivative.write(stages.k[0], u, p, t.astype(real))
     stages.take(u, p, t, h, t + h, None)
     return _Step([u], stages.k, h.astype(real))

@@ -77,7 +77,7 @@ class Solver:
         compiler = self._compiler
         # With events the ends move, too.
         moved = isbox(given.start) or isbox(given.end) or self.settings.events
-        if compiler.gradient == "adjoint" or compiler.adjoint != "discrete" or moved:
+        if compiler.gradient == "adjoint" or compiler.adjoint != "discrete" or moved or self.form.tableau.implicit:
             return ()
         found = [("u", c) for c in range(self.form.d)] if isbox(given.u0) else []
         traced = [place for place, leaf in enumerate(given.p.leaves) if isbox(leaf)]

@@ -16,6 +16,7 @@ from mpiad.ensemble.compiled.cuda.cuda_forward import cuda_forward_text
 from mpiad.ensemble.compiled.cuda.cuda_reverse import cuda_reverse_text
 from mpiad.ensemble.compiled.cuda.cuda_skeleton import prelude
 from mpiad.ensemble.compiled.forward_kernel import forward_source
+from mpiad.ensemble.compiled.jacobian_programs import curvature_program, jacobian_program
 from mpiad.ensemble.compiled.kernel_form import Form
 from mpiad.ensemble.compiled.reverse_kernel import reverse_source
 
@@ -76,6 +77,8 @@ def _forward_programs(
 ) -> dict[str, Program]:
     """Return f, its tangents, of the parameter that is 1, and the events' conditions, by the names that kernels call."""
     programs = {"f": program}
+    if form.jacobian or form.slopes:
+        programs["jacobian"] = jacobian_program(program).program
     for i, (kind, place) in enumerate(form.directions):
         along = [] if kind == "u" else [names.index(f"{kind}{place}")]
         tangent = jvp(program, 1, {"state": None, "parameter": along})
@@ -90,6 +93,9 @@ def _reverse_programs(
     by: Wanted = {"state": None, "parameter": wanted}
     with_time: Wanted = {**by, "time": None}
     programs = {"f": program, "g": simplify(vjp(program, with_time if form.timed else by))}
+    if form.tableau.implicit:
+        programs["jacobian"] = jacobian_program(program).program
+        programs["curvature"] = curvature_program(program, with_time if form.timed else by)
     return programs | {f"slopes{e}": vjp(g, with_time) for e, g in enumerate(conditions)}
 
 
@@ -99,9 +105,11 @@ def _function(
     """Return the text of ``name(*u, *p, *s, t, *w)``; w are the seeds, where there are any."""
     names = {"state": numbered("u", form.d), "parameter": parameters, "time": ["t"]}
     names["seed"] = numbered("w", min(form.d, program.groups.get("seed", 0)))  # a parameter's own is 1
+    names["cotangent"] = numbered("w", program.groups.get("cotangent", 0))
+    names["direction"] = numbered("x", program.groups.get("direction", 0))
     # As kernels pass them: first those of each trajectory, then those of all.
     order = sorted(parameters, key=lambda text: (text[0], int(text[1:])))
-    arguments = [*names["state"], *order, "t", *names["seed"]]
+    arguments = [*names["state"], *order, "t", *names["seed"], *names["cotangent"], *names["direction"]]
     return function_source(program, name, names, arguments, fused, form.dtype, language)
 
 

@@ -14,8 +14,8 @@ from functools import lru_cache
 from mpiad._typing import Array
 from mpiad.compiling.source import indented, number
 from mpiad.ensemble.compiled.kernel_form import Form
-from mpiad.ensemble.compiled.lane_fields import Fields
-from mpiad.ensemble.compiled.step_text import Steps
+from mpiad.ensemble.compiled.lane_buffer import Fields
+from mpiad.ensemble.compiled.rosenbrock_text import steps_of
 
 __all__ = ["lanes_of", "reverse_source"]
 
@@ -37,8 +37,9 @@ def reverse_source(form: Form, wide: bool) -> str:
 
 class _Reverse:
     def __init__(self, form: Form):
-        self.form, self.steps = form, Steps(form)
+        self.form = form
         self.fields = fields = Fields(form)
+        self.steps = steps_of(form, fields)
         fields.add("cotangent", form.d)
         fields.add("u", form.d)
         fields.add("p", form.varying)
@@ -205,19 +206,15 @@ class _Reverse:
         lines += steps.rounded_step()
         if form.timed:
             lines += ["t_bar = 0.0", "h_bar = 0.0"]
-        for i in range(form.stages + 1 if form.inside or form.timed else form.stages):
-            if i:
-                lines += steps.argument(f"y{i}", i, "k", "y0", f"m{i}" if form.timed else "", fused=True)
-            if i < form.stages or (form.inside and form.timed):
-                lines.append(steps.call(f"k{i}", f"y{i}", i))
+        lines += steps.again()
         lines += [f"total_{c} = {at('cotangent', c)}" for c in range(d)]
-        if form.inside:
+        if form.stages in steps.pulled_stages:
             lines += self._pulled(form.stages)
         if form.timed:
             lines += [f"h_bar = fma(total_{c}, m{form.stages}_{c}, h_bar)" for c in range(d)]
         lines += [f"z{form.stages}_{c} = total_{c}" for c in range(d)]
-        for i in range(form.stages - 1, -1, -1):
-            lines += self._pulled(i)
+        for i in reversed(steps.pulled_stages):
+            lines += self._pulled(i) if i < form.stages else []
         value = [f" + {at('value', c)}" if form.inside else "" for c in range(d)]
         lines += [f"{at('cotangent', c)} = where(live > 0.0, total_{c}{value[c]}, {steps.number(0.0)})" for c in range(d)]
         if form.timed:
@@ -244,7 +241,7 @@ class _Reverse:
         at, form, d = self.at, self.form, self.form.d
         lines = []
         # At a fixed time x = (time - t) / h, which moves with both: see `StepCotangents.note_saved`.
-        for i in range(form.stages + 1 if form.inside else 0):
+        for i in self.steps.moving_stages if form.inside else ():
             for c in range(d):
                 lines += [
                     f"t_bar = t_bar - {at('rate', i * d + c)} * k{i}_{c}",

@@ -265,6 +265,26 @@ class Steps:
 
     # ---- the way back
 
+    @property
+    def pulled_stages(self) -> range:
+        """Which stages the way back goes through; the last only where states inside the step have a part of it."""
+        return range(self.form.stages + self.form.inside)
+
+    @property
+    def moving_stages(self) -> range:
+        """Which stages states inside the step may have a part of."""
+        return range(self.form.stages + 1)
+
+    def again(self) -> list[str]:
+        """Return lines on the stages by the state y0, for the way back: their arguments y1, ..., the new state the last."""
+        lines, form = [], self.form
+        for i in range(form.stages + 1 if form.inside or form.timed else form.stages):
+            if i:
+                lines += self.argument(f"y{i}", i, "k", "y0", f"m{i}" if form.timed else "", fused=True)
+            if i < form.stages or (form.inside and form.timed):
+                lines.append(self.call(f"k{i}", f"y{i}", i))
+        return lines
+
     def pulled(self, i: int, arrival: Callable[[int], str]) -> list[str]:
         """Return lines that pull the cotangent of stage i back to its argument: see `transposed_step`.
 

@@ -1,0 +1,60 @@
+"""Derivatives of f's program that Rosenbrock methods take: its Jacobian, and how that moves along directions."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from mpiad.compiling.builder import Builder, copied, simplify
+from mpiad.compiling.derivatives import Wanted, jvp, vjp
+from mpiad.compiling.program import Program
+
+__all__ = ["JacobianProgram", "curvature_program", "jacobian_program"]
+
+_MOST_PROGRAMS = 32
+
+
+class JacobianProgram(NamedTuple):
+    """The entries of the Jacobian that aren't zero whatever the state is.
+
+    Parameters
+    ----------
+    program : Program
+        Its outputs are the entries, and then derivatives by time.
+    places : tuple of (int, int)
+        Of the entries: which component, and by which.
+    slopes : tuple of int
+        Which components have derivatives by time.
+    """
+
+    program: Program
+    places: tuple[tuple[int, int], ...]
+    slopes: tuple[int, ...]
+
+
+@lru_cache(_MOST_PROGRAMS)
+def jacobian_program(program: Program) -> JacobianProgram:
+    """Return the derivatives of f by state and time."""
+    d, along = program.groups["state"], jvp(program, wanted={"state": None, "time": None})
+    builder, outputs = Builder(), {}
+    # One direction after the other into one program: what they share is computed once, and zeros drop out.
+    for direction in range(d + 1):
+        known = {("seed", place): float(place == direction) for place in range(d + 1)}
+        new = copied(builder, along, known)
+        outputs |= {(i, direction): new[number] for i, number in enumerate(along.outputs[d:])}
+    kept = {place: number for place, number in outputs.items() if builder.value(number) != 0}
+    places, slopes = ([place for place in kept if (place[1] == d) is timed] for timed in (False, True))
+    made = builder.program(program.groups, [kept[place] for place in places + slopes])
+    return JacobianProgram(made, tuple(places), tuple(i for i, _ in slopes))
+
+
+def curvature_program(program: Program, wanted: Wanted | None = None) -> Program:
+    """Return the program of the gradient of f, times cotangents, along directions of state and time.
+
+    It has two more groups, "cotangent" and "direction" (of each component of the state, then of time), and an output for
+    each input that is wanted, by default each component of the state, each parameter, and time.
+    """
+    gradient = vjp(program, wanted, seeds="cotangent")
+    along = jvp(gradient, wanted={"state": None, "time": None}, seeds="direction")
+    count = len(gradient.outputs)
+    return simplify(along, outputs=range(count, 2 * count))

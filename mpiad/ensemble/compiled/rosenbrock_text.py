@@ -1,0 +1,142 @@
+"""One step of a Rosenbrock method in the kernel language: see `step_text`; by columns it is that of `rosenbrock_stages`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mpiad.compiling.source import numbered
+from mpiad.ensemble.compiled.kernel_form import Form
+from mpiad.ensemble.compiled.lane_buffer import Fields
+from mpiad.ensemble.compiled.lu_text import LU, LoopedLU, WrittenLU
+from mpiad.ensemble.compiled.step_text import Steps
+from mpiad.ensemble.rosenbrock_tableaus import RosenbrockTableau
+
+__all__ = ["steps_of"]
+
+# Of factors and solutions that are written out: what is compiled in a second or two.
+_MOST_LINES = 1000
+_MOST_ENTRIES = 100
+
+
+def steps_of(form: Form, fields: Fields) -> Steps:
+    """Return the lines on the steps of a form's method, which may take room in the lanes' buffer."""
+    return RosenbrockSteps(form, fields) if form.tableau.implicit else Steps(form)
+
+
+class RosenbrockSteps(Steps):
+    """Lines on one step. The kernel's `jacobian` returns the entries that aren't zero, and then the derivatives by time."""
+
+    def __init__(self, form: Form, fields: Fields):
+        super().__init__(form)
+        self._table: RosenbrockTableau = form.tableau  # type: ignore[assignment]
+        self._lu = self._factors(sorted({*form.jacobian, *((i, i) for i in range(form.d))}), fields)
+
+    def _factors(self, places: list[tuple[int, int]], fields: Fields) -> LU:
+        d = self.form.d
+        if len(places) <= _MOST_ENTRIES:
+            lu = WrittenLU(d, places)
+            if len(lu.factors) + len(self._table.coupling) * len(lu.solved("x")) <= _MOST_LINES:
+                return lu
+        return LoopedLU(d, places, "b", fields.part("lu", LoopedLU.room(d)))
+
+    def matrix(self, u: str = "u") -> list[str]:
+        """Return lines on the factors of W at a state, and on h ∂f/∂t."""
+        form, h = self.form, self.h
+        entries = [f"j{i}_{j}" for i, j in form.jacobian] + [f"slope_{i}" for i in form.slopes]
+        given = [*self.state(u), *self.parameters, self.time(0)]
+        lines = [f"{', '.join(entries)}, = jacobian({', '.join(given)})"] if entries else []
+        lines += [f"zero = {self.number(0.0)}", f"one = {self.number(1.0)}"]
+        lines += [f"w{i}_{j} = j{i}_{j} * -{h}" for i, j in form.jacobian]
+        for i in range(form.d):
+            gamma = self.number(1 / self._table.gamma)
+            lines.append(f"w{i}_{i} = w{i}_{i} + {gamma}" if (i, i) in form.jacobian else f"w{i}_{i} = {gamma}")
+        lines += [f"rise_{i} = slope_{i} * {h}" for i in form.slopes]
+        return [*lines, *self._lu.factors]
+
+    def stages(self, kept: bool = True) -> list[str]:
+        """Return lines on all stages but the first, and on the new state."""
+        table, last = self._table, self.form.stages
+        lines = self.matrix()
+        for i in range(1, last):
+            at_end = i == last - 1 and table.ends_at_new_state
+            if i == 1:
+                lines += [f"k1_{c} = k0_{c}" for c in range(self.form.d)]
+            else:
+                y = "new" if at_end else self.argument_of(i, kept)
+                lines += [*self.argument(y, i, "k", "u"), self.call(f"k{i}", y, i)]
+            if at_end:
+                lines += [f"k{last}_{c} = k{i}_{c}" for c in range(self.form.d)]
+            lines += self.right_hand_side(i)
+            lines += self._lu.solved(f"k{i}")
+        if not table.ends_at_new_state:
+            lines += [*self.argument("new", last, "k", "u"), self.call(f"k{last}", "new", last)]
+        return lines
+
+    def right_hand_side(self, i: int) -> list[str]:
+        """Return lines that add to f at the argument of stage i what its right-hand side has beside."""
+        lines, slope = [], self._table.slopes[i - 1]
+        if any(self._table.coupling[i - 1]):
+            lines += [
+                f"k{i}_{c} = k{i}_{c} + ({self.weighted(self._table.coupling[i - 1], 'k', c)})" for c in range(self.form.d)
+            ]
+        if slope:
+            lines += [f"k{i}_{c} = k{i}_{c} + rise_{c} * {self.number(slope)}" for c in self.form.slopes]
+        return lines
+
+    # ---- the way back: see `transposed_rosenbrock`
+
+    @property
+    def pulled_stages(self) -> range:
+        """Which stages the way back goes through: not f at both ends of the step."""
+        return range(1, self.form.stages)
+
+    moving_stages = pulled_stages
+
+    def again(self) -> list[str]:
+        """Return lines on the stages by the state y0, for the way back: their arguments y1, ..., the new state the last."""
+        form, d = self.form, self.form.d
+        lines = self.matrix("y0")
+        for i in range(1, form.stages):
+            if i == 1:
+                lines += [f"y1_{c} = y0_{c}" for c in range(d)]
+                lines += [f"m1_{c} = {self.number(0.0)}" for c in range(d) if form.timed]
+            else:
+                lines += self.argument(f"y{i}", i, "k", "y0", f"m{i}" if form.timed else "", fused=True)
+            lines += [self.call(f"k{i}", f"y{i}", i), *self.right_hand_side(i), *self._lu.solved(f"k{i}")]
+        if form.timed:
+            lines += self.argument(f"y{form.stages}", form.stages, "k", "y0", f"m{form.stages}", fused=True)
+        return lines
+
+    def pulled(self, i: int, arrival: Callable[[int], str]) -> list[str]:
+        """Return lines that pull the cotangent of stage i back to the state and the parameters: see `Steps.pulled`."""
+        form, table, d = self.form, self._table, self.form.d
+        behind = range(form.stages - 1, i, -1)
+        arguments = [(j, self.number(row[i])) for j, row in enumerate(table.a, 1) if j > i and row[i]]
+        coupled = [(j, self.number(table.coupling[j - 1][i])) for j in behind if table.coupling[j - 1][i]]
+        lines = []
+        for c in range(d):
+            lines += [f"m = {arrival(c) if form.inside else self.number(0.0)}"]
+            lines += [f"m = fma({w}, z{j}_{c}, m)" for j, w in reversed(arguments)]
+            lines += [f"q{i}_{c} = {self.h} * m"]
+            lines += [f"q{i}_{c} = fma({w}, q{j}_{c}, q{i}_{c})" for j, w in coupled]
+        lines += self._lu.solved_transposed(f"q{i}")
+        own = form.wanted_varying + form.wanted_shared
+        time = [["te"], ["tj"]] if form.timed else [[], []]
+        outputs = [*self.state(f"z{i}"), *numbered("e", own), *time[0]]
+        given = [*self.state(f"y{i}"), *self.parameters, self.time(i), *self.state(f"q{i}")]
+        lines.append(f"{', '.join(outputs)}, = g({', '.join(given)})")
+        # How W and ∂f/∂t move, along this stage: by second derivatives of f at the state before the step.
+        along = [f"{self.h} * k{i}_{c}" for c in range(d)] + [f"{self.h} * {self.number(table.slopes[i - 1])}"]
+        outputs = [*self.state("x"), *numbered("b", own), *time[1]]
+        given = [*self.state("y0"), *self.parameters, self.time(0), *self.state(f"q{i}"), *along]
+        lines.append(f"{', '.join(outputs)}, = curvature({', '.join(given)})")
+        lines += [f"e{j} = e{j} + b{j}" for j in range(own)]
+        lines += [f"total_{c} = total_{c} + (z{i}_{c} + x_{c})" for c in range(d)]
+        return lines + (self._moved_by_size(i) if form.timed else [])
+
+    def _moved_by_size(self, i: int) -> list[str]:
+        """Return lines on how stage i moves with the size of the step by W and h ∂f/∂t, and with time by these."""
+        lines, slope = ["t_bar = t_bar + tj"], self.number(self._table.slopes[i - 1])
+        for row, column in self.form.jacobian:
+            lines.append(f"h_bar = fma(q{i}_{row} * j{row}_{column}, k{i}_{column}, h_bar)")
+        return lines + [f"h_bar = fma(q{i}_{c} * slope_{c}, {slope}, h_bar)" for c in self.form.slopes]
