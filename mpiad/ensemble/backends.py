@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from mpiad._typing import Function
+from mpiad.compiling.complex_parts import is_complex
 from mpiad.ensemble import on_device
 from mpiad.ensemble.batch import Batch, check_place, is_on_device
 from mpiad.ensemble.compiled.kernel_form import Form
@@ -178,6 +179,11 @@ class Compiler:
             conditions = program and conditions_of(batch, settings.events, must, self.warn)
             return None if program is None or conditions is None else TracedProblem(program, conditions)
 
+        if settings.alg.tableau.implicit and is_complex(batch.u0):
+            raise NotImplementedError(
+                f"solve: {type(settings.alg).__name__} takes real states, but u0 is {batch.u0.dtype}. Give real and "
+                "imaginary parts as components."
+            )
         must = self.compile is True
         wanted = batch.size > 0 and self._is_wanted(backend)
         plan = remembered(made, batch, settings.events, given.traced, must) if wanted else made()
@@ -197,6 +203,11 @@ class Compiler:
             raise NotImplementedError(
                 "solve: compile=True makes machine code for the host, but the states or parameters are device arrays. "
                 "Leave it out, or bring them to the host with mpiad.device.to_host."
+            )
+        if settings.alg.tableau.implicit:
+            raise NotImplementedError(
+                f"solve: {type(settings.alg).__name__} runs on the host, but u0 or p are device arrays. Bring them to the "
+                "host with mpiad.device.to_host."
             )
         check_place(batch)
         try_once(batch, settings.events, False)

@@ -18,11 +18,12 @@ from mpiad.device import to_host
 from mpiad.differentiation.concatenation import Concatenation
 from mpiad.ensemble.adjoint import Cotangents, pull_run
 from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.compiled.jacobian_programs import curvature_program
 from mpiad.ensemble.compiled.reverse_sweep import carried_tangents, pull_compiled
 from mpiad.ensemble.continuous import pull_continuous
 from mpiad.ensemble.directions import Number, contracted, in_common, numbers, numbers_of, pushed
 from mpiad.ensemble.events import traced_events
-from mpiad.ensemble.jacobian import curvature_of
+from mpiad.ensemble.jacobian import derived
 from mpiad.ensemble.replay import replayed, replayed_jvp, replayed_vjp
 from mpiad.ensemble.run import Run
 from mpiad.ensemble.seeds import Seeds
@@ -70,18 +71,23 @@ class _SolvedRun:
         self.layout = Concatenation([spec_like(value) for value in values])
         self.vector = self.layout.vector(values)
 
+    @property
+    def _untraced(self) -> bool:
+        """Whether the steps can be differentiated by a replay only: those of Rosenbrock methods, where f has no program."""
+        return self._run.tableau.implicit and isinstance(derived(curvature_program, self._run.batch), str)
+
     # ---- reverse mode
 
     def pull(self, argnums: Sequence[int], args: Sequence[Any], g: Array) -> dict[int, Array]:
         """Return the cotangents of arguments."""
         saved, end, *times = self.layout.parts(g)
         run, seeds = self._run, self._run.seeds(saved, end, times)
-        if run.tableau.implicit and self._options.gradient != "tangent" and curvature_of(run.batch) is None:
+        if self._untraced and self._options.gradient != "tangent":
             return dict(zip(argnums, self.pull_traced(argnums, args, g)))
         places = [k - LEAVES for k in argnums if k >= LEAVES]
         timed = START in argnums or END in argnums
         if self._by_tangent(U0 in argnums, timed, places):
-            if timed or run.settings.events or run.tableau.implicit:
+            if timed or run.settings.events or self._untraced:
                 return self._replayed_tangents(argnums, args, seeds)
             parts = self._carried(U0 in argnums, places, seeds) or pushed(run, seeds, U0 in argnums, places)
             u0, leaves = contracted(run, U0 in argnums, places, parts)
@@ -103,7 +109,7 @@ class _SolvedRun:
         if options.gradient is not None or options.adjoint != "discrete":
             return options.gradient == "tangent"
         # Whether an event came or not: a trajectory's last bits don't depend on what becomes of others.
-        if timed or run.settings.events or run.tableau.implicit:
+        if timed or run.settings.events:
             return False  # where times move, tangents are those of a replay, one direction after the other
         if run.outcome.solver is not None:
             return run.outcome.carried is not None
@@ -145,7 +151,7 @@ class _SolvedRun:
     def push(self, args: Sequence[Any], tangents: Mapping[int, Any]) -> Array:
         """Return the tangent of the vector."""
         run, along = self._run, dict(tangents)
-        if START in along or END in along or run.settings.events or run.tableau.implicit:
+        if START in along or END in along or run.settings.events or self._untraced:
             return self.push_traced(tuple(along), args, list(along.values()))
         u0 = along.pop(U0) if U0 in along else np.zeros_like(args[U0])
         directions = Directions(u0[None], {k - LEAVES: [g] for k, g in along.items()})

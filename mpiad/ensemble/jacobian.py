@@ -7,7 +7,7 @@ component depends on few others (`compiled.jacobian_programs`). Tangents take on
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -18,14 +18,16 @@ from mpiad.differentiation.bundles import Bundle
 from mpiad.differentiation.shortcuts import shortened
 from mpiad.differentiation.trees import flatten
 from mpiad.ensemble.batch import Batch
-from mpiad.ensemble.compiled.jacobian_programs import JacobianProgram, curvature_program, jacobian_program
+from mpiad.ensemble.compiled.jacobian_programs import JacobianProgram, jacobian_program
 from mpiad.ensemble.compiled.parameter_layout import Layout, layout_of
 from mpiad.ensemble.compiled.trace import trace, verify
 from mpiad.ensemble.compiled.traced_problem import remembered
 from mpiad.ensemble.derivative import Columns
 from mpiad.ensemble.linearization import Field, is_whole
 
-__all__ = ["Jacobian", "curvature_of", "jacobian_of"]
+__all__ = ["Jacobian", "derived", "jacobian_of"]
+
+_Derived = TypeVar("_Derived")
 
 
 class Jacobian(Protocol):
@@ -54,7 +56,7 @@ def jacobian_of(batch: Batch) -> Jacobian:
     TypeError
         Where f can neither be traced nor be differentiated.
     """
-    found = remembered(lambda: _derived(jacobian_program, batch), batch, (), "jacobian")
+    found = derived(jacobian_program, batch)
     if isinstance(found, JacobianProgram):
         return _ProgramJacobian(found, layout_of(batch.p))
     jacobian = _TangentJacobian(Field(batch), len(batch.u0))
@@ -63,20 +65,18 @@ def jacobian_of(batch: Batch) -> Jacobian:
     return jacobian
 
 
-def curvature_of(batch: Batch) -> Program | None:
-    """Return `curvature_program` of a batch's f, None where f can't be traced."""
-    found = remembered(lambda: _derived(curvature_program, batch), batch, (), "curvature")
-    return found if isinstance(found, Program) else None
+def derived(derivative: Callable[[Program], _Derived], batch: Batch) -> _Derived | str:
+    """Return a derivative of what a batch's f computes, or why f can't be traced; what was found before is remembered."""
+    def made() -> _Derived | str:
+        try:
+            program = trace(batch.f, batch.shape, batch.p, batch.u0.dtype)
+            verify(program, batch)
+            return derivative(program)
+        except (Untraceable, Refusal) as error:
+            return str(error)  # and not itself, which would keep f's frames
 
-
-def _derived(derivative: Callable[[Program], Program | JacobianProgram], batch: Batch) -> Program | JacobianProgram | str:
-    """Return a derivative of what f computes, or why it can't be traced."""
-    try:
-        program = trace(batch.f, batch.shape, batch.p, batch.u0.dtype)
-        verify(program, batch)
-        return derivative(program)
-    except (Untraceable, Refusal) as error:
-        return str(error)  # and not itself, which would keep f's frames
+    found: Any = remembered(made, batch, (), derivative.__name__)
+    return found
 
 
 def _try(jacobian: Jacobian, batch: Batch, untraced: str) -> None:

@@ -16,8 +16,10 @@ from mpiad.differentiation.bundles import Bundle
 from mpiad.differentiation.trees import flatten
 from mpiad.ensemble.backends import Compiler, EnsembleAlgorithm
 from mpiad.ensemble.batch import Batch, Parameters
+from mpiad.ensemble.compiled.jacobian_programs import bend_program
 from mpiad.ensemble.compiled.reverse_sweep import carried_tangents
 from mpiad.ensemble.directions import numbers_of
+from mpiad.ensemble.jacobian import derived
 from mpiad.ensemble.members import as_state
 from mpiad.ensemble.problem import ODEProblem
 from mpiad.ensemble.replay import replayed
@@ -112,7 +114,7 @@ class SensitivitySolve:
         """Return the tangents of the saved states, shape (m, n, n_saved, d)."""
         solver, places = run.outcome.solver, list(along.leaves)
         carried = None if solver is None else carried_tangents(solver, run, along.u0 is not None, places, True)
-        if run.tableau.implicit:
+        if run.tableau.implicit and isinstance(derived(bend_program, run.batch), str):
             return _replayed(run, along, m)
         if carried is None:
             nothing = np.zeros_like(run.batch.u0)
@@ -135,7 +137,7 @@ class SensitivitySolve:
 
 
 def _replayed(run: Run, along: _Along, m: int) -> Array:
-    """Return the tangents of the saved states of a method whose stages are solutions of linear systems."""
+    """Return the tangents of the saved states of a Rosenbrock method, where f can't be traced."""
     batch, none = run.batch, [None] * m
     with Bundle() as bundle, np.errstate(all="ignore"):
         leaves = [

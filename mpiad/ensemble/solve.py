@@ -260,8 +260,6 @@ def _solved(
         progress=shown, ends=ends,
     )  # fmt: skip
     batch = batch if on_gpu else placed(batch)
-    if options.alg.tableau.implicit:
-        _check_implicit(options.alg, batch)
     if options.dense_output and (on_gpu or is_on_device(batch)):
         raise NotImplementedError(
             "solve: dense_output=True is for solves on the host, but this one is on a device. Ask for the times by saveat, "
@@ -270,25 +268,6 @@ def _solved(
     if on_gpu:
         return solved_on_gpu(backend, compiler, given, batch, settings, partial(_by_arrays, options, compiler))
     return _by_arrays(options, compiler, backend, given, batch, settings)
-
-
-def _check_implicit(alg: Algorithm, batch: Batch) -> None:
-    """Raise where a batch isn't for methods whose stages are solutions of linear systems.
-
-    Raises
-    ------
-    NotImplementedError
-    """
-    name = type(alg).__name__
-    if is_on_device(batch):
-        raise NotImplementedError(
-            f"solve: {name} runs on the host, but u0 or p are device arrays. Bring them to the host with "
-            "mpiad.device.to_host."
-        )
-    if batch.u0.dtype.kind == "c":
-        raise NotImplementedError(
-            f"solve: {name} takes real states, but u0 is {batch.u0.dtype}. Give real and imaginary parts as components."
-        )
 
 
 def _by_arrays(

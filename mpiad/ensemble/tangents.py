@@ -13,15 +13,14 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.differentiation.bundles import Bundle
-from mpiad.ensemble.coefficients import Coefficients
 from mpiad.ensemble.linearization import Tracing
 from mpiad.ensemble.run import Run
+from mpiad.ensemble.stage_systems import StageSystems
 from mpiad.ensemble.step_sweep import Saved, StepSweep, Visit
+from mpiad.ensemble.tangent_rosenbrock import TangentRosenbrockStep
+from mpiad.ensemble.tangent_step import TangentStep
 
 __all__ = ["Directions", "Kept", "Taker", "push_run"]
-
-# Columns up to which each number gets its own step size.
-_FEW = 1024
 
 
 class Directions(NamedTuple):
@@ -106,6 +105,7 @@ class _Block:
         self._varies = [varies[place] for place in directions.leaves]
         self._width, self._columns = 0, slice(0, 0)
         self._step: Any = None
+        self._systems = StageSystems(run, tuple(directions.leaves)) if run.tableau.implicit else None
 
     def sweep(self, end: Array) -> None:
         """Go from the first step to the last."""
@@ -125,7 +125,7 @@ class _Block:
             self._save(self._taker, visit, step, new)
         tangents[:, :, :width] = new[:, :, :width]
 
-    def _step_of(self, width: int, tangents: Array) -> _Step:
+    def _step_of(self, width: int, tangents: Array) -> TangentStep:
         """Return what steps of so many columns have in common."""
         self._width = width
         columns = self._columns = self._run.doubled(width)
@@ -136,9 +136,10 @@ class _Block:
         ]
         m, d = tangents.shape[:2]
         shape = 1 + m, d, width if type(columns) is slice else len(columns)
-        return _Step(self._run.coefficients, self._f_along(leaves, along), shape, tangents)
+        made = self._run.coefficients, self._f_along(leaves, along), shape, tangents
+        return TangentStep(*made) if self._systems is None else TangentRosenbrockStep(*made, self._systems, leaves, along)
 
-    def _save(self, taker: Taker, visit: Visit, step: _Step, new: Array) -> None:
+    def _save(self, taker: Taker, visit: Visit, step: TangentStep, new: Array) -> None:
         for part in self._sweep.at_end(visit):
             taker.take(part, part.of(new))
         last = step.last
@@ -151,69 +152,3 @@ class _Block:
                 weight = part.weights[last] if part.whole is None else part.weights[last] * part.whole
                 value = value + part.of(step.k[last][1:]) * weight
             taker.take(part, part.of(step.u[1:]) + value * part.h)
-
-
-class _Step:
-    """The stages of a step with their tangents, each of shape (1 + m, d, n).
-
-    Parameters
-    ----------
-    write : callable
-        Writes f and its tangents: see `Tracing.along`.
-    shape : tuple of int
-        (1 + m, d, n)
-    like : array
-        Of the states' kind.
-
-    Attributes
-    ----------
-    u : array
-        Before the step.
-    k : list of array
-        The stages.
-    """
-
-    def __init__(self, coefficients: Coefficients, write: Callable, shape: tuple[int, int, int], like: Array):
-        self._coefficients, self._write, self.last = coefficients, write, coefficients.last
-        # In C order, which NumPy takes fastest: what is made by an index of two columns has another.
-        self.u, self._argument, self._end, self._term = (np.empty_like(like, shape=shape, order="C") for _ in range(4))
-        self._stages = coefficients.stages(shape, self.u)
-        self.k: list[Array] = []
-        # Of few columns each number has its own h, as to repeat one takes as long as to multiply.
-        self._few = np.empty_like(self.u, dtype=coefficients.real) if shape[2] <= _FEW else None
-        self._new: Array | None = None
-
-    def take(self, visit: Visit, tangents: Array) -> None:
-        """Compute the stages of a visit, but for the last."""
-        u, h = self.u, visit.h
-        u[0], u[1:] = visit.u, tangents
-        self._times = self._coefficients.times(visit.t, h)
-        if self._few is None:
-            self._h = h.astype(self._coefficients.real, copy=False)
-        else:
-            self._few[...] = h
-            self._h = self._few
-        self._new, self.k = None, []
-        for i in range(self.last):
-            self._evaluate(self._sum(i, self._argument) if i else u)
-
-    def new(self) -> Array:
-        """Return the new state: the argument of the last stage."""
-        if self._new is None:
-            self._new = self._sum(self.last, self._end)
-        return self._new
-
-    def add_last_stage(self) -> None:
-        """Compute the stage at the new state too; once."""
-        if len(self.k) == self.last:
-            self._evaluate(self.new())
-
-    def _sum(self, i: int, y: Array) -> Array:
-        y = self._coefficients.row(i, self._stages, y, self._term)
-        np.multiply(y, self._h, y)
-        return np.add(y, self.u, y)
-
-    def _evaluate(self, y: Array) -> None:
-        i = len(self.k)
-        self._write(self._stages[i], y, self._times[i])
-        self.k.append(self._stages[i])

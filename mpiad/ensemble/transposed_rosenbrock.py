@@ -18,13 +18,9 @@ from typing import Any
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.compiling.program import Program, evaluated
-from mpiad.ensemble.column_lu import ColumnLU
-from mpiad.ensemble.compiled.parameter_layout import layout_of
-from mpiad.ensemble.jacobian import curvature_of, jacobian_of
 from mpiad.ensemble.linearization import Tracing
-from mpiad.ensemble.rosenbrock_tableaus import RosenbrockTableau
 from mpiad.ensemble.run import Run
+from mpiad.ensemble.stage_systems import StageSystems
 from mpiad.ensemble.step_sweep import Visit
 from mpiad.ensemble.transposed_step import Arrival, TransposedStep, over_slots
 
@@ -41,60 +37,17 @@ def transposed_steps(run: Run, tracing: Tracing, places: Sequence[int]) -> Calla
     """
     if not run.tableau.implicit:
         return lambda visit, leaves: TransposedStep(run.coefficients, tracing, visit, leaves)
-    linearization = _Linearization(run, places)
-    return lambda visit, leaves: _TransposedRosenbrockStep(run, tracing, linearization, visit, leaves)
-
-
-class _Linearization:
-    """The Jacobian of f at the start of steps, and how it moves."""
-
-    def __init__(self, run: Run, places: Sequence[int]):
-        self._batch, self._places = run.batch, places
-        self._write, self._layout = jacobian_of(run.batch).write, layout_of(run.batch.p)
-        self._program: Program = curvature_of(run.batch)  # type: ignore[assignment]
-
-    def at(self, u: Array, leaves: Sequence[Any], t: Array) -> tuple[Array, Array | None]:
-        """Return ∂f/∂u, shape (d, d, n), and ∂f/∂t, shape (d, n), or None."""
-        jacobian = np.zeros((len(u), *u.shape), u.dtype)
-        p = self._batch.p.of_columns(list(leaves), len(self._batch.shape) > 1)
-        return jacobian, self._write(jacobian, u, p, t)
-
-    def pull(self, u: Array, leaves: Sequence[Any], t: Array, right: Array, along: Array, in_time: Array) -> list[Any]:
-        """Return the gradient of Σ right · (derivative of f along directions): by u, by the leaves, and by time.
-
-        Parameters
-        ----------
-        right, along : array, shape (d, stages, n)
-        in_time : array, shape (stages, n)
-        """
-        layout, count = self._layout, u.shape[1]
-        varying, shared = layout.split(list(leaves), count, u.dtype)
-        rows = dict(zip(layout.varying, varying)) | dict(zip(layout.shared, shared))
-        found = evaluated(self._program, u, rows, [t], right, [*along, in_time])
-        sums = [np.broadcast_to(x, in_time.shape).sum(axis=0) for x in found]
-        d = len(u)
-        by_leaf = self._by_leaves(sums[d:-1], count) if self._places else []
-        return [np.stack(sums[:d]), *by_leaf, sums[-1]]
-
-    def _by_leaves(self, rows: list[Array], count: int) -> list[Array]:
-        layout = self._layout
-        varying = np.array([rows[j] for j in layout.varying]).reshape(-1, count)
-        made = layout.joined(varying, np.array([rows[j].sum() for j in layout.shared]))
-        return [made[place] for place in self._places]
+    systems = StageSystems(run, places)
+    return lambda visit, leaves: _TransposedRosenbrockStep(run, tracing, systems, visit, leaves)
 
 
 class _TransposedRosenbrockStep(TransposedStep):
     """The stages of one step, and the way back through them: see `TransposedStep`. f at its ends isn't among them."""
 
-    def __init__(self, run: Run, tracing: Tracing, linearization: _Linearization, visit: Visit, leaves: Sequence[Any]):
-        self._table: RosenbrockTableau = run.tableau  # type: ignore[assignment]
-        self._linearization = linearization
-        self._time = visit.t.astype(run.coefficients.real, copy=False)
-        self._jacobian, self._rise = linearization.at(visit.u, leaves, self._time)
-        h = visit.h.astype(run.coefficients.real, copy=False)
-        matrices = self._jacobian * -h
-        np.einsum("iin->in", matrices)[...] += 1 / self._table.gamma
-        self._lu = ColumnLU(matrices)
+    def __init__(self, run: Run, tracing: Tracing, systems: StageSystems, visit: Visit, leaves: Sequence[Any]):
+        self._systems, self._table, real = systems, systems.table, run.coefficients.real
+        h, self._time = (x.astype(real, copy=False) for x in (visit.h, visit.t))
+        self._jacobian, self._rise, self._lu = systems.at(visit.u, leaves, self._time, h)
         super().__init__(run.coefficients, tracing, visit, leaves)
         # Of f at the new state nothing is a part.
         self.k.append(np.zeros_like(visit.u))
@@ -145,7 +98,7 @@ class _TransposedRosenbrockStep(TransposedStep):
         order = range(1, self.last)
         right, along = (np.stack(rows, axis=1) for rows in ([rights[j] for j in order], [self.k[j] * h for j in order]))
         in_time = np.multiply.outer(np.array(slopes, h.dtype), h)
-        by_u, *parts = self._linearization.pull(self.y[0], self._leaves, self._time, right, along, in_time)
+        by_u, *parts = self._systems.pull(self.y[0], self._leaves, self._time, right, along, in_time)
         total += by_u
         gains(0, parts, by_u)
         self.by_size = self._moved_by_size(rights)

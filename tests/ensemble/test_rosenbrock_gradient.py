@@ -13,7 +13,7 @@ from rosenbrock_by_hand import rodas5p, rosenbrock23
 from stiff_systems import SYSTEMS
 
 import mpiad
-from mpiad.ensemble import EnsembleMPI, EnsembleProblem, Event, ODEProblem, Rodas5P, Rosenbrock23, remake, solve
+from mpiad.ensemble import EnsembleMPI, EnsembleProblem, Event, ODEProblem, Rodas5P, Rosenbrock23, fit, remake, solve
 
 WORLD = MPI.COMM_WORLD
 METHODS = {"Rosenbrock23": (Rosenbrock23(), rosenbrock23), "Rodas5P": (Rodas5P(), rodas5p)}
@@ -164,6 +164,24 @@ def test_a_terminal_event_moves_with_its_trajectory():
     np.testing.assert_allclose(found[1:], [found[0]] * 2, rtol=1e-9)
     # The event is at log(1 / p1) / p0, and the state there p1.
     np.testing.assert_allclose(found[0], [-np.log(2) / 9, -2 / 3 + 3], rtol=1e-7)
+
+
+@pytest.mark.serial
+def test_fits_of_stiff_kinetics():
+    def kinetics(u, k, t):
+        forth, back = k[0] * u[1], k[1] * u[2]
+        return [1e5 * (u[1] - u[0]), back - forth, forth - back]
+
+    rates, times = np.array([[0.5, 1.5], [1.2, 0.7], [2.0, 1.0]]), np.linspace(0.2, 3.0, 8)
+    # Of u' = back - forth with u + v = 1; the first follows u, 1e-5 behind it.
+    total = rates.sum(axis=1, keepdims=True)
+    share = rates[:, 1:] / total
+    measured = share + (1 - share) * np.exp(-total * times)
+    problem = ODEProblem(kinetics, [1.0, 1.0, 0.0], (0.0, 3.0), rates[0])
+    options = {"data": measured, "saveat": times, "rtol": 1e-8, "atol": 1e-10}
+    found = fit(problem, lambda u, p, data: u[:, 0] - data, 1.4 * rates, Rodas5P(), **options)
+    assert set(found.retcode) == {"Success"}
+    np.testing.assert_allclose(found.p, rates, rtol=1e-3)
 
 
 @pytest.mark.serial

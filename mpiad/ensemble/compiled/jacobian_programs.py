@@ -9,7 +9,7 @@ from mpiad.compiling.builder import Builder, copied, simplify
 from mpiad.compiling.derivatives import Wanted, jvp, vjp
 from mpiad.compiling.program import Program
 
-__all__ = ["JacobianProgram", "curvature_program", "jacobian_program"]
+__all__ = ["JacobianProgram", "bend_program", "curvature_program", "jacobian_program"]
 
 _MOST_PROGRAMS = 32
 
@@ -46,6 +46,18 @@ def jacobian_program(program: Program) -> JacobianProgram:
     places, slopes = ([place for place in kept if (place[1] == d) is timed] for timed in (False, True))
     made = builder.program(program.groups, [kept[place] for place in places + slopes])
     return JacobianProgram(made, tuple(places), tuple(i for i, _ in slopes))
+
+
+def bend_program(program: Program) -> Program:
+    """Return the program of the tangents of the derivative of f along a direction of state and time.
+
+    It has two more groups, "direction" (of each component of the state, then of time), and "tangent" (of the state, then of
+    the parameters), and an output for each component of f.
+    """
+    d = len(program.outputs)
+    along = simplify(jvp(program, wanted={"state": None, "time": None}, seeds="direction"), outputs=range(d, 2 * d))
+    bent = jvp(along, wanted={"state": None, "parameter": None}, seeds="tangent")
+    return simplify(bent, outputs=range(d, 2 * d))
 
 
 def curvature_program(program: Program, wanted: Wanted | None = None) -> Program:

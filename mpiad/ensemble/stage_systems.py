@@ -1,0 +1,151 @@
+"""The linear systems of Rosenbrock steps that are differentiated: their factors, and how their matrices move.
+
+What moves W = I/γ - h J and T = ∂f/∂t moves a stage k as a right-hand side would that gains h (J k + d T), with k held
+fixed: a derivative of f along (h k, h d), whose own derivatives are products with second derivatives of f. They are taken
+by programs of what f computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpiad._typing import Array
+from mpiad.compiling.program import Program, evaluated
+from mpiad.ensemble.column_lu import ColumnLU
+from mpiad.ensemble.compiled.jacobian_programs import bend_program, curvature_program
+from mpiad.ensemble.compiled.parameter_layout import layout_of
+from mpiad.ensemble.jacobian import derived, jacobian_of
+from mpiad.ensemble.rosenbrock_tableaus import RosenbrockTableau
+from mpiad.ensemble.run import Run
+
+__all__ = ["StageSystems", "System"]
+
+
+class System(NamedTuple):
+    """The systems of one step of several columns.
+
+    Parameters
+    ----------
+    jacobian : array, shape (d, d, n)
+    rise : array, shape (d, n), or None
+        ∂f/∂t; None where it is zero.
+    lu : ColumnLU
+        Of W.
+    """
+
+    jacobian: Array
+    rise: Array | None
+    lu: ColumnLU
+
+
+class StageSystems:
+    """The systems of a run's steps.
+
+    Parameters
+    ----------
+    places : sequence of int
+        Of the leaves of the parameters to differentiate by.
+    """
+
+    def __init__(self, run: Run, places: Sequence[int]):
+        self._batch, self._places, self._layout = run.batch, places, layout_of(run.batch.p)
+        self.table: RosenbrockTableau = run.tableau  # type: ignore[assignment]
+        self._write = jacobian_of(run.batch).write
+
+    @cached_property
+    def _curvature(self) -> Program:
+        return self._program(curvature_program)
+
+    @cached_property
+    def _bend(self) -> Program:
+        return self._program(bend_program)
+
+    def _program(self, derivative: Any) -> Program:
+        found = derived(derivative, self._batch)
+        if isinstance(found, Program):
+            return found
+        raise NotImplementedError(
+            "solve: the tangents of a Rosenbrock method need second derivatives of what f computes, but f can't be traced "
+            f"({found}). Write it with the functions of autograd.numpy, and without branches on values."
+        )
+
+    def at(self, u: Array, leaves: Sequence[Any], t: Array, h: Array) -> System:
+        """Return the systems of steps of sizes h from states u, by the leaves of the parameters."""
+        jacobian = np.zeros((len(u), *u.shape), u.dtype)
+        p = self._batch.p.of_columns(list(leaves), len(self._batch.shape) > 1)
+        rise = self._write(jacobian, u, p, t)
+        matrices = jacobian * -h
+        np.einsum("iin->in", matrices)[...] += 1 / self.table.gamma
+        return System(jacobian, rise, ColumnLU(matrices))
+
+    def rows(self, leaves: Sequence[Any], count: int, dtype: np.dtype) -> dict[int, Array]:
+        """Return the numbers of the parameters as programs take them."""
+        varying, shared = self._layout.split(list(leaves), count, dtype)
+        return dict(zip(self._layout.varying, varying)) | dict(zip(self._layout.shared, shared))
+
+    def pull(
+        self, u: Array, leaves: Sequence[Any], t: Array, right: Array, along: Array, in_time: Array
+    ) -> list[Any]:
+        """Return the gradient of Σ right · (derivative of f along directions): by u, by the leaves, and by time.
+
+        Parameters
+        ----------
+        right, along : array, shape (d, stages, n)
+        in_time : array, shape (stages, n)
+        """
+        count, d = u.shape[1], len(u)
+        found = evaluated(self._curvature, u, self.rows(leaves, count, u.dtype), [t], right, [*along, in_time])
+        sums = [np.broadcast_to(x, in_time.shape).sum(axis=0) for x in found]
+        return [np.stack(sums[:d]), *(self._by_leaves(sums[d:-1], count) if self._places else []), sums[-1]]
+
+    def _by_leaves(self, rows: list[Array], count: int) -> list[Array]:
+        layout = self._layout
+        varying = np.array([rows[j] for j in layout.varying]).reshape(-1, count)
+        made = layout.joined(varying, np.array([rows[j].sum() for j in layout.shared]))
+        return [made[place] for place in self._places]
+
+    def tangent_rows(
+        self, leaves: Sequence[Any], tangents: Sequence[Sequence[Any]], count: int, dtype: np.dtype
+    ) -> list[Array]:
+        """Return the tangents of the parameters' numbers, each of shape (m, n), or of one entry that is zero.
+
+        Parameters
+        ----------
+        tangents : sequence of sequence
+            For each leaf to differentiate by its m tangents, None where one is zero.
+        """
+        numbers, zeros = range(self._layout.size), np.zeros(count, dtype)
+        if not tangents:
+            return [zeros[None] for _ in numbers]
+        found, still = [], list(leaves)
+        for part in self._layout.parts:
+            still[part.place] = np.zeros(np.shape(leaves[part.place]))
+        for j in range(len(tangents[0])):
+            filled = list(still)
+            for place, gs in zip(self._places, tangents):
+                filled[place] = still[place] if gs[j] is None else gs[j]
+            found.append(self.rows(filled, count, dtype))
+        return [np.stack([row[k] + zeros for row in found]) for k in numbers]
+
+    def push(
+        self, u: Array, leaves: Sequence[Any], t: Array, along: Array, in_time: Array, tangents: Array, rows: list[Array]
+    ) -> Array:
+        """Return the tangents of the derivative of f along a direction, shape (d, m, n).
+
+        Parameters
+        ----------
+        along : array, shape (d, n)
+        in_time : array, shape (n,)
+        tangents : array, shape (m, d, n)
+            Of u.
+        rows : list of array
+            Of the parameters: see `tangent_rows`.
+        """
+        given = self.rows(leaves, u.shape[1], u.dtype)
+        moved = [*np.swapaxes(tangents, 0, 1), *rows]
+        found = evaluated(self._bend, u, given, [t], [*along, in_time], moved)
+        return np.stack([np.broadcast_to(x, tangents[:, 0].shape) for x in found])

@@ -1,0 +1,82 @@
+"""The tangents of one Runge-Kutta step of several columns, beside its values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from mpiad._typing import Array
+from mpiad.ensemble.coefficients import Coefficients
+from mpiad.ensemble.step_sweep import Visit
+
+__all__ = ["TangentStep"]
+
+# Columns up to which each number gets its own step size.
+_FEW = 1024
+
+
+class TangentStep:
+    """The stages of a step with their tangents, each of shape (1 + m, d, n).
+
+    Parameters
+    ----------
+    write : callable
+        Writes f and its tangents: see `Tracing.along`.
+    shape : tuple of int
+        (1 + m, d, n)
+    like : array
+        Of the states' kind.
+
+    Attributes
+    ----------
+    u : array
+        Before the step.
+    k : list of array
+        The stages.
+    """
+
+    def __init__(self, coefficients: Coefficients, write: Callable, shape: tuple[int, int, int], like: Array):
+        self._coefficients, self._write, self.last = coefficients, write, coefficients.last
+        # In C order, which NumPy takes fastest: what is made by an index of two columns has another.
+        self.u, self._argument, self._end, self._term = (np.empty_like(like, shape=shape, order="C") for _ in range(4))
+        self._stages = coefficients.stages(shape, self.u)
+        self.k: list[Array] = []
+        # Of few columns each number has its own h, as to repeat one takes as long as to multiply.
+        self._few = np.empty_like(self.u, dtype=coefficients.real) if shape[2] <= _FEW else None
+        self._new: Array | None = None
+
+    def take(self, visit: Visit, tangents: Array) -> None:
+        """Compute the stages of a visit, but for the last."""
+        u, h = self.u, visit.h
+        u[0], u[1:] = visit.u, tangents
+        self._times = self._coefficients.times(visit.t, h)
+        if self._few is None:
+            self._h = h.astype(self._coefficients.real, copy=False)
+        else:
+            self._few[...] = h
+            self._h = self._few
+        self._new, self.k = None, []
+        for i in range(self.last):
+            self._evaluate(self._sum(i, self._argument) if i else u)
+
+    def new(self) -> Array:
+        """Return the new state: the argument of the last stage."""
+        if self._new is None:
+            self._new = self._sum(self.last, self._end)
+        return self._new
+
+    def add_last_stage(self) -> None:
+        """Compute the stage at the new state too; once."""
+        if len(self.k) == self.last:
+            self._evaluate(self.new())
+
+    def _sum(self, i: int, y: Array) -> Array:
+        y = self._coefficients.row(i, self._stages, y, self._term)
+        np.multiply(y, self._h, y)
+        return np.add(y, self.u, y)
+
+    def _evaluate(self, y: Array) -> None:
+        i = len(self.k)
+        self._write(self._stages[i], y, self._times[i])
+        self.k.append(self._stages[i])
