@@ -130,7 +130,7 @@ class DenseOutput:
 
     @cached_property
     def _new_stages(self) -> Callable[..., Stages]:
-        return stages_for(self._settings.alg.tableau, self._batch)
+        return stages_for(self._settings.alg.tableau, self._batch, self._settings.mass)
 
     def _numbers(self, steps: Steps, own: Array, ids: Array, due: Array) -> Array:
         """Return in which steps times lie, by bisection: that which ends at a time has it."""

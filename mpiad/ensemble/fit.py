@@ -12,6 +12,7 @@ from mpiad.ensemble.convergence import report
 from mpiad.ensemble.fit_options import FitArguments, FitPlan, planned, planned_together
 from mpiad.ensemble.fit_result import FitResult, fits_of, joined_fits
 from mpiad.ensemble.levenberg_marquardt import Evaluation, minimize_each
+from mpiad.ensemble.mass import mass_of
 from mpiad.ensemble.members import master_seed, members
 from mpiad.ensemble.methods.dormand_prince import RK45
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
@@ -182,7 +183,7 @@ def _fitted(given: FitArguments, plan: FitPlan, compiler: Compiler, numbers: ran
     times = batch.both_ends() if saveat is None else save_times(saveat, batch.start, batch.end)
     settings = Settings(
         options.alg, options.rtol, _tolerance(options.atol), options.dt, options.dtmax, options.max_steps, (), times,
-        record=True,
+        record=True, mass=mass_of(options.mass, batch),
     )  # fmt: skip
     solves = SensitivitySolve(compiler, given.ensemblealg.local, batch, settings, given.prob_generator)
     misfit = Residuals(given.residuals, _rows_of(given.data, rows), batch.shape)

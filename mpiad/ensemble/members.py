@@ -224,6 +224,11 @@ def _checked(made: object, original: ODEProblem, i: int) -> ODEProblem:
             f"solve: prob_func returned a problem with another f for trajectory {i}. All trajectories share one f; what "
             "differs between them belongs in p."
         )
+    if made.mass_matrix is not original.mass_matrix:
+        raise ValueError(
+            f"solve: prob_func returned a problem with another mass_matrix for trajectory {i}. All trajectories share one: "
+            "give it to the ensemble's problem."
+        )
     return made
 
 

@@ -84,6 +84,9 @@ class ODEProblem(Readable):
         Where to start and to end; the end may lie before the start.
     p : nest of arrays, optional
         What f depends on. A list of numbers becomes an array, as in `u0`.
+    mass_matrix : array, shape (d, d), optional
+        M of M u' = f(u, p, t), constant and the same for all trajectories; the identity by default. Where M is singular
+        this is a differential-algebraic system, of index 1, and u0 must satisfy its algebraic equations. For `Rodas5P`.
 
     Raises
     ------
@@ -95,6 +98,7 @@ class ODEProblem(Readable):
     u0: Array
     tspan: tuple[Any, Any]
     p: Tree = None
+    mass_matrix: Array = None
 
     def __post_init__(self) -> None:
         self._settle(("f", "u0", "p"))

@@ -226,7 +226,9 @@ class _RosenbrockStep(_Step):
             self._matrices, self._rise = self._linearized(table.gamma)
         if 0 < i < table.stages - 1:
             before = [weight * k for weight, k in zip(table.coupling[i - 1], self._k) if weight]
-            rate = sum(before, rate + table.slopes[i - 1] * self._rise)
+            coupled = sum(before[1:], before[0]) if before else 0.0
+            coupled = coupled if self._mass is None or not before else anp.dot(self._mass, coupled)
+            rate = rate + table.slopes[i - 1] * self._rise + coupled
             rate = anp.transpose(anp.linalg.solve(self._matrices, anp.transpose(rate)[..., None])[..., 0])
         self._k.append(rate)
 
@@ -237,7 +239,8 @@ class _RosenbrockStep(_Step):
         columns = [jvp(lambda u: field.array(u, leaves, t), u, np.outer(unit, ones))[1] for unit in units]
         rise = jvp(lambda t: field.array(u, leaves, t), t, ones)[1]
         jacobian = anp.transpose(anp.stack(columns), (2, 1, 0))
-        return units / gamma - anp.reshape(h, (-1, 1, 1)) * jacobian, h * rise
+        self._mass = self._run.settings.mass
+        return (units if self._mass is None else self._mass) / gamma - anp.reshape(h, (-1, 1, 1)) * jacobian, h * rise
 
 
 def _polynomial(row: Sequence[float], x: Array) -> Array:

@@ -13,6 +13,7 @@ from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.column_lu import ColumnLU
 from mpiad.ensemble.derivative import Derivative, derivative_of
 from mpiad.ensemble.jacobian import Jacobian, jacobian_of
+from mpiad.ensemble.mass import Mass
 from mpiad.ensemble.rosenbrock_tableaus import RosenbrockTableau
 from mpiad.ensemble.stages import Stages
 from mpiad.ensemble.tableaus import Tableau
@@ -20,11 +21,11 @@ from mpiad.ensemble.tableaus import Tableau
 __all__ = ["RosenbrockStages", "stages_for"]
 
 
-def stages_for(tableau: Tableau, batch: Batch) -> Callable[..., Stages]:
+def stages_for(tableau: Tableau, batch: Batch, mass: Array | None) -> Callable[..., Stages]:
     """Return what makes the stages of a method's steps: from dtype, shape (d, n) and whether many steps will be taken."""
     derivative = derivative_of(batch.f, batch.shape)
     if isinstance(tableau, RosenbrockTableau):
-        return partial(RosenbrockStages, tableau, derivative, jacobian_of(batch))
+        return partial(RosenbrockStages, tableau, derivative, jacobian_of(batch), Mass(mass, tableau.gamma))
     return partial(Stages, tableau, derivative)
 
 
@@ -34,15 +35,13 @@ class RosenbrockStages(Stages):
     tableau: RosenbrockTableau
 
     def __init__(
-        self, tableau: RosenbrockTableau, derivative: Derivative, jacobian: Jacobian, dtype: DTypeLike,
+        self, tableau: RosenbrockTableau, derivative: Derivative, jacobian: Jacobian, mass: Mass, dtype: DTypeLike,
         shape: tuple[int, int], many: bool = False,
     ):  # fmt: skip
         super().__init__(tableau, derivative, dtype, shape, many)
         d = shape[0]
         self._differentiate = jacobian.write
-        self._jacobian, self._matrix = (np.zeros((d, *shape), dtype) for _ in range(2))
-        self._diagonal = np.einsum("iin->in", self._matrix)
-        self._inverse_gamma = np.array(1 / tableau.gamma, self._real)
+        self._jacobian, self._matrix, self._mass = *(np.zeros((d, *shape), dtype) for _ in range(2)), mass
         self._slopes = [np.array(weight, self._real) for weight in tableau.slopes]
 
     def take(self, u: Array, p: Tree, t: Array, h: Array, t_new: Array, sign: Array | None) -> None:
@@ -64,7 +63,7 @@ class RosenbrockStages(Stages):
                 self._evaluate(k[i], i, u, p, sign, at_end)
                 if at_end:
                     np.copyto(k[-1], k[i])
-                k[i] += self._sum(count + i, self._argument)
+                k[i] += self._mass.times(self._sum(count + i, self._argument))
             if rise is not None and tableau.slopes[i - 1]:
                 k[i] += rise * self._slopes[i - 1]
             self._lu.solve(k[i])
@@ -86,5 +85,5 @@ class RosenbrockStages(Stages):
         # Backwards in time f changes its sign, and ∂f/∂t doesn't.
         scale = -self._h[0] if sign is None else -self._h[0] * sign.astype(self._real)
         np.multiply(self._jacobian, scale, self._matrix)
-        self._diagonal += self._inverse_gamma
+        self._mass.add_to(self._matrix)
         self._lu = ColumnLU(self._matrix)

@@ -6,7 +6,8 @@ stages, one after the other:
     W k_i = f(u + h Σ a_ij k_j, t + c_i h) + Σ C_ij k_j + d_i h T,    u_new = u + h Σ b_i k_i.
 
 That is the form in which codes have them (Hairer and Wanner, Solving Ordinary Differential Equations II, IV.7: their u_i is
-h k_i). No product with J is taken in it, and a step of size zero is one like all others.
+h k_i). No product with J is taken in it, and a step of size zero is one like all others. Of M u' = f, W is M/γ - h J, and M
+stands before the sum of C_ij k_j.
 
 To all others such a table is that of a Runge-Kutta method: in front of its stages stands f at the present state, behind
 them that at the new one, and error estimate and interpolant are sums over the stages.
@@ -51,6 +52,11 @@ class RosenbrockTableau(Tableau):
         """Whether f at the last stage's argument is that at the new state, and needn't be called again."""
         row = self.a[-2]
         return self.c[-2] == 1 and self.a[-1] == (*row, 0.0)
+
+    @property
+    def takes_mass(self) -> bool:
+        """Whether it is stiffly accurate: the new state is the last argument and h times its stage."""
+        return self.a[-1] == (*self.a[-2], 1.0)
 
     @property
     def calls(self) -> int:

@@ -180,7 +180,7 @@ class Run:
 
     @cached_property
     def _new_stages(self) -> Callable[..., Stages]:
-        return stages_for(self.tableau, self.batch)
+        return stages_for(self.tableau, self.batch, self.settings.mass)
 
     def stages_again(self, sweep: StepSweep, visit: Visit) -> tuple[Any, Array]:
         """Return the stages of a visit, and the states after it, computed as the solve did."""

@@ -29,6 +29,8 @@ class Settings(NamedTuple):
         Keep the states before every so many steps only.
     progress : callable or None
         ``progress(finished)`` is told how many more trajectories have ended.
+    mass : array, shape (d, d), or None
+        The mass matrix; None for the identity.
     ends : bool
         Whether initial and final states are all that is saved: then there are no times in `saveat`.
     """
@@ -45,6 +47,7 @@ class Settings(NamedTuple):
     checkpoints: int | None = None
     progress: Callable[[int], None] | None = None
     ends: bool = False
+    mass: Array | None = None
 
     def share(self, rows: slice) -> Settings:
         """Return the settings of some of the trajectories."""

@@ -22,6 +22,7 @@ from mpiad.ensemble.differentiable import differentiable
 from mpiad.ensemble.events import Event
 from mpiad.ensemble.facts import Facts, fingerprint
 from mpiad.ensemble.gpu import EnsembleGPU
+from mpiad.ensemble.mass import mass_of
 from mpiad.ensemble.members import columns_of, initial_states, master_seed, members
 from mpiad.ensemble.methods.dormand_prince import RK45
 from mpiad.ensemble.on_device.device_run import run_of
@@ -196,7 +197,8 @@ def _checked_together(used: Channel, given: SolveOptions) -> SolveOptions:
     saveat = None if wrong or options.saveat is None else np.asarray(options.saveat, float)
     # As numbers too: a text has eight digits of each, and of many not all.
     atol = None if wrong else np.asarray(given.atol, float)
-    require_alike(used, wrong, fingerprint(scalars, saveat, atol), f"saveat={given.saveat}, {scalars}", "solve")
+    mass = None if wrong else options.mass
+    require_alike(used, wrong, fingerprint(scalars, saveat, atol, mass), f"saveat={given.saveat}, {scalars}", "solve")
     return options
 
 
@@ -257,7 +259,7 @@ def _solved(
     settings = Settings(
         alg=options.alg, rtol=options.rtol, atol=atol, dt=options.dt, dtmax=options.dtmax, max_steps=options.max_steps,
         events=events, saveat=times, record=record, checkpoints=None if options.save_everystep else options.checkpoints,
-        progress=shown, ends=ends,
+        progress=shown, ends=ends, mass=mass_of(options.mass, batch),
     )  # fmt: skip
     batch = batch if on_gpu else placed(batch)
     if options.dense_output and (on_gpu or is_on_device(batch)):

@@ -45,6 +45,7 @@ class SolveOptions(NamedTuple):
     dense_output: bool
     progress: bool
     throw: bool
+    mass: Any = None  # the problem's
 
 
 def checked_options(options: SolveOptions) -> SolveOptions:
@@ -97,7 +98,35 @@ def checked_options(options: SolveOptions) -> SolveOptions:
             raise ValueError(f"solve: saveat has {len(saveat)} rows, but there are {count} trajectories.")
     # SciPy's bound: below it rounding is all that the error estimate sees.
     rtol = max(options.rtol, _LEAST_RTOL)
-    return options._replace(events=events, trajectories=count, saveat=saveat, rtol=rtol)
+    return options._replace(events=events, trajectories=count, saveat=saveat, rtol=rtol, mass=_mass_of(options))
+
+
+def _mass_of(options: SolveOptions) -> Array | None:
+    """Return the problem's mass matrix, None for the identity.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Where it can't be used, by this method or at all.
+    """
+    problem = options.problem.problem if isinstance(options.problem, EnsembleProblem) else options.problem
+    given = problem.mass_matrix
+    if given is None:
+        return None
+    if isbox(given) or is_device_array(given):
+        raise TypeError("solve: mass_matrix must be a constant array of the host's, but it is traced, or on a device.")
+    mass = np.asarray(given)
+    if mass.dtype.kind not in "biuf" or mass.ndim != 2 or mass.shape[0] != mass.shape[1] or not np.isfinite(mass).all():
+        raise ValueError(
+            f"solve: mass_matrix must be a square matrix of finite real numbers, but has shape {mass.shape} and dtype "
+            f"{mass.dtype}."
+        )
+    if not options.alg.tableau.takes_mass:
+        raise ValueError(
+            f"solve: the problem has a mass_matrix, which {type(options.alg).__name__} doesn't take. Take Rodas5P(), or "
+            "multiply f by its inverse."
+        )
+    return mass
 
 
 def _check_untraced(saveat: Array) -> None:

@@ -1,6 +1,6 @@
 """The linear systems of Rosenbrock steps that are differentiated: their factors, and how their matrices move.
 
-What moves W = I/γ - h J and T = ∂f/∂t moves a stage k as a right-hand side would that gains h (J k + d T), with k held
+What moves W = M/γ - h J and T = ∂f/∂t moves a stage k as a right-hand side would that gains h (J k + d T), with k held
 fixed: a derivative of f along (h k, h d), whose own derivatives are products with second derivatives of f. They are taken
 by programs of what f computes.
 """
@@ -19,6 +19,7 @@ from mpiad.ensemble.column_lu import ColumnLU
 from mpiad.ensemble.compiled.jacobian_programs import bend_program, curvature_program
 from mpiad.ensemble.compiled.parameter_layout import layout_of
 from mpiad.ensemble.jacobian import derived, jacobian_of
+from mpiad.ensemble.mass import Mass
 from mpiad.ensemble.rosenbrock_tableaus import RosenbrockTableau
 from mpiad.ensemble.run import Run
 
@@ -54,6 +55,7 @@ class StageSystems:
     def __init__(self, run: Run, places: Sequence[int]):
         self._batch, self._places, self._layout = run.batch, places, layout_of(run.batch.p)
         self.table: RosenbrockTableau = run.tableau  # type: ignore[assignment]
+        self.mass = Mass(run.settings.mass, self.table.gamma)
         self._write = jacobian_of(run.batch).write
 
     @cached_property
@@ -79,7 +81,7 @@ class StageSystems:
         p = self._batch.p.of_columns(list(leaves), len(self._batch.shape) > 1)
         rise = self._write(jacobian, u, p, t)
         matrices = jacobian * -h
-        np.einsum("iin->in", matrices)[...] += 1 / self.table.gamma
+        self.mass.add_to(matrices)
         return System(jacobian, rise, ColumnLU(matrices))
 
     def rows(self, leaves: Sequence[Any], count: int, dtype: np.dtype) -> dict[int, Array]:

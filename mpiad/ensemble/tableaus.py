@@ -56,6 +56,11 @@ class Tableau:
     # Whether its stages are solutions of linear systems, with the Jacobian of f.
     implicit: ClassVar[bool] = False
 
+    @property
+    def takes_mass(self) -> bool:
+        """Whether systems may have a mass matrix, a singular one too."""
+        return False
+
     @cached_property
     def stages(self) -> int:
         """The number of stages, the last of which belongs to the next step."""

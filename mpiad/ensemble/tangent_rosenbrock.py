@@ -57,7 +57,7 @@ class TangentRosenbrockStep(TangentStep):
         self._write(k, y, self._times[i])
         for weight, before in zip(table.coupling[i - 1], self.k):
             if weight:
-                k += weight * before
+                k += self._systems.mass.times(weight * before)
         slope, system = table.slopes[i - 1], self._system
         if system.rise is not None and slope:
             k[0] += slope * self._size * system.rise

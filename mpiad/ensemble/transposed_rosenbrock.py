@@ -61,7 +61,7 @@ class _TransposedRosenbrockStep(TransposedStep):
         k, slope = self._stages[i], self._table.slopes[i - 1]
         for weight, before in zip(self._table.coupling[i - 1], self.k):
             if weight:
-                k += weight * before
+                k += self._systems.mass.times(weight * before)
         if self._rise is not None and slope:
             k += slope * self.h * self._rise
         self._lu.solve(k)
@@ -84,7 +84,7 @@ class _TransposedRosenbrockStep(TransposedStep):
             right = self._coefficients.column(j, bars, room, self._term).copy()
             for i, behind in rights.items():
                 if self._table.coupling[i - 1][j]:
-                    right += self._table.coupling[i - 1][j] * behind
+                    right += self._systems.mass.times(self._table.coupling[i - 1][j] * behind, transposed=True)
             for arrival in arrivals:
                 if j in arrival.weights:
                     right[:, arrival.columns] += over_slots(arrival.value * arrival.weights[j])

@@ -174,7 +174,7 @@ class WorkingSet(Turns):
     def __init__(self, batch: Batch, settings: Settings, outcome: Outcome):
         super().__init__(settings)
         self._outcome, self._initialization = outcome, Initialization(batch, settings)
-        self._new_stages = stages_for(self._tableau, batch)
+        self._new_stages = stages_for(self._tableau, batch, settings.mass)
         self._rtol, self._atol = self._initialization.rtol, self._initialization.atol
         observed = settings.record or settings.events or (outcome.saved is not None and outcome.saved.shape[1])
         self._observers = StepObservers(batch, settings, outcome, self._initialization) if observed else None

@@ -13,6 +13,7 @@ from mpiad.ensemble.batch import Batch, same_for_all
 from mpiad.ensemble.compiled.jacobian_programs import jacobian_program
 from mpiad.ensemble.compiled.parameter_layout import Layout
 from mpiad.ensemble.controller import Controller
+from mpiad.ensemble.mass import entries_of
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.tableaus import Tableau
 
@@ -50,6 +51,8 @@ class Form(NamedTuple):
         Of Rosenbrock methods: which entries of the Jacobian may not be zero.
     slopes : tuple of int
         Of Rosenbrock methods: which components of f depend on time by themselves.
+    mass : tuple of (int, int, float), or None
+        The entries of the mass matrix that aren't zero; None for the identity.
     in_pairs : bool
         Whether each two components are the parts of a complex number, whose modulus counts in norms.
     """
@@ -72,6 +75,7 @@ class Form(NamedTuple):
     in_pairs: bool = False
     jacobian: tuple[tuple[int, int], ...] = ()
     slopes: tuple[int, ...] = ()
+    mass: tuple[tuple[int, int, float], ...] | None = None
 
     @property
     def dtype(self) -> np.dtype:
@@ -98,7 +102,7 @@ def form_of(program: Program, layout: Layout, batch: Batch, settings: Settings) 
         program.groups["state"], len(layout.varying), len(layout.shared), settings.alg.tableau, settings.alg.controller,
         single=real_dtype(batch.u0.dtype) == np.float32, in_pairs=is_complex(batch.u0),
         inside=bool(events) or not _at_ends(batch, settings.saveat), tolerances=np.ndim(settings.atol) > 0, events=events,
-        jacobian=linear[0], slopes=linear[1],
+        jacobian=linear[0], slopes=linear[1], mass=entries_of(settings.mass),
     )  # fmt: skip
 
 

@@ -130,7 +130,7 @@ def _step(run: Run, rows: Array) -> _Step:
     u: Array = np.ascontiguousarray(from_parts(rows[:, U:], batch.u0.dtype).T, batch.u0.dtype)
     t, h, real = rows[:, T], rows[:, H], u.real.dtype
     p, derivative = batch.p.columns(rows[:, 0].astype(int)), derivative_of(batch.f, batch.shape)
-    stages = stages_for(run.tableau, batch)(u.dtype, u.shape)
+    stages = stages_for(run.tableau, batch, run.settings.mass)(u.dtype, u.shape)
     derivative.write(stages.k[0], u, p, t.astype(real))
     stages.take(u, p, t, h, t + h, None)
     return _Step([u], stages.k, h.astype(real))

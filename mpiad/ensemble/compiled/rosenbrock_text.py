@@ -29,7 +29,9 @@ class RosenbrockSteps(Steps):
     def __init__(self, form: Form, fields: Fields):
         super().__init__(form)
         self._table: RosenbrockTableau = form.tableau  # type: ignore[assignment]
-        self._lu = self._factors(sorted({*form.jacobian, *((i, i) for i in range(form.d))}), fields)
+        self._mass = form.mass or tuple((i, i, 1.0) for i in range(form.d))
+        places = {*form.jacobian, *((i, j) for i, j, _ in self._mass), *((i, i) for i in range(form.d))}
+        self._lu = self._factors(sorted(places), fields)
 
     def _factors(self, places: list[tuple[int, int]], fields: Fields) -> LU:
         d = self.form.d
@@ -47,9 +49,12 @@ class RosenbrockSteps(Steps):
         lines = [f"{', '.join(entries)}, = jacobian({', '.join(given)})"] if entries else []
         lines += [f"zero = {self.number(0.0)}", f"one = {self.number(1.0)}"]
         lines += [f"w{i}_{j} = j{i}_{j} * -{h}" for i, j in form.jacobian]
-        for i in range(form.d):
-            gamma = self.number(1 / self._table.gamma)
-            lines.append(f"w{i}_{i} = w{i}_{i} + {gamma}" if (i, i) in form.jacobian else f"w{i}_{i} = {gamma}")
+        for i, j, value in self._mass:
+            own = self.number(value / self._table.gamma)
+            lines.append(f"w{i}_{j} = w{i}_{j} + {own}" if (i, j) in form.jacobian else f"w{i}_{j} = {own}")
+        # What pivots stand on is compared, also where nothing is.
+        still = {(i, i) for i in range(form.d)} - {*form.jacobian, *((i, j) for i, j, _ in self._mass)}
+        lines += [f"w{i}_{i} = zero" for i, _ in sorted(still)]
         lines += [f"rise_{i} = slope_{i} * {h}" for i in form.slopes]
         return [*lines, *self._lu.factors]
 
@@ -75,10 +80,12 @@ class RosenbrockSteps(Steps):
     def right_hand_side(self, i: int) -> list[str]:
         """Return lines that add to f at the argument of stage i what its right-hand side has beside."""
         lines, slope = [], self._table.slopes[i - 1]
-        if any(self._table.coupling[i - 1]):
-            lines += [
-                f"k{i}_{c} = k{i}_{c} + ({self.weighted(self._table.coupling[i - 1], 'k', c)})" for c in range(self.form.d)
-            ]
+        coupled, d = self._table.coupling[i - 1], self.form.d
+        if any(coupled) and self.form.mass is None:
+            lines += [f"k{i}_{c} = k{i}_{c} + ({self.weighted(coupled, 'k', c)})" for c in range(d)]
+        elif any(coupled):
+            lines += [f"c_{c} = {self.weighted(coupled, 'k', c)}" for c in range(d)]
+            lines += [f"k{i}_{r} = k{i}_{r} + {self.number(value)} * c_{c}" for r, c, value in self._mass]
         if slope:
             lines += [f"k{i}_{c} = k{i}_{c} + rise_{c} * {self.number(slope)}" for c in self.form.slopes]
         return lines
@@ -118,8 +125,12 @@ class RosenbrockSteps(Steps):
             lines += [f"m = {arrival(c) if form.inside else self.number(0.0)}"]
             lines += [f"m = fma({w}, z{j}_{c}, m)" for j, w in reversed(arguments)]
             lines += [f"q{i}_{c} = {self.h} * m"]
-            lines += [f"q{i}_{c} = fma({w}, q{j}_{c}, q{i}_{c})" for j, w in coupled]
+            lines += [f"q{i}_{c} = fma({w}, {'r' if form.mass else 'q'}{j}_{c}, q{i}_{c})" for j, w in coupled]
         lines += self._lu.solved_transposed(f"q{i}")
+        if form.mass:
+            # What stages before gain of this one goes through the transposed mass matrix.
+            lines += [f"r{i}_{c} = {self.number(0.0)}" for c in range(d)]
+            lines += [f"r{i}_{c} = fma({self.number(value)}, q{i}_{r}, r{i}_{c})" for r, c, value in form.mass]
         own = form.wanted_varying + form.wanted_shared
         time = [["te"], ["tj"]] if form.timed else [[], []]
         outputs = [*self.state(f"z{i}"), *numbered("e", own), *time[0]]
