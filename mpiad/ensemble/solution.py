@@ -13,18 +13,18 @@ from autograd.tracer import getval, isbox
 
 from mpiad._typing import Array
 from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.evaluations import Factored, evaluations
 from mpiad.ensemble.outcome import Outcome, came_through, codes_of, names_of
 from mpiad.ensemble.saving import times_of
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.statistics import mean, quantile, spread, summary
-from mpiad.ensemble.tableaus import Algorithm
 from mpiad.transport.device_arrays import arrays_of
 
-__all__ = ["EnsembleSolution", "ODESolution", "unshared", "at_ends", "evaluations", "solution_of"]
+__all__ = ["EnsembleSolution", "ODESolution", "unshared", "at_ends", "solution_of"]
 
 
 @dataclass
-class ODESolution:
+class ODESolution(Factored):
     """The solution of one problem.
 
     Attributes
@@ -60,16 +60,6 @@ class ODESolution:
     dense: Any = field(default=None, repr=False)
     alg: Any = field(default=None, repr=False)
 
-    @property
-    def njac(self) -> int:
-        """How many Jacobians of f the steps took."""
-        return factorizations(self)
-
-    @property
-    def nlu(self) -> int:
-        """How many factorizations the steps took."""
-        return factorizations(self)
-
     def __call__(self, t: float | Array) -> Array:
         """Return the states at any times of tspan, by the interpolants of the steps; see `EnsembleSolution`.
 
@@ -86,7 +76,7 @@ class ODESolution:
 
 
 @dataclass
-class EnsembleSolution:
+class EnsembleSolution(Factored):
     """The solutions of an ensemble of N trajectories.
 
     Attributes
@@ -210,16 +200,6 @@ class EnsembleSolution:
     def survivors(self) -> Array:
         """Which trajectories reached their end or a terminal event: array of bool, shape (N,)."""
         return came_through(self.codes)
-
-    @property
-    def njac(self) -> Array:
-        """How many Jacobians of f the steps of each trajectory took: array of int, shape (N,)."""
-        return factorizations(self)
-
-    @property
-    def nlu(self) -> Array:
-        """How many factorizations the steps of each trajectory took: array of int, shape (N,)."""
-        return factorizations(self)
 
     def _surviving(self) -> Array:
         """Return the saved states of the survivors."""
@@ -355,16 +335,3 @@ def _both_ends(u0: Array, u_end: Array, codes: Array) -> Array:
         rows = alive.reshape(-1, *[1] * (u_end.ndim - 1))
         start, end = anp.where(rows, start, getval(start)), anp.where(rows, end, np.nan)
     return anp.stack([start, end], axis=1)
-
-
-def factorizations(sol: ODESolution | EnsembleSolution) -> Any:
-    """Return how many matrices were factored, each that of a Jacobian of its own: one for each try of a step."""
-    tries = sol.naccept + sol.nreject
-    return tries if sol.alg is not None and sol.alg.tableau.implicit else 0 * tries
-
-
-def evaluations(naccept: Array, nreject: Array, alg: Algorithm, dt: float | None) -> Array:
-    """Return how often f was called for each trajectory, by a method whose first step was given or not."""
-    tries = naccept + nreject
-    at_start = 1 if dt is not None else 2  # the second is a probe for the size of the first step
-    return np.where(tries > 0, at_start + alg.tableau.calls * tries, 0)

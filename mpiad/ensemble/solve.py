@@ -19,6 +19,7 @@ from mpiad.ensemble.compiled.cuda.gpu_solve import solved_on_gpu
 from mpiad.ensemble.dense_output import DenseOutput
 from mpiad.ensemble.device_solution import DeviceSolution
 from mpiad.ensemble.differentiable import differentiable
+from mpiad.ensemble.evaluations import evaluations
 from mpiad.ensemble.events import Event
 from mpiad.ensemble.facts import Facts, fingerprint
 from mpiad.ensemble.gpu import EnsembleGPU
@@ -33,7 +34,7 @@ from mpiad.ensemble.reduction import combined, joined, reduced
 from mpiad.ensemble.saving import save_times
 from mpiad.ensemble.settings import GradientOptions, Settings
 from mpiad.ensemble.sharded import ShardedSolution
-from mpiad.ensemble.solution import EnsembleSolution, evaluations, solution_of, unshared
+from mpiad.ensemble.solution import EnsembleSolution, solution_of, unshared
 from mpiad.ensemble.solve_options import SolveOptions, checked_options
 from mpiad.ensemble.tableaus import Algorithm
 from mpiad.errors import IntegrationError
