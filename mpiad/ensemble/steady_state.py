@@ -17,6 +17,7 @@ from mpiad.ensemble.convergence import names_of, report
 from mpiad.ensemble.facts import fingerprint
 from mpiad.ensemble.gpu import EnsembleGPU
 from mpiad.ensemble.linearization import Field, check_traceable
+from mpiad.ensemble.mass import mass_of
 from mpiad.ensemble.members import columns_of, master_seed, members
 from mpiad.ensemble.methods.dormand_prince import RK45
 from mpiad.ensemble.newton import Equations, find_roots
@@ -197,7 +198,7 @@ def _found(given: _Given, options: SolveOptions, compiler: Compiler, numbers: ra
     batch = traced.plain()
     settings = Settings(
         options.alg, options.rtol, _tolerance(options.atol), options.dt, options.dtmax, options.max_steps, (), np.empty(0),
-        record=False, ends=True,
+        record=False, ends=True, mass=mass_of(options.mass, batch),
     )  # fmt: skip
     outcome = compiler.run(given.ensemblealg.local, batch, settings, batch)
     start = np.where(outcome.failed, np.nan, outcome.u_end)
