@@ -23,7 +23,7 @@ from mpiad.ensemble.compiled.reverse_sweep import carried_tangents, pull_compile
 from mpiad.ensemble.continuous import pull_continuous
 from mpiad.ensemble.directions import Number, contracted, in_common, numbers, numbers_of, pushed
 from mpiad.ensemble.events import traced_events
-from mpiad.ensemble.jacobian import derived
+from mpiad.ensemble.field_jacobian import derived
 from mpiad.ensemble.replay import replayed, replayed_jvp, replayed_vjp
 from mpiad.ensemble.run import Run
 from mpiad.ensemble.seeds import Seeds

@@ -8,7 +8,7 @@ from mpiad._typing import Array, Function, Tree
 from mpiad.differentiation.trees import flatten
 from mpiad.ensemble.backends import Compiler, EnsembleAlgorithm, EnsembleVectorized
 from mpiad.ensemble.batch import is_on_device
-from mpiad.ensemble.convergence import report
+from mpiad.ensemble.convergence_codes import report
 from mpiad.ensemble.fit_options import FitArguments, FitPlan, planned, planned_together
 from mpiad.ensemble.fit_result import FitResult, fits_of, joined_fits
 from mpiad.ensemble.levenberg_marquardt import Evaluation, minimize_each

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.ensemble.convergence import names_of
+from mpiad.ensemble.convergence_codes import names_of
 from mpiad.ensemble.levenberg_marquardt import Minima, scaled_factor
 
 __all__ = ["FitResult", "fits_of", "joined_fits"]

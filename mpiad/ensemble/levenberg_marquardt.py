@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.ensemble.convergence import ConvergenceCode
+from mpiad.ensemble.convergence_codes import ConvergenceCode
 
 __all__ = ["Evaluation", "Minima", "Stopping", "minimize_each", "scaled_factor"]
 

@@ -12,7 +12,7 @@ from mpiad._typing import Array, Tree
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.column_lu import ColumnLU
 from mpiad.ensemble.derivative import Derivative, derivative_of
-from mpiad.ensemble.jacobian import Jacobian, jacobian_of
+from mpiad.ensemble.field_jacobian import Jacobian, jacobian_of
 from mpiad.ensemble.mass import Mass
 from mpiad.ensemble.rosenbrock_tableaus import RosenbrockTableau
 from mpiad.ensemble.stages import Stages

@@ -19,7 +19,7 @@ from mpiad.ensemble.batch import Batch, Parameters
 from mpiad.ensemble.compiled.jacobian_programs import bend_program
 from mpiad.ensemble.compiled.reverse_sweep import carried_tangents
 from mpiad.ensemble.directions import numbers_of
-from mpiad.ensemble.jacobian import derived
+from mpiad.ensemble.field_jacobian import derived
 from mpiad.ensemble.members import as_state
 from mpiad.ensemble.problem import ODEProblem
 from mpiad.ensemble.replay import replayed

@@ -18,7 +18,7 @@ from mpiad.compiling.program import Program, evaluated
 from mpiad.ensemble.column_lu import ColumnLU
 from mpiad.ensemble.compiled.jacobian_programs import bend_program, curvature_program
 from mpiad.ensemble.compiled.parameter_layout import layout_of
-from mpiad.ensemble.jacobian import derived, jacobian_of
+from mpiad.ensemble.field_jacobian import derived, jacobian_of
 from mpiad.ensemble.mass import Mass
 from mpiad.ensemble.rosenbrock_tableaus import RosenbrockTableau
 from mpiad.ensemble.run import Run

@@ -16,8 +16,8 @@ from autograd.tracer import isbox
 from mpiad._typing import Array
 from mpiad.differentiation.bundles import Bundle
 from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.damped_newton import Roots, solved_each
 from mpiad.ensemble.linearization import Field, Tracing
-from mpiad.ensemble.newton import Roots, solved_each
 from mpiad.primitives.cotangents import conform, spec_like
 
 __all__ = ["SteadyStates", "steady_operator"]

@@ -13,14 +13,14 @@ from autograd.tracer import isbox
 from mpiad._typing import Array
 from mpiad.ensemble.backends import Compiler, EnsembleAlgorithm, EnsembleVectorized
 from mpiad.ensemble.batch import Batch, is_on_device
-from mpiad.ensemble.convergence import names_of, report
+from mpiad.ensemble.convergence_codes import names_of, report
+from mpiad.ensemble.damped_newton import Equations, find_roots
 from mpiad.ensemble.facts import fingerprint
 from mpiad.ensemble.gpu import EnsembleGPU
 from mpiad.ensemble.linearization import Field, check_traceable
 from mpiad.ensemble.mass import mass_of
 from mpiad.ensemble.members import columns_of, master_seed, members
 from mpiad.ensemble.methods.dormand_prince import RK45
-from mpiad.ensemble.newton import Equations, find_roots
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
 from mpiad.ensemble.ranks import EnsembleMPI, agreed
 from mpiad.ensemble.reduction import check_alike
@@ -158,7 +158,7 @@ def steady_state(
     >>> capacity = lambda p: steady_state(EnsembleProblem(growth, p=p)).u
     >>> print(capacity(np.array([[1.0], [2.0]])).ravel())
     [1. 2.]
-    >>> print(mpiad.grad(lambda p: np.sum(capacity(p) ** 2))(np.array([[1.0], [2.0]])).ravel())
+    >>> print(mpiad.grad(lambda p: np.sum(capacity(p) ** 2), objective="sum")(np.array([[1.0], [2.0]])).ravel())
     [2. 4.]
     """
     given = _Given(**locals())  # first of all: nothing but the arguments is there

@@ -19,7 +19,7 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.differentiation.bundles import Bundle
 from mpiad.ensemble.batch import Batch
-from mpiad.ensemble.convergence import ConvergenceCode
+from mpiad.ensemble.convergence_codes import ConvergenceCode
 from mpiad.ensemble.linearization import Field, Tracing
 
 __all__ = ["Equations", "Roots", "find_roots", "solved_each"]
