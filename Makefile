@@ -100,8 +100,9 @@ test-wheel: $(VENV)/.ready ## build the distributions, and run a gradient with t
 test-docs: docs ## check the links between the pages, and that a search finds the right one first
 	@$(BIN)/python tests/docs/built_pages.py docs/_build/html
 
-lint: $(VENV)/.ready-dev types ## check the style (ruff), who imports whom (import-linter) and the types
+lint: $(VENV)/.ready-dev types ## check the style and the format (ruff), who imports whom (import-linter) and the types
 	@$(BIN)/ruff check --output-format=concise .
+	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/lint-imports --config setup.cfg
 
 types: $(VENV)/.ready-dev ## check the types (pyright)

@@ -43,7 +43,7 @@ SIDES = {
     "torchdiffeq": ("forward", "gradient", "gradient, continuous"),
     "torchode": ("forward", "gradient", "gradient, continuous"),
     "diffrax": ("forward", "gradient", "gradient, tangent", "gradient, continuous"),
-}
+}  # fmt: skip
 # What, over what, and at most how many times, by N.
 AIMS = {
     ("states, over a kernel by hand", ("mpiad", "forward"), ("lanes", "forward")): {10_000: 1.5},

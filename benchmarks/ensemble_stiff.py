@@ -158,6 +158,7 @@ def measure(name: str, count: int, repeats: int) -> None:
 
 def one_hard(count: int, repeats: int) -> None:
     """Print what one hard trajectory among easy ones costs."""
+
     def turning(u, p, t):
         return [p[0] * u[1], -p[0] * u[0]]
 

@@ -114,7 +114,8 @@ def main() -> None:
         ways = {
             "Newton": (problem.objective, "Newton-CG-sharded", newton),
             "Gauss-Newton": (
-                problem.residuals, "Newton-CG-sharded",
+                problem.residuals,
+                "Newton-CG-sharded",
                 {**newton, "product": "gauss-newton", "regularizer": problem.prior},
             ),
         }

@@ -64,7 +64,7 @@ def iterations(size: int, maxcor: int, count: int) -> tuple[float, float]:
     result = mpiad.minimize(
         fun, np.zeros(size), jac=True, objective="sum", method="L-BFGS-sharded",
         options={"m": maxcor, "gtol": 0.0, "ftol": 0.0, "maxiter": maxcor + 2 + count},
-    )
+    )  # fmt: skip
     # From where the function returns the value of an iterate to where it is called for the next: an iteration, where one
     # trial was enough.
     ends = result.history.evaluations[maxcor + 1 : -1]

@@ -77,7 +77,8 @@ def evaluations(name: str) -> dict[str, int | None]:
         )
         counts["SciPy"] = whole.nfev
     for label, solve, options in (
-        ("mpiad", of_mpiad, OPTIONS), ("NuMPI", of_numpi, {"gtol": 1e-8, "ftol": 0.0, "maxiter": 20000}),
+        ("mpiad", of_mpiad, OPTIONS),
+        ("NuMPI", of_numpi, {"gtol": 1e-8, "ftol": 0.0, "maxiter": 20000}),
     ):
         if label == "NuMPI" and l_bfgs is None:
             continue

@@ -63,5 +63,6 @@ def setup(app):
     """Register the above, before napoleon sees the docstrings."""
     app.connect("autodoc-process-docstring", take_literally, priority=100)
 
+
 # "path" as the type of a parameter is also the name of two attributes.
 suppress_warnings = ["ref.python"]

@@ -56,7 +56,7 @@ class Flow:
         return mpiad.linalg.newton(
             self.residual, mpiad.stop(u), u, push, rtol=1e-12, atol=1e-12, preconditioner=self.precondition,
             preconditioner_transpose=self.precondition_transposed,
-        )
+        )  # fmt: skip
 
     def diagonals(self, u):
         """Return those of this rank's block of the Jacobian: above, on and below the diagonal, by column."""

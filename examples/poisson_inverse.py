@@ -39,7 +39,7 @@ class Poisson:
         self.y, self.x = self.domain.coordinates(extent=1.0, centred=True)
         wave = numpy.pi * self.x, numpy.pi * self.y
         sources = [1.0 + 0 * wave[0] * wave[1], numpy.sin(2 * wave[0]) * numpy.sin(wave[1]),
-                   numpy.sin(wave[0]) * numpy.sin(2 * wave[1])]
+                   numpy.sin(wave[0]) * numpy.sin(2 * wave[1])]  # fmt: skip
         self.f = 10.0 * numpy.stack(sources)
 
     def solutions(self, m):

@@ -73,6 +73,7 @@ def fit(starts, iterations):
 
 def band(best, misfit):
     """Return the ensemble of populations that the pelts allow."""
+
     def curves(theta):
         return np.ravel(populations(theta[None]).u)
 

@@ -55,13 +55,13 @@ __all__ = [
     "mpi_isend", "mpi_local_rank", "mpi_map", "mpi_optimize", "mpi_print", "mpi_rank", "mpi_recv", "mpi_reduce",
     "mpi_reduce_scatter", "mpi_scan", "mpi_scatter", "mpi_send", "mpi_sendrecv", "mpi_size", "mpi_sum", "mpi_wait",
     "mpi_waitall", "reset", "stop", "value_and_grad",
-]
+]  # fmt: skip
 
 # Loaded at their first use: `mpiad.debug` after `import mpiad` costs nothing where nobody looks.
 _ROOMS = (
     "debug", "device", "ensemble", "errors", "extend", "inverse", "linalg", "parallel", "programs", "testing",
     "timestepping", "vi",
-)
+)  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

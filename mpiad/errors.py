@@ -92,7 +92,7 @@ class ReplicationError(ValueError):
     def __init__(
         self, message: str, ranks: list[int] | None = None, path: str = "", index: tuple[int, ...] = (),
         absolute: float = float("nan"), relative: float = float("nan"),
-    ):
+    ):  # fmt: skip
         super().__init__(message)
         self.ranks, self.path, self.index = [] if ranks is None else list(ranks), path, index
         self.absolute, self.relative = absolute, relative
@@ -160,6 +160,6 @@ class WorkerError(RemoteError):
 
     def __init__(
         self, message: str, rank: int = -1, traceback: str = "", index: int | None = None, exit_code: int = 1,
-    ):
+    ):  # fmt: skip
         super().__init__(message, rank, traceback, exit_code)
         self.index = index

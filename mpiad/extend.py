@@ -27,7 +27,7 @@ from mpiad.transport.tracing import tracing
 
 __all__ = [
     "Communicating", "InPlace", "communicating", "defadjoint", "defjvp", "defjvp_together", "defvjp", "defvjp_together",
-]
+]  # fmt: skip
 
 _box_types = Box.types
 

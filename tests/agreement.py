@@ -129,8 +129,9 @@ class Agreement:
     def give_up(self, report: pytest.TestReport) -> None:
         """Report this rank's failure, and end the job."""
         print(
-            f"{report.nodeid} failed here; the other ranks did not finish it within {PATIENCE:g} s\n"
-            f"{full_text(report)}", file=self.report, flush=True,
+            f"{report.nodeid} failed here; the other ranks did not finish it within {PATIENCE:g} s\n{full_text(report)}",
+            file=self.report,
+            flush=True,
         )
         if self.launched:  # the launcher collects the other ranks' stacks before it ends the job
             time.sleep(10)

@@ -98,10 +98,7 @@ FUNCTIONS: dict[str, Callable] = {
         f"linalg.{name}": _with()
         for name in ("cholesky", "det", "eigh", "eigvalsh", "inv", "norm", "pinv", "qr", "slogdet", "solve", "svd")
     },
-    **{
-        f"fft.{name}": _with("a", "n", "axis", "norm")
-        for name in ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft")
-    },
+    **{f"fft.{name}": _with("a", "n", "axis", "norm") for name in ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft")},
     **{f"fft.{name}": _with("a", "s", "axes", "norm") for name in ("fft2", "ifft2", "fftn", "ifftn", "rfft2", "rfftn")},
     **{f"fft.{name}": _with("a", "s", "axes", "norm") for name in ("irfft2", "irfftn")},
     **{f"fft.{name}": _with("x", "axes") for name in ("fftshift", "ifftshift")},

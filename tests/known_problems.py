@@ -38,7 +38,7 @@ def wood(x: Any) -> Any:
     return (
         100.0 * (b - a**2) ** 2 + (1.0 - a) ** 2 + 90.0 * (d - c**2) ** 2 + (1.0 - c) ** 2
         + 10.0 * (b + d - 2.0) ** 2 + 0.1 * (b - d) ** 2
-    )
+    )  # fmt: skip
 
 
 def brown_almost_linear(x: Any) -> Any:

@@ -192,9 +192,7 @@ def run(
     with tempfile.TemporaryDirectory(prefix="mpiad-launch-") as name, sigterm_as_exit():
         folder = Path(name)
         environment = launch_environment(ranks, folder, env or {})
-        job = subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True, **popen
-        )
+        job = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True, **popen)
         try:
             reason = watch(job, folder, limit)
             if reason:

@@ -27,7 +27,8 @@ LINEAR_PRIMITIVES = {
     "exscan": (mpiad.mpi_exscan, reference.exscan),
     "send": (ring, shifted),
     "exchange": (
-        lambda x, comm: mpiad.mpi_exchange(x, (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size, comm=comm), shifted,
+        lambda x, comm: mpiad.mpi_exchange(x, (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size, comm=comm),
+        shifted,
     ),
     "iallreduce": (lambda x, comm: mpiad.mpi_wait(mpiad.mpi_iallreduce(x, comm)), reference.allreduce),
 }

@@ -158,7 +158,7 @@ if mpiad.mpi_rank() == 1:
     raise ArithmeticError("seen")
 mpiad.mpi_recv(0.0, 1)
 """, 1, "", "ArithmeticError: seen\nand its hook failed:\nTraceback (most recent call last):"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("hook", HOOKS)

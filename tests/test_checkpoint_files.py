@@ -118,4 +118,4 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
 def test_differences_name_what_differs() -> None:
     assert differences({"ranks": 2, "m": 10}, {"ranks": 2, "m": 10}) == ""
     assert differences({"ranks": 2, "m": 10}, {"ranks": 3, "m": 10}) == "ranks is 2 there and 3 here"
-    assert "m is \"nothing\" there" in differences({}, {"m": 5})
+    assert 'm is "nothing" there' in differences({}, {"m": 5})

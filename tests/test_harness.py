@@ -300,9 +300,7 @@ def ends(process):
 def test_no_rank_outlives_a_launcher_that_is_ended(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(
-        "import os, pathlib, time\n"
-        f"pathlib.Path({str(tmp_path)!r}, str(os.getpid()) + '.pid').touch()\n"
-        "time.sleep(60)\n"
+        f"import os, pathlib, time\npathlib.Path({str(tmp_path)!r}, str(os.getpid()) + '.pid').touch()\ntime.sleep(60)\n"
     )
     command = [sys.executable, str(HERE / "launch.py"), "--ranks", "2", "--", str(program)]
     launcher = subprocess.Popen(command)

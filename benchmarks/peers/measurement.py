@@ -141,9 +141,7 @@ def smallest_time(comm: MPI.Intracomm, step: Callable[[], object], repeats: int)
     return float(slowest.min())
 
 
-def report(
-    comm: MPI.Intracomm, library: str, case: str, n: int, step: Callable[[], tuple], expected: tuple
-) -> None:
+def report(comm: MPI.Intracomm, library: str, case: str, n: int, step: Callable[[], tuple], expected: tuple) -> None:
     """Check a step, time it, and print one JSON line.
 
     Parameters

@@ -78,9 +78,7 @@ def ring_loss(x: torch.Tensor) -> torch.Tensor:
     return torch.sum(ring(x) ** 2) / 2
 
 
-def value_and_grad(
-    loss: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def value_and_grad(loss: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Differentiate a loss.
 
     Parameters

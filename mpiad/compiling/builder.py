@@ -111,9 +111,7 @@ class Builder:
         return number
 
 
-def simplify(
-    program: Program, known: Mapping[Input, float] | None = None, outputs: Sequence[int] | None = None
-) -> Program:
+def simplify(program: Program, known: Mapping[Input, float] | None = None, outputs: Sequence[int] | None = None) -> Program:
     """Return a program of the same values with less to compute; `identities` says which changes are made.
 
     Parameters

@@ -8,4 +8,4 @@ from mpiad.debug.report import Report, Row, report
 
 __all__ = [
     "Environment", "Report", "Row", "assert_replicated", "checked", "environment", "recorded", "report", "traced",
-]
+]  # fmt: skip

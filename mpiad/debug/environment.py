@@ -133,9 +133,10 @@ def _of_node(node: str, ranks: list[Place]) -> list[str]:
     lines = [f"  node      {node}: rank{'s' * (len(ranks) > 1)} {numbers}; {counted}"]
     lines.append(f"  memory    huge pages: {ranks[0].huge_pages}")
     if gpus:
-        lines.append(f"  GPUs      {', '.join(dict.fromkeys(gpus))}; " + ", ".join(
-            f"rank {place.rank}: {place.gpu or 'none'}" for place in ranks
-        ))
+        lines.append(
+            f"  GPUs      {', '.join(dict.fromkeys(gpus))}; "
+            + ", ".join(f"rank {place.rank}: {place.gpu or 'none'}" for place in ranks)
+        )
     return lines
 
 

@@ -17,7 +17,7 @@ VARIABLES: dict[str, tuple[str, ...] | None] = {
     "MPIAD_TRACE": None,
     # Of the tests.
     "MPIAD_LAUNCH_FOLDER": None, "MPIAD_LAUNCH_RANKS": None, "MPIAD_TEST_PATIENCE": None, "MPIAD_TEST_TIMEOUT": None,
-}
+}  # fmt: skip
 
 
 def misspelt(environment: Mapping[str, str] = os.environ) -> list[str]:

@@ -42,7 +42,7 @@ def of_start(library: Library, found: Launcher, size: int) -> list[Mistake]:
         mistakes.append(Mistake("error", (
             f"{found.name} started {found.size} processes, but each of them is a world of one rank: mpi4py loads "
             f"{library.vendor} {library.version}, which that launcher doesn't start. {_right_launcher(library, found)}"
-        )))
+        )))  # fmt: skip
     elif found.name and found.size != size:
         told = f"{found.name} says that it started {found.size} processes, but the world has {size}."
         mistakes.append(Mistake("warning", told))
@@ -50,7 +50,7 @@ def of_start(library: Library, found: Launcher, size: int) -> list[Mistake]:
         mistakes.append(Mistake("warning", (
             "MPI was initialised without thread support: minimize can't find ranks that wait for one that failed. "
             "Leave mpi4py.rc.threads at True, or call MPI.Init_thread(MPI.THREAD_MULTIPLE)."
-        )))
+        )))  # fmt: skip
     return mistakes
 
 
@@ -75,7 +75,7 @@ def of_mpiexec(library: Library, cores: int, environment: Mapping[str, str] = os
         return [Mistake("warning", (
             f"`mpiexec` is {program}, of {_OF_FAMILY[family]}, but mpi4py loads {library.vendor}: "
             f"the processes that it starts won't find each other. Use {beside}."
-        ))]
+        ))]  # fmt: skip
     if family == "openmpi":
         return _of_openmpi(cores, environment)
     return []
@@ -88,13 +88,13 @@ def _of_openmpi(cores: int, environment: Mapping[str, str]) -> list[Mistake]:
         mistakes.append(Mistake("warning", (
             "Open MPI's mpiexec refuses to start for root. Where that is meant, as in a container: "
             f"export {allowed[0]}=1 {allowed[1]}=1."
-        )))
+        )))  # fmt: skip
     policy = environment.get("PRTE_MCA_rmaps_default_mapping_policy", "")
     if "oversubscribe" not in policy.lower() and environment.get("OMPI_MCA_rmaps_base_oversubscribe") != "1":
         mistakes.append(Mistake("note", (
             f"Open MPI's mpiexec refuses to start more ranks than there are slots, {cores} here unless a host file says "
             "otherwise. Where more are meant: mpiexec --oversubscribe."
-        )))
+        )))  # fmt: skip
     return mistakes
 
 
@@ -126,19 +126,19 @@ def _of_node(node: str, ranks: list[Place]) -> list[Mistake]:
         return [Mistake("warning", (
             f"{node}: {len(ranks)} ranks share {counted}. MPI waits by spinning, so that each message takes milliseconds. "
             f"Start at most {max(int(usable), 1)} there, or use more nodes."
-        ))]
+        ))]  # fmt: skip
     if threads > usable:
         share = max(int(usable) // len(ranks), 1)
         return [Mistake("warning", (
             f"{node}: the thread pools of {len(ranks)} rank{'s' * (len(ranks) > 1)} have {threads} threads for {counted}. "
             f"Set OMP_NUM_THREADS={share} (or leave it unset: mpiad then limits them itself)."
-        ))]
+        ))]  # fmt: skip
     pinned = [place.cores for place in ranks if len(place.cores) < cores]
     if len(pinned) != len(set(pinned)):
         return [Mistake("warning", (
             f"{node}: several ranks are bound to the same cores. Let the launcher spread them: "
             "mpiexec --bind-to core (both MPICH and Open MPI), srun --cpu-bind=cores."
-        ))]
+        ))]  # fmt: skip
     return []
 
 
@@ -151,5 +151,5 @@ def of_versions(places: list[Place]) -> list[Mistake]:
             mistakes.append(Mistake("error", (
                 f"{name} isn't the same on all ranks: {', '.join(sorted(found))}. Use one environment on all nodes "
                 f"(rank 0 runs {places[0].python or Path(sys.executable)})."
-            )))
+            )))  # fmt: skip
     return mistakes

@@ -189,7 +189,7 @@ def _event(thread: int, what: Call | str, began: float, ended: float, innermost:
     return Event(
         thread, began, ended, what.described, what.name, what.direction, innermost, what.outer is None, what.site.text,
         what.forward_site.text if what.forward_site else "", given, _messages(what.name, given) if innermost else (),
-    )
+    )  # fmt: skip
 
 
 def _messages(operation: str, given: Arguments) -> tuple[Message, ...]:
@@ -204,7 +204,5 @@ def _messages(operation: str, given: Arguments) -> tuple[Message, ...]:
         channel = envelope.channel
         here, there = channel.members[channel.rank], channel.members[envelope.peer]
         ends = (here, there) if envelope.outgoing else (there, here)
-        found.append(Message(
-            envelope.outgoing, channel.label, *ends, envelope.tag, envelope.number, envelope.reverse
-        ))
+        found.append(Message(envelope.outgoing, channel.label, *ends, envelope.tag, envelope.number, envelope.reverse))
     return tuple(found)

@@ -15,10 +15,7 @@ from mpiad.transport import channel
 
 __all__ = ["Report", "Row", "report"]
 
-_NOTHING = (
-    "nothing was recorded. Run it under MPIAD_TRACE=file.json, or put it into "
-    "`with mpiad.debug.recorded():`."
-)
+_NOTHING = "nothing was recorded. Run it under MPIAD_TRACE=file.json, or put it into `with mpiad.debug.recorded():`."
 
 
 class Row(NamedTuple):
@@ -153,14 +150,14 @@ def _text(found: Report) -> str:
         by_row.append((
             row.operation, row.site, str(row.calls.sum()), _or_dash(row.messages.sum()), _bytes(row.nbytes.sum()),
             _time(row.seconds.mean()), _time(row.waited.mean()), longest, f"{row.imbalance:.2f}" if row.imbalance else "-",
-        ))
+        ))  # fmt: skip
     by_rank = [("rank", "calls", "messages", "bytes", "communicating", "of it waiting", "computing")]
     for rank in range(ranks):
         calls, messages, nbytes, seconds, waited = (total[rank] for total in totals)
         by_rank.append((
             str(rank), str(calls), _or_dash(messages), _bytes(nbytes), _time(seconds), _time(waited),
             _time(found.elapsed[rank] - seconds),
-        ))
+        ))  # fmt: skip
     computing = found.elapsed - totals[3]
     uneven = f"max/mean: computing {_imbalance(computing):.2f}, waiting {_imbalance(totals[4]):.2f}"
     return "\n".join([*lines, "", *_table(by_row, 2), "", *_table(by_rank, 0), uneven])

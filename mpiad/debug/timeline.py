@@ -33,6 +33,7 @@ def rank_events(recorder: Recorder, rank: int, node: str, aligned: Callable[[flo
     zero : float
         The beginning on that one.
     """
+
     def tick(time: float) -> int:
         return round(1e9 * (aligned(time) - zero))
 
@@ -72,7 +73,7 @@ def _described(event: Event) -> tuple[str, str, dict[str, Any]]:
         "site": event.site, "forward site": event.forward_site, "communicator": given.communicator, "root": given.root,
         "peer": given.peer, "tag": given.tag, "shape": None if given.shape is None else list(given.shape),
         "dtype": None if given.dtype is None else str(given.dtype), "bytes": given.nbytes, "reduction": given.reduction,
-    }
+    }  # fmt: skip
     # Inside the adjoint of one operation is another operation.
     name = event.name if event.outermost else event.operation
     return name, event.direction, {key: value for key, value in args.items() if value not in (None, "")}

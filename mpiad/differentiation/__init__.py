@@ -8,4 +8,4 @@ from mpiad.differentiation.products import hvp, jvp, make_jvp, make_vjp
 __all__ = [
     "Linearization", "SecondOrder", "grad", "hvp", "jacobian", "jvp", "linearize", "make_hvp", "make_jvp", "make_vjp",
     "value_and_grad",
-]
+]  # fmt: skip

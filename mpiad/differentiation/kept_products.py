@@ -262,4 +262,3 @@ def make_hvp(
         return SecondOrder(value, completed(gradient), product)
 
     return evaluate
-

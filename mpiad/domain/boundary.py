@@ -159,6 +159,5 @@ def check_values(sides: Sides, dtype: np.dtype, call: str) -> None:
     for value in [side.value for pair in sides for side in pair]:
         if value and not np.can_cast(np.min_scalar_type(value), dtype, "same_kind"):
             raise TypeError(
-                f"{call}: the boundary value {value!r} doesn't fit into an array of dtype {dtype}. "
-                "Convert the array first."
+                f"{call}: the boundary value {value!r} doesn't fit into an array of dtype {dtype}. Convert the array first."
             )

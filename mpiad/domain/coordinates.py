@@ -90,9 +90,7 @@ def _ends(extent: float | Sequence, ndim: int) -> list[tuple[float, float]]:
     return [(0.0, float(e)) if np.ndim(e) == 0 else (float(e[0]), float(e[1])) for e in extent]
 
 
-def points_along(
-    axis: int, ndim: int, start: int, stop: int, first: float, step: float
-) -> LocalArray:
+def points_along(axis: int, ndim: int, start: int, stop: int, first: float, step: float) -> LocalArray:
     """Return coordinates of the cells from `start` to `stop` along one dimension, in a shape that broadcasts."""
     shape = [1] * ndim
     shape[axis] = stop - start

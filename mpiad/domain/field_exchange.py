@@ -24,9 +24,7 @@ Finish = Callable[[LocalArray], Any]
 class Exchanging(Decomposition):
     """What a domain exchanges with its neighbours."""
 
-    def exchange(
-        self, u: LocalArray | Sequence[LocalArray], boundary: Boundary = "zero", *, corners: bool = True
-    ) -> Any:
+    def exchange(self, u: LocalArray | Sequence[LocalArray], boundary: Boundary = "zero", *, corners: bool = True) -> Any:
         """Return the block with its halo: the neighbours' cells around it.
 
         Parameters

@@ -71,9 +71,7 @@ def located(points: Array, lattice: Lattice, partition: Partition, call: str) ->
     return Location(partition.owners(cell), cell, fraction)
 
 
-def _require_inside(
-    points: np.ndarray, place: np.ndarray, lattice: Lattice, partition: Partition, call: str
-) -> None:
+def _require_inside(points: np.ndarray, place: np.ndarray, lattice: Lattice, partition: Partition, call: str) -> None:
     last = np.array(partition.shape) - 1
     inside = np.array(partition.periodic) & np.isfinite(place)
     # Written so that NaN is outside.

@@ -86,7 +86,7 @@ def _sums(u: LocalArray, stencil: StencilSums, kept: list | None) -> LocalArray:
 def _advance_tangent(
     gs: list, ans: LocalArray, u: LocalArray, before: LocalArray, factor: LocalArray, stencil: StencilSums,
     kept: list | None,
-) -> LocalArray:
+) -> LocalArray:  # fmt: skip
     du, dbefore = tangent_of(u, gs[0]), tangent_of(before, gs[1])
     moved = advance(du, dbefore, factor, stencil=stencil.homogeneous, kept=None)
     return moved + tangent_of(factor, gs[2]) * apply_stencil(u, stencil)

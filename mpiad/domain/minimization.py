@@ -126,4 +126,4 @@ class Minimization(Decomposition):
         return minimize(
             fun, x0, method=method, jac=jac, hessp=hessp, bounds=bounds, comm=self.comm, tol=tol, options=options,
             callback=callback, objective=objective, args=args, checkpoint=checkpoint, progress=progress,
-        )
+        )  # fmt: skip

@@ -105,9 +105,7 @@ def choose_dims(shape: Shape, size: int, halo: tuple[int, ...], periodic: tuple[
         Among equals the one with more ranks along the first dimensions, whose layers are contiguous in memory.
     """
     fitting = [
-        dims
-        for dims in _factorisations(size, len(shape))
-        if all(n // p >= max(1, h) for n, p, h in zip(shape, dims, halo))
+        dims for dims in _factorisations(size, len(shape)) if all(n // p >= max(1, h) for n, p, h in zip(shape, dims, halo))
     ]
 
     def cost(dims: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:

@@ -94,7 +94,7 @@ def require_own_block(u: LocalArray, shape: Shape, ranks: int, rank: Rank, call:
         _log.warning(
             "%s: the block was computed from variables of which one has the shape of a block, %s, and every rank has the "
             "root's copy of them. If each rank was to have its own, the result is wrong: %s.", call, shape, _INSTEAD,
-        )
+        )  # fmt: skip
 
 
 def _is_of(block: Array, array: Array, shape: Shape) -> bool:

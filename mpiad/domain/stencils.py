@@ -66,9 +66,7 @@ class Stencils(Decomposition):
             raise TypeError(f"{call}: a boundary value can't be traced here. Use Domain.exchange and slices.")
         return Stencil(StencilSums(found.astype(float), self._halo_for(found.shape, sides, call), sides))
 
-    def laplacian(
-        self, spacing: float | Sequence[float] = 1.0, *, order: int = 2, boundary: Boundary = "zero"
-    ) -> Stencil:
+    def laplacian(self, spacing: float | Sequence[float] = 1.0, *, order: int = 2, boundary: Boundary = "zero") -> Stencil:
         """Make the Laplacian by central differences, as an operator on fields.
 
         Parameters

@@ -54,9 +54,7 @@ def terms_of(weights: np.ndarray) -> Terms:
     return tuple((weight, tuple(offsets)) for weight, offsets in sorted(groups.items(), key=lambda item: -len(item[1])))
 
 
-def weighted_sum(
-    source: LocalArray, terms: Terms, out: LocalArray, box: Box, finish: Finish | None = None
-) -> None:
+def weighted_sum(source: LocalArray, terms: Terms, out: LocalArray, box: Box, finish: Finish | None = None) -> None:
     """Write the weighted sums of a box of cells.
 
     Parameters

@@ -27,4 +27,4 @@ __all__ = [
     "EnsembleSolution", "EnsembleThreads", "EnsembleVectorized", "Event", "Fehlberg45", "FitResult", "IController",
     "ODEProblem", "ODESolution", "PIController", "ReturnCode", "Rodas5P", "Rosenbrock23", "SteadyStateSolution", "Tsit5",
     "Vern7", "fit", "remake", "solve", "steady_state",
-]
+]  # fmt: skip

@@ -171,6 +171,7 @@ class Compiler:
         given : Batch
             The batch before what is traced was made plain.
         """
+
         def made() -> TracedProblem | None:
             try_once(batch, settings.events, given.traced)
             if not wanted:

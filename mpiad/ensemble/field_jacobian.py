@@ -67,6 +67,7 @@ def jacobian_of(batch: Batch) -> Jacobian:
 
 def derived(derivative: Callable[[Program], _Derived], batch: Batch) -> _Derived | str:
     """Return a derivative of what a batch's f computes, or why f can't be traced; what was found before is remembered."""
+
     def made() -> _Derived | str:
         try:
             program = trace(batch.f, batch.shape, batch.p, batch.u0.dtype)

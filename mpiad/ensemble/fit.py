@@ -205,5 +205,3 @@ def _tolerance(atol: Array | float) -> Array | float:
 def _rows_of(data: Tree, rows: slice) -> Tree:
     leaves, build = flatten(data)
     return build([None if leaf is None else np.asarray(leaf)[rows] for leaf in leaves])
-
-

@@ -28,6 +28,7 @@ _SHORT = (
     "compile",
 )  # fmt: skip
 
+
 class FitArguments(NamedTuple):
     """The arguments of `fit`, by its names: one object, which all parts of a fit get."""
 

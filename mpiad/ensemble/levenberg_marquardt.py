@@ -130,9 +130,7 @@ def scaled_factor(factor: Array, free: Array) -> tuple[Array, Array]:
 class _Problems:
     """The problems, and how far each has come."""
 
-    def __init__(
-        self, evaluate: Callable, x: Array, lower: Array, upper: Array, scale: Array | None, stopping: Stopping
-    ):
+    def __init__(self, evaluate: Callable, x: Array, lower: Array, upper: Array, scale: Array | None, stopping: Stopping):
         count, m = x.shape
         self._evaluate, self._lower, self._upper, self._stopping = evaluate, lower, upper, stopping
         self._x, self._given_scale = x, scale
@@ -235,9 +233,7 @@ class _Problems:
         self._codes[chosen[self._codes[chosen] == _UNDER_WAY]] = code.code
 
 
-def _step_in_box(
-    factor: Array, damping: Array, x: Array, lower: Array, upper: Array, held: Array
-) -> tuple[Array, Array]:
+def _step_in_box(factor: Array, damping: Array, x: Array, lower: Array, upper: Array, held: Array) -> tuple[Array, Array]:
     """Return the steps that minimise the damped models in the boxes, and where they end.
 
     By active sets: towards the minimum over the free variables up to the first bound, which then holds its variable; at the

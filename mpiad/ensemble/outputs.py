@@ -26,7 +26,7 @@ def _skeletons(used: Channel, skeleton: Tree) -> list[Tree]:
         mine, error = b"", TypeError(
             f"solve: what output_func or reduction return is sent to all ranks, but can't be pickled ({found}). Return "
             "numbers, arrays or texts of a solution, or say EnsembleMPI(gather=False)."
-        )
+        )  # fmt: skip
     everything = used.data.allgather(mine)
     if not all(everything):
         raise_first(used, error)

@@ -21,9 +21,7 @@ __all__ = ["check_alike", "combined", "joined", "joined_times", "reduced", "wide
 _MOST_REPEATS = 1000
 
 
-def reduced(
-    problem: EnsembleProblem, batches: list[range], solved: Callable[..., EnsembleSolution]
-) -> EnsembleSolution:
+def reduced(problem: EnsembleProblem, batches: list[range], solved: Callable[..., EnsembleSolution]) -> EnsembleSolution:
     """Solve batch by batch until all are done or the reduction says to stop.
 
     Parameters

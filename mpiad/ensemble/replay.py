@@ -256,7 +256,6 @@ def _like(x: Array, u: Array) -> Array:
     return x if x.dtype == real else x.astype(real)
 
 
-
 def replayed_jvp(replay: Replay, argnums: Sequence[int], args: Sequence[Any], gs: Sequence[Any]) -> Array:
     """Return the tangent of the results.
 
@@ -283,6 +282,7 @@ def replayed_vjp(replay: Replay, argnums: Sequence[int], args: Sequence[Any], g:
 
 def _of_some(replay: Replay, argnums: Sequence[int], args: Sequence[Any]) -> tuple[Callable[..., Array], Variables]:
     """Return the results as a function of some arguments, and these."""
+
     def fun(values: Sequence[Any]) -> Array:
         filled = list(args)
         for k, value in zip(argnums, values):

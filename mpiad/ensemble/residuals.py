@@ -141,5 +141,3 @@ class Residuals:
 def _rows(value: Array) -> Array:
     """Return residuals as rows of columns, shape (k, n)."""
     return np.asarray(value, float).reshape(-1, np.shape(value)[-1])
-
-

@@ -27,6 +27,7 @@ from mpiad.transport.device_arrays import is_device_array
 
 __all__ = ["ShardedSolution", "gathered", "sharded"]
 
+
 def gathered(
     used: Channel, share: EnsembleSolution, facts: Facts, start: Callable[[], Array] | None, timed: bool,
     made: object = None,

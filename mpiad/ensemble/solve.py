@@ -239,7 +239,7 @@ def _ensemble(
 def _solved(
     options: SolveOptions, compiler: Compiler, backend: EnsembleAlgorithm, given: Batch,
     shown: Callable[[int], None] | None, numbers: range = range(1, 2),
-) -> EnsembleSolution:
+) -> EnsembleSolution:  # fmt: skip
     record = options.save_everystep or options.dense_output or given.traced
     # What is asked of the steps later is asked of the same parameters.
     given = given.own() if record else given

@@ -89,9 +89,7 @@ class StageSystems:
         varying, shared = self._layout.split(list(leaves), count, dtype)
         return dict(zip(self._layout.varying, varying)) | dict(zip(self._layout.shared, shared))
 
-    def pull(
-        self, u: Array, leaves: Sequence[Any], t: Array, right: Array, along: Array, in_time: Array
-    ) -> list[Any]:
+    def pull(self, u: Array, leaves: Sequence[Any], t: Array, right: Array, along: Array, in_time: Array) -> list[Any]:
         """Return the gradient of Σ right · (derivative of f along directions): by u, by the leaves, and by time.
 
         Parameters

@@ -260,9 +260,7 @@ class WorkingSet(Turns):
         """Show the step to those who look at it; return the columns that a terminal event ends."""
         if self._observers is None:
             return NONE
-        step = Step(
-            self.ids, self.number, accepted, self.t, h, t_new, self.u, self._stages.new, self._stages.k, self._sign
-        )
+        step = Step(self.ids, self.number, accepted, self.t, h, t_new, self.u, self._stages.new, self._stages.k, self._sign)
         return self._observers.see(step, self._p)
 
     # ---- ends

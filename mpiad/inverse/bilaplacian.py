@@ -58,7 +58,7 @@ class Bilaplacian(GaussianPrior):
         self, domain: Domain, correlation_length: float, std: float | LocalArray = 1.0,
         anisotropy: Sequence[float] | None = None, mean: float | LocalArray = 0.0, *,
         spacing: float | Sequence[float] = 1.0, rtol: float = 1e-10,
-    ):
+    ):  # fmt: skip
         numbers = {"correlation_length": correlation_length, "spacing": spacing, "rtol": rtol}
         if anisotropy is not None:
             numbers["anisotropy"] = anisotropy

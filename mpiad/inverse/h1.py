@@ -47,7 +47,7 @@ class H1(GaussianPrior):
     def __init__(
         self, domain: Domain, gradient: float = 1.0, value: float = 1.0, mean: float | LocalArray = 0.0, *,
         spacing: float | Sequence[float] = 1.0, rtol: float = 1e-10,
-    ):
+    ):  # fmt: skip
         numbers = {"gradient": gradient, "value": value, "spacing": spacing, "rtol": rtol}
         (self.mean,) = agreed_fields(domain, {"mean": mean}, numbers, "inverse.H1")
         ndim = len(domain.shape)

@@ -78,7 +78,7 @@ class Posterior:
 def laplace(
     product: Callable[[LocalArray], LocalArray], m: LocalArray, prior: GaussianPrior, k: int, *, oversample: int = 20,
     seed: int = 0,
-) -> Posterior:
+) -> Posterior:  # fmt: skip
     """Approximate the posterior by a Gaussian around its most probable field.
 
     Parameters
@@ -118,11 +118,11 @@ def laplace(
     pairs = eigsh(
         product, m, k, mass=prior.apply, mass_solve=prior.solve, oversample=oversample, seed=directions,
         comm=prior.domain.comm,
-    )
+    )  # fmt: skip
     if len(pairs.values) == k and pairs.values[-1] > 1.0:
         warnings.warn(
             f"laplace: the last of {len(pairs.values)} eigenvalues is {pairs.values[-1]:.3g}, where those below 1 are the "
             "prior's more than the data's. The variance is too large: raise k.", RuntimeWarning, stacklevel=2,
-        )
+        )  # fmt: skip
     # What is negative isn't of a minimum, or of the error of the products.
     return Posterior(m, prior, np.maximum(pairs.values, 0.0), pairs.vectors)

@@ -11,4 +11,4 @@ from mpiad.linalg.solve import solve
 __all__ = [
     "AdditiveSchwarz", "EigenPairs", "Elliptic", "MatrixRowBlock", "Multigrid", "eigsh", "newton", "petsc", "solve",
     "solve_elliptic",
-]
+]  # fmt: skip

@@ -64,9 +64,7 @@ class AdditiveSchwarz:
     Numerical Analysis 24 (1987).
     """
 
-    def __init__(
-        self, matrix: MatrixRowBlock, *, overlap: int = 1, restricted: bool = False, coarse: bool = True
-    ):
+    def __init__(self, matrix: MatrixRowBlock, *, overlap: int = 1, restricted: bool = False, coarse: bool = True):
         if not isinstance(matrix, MatrixRowBlock):
             raise TypeError(f"{_CALL}: matrix must be a MatrixRowBlock, but got {type(matrix).__name__}.")
         used = channel(matrix.comm, _CALL)

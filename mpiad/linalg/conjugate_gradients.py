@@ -25,9 +25,7 @@ _PRODUCT = "what matvec returned"
 _ILL_CONDITIONED = "its largest and smallest curvature differ by more than floating point resolves."
 
 
-def conjugate_gradients(
-    system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, targets: np.ndarray
-) -> bool:
+def conjugate_gradients(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, targets: np.ndarray) -> bool:
     """Solve symmetric (complex: Hermitian) positive definite systems.
 
     Parameters

@@ -57,8 +57,9 @@ class GhostPlan:
         with suspended():
             asked = mpi_alltoall(wanted, comm=comm)
             # Receives first, so that no rank must keep others' lists until it looks for them.
-            coming = [(int(r), mpi_irecv(np.empty(asked[r], np.int64), int(r), _TAG_INDICES, comm))
-                      for r in np.flatnonzero(asked)]
+            coming = [
+                (int(r), mpi_irecv(np.empty(asked[r], np.int64), int(r), _TAG_INDICES, comm)) for r in np.flatnonzero(asked)
+            ]
             for owner, places in self.sources:
                 mpi_send(needed[places].astype(np.int64), owner, _TAG_INDICES, comm)
             self.destinations = [(r, mpi_wait(request) - offsets[used.rank]) for r, request in coming]

@@ -243,9 +243,7 @@ defvjp_together(solution, _adjoint)
 defjvp_together(solution, _tangent)
 
 
-def require_transpose(
-    transposed: LocalArray | None, g: LocalArray, settings: Settings, failures: DeferredFailures
-) -> None:
+def require_transpose(transposed: LocalArray | None, g: LocalArray, settings: Settings, failures: DeferredFailures) -> None:
     """Raise on all ranks what one has raised, or where Aᵀ λ isn't g, though A λ is: A isn't its own transpose."""
     gap = (np.nan if transposed is None else transposed) - g
     with suspended():

@@ -299,9 +299,7 @@ class MatrixRowBlock:
             method, preconditioner = "gmres", GatheredFactors(self)
             preconditioner = preconditioner.T if matvec.transposed else preconditioner
             settings = {"rtol": 1e-12, **settings}
-        return solve(
-            matvec, b, self.values, method=method, preconditioner=preconditioner, comm=self.comm, **settings
-        )
+        return solve(matvec, b, self.values, method=method, preconditioner=preconditioner, comm=self.comm, **settings)
 
     def operator(self, transposed: bool = False) -> ProductWith:
         """Return ``operator(u, values)``, the product as `solve` takes it, with its transpose."""

@@ -126,7 +126,7 @@ def newton(
     jacobian = Problem(
         _product_with_jacobian(residual), preconditioner, lambda all_leaves: (all_leaves[0], *build(all_leaves[1:])),
         linear, preconditioner_transpose=preconditioner_transpose, talkers=set(),
-    )
+    )  # fmt: skip
     return root(*leaves, problem=NonlinearProblem(residual, build, settings, stop(u0), jacobian))
 
 
@@ -162,7 +162,7 @@ def root(*leaves: Any, problem: NonlinearProblem) -> LocalArray:
     return find_root(
         lambda u: problem.at([u, *leaves]), lambda u, rtol: problem.jacobian.step(rtol, failures).system([u, *leaves], u),
         problem.start, problem.settings, METHODS[problem.settings.method], failures,
-    )
+    )  # fmt: skip
 
 
 def _adjoint(ans: LocalArray, *leaves: Any, problem: NonlinearProblem) -> Callable:
@@ -216,6 +216,7 @@ def _mistake(
     if settings.maxiter is None:
         return ValueError(f"{_CALL}: maxiter must be an integer above zero, but got None.")
     return (
-        mistake_in(settings, METHODS, u0.ndim) or mistake_in(linear, METHODS, u0.ndim)
+        mistake_in(settings, METHODS, u0.ndim)
+        or mistake_in(linear, METHODS, u0.ndim)
         or unfit_preconditioner([preconditioner], u0)
     )

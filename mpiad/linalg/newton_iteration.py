@@ -94,9 +94,7 @@ def _evaluated(system: System, u: LocalArray) -> tuple[LocalArray, float]:
     return f, float(system.norms(f)[0])
 
 
-def _newton_step(
-    system: System, linear: Linear, method: Method, u: LocalArray, f: LocalArray, within: float
-) -> LocalArray:
+def _newton_step(system: System, linear: Linear, method: Method, u: LocalArray, f: LocalArray, within: float) -> LocalArray:
     """Return the solution of J s = -f to a relative residual."""
     b = system.block(-f)
     where, inner = f"in step {system.iterations + 1} the linear system wasn't solved", linear(system.block(u), within)

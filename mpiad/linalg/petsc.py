@@ -168,7 +168,7 @@ def _assembled(petsc: ModuleType, used: Channel, matrix: MatrixRowBlock, values:
 def _corrected(
     petsc: ModuleType, used: Channel, matrix: Array, options: dict[str, Any], x: LocalArray, r: LocalArray, rtol: float,
     limit: int,
-) -> tuple[int, list[float]]:
+) -> tuple[int, list[float]]:  # fmt: skip
     """Add the solution of A d = r to x; return PETSc's reason to stop and the norms of its residuals."""
     prefix, database = f"mpiad_{next(_prefixes)}_", petsc.Options()
     for name, value in options.items():

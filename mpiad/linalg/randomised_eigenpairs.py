@@ -136,7 +136,7 @@ def eigsh(
             raise agreed(used, ValueError(
                 f"{_CALL}: product must be symmetric, but its projection differs from its transpose by {skew:.3e}, of "
                 f"{np.linalg.norm(projected):.3e}."
-            ))
+            ))  # fmt: skip
         values, vectors = np.linalg.eigh(0.5 * (projected + projected.T))
         order = np.argsort(values)[::-1][:k]
         return EigenPairs(values[order], _combined(vectors[:, order], basis))
@@ -172,6 +172,6 @@ def _orthonormal(used: Channel, vectors: LocalArray, weighed: LocalArray) -> np.
         raise agreed(used, ValueError(
             f"{_CALL}: mass must be symmetric and positive definite, and mass_solve its inverse, but vᵀ B v has the values "
             f"{values[0]:.3e} to {values[-1]:.3e} and is asymmetric by {skew:.3e}."
-        ))
+        ))  # fmt: skip
     kept = values > _DEPENDENT * values[-1]
     return rotation[:, kept] / np.sqrt(values[kept])

@@ -123,13 +123,11 @@ def solve(
     >>> print(mpiad.linalg.solve(lambda u, k: k * u, np.ones(2), 4.0))
     [0.25 0.25]
     """
-    settings = Settings(
-        method, rtol, atol, maxiter, comm, callback, restart, side, batch, verify, with_x0=x0 is not None
-    )
+    settings = Settings(method, rtol, atol, maxiter, comm, callback, restart, side, batch, verify, with_x0=x0 is not None)
     functions = {
         "matvec": matvec, "preconditioner": preconditioner, "preconditioner_transpose": preconditioner_transpose,
         "callback": callback,
-    }
+    }  # fmt: skip
     settings = agree_on(settings, _mistake(functions, b, x0, settings), preconditioner)
     leaves, build = flatten(params)
     start = None if x0 is None else stop(x0)
@@ -145,7 +143,8 @@ def _mistake(functions: dict[str, Any], b: Array, x0: Array, settings: Settings)
             return TypeError(f"linalg.solve: {name} must be a function, but got {type(fun).__name__} {fun!r}.")
     plain = stop(b)
     return (
-        _wrong_array(plain, stop(x0)) or mistake_in(settings, METHODS, np.ndim(plain))
+        _wrong_array(plain, stop(x0))
+        or mistake_in(settings, METHODS, np.ndim(plain))
         or unfit_preconditioner(functions.values(), plain)
     )
 

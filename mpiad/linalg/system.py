@@ -56,7 +56,7 @@ class System:
     def __init__(
         self, apply: Function, precondition: Function | None, like: LocalArray, settings: Settings, name: str = "matvec",
         failures: DeferredFailures | None = None,
-    ):
+    ):  # fmt: skip
         self.settings = settings
         self.failures = failures or DeferredFailures(settings.comm, settings.call)
         self.usable: LocalArray | None = None
@@ -232,9 +232,7 @@ class System:
         raise agreed(channel(self.settings.comm, self.settings.call), error)
 
 
-def _problem_with(
-    out: Array, name: str, shape: tuple[int, ...], dtype: np.dtype, call: str, there: bool
-) -> Exception:
+def _problem_with(out: Array, name: str, shape: tuple[int, ...], dtype: np.dtype, call: str, there: bool) -> Exception:
     if isbox(out):
         return TypeError(
             f"{call}: {name} uses a traced variable from outside itself (it returned a {type(out).__name__}), "
@@ -272,9 +270,7 @@ def preconditioned_product(system: System, v: LocalArray) -> tuple[LocalArray, L
     return z, system.apply(z)
 
 
-def preconditioned_start(
-    system: System, r: LocalArray, norms: np.ndarray
-) -> tuple[LocalArray, np.ndarray, np.ndarray]:
+def preconditioned_start(system: System, r: LocalArray, norms: np.ndarray) -> tuple[LocalArray, np.ndarray, np.ndarray]:
     """Return the residual that the method sees, its norms, and what these are of the true ones."""
     if system.settings.side != "left" or not system.preconditioned:
         return r, norms, np.ones_like(norms)

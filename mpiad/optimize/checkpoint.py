@@ -101,7 +101,8 @@ class WriteFailures:
         if reason != self._told:
             warnings.warn(
                 f"{self._call}: the checkpoint of iteration {iteration} wasn't written, the one before stays ({reason})",
-                RuntimeWarning, stacklevel=3,
+                RuntimeWarning,
+                stacklevel=3,
             )
         self._told = reason
 

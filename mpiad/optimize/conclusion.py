@@ -67,7 +67,7 @@ def _result(
     result = scipy.optimize.OptimizeResult(
         x=x.copy(), fun=value, jac=_known(gradient, x), nit=iterations, nfev=points.counts.of_objective,
         njev=points.counts.of_gradient, success=False, status=status, message=message,
-    )
+    )  # fmt: skip
     if points.counts["product"]:
         result.nhev = points.counts["product"]
     return result
@@ -77,9 +77,7 @@ def _known(gradient: np.ndarray | None, x: np.ndarray) -> np.ndarray:
     return np.full_like(x, np.nan) if gradient is None else gradient.copy()
 
 
-def concluded(
-    result: scipy.optimize.OptimizeResult, points: Points, constrained: bool
-) -> scipy.optimize.OptimizeResult:
+def concluded(result: scipy.optimize.OptimizeResult, points: Points, constrained: bool) -> scipy.optimize.OptimizeResult:
     """Correct a result that isn't the best that was seen, or isn't finite.
 
     Parameters

@@ -128,6 +128,7 @@ def _add_nonlinear(found: ConstraintSet, given: Any, packing: Packing, used: Cha
     made = _Function(given.fun, given.jac, (), packing, used)
     hess = given.hess
     if callable(hess) and not isinstance(hess, scipy.optimize.HessianUpdateStrategy):
+
         def hess(vector: np.ndarray, weights: np.ndarray) -> Any:
             with used.refusing(_WHO):
                 return given.hess(packing.unpack(vector), weights)
@@ -135,5 +136,5 @@ def _add_nonlinear(found: ConstraintSet, given: Any, packing: Packing, used: Cha
     constraint = scipy.optimize.NonlinearConstraint(
         made.value, given.lb, given.ub, jac=made.jacobian, hess=hess, keep_feasible=given.keep_feasible,
         finite_diff_rel_step=given.finite_diff_rel_step, finite_diff_jac_sparsity=given.finite_diff_jac_sparsity,
-    )
+    )  # fmt: skip
     found.add(constraint, made.value, given.lb, given.ub)

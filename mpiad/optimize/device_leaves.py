@@ -37,7 +37,7 @@ def described(start: Tree) -> Tree:
     return build([
         leaf if arrays_of(leaf) is None else Elsewhere(leaf.shape, leaf.dtype, fingerprint(on_host))
         for leaf, on_host in zip(leaves, fetched(leaves))
-    ])
+    ])  # fmt: skip
 
 
 def fingerprint(array: np.ndarray) -> bytes:

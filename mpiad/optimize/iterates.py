@@ -195,7 +195,7 @@ class PieceIterates:
     def __init__(
         self, packing: Packing, agreement: StageFailures, callback: Function | None, anyone: bool,
         progress: Progress | None,
-    ):
+    ):  # fmt: skip
         self._packing, self._agreement, self.anyone, self._progress = packing, agreement, anyone, progress
         self._callback = None if callback is None else Callback(callback)
         self.record = Record()
@@ -239,7 +239,7 @@ class Callback:
             return self._fun(x)
         return self._fun(intermediate_result=scipy.optimize.OptimizeResult(
             x=x, fun=row.loss, nit=row.iteration, nfev=row.evaluations, gradient_norm=row.gradient_norm
-        ))
+        ))  # fmt: skip
 
 
 def _takes_result(fun: Function) -> bool:

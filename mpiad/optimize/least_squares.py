@@ -146,7 +146,7 @@ def least_squares(
     keywords = {
         "bounds": bounds, "method": method, "ftol": ftol, "xtol": xtol, "gtol": gtol, "x_scale": x_scale,
         "max_nfev": max_nfev, "tr_options": {} if tr_options is None else tr_options,
-    }
+    }  # fmt: skip
     with suspended():
         start, weigh, kept = _agree_on_arguments(used, program, x0, (loss, f_scale, tr_solver, method), checkpoint)
         kind = partial(ResidualEvaluation, loss=weigh, solver=tr_solver, few=_FEW)

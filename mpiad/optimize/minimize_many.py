@@ -193,7 +193,7 @@ def _minima(
                 x=points[k].at(home), fun=math.nan, success=False, status=-1, nit=0, nfev=0, message=str(error),
                 # Without the cause, which may not be pickled.
                 error=WorkerError(str(error), error.rank, exit_code=error.exit_code),
-            )
+            )  # fmt: skip
     return found
 
 

@@ -92,4 +92,4 @@ def mpi_optimize(
     return minimize(
         f, x0, method=method, jac=jac, bounds=bounds, constraints=constraints, root=root, comm=comm, tol=tol,
         options=options, callback=callback, objective=objective, args=args, checkpoint=checkpoint, progress=progress,
-    )
+    )  # fmt: skip

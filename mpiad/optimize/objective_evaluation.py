@@ -175,7 +175,7 @@ class Evaluation:
         evaluate = make_hvp(
             lambda x: self._agreement.run(lambda: self.value_at(x)),
             objective=self._program.objective, root=self._program.root, comm=self._used.user,
-        )
+        )  # fmt: skip
         product = self._agreement.run(lambda: evaluate(x).product)
         return lambda v: self._multiplied(lambda v: self._sums.hand_in(self._packing.pack_gradient(product(v))), v)
 

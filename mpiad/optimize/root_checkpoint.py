@@ -105,7 +105,7 @@ class RootCheckpoint:
         arrays = {
             "x": x, "value": np.array(point.value, dtype=float), "gradient": gradient, "counts": made,
             "history": record.table(),
-        }
+        }  # fmt: skip
         try:
             write(self._checkpoint.file, self._problem, arrays.items())
         except OSError as error:

@@ -29,7 +29,7 @@ Leaves = list[tuple[str, Any]]
 _SHOWN = 8
 _KINDS = {
     "b": "a boolean", "i": "an integer", "u": "an integer", "f": "a real", "c": "a complex", "U": "a text", "S": "a bytes",
-}
+}  # fmt: skip
 _ADVICE = (
     "Where each rank has variables of its own, as a block of a Domain, call domain.minimize(fun, x0), or minimize with "
     "method='L-BFGS-sharded'. Where all ranks share them, give x0 on the root only, or on all ranks the root's (mpi_bcast)."
@@ -121,7 +121,7 @@ def require_roots(used: Channel, root: Rank, mine: Leaves | None, roots: Leaves,
         f"{said}, rank {root}, but what rank(s) {ranks} of {used.size} gave differs from it. {advice}"
         f"{''.join(lines[:_SHOWN])}{more}",
         ranks, first.path, first.index, first.absolute, first.relative,
-    ))
+    ))  # fmt: skip
 
 
 def _difference(mine: Leaves, roots: Leaves, root: Rank) -> Difference | None:

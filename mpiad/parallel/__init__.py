@@ -13,4 +13,4 @@ from mpiad.parallel.workers import local_rank, total_workers
 __all__ = [
     "SGD", "Adam", "AdamW", "DistributedDataContainer", "DistributedOptimizer", "allreduce_", "bcast_", "iallreduce_",
     "load_checkpoint", "local_rank", "reduce_", "save_checkpoint", "synchronize", "total_workers", "value_and_grad",
-]
+]  # fmt: skip

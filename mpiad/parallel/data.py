@@ -59,9 +59,7 @@ class DistributedDataContainer:
     True
     """
 
-    def __init__(
-        self, data: Tree, batch_size: int | None = None, shuffle: bool = False, seed: int = 0, comm: Comm = None
-    ):
+    def __init__(self, data: Tree, batch_size: int | None = None, shuffle: bool = False, seed: int = 0, comm: Comm = None):
         counts = isinstance(batch_size, (int, np.integer)) and not isinstance(batch_size, bool)
         if batch_size is not None and not (counts and batch_size > 0):
             raise ValueError(f"DistributedDataContainer: batch_size must be an integer above zero, but got {batch_size!r}.")

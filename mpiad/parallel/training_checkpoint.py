@@ -37,9 +37,7 @@ class TrainingCheckpoint(NamedTuple):
     own: Tree
 
 
-def save_checkpoint(
-    path: str | PathLike[str], tree: Tree, *, own: Tree = None, root: Rank = 0, comm: Comm = None
-) -> None:
+def save_checkpoint(path: str | PathLike[str], tree: Tree, *, own: Tree = None, root: Rank = 0, comm: Comm = None) -> None:
     """Write the state of a training, whole or not at all: whoever is killed leaves the old file or the new one.
 
     Parameters

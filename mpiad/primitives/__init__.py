@@ -37,4 +37,4 @@ __all__ = [
     "mpi_finalize", "mpi_finalized", "mpi_gather", "mpi_iallreduce", "mpi_init", "mpi_initialized", "mpi_irecv",
     "mpi_isend", "mpi_local_rank", "mpi_print", "mpi_rank", "mpi_recv", "mpi_reduce", "mpi_reduce_scatter", "mpi_scan",
     "mpi_scatter", "mpi_send", "mpi_sendrecv", "mpi_size", "mpi_sum", "mpi_wait", "mpi_waitall", "reset", "stop",
-]
+]  # fmt: skip

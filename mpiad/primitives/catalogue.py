@@ -15,7 +15,7 @@ __all__ = [
     "ALLGATHER", "ALLREDUCE", "ALLTOALL", "BARRIER", "BCAST", "EXCHANGE", "GATHER", "IALLREDUCE", "IRECV", "ISEND", "RECV",
     "REDUCE_SCATTER", "SCAN", "SCATTER", "SEND", "SUM_TO_ROOT", "WAIT", "Copying", "Dividing", "Exchange", "Prefix",
     "Receiving", "Reduction", "Summing",
-]
+]  # fmt: skip
 
 BCAST = Operation("mpi_bcast")
 SUM_TO_ROOT = Operation("mpi_sum")
@@ -92,4 +92,3 @@ class Exchange(NamedTuple):
     there: Envelope | None
     spec: Spec
     back: Envelope | None
-

@@ -41,9 +41,7 @@ def partner_of(rank: object, channel: Channel, call: str, argument: str, wildcar
     rank = _integer(rank, call, argument, allowed)
     if 0 <= rank < channel.size or (wildcard and rank == ANY_SOURCE):
         return rank
-    raise ValueError(
-        f"{call}: {argument} must be {allowed} (the communicator has {channel.size} ranks), but got {rank}."
-    )
+    raise ValueError(f"{call}: {argument} must be {allowed} (the communicator has {channel.size} ranks), but got {rank}.")
 
 
 def tag_of(tag: object, channel: Channel, call: str, wildcard: bool = False) -> int:

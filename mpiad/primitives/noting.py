@@ -140,7 +140,7 @@ def _read(x: Array, params: object) -> Arguments:
         getattr(channel, "label", None), getattr(params, "root", None), getattr(address, "peer", None),
         getattr(address, "tag", None), shape, dtype, nbytes,
         None if op is None else name_of(op) or "user-defined", getattr(channel, "members", ()), envelopes,
-    )
+    )  # fmt: skip
 
 
 _ADDRESSES = ("there", "back", "envelope")

@@ -12,7 +12,7 @@ from mpiad.transport import member, prepare, renew, world
 __all__ = [
     "mpi_finalize", "mpi_finalized", "mpi_init", "mpi_initialized", "mpi_local_rank", "mpi_rank", "mpi_size", "reset",
     "stop",
-]
+]  # fmt: skip
 
 
 def mpi_init(comm: Comm = None) -> None:

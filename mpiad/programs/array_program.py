@@ -163,9 +163,7 @@ class ArrayProgram:
             return self._view_of_join(x, map, shape)
         if node.kind == "update":
             base, block = node.inputs
-            lies = [
-                _lies(axis, shape, start, start + n) for axis, start, n in zip(map, node.data, self.nodes[block].shape)
-            ]
+            lies = [_lies(axis, shape, start, start + n) for axis, start, n in zip(map, node.data, self.nodes[block].shape)]
             if False in lies:
                 return self.view(base, map, shape)
             if None not in lies:

@@ -114,9 +114,7 @@ def _along(fun: Function, build: Callable, places: Sequence[int]) -> Function:
     return both
 
 
-def _traced_on_tape(
-    jitted: Jitted, key: Any, given: Arguments, boxed: list[int], args: tuple, kwargs: dict
-) -> Any:
+def _traced_on_tape(jitted: Jitted, key: Any, given: Arguments, boxed: list[int], args: tuple, kwargs: dict) -> Any:
     """Run the function on traced arrays on a tape of its own; the program is complete when that has run backwards."""
     watch = jitted._watch(key, given, args)
     if watch is None:

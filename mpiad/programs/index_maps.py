@@ -10,7 +10,7 @@ from mpiad._typing import Shape
 __all__ = [
     "Axis", "IndexMap", "beginning_at", "broadcast", "composed", "identity", "inverse", "is_identity", "long_axes", "moved",
     "of_key", "shifted", "to_long", "within",
-]
+]  # fmt: skip
 
 
 class Axis(NamedTuple):

@@ -144,9 +144,7 @@ def _full_like(t: Translation, shape: Shape, dtype: np.dtype, x: Any, value: Any
 def _diff(t: Translation, shape: Shape, dtype: np.dtype, x: Any, n: int = 1, axis: int = -1) -> int:
     for _ in range(n):
         lead = (slice(None),) * (axis % len(x.shape))
-        ends = [
-            Value(t.program, t.take(shape, dtype, x, (*lead, part))) for part in (slice(1, None), slice(None, -1))
-        ]
+        ends = [Value(t.program, t.take(shape, dtype, x, (*lead, part))) for part in (slice(1, None), slice(None, -1))]
         x = Value(t.program, t.elementwise("subtract", _SUBTRACT, ends, ends[0].shape, dtype))
     return x.number
 
@@ -155,7 +153,7 @@ def _split(t: Translation, shape: Shape, dtype: np.dtype, x: Any, sections: Any,
     axis %= len(x.shape)
     bounds = np.array_split(np.arange(x.shape[axis]), sections) if isinstance(sections, (int, np.integer)) else np.split(
         np.arange(x.shape[axis]), sections
-    )
+    )  # fmt: skip
     lead, start, made = (slice(None),) * axis, 0, []
     for part in bounds:
         made.append(t.take(shape, dtype, x, (*lead, slice(start, start + len(part)))))

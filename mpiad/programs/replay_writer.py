@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 __all__ = ["ReplayWriter"]
 
 
-
 class ReplayWriter:
     """Writes the functions of a replay, and makes what they name.
 

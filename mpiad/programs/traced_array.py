@@ -276,4 +276,4 @@ _METHODS: dict[str, Callable[..., Any]] = {
         "sum", "prod", "mean", "std", "var", "max", "min", "any", "all", "ravel", "squeeze", "swapaxes", "repeat", "take",
         "dot", "clip", "cumsum", "cumprod", "trace", "copy", "diagonal", "conj", "conjugate", "argmax", "argmin", "round",
     )
-} | {"flatten": np.ravel}
+} | {"flatten": np.ravel}  # fmt: skip

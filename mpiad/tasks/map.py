@@ -116,7 +116,7 @@ def _agreed_items(group: WorkerGroup, used: Channel, fun: object, items: Any, se
             ValueError,
             "mpi_map: all ranks must give the same root, everywhere, return_exceptions and batch, but rank "
             f"{group.names[0]} gave {found[0][0]} and rank {name} gave {other}.",
-        ))
+        ))  # fmt: skip
         if problem:
             group.close()
             kind, text = problem

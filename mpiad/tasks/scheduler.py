@@ -50,7 +50,7 @@ class Scheduler:
     def __init__(
         self, group: WorkerGroup, items: Iterator[Any], fun: Callable[[Any], Any], batch: int, goes_on: bool,
         progress: ProgressLine | None,
-    ):
+    ):  # fmt: skip
         self._group, self._line, self._fun = group, group.line, fun
         self._items, self._batch, self._goes_on, self._progress = items, batch, goes_on, progress
         self._rank = group.names[group.comm.rank]

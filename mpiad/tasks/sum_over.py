@@ -147,7 +147,7 @@ def _taken(counter: SharedCounter, group: Channel, many: int) -> Iterator[int]:
 def _run(
     fun: Callable, items: list, numbers: Iterable[int], made: RankGroups, weight: float,
     counter: SharedCounter | None = None,
-) -> tuple[dict[int, Any], Exception | None]:
+) -> tuple[dict[int, Any], Exception | None]:  # fmt: skip
     """Return the numbers of the items that this rank's group did, and what all ranks raise."""
     used, group = channel(made.whole, _CALL), channel(made.comm, _CALL)
     # A duplicate of its own: a rank that fails comes to an agreement while others wait in what `fun` communicates.

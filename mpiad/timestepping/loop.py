@@ -194,9 +194,7 @@ class _Course:
         while found:
             yield found.pop()
 
-    def _carry_out(
-        self, action: Keep | Advance | Restore, loop: Loop, args: Arguments, observed: _Observed | None
-    ) -> None:
+    def _carry_out(self, action: Keep | Advance | Restore, loop: Loop, args: Arguments, observed: _Observed | None) -> None:
         if isinstance(action, Keep):
             self._snapshots.keep(action.number, self.state, action.on_disk)
         elif isinstance(action, Restore):

@@ -102,9 +102,7 @@ class UserStepping:
         The same for what is observed; known after a step.
     """
 
-    def __init__(
-        self, advance: Function, observe: Function | None, state: Tree, inputs: Tree, params: tuple, length: int
-    ):
+    def __init__(self, advance: Function, observe: Function | None, state: Tree, inputs: Tree, params: tuple, length: int):
         self._advance, self._observe, self._fed, self._length = advance, observe, inputs is not None, length
         leaves, self.build_state = flatten(state)
         entries, self._build_input = flatten(inputs) if self._fed else ([], list)

@@ -13,4 +13,4 @@ from mpiad.transport.lookup import channel, member, prepare, renew
 __all__ = [
     "ANY_SOURCE", "ANY_TAG", "MAX", "MIN", "PROC_NULL", "PROD", "SUM", "Channel", "Envelope", "Op", "Spec", "channel",
     "launcher", "member", "prepare", "renew", "spec_of",
-]
+]  # fmt: skip

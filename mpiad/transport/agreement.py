@@ -16,14 +16,14 @@ from mpiad.transport.tracing import settled
 __all__ = [
     "Failure", "Failures", "agreed", "agreed_among", "error_of", "first_of", "forget_agreement", "raise_first",
     "raise_together", "require_alike", "require_same", "told",
-]
+]  # fmt: skip
 
 # What can be made anew on another rank of a name and one text.
 _KINDS: dict[str, type[Exception]] = {kind.__name__: kind for kind in (
     TypeError, ValueError, RuntimeError, NotImplementedError, ArithmeticError, FloatingPointError, OverflowError,
     ZeroDivisionError, LookupError, IndexError, KeyError, AssertionError, AttributeError, NameError, MemoryError, OSError,
     ConvergenceError, NotFiniteError,
-)}
+)}  # fmt: skip
 
 
 class Failure(NamedTuple):
@@ -177,7 +177,7 @@ def _required_same(channel: Channel, described: str, call: str) -> None:
         if other != found[0]:
             raise agreed(channel, ValueError(
                 f"{call}: all ranks must give the same arguments, but rank 0 gave {found[0]} and rank {rank} gave {other}."
-            ))
+            ))  # fmt: skip
 
 
 def require_alike(channel: Channel, error: Exception | None, fingerprint: int, described: str, call: str) -> None:
@@ -219,4 +219,4 @@ def _required_alike(channel: Channel, error: Exception | None, fingerprint: int,
         _required_same(channel, described, call)
         raise agreed(channel, ValueError(
             f"{call}: all ranks must give the same arguments, but they differ in what isn't shown here: {described}."
-        ))
+        ))  # fmt: skip

@@ -125,9 +125,7 @@ def read_block(used: Channel, path: Path, layout: Layout, starts: Shape, out: np
     _with_file(used, path, MPI.MODE_RDONLY, lambda file: _viewed(file, layout, starts, out, file.Read_all), call)
 
 
-def _viewed(
-    file: MPI.File, layout: Layout, starts: Shape, block: np.ndarray, transfer: Callable[[list], None]
-) -> None:
+def _viewed(file: MPI.File, layout: Layout, starts: Shape, block: np.ndarray, transfer: Callable[[list], None]) -> None:
     """Read or write a block where it belongs."""
     # In bytes, so that MPI needn't know the dtype; in rows, since a count of bytes may be beyond an int.
     width = layout.dtype.itemsize

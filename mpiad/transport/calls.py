@@ -25,7 +25,7 @@ from mpiad.transport.device_arrays import is_device_array
 __all__ = [
     "Arguments", "Call", "Observer", "Site", "begin", "begin_rule", "current", "end", "entry", "forget", "is_noting",
     "note", "observers", "register", "site_of", "site_of_trace", "user_frame",
-]
+]  # fmt: skip
 
 
 class Site:
@@ -99,7 +99,7 @@ class Call:
     __slots__ = (
         "_arguments", "_params", "_x", "began", "direction", "ended", "forward_name", "forward_site", "name", "outer",
         "site",
-    )
+    )  # fmt: skip
 
     # How the values of an operation are read is known above: primitives.noting puts it in.
     read: Callable[[Any, Any], Arguments] = staticmethod(lambda x, params: Arguments())
@@ -107,7 +107,7 @@ class Call:
     def __init__(
         self, name: str, direction: str, site: Site, forward_name: str | None, forward_site: Site | None, x: Array,
         params: object,
-    ):
+    ):  # fmt: skip
         self.name, self.direction, self.site = name, direction, site
         self.forward_name, self.forward_site = forward_name, forward_site
         self._x, self._params = x, params

@@ -30,7 +30,7 @@ from mpiad.transport.unreceived import drain
 
 __all__ = [
     "Channel", "Watch", "communications", "is_watched", "live_channels", "operator_body", "set_watch", "tell_recorders",
-]
+]  # fmt: skip
 
 _GOLDEN_SECTION = 0.6180339887498949
 _live: WeakSet[Channel] = WeakSet()

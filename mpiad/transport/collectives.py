@@ -19,7 +19,7 @@ from mpiad.transport.staging import way_of
 __all__ = [
     "allreduce", "alltoall", "barrier", "bcast", "gather", "lengths_of_all", "reduce", "reduce_scatter", "scan", "scatter",
     "sum_into",
-]
+]  # fmt: skip
 
 
 _WRONG = -1
@@ -132,9 +132,7 @@ def barrier(channel: Channel) -> None:
     channel.data.Barrier()
 
 
-def lengths_of_all(
-    channel: Channel, like: Spec, axis: int | None, call: str, wrong: Exception | None = None
-) -> list[int]:
+def lengths_of_all(channel: Channel, like: Spec, axis: int | None, call: str, wrong: Exception | None = None) -> list[int]:
     """Agree on the pieces of a gather: each rank's length along `axis`, 1 each where they are stacked.
 
     Parameters

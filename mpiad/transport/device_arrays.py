@@ -23,7 +23,7 @@ from mpiad._typing import Array, Scalar, Shape
 __all__ = [
     "ArrayModule", "arrays_named", "arrays_of", "discover", "is_device_array", "named", "register_arrays",
     "when_registered",
-]
+]  # fmt: skip
 
 
 class ArrayModule(Protocol):

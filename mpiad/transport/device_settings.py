@@ -77,7 +77,8 @@ def from_environment() -> DeviceSettings:
     """
     default = DeviceSettings()
     return DeviceSettings(
-        _switch("MPIAD_CUDA_AWARE"), _bytes("MPIAD_DEVICE_CHUNK", LEAST_CHUNK, default.chunk),
+        _switch("MPIAD_CUDA_AWARE"),
+        _bytes("MPIAD_DEVICE_CHUNK", LEAST_CHUNK, default.chunk),
         _bytes("MPIAD_DEVICE_PINNED", 0, default.pinned),
     )
 

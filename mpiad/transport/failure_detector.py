@@ -47,7 +47,7 @@ _COMMUNICATES = ("mpiad.transport", "mpiad.primitives", "mpiad.differentiation",
 _POLLS = (
     "mpiad.transport.guarded", "mpiad.transport.polling", "mpiad.transport.user_failures",
     "mpiad.transport.failure_detector",
-)
+)  # fmt: skip
 # Without a second thread the failed rank can only wait for so long.
 _PATIENCE = 1.5
 # MPI's abort may return some time before the launcher kills this process.
@@ -186,5 +186,6 @@ def _end_late(error: Exception, call: str, seconds: float) -> None:
     end_job(
         f"mpiad: rank {MPI.COMM_WORLD.rank} ended the job. {call} can't raise this exception on all ranks: others have not "
         f"come within {seconds:g} s. They wait for this rank in a communication of the user's function, or compute for so "
-        f"long (MPIAD_TIMEOUT sets another limit).\n{trace}", 1,
+        f"long (MPIAD_TIMEOUT sets another limit).\n{trace}",
+        1,
     )

@@ -28,9 +28,7 @@ def _can_revoke() -> bool:
 
 
 FAULT_TOLERANT = _can_revoke()
-_CLASSES = {
-    getattr(MPI, name, None) for name in ("ERR_REVOKED", "ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING")
-} - {None}
+_CLASSES = {getattr(MPI, name, None) for name in ("ERR_REVOKED", "ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING")} - {None}
 
 
 def is_revoked(comm: Comm) -> bool:

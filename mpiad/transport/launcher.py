@@ -95,7 +95,7 @@ def warn_of_other_library() -> None:
         _log.warning(
             "mpiad: this job was started by %s, but mpi4py loads another MPI, of MPICH's kind. Where the two don't find "
             "each other, it ends now or each process is alone. Start it with %s.", found.name, mend,
-        )
+        )  # fmt: skip
 
 
 def _family_to_be_loaded() -> str:
@@ -119,7 +119,7 @@ def warn_of_separate_worlds(size: int) -> None:
         _log.warning(
             "mpiad: %s started %d processes, but each of them is a world of one rank: the launcher belongs to another MPI "
             "than the library. `python -m mpiad` under the same launcher says how to mend it.", found.name, found.size,
-        )
+        )  # fmt: skip
 
 
 def in_pool() -> bool:

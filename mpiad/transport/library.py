@@ -14,7 +14,7 @@ __all__ = ["Library", "device_buffers", "device_kinds", "library"]
 _LEVELS = {
     MPI.THREAD_SINGLE: "single", MPI.THREAD_FUNNELED: "funneled", MPI.THREAD_SERIALIZED: "serialized",
     MPI.THREAD_MULTIPLE: "multiple",
-}
+}  # fmt: skip
 _QUERIES = {"CUDA": "MPIX_Query_cuda_support", "ROCm": "MPIX_Query_rocm_support"}
 _NUMBERS = {"CUDA": 0, "ROCm": 2}  # MPIX_GPU_SUPPORT_CUDA, MPIX_GPU_SUPPORT_HIP
 

@@ -11,7 +11,7 @@ __all__ = ["defined_for", "name_of"]
 _NAMES = (
     "SUM", "PROD", "MAX", "MIN", "LAND", "LOR", "LXOR", "BAND", "BOR", "BXOR", "MINLOC", "MAXLOC", "REPLACE", "NO_OP",
     "OP_NULL",
-)
+)  # fmt: skip
 _INTEGER = ("SUM", "PROD", "MAX", "MIN", "LAND", "LOR", "LXOR", "BAND", "BOR", "BXOR")
 _OF_KIND = {
     "b": ("LAND", "LOR", "LXOR"),

@@ -175,7 +175,7 @@ def recover(used: Channel | None, error: BaseException, call: str, verdict: Verd
 def _raise_verdict(
     used: Channel | None, place: Channel, failures: Failures, error: BaseException | None, call: str,
     verdict: Verdict | None,
-) -> None:
+) -> None:  # fmt: skip
     if place.lost:
         lost = ", ".join(map(str, place.lost))
         raise RemoteError(f"{call}: the process of rank {lost} of {place.size} has died.", place.lost[0]) from error

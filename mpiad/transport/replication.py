@@ -127,7 +127,7 @@ def _explain(channel: Channel, values: list[Any], held: list[_Held], wrong: str,
         ranks, differences[0].path, differences[0].index,
         greatest([difference.absolute for difference in differences]),
         greatest([difference.relative for difference in differences]),
-    )
+    )  # fmt: skip
 
 
 def _first_difference(copy: tuple[_Held, ...], other: tuple[_Held, ...]) -> int:

@@ -55,7 +55,7 @@ def limit_threads(ranks_on_node: int) -> None:
             "%s: %d ranks share %d cores: thread pools limited to %d thread(s) each. "
             "Set OMP_NUM_THREADS (or MPIAD_THREADS=0) to decide yourself. This is said once.",
             MPI.Get_processor_name(), ranks_on_node, _cores(), share,
-        )
+        )  # fmt: skip
 
 
 def _limited(ranks_on_node: int) -> int | None:

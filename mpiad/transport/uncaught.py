@@ -81,7 +81,7 @@ def install_hooks() -> bool:
     _in_session = hasattr(sys, "ps1")
     for foreign, ours in (
         (_of_program, _end_job), (_of_threads, _end_job_of_thread), (_of_the_unraisable, _end_job_at_exit),
-    ):
+    ):  # fmt: skip
         foreign.make_way(ours)
     _show_crashes()
     return True

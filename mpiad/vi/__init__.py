@@ -13,4 +13,4 @@ from mpiad.vi.result import VIResult
 __all__ = [
     "VI", "AffineCoupling", "Flow", "FullRankGaussian", "LULinear", "MeanFieldGaussian", "Planar", "Prior",
     "SplineAutoregressive", "SplineCoupling", "VIResult",
-]
+]  # fmt: skip

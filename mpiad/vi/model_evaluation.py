@@ -150,5 +150,3 @@ def sorted_out(rows: Array) -> Evaluations:
     return Evaluations(
         rows[:, 0], rows[:, 2:], status == _FINE, int((status == _RAISED).sum()), int((status == _NOT_FINITE).sum())
     )
-
-

@@ -92,7 +92,8 @@ def test_open_mpi_refuses_root_and_more_ranks_than_slots(user, path_with, monkey
     assert ["refuses to start for root" in mistake.text for mistake in found] == ([True, False] if user == 0 else [False])
     assert found[-1].severity == "note" and "2 here" in found[-1].text and "--oversubscribe" in found[-1].text
     allowed = {
-        "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     }
     assert of_mpiexec(OPENMPI, 2, path_with("openmpi") | allowed) == []

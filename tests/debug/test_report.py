@@ -48,7 +48,7 @@ def test_calls_messages_and_bytes(rank, size):
         ("mpi_recv", ends[1], ends[1], 24 * ends[1]), ("adjoint of mpi_recv", ends[1], ends[1], 24 * ends[1]),
         ("mpi_exchange", ones, 2 * ones, 40 * ones), ("adjoint of mpi_exchange", ones, 2 * ones, 40 * ones),
         ("mpi_allreduce", ones, 0 * ones, 8 * ones), ("adjoint of mpi_allreduce", ones, 0 * ones, 8 * ones),
-    ]:
+    ]:  # fmt: skip
         row = found[name]
         np.testing.assert_array_equal([row.calls, row.messages, row.nbytes], 2 * np.array([calls, messages, nbytes]))
         assert row.site.startswith("test_report.py:") and row.site.endswith(" in loss")

@@ -98,9 +98,7 @@ def test_jacobian(devices, rng):
     found = mpiad.jacobian(fun)(devices.put(x))
     assert type(found) is devices.kind and found.shape == (2, 2, 2, 3)
     onp.testing.assert_allclose(devices.look(found), mpiad.jacobian(fun)(x), rtol=1e-12)
-    onp.testing.assert_allclose(
-        devices.look(mpiad.jacobian(lambda x: np.sum(x**3))(devices.put(x))), 3 * x**2, rtol=1e-13
-    )
+    onp.testing.assert_allclose(devices.look(mpiad.jacobian(lambda x: np.sum(x**3))(devices.put(x))), 3 * x**2, rtol=1e-13)
 
 
 def test_gradients_can_be_written_to_and_are_no_views_of_one_number(devices):

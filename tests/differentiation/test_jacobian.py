@@ -15,12 +15,8 @@ def program(x, rank, size):
 
 
 def outputs(xs):
-    total = sum(
-        anp.array([[anp.sum(x**2), anp.prod(x)], [anp.sum(x), r + 1.0]]) for r, x in enumerate(xs)
-    )
-    return [
-        total * anp.sum(anp.sin(x)) + sum(anp.sum(y**3) for y in xs[: r + 1]) for r, x in enumerate(xs)
-    ]
+    total = sum(anp.array([[anp.sum(x**2), anp.prod(x)], [anp.sum(x), r + 1.0]]) for r, x in enumerate(xs))
+    return [total * anp.sum(anp.sin(x)) + sum(anp.sum(y**3) for y in xs[: r + 1]) for r, x in enumerate(xs)]
 
 
 def columns_of(dense, xs, rank):

@@ -29,9 +29,7 @@ def losses(xs):
     every = flat(xs) * copied[0]
     came = [anp.cos(xs[(r - 1) % size][:2]) * total for r in range(size)]
     before = [sum(anp.prod(c) * copied[1] for c in came[: r + 1]) for r in range(size)]
-    return [
-        anp.sum(every**2) * before[r] + anp.sum(came[r] * xs[r][1:3]) ** 2 * (r + 1.0) for r in range(size)
-    ]
+    return [anp.sum(every**2) * before[r] + anp.sum(came[r] * xs[r][1:3]) ** 2 * (r + 1.0) for r in range(size)]
 
 
 def summed(xs):
@@ -155,9 +153,7 @@ def test_j_and_the_gradient_together_in_an_outer_trace(xs, rank, size):
 
 def test_the_tangent_of_j_itself(xs, rank, size):
     vs = directions(xs)
-    value, tangent = mpiad.jvp(
-        lambda x: mpiad.value_and_grad(loss, objective="mean")(x, rank, size)[0], xs[rank], vs[rank]
-    )
+    value, tangent = mpiad.jvp(lambda x: mpiad.value_and_grad(loss, objective="mean")(x, rank, size)[0], xs[rank], vs[rank])
     assert_close(value, summed(xs) / size)
     assert_close(tangent, sum(np.sum(g * v) for g, v in zip(gradients(summed, xs), vs)) / size)
 

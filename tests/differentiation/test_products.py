@@ -30,10 +30,7 @@ def program(x, rank, size):
 def outputs(xs):
     every = anp.concatenate([x**2 for x in xs])
     largest = anp.max(anp.array([anp.sum(x) for x in xs]))
-    return [
-        anp.concatenate([every[: r + 2] * largest, x * anp.sum(anp.sin(xs[r - 1][:2]))])
-        for r, x in enumerate(xs)
-    ]
+    return [anp.concatenate([every[: r + 2] * largest, x * anp.sum(anp.sin(xs[r - 1][:2]))]) for r, x in enumerate(xs)]
 
 
 def test_make_vjp_is_the_transposed_jacobian(rank, size, rank_rng):
@@ -68,9 +65,7 @@ def test_jvp_and_vjp_agree_on_nests(rank, size, rng):
         return [tree["total"], tree["more"][0], tree["more"][1][0]]
 
     def random_tree():
-        return {
-            "a": rng.standard_normal(rank + 1), "b": (rng.standard_normal(), rng.standard_normal((2, 2))), "n": 2
-        }
+        return {"a": rng.standard_normal(rank + 1), "b": (rng.standard_normal(), rng.standard_normal((2, 2))), "n": 2}
 
     x, v = random_tree(), random_tree()
     value, tangent = mpiad.make_jvp(nested)(x, 0.5)(v)

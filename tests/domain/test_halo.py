@@ -91,9 +91,7 @@ def test_halo_as_wide_as_the_smallest_block(rank, size, rank_rng, boundary, peri
     domain = Domain(shape, halo=2, periodic=periodic)
     reference = Exchange(shape, (size,), 2, periodic, boundary)
     u, g = whole(rank_rng, shape), all_padded(rank_rng, reference)
-    np.testing.assert_array_equal(
-        domain.exchange(u[domain.owned], boundary), reference(u, value_of(boundary))[rank]
-    )
+    np.testing.assert_array_equal(domain.exchange(u[domain.owned], boundary), reference(u, value_of(boundary))[rank])
     pull, _ = mpiad.make_vjp(lambda x: domain.exchange(x, boundary))(u[domain.owned])
     np.testing.assert_allclose(pull(g[rank]), reference.adjoint(g)[domain.owned], ROUNDING, ROUNDING)
 

@@ -52,14 +52,14 @@ def test_blocks_are_those_of_the_whole_solution(rank: int, size: int) -> None:
     by_root = domain.minimize(
         lambda v, weight: weight * mpiad.mpi_allreduce(local(v["u"])), nest, args=(2.0,), method="l-bfgs-SHARDED",
         options=exact,
-    )
+    )  # fmt: skip
     np.testing.assert_allclose(by_root.x["u"], expected, atol=1e-8)
     np.testing.assert_allclose(by_root.fun, 2.0 * by_sum.fun)
     # Held above zero, as a sum of squares in each cell by itself.
     above = domain.minimize(
         lambda u: domain.sum((u - target) ** 2), np.ones(domain.local_shape), options=exact,
         bounds=[(0.0, None)] * target.size,
-    )
+    )  # fmt: skip
     np.testing.assert_allclose(above.x, np.maximum(target, 0.0), atol=1e-8)
 
 
@@ -112,9 +112,7 @@ def test_the_root_s_variable_is_no_block(rank: int, size: int) -> None:
         mpiad.optimize.least_squares(lambda u: domain.interpolate(u, [[0.0, 0.0]]), one if rank == 0 else None)
 
 
-def test_blocks_that_are_not_the_root_s_variable_are_taken(
-    rank: int, size: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_blocks_that_are_not_the_root_s_variable_are_taken(rank: int, size: int, caplog: pytest.LogCaptureFixture) -> None:
     domain, alone = Domain(2 * size), Domain(4, comm=MPI.COMM_SELF)
     (x,) = domain.coordinates()
     (whole,) = Domain(2 * size, comm=MPI.COMM_SELF).coordinates()

@@ -130,7 +130,7 @@ def test_what_is_refused(rank, size):
         domain.locate([1.0, 2.0, 3.0])
     with pytest.raises(TypeError, match="points must be an array of numbers, but got list"):
         domain.locate(["a", "b"])
-    with pytest.raises(ValueError, match='result must be one of .* but got "?\'sum\'"?'):
+    with pytest.raises(ValueError, match="result must be one of .* but got \"?'sum'\"?"):
         domain.interpolate(u, [1.0, 2.0], result="sum")
     mistaken = [[-1.0, 0.0]] if rank == size - 1 else [[1.0, 0.0]]
     with pytest.raises(ValueError, match="Domain.interpolate: point 0 at .-1.0, 0.0. is outside"):

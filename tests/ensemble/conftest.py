@@ -80,4 +80,4 @@ def _moved(problem):
     moved = {name: to_device(getattr(problem, name), like=on_device(0.0)) for name in ("u0", "p")}
     return remake(problem, **moved) if isinstance(problem, ODEProblem) else remake(
         problem, problem=_moved(problem.problem), **moved
-    )
+    )  # fmt: skip

@@ -114,7 +114,6 @@ def test_each_trajectory_of_an_ensemble():
     ensemble = EnsembleProblem(ODEProblem(lorenz, u0[0], (0.0, 1.0)), u0=u0, p=p)
     assert len(set(solve(ensemble, compile=False, **TIGHT).naccept)) > 1
     for i in range(4):
-
         times = steps_of(lorenz, u0[i], p[i], (0.0, 1.0), **TIGHT)
 
         def loss(u0, p, i=i, times=times):
@@ -138,7 +137,6 @@ def test_what_prob_func_closes_over():
     theta = np.array([0.3, 1.1, 1.2])
     expected = np.zeros(3)
     for i in range(1, 6):
-
         times = steps_of(forced, [0.5 + i / 10 * 0.3, 0.2], [1.1, 0.3], (0.0, 1.2), **TIGHT)
 
         def loss(theta, i=i, times=times):

@@ -254,9 +254,7 @@ def squares(theta, backend=EnsembleVectorized(), **arguments):  # noqa: B008
 
 
 def outputs(theta, backend, reduction=None, u_init=None):
-    ensemble = made(
-        theta, output_func=lambda sol, i: (anp.sum(sol.u**2), False), reduction=reduction, u_init=u_init
-    )
+    ensemble = made(theta, output_func=lambda sol, i: (anp.sum(sol.u**2), False), reduction=reduction, u_init=u_init)
     sol = solve(ensemble, RK45(), backend, trajectories=7, saveat=0.25, batch_size=2)
     return sum(sol.u) if reduction is None else sol.u
 

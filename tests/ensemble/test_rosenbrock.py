@@ -310,9 +310,7 @@ def test_what_is_refused():
     refused(remake(many, problem=opaque), TypeError, "needs the Jacobian of f", ensemblealg=mpi)
 
 
-TABLE = {
-    field.name: getattr(Rosenbrock23.tableau, field.name) for field in dataclasses.fields(Rosenbrock23.tableau)
-}
+TABLE = {field.name: getattr(Rosenbrock23.tableau, field.name) for field in dataclasses.fields(Rosenbrock23.tableau)}
 
 
 @pytest.mark.serial

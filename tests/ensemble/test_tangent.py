@@ -29,9 +29,7 @@ def forced(u, p, t):
 
 def forced_states(x):
     """Return all results of an ensemble as a function of initial states, parameters and tspan."""
-    ensemble = EnsembleProblem(
-        ODEProblem(forced, np.ones(2), (x["span"][0], x["span"][1]), x["p"]), u0=x["u0"]
-    )
+    ensemble = EnsembleProblem(ODEProblem(forced, np.ones(2), (x["span"][0], x["span"][1]), x["p"]), u0=x["u0"])
     sol = solve(ensemble, saveat=[0.1, 0.45, 0.9], **TIGHT)
     return anp.concatenate([anp.ravel(sol.u), anp.ravel(sol.u_end)])
 

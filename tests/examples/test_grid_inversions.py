@@ -19,7 +19,7 @@ SMALL = {
     "examples/seismic_inversion.py": (
         "--shape", 30, 33, "--shots", 2, "--batch", 1, "--steps", 90, "--iterations", 2, "--least", 9,
     ),
-}
+}  # fmt: skip
 COMPUTED = re.compile(r"\d\.\d{12}e[+-]\d\d")
 
 

@@ -40,7 +40,7 @@ def test_conjugate_case(linear, size):
     result = domain.minimize(
         residuals, np.zeros(domain.local_shape), method="Newton-CG-sharded",
         options={"product": "gauss-newton", "regularizer": prior, "inner_product": prior, "grtol": 1e-9, "gtol": 0.0},
-    )
+    )  # fmt: skip
     kept = mpiad.linearize(residuals)(result.x)
     posterior = laplace(lambda v: kept.vjp(kept.jvp(v)), result.x, prior, 20)
     dense = np.linalg.inv(operator.T @ operator + np.linalg.inv(covariance))
@@ -54,7 +54,7 @@ def test_conjugate_case(linear, size):
     divergence = 0.5 * (
         np.trace(np.linalg.solve(covariance, dense)) + away @ np.linalg.solve(covariance, away) - CELLS
         + np.linalg.slogdet(covariance)[1] - np.linalg.slogdet(dense)[1]
-    )
+    )  # fmt: skip
     np.testing.assert_allclose(posterior.information_gain(), divergence, rtol=1e-6)
     draws = 80 if size == 1 else 20
     samples = np.stack([whole(domain, posterior.sample(seed)).ravel() for seed in range(draws)])

@@ -120,9 +120,11 @@ FORWARD = {
     "bicgstab-matvec-4": lambda t, b, n: solve(diagonal(t), b, method="bicgstab"),
     # Both are the last that such solves do: no sum follows.
     "gmres-preconditioner-2": lambda t, b, n: solve(
-        lambda u: 2.0 * u, b, method="gmres", preconditioner=half(t), verify=False),
+        lambda u: 2.0 * u, b, method="gmres", preconditioner=half(t), verify=False
+    ),
     "alone-callback-1": lambda t, b, n: solve(
-        lambda u: 2.0 * u, b, verify=False, callback=t.around("callback", lambda norm: None) if t.at else None),
+        lambda u: 2.0 * u, b, verify=False, callback=t.around("callback", lambda norm: None) if t.at else None
+    ),
     "after-matvec-3": lambda t, b, n: solve(tridiagonal(t, n), b),
     "before-matvec-3": lambda t, b, n: solve(tridiagonal(t, n, first=True), b),
     "newton-residual-1": lambda t, b, n: newton(root(t, b, n), 0 * b),
@@ -131,9 +133,11 @@ FORWARD = {
     "newton-preconditioner-2": lambda t, b, n: newton(root(t, b, n), 0 * b, preconditioner=half(t)),
     "from_operator-matvec-2": lambda t, b, n: MatrixRowBlock.from_operator(tridiagonal(t, n, first=True), Domain((5 * n,))),
     "multigrid-callback-1": lambda t, b, n: Multigrid(blocks(n)[0], 1.0).solve(
-        blocks(n)[1], callback=t.around("callback", lambda norm: None)),
+        blocks(n)[1], callback=t.around("callback", lambda norm: None)
+    ),
     "elliptic-callback-2": lambda t, b, n: solve_elliptic(
-        blocks(n)[0], 1.0, blocks(n)[1], callback=t.around("callback", lambda norm: None)),
+        blocks(n)[0], 1.0, blocks(n)[1], callback=t.around("callback", lambda norm: None)
+    ),
 }
 
 
@@ -163,7 +167,7 @@ DERIVED = {
                                 "preconditioner_transpose": lambda t: half(t, "turned")}),
     "bicgstab-matvec": (lambda t: tridiagonal(t, mpiad.mpi_size(), first=True), {}),
     "newton-residual": (None, {}),
-}
+}  # fmt: skip
 
 
 def loss_of(case, trap, b, size):
@@ -206,6 +210,7 @@ def test_kinds(b, rank, size):
 
     kinds = {np.linalg.LinAlgError: "ValueError", KeyError: "KeyError", Mine: "RuntimeError", TypeError: "TypeError"}
     for kind, elsewhere in kinds.items():
+
         def matvec(u):
             if rank == size - 1:
                 raise kind("no")  # noqa: B023
@@ -224,6 +229,7 @@ def test_each_its_own(b, rank, size):
 
 def test_messages_under_way_are_refused_on_all_ranks(b, rank, size):
     """The message of one rank isn't taken by a later receive, on whichever rank the exception was."""
+
     def residual(u):
         if rank == size - 1:
             raise FloatingPointError("no residual")
@@ -244,12 +250,12 @@ def test_messages_under_way_are_refused_on_all_ranks(b, rank, size):
 COUNTS = {
     "cg": 6, "gmres": 6, "bicgstab": 6, "preconditioner": 6, "callback": 6, "unverified": 4, "newton": 7,
     "reverse of cg": 11, "forward of gmres": 10,
-}
+}  # fmt: skip
 # The same, and one that tells of what may have raised after the last sum.
 FALLING_BACK = {
     "reverse of gmres": 10 + 1, "preconditioner, unverified": 4 + 1, "callback of one rank, unverified": 4 + 1,
     "newton with callback": 7 + 1,
-}
+}  # fmt: skip
 
 
 class Counting:
@@ -302,7 +308,7 @@ def test_no_message_more(messages, b, rank):
         "unverified": of_solve(method="gmres", verify=False), "newton": of_newton(),
         "reverse of cg": count(lambda: mpiad.make_vjp(loss("cg"))(1.3)[0](1.0)),
         "forward of gmres": count(lambda: mpiad.jvp(loss("gmres"), 1.3, 1.0)),
-    }
+    }  # fmt: skip
     assert FALLING_BACK == {
         "reverse of gmres": count(lambda: mpiad.make_vjp(loss("gmres"))(1.3)[0](1.0)),
         "preconditioner, unverified": of_solve(**gmres, verify=False),

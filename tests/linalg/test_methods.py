@@ -106,8 +106,9 @@ def test_tangent_and_second_derivative(rank_rng, method):
         return g_nu * nu + anp.sum(g_w * w) + anp.sum(g_c * c) + anp.sum(g_b * b)
 
     check(mpiad.grad(slope, objective="sum")(case.point))
-    _, tangent = mpiad.jvp(lambda x: solve(case.matvec, x["b"], x["medium"], x["c"], method=method, **TIGHT),
-                           case.point, direction)
+    _, tangent = mpiad.jvp(
+        lambda x: solve(case.matvec, x["b"], x["medium"], x["c"], method=method, **TIGHT), case.point, direction
+    )
     expected = (moved(1e-4)[0] - moved(-1e-4)[0]) / 2e-4
     np.testing.assert_allclose(tangent, case.block(expected), 1e-5, 1e-6)
 
@@ -270,7 +271,7 @@ def test_transposes_of_preconditioners(rank_rng):
 
         def loss(b):
             u = solve(case.matvec, b, medium, c, method="gmres", preconditioner=preconditioner,
-                      preconditioner_transpose=given, **TIGHT)
+                      preconditioner_transpose=given, **TIGHT)  # fmt: skip
             return case.domain.sum(case.block(case.weight) * u**2)
 
         np.testing.assert_allclose(mpiad.grad(loss)(case.block(case.b)), case.block(case.expected()[4]), **CLOSE)

@@ -29,7 +29,7 @@ def weighted(domain, dtype=float):
 CASES = [
     {"shape": 13}, {"shape": (9, 8)}, {"shape": (9, 8), "halo": (1, 2)}, {"shape": (10, 9), "periodic": True},
     {"shape": (12, 7), "periodic": (True, False), "halo": (2, 1)}, {"shape": (4, 4, 5)}, {"shape": (8, 11), "halo": (1, 0)},
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [float, complex])

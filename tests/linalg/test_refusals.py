@@ -199,6 +199,7 @@ def test_traced_value_from_around_the_operator(domain, rank_rng):
 
     with pytest.raises(TypeError, match="matvec uses a traced variable from outside .* among the params"):
         mpiad.grad(around_matvec)(2.0)
+
     def around_exchange(scale):
         field = scale * np.ones(domain.local_shape)
         return domain.sum(solve(lambda u: domain.exchange(field, "edge")[1:-1, 1:-1] * matvec(u), b))

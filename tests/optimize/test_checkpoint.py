@@ -155,7 +155,7 @@ def test_another_problem_is_refused(name: str, folder: Path) -> None:
     other: dict[str, Any] = {
         "x0": {"x0": START + 1.0}, "variables": {"x0": START[:3]}, "method": {"x0": START, "method": "BFGS"},
         "bounds": {"x0": START, "bounds": [(-2.0, 3.0)] * 4},
-    }[name]
+    }[name]  # fmt: skip
     with pytest.raises(ValueError, match=rf"belongs to another problem: .*{name}"):
         mpiad.minimize(valley, objective="mean", checkpoint=folder / "run.npz", **other)
 
@@ -205,7 +205,7 @@ def test_goes_on_no_worse_than_it_ended(method: str, folder: Path) -> None:
         result = mpiad.minimize(
             valley, start, method=method, objective="mean", checkpoint=Checkpoint(folder / "run.npz", every=1),
             options={"maxfun": limit},
-        )
+        )  # fmt: skip
         ended.append(result.fun)
     assert ended == sorted(ended, reverse=True) and ended[-1] < 8.0
 
@@ -234,7 +234,7 @@ def test_evaluations_of_all_runs_are_counted(method: str, folder: Path) -> None:
         found = mpiad.minimize(
             value, START, jac=gradient, hessp=hessp if method in ("Newton-CG", "trust-ncg", "trust-constr") else None,
             method=method, objective="mean", checkpoint=Checkpoint(folder / "run.npz", every=1), options={"maxfun": limit},
-        )
+        )  # fmt: skip
         assert found.nfev == len(called) <= limit
 
 

@@ -65,12 +65,12 @@ def test_as_scipy(name: str, method: str, rank: int, size: int) -> None:
     got = minimize(
         lambda x: FUN(x) if rank == size - 1 else 0.0, START if rank == 0 else None, method=method, objective="sum",
         constraints=GIVEN[name] if rank == 0 else (), options=LIMIT, bounds=[(-1.0, 0.9), (None, None)],
-    )
+    )  # fmt: skip
     hessp = {"hessp": rosenbrock_hessian} if method == "trust-constr" else {}
     expected = scipy.optimize.minimize(
         lambda x: float(FUN(x)), START, jac=autograd.grad(FUN), method=method, constraints=with_jacobian(GIVEN[name]),
         options=LIMIT, bounds=[(-1.0, 0.9), (None, None)], **hessp,
-    )
+    )  # fmt: skip
     if expected.success or method == "SLSQP":
         assert np.array_equal(got.x, expected.x) and got.fun == expected.fun and got.success == expected.success
     assert got.nit == expected.nit and got.nfev == expected.nfev
@@ -88,13 +88,14 @@ def test_nest_of_variables(method: str, rank: int, size: int) -> None:
         return v["a"][0, 0] * v["b"] - 1.0
 
     constraints = [
-        {"type": "eq", "fun": product}, NonlinearConstraint(lambda v: v["a"][1], 3.0, 4.0),
+        {"type": "eq", "fun": product},
+        NonlinearConstraint(lambda v: v["a"][1], 3.0, 4.0),
         LinearConstraint([[0.0, 0.0, 1.0]], -np.inf, 0.5),
     ]
     result = minimize(
         lambda v: anp.sum(v["a"] ** 2) + v["b"] ** 2, start, method=method, objective="mean", constraints=constraints,
         options={"maxiter": 300}, tol=1e-9,
-    )
+    )  # fmt: skip
     np.testing.assert_allclose(result.x["a"], [[2.0], [3.0]], atol=1e-4)
     assert result.x["b"] == pytest.approx(0.5, abs=1e-4)
     assert bool(seen) == (rank == 0)  # on the root only
@@ -127,7 +128,7 @@ def test_derivatives_of_the_user_s_own(method: str) -> None:
     result = minimize(
         FUN, START, method=method, objective="mean", constraints=NonlinearConstraint(disc, 0.0, np.inf, jac=jac, hess=hess),
         tol=1e-9,
-    )
+    )  # fmt: skip
     assert disc(result.x) == pytest.approx(0.0, abs=1e-4)
     assert bool(calls) == (MPI.COMM_WORLD.rank == 0)
 
@@ -138,7 +139,7 @@ def test_limit_returns_the_least_violation(method: str, limit: int) -> None:
     result = minimize(
         FUN, np.array([1.0, 1.0]), method=method, objective="mean", constraints={"type": "ineq", "fun": disc},
         options={"maxfun": limit},
-    )
+    )  # fmt: skip
     assert not result.success and result.nfev == limit
     assert disc(result.x) > -0.5  # FUN is zero at the start, which violates by that
 
@@ -192,12 +193,15 @@ def test_exception_in_a_constraint(rank: int) -> None:
     assert caught.value.rank == 0
 
 
-@pytest.mark.parametrize(("method", "constraints", "error", "words"), [
-    ("L-BFGS", GIVEN["dict"], ValueError, "'L-BFGS-B' takes no constraints"),
-    ("L-BFGS-sharded", GIVEN["dict"], ValueError, "takes no constraints"),
-    ("SLSQP", {"type": "less", "fun": disc}, ValueError, "'eq' or 'ineq'"),
-    ("SLSQP", [disc], TypeError, "must be a dict, LinearConstraint or NonlinearConstraint, but got function"),
-])
+@pytest.mark.parametrize(
+    ("method", "constraints", "error", "words"),
+    [
+        ("L-BFGS", GIVEN["dict"], ValueError, "'L-BFGS-B' takes no constraints"),
+        ("L-BFGS-sharded", GIVEN["dict"], ValueError, "takes no constraints"),
+        ("SLSQP", {"type": "less", "fun": disc}, ValueError, "'eq' or 'ineq'"),
+        ("SLSQP", [disc], TypeError, "must be a dict, LinearConstraint or NonlinearConstraint, but got function"),
+    ],
+)
 def test_mistakes(method: str, constraints: Any, error: type, words: str, rank: int) -> None:
     with pytest.raises(error, match=words):
         minimize(FUN, START, method=method, objective="mean", constraints=constraints if rank == 0 else ())

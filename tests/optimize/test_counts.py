@@ -55,9 +55,7 @@ def test_evaluations_beside_scipy(way: str, rank: int, size: int) -> None:
     part = shares(way, rank, size)
     for name in SHORT[:: 1 if way == "one rank" else 2]:
         fun, start, _ = PROBLEMS[name]
-        result = minimize(
-            weighed(fun, part), start if rank == 0 else None, jac=True, objective="sum", options=OPTIONS
-        )
+        result = minimize(weighed(fun, part), start if rank == 0 else None, jac=True, objective="sum", options=OPTIONS)
         expected = scipys(name)
         if way in ("one rank", "equal"):
             assert result.nfev == expected.nfev and np.array_equal(result.x, expected.x), name
@@ -96,11 +94,9 @@ def test_other_methods_beside_scipy(method: str, rank: int, size: int) -> None:
         result = minimize(
             weighed(fun, part), start, method=method, jac=True, objective="sum",
             hessp=lambda x, v, part=part: part * product(x, v)
-        )
+        )  # fmt: skip
         products = {"hessp": product} if with_products else {}
-        expected = scipy.optimize.minimize(
-            lambda x, fun=fun: float(fun(x)), start, jac=gradient, method=method, **products
-        )
+        expected = scipy.optimize.minimize(lambda x, fun=fun: float(fun(x)), start, jac=gradient, method=method, **products)
         assert result.nfev == expected.nfev and result.nit == expected.nit, name
         assert result.get("nhev") == expected.get("nhev"), name
         # BLAS rounds by where an array happens to lie.

@@ -51,13 +51,16 @@ def points(together: bool, **kind: bool) -> tuple[Points, list[int]]:
     return Points(Evaluation(**kind), instructions, together), instructions.given
 
 
-@pytest.mark.parametrize("together, kind, expected", [
-    (True, {}, [BOTH, BOTH]),
-    (False, {}, [VALUE, GRADIENT, VALUE, GRADIENT]),
-    (False, {"only_both": True}, [BOTH, BOTH]),
-    (False, {"separate": True}, [VALUE, GRADIENT, VALUE, GRADIENT]),
-    (True, {"separate": True}, [BOTH, BOTH]),
-])
+@pytest.mark.parametrize(
+    "together, kind, expected",
+    [
+        (True, {}, [BOTH, BOTH]),
+        (False, {}, [VALUE, GRADIENT, VALUE, GRADIENT]),
+        (False, {"only_both": True}, [BOTH, BOTH]),
+        (False, {"separate": True}, [VALUE, GRADIENT, VALUE, GRADIENT]),
+        (True, {"separate": True}, [BOTH, BOTH]),
+    ],
+)
 def test_each_point_once(together: bool, kind: dict, expected: list[int]) -> None:
     at, given = points(together, **kind)
     for x in (np.array([1.0, 2.0]), np.array([3.0, 4.0])):

@@ -57,9 +57,7 @@ def expect_worker_error(failing: int, words: str, *args: Any, **keywords: Any) -
 def test_exception_in_the_function(evaluation: int, method: str, rank: int, size: int) -> None:
     for failing in {0, size - 1}:
         fun = fails_at(evaluation, failing, rank, ZeroDivisionError("no way"))
-        error = expect_worker_error(
-            failing, "ZeroDivisionError: no way", fun, np.zeros(3), method=method, objective="mean"
-        )
+        error = expect_worker_error(failing, "ZeroDivisionError: no way", fun, np.zeros(3), method=method, objective="mean")
         assert "test_failures.py" in error.traceback and "raise error" in error.traceback
         assert (type(error.__cause__) is ZeroDivisionError) == (rank == failing)
 
@@ -93,7 +91,7 @@ def test_exception_in_the_backward_pass(rank: int, size: int) -> None:
         expect_worker_error(
             size - 1, "in the adjoint", lambda x: bowl(broken(x) if rank == size - 1 else x), np.zeros(3),
             objective="sum", method=method,
-        )
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("source", ["jac", "hessp"])
@@ -169,9 +167,7 @@ def test_wrong_value_on_one_rank(value: str, rank: int, size: int) -> None:
 
 def test_wrong_gradient_on_one_rank(rank: int, size: int) -> None:
     with pytest.raises(TypeError, match=r"expected shape \(3,\).*got \(2,\).*jac"):
-        minimize(
-            lambda x: 0.0, np.zeros(3), jac=lambda x: np.zeros(2 if rank == size - 1 else 3), objective="sum"
-        )
+        minimize(lambda x: 0.0, np.zeros(3), jac=lambda x: np.zeros(2 if rank == size - 1 else 3), objective="sum")
     with pytest.raises(TypeError, match="jac=True fun must return"):
         minimize(lambda x: 0.0, np.zeros(3), jac=True)
 

@@ -247,29 +247,33 @@ def test_exception_on_one_rank(solver: str, evaluation: int, rank: int, size: in
         assert fit(rank, size).success
 
 
-@pytest.mark.parametrize(("keywords", "error", "words"), [
-    ({"fun": 3.0}, TypeError, "least_squares: fun must be callable"),
-    ({"jac": True}, TypeError, "jac must be a function"),
-    ({"loss": "square"}, ValueError, "loss must be a function or one of linear"),
-    ({"f_scale": 0.0}, ValueError, "f_scale must be one positive number"),
-    ({"method": "lm"}, ValueError, "method must be 'trf' or 'dogbox'"),
-    ({"tr_solver": "svd"}, ValueError, "tr_solver must be"),
-    ({"fun": lambda x: x * 1j}, TypeError, "real residuals"),
-    ({"fun": lambda x: "text"}, TypeError, "real residuals"),
-])
-def test_mistake_of_one_rank_is_raised_on_all(
-    keywords: dict, error: type, words: str, rank: int, size: int
-) -> None:
+@pytest.mark.parametrize(
+    ("keywords", "error", "words"),
+    [
+        ({"fun": 3.0}, TypeError, "least_squares: fun must be callable"),
+        ({"jac": True}, TypeError, "jac must be a function"),
+        ({"loss": "square"}, ValueError, "loss must be a function or one of linear"),
+        ({"f_scale": 0.0}, ValueError, "f_scale must be one positive number"),
+        ({"method": "lm"}, ValueError, "method must be 'trf' or 'dogbox'"),
+        ({"tr_solver": "svd"}, ValueError, "tr_solver must be"),
+        ({"fun": lambda x: x * 1j}, TypeError, "real residuals"),
+        ({"fun": lambda x: "text"}, TypeError, "real residuals"),
+    ],
+)
+def test_mistake_of_one_rank_is_raised_on_all(keywords: dict, error: type, words: str, rank: int, size: int) -> None:
     given = {"fun": decay, **(keywords if rank == size - 1 else {})}
     with pytest.raises(error, match=words):
         least_squares(given.pop("fun"), START, **given)
 
 
-@pytest.mark.parametrize(("keywords", "words"), [
-    ({"bounds": ([1.0, 0.0, 0.0], [0.0, 1.0, 1.0])}, "strictly less"),
-    ({"bounds": ([2.0, 0.0, 0.0], [3.0, 1.0, 1.0])}, "outside of provided bounds|infeasible"),
-    ({"max_nfev": 0}, "max_nfev"),
-])
+@pytest.mark.parametrize(
+    ("keywords", "words"),
+    [
+        ({"bounds": ([1.0, 0.0, 0.0], [0.0, 1.0, 1.0])}, "strictly less"),
+        ({"bounds": ([2.0, 0.0, 0.0], [3.0, 1.0, 1.0])}, "outside of provided bounds|infeasible"),
+        ({"max_nfev": 0}, "max_nfev"),
+    ],
+)
 def test_mistakes_that_only_the_root_can_see(keywords: dict, words: str, rank: int, size: int) -> None:
     with pytest.raises(ValueError, match=words):
         fit(rank, size, **(keywords if rank == 0 else {}))

@@ -95,11 +95,17 @@ def test_sigterm_of_one_rank_ends_all(solver: str, folder: Path, rank: int, size
     np.testing.assert_allclose(solve(folder / "run.npz", tr_solver=solver).x, 1.0, atol=1e-6)
 
 
-@pytest.mark.parametrize(("name", "other"), [
-    ("x0", {"x0": START + 1.0}), ("loss", {"loss": "huber"}), ("tr_solver", {"tr_solver": "lsmr"}),
-    ("bounds", {"bounds": (-2.0, np.array([3.0, np.inf, np.inf]))}), ("method", {"method": "dogbox"}),
-    ("f_scale", {"f_scale": 2.0}),
-])
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("x0", {"x0": START + 1.0}),
+        ("loss", {"loss": "huber"}),
+        ("tr_solver", {"tr_solver": "lsmr"}),
+        ("bounds", {"bounds": (-2.0, np.array([3.0, np.inf, np.inf]))}),
+        ("method", {"method": "dogbox"}),
+        ("f_scale", {"f_scale": 2.0}),
+    ],
+)
 def test_another_problem_is_refused(name: str, other: dict[str, Any], folder: Path) -> None:
     least_squares(residuals, START, max_nfev=2, checkpoint=folder / "run.npz")
     with pytest.raises(ValueError, match=rf"least_squares: .*belongs to another problem: .*{name}"):

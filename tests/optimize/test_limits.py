@@ -86,7 +86,7 @@ def test_derivatives_apart_are_evaluated_once_too(method: str) -> None:
         return np.array([
             -400.0 * a * (b - a**2) - 2.0 * (1.0 - a), 200.0 * (b - a**2) + 20.0 * (b + d - 2.0) + 0.2 * (b - d),
             -360.0 * c * (d - c**2) - 2.0 * (1.0 - c), 180.0 * (d - c**2) + 20.0 * (b + d - 2.0) - 0.2 * (b - d),
-        ])
+        ])  # fmt: skip
 
     minimize(
         noted(fun, values, []), start, method=method, objective="mean", jac=jac, hessp=_no_curvature, options=few(method)
@@ -111,9 +111,7 @@ BARRIERS[:-1] = [pytest.param(*case, marks=pytest.mark.one_rank) for case in BAR
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("c", "start", "outside"), BARRIERS)
-def test_success_is_finite_and_the_best(
-    method: str, c: float, start: float, outside: float
-) -> None:
+def test_success_is_finite_and_the_best(method: str, c: float, start: float, outside: float) -> None:
     values, n = [], 8
 
     def fun(x: np.ndarray) -> tuple[float, np.ndarray]:
@@ -126,7 +124,7 @@ def test_success_is_finite_and_the_best(
         result = minimize(
             fun, np.full(n, start), method=method, jac=True, objective="mean", options=few(method),
             hessp=lambda x, v: v / np.maximum(x, 1e-3) ** 2,
-        )
+        )  # fmt: skip
     lowest = min(value for value in values if np.isfinite(value))
     assert np.isfinite(result.fun) and result.fun - lowest <= 1e-15 * abs(lowest)
     if result.success:
@@ -160,13 +158,16 @@ class Seen:
 
 
 @pytest.mark.serial
-@pytest.mark.parametrize(("best", "gradient", "moved", "success"), [
-    (1.0, 1e-9, True, True),  # as flat there as where the method has ended
-    (1.0, 1e-3, True, False),
-    (1.0, None, True, False),
-    (3.0, 0.0, False, True),
-    (3.0 * (1.0 - 1e-16), 1e-3, False, True),
-])
+@pytest.mark.parametrize(
+    ("best", "gradient", "moved", "success"),
+    [
+        (1.0, 1e-9, True, True),  # as flat there as where the method has ended
+        (1.0, 1e-3, True, False),
+        (1.0, None, True, False),
+        (3.0, 0.0, False, True),
+        (3.0 * (1.0 - 1e-16), 1e-3, False, True),
+    ],
+)
 def test_a_lower_point_that_was_seen_replaces_the_end(
     best: float, gradient: float | None, moved: bool, success: bool
 ) -> None:

@@ -49,7 +49,7 @@ def test_one_rank_evaluates_as_in_scipy(method: str, rank: int, size: int) -> No
     got = minimize(
         fun, x0 if rank == 0 else None, method=method, objective="sum", options=limit(method),
         callback=lambda x: iterates.append(x),
-    )
+    )  # fmt: skip
     expected_iterates = []
     expected = serial(method, x0, options=limit(method), callback=lambda x, *_: expected_iterates.append(np.copy(x)))
     assert np.array_equal(got.x, expected.x)
@@ -126,7 +126,7 @@ def test_bounds(method: str, as_object: bool, rank: int) -> None:
     got = minimize(
         lambda x: rosenbrock(x) if rank == 0 else None, x0, method=method, bounds=bounds if rank == 0 else None,
         options={"maxiter": 40} if method == "trust-constr" else None,
-    )
+    )  # fmt: skip
     expected = serial(method, x0, bounds=bounds, options={"maxiter": 40} if method == "trust-constr" else None)
     assert np.array_equal(got.x, expected.x)
     assert got.x[0] <= 0.5 and got.x[2] <= 0.1
@@ -196,7 +196,7 @@ def test_nest_of_variables(rank: int) -> None:
     x0 = {
         "w": np.zeros((2, 3), np.float32), "pair": [np.ones(2), (1.0,)], "z": np.array([1.0 + 1.0j]),
         "power": 2, "name": "fixed",
-    }
+    }  # fmt: skip
 
     def fun(v: Any) -> Any:
         assert v["name"] == "fixed" and v["power"] == 2

@@ -31,9 +31,7 @@ def test_as_scipy_with_each_function_called_on_demand(method: str, rank: int, si
 
     got = mpiad.mpi_optimize(f, g, WOOD.start if rank == 0 else None, method, objective="sum", options=options)
     name = "L-BFGS-B" if method == "L-BFGS" else method
-    expected = scipy.optimize.minimize(
-        lambda x: float(WOOD.fun(x)), WOOD.start, jac=gradient, method=name, options=options
-    )
+    expected = scipy.optimize.minimize(lambda x: float(WOOD.fun(x)), WOOD.start, jac=gradient, method=name, options=options)
     assert np.array_equal(got.x, expected.x) and got.nfev == expected.nfev and got.nit == expected.nit
     assert calls["f"] == got.evaluations["value"] + got.evaluations["both"]
     assert calls["g"] == got.evaluations["gradient"] + got.evaluations["both"]

@@ -149,7 +149,7 @@ def test_bounds_in_the_form_of_the_variables(method: str, rank: int) -> None:
     result = minimize(
         lambda x: anp.sum((x - 3.0) ** 2), np.full((2, 2), 0.5), method=method, objective="mean",
         bounds=bounds if rank == 0 else None,
-    )
+    )  # fmt: skip
     np.testing.assert_allclose(result.x, [[1.0, 2.0], [3.0, 3.0]], atol=1e-3)
 
 

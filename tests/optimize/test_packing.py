@@ -14,7 +14,7 @@ def test_packing_keeps_every_value() -> None:
     tree = {
         "b": [np.arange(6.0).reshape(2, 3).T, np.float32(0.5)], "a": (np.array([1 + 2j, 3 - 4j]), 7, "text"),
         "empty": np.zeros((0, 2)), "c": 1.25, "half": np.arange(3, dtype=np.float32),
-    }
+    }  # fmt: skip
     packing = Packing(tree)
     vector = packing.pack(tree)
     assert vector.shape == (packing.size,) == (6 + 1 + 4 + 0 + 1 + 3,) and vector.dtype == float
@@ -37,9 +37,7 @@ def test_gradient_by_complex_variables() -> None:
 
     packed = packing.pack_gradient(autograd.grad(fun)(z))
     x, step = packing.pack(z), 1e-6
-    differences = [
-        (fun(packing.unpack(x + step * e)) - fun(packing.unpack(x - step * e))) / (2 * step) for e in np.eye(4)
-    ]
+    differences = [(fun(packing.unpack(x + step * e)) - fun(packing.unpack(x - step * e))) / (2 * step) for e in np.eye(4)]
     np.testing.assert_allclose(packed, differences, rtol=1e-7)
     assert np.array_equal(packing.unpack_gradient(packed), autograd.grad(fun)(z))
 
@@ -52,13 +50,16 @@ def test_other_nests_are_refused() -> None:
         packing.pack_gradient([np.zeros(3), 1.0])
 
 
-@pytest.mark.parametrize("x0, expected", [
-    ([1, 2.5], np.array([1.0, 2.5])),
-    ((1, 2), np.array([1.0, 2.0])),
-    (3, 3.0),
-    (np.array([1, 2]), np.array([1.0, 2.0])),
-    (np.float32(2), 2.0),
-])
+@pytest.mark.parametrize(
+    "x0, expected",
+    [
+        ([1, 2.5], np.array([1.0, 2.5])),
+        ((1, 2), np.array([1.0, 2.0])),
+        (3, 3.0),
+        (np.array([1, 2]), np.array([1.0, 2.0])),
+        (np.float32(2), 2.0),
+    ],
+)
 def test_numbers_are_doubles(x0, expected) -> None:
     got = as_variables(x0)
     assert np.array_equal(got, expected) and np.result_type(got) == np.float64 and type(got) is type(expected)

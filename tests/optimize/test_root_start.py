@@ -50,25 +50,31 @@ def test_another_start_than_the_root_s_is_refused_by_all_calls(size: int) -> Non
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize(("of_root", "of_others", "path"), [
-    (np.zeros(2), np.zeros(2, complex), "x0"),
-    ({"a": np.zeros(2), "b": 1.0}, {"a": np.zeros(2), "b": 2.0}, "x0['b']"),
-    ({"a": np.zeros(2), "b": 1.0}, {"a": np.zeros(2)}, "nothing more"),
-    ([np.zeros(2)], [np.zeros(2), np.zeros(2)], "x0[1]"),
-    ({"a": np.zeros(2), "n": 3}, {"a": np.zeros(2), "n": 4}, "x0['n']"),
-    (np.zeros(2), "a name", "x0"),
-])
+@pytest.mark.parametrize(
+    ("of_root", "of_others", "path"),
+    [
+        (np.zeros(2), np.zeros(2, complex), "x0"),
+        ({"a": np.zeros(2), "b": 1.0}, {"a": np.zeros(2), "b": 2.0}, "x0['b']"),
+        ({"a": np.zeros(2), "b": 1.0}, {"a": np.zeros(2)}, "nothing more"),
+        ([np.zeros(2)], [np.zeros(2), np.zeros(2)], "x0[1]"),
+        ({"a": np.zeros(2), "n": 3}, {"a": np.zeros(2), "n": 4}, "x0['n']"),
+        (np.zeros(2), "a name", "x0"),
+    ],
+)
 def test_forms_and_values_that_differ(of_root: Any, of_others: Any, path: str) -> None:
     assert refused(lambda x0: minimize(lambda x: 0.0, x0), 0, of_root, of_others).path == path
 
 
-@pytest.mark.parametrize(("of_root", "of_others"), [
-    (np.array([0.0, np.nan]), np.array([-0.0, -np.nan])),
-    (np.full(2, 0.5), np.full(2, 0.5, np.float32)),
-    ([1, 2], np.array([1.0, 2.0])),
-    (2, np.float32(2.0)),
-    ({"a": [np.ones(2)], "name": "bowl", "kind": list}, {"name": "bowl", "a": (np.ones(2),), "kind": list}),
-])
+@pytest.mark.parametrize(
+    ("of_root", "of_others"),
+    [
+        (np.array([0.0, np.nan]), np.array([-0.0, -np.nan])),
+        (np.full(2, 0.5), np.full(2, 0.5, np.float32)),
+        ([1, 2], np.array([1.0, 2.0])),
+        (2, np.float32(2.0)),
+        ({"a": [np.ones(2)], "name": "bowl", "kind": list}, {"name": "bowl", "a": (np.ones(2),), "kind": list}),
+    ],
+)
 def test_equal_starts_are_taken(of_root: Any, of_others: Any, rank: int) -> None:
     seen = []
     minimize(lambda x: seen.append(x) or 0.0, of_root if rank == 0 else of_others, jac=lambda x: x, options={"maxfun": 1})

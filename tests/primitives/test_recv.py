@@ -119,8 +119,7 @@ def test_any_source_and_any_tag(rngs, rank, size):
 
 @pytest.mark.parametrize(
     "sent, like",
-    [((2,), (3,)), ((0,), (2,))]
-    + [((length,), (2,)) for length in (3, 50_000)],
+    [((2,), (3,)), ((0,), (2,))] + [((length,), (2,)) for length in (3, 50_000)],
     ids=str,
 )
 def test_template_of_another_size(rank, size, sent, like):

@@ -20,7 +20,7 @@ def on_arrays(single):
         sin=anp.sin, cos=anp.cos, exp=anp.exp, tanh=anp.tanh, real=anp.real, imag=anp.imag, conj=anp.conj,
         concatenate=anp.concatenate, stack=anp.stack, reshape=anp.reshape, dot=anp.dot, total=anp.sum, stop=mpiad.stop,
         constant=lambda x: np.asarray(x, real),
-    )
+    )  # fmt: skip
 
 
 FORMS = (

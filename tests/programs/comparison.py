@@ -118,7 +118,7 @@ def expected(program, xs, vs):
     return {
         "J": [total.value] * program.size, "gradient": gradients, "second order": seconds,
         "tangent": [loss.along for loss in losses], "second tangent": curvatures,
-    }
+    }  # fmt: skip
 
 
 def compared(name, got, everyones, program, dtype=None):

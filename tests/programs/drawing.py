@@ -44,7 +44,7 @@ def messages(partner):
         steps.Message, *MESSAGE, **registers("a", "out"), source=ROOT, dest=ROOT, tag=TAG, late=DELAY,
         waits=st.tuples(DELAY, DELAY), used=st.booleans(), dropped=st.sampled_from([False, False, False, True]),
         partner=partner, group=GROUP,
-    )
+    )  # fmt: skip
 
 
 def twins(size):
@@ -91,7 +91,7 @@ def kinds_of_step(size):
         ),
         st.builds(steps.Barrier, GROUP),
         st.builds(steps.Inner, **three, objective=st.sampled_from(["root", "sum", "mean"]), **place),
-    ]
+    ]  # fmt: skip
 
 
 @st.composite
@@ -118,7 +118,7 @@ def programs(draw, size):
         objective=objective, root=root, shared=draw(st.booleans()), losses=tuple(losses),
         second=draw(st.sampled_from(["hvp", "reverse", "forward"])), waitall=draw(st.booleans()),
         steps=tuple(step for some in draw(st.lists(kind, min_size=SHORTEST, max_size=LONGEST)) for step in some),
-    )
+    )  # fmt: skip
 
 
 def drawn(size, count, seed, compiled=("none",)):

@@ -282,4 +282,4 @@ def inner(model, step, group):
 STEPS = {
     Combine: combine, Gather: gather, Scatter: scatter, Transpose: transpose, Exchange: exchange, Pair: pair,
     Message: message, Start: start, Integers: integers, Barrier: barrier, Inner: inner,
-}
+}  # fmt: skip

@@ -13,7 +13,7 @@ def simpler(program):
         "losses": ("all",) * program.size, "complex_registers": (False,) * 3, "complex_input": False, "single": False,
         "shared": False, "waitall": False, "second": "hvp", "objective": "sum", "seed": 0,
         "compiled": "none",
-    }
+    }  # fmt: skip
     found += [program._replace(**{name: value}) for name, value in plain.items()]
     for place, step in enumerate(program.steps):
         for plainer in plainer_steps(step):

@@ -106,9 +106,7 @@ def from_any(x):
 
 @pytest.mark.also_on(2, 4)
 @each_place
-@pytest.mark.parametrize(
-    "fun", [collectives, point_to_point, agreeing, requests, from_any], ids=lambda fun: fun.__name__
-)
+@pytest.mark.parametrize("fun", [collectives, point_to_point, agreeing, requests, from_any], ids=lambda fun: fun.__name__)
 def test_primitives(fun, compiled, rank):
     check(fun, X + rank, compiled, rank)
 

@@ -47,7 +47,7 @@ except CommunicatorError as error:
 else:
     raise AssertionError
 done()
-""")
+""")  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.split("\n")[:3]) == ["rank 0 done", "rank 1 done", "rank 3 done"]
     assert "mpi_map: the process of rank 2 has died" in done.stderr
@@ -63,7 +63,7 @@ def cube(item):
 
 assert mpi_map(cube, range(40), batch=2) == [k**3 for k in range(40)]
 done()
-""")
+""")  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "rank 0 done"
     assert "process of rank 1 has died" in done.stderr and "process of rank 2 has died" in done.stderr
@@ -80,7 +80,7 @@ except WorkerError as error:
 else:
     raise AssertionError
 done()
-""")
+""")  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("done") == 3
 
@@ -99,7 +99,7 @@ except RemoteError as error:
 else:
     raise AssertionError
 done()
-""")
+""")  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.split("\n")[:2]) == ["rank 1 done", "rank 2 done"]
 
@@ -122,6 +122,6 @@ else:
 results = mpi_map(abs, range(5))
 assert rank or results == list(range(5))
 done()
-""")
+""")  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("done") == 3

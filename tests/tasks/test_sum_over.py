@@ -203,6 +203,6 @@ def failing(item, comm):
     return mpiad.mpi_allreduce(1.0, comm=comm)
 
 mpiad.tasks.sum_over(range(3), failing, groups=1)
-""", timeout=20)
+""", timeout=20)  # fmt: skip
     assert done.returncode != 0
     assert "KeyError: 'alone'" in done.stderr

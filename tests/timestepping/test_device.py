@@ -37,9 +37,7 @@ def _arguments(put):
 
 
 @pytest.mark.serial
-@pytest.mark.parametrize(
-    "checkpoints", [None, 3, Checkpoints(memory=1, disk=2), Checkpoints(memory=3, recorded=2), _STEPS]
-)
+@pytest.mark.parametrize("checkpoints", [None, 3, Checkpoints(memory=1, disk=2), Checkpoints(memory=3, recorded=2), _STEPS])
 def test_derivatives_are_those_of_the_host(checkpoints):
     everything = (0, 1, 2)
     value, gradient = mpiad.value_and_grad(_loss(np.asarray, checkpoints), everything)(*_arguments(np.asarray))
@@ -71,7 +69,7 @@ def test_states_in_memory_stay_on_the_device():
 @pytest.mark.serial
 def test_second_derivatives():
     host, device = _arguments(np.asarray), _arguments(on_device)
-    of_rate = lambda put, rest: (lambda rate: _loss(put, 3)(*rest, rate))  # noqa: E731
+    of_rate = lambda put, rest: lambda rate: _loss(put, 3)(*rest, rate)  # noqa: E731
     known = mpiad.hvp(of_rate(np.asarray, host[:2]))(host[2], np.cos(host[2]))
     found = mpiad.hvp(of_rate(on_device, device[:2]))(device[2], on_device(np.cos(host[2])))
     np.testing.assert_allclose(on_host(found), known, rtol=1e-9)

@@ -30,9 +30,7 @@ def energy(state, k, rates):
 def loss(scanned):
     """Σ over ranks of something of all that is observed, and of the last state."""
     last, seen = scanned
-    return (
-        anp.sum(seen["squares"] ** 2) / COMM.size + anp.sum(anp.sin(seen["times"])) + anp.sum(last["before"] ** 3)
-    )
+    return anp.sum(seen["squares"] ** 2) / COMM.size + anp.sum(anp.sin(seen["times"])) + anp.sum(last["before"] ** 3)
 
 
 def whole(start, forces, rates):

@@ -41,7 +41,7 @@ def test_a_piece_of_blocks_has_a_part_of_each():
     try:
         assert of_blocks([3, 0, 5], 8) == [
             [(0, 2), (3, 3), (3, 5)], [(2, 3), (3, 3), (5, 7)], [(3, 3), (3, 3), (7, 8)],
-        ]
+        ]  # fmt: skip
         assert of_block([3, 0, 5], 0, 8) == [[(0, 2)], [(2, 3)], [(3, 3)]]
         assert of_block([3, 0, 5], 1, 8) == [[(0, 0)]] * 3
         assert of_blocks([5], 8) == [[(0, 5)]] and of_blocks([9], 8) == [[(0, 8)], [(8, 9)]]

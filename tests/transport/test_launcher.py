@@ -18,8 +18,13 @@ pytestmark = pytest.mark.serial
         ({"OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_RANK": "7", "PMIX_RANK": "7"}, "Open MPI", "openmpi", 8, 7),
         ({"SLURM_STEP_NUM_TASKS": "16", "SLURM_PROCID": "5", "PMIX_RANK": "5"}, "Slurm", "", 16, 5),
         # Slurm starts Hydra's own processes in a step of theirs.
-        ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0", "PMI_SIZE": "4", "PMI_RANK": "3", "HYDI_CONTROL_FD": "7"},
-         "Hydra", "mpich", 4, 3),
+        (
+            {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0", "PMI_SIZE": "4", "PMI_RANK": "3", "HYDI_CONTROL_FD": "7"},
+            "Hydra",
+            "mpich",
+            4,
+            3,
+        ),
         # A shell inside an allocation, where nothing was launched.
         ({"SLURM_NTASKS": "16", "SLURM_PROCID": "0"}, "", "", 1, 0),
         ({"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "2"}, "Flux", "", 2, 1),
@@ -58,4 +63,3 @@ def test_separate_worlds_are_warned_of_once(rank):
 def test_before_mpi_starts_it_is_said_that_the_library_is_another_one():
     done = run_under("openmpi", 0, "import mpiad")
     assert ("mpi4py loads another MPI, of MPICH's kind" in done.stderr) == (OTHER == "openmpi")
-

@@ -175,4 +175,3 @@ def test_an_exception_leaves_nothing_lent(rank, size, way):
         total = mpiad.mpi_allreduce(x, comm=comm)
         np.testing.assert_array_equal(double.to_host(total), size * np.arange(500.0))
     comm.Free()
-

@@ -84,7 +84,7 @@ class TestRecovery:
 
     def test_it_can_be_left_out(self, ft_run):
         run(ft_run, 1, "from mpiad.transport.recovery import FAULT_TOLERANT as on; assert not on",
-            env={"MPIAD_RECOVERY": "0"})
+            env={"MPIAD_RECOVERY": "0"})  # fmt: skip
 
     def test_an_exception_at_each_place(self, ft_run):
         """The rank that failed raises its own; the others wait in a reduction, a receive, a wait, a reverse pass."""
@@ -102,7 +102,7 @@ for place in PLACES * 2:
     else:
         raise AssertionError(f"nothing was raised on rank {rank} {place}")
     check()
-""")
+""")  # fmt: skip
 
     def test_ranks_that_fail_at_once_and_at_any_time(self, ft_run):
         run(ft_run, 3, """
@@ -122,7 +122,7 @@ for trial in range(40):
     raised = MPI.COMM_WORLD.allgather(raised)
     assert set(raised) == {0} if not expected else 2 in raised and 0 not in raised, (raised, failing)
     check()
-""")
+""")  # fmt: skip
 
     def test_ranks_that_fail_alike_raise_their_own(self, ft_run):
         run(ft_run, 3, """
@@ -142,7 +142,7 @@ except TypeError as error:
 else:
     raise AssertionError
 check()
-""")
+""")  # fmt: skip
 
     def test_nested_composites(self, ft_run):
         run(ft_run, 3, """
@@ -160,7 +160,7 @@ for place in PLACES:
     else:
         raise AssertionError
     check()
-""")
+""")  # fmt: skip
 
     def test_a_wait_on_a_smaller_communicator(self, ft_run):
         """It is renewed with that of the composite."""
@@ -179,7 +179,7 @@ for trial in range(3):
         assert trial < 2 and isinstance(error, RemoteError) == (rank != 3)
 row.Free()
 check()
-""")
+""")  # fmt: skip
 
     def test_another_group_is_left_alone(self, ft_run):
         run(ft_run, 4, """
@@ -204,7 +204,7 @@ for trial in range(5):
         assert loss(2.0) == (8.0, 4.0)
 group.Free()
 check()
-""")
+""")  # fmt: skip
 
     def test_minimize(self, ft_run):
         """All ranks raise the same; the root waits in a method, the others for its instruction."""
@@ -226,7 +226,7 @@ for bad in (0, 2, 1):
         failing.clear()
         assert np.allclose(mpiad.minimize(bowl, np.zeros(3), method=method).x, 3.0, atol=1e-4)
 check()
-""")
+""")  # fmt: skip
 
     def test_linear_solve(self, ft_run):
         run(ft_run, 3, """
@@ -244,7 +244,7 @@ else:
 failing.clear()
 u = mpiad.linalg.solve(matvec, np.ones(4), rtol=1e-12)
 assert np.allclose(matvec(u), 1.0)
-""")
+""")  # fmt: skip
 
     def test_a_rank_that_has_not_come_yet(self, ft_run):
         """It is interrupted in the communication before."""
@@ -263,7 +263,7 @@ else:
     else:
         raise AssertionError
 check()
-""")
+""")  # fmt: skip
 
     def test_a_rank_that_dies(self, ft_run):
         """The others are told, and can go on among themselves."""
@@ -284,7 +284,7 @@ except CommunicatorError as error:
 left = MPI.COMM_WORLD.Shrink()
 assert mpiad.value_and_grad(lambda x: mpiad.mpi_allreduce(x**2, comm=left), comm=left)(2.0) == (12.0, 4.0)
 print("done", flush=True)
-""")
+""")  # fmt: skip
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("done") == 3
 
@@ -292,7 +292,7 @@ print("done", flush=True)
         done = ft_run(3, START + """
 failing["after a send"] = {1}
 solve(np.ones(3))
-""")
+""")  # fmt: skip
         assert done.returncode != 0
         assert re.search(r"ZeroDivisionError: on rank 1 after a send", done.stderr)
 
@@ -315,6 +315,6 @@ if rank == 1:
     except ZeroDivisionError:
         pass
     time.sleep(1)
-""", timeout=20)
+""", timeout=20)  # fmt: skip
         assert done.returncode != 0
         assert "ZeroDivisionError: on rank 1 at the start" in done.stderr

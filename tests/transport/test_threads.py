@@ -43,7 +43,7 @@ import os
 from mpi4py import MPI
 if MPI.COMM_WORLD.rank == 0:
     os.sched_getaffinity = lambda pid: range(1000)
-""" + PROGRAM
+""" + PROGRAM  # fmt: skip
 
 
 @several_cores

@@ -130,9 +130,7 @@ ADD = Tangent(lambda g, x, y, z: widened(g, z), lambda g, x, y, z: widened(g, z)
 SUBTRACT = Tangent(lambda g, x, y, z: widened(g, z), lambda g, x, y, z: widened(-g, z), lambda g, h, x, y, z: g - h)
 MULTIPLY = Tangent(lambda g, x, y, z: g * y, lambda g, x, y, z: x * g, lambda g, h, x, y, z: g * y + x * h)
 # What the numerator gains beyond the quotient's share of the denominator.
-DIVIDE = Tangent(
-    lambda g, x, y, z: g / y, lambda g, x, y, z: _times_minus(g / y, z), lambda g, h, x, y, z: (g - z * h) / y
-)
+DIVIDE = Tangent(lambda g, x, y, z: g / y, lambda g, x, y, z: _times_minus(g / y, z), lambda g, h, x, y, z: (g - z * h) / y)
 
 
 def _jvp(fun: Primitive, tangent: Tangent) -> JvpMaker:

@@ -19,9 +19,7 @@ from mpiad.transport.device_arrays import is_device_array
 __all__ = ["tangent_by_transposition"]
 
 
-def tangent_by_transposition(
-    rule: VjpMaker, argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict
-) -> Array:
+def tangent_by_transposition(rule: VjpMaker, argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
     """Return the tangent of a result, made of its adjoint alone.
 
     Parameters

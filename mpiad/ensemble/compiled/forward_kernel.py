@@ -52,8 +52,7 @@ class _Forward(LaneOutput):
         lines = [
             "def forward(b, exact, ids, place, state, taken, u0, p, s, start, end, times, rtol, atol, dt, dtmax,",
             "            max_steps, u_end, t_reached, codes, naccept, nreject, saved, save_step, du_end, dsaved, last,",
-            "            rows, before"
-            + (",\n            end_part, crossings):" if form.events else "):"),
+            "            rows, before" + (",\n            end_part, crossings):" if form.events else "):"),
             "    # Fields of b: " + ", ".join(self.fields),
             "    aligned_stack()",
             *(["    wide_vectors()"] if wide else []),
@@ -280,4 +279,3 @@ class _Forward(LaneOutput):
             f"{at('tn')} = ahead",
             f"{at('size')} = size",
         ]
-

@@ -179,4 +179,3 @@ class _Launch:
             dsaved[:, failed] = 0
         dtype = self._outcome.u_end.dtype
         return from_row_parts(du, dtype), from_parts(dsaved, dtype)
-

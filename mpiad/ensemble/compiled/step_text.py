@@ -119,7 +119,7 @@ class Steps:
                 f"low{n} = abs(u_{n})",
                 f"high{n} = abs(new_{n})",
                 f"largest{n} = where(high{n} > low{n}, high{n}, low{n})",
-            ]
+            ]  # fmt: skip
             lines.append(f"scale{n} = {self.rtol} * largest{n} + {self.atol(n)}")
             lines += [f"e{c} = ({self.weighted(form.tableau.error, 'k', c)}) * {self.h} / scale{n}" for c in parts]
         total = " + ".join(f"e{c} * e{c}" for c in range(form.d))

@@ -144,7 +144,7 @@ def _adjoint(
 def _tangent(
     gs: list, ans: LocalArray, b: LocalArray, kappa: LocalArray, c: LocalArray, *, levels: Multigrid, settings: dict,
     **_: Any,
-) -> LocalArray:
+) -> LocalArray:  # fmt: skip
     """Return the derivative of the solution along tangents of b, κ and c."""
     along = [_direction(value, g) for value, g in zip((kappa, c), gs[1:])]
     push = make_jvp(_product(levels))([ans, kappa, c])

@@ -75,12 +75,12 @@ def has_constants(sides: Sides, c: LocalArray, mean_zero: bool, used: Channel) -
             f"{_CALL}: the operator is singular: no side has boundary='dirichlet' and c is zero everywhere, so a constant "
             "can be added to any solution. Pin it: mean_zero=True takes the solution with mean zero; or give the "
             "value on one side, or a small c."
-        ))
+        ))  # fmt: skip
     if mean_zero and not singular:
         raise agreed(used, ValueError(
             f"{_CALL}: mean_zero=True is for singular operators, but this one has a side with a value, or c > 0 somewhere: "
             "its solution is unique. Leave it out."
-        ))
+        ))  # fmt: skip
     return singular
 
 

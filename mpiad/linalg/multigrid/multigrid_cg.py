@@ -142,7 +142,7 @@ def _norm(used: Channel, r: LocalArray, name: str) -> float:
         raise agreed(used, ValueError(
             f"linalg.Multigrid.solve: the norm of {name}, {math.sqrt(square):.3e}, is so small that squares of residuals "
             "vanish. Scale the system."
-        ))
+        ))  # fmt: skip
     return math.sqrt(square)
 
 
@@ -151,4 +151,4 @@ def _fail(used: Channel, what: str, history: list[float]) -> NoReturn:
         f"linalg.Multigrid.solve: {what}. After {len(history) - 1} iterations the norm of the residual is "
         f"{history[-1]:.3e}, from {history[0]:.3e} at the start (the history of this error has them all).",
         history,
-    ))
+    ))  # fmt: skip

@@ -57,7 +57,7 @@ class ResidualEvaluation:
     def __init__(
         self, program: Program, packing: Packing, agreement: StageFailures, used: Channel, exchange: ByMessages,
         loss: Loss | None, solver: str | None, few: int,
-    ):
+    ):  # fmt: skip
         self._program, self._packing, self._agreement = program, packing, agreement
         self._comm, self._exchange = exchange.comm, exchange
         self._leads = used.rank == program.root

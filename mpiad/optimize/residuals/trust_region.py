@@ -76,9 +76,7 @@ class _Place:
 class _Problem:
     """What SciPy calls on the root; each thing is evaluated once for each point."""
 
-    def __init__(
-        self, leader: Leader, evaluation: ResidualEvaluation, callback: Function | None, keeper: RootCheckpoint
-    ):
+    def __init__(self, leader: Leader, evaluation: ResidualEvaluation, callback: Function | None, keeper: RootCheckpoint):
         self._instructions, self._evaluation, self._size = leader.instructions, evaluation, leader.packing.size
         self._iterates = Iterates(callback, leader)
         self._robust = evaluation.loss is not None
@@ -172,7 +170,7 @@ class _Problem:
             x=place.x, cost=place.value, grad=gradient, optimality=place.gradient_norm,
             active_mask=np.zeros(place.x.size, int), nfev=self.counts["residuals"], njev=len(self.record.rows),
             status=status, success=False, message=message,
-        )
+        )  # fmt: skip
 
 
 def descend(aims: Aims, leader: Leader) -> dict[str, Any]:
@@ -188,9 +186,7 @@ def descend(aims: Aims, leader: Leader) -> dict[str, Any]:
     start = problem.resume(start)
     try:
         keywords = {**aims.keywords, "max_nfev": _remaining(aims.keywords["max_nfev"], problem, start.size)}
-        result = scipy.optimize.least_squares(
-            problem.residuals, start, jac=problem.jacobian, **keywords, **solver
-        )
+        result = scipy.optimize.least_squares(problem.residuals, start, jac=problem.jacobian, **keywords, **solver)
     except StopIteration:
         result = problem.ended(_STOPPED, "`callback` raised `StopIteration`.")
     except LimitReached:

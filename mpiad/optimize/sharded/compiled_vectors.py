@@ -65,7 +65,7 @@ class CompiledVectors(HostVectors):
     def advance(
         self, parts: Parts, coefficients: np.ndarray, row: int, here: np.ndarray, step: float,
         outs: tuple[np.ndarray, np.ndarray | None],
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Combine, and write where a step leads."""
         out, copy = outs
         copy = out if copy is None else copy
@@ -110,7 +110,7 @@ def _functions() -> tuple:
 def products(
     memory: np.ndarray, height: int, size: int, length: int, padding: int, rows: np.ndarray, before: int, row: int,
     out: np.ndarray, total: np.ndarray,
-) -> None:
+) -> None:  # fmt: skip
     """Turn row `before` into the change to `row`, if it is another; add its products with rows, and give row's square."""
     square, begin = 0.0, 0
     for start in range(0, size, length):
@@ -163,7 +163,7 @@ def products(
 def combination(
     memory: np.ndarray, height: int, size: int, length: int, padding: int, rows: np.ndarray, weights: np.ndarray, row: int,
     here: np.ndarray, step: float, out: np.ndarray, copy: np.ndarray,
-) -> None:
+) -> None:  # fmt: skip
     """Write the weighted sum of rows into `row`, if there are any, and where a step along it leads, if that is asked."""
     begin = 0
     for start in range(0, size, length):
@@ -205,7 +205,7 @@ def combination(
 def taken(
     memory: np.ndarray, height: int, size: int, length: int, padding: int, gradient: np.ndarray, bits: np.ndarray, way: int,
     out: int, most: np.ndarray, total: np.ndarray,
-) -> None:
+) -> None:  # fmt: skip
     """Copy a gradient into row `out`; give its largest entry's bits, its slope along row `way`, and that one's square."""
     largest, slope, square, begin = 0, 0.0, 0.0, 0
     for start in range(0, size, length):

@@ -131,7 +131,7 @@ class HostVectors:
     def advance(
         self, parts: Parts, coefficients: np.ndarray, row: int, here: np.ndarray, step: float,
         outs: tuple[np.ndarray, np.ndarray | None],
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Combine as `combine` does, where there are parts, and write where a step along the row leads from `here`.
 
         `outs` are a vector for that, and one for a copy or None.
@@ -204,9 +204,7 @@ class HostVectors:
             way = self.box.way(x[part], gradient, part)  # type: ignore[union-attr]
             np.copyto(tile[ring.direction], way, where=~free)
 
-    def advance_within(
-        self, row: int, here: np.ndarray, step: float, outs: tuple[np.ndarray, np.ndarray | None]
-    ) -> None:
+    def advance_within(self, row: int, here: np.ndarray, step: float, outs: tuple[np.ndarray, np.ndarray | None]) -> None:
         """Write where a step along the row leads from `here`, projected; see `advance`."""
         out, copy = outs
         self._clipped = False

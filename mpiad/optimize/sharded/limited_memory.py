@@ -122,7 +122,7 @@ class LimitedMemory:
             "rows": self.vectors.to_host(self.vectors.memory), "ring": np.array(numbers), "lengths": self._lengths,
             "products": self._products, "with_gradient": self._with_gradient, "coefficients": self._coefficients,
             "attempts": self.attempts.numbers(),
-        }
+        }  # fmt: skip
 
     def restore(self, state: dict[str, np.ndarray]) -> None:
         """Take over what `state` returned."""

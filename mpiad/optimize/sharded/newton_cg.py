@@ -116,7 +116,7 @@ class NewtonCG:
     def __init__(
         self, evaluation: SecondOrderEvaluation, totals: Totals, iterates: PieceIterates, settings: NewtonSettings,
         files: StateFiles, operators: tuple[Callable | None, Callable | None], box: Box | None,
-    ):
+    ):  # fmt: skip
         self._evaluation, self._totals, self._iterates, self._settings = evaluation, totals, iterates, settings
         self._files, self._box = files, box
         self._precondition, self._represent = operators
@@ -242,7 +242,7 @@ class NewtonCG:
         system = System(
             lambda v: here.masked(here.multiply(v)), apply, lambda a, b: self._sums(_dot(a, b))[0],
             lambda: self._files.interrupted,
-        )
+        )  # fmt: skip
         return truncated_cg(system, here.masked(here.gradient), self._forcing, self._settings.maxcg, radius)
 
     def _moved(self, here: NewtonPoint, way: Array, step: float) -> Array:

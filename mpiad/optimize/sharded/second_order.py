@@ -65,7 +65,7 @@ class SecondOrderEvaluation:
     def __init__(
         self, evaluation: Evaluation, program: Program, packing: PiecePacking | DevicePacking, agreement: StageFailures,
         used: Channel, totals: Totals, settings: NewtonSettings,
-    ):
+    ):  # fmt: skip
         self._evaluation, self._program, self._packing, self._agreement = evaluation, program, packing, agreement
         self._used, self._totals, self._regularizer, self.products = used, totals, settings.regularizer, 0
         if settings.product == "gauss-newton":
@@ -93,7 +93,7 @@ class SecondOrderEvaluation:
         evaluate = make_hvp(
             lambda x: self._agreement.run(lambda: fun(x)),
             objective=self._program.objective, root=self._program.root, comm=self._used.user,
-        )
+        )  # fmt: skip
         nest = self._packing.unpack(x)
         return self._agreement.run(lambda: evaluate(nest))
 
@@ -129,9 +129,7 @@ class SecondOrderEvaluation:
         if self._regularizer is None:
             return plain
         other = self._packed(self._differentiated(self._regularizer, x))
-        return Derivatives(
-            value + other.value, gradient + other.gradient, lambda v: plain.multiply(v) + other.multiply(v)
-        )
+        return Derivatives(value + other.value, gradient + other.gradient, lambda v: plain.multiply(v) + other.multiply(v))
 
     def _residuals(self, x: Tree) -> Any:
         out = self._program.fun(x, *self._program.args)

@@ -166,7 +166,7 @@ class Sharded:
     def _result(
         self, point: Point | NewtonPoint, gradient: np.ndarray, ending: Ending, count: int, iterates: PieceIterates,
         products: int = 0,
-    ) -> scipy.optimize.OptimizeResult:
+    ) -> scipy.optimize.OptimizeResult:  # fmt: skip
         history = iterates.record.history()
         result = scipy.optimize.OptimizeResult(
             x=self._piece.packing.unpack(point.x),

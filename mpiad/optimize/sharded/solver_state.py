@@ -60,7 +60,7 @@ class Point:
     __slots__ = (
         "aside", "clipped", "finite", "length", "met", "norm", "predicted", "room", "settled", "slope", "step", "value",
         "x",
-    )
+    )  # fmt: skip
 
     def __init__(self, x: Array):
         self.x = x
@@ -125,7 +125,7 @@ class StateFiles:
     def __init__(
         self, checkpoint: Checkpoint | None, problem: dict[str, Any], anywhere: dict[str, Any], layout: Layout | None,
         used: Channel, agreement: StageFailures,
-    ):
+    ):  # fmt: skip
         self._checkpoint, self._problem, self._used, self._agreement = checkpoint, problem, used, agreement
         self._anywhere, self._layout, self._old = anywhere, layout, list[Path]()
         self._slot, self.iteration, self._failures = 0, -1, WriteFailures("minimize")
@@ -182,7 +182,7 @@ class StateFiles:
             raise agreed(self._used, ValueError(wrong or (
                 f"minimize: there is no iteration of which all ranks have a file among {others[0]} and the like, which "
                 "another number of ranks has written. Put the files back, or delete them."
-            )))
+            )))  # fmt: skip
         error = None
         try:
             self._found = found.arrays(layout)
@@ -248,7 +248,7 @@ class StateFiles:
             raise agreed(self._used, ValueError(
                 f"minimize: rank {without} has no file of the iterations that other ranks have written to the checkpoint "
                 f"{self._checkpoint.path}. Put its files back, or delete those of all ranks."  # type: ignore[union-attr]
-            ))
+            ))  # fmt: skip
         return max(common, default=None)
 
     def take(self) -> dict[str, np.ndarray] | None:

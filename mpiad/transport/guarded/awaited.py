@@ -51,7 +51,7 @@ class Gathering:
         return {
             "call": self.name, "arguments": self.arguments, "place": self.place, "key": self.key, "number": self.number,
             "members": self.comm.members, "hint": "",
-        }
+        }  # fmt: skip
 
 
 class Letter:
@@ -80,7 +80,8 @@ class Letter:
         peers = self._peers()
         return bool(peers) and all(
             # A long message of a rank that has left may still be on its way; who has left receives nothing.
-            rank in gone and gone[rank].heard < before and (self.sends or not gone[rank].sends) for rank in peers
+            rank in gone and gone[rank].heard < before and (self.sends or not gone[rank].sends)
+            for rank in peers
         )
 
     def _peers(self) -> list[int]:
@@ -97,7 +98,7 @@ class Letter:
         arguments = ", ".join(filter(None, [f"{direction} {partner}{tag}", self.arguments]))
         return {
             "call": self.name, "arguments": arguments, "place": self.place, "peers": self._peers(), "hint": self._hint(),
-        }
+        }  # fmt: skip
 
     def _hint(self) -> str:
         """Say which message is there instead of the one that is awaited."""

@@ -89,7 +89,7 @@ class Guarded:
     def __init__(
         self, bare: Comm, label: str, members: tuple[int, ...], agreement: Agreement | None = None, owner: Any = None,
         number: int = 0, reverse: bool = False,
-    ):
+    ):  # fmt: skip
         self.bare, self.label, self.members, self.agreement = bare, label, members, agreement
         self.rank, self.size = bare.rank, bare.size
         self.number, self.reverse = number, reverse

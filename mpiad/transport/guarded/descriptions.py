@@ -25,7 +25,7 @@ _ROOTED = frozenset(
         "mpi_bcast", "mpi_scatter", "mpi_sum", "mpi_reduce", "mpi_gather", "mpi_print", "minimize", "mpi_init", "reset",
         "the end of the program", "comm.Free",
     )
-)
+)  # fmt: skip
 
 
 class Description(NamedTuple):
@@ -82,7 +82,7 @@ def describe(
     line = None if rooted or not call_sites or site.line == 0 else site.text
     return Description(
         name, label, root, _op_name(op), shape, dtype, line, step, shown_arguments(call, label), where(call, site),
-    )
+    )  # fmt: skip
 
 
 def shown_arguments(call: Call | None, label: str) -> str:
@@ -107,9 +107,7 @@ _known: dict[tuple, int] = {}
 _MOST = 20000
 
 
-def fingerprint(
-    label: str, step: str, array: np.ndarray | None, op: Op | None, root: int | None, call_sites: bool
-) -> int:
+def fingerprint(label: str, step: str, array: np.ndarray | None, op: Op | None, root: int | None, call_sites: bool) -> int:
     """Return a number that is the same on ranks whose descriptions agree in all that is compared."""
     call = calls.current()
     if call is not None:

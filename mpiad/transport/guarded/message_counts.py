@@ -62,8 +62,7 @@ class MessageCounts:
             for (peer, tag), (count, places) in self._sent.copy().items()
         ]
         received = [
-            Entry(self.label, self.members[peer], tag, count, ())
-            for (peer, tag), count in self._received.copy().items()
+            Entry(self.label, self.members[peer], tag, count, ()) for (peer, tag), count in self._received.copy().items()
         ]
         return sent, received, self._unwaited()
 

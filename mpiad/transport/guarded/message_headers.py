@@ -81,7 +81,7 @@ class HeadedMessages(Guarded):
             How many messages this rank has sent to, and begun to receive from, each (rank, tag).
         """
         said = [({t: n for (p, t), n in sent.items() if p == peer}, {t: n for (p, t), n in received.items() if p == peer})
-                for peer in range(self.size)]
+                for peer in range(self.size)]  # fmt: skip
         for peer, (there_sent, there_received) in enumerate(self.bare.alltoall(said)):
             self.skipped |= _ahead(there_sent, said[peer][1], peer)
             self.unannounced |= _ahead(there_received, said[peer][0], peer)
@@ -168,7 +168,7 @@ class HeadedSend(GuardedRequest):
     def __init__(
         self, comm: HeadedMessages, request: Request, ahead: Request, array: Array, dest: int, tag: int,
         caller: tuple[str, str],
-    ):
+    ):  # fmt: skip
         super().__init__(request, lambda: Letter(comm, True, dest, tag), array)
         self._ahead, self.caller = ahead, caller
 

@@ -24,8 +24,7 @@ _ADVICE = {
     "call site": "If different lines are meant to meet here, allow it with mpiad.debug.checked(call_sites=False) or "
     "MPIAD_DEBUG_SITES=0.",
     "step": "This is a mistake in the library unless one rank's call differs from the others' above.",
-    _STARTS: "Start nonblocking reductions at the same place among the other calls on all "
-    "ranks.",
+    _STARTS: "Start nonblocking reductions at the same place among the other calls on all ranks.",
 }
 _NAMES = ("operation", "communicator", "root", "reduction", "shape", "dtype", "call site", "step")
 
@@ -50,7 +49,8 @@ def raise_mismatch(said: list[tuple[Description, int]], group: Group) -> NoRetur
     others = f" ({', '.join(different[1:])} too)" if len(different) > 1 and name != "operation" else ""
     error = CommunicationMismatch(
         f"the ranks were about to communicate in different calls: the {name} differs{others}. {_ADVICE[name]}\n{table}",
-        table, tuple(sorted(group.members)),
+        table,
+        tuple(sorted(group.members)),
     )
     raise agreed(group, error)
 

@@ -171,7 +171,7 @@ def _departure(rank: int) -> dict[str, Any] | None:
     seconds = perf_counter() - gone.heard
     return {
         "state": "left", "how": gone.how, "place": gone.place, "seconds": seconds, "counts": gone.counts, "ledger": None,
-    }
+    }  # fmt: skip
 
 
 def _state(asking: bool) -> dict[str, Any]:

@@ -217,9 +217,7 @@ def test_forward_mode_and_second_order_after_a_kernel():
 
 
 def test_continuous_adjoint_after_a_kernel():
-    a, b = (
-        mpiad.grad(loss, 2)(U0, OWN, SHARED, SPANS, compile=choice, adjoint="continuous") for choice in (False, True)
-    )
+    a, b = (mpiad.grad(loss, 2)(U0, OWN, SHARED, SPANS, compile=choice, adjoint="continuous") for choice in (False, True))
     onp.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-8)
 
 

@@ -18,9 +18,7 @@ MEDIA = {
     "cross": lambda shape, rng: cross(shape),
     "8 blocks": lambda shape, rng: blocks(shape, rng, 8),
     "32 blocks": lambda shape, rng: blocks(shape, rng, 32),
-    "log-uniform": lambda shape, rng: (10 ** (4 * rng.random((16, 16))))[
-        np.ix_(*[np.arange(n) * 16 // n for n in shape])
-    ],
+    "log-uniform": lambda shape, rng: (10 ** (4 * rng.random((16, 16))))[np.ix_(*[np.arange(n) * 16 // n for n in shape])],
 }
 
 

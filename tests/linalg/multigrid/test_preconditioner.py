@@ -16,7 +16,7 @@ def test_preconditioner_of_solve(rank_rng):
     u = solve(
         operator, b[domain.owned], kappa[domain.owned], preconditioner=multigrid, rtol=1e-8,
         callback=norms.append,
-    )
+    )  # fmt: skip
     assert len(norms) <= 25
     np.testing.assert_allclose(operator(u, kappa[domain.owned]), b[domain.owned], atol=1e-6 * np.linalg.norm(b))
 

@@ -129,7 +129,7 @@ def test_a_solve_that_leaves_the_domain(always: None) -> None:
     result = mpiad.minimize(
         lambda x: anp.sum(10.0 * x - anp.log(anp.where(x > 0.0, x, np.nan))), np.full(3, 2.0), objective="sum",
         method="L-BFGS-sharded", options={"ftol": 0.0},
-    )
+    )  # fmt: skip
     assert result.success and result.nfev <= 35
     np.testing.assert_allclose(result.x, 0.1, rtol=1e-4)
 
@@ -142,6 +142,6 @@ def test_hyperbolas_over_tiles(loops: str, monkeypatch: pytest.MonkeyPatch, rank
     result = mpiad.minimize(
         lambda x: anp.sum(c * x - anp.log(anp.where(x > 0.0, x, np.nan))), 10.0 ** RNG.uniform(0.0, 1.5, n) / c,
         objective="sum", method="L-BFGS-sharded", options={"ftol": 0.0, "gtol": 1e-8},
-    )
+    )  # fmt: skip
     assert result.success and result.nfev <= 35
     np.testing.assert_allclose(result.x, 1.0 / c, rtol=1e-6)

@@ -210,7 +210,7 @@ def solved_barrier(
     result = mpiad.minimize(
         fun, piece, jac=True, objective="sum", method="L-BFGS-sharded", bounds=bounds,
         options={"ftol": 0.0, "gtol": gtol},
-    )
+    )  # fmt: skip
     assert result.success, (result.nfev, result.message)
     highest = np.inf if bounds is None else np.array([high for _, high in bounds])
     np.testing.assert_allclose(result.x, np.minimum(end + 1.0 / c, highest), rtol=1e-4)
@@ -230,14 +230,12 @@ def test_bounds_beside_scipy(rank: int, size: int) -> None:
 
         mine = [cut(v, rank, size) for v in (low, high, start)]
         pairs = list(zip(mine[0], mine[1]))
-        got = mpiad.minimize(
-            whole, mine[2], method="L-BFGS-sharded", bounds=pairs, options={"gtol": 1e-7, "ftol": 0.0}
-        )
+        got = mpiad.minimize(whole, mine[2], method="L-BFGS-sharded", bounds=pairs, options={"gtol": 1e-7, "ftol": 0.0})
         assert got.success and all(np.all((mine[0] <= x) & (x <= mine[1])) for x in seen)
         expected = scipy.optimize.minimize(
             fun, start, jac=autograd.grad(fun), method="L-BFGS-B", bounds=list(zip(low, high)),
             options={"gtol": 1e-7, "ftol": 0.0},
-        )
+        )  # fmt: skip
         x = np.concatenate(MPI.COMM_WORLD.allgather(got.x))
         np.testing.assert_allclose(x, expected.x, atol=1e-6)
         assert np.any((x == low) | (x == high))

@@ -134,9 +134,7 @@ def test_gauss_newton_beside_least_squares(rank: int, size: int) -> None:
     result = solve(lambda x: residuals(x, mine), start, rank, size, options=options)
     np.testing.assert_allclose(joined(result.x), known.x, rtol=1e-7)
     np.testing.assert_allclose(result.fun, known.cost, rtol=1e-12)
-    both = solve(
-        lambda x: residuals(x, mine), start, rank, size, options={**options, "regularizer": gathered(regularizer)}
-    )
+    both = solve(lambda x: residuals(x, mine), start, rank, size, options={**options, "regularizer": gathered(regularizer)})
     expected = scipy.optimize.minimize(autograd.value_and_grad(whole), start, jac=True, options={"gtol": 1e-9})
     np.testing.assert_allclose(joined(both.x), expected.x, rtol=1e-6)
     np.testing.assert_allclose(both.fun, expected.fun, rtol=1e-12)
@@ -154,7 +152,7 @@ def test_bounds_by_two_metrics(way: str, rank: int, size: int) -> None:
     result = solve(
         lambda x: 0.5 * x @ a @ x - b @ x, np.full(20, 5.0), rank, size, bounds=bounds,
         options={"gtol": 1e-8, "grtol": 0.0, "globalization": way},
-    )
+    )  # fmt: skip
     assert result.success and result.nit < 40
     np.testing.assert_allclose(joined(result.x), expected.x, atol=1e-7)
     assert 3 < np.sum(expected.active_mask != 0) < 20

@@ -180,9 +180,7 @@ def test_rising_everywhere_is_no_success() -> None:
         ({"fun": lambda x: "text"}, TypeError, "one real number"),
     ],
 )
-def test_wrong_argument_of_one_rank_is_raised_on_all(
-    keywords: dict, error: type, words: str, rank: int, size: int
-) -> None:
+def test_wrong_argument_of_one_rank_is_raised_on_all(keywords: dict, error: type, words: str, rank: int, size: int) -> None:
     own = keywords if rank == size - 1 else {}
     with pytest.raises(error, match=words):
         solve(**{"fun": lambda x: anp.sum(x**2), **own}, objective="mean")

@@ -33,7 +33,7 @@ def test_zeros_are_the_minimisers_of_log_barriers() -> None:
 ENDED = [
     (lambda x: 7.0 - 1.0 / x**2, 7.0**-0.5), (lambda x: 3.0 + x - 1.0 / x, (13.0**0.5 - 3.0) / 2.0),
     (lambda x: 2.0 - x**-0.5, 0.25), (lambda x: np.log(x) + 1.0, np.exp(-1.0)),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("gradient", "zero"), ENDED)

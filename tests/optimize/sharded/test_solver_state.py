@@ -298,8 +298,11 @@ def test_a_full_disk_of_one_rank(folder: Path, rank: int, size: int, unbroken: A
 
 @pytest.mark.parametrize(
     ("given", "error", "words"),
-    [(3, TypeError, "checkpoint must be a path"), ("no/such/run.npz", ValueError, "folder that doesn't exist"),
-     (Checkpoint("run.npz", every=0), ValueError, "every=0")],
+    [
+        (3, TypeError, "checkpoint must be a path"),
+        ("no/such/run.npz", ValueError, "folder that doesn't exist"),
+        (Checkpoint("run.npz", every=0), ValueError, "every=0"),
+    ],
 )
 def test_wrong_checkpoint_of_one_rank(given: Any, error: type, words: str, folder: Path, rank: int, size: int) -> None:
     with pytest.raises(error, match=words):

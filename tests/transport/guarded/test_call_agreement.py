@@ -31,7 +31,8 @@ DIFFERENT: dict[str, tuple[str, Callable[[], Any], Callable[[], Any]]] = {
     "shape of the same size": ("shape", lambda: mpiad.mpi_scan(np.ones((2, 3))), lambda: mpiad.mpi_scan(np.ones((3, 2)))),
     "shape of a maximum": (
         "shape",
-        lambda: mpiad.mpi_allreduce(np.ones((2, 3)), MPI.MAX), lambda: mpiad.mpi_allreduce(np.ones((3, 2)), MPI.MAX),
+        lambda: mpiad.mpi_allreduce(np.ones((2, 3)), MPI.MAX),
+        lambda: mpiad.mpi_allreduce(np.ones((3, 2)), MPI.MAX),
     ),
     "dtype": ("dtype", lambda: mpiad.mpi_allreduce(X), lambda: mpiad.mpi_allreduce(X.astype("f4"))),
     "integer among floats": ("dtype", lambda: mpiad.mpi_allreduce(1), lambda: mpiad.mpi_allreduce(1.0)),

@@ -76,9 +76,7 @@ def test_a_message_with_another_tag_is_named(mode: str, rank: int) -> None:
         recover()
         return
     mpiad.mpi_send(np.ones(3), 1 - rank, tag=6)
-    error = expect_deadlock(
-        lambda: mpiad.mpi_recv(np.ones(3), 1 - rank, tag=5), "with tag 6 (24 bytes) is there instead"
-    )
+    error = expect_deadlock(lambda: mpiad.mpi_recv(np.ones(3), 1 - rank, tag=5), "with tag 6 (24 bytes) is there instead")
     assert error.cycle in ((0, 1, 0), (1, 0, 1))
     if mode == "compared":
         assert f"Rank {rank} sent a message to rank {1 - rank} with tag 6 at test_deadlock.py:" in str(error)
@@ -131,7 +129,7 @@ def waits(peers: list[int]) -> dict[str, Any]:
     return {
         "state": "waits", "seconds": 2.0, "call": "mpi_recv", "arguments": "", "place": "a.py:1", "peers": peers,
         "hint": "", "ledger": ([], [], []), "wait": 1, "counts": {},
-    }
+    }  # fmt: skip
 
 
 def waits_together() -> dict[str, Any]:

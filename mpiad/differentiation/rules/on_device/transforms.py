@@ -35,9 +35,7 @@ def irfft_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     once = ((places == 0) | (places == last)).astype(ans.dtype)
     weights = anp.reshape(2.0 - once, (-1,) + (1,) * (len(ans.shape) - 1 - axis % len(ans.shape)))
     count = x.shape[axis]
-    return lambda g: (
-        _resized(anp.conj(fft.rfft(g, n=n, axis=axis, norm=_REVERSED[norm])) * weights, count, axis),
-    )
+    return lambda g: (_resized(anp.conj(fft.rfft(g, n=n, axis=axis, norm=_REVERSED[norm])) * weights, count, axis),)
 
 
 def _resized(part: Array, count: int, axis: int) -> Array:

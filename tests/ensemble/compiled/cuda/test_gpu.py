@@ -459,7 +459,8 @@ REFUSED = {
     "every step": ({"save_everystep": True}, "save_everystep=True"),
     "complex states": ({"u0": states(6) * (1 + 1j)}, "u0 has dtype complex128"),
     "complex parameters": (
-        {"f": lambda u, p, t: -np.real(p[0]) * u, "p": parameters(6) * (1 + 1j)}, "p has complex numbers",
+        {"f": lambda u, p, t: -np.real(p[0]) * u, "p": parameters(6) * (1 + 1j)},
+        "p has complex numbers",
     ),
     "function": ({"f": lambda u, p, t: -p[0] * np.sort(u, axis=0)}, r"test_gpu.py:\d+: .*numpy.sort"),
 }
