@@ -25,6 +25,7 @@ def program(u):
     return anp.sum(b * a) + anp.sum(anp.real(c)) + anp.sum(u[0] * u[0]) - anp.sum(x / u[np.array([0, 1])]) + 5 / x[0]
 
 
+@pytest.mark.interpreted
 def test_gradients_are_those_of_the_usual_way():
     seen = []
 

@@ -135,6 +135,7 @@ def test_many_messages_with_equal_tags(rngs, rank, size):
     assert_close(mpiad.grad(fun, objective="sum")(xs[rank]), 2 * ws[after] * xs[rank], "f8")
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("comm", [None, WORLD], ids=["default", "world"])
 def test_users_own_messages_with_the_same_tags_in_between(rank, size, comm):
     after, before = (rank + 1) % size, (rank - 1) % size

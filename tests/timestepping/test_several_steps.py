@@ -8,6 +8,7 @@ from mpi4py import MPI
 import mpiad
 from mpiad.timestepping import Checkpoints, scan
 
+pytestmark = pytest.mark.interpreted  # the steps are compiled, what is around them isn't
 COMM = MPI.COMM_WORLD
 CELLS, STEPS = 13, 37
 DOMAIN = mpiad.Domain((CELLS,), periodic=True)

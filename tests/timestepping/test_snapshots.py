@@ -38,6 +38,7 @@ def test_files_are_written_where_asked_and_removed(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("kept", [Checkpoints(4, dtype="float32"), Checkpoints(1, 3, dtype="float32")])
 def test_single_precision_halves_what_is_kept_and_hardly_changes_the_gradient(kept, monkeypatch):
     """A wave with real, complex and single-precision parts; the loop itself is run as ever."""
