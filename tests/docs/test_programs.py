@@ -112,7 +112,7 @@ def alone() -> Iterator[Any]:
 
 
 @pytest.mark.launches
-@pytest.mark.parametrize("program", alone())
+@pytest.mark.parametrize("program", list(alone()))
 def test_a_shown_program_does_what_the_page_says(program, mpirun, tmp_path):
     run(program, mpirun, tmp_path)
 

@@ -20,7 +20,7 @@ def alone() -> Iterator[Any]:
 
 
 @pytest.mark.launches
-@pytest.mark.parametrize("program", alone())
+@pytest.mark.parametrize("program", list(alone()))
 def test_a_wrong_program_ends_with_a_sentence(program):
     found = wrong_programs.complaints(program)
     assert not found, "\n".join(found)
