@@ -41,7 +41,7 @@ EXPECTED = {
     "matrix-free": ["linalg"],
     "multigrid": ["multigrid", "reference/linalg"],
     "PDE": ["multigrid", "howto/grid_inversion", "start/tutorial"],
-    "regularization": ["howto/grid_inversion"],
+    "regularization": ["inverse_problems", "howto/grid_inversion"],
     "coefficient identification": ["howto/grid_inversion", "gallery/poisson_inverse"],
     "source identification": ["gallery/burgers_control"],
     "initial-condition inversion": ["gallery/heat_source"],
