@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import logging
-from enum import Enum
 
 import numpy as np
 
 from mpiad._typing import Array
+from mpiad.ensemble.outcome import NamedCode
 
 __all__ = ["ConvergenceCode", "names_of", "report"]
 
 _log = logging.getLogger("mpiad")
 
 
-class ConvergenceCode(str, Enum):
+class ConvergenceCode(NamedCode):
     """How a fit or the search for a steady state ended; equal to its name as a string."""
 
     Success = "Success"
@@ -28,17 +28,8 @@ class ConvergenceCode(str, Enum):
     ConvergenceFailure = "ConvergenceFailure"
     """Steps became too small, because longer ones led to where the solve fails, or f says nothing."""
 
-    def __str__(self) -> str:
-        return self.value
 
-    @property
-    def code(self) -> int:
-        """Its number in arrays."""
-        return _ORDER.index(self)
-
-
-_ORDER = list(ConvergenceCode)
-_NAMES = np.array([code.value for code in _ORDER])
+_NAMES = np.array([code.value for code in ConvergenceCode])
 
 
 def names_of(codes: Array) -> Array:

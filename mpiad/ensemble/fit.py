@@ -20,7 +20,7 @@ from mpiad.ensemble.ranks import EnsembleMPI, agreed
 from mpiad.ensemble.residuals import Residuals
 from mpiad.ensemble.saving import save_times
 from mpiad.ensemble.sensitivity import Generator, SensitivitySolve
-from mpiad.ensemble.settings import Settings
+from mpiad.ensemble.settings import Settings, by_component
 from mpiad.ensemble.tableaus import Algorithm
 from mpiad.transport import Channel, channel
 
@@ -181,7 +181,7 @@ def _fitted(given: FitArguments, plan: FitPlan, compiler: Compiler, numbers: ran
     saveat = options.saveat[rows] if np.ndim(options.saveat) == 2 else options.saveat
     times = batch.both_ends() if saveat is None else save_times(saveat, batch.start, batch.end)
     settings = Settings(
-        options.alg, options.rtol, _tolerance(options.atol), options.dt, options.dtmax, options.max_steps, (), times,
+        options.alg, options.rtol, by_component(options.atol), options.dt, options.dtmax, options.max_steps, (), times,
         record=True, mass=mass_of(options.mass, batch),
     )  # fmt: skip
     solves = SensitivitySolve(compiler, given.ensemblealg.local, batch, settings, given.prob_generator)
@@ -196,10 +196,6 @@ def _fitted(given: FitArguments, plan: FitPlan, compiler: Compiler, numbers: ran
     scale = None if plan.scale is None else plan.scale[rows]
     found = minimize_each(evaluate, plan.start[rows], plan.lower[rows], plan.upper[rows], scale, plan.stopping)
     return fits_of(found, np.arange(numbers.start, numbers.stop), misfit.count, tries)
-
-
-def _tolerance(atol: Array | float) -> Array | float:
-    return atol if np.ndim(atol) == 0 else np.reshape(atol, (-1, 1))
 
 
 def _rows_of(data: Tree, rows: slice) -> Tree:

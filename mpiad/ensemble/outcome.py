@@ -13,12 +13,24 @@ from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.record import Steps
 from mpiad.ensemble.settings import Settings
 
-__all__ = ["Outcome", "ReturnCode", "came_through", "codes_of", "names_of"]
+__all__ = ["NamedCode", "Outcome", "ReturnCode", "came_through", "codes_of", "names_of"]
 
 _BY_TRAJECTORY = ("t_reached", "codes", "naccept", "nreject", "saved", "save_step", "end_part")
 
 
-class ReturnCode(str, Enum):
+class NamedCode(str, Enum):
+    """A code that is equal to its name as a string, and has a number in arrays."""
+
+    def __str__(self) -> str:
+        return self.value
+
+    @property
+    def code(self) -> int:
+        """Its number in arrays: its place."""
+        return type(self)._member_names_.index(self.name)
+
+
+class ReturnCode(NamedCode):
     """How a trajectory ended; equal to its name as a string."""
 
     Success = "Success"
@@ -32,25 +44,16 @@ class ReturnCode(str, Enum):
     Unstable = "Unstable"
     """f gave NaN or infinity however small the step."""
 
-    def __str__(self) -> str:
-        return self.value
-
-    @property
-    def code(self) -> int:
-        """Its number in arrays."""
-        return _ORDER.index(self)
-
     @property
     def failed(self) -> bool:
         """Whether neither the end of tspan nor a terminal event was reached."""
         return self not in (ReturnCode.Success, ReturnCode.Terminated)
 
 
-_ORDER = list(ReturnCode)
 _NAMES = np.array([code.value for code in ReturnCode])
 # They begin with different letters, which are found faster than strings are compared.
 _BY_LETTER = np.zeros(128, np.int8)
-_BY_LETTER[[ord(code.value[0]) for code in ReturnCode]] = np.arange(len(_ORDER))
+_BY_LETTER[[ord(code.value[0]) for code in ReturnCode]] = np.arange(len(ReturnCode))
 # Those that aren't failures come first.
 _FIRST_FAILURE = [code.failed for code in ReturnCode].index(True)
 

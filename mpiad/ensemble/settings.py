@@ -11,7 +11,7 @@ from mpiad._typing import Array
 from mpiad.ensemble.events import Event
 from mpiad.ensemble.tableaus import Algorithm
 
-__all__ = ["Settings", "GradientOptions"]
+__all__ = ["GradientOptions", "Settings", "by_component"]
 
 
 class Settings(NamedTuple):
@@ -68,3 +68,8 @@ class GradientOptions(NamedTuple):
 
     gradient: str | None
     adjoint: str
+
+
+def by_component(atol: Array | float) -> Array | float:
+    """Return tolerances of the components of a state as `Settings` have them; one number as it is."""
+    return atol if np.ndim(atol) == 0 else np.reshape(atol, (-1, 1))

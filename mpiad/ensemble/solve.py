@@ -32,7 +32,7 @@ from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
 from mpiad.ensemble.ranks import EnsembleMPI, Sharing, over_ranks
 from mpiad.ensemble.reduction import combined, joined, reduced
 from mpiad.ensemble.saving import save_times
-from mpiad.ensemble.settings import GradientOptions, Settings
+from mpiad.ensemble.settings import GradientOptions, Settings, by_component
 from mpiad.ensemble.sharded import ShardedSolution
 from mpiad.ensemble.solution import EnsembleSolution, solution_of, unshared
 from mpiad.ensemble.solve_options import SolveOptions, checked_options
@@ -255,12 +255,13 @@ def _solved(
         saveat: Any = options.saveat
         rows = saveat[numbers.start - 1 : numbers.stop - 1] if np.ndim(saveat) == 2 else saveat
         times = save_times(rows, batch.start, batch.end)
-    atol = options.atol if np.ndim(options.atol) == 0 else _column(options.atol, batch)
+    _check_shape(options.atol, batch)
     events = tuple(event.for_states(batch.shape) for event in options.events)
     settings = Settings(
-        alg=options.alg, rtol=options.rtol, atol=atol, dt=options.dt, dtmax=options.dtmax, max_steps=options.max_steps,
-        events=events, saveat=times, record=record, checkpoints=None if options.save_everystep else options.checkpoints,
-        progress=shown, ends=ends, mass=mass_of(options.mass, batch),
+        alg=options.alg, rtol=options.rtol, atol=by_component(options.atol), dt=options.dt, dtmax=options.dtmax,
+        max_steps=options.max_steps, events=events, saveat=times, record=record,
+        checkpoints=None if options.save_everystep else options.checkpoints, progress=shown, ends=ends,
+        mass=mass_of(options.mass, batch),
     )  # fmt: skip
     batch = batch if on_gpu else placed(batch)
     if options.dense_output and (on_gpu or is_on_device(batch)):
@@ -287,12 +288,11 @@ def _by_arrays(
     return replace(sol, dense=DenseOutput(batch, settings, outcome, given, gradient)) if options.dense_output else sol
 
 
-def _column(atol: Array, batch: Batch) -> Array:
-    if np.shape(atol) != batch.shape:
+def _check_shape(atol: Array | float, batch: Batch) -> None:
+    if np.ndim(atol) and np.shape(atol) != batch.shape:
         raise ValueError(
             f"solve: atol must be one number, or have the shape of a state, {batch.shape}, but has shape {np.shape(atol)}."
         )
-    return np.reshape(atol, (-1, 1))
 
 
 def _report(sol: EnsembleSolution | Facts, throw: bool, logs: bool = True) -> None:

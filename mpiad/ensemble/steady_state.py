@@ -24,7 +24,7 @@ from mpiad.ensemble.methods.dormand_prince import RK45
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
 from mpiad.ensemble.ranks import EnsembleMPI, agreed
 from mpiad.ensemble.reduction import check_alike
-from mpiad.ensemble.settings import Settings
+from mpiad.ensemble.settings import Settings, by_component
 from mpiad.ensemble.solve_options import SolveOptions, checked_options
 from mpiad.ensemble.steady_operator import SteadyStates, steady_operator
 from mpiad.ensemble.tableaus import Algorithm
@@ -197,8 +197,8 @@ def _found(given: _Given, options: SolveOptions, compiler: Compiler, numbers: ra
     traced = _batch(options, numbers)
     batch = traced.plain()
     settings = Settings(
-        options.alg, options.rtol, _tolerance(options.atol), options.dt, options.dtmax, options.max_steps, (), np.empty(0),
-        record=False, ends=True, mass=mass_of(options.mass, batch),
+        options.alg, options.rtol, by_component(options.atol), options.dt, options.dtmax, options.max_steps, (),
+        np.empty(0), record=False, ends=True, mass=mass_of(options.mass, batch),
     )  # fmt: skip
     outcome = compiler.run(given.ensemblealg.local, batch, settings, batch)
     start = np.where(outcome.failed, np.nan, outcome.u_end)
@@ -207,7 +207,7 @@ def _found(given: _Given, options: SolveOptions, compiler: Compiler, numbers: ra
         leaves, t = Equations(batch).columns(both)
         check_traceable(Field(batch), batch.u0[:, both], leaves, t)
     least = 100 * np.finfo(start.dtype).eps
-    roots = find_roots(Equations(batch), start, max(options.rtol, least), _tolerance(options.atol), given.max_iters)
+    roots = find_roots(Equations(batch), start, max(options.rtol, least), by_component(options.atol), given.max_iters)
     found = SteadyStates(batch, roots)
     leaves = traced.p.leaves
     u = steady_operator(*leaves, found=found) if any(map(isbox, leaves)) else found.u
@@ -239,10 +239,6 @@ def _batch(options: SolveOptions, numbers: range) -> Batch:
             "steady_state: complex states aren't supported. Write real and imaginary parts as components of their own."
         )
     return batch
-
-
-def _tolerance(atol: Array | float) -> Array | float:
-    return atol if np.ndim(atol) == 0 else np.reshape(atol, (-1, 1))
 
 
 def _first(found: SteadyStateSolution) -> SteadyStateSolution:

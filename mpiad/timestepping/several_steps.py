@@ -14,7 +14,7 @@ from mpiad._typing import Function, Tree
 from mpiad.differentiation.trees import flatten
 from mpiad.transport.tracing import tracing
 
-__all__ = ["CompiledFunction", "number_together", "several"]
+__all__ = ["CompiledFunction", "can_run_together", "number_together", "several"]
 
 # More bring little, and take long to compile.
 _MOST, _MOST_OPERATIONS = 16, 600
@@ -36,13 +36,14 @@ class CompiledFunction(Protocol):
         ...
 
 
-def number_together(step: Function, observe: Function | None, fed: bool, length: int) -> int:
-    """Return how many of a number of steps to run as one program; 1 where the step has none, or not yet."""
-    if not isinstance(step, CompiledFunction) or tracing.recorder is not None:
-        return 1
-    if observe is not None and not isinstance(observe, CompiledFunction):
-        return 1
-    if not step.operations:
+def can_run_together(step: Function, observe: Function | None) -> bool:
+    """Tell whether steps may become one program, now or once one of them is compiled."""
+    return isinstance(step, CompiledFunction) and (observe is None or isinstance(observe, CompiledFunction))
+
+
+def number_together(step: Any, observe: Any, fed: bool, length: int) -> int:
+    """Return how many of a number of compiled steps to run as one program; 1 where there is none, or not yet."""
+    if tracing.recorder is not None or not step.operations:
         return 1
     most = min(_MOST, length, max(_MOST_OPERATIONS // step.operations, 1))
     # As many as leave few over, which are run one by one.

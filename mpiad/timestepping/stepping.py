@@ -10,7 +10,7 @@ from mpiad.differentiation.trace import Variables, trace_forwards
 from mpiad.differentiation.trees import flatten, is_variable, named_leaves
 from mpiad.primitives import stop
 from mpiad.primitives.cotangents import spec_like
-from mpiad.timestepping.several_steps import number_together, several
+from mpiad.timestepping.several_steps import can_run_together, number_together, several
 from mpiad.transport import Spec
 
 __all__ = ["Arguments", "Span", "Stepping", "TangentStepping", "UserStepping", "spans"]
@@ -104,6 +104,7 @@ class UserStepping:
 
     def __init__(self, advance: Function, observe: Function | None, state: Tree, inputs: Tree, params: tuple, length: int):
         self._advance, self._observe, self._fed, self._length = advance, observe, inputs is not None, length
+        self._compiled = can_run_together(advance, observe)
         leaves, self.build_state = flatten(state)
         entries, self._build_input = flatten(inputs) if self._fed else ([], list)
         rest, self._build_params = flatten(params)
@@ -115,6 +116,8 @@ class UserStepping:
     @property
     def together(self) -> int:
         """How many steps can be run as one."""
+        if not self._compiled:
+            return 1
         return number_together(self._advance, self._observe, self._fed, self._length)
 
     def run(self, span: Span, now: Arguments) -> tuple[list[Array], list[list[Array]]]:
