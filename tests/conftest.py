@@ -1,7 +1,8 @@
 """Fixtures, and how the tests run on several ranks.
 
 A test runs on all ranks at once. The whole suite runs on one rank and on three, and on two and four what differs there
-(`WHOLE_SUITE`); with `--thorough`, or where files are named, all of it on every number. `@pytest.mark.mpi(min_size=2)`
+(`WHOLE_SUITE`); a test of three parameter sets or more runs with every second one on three ranks, with the others on the
+other numbers. With `--thorough`, or where files are named, all of it runs on every number. `@pytest.mark.mpi(min_size=2)`
 says that a test needs more than one rank, `@pytest.mark.also_on(2)` that it is one of those that two ranks differ in;
 `@pytest.mark.one_rank` that others show on three ranks what it shows on one: the whole suite runs it on one only;
 `@pytest.mark.launches` that it starts its own mpiexec: it runs in the one-rank run only; `@pytest.mark.thorough` that the
@@ -44,6 +45,8 @@ WHOLE_SUITE = {
         "primitives/test_exchange.py", "primitives/test_sendrecv.py", "domain/test_halo.py"),
     4: ("domain", "linalg/multigrid", "linalg/test_solve.py", "linalg/test_additive_schwarz.py"),
 }  # fmt: skip
+
+ON_ONE_NUMBER = ("launches", "serial", "one_rank", "mpi", "also_on")  # marks of tests whose parameter sets aren't divided
 
 # All ranks must draw the same examples, and none may go on to search a smaller one while the others wait.
 hypothesis.settings.register_profile(
@@ -92,9 +95,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_xdist_auto_num_workers() -> int:
     """Let `-n auto` divide the one-rank run among the cores; more ranks are at work on all cores already.
 
-    One process more than cores: tests that start programs mostly wait, for starts, deadlines and ends.
+    Two processes more than cores: tests that start programs mostly wait, for starts, deadlines and ends.
     """
-    return min(len(os.sched_getaffinity(0)) + 1, 4) if WORLD.size == 1 else 0
+    return min(len(os.sched_getaffinity(0)) + 2, 4) if WORLD.size == 1 else 0
 
 
 def pytest_report_header() -> str:
@@ -104,7 +107,9 @@ def pytest_report_header() -> str:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     whole = _is_whole_suite(config)
-    _leave_out(config, items, {item for item in items if whole and item.get_closest_marker("thorough")})
+    if whole:
+        _leave_out(config, items, {item for item in items if item.get_closest_marker("thorough")})
+        _leave_out(config, items, _parameter_sets_of_other_ranks(items))
     if WORLD.size == 1:
         _mix(items)
         return
@@ -137,6 +142,18 @@ def _leave_out(config: pytest.Config, items: list[pytest.Item], left_out: set[py
 def _is_whole_suite(config: pytest.Config) -> bool:
     chosen = [Path(name.split("::")[0]).resolve() for name in config.args]
     return chosen == [config.rootpath / "tests"] and not config.getoption("thorough")
+
+
+def _parameter_sets_of_other_ranks(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Return what the whole suite runs elsewhere: three ranks take the first parameter set, the third, and so on.
+
+    A test that runs on one number of ranks only keeps all of them, and one of two sets both.
+    """
+    sets: dict[tuple, list[pytest.Item]] = {}
+    for item in items:
+        if hasattr(item, "callspec") and not any(map(item.get_closest_marker, ON_ONE_NUMBER)):
+            sets.setdefault((item.path, item.originalname), []).append(item)
+    return {item for of_one in sets.values() if len(of_one) > 2 for item in of_one[WORLD.size == 3 :: 2]}
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -275,12 +275,12 @@ if MPI.COMM_WORLD.rank == 0:
     MPI.COMM_WORLD.recv(source=1)
 MPI.COMM_WORLD.barrier()
 '''
-    mpirun(2, program, timeout=5)
+    mpirun(2, program, timeout=3)
 """
     job = suite(text, ranks=1)
     assert job.returncode == 1 and "1 failed" in job.stdout
     rank_0, rank_1 = job.stdout.split("---- rank 1")
-    assert "no end after 5 s" in rank_0 and "line 5 in <module>" in rank_0
+    assert "no end after 3 s" in rank_0 and "line 5 in <module>" in rank_0
     assert "line 6 in <module>" in rank_1 and "printed" in rank_1
 
 

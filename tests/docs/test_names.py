@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 
@@ -20,16 +21,14 @@ PRIMITIVES = [
     for name in mpiad.__all__
     if name.startswith("mpi_") and not re.fullmatch("mpi_(init|finali|rank|size|local|print|optimize|map).*", name)
 ]
-VARIABLES = sorted(
-    {
-        name
-        for folder in ("mpiad", "tests")
-        for file in (ROOT / folder).rglob("*.py")
-        for name in re.findall(r"\bMPIAD_[A-Z_]+\b", file.read_text())
-    }
-)
 AUTOMATIC = re.compile(r"^\.\. auto(?:function|class|exception):: (?:mpiad\.)?(\S+)$", re.MULTILINE)
 PATH = re.compile(r"`((?:mpiad|tests|examples|benchmarks|docs|\.ci)/[\w./]*|\w+\.(?:md|toml|cfg)|Makefile)`")
+
+
+@functools.cache
+def variables() -> set[str]:
+    files = (file for folder in ("mpiad", "tests") for file in (ROOT / folder).rglob("*.py"))
+    return {name for file in files for name in re.findall("MPIAD_[A-Z_]+", file.read_text())}
 
 
 def page(name: str) -> str:
@@ -67,7 +66,7 @@ def test_primitives_are_derived():
 
 def test_environment_variables_are_documented():
     documented = page("docs/environment.md") + page("docs/project/development.md")
-    assert set(VARIABLES) == set(re.findall(r"`(MPIAD_[A-Z_]+)`", documented))
+    assert variables() == set(re.findall(r"`(MPIAD_[A-Z_]+)`", documented))
 
 
 def test_files_that_pages_name_exist():
@@ -83,4 +82,4 @@ def test_rooms_are_in_the_house():
 
 
 def test_a_misspelt_variable_is_told_from_all_there_are():
-    assert set(mpiad.debug.environment_variables.VARIABLES) == set(VARIABLES)
+    assert set(mpiad.debug.environment_variables.VARIABLES) == variables()

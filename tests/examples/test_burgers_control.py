@@ -21,6 +21,7 @@ def test_same_answer_on_any_number_of_ranks(mpirun: Run, tmp_path: Path, rank_co
     assert np.linalg.norm(found["found"] - found["true"]) < 0.3 * np.linalg.norm(found["true"])
 
 
+@pytest.mark.thorough
 def test_amplitudes_are_recovered(mpirun: Run, tmp_path: Path) -> None:
     done = mpirun(2, PROGRAM, "--cells", 16, "--steps", 5, "--iterations", 15, timeout=100, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -45,6 +45,7 @@ def losses_of_adam(steps: int) -> list[float]:
     return losses
 
 
+@pytest.mark.thorough
 def test_any_number_of_ranks_takes_the_same_way(mpirun: Run, tmp_path: Path, rank_counts: tuple) -> None:
     runs = {ranks: train(mpirun, ranks, tmp_path / str(ranks), "--iterations", 50) for ranks in rank_counts}
     one = runs[1][1]
@@ -58,6 +59,7 @@ def test_any_number_of_ranks_takes_the_same_way(mpirun: Run, tmp_path: Path, ran
     assert (tmp_path / str(rank_counts[-1]) / "demo" / "ensemble_training.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("way", ["serial", "threads"])
 def test_other_ways_to_solve_give_the_same(mpirun: Run, tmp_path: Path, way: str) -> None:
     _, losses = train(mpirun, 1, tmp_path / way, "--ensemble", way, "--iterations", 2)

@@ -44,12 +44,14 @@ def test_ranks_have_one_answer(mpirun: Run, program: str, rank_counts: tuple) ->
         np.testing.assert_allclose(other, one, rtol=1e-10)
 
 
+@pytest.mark.thorough
 def test_start_of_the_heat_is_recovered(mpirun: Run, tmp_path: Path) -> None:
     arguments = ("--cells", 16, "--steps", 4, "--iterations", 40, "--most", 0.25, "--picture", tmp_path / "heat.png")
     computed(mpirun(2, "examples/heat_source.py", *arguments))
     assert (tmp_path / "heat.png").stat().st_size > 10_000
 
 
+@pytest.mark.thorough
 def test_velocity_is_improved(mpirun: Run, tmp_path: Path) -> None:
     arguments = ("--shape", 40, 48, "--shots", 3, "--steps", 150, "--iterations", 8, "--least", 0.3)
     done = mpirun(2, "examples/seismic_inversion.py", *arguments, "--picture", tmp_path / "velocity.png", timeout=80)

@@ -38,6 +38,7 @@ def least_squares(in_bed: np.ndarray) -> scipy.optimize.OptimizeResult:
     return scipy.optimize.least_squares(residuals, [1.7, 0.5, 2.0], x_scale=[1, 0.1, 1], xtol=1e-13, ftol=1e-13)
 
 
+@pytest.mark.thorough
 def test_any_number_of_ranks_finds_what_least_squares_find(
     mpirun: Run, tmp_path: Path, request: pytest.FixtureRequest, rank_counts: tuple
 ) -> None:

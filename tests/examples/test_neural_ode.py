@@ -30,6 +30,7 @@ def test_ranks_share_one_history(mpirun: Run, tmp_path: Path, rank_counts: tuple
         np.testing.assert_allclose(other, one, rtol=1e-10)
 
 
+@pytest.mark.thorough
 def test_the_spiral_is_learned(mpirun: Run, tmp_path: Path) -> None:
     printed, losses = train(mpirun, 2, tmp_path / "run", "--iterations", 80)
     assert losses[-1] < 0.02 * losses[0]

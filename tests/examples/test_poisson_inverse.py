@@ -22,6 +22,7 @@ def test_same_answer_on_any_number_of_ranks(mpirun: Run, tmp_path: Path, rank_co
         assert np.linalg.norm(found[name] - found["true"]) < 0.7 * np.linalg.norm(found["true"])
 
 
+@pytest.mark.thorough
 def test_coefficient_is_recovered(mpirun: Run, tmp_path: Path) -> None:
     done = mpirun(2, PROGRAM, "--cells", 12, "--iterations", 25, 40, timeout=90, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -29,6 +30,7 @@ def test_coefficient_is_recovered(mpirun: Run, tmp_path: Path) -> None:
     assert sorted(errors) == ["field", "network"] and max(map(float, errors.values())) < 0.05
 
 
+@pytest.mark.thorough
 def test_a_coefficient_that_is_not_recovered_fails(mpirun: Run, tmp_path: Path) -> None:
     done = mpirun(1, PROGRAM, "--cells", 8, "--iterations", 1, 1, timeout=60, cwd=tmp_path)
     assert done.returncode != 0 and "κ was not recovered" in done.stderr

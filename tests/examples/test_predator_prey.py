@@ -49,6 +49,7 @@ def test_ranks_share_one_way(mpirun: Run, tmp_path: Path, rank_counts: tuple) ->
         np.testing.assert_allclose(other, one, rtol=1e-10)
 
 
+@pytest.mark.thorough
 def test_the_best_fit_is_that_of_least_squares(mpirun: Run, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     fits = fit(mpirun, 2, tmp_path / "run", "--starts", 24)
     misfit, parameters = least_squares(request.config.rootpath / "examples" / "data" / "lynx_hare.csv")

@@ -31,6 +31,7 @@ def test_ranks_have_one_answer(mpirun: Run, rank_counts: tuple) -> None:
         assert printed(mpirun(n, PROGRAM, *SMALL, timeout=70)) == expected
 
 
+@pytest.mark.thorough
 def test_start_is_recovered(mpirun: Run, tmp_path: Path) -> None:
     picture, film = tmp_path / "start.png", tmp_path / "window.gif"
     arguments = ("--cells", 22, 44, "--hours", 6, "--iterations", 10, "--picture", picture, "--animation", film)
@@ -41,6 +42,7 @@ def test_start_is_recovered(mpirun: Run, tmp_path: Path) -> None:
     assert film.read_bytes().startswith(b"GIF89a")
 
 
+@pytest.mark.thorough
 def test_a_start_that_is_not_recovered_fails(mpirun: Run) -> None:
     done = mpirun(1, PROGRAM, "--cells", 15, 26, "--hours", 3, "--iterations", 0, "--interpreted", timeout=70)
     assert done.returncode != 0 and "not recovered" in done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -28,9 +29,8 @@ def numbers_after(label: str, line: str) -> list[float]:
     return [float(number) for number in NUMBER.findall(tail)]
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.thorough), 3, 4])
-def test_sum_of_powers(mpirun: Run, ranks: int) -> None:
-    first, second = lines_of(mpirun(ranks, "examples/sum_of_powers.py"))
+def check_sum_of_powers(ranks: int, lines: list[str]) -> None:
+    first, second = lines
     for line, theta in ((first, 1.0), (second, 0.5)):
         polynomial = np.polynomial.Polynomial(np.ones(ranks))
         assert numbers_after("f = ", line) == pytest.approx([polynomial(theta)], abs=1e-6)
@@ -39,9 +39,8 @@ def test_sum_of_powers(mpirun: Run, ranks: int) -> None:
         assert "f = 4.000000, df/dtheta = 6.000000" in first
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.thorough), 4])
-def test_solve_cubic(mpirun: Run, ranks: int) -> None:
-    (line,) = lines_of(mpirun(ranks, "examples/solve_cubic.py"))
+def check_solve_cubic(ranks: int, lines: list[str]) -> None:
+    (line,) = lines
     roots = np.polynomial.Polynomial(np.append(-1.0, np.ones(ranks - 1))).roots()
     (expected,) = roots.real[(abs(roots.imag) < 1e-9) & (roots.real > 0.0)]
     assert numbers_after("theta = ", line)[0] == pytest.approx(expected, abs=1e-13)
@@ -49,26 +48,22 @@ def test_solve_cubic(mpirun: Run, ranks: int) -> None:
         assert line.startswith("theta = 0.54368901269207")
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.thorough), 4])
-def test_reduce_sum(mpirun: Run, ranks: int) -> None:
-    lines = lines_of(mpirun(ranks, "examples/reduce_sum.py"))
+def check_reduce_sum(ranks: int, lines: list[str]) -> None:
     assert len(lines) == ranks
     for line in lines:
         assert numbers_after("L = ", line) == [55.0 * ranks * (ranks - 1) / 2]
         assert numbers_after("gradient of a = ", line) == [1.0] * 10
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.thorough), 4])
-def test_broadcast(mpirun: Run, ranks: int) -> None:
-    lines = lines_of(mpirun(ranks, "examples/broadcast.py"))
+def check_broadcast(ranks: int, lines: list[str]) -> None:
     assert len(lines) == ranks
     for rank, line in enumerate(lines):
         assert numbers_after("L = ", line) == [{2: 20.0, 4: 360.0}[ranks]]
         assert numbers_after("gradient of a = ", line) == [{2: 4.0, 4: 24.0}[ranks] * (rank == ranks - 1)] * 10
 
 
-def test_send_receive(mpirun: Run) -> None:
-    lines = lines_of(mpirun(4, "examples/send_receive.py"))
+def check_send_receive(ranks: int, lines: list[str]) -> None:
+    assert ranks == 4
     before = [0.0, 2.0, 8.0, 6.0]  # rank 2's a counts twice, rank 0's not at all
     after = [4.0, 2.0, 4.0, 6.0]  # ranks 0 and 2 both hold what was rank 2's
     for rank, line in enumerate(lines):
@@ -77,7 +72,38 @@ def test_send_receive(mpirun: Run) -> None:
         assert numbers_after("after ", line) == [after[rank]] * 10
 
 
-@pytest.mark.parametrize("ranks, mebibytes", [(1, 1), (2, 64), pytest.param(4, 4, marks=pytest.mark.thorough)])
+CHECKS = {
+    "examples/sum_of_powers.py": check_sum_of_powers,
+    "examples/solve_cubic.py": check_solve_cubic,
+    "examples/reduce_sum.py": check_reduce_sum,
+    "examples/broadcast.py": check_broadcast,
+    "examples/send_receive.py": check_send_receive,
+}
+
+
+def test_on_four_ranks(mpirun: Run, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """All in one job: each start of four ranks costs more than what they do."""
+    programs = [shutil.copy(request.config.rootpath / name, tmp_path) for name in CHECKS]
+    lines_of(mpirun(4, "tests/run_in_turn.py", *programs))
+    for program, check in zip(programs, CHECKS.values(), strict=True):
+        check(4, Path(f"{program}.stdout").read_text().splitlines())
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [(name, 4) for name in CHECKS]
+    + [(name, 2) for name in list(CHECKS)[:4]]
+    + [("examples/sum_of_powers.py", 1), ("examples/sum_of_powers.py", 3), ("examples/reduce_sum.py", 1)],
+)
+def test_by_itself(mpirun: Run, name: str, ranks: int) -> None:
+    CHECKS[name](ranks, lines_of(mpirun(ranks, name)))
+
+
+@pytest.mark.parametrize(
+    "ranks, mebibytes",
+    [pytest.param(1, 1, marks=pytest.mark.thorough), (2, 64), pytest.param(4, 4, marks=pytest.mark.thorough)],
+)
 def test_halo_deadlock(mpirun: Run, ranks: int, mebibytes: int) -> None:
     lines = lines_of(mpirun(ranks, "examples/halo_deadlock.py", "--mebibytes", mebibytes))
     squares = sum((1 + rank) ** 2 for rank in range(ranks))
@@ -86,7 +112,9 @@ def test_halo_deadlock(mpirun: Run, ranks: int, mebibytes: int) -> None:
         assert numbers_after("J = ", line)[0] == pytest.approx(count * squares / 2, rel=1e-5)
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.thorough), 3])
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(1, marks=pytest.mark.thorough), pytest.param(2, marks=pytest.mark.thorough), 3]
+)
 def test_custom_operator(mpirun: Run, ranks: int) -> None:
     lines = lines_of(mpirun(ranks, "examples/custom_operator.py"))
     n = 8 * ranks
@@ -100,7 +128,7 @@ def test_custom_operator(mpirun: Run, ranks: int) -> None:
         assert numbers_after("first cell ", line) == pytest.approx([gradient[8 * rank]], abs=1e-11)
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.thorough), 3])
 def test_parameter_sweep(mpirun: Run, ranks: int) -> None:
     first, second = lines_of(mpirun(ranks, "examples/parameter_sweep.py"))
     assert first.startswith("48 values")

@@ -24,6 +24,7 @@ def invert(mpirun: Run, ranks: int, folder: Path, *arguments: object) -> tuple[C
     return done, np.loadtxt(folder / "losses.txt")
 
 
+@pytest.mark.thorough
 def test_ranks_share_one_history(mpirun: Run, tmp_path: Path) -> None:
     arguments = ("--coarsen", 12, "--wells", 1, "--iterations", 8, "--least", 0)
     _, one = invert(mpirun, 1, tmp_path / "one", *arguments)
@@ -47,6 +48,7 @@ def test_field_is_recovered(mpirun: Run, tmp_path: Path) -> None:
     assert picture.startswith(b"\x89PNG") and len(picture) > 50_000
 
 
+@pytest.mark.thorough
 def test_a_field_that_is_not_recovered_fails(mpirun: Run, tmp_path: Path) -> None:
     done = mpirun(2, PROGRAM, "--coarsen", 12, "--iterations", 1, "--wells", 1, timeout=70, cwd=tmp_path)
     assert done.returncode != 0

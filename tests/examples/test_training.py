@@ -37,7 +37,9 @@ def test_digits_are_read(mpirun: Run, tmp_path: Path) -> None:
     assert (tmp_path / "run" / "demo" / "digits_training.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.thorough), 4])
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(1, marks=pytest.mark.thorough), pytest.param(2, marks=pytest.mark.thorough), 4]
+)
 def test_the_quickstart_trains_as_one_process_does(mpirun: Run, tmp_path: Path, ranks: int) -> None:
     done = mpirun(ranks, "examples/regression_quickstart.py", timeout=60, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr  # it compares by itself

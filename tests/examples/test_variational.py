@@ -32,6 +32,7 @@ def test_ranks_share_one_history(mpirun: Run, tmp_path: Path, name: str, argumen
     np.testing.assert_allclose(three, one, rtol=1e-10)
 
 
+@pytest.mark.thorough
 def test_the_epidemic_among_agents_is_found(mpirun: Run, tmp_path: Path) -> None:
     arguments = ("--n_agents", 300, "--n_timesteps", 20, "--n_epochs", 60, "--learning_rate", 1e-2)
     printed, objective = infer(mpirun, 2, tmp_path / "run", "examples/sir_vi.py", *arguments)  # it asserts by itself
@@ -41,6 +42,7 @@ def test_the_epidemic_among_agents_is_found(mpirun: Run, tmp_path: Path) -> None
     assert (tmp_path / "run" / "demo" / "sir_vi.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.thorough
 def test_the_influenza_is_as_a_markov_chain_says(mpirun: Run, tmp_path: Path) -> None:
     printed, _ = infer(mpirun, 2, tmp_path / "run", "examples/influenza_vi.py")  # it asserts by itself
     assert [line.split(":")[0] for line in printed.splitlines()[:2]] == ["beta", "gamma"]

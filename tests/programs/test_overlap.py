@@ -36,7 +36,7 @@ def late(monkeypatch, rank):
     send = halo_messages.mpi_send
 
     def sent_late(*args):
-        time.sleep(0.03 * (rank % 2))
+        time.sleep(0.01 * (rank % 2))
         return send(*args)
 
     monkeypatch.setattr(halo_messages, "mpi_send", sent_late)
@@ -57,10 +57,12 @@ def test_messages_that_are_late(periodic, rank, size, rank_rng, monkeypatch):
     fun = stepped(domain, BOUNDARIES)
     loss = mpiad.value_and_grad(lambda u: anp.sum(fun(u) * mine), objective="sum")
     jitted, both = mpiad.jit(fun, strict=True), mpiad.jit(loss, strict=True)
-    late(monkeypatch, rank)
-    for factor in (1.0, 0.5, 2.0):
-        assert_same(jitted(u * factor), fun(u * factor), 1e-12)
-        assert_same(both(u * factor), loss(u * factor), 1e-11)
+    for factor in (1.0, 0.5):
+        expected, derivatives = fun(u * factor), loss(u * factor)
+        with monkeypatch.context() as during:
+            late(during, rank)
+            assert_same(jitted(u * factor), expected, 1e-12)
+            assert_same(both(u * factor), derivatives, 1e-11)
     # Six exchanges, and as many of cotangents, but for the first one's, behind which one sum is left.
     assert divided(jitted) == [6 * (size > 1)]
     assert divided(both)[0] >= 11 * (size > 1)

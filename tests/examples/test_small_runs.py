@@ -1,0 +1,92 @@
+"""The large examples on small problems: each runs to its end on several ranks, and gets there some of the way.
+
+Whether they find what they are to find, alike on any number of ranks, is shown at their own sizes by the tests marked
+`thorough` beside this file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import NamedTuple
+
+import pytest
+
+pytestmark = [pytest.mark.launches, pytest.mark.limit(150)]
+
+
+class Small(NamedTuple):
+    """A small run: its command, where its numbers stand in what it prints, and what they must be."""
+
+    ranks: int
+    program: str
+    arguments: str
+    pattern: str
+    is_right: Callable[..., bool]
+
+
+def is_close(relative: float) -> Callable[[float, float], bool]:
+    return lambda x, y: abs(x - y) <= relative * abs(y)
+
+
+RUNS = [
+    Small(
+        2, "examples/burgers_control.py", "--cells 10 --steps 3 --iterations 6 --most 1",
+        r"error of the amplitudes (\S+)", lambda error: error < 0.05,
+    ),
+    Small(
+        3, "examples/ensemble_training.py", "--iterations 5",
+        r"Adam .*loss = (\S+)  closed form (\S+)", is_close(1e-7),
+    ),
+    Small(
+        2, "examples/heat_source.py", "--cells 13 --steps 3 --iterations 8 --most 1 --picture picture.png",
+        r"relative error of the start: (\S+)", lambda error: error < 0.4,
+    ),
+    Small(
+        3, "examples/influenza_1978.py", "--repetitions 20",
+        r"R0 +(\S+) +SciPy +(\S+)", is_close(1e-5),
+    ),
+    Small(
+        2, "examples/influenza_vi.py", "--n_epochs 2",
+        r"beta: (\S+) ± .* by the chain (\S+) ±", is_close(0.05),
+    ),
+    Small(
+        2, "examples/neural_ode.py", "--iterations 5",
+        r"loss (\S+) at first, .* after 5 steps; SciPy says (\S+)", lambda first, last: last < first / 5,
+    ),
+    Small(
+        2, "examples/poisson_inverse.py", "--cells 8 --iterations 8 8 --most 1",
+        r"field .*log κ (\S+)\n.*network .*log κ (\S+)", lambda field, network: max(field, network) < 0.3,
+    ),
+    Small(
+        2, "examples/predator_prey.py", "--starts 2 --iterations 12",
+        r"delta +(\S+) +SciPy +(\S+)", is_close(0.01),
+    ),
+    Small(
+        2, "examples/seismic_inversion.py", "--shape 20 22 --shots 2 --batch 1 --steps 50 --iterations 1 --least 9"
+        " --picture picture.png",
+        r"misfit lowered to (\S+)", lambda misfit: misfit < 0.2,
+    ),
+    Small(
+        2, "examples/shallow_water.py", "--cells 12 18 --hours 3 --iterations 2 --least 1 --picture picture.png",
+        r"guess (\S+), analysis (\S+)", lambda guess, analysis: analysis < guess / 3,
+    ),
+    Small(
+        2, "examples/sir_vi.py", "--n_agents 150 --n_timesteps 12 --n_epochs 3 --n_samples_per_epoch 5",
+        r"counts: (\S+) in the first epochs, (\S+) in the last", lambda first, last: last <= first,
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: Path(run.program).stem)
+def test_small_problems(run: Small, mpirun: Callable[..., CompletedProcess], tmp_path: Path) -> None:
+    done = mpirun(run.ranks, run.program, *run.arguments.split(), timeout=120, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "isn't compiled" not in done.stderr
+    found = re.search(run.pattern, done.stdout, re.MULTILINE)
+    assert found, done.stdout
+    assert run.is_right(*map(float, found.groups())), done.stdout
+    (picture,) = tmp_path.rglob("*.png")
+    assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
