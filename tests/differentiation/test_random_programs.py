@@ -70,6 +70,7 @@ def is_found(size):
     return False
 
 
+@pytest.mark.one_rank
 @pytest.mark.parametrize("name", ["REDUCE_SCATTER", "ALLTOALL"])
 def test_a_wrong_adjoint_is_found(name, size, monkeypatch):
     operation = getattr(catalogue, name)

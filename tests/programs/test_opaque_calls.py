@@ -104,10 +104,15 @@ EVERYWHERE, MIXED = (lambda rank: True), (lambda rank: rank != 1)
 @pytest.mark.parametrize(
     "fun, compiled",
     [
-        (linear, MIXED), (linear_by_gmres, EVERYWHERE), (nonlinear, MIXED), (elliptic, MIXED), (checkpointed, MIXED),
-        (unrolled_no_further, EVERYWHERE), (observed, MIXED),
+        (linear, MIXED),
+        pytest.param(linear_by_gmres, EVERYWHERE, marks=pytest.mark.thorough),
+        (nonlinear, MIXED),
+        (elliptic, MIXED),
+        (checkpointed, MIXED),
+        pytest.param(unrolled_no_further, EVERYWHERE, marks=pytest.mark.thorough),
+        (observed, MIXED),
     ],
-)  # fmt: skip
+)
 def test_as_it_is_interpreted(fun, compiled, rank):
     """Values, gradients and tangents, each traced once, and replayed with other values."""
 
