@@ -25,6 +25,7 @@ from mpiad.differentiation.products import make_vjp, shaped
 from mpiad.differentiation.trace import Traced, Variables, no_derivative, trace_backwards, variables_of
 from mpiad.differentiation.trees import flatten, is_variable
 from mpiad.primitives.cotangents import spec_like
+from mpiad.primitives.operation import current
 from mpiad.transport import channel
 from mpiad.transport.recovery import recoverable
 from mpiad.transport.tracing import one_by_one
@@ -88,7 +89,8 @@ class Linearization:
             places = [place for place, leaf in enumerate(leaves) if is_variable(leaf)]
             zeros = [spec_like(leaf).zeros() if is_variable(leaf) else leaf for leaf in leaves]
             outputs = Variables(zeros, places, build)
-            self._transposed = trace_backwards(self._pull, outputs), outputs
+            # Within another trace the arguments of the function may be variables, too.
+            self._transposed = trace_backwards(self._pull, outputs, of_cotangents=current.tape is None), outputs
         traced, outputs = self._transposed
         seeds = _seeds(v, traced)
         return outputs.filled(cotangents_of_variables(traced, seeds, outputs, keep=True), no_derivative)

@@ -32,9 +32,10 @@ class Recording(NamedTuple):
 class _Tape(Tape):
     """What tapes of both directions share: their number, their place in the nest, and what must be finished."""
 
-    __slots__ = ("_before", "channels", "number", "outer", "record", "requests")
+    __slots__ = ("_before", "channels", "number", "of_cotangents", "outer", "record", "requests")
 
-    def __init__(self) -> None:
+    def __init__(self, of_cotangents: bool = False) -> None:
+        self.of_cotangents = of_cotangents
         self.record: Any = []
         self.requests: dict[int, Any] = {}
         self.channels: set[Channel] = set()

@@ -109,10 +109,10 @@ def arguments_with(args: tuple, argnum: int | tuple[int, ...], chosen: Any) -> l
     return new
 
 
-def trace_backwards(fun: Callable[[Tree], Any], variables: Variables) -> Traced:
-    """Run a function with its variables traced, in reverse mode."""
+def trace_backwards(fun: Callable[[Tree], Any], variables: Variables, of_cotangents: bool = False) -> Traced:
+    """Run a function with its variables traced, in reverse mode; `of_cotangents` as `Tape` says."""
     discover()
-    tape = OrderedTape()
+    tape = OrderedTape(of_cotangents)
     with tape:
         boxes = [new_box(variables.leaves[place], tape.number, OrderedNode.variable(tape)) for place in variables.places]
         out = fun(variables.filled(boxes))

@@ -49,12 +49,16 @@ class Tape(Protocol):
         Those with point-to-point messages, which an exception can leave unfinished.
     requests : dict
         What was started and not yet waited for, by identity.
+    of_cotangents : bool
+        Whether it records a product with a transposed Jacobian whose only variable, on every rank, is the cotangent: what
+        the Jacobian depends on is constant.
     """
 
     number: int
     outer: Tape | None
     channels: set[Channel]
     requests: dict[int, Any]
+    of_cotangents: bool
 
     def communicated(
         self, operation: Operation, ans: Array, x: Array, params: object, argnums: tuple[int, ...],

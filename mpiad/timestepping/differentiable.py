@@ -112,27 +112,34 @@ def _run(*leaves: Any, loop: LoopOperator) -> Array:
 
 
 @communicating
-def _reversed(g: Array, *leaves: Any, loop: LoopOperator) -> Array:
+def _reversed(g: Array, *leaves: Any, loop: LoopOperator, linear: bool = False) -> Array:
     return loop.backwards(g, leaves)
 
 
 def _run_adjoint(ans: Array, *leaves: Any, loop: LoopOperator) -> Callable:
-    return lambda g: loop.directions(_reversed(g, *leaves, loop=loop))
+    def vjp(g: Array) -> list:
+        # Decided by the tape, on all ranks alike; an autograd trace around everything is the exception.
+        linear = current.tape is not None and current.tape.of_cotangents and not any(map(isbox, leaves))
+        return loop.directions(_reversed(g, *leaves, loop=loop, linear=linear))
+
+    return vjp
 
 
 def _run_tangent(gs: list, ans: Array, *leaves: Any, loop: LoopOperator) -> Array:
     return loop.tangent(leaves, gs)
 
 
-def _reversed_adjoint(ans: Array, g: Array, *leaves: Any, loop: LoopOperator) -> Callable:
+def _reversed_adjoint(ans: Array, g: Array, *leaves: Any, loop: LoopOperator, linear: bool = False) -> Callable:
     def vjp(w: Array) -> list:
+        if linear:  # in g alone: the tangent of the loop, without a way back
+            return [loop.tangent(leaves, loop.directions(w))]
         tangent, found = loop.curvature(g, leaves, loop.directions(w))
         return [tangent, *loop.directions(found)]
 
     return vjp
 
 
-def _reversed_tangent(gs: list, ans: Array, g: Array, *leaves: Any, loop: LoopOperator) -> Array:
+def _reversed_tangent(gs: list, ans: Array, g: Array, *leaves: Any, loop: LoopOperator, linear: bool = False) -> Array:
     along = _reversed(tangent_of(g, gs[0]), *leaves, loop=loop)
     return along + loop.curvature(g, leaves, gs[1:])[1]
 

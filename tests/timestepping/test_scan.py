@@ -129,6 +129,13 @@ def test_transposed_product_may_be_taken_twice():
         np.testing.assert_array_equal(a, b)
 
 
+def test_a_kept_jacobian_multiplies_as_that_of_the_whole_grid():
+    whole = Whole()
+    linear = mpiad.linearize(lambda args: loss(args, 2))(mine(whole.point))
+    total = MPI.COMM_WORLD.allreduce(float(linear.jvp(mine(whole.along))))
+    np.testing.assert_allclose(total, plain_jvp(whole.loss)(whole.point)(whole.along)[1], rtol=1e-12)
+
+
 def test_a_rank_that_loses_interest_does_not_stop_the_others():
     """Only rank 0's loss depends on the loop: the others' adjoints of it run all the same."""
     whole = Whole()

@@ -136,6 +136,23 @@ def test_steps_are_called_as_often_as_the_schedule_says(steps, kept):
     assert calls == {"plain": least(steps, kept) + 1, "traced": steps}
 
 
+@pytest.mark.parametrize("kept", [1, 2])
+@pytest.mark.interpreted
+def test_products_with_a_kept_jacobian_run_the_steps_once(kept):
+    """No way back for J v; around it the loop has its second derivative all the same."""
+    calls = []
+
+    def cubic(c):
+        return scan(lambda u, k, c: calls.append(k) or u * c + k, 1.0, 3, c, checkpoints=kept)  # c³ + c + 2
+
+    linear = mpiad.linearize(cubic)(0.5)
+    assert linear.jvp(2.0) == 2.0 * (3.0 * 0.5**2 + 1.0)
+    calls.clear()
+    assert linear.jvp(1.0) == 3.0 * 0.5**2 + 1.0
+    assert calls == [0, 1, 2]
+    assert mpiad.grad(lambda c: mpiad.linearize(cubic)(c).jvp(1.0))(0.5) == 6.0 * 0.5
+
+
 @pytest.mark.parametrize("kept, most", [(3, 3), (Checkpoints(2, 4), 2)])
 def test_states_in_memory_stay_within_their_number(monkeypatch, kept, most):
     seen = []
