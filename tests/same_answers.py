@@ -12,9 +12,15 @@ Run = Callable[..., CompletedProcess]
 
 
 def check_same_answers(
-    mpirun: Run, counts: Sequence[int], program: str, folder: Path, *arguments: object, timeout: float = 60
+    mpirun: Run,
+    counts: Sequence[int],
+    program: str,
+    folder: Path,
+    *arguments: object,
+    timeout: float = 60,
+    close: float = 1e-10,
 ) -> dict:
-    """Compare the arrays of `--save` to 1e-10 and return those of the first; the programs print the same but for ranks."""
+    """Compare the arrays of `--save` to `close`, return those of the first; programs print the same but for ranks."""
     saved = []
     for ranks in counts:
         place = folder / str(ranks)
@@ -28,5 +34,5 @@ def check_same_answers(
             saved.append({name: found[name] for name in found.files})
     for other in saved[1:]:
         for name, array in saved[0].items():
-            np.testing.assert_allclose(other[name], array, rtol=0, atol=1e-10 * np.abs(array).max(), err_msg=name)
+            np.testing.assert_allclose(other[name], array, rtol=0, atol=close * np.abs(array).max(), err_msg=name)
     return saved[0]

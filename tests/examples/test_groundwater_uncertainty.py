@@ -15,7 +15,9 @@ SMALL = ("--coarsen", 20, "--boreholes", 40, "--pairs", 20, "--draws", 12)
 
 
 def test_ranks_say_the_same_and_the_data_narrow_the_field(mpirun: Run, tmp_path: Path) -> None:
-    found = check_same_answers(mpirun, (1, 2), PROGRAM, tmp_path, *SMALL, "--picture", "demo/aquifer.png", timeout=70)
+    # Conjugate gradients, ended early ten times, leave nine of the digits in which sums over ranks are rounded.
+    arguments = *SMALL, "--picture", "demo/aquifer.png"
+    found = check_same_answers(mpirun, (1, 2), PROGRAM, tmp_path, *arguments, timeout=70, close=1e-8)
     # Before the data it is 1 in each cell.
     assert 0.2 < found["deviation"].min() and found["deviation"].max() < 1.0
     away = (found["mean"] - found["truth"]) / found["deviation"]
