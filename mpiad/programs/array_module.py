@@ -75,6 +75,7 @@ def added_at(x: Array, idx: Any, values: Array) -> Array:
 
 
 def _arrays_of(x: Any) -> Any:
+    x.recorder.require_open()
     return TracedArrays(x.recorder)
 
 

@@ -19,11 +19,11 @@ from mpiad.differentiation.trees import flatten
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import current, suspended
 from mpiad.programs.changed_results import Changed
-from mpiad.programs.entry import UNKNOWN, Output, all_of, count, entry_of, in_program, outputs_of, own
+from mpiad.programs.entry import UNKNOWN, Output, all_of, count, in_program, outputs_of, own
 from mpiad.programs.signature import Arguments
 from mpiad.programs.steps import Abandoned
 from mpiad.programs.tape_node import Lease, is_simple, placed, with_tangents
-from mpiad.programs.trace_run import PlayingBack, TraceRun, as_value, message_counts
+from mpiad.programs.trace_run import TraceRun, as_value, message_counts
 from mpiad.transport import Spec
 from mpiad.transport.tracing import tracing
 
@@ -135,7 +135,7 @@ def _traced_on_tape(jitted: Jitted, key: Any, given: Arguments, boxed: list[int]
         nonlocal done
         with suspended(body=False):
             if done or key in jitted._entries:  # once more, on arrays that are constants by now
-                with PlayingBack([]):
+                with trace.reread():
                     found = _backwards(run, outputs, gs, len(boxed))
                 return [_conformed(g, spec) for g, spec in zip(found, specs)]
             done = True
@@ -152,10 +152,7 @@ def _traced_on_tape(jitted: Jitted, key: Any, given: Arguments, boxed: list[int]
                     return [_conformed(g, spec) for g, spec in zip(_backwards(again, outputs, gs, len(boxed)), specs)]
         results, gradients = outputs_of(found)
         wanted = [*numbers, *all_of(results, gradients)]
-        try:
-            jitted._entries[key] = entry_of(trace.recorder, wanted, len(numbers), outputs, run.build, watch)
-        except Exception as error:  # noqa: BLE001
-            jitted._give_up(key, error)
+        jitted._compile(key, trace.recorder, wanted, len(numbers), outputs, run.build, watch)
         return [own(g) for g in found]
 
     out = [own(value) for value in run.values]

@@ -27,6 +27,7 @@ from mpiad.programs.changed_results import Changed
 from mpiad.programs.closure import HoldsTraced, Unfollowed, Watch, watch_of
 from mpiad.programs.entry import UNKNOWN, Entry, entry_of, outputs_of, own
 from mpiad.programs.listing import Listing
+from mpiad.programs.recorder import Recorder
 from mpiad.programs.signature import Arguments, arguments_of, is_plain, plain_signature
 from mpiad.programs.steps import Abandoned
 from mpiad.programs.trace_run import PlayingBack, TraceRun, message_counts
@@ -212,12 +213,24 @@ class Jitted:
         except (Abandoned, Exception) as error:  # noqa: BLE001 (runs once more, and raises there if it is its own)
             return self._run_again(trace, given.key, error, args, kwargs)
         numbers, outputs = outputs_of(out)
-        try:
-            self._entries[given.key] = entry_of(trace.recorder, numbers, None, outputs, build, watch)
-        except Exception as error:  # noqa: BLE001 (what can't be compiled runs all the same)
-            self._give_up(given.key, error)
+        self._compile(given.key, trace.recorder, numbers, None, outputs, build, watch)
         # Of their own: what a trace has computed may be views of arguments and of one another.
         return build([own(leaf) for leaf in out])
+
+    def _compile(self, key: Any, recorder: Recorder, *made: Any) -> None:
+        """Make a trace the program of a signature; see `entry_of`."""
+        try:
+            self._entries[key] = entry_of(recorder, *made)
+        except Exception as error:  # noqa: BLE001 (what can't be compiled runs all the same)
+            self._give_up(key, error)
+            return
+        line = recorder.complex_line()
+        if line and not self._warned:
+            self._warned = True
+            said = (
+                "jit: %s computes with complex numbers: %s: such operations are NumPy's, one by one; the rest is compiled."
+            )
+            _log.warning(said, self.__name__, line)
 
     def _watch(self, key: Any, given: Arguments, args: tuple) -> Watch | None:
         try:

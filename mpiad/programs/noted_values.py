@@ -102,7 +102,7 @@ class NotedValues:
         if isinstance(x, Traced):
             if x.recorder is not self:
                 x.recorder.is_noting()
-                return self._constant(np.asarray(x.value))  # of a trace that has ended, or one that is given up by this
+                return self._constant(np.asarray(x.value))  # of a trace that is given up by this
             if x.stale is not None:
                 self.refuse("it reads an array after other names of the same memory were written to")
             return Ref(x.number)

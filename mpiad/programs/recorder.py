@@ -53,6 +53,8 @@ class Recorder(NotedValues):
     steps : list of Step
     open : bool
         Whether operations are still noted.
+    reread : bool
+        Whether its arrays may be met as constants, now that it has ended.
     refused : Abandoned or None
         Why the trace was given up.
     failed : exception or None
@@ -72,7 +74,7 @@ class Recorder(NotedValues):
     def __init__(self, kind: type):
         super().__init__(kind)
         self.steps: list[Step] = []
-        self.open, self.backwards = True, False
+        self.open, self.reread, self.backwards = True, False, False
         self.refused: Abandoned | None = None
         self.failed: BaseException | None = None
         self.log: list[Any] = []
@@ -104,7 +106,7 @@ class Recorder(NotedValues):
         self.refuse(reason)
 
     def close(self) -> None:
-        """End the trace; its arrays are constants from now on."""
+        """End the trace; nothing is computed with its arrays from now on."""
         self.open = False
         self._constant_of.clear()
         self._holders.clear()
@@ -217,6 +219,13 @@ class Recorder(NotedValues):
         """How many communications were noted."""
         return sum(step.kind in ("communicate", "operate") for step in self.steps)
 
+    def complex_line(self) -> str:
+        """Return the first line that computes with complex numbers, entry by entry; nothing where there is none."""
+        for step in self.steps:
+            if isinstance(step.fun, np.ufunc) and any(self.specs[out][1].kind == "c" for out in step.outs):
+                return step.site.text
+        return ""
+
     def marked(self, channel: Any, reason: str) -> bool:
         """Take note of messages that an exception has left, which matters where it isn't the trace's own."""
         self._marks.append((channel, reason))
@@ -253,7 +262,23 @@ class Recorder(NotedValues):
         if self._inside:
             reason = "what it calls uses a traced value from around it: hand it on as an argument"
             self.refused = self.refused or Abandoned(reason, calls.site_of(sys._getframe(1)).text)
+        self.require_open()
         return self.open and not self._inside
+
+    def require_open(self) -> None:
+        """Refuse arrays that have outlasted their trace.
+
+        Raises
+        ------
+        RuntimeError
+        """
+        # Later calls wouldn't change it, and derivatives outside don't know of it: its use would be a wrong number.
+        if not self.open and not self.reread:
+            raise RuntimeError(
+                f"jit: {calls.site_of(sys._getframe(1)).text} uses a value that a jitted function has kept (in a list, an "
+                "attribute or a variable around it); it is a part of that function's program, and unknown outside. Return "
+                "the value from the jitted function, y, kept = f(x), and keep it where f is called."
+            )
 
     def _recorded(self, kind: str, fun: Any, args: tuple, kwargs: dict, made: Any) -> Any:
         if made is None and kind != "call":

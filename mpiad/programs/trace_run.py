@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -66,6 +67,16 @@ class TraceRun:
         if error is self.recorder.failed:
             self.recorder.mark()
             raise error
+
+    @contextmanager
+    def reread(self) -> Iterator[None]:
+        """Let its arrays be constants, for another reverse pass along its tape."""
+        self.recorder.reread = True
+        try:
+            with PlayingBack([]):
+                yield
+        finally:
+            self.recorder.reread = False
 
     def playing_back(self) -> PlayingBack:
         """Return a context in which the function runs again without a second communication."""

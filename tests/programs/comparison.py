@@ -73,6 +73,7 @@ def _compiled(program, run, tangent, x, v):
             results = {"J": value, "gradient": gradient, "J ": by_both[0], "gradient ": by_both[1], "tangent": along(z, w)}
             if program.second == "hvp":
                 results["second order"] = second(z, w)
+                results["second order "] = mpiad.hvp(made(run), **keywords(program))(z, w)
     return _known(program, results)
 
 

@@ -239,15 +239,17 @@ def test_exceptions_of_the_function_come_through(where, size):
         return anp.sum(y) * (1 if where != "within" else anp.sum(x))
 
     jitted = mpiad.jit(fun)
-    gradient = mpiad.value_and_grad(mpiad.jit(fun))
+    gradient, product = mpiad.value_and_grad(mpiad.jit(fun)), mpiad.hvp(mpiad.jit(fun))
+    plain = {jitted: fun, gradient: mpiad.value_and_grad(fun), product: mpiad.hvp(fun)}
     for state in (True, False, True, False):
         bad[0] = state
-        for call in (jitted, gradient):
+        for call in plain:
+            given = (X, X) if call is product else (X,)
             if state and where != "within":
                 with pytest.raises(Own, match=str(int(15 * (size if where == "after" else 1)))):
-                    call(X)
+                    call(*given)
             else:
-                assert_same(call(X), (fun if call is jitted else mpiad.value_and_grad(fun))(X))
+                assert_same(call(*given), plain[call](*given))
 
 
 @pytest.mark.serial

@@ -117,12 +117,49 @@ def test_single_precision(compiled, rank):
 
 
 @each_place
-def test_complex_numbers(compiled, rank):
-    fun = lambda x: mpiad.mpi_allreduce((x + 1j * rank) ** 2) * x  # noqa: E731
-    jitted = mpiad.jit(fun) if compiled(rank) else fun
-    for x in (X, X * 2):
-        assert_same(jitted(x), fun(x))
-        assert_same(jitted(x * 1j), fun(x * 1j))
+def test_complex_numbers(compiled, rank, caplog):
+    """Right, and a warning names the line whose operations aren't fused."""
+
+    def fun(x):
+        turned = np.exp(1j * rank) * x  # complex, where x is real as well
+        return anp.real(mpiad.mpi_allreduce(turned**2) * anp.conj(x)), x + 1
+
+    def real(x):
+        return anp.sum(fun(x)[0])
+
+    jitted, total = [mpiad.jit(each, strict=True) if compiled(rank) else each for each in (fun, real)]
+    for x in (X, X * 2, X + 1j, (X * 1j).astype(np.complex64)):
+        assert_same(jitted(x), fun(x), 1e-6 if x.dtype == np.complex64 else 1e-12)
+        assert_same(mpiad.value_and_grad(total)(x), mpiad.value_and_grad(real)(x), 1e-6 if x.itemsize == 8 else 1e-12)
+    said = [record.getMessage() for record in caplog.records]
+    where = f"test_messages.py:{fun.__code__.co_firstlineno + 1} in fun: such operations are NumPy's"
+    assert [where in text and "complex" in text for text in said] == [True] * (2 * compiled(rank))
+
+
+@each_place
+def test_second_derivatives(compiled, rank, size):
+    """Products of a function that is jitted, and of what jitted functions are called in."""
+
+    def inner(x, k):
+        return mpiad.mpi_exchange(anp.sum(x**3), (rank + 1) % size, (rank - 1) % size) * k * anp.sin(x)
+
+    def fun(x):
+        return mpiad.mpi_allreduce(anp.sum(inner(x, 2.0) ** 2 * x)) + anp.sum(inner(x * x, 0.5)[1:])
+
+    def nested(x):
+        return mpiad.mpi_allreduce(anp.sum(part(x, 2.0) ** 2 * x)) + anp.sum(part(x * x, 0.5)[1:])
+
+    part = mpiad.jit(inner) if compiled(rank) else inner
+    forms = [mpiad.jit(fun), mpiad.jit(nested), nested] if compiled(rank) else [fun] * 3
+    v = np.cos(X)
+    for x in (X + rank, X, X[:0] if rank == 1 else X):  # and one rank has nothing
+        w = v[: len(x)]
+        value, gradient, product = mpiad.make_hvp(fun, objective="sum")(x)
+        expected = product(w)
+        for form in forms:
+            assert_same(mpiad.hvp(form, objective="sum")(x, w), expected, 1e-11)
+            found = mpiad.make_hvp(form, objective="sum")(x)
+            assert_same((*found[:2], found[2](w)), (value, gradient, expected), 1e-11)
 
 
 GRIDS = [
