@@ -13,6 +13,7 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.compiling.cache import Kernel
 from mpiad.programs.loops import LoopText
+from mpiad.programs.memory_plan import Home
 from mpiad.programs.overlap import Action
 from mpiad.programs.schedule import Schedule, root_of
 
@@ -31,6 +32,7 @@ class KernelBlocks:
     kernels : sequence of Kernel or None
         Of each step.
     actions : sequence of Action
+    homes : dict of int to Home
 
     Attributes
     ----------
@@ -40,7 +42,7 @@ class KernelBlocks:
 
     def __init__(
         self, schedule: Schedule, texts: Sequence[LoopText | None], kernels: Sequence[Kernel | None],
-        actions: Sequence[Action],
+        actions: Sequence[Action], homes: dict[int, Home],
     ):  # fmt: skip
         self._places: dict[int, list[int]] = {}
         self._starts: dict[tuple[int, int], int] = {}
@@ -53,7 +55,8 @@ class KernelBlocks:
                 words += [0, 0]
                 for b in text.buffers:  # type: ignore[union-attr]
                     self._places.setdefault(root_of(schedule.buffers, b), []).append(len(words))
-                    words += [0, *(schedule.buffers[b].shape or (1,))]
+                    shape = schedule.buffers[b].shape
+                    words += [0, *shape[:-1], homes[b].layout.pitch if b in homes else (shape or (1,))[-1]]
                 for array in (*boxes, *([np.empty(text.lanes)] if text.lanes else [])):  # type: ignore[union-attr]
                     self._held.append(np.ascontiguousarray(array))
                     words += [self._held[-1].ctypes.data, *array.shape]

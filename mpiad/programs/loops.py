@@ -34,10 +34,11 @@ class LoopText(NamedTuple):
 
     Parameters
     ----------
-    text : str
-    signature : str
+    body : str
+    arguments : tuple of (str, str)
+        Their names and kinds.
     buffers : tuple of int
-        Arguments, in their order.
+        Those that are arrays, in their order.
     written : frozenset of int
         Those among them that the loop writes.
     boxes : tuple of array of shape (n, 2 d)
@@ -49,16 +50,29 @@ class LoopText(NamedTuple):
         What is read: buffers, and their indices by those of the loop.
     divisible : bool
         Whether any boxes can be given: a part of them is computed, then the others.
+    over : tuple of int
+        A buffer that is written where another one was, and that other one; nothing where there is none.
     """
 
-    text: str
-    signature: str
+    body: str
+    arguments: tuple[tuple[str, str], ...]
     buffers: tuple[int, ...]
     written: frozenset[int]
     boxes: tuple[Array, ...]
     lanes: int
     loads: frozenset[tuple[int, IndexMap]]
     divisible: bool
+    over: tuple[int, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """All of the kernel."""
+        return f"def {NAME}({', '.join(name for name, _ in self.arguments)}):\n{self.body}\n"
+
+    @property
+    def signature(self) -> str:
+        """The kinds of its arguments."""
+        return f"linked({', '.join(kind for _, kind in self.arguments)})"
 
 
 def text_of(schedule: Schedule, at: int, divisible: bool = False) -> LoopText:
@@ -116,9 +130,8 @@ class LoopWriter:
         if self.lanes:
             names.append("w")
             kinds.append("float64[::1]")
-        text = "\n".join([f"def {NAME}({', '.join(names)}):", *indented(body or ["pass"])]) + "\n"
         return LoopText(
-            text, f"linked({', '.join(kinds)})", tuple(self.buffers), frozenset(self.written),
+            "\n".join(indented(body or ["pass"])), tuple(zip(names, kinds)), tuple(self.buffers), frozenset(self.written),
             tuple(boxes.values()), LANES * len(self.folds) * self.lanes, frozenset(self.loads), self.divisible,
         )  # fmt: skip
 

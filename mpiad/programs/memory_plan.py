@@ -7,19 +7,44 @@ program uses in the meantime: a loop of a hundred steps has a hundred replays, a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from mpiad._typing import Array
+from mpiad._typing import Array, Shape
 from mpiad.programs.loops import LoopText
 from mpiad.programs.schedule import Run, Schedule, root_of
 
-__all__ = ["SMALL", "Home", "Scratch", "homes_of"]
+__all__ = ["SMALL", "Home", "Layout", "Scratch", "aligned", "homes_of", "spans_of"]
 
 SMALL = 4096
 """Bytes of an array that is copied sooner than its address is found."""
+
+
+# Bytes that a processor loads at once; and of rows that aren't worth a gap behind them.
+_LINE, _SHORT = 64, 1024
+
+
+class Layout(NamedTuple):
+    """How an array lies in memory that begins at a line.
+
+    Parameters
+    ----------
+    pitch : int
+        Entries from a row to the next.
+    shift : int
+        Bytes before it.
+    """
+
+    pitch: int
+    shift: int
+
+    def of(self, memory: Array, shape: Shape, dtype: np.dtype) -> Array:
+        """Return the array."""
+        rows = math.prod(shape[:-1])
+        whole = memory[self.shift :][: rows * self.pitch * dtype.itemsize].view(dtype)
+        return whole.reshape(*shape[:-1], self.pitch)[..., : shape[-1]] if shape else whole.reshape(())
 
 
 class Home(NamedTuple):
@@ -30,11 +55,13 @@ class Home(NamedTuple):
     memory, nbytes : int
     is_scratch : bool
         Whether it is one that replays have in common.
+    layout : Layout
     """
 
     memory: int
     nbytes: int
     is_scratch: bool
+    layout: Layout
 
 
 class Scratch:
@@ -49,7 +76,7 @@ class Scratch:
         try:
             return self._free.pop()
         except IndexError:
-            return {memory: np.empty(nbytes, np.uint8) for memory, nbytes in self._sizes.items()}
+            return {memory: aligned(nbytes) for memory, nbytes in self._sizes.items()}
 
     def give_back(self, memories: dict[int, Array]) -> None:
         """Take memories back."""
@@ -58,19 +85,23 @@ class Scratch:
 
 def homes_of(schedule: Schedule, texts: Sequence[LoopText | None]) -> dict[int, Home]:
     """Return the memory of temporary buffers: what one needs no more is another one's."""
-    spans: dict[int, list[int]] = {}
-    for at, (step, text) in enumerate(zip(schedule.steps, texts)):
-        used = step.inputs if isinstance(step, Run) else text.buffers  # type: ignore[union-attr]
-        for buffer in used:
-            spans.setdefault(root_of(schedule.buffers, buffer), []).append(at)
+    spans = spans_of(schedule, texts)
+    # What is written over another one is there from the first of them on.
+    first = {}
+    for text in texts:
+        if text is not None and text.over:
+            b, c = text.over
+            first[b] = first.get(c, c)
+            spans[first[b]] += spans.pop(b)
+    layouts = _layouts(schedule, spans, first)
     last = len(schedule.steps)
     free: list[tuple[int, int, int, bool]] = []  # (from which step on, bytes, memory, whether it is scratch)
     homes: dict[int, Home] = {}
     memories = 0
     ends: list[tuple[int, int, int, bool]] = []
     for buffer in sorted((b for b in spans if schedule.buffers[b].kind == "temporary"), key=lambda b: spans[b][0]):
-        found = schedule.buffers[buffer]
-        nbytes = max(math.prod(found.shape), 1) * found.dtype.itemsize
+        found, layout = schedule.buffers[buffer], layouts[buffer]
+        nbytes = math.prod(found.shape[:-1]) * layout.pitch * found.dtype.itemsize + layout.shift
         start, end = spans[buffer][0], spans[buffer][-1]
         # What the later part reads of the first is there for as long as that may be run again. Small ones aren't worth it.
         is_scratch = schedule.cut < last and nbytes > SMALL
@@ -89,6 +120,46 @@ def homes_of(schedule: Schedule, texts: Sequence[LoopText | None]) -> dict[int, 
         else:
             size, memory = nbytes, memories
             memories += 1
-        homes[buffer] = Home(memory, size, is_scratch)
+        homes[buffer] = Home(memory, size, is_scratch, layout)
         ends.append((end, size, memory, is_scratch))
-    return homes
+    return homes | {b: homes[c] for b, c in first.items()}
+
+
+def aligned(nbytes: int) -> Array:
+    """Return memory that begins at a line."""
+    memory = np.empty(nbytes + _LINE, np.uint8)
+    return memory[-memory.ctypes.data % _LINE :][:nbytes]
+
+
+def _layouts(schedule: Schedule, spans: Iterable[int], first: dict[int, int]) -> dict[int, Layout]:
+    """Return layouts in which loops write their rows from the start of a line on."""
+    buffers, shifts = schedule.buffers, {}
+    # What is called, other than in place, or has another shape, too, lies without gaps.
+    dense = {first.get(found.data, found.data) for found in buffers if found.kind == "alias"}
+    for step in schedule.steps:
+        if isinstance(step, Run):
+            dense |= set() if step.in_place else {first.get(b, b) for b in step.inputs}
+            continue
+        for item in step.items:
+            b, map = item.place
+            if map and map[-1].source is not None:
+                shifts.setdefault(first.get(b, b), -map[-1].offset * buffers[b].dtype.itemsize % _LINE)
+    made = {}
+    for b in spans:
+        shape, itemsize = buffers[b].shape, buffers[b].dtype.itemsize
+        pitch = shape[-1] if shape else 1
+        if len(shape) > 1 and b not in dense and pitch * itemsize > _SHORT:
+            pitch += -pitch % (_LINE // itemsize)
+            # Rows at the same place of their pages would push one another out of the cache.
+            pitch += _LINE // itemsize * (pitch * itemsize % SMALL == 0)
+        made[b] = Layout(pitch, shifts.get(b, 0))
+    return made
+
+
+def spans_of(schedule: Schedule, texts: Sequence[LoopText | None]) -> dict[int, list[int]]:
+    """Return the steps that use each buffer."""
+    spans: dict[int, list[int]] = {}
+    for at, (step, text) in enumerate(zip(schedule.steps, texts)):
+        for buffer in step.inputs if isinstance(step, Run) else text.buffers:  # type: ignore[union-attr]
+            spans.setdefault(root_of(schedule.buffers, buffer), []).append(at)
+    return spans

@@ -9,6 +9,7 @@ from mpiad.programs.memory_plan import Scratch, homes_of
 from mpiad.programs.overlap import is_divided
 from mpiad.programs.replay_writer import ReplayWriter
 from mpiad.programs.schedule import Loop, Schedule
+from mpiad.programs.writing_over import written_over
 from mpiad.transport import calls
 from mpiad.transport.channels import is_watched
 from mpiad.transport.fault_tolerance import FAULT_TOLERANT
@@ -41,10 +42,11 @@ class Replays:
 
     def __init__(self, schedule: Schedule):
         self.schedule = schedule
-        self.texts: list[LoopText | None] = [
+        texts = [
             text_of(schedule, at, is_divided(schedule, at)) if isinstance(step, Loop) else None
             for at, step in enumerate(schedule.steps)
         ]
+        self.texts: list[LoopText | None] = written_over(schedule, texts)
         self.kernels = [None if text is None else kernel_of(text.text, NAME, text.signature, _FAST) for text in self.texts]
         self.homes = homes_of(schedule, self.texts)
         self.scratch = Scratch(self.homes)

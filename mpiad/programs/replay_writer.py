@@ -19,7 +19,7 @@ from mpiad.programs.call_sites import called_at
 from mpiad.programs.changed_results import condition_of, is_looked_at, raise_changed
 from mpiad.programs.kernel_blocks import KernelBlocks
 from mpiad.programs.loop_threads import run_together
-from mpiad.programs.memory_plan import SMALL
+from mpiad.programs.memory_plan import SMALL, aligned
 from mpiad.programs.message_numbers import MessageNumbers, envelopes_of, is_numbered, logged
 from mpiad.programs.overlap import Action, actions_of
 from mpiad.programs.prepared_calls import prepared_steps
@@ -46,7 +46,7 @@ class ReplayWriter:
         self.nodes: list[Node] = self.schedule.program.nodes
         # What is noted shows an exchange as one call.
         self._actions = actions_of(self.schedule, replays.texts, overlaps=prepared)
-        self._blocks = KernelBlocks(self.schedule, replays.texts, replays.kernels, self._actions)
+        self._blocks = KernelBlocks(self.schedule, replays.texts, replays.kernels, self._actions, replays.homes)
         self._numbers = MessageNumbers()
         self.names: dict[str, Any] = {
             "empty": np.empty, "address": _address, "as_array": _as_array, "own": _own, "together": run_together,
@@ -142,7 +142,7 @@ class ReplayWriter:
                 self._arrays[b] = f"b{b}"
                 return
             if home.memory not in self._memories:
-                self._memories[home.memory] = np.empty(home.nbytes, np.uint8)
+                self._memories[home.memory] = aligned(home.nbytes)
             array = self._in_memory(b, self._memories[home.memory])
         else:
             array = np.empty(found.shape, found.dtype)
@@ -151,7 +151,7 @@ class ReplayWriter:
 
     def _in_memory(self, b: int, memory: Array) -> Array:
         found = self.schedule.buffers[b]
-        return memory[: math.prod(found.shape) * found.dtype.itemsize].view(found.dtype).reshape(found.shape)
+        return self.replays.homes[b].layout.of(memory, found.shape, found.dtype)
 
     def _scratch(self) -> Callable[[], Any]:
         """Return the function that takes scratch memory for a run; mostly it is that of the replay's run before."""

@@ -1,0 +1,64 @@
+"""Which memory arrays of a program share, and how they lie in it."""
+
+import autograd.numpy as anp
+import numpy as np
+from jitted import assert_same
+from mpi4py import MPI
+
+import mpiad
+from mpiad.domain import Domain
+
+
+def replays_of(fun, *args):
+    """Return what runs a function: of its only signature."""
+    jitted = mpiad.jit(fun, strict=True)
+    jitted(*args)
+    (entry,) = jitted._entries.values()
+    return entry.replays
+
+
+def wave(domain, last, u, s):
+    before, u = u * 0.5, anp.cos(u)
+    for _ in range(4):
+        p = domain.exchange(u)
+        around = p[2:, 1:-1] + p[:-2, 1:-1] + p[1:-1, 2:] + p[1:-1, :-2]
+        u, before = 2 * u - last(before) + s * (around - 4 * u), u
+    return u, domain.sum(u)
+
+
+def test_fields_are_written_over_those_that_nobody_needs_any_more(size):
+    """Two fields of a wave in turn; three, where the one before the last is read beside its place as well."""
+    domain, rng = Domain((9 * size, 150), periodic=True, dims=(size, 1)), np.random.default_rng(3)
+    u, s = rng.standard_normal((2, *domain.shape))
+    expected, before = np.cos(u), u * 0.5
+    for _ in range(4):
+        around = sum(np.roll(expected, by, axis) for axis in (0, 1) for by in (1, -1))
+        expected, before = 2 * expected - before + s * (around - 4 * expected), expected
+    given = u[domain.owned].copy(), s[domain.owned].copy()
+    for last, fields in ((lambda x: x, 2), (lambda x: x[::-1], 3)):
+        plain = lambda u, s, last=last: wave(domain, last, u, s)  # noqa: E731
+        replays = replays_of(plain, *given)
+        assert any(text is not None and text.over for text in replays.texts) == (fields == 2)
+        padded = {b for b, found in enumerate(replays.schedule.buffers) if found.shape[:1] == (11,)}
+        assert len({home.memory for b, home in replays.homes.items() if b in padded}) == fields
+        jitted = mpiad.jit(plain, strict=True)
+        pair = [mpiad.value_and_grad(lambda u, s, f=f: f(u, s)[1]) for f in (jitted, plain)]
+        for factor in (1.0, 0.5):
+            again = given[0] * factor, given[1]
+            assert_same(jitted(*again), plain(*again), 1e-11)
+            assert_same(pair[0](*again), pair[1](*again), 1e-10)
+        if fields == 2:
+            assert_same(jitted(*given)[0], expected[domain.owned], 1e-10)
+
+
+def test_rows_begin_at_lines_of_the_cache():
+    """Where a loop writes into the interior of a padded array; and rows don't all begin at the same place of a page."""
+
+    def fun(u):
+        p = domain.exchange(anp.sin(u))
+        return p[2:, 1:-1] * p[:-2, 1:-1] * p[1:-1, 2:]
+
+    for length in (200, 510):
+        domain = Domain((9, length), dims=(1, 1), comm=MPI.COMM_SELF)
+        (home,) = {home for home in replays_of(fun, np.ones((9, length))).homes.values() if home.layout.pitch > length}
+        assert (home.layout.shift, home.layout.pitch % 8, home.layout.pitch % 512 > 0) == (56, 0, True)
