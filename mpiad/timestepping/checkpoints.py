@@ -27,13 +27,18 @@ class Checkpoints(NamedTuple):
     dtype : str, optional
         ``"float32"``: states of double precision are kept in single precision, complex ones in complex64, in half the
         memory. On the way back the steps are run again from states of seven digits; the loop itself is run as ever.
+    compress : bool
+        Whether states are kept in 16 bits an entry, in a quarter of the memory of double precision: differences between
+        neighbours, by which smooth fields keep five digits to seven, and rough ones four.
+    host : bool
+        Whether what is kept of arrays on devices is kept in the memory of the host; with `compress` it is.
 
     Examples
     --------
     A state kept every ten of 100 steps, and ten steps recorded at a time: each step is run twice.
 
     >>> mpiad.timestepping.Checkpoints(memory=10, recorded=10)
-    Checkpoints(memory=10, disk=0, directory=None, recorded=10, dtype=None)
+    Checkpoints(memory=10, disk=0, directory=None, recorded=10, dtype=None, compress=False, host=False)
     """
 
     memory: int = 0
@@ -41,6 +46,8 @@ class Checkpoints(NamedTuple):
     directory: str | os.PathLike | None = None
     recorded: int = 1
     dtype: str | None = None
+    compress: bool = False
+    host: bool = False
 
 
 def checkpoints_of(given: Any, call: str) -> Checkpoints | None:
@@ -69,6 +76,11 @@ def checkpoints_of(given: Any, call: str) -> Checkpoints | None:
             f"{call}: states are kept in their own precision (dtype=None) or in single precision (dtype='float32'), but "
             f"got dtype={kept.dtype!r:.40}."
         )
+    for name, switch in (("compress", kept.compress), ("host", kept.host)):
+        if not isinstance(switch, bool):
+            raise TypeError(f"{call}: {name} must be True or False, but got {type(switch).__name__} {switch!r:.40}.")
+    if kept.compress and kept.dtype is not None:
+        raise ValueError(f"{call}: compress=True keeps 16 bits an entry, dtype={kept.dtype!r} 32: give one of them.")
     if kept.memory + kept.disk < 1:
         raise ValueError(f"{call}: checkpoints={given!r} keeps no state, but a gradient needs one at least: the first.")
     if kept.disk and kept.directory is not None and not os.path.isdir(kept.directory):

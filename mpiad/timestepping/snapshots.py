@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpiad._typing import Array
 from mpiad.device import to_host
 from mpiad.timestepping.checkpoints import Checkpoints
+from mpiad.timestepping.difference_coding import SMALLEST, Coded, coded, largest_of
 from mpiad.transport.device_arrays import arrays_of
 
 __all__ = ["Snapshots", "own"]
@@ -27,6 +28,57 @@ def own(leaf: Array) -> Any:
     return np.array(leaf) if isinstance(leaf, np.ndarray) else leaf
 
 
+class Packed(NamedTuple):
+    """A leaf of a state as it is kept.
+
+    Attributes
+    ----------
+    arrays : list
+        The leaf, or what stands for it.
+    dtype : dtype or None
+        What the leaf is to be again, where it is kept in less.
+    code : tuple or None
+        Step and order of `Coded`, whose arrays are kept.
+    relative : bool
+        Whether the leaf before it is to be added.
+    home : device arrays or None
+        Where the leaf belongs, where it is kept on the host or in a file.
+    """
+
+    arrays: list[Any]
+    dtype: Any = None
+    code: tuple[float, int] | None = None
+    relative: bool = False
+    home: Any = None
+
+    def leaf(self, before: Any) -> Any:
+        """Return the leaf in its own precision, where it is kept; `before` is the one before it."""
+        if self.code is not None:
+            found = Coded(self.arrays[0], self.arrays[1], *self.code).array(self.dtype)
+            return found + before if self.relative else found
+        return self.arrays[0] if self.dtype is None else self.arrays[0].astype(self.dtype)
+
+
+def _packed(leaf: Array, before: Any, kept: Checkpoints) -> Packed:
+    """Return a leaf as it is to be kept: itself, or a copy in less; where it is compressed all are on the host."""
+    dtype = getattr(leaf, "dtype", None)
+    if kept.compress and isinstance(leaf, np.ndarray) and leaf.size >= SMALLEST:
+        given, relative = leaf, False
+        if np.shape(before) == leaf.shape and before.dtype == leaf.dtype and leaf.dtype.kind == "f":
+            # The two states of a leapfrog are close to each other: by their difference velocities keep their digits, too.
+            with np.errstate(over="ignore", invalid="ignore"):
+                change = leaf - before
+                relative = largest_of(change) <= 0.5 * largest_of(leaf)
+            given = change if relative else leaf
+        found = coded(given)
+        if found is not None:
+            return Packed([found.differences, found.corner], dtype, (found.step, found.order), relative)
+    if kept.dtype is not None and dtype in _SINGLE:
+        with np.errstate(over="raise"):
+            return Packed([leaf.astype(_SINGLE[dtype])], dtype)
+    return Packed([leaf])
+
+
 class Snapshots:
     """The states of one loop that are kept, by the number of steps before them.
 
@@ -37,9 +89,8 @@ class Snapshots:
 
     def __init__(self, where: Checkpoints):
         self._where = where
-        self._memory: dict[int, list[Array]] = {}
-        self._files: dict[int, tuple[str, list[Any]]] = {}  # and where each leaf belongs
-        self._dtypes: list[Any] = []  # of the state's leaves; the same for all states of a loop
+        self._memory: dict[int, list[Packed]] = {}
+        self._files: dict[int, tuple[str, list[Packed]]] = {}  # the arrays of those are in the file
         self._folder: tempfile.TemporaryDirectory | None = None
 
     def keep(self, number: int, state: Sequence[Array], on_disk: bool) -> None:
@@ -52,60 +103,60 @@ class Snapshots:
         FloatingPointError
             Where a state is too large for the precision in which it is to be kept.
         """
-        if self._where.dtype is not None:
-            state = self._rounded(number, state)
-        if on_disk:
-            self._files[number] = self._written(number, state), [arrays_of(leaf) for leaf in state]
-        else:
-            # A copy: a step may return the same buffer each time.
-            self._memory[number] = [own(leaf) for leaf in state] if self._where.dtype is None else list(state)
-
-    def state(self, number: int, last: bool) -> list[Array]:
-        """Return a state, and keep it no longer where it is asked for the last time."""
-        state = self._kept(number, last)
-        if self._where.dtype is None:
-            return state
-        return [leaf if dtype is None else leaf.astype(dtype) for leaf, dtype in zip(state, self._dtypes)]
-
-    def _rounded(self, number: int, state: Sequence[Array]) -> list[Any]:
-        """Return a copy of a state, in single precision."""
-        dtypes = [getattr(leaf, "dtype", None) for leaf in state]
-        self._dtypes = [dtype if dtype in _SINGLE else None for dtype in dtypes]
+        moved = self._where.host or self._where.compress
+        homes = [arrays_of(leaf) if moved else None for leaf in state]
+        given = [leaf if home is None else to_host(leaf) for leaf, home in zip(state, homes)]
         try:
-            with np.errstate(over="raise"):
-                return [leaf.astype(_SINGLE[t]) if t in _SINGLE else own(leaf) for leaf, t in zip(state, dtypes)]
+            leaves = [_packed(leaf, before, self._where) for leaf, before in zip(given, [None, *given])]
         except FloatingPointError as error:
             raise FloatingPointError(
                 f"timestepping.scan: the state before step {number} has entries beyond {np.finfo(np.float32).max:.2e}, "
                 "which don't fit into Checkpoints(dtype='float32'). Scale the state, or leave dtype out."
             ) from error
+        leaves = [each._replace(home=home) for each, home in zip(leaves, homes)]
+        if on_disk:
+            self._files[number] = self._written(number, leaves)
+        else:
+            # Copies: a step may return the same buffer each time.
+            self._memory[number] = [
+                each._replace(arrays=[own(leaf)]) if each.arrays[0] is leaf else each for each, leaf in zip(leaves, state)
+            ]
 
-    def _kept(self, number: int, last: bool) -> list[Array]:
+    def state(self, number: int, last: bool) -> list[Array]:
+        """Return a state, and keep it no longer where it is asked for the last time."""
         if number in self._memory:
-            return self._memory.pop(number) if last else self._memory[number]
-        name, homes = self._files.pop(number) if last else self._files[number]
+            found = self._memory.pop(number) if last else self._memory[number]
+        else:
+            found = self._read(*(self._files.pop(number) if last else self._files[number]), last)
+        leaves: list[Any] = []
+        before = None
+        for each in found:
+            before = each.leaf(before)
+            leaves.append(before if each.home is None else each.home.to_device(before))
+        return leaves
+
+    def _read(self, name: str, leaves: Sequence[Packed], last: bool) -> list[Packed]:
         with open(name, "rb") as file:
-            state: list[Any] = []
-            for home in homes:
-                leaf = np.load(file, allow_pickle=False)
-                state.append(leaf if home is None else home.to_device(leaf))
+            read = [each._replace(arrays=[np.load(file, allow_pickle=False) for _ in each.arrays]) for each in leaves]
         if last:
             os.remove(name)
-        return state
+        return read
 
-    def _written(self, number: int, state: Sequence[Array]) -> str:
+    def _written(self, number: int, leaves: Sequence[Packed]) -> tuple[str, list[Packed]]:
+        """Write the arrays of a state into a file; return its name, and what else is to be known of the state."""
         try:
             if self._folder is None:
                 # It removes itself at the latest with this object, also where no gradient is ever asked for.
                 self._folder = tempfile.TemporaryDirectory(prefix="mpiad-steps-", dir=self._where.directory)
             name = os.path.join(self._folder.name, f"{number}.npy")
             with open(name, "wb") as file:
-                for leaf in state:
-                    np.save(file, to_host(leaf), allow_pickle=False)
+                for array in (array for each in leaves for array in each.arrays):
+                    np.save(file, to_host(array), allow_pickle=False)
         except OSError as error:
             place = self._folder.name if self._folder is not None else self._where.directory
             raise OSError(
                 error.errno, f"timestepping.scan: the state before step {number} can't be written in {place}: "
                 f"{error.strerror}. Checkpoints(directory=...) says where else.",
             ) from error  # fmt: skip
-        return name
+        homes = [each.home or arrays_of(each.arrays[0]) for each in leaves]
+        return name, [each._replace(arrays=[None] * len(each.arrays), home=home) for each, home in zip(leaves, homes)]

@@ -9,6 +9,7 @@ from device_double import DeviceArray, on_device, on_host, transfers
 
 import mpiad
 from mpiad.timestepping import Checkpoints, scan
+from mpiad.timestepping.snapshots import Snapshots
 
 _STEPS, _N = 12, 5
 
@@ -64,6 +65,34 @@ def test_states_in_memory_stay_on_the_device():
     transfers.reset()
     mpiad.grad(_loss(on_device, Checkpoints(memory=0, disk=3)), 2)(*arguments)
     assert 6 <= transfers.d2h <= 2 * _STEPS and 6 <= transfers.h2d <= 3 * _STEPS
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("kept", [Checkpoints(3, host=True), Checkpoints(1, 2, host=True), Checkpoints(3, compress=True)])
+def test_states_are_kept_on_the_host_where_asked(kept, monkeypatch):
+    """A state is copied when it is kept and each time that it is taken; 300 entries are more than a block."""
+    homes = []
+    keep = Snapshots.keep
+
+    def noted(self, *args):
+        keep(self, *args)
+        for leaves in self._memory.values():
+            homes.extend(type(array) for leaf in leaves for array in leaf.arrays)
+
+    monkeypatch.setattr(Snapshots, "keep", noted)
+    rate, start = np.linspace(0.5, 1.0, 300), np.cos(np.arange(300.0))
+
+    def loss(put, checkpoints):
+        return lambda rate: anp.sum(
+            scan(lambda u, k, r: anp.sin(r * u), put(start), 12, rate, checkpoints=checkpoints) ** 2
+        )
+
+    known = mpiad.grad(loss(np.asarray, None))(rate)
+    transfers.reset()
+    found = mpiad.grad(loss(on_device, kept))(on_device(rate))
+    assert set(homes) == {np.ndarray}
+    assert transfers.d2h >= 3 and transfers.h2d >= 6
+    np.testing.assert_allclose(on_host(found), known, rtol=0, atol=(1e-4 if kept.compress else 1e-13) * np.abs(known).max())
 
 
 @pytest.mark.serial

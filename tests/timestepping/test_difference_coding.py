@@ -1,0 +1,44 @@
+"""Sixteen bits an entry: half a step of error, steps as small as the field is smooth, nothing that rounding adds up."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mpiad.timestepping.difference_coding import coded
+
+pytestmark = pytest.mark.serial
+
+X, Y, Z = np.meshgrid(*[np.linspace(0.0, 1.0, n) for n in (13, 20, 31)], indexing="ij")
+RANDOM = np.random.default_rng(0)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.complex64, np.complex128])
+@pytest.mark.parametrize(
+    "field, relative",
+    [
+        (np.sin(3 * X + 2 * Y) * np.cos(4 * Z + Y), 3e-6),  # smooth: far below the step of 16 bits, 3e-5
+        (RANDOM.standard_normal((13, 20, 31)), 6e-5),
+        (np.sin(np.arange(700.0) / 9), 2e-5),
+        (1e-200 + 0 * X[0], 1e-7),
+        (np.where(np.arange(400) == 399, 1e30, np.arange(400.0)), 6e-5),  # the largest isn't like the others
+    ],
+)
+def test_entries_are_off_by_half_a_step(dtype, field, relative):
+    with np.errstate(under="ignore"):
+        array = field.astype(dtype)
+    if dtype in (np.complex64, np.complex128):
+        array = array * np.asarray(1.0 - 0.7j, dtype)
+    found = coded(array)
+    again = found.array(array.dtype)
+    assert (again.dtype, again.shape) == (array.dtype, array.shape)
+    assert found.differences.nbytes == 2 * array.size * (2 if array.dtype.kind == "c" else 1)
+    parts = np.abs((again - array).real).max(), np.abs((again - array).imag).max()
+    rounding = 4.0 * np.finfo(dtype).eps * np.abs(array).max()
+    assert max(parts) <= 0.5001 * found.step + rounding
+    assert found.step <= relative * np.abs(array).max()
+
+
+def test_what_is_not_finite_is_left_as_it_is():
+    for value in (np.nan, np.inf, -np.inf):
+        assert coded(np.where(np.arange(300) == 7, value, 1.0)) is None
