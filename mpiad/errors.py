@@ -20,7 +20,20 @@ __all__ = [
 
 
 class CommunicatorError(ValueError):
-    """Report a communicator that can't be used: freed, not prepared, between groups, or after the end of MPI."""
+    """Report a communicator that can't be used: freed, not prepared, between groups, or after the end of MPI.
+
+    Examples
+    --------
+    >>> from mpi4py import MPI
+    >>> comm = MPI.COMM_WORLD.Dup()
+    >>> mpiad.mpi_init(comm)
+    >>> comm.Free()
+    >>> try:
+    ...     mpiad.mpi_allreduce(1.0, comm=comm)
+    ... except mpiad.errors.CommunicatorError as error:
+    ...     print("freed")
+    freed
+    """
 
 
 class UnfinishedMessagesError(RuntimeError):
@@ -28,7 +41,18 @@ class UnfinishedMessagesError(RuntimeError):
 
 
 class RequestError(RuntimeError):
-    """Report a request that was waited for twice, in another trace, or never."""
+    """Report a request that was waited for twice, in another trace, or never.
+
+    Examples
+    --------
+    >>> request = mpiad.mpi_iallreduce(1.0)
+    >>> total = mpiad.mpi_wait(request)
+    >>> try:
+    ...     mpiad.mpi_wait(request)
+    ... except mpiad.errors.RequestError as error:
+    ...     print("waited for twice")
+    waited for twice
+    """
 
 
 class CommunicationMismatch(RuntimeError):
@@ -71,7 +95,17 @@ class DeadlockError(RuntimeError):
 
 
 class ForeignTraceError(RuntimeError):
-    """Report communication under a derivative of plain autograd whose order can't be trusted."""
+    """Report communication under a derivative of plain autograd whose order can't be trusted.
+
+    Examples
+    --------
+    >>> import autograd
+    >>> try:
+    ...     autograd.grad(lambda x: mpiad.mpi_exchange(x, dest=(rank + 1) % size, source=(rank - 1) % size))(1.0)
+    ... except mpiad.errors.ForeignTraceError as error:
+    ...     print("mpiad.grad" in str(error))
+    True
+    """
 
 
 class ReplicationError(ValueError):
@@ -87,6 +121,15 @@ class ReplicationError(ValueError):
         Of its first entry that differs; empty for numbers, and where shapes or structures differ.
     absolute, relative : float
         The largest difference of that part's entries; NaN where it has none.
+
+    Examples
+    --------
+    >>> try:
+    ...     mpiad.debug.assert_replicated(rank)
+    ...     print(size == 1)
+    ... except mpiad.errors.ReplicationError as error:
+    ...     print(len(error.ranks) == size - 1)
+    True
     """
 
     def __init__(
@@ -105,6 +148,16 @@ class ConvergenceError(RuntimeError):
     ----------
     history : list of float
         Norm of the residual after each iteration, the initial one first.
+
+    Examples
+    --------
+    >>> from mpiad.linalg import solve
+    >>> matvec = lambda v: np.array([1.0, 2.0, 3.0]) * v
+    >>> try:
+    ...     solve(matvec, np.ones(3), method="cg", maxiter=1)
+    ... except mpiad.errors.ConvergenceError as error:
+    ...     print(len(error.history))
+    2
     """
 
     def __init__(self, message: str, history: list[float] | None = None):
@@ -117,11 +170,31 @@ class NotFiniteError(ConvergenceError, ValueError):
 
     At a trial point of `minimize` it shortens the step, as any ConvergenceError does: a coefficient that is the exponential
     of a variable may overflow there.
+
+    Examples
+    --------
+    >>> from mpiad.linalg import solve
+    >>> try:
+    ...     solve(lambda v: v, np.array([1.0, np.nan]), method="cg")
+    ... except mpiad.errors.NotFiniteError as error:
+    ...     print(isinstance(error, mpiad.errors.ConvergenceError))
+    True
     """
 
 
 class IntegrationError(RuntimeError):
-    """Report trajectories of an ODE that didn't reach their end, where `solve` was asked to throw."""
+    """Report trajectories of an ODE that didn't reach their end, where `solve` was asked to throw.
+
+    Examples
+    --------
+    >>> from mpiad.ensemble import ODEProblem, solve
+    >>> blow_up = ODEProblem(lambda u, p, t: [u[0] ** 2], [1.0], (0.0, 2.0))
+    >>> try:
+    ...     solve(blow_up, throw=True)
+    ... except mpiad.errors.IntegrationError as error:
+    ...     print("DtLessThanMin" in str(error))
+    True
+    """
 
 
 class RemoteError(RuntimeError):
@@ -156,6 +229,14 @@ class WorkerError(RemoteError):
         With which the job ends where nobody catches this: that of a `sys.exit`, 1 for other exceptions.
     index : int or None
         Of the item that it happened at, in `mpi_map` and `sum_over`.
+
+    Examples
+    --------
+    >>> try:
+    ...     mpiad.mpi_map(lambda x: 1 / x, [1, 2, 0])
+    ... except mpiad.errors.WorkerError as error:
+    ...     print(error.index, "ZeroDivisionError" in error.traceback)
+    2 True
     """
 
     def __init__(

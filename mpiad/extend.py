@@ -83,7 +83,16 @@ class Begun:
 
 
 class Communicating:
-    """An operator that communicates; made by `communicating`."""
+    """An operator that communicates; made by `communicating`.
+
+    Examples
+    --------
+    >>> from mpi4py import MPI
+    >>> from mpiad.extend import Communicating, communicating
+    >>> total = communicating(lambda x: MPI.COMM_WORLD.allreduce(x))
+    >>> print(isinstance(total, Communicating), total(1.0) == size)
+    True True
+    """
 
     def __init__(self, fun: Function):
         self.fun = fun
@@ -294,6 +303,17 @@ def defvjp(operator: Communicating, *makers: Callable | None) -> None:
     ------
     TypeError
         Where `operator` wasn't made by `communicating`.
+
+    Examples
+    --------
+    >>> from mpi4py import MPI
+    >>> from mpiad.extend import communicating, defvjp
+    >>> @communicating
+    ... def scaled_total(x, c):
+    ...     return c * MPI.COMM_WORLD.allreduce(x)
+    >>> defvjp(scaled_total, lambda ans, x, c: lambda g: scaled_total(g, c), None)
+    >>> print(mpiad.grad(lambda x: scaled_total(x, 3.0))(1.0))
+    3.0
     """
 
     def backward(ans: Array, args: tuple, kwargs: dict) -> Callable:
@@ -317,6 +337,22 @@ def defvjp_together(operator: Communicating, maker: Callable) -> None:
     ------
     TypeError
         Where `operator` wasn't made by `communicating`.
+
+    Examples
+    --------
+    >>> from mpi4py import MPI
+    >>> from mpiad.extend import communicating, defvjp_together
+    >>> @communicating
+    ... def weighted_total(x, c):
+    ...     return MPI.COMM_WORLD.allreduce(c * x)
+    >>> def maker(ans, x, c):
+    ...     def vjp(g):
+    ...         total = MPI.COMM_WORLD.allreduce(g)  # once for both
+    ...         return c * total, x * total
+    ...     return vjp
+    >>> defvjp_together(weighted_total, maker)
+    >>> print(mpiad.grad(lambda x, c: weighted_total(x, c), (0, 1))(2.0, 3.0))
+    (np.float64(3.0), np.float64(2.0))
     """
     _checked(operator, "defvjp_together").backward = lambda ans, args, kwargs: maker(ans, *args, **kwargs)
 
@@ -335,6 +371,17 @@ def defjvp(operator: Communicating, *rules: Callable | None) -> None:
     ------
     TypeError
         Where `operator` wasn't made by `communicating`.
+
+    Examples
+    --------
+    >>> from mpi4py import MPI
+    >>> from mpiad.extend import communicating, defjvp
+    >>> @communicating
+    ... def total_square(x):
+    ...     return MPI.COMM_WORLD.allreduce(x**2)
+    >>> defjvp(total_square, lambda g, ans, x: MPI.COMM_WORLD.allreduce(2 * x * g))
+    >>> print(mpiad.make_jvp(total_square)(3.0)(1.0)[1] / size)
+    6.0
     """
 
     def forward(tangents: dict[int, Any], ans: Array, args: tuple, kwargs: dict) -> Any:
@@ -362,6 +409,20 @@ def defjvp_together(operator: Communicating, rule: Callable) -> None:
     ------
     TypeError
         Where `operator` wasn't made by `communicating`.
+
+    Examples
+    --------
+    >>> from mpi4py import MPI
+    >>> from mpiad.extend import communicating, defjvp_together
+    >>> @communicating
+    ... def inner(x, y):
+    ...     return MPI.COMM_WORLD.allreduce(x @ y)
+    >>> def rule(gs, ans, x, y):
+    ...     g, h = (np.zeros_like(x) if each is None else each for each in gs)
+    ...     return MPI.COMM_WORLD.allreduce(g @ y + x @ h)  # one message for both
+    >>> defjvp_together(inner, rule)
+    >>> print(mpiad.make_jvp(lambda x: inner(x, np.ones(2)))(np.ones(2))(np.ones(2))[1] / size)
+    2.0
     """
 
     def forward(tangents: dict[int, Any], ans: Array, args: tuple, kwargs: dict) -> Any:

@@ -70,6 +70,12 @@ def environment(comm: Comm = None) -> Environment:
     Ranks
     -----
     All ranks of `comm` call it. It takes about a second.
+
+    Examples
+    --------
+    >>> here = mpiad.debug.environment()
+    >>> print(len(here.places) == size, here.selftest.passed)
+    True True
     """
     with suspended():
         return examine(channel(comm, "environment"), lambda stage: None)

@@ -126,6 +126,15 @@ def traced(path: str | os.PathLike) -> Iterator[None]:
     Ranks
     -----
     All ranks of the world enter and leave it.
+
+    Examples
+    --------
+    >>> import os, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with mpiad.debug.traced(f"{folder}/timeline.json"):
+    ...         total = mpiad.mpi_allreduce(1.0)
+    ...     print(os.path.exists(f"{folder}/timeline.json") == (rank == 0))
+    True
     """
     with _recording() as recording:
         try:

@@ -36,6 +36,16 @@ class Row(NamedTuple):
         Inside the calls.
     waited : array, shape (P,)
         Of these, until those it depends on had begun.
+
+    Examples
+    --------
+    >>> import io
+    >>> with mpiad.debug.recorded():
+    ...     for k in range(3):
+    ...         total = mpiad.mpi_allreduce(1.0)
+    >>> (row,) = mpiad.debug.report(file=io.StringIO()).rows
+    >>> print(row.operation, row.calls[rank])
+    mpi_allreduce 3
     """
 
     operation: str
@@ -63,6 +73,15 @@ class Report(NamedTuple):
         Seconds that each rank recorded.
     dropped : int
         Communications that were too many to be recorded.
+
+    Examples
+    --------
+    >>> import io
+    >>> with mpiad.debug.recorded():
+    ...     _ = mpiad.grad(lambda x: mpiad.mpi_allreduce(x**2))(1.0)
+    >>> found = mpiad.debug.report(file=io.StringIO())
+    >>> print(sorted(row.operation for row in found.rows), found.elapsed.shape == (size,), found.dropped)
+    ['adjoint of mpi_allreduce', 'mpi_allreduce', 'value_and_grad'] True 0
     """
 
     rows: list[Row]
@@ -94,6 +113,15 @@ def report(file: IO[str] | None = None) -> Report:
     -----
     Of what is recorded now (``MPIAD_TRACE``, or inside `recorded` or `traced`), else of the block that
     was recorded last.
+
+    Examples
+    --------
+    >>> import io
+    >>> with mpiad.debug.recorded():
+    ...     total = mpiad.mpi_allreduce(np.ones(4))
+    >>> found = mpiad.debug.report(file=io.StringIO())
+    >>> print([(row.operation, int(row.nbytes[0])) for row in found.rows])
+    [('mpi_allreduce', 32)]
     """
     recording, rank = latest(), channel(None, "report").rank
     with suspended():

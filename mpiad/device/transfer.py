@@ -86,6 +86,11 @@ def to_host(x: Tree) -> Tree:
     Adjoint
     -------
     The cotangent is copied to the device that the array came from; `to_device` is the transpose.
+
+    Examples
+    --------
+    >>> print(mpiad.device.to_host({"x": np.ones(2), "name": "already here"}))
+    {'x': array([1., 1.]), 'name': 'already here'}
     """
     return _mapped(x, lambda leaf: leaf if arrays_of(getval(leaf)) is None else array_to_host(leaf))
 

@@ -40,6 +40,12 @@ class Linearization:
     ----------
     value : nest of arrays
         What the function returned on this rank.
+
+    Examples
+    --------
+    >>> linear = mpiad.linearize(lambda x: mpiad.mpi_allreduce(x**2) / size)(np.array([1.0, 2.0]))
+    >>> print(linear.value, linear.jvp(np.array([1.0, 0.0])), linear.vjp(np.array([0.0, 1.0])))
+    [1. 4.] [2. 0.] [0. 4.]
     """
 
     def __init__(self, value: Tree, pull: Callable[[Tree], Tree]):
@@ -185,6 +191,12 @@ class SecondOrder(NamedTuple):
     product : callable
         ``product(v_r, batch=False) -> (H v)_r``, the sum over all ranks s of ∂²J/∂x_r∂x_s v_s; collective. With `batch`
         arrays have one more axis, the first, for several directions.
+
+    Examples
+    --------
+    >>> found = mpiad.make_hvp(lambda x: mpiad.mpi_allreduce(np.sum(x**3)) / size)(np.array([1.0, 2.0]))
+    >>> print(found.value, found.gradient * size, found.product(np.ones(2)) * size)
+    9.0 [ 3. 12.] [ 6. 12.]
     """
 
     value: Any

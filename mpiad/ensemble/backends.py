@@ -53,7 +53,16 @@ class EnsembleAlgorithm:
 
 @dataclass(frozen=True)
 class EnsembleSerial(EnsembleAlgorithm):
-    """One trajectory after the other: the reference, and where f can't be called for many at once."""
+    """One trajectory after the other: the reference, and where f can't be called for many at once.
+
+    Examples
+    --------
+    >>> from mpiad.ensemble import RK45, EnsembleProblem, EnsembleSerial, ODEProblem, solve
+    >>> decay = ODEProblem(lambda u, p, t: [-p[0] * u[0]], [1.0], (0.0, 1.0), p=[1.0])
+    >>> ensemble = EnsembleProblem(decay, p=np.array([[1.0], [2.0]]))
+    >>> print(np.array_equal(solve(ensemble, RK45(), EnsembleSerial()).u, solve(ensemble).u))
+    True
+    """
 
     def run(self, batch: Batch, settings: Settings) -> Outcome:
         """Solve all trajectories of a batch."""
@@ -63,7 +72,16 @@ class EnsembleSerial(EnsembleAlgorithm):
 
 @dataclass(frozen=True)
 class EnsembleVectorized(EnsembleAlgorithm):
-    """All trajectories together, each with its own time, step and error control: the default."""
+    """All trajectories together, each with its own time, step and error control: the default.
+
+    Examples
+    --------
+    >>> from mpiad.ensemble import RK45, EnsembleProblem, EnsembleVectorized, ODEProblem, solve
+    >>> decay = ODEProblem(lambda u, p, t: [-p[0] * u[0]], [1.0], (0.0, 1.0), p=[1.0])
+    >>> ensemble = EnsembleProblem(decay, p=np.array([[1.0], [2.0]]))
+    >>> print(solve(ensemble, RK45(), EnsembleVectorized()).u_end.ravel().round(3))
+    [0.368 0.135]
+    """
 
     def run(self, batch: Batch, settings: Settings) -> Outcome:
         """Solve all trajectories of a batch."""
@@ -78,6 +96,14 @@ class EnsembleThreads(EnsembleAlgorithm):
     ----------
     threads : int, optional
         As many as there are cores by default.
+
+    Examples
+    --------
+    >>> from mpiad.ensemble import RK45, EnsembleProblem, EnsembleThreads, ODEProblem, solve
+    >>> decay = ODEProblem(lambda u, p, t: [-p[0] * u[0]], [1.0], (0.0, 1.0), p=[1.0])
+    >>> ensemble = EnsembleProblem(decay, p=np.array([[1.0], [2.0]]))
+    >>> print(np.array_equal(solve(ensemble, RK45(), EnsembleThreads(2)).u, solve(ensemble).u))
+    True
     """
 
     threads: int | None = None

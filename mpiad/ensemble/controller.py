@@ -79,6 +79,13 @@ class IController:
     References
     ----------
     E. Hairer, S. P. Nørsett, G. Wanner, Solving Ordinary Differential Equations I, II.4.
+
+    Examples
+    --------
+    >>> from mpiad.ensemble import RK45, IController, ODEProblem, solve
+    >>> decay = ODEProblem(lambda u, p, t: [-u[0]], [1.0], (0.0, 2.0))
+    >>> print(solve(decay, RK45(controller=IController(safety=0.8))).retcode)
+    Success
     """
 
     safety: float = 0.9
@@ -119,6 +126,14 @@ class PIController:
     References
     ----------
     E. Hairer, G. Wanner, Solving Ordinary Differential Equations II, IV.2.
+
+    Examples
+    --------
+    >>> from mpiad.ensemble import RK45, ODEProblem, PIController, solve
+    >>> decay = ODEProblem(lambda u, p, t: [-50 * (u[0] - np.cos(t))], [1.0], (0.0, 2.0))
+    >>> sol = solve(decay, RK45(controller=PIController()))
+    >>> print(sol.retcode, sol.nreject <= solve(decay).nreject)
+    Success True
     """
 
     safety: float = 0.9

@@ -15,7 +15,16 @@ _log = logging.getLogger("mpiad")
 
 
 class ConvergenceCode(NamedCode):
-    """How a fit or the search for a steady state ended; equal to its name as a string."""
+    """How a fit or the search for a steady state ended; equal to its name as a string.
+
+    Examples
+    --------
+    >>> from mpiad.ensemble import ConvergenceCode, EnsembleProblem, ODEProblem, steady_state
+    >>> growth = ODEProblem(lambda u, p, t: [u[0] * (p[0] - u[0])], [0.5], (0.0, 1.0), [1.0])
+    >>> found = steady_state(EnsembleProblem(growth, p=np.array([[1.0], [2.0]])))
+    >>> print(found.retcode == ConvergenceCode.Success)
+    [ True  True]
+    """
 
     Success = "Success"
     """It converged."""

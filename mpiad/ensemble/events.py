@@ -40,6 +40,14 @@ class Event:
     ------
     TypeError
         Where the condition isn't a function.
+
+    Examples
+    --------
+    >>> from mpiad.ensemble import Event, ODEProblem, solve
+    >>> fall = ODEProblem(lambda u, p, t: [u[1], -9.81], [1.0, 0.0], (0.0, 2.0))
+    >>> sol = solve(fall, events=Event(lambda u, p, t: u[0], direction=-1))
+    >>> print(sol.retcode, [(which, round(float(time), 4)) for which, time in sol.events])
+    Terminated [(0, 0.4515)]
     """
 
     condition: Function

@@ -35,6 +35,15 @@ class FitResult:
         Names of `ConvergenceCode`.
     indices : array of int, shape (N,)
         The numbers of the trajectories, from 0; this rank's share with ``EnsembleMPI(gather=False)``.
+
+    Examples
+    --------
+    >>> from mpiad.ensemble import ODEProblem, fit
+    >>> decay = ODEProblem(lambda u, p, t: [-p[0] * u[0]], [1.0], (0.0, 1.0), [1.0])
+    >>> measured = np.array([[0.8, 0.6], [0.3, 0.2]])
+    >>> found = fit(decay, lambda u, p, data: u[:, 0] - data, np.ones((2, 1)), data=measured, saveat=[0.5, 1.0])
+    >>> print(found.p.ravel().round(2), found.success, found.covariance().shape)
+    [0.49 2.08] [ True  True] (2, 1, 1)
     """
 
     p: Array

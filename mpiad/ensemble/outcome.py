@@ -31,7 +31,16 @@ class NamedCode(str, Enum):
 
 
 class ReturnCode(NamedCode):
-    """How a trajectory ended; equal to its name as a string."""
+    """How a trajectory ended; equal to its name as a string.
+
+    Examples
+    --------
+    >>> from mpiad.ensemble import ODEProblem, ReturnCode, solve
+    >>> blow_up = ODEProblem(lambda u, p, t: [u[0] ** 2], [1.0], (0.0, 2.0))
+    >>> sol = solve(blow_up)
+    >>> print(sol.retcode, sol.retcode == ReturnCode.DtLessThanMin, sol.t_reached < 1.1)
+    DtLessThanMin True True
+    """
 
     Success = "Success"
     """The end of tspan was reached."""

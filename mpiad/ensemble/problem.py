@@ -92,6 +92,13 @@ class ODEProblem(Readable):
     ------
     TypeError
         Where `f` isn't a function of three arguments.
+
+    Examples
+    --------
+    >>> from mpiad.ensemble import ODEProblem, solve
+    >>> oscillator = ODEProblem(lambda u, p, t: [u[1], -p[0] * u[0]], [1.0, 0.0], (0.0, np.pi), p=[4.0])
+    >>> print(np.abs(solve(oscillator, rtol=1e-8, atol=1e-10).u_end.round(6)))
+    [1. 0.]
     """
 
     f: Function
@@ -145,6 +152,17 @@ class EnsembleProblem(Readable):
         Parameters, instead of a `prob_func`.
     u_init : object, optional
         What `reduction` starts from.
+
+    Examples
+    --------
+    >>> from mpiad.ensemble import EnsembleProblem, ODEProblem, remake, solve
+    >>> decay = ODEProblem(lambda u, p, t: [-p[0] * u[0]], [1.0], (0.0, 1.0), p=[1.0])
+    >>> rows = EnsembleProblem(decay, p=np.array([[1.0], [2.0]]))
+    >>> print(solve(rows).u_end.ravel().round(3))
+    [0.368 0.135]
+    >>> drawn = EnsembleProblem(decay, prob_func=lambda prob, i, repeat: remake(prob, p=[float(i)]))
+    >>> print(solve(drawn, trajectories=2).u_end.ravel().round(3))
+    [0.368 0.135]
     """
 
     problem: ODEProblem
@@ -190,6 +208,13 @@ def remake(problem: ODEProblem | EnsembleProblem, /, **changes: Any) -> Any:
     ------
     TypeError
         Where there is no such field.
+
+    Examples
+    --------
+    >>> from mpiad.ensemble import ODEProblem, remake
+    >>> decay = ODEProblem(lambda u, p, t: [-p[0] * u[0]], [1.0], (0.0, 1.0), p=[1.0])
+    >>> print(remake(decay, u0=[2.0]).u0, decay.u0)
+    [2.] [1.]
     """
     unknown = [name for name in changes if name not in problem.__dataclass_fields__]
     if unknown:

@@ -60,6 +60,15 @@ class EnsembleMPI(EnsembleAlgorithm):
     Notes
     -----
     Keep it for the next solve of an ensemble of this size: it remembers how many steps each trajectory took.
+
+    Examples
+    --------
+    >>> from mpiad.ensemble import RK45, EnsembleMPI, EnsembleProblem, ODEProblem, solve
+    >>> decay = ODEProblem(lambda u, p, t: [-p[0] * u[0]], [1.0], (0.0, 1.0), p=[1.0])
+    >>> ensemble = EnsembleProblem(decay, p=np.array([[1.0], [2.0], [3.0]]))
+    >>> share = solve(ensemble, RK45(), EnsembleMPI(gather=False))
+    >>> print(mpiad.mpi_allreduce(len(share.indices)), share.mean().ravel().round(3))
+    3 [1.    0.184]
     """
 
     def __init__(self, inner: EnsembleAlgorithm | None = None, gather: bool = True, comm: Comm = None):

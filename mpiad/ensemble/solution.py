@@ -45,6 +45,14 @@ class ODESolution(Factored):
         What was solved; its ``kernel_source()`` is the text of the compiled kernel, where there is one.
     alg : Algorithm
         By which method.
+
+    Examples
+    --------
+    >>> from mpiad.ensemble import ODEProblem, solve
+    >>> decay = ODEProblem(lambda u, p, t: [-u[0]], [1.0], (0.0, 1.0))
+    >>> sol = solve(decay, rtol=1e-6, dense_output=True)
+    >>> print(sol.retcode, sol.t, sol(0.5).round(4))
+    Success [0. 1.] [0.6065]
     """
 
     u: Array
@@ -99,6 +107,16 @@ class EnsembleSolution(Factored):
         What was solved; its ``kernel_source()`` is the text of the compiled kernel, where there is one.
     alg : Algorithm
         By which method.
+
+    Examples
+    --------
+    >>> from mpiad.ensemble import EnsembleProblem, ODEProblem, solve
+    >>> decay = ODEProblem(lambda u, p, t: [-p[0] * u[0]], [1.0], (0.0, 1.0), p=[1.0])
+    >>> sol = solve(EnsembleProblem(decay, p=np.array([[1.0], [2.0], [3.0]])), saveat=0.5)
+    >>> print(sol.u.shape, sol.t, sol.retcode)
+    (3, 3, 1) [0.  0.5 1. ] ['Success' 'Success' 'Success']
+    >>> print(sol.mean().ravel().round(3), sol.quantile(0.5).ravel().round(3))
+    [1.    0.399 0.184] [1.    0.368 0.135]
     """
 
     u: Any

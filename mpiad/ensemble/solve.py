@@ -147,6 +147,16 @@ def solve(
     -----
     A trajectory's numbers depend neither on the others nor on how many there are, nor on the backend, bit for bit, where
     f itself computes each column by itself (a matrix product in f agrees to rounding).
+
+    Examples
+    --------
+    >>> from mpiad.ensemble import EnsembleProblem, ODEProblem, solve
+    >>> decay = ODEProblem(lambda u, p, t: [-p[0] * u[0]], [1.0], (0.0, 1.0), p=[1.0])
+    >>> print(solve(decay, saveat=0.5).u.ravel().round(3))
+    [1.    0.606 0.368]
+    >>> end = lambda p: np.sum(solve(EnsembleProblem(decay, p=p), rtol=1e-8, atol=1e-10).u_end)
+    >>> print(mpiad.grad(end, objective="sum")(np.array([[1.0], [2.0]])).ravel().round(4))
+    [-0.3679 -0.1353]
     """
     given = SolveOptions(**locals())._replace(progress=bool(progress))  # first of all: nothing but the arguments is there
     used = channel(ensemblealg.comm, "ensemble.solve") if isinstance(ensemblealg, EnsembleMPI) else None

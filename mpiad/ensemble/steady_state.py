@@ -53,6 +53,14 @@ class SteadyStateSolution:
         That of f by u, at u. (For states that are matrices, of the flattened ones.)
     indices : array of int, shape (N,)
         The numbers of the trajectories, from 0; this rank's share with ``EnsembleMPI(gather=False)``.
+
+    Examples
+    --------
+    >>> from mpiad.ensemble import EnsembleProblem, ODEProblem, steady_state
+    >>> growth = ODEProblem(lambda u, p, t: [u[0] * (p[0] - u[0])], [0.5], (0.0, 1.0), [1.0])
+    >>> found = steady_state(EnsembleProblem(growth, p=np.array([[1.0], [2.0]])))
+    >>> print(found.u.ravel(), found.success, found.jacobian.ravel())
+    [1. 2.] [ True  True] [-1. -2.]
     """
 
     u: Array

@@ -52,6 +52,13 @@ class Bilaplacian(GaussianPrior):
        fields: the stochastic partial differential equation approach", J. R. Stat. Soc. B 73 (2011).
     .. [2] U. Khristenko et al., "Analysis of boundary effects on PDE-based sampling of Whittle-Matérn random fields",
        SIAM/ASA J. Uncertainty Quantification 7 (2019).
+
+    Examples
+    --------
+    >>> from mpiad.inverse import Bilaplacian
+    >>> prior = Bilaplacian(mpiad.Domain((16, 16)), correlation_length=0.3, std=2.0, spacing=1 / 16)
+    >>> print(np.allclose(prior.variance, 4.0), prior.sample(seed=0).shape == prior.domain.local_shape)
+    True True
     """
 
     def __init__(

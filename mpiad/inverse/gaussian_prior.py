@@ -29,6 +29,14 @@ class GaussianPrior:
         Of each cell.
     noise : tuple of int
         Leading shape of the noise that `sqrt` takes.
+
+    Examples
+    --------
+    >>> from mpiad.inverse import Bilaplacian, GaussianPrior
+    >>> prior = Bilaplacian(mpiad.Domain(32), correlation_length=8.0)
+    >>> m = prior.sample(seed=1)
+    >>> print(isinstance(prior, GaussianPrior), np.allclose(prior.solve(prior.apply(m)), m))
+    True True
     """
 
     domain: Domain

@@ -42,6 +42,14 @@ class H1(GaussianPrior):
     Ranks
     -----
     All ranks of the domain call it, and everything of it.
+
+    Examples
+    --------
+    >>> from mpiad.inverse import H1
+    >>> domain = mpiad.Domain(16)
+    >>> prior = H1(domain, gradient=1.0, value=0.0625, mean=3.0)
+    >>> print(np.round(float(prior.cost(4.0 * np.ones(domain.local_shape))), 6))  # half of 16 cells times c
+    0.5
     """
 
     def __init__(

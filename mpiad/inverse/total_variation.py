@@ -39,6 +39,15 @@ class TotalVariation:
     References
     ----------
     L. I. Rudin, S. Osher and E. Fatemi, "Nonlinear total variation based noise removal algorithms", Physica D 60 (1992).
+
+    Examples
+    --------
+    >>> from mpiad.inverse import TotalVariation
+    >>> domain = mpiad.Domain(16)
+    >>> (x,) = domain.coordinates(1.0)
+    >>> jump = TotalVariation(domain, smoothing=1e-6)
+    >>> print(np.round(float(jump.cost(np.where(x < 7.5, 0.0, 2.0))), 3))
+    2.0
     """
 
     def __init__(

@@ -62,6 +62,17 @@ class AdditiveSchwarz:
     Scientific Computing 21 (1999).
     R. A. Nicolaides, Deflation of conjugate gradients with applications to boundary value problems, SIAM Journal on
     Numerical Analysis 24 (1987).
+
+    Examples
+    --------
+    >>> import scipy.sparse
+    >>> from mpiad.linalg import AdditiveSchwarz, MatrixRowBlock
+    >>> whole = scipy.sparse.diags_array([-1.0, 2.0, -1.0], offsets=[-1, 0, 1], shape=(24, 24)).tocsr()
+    >>> rows = slice(24 * rank // size, 24 * (rank + 1) // size)
+    >>> matrix = MatrixRowBlock(whole[rows])
+    >>> x = matrix.solve(np.ones(rows.stop - rows.start), method="cg", preconditioner=AdditiveSchwarz(matrix))
+    >>> print(round(float(mpiad.mpi_allreduce(np.sum(x))), 6))
+    1300.0
     """
 
     def __init__(self, matrix: MatrixRowBlock, *, overlap: int = 1, restricted: bool = False, coarse: bool = True):

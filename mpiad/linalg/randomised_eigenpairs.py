@@ -43,6 +43,15 @@ class EigenPairs(NamedTuple):
         The largest first; the same on all ranks.
     vectors : array, shape (k, *like.shape)
         This rank's pieces, orthonormal in B.
+
+    Examples
+    --------
+    >>> from mpiad.linalg import eigsh
+    >>> weights = np.array([4.0, 2.0, 1.0]) if rank == 0 else np.zeros(3)
+    >>> pairs = eigsh(lambda v: weights * v, np.zeros(3), k=2, oversample=4)
+    >>> print(pairs.vectors.shape, np.round(mpiad.mpi_allreduce(pairs.vectors @ pairs.vectors.T), 6))
+    (2, 3) [[1. 0.]
+     [0. 1.]]
     """
 
     values: np.ndarray
@@ -95,6 +104,14 @@ def eigsh(
     Adjoint
     -------
     None: the result is a constant.
+
+    Examples
+    --------
+    >>> from mpiad.linalg import eigsh
+    >>> weights = np.array([4.0, 2.0, 1.0]) if rank == 0 else np.zeros(3)
+    >>> pairs = eigsh(lambda v: weights * v, np.zeros(3), k=2, oversample=4)
+    >>> print(pairs.values.round(6))
+    [4. 2.]
     """
     used = channel(comm, _CALL)
     like, error = np.asarray(stop(like)), None

@@ -32,6 +32,16 @@ class Checkpoint(NamedTuple):
         Where a rank's piece lies in the whole arrays of a sharded solve, along their last axes: `Domain.owned`, for one,
         which `Domain.minimize` puts here. By it a solve goes on with any number of ranks. Without it arrays with one axis
         are taken for parts of whole ones, one behind the other by rank.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> loss = lambda x: mpiad.mpi_allreduce(np.sum((x - 1.0) ** 2)) / size
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     saved = mpiad.optimize.Checkpoint(f"{folder}/run.npz", every=5)
+    ...     result = mpiad.minimize(loss, np.zeros(2), checkpoint=saved)
+    >>> print(result.x.round(4))
+    [1. 1.]
     """
 
     path: str | PathLike[str]

@@ -64,6 +64,12 @@ class History(NamedTuple):
         Evaluations of the objective so far.
     seconds : array
         Time since the start of the solve.
+
+    Examples
+    --------
+    >>> result = mpiad.minimize(lambda x: mpiad.mpi_allreduce(np.sum((x - 1.0) ** 2)) / size, np.zeros(2))
+    >>> print(result.history.loss.round(4), result.history.evaluations[0])
+    [2.     0.1716 0.    ] 1
     """
 
     loss: np.ndarray

@@ -46,6 +46,12 @@ class Minima(NamedTuple):
     results : list of scipy.optimize.OptimizeResult
         One for each start, in their order. A start whose evaluation raised has a `fun` of NaN, its start as `x`, status
         -1, and the WorkerError as `error`.
+
+    Examples
+    --------
+    >>> found = mpiad.optimize.minimize_many(lambda x: np.sum((x**2 - 1.0) ** 2), [np.array([0.5]), np.array([2.0])])
+    >>> print(len(found.results), found.best.x.round(4), found.best.fun < 1e-8)
+    2 [1.] True
     """
 
     best: scipy.optimize.OptimizeResult | None

@@ -29,6 +29,15 @@ class Adam:
         Decay of the means of gradients and of their squares.
     epsilon : float
         Added to the root of the mean square.
+
+    Examples
+    --------
+    >>> from mpiad.parallel import Adam
+    >>> optimizer, x = Adam(learning_rate=0.1), np.array([1.0, 2.0])
+    >>> state = optimizer.setup(x)
+    >>> state, x = optimizer.update(state, x, np.array([5.0, -0.2]))
+    >>> print(x.round(6))
+    [0.9 2.1]
     """
 
     learning_rate: float | Callable[[int], float] = 1e-3
@@ -108,6 +117,14 @@ class AdamW(Adam):
         As for `Adam`.
     weight_decay : float
         Each update first shrinks the parameters by this times the learning rate.
+
+    Examples
+    --------
+    >>> from mpiad.parallel import AdamW
+    >>> optimizer, x = AdamW(learning_rate=0.1, weight_decay=0.5), np.array([1.0, 2.0])
+    >>> state, x = optimizer.update(optimizer.setup(x), x, np.zeros(2))
+    >>> print(x)
+    [0.95 1.9 ]
     """
 
     weight_decay: float = 1e-2

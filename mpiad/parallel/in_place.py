@@ -61,6 +61,13 @@ def reduce_(x: Tree, op: Op = SUM, root: Rank = 0, comm: Comm = None) -> Tree:
     """Combine every rank's arrays, and write the result into the root's; the others keep theirs.
 
     Otherwise as `allreduce_`.
+
+    Examples
+    --------
+    >>> x = np.ones(2)
+    >>> _ = mpiad.parallel.reduce_(x)
+    >>> print(x[0] == (size if rank == 0 else 1))
+    True
     """
     arrays = _writable(x, "parallel.reduce_", comm)
     with suspended():
@@ -72,7 +79,14 @@ def reduce_(x: Tree, op: Op = SUM, root: Rank = 0, comm: Comm = None) -> Tree:
 
 
 def bcast_(x: Tree, root: Rank = 0, comm: Comm = None) -> Tree:
-    """Write the root's arrays into every rank's; otherwise as `allreduce_`."""
+    """Write the root's arrays into every rank's; otherwise as `allreduce_`.
+
+    Examples
+    --------
+    >>> x = np.arange(3.0) + rank
+    >>> print(mpiad.parallel.bcast_(x))
+    [0. 1. 2.]
+    """
     for array in _writable(x, "parallel.bcast_", comm):
         with suspended():
             array[...] = mpi_bcast(array, root, comm=comm)
@@ -115,6 +129,14 @@ def iallreduce_(x: Tree, comm: Comm = None) -> Pending:
     Ranks
     -----
     All ranks of `comm` call it, and each waits when it likes; other communication may come between.
+
+    Examples
+    --------
+    >>> x = np.ones(2)
+    >>> pending = mpiad.parallel.iallreduce_(x)
+    >>> _ = pending.wait()
+    >>> print(x / size)
+    [1. 1.]
     """
     arrays = _writable(x, "parallel.iallreduce_", comm)
     with suspended():

@@ -29,6 +29,15 @@ class SGD:
         μ, from 0 to below 1.
     nesterov : bool
         x ← x - η (g + μ v) instead (Sutskever et al., 2013, in the form of the velocity before the rate).
+
+    Examples
+    --------
+    >>> from mpiad.parallel import SGD
+    >>> optimizer, x = SGD(learning_rate=0.1), np.array([1.0, 2.0])
+    >>> state = optimizer.setup(x)
+    >>> state, x = optimizer.update(state, x, np.array([1.0, -1.0]))
+    >>> print(x)
+    [0.9 2.1]
     """
 
     learning_rate: float | Callable[[int], float] = 1e-2

@@ -63,6 +63,14 @@ def save_checkpoint(path: str | PathLike[str], tree: Tree, *, own: Tree = None, 
     Ranks
     -----
     All ranks of `comm` call it.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     mpiad.parallel.save_checkpoint(f"{folder}/training.npz", {"weights": np.ones(3), "epoch": 4})
+    ...     print(mpiad.parallel.load_checkpoint(f"{folder}/training.npz").tree)
+    {'weights': array([1., 1., 1.]), 'epoch': 4}
     """
     used, call = channel(comm, "parallel.save_checkpoint"), "parallel.save_checkpoint"
     root = root_of(root, used, call)
@@ -121,6 +129,14 @@ def load_checkpoint(
     Ranks
     -----
     All ranks of `comm` call it. A checkpoint without parts of the ranks' own serves any number of ranks.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     state = mpiad.parallel.load_checkpoint(f"{folder}/training.npz")
+    >>> print(state)  # there is none: the training begins
+    None
     """
     used, call = channel(comm, "parallel.load_checkpoint"), "parallel.load_checkpoint"
     root = root_of(root, used, call)

@@ -14,6 +14,11 @@ def local_rank() -> Rank:
     Ranks
     -----
     Each by itself.
+
+    Examples
+    --------
+    >>> print(0 <= mpiad.parallel.local_rank() <= rank)
+    True
     """
     return mpi_local_rank()
 
@@ -24,5 +29,10 @@ def total_workers(comm: Comm = None) -> int:
     Parameters
     ----------
     comm : mpi4py intracommunicator, optional
+
+    Examples
+    --------
+    >>> print(mpiad.parallel.total_workers() == size)
+    True
     """
     return mpi_size(comm)

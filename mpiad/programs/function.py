@@ -70,6 +70,13 @@ def jit(fun: Function | None = None, *, strict: bool = False) -> Any:
     Adjoint
     -------
     As that of `fun`, at any order. In `value_and_grad(jit(f))` and `jit(value_and_grad(f))` the reverse pass is compiled.
+
+    Examples
+    --------
+    >>> energy = mpiad.jit(lambda x: mpiad.mpi_allreduce(np.sum(np.exp(-x) * x**2)))
+    >>> J, gradient = mpiad.value_and_grad(energy)(np.array([1.0, 2.0]))
+    >>> print(round(J / size, 4), gradient.round(4))
+    0.9092 [0.3679 0.    ]
     """
     if fun is None:
         return functools.partial(jit, strict=strict)
@@ -77,7 +84,14 @@ def jit(fun: Function | None = None, *, strict: bool = False) -> Any:
 
 
 class Jitted:
-    """A compiled function; made by `jit`."""
+    """A compiled function; made by `jit`.
+
+    Examples
+    --------
+    >>> step = mpiad.jit(lambda x: x + 0.1 * np.sin(x))
+    >>> print(np.allclose(step(np.ones(3)), 1 + 0.1 * np.sin(1.0)), type(step).__name__)
+    True Jitted
+    """
 
     def __init__(self, fun: Function, strict: bool = False):
         self.fun, self.strict = fun, strict

@@ -18,7 +18,19 @@ __all__ = ["AdjointError", "check_adjoint"]
 
 
 class AdjointError(AssertionError):
-    """Report an adjoint that isn't the transpose."""
+    """Report an adjoint that isn't the transpose.
+
+    Examples
+    --------
+    >>> from mpiad.extend import communicating, defadjoint
+    >>> wrong = communicating(lambda x: 2 * x)
+    >>> _ = defadjoint(wrong, lambda y: 3 * y)
+    >>> try:
+    ...     mpiad.testing.check_adjoint(wrong, np.ones(2))
+    ... except mpiad.testing.AdjointError as error:
+    ...     print("caught")
+    caught
+    """
 
 
 def check_adjoint(

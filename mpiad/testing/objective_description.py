@@ -38,6 +38,13 @@ class ObjectiveReport(NamedTuple):
         argument holds nothing to differentiate by.
     text : str
         The same in words, and whether the gradient is zero on all ranks, or on all but one.
+
+    Examples
+    --------
+    >>> x = np.arange(3.0)
+    >>> found = mpiad.testing.describe_objective(lambda x: mpiad.mpi_allreduce(np.sum(x**2)), x)
+    >>> print(found.kind, found.objective)
+    same root
     """
 
     kind: str

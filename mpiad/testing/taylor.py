@@ -27,7 +27,19 @@ _MISSING_RATE = 0.2  # how far below the full rate a measured one may lie
 
 
 class GradientError(AssertionError):
-    """Report a derivative whose Taylor remainder shrinks too slowly."""
+    """Report a derivative whose Taylor remainder shrinks too slowly.
+
+    Examples
+    --------
+    >>> from mpiad.extend import communicating, defvjp
+    >>> wrong = communicating(lambda x: x**2)
+    >>> defvjp(wrong, lambda ans, x: lambda g: 3 * x * g)  # it should be 2 x g
+    >>> try:
+    ...     mpiad.testing.check_grads(lambda x: mpiad.mpi_allreduce(wrong(x)), 1.0, order=1, modes=("rev",))
+    ... except mpiad.testing.GradientError as error:
+    ...     print("caught")
+    caught
+    """
 
 
 class _Line:

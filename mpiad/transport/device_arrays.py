@@ -200,7 +200,13 @@ def arrays_named(name: str) -> ArrayModule:
 
 
 def is_device_array(x: Array) -> bool:
-    """Tell whether an untraced value is a device array, of a kind that is registered or not."""
+    """Tell whether an untraced value is a device array, of a kind that is registered or not.
+
+    Examples
+    --------
+    >>> print(mpiad.device.is_device_array(np.ones(3)))
+    False
+    """
     kind = type(x)
     return kind not in _on_host and (kind in _makers or hasattr(kind, "__cuda_array_interface__"))
 

@@ -22,6 +22,15 @@ class MeanFieldGaussian:
         The number of parameters.
     mean, sd : float or array of shape (dim,)
         Where it starts.
+
+    Examples
+    --------
+    >>> from mpiad.vi import MeanFieldGaussian
+    >>> q = MeanFieldGaussian(2, mean=[0.0, 1.0], sd=2.0)
+    >>> params = q.initial(np.random.default_rng(0))
+    >>> print(q.moments(params)[1], q.log_prob(params, np.array([[0.0, 1.0]])).round(3))
+    [[4. 0.]
+     [0. 4.]] [-3.224]
     """
 
     def __init__(self, dim: int, mean: float | Array = 0.0, sd: float | Array = 1.0):
@@ -57,6 +66,15 @@ class FullRankGaussian:
     dim : int
     mean, sd : float or array of shape (dim,)
         Where it starts, uncorrelated.
+
+    Examples
+    --------
+    >>> from mpiad.vi import FullRankGaussian
+    >>> q = FullRankGaussian(2)
+    >>> params = {**q.initial(np.random.default_rng(0)), "below": 0.5 * np.ones((2, 2))}
+    >>> print(q.moments(params)[1])
+    [[1.   0.5 ]
+     [0.5  1.25]]
     """
 
     def __init__(self, dim: int, mean: float | Array = 0.0, sd: float | Array = 1.0):

@@ -77,6 +77,16 @@ class VI:
     -----
     All draws are made on the root, of noise from one generator for each epoch on the host. They don't depend on the number
     of ranks, nor on devices but for rounding.
+
+    Examples
+    --------
+    >>> from mpiad.parallel import Adam
+    >>> from mpiad.vi import VI, MeanFieldGaussian
+    >>> loss = lambda theta, data: np.sum((theta[0] - data) ** 2) / 2
+    >>> inference = VI(loss, MeanFieldGaussian(1), ("norm", 0.0, 1.0), Adam(0.1), divergence="path")
+    >>> result = inference.run(np.array([1.0, 2.0, 3.0]), n_epochs=80)
+    >>> print(np.round(result.mean(), 1), np.round(result.sd(), 1))  # exactly: 6/4, and the root of 1/4
+    [1.5] [0.5]
     """
 
     def __init__(

@@ -41,6 +41,13 @@ class Prior:
     ------
     TypeError, ValueError
         Where there is no such distribution, or the number of parameters is another.
+
+    Examples
+    --------
+    >>> from mpiad.vi import Prior
+    >>> prior = Prior([("norm", 0.0, 1.0), ("expon",)], 2)
+    >>> print(prior.log_prob(np.array([[0.0, 1.0]])).round(3), round(-0.5 * np.log(2 * np.pi) - 1.0, 3))
+    [-1.919] -1.919
     """
 
     def __init__(self, distribution: Any, dim: int):

@@ -42,6 +42,15 @@ class VIResult:
         Draws from the posterior that is reported, on the host.
     average : bool
         Whether that is the average.
+
+    Examples
+    --------
+    >>> from mpiad.parallel import Adam
+    >>> from mpiad.vi import VI, MeanFieldGaussian
+    >>> loss = lambda theta, data: np.sum((theta[0] - data) ** 2) / 2
+    >>> result = VI(loss, MeanFieldGaussian(1), ("norm", 0.0, 1.0), Adam(0.1)).run(np.array([1.0, 3.0]), n_epochs=20)
+    >>> print(result.epochs, len(result.history["objective"]), result.draw(100).shape, result.quantile([0.05, 0.95]).shape)
+    20 20 (100, 1) (2, 1)
     """
 
     posterior: Posterior

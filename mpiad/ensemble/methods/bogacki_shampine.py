@@ -23,6 +23,14 @@ class BS3(Algorithm):
     References
     ----------
     P. Bogacki, L. F. Shampine, A 3(2) pair of Runge-Kutta formulas (1989).
+
+    Examples
+    --------
+    >>> from mpiad.ensemble import BS3, ODEProblem, solve
+    >>> decay = ODEProblem(lambda u, p, t: [-u[0]], [1.0], (0.0, 2.0))
+    >>> sol = solve(decay, BS3())
+    >>> print(sol.naccept, abs(sol.u_end[0] - np.exp(-2.0)) < 1e-3)
+    7 True
     """
 
     tableau: ClassVar[Tableau] = explicit(

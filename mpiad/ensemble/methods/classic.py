@@ -19,6 +19,14 @@ class RK4(Algorithm):
     References
     ----------
     W. Kutta, Beitrag zur näherungsweisen Integration totaler Differentialgleichungen (1901).
+
+    Examples
+    --------
+    >>> from mpiad.ensemble import RK4, ODEProblem, solve
+    >>> decay = ODEProblem(lambda u, p, t: [-u[0]], [1.0], (0.0, 2.0))
+    >>> error = [abs(solve(decay, RK4(), dt=dt).u_end[0] - np.exp(-2.0)) for dt in (0.2, 0.1)]
+    >>> print(round(np.log2(error[0] / error[1])))
+    4
     """
 
     tableau: ClassVar[Tableau] = explicit(

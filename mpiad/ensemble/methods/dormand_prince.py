@@ -24,6 +24,14 @@ class RK45(Algorithm):
     ----------
     J. R. Dormand, P. J. Prince, A family of embedded Runge-Kutta formulae (1980), table 2. L. F. Shampine, Some practical
     Runge-Kutta formulas (1986): the interpolant of order 4 with the optimal c6.
+
+    Examples
+    --------
+    >>> from mpiad.ensemble import RK45, ODEProblem, PIController, solve
+    >>> decay = ODEProblem(lambda u, p, t: [-u[0]], [1.0], (0.0, 2.0))
+    >>> sol = solve(decay, RK45(controller=PIController()), rtol=1e-8, atol=1e-10)
+    >>> print(sol.u_end.round(8), np.exp(-2.0).round(8))
+    [0.13533528] 0.13533528
     """
 
     tableau: ClassVar[Tableau] = explicit(

@@ -24,6 +24,13 @@ class Fehlberg45(Algorithm):
     ----------
     E. Fehlberg, Klassische Runge-Kutta-Formeln vierter und niedrigerer Ordnung mit Schrittweiten-Kontrolle (1970), the
     second formula of order 4(5).
+
+    Examples
+    --------
+    >>> from mpiad.ensemble import Fehlberg45, ODEProblem, solve
+    >>> decay = ODEProblem(lambda u, p, t: [-u[0]], [1.0], (0.0, 2.0))
+    >>> print(solve(decay, Fehlberg45(), rtol=1e-7).u_end.round(5), np.exp(-2.0).round(5))
+    [0.13533] 0.13534
     """
 
     tableau: ClassVar[Tableau] = explicit(

@@ -24,6 +24,13 @@ class Tsit5(Algorithm):
     ----------
     Ch. Tsitouras, Runge-Kutta pairs of order 5(4) satisfying only the first column simplifying assumption (2011), table 1;
     its interpolant of order 4.
+
+    Examples
+    --------
+    >>> from mpiad.ensemble import ODEProblem, Tsit5, solve
+    >>> decay = ODEProblem(lambda u, p, t: [-u[0]], [1.0], (0.0, 2.0))
+    >>> print(solve(decay, Tsit5(), rtol=1e-6).u_end.round(5), np.exp(-2.0).round(5))
+    [0.13534] 0.13534
     """
 
     tableau: ClassVar[Tableau] = explicit(

@@ -30,6 +30,13 @@ class Vern7(Algorithm):
     ----------
     J. H. Verner, Numerically optimal Runge-Kutta pairs with interpolants (2010); the pair's coefficients are those of the
     author's page, "most efficient 7(6)".
+
+    Examples
+    --------
+    >>> from mpiad.ensemble import RK45, ODEProblem, Vern7, solve
+    >>> decay = ODEProblem(lambda u, p, t: [-u[0]], [1.0], (0.0, 2.0))
+    >>> print([solve(decay, method, rtol=1e-10, atol=1e-12).naccept for method in (RK45(), Vern7())])
+    [55, 14]
     """
 
     tableau: ClassVar[Tableau] = explicit(

@@ -43,6 +43,17 @@ class Elliptic:
     Ranks
     -----
     All ranks of the domain call it, with the same arguments, and later the operator.
+
+    Examples
+    --------
+    >>> from mpiad.linalg import Elliptic
+    >>> domain = mpiad.Domain((8, 8))
+    >>> y, x = domain.coordinates(1 / 9, 1 / 9)
+    >>> u = np.sin(np.pi * x) * np.sin(np.pi * y)
+    >>> applied = Elliptic(domain, spacing=1 / 9)(u, kappa=1.0)
+    >>> eigenvalue = 2 * (2 * 9 * np.sin(np.pi / 18)) ** 2
+    >>> print(np.allclose(applied, eigenvalue * u))
+    True
     """
 
     def __init__(

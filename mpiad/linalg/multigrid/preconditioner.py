@@ -78,6 +78,15 @@ class Multigrid:
     References
     ----------
     J. E. Dendy, Black box multigrid, Journal of Computational Physics 48 (1982).
+
+    Examples
+    --------
+    >>> from mpiad.linalg import Multigrid
+    >>> domain = mpiad.Domain((16, 16))
+    >>> grid = Multigrid(domain, kappa=np.ones(domain.local_shape), spacing=1 / 17)
+    >>> u = grid.solve(np.ones(domain.local_shape), rtol=1e-8)
+    >>> print(domain.norm(grid.matvec(u) - 1.0) < 1e-6, len(grid.history) < 12)
+    True True
     """
 
     def __init__(

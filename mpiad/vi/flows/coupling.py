@@ -21,6 +21,15 @@ class AffineCoupling:
         Whether the first half of the coordinates is changed instead of the second.
     hidden : int
         Units in each of the network's two hidden layers.
+
+    Examples
+    --------
+    >>> from mpiad.vi import AffineCoupling
+    >>> layer, z = AffineCoupling(hidden=8), np.random.default_rng(1).standard_normal((5, 3))
+    >>> params = layer.initial(3, np.random.default_rng(0))
+    >>> x, volume = layer.forward(params, z)
+    >>> print(np.array_equal(x[:, 0], z[:, 0]), np.allclose(layer.inverse(params, x)[1], -volume))
+    True True
     """
 
     def __init__(self, swap: bool = False, hidden: int = 32):

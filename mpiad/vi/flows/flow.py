@@ -43,6 +43,15 @@ class Flow:
         `forward` and `inverse`.
     mean, sd : float or array of shape (dim,)
         What the flow's values are multiplied by and moved to at last; both are fitted.
+
+    Examples
+    --------
+    >>> from mpiad.vi import AffineCoupling, Flow
+    >>> q = Flow(2, [AffineCoupling(), AffineCoupling(swap=True)], mean=[1.0, 2.0])
+    >>> params = q.initial(np.random.default_rng(0))
+    >>> draws, density = q.draw(params, np.random.default_rng(1).standard_normal((5, 2)))
+    >>> print(draws.shape, np.allclose(q.log_prob(params, draws), density))
+    (5, 2) True
     """
 
     def __init__(self, dim: int, layers: Sequence[Layer], mean: float | Array = 0.0, sd: float | Array = 1.0):

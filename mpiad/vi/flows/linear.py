@@ -19,6 +19,14 @@ class LULinear:
     ----------
     permute : bool
         Whether P is drawn at the start; otherwise it is the identity.
+
+    Examples
+    --------
+    >>> from mpiad.vi import LULinear
+    >>> layer, z = LULinear(), np.array([[1.0, 2.0, 3.0]])
+    >>> params = layer.initial(3, np.random.default_rng(0))
+    >>> print(np.allclose(layer.inverse(params, layer.forward(params, z)[0])[0], z))
+    True
     """
 
     def __init__(self, permute: bool = True):

@@ -19,6 +19,14 @@ class Planar:
     """x = z + û tanh(wᵀz + b), with û so that it is invertible (Rezende and Mohamed, 2015, and its appendix).
 
     The inverse finds wᵀz as the root of a monotone function of one variable.
+
+    Examples
+    --------
+    >>> from mpiad.vi import Planar
+    >>> layer, z = Planar(), np.random.default_rng(1).standard_normal((5, 2))
+    >>> params = layer.initial(2, np.random.default_rng(0))
+    >>> print(np.allclose(layer.inverse(params, layer.forward(params, z)[0])[0], z))
+    True
     """
 
     def initial(self, dim: int, rng: numpy.random.Generator) -> dict[str, Any]:

@@ -26,6 +26,15 @@ class SplineCoupling:
         Whether the first half is changed instead of the second.
     hidden : int
         Units in each of the network's two hidden layers.
+
+    Examples
+    --------
+    >>> from mpiad.vi import SplineCoupling
+    >>> layer, z = SplineCoupling(bins=4, hidden=8), np.array([[0.5, -1.0], [0.5, 10.0]])
+    >>> params = layer.initial(2, np.random.default_rng(0))
+    >>> x, _ = layer.forward(params, z)
+    >>> print(x[1], np.allclose(layer.inverse(params, x)[0], z))
+    [ 0.5 10. ] True
     """
 
     def __init__(self, bins: int = 8, bound: float = 4.0, swap: bool = False, hidden: int = 32):
@@ -62,6 +71,15 @@ class SplineAutoregressive:
     bound : float
     hidden : int
         All as for `SplineCoupling`.
+
+    Examples
+    --------
+    >>> from mpiad.vi import SplineAutoregressive
+    >>> layer, z = SplineAutoregressive(bins=4, hidden=8), np.array([[0.5, -1.0], [0.5, 1.0]])
+    >>> params = layer.initial(2, np.random.default_rng(0))
+    >>> x, _ = layer.forward(params, z)
+    >>> print(x[0, 0] == x[1, 0], np.allclose(layer.inverse(params, x)[0], z))
+    True True
     """
 
     def __init__(self, bins: int = 8, bound: float = 4.0, hidden: int = 32):
