@@ -52,6 +52,8 @@ class Event(NamedTuple):
         Of this rank's `time.perf_counter()`.
     name : str
         As ``"mpi_bcast"``, ``"adjoint of mpi_bcast"``, ``"forward"``, ``"backward"``.
+    called : str
+        The same by the library's function that the user called, as ``"adjoint of exchange"``.
     operation : str
         What was done, which for an adjoint is another operation's forward; "" for a phase.
     direction : str
@@ -69,6 +71,7 @@ class Event(NamedTuple):
     began: float
     ended: float
     name: str
+    called: str
     operation: str
     direction: str
     innermost: bool
@@ -185,10 +188,11 @@ class Recorder:
 
 def _event(thread: int, what: Call | str, began: float, ended: float, innermost: bool, given: Arguments) -> Event:
     if isinstance(what, str):
-        return Event(thread, began, ended, what, "", "phase", False, True, "", "", given, ())
+        return Event(thread, began, ended, what, what, "", "phase", False, True, "", "", given, ())
     return Event(
-        thread, began, ended, what.described, what.name, what.direction, innermost, what.outer is None, what.site.text,
-        what.forward_site.text if what.forward_site else "", given, _messages(what.name, given) if innermost else (),
+        thread, began, ended, what.described, what.called, what.name, what.direction, innermost, what.outer is None,
+        what.site.text, what.forward_site.text if what.forward_site else "", given,
+        _messages(what.name, given) if innermost else (),
     )  # fmt: skip
 
 

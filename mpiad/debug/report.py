@@ -1,13 +1,17 @@
-"""`report`: what was communicated where in the program, how long the ranks waited for each other, and how unevenly."""
+"""`report`: what was communicated and computed where in the program, how long the ranks waited, and what to do."""
 
 from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from typing import IO, NamedTuple
+from textwrap import fill
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
+from mpiad.debug.advice import Totals, advice
+from mpiad.debug.computing import Place, Stretch, computed
+from mpiad.debug.recorder import Event
 from mpiad.debug.recording import Recording, latest
 from mpiad.debug.waits import wait_times
 from mpiad.primitives.operation import suspended
@@ -19,15 +23,16 @@ _NOTHING = "nothing was recorded. Run it under MPIAD_TRACE=file.json, or put it 
 
 
 class Row(NamedTuple):
-    """What one operation at one line of the program did; arrays have an entry for each rank.
+    """What one call at one line of the program communicated; arrays have an entry for each rank.
 
     Attributes
     ----------
     operation : str
-        As ``"mpi_bcast"``, ``"adjoint of mpi_bcast"``.
+        The library's function that the program calls there: ``"mpi_bcast"``, ``"exchange"``, ``"adjoint of exchange"``.
     site : str
         The line of the forward call.
     calls : array of int, shape (P,)
+        Of that function, or of the communications that it makes where these are no single operation.
     messages : array of int, shape (P,)
         Between two ranks; those that left and those that came.
     nbytes : array of int, shape (P,)
@@ -73,6 +78,9 @@ class Report(NamedTuple):
         Seconds that each rank recorded.
     dropped : int
         Communications that were too many to be recorded.
+    computing : list of Stretch
+        What was computed between which lines: a `place` (`phase`, `after`, `until`) and the ranks' `seconds`, the longest
+        first.
 
     Examples
     --------
@@ -87,13 +95,19 @@ class Report(NamedTuple):
     rows: list[Row]
     elapsed: np.ndarray
     dropped: int
+    computing: list[Stretch]
+
+    @property
+    def advice(self) -> list[str]:
+        """What to do about what takes the time, one sentence or two for each."""
+        return advice(_totals(self), self.computing) if self.rows else []
 
     def __str__(self) -> str:
         return _text(self) if self.rows else f"mpiad: {_NOTHING}"
 
 
 def report(file: IO[str] | None = None) -> Report:
-    """Print what was communicated, by operation and line of the program and by rank.
+    """Print what was communicated and computed, by line of the program and by rank, and what to do about it.
 
     Parameters
     ----------
@@ -125,7 +139,7 @@ def report(file: IO[str] | None = None) -> Report:
     """
     recording, rank = latest(), channel(None, "report").rank
     with suspended():
-        found = Report([], np.zeros(0), 0) if recording is None else _collected(recording)
+        found = Report([], np.zeros(0), 0, []) if recording is None else _collected(recording)
     if rank == 0:
         out = sys.stdout if file is None else file
         out.write(f"{found}\n")
@@ -137,23 +151,37 @@ _COLUMNS = 5
 
 
 def _collected(recording: Recording) -> Report:
-    recorder = recording.recorder
+    recorder, recorded = recording.recorder, recording.recorder.events
     # An adjoint is made of operations: counted with them, its time would count twice.
-    events = [event for event in recorder.events if event.innermost]
+    events = [event for event in recorded if event.innermost]
     with recording.compared() as (comm, clock):
-        waits = wait_times(events, clock, comm)
         mine: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0] * _COLUMNS)
-        for event, waited in zip(events, waits):
+        for event in recorded:
+            if event.outermost and event.direction != "phase":
+                mine[_key(event)][0] += 1
+        for event, waited in zip(events, wait_times(events, clock, comm)):
             # What a wait completes was counted at its start.
             nbytes = 0 if event.operation in ("mpi_wait", "mpi_waitall") else event.arguments.nbytes
-            row = mine[event.name, event.forward_site or event.site]
-            for column, value in enumerate((1, len(event.messages), nbytes, event.ended - event.began, waited)):
+            row = mine[_key(event)]
+            for column, value in enumerate((len(event.messages), nbytes, event.ended - event.began, waited), 1):
                 row[column] += value
-        every = comm.allgather((dict(mine), recorder.elapsed, recorder.dropped))
-    keys = dict.fromkeys(key for rows, _, _ in every for key in rows)
-    rows = [_row(key, np.array([part.get(key, [0.0] * _COLUMNS) for part, _, _ in every])) for key in keys]
+        every = comm.allgather((dict(mine), computed(recorder, recorded), recorder.elapsed, recorder.dropped))
+    rows = [_row(key, columns) for key, columns in _by_rank([part[0] for part in every], [0.0] * _COLUMNS)]
     rows.sort(key=lambda row: (-row.waited.sum(), -row.seconds.sum()))
-    return Report(rows, np.array([elapsed for _, elapsed, _ in every]), sum(dropped for _, _, dropped in every))
+    computing = [Stretch(Place(*place), seconds) for place, seconds in _by_rank([part[1] for part in every], 0.0)]
+    computing.sort(key=lambda each: -each.seconds.sum())
+    _, _, elapsed, dropped = zip(*every)
+    return Report(rows, np.array(elapsed), sum(dropped), computing)
+
+
+def _key(event: Event) -> tuple[str, str]:
+    return event.called, event.forward_site or event.site
+
+
+def _by_rank(parts: list[dict], nothing: object) -> list[tuple[Any, np.ndarray]]:
+    """Return the ranks' values of each key that any of them has."""
+    keys = dict.fromkeys(key for part in parts for key in part)
+    return [(key, np.array([part.get(key, nothing) for part in parts])) for key in keys]
 
 
 def _row(key: tuple[str, str], columns: np.ndarray) -> Row:
@@ -166,29 +194,68 @@ def _imbalance(values: np.ndarray) -> float:
     return float(values.max() / mean) if mean > 0 else 0.0
 
 
+def _totals(found: Report) -> Totals:
+    communicating, waiting = (sum(each) for each in zip(*[(row.seconds, row.waited) for row in found.rows]))
+    busiest = max(found.rows, key=lambda row: (row.seconds - row.waited).sum())
+    where = [f"{row.operation} at {row.site}" for row in (busiest, found.rows[0])]
+    return Totals(
+        found.elapsed, np.asarray(communicating), np.asarray(waiting), where[0], where[1], int(busiest.calls.sum()),
+        int(busiest.nbytes.sum()), found.dropped,
+    )  # fmt: skip
+
+
 def _text(found: Report) -> str:
-    ranks = len(found.elapsed)
-    columns = zip(*[(row.calls, row.messages, row.nbytes, row.seconds, row.waited) for row in found.rows])
-    totals = [np.sum(column, axis=0) for column in columns]
-    lines = [f"communication of {ranks} rank{'s' * (ranks > 1)} in {found.elapsed.max():.3g} s"]
-    lines[0] += f" ({found.dropped} more calls were too many to be recorded)" if found.dropped else ""
-    by_row = [("operation", "line", "calls", "messages", "bytes", "time", "wait", "longest wait", "max/mean")]
-    for row in found.rows:
-        longest = f"{_time(row.waited.max())} (rank {row.waited.argmax()})" if row.waited.any() else "-"
-        by_row.append((
+    totals, ranks = _totals(found), len(found.elapsed)
+    head = f"communication of {ranks} rank{'s' * (ranks > 1)} in {found.elapsed.max():.3g} s"
+    computing = totals.elapsed - totals.communicating
+    uneven = f"max/mean: computing {_imbalance(computing):.2f}, waiting {_imbalance(totals.waiting):.2f}"
+    said = [fill(line, 120, initial_indent="- ", subsequent_indent="  ") for line in found.advice]
+    return "\n".join([
+        head, "", *_table(_communication(found.rows), 2), "", *_table(_ranks(found, totals), 0), uneven, "",
+        *_table(_computation(found), 3), "", *said,
+    ])  # fmt: skip
+
+
+def _communication(rows: list[Row]) -> list[tuple[str, ...]]:
+    lines = [("operation", "line", "calls", "messages", "bytes", "time", "wait", "longest wait", "max/mean")]
+    for row in rows:
+        lines.append((
             row.operation, row.site, str(row.calls.sum()), _or_dash(row.messages.sum()), _bytes(row.nbytes.sum()),
-            _time(row.seconds.mean()), _time(row.waited.mean()), longest, f"{row.imbalance:.2f}" if row.imbalance else "-",
+            _time(row.seconds.mean()), _time(row.waited.mean()), _longest(row.waited),
+            f"{row.imbalance:.2f}" if row.imbalance else "-",
         ))  # fmt: skip
-    by_rank = [("rank", "calls", "messages", "bytes", "communicating", "of it waiting", "computing")]
-    for rank in range(ranks):
-        calls, messages, nbytes, seconds, waited = (total[rank] for total in totals)
-        by_rank.append((
+    return lines
+
+
+def _ranks(found: Report, totals: Totals) -> list[tuple[str, ...]]:
+    counts = np.sum([(row.calls, row.messages, row.nbytes) for row in found.rows], axis=0)
+    lines = [("rank", "calls", "messages", "bytes", "communicating", "of it waiting", "computing")]
+    for rank, (elapsed, seconds, waited) in enumerate(zip(found.elapsed, totals.communicating, totals.waiting)):
+        calls, messages, nbytes = counts[:, rank]
+        lines.append((
             str(rank), str(calls), _or_dash(messages), _bytes(nbytes), _time(seconds), _time(waited),
-            _time(found.elapsed[rank] - seconds),
+            _time(elapsed - seconds),
         ))  # fmt: skip
-    computing = found.elapsed - totals[3]
-    uneven = f"max/mean: computing {_imbalance(computing):.2f}, waiting {_imbalance(totals[4]):.2f}"
-    return "\n".join([*lines, "", *_table(by_row, 2), "", *_table(by_rank, 0), uneven])
+    return lines
+
+
+_SHOWN = 8  # places; the rest is one line
+
+
+def _computation(found: Report) -> list[tuple[str, ...]]:
+    lines = [("computing", "after line", "until line", "time", "longest", "max/mean")]
+    for (phase, after, until), seconds in found.computing[:_SHOWN]:
+        lines.append((phase, after, until, _time(seconds.mean()), _longest(seconds), f"{_imbalance(seconds):.2f}"))
+    if rest := found.computing[_SHOWN:]:
+        seconds = np.sum([each.seconds for each in rest], axis=0)
+        lines.append(
+            (f"{len(rest)} others", "", "", _time(seconds.mean()), _longest(seconds), f"{_imbalance(seconds):.2f}")
+        )
+    return lines
+
+
+def _longest(seconds: np.ndarray) -> str:
+    return f"{_time(seconds.max())} (rank {seconds.argmax()})" if seconds.any() else "-"
 
 
 def _table(rows: list[tuple[str, ...]], left: int) -> list[str]:

@@ -75,7 +75,7 @@ def _described(event: Event) -> tuple[str, str, dict[str, Any]]:
         "dtype": None if given.dtype is None else str(given.dtype), "bytes": given.nbytes, "reduction": given.reduction,
     }  # fmt: skip
     # Inside the adjoint of one operation is another operation.
-    name = event.name if event.outermost else event.operation
+    name = event.called if event.outermost else event.operation
     return name, event.direction, {key: value for key, value in args.items() if value not in (None, "")}
 
 

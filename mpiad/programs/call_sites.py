@@ -33,8 +33,8 @@ def called_at(site: Site | None, kind: str, rule: tuple[str, str, Site] | None =
     """
     made: Any = _CALLS[kind]
     inner = None
-    if kind == "settle" and site is not None and site.entry:
-        # What is sent before an operation is named by the function of ours that the user called.
+    if site is not None and site.entry:
+        # Reports name the function of ours that the user called.
         name, file = site.entry, Path(calls.__file__).with_name(f"{site.entry}.py")
         inner = FunctionType(made.__code__.replace(co_filename=str(file), co_name=name, co_qualname=name), {})
         made = _THROUGH
@@ -44,7 +44,9 @@ def called_at(site: Site | None, kind: str, rule: tuple[str, str, Site] | None =
         return inner or made
     name = site.function
     code = made.__code__.replace(co_filename=site.file, co_firstlineno=site.line, co_name=name, co_qualname=name)
-    return FunctionType(code, {}, name, (inner,))
+    called = FunctionType(code, {}, name)
+    called.__kwdefaults__ = {"inner": inner} if inner else None
+    return called
 
 
 def _within(made: Callable[..., Any], rule: tuple[str, str, Site]) -> Callable[..., Any]:
@@ -74,4 +76,4 @@ _CALLS: dict[str, Any] = {
     "settle": lambda fun, args: fun(*args),
     "opaque": lambda fun, args: fun(*args),
 }
-_THROUGH: Any = lambda fun, args, inner=None: inner(fun, args)  # type: ignore[misc]  # noqa: E731
+_THROUGH: Any = lambda *given, inner=None: inner(*given)  # type: ignore[misc]  # noqa: E731

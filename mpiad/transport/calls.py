@@ -60,6 +60,8 @@ class Site:
 
 # They make many communications, of which a message had better name the one that it is about.
 _COMPOSITES = ("mpi_optimize", "mpi_map")
+# Entries that name no function: another library's, and that of an operator of the user's own, whose name says more.
+_OPERATORS = ("", "extend")
 
 
 class Arguments(NamedTuple):
@@ -136,6 +138,14 @@ class Call:
     def described(self) -> str:
         """The call in words: ``"mpi_bcast"``, or ``"adjoint of mpi_bcast"``."""
         return self.name if self.direction == "forward" else f"{self.direction} of {self.forward_name or self.name}"
+
+    @property
+    def called(self) -> str:
+        """The same by the library's function that the user called: ``"exchange"``, ``"adjoint of exchange"``."""
+        entry = (self.forward_site or self.site).entry
+        if entry in _OPERATORS:
+            return self.described
+        return entry if self.direction == "forward" else f"{self.direction} of {entry}"
 
 
 class Observer(Protocol):

@@ -10,6 +10,8 @@ from mpi4py import MPI
 
 import mpiad
 from mpiad.debug import recorded, recording, report
+from mpiad.debug.advice import Totals, advice
+from mpiad.debug.computing import Place, Stretch
 from mpiad.debug.report import Row
 
 WORLD = MPI.COMM_WORLD
@@ -53,6 +55,69 @@ def test_calls_messages_and_bytes(rank, size):
         np.testing.assert_array_equal([row.calls, row.messages, row.nbytes], 2 * np.array([calls, messages, nbytes]))
         assert row.site.startswith("test_report.py:") and row.site.endswith(" in loss")
     assert set(found) - {"value_and_grad"} == {name for name in found if "mpi_" in name} and len(found) == 11
+
+
+@several
+@pytest.mark.parametrize("compiled", [False, True])
+def test_calls_go_by_the_functions_that_the_program_calls(compiled, rank):
+    domain = mpiad.Domain(8)
+
+    def loss(u):
+        for _ in range(3):
+            u = domain.exchange(u)[1:-1] ** 2
+        return domain.sum(u)
+
+    program = mpiad.value_and_grad(mpiad.jit(loss) if compiled else loss)
+    program(np.ones(domain.local_shape))
+    with recorded():
+        program(np.ones(domain.local_shape))
+    found = rows(silent())
+    calls = {"exchange": 3, "adjoint of exchange": 3, "sum": 1, "adjoint of sum": 1, "value_and_grad": 1}
+    assert {name: row.calls[rank] for name, row in found.items()} == calls
+    assert all(row.site.endswith(" in loss") == (name != "value_and_grad") for name, row in found.items())
+
+
+def test_computing_by_line(rank, size):
+    def loss(x):
+        x = mpiad.mpi_allreduce(x)
+        if rank == size - 1:
+            time.sleep(LATE)
+        return mpiad.mpi_allreduce(x**2)
+
+    with recorded():
+        mpiad.value_and_grad(loss)(1.0)
+    found = silent()
+    (phase, after, until), seconds = found.computing[0]
+    assert phase == "forward" and after.endswith(" in loss") and until.endswith(" in loss")
+    assert int(until.split(":")[1].split()[0]) - int(after.split(":")[1].split()[0]) == 3
+    assert seconds[size - 1] >= LATE
+    spent = sum(each.seconds for each in found.computing) + sum(row.seconds for row in found.rows)
+    np.testing.assert_allclose(spent, found.elapsed, rtol=1e-6)
+    assert {each.place.phase for each in found.computing} == {"forward", "backward", "outside"}
+
+
+ONES = np.ones(2)
+ADVICE = {
+    # Seconds of one in communication, of these waiting, bytes of ten calls, computing forward, backward: what is said.
+    "imbalance": ([0.8, 0.0], [0.8, 0.0], 80, [0.2, 1.0], [0.0, 0.0], "load imbalance: rank 1 computes 1.7 times"),
+    "turns": (0.5 * ONES, 0.4 * ONES, 80, 0.3 * ONES, 0.2 * ONES, "wait 40% of the time, most of it in sum at b.py"),
+    "latency": (0.6 * ONES, 0 * ONES, 80, 0.2 * ONES, 0.2 * ONES, "exchange at a.py:1: 10 calls of 8 bytes. Latency"),
+    "bandwidth": (0.6 * ONES, 0 * ONES, 1e7, 0.2 * ONES, 0.2 * ONES, "10 calls of 1000000 bytes. Bandwidth"),
+    "computing": (0.1 * ONES, 0 * ONES, 80, 0.6 * ONES, 0.3 * ONES, "computing takes 90% of the time, 60% in the loop"),
+    "backward": (0.1 * ONES, 0 * ONES, 80, 0.1 * ONES, 0.8 * ONES, "the backward pass computes 8 times as long"),
+    "nothing": (0.6 * ONES, 0 * ONES, 0, 0.2 * ONES, 0.2 * ONES, "nothing stands out"),
+}
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("name", ADVICE)
+def test_advice(name):
+    *spent, nbytes, forward, backward, said = ADVICE[name]
+    calls = 10 if nbytes else 0
+    totals = Totals(ONES, *map(np.array, spent), "exchange at a.py:1", "sum at b.py:2", calls, nbytes, 0)
+    places = (Place(phase, "a.py:1", "a.py:1") for phase in ("forward", "backward"))
+    given = advice(totals, [Stretch(*each) for each in zip(places, np.array([forward, backward]))])
+    assert any(said in line for line in given), given
 
 
 def test_the_same_on_all_ranks(size):

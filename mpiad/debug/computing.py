@@ -1,0 +1,108 @@
+"""Where a rank computes: the time outside of all communication, by the lines of the program on both sides of it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from operator import itemgetter
+from typing import NamedTuple
+
+import numpy as np
+
+from mpiad.debug.recorder import Event, Recorder
+
+__all__ = ["Place", "Stretch", "computed"]
+
+_START, _END = "start of the recording", "end of the recording"
+
+
+class Place(NamedTuple):
+    """What lies between two communications, or inside one of the library's functions that makes several.
+
+    Attributes
+    ----------
+    phase : {"forward", "backward", "outside"}
+        Of a derivative, or outside of all.
+    after, until : str
+        The lines of the communications before and behind it (of adjoints, those of their forward calls). The same line in
+        both is a loop around it; inside a function of the library's both name that function.
+    """
+
+    phase: str
+    after: str
+    until: str
+
+
+class Stretch(NamedTuple):
+    """What the ranks computed at one place.
+
+    Attributes
+    ----------
+    place : Place
+    seconds : array, shape (P,)
+    """
+
+    place: Place
+    seconds: np.ndarray
+
+
+def computed(recorder: Recorder, events: Iterable[Event]) -> dict[Place, float]:
+    """Return a rank's seconds by place; they and the innermost communications add up to what was recorded.
+
+    Of the main thread: only there the time between two calls is known to be the program's.
+    """
+    mine = [event for event in events if event.thread == 0]
+    found: dict[Place, float] = defaultdict(float)
+    phases: list[str] = []
+    pending: list[tuple[str, float]] = []  # since the last communication: each phase and its seconds
+    at, after = recorder.since, _START
+
+    def passed(time: float) -> None:
+        pending.append((phases[-1] if phases else "outside", max(time - at, 0.0)))
+
+    def reached(until: str) -> None:
+        for phase, seconds in pending:
+            found[Place(phase, after, until)] += seconds
+        pending.clear()
+
+    for time, _, what in sorted(_marks(mine), key=itemgetter(0, 1)):
+        passed(time)
+        at = time
+        if isinstance(what, Event):
+            line = what.forward_site or what.site
+            reached(line)
+            at, after = what.ended, line
+        elif what:
+            phases.append(what)
+        elif phases:
+            phases.pop()
+    passed(recorder.since + recorder.elapsed)
+    reached(_END)
+    for event, seconds in _inside(mine):
+        named = f"inside {event.called}"
+        found[Place("backward" if event.direction == "adjoint" else "forward", named, named)] += seconds
+    return dict(found)
+
+
+def _marks(events: list[Event]) -> Iterable[tuple[float, int, Event | str]]:
+    """Yield times, an order where they are equal, and what happens: a communication, a phase's name, "" for its end."""
+    for event in events:
+        if event.direction == "phase":
+            yield event.began, 1, event.name
+            yield event.ended, 0, ""
+        elif event.outermost:
+            yield event.began, 2, event
+
+
+def _inside(events: list[Event]) -> Iterable[tuple[Event, float]]:
+    """Yield the outermost communications that have others inside, and their seconds outside of these."""
+    inner = 0.0
+    for event in events:  # in the order of their ends, so that what is inside comes first
+        if event.direction == "phase":
+            continue
+        if event.innermost:
+            inner += event.ended - event.began
+        if event.outermost:
+            if not event.innermost:
+                yield event, max(event.ended - event.began - inner, 0.0)
+            inner = 0.0
