@@ -3,7 +3,7 @@
 from mpiad.ensemble.backends import EnsembleSerial, EnsembleThreads, EnsembleVectorized
 from mpiad.ensemble.controller import IController, PIController
 from mpiad.ensemble.convergence_codes import ConvergenceCode
-from mpiad.ensemble.events import Event
+from mpiad.ensemble.event import Event
 from mpiad.ensemble.fit import fit
 from mpiad.ensemble.fit_result import FitResult
 from mpiad.ensemble.gpu import EnsembleGPU

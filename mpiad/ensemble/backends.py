@@ -189,17 +189,22 @@ class Compiler:
             return self._count >= LEAST_TRAJECTORIES and not isinstance(backend, EnsembleSerial) and _has_llvm()
         return self.compile is True
 
-    def run(self, backend: EnsembleAlgorithm, batch: Batch, settings: Settings, given: Batch) -> Outcome:
+    def run(
+        self, backend: EnsembleAlgorithm, batch: Batch, settings: Settings, given: Batch, again: bool = False
+    ) -> Outcome:
         """Solve all trajectories of a batch, by a kernel where that is chosen.
 
         Parameters
         ----------
         given : Batch
             The batch before what is traced was made plain.
+        again : bool
+            Whether f has been tried out on such a batch.
         """
 
         def made() -> TracedProblem | None:
-            try_once(batch, settings.events, given.traced)
+            if not again:
+                try_once(batch, settings.events, given.traced)
             if not wanted:
                 return None
             program = traced_program(batch, must, self.warn)

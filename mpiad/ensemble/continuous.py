@@ -129,8 +129,9 @@ class _Adjoint:
         p = Parameters([ids], [True], lambda leaves: leaves[0])
         batch = Batch(self._rate, (len(found.u0),), found.u0[:, ids], p, now[mask], end[mask])
         settings = self._run.settings._replace(
-            saveat=np.empty(0), record=bool(found.leaves), checkpoints=None, events=(), progress=None, ends=False
-        )
+            saveat=np.empty(0), record=bool(found.leaves), checkpoints=None, events=(), progress=None, ends=False,
+            restarts=None,
+        )  # fmt: skip
         outcome = EnsembleVectorized().run(batch, settings)
         _require_solved(outcome, np.flatnonzero(mask))
         found.u0[:, ids] = outcome.u_end

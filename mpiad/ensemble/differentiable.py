@@ -34,7 +34,7 @@ from mpiad.ensemble.tangents import Directions, Kept, push_run
 from mpiad.primitives.cotangents import spec_like
 from mpiad.transport.device_arrays import is_device_array
 
-__all__ = ["differentiable"]
+__all__ = ["differentiable", "traced_results"]
 
 
 def differentiable(sol: EnsembleSolution, run: Run, batch: Batch, options: GradientOptions) -> EnsembleSolution:
@@ -49,9 +49,7 @@ def differentiable(sol: EnsembleSolution, run: Run, batch: Batch, options: Gradi
     """
     count, d, ends = run.batch.size, len(run.batch.u0), run.settings.ends
     saved = np.empty((count, 0, d), run.batch.u0.dtype) if ends else sol.u.reshape(count, sol.u.shape[1], d)
-    solved = _SolvedRun(run, saved, sol.u_end.reshape(count, d), options)
-    traced = solve_operator(batch.u0, batch.start, batch.end, *batch.p.leaves, solved=solved)
-    u, u_end, *times = solved.layout.parts(traced)
+    u, u_end, *times = traced_results(run, saved, sol.u_end.reshape(count, d), batch, options)
     if ends:
         return at_ends(sol, lambda: batch.u0, anp.reshape(u_end, sol.u_end.shape))
     changes = {"u": anp.reshape(u, sol.u.shape), "u_end": anp.reshape(u_end, sol.u_end.shape)}
@@ -60,6 +58,23 @@ def differentiable(sol: EnsembleSolution, run: Run, batch: Batch, options: Gradi
         events = traced_events(sol.events, run.passed, run.terminated & run.live, reached, crossed)
         changes.update(t_reached=reached, events=events)
     return dataclasses.replace(sol, **changes)
+
+
+def traced_results(run: Run, saved: Array, u_end: Array, batch: Batch, options: GradientOptions) -> list[Array]:
+    """Return the results of a run as functions of a traced batch.
+
+    Parameters
+    ----------
+    saved, u_end : array, shapes (N, n_saved, d), (N, d)
+        Plain results.
+
+    Returns
+    -------
+    list of array
+        Both, and where events were looked for the times at which trajectories ended (N,), and those of events (m,).
+    """
+    solved = _SolvedRun(run, saved, u_end, options)
+    return solved.layout.parts(solve_operator(batch.u0, batch.start, batch.end, *batch.p.leaves, solved=solved))
 
 
 class _SolvedRun:

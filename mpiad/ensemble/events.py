@@ -2,145 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from autograd.tracer import isbox
 
-from mpiad._typing import Array, Function, Shape, Tree
+from mpiad._typing import Array, Tree
 from mpiad.ensemble.coefficients import Coefficients, polynomials, states_at
-from mpiad.ensemble.derivative import locked
+from mpiad.ensemble.event import Event
 from mpiad.ensemble.record import Step
 from mpiad.ensemble.step_sweep import Met
-from mpiad.transport.device_arrays import is_device_array
 
-__all__ = ["BISECTIONS", "Event", "EventWatch", "StepEvents", "events_of", "in_order", "traced_events"]
+__all__ = ["BISECTIONS", "EventWatch", "StepEvents", "events_of", "in_order", "traced_events"]
 
 # Halvings of a step until its parts can't be told apart.
 BISECTIONS = 60
-
-
-@dataclass(frozen=True)
-class Event:
-    """A sign change of a condition along a trajectory.
-
-    Parameters
-    ----------
-    condition : callable
-        ``condition(u, p, t)`` returns a number for each column, as f is called.
-    terminal : bool
-        Whether the trajectory ends there, with the return code Terminated.
-    direction : int
-        Above zero: only from negative to positive; below zero: only from positive to negative; 0: both.
-
-    Raises
-    ------
-    TypeError
-        Where the condition isn't a function.
-
-    Examples
-    --------
-    >>> from mpiad.ensemble import Event, ODEProblem, solve
-    >>> fall = ODEProblem(lambda u, p, t: [u[1], -9.81], [1.0, 0.0], (0.0, 2.0))
-    >>> sol = solve(fall, events=Event(lambda u, p, t: u[0], direction=-1))
-    >>> print(sol.retcode, [(which, round(float(time), 4)) for which, time in sol.events])
-    Terminated [(0, 0.4515)]
-    """
-
-    condition: Function
-    terminal: bool = True
-    direction: int = 0
-
-    def __post_init__(self) -> None:
-        if not callable(self.condition):
-            raise TypeError(f"Event: condition must be a function, but got {type(self.condition).__name__}.")
-
-    def for_states(self, shape: Shape) -> Event:
-        """Return the event with a condition of columns, where the user's sees states of a shape as f does.
-
-        Raises
-        ------
-        NotImplementedError
-            Where the states are matrices.
-        """
-        if len(shape) == 1:
-            return self
-        if shape:
-            raise NotImplementedError(
-                f"solve: events are looked for along states of shape (d,), but u0 has shape {shape}. Flatten it, and give "
-                "its old shape back in f."
-            )
-        return dataclasses.replace(self, condition=_OfNumbers(self.condition))
-
-    @property
-    def written(self) -> Function:
-        """The condition as the user wrote it."""
-        return self.condition.written if isinstance(self.condition, _OfNumbers) else self.condition
-
-    def value(self, u: Array, p: Tree, t: Array) -> Array:
-        """Return the condition's value for each column, shape (n,).
-
-        Raises
-        ------
-        NotImplementedError
-            Where it is traced by something around it.
-        TypeError
-            Where it is complex.
-        ValueError
-            Where it has another shape.
-        """
-        value = self.condition(locked(u), p, locked(t.copy()))
-        _require_numbers(value, t.shape)
-        return (value if is_device_array(value) else np.asarray(value)).astype(float)
-
-    def crossed(self, before: Array, after: Array) -> Array:
-        """Tell for each column whether the condition changed its sign as asked for."""
-        up, down = (before <= 0) & (after >= 0), (before >= 0) & (after <= 0)
-        # A step that starts on the root has counted it already, or starts there.
-        moved = before != 0
-        chosen = up if self.direction > 0 else down if self.direction < 0 else up | down
-        return chosen & moved
-
-
-def _require_numbers(value: Any, shape: Shape) -> None:
-    """Raise where a condition didn't return one real number for each column.
-
-    Raises
-    ------
-    NotImplementedError
-        Where it is traced by something around it.
-    TypeError
-        Where it is complex.
-    ValueError
-        Where it has another shape.
-    """
-    if isbox(value):
-        raise NotImplementedError(
-            "Event: condition uses a traced value from around it, through which no derivative can flow. Pass it as p."
-        )
-    if np.shape(value) != shape:
-        raise ValueError(
-            f"Event: condition returned shape {np.shape(value)}, but one number for each column was expected: {shape}. "
-            "It is called with columns as f is, u of shape (d, n); a norm or a sum must be taken along axis 0."
-        )
-    if np.iscomplexobj(value):
-        raise TypeError(
-            f"Event: condition returned {getattr(value, 'dtype', type(value).__name__)}, but an event is where a real "
-            "number changes its sign. Return the part that is meant: np.real, np.imag or np.abs of it."
-        )
-
-
-@dataclass(frozen=True)
-class _OfNumbers:
-    """The condition of columns of one component, by that of numbers."""
-
-    written: Function
-
-    def __call__(self, u: Array, p: Tree, t: Array) -> Array:
-        return self.written(u[0], p, t)
 
 
 class StepEvents(NamedTuple):

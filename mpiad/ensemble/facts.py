@@ -67,6 +67,8 @@ class Facts:
         From `naccept` and `nreject` to the calls of f.
     said : list of int
         By ranks, a number for what each has to say of f in the log; the same number for the same words.
+    calls : array of int, shape (N,), or None
+        The calls of f where there were events, which may begin steps anew.
     """
 
     codes: Array
@@ -82,6 +84,7 @@ class Facts:
     ends: bool
     evaluated: Callable[[Array, Array], Array]
     said: list[int]
+    calls: Array | None = None
 
     @cached_property
     def t_reached(self) -> Array:
@@ -122,7 +125,7 @@ class Facts:
     @property
     def nf(self) -> Array:
         """Calls of f, shape (N,)."""
-        return self.evaluated(self.naccept, self.nreject)
+        return self.evaluated(self.naccept, self.nreject) if self.calls is None else self.calls.astype(np.int64)
 
 
 def facts_of_all(
@@ -198,6 +201,8 @@ def _columns(used: Channel, share: EnsembleSolution, every: Array) -> dict[str, 
         sent.append(("codes", share.codes, np.dtype(np.int8)))
     if most[_REACHED_DIFFER] or (busy[:, _REACHED] != busy[:1, _REACHED]).any():
         sent.append(("reached", getval(share.t_reached), np.dtype(float)))
+    if most[_EVENTS]:
+        sent.append(("calls", share.nf, np.dtype(np.int64)))
     common = busy[0, _REACHED : _REACHED + 1].view(float)[0] if len(busy) else 0.0
     known = {"codes": np.broadcast_to(np.int8(0), count), "reached": np.broadcast_to(common, count)}
     return known | _gather(used, sent, every[:, _COUNT].tolist())

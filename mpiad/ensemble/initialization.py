@@ -104,6 +104,8 @@ class Initialization:
         else:
             rate = lambda u, t: derivative_at(self.derivative, u, p, t, sign)  # noqa: E731
             h = first_step(rate, u, t, end, k, self.rtol, self.atol, settings.alg.tableau.error_order)
+        if settings.restarts is not None and settings.alg.tableau.error is not None:
+            h = np.minimum(h, settings.restarts[ids])
         h = np.maximum(np.minimum(h, settings.dtmax), least_step(t))
         return Entrants(ids, t, end, h, u, k)
 

@@ -51,7 +51,9 @@ class ReturnCode(NamedCode):
     DtLessThanMin = "DtLessThanMin"
     """No step that time can resolve meets the tolerance: a singularity, a discontinuity, or a tolerance too tight."""
     Unstable = "Unstable"
-    """f gave NaN or infinity however small the step."""
+    """f gave NaN or infinity however small the step, or an affect did."""
+    Zeno = "Zeno"
+    """An event that acts came again and again with hardly any time between."""
 
     @property
     def failed(self) -> bool:

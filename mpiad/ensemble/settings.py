@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.ensemble.events import Event
+from mpiad.ensemble.event import Event
 from mpiad.ensemble.tableaus import Algorithm
 
 __all__ = ["GradientOptions", "Settings", "by_component"]
@@ -33,6 +33,8 @@ class Settings(NamedTuple):
         The mass matrix; None for the identity.
     ends : bool
         Whether initial and final states are all that is saved: then there are no times in `saveat`.
+    restarts : array, shape (N,), or None
+        Of a piece of a solve between events that act: how long the first steps may be; None: it is a whole one.
     """
 
     alg: Algorithm
@@ -48,12 +50,13 @@ class Settings(NamedTuple):
     progress: Callable[[int], None] | None = None
     ends: bool = False
     mass: Array | None = None
+    restarts: Array | None = None
 
     def share(self, rows: slice) -> Settings:
         """Return the settings of some of the trajectories."""
-        if self.saveat is None or np.ndim(self.saveat) == 1:
-            return self
-        return self._replace(saveat=self.saveat[rows])
+        restarts = None if self.restarts is None else self.restarts[rows]
+        saveat = self.saveat if self.saveat is None or np.ndim(self.saveat) == 1 else self.saveat[rows]
+        return self._replace(saveat=saveat, restarts=restarts)
 
 
 class GradientOptions(NamedTuple):

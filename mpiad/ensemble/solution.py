@@ -35,7 +35,7 @@ class ODESolution(Factored):
     u_end : array, shape (d,)
         The state at the end of tspan; of one that failed, its last accepted state; at a terminal event, the state there.
     retcode : str
-        Success, Terminated, MaxIters, DtLessThanMin or Unstable.
+        Success, Terminated, MaxIters, DtLessThanMin, Unstable or Zeno.
     t_reached : float
     naccept, nreject, nf, njac, nlu : int
         Accepted and rejected steps, calls of f; of Rosenbrock methods Jacobians and factorizations, one for each try.
@@ -95,7 +95,7 @@ class EnsembleSolution(Factored):
     u_end : array, shape (N, d)
         The states at the end of tspan; of one that failed, its last accepted state; at a terminal event, the state there.
     retcode : array of str, shape (N,)
-        Success, Terminated, MaxIters, DtLessThanMin or Unstable.
+        Success, Terminated, MaxIters, DtLessThanMin, Unstable or Zeno.
     t_reached : array, shape (N,)
     naccept, nreject, nf, njac, nlu : array of int, shape (N,)
         Accepted and rejected steps, calls of f; of Rosenbrock methods Jacobians and factorizations, one for each try.

@@ -20,9 +20,11 @@ from mpiad.ensemble.dense_output import DenseOutput
 from mpiad.ensemble.device_solution import DeviceSolution
 from mpiad.ensemble.differentiable import differentiable
 from mpiad.ensemble.evaluations import evaluations
-from mpiad.ensemble.events import Event
+from mpiad.ensemble.event import Event
 from mpiad.ensemble.facts import Facts, fingerprint
 from mpiad.ensemble.gpu import EnsembleGPU
+from mpiad.ensemble.hybrid_derivative import hybrid_solution
+from mpiad.ensemble.hybrid_solve import HybridSolve, acting
 from mpiad.ensemble.mass import mass_of
 from mpiad.ensemble.members import columns_of, initial_states, master_seed, members
 from mpiad.ensemble.methods.dormand_prince import RK45
@@ -37,6 +39,7 @@ from mpiad.ensemble.sharded import ShardedSolution
 from mpiad.ensemble.solution import EnsembleSolution, solution_of, unshared
 from mpiad.ensemble.solve_options import SolveOptions, checked_options
 from mpiad.ensemble.tableaus import Algorithm
+from mpiad.ensemble.trial import try_once
 from mpiad.errors import IntegrationError
 from mpiad.progress_line import ProgressLine
 from mpiad.transport import Channel, channel
@@ -101,7 +104,8 @@ def solve(
     max_steps : int
         Of each trajectory, rejected ones included.
     events : Event or tuple of Event
-        Sign changes to look for.
+        What is looked for, or happens, on the way. A saved time that coincides with one that changes the state holds the
+        state after it.
     batch_size : int, optional
         How many trajectories are set up at once, which bounds memory; all by default.
     gradient : {"tangent", "adjoint"}, optional
@@ -274,6 +278,8 @@ def _solved(
         mass=mass_of(options.mass, batch),
     )  # fmt: skip
     batch = batch if on_gpu else placed(batch)
+    if acting(events):
+        _check_acting(options, on_gpu or is_on_device(batch))
     if options.dense_output and (on_gpu or is_on_device(batch)):
         raise NotImplementedError(
             "solve: dense_output=True is for solves on the host, but this one is on a device. Ask for the times by saveat, "
@@ -284,15 +290,33 @@ def _solved(
     return _by_arrays(options, compiler, backend, given, batch, settings)
 
 
+def _check_acting(options: SolveOptions, on_device: bool) -> None:
+    """Refuse what isn't there where events change the state."""
+    for name, asked, instead in (
+        ("dense_output=True", options.dense_output, "Ask for the times by saveat"),
+        ("save_everystep=True", options.save_everystep, "Ask for the times by saveat"),
+        ("arrays on a device or EnsembleGPU", on_device, "Bring them to the host with mpiad.device.to_host, and take "
+        "EnsembleVectorized()"),
+    ):  # fmt: skip
+        if asked:
+            raise NotImplementedError(f"solve: events with an affect aren't there for {name}. {instead}.")
+
+
 def _by_arrays(
     options: SolveOptions, compiler: Compiler, backend: EnsembleAlgorithm, given: Batch, batch: Batch, settings: Settings
 ) -> EnsembleSolution:
     """Solve a batch where its arrays live: on the host by a kernel, too, where that is chosen."""
+    gradient = GradientOptions(options.gradient, options.adjoint)
+    if acting(settings.events):
+        try_once(batch, settings.events, given.traced)
+        solved = HybridSolve(partial(compiler.run, backend, given=given, again=True), batch, settings)
+        solved.run()
+        return hybrid_solution(solved, given, gradient)
     if is_on_device(batch):
         outcome = compiler.run_on_device(backend, batch, settings)
     else:
         outcome = compiler.run(backend, batch, settings, given)
-    sol, gradient = solution_of(outcome, batch, settings), GradientOptions(options.gradient, options.adjoint)
+    sol = solution_of(outcome, batch, settings)
     if given.traced:
         sol = differentiable(sol, run_of(batch, settings, outcome), given, gradient)
     return replace(sol, dense=DenseOutput(batch, settings, outcome, given, gradient)) if options.dense_output else sol

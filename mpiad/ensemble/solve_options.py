@@ -11,7 +11,7 @@ from autograd.tracer import isbox
 
 from mpiad._typing import Array
 from mpiad.ensemble.backends import EnsembleAlgorithm
-from mpiad.ensemble.events import Event
+from mpiad.ensemble.event import Event
 from mpiad.ensemble.gpu import EnsembleGPU
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
 from mpiad.ensemble.tableaus import Algorithm

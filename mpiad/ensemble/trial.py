@@ -7,6 +7,7 @@ couple the trajectories without a word: it is found because the first column's v
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,8 @@ import numpy as np
 from mpiad._typing import Array, Tree
 from mpiad.ensemble.batch import Batch, spread
 from mpiad.ensemble.derivative import COUPLED, Derivative, derivative_of, locked
-from mpiad.ensemble.events import Event
+from mpiad.ensemble.event import Event
+from mpiad.ensemble.event_affects import affected
 from mpiad.ensemble.linearization import Field, check_traceable
 from mpiad.transport.device_arrays import arrays_of
 
@@ -54,7 +56,10 @@ def try_once(batch: Batch, events: Sequence[Event], traced: bool) -> None:
             moved = _moved(*_columns(batch, numbers(more) % 1))
             _check_uncoupled(lambda *at: _written(derivative, *at), first, moved, "f")
             for event in events:
-                _check_uncoupled(event.value, first, moved, "a condition of the events")
+                if event.condition is not None:
+                    _check_uncoupled(event.value, first, moved, "a condition of the events")
+                if event.acts:
+                    _check_uncoupled(partial(affected, event, batch), first, moved, "an affect of the events")
         if traced:
             ids = numbers(width) % batch.size
             leaves = [leaf[..., ids] if varies else leaf for leaf, varies in zip(batch.p.leaves, batch.p.varies)]

@@ -8,7 +8,7 @@ import pytest
 from autograd import grad as plain_grad
 
 import mpiad
-from mpiad.ensemble import RK4, RK45, EnsembleProblem, ODEProblem, remake, solve
+from mpiad.ensemble import RK4, RK45, EnsembleProblem, Event, ODEProblem, remake, solve
 
 pytestmark = pytest.mark.serial
 
@@ -157,3 +157,59 @@ def test_messages_show_what_came(given, words):
     ensemble = EnsembleProblem(problem, prob_func=lambda prob, i, repeat: remake(prob, tspan=ends(i)))
     with pytest.raises(ValueError, match=words):
         solve(ensemble, trajectories=3, **given)
+
+
+def _same(u, p, t):
+    return u
+
+
+@pytest.mark.parametrize(
+    "given, kind, text",
+    [
+        ({"condition": _same, "times": [1.0], "affect": _same}, ValueError, "either a condition or times, not both"),
+        ({"times": [1.0]}, ValueError, "nothing is to happen then"),
+        ({"condition": _same, "affect": 2.0}, TypeError, "affect must be a function, but got float"),
+        ({}, TypeError, "condition must be a function, but got NoneType"),
+        ({"times": [1.0, np.nan], "affect": _same}, TypeError, "times must be a list of numbers"),
+        ({"times": "noon", "affect": _same}, TypeError, "times must be a list of numbers"),
+    ],
+)
+def test_events_that_say_too_much_or_too_little(given, kind, text):
+    with pytest.raises(kind, match=text):
+        Event(**given)
+
+
+@pytest.mark.parametrize(
+    "event, more, kind, text",
+    [
+        (Event(times=[0.5], affect=lambda u, p, t: [u[0]] * 3), {}, ValueError, "affect returned 3 components"),
+        (Event(times=[0.5], affect=lambda u, p, t: [u[0], np.ones(9)]), {}, ValueError, "affect returned 2 components of"),
+        (
+            Event(times=[0.5], affect=lambda u, p, t: u + np.sum(u)),
+            {},
+            ValueError,
+            "an affect of the events gives the first",
+        ),
+        (Event(times=[0.5], affect=lambda u, p, t: 1j * u), {}, TypeError, "affect returned complex128"),
+        (Event(times=[0.5], affect=lambda u, p, t: u.__setitem__(0, 1)), {}, TypeError, "affect writes into its arguments"),
+        (Event(times=lambda p: [np.nan], affect=_same), {}, ValueError, r"times\(p\) must return a list of times"),
+        (Event(times=lambda p: np.ones(3), affect=_same), {}, ValueError, r"of shape \(3,\)"),
+        (Event(times=[0.5], affect=_same), {"dense_output": True}, NotImplementedError, "dense_output=True. Ask for"),
+        (Event(times=[0.5], affect=_same), {"save_everystep": True}, NotImplementedError, "save_everystep=True. Ask for"),
+    ],
+)
+def test_affects_and_times_that_cant_be_used(event, more, kind, text):
+    with pytest.raises(kind, match=text):
+        solve(ODEProblem(lambda u, p, t: [u[1], -u[0]], np.ones(2), (0.0, 1.0)), events=event, **more)
+
+
+def test_what_is_traced_around_an_event_is_refused():
+    def loss(x, event):
+        return solve(ODEProblem(lambda u, p, t: [-u[0]], np.ones(1), (0.0, 1.0)), events=event(x)).u_end[0]
+
+    for event in (
+        lambda x: Event(times=[x], affect=_same),
+        lambda x: Event(times=[0.5], affect=lambda u, p, t: [u[0] + x]),
+    ):
+        with pytest.raises(NotImplementedError, match="traced value"):
+            mpiad.grad(loss)(0.5, event)

@@ -52,7 +52,9 @@ class _Forward(LaneOutput):
         lines = [
             "def forward(b, exact, ids, place, state, taken, u0, p, s, start, end, times, rtol, atol, dt, dtmax,",
             "            max_steps, u_end, t_reached, codes, naccept, nreject, saved, save_step, du_end, dsaved, last,",
-            "            rows, before" + (",\n            end_part, crossings):" if form.events else "):"),
+            "            rows, before"
+            + ("" if not form.restarts else ", restarts")
+            + (",\n            end_part, crossings):" if form.events else "):"),
             "    # Fields of b: " + ", ".join(self.fields),
             "    aligned_stack()",
             *(["    wide_vectors()"] if wide else []),
@@ -135,6 +137,7 @@ class _Forward(LaneOutput):
             "now = sign * t",
             "span = sign * goal - now",
             *steps.first_step(),
+            *(["h = h if h < restarts[i] else restarts[i]"] if form.restarts else []),
             "h = h if h < dtmax else dtmax",
             # `least_step`: the next double has the next bits, away from zero. Adding 0.0 takes the sign from -0.0.
             "least = 10.0 * (number_of(bits_of(now + 0.0) + (1 if now >= 0.0 else -1)) - now)",

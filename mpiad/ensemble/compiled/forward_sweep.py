@@ -94,6 +94,7 @@ class _Launch:
         self._du = np.empty((m, d, count), real)
         self._dsaved = np.zeros((m if form.inside else 0, count, n_saved, d), real)
         save_step = outcome.save_step
+        self._restarts = (argument(settings.restarts),) if form.restarts else ()
         atol = argument(np.ravel(settings.atol), real)
         # What all have in common isn't copied for each.
         u0 = batch.u0[:, :1] if batch.u0.strides[1] == 0 else batch.u0
@@ -132,7 +133,7 @@ class _Launch:
         lane, call, told = (*lanes_of(form), ids, place, state, self.taken), Paced(self._function, state), 0
         while True:
             events = (self._outcome.end_part, crossings) if form.events else ()
-            call(*lane, *self._given, *self._made, rows, before, *events)
+            call(*lane, *self._given, *self._made, rows, before, *self._restarts, *events)
             waiting, vacant, row, found, end, _ = state  # the kernel has left off there, and goes on from there
             told = self._tell(first, waiting, lanes - vacant, told)
             if vacant == lanes and waiting == end:

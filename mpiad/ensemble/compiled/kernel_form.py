@@ -53,6 +53,8 @@ class Form(NamedTuple):
         Of Rosenbrock methods: which components of f depend on time by themselves.
     mass : tuple of (int, int, float), or None
         The entries of the mass matrix that aren't zero; None for the identity.
+    restarts : bool
+        Whether each trajectory's first step has a bound of its own.
     in_pairs : bool
         Whether each two components are the parts of a complex number, whose modulus counts in norms.
     """
@@ -76,6 +78,7 @@ class Form(NamedTuple):
     jacobian: tuple[tuple[int, int], ...] = ()
     slopes: tuple[int, ...] = ()
     mass: tuple[tuple[int, int, float], ...] | None = None
+    restarts: bool = False
 
     @property
     def dtype(self) -> np.dtype:
@@ -98,11 +101,13 @@ def form_of(program: Program, layout: Layout, batch: Batch, settings: Settings) 
     """Return what the kernels of a batch, without derivatives, are generated for; `program` is what f computes."""
     events = tuple((event.terminal, event.direction) for event in settings.events)
     linear = jacobian_program(program)[1:] if settings.alg.tableau.implicit else ((), ())
+    piece = settings.restarts is not None  # of which all are to have one kernel
     return Form(
         program.groups["state"], len(layout.varying), len(layout.shared), settings.alg.tableau, settings.alg.controller,
         single=real_dtype(batch.u0.dtype) == np.float32, in_pairs=is_complex(batch.u0),
-        inside=bool(events) or not _at_ends(batch, settings.saveat), tolerances=np.ndim(settings.atol) > 0, events=events,
-        jacobian=linear[0], slopes=linear[1], mass=entries_of(settings.mass),
+        inside=bool(events) or piece or not _at_ends(batch, settings.saveat), tolerances=np.ndim(settings.atol) > 0,
+        events=events, jacobian=linear[0], slopes=linear[1], mass=entries_of(settings.mass),
+        restarts=piece and settings.alg.tableau.error is not None,
     )  # fmt: skip
 
 

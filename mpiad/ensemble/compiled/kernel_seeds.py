@@ -15,6 +15,7 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.compiling.complex_parts import from_parts
 from mpiad.ensemble.adjoint import of_ends
+from mpiad.ensemble.coefficients import stage_rates
 from mpiad.ensemble.compiled.kernel_rows import H, T, U
 from mpiad.ensemble.derivative import derivative_of
 from mpiad.ensemble.event_adjoint import pull_event
@@ -42,6 +43,8 @@ class KernelSeeds(NamedTuple):
         When the last step ends.
     leaves : dict
         From places of leaves of the parameters to what they gain beside.
+    start : array, shape (N,), or float
+        What the start of tspan gains beside, where terminal events move with it.
     """
 
     end: Array
@@ -50,6 +53,7 @@ class KernelSeeds(NamedTuple):
     times: Array
     stop: Array
     leaves: dict[int, Array]
+    start: Array | float = 0.0
 
 
 class _Step(NamedTuple):
@@ -84,7 +88,7 @@ def _with_events(run: Run, seeds: Seeds, places: tuple[int, ...], plain: KernelS
     terminal = np.array([event.terminal for event in run.settings.events])[event]
     end, value = plain.end.copy(), np.zeros((len(table), len(plain.end)), plain.end.dtype)
     reached = np.zeros(run.batch.size) if seeds.reached is None else seeds.reached
-    stop = plain.stop.copy()
+    stop, start = plain.stop.copy(), np.zeros(run.batch.size)
     stop[ids[terminal]] = (table[:, T] + table[:, H])[terminal]
     crossed = np.zeros(len(table))
     crossed[~terminal] = 0.0 if seeds.crossed is None else seeds.crossed
@@ -94,34 +98,41 @@ def _with_events(run: Run, seeds: Seeds, places: tuple[int, ...], plain: KernelS
     with np.errstate(all="ignore"):
         for number in np.unique(event[ending]):
             own = ending[event[ending] == number]
-            value[own] = _pulled(run, places, table[own], leaves, end[:, ids[own]], reached[ids[own]])
+            value[own], start[ids[own]] = _pulled(run, places, table[own], leaves, end[:, ids[own]], reached[ids[own]])
         for number in np.unique(event[passing]):
             own = passing[event[passing] == number]
-            value[own] = _pulled(run, places, table[own], leaves, None, crossed[own])
+            value[own], _ = _pulled(run, places, table[own], leaves, None, crossed[own])
     end[:, ids[ending]] = 0
     chosen = np.concatenate([ending, passing])
-    return _merged(plain._replace(end=end, stop=stop, leaves=leaves), table[chosen], value[chosen])
+    return _merged(plain._replace(end=end, stop=stop, leaves=leaves, start=start), table[chosen], value[chosen])
 
 
 def _pulled(
     run: Run, places: tuple[int, ...], rows: Array, leaves: dict[int, Array], end: Array | None, time: Array
-) -> Array:
-    """Return the cotangents of states at one event, shape (m, d); what leaves gain is added to `leaves`."""
+) -> tuple[Array, Array]:
+    """Return the cotangents of states at one event, shape (m, d), and of the start of tspan, (m,).
+
+    What leaves gain is added to `leaves`. The kernel takes the states for ones at fixed times, but a terminal event moves
+    with the start.
+    """
     count, varies, ids = len(rows), run.batch.p.varies, rows[:, 0].astype(int)
     columns = np.arange(max(2, count)) % count  # two at least, wherever f is called
     step: Any = _step(run, rows[columns])
     own = {place: np.zeros_like(leaves[place][..., ids] if varies[place] else leaves[place]) for place in places}
     met = Met(int(rows[0, 1]), end is not None, np.arange(count), rows[:, 3], rows[:, 4], ids)
-    totals = StepCotangents(step, own, varies, count, False)
+    totals = StepCotangents(step, own, varies, count, True)
     given = run.columns(run.batch.p.leaves, ids[columns])
-    inside = pull_event(run, met, step, totals, given, places, end, time, False)
+    inside = pull_event(run, met, step, totals, given, places, end, time, True)
     for place in places:
         if varies[place]:
             # A trajectory may meet an event more than once.
             np.add.at(np.moveaxis(leaves[place], -1, 0), ids, np.moveaxis(own[place], -1, 0))
         else:
             leaves[place] = leaves[place] + own[place]
-    return inside.value.T
+    rate = sum(r * k[:, :count] for r, k in zip(stage_rates(run.tableau, met.x), step.k))
+    held = (inside.value * rate).real.sum(axis=0)
+    at_end = rows[:, T] + rows[:, H] == rows[:, 4]  # for the kernel no time inside the step
+    return inside.value.T, totals.t_bar[:count] + np.where(at_end, 0.0, held)
 
 
 def _step(run: Run, rows: Array) -> _Step:

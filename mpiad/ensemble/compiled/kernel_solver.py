@@ -76,7 +76,7 @@ class Solver:
         """Return along which numbers of a trajectory tangents are carried: none, where an adjoint will be wanted."""
         compiler = self._compiler
         # With events the ends move, too.
-        moved = isbox(given.start) or isbox(given.end) or self.settings.events
+        moved = isbox(given.start) or isbox(given.end) or self.settings.events or self.settings.restarts is not None
         if compiler.gradient == "adjoint" or compiler.adjoint != "discrete" or moved or self.form.tableau.implicit:
             return ()
         found = [("u", c) for c in range(self.form.d)] if isbox(given.u0) else []
@@ -119,7 +119,12 @@ class Solver:
         own = [j for j in wanted if self._names[j][0] == "p"]
         common = [j for j in wanted if self._names[j][0] == "s"]
         form = self.form._replace(
-            wanted_varying=len(own), wanted_shared=len(common), timed=timed, inside=inside, tolerances=False
+            wanted_varying=len(own),
+            wanted_shared=len(common),
+            timed=timed,
+            inside=inside,
+            tolerances=False,
+            restarts=False,
         )
         text = reverse_text(self._program, form, self._names, (*own, *common))
         return self._compiler.function("reverse", text, form), form

@@ -115,11 +115,12 @@ def _function(
 
 def compiled(text: str, name: str, form: Form) -> Kernel:
     """Return a kernel's function, compiled; `name` says which one."""
-    return kernel_of(text, name, _signature_of(name, form.dtype, name == "forward" and bool(form.events)))
+    more = (form.restarts, bool(form.events)) if name == "forward" else ()
+    return kernel_of(text, name, _signature_of(name, form.dtype, *more))
 
 
 @cache
-def _signature_of(name: str, dtype: np.dtype, events: bool = False) -> str:
+def _signature_of(name: str, dtype: np.dtype, restarts: bool = False, events: bool = False) -> str:
     """Return the types of a kernel's arguments.
 
     Parameters
@@ -127,12 +128,12 @@ def _signature_of(name: str, dtype: np.dtype, events: bool = False) -> str:
     name : {"forward", "reverse"}
     dtype : dtype
         Of the states.
-    events : bool
-        Whether the kernel looks for events.
+    restarts, events : bool
+        Whether first steps have bounds; whether the kernel looks for events.
     """
     row, table, cube, cubes = (f"{dtype.name}[{':, ' * axes}::1]" for axes in range(4))
     kinds = (_forward if name == "forward" else _reverse)(row, table, cube, cubes)
-    more = [_ROW, _TABLE] if events else []  # end_part, crossings
+    more = ([_ROW] if restarts else []) + ([_ROW, _TABLE] if events else [])  # restarts; end_part, crossings
     return f"void({', '.join(kinds + more)})"
 
 

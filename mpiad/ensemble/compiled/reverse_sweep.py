@@ -33,8 +33,8 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
     timed : bool
         Whether to differentiate by the ends of tspan, too.
     """
-    if run.settings.events and (timed or solver.every):
-        return pull_run(run, seeds, places, timed)  # where events move with the ends, or saved times aren't known
+    if run.settings.events and solver.every:
+        return pull_run(run, seeds, places, timed)  # saved times aren't known
     if solver.settings.checkpoints is not None and run.outcome.last is None:
         return _in_parts(solver, run, seeds, places, timed)
     batch, chosen = run.batch, [part for part in solver.layout.parts if part.place in places]
@@ -76,6 +76,9 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
     s_bar = np.sum(each(back, outcome.tapes, solver.threads), axis=0)
     initial = from_row_parts(u0_bar, batch.u0.dtype).conj()
     _add_still(run, seeds, initial)
+    if timed and run.settings.events:
+        _move_ends(run, seeds, start_bar, stop_bar)
+        start_bar += start.start
     leaves = {place: np.zeros_like(batch.p.leaves[place]) for place in places}
     leaves |= {place: leaf.conj() for place, leaf in Layout(tuple(chosen)).joined(p_bar, s_bar).items()}
     for place, more in start.leaves.items():
@@ -110,6 +113,15 @@ def _add_still(run: Run, seeds: Seeds, u0_bar: Array) -> None:
         still = np.flatnonzero(run.live & (run.outcome.naccept == 0))
         chosen = run.save_step[still] == INITIAL
         u0_bar[:, still] += np.where(chosen[..., None], seeds.saved[still], 0).sum(axis=1).T
+
+
+def _move_ends(run: Run, seeds: Seeds, start_bar: Array, stop_bar: Array) -> None:
+    """Take it into account that the last step of what an event ended keeps its size, and else ends when tspan does."""
+    ended = run.live & run.terminated
+    start_bar[ended] += stop_bar[ended]
+    stop_bar[ended] = 0.0
+    if seeds.reached is not None:
+        stop_bar += np.where(run.live & ~run.terminated, seeds.reached, 0.0)
 
 
 def carried_tangents(

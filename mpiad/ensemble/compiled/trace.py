@@ -26,7 +26,7 @@ from mpiad.compiling.tracing import first_difference, input_array, scalars, trac
 from mpiad.ensemble.batch import Batch, Parameters
 from mpiad.ensemble.compiled.parameter_layout import layout_of
 from mpiad.ensemble.derivative import derivative_of
-from mpiad.ensemble.events import Event
+from mpiad.ensemble.event import Event
 from mpiad.ensemble.trial import MOVED
 
 __all__ = ["trace", "verify", "verify_condition"]

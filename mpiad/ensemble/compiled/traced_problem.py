@@ -22,7 +22,7 @@ from mpiad.compiling.tracing import identity_of
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.compiled.parameter_layout import layout_of
 from mpiad.ensemble.compiled.trace import trace, verify, verify_condition
-from mpiad.ensemble.events import Event
+from mpiad.ensemble.event import Event
 
 __all__ = ["TracedProblem", "Warn", "conditions_of", "remembered", "traced_program", "warn_once"]
 

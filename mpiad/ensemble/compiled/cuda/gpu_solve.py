@@ -24,7 +24,8 @@ from mpiad.ensemble.compiled.cuda.gpu_solver import Directions, Loaded, Solver
 from mpiad.ensemble.compiled.parameter_layout import Layout, layout_of
 from mpiad.ensemble.compiled.traced_problem import conditions_of, traced_program
 from mpiad.ensemble.device_solution import DeviceSolution, Statistics, count_failed
-from mpiad.ensemble.events import Event, events_of, traced_events
+from mpiad.ensemble.event import Event
+from mpiad.ensemble.events import events_of, traced_events
 from mpiad.ensemble.gpu import device_for
 from mpiad.ensemble.outcome import ReturnCode, came_through
 from mpiad.ensemble.settings import Settings

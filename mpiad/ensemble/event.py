@@ -1,0 +1,184 @@
+"""What users say of an event: the sign change of a condition, or given times, and what becomes of the state there."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from autograd.tracer import isbox
+
+from mpiad._typing import Array, Function, Shape, Tree
+from mpiad.ensemble.derivative import locked
+from mpiad.transport.device_arrays import is_device_array
+
+__all__ = ["Event"]
+
+
+@dataclass(frozen=True)
+class Event:
+    """What happens along a trajectory: where a condition changes its sign, or at given times.
+
+    Parameters
+    ----------
+    condition : callable, optional
+        ``condition(u, p, t)`` returns a number for each column, as f is called.
+    terminal : bool, optional
+        Whether the trajectory ends there, with the return code Terminated; by default where nothing else happens, without
+        an `affect`.
+    direction : int
+        Above zero: only from negative to positive; below zero: only from positive to negative; 0: both.
+    affect : callable, optional
+        ``affect(u, p, t)`` returns the state after the event, a component for each of u, as f is called. From there the
+        trajectory goes on. A saved time that coincides holds the state after the event.
+    times : list of numbers, or callable, optional
+        Instead of a condition: when `affect` happens, in any order; ``times(p)`` returns them by the parameters, each a
+        number or an array of one for each column. Steps end there. What lies outside tspan is left out.
+
+    Raises
+    ------
+    NotImplementedError
+        Where times are traced.
+    TypeError
+        Where the condition, or the affect, isn't a function, or times aren't numbers.
+    ValueError
+        Where both a condition and times are given, or times and no affect.
+
+    Examples
+    --------
+    A ball that keeps 0.8 of its speed, and a tablet every 8 hours.
+
+    >>> from mpiad.ensemble import Event
+    >>> bounce = Event(lambda u, p, t: u[0], direction=-1, affect=lambda u, p, t: [u[0], -0.8 * u[1]])
+    >>> tablet = Event(times=[0.0, 8.0, 16.0], affect=lambda u, p, t: [u[0] + 100.0, u[1]])
+    >>> bounce.terminal, Event(lambda u, p, t: u[0]).terminal
+    (False, True)
+    """
+
+    # None only where it isn't given: by the times, or by whether there is an affect.
+    condition: Function = None  # type: ignore[assignment]
+    terminal: bool = None  # type: ignore[assignment]
+    direction: int = 0
+    affect: Function | None = None
+    times: Any = None
+
+    def __post_init__(self) -> None:
+        if self.terminal is None:
+            object.__setattr__(self, "terminal", self.affect is None)
+        if self.affect is not None and not callable(self.affect):
+            raise TypeError(f"Event: affect must be a function, but got {type(self.affect).__name__}.")
+        if self.times is not None:
+            object.__setattr__(self, "times", self._given_times())
+        elif not callable(self.condition):
+            raise TypeError(f"Event: condition must be a function, but got {type(self.condition).__name__}.")
+
+    def _given_times(self) -> Any:
+        """Return the times as a tuple of numbers, or the function that returns them."""
+        if self.condition is not None:
+            raise ValueError("Event: give either a condition or times, not both. Make two events of it.")
+        if self.affect is None:
+            raise ValueError(
+                f"Event: times={self.times!r:.60}, but nothing is to happen then. Say affect=, or ask for states by saveat."
+            )
+        if callable(self.times):
+            return self.times
+        parts = self.times if isinstance(self.times, (list, tuple)) else [self.times]
+        if any(map(isbox, parts)):
+            raise NotImplementedError(
+                "Event: times are traced values, through which no derivative can flow here. Pass them as p, and a function "
+                "that finds them there: times=lambda p: [p[0]]."
+            )
+        times = np.atleast_1d(np.asarray(self.times))
+        if times.dtype.kind not in "iuf" or times.ndim != 1 or np.isnan(times).any():
+            raise TypeError(f"Event: times must be a list of numbers, or a function of p, but got {self.times!r:.80}.")
+        return tuple(times.astype(float).tolist())
+
+    @property
+    def acts(self) -> bool:
+        """Whether it changes the state."""
+        return self.affect is not None
+
+    def for_states(self, shape: Shape) -> Event:
+        """Return the event with functions of columns, where the user's see states of a shape as f does.
+
+        Raises
+        ------
+        NotImplementedError
+            Where the states are matrices.
+        """
+        if len(shape) == 1:
+            return self
+        if shape:
+            raise NotImplementedError(
+                f"solve: events are looked for along states of shape (d,), but u0 has shape {shape}. Flatten it, and give "
+                "its old shape back in f."
+            )
+        return self if self.condition is None else dataclasses.replace(self, condition=_OfNumbers(self.condition))
+
+    @property
+    def written(self) -> Function:
+        """The condition as the user wrote it."""
+        return self.condition.written if isinstance(self.condition, _OfNumbers) else self.condition
+
+    def value(self, u: Array, p: Tree, t: Array) -> Array:
+        """Return the condition's value for each column, shape (n,).
+
+        Raises
+        ------
+        NotImplementedError
+            Where it is traced by something around it.
+        TypeError
+            Where it is complex.
+        ValueError
+            Where it has another shape.
+        """
+        value = self.condition(locked(u), p, locked(t.copy()))
+        _require_numbers(value, t.shape)
+        return (value if is_device_array(value) else np.asarray(value)).astype(float)
+
+    def crossed(self, before: Array, after: Array) -> Array:
+        """Tell for each column whether the condition changed its sign as asked for."""
+        up, down = (before <= 0) & (after >= 0), (before >= 0) & (after <= 0)
+        # A step that starts on the root has counted it already, or starts there.
+        moved = before != 0
+        chosen = up if self.direction > 0 else down if self.direction < 0 else up | down
+        return chosen & moved
+
+
+def _require_numbers(value: Any, shape: Shape) -> None:
+    """Raise where a condition didn't return one real number for each column.
+
+    Raises
+    ------
+    NotImplementedError
+        Where it is traced by something around it.
+    TypeError
+        Where it is complex.
+    ValueError
+        Where it has another shape.
+    """
+    if isbox(value):
+        raise NotImplementedError(
+            "Event: condition uses a traced value from around it, through which no derivative can flow. Pass it as p."
+        )
+    if np.shape(value) != shape:
+        raise ValueError(
+            f"Event: condition returned shape {np.shape(value)}, but one number for each column was expected: {shape}. "
+            "It is called with columns as f is, u of shape (d, n); a norm or a sum must be taken along axis 0."
+        )
+    if np.iscomplexobj(value):
+        raise TypeError(
+            f"Event: condition returned {getattr(value, 'dtype', type(value).__name__)}, but an event is where a real "
+            "number changes its sign. Return the part that is meant: np.real, np.imag or np.abs of it."
+        )
+
+
+@dataclass(frozen=True)
+class _OfNumbers:
+    """The condition of columns of one component, by that of numbers."""
+
+    written: Function
+
+    def __call__(self, u: Array, p: Tree, t: Array) -> Array:
+        return self.written(u[0], p, t)

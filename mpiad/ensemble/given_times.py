@@ -1,0 +1,79 @@
+"""When events happen that come at given times: those of each trajectory, in the order of its solve."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import autograd.numpy as anp
+import numpy as np
+from autograd.tracer import getval
+
+from mpiad._typing import Array
+from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.event import Event
+
+__all__ = ["GivenTimes"]
+
+
+class GivenTimes:
+    """The given times of a batch.
+
+    Parameters
+    ----------
+    events : sequence of Event
+        All events of the solve.
+    batch : Batch
+        Of plain arrays.
+    signs : array, shape (N,)
+        -1 for trajectories that go backwards.
+
+    Attributes
+    ----------
+    times : array, shape (m + 1, N)
+        In the order of the solve, the last infinitely far; NaN nowhere.
+    event : array of int, shape (m + 1, N)
+        Which event each is.
+    first : array of int, shape (N,)
+        The first that doesn't lie before the start.
+    """
+
+    def __init__(self, events: Sequence[Event], batch: Batch, signs: Array):
+        self._events = [(e, event) for e, event in enumerate(events) if event.times is not None]
+        rows, event = [np.full(batch.size, np.inf)], [np.full(batch.size, -1)]
+        for e, found in self._of(batch):
+            rows.append(signs * found)
+            event.append(np.full(batch.size, e))
+        ahead = np.stack(rows)
+        # Of equal times those of events that were given first.
+        self._order = np.lexsort((np.stack(event), ahead), axis=0)
+        ahead = np.take_along_axis(ahead, self._order, axis=0)
+        self.event = np.take_along_axis(np.stack(event), self._order, axis=0)
+        self.first = np.count_nonzero(ahead < signs * batch.start, axis=0)
+        self.times = signs * ahead
+
+    def _of(self, batch: Batch) -> list[tuple[int, Any]]:
+        """Return the times by the batch's parameters, which may be traced: which event, and an array of shape (N,)."""
+        found = []
+        for e, event in self._events:
+            given: Any = event.times
+            if callable(given):
+                given = given(batch.p.build(batch.p.leaves))
+                given = given if isinstance(given, (list, tuple)) or anp.ndim(given) == 2 else [given]
+            for time in given:
+                self._check(getval(time), batch.size)
+                found.append((e, time * np.ones(batch.size)))
+        return found
+
+    def _check(self, time: Any, count: int) -> None:
+        if np.shape(time) not in ((), (count,)) or np.asarray(time).dtype.kind not in "iuf" or np.isnan(time).any():
+            raise ValueError(
+                f"Event: times(p) must return a list of times, each a number or of shape {(count,)} here, one for each "
+                f"column, but got {np.array2string(np.asarray(time), threshold=6)} of shape {np.shape(time)}."
+            )
+
+    def traced(self, batch: Batch) -> Array:
+        """Return `times` as a function of traced parameters."""
+        rows = [anp.reshape(time, (1, -1)) for _, time in self._of(batch)]
+        every = anp.concatenate([np.full((1, batch.size), np.inf), *rows], axis=0)
+        return every[self._order, np.arange(batch.size)]

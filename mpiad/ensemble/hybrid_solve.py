@@ -1,0 +1,331 @@
+"""Solves with events that change the state: in pieces, from event to event.
+
+Each piece is a solve of its own, of all trajectories that still move: each starts at the time and in the state that its
+last event left, and goes to its next given time, to the end of tspan, or to where a condition vanishes, which ends it as a
+terminal event does. So any way to solve serves, with its steps, saved times and derivatives, and a trajectory's numbers
+depend on no other. Step-size control begins anew with each piece.
+
+Where the affect leaves a condition at its root (a ball that bounces is still on the ground), rounding decides on its sign.
+On which side it leaves, and when it will be back, is then found a little further on. The next piece looks for the way back
+only, and its first step is so short that it isn't back by then; what is back at once would be so again and again.
+
+The pieces are kept where derivatives are wanted: see `hybrid_derivative`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from mpiad._typing import Array
+from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.derivative import derivative_of
+from mpiad.ensemble.evaluations import evaluations
+from mpiad.ensemble.event import Event
+from mpiad.ensemble.event_affects import affected
+from mpiad.ensemble.given_times import GivenTimes
+from mpiad.ensemble.initialization import derivative_at
+from mpiad.ensemble.outcome import Outcome, ReturnCode, came_through
+from mpiad.ensemble.settings import Settings
+
+__all__ = ["AT_END", "HERE", "Flow", "HybridSolve", "Jump", "acting"]
+
+AT_END, HERE = -1, -2
+_MOVING = -1  # no return code yet
+# So many events in a row, each within so small a part of tspan after the one before, are without end.
+_SHORT, _MOST_SHORT = 1e-6, 10
+# What a condition may be after the affect, by what it was before or by what it became on the way, to be at its root.
+_AT_ROOT, _OF_WAY = 1e3, 1e-12
+# How far ahead that is looked at, in parts of the last piece, and if that was short.
+_AHEAD, _AHEAD_OF_SHORT = 1e-2, 0.25
+# In which part of tspan it must not be back, where the last piece was short, too.
+_AT_ONCE, _SHORT_PIECE = 1e-7, 1e-5
+
+
+def acting(events: tuple[Event, ...]) -> bool:
+    """Tell whether any of the events changes the state."""
+    return any(event.acts for event in events)
+
+
+class Flow(NamedTuple):
+    """A piece: a solve of some trajectories.
+
+    Parameters
+    ----------
+    ids : array of int, shape (n,)
+        Which trajectories.
+    slot : array of int, shape (n,)
+        The given time at which the piece ends at the latest; AT_END where that is the end of tspan, and HERE where it is
+        its start, since an event has ended the trajectory.
+    saved : tuple of array of int, shape (m,)
+        Of what it saved the columns, and the places among the piece's times and among all.
+    """
+
+    ids: Array
+    slot: Array
+    batch: Batch
+    settings: Settings
+    outcome: Outcome
+    saved: tuple[Array, Array, Array]
+
+
+class Jump(NamedTuple):
+    """An event that changed the states of some trajectories, those with the numbers `ids`.
+
+    Parameters
+    ----------
+    event : int
+    slot : array of int, shape (n,), or None
+        At which given times; None where a condition vanished.
+    """
+
+    ids: Array
+    event: int
+    slot: Array | None
+
+
+class HybridSolve:
+    """The state of such a solve, and at its end its results.
+
+    Parameters
+    ----------
+    advance : callable
+        ``advance(batch, settings)`` solves a piece.
+    batch : Batch
+        Of plain arrays on the host.
+
+    Attributes
+    ----------
+    u : array, shape (d, N)
+    t, codes, naccept, nreject, nf : array, shape (N,)
+    saved : array, shape (N, n_saved, d)
+    ways : list of Flow and Jump
+        In their order; flows only where the settings ask for a record.
+    happened : list of array, shape (3, m)
+        Of the events of each flow, and of each jump at given times, the trajectories, which events, and when.
+    """
+
+    def __init__(self, advance: Callable[[Batch, Settings], Outcome], batch: Batch, settings: Settings):
+        self.batch, self.settings, self._advance = batch, settings, advance
+        count, events = batch.size, settings.events
+        self._signs = np.where(batch.end < batch.start, -1.0, 1.0)
+        self.given = GivenTimes(events, batch, self._signs)
+        self._found = [e for e, event in enumerate(events) if event.times is None]
+        self._acting = np.array([event.acts for event in events])
+        self._times = np.atleast_2d(settings.saveat)  # type: ignore[arg-type]
+        self.u, self.t, self.codes = batch.u0.copy(), batch.start.copy(), np.full(count, _MOVING)
+        self.naccept, self.nreject, self.nf = (np.zeros(count, np.int64) for _ in range(3))
+        self.saved = np.full((count, self._times.shape[1], len(batch.u0)), np.nan, batch.u0.dtype)
+        self._derivative = derivative_of(batch.f, batch.shape)
+        self._slot, self._place = self.given.first.copy(), np.zeros(count, int)
+        self._cut = np.zeros(count, bool)  # by terminal events, which may be others' neighbours in time
+        self._restart, self._side = np.full(count, np.inf), np.zeros((len(events), count))
+        self._last, self._short, self._begun = batch.start.copy(), np.zeros(count, int), batch.start.copy()
+        self.ways: list[Flow | Jump] = []
+        self.happened: list[Array] = []
+
+    def run(self) -> None:
+        """Go on until all trajectories have ended."""
+        with np.errstate(all="ignore"):
+            while True:
+                self._meet_given_times()
+                moving = np.flatnonzero(self.codes == _MOVING)
+                if not moving.size:
+                    return
+                for ids in self._alike(moving):
+                    self._flow(ids)
+
+    def _end(self, ids: Array, code: ReturnCode) -> None:
+        self.codes[ids] = code.code
+        if self.settings.progress is not None and len(ids):
+            self.settings.progress(len(ids))
+
+    # ---- pieces
+
+    def _alike(self, ids: Array) -> list[Array]:
+        """Return the trajectories by the ways in which their conditions are to vanish, where an event is for both."""
+        own = [e for e in self._found if self._acting[e] and not self.settings.events[e].direction]
+        if not own:
+            return [ids]
+        for e in own:
+            unknown = ids[self._side[e, ids] == 0]
+            self._side[e, unknown] = np.sign(self._condition(e, unknown, self.u[:, unknown], self.t[unknown]))
+        kinds, which = np.unique(self._side[np.ix_(own, ids)], axis=1, return_inverse=True)
+        return [ids[which.reshape(-1) == kind] for kind in range(kinds.shape[1])]
+
+    def _flow(self, ids: Array) -> None:
+        """Solve from where trajectories are to where their next event is, or tspan ends."""
+        slot, signs = self._slot[ids], self._signs[ids]
+        due, end, cut = self.given.times[slot, ids], self.batch.end[ids], self._cut[ids]
+        ends = signs * due > signs * end
+        slot = np.where(cut, HERE, np.where(ends, AT_END, slot))
+        stop = np.where(cut, self.t[ids], np.where(ends, end, due))
+        batch = self._columns(ids)._replace(u0=self.u[:, ids], start=self.t[ids], end=stop)
+        places = self._places(ids, stop)
+        times = self._times[0 if len(self._times) == 1 else ids[:, None], np.maximum(places, 0)]
+        settings = self.settings._replace(
+            events=tuple(self._as_terminal(e, ids) for e in self._found), restarts=self._restart[ids], progress=None,
+            saveat=np.where(places < 0, signs[:, None] * np.inf, times),
+        )  # fmt: skip
+        outcome = self._advance(batch, settings)
+        self._take(ids, slot, outcome, places, Flow(ids, slot, batch, settings, outcome, ((), (), ())))  # type: ignore[arg-type]
+
+    def _columns(self, ids: Array) -> Batch:
+        batch = self.batch
+        leaves = [leaf[..., ids] if varies else leaf for leaf, varies in zip(batch.p.leaves, batch.p.varies)]
+        return batch._replace(p=batch.p._replace(leaves=leaves))
+
+    def _as_terminal(self, e: int, ids: Array) -> Event:
+        """Return an event as the pieces look for it: one that acts ends them."""
+        event = self.settings.events[e]
+        if not event.acts:
+            return event
+        # What leaves on one side comes back from there.
+        direction = event.direction or -int(self._side[e, ids[0]])
+        return Event(event.condition, True, direction)
+
+    def _places(self, ids: Array, stop: Array) -> Array:
+        """Return which saved times come until the pieces end, at the latest, shape (n, m); -1 where there are no more."""
+        first, after = self._place[ids], self._count(ids, stop, beyond=True)
+        places = first[:, None] + np.arange(max(0, int((after - first).max(initial=0))))
+        return np.where(places < after[:, None], places, -1)
+
+    def _count(self, ids: Array, t: Array, beyond: bool) -> Array:
+        """Return how many saved times lie before t, or with `beyond` there too."""
+        times, signs = self._times, self._signs[ids]
+        if len(times) == 1 and (signs == signs[0]).all():
+            return np.searchsorted(signs[0] * times[0], signs * t, "right" if beyond else "left")
+        ahead = signs[:, None] * times[0 if len(times) == 1 else ids]
+        passed = ahead <= (signs * t)[:, None] if beyond else ahead < (signs * t)[:, None]
+        return np.count_nonzero(passed, axis=1)
+
+    def _take(self, ids: Array, slot: Array, outcome: Outcome, places: Array, flow: Flow) -> None:
+        """Take the results of a piece."""
+        self.u[:, ids], self.t[ids] = outcome.u_end, outcome.t_reached
+        self.naccept[ids] += outcome.naccept
+        self.nreject[ids] += outcome.nreject
+        self.nf[ids] += evaluations(outcome.naccept, outcome.nreject, self.settings.alg, self.settings.dt)
+        reached = self._count(ids, outcome.t_reached, beyond=True)
+        column, place = np.nonzero((places >= 0) & (places < reached[:, None]))
+        whole, still = places[column, place], (flow.batch.start == flow.batch.end)[column]
+        values = np.where(still[:, None], flow.batch.u0.T[column], outcome.saved[column, place])  # type: ignore[index]
+        self.saved[ids[column], whole] = values
+        # What is saved at an event will be what is after it.
+        self._place[ids] = self._count(ids, outcome.t_reached, beyond=False)
+        if self.settings.record:
+            self.ways.append(flow._replace(saved=(column, place, whole)))
+        self._begun[ids], begun = outcome.t_reached, self._begun[ids]
+        self._restart[ids] = np.inf
+        self._side[:, ids] = 0.0
+        table = np.empty((5, 0)) if outcome.event_table is None else outcome.event_table
+        local, which = table[0].astype(int), np.array(self._found, int)[table[1].astype(int)]
+        self.happened.append(np.stack([ids[local].astype(float), which.astype(float), table[4]]))
+        failed = ~came_through(outcome.codes)
+        for code in np.unique(outcome.codes[failed]):
+            self._end(ids[failed & (outcome.codes == code)], list(ReturnCode)[code])
+        arrived = outcome.codes == ReturnCode.Success.code
+        self._end(ids[arrived & (slot == AT_END)], ReturnCode.Success)
+        self._end(ids[arrived & (slot == HERE)], ReturnCode.Terminated)
+        ended = outcome.codes == ReturnCode.Terminated.code
+        if ended.any():
+            self._meet_conditions(ids, ended, local, which, np.abs(outcome.t_reached - begun))
+        tired = ids[(self.naccept[ids] + self.nreject[ids] >= self.settings.max_steps) & (self.codes[ids] == _MOVING)]
+        self._end(tired, ReturnCode.MaxIters)
+
+    # ---- events
+
+    def _meet_conditions(self, ids: Array, ended: Array, local: Array, which: Array, gone: Array) -> None:
+        """Let the events act that ended pieces; `gone` is how long the pieces were."""
+        events = self.settings.events
+        for e in self._found:
+            event = events[e]
+            met = np.unique(local[(which == e) & ended[local]]) if event.acts or event.terminal else np.empty(0, int)
+            if not met.size:
+                continue
+            own = ids[met]
+            if event.acts:
+                before = self._condition(e, own, self.u[:, own], self.t[own])
+                self._jump(e, own, None)
+                self._look_ahead(e, own, before, gone[met])
+            if event.terminal:
+                self._cut[own] = True
+        self._count_short(ids[ended & (self.codes[ids] == _MOVING)])
+
+    def _jump(self, e: int, ids: Array, slot: Array | None) -> None:
+        """Let an event act. What it makes of a state must be finite; the trajectory ends otherwise, in the state before."""
+        twice = ids if len(ids) > 1 else np.repeat(ids, 2)  # two columns at least, wherever functions are called
+        p = self.batch.p.columns(twice)
+        after = affected(self.settings.events[e], self.batch, self.u[:, twice], p, self.t[twice])[:, : len(ids)]
+        sane = np.isfinite(after).all(axis=0)
+        self._end(ids[~sane], ReturnCode.Unstable)
+        ids, slot = ids[sane], None if slot is None else slot[sane]
+        self.u[:, ids] = after[:, sane]
+        if slot is not None:
+            self.happened.append(np.stack([ids.astype(float), np.full(len(ids), float(e)), self.t[ids]]))
+        if self.settings.record:
+            self.ways.append(Jump(ids, e, slot))
+
+    def _look_ahead(self, e: int, ids: Array, before: Array, gone: Array) -> None:
+        """Find on which side of its root a condition goes on, where the affect has left it there, and when it is back."""
+        u, t, signs = self.u[:, ids], self.t[ids], self._signs[ids]
+        span = np.abs(self.batch.end[ids] - self.batch.start[ids])
+        least = _SHORT * span
+        ahead = np.where(gone > 0, np.minimum(_AHEAD_OF_SHORT * gone, np.maximum(_AHEAD * gone, least)), least)
+        rate = self._rate(ids, u, t)
+        straight, later = u + ahead * rate, t + signs * ahead
+        bent = u + 0.5 * ahead * (rate + self._rate(ids, straight, later))
+        now, then, there = (self._condition(e, ids, *at) for at in ((u, t), (straight, later), (bent, later)))
+        rise, bend = then - now, there - then
+        at_root = np.abs(now) <= np.maximum(_AT_ROOT * np.abs(before), _OF_WAY * np.abs(rise * gone / ahead))
+        # What doesn't rise at all goes back at once to where it came from.
+        side = np.where(rise != 0, np.sign(rise), -np.sign(bend))
+        direction = self.settings.events[e].direction
+        returns = at_root & (side * bend < 0) & ((direction == 0) | (side * direction < 0))
+        back = np.where(returns, -ahead * rise / bend, np.inf)
+        # The first step must not go beyond, where nobody would see that it had left.
+        self._restart[ids] = np.minimum(self._restart[ids], 0.25 * back)
+        self._side[e, ids] = np.where(at_root, side, 0.0)
+        # Of a stiff system nothing is known of the way back by two derivatives.
+        endless = (back <= _AT_ONCE * span) & ((rise == 0) | (gone <= _SHORT_PIECE * span))
+        self._end(ids[endless & (self.codes[ids] == _MOVING)], ReturnCode.Zeno)
+
+    def _rate(self, ids: Array, u: Array, t: Array) -> Array:
+        """Return f in the direction of the solve for some trajectories."""
+        twice, signs = np.arange(len(ids)) if len(ids) > 1 else np.zeros(2, int), self._signs[ids]
+        p, sign = self.batch.p.columns(ids[twice]), signs[twice] if (signs < 0).any() else None
+        return derivative_at(self._derivative, u[:, twice], p, (signs * t)[twice], sign)[:, : len(ids)]
+
+    def _condition(self, e: int, ids: Array, u: Array, t: Array) -> Array:
+        """Return the values of an event's condition for some trajectories."""
+        twice = np.arange(len(ids)) if len(ids) > 1 else np.zeros(2 * len(ids), int)
+        if not len(ids):
+            return np.empty(0)
+        p = self.batch.p.columns(ids[twice])
+        return self.settings.events[e].value(u[:, twice], p, t[twice])[: len(ids)]
+
+    def _count_short(self, ids: Array) -> None:
+        """Count events that follow each other at once, and end what has too many of them."""
+        span = np.abs(self.batch.end[ids] - self.batch.start[ids])
+        short = np.abs(self.t[ids] - self._last[ids]) <= _SHORT * span
+        self._short[ids] = np.where(short, self._short[ids] + 1, 0)
+        self._last[ids] = self.t[ids]
+        self._end(ids[self._short[ids] >= _MOST_SHORT], ReturnCode.Zeno)
+
+    def _meet_given_times(self) -> None:
+        """Let the events act whose times have come, those of one time one after the other."""
+        every = np.arange(self.batch.size)
+        while True:
+            due = self.given.times[self._slot, every] == self.t
+            ids = np.flatnonzero(due & (self.codes == _MOVING) & ~self._cut)
+            if not ids.size:
+                return
+            slot = self._slot[ids]
+            which = self.given.event[slot, ids]
+            self._slot[ids] += 1
+            for e in np.unique(which).tolist():
+                own = ids[which == e]
+                self._jump(e, own, slot[which == e])
+                if self.settings.events[e].terminal:
+                    self._cut[own] = True

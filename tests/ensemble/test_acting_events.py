@@ -1,0 +1,310 @@
+"""Events that change the state: bouncing balls, doses and neurons that fire, against their closed forms."""
+
+from __future__ import annotations
+
+import autograd.numpy as anp
+import numpy as np
+import pytest
+
+import mpiad
+from mpiad.ensemble import (
+    RK4,
+    RK45,
+    EnsembleProblem,
+    EnsembleSerial,
+    EnsembleThreads,
+    Event,
+    ODEProblem,
+    Rodas5P,
+    Rosenbrock23,
+    Vern7,
+    solve,
+)  # fmt: skip
+
+pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("solved_by")]
+
+TIGHT = {"rtol": 1e-12, "atol": 1e-14}
+
+
+def check(found, expected, argnums, args, tangent=True):
+    """Compare values and derivatives with those of a closed form: backwards, forwards, and of second order."""
+    value, gradients = mpiad.value_and_grad(found, argnums)(*args)
+    exact, expectations = mpiad.value_and_grad(expected, argnums)(*args)
+    np.testing.assert_allclose(value, exact, rtol=1e-10)
+    for gradient, expectation in zip(gradients, expectations):
+        np.testing.assert_allclose(gradient, expectation, rtol=1e-10, atol=1e-10 * np.abs(expectation).max())
+    ways = [np.cos(np.arange(1.0, 1 + np.size(arg))).reshape(np.shape(arg)) for arg in args]
+    along = lambda fun: lambda s: fun(*[arg + s * way for arg, way in zip(args, ways)])  # noqa: E731
+    if tangent:
+        np.testing.assert_allclose(
+            mpiad.jvp(along(found), 0.0, 1.0)[1], mpiad.jvp(along(expected), 0.0, 1.0)[1], rtol=1e-10
+        )
+        both = [mpiad.hvp(along(fun))(0.0, 1.0) for fun in (found, expected)]
+        np.testing.assert_allclose(both[0], both[1], rtol=1e-8)
+
+
+# ---- balls
+
+
+def falling(u, p, t):
+    return [u[1], -p[0] + 0 * u[0]]
+
+
+BOUNCE = Event(lambda u, p, t: u[0] - p[2], affect=lambda u, p, t: [u[0], -p[1] * u[1]])
+HEIGHTS = np.array([[2.0, 0.3], [1.4, 1.0], [3.0, -1.0]])
+BALLS = np.array([[9.81, 0.8, 0.0], [3.7, 0.7, 0.1], [9.81, 0.9, 1.0]])  # gravity, restitution, the ground's height
+W = np.array([[0.7, -1.3], [0.2, 0.4], [-0.5, 0.9]])
+
+
+def bouncing(height, speed, gravity, restitution, ground, end):
+    """Return height and speed at the end, and when the ball was on the ground."""
+    time = (speed + anp.sqrt(speed**2 + 2 * gravity * (height - ground))) / gravity
+    up, times = restitution * (gravity * time - speed), [time]
+    while mpiad.stop(times[-1] + 2 * up / gravity) < end:
+        times.append(times[-1] + 2 * up / gravity)
+        up = restitution * up
+    left = end - times[-1]
+    return ground + up * left - gravity * left**2 / 2, up - gravity * left, times
+
+
+def bounced(u0, p, **more):
+    ensemble = EnsembleProblem(ODEProblem(falling, np.ones(2), (0.0, 3.0)), u0=u0, p=p)
+    return solve(ensemble, **{"events": BOUNCE, "rtol": 1e-9, "atol": 1e-11, **more})
+
+
+def test_balls():
+    sol = bounced(HEIGHTS, BALLS)
+    assert set(sol.retcode) == {"Success"} and not (sol.nf < sol.naccept).any()
+    for i, (u0, p) in enumerate(zip(HEIGHTS, BALLS)):
+        height, speed, times = bouncing(*u0, *p, 3.0)
+        np.testing.assert_allclose(sol.u_end[i], [height, speed], rtol=1e-10)
+        np.testing.assert_allclose([time for _, time in sol.events[i]], times, rtol=1e-12)
+
+
+def test_derivatives_of_balls():
+    def found(u0, p):
+        sol = bounced(u0, p)
+        return anp.sum(W * sol.u_end) + sum(time**2 for i in range(3) for _, time in sol.events[i])
+
+    def expected(u0, p):
+        total = 0.0
+        for i in range(3):
+            height, speed, times = bouncing(*[u0[i, c] for c in range(2)], *[p[i, j] for j in range(3)], 3.0)
+            total = total + W[i, 0] * height + W[i, 1] * speed + sum(time**2 for time in times)
+        return total
+
+    check(found, expected, (0, 1), (HEIGHTS, BALLS))
+
+
+@pytest.mark.parametrize("restitution", [0.0, 0.2, 0.7])
+@pytest.mark.parametrize("ground", [0.0, 1.0])
+def test_a_ball_that_comes_to_rest_has_a_code_of_its_own(ground, restitution, caplog):
+    p = np.array([[9.81, 0.9, ground], [9.81, restitution, ground], [9.81, 0.95, ground]])
+    u0 = np.array([[1.0 + ground, 0.0]] * 3)
+
+    def total(p):
+        sol = bounced(u0, p, rtol=1e-6, atol=1e-9, saveat=[1.0, 2.9])
+        assert sol.retcode.tolist() == ["Success", "Zeno", "Success"]
+        return sol, anp.sum(anp.where(np.isfinite(mpiad.stop(sol.u)), sol.u, 0.0)) + anp.sum(sol.u_end) + sol.t_reached[1]
+
+    sol = total(p)[0]
+    rest = np.sqrt(2 / 9.81) * (1 + restitution) / (1 - restitution)
+    assert abs(sol.t_reached[1] - rest) < 1e-4 and np.isfinite(sol.u_end).all()
+    # It drops out of the gradient, and changes no digit of the others'.
+    gradient = mpiad.grad(lambda p: total(p)[1])(p)
+    assert not gradient[1].any() and np.isfinite(gradient).all()
+    alone = mpiad.grad(lambda p: anp.sum(bounced(u0[:1], p, rtol=1e-6, atol=1e-9, saveat=[1.0, 2.9]).u) + 0.0)(p[:1])
+    assert np.isfinite(alone).all()
+
+
+# ---- doses
+
+
+def eliminated(u, p, t):
+    return [-p[0] * u[0]]
+
+
+def dosed(u0, p, alg, **more):
+    """Return the concentration, with a dose of p[1] at 0, p[2], p[2] + 2 and 6, and of p[1] / 2 at 4 where p[2] is 1."""
+    doses = [
+        Event(times=lambda p: [p[2], p[2] + 2], affect=lambda u, p, t: [u[0] + p[1]]),
+        Event(times=[6.0, 0.0], affect=lambda u, p, t: [u[0] + p[1]]),
+        Event(times=[4.0, 3.0, -1.0, 7.5], affect=lambda u, p, t: [u[0] + 0.5 * p[1] * u[0]]),
+    ]
+    problem = EnsembleProblem(ODEProblem(eliminated, np.ones(1), (0.0, 6.0)), u0=u0, p=p)
+    return solve(problem, alg, events=doses, **{**TIGHT, "saveat": SAVED, **more})
+
+
+SAVED = [0.0, 0.5, 1.0, 2.5, 3.0, 4.0, 5.0, 6.0]
+
+
+def concentration(u0, p, t):
+    """Return the same by the closed form: what has come so far is left over by exp(-k t), doses at t included."""
+    k, dose, first = p
+    c, now = u0, 0.0
+    kinds = [(first, 0), (first + 2, 0), (6.0, 0), (0.0, 0), (4.0, 1), (3.0, 1)]
+    for time, kind in sorted(kinds, key=lambda pair: (float(mpiad.stop(pair[0])), pair[1])):
+        if mpiad.stop(time) <= t:
+            c = c * anp.exp(-k * (time - now))
+            c, now = (c + 0.5 * dose * c if kind else c + dose), time
+    return c * anp.exp(-k * (t - now))
+
+
+DOSED, RATES = np.array([[0.5], [1.0], [0.0]]), np.array([[0.8, 0.3, 1.0], [0.1, 2.0, 0.7], [2.0, 1.0, 1.3]])
+
+
+@pytest.mark.parametrize("alg", [Vern7(), pytest.param(Rodas5P(), marks=pytest.mark.columns("one kernel is enough"))])
+def test_doses(alg):
+    sol = dosed(DOSED, RATES, alg)
+    expected = [[concentration(u0[0], p, t) for t in SAVED] for u0, p in zip(DOSED, RATES)]
+    # A saved time that coincides holds the state after the doses, at the ends of tspan too.
+    np.testing.assert_allclose(sol.u[..., 0], expected, rtol=1e-10)
+    np.testing.assert_array_equal(sol.u_end, sol.u[:, -1])
+    assert [e for e, _ in sol.events[0]] == [1, 0, 0, 2, 2, 1] and sol.events[0][2] == (0, 3.0)
+    weights = np.cos(np.arange(8.0))
+    weights[[0, 2, 4, 5, 7]] = 0.0  # where a saved time and a dose's are one, the value jumps
+
+    def found(u0, p):
+        sol = dosed(u0, p, alg)
+        return anp.sum(sol.u[..., 0] * weights) + anp.sum(sol.u_end**2) + sol.events[1][1][1]
+
+    def exact(u0, p):
+        total = p[1, 2]
+        for i in range(3):
+            own = u0[i, 0], [p[i, j] for j in range(3)]
+            total = total + sum(w * concentration(*own, t) for w, t in zip(weights, SAVED) if w)
+            total = total + concentration(*own, 6.0) ** 2
+        return total
+
+    # The third patient's second dose and the fixed one are at times of their own; the first's are at one.
+    check(found, exact, (0, 1), (DOSED, RATES), tangent=isinstance(alg, Vern7))
+
+
+# ---- neurons
+
+
+def charging(u, p, t):
+    return [-u[0] + p[0] + p[1] * anp.sin(3.0 * t)]
+
+
+def potential(v, start, p, t):
+    """Return the potential at t of one that was v at the start: a driven linear equation."""
+    forced = lambda t: p[0] + p[1] * (anp.sin(3.0 * t) - 3.0 * anp.cos(3.0 * t)) / 10  # noqa: E731
+    return forced(t) + (v - forced(start)) * anp.exp(start - t)
+
+
+def spikes(v, p, end):
+    """Return when a neuron fires, and its potential at the end: roots by bisection, their derivatives by Newton's steps."""
+    times, start, grid = [], 0.0, np.linspace(0, 1, 4001)
+    while True:
+        ahead = mpiad.stop(start) + grid * (end - mpiad.stop(start))
+        above = np.flatnonzero(potential(*map(mpiad.stop, (v, start, p)), ahead) >= mpiad.stop(p[2]))
+        if not above.size:
+            return times, potential(v, start, p, end)
+        low, high = ahead[above[0] - 1], ahead[above[0]]
+        for _ in range(60):
+            middle = 0.5 * (low + high)
+            below = potential(*map(mpiad.stop, (v, start, p)), middle) < mpiad.stop(p[2])
+            low, high = (middle, high) if below else (low, middle)
+        time = high
+        for _ in range(2):
+            value = potential(v, start, p, time)
+            slope = -mpiad.stop(value) + mpiad.stop(p[0]) + mpiad.stop(p[1]) * np.sin(3.0 * mpiad.stop(time))
+            time = time - (value - p[2]) / slope
+        times.append(time)
+        v, start = p[3], time
+
+
+FIRE = Event(lambda u, p, t: u[0] - p[2], direction=1, affect=lambda u, p, t: [p[3] + 0 * u[0]])
+# The current, its amplitude, the threshold, and what the potential is reset to.
+NEURONS, RESTING = (
+    np.array([[2.0, 0.5, 1.0, 0.0], [1.5, 0.2, 1.0, -0.5], [0.5, 0.1, 1.0, 0.0]]),
+    np.array([[0.0], [0.3], [0.0]]),
+)
+
+
+def test_neurons():
+    def fired(v, p):
+        ensemble = EnsembleProblem(ODEProblem(charging, np.ones(1), (0.0, 4.0)), u0=v, p=p)
+        sol = solve(ensemble, Vern7(), events=FIRE, **TIGHT)
+        assert [len(sol.events.get(i, [])) for i in range(3)] == [5, 3, 0]
+        return sol
+
+    def found(v, p):
+        sol = fired(v, p)
+        return anp.sum(anp.sin(sol.u_end)) + sum(time**2 for i in sol.events for _, time in sol.events[i])
+
+    def exact(v, p):
+        total = 0.0
+        for i in range(3):
+            times, end = spikes(v[i, 0], p[i], 4.0)
+            total = total + anp.sin(end) + sum(time**2 for time in times)
+        return total
+
+    value, gradients = mpiad.value_and_grad(found, (0, 1))(RESTING, NEURONS)
+    expected, expectations = mpiad.value_and_grad(exact, (0, 1))(RESTING, NEURONS)
+    np.testing.assert_allclose(value, expected, rtol=1e-10)
+    for gradient, expectation in zip(gradients, expectations):
+        np.testing.assert_allclose(gradient, expectation, rtol=1e-9, atol=1e-10 * np.abs(expectation).max())
+
+
+# ---- company, codes, options
+
+
+def test_company_changes_no_digit(solved_by):
+    count = 40
+    u0, p = np.resize(HEIGHTS, (count, 2)), np.resize(BALLS, (count, 3)) * (1 + 1e-3 * np.arange(count)[:, None])
+    many = bounced(u0, p, saveat=0.5)
+    for chosen in (slice(7, 8), slice(3, 17)):
+        few = bounced(u0[chosen], p[chosen], saveat=0.5)
+        for name in ("u", "u_end", "t_reached", "naccept", "nreject", "nf"):
+            assert getattr(few, name).tobytes() == getattr(many, name)[chosen].tobytes()
+    for backend in (EnsembleSerial(), EnsembleThreads(2)):
+        assert bounced(u0, p, saveat=0.5, ensemblealg=backend).u.tobytes() == many.u.tobytes()
+
+
+@pytest.mark.columns("what it is about doesn't depend on the way to run")
+def test_what_ends_a_trajectory():
+    decay = ODEProblem(lambda u, p, t: [-u[0]], np.array([1.0]), (0.0, 3.0))
+    more = Event(times=[1.0, 2.0], affect=lambda u, p, t: [u[0] + 1.0])
+    last = Event(times=[1.0], affect=lambda u, p, t: [2 * u[0]], terminal=True)
+    sol = solve(decay, events=[more, last], saveat=[0.0, 1.0, 2.0], **TIGHT)
+    assert (sol.retcode, sol.t_reached, [e for e, _ in sol.events]) == ("Terminated", 1.0, [0, 1])
+    np.testing.assert_allclose(sol.u[:2, 0], [1.0, 2 * (1 + np.exp(-1.0))], rtol=1e-11)
+    assert np.isnan(sol.u[2, 0]) and sol.u_end[0] == sol.u[1, 0]
+    # One that does nothing but end it, after a dose.
+    sol = solve(
+        decay, events=[Event(lambda u, p, t: u[0] - 0.5), Event(times=[0.5], affect=lambda u, p, t: [u[0] + 1])], **TIGHT
+    )
+    np.testing.assert_allclose(sol.t_reached, 0.5 + np.log(2 * (1 + np.exp(-0.5))), rtol=1e-10)
+    assert sol.retcode == "Terminated" and sol.u_end[0] == 0.5
+    # An affect that isn't finite, and one that comes again and again.
+    broken = Event(times=[1.0], affect=lambda u, p, t: [u[0] / 0.0])
+    sol = solve(decay, events=broken, **TIGHT)
+    assert (sol.retcode, sol.t_reached) == ("Unstable", 1.0) and abs(sol.u_end[0] - np.exp(-1.0)) < 1e-12
+    falls = ODEProblem(lambda u, p, t: [-1.0 + 0 * u[0]], np.array([1.0]), (0.0, 3.0))
+    again = solve(falls, events=Event(lambda u, p, t: u[0], affect=lambda u, p, t: [u[0] + 1e-9]))
+    assert again.retcode == "Zeno" and again.naccept < 30 and abs(again.t_reached - 1.0) < 1e-6
+    often = solve(falls, events=Event(lambda u, p, t: u[0], affect=lambda u, p, t: [u[0] + 1e-3]), max_steps=50)
+    assert often.retcode == "MaxIters" and 50 <= often.naccept + often.nreject < 60
+
+
+@pytest.mark.columns("what it is about doesn't depend on the way to run")
+def test_backwards_with_steps_that_are_fixed_or_of_other_methods():
+    # Backwards a dose is taken away where the solve meets it.
+    grows = ODEProblem(lambda u, p, t: [-u[0]], np.array([1.0]), (3.0, 0.0))
+    dose = Event(times=[2.0, 1.0], affect=lambda u, p, t: [u[0] - 0.5])
+    expected = ((np.e - 0.5) * np.e - 0.5) * np.e
+    for alg, more, exact in ((RK45(), TIGHT, 1e-10), (RK4(), {"dt": 0.01}, 1e-7), (Rosenbrock23(), {"rtol": 1e-6}, 1e-3)):
+        sol = solve(grows, alg, events=dose, saveat=[3.0, 2.0, 0.5], **more)
+        np.testing.assert_allclose(sol.u_end[0], expected, rtol=exact)
+        np.testing.assert_allclose(sol.u[1, 0], np.e - 0.5, rtol=exact)
+        assert [time for _, time in sol.events] == [2.0, 1.0]
+
+
+@pytest.mark.columns("numbers as states are columns of one component")
+def test_states_that_are_numbers():
+    problem = ODEProblem(lambda u, p, t: -p * u, 1.0, (0.0, 2.0), 0.7)
+    doubled = Event(times=[1.0], affect=lambda u, p, t: 2 * u)
+    gradient = mpiad.grad(lambda k: solve(ODEProblem(problem.f, 1.0, (0.0, 2.0), k), events=doubled, **TIGHT).u_end)(0.7)
+    np.testing.assert_allclose(gradient, -4 * np.exp(-1.4), rtol=1e-10)
