@@ -189,27 +189,35 @@ class Compiler:
             return self._count >= LEAST_TRAJECTORIES and not isinstance(backend, EnsembleSerial) and _has_llvm()
         return self.compile is True
 
-    def run(
-        self, backend: EnsembleAlgorithm, batch: Batch, settings: Settings, given: Batch, again: bool = False
+    def run(self, backend: EnsembleAlgorithm, batch: Batch, settings: Settings, given: Batch) -> Outcome:
+        """Solve all trajectories of a batch, by a kernel where that is chosen; `given` is as for `plan`."""
+        return self.run_planned(backend, self.plan(backend, batch, settings, given), batch, settings, given)
+
+    def run_planned(
+        self, backend: EnsembleAlgorithm, plan: TracedProblem | None, batch: Batch, settings: Settings, given: Batch
     ) -> Outcome:
-        """Solve all trajectories of a batch, by a kernel where that is chosen.
+        """Solve all trajectories of a batch by a plan that was made for it or one like it."""
+        if plan is None:
+            return backend.run(batch, settings)
+        return Solver(self, *plan, batch, settings, _threads_of(backend.local)).solved(given)
+
+    def plan(self, backend: EnsembleAlgorithm, batch: Batch, settings: Settings, given: Batch) -> TracedProblem | None:
+        """Try out f and the events, and return what a kernel computes where one is chosen.
 
         Parameters
         ----------
         given : Batch
             The batch before what is traced was made plain.
-        again : bool
-            Whether f has been tried out on such a batch.
         """
+        conditions = [event for event in settings.events if event.condition is not None]
 
         def made() -> TracedProblem | None:
-            if not again:
-                try_once(batch, settings.events, given.traced)
+            try_once(batch, settings.events, given.traced)
             if not wanted:
                 return None
             program = traced_program(batch, must, self.warn)
-            conditions = program and conditions_of(batch, settings.events, must, self.warn)
-            return None if program is None or conditions is None else TracedProblem(program, conditions)
+            found = program and conditions_of(batch, conditions, must, self.warn)
+            return None if program is None or found is None else TracedProblem(program, found)
 
         if settings.alg.tableau.implicit and is_complex(batch.u0):
             raise NotImplementedError(
@@ -218,10 +226,7 @@ class Compiler:
             )
         must = self.compile is True
         wanted = batch.size > 0 and self._is_wanted(backend)
-        plan = remembered(made, batch, settings.events, given.traced, must) if wanted else made()
-        if plan is None:
-            return backend.run(batch, settings)
-        return Solver(self, *plan, batch, settings, _threads_of(backend.local)).solved(given)
+        return remembered(made, batch, settings.events, given.traced, must) if wanted else made()
 
     def run_on_device(self, backend: EnsembleAlgorithm, batch: Batch, settings: Settings) -> Outcome:
         """Solve all trajectories of a batch of device arrays.

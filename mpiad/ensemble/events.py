@@ -13,7 +13,7 @@ from mpiad.ensemble.event import Event
 from mpiad.ensemble.record import Step
 from mpiad.ensemble.step_sweep import Met
 
-__all__ = ["BISECTIONS", "EventWatch", "StepEvents", "events_of", "in_order", "traced_events"]
+__all__ = ["BISECTIONS", "EventWatch", "StepEvents", "by_trajectory", "events_of", "in_order", "traced_events"]
 
 # Halvings of a step until its parts can't be told apart.
 BISECTIONS = 60
@@ -158,6 +158,14 @@ def events_of(
             passed.append((i, len(mine), row))
         mine.append((e, float(times[row])))
     return found, passed
+
+
+def by_trajectory(ids: Sequence[int], events: Sequence[int], times: Sequence[Any]) -> dict[int, list[tuple[int, Any]]]:
+    """Return the events of each trajectory, by those of all in their order."""
+    found: dict[int, list[tuple[int, Any]]] = {}
+    for i, e, time in zip(ids, events, times):
+        found.setdefault(i, []).append((e, time))
+    return found
 
 
 def in_order(rows: np.ndarray) -> np.ndarray:

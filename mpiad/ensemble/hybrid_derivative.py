@@ -10,7 +10,6 @@ Trajectories that fail in a later piece drop out of all: no derivative goes thro
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import autograd.numpy as anp
@@ -22,6 +21,7 @@ from mpiad.device.assembly import concatenate
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.differentiable import traced_results
 from mpiad.ensemble.event_affects import affect_field
+from mpiad.ensemble.events import by_trajectory
 from mpiad.ensemble.hybrid_solve import HERE, Flow, HybridSolve, Jump
 from mpiad.ensemble.linearization import Field
 from mpiad.ensemble.outcome import came_through, names_of
@@ -51,21 +51,15 @@ def hybrid_solution(solved: HybridSolve, given: Batch, options: GradientOptions)
         where = where[order]
     rows = ids[order].astype(int).tolist(), which[order].astype(int).tolist()
     later: dict[str, Callable[[], Any]] = {
-        "retcode": lambda: names_of(codes), "events": partial(_by_trajectory, *rows, where)
-    }  # fmt: skip
+        "retcode": lambda: names_of(codes),
+        "events": lambda: by_trajectory(*rows, where if isbox(where) else where.tolist()),
+    }
     shape = batch.shape
     return EnsembleSolution.lazy(
         later, u=anp.reshape(u, (*u.shape[:2], *shape)), t=np.array(settings.saveat),
         u_end=anp.reshape(u_end, (batch.size, *shape)), t_reached=reached, naccept=solved.naccept,
         nreject=solved.nreject, nf=solved.nf, _codes=codes, alg=settings.alg,
     )  # fmt: skip
-
-
-def _by_trajectory(ids: list[int], which: list[int], times: Array) -> dict[int, list[tuple[int, Any]]]:
-    found: dict[int, list[tuple[int, Any]]] = {}
-    for row, (i, e) in enumerate(zip(ids, which)):
-        found.setdefault(i, []).append((e, times[row] if isbox(times) else float(times[row])))
-    return found
 
 
 class _Chain:

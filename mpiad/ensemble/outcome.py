@@ -106,11 +106,11 @@ class Outcome:
         trajectories from there.
     end_part : array, shape (N,)
         Which part of the last accepted step was gone: less than 1 where a terminal event ended the trajectory inside it.
-    event_times : dict
-        From trajectories to lists of (number of an event, its time).
     event_table : array, shape (5, m), or None
-        The same as a table, trajectory by trajectory in the order of time: the trajectory, which event, in which of its
-        steps (from 0), at which part of it, and when; None where nothing happened.
+        All events, trajectory by trajectory in the order of time: the trajectory, which event, in which of its steps (from
+        0), at which part of it, and when; None where nothing happened.
+    event_times : dict
+        Of a solve on a device, from trajectories to lists of (number of an event, its time).
     solver : Solver or None
         Of a solve by compiled kernels that is to be differentiated; `steps` is then made when it is asked for.
     tapes, last
@@ -133,8 +133,8 @@ class Outcome:
     saved: Array | None
     save_step: Array | None
     end_part: Array
-    event_times: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
     event_table: Array | None = None
+    event_times: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
     steps: list[tuple[int, Steps]] = field(default_factory=list)
     solver: Any = None
     tapes: list[Any] = field(default_factory=list)
@@ -189,16 +189,14 @@ class Outcome:
         """Return the outcome of several shares, one after the other; their steps stay apart."""
         if len(parts) == 1:
             return parts[0]
-        events, tables, steps, offset = {}, [], [], 0
+        tables, steps, offset = [], [], 0
         for part in parts:
-            events.update({i + offset: found for i, found in part.event_times.items()})
             if part.event_table is not None:
                 tables.append(part.event_table + np.array([[offset], [0], [0], [0], [0]]))
             steps += [(first + offset, found) for first, found in part.steps]
             offset += len(part.codes)
         return Outcome(
             np.concatenate([part.u_end for part in parts], axis=1),
-            event_times=events,
             event_table=np.concatenate(tables, axis=1) if tables else None,
             steps=steps,
             **{name: _join([getattr(part, name) for part in parts]) for name in _BY_TRAJECTORY},

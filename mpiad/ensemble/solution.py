@@ -14,6 +14,7 @@ from autograd.tracer import getval, isbox
 from mpiad._typing import Array
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.evaluations import Factored, evaluations
+from mpiad.ensemble.events import by_trajectory
 from mpiad.ensemble.outcome import Outcome, came_through, codes_of, names_of
 from mpiad.ensemble.saving import times_of
 from mpiad.ensemble.settings import Settings
@@ -298,11 +299,15 @@ def solution_of(outcome: Outcome, batch: Batch, settings: Settings) -> EnsembleS
     tries, codes = (outcome.naccept, outcome.nreject), outcome.codes
     made: dict[str, Any] = {
         "u_end": outcome.u_end.T.reshape(batch.size, *batch.shape), "t_reached": outcome.t_reached,
-        "naccept": outcome.naccept, "nreject": outcome.nreject, "events": outcome.event_times,
+        "naccept": outcome.naccept, "nreject": outcome.nreject,
         "_codes": codes,
         "alg": settings.alg,
     }  # fmt: skip
     later = {"retcode": lambda: names_of(codes), "nf": lambda: evaluations(*tries, settings.alg, settings.dt)}
+    if outcome.event_table is None:
+        made["events"] = outcome.event_times
+    else:
+        later["events"] = partial(_events, outcome.event_table)
     if settings.ends:
         sol = EnsembleSolution.lazy(later, t=batch.both_ends(), **made)
         return at_ends(sol, lambda: batch.u0, sol.u_end)
@@ -317,6 +322,12 @@ def solution_of(outcome: Outcome, batch: Batch, settings: Settings) -> EnsembleS
         if type(u) is np.ndarray:  # on a device they are there already
             u[still] = batch.u0.T[still][:, None]
     return EnsembleSolution.lazy(later, u=u.reshape(*u.shape[:2], *batch.shape), t=times, **made)
+
+
+def _events(table: Array) -> dict[int, list[tuple[int, float]]]:
+    """Return the events of each trajectory by a table of all: see `Outcome`."""
+    ids, event = table[:2].astype(int).tolist()
+    return by_trajectory(ids, event, table[4].tolist())
 
 
 def at_ends(sol: EnsembleSolution, u0: Callable[[], Array], u_end: Array) -> EnsembleSolution:

@@ -39,7 +39,6 @@ from mpiad.ensemble.sharded import ShardedSolution
 from mpiad.ensemble.solution import EnsembleSolution, solution_of, unshared
 from mpiad.ensemble.solve_options import SolveOptions, checked_options
 from mpiad.ensemble.tableaus import Algorithm
-from mpiad.ensemble.trial import try_once
 from mpiad.errors import IntegrationError
 from mpiad.progress_line import ProgressLine
 from mpiad.transport import Channel, channel
@@ -308,8 +307,8 @@ def _by_arrays(
     """Solve a batch where its arrays live: on the host by a kernel, too, where that is chosen."""
     gradient = GradientOptions(options.gradient, options.adjoint)
     if acting(settings.events):
-        try_once(batch, settings.events, given.traced)
-        solved = HybridSolve(partial(compiler.run, backend, given=given, again=True), batch, settings)
+        plan = compiler.plan(backend, batch, settings, given)
+        solved = HybridSolve(partial(compiler.run_planned, backend, plan, given=given), batch, settings)
         solved.run()
         return hybrid_solution(solved, given, gradient)
     if is_on_device(batch):

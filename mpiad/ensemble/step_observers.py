@@ -7,7 +7,7 @@ import numpy as np
 from mpiad._typing import Array, Tree
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.coefficients import Coefficients
-from mpiad.ensemble.events import EventWatch, events_of, in_order
+from mpiad.ensemble.events import EventWatch, in_order
 from mpiad.ensemble.initialization import Entrants, Initialization, Joint
 from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.record import Log, Step
@@ -76,7 +76,6 @@ class StepObservers:
         rows = None if self._events is None else self._events.rows()
         if rows is not None:
             self._outcome.event_table = rows[:, in_order(rows)]
-            self._outcome.event_times = events_of(rows, self._settings.events, self._outcome.failed)[0]
         if self._log is not None:
             u0 = self._batch.u0
             self._outcome.steps = [(0, self._log.steps(self._outcome.naccept, len(u0), u0.dtype))]

@@ -91,5 +91,3 @@ def note_crossings(outcome: Outcome, tables: list[Array]) -> None:
     # Within a step by its parts; equal ones in the order in which the events were given.
     outcome.crossings = rows = rows[np.lexsort((rows[:, 1], rows[:, 3], rows[:, 2], rows[:, 0]))]
     outcome.event_table = rows[:, :5].T
-    for i, e, t in zip(*rows[:, :2].astype(int).T.tolist(), rows[:, 4].tolist()):
-        outcome.event_times.setdefault(i, []).append((e, t))

@@ -66,9 +66,9 @@ def remembered(make: Callable[[], _Found | None], batch: Batch, events: Sequence
     """
     parts = {part.place: part for part in layout_of(batch.p).parts}
     forms: list[Any] = [parts.get(place, leaf) for place, leaf in enumerate(batch.p.leaves)]
-    conditions = [event.written for event in events]
+    functions = [f for event in events for f in (event.written, event.affect, event.times) if callable(f)]
     kinds = (batch.shape, np.dtype(batch.u0.dtype).str, *asked)
-    key = fingerprint_of(batch.f, conditions, batch.p.build(forms), kinds)
+    key = fingerprint_of(batch.f, functions, batch.p.build(forms), kinds)
     if key is not None and key in _known:
         return _known[key]
     made = make()
