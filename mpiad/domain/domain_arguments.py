@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from mpiad._typing import Shape
 from mpiad.domain.partition import Partition, choose_dims
 from mpiad.transport import Channel
-from mpiad.transport.agreement import raise_together, require_same
+from mpiad.transport.agreement import raising_together, require_same
 
 __all__ = ["layout", "per_dimension"]
 
@@ -38,15 +38,11 @@ def layout(
     -----
     All ranks of the channel call it.
     """
-    error, made = None, None
-    try:
-        made = _made(channel.size, shape, halo, periodic, dims)
-    except (TypeError, ValueError) as found:
-        error = found
     # Before the comparison: who raised alone would leave the others in it.
-    raise_together(channel, error)
+    with raising_together(channel):
+        made = _made(channel.size, shape, halo, periodic, dims)
     require_same(channel, f"shape={shape!r}, halo={halo!r}, periodic={periodic!r}, dims={dims!r}", "Domain")
-    return made  # type: ignore[return-value]
+    return made
 
 
 def _made(

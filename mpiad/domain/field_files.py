@@ -10,7 +10,7 @@ import numpy as np
 from mpiad._typing import LocalArray
 from mpiad.domain.decomposition import Decomposition
 from mpiad.primitives import stop
-from mpiad.transport.agreement import agreed, raise_together, require_same
+from mpiad.transport.agreement import agreed, raise_together, raising_together, require_same
 from mpiad.transport.array_files import Layout, layout_in, read_block, write_block
 from mpiad.transport.device_arrays import is_device_array
 
@@ -41,16 +41,13 @@ class FieldFiles(Decomposition):
         -----
         All ranks call it. They write ``path.part``, whose name is changed at the end.
         """
-        call, error, block = "Domain.save", None, np.zeros(0)
-        try:
+        call = "Domain.save"
+        with raising_together(self._channel):
             if is_device_array(stop(u)):
                 raise TypeError(f"{call}: expected an array on the host. Copy it with mpiad.device.to_host.")
             block = np.ascontiguousarray(stop(self._checked(u, self.local_shape, call)))
             if block.dtype.hasobject:
                 raise TypeError(f"{call}: expected numbers, but got an array of Python's objects.")
-        except (TypeError, ValueError) as found:
-            error = found
-        raise_together(self._channel, error)
         lead, file = block.shape[: block.ndim - len(self.shape)], Path(path)
         require_same(self._channel, f"path={str(file)!r}, leading axes {lead}, dtype {block.dtype.str}", call)
         write_block(self._channel, file, (*lead, *self.shape), self._starts(len(lead)), block, call)

@@ -11,7 +11,7 @@ from mpiad._typing import Function, LocalArray, Tree
 from mpiad.differentiation.trees import flatten, is_variable
 from mpiad.domain.allocation import is_array
 from mpiad.domain.decomposition import Decomposition
-from mpiad.transport.agreement import raise_together
+from mpiad.transport.agreement import raising_together
 
 __all__ = ["Minimization", "provide"]
 
@@ -104,8 +104,7 @@ class Minimization(Decomposition):
         >>> print(np.allclose(result.x, x))
         True
         """
-        error = None
-        try:
+        with raising_together(self._channel):
             if not (isinstance(method, str) and method.lower().endswith("-sharded")):
                 raise ValueError(
                     f"{_CALL}: method must be 'L-BFGS-sharded' or 'Newton-CG-sharded', which leave each block on its rank, "
@@ -115,9 +114,6 @@ class Minimization(Decomposition):
             # What isn't a variable may be anything.
             for leaf in [x0] if is_array(x0) else filter(is_variable, flatten(x0)[0]):
                 self._checked(leaf, self.local_shape, _CALL)
-        except (TypeError, ValueError) as found:
-            error = found
-        raise_together(self._channel, error)
         minimize, of_file = _provided
         if isinstance(checkpoint, (str, PathLike)):
             checkpoint = of_file(checkpoint)

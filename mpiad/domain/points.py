@@ -22,7 +22,7 @@ from mpiad.domain.halo import Halo, fill_halo
 from mpiad.domain.interpolation import Location, interpolated, located
 from mpiad.domain.point_tables import PointTables, interpolated_there
 from mpiad.primitives import mpi_allgather, mpi_allreduce, mpi_reduce_scatter, stop
-from mpiad.transport.agreement import raise_together
+from mpiad.transport.agreement import raising_together
 from mpiad.transport.device_arrays import arrays_of, named
 
 __all__ = ["Points"]
@@ -204,15 +204,11 @@ class Points(Decomposition):
         return interpolated_there(fill_halo(u, self._beside, sides), table, len(self.shape))
 
     def _interpolate_own(self, u: LocalArray, points: Array, lattice: Lattice, call: str) -> LocalArray:
-        error = None
-        try:
+        # Each rank has other points; all learn of one outside before the points travel.
+        with raising_together(self._channel):
             _require_place(u, points, call)
             points = _on_host(points)
             located(points, lattice, self._partition, call)
-        except (TypeError, ValueError) as found:
-            error = found
-        # Each rank has other points; all learn of one outside before the points travel.
-        raise_together(self._channel, error)
         ndim, shape = len(self.shape), np.shape(stop(points))[:-1]
         # As floats, also where some ranks give integers: what is gathered has one dtype.
         flat = anp.reshape(points, (-1, ndim)) * 1.0

@@ -11,7 +11,7 @@ from mpiad._typing import Array, LocalArray, Rank, RootArray
 from mpiad.domain.blocks import from_blocks, into_blocks
 from mpiad.domain.decomposition import Decomposition, lengths
 from mpiad.primitives import mpi_gather, mpi_scatter
-from mpiad.transport.agreement import raise_together
+from mpiad.transport.agreement import raising_together
 
 __all__ = ["Placement"]
 
@@ -53,14 +53,10 @@ class Placement(Decomposition):
         True
         """
         cells = None
-        error = None
-        if self._channel.rank == root:
-            try:
-                cells = into_blocks(self._checked(u, self.shape, "Domain.scatter"), self._partition)
-            except (TypeError, ValueError) as found:
-                error = found
         # The root alone looks at the array; the others would wait in the scatter.
-        raise_together(self._channel, error)
+        with raising_together(self._channel):
+            if self._channel.rank == root:
+                cells = into_blocks(self._checked(u, self.shape, "Domain.scatter"), self._partition)
         counts = [math.prod(lengths(self._partition.block(r))) for r in range(self._channel.size)]
         block = mpi_scatter(cells, root, axis=0, counts=counts, comm=self.comm)
         return anp.moveaxis(block, 0, -1).reshape(block.shape[1:] + self.local_shape)

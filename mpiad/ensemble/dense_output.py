@@ -30,7 +30,7 @@ from mpiad.ensemble.solution import solution_of
 from mpiad.ensemble.stages import Stages
 from mpiad.primitives import mpi_allgather
 from mpiad.transport import channel
-from mpiad.transport.agreement import raise_together, require_same
+from mpiad.transport.agreement import raising_together, require_same
 
 __all__ = ["DenseOutput", "GatheredOutput", "JoinedOutput"]
 
@@ -221,12 +221,8 @@ class GatheredOutput:
         require_same(used, f"t of shape {times.shape}, with SHA-256 {digest}", "sol(t)")
         counts = used.data.allgather(self._count)
         first = sum(counts[: used.rank])
-        own, error = None, None
-        try:
-            # A rank whose share fails must still come to the agreement, where the others wait.
+        # A rank whose share fails must still come to the agreement, where the others wait.
+        with raising_together(used, Exception):
             own = self._share(times[first : first + self._count] if times.ndim == 2 else times)
-        except Exception as found:  # noqa: BLE001 it is raised on all ranks
-            error = found
-        raise_together(used, error)
         everything = mpi_allgather(own, axis=0, comm=comm)
         return everything if only is None else everything[only]

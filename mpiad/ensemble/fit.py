@@ -16,13 +16,14 @@ from mpiad.ensemble.mass import mass_of
 from mpiad.ensemble.members import master_seed, members
 from mpiad.ensemble.methods.dormand_prince import RK45
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
-from mpiad.ensemble.ranks import EnsembleMPI, agreed
+from mpiad.ensemble.ranks import EnsembleMPI
 from mpiad.ensemble.residuals import Residuals
 from mpiad.ensemble.saving import save_times
 from mpiad.ensemble.sensitivity import Generator, SensitivitySolve
 from mpiad.ensemble.settings import Settings, by_component
 from mpiad.ensemble.tableaus import Algorithm
 from mpiad.transport import Channel, channel
+from mpiad.transport.agreement import raising_together
 
 __all__ = ["fit"]
 
@@ -151,7 +152,7 @@ def _over_ranks(given: FitArguments, mpi: EnsembleMPI, used: Channel) -> FitResu
     plan = planned_together(used, given)
     compiler, count = _compiler(plan, together=True), len(plan.start)
     bounds = mpi.bounds(count, used.size)
-    with agreed(used):
+    with raising_together(used, Exception):
         mine = _share(given, plan, compiler, range(bounds[used.rank], bounds[used.rank + 1]))
     said, parts = zip(*used.data.allgather((compiler.warnings, mine)))
     compiler.log_warnings(said.index(compiler.warnings) == used.rank)

@@ -17,7 +17,7 @@ from mpiad.ensemble.levenberg_marquardt import Stopping
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
 from mpiad.ensemble.solve_options import SolveOptions, checked_options
 from mpiad.transport import Channel
-from mpiad.transport.agreement import require_alike
+from mpiad.transport.agreement import alike_on_all
 from mpiad.transport.device_arrays import is_device_array
 
 __all__ = ["FitArguments", "FitPlan", "planned", "planned_together"]
@@ -68,18 +68,15 @@ class FitPlan(NamedTuple):
 
 def planned_together(used: Channel, given: FitArguments) -> FitPlan:
     """Return `planned` of the arguments, which must be the same on all ranks; what one finds wrong all raise."""
-    wrong, plan = None, None
-    try:
-        plan = planned(given)
-    except Exception as error:  # noqa: BLE001 raised on all ranks together
-        wrong = error
-    said = ", ".join(f"{name}={getattr(given, name)}" for name in _SHORT)
-    arrays = [] if plan is None else [plan.start, plan.lower, plan.upper, np.asarray(plan.options.atol, float)]
-    if plan is not None and plan.options.saveat is not None:
-        arrays.append(np.asarray(plan.options.saveat, float))
-    shown = f"p0={given.p0!r:.60}, bounds={given.bounds!r:.60}, saveat={given.saveat!r:.60}, atol={given.atol!r:.60}"
-    require_alike(used, wrong, fingerprint(said, *arrays), f"{shown}, {said}", "fit")
-    return plan  # type: ignore[return-value]  where there is none, all have raised
+
+    def described(plan: FitPlan) -> tuple[int, str]:
+        said = ", ".join(f"{name}={getattr(given, name)}" for name in _SHORT)
+        saveat = [] if plan.options.saveat is None else [np.asarray(plan.options.saveat, float)]
+        shown = f"p0={given.p0!r:.60}, bounds={given.bounds!r:.60}, saveat={given.saveat!r:.60}, atol={given.atol!r:.60}"
+        arrays = plan.start, plan.lower, plan.upper, np.asarray(plan.options.atol, float), *saveat
+        return fingerprint(said, *arrays), f"{shown}, {said}"
+
+    return alike_on_all(used, lambda: planned(given), described, "fit")
 
 
 def planned(given: FitArguments) -> FitPlan:

@@ -7,8 +7,7 @@ they exchange how each trajectory went (`facts`: two messages, through which no 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +25,7 @@ from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.sharded import gathered, sharded
 from mpiad.ensemble.solution import EnsembleSolution
 from mpiad.transport import Channel
-from mpiad.transport.agreement import raise_together
+from mpiad.transport.agreement import raising_together
 
 __all__ = ["EnsembleMPI", "Sharing", "over_ranks"]
 
@@ -190,7 +189,7 @@ def over_ranks(mpi: EnsembleMPI, used: Channel, asked: Sharing) -> EnsembleSolut
     if asked.combine is None:
         return gathered(used, share, facts, asked.start, asked.timed)
     trees = trees_of_all(used, mpi.comm, share.u)
-    with agreed(used):
+    with raising_together(used, Exception):
         made = asked.combine([tree for tree, a, b in zip(trees, bounds, bounds[1:]) if a < b or asked.count == 0])
     return gathered(used, share, facts, asked.start, asked.timed, made)
 
@@ -205,14 +204,3 @@ def _share(used: Channel, asked: Sharing, numbers: range) -> EnsembleSolution | 
     finally:
         if shown is not None:
             shown.close()
-
-
-@contextmanager
-def agreed(used: Channel) -> Iterator[None]:
-    """Raise on all ranks what is raised inside on one of them."""
-    try:
-        yield
-    except Exception as error:
-        raise_together(used, error)
-        raise
-    raise_together(used, None)

@@ -42,7 +42,7 @@ from mpiad.ensemble.tableaus import Algorithm
 from mpiad.errors import IntegrationError
 from mpiad.progress_line import ProgressLine
 from mpiad.transport import Channel, channel
-from mpiad.transport.agreement import require_alike
+from mpiad.transport.agreement import alike_on_all
 
 __all__ = ["solve"]
 
@@ -197,23 +197,20 @@ def _solved_problem(problem: Any, compiler: Compiler) -> Any:
 
 def _checked_together(used: Channel, given: SolveOptions) -> SolveOptions:
     """Return `checked_options` of the arguments, which must be the same on all ranks; what one finds wrong all raise."""
-    wrong, options = None, given
-    try:
-        options = checked_options(given)
-    except Exception as error:  # noqa: BLE001 raised on all ranks together
-        wrong = error
-    scalars = (
-        f"trajectories={options.trajectories}, {given.alg}, {given.ensemblealg}, rtol={given.rtol}, atol={given.atol}, "
-        f"save_everystep={given.save_everystep}, dense_output={given.dense_output}, dt={given.dt}, dtmax={given.dtmax}, "
-        f"max_steps={given.max_steps}, compile={given.compile}, progress={given.progress}, throw={given.throw}, "
-        f"{0 if wrong else len(options.events)} events, {_kind(given.problem)}"
-    )
-    saveat = None if wrong or options.saveat is None else np.asarray(options.saveat, float)
-    # As numbers too: a text has eight digits of each, and of many not all.
-    atol = None if wrong else np.asarray(given.atol, float)
-    mass = None if wrong else options.mass
-    require_alike(used, wrong, fingerprint(scalars, saveat, atol, mass), f"saveat={given.saveat}, {scalars}", "solve")
-    return options
+
+    def described(options: SolveOptions) -> tuple[int, str]:
+        scalars = (
+            f"trajectories={options.trajectories}, {given.alg}, {given.ensemblealg}, rtol={given.rtol}, atol={given.atol}, "
+            f"save_everystep={given.save_everystep}, dense_output={given.dense_output}, dt={given.dt}, "
+            f"dtmax={given.dtmax}, max_steps={given.max_steps}, compile={given.compile}, progress={given.progress}, "
+            f"throw={given.throw}, {len(options.events)} events, {_kind(given.problem)}"
+        )
+        saveat = None if options.saveat is None else np.asarray(options.saveat, float)
+        # As numbers too: a text has eight digits of each, and of many not all.
+        numbers = fingerprint(scalars, saveat, np.asarray(given.atol, float), options.mass)
+        return numbers, f"saveat={given.saveat}, {scalars}"
+
+    return alike_on_all(used, lambda: checked_options(given), described, "solve")
 
 
 def _kind(problem: object) -> str:

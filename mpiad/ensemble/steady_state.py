@@ -22,7 +22,7 @@ from mpiad.ensemble.mass import mass_of
 from mpiad.ensemble.members import columns_of, master_seed, members
 from mpiad.ensemble.methods.dormand_prince import RK45
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
-from mpiad.ensemble.ranks import EnsembleMPI, agreed
+from mpiad.ensemble.ranks import EnsembleMPI
 from mpiad.ensemble.reduction import check_alike
 from mpiad.ensemble.settings import Settings, by_component
 from mpiad.ensemble.solve_options import SolveOptions, checked_options
@@ -30,7 +30,7 @@ from mpiad.ensemble.steady_operator import SteadyStates, steady_operator
 from mpiad.ensemble.tableaus import Algorithm
 from mpiad.primitives.allgather import gather_pieces
 from mpiad.transport import Channel, channel
-from mpiad.transport.agreement import require_alike
+from mpiad.transport.agreement import alike_on_all, raising_together
 
 __all__ = ["SteadyStateSolution", "steady_state"]
 
@@ -183,7 +183,7 @@ def _over_ranks(given: _Given, mpi: EnsembleMPI, used: Channel) -> SteadyStateSo
     options = _checked_together(used, given)
     compiler = Compiler(options, options.trajectories, together=True)
     bounds = mpi.bounds(options.trajectories, used.size)
-    with agreed(used):
+    with raising_together(used, Exception):
         mine = _found(given, options, compiler, range(bounds[used.rank], bounds[used.rank + 1]))
     kind = mine.u.shape[1:], mine.u.dtype
     parts = used.data.allgather((compiler.warnings, mine.retcode, mine.niter, mine.jacobian, kind))
@@ -274,13 +274,10 @@ def _checked(given: _Given) -> SolveOptions:
 
 def _checked_together(used: Channel, given: _Given) -> SolveOptions:
     """Return `_checked` of the arguments, which must be the same on all ranks; what one finds wrong all raise."""
-    wrong, options = None, None
-    try:
-        options = _checked(given)
-    except Exception as error:  # noqa: BLE001 raised on all ranks together
-        wrong = error
-    said = ", ".join(f"{name}={getattr(given, name)}" for name in _Given._fields if name not in ("problem", "atol"))
-    said += f", {type(given.problem).__name__}, {0 if options is None else options.trajectories} of them"
-    atol = None if options is None else np.asarray(options.atol, float)
-    require_alike(used, wrong, fingerprint(said, atol), f"atol={given.atol!r:.60}, {said}", "steady_state")
-    return options  # type: ignore[return-value]  where there are none, all have raised
+
+    def described(options: SolveOptions) -> tuple[int, str]:
+        said = ", ".join(f"{name}={getattr(given, name)}" for name in _Given._fields if name not in ("problem", "atol"))
+        said += f", {type(given.problem).__name__}, {options.trajectories} of them"
+        return fingerprint(said, np.asarray(options.atol, float)), f"atol={given.atol!r:.60}, {said}"
+
+    return alike_on_all(used, lambda: _checked(given), described, "steady_state")

@@ -12,7 +12,7 @@ from mpiad._typing import LocalArray, ReplicatedArray
 from mpiad.domain import Domain
 from mpiad.primitives import stop
 from mpiad.transport import channel
-from mpiad.transport.agreement import raise_together, require_same
+from mpiad.transport.agreement import raising_together, require_same
 
 __all__ = ["GaussianPrior", "agreed_fields", "positive"]
 
@@ -118,8 +118,8 @@ def agreed_fields(domain: Domain, fields: dict[str, Any], numbers: dict[str, Any
     """
     if not isinstance(domain, Domain):
         raise TypeError(f"{call}: domain must be an mpiad.Domain, but got {type(domain).__name__} {domain!r:.60}.")
-    used, error, found = channel(domain.comm, call), None, []
-    try:
+    used, found = channel(domain.comm, call), []
+    with raising_together(used):
         for name, value in numbers.items():
             several = isinstance(value, (Sequence, np.ndarray))
             if several and len(value) != len(domain.shape):
@@ -139,8 +139,5 @@ def agreed_fields(domain: Domain, fields: dict[str, Any], numbers: dict[str, Any
             if not np.all(np.isfinite(block)) or (k > 0 and not np.all(block > 0.0)):
                 raise ValueError(f"{call}: {name} must be {'finite' if k == 0 else 'positive'}, but isn't everywhere.")
             found.append(np.broadcast_to(block, domain.local_shape).copy())
-    except (TypeError, ValueError) as wrong:
-        error = wrong
-    raise_together(used, error)
     require_same(used, ", ".join(f"{name}={value!r}" for name, value in numbers.items()), call)
     return found

@@ -25,7 +25,7 @@ from mpiad.linalg.transposed_matrix import Transposed
 from mpiad.primitives import stop
 from mpiad.primitives.operation import suspended
 from mpiad.transport import channel
-from mpiad.transport.agreement import raise_together
+from mpiad.transport.agreement import raising_together
 from mpiad.transport.device_arrays import arrays_of
 
 __all__ = ["MatrixRowBlock"]
@@ -288,12 +288,9 @@ class MatrixRowBlock:
         self, matvec: ProductWith, b: LocalArray, method: str, preconditioner: Function | None, settings: dict
     ) -> LocalArray:
         self._require_square("solve")
-        error = None
-        try:
+        # A product would raise here alone, while the others wait for entries.
+        with raising_together(self._channel):
             self._checked(b, 0, "solve")
-        except (TypeError, ValueError) as found:
-            error = found
-        raise_together(self._channel, error)  # a product would raise here alone, while the others wait for entries
         if method == "direct":
             # Exact factors leave one or two iterations, which also repair what rounding lost.
             method, preconditioner = "gmres", GatheredFactors(self)

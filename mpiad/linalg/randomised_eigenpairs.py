@@ -22,7 +22,7 @@ from mpiad._typing import Comm, LocalArray
 from mpiad.primitives import stop
 from mpiad.primitives.operation import suspended
 from mpiad.transport import SUM, Channel, channel
-from mpiad.transport.agreement import agreed, raise_together, require_same
+from mpiad.transport.agreement import agreed, raising_together, require_same
 from mpiad.transport.collectives import allreduce
 
 __all__ = ["EigenPairs", "eigsh"]
@@ -114,8 +114,8 @@ def eigsh(
     [4. 2.]
     """
     used = channel(comm, _CALL)
-    like, error = np.asarray(stop(like)), None
-    try:
+    like = np.asarray(stop(like))
+    with raising_together(used):
         if like.dtype.kind != "f":
             raise TypeError(f"{_CALL}: like must be an array of real numbers, but got dtype {like.dtype}.")
         whole = isinstance(k, (int, np.integer)) and isinstance(oversample, (int, np.integer))
@@ -128,9 +128,6 @@ def eigsh(
             )
         if (mass is None) != (mass_solve is None):
             raise ValueError(f"{_CALL}: mass and mass_solve must be given together, but got one of them.")
-    except (TypeError, ValueError) as wrong:
-        error = wrong
-    raise_together(used, error)
     named = seed if isinstance(seed, (int, np.integer)) else "directions"
     require_same(used, f"k={k}, oversample={oversample}, seed={named}, mass={'given' if mass else None}", _CALL)
     size = int(_summed(used, np.array([float(like.size)]))[0])

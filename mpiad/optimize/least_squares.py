@@ -27,7 +27,7 @@ from mpiad.optimize.root_driven import RootDriven
 from mpiad.optimize.root_start import shared_start
 from mpiad.primitives.operation import suspended
 from mpiad.transport import Channel, channel, renew
-from mpiad.transport.agreement import raise_together, require_same
+from mpiad.transport.agreement import raising_together, require_same
 from mpiad.transport.recovery import recoverable
 from mpiad.transport.signals import postponed
 from mpiad.transport.user_failures import verdict
@@ -166,9 +166,8 @@ def _agree_on_arguments(
     used: Channel, program: Program, x0: Tree, shared: tuple, checkpoint: object
 ) -> tuple[Tree, Loss | None, Checkpoint | None]:
     """Check the arguments on all ranks; return the root's x0 as a nest of variables, the loss and the checkpoint."""
-    wrong, start, weigh, kept = None, None, None, None
     loss, scale, solver, method = shared
-    try:
+    with raising_together(used, Exception):
         kept = as_checkpoint(checkpoint, _CALL, used.rank == program.root)
         check_program(program, used, _CALL)
         if program.jac is True:
@@ -182,9 +181,6 @@ def _agree_on_arguments(
         if start is not None:
             require_some(start, _CALL)
             require_tellable(start, _CALL)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must not wait on
-        wrong = error
-    raise_together(used, wrong)
     named = loss if isinstance(loss, str) else "a function"
     # Whether there is one must be the same everywhere: columns found by differentiation run the function's messages.
     jac = None if program.jac is None else "a function"

@@ -29,7 +29,7 @@ from mpiad.optimize.scipy_methods import Wishes, drive
 from mpiad.optimize.sharded import Piece, Sharded, piece_of
 from mpiad.primitives.operation import suspended
 from mpiad.transport import Channel, channel, renew
-from mpiad.transport.agreement import raise_together, require_same
+from mpiad.transport.agreement import raising_together, require_same
 from mpiad.transport.recovery import recoverable
 from mpiad.transport.signals import postponed
 from mpiad.transport.user_failures import verdict
@@ -182,8 +182,9 @@ def _agree_on_arguments(
     used: Channel, program: Program, method: object, x0: Tree, wishes: Wishes
 ) -> tuple[Tree | Piece, Wishes]:
     """Check the arguments on all ranks; return the root's x0 as a nest of variables, or this rank's own piece."""
-    wrong, start, settings = None, None, ""
-    try:
+    settings = ""
+    # First the mistakes, which are clearer, and only then what differs: a wrong argument often differs too.
+    with raising_together(used, Exception):
         sharded = is_sharded(method)
         writes = sharded or used.rank == program.root
         wishes = wishes._replace(checkpoint=as_checkpoint(wishes.checkpoint, "minimize", writes))
@@ -201,10 +202,6 @@ def _agree_on_arguments(
             start = piece_of(str(method), start, wishes.bounds, wishes.tol, wishes.options, wishes.checkpoint)
             settings = f", {start.settings}"
             _check_callback(wishes.callback)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must not wait on
-        wrong = error
-    # First the mistakes, which are clearer, and only then what differs: a wrong argument often differs too.
-    raise_together(used, wrong)
     jac = "a function" if callable(program.jac) else program.jac
     described = f"method={method!r}, objective={program.objective!r}, root={program.root}, jac={jac}, "
     described += f"hessp={'none' if program.hessp is None else 'a function'}{settings}"

@@ -24,7 +24,7 @@ from mpiad.optimize.packing import require_tellable
 from mpiad.optimize.root_start import as_given, require_roots
 from mpiad.optimize.starts import Start, home_of, result_at, result_on_host, starts_of
 from mpiad.transport import Channel, channel
-from mpiad.transport.agreement import raise_together, require_same
+from mpiad.transport.agreement import raise_together, raising_together, require_same
 from mpiad.transport.device_arrays import ArrayModule
 from mpiad.transport.fault_tolerance import is_interruption
 
@@ -132,23 +132,16 @@ def _agree_on_arguments(
     used: Channel, fun: Function, starts: Sequence[Tree] | None, group_size: int, settings: dict[str, Any]
 ) -> tuple[list[Start], ArrayModule | None]:
     """Check the arguments on all ranks; return rank 0's starts, and the device that this rank puts them on."""
-    wrong: Exception | None = None
-    try:
+    with raising_together(used, Exception):
         _check(used, fun, group_size, settings)
         points = starts_of(starts) if used.rank == 0 else []  # type: ignore[arg-type]
         if used.rank == 0 and not points:
             raise ValueError(f"{_CALL}: there must be one starting point at least, but got {starts!r:.60}.")
         require_tellable([start.nest for start in points], _CALL, "starts are")
-    except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must not wait on
-        wrong = error
-    raise_together(used, wrong)
     require_same(used, f"group_size={group_size}", _CALL)
-    points, home = used.data.bcast(points, 0), None
-    try:
+    points = used.data.bcast(points, 0)
+    with raising_together(used, ImportError):
         home = home_of(points, starts, settings.get("args", ()))
-    except ImportError as error:
-        wrong = error
-    raise_together(used, wrong)
     own = None if starts is None or used.rank == 0 else _leaves_of(starts)
     roots = _leaves_of([point.nest for point in points])
     require_roots(used, 0, own, roots, f"{_CALL}: starts count on the root only", _ADVICE)

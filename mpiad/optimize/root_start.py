@@ -19,7 +19,7 @@ from mpiad.optimize.device_leaves import Elsewhere, at_home, described, fetched,
 from mpiad.optimize.objective_evaluation import Program
 from mpiad.optimize.packing import as_variables
 from mpiad.transport import SUM, Channel
-from mpiad.transport.agreement import agreed, raise_together
+from mpiad.transport.agreement import agreed, raising_together
 from mpiad.transport.copy_differences import Difference, compare
 
 __all__ = ["as_given", "require_roots", "shared_start"]
@@ -57,14 +57,11 @@ def shared_start(used: Channel, program: Program, start: Tree, x0: Tree, call: s
     """
     if used.size == 1:
         return start
-    leads, error = used.rank == program.root, None
+    leads = used.rank == program.root
     template = used.data.bcast(described(start) if leads else None, program.root)
     if any(type(leaf) is Elsewhere for leaf in flatten(template)[0]):
-        try:
+        with raising_together(used, ImportError):
             template = template if leads else at_home(template, x0, program.args)
-        except ImportError as found:
-            error = found
-        raise_together(used, error)
     mine = None if x0 is None else named_leaves(as_given(x0), "x0")
     said = f"{call}: x0 counts on the root only"
     require_roots(used, program.root, mine, named_leaves(template, "x0"), said, _ADVICE)

@@ -14,7 +14,7 @@ from mpiad.differentiation.trees import flatten
 from mpiad.parallel.nests import described, rebuilt
 from mpiad.primitives.checks import root_of
 from mpiad.transport import channel
-from mpiad.transport.agreement import raise_together
+from mpiad.transport.agreement import raising_together
 from mpiad.transport.device_arrays import arrays_of
 
 __all__ = ["TrainingCheckpoint", "load_checkpoint", "save_checkpoint"]
@@ -74,31 +74,24 @@ def save_checkpoint(path: str | PathLike[str], tree: Tree, *, own: Tree = None, 
     """
     used, call = channel(comm, "parallel.save_checkpoint"), "parallel.save_checkpoint"
     root = root_of(root, used, call)
-    error: Exception | None = None
     arrays: dict[str, np.ndarray] = {}
-    said: list[Any] = []
-    file = Path()
-    mine: tuple[list[Any], dict[str, np.ndarray]] = ([], {})
-    try:
+    of_mine: dict[str, np.ndarray] = {}
+    # Before the gather, in which all would wait for a rank that has raised.
+    with raising_together(used, TypeError):
         if used.rank == root:
             file, said = _file(path, call), described(tree, "tree", arrays)
-        of_mine: dict[str, np.ndarray] = {}
         mine = described(own, f"own/{used.rank}", of_mine), of_mine
-    except TypeError as found:
-        error = found
-    # Before the gather, in which all would wait for a rank that has raised.
-    raise_together(used, error)
     every = used.data.gather(mine, root)
-    if used.rank == root:
-        for _, theirs in every:
-            arrays.update(theirs)
-        description = {"kind": _KIND, "ranks": used.size, "tree": said, "own": [theirs for theirs, _ in every]}
-        try:
-            write(file, description, arrays.items())
-        except OSError as found:
-            text = f"{call}: {path!s} can't be written ({found.strerror}); an older file stays as it is."
-            error = OSError(found.errno, f"{text} {remedy(found, file)}")
-    raise_together(used, error)
+    with raising_together(used, OSError):
+        if used.rank == root:
+            for _, theirs in every:
+                arrays.update(theirs)
+            description = {"kind": _KIND, "ranks": used.size, "tree": said, "own": [theirs for theirs, _ in every]}
+            try:
+                write(file, description, arrays.items())
+            except OSError as found:
+                text = f"{call}: {path!s} can't be written ({found.strerror}); an older file stays as it is."
+                raise OSError(found.errno, f"{text} {remedy(found, file)}") from found
 
 
 def load_checkpoint(
@@ -141,17 +134,14 @@ def load_checkpoint(
     used, call = channel(comm, "parallel.load_checkpoint"), "parallel.load_checkpoint"
     root = root_of(root, used, call)
     found: Any = None
-    error: Exception | None = None
     # Other ranks don't look for the file: on a node's own disk they might not find it.
-    if used.rank == root:
-        try:
+    with raising_together(used):
+        if used.rank == root:
             file = _file(path, call)
-            found = _read(file, used.size) if file.exists() else None
-        except TypeError as wrong:
-            error = wrong
-        except (ValueError, OSError) as wrong:
-            error = ValueError(f"{call}: {wrong}")
-    raise_together(used, error)
+            try:
+                found = _read(file, used.size) if file.exists() else None
+            except (ValueError, OSError) as wrong:
+                raise ValueError(f"{call}: {wrong}") from wrong
     found = used.data.bcast(found, root)
     if found is None:
         return None
@@ -159,14 +149,12 @@ def load_checkpoint(
     own = description["own"]
     # Devices are this rank's own, and no file can say which; so one of the caller's arrays does.
     home = next(filter(None, map(arrays_of, flatten(like)[0])), None)
-    made, error = None, None
-    try:
-        mine = rebuilt(own[used.rank], arrays, home) if len(own) == used.size else None
-        made = TrainingCheckpoint(rebuilt(description["tree"], arrays, home), mine)
-    except ValueError as wrong:
-        error = ValueError(f"{call}: {path!s}: {wrong}")
-    raise_together(used, error)
-    return made
+    with raising_together(used):
+        try:
+            mine = rebuilt(own[used.rank], arrays, home) if len(own) == used.size else None
+            return TrainingCheckpoint(rebuilt(description["tree"], arrays, home), mine)
+        except ValueError as wrong:
+            raise ValueError(f"{call}: {path!s}: {wrong}") from wrong
 
 
 def _file(path: str | PathLike[str], call: str) -> Path:

@@ -21,7 +21,7 @@ from mpiad.errors import ConvergenceError, NotFiniteError, WorkerError
 from mpiad.primitives import mpi_allreduce
 from mpiad.tasks.rank_groups import RankGroups, groups_of
 from mpiad.transport import Channel, channel
-from mpiad.transport.agreement import Failure, agreed, require_alike
+from mpiad.transport.agreement import Failure, agreed, alike_on_all
 from mpiad.transport.device_arrays import is_device_array
 from mpiad.transport.shared_counter import SharedCounter, threads_may_communicate
 from mpiad.transport.tracing import tracing
@@ -120,19 +120,21 @@ def sum_over(
 
 def _agreed_items(used: Channel, items: Iterable[Any], fun: object, made: RankGroups, settings: tuple[str, str]) -> list:
     """Check the arguments on all ranks; return the items."""
-    wrong, given, (schedule, objective) = None, [], settings
-    try:
+    schedule, objective = settings
+
+    def checked() -> list:
         check_objective(objective, _CALL)
         if not callable(fun):
             raise TypeError(f"{_CALL}: fun must be callable, but got {type(fun).__name__} {fun!r:.60}.")
         if schedule not in ("static", "dynamic"):
             raise ValueError(f"{_CALL}: schedule must be 'static' or 'dynamic', but got {schedule!r:.60}.")
-        given = list(items)
-    except Exception as error:  # noqa: BLE001 - a generator is the user's code, and the other ranks must not wait on
-        wrong = error
-    described = f"{len(given)} items, {made.count} groups, schedule={schedule!r:.60}, objective={objective!r:.60}"
-    require_alike(used, wrong, zlib.crc32(described.encode()), described, _CALL)
-    return given
+        return list(items)
+
+    def described(given: list) -> tuple[int, str]:
+        text = f"{len(given)} items, {made.count} groups, schedule={schedule!r:.60}, objective={objective!r:.60}"
+        return zlib.crc32(text.encode()), text
+
+    return alike_on_all(used, checked, described, _CALL)
 
 
 def _taken(counter: SharedCounter, group: Channel, many: int) -> Iterator[int]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import traceback
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -14,9 +16,11 @@ from mpiad.transport.exit_codes import code_of
 from mpiad.transport.tracing import settled
 
 __all__ = [
-    "Failure", "Failures", "agreed", "agreed_among", "error_of", "first_of", "forget_agreement", "raise_first",
-    "raise_together", "require_alike", "require_same", "told",
+    "Failure", "Failures", "agreed", "agreed_among", "alike_on_all", "error_of", "first_of", "forget_agreement",
+    "raise_first", "raise_together", "raising_together", "require_alike", "require_same", "told",
 ]  # fmt: skip
+
+T = TypeVar("T")
 
 # What can be made anew on another rank of a name and one text.
 _KINDS: dict[str, type[Exception]] = {kind.__name__: kind for kind in (
@@ -138,6 +142,19 @@ def _raised_together(channel: Channel, error: Exception | None) -> None:
         raise_first(channel, error)
 
 
+@contextmanager
+def raising_together(
+    channel: Channel, kinds: type[Exception] | tuple[type[Exception], ...] = (TypeError, ValueError)
+) -> Iterator[None]:
+    """Raise on all ranks what is raised inside on one, of these kinds: see `raise_together`. All ranks enter it."""
+    error = None
+    try:
+        yield
+    except kinds as found:
+        error = found
+    raise_together(channel, error)
+
+
 def raise_first(channel: Channel, error: Exception | None) -> None:
     """Raise on all ranks what the first that has an error says; its own where a rank has one. All ranks call it."""
     failures = told(channel.data, error)
@@ -207,6 +224,32 @@ def require_alike(channel: Channel, error: Exception | None, fingerprint: int, d
     All ranks of the channel call it.
     """
     settled(_required_alike, channel, error, fingerprint, described, call)
+
+
+def alike_on_all(channel: Channel, make: Callable[[], T], describe: Callable[[T], tuple[int, str]], call: str) -> T:
+    """Return what `make` returns; raise on all ranks what it raises on one, or where ranks make different things.
+
+    Parameters
+    ----------
+    channel : Channel
+    make : callable
+    describe : callable
+        Returns the fingerprint and the text of what was made, for `require_alike`.
+    call : str
+        Name of the public function.
+
+    Ranks
+    -----
+    All ranks of the channel call it.
+    """
+    error, made, described = None, None, (0, "")
+    try:
+        made = make()
+        described = describe(made)
+    except Exception as found:  # noqa: BLE001 whatever it is, the other ranks must not wait on
+        error = found
+    require_alike(channel, error, *described, call)
+    return made  # type: ignore[return-value]  where there is none, all have raised
 
 
 def _required_alike(channel: Channel, error: Exception | None, fingerprint: int, described: str, call: str) -> None:

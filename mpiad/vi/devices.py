@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from mpiad.device import select
 from mpiad.transport import Channel
-from mpiad.transport.agreement import raise_together
+from mpiad.transport.agreement import raising_together
 
 __all__ = ["device_of"]
 
@@ -33,13 +33,8 @@ def device_of(names: Sequence[str] | None, used: Channel, call: str) -> int | No
     """
     if names is None:
         return None
-    number, error = None, None
-    try:
-        number = _number(_own_name(names, used, call), used, call)
-    except (TypeError, ValueError) as wrong:
-        error = wrong
-    raise_together(used, error)
-    return number
+    with raising_together(used):
+        return _number(_own_name(names, used, call), used, call)
 
 
 def _own_name(names: object, used: Channel, call: str) -> str:

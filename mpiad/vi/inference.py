@@ -17,7 +17,7 @@ from mpiad.primitives.checks import root_of
 from mpiad.primitives.operation import suspended
 from mpiad.progress_line import ProgressLine
 from mpiad.transport import Channel, channel
-from mpiad.transport.agreement import agreed, raise_together, require_same
+from mpiad.transport.agreement import agreed, raising_together, require_same
 from mpiad.vi.devices import device_of
 from mpiad.vi.divergence import has_closed_form
 from mpiad.vi.elbo_gradient import Objective
@@ -188,18 +188,15 @@ class VI:
         model = Model(self.loss, data, self.gradient == "pathwise", device_of(self.devices, used, call))
         objective = Objective(self.posterior, self.prior, self.w, self.gradient, self.divergence)
         training = None
-        error: Exception | None = None
-        if used.rank == root:
-            try:
+        # After these all ranks do the same, so what only the root does comes first and is agreed upon: whatever the
+        # posterior or the optimizer raises, which may be the user's.
+        with raising_together(used, Exception):
+            if used.rank == root:
                 # Not default_rng(seed): that is the stream of [seed, 0], epoch 0's noise.
                 fresh = np.random.default_rng([self.seed, 2**32 + 2])
                 start = self.posterior.initial(fresh) if params is None else params
                 require_one_place(start, model.device, call)
                 training = Training(objective, self.optimizer, start, max_epochs_without_improvement, callback, average)
-            except Exception as found:  # noqa: BLE001  of the posterior or the optimizer, which may be the user's
-                # After these all ranks do the same, so what only the root does comes first and is agreed upon.
-                error = found
-        raise_together(used, error)
         # Outside of a trace that may be around the run: nothing of it can be differentiated.
         with suspended():
             line = ProgressLine("epochs", n_epochs) if progress and training else None
@@ -254,8 +251,7 @@ class VI:
     def _agree(
         self, used: Channel, data: Tree, n_epochs: object, patience: object, n_samples: object, average: object
     ) -> None:
-        error = None
-        try:
+        with raising_together(used):
             if hasattr(data, "__len__") and len(data) == 0:
                 raise ValueError(f"VI.run: data is empty ({type(data).__name__} of length 0) on rank {used.rank}.")
             _require_count(n_epochs, "n_epochs")
@@ -264,9 +260,6 @@ class VI:
                 _require_count(patience, "max_epochs_without_improvement")
             if not isinstance(average, bool):
                 raise TypeError(f"VI.run: average must be True or False, but got {average!r}.")
-        except (TypeError, ValueError) as found:
-            error = found
-        raise_together(used, error)
         # What decides how often ranks meet, and what they draw by themselves.
         require_same(
             used, f"n_samples_per_epoch={self.n_samples_per_epoch}, n_epochs={n_epochs}, gradient={self.gradient!r}, "
@@ -309,12 +302,8 @@ class VI:
         """
         used = channel(self.comm, "VI.elbo")
         root = root_of(self.root, used, "VI.elbo")
-        error: Exception | None = None
-        try:
+        with raising_together(used):
             _require_count(n_samples, "n_samples")
-        except (TypeError, ValueError) as wrong:
-            error = wrong
-        raise_together(used, error)
         require_same(used, f"n_samples={n_samples}, seed={self.seed}, root={self.root}", "VI.elbo")
         # Beside those of the epochs and of the result's samples.
         noise = np.random.default_rng([self.seed, 2**32 + 1]).standard_normal((n_samples, self.posterior.dim))

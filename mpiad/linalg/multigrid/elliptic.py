@@ -14,7 +14,7 @@ from mpiad.linalg.host_and_device import require_together
 from mpiad.linalg.multigrid.grid_sides import Sides, sides_of
 from mpiad.primitives import stop
 from mpiad.transport import channel
-from mpiad.transport.agreement import raise_together, require_same
+from mpiad.transport.agreement import raising_together, require_same
 from mpiad.transport.device_arrays import arrays_of
 
 __all__ = ["Elliptic"]
@@ -67,12 +67,8 @@ class Elliptic:
         if not isinstance(domain, Domain):
             raise TypeError(f"Elliptic: domain must be an mpiad.Domain, but got {type(domain).__name__} {domain!r}.")
         used = channel(domain.comm, "Elliptic")
-        error = None
-        try:
+        with raising_together(used):
             self.sides = sides_of(domain, spacing, boundary, centred, "Elliptic")
-        except (TypeError, ValueError) as found:
-            error = found
-        raise_together(used, error)
         require_same(used, f"spacing={spacing!r}, boundary={boundary!r}, centred={centred!r}", "Elliptic")
         # Its halo may be wider than the operator needs.
         self.domain = Domain(domain.shape, periodic=domain.periodic, dims=domain.dims, comm=domain.comm)

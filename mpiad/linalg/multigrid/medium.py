@@ -11,7 +11,7 @@ from mpiad.errors import NotFiniteError
 from mpiad.linalg.host_and_device import plain_values, require_together
 from mpiad.linalg.multigrid.grid_sides import Sides
 from mpiad.transport import MAX, Channel
-from mpiad.transport.agreement import agreed, raise_together
+from mpiad.transport.agreement import agreed, raising_together
 from mpiad.transport.collectives import allreduce
 
 __all__ = ["coefficients", "contrast", "has_constants", "jumps"]
@@ -41,14 +41,10 @@ def coefficients(domain: Domain, kappa: object, c: object, used: Channel) -> tup
     -----
     All ranks of the domain call it.
     """
-    fields, error = [], None
-    try:
+    with raising_together(used):
         require_together(_CALL, kappa=getval(kappa), c=getval(c))
         fields = [_field(domain, kappa, "kappa", False), _field(domain, c, "c", True)]
         _check_rings(domain)
-    except (TypeError, ValueError) as found:
-        error = found
-    raise_together(used, error)
     return fields[0], fields[1]
 
 

@@ -18,7 +18,7 @@ from mpiad.checkpoint_files import differences, files_of_ranks, read, read_descr
 from mpiad.optimize.checkpoint import Checkpoint, WriteFailures
 from mpiad.optimize.sharded.redistribution import Layout, newest_state
 from mpiad.transport import Channel
-from mpiad.transport.agreement import agreed, raise_together
+from mpiad.transport.agreement import agreed, raising_together
 from mpiad.transport.user_failures import StageFailures
 
 __all__ = ["OF_RANKS", "Point", "State", "StateFiles"]
@@ -183,12 +183,8 @@ class StateFiles:
                 f"minimize: there is no iteration of which all ranks have a file among {others[0]} and the like, which "
                 "another number of ranks has written. Put the files back, or delete them."
             )))  # fmt: skip
-        error = None
-        try:
+        with raising_together(self._used, ValueError):
             self._found = found.arrays(layout)
-        except ValueError as problem:
-            error = problem
-        raise_together(self._used, error)
         self.iteration, self._old = found.iteration, others
 
     def _of_this_number(self, files: list[Path]) -> list[Path]:
