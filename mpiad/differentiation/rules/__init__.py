@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from mpiad.differentiation.rules import (
     arithmetic,
-    dtype_changes,
     einsum,
     elementwise,
     extrema,
@@ -27,7 +26,6 @@ from mpiad.differentiation.rules import (
     powers,
     reductions,
     reshaping,
-    rolling,
     stacking,
     where,
 )
@@ -38,7 +36,6 @@ __all__ = ["JVP_RULES", "VJP_RULES", "on_device"]
 _FAMILIES = (
     arithmetic,
     stacking,
-    dtype_changes,
     einsum,
     elementwise,
     extrema,
@@ -48,7 +45,6 @@ _FAMILIES = (
     matrix_products,
     reductions,
     reshaping,
-    rolling,
     where,
 )
 

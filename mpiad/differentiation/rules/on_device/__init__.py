@@ -7,26 +7,26 @@ for the device.
 
 from __future__ import annotations
 
-from mpiad.differentiation.rules.on_device import (
-    array_exponents,
-    bounds,
-    contractions,
-    diagonals,
-    differences,
-    divisions,
-    factorizations,
-    moments,
-    ordering,
-    transforms,
-    unavailable_functions,
-)
+import autograd.numpy as anp
+from autograd.numpy import fft, linalg
+
+from mpiad.differentiation.rules.on_device import elementwise, linear_algebra, moments, rearrangements, transforms
 from mpiad.differentiation.rules.protocol import DEVICE_JVPS, DEVICE_REFUSALS, DEVICE_VJPS
 
 __all__: list[str] = []
 
-for _family in (
-    bounds, contractions, diagonals, differences, divisions, factorizations, moments, ordering, array_exponents, transforms
-):  # fmt: skip
+for _family in (elementwise, linear_algebra, moments, rearrangements, transforms):
     DEVICE_VJPS.update(_family.VJPS)
     DEVICE_JVPS.update(_family.JVPS)
-DEVICE_REFUSALS.update(unavailable_functions.REFUSALS)
+
+_ASSEMBLY = "it makes an array of NumPy's. Import mpiad.device.numpy in place of autograd.numpy"
+_FOURIER = "use rfft, irfft and the complex transforms, axis by axis"
+# What isn't available, and what to do instead.
+DEVICE_REFUSALS.update({
+    anp.concatenate_args: ("concatenate", _ASSEMBLY),
+    anp.array_from_args: ("array", _ASSEMBLY),
+    anp.make_diagonal: ("make_diagonal", "multiply by a mask, as in x[..., None] * identity"),
+    anp.real_if_close: ("real_if_close", "the host doesn't know the values. Use real"),
+    linalg.eig: ("linalg.eig", "copy the matrix with mpiad.device.to_host"),
+    **{getattr(fft, name): (f"fft.{name}", _FOURIER) for name in ("rfft2", "irfft2", "rfftn", "irfftn")},
+})  # fmt: skip
