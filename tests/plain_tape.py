@@ -8,7 +8,7 @@ from autograd.core import JVPNode, VJPNode, primitive_jvps, primitive_vjps
 from autograd.extend import vspace
 from autograd.tracer import notrace_primitives, toposort, trace
 
-from mpiad.differentiation.accumulate import accumulate
+from mpiad.differentiation.backward import accumulate
 from mpiad.differentiation.rules import JVP_RULES, VJP_RULES
 
 

@@ -1,9 +1,8 @@
 """What finds mistakes: checks that ranks agree, and reports of what they are and do."""
 
-from mpiad.debug.checked import checked
+from mpiad.debug.checked import assert_replicated, checked
 from mpiad.debug.environment import Environment, environment
 from mpiad.debug.recording import recorded, traced
-from mpiad.debug.replicated import assert_replicated
 from mpiad.debug.report import Report, Row, report
 
 __all__ = [

@@ -3,15 +3,21 @@
 A tape is current from the start of its trace to the end. Node and tape refer to each other while the trace is open;
 at its end the record is handed over and the tape forgets it, so that no cycle is left and memory returns as soon as
 the result is dropped.
+
+A trace inside another must have the higher number, also where one is autograd's and the other ours, so ours are drawn
+from autograd's counter. That is one for all threads, and an exception leaves it raised; ours is put back in either
+case, and never lowered below a trace that another thread has open.
 """
 
 from __future__ import annotations
 
+import threading
 from typing import Any, NamedTuple
+
+from autograd.tracer import trace_stack
 
 from mpiad._typing import Array
 from mpiad.differentiation.nodes import LastingNode, OrderedNode, TangentNode
-from mpiad.differentiation.numbering import enter, leave
 from mpiad.differentiation.refusals import explain
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import Tape, current, suspended
@@ -42,14 +48,14 @@ class _Tape(Tape):
 
     def __enter__(self) -> Any:
         self.outer: Tape | None = current.tape
-        self.number, self._before = enter()
+        self.number, self._before = _opened_number()
         current.tape = self
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         outer = current.tape = self.outer
         self.outer = None  # an ended tape must not keep the tapes around it
-        leave(self.number, self._before)
+        _close_number(self.number, self._before)
         if kind is not None:
             explain(error, trace)
             # Ends the cycle of tape and nodes, and makes constants of what was traced.
@@ -111,3 +117,40 @@ class TangentTape(_Tape):
         with suspended(self.outer, body=False):
             tangent = operation.jvp(tangents, ans, x, params, self.number)
         return TangentNode.placed(self, tangent) if hasattr(ans, "dtype") else None
+
+
+_lock = threading.Lock()
+
+
+class _Depth(threading.local):
+    here = 0
+
+
+_depth = _Depth()
+_open, _base = 0, -1
+
+
+def _opened_number() -> tuple[int, int]:
+    """Open a trace; return its number and what the counter was before."""
+    global _open, _base
+    with _lock:
+        before = trace_stack.top
+        if _open == 0:
+            _base = before  # what the counter goes back to when no thread has a trace open any more
+        _open += 1
+        _depth.here += 1
+        trace_stack.top = before + 1
+        return before + 1, before
+
+
+def _close_number(number: int, before: int) -> None:
+    """Close the trace `number`, and with it what an exception inside it left open."""
+    global _open
+    with _lock:
+        _open -= 1
+        _depth.here -= 1
+        if _open == 0:
+            trace_stack.top = _base
+        # All other open traces are around this one, or lower than it: nobody needs the higher number.
+        elif _open == _depth.here or trace_stack.top == number:
+            trace_stack.top = before

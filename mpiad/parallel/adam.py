@@ -11,8 +11,8 @@ import numpy as np
 from mpiad._typing import Array, Tree
 from mpiad.differentiation.trees import flatten
 from mpiad.parallel.leaf_arithmetic import in_blocks
-from mpiad.parallel.learning_rate import checked_rate, rate_at
 from mpiad.parallel.parameters import each, matching, zeros_like
+from mpiad.parallel.sgd import checked_rate, rate_at
 
 __all__ = ["Adam", "AdamW"]
 

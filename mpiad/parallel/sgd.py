@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -11,10 +13,9 @@ import numpy as np
 from mpiad._typing import Array, Tree
 from mpiad.differentiation.trees import flatten
 from mpiad.parallel.leaf_arithmetic import in_blocks
-from mpiad.parallel.learning_rate import checked_rate, rate_at
 from mpiad.parallel.parameters import matching, zeros_like
 
-__all__ = ["SGD"]
+__all__ = ["SGD", "checked_rate", "rate_at"]
 
 
 @dataclass(frozen=True)
@@ -74,3 +75,15 @@ class SGD:
 
         moved, velocity = in_blocks(formula, [leaves, given, flatten(state["velocity"])[0]], results=(0, 2))
         return {**new, "velocity": build(velocity)}, build(moved)
+
+
+def checked_rate(rate: float | Callable[[int], float], name: str) -> None:
+    """Raise a ValueError where a learning rate isn't a positive number or a function."""
+    if not callable(rate) and not (isinstance(rate, Real) and 0 < rate < math.inf):
+        allowed = "above zero, or a function of the number of updates"
+        raise ValueError(f"{name}: learning_rate must be {allowed}, but got {rate!r}.")
+
+
+def rate_at(rate: float | Callable[[int], float], updates: int) -> float:
+    """Return the rate after some updates."""
+    return float(rate(updates) if callable(rate) else rate)

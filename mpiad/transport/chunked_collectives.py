@@ -10,8 +10,7 @@ from mpi4py import MPI
 from mpiad._typing import Array, Comm, Op
 from mpiad.transport.buffers import Spec
 from mpiad.transport.channels import Channel
-from mpiad.transport.chunked_staging import arriving, departing, passing
-from mpiad.transport.chunks import Ranges, of_block, of_blocks, of_whole
+from mpiad.transport.chunked_staging import Ranges, arriving, departing, of_block, of_blocks, of_whole, passing
 from mpiad.transport.device_arrays import arrays_of
 
 __all__ = [

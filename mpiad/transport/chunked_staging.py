@@ -4,6 +4,10 @@ A passage gives MPI its memory for one piece after another, and takes each back 
 host is its own memory. One on a device goes through page-locked memory of the host, where its pieces lie one behind the
 other: all copies to the host are queued at once, on the stream for copies, with an event behind each piece. MPI gets a
 piece when its event is over; its copy back is queued on the current stream.
+
+Pieces are lists of ranges of the flat array. Of an array that all ranks have whole, a piece is one range. Of an array
+that has a block for each rank, a piece is a range of every block: each call then keeps all ranks busy, as the whole would.
+All follows from what the ranks know of each other, so they cut alike wherever their arrays lie.
 """
 
 from __future__ import annotations
@@ -15,12 +19,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from mpiad._typing import Array
+from mpiad.transport import device_settings
 from mpiad.transport.buffers import Spec, result
-from mpiad.transport.chunks import Ranges
 from mpiad.transport.device_arrays import ArrayModule, arrays_of
 from mpiad.transport.pinned import Loan, pool_of
 
-__all__ = ["ChunkedTransfer", "arriving", "departing", "passing"]
+__all__ = ["ChunkedTransfer", "Ranges", "arriving", "bounds", "departing", "of_block", "of_blocks", "of_whole", "passing"]
 
 
 class ChunkedTransfer(Protocol):
@@ -163,3 +167,42 @@ class _Staged:
     def home(self) -> Array:
         """Return the array on the device."""
         return self._array
+
+
+Ranges = list[tuple[int, int]]
+
+_LARGEST_ENTRY = 16  # bytes, of a complex128
+# Each block's part of a piece is copied by itself, so among many ranks it mustn't become too short for that.
+_MOST_PARTS = 16
+
+
+def bounds(size: int, itemsize: int, chunk: int | None = None) -> Ranges:
+    """Return where the pieces of an array of so many entries begin and end; `chunk` is the most bytes of one."""
+    chunk = device_settings.present().chunk if chunk is None else chunk
+    step = (chunk - chunk % _LARGEST_ENTRY) // itemsize  # whole entries of any dtype
+    return [(start, min(start + step, size)) for start in range(0, size, step)]
+
+
+def of_whole(size: int, itemsize: int, chunk: int | None = None) -> list[Ranges]:
+    """Return the pieces of an array that is cut from its front to its end."""
+    return [[part] for part in bounds(size, itemsize, chunk)]
+
+
+def of_blocks(counts: list[int], itemsize: int) -> list[Ranges]:
+    """Return the pieces of an array made of one block of so many entries for each rank."""
+    starts = [0, *accumulate(counts)]
+    return [
+        [(begin + start, begin + end) for begin, (start, end) in zip(starts, parts)] for parts in _parts(counts, itemsize)
+    ]
+
+
+def of_block(counts: list[int], rank: int, itemsize: int) -> list[Ranges]:
+    """Return the pieces of one rank's block, as an array of its own; the last ones may be empty."""
+    return [[parts[rank]] for parts in _parts(counts, itemsize)]
+
+
+def _parts(counts: list[int], itemsize: int) -> list[Ranges]:
+    """Return the pieces, each as what it takes of every block, counted from the block's begin."""
+    chunk = device_settings.present().chunk
+    step = max(chunk // min(len(counts), _MOST_PARTS) // itemsize, 1)
+    return [[(min(start, count), min(start + step, count)) for count in counts] for start in range(0, max(counts), step)]

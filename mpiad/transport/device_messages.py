@@ -17,8 +17,7 @@ from mpi4py import MPI
 from mpiad._typing import Array, Buffer, Shape
 from mpiad.transport import device_settings
 from mpiad.transport.buffers import Spec, result
-from mpiad.transport.chunked_staging import arriving, departing
-from mpiad.transport.chunks import bounds, of_whole
+from mpiad.transport.chunked_staging import arriving, bounds, departing, of_whole
 from mpiad.transport.device_arrays import arrays_of
 from mpiad.transport.envelopes import Envelope
 from mpiad.transport.staging import Staged, way_of

@@ -11,8 +11,7 @@ from mpi4py import MPI
 
 from mpiad._typing import Array
 from mpiad.transport.channels import Channel
-from mpiad.transport.chunked_staging import passing
-from mpiad.transport.chunks import of_whole
+from mpiad.transport.chunked_staging import of_whole, passing
 from mpiad.transport.device_arrays import arrays_of
 from mpiad.transport.device_settings import divides
 from mpiad.transport.staging import way_of

@@ -1,12 +1,10 @@
 """Variational inference: the root draws parameters and updates the posterior, all ranks run the model."""
 
 from mpiad.vi.flows.coupling import AffineCoupling
-from mpiad.vi.flows.flow import Flow
-from mpiad.vi.flows.linear import LULinear
-from mpiad.vi.flows.planar import Planar
+from mpiad.vi.flows.flow import Flow, LULinear, Planar
 from mpiad.vi.flows.spline import SplineAutoregressive, SplineCoupling
-from mpiad.vi.gaussian import FullRankGaussian, MeanFieldGaussian
 from mpiad.vi.inference import VI
+from mpiad.vi.posterior import FullRankGaussian, MeanFieldGaussian
 from mpiad.vi.prior import Prior
 from mpiad.vi.result import VIResult
 

@@ -8,8 +8,7 @@ import autograd.numpy as np
 import numpy
 
 from mpiad._typing import Array, Tree
-from mpiad.vi.gaussian import FullRankGaussian, MeanFieldGaussian
-from mpiad.vi.posterior import Posterior
+from mpiad.vi.posterior import FullRankGaussian, MeanFieldGaussian, Posterior
 from mpiad.vi.prior import Prior
 
 __all__ = ["closed_form", "has_closed_form"]

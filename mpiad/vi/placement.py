@@ -1,17 +1,22 @@
-"""Where variational parameters live: on the root's host, or on one device of the root's."""
+"""Which device a rank's model runs on, where variational parameters live, and constants beside them."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from mpiad._typing import Array, Tree
-from mpiad.device import to_device, to_host
+from mpiad.device import select, to_device, to_host
 from mpiad.differentiation.trees import flatten, is_variable
+from mpiad.primitives import stop
+from mpiad.transport import Channel
+from mpiad.transport.agreement import raising_together
 from mpiad.transport.device_arrays import arrays_of, is_device_array
 
-__all__ = ["all_finite", "copied", "on_device", "placed", "require_one_place"]
+__all__ = ["Constant", "all_finite", "copied", "device_of", "on_device", "placed", "require_one_place"]
 
 
 def require_one_place(params: Tree, device: int | None, call: str) -> None:
@@ -69,3 +74,75 @@ def all_finite(params: Tree) -> bool:
     there = [flag for flag in flags if is_device_array(flag)]
     here = all(bool(flag) for flag in flags if not is_device_array(flag))
     return here and (not there or bool(to_host(np.all(np.stack(there)))))
+
+
+def device_of(names: Sequence[str] | None, used: Channel, call: str) -> int | None:
+    """Make this rank's GPU the current one, and return its number; None on the cpu.
+
+    Parameters
+    ----------
+    names : sequence of str or None
+        One for each rank: "cpu", or "cuda:0" and so on.
+    used : Channel
+    call : str
+
+    Raises
+    ------
+    TypeError, ValueError
+        On all ranks, where there are more names or fewer than ranks, or one has no such device.
+
+    Ranks
+    -----
+    All ranks of the channel call it.
+    """
+    if names is None:
+        return None
+    with raising_together(used):
+        return _number(_own_name(names, used, call), used, call)
+
+
+def _own_name(names: object, used: Channel, call: str) -> str:
+    if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"{call}: devices must be a list of names, one for each rank, as ['cpu', 'cuda:0'], not {names!r}.")
+    if len(names) != used.size:
+        raise ValueError(f"{call}: devices has {len(names)} names, but there are {used.size} ranks: give one for each.")
+    return names[used.rank]
+
+
+def _number(name: str, used: Channel, call: str) -> int | None:
+    if name == "cpu":
+        return None
+    found = re.fullmatch(r"cuda:(\d+)", name)
+    if found is None:
+        raise ValueError(f"{call}: rank {used.rank} has no device {name!r}: names are 'cpu', 'cuda:0', 'cuda:1' and so on.")
+    try:
+        return select(int(found[1]))
+    except (ImportError, RuntimeError, ValueError) as error:
+        raise ValueError(f"{call}: rank {used.rank} has no device {name!r}: {error}") from error
+
+
+class Constant:
+    """An array of the host's, copied once to each device on which it is asked for.
+
+    Parameters
+    ----------
+    array : array
+    """
+
+    def __init__(self, array: Array):
+        self.host = np.asarray(array)
+        self._copies: dict[tuple, Array] = {}
+
+    def beside(self, x: Array) -> Array:
+        """Return it where an array lies, which may be traced."""
+        there = arrays_of(stop(x))
+        if there is None:
+            return self.host
+        place = there.kind, there.device
+        if place not in self._copies:
+            self._copies[place] = to_device(self.host, like=stop(x))
+        return self._copies[place]
+
+    def __reduce__(self) -> Any:
+        # Without the copies, which other processes may have no device for.
+        return Constant, (self.host,)

@@ -1,14 +1,15 @@
-"""What a posterior must offer."""
+"""What a posterior must offer; Gaussian ones, independent in each dimension or with a full covariance."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
-import numpy as np
+import autograd.numpy as np
+import numpy
 
 from mpiad._typing import Array, Tree
 
-__all__ = ["Posterior", "checked_dimension"]
+__all__ = ["FullRankGaussian", "MeanFieldGaussian", "Posterior", "checked_dimension"]
 
 
 class Posterior(Protocol):
@@ -22,7 +23,7 @@ class Posterior(Protocol):
 
     dim: int
 
-    def initial(self, rng: np.random.Generator) -> Tree:
+    def initial(self, rng: numpy.random.Generator) -> Tree:
         """Return variational parameters to start from."""
         ...
 
@@ -37,6 +38,113 @@ class Posterior(Protocol):
 
 def checked_dimension(dim: object, name: str) -> int:
     """Return the number of parameters; raise a ValueError where it is no positive integer."""
-    if isinstance(dim, bool) or not isinstance(dim, (int, np.integer)) or dim < 1:
+    if isinstance(dim, bool) or not isinstance(dim, (int, numpy.integer)) or dim < 1:
         raise ValueError(f"{name}: dim must be an integer above zero, but got {dim!r}.")
     return int(dim)
+
+
+_LOG_2PI = float(numpy.log(2 * numpy.pi))
+
+
+class MeanFieldGaussian:
+    """A normal distribution for each parameter, independent of the others.
+
+    Parameters
+    ----------
+    dim : int
+        The number of parameters.
+    mean, sd : float or array of shape (dim,)
+        Where it starts.
+
+    Examples
+    --------
+    >>> from mpiad.vi import MeanFieldGaussian
+    >>> q = MeanFieldGaussian(2, mean=[0.0, 1.0], sd=2.0)
+    >>> params = q.initial(np.random.default_rng(0))
+    >>> print(q.moments(params)[1], q.log_prob(params, np.array([[0.0, 1.0]])).round(3))
+    [[4. 0.]
+     [0. 4.]] [-3.224]
+    """
+
+    def __init__(self, dim: int, mean: float | Array = 0.0, sd: float | Array = 1.0):
+        self.dim = checked_dimension(dim, "MeanFieldGaussian")
+        self._mean = numpy.broadcast_to(numpy.asarray(mean, float), (dim,))
+        self._sd = _positive(numpy.broadcast_to(numpy.asarray(sd, float), (dim,)), "MeanFieldGaussian")
+
+    def initial(self, rng: numpy.random.Generator) -> dict[str, Array]:
+        """Return the variational parameters at the start: mean and logarithm of the standard deviation."""
+        return {"mean": self._mean.copy(), "log_sd": numpy.log(self._sd)}
+
+    def draw(self, params: Tree, noise: Array) -> tuple[Array, Array]:
+        """Return draws made of standard normal noise, both of shape (S, dim), and their log densities (S,)."""
+        # Of the draw by its noise: log N(ε; 0, I) less the logarithm of the determinant; no inverse is needed.
+        log_density = -0.5 * np.sum(noise**2 + _LOG_2PI, axis=1) - np.sum(params["log_sd"])
+        return params["mean"] + np.exp(params["log_sd"]) * noise, log_density
+
+    def log_prob(self, params: Tree, theta: Array) -> Array:
+        """Return the log densities of points of shape (S, dim)."""
+        scaled = (theta - params["mean"]) * np.exp(-params["log_sd"])
+        return -0.5 * np.sum(scaled**2 + _LOG_2PI, axis=1) - np.sum(params["log_sd"])
+
+    def moments(self, params: Tree) -> tuple[Array, Array]:
+        """Return mean and covariance."""
+        return params["mean"], np.diag(np.exp(2 * params["log_sd"]))
+
+
+class FullRankGaussian:
+    """A normal distribution with any covariance, L Lᵀ with a lower triangular L.
+
+    Parameters
+    ----------
+    dim : int
+    mean, sd : float or array of shape (dim,)
+        Where it starts, uncorrelated.
+
+    Examples
+    --------
+    >>> from mpiad.vi import FullRankGaussian
+    >>> q = FullRankGaussian(2)
+    >>> params = {**q.initial(np.random.default_rng(0)), "below": 0.5 * np.ones((2, 2))}
+    >>> print(q.moments(params)[1])
+    [[1.   0.5 ]
+     [0.5  1.25]]
+    """
+
+    def __init__(self, dim: int, mean: float | Array = 0.0, sd: float | Array = 1.0):
+        self.dim = checked_dimension(dim, "FullRankGaussian")
+        self._mean = numpy.broadcast_to(numpy.asarray(mean, float), (dim,))
+        self._sd = _positive(numpy.broadcast_to(numpy.asarray(sd, float), (dim,)), "FullRankGaussian")
+
+    def initial(self, rng: numpy.random.Generator) -> dict[str, Array]:
+        """Return the variational parameters at the start: mean, logarithm of L's diagonal, and what is below it.
+
+        What is below counts in units of the diagonal of its row, so that one learning rate fits all.
+        """
+        return {"mean": self._mean.copy(), "log_sd": numpy.log(self._sd), "below": numpy.zeros((self.dim, self.dim))}
+
+    def factor(self, params: Tree) -> Array:
+        """Return L."""
+        # Of the parameters' own arrays alone, so that it lies where they do.
+        scale = np.exp(params["log_sd"])
+        return np.diag(scale) + scale[:, None] * np.tril(params["below"], -1)
+
+    def draw(self, params: Tree, noise: Array) -> tuple[Array, Array]:
+        """Return draws made of standard normal noise, both of shape (S, dim), and their log densities (S,)."""
+        log_density = -0.5 * np.sum(noise**2 + _LOG_2PI, axis=1) - np.sum(params["log_sd"])
+        return params["mean"] + noise @ self.factor(params).T, log_density
+
+    def log_prob(self, params: Tree, theta: Array) -> Array:
+        """Return the log densities of points of shape (S, dim)."""
+        scaled = np.linalg.solve(self.factor(params), (theta - params["mean"]).T)
+        return -0.5 * np.sum(scaled**2 + _LOG_2PI, axis=0) - np.sum(params["log_sd"])
+
+    def moments(self, params: Tree) -> tuple[Array, Array]:
+        """Return mean and covariance."""
+        factor = self.factor(params)
+        return params["mean"], factor @ factor.T
+
+
+def _positive(sd: Array, name: str) -> Array:
+    if not (numpy.all(sd > 0) and numpy.all(numpy.isfinite(sd))):
+        raise ValueError(f"{name}: sd must be above zero and finite, but got {sd!r:.80}.")
+    return sd

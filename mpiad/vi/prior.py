@@ -14,7 +14,7 @@ from autograd.extend import defvjp, primitive
 from mpiad._typing import Array
 from mpiad.device import to_device, to_host
 from mpiad.primitives import stop
-from mpiad.vi.placed_constants import Constant
+from mpiad.vi.placement import Constant
 
 __all__ = ["Prior", "prior_of"]
 

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from mpiad.debug import mistakes
-from mpiad.debug.environment_variables import misspelt
+from mpiad.debug.environment import misspelt
 from mpiad.debug.mistakes import of_mpiexec, of_places, of_start, of_versions
 from mpiad.debug.place import Place
 from mpiad.transport.launcher import Launcher

@@ -6,7 +6,7 @@ import pytest
 from autograd.core import VSpace
 from autograd.extend import SparseObject, vspace
 
-from mpiad.differentiation.accumulate import accumulate
+from mpiad.differentiation.backward import accumulate
 from mpiad.differentiation.rules.scatter_add import Scatter
 
 pytestmark = pytest.mark.serial

@@ -14,6 +14,7 @@ import mpiad.ensemble
 import mpiad.errors
 import mpiad.extend
 import mpiad.testing
+from mpiad.debug.environment import VARIABLES
 
 ROOT = Path(__file__).parents[2]
 PRIMITIVES = [
@@ -82,4 +83,4 @@ def test_rooms_are_in_the_house():
 
 
 def test_a_misspelt_variable_is_told_from_all_there_are():
-    assert set(mpiad.debug.environment_variables.VARIABLES) == variables()
+    assert set(VARIABLES) == variables()

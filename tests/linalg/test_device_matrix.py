@@ -12,7 +12,7 @@ import mpiad
 from mpiad.device import to_device, to_host
 from mpiad.linalg import AdditiveSchwarz, MatrixRowBlock
 from mpiad.linalg.gathered_factors import GatheredFactors
-from mpiad.linalg.segment_sums import SegmentSums
+from mpiad.linalg.sparse_products import SegmentSums
 
 _RANK, _SIZE = mpiad.mpi_rank(), mpiad.mpi_size()
 _N = 37

@@ -16,7 +16,7 @@ from mpiad.vi import (
     SplineAutoregressive,
     SplineCoupling,
 )
-from mpiad.vi.flows.network import evaluated
+from mpiad.vi.flows.coupling import evaluated
 from mpiad.vi.flows.rational_quadratic import numbers_per_spline, spline, spline_inverse
 
 pytestmark = pytest.mark.serial

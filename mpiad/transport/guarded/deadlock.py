@@ -6,8 +6,7 @@ from collections import defaultdict
 from typing import Any, NamedTuple
 
 from mpiad.transport.guarded import message_counts
-from mpiad.transport.guarded.rank_tables import table_of_ranks
-from mpiad.transport.rank_ranges import rank_ranges
+from mpiad.transport.guarded.rank_tables import rank_ranges, table_of_ranks
 
 __all__ = ["Finding", "finding_of"]
 

@@ -16,9 +16,8 @@ from mpiad.transport.guarded import watch_settings
 from mpiad.transport.guarded.awaited import Letter
 from mpiad.transport.guarded.communicator import Guarded
 from mpiad.transport.guarded.descriptions import caller, where
-from mpiad.transport.guarded.guarded_reductions import StartedReduction
 from mpiad.transport.guarded.message_counts import MessageCounts
-from mpiad.transport.guarded.requests import GuardedRequest
+from mpiad.transport.guarded.requests import GuardedRequest, StartedReduction
 from mpiad.transport.guarded.timed_waits import poll
 from mpiad.transport.unreceived import drain
 

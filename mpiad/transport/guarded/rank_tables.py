@@ -1,10 +1,26 @@
-"""Tables of ranks: aligned columns, and of many ranks one line for those that say the same."""
+"""Ranks as people read them: lists ("0-6, 8"), and tables with one line for those of many that say the same."""
 
 from __future__ import annotations
 
-from mpiad.transport.rank_ranges import rank_ranges
+from collections.abc import Sequence
 
-__all__ = ["columns", "table_of_ranks"]
+__all__ = ["columns", "rank_ranges", "table_of_ranks"]
+
+_SHOWN = 8
+
+
+def rank_ranges(ranks: Sequence[int]) -> str:
+    """Return ranks, which rise, as "0-6, 8"; of thousands that don't adjoin the first few and their number."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    shown = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
+    more = f", ... ({len(ranks)} ranks)" if len(shown) > _SHOWN else ""
+    return ", ".join(shown[:_SHOWN]) + more
+
 
 _EACH = 16  # ranks have a line of their own
 Row = tuple[str, ...]

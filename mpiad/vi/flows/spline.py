@@ -7,8 +7,7 @@ import numpy
 
 from mpiad._typing import Array, Tree
 from mpiad.device.numpy import concatenate
-from mpiad.vi.flows.coupling import joined, length_of, parted
-from mpiad.vi.flows.network import evaluated, initial_network, masked_network
+from mpiad.vi.flows.coupling import evaluated, initial_network, joined, length_of, masked_network, parted
 from mpiad.vi.flows.rational_quadratic import numbers_per_spline, spline, spline_inverse
 
 __all__ = ["SplineAutoregressive", "SplineCoupling"]
