@@ -26,12 +26,7 @@ class Reading(NamedTuple):
 
 
 class Clock:
-    """Translate this rank's times to those of rank 0's clock.
-
-    Parameters
-    ----------
-    first, last : Reading
-    """
+    """Translate this rank's times to those of rank 0's clock."""
 
     def __init__(self, first: Reading, last: Reading):
         self._first = first

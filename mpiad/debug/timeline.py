@@ -24,8 +24,6 @@ def rank_events(recorder: Recorder, rank: int, node: str, aligned: Callable[[flo
 
     Parameters
     ----------
-    recorder : Recorder
-    rank : int
     node : str
         Name of the machine.
     aligned : callable

@@ -101,7 +101,6 @@ def run_backward(
 
     Parameters
     ----------
-    recording : Recording
     seeds : iterable of (int, array)
         Places of the results and their cotangents.
     variables : int

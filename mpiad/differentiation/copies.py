@@ -30,7 +30,6 @@ def require_equal_copies(variables: Variables, channel: Channel, call: str) -> N
     ----------
     variables : Variables
         This rank's copy.
-    channel : Channel
     call : str
         Name of the public function.
 

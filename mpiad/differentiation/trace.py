@@ -133,7 +133,6 @@ def trace_list(
     ----------
     fun : callable
         It neither communicates nor returns a nest.
-    variables : sequence of array
 
     Returns
     -------

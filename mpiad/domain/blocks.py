@@ -21,7 +21,6 @@ def into_blocks(u: RootArray, partition: Partition) -> RootArray:
     Parameters
     ----------
     u : array of shape (..., *partition.shape)
-    partition : Partition
 
     Returns
     -------
@@ -48,7 +47,6 @@ def from_blocks(cells: RootArray, partition: Partition) -> RootArray:
     ----------
     cells : array of shape (cells, ...)
         As `into_blocks` returns them.
-    partition : Partition
 
     Returns
     -------

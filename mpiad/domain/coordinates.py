@@ -55,8 +55,6 @@ def spacing_of(
 
     Parameters
     ----------
-    shape : tuple of int
-    periodic : tuple of bool
     extent : float, pair, or one of these for each dimension
         Length from 0, or lower and upper end.
     centred : bool

@@ -25,7 +25,6 @@ def layout(
 
     Parameters
     ----------
-    channel : Channel
     shape, halo, periodic, dims
         As `Domain` takes them.
 

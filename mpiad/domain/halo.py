@@ -48,7 +48,6 @@ class Halo:
 
     Parameters
     ----------
-    partition : Partition
     rank : int
         This rank.
     widths : tuple of int
@@ -113,7 +112,6 @@ def fill_halo(u: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) ->
     Parameters
     ----------
     u : array of shape (..., *halo.shape)
-    halo : Halo
     sides : Sides
         What lies beyond physical sides.
     scheme : str
@@ -170,7 +168,6 @@ def fold_halo(g: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) ->
     Parameters
     ----------
     g : array of shape (..., *halo.padded)
-    halo : Halo
     sides : Sides
         What lies beyond physical sides.
     scheme : str

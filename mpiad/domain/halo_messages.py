@@ -23,7 +23,6 @@ class Coming(NamedTuple):
     ----------
     parts : tuple of Index
         Where its parts belong.
-    request : Request
     """
 
     parts: tuple[Index, ...]
@@ -36,15 +35,9 @@ def post(values: LocalArray, routes: tuple[Route, ...], backwards: bool, tag: in
     Parameters
     ----------
     values : array of shape (..., *padded)
-    routes : tuple of Route
     backwards : bool
         Whether halo cells travel to their owners, instead of owned cells to the halos that copy them.
-    tag : int
     comm : mpi4py intracommunicator or None
-
-    Returns
-    -------
-    list of Coming
     """
     # Receives first: what comes then needs no buffer of MPI's.
     coming = []

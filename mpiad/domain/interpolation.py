@@ -98,7 +98,6 @@ def interpolated(padded: LocalArray, where: Location, rank: Rank, starts: np.nda
         This rank's block with the cells after it.
     where : Location
         Of points of shape (p...,).
-    rank : int
     starts : int array of shape (dimensions,)
         Cell of the whole grid that is the first of `padded`.
 

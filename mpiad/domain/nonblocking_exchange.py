@@ -37,8 +37,6 @@ class Exchange(NamedTuple):
 
     Parameters
     ----------
-    halo : Halo
-    sides : Sides
     scheme : str
         One with a single stage.
     number : int

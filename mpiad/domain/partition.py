@@ -92,12 +92,10 @@ def choose_dims(shape: Shape, size: int, halo: tuple[int, ...], periodic: tuple[
 
     Parameters
     ----------
-    shape : tuple of int
     size : int
         Number of ranks.
     halo : tuple of int
         Width of the halo along each dimension, which no block may be smaller than.
-    periodic : tuple of bool
 
     Returns
     -------

@@ -57,8 +57,6 @@ class PointTables:
 
     Parameters
     ----------
-    partition : Partition
-    rank : int
     starts : int array of shape (dimensions,)
         Cell of the whole grid that is the first of the block with its halo.
     padded : tuple of int
@@ -76,7 +74,6 @@ class PointTables:
         ----------
         points : array of shape (..., dimensions)
             On the host, traced or not.
-        lattice : Lattice
         dtype : numpy.dtype
             That of the weights.
         call : str
@@ -128,7 +125,6 @@ def interpolated_there(padded: LocalArray, table: PointTable, ndim: int) -> Loca
     ----------
     padded : device array of shape (..., *padded)
         This rank's block with its halo.
-    table : PointTable
     ndim : int
         Dimensions of the grid.
 

@@ -32,7 +32,6 @@ class Route(NamedTuple):
 
     Parameters
     ----------
-    peer : int
     ours : tuple of Index
         This rank's cells that the peer copies, in the order in which they are sent.
     ghosts : tuple of Index
@@ -49,7 +48,6 @@ class Stage(NamedTuple):
 
     Parameters
     ----------
-    routes : tuple of Route
     here : tuple of (Index, Index)
         Cells of this rank and the halo cells, its own too, that are copies of them.
     beyond : tuple of (int, int, tuple of slice)
@@ -70,8 +68,6 @@ class Geometry:
 
     Parameters
     ----------
-    partition : Partition
-    rank : int
     widths : tuple of int
         Layers of the halo on each side, for each dimension.
 

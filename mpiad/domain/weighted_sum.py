@@ -60,7 +60,6 @@ def weighted_sum(source: LocalArray, terms: Terms, out: LocalArray, box: Box, fi
     Parameters
     ----------
     source : C-contiguous array of shape (..., *padded)
-    terms : Terms
     out : array of shape (..., *cells)
         Cell 0 is summed from the offsets as they are.
     box : tuple of slice

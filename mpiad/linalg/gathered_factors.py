@@ -20,10 +20,6 @@ __all__ = ["GatheredFactors"]
 class GatheredFactors:
     """Factorise a matrix on rank 0, and solve with the factors for all ranks.
 
-    Parameters
-    ----------
-    matrix : MatrixRowBlock
-
     Raises
     ------
     ValueError

@@ -58,7 +58,6 @@ def through_host(solve: Callable[[LocalArray], LocalArray], r: LocalArray) -> Lo
 
     Parameters
     ----------
-    solve : callable
     r : array
         Untraced.
     """

@@ -42,11 +42,8 @@ class Problem(NamedTuple):
 
     Parameters
     ----------
-    matvec : callable
-    preconditioner : callable or None
     build : callable
         From the leaves of the parameters to the parameters.
-    settings : Settings
     start : array or None
         Where the iteration starts.
     preconditioner_transpose : callable, "derived" or None

@@ -32,9 +32,6 @@ def iterate(method: Method, system: System, b: LocalArray, x0: LocalArray | None
 
     Parameters
     ----------
-    method : Method
-    system : System
-    b : array
     x0 : array of the shape of `b`, or None
         Where to start; zero by default.
 

@@ -31,7 +31,6 @@ def transposed_preconditioner(preconditioner: Any, given: Any, rest: tuple, like
 
     Parameters
     ----------
-    preconditioner : callable
     given : callable, "derived" or None
         The user's `preconditioner_transpose`.
     rest : tuple

@@ -135,11 +135,8 @@ class NonlinearProblem(NamedTuple):
 
     Parameters
     ----------
-    residual : callable
     build : callable
         From the leaves of the parameters to the parameters.
-    settings : Settings
-    start : array
     jacobian : Problem
         The linear system with the Jacobian, whose leaves are u and those of the parameters.
     """

@@ -39,11 +39,8 @@ def find_root(
 
     Parameters
     ----------
-    residual : callable
     linear : callable
         ``linear(u, rtol)`` makes the system with the Jacobian at u.
-    u0 : array
-    settings : Settings
     method : Method
         Of the linear systems.
     failures : DeferredFailures

@@ -24,12 +24,9 @@ class Settings(NamedTuple):
 
     Parameters
     ----------
-    method : str
     rtol, atol : float
         The residual's norm is to fall to ``max(rtol * norm(b), atol)``.
-    maxiter : int or None
     comm : mpi4py intracommunicator or None
-    callback : callable or None
     restart : int
         Length of a cycle of GMRES.
     side : {"left", "right"} or None

@@ -36,7 +36,6 @@ class Pattern:
         CSR's row pointers.
     shape : tuple of int
         Rows and columns of this rank's part of y and x.
-    plan : GhostPlan
     """
 
     def __init__(self, columns: np.ndarray, starts: np.ndarray, shape: tuple[int, int], plan: GhostPlan):
@@ -153,7 +152,6 @@ class ProductWith:
 
     Parameters
     ----------
-    pattern : Pattern
     transposed : bool
         Whether the operator is the transpose.
     """

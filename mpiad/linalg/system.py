@@ -36,10 +36,8 @@ class System:
     ----------
     apply : callable
         ``apply(u)`` returns this rank's block of the product.
-    precondition : callable or None
     like : array
         Has the shape and dtype of this rank's block of the right-hand side.
-    settings : Settings
     name : str
         Of the function that `apply` stands for, in errors.
     failures : DeferredFailures, optional

@@ -13,12 +13,7 @@ __all__ = ["Transposed"]
 
 
 class Transposed:
-    """The transpose of a matrix: `matvec`, `rmatvec` and `solve` with it, and its `T`.
-
-    Parameters
-    ----------
-    matrix : MatrixRowBlock
-    """
+    """The transpose of a matrix: `matvec`, `rmatvec` and `solve` with it, and its `T`."""
 
     def __init__(self, matrix: MatrixRowBlock):
         self.T = matrix

@@ -60,7 +60,6 @@ def as_checkpoint(given: Any, call: str, writes: bool = True) -> Checkpoint | No
 
     Parameters
     ----------
-    given : path, Checkpoint or None
     call : str
         Name of the public function.
     writes : bool

@@ -84,7 +84,6 @@ def concluded(result: scipy.optimize.OptimizeResult, points: Points, constrained
     ----------
     result : scipy.optimize.OptimizeResult
         SciPy's; changed in place.
-    points : Points
     constrained : bool
         Whether there are constraints. Where the method has succeeded its point then stays, since a lower one may violate
         them.

@@ -63,12 +63,7 @@ class _Function:
 
 
 class ConstraintSet:
-    """What SciPy gets, and how far a point violates it.
-
-    Attributes
-    ----------
-    for_scipy : list
-    """
+    """What SciPy gets, and how far a point violates it."""
 
     def __init__(self) -> None:
         self.for_scipy: list[Any] = []

@@ -58,7 +58,6 @@ def at_home(template: Tree, given: object, args: tuple) -> Tree:
         What `described` returned on the root.
     given : nest or None
         This rank's x0.
-    args : tuple
 
     Raises
     ------

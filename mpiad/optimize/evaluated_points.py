@@ -76,8 +76,6 @@ class Points:
 
     Parameters
     ----------
-    evaluation : Evaluation
-    instructions : Instructions
     together : bool
         Whether the method always wants the gradient where it wants the value.
 

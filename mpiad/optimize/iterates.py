@@ -45,7 +45,6 @@ class Iterates:
     ----------
     callback : callable or None
         The user's own.
-    leader : Leader
 
     Attributes
     ----------
@@ -105,9 +104,6 @@ class IteratesOfPoints(Iterates):
 
     Parameters
     ----------
-    points : Points
-    callback : callable or None
-    leader : Leader
     keeper : RootCheckpoint
         Writes the iterates that are to be kept.
 
@@ -177,19 +173,12 @@ class PieceIterates:
 
     Parameters
     ----------
-    packing : Packing
     agreement : StageFailures
         Makes an exception in a callback known to all.
     callback : callable or None
         This rank's own.
     anyone : bool
         Whether any rank has one.
-    progress : Progress or None
-
-    Attributes
-    ----------
-    record : Record
-    anyone : bool
     """
 
     def __init__(
@@ -223,12 +212,7 @@ class PieceIterates:
 
 
 class Callback:
-    """A callback that wants the variables, or an OptimizeResult.
-
-    Parameters
-    ----------
-    fun : callable
-    """
+    """A callback that wants the variables, or an OptimizeResult."""
 
     def __init__(self, fun: Function):
         self._fun, self._takes_result = fun, _takes_result(fun)

@@ -43,12 +43,8 @@ class Evaluation:
 
     Parameters
     ----------
-    program : Program
-    packing : Packing
-    agreement : StageFailures
     used : Channel
         The user's communicator.
-    sums : Sums
     pieces : bool
         Whether every rank passes variables of its own, so that gradients which the user computes are those of J.
 

@@ -31,7 +31,6 @@ class RootCheckpoint:
 
     Parameters
     ----------
-    checkpoint : Checkpoint or None
     problem : dict
         What the iterates belong to.
     call : str
@@ -87,10 +86,8 @@ class RootCheckpoint:
             Its number.
         ended : bool
             Whether it is the last one.
-        point : Kept
         counts : iterable of int
             How often each thing was evaluated.
-        record : Record
         """
         if self._checkpoint is None:
             return

@@ -29,7 +29,6 @@ class ByMessages:
     ----------
     comm : mpi4py intracommunicator
         The solve's own.
-    root : int
     """
 
     def __init__(self, comm: Comm, root: Rank):
@@ -71,7 +70,6 @@ class ThroughMemory(ByMessages):
     Parameters
     ----------
     comm : mpi4py intracommunicator
-    root : int
     vectors : array, shape (places(comm), n)
         In shared memory: the variables, a direction, and the ranks' parts.
     """
@@ -147,7 +145,6 @@ class Totals:
     Parameters
     ----------
     comm : mpi4py intracommunicator
-    root : int
     """
 
     def __init__(self, comm: Comm, root: Rank):

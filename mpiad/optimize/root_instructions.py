@@ -32,7 +32,6 @@ class Instructions:
     ----------
     exchange : ByMessages or ThroughMemory
         What brings vectors.
-    root : int
     size : int
         Number of variables.
     """

@@ -41,8 +41,6 @@ def shared_start(used: Channel, program: Program, start: Tree, x0: Tree, call: s
 
     Parameters
     ----------
-    used : Channel
-    program : Program
     start : nest of arrays
         The root's.
     x0 : nest or None
@@ -83,8 +81,6 @@ def require_roots(used: Channel, root: Rank, mine: Leaves | None, roots: Leaves,
 
     Parameters
     ----------
-    used : Channel
-    root : int
     mine : list of (str, value) or None
         The parts of what this rank was given, each with its path; None for nothing.
     roots : list of (str, value)

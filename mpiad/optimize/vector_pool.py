@@ -14,12 +14,7 @@ __all__ = ["BufferPool"]
 
 
 class BufferPool:
-    """Vectors of one length.
-
-    Parameters
-    ----------
-    size : int
-    """
+    """Vectors of one length."""
 
     def __init__(self, size: int):
         self._size = size

@@ -38,7 +38,6 @@ class Plan:
 
     Parameters
     ----------
-    specs : list of Spec
     limit : int
         An array that is longer has a bucket of its own.
 
@@ -90,11 +89,6 @@ class Sums:
     It is a context: an exception that leaves it once sums may be under way marks the channel, because ranks that have
     started different numbers of them would add up what doesn't belong together from then on. None started here may be
     some on another rank.
-
-    Parameters
-    ----------
-    channel : Channel
-    plan : Plan
     """
 
     def __init__(self, channel: Channel, plan: Plan):

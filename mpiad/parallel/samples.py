@@ -54,9 +54,6 @@ def totals(
 
     Parameters
     ----------
-    used : Channel
-    plan : Plan
-    call : str
     count : int
         This rank's samples.
     before : int

@@ -111,10 +111,8 @@ def gradient_of_sum(
 
     Parameters
     ----------
-    loss : callable
     variables : Variables
         The parameters.
-    batch : sequence
     count : int
         This rank's samples.
     agree : callable

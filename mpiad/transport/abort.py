@@ -54,7 +54,6 @@ def end_job(text: str, code: int) -> None:
     ----------
     text : str
         What goes to standard error.
-    code : int
     """
     if not _ending.acquire(blocking=False):  # another thread does it already
         time.sleep(_UNTIL_READ + _UNTIL_KILLED)

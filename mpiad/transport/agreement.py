@@ -117,7 +117,6 @@ def raise_together(channel: Channel, error: Exception | None) -> None:
 
     Parameters
     ----------
-    channel : Channel
     error : Exception or None
         What is wrong on this rank.
 
@@ -169,7 +168,6 @@ def require_same(channel: Channel, described: str, call: str) -> None:
 
     Parameters
     ----------
-    channel : Channel
     described : str
         The arguments, as the error shows them.
     call : str
@@ -202,7 +200,6 @@ def require_alike(channel: Channel, error: Exception | None, fingerprint: int, d
 
     Parameters
     ----------
-    channel : Channel
     error : Exception or None
         What is wrong on this rank.
     fingerprint : int
@@ -231,8 +228,6 @@ def alike_on_all(channel: Channel, make: Callable[[], T], describe: Callable[[T]
 
     Parameters
     ----------
-    channel : Channel
-    make : callable
     describe : callable
         Returns the fingerprint and the text of what was made, for `require_alike`.
     call : str

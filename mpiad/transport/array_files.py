@@ -50,15 +50,12 @@ def write_block(used: Channel, path: Path, shape: Shape, starts: Shape, block: n
 
     Parameters
     ----------
-    used : Channel
-    path : Path
     shape : tuple of int
         Of the whole array.
     starts : tuple of int
         Where this rank's block begins.
     block : array
         Contiguous; of one dtype on all ranks.
-    call : str
 
     Raises
     ------

@@ -65,7 +65,6 @@ def outgoing(x: Array, call: str) -> Array:
 
     Parameters
     ----------
-    x : array or number
     call : str
         Name of the public function, for the message of the error.
 

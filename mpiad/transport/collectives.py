@@ -137,11 +137,8 @@ def lengths_of_all(channel: Channel, like: Spec, axis: int | None, call: str, wr
 
     Parameters
     ----------
-    channel : Channel
     like : Spec
         Shape and dtype of this rank's piece.
-    axis : int or None
-    call : str
     wrong : Exception, optional
 
     Raises

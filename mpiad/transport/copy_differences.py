@@ -48,15 +48,10 @@ def compare(path: str, kind: str, mine: Array, theirs: Array, reference: int, ot
     ----------
     path, kind : str
         Of the leaf, for the text.
-    mine, theirs : array or number or string
     reference : int
         Rank that holds `theirs`.
     others : int
         Number of further leaves that differ.
-
-    Returns
-    -------
-    Difference
     """
     more = f"; {others} more differ" if others else ""
     if not isinstance(mine, np.ndarray):

@@ -17,12 +17,7 @@ __all__ = ["CupyArrays", "arrays_of_device", "on_current_device", "on_device"]
 
 
 class CupyArrays:
-    """Makes and copies CuPy's arrays on one device; see `device_arrays.ArrayModule`, also for all methods.
-
-    Parameters
-    ----------
-    device : int
-    """
+    """Makes and copies CuPy's arrays on one device; see `device_arrays.ArrayModule`, also for all methods."""
 
     name, takes_host_arrays = "CuPy", False
     kind = cupy.ndarray

@@ -28,12 +28,7 @@ class CupyKernel:
 
 
 class CupyLauncher:
-    """Compiles and runs kernels on one device; see `device_kernels.Launcher`, also for all methods.
-
-    Parameters
-    ----------
-    arrays : CupyArrays
-    """
+    """Compiles and runs kernels on one device; see `device_kernels.Launcher`, also for all methods."""
 
     def __init__(self, arrays: CupyArrays):
         self._arrays = arrays

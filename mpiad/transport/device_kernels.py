@@ -50,7 +50,6 @@ class Launcher(Protocol):
 
         Parameters
         ----------
-        kernel : DeviceKernel
         blocks, threads : int
             How many blocks, of how many threads each.
         arguments : sequence
@@ -74,7 +73,6 @@ def register_launcher(kind: type, maker: Maker) -> None:
 
     Parameters
     ----------
-    kind : type
     maker : callable
         ``maker(arrays) -> Launcher`` for the device of an `ArrayModule`; called often, so it keeps them.
     """

@@ -23,7 +23,6 @@ class Envelope:
 
     Parameters
     ----------
-    channel : Channel
     peer : int
         The other rank.
     tag : int

@@ -62,7 +62,6 @@ class FailureDetector:
     comm : mpi4py intracommunicator
     room : str
         Module of whoever comes to agreements.
-    listens : bool
     """
 
     def __init__(self, comm: Comm, room: str, listens: bool = True):
@@ -164,7 +163,6 @@ class LoneFailure:
         What this rank would raise.
     call : str
         Name of the public function.
-    seconds : float
     """
 
     def __init__(self, error: Exception, call: str, seconds: float):

@@ -28,10 +28,8 @@ def are_two(channel: Channel, whole: Array, op: Op = MPI.SUM) -> bool:
 
     Parameters
     ----------
-    channel : Channel
     whole : array or Spec
         What is as long on both ranks.
-    op : MPI operation
     """
     # Arrays of devices go the general way, and so does what is watched: there calls are known by their names.
     return (

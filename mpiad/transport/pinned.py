@@ -51,10 +51,6 @@ class Loan:
 class Pool:
     """Memory for the arrays of one device.
 
-    Parameters
-    ----------
-    arrays : ArrayModule
-
     Attributes
     ----------
     lent, kept : int

@@ -143,8 +143,6 @@ def recover(used: Channel | None, error: BaseException, call: str, verdict: Verd
     ----------
     used : Channel or None
         Of the composite; None outside of all.
-    error : Exception or SystemExit
-    call : str
     verdict : callable, optional
         As in `recoverable`.
 

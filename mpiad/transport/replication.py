@@ -43,7 +43,6 @@ def require_replicated(channel: Channel, leaves: Sequence[tuple[str, Any]], said
 
     Parameters
     ----------
-    channel : Channel
     leaves : sequence of (str, value)
         The arrays, numbers, strings and Nones that this rank's copy is made of, each with its path.
     said : str

@@ -70,12 +70,7 @@ HOST = _Host()
 
 
 class Direct:
-    """Arrays of a device whose memory MPI takes.
-
-    Parameters
-    ----------
-    arrays : ArrayModule
-    """
+    """Arrays of a device whose memory MPI takes."""
 
     def __init__(self, arrays: ArrayModule):
         self.arrays = arrays
@@ -111,12 +106,7 @@ class Landing(NamedTuple):
 
 
 class Staged:
-    """Arrays of a device whose memory MPI can't read.
-
-    Parameters
-    ----------
-    arrays : ArrayModule
-    """
+    """Arrays of a device whose memory MPI can't read."""
 
     def __init__(self, arrays: ArrayModule):
         self.arrays, self._pool = arrays, pool_of(arrays)

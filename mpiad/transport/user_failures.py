@@ -211,8 +211,6 @@ class DeferredFailures:
         ----------
         name : str
             Of the function.
-        fun : callable
-        *args
         again : callable, optional
             Returns an argument that the function can take in place of `args`.
 

@@ -42,9 +42,6 @@ class Objective(NamedTuple):
 
     Parameters
     ----------
-    posterior : Posterior
-    prior : Prior
-    w : float
     gradient : {"pathwise", "score"}
     divergence : {"closed", "draws", "path"}
     """

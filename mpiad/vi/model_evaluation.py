@@ -52,7 +52,6 @@ class Model:
     ----------
     loss : callable
         ``loss(theta, data)``
-    data : object
     differentiated : bool
         Whether gradients by theta are wanted.
     device : int, optional

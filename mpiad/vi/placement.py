@@ -27,7 +27,6 @@ def require_one_place(params: Tree, device: int | None, call: str) -> None:
     params : nest of arrays
     device : int or None
         Of ``devices=``.
-    call : str
 
     Raises
     ------
@@ -83,8 +82,6 @@ def device_of(names: Sequence[str] | None, used: Channel, call: str) -> int | No
     ----------
     names : sequence of str or None
         One for each rank: "cpu", or "cuda:0" and so on.
-    used : Channel
-    call : str
 
     Raises
     ------
@@ -122,12 +119,7 @@ def _number(name: str, used: Channel, call: str) -> int | None:
 
 
 class Constant:
-    """An array of the host's, copied once to each device on which it is asked for.
-
-    Parameters
-    ----------
-    array : array
-    """
+    """An array of the host's, copied once to each device on which it is asked for."""
 
     def __init__(self, array: Array):
         self.host = np.asarray(array)

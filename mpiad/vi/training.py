@@ -52,13 +52,10 @@ class Training:
 
     Parameters
     ----------
-    objective : Objective
-    optimizer : object
     params : nest of arrays
         On the host or on a device: where they are updated.
     patience : int or None
         Epochs without improvement after which the run ends.
-    callback : callable or None
     average : bool
         Whether the average over the last epochs is reported, or the last one.
 

@@ -62,10 +62,6 @@ def brought_home(fit: Callable[[Array], Array] | None, operand: Array, ans: Arra
         From cotangents of `ans`; None for the identity.
     operand, ans : array or scalar
         Maybe traced.
-
-    Returns
-    -------
-    callable or None
     """
     if arrays_of(getval(ans)) is None or arrays_of(getval(operand)) is not None:
         return fit

@@ -23,10 +23,6 @@ def is_known(args: tuple, kwargs: dict, names: frozenset[str]) -> bool:
         Keywords; NumPy's own functions pass `out=None` where they are called with a traced value.
     names : frozenset of str
         Keywords that the rule knows.
-
-    Returns
-    -------
-    bool
     """
     return len(args) <= 2 and kwargs.get("out") is None and not (kwargs.keys() - names - {"out"})
 
@@ -40,10 +36,6 @@ def kept_shape(shape: Shape, axis: int | tuple[int, ...] | None) -> Shape:
         Shape before the reduction.
     axis : int, tuple of int or None
         Axes reduced, all for None; negative ones count from the last.
-
-    Returns
-    -------
-    tuple of int
     """
     if axis is None:
         return (1,) * len(shape)

@@ -97,10 +97,6 @@ def doubled(t: Array) -> Array:
     ----------
     t : array or scalar
         Value that nothing else refers to, maybe traced.
-
-    Returns
-    -------
-    array or scalar
     """
     # NumPy takes three times as long to add one element in place as to a new array.
     if type(t) is np.ndarray and t.size > 1:

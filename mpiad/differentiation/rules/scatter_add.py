@@ -103,10 +103,6 @@ def is_basic(idx: Any) -> bool:
     ----------
     idx : object
         What stands between the brackets.
-
-    Returns
-    -------
-    bool
     """
     if type(idx) is not tuple:
         return type(idx) in _BASIC

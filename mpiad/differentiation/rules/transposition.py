@@ -32,10 +32,6 @@ def tangent_by_transposition(rule: VjpMaker, argnums: Argnums, gs: list, ans: Ar
         These tangents.
     ans, args, kwargs
         The result and what it was made of; maybe traced.
-
-    Returns
-    -------
-    array
     """
     adjoint = rule(argnums, ans, args, kwargs)
     if is_device_array(getval(ans)):

@@ -21,7 +21,6 @@ class Agglomeration:
 
     Parameters
     ----------
-    before, after : Spread
     rank : int
         One that owns a block before.
     comm : mpi4py intracommunicator or None

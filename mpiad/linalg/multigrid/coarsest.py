@@ -31,7 +31,6 @@ class Coarsest:
     ----------
     stack : array of shape (1 + offsets, *shape)
         Its diagonal and its couplings.
-    periodic : tuple of bool
     singular : bool
         Whether constants are in its kernel; the last point's value is then fixed.
     """

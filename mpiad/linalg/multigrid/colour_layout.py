@@ -30,7 +30,6 @@ def reach(colour: Colour, offset: Iterable[int]) -> tuple[Colour, Colour]:
 
     Parameters
     ----------
-    colour : tuple of int
     offset : tuple of int
         In points.
 

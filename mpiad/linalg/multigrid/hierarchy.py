@@ -37,7 +37,6 @@ class Plan(NamedTuple):
 
     Parameters
     ----------
-    rank : int
     comm : mpi4py intracommunicator or None
     singular : bool
         Whether constants are in the operator's kernel.
@@ -108,8 +107,6 @@ def hierarchy(stencil: Stencil, spread: Spread, plan: Plan) -> Level:
 
     Parameters
     ----------
-    stencil : Stencil
-    spread : Spread
     plan : Plan
         Of a rank that owns a block.
 
@@ -125,12 +122,6 @@ def hierarchy(stencil: Stencil, spread: Spread, plan: Plan) -> Level:
 
 def coarse_operator(stencil: Stencil, weights: Weights, halo: LevelHalo) -> np.ndarray:
     """Return the coarse operator PᵀAP on this rank's coarse points.
-
-    Parameters
-    ----------
-    stencil : Stencil
-    weights : Weights
-    halo : LevelHalo
 
     Returns
     -------

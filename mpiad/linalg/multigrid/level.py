@@ -36,15 +36,7 @@ class Below(Protocol):
 
 
 class Level:
-    """A level on a rank that takes part in it.
-
-    Parameters
-    ----------
-    stencil : Stencil
-    weights : Weights
-    halo : LevelHalo
-    below : Below
-    """
+    """A level on a rank that takes part in it."""
 
     def __init__(self, stencil: Stencil, weights: Weights, halo: LevelHalo, below: Below):
         self.layout, self._stencil, self._halo, self._below = stencil.layout, stencil, halo, below

@@ -38,9 +38,6 @@ class LevelHalo:
 
     Parameters
     ----------
-    layout : Layout
-    spread : Spread
-    rank : int
     comm : mpi4py intracommunicator or None
     """
 

@@ -105,10 +105,8 @@ def stencil_of(layout: Layout, stack: np.ndarray, found: Sequence[Offset]) -> St
 
     Parameters
     ----------
-    layout : Layout
     stack : array of shape (1 + len(found), *box.shape)
         The diagonal, and the couplings of each offset.
-    found : sequence of offsets
     """
     split = layout.split(stack)
     return Stencil(layout, dict(zip(found, split[1:])), split[0])

@@ -26,7 +26,6 @@ def coefficients(domain: Domain, kappa: object, c: object, used: Channel) -> tup
 
     Parameters
     ----------
-    domain : Domain
     kappa, c : array of shape local_shape, or number
     used : Channel
         The domain's.

@@ -36,8 +36,6 @@ class Tolerance(NamedTuple):
     ----------
     rtol, atol : float
         The residual's norm is to fall to ``max(rtol * norm(b), atol)``.
-    maxiter : int
-    callback : callable or None
     reported : bool
         Whether any rank has one, which may raise.
     remark : callable
@@ -59,11 +57,8 @@ def conjugate(
 
     Parameters
     ----------
-    level : Level
     r : array of shape (colours, size)
         The right-hand side, or the residual of what is to be improved. Overwritten.
-    used : Channel
-    tolerance : Tolerance
     b : array, optional
         What the relative tolerance refers to, where it isn't `r`.
 

@@ -18,12 +18,7 @@ __all__ = ["Box", "Spread", "spread_of"]
 
 @dataclass(frozen=True)
 class Box:
-    """The points from `low` up to, not including, `high` along each dimension.
-
-    Parameters
-    ----------
-    low, high : tuple of int
-    """
+    """The points from `low` up to, not including, `high` along each dimension."""
 
     low: Shape
     high: Shape
@@ -56,7 +51,6 @@ class Spread:
         Along each dimension where blocks begin, and the number of points at the end.
     ranks : tuple of tuples of int
         The owners: for each position along each dimension its share of the owner's number, which is their sum.
-    periodic : tuple of bool
     """
 
     cuts: tuple[tuple[int, ...], ...]
@@ -123,12 +117,7 @@ class Spread:
 
 
 def spread_of(partition: Partition) -> Spread:
-    """Return how a domain's grid is divided.
-
-    Parameters
-    ----------
-    partition : Partition
-    """
+    """Return how a domain's grid is divided."""
     # From the last dimension, along which neighbours have neighbouring ranks.
     cuts, ranks, stride = [], [], 1
     for axis in reversed(range(len(partition.shape))):

@@ -53,7 +53,6 @@ class Loss:
     ----------
     rho : callable
         ``rho(z)`` returns ρ and its first two derivatives, shape (3, m).
-    scale : float
     """
 
     def __init__(self, rho: Callable[[np.ndarray], Any], scale: float):

@@ -36,11 +36,6 @@ class ResidualEvaluation:
     ----------
     program : Program
         `jac` returns this rank's rows of the Jacobian.
-    packing : Packing
-    agreement : StageFailures
-    used : Channel
-    exchange : ByMessages or ThroughMemory
-    loss : Loss or None
     solver : {"exact", "lsmr"} or None
     few : int
         So many variables are for the "exact" one, where none is named.

@@ -22,7 +22,6 @@ def residuals(sums: np.ndarray, size: int, robust: bool) -> np.ndarray:
         Twice the cost, and the square of the residuals in its model.
     size : int
         Number of variables n.
-    robust : bool
     """
     out = np.zeros(size + 1 + robust)
     if np.all(np.isfinite(sums)):

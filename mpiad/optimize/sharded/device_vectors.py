@@ -30,10 +30,8 @@ class DeviceVectors:
 
     Parameters
     ----------
-    height, size : int
     box : Box or None
         The bounds, on the host; they are copied to the device once.
-    home : ArrayModule
     """
 
     def __init__(self, height: int, size: int, box: Box | None, home: ArrayModule):

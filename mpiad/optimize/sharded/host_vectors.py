@@ -174,7 +174,6 @@ class HostVectors:
 
         Parameters
         ----------
-        ring : Ring
         x : array
             Where the solve is.
         norm : float
@@ -221,7 +220,6 @@ class HostVectors:
 
         Parameters
         ----------
-        ring : Ring
         gradient, x : array
             Of the trial point.
         here : array or None

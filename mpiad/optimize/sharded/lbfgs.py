@@ -26,9 +26,6 @@ class Trials:
 
     Parameters
     ----------
-    evaluation : Evaluation
-    packing : PiecePacking or DevicePacking
-    totals : Totals
     memory : LimitedMemory
         Where the direction comes from and gradients go to.
 
@@ -76,16 +73,7 @@ class Trials:
 
 
 class LBFGS:
-    """The iteration.
-
-    Parameters
-    ----------
-    trials : Trials
-    memory : LimitedMemory
-    iterates : PieceIterates
-    settings : Settings
-    files : StateFiles
-    """
+    """The iteration."""
 
     def __init__(
         self, trials: Trials, memory: LimitedMemory, iterates: PieceIterates, settings: Settings, files: StateFiles

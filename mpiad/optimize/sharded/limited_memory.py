@@ -39,7 +39,6 @@ class LimitedMemory:
         Which row holds what.
     vectors : HostVectors or DeviceVectors
         The rows. With bounds, products are taken over the free variables, anew in each iteration.
-    totals : Totals
 
     Attributes
     ----------
@@ -202,7 +201,6 @@ class LimitedMemory:
         ----------
         at : Point
             Where the solve is; `update` was called there last. The first step from it also makes the direction.
-        step : float
         outs : two arrays, shape (n,), or an array and None
         """
         ring, vectors = self.ring, self.vectors

@@ -32,14 +32,7 @@ _SAFEGUARD = 0.66
 
 
 class End(NamedTuple):
-    """A point of the line.
-
-    Attributes
-    ----------
-    step : float
-    value : float
-    slope : float
-    """
+    """A point of the line."""
 
     step: float
     value: float
@@ -157,7 +150,6 @@ def next_step(best: End, other: End, trial: End, bracketed: bool, lowest: float,
     ----------
     best, other, trial : End
         `other` is the far end of the interval where a minimiser is bracketed.
-    bracketed : bool
     lowest, highest : float
         How far a step may go that is not bracketed.
     """

@@ -102,11 +102,6 @@ class NewtonCG:
 
     Parameters
     ----------
-    evaluation : SecondOrderEvaluation
-    totals : Totals
-    iterates : PieceIterates
-    settings : NewtonSettings
-    files : StateFiles
     operators : pair of callables or None
         The preconditioner and the inner product's inverse, on vectors of the piece.
     box : Box or None

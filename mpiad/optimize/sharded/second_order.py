@@ -48,13 +48,8 @@ class SecondOrderEvaluation:
     ----------
     evaluation : Evaluation
         Of the same program, for what the user differentiates.
-    program : Program
-    packing : PiecePacking or DevicePacking
-    agreement : StageFailures
     used : Channel
         The user's communicator.
-    totals : Totals
-    settings : NewtonSettings
 
     Attributes
     ----------

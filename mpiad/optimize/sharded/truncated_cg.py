@@ -67,8 +67,6 @@ def truncated_cg(system: System, gradient: Array, forcing: float, limit: int, ra
 
     Parameters
     ----------
-    system : System
-    gradient : array
     forcing : float
         By how much the residual is to fall.
     limit : int

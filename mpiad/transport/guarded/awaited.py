@@ -18,7 +18,6 @@ class Gathering:
 
     Parameters
     ----------
-    comm : Guarded
     key : str
         Of what the ranks count together: a communicator, or the agreement of its ranks.
     number : int
@@ -59,8 +58,6 @@ class Letter:
 
     Parameters
     ----------
-    comm : Guarded
-    sends : bool
     peer, tag : int
         As MPI counts in `comm`; may be any.
     """

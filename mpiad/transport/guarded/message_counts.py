@@ -26,8 +26,6 @@ class MessageCounts:
 
     Parameters
     ----------
-    label : str
-    members : tuple of int
     owner : weak reference to a Channel
         Which holds what was started and not waited for.
     """

@@ -40,12 +40,7 @@ class Awaited(Protocol):
 
 
 class Waiting:
-    """What a thread waits for.
-
-    Parameters
-    ----------
-    what : Awaited
-    """
+    """What a thread waits for."""
 
     __slots__ = ("began", "number", "verdict", "what")
 
@@ -89,7 +84,6 @@ def poll(test: Callable[[], Any], make: Callable[[], Awaited]) -> None:
 
     Parameters
     ----------
-    test : callable
     make : callable
         Describes what is waited for; called when it takes longer than a moment.
 

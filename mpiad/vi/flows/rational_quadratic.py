@@ -47,8 +47,6 @@ def spline(x: Array, numbers: Array, bins: int, bound: float) -> tuple[Array, Ar
     ----------
     x : array of shape (...)
     numbers : array of shape (..., numbers_per_spline(bins))
-    bins : int
-    bound : float
     """
     b = _bin_of(x, numbers, bins, bound, of_values=False)
     slope = b.height / b.width

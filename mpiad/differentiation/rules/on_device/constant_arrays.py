@@ -26,8 +26,6 @@ def identity(like: Array, rows: int, columns: int | None = None, k: int = 0) -> 
     Parameters
     ----------
     like : device array
-    rows, columns : int
-    k : int
 
     Returns
     -------
@@ -44,7 +42,6 @@ def lower_triangle(like: Array, n: int) -> Array:
     Parameters
     ----------
     like : device array
-    n : int
 
     Returns
     -------
