@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import scipy
@@ -17,56 +17,35 @@ from mpiad.optimize.evaluated_points import Counts, Point, Points
 from mpiad.optimize.history import History
 from mpiad.optimize.packing import Packing
 
-__all__ = ["broken_off", "concluded", "finished", "interrupted", "limited", "outcome_of", "spent", "stopped"]
+__all__ = ["INTERRUPTED", "STOPPED", "Ending", "concluded", "cut_short", "finished", "outcome_of"]
 
 # Values that differ by less are equal but for rounding.
 _ROUNDING = 4.0 * sys.float_info.epsilon
 
 
-def stopped(points: Points, iterations: int) -> scipy.optimize.OptimizeResult:
-    """Return the result after a callback's StopIteration, which some of SciPy's methods let pass."""
-    # SciPy's own status for it.
-    return _result(points.foremost, points, iterations, 99, "`callback` raised `StopIteration`.")
+class Ending(NamedTuple):
+    """Status and what it means; zero is success."""
+
+    status: int
+    message: str
 
 
-def limited(points: Points, iterations: int) -> scipy.optimize.OptimizeResult:
-    """Return the result where the method wanted more evaluations than `maxfun`."""
-    message = (
-        f"STOP: maxfun={points.maxfun:.0f} evaluations of the objective are done. Raise options['maxfun'], or accept "
-        f"x, the best point so far."
-    )
-    return _result(points.best or points.iterate, points, iterations, 1, message)
+# SciPy's own status for it.
+STOPPED = Ending(99, "`callback` raised `StopIteration`.")
+# What a shell reports of a program that SIGTERM has ended: 128 and the signal's number.
+INTERRUPTED = Ending(
+    143,
+    "INTERRUPTED: a rank was told to end by SIGTERM, and the state is written. Make the same call again to go on.",
+)
 
 
-def spent(points: Points, iterations: int) -> scipy.optimize.OptimizeResult:
-    """Return the result where earlier runs have left no iteration: some of SciPy's methods would take one more."""
-    message = f"STOP: all {iterations} iterations are done. Raise options['maxiter'], or accept x, the best point so far."
-    return _result(points.foremost, points, iterations, 1, message)
-
-
-def interrupted(points: Points, iterations: int) -> scipy.optimize.OptimizeResult:
-    """Return the result where a rank was told to end; x is what the checkpoint holds."""
-    message = (
-        "INTERRUPTED: a rank was told to end by SIGTERM, and the last iterate is written. Make the same call again to go "
-        "on."
-    )
-    # What a shell reports of a program that SIGTERM has ended: 128 and the signal's number.
-    return _result(points.foremost, points, iterations, 143, message)
-
-
-def broken_off(error: ValueError, points: Points, iterations: int) -> scipy.optimize.OptimizeResult:
-    """Return the result where SciPy raises, since it can't go on from what isn't finite."""
-    message = f"ABNORMAL: the objective or its gradient isn't finite where the method has come, which raised {error!r}."
-    return _result(points.best or points.iterate, points, iterations, 3, message)
-
-
-def _result(
-    point: Point | None, points: Points, iterations: int, status: int, message: str
-) -> scipy.optimize.OptimizeResult:
-    x, value, gradient = point.x, point.value, point.gradient  # type: ignore[union-attr]
+def cut_short(ending: Ending, points: Points, iterations: int, at_best: bool = False) -> scipy.optimize.OptimizeResult:
+    """Return the result where the method didn't come to its end, at the last iterate or at the best point that was met."""
+    point: Point = (points.best or points.iterate) if at_best else points.foremost  # type: ignore[assignment]
     result = scipy.optimize.OptimizeResult(
-        x=x.copy(), fun=value, jac=_known(gradient, x), nit=iterations, nfev=points.counts.of_objective,
-        njev=points.counts.of_gradient, success=False, status=status, message=message,
+        x=point.x.copy(), fun=point.value, jac=_known(point.gradient, point.x), nit=iterations,
+        nfev=points.counts.of_objective, njev=points.counts.of_gradient, success=False, status=ending.status,
+        message=ending.message,
     )  # fmt: skip
     if points.counts["product"]:
         result.nhev = points.counts["product"]

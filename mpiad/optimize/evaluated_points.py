@@ -187,7 +187,7 @@ class Points:
     def _ask(self, kind: int, point: Point, x: np.ndarray) -> None:
         if kind != GRADIENT and self.exhausted and self._begun:
             raise LimitReached(f"{self.counts.of_objective} evaluations are done")
-        if self.interruptible and self.iterate is not None and self._evaluation.asked:
+        if self.interruptible and self.iterate is not None and self._evaluation.agreement.end_requested:
             raise Interrupted("a rank was told to end")
         self._begun = True
         value, gradient = self._carry_out(kind, _NAMES[kind], x)
@@ -220,7 +220,7 @@ class Points:
         return self.best if not finite or self.lowers(self.iterate.x, self.iterate.value) else self.iterate
 
     def _carry_out(self, kind: int, name: str, x: np.ndarray, direction: np.ndarray | None = None) -> Any:
-        self._evaluation.raise_if_ended()  # the other ranks don't listen any more
+        self._evaluation.agreement.raise_if_failed()  # the other ranks don't listen any more
         self.counts[name] += 1
         # The others carry it out as soon as they have it, so from here on the root must do its part as well.
         self._instructions.give(kind, x, direction)

@@ -9,27 +9,17 @@ import numpy as np
 import scipy
 
 from mpiad._typing import Function, Tree
+from mpiad.optimize.checkpoint import RootCheckpoint
 from mpiad.optimize.evaluated_points import Point, Points
-from mpiad.optimize.history import Iterate, Record, Row
+from mpiad.optimize.history import Iterate, Progress, Record, Row
 from mpiad.optimize.packing import Packing
-from mpiad.optimize.progress import Progress
-from mpiad.optimize.root_checkpoint import RootCheckpoint
 from mpiad.optimize.root_driven import Leader
 from mpiad.transport.user_failures import StageFailures
 
 __all__ = ["Callback", "Iterates", "IteratesOfPoints", "PieceIterates"]
 
 
-class Placed(Iterate, Protocol):
-    """An iterate that knows where it is."""
-
-    @property
-    def x(self) -> np.ndarray:
-        """Return the variables, shape (n,)."""
-        ...
-
-
-class Moved(Placed, Protocol):
+class Moved(Iterate, Protocol):
     """An iterate that knows how it was come to."""
 
     @property
@@ -65,7 +55,7 @@ class Iterates:
         """Return the number of iterations."""
         return max(len(self.record.rows) - 1, 0)
 
-    def note(self, point: Placed, evaluations: int) -> Row:
+    def note(self, point: Iterate, evaluations: int) -> Row:
         """Add a row to the history, and show it."""
         row = self.record.add(point, evaluations, self._step_to(point.x))
         if self._progress is not None:

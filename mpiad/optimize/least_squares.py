@@ -1,14 +1,13 @@
 """`least_squares`: the root drives SciPy's trust region, and the residuals stay on their ranks.
 
-What each file does: `residuals.residual_evaluation` carries out the root's instructions, `residuals.surrogate` makes the
-small problem that SciPy solves in place of the large one, `residuals.trust_region` runs it, `residuals.loss` weighs
-outliers. The rest is that of `minimize`.
+What each file does: `residuals.residual_evaluation` carries out the root's instructions, `residuals.trust_region` makes the
+small problem that SciPy solves in place of the large one, and runs it, `residuals.loss` weighs outliers. The rest is that
+of `minimize`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import partial
 from os import PathLike
 
@@ -17,19 +16,18 @@ import scipy
 
 from mpiad._typing import Comm, Function, Rank, Tree
 from mpiad.optimize.checkpoint import Checkpoint, as_checkpoint
+from mpiad.optimize.history import Progress
 from mpiad.optimize.objective_evaluation import Program, check_program
 from mpiad.optimize.packing import as_variables, require_some, require_tellable
-from mpiad.optimize.progress import Progress
 from mpiad.optimize.residuals.loss import Loss, loss_of
 from mpiad.optimize.residuals.residual_evaluation import ResidualEvaluation
 from mpiad.optimize.residuals.trust_region import Aims, descend
-from mpiad.optimize.root_driven import RootDriven
+from mpiad.optimize.root_driven import RootDriven, solving
 from mpiad.optimize.root_start import shared_start
 from mpiad.primitives.operation import suspended
-from mpiad.transport import Channel, channel, renew
+from mpiad.transport import Channel, channel
 from mpiad.transport.agreement import raising_together, require_same
 from mpiad.transport.recovery import recoverable
-from mpiad.transport.signals import postponed
 from mpiad.transport.user_failures import verdict
 
 __all__ = ["least_squares"]
@@ -152,14 +150,8 @@ def least_squares(
         kind = partial(ResidualEvaluation, loss=weigh, solver=tr_solver, few=_FEW)
         solve = RootDriven(used, program, start, kind, _CALL)
         aims = Aims(keywords, {"loss": loss, "f_scale": f_scale}, callback, kept, program, tr_solver)
-        try:
-            with nullcontext() if kept is None else postponed(kept.patience):
-                return solve.run(partial(descend, aims), Progress(keywords) if progress else None)
-        except Exception:
-            # Ranks may have left the function at different messages; old ones would be taken for new.
-            if solve.agreement.error is not None:
-                renew(comm, _CALL)  # an evaluation may have left messages under way
-            raise
+        with solving(solve.agreement, kept, comm, _CALL):
+            return solve.run(partial(descend, aims), Progress(keywords) if progress else None)
 
 
 def _agree_on_arguments(

@@ -10,7 +10,6 @@ makes a failure on one rank known to all, `evaluated_points` remembers what is k
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import partial
 from os import PathLike
 
@@ -19,19 +18,17 @@ import scipy
 
 from mpiad._typing import Comm, Function, Rank, Tree
 from mpiad.optimize.checkpoint import Checkpoint, as_checkpoint
-from mpiad.optimize.methods import is_sharded, method_named
+from mpiad.optimize.history import Progress
 from mpiad.optimize.objective_evaluation import Program, check_program
 from mpiad.optimize.packing import as_variables, require_some, require_tellable
-from mpiad.optimize.progress import Progress
-from mpiad.optimize.root_driven import RootDriven
+from mpiad.optimize.root_driven import RootDriven, solving
 from mpiad.optimize.root_start import shared_start
-from mpiad.optimize.scipy_methods import Wishes, drive
+from mpiad.optimize.scipy_methods import Wishes, drive, is_sharded, method_named
 from mpiad.optimize.sharded import Piece, Sharded, piece_of
 from mpiad.primitives.operation import suspended
-from mpiad.transport import Channel, channel, renew
+from mpiad.transport import Channel, channel
 from mpiad.transport.agreement import raising_together, require_same
 from mpiad.transport.recovery import recoverable
-from mpiad.transport.signals import postponed
 from mpiad.transport.user_failures import verdict
 
 __all__ = ["minimize"]
@@ -166,16 +163,10 @@ def minimize(
         start, wishes = _agree_on_arguments(used, program, method, x0, wishes)
         solve = Sharded(used, program, start) if isinstance(start, Piece) else RootDriven(used, program, start)
         shown = Progress(options) if progress else None
-        try:
-            # Where no state would be written, SIGTERM does at once what it always does.
-            with nullcontext() if wishes.checkpoint is None else postponed(wishes.checkpoint.patience):
-                if isinstance(solve, Sharded):
-                    return solve.run(callback, shown)
-                return solve.run(partial(drive, method_named(method), wishes, program), shown)
-        except Exception:
-            if solve.agreement.error is not None:
-                renew(comm, "minimize")  # an evaluation may have left messages under way
-            raise
+        with solving(solve.agreement, wishes.checkpoint, comm, "minimize"):
+            if isinstance(solve, Sharded):
+                return solve.run(callback, shown)
+            return solve.run(partial(drive, method_named(method), wishes, program), shown)
 
 
 def _agree_on_arguments(

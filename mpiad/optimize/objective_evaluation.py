@@ -50,6 +50,8 @@ class Evaluation:
 
     Attributes
     ----------
+    agreement : StageFailures
+        Of the ranks on each stage.
     only_both : bool
         Whether value and gradient can't be had apart.
     separate : bool
@@ -59,7 +61,7 @@ class Evaluation:
     def __init__(
         self, program: Program, packing: Packing, agreement: StageFailures, used: Channel, sums: Sums, pieces: bool = False
     ):
-        self._program, self._packing, self._agreement = program, packing, agreement
+        self._program, self._packing, self.agreement = program, packing, agreement
         self._used, self._sums = used, sums
         self._weight = weight_of(program.objective, used, program.root)
         self._gradient_weight = 1.0 if pieces else self._weight  # of what `jac` returns
@@ -68,16 +70,6 @@ class Evaluation:
         self._hessian: tuple[bytes, Callable] | None = None
         self._begun = self._unreached = False
         self.only_both, self.separate = program.jac is True, callable(program.jac)
-
-    @property
-    def asked(self) -> bool:
-        """Return whether a rank was told to end, as far as all know."""
-        return self._agreement.asked
-
-    def raise_if_ended(self) -> None:
-        """Raise what has ended the solve on all ranks, should a method go on in spite of it."""
-        if self._agreement.error is not None:
-            raise self._agreement.error
 
     def carry_out(self, kind: int, vector: np.ndarray, direction: np.ndarray | None) -> Any:
         """Carry out an instruction; the variables may be changed by the user's function, unless it is a product."""
@@ -98,25 +90,25 @@ class Evaluation:
 
     def attempted(self, evaluate: Callable[[], T], otherwise: Callable[[], T]) -> T:
         """Return what an evaluation does, or something else on all ranks where a solver hasn't converged on any."""
-        self._agreement.tolerates = self._begun  # where the solve starts there is no step to shorten
+        self.agreement.tolerates = self._begun  # where the solve starts there is no step to shorten
         try:
             found = evaluate()
         except Unreached:
             self._forward, self._unreached = None, True
-            self._agreement.clear(self._used.members)
+            self.agreement.clear(self._used.members)
             return otherwise()
         finally:
-            self._agreement.tolerates = False
+            self.agreement.tolerates = False
         self._begun, self._unreached = True, False
         return found
 
     def _value(self, vector: np.ndarray) -> float:
         x = self._packing.nest_in(vector)
         if self.separate:
-            return self._agreement.summed(lambda: self.value_at(x), self._term)[1]
+            return self.agreement.summed(lambda: self.value_at(x), self._term)[1]
         self._forward = None  # its memory returns before the next takes as much
         # The agreement comes before the backward pass, in which the ranks wait for each other.
-        self._forward = forward_pass(lambda x: self._agreement.run(lambda: self.value_at(x)), x)
+        self._forward = forward_pass(lambda x: self.agreement.run(lambda: self.value_at(x)), x)
         return float(share(self._forward.value, self._weight, self._forward.problem, self._used))
 
     def gradient(self, vector: np.ndarray) -> np.ndarray | None:
@@ -129,8 +121,8 @@ class Evaluation:
         if self.separate:
             x = self._packing.nest_in(vector)
             jac, args = self._program.jac, self._program.args
-            return self._sums.total(self._agreement.run(lambda: self._weighted(jac(x, *args), "jac")))  # type: ignore[operator]
-        return self._sums.total(self._agreement.run(self._backward))
+            return self._sums.total(self.agreement.run(lambda: self._weighted(jac(x, *args), "jac")))  # type: ignore[operator]
+        return self._sums.total(self.agreement.run(self._backward))
 
     def _backward(self) -> np.ndarray:
         forward: ForwardPass = self._forward  # type: ignore[assignment]
@@ -152,7 +144,7 @@ class Evaluation:
             return self._value(first), self._gradient(vector)
         x = self._packing.nest_in(vector)
         # The values travel with the agreement, since no trace is to end first.
-        (_, local), value = self._agreement.summed(lambda: self._pair_at(x), lambda pair: self._term(pair[0]))
+        (_, local), value = self.agreement.summed(lambda: self._pair_at(x), lambda pair: self._term(pair[0]))
         return value, self._sums.total(local)
 
     def product(self, vector: np.ndarray, direction: np.ndarray) -> np.ndarray | None:
@@ -169,15 +161,15 @@ class Evaluation:
             return lambda v: self._multiplied(lambda v: self._weighted(given(x, v, *args), "hessp"), v)
         # Of each rank's own copy, along all copies: their sum is that of the shared variable.
         evaluate = make_hvp(
-            lambda x: self._agreement.run(lambda: self.value_at(x)),
+            lambda x: self.agreement.run(lambda: self.value_at(x)),
             objective=self._program.objective, root=self._program.root, comm=self._used.user,
         )  # fmt: skip
-        product = self._agreement.run(lambda: evaluate(x).product)
+        product = self.agreement.run(lambda: evaluate(x).product)
         return lambda v: self._multiplied(lambda v: self._sums.hand_in(self._packing.pack_gradient(product(v))), v)
 
     def _multiplied(self, multiply: Callable[[Tree], np.ndarray], direction: np.ndarray) -> np.ndarray | None:
         v = self._packing.unpack(direction)
-        return self._sums.total(self._agreement.run(lambda: multiply(v)))
+        return self._sums.total(self.agreement.run(lambda: multiply(v)))
 
     def value_at(self, x: Tree) -> Any:
         """Return this rank's number: a part of a stage."""

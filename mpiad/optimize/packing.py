@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -11,13 +12,49 @@ from autograd.tracer import Box
 from mpiad._typing import Array, Tree
 from mpiad.differentiation.trees import flatten, is_variable
 from mpiad.optimize.device_leaves import Elsewhere, fetched, lies_on_device, put
-from mpiad.optimize.vector_pool import BufferPool
 from mpiad.primitives.cotangents import spec_like
 from mpiad.transport.device_arrays import ArrayModule, arrays_of
 
 __all__ = [
-    "DevicePacking", "Packing", "PiecePacking", "as_variables", "packing_of_piece", "require_some", "require_tellable",
+    "BufferPool", "DevicePacking", "Packing", "PiecePacking", "as_variables", "packing_of_piece", "require_some",
+    "require_tellable",
 ]  # fmt: skip
+
+
+class BufferPool:
+    """Vectors of one length that the user's function gets, without new memory in each evaluation.
+
+    The function may keep what it gets, or change it, so no other part of a solve may work in that memory. But once nobody
+    holds a vector any more, the next variables can be written in the same place.
+    """
+
+    def __init__(self, size: int):
+        self._size = size
+        self._kept: list[np.ndarray] = []
+
+    def vector(self) -> np.ndarray:
+        """Return a vector that nobody else holds, nor a view of it, shape (size,)."""
+        for array in self._kept:
+            if _holders(array) <= _UNHELD:
+                return array
+        self._kept = [np.empty(self._size)]
+        return self._kept[0]
+
+
+def _holders(array: np.ndarray) -> float:
+    # Only CPython counts.
+    return sys.getrefcount(array) if hasattr(sys, "getrefcount") else np.inf
+
+
+def _count_of_unheld() -> float:
+    kept = [np.empty(1)]
+    for array in kept:
+        return _holders(array)
+    return 0.0
+
+
+_UNHELD = _count_of_unheld()
+
 
 _NUMBERS = (int, float, np.integer, np.floating)
 _LARGE = 1 << 20  # bytes; smaller arrays come from the heap, without page faults

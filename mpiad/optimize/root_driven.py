@@ -2,26 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import scipy
 
-from mpiad._typing import Tree
+from mpiad._typing import Comm, Tree
 from mpiad.differentiation.refusals import explain
 from mpiad.domain.root_copies import of_root_copies
 from mpiad.errors import DeadlockError
+from mpiad.optimize.checkpoint import Checkpoint
 from mpiad.optimize.conclusion import finished
+from mpiad.optimize.history import Progress
 from mpiad.optimize.objective_evaluation import Evaluation, Program
 from mpiad.optimize.packing import Packing
-from mpiad.optimize.progress import Progress
 from mpiad.optimize.root_exchange import exchange_of
 from mpiad.optimize.root_instructions import FINISH, Instructions, Refusal, serve
-from mpiad.transport import Channel
+from mpiad.transport import Channel, renew
 from mpiad.transport.fault_tolerance import is_interruption
+from mpiad.transport.signals import postponed
 from mpiad.transport.user_failures import StageFailures
 
-__all__ = ["Leader", "RootDriven"]
+__all__ = ["Leader", "RootDriven", "solving"]
+
+
+@contextmanager
+def solving(agreement: StageFailures, checkpoint: Checkpoint | None, comm: Comm, call: str) -> Iterator[None]:
+    """Let SIGTERM wait where a state is written; renew the communicator where an evaluation has ended the solve."""
+    try:
+        # Where no state would be written, SIGTERM does at once what it always does.
+        with nullcontext() if checkpoint is None else postponed(checkpoint.patience):
+            yield
+    except Exception:
+        if agreement.error is not None:
+            renew(comm, call)  # an evaluation may have left messages under way, which would be taken for new ones
+        raise
 
 
 class Leader(NamedTuple):

@@ -13,8 +13,8 @@ import numpy as np
 
 from mpiad._typing import Rank
 from mpiad.errors import WorkerError
+from mpiad.optimize.packing import BufferPool
 from mpiad.optimize.root_exchange import ByMessages
-from mpiad.optimize.vector_pool import BufferPool
 from mpiad.transport.agreement import Failure
 from mpiad.transport.polling import wait_gently
 

@@ -1,4 +1,4 @@
-"""SciPy's methods on the root, with the objective of all ranks."""
+"""SciPy's methods: what must be known of each, and how the root runs them, with the objective of all ranks."""
 
 from __future__ import annotations
 
@@ -11,17 +11,15 @@ import scipy  # loads its parts at their first use: to load them here would doub
 
 from mpiad._typing import Function
 from mpiad.optimize.box_constraints import Box, box_of
-from mpiad.optimize.checkpoint import problem_of
-from mpiad.optimize.conclusion import broken_off, concluded, interrupted, limited, outcome_of, spent, stopped
+from mpiad.optimize.checkpoint import RootCheckpoint, problem_of
+from mpiad.optimize.conclusion import INTERRUPTED, STOPPED, Ending, concluded, cut_short, outcome_of
 from mpiad.optimize.constraints import ConstraintSet, constraints_of
 from mpiad.optimize.evaluated_points import Interrupted, LimitReached, Points
 from mpiad.optimize.iterates import IteratesOfPoints
-from mpiad.optimize.methods import Method
 from mpiad.optimize.objective_evaluation import Program
-from mpiad.optimize.root_checkpoint import RootCheckpoint
 from mpiad.optimize.root_driven import Leader
 
-__all__ = ["Wishes", "drive"]
+__all__ = ["Method", "Wishes", "drive", "is_sharded", "method_named"]
 
 
 class Wishes(NamedTuple):
@@ -71,17 +69,24 @@ def drive(method: Method, wishes: Wishes, program: Program, leader: Leader) -> d
         result.fun = points.value_found(result.x, result.fun)
         result = iterates.counted(concluded(result, points, constrained=constraints is not None))
     except StopIteration:  # which some of SciPy's methods let pass
-        result = stopped(points, iterates.count)
+        result = cut_short(STOPPED, points, iterates.count)
     except IterationsDone:
-        result = spent(points, iterates.count)
+        said = (
+            f"STOP: all {iterates.count} iterations are done. Raise options['maxiter'], or accept x, the best point so far."
+        )
+        result = cut_short(Ending(1, said), points, iterates.count)
     except LimitReached:
-        result = limited(points, iterates.count)
+        said = (
+            f"STOP: maxfun={points.maxfun:.0f} evaluations of the objective are done. Raise options['maxfun'], or accept "
+        )
+        result = cut_short(Ending(1, said + "x, the best point so far."), points, iterates.count, at_best=True)
     except Interrupted:
-        result = interrupted(points, iterates.count)
+        result = cut_short(INTERRUPTED, points, iterates.count)
     except ValueError as error:  # as some of SciPy's methods refuse NaN and infinities in their matrices
         if iterates.told or not points.broken:
             raise
-        result = broken_off(error, points, iterates.count)
+        said = f"ABNORMAL: the objective or its gradient isn't finite where the method has come, which raised {error!r}."
+        result = cut_short(Ending(3, said), points, iterates.count, at_best=True)
     iterates.keep(ended=True)
     return outcome_of(result, iterates.record.history(), points.counts)
 
@@ -133,3 +138,77 @@ def _flat_bounds(bounds: Any) -> Any:
         return bounds
     low, high = (np.ravel(np.asarray(limit)) for limit in (bounds.lb, bounds.ub))
     return scipy.optimize.Bounds(low, high, np.ravel(bounds.keep_feasible))  # type: ignore[arg-type]
+
+
+_SHARDED = "L-BFGS-sharded", "Newton-CG-sharded"
+
+
+class Method(NamedTuple):
+    """What must be known of a method of SciPy.
+
+    Attributes
+    ----------
+    name : str
+        SciPy's name.
+    together : bool
+        Whether its line search wants the gradient at every point at which it wants the value.
+    products : bool
+        Whether it uses Hessian products.
+    knows_maxfun : bool
+        Whether it has an option of this name.
+    bounded : bool
+        Whether it takes bounds.
+    constrained : bool
+        Whether it takes constraints.
+    """
+
+    name: str
+    together: bool
+    products: bool
+    knows_maxfun: bool = False
+    bounded: bool = False
+    constrained: bool = False
+
+
+_METHODS = {
+    "l-bfgs": Method("L-BFGS-B", True, False, True, bounded=True),
+    "l-bfgs-b": Method("L-BFGS-B", True, False, True, bounded=True),
+    "bfgs": Method("BFGS", True, False),
+    "cg": Method("CG", True, False),
+    "tnc": Method("TNC", True, False, True, bounded=True),
+    "slsqp": Method("SLSQP", False, False, bounded=True, constrained=True),
+    "newton-cg": Method("Newton-CG", False, True),
+    "trust-ncg": Method("trust-ncg", False, True),
+    "trust-krylov": Method("trust-krylov", False, True),
+    "trust-constr": Method("trust-constr", False, True, bounded=True, constrained=True),
+}
+
+
+def method_named(name: object) -> Method:
+    """Return the method of a name, in any case.
+
+    Raises
+    ------
+    ValueError
+        Where there is none of this name.
+    """
+    found = _METHODS.get(name.lower()) if isinstance(name, str) else None
+    if found is None:
+        names = ", ".join(repr(method.name) for key, method in _METHODS.items() if key != "l-bfgs")
+        sharded = ", ".join(map(repr, _SHARDED))
+        raise ValueError(f"minimize: method must be 'L-BFGS', {sharded} or one of {names}, but got {name!r}.")
+    return found
+
+
+def is_sharded(name: object) -> bool:
+    """Return whether a method of this name leaves the variables on their ranks; it isn't one of SciPy's.
+
+    Raises
+    ------
+    ValueError
+        Where there is none of this name.
+    """
+    if isinstance(name, str) and name.lower() in map(str.lower, _SHARDED):
+        return True
+    method_named(name)
+    return False

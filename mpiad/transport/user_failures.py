@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 # What a rank says of its part of a stage: whether it failed, whether a solver in it didn't converge, whether the rank was
 # told to end, and its term of a sum.
-_FAILED, _UNREACHED, _ASKED, _TERM = range(4)
+_FAILED, _UNREACHED, _END_REQUESTED, _TERM = range(4)
 
 
 class Unreached(Exception):  # noqa: N818 - no error, as StopIteration is none
@@ -76,7 +76,7 @@ class StageFailures:
         What all ranks have raised; nothing is agreed on any more afterwards.
     broken : bool
         Whether this rank's stage has failed where the ranks that wait for it can be interrupted.
-    asked : bool
+    end_requested : bool
         Whether any rank had been told to end (SIGTERM) when it came to an agreement: the same on all ranks.
     tolerates : bool
         Whether a ConvergenceError is no failure: `Unreached` is then raised on all ranks, and the call may go on. The same
@@ -87,7 +87,7 @@ class StageFailures:
         self._interrupts = recovers() and comm.size > 1
         self._comm, self._room = comm, room
         self._detector = FailureDetector(comm, room, listens=not self._interrupts)
-        self.broken, self.asked, self._call, self._complete = False, False, call, complete
+        self.broken, self.end_requested, self._call, self._complete = False, False, call, complete
         self._mine, self._sums = np.zeros(4), np.zeros(4)
         self.error: Exception | None = None
         self.tolerates = False
@@ -108,8 +108,7 @@ class StageFailures:
 
     def summed(self, stage: Callable[[], T], term: Callable[[T], float]) -> tuple[T, float]:
         """Run this rank's part of a stage as `run` does; return what it returned, and the sum of all ranks' terms of it."""
-        if self.error is not None:
-            raise self.error
+        self.raise_if_failed()
         try:
             result = stage()
             own = term(result)
@@ -140,7 +139,7 @@ class StageFailures:
                 request.Wait()
             else:
                 self._detector.wait_as_failed(request, failure)
-        self.asked |= bool(self._sums[_ASKED])
+        self.end_requested |= bool(self._sums[_END_REQUESTED])
         if self._sums[_FAILED]:
             # Its notices travel on the same communicator: all ranks take theirs off before anything else is received there.
             self._detector.close(failed=True)
@@ -154,6 +153,11 @@ class StageFailures:
 
     def _tolerated(self, failure: BaseException | None) -> bool:
         return self.tolerates and isinstance(failure, ConvergenceError)
+
+    def raise_if_failed(self) -> None:
+        """Raise what all ranks have raised, should a method go on in spite of it."""
+        if self.error is not None:
+            raise self.error
 
     def clear(self, members: tuple[int, ...]) -> None:
         """End what an unreached stage has left under way on communicators among these ranks; all of them call this.

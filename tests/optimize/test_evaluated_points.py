@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -17,8 +19,7 @@ class Evaluation:
         self.only_both, self.separate = only_both, separate
         self.kept: np.ndarray | None = None
 
-    def raise_if_ended(self) -> None:
-        pass
+    agreement = SimpleNamespace(raise_if_failed=lambda: None, end_requested=False)
 
     def value(self, x):
         self.kept = x.copy()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import mpiad
-from mpiad.optimize.vector_pool import BufferPool
+from mpiad.optimize.packing import BufferPool
 
 CENTRE = np.linspace(-1.0, 2.0, 7)
 

@@ -42,6 +42,8 @@ class ResidualEvaluation:
 
     Attributes
     ----------
+    agreement : StageFailures
+        Of the ranks on each stage.
     loss : Loss or None
     gathers : bool
         Whether the root gets the residuals themselves.
@@ -53,7 +55,7 @@ class ResidualEvaluation:
         self, program: Program, packing: Packing, agreement: StageFailures, used: Channel, exchange: ByMessages,
         loss: Loss | None, solver: str | None, few: int,
     ):  # fmt: skip
-        self._program, self._packing, self._agreement = program, packing, agreement
+        self._program, self._packing, self.agreement = program, packing, agreement
         self._comm, self._exchange = exchange.comm, exchange
         self._leads = used.rank == program.root
         self.loss = loss
@@ -62,16 +64,6 @@ class ResidualEvaluation:
         self.counts: list[int] = []
         self._kept: tuple[bytes, Any, np.ndarray] | None = None
         self._rows: tuple[bytes, np.ndarray] | None = None
-
-    @property
-    def asked(self) -> bool:
-        """Return whether a rank was told to end, as far as all know."""
-        return self._agreement.asked
-
-    def raise_if_ended(self) -> None:
-        """Raise what has ended the solve on all ranks, should the method go on in spite of it."""
-        if self._agreement.error is not None:
-            raise self._agreement.error
 
     def carry_out(self, kind: int, vector: np.ndarray, direction: np.ndarray | None) -> Any:
         """Carry out an instruction."""
@@ -86,7 +78,7 @@ class ResidualEvaluation:
     def cost(self, vector: np.ndarray) -> np.ndarray | None:
         """Return on the root the sums over all residuals of twice the cost and of the squares in its model, shape (2,)."""
         f = self._residuals(vector)
-        return self._total(np.array(self._agreement.run(lambda: self._weighed(f)[:2])))
+        return self._total(np.array(self.agreement.run(lambda: self._weighed(f)[:2])))
 
     def _weighed(self, f: np.ndarray) -> tuple[float, float, np.ndarray, np.ndarray | None]:
         twice, model, factors = (0.0, f, None) if self.loss is None else self.loss.weighed(f)
@@ -99,7 +91,7 @@ class ResidualEvaluation:
         f = self._residuals(vector)
         if not self.counts:
             self.counts = self._comm.allgather(f.size)
-        return self._gathered(self._agreement.run(lambda: self._counted(f)))
+        return self._gathered(self.agreement.run(lambda: self._counted(f)))
 
     def _counted(self, found: object, size: int | None = None) -> np.ndarray:
         """Return residuals or their tangents, of which there must be `size`, else as many each time: that is told once."""
@@ -129,7 +121,7 @@ class ResidualEvaluation:
             return _triangle(np.column_stack([model, weighed])), model @ weighed
 
         # QR of triangles put one upon another has the R of all rows: R'R is the sum of theirs. No rank's rows need travel.
-        pieces = self._comm.gather(self._agreement.run(reduced), self._program.root)
+        pieces = self._comm.gather(self.agreement.run(reduced), self._program.root)
         if pieces is None:
             return None
         return _triangle(np.concatenate([piece[0] for piece in pieces])), np.sum([piece[1] for piece in pieces], axis=0)
@@ -142,7 +134,7 @@ class ResidualEvaluation:
         size = self._residuals(vector).size
         if callable(given):
             # A copy: it serves all products at x, also after `fun` has written its derivatives elsewhere in the same array.
-            rows = self._agreement.run(lambda: self._checked(np.array(to_host(given(x, *args)), dtype=float), size))
+            rows = self.agreement.run(lambda: self._checked(np.array(to_host(given(x, *args)), dtype=float), size))
         else:
             columns = [self._column(x, unit, size) for unit in np.eye(self._packing.size)]
             rows = np.stack(columns, axis=1)
@@ -159,14 +151,14 @@ class ResidualEvaluation:
         """Return the product of the Jacobian with a direction, on the root."""
         if callable(self._program.jac):
             rows = self._jacobian(vector)
-            return self._gathered(self._agreement.run(lambda: rows @ direction))
+            return self._gathered(self.agreement.run(lambda: rows @ direction))
         self._residuals(vector)
         kept, v = self._kept[1], self._packing.unpack(direction)  # type: ignore[index]
-        return self._gathered(self._agreement.run(lambda: self._counted(kept.jvp(v))))
+        return self._gathered(self.agreement.run(lambda: self._counted(kept.jvp(v))))
 
     def _column(self, x: Tree, direction: np.ndarray, size: int | None = None) -> np.ndarray:
-        along = make_jvp(lambda x: self._agreement.run(lambda: self._piece(x)))(x)
-        return self._agreement.run(lambda: self._counted(along(self._packing.unpack(direction))[1], size))
+        along = make_jvp(lambda x: self.agreement.run(lambda: self._piece(x)))(x)
+        return self.agreement.run(lambda: self._counted(along(self._packing.unpack(direction))[1], size))
 
     def cotangent(self, vector: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray | None:
         """Return the product of the transposed Jacobian with a vector of the root's, one weight for each residual."""
@@ -174,11 +166,11 @@ class ResidualEvaluation:
         self._comm.Scatterv((weights, self.counts) if self._leads else None, own, self._program.root)
         if callable(self._program.jac):
             rows = self._jacobian(vector)
-            return self._exchange.total(self._agreement.run(lambda: self._exchange.hand_in(rows.T @ own)))
+            return self._exchange.total(self.agreement.run(lambda: self._exchange.hand_in(rows.T @ own)))
         f = self._residuals(vector)
         kept = self._kept[1]  # type: ignore[index]
         return self._exchange.total(
-            self._agreement.run(lambda: self._exchange.hand_in(self._packing.pack_gradient(kept.vjp(own.reshape(f.shape)))))
+            self.agreement.run(lambda: self._exchange.hand_in(self._packing.pack_gradient(kept.vjp(own.reshape(f.shape)))))
         )
 
     def _residuals(self, vector: np.ndarray) -> np.ndarray:
@@ -189,10 +181,10 @@ class ResidualEvaluation:
             self._kept = None  # its memory returns before the next takes as much
             x = self._packing.unpack(vector)
             if self.gathers and not callable(self._program.jac):
-                kept = self._agreement.run(lambda: linearize(lambda x: self._agreement.run(lambda: self._piece(x)))(x))
+                kept = self.agreement.run(lambda: linearize(lambda x: self.agreement.run(lambda: self._piece(x)))(x))
                 f = kept.value
             else:
-                kept, f = None, self._agreement.run(lambda: self._piece(x))
+                kept, f = None, self.agreement.run(lambda: self._piece(x))
             self._kept = key, kept, np.ascontiguousarray(f, dtype=float)
         return self._kept[2]
 

@@ -1,4 +1,10 @@
-"""SciPy's trust region on the root, with the residuals of all ranks."""
+"""SciPy's trust region on the root, with the residuals of all ranks.
+
+With the triangle R of [f, J], whose first column is (‖f‖, 0, ..., 0) up to a sign, ‖f + J p‖ = ‖R e₁ + R[:, 1:] p‖ for all
+p. So SciPy may have the first column for residuals, which is known before J is (a trial point needs only its norm), and
+the others for Jacobian: n + 1 rows, whatever the number of residuals. Where a robust loss weighs them, a second row
+carries the cost, which isn't the norm then; SciPy reads it through a loss of its own.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +14,18 @@ import numpy as np
 import scipy
 
 from mpiad._typing import Function
-from mpiad.optimize.checkpoint import Checkpoint, fingerprint, problem_of
+from mpiad.optimize.checkpoint import Checkpoint, RootCheckpoint, fingerprint, problem_of
+from mpiad.optimize.conclusion import INTERRUPTED, STOPPED
 from mpiad.optimize.evaluated_points import Interrupted, LimitReached
 from mpiad.optimize.iterates import Iterates
 from mpiad.optimize.objective_evaluation import Program
-from mpiad.optimize.residuals import surrogate
 from mpiad.optimize.residuals.residual_evaluation import ResidualEvaluation
-from mpiad.optimize.root_checkpoint import RootCheckpoint
 from mpiad.optimize.root_driven import Leader
 from mpiad.optimize.root_instructions import COTANGENT, FACTOR, RESIDUALS, TANGENT
 
 __all__ = ["Aims", "descend"]
 
-_STOPPED, _LIMIT, _INTERRUPTED = -2, 0, 143  # SciPy's, but the last
+_STOPPED, _LIMIT = -2, 0  # SciPy's
 
 
 class Aims(NamedTuple):
@@ -105,14 +110,14 @@ class _Problem:
             self._keeper.keep(self._iterates.count, ended, self.place, self.counts.values(), self.record)
 
     def _ask(self, kind: int, name: str, x: np.ndarray, direction: np.ndarray | None = None) -> None:
-        self._evaluation.raise_if_ended()
+        self._evaluation.agreement.raise_if_failed()
         self.counts[name] += 1
         self._instructions.give(kind, x, direction)
 
     def residuals(self, x: np.ndarray) -> np.ndarray:
         """Return what SciPy takes for residuals at x."""
         # Only here, between two iterations: the last iterate is noted, and its gradient known.
-        if self._keeper.active and self.place is not None and self._evaluation.asked:
+        if self._keeper.active and self.place is not None and self._evaluation.agreement.end_requested:
             raise Interrupted("a rank was told to end")
         self._ask(RESIDUALS, "residuals", x)
         if self._evaluation.gathers:
@@ -123,7 +128,7 @@ class _Problem:
             self._cost, self.seen = 0.5 * (square if loss is None else loss.weighed(found)[0]), found
         else:
             sums: np.ndarray = self._evaluation.cost(x)  # type: ignore[assignment]
-            self._cost, self.seen = 0.5 * float(sums[0]), surrogate.residuals(sums, x.size, self._robust)
+            self._cost, self.seen = 0.5 * float(sums[0]), _surrogate_residuals(sums, x.size, self._robust)
         return self.seen
 
     def jacobian(self, x: np.ndarray) -> Any:
@@ -143,7 +148,7 @@ class _Problem:
     def _matrix(self, place: _Place) -> np.ndarray:
         self._ask(FACTOR, "factor", place.x)
         triangle, place.gradient = self._evaluation.factor(place.x)  # type: ignore[misc]
-        return surrogate.jacobian(triangle, place.gradient, float(self.seen[0]), self._robust)
+        return _surrogate_jacobian(triangle, place.gradient, float(self.seen[0]), self._robust)
 
     def _operator(self, place: _Place) -> Any:
         def transposed(weights: np.ndarray) -> np.ndarray:
@@ -182,21 +187,17 @@ def descend(aims: Aims, leader: Leader) -> dict[str, Any]:
     if evaluation.gathers:
         solver = {"tr_solver": "lsmr", **aims.robust}
     else:
-        solver = {"tr_solver": "exact", "loss": "linear" if evaluation.loss is None else surrogate.carried}
+        solver = {"tr_solver": "exact", "loss": "linear" if evaluation.loss is None else _carried_cost}
     start = problem.resume(start)
     try:
         keywords = {**aims.keywords, "max_nfev": _remaining(aims.keywords["max_nfev"], problem, start.size)}
         result = scipy.optimize.least_squares(problem.residuals, start, jac=problem.jacobian, **keywords, **solver)
     except StopIteration:
-        result = problem.ended(_STOPPED, "`callback` raised `StopIteration`.")
+        result = problem.ended(_STOPPED, STOPPED.message)
     except LimitReached:
         result = problem.ended(_LIMIT, "The maximum number of function evaluations is exceeded. Raise max_nfev.")
     except Interrupted:
-        result = problem.ended(
-            _INTERRUPTED,
-            "INTERRUPTED: a rank was told to end by SIGTERM, and the last iterate is written. Make the same call again to "
-            "go on.",
-        )
+        result = problem.ended(*INTERRUPTED)
     problem.keep(ended=True)
     return _outcome(result, problem)
 
@@ -219,3 +220,41 @@ def _outcome(result: scipy.optimize.OptimizeResult, problem: _Problem) -> dict[s
     if problem.resumed:  # SciPy has counted since then
         outcome["nfev"], outcome["njev"] = problem.counts["residuals"], len(history.loss)
     return {**outcome, "nit": len(history.loss) - 1, "history": history, "evaluations": problem.counts}
+
+
+def _surrogate_residuals(sums: np.ndarray, size: int, robust: bool) -> np.ndarray:
+    """Return what stands for the residuals, shape (n + 1,), or (n + 2,) under a robust loss.
+
+    Parameters
+    ----------
+    sums : array, shape (2,)
+        Twice the cost, and the square of the residuals in its model.
+    size : int
+        Number of variables n.
+    """
+    out = np.zeros(size + 1 + robust)
+    if np.all(np.isfinite(sums)):
+        out[0] = np.sqrt(sums[1])
+        if robust:
+            out[1] = np.sqrt(sums[0])
+    else:
+        # SciPy's trust region shrinks where a cost isn't finite, whatever kind of it.
+        out[0] = np.nan
+    return out
+
+
+def _surrogate_jacobian(triangle: np.ndarray, gradient: np.ndarray, norm: float, robust: bool) -> np.ndarray:
+    """Return what stands for the Jacobian, shape (n + 1, n), or (n + 2, n) under a robust loss; `norm` is that of f."""
+    rows = triangle[:, 1:].copy()
+    if norm > 0.0:
+        # With f = (norm, 0, ...) for residuals, J'f is then the gradient that was summed, and not what R has kept of it.
+        rows[0] = gradient / norm
+    return np.insert(rows, 1, 0.0, axis=0) if robust else rows
+
+
+def _carried_cost(z: np.ndarray) -> np.ndarray:
+    """Return the loss that SciPy gets under a robust one: the second entry is the cost, the others are weighed already."""
+    rho = np.zeros((3, z.size))
+    rho[0, 1] = z[1]
+    rho[1] = 1.0
+    return rho

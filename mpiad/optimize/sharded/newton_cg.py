@@ -41,8 +41,8 @@ from mpiad.optimize.sharded.convergence import (
     REDUCTION,
     STOPPED,
     Ending,
+    NewtonSettings,
 )
-from mpiad.optimize.sharded.newton_settings import NewtonSettings
 from mpiad.optimize.sharded.second_order import Derivatives, SecondOrderEvaluation
 from mpiad.optimize.sharded.solver_state import StateFiles
 from mpiad.optimize.sharded.truncated_cg import Step, System, truncated_cg

@@ -15,7 +15,7 @@ from mpiad.differentiation import SecondOrder, linearize, make_hvp
 from mpiad.optimize.objective_evaluation import Evaluation, Program
 from mpiad.optimize.packing import DevicePacking, PiecePacking
 from mpiad.optimize.root_exchange import Totals
-from mpiad.optimize.sharded.newton_settings import NewtonSettings
+from mpiad.optimize.sharded.convergence import NewtonSettings
 from mpiad.primitives.cotangents import spec_like
 from mpiad.transport import Channel
 from mpiad.transport.user_failures import StageFailures, WrongValueError

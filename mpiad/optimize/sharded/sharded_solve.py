@@ -12,19 +12,18 @@ from mpiad.device import to_host
 from mpiad.differentiation.refusals import explain
 from mpiad.optimize.box_constraints import Box, box_of
 from mpiad.optimize.checkpoint import Checkpoint, problem_of
+from mpiad.optimize.history import Progress
 from mpiad.optimize.iterates import PieceIterates
 from mpiad.optimize.objective_evaluation import Evaluation, Program
 from mpiad.optimize.packing import DevicePacking, PiecePacking, packing_of_piece
-from mpiad.optimize.progress import Progress
 from mpiad.optimize.root_exchange import OwnParts, Totals
 from mpiad.optimize.sharded.compiled_vectors import host_vectors
-from mpiad.optimize.sharded.convergence import Ending, Settings, settings_of
+from mpiad.optimize.sharded.convergence import Ending, NewtonSettings, Settings, newton_settings_of, settings_of
 from mpiad.optimize.sharded.correction_pairs import Ring
 from mpiad.optimize.sharded.device_vectors import DeviceVectors
 from mpiad.optimize.sharded.lbfgs import LBFGS, Trials
 from mpiad.optimize.sharded.limited_memory import LimitedMemory
 from mpiad.optimize.sharded.newton_cg import NewtonCG, NewtonPoint
-from mpiad.optimize.sharded.newton_settings import NewtonSettings, newton_settings_of
 from mpiad.optimize.sharded.redistribution import Layout, layout_of, place_independent
 from mpiad.optimize.sharded.second_order import SecondOrderEvaluation, on_vectors
 from mpiad.optimize.sharded.solver_state import OF_RANKS, Point, StateFiles

@@ -134,7 +134,7 @@ class StateFiles:
     @property
     def interrupted(self) -> bool:
         """Return whether the solve is to end here, since a rank was told to."""
-        return self._checkpoint is not None and self._agreement.asked
+        return self._checkpoint is not None and self._agreement.end_requested
 
     def _file(self, slot: int) -> Path:
         file = self._checkpoint.file  # type: ignore[union-attr]
