@@ -17,7 +17,7 @@ from mpiad.differentiation.rules.transposition import tangent_by_transposition
 from mpiad.differentiation.tape import TangentTape
 from mpiad.transport.device_arrays import is_device_array
 
-__all__ = ["Bundle", "BundleNode", "trace_bundle"]
+__all__ = ["Bundle", "BundleNode"]
 
 _box_types = Box.types
 
@@ -102,7 +102,12 @@ class Bundle:
 
     def parts(self, value: Array) -> tuple[Any, list[Any] | None]:
         """Return the plain value of what was computed and its tangents; None where all are zero."""
-        return _unboxed(value, self._tape)
+        while type(value) in _box_types and value._trace >= self._tape.number:
+            node = value._node
+            value = value._value
+            if getattr(node, "tape", None) is self._tape:
+                return value, node.g
+        return value, None
 
     def run(
         self, fun: Callable[[list[Any]], Sequence[Any]], variables: Sequence[Any], tangents: Sequence[Sequence[Any]]
@@ -127,20 +132,3 @@ class Bundle:
         found = [self.parts(value) for value in out]
         none = [None] * len(tangents[0])
         return [value for value, _ in found], [none if gs is None else gs for _, gs in found]
-
-
-def trace_bundle(
-    fun: Callable[[list[Any]], Sequence[Any]], variables: Sequence[Any], tangents: Sequence[Sequence[Any]]
-) -> tuple[list[Any], list[list[Any]]]:
-    """Run a function with several tangents carried along, in a trace of its own; see `Bundle.run`."""
-    with Bundle() as bundle:
-        return bundle.run(fun, variables, tangents)
-
-
-def _unboxed(value: Array, tape: TangentTape) -> tuple[Any, Any]:
-    while type(value) in _box_types and value._trace >= tape.number:
-        node = value._node
-        value = value._value
-        if getattr(node, "tape", None) is tape:
-            return value, node.g
-    return value, None

@@ -2,7 +2,8 @@
 
 Autograd's operators look for traced arguments at each level of nesting, twice for each operation. Where both operands are
 plain numbers of one trace of ours that answer is known, as is the rule, and the node can be made at once. All else takes
-the usual way, so nothing but time depends on it.
+the usual way, so nothing but time depends on it. f is traced at each stage of each step, and where few columns are left a
+step costs what these operators take to begin; so they are written out, and call nothing else on the way.
 """
 
 from __future__ import annotations
@@ -16,20 +17,29 @@ from autograd.numpy.numpy_boxes import ArrayBox
 from autograd.tracer import Box
 
 from mpiad._typing import Array, Function
-from mpiad.differentiation.bundle_box import BundleBox
 from mpiad.differentiation.bundles import BundleNode
 from mpiad.differentiation.nodes import OrderedNode
 from mpiad.differentiation.rules import VJP_RULES
+from mpiad.differentiation.rules.arithmetic import ADD, DIVIDE, MULTIPLY, SUBTRACT, Tangent
 
-__all__ = ["ShortcutBox", "shortened"]
+__all__ = ["BundleBox", "ShortcutBox", "shortened"]
 
 _ndarray = np.ndarray
 _numbers = frozenset({float, int, np.float64, np.ndarray})
+_new = object.__new__
 _getitem: Any = ArrayBox.__getitem__
 _KEYWORDS: dict = {}
 
 
-class ShortcutBox(ArrayBox):
+class _Box(ArrayBox):
+    __slots__ = ()
+
+    def __iter__(self) -> Iterator[Any]:
+        """Return the elements; without this Python would ask for one too many."""
+        return iter([self[i] for i in range(len(self._value))])
+
+
+class ShortcutBox(_Box):
     """A traced array of a trace that is to be run backwards; made by `shortened`, and by its own operators."""
 
     __slots__ = ()
@@ -42,10 +52,6 @@ class ShortcutBox(ArrayBox):
         if plain and type(node) is OrderedNode and node.tape.record is not None:
             return _recorded(_rule_of_getitem, value[idx], (value, idx), (0,), (node,), self._trace)
         return _getitem(self, idx)
-
-    def __iter__(self) -> Iterator[Any]:
-        """Return the elements; without this Python would ask for one too many."""
-        return iter([self[i] for i in range(len(self._value))])
 
     def __neg__(self) -> Any:
         """Return the negative."""
@@ -82,18 +88,89 @@ def _operator(rule: Callable, fun: Function, ufunc: Any, swapped: bool) -> Calla
     return method
 
 
-_boxes = frozenset({ArrayBox, ShortcutBox})
+class BundleBox(_Box):
+    """A traced array with tangents in several directions; made by `shortened`, and by its own operators."""
+
+    __slots__ = ()
+
+    def __getitem__(self, idx: Any) -> Any:
+        """Return an element, with the same of the tangents."""
+        node, value = self._node, self._value
+        # The element of a vector is a number; these operators are for arrays.
+        plain = type(idx) is int and type(value) is _ndarray and value.ndim > 1
+        if plain and type(node) is BundleNode and node.tape.record is not None:
+            return _made(value[idx], [None if g is None else g[idx] for g in node.g], node.tape, self._trace)
+        return _getitem(self, idx)
+
+    def __neg__(self) -> Any:
+        """Return the negative."""
+        node, value = self._node, self._value
+        if type(node) is BundleNode and type(value) is _ndarray and node.tape.record is not None:
+            return _made(-value, [None if g is None else -g for g in node.g], node.tape, self._trace)
+        return anp.negative(self)
+
+
+def _made(value: Array, tangents: list[Any], tape: object, trace: int) -> BundleBox:
+    node, box = _new(BundleNode), _new(BundleBox)
+    node.tape, node.g = tape, tangents
+    box._value, box._trace, box._node = value, trace, node
+    return box
+
+
+def _before(fun: Callable, ufunc: Callable, tangent: Tangent) -> Callable:
+    """Return the operator of a box with what follows it."""
+    first, second, both = tangent
+
+    def method(self: Any, other: Array) -> Any:
+        node, x, what = self._node, self._value, type(other)
+        if type(node) is BundleNode and type(x) is _ndarray and node.tape.record is not None:
+            if what in _numbers:
+                z = ufunc(x, other)
+                return _made(z, [None if g is None else first(g, x, other, z) for g in node.g], node.tape, self._trace)
+            if what in _bundle_boxes and other._trace == self._trace and type(other._value) is _ndarray:
+                partner, y = other._node, other._value
+                if type(partner) is BundleNode and partner.tape is node.tape:
+                    z = ufunc(x, y)
+                    tangents = [
+                        both(g, h, x, y, z) if g is not None and h is not None
+                        else first(g, x, y, z) if g is not None
+                        else None if h is None else second(h, x, y, z)
+                        for g, h in zip(node.g, partner.g)
+                    ]  # fmt: skip
+                    return _made(z, tangents, node.tape, self._trace)
+        return fun(self, other)
+
+    return method
+
+
+def _after(fun: Callable, ufunc: Callable, tangent: Tangent) -> Callable:
+    """Return the operator of a box with what stands before it."""
+    second = tangent.second
+
+    def method(self: Any, other: Array) -> Any:
+        node, y, what = self._node, self._value, type(other)
+        if what in _numbers and type(node) is BundleNode and type(y) is _ndarray and node.tape.record is not None:
+            z = ufunc(other, y)
+            return _made(z, [None if h is None else second(h, other, y, z) for h in node.g], node.tape, self._trace)
+        return fun(other, self)
+
+    return method
+
+
+_boxes, _bundle_boxes = frozenset({ArrayBox, ShortcutBox}), frozenset({ArrayBox, BundleBox})
 _rule_of_getitem, _rule_of_negative = VJP_RULES[_getitem], VJP_RULES[anp.negative]
-for _name, _fun, _ufunc in (
-    ("add", anp.add, np.add),
-    ("sub", anp.subtract, np.subtract),
-    ("mul", anp.multiply, np.multiply),
-    ("truediv", anp.true_divide, np.true_divide),
+for _name, _fun, _ufunc, _tangent in (
+    ("add", anp.add, np.add, ADD),
+    ("sub", anp.subtract, np.subtract, SUBTRACT),
+    ("mul", anp.multiply, np.multiply, MULTIPLY),
+    ("truediv", anp.true_divide, np.true_divide, DIVIDE),
 ):
     setattr(ShortcutBox, f"__{_name}__", _operator(VJP_RULES[_fun], _fun, _ufunc, False))
     setattr(ShortcutBox, f"__r{_name}__", _operator(VJP_RULES[_fun], _fun, _ufunc, True))
+    setattr(BundleBox, f"__{_name}__", _before(_fun, _ufunc, _tangent))
+    setattr(BundleBox, f"__r{_name}__", _after(_fun, _ufunc, _tangent))
 # Known as traced, but not what autograd makes of arrays.
-Box.types.add(ShortcutBox)
+Box.types.update({ShortcutBox, BundleBox})
 
 
 def shortened(x: Array) -> Any:

@@ -13,16 +13,16 @@ from typing import Any
 
 import numpy as np
 import scipy.sparse
-from scipy.sparse.linalg import splu
 
 from mpiad._typing import LocalArray
+from mpiad.linalg.gathered_factors import factors_of
 from mpiad.linalg.ghosts import GhostPlan
 from mpiad.linalg.host_and_device import through_host
 from mpiad.linalg.matrix_row_block import MatrixRowBlock
 from mpiad.primitives import mpi_allgather
 from mpiad.primitives.operation import suspended
 from mpiad.transport import Channel, channel
-from mpiad.transport.agreement import raise_together
+from mpiad.transport.agreement import raise_together, raising_together
 
 __all__ = ["AdditiveSchwarz"]
 
@@ -85,12 +85,9 @@ class AdditiveSchwarz:
         with suspended():
             rows = matrix.local_rows()
             part, self._plan = _overlapping_part(matrix, rows, overlap, used)
-            self._factors, error = None, None
-            try:
-                self._factors = splu(part) if part.shape[0] else None
-            except RuntimeError as found:
-                error = ValueError(f"{_CALL}: the part of rank {used.rank}, {part.shape}, can't be factorised: {found}.")
-            raise_together(used, error)
+            with raising_together(used):
+                said = f"{_CALL}: the part of rank {used.rank}, {part.shape},"
+                self._factors = factors_of(part, said) if part.shape[0] else None
             self._coarse = _coarse_inverse(matrix, rows.data, used.size) if coarse else None
 
     @property

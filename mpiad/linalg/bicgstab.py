@@ -26,33 +26,7 @@ _FAR = 1e6  # times the residual at the start: from there on the recurrence has 
 
 
 def bicgstab(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, targets: np.ndarray) -> bool:
-    """Improve the solution of any nonsingular systems, until it is found or the recurrence breaks down.
-
-    Parameters
-    ----------
-    system : System
-        Gets the norm of the residuals after each iteration as its history.
-    x, r : array of shape (k, n)
-        Where to start, and the residual there; x is changed.
-    norms, targets : array of shape (k,)
-        The norm of each residual, and what it is to fall to.
-
-    Returns
-    -------
-    bool
-        Whether the residuals met their targets; if not, it is to be started anew.
-
-    Raises
-    ------
-    ValueError
-        On all ranks, where a product with operator or preconditioner isn't finite.
-    ConvergenceError
-        On all ranks, where the iterations are used up.
-
-    Ranks
-    -----
-    All ranks call it.
-    """
+    """Improve the solution of any nonsingular systems until it is found or the recurrence breaks down: a `Method`."""
     require_iterations(system, targets)
     seen, norms, scale = preconditioned_start(system, r, norms)
     targets = targets * scale

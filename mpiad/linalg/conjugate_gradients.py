@@ -26,33 +26,7 @@ _ILL_CONDITIONED = "its largest and smallest curvature differ by more than float
 
 
 def conjugate_gradients(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, targets: np.ndarray) -> bool:
-    """Solve symmetric (complex: Hermitian) positive definite systems.
-
-    Parameters
-    ----------
-    system : System
-        Gets the norm of the residuals after each iteration as its history.
-    x, r : array of shape (k, n)
-        Where to start, and the residual there; changed to the solution and its residual.
-    norms, targets : array of shape (k,)
-        The norm of each residual, and what it is to fall to.
-
-    Returns
-    -------
-    bool
-        True: the residuals of the recurrence met their targets.
-
-    Raises
-    ------
-    ValueError
-        On all ranks, where a product with operator or preconditioner isn't finite.
-    ConvergenceError
-        On all ranks, where operator or preconditioner isn't positive definite, or the iterations are used up.
-
-    Ranks
-    -----
-    All ranks call it.
-    """
+    """Solve symmetric (complex: Hermitian) positive definite systems: a `Method`, which changes r to the residual."""
     p, s = np.zeros_like(r), np.zeros_like(r)
     # Infinite, so that the first direction has nothing of one before it.
     rz_before, curvature_before = np.full(len(x), np.inf), np.zeros(len(x))

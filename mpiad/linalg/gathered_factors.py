@@ -12,9 +12,9 @@ from mpiad._typing import LocalArray
 from mpiad.linalg.host_and_device import through_host
 from mpiad.primitives import mpi_gather, mpi_scatter
 from mpiad.transport import channel
-from mpiad.transport.agreement import raise_together
+from mpiad.transport.agreement import raising_together
 
-__all__ = ["GatheredFactors"]
+__all__ = ["GatheredFactors", "factors_of"]
 
 
 class GatheredFactors:
@@ -32,15 +32,11 @@ class GatheredFactors:
 
     def __init__(self, matrix: Any):
         self.comm, self.counts = matrix.comm, np.diff(matrix.offsets[0]).tolist()
-        whole, error, self._factors = matrix.gathered(), None, None
-        if whole is not None:
-            try:
-                self._factors = splu(whole.tocsc())
-            except RuntimeError as found:
-                error = ValueError(f"MatrixRowBlock.solve: the matrix {matrix.shape} can't be factorised: {found}.")
+        whole, self._factors, self._kind = matrix.gathered(), None, "N"
         # Only rank 0 can find that there are no factors, and the others would wait for its solutions.
-        raise_together(channel(matrix.comm, "MatrixRowBlock.solve"), error)
-        self._kind = "N"
+        with raising_together(channel(matrix.comm, "MatrixRowBlock.solve")):
+            if whole is not None:
+                self._factors = factors_of(whole.tocsc(), f"MatrixRowBlock.solve: the matrix {matrix.shape}")
 
     @property
     def T(self) -> GatheredFactors:
@@ -60,3 +56,11 @@ class GatheredFactors:
             columns = whole.reshape(len(whole), math.prod(whole.shape[1:]))
             whole = self._factors.solve(columns, self._kind).reshape(whole.shape)
         return np.moveaxis(mpi_scatter(whole, 0, axis=0, counts=self.counts, comm=self.comm), 0, -1)
+
+
+def factors_of(matrix: Any, said: str) -> Any:
+    """Return SciPy's factors of a sparse matrix; a ValueError where it has none."""
+    try:
+        return splu(matrix)
+    except RuntimeError as error:
+        raise ValueError(f"{said} can't be factorised: {error}.") from error

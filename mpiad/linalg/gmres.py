@@ -117,33 +117,7 @@ def _combined(known: LocalArray, numbers: np.ndarray) -> LocalArray:
 
 
 def gmres(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, targets: np.ndarray) -> bool:
-    """Improve the solution of any nonsingular systems by one cycle.
-
-    Parameters
-    ----------
-    system : System
-        Gets the norm of the residuals after each iteration as its history.
-    x, r : array of shape (k, n)
-        Where to start, and the residual there; x is changed.
-    norms, targets : array of shape (k,)
-        The norm of each residual, and what it is to fall to.
-
-    Returns
-    -------
-    bool
-        Whether the residuals met their targets.
-
-    Raises
-    ------
-    ValueError
-        On all ranks, where a product with operator or preconditioner isn't finite.
-    ConvergenceError
-        On all ranks, where the iterations are used up.
-
-    Ranks
-    -----
-    All ranks call it.
-    """
+    """Improve the solution of any nonsingular systems by one cycle: a `Method`."""
     require_iterations(system, targets)
     first, norms, scale = preconditioned_start(system, r, norms)
     targets = targets * scale

@@ -20,8 +20,12 @@ from mpiad.linalg.vectors import beside, column
 __all__ = ["Method", "iterate"]
 
 Method: TypeAlias = Callable[[System, LocalArray, LocalArray, np.ndarray, np.ndarray], bool]
-"""``method(system, x, r, norms, targets)`` improves x and its residual r in place, and returns whether its own residual
-meets its target; the others are to be started anew from the true residual."""
+"""``method(system, x, r, norms, targets)`` improves x, shape (k, n), whose residual is r, in place, and returns whether its
+own residuals meet their targets; the others are to be started anew from the true residual. All ranks call it.
+
+`norms` and `targets`, shape (k,), are the norm of each residual and what it is to fall to; the system gets the norms after
+each iteration as its history. On all ranks it raises a ValueError where a product with operator or preconditioner isn't
+finite, a ConvergenceError where the iterations are used up or (conjugate gradients) one of them isn't positive definite."""
 
 _SLACK = 10.0  # times the tolerance: what recurrences may drift by
 _PATIENCE = 3  # new starts in a row without progress, before it counts as stalled

@@ -17,11 +17,10 @@ import numpy
 
 from mpiad._typing import Array, Tree
 from mpiad.device import to_host
-from mpiad.differentiation.backward import run_backward
+from mpiad.differentiation.gradient import gradients_of_term
 from mpiad.differentiation.trace import Variables, trace_backwards
 from mpiad.differentiation.trees import flatten, is_variable
 from mpiad.primitives import stop
-from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.vi.divergence import closed_form
 from mpiad.vi.model_evaluation import Evaluations
 from mpiad.vi.placement import placed
@@ -72,14 +71,9 @@ class Objective(NamedTuple):
             model = self._model_term(params, theta_of, found)
             return model + self.w * divergence if self.w else model
 
-        traced = trace_backwards(surrogate, Variables(leaves, places, build))
-        place, value = traced.places[0], traced.values[0]
-        spec = spec_like(value)
-        # A seed of the value's own kind: parameters on a device have their cotangents there.
-        seeds = [(place, spec.zeros() + spec.dtype.type(1))] if place >= 0 else []
-        gradients = iter(run_backward(traced.recording, seeds, len(places)))
-        out = [_filled(next(gradients), leaf) if is_variable(leaf) else None for leaf in leaves]
-        return Terms(float(np.mean(found.values[kept])), parts[0]), build(out)
+        variables = Variables(leaves, places, build)
+        gradients = gradients_of_term(trace_backwards(surrogate, variables), 1.0, variables)
+        return Terms(float(np.mean(found.values[kept])), parts[0]), variables.filled(gradients, lambda leaf: None)
 
     def _model_term(self, params: Tree, theta_of: Array, found: Evaluations) -> Array:
         values, gradients = found.values[found.kept], found.gradients[found.kept]
@@ -107,7 +101,3 @@ class Objective(NamedTuple):
                 "a prior without bounds."
             )
         return np.mean(log_q - log_p)
-
-
-def _filled(g: Array, leaf: Array) -> Any:
-    return spec_like(leaf).zeros() if g is None else conform(g, *spec_like(leaf))

@@ -9,12 +9,11 @@ import numpy as np
 
 from mpiad._typing import Array, Comm, Function, Rank, Tree
 from mpiad.device import to_device, to_host
-from mpiad.differentiation.backward import run_backward
+from mpiad.differentiation.gradient import gradients_of_term
 from mpiad.differentiation.objective import problem_with
 from mpiad.differentiation.trace import Variables, trace_backwards
 from mpiad.differentiation.trees import flatten
 from mpiad.primitives import mpi_gather, mpi_rank, mpi_scatter, mpi_size
-from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import suspended
 from mpiad.tasks import mpi_map
 from mpiad.transport import channel
@@ -103,14 +102,11 @@ class Model:
             value = self._loss(theta, self._data)
             self._require_number(value)
             return _plain_number(value), 0.0
-        traced = trace_backwards(lambda x: self._loss(x, self._data), Variables([theta], [0], lambda leaves: leaves[0]))
+        variables = Variables([theta], [0], lambda leaves: leaves[0])
+        traced = trace_backwards(lambda x: self._loss(x, self._data), variables)
         self._require_number(traced.build(traced.values))
-        value, place = traced.values[0], traced.places[0]
-        # Seeds of the value's own kind: a model on a device has its cotangents there.
-        spec = spec_like(value)
-        seeds = [(place, spec.zeros() + spec.dtype.type(1))] if place >= 0 else []
-        (gradient,) = run_backward(traced.recording, seeds, 1)
-        return _plain_number(value), 0.0 if gradient is None else to_host(conform(gradient, *spec_like(theta)))
+        (gradient,) = gradients_of_term(traced, 1.0, variables)
+        return _plain_number(traced.values[0]), to_host(gradient)
 
     def _require_number(self, value: object) -> None:
         problem = problem_with(value, 1.0, "VI")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mpiad
-from mpiad.differentiation.bundles import trace_bundle
+from mpiad.differentiation.bundles import Bundle
 from mpiad.differentiation.shortcuts import ShortcutBox, shortened
 
 pytestmark = pytest.mark.serial
@@ -60,7 +60,8 @@ def test_a_lasting_value_is_a_constant():
 
 def test_several_tangents():
     along = [np.cos(X), None, np.ones_like(X)]
-    values, tangents = trace_bundle(lambda given: [program(shortened(given[0])), given[0][1], 7.0], [X], [along])
+    with Bundle() as bundle:
+        values, tangents = bundle.run(lambda given: [program(shortened(given[0])), given[0][1], 7.0], [X], [along])
     assert values[2] == 7.0 and tangents[2] == [None] * 3
     for j, direction in enumerate(along):
         for i, fun in enumerate((program, lambda u: u[1])):
@@ -74,8 +75,9 @@ def test_several_tangents():
 
 def test_several_tangents_of_two_variables():
     y = X + 1
-    _, tangents = trace_bundle(
-        lambda given: [shortened(given[0]) * shortened(given[1]) + anp.exp(given[0])], [X, y], [[X, None], [None, y]]
-    )
+    with Bundle() as bundle:
+        _, tangents = bundle.run(
+            lambda given: [shortened(given[0]) * shortened(given[1]) + anp.exp(given[0])], [X, y], [[X, None], [None, y]]
+        )
     np.testing.assert_allclose(tangents[0][0], X * y + X * np.exp(X))
     np.testing.assert_allclose(tangents[0][1], X * y)

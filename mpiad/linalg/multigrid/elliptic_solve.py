@@ -9,19 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
-from mpiad._typing import Array, LocalArray
+from mpiad._typing import LocalArray
 from mpiad.differentiation import make_jvp, make_vjp
 from mpiad.domain import Domain
 from mpiad.domain.root_copies import require_own_block
 from mpiad.extend import communicating, defjvp_together, defvjp_together
 from mpiad.linalg.host_and_device import require_together
+from mpiad.linalg.implicit import direction_of
 from mpiad.linalg.multigrid.preconditioner import Multigrid
 from mpiad.primitives import stop
 from mpiad.primitives.cotangents import spec_like, tangent_of
-from mpiad.transport import Channel, channel
-from mpiad.transport.agreement import raise_together
+from mpiad.transport import channel
+from mpiad.transport.agreement import raising_together
 from mpiad.transport.tracing import opaque
 
 __all__ = ["solve_elliptic"]
@@ -97,20 +96,13 @@ def solve_elliptic(
         domain, stop(kappa), stop(c), spacing=spacing, boundary=boundary, centred=centred, mean_zero=mean_zero
     )
     used = channel(domain.comm, _CALL)
-    raise_together(used, _mistake(domain, used, b, kappa, c))
-    # What the solves of derivatives share; their start is zero, and they are nobody's news.
-    settings = {"rtol": rtol, "atol": atol, "maxiter": maxiter}
-    return _solution(b, kappa, c, levels=levels, settings=settings, start={"x0": stop(x0), "callback": callback})
-
-
-def _mistake(domain: Domain, used: Channel, b: object, kappa: object, c: object) -> Exception | None:
-    try:
+    with raising_together(used):
         require_together(_CALL, b=stop(b), kappa=stop(kappa), c=stop(c))
         for field in (b, kappa, c):
             require_own_block(field, domain.local_shape, used.size, used.rank, _CALL)
-    except (TypeError, ValueError) as error:
-        return error
-    return None
+    # What the solves of derivatives share; their start is zero, and they are nobody's news.
+    settings = {"rtol": rtol, "atol": atol, "maxiter": maxiter}
+    return _solution(b, kappa, c, levels=levels, settings=settings, start={"x0": stop(x0), "callback": callback})
 
 
 @communicating
@@ -146,14 +138,10 @@ def _tangent(
     **_: Any,
 ) -> LocalArray:  # fmt: skip
     """Return the derivative of the solution along tangents of b, κ and c."""
-    along = [_direction(value, g) for value, g in zip((kappa, c), gs[1:])]
+    along = [direction_of(value, g) for value, g in zip((kappa, c), gs[1:])]
     push = make_jvp(_product(levels))([ans, kappa, c])
     change = push([spec_like(stop(ans)).zeros(), *along])[1]
     return _solution(tangent_of(b, gs[0]) - change, kappa, c, levels=levels, settings=settings)
-
-
-def _direction(value: object, tangent: Array) -> Any:
-    return tangent_of(value, tangent) if np.ndim(stop(value)) or tangent is not None else 0.0
 
 
 defvjp_together(_solution, _adjoint)

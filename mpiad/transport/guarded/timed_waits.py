@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from mpiad.transport.guarded import departed_ranks, watch_settings
 
-__all__ = ["Awaited", "Waiting", "deadline_lifted", "poll", "set_reporter", "tell", "waiting_of", "who_waits"]
+__all__ = ["Awaited", "Waiting", "deadline_lifted", "poll", "set_reporter", "tell", "who_waits"]
 
 _SPINS = 150
 _YIELDS_FOR = 1e-3
@@ -139,11 +139,6 @@ def _is_over(waiting: Waiting, elapsed: float) -> bool:
     gone = departed_ranks.departed()
     # What such a rank sent before may still be on its way.
     return bool(gone) and elapsed > _ON_THE_WAY and waiting.what.in_vain(gone, perf_counter() - _ON_THE_WAY)
-
-
-def waiting_of(thread: int) -> Waiting | None:
-    """Return what a thread waits for, None where it doesn't."""
-    return _by_thread.get(thread)
 
 
 def who_waits() -> dict[int, Waiting]:

@@ -13,7 +13,7 @@ from mpiad.ensemble.compiled.parameter_layout import Layout
 from mpiad.ensemble.settings import Settings
 from mpiad.transport.device_arrays import ArrayModule, arrays_of, is_device_array
 
-__all__ = ["Inputs", "inputs_of", "lives_on_device", "placed", "sample_batch"]
+__all__ = ["Inputs", "inputs_of", "placed", "sample_batch"]
 
 _COLUMNS = 5
 
@@ -101,11 +101,6 @@ def _together(arrays: ArrayModule, parts: list[Array], empty: tuple[int, ...], d
     if not parts:
         return arrays.empty(empty, dtype)
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-
-def lives_on_device(batch: Batch) -> bool:
-    """Tell whether initial states or parameters of a batch of plain arrays are device arrays."""
-    return any(map(is_device_array, (batch.u0, *batch.p.leaves)))
 
 
 def sample_batch(batch: Batch) -> Batch:
