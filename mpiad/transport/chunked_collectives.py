@@ -5,12 +5,23 @@ A rank whose array lies on the host makes the same calls on parts of it, so the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from mpi4py import MPI
 
 from mpiad._typing import Array, Comm, Op
 from mpiad.transport.buffers import Spec
 from mpiad.transport.channels import Channel
-from mpiad.transport.chunked_staging import Ranges, arriving, departing, of_block, of_blocks, of_whole, passing
+from mpiad.transport.chunked_staging import (
+    ChunkedTransfer,
+    Ranges,
+    arriving,
+    departing,
+    of_block,
+    of_blocks,
+    of_whole,
+    passing,
+)
 from mpiad.transport.device_arrays import arrays_of
 
 __all__ = [
@@ -34,15 +45,20 @@ def compare(comm: Comm, step: str, array: Array, op: Op | None = None, root: int
         compare(step, array, op, root)
 
 
+def _passed(passage: ChunkedTransfer, count: int, call: Callable[[int], object]) -> Array:
+    """Make a call for each of so many pieces, which MPI writes, and return their array."""
+    for number in range(count):
+        call(number)
+        passage.take(number)
+    return passage.home()
+
+
 def allreduce(channel: Channel, array: Array, op: Op) -> Array:
     """Combine every rank's array, with the result on all ranks."""
     compare(channel.data, "Allreduce", array, op)
     pieces = _cut(array)
     passage = passing(array, pieces)
-    for number in range(len(pieces)):
-        channel.data.Allreduce(MPI.IN_PLACE, passage.piece(number), op)
-        passage.take(number)
-    return passage.home()
+    return _passed(passage, len(pieces), lambda k: channel.data.Allreduce(MPI.IN_PLACE, passage.piece(k), op))
 
 
 def reduce(channel: Channel, array: Array, root: int) -> Array:
@@ -55,10 +71,7 @@ def reduce(channel: Channel, array: Array, root: int) -> Array:
             channel.data.Reduce(going.piece(number), None, MPI.SUM, root)
         return _like(array).zeros()
     passage = passing(array, pieces)
-    for number in range(len(pieces)):
-        channel.data.Reduce(MPI.IN_PLACE, passage.piece(number), MPI.SUM, root)
-        passage.take(number)
-    return passage.home()
+    return _passed(passage, len(pieces), lambda k: channel.data.Reduce(MPI.IN_PLACE, passage.piece(k), MPI.SUM, root))
 
 
 def bcast_from_here(channel: Channel, array: Array, chunk: int) -> None:
@@ -73,10 +86,7 @@ def bcast_to_here(channel: Channel, spec: Spec, root: int, chunk: int) -> Array:
     """Return the root's array, which comes in pieces of so many bytes, in the place that the spec says."""
     pieces = _cut(spec, chunk)
     coming = arriving(spec, pieces)
-    for number in range(len(pieces)):
-        channel.data.Bcast(coming.piece(number), root)
-        coming.take(number)
-    return coming.home()
+    return _passed(coming, len(pieces), lambda k: channel.data.Bcast(coming.piece(k), root))
 
 
 def scan(comm: Comm, array: Array, exclusive: bool) -> Array:
@@ -100,10 +110,7 @@ def alltoall(channel: Channel, array: Array) -> Array:
     counts = [array.size // channel.size] * channel.size
     pieces = of_blocks(counts, array.dtype.itemsize)
     going, coming = departing(array, pieces), arriving(_like(array), pieces)
-    for number in range(len(pieces)):
-        channel.data.Alltoallv(going.blocks(number), coming.blocks(number))
-        coming.take(number)
-    return coming.home()
+    return _passed(coming, len(pieces), lambda k: channel.data.Alltoallv(going.blocks(k), coming.blocks(k)))
 
 
 def gather(channel: Channel, array: Array, root: int | None, counts: list[int], whole: Spec) -> Array:
@@ -118,13 +125,9 @@ def gather(channel: Channel, array: Array, root: int | None, counts: list[int], 
             channel.data.Gatherv(going.piece(number), None, root)
         return whole.empty()
     coming = arriving(whole, pieces)
-    for number in range(len(own)):
-        if root is None:
-            channel.data.Allgatherv(going.piece(number), coming.blocks(number))
-        else:
-            channel.data.Gatherv(going.piece(number), coming.blocks(number), root)
-        coming.take(number)
-    return coming.home()
+    if root is None:
+        return _passed(coming, len(own), lambda k: channel.data.Allgatherv(going.piece(k), coming.blocks(k)))
+    return _passed(coming, len(own), lambda k: channel.data.Gatherv(going.piece(k), coming.blocks(k), root))
 
 
 def scatter(channel: Channel, array: Array | None, root: int | None, counts: list[int], block: Spec) -> Array:
@@ -132,10 +135,8 @@ def scatter(channel: Channel, array: Array | None, root: int | None, counts: lis
     own = of_block(counts, channel.rank, block.dtype.itemsize)
     coming = arriving(block, own)
     going = None if array is None else departing(array, of_blocks(counts, block.dtype.itemsize))
-    for number in range(len(own)):
-        channel.data.Scatterv(None if going is None else going.blocks(number), coming.piece(number), root)
-        coming.take(number)
-    return coming.home()
+    sent = (lambda k: None) if going is None else going.blocks
+    return _passed(coming, len(own), lambda k: channel.data.Scatterv(sent(k), coming.piece(k), root))
 
 
 def reduce_scatter(channel: Channel, array: Array, counts: list[int], block: Spec) -> Array:
@@ -143,8 +144,7 @@ def reduce_scatter(channel: Channel, array: Array, counts: list[int], block: Spe
     compare(channel.data, "Reduce_scatter", array)
     pieces = of_blocks(counts, block.dtype.itemsize)
     going, coming = departing(array, pieces), arriving(block, of_block(counts, channel.rank, block.dtype.itemsize))
-    for number, ranges in enumerate(pieces):
-        lengths = [end - start for start, end in ranges]
-        channel.data.Reduce_scatter(going.piece(number), coming.piece(number), lengths, MPI.SUM)
-        coming.take(number)
-    return coming.home()
+    lengths = [[end - start for start, end in ranges] for ranges in pieces]
+    return _passed(
+        coming, len(pieces), lambda k: channel.data.Reduce_scatter(going.piece(k), coming.piece(k), lengths[k], MPI.SUM)
+    )

@@ -13,7 +13,18 @@ from mpiad.transport.guarded.descriptions import Description, caller, shown_argu
 __all__ = ["Gathering", "Letter"]
 
 
-class Gathering:
+class _Wait:
+    def __init__(self, comm: Comm):
+        self.comm = comm
+        self.name, site, call = caller()
+        self.arguments, self.place = shown_arguments(call, comm.label), where(call, site)
+
+    def give_up(self, reason: str) -> None:
+        """Refuse the further use of the communicator."""
+        self.comm.give_up(reason)
+
+
+class Gathering(_Wait):
     """A wait inside a collective.
 
     Parameters
@@ -26,16 +37,10 @@ class Gathering:
     """
 
     def __init__(self, comm: Comm, key: str, number: int, description: Description | None = None, step: str = ""):
-        self.comm, self.key, self.number = comm, key, number
-        self.name, site, call = caller()
-        self.arguments = shown_arguments(call, comm.label)
-        self.place = where(call, site)
+        super().__init__(comm)
+        self.key, self.number = key, number
         if description is not None:
             self.name, self.arguments, self.place = description.operation, description.arguments(), description.place
-
-    def give_up(self, reason: str) -> None:
-        """Refuse the further use of the communicator."""
-        self.comm.give_up(reason)
 
     def in_vain(self, gone: dict[int, Departure], before: float) -> bool:
         """Tell whether a member left the program without coming to this collective."""
@@ -53,7 +58,7 @@ class Gathering:
         }  # fmt: skip
 
 
-class Letter:
+class Letter(_Wait):
     """A wait at one end of a message.
 
     Parameters
@@ -63,14 +68,8 @@ class Letter:
     """
 
     def __init__(self, comm: Comm, sends: bool, peer: int, tag: int):
-        self.comm, self.sends, self.peer, self.tag = comm, sends, peer, tag
-        self.name, site, call = caller()
-        self.arguments = shown_arguments(call, comm.label)
-        self.place = where(call, site)
-
-    def give_up(self, reason: str) -> None:
-        """Refuse the further use of the communicator."""
-        self.comm.give_up(reason)
+        super().__init__(comm)
+        self.sends, self.peer, self.tag = sends, peer, tag
 
     def in_vain(self, gone: dict[int, Departure], before: float) -> bool:
         """Tell whether the other end has left the program, and sends nothing any more."""
