@@ -18,7 +18,7 @@ from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
 from mpiad.transport.buffers import conversion
 from mpiad.transport.device_arrays import arrays_of, is_device_array
 
-__all__ = ["columns_of", "generator", "initial_states", "master_seed", "members"]
+__all__ = ["columns_of", "generator", "initial_states", "master_seed", "members", "own_members"]
 
 
 def master_seed(seed: int | None) -> int:
@@ -64,6 +64,16 @@ def members(ensemble: EnsembleProblem, numbers: range, repeat: int, seed: int, c
         return [flatten(made(i).p)[0] for i in outside]
 
     return columns_of([made(i) for i in numbers], numbers, flatten(ensemble.problem.p)[0], others)
+
+
+def own_members(ensemble: EnsembleProblem, numbers: range, repeat: int, seed: int, count: int) -> tuple[Batch, Batch]:
+    """Return a rank's trajectories, and those that say of which kind they are: where it has none, the first alone.
+
+    Without trajectories it still takes part in the derivatives of the others, with arrays of the same dtype.
+    """
+    alone = not len(numbers) and count > 0
+    made = members(ensemble, range(1, 2) if alone else numbers, repeat, seed, count)
+    return made.share(slice(0, 0)) if alone else made, made
 
 
 def columns_of(

@@ -26,7 +26,7 @@ from mpiad.ensemble.gpu import EnsembleGPU
 from mpiad.ensemble.hybrid_derivative import hybrid_solution
 from mpiad.ensemble.hybrid_solve import HybridSolve, acting
 from mpiad.ensemble.mass import mass_of
-from mpiad.ensemble.members import columns_of, initial_states, master_seed, members
+from mpiad.ensemble.members import columns_of, initial_states, master_seed, own_members
 from mpiad.ensemble.methods.dormand_prince import RK45
 from mpiad.ensemble.on_device.device_run import run_of
 from mpiad.ensemble.outcome import ReturnCode
@@ -228,14 +228,11 @@ def _ensemble(
     seed = master_seed(problem.seed) if problem.prob_func else 0
 
     def solved(numbers: range, repeat: int = 1) -> EnsembleSolution:
-        # A rank without trajectories takes the kind of the first: its arrays must be of the same dtype.
-        alone = not len(numbers) and options.trajectories > 0
-        made = members(problem, range(1, 2) if alone else numbers, repeat, seed, options.trajectories)
-        batch = made.share(slice(0, 0)) if alone else made
+        batch, typical = own_members(problem, numbers, repeat, seed, options.trajectories)
         sol = _solved(options, compiler, options.ensemblealg, batch, None if repeat > 1 else shown, numbers)
-        if alone and not options.save_everystep and np.ndim(options.saveat) < 2:
+        if typical is not batch and not options.save_everystep and np.ndim(options.saveat) < 2:
             # So that ranks needn't send each other their saved times where all have the same.
-            first = made.plain()
+            first = typical.plain()
             sol.t = first.both_ends() if options.saveat is None else save_times(options.saveat, first.start, first.end)
         return sol
 

@@ -84,6 +84,12 @@ class StageSystems:
         self.mass.add_to(matrices)
         return System(jacobian, rise, ColumnLU(matrices))
 
+    def add_stages(self, right: Array, i: int, stages: Sequence[Array]) -> None:
+        """Add to the right-hand side of stage i what the stages before it are in it."""
+        for weight, before in zip(self.table.coupling[i - 1], stages):
+            if weight:
+                right += self.mass.times(weight * before)
+
     def rows(self, leaves: Sequence[Any], count: int, dtype: np.dtype) -> dict[int, Array]:
         """Return the numbers of the parameters as programs take them."""
         varying, shared = self._layout.split(list(leaves), count, dtype)

@@ -19,7 +19,7 @@ from mpiad.ensemble.facts import fingerprint
 from mpiad.ensemble.gpu import EnsembleGPU
 from mpiad.ensemble.linearization import Field, check_traceable
 from mpiad.ensemble.mass import mass_of
-from mpiad.ensemble.members import columns_of, master_seed, members
+from mpiad.ensemble.members import columns_of, master_seed, own_members
 from mpiad.ensemble.methods.dormand_prince import RK45
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
 from mpiad.ensemble.ranks import EnsembleMPI
@@ -226,15 +226,11 @@ def _found(given: _Given, options: SolveOptions, compiler: Compiler, numbers: ra
 
 def _batch(options: SolveOptions, numbers: range) -> Batch:
     problem = options.problem
-    alone = not len(numbers) and options.trajectories > 0
     if isinstance(problem, ODEProblem):
         batch = columns_of([problem], [1])
     else:
         seed = master_seed(problem.seed) if problem.prob_func else 0
-        rows = range(1, 2) if alone else range(numbers.start + 1, numbers.stop + 1)
-        batch = members(problem, rows, 1, seed, options.trajectories)
-    # A rank without trajectories takes the kind of the first: it must take part in the derivatives of the others.
-    batch = batch.share(slice(0, 0)) if alone else batch
+        batch, _ = own_members(problem, range(numbers.start + 1, numbers.stop + 1), 1, seed, options.trajectories)
     if isbox(batch.start) or isbox(batch.end):
         raise NotImplementedError("steady_state: tspan is traced, but has no derivative here. Pass mpiad.stop(t).")
     if is_on_device(batch.plain()):

@@ -48,17 +48,15 @@ class TangentRosenbrockStep(TangentStep):
         return self.u if i == 1 else super()._sum(i, y)
 
     def _evaluate(self, y: Array) -> None:
-        i, table = len(self.k), self._systems.table
+        i = len(self.k)
         k = self._stages[i]
         self.k.append(k)
         if i in (0, self.last):
             k[...] = 0
             return
         self._write(k, y, self._times[i])
-        for weight, before in zip(table.coupling[i - 1], self.k):
-            if weight:
-                k += self._systems.mass.times(weight * before)
-        slope, system = table.slopes[i - 1], self._system
+        self._systems.add_stages(k, i, self.k)
+        slope, system = self._systems.table.slopes[i - 1], self._system
         if system.rise is not None and slope:
             k[0] += slope * self._size * system.rise
         system.lu.solve(k[0])

@@ -59,9 +59,7 @@ class _TransposedRosenbrockStep(TransposedStep):
             return
         super()._evaluate(y, i)
         k, slope = self._stages[i], self._table.slopes[i - 1]
-        for weight, before in zip(self._table.coupling[i - 1], self.k):
-            if weight:
-                k += self._systems.mass.times(weight * before)
+        self._systems.add_stages(k, i, self.k)
         if self._rise is not None and slope:
             k += slope * self.h * self._rise
         self._lu.solve(k)

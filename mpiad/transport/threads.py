@@ -15,7 +15,7 @@ __all__ = ["limit_threads", "loop_threads"]
 
 _log = logging.getLogger("mpiad")
 _TOLD = "told-of-threads"
-_USERS_OWN = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS", "MPIAD_THREADS")
+_USERS_OWN = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
 
 
 def _cores() -> int:
@@ -60,9 +60,10 @@ def limit_threads(ranks_on_node: int) -> None:
 
 def _limited(ranks_on_node: int) -> int | None:
     """Limit this rank's pools, and return to how many threads each; None where nothing was changed."""
-    if ranks_on_node < 2 or any(name in os.environ for name in _USERS_OWN):
+    decided = os.environ.get("MPIAD_THREADS") == "0" or any(name in os.environ for name in _USERS_OWN)
+    if ranks_on_node < 2 or decided:
         return None
-    share = max(1, _cores() // ranks_on_node)
+    share = _share
     pools = [pool["num_threads"] for pool in threadpoolctl.threadpool_info()]
     if pools and max(pools) <= share:
         return None

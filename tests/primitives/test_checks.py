@@ -1,44 +1,30 @@
 """What all primitives refuse alike: arrays that can't be sent, ranks that aren't there, communicators."""
 
+import inspect
+
 import numpy as np
 import pytest
 from mpi4py import MPI
 
 import mpiad
+from mpiad import primitives
 from mpiad.errors import CommunicatorError
 
-COLLECTIVE = {
-    "mpi_bcast": lambda x, **more: mpiad.mpi_bcast(x, **more),
-    "mpi_sum": lambda x, **more: mpiad.mpi_sum(x, **more),
-    "mpi_reduce": lambda x, **more: mpiad.mpi_reduce(x, MPI.PROD, **more),
-    "mpi_allreduce": lambda x, **more: mpiad.mpi_allreduce(x, **more),
-    "mpi_gather": lambda x, **more: mpiad.mpi_gather(x, **more),
-    "mpi_allgather": lambda x, **more: mpiad.mpi_allgather(x, **more),
-    "mpi_scatter": lambda x, **more: mpiad.mpi_scatter(x, **more),
-    "mpi_reduce_scatter": lambda x, **more: mpiad.mpi_reduce_scatter(x, **more),
-    "mpi_alltoall": lambda x, **more: mpiad.mpi_alltoall(x, **more),
-    "mpi_scan": lambda x, **more: mpiad.mpi_scan(x, **more),
-    "mpi_exscan": lambda x, **more: mpiad.mpi_exscan(x, **more),
-    "mpi_iallreduce": lambda x, **more: mpiad.mpi_iallreduce(x, **more),
-}
-POINT_TO_POINT = {
-    "mpi_send": lambda x, **more: mpiad.mpi_send(x, 0, **more),
-    "mpi_isend": lambda x, **more: mpiad.mpi_isend(x, 0, **more),
-    "mpi_recv": lambda x, **more: mpiad.mpi_recv(x, 0, **more),
-    "mpi_irecv": lambda x, **more: mpiad.mpi_irecv(x, 0, **more),
-    "mpi_exchange": lambda x, **more: mpiad.mpi_exchange(x, 0, 0, **more),
-}
-OF_A_COMMUNICATOR = {
-    "mpi_sendrecv": lambda x, **more: mpiad.mpi_sendrecv(x, 0, 0, **more),
-    "mpi_barrier": lambda x, **more: mpiad.mpi_barrier(**more),
-    "mpi_print": lambda x, **more: mpiad.mpi_print(x, **more),
-    "mpi_rank": lambda x, **more: mpiad.mpi_rank(**more),
-    "mpi_size": lambda x, **more: mpiad.mpi_size(**more),
-    "mpi_init": lambda x, **more: mpiad.mpi_init(**more),
-    "reset": lambda x, **more: mpiad.reset(**more),
-}
-SENDING = {**COLLECTIVE, **POINT_TO_POINT}
-ROOTED = ["mpi_bcast", "mpi_sum", "mpi_reduce", "mpi_gather", "mpi_scatter"]
+TAKES = {name: inspect.signature(getattr(mpiad, name)).parameters for name in primitives.__all__}
+GIVEN = {"op": MPI.PROD, "dest": 0, "source": 0}
+
+
+def called(name, x, **more):
+    """Call a primitive with an array, where it takes one, and what else it needs."""
+    needed = [found.name for found in TAKES[name].values() if found.default is found.empty or found.name == "op"]
+    return getattr(mpiad, name)(*[GIVEN.get(each, x) for each in needed], **more)
+
+
+ALL = [name for name in TAKES if "comm" in TAKES[name]]
+# Of `mpi_sendrecv` only two ranks' arrays and partners count.
+SENDING = [name for name in ALL if {"x", "like"} & set(TAKES[name]) and name != "mpi_sendrecv"]
+POINT_TO_POINT = [name for name in SENDING if {"dest", "source"} & set(TAKES[name])]
+ROOTED = [name for name in ALL if "root" in TAKES[name]]
 
 NO_ARRAYS = [
     ([1.0, 2.0], "list"),
@@ -60,14 +46,14 @@ NO_ARRAYS = [
 ]
 
 
-@pytest.mark.parametrize("name", list(SENDING))
+@pytest.mark.parametrize("name", SENDING)
 def test_what_is_no_array(size, name):
     for wrong, got in NO_ARRAYS:
         if got == "MaskedArray" and "recv" in name:
             continue  # of a template only shape and dtype count
         text = f"^{name}: (x|like) .*an array or number of dtype float32/64, .*but got .*{got}"
         with pytest.raises(TypeError, match=text):
-            SENDING[name](wrong)
+            called(name, wrong)
     assert mpiad.mpi_allreduce(1) == size
 
 
@@ -76,17 +62,14 @@ def test_root_that_is_not_there(size, name):
     x, allowed = np.ones(size), f"a rank from 0 to {size - 1}"
     for root in (size, -1, MPI.PROC_NULL, 10**10):
         with pytest.raises(ValueError, match=rf"^{name}: root must be {allowed} \(.* {size} ranks\), but got {root}"):
-            COLLECTIVE[name](x, root=root)
+            called(name, x, root=root)
     for root, got in ((0.0, "float 0.0"), ("0", "str '0'"), (None, "NoneType None"), (np.float64(0), "float64")):
         with pytest.raises(TypeError, match=f"^{name}: root must be {allowed}, but got {got}"):
-            COLLECTIVE[name](x, root=root)
-    COLLECTIVE[name](x, root=np.int16(size - 1))
+            called(name, x, root=root)
+    called(name, x, root=np.int16(size - 1))
 
 
-ALL = {**SENDING, **OF_A_COMMUNICATOR}
-
-
-@pytest.mark.parametrize("name", list(ALL))
+@pytest.mark.parametrize("name", ALL)
 def test_what_is_no_communicator(size, name):
     freed = MPI.COMM_WORLD.Dup()
     mpiad.mpi_init(freed)
@@ -94,30 +77,30 @@ def test_what_is_no_communicator(size, name):
     x = np.ones(size)
     for comm in (freed, MPI.COMM_NULL):
         with pytest.raises(CommunicatorError, match=f"^{name}: comm is the null communicator: it was freed"):
-            ALL[name](x, comm=comm)
+            called(name, x, comm=comm)
     for comm in (0, "world", MPI.COMM_WORLD.group, MPI):
         text = f"^{name}: comm must be an mpi4py intracommunicator.* got {type(comm).__name__}"
         with pytest.raises(TypeError, match=text):
-            ALL[name](x, comm=comm)
+            called(name, x, comm=comm)
 
 
 @pytest.mark.mpi(min_size=2)
 def test_intercommunicator(rank, size):
     half = MPI.COMM_WORLD.Split(rank % 2)
     between = half.Create_intercomm(0, MPI.COMM_WORLD, 1 - rank % 2)
-    for name, call in ALL.items():
+    for name in ALL:
         with pytest.raises(CommunicatorError, match=f"^{name}: comm is an intercommunicator .*comm.Merge"):
-            call(np.ones(size), comm=between)
+            called(name, np.ones(size), comm=between)
     between.Free()
     half.Free()
 
 
-@pytest.mark.parametrize("name", list(POINT_TO_POINT))
+@pytest.mark.parametrize("name", POINT_TO_POINT)
 def test_point_to_point_on_a_communicator_that_was_not_prepared(rank, size, name):
     comm = MPI.COMM_WORLD.Dup()
     text = rf"^{name}: this communicator of {size} ranks was never prepared.*mpi_init\(comm\)"
     with pytest.raises(CommunicatorError, match=text):
-        POINT_TO_POINT[name](1.0, comm=comm)
+        called(name, 1.0, comm=comm)
     mpiad.mpi_init(comm)
     assert mpiad.mpi_exchange(rank, (rank + 1) % size, (rank - 1) % size, comm=comm) == (rank - 1) % size
     comm.Free()

@@ -59,28 +59,24 @@ def test_reset_outside_of_any_fault_keeps_everything_working(rank, size):
 
 
 BEFORE_AND_AFTER = """
+import inspect
 import mpi4py
 mpi4py.rc.initialize = False
 import numpy as np
 from mpi4py import MPI
 import mpiad
+from mpiad import primitives
 from mpiad.errors import CommunicatorError
 
 x = np.ones(2)
-calls = [
-    lambda comm: mpiad.mpi_bcast(x, comm=comm), lambda comm: mpiad.mpi_sum(x, comm=comm),
-    lambda comm: mpiad.mpi_reduce(x, MPI.MAX, comm=comm), lambda comm: mpiad.mpi_allreduce(x, comm=comm),
-    lambda comm: mpiad.mpi_gather(x, comm=comm), lambda comm: mpiad.mpi_allgather(x, comm=comm),
-    lambda comm: mpiad.mpi_scatter(x, comm=comm), lambda comm: mpiad.mpi_reduce_scatter(x, comm=comm),
-    lambda comm: mpiad.mpi_alltoall(x, comm=comm), lambda comm: mpiad.mpi_scan(x, comm=comm),
-    lambda comm: mpiad.mpi_exscan(x, comm=comm), lambda comm: mpiad.mpi_send(x, 0, comm=comm),
-    lambda comm: mpiad.mpi_recv(x, 0, comm=comm), lambda comm: mpiad.mpi_sendrecv(x, 0, 1, comm=comm),
-    lambda comm: mpiad.mpi_exchange(x, 0, 0, comm=comm), lambda comm: mpiad.mpi_isend(x, 0, comm=comm),
-    lambda comm: mpiad.mpi_irecv(x, 0, comm=comm), lambda comm: mpiad.mpi_iallreduce(x, comm=comm),
-    lambda comm: mpiad.mpi_barrier(comm=comm), lambda comm: mpiad.mpi_print(x, comm=comm),
-    lambda comm: mpiad.mpi_rank(comm), lambda comm: mpiad.mpi_size(comm), lambda comm: mpiad.reset(comm),
-    lambda comm: mpiad.value_and_grad(lambda x: x, comm=comm)(1.0),
-]
+given = {"x": x, "like": x, "op": MPI.MAX, "dest": 0, "source": 0}
+calls = [lambda comm: mpiad.value_and_grad(lambda x: x, comm=comm)(1.0)]
+for name in primitives.__all__:
+    takes = inspect.signature(getattr(mpiad, name)).parameters.values()
+    needed = [given[each.name] for each in takes if each.default is each.empty and each.name in given]
+    if any(each.name == "comm" for each in takes) and name != "mpi_init":
+        calls.append(lambda comm, fun=getattr(mpiad, name), needed=needed: fun(*needed, comm=comm))
+assert len(calls) > 20
 
 def refused(part, calls):
     for place, call in enumerate(calls):

@@ -23,7 +23,7 @@ several_cores = pytest.mark.skipif(CORES < 2, reason="one core: BLAS starts one 
 @several_cores
 def test_ranks_share_the_cores_and_say_so_once(mpirun, tmp_path):
     ranks = CORES if CORES <= 4 else 4
-    environment = {**NONE_SET, "MPIAD_CACHE": str(tmp_path / "cache")}
+    environment = {**NONE_SET, "MPIAD_CACHE": str(tmp_path / "cache"), "MPIAD_THREADS": "1"}  # as if it were unset
     done = mpirun(ranks, PROGRAM, env=environment)
     share = CORES // ranks
     for line in done.stdout.splitlines():
