@@ -18,7 +18,7 @@ from mpiad.domain.coordinates import Lattice
 from mpiad.domain.partition import Partition
 from mpiad.primitives import stop
 
-__all__ = ["Location", "interpolated", "located"]
+__all__ = ["Location", "corner_weight", "interpolated", "located"]
 
 _ROUNDING = 1e-9  # in cells: points at the very end of the grid, computed by other ways, are inside
 
@@ -112,14 +112,18 @@ def interpolated(padded: LocalArray, where: Location, rank: Rank, starts: np.nda
     if padded.dtype in (np.float32, np.complex64):
         fraction = fraction.astype(np.float32)  # the field keeps its precision
     values = 0.0
-    # The corners of the cell: the product of the weights along each dimension.
     for step in itertools.product((0, 1), repeat=ndim):
-        weight = 1.0
-        for axis, s in enumerate(step):
-            weight = weight * (fraction[:, axis] if s else 1.0 - fraction[:, axis])
-        values = values + padded[(..., *(corner + np.array(step)[:, None]))] * weight
+        values = values + padded[(..., *(corner + np.array(step)[:, None]))] * corner_weight(fraction, step)
     lead = padded.shape[: padded.ndim - ndim]
     return anp.reshape(_spread(values, mine, where.owner.size), lead + shape)
+
+
+def corner_weight(fraction: Array, step: tuple[int, ...]) -> Array:
+    """Return the weight of one corner of a cell: the product of those along each dimension."""
+    weight = 1.0
+    for axis, s in enumerate(step):
+        weight = weight * (fraction[:, axis] if s else 1.0 - fraction[:, axis])
+    return weight
 
 
 def _spread(values: LocalArray, mine: np.ndarray, count: int) -> LocalArray:
