@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpiad._typing import LocalArray, Shape
-from mpiad.domain.domain_arguments import per_dimension
+from mpiad.domain.decomposition import per_dimension
 
 __all__ = ["Lattice", "lattice_of", "points_along"]
 

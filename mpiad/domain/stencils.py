@@ -11,8 +11,7 @@ from autograd.tracer import getval, isbox
 
 from mpiad._typing import Array, LocalArray
 from mpiad.domain.boundary import Boundary, Sides, sides_of
-from mpiad.domain.decomposition import Decomposition, listed
-from mpiad.domain.domain_arguments import per_dimension
+from mpiad.domain.decomposition import Decomposition, listed, per_dimension
 from mpiad.domain.halo import Halo, fill_halo
 from mpiad.domain.routes import IN_TURN
 from mpiad.domain.stencil import Stencil

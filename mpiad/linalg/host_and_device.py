@@ -13,7 +13,7 @@ import numpy as np
 from mpiad._typing import Array, LocalArray
 from mpiad.transport.device_arrays import arrays_of, is_device_array, named
 
-__all__ = ["plain_values", "require_floats", "require_host", "require_together", "through_host"]
+__all__ = ["require_floats", "require_host", "require_together", "through_host"]
 
 
 def require_floats(call: str, value: Array, length: int) -> None:
@@ -63,9 +63,3 @@ def through_host(solve: Callable[[LocalArray], LocalArray], r: LocalArray) -> Lo
     """
     home = arrays_of(r)
     return solve(r) if home is None else home.to_device(solve(home.to_host(r)))
-
-
-def plain_values(x: LocalArray) -> np.ndarray:
-    """Return an untraced array on the host: a copy of one on a device."""
-    home = arrays_of(x)
-    return x if home is None else home.to_host(x)

@@ -16,12 +16,13 @@ from mpiad.device.constants import Constants
 from mpiad.domain import Domain
 from mpiad.linalg.gathered_factors import GatheredFactors
 from mpiad.linalg.ghosts import GhostPlan
-from mpiad.linalg.host_and_device import plain_values, require_floats, require_together
+from mpiad.linalg.host_and_device import require_floats, require_together
 from mpiad.linalg.probing import operator_rows
 from mpiad.linalg.rows import local_rows, rows_of
 from mpiad.linalg.solve import solve
 from mpiad.linalg.sparse_products import Pattern, ProductWith, product, transposed_product
 from mpiad.linalg.transposed_matrix import Transposed
+from mpiad.linalg.vectors import on_host
 from mpiad.primitives import stop
 from mpiad.primitives.operation import suspended
 from mpiad.transport import channel
@@ -304,7 +305,7 @@ class MatrixRowBlock:
 
     def local_rows(self) -> Any:
         """Return this rank's rows as SciPy's CSR with all columns; values alone, without derivatives."""
-        plain = plain_values(stop(self.values)), self.indices[1], self._pattern.starts
+        plain = on_host(stop(self.values)), self.indices[1], self._pattern.starts
         return scipy.sparse.csr_matrix(plain, (self.local_shape[0], self.shape[1]))
 
     def gathered(self, root: Rank = 0) -> Any:

@@ -34,7 +34,7 @@ def column(rows: LocalArray, numbers: np.ndarray) -> Any:
 
 
 def on_host(x: Array) -> np.ndarray:
-    """Return numbers that were computed of rows on the host."""
+    """Return an untraced array on the host: a copy of one on a device."""
     home = arrays_of(x)
     return x if home is None else home.to_host(x)
 

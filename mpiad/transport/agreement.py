@@ -16,8 +16,8 @@ from mpiad.transport.exit_codes import code_of
 from mpiad.transport.tracing import settled
 
 __all__ = [
-    "Failure", "Failures", "agreed", "agreed_among", "alike_on_all", "error_of", "first_of", "forget_agreement",
-    "raise_first", "raise_together", "raising_together", "require_alike", "require_same", "told",
+    "Failure", "Failures", "agreed", "agreed_among", "alike_on_all", "error_of", "failures_among", "first_of",
+    "forget_agreement", "raise_first", "raise_together", "raising_together", "require_alike", "require_same",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -79,7 +79,7 @@ def error_of(failures: Failures, call: str, kind: type[RemoteError]) -> RemoteEr
     return kind(text, rank, failure.trace, exit_code=failure.exit_code)
 
 
-def told(comm: Comm, error: BaseException | None) -> Failures:
+def failures_among(comm: Comm, error: BaseException | None) -> Failures:
     """Return on which ranks something was raised, and for each what it was on the first; all ranks of `comm` call it."""
     # Flags first: only one traceback travels, and only once something has failed.
     failed = [rank for rank, has in enumerate(comm.allgather(error is not None)) if has]
@@ -156,7 +156,7 @@ def raising_together(
 
 def raise_first(channel: Channel, error: Exception | None) -> None:
     """Raise on all ranks what the first that has an error says; its own where a rank has one. All ranks call it."""
-    failures = told(channel.data, error)
+    failures = failures_among(channel.data, error)
     if error is not None:
         raise agreed(channel, error)  # with its own traceback
     rank, failure = next(iter(failures.items()))

@@ -24,7 +24,15 @@ from mpi4py.MPI import SUM
 
 from mpiad._typing import Comm, Function
 from mpiad.errors import ConvergenceError, DeadlockError, WorkerError
-from mpiad.transport.agreement import Failures, agreed_among, error_of, first_of, forget_agreement, raise_first, told
+from mpiad.transport.agreement import (
+    Failures,
+    agreed_among,
+    error_of,
+    failures_among,
+    first_of,
+    forget_agreement,
+    raise_first,
+)
 from mpiad.transport.channels import communications, live_channels, operator_body
 from mpiad.transport.failure_detector import LATE, SOON, FailureDetector, LoneFailure
 from mpiad.transport.lookup import channel
@@ -143,7 +151,7 @@ class StageFailures:
         if self._sums[_FAILED]:
             # Its notices travel on the same communicator: all ranks take theirs off before anything else is received there.
             self._detector.close(failed=True)
-            self.error = verdict(told(self._comm, failure), self._call)
+            self.error = verdict(failures_among(self._comm, failure), self._call)
             raise self.error from failure
         if self._sums[_UNREACHED]:
             self._detector.close(failed=True)

@@ -10,9 +10,10 @@ from collections.abc import Callable
 from mpi4py import MPI
 
 from mpiad.errors import CommunicatorError, DeadlockError
-from mpiad.transport import device_settings, survivors
+from mpiad.transport import device_settings
 from mpiad.transport.abort import is_rank
 from mpiad.transport.departure import code_at_end, note_finalize, watch_departures
+from mpiad.transport.fault_tolerance import all_have_come, leave_process
 from mpiad.transport.guarded import closing, switch, watch_settings
 from mpiad.transport.launcher import in_pool, warn_of_separate_worlds
 from mpiad.transport.lookup import close_world, open_world
@@ -152,7 +153,7 @@ def finalize() -> None:
     if MPI.Is_initialized() and not MPI.Is_finalized():
         note_finalize()
         closing.close(_end_world)
-        if survivors.all_have_come():
+        if all_have_come():
             MPI.Finalize()
 
 
@@ -160,8 +161,8 @@ def finalize() -> None:
 def _complete_at_exit() -> None:
     if is_rank():
         closing.close_at_exit(_end_world)
-        if not survivors.all_have_come():
-            survivors.leave(code_at_end())
+        if not all_have_come():
+            leave_process(code_at_end())
 
 
 def _end_world() -> None:

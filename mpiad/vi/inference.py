@@ -18,8 +18,7 @@ from mpiad.primitives.operation import suspended
 from mpiad.progress_line import ProgressLine
 from mpiad.transport import Channel, channel
 from mpiad.transport.agreement import agreed, raising_together, require_same
-from mpiad.vi.divergence import has_closed_form
-from mpiad.vi.elbo_gradient import Objective
+from mpiad.vi.elbo_gradient import Objective, has_closed_form
 from mpiad.vi.model_evaluation import Evaluations, Model, sorted_out
 from mpiad.vi.placement import device_of, require_one_place
 from mpiad.vi.posterior import Posterior

@@ -46,7 +46,23 @@ def checked_dimension(dim: object, name: str) -> int:
 _LOG_2PI = float(numpy.log(2 * numpy.pi))
 
 
-class MeanFieldGaussian:
+class _Gaussian:
+    def __init__(self, dim: int, mean: float | Array = 0.0, sd: float | Array = 1.0):
+        name = type(self).__name__
+        self.dim = checked_dimension(dim, name)
+        self._mean = numpy.broadcast_to(numpy.asarray(mean, float), (dim,))
+        self._sd = numpy.broadcast_to(numpy.asarray(sd, float), (dim,))
+        if not (numpy.all(self._sd > 0) and numpy.all(numpy.isfinite(self._sd))):
+            raise ValueError(f"{name}: sd must be above zero and finite, but got {self._sd!r:.80}.")
+
+
+def _log_density(scaled: Array, params: Tree, axis: int = 1) -> Array:
+    """Return log densities of points by the noise that they are made of."""
+    # log N(ε; 0, I) less the logarithm of the determinant, which is that of the diagonal; no inverse is needed.
+    return -0.5 * np.sum(scaled**2 + _LOG_2PI, axis=axis) - np.sum(params["log_sd"])
+
+
+class MeanFieldGaussian(_Gaussian):
     """A normal distribution for each parameter, independent of the others.
 
     Parameters
@@ -66,32 +82,24 @@ class MeanFieldGaussian:
      [0. 4.]] [-3.224]
     """
 
-    def __init__(self, dim: int, mean: float | Array = 0.0, sd: float | Array = 1.0):
-        self.dim = checked_dimension(dim, "MeanFieldGaussian")
-        self._mean = numpy.broadcast_to(numpy.asarray(mean, float), (dim,))
-        self._sd = _positive(numpy.broadcast_to(numpy.asarray(sd, float), (dim,)), "MeanFieldGaussian")
-
     def initial(self, rng: numpy.random.Generator) -> dict[str, Array]:
         """Return the variational parameters at the start: mean and logarithm of the standard deviation."""
         return {"mean": self._mean.copy(), "log_sd": numpy.log(self._sd)}
 
     def draw(self, params: Tree, noise: Array) -> tuple[Array, Array]:
         """Return draws made of standard normal noise, both of shape (S, dim), and their log densities (S,)."""
-        # Of the draw by its noise: log N(ε; 0, I) less the logarithm of the determinant; no inverse is needed.
-        log_density = -0.5 * np.sum(noise**2 + _LOG_2PI, axis=1) - np.sum(params["log_sd"])
-        return params["mean"] + np.exp(params["log_sd"]) * noise, log_density
+        return params["mean"] + np.exp(params["log_sd"]) * noise, _log_density(noise, params)
 
     def log_prob(self, params: Tree, theta: Array) -> Array:
         """Return the log densities of points of shape (S, dim)."""
-        scaled = (theta - params["mean"]) * np.exp(-params["log_sd"])
-        return -0.5 * np.sum(scaled**2 + _LOG_2PI, axis=1) - np.sum(params["log_sd"])
+        return _log_density((theta - params["mean"]) * np.exp(-params["log_sd"]), params)
 
     def moments(self, params: Tree) -> tuple[Array, Array]:
         """Return mean and covariance."""
         return params["mean"], np.diag(np.exp(2 * params["log_sd"]))
 
 
-class FullRankGaussian:
+class FullRankGaussian(_Gaussian):
     """A normal distribution with any covariance, L Lᵀ with a lower triangular L.
 
     Parameters
@@ -110,11 +118,6 @@ class FullRankGaussian:
      [0.5  1.25]]
     """
 
-    def __init__(self, dim: int, mean: float | Array = 0.0, sd: float | Array = 1.0):
-        self.dim = checked_dimension(dim, "FullRankGaussian")
-        self._mean = numpy.broadcast_to(numpy.asarray(mean, float), (dim,))
-        self._sd = _positive(numpy.broadcast_to(numpy.asarray(sd, float), (dim,)), "FullRankGaussian")
-
     def initial(self, rng: numpy.random.Generator) -> dict[str, Array]:
         """Return the variational parameters at the start: mean, logarithm of L's diagonal, and what is below it.
 
@@ -130,21 +133,13 @@ class FullRankGaussian:
 
     def draw(self, params: Tree, noise: Array) -> tuple[Array, Array]:
         """Return draws made of standard normal noise, both of shape (S, dim), and their log densities (S,)."""
-        log_density = -0.5 * np.sum(noise**2 + _LOG_2PI, axis=1) - np.sum(params["log_sd"])
-        return params["mean"] + noise @ self.factor(params).T, log_density
+        return params["mean"] + noise @ self.factor(params).T, _log_density(noise, params)
 
     def log_prob(self, params: Tree, theta: Array) -> Array:
         """Return the log densities of points of shape (S, dim)."""
-        scaled = np.linalg.solve(self.factor(params), (theta - params["mean"]).T)
-        return -0.5 * np.sum(scaled**2 + _LOG_2PI, axis=0) - np.sum(params["log_sd"])
+        return _log_density(np.linalg.solve(self.factor(params), (theta - params["mean"]).T), params, axis=0)
 
     def moments(self, params: Tree) -> tuple[Array, Array]:
         """Return mean and covariance."""
         factor = self.factor(params)
         return params["mean"], factor @ factor.T
-
-
-def _positive(sd: Array, name: str) -> Array:
-    if not (numpy.all(sd > 0) and numpy.all(numpy.isfinite(sd))):
-        raise ValueError(f"{name}: sd must be above zero and finite, but got {sd!r:.80}.")
-    return sd

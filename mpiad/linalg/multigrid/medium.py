@@ -8,8 +8,9 @@ from autograd.tracer import getval, isbox
 from mpiad._typing import LocalArray
 from mpiad.domain import Domain
 from mpiad.errors import NotFiniteError
-from mpiad.linalg.host_and_device import plain_values, require_together
-from mpiad.linalg.multigrid.grid_sides import Sides
+from mpiad.linalg.host_and_device import require_together
+from mpiad.linalg.multigrid.elliptic import Sides
+from mpiad.linalg.vectors import on_host
 from mpiad.transport import MAX, Channel
 from mpiad.transport.agreement import agreed, raising_together
 from mpiad.transport.collectives import allreduce
@@ -107,7 +108,7 @@ def _field(domain: Domain, value: object, name: str, zero_allowed: bool) -> Loca
             f"{_CALL}: {name} is traced, and no derivative flows through a preconditioner: give it mpiad.stop({name}). "
             "linalg.solve_elliptic differentiates by it."
         )
-    found = np.asarray(plain_values(value))
+    found = np.asarray(on_host(value))
     if found.dtype.kind not in "fiu":
         raise TypeError(f"{_CALL}: {name} must be real numbers, but got {type(value).__name__} of dtype {found.dtype}.")
     if found.shape not in ((), domain.local_shape):
