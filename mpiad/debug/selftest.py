@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import autograd.numpy as anp
 import numpy as np
 
-from mpiad._typing import Array, Comm
+from mpiad._typing import Array, Comm, Scalar
 from mpiad.differentiation import value_and_grad
 from mpiad.primitives import mpi_allreduce, mpi_bcast, mpi_irecv, mpi_isend, mpi_rank, mpi_size, mpi_sum, mpi_wait
 
@@ -46,7 +46,7 @@ def run_selftest(comm: Comm = None) -> SelfTest:
     rank, size = mpi_rank(comm), mpi_size(comm)
     before, after = (rank - 1) % size, (rank + 1) % size
 
-    def loss(x: Array) -> Any:
+    def loss(x: Array) -> Scalar:
         received = mpi_irecv(x, before, tag=7, comm=comm)
         sent = mpi_isend(x, after, tag=7, comm=comm)
         squares = mpi_allreduce(anp.sum(x**2), comm=comm)

@@ -69,7 +69,7 @@ def accumulate(total: Array, owned: bool, g: Array) -> tuple[Any, bool]:
     return total + g, True
 
 
-def _with_sparse(total: Array, owned: bool, g: Array) -> Any:
+def _with_sparse(total: Array, owned: bool, g: Array) -> Array:
     if type(g) is not Scatter:
         space = vspace(g)
         # A copy: the first cotangent was kept by reference, and others may hold it.

@@ -55,7 +55,7 @@ class BundleNode(TangentNode):
         self.g = [_along([(k, g[j]) for k, g in kept], rule, value, args, kwargs) for j in range(len(parents[0].g))]
 
 
-def _along(tangents: list[tuple[int, Any]], rule: Callable, value: Array, args: tuple, kwargs: dict) -> Any:
+def _along(tangents: list[tuple[int, Any]], rule: Callable, value: Array, args: tuple, kwargs: dict) -> Array:
     """Return the tangent in one direction."""
     known = [(k, g) for k, g in tangents if g is not None]
     if not known:
@@ -95,7 +95,7 @@ class Bundle:
         self._tape.__exit__(*error)
         self._tape.close()
 
-    def variable(self, x: Array, tangents: list[Any]) -> Any:
+    def variable(self, x: Array, tangents: list[Any]) -> Array:
         """Return a traced array with its tangents, one for each direction; None where one is zero."""
         tape = self._tape
         return new_box(x, tape.number, BundleNode.placed(tape, tangents))

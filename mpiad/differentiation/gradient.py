@@ -177,7 +177,7 @@ def gradients_of_term(traced: Traced, weight: float, variables: Variables) -> li
     return cotangents_of_variables(traced, seeds, variables)
 
 
-def _seed(spec: Spec, weight: float) -> Any:
+def _seed(spec: Spec, weight: float) -> Array:
     if spec.arrays is not None:
         return spec.arrays.full(spec.shape, weight, spec.dtype)
     return np.full(spec.shape, weight, spec.dtype) if spec.shape else spec.dtype.type(weight)
@@ -191,7 +191,7 @@ def cotangents_of_variables(
     return [_returned(g, variables.leaves[place]) for g, place in zip(found, variables.places)]
 
 
-def _returned(g: Array, leaf: Array) -> Any:
+def _returned(g: Array, leaf: Array) -> Array:
     spec = spec_like(leaf)
     if g is None:
         return spec.zeros()

@@ -9,7 +9,7 @@ import autograd.numpy as anp
 import numpy as np
 from autograd.tracer import Box
 
-from mpiad._typing import Comm, Function, Rank
+from mpiad._typing import Array, Comm, Function, Rank
 from mpiad.device.assembly import stack
 from mpiad.differentiation.copies import require_equal_copies
 from mpiad.differentiation.gradient import cotangents_of_variables, shared_sum
@@ -138,7 +138,7 @@ def _row(traced: Traced, k: int, spec: Spec, weight: float, variables: Variables
     return cotangents_of_variables(traced, seeds, variables, keep=True)  # kept for the next entry
 
 
-def _stacked(rows: list[list[Any]], i: int, spec: Spec, variables: Variables) -> Any:
+def _stacked(rows: list[list[Any]], i: int, spec: Spec, variables: Variables) -> Array:
     leaf = spec_like(variables.leaves[variables.places[i]])
     if not rows:
         return Spec((*spec.shape, *leaf.shape), leaf.dtype, leaf.arrays).zeros()

@@ -16,7 +16,7 @@ import numpy as np
 from autograd.tracer import Box, getval
 
 import mpiad.errors as errors
-from mpiad._typing import Array
+from mpiad._typing import Array, Scalar
 from mpiad.device import to_host
 from mpiad.primitives.catalogue import ALLREDUCE, Reduction
 from mpiad.primitives.cotangents import spec_like
@@ -80,7 +80,7 @@ def problem_with(value: Array, weight: float, call: str) -> Problem | None:
     )
 
 
-def share(value: Array, weight: float, problem: Problem | None, channel: Channel) -> Any:
+def share(value: Array, weight: float, problem: Problem | None, channel: Channel) -> Scalar:
     """Return J on all ranks; raise on all where there is a problem on one."""
     part: Any = 0.0
     if type(value) is not np.float64 and problem is None and is_device_array(getval(value)):
@@ -107,7 +107,7 @@ class _Buffers(threading.local):
 _buffers = _Buffers()
 
 
-def _forward(x: Array, p: Sharing) -> Any:
+def _forward(x: Array, p: Sharing) -> Scalar:
     sent, shared = _buffers.sent, _buffers.shared
     # A mistake travels with the number: in one message, and all ranks know before any goes on.
     sent[0], sent[1] = p.problem is not None, x
@@ -148,7 +148,7 @@ def _adjoint(ans: Array, x: Array, p: Sharing) -> Any:
     return lambda g: communicate(ALLREDUCE, g, Reduction(p.channel, SUM))
 
 
-def _tangent(dx: Array, ans: Array, x: Array, p: Sharing) -> Any:
+def _tangent(dx: Array, ans: Array, x: Array, p: Sharing) -> Scalar:
     return communicate(ALLREDUCE, dx, Reduction(p.channel, SUM))
 
 

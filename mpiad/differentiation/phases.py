@@ -43,7 +43,7 @@ def _noted_enter(self: Any) -> Any:
     return _bare_enter(self)
 
 
-def _noted_exit(self: Any, kind: Any, error: BaseException | None, trace: Any) -> None:
+def _noted_exit(self: Any, kind: Any, error: BaseException | None, trace: object) -> None:
     try:
         _bare_exit(self, kind, error, trace)
     finally:

@@ -80,7 +80,7 @@ def _seeds(cotangent: Tree, values: list[Any], places: list[int]) -> list[tuple[
     return [(place, shaped(g, value, "vjp")) for g, value, place in zip(given, values, places) if place >= 0]
 
 
-def shaped(g: Array, value: Array, call: str) -> Any:
+def shaped(g: Array, value: Array, call: str) -> Array:
     """Return a cotangent or tangent with the dtype of what it belongs to; a TypeError where its shape is another."""
     spec = spec_like(value)
     if spec_like(g).shape != spec.shape:

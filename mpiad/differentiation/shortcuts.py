@@ -44,7 +44,7 @@ class ShortcutBox(_Box):
 
     __slots__ = ()
 
-    def __getitem__(self, idx: Any) -> Any:
+    def __getitem__(self, idx: Any) -> Array:
         """Return an element."""
         node, value = self._node, self._value
         # The element of a vector is a number; these operators are for arrays.
@@ -53,7 +53,7 @@ class ShortcutBox(_Box):
             return _recorded(_rule_of_getitem, value[idx], (value, idx), (0,), (node,), self._trace)
         return _getitem(self, idx)
 
-    def __neg__(self) -> Any:
+    def __neg__(self) -> Array:
         """Return the negative."""
         node, value = self._node, self._value
         if type(node) is OrderedNode and type(value) is _ndarray and node.tape.record is not None:
@@ -61,14 +61,14 @@ class ShortcutBox(_Box):
         return anp.negative(self)
 
 
-def _recorded(rule: Callable, value: Array, args: tuple, argnums: tuple[int, ...], parents: tuple, trace: int) -> Any:
+def _recorded(rule: Callable, value: Array, args: tuple, argnums: tuple[int, ...], parents: tuple, trace: int) -> Array:
     """Return a result whose step is noted on the tape."""
     inputs = (parents[0].index,) if len(parents) == 1 else (parents[0].index, parents[1].index)
     pull = rule(argnums, value, args, _KEYWORDS)
     return ShortcutBox(value, trace, OrderedNode.placed(parents[0].tape, inputs, pull, None))
 
 
-def _operator(rule: Callable, fun: Function, ufunc: Any, swapped: bool) -> Callable:
+def _operator(rule: Callable, fun: Function, ufunc: Function, swapped: bool) -> Callable:
     """Return an operator of two operands; `swapped`: the box is the second one."""
     mine = (1,) if swapped else (0,)
 
@@ -93,7 +93,7 @@ class BundleBox(_Box):
 
     __slots__ = ()
 
-    def __getitem__(self, idx: Any) -> Any:
+    def __getitem__(self, idx: Any) -> Array:
         """Return an element, with the same of the tangents."""
         node, value = self._node, self._value
         # The element of a vector is a number; these operators are for arrays.
@@ -102,7 +102,7 @@ class BundleBox(_Box):
             return _made(value[idx], [None if g is None else g[idx] for g in node.g], node.tape, self._trace)
         return _getitem(self, idx)
 
-    def __neg__(self) -> Any:
+    def __neg__(self) -> Array:
         """Return the negative."""
         node, value = self._node, self._value
         if type(node) is BundleNode and type(value) is _ndarray and node.tape.record is not None:
@@ -173,7 +173,7 @@ for _name, _fun, _ufunc, _tangent in (
 Box.types.update({ShortcutBox, BundleBox})
 
 
-def shortened(x: Array) -> Any:
+def shortened(x: Array) -> Array:
     """Return a traced array whose operators take the short way; anything else as it is."""
     if type(x) is not ArrayBox:
         return x

@@ -82,7 +82,7 @@ def variables_of(args: tuple, argnum: int | tuple[int, ...], call: str) -> Varia
     return Variables(leaves, places, build)
 
 
-def _with_dtype(leaf: Array) -> Any:
+def _with_dtype(leaf: Array) -> Array:
     # The box of a Python number lacks what that of an array has.
     if type(leaf) is float:
         return np.float64(leaf)
@@ -98,7 +98,7 @@ def _described(leaf: Array) -> str:
     return f"{type(leaf).__name__} of dtype {leaf.dtype}" if hasattr(leaf, "dtype") else type(leaf).__name__
 
 
-def arguments_with(args: tuple, argnum: int | tuple[int, ...], chosen: Any) -> list[Any]:
+def arguments_with(args: tuple, argnum: int | tuple[int, ...], chosen: Tree) -> list[Any]:
     """Return the arguments with the chosen ones replaced."""
     new = list(args)
     if isinstance(argnum, (int, np.integer)):
@@ -169,14 +169,14 @@ def trace_forwards(
     return build([value for value, _ in found]), build([_tangent(value, node) for value, node in found])
 
 
-def no_derivative(leaf: Array) -> Any:
+def no_derivative(leaf: Array) -> Array:
     """Return the derivative by or of what is no variable: zero for integers, None for what isn't a number."""
     if is_device_array(leaf):
         return np.zeros_like(leaf)
     return np.zeros_like(leaf)[()] if isinstance(leaf, (bool, int, np.integer, np.ndarray)) else None
 
 
-def _tangent(value: Array, node: Any) -> Any:
+def _tangent(value: Array, node: Any) -> Array:
     if not is_variable(value):
         return no_derivative(value)
     spec = spec_like(value)
@@ -194,7 +194,7 @@ def _unboxed(value: Array, tape: Any) -> tuple[Any, Any]:
     return _without_ended(value), None
 
 
-def _without_ended(value: Array) -> Any:
+def _without_ended(value: Array) -> Array:
     while type(value) in _box_types:
         tape = getattr(value._node, "tape", None)
         if tape is None or tape.record is not None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from mpiad._typing import Array, Shape
@@ -12,19 +10,19 @@ from mpiad.transport.device_arrays import arrays_of, is_device_array
 __all__ = ["copy_of", "empty_beside", "is_array", "zeros_beside"]
 
 
-def empty_beside(u: Array, shape: Shape) -> Any:
+def empty_beside(u: Array, shape: Shape) -> Array:
     """Return a C-contiguous array without values, of the dtype of `u` and where it lives."""
     arrays = arrays_of(u)
     return np.empty(shape, u.dtype) if arrays is None else arrays.empty(shape, u.dtype)
 
 
-def zeros_beside(u: Array, shape: Shape) -> Any:
+def zeros_beside(u: Array, shape: Shape) -> Array:
     """Return a C-contiguous array of zeros, of the dtype of `u` and where it lives."""
     arrays = arrays_of(u)
     return np.zeros(shape, u.dtype) if arrays is None else arrays.full(shape, 0, u.dtype)
 
 
-def copy_of(u: Array) -> Any:
+def copy_of(u: Array) -> Array:
     """Return a copy."""
     arrays = arrays_of(u)
     return np.array(u) if arrays is None else arrays.copy(u)

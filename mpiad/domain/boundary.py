@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from autograd.tracer import getval, isbox
 
-from mpiad._typing import LocalArray
+from mpiad._typing import Array, LocalArray
 
 __all__ = ["ZERO", "Boundary", "Side", "Sides", "check_values", "homogeneous", "shifted", "sides_of"]
 
@@ -52,7 +52,7 @@ class Side(NamedTuple):
     factor: complex = 1
     value: Any = 0
 
-    def filled(self, layers: LocalArray | None) -> Any:
+    def filled(self, layers: LocalArray | None) -> Array:
         """Return what the halo holds, where the block has these layers."""
         if layers is None:
             return self.value

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from autograd.tracer import getval
 
-from mpiad._typing import Array, Comm, Shape
+from mpiad._typing import Array, Comm, LocalArray, Shape
 from mpiad.domain.allocation import is_array
 from mpiad.domain.boundary import Sides
 from mpiad.domain.halo import Halo
@@ -48,7 +48,7 @@ class Decomposition:
     def __repr__(self) -> str:
         return f"Domain({self.shape}, halo={self.halo}, periodic={self.periodic}, dims={self.dims})"
 
-    def _checked(self, u: Array, shape: Shape, call: str) -> Any:
+    def _checked(self, u: Array, shape: Shape, call: str) -> LocalArray:
         found = getval(u)
         if not is_array(found):
             raise TypeError(f"{call}: expected an array of shape (..., {listed(shape)}), but got {type(found).__name__}.")

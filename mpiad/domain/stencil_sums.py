@@ -71,7 +71,7 @@ class StencilSums:
         periodic = self.halo.geometry.partition.periodic
         return any(side.layers is not None for pair, wraps in zip(self.sides, periodic) if not wraps for side in pair)
 
-    def room(self, u: LocalArray) -> Any:
+    def room(self, u: LocalArray) -> LocalArray:
         """Return an array of shape (..., *padded) with any numbers, for `u`; `give_back` keeps it for the next call."""
         shape = u.shape[: u.ndim - len(self.halo.shape)] + self.halo.padded
         # Taken out while it is used: another thread makes its own.

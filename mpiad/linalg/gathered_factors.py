@@ -58,7 +58,7 @@ class GatheredFactors:
         return np.moveaxis(mpi_scatter(whole, 0, axis=0, counts=self.counts, comm=self.comm), 0, -1)
 
 
-def factors_of(matrix: Any, said: str) -> Any:
+def factors_of(matrix: object, said: str) -> Any:
     """Return SciPy's factors of a sparse matrix; a ValueError where it has none."""
     try:
         return splu(matrix)

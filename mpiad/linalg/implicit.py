@@ -230,7 +230,7 @@ def _tangent(gs: list, ans: LocalArray, b: LocalArray, *leaves: Any, problem: Pr
     return solution(residual, *leaves, problem=problem.derived(failures))
 
 
-def direction_of(leaf: Array, tangent: Array) -> Any:
+def direction_of(leaf: Array, tangent: Array) -> Array:
     """Return the tangent of a leaf of the parameters as `make_jvp` takes it, zero where there is none."""
     # A number without a tangent stays a plain zero: it has no dtype of its own to give one.
     return tangent_of(leaf, tangent) if np.ndim(stop(leaf)) or tangent is not None else 0.0

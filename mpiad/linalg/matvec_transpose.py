@@ -26,7 +26,7 @@ def transposed_function(fun: Function, like: LocalArray) -> Callable[[Any], Any]
     return make_vjp(fun)(spec_like(like).zeros())[0]
 
 
-def transposed_preconditioner(preconditioner: Any, given: Any, rest: tuple, like: LocalArray) -> Function:
+def transposed_preconditioner(preconditioner: Function, given: Any, rest: tuple, like: LocalArray) -> Function:
     """Return the transpose of a preconditioner, as a function of the residual alone.
 
     Parameters

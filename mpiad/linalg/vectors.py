@@ -20,13 +20,13 @@ _AXPY: dict[str, Any] = {kind: get_blas_funcs("axpy", dtype=np.dtype(kind)) for 
 _NRM2: dict[str, Any] = {kind: get_blas_funcs("nrm2", dtype=np.dtype(kind)) for kind in "fdFD"}
 
 
-def beside(rows: LocalArray, numbers: np.ndarray) -> Any:
+def beside(rows: LocalArray, numbers: np.ndarray) -> Array:
     """Return a few numbers of the host where rows are, in their dtype or wider."""
     home = arrays_of(rows)
     return numbers if home is None else home.to_device(np.ascontiguousarray(numbers, np.result_type(numbers, rows.dtype)))
 
 
-def column(rows: LocalArray, numbers: np.ndarray) -> Any:
+def column(rows: LocalArray, numbers: np.ndarray) -> Array:
     """Return numbers, one for each row, as what rows are multiplied with; a single one needs no copy to a device."""
     if arrays_of(rows) is not None and len(numbers) == 1:
         return rows.dtype.type(numbers[0])

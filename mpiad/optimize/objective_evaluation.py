@@ -171,7 +171,7 @@ class Evaluation:
         v = self._packing.unpack(direction)
         return self._sums.total(self.agreement.run(lambda: multiply(v)))
 
-    def value_at(self, x: Tree) -> Any:
+    def value_at(self, x: Tree) -> Scalar:
         """Return this rank's number: a part of a stage."""
         out = self._program.fun(x, *self._program.args)
         return self._checked(out[0] if self.only_both and isinstance(out, tuple) else out)
@@ -184,7 +184,7 @@ class Evaluation:
             raise WrongValueError(f"minimize: with jac=True fun must return (value, gradient), but got {out!r:.60}.")
         return self._checked(out[0]), self._weighted(out[1], "fun")
 
-    def _checked(self, value: Scalar) -> Any:
+    def _checked(self, value: Scalar) -> Scalar:
         problem = problem_with(value, self._weight, "minimize")
         if problem is not None:
             raise WrongValueError(problem.text)
@@ -257,7 +257,7 @@ class ForwardPass(NamedTuple):
     variables: Variables
 
     @property
-    def value(self) -> Any:
+    def value(self) -> Scalar:
         """Return this rank's L_r."""
         return self.traced.build(self.traced.values)
 

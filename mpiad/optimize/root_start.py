@@ -66,7 +66,7 @@ def shared_start(used: Channel, program: Program, start: Tree, x0: Tree, call: s
     return start if leads else template
 
 
-def as_given(x0: Tree) -> Any:
+def as_given(x0: Tree) -> Tree:
     """Return x0 as `as_variables` makes it of the root's; what can't be varied as it is."""
     try:
         return as_variables(x0)

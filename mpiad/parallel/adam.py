@@ -103,7 +103,7 @@ class Adam:
         new, first, second = in_blocks(formula, [leaves, given, *moments], results=(0, 2, 3))
         return {"updates": number, "first": build(first), "second": build(second)}, build(new)
 
-    def _decayed(self, x: Array, rate: float) -> Any:
+    def _decayed(self, x: Array, rate: float) -> Array:
         return x  # nothing decays; AdamW does
 
 
@@ -129,11 +129,11 @@ class AdamW(Adam):
 
     weight_decay: float = 1e-2
 
-    def _decayed(self, x: Array, rate: float) -> Any:
+    def _decayed(self, x: Array, rate: float) -> Array:
         return x * (1 - rate * self.weight_decay)
 
 
-def _real_zeros(x: Array) -> Any:
+def _real_zeros(x: Array) -> Array:
     # |g|² is real where parameters are complex: half of the memory.
     return np.zeros_like(np.real(x))
 

@@ -120,7 +120,7 @@ class Sums:
         for _ in self._plan.buckets:
             self._add_up()
 
-    def _packed(self) -> Any:
+    def _packed(self) -> Array:
         """Return the arrays of the next bucket, behind one another in memory of their own."""
         places = self._plan.buckets[len(self._wholes)].places
         self._wholes.append(np.concatenate([self._arrays[k] for k in places], axis=None))

@@ -246,5 +246,5 @@ class DistributedOptimizer:
         return {**state, **emptied, "optimizer": inner}, params
 
 
-def _copied(part: Array) -> Any:
+def _copied(part: Array) -> Array:
     return part.copy() if hasattr(part, "copy") else np.array(part)

@@ -45,7 +45,7 @@ def send(array: Array, envelope: Envelope) -> None:
         envelope.channel.keep(request, held)
 
 
-def post_send(array: Array, envelope: Envelope) -> Any:
+def post_send(array: Array, envelope: Envelope) -> Request:
     """Start a send; an array of the host is memory that nobody changes before `finish_send`. Return MPI's request."""
     request, held = _started(array, envelope)
     envelope.channel.hold("send", request, held)
@@ -78,7 +78,7 @@ def _receipt(spec: Spec, envelope: Envelope) -> Receipt:
     return receipt
 
 
-def finish_receive(receipt: Receipt, call: str) -> Any:
+def finish_receive(receipt: Receipt, call: str) -> Array:
     """Wait for a receive and return its array.
 
     Raises
@@ -91,7 +91,7 @@ def finish_receive(receipt: Receipt, call: str) -> Any:
     return _completed(receipt, MPI.Status(), call)
 
 
-def receive(spec: Spec, envelope: Envelope, call: str) -> Any:
+def receive(spec: Spec, envelope: Envelope, call: str) -> Array:
     """Receive an array; the envelope of a receive from anyone learns who it was."""
     status = MPI.Status()
     # MPICH 5, over UCX, loses messages of other nodes for which a receive from any rank is posted, but finds them.
@@ -106,7 +106,7 @@ def _answered(envelope: Envelope, status: Status) -> None:
         envelope.answered_from(status.source, status.tag)
 
 
-def _matched(spec: Spec, envelope: Envelope, status: Status, call: str) -> Any:
+def _matched(spec: Spec, envelope: Envelope, status: Status, call: str) -> Array:
     """Receive a message whose size is looked at first; one of another size is taken and dropped."""
     way = way_of(spec.arrays)
     room = way.room(spec.shape, spec.dtype)
@@ -140,7 +140,7 @@ def _drop_pieces(buffer: Buffer, got: int, spec: Spec, envelope: Envelope) -> No
         device_messages.discard(*announced, envelope)
 
 
-def swap(array: Array, there: Envelope, spec: Spec, back: Envelope, call: str) -> Any:
+def swap(array: Array, there: Envelope, spec: Spec, back: Envelope, call: str) -> Array:
     """Send to one rank and receive from another, and wait for both."""
     receipt = _receipt(spec, back)
     sending, held = _started(array, there)
@@ -168,7 +168,7 @@ def swap_into(array: np.ndarray, there: Envelope, room: np.ndarray, back: Envelo
         room[...] = _in_pieces(room, got, Spec(room.shape, room.dtype), back, np.empty_like(room), call)
 
 
-def _completed(receipt: Receipt, status: Status, call: str) -> Any:
+def _completed(receipt: Receipt, status: Status, call: str) -> Array:
     try:
         _await(receipt, status, call)
     except Exception:
@@ -199,7 +199,7 @@ def _await(receipt: Receipt, status: Status, call: str) -> None:
     _answered(receipt.envelope, status)
 
 
-def _in_pieces(buffer: Buffer, got: int, spec: Spec, envelope: Envelope, room: Array, call: str) -> Any:
+def _in_pieces(buffer: Buffer, got: int, spec: Spec, envelope: Envelope, room: Array, call: str) -> Array:
     """Receive what a message of another size announces; a ValueError where that isn't the array that is expected."""
     announced = device_messages.read_announcement(buffer, got, spec)
     if announced is None:

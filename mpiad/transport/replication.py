@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
+from mpiad._typing import Array
 from mpiad.errors import ReplicationError
 from mpiad.transport.channels import Channel
 from mpiad.transport.copy_differences import Difference, bits_of, compare, greatest
@@ -75,7 +76,7 @@ def require_replicated(channel: Channel, leaves: Sequence[tuple[str, Any]], said
         _explain(channel, values, held, wrong, f"{said}, but ", f" {advice}" if advice else "")
 
 
-def _plain(path: str, value: object) -> Any:
+def _plain(path: str, value: object) -> Array:
     if value is None or isinstance(value, (str, bytes, int)):  # a Python integer of any size
         return value
     arrays = arrays_of(value)

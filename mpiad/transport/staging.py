@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import DTypeLike
 
-from mpiad._typing import Array, Shape
+from mpiad._typing import Array, Buffer, Shape
 from mpiad.transport.cuda_aware import takes_directly
 from mpiad.transport.device_arrays import ArrayModule
 from mpiad.transport.pinned import Loan, pool_of
@@ -26,16 +26,16 @@ __all__ = ["HOST", "Direct", "Staged", "Way", "way_of"]
 class Way(Protocol):
     """How arrays get to MPI and back."""
 
-    def lent(self, array: Array) -> Any:
+    def lent(self, array: Array) -> Buffer:
         """Return what MPI reads for a C-contiguous array, which mustn't change until then."""
 
-    def copied(self, array: Array) -> Any:
+    def copied(self, array: Array) -> Buffer:
         """Return the same, but memory that nobody else can change."""
 
     def room(self, shape: Shape, dtype: DTypeLike) -> Any:
         """Make room for an array that comes."""
 
-    def buffer(self, room: Array) -> Any:
+    def buffer(self, room: Array) -> Buffer:
         """Return what MPI writes to."""
 
     def home(self, room: Array) -> Array:
@@ -75,12 +75,12 @@ class Direct:
     def __init__(self, arrays: ArrayModule):
         self.arrays = arrays
 
-    def lent(self, array: Array) -> Any:
+    def lent(self, array: Array) -> Buffer:
         """Return the array for MPI, when the device has finished it."""
         self.arrays.synchronize()
         return self.arrays.message(array)
 
-    def copied(self, array: Array) -> Any:
+    def copied(self, array: Array) -> Buffer:
         """Return a copy on the device for MPI."""
         return self.lent(self.arrays.copy(array))
 
@@ -88,7 +88,7 @@ class Direct:
         """Make an array on the device."""
         return self.arrays.empty(shape, dtype)
 
-    def buffer(self, room: Array) -> Any:
+    def buffer(self, room: Array) -> Buffer:
         """Return it for MPI, when nothing else is written there."""
         self.arrays.synchronize()
         return self.arrays.message(room)

@@ -233,7 +233,7 @@ class VI:
         if line is not None:
             line.close()
 
-    def _rows(self, model: Model, theta: Array | None, root: Rank) -> Any:
+    def _rows(self, model: Model, theta: Array | None, root: Rank) -> Array:
         if self.handout == "dynamic":
             return model.dynamically(theta, root, self.comm)
         return model.evenly(theta, self.n_samples_per_epoch, self.posterior.dim, root, self.comm)

@@ -75,7 +75,7 @@ def inherited_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwa
     return lambda g: tuple([array_to_host(part) if home else part for part, home in zip(pull(g), at_home)])
 
 
-def inherited_jvp(fun: Primitive, argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Any:
+def inherited_jvp(fun: Primitive, argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
     """Compute the tangent by autograd's own rule; for device arrays by the one of `on_device`, where there is one."""
     if type(ans) is np.ndarray or _place(ans) is None:
         return primitive_jvps[fun](argnums, gs, ans, args, kwargs)

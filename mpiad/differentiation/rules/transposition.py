@@ -5,14 +5,12 @@ The adjoint w -> Jᵀw is linear, so the derivative of ⟨Jᵀw, v⟩ by w is Jv
 
 from __future__ import annotations
 
-from typing import Any
-
 import autograd.numpy as anp
 import numpy as np
 from autograd.core import make_vjp
 from autograd.tracer import getval
 
-from mpiad._typing import Array
+from mpiad._typing import Array, Scalar
 from mpiad.differentiation.rules.protocol import Argnums, Vjp, VjpMaker
 from mpiad.transport.device_arrays import is_device_array
 
@@ -38,7 +36,7 @@ def tangent_by_transposition(rule: VjpMaker, argnums: Argnums, gs: list, ans: Ar
         return _transposed_on_device(adjoint, gs, np.zeros_like(getval(ans)))
     plain = np.asarray(getval(ans))
 
-    def paired(w: Array) -> Any:
+    def paired(w: Array) -> Scalar:
         return sum(anp.sum(anp.real(part * g)) for part, g in zip(adjoint(w), gs))
 
     # ⟨Aᵀw, g⟩ = ⟨w, A g⟩ is linear in w, so its gradient by w is the tangent A g, at any w: here at zero.

@@ -44,7 +44,7 @@ class Agglomeration:
             if self.box is not None and _leader(before, after, other) == rank
         ]
 
-    def gather(self, block: LocalArray) -> Any:
+    def gather(self, block: LocalArray) -> LocalArray:
         """Return what this rank owns afterwards, None where that is nothing.
 
         Parameters
@@ -60,7 +60,7 @@ class Agglomeration:
         with suspended():
             return self._gathered(block)
 
-    def _gathered(self, block: LocalArray) -> Any:
+    def _gathered(self, block: LocalArray) -> LocalArray:
         # A block of the level above may own no coarse point at all.
         # Sends first: they don't wait, and a leader receives from its members in any order.
         if self._leader != self._rank and block.size:

@@ -14,7 +14,7 @@ import autograd.numpy as anp
 import numpy as np
 from autograd.tracer import Box
 
-from mpiad._typing import Tree
+from mpiad._typing import Array, Tree
 from mpiad.device import to_host
 from mpiad.differentiation import linearize, make_jvp
 from mpiad.optimize.objective_evaluation import Program
@@ -188,7 +188,7 @@ class ResidualEvaluation:
             self._kept = key, kept, np.ascontiguousarray(f, dtype=float)
         return self._kept[2]
 
-    def _piece(self, x: Tree) -> Any:
+    def _piece(self, x: Tree) -> Array:
         out = self._program.fun(x, *self._program.args)
         if out is None:
             return np.zeros(0)

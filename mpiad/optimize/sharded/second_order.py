@@ -126,7 +126,7 @@ class SecondOrderEvaluation:
         other = self._packed(self._differentiated(self._regularizer, x))
         return Derivatives(value + other.value, gradient + other.gradient, lambda v: plain.multiply(v) + other.multiply(v))
 
-    def _residuals(self, x: Tree) -> Any:
+    def _residuals(self, x: Tree) -> Array:
         out = self._program.fun(x, *self._program.args)
         if out is None:
             return anp.zeros(0)

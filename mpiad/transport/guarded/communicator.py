@@ -53,7 +53,7 @@ def _collective(name: str, compared: Callable[..., tuple[Any, Any, Any]]) -> Any
     return method
 
 
-def _given(send: Buffer, recv: Buffer) -> Any:
+def _given(send: Buffer, recv: Buffer) -> Buffer:
     return recv if send is MPI.IN_PLACE else send
 
 
@@ -119,7 +119,7 @@ class Guarded:
         if self.agreement is not None:
             self.agree(step, array, op, root)
 
-    def finish(self, request: Request, name: str, held: Any) -> None:
+    def finish(self, request: Request, name: str, held: object) -> None:
         """Wait for a collective that was started."""
         self.started += 1
         number = self.started

@@ -6,8 +6,6 @@ stays a number.
 
 from __future__ import annotations
 
-from typing import Any
-
 import autograd.numpy as anp
 
 from mpiad._typing import Array
@@ -50,7 +48,7 @@ def clip_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) 
     return gs[0] if inside is None else gs[0] * inside
 
 
-def _inside(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Any:
+def _inside(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Array:
     if argnums != (0,):
         raise NotImplementedError("the derivative of clip by its bounds isn't available; use maximum and minimum")
     given = dict(zip(("a", "a_min", "a_max"), args), **kwargs)
