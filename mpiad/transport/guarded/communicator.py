@@ -157,7 +157,7 @@ class Guarded:
     Gatherv = _collective("Gatherv", lambda send, recv, root=0: (None, None, root))
     Scatterv = _collective("Scatterv", lambda send, recv, root=0: (None, None, root))
     Barrier = _collective("Barrier", lambda: (None, None, None))
-    # Started ones are counted when they start, and compared at their wait (see `guarded_reductions`).
+    # Started ones are counted when they start, and compared at their wait (see `requests`).
     Iallgather = _nonblocking("Iallgather")
     Iallreduce = _nonblocking("Iallreduce")
     Ibcast = _nonblocking("Ibcast")
