@@ -7,13 +7,13 @@ their own.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from mpiad._typing import Shape, Tree
+from mpiad._typing import Array, Shape, Tree
 from mpiad.device import to_device
 from mpiad.differentiation.trees import flatten
 from mpiad.transport.device_arrays import ArrayModule, arrays_of
@@ -79,29 +79,26 @@ def lies_on_device(leaves: Sequence[Any]) -> bool:
 
 def fetched(leaves: Sequence[Any]) -> list[Any]:
     """Return leaves with host arrays for those on a device."""
-    found = list(leaves)
-    groups: dict[Any, list[int]] = {}
-    for k, leaf in enumerate(leaves):
-        if arrays_of(leaf) is not None:
-            groups.setdefault((arrays_of(leaf), leaf.dtype), []).append(k)
-    for (arrays, _), places in groups.items():
-        flat = [leaves[k].reshape(-1) for k in places]
-        whole, start = arrays.to_host(flat[0] if len(flat) == 1 else np.concatenate(flat)), 0
-        for k in places:
-            stop = start + leaves[k].size
-            found[k], start = whole[start:stop].reshape(leaves[k].shape), stop
-    return found
+    homes = [arrays_of(leaf) for leaf in leaves]
+    return _moved(leaves, homes, lambda home, whole: home.to_host(whole))
 
 
 def put(arrays: Sequence[np.ndarray], homes: Sequence[ArrayModule | None]) -> list[Any]:
     """Return arrays with those that have a home on its device."""
-    found: list[Any] = list(arrays)
-    groups: dict[Any, list[int]] = {}
-    for k, (array, home) in enumerate(zip(arrays, homes)):
+    return _moved(arrays, homes, lambda home, whole: home.to_device(whole))
+
+
+def _moved(
+    arrays: Sequence[Any], homes: Sequence[ArrayModule | None], move: Callable[[ArrayModule, Array], Array]
+) -> list[Any]:
+    """Return arrays with those that have a home moved: those of one home and dtype laid together, by one copy."""
+    found, groups = list(arrays), dict[Any, list[int]]()
+    for k, home in enumerate(homes):
         if home is not None:
-            groups.setdefault((home, array.dtype), []).append(k)
+            groups.setdefault((home, arrays[k].dtype), []).append(k)
     for (home, _), places in groups.items():
-        whole, start = home.to_device(np.concatenate([arrays[k].reshape(-1) for k in places])), 0
+        flat = [arrays[k].reshape(-1) for k in places]
+        whole, start = move(home, flat[0] if len(flat) == 1 else np.concatenate(flat)), 0
         for k in places:
             stop = start + arrays[k].size
             found[k], start = whole[start:stop].reshape(arrays[k].shape), stop
