@@ -43,6 +43,7 @@ from mpiad.optimize.sharded.convergence import (
     Ending,
     NewtonSettings,
 )
+from mpiad.optimize.sharded.recycled_directions import RecycledDirections
 from mpiad.optimize.sharded.second_order import Derivatives, SecondOrderEvaluation
 from mpiad.optimize.sharded.solver_state import StateFiles
 from mpiad.optimize.sharded.truncated_cg import Step, System, truncated_cg
@@ -115,6 +116,10 @@ class NewtonCG:
         self._evaluation, self._totals, self._iterates, self._settings = evaluation, totals, iterates, settings
         self._files, self._box = files, box
         self._precondition, self._represent = operators
+        plain = self._precondition or (lambda r: r.copy())
+        self._recycled = RecycledDirections(
+            plain, lambda pairs: self._sums(*(_dot(a, b) for a, b in pairs)), settings.recycle
+        )
         self.count, self._iteration = 0, 0
         self._forcing, self._radius, self._first = _LARGEST, settings.radius, math.nan
         self._value_before, self._stopped = math.inf, False
@@ -229,16 +234,18 @@ class NewtonCG:
     # ---- steps
 
     def _step(self, here: NewtonPoint, radius: float = math.inf) -> Step | None:
-        precondition = self._precondition
-
-        def apply(r: Array) -> Array:
-            return r.copy() if precondition is None else here.masked(precondition(r))
+        def multiply(v: Array) -> Array:
+            product = here.masked(here.multiply(v))
+            self._recycled.note(v, product)
+            return product
 
         system = System(
-            lambda v: here.masked(here.multiply(v)), apply, lambda a, b: self._sums(_dot(a, b))[0],
+            multiply, lambda r: here.masked(self._recycled(r)), lambda a, b: self._sums(_dot(a, b))[0],
             lambda: self._files.interrupted,
         )  # fmt: skip
-        return truncated_cg(system, here.masked(here.gradient), self._forcing, self._settings.maxcg, radius)
+        found = truncated_cg(system, here.masked(here.gradient), self._forcing, self._settings.maxcg, radius)
+        self._recycled.learn()
+        return found
 
     def _moved(self, here: NewtonPoint, way: Array, step: float) -> Array:
         if self._box is None:

@@ -15,6 +15,7 @@ from mpi4py import MPI
 
 import mpiad
 from mpiad.errors import ConvergenceError
+from mpiad.optimize.sharded.recycled_directions import RecycledDirections
 from mpiad.optimize.sharded.truncated_cg import System, truncated_cg
 
 METHOD = "Newton-CG-sharded"
@@ -140,6 +141,44 @@ def test_gauss_newton_beside_least_squares(rank: int, size: int) -> None:
     np.testing.assert_allclose(both.fun, expected.fun, rtol=1e-12)
 
 
+def test_recycled_directions_make_the_update_of_the_textbook() -> None:
+    """BFGS by one pair after another, in any dimension that conjugate directions span; and what is forgotten."""
+    rng = np.random.default_rng(8)
+    hessian, p = spd(rng, 9), spd(rng, 9, 10.0)
+    other = hessian + 0.3 * spd(rng, 9)
+
+    def conjugate(matrix: np.ndarray, k: int) -> np.ndarray:
+        return np.linalg.solve(np.linalg.cholesky(matrix).T, np.linalg.qr(rng.standard_normal((9, k)))[0]).T
+
+    def updated(inverse: np.ndarray, pairs: list) -> np.ndarray:
+        for s, y in pairs:
+            v = np.eye(9) - np.outer(y, s) / (s @ y)
+            inverse = v.T @ inverse @ v + np.outer(s, s) / (s @ y)
+        return inverse
+
+    recycled = RecycledDirections(lambda r: p @ r, lambda pairs: [float(a @ b) for a, b in pairs], 5)
+    groups = [[(s, matrix @ s) for s in conjugate(matrix, 4)] for matrix in (hessian, other)]
+    for group in groups:
+        for pair in group:
+            recycled.note(*pair)
+        recycled.learn()
+    found = np.stack([recycled(row) for row in np.eye(9)])
+    np.testing.assert_allclose(found, updated(p, [*groups[0][3:], *groups[1]]), rtol=0, atol=1e-12 * np.abs(p).max())
+
+
+def test_recycling_saves_products_and_finds_the_same(rank: int, size: int) -> None:
+    rng = np.random.default_rng(2)
+    matrix, data = rng.standard_normal((60, 24)) * np.geomspace(1, 1e3, 24), rng.standard_normal(60)
+
+    def residuals(x: Any) -> Any:
+        return np.array_split(matrix, size)[rank] @ (x + 1e-3 * x**3) - np.array_split(data, size)[rank]
+
+    options = {"product": "gauss-newton", "regularizer": lambda x: 0.5 * anp.sum(x**2), "gtol": 1e-9, "grtol": 0.0}
+    plain, recycled = (solve(residuals, np.zeros(24), rank, size, options={**options, "recycle": most}) for most in (0, 24))
+    assert recycled.success and recycled.nhev < 0.6 * plain.nhev
+    np.testing.assert_allclose(recycled.x, plain.x, atol=1e-9)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_bounds_by_two_metrics(way: str, rank: int, size: int) -> None:
     """A quadratic in a box, against SciPy's active sets; few iterations, since the free variables take Newton steps."""
@@ -230,6 +269,7 @@ def test_wrong_options_are_refused_on_all_ranks(rank: int, size: int) -> None:
     refused(ValueError, "product must be one of", product="newton" if last else "full")
     refused(TypeError, "preconditioner must be callable, or have a method `solve`", preconditioner=3.0 if last else None)
     refused(ValueError, "regularizer is for product='gauss-newton'", regularizer=lambda x: 0.0)
+    refused(ValueError, "recycle=3 changes the preconditioner", recycle=3, globalization="trust region")
     refused(ValueError, "preconditioner must be symmetric and positive", preconditioner=lambda r: -r)
     refused(ValueError, "inner product must be symmetric", inner_product=lambda g: -g)
     refused(ValueError, "preconditioner must be symmetric", preconditioner=_turned(rank, size))
