@@ -11,7 +11,7 @@ import scipy.sparse
 
 from mpiad._typing import Array, Rank
 from mpiad.transport import Channel
-from mpiad.transport.agreement import raise_together
+from mpiad.transport.agreement import raise_together, raising_together
 
 __all__ = ["local_rows", "rows_of"]
 
@@ -24,10 +24,10 @@ def local_rows(used: Channel, rows: object, columns: int | None) -> tuple:
     TypeError, ValueError
         On all ranks: see `MatrixRowBlock`.
     """
-    error = _mistake(rows, "MatrixRowBlock: rows")
-    if error is None and columns is not None and (not isinstance(columns, (int, np.integer)) or columns < 0):
-        error = ValueError(f"MatrixRowBlock: columns must be zero or more, but got {columns!r}.")
-    raise_together(used, error)
+    with raising_together(used):
+        _require_matrix(rows, "MatrixRowBlock: rows")
+        if columns is not None and (not isinstance(columns, (int, np.integer)) or columns < 0):
+            raise ValueError(f"MatrixRowBlock: columns must be zero or more, but got {columns!r}.")
     matrix: Any = scipy.sparse.csr_matrix(rows)
     if not matrix.has_canonical_format:
         # A copy, because entries named twice are added up in place, and the matrix is the caller's.
@@ -42,17 +42,16 @@ def local_rows(used: Channel, rows: object, columns: int | None) -> tuple:
     return matrix, own, offsets, matrix.indptr
 
 
-def _mistake(matrix: Array, what: str) -> Exception | None:
+def _require_matrix(matrix: Array, what: str) -> None:
     if not scipy.sparse.issparse(matrix):
-        return TypeError(
+        raise TypeError(
             f"{what} must be a sparse matrix or sparse array of SciPy's, but got {type(matrix).__name__}. "
             "scipy.sparse.csr_array makes one of an array."
         )
     if matrix.dtype.char not in "fdFD":
-        return TypeError(f"{what} must have dtype float32, float64, complex64 or complex128, but got {matrix.dtype}.")
+        raise TypeError(f"{what} must have dtype float32, float64, complex64 or complex128, but got {matrix.dtype}.")
     if matrix.ndim != 2:
-        return ValueError(f"{what} must have two dimensions, but got shape {matrix.shape}.")
-    return None
+        raise ValueError(f"{what} must have two dimensions, but got shape {matrix.shape}.")
 
 
 def _misfit(every: np.ndarray, columns: int | None) -> Exception | None:
@@ -80,28 +79,27 @@ def rows_of(used: Channel, matrix: Any, root: Rank, counts: Sequence[int] | None
     """
     if not 0 <= root < used.size:
         raise ValueError(f"MatrixRowBlock.from_scipy: root must be a rank from 0 to {used.size - 1}, but got {root!r}.")
-    error, pieces = None, None
-    if used.rank == root:
-        error = _mistake(matrix, "MatrixRowBlock.from_scipy: matrix")
-        if error is None and counts is not None:
-            error = _wrong_counts(counts, used.size, matrix.shape[0])
-        if error is None:
+    pieces = None
+    with raising_together(used):
+        if used.rank == root:
+            _require_matrix(matrix, "MatrixRowBlock.from_scipy: matrix")
+            _require_counts(counts, used.size, matrix.shape[0])
             pieces = _cut(scipy.sparse.csr_matrix(matrix), used.size, counts)
-    raise_together(used, error)
     return used.data.scatter(pieces, root)
 
 
-def _wrong_counts(counts: Sequence[int], size: int, total: int) -> Exception | None:
+def _require_counts(counts: Sequence[int] | None, size: int, total: int) -> None:
+    if counts is None:
+        return
     try:
         rows = [operator.index(count) for count in counts]
     except TypeError:  # whatever it is, the other ranks wait to hear of it
         rows = []
-    if len(rows) == size and min(rows) >= 0 and sum(rows) == total:
-        return None
-    return ValueError(
-        f"MatrixRowBlock.from_scipy: counts must be {size} numbers, none negative, that add up to {total} rows, but got "
-        f"{counts!r}."
-    )
+    if not (len(rows) == size and min(rows) >= 0 and sum(rows) == total):
+        raise ValueError(
+            f"MatrixRowBlock.from_scipy: counts must be {size} numbers, none negative, that add up to {total} rows, but "
+            f"got {counts!r}."
+        )
 
 
 def _cut(matrix: Array, size: int, counts: Sequence[int] | None) -> list[tuple[Any, int]]:

@@ -20,13 +20,12 @@ from mpiad.optimize.objective_evaluation import Program
 from mpiad.optimize.packing import as_variables
 from mpiad.transport import SUM, Channel
 from mpiad.transport.agreement import agreed, raising_together
-from mpiad.transport.copy_differences import Difference, compare
+from mpiad.transport.copy_differences import Difference, compare, listed
 
 __all__ = ["as_given", "require_roots", "shared_start"]
 
 Leaves = list[tuple[str, Any]]
 
-_SHOWN = 8
 _KINDS = {
     "b": "a boolean", "i": "an integer", "u": "an integer", "f": "a real", "c": "a complex", "U": "a text", "S": "a bytes",
 }  # fmt: skip
@@ -108,11 +107,9 @@ def require_roots(used: Channel, root: Rank, mine: Leaves | None, roots: Leaves,
     every: list[Difference | None] = used.data.allgather(found)
     differences = {rank: difference for rank, difference in enumerate(every) if difference is not None}
     ranks, first = list(differences), next(iter(differences.values()))
-    lines = [f"\n  rank {rank}: {difference}" for rank, difference in differences.items()]
-    more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
     raise agreed(used, ReplicationError(
         f"{said}, rank {root}, but what rank(s) {ranks} of {used.size} gave differs from it. {advice}"
-        f"{''.join(lines[:_SHOWN])}{more}",
+        f"{listed(differences)}",
         ranks, first.path, first.index, first.absolute, first.relative,
     ))  # fmt: skip
 

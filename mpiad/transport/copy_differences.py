@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from mpiad._typing import Array
 
-__all__ = ["Difference", "bits_of", "compare", "greatest"]
+__all__ = ["Difference", "bits_of", "compare", "greatest", "listed"]
 
+_SHOWN = 8
 _HUGE = 2**1023  # integers from here on have no float
 # Of the 16 bytes of a long double on x86 ten hold its 80 bits; whatever the memory held before is in the others.
 _MEANT = 10 if np.finfo(np.longdouble).nmant == 63 else np.dtype(np.longdouble).itemsize
@@ -81,6 +82,12 @@ def bits_of(array: np.ndarray) -> np.ndarray:
     if array.dtype.char not in "gG":
         return whole.reshape(array.size, -1)
     return whole.reshape(array.size, -1, np.dtype(np.longdouble).itemsize)[:, :, :_MEANT].reshape(array.size, -1)
+
+
+def listed(differences: Mapping[int, Difference]) -> str:
+    """Return a line for each rank's difference, of many the first few and how many more there are."""
+    lines = [f"\n  rank {rank}: {difference}" for rank, difference in differences.items()]
+    return "".join(lines[:_SHOWN]) + (f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else "")
 
 
 def greatest(values: Sequence[float] | np.ndarray) -> float:

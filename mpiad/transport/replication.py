@@ -20,12 +20,10 @@ from mpi4py import MPI
 from mpiad._typing import Array
 from mpiad.errors import ReplicationError
 from mpiad.transport.channels import Channel
-from mpiad.transport.copy_differences import Difference, bits_of, compare, greatest
+from mpiad.transport.copy_differences import Difference, bits_of, compare, greatest, listed
 from mpiad.transport.device_arrays import arrays_of
 
 __all__ = ["require_replicated"]
-
-_SHOWN = 8
 
 
 class _Held(NamedTuple):
@@ -120,10 +118,9 @@ def _explain(channel: Channel, values: list[Any], held: list[_Held], wrong: str,
     places = {rank: _first_difference(copies[rank], copies[reference]) for rank in ranks}
     found = channel.data.allgather(_compared(channel, values, copies, reference, places))
     differences: list[Difference] = [found[rank] for rank in ranks]
-    lines = [f"\n  rank {rank}: {difference}" for rank, difference in zip(ranks, differences)]
-    more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
     raise ReplicationError(
-        f"{said}rank(s) {ranks} of {channel.size} differ from rank {reference}.{advice}{''.join(lines[:_SHOWN])}{more}",
+        f"{said}rank(s) {ranks} of {channel.size} differ from rank {reference}.{advice}"
+        f"{listed(dict(zip(ranks, differences)))}",
         ranks, differences[0].path, differences[0].index,
         greatest([difference.absolute for difference in differences]),
         greatest([difference.relative for difference in differences]),
