@@ -22,7 +22,7 @@ from mpiad.linalg.matrix_row_block import MatrixRowBlock
 from mpiad.primitives import mpi_allgather
 from mpiad.primitives.operation import suspended
 from mpiad.transport import Channel, channel
-from mpiad.transport.agreement import raise_together, raising_together
+from mpiad.transport.agreement import raising_together
 
 __all__ = ["AdditiveSchwarz"]
 
@@ -79,7 +79,13 @@ class AdditiveSchwarz:
         if not isinstance(matrix, MatrixRowBlock):
             raise TypeError(f"{_CALL}: matrix must be a MatrixRowBlock, but got {type(matrix).__name__}.")
         used = channel(matrix.comm, _CALL)
-        raise_together(used, _mistake(matrix, overlap))
+        with raising_together(used):
+            if matrix.shape[0] != matrix.shape[1] or (matrix.offsets[0] != matrix.offsets[1]).any():
+                raise ValueError(
+                    f"{_CALL}: the matrix must be square, its rows and columns divided alike, but is {matrix!r}."
+                )
+            if not isinstance(overlap, (int, np.integer)) or overlap < 0:
+                raise ValueError(f"{_CALL}: overlap must be zero or more layers, but got {overlap!r}.")
         self.comm, self.rank, self.size = matrix.comm, used.rank, used.size
         self.rows, self.restricted, self._turned = matrix.local_shape[0], restricted, False
         with suspended():
@@ -148,14 +154,6 @@ class AdditiveSchwarz:
             return r
         flat = r.reshape(-1, r.shape[-1]).T
         return np.ascontiguousarray(self._factors.solve(flat, "T" if self._turned else "N").T).reshape(r.shape)
-
-
-def _mistake(matrix: MatrixRowBlock, overlap: object) -> Exception | None:
-    if matrix.shape[0] != matrix.shape[1] or (matrix.offsets[0] != matrix.offsets[1]).any():
-        return ValueError(f"{_CALL}: the matrix must be square, its rows and columns divided alike, but is {matrix!r}.")
-    if not isinstance(overlap, (int, np.integer)) or overlap < 0:
-        return ValueError(f"{_CALL}: overlap must be zero or more layers, but got {overlap!r}.")
-    return None
 
 
 def _overlapping_part(matrix: MatrixRowBlock, rows: LocalArray, overlap: int, used: Channel) -> tuple[Any, GhostPlan]:

@@ -68,7 +68,7 @@ class GhostPlan:
     def fetch(self, x: LocalArray) -> LocalArray:
         """Return the ghosts of a vector, shape (..., count), from this rank's part, shape (..., n); collective."""
         ghosts = empty_beside(x, (*x.shape[:-1], self.count))
-        coming = [(places, self._receive(ghosts[..., places], r, _TAG_FETCH)) for r, places in self.sources]
+        coming = [(places, mpi_irecv(ghosts[..., places], r, _TAG_FETCH, self.comm)) for r, places in self.sources]
         for r, places in self._destinations(x):
             mpi_send(x[..., places], r, _TAG_FETCH, self.comm)
         for places, request in coming:
@@ -80,7 +80,7 @@ class GhostPlan:
         coming = []
         for r, places in self._destinations(out):
             room = empty_beside(out, (*out.shape[:-1], len(places)))
-            coming.append((places, self._receive(room, r, _TAG_GIVE)))
+            coming.append((places, mpi_irecv(room, r, _TAG_GIVE, self.comm)))
         for r, places in self.sources:
             mpi_send(ghosts[..., places], r, _TAG_GIVE, self.comm)
         for places, request in coming:
@@ -91,6 +91,3 @@ class GhostPlan:
         """Return the ranks that this one sends to and the places, these where `x` lives."""
         home = arrays_of(x)
         return self.destinations if home is None else zip([r for r, _ in self.destinations], self._places.on(home))
-
-    def _receive(self, like: LocalArray, source: Rank, tag: int) -> Any:
-        return mpi_irecv(like, source, tag, self.comm)
