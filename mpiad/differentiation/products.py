@@ -7,13 +7,7 @@ from typing import Any
 
 from mpiad._typing import Array, Comm, Function, Rank, Tree
 from mpiad.differentiation.gradient import cotangents_of_variables, grad
-from mpiad.differentiation.trace import (
-    Variables,
-    arguments_with,
-    trace_backwards,
-    trace_forwards,
-    variables_of,
-)
+from mpiad.differentiation.trace import Variables, arguments_with, trace_backwards, trace_forwards, variables_of
 from mpiad.differentiation.trees import flatten
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.transport.recovery import recoverable

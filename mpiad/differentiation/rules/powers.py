@@ -9,14 +9,7 @@ from autograd.tracer import getval
 
 from mpiad._typing import Array
 from mpiad.differentiation.rules.broadcasting import fitting
-from mpiad.differentiation.rules.protocol import (
-    Argnums,
-    Vjp,
-    anp,
-    inherited_jvp,
-    inherited_vjp,
-    one_unchanged,
-)
+from mpiad.differentiation.rules.protocol import Argnums, Vjp, anp, inherited_jvp, inherited_vjp, one_unchanged
 from mpiad.transport.device_arrays import is_device_array
 
 __all__ = ["JVPS", "VJPS", "doubled"]

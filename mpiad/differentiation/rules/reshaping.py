@@ -9,15 +9,7 @@ from autograd.numpy.numpy_wrapper import _astype
 from autograd.tracer import getval
 
 from mpiad._typing import Array
-from mpiad.differentiation.rules.protocol import (
-    BOX_TYPES,
-    Argnums,
-    Primitive,
-    Vjp,
-    VjpMaker,
-    anp,
-    inherited_vjp,
-)
+from mpiad.differentiation.rules.protocol import BOX_TYPES, Argnums, Primitive, Vjp, VjpMaker, anp, inherited_vjp
 
 __all__ = ["JVPS", "VJPS"]
 

@@ -9,15 +9,7 @@ from autograd.tracer import getval
 
 from mpiad._typing import Array
 from mpiad.differentiation.rules.broadcasting import fitting, widened
-from mpiad.differentiation.rules.protocol import (
-    BOX_TYPES,
-    Argnums,
-    Vjp,
-    anp,
-    inherited_jvp,
-    inherited_vjp,
-    primitive_where,
-)
+from mpiad.differentiation.rules.protocol import BOX_TYPES, Argnums, Vjp, anp, inherited_jvp, inherited_vjp, primitive_where
 from mpiad.transport.device_arrays import is_device_array
 
 __all__ = ["JVPS", "VJPS"]
