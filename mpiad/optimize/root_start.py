@@ -18,8 +18,9 @@ from mpiad.errors import ReplicationError
 from mpiad.optimize.device_leaves import Elsewhere, at_home, described, fetched, fingerprint
 from mpiad.optimize.objective_evaluation import Program
 from mpiad.optimize.packing import as_variables
-from mpiad.transport import SUM, Channel
+from mpiad.transport import Channel
 from mpiad.transport.agreement import agreed, raising_together
+from mpiad.transport.channels import on_any_rank
 from mpiad.transport.copy_differences import Difference, compare, listed
 
 __all__ = ["as_given", "require_roots", "shared_start"]
@@ -99,9 +100,7 @@ def require_roots(used: Channel, root: Rank, mine: Leaves | None, roots: Leaves,
     All ranks of the channel call it.
     """
     found = None if mine is None or used.rank == root else _difference(mine, roots, root)
-    flag, total = np.array(found is not None, np.int32), np.zeros((), np.int32)
-    used.data.Allreduce(flag, total, SUM)
-    if not total:
+    if not on_any_rank(used.data, found is not None):
         return
     # Only where one differs do the ranks tell each other how, so that all say the same.
     every: list[Difference | None] = used.data.allgather(found)

@@ -11,7 +11,7 @@ import numpy as np
 
 from mpiad._typing import Comm
 from mpiad.errors import ConvergenceError, NotFiniteError, RemoteError
-from mpiad.transport.channels import Channel
+from mpiad.transport.channels import Channel, on_any_rank
 from mpiad.transport.exit_codes import code_of
 from mpiad.transport.tracing import settled
 
@@ -134,10 +134,7 @@ def raise_together(channel: Channel, error: Exception | None) -> None:
 
 def _raised_together(channel: Channel, error: Exception | None) -> None:
     # One number in any case; texts are pickled, and travel only where there is one.
-    flag = np.array(error is not None, dtype=np.int32)
-    total = np.zeros_like(flag)
-    channel.data.Allreduce(flag, total)
-    if total:
+    if on_any_rank(channel.data, error is not None):
         raise_first(channel, error)
 
 

@@ -29,7 +29,8 @@ from mpiad.transport.tracing import tracing
 from mpiad.transport.unreceived import drain
 
 __all__ = [
-    "Channel", "Watch", "communications", "is_watched", "live_channels", "operator_body", "set_watch", "tell_recorders",
+    "Channel", "Watch", "communications", "is_watched", "live_channels", "on_any_rank", "operator_body", "set_watch",
+    "tell_recorders",
 ]  # fmt: skip
 
 _GOLDEN_SECTION = 0.6180339887498949
@@ -212,7 +213,7 @@ class Channel:
         old, unended = self.duplicates(), self.unended
         self._open(self._duplicate())
         self.fault = None
-        _give_back(old, _any_rank(self.data, unended))
+        _give_back(old, on_any_rank(self.data, unended))
 
     def renew_beneath(self) -> None:
         """Renew what communications use, but keep what `derive` returned: a call that goes on works with it; collective."""
@@ -341,7 +342,7 @@ def _has_ended(reduction: Request) -> bool:
         return False
 
 
-def _any_rank(comm: Comm, here: bool) -> bool:
+def on_any_rank(comm: Comm, here: bool) -> bool:
     """Tell whether it is so on any rank; collective."""
     mine, every = np.array(here, dtype=np.int32), np.empty((), dtype=np.int32)
     comm.Allreduce(mine, every, MPI.MAX)

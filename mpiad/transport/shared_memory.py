@@ -22,6 +22,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpiad._typing import Comm
+from mpiad.transport.channels import on_any_rank
 
 __all__ = ["shared_vectors"]
 
@@ -60,7 +61,7 @@ def shared_vectors(comm: Comm, count: int, size: int) -> np.ndarray | None:
     try:
         start, end = (length * rank // comm.size for rank in (comm.rank, comm.rank + 1))
         memory = _tried(lambda: _mapped(file, length, start, end))
-        if not _on_all(comm, memory is not None):
+        if on_any_rank(comm, memory is None):
             return None
     finally:
         os.close(file)
@@ -77,7 +78,7 @@ def _common_file(comm: Comm, length: int) -> int | None:
         path = comm.bcast(path)
         if comm.rank > 0:
             file = _tried(lambda: os.open(path, os.O_RDWR))
-        seen = _on_all(comm, file is not None)
+        seen = not on_any_rank(comm, file is None)
     finally:
         if comm.rank == 0:
             _tried(lambda: os.unlink(path))
@@ -112,9 +113,3 @@ def _tried(action: Callable[[], T]) -> T | None:
         return action()
     except (OSError, ValueError, AttributeError):
         return None
-
-
-def _on_all(comm: Comm, here: bool) -> bool:
-    mine, every = np.array(here, dtype=np.int32), np.empty((), dtype=np.int32)
-    comm.Allreduce(mine, every, MPI.MIN)
-    return bool(every)
