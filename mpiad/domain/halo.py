@@ -143,22 +143,37 @@ def fill_in_place(out: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TU
 
 def _filling(out: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) -> Iterator[None]:
     """Fill the halo, and come back whenever messages are under way."""
-    for stage, beyond in zip(halo.stages(scheme), halo.beyond(sides, scheme)):
+    stages = list(zip(halo.stages(scheme), halo.beyond(sides, scheme)))
+    for stage, beyond in stages:
+        _fill_constants(out, stage, beyond, sides)  # which nothing that travels has a part in
+    for stage, beyond in stages:
         coming = post(out, stage.routes, False, _TAG, halo.comm)
         if coming:
             yield
         put(out, coming)
-        fill_beyond(out, stage, beyond, sides)
+        _fill_copies(out, stage, beyond, sides)
 
 
 def fill_beyond(out: LocalArray, stage: Stage, beyond: list[Beyond], sides: Sides) -> None:
     """Fill what doesn't come from other ranks, once what does is there."""
+    _fill_constants(out, stage, beyond, sides)
+    _fill_copies(out, stage, beyond, sides)
+
+
+def _fill_constants(out: LocalArray, stage: Stage, beyond: list[Beyond], sides: Sides) -> None:
+    for side in beyond:
+        if side.copied is None:
+            out[side.ghost] = sides[side.axis][side.place].filled(None)
+    for ghost in stage.empty:
+        out[ghost] = 0
+
+
+def _fill_copies(out: LocalArray, stage: Stage, beyond: list[Beyond], sides: Sides) -> None:
     for owned, ghost in stage.here:
         out[ghost] = out[owned]
     for side in beyond:
-        out[side.ghost] = sides[side.axis][side.place].filled(None if side.copied is None else out[side.copied])
-    for ghost in stage.empty:
-        out[ghost] = 0
+        if side.copied is not None:
+            out[side.ghost] = sides[side.axis][side.place].filled(out[side.copied])
 
 
 @communicating
@@ -230,19 +245,26 @@ def _none(halo: Halo, *_: Any) -> tuple[int, ...]:
     return (0,) * len(halo.shape)
 
 
-def _still(halo: Halo, layers: Callable[[int], int], scheme: str) -> list[tuple[int, int]] | None:
-    """Return the cells without so many layers at each end of an axis, by the width of its halo; None without messages."""
+def _still(halo: Halo, layers: Callable[[int], int], sides: Sides, scheme: str) -> list[tuple[int, int]] | None:
+    """Return the cells that stay while messages travel; None without any.
+
+    They are without so many layers, by the width of the halo, at each end of an axis that isn't a side with a given value.
+    """
     if not any(stage.routes for stage in halo.stages(scheme)):
         return None
-    return [(layers(width), n - layers(width)) for n, width in zip(halo.padded, halo.widths)]
+    given = {(side.axis, side.place) for beyond in halo.beyond(sides, scheme) for side in beyond if side.copied is None}
+    return [
+        (layers(width) * ((axis, 0) not in given), n - layers(width) * ((axis, 1) not in given))
+        for axis, (n, width) in enumerate(zip(halo.padded, halo.widths))
+    ]
 
 
 fill_halo.in_place = InPlace(
     lambda halo, *_: halo.padded, lambda halo, *_: halo.widths, _none, _filling,
-    lambda halo, sides, scheme=IN_TURN: _still(halo, lambda width: width, scheme), changes_given=False,
+    lambda halo, sides, scheme=IN_TURN: _still(halo, lambda width: width, sides, scheme), changes_given=False,
 )  # fmt: skip
 # A reflection takes its layers from behind the first one.
 fold_halo.in_place = InPlace(
     lambda halo, *_: halo.padded, _none, lambda halo, *_: halo.widths, _folding,
-    lambda halo, sides, scheme=IN_TURN: _still(halo, lambda width: 2 * width + 1, scheme), changes_given=True,
+    lambda halo, sides, scheme=IN_TURN: _still(halo, lambda width: 2 * width + 1, sides, scheme), changes_given=True,
 )  # fmt: skip

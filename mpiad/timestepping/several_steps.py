@@ -17,7 +17,7 @@ from mpiad.transport.tracing import tracing
 __all__ = ["CompiledFunction", "can_run_together", "number_together", "several"]
 
 # More bring little, and take long to compile.
-_MOST, _MOST_OPERATIONS = 16, 600
+_MOST, _MOST_OPERATIONS = 32, 600
 
 
 @runtime_checkable

@@ -87,7 +87,8 @@ def test_derivatives_by_field_and_positions(rank, size, rank_rng, result):
     shape = (9, 7)
     domain, (lattice, axes) = Domain(shape), grid(shape)
     u = rank_rng(100).standard_normal(shape)[domain.owned]
-    points = inside(rank_rng(101 + (rank if result == "own" else 0)), axes, 5)[2:]
+    # Away from the edges of the grid, since they are moved.
+    points = (inside(rank_rng(101 + (rank if result == "own" else 0)), axes, 5)[2:] + [axis.mean() for axis in axes]) / 2
 
     def loss(u, points):
         values = domain.interpolate(u, points, **lattice, result=result)

@@ -94,6 +94,20 @@ def test_the_interior_is_computed_before_messages_are_waited_for(rank, size, mon
     np.testing.assert_array_equal(jitted(u), expected)
 
 
+def test_sides_with_given_values_wait_for_no_message(size):
+    """Rows beside other ranks are computed afterwards, columns at sides beyond which u is zero with the rest."""
+    domain = Domain(SHAPE, dims=(size, 1))
+    jitted = mpiad.jit(lambda u: domain.exchange(u)[2:, 1:-1] + domain.exchange(u)[1:-1, :-2], strict=True)
+    jitted(np.ones(domain.local_shape))
+    (entry,) = jitted._entries.values()
+    actions = actions_of(entry.replays.schedule, entry.replays.texts, True)
+    for before, action in zip(actions, actions[1:]):
+        if before.kind == "begin":
+            boxes = np.concatenate([rows for share in action.shares for rows in share])
+            assert (boxes[:, 2].min(), boxes[:, 3].max()) == (0, 200)
+    assert sum(action.kind == "begin" for action in actions) == (size > 1)
+
+
 def test_divided_loops_compute_the_same_bits(rank, rank_rng):
     domain = Domain(SHAPE, periodic=True)
     weights = rank_rng(101).standard_normal(SHAPE)[domain.owned]
