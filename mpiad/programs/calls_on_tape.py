@@ -82,7 +82,7 @@ def called_on_tape(jitted: Jitted, given: Arguments, args: tuple, kwargs: dict) 
 
     out = [own(x.constant) if x.place is None else made[x.place] for x in entry.outputs]
     nodes = [given.leaves[k]._node for k in boxed]
-    return entry.build(placed(tape, out, in_program(entry.outputs), nodes, pull, entry.communications))
+    return entry.build(placed(tape, out, in_program(entry.outputs), nodes, pull, entry.communicates))
 
 
 def _called_with_tangents(jitted: Jitted, tape: TangentTape, given: Arguments, boxed: list[int]) -> Any:
@@ -157,7 +157,7 @@ def _traced_on_tape(jitted: Jitted, key: Any, given: Arguments, boxed: list[int]
 
     out = [own(value) for value in run.values]
     nodes = [given.leaves[k]._node for k in boxed]
-    return run.build(placed(tape, out, in_program(outputs), nodes, pull, trace.recorder.communications))
+    return run.build(placed(tape, out, in_program(outputs), nodes, pull, trace.recorder.communicates))
 
 
 def _conformed(g: Any, spec: Spec) -> Any:

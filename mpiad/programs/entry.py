@@ -41,7 +41,9 @@ class Entry(NamedTuple):
         From leaves to the result.
     watch : Watch
     communications : int
-        How many a call makes; as many in the reverse pass.
+        How many steps of a call are one; as many in the reverse pass.
+    communicates : bool
+        Whether it makes any, also in functions that aren't taken apart.
     channels : set of Channel
         On which.
     """
@@ -51,6 +53,7 @@ class Entry(NamedTuple):
     build: Callable[[list[Any]], Any]
     watch: Watch
     communications: int
+    communicates: bool
     channels: set[Channel]
 
     def is_current(self) -> bool:
@@ -96,7 +99,8 @@ def entry_of(
     """
     program = program_of(recorder, numbers)
     schedule = Fusion(program, ahead).schedule()
-    return Entry(Replays(schedule), outputs, build, watch, recorder.communications, recorder.channels)
+    told = recorder.communications, recorder.communicates, recorder.channels
+    return Entry(Replays(schedule), outputs, build, watch, *told)
 
 
 def outputs_of(leaves: Sequence[Any]) -> tuple[list[int], list[Output]]:

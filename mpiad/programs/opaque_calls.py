@@ -139,7 +139,7 @@ def opaque_call(recorder: Any, fun: Function, args: tuple, kwargs: dict[str, Any
 def _on_tape(recorder: Any, call: _Call, tape: Any, leaves: list[Any], places: list[int], nodes: list[Any]) -> Any:
     start = next(communications)
     *values, outcome = recorder.opaque(call, (leaves, places))
-    communicates = next(communications) - start - 1
+    communicates = next(communications) > start + 1
     tape.channels |= outcome.traced.recording.channels
     likes = [spec_like(leaves[k]) for k in places]
     adjoint = _Adjoint(call, [like._replace(arrays=None) for like in likes])

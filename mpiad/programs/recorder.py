@@ -81,7 +81,7 @@ class Recorder(NotedValues):
         self.asked: int | None = None
         self.channels: set[Channel] = set()
         self._inside = False
-        self._any_sender = False
+        self._any_sender = self._any_within = False
         self._marks: list[tuple[Any, str]] = []
 
     def refuse(self, reason: str) -> NoReturn:
@@ -181,8 +181,9 @@ class Recorder(NotedValues):
 
     def opaque(self, fun: Callable, args: tuple) -> tuple[Any, ...]:
         """Run a function that isn't taken apart, and note it: it returns arrays, and last what isn't one."""
-        noted = self._noted(args)
+        noted, start = self._noted(args), next(communications)
         *arrays, rest = self._run(fun, *plain(args))
+        self._any_within |= next(communications) > start + 1
         for x in arrays:
             if not _is_array(x):
                 self.refuse(f"it calls {fun.__name__}, which returns {type(x).__name__}, and that isn't an array")
@@ -218,6 +219,11 @@ class Recorder(NotedValues):
     def communications(self) -> int:
         """How many communications were noted."""
         return sum(step.kind in ("communicate", "operate") for step in self.steps)
+
+    @property
+    def communicates(self) -> bool:
+        """Whether there are any, also in functions that aren't taken apart: other ranks wait for their adjoints."""
+        return self._any_within or self.communications > 0
 
     def complex_line(self) -> str:
         """Return the first line that computes with complex numbers, entry by entry; nothing where there is none."""

@@ -49,7 +49,7 @@ def with_tangents(tape: Any, values: Sequence[Any], tangents: Sequence[Any]) -> 
 
 
 def placed(
-    tape: Any, values: Sequence[Any], in_program: Sequence[bool], parents: Sequence[Any], pull: Callable, communicates: int
+    tape: Any, values: Sequence[Any], in_program: Sequence[bool], parents: Sequence[Any], pull: Callable, communicates: bool
 ) -> list[Any]:
     """Put a call onto the tape: a node for it, which runs backwards, and one for each result, which keeps its cotangent."""
     slots: list[Any] = [None] * sum(in_program)

@@ -136,6 +136,7 @@ def test_a_kept_jacobian_multiplies_as_that_of_the_whole_grid():
     np.testing.assert_allclose(total, plain_jvp(whole.loss)(whole.point)(whole.along)[1], rtol=1e-12)
 
 
+@pytest.mark.also_jitted
 def test_a_rank_that_loses_interest_does_not_stop_the_others():
     """Only rank 0's loss depends on the loop: the others' adjoints of it run all the same."""
     whole = Whole()
