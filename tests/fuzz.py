@@ -17,6 +17,7 @@ import zlib
 from pathlib import Path
 
 import launch
+from machine_load import slowdown
 from programs.drawing import drawn
 from programs.simplifying import simpler
 from programs.steps import script
@@ -24,7 +25,7 @@ from programs.steps import script
 HERE = Path(__file__).parent
 BATCH = 250
 PATIENCE = 30.0
-"""Seconds for one program; one that hangs where it is to be made smaller gets a third."""
+"""Seconds for one program on a quiet machine; one that hangs where it is to be made smaller gets a third."""
 
 
 class Fuzz:
@@ -56,6 +57,7 @@ class Fuzz:
 
     def job(self, programs, patience):
         """Start the ranks on some programs; return how that ended, and at which program."""
+        patience *= slowdown()
         with tempfile.TemporaryDirectory(prefix="mpiad-fuzz-") as folder:
             file = Path(folder) / "programs"
             file.write_text("".join(f"{program!r}\n" for program in programs))

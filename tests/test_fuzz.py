@@ -8,6 +8,7 @@ from pathlib import Path
 import autograd
 import numpy as np
 import pytest
+from machine_load import slowdown
 from programs import arithmetic, jets, steps
 from programs.drawing import drawn
 from programs.steps import read, script, written
@@ -80,9 +81,9 @@ def test_what_is_printed_is_the_program():
 def test_fuzz_finds_a_wrong_adjoint_and_makes_the_program_small(tmp_path, mpirun):
     before = tmp_path / "wrong.py"
     before.write_text(WRONG)
-    command = [sys.executable, str(HERE / "fuzz.py"), "--programs", "20", "--ranks", "2", "--seed", "11", "--shrink", "12"]
-    command += ["--compiled", "none", "--before", str(before)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=170)
+    command = [sys.executable, str(HERE / "fuzz.py"), "--programs", "20", "--ranks", "2", "--seed", "11"]
+    command += ["--shrink", str(15 * slowdown()), "--compiled", "none", "--before", str(before)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120 * slowdown())
     assert done.returncode == 1, done.stdout + done.stderr
     text = done.stdout[done.stdout.index("the smallest program found") :]
     assert "Scatter(call='reduce_scatter'" in text and "off by" in text and "--seed 11" in text
@@ -96,6 +97,6 @@ def test_fuzz_finds_a_wrong_adjoint_and_makes_the_program_small(tmp_path, mpirun
 @pytest.mark.limit(120)
 def test_fuzz_ends_with_zero_where_all_pass():
     command = [sys.executable, str(HERE / "fuzz.py"), "--programs", "12", "--ranks", "1", "2", "--seed", "3"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110 * slowdown())
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 ranks: 6 of 6 programs pass" in done.stdout

@@ -14,6 +14,7 @@ PROGRAM = "examples/groundwater_uncertainty.py"
 SMALL = ("--coarsen", 20, "--boreholes", 40, "--pairs", 20, "--draws", 12)
 
 
+@pytest.mark.thorough
 def test_ranks_say_the_same_and_the_data_narrow_the_field(mpirun: Run, tmp_path: Path) -> None:
     # Conjugate gradients, ended early ten times, leave nine of the digits in which sums over ranks are rounded.
     arguments = *SMALL, "--picture", "demo/aquifer.png"

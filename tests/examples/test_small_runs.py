@@ -41,6 +41,10 @@ RUNS = [
         r"Adam .*loss = (\S+)  closed form (\S+)", is_close(1e-7),
     ),
     Small(
+        1, "examples/groundwater_uncertainty.py", "--coarsen 20 --boreholes 24 --pairs 8 --draws 4 --picture picture.png",
+        r"of their errors: (\S+) m before, (\S+) m after", lambda before, after: after < before / 3,
+    ),
+    Small(
         2, "examples/heat_source.py", "--cells 13 --steps 3 --iterations 8 --most 1 --picture picture.png",
         r"relative error of the start: (\S+)", lambda error: error < 0.4,
     ),

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from machine_load import slowdown
 
 pytestmark = pytest.mark.launches
 
@@ -68,7 +69,7 @@ def test_a_program_under_watch(mpirun, tmp_path):
     """Right results on all ranks, mistakes named by their lines, and a timeline with the calls of all ranks."""
     path = tmp_path / "trace.json"
     text = PROGRAM.replace("LINE", str(MISTAKEN)).replace("WAITS", str(WAITS))
-    made = mpirun(3, text, env={"MPIAD_DEBUG": "1", "MPIAD_TIMEOUT": "3", "MPIAD_TRACE": str(path)})
+    made = mpirun(3, text, env={"MPIAD_DEBUG": "1", "MPIAD_TIMEOUT": str(3 * slowdown()), "MPIAD_TRACE": str(path)})
     assert (made.returncode, made.stdout) == (0, ""), made.stderr
     assert "isn't compiled" not in made.stderr
     with open(path) as file:
