@@ -49,10 +49,10 @@ def hybrid_solution(solved: HybridSolve, given: Batch, options: GradientOptions)
         chain = _Chain(solved, given, options)
         u, u_end, reached, where = chain.results()
         where = where[order]
-    rows = ids[order].astype(int).tolist(), which[order].astype(int).tolist()
+    rows = np.stack([ids, which])[:, order]
     later: dict[str, Callable[[], Any]] = {
         "retcode": lambda: names_of(codes),
-        "events": lambda: by_trajectory(*rows, where if isbox(where) else where.tolist()),
+        "events": lambda: by_trajectory(*rows.astype(int).tolist(), where if isbox(where) else where.tolist()),
     }
     shape = batch.shape
     return EnsembleSolution.lazy(
@@ -158,7 +158,6 @@ class _Chain:
         """Note when the events of a piece were."""
         table = way.outcome.event_table
         if table is None:
-            self._times.append(np.empty(0))
             return
         local, ends = table[0].astype(int), np.array([event.terminal for event in way.settings.events], bool)
         ended, live = ends[table[1].astype(int)], run.live[local]

@@ -15,19 +15,19 @@ The pieces are kept where derivatives are wanted: see `hybrid_derivative`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpiad._typing import Array
+from mpiad._typing import Array, Tree
 from mpiad.ensemble.batch import Batch
-from mpiad.ensemble.derivative import derivative_of
+from mpiad.ensemble.derivative import derivative_of, locked
 from mpiad.ensemble.evaluations import evaluations
 from mpiad.ensemble.event import Event
 from mpiad.ensemble.event_affects import affected
 from mpiad.ensemble.given_times import GivenTimes
 from mpiad.ensemble.initialization import derivative_at
-from mpiad.ensemble.outcome import Outcome, ReturnCode, came_through
+from mpiad.ensemble.outcome import Outcome, ReturnCode
 from mpiad.ensemble.settings import Settings
 
 __all__ = ["AT_END", "HERE", "Flow", "HybridSolve", "Jump", "acting"]
@@ -111,6 +111,7 @@ class HybridSolve:
         self.batch, self.settings, self._advance = batch, settings, advance
         count, events = batch.size, settings.events
         self._signs = np.where(batch.end < batch.start, -1.0, 1.0)
+        self._backward = bool((self._signs < 0).any())
         self.given = GivenTimes(events, batch, self._signs)
         self._found = [e for e, event in enumerate(events) if event.times is None]
         self._acting = np.array([event.acts for event in events])
@@ -122,7 +123,7 @@ class HybridSolve:
         self._slot, self._place = self.given.first.copy(), np.zeros(count, int)
         self._cut = np.zeros(count, bool)  # by terminal events, which may be others' neighbours in time
         self._restart, self._side = np.full(count, np.inf), np.zeros((len(events), count))
-        self._last, self._short, self._begun = batch.start.copy(), np.zeros(count, int), batch.start.copy()
+        self._last, self._short = batch.start.copy(), np.zeros(count, int)
         self.ways: list[Flow | Jump] = []
         self.happened: list[Array] = []
 
@@ -157,12 +158,15 @@ class HybridSolve:
 
     def _flow(self, ids: Array) -> None:
         """Solve from where trajectories are to where their next event is, or tspan ends."""
-        slot, signs = self._slot[ids], self._signs[ids]
-        due, end, cut = self.given.times[slot, ids], self.batch.end[ids], self._cut[ids]
-        ends = signs * due > signs * end
-        slot = np.where(cut, HERE, np.where(ends, AT_END, slot))
-        stop = np.where(cut, self.t[ids], np.where(ends, end, due))
-        batch = self._columns(ids)._replace(u0=self.u[:, ids], start=self.t[ids], end=stop)
+        slot, signs, start = self._slot[ids], self._of(self._signs, ids), self.t[ids]
+        due, end, cut = self.given.times[slot, ids], self._of(self.batch.end, ids), self._cut[ids]
+        ends = signs * due > signs * end if self._backward else due > end
+        slot, stop = np.where(ends, AT_END, slot), np.where(ends, end, due)
+        if cut.any():
+            slot, stop = np.where(cut, HERE, slot), np.where(cut, start, stop)
+        batch = self.batch._replace(
+            u0=self.u[:, ids], start=start, end=stop, p=self.batch.p._replace(leaves=self._leaves(ids))
+        )
         places = self._places(ids, stop)
         times = self._times[0 if len(self._times) == 1 else ids[:, None], np.maximum(places, 0)]
         settings = self.settings._replace(
@@ -172,10 +176,18 @@ class HybridSolve:
         outcome = self._advance(batch, settings)
         self._take(ids, slot, outcome, places, Flow(ids, slot, batch, settings, outcome, ((), (), ())))  # type: ignore[arg-type]
 
-    def _columns(self, ids: Array) -> Batch:
-        batch = self.batch
-        leaves = [leaf[..., ids] if varies else leaf for leaf, varies in zip(batch.p.leaves, batch.p.varies)]
-        return batch._replace(p=batch.p._replace(leaves=leaves))
+    def _of(self, x: Array, ids: Array) -> Array:
+        """Return an array of some trajectories, which nobody writes into: of all without a copy."""
+        return x if len(ids) == self.batch.size else x[..., ids]
+
+    def _leaves(self, ids: Array) -> list[Any]:
+        p = self.batch.p
+        return [self._of(leaf, ids) if varies else leaf for leaf, varies in zip(p.leaves, p.varies)]
+
+    def _parameters(self, ids: Array) -> Tree:
+        """Return the parameters of some trajectories as functions of the user's take them."""
+        p = self.batch.p
+        return p.build([locked(leaf) if varies else leaf for leaf, varies in zip(self._leaves(ids), p.varies)])
 
     def _as_terminal(self, e: int, ids: Array) -> Event:
         """Return an event as the pieces look for it: one that acts ends them."""
@@ -194,9 +206,10 @@ class HybridSolve:
 
     def _count(self, ids: Array, t: Array, beyond: bool) -> Array:
         """Return how many saved times lie before t, or with `beyond` there too."""
-        times, signs = self._times, self._signs[ids]
-        if len(times) == 1 and (signs == signs[0]).all():
-            return np.searchsorted(signs[0] * times[0], signs * t, "right" if beyond else "left")
+        times = self._times
+        if len(times) == 1 and not self._backward:
+            return np.searchsorted(times[0], t, "right" if beyond else "left")
+        signs = self._signs[ids]
         ahead = signs[:, None] * times[0 if len(times) == 1 else ids]
         passed = ahead <= (signs * t)[:, None] if beyond else ahead < (signs * t)[:, None]
         return np.count_nonzero(passed, axis=1)
@@ -207,32 +220,39 @@ class HybridSolve:
         self.naccept[ids] += outcome.naccept
         self.nreject[ids] += outcome.nreject
         self.nf[ids] += evaluations(outcome.naccept, outcome.nreject, self.settings.alg, self.settings.dt)
+        saved = self._save(ids, outcome, places, flow.batch)
+        if self.settings.record:
+            self.ways.append(flow._replace(saved=saved))
+        self._restart[ids] = np.inf
+        self._side[:, ids] = 0.0
+        codes = outcome.codes
+        for code in np.unique(codes).tolist():
+            if code == ReturnCode.Success.code:
+                self._end(ids[(codes == code) & (slot == AT_END)], ReturnCode.Success)
+                self._end(ids[(codes == code) & (slot == HERE)], ReturnCode.Terminated)
+            elif code != ReturnCode.Terminated.code:
+                self._end(ids[codes == code], list(ReturnCode)[code])
+        if outcome.event_table is not None:
+            local, which = outcome.event_table[:2].astype(int)
+            which = np.array(self._found)[which]
+            self.happened.append(np.stack([ids[local].astype(float), which.astype(float), outcome.event_table[4]]))
+            gone = np.abs(outcome.t_reached - flow.batch.start)
+            self._meet_conditions(ids, codes == ReturnCode.Terminated.code, local, which, gone)
+        tired = ids[(self.naccept[ids] + self.nreject[ids] >= self.settings.max_steps) & (self.codes[ids] == _MOVING)]
+        self._end(tired, ReturnCode.MaxIters)
+
+    def _save(self, ids: Array, outcome: Outcome, places: Array, batch: Batch) -> tuple[Array, Array, Array]:
+        """Take what a piece saved; return the columns, and the places among the piece's times and among all."""
+        if not places.size:
+            return (np.empty(0, int),) * 3
         reached = self._count(ids, outcome.t_reached, beyond=True)
         column, place = np.nonzero((places >= 0) & (places < reached[:, None]))
-        whole, still = places[column, place], (flow.batch.start == flow.batch.end)[column]
-        values = np.where(still[:, None], flow.batch.u0.T[column], outcome.saved[column, place])  # type: ignore[index]
+        whole, still = places[column, place], (batch.start == batch.end)[column]
+        values = np.where(still[:, None], batch.u0.T[column], outcome.saved[column, place])  # type: ignore[index]
         self.saved[ids[column], whole] = values
         # What is saved at an event will be what is after it.
         self._place[ids] = self._count(ids, outcome.t_reached, beyond=False)
-        if self.settings.record:
-            self.ways.append(flow._replace(saved=(column, place, whole)))
-        self._begun[ids], begun = outcome.t_reached, self._begun[ids]
-        self._restart[ids] = np.inf
-        self._side[:, ids] = 0.0
-        table = np.empty((5, 0)) if outcome.event_table is None else outcome.event_table
-        local, which = table[0].astype(int), np.array(self._found, int)[table[1].astype(int)]
-        self.happened.append(np.stack([ids[local].astype(float), which.astype(float), table[4]]))
-        failed = ~came_through(outcome.codes)
-        for code in np.unique(outcome.codes[failed]):
-            self._end(ids[failed & (outcome.codes == code)], list(ReturnCode)[code])
-        arrived = outcome.codes == ReturnCode.Success.code
-        self._end(ids[arrived & (slot == AT_END)], ReturnCode.Success)
-        self._end(ids[arrived & (slot == HERE)], ReturnCode.Terminated)
-        ended = outcome.codes == ReturnCode.Terminated.code
-        if ended.any():
-            self._meet_conditions(ids, ended, local, which, np.abs(outcome.t_reached - begun))
-        tired = ids[(self.naccept[ids] + self.nreject[ids] >= self.settings.max_steps) & (self.codes[ids] == _MOVING)]
-        self._end(tired, ReturnCode.MaxIters)
+        return column, place, whole
 
     # ---- events
 
@@ -256,7 +276,7 @@ class HybridSolve:
     def _jump(self, e: int, ids: Array, slot: Array | None) -> None:
         """Let an event act. What it makes of a state must be finite; the trajectory ends otherwise, in the state before."""
         twice = ids if len(ids) > 1 else np.repeat(ids, 2)  # two columns at least, wherever functions are called
-        p = self.batch.p.columns(twice)
+        p = self._parameters(twice)
         after = affected(self.settings.events[e], self.batch, self.u[:, twice], p, self.t[twice])[:, : len(ids)]
         sane = np.isfinite(after).all(axis=0)
         self._end(ids[~sane], ReturnCode.Unstable)
@@ -294,7 +314,7 @@ class HybridSolve:
     def _rate(self, ids: Array, u: Array, t: Array) -> Array:
         """Return f in the direction of the solve for some trajectories."""
         twice, signs = np.arange(len(ids)) if len(ids) > 1 else np.zeros(2, int), self._signs[ids]
-        p, sign = self.batch.p.columns(ids[twice]), signs[twice] if (signs < 0).any() else None
+        p, sign = self._parameters(ids[twice]), signs[twice] if (signs < 0).any() else None
         return derivative_at(self._derivative, u[:, twice], p, (signs * t)[twice], sign)[:, : len(ids)]
 
     def _condition(self, e: int, ids: Array, u: Array, t: Array) -> Array:
@@ -302,7 +322,7 @@ class HybridSolve:
         twice = np.arange(len(ids)) if len(ids) > 1 else np.zeros(2 * len(ids), int)
         if not len(ids):
             return np.empty(0)
-        p = self.batch.p.columns(ids[twice])
+        p = self._parameters(ids[twice])
         return self.settings.events[e].value(u[:, twice], p, t[twice])[: len(ids)]
 
     def _count_short(self, ids: Array) -> None:

@@ -53,6 +53,11 @@ def launch(function: Callable[..., None], form: Form, solver: Solver) -> Outcome
         give_back(run.rooms)  # no thread is at work any more
         raise
     if form.record:
+        if settings.restarts is not None:
+            # One of many pieces that are all kept: no more than its own, and the next one takes the room.
+            done = [tape._replace(rows=tape.rows.copy(), before=tape.before.copy()) for tape in done]
+            give_back(run.rooms)
+            run.rooms = []
         outcome.tapes, outcome.last = done, run.last
         # With the outcome its tapes go, and nobody else holds them.
         weakref.finalize(outcome, give_back, run.rooms)
