@@ -1,7 +1,7 @@
 """The part of the forward kernel's source that visits lanes one by one: records, saved states, events, ends.
 
 At the end of a step the events' conditions are computed in the loop over all lanes. Where one has changed its sign, the
-part of the step at which it did is found by bisection.
+part of the step at which it did is found.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class LaneOutput(Lanes):
             f"for e in range({count}):",
             f"    {part} = np.inf",
             f"    if {self.fields.any('crossed', 'e')} > 0.0:",
-            *indented(self._bisected(), 2),
+            *indented(self._located(), 2),
             f"        {part} = high",
             *([f"        if ({' or '.join(terminal)}) and high < first:", "            first = high"] if terminal else []),
             f"for e in range({count}):",
@@ -166,13 +166,15 @@ class LaneOutput(Lanes):
         ]
         return [*lines, "if first < np.inf:", *indented(self._cut())] if terminal else lines
 
-    def _bisected(self) -> list[str]:
+    def _located(self) -> list[str]:
         at, value = self.at, []
         time = f"{at('sign')} * ({at('now')} + x * {at('size')})"
         for e in range(len(self.form.events)):
             value += [f"{'el' if e else ''}if e == {e}:", f"    {self.steps.condition(e, 'value', 'y', time)}"]
-        old = f"old = {self.fields.any('condition', 'e')}"
-        return [old, *self.steps.bisected(self._stage, partial(at, "u"), value)]
+        ends = [
+            f"{name} = {self.fields.any(field, 'e')}" for name, field in (("old", "condition"), ("late", "condition_new"))
+        ]
+        return [*ends, *self.steps.located(self._stage, partial(at, "u"), value)]
 
     def _noted(self, part: str) -> list[str]:
         """Return lines that write a row: see `kernel_rows`."""

@@ -14,7 +14,7 @@ import numpy as np
 from mpiad.compiling.source import indented, number, numbered
 from mpiad.ensemble.compiled.kernel_form import Form
 from mpiad.ensemble.controller import LEAST_ERROR, PIController
-from mpiad.ensemble.events import BISECTIONS
+from mpiad.ensemble.events import EVALUATIONS, RESOLUTION, TRUNCATION
 
 __all__ = ["Steps"]
 
@@ -246,8 +246,10 @@ class Steps:
         direction = self.form.events[e][1]
         return up if direction > 0 else down if direction < 0 else f"({up} | {down})"
 
-    def bisected(self, stage: Callable[[int, int], str], u: Callable[[int], str], value: list[str]) -> list[str]:
-        """Return lines that find by bisection at which part of the step, `high`, a condition vanishes that was `old`.
+    def located(self, stage: Callable[[int, int], str], u: Callable[[int], str], value: list[str]) -> list[str]:
+        """Return lines that find at which part of the step, `high`, a condition vanishes: see `EventWatch`.
+
+        It was `old`, and is `late` at the end of the step.
 
         Parameters
         ----------
@@ -256,12 +258,33 @@ class Steps:
         value : list of str
             Lines on the condition's `value` at the state y and the part x of the step.
         """
-        inner = ["x = 0.5 * (low + high)", "if x <= low or x >= high:", "    break", *self.weights()]
+        inner = [
+            "width = high - low",
+            f"if width <= {RESOLUTION!r}:",
+            "    break",
+            "middle = 0.5 * (low + high)",
+            "x = (late * low - early * high) / (late - early)",
+            "away = middle - x",
+            f"shift = max({TRUNCATION!r} * width * width, {0.5 * RESOLUTION!r})",
+            "room = reach - 0.5 * width",
+            "x = middle if abs(away) <= shift else (x + shift if away > 0.0 else x - shift)",
+            "x = x if abs(x - middle) <= room else (middle - room if away > 0.0 else middle + room)",
+            "reach = 0.5 * reach",
+            *self.weights(),
+        ]
         for c in range(self.form.d):
             inner += self.interpolated(f"y_{c}", lambda i, c=c: stage(i, c), u(c))
-        inner += [*value, "if (value > 0.0) if old > 0.0 else (value < 0.0):", "    low = x", "else:", "    high = x"]
-        # Down to the resolution of time.
-        return ["low = 0.0", "high = 1.0", "value = 0.0", f"for halving in range({BISECTIONS}):", *indented(inner)]
+        inner += [
+            *value,
+            "if (value > 0.0) if old > 0.0 else (value < 0.0):",
+            "    low = x",
+            f"    early = {self.doubled('value')}",
+            "else:",
+            "    high = x",
+            f"    late = {self.doubled('value')}",
+        ]
+        begin = ["low = 0.0", "high = 1.0", "value = 0.0", "early = old", "reach = 1.0"]
+        return [*begin, f"for evaluation in range({EVALUATIONS}):", *indented(inner)]
 
     # ---- the way back
 

@@ -51,16 +51,17 @@ class EventSearch:
         for e, (terminal, _) in enumerate(self._form.events):
             made += c_lines([self._steps.condition(e, f"after{e}", "new", "tn")])
             made.append(f"const bool crossed{e} = {self._steps.changed(e, f'before{e}', f'after{e}')};")
-            found += [f"double part{e} = INFINITY;", f"if (crossed{e}) {{", *indented(self._bisected(e, terminal)), "}"]
+            found += [f"double part{e} = INFINITY;", f"if (crossed{e}) {{", *indented(self._located(e, terminal)), "}"]
         inner = ["double cut = INFINITY;", *found, *[line for e in self._events for line in self._noted(e)]]
         if any(terminal for terminal, _ in self._form.events):
             inner += ["if (cut < INFINITY) {", *indented(self._cut()), "}"]
         return [*made, f"if ({' || '.join(f'crossed{e}' for e in self._events)}) {{", *indented(inner), "}"]
 
-    def _bisected(self, e: int, terminal: bool) -> list[str]:
+    def _located(self, e: int, terminal: bool) -> list[str]:
         steps = self._steps
         value = [steps.condition(e, "value", "y", "sign * (now + x * size)")]
-        lines = [f"old = before{e}", *steps.bisected(lambda i, c: f"k{i}_{c}", lambda c: f"u_{c}", value)]
+        ends = [f"old = {steps.doubled(f'before{e}')}", f"late = {steps.doubled(f'after{e}')}"]
+        lines = [*ends, *steps.located(lambda i, c: f"k{i}_{c}", lambda c: f"u_{c}", value)]
         # What the condition gives its value to is of the states' precision.
         found = ["real value;", *c_lines(lines, ["value"]), f"part{e} = high;"]
         return [*found, *(["if (high < cut) cut = high;"] if terminal else [])]
