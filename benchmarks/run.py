@@ -61,6 +61,7 @@ JOBS = (
     Job("ensemble_stragglers.py", 1, 60),
     Job("ensemble_ranks.py", 2, 310, "--repeats 3"),
     Job("ensemble_fits.py", 2, 120),
+    Job("ensemble_events.py", 1, 120, "--repeats 3"),
     Job("ensemble_stiff.py", 1, 400, "--count 1000"),
     Job("optimize.py", 2, 70, "--variables 10000000"),
     Job("linalg.py", 1, 40),

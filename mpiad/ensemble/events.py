@@ -113,24 +113,20 @@ class EventWatch:
             ids = step.ids
         p, signs = self._select(ids), np.sign(before)
         terms = polynomials(self._coefficients, step.u, step.h.astype(real, copy=False), step.k)
-        low, high, reach = np.zeros_like(before), np.ones_like(before), 1.0
-        for _ in range(EVALUATIONS):
-            width, middle = high - low, 0.5 * (low + high)
-            wide = width > RESOLUTION
-            if hosted and not wide.any():  # on a device, to look would be to wait
+        low, high = np.zeros_like(before), np.ones_like(before)
+        for evaluation in range(EVALUATIONS):
+            wide = high - low > RESOLUTION
+            if hosted and not wide.any():
                 break
-            x = (after * low - before * high) / (after - before)
-            away, room = middle - x, reach - 0.5 * width
-            shift = np.maximum(TRUNCATION * width * width, 0.5 * RESOLUTION)
-            x = np.where(np.abs(away) <= shift, middle, np.where(away > 0, x + shift, x - shift))
-            x = np.where(np.abs(x - middle) <= room, x, np.where(away > 0, middle - room, middle + room))
+            # On a device nobody looks whether all are found, so fewer evaluations would save nothing.
+            x = _projected(low, high, before, after, 0.5**evaluation) if hosted else 0.5 * (low + high)
             value = event.value(states_at(terms, x.astype(real, copy=False)), p, step.actual(step.t + x * step.h))
             same = np.sign(value) == signs
             # What is done stays, however long others take.
             rise, fall = wide & same, wide & ~same
-            low, before = np.where(rise, x, low), np.where(rise, value, before)
-            high, after = np.where(fall, x, high), np.where(fall, value, after)
-            reach *= 0.5
+            low, high = np.where(rise, x, low), np.where(fall, x, high)
+            if hosted:
+                before, after = np.where(rise, value, before), np.where(fall, value, after)
         return high[:count], states_at(terms, high.astype(real, copy=False))[:, :count]
 
     def _met(self, step: Step, e: int, columns: Array, x: Array, last: Array, ender: Array, several: bool) -> Met | None:
@@ -151,6 +147,24 @@ class EventWatch:
     def rows(self) -> Array | None:
         """Return the table, shape (5, m); None where nothing happened."""
         return np.concatenate(self._rows, axis=1) if self._rows else None
+
+
+def _projected(low: Array, high: Array, before: Array, after: Array, reach: float) -> Array:
+    """Return where ITP evaluates next: the secant's root, moved towards the middle, and no further from it than it may be.
+
+    Parameters
+    ----------
+    before, after : array, shape (n,)
+        The values at both ends.
+    reach : float
+        1, halved with each evaluation.
+    """
+    width, middle = high - low, 0.5 * (low + high)
+    x = (after * low - before * high) / (after - before)
+    away, room = middle - x, reach - 0.5 * width
+    shift = np.maximum(TRUNCATION * width * width, 0.5 * RESOLUTION)
+    x = np.where(np.abs(away) <= shift, middle, np.where(away > 0, x + shift, x - shift))
+    return np.where(np.abs(x - middle) <= room, x, np.where(away > 0, middle - room, middle + room))
 
 
 def events_of(

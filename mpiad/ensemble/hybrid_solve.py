@@ -5,9 +5,8 @@ last event left, and goes to its next given time, to the end of tspan, or to whe
 terminal event does. So any way to solve serves, with its steps, saved times and derivatives, and a trajectory's numbers
 depend on no other. Step-size control begins anew with each piece.
 
-Where the affect leaves a condition at its root (a ball that bounces is still on the ground), rounding decides on its sign.
-On which side it leaves, and when it will be back, is then found a little further on. The next piece looks for the way back
-only, and its first step is so short that it isn't back by then; what is back at once would be so again and again.
+Where the affect leaves a condition at its root, the next piece looks for the way back only, and its first step is so short
+that it isn't back by then (`root_departure`).
 
 The pieces are kept where derivatives are wanted: see `hybrid_derivative`.
 """
@@ -28,6 +27,7 @@ from mpiad.ensemble.event_affects import affected
 from mpiad.ensemble.given_times import GivenTimes
 from mpiad.ensemble.initialization import derivative_at
 from mpiad.ensemble.outcome import Outcome, ReturnCode
+from mpiad.ensemble.root_departure import departure, distance_ahead
 from mpiad.ensemble.settings import Settings
 
 __all__ = ["AT_END", "HERE", "Flow", "HybridSolve", "Jump", "acting"]
@@ -36,17 +36,16 @@ AT_END, HERE = -1, -2
 _MOVING = -1  # no return code yet
 # So many events in a row, each within so small a part of tspan after the one before, are without end.
 _SHORT, _MOST_SHORT = 1e-6, 10
-# What a condition may be after the affect, by what it was before or by what it became on the way, to be at its root.
-_AT_ROOT, _OF_WAY = 1e3, 1e-12
-# How far ahead that is looked at, in parts of the last piece, and if that was short.
-_AHEAD, _AHEAD_OF_SHORT = 1e-2, 0.25
-# In which part of tspan it must not be back, where the last piece was short, too.
-_AT_ONCE, _SHORT_PIECE = 1e-7, 1e-5
 
 
 def acting(events: tuple[Event, ...]) -> bool:
     """Tell whether any of the events changes the state."""
     return any(event.acts for event in events)
+
+
+def _twice(count: int) -> Array:
+    """Return so many columns, two at least, wherever functions of the user's are called."""
+    return np.arange(max(2, count)) % count
 
 
 class Flow(NamedTuple):
@@ -114,7 +113,6 @@ class HybridSolve:
         self._backward = bool((self._signs < 0).any())
         self.given = GivenTimes(events, batch, self._signs)
         self._found = [e for e, event in enumerate(events) if event.times is None]
-        self._acting = np.array([event.acts for event in events])
         self._times = np.atleast_2d(settings.saveat)  # type: ignore[arg-type]
         self.u, self.t, self.codes = batch.u0.copy(), batch.start.copy(), np.full(count, _MOVING)
         self.naccept, self.nreject, self.nf = (np.zeros(count, np.int64) for _ in range(3))
@@ -147,7 +145,8 @@ class HybridSolve:
 
     def _alike(self, ids: Array) -> list[Array]:
         """Return the trajectories by the ways in which their conditions are to vanish, where an event is for both."""
-        own = [e for e in self._found if self._acting[e] and not self.settings.events[e].direction]
+        events = self.settings.events
+        own = [e for e in self._found if events[e].acts and not events[e].direction]
         if not own:
             return [ids]
         for e in own:
@@ -182,12 +181,11 @@ class HybridSolve:
 
     def _leaves(self, ids: Array) -> list[Any]:
         p = self.batch.p
-        return [self._of(leaf, ids) if varies else leaf for leaf, varies in zip(p.leaves, p.varies)]
+        return [locked(self._of(leaf, ids)) if varies else leaf for leaf, varies in zip(p.leaves, p.varies)]
 
     def _parameters(self, ids: Array) -> Tree:
         """Return the parameters of some trajectories as functions of the user's take them."""
-        p = self.batch.p
-        return p.build([locked(leaf) if varies else leaf for leaf, varies in zip(self._leaves(ids), p.varies)])
+        return self.batch.p.build(self._leaves(ids))
 
     def _as_terminal(self, e: int, ids: Array) -> Event:
         """Return an event as the pieces look for it: one that acts ends them."""
@@ -260,24 +258,23 @@ class HybridSolve:
         """Let the events act that ended pieces; `gone` is how long the pieces were."""
         events = self.settings.events
         for e in self._found:
-            event = events[e]
-            met = np.unique(local[(which == e) & ended[local]]) if event.acts or event.terminal else np.empty(0, int)
-            if not met.size:
+            if not (events[e].acts or events[e].terminal):
                 continue
+            met = np.unique(local[(which == e) & ended[local]])
             own = ids[met]
-            if event.acts:
+            if events[e].acts and met.size:
                 before = self._condition(e, own, self.u[:, own], self.t[own])
                 self._jump(e, own, None)
                 self._look_ahead(e, own, before, gone[met])
-            if event.terminal:
+            if events[e].terminal:
                 self._cut[own] = True
         self._count_short(ids[ended & (self.codes[ids] == _MOVING)])
 
     def _jump(self, e: int, ids: Array, slot: Array | None) -> None:
         """Let an event act. What it makes of a state must be finite; the trajectory ends otherwise, in the state before."""
-        twice = ids if len(ids) > 1 else np.repeat(ids, 2)  # two columns at least, wherever functions are called
-        p = self._parameters(twice)
-        after = affected(self.settings.events[e], self.batch, self.u[:, twice], p, self.t[twice])[:, : len(ids)]
+        own = ids[_twice(len(ids))]
+        event, p = self.settings.events[e], self._parameters(own)
+        after = affected(event, self.batch, self.u[:, own], p, self.t[own])[:, : len(ids)]
         sane = np.isfinite(after).all(axis=0)
         self._end(ids[~sane], ReturnCode.Unstable)
         ids, slot = ids[sane], None if slot is None else slot[sane]
@@ -289,39 +286,29 @@ class HybridSolve:
 
     def _look_ahead(self, e: int, ids: Array, before: Array, gone: Array) -> None:
         """Find on which side of its root a condition goes on, where the affect has left it there, and when it is back."""
-        u, t, signs = self.u[:, ids], self.t[ids], self._signs[ids]
-        span = np.abs(self.batch.end[ids] - self.batch.start[ids])
-        least = _SHORT * span
-        ahead = np.where(gone > 0, np.minimum(_AHEAD_OF_SHORT * gone, np.maximum(_AHEAD * gone, least)), least)
-        rate = self._rate(ids, u, t)
-        straight, later = u + ahead * rate, t + signs * ahead
+        u, t, span = self.u[:, ids], self.t[ids], np.abs(self.batch.end[ids] - self.batch.start[ids])
+        ahead, rate = distance_ahead(gone, span), self._rate(ids, u, t)
+        straight, later = u + ahead * rate, t + self._signs[ids] * ahead
         bent = u + 0.5 * ahead * (rate + self._rate(ids, straight, later))
-        now, then, there = (self._condition(e, ids, *at) for at in ((u, t), (straight, later), (bent, later)))
-        rise, bend = then - now, there - then
-        at_root = np.abs(now) <= np.maximum(_AT_ROOT * np.abs(before), _OF_WAY * np.abs(rise * gone / ahead))
-        # What doesn't rise at all goes back at once to where it came from.
-        side = np.where(rise != 0, np.sign(rise), -np.sign(bend))
-        direction = self.settings.events[e].direction
-        returns = at_root & (side * bend < 0) & ((direction == 0) | (side * direction < 0))
-        back = np.where(returns, -ahead * rise / bend, np.inf)
+        values = [self._condition(e, ids, *at) for at in ((u, t), (straight, later), (bent, later))]
+        found = departure((before, *values), self.settings.events[e].direction, gone, span)
         # The first step must not go beyond, where nobody would see that it had left.
-        self._restart[ids] = np.minimum(self._restart[ids], 0.25 * back)
-        self._side[e, ids] = np.where(at_root, side, 0.0)
-        # Of a stiff system nothing is known of the way back by two derivatives.
-        endless = (back <= _AT_ONCE * span) & ((rise == 0) | (gone <= _SHORT_PIECE * span))
-        self._end(ids[endless & (self.codes[ids] == _MOVING)], ReturnCode.Zeno)
+        self._restart[ids] = np.minimum(self._restart[ids], 0.25 * found.back)
+        self._side[e, ids] = found.side
+        self._end(ids[found.endless & (self.codes[ids] == _MOVING)], ReturnCode.Zeno)
 
     def _rate(self, ids: Array, u: Array, t: Array) -> Array:
         """Return f in the direction of the solve for some trajectories."""
-        twice, signs = np.arange(len(ids)) if len(ids) > 1 else np.zeros(2, int), self._signs[ids]
-        p, sign = self._parameters(ids[twice]), signs[twice] if (signs < 0).any() else None
-        return derivative_at(self._derivative, u[:, twice], p, (signs * t)[twice], sign)[:, : len(ids)]
+        twice = _twice(len(ids))
+        signs, p = self._signs[ids[twice]], self._parameters(ids[twice])
+        sign = signs if self._backward else None
+        return derivative_at(self._derivative, u[:, twice], p, signs * t[twice], sign)[:, : len(ids)]
 
     def _condition(self, e: int, ids: Array, u: Array, t: Array) -> Array:
         """Return the values of an event's condition for some trajectories."""
-        twice = np.arange(len(ids)) if len(ids) > 1 else np.zeros(2 * len(ids), int)
         if not len(ids):
             return np.empty(0)
+        twice = _twice(len(ids))
         p = self._parameters(ids[twice])
         return self.settings.events[e].value(u[:, twice], p, t[twice])[: len(ids)]
 

@@ -1,0 +1,71 @@
+"""How a condition leaves its root after an affect: on which side, and when it will be back.
+
+The affect may leave the condition where it vanishes, as a ball that bounces is still on the ground, and rounding decides on
+its sign. What it does next is told by its values a little further on: after a straight step of the trajectory, and after a
+bent one of second order. They make a parabola, whose second root is when it will be back.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from mpiad._typing import Array
+
+__all__ = ["Departure", "departure", "distance_ahead"]
+
+# What a condition may be after the affect, by what it was before or by what it became on the way, to be at its root.
+_AT_ROOT, _OF_WAY = 1e3, 1e-12
+# How far ahead that is looked at, in parts of the last piece, and if that was short; and at least, in parts of tspan.
+_AHEAD, _AHEAD_OF_SHORT, _LEAST_AHEAD = 1e-2, 0.25, 1e-6
+# In which part of tspan it must not be back, where the last piece was short, too.
+_AT_ONCE, _SHORT_PIECE = 1e-7, 1e-5
+
+
+class Departure(NamedTuple):
+    """How the condition of an event goes on, for several trajectories.
+
+    Parameters
+    ----------
+    side : array, shape (n,)
+        The sign that it takes; 0 where it isn't at its root, and its own sign counts.
+    back : array, shape (n,)
+        After what time it vanishes again as the event asks for; infinite where it isn't at its root, or doesn't.
+    endless : array of bool, shape (n,)
+        Whether that is at once, and so would be again and again.
+    """
+
+    side: Array
+    back: Array
+    endless: Array
+
+
+def distance_ahead(gone: Array, span: Array) -> Array:
+    """Return how far ahead to look, by how long the last pieces took and the lengths of tspan."""
+    least = _LEAST_AHEAD * span
+    return np.where(gone > 0, np.minimum(_AHEAD_OF_SHORT * gone, np.maximum(_AHEAD * gone, least)), least)
+
+
+def departure(values: tuple[Array, Array, Array, Array], direction: int, gone: Array, span: Array) -> Departure:
+    """Return how a condition leaves its root.
+
+    Parameters
+    ----------
+    values : tuple of array, shape (n,)
+        Before the affect, after it, and `distance_ahead` later along a straight and along a bent step.
+    direction : int
+        Of the event.
+    gone, span : array, shape (n,)
+        See `distance_ahead`.
+    """
+    before, now, then, there = values
+    ahead, rise, bend = distance_ahead(gone, span), then - now, there - then
+    at_root = np.abs(now) <= np.maximum(_AT_ROOT * np.abs(before), _OF_WAY * np.abs(rise * gone / ahead))
+    # What doesn't rise at all goes back at once to where it came from.
+    side = np.where(rise != 0, np.sign(rise), -np.sign(bend))
+    returns = at_root & (side * bend < 0) & ((direction == 0) | (side * direction < 0))
+    back = np.where(returns, -ahead * rise / bend, np.inf)
+    # Of a stiff system nothing is known of the way back by two derivatives, unless all is short.
+    endless = (back <= _AT_ONCE * span) & ((rise == 0) | (gone <= _SHORT_PIECE * span))
+    return Departure(np.where(at_root, side, 0.0), back, endless)
