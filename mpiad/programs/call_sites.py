@@ -7,7 +7,6 @@ from a function of its own, whose code says that it is that line.
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -32,21 +31,15 @@ def called_at(site: Site | None, kind: str, rule: tuple[str, str, Site] | None =
         ``(begun,)`` or ``(fun, args)``.
     """
     made: Any = _CALLS[kind]
-    inner = None
-    if site is not None and site.entry:
-        # Reports name the function of ours that the user called.
-        name, file = site.entry, Path(calls.__file__).with_name(f"{site.entry}.py")
-        inner = FunctionType(made.__code__.replace(co_filename=str(file), co_name=name, co_qualname=name), {})
-        made = _THROUGH
     if rule is not None:
-        return _within(inner or made, rule)
+        return _within(made, rule)
     if site is None or not site.file:
-        return inner or made
-    name = site.function
-    code = made.__code__.replace(co_filename=site.file, co_firstlineno=site.line, co_name=name, co_qualname=name)
-    called = FunctionType(code, {}, name)
-    called.__kwdefaults__ = {"inner": inner} if inner else None
-    return called
+        return made
+    # With the site itself among the constants `site_of` needn't find out which function of ours the user called.
+    name, code = site.function, made.__code__
+    consts = (*code.co_consts, site)
+    code = code.replace(co_filename=site.file, co_firstlineno=site.line, co_name=name, co_qualname=name, co_consts=consts)
+    return FunctionType(code, {}, name)
 
 
 def _within(made: Callable[..., Any], rule: tuple[str, str, Site]) -> Callable[..., Any]:
@@ -76,4 +69,3 @@ _CALLS: dict[str, Any] = {
     "settle": lambda fun, args: fun(*args),
     "opaque": lambda fun, args: fun(*args),
 }
-_THROUGH: Any = lambda *given, inner=None: inner(*given)  # type: ignore[misc]  # noqa: E731

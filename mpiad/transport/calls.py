@@ -306,7 +306,10 @@ def site_of(frame: FrameType | None) -> Site:
     site = _sites.get(key)
     if site is None:
         code = found.f_code
-        site = _sites[key] = Site(code.co_filename, found.f_lineno or 0, code.co_name, entry(called))
+        known = code.co_consts[-1] if code.co_consts else None  # a compiled program's frame, which stands for a line
+        if not isinstance(known, Site):
+            known = Site(code.co_filename, found.f_lineno or 0, code.co_name, entry(called))
+        site = _sites[key] = known
     return site
 
 
