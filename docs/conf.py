@@ -5,6 +5,8 @@ import sys
 from configparser import ConfigParser
 from pathlib import Path
 
+from sphinx.util.inspect import TypeAliasForwardRef
+
 sys.path.insert(0, str(Path(__file__).parent / "_extensions"))
 
 _setup = ConfigParser()
@@ -50,17 +52,18 @@ autodoc_typehints = "signature"
 _ALIASES = "Array Comm Function LocalArray Op Rank ReplicatedArray RootArray Scalar Shape Tree Boundary Argnums"
 autodoc_type_aliases = {name: name for name in _ALIASES.split()}
 
-_LITERAL_OR_MARK = re.compile(r"``.*?``|`.*?`|([*|])", re.DOTALL)
+_LITERAL_OR_MARK = re.compile(r"^ *>>> .*?(?=\n *\n|\Z)|``.*?``|`.*?`|([*|])", re.DOTALL | re.MULTILINE)
 
 
 def take_literally(app, what, name, obj, options, lines):
-    """Escape what docstrings mean literally: a shape `(..., *local_shape)`, the norm |u|."""
+    """Escape what docstrings mean literally: a shape `(..., *local_shape)`, the norm |u|; examples are code anyway."""
     text = _LITERAL_OR_MARK.sub(lambda found: "\\" + found[1] if found[1] else found[0], "\n".join(lines))
     lines[:] = text.split("\n")
 
 
 def setup(app):
-    """Register the above, before napoleon sees the docstrings."""
+    """Register the above, before napoleon sees the docstrings; show an alias that is part of a union by its name."""
+    TypeAliasForwardRef.__repr__ = lambda alias: alias.name
     app.connect("autodoc-process-docstring", take_literally, priority=100)
 
 
