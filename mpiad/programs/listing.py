@@ -47,9 +47,10 @@ class Listing:
             if isinstance(step, Loop):
                 copies = [isinstance(item, Store) and item.copies for item in step.items]
                 made = ", ".join(f"%{item.node}{' (copy)' * copy}" for item, copy in zip(step.items, copies))
-                read = sum(self._bytes(b) for b in text.buffers if b not in text.written)  # type: ignore[union-attr]
-                written = sum(self._bytes(b) for b in text.written)  # type: ignore[union-attr]
-                lines.append(f"loop over {list(step.shape)}: {made}; reads {read} bytes, writes {written}")
+                loaded = {b for b, _ in text.loads} & set(text.buffers)  # type: ignore[union-attr]
+                read, written = (sum(map(self._bytes, part)) for part in (loaded, text.written))  # type: ignore[union-attr]
+                where = " in place" * bool(text.over)  # type: ignore[union-attr]
+                lines.append(f"loop over {list(step.shape)}: {made}; reads {read} bytes, writes {written}{where}")
             else:
                 node = self._nodes[step.node]
                 lines.append(f"{_name_of(node)} -> %{step.node}{' in place' * step.in_place}  {_line(node)}")

@@ -47,6 +47,9 @@ def test_fields_are_written_over_those_that_nobody_needs_any_more(size):
             again = given[0] * factor, given[1]
             assert_same(jitted(*again), plain(*again), 1e-11)
             assert_same(pair[0](*again), pair[1](*again), 1e-10)
+        # Two fields with a halo, of which one is written, and s.
+        line = f"reads {(2 * 11 * 152 + 9 * 150) * 8} bytes, writes {11 * 152 * 8} in place"
+        assert (line in jitted.program(*given).loops) == (fields == 2)
         if fields == 2:
             assert_same(jitted(*given)[0], expected[domain.owned], 1e-10)
 
