@@ -6,6 +6,10 @@ For each mesh: outer steps and V-cycles until the objective is within 1e-3 of it
 and products with the Hessian (steps of conjugate gradients) to a gradient of 1e-6. V-cycles are those of all solves, the
 prior's too; a solve to 1e-8 takes about eight. "recycling" is Gauss-Newton with its option `recycle`. Aimed at: steps
 within 1 and products within 10 % over meshes and ranks, and a third of L-BFGS's V-cycles from 64² on.
+
+`--tutorial` takes the problem of hIPPYlib's tutorial on Poisson's equation (3_SubsurfaceBayesian, with 64² squares of
+finite elements and 50 points), but for its prior's anisotropy and the truth that it draws. What it prints is 12 steps and
+89 products to a gradient of 1e-6 of the first.
 """
 
 from __future__ import annotations
@@ -52,16 +56,21 @@ class Cycles:
 class Problem:
     """The inversion on a mesh of n² cells."""
 
+    enough = 1e-3  # of the gradient
+
     def __init__(self, n: int):
         self.domain, h = mpiad.Domain((n, n)), 1.0 / n
         x, y = self.domain.coordinates(spacing=h, origin=h / 2)
         truth = 0.8 * np.sin(2 * np.pi * x) * np.cos(np.pi * y) + 0.5 * (x > 0.5)
         self.h, self.points = h, np.random.default_rng(1).uniform(0.05, 0.95, (POINTS, 2))
         self.prior = Bilaplacian(self.domain, 0.5, 1.0, spacing=h)
-        self.owned = self.observed(np.ones(self.domain.local_shape))
-        clean = self.observed(self.state(truth))
+        self.measure(truth, np.random.default_rng(5))
+
+    def measure(self, truth: Any, draw: np.random.Generator) -> None:
+        """Observe the truth at the points, with noise of 1 %."""
+        owned, clean = self.observed(np.ones(self.domain.local_shape)), self.observed(self.state(truth))
         self.noise = 0.01 * np.max(mpiad.mpi_allreduce(clean))
-        self.data = clean + self.owned * self.noise * np.random.default_rng(5).standard_normal(POINTS)
+        self.data = clean + owned * self.noise * draw.standard_normal(len(self.points))
 
     def observed(self, u: Any) -> Any:
         """Return the values at the points that this rank owns, zeros at the others."""
@@ -79,6 +88,26 @@ class Problem:
     def objective(self, m: Any) -> Any:
         """Return the negative log-posterior."""
         return 0.5 * mpiad.mpi_allreduce(anp.sum(self.residuals(m) ** 2)) + self.prior.cost(m)
+
+
+class Tutorial(Problem):
+    """hIPPYlib's: u from 0 below to 1 above, nothing through the other sides, points in the lower half."""
+
+    enough = 0.0
+
+    def __init__(self, n: int):
+        self.domain, self.h = mpiad.Domain((n, n)), 1.0 / n
+        y, _ = self.domain.coordinates(self.h, centred=True)
+        self.above = 2.0 / self.h**2 * (y > 1.0 - self.h) * np.ones(self.domain.local_shape)
+        draw = np.random.default_rng(1)
+        self.points = np.stack([draw.uniform(0.1, 0.5, 50), draw.uniform(0.1, 0.9, 50)], -1)
+        self.prior = Bilaplacian(self.domain, np.sqrt(8 * 0.1 / 0.5), np.sqrt(1 / (4 * np.pi * 0.1 * 0.5)), spacing=self.h)
+        self.measure(self.prior.sample(1), draw)
+
+    def state(self, m: Any) -> Any:
+        """Return u for log κ = m."""
+        kappa, sides = anp.exp(m), ("dirichlet", "neumann")
+        return solve_elliptic(self.domain, kappa, kappa * self.above, spacing=self.h, centred=True, boundary=sides)
 
 
 def descent(problem: Problem, fun: Any, method: str, options: dict, cycles: Cycles) -> tuple[Any, list[int]]:
@@ -103,14 +132,15 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--sizes", type=int, nargs="+", default=[16, 32, 64])
     parser.add_argument("--ways", nargs="+", default=["Newton", "Gauss-Newton", "recycling", "L-BFGS"])
+    parser.add_argument("--tutorial", action="store_true", help="hIPPYlib's problem; give --sizes 64")
     chosen, cycles = parser.parse_args(), Cycles()
     leads = mpiad.mpi_rank() == 0
     if leads:
         print(f"{mpiad.mpi_size()} ranks; until within {CLOSE} of the minimum\n")
         print(f"{'mesh':>6} {'method':>14} {'steps':>6} {'products':>9} {'V-cycles':>9} {'s':>7}")
     for n in chosen.sizes:
-        problem, spent = Problem(n), {}
-        newton = {"inner_product": problem.prior, "grtol": 1e-6, "gtol": 1e-3}
+        problem, spent = (Tutorial if chosen.tutorial else Problem)(n), {}
+        newton = {"inner_product": problem.prior, "grtol": 1e-6, "gtol": problem.enough}
         gauss = {**newton, "product": "gauss-newton", "regularizer": problem.prior}
         ways = {
             "Newton": (problem.objective, "Newton-CG-sharded", newton),
