@@ -49,10 +49,10 @@ def hybrid_solution(solved: HybridSolve, given: Batch, options: GradientOptions)
         chain = _Chain(solved, given, options)
         u, u_end, reached, where = chain.results()
         where = where[order]
-    rows = np.stack([ids, which])[:, order]
+    who, event = np.stack([ids, which])[:, order].astype(int)
     later: dict[str, Callable[[], Any]] = {
         "retcode": lambda: names_of(codes),
-        "events": lambda: by_trajectory(*rows.astype(int).tolist(), where if isbox(where) else where.tolist()),
+        "events": lambda: by_trajectory(who.tolist(), event.tolist(), where if isbox(where) else where.tolist()),
     }
     shape = batch.shape
     return EnsembleSolution.lazy(

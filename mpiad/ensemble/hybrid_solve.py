@@ -242,7 +242,8 @@ class HybridSolve:
     def _save(self, ids: Array, outcome: Outcome, places: Array, batch: Batch) -> tuple[Array, Array, Array]:
         """Take what a piece saved; return the columns, and the places among the piece's times and among all."""
         if not places.size:
-            return (np.empty(0, int),) * 3
+            none = np.empty(0, int)
+            return none, none, none
         reached = self._count(ids, outcome.t_reached, beyond=True)
         column, place = np.nonzero((places >= 0) & (places < reached[:, None]))
         whole, still = places[column, place], (batch.start == batch.end)[column]
