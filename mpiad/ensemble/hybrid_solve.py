@@ -176,7 +176,7 @@ class HybridSolve:
         self._take(ids, slot, outcome, places, Flow(ids, slot, batch, settings, outcome, ((), (), ())))  # type: ignore[arg-type]
 
     def _of(self, x: Array, ids: Array) -> Array:
-        """Return an array of some trajectories, which nobody writes into: of all without a copy."""
+        """Return an array of some trajectories, each once and in order, which nobody writes into: of all without a copy."""
         return x if len(ids) == self.batch.size else x[..., ids]
 
     def _leaves(self, ids: Array) -> list[Any]:
@@ -184,8 +184,11 @@ class HybridSolve:
         return [locked(self._of(leaf, ids)) if varies else leaf for leaf, varies in zip(p.leaves, p.varies)]
 
     def _parameters(self, ids: Array) -> Tree:
-        """Return the parameters of some trajectories as functions of the user's take them."""
-        return self.batch.p.build(self._leaves(ids))
+        """Return the parameters of some trajectories as functions of the user's take them: of one twice."""
+        leaves, varies = self._leaves(ids), self.batch.p.varies
+        if len(ids) == 1:
+            leaves = [np.repeat(leaf, 2, axis=-1) if own else leaf for leaf, own in zip(leaves, varies)]
+        return self.batch.p.build(leaves)
 
     def _as_terminal(self, e: int, ids: Array) -> Event:
         """Return an event as the pieces look for it: one that acts ends them."""
@@ -274,7 +277,7 @@ class HybridSolve:
     def _jump(self, e: int, ids: Array, slot: Array | None) -> None:
         """Let an event act. What it makes of a state must be finite; the trajectory ends otherwise, in the state before."""
         own = ids[_twice(len(ids))]
-        event, p = self.settings.events[e], self._parameters(own)
+        event, p = self.settings.events[e], self._parameters(ids)
         after = affected(event, self.batch, self.u[:, own], p, self.t[own])[:, : len(ids)]
         sane = np.isfinite(after).all(axis=0)
         self._end(ids[~sane], ReturnCode.Unstable)
@@ -301,7 +304,7 @@ class HybridSolve:
     def _rate(self, ids: Array, u: Array, t: Array) -> Array:
         """Return f in the direction of the solve for some trajectories."""
         twice = _twice(len(ids))
-        signs, p = self._signs[ids[twice]], self._parameters(ids[twice])
+        signs, p = self._signs[ids[twice]], self._parameters(ids)
         sign = signs if self._backward else None
         return derivative_at(self._derivative, u[:, twice], p, signs * t[twice], sign)[:, : len(ids)]
 
@@ -310,7 +313,7 @@ class HybridSolve:
         if not len(ids):
             return np.empty(0)
         twice = _twice(len(ids))
-        p = self._parameters(ids[twice])
+        p = self._parameters(ids)
         return self.settings.events[e].value(u[:, twice], p, t[twice])[: len(ids)]
 
     def _count_short(self, ids: Array) -> None:

@@ -8,7 +8,7 @@ import pytest
 from autograd import grad as plain_grad
 
 import mpiad
-from mpiad.ensemble import RK4, RK45, EnsembleProblem, Event, ODEProblem, remake, solve
+from mpiad.ensemble import RK4, RK45, EnsembleGPU, EnsembleProblem, Event, ODEProblem, remake, solve
 
 pytestmark = pytest.mark.serial
 
@@ -213,3 +213,9 @@ def test_what_is_traced_around_an_event_is_refused():
     ):
         with pytest.raises(NotImplementedError, match="traced value"):
             mpiad.grad(loss)(0.5, event)
+
+
+def test_events_that_act_are_refused_on_gpus():
+    ensemble = EnsembleProblem(ODEProblem(lambda u, p, t: [-u[0]], np.ones(1), (0.0, 1.0)), u0=np.ones((2, 1)))
+    with pytest.raises(NotImplementedError, match="EnsembleGPU. .*take EnsembleVectorized"):
+        solve(ensemble, ensemblealg=EnsembleGPU(), events=Event(times=[0.5], affect=_same))
