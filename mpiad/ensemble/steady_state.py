@@ -227,7 +227,8 @@ def _found(given: _Given, options: SolveOptions, compiler: Compiler, numbers: ra
 def _batch(options: SolveOptions, numbers: range) -> Batch:
     problem = options.problem
     if isinstance(problem, ODEProblem):
-        batch = columns_of([problem], [1])
+        one = columns_of([problem], [1])
+        batch = one if len(numbers) else one.share(slice(0, 0))
     else:
         seed = master_seed(problem.seed) if problem.prob_func else 0
         batch, _ = own_members(problem, range(numbers.start + 1, numbers.stop + 1), 1, seed, options.trajectories)
