@@ -8,8 +8,8 @@ import pytest
 from jitted import assert_same
 
 import mpiad
-from mpiad import extend
 from mpiad.domain import Domain, halo_messages
+from mpiad.primitives import custom_operator
 from mpiad.programs.overlap import actions_of
 from mpiad.programs.replay import Replay
 
@@ -80,13 +80,13 @@ def test_the_interior_is_computed_before_messages_are_waited_for(rank, size, mon
     jitted = mpiad.jit(fun, strict=True)
     expected = jitted(u)
     np.testing.assert_array_equal(jitted(u), expected)
-    end = extend.Begun.end
+    end = custom_operator.Begun.end
 
     def spoilt(self):
         self._steps.gi_frame.f_locals["out"][3:-3, 3:-3] = np.nan
         end(self)
 
-    monkeypatch.setattr(extend.Begun, "end", spoilt)
+    monkeypatch.setattr(custom_operator.Begun, "end", spoilt)
     found = jitted(u)
     if size > 1:
         np.testing.assert_array_equal(found, expected)
@@ -132,7 +132,7 @@ def test_an_exception_while_messages_travel(rank, size, monkeypatch):
     def interrupted(self):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(extend.Begun, "end", interrupted)
+    monkeypatch.setattr(custom_operator.Begun, "end", interrupted)
     with pytest.raises(KeyboardInterrupt):
         jitted(u)
     monkeypatch.undo()

@@ -10,12 +10,12 @@ from __future__ import annotations
 import autograd.numpy as anp
 from autograd.numpy import fft, linalg
 
-from mpiad.differentiation.rules.on_device import elementwise, linear_algebra, moments, rearrangements, transforms
+from mpiad.differentiation.rules.on_device import linear_algebra, moments, powers_and_bounds, rearrangements, transforms
 from mpiad.differentiation.rules.protocol import DEVICE_JVPS, DEVICE_REFUSALS, DEVICE_VJPS
 
 __all__: list[str] = []
 
-for _family in (elementwise, linear_algebra, moments, rearrangements, transforms):
+for _family in (linear_algebra, moments, powers_and_bounds, rearrangements, transforms):
     DEVICE_VJPS.update(_family.VJPS)
     DEVICE_JVPS.update(_family.JVPS)
 
