@@ -17,6 +17,7 @@ import importlib
 import os
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -95,9 +96,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_xdist_auto_num_workers() -> int:
     """Let `-n auto` divide the one-rank run among the cores; more ranks are at work on all cores already.
 
-    Two processes more than cores: tests that start programs mostly wait, for starts, deadlines and ends.
+    Four processes more than cores: tests that start programs mostly wait, for starts, deadlines and ends.
     """
-    return min(len(os.sched_getaffinity(0)) + 2, 4) if WORLD.size == 1 else 0
+    return min(len(os.sched_getaffinity(0)) + 4, 6) if WORLD.size == 1 else 0
 
 
 def pytest_report_header() -> str:
@@ -121,9 +122,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _mix(items: list[pytest.Item]) -> None:
-    """Order files so that those that start programs, which wait much, run beside others, and none is left to the end."""
+    """Order files so that those that start programs, which wait much, run beside others, the longest from the beginning."""
     files = dict.fromkeys(item.path for item in items)
-    starting = dict.fromkeys(item.path for item in items if item.get_closest_marker("launches"))
+    launches = Counter(item.path for item in items if item.get_closest_marker("launches"))
+    starting = [path for path, _ in launches.most_common()]
     others = [path for path in files if path not in starting]
     place = {path: k / len(others) for k, path in enumerate(others)}
     place |= {path: 0.7 * k / len(starting) for k, path in enumerate(starting)}

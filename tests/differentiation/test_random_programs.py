@@ -43,6 +43,7 @@ def test_random_programs(seed, size):
     assert sum(lines is None for _, lines in found) <= EACH // 5, "too many programs that the reference can't decide"
 
 
+@pytest.mark.one_rank
 def test_random_programs_that_are_jitted(size, request):
     """On all ranks, and on some among others that aren't; `make fuzz` runs many more."""
     count = EACH if request.config.getoption("thorough") else 4

@@ -105,6 +105,7 @@ def test_gradients_by_the_ends_of_tspan(name, way):
     np.testing.assert_allclose(found, expected, rtol=1e-8)
 
 
+@pytest.mark.thorough
 @pytest.mark.serial
 @pytest.mark.limit(240)
 def test_kernels_of_larger_systems():

@@ -49,7 +49,7 @@ RUNS = [
         r"relative error of the start: (\S+)", lambda error: error < 0.4,
     ),
     Small(
-        3, "examples/influenza_1978.py", "--repetitions 20",
+        2, "examples/influenza_1978.py", "--repetitions 20",
         r"R0 +(\S+) +SciPy +(\S+)", is_close(1e-5),
     ),
     Small(
@@ -80,6 +80,10 @@ RUNS = [
     Small(
         2, "examples/sir_vi.py", "--n_agents 150 --n_timesteps 12 --n_epochs 3 --n_samples_per_epoch 5",
         r"counts: (\S+) in the first epochs, (\S+) in the last", lambda first, last: last <= first,
+    ),
+    Small(
+        4, "examples/terrain_inversion.py", "--coarsen 12 --wells 1 --iterations 8 --least 0",
+        r"correlation with the true log κ +(\S+)", lambda correlation: correlation > 0.5,
     ),
 ]  # fmt: skip
 

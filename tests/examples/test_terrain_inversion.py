@@ -34,6 +34,7 @@ def test_ranks_share_one_history(mpirun: Run, tmp_path: Path) -> None:
     assert (np.diff(one) < 0).all() and one[-1] < 0.05 * one[0]
 
 
+@pytest.mark.thorough
 def test_field_is_recovered(mpirun: Run, tmp_path: Path) -> None:
     done, losses = invert(mpirun, 2, tmp_path / "run", "--coarsen", 9, "--iterations", 40, "--least", 0.9)
     table = dict(re.findall(r"^(\S.*?) {2,}.*?([\d.]+)$", done.stdout, re.MULTILINE))

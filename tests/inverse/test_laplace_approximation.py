@@ -56,7 +56,7 @@ def test_conjugate_case(linear, size):
         + np.linalg.slogdet(covariance)[1] - np.linalg.slogdet(dense)[1]
     )  # fmt: skip
     np.testing.assert_allclose(posterior.information_gain(), divergence, rtol=1e-6)
-    draws = 80 if size == 1 else 20
+    draws = 80 if size == 1 else 12
     samples = np.stack([whole(domain, posterior.sample(seed)).ravel() for seed in range(draws)])
     error = np.cov(samples.T) - dense
     bound = np.sqrt((np.outer(np.diag(dense), np.diag(dense)) + dense**2) / (draws - 1))  # Monte Carlo's standard error

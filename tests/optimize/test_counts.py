@@ -48,7 +48,7 @@ def weighed(fun: Any, part: float) -> Any:
 
 
 @pytest.mark.limit(300)
-@pytest.mark.parametrize("way", ["one rank", "equal", "distributed"])
+@pytest.mark.parametrize("way", [pytest.param("one rank", marks=pytest.mark.one_rank), "equal", "distributed"])
 def test_evaluations_beside_scipy(way: str, rank: int, size: int) -> None:
     if way == "equal" and size & (size - 1):
         return  # a third of a number isn't exact: shares are as good as any others

@@ -2,6 +2,7 @@
 
 import autograd.numpy as anp
 import numpy as np
+import pytest
 from jitted import assert_same
 from mpi4py import MPI
 
@@ -26,6 +27,7 @@ def wave(domain, last, u, s):
     return u, domain.sum(u)
 
 
+@pytest.mark.one_rank
 def test_fields_are_written_over_those_that_nobody_needs_any_more(size):
     """Two fields of a wave in turn; three, where the one before the last is read beside its place as well."""
     domain, rng = Domain((9 * size, 150), periodic=True, dims=(size, 1)), np.random.default_rng(3)
