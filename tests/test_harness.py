@@ -174,10 +174,10 @@ def test_one_rank_s_files_are_divided_among_processes_and_several_ranks_are_not(
 
 @pytest.mark.launches
 def test_the_whole_run_has_a_limit(suite):
-    job = suite(STUCK, limit=8)
+    job = suite(STUCK, limit=5)
     assert job.returncode == launch.EXPIRED
     rank_0, rank_1 = job.reports.split("---- rank 1")
-    assert "no end after 8 s" in rank_0 and "line 9 in test_stuck" in rank_0
+    assert "no end after 5 s" in rank_0 and "line 9 in test_stuck" in rank_0
     assert "line 11 in test_stuck" in rank_1
 
 
