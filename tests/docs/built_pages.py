@@ -46,7 +46,7 @@ EXPECTED = {
     "source identification": ["gallery/burgers_control"],
     "initial-condition inversion": ["gallery/heat_source"],
     "data assimilation": ["gallery/shallow_water"],
-    "full-waveform inversion": ["gallery/seismic_inversion"],
+    "full-waveform inversion": ["gallery/seismic_inversion", "gallery/seismic_3d"],
     "fault tolerance": ["recovery"],
     "mpi4jax": ["comparison"],
     "Firedrake": ["comparison"],
