@@ -19,7 +19,7 @@ from machine_load import slowdown
 from mpi4py import MPI
 
 HERE = Path(__file__).parent
-HEADER = "import os\nimport pytest\nfrom mpi4py import MPI\nWORLD = MPI.COMM_WORLD\n"
+HEADER = "import os, time\nimport pytest\nfrom mpi4py import MPI\nWORLD = MPI.COMM_WORLD\n"
 STUCK = """
 @pytest.mark.limit(float(os.environ.get("SECONDS", 60)))
 def test_stuck(rank):
@@ -28,6 +28,8 @@ def test_stuck(rank):
     else:
         WORLD.barrier()         # line 11
 """
+# The same without MPI, whose ranks keep a core each while they wait.
+ASLEEP = STUCK.replace("WORLD.recv(source=1)", "time.sleep(60)").replace("WORLD.barrier()", "time.sleep(60)")
 
 
 @pytest.fixture
@@ -174,7 +176,7 @@ def test_one_rank_s_files_are_divided_among_processes_and_several_ranks_are_not(
 
 @pytest.mark.launches
 def test_the_whole_run_has_a_limit(suite):
-    job = suite(STUCK, limit=5)
+    job = suite(ASLEEP, limit=5)
     assert job.returncode == launch.EXPIRED
     rank_0, rank_1 = job.reports.split("---- rank 1")
     assert "no end after 5 s" in rank_0 and "line 9 in test_stuck" in rank_0
@@ -269,19 +271,20 @@ def test_a_started_program_that_hangs_fails_its_test(suite):
 @pytest.mark.launches
 def test_nested(mpirun):
     program = '''
+import time
 from mpi4py import MPI
 print("printed", flush=True)
 if MPI.COMM_WORLD.rank == 0:
-    MPI.COMM_WORLD.recv(source=1)
-MPI.COMM_WORLD.barrier()
+    time.sleep(60)
+time.sleep(60)
 '''
     mpirun(2, program, timeout=3)
 """
     job = suite(text, ranks=1)
     assert job.returncode == 1 and "1 failed" in job.stdout
     rank_0, rank_1 = job.stdout.split("---- rank 1")
-    assert "no end after 3 s" in rank_0 and "line 5 in <module>" in rank_0
-    assert "line 6 in <module>" in rank_1 and "printed" in rank_1
+    assert "no end after 3 s" in rank_0 and "line 6 in <module>" in rank_0
+    assert "line 7 in <module>" in rank_1 and "printed" in rank_1
 
 
 def ends(process):

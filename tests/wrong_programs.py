@@ -12,6 +12,7 @@ A program's header, the comments at its top, says how it is run and what its use
     # says on Open MPI: signal 9                        where the launcher speaks, and each its own language
     # prints: 1 failed                                  the same, in standard output
     # together: yes                                     all ranks raise, and wait for none: it runs with others in one job
+    # thorough: yes                                     it takes long, and runs where everything is run
 
 `{here}` stands for `program.py:12` and `program.py", line 12`, the line that ends in the comment `# here`; any other word
 in braces likewise. All programs must end by themselves, within their time, with another exit than 0.
@@ -28,7 +29,7 @@ from mpi4py import MPI
 
 HEADER = re.compile(r"# ([a-z ]+?)(?: on (Open MPI|MPICH))?: (.*)")
 MARK = re.compile(r"# (\w+)$")
-WORDS = ("ranks", "environment", "arguments", "within", "raises", "says", "prints", "together")
+WORDS = ("ranks", "environment", "arguments", "within", "raises", "says", "prints", "together", "thorough")
 TOGETHER = 15  # programs of one job
 
 
@@ -49,6 +50,7 @@ class WrongProgram:
     says: list[str] = field(default_factory=list)
     prints: list[str] = field(default_factory=list)
     together: bool = False
+    thorough: bool = False
 
 
 def read(path: Path) -> WrongProgram:
@@ -78,8 +80,8 @@ def _enter(program: WrongProgram, word: str, value: str) -> None:
         program.environment = dict(pair.split("=") for pair in value.split())
     elif word == "arguments":
         program.arguments = value.split()
-    elif word == "together":
-        program.together = value == "yes"
+    elif word in ("together", "thorough"):
+        setattr(program, word, value == "yes")
     elif word in ("says", "prints"):
         getattr(program, word).append(value)
     else:

@@ -16,7 +16,8 @@ AT_LEAST = 45
 def alone() -> Iterator[Any]:
     """Yield all programs; those that run together are run by themselves once more."""
     for program in PROGRAMS:
-        yield pytest.param(program, marks=[pytest.mark.thorough] if program.together else [], id=program.path.stem)
+        thorough = program.together or program.thorough
+        yield pytest.param(program, marks=[pytest.mark.thorough] if thorough else [], id=program.path.stem)
 
 
 @pytest.mark.launches
