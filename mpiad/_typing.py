@@ -20,6 +20,8 @@ Status: TypeAlias = Any
 """An mpi4py status that is filled in, or None."""
 Buffer: TypeAlias = Any
 """What mpi4py sends from or receives into: an array, bytes, or one of these with counts."""
+Index: TypeAlias = Any
+"""What stands between the brackets of an array: an integer, a slice, None, Ellipsis, an array, or a tuple of these."""
 Rank: TypeAlias = int
 Shape: TypeAlias = tuple[int, ...]
 Axis: TypeAlias = int | tuple[int, ...] | None

@@ -18,7 +18,7 @@ import os
 import secrets
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -165,7 +165,7 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         return _description(found), {name: found[name] for name in found.files if name != _DESCRIPTION}
 
 
-def _description(found: Any) -> dict[str, Any]:
+def _description(found: Mapping[str, np.ndarray]) -> dict[str, Any]:
     return json.loads(bytes(found[_DESCRIPTION]))
 
 

@@ -238,7 +238,7 @@ def defadjoint(operator: Communicating, adjoint: Function) -> Communicating:
     return transpose
 
 
-def _checked(operator: Any, call: str) -> Communicating:
+def _checked(operator: object, call: str) -> Communicating:
     if isinstance(operator, Communicating):
         return operator
     raise TypeError(

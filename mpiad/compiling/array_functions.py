@@ -6,13 +6,13 @@ whose entries write down what is done to them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpiad._typing import Array, Axis
+from mpiad._typing import Array, Axis, Shape
 from mpiad.compiling.symbols import Symbol, choose, numbers_of
 from mpiad.compiling.ufuncs import entrywise, reduced
 
@@ -58,7 +58,7 @@ def _where(like: SymbolicArray, condition: object, *choices: Any) -> SymbolicArr
     return entrywise(like, choose, condition, *choices)
 
 
-def _select(like: SymbolicArray, conditions: Any, choices: Any, default: Any = 0) -> Any:
+def _select(like: SymbolicArray, conditions: Sequence[Array], choices: Sequence[Array], default: Array = 0) -> Any:
     made = default
     # From the last to the first, since the first condition that holds decides.
     for condition, choice in zip(reversed(conditions), reversed(choices)):
@@ -112,7 +112,7 @@ def _rounded(like: SymbolicArray, x: Array, decimals: int = 0) -> SymbolicArray:
 
 
 def _filled(value: float | None) -> Callable:
-    def made(like: SymbolicArray, array: Array, *args: Any, shape: Any = None, **_: Any) -> SymbolicArray:
+    def made(like: SymbolicArray, array: Array, *args: Any, shape: Shape | None = None, **_: Any) -> SymbolicArray:
         fill = args[0] if value is None else complex(value) if np.iscomplexobj(array) else value
         numbers = np.empty(np.shape(numbers_of(like.builder, array)) if shape is None else shape, int)
         numbers[...] = numbers_of(like.builder, fill)
@@ -156,7 +156,7 @@ def _interpolated(
     return entrywise(like, one, x)
 
 
-def _polynomial(like: SymbolicArray, coefficients: Any, x: Array) -> Any:
+def _polynomial(like: SymbolicArray, coefficients: Iterable[Array], x: Array) -> Any:
     """Return what `numpy.polyval` does."""
     made = 0.0 * x
     for coefficient in coefficients:

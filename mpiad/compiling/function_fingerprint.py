@@ -13,7 +13,7 @@ import builtins
 import dis
 from functools import lru_cache, partial
 from itertools import takewhile
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -178,7 +178,7 @@ def _stays(module: str) -> bool:
     return module.partition(".")[0] in _STAY
 
 
-def content_of(cell: Any) -> Any:
+def content_of(cell: CellType) -> Any:
     """Return what a variable of a function around holds."""
     try:
         return cell.cell_contents

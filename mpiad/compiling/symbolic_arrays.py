@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import DTypeLike
 
-from mpiad._typing import Array, Shape
+from mpiad._typing import Array, Index, Shape
 from mpiad.compiling.array_functions import FUNCTIONS, METHODS
 from mpiad.compiling.builder import Builder
 from mpiad.compiling.symbols import BRANCHES, Symbol, numbers_of
@@ -124,7 +124,7 @@ class SymbolicArray(np.lib.mixins.NDArrayOperatorsMixin):
             return made
         return self._written(out, made)
 
-    def _written(self, out: tuple[Any, ...], made: Any) -> SymbolicArray:
+    def _written(self, out: tuple[Any, ...], made: SymbolicArray) -> SymbolicArray:
         if not isinstance(out[0], SymbolicArray):
             self.builder.refuse("it writes traced values into an array of numbers (out=, +=)")
         # Views of it see the new values, and an argument of f's is read-only, as in the vectorised path.
@@ -143,11 +143,11 @@ class SymbolicArray(np.lib.mixins.NDArrayOperatorsMixin):
             raise AttributeError(f"traced values have no {name!r}")
         return partial(METHODS[name], self)
 
-    def __getitem__(self, key: Any) -> SymbolicArray:
+    def __getitem__(self, key: Index) -> SymbolicArray:
         self._check_key(key)
         return self.like(self.numbers[key])
 
-    def __setitem__(self, key: Any, value: Any) -> None:
+    def __setitem__(self, key: Index, value: Array) -> None:
         self._check_key(key)
         self.numbers[key] = numbers_of(self.builder, value)
 

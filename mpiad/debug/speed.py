@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -54,7 +55,7 @@ def speed_of(channel: Channel) -> Speed | None:
         comm.Free()
 
 
-def _fastest(comm: Comm, exchange: Any, array: np.ndarray) -> float:
+def _fastest(comm: Comm, exchange: Callable[[Comm, np.ndarray], object], array: np.ndarray) -> float:
     """Return the shortest of several times; rank 0 says how many there will be, by how long the first ones take."""
     start = perf_counter()
     for _ in range(3):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 from mpiad.transport import world
@@ -81,7 +82,7 @@ def _loaded() -> Any:
         ) from error
 
 
-def _visible(cupy: Any) -> int:
+def _visible(cupy: ModuleType) -> int:
     try:
         count = cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as error:
@@ -91,13 +92,13 @@ def _visible(cupy: Any) -> int:
     return count
 
 
-def _offered(ids: Any, count: int) -> list[Any]:
+def _offered(ids: object, count: int) -> list[Any]:
     if ids is None:
         return list(range(count))
     return list(ids) if isinstance(ids, Sequence) else [ids]
 
 
-def _check(chosen: list[Any], ids: Any, count: int, local: int) -> None:
+def _check(chosen: list[Any], ids: object, count: int, local: int) -> None:
     wrong = [number for number in chosen if isinstance(number, bool) or not isinstance(number, int)]
     if wrong or not chosen:
         raise ValueError(f"select: ids must be numbers of GPUs, as [0, 1], but got {ids!r}.")

@@ -84,7 +84,7 @@ class OrderedNode(VJPNode):
         return cls.placed(tape, (), None, None)
 
     @classmethod
-    def placed(cls, tape: Any, inputs: tuple[int, ...], pull: Any, like: Spec | None) -> OrderedNode:
+    def placed(cls, tape: Any, inputs: tuple[int, ...], pull: Function | None, like: Spec | None) -> OrderedNode:
         """Make a node and note it on the tape."""
         node = cls.__new__(cls)
         node.tape, node.inputs, node.pull, node.like = tape, inputs, pull, like

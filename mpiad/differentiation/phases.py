@@ -6,6 +6,7 @@ asks for costs nothing.
 
 from __future__ import annotations
 
+from types import TracebackType
 from typing import Any, Protocol
 
 from mpiad.differentiation import backward
@@ -38,12 +39,14 @@ def _noted_sweep(*args: Any) -> None:
         _tell_ended(key)
 
 
-def _noted_enter(self: Any) -> Any:
+def _noted_enter(self: OrderedTape) -> Any:
     _tell_began(self, "forward")
     return _bare_enter(self)
 
 
-def _noted_exit(self: Any, kind: Any, error: BaseException | None, trace: object) -> None:
+def _noted_exit(
+    self: OrderedTape, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+) -> None:
     try:
         _bare_exit(self, kind, error, trace)
     finally:

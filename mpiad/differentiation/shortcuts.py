@@ -16,7 +16,7 @@ import numpy as np
 from autograd.numpy.numpy_boxes import ArrayBox
 from autograd.tracer import Box
 
-from mpiad._typing import Array, Function
+from mpiad._typing import Array, Function, Index
 from mpiad.differentiation.bundles import BundleNode
 from mpiad.differentiation.nodes import OrderedNode
 from mpiad.differentiation.rules import VJP_RULES
@@ -44,7 +44,7 @@ class ShortcutBox(_Box):
 
     __slots__ = ()
 
-    def __getitem__(self, idx: Any) -> Array:
+    def __getitem__(self, idx: Index) -> Array:
         """Return an element."""
         node, value = self._node, self._value
         # The element of a vector is a number; these operators are for arrays.
@@ -93,7 +93,7 @@ class BundleBox(_Box):
 
     __slots__ = ()
 
-    def __getitem__(self, idx: Any) -> Array:
+    def __getitem__(self, idx: Index) -> Array:
         """Return an element, with the same of the tangents."""
         node, value = self._node, self._value
         # The element of a vector is a number; these operators are for arrays.

@@ -12,6 +12,7 @@ case, and never lowered below a trace that another thread has open.
 from __future__ import annotations
 
 import threading
+from types import TracebackType
 from typing import Any, NamedTuple
 
 from autograd.tracer import trace_stack
@@ -20,7 +21,7 @@ from mpiad._typing import Array
 from mpiad.differentiation.nodes import LastingNode, OrderedNode, TangentNode
 from mpiad.differentiation.refusals import explain
 from mpiad.primitives.cotangents import spec_like
-from mpiad.primitives.operation import Tape, current, suspended
+from mpiad.primitives.operation import Operation, Tape, current, suspended
 from mpiad.transport import Channel, Spec
 
 __all__ = ["OrderedTape", "Recording", "TangentTape", "mark_unfinished"]
@@ -52,15 +53,15 @@ class _Tape(Tape):
         current.tape = self
         return self
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         outer = current.tape = self.outer
         self.outer = None  # an ended tape must not keep the tapes around it
         _close_number(self.number, self._before)
-        if kind is not None:
+        if error is not None:
             explain(error, trace)
             # Ends the cycle of tape and nodes, and makes constants of what was traced.
             self.record = None
-            mark_unfinished(self.channels, f"{kind.__name__} left a trace in which messages were under way.")
+            mark_unfinished(self.channels, f"{type(error).__name__} left a trace in which messages were under way.")
         elif outer is not None and self.channels:
             # The trace around this one runs these communications backwards too.
             outer.channels |= self.channels
@@ -83,14 +84,14 @@ class OrderedTape(_Tape):
 
     __slots__ = ()
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         # What the user has kept of this trace is constant from here on, and nobody knows where it is kept.
         for node in self.record:
             node.__class__ = LastingNode
         super().__exit__(kind, error, trace)
 
     def communicated(
-        self, operation: Any, ans: Array, x: Array, params: object, argnums: tuple[int, ...], parents: tuple[Any, ...]
+        self, operation: Operation, ans: Array, x: Array, params: object, argnums: tuple[int, ...], parents: tuple[Any, ...]
     ) -> Any:
         """Record a communication; return its node, or None where its result isn't an array."""
         dtype = getattr(ans, "dtype", None)
@@ -109,7 +110,7 @@ class TangentTape(_Tape):
     __slots__ = ()
 
     def communicated(
-        self, operation: Any, ans: Array, x: Array, params: object, argnums: tuple[int, ...], parents: tuple[Any, ...]
+        self, operation: Operation, ans: Array, x: Array, params: object, argnums: tuple[int, ...], parents: tuple[Any, ...]
     ) -> Any:
         """Communicate the tangent, as part of the trace around this one; return its node."""
         tangents = {k: node.g for k, node in zip(argnums, parents) if node.tape is self}

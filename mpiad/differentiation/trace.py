@@ -15,6 +15,7 @@ from mpiad.differentiation.tape import OrderedTape, Recording, TangentTape, mark
 from mpiad.differentiation.trees import flatten, is_variable
 from mpiad.errors import RequestError
 from mpiad.primitives.cotangents import conform, spec_like
+from mpiad.primitives.operation import Tape
 from mpiad.transport.device_arrays import discover, is_device_array
 
 __all__ = ["Traced", "Variables", "trace_backwards", "trace_forwards", "trace_list", "variables_of"]
@@ -183,7 +184,7 @@ def _tangent(value: Array, node: Any) -> Array:
     return spec.zeros() if node is None else conform(node.g, *spec)
 
 
-def _unboxed(value: Array, tape: Any) -> tuple[Any, Any]:
+def _unboxed(value: Array, tape: Tape) -> tuple[Any, Any]:
     """Return a result's value, and its node on this tape, None for a constant."""
     number = tape.number
     while type(value) in _box_types and value._trace > number:
@@ -203,7 +204,7 @@ def _without_ended(value: Array) -> Array:
     return value
 
 
-def _unfinished(tape: Any) -> Problem | None:
+def _unfinished(tape: Tape) -> Problem | None:
     """Return the mistake of a trace that ends before its requests are waited for."""
     if not tape.requests:
         return None

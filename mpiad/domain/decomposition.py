@@ -128,7 +128,7 @@ def _shape(shape: int | Sequence[int]) -> Shape:
     return cells
 
 
-def per_dimension(value: Any, ndim: int, argument: str) -> list[Any]:
+def per_dimension(value: Array, ndim: int, argument: str) -> list[Any]:
     """Return one entry for each dimension, of one for all or of a sequence.
 
     Raises

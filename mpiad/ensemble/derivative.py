@@ -105,7 +105,7 @@ class Derivative:
         """Return what f does."""
         return self.f(u, p, t)
 
-    def _check_value(self, value: Any, u: Array) -> None:
+    def _check_value(self, value: Array, u: Array) -> None:
         parts = value if isinstance(value, (list, tuple)) else [value]
         if any(map(isbox, parts)):
             raise NotImplementedError(

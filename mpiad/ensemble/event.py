@@ -146,7 +146,7 @@ class Event:
         return chosen & moved
 
 
-def _require_numbers(value: Any, shape: Shape) -> None:
+def _require_numbers(value: Array, shape: Shape) -> None:
     """Raise where a condition didn't return one real number for each column.
 
     Raises

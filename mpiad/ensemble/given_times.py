@@ -65,7 +65,7 @@ class GivenTimes:
                 found.append((e, time * np.ones(batch.size)))
         return found
 
-    def _check(self, time: Any, count: int) -> None:
+    def _check(self, time: Array, count: int) -> None:
         if np.shape(time) not in ((), (count,)) or np.asarray(time).dtype.kind not in "iuf" or np.isnan(time).any():
             raise ValueError(
                 f"Event: times(p) must return a list of times, each a number or of shape {(count,)} here, one for each "

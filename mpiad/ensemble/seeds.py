@@ -7,13 +7,16 @@ computed for it.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from mpiad._typing import Array
 from mpiad.ensemble.coefficients import Coefficients
 from mpiad.ensemble.step_sweep import Saved
+
+if TYPE_CHECKING:
+    from mpiad.ensemble.sorted_sweep import SortedSweep
 
 __all__ = ["Entries", "Schedule", "Seeds"]
 
@@ -64,7 +67,7 @@ class Entries(NamedTuple):
     x: Array
     h: Array
 
-    def scheduled(self, sweep: Any, coefficients: Coefficients) -> Schedule:
+    def scheduled(self, sweep: SortedSweep, coefficients: Coefficients) -> Schedule:
         """Return when a sweep over sorted steps meets those of its trajectories."""
         starts = np.searchsorted(self.ids, sweep.ids)
         counts = np.searchsorted(self.ids, sweep.ids, side="right") - starts
@@ -83,7 +86,7 @@ class Schedule:
         Each entry's column in the block.
     """
 
-    def __init__(self, entries: Entries, column: Array, sweep: Any, coefficients: Coefficients):
+    def __init__(self, entries: Entries, column: Array, sweep: SortedSweep, coefficients: Coefficients):
         final, inside = entries.number == sweep.counts[column] - 1, entries.x != 1
         visit = sweep.visit_of(column, entries.number)
         following = sweep.visit_of(column, np.where(final, entries.number, entries.number + 1))

@@ -157,7 +157,7 @@ def unit_tangents(x: Array) -> list[Array]:
     return tangents
 
 
-def _generated(bundle: Bundle, generator: Generator, batch: Batch, x: Any) -> _Along:
+def _generated(bundle: Bundle, generator: Generator, batch: Batch, x: Array) -> _Along:
     """Return a batch with what `generator` makes of columns of variables."""
     count, shape, varies = batch.size, batch.shape, batch.p.varies
 

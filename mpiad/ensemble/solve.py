@@ -190,7 +190,7 @@ def solve(
     return unshared(sol)
 
 
-def _solved_problem(problem: Any, compiler: Compiler) -> Any:
+def _solved_problem(problem: ODEProblem | EnsembleProblem, compiler: Compiler) -> Any:
     """Return a solution's problem: it knows the kernels that solved it, and not those of a solution that it comes from."""
     return problem.read_from(compiler.kernels) if compiler.kernels or problem._kernels else problem
 

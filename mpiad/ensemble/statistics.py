@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import autograd.numpy as anp
 import numpy as np
@@ -12,6 +12,9 @@ from mpiad._typing import Array
 from mpiad.device import to_host
 from mpiad.device.numpy import stack
 from mpiad.transport.device_arrays import arrays_of, is_device_array
+
+if TYPE_CHECKING:
+    from mpiad.ensemble.solution import EnsembleSolution
 
 __all__ = ["draw", "mean", "quantile", "root", "spread", "squared_distance", "summary"]
 
@@ -80,7 +83,7 @@ def _between(u: Array, q: np.ndarray) -> Array:
     return anp.reshape(stack(found), (*q.shape, *values.shape[1:]))
 
 
-def summary(sol: Any) -> str:
+def summary(sol: EnsembleSolution) -> str:
     """Describe a solution: its survivors, how others failed, its steps, its final states."""
     alive = sol.survivors
     names, counts = np.unique(sol.retcode, return_counts=True)
@@ -101,7 +104,7 @@ def _numbers(values: Array) -> str:
     return np.array2string(np.asarray(values), precision=6, threshold=8)
 
 
-def draw(sol: Any, ax: Any, component: int, band: tuple[float, float], lines: int) -> Any:
+def draw(sol: EnsembleSolution, ax: Any, component: int, band: tuple[float, float], lines: int) -> Any:
     """Draw mean, band and single trajectories; see `EnsembleSolution.plot`."""
     if sol.t.ndim != 1:
         raise ValueError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from scipy.sparse.linalg import splu
@@ -13,6 +13,9 @@ from mpiad.linalg.host_and_device import through_host
 from mpiad.primitives import mpi_gather, mpi_scatter
 from mpiad.transport import channel
 from mpiad.transport.agreement import raising_together
+
+if TYPE_CHECKING:
+    from mpiad.linalg.matrix_row_block import MatrixRowBlock
 
 __all__ = ["GatheredFactors", "factors_of"]
 
@@ -30,7 +33,7 @@ class GatheredFactors:
     All ranks call it, and what it makes.
     """
 
-    def __init__(self, matrix: Any):
+    def __init__(self, matrix: MatrixRowBlock):
         self.comm, self.counts = matrix.comm, np.diff(matrix.offsets[0]).tolist()
         whole, self._factors, self._kind = matrix.gathered(), None, "N"
         # Only rank 0 can find that there are no factors, and the others would wait for its solutions.

@@ -106,7 +106,7 @@ def _imported() -> Any:
     return PETSc
 
 
-def _mistake(petsc: Any, operator: object, b: Any, params: tuple, settings: Settings) -> Exception | None:
+def _mistake(petsc: ModuleType, operator: object, b: LocalArray, params: tuple, settings: Settings) -> Exception | None:
     scalar = np.dtype(petsc.ScalarType)
     if not callable(operator) and not isinstance(operator, MatrixRowBlock):
         return TypeError(f"{_CALL}: operator must be a function or a MatrixRowBlock, but got {type(operator).__name__}.")

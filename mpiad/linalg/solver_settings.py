@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -87,7 +87,7 @@ def agree_on(settings: Settings, error: Exception | None, preconditioner: Functi
     return settings._replace(reported=bool(most[3]), preconditioned=bool(most[4]))
 
 
-def mistake_in(s: Settings, methods: Any, ndim: int) -> Exception | None:
+def mistake_in(s: Settings, methods: Collection[str], ndim: int) -> Exception | None:
     """Return what is wrong with settings, for a right-hand side of `ndim` axes; None where nothing is."""
     if s.method not in methods:
         listed = ", ".join(map(repr, methods))
@@ -98,7 +98,7 @@ def mistake_in(s: Settings, methods: Any, ndim: int) -> Exception | None:
     return _wrong_tolerance(s) or _wrong_number(s, ndim)
 
 
-def unfit_preconditioner(functions: Any, b: object) -> Exception | None:
+def unfit_preconditioner(functions: Iterable[Any], b: object) -> Exception | None:
     """Return why a preconditioner isn't made for blocks like `b`; None where each is, or is the user's own function.
 
     Found out here and not when it is called: where it fits on some ranks, those would wait in it for the others.

@@ -119,7 +119,9 @@ def _add_dict(found: ConstraintSet, given: dict, packing: Packing, used: Channel
     found.add({"type": kind, "fun": made.value, "jac": made.jacobian}, made.value, 0.0, high)
 
 
-def _add_nonlinear(found: ConstraintSet, given: Any, packing: Packing, used: Channel) -> None:
+def _add_nonlinear(
+    found: ConstraintSet, given: scipy.optimize.NonlinearConstraint, packing: Packing, used: Channel
+) -> None:
     made = _Function(given.fun, given.jac, (), packing, used)
     hess = given.hess
     if callable(hess) and not isinstance(hess, scipy.optimize.HessianUpdateStrategy):

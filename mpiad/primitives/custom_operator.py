@@ -116,7 +116,7 @@ class Communicating:
         # Read-only is what returns a lent argument: the result must be an array of its own.
         return ans.copy() if type(ans) is np.ndarray and not ans.flags.writeable else _result(ans, self.__name__)
 
-    def run_in_place(self, buffer: Any, *rest: Any) -> None:
+    def run_in_place(self, buffer: Array, *rest: Any) -> None:
         """Run the function in a buffer that holds its first argument (see `InPlace`)."""
         call = calls.begin(self.__name__, buffer, None) if calls.is_noting() else None
         try:
@@ -127,7 +127,7 @@ class Communicating:
             if call is not None:
                 calls.end(call)
 
-    def begin_in_place(self, buffer: Any, *rest: Any) -> Begun:
+    def begin_in_place(self, buffer: Array, *rest: Any) -> Begun:
         """Begin to run the function in a buffer; it isn't noted."""
         return Begun(self.in_place.steps(buffer, *rest))  # type: ignore[union-attr]
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, NoReturn
 
 from autograd import tracer
@@ -61,7 +62,7 @@ def _trace_is_open(tape: object) -> bool:
     return False
 
 
-def _differentiates(frame: Any) -> bool:
+def _differentiates(frame: FrameType) -> bool:
     # Forwards too: a receive, which has no traced input, would leave the tangent for the next message.
     return type(frame.f_locals.get("start_node")) in (VJPNode, JVPNode)
 

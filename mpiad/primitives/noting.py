@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import numpy as np
@@ -16,12 +16,15 @@ from mpiad.transport.calls import Arguments, Call, Site
 from mpiad.transport.device_arrays import is_device_array
 from mpiad.transport.mpi_operations import name_of
 
+if TYPE_CHECKING:
+    from mpiad.primitives.operation import Operation
+
 __all__ = ["apply_to", "noted_methods"]
 
-_operations: WeakSet[Any] = WeakSet()
+_operations: WeakSet[Operation] = WeakSet()
 
 
-def apply_to(operation: object) -> None:
+def apply_to(operation: Operation) -> None:
     """Take in an operation that was just defined."""
     _operations.add(operation)
     if calls.is_noting():
@@ -36,7 +39,7 @@ def _switch(on: bool) -> None:
             operation.forward, operation.adjoint, operation.tangent = operation.bare
 
 
-def _swap(operation: Any) -> None:
+def _swap(operation: Operation) -> None:
     forward, adjoint, tangent = operation.bare
     name = operation.__name__
     operation.forward = _noted_forward(name, forward)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, TextIO
 
 from autograd.tracer import getval
 
@@ -13,7 +13,7 @@ from mpiad.transport import channel
 __all__ = ["mpi_print"]
 
 
-def mpi_print(*values: Any, sep: str = " ", end: str = "\n", file: Any = None, comm: Comm = None) -> None:
+def mpi_print(*values: Any, sep: str = " ", end: str = "\n", file: TextIO | None = None, comm: Comm = None) -> None:
     """Print one line for each rank, in the order of ranks, none mixed with another.
 
     Parameters

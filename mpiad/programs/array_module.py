@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
-from mpiad._typing import Array, Shape
+from mpiad._typing import Array, Index, Shape
 from mpiad.programs.recorder import Recorder
 from mpiad.programs.traced_array import TracedArray
 from mpiad.transport.device_arrays import register_arrays
@@ -33,11 +34,11 @@ class TracedArrays:
     def __hash__(self) -> int:
         return id(self.recorder)
 
-    def empty(self, shape: Shape, dtype: Any) -> Array:
+    def empty(self, shape: Shape, dtype: DTypeLike) -> Array:
         """Make an array that is to be filled; its values are zeros here."""
         return self.recorder.full(shape, 0, dtype)
 
-    def full(self, shape: Shape, value: Any, dtype: Any) -> Array:
+    def full(self, shape: Shape, value: Array, dtype: DTypeLike) -> Array:
         """Make an array of one number."""
         return self.recorder.full(shape, value, dtype)
 
@@ -45,7 +46,7 @@ class TracedArrays:
         """Make an array of the integers from 0 on."""
         return np.arange(stop)
 
-    def add_at(self, x: Any, idx: Any, values: Any) -> None:
+    def add_at(self, x: Any, idx: Index, values: Any) -> None:
         """Add values to the elements at an index, in place."""
         total = x.recorder.call(added_at, (x, idx, values), {})
         x[...] = total
@@ -54,7 +55,7 @@ class TracedArrays:
         """Return the array itself: where it lies is decided when the program is compiled."""
         return x
 
-    def copy(self, x: Any) -> Array:
+    def copy(self, x: Array) -> Array:
         """Return a copy."""
         return x.recorder.call(np.copy, (x,), {})
 
@@ -67,7 +68,7 @@ class TracedArrays:
         return host
 
 
-def added_at(x: Array, idx: Any, values: Array) -> Array:
+def added_at(x: Array, idx: Index, values: Array) -> Array:
     """Return a copy of x with values added at places that may be named more than once."""
     total = x.copy()
     np.add.at(total, idx, values)

@@ -80,7 +80,7 @@ def _dot(t: Translation, shape: Shape, dtype: np.dtype, x: Any, y: Any) -> int:
     return t.reduce("add", Value(t.program, product), shape=shape)
 
 
-def _norm(t: Translation, shape: Shape, dtype: np.dtype, x: Any, ord: Any = None, axis: Any = None) -> int:  # noqa: A002
+def _norm(t: Translation, shape: Shape, dtype: np.dtype, x: Any, ord: object = None, axis: Any = None) -> int:  # noqa: A002
     if ord is not None:
         raise Opaque
     square = Value(t.program, t.elementwise("multiply", _MULTIPLY, [x, x], x.shape, dtype))
@@ -88,7 +88,7 @@ def _norm(t: Translation, shape: Shape, dtype: np.dtype, x: Any, ord: Any = None
     return t.elementwise("sqrt", _SQRT, [total], shape, dtype)
 
 
-def _reshape(t: Translation, shape: Shape, dtype: np.dtype, x: Any, *_: Any, order: str = "C", **__: Any) -> int:
+def _reshape(t: Translation, shape: Shape, dtype: np.dtype, x: Value, *_: Any, order: str = "C", **__: Any) -> int:
     if order != "C":
         raise Opaque
     return t.program.reshape(x.number, shape)

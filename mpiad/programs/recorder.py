@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from mpiad import primitives
-from mpiad._typing import Array, Shape
+from mpiad._typing import Array, Index, Shape
 from mpiad.primitives.request import Request
 from mpiad.programs.message_numbers import channels_of, envelopes_of, logged
 from mpiad.programs.noted_values import NotedValues
@@ -132,7 +133,7 @@ class Recorder(NotedValues):
         noted = self._noted(tuple(args)), self._noted(kwargs)
         return self._recorded("call", fun, *noted, fun(*plain(tuple(args)), **plain(kwargs)))
 
-    def full(self, shape: Shape, value: Any, dtype: Any) -> Any:
+    def full(self, shape: Shape, value: Array, dtype: DTypeLike) -> Any:
         """Make an array of one number, and note it."""
         made = np.full(shape, plain(value), dtype)
         if not self.is_noting():
@@ -309,7 +310,7 @@ class Recorder(NotedValues):
 
     # ---- writing in place
 
-    def write(self, target: Any, fun: Callable, args: Sequence[Any]) -> Any:
+    def write(self, target: Array, fun: Callable, args: Sequence[Any]) -> Any:
         """Let a function write into an array, and give that array the number of the result."""
         if not self.is_noting():
             fun(*plain(tuple(args)), out=target.value)
@@ -324,7 +325,7 @@ class Recorder(NotedValues):
         self._written(target, number)
         return target
 
-    def set_entries(self, target: Any, key: Any, value: Any) -> None:
+    def set_entries(self, target: Array, key: Index, value: Array) -> None:
         """Set entries of an array, and give it the number of what it is then."""
         place, new = plain(key), plain(value)
         if not self.is_noting():
@@ -361,7 +362,7 @@ def _is_array(x: Any) -> bool:
     return isinstance(x, (np.ndarray, np.generic)) and x.dtype.kind in "fciub"
 
 
-def _dtype(x: Any) -> Any:
+def _dtype(x: Array) -> Any:
     value = plain(x)
     return value.dtype if hasattr(value, "dtype") else np.result_type(value)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import TracebackType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -94,7 +95,7 @@ class _Noting:
         calls.note(self)  # so that it is known whose adjoint it is that communicates
         _watched(1)
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         tracing.recorder = None
         self.recorder.check_requests()
         self._arrays.__exit__(None, None, None)
@@ -144,7 +145,7 @@ class PlayingBack:
             channel.sent, channel.received = map(dict, before.get(channel, ({}, {})))
         tracing.recorder = self._playback
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         tracing.recorder = None
         for channel, *counts in self._later:
             for again, later in zip((channel.sent, channel.received), counts):

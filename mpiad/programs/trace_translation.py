@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mpiad._typing import Shape
+from mpiad._typing import Index, Shape
 from mpiad.compiling.ufuncs import scalar_function
 from mpiad.programs.array_program import BOOLEAN, COMPUTED, FLOATS, ArrayProgram, Call, Slot
 from mpiad.programs.index_maps import Axis, broadcast, of_key
@@ -195,7 +195,7 @@ class Translation:
         made = self.program.add("reduce", (x.number,), left, x.dtype, (name, axes))
         return self.program.reshape(made, shape)
 
-    def take(self, shape: Shape, dtype: np.dtype, x: Any, key: Any) -> int:
+    def take(self, shape: Shape, dtype: np.dtype, x: Any, key: Index) -> int:
         """Append entries by a basic index."""
         if not isinstance(x, Value):
             raise Opaque
@@ -253,7 +253,7 @@ class Translation:
             raise Opaque
         return self.program.number(value, shape, dtype)
 
-    def _set(self, x: Any, key: Any, value: Any) -> int:
+    def _set(self, x: Any, key: Index, value: Any) -> int:
         """Append an array with entries set by a basic index."""
         program = self.program
         if not self.program.is_float(x.number):
@@ -299,7 +299,7 @@ def _elementwise(fun: Any) -> Callable | None:
     return scalar_function(fun) if isinstance(fun, np.ufunc) else None
 
 
-def _with_entries(x: Any, key: Any, value: Any) -> Any:
+def _with_entries(x: Any, key: Index, value: Any) -> Any:
     """Return a copy of x with entries set."""
     made = np.array(x)
     made[key] = value
@@ -314,7 +314,7 @@ def _first_axis(args: tuple, kwargs: dict) -> tuple:
     return given["x"], given.get("axis", 0), None, None, given.get("keepdims", False)
 
 
-def _in_full(key: Any, ndim: int) -> list[Any]:
+def _in_full(key: Index, ndim: int) -> list[Any]:
     """Return a basic index with one part for each axis."""
     parts = list(key) if type(key) is tuple else [key]
     if not all(

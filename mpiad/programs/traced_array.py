@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from autograd.tracer import Box
 
-from mpiad._typing import Array, Shape
+from mpiad._typing import Array, Index, Shape
 from mpiad.programs.steps import Traced, plain
 
 __all__ = ["TracedArray"]
@@ -163,14 +163,14 @@ class TracedArray(Traced):
             return function(*plain(args), **plain(kwargs))
         return self.recorder.call(function, args, kwargs)
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: Index) -> Any:
         if type(key) is tuple and not key and not self.value.ndim:
             return self
         if any(isinstance(part, Traced) and part.value.dtype == bool for part in (key if type(key) is tuple else (key,))):
             self._asked("it takes entries by a mask of traced values: write np.where(mask, x, 0)")
         return self.recorder.call(take, (self, key), {})
 
-    def __setitem__(self, key: Any, value: Any) -> None:
+    def __setitem__(self, key: Index, value: Any) -> None:
         self.recorder.set_entries(self, key, value)
 
     def astype(self, dtype: Any, order: str = "K", casting: str = "unsafe", subok: bool = True, copy: bool = True) -> Any:
@@ -259,7 +259,7 @@ class TracedArray(Traced):
     __neg__, __pos__, __abs__, __invert__ = map(_unary, (np.negative, np.positive, np.absolute, np.invert))
 
 
-def take(x: Array, key: Any) -> Array:
+def take(x: Array, key: Index) -> Array:
     """Return x[key]."""
     return x[key]
 

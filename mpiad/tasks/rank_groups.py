@@ -88,7 +88,7 @@ def groups_of(given: RankGroups | int, comm: Comm) -> RankGroups:
     return known[given]
 
 
-def _problem_with(count: Any, size: int) -> Exception | None:
+def _problem_with(count: object, size: int) -> Exception | None:
     if not isinstance(count, (int, np.integer)) or isinstance(count, bool):
         return TypeError(f"{_CALL}: the number of groups must be an integer, but got {type(count).__name__} {count!r:.60}.")
     if count < 1 or size % count:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 
@@ -12,7 +11,7 @@ from mpiad.device import to_host
 from mpiad.differentiation import make_vjp
 from mpiad.primitives.cotangents import spec_like
 from mpiad.testing.noise import noise_like
-from mpiad.transport import channel
+from mpiad.transport import Channel, channel
 
 __all__ = ["AdjointError", "check_adjoint"]
 
@@ -104,7 +103,7 @@ def check_adjoint(
     return float(error)
 
 
-def _products(used: Any, left: tuple, right: tuple, bend: float) -> tuple[list[complex], float, float]:
+def _products(used: Channel, left: tuple, right: tuple, bend: float) -> tuple[list[complex], float, float]:
     """Return both inner products over all ranks, exactly rounded, and the sum of absolute products."""
     terms = [np.ravel(np.asarray(a) * np.asarray(b)) for a, b in (left, right)]
     if not np.iscomplexobj(right[0]):

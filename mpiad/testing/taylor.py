@@ -46,7 +46,14 @@ class _Line:
     """The objective along a random direction through the arguments, the same point on all ranks."""
 
     def __init__(
-        self, fun: Function, args: tuple, argnum: Any, shared: bool, comm: Comm, seed: int, options: dict[str, Any]
+        self,
+        fun: Function,
+        args: tuple,
+        argnum: int | Sequence[int],
+        shared: bool,
+        comm: Comm,
+        seed: int,
+        options: dict[str, Any],
     ):
         self.used, self.comm, self.shared = channel(comm, "check_grads"), comm, shared
         self.args, self.argnum = args, argnum

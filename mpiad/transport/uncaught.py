@@ -124,7 +124,7 @@ def _in_a_test() -> bool:
     return "_pytest.runner" in sys.modules and "PYTEST_CURRENT_TEST" in os.environ
 
 
-def _end_job_at_exit(args: Any) -> None:
+def _end_job_at_exit(args: sys.UnraisableHookArgs) -> None:
     # Python itself would go on, and end with 0.
     error = args.exc_value
     in_good_order = isinstance(error, SystemExit) and not error.code

@@ -24,7 +24,7 @@ from mpiad.vi.placement import device_of, require_one_place
 from mpiad.vi.posterior import Posterior
 from mpiad.vi.prior import prior_of
 from mpiad.vi.result import VIResult
-from mpiad.vi.training import Training
+from mpiad.vi.training import Optimizer, Training
 
 __all__ = ["VI"]
 
@@ -92,7 +92,7 @@ class VI:
         loss: Function,
         posterior: Posterior,
         prior: object,
-        optimizer: object,
+        optimizer: Optimizer,
         w: float = 1.0,
         n_samples_per_epoch: int = 10,
         *,

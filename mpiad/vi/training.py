@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 import time
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -17,7 +17,18 @@ from mpiad.vi.elbo_gradient import Objective
 from mpiad.vi.model_evaluation import Evaluations
 from mpiad.vi.placement import all_finite, copied, on_device, placed
 
-__all__ = ["Average", "Ended", "Training", "Verdict"]
+__all__ = ["Average", "Ended", "Optimizer", "Training", "Verdict"]
+
+
+class Optimizer(Protocol):
+    """What a run needs of an optimizer, of the user's or of `mpiad.parallel`."""
+
+    def setup(self, params: Tree) -> Any:
+        """Return the state before the first update."""
+
+    def update(self, state: Any, params: Tree, gradient: Tree) -> tuple[Any, Tree]:
+        """Return the state and the parameters after an update."""
+        ...
 
 
 class Verdict(NamedTuple):
@@ -68,7 +79,7 @@ class Training:
     """
 
     def __init__(
-        self, objective: Objective, optimizer: Any, params: Tree, patience: int | None, callback: Function | None,
+        self, objective: Objective, optimizer: Optimizer, params: Tree, patience: int | None, callback: Function | None,
         average: bool,
     ):  # fmt: skip
         self._objective, self._optimizer, self._patience, self._callback = objective, optimizer, patience, callback

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpiad._typing import Array
+from mpiad._typing import Array, Function
 from mpiad.differentiation.rules.broadcasting import fitting, widened
 from mpiad.differentiation.rules.protocol import (
     Argnums,
@@ -99,7 +99,7 @@ def _one_unchanged_one_negated(g: Array) -> tuple[Array, Array]:
     return (g, -g)
 
 
-def _fitted(fit: Any, g: Array) -> Array:
+def _fitted(fit: Function | None, g: Array) -> Array:
     return g if fit is None else fit(g)
 
 

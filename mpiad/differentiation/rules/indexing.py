@@ -10,7 +10,7 @@ from autograd.extend import vspace
 from autograd.numpy.numpy_boxes import ArrayBox
 from autograd.tracer import getval
 
-from mpiad._typing import Array
+from mpiad._typing import Array, Index
 from mpiad.differentiation.rules.protocol import BOX_TYPES, Argnums, Vjp, inherited_jvp, inherited_vjp
 from mpiad.differentiation.rules.scatter_add import Scatter, is_basic, put
 from mpiad.transport.device_arrays import is_device_array
@@ -65,7 +65,7 @@ def _as_array_index(idx: object) -> Any:
     return idx
 
 
-def _is_mask(idx: Any) -> bool:
+def _is_mask(idx: Index) -> bool:
     parts = idx if type(idx) is tuple else (idx,)
     advanced = [i for i in parts if not is_basic(i)]
     return len(advanced) == 1 and _is_array(advanced[0]) and advanced[0].dtype == bool

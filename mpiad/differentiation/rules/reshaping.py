@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 from autograd.numpy.numpy_wrapper import _astype
@@ -58,7 +58,7 @@ def roll_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     return vjp
 
 
-def _rolled(g: Array, shift: Any, axis: int | tuple[int, ...] | None) -> Array:
+def _rolled(g: Array, shift: int | Sequence[int], axis: int | tuple[int, ...] | None) -> Array:
     """Roll along one axis by one concatenation; np.roll takes several times as long on small arrays."""
     if not isinstance(shift, int) or g.ndim == 0 or (axis is None and g.ndim > 1):
         return np.roll(g, shift, axis)

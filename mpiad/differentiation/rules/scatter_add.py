@@ -8,12 +8,10 @@ whose adjoint is to take.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from autograd.extend import SparseObject, defjvp_argnums, defvjp, primitive
 
-from mpiad._typing import Array, Shape
+from mpiad._typing import Array, Index, Shape
 from mpiad.transport.device_arrays import arrays_of
 
 __all__ = ["Scatter", "is_basic", "put"]
@@ -41,7 +39,7 @@ class Scatter:
 
     __slots__ = ("dtype", "idx", "repeats", "shape", "values")
 
-    def __init__(self, shape: Shape, dtype: np.dtype, idx: Any, values: Array, repeats: bool):
+    def __init__(self, shape: Shape, dtype: np.dtype, idx: Index, values: Array, repeats: bool):
         self.shape = shape
         self.dtype = dtype
         self.idx = idx
@@ -81,7 +79,7 @@ class Scatter:
         return total
 
 
-def _add_repeated(total: Array, idx: Any, values: Array) -> Array:
+def _add_repeated(total: Array, idx: Index, values: Array) -> Array:
     """Add in place where an element may be named more than once, in the order in which they are named."""
     arrays = arrays_of(total)
     if arrays is not None:
@@ -96,7 +94,7 @@ def _add_repeated(total: Array, idx: Any, values: Array) -> Array:
     return total
 
 
-def is_basic(idx: Any) -> bool:
+def is_basic(idx: Index) -> bool:
     """Tell whether NumPy answers an index with a view: integers, slices, None and Ellipsis only.
 
     Parameters
@@ -114,7 +112,7 @@ def is_basic(idx: Any) -> bool:
 
 
 @primitive
-def put(g: Array, idx: Any, repeats: bool, vs: Array) -> SparseObject:
+def put(g: Array, idx: Index, repeats: bool, vs: Array) -> SparseObject:
     """Return a traced cotangent of an array from that of its elements at `idx`.
 
     Parameters

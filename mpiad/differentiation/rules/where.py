@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from autograd.tracer import getval
 
-from mpiad._typing import Array
+from mpiad._typing import Array, Function
 from mpiad.differentiation.rules.broadcasting import fitting, widened
 from mpiad.differentiation.rules.protocol import BOX_TYPES, Argnums, Vjp, anp, inherited_jvp, inherited_vjp, primitive_where
 from mpiad.transport.device_arrays import is_device_array
@@ -28,7 +26,7 @@ def where_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     return lambda g: tuple([_part(i, fit, condition, g) for i, fit in parts])
 
 
-def _part(argnum: int, fit: Any, condition: Array, g: Array) -> Array | None:
+def _part(argnum: int, fit: Function | None, condition: Array, g: Array) -> Array | None:
     if argnum == 0:
         return None
     part = _kept(condition if argnum == 1 else ~condition, g)

@@ -121,6 +121,6 @@ def _packed(said: Description, starts: int) -> np.ndarray:
     return np.frombuffer(packed, np.uint8)
 
 
-def _compared(said: Any) -> Any:
+def _compared(said: tuple[Description, object]) -> Any:
     description, starts = said
     return description.compared, starts
