@@ -60,7 +60,7 @@ def assert_replicated(x: Tree, comm: Comm = None, name: str = "x") -> None:
 
     Parameters
     ----------
-    x : nest of arrays, numbers and strings
+    x : pytree of arrays, numbers and strings
         Of traced values the plain ones are compared.
     comm : mpi4py intracommunicator, optional
     name : str

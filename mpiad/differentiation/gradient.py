@@ -1,4 +1,4 @@
-"""`value_and_grad` and `grad`: the objective of all ranks and its derivative by each rank's own variables."""
+"""`value_and_grad` and `grad`: the objective of all ranks and its gradient with respect to each rank's own variables."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def value_and_grad(
     root: Rank = 0,
     comm: Comm = None,
 ) -> Callable[..., tuple[Any, Any]]:
-    """Make the function that evaluates the objective J of all ranks and its gradient by each rank's own argument.
+    """Make the function that evaluates the objective J and its gradient with respect to each rank's own argument.
 
     Parameters
     ----------
@@ -89,7 +89,7 @@ def grad(
     root: Rank = 0,
     comm: Comm = None,
 ) -> Callable[..., Any]:
-    """Make the function that evaluates the gradient of the objective by each rank's own argument.
+    """Make the function that evaluates the gradient of the objective with respect to each rank's own argument.
 
     Parameters
     ----------

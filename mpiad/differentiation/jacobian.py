@@ -35,7 +35,7 @@ def jacobian(
     root: Rank = 0,
     comm: Comm = None,
 ) -> Callable[..., Any]:
-    """Make the function that evaluates the Jacobian of an array-valued objective by each rank's own argument.
+    """Make the function that evaluates the Jacobian of an array-valued objective with respect to each rank's argument.
 
     Parameters
     ----------

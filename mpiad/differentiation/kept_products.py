@@ -38,7 +38,7 @@ class Linearization:
 
     Attributes
     ----------
-    value : nest of arrays
+    value : pytree of arrays
         What the function returned on this rank.
 
     Examples
@@ -57,13 +57,13 @@ class Linearization:
 
         Parameters
         ----------
-        w : nest of arrays
+        w : pytree of arrays
             Of the form of the value; with `batch` each array has one more axis, the first, for several cotangents.
         batch : bool
 
         Returns
         -------
-        nest of arrays
+        pytree of arrays
             Of the form of the argument; with `batch` with that axis.
 
         Raises
@@ -140,7 +140,7 @@ def linearize(fun: Function, argnum: int | tuple[int, ...] = 0) -> Callable[...,
     Parameters
     ----------
     fun : callable
-        Runs on every rank and returns any nest of arrays.
+        Runs on every rank and returns any pytree of arrays.
     argnum : int or tuple of int
 
     Returns
@@ -186,7 +186,7 @@ class SecondOrder(NamedTuple):
     ----------
     value : float
         The objective J, the same on all ranks.
-    gradient : nest of arrays
+    gradient : pytree of arrays
         dJ/dx_r.
     product : callable
         ``product(v_r, batch=False) -> (H v)_r``, the sum over all ranks s of ∂²J/∂x_r∂x_s v_s; collective. With `batch`
@@ -243,7 +243,7 @@ def make_hvp(
 
     Adjoint
     -------
-    Products can be differentiated by their direction and, in a trace around all, by the arguments.
+    Products can be differentiated with respect to their direction and, in an outer trace, the arguments.
 
     Examples
     --------

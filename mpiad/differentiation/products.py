@@ -21,7 +21,7 @@ def make_vjp(fun: Function, argnum: int | tuple[int, ...] = 0) -> Callable[..., 
     Parameters
     ----------
     fun : callable
-        Runs on every rank and returns any nest of arrays.
+        Runs on every rank and returns any pytree of arrays.
     argnum : int or tuple of int
 
     Returns
@@ -43,7 +43,7 @@ def make_vjp(fun: Function, argnum: int | tuple[int, ...] = 0) -> Callable[..., 
 
     Adjoint
     -------
-    `vjp` can be differentiated by its cotangent and, in a trace around all, by the arguments.
+    `vjp` can be differentiated with respect to its cotangent and, in an outer trace, the arguments.
 
     Examples
     --------
@@ -88,7 +88,7 @@ def make_jvp(fun: Function, argnum: int | tuple[int, ...] = 0) -> Callable[..., 
     Parameters
     ----------
     fun : callable
-        Runs on every rank and returns any nest of arrays.
+        Runs on every rank and returns any pytree of arrays.
     argnum : int or tuple of int
 
     Returns
@@ -144,7 +144,7 @@ def jvp(fun: Function, x: Tree, v: Tree) -> tuple[Any, Any]:
     Parameters
     ----------
     fun : callable
-    x, v : nest of arrays
+    x, v : pytree of arrays
         This rank's argument and direction.
 
     Returns

@@ -74,7 +74,7 @@ def fit(
         The last two are for stiff problems.
     ensemblealg : EnsembleVectorized, EnsembleSerial, EnsembleThreads or EnsembleMPI
         With `EnsembleMPI` each rank fits its share, and nothing is communicated until all are done.
-    data : nest of arrays, optional
+    data : pytree of arrays, optional
         Each with one row for each trajectory.
     saveat : number, list of numbers, or array of shape (N, n_saved), optional
         The times of u, as for `solve`.

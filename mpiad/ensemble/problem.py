@@ -82,7 +82,7 @@ class ODEProblem(Readable):
         shape, and t is a number). Integers become float64. float32 and complex numbers keep their dtype.
     tspan : tuple of two float
         Where to start and to end; the end may lie before the start.
-    p : nest of arrays, optional
+    p : pytree of arrays, optional
         What f depends on. A list of numbers becomes an array, as in `u0`.
     mass_matrix : array, shape (d, d), optional
         M of M u' = f(u, p, t), constant and the same for all trajectories; the identity by default. Where M is singular

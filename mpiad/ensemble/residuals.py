@@ -27,7 +27,7 @@ class Residuals:
     ----------
     fun : callable
         ``fun(u, p, data)``
-    data : nest of arrays
+    data : pytree of arrays
         Of one row for each trajectory.
     shape : tuple of int
         Of one state.

@@ -134,7 +134,7 @@ class MatrixRowBlock:
         matvec : callable
             ``matvec(u, *params)``, linear in u, which looks no further than the domain's halo.
         domain : Domain
-        *params : nest of arrays
+        *params : pytree of arrays
             No derivative flows to them.
 
         Returns
@@ -253,7 +253,7 @@ class MatrixRowBlock:
     def solve(
         self, b: LocalArray, *, method: str = "gmres", preconditioner: Function | None = None, **settings: Any
     ) -> LocalArray:
-        """Solve A x = b, differentiated by b and by the values.
+        """Solve A x = b; differentiable with respect to b and the values.
 
         Parameters
         ----------

@@ -62,7 +62,7 @@ def newton(
         autograd.numpy and this library's functions. What is to be differentiated by must be among the params.
     u0 : array of float32, float64, complex64 or complex128
         This rank's block of the start. No derivative flows through it.
-    *params : nest of arrays
+    *params : pytree of arrays
         What the residual depends on; derivatives flow to all of them.
     method : {"gmres", "bicgstab", "cg"}
         Of the linear systems, those of derivatives too; "cg" where the Jacobian is symmetric positive definite.

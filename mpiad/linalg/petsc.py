@@ -54,7 +54,7 @@ def solve(
         preconditioner of PETSc's can use.
     b : array
         Of PETSc's scalar type, float64 or complex128 by how it was built.
-    *params : nest of arrays
+    *params : pytree of arrays
         What the operator depends on; none with a MatrixRowBlock, whose values take their place.
     options : dict, optional
         As on PETSc's command line, without the dash: ``{"ksp_type": "gmres", "pc_type": "gamg"}``.

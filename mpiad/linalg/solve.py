@@ -52,7 +52,7 @@ def solve(
         are derived from it, unless it has a method ``transpose(u, *params)``.
     b : array of float32, float64, complex64 or complex128
         This rank's block of the right-hand side.
-    *params : nest of arrays
+    *params : pytree of arrays
         What the operator depends on; derivatives flow to all of them.
     method : {"cg", "gmres", "bicgstab"}
         Conjugate gradients, for a symmetric (complex: Hermitian) positive definite operator; the others for any that

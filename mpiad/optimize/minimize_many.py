@@ -230,7 +230,7 @@ class Start(NamedTuple):
 
     Parameters
     ----------
-    nest : nest of arrays
+    nest : pytree of arrays
     away : list of bool
         Which of its leaves belong on a device.
     """

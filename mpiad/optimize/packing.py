@@ -1,4 +1,4 @@
-"""The variables of a solve: any nest of arrays for the user, one vector of doubles for the method and the messages."""
+"""The variables of a solve: any pytree of arrays for the user, one vector of doubles for the method and the messages."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Packing:
 
     Parameters
     ----------
-    template : nest of arrays
+    template : pytree of arrays
         Says structure, shapes and dtypes. Its leaves that aren't variables (integers, strings) are constant.
 
     Attributes

@@ -48,7 +48,7 @@ class Leader(NamedTuple):
     evaluation : Evaluation or ResidualEvaluation
     instructions : Instructions
     packing : Packing
-    start : nest of arrays
+    start : pytree of arrays
     used : Channel
         The user's communicator.
     progress : Progress or None
@@ -71,7 +71,7 @@ class RootDriven:
         The user's communicator.
     program : Program
         What to evaluate; checked and agreed on.
-    start : nest of arrays
+    start : pytree of arrays
         The starting point, on all ranks.
     kind : callable
         What carries out the root's instructions.

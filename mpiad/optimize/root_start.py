@@ -41,7 +41,7 @@ def shared_start(used: Channel, program: Program, start: Tree, x0: Tree, call: s
 
     Parameters
     ----------
-    start : nest of arrays
+    start : pytree of arrays
         The root's.
     x0 : nest or None
         What this rank was given.

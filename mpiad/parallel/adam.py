@@ -56,7 +56,7 @@ class Adam:
 
         Parameters
         ----------
-        params : nest of arrays
+        params : pytree of arrays
 
         Returns
         -------
@@ -72,12 +72,12 @@ class Adam:
         ----------
         state : dict
             As `setup` or the last update returned it.
-        params, gradient : nest of arrays
+        params, gradient : pytree of arrays
             Leaves that aren't floats stay as they are.
 
         Returns
         -------
-        (dict, nest of arrays)
+        (dict, pytree of arrays)
 
         Raises
         ------

@@ -86,7 +86,7 @@ class DistributedOptimizer:
 
         Parameters
         ----------
-        params : nest of arrays
+        params : pytree of arrays
 
         Returns
         -------
@@ -105,9 +105,9 @@ class DistributedOptimizer:
         Parameters
         ----------
         state : dict
-        params : nest of arrays
+        params : pytree of arrays
             The same on all ranks.
-        gradient : nest of arrays
+        gradient : pytree of arrays
             This rank's own, in the form of the parameters: that of its mean loss where `samples` is given.
         samples : int, optional
             How many samples the gradient is the mean of, by which it counts; 0 where this rank had none, whose gradient
@@ -115,7 +115,7 @@ class DistributedOptimizer:
 
         Returns
         -------
-        (dict, nest of arrays)
+        (dict, pytree of arrays)
             The parameters are those given where more gradients are to be accumulated.
 
         Raises
@@ -175,7 +175,7 @@ class DistributedOptimizer:
         Parameters
         ----------
         state : dict
-        params : nest of arrays
+        params : pytree of arrays
         loss : callable
             ``loss(params, *batch)``: the mean over this rank's samples.
         *batch : object
@@ -184,7 +184,7 @@ class DistributedOptimizer:
 
         Returns
         -------
-        (dict, nest of arrays, float)
+        (dict, pytree of arrays, float)
             State and parameters as from `update`, and the mean loss of all ranks' samples before it.
 
         Raises

@@ -25,7 +25,7 @@ def allreduce_(x: Tree, op: Op = SUM, comm: Comm = None) -> Tree:
 
     Parameters
     ----------
-    x : array, or nest of arrays
+    x : array, or pytree of arrays
         Untraced, of the same shapes and dtypes on all ranks. Device arrays are written to on the device.
     op : mpi4py operation
     comm : mpi4py intracommunicator, optional
@@ -113,7 +113,7 @@ def iallreduce_(x: Tree, comm: Comm = None) -> Pending:
 
     Parameters
     ----------
-    x : array, or nest of arrays
+    x : array, or pytree of arrays
         As for `allreduce_`. What is added up is what they hold now; nothing is written into them before `wait`.
     comm : mpi4py intracommunicator, optional
 

@@ -23,7 +23,7 @@ def synchronize(tree: Tree, root: Rank = 0, comm: Comm = None) -> Tree:
 
     Parameters
     ----------
-    tree : nest of arrays
+    tree : pytree of arrays
         Floats travel, in one message for each dtype, those on a device apart. Anything else (integers, strings, None)
         stays this rank's own.
     root : int
@@ -31,7 +31,7 @@ def synchronize(tree: Tree, root: Rank = 0, comm: Comm = None) -> Tree:
 
     Returns
     -------
-    nest of arrays
+    pytree of arrays
         A new one; on the root the given arrays themselves.
 
     Raises

@@ -27,9 +27,9 @@ class TrainingCheckpoint(NamedTuple):
 
     Attributes
     ----------
-    tree : nest
+    tree : pytree
         What was saved of all ranks.
-    own : nest
+    own : pytree
         What was saved of this rank; None where nothing was.
     """
 
@@ -44,11 +44,11 @@ def save_checkpoint(path: str | PathLike[str], tree: Tree, *, own: Tree = None, 
     ----------
     path : path
         Of one file, which the root writes.
-    tree : nest
+    tree : pytree
         What is the same on all ranks: parameters, the optimizer's state, the epoch. Arrays (on devices too), numbers,
         strings, None and `numpy.random.Generator` in dicts, lists and tuples; the root's counts. It is written as data,
         never as a pickle.
-    own : nest, optional
+    own : pytree, optional
         What differs between ranks: their generators, or with ``accumulate=k`` the optimizer's state between two updates.
     root : int
     comm : mpi4py intracommunicator, optional
@@ -103,7 +103,7 @@ def load_checkpoint(
     ----------
     path : path
         Only the root reads.
-    like : nest, optional
+    like : pytree, optional
         Needed where arrays were saved from a device: one with an array on the device of this rank's that they go to.
     root : int
     comm : mpi4py intracommunicator, optional

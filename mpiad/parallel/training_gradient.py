@@ -32,7 +32,7 @@ def value_and_grad(
     comm: Comm = None,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Callable[..., tuple[float, Tree]]:
-    """Make the function that evaluates the mean loss of all ranks' samples, and its gradient by the parameters.
+    """Make the function that evaluates the mean loss over all samples and its gradient with respect to the parameters.
 
     The gradients of all ranks are added up in few messages, which start while the reverse pass is still running. A rank
     without samples takes part with zeros.

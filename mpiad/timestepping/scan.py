@@ -42,9 +42,9 @@ def scan(
     u0 : nest of arrays of floats
         The first state: shapes and dtypes stay.
     n_steps : int
-    *params : nest of arrays
+    *params : pytree of arrays
         What is the same in all steps; derivatives flow to all of them.
-    inputs : nest of arrays of shape (n_steps, ...), optional
+    inputs : pytree of arrays of shape (n_steps, ...), optional
         Step k gets their entries k. Derivatives flow to them at the cost of one entry in each step, where an array among
         the params costs as much as it is long.
     observe : callable, optional

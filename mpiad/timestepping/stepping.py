@@ -87,7 +87,7 @@ class UserStepping:
         ``advance(state, number, *input, *params)``
     observe : callable or None
         ``observe(state, number, *params)``
-    state, inputs, params : nest of arrays
+    state, inputs, params : pytree of arrays
         As the user gave them; `inputs` None where steps have none.
     length : int
         How many steps are run one after the other, at most.

@@ -147,7 +147,7 @@ class VI:
         max_epochs_without_improvement : int, optional
             End after so many epochs whose objective wasn't lower than the lowest before. The lowest is that of the luckiest
             draws, so that a small number ends the run too early: take some tens.
-        params : nest of arrays, optional
+        params : pytree of arrays, optional
             Variational parameters to start from; by default the posterior's own. Counts on the root only. Where they are on
             a device, draws, densities and updates are made there, and the result's parameters lie there.
         n_samples : int
@@ -277,7 +277,7 @@ class VI:
 
         Parameters
         ----------
-        params : nest of arrays
+        params : pytree of arrays
             Variational parameters, as of a result; those on a device are copied to the host.
         data : object
         n_samples : int

@@ -24,7 +24,7 @@ def require_one_place(params: Tree, device: int | None, call: str) -> None:
 
     Parameters
     ----------
-    params : nest of arrays
+    params : pytree of arrays
     device : int or None
         Of ``devices=``.
 

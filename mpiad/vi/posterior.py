@@ -13,7 +13,7 @@ __all__ = ["FullRankGaussian", "MeanFieldGaussian", "Posterior", "checked_dimens
 
 
 class Posterior(Protocol):
-    """A family of distributions over parameters θ, given by variational parameters: any nest of arrays.
+    """A family of distributions over parameters θ, given by variational parameters: any pytree of arrays.
 
     Attributes
     ----------

@@ -22,11 +22,11 @@ class VIResult:
     Attributes
     ----------
     posterior : Posterior
-    params : nest of arrays
+    params : pytree of arrays
         Variational parameters of the posterior that is reported: the average over about the last fifth of the epochs, or,
         after ``average=False``, those after the last epoch. Where the root's lay on a device they still do, and on other
         ranks they lie on the device that the rank's model runs on, if there is one.
-    best_params : nest of arrays
+    best_params : pytree of arrays
         Those of the epoch whose objective was the lowest. The objective is a mean over the draws of one epoch, so this is
         rather the epoch of the luckiest draws than of the best posterior.
     history : dict of list

@@ -43,7 +43,7 @@ class Ended(NamedTuple):
 
     Parameters
     ----------
-    params, best : nest of arrays
+    params, best : pytree of arrays
         What is reported, and what had the lowest objective; on the host.
     away : bool
         Whether they lie on a device on the root.
@@ -63,7 +63,7 @@ class Training:
 
     Parameters
     ----------
-    params : nest of arrays
+    params : pytree of arrays
         On the host or on a device: where they are updated.
     patience : int or None
         Epochs without improvement after which the run ends.
@@ -204,7 +204,7 @@ class Average:
 
     Attributes
     ----------
-    params : nest of arrays
+    params : pytree of arrays
         The mean, where the parameters lie. Leaves that aren't floats are the newest.
     """
 

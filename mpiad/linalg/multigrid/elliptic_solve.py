@@ -45,7 +45,7 @@ def solve_elliptic(
     x0: LocalArray | None = None,
     callback: Callable[[float], Any] | None = None,
 ) -> LocalArray:
-    """Solve -∇·(κ∇u) + c u = b on a domain; differentiable by κ, b and c.
+    """Solve -∇·(κ∇u) + c u = b on a domain; differentiable with respect to κ, b and c.
 
     Parameters
     ----------
