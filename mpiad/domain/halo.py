@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from mpiad._typing import Comm, LocalArray, Rank
 from mpiad.domain.allocation import copy_of, empty_beside
-from mpiad.domain.boundary import Sides, homogeneous
-from mpiad.domain.halo_messages import add, post, put
+from mpiad.domain.boundary import ZERO, Sides, homogeneous
+from mpiad.domain.halo_messages import PreparedStage, add, post, put
 from mpiad.domain.partition import Partition
 from mpiad.domain.routes import IN_TURN, Geometry, Index, Stage, plan
 from mpiad.extend import InPlace, communicating, defjvp, defvjp
@@ -137,20 +139,11 @@ def fill_halo(u: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) ->
 
 def fill_in_place(out: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) -> None:
     """Fill the halo of an array of shape (..., *padded) whose interior is there."""
-    for _ in _filling(out, halo, sides, scheme):
-        pass
-
-
-def _filling(out: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) -> Iterator[None]:
-    """Fill the halo, and come back whenever messages are under way."""
     stages = list(zip(halo.stages(scheme), halo.beyond(sides, scheme)))
     for stage, beyond in stages:
         _fill_constants(out, stage, beyond, sides)  # which nothing that travels has a part in
     for stage, beyond in stages:
-        coming = post(out, stage.routes, False, _TAG, halo.comm)
-        if coming:
-            yield
-        put(out, coming)
+        put(out, post(out, stage.routes, False, _TAG, halo.comm))
         _fill_copies(out, stage, beyond, sides)
 
 
@@ -208,20 +201,12 @@ def fold_halo(g: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) ->
 
 def fold_in_place(total: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) -> None:
     """Fold the halo of an array of shape (..., *padded) into its interior; the halo is not cleared."""
-    for _ in _folding(total, halo, sides, scheme):
-        pass
-
-
-def _folding(total: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) -> Iterator[None]:
-    """Fold the halo, and come back whenever messages are under way."""
     for stage, beyond in zip(reversed(halo.stages(scheme)), reversed(halo.beyond(sides, scheme))):
         # First what was filled last: the halo beyond a side may be a copy of the neighbours' cells.
         fold_beyond(total, beyond, sides, len(halo.shape))
         coming = post(total, stage.routes, True, _TAG, halo.comm)
         for owned, ghost in stage.here:
             total[owned] += total[ghost]
-        if coming:
-            yield
         add(total, coming)
 
 
@@ -239,6 +224,53 @@ defvjp(fill_halo, lambda ans, u, halo, sides, scheme=IN_TURN: lambda g: fold_hal
 defjvp(fill_halo, lambda du, ans, u, halo, sides, scheme=IN_TURN: fill_halo(du, halo, homogeneous(sides), scheme))
 defvjp(fold_halo, lambda ans, g, halo, sides, scheme=IN_TURN: lambda v: fill_halo(v, halo, homogeneous(sides), scheme))
 defjvp(fold_halo, lambda dg, ans, g, halo, sides, scheme=IN_TURN: fold_halo(dg, halo, sides, scheme))
+
+
+def _prepared_filling(out: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) -> Callable[[], Iterator[None]]:
+    """Return `fill_in_place` of an array that stays: a function, whose iterator comes back while messages travel."""
+    stages = list(zip(halo.stages(scheme), halo.beyond(sides, scheme)))
+    every = [side for _, beyond in stages for side in beyond]
+    constants = [(out[side.ghost], sides[side.axis][side.place].filled(None)) for side in every if side.copied is None]
+    constants += [(out[ghost], 0) for stage, _ in stages for ghost in stage.empty]
+    prepared = []
+    for stage, beyond in stages:
+        copies = [(out[ghost], out[owned], ZERO) for owned, ghost in stage.here]
+        copies += [(out[x.ghost], out[x.copied], sides[x.axis][x.place]) for x in beyond if x.copied is not None]
+        prepared.append((_prepared(out, stage, False, halo), copies))
+
+    def filling() -> Iterator[None]:
+        for ghost, value in constants:
+            ghost[...] = value
+        for messages, copies in prepared:
+            if messages is not None:
+                yield from messages.run()
+            for ghost, copied, side in copies:
+                ghost[...] = side.filled(copied)
+
+    return filling
+
+
+def _prepared_folding(total: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) -> Callable[[], Iterator[None]]:
+    """Return `fold_in_place` of an array that stays, as `_prepared_filling` is that of `fill_in_place`."""
+    prepared = []
+    for stage, beyond in zip(reversed(halo.stages(scheme)), reversed(halo.beyond(sides, scheme))):
+        copied = [side for side in reversed(beyond) if side.copied is not None]
+        copies = [(total[x.copied], total[x.ghost], sides[x.axis][x.place], x.axis - len(halo.shape)) for x in copied]
+        copies += [(total[owned], total[ghost], ZERO, 0) for owned, ghost in stage.here]
+        prepared.append((copies, _prepared(total, stage, True, halo)))
+
+    def folding() -> Iterator[None]:
+        for copies, messages in prepared:
+            for cells, ghost, side, axis in copies:
+                np.add(cells, side.folded(ghost, cells, axis), out=cells)
+            if messages is not None:
+                yield from messages.run()
+
+    return folding
+
+
+def _prepared(values: LocalArray, stage: Stage, backwards: bool, halo: Halo) -> PreparedStage | None:
+    return PreparedStage(values, stage.routes, backwards, _TAG, halo.comm) if stage.routes else None
 
 
 def _none(halo: Halo, *_: Any) -> tuple[int, ...]:
@@ -260,11 +292,11 @@ def _still(halo: Halo, layers: Callable[[int], int], sides: Sides, scheme: str) 
 
 
 fill_halo.in_place = InPlace(
-    lambda halo, *_: halo.padded, lambda halo, *_: halo.widths, _none, _filling,
+    lambda halo, *_: halo.padded, lambda halo, *_: halo.widths, _none, fill_in_place, _prepared_filling,
     lambda halo, sides, scheme=IN_TURN: _still(halo, lambda width: width, sides, scheme), changes_given=False,
 )  # fmt: skip
 # A reflection takes its layers from behind the first one.
 fold_halo.in_place = InPlace(
-    lambda halo, *_: halo.padded, _none, lambda halo, *_: halo.widths, _folding,
+    lambda halo, *_: halo.padded, _none, lambda halo, *_: halo.widths, fold_in_place, _prepared_folding,
     lambda halo, sides, scheme=IN_TURN: _still(halo, lambda width: 2 * width + 1, sides, scheme), changes_given=True,
 )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,8 +13,10 @@ from mpiad.domain.allocation import empty_beside
 from mpiad.domain.routes import Index, Route
 from mpiad.primitives import mpi_irecv, mpi_send, mpi_wait
 from mpiad.primitives.request import Request
+from mpiad.transport import channel
+from mpiad.transport.prepared_messages import PreparedMessages
 
-__all__ = ["Coming", "add", "post", "put"]
+__all__ = ["Coming", "PreparedStage", "add", "post", "put"]
 
 
 class Coming(NamedTuple):
@@ -77,3 +80,66 @@ def _room(values: LocalArray, parts: tuple[Index, ...]) -> LocalArray:
 
 def _packed(values: LocalArray, parts: tuple[Index, ...]) -> LocalArray:
     return np.concatenate([values[index].reshape(-1) for index in parts])
+
+
+class PreparedStage:
+    """The messages of a stage, of an array that stays where it is and is exchanged again and again.
+
+    Parameters
+    ----------
+    values, routes, backwards, tag, comm
+        As of `post`.
+    """
+
+    def __init__(self, values: np.ndarray, routes: tuple[Route, ...], backwards: bool, tag: int, comm: Comm):
+        going = [_Edges(values, route.ghosts if backwards else route.ours) for route in routes]
+        # What comes is added, or else may be written where it belongs at once.
+        coming = [_Edges(values, route.ours if backwards else route.ghosts, apart=backwards) for route in routes]
+        self._packed = [copy for edges in going for copy in edges.copies]
+        self._unpacked = [copy for edges in coming for copy in edges.copies]
+        self._combine = _add if backwards else np.copyto
+        used, peers = channel(comm, "exchange", collective=False), [route.peer for route in routes]
+        self._messages = PreparedMessages(used, peers, tag, [e.message for e in going], [e.message for e in coming])
+
+    def run(self) -> Iterator[None]:
+        """Send and receive, and come back while messages are under way: the edges that travel mustn't change then."""
+        messages = self._messages
+        try:
+            for cells, part in self._packed:
+                np.copyto(part, cells)
+            messages.start()
+            yield
+            messages.finish("exchange")
+        except BaseException as error:
+            left = "an exception" if isinstance(error, GeneratorExit) else type(error).__name__
+            messages.leave(f"{left} left a program in which messages were under way.")
+            raise
+        combine = self._combine
+        for cells, part in self._unpacked:
+            combine(cells, part)
+
+
+class _Edges:
+    """Parts of an array that travel in one message: where they lie, if they lie together, or else in memory of their own.
+
+    Attributes
+    ----------
+    message : array
+    copies : list of (array, array)
+        Parts, and where each lies in the message.
+    """
+
+    def __init__(self, values: np.ndarray, parts: tuple[Index, ...], apart: bool = False):
+        cells = [values[index] for index in parts]
+        self.copies: list[tuple[np.ndarray, np.ndarray]] = []
+        if len(cells) == 1 and cells[0].flags.c_contiguous and not apart:
+            self.message = cells[0]
+            return
+        self.message, start = _room(values, parts), 0
+        for part in cells:
+            self.copies.append((part, self.message[start : start + part.size].reshape(part.shape)))
+            start += part.size
+
+
+def _add(cells: np.ndarray, part: np.ndarray) -> None:
+    np.add(cells, part, out=cells)

@@ -19,11 +19,11 @@ from mpiad.primitives.foreign import checked_adjoint
 from mpiad.primitives.noting import noted_methods
 from mpiad.primitives.operation import Tape, current, differentiable, refuse_suspended, suspended
 from mpiad.transport import calls
-from mpiad.transport.channels import communications, operator_body
+from mpiad.transport.channels import communications
 from mpiad.transport.device_arrays import arrays_of, is_device_array
 from mpiad.transport.tracing import tracing
 
-__all__ = ["Begun", "Communicating", "InPlace"]
+__all__ = ["Communicating", "InPlace"]
 
 _box_types = Box.types
 
@@ -39,8 +39,12 @@ class InPlace(NamedTuple):
         The buffer's shape.
     given, result : callable
         Where the argument lies in the buffer before, and the result afterwards: the first indices.
-    steps : callable
-        ``steps(buffer, *rest)`` returns an iterator that does it, and that comes back wherever messages are under way.
+    run : callable
+        ``run(buffer, *rest)`` does it.
+    prepared : callable
+        ``prepared(buffer, *rest)`` returns the same for a buffer on the host that stays, a function without arguments,
+        for programs that run again and again; it isn't noted. The function returns an iterator that does it, and that
+        comes back wherever messages are under way: what they don't change can be read meanwhile.
     still : callable
         The part of the buffer that stays as it is: for each axis the first index and the one after the last. None where
         nothing travels.
@@ -51,31 +55,10 @@ class InPlace(NamedTuple):
     shape: Callable[..., Sequence[int]]
     given: Callable[..., Sequence[int]]
     result: Callable[..., Sequence[int]]
-    steps: Callable[..., Iterator[None]]
+    run: Callable[..., None]
+    prepared: Callable[..., Callable[[], Iterator[None]]]
     still: Callable[..., Sequence[tuple[int, int]] | None]
     changes_given: bool
-
-
-class Begun:
-    """An operator under way in a buffer (see `InPlace`): what its messages don't change can be read meanwhile."""
-
-    def __init__(self, steps: Iterator[None]):
-        self._steps, self._channels = steps, set[Any]()
-        with suspended():
-            next(steps, None)
-            self._channels = operator_body.channels or set()
-
-    def end(self) -> None:
-        """Wait for its messages, and do the rest."""
-        with suspended():
-            operator_body.channels = set(self._channels)
-            for _ in self._steps:
-                pass
-        self._channels.clear()
-
-    def __del__(self) -> None:
-        for channel in self._channels:
-            channel.mark("an exception left a program in which messages were under way.")
 
 
 class Communicating:
@@ -121,15 +104,10 @@ class Communicating:
         call = calls.begin(self.__name__, buffer, None) if calls.is_noting() else None
         try:
             with suspended():
-                for _ in self.in_place.steps(buffer, *rest):  # type: ignore[union-attr]
-                    pass
+                self.in_place.run(buffer, *rest)  # type: ignore[union-attr]
         finally:
             if call is not None:
                 calls.end(call)
-
-    def begin_in_place(self, buffer: Array, *rest: Any) -> Begun:
-        """Begin to run the function in a buffer; it isn't noted."""
-        return Begun(self.in_place.steps(buffer, *rest))  # type: ignore[union-attr]
 
     def vjp(self, ans: Array, args: tuple, kwargs: dict, argnums: tuple[int, ...], level: int) -> Callable:
         """Return the function that maps the cotangent of the result to those of its traced arguments."""

@@ -22,13 +22,13 @@ def called_at(site: Site | None, kind: str, rule: tuple[str, str, Site] | None =
     Parameters
     ----------
     site : Site or None
-    kind : {"communicate", "operate", "in place", "begin", "prepared", "end", "opaque", "settle"}
+    kind : {"communicate", "operate", "in place", "prepared", "begin", "end", "opaque", "settle"}
 
     Returns
     -------
     callable
-        ``(operation, x, params)``, ``(operator, args, kwargs)``, ``(operator, buffer, *rest)`` twice, ``(prepared,)``,
-        ``(begun,)`` or ``(fun, args)``.
+        ``(operation, x, params)``, ``(operator, args, kwargs)``, ``(operator, buffer, *rest)``, ``(prepared,)``,
+        ``(parts,)`` twice, of which the first or all that are left are done, or ``(fun, args)``.
     """
     made: Any = _CALLS[kind]
     if rule is not None:
@@ -63,9 +63,9 @@ _CALLS: dict[str, Any] = {
     "communicate": lambda operation, x, params: operation.forward(x, params),
     "operate": lambda operator, args, kwargs: operator.body(args, kwargs),
     "in place": lambda operator, buffer, *rest: operator.run_in_place(buffer, *rest),
-    "begin": lambda operator, buffer, *rest: operator.begin_in_place(buffer, *rest),
     "prepared": lambda prepared: prepared(),
-    "end": lambda begun: begun.end(),
+    "begin": lambda parts: next(parts, None),
+    "end": lambda parts: list(parts),
     "settle": lambda fun, args: fun(*args),
     "opaque": lambda fun, args: fun(*args),
 }

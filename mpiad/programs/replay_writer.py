@@ -45,6 +45,7 @@ class ReplayWriter:
         self.replays, self.schedule = replays, replays.schedule
         self.nodes: list[Node] = self.schedule.program.nodes
         # What is noted shows an exchange as one call.
+        self._prepares = prepared
         self._actions = actions_of(self.schedule, replays.texts, overlaps=prepared)
         self._blocks = KernelBlocks(self.schedule, replays.texts, replays.kernels, self._actions, replays.homes)
         self._numbers = MessageNumbers()
@@ -156,6 +157,10 @@ class ReplayWriter:
     def _scratch(self) -> Callable[[], Any]:
         """Return the function that takes scratch memory for a run; mostly it is that of the replay's run before."""
         buffers = [b for b, home in self.replays.homes.items() if home.is_scratch]
+        exchanged = [
+            at for at, step in enumerate(self.schedule.steps)
+            if self._prepares and isinstance(step, Run) and step.in_place and step.inputs[0] in buffers
+        ]  # fmt: skip
         take = self.replays.scratch.take
         bound: dict[str, Any] = {"memories": None}
 
@@ -165,6 +170,8 @@ class ReplayWriter:
                 for b in buffers:
                     self.names[f"b{b}"] = array = self._in_memory(b, memories[self.replays.homes[b].memory])
                     self._blocks.bind(b, _address(array))
+                for at in exchanged:
+                    self._prepare(at)
                 bound["memories"] = memories
             return memories
 
@@ -211,15 +218,31 @@ class ReplayWriter:
             self.names[f"h{at}"] = called_at(self.nodes[step.node].site, "end")
             self._lines.append(f"h{at}(x{at})")
         elif step.in_place:
-            call: Call = self.nodes[step.node].data
-            kind, made = ("begin", f"x{at} = ") if action.kind == "begin" else ("in place", "")
-            self.names[f"f{at}"], self.names[f"q{at}"] = called_at(self.nodes[step.node].site, kind, call.rule), call.fun
-            rest = [self._constant(at, k, x) for k, x in enumerate(call.args) if k]
-            self._lines.append(f"{made}f{at}({', '.join([f'q{at}', self._array(step.inputs[0]), *rest])})")
-            if at < self.replays.last_look:
-                self._lines.append(f"log.append({self._made_in_place(step, call)}.copy())")
+            self._in_place(at, step, action.kind == "begin")
         else:
             self._call(at, step)
+
+    def _in_place(self, at: int, step: Run, is_begun: bool) -> None:
+        """Append the lines of an operator in its buffer, or those by which it is begun."""
+        node, buffer = self.nodes[step.node], self._array(step.inputs[0])
+        call: Call = node.data
+        if self._prepares:
+            if buffer in self.names:  # otherwise once there is scratch memory
+                self._prepare(at)
+            self.names[f"f{at}"] = called_at(node.site, "begin" if is_begun else "end")
+            self._lines += [f"x{at} = q{at}()", f"f{at}(x{at})"]
+            return
+        self.names[f"f{at}"], self.names[f"q{at}"] = called_at(node.site, "in place", call.rule), call.fun
+        rest = [self._constant(at, k, x) for k, x in enumerate(call.args) if k]
+        self._lines.append(f"f{at}({', '.join([f'q{at}', buffer, *rest])})")
+        if at < self.replays.last_look:
+            self._lines.append(f"log.append({self._made_in_place(step, call)}.copy())")
+
+    def _prepare(self, at: int) -> None:
+        """Prepare an operator in the buffer that it has now."""
+        step = self.schedule.steps[at]
+        call: Call = self.nodes[step.node].data
+        self.names[f"q{at}"] = call.fun.in_place.prepared(self.names[f"b{step.inputs[0]}"], *call.args[1:])
 
     def _constant(self, at: int, k: Any, x: Any) -> str:
         if x is None or type(x) in (bool, int):

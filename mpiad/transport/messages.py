@@ -14,7 +14,10 @@ from mpiad.transport.buffers import Spec
 from mpiad.transport.envelopes import Envelope
 from mpiad.transport.staging import HOST, Way, way_of
 
-__all__ = ["Receipt", "finish_receive", "finish_send", "post_receive", "post_send", "receive", "send", "swap", "swap_into"]
+__all__ = [
+    "Receipt", "finish_receive", "finish_send", "post_receive", "post_send", "receive", "received_into", "send", "swap",
+    "swap_into",
+]  # fmt: skip
 
 _ABANDONED: list[tuple] = []
 # Open MPI 5 writes a message that is too long past the end of the buffer before it reports it.
@@ -163,6 +166,27 @@ def swap_into(array: np.ndarray, there: Envelope, room: np.ndarray, back: Envelo
         if error.Get_error_class() == MPI.ERR_TRUNCATE:
             raise ValueError(_mismatch(Spec(room.shape, room.dtype), "more bytes", back, call)) from None
         raise
+    _require_whole(room, status, back, call)
+
+
+def received_into(room: np.ndarray, request: Request, status: Status, back: Envelope, call: str) -> None:
+    """Wait for a receive into an array on the host that stays where it is.
+
+    Raises
+    ------
+    ValueError
+        Where the message has another number of bytes than the array.
+    """
+    try:
+        request.Wait(status)
+    except MPI.Exception as error:
+        if error.Get_error_class() == MPI.ERR_TRUNCATE:
+            raise ValueError(_mismatch(Spec(room.shape, room.dtype), "more bytes", back, call)) from None
+        raise
+    _require_whole(room, status, back, call)
+
+
+def _require_whole(room: np.ndarray, status: Status, back: Envelope, call: str) -> None:
     got = status.Get_count(MPI.BYTE)
     if got != room.nbytes:
         room[...] = _in_pieces(room, got, Spec(room.shape, room.dtype), back, np.empty_like(room), call)

@@ -8,10 +8,11 @@ import pytest
 from jitted import assert_same
 
 import mpiad
-from mpiad.domain import Domain, halo_messages
-from mpiad.primitives import custom_operator
+from mpiad.domain import Domain
+from mpiad.domain.halo_messages import PreparedStage
 from mpiad.programs.overlap import actions_of
 from mpiad.programs.replay import Replay
+from mpiad.transport.prepared_messages import PreparedMessages
 
 SHAPE = (260, 200)  # also of six ranks each has enough to divide
 BOUNDARIES = [("zero", "edge"), ("reflect", 1.5), ("edge", "reflect")]
@@ -33,13 +34,13 @@ def stepped(domain, boundaries):
 
 def late(monkeypatch, rank):
     """Let this rank's messages leave later than the others have computed what they can."""
-    send = halo_messages.mpi_send
+    start = PreparedMessages.start
 
-    def sent_late(*args):
+    def started_late(self):
         time.sleep(0.01 * (rank % 2))
-        return send(*args)
+        start(self)
 
-    monkeypatch.setattr(halo_messages, "mpi_send", sent_late)
+    monkeypatch.setattr(PreparedMessages, "start", started_late)
 
 
 def divided(jitted):
@@ -77,16 +78,23 @@ def test_the_interior_is_computed_before_messages_are_waited_for(rank, size, mon
         v = domain.exchange(u)
         return v[2:, 1:-1] + v[:-2, 1:-1] - 2 * v[1:-1, 1:-1]
 
+    made, finish = [], PreparedMessages.finish
+    init = PreparedStage.__init__
+
+    def noted(self, values, *rest):
+        made.append(values)
+        init(self, values, *rest)
+
+    monkeypatch.setattr(PreparedStage, "__init__", noted)
     jitted = mpiad.jit(fun, strict=True)
     expected = jitted(u)
     np.testing.assert_array_equal(jitted(u), expected)
-    end = custom_operator.Begun.end
 
-    def spoilt(self):
-        self._steps.gi_frame.f_locals["out"][3:-3, 3:-3] = np.nan
-        end(self)
+    def spoilt(self, call):
+        made[-1][3:-3, 3:-3] = np.nan
+        finish(self, call)
 
-    monkeypatch.setattr(custom_operator.Begun, "end", spoilt)
+    monkeypatch.setattr(PreparedMessages, "finish", spoilt)
     found = jitted(u)
     if size > 1:
         np.testing.assert_array_equal(found, expected)
@@ -120,23 +128,67 @@ def test_divided_loops_compute_the_same_bits(rank, rank_rng):
         np.testing.assert_array_equal(x, y)
 
 
-def test_an_exception_while_messages_travel(rank, size, monkeypatch):
-    """The next use of the communicator says that messages are left, and what to do."""
+def interrupted(*_):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("where", ["loop", "wait"])
+def test_an_exception_while_messages_travel(where, rank, size, monkeypatch):
+    """The next use of the communicator says that messages are left, and what to do; then the program runs again."""
     if size == 1:
         return
     domain = Domain(SHAPE, periodic=True)
     jitted = mpiad.jit(lambda u: domain.exchange(u)[2:, 1:-1] * 2.0, strict=True)
     u = np.ones(domain.local_shape)
-    jitted(u)
-
-    def interrupted(self):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(custom_operator.Begun, "end", interrupted)
+    jitted(u), jitted(u)
+    if where == "wait":
+        monkeypatch.setattr(PreparedMessages, "finish", interrupted)
+    else:
+        (entry,) = jitted._entries.values()
+        ((replay,),) = [free for free in entry.replays._free.values() if free]
+        names = replay.first.__globals__
+        loop = next(name for name, line in names.items() if name[0] == "k" and line is entry.replays.kernels[-1].function)
+        monkeypatch.setitem(names, loop, interrupted)
     with pytest.raises(KeyboardInterrupt):
         jitted(u)
     monkeypatch.undo()
     with pytest.raises(mpiad.errors.UnfinishedMessagesError, match="reset"):
         mpiad.mpi_allreduce(1.0)
     mpiad.reset()
-    np.testing.assert_array_equal(jitted(u), 2.0)
+    for _ in range(2):
+        np.testing.assert_array_equal(jitted(u), 2.0)
+
+
+@pytest.mark.parametrize("periodic", [False, True], ids=str)
+def test_beside_ranks_that_are_interpreted(periodic, rank, size, rank_rng):
+    """Even ranks run a program and odd ones the function, and then all the program: messages are counted alike."""
+    domain = Domain(SHAPE, periodic=periodic)
+    weights = rank_rng(102).standard_normal(SHAPE)[domain.owned]
+    loss = mpiad.value_and_grad(lambda u: anp.sum(stepped(domain, BOUNDARIES)(u) * weights), objective="sum")
+    jitted, u = mpiad.jit(loss, strict=True), np.random.default_rng(rank).standard_normal(domain.local_shape)
+    expected = loss(u)
+    for compiled in (True, rank % 2 == 0, rank % 2 == 0, True):
+        assert_same((jitted if compiled else loss)(u), expected, 1e-11)
+    # What users send under the same tag is answered by number.
+    after, before = (rank + 1) % size, (rank - 1) % size
+    sent = mpiad.grad(lambda x: anp.sum(mpiad.mpi_exchange(x, after, before, tag=32750)), objective="sum")
+    np.testing.assert_array_equal(sent(np.ones(3)), 1.0)
+
+
+def test_a_message_of_another_size_raises(rank, size):
+    """One rank runs its program, the other sends by hand what the exchange isn't made for."""
+    domain = Domain(SHAPE, dims=(size, 1))
+    jitted = mpiad.jit(lambda u: domain.exchange(u)[2:, 1:-1] * 2.0, strict=True)
+    u = np.ones(domain.local_shape)
+    jitted(u), jitted(u)
+    if rank < 2 <= size:
+        peer = 1 - rank
+        if rank == 0:
+            with pytest.raises(ValueError, match=r"rank 1 sent 24 bytes with tag 32750.*1600 bytes"):
+                jitted(u)
+        else:
+            request = mpiad.mpi_irecv(np.zeros(SHAPE[1]), peer, tag=32750)
+            mpiad.mpi_send(np.zeros(3), peer, tag=32750)
+            np.testing.assert_array_equal(mpiad.mpi_wait(request), 1.0)
+    mpiad.reset()
+    np.testing.assert_array_equal(jitted(u)[1:-1], 2.0)
