@@ -220,7 +220,7 @@ class Expressions:
         x = self._build.name(f"load {element}, ptr {place}")
         if array.dtype == "bool":
             return self._build.value(BOOLEAN, f"icmp ne i8 {x}, 0")
-        if element in ("i8", "i32"):
+        if element in ("i8", "i16", "i32"):
             return self._build.value(INTEGER, f"sext {element} {x} to i64")
         return Value(element, x)
 

@@ -17,7 +17,15 @@ __all__ = ["ELEMENTS", "KINDS", "ArrayValue", "Value", "common_kind", "float_lit
 BOOLEAN, INTEGER, SINGLE, DOUBLE = KINDS = ("i1", "i64", "float", "double")
 
 # What an array's entries are in memory.
-ELEMENTS = {"float64": "double", "float32": "float", "int64": "i64", "int32": "i32", "int8": "i8", "bool": "i8"}
+ELEMENTS = {
+    "float64": "double",
+    "float32": "float",
+    "int64": "i64",
+    "int32": "i32",
+    "int16": "i16",
+    "int8": "i8",
+    "bool": "i8",
+}
 
 
 class Value(NamedTuple):

@@ -12,7 +12,7 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.device import to_host
 from mpiad.timestepping.checkpoints import Checkpoints
-from mpiad.timestepping.difference_coding import SMALLEST, Coded, coded, largest_of
+from mpiad.timestepping.difference_coding import SMALLEST, Coded, coded
 from mpiad.transport.device_arrays import arrays_of
 
 __all__ = ["Snapshots", "own"]
@@ -38,24 +38,20 @@ class Packed(NamedTuple):
     dtype : dtype or None
         What the leaf is to be again, where it is kept in less.
     code : tuple or None
-        Step and order of `Coded`, whose arrays are kept.
-    relative : bool
-        Whether the leaf before it is to be added.
+        What `Coded` has behind its arrays, which are kept.
     home : device arrays or None
         Where the leaf belongs, where it is kept on the host or in a file.
     """
 
     arrays: list[Any]
     dtype: Any = None
-    code: tuple[float, int] | None = None
-    relative: bool = False
+    code: tuple[float, int, bool] | None = None
     home: Any = None
 
     def leaf(self, before: Any) -> Any:
         """Return the leaf in its own precision, where it is kept; `before` is the one before it."""
         if self.code is not None:
-            found = Coded(self.arrays[0], self.arrays[1], *self.code).array(self.dtype)
-            return found + before if self.relative else found
+            return Coded(self.arrays[0], self.arrays[1], *self.code).array(self.dtype, before)
         return self.arrays[0] if self.dtype is None else self.arrays[0].astype(self.dtype)
 
 
@@ -63,16 +59,10 @@ def _packed(leaf: Array, before: Any, kept: Checkpoints) -> Packed:
     """Return a leaf as it is to be kept: itself, or a copy in less; where it is compressed all are on the host."""
     dtype = getattr(leaf, "dtype", None)
     if kept.compress and isinstance(leaf, np.ndarray) and leaf.size >= SMALLEST:
-        given, relative = leaf, False
-        if np.shape(before) == leaf.shape and before.dtype == leaf.dtype and leaf.dtype.kind == "f":
-            # The two states of a leapfrog are close to each other: by their difference velocities keep their digits, too.
-            with np.errstate(over="ignore", invalid="ignore"):
-                change = leaf - before
-                relative = largest_of(change) <= 0.5 * largest_of(leaf)
-            given = change if relative else leaf
-        found = coded(given)
+        alike = isinstance(before, np.ndarray) and (before.shape, before.dtype) == (leaf.shape, leaf.dtype)
+        found = coded(leaf, before if alike else None)
         if found is not None:
-            return Packed([found.differences, found.corner], dtype, (found.step, found.order), relative)
+            return Packed([found.differences, found.corner], dtype, found[2:])
     if kept.dtype is not None and dtype in _SINGLE:
         with np.errstate(over="raise"):
             return Packed([leaf.astype(_SINGLE[dtype])], dtype)

@@ -5,12 +5,21 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from mpiad.timestepping import compiled_coding
 from mpiad.timestepping.difference_coding import coded
 
 pytestmark = pytest.mark.serial
 
 X, Y, Z = np.meshgrid(*[np.linspace(0.0, 1.0, n) for n in (13, 20, 31)], indexing="ij")
 RANDOM = np.random.default_rng(0)
+
+
+@pytest.fixture(params=["NumPy", "compiled"], autouse=True)
+def passes(request, monkeypatch):
+    """Small fields take compiled passes, too, where they have rows of 32 entries."""
+    if request.param == "compiled":
+        pytest.importorskip("llvmlite")
+    monkeypatch.setattr(compiled_coding, "_LARGE", 0 if request.param == "compiled" else 1 << 60)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.complex64, np.complex128])
@@ -30,13 +39,27 @@ def test_entries_are_off_by_half_a_step(dtype, field, relative):
     if dtype in (np.complex64, np.complex128):
         array = array * np.asarray(1.0 - 0.7j, dtype)
     found = coded(array)
-    again = found.array(array.dtype)
+    again = found.array(array.dtype, None)
     assert (again.dtype, again.shape) == (array.dtype, array.shape)
     assert found.differences.nbytes == 2 * array.size * (2 if array.dtype.kind == "c" else 1)
     parts = np.abs((again - array).real).max(), np.abs((again - array).imag).max()
     rounding = 4.0 * np.finfo(dtype).eps * np.abs(array).max()
     assert max(parts) <= 0.5001 * found.step + rounding
     assert found.step <= relative * np.abs(array).max()
+    if dtype == np.float64:
+        expected = np.diff(np.rint(array * (1 / found.step)), found.order, axis=0)[found.order == 0 :]
+        np.testing.assert_array_equal(found.differences[max(found.order, 1) :], expected)
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.0 - 0.7j])
+def test_a_field_close_to_the_one_before_it_is_kept_by_its_change(factor):
+    now, before = (factor * np.sin(3 * X + 2 * Y + t) * np.cos(4 * Z + Y) for t in (0.0, 0.01))
+    found = coded(now, before)
+    assert found.relative
+    again = found.array(now.dtype, before)
+    assert max(np.abs((again - now).real).max(), np.abs((again - now).imag).max()) <= 0.5001 * found.step
+    assert found.step <= 5e-8
+    assert not coded(now, -before).relative
 
 
 def test_what_is_not_finite_is_left_as_it_is():

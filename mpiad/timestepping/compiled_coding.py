@@ -1,0 +1,170 @@
+"""The passes over a field that is kept in 16 bits an entry, compiled: each reads it once.
+
+NumPy goes over a field a dozen times, which takes as long as a step of a wave or two. The loops are in the language of
+`mpiad.compiling.translation`, which takes them from this file's text. A field is rows of `width` entries. They are taken in
+stretches of columns, so that the few rounded rows of which differences are made, the ring, stay in the processor's cache.
+
+Numbers are integers in doubles, which are exact. Adding 1.5 * 2^52 rounds them to the nearest, to even ones where there are
+two, as NumPy does, and leaves them in the last bits of the sum: many processors have vector instructions for that, but none
+that make integers of 64 bits of doubles.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from importlib.util import find_spec
+from math import comb
+
+import numpy as np
+
+from mpiad.compiling.cache import kernel_of
+
+__all__ = ["are_there", "tops", "weights", "write_differences", "write_sums"]
+
+# Below, NumPy takes a few milliseconds, and to compile the loops takes half a second.
+_LARGE, _NARROWEST = 1 << 16, 32
+_RING = 8 * 512  # entries: eight rows of a stretch
+
+
+def are_there(dtype: np.dtype, size: int, width: int) -> bool:
+    """Tell whether rows of this width are worth it, and can be had."""
+    return dtype == np.float64 and size >= _LARGE and width >= _NARROWEST and find_spec("llvmlite") is not None
+
+
+def weights(order: int) -> np.ndarray:
+    """Return by how much the four numbers before one are multiplied in its difference."""
+    return np.array([(-1.0) ** k * comb(order, k) for k in range(1, 5)])
+
+
+def tops(field: np.ndarray, before: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return each row's largest absolute value, and that of its change from another field; NaN where there is one."""
+    found = np.zeros((2, len(field)), np.int64)
+    _functions()[0](field.reshape(-1), before.reshape(-1), field.size // len(field), found[0], found[1])
+    return found[0].view(np.float64), found[1].view(np.float64)
+
+
+def write_differences(
+    field: np.ndarray, before: np.ndarray | None, step: float, weights: np.ndarray, out: np.ndarray
+) -> int:
+    """Write the differences of the rows that have as many before them as there are weights; return the largest."""
+    largest, flat, order = np.zeros(1, np.int64), field.reshape(-1), np.count_nonzero(weights)
+    _functions()[1](
+        flat, flat if before is None else before.reshape(-1), int(before is not None), 1.0 / step, weights, order,
+        field.size // len(field), np.zeros(_RING), out.reshape(-1), largest,
+    )  # fmt: skip
+    return int(largest[0])
+
+
+def write_sums(
+    differences: np.ndarray, before: np.ndarray | None, step: float, weights: np.ndarray, head: np.ndarray, out: np.ndarray
+) -> None:
+    """Write a field from its differences; `head` are its first rows, in multiples of the step."""
+    flat = out.reshape(-1)
+    _functions()[2](
+        differences.reshape(-1), flat if before is None else before.reshape(-1), int(before is not None), step, weights,
+        len(head), out.size // len(out), head.reshape(-1), np.zeros(_RING), flat,
+    )  # fmt: skip
+
+
+@functools.cache
+def _functions() -> tuple:
+    text, vector, numbers = inspect.getsource(sys.modules[__name__]), "float64[::1]", "int64[::1]"
+    signatures = {
+        "largest_of_rows": f"void({vector}, {vector}, int64, {numbers}, {numbers})",
+        "differences_of_rows": f"void({vector}, {vector}, int64, float64, {vector}, int64, int64, {vector}, int16[::1], "
+        f"{numbers})",
+        "sums_of_rows": f"void(int16[::1], {vector}, int64, float64, {vector}, int64, int64, {vector}, {vector}, {vector})",
+    }
+    return tuple(kernel_of(text, name, signature).function for name, signature in signatures.items())
+
+
+def largest_of_rows(field: np.ndarray, before: np.ndarray, width: int, most: np.ndarray, change: np.ndarray) -> None:
+    """Give the bits of each row's largest absolute value and largest absolute change."""
+    row = 0
+    for begin in range(0, field.size, width):
+        a, b = field[begin : begin + width], before[begin : begin + width]
+        m = n = 0
+        for i in range(width):
+            # Without their sign, doubles are in the order of their bits, and NaN comes behind infinity.
+            m = max(m, bits_of(a[i]) & 0x7FFFFFFFFFFFFFFF)  # type: ignore  # noqa: F821
+            n = max(n, bits_of(a[i] - b[i]) & 0x7FFFFFFFFFFFFFFF)  # type: ignore  # noqa: F821
+        most[row] = m
+        change[row] = n
+        row += 1
+
+
+def differences_of_rows(
+    field: np.ndarray, before: np.ndarray, relative: int, inverse: float, weights: np.ndarray, order: int, width: int,
+    ring: np.ndarray, out: np.ndarray, largest: np.ndarray,
+) -> None:  # fmt: skip
+    """Round rows to multiples of a step, and write their differences."""
+    u, v, w, x = weights[0], weights[1], weights[2], weights[3]
+    most = 0
+    for start in range(0, width, 512):
+        n, row = min(512, width - start), 0
+        for begin in range(start, field.size, width):
+            k = 512 * (row & 7)
+            now = ring[k : k + n]
+            a, b = field[begin : begin + n], before[begin : begin + n]
+            if relative:
+                for i in range(n):
+                    now[i] = (a[i] - b[i]) * inverse + 6755399441055744.0 - 6755399441055744.0
+            else:
+                for i in range(n):
+                    now[i] = a[i] * inverse + 6755399441055744.0 - 6755399441055744.0
+            if row >= order:
+                k = 512 * ((row - 1) & 7)
+                c = ring[k : k + n]
+                k = 512 * ((row - 2) & 7)
+                d = ring[k : k + n]
+                k = 512 * ((row - 3) & 7)
+                e = ring[k : k + n]
+                k = 512 * ((row - 4) & 7)
+                f = ring[k : k + n]
+                to = out[begin : begin + n]
+                for i in range(n):
+                    difference = now[i] + u * c[i] + v * d[i] + w * e[i] + x * f[i]
+                    found = bits_of(difference + 6755399441055744.0)  # type: ignore  # noqa: F821
+                    to[i] = found
+                    most = max(most, abs(found - 0x4338000000000000))
+            row += 1
+    largest[0] = most
+
+
+def sums_of_rows(
+    differences: np.ndarray, before: np.ndarray, relative: int, step: float, weights: np.ndarray, order: int, width: int,
+    head: np.ndarray, ring: np.ndarray, out: np.ndarray,
+) -> None:  # fmt: skip
+    """Write a field from its differences and its first rows."""
+    u, v, w, x = weights[0], weights[1], weights[2], weights[3]
+    for start in range(0, width, 512):
+        n, row = min(512, width - start), 0
+        for begin in range(start, out.size, width):
+            k = 512 * (row & 7)
+            now = ring[k : k + n]
+            if row < order:
+                given = head[begin : begin + n]
+                for i in range(n):
+                    now[i] = given[i]
+            else:
+                k = 512 * ((row - 1) & 7)
+                c = ring[k : k + n]
+                k = 512 * ((row - 2) & 7)
+                d = ring[k : k + n]
+                k = 512 * ((row - 3) & 7)
+                e = ring[k : k + n]
+                k = 512 * ((row - 4) & 7)
+                f = ring[k : k + n]
+                kept = differences[begin : begin + n]
+                for i in range(n):
+                    now[i] = kept[i] - (u * c[i] + v * d[i] + w * e[i] + x * f[i])
+            b, to = before[begin : begin + n], out[begin : begin + n]
+            if relative:
+                for i in range(n):
+                    to[i] = now[i] * step + b[i]
+            else:
+                for i in range(n):
+                    to[i] = now[i] * step
+            row += 1
