@@ -8,7 +8,7 @@ import numpy as np
 
 from mpiad._typing import LocalArray
 from mpiad.domain import Domain
-from mpiad.inverse.gaussian_prior import GaussianPrior, agreed_fields
+from mpiad.inverse.gaussian_prior import GaussianPrior, agreed_fields, own_block
 from mpiad.inverse.heat_kernel import inverse_diagonal
 from mpiad.linalg import Multigrid
 
@@ -86,10 +86,12 @@ class Bilaplacian(GaussianPrior):
 
     def solve(self, g: LocalArray) -> LocalArray:
         """Return the product of the covariance with a plain block of shape local_shape: two solves; collective."""
+        g = own_block(self.domain, g, "inverse.Bilaplacian.solve")
         return self._scale * self._inverse(self._inverse(self._scale * g))
 
     def precondition(self, r: LocalArray) -> LocalArray:
         """Return about what `solve` does, symmetric and positive definite, by two V-cycles; collective."""
+        r = own_block(self.domain, r, "inverse.Bilaplacian.precondition")
         return self._scale * self._levels(self._levels(self._scale * r))
 
     def sqrt(self, xi: LocalArray) -> LocalArray:

@@ -14,7 +14,7 @@ from mpiad.primitives import stop
 from mpiad.transport import channel
 from mpiad.transport.agreement import raising_together, require_same
 
-__all__ = ["GaussianPrior", "agreed_fields", "positive"]
+__all__ = ["GaussianPrior", "agreed_fields", "own_block", "positive"]
 
 
 class GaussianPrior:
@@ -97,6 +97,17 @@ def positive(value: object, name: str) -> float:
     if 0.0 < number < math.inf:
         return number
     raise ValueError(f"{name} must be a positive number, but got {value!r:.60}.")
+
+
+def own_block(domain: Domain, block: LocalArray, call: str) -> LocalArray:
+    """Return this rank's plain block; a ValueError on all ranks, where one has a block of another grid; collective."""
+    with raising_together(channel(domain.comm, call)):
+        if np.shape(block) != domain.local_shape:
+            raise ValueError(
+                f"{call}: expected this rank's block of a field on a grid of {domain.shape} cells, of shape "
+                f"{domain.local_shape}, but got one of shape {np.shape(block)}."
+            )
+    return block
 
 
 def agreed_fields(domain: Domain, fields: dict[str, Any], numbers: dict[str, Any], call: str) -> list[LocalArray]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from mpiad._typing import LocalArray
 from mpiad.domain import Domain
-from mpiad.inverse.gaussian_prior import GaussianPrior, agreed_fields
+from mpiad.inverse.gaussian_prior import GaussianPrior, agreed_fields, own_block
 from mpiad.inverse.heat_kernel import inverse_diagonal
 from mpiad.linalg import Multigrid
 
@@ -71,11 +71,11 @@ class H1(GaussianPrior):
 
     def solve(self, g: LocalArray) -> LocalArray:
         """Return the product of the covariance with a plain block of shape local_shape: one solve; collective."""
-        return self._levels.solve(g, rtol=self._rtol) / self._volume
+        return self._levels.solve(own_block(self.domain, g, "inverse.H1.solve"), rtol=self._rtol) / self._volume
 
     def precondition(self, r: LocalArray) -> LocalArray:
         """Return about what `solve` does, symmetric and positive definite, by one V-cycle; collective."""
-        return self._levels(r) / self._volume
+        return self._levels(own_block(self.domain, r, "inverse.H1.precondition")) / self._volume
 
     def sqrt(self, xi: LocalArray) -> LocalArray:
         """Return S ξ, where S Sᵀ is the covariance, of noise of shape (d + 1, *local_shape): one solve; collective.

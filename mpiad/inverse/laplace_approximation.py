@@ -19,7 +19,7 @@ from collections.abc import Callable
 import numpy as np
 
 from mpiad._typing import LocalArray
-from mpiad.inverse.gaussian_prior import GaussianPrior
+from mpiad.inverse.gaussian_prior import GaussianPrior, own_block
 from mpiad.linalg import eigsh
 
 __all__ = ["Posterior", "laplace"]
@@ -134,6 +134,7 @@ def laplace(
     >>> print(posterior.values.shape, domain.max(np.where(measured, posterior.variance, 0.0)) < 0.011)
     (4,) True
     """
+    own_block(prior.domain, m, "laplace")
     directions = prior.domain.normal(seed, (k + oversample,))
     pairs = eigsh(
         product, m, k, mass=prior.apply, mass_solve=prior.solve, oversample=oversample, seed=directions,

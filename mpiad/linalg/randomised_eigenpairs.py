@@ -138,13 +138,15 @@ def eigsh(
             generator = np.random.Generator(np.random.Philox(key=np.array([int(seed), used.rank], np.uint64)))
             seed = generator.standard_normal((k + oversample, *like.shape))
         samples = np.asarray(seed)[:size]
-        images = _products(product, samples)
-        ranged = images if mass_solve is None else _products(mass_solve, images)
+        images = _products(used, "product", product, samples)
+        ranged = images if mass_solve is None else _products(used, "mass_solve", mass_solve, images)
         # B times the range is known: the images themselves.
         basis = _combined(_orthonormal(used, ranged, images), ranged)
         for _ in range(2):  # once more, since Gram matrices lose half of the digits
-            basis = _combined(_orthonormal(used, basis, basis if mass is None else _products(mass, basis)), basis)
-        projected = _gram(used, basis, _products(product, basis))
+            basis = _combined(
+                _orthonormal(used, basis, basis if mass is None else _products(used, "mass", mass, basis)), basis
+            )
+        projected = _gram(used, basis, _products(used, "product", product, basis))
         skew = np.linalg.norm(projected - projected.T)
         if not skew <= _ASYMMETRY * np.linalg.norm(projected):
             raise agreed(used, ValueError(
@@ -156,8 +158,16 @@ def eigsh(
         return EigenPairs(values[order], _combined(vectors[:, order], basis))
 
 
-def _products(product: Product, vectors: LocalArray) -> LocalArray:
-    return np.stack([np.asarray(product(vector), dtype=float) for vector in vectors])
+def _products(used: Channel, name: str, product: Product, vectors: LocalArray) -> LocalArray:
+    found = [np.asarray(product(vector), dtype=float) for vector in vectors]
+    with raising_together(used):
+        wrong = next((each.shape for each in found if each.shape != vectors.shape[1:]), None)
+        if wrong is not None:
+            raise ValueError(
+                f"{_CALL}: {name} must return an array of the shape of like, {vectors.shape[1:]}, but returned one of "
+                f"{wrong}. Does it belong to another grid?"
+            )
+    return np.stack(found)
 
 
 def _combined(coefficients: np.ndarray, vectors: LocalArray) -> LocalArray:

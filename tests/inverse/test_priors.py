@@ -8,7 +8,7 @@ from elliptic_matrix import elliptic_matrix
 from mpi4py import MPI
 
 import mpiad
-from mpiad.inverse import H1, Bilaplacian, TotalVariation
+from mpiad.inverse import H1, Bilaplacian, TotalVariation, laplace
 
 GRIDS = {
     "1-D": {"shape": (16,), "spacing": 0.1},
@@ -189,3 +189,16 @@ def test_wrong_arguments_are_refused_on_all_ranks(rank, size):
     if size > 1:
         with pytest.raises(ValueError, match="all ranks must give the same"):
             Bilaplacian(domain, 1.0 + rank)
+
+
+@pytest.mark.parametrize("kind", [Bilaplacian, H1])
+def test_a_block_of_another_grid_is_refused_on_all_ranks(kind):
+    """On two ranks one of them has a block of the same shape, and would wait for the other."""
+    prior, domain = kind(mpiad.Domain((8, 6)), 2.0), mpiad.Domain((9, 6))
+    given = np.ones(domain.local_shape)
+    for call in (prior.solve, prior.precondition, lambda g: laplace(lambda v: v, g, prior, 2)):
+        with pytest.raises(ValueError, match=r"block of a field on a grid of \(8, 6\) cells.*but got one of shape"):
+            call(given)
+    with pytest.raises(mpiad.errors.WorkerError, match=r"grid of \(8, 6\) cells"):
+        options = {"product": "gauss-newton", "regularizer": H1(domain), "inner_product": prior}
+        domain.minimize(lambda m: m - 1.0, given, method="Newton-CG-sharded", options=options)
