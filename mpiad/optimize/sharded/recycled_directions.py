@@ -6,7 +6,9 @@ Each solve leaves directions s with products y = H s. They are conjugate, sᵢ·
 
 is the BFGS update of the preconditioner P by all of them at once: it inverts the Hessian on what S spans, and is positive
 definite whatever rounding has left of the conjugacy. The updates of several iterations are applied one upon another. Where
-the Hessian changes little, the next solve hasn't to find again what this one has found.
+the Hessian changes little, the next solve hasn't to find again what this one has found. Where it curves down
+it changes much: with directions from before the steps after that were poor, and up to twice as many as without. So all are
+forgotten there.
 
 References
 ----------
@@ -52,11 +54,14 @@ class RecycledDirections:
             self._noted = [*self._noted, (direction, product)][-self._most :]
 
     def learn(self) -> None:
-        """Take what was noted into the preconditioner, and forget the oldest; all ranks call it after a solve."""
+        """Take what was noted into the preconditioner, and forget the oldest, or all; all ranks call it after a solve."""
         if not self._noted:
             return
         curvatures = self._dots(self._noted)
-        group = [(s, y, curvature) for (s, y), curvature in zip(self._noted, curvatures) if curvature > 0.0]
+        if min(curvatures) <= 0.0:
+            self._groups, self._noted = [], []
+            return
+        group = [(s, y, curvature) for (s, y), curvature in zip(self._noted, curvatures)]
         self._noted, room = [], self._most - len(group)
         for older in reversed(self._groups):
             kept = older[-room:] if room > 0 else []

@@ -164,6 +164,11 @@ def test_recycled_directions_make_the_update_of_the_textbook() -> None:
         recycled.learn()
     found = np.stack([recycled(row) for row in np.eye(9)])
     np.testing.assert_allclose(found, updated(p, [*groups[0][3:], *groups[1]]), rtol=0, atol=1e-12 * np.abs(p).max())
+    s, y = groups[1][0]
+    for product in (y, -y):  # where the Hessian curves down nothing is left
+        recycled.note(s, product)
+    recycled.learn()
+    np.testing.assert_allclose(np.stack([recycled(row) for row in np.eye(9)]), p, rtol=1e-12)
 
 
 def test_recycling_saves_products_and_finds_the_same(rank: int, size: int) -> None:
