@@ -84,8 +84,9 @@ class Agglomeration:
 
         Parameters
         ----------
-        whole : array of the points that this rank owns afterwards with one layer around them, or None
-        beside : array
+        whole : array of shape (..., *points), or None
+            Of the points that this rank owns afterwards with one layer around them.
+        beside : array of shape (..., *own points before)
             Lives where the result is to.
 
         Ranks
@@ -101,11 +102,12 @@ class Agglomeration:
         # With the layer around it, which saves the exchange that interpolation would need.
         mine = self._mine.grown(1)
         if self.box is None:
-            return mpi_wait(mpi_irecv(empty_beside(beside, mine.shape), self._leader, _TAG_SCATTER, self._comm))
+            like = empty_beside(beside, beside.shape[: beside.ndim - len(mine.low)] + mine.shape)
+            return mpi_wait(mpi_irecv(like, self._leader, _TAG_SCATTER, self._comm))
         for member, box in self._members:
             if member != self._rank:
-                mpi_send(copy_of(whole[box.grown(1).within(self.box.grown(1))]), member, _TAG_SCATTER, self._comm)
-        return whole[mine.within(self.box.grown(1))]
+                mpi_send(copy_of(whole[(..., *box.grown(1).within(self.box.grown(1)))]), member, _TAG_SCATTER, self._comm)
+        return whole[(..., *mine.within(self.box.grown(1)))]
 
 
 def _leader(before: Spread, after: Spread, position: tuple[int, ...]) -> Rank:

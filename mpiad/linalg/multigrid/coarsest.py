@@ -50,15 +50,15 @@ class Coarsest:
         return other
 
     def solve(self, f: LocalArray) -> LocalArray:
-        """Return the solution with one layer around it.
+        """Return the solutions with one layer around them.
 
         Parameters
         ----------
-        f : array of the operator's shape
+        f : array of shape (systems, *shape)
         """
         if self._inverse is not None:
-            return self._surrounded(self._inverse @ f.reshape(-1))
-        return through_host(lambda f: self._surrounded(self._solved(f.reshape(-1))), f)
+            return self._surrounded(f.reshape(len(f), -1) @ self._inverse.T)
+        return through_host(lambda f: self._surrounded(self._solved(f.reshape(len(f), -1).T).T), f)
 
     def _solved(self, f: np.ndarray) -> np.ndarray:
         # The point that was left out has zero: any constant may be added, and `Multigrid` takes the mean away.
@@ -68,8 +68,8 @@ class Coarsest:
         return u
 
     def _surrounded(self, u: LocalArray) -> LocalArray:
-        out = u.reshape(self._shape)
-        for axis, periodic in enumerate(self._periodic):
+        out = u.reshape(-1, *self._shape)
+        for axis, periodic in enumerate(self._periodic, 1):
             width = [(1, 1) if other == axis else (0, 0) for other in range(out.ndim)]
             out = np.pad(out, width, mode="wrap" if periodic else "constant")
         return out

@@ -99,20 +99,23 @@ class Layout:
         """Return arrays of colours as arrays of `shape`."""
         return flat.reshape(flat.shape[:-1] + self.shape)
 
-    def split(self, block: LocalArray) -> LocalArray:
+    def split(self, block: LocalArray, out: LocalArray | None = None) -> LocalArray:
         """Return the arrays of all colours in double precision, zero outside of the block.
 
         Parameters
         ----------
         block : array of shape (..., *box.shape)
+        out : array, optional
+            Zeros, of the shape of the result.
 
         Returns
         -------
         array of shape (..., colours, size)
         """
-        lead = block.shape[: block.ndim - len(self.shape)]
-        shape, home = (*lead, len(self.colours), self.size), arrays_of(block)
-        out = np.zeros(shape) if home is None else home.full(shape, 0, np.float64)
+        if out is None:
+            lead = block.shape[: block.ndim - len(self.shape)]
+            shape, home = (*lead, len(self.colours), self.size), arrays_of(block)
+            out = np.zeros(shape) if home is None else home.full(shape, 0, np.float64)
         whole = self.whole(out)
         for row, colour in enumerate(self.colours):
             entries, points = self.places(colour)
@@ -121,9 +124,9 @@ class Layout:
 
     def join(self, split: LocalArray, rim: int = 0) -> LocalArray:
         """Return the block of arrays of all colours, with `rim` points of the halo around it."""
-        out = empty_beside(split, self.box.grown(rim).shape)
+        out = empty_beside(split, split.shape[:-2] + self.box.grown(rim).shape)
         whole = self.whole(split)
         for row, colour in enumerate(self.colours):
             entries, points = self.places(colour, rim)
-            out[points] = whole[(row, *entries)]
+            out[(..., *points)] = whole[(..., row, *entries)]
         return out

@@ -52,8 +52,9 @@ def solve_elliptic(
     domain : Domain
     kappa : array of shape local_shape, or number
         Positive; it may jump.
-    b : array of shape local_shape
-        This rank's block of the right-hand side.
+    b : array of shape (..., *local_shape)
+        This rank's block of the right-hand side; several along leading axes are solved for together, each to its own
+        tolerance.
     c : array of shape local_shape, or number
         Zero or more. All arrays are on the host, or all on one device.
     spacing, boundary, centred

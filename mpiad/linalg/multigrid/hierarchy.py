@@ -19,8 +19,8 @@ from mpiad.linalg.multigrid.coarsest import Coarsest
 from mpiad.linalg.multigrid.colour_layout import Colour, Layout, reach
 from mpiad.linalg.multigrid.level import Level
 from mpiad.linalg.multigrid.level_halo import LevelHalo
-from mpiad.linalg.multigrid.level_stencil import Stencil, offsets, stencil_of
-from mpiad.linalg.multigrid.prolongation import Weights, corners, interpolation
+from mpiad.linalg.multigrid.level_stencil import Stencil, corners, offsets, stencil_of
+from mpiad.linalg.multigrid.prolongation import find_interpolation
 from mpiad.linalg.multigrid.spread import Spread
 from mpiad.transport.device_arrays import ArrayModule
 
@@ -42,12 +42,15 @@ class Plan(NamedTuple):
         Whether constants are in the operator's kernel.
     doubled : int
         How many levels, below the one at hand, are visited twice.
+    compiled : bool
+        Whether cycles on the host are.
     """
 
     rank: Rank
     comm: Comm
     singular: bool
     doubled: int
+    compiled: bool
 
 
 class _Coarser:
@@ -68,7 +71,7 @@ class _Coarser:
         else:
             layout = Layout(self._gathering.box)  # type: ignore[arg-type]
             # With all neighbours: a coarse operator couples across corners too, also where the finest one doesn't.
-            stencil = stencil_of(layout, whole, offsets(len(spread.cuts)))
+            stencil = stencil_of(layout, offsets(len(spread.cuts)), whole)
             self._level = hierarchy(stencil, after, plan._replace(doubled=max(0, plan.doubled - 1)))
 
     def on(self, home: ArrayModule) -> _Coarser:
@@ -115,12 +118,12 @@ def hierarchy(stencil: Stencil, spread: Spread, plan: Plan) -> Level:
     All ranks that own a block call it.
     """
     halo = LevelHalo(stencil.layout, spread, plan.rank, plan.comm)
-    weights = interpolation(stencil, halo)
-    stack = coarse_operator(stencil, weights, halo)
-    return Level(stencil, weights, halo, _Coarser(stack, spread.coarse(), plan))
+    find_interpolation(stencil, halo)
+    stack = coarse_operator(stencil, halo)
+    return Level(stencil, halo, _Coarser(stack, spread.coarse(), plan), plan.compiled)
 
 
-def coarse_operator(stencil: Stencil, weights: Weights, halo: LevelHalo) -> np.ndarray:
+def coarse_operator(stencil: Stencil, halo: LevelHalo) -> np.ndarray:
     """Return the coarse operator PᵀAP on this rank's coarse points.
 
     Returns
@@ -133,7 +136,7 @@ def coarse_operator(stencil: Stencil, weights: Weights, halo: LevelHalo) -> np.n
     All ranks of the level call it.
     """
     layout = stencil.layout
-    products = {colour: _product(stencil, weights, colour) for colour in layout.colours}
+    products = {colour: _product(stencil, colour) for colour in layout.colours}
     # Restriction reads the rows of neighbouring points, which other ranks may own.
     halo.fill({colour: rows for colour, (rows, _) in products.items()})
     ndim = len(layout.shape)
@@ -148,12 +151,12 @@ def coarse_operator(stencil: Stencil, weights: Weights, halo: LevelHalo) -> np.n
                 row = at.get(tuple(s + t for s, t in zip(target, corner)))
                 if row is not None:
                     part = rows[row, there]
-                    out[number, layout.inner] += part * weights[colour][k, there] if any(colour) else part
+                    out[number, layout.inner] += part * stencil.weights_of(colour)[k, there] if any(colour) else part
     out[1:] *= -1
     return layout.whole(out)[(slice(None), *layout.coarse())].copy()
 
 
-def _product(stencil: Stencil, weights: Weights, colour: Colour) -> tuple[np.ndarray, dict[tuple[int, ...], int]]:
+def _product(stencil: Stencil, colour: Colour) -> tuple[np.ndarray, dict[tuple[int, ...], int]]:
     """Return the rows of AP of a colour, and which of them belongs to which coarse point, in entries."""
     layout, number = stencil.layout, stencil.layout.row[colour]
     coarse = itertools.product(*[(0, 1) if odd else (-1, 0, 1) for odd in colour])
@@ -168,5 +171,5 @@ def _product(stencil: Stencil, weights: Weights, colour: Colour) -> tuple[np.nda
         there, factor = layout.shifted(steps), coefficient[number, layout.inner]
         for k, corner in enumerate(corners(neighbour)):
             row = inner[at[tuple(s + t for s, t in zip(steps, corner))]]
-            gather(row, factor * weights[neighbour][k, there] if any(neighbour) else factor, out=row)
+            gather(row, factor * stencil.weights_of(neighbour)[k, there] if any(neighbour) else factor, out=row)
     return rows, at

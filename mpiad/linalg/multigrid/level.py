@@ -10,14 +10,12 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import numpy as np
-
 from mpiad._typing import LocalArray
-from mpiad.domain.allocation import empty_beside, zeros_beside
 from mpiad.linalg.multigrid.colour_layout import Colour
+from mpiad.linalg.multigrid.compiled_sums import CompiledSums
 from mpiad.linalg.multigrid.level_halo import LevelHalo
-from mpiad.linalg.multigrid.level_stencil import Stencil
-from mpiad.linalg.multigrid.prolongation import Weights, corners
+from mpiad.linalg.multigrid.level_stencil import Stencil, corners
+from mpiad.linalg.multigrid.level_sums import Step, Sums, Term, WeightedSum
 from mpiad.transport.device_arrays import ArrayModule
 
 __all__ = ["Below", "Level"]
@@ -38,131 +36,135 @@ class Below(Protocol):
 class Level:
     """A level on a rank that takes part in it."""
 
-    def __init__(self, stencil: Stencil, weights: Weights, halo: LevelHalo, below: Below):
+    def __init__(self, stencil: Stencil, halo: LevelHalo, below: Below, compiled: bool = False):
         self.layout, self._stencil, self._halo, self._below = stencil.layout, stencil, halo, below
-        self._weights, self._later = weights, _later(stencil.sweep)
-        # Kept from cycle to cycle: new memory costs more than the arithmetic. Halos beyond physical sides stay zero.
-        beside, size, length = stencil.diagonal, self.layout.size, self.layout.inner.stop - self.layout.inner.start
-        self._u, self._residual = (zeros_beside(beside, (len(self.layout.colours), size)) for _ in range(2))
-        self._coarse = zeros_beside(beside, (size,))
-        self._sum, self._part = (empty_beside(beside, (length,)) for _ in range(2))
+        self._count = count = len(self.layout.colours)
+        # Of the state: for each colour u, its residual and its product with the operator; the restricted residual.
+        self._coarse, self.is_compiled = 3 * count, compiled
+        self.sums = (CompiledSums if compiled else Sums)(self.layout, stencil.memory, 3 * count + 1)
+        step, done = self.sums.step, list[Colour]()
+        self._before: list[tuple[Step, list[Colour]]] = []
+        for group in stencil.sweep:
+            # Starting from zero, only what has been computed contributes.
+            self._before.append((step([self._relaxed(colour, done) for colour in group]), group))
+            done = done + group
+        left, later = self._unfinished(), _later(stencil.sweep)
+        self._residuals = step([self._residual(colour, later.get(colour)) for colour in left])
+        self._restriction = step([self._restricted(left)])
+        self._interpolation = step([self._interpolated(colour) for colour in left])
+        # In reverse, so that the cycle is symmetric; all neighbours count now, none is zero any more.
+        self._after = [(step([self._relaxed(c, None) for c in group]), group) for group in reversed(stencil.sweep)]
+        self._product = step([self._multiplied(colour) for colour in self.layout.colours])
 
     def on(self, home: ArrayModule) -> Level:
         """Return the same level, and all below, on a device: copies of what was found on the host, made here."""
-        copies = {colour: home.to_device(array) for colour, array in self._weights.items()}
-        # One by one, since arrays on devices aren't taken apart by a loop.
-        weights = {colour: [array[k] for k in range(len(array))] for colour, array in copies.items()}
-        return Level(self._stencil.on(home), weights, self._halo, self._below.on(home))
+        return Level(self._stencil.on(home), self._halo, self._below.on(home))
 
     def cycle(self, f: LocalArray) -> LocalArray:
-        """Return what one V-cycle from zero makes of a right-hand side.
+        """Return what one V-cycle from zero makes of right-hand sides.
 
         Parameters
         ----------
-        f : array of shape (colours, size)
-            Zero outside of the block.
+        f : array of shape (systems, colours, size)
+            Contiguous, and zero outside of the block.
 
         Returns
         -------
-        array of shape (colours, size)
+        array of shape (systems, colours, size)
             Its halo filled; overwritten by the next cycle.
 
         Ranks
         -----
         All ranks of the level call it.
         """
-        self._presmooth(f)
-        correction = self._below.correct(self._restricted(f))
-        self._interpolate(correction)
-        # In reverse, so that the cycle is symmetric; all neighbours count now, none is zero any more.
-        for group in reversed(self._stencil.sweep):
-            self._relax(group, f, None)
-        return self._u
+        if len(f) != len(self.sums.state):
+            self.sums.allocate(len(f))
+        for relax, group in self._before:
+            relax(f)
+            self._fill(group)
+        self._interpolate(self._below.correct(self._restrict(f)), f)
+        for relax, group in self._after:
+            relax(f)
+            self._fill(group)
+        return self.sums.state[:, : self._count]
 
     def product_after(self, f: LocalArray) -> LocalArray:
         """Return the operator's product with what `cycle` just returned for `f`: equal to `f` in the last relaxed group.
 
         Parameters
         ----------
-        f : array of shape (colours, size)
+        f : array of shape (systems, colours, size)
+
+        Returns
+        -------
+        array of shape (systems, colours, size)
+            Overwritten by the next product.
         """
-        out, inner = np.zeros_like(f), self.layout.inner
-        for colour in self.layout.colours:
-            row = self.layout.row[colour]
-            if colour in self._stencil.sweep[0]:
-                out[row] = f[row]
-                continue
-            np.multiply(self._stencil.diagonal[row, inner], self._u[row, inner], out=out[row, inner])
-            self._stencil.neighbours(out[row, inner], self._u, colour, sign=-1)
-        return out
+        self._product(f)
+        return self.sums.state[:, 2 * self._count : self._coarse]
 
-    def _presmooth(self, f: LocalArray) -> None:
-        done: list[Colour] = []
-        for group in self._stencil.sweep:
-            # Starting from zero, only what has been computed contributes.
-            self._relax(group, f, done)
-            done = done + group
+    def _fill(self, colours: list[Colour], first: int = 0) -> None:
+        rows = {colour: first + self.layout.row[colour] for colour in colours}
+        self._halo.fill({colour: self.sums.state[:, row] for colour, row in rows.items()})
 
-    def _relax(self, group: list[Colour], f: LocalArray, among: list[Colour] | None) -> None:
-        """Solve the equations of a group of colours for their own points."""
-        inner = self.layout.inner
-        for colour in group:
-            row = self.layout.row[colour]
-            known = f[row, inner]
-            # Entries that are no points of this rank have zero for an inverse: they become zero, until the halo is filled.
-            if among != []:
-                self._sum[:] = known
-                self._stencil.neighbours(self._sum, self._u, colour, among)
-                known = self._sum
-            np.multiply(known, self._stencil.inverse[row, inner], out=self._u[row, inner])
-        self._halo.fill({colour: self._u[self.layout.row[colour]] for colour in group})
-
-    def _restricted(self, f: LocalArray) -> LocalArray:
+    def _restrict(self, f: LocalArray) -> LocalArray:
         """Return the residual, restricted to this rank's coarse points."""
-        layout, inner, left = self.layout, self.layout.inner, self._unfinished()
-        for colour in left:
-            self._find_residual(colour, f)
+        self._residuals(f)
         # Restriction reads the residuals of neighbours' points; those of colour 0 stay where they are.
-        self._halo.fill({colour: self._residual[layout.row[colour]] for colour in left if any(colour)})
-        coarse = self._coarse[inner]
-        coarse[:] = self._residual[0, inner] if layout.colours[0] in left else 0
-        for colour in left:
-            if any(colour):
-                for weight, corner in zip(self._weights[colour], corners(colour)):
-                    there = layout.shifted(corner, -1)
-                    np.multiply(weight[there], self._residual[layout.row[colour], there], out=self._part)
-                    coarse += self._part
-        return layout.whole(self._coarse)[layout.coarse()]
+        self._fill([colour for colour in self._unfinished() if any(colour)], self._count)
+        self._restriction(f)
+        return self.layout.whole(self.sums.state[:, self._coarse])[(..., *self.layout.coarse())]
 
-    def _find_residual(self, colour: Colour, f: LocalArray) -> None:
-        row, inner = self.layout.row[colour], self.layout.inner
-        residual = self._residual[row, inner]
-        later = self._later.get(colour)
-        if later is None:
-            np.multiply(self._stencil.diagonal[row, inner], self._u[row, inner], out=residual)
-            np.subtract(f[row, inner], residual, out=residual)
-        else:
-            # Its equations held when it was relaxed: what remains is what came later, to points that were zero.
-            residual[:] = 0
-        self._stencil.neighbours(residual, self._u, colour, later)
+    def _interpolate(self, correction: LocalArray, f: LocalArray) -> None:
+        self.layout.whole(self.sums.state[:, self._coarse])[(..., *self.layout.coarse(rim=1))] = correction
+        self._interpolation(f)
+        self._fill(self._unfinished())
 
     def _unfinished(self) -> list[Colour]:
         """Return the colours whose equations don't hold after a sweep."""
         return [colour for colour in self.layout.colours if colour not in self._stencil.sweep[-1]]
 
-    def _interpolate(self, correction: LocalArray) -> None:
-        layout, inner, changed = self.layout, self.layout.inner, self._unfinished()
-        layout.whole(self._coarse)[layout.coarse(rim=1)] = correction
-        for colour in changed:
-            u = self._u[layout.row[colour], inner]
-            if not any(colour):
-                u += self._coarse[inner]
-                continue
-            # The weights at a point, times the values of the coarse points around it; restricting is the transpose.
-            for weight, corner in zip(self._weights[colour], corners(colour)):
-                np.multiply(weight[inner], self._coarse[layout.shifted(corner)], out=self._part)
-                u += self._part
-        self._halo.fill({colour: self._u[layout.row[colour]] for colour in changed})
+    # ---- the sums
+
+    def _relaxed(self, colour: Colour, among: list[Colour] | None) -> WeightedSum:
+        """Return the solution of a colour's equations for its own points."""
+        row = self.layout.row[colour]
+        # Entries that are no points of this rank have zero for an inverse: they become zero, until the halo is filled.
+        return WeightedSum(row, self._stencil.terms(colour, among), base=row, scale=self._count + row)
+
+    def _residual(self, colour: Colour, later: list[Colour] | None) -> WeightedSum:
+        row = self.layout.row[colour]
+        terms = self._stencil.terms(colour, later)
+        if later is None:
+            return WeightedSum(self._count + row, terms, base=row, diagonal=Term(row, row))
+        # Its equations held when it was relaxed: what remains is what came later, to points that were zero.
+        return WeightedSum(self._count + row, terms)
+
+    def _multiplied(self, colour: Colour) -> WeightedSum:
+        row = self.layout.row[colour]
+        if colour in self._stencil.sweep[0]:
+            return WeightedSum(2 * self._count + row, base=row)
+        return WeightedSum(2 * self._count + row, self._stencil.terms(colour), diagonal=Term(row, row), negative=True)
+
+    def _restricted(self, left: list[Colour]) -> WeightedSum:
+        terms = []
+        for colour in left:
+            for weights, shift in self._corners(colour) if any(colour) else ():
+                terms.append(Term(weights, self._count + self.layout.row[colour], -shift, -shift))
+        return WeightedSum(
+            self._coarse, terms, base=self._count if self.layout.colours[0] in left else None, of_right=False
+        )
+
+    def _interpolated(self, colour: Colour) -> WeightedSum:
+        """Return the weights at a point, times the values of the coarse points around it: the transpose of restricting."""
+        row = self.layout.row[colour]
+        found = self._corners(colour) if any(colour) else [(None, 0)]
+        return WeightedSum(row, [Term(weights, self._coarse, shift) for weights, shift in found], base=row, of_right=False)
+
+    def _corners(self, colour: Colour) -> list[tuple[int, int]]:
+        """Return the rows of a colour's weights, and how far the coarse points are."""
+        start, first = self.layout.inner.start, self._stencil.weights[colour]
+        return [(first + k, self.layout.shifted(corner).start - start) for k, corner in enumerate(corners(colour))]
 
 
 def _later(sweep: list[list[Colour]]) -> dict[Colour, list[Colour]]:

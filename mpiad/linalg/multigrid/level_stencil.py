@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from mpiad._typing import LocalArray
-from mpiad.domain.allocation import empty_beside
 from mpiad.linalg.multigrid.colour_layout import Colour, Layout, reach
+from mpiad.linalg.multigrid.level_sums import Term
 from mpiad.transport.device_arrays import ArrayModule
 
-__all__ = ["Offset", "Stencil", "offsets", "stencil_of"]
+__all__ = ["Offset", "Stencil", "corners", "offsets", "stencil_of"]
 
 Offset = tuple[int, ...]
 
@@ -22,71 +22,60 @@ def offsets(ndim: int) -> list[Offset]:
     return [offset for offset in itertools.product((-1, 0, 1), repeat=ndim) if any(offset)]
 
 
+def corners(colour: Colour) -> list[tuple[int, ...]]:
+    """Return where the coarse points are that a colour is interpolated from, in entries."""
+    return list(itertools.product(*[(0, 1) if odd else (0,) for odd in colour]))
+
+
 class Stencil:
     """A symmetric operator on the points of a level: (A u)(x) = D(x) u(x) - Σ N(x, offset) u(x + offset).
 
     Parameters
     ----------
     layout : Layout
-    couplings : mapping
-        For each offset the N of all colours, of shape (colours, size); zero outside of the block.
-    diagonal : array of shape (colours, size)
-        D; zero outside of the block.
-    inverse : array, optional
-        1 / D where D isn't zero, where that is known.
+    found : sequence of offsets
+    memory : array of shape (rows, size)
+        Zero outside of the block: for each colour D, and 1 / D where D isn't zero; for each offset the N of all colours;
+        last the weights of the level's interpolation.
 
     Attributes
     ----------
+    diagonal, inverse : array of shape (colours, size)
+    couplings : mapping from offsets to arrays of shape (colours, size)
     sweep : list of list of colours
         The order of a Gauss-Seidel sweep: groups of colours whose points aren't coupled with each other.
+    weights : mapping from each colour but 0 to int
+        The first of its rows in the memory, one for each corner.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        couplings: Mapping[Offset, LocalArray],
-        diagonal: LocalArray,
-        inverse: LocalArray | None = None,
-    ):
-        self.layout, self.couplings, self.diagonal = layout, couplings, diagonal
-        known = np.divide(1.0, diagonal, out=np.zeros_like(diagonal), where=diagonal > 0) if inverse is None else inverse
-        self.inverse: LocalArray = known
-        self.sweep = _sweep(layout.colours, any(np.count_nonzero(offset) > 1 for offset in couplings))
-        self._terms = {colour: self._terms_of(colour) for colour in layout.colours}
-        # The slices of all neighbours are found once: on small levels finding them takes longer than using them.
-        self._product = empty_beside(diagonal, (layout.inner.stop - layout.inner.start,))
+    def __init__(self, layout: Layout, found: Sequence[Offset], memory: LocalArray):
+        self.layout, self.memory, self._found, count = layout, memory, list(found), len(layout.colours)
+        self.diagonal, self.inverse = memory[:count], memory[count : 2 * count]
+        self.couplings = {o: memory[k * count : (k + 1) * count] for k, o in enumerate(found, 2)}
+        self.sweep = _sweep(layout.colours, any(np.count_nonzero(offset) > 1 for offset in found))
+        self.weights: dict[Colour, int] = {}
+        first = (2 + len(found)) * count
+        for colour in layout.colours[1:]:
+            self.weights[colour] = first
+            first += len(corners(colour))
 
     def on(self, home: ArrayModule) -> Stencil:
-        """Return the same operator on a device, of copies of its arrays."""
-        couplings = {offset: home.to_device(coupling) for offset, coupling in self.couplings.items()}
-        return Stencil(self.layout, couplings, home.to_device(self.diagonal), home.to_device(self.inverse))
+        """Return the same operator on a device, of a copy of its memory."""
+        return Stencil(self.layout, self._found, home.to_device(self.memory))
 
-    def _terms_of(self, colour: Colour) -> list[tuple[Colour, int, slice, LocalArray]]:
-        terms, row = [], self.layout.row[colour]
-        for offset, coupling in self.couplings.items():
+    def weights_of(self, colour: Colour) -> LocalArray:
+        """Return the weights by which a colour is interpolated, shape (corners, size)."""
+        return self.memory[self.weights[colour] : self.weights[colour] + len(corners(colour))]
+
+    def terms(self, colour: Colour, among: Sequence[Colour] | None = None) -> list[Term]:
+        """Return what the neighbours of a colour contribute, or those of some colours, whose rows are their own."""
+        terms, row, count = [], self.layout.row[colour], len(self.layout.colours)
+        for k, offset in enumerate(self._found, 2):
             neighbour, steps = reach(colour, offset)
-            inner = coupling[row, self.layout.inner]
-            terms.append((neighbour, self.layout.row[neighbour], self.layout.shifted(steps), inner))
-        return terms
-
-    def neighbours(
-        self, out: LocalArray, u: LocalArray, colour: Colour, among: Sequence[Colour] | None = None, sign: int = 1
-    ) -> None:
-        """Add (or, by its sign, subtract) what the neighbours of a colour contribute, or those of some colours.
-
-        Parameters
-        ----------
-        out : array, the inner part of a colour's array
-        u : array of shape (colours, size)
-        colour : tuple of int
-        among : sequence of colours, optional
-        sign : {1, -1}
-        """
-        gather = np.add if sign > 0 else np.subtract
-        for neighbour, row, there, coupling in self._terms[colour]:
             if among is None or neighbour in among:
-                np.multiply(coupling, u[row, there], out=self._product)
-                gather(out, self._product, out=out)
+                shift = self.layout.shifted(steps).start - self.layout.inner.start
+                terms.append(Term(k * count + row, self.layout.row[neighbour], shift))
+        return terms
 
 
 def _sweep(colours: list[Colour], corners: bool) -> list[list[Colour]]:
@@ -100,13 +89,12 @@ def _sweep(colours: list[Colour], corners: bool) -> list[list[Colour]]:
     return [odd, even, odd] if len(colours) == 8 else [even, odd]
 
 
-def stencil_of(layout: Layout, stack: np.ndarray, found: Sequence[Offset]) -> Stencil:
-    """Return the stencil of a block's couplings.
-
-    Parameters
-    ----------
-    stack : array of shape (1 + len(found), *box.shape)
-        The diagonal, and the couplings of each offset.
-    """
-    split = layout.split(stack)
-    return Stencil(layout, dict(zip(found, split[1:])), split[0])
+def stencil_of(layout: Layout, found: Sequence[Offset], blocks: Sequence[np.ndarray]) -> Stencil:
+    """Return the stencil of a block's diagonal, and its couplings for each offset; its interpolation isn't known yet."""
+    count = len(layout.colours)
+    weights = sum(len(corners(colour)) for colour in layout.colours[1:])
+    stencil = Stencil(layout, found, np.zeros(((2 + len(found)) * count + weights, layout.size)))
+    for out, block in zip((stencil.diagonal, *stencil.couplings.values()), blocks, strict=True):
+        layout.split(block, out)
+    np.divide(1.0, stencil.diagonal, out=stencil.inverse, where=stencil.diagonal > 0)
+    return stencil

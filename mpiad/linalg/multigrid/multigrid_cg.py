@@ -14,8 +14,9 @@ import numpy as np
 
 from mpiad._typing import LocalArray
 from mpiad.errors import ConvergenceError, NotFiniteError
+from mpiad.linalg.multigrid.cg_vectors import FusedVectors, Vectors, squares_of
 from mpiad.linalg.multigrid.level import Level
-from mpiad.linalg.vectors import inner, on_host
+from mpiad.linalg.vectors import on_host
 from mpiad.transport import SUM, Channel
 from mpiad.transport.agreement import agreed, raise_together
 from mpiad.transport.collectives import allreduce
@@ -53,20 +54,20 @@ class Tolerance(NamedTuple):
 def conjugate(
     level: Level, r: LocalArray, used: Channel, tolerance: Tolerance, b: LocalArray | None = None
 ) -> tuple[LocalArray, list[float]]:
-    """Solve the system of the finest level.
+    """Solve systems of the finest level, each by an iteration of its own.
 
     Parameters
     ----------
-    r : array of shape (colours, size)
-        The right-hand side, or the residual of what is to be improved. Overwritten.
-    b : array, optional
+    r : array of shape (systems, colours, size)
+        The right-hand sides, or the residuals of what is to be improved. Overwritten.
+    b : array of shape (systems, ...), optional
         What the relative tolerance refers to, where it isn't `r`.
 
     Returns
     -------
-    array of shape (colours, size)
+    array of shape (systems, colours, size)
     list of float
-        The norm of the residual at the start and after each iteration.
+        The norm of the residual at the start and after each iteration, of all systems together.
 
     Raises
     ------
@@ -81,64 +82,64 @@ def conjugate(
     -----
     All ranks of the channel call it.
     """
-    x, p, s, step = np.zeros_like(r), np.zeros_like(r), np.zeros_like(r), np.empty_like(r)
-    history = [_norm(used, r, _RIGHT if b is None else "the residual of x0")]
-    target = max(tolerance.rtol * (history[0] if b is None else _norm(used, b, _RIGHT)), tolerance.atol)
-    before, curvature, failures = 1.0, 0.0, DeferredFailures(used.user, _CALL)
-    while history[-1] > target:
+    vectors = (FusedVectors if level.is_compiled else Vectors)(r)
+    norms = _norms(used, r, squares_of(r), _RIGHT if b is None else "the residual of x0")
+    targets = np.maximum(tolerance.rtol * (norms if b is None else _norms(used, b, squares_of(b), _RIGHT)), tolerance.atol)
+    before, curvature, failures = np.full(len(r), np.inf), np.zeros(len(r)), DeferredFailures(used.user, _CALL)
+    history = [math.hypot(*norms)]
+    while (active := norms > targets).any():
         if len(history) > tolerance.maxiter:
             if tolerance.reported:
                 failures.raise_together()
-            found = f"the residual didn't fall to {target:.3e} within maxiter={tolerance.maxiter} iterations"
+            found = f"the residual didn't fall to {math.hypot(*targets):.3e} within maxiter={tolerance.maxiter} iterations"
             _fail(used, f"{found}; {tolerance.remark()}", history)
         # Both belong to the level, and are overwritten by its next cycle.
         z = level.cycle(r)
         w = level.product_after(r)
-        rz, wz = _sums(used, *(_products((r, z), (w, z)) if failures.error is None else [math.nan] * 2))
-        # As in `conjugate_gradients`: p·Ap by the recurrence of p, so that one reduction is enough.
-        beta = rz / before if len(history) > 1 else 0.0
+        mine = vectors.products(z, w) if failures.error is None else np.full((2, len(r)), np.nan)
+        rz, wz = _sums(used, mine)
+        # Those that have arrived stand still. As in `conjugate_gradients`: p·Ap by the recurrence of p, so that one
+        # reduction is enough.
+        beta = np.where(active, rz / before, 0.0)
         curvature = wz - beta * beta * curvature
-        if not (rz > 0.0 and curvature > 0.0):
+        wrong = active & ~((rz > 0.0) & (curvature > 0.0))
+        if wrong.any():
             failures.raise_together()
-            found = f"r·z = {rz:.3e} and p·Ap = {curvature:.3e} should be positive"
+            found = f"r·z = {rz[wrong][0]:.3e} and p·Ap = {curvature[wrong][0]:.3e} should be positive"
             _fail(used, f"{found}: rounding has taken over. Ask for less by rtol; {tolerance.remark()}", history)
-        for direction, new in ((p, z), (s, w)):
-            direction *= beta
-            direction += new
-        x += np.multiply(p, rz / curvature, out=step)
-        r -= np.multiply(s, rz / curvature, out=step)
-        before = rz
-        history.append(_norm(used, r, "the residual"))
+        squares = vectors.advance(z, w, beta, np.where(active, rz, 0.0) / np.where(active, curvature, 1.0))
+        before, curvature = np.where(active, rz, np.inf), np.where(active, curvature, 0.0)
+        norms = _norms(used, r, squares, "the residual")
+        history.append(math.hypot(*norms))
         if tolerance.callback is not None:
             failures.attempt("callback", tolerance.callback, history[-1])
     if tolerance.reported and len(history) > 1:
         failures.raise_together()  # of the last callback, after which there is no sum
-    return x, history
+    return vectors.x, history
 
 
-def _products(*pairs: tuple[LocalArray, LocalArray]) -> list[float]:
-    """Return this rank's share of inner products, on the host: one copy for all of them, of arrays on a device."""
-    return inner(*[(x.reshape(1, -1), y.reshape(1, -1)) for x, y in pairs])[:, 0].tolist()
+def _sums(used: Channel, local: np.ndarray) -> np.ndarray:
+    return allreduce(used, local, SUM, _CALL)
 
 
-def _sums(used: Channel, *local: float) -> list[float]:
-    return allreduce(used, np.array(local, np.float64), SUM, "linalg.Multigrid.solve").tolist()
-
-
-def _norm(used: Channel, r: LocalArray, name: str) -> float:
+def _norms(used: Channel, r: LocalArray, mine: np.ndarray, name: str) -> np.ndarray:
+    """Return the norms of r over all ranks, of this rank's squares of them."""
     # NaN on one rank makes the sum NaN on all, which so agree that something is wrong.
-    square = _sums(used, *_products((r, r)))[0]
-    if not math.isfinite(square):
+    total = _sums(used, mine)
+    if not np.isfinite(total).all():
         bad = int(on_host(np.sum(~np.isfinite(r))))
         text = f"linalg.Multigrid.solve: {name} is not finite: {bad} entries on rank {used.rank} are NaN or infinite."
         raise_together(used, NotFiniteError(text) if bad else None)
         raise agreed(used, ValueError(f"linalg.Multigrid.solve: the norm of {name} overflows. Scale the system."))
-    if name == _RIGHT and square < _LEAST and _sums(used, float(on_host(np.sum(r != 0.0))))[0]:
-        raise agreed(used, ValueError(
-            f"linalg.Multigrid.solve: the norm of {name}, {math.sqrt(square):.3e}, is so small that squares of residuals "
-            "vanish. Scale the system."
-        ))  # fmt: skip
-    return math.sqrt(square)
+    if name == _RIGHT and (small := total < _LEAST).any():
+        count = _sums(used, on_host(np.sum(r != 0.0, axis=tuple(range(1, r.ndim)))).astype(np.float64))
+        if (small & (count > 0.0)).any():
+            norm = math.sqrt(total[small & (count > 0.0)][0])
+            raise agreed(used, ValueError(
+                f"linalg.Multigrid.solve: the norm of {name}, {norm:.3e}, is so small that squares of residuals vanish. "
+                "Scale the system."
+            ))  # fmt: skip
+    return np.sqrt(total)
 
 
 def _fail(used: Channel, what: str, history: list[float]) -> NoReturn:

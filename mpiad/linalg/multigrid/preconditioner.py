@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,11 +15,13 @@ from mpiad.domain import Domain
 from mpiad.domain.allocation import empty_beside, is_array
 from mpiad.domain.partition import Partition
 from mpiad.linalg.host_and_device import require_together
+from mpiad.linalg.multigrid.cg_vectors import over_systems
 from mpiad.linalg.multigrid.colour_layout import Layout
+from mpiad.linalg.multigrid.compiled_sums import are_compiled
 from mpiad.linalg.multigrid.elliptic import Elliptic
 from mpiad.linalg.multigrid.hierarchy import Plan, hierarchy
 from mpiad.linalg.multigrid.level import Level
-from mpiad.linalg.multigrid.level_stencil import Stencil
+from mpiad.linalg.multigrid.level_stencil import stencil_of
 from mpiad.linalg.multigrid.medium import coefficients, contrast, has_constants, jumps
 from mpiad.linalg.multigrid.multigrid_cg import Tolerance, conjugate
 from mpiad.linalg.multigrid.spread import spread_of
@@ -63,7 +66,7 @@ class Multigrid:
     kappa, c : array of shape local_shape
         In double precision, on the host.
     history : list of float
-        The norm of the residual at the start and after each iteration of the last `solve`.
+        The norm of the residual at the start and after each iteration of the last `solve`; of several that of all together.
 
     Raises
     ------
@@ -139,13 +142,13 @@ class Multigrid:
             # The operator is real, so both parts are solved apart.
             return (self(r.real) + 1j * self(r.imag)).astype(r.dtype)
         r = self._checked(r, "linalg.Multigrid")
-        out, level = empty_beside(r, r.shape), self._level_beside(r)
+        if not r.size:
+            return empty_beside(r, r.shape)
+        level = self._level_beside(r)
         with suspended():
-            for index in np.ndindex(r.shape[: r.ndim - len(self.domain.shape)]):
-                # Only a right-hand side without a mean has a solution, whose own mean is then free: zero is taken.
-                split = self._layout.split(self._centred(r[index]))
-                out[index] = self._centred(self._layout.join(level.cycle(split)))
-        return out
+            # Only a right-hand side without a mean has a solution, whose own mean is then free: zero is taken.
+            split = self._layout.split(self._centred(self._systems(r)))
+            return self._centred(self._layout.join(level.cycle(split))).reshape(r.shape).astype(r.dtype)
 
     @property
     def T(self) -> Multigrid:
@@ -166,15 +169,16 @@ class Multigrid:
 
         Parameters
         ----------
-        b : array of shape local_shape
-            Not traced, on the host or on a device; `solve_elliptic` has derivatives.
+        b : array of shape (..., *local_shape)
+            Not traced, on the host or on a device; `solve_elliptic` has derivatives. Several along leading axes are solved
+            for together, each to its own tolerance.
         rtol, atol : float
             The residual's norm, over all ranks, is to fall to ``max(rtol * norm(b), atol)``.
         maxiter : int
-        x0 : array of shape local_shape, optional
+        x0 : array of the shape of `b`, optional
             Beside `b`. Where to start; zero by default.
         callback : callable, optional
-            ``callback(norm)`` is called on every rank after each iteration.
+            ``callback(norm)`` is called on every rank after each iteration; of several residuals with that of all together.
 
         Returns
         -------
@@ -195,27 +199,32 @@ class Multigrid:
         All ranks of the domain call it.
         """
         settings = Settings(
-            "cg", rtol, atol, maxiter, self.domain.comm, callback, call="linalg.Multigrid.solve", with_x0=x0 is not None
-        )
-        error = mistake_in(settings, ("cg",), len(self.domain.shape))
+            "cg", rtol, atol, maxiter, self.domain.comm, callback, call="linalg.Multigrid.solve", with_x0=x0 is not None,
+            batch=math.prod(np.shape(b)[: -len(self.domain.shape)]),
+        )  # fmt: skip
+        error = mistake_in(settings, ("cg",), settings.batch)
         try:
-            for block in (b,) if x0 is None else (b, x0):
-                self._checked(block, settings.call, whole=True)
+            self._checked(b, settings.call)
+            if x0 is not None and self._checked(x0, settings.call).shape != b.shape:
+                raise ValueError(f"{settings.call}: x0 must have the shape of b, {b.shape}, but has {x0.shape}.")
             require_together(settings.call, b=b, x0=0.0 if x0 is None else x0)
         except (TypeError, ValueError) as found:
             error = found
         with suspended():
             settings = agree_on(settings, error)
+            if not b.size:
+                self.history = [0.0]
+                return empty_beside(b, b.shape)
             # In double precision whatever b is: a residual of 1e-8 is below what single precision resolves.
-            wide = self._centred(b.astype(np.float64))
-            start = None if x0 is None else self._centred(x0.astype(np.float64))
+            wide = self._centred(self._systems(b).astype(np.float64))
+            start = None if x0 is None else self._centred(self._systems(x0).astype(np.float64))
             r = wide if start is None else self._centred(wide - self.matvec(start))
             tolerance = Tolerance(rtol, atol, maxiter, callback, settings.reported, self._remark)
             split = self._layout.split(r)
             whole, level = None if start is None else wide, self._level_beside(b)
             x, self.history = conjugate(level, split, self._used, tolerance, whole)
             u = self._centred(self._layout.join(x))
-            return (u if start is None else u + start).astype(b.dtype)
+            return (u if start is None else u + start).reshape(b.shape).astype(b.dtype)
 
     def _remark(self) -> str:
         """Return what may have made an iteration long; all ranks call it."""
@@ -232,26 +241,29 @@ class Multigrid:
             return error
         return None
 
-    def _checked(self, r: Array, call: str, whole: bool = False) -> LocalArray:
+    def _checked(self, r: Array, call: str) -> LocalArray:
         ndim = len(self.domain.shape)
         if isbox(r) or not is_array(r) or r.dtype.kind != "f":
             kind = f"dtype {r.dtype}" if is_array(r) else type(r).__name__
             raise TypeError(f"{call}: expected a plain array of floats, but got {kind}.")
-        if r.shape[0 if whole else max(0, r.ndim - ndim) :] != self.domain.local_shape:
-            lead = "" if whole else "(..., *local_shape) with local_shape "
+        if r.shape[max(0, r.ndim - ndim) :] != self.domain.local_shape:
             raise ValueError(
-                f"{call}: expected an array of shape {lead}{self.domain.local_shape}, but got {r.shape} "
-                f"on rank {self._used.rank}."
+                f"{call}: expected an array of shape (..., *local_shape) with local_shape {self.domain.local_shape}, but "
+                f"got {r.shape} on rank {self._used.rank}."
             )
         return r
 
-    def _centred(self, block: LocalArray) -> LocalArray:
-        """Return a block without its mean over the grid, where constants are in the kernel."""
+    def _systems(self, block: LocalArray) -> LocalArray:
+        """Return blocks of shape (..., *local_shape) with one leading axis."""
+        return block.reshape(-1, *self.domain.local_shape)
+
+    def _centred(self, blocks: LocalArray) -> LocalArray:
+        """Return blocks of several systems without their means over the grid, where constants are in the kernel."""
         if not self.mean_zero:
-            return block
-        own = np.array(on_host(block.sum(dtype=np.float64)))
-        total = allreduce(self._used, own, SUM, "linalg.Multigrid")
-        return block - block.dtype.type(total / np.prod(self.domain.shape))
+            return blocks
+        own = np.array(on_host(blocks.reshape(len(blocks), -1).sum(axis=1, dtype=np.float64)))
+        means = allreduce(self._used, own, SUM, "linalg.Multigrid") / np.prod(self.domain.shape)
+        return blocks - over_systems(blocks, means)
 
     def _level_beside(self, r: LocalArray) -> Level:
         home = arrays_of(r)
@@ -272,7 +284,8 @@ class Multigrid:
             diagonal = diagonal + before + after
             for step, coupling in ((-1, before), (1, after)):
                 offset = tuple(step if other == axis else 0 for other in range(ndim))
-                couplings[offset] = self._layout.split(coupling)
-        stencil = Stencil(self._layout, couplings, self._layout.split(diagonal))
-        plan = Plan(self._used.rank, self.domain.comm, self.mean_zero, _DOUBLED if jumps(self.kappa, self._used) else 0)
+                couplings[offset] = coupling
+        stencil = stencil_of(self._layout, list(couplings), [diagonal, *couplings.values()])
+        doubled = _DOUBLED if jumps(self.kappa, self._used) else 0
+        plan = Plan(self._used.rank, self.domain.comm, self.mean_zero, doubled, are_compiled(diagonal.size))
         return hierarchy(stencil, spread_of(self._partition()), plan)

@@ -11,53 +11,40 @@ J. E. Dendy, Black box multigrid, Journal of Computational Physics 48 (1982), se
 
 from __future__ import annotations
 
-import itertools
-from typing import Any, TypeAlias
-
 import numpy as np
 
 from mpiad.linalg.multigrid.colour_layout import Colour, reach
 from mpiad.linalg.multigrid.level_halo import LevelHalo
-from mpiad.linalg.multigrid.level_stencil import Stencil
+from mpiad.linalg.multigrid.level_stencil import Stencil, corners
 
-__all__ = ["Weights", "corners", "interpolation"]
-
-Weights: TypeAlias = dict[Colour, Any]
-"""For each colour but 0 the weights of its coarse points, in the order of `corners`: an array of shape (corners, size), or
-on a device a list of arrays."""
+__all__ = ["find_interpolation"]
 
 
-def corners(colour: Colour) -> list[tuple[int, ...]]:
-    """Return where the coarse points are that a colour is interpolated from, in entries."""
-    return list(itertools.product(*[(0, 1) if odd else (0,) for odd in colour]))
-
-
-def interpolation(stencil: Stencil, halo: LevelHalo) -> Weights:
-    """Return the weights of a level's interpolation, those of the points in its halo included.
+def find_interpolation(stencil: Stencil, halo: LevelHalo) -> None:
+    """Find the weights of a level's interpolation, those of the points in its halo included.
 
     Parameters
     ----------
     stencil : Stencil
+        Gets them.
     halo : LevelHalo
 
     Ranks
     -----
     All ranks of the level call it.
     """
-    weights: Weights = {}
     colours = stencil.layout.colours
     # Points between two coarse points first: those in the middle of four or eight are interpolated from them.
     for odd in range(1, len(colours[0]) + 1):
-        found = {colour: _weights(stencil, weights, colour) for colour in colours if sum(colour) == odd}
-        halo.fill(found)
-        weights |= found
-    return weights
+        group = [colour for colour in colours if sum(colour) == odd]
+        for colour in group:
+            _find_weights(stencil, colour)
+        halo.fill({colour: stencil.weights_of(colour) for colour in group})
 
 
-def _weights(stencil: Stencil, weights: Weights, colour: Colour) -> np.ndarray:
+def _find_weights(stencil: Stencil, colour: Colour) -> None:
     layout, at = stencil.layout, {corner: k for k, corner in enumerate(corners(colour))}
-    out, row = np.zeros((len(at), layout.size)), layout.row[colour]
-    inner = out[:, layout.inner]
+    inner, row = stencil.weights_of(colour)[:, layout.inner], layout.row[colour]
     centre = stencil.diagonal[row, layout.inner].copy()
     for along, coupling in _collapsed(stencil, colour).items():
         if not any(along):
@@ -67,10 +54,9 @@ def _weights(stencil: Stencil, weights: Weights, colour: Colour) -> np.ndarray:
         there = layout.shifted(steps)
         for k, corner in enumerate(corners(neighbour)):
             target = at[tuple(s + t for s, t in zip(steps, corner))]
-            inner[target] += coupling * weights[neighbour][k, there] if any(neighbour) else coupling
+            inner[target] += coupling * stencil.weights_of(neighbour)[k, there] if any(neighbour) else coupling
     # Points without couplings (outside of the block) have no weights; a centre that isn't positive says the same.
     inner *= np.divide(1.0, centre, out=np.zeros_like(centre), where=centre > 0)
-    return out
 
 
 def _collapsed(stencil: Stencil, colour: Colour) -> dict[tuple[int, ...], np.ndarray]:

@@ -1,0 +1,168 @@
+"""Weighted sums compiled: each stretch of a row is computed whole, for all right-hand sides, while its weights are at hand.
+
+The loops are in the language of `mpiad.compiling.translation`, which takes them from this file's text. Which rows they go
+over are numbers in memory, so that one kernel serves all levels, of any dimension.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+import numpy as np
+
+from mpiad._typing import LocalArray
+from mpiad.compiling.cache import kernel_of
+from mpiad.linalg.multigrid.colour_layout import Layout
+from mpiad.linalg.multigrid.level_sums import Step, Sums, Term, WeightedSum
+
+__all__ = ["CompiledSums", "are_compiled"]
+
+# Points of a block below which the kernel is loaded in more time than it saves.
+_LARGE = 1 << 13
+# Entries of a stretch: with its weights it stays in the second cache, and shorter ones are read more slowly from the third.
+_STRETCH = 2048
+_TABLES, _FLOATS = ("numbers", "sums", "terms"), ("coefficients", "right", "state", "part")
+
+
+def are_compiled(points: int) -> bool:
+    """Tell whether the cycles of a finest level with so many points are compiled."""
+    return points >= _LARGE and find_spec("llvmlite") is not None
+
+
+class CompiledSums(Sums):
+    """Computes sums by a kernel, on the host."""
+
+    def __init__(self, layout: Layout, coefficients: LocalArray, rows: int):
+        self._kernel, self._blocks = _kernel(), dict[int, np.ndarray]()
+        self._tables: list[tuple[np.ndarray, ...]] = []
+        self._room = np.empty(_STRETCH)
+        super().__init__(layout, coefficients, rows)
+
+    def step(self, sums: Sequence[WeightedSum]) -> Step:
+        """Return what computes sums, one after the other."""
+        self._tables.append(self._numbers_of(sums))
+        block = np.zeros(2 + 2 * len(_TABLES) + 2 * len(_FLOATS), np.int64)
+        self._set(block, len(self._tables) - 1)
+        self._blocks[len(self._tables) - 1] = block
+        address, right, kernel = block.ctypes.data, 2 + 2 * (len(_TABLES) + 1), self._kernel
+
+        def run(f: LocalArray) -> None:
+            block[right] = f.__array_interface__["data"][0]
+            kernel(address)
+
+        return run
+
+    def allocate(self, systems: int) -> None:
+        """Make room for the states of so many right-hand sides."""
+        self.state = np.zeros((systems, self._rows, self._layout.size))
+        for number, block in self._blocks.items():
+            self._set(block, number)
+
+    def _set(self, block: np.ndarray, number: int) -> None:
+        """Write where the kernel finds its arrays; `right` is the step's to give."""
+        arrays = [*self._tables[number], self._coefficients, None, self.state, self._room]
+        arrays[0][0] = len(self.state)
+        for k, array in enumerate(arrays):
+            if array is not None:
+                block[2 + 2 * k : 4 + 2 * k] = array.ctypes.data, array.size
+
+    def _numbers_of(self, sums: Sequence[WeightedSum]) -> tuple[np.ndarray, ...]:
+        """Return the kernel's numbers, and tables of the sums and of their terms."""
+        size, start, stop = self._layout.size, self._layout.inner.start, self._layout.inner.stop
+        rows, terms = list[list[int]](), list[list[int]]()
+
+        def place(row: int | None, shift: int = 0) -> int:
+            return -1 if row is None else row * size + start + shift
+
+        def numbers_of(term: Term | None) -> list[int]:
+            if term is None:
+                return [-1, -1]
+            return [place(term.coefficient, term.coefficient_shift), place(term.row, term.shift)]
+
+        for one in sums:
+            base = [place(one.base), -1] if one.of_right else [-1, place(one.base)]
+            first = len(terms)
+            terms += map(numbers_of, one.terms)
+            scale = [place(one.scale), one.negative, first, len(terms)]
+            rows.append([place(one.out), *base, *numbers_of(one.diagonal), *scale])
+        numbers = [0, len(self._layout.colours) * size, self._rows * size, stop - start, len(sums)]
+        tables = np.array(rows).ravel(), np.array(terms or [[-1, -1]]).ravel()
+        return np.array(numbers, np.int64), *(table.astype(np.int64) for table in tables)
+
+
+@functools.cache
+def _kernel():
+    signature = f"linked({', '.join(['int64[::1]'] * len(_TABLES) + ['float64[::1]'] * len(_FLOATS))})"
+    # A product may be added without being rounded first.
+    return kernel_of(inspect.getsource(sys.modules[__name__]), "weighted_sums", signature, "contract").function
+
+
+def weighted_sums(
+    numbers: np.ndarray, sums: np.ndarray, terms: np.ndarray, coefficients: np.ndarray, right: np.ndarray,
+    state: np.ndarray, part: np.ndarray,
+) -> None:  # fmt: skip
+    """Compute sums of rows; `part` has room for a stretch."""
+    systems, of_right, of_state, length = numbers[0], numbers[1], numbers[2], numbers[3]
+    for one in range(numbers[4]):
+        k = 9 * one
+        out, base_right, base_state, diagonal, multiplied = sums[k], sums[k + 1], sums[k + 2], sums[k + 3], sums[k + 4]
+        scale, negative, first, last = sums[k + 5], sums[k + 6], sums[k + 7], sums[k + 8]
+        for start in range(0, length, 2048):
+            n = min(2048, length - start)
+            for system in range(systems):
+                there = system * of_state + start
+                if base_right >= 0:
+                    k = base_right + system * of_right + start
+                    a = right[k : k + n]
+                    for i in range(n):
+                        part[i] = a[i]
+                elif base_state >= 0:
+                    a = state[base_state + there : base_state + there + n]
+                    for i in range(n):
+                        part[i] = a[i]
+                else:
+                    for i in range(n):
+                        part[i] = 0.0
+                if diagonal >= 0:
+                    a = coefficients[diagonal + start : diagonal + start + n]
+                    x = state[multiplied + there : multiplied + there + n]
+                    for i in range(n):
+                        part[i] -= a[i] * x[i]
+                t = first
+                while t + 3 < last:
+                    a = coefficients[terms[2 * t] + start : terms[2 * t] + start + n]
+                    b = coefficients[terms[2 * t + 2] + start : terms[2 * t + 2] + start + n]
+                    c = coefficients[terms[2 * t + 4] + start : terms[2 * t + 4] + start + n]
+                    d = coefficients[terms[2 * t + 6] + start : terms[2 * t + 6] + start + n]
+                    x = state[terms[2 * t + 1] + there : terms[2 * t + 1] + there + n]
+                    y = state[terms[2 * t + 3] + there : terms[2 * t + 3] + there + n]
+                    z = state[terms[2 * t + 5] + there : terms[2 * t + 5] + there + n]
+                    w = state[terms[2 * t + 7] + there : terms[2 * t + 7] + there + n]
+                    for i in range(n):
+                        part[i] = part[i] + a[i] * x[i] + b[i] * y[i] + c[i] * z[i] + d[i] * w[i]
+                    t += 4
+                while t < last:
+                    x = state[terms[2 * t + 1] + there : terms[2 * t + 1] + there + n]
+                    if terms[2 * t] >= 0:
+                        a = coefficients[terms[2 * t] + start : terms[2 * t] + start + n]
+                        for i in range(n):
+                            part[i] += a[i] * x[i]
+                    else:
+                        for i in range(n):
+                            part[i] += x[i]
+                    t += 1
+                x = state[out + there : out + there + n]
+                if scale >= 0:
+                    a = coefficients[scale + start : scale + start + n]
+                    for i in range(n):
+                        x[i] = a[i] * part[i]
+                elif negative > 0:
+                    for i in range(n):
+                        x[i] = -part[i]
+                else:
+                    for i in range(n):
+                        x[i] = part[i]

@@ -1,0 +1,139 @@
+"""What a level does to its arrays, as data: weighted sums of shifted rows, with weights that all right-hand sides share.
+
+Smoothing, restricting, interpolating and the operator's product are all of this form, so what computes one quickly makes
+all of a cycle quick: `Sums` does it by NumPy, or where the arrays live, `CompiledSums` in one pass over memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from mpiad._typing import LocalArray
+from mpiad.domain.allocation import empty_beside, zeros_beside
+from mpiad.linalg.multigrid.colour_layout import Layout
+
+__all__ = ["Step", "Sums", "Term", "WeightedSum"]
+
+Step: TypeAlias = Callable[[LocalArray], None]
+"""``step(f)`` computes sums for the right-hand sides f, of shape (systems, colours, size) and contiguous."""
+
+
+class Term(NamedTuple):
+    """A row of the state times one of the coefficients, both moved by numbers of entries; or without a coefficient."""
+
+    coefficient: int | None
+    row: int
+    shift: int = 0
+    coefficient_shift: int = 0
+
+
+class WeightedSum(NamedTuple):
+    """Inner entries of a row: ``scale * (base - diagonal * row + sum(terms))``, or minus that.
+
+    Parameters
+    ----------
+    out : int
+        The row of the state that it becomes.
+    terms : sequence of Term
+        None of them reads `out`.
+    base : int, optional
+        A row of the state, or of the right-hand side.
+    of_right : bool
+        Which of the two.
+    diagonal : Term, optional
+        What is subtracted.
+    scale : int, optional
+        A row of the coefficients.
+    negative : bool
+        Only of sums with a diagonal, and without base or scale.
+    """
+
+    out: int
+    terms: Sequence[Term] = ()
+    base: int | None = None
+    of_right: bool = True
+    diagonal: Term | None = None
+    scale: int | None = None
+    negative: bool = False
+
+
+class Sums:
+    """Computes sums, one operation after the other, where the coefficients live.
+
+    Parameters
+    ----------
+    layout : Layout
+    coefficients : array of shape (n, size)
+    rows : int
+        Of the state.
+
+    Attributes
+    ----------
+    state : array of shape (systems, rows, size)
+        Zeros at first, and kept from cycle to cycle: new memory costs more than the arithmetic.
+    """
+
+    def __init__(self, layout: Layout, coefficients: LocalArray, rows: int):
+        self._layout, self._coefficients, self._rows = layout, coefficients, rows
+        self._groups: list[Sequence[WeightedSum]] = []
+        self.allocate(1)
+
+    def step(self, sums: Sequence[WeightedSum]) -> Step:
+        """Return what computes sums, one after the other."""
+        number = len(self._groups)
+        self._groups.append(sums)
+        self._bound.append([self._bind(one) for one in sums])
+
+        def run(f: LocalArray) -> None:
+            for compute in self._bound[number]:
+                compute(f)
+
+        return run
+
+    def allocate(self, systems: int) -> None:
+        """Make room for the states of so many right-hand sides."""
+        self.state = zeros_beside(self._coefficients, (systems, self._rows, self._layout.size))
+        inner = self._layout.inner
+        self._part = empty_beside(self._coefficients, (systems, inner.stop - inner.start))
+        # Slices are found once: on small levels finding them takes longer than using them.
+        self._bound = [[self._bind(one) for one in sums] for sums in self._groups]
+
+    def _at(self, shift: int) -> slice:
+        inner = self._layout.inner
+        return slice(inner.start + shift, inner.stop + shift)
+
+    def _factors(self, term: Term) -> tuple[Any, LocalArray]:
+        weights = (
+            None if term.coefficient is None else self._coefficients[term.coefficient, self._at(term.coefficient_shift)]
+        )
+        return weights, self.state[:, term.row, self._at(term.shift)]
+
+    def _bind(self, one: WeightedSum) -> Step:
+        state, inner, part = self.state, self._layout.inner, self._part
+        out, terms = state[:, one.out, inner], [self._factors(term) for term in one.terms]
+        diagonal = None if one.diagonal is None else self._factors(one.diagonal)
+        scale = None if one.scale is None else self._coefficients[one.scale, inner]
+        gather = np.subtract if one.negative else np.add
+
+        def compute(f: LocalArray) -> None:
+            base = None if one.base is None else (f if one.of_right else state)[:, one.base, inner]
+            if base is not None and scale is not None and not terms:
+                np.multiply(base, scale, out=out)
+                return
+            if diagonal is not None:
+                np.multiply(*diagonal, out=out)
+                if base is not None:
+                    np.subtract(base, out, out=out)
+            elif one.of_right or one.base != one.out:
+                out[...] = 0 if base is None else base
+            for weights, values in terms:
+                if weights is not None:
+                    values = np.multiply(weights, values, out=part)
+                gather(out, values, out=out)
+            if scale is not None:
+                np.multiply(out, scale, out=out)
+
+        return compute
