@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 from launch import OF_THE_LAUNCHER
+from machine_load import slowdown
 from mpi4py import MPI
 
 OTHER = "openmpi" if MPI.get_vendor()[0] == "MPICH" else "mpich"
@@ -21,4 +22,6 @@ def run_under(family: str, rank: int, program: str) -> subprocess.CompletedProce
     """Run the text of a program as one process of three that a launcher of that family started."""
     bare = {name: value for name, value in os.environ.items() if not name.startswith(OF_THE_LAUNCHER)}
     left = {name: value.format(rank) for name, value in LEFT[family].items()}
-    return subprocess.run([sys.executable, "-c", program], env=bare | left, capture_output=True, text=True, timeout=50)
+    return subprocess.run(
+        [sys.executable, "-c", program], env=bare | left, capture_output=True, text=True, timeout=50 * slowdown()
+    )

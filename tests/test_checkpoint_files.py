@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from machine_load import slowdown
 
 from mpiad import checkpoint_files
 from mpiad.checkpoint_files import differences, read, read_description, write
@@ -85,7 +86,7 @@ runpy.run_path(sys.argv[1])["write"](Path(sys.argv[2]), {}, arrays())
 
 def test_what_a_killed_writer_has_left_is_removed(tmp_path: Path) -> None:
     file = tmp_path / "state[1].npz"
-    ended = subprocess.run([sys.executable, "-c", KILLED, checkpoint_files.__file__, file], timeout=60)
+    ended = subprocess.run([sys.executable, "-c", KILLED, checkpoint_files.__file__, file], timeout=60 * slowdown())
     assert ended.returncode == -signal.SIGKILL
     (left,) = tmp_path.iterdir()
     assert re.fullmatch(r"state\[1\]\.npz\.\w+\.part", left.name)

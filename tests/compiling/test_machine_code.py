@@ -13,6 +13,7 @@ import launch
 import numpy as np
 import pytest
 from autograd import grad
+from machine_load import slowdown
 
 from mpiad.compiling import cache
 from mpiad.compiling.arguments import Argument, arguments_of
@@ -84,7 +85,7 @@ def test_the_next_process_compiles_nothing(folder):
     made()
     process = subprocess.run(
         [sys.executable, "-c", PROGRAM], input=json.dumps([TEXT.format(more=""), SIGNATURE]), capture_output=True,
-        text=True, timeout=50, env=launch.launch_environment(1, folder.parent, {}),
+        text=True, timeout=50 * slowdown(), env=launch.launch_environment(1, folder.parent, {}),
     )  # fmt: skip
     origin, out, codes, compiler = json.loads(process.stdout)
     assert (origin, codes, compiler, process.stderr) == ("disk", [7], False, "")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from machine_load import slowdown
 from mpi4py import MPI
 
 import mpiad
@@ -98,7 +99,7 @@ def test_a_killed_job_leaves_the_old_file(tmp_path: Path) -> None:
     path, program = tmp_path / "u.npy", tmp_path / "killed.py"
     np.save(path, np.ones((64, 64)))
     program.write_text(KILLED.format(signal=int(signal.SIGKILL)))
-    done = subprocess.run([sys.executable, str(program), str(path)], env=os.environ, timeout=60, check=False)
+    done = subprocess.run([sys.executable, str(program), str(path)], env=os.environ, timeout=60 * slowdown(), check=False)
     assert done.returncode != 0
     assert np.array_equal(np.load(path), np.ones((64, 64)))
     domain = mpiad.Domain((64, 64), comm=MPI.COMM_SELF)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from machine_load import slowdown
 
 from mpiad.transport.exit_codes import exit_code
 
@@ -64,7 +65,9 @@ for end in ENDS:
 @pytest.mark.serial
 def test_every_end_by_an_exit_is_noted_with_its_code_and_its_line():
     program = PROGRAM.replace("ENDS", repr([end for end, *_ in ENDS]))
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=50 * slowdown(), check=True
+    )
     noted = done.stdout.splitlines()
     assert len(noted) == len(ENDS)
     for (end, line, expected), told in zip(ENDS, noted):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import launch
 import pytest
+from machine_load import slowdown
 
 SWITCH = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
@@ -42,7 +43,9 @@ print(json.dumps([sum(last - first for first, last, marked in heaps if marked), 
 def found(tmp_path, **variables):
     clean = dict.fromkeys(("GLIBC_TUNABLES", "MPIAD_MALLOPT", "MPIAD_HUGE_PAGES", "MALLOC_TRIM_THRESHOLD_"))
     environment = launch.launch_environment(1, tmp_path, {**clean, **variables})
-    process = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=100)
+    process = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=100 * slowdown()
+    )
     assert process.returncode == 0, process.stderr
     return json.loads(process.stdout)
 
