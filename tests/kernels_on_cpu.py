@@ -15,7 +15,7 @@ from mpiad.differentiation.trees import flatten
 from mpiad.ensemble.batch import Parameters
 from mpiad.ensemble.compiled.kernel_form import Form
 from mpiad.ensemble.compiled.kernel_texts import cuda_text, parameter_names
-from mpiad.ensemble.compiled.parameter_layout import layout_of
+from mpiad.ensemble.compiled.parameter_packing import packing_of
 from mpiad.ensemble.compiled.trace import trace
 from mpiad.ensemble.problem import ODEProblem
 
@@ -45,10 +45,10 @@ class Plan(NamedTuple):
 
 def plan_of(f, p, u0, alg, events=(), **options):
     """Return the plan of an f; u0 has shape (d, n), and events are triples of condition, terminal and direction."""
-    program, layout = trace(f, (len(u0),), p, u0.dtype), layout_of(p)
-    names = parameter_names(layout.varying, layout.shared)
+    program, packing = trace(f, (len(u0),), p, u0.dtype), packing_of(p)
+    names = parameter_names(packing.varying, packing.shared)
     form = Form(
-        len(u0), len(layout.varying), len(layout.shared), alg.tableau, alg.controller, single=u0.dtype == np.float32,
+        len(u0), len(packing.varying), len(packing.shared), alg.tableau, alg.controller, single=u0.dtype == np.float32,
         inside=True, record=True, tolerances=True, events=tuple(event[1:] for event in events), **options,
     )  # fmt: skip
     return Plan(program, form, names, tuple(event[0] for event in events))
@@ -80,7 +80,7 @@ class Kernels:
     ):
         """Solve, and return all that the kernel writes, each array with the trajectories along its last axis."""
         plan, (d, n), real = self.plan, u0.shape, u0.dtype
-        own, common = layout_of(p).split(p.leaves, n, real)
+        own, common = packing_of(p).split(p.leaves, n, real)
         start, stop = (np.broadcast_to(np.asarray(x, float), n).copy() for x in (start, stop))
         times = np.asarray(times, float)
         m, n_saved = len(plan.form.directions), times.shape[-1]

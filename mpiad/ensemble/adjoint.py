@@ -17,7 +17,7 @@ from mpiad.ensemble.event_adjoint import pull_event
 from mpiad.ensemble.linearization import Tracing
 from mpiad.ensemble.run import Run
 from mpiad.ensemble.seeds import Seeds
-from mpiad.ensemble.step_sweep import Met, StepSweep, Visit
+from mpiad.ensemble.step_sweep import LocatedEvent, StepSweep, Visit
 from mpiad.ensemble.transposed_rosenbrock import transposed_steps
 from mpiad.ensemble.transposed_step import Arrival, Inside, StepCotangents, TransposedStep, over_slots
 
@@ -110,11 +110,11 @@ class _Block:
         cotangent[:, :width] = self._cotangent[:, :width]
         totals = StepCotangents(step, self._parts, self._run.batch.p.varies, width, self._timed)
         inside, arrivals = self._saved(visit, step, cotangent)
-        met = self._sweep.met(visit)
-        inside += [self._event(one, step, totals, leaves) for one in met if self._has_time(one)]
+        located = self._sweep.located(visit)
+        inside += [self._event(one, step, totals, leaves) for one in located if self._has_time(one)]
         if self._timed:
             totals.note_saved(inside)
-        inside += [self._event(one, step, totals, leaves, cotangent) for one in met if one.terminal]
+        inside += [self._event(one, step, totals, leaves, cotangent) for one in located if one.terminal]
         if self._timed:
             totals.note_new(cotangent)
         arrivals += [part.arrival(step) for part in inside]
@@ -146,21 +146,22 @@ class _Block:
             inside.append(Inside(part.columns, part.seeds(saved), part.x, part.weights, part.whole))
         return inside, arrivals
 
-    def _has_time(self, met: Met) -> bool:
+    def _has_time(self, located: LocatedEvent) -> bool:
         """Tell whether an event on the way has cotangents of its times."""
         crossed = self._seeds.crossed
-        if met.terminal or crossed is None:
+        if located.terminal or crossed is None:
             return False
-        return type(crossed) is not np.ndarray or bool(crossed[met.row].any())  # on a device, to look would be to wait
+        return type(crossed) is not np.ndarray or bool(crossed[located.row].any())  # on a device, to look would be to wait
 
     def _event(
-        self, met: Met, step: TransposedStep, totals: StepCotangents, leaves: list[Any], cotangent: Array | None = None
-    ) -> Inside:
+        self, located: LocatedEvent, step: TransposedStep, totals: StepCotangents, leaves: list[Any],
+        cotangent: Array | None = None,
+    ) -> Inside:  # fmt: skip
         """Hand the cotangents of an event's times, and of states where it ended trajectories, to the step."""
         step.add_last_stage()
         end, time, places = None, self._seeds.crossed, tuple(self._parts)
         if cotangent is not None:
-            end, time = cotangent[:, met.columns], self._seeds.reached
-            cotangent[:, met.columns] = 0
-        row = 0.0 if time is None else time[met.row]
-        return pull_event(self._run, met, step, totals, leaves, places, end, row, self._timed)
+            end, time = cotangent[:, located.columns], self._seeds.reached
+            cotangent[:, located.columns] = 0
+        row = 0.0 if time is None else time[located.row]
+        return pull_event(self._run, located, step, totals, leaves, places, end, row, self._timed)

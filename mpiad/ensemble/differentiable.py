@@ -30,7 +30,7 @@ from mpiad.ensemble.seeds import Seeds
 from mpiad.ensemble.settings import GradientOptions
 from mpiad.ensemble.solution import EnsembleSolution, at_ends
 from mpiad.ensemble.solve_operator import END, LEAVES, START, U0, solve_operator
-from mpiad.ensemble.tangents import Directions, Kept, push_run
+from mpiad.ensemble.tangents import Directions, SavedTangents, push_run
 from mpiad.primitives.cotangents import spec_like
 from mpiad.transport.device_arrays import is_device_array
 
@@ -170,7 +170,7 @@ class _SolvedRun:
             return self.push_traced(tuple(along), args, list(along.values()))
         u0 = along.pop(U0) if U0 in along else np.zeros_like(args[U0])
         directions = Directions(u0[None], {k - LEAVES: [g] for k, g in along.items()})
-        kept = Kept(run, directions) if run.n_saved else None
+        kept = SavedTangents(run, directions) if run.n_saved else None
         end = push_run(run, directions, kept)
         saved = self.layout.specs[0].zeros() if kept is None else kept.saved[0, :, : run.n_saved]
         return self.layout.vector([saved, np.swapaxes(end[0], 0, 1)])

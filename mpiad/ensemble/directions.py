@@ -15,7 +15,7 @@ from mpiad._typing import Array
 from mpiad.ensemble.run import Run
 from mpiad.ensemble.seeds import Seeds
 from mpiad.ensemble.step_sweep import Saved
-from mpiad.ensemble.tangents import Directions, Kept, push_run
+from mpiad.ensemble.tangents import Directions, SavedTangents, push_run
 from mpiad.transport.device_arrays import arrays_of, is_device_array
 
 __all__ = ["Number", "contracted", "in_common", "numbers", "numbers_of", "pushed"]
@@ -95,7 +95,7 @@ def pushed(run: Run, seeds: Seeds, by_u0: bool, places: Sequence[int]) -> Iterat
         group = found[first : first + _AT_ONCE]
         directions = _directions(run, group, places)
         if seeds.saved is None or run.keeps_tangents:
-            kept = None if seeds.saved is None else Kept(run, directions)
+            kept = None if seeds.saved is None else SavedTangents(run, directions)
             end = push_run(run, directions, kept)
             parts = [in_common(seeds, end[j], None if kept is None else kept.saved[j]) for j in range(len(group))]
         else:

@@ -9,7 +9,7 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.ensemble.tableaus import Algorithm
 
-__all__ = ["Factored", "evaluations"]
+__all__ = ["FactorizationCounts", "evaluations"]
 
 
 def evaluations(naccept: Array, nreject: Array, alg: Algorithm, dt: float | None) -> Array:
@@ -19,7 +19,7 @@ def evaluations(naccept: Array, nreject: Array, alg: Algorithm, dt: float | None
     return np.where(tries > 0, at_start + alg.tableau.calls * tries, 0)
 
 
-class Factored:
+class FactorizationCounts:
     """A solution, of one trajectory or of many, that knows how many matrices its steps took."""
 
     naccept: Any

@@ -17,7 +17,7 @@ from mpiad.differentiation.backward import run_backward
 from mpiad.differentiation.trace import Variables, trace_backwards
 from mpiad.ensemble.coefficients import interpolate, stage_rates
 from mpiad.ensemble.run import Run
-from mpiad.ensemble.step_sweep import Met
+from mpiad.ensemble.step_sweep import LocatedEvent
 from mpiad.ensemble.transposed_step import Inside, StepCotangents, TransposedStep
 from mpiad.primitives.cotangents import conform, spec_like
 
@@ -25,8 +25,8 @@ __all__ = ["pull_event"]
 
 
 def pull_event(
-    run: Run, met: Met, step: TransposedStep, totals: StepCotangents, leaves: Sequence[Any], places: tuple[int, ...],
-    end: Array | None, time: Array | float, timed: bool,
+    run: Run, located: LocatedEvent, step: TransposedStep, totals: StepCotangents, leaves: Sequence[Any],
+    places: tuple[int, ...], end: Array | None, time: Array | float, timed: bool,
 ) -> Inside:  # fmt: skip
     """Return the cotangent of the states at an event: of a terminal one at its part of the step, else at a fixed time.
 
@@ -45,14 +45,14 @@ def pull_event(
     time : array, shape (m,)
         Cotangents of the event's times.
     """
-    columns, x, h = met.columns, met.x, step.h[met.columns]
+    columns, x, h = located.columns, located.x, step.h[located.columns]
     stages = [k[:, columns] for k in step.k]
     rate = h * sum(r * k for r, k in zip(stage_rates(run.tableau, x), stages))
     moving = time * h  # what the results gain with x: by the event's time, and by the state
     if end is not None:
         moving = (end * rate).real.sum(axis=0) + moving
     states = interpolate(run.coefficients, step.y[0][:, columns], h, stages, x)
-    condition = _Condition(run, met, places, leaves, states)
+    condition = _Condition(run, located, places, leaves, states)
     g_u, *_, g_t = condition.pull(np.ones_like(x))
     slope = (g_u * rate).real.sum(axis=0) + g_t * h
     value, *parts, t_bar = condition.pull(-moving / slope)
@@ -68,11 +68,11 @@ def pull_event(
 class _Condition:
     """An event's condition where it vanished, traced by states, parameters and times."""
 
-    def __init__(self, run: Run, met: Met, places: tuple[int, ...], leaves: Sequence[Any], states: Array):
-        self._count = len(met.x)
+    def __init__(self, run: Run, located: LocatedEvent, places: tuple[int, ...], leaves: Sequence[Any], states: Array):
+        self._count = len(located.x)
         twice = run.doubled(self._count)  # two columns at least, wherever it is called
-        event, build = run.settings.events[met.event], run.batch.p.build
-        own = run.columns(leaves, met.columns[twice])
+        event, build = run.settings.events[located.event], run.batch.p.build
+        own = run.columns(leaves, located.columns[twice])
 
         def called(variables: list[Any]) -> Any:
             filled = list(own)
@@ -80,7 +80,7 @@ class _Condition:
                 filled[place] = variable
             return event.condition(variables[0], build(filled), variables[-1])
 
-        self._given = [states[:, twice], *[own[place] for place in places], met.time[twice]]
+        self._given = [states[:, twice], *[own[place] for place in places], located.time[twice]]
         self._traced = trace_backwards(called, Variables(self._given, list(range(len(self._given))), list))
 
     def pull(self, g: Array) -> list[Any]:

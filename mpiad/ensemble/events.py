@@ -11,7 +11,7 @@ from mpiad._typing import Array, Tree
 from mpiad.ensemble.coefficients import Coefficients, polynomials, states_at
 from mpiad.ensemble.event import Event
 from mpiad.ensemble.record import Step
-from mpiad.ensemble.step_sweep import Met
+from mpiad.ensemble.step_sweep import LocatedEvent
 
 __all__ = [
     "EVALUATIONS", "RESOLUTION", "TRUNCATION", "EventWatch", "StepEvents", "by_trajectory", "events_of", "in_order",
@@ -37,7 +37,7 @@ class StepEvents(NamedTuple):
         There, and after the step elsewhere.
     """
 
-    met: list[Met]
+    located: list[LocatedEvent]
     ended: Array | None
     part: Array
     states: Array
@@ -95,8 +95,8 @@ class EventWatch:
                 last[columns] = np.where(earlier, x, last[columns])
                 ender[columns] = np.where(earlier, np.full_like(columns, e), ender[columns])
                 states[:, columns] = np.where(earlier, at, states[:, columns])
-        met = [self._met(step, e, columns, x, last, ender, len(found) > 1) for e, columns, x in found]
-        return StepEvents([one for one in met if one], None if states is step.new else last < np.inf, last, states)
+        located = [self._entered(step, e, columns, x, last, ender, len(found) > 1) for e, columns, x in found]
+        return StepEvents([one for one in located if one], None if states is step.new else last < np.inf, last, states)
 
     def _located(self, event: Event, step: Step, before: Array, after: Array) -> tuple[Array, Array]:
         """Return at which parts of the step a condition vanishes, down to time's resolution, and the states there.
@@ -129,7 +129,9 @@ class EventWatch:
                 before, after = np.where(rise, value, before), np.where(fall, value, after)
         return high[:count], states_at(terms, high.astype(real, copy=False))[:, :count]
 
-    def _met(self, step: Step, e: int, columns: Array, x: Array, last: Array, ender: Array, several: bool) -> Met | None:
+    def _entered(
+        self, step: Step, e: int, columns: Array, x: Array, last: Array, ender: Array, several: bool
+    ) -> LocatedEvent | None:
         """Write an event into the table, and return it without the columns that had ended before."""
         time = step.t[columns] + x * step.h[columns]
         time = time if step.sign is None else time * step.sign[columns]
@@ -142,7 +144,7 @@ class EventWatch:
         if several:
             kept = np.flatnonzero((ender[columns] == e) if terminal else known)
             columns, x, time, row = columns[kept], x[kept], time[kept], row[kept]
-        return Met(e, terminal, columns, x, time, row) if len(columns) else None
+        return LocatedEvent(e, terminal, columns, x, time, row) if len(columns) else None
 
     def rows(self) -> Array | None:
         """Return the table, shape (5, m); None where nothing happened."""

@@ -19,7 +19,7 @@ from mpiad.differentiation.shortcuts import shortened
 from mpiad.differentiation.trees import flatten
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.compiled.jacobian_programs import JacobianProgram, jacobian_program
-from mpiad.ensemble.compiled.parameter_layout import Layout, layout_of
+from mpiad.ensemble.compiled.parameter_packing import ParameterPacking, packing_of
 from mpiad.ensemble.compiled.trace import trace, verify
 from mpiad.ensemble.compiled.traced_problem import remembered
 from mpiad.ensemble.derivative import Columns
@@ -58,7 +58,7 @@ def jacobian_of(batch: Batch) -> Jacobian:
     """
     found = derived(jacobian_program, batch)
     if isinstance(found, JacobianProgram):
-        return _ProgramJacobian(found, layout_of(batch.p))
+        return _ProgramJacobian(found, packing_of(batch.p))
     jacobian = _TangentJacobian(Field(batch), len(batch.u0))
     if batch.size:
         _try(jacobian, batch, str(found))
@@ -97,9 +97,9 @@ def _try(jacobian: Jacobian, batch: Batch, untraced: str) -> None:
 class _ProgramJacobian:
     """By a program, evaluated one operation after the other for all columns."""
 
-    def __init__(self, found: JacobianProgram, layout: Layout):
+    def __init__(self, found: JacobianProgram, packing: ParameterPacking):
         self._program, self._places, self._slopes = found
-        self._layout, self._p, self._rows = layout, None, {}
+        self._layout, self._p, self._rows = packing, None, {}
 
     def write(self, out: Array, u: Array, p: Tree, t: Array) -> Array | None:
         """Write ∂f/∂u, and return ∂f/∂t."""

@@ -11,10 +11,10 @@ from autograd.tracer import isbox
 
 from mpiad._typing import Array
 from mpiad.differentiation.trees import flatten
-from mpiad.ensemble.facts import fingerprint
 from mpiad.ensemble.gpu import EnsembleGPU
 from mpiad.ensemble.levenberg_marquardt import Stopping
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
+from mpiad.ensemble.rank_outcomes import fingerprint
 from mpiad.ensemble.solve_options import SolveOptions, checked_options
 from mpiad.transport import Channel
 from mpiad.transport.agreement import alike_on_all

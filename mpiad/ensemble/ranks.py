@@ -1,7 +1,7 @@
 """An ensemble divided among the ranks: each solves a contiguous share, and what is asked for is gathered.
 
 While the trajectories advance, nothing is communicated. Before, the ranks compare their arguments in one message; after,
-they exchange how each trajectory went (`facts`: two messages, through which no derivative flows), and gather states by
+they exchange how each trajectory went (`outcomes`: two messages, through which no derivative flows), and gather states by
 `mpi_allgather`, whose adjoint returns each rank the cotangents of its own share. A mistake on one rank is raised on all.
 """
 
@@ -16,11 +16,11 @@ from autograd.tracer import isbox
 from mpiad._typing import Array, Comm
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleVectorized
 from mpiad.ensemble.batch import Batch
-from mpiad.ensemble.facts import facts_of_all
 from mpiad.ensemble.job_progress import JobProgress
 from mpiad.ensemble.load_balance import LoadBalance
 from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.outputs import trees_of_all
+from mpiad.ensemble.rank_outcomes import outcomes_of_all
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.sharded import gathered, sharded
 from mpiad.ensemble.solution import EnsembleSolution
@@ -180,18 +180,18 @@ def over_ranks(mpi: EnsembleMPI, used: Channel, asked: Sharing) -> EnsembleSolut
     first, last = int(bounds[used.rank]), int(bounds[used.rank + 1])
     share = _share(used, asked, range(first + 1, last + 1))
     traced = not isinstance(share, Exception) and isbox(share.u_end)
-    share, facts = facts_of_all(used, share, asked.compiled(), traced, asked.evaluated, asked.said())
-    asked.say(facts.said.index(facts.said[used.rank]) == used.rank)
+    share, outcomes = outcomes_of_all(used, share, asked.compiled(), traced, asked.evaluated, asked.said())
+    asked.say(outcomes.said.index(outcomes.said[used.rank]) == used.rank)
     # Of all trajectories, the same on all ranks: they divide by it the next time, without a message.
-    mpi.remember(facts.tries, int(np.prod(share.u_end.shape[1:])), facts.compiled, facts.traced)
+    mpi.remember(outcomes.tries, int(np.prod(share.u_end.shape[1:])), outcomes.compiled, outcomes.traced)
     if not mpi.gather:
-        return sharded(share, facts, mpi.comm, np.arange(first, last), asked.combine is not None)
+        return sharded(share, outcomes, mpi.comm, np.arange(first, last), asked.combine is not None)
     if asked.combine is None:
-        return gathered(used, share, facts, asked.start, asked.timed)
+        return gathered(used, share, outcomes, asked.start, asked.timed)
     trees = trees_of_all(used, mpi.comm, share.u)
     with raising_together(used, Exception):
         made = asked.combine([tree for tree, a, b in zip(trees, bounds, bounds[1:]) if a < b or asked.count == 0])
-    return gathered(used, share, facts, asked.start, asked.timed, made)
+    return gathered(used, share, outcomes, asked.start, asked.timed, made)
 
 
 def _share(used: Channel, asked: Sharing, numbers: range) -> EnsembleSolution | Exception:

@@ -19,7 +19,7 @@ from mpiad.differentiation.gradient import cotangents_of_variables
 from mpiad.differentiation.products import jvp
 from mpiad.differentiation.trace import Variables, trace_backwards, trace_forwards
 from mpiad.ensemble.run import Run
-from mpiad.ensemble.step_sweep import Columns, Met, Saved, StepSweep, Visit
+from mpiad.ensemble.step_sweep import Columns, LocatedEvent, Saved, StepSweep, Visit
 from mpiad.primitives.cotangents import conform, spec_like
 
 __all__ = ["replayed", "replayed_jvp", "replayed_vjp"]
@@ -70,7 +70,7 @@ class _Replay:
         # Saved values as rows, and which row each is; the first is for what wasn't reached.
         self._rows, self._count = [np.zeros_like(run.batch.u0, shape=(1, d))], 1
         self._index = np.zeros_like(run.batch.u0, shape=(run.batch.size, run.slots), dtype=np.int64)
-        self._crossings: list[tuple[Met, Array, Array]] = []
+        self._crossings: list[tuple[LocatedEvent, Array, Array]] = []
 
     def through(self, sweep: StepSweep, states: Array) -> Array:
         """Return the states of all trajectories, shape (d, N), after the steps of a sweep."""
@@ -93,11 +93,12 @@ class _Replay:
         kind = _RosenbrockStep if run.tableau.implicit else _Step
         step = kind(run, run.columns(leaves, columns), u[:, columns], t, h)
         new = step.argument(run.tableau.stages - 1)[:, :width]
-        for met in sweep.met(visit):
-            x = step.root(run.settings.events[met.event].condition, met.x, met.columns)
-            self._crossings.append((met, sweep.ids[met.columns], step.t[met.columns] + x * step.h[met.columns]))
-            if met.terminal:
-                new = self._put(new, met.columns, step.inside(x, met.columns))
+        for located in sweep.located(visit):
+            c = located.columns
+            x = step.root(run.settings.events[located.event].condition, located.x, c)
+            self._crossings.append((located, sweep.ids[c], step.t[c] + x * step.h[c]))
+            if located.terminal:
+                new = self._put(new, c, step.inside(x, c))
         for part in sweep.at_end(visit):
             self._save(part, part.of(new))
         for part in sweep.inside(visit):
@@ -162,7 +163,7 @@ class _Replay:
         ended, passed = ([one for one in self._crossings if one[0].terminal is way] for way in (True, False))
         return (
             self._replaced(reached, [ids for _, ids, _ in ended], [time for *_, time in ended]),
-            self._replaced(run.crossed, [met.row for met, *_ in passed], [time for *_, time in passed]),
+            self._replaced(run.crossed, [located.row for located, *_ in passed], [time for *_, time in passed]),
         )
 
     def _replaced(self, times: Array, places: list[Array], values: list[Array]) -> Array:

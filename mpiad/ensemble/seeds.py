@@ -97,15 +97,15 @@ class Schedule:
 
     def at_end(self, visit: int) -> list[Saved]:
         """Return what is saved at the end of the step."""
-        return self._at_end.met(visit)
+        return self._at_end.at_visit(visit)
 
     def inside(self, visit: int) -> list[Saved]:
         """Return what is saved inside the step."""
-        return self._inside.met(visit)
+        return self._inside.at_visit(visit)
 
     def handed_on(self, visit: int) -> list[Saved]:
         """Return what is saved inside the step before, with the weight of its last stage."""
-        return self._handed_on.met(visit)
+        return self._handed_on.at_visit(visit)
 
 
 class _Grouped:
@@ -137,7 +137,7 @@ class _Grouped:
             if start < stop:
                 self._groups.setdefault(int(v[start]), []).append(slice(start, stop))
 
-    def met(self, visit: int) -> list[Saved]:
+    def at_visit(self, visit: int) -> list[Saved]:
         """Return the groups of a visit."""
         return [self._saved(own) for own in self._groups.get(visit, ())]
 

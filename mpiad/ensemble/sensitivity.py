@@ -26,7 +26,7 @@ from mpiad.ensemble.replay import replayed
 from mpiad.ensemble.run import Run
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.solution import solution_of
-from mpiad.ensemble.tangents import Directions, Kept, push_run
+from mpiad.ensemble.tangents import Directions, SavedTangents, push_run
 
 __all__ = ["Generator", "SensitivitySolve", "States", "unit_tangents"]
 
@@ -120,7 +120,7 @@ class SensitivitySolve:
             nothing = np.zeros_like(run.batch.u0)
             u0 = np.stack([nothing if g is None else g for g in along.u0 or [None] * m])
             directions = Directions(u0, along.leaves)
-            kept = Kept(run, directions)
+            kept = SavedTangents(run, directions)
             push_run(run, directions, kept)
             return kept.saved[:, :, : run.n_saved]
         saved: Array = carried[1]

@@ -14,9 +14,9 @@ from autograd.tracer import getval, isbox
 
 from mpiad._typing import Array, Comm
 from mpiad.ensemble.dense_output import GatheredOutput
-from mpiad.ensemble.facts import Facts
 from mpiad.ensemble.outcome import names_of
 from mpiad.ensemble.pickled_communicator import PickledCommunicator, present
+from mpiad.ensemble.rank_outcomes import RankOutcomes
 from mpiad.ensemble.reduction import widened
 from mpiad.ensemble.solution import EnsembleSolution, at_ends
 from mpiad.ensemble.statistics import quantile, root, squared_distance, summary
@@ -29,7 +29,7 @@ __all__ = ["ShardedSolution", "gathered", "sharded"]
 
 
 def gathered(
-    used: Channel, share: EnsembleSolution, facts: Facts, start: Callable[[], Array] | None, timed: bool,
+    used: Channel, share: EnsembleSolution, outcomes: RankOutcomes, start: Callable[[], Array] | None, timed: bool,
     made: object = None,
 ) -> EnsembleSolution:  # fmt: skip
     """Return the solution of all trajectories on every rank.
@@ -47,39 +47,39 @@ def gathered(
     -----
     All ranks call it.
     """
-    later = {name: partial(getattr, facts, name) for name in ("nf", "naccept", "nreject", "t_reached")}
+    later = {name: partial(getattr, outcomes, name) for name in ("nf", "naccept", "nreject", "t_reached")}
     sol = EnsembleSolution.lazy(
-        {"retcode": lambda: names_of(facts.codes), **later}, t=facts.t, u_end=_collected(used, share.u_end, facts),
-        events=_gathered_events(share, facts, used.user), converged=facts.converged, _codes=facts.codes,
+        {"retcode": lambda: names_of(outcomes.codes), **later}, t=outcomes.t, u_end=_collected(used, share.u_end, outcomes),
+        events=_gathered_events(share, outcomes, used.user), converged=outcomes.converged, _codes=outcomes.codes,
         dense=share.dense and GatheredOutput(share.dense, len(share), used.user),
     )  # fmt: skip
     if timed:
-        sol.t_reached = _collected(used, share.t_reached, facts)
+        sol.t_reached = _collected(used, share.t_reached, outcomes)
     if made is not None:
         sol.u = made
         return sol
-    if not facts.ends or share._start is None:
-        sol.u = _collected(used, widened(share.u, facts.width), facts)
+    if not outcomes.ends or share._start is None:
+        sol.u = _collected(used, widened(share.u, outcomes.width), outcomes)
         return sol
     # Now, as the problem's arrays may change before they are read.
-    u0 = _collected(used, share._start(), facts, axis=1) if start is None else start()
+    u0 = _collected(used, share._start(), outcomes, axis=1) if start is None else start()
     return at_ends(sol, lambda: u0, sol.u_end)
 
 
-def _collected(used: Channel, x: Array, facts: Facts, axis: int = 0) -> Array:
+def _collected(used: Channel, x: Array, outcomes: RankOutcomes, axis: int = 0) -> Array:
     if is_device_array(getval(x)):
         return mpi_allgather(x, axis=axis, comm=used.user)
-    return gather_pieces(x, axis, facts.counts, used)
+    return gather_pieces(x, axis, outcomes.counts, used)
 
 
-def _gathered_events(share: EnsembleSolution, facts: Facts, comm: Comm) -> dict[int, list[tuple[int, Any]]]:
+def _gathered_events(share: EnsembleSolution, outcomes: RankOutcomes, comm: Comm) -> dict[int, list[tuple[int, Any]]]:
     """Return the events of all trajectories, with times through which derivatives flow."""
-    if not facts.events:
+    if not outcomes.events:
         return {}
     mine = [time for i in sorted(share.events) for _, time in share.events[i]]
     everything = mpi_allgather(anp.array(mine) if mine else np.empty(0), axis=0, comm=comm)
     times = iter(everything if isbox(everything) else everything.tolist())
-    return {i: [(event, next(times)) for event, _ in facts.events[i]] for i in sorted(facts.events)}
+    return {i: [(event, next(times)) for event, _ in outcomes.events[i]] for i in sorted(outcomes.events)}
 
 
 @dataclass
@@ -90,7 +90,7 @@ class ShardedSolution(EnsembleSolution):
     ----------
     indices : array of int
         Which of the N trajectories these are, from 0.
-    facts : Facts
+    outcomes : RankOutcomes
         How all N went.
     comm : mpi4py intracommunicator or None
         One of the user's own isn't pickled with the solution: it is set anew after reading, before statistics are taken.
@@ -101,7 +101,7 @@ class ShardedSolution(EnsembleSolution):
     """
 
     indices: Array = dataclasses.field(default_factory=lambda: np.empty(0, int))
-    facts: Any = None
+    outcomes: Any = None
     comm: Comm = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -137,18 +137,20 @@ class ShardedSolution(EnsembleSolution):
     def summary(self) -> str:
         """Return a text about all ranks' trajectories; see `EnsembleSolution.summary`."""
         ends = mpi_allgather(self.u_end, axis=0, comm=self._over)
-        f = self.facts
+        f = self.outcomes
         return summary(EnsembleSolution(ends, f.t, ends, f.retcode, f.nf, f.naccept, f.nreject, f.nf))
 
 
-def sharded(share: EnsembleSolution, facts: Facts, comm: Comm, indices: Array, made: bool = False) -> ShardedSolution:
+def sharded(
+    share: EnsembleSolution, outcomes: RankOutcomes, comm: Comm, indices: Array, made: bool = False
+) -> ShardedSolution:
     """Return this rank's share; `made` says that its u was made by an `output_func` or a `reduction`."""
     sol = object.__new__(ShardedSolution)
     # As it is: what nobody has read yet isn't made.
-    sol.__dict__.update(share.__dict__, _later=dict(share._later), indices=indices, facts=facts, comm=comm)
+    sol.__dict__.update(share.__dict__, _later=dict(share._later), indices=indices, outcomes=outcomes, comm=comm)
     if not made:
         # Statistics over the ranks need one width, also of ranks without trajectories or with fewer steps.
-        if not facts.ends:
-            sol.u = widened(share.u, facts.width)
-        sol.t = facts.t if facts.t.ndim == 1 else facts.t[indices]
+        if not outcomes.ends:
+            sol.u = widened(share.u, outcomes.width)
+        sol.t = outcomes.t if outcomes.t.ndim == 1 else outcomes.t[indices]
     return sol

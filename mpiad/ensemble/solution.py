@@ -13,7 +13,7 @@ from autograd.tracer import getval, isbox
 
 from mpiad._typing import Array
 from mpiad.ensemble.batch import Batch
-from mpiad.ensemble.evaluations import Factored, evaluations
+from mpiad.ensemble.evaluations import FactorizationCounts, evaluations
 from mpiad.ensemble.events import by_trajectory
 from mpiad.ensemble.outcome import Outcome, came_through, codes_of, names_of
 from mpiad.ensemble.saving import times_of
@@ -25,7 +25,7 @@ __all__ = ["EnsembleSolution", "ODESolution", "unshared", "at_ends", "solution_o
 
 
 @dataclass
-class ODESolution(Factored):
+class ODESolution(FactorizationCounts):
     """The solution of one problem.
 
     Attributes
@@ -85,7 +85,7 @@ class ODESolution(Factored):
 
 
 @dataclass
-class EnsembleSolution(Factored):
+class EnsembleSolution(FactorizationCounts):
     """The solutions of an ensemble of N trajectories.
 
     Attributes

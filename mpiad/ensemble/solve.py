@@ -21,7 +21,6 @@ from mpiad.ensemble.device_solution import DeviceSolution
 from mpiad.ensemble.differentiable import differentiable
 from mpiad.ensemble.evaluations import evaluations
 from mpiad.ensemble.event import Event
-from mpiad.ensemble.facts import Facts, fingerprint
 from mpiad.ensemble.gpu import EnsembleGPU
 from mpiad.ensemble.hybrid_derivative import hybrid_solution
 from mpiad.ensemble.hybrid_solve import HybridSolve, acting
@@ -31,6 +30,7 @@ from mpiad.ensemble.methods.dormand_prince import RK45
 from mpiad.ensemble.on_device.device_run import run_of
 from mpiad.ensemble.outcome import ReturnCode
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
+from mpiad.ensemble.rank_outcomes import RankOutcomes, fingerprint
 from mpiad.ensemble.ranks import EnsembleMPI, Sharing, over_ranks
 from mpiad.ensemble.reduction import combined, joined, reduced
 from mpiad.ensemble.saving import save_times
@@ -185,7 +185,7 @@ def solve(
             lambda: compiler.warnings, compiler.log_warnings, bool(options.events), bool(progress),
         )  # fmt: skip
         sol = over_ranks(ensemblealg, used, asked)
-        _report(sol.facts if isinstance(sol, ShardedSolution) else sol, throw, used.rank == 0)
+        _report(sol.outcomes if isinstance(sol, ShardedSolution) else sol, throw, used.rank == 0)
     sol.problem, sol.alg = _solved_problem(problem, compiler), alg
     return unshared(sol)
 
@@ -322,7 +322,7 @@ def _check_shape(atol: Array | float, batch: Batch) -> None:
         )
 
 
-def _report(sol: EnsembleSolution | Facts, throw: bool, logs: bool = True) -> None:
+def _report(sol: EnsembleSolution | RankOutcomes, throw: bool, logs: bool = True) -> None:
     """Log how many trajectories failed, how, and which first; `logs` says whether this rank does.
 
     Raises

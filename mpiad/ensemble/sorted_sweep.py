@@ -16,7 +16,7 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.ensemble.record import Steps
 from mpiad.ensemble.seeds import Schedule
-from mpiad.ensemble.step_sweep import Met, Saved, StepSweep, Visit
+from mpiad.ensemble.step_sweep import LocatedEvent, Saved, StepSweep, Visit
 
 if TYPE_CHECKING:  # a run makes its sweeps, and so imports this file
     from mpiad.ensemble.run import Run
@@ -150,20 +150,20 @@ class SortedSweep(StepSweep):
     def _passings(self) -> dict[int, list[tuple[Array, Array]]]:
         return self._run.crossings.by_visits(self)
 
-    def met(self, visit: Visit) -> Sequence[Met]:
+    def located(self, visit: Visit) -> Sequence[LocatedEvent]:
         """Return the events in the step."""
         if self._terminated is None:
             return ()
         crossings, found = self._run.crossings, []
         for chosen, columns in self._passings.get(visit.number, ()):
             x, time = crossings.x[chosen], crossings.time[chosen]
-            found.append(Met(int(crossings.event[chosen[0]]), False, columns, x, time, chosen))
+            found.append(LocatedEvent(int(crossings.event[chosen[0]]), False, columns, x, time, chosen))
         columns = np.flatnonzero(self._terminated[visit.about]) + visit.about.start
         events = self._run.ending_events[self.ids[columns]]
         for event in np.unique(events).tolist():
             own = columns[events == event]
             ids, outcome = self.ids[own], self._run.outcome
-            found.append(Met(event, True, own, outcome.end_part[ids], outcome.t_reached[ids], ids))
+            found.append(LocatedEvent(event, True, own, outcome.end_part[ids], outcome.t_reached[ids], ids))
         return found
 
     def moves(self, visit: Visit) -> Array:

@@ -17,7 +17,7 @@ from mpiad._typing import Array
 from mpiad.compiling.program import Program, evaluated
 from mpiad.ensemble.column_lu import ColumnLU
 from mpiad.ensemble.compiled.jacobian_programs import bend_program, curvature_program
-from mpiad.ensemble.compiled.parameter_layout import layout_of
+from mpiad.ensemble.compiled.parameter_packing import packing_of
 from mpiad.ensemble.field_jacobian import derived, jacobian_of
 from mpiad.ensemble.mass import Mass
 from mpiad.ensemble.rosenbrock_tableaus import RosenbrockTableau
@@ -53,7 +53,7 @@ class StageSystems:
     """
 
     def __init__(self, run: Run, places: Sequence[int]):
-        self._batch, self._places, self._layout = run.batch, places, layout_of(run.batch.p)
+        self._batch, self._places, self._layout = run.batch, places, packing_of(run.batch.p)
         self.table: RosenbrockTableau = run.tableau  # type: ignore[assignment]
         self.mass = Mass(run.settings.mass, self.table.gamma)
         self._write = jacobian_of(run.batch).write

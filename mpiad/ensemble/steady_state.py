@@ -15,13 +15,13 @@ from mpiad.ensemble.backends import Compiler, EnsembleAlgorithm, EnsembleVectori
 from mpiad.ensemble.batch import Batch, is_on_device
 from mpiad.ensemble.convergence_codes import names_of, report
 from mpiad.ensemble.damped_newton import Equations, find_roots
-from mpiad.ensemble.facts import fingerprint
 from mpiad.ensemble.gpu import EnsembleGPU
 from mpiad.ensemble.linearization import Field, check_traceable
 from mpiad.ensemble.mass import mass_of
 from mpiad.ensemble.members import columns_of, master_seed, own_members
 from mpiad.ensemble.methods.dormand_prince import RK45
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
+from mpiad.ensemble.rank_outcomes import fingerprint
 from mpiad.ensemble.ranks import EnsembleMPI
 from mpiad.ensemble.reduction import check_alike
 from mpiad.ensemble.settings import Settings, by_component

@@ -25,7 +25,7 @@ import numpy as np
 
 from mpiad._typing import Array
 
-__all__ = ["Columns", "Met", "Saved", "Visit", "StepSweep"]
+__all__ = ["Columns", "LocatedEvent", "Saved", "Visit", "StepSweep"]
 
 # Numbers of columns, or a slice of them.
 Columns: TypeAlias = Array | slice
@@ -96,7 +96,7 @@ class Saved(NamedTuple):
         return np.swapaxes(saved[self.ids, self.place], -1, -2)
 
 
-class Met(NamedTuple):
+class LocatedEvent(NamedTuple):
     """One event in one step of several columns.
 
     Parameters
@@ -164,7 +164,7 @@ class StepSweep:
         return ()
 
     @abstractmethod
-    def met(self, visit: Visit) -> Sequence[Met]:
+    def located(self, visit: Visit) -> Sequence[LocatedEvent]:
         """Return the events in the step, those on the way before those that end it."""
 
     @abstractmethod

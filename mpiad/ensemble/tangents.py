@@ -20,7 +20,7 @@ from mpiad.ensemble.step_sweep import Saved, StepSweep, Visit
 from mpiad.ensemble.tangent_rosenbrock import TangentRosenbrockStep
 from mpiad.ensemble.tangent_step import TangentStep
 
-__all__ = ["Directions", "Kept", "Taker", "push_run"]
+__all__ = ["Directions", "SavedTangents", "TangentReceiver", "push_run"]
 
 
 class Directions(NamedTuple):
@@ -37,7 +37,7 @@ class Directions(NamedTuple):
     leaves: dict[int, list[Any]]
 
 
-class Taker(Protocol):
+class TangentReceiver(Protocol):
     """What the tangents of saved states are handed to, as they come."""
 
     def take(self, part: Saved, states: Array) -> None:
@@ -53,7 +53,7 @@ class Taker(Protocol):
         ...
 
 
-class Kept:
+class SavedTangents:
     """Keeps the tangents of all saved states.
 
     Attributes
@@ -79,7 +79,7 @@ class Kept:
         self._run.put_down(self.saved, end, at_start=False)
 
 
-def push_run(run: Run, directions: Directions, taker: Taker | None = None) -> Array:
+def push_run(run: Run, directions: Directions, taker: TangentReceiver | None = None) -> Array:
     """Return the tangents of the final states, shape (m, d, N), and hand those of saved ones to a taker, if any."""
     begin = run.masked(directions.u0)
     end = begin.copy()
@@ -95,7 +95,7 @@ def push_run(run: Run, directions: Directions, taker: Taker | None = None) -> Ar
 class _Block:
     """One block of columns on the way forwards."""
 
-    def __init__(self, run: Run, along: Callable, directions: Directions, sweep: StepSweep, taker: Taker | None):
+    def __init__(self, run: Run, along: Callable, directions: Directions, sweep: StepSweep, taker: TangentReceiver | None):
         self._run, self._f_along, self._sweep, self._taker = run, along, sweep, taker
         self._leaves, varies = sweep.leaves, run.batch.p.varies
         self._along = [
@@ -139,7 +139,7 @@ class _Block:
         made = self._run.coefficients, self._f_along(leaves, along), shape, tangents
         return TangentStep(*made) if self._systems is None else TangentRosenbrockStep(*made, self._systems, leaves, along)
 
-    def _save(self, taker: Taker, visit: Visit, step: TangentStep, new: Array) -> None:
+    def _save(self, taker: TangentReceiver, visit: Visit, step: TangentStep, new: Array) -> None:
         for part in self._sweep.at_end(visit):
             taker.take(part, part.of(new))
         last = step.last

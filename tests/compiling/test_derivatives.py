@@ -16,7 +16,7 @@ from mpiad.compiling.partials import PARTIALS
 from mpiad.compiling.program import evaluated
 from mpiad.differentiation.trees import flatten
 from mpiad.ensemble.batch import Parameters
-from mpiad.ensemble.compiled.parameter_layout import layout_of
+from mpiad.ensemble.compiled.parameter_packing import packing_of
 from mpiad.ensemble.compiled.trace import trace
 from mpiad.ensemble.problem import ODEProblem
 
@@ -31,19 +31,19 @@ def traced(system):
 
 def autograds_jacobian(system, p, u, t):
     """Return the derivatives of f by the state, the scalars of the parameters, and time."""
-    layout = layout_of(p)
+    packing = packing_of(p)
 
     def flat(x):
         leaves = list(p.leaves)
         scalars = x[system.states : -1]
-        for part in layout.parts:
+        for part in packing.parts:
             leaves[part.place] = autograd.numpy.reshape(scalars[part.first : part.scalars.stop], part.shape)
         value = system.f(x[: system.states, None], p.build(leaves), x[-1:])
         if isinstance(value, (list, tuple)):
             return autograd.numpy.concatenate([autograd.numpy.reshape(part, (1,)) for part in value])
         return autograd.numpy.reshape(value, (-1,))
 
-    shared = np.concatenate([np.ravel(p.leaves[part.place]) for part in layout.parts])
+    shared = np.concatenate([np.ravel(p.leaves[part.place]) for part in packing.parts])
     return autograd.jacobian(flat)(np.concatenate([u, shared, [t]])), shared
 
 

@@ -64,12 +64,12 @@ def test_balanced_by_the_last_solve(rank, size):
     first = solve(ensemble, ensemblealg=mpi)
     again = solve(ensemble, ensemblealg=mpi)
     assert len(first.indices) == 60 * (rank + 1) // size - 60 * rank // size
-    tries = first.facts.naccept + first.facts.nreject + 2
+    tries = first.outcomes.naccept + first.outcomes.nreject + 2
     mine = tries[again.indices].sum()
     assert mine <= tries.sum() / size + tries.max()
     np.testing.assert_array_equal(again.u, solve(ensemble).u[again.indices])
     other = solve(remake(ensemble, p=speed[:7]), ensemblealg=mpi)
-    assert len(other.facts.nf) == 7
+    assert len(other.outcomes.nf) == 7
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from mpiad.compiling.complex_parts import is_complex, real_dtype
 from mpiad.compiling.program import Program
 from mpiad.ensemble.batch import Batch, same_for_all
 from mpiad.ensemble.compiled.jacobian_programs import jacobian_program
-from mpiad.ensemble.compiled.parameter_layout import Layout
+from mpiad.ensemble.compiled.parameter_packing import ParameterPacking
 from mpiad.ensemble.controller import Controller
 from mpiad.ensemble.mass import entries_of
 from mpiad.ensemble.settings import Settings
@@ -97,13 +97,13 @@ class Form(NamedTuple):
         return len(self.tableau.a)
 
 
-def form_of(program: Program, layout: Layout, batch: Batch, settings: Settings) -> Form:
+def form_of(program: Program, packing: ParameterPacking, batch: Batch, settings: Settings) -> Form:
     """Return what the kernels of a batch, without derivatives, are generated for; `program` is what f computes."""
     events = tuple((event.terminal, event.direction) for event in settings.events)
     linear = jacobian_program(program)[1:] if settings.alg.tableau.implicit else ((), ())
     piece = settings.restarts is not None  # of which all are to have one kernel
     return Form(
-        program.groups["state"], len(layout.varying), len(layout.shared), settings.alg.tableau, settings.alg.controller,
+        program.groups["state"], len(packing.varying), len(packing.shared), settings.alg.tableau, settings.alg.controller,
         single=real_dtype(batch.u0.dtype) == np.float32, in_pairs=is_complex(batch.u0),
         inside=bool(events) or piece or not _at_ends(batch, settings.saveat), tolerances=np.ndim(settings.atol) > 0,
         events=events, jacobian=linear[0], slopes=linear[1], mass=entries_of(settings.mass),

@@ -22,7 +22,7 @@ from mpiad.ensemble.event_adjoint import pull_event
 from mpiad.ensemble.rosenbrock_stages import stages_for
 from mpiad.ensemble.run import INITIAL, NOWHERE, Run
 from mpiad.ensemble.seeds import Seeds
-from mpiad.ensemble.step_sweep import Met
+from mpiad.ensemble.step_sweep import LocatedEvent
 from mpiad.ensemble.transposed_step import StepCotangents
 
 __all__ = ["KernelSeeds", "kernel_seeds"]
@@ -119,17 +119,17 @@ def _pulled(
     columns = np.arange(max(2, count)) % count  # two at least, wherever f is called
     step: Any = _step(run, rows[columns])
     own = {place: np.zeros_like(leaves[place][..., ids] if varies[place] else leaves[place]) for place in places}
-    met = Met(int(rows[0, 1]), end is not None, np.arange(count), rows[:, 3], rows[:, 4], ids)
+    located = LocatedEvent(int(rows[0, 1]), end is not None, np.arange(count), rows[:, 3], rows[:, 4], ids)
     totals = StepCotangents(step, own, varies, count, True)
     given = run.columns(run.batch.p.leaves, ids[columns])
-    inside = pull_event(run, met, step, totals, given, places, end, time, True)
+    inside = pull_event(run, located, step, totals, given, places, end, time, True)
     for place in places:
         if varies[place]:
             # A trajectory may meet an event more than once.
             np.add.at(np.moveaxis(leaves[place], -1, 0), ids, np.moveaxis(own[place], -1, 0))
         else:
             leaves[place] = leaves[place] + own[place]
-    rate = sum(r * k[:, :count] for r, k in zip(stage_rates(run.tableau, met.x), step.k))
+    rate = sum(r * k[:, :count] for r, k in zip(stage_rates(run.tableau, located.x), step.k))
     held = (inside.value * rate).real.sum(axis=0)
     at_end = rows[:, T] + rows[:, H] == rows[:, 4]  # for the kernel no time inside the step
     return inside.value.T, totals.t_bar[:count] + np.where(at_end, 0.0, held)

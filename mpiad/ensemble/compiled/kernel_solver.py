@@ -15,7 +15,7 @@ from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.compiled.forward_sweep import launch
 from mpiad.ensemble.compiled.kernel_form import Form, form_of
 from mpiad.ensemble.compiled.kernel_texts import forward_text, parameter_names, reverse_text
-from mpiad.ensemble.compiled.parameter_layout import Layout, layout_of
+from mpiad.ensemble.compiled.parameter_packing import ParameterPacking, packing_of
 from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.settings import Settings
 
@@ -47,12 +47,12 @@ class Solver:
     ):  # fmt: skip
         self._compiler, self._program, self._conditions = compiler, program, conditions
         self.batch, self.settings, self.threads = batch, settings, threads
-        self.layout: Layout = layout_of(batch.p)
-        self._names = parameter_names(self.layout.varying, self.layout.shared)
+        self.packing: ParameterPacking = packing_of(batch.p)
+        self._names = parameter_names(self.packing.varying, self.packing.shared)
         self.every = settings.saveat is None
         self.times = argument(np.atleast_2d(np.empty(0) if settings.saveat is None else settings.saveat))
-        self.form = form_of(program, self.layout, batch, settings)
-        self.p, self.s = self.layout.split(batch.p.leaves, batch.size, self.form.dtype)
+        self.form = form_of(program, self.packing, batch, settings)
+        self.p, self.s = self.packing.split(batch.p.leaves, batch.size, self.form.dtype)
         self.directions: tuple[tuple[str, int], ...] = ()
         self._recorded: Outcome | None = None
 
@@ -86,7 +86,7 @@ class Solver:
 
     def directions_of(self, place: int) -> list[tuple[str, int]]:
         """Return the directions of a leaf's numbers."""
-        names = [self._names[j] for part in self.layout.parts if part.place == place for j in part.scalars]
+        names = [self._names[j] for part in self.packing.parts if part.place == place for j in part.scalars]
         return [(name[0], int(name[1:])) for name in names]
 
     def recorded(self, outcome: Outcome) -> Outcome:

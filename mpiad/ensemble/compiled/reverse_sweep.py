@@ -14,7 +14,7 @@ from mpiad.ensemble.adjoint import Cotangents, pull_run
 from mpiad.ensemble.compiled.kernel_rows import Tape
 from mpiad.ensemble.compiled.kernel_seeds import kernel_seeds
 from mpiad.ensemble.compiled.kernel_solver import Solver
-from mpiad.ensemble.compiled.parameter_layout import Layout
+from mpiad.ensemble.compiled.parameter_packing import ParameterPacking
 from mpiad.ensemble.compiled.reverse_kernel import lanes_of
 from mpiad.ensemble.compiled.work_shares import each
 from mpiad.ensemble.run import INITIAL, NOWHERE, Run
@@ -37,7 +37,7 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
         return pull_run(run, seeds, places, timed)  # saved times aren't known
     if solver.settings.checkpoints is not None and run.outcome.last is None:
         return _in_parts(solver, run, seeds, places, timed)
-    batch, chosen = run.batch, [part for part in solver.layout.parts if part.place in places]
+    batch, chosen = run.batch, [part for part in solver.packing.parts if part.place in places]
     own = [part for part in chosen if part.varies]
     common = [part for part in chosen if not part.varies]
     function, form = solver.reverse(
@@ -80,7 +80,7 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
         _move_ends(run, seeds, start_bar, stop_bar)
         start_bar += start.start
     leaves = {place: np.zeros_like(batch.p.leaves[place]) for place in places}
-    leaves |= {place: leaf.conj() for place, leaf in Layout(tuple(chosen)).joined(p_bar, s_bar).items()}
+    leaves |= {place: leaf.conj() for place, leaf in ParameterPacking(tuple(chosen)).joined(p_bar, s_bar).items()}
     for place, more in start.leaves.items():
         leaves[place] = leaves[place] + more
     return Cotangents(initial, start_bar, stop_bar, leaves)

@@ -24,7 +24,7 @@ from mpiad.compiling.symbols import Symbol, numbers_of
 from mpiad.compiling.trace_errors import Untraceable, place_of
 from mpiad.compiling.tracing import first_difference, input_array, scalars, traced
 from mpiad.ensemble.batch import Batch, Parameters
-from mpiad.ensemble.compiled.parameter_layout import layout_of
+from mpiad.ensemble.compiled.parameter_packing import packing_of
 from mpiad.ensemble.derivative import derivative_of
 from mpiad.ensemble.event import Event
 from mpiad.ensemble.trial import MOVED
@@ -45,8 +45,8 @@ def trace(f: Function, shape: Shape, p: Parameters, dtype: DTypeLike, result: Sh
         Of one state.
     p : Parameters
         Of which the shapes are used, and the values of what isn't a variable. The program's parameters are numbered as
-        `layout_of` says: leaf after leaf, C order within a leaf, those that vary and those that are shared alike.
-        `Layout.split` makes both kinds of row for a kernel.
+        `packing_of` says: leaf after leaf, C order within a leaf, those that vary and those that are shared alike.
+        `ParameterPacking.split` makes both kinds of row for a kernel.
     dtype : dtype
         Of the states.
     result : tuple of int, optional
@@ -63,7 +63,7 @@ def trace(f: Function, shape: Shape, p: Parameters, dtype: DTypeLike, result: Sh
         With the reason and the line of the user's.
     """
     width = 2 if is_complex(dtype) else 1
-    groups = {"state": math.prod(shape) * width, "parameter": layout_of(p).size, "time": 1}
+    groups = {"state": math.prod(shape) * width, "parameter": packing_of(p).size, "time": 1}
 
     def outputs(builder: Builder, value: object) -> list[int]:
         return scalars(_components(builder, value, shape if result is None else result), result is None and width == 2)
@@ -75,7 +75,7 @@ def _inputs(builder: Builder, shape: Shape, p: Parameters, dtype: DTypeLike) -> 
     """Return u, p and t as symbols, of the shapes that one column has."""
     one_by_one, in_pairs = len(shape) > 1, is_complex(dtype)
     leaves = list(p.leaves)
-    for part in layout_of(p).parts:
+    for part in packing_of(p).parts:
         # A matrix state comes alone, without an axis for trajectories.
         column = (1,) if part.varies and not one_by_one else ()
         own = (*part.shape, *column)
@@ -186,8 +186,8 @@ def _compare(program: Program, batch: Batch, expected: Array, fun: Function) -> 
 
 
 def _parameters(batch: Batch, ids: Array) -> list[Any]:
-    layout = layout_of(batch.p)
+    packing = packing_of(batch.p)
     leaves = [leaf[..., ids] if varies else leaf for leaf, varies in zip(batch.p.leaves, batch.p.varies)]
-    varying, shared = layout.split(leaves, len(ids), real_dtype(batch.u0.dtype))
-    rows = dict(zip(layout.varying, varying)) | dict(zip(layout.shared, shared))
-    return [rows[j] for j in range(layout.size)]
+    varying, shared = packing.split(leaves, len(ids), real_dtype(batch.u0.dtype))
+    rows = dict(zip(packing.varying, varying)) | dict(zip(packing.shared, shared))
+    return [rows[j] for j in range(packing.size)]

@@ -20,7 +20,7 @@ from mpiad.compiling.program import Program
 from mpiad.compiling.trace_errors import Untraceable, place_of
 from mpiad.compiling.tracing import identity_of
 from mpiad.ensemble.batch import Batch
-from mpiad.ensemble.compiled.parameter_layout import layout_of
+from mpiad.ensemble.compiled.parameter_packing import packing_of
 from mpiad.ensemble.compiled.trace import trace, verify, verify_condition
 from mpiad.ensemble.event import Event
 
@@ -64,7 +64,7 @@ def remembered(make: Callable[[], _Found | None], batch: Batch, events: Sequence
     *asked : object
         What else it depends on, and by which what is made here differs from what others remember.
     """
-    parts = {part.place: part for part in layout_of(batch.p).parts}
+    parts = {part.place: part for part in packing_of(batch.p).parts}
     forms: list[Any] = [parts.get(place, leaf) for place, leaf in enumerate(batch.p.leaves)]
     functions = [f for event in events for f in (event.written, event.affect, event.times) if callable(f)]
     kinds = (batch.shape, np.dtype(batch.u0.dtype).str, *asked)

@@ -21,7 +21,7 @@ from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.run import Run
 from mpiad.ensemble.seeds import Seeds
 from mpiad.ensemble.settings import Settings
-from mpiad.ensemble.step_sweep import Columns, Met, Saved, StepSweep, Visit
+from mpiad.ensemble.step_sweep import Columns, LocatedEvent, Saved, StepSweep, Visit
 from mpiad.transport.device_arrays import arrays_of
 
 __all__ = ["DeviceRun", "run_of"]
@@ -236,11 +236,11 @@ class RoundSweep(StepSweep):
         u, table = visit.u, self._run.coefficients
         k, new = self._run.stages_again(self, visit)
         new = np.where(visit.made, new, u)  # type: ignore[arg-type, call-overload]
-        for met in visit.about.met:
-            if met.terminal:
-                c = met.columns
+        for located in visit.about.located:
+            if located.terminal:
+                c = located.columns
                 terms = polynomials(table, u[:, c], visit.h[c].astype(table.real), np.take(k, c, axis=-1))
-                new[:, c] = states_at(terms, met.x.astype(table.real))
+                new[:, c] = states_at(terms, located.x.astype(table.real))
         return new
 
     # ---- what lies in a round
@@ -268,15 +268,15 @@ class RoundSweep(StepSweep):
             self._due = visit.number, self._run.record.due(self._block, done) if done.most else None
         return self._due[1]
 
-    def met(self, visit: Visit) -> Sequence[Met]:
+    def located(self, visit: Visit) -> Sequence[LocatedEvent]:
         """Return the events in the step."""
-        found = sorted(visit.about.met, key=lambda met: met.terminal)
-        return [met._replace(row=self.ids[met.columns]) if met.terminal else met for met in found]
+        found = sorted(visit.about.located, key=lambda located: located.terminal)
+        return [located._replace(row=self.ids[located.columns]) if located.terminal else located for located in found]
 
     def moves(self, visit: Visit) -> Array:
         """Tell in which columns the step ends where tspan does."""
         found = visit.made & (visit.about.t_new == self._run.ends[self.ids])
-        for met in visit.about.met:
-            if met.terminal:  # it ends there before
-                found[met.columns] = False
+        for located in visit.about.located:
+            if located.terminal:  # it ends there before
+                found[located.columns] = False
         return found

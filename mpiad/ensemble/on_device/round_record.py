@@ -10,7 +10,7 @@ from mpiad._typing import Array
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.coefficients import DeviceCoefficients
 from mpiad.ensemble.on_device.saved_slots import Due, EveryStep, SaveTimes
-from mpiad.ensemble.step_sweep import Met
+from mpiad.ensemble.step_sweep import LocatedEvent
 from mpiad.transport.device_arrays import arrays_of
 
 __all__ = ["Block", "Events", "Record", "Round"]
@@ -43,23 +43,23 @@ class Round(NamedTuple):
     count: Array | None
     reached: Array | None
     most: int
-    met: list[Met]
+    located: list[LocatedEvent]
 
     def at(self, columns: Array) -> Round:
         """Return the round of some columns."""
         taken: list[Any] = [None if array is None else np.take(array, columns, axis=-1) for array in self[:-2]]
-        if not self.met:
+        if not self.located:
             return Round._make([*taken, self.most, []])
         place = np.full_like(columns, -1, shape=self.t.shape)
         place[columns] = arrays_of(columns).arange(len(columns))  # type: ignore[union-attr]
-        return Round._make([*taken, self.most, [_moved(part, place) for part in self.met]])
+        return Round._make([*taken, self.most, [_moved(part, place) for part in self.located]])
 
 
-def _moved(met: Met, place: Array) -> Met:
+def _moved(located: LocatedEvent, place: Array) -> LocatedEvent:
     """Return what is left of an event where columns go: `place` says where each is found, -1 for those that go."""
-    columns = place[met.columns]
+    columns = place[located.columns]
     kept = np.flatnonzero(columns >= 0)
-    return met._replace(columns=columns[kept], x=met.x[kept], time=met.time[kept], row=met.row[kept])
+    return located._replace(columns=columns[kept], x=located.x[kept], time=located.time[kept], row=located.row[kept])
 
 
 class Events(NamedTuple):

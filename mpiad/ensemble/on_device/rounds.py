@@ -71,8 +71,8 @@ class DeviceWorkingSet(Turns):
         self._looks = settings.saveat is not None and self._saves is not None and self._saves.looks
         self._watch = EventWatch(settings.events, self._table, self._parameters) if settings.events else None
         self._record = Record(batch, self._table, self._saves, settings.checkpoints) if settings.record else None
-        # Results, filled in as trajectories are dropped; all facts as doubles, so that they come to the host in one copy.
-        self._u_end, self._facts = self._home.copy(u0), self._home.full((4, batch.size), 0.0, float)
+        # Results, filled in as trajectories are dropped; all as doubles, so that they come to the host in one copy.
+        self._u_end, self._outcomes = self._home.copy(u0), self._home.full((4, batch.size), 0.0, float)
         self._saved: Array = None
         if settings.saveat is not None:
             shape = batch.size, settings.saveat.shape[-1] + 1, len(u0)  # the last place is for what nobody asked for
@@ -154,11 +154,11 @@ class DeviceWorkingSet(Turns):
         before = self.live, self.end, self.h, self.idle, self._code, self._tries
         self._advance(step, None)
         alive, most, count, concerned = self._look(step, crossed)
-        reached, met = None, []
+        reached, located = None, []
         if any(concerned):
             columns = [np.flatnonzero(mask) if n else None for mask, n in zip(crossed, concerned)]
             found = self._watch.located(step, columns)  # type: ignore[union-attr]
-            met, ended = found.met, found.ended
+            located, ended = found.located, found.ended
             if ended is not None:
                 # Once more, with steps cut short, and a second look.
                 reached = step.t + np.where(ended, found.part, 0.0) * (step.t_new - step.t)
@@ -169,7 +169,7 @@ class DeviceWorkingSet(Turns):
                 reached = step.t_new
         if self._record is not None:
             noted = count if most else None
-            self._record.note(Round(step.t, h, t_new, accepted, step.u, self._place, noted, reached, most, met))
+            self._record.note(Round(step.t, h, t_new, accepted, step.u, self._place, noted, reached, most, located))
         if self._settings.saveat is None:
             self._saves.note(step, self.t, self.u)
         elif most:
@@ -230,13 +230,13 @@ class DeviceWorkingSet(Turns):
     def _leave_all(self) -> None:
         """Take the results of all columns, for good or until they move on."""
         self._u_end[:, self.ids] = self.u
-        facts = self.t, self._code, self.number, self._tries
-        self._facts[:, self.ids] = np.stack([fact.astype(float) for fact in facts])
+        outcomes = self.t, self._code, self.number, self._tries
+        self._outcomes[:, self.ids] = np.stack([outcome.astype(float) for outcome in outcomes])
 
     def outcome(self) -> Outcome:
         """Return the results."""
         batch, events = self._batch, self._settings.events
-        t, code, number, tries = self._home.to_host(self._facts) if batch.size else np.zeros((4, 0))
+        t, code, number, tries = self._home.to_host(self._outcomes) if batch.size else np.zeros((4, 0))
         codes, naccept = code.astype(np.int8), number.astype(np.int64)
         saved = None if self._saved is None else self._all_saved(codes)
         outcome = Outcome(
@@ -255,7 +255,7 @@ class DeviceWorkingSet(Turns):
             outcome.record = self._record
             if events:
                 rows = self._home.empty((5, 0), float) if rows is None else rows
-                reached = self._facts[0] * spread(self._signs, batch.u0)
+                reached = self._outcomes[0] * spread(self._signs, batch.u0)
                 self._record.events = Events(reached, rows[0].astype(np.int64), rows[4], passed)
         return outcome
 

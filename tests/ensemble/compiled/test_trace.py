@@ -16,7 +16,7 @@ from mpiad.compiling.program import evaluated
 from mpiad.compiling.trace_errors import Untraceable
 from mpiad.differentiation.trees import flatten
 from mpiad.ensemble.batch import Parameters
-from mpiad.ensemble.compiled.parameter_layout import layout_of
+from mpiad.ensemble.compiled.parameter_packing import packing_of
 from mpiad.ensemble.compiled.trace import trace
 from mpiad.ensemble.derivative import derivative_of
 from mpiad.ensemble.problem import ODEProblem
@@ -37,8 +37,8 @@ def varying(p, n, rng):
 
 
 def values(program, p, u, t):
-    own, common = layout_of(p).split(p.leaves, u.shape[1], u.dtype)
-    rows = dict(zip(layout_of(p).varying, own)) | dict(zip(layout_of(p).shared, common))
+    own, common = packing_of(p).split(p.leaves, u.shape[1], u.dtype)
+    rows = dict(zip(packing_of(p).varying, own)) | dict(zip(packing_of(p).shared, common))
     made = evaluated(program, u, [rows[j] for j in range(len(rows))], [t])
     return np.stack(np.broadcast_arrays(*made, u[0])[:-1])
 

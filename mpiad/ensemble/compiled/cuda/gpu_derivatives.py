@@ -17,7 +17,7 @@ from mpiad.device import to_host
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.compiled.cuda.gpu_inputs import placed
 from mpiad.ensemble.compiled.cuda.gpu_solver import DeviceResults, Directions, Solver
-from mpiad.ensemble.compiled.parameter_layout import Part
+from mpiad.ensemble.compiled.parameter_packing import PackedLeaf
 from mpiad.ensemble.outcome import came_through
 from mpiad.ensemble.solve_operator import LEAVES, U0, solve_operator
 from mpiad.transport.device_arrays import is_device_array
@@ -68,9 +68,9 @@ class Solved:
         found = [("u", c) for c in range(self.solver.d)] if U0 in argnums else []
         return tuple(found + [self.solver.direction(j) for part in self._parts(argnums) for j in part.scalars])
 
-    def _parts(self, argnums: Sequence[int]) -> list[Part]:
+    def _parts(self, argnums: Sequence[int]) -> list[PackedLeaf]:
         """Return the parts of the layout that are among the arguments."""
-        return [part for part in self.solver.layout.parts if part.place + LEAVES in argnums]
+        return [part for part in self.solver.packing.parts if part.place + LEAVES in argnums]
 
     def _tangents(self, wanted: Directions) -> list[tuple[Directions, DeviceResults]]:
         """Return runs that carry tangents, with the directions of each; more than a few take several."""

@@ -9,7 +9,7 @@ from numpy.typing import DTypeLike
 
 from mpiad._typing import Array, Shape
 from mpiad.ensemble.batch import Batch
-from mpiad.ensemble.compiled.parameter_layout import Layout
+from mpiad.ensemble.compiled.parameter_packing import ParameterPacking
 from mpiad.ensemble.settings import Settings
 from mpiad.transport.device_arrays import ArrayModule, arrays_of, is_device_array
 
@@ -45,21 +45,21 @@ class Inputs(NamedTuple):
         return self.u0.shape[1]
 
 
-def inputs_of(arrays: ArrayModule, batch: Batch, settings: Settings, layout: Layout) -> Inputs:
+def inputs_of(arrays: ArrayModule, batch: Batch, settings: Settings, packing: ParameterPacking) -> Inputs:
     """Return the arguments on a device, to which host arrays are copied: one copy for each that isn't one number.
 
     Parameters
     ----------
     batch : Batch
         Of plain arrays, on the host or on the device.
-    layout : Layout
+    packing : ParameterPacking
         Of the parameters.
     """
     count, real = batch.size, batch.u0.dtype
-    own = [_rows(arrays, batch.p.leaves[part.place], count, real) for part in layout.parts if part.varies]
+    own = [_rows(arrays, batch.p.leaves[part.place], count, real) for part in packing.parts if part.varies]
     times = np.asarray(settings.saveat, float)
     return Inputs(
-        _columns(arrays, batch.u0, real), _together(arrays, own, (0, count), real), _shared(arrays, batch, layout, real),
+        _columns(arrays, batch.u0, real), _together(arrays, own, (0, count), real), _shared(arrays, batch, packing, real),
         _columns(arrays, batch.start, float), _columns(arrays, batch.end, float), placed(arrays, times, float),
         times.shape[-1], int(times.ndim > 1),
     )  # fmt: skip
@@ -88,8 +88,8 @@ def _rows(arrays: ArrayModule, leaf: Array, count: int, dtype: DTypeLike) -> Arr
     return placed(arrays, leaf, dtype).reshape(rows, count)
 
 
-def _shared(arrays: ArrayModule, batch: Batch, layout: Layout, dtype: DTypeLike) -> Array:
-    leaves = [batch.p.leaves[part.place] for part in layout.parts if not part.varies]
+def _shared(arrays: ArrayModule, batch: Batch, packing: ParameterPacking, dtype: DTypeLike) -> Array:
+    leaves = [batch.p.leaves[part.place] for part in packing.parts if not part.varies]
     if not any(map(is_device_array, leaves)):
         flat = np.concatenate([np.ravel(leaf) for leaf in leaves]) if leaves else np.empty(0)
         return placed(arrays, flat, dtype) if flat.size else arrays.empty((0,), dtype)

@@ -21,7 +21,7 @@ from mpiad.ensemble.batch import Batch, is_on_device, placed
 from mpiad.ensemble.compiled.cuda.gpu_derivatives import FEW, Solved, results_of
 from mpiad.ensemble.compiled.cuda.gpu_inputs import sample_batch
 from mpiad.ensemble.compiled.cuda.gpu_solver import Directions, Loaded, Solver
-from mpiad.ensemble.compiled.parameter_layout import Layout, layout_of
+from mpiad.ensemble.compiled.parameter_packing import ParameterPacking, packing_of
 from mpiad.ensemble.compiled.traced_problem import conditions_of, traced_program
 from mpiad.ensemble.device_solution import DeviceSolution, Statistics, count_failed
 from mpiad.ensemble.event import Event
@@ -89,10 +89,10 @@ def _by_kernel(
     if program is None or conditions is None:
         return None
     try_once(host, settings.events, given.traced)
-    layout = layout_of(host.p)
+    packing = packing_of(host.p)
     gpu: Any = backend.local
-    solver = Solver(gpu, arrays, program, batch, settings, layout, compiler.used, conditions)
-    directions = _directions(compiler, solver, given, layout) if given.traced and not settings.events else ()
+    solver = Solver(gpu, arrays, program, batch, settings, packing, compiler.used, conditions)
+    directions = _directions(compiler, solver, given, packing) if given.traced and not settings.events else ()
     carried = directions if len(directions) <= FEW else ()  # more are carried later, a few at a time
     if carried and compiler.gradient is None and not is_small(solver.kernel(carried)):
         directions = carried = ()  # the adjoint's kernels are smaller
@@ -132,12 +132,12 @@ def _events(arrays: ArrayModule, codes: Array, rows: Array, asked: Sequence[Even
     return traced_events(found, passed, ends == ReturnCode.Terminated.code, *times)
 
 
-def _directions(compiler: Compiler, solver: Solver, given: Batch, layout: Layout) -> Directions:
+def _directions(compiler: Compiler, solver: Solver, given: Batch, packing: ParameterPacking) -> Directions:
     """Return along which numbers of a trajectory a gradient takes tangents: none where it takes the adjoint."""
     if compiler.gradient == "adjoint":
         return ()
     found = [("u", c) for c in range(solver.d)] if isbox(given.u0) else []
-    for part in layout.parts:
+    for part in packing.parts:
         if isbox(given.p.leaves[part.place]):
             found += [solver.direction(j) for j in part.scalars]
     return tuple(found) if len(found) <= FEW or compiler.gradient == "tangent" else ()
@@ -178,7 +178,7 @@ def program_for_gpu(compiler: Compiler, given: Batch, host: Batch, settings: Set
 def _unsupported(compiler: Compiler, given: Batch, host: Batch, settings: Settings) -> str | None:
     if host.u0.dtype not in (np.float64, np.float32):
         return f"u0 has dtype {host.u0.dtype}, and kernels on GPUs compute with float64 and float32"
-    if any(part.complex for part in layout_of(host.p).parts):
+    if any(part.complex for part in packing_of(host.p).parts):
         return "p has complex numbers, and kernels on GPUs compute with real ones"
     if settings.saveat is None:
         return "kernels don't save for save_everystep=True"

@@ -24,13 +24,13 @@ from mpiad.ensemble.compiled.cuda.gpu_inputs import inputs_of, placed
 from mpiad.ensemble.compiled.cuda.gpu_shares import Share, longest_of_blocks, shares_within
 from mpiad.ensemble.compiled.kernel_form import Form, form_of
 from mpiad.ensemble.compiled.kernel_texts import cuda_text, parameter_names
-from mpiad.ensemble.compiled.parameter_layout import Layout
+from mpiad.ensemble.compiled.parameter_packing import ParameterPacking
 from mpiad.ensemble.gpu import EnsembleGPU
 from mpiad.ensemble.settings import Settings
 from mpiad.transport.device_arrays import ArrayModule
 from mpiad.transport.device_kernels import DeviceKernel, Launcher, launcher_of
 
-__all__ = ["DeviceResults", "Directions", "Loaded", "Pulled", "Solver", "loaded", "threads_per_block"]
+__all__ = ["DeviceResults", "Directions", "Loaded", "InputCotangents", "Solver", "loaded", "threads_per_block"]
 
 # Rows of events for which there is room at first, beside those that are to be expected.
 _ROWS = 1024
@@ -71,7 +71,7 @@ class DeviceResults(NamedTuple):
     found_events: int = 0
 
 
-class Pulled(NamedTuple):
+class InputCotangents(NamedTuple):
     """Cotangents, row by row: u0 (d, n), each trajectory's parameters (rows, n), those that all share (rows,)."""
 
     u0: Array
@@ -97,16 +97,16 @@ class Solver:
     """
 
     def __init__(
-        self, gpu: EnsembleGPU, arrays: ArrayModule, program: Program, batch: Batch, settings: Settings, layout: Layout,
-        told: Callable[[str, Loaded], None], conditions: tuple[Program, ...] = (),
+        self, gpu: EnsembleGPU, arrays: ArrayModule, program: Program, batch: Batch, settings: Settings,
+        packing: ParameterPacking, told: Callable[[str, Loaded], None], conditions: tuple[Program, ...] = (),
     ):  # fmt: skip
-        self._gpu, self.arrays, self.settings, self.layout, self._told = gpu, arrays, settings, layout, told
+        self._gpu, self.arrays, self.settings, self.packing, self._told = gpu, arrays, settings, packing, told
         self._launcher = launcher_of(arrays)
         self._program, self._conditions = program, conditions
-        self.names = parameter_names(layout.varying, layout.shared)
-        self.form = form_of(program, layout, batch, settings)._replace(record=True, tolerances=True)
+        self.names = parameter_names(packing.varying, packing.shared)
+        self.form = form_of(program, packing, batch, settings)._replace(record=True, tolerances=True)
         self.d, self.real = self.form.d, batch.u0.dtype
-        self.inputs = inputs_of(arrays, batch, settings, layout)
+        self.inputs = inputs_of(arrays, batch, settings, packing)
         self.count = self.inputs.count
         atol = settings.atol
         self._atol = (
@@ -180,19 +180,19 @@ class Solver:
 
     def pulled(
         self, results: DeviceResults, vector_bar: Array, wanted: tuple[int, ...], times: Sequence[Array] = ()
-    ) -> Pulled:
+    ) -> InputCotangents:
         """Return the cotangents of initial states and of the parameters `wanted`, from that of the results' vector.
 
         With events `times` are the cotangents of the times at which trajectories ended, (n,), and of all events'.
         """
         full = self.arrays.full
-        wanted_own = [j for j in self.layout.varying if j in wanted]
-        wanted_common = [j for j in self.layout.shared if j in wanted]
+        wanted_own = [j for j in self.packing.varying if j in wanted]
+        wanted_common = [j for j in self.packing.shared if j in wanted]
         own, common = len(wanted_own), len(wanted_common)
         form = self.form._replace(wanted_varying=own, wanted_shared=common)
         # One that fails leaves its place as it was.
         u0_bar, p_bar = [full((rows, self.count), 0, self.real) for rows in (self.d, own)]
-        made = Pulled(u0_bar, p_bar, full((common,), 0, self.real))
+        made = InputCotangents(u0_bar, p_bar, full((common,), 0, self.real))
         kernel, sums = self._loaded("reverse", form, (*wanted_own, *wanted_common)), []
         shares = self._shares(results, common)
         steps = self._room(shares)

@@ -19,10 +19,10 @@ from mpiad.compiling.complex_parts import is_complex, parts, row_parts
 from mpiad.differentiation.trees import is_variable
 from mpiad.ensemble.batch import Parameters
 
-__all__ = ["Layout", "Part", "layout_of"]
+__all__ = ["ParameterPacking", "PackedLeaf", "packing_of"]
 
 
-class Part(NamedTuple):
+class PackedLeaf(NamedTuple):
     """One leaf that a program takes its parameters from.
 
     Parameters
@@ -51,16 +51,16 @@ class Part(NamedTuple):
         return range(self.first, self.first + math.prod(self.shape) * (2 if self.complex else 1))
 
 
-class Layout(NamedTuple):
+class ParameterPacking(NamedTuple):
     """Where the scalars of a program's parameters are.
 
     Parameters
     ----------
-    parts : tuple of Part
+    parts : tuple of PackedLeaf
         By their places, so by the numbers of their scalars.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[PackedLeaf, ...]
 
     @property
     def size(self) -> int:
@@ -120,13 +120,13 @@ def _together(arrays: list[Array], dtype: DTypeLike) -> Array:
     return argument(arrays[0] if len(arrays) == 1 else np.concatenate(arrays), dtype)
 
 
-def layout_of(p: Parameters) -> Layout:
+def packing_of(p: Parameters) -> ParameterPacking:
     """Return where the scalars of an ensemble's parameters are."""
-    found: list[Part] = []
+    found: list[PackedLeaf] = []
     first = 0
     for place, (leaf, varies) in enumerate(zip(p.leaves, p.varies)):
         if varies or is_variable(leaf):
             shape = np.shape(leaf)[:-1] if varies else np.shape(leaf)
-            found.append(Part(place, shape, varies, first, is_complex(leaf)))
+            found.append(PackedLeaf(place, shape, varies, first, is_complex(leaf)))
             first = found[-1].scalars.stop
-    return Layout(tuple(found))
+    return ParameterPacking(tuple(found))

@@ -24,7 +24,7 @@ from mpiad.ensemble.solution import EnsembleSolution
 from mpiad.transport import Channel
 from mpiad.transport.agreement import raise_first
 
-__all__ = ["Facts", "facts_of_all", "fingerprint"]
+__all__ = ["RankOutcomes", "outcomes_of_all", "fingerprint"]
 
 # Places in the first message.
 _WRONG, _COUNT, _KIND, _TIMES, _ACCEPTED, _REJECTED, _CODES, _REACHED = range(8)
@@ -45,7 +45,7 @@ def _of_words(*parts: Any) -> int:
 
 
 @dataclass(frozen=True)
-class Facts:
+class RankOutcomes:
     """How the trajectories of all ranks went: the same on all ranks.
 
     Parameters
@@ -128,10 +128,10 @@ class Facts:
         return self.evaluated(self.naccept, self.nreject) if self.calls is None else self.calls.astype(np.int64)
 
 
-def facts_of_all(
+def outcomes_of_all(
     used: Channel, share: EnsembleSolution | Exception, compiled: bool, traced: bool,
     evaluated: Callable[[Array, Array], Array], said: str = "",
-) -> tuple[EnsembleSolution, Facts]:  # fmt: skip
+) -> tuple[EnsembleSolution, RankOutcomes]:  # fmt: skip
     """Exchange what the ranks know, and return it with this rank's share.
 
     Parameters
@@ -139,7 +139,7 @@ def facts_of_all(
     share : EnsembleSolution or Exception
         What this rank has solved, or why it couldn't.
     evaluated : callable
-        See `Facts`.
+        See `RankOutcomes`.
     said : str
         What this rank has to say of f in the log.
 
@@ -162,12 +162,12 @@ def facts_of_all(
         check_alike(used.data.allgather((share.u_end.shape[1:], share.u_end.dtype)), "ranks")
     counts = every[:, _COUNT].tolist()
     converged, compiled, traced, events = (bool(every[:, k].any()) for k in (_CONVERGED, _COMPILED, _TRACED, _EVENTS))
-    facts = Facts(
+    outcomes = RankOutcomes(
         **_columns(used, share, every), counts=counts, events=_events(used, share, counts) if events else {},
         t=_times(used, share, every), converged=converged, compiled=compiled, traced=traced,
         ends=bool(every[:, _ENDS].all()), evaluated=evaluated, said=every[:, _SAID].tolist(),
     )  # fmt: skip
-    return share, facts
+    return share, outcomes
 
 
 def _header(share: EnsembleSolution | Exception, compiled: bool, traced: bool, said: str) -> Array:

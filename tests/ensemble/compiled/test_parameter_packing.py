@@ -7,7 +7,7 @@ import pytest
 
 from mpiad.differentiation.trees import flatten
 from mpiad.ensemble.batch import Parameters
-from mpiad.ensemble.compiled.parameter_layout import layout_of
+from mpiad.ensemble.compiled.parameter_packing import packing_of
 
 pytestmark = pytest.mark.serial
 
@@ -16,14 +16,14 @@ def test_rows_go_there_and_back():
     tree = {"a": np.arange(6.0).reshape(2, 3), "b": (3, 2.5, "text"), "c": np.arange(8.0).reshape(2, 4)}
     leaves, build = flatten(tree)
     p = Parameters(leaves, [False, False, False, False, True], build)
-    layout = layout_of(p)
-    assert [part.place for part in layout.parts] == [0, 2, 4] and layout.size == 9
-    assert layout.shared == tuple(range(7)) and layout.varying == (7, 8)
-    own, common = layout.split(leaves, 4, np.float32)
+    packing = packing_of(p)
+    assert [part.place for part in packing.parts] == [0, 2, 4] and packing.size == 9
+    assert packing.shared == tuple(range(7)) and packing.varying == (7, 8)
+    own, common = packing.split(leaves, 4, np.float32)
     np.testing.assert_array_equal(common, [0, 1, 2, 3, 4, 5, 2.5])
     np.testing.assert_array_equal(own, tree["c"])
     assert own.dtype == common.dtype == np.float32
-    back = layout.joined(2 * own, 3 * common)
+    back = packing.joined(2 * own, 3 * common)
     np.testing.assert_array_equal(back[0], 3 * tree["a"])
     np.testing.assert_array_equal(back[4], 2 * tree["c"])
     assert back[2] == 7.5 and sorted(back) == [0, 2, 4]
@@ -32,23 +32,23 @@ def test_rows_go_there_and_back():
 def test_complex_numbers_are_two_scalars_each():
     own = np.arange(8.0).reshape(2, 4) * (1 - 2j)
     common = np.array([1 + 2j, 3 + 4j], np.complex64)
-    layout = layout_of(Parameters([own, common, 7.0], [True, False, False], tuple))
-    assert layout.varying == (0, 1, 2, 3) and layout.shared == (4, 5, 6, 7, 8)
-    rows, scalars = layout.split([own, common, 7.0], 4, float)
+    packing = packing_of(Parameters([own, common, 7.0], [True, False, False], tuple))
+    assert packing.varying == (0, 1, 2, 3) and packing.shared == (4, 5, 6, 7, 8)
+    rows, scalars = packing.split([own, common, 7.0], 4, float)
     np.testing.assert_array_equal(rows, [own[0].real, own[0].imag, own[1].real, own[1].imag])
     np.testing.assert_array_equal(scalars, [1, 2, 3, 4, 7])
-    back = layout.joined(rows, scalars)
+    back = packing.joined(rows, scalars)
     np.testing.assert_array_equal(back[0], own)
     np.testing.assert_array_equal(back[1], common)
 
 
 def test_no_parameters_at_all():
-    layout = layout_of(Parameters([None], [False], lambda leaves: leaves[0]))
-    own, common = layout.split([None], 5, float)
-    assert layout.size == 0 and own.shape == (0, 5) and common.shape == (0,)
-    assert layout.joined(own, common) == {}
+    packing = packing_of(Parameters([None], [False], lambda leaves: leaves[0]))
+    own, common = packing.split([None], 5, float)
+    assert packing.size == 0 and own.shape == (0, 5) and common.shape == (0,)
+    assert packing.joined(own, common) == {}
 
 
 def test_integers_that_differ_between_trajectories_are_parameters():
-    layout = layout_of(Parameters([np.arange(4), np.arange(4)], [True, False], tuple))
-    assert layout.varying == (0,) and layout.shared == ()
+    packing = packing_of(Parameters([np.arange(4), np.arange(4)], [True, False], tuple))
+    assert packing.varying == (0,) and packing.shared == ()
