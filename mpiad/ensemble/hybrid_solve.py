@@ -30,17 +30,12 @@ from mpiad.ensemble.outcome import Outcome, ReturnCode
 from mpiad.ensemble.root_departure import departure, distance_ahead
 from mpiad.ensemble.settings import Settings
 
-__all__ = ["AT_END", "HERE", "Flow", "HybridSolve", "Jump", "acting"]
+__all__ = ["AT_END", "HERE", "Flow", "HybridSolve", "Jump"]
 
 AT_END, HERE = -1, -2
 _MOVING = -1  # no return code yet
 # So many events in a row, each within so small a part of tspan after the one before, are without end.
 _SHORT, _MOST_SHORT = 1e-6, 10
-
-
-def acting(events: tuple[Event, ...]) -> bool:
-    """Tell whether any of the events changes the state."""
-    return any(event.acts for event in events)
 
 
 def _twice(count: int) -> Array:

@@ -14,9 +14,10 @@ from autograd.tracer import isbox
 from mpiad._typing import Array
 from mpiad.differentiation.bundles import Bundle
 from mpiad.differentiation.trees import flatten
-from mpiad.ensemble.backends import Compiler, EnsembleAlgorithm
+from mpiad.ensemble.backends import EnsembleAlgorithm
 from mpiad.ensemble.batch import Batch, Parameters
 from mpiad.ensemble.compiled.jacobian_programs import bend_program
+from mpiad.ensemble.compiled.kernel_solver import Compiler
 from mpiad.ensemble.compiled.reverse_sweep import carried_tangents
 from mpiad.ensemble.directions import numbers_of
 from mpiad.ensemble.field_jacobian import derived

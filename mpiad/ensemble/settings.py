@@ -52,6 +52,11 @@ class Settings(NamedTuple):
     mass: Array | None = None
     restarts: Array | None = None
 
+    @property
+    def acting(self) -> bool:
+        """Whether any of the events changes the state."""
+        return any(event.acts for event in self.events)
+
     def share(self, rows: slice) -> Settings:
         """Return the settings of some of the trajectories."""
         restarts = None if self.restarts is None else self.restarts[rows]

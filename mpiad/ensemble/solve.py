@@ -13,9 +13,10 @@ import numpy as np
 from autograd.tracer import getval
 
 from mpiad._typing import Array
-from mpiad.ensemble.backends import Compiler, EnsembleAlgorithm, EnsembleSerial, EnsembleVectorized
+from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleSerial, EnsembleVectorized
 from mpiad.ensemble.batch import Batch, is_on_device, placed
 from mpiad.ensemble.compiled.cuda.gpu_solve import solved_on_gpu
+from mpiad.ensemble.compiled.kernel_solver import Compiler
 from mpiad.ensemble.dense_output import DenseOutput
 from mpiad.ensemble.device_solution import DeviceSolution
 from mpiad.ensemble.differentiable import differentiable
@@ -23,7 +24,7 @@ from mpiad.ensemble.evaluations import evaluations
 from mpiad.ensemble.event import Event
 from mpiad.ensemble.gpu import EnsembleGPU
 from mpiad.ensemble.hybrid_derivative import hybrid_solution
-from mpiad.ensemble.hybrid_solve import HybridSolve, acting
+from mpiad.ensemble.hybrid_solve import HybridSolve
 from mpiad.ensemble.mass import mass_of
 from mpiad.ensemble.members import columns_of, initial_states, master_seed, own_members
 from mpiad.ensemble.methods.dormand_prince import RK45
@@ -271,7 +272,7 @@ def _solved(
         mass=mass_of(options.mass, batch),
     )  # fmt: skip
     batch = batch if on_gpu else placed(batch)
-    if acting(events):
+    if settings.acting:
         _check_acting(options, on_gpu or is_on_device(batch))
     if options.dense_output and (on_gpu or is_on_device(batch)):
         raise NotImplementedError(
@@ -300,7 +301,7 @@ def _by_arrays(
 ) -> EnsembleSolution:
     """Solve a batch where its arrays live: on the host by a kernel, too, where that is chosen."""
     gradient = GradientOptions(options.gradient, options.adjoint)
-    if acting(settings.events):
+    if settings.acting:
         plan = compiler.plan(backend, batch, settings, given)
         solved = HybridSolve(partial(compiler.run_planned, backend, plan, given=given), batch, settings)
         solved.run()

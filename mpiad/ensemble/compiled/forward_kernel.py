@@ -16,27 +16,21 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from mpiad._typing import Array
 from mpiad.compiling.source import indented
 from mpiad.compiling.vector_power import power_lines
-from mpiad.ensemble.compiled.kernel_form import Form
-from mpiad.ensemble.compiled.lane_buffer import Fields
+from mpiad.ensemble.compiled.kernel_form import Fields, Form
 from mpiad.ensemble.compiled.lane_output import LaneOutput
 from mpiad.ensemble.controller import LEAST_ERROR
 
-__all__ = ["forward_source", "lanes_of"]
+__all__ = ["forward_source", "fields_of"]
 
 # Of a step: what is left to the end, where steps are fixed.
 _ROUNDING = 1e-9
 
 
-def lanes_of(form: Form) -> tuple[Array, Array]:
-    """Return the kernel's buffers."""
-    return _fields(form).room(form.dtype)
-
-
 @lru_cache(64)
-def _fields(form: Form) -> Fields:
+def fields_of(form: Form) -> Fields:
+    """Return where the kernel's lanes keep their numbers."""
     return _Forward(form).fields
 
 

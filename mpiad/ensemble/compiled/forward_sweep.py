@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.compiling.arguments import aligned, argument
+from mpiad.compiling.arguments import aligned, argument, from_parts, from_row_parts, parts, row_parts
 from mpiad.compiling.buffer_pool import give_back, room
-from mpiad.compiling.complex_parts import from_parts, from_row_parts, parts, row_parts
-from mpiad.compiling.pacing import Paced
 from mpiad.ensemble.batch import Batch
-from mpiad.ensemble.compiled.forward_kernel import lanes_of
+from mpiad.ensemble.compiled.forward_kernel import fields_of
 from mpiad.ensemble.compiled.kernel_form import Form
 from mpiad.ensemble.compiled.kernel_rows import Tape, note_crossings, room_for
-from mpiad.ensemble.compiled.work_shares import each, shares_of
+from mpiad.ensemble.compiled.work_shares import Paced, each, shares_of
 from mpiad.ensemble.outcome import Outcome, ReturnCode
 from mpiad.ensemble.settings import Settings
 
@@ -135,7 +133,8 @@ class _Launch:
         crossings = room_for(turn, form.d)
         ids, place = aligned(lanes, np.dtype(np.int64)), aligned(lanes, np.dtype(np.int64))
         ids[:] = -1
-        lane, call, told = (*lanes_of(form), ids, place, state, self.taken), Paced(self._function, state), 0
+        lane = *fields_of(form).room(form.dtype), ids, place, state, self.taken
+        call, told = Paced(self._function, state), 0
         while True:
             events = (self._outcome.end_part, crossings) if form.events else ()
             call(*lane, *self._given, *self._made, rows, before, *self._restarts, *events)

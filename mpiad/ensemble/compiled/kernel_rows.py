@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.compiling.complex_parts import from_parts, is_complex
+from mpiad.compiling.arguments import from_parts, is_complex
 from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.record import Steps
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.compiling.complex_parts import from_parts
+from mpiad.compiling.arguments import from_parts
 from mpiad.ensemble.adjoint import of_ends
 from mpiad.ensemble.coefficients import stage_rates
 from mpiad.ensemble.compiled.kernel_rows import H, T, U

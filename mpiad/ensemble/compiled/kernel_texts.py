@@ -7,7 +7,6 @@ from functools import cache, lru_cache
 import numpy as np
 
 from mpiad.compiling.builder import simplify
-from mpiad.compiling.cache import Kernel, kernel_of
 from mpiad.compiling.derivatives import Wanted, jvp, vjp
 from mpiad.compiling.lowering import are_simple
 from mpiad.compiling.program import Program
@@ -20,7 +19,7 @@ from mpiad.ensemble.compiled.jacobian_programs import curvature_program, jacobia
 from mpiad.ensemble.compiled.kernel_form import Form
 from mpiad.ensemble.compiled.reverse_kernel import reverse_source
 
-__all__ = ["compiled", "cuda_text", "forward_text", "parameter_names", "reverse_text"]
+__all__ = ["cuda_text", "forward_text", "parameter_names", "reverse_text", "signature_of"]
 
 _MOST_TEXTS = 32
 # Types of arguments: of times, counts and sums; arrays of states have the states' precision.
@@ -113,14 +112,8 @@ def _function(
     return function_source(program, name, names, arguments, fused, form.dtype, language)
 
 
-def compiled(text: str, name: str, form: Form) -> Kernel:
-    """Return a kernel's function, compiled; `name` says which one."""
-    more = (form.restarts, bool(form.events)) if name == "forward" else ()
-    return kernel_of(text, name, _signature_of(name, form.dtype, *more))
-
-
 @cache
-def _signature_of(name: str, dtype: np.dtype, restarts: bool = False, events: bool = False) -> str:
+def signature_of(name: str, dtype: np.dtype, restarts: bool = False, events: bool = False) -> str:
     """Return the types of a kernel's arguments.
 
     Parameters

@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from mpiad._typing import Array, Shape
-from mpiad.compiling.arguments import argument
-from mpiad.compiling.complex_parts import is_complex, parts, row_parts
+from mpiad.compiling.arguments import argument, is_complex, parts, row_parts
 from mpiad.differentiation.trees import is_variable
 from mpiad.ensemble.batch import Parameters
 

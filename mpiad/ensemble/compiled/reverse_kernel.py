@@ -11,22 +11,16 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from mpiad._typing import Array
 from mpiad.compiling.source import indented, number
-from mpiad.ensemble.compiled.kernel_form import Form
-from mpiad.ensemble.compiled.lane_buffer import Fields
+from mpiad.ensemble.compiled.kernel_form import Fields, Form
 from mpiad.ensemble.compiled.rosenbrock_text import steps_of
 
-__all__ = ["lanes_of", "reverse_source"]
-
-
-def lanes_of(form: Form) -> tuple[Array, Array]:
-    """Return the kernel's buffers."""
-    return _fields(form).room(form.dtype)
+__all__ = ["fields_of", "reverse_source"]
 
 
 @lru_cache(64)
-def _fields(form: Form) -> Fields:
+def fields_of(form: Form) -> Fields:
+    """Return where the kernel's lanes keep their numbers."""
     return _Reverse(form).fields
 
 

@@ -7,16 +7,14 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.compiling.arguments import argument
-from mpiad.compiling.complex_parts import from_parts, from_row_parts, parts, row_parts
-from mpiad.compiling.pacing import Paced
+from mpiad.compiling.arguments import argument, from_parts, from_row_parts, parts, row_parts
 from mpiad.ensemble.adjoint import Cotangents, pull_run
 from mpiad.ensemble.compiled.kernel_rows import Tape
 from mpiad.ensemble.compiled.kernel_seeds import kernel_seeds
 from mpiad.ensemble.compiled.kernel_solver import Solver
 from mpiad.ensemble.compiled.parameter_packing import ParameterPacking
-from mpiad.ensemble.compiled.reverse_kernel import lanes_of
-from mpiad.ensemble.compiled.work_shares import each
+from mpiad.ensemble.compiled.reverse_kernel import fields_of
+from mpiad.ensemble.compiled.work_shares import Paced, each
 from mpiad.ensemble.run import INITIAL, NOWHERE, Run
 from mpiad.ensemble.seeds import Seeds
 
@@ -66,7 +64,7 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
         p, s, times, counts, ends = given
         numbers = (np.zeros(form.lanes, np.int64) for _ in range(3))
         state = np.array([tape.first, tape.stop - 1, form.lanes, 0])
-        lane, call = (*lanes_of(form), np.full(form.lanes, -1), *numbers, state), Paced(function, state)
+        lane, call = (*fields_of(form).room(form.dtype), np.full(form.lanes, -1), *numbers, state), Paced(function, state)
         while True:
             call(*lane, p, s, times, tape.rows, tape.before, *counts, *ends, u0_bar, p_bar, s_bar, start_bar, stop_bar)
             if state[2] == form.lanes:  # no lane has a trajectory left

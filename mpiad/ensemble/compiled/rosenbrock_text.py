@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mpiad.compiling.source import numbered
-from mpiad.ensemble.compiled.kernel_form import Form
-from mpiad.ensemble.compiled.lane_buffer import Fields
+from mpiad.ensemble.compiled.kernel_form import Fields, Form
 from mpiad.ensemble.compiled.lu_text import LU, LoopedLU, WrittenLU
 from mpiad.ensemble.compiled.step_text import Steps
 from mpiad.ensemble.rosenbrock_tableaus import RosenbrockTableau

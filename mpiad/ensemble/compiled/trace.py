@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from mpiad._typing import Array, Function, Shape
+from mpiad.compiling.arguments import from_row_parts, is_complex, real_dtype, row_parts
 from mpiad.compiling.builder import Builder
-from mpiad.compiling.complex_parts import from_row_parts, is_complex, real_dtype, row_parts
 from mpiad.compiling.program import Program, evaluated
 from mpiad.compiling.symbolic_arrays import SymbolicArray
 from mpiad.compiling.symbols import Symbol, numbers_of

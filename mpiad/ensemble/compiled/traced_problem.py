@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from mpiad._typing import Function
-from mpiad.compiling.complex_parts import is_complex, real_dtype
+from mpiad.compiling.arguments import is_complex, real_dtype
 from mpiad.compiling.function_fingerprint import Fingerprint, fingerprint_of
 from mpiad.compiling.program import Program
 from mpiad.compiling.trace_errors import Untraceable, place_of

@@ -1,4 +1,10 @@
-"""The trajectories of a solve divided into shares: for threads, and so that what is kept of one stays small."""
+"""The trajectories of a solve divided into shares, for threads and so that what is kept of one stays small; and into turns.
+
+While machine code runs, Python handles no signals: a Ctrl-C would wait until all trajectories have ended. So a kernel takes
+as many turns as it is given, and leaves off with its lanes as they are, about ten times a second. It looks at no clock,
+which its loop would feel: how many turns fit is found out from call to call, and remembered for the next solve by the same
+kernel.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +15,11 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
-__all__ = ["each", "shares_of"]
+from mpiad._typing import Array
+
+__all__ = ["Paced", "each", "shares_of"]
 
 # At the end of a share its last trajectories leave lanes empty: two hundredths of the work, for so few trajectories.
 _LEAST, _MOST = 512, 16_384
@@ -18,8 +27,15 @@ _LEAST, _MOST = 512, 16_384
 _EACH = 2
 # In seconds.
 _AWAKE = 0.0005
+# Between two returns of a kernel.
+_SECONDS = 0.1
+# Of a kernel that nobody knows yet: those of the largest f take a tenth of a second, of the smallest less than a call.
+_FIRST = 64
+# By which factor the turns change at most, from one call to the next: the process may have been stopped for a while.
+_CHANGE = 64.0
 
 _executors: dict[int, ThreadPoolExecutor] = {}
+_known: WeakKeyDictionary[Callable[..., None], int] = WeakKeyDictionary()
 
 Result = TypeVar("Result")
 
@@ -115,3 +131,29 @@ def _wait(others: list[Future], ended: threading.Event) -> None:
 # A forked process has none of the threads.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_executors.clear)
+
+
+class Paced:
+    """A kernel that leaves off after a while.
+
+    Parameters
+    ----------
+    function : callable
+        The kernel.
+    state : array of int
+        Where it leaves off, and last how many turns it is to take, from which it counts down.
+    """
+
+    def __init__(self, function: Callable[..., None], state: Array):
+        self._function, self._state = function, state
+        self._turns = _known.get(function, _FIRST)
+
+    def __call__(self, *given: Any) -> None:
+        """Let the kernel take turns, until it leaves off or has done all."""
+        self._state[-1] = self._turns
+        started = time.perf_counter()
+        self._function(*given)
+        # One that left off for another reason has taken fewer turns, of which the call itself may be the most.
+        if not self._state[-1]:
+            fits = _SECONDS / max(time.perf_counter() - started, 1e-9)
+            self._turns = _known[self._function] = max(1, int(self._turns * min(max(fits, 1 / _CHANGE), _CHANGE)))

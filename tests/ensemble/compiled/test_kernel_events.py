@@ -10,7 +10,6 @@ import pytest
 from ode_systems import lotka_volterra
 
 import mpiad
-from mpiad.compiling import pacing
 from mpiad.ensemble import (
     RK4,
     RK45,
@@ -24,7 +23,7 @@ from mpiad.ensemble import (
     remake,
     solve,
 )
-from mpiad.ensemble.compiled import kernel_rows, reverse_sweep, traced_problem
+from mpiad.ensemble.compiled import kernel_rows, reverse_sweep, traced_problem, work_shares
 
 pytestmark = [pytest.mark.serial, pytest.mark.limit(240)]
 pytest.importorskip("llvmlite")
@@ -89,7 +88,7 @@ def test_company_threads_batches_little_room_and_many_calls(monkeypatch):
     assert again.events == whole.events
     # A call for each turn.
     for name, value in {"_known": WeakKeyDictionary(), "_FIRST": 1, "_SECONDS": 0.0}.items():
-        monkeypatch.setattr(pacing, name, value)
+        monkeypatch.setattr(work_shares, name, value)
     rows = slice(300, 330)
     few = solve(waves(rows), trajectories=30, saveat=TIMES[rows], compile=True, **TIGHT)
     assert few.u.tobytes() == whole.u[rows].tobytes()

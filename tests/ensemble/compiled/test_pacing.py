@@ -14,7 +14,7 @@ import autograd.numpy as np
 import numpy as onp
 import pytest
 
-from mpiad.compiling import buffer_pool, pacing
+from mpiad.compiling import buffer_pool
 from mpiad.ensemble import (
     RK4,
     EnsembleProblem,
@@ -25,7 +25,7 @@ from mpiad.ensemble import (
     remake,
     solve,
 )
-from mpiad.ensemble.compiled import forward_sweep
+from mpiad.ensemble.compiled import forward_sweep, work_shares
 
 # Kernels are compiled here, which takes long on a busy machine. An interrupt that didn't come through is met by the limit.
 pytestmark = [pytest.mark.serial, pytest.mark.limit(240)]
@@ -68,21 +68,21 @@ def differentiated(backend, dt=0.1):
 @pytest.fixture
 def calls(monkeypatch):
     """Count how often kernels are called, by the numbers that say where they leave off: 6 forward, 4 in reverse."""
-    counted, call = Counter(), pacing.Paced.__call__
+    counted, call = Counter(), work_shares.Paced.__call__
 
     def counting(self, *given):
         counted[len(self._state)] += 1
         call(self, *given)
 
-    monkeypatch.setattr(pacing.Paced, "__call__", counting)
-    monkeypatch.setattr(pacing, "_known", WeakKeyDictionary())
+    monkeypatch.setattr(work_shares.Paced, "__call__", counting)
+    monkeypatch.setattr(work_shares, "_known", WeakKeyDictionary())
     return counted
 
 
 def one_turn_each(monkeypatch):
-    monkeypatch.setattr(pacing, "_known", WeakKeyDictionary())
-    monkeypatch.setattr(pacing, "_FIRST", 1)
-    monkeypatch.setattr(pacing, "_SECONDS", 0.0)
+    monkeypatch.setattr(work_shares, "_known", WeakKeyDictionary())
+    monkeypatch.setattr(work_shares, "_FIRST", 1)
+    monkeypatch.setattr(work_shares, "_SECONDS", 0.0)
 
 
 def written(tape):
@@ -111,9 +111,9 @@ def test_a_call_for_each_turn_changes_no_bit(calls, monkeypatch):
 
 
 def test_turns_are_as_many_as_fit_into_the_time(monkeypatch):
-    monkeypatch.setattr(pacing, "_known", WeakKeyDictionary())
+    monkeypatch.setattr(work_shares, "_known", WeakKeyDictionary())
     clock = [0.0]
-    monkeypatch.setattr(pacing.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(work_shares.time, "perf_counter", lambda: clock[0])
     taken = []
 
     def kernel(state, left, seconds):
@@ -122,13 +122,13 @@ def test_turns_are_as_many_as_fit_into_the_time(monkeypatch):
         state[-1] = left
 
     state = onp.zeros(3, int)
-    paced = pacing.Paced(kernel, state)
+    paced = work_shares.Paced(kernel, state)
     for left, seconds in ((0, 1e-6), (0, 1e-6), (0, 1e-6), (0, 4e-6), (9, 1.0), (0, 4e-6)):
         paced(state, left, seconds)
     # From the few of the first call by factors of 64 at most; what ended by itself says nothing.
     assert taken == [64, 4096, 100_000, 100_000, 25_000, 25_000]
-    pacing.Paced(kernel, state)(state, 0, 1000.0)  # a process that was stopped
-    assert taken[6] == 25_000 and pacing._known[kernel] == 25_000 // 64
+    work_shares.Paced(kernel, state)(state, 0, 1000.0)  # a process that was stopped
+    assert taken[6] == 25_000 and work_shares._known[kernel] == 25_000 // 64
 
 
 @pytest.mark.parametrize("backend", WAYS, ids=["alone", "threads"])
@@ -163,7 +163,7 @@ def test_an_interrupt_while_steps_are_recorded_or_read(numbers, backend, calls, 
     whole = calls[numbers]
     calls.clear()
     buffer_pool._spare.clear()
-    call = pacing.Paced.__call__
+    call = work_shares.Paced.__call__
 
     def interrupting(self, *given):
         call(self, *given)
@@ -171,7 +171,7 @@ def test_an_interrupt_while_steps_are_recorded_or_read(numbers, backend, calls, 
             os.kill(os.getpid(), signal.SIGINT)
 
     with monkeypatch.context() as patch:
-        patch.setattr(pacing.Paced, "__call__", interrupting)
+        patch.setattr(work_shares.Paced, "__call__", interrupting)
         with pytest.raises(KeyboardInterrupt):
             differentiated(backend, dt=0.01)
     assert 40 <= calls[numbers] < whole / 2

@@ -16,11 +16,12 @@ from mpiad._typing import Array, Shape
 from mpiad.compiling.program import Program
 from mpiad.device import to_host
 from mpiad.device.transfer import array_to_device
-from mpiad.ensemble.backends import Compiler, EnsembleAlgorithm, EnsembleVectorized
+from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleVectorized
 from mpiad.ensemble.batch import Batch, is_on_device, placed
 from mpiad.ensemble.compiled.cuda.gpu_derivatives import FEW, Solved, results_of
 from mpiad.ensemble.compiled.cuda.gpu_inputs import sample_batch
 from mpiad.ensemble.compiled.cuda.gpu_solver import Directions, Loaded, Solver
+from mpiad.ensemble.compiled.kernel_solver import Compiler
 from mpiad.ensemble.compiled.parameter_packing import ParameterPacking, packing_of
 from mpiad.ensemble.compiled.traced_problem import conditions_of, traced_program
 from mpiad.ensemble.device_solution import DeviceSolution, Statistics, count_failed
