@@ -43,15 +43,7 @@ class Cotangents:
 
 
 def pull_run(run: Run, seeds: Seeds, places: Sequence[int], timed: bool) -> Cotangents:
-    """Return the cotangents of a run's inputs.
-
-    Parameters
-    ----------
-    places : sequence of int
-        Of the leaves of the parameters to differentiate by.
-    timed : bool
-        Whether to differentiate by the ends of tspan, too.
-    """
+    """Return the cotangents of a run's inputs: by the leaves at `places`, and `timed` by the ends of tspan, too."""
     batch = run.batch
     leaves = {place: np.zeros_like(batch.p.leaves[place]) for place in places}
     found = Cotangents(of_ends(run, seeds), run.numbers(batch.size), run.numbers(batch.size), leaves)

@@ -49,14 +49,7 @@ class Parameters(NamedTuple):
     build: Callable[[Any], Tree]
 
     def columns(self, ids: Array, one_by_one: bool = False) -> Tree:
-        """Return the parameters of some trajectories as f takes them.
-
-        Parameters
-        ----------
-        ids : array of int
-        one_by_one : bool
-            Whether f takes one state at a time, a matrix.
-        """
+        """Return the parameters of some trajectories as f takes them: `one_by_one` as one that takes single matrices."""
         if not any(self.varies):
             return self.build(self.leaves)
         taken = [locked(np.take(leaf, ids, axis=-1)) if own else leaf for leaf, own in zip(self.leaves, self.varies)]

@@ -165,20 +165,7 @@ def weighted_sum(weights: Weights, arrays: StageArrays | Bars, out: Array, term:
 
 
 def interpolate(coefficients: Coefficients, u: Array, h: Array, k: StageArrays, x: Array) -> Array:
-    """Return the states at the parts x of the steps.
-
-    Parameters
-    ----------
-    u : array, shape (d, n)
-        Before the step.
-    h, x : array, shape (n,)
-    k : sequence of array, shape (d, n)
-        The stages.
-
-    Returns
-    -------
-    array, shape (d, n)
-    """
+    """Return the states at the parts x (n,) of steps of signed sizes h (n,) from u, as an array of shape (d, n)."""
     total = np.zeros_like(u)
     weights = coefficients.weights(x).astype(coefficients.real, copy=False)
     for i in range(len(weights)):
@@ -191,13 +178,7 @@ def interpolate(coefficients: Coefficients, u: Array, h: Array, k: StageArrays, 
 def polynomials(coefficients: Coefficients, u: Array, h: Array, k: StageArrays) -> list[Array]:
     """Return the states inside of a step as polynomials in the part of it that is gone: degree + 1 arrays (d, n).
 
-    Parameters
-    ----------
-    u : array, shape (d, n)
-        Before the step.
-    h : array, shape (n,)
-        In the precision of the states; signed where the stages aren't.
-    k : array, shape (stages, d, n), or a sequence of its parts
+    The step's size h (n,) is in the precision of the states, and signed where the stages, (stages, d, n), aren't.
     """
     powers = coefficients.powers(k)
     return [u, *[h * powers[j] for j in range(len(powers))]]

@@ -33,17 +33,7 @@ def _constant(x: float) -> Array:
 
 
 def mean_square(e: Array) -> Array:
-    """Return the mean over the rows of the squares of their moduli.
-
-    Parameters
-    ----------
-    e : array, shape (d, n), n ≥ 2
-        Is written over.
-
-    Returns
-    -------
-    array of float64, shape (n,)
-    """
+    """Return the mean over the rows of the squares of their moduli, float64 (n,); e (d, n), n ≥ 2, is written over."""
     if e.dtype.kind == "c":
         e = np.abs(e)
     np.multiply(e, e, out=e)

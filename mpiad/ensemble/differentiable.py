@@ -61,17 +61,9 @@ def differentiable(sol: EnsembleSolution, run: Run, batch: Batch, options: Gradi
 
 
 def traced_results(run: Run, saved: Array, u_end: Array, batch: Batch, options: GradientOptions) -> list[Array]:
-    """Return the results of a run as functions of a traced batch.
+    """Return the results of a run, `saved` (N, n_saved, d) and `u_end` (N, d), as functions of a traced batch.
 
-    Parameters
-    ----------
-    saved, u_end : array, shapes (N, n_saved, d), (N, d)
-        Plain results.
-
-    Returns
-    -------
-    list of array
-        Both, and where events were looked for the times at which trajectories ended (N,), and those of events (m,).
+    Where events were looked for, the times at which trajectories ended, (N,), and those of events, (m,), follow.
     """
     solved = _SolvedRun(run, saved, u_end, options)
     return solved.layout.parts(solve_operator(batch.u0, batch.start, batch.end, *batch.p.leaves, solved=solved))

@@ -17,14 +17,7 @@ __all__ = ["affect_field", "affected"]
 
 
 def affected(event: Event, batch: Batch, u: Array, p: Tree, t: Array) -> Array:
-    """Return the states after an event, shape (d, n).
-
-    Parameters
-    ----------
-    batch : Batch
-        Of which only the shape of a state is used.
-    u : array, shape (d, n), n ≥ 2
-    t : array, shape (n,)
+    """Return the states after an event, shape (d, n), n ≥ 2, at times t (n,); of `batch` only the shape of a state is used.
 
     Raises
     ------

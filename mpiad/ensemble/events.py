@@ -75,13 +75,7 @@ class EventWatch:
         return [step.accepted & event.crossed(*pair) for event, *pair in zip(self._events, before, after)]
 
     def located(self, step: Step, crossed: Sequence[Array | None]) -> StepEvents:
-        """Find the events of a step, and note them.
-
-        Parameters
-        ----------
-        crossed : sequence of array of int, or None
-            For each event its columns; None where there are none.
-        """
+        """Find the events of a step, and note them; `crossed` has the columns of each event, None where there are none."""
         last, ender = np.full_like(step.t, np.inf), np.full_like(step.ids, -1)
         states, found = step.new, []
         for e, (event, columns) in enumerate(zip(self._events, crossed)):
@@ -154,12 +148,7 @@ class EventWatch:
 def _projected(low: Array, high: Array, before: Array, after: Array, reach: float) -> Array:
     """Return where ITP evaluates next: the secant's root, moved towards the middle, and no further from it than it may be.
 
-    Parameters
-    ----------
-    before, after : array, shape (n,)
-        The values at both ends.
-    reach : float
-        1, halved with each evaluation.
+    It is drawn by the values at both ends, `before` and `after`; `reach` is 1, halved with each evaluation.
     """
     width, middle = high - low, 0.5 * (low + high)
     x = (after * low - before * high) / (after - before)

@@ -33,13 +33,7 @@ __all__ = ["hybrid_solution"]
 
 
 def hybrid_solution(solved: HybridSolve, given: Batch, options: GradientOptions) -> EnsembleSolution:
-    """Return the solution of a solve that has run, traced where the batch that it was made of is.
-
-    Parameters
-    ----------
-    given : Batch
-        With what is traced of it.
-    """
+    """Return the solution of a solve that has run, traced where `given`, the batch that it was made of, is."""
     batch, settings, codes = solved.batch, solved.settings, solved.codes
     u, u_end, reached = solved.saved, solved.u.T, solved.t
     ids, which, times = np.concatenate([np.empty((3, 0)), *solved.happened], axis=1)

@@ -114,13 +114,7 @@ def minimize_each(
 
 
 def scaled_factor(factor: Array, free: Array) -> tuple[Array, Array]:
-    """Return R of the Jacobian with columns of norm one, zeros for those that aren't free, and the columns' norms.
-
-    Parameters
-    ----------
-    factor : array, shape (n, m + 1, m + 1)
-    free : array of bool, shape (n, m)
-    """
+    """Return R of the Jacobian with columns of norm one, zeros for those that aren't free, and the columns' norms."""
     columns = factor[:, :, :-1] * free[:, None]
     norms = np.sqrt(np.add.reduce(columns * columns, axis=1))
     norms[norms == 0] = 1.0
@@ -237,12 +231,8 @@ def _step_in_box(factor: Array, damping: Array, x: Array, lower: Array, upper: A
     """Return the steps that minimise the damped models in the boxes, and where they end.
 
     By active sets: towards the minimum over the free variables up to the first bound, which then holds its variable; at the
-    minimum the variable that pulls away from its bound most is let go. Each turn lowers the model.
-
-    Parameters
-    ----------
-    damping : array, shape (n, m)
-        Roots of the numbers on the diagonal.
+    minimum the variable that pulls away from its bound most is let go. Each turn lowers the model. `damping` (n, m) has the
+    roots of the numbers on the diagonal.
     """
     fixed, end, todo = held.copy(), x.copy(), np.arange(len(x))
     for _ in range(_TURNS * x.shape[1]):

@@ -42,18 +42,10 @@ class Tracing:
         self._count = 1 + len(self._places) + timed
 
     def transposed(self, out: Array, u: Array, leaves: Sequence[Any], t: Array) -> Callable[[Array], list[Any]]:
-        """Write f into `out` and return its transposed derivative.
+        """Write f of u (d, n) and t (n,) into `out` and return its transposed derivative.
 
-        Parameters
-        ----------
-        out, u : array, shape (d, n)
-        t : array, shape (n,)
-
-        Returns
-        -------
-        callable
-            From a cotangent of shape (d, n) to those of u, of the leaves, and of t where asked for; None where one is zero.
-            It may be called once.
+        That is a function from a cotangent of shape (d, n) to those of u, of the leaves, and of t where asked for; None
+        where one is zero. It may be called once.
         """
         whole = False
 
@@ -175,15 +167,7 @@ class Field:
         self.one_by_one = len(batch.shape) > 1
 
     def rows(self, u: Array, leaves: Sequence[Any], t: Array) -> Sequence[Any]:
-        """Return the derivative as f gives it: its components, or a list of one array that holds all.
-
-        Parameters
-        ----------
-        u : array, shape (d, n)
-        leaves : sequence
-            Of the parameters of these columns.
-        t : array, shape (n,)
-        """
+        """Return the derivative as f gives it: its components, or a list of one array that holds all."""
         return self.bound(leaves)(u, t)
 
     def bound(self, leaves: Sequence[Any]) -> Callable[[Array, Array], Sequence[Any]]:

@@ -80,16 +80,10 @@ def columns_of(
     problems: Sequence[ODEProblem], numbers: Sequence[int], common: Sequence[Any] = (),
     others: Callable[[], list[list[Any]]] = list,
 ) -> Batch:  # fmt: skip
-    """Return problems of one f and of equal shapes as columns.
+    """Return problems of one f and of equal shapes, of these numbers in the ensemble, as columns.
 
-    Parameters
-    ----------
-    numbers : sequence of int
-        Their numbers in the ensemble.
-    common : sequence
-        Leaves of parameters that all trajectories of the ensemble share, these or others.
-    others : callable
-        Returns the leaves of a few more trajectories.
+    `common` are leaves of parameters that all trajectories of the ensemble share, these or others; `others` returns the
+    leaves of a few more trajectories.
     """
     first = problems[0]
     states = [as_state(problem.u0) for problem in problems]

@@ -160,21 +160,9 @@ class Sharing(NamedTuple):
 
 
 def over_ranks(mpi: EnsembleMPI, used: Channel, asked: Sharing) -> EnsembleSolution:
-    """Solve an ensemble over the ranks.
+    """Solve an ensemble over the ranks of a communicator; all of them call it, with equal arguments.
 
-    Parameters
-    ----------
-    used : Channel
-        Of its communicator.
-
-    Raises
-    ------
-    Exception
-        On all ranks, what was raised on one of them.
-
-    Ranks
-    -----
-    All ranks of the communicator call it, with equal arguments.
+    What was raised on one of them is raised on all.
     """
     bounds = mpi.bounds(asked.count, used.size)
     first, last = int(bounds[used.rank]), int(bounds[used.rank + 1])

@@ -154,12 +154,7 @@ class Steps:
         return self._u[rows]
 
     def chosen(self, keep: Array) -> Steps:
-        """Return the steps of some trajectories; the others have none.
-
-        Parameters
-        ----------
-        keep : array of bool, shape (N,)
-        """
+        """Return the steps of the trajectories in a mask; the others have none."""
         if self.every is None:
             return self._those(keep)
         steps = self._those(keep)

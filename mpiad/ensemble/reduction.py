@@ -22,19 +22,9 @@ _MOST_REPEATS = 1000
 
 
 def reduced(problem: EnsembleProblem, batches: list[range], solved: Callable[..., EnsembleSolution]) -> EnsembleSolution:
-    """Solve batch by batch until all are done or the reduction says to stop.
+    """Solve batch by batch, by ``solved(numbers, repeat)``, until all are done or the reduction says to stop.
 
-    Parameters
-    ----------
-    batches : list of range
-        Numbers of trajectories, from 1.
-    solved : callable
-        ``solved(numbers, repeat)``
-
-    Returns
-    -------
-    EnsembleSolution
-        Of the batches that were solved; its `u` is what the reduction made.
+    Returned is the solution of the batches that were solved; its `u` is what the reduction made.
     """
     kept: Any = [] if problem.u_init is None else problem.u_init
     parts, converged = [], False
@@ -103,19 +93,7 @@ def joined(parts: list[EnsembleSolution]) -> EnsembleSolution:
 
 
 def check_alike(kinds: list[tuple[Any, Any]], groups: str) -> None:
-    """Raise where groups of trajectories, solved apart, have states of different shapes or dtypes.
-
-    Parameters
-    ----------
-    kinds : list of (tuple of int, dtype)
-        Of the groups.
-    groups : str
-        What they are.
-
-    Raises
-    ------
-    ValueError
-    """
+    """Raise a ValueError where groups of trajectories, solved apart, have states of different `kinds`: shapes or dtypes."""
     for shape, dtype in kinds[1:]:
         if (shape, dtype) != kinds[0]:
             raise ValueError(

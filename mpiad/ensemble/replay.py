@@ -258,17 +258,7 @@ def _like(x: Array, u: Array) -> Array:
 
 
 def replayed_jvp(replay: Replay, argnums: Sequence[int], args: Sequence[Any], gs: Sequence[Any]) -> Array:
-    """Return the tangent of the results.
-
-    Parameters
-    ----------
-    replay : callable
-        From a list of all arguments to the vector of results.
-    argnums : sequence of int
-        Which arguments have tangents.
-    gs : sequence
-        The tangents.
-    """
+    """Return the tangent of what `replay` makes of a list of all arguments, by those of the arguments `argnums`."""
     tangents = [conform(g, *spec_like(args[k])) for k, g in zip(argnums, gs)]
     return trace_forwards(*_of_some(replay, argnums, args), tangents, "solve")[1]
 

@@ -50,14 +50,8 @@ def distance_ahead(gone: Array, span: Array) -> Array:
 def departure(values: tuple[Array, Array, Array, Array], direction: int, gone: Array, span: Array) -> Departure:
     """Return how a condition leaves its root.
 
-    Parameters
-    ----------
-    values : tuple of array, shape (n,)
-        Before the affect, after it, and `distance_ahead` later along a straight and along a bent step.
-    direction : int
-        Of the event.
-    gone, span : array, shape (n,)
-        See `distance_ahead`.
+    Its values, each of shape (n,), are those before the affect, after it, and `distance_ahead` later along a straight and
+    along a bent step; `gone` and `span` are as there.
     """
     before, now, then, there = values
     ahead, rise, bend = distance_ahead(gone, span), then - now, there - then

@@ -216,10 +216,7 @@ class Run:
     def saved_on_the_way(self, ends: Callable[[Array, Array], Array]) -> Array:
         """Return when values were saved in steps, shape (N, n_saved), on the host; NaN elsewhere.
 
-        Parameters
-        ----------
-        ends : callable
-            ``ends(ids, numbers)`` returns when steps of trajectories ended.
+        ``ends(ids, numbers)`` returns when steps of trajectories ended.
         """
         found = np.full(self.save_step.shape, np.nan)
         ids, place = np.nonzero(self.save_step >= 0)

@@ -93,13 +93,7 @@ def _check(times: Array, start: Array, end: Array) -> None:
 
 
 def times_of(t: Array, count: int | None) -> Array:
-    """Return the times that `sol(t)` asks for, shape (n,) or (N, n).
-
-    Parameters
-    ----------
-    t : number, or array of shape (n,) or (N, n)
-    count : int or None
-        N; None for a single solution, which has no rows.
+    """Return the times that `sol(t)` asks for, shape (n,) or (N, n); `count` is N, None for one solution, without rows.
 
     Raises
     ------

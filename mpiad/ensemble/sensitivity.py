@@ -85,13 +85,7 @@ class SensitivitySolve:
         self._batch, self._settings, self._times = batch, settings, np.asarray(settings.saveat)
 
     def states(self, x: Array, ids: Array) -> States:
-        """Return the saved states of some trajectories, and their tangents along each variable.
-
-        Parameters
-        ----------
-        x : array, shape (n, m)
-        ids : array of int, shape (n,)
-        """
+        """Return the saved states of some trajectories, at variables x (n, m), and their tangents along each variable."""
         along = self._along(np.ascontiguousarray(x.T), _chosen(self._batch, ids))
         batch, times = along.given.plain(), self._times if self._times.ndim == 1 else self._times[ids]
         settings = self._settings._replace(saveat=times)

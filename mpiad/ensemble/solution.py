@@ -289,13 +289,7 @@ def _interpolants(dense: object) -> Any:
 
 
 def solution_of(outcome: Outcome, batch: Batch, settings: Settings) -> EnsembleSolution:
-    """Return the solution of an ensemble, in the shapes that its users see.
-
-    Parameters
-    ----------
-    settings : Settings
-        Without saved times, all steps are saved, filled up with NaN.
-    """
+    """Return the solution of an ensemble, in the shapes that its users see; rows of all steps are filled up with NaN."""
     tries, codes = (outcome.naccept, outcome.nreject), outcome.codes
     made: dict[str, Any] = {
         "u_end": outcome.u_end.T.reshape(batch.size, *batch.shape), "t_reached": outcome.t_reached,
@@ -307,7 +301,10 @@ def solution_of(outcome: Outcome, batch: Batch, settings: Settings) -> EnsembleS
     if outcome.event_table is None:
         made["events"] = outcome.event_times
     else:
-        later["events"] = partial(_events, outcome.event_table)
+        table = outcome.event_table
+        later["events"] = lambda: by_trajectory(
+            table[0].astype(int).tolist(), table[1].astype(int).tolist(), table[4].tolist()
+        )
     if settings.ends:
         sol = EnsembleSolution.lazy(later, t=batch.both_ends(), **made)
         return at_ends(sol, lambda: batch.u0, sol.u_end)
@@ -324,21 +321,8 @@ def solution_of(outcome: Outcome, batch: Batch, settings: Settings) -> EnsembleS
     return EnsembleSolution.lazy(later, u=u.reshape(*u.shape[:2], *batch.shape), t=times, **made)
 
 
-def _events(table: Array) -> dict[int, list[tuple[int, float]]]:
-    """Return the events of each trajectory by a table of all: see `Outcome`."""
-    ids, event = table[:2].astype(int).tolist()
-    return by_trajectory(ids, event, table[4].tolist())
-
-
 def at_ends(sol: EnsembleSolution, u0: Callable[[], Array], u_end: Array) -> EnsembleSolution:
-    """Return a solution of which initial and final states are all that is saved, with other ones.
-
-    Parameters
-    ----------
-    u0 : callable
-        Returns an array of shape (d, N).
-    u_end : array, shape (N, ...)
-    """
+    """Return a solution of which both ends are all that is saved, with other ones: `u0()` (d, N) and `u_end` (N, ...)."""
     # Not by dataclasses.replace, which would read what is deferred, and so make it.
     made, codes = object.__new__(type(sol)), sol._codes
     later = {**sol._later, "u": lambda: _both_ends(u0(), u_end, codes)}

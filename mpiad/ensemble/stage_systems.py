@@ -119,10 +119,7 @@ class StageSystems:
     ) -> list[Array]:
         """Return the tangents of the parameters' numbers, each of shape (m, n), or of one entry that is zero.
 
-        Parameters
-        ----------
-        tangents : sequence of sequence
-            For each leaf to differentiate by its m tangents, None where one is zero.
+        Of each leaf to differentiate by `tangents` has m, None where one is zero.
         """
         numbers, zeros = range(self._layout.size), np.zeros(count, dtype)
         if not tangents:

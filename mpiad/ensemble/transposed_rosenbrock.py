@@ -28,13 +28,7 @@ __all__ = ["transposed_steps"]
 
 
 def transposed_steps(run: Run, tracing: Tracing, places: Sequence[int]) -> Callable[[Visit, Sequence[Any]], TransposedStep]:
-    """Return what makes the way back through a visit, by the leaves of the parameters of its columns.
-
-    Parameters
-    ----------
-    places : sequence of int
-        Of the leaves of the parameters to differentiate by.
-    """
+    """Return what makes the way back through a visit, by the parameters of its columns and the places of their leaves."""
     if not run.tableau.implicit:
         return lambda visit, leaves: TransposedStep(run.coefficients, tracing, visit, leaves)
     systems = StageSystems(run, places)

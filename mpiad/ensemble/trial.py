@@ -27,14 +27,7 @@ MOVED, _ROUNDINGS = 0.01, 1e4
 
 
 def try_once(batch: Batch, events: Sequence[Event], traced: bool) -> None:
-    """Call f and the conditions of events before the solve.
-
-    Parameters
-    ----------
-    batch : Batch
-        Of plain arrays.
-    traced : bool
-        Whether f will be differentiated.
+    """Call f and the conditions of events on plain arrays before the solve; f as it will be differentiated, where `traced`.
 
     Raises
     ------

@@ -60,12 +60,7 @@ class Checkpoint(NamedTuple):
 def as_checkpoint(given: Any, call: str, writes: bool = True) -> Checkpoint | None:
     """Return what the user's argument says.
 
-    Parameters
-    ----------
-    call : str
-        Name of the public function.
-    writes : bool
-        Whether this rank is one that writes: the others may run where the folder isn't seen, as on another node's disk.
+    Where `writes` is false this rank writes nothing, and may run where the folder isn't seen, as on another node's disk.
 
     Raises
     ------
@@ -199,17 +194,7 @@ class RootCheckpoint:
         return arrays
 
     def keep(self, iteration: int, ended: bool, point: Kept, counts: Iterable[int], record: Record) -> None:
-        """Write an iterate where it is time to.
-
-        Parameters
-        ----------
-        iteration : int
-            Its number.
-        ended : bool
-            Whether it is the last one.
-        counts : iterable of int
-            How often each thing was evaluated.
-        """
+        """Write an iterate where it is time to; `counts` say how often each thing was evaluated."""
         if self._checkpoint is None:
             return
         if not ended and (iteration <= self._written or iteration == 0 or iteration % self._checkpoint.every):

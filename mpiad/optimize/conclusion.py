@@ -57,15 +57,9 @@ def _known(gradient: np.ndarray | None, x: np.ndarray) -> np.ndarray:
 
 
 def concluded(result: scipy.optimize.OptimizeResult, points: Points, constrained: bool) -> scipy.optimize.OptimizeResult:
-    """Correct a result that isn't the best that was seen, or isn't finite.
+    """Correct, in place, a result of SciPy's that isn't the best that was seen, or isn't finite.
 
-    Parameters
-    ----------
-    result : scipy.optimize.OptimizeResult
-        SciPy's; changed in place.
-    constrained : bool
-        Whether there are constraints. Where the method has succeeded its point then stays, since a lower one may violate
-        them.
+    Where there are constraints and the method has succeeded its point stays, since a lower one may violate them.
     """
     if points.maxfun is not None:  # SciPy counts what the root remembered
         result.nfev = min(result.nfev, points.counts.of_objective)

@@ -52,12 +52,7 @@ def fingerprint(array: np.ndarray) -> bytes:
 def at_home(template: Tree, given: object, args: tuple) -> Tree:
     """Return the variables as another rank's: on the device of its own x0 or further arguments, else on the current one.
 
-    Parameters
-    ----------
-    template : nest
-        What `described` returned on the root.
-    given : nest or None
-        This rank's x0.
+    `template` is what `described` returned on the root, `given` this rank's x0.
 
     Raises
     ------

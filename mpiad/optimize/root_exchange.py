@@ -152,17 +152,7 @@ class Totals:
         self.leads = comm.rank == root
 
     def decided(self, parts: np.ndarray, size: int, decide: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-        """Return on all ranks what the root makes of the sums of all ranks' parts.
-
-        Parameters
-        ----------
-        parts : array of float
-            This rank's terms.
-        size : int
-            Length of the decision.
-        decide : callable
-            ``decide(sums)`` runs on the root only.
-        """
+        """Return on all ranks what the root makes of the sums of all ranks' parts: ``decide(sums)``, of so many numbers."""
         decision = np.empty(size)
         sums = np.empty_like(parts) if self.leads else None
         self._comm.Reduce(parts, sums, SUM, self._root)

@@ -37,16 +37,7 @@ _ADVICE = (
 
 
 def shared_start(used: Channel, program: Program, start: Tree, x0: Tree, call: str = "minimize") -> Tree:
-    """Return the root's starting point, on other ranks arrays on a device by their form alone; all ranks call it.
-
-    Parameters
-    ----------
-    start : pytree of arrays
-        The root's.
-    x0 : nest or None
-        What this rank was given.
-    call : str
-        Name of the public function.
+    """Return the root's `start`, on other ranks arrays on a device by their form alone; all ranks call it with their x0.
 
     Raises
     ------
@@ -78,17 +69,8 @@ def require_roots(used: Channel, root: Rank, mine: Leaves | None, roots: Leaves,
     """Raise on all ranks where one gave something else than the root: in its form, or in the value of a number.
 
     Values are compared as ``==`` does, but a NaN is equal to a NaN; reals of single and of double precision may be equal.
-
-    Parameters
-    ----------
-    mine : list of (str, value) or None
-        The parts of what this rank was given, each with its path; None for nothing.
-    roots : list of (str, value)
-        Those of what the root was given, as every rank knows them.
-    said : str
-        The call and the argument, for the start of the message.
-    advice : str
-        What to do.
+    What this rank was given, None for nothing, and what the root was, come as parts, each with its path; the text begins
+    with `said`, the call and the argument, and ends with `advice`.
 
     Raises
     ------

@@ -48,13 +48,7 @@ def at_trace(trace: TracebackType | None) -> str:
 
 
 def end_job(text: str, code: int) -> None:
-    """End all ranks with an exit code, and say why; doesn't return.
-
-    Parameters
-    ----------
-    text : str
-        What goes to standard error.
-    """
+    """End all ranks with an exit code, and say why on standard error; doesn't return."""
     if not _ending.acquire(blocking=False):  # another thread does it already
         time.sleep(_UNTIL_READ + _UNTIL_KILLED)
         _exit(code)

@@ -115,11 +115,6 @@ def raise_together(channel: Channel, error: Exception | None) -> None:
     Of a kind that isn't Python's own or our solvers', the nearest that is, so that `except ValueError` catches it on all
     ranks or none.
 
-    Parameters
-    ----------
-    error : Exception or None
-        What is wrong on this rank.
-
     Raises
     ------
     Exception
@@ -127,7 +122,7 @@ def raise_together(channel: Channel, error: Exception | None) -> None:
 
     Ranks
     -----
-    All ranks of the channel call it.
+    All ranks of the channel call it, each with what is wrong there, or None.
     """
     settled(_raised_together, channel, error)
 
@@ -161,14 +156,7 @@ def raise_first(channel: Channel, error: Exception | None) -> None:
 
 
 def require_same(channel: Channel, described: str, call: str) -> None:
-    """Raise on all ranks where they were called with different arguments.
-
-    Parameters
-    ----------
-    described : str
-        The arguments, as the error shows them.
-    call : str
-        Name of the public function.
+    """Raise on all ranks where they were called with different arguments, which the error shows as `described`.
 
     Raises
     ------
@@ -195,16 +183,7 @@ def _required_same(channel: Channel, described: str, call: str) -> None:
 def require_alike(channel: Channel, error: Exception | None, fingerprint: int, described: str, call: str) -> None:
     """Do in one message what `raise_together` and `require_same` do in three, where all is well.
 
-    Parameters
-    ----------
-    error : Exception or None
-        What is wrong on this rank.
-    fingerprint : int
-        Of the arguments; one of 64 bits.
-    described : str
-        The arguments, as the error shows them.
-    call : str
-        Name of the public function.
+    The `fingerprint` is that of the arguments, in 64 bits.
 
     Raises
     ------
@@ -223,12 +202,7 @@ def require_alike(channel: Channel, error: Exception | None, fingerprint: int, d
 def alike_on_all(channel: Channel, make: Callable[[], T], describe: Callable[[T], tuple[int, str]], call: str) -> T:
     """Return what `make` returns; raise on all ranks what it raises on one, or where ranks make different things.
 
-    Parameters
-    ----------
-    describe : callable
-        Returns the fingerprint and the text of what was made, for `require_alike`.
-    call : str
-        Name of the public function.
+    `describe` returns the fingerprint and the text of what was made, for `require_alike`.
 
     Ranks
     -----

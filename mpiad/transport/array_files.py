@@ -48,14 +48,7 @@ class Layout(NamedTuple):
 def write_block(used: Channel, path: Path, shape: Shape, starts: Shape, block: np.ndarray, call: str) -> None:
     """Write a file of all ranks' blocks, whole or not at all: under another name, which is changed at the end.
 
-    Parameters
-    ----------
-    shape : tuple of int
-        Of the whole array.
-    starts : tuple of int
-        Where this rank's block begins.
-    block : array
-        Contiguous; of one dtype on all ranks.
+    This rank's block, contiguous and of the dtype of all, begins at `starts` of the whole array, which has the `shape`.
 
     Raises
     ------

@@ -55,11 +55,6 @@ class Spec(NamedTuple):
 def outgoing(x: Array, call: str) -> Array:
     """Return `x` as a C-contiguous array where it lies, itself where it is one already.
 
-    Parameters
-    ----------
-    call : str
-        Name of the public function, for the message of the error.
-
     Raises
     ------
     TypeError

@@ -26,7 +26,7 @@ from mpiad._typing import Comm, Request
 from mpiad.errors import CommunicatorError
 from mpiad.transport.fault_tolerance import FAULT_TOLERANT
 from mpiad.transport.tracing import tracing
-from mpiad.transport.unreceived import drain
+from mpiad.transport.unreceived import ABANDONED, cancel, drain, give_back, has_ended
 
 __all__ = [
     "Channel", "Watch", "communications", "is_watched", "live_channels", "on_any_rank", "operator_body", "set_watch",
@@ -35,7 +35,6 @@ __all__ = [
 
 _GOLDEN_SECTION = 0.6180339887498949
 _live: WeakSet[Channel] = WeakSet()
-_ABANDONED: list[tuple] = []  # MPI may still use these buffers
 _numbers = count()
 
 communications = count()
@@ -145,7 +144,7 @@ class Channel:
         """End all messages, received or not; collective."""
         for kind, request, _ in self.started.values():
             if kind == "receive":
-                _cancel(request)
+                cancel(request)
         # After the receives, which would take messages away from it; before the sends are waited for, which end only when
         # the other ranks have taken theirs in the same way.
         for comm in (self.data, self.reverse):
@@ -155,7 +154,7 @@ class Channel:
             request.Wait()
         # A reduction that not all ranks have started never ends.
         self.unended = self._has_unended()
-        _ABANDONED.extend(held for held in self.started.values() if held[0] == "reduction")
+        ABANDONED.extend(held for held in self.started.values() if held[0] == "reduction")
         self.pending.clear()
         self.started.clear()
 
@@ -178,7 +177,7 @@ class Channel:
 
     def _has_unended(self) -> bool:
         reductions = [request for kind, request, _ in self.started.values() if kind == "reduction"]
-        return self.unended or any(not _has_ended(request) for request in reductions)
+        return self.unended or any(not has_ended(request) for request in reductions)
 
     def sends(self) -> bool:
         """Tell whether messages of this rank's are under way."""
@@ -213,7 +212,7 @@ class Channel:
         old, unended = self.duplicates(), self.unended
         self._open(self._duplicate())
         self.fault = None
-        _give_back(old, on_any_rank(self.data, unended))
+        give_back(old, on_any_rank(self.data, unended))
 
     def renew_beneath(self) -> None:
         """Renew what communications use, but keep what `derive` returned: a call that goes on works with it; collective."""
@@ -229,7 +228,7 @@ class Channel:
     def reopen(self, data: Comm) -> None:
         """Replace duplicates that may be revoked, `data` by this one of the same ranks; collective."""
         # Not freed: their numbers mustn't be given to others while old messages are still on their way.
-        _ABANDONED.append((self.duplicates(), self.pending, self.started))
+        ABANDONED.append((self.duplicates(), self.pending, self.started))
         if _watch is not None:
             _watch.start_anew(self)
         self._open(data)
@@ -246,7 +245,7 @@ class Channel:
         if not self.lost and self.has_unfinished():
             unended = self.unended
             self.end()
-        _give_back(self.duplicates(), unended)
+        give_back(self.duplicates(), unended)
         if self.headers is not None and self.headers != MPI.COMM_NULL and not self.lost:
             drain(self.headers, self.tag_limit)
             self.headers.Free()
@@ -334,39 +333,11 @@ class _Freed:
         )
 
 
-def _has_ended(reduction: Request) -> bool:
-    """Tell whether a reduction has ended as it should, so that nothing of it is under way."""
-    try:
-        return reduction.Test()
-    except MPI.Exception:  # Open MPI gives up in its middle where the ranks' sizes differ
-        return False
-
-
 def on_any_rank(comm: Comm, here: bool) -> bool:
     """Tell whether it is so on any rank; collective."""
     mine, every = np.array(here, dtype=np.int32), np.empty((), dtype=np.int32)
     comm.Allreduce(mine, every, MPI.MAX)
     return bool(every)
-
-
-def _give_back(comms: list[Comm], unended: bool) -> None:
-    """Free communicators; collective. Not where a rank has begun a collective on them that others never come to."""
-    # What it has sent stays under way, and MPI gives the numbers of those that are freed to others, who would receive it:
-    # the sums of a communicator made later would be wrong.
-    if unended:
-        _ABANDONED.append(tuple(comms))
-        return
-    for comm in comms:
-        if comm != MPI.COMM_NULL:
-            comm.Free()
-
-
-def _cancel(receive: Request) -> None:
-    receive.Cancel()
-    try:
-        receive.Wait()
-    except MPI.Exception:  # it had come, and was too long
-        pass
 
 
 def live_channels() -> list[Channel]:

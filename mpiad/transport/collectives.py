@@ -135,16 +135,10 @@ def barrier(channel: Channel) -> None:
 def lengths_of_all(channel: Channel, like: Spec, axis: int | None, call: str, wrong: Exception | None = None) -> list[int]:
     """Agree on the pieces of a gather: each rank's length along `axis`, 1 each where they are stacked.
 
-    Parameters
-    ----------
-    like : Spec
-        Shape and dtype of this rank's piece.
-    wrong : Exception, optional
-
     Raises
     ------
     ValueError
-        On all ranks, where their other dimensions or their dtypes differ.
+        On all ranks, where their other dimensions or their dtypes, here those of `like`, differ.
     Exception
         On all ranks, where one has found `wrong` arguments: the others must not wait for it.
     """

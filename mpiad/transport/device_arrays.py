@@ -152,17 +152,7 @@ _on_host = frozenset({np.ndarray, np.float64, np.float32, float, int, bool, comp
 
 
 def arrays_of(x: Array) -> ArrayModule | None:
-    """Return what makes arrays of the kind of `x`, on its device.
-
-    Parameters
-    ----------
-    x : object
-        An untraced value.
-
-    Returns
-    -------
-    ArrayModule or None
-        None for all that isn't a device array.
+    """Return what makes arrays of the kind of `x`, an untraced value, on its device; None where that is no device array.
 
     Raises
     ------

@@ -46,15 +46,10 @@ class Launcher(Protocol):
         ...
 
     def launch(self, kernel: DeviceKernel, blocks: int, threads: int, arguments: Sequence[Any]) -> None:
-        """Queue a run of a kernel on the current stream.
+        """Queue a run of a kernel, of so many blocks of so many threads each, on the current stream.
 
-        Parameters
-        ----------
-        blocks, threads : int
-            How many blocks, of how many threads each.
-        arguments : sequence
-            Device arrays, which are C-contiguous; None for a pointer to nothing; an int for a ``long long``, a float for a
-            ``double``, and NumPy's scalars for what they are.
+        Arguments are device arrays, which are C-contiguous; None for a pointer to nothing; an int for a ``long long``, a
+        float for a ``double``, and NumPy's scalars for what they are.
         """
         ...
 
@@ -71,10 +66,7 @@ _makers: dict[type, Maker] = {}
 def register_launcher(kind: type, maker: Maker) -> None:
     """Say what runs kernels on arrays of a kind.
 
-    Parameters
-    ----------
-    maker : callable
-        ``maker(arrays) -> Launcher`` for the device of an `ArrayModule`; called often, so it keeps them.
+    ``maker(arrays) -> Launcher`` for the device of an `ArrayModule` is called often, so it keeps them.
     """
     _makers[kind] = maker
 
@@ -100,10 +92,6 @@ def launcher_of(arrays: ArrayModule) -> Launcher:
 
 def selected_arrays(device: int | None = None) -> ArrayModule:
     """Return what makes arrays on a device; by default on the one that is current.
-
-    Parameters
-    ----------
-    device : int, optional
 
     Raises
     ------

@@ -65,14 +65,7 @@ def _ship_in_pieces(array: Array, envelope: Envelope, chunk: int) -> tuple[Any, 
 def read_announcement(buffer: Buffer, got: int, spec: Spec) -> tuple[int, int] | None:
     """Return the bytes of the array that is announced, and of a piece; None where the message isn't an announcement.
 
-    Parameters
-    ----------
-    buffer : array
-        Into which it was received; on a device, where MPI has written to one.
-    got : int
-        Bytes of the message.
-    spec : Spec
-        Of the array that was expected.
+    A message of `got` bytes is in `buffer`, on a device where MPI has written to one; an array like `spec` was expected.
     """
     if got != ANNOUNCEMENT_BYTES:
         return None

@@ -24,13 +24,7 @@ _FUNCTIONS: dict[str | None, np.ufunc] = {"SUM": np.add, "MAX": np.maximum, "MIN
 
 
 def are_two(channel: Channel, whole: Array, op: Op = MPI.SUM) -> bool:
-    """Tell whether a collective goes this way, the same on both ranks.
-
-    Parameters
-    ----------
-    whole : array or Spec
-        What is as long on both ranks.
-    """
+    """Tell whether a collective goes this way, the same on both ranks; `whole` is as long on both."""
     # Arrays of devices go the general way, and so does what is watched: there calls are known by their names.
     return (
         channel.size == 2 and whole.nbytes >= _LONG and name_of(op) in _FUNCTIONS and whole.dtype.kind in "iufc"

@@ -50,10 +50,7 @@ def requested() -> int | None:
 def postponed(patience: float = 30.0) -> Iterator[None]:
     """Leave it to the caller to end after SIGTERM: it looks at `requested` between its steps, and returns.
 
-    Parameters
-    ----------
-    patience : float
-        Seconds after which the job ends all the same, where the caller hasn't come to its end by then.
+    Where it hasn't come to its end after `patience`, in seconds, the job ends all the same.
     """
     _patience.append(patience)
     # A job of one rank, and one that mustn't be aborted, was left alone so far.

@@ -39,11 +39,6 @@ def limit_threads(ranks_on_node: int) -> None:
     """Limit each rank's thread pools to its share of the node's cores, unless the user has set them; collective.
 
     Of all ranks that limit theirs, on whatever node, the first one says so in the log, once for each user.
-
-    Parameters
-    ----------
-    ranks_on_node : int
-        Number of ranks that share this rank's node.
     """
     global _share
     _share = max(1, _cores() // ranks_on_node)

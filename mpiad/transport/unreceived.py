@@ -1,4 +1,4 @@
-"""Take the messages that nobody will receive off a communicator, before it is freed.
+"""What is still under way on a communicator before it is freed: messages that nobody will receive are taken off it.
 
 MPI may give the number of a freed communicator to the next one that is made, and a message left on the first would be
 received on the second, in the place of a new one. Messages between two ranks come in the order in which they were
@@ -10,23 +10,21 @@ from __future__ import annotations
 import numpy as np
 from mpi4py import MPI
 
-from mpiad._typing import Comm
+from mpiad._typing import Comm, Request
 
-__all__ = ["drain"]
+__all__ = ["ABANDONED", "cancel", "drain", "give_back", "has_ended"]
+
+ABANDONED: list[tuple] = []
+"""What MPI may still use: buffers, and communicators that can't be freed."""
 
 # Tells the last message from one of the user's with the same tag; each communicator is drained once.
 _LAST = np.frombuffer(b"mpiad: last one.", dtype=np.uint8)
 
 
 def drain(comm: Comm, tag: int) -> None:
-    """Receive and drop all messages on a communicator; collective.
+    """Receive and drop all messages on a communicator on which this rank has no receive posted; collective.
 
-    Parameters
-    ----------
-    comm : mpi4py communicator
-        On which this rank has no receive posted.
-    tag : int
-        Tag of the last messages.
+    The last ones have the `tag`.
     """
     for part in getattr(comm, "parts", (comm,)):  # under watch, the messages and their headers
         _drain(part, tag)
@@ -47,3 +45,32 @@ def _receive_until_last(comm: Comm, peer: int, tag: int) -> None:
         buffer = np.empty(status.Get_count(MPI.BYTE), dtype=np.uint8)
         comm.Recv(buffer, peer, status.tag, status)
         last = status.tag == tag and np.array_equal(buffer, _LAST)
+
+
+def has_ended(reduction: Request) -> bool:
+    """Tell whether a reduction has ended as it should, so that nothing of it is under way."""
+    try:
+        return reduction.Test()
+    except MPI.Exception:  # Open MPI gives up in its middle where the ranks' sizes differ
+        return False
+
+
+def give_back(comms: list[Comm], unended: bool) -> None:
+    """Free communicators; collective. Not where a rank has begun a collective on them that others never come to."""
+    # What it has sent stays under way, and MPI gives the numbers of those that are freed to others, who would receive it:
+    # the sums of a communicator made later would be wrong.
+    if unended:
+        ABANDONED.append(tuple(comms))
+        return
+    for comm in comms:
+        if comm != MPI.COMM_NULL:
+            comm.Free()
+
+
+def cancel(receive: Request) -> None:
+    """Cancel a receive, and wait for its end."""
+    receive.Cancel()
+    try:
+        receive.Wait()
+    except MPI.Exception:  # it had come, and was too long
+        pass

@@ -217,14 +217,9 @@ class DeferredFailures:
         self._fault: str | None = None
 
     def attempt(self, name: str, fun: Function, *args: Any, again: Callable[[], Any] | None = None) -> Any:
-        """Return what a function of the user's returns, None where it raises.
+        """Return what the function `name` of the user's returns, None where it raises.
 
-        Parameters
-        ----------
-        name : str
-            Of the function.
-        again : callable, optional
-            Returns an argument that the function can take in place of `args`.
+        `again` returns an argument that the function can take in place of `args`.
 
         Raises
         ------

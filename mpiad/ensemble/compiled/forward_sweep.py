@@ -32,13 +32,7 @@ _BLOCK = 64
 
 
 def launch(function: Callable[..., None], form: Form, solver: Solver) -> Outcome:
-    """Run the forward kernel over all trajectories.
-
-    Parameters
-    ----------
-    function : callable
-        The kernel.
-    """
+    """Run the forward kernel, `function`, over all trajectories."""
     batch, settings = solver.batch, solver.settings
     still = batch.start == batch.end
     outcome = _unwritten(batch, settings, still)

@@ -40,16 +40,7 @@ class Tape(NamedTuple):
     before: Array
 
     def steps(self, last: Array, counts: Array, dtype: np.dtype) -> Steps:
-        """Return the steps in the order of sweeps.
-
-        Parameters
-        ----------
-        last : array of int, shape (N,)
-            The row of the last step of every trajectory of the ensemble.
-        counts : array of int, shape (N,)
-        dtype : dtype
-            Of the states.
-        """
+        """Return the steps in the order of sweeps; `last` has the row of the last step of every trajectory of the whole."""
         d = (self.rows.shape[1] - 2) // (2 if is_complex(dtype) else 1)
         steps = Steps(counts[self.first : self.stop], d, dtype)
         row = last[self.first : self.stop][steps.order]
@@ -65,13 +56,7 @@ class Tape(NamedTuple):
 def room_for(turn: int, d: int, before: Array | None = None) -> Array:
     """Return a table for events, with rows for one turn at least; after `before`, a longer one that begins with it.
 
-    Parameters
-    ----------
-    turn : int
-        How many events one turn can bring; none where no event is looked for.
-    d : int
-        Components of a state.
-    before : array, shape (m, 7 + d), optional
+    A turn can bring so many events, none where no event is looked for, with states of d components.
     """
     if before is None:
         return np.empty((_EVENT_ROWS + turn if turn else 0, U + d))
@@ -81,12 +66,7 @@ def room_for(turn: int, d: int, before: Array | None = None) -> Array:
 
 
 def note_crossings(outcome: Outcome, tables: list[Array]) -> None:
-    """Put the events of all shares into an outcome, those of each trajectory in the order of time.
-
-    Parameters
-    ----------
-    tables : list of array, shape (m, 7 + d)
-    """
+    """Put the events of all shares, tables of shape (m, 7 + d), into an outcome, each trajectory's in the order of time."""
     rows = np.concatenate(tables)
     # Within a step by its parts; equal ones in the order in which the events were given.
     outcome.crossings = rows = rows[np.lexsort((rows[:, 1], rows[:, 3], rows[:, 2], rows[:, 0]))]

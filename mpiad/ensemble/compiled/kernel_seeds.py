@@ -65,15 +65,7 @@ class _Step(NamedTuple):
 
 
 def kernel_seeds(run: Run, seeds: Seeds, places: Sequence[int], times: Array) -> KernelSeeds:
-    """Return what the kernel takes up.
-
-    Parameters
-    ----------
-    places : sequence of int
-        Of the leaves of the parameters to differentiate by.
-    times : array, shape (1, n_saved) or (N, n_saved)
-        At which states were saved.
-    """
+    """Return what the kernel takes up by the leaves at `places`, of states saved at `times` (1 or N rows)."""
     count = run.batch.size
     save_step = np.empty((count, 0), np.int32) if seeds.saved is None else run.save_step.astype(np.int32)
     plain = KernelSeeds(of_ends(run, seeds), seeds.saved, save_step, times, run.outcome.t_reached, {})

@@ -108,10 +108,7 @@ class Compiler:
     def plan(self, backend: EnsembleAlgorithm, batch: Batch, settings: Settings, given: Batch) -> TracedProblem | None:
         """Try out f and the events, and return what a kernel computes where one is chosen.
 
-        Parameters
-        ----------
-        given : Batch
-            The batch before what is traced was made plain.
+        `given` is the batch before what is traced was made plain.
         """
         conditions = [event for event in settings.events if event.condition is not None]
 

@@ -114,15 +114,9 @@ def _function(
 
 @cache
 def signature_of(name: str, dtype: np.dtype, restarts: bool = False, events: bool = False) -> str:
-    """Return the types of a kernel's arguments.
+    """Return the types of the arguments of the kernel "forward" or "reverse", by the states' dtype.
 
-    Parameters
-    ----------
-    name : {"forward", "reverse"}
-    dtype : dtype
-        Of the states.
-    restarts, events : bool
-        Whether first steps have bounds; whether the kernel looks for events.
+    `restarts` says whether first steps have bounds, `events` whether the kernel looks for events.
     """
     row, table, cube, cubes = (f"{dtype.name}[{':, ' * axes}::1]" for axes in range(4))
     kinds = (_forward if name == "forward" else _reverse)(row, table, cube, cubes)

@@ -77,32 +77,16 @@ class ParameterPacking(NamedTuple):
         return tuple(j for part in self.parts if not part.varies for j in part.scalars)
 
     def split(self, leaves: list[Any], count: int, dtype: DTypeLike) -> tuple[Array, Array]:
-        """Return the parameters of `count` trajectories.
+        """Return the parameters of `count` trajectories in a real dtype, shapes (len(varying), count) and (len(shared),).
 
-        Parameters
-        ----------
-        leaves : list
-            As `Parameters` holds them: the last axis of one that varies counts trajectories.
-        dtype : dtype
-            Of the rows, real.
-
-        Returns
-        -------
-        array, shape (len(varying), count)
-        array, shape (len(shared),)
+        `leaves` are as `Parameters` holds them: the last axis of one that varies counts trajectories.
         """
         own = [row_parts(np.reshape(leaves[p.place], (-1, count))) for p in self.parts if p.varies and len(p.scalars)]
         common = [parts(np.ravel(leaves[p.place])) for p in self.parts if not p.varies]
         return _together(own or [np.empty((0, count))], dtype), _together(common or [np.empty(0)], dtype)
 
     def joined(self, varying: Array, shared: Array) -> dict[int, Array]:
-        """Return, by the places of leaves, arrays of their shapes from rows in the order of `split`.
-
-        Parameters
-        ----------
-        varying : array, shape (len(varying), count)
-        shared : array, shape (len(shared),)
-        """
+        """Return, by the places of leaves, arrays of their shapes from rows of the shapes and in the order of `split`."""
         # Parts are in the order of their scalars, so each takes the next rows.
         rows = {True: iter(varying), False: iter(shared)}
         made = {}

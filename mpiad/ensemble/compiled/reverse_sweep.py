@@ -22,15 +22,7 @@ __all__ = ["carried_tangents", "pull_compiled"]
 
 
 def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int], timed: bool) -> Cotangents:
-    """Return the cotangents of a run's inputs, by a reverse kernel.
-
-    Parameters
-    ----------
-    places : sequence of int
-        Of the leaves of the parameters to differentiate by.
-    timed : bool
-        Whether to differentiate by the ends of tspan, too.
-    """
+    """Return the cotangents of a run's inputs, by a reverse kernel; the arguments are those of `pull_run`."""
     if run.settings.events and solver.every:
         return pull_run(run, seeds, places, timed)  # saved times aren't known
     if solver.settings.checkpoints is not None and run.outcome.last is None:
@@ -127,20 +119,8 @@ def carried_tangents(
 ) -> tuple[Array, Array | None] | None:
     """Return the tangents of final and saved states along the numbers that a run is differentiated by.
 
-    Parameters
-    ----------
-    by_u0 : bool
-        Whether by the initial states, whose numbers come first.
-    places : sequence of int
-        Of the leaves of the parameters.
-    saving : bool
-        Whether those of the saved states are wanted.
-
-    Returns
-    -------
-    array, shape (m, d, N)
-    array, shape (m, N, n_saved, d), or None
-        None instead of both, where others were carried.
+    They are of shapes (m, d, N) and, where `saving`, (m, N, n_saved, d); None instead of both, where others were carried.
+    The numbers of the initial states, `by_u0`, come first, those of the leaves at `places` follow.
     """
     if run.outcome.carried is None:
         return None

@@ -139,12 +139,8 @@ class Steps:
     def factor(self, power: Callable[[str, str, str], list[str]], before: str, rejected: str) -> list[str]:
         """Return lines on the `factor` of the next step, by `q2` and whether this one is `accepted`.
 
-        Parameters
-        ----------
-        power : callable
-            ``power(x, exponent, out)`` returns lines on a power.
-        before, rejected : str
-            What the `q2` of the last accepted step is called, and what says whether the try before was rejected.
+        ``power(x, exponent, out)`` returns lines on a power. `before` is what the `q2` of the last accepted step is called,
+        `rejected` what says whether the try before was rejected.
         """
         controller, order = self.form.controller, self.form.tableau.error_order
         beta = controller.beta if isinstance(controller, PIController) else None
@@ -249,14 +245,8 @@ class Steps:
     def located(self, stage: Callable[[int, int], str], u: Callable[[int], str], value: list[str]) -> list[str]:
         """Return lines that find at which part of the step, `high`, a condition vanishes: see `EventWatch`.
 
-        It was `old`, and is `late` at the end of the step.
-
-        Parameters
-        ----------
-        stage, u : callable
-            What the components of stages, and of the state before the step, are called.
-        value : list of str
-            Lines on the condition's `value` at the state y and the part x of the step.
+        It was `old`, and is `late` at the end of the step. `stage` and `u` name the components of stages and of the state
+        before the step; `value` are lines on the condition's `value` at the state y and the part x of the step.
         """
         inner = [
             "width = high - low",

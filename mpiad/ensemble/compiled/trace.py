@@ -112,14 +112,7 @@ def _counted(builder: Builder, numbers: list[int], shape: Shape) -> list[Symbol]
 
 
 def verify(program: Program, batch: Batch) -> None:
-    """Compare a program with f at the initial states of a few trajectories.
-
-    Parameters
-    ----------
-    program : Program
-        What was traced.
-    batch : Batch
-        Of plain arrays.
+    """Compare a program with f at the initial states of a few trajectories, which are plain arrays.
 
     Raises
     ------
@@ -136,14 +129,7 @@ def verify(program: Program, batch: Batch) -> None:
 
 
 def verify_condition(program: Program, batch: Batch, event: Event) -> None:
-    """Compare a program with an event's condition at the initial states of a few trajectories.
-
-    Parameters
-    ----------
-    program : Program
-        What was traced, of one output.
-    batch : Batch
-        Of plain arrays.
+    """Compare a program of one output with an event's condition at the initial states of a few trajectories.
 
     Raises
     ------

@@ -55,14 +55,8 @@ class TracedProblem(NamedTuple):
 def remembered(make: Callable[[], _Found | None], batch: Batch, events: Sequence[Event], *asked: object) -> _Found | None:
     """Return what a batch computes, as it was traced before for one like it, or else what `make` returns.
 
-    Parameters
-    ----------
-    make : callable
-        Returns it, None where nothing is to be remembered.
-    batch : Batch
-        Of plain arrays on the host.
-    *asked : object
-        What else it depends on, and by which what is made here differs from what others remember.
+    None isn't remembered. `asked` is what else it depends on, and by which what is made here differs from what others
+    remember.
     """
     parts = {part.place: part for part in packing_of(batch.p).parts}
     forms: list[Any] = [parts.get(place, leaf) for place, leaf in enumerate(batch.p.leaves)]
@@ -80,21 +74,12 @@ def remembered(make: Callable[[], _Found | None], batch: Batch, events: Sequence
 
 
 def traced_program(batch: Batch, must: bool, warn: Warn) -> Program | None:
-    """Return what f computes; None, and a word about it, where it can't be traced or is too large.
-
-    Parameters
-    ----------
-    batch : Batch
-        Of plain arrays on the host.
-    must : bool
-        Whether to raise instead: by ``compile=True``.
-    warn : callable
-        Is told an f and why the vectorised path solves it.
+    """Return what f computes; None, and a word about it to `warn`, where it can't be traced or is too large.
 
     Raises
     ------
     TypeError
-        Where it must be compiled, and can't be.
+        Where it must be compiled, by ``compile=True``, and can't be.
     """
     try:
         program = trace(batch.f, batch.shape, batch.p, batch.u0.dtype)
@@ -115,17 +100,7 @@ def traced_program(batch: Batch, must: bool, warn: Warn) -> Program | None:
 
 
 def changes(f: Function, program: Program, warn: Warn, name: str = "f") -> bool:
-    """Tell whether a function is another one in each solve: by numbers that it closes over.
-
-    Parameters
-    ----------
-    program : Program
-        What it computes in this solve.
-    warn : callable
-        See `traced_program`.
-    name : str
-        What it is, for the log.
-    """
+    """Tell whether a function, `name` in the log, is another one in each solve: by numbers that it closes over."""
     known = _programs.setdefault(identity_of(f), set())
     known.add(program)
     if len(known) <= _MOST_PROGRAMS:
@@ -150,18 +125,10 @@ def warn_once(f: Function, text: str, logs: bool = True) -> None:
 def conditions_of(batch: Batch, events: Sequence[Event], must: bool, warn: Warn) -> tuple[Program, ...] | None:
     """Return what the conditions compute, each a program of one output; None where one of them can't be compiled.
 
-    Parameters
-    ----------
-    batch : Batch
-        Of plain arrays on the host.
-    must : bool
-        Whether to raise instead.
-    warn : callable
-        See `traced_program`.
-
     Raises
     ------
     TypeError
+        Where it must be.
     """
     programs = []
     for event in events:

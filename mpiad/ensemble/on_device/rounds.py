@@ -30,17 +30,9 @@ __all__ = ["DeviceStages", "integrate"]
 
 
 def integrate(batch: Batch, settings: Settings) -> Outcome:
-    """Solve all trajectories of a batch whose states are device arrays.
+    """Solve all trajectories of a batch whose states are device arrays, start and end on the host.
 
-    Parameters
-    ----------
-    batch : Batch
-        With start and end on the host.
-
-    Returns
-    -------
-    Outcome
-        States and saved states on the device; the rest on the host, brought there in one copy at the end.
+    In the outcome states and saved states are on the device; the rest is on the host, brought there in one copy at the end.
     """
     pool = DeviceWorkingSet(batch, settings)
     with np.errstate(all="ignore"):

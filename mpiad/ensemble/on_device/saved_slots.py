@@ -144,12 +144,7 @@ class EveryStep:
     def collected(self, start: Array, most: int) -> tuple[Array, Array]:
         """Return the saved states, shape (N, most + 1, d), and their times in the direction of the solve, filled with NaN.
 
-        Parameters
-        ----------
-        start : array, shape (N,)
-            On the device, in the direction of the solve.
-        most : int
-            Steps of the longest trajectory.
+        `start` (N,) is on the device, in the direction of the solve; `most` counts the steps of the longest trajectory.
         """
         home: Any = arrays_of(start)
         u0, self.count = self._batch.u0, most + 1

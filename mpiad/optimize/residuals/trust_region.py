@@ -225,12 +225,7 @@ def _outcome(result: scipy.optimize.OptimizeResult, problem: _Problem) -> dict[s
 def _surrogate_residuals(sums: np.ndarray, size: int, robust: bool) -> np.ndarray:
     """Return what stands for the residuals, shape (n + 1,), or (n + 2,) under a robust loss.
 
-    Parameters
-    ----------
-    sums : array, shape (2,)
-        Twice the cost, and the square of the residuals in its model.
-    size : int
-        Number of variables n.
+    The sums are twice the cost, and the square of the residuals in its model; n is `size`, the number of variables.
     """
     out = np.zeros(size + 1 + robust)
     if np.all(np.isfinite(sums)):

@@ -103,15 +103,9 @@ class Ring:
 def two_loop_recursion(products: np.ndarray, with_gradient: np.ndarray, square: float) -> tuple[np.ndarray, float]:
     """Return the coefficients of -H g, shape (2m + 1,), g's the last, and its slope g · (-H g).
 
-    Parameters
-    ----------
-    products : array, shape (2m, 2m)
-        Of all y and s with each other; those of pair j lie in rows 2j and 2j + 1, the oldest pair's first. A pair of no
-        positive curvature is left out.
-    with_gradient : array, shape (2m,)
-        Of all y and s with g.
-    square : float
-        g · g.
+    The products (2m, 2m) are those of all y and s with each other: those of pair j lie in rows 2j and 2j + 1, the oldest
+    pair's first. A pair of no positive curvature is left out. With g the products are `with_gradient` (2m,), and `square`
+    is g · g.
     """
     pairs = [j for j in range(len(products) // 2) if _curves(products, j)]
     inner = np.append(with_gradient, square)

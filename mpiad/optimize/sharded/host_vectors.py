@@ -172,14 +172,8 @@ class HostVectors:
     ) -> tuple[np.ndarray, float]:
         """Return the products of the ring's rows with each other over free variables, and the slope of those held.
 
-        Parameters
-        ----------
-        x : array
-            Where the solve is.
-        norm : float
-            Largest absolute entry of the projected gradient there, on any rank.
-        before : array or None
-            Where it was, if the step from there is the newest pair's.
+        At `x`, where the solve is, `norm` is the largest absolute entry of the projected gradient on any rank; it was at
+        `before` where the step from there is the newest pair's.
         """
         rows, box = ring.rows(), self.box
         products, of_held = np.zeros((len(rows), len(rows))), 0.0
@@ -216,21 +210,11 @@ class HostVectors:
 
     @np.errstate(over="ignore", invalid="ignore")  # as in `take`
     def take_within(self, ring: Ring, gradient: np.ndarray, x: np.ndarray, here: np.ndarray | None) -> list[float]:
-        """Copy the gradient of a trial point into its row; return what is to be known of the point.
+        """Copy the gradient of a trial point x into its row; return what is to be known of the point.
 
-        Parameters
-        ----------
-        gradient, x : array
-            Of the trial point.
-        here : array or None
-            Where the step to it began.
-
-        Returns
-        -------
-        list of float
-            The largest absolute entry of the projected gradient, infinite where an entry of the gradient isn't finite.
-            The slope along the direction, the step times the gradients before and here, its square, and whether a bound
-            has stopped any variable.
+        That is the largest absolute entry of the projected gradient, infinite where an entry of the gradient isn't finite;
+        and of a step that began `here` the slope along the direction, the step times the gradients before and here, its
+        square, and whether a bound has stopped any variable.
         """
         found = np.zeros(5)
         for part, tile in self:

@@ -80,14 +80,8 @@ class LimitedMemory:
     def update(self, new: Point, before: Point | None, stop: bool) -> tuple[float, float, bool]:
         """Move to a trial point; return the next direction's slope, the gradient's length, and whether any rank stops.
 
-        Parameters
-        ----------
-        new : Point
-            The last trial point, or where the solve already is.
-        before : Point or None
-            Where the solve was, if the step from there makes a pair.
-        stop : bool
-            Whether this rank wants the solve to end.
+        `new` is the last trial point, or where the solve already is; `before` where it was, if the step from there makes a
+        pair; `stop` says whether this rank wants the solve to end.
         """
         keep = before is not None
         self._move(new, keep)
@@ -197,11 +191,7 @@ class LimitedMemory:
     def advance(self, at: Point, step: float, outs: tuple[Array, Array | None]) -> None:
         """Write where a step along the direction from a point leads, and once more where there is a copy.
 
-        Parameters
-        ----------
-        at : Point
-            Where the solve is; `update` was called there last. The first step from it also makes the direction.
-        outs : two arrays, shape (n,), or an array and None
+        `at` is where the solve is, for which `update` was called last. The first step from it also makes the direction.
         """
         ring, vectors = self.ring, self.vectors
         parts = [] if self._made else ring.parts()

@@ -146,12 +146,7 @@ def _tilted(end: End, tilt: float) -> End:
 def next_step(best: End, other: End, trial: End, bracketed: bool, lowest: float, highest: float) -> float:
     """Return the step to try after `trial`, where `best` has the lowest value so far: section 4 of [1], cases 1 to 4.
 
-    Parameters
-    ----------
-    best, other, trial : End
-        `other` is the far end of the interval where a minimiser is bracketed.
-    lowest, highest : float
-        How far a step may go that is not bracketed.
+    `other` is the far end of the interval where a minimiser is bracketed; else a step may go from `lowest` to `highest`.
     """
     if trial.value > best.value:
         return _after_rise(best, trial)

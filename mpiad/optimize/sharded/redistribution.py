@@ -61,15 +61,10 @@ class OldState(NamedTuple):
 
 
 def layout_of(specs: Sequence[tuple], checkpoint: Checkpoint, comm: Comm) -> Layout | None:
-    """Return where this rank's variables lie; None where nobody says so.
+    """Return where this rank's variables, arrays of these shapes and dtypes, lie; None where nobody says so.
 
-    Parameters
-    ----------
-    specs : sequence of (shape, dtype)
-        Of the arrays of variables.
-    checkpoint : Checkpoint
-        Its `blocks`; without them arrays with one axis are parts of whole ones, one behind the other by rank.
-    comm : mpi4py intracommunicator
+    The checkpoint's `blocks` say it; without them arrays with one axis are parts of whole ones, one behind the other by
+    rank.
 
     Ranks
     -----
@@ -122,13 +117,8 @@ def _mixed(x: np.ndarray) -> np.ndarray:
 def newest_state(files: list[Path], problem: dict[str, Any], comm: Comm) -> tuple[OldState | None, str | None]:
     """Return the newest iteration of which all ranks of one number have files, and what is wrong with a file; collective.
 
-    Parameters
-    ----------
-    files : list of Path
-        Of all old ranks, the same on all ranks here.
-    problem : dict
-        What the state must belong to, as far as that doesn't depend on the ranks.
-    comm : mpi4py intracommunicator
+    The files are those of all old ranks, the same on all ranks here; `problem` is what the state must belong to, as far as
+    that doesn't depend on the ranks.
     """
     mine, wrong = [], None
     for file in files[comm.rank :: comm.size]:

@@ -65,14 +65,8 @@ class Step(NamedTuple):
 def truncated_cg(system: System, gradient: Array, forcing: float, limit: int, radius: float = math.inf) -> Step | None:
     """Return about the minimiser of gᵀp + ½ pᵀHp within a radius; None where a rank was told to end.
 
-    Parameters
-    ----------
-    forcing : float
-        By how much the residual is to fall.
-    limit : int
-        Most products.
-    radius : float
-        Infinite for a line search. The first negative curvature then ends it with the step so far, or the steepest descent.
+    By `forcing` the residual is to fall, in no more products than `limit`. Where the radius is infinite, for a line search,
+    the first negative curvature ends it with the step so far, or the steepest descent.
 
     Raises
     ------

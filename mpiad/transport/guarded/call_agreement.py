@@ -91,10 +91,7 @@ class Agreement:
     def renew(self, epoch: int | None = None) -> None:
         """Forget what is under way, and count anew: later messages have other tags. All ranks call it.
 
-        Parameters
-        ----------
-        epoch : int, optional
-            The same on all ranks, where they may have begun anew without each other.
+        The `epoch` is the same on all ranks, where they may have begun anew without each other.
         """
         self.epoch = self.epoch + 1 if epoch is None else epoch
         # One rank may have begun there what the others haven't. Not freed: whoever got its number would receive that.

@@ -74,10 +74,7 @@ class HeadedMessages(Guarded):
     def skip(self, sent: dict[tuple[int, int], int], received: dict[tuple[int, int], int]) -> None:
         """Expect no headers where only one end of a message was under watch; collective.
 
-        Parameters
-        ----------
-        sent, received : dict
-            How many messages this rank has sent to, and begun to receive from, each (rank, tag).
+        So many messages this rank has `sent` to, and begun to receive from, each (rank, tag).
         """
         said = [({t: n for (p, t), n in sent.items() if p == peer}, {t: n for (p, t), n in received.items() if p == peer})
                 for peer in range(self.size)]  # fmt: skip

@@ -80,12 +80,7 @@ class deadline_lifted:
 
 
 def poll(test: Callable[[], Any], make: Callable[[], Awaited]) -> None:
-    """Return when `test` is true.
-
-    Parameters
-    ----------
-    make : callable
-        Describes what is waited for; called when it takes longer than a moment.
+    """Return when `test` is true; `make` describes what is waited for, where it takes longer than a moment.
 
     Raises
     ------

@@ -165,18 +165,10 @@ class Solved:
 
 
 def results_of(solved: Solved, given: Batch) -> list[Array]:
-    """Return the results as functions of what is traced.
+    """Return the results as functions of what is traced in `given`.
 
-    Parameters
-    ----------
-    given : Batch
-        With traced values in it.
-
-    Returns
-    -------
-    list of array
-        Saved states, of shape (N, n_saved, d), and last ones, (N, d); with events and where something is traced when
-        trajectories ended, (N,), and when all events were, in the order of the table's rows, on the host.
+    They are saved states, (N, n_saved, d), and last ones, (N, d); with events and where something is traced when
+    trajectories ended, (N,), and when all events were, in the order of the table's rows, on the host.
     """
     # Nobody differentiates by what isn't traced, and times would make a second array of all states.
     solved.timed = solved.timed and given.traced

@@ -46,15 +46,7 @@ class Inputs(NamedTuple):
 
 
 def inputs_of(arrays: ArrayModule, batch: Batch, settings: Settings, packing: ParameterPacking) -> Inputs:
-    """Return the arguments on a device, to which host arrays are copied: one copy for each that isn't one number.
-
-    Parameters
-    ----------
-    batch : Batch
-        Of plain arrays, on the host or on the device.
-    packing : ParameterPacking
-        Of the parameters.
-    """
+    """Return the arguments on a device, to which host arrays are copied: one copy for each that isn't one number."""
     count, real = batch.size, batch.u0.dtype
     own = [_rows(arrays, batch.p.leaves[part.place], count, real) for part in packing.parts if part.varies]
     times = np.asarray(settings.saveat, float)
@@ -106,10 +98,7 @@ def _together(arrays: ArrayModule, parts: list[Array], empty: tuple[int, ...], d
 def sample_batch(batch: Batch) -> Batch:
     """Return a batch of host arrays with the same f and the same shapes, of a few trajectories.
 
-    Parameters
-    ----------
-    batch : Batch
-        Of plain arrays; what all trajectories share is taken as it is where it lives on the host.
+    What all trajectories share is taken as it is where it lives on the host.
     """
     leaves = [_leaf(leaf, varies) for leaf, varies in zip(batch.p.leaves, batch.p.varies)]
     times = [np.full(_COLUMNS, x[0] if len(x) else value) for x, value in ((batch.start, 0.0), (batch.end, 1.0))]

@@ -24,13 +24,7 @@ class Share(NamedTuple):
 
 
 def longest_of_blocks(arrays: ArrayModule, naccept: Array) -> tuple[int, Array]:
-    """Return how many trajectories a block has, and on the host the most steps of any in each block.
-
-    Parameters
-    ----------
-    naccept : array of int, shape (n,)
-        On the device.
-    """
+    """Return how many trajectories a block has, and on the host the most steps of any in each block."""
     n = len(naccept)
     size = -(-n // _BLOCKS)
     whole = n // size * size
@@ -41,16 +35,9 @@ def longest_of_blocks(arrays: ArrayModule, naccept: Array) -> tuple[int, Array]:
 
 
 def shares_within(size: int, longest: Array, count: int, bytes_per_step: int, budget: int) -> list[Share]:
-    """Return shares, in order, whose steps fit into a budget.
+    """Return shares of `count` trajectories, in order, whose steps fit into a budget.
 
-    Parameters
-    ----------
-    size : int
-        Of a block of trajectories.
-    longest : array of int
-        The most steps of any trajectory of each block.
-    count : int
-        How many trajectories there are.
+    Blocks have so many trajectories, of which the longest has so many steps.
 
     Raises
     ------

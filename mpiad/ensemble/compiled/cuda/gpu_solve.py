@@ -44,16 +44,10 @@ def solved_on_gpu(
     backend: EnsembleAlgorithm, compiler: Compiler, given: Batch, batch: Batch, settings: Settings,
     by_arrays: Callable[..., EnsembleSolution],
 ) -> EnsembleSolution:  # fmt: skip
-    """Solve all trajectories of a batch: by a kernel where that can be, else by arrays.
+    """Solve all trajectories of a batch: by a kernel where that can be, else by arrays where they live.
 
-    Parameters
-    ----------
-    given : Batch
-        With traced values in it.
-    batch : Batch
-        The same as plain arrays, on a device or on the host.
-    by_arrays : callable
-        ``by_arrays(backend, given, batch, settings)`` solves it where the arrays live.
+    In `given` some values may be traced; `batch` is the same as plain arrays, on a device or on the host. By arrays it is
+    ``by_arrays(backend, given, batch, settings)`` that solves.
 
     Raises
     ------
@@ -152,12 +146,7 @@ def _shaped(x: Array, shape: Shape) -> Array:
 def program_for_gpu(compiler: Compiler, given: Batch, host: Batch, settings: Settings) -> Program | None:
     """Return what is compiled; None, and one line in the log, where arrays solve the ensemble.
 
-    Parameters
-    ----------
-    given : Batch
-        With traced values in it.
-    host : Batch
-        The same, or a few trajectories like it, as plain arrays on the host.
+    In `given` some values may be traced; `host` is the same, or a few trajectories like it, as plain arrays on the host.
 
     Raises
     ------

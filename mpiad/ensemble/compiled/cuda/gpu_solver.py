@@ -251,14 +251,7 @@ class Loaded(NamedTuple):
 
 
 def loaded(launcher: Launcher, text: str, name: str, options: tuple[str, ...]) -> Loaded:
-    """Return a kernel of a text, compiled where this process hasn't done so for this device.
-
-    Parameters
-    ----------
-    text : str
-        CUDA C.
-    name : {"forward", "reverse"}
-    """
+    """Return the kernel "forward" or "reverse" of a text of CUDA C, compiled where this device doesn't have it yet."""
     key = launcher, hashlib.sha256("\n".join([name, *options, text]).encode()).hexdigest()
     # Under the lock: a second thread waits for the first one's kernel instead of compiling it, too.
     with _lock:
