@@ -114,17 +114,8 @@ class Builder:
 def simplify(program: Program, known: Mapping[Input, float] | None = None, outputs: Sequence[int] | None = None) -> Program:
     """Return a program of the same values with less to compute; `identities` says which changes are made.
 
-    Parameters
-    ----------
-    program : Program
-    known : mapping of (str, int) to float, optional
-        Inputs whose values are known, by groups and places; the places of the others stay as they are.
-    outputs : sequence of int, optional
-        Places of the outputs that are wanted, all by default.
-
-    Returns
-    -------
-    Program
+    `known` has the values of inputs that are known, by groups and places; the places of the others stay as they are. Of the
+    outputs those at `outputs` are kept, all by default.
     """
     builder = Builder()
     new = copied(builder, program, known)

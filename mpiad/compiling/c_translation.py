@@ -23,14 +23,7 @@ _CALLS = {
 
 
 def c_lines(lines: Sequence[str], declared: Iterable[str] = ()) -> list[str]:
-    """Return statements of the kernel language as C.
-
-    Parameters
-    ----------
-    lines : sequence of str
-    declared : iterable of str
-        Variables that are there already; a set is told those that these statements declare.
-    """
+    """Return statements of the kernel language as C; a set of variables `declared` so far is told what they declare."""
     known = declared if isinstance(declared, set) else set(declared)
     return _block(ast.parse("\n".join(lines)).body, known)
 

@@ -58,21 +58,10 @@ class Kernel(NamedTuple):
 
 
 def kernel_of(text: str, name: str, signature: str, fast: str = "") -> Kernel:
-    """Return a function that a text defines, compiled.
+    """Return the function `name` of a text in the language of `translation`, compiled.
 
-    Parameters
-    ----------
-    text : str
-        Of functions in the language of `translation`, of which `name` is the kernel.
-    name : str
-    signature : str
-        Of arrays and numbers, as ``void(int64, float64[:, ::1])``; with ``linked`` for ``void``, of a linked kernel.
-    fast : str
-        How floating-point operations may be changed, as LLVM writes it; not at all by default.
-
-    Returns
-    -------
-    Kernel
+    The signature is one of arrays and numbers, as ``void(int64, float64[:, ::1])``; with ``linked`` for ``void``, of a
+    linked kernel. `fast` says how floating-point operations may be changed, as LLVM writes it; not at all by default.
 
     Raises
     ------

@@ -23,14 +23,7 @@ _FLAT = 22.0
 
 
 def complex_value(operation: str, arguments: list[Symbol]) -> Symbol:
-    """Return an operation's value where at least one of its arguments is complex.
-
-    Parameters
-    ----------
-    operation : str
-        A name of the catalogue.
-    arguments : list of Symbol
-        Real or complex.
+    """Return the value of an operation of the catalogue where at least one of its arguments is complex.
 
     Raises
     ------

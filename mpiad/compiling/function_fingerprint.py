@@ -37,11 +37,7 @@ _NOTHING = object()
 def fingerprint_of(f: Function, *given: Any) -> Fingerprint | None:
     """Return all that a function reads beside its arguments, None where that can't be told.
 
-    Parameters
-    ----------
-    f : callable
-    *given
-        Values that are read with it: what it is told of its arguments.
+    `given` are values that are read with it: what it is told of its arguments.
     """
     reader = _Reader()
     try:

@@ -56,20 +56,7 @@ def _target() -> Any:
 
 
 def object_file(text: str) -> tuple[bytes, tuple[str, ...]]:
-    """Compile a module.
-
-    Parameters
-    ----------
-    text : str
-        LLVM's intermediate representation.
-
-    Returns
-    -------
-    bytes
-        The object file.
-    tuple of str
-        The functions outside of it that the module calls by name.
-    """
+    """Compile a module in LLVM's intermediate representation; return the object file, and the functions outside of it."""
     import llvmlite.binding as llvm
 
     machine = _target()

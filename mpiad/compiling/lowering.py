@@ -23,16 +23,7 @@ _LARGEST_EXPONENT = 64
 # A kernel's text is made of it, and how wide its vectors are.
 @lru_cache(32)
 def lowered(program: Program) -> Program:
-    """Return a program of the same values, to a few roundings, in operations that have a text.
-
-    Parameters
-    ----------
-    program : Program
-
-    Returns
-    -------
-    Program
-    """
+    """Return a program of the same values, to a few roundings, in operations that have a text."""
     builder, new = Builder(), []
     for operation, arguments, value in program.instructions:
         given = [Symbol(builder, new[i]) for i in arguments]

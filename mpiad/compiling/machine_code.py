@@ -42,19 +42,11 @@ class Code(NamedTuple):
 
 
 def code_of(text: str, name: str, signature: str, fast: str = "") -> Code:
-    """Compile a kernel.
+    """Compile the kernel `name` of a text in the language of `translation`.
 
-    Parameters
-    ----------
-    text : str
-        Of functions in the language of `translation`.
-    name : str
-        Of the kernel among them.
-    signature : str
-        Its arguments, as ``void(int64, float64[:, ::1])``; of a linked kernel, no two of whose arrays share memory that it
-        writes, ``linked(float64[:, ::1])``.
-    fast : str
-        How floating-point operations may be changed, as LLVM writes it; not at all by default.
+    The signature is ``void(int64, float64[:, ::1])`` or the like; of a linked kernel, no two of whose arrays share memory
+    that it writes, ``linked(float64[:, ::1])``. `fast` says how floating-point operations may be changed, as LLVM writes
+    it; not at all by default.
 
     Raises
     ------

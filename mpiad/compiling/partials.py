@@ -21,14 +21,7 @@ Rule: TypeAlias = "Callable[..., list[Partial]]"
 
 
 def partials_of(operation: str, arguments: list[Symbol], value: Symbol) -> list[Partial]:
-    """Return the derivatives of an operation's value by each argument.
-
-    Parameters
-    ----------
-    operation : str
-    arguments : list of Symbol
-    value : Symbol
-    """
+    """Return the derivatives of an operation's value by each argument."""
     rule = PARTIALS.get(operation)
     return [None] * len(arguments) if rule is None else rule(*arguments, value)
 

@@ -117,16 +117,7 @@ def exact(value: float | bool | Input | None) -> str:
 def evaluated(program: Program, *groups: Sequence[Any] | Array) -> list[Any]:
     """Return the outputs of a program by NumPy, one operation after the other: the reference for what is made of it.
 
-    Parameters
-    ----------
-    program : Program
-    *groups : sequence of number or array
-        Of each group one entry for each input; arrays of one shape stand for many evaluations.
-
-    Returns
-    -------
-    list
-        One entry for each output.
+    Of each group there is one entry for each input; arrays of one shape stand for many evaluations.
     """
     inputs = dict(zip(program.groups, groups, strict=True))
     values: list[Any] = []

@@ -45,27 +45,12 @@ def lines(
     program: Program, names: Names, outputs: Sequence[str], language: str = "python", dtype: DTypeLike = float,
     prefix: str = "v",
 ) -> list[str]:  # fmt: skip
-    """Return statements that compute a program's outputs.
+    """Return statements, without indentation, that compute a program's outputs.
 
-    Parameters
-    ----------
-    program : Program
-    names : mapping of str to sequence of str
-        Texts of each group's inputs; each is read as often as it is used, so give local scalars.
-    outputs : sequence of str
-        What the outputs are assigned to, one after the other, after everything has been computed.
-    language : {"python", "c"}
-        The kernel language, a part of Python (see `mpiad.compiling.translation`); or C, which is also C++ and
-        CUDA.
-    dtype : dtype
-        float64 or float32.
-    prefix : str
-        What the names of local scalars begin with; two programs in one function need different ones.
-
-    Returns
-    -------
-    list of str
-        Lines without indentation.
+    `names` has the texts of each group's inputs; each is read as often as it is used, so give local scalars. The outputs
+    are assigned, one after the other, after everything has been computed. The language is "python", that of kernels (see
+    `mpiad.compiling.translation`), or "c", which is also C++ and CUDA; the dtype float64 or float32. With `prefix` the
+    names of local scalars begin; two programs in one function need different ones.
     """
     program = lowered(program)
     style = _Style(language == "c", np.dtype(dtype) == np.float32)
@@ -79,20 +64,8 @@ def function_source(
 ) -> str:  # fmt: skip
     """Return the text of a function of scalars that returns the outputs as a tuple; in C it gives them to references.
 
-    Parameters
-    ----------
-    program : Program
-    name : str
-    names : mapping of str to sequence of str
-        What each group's inputs are called.
-    arguments : sequence of str
-        The same names in the order in which the function takes them.
-    fused : bool
-        Whether products that are added are rounded once.
-    dtype : dtype
-        float64 or float32.
-    language : {"python", "c"}
-        In C numbers are `real`, and the function `INLINE`.
+    `names` says what each group's inputs are called, and `arguments` in which order the function takes them. With `fused`
+    products that are added are rounded once. In C numbers are `real`, and the function `INLINE`.
     """
     if language == "c":
         outputs = numbered("out", len(program.outputs))

@@ -93,16 +93,8 @@ def input_array(
 ) -> SymbolicArray:
     """Return inputs of a group as an array that a function takes.
 
-    Parameters
-    ----------
-    builder : Builder
-    group : str
-    places : range
-        In the group, those of the array's entries in C order.
-    shape : tuple of int
-    dtype : dtype
-    in_pairs : bool
-        Whether each two inputs are the real and the imaginary part of an entry.
+    Their places in the group are those of the array's entries in C order; `in_pairs` each two of them are the real and the
+    imaginary part of an entry.
     """
     numbers = [builder.input(group, place) for place in places]
     if in_pairs:
@@ -131,12 +123,7 @@ def scalars(components: Sequence[Symbol], in_pairs: bool) -> list[int]:
 def first_difference(found: Array, expected: Array, given: Array) -> tuple[int, ...] | None:
     """Return where a program's values differ from a function's by more than rounding, None where they don't.
 
-    Parameters
-    ----------
-    found, expected : array
-        The values of both.
-    given : array
-        What they were computed from, in the precision of the computation.
+    They were computed from `given`, which is in the precision of the computation.
     """
     if found.tobytes() == expected.tobytes():
         return None  # nearly always, and each call comes here

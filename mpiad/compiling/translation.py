@@ -30,19 +30,10 @@ _WIDE = '"prefer-vector-width"="512"'
 
 
 def translated(text: str, name: str, arguments: Sequence[Argument], fast: str = "", linked: bool = False) -> str:
-    """Return a kernel as a module of LLVM's intermediate representation.
+    """Return a kernel, one of the functions of a text, as a module of LLVM's intermediate representation.
 
-    Parameters
-    ----------
-    text : str
-        Functions, of which the kernel is one.
-    name : str
-        Of the kernel; so its symbol is called.
-    arguments : sequence of Argument
-    fast : str
-        Flags of floating-point operations that may be reordered, as LLVM writes them.
-    linked : bool
-        Whether it is a linked kernel (see `machine_code`), no two of whose arrays share memory that it writes.
+    Its symbol is called `name`. `fast` are the flags of floating-point operations that may be reordered, as LLVM writes
+    them; `linked` says whether no two of its arrays share memory that it writes (see `machine_code`).
 
     Raises
     ------

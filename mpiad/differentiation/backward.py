@@ -27,23 +27,10 @@ _ndarray, _boxes = np.ndarray, Box.types
 
 
 def accumulate(total: Array, owned: bool, g: Array) -> tuple[Any, bool]:
-    """Add one more cotangent to the sum of those that reached a node.
+    """Add a cotangent, maybe traced, to the sum of those that reached a node; return the sum, and whether it is owned.
 
-    Parameters
-    ----------
-    total : array, scalar, container or None
-        Sum so far; None before the first cotangent.
-    owned : bool
-        Whether `total` was made by an earlier call and may be changed.
-    g : array, scalar, container, Scatter, SparseObject or None
-        Cotangent to add, maybe traced; never changed. None adds nothing.
-
-    Returns
-    -------
-    total : array, scalar or container
-        The sum; never a `Scatter` or `SparseObject`.
-    owned : bool
-        Whether the sum may be changed by the next call.
+    What is `owned` was made by an earlier call and may be changed; g never is. `total` is None before the first cotangent,
+    and the sum never a `Scatter` or `SparseObject`; a g that is None adds nothing.
     """
     if g is None:
         return total, owned
@@ -97,23 +84,11 @@ def run_backward(
     keep: bool = False,
     ready: Callable[[int, Any], None] | None = None,
 ) -> list:
-    """Return the cotangents of the variables, which are the first nodes of the record.
+    """Return the cotangents of the first nodes of the record, the variables; None where nothing depends on one.
 
-    Parameters
-    ----------
-    seeds : iterable of (int, array)
-        Places of the results and their cotangents.
-    variables : int
-        Number of variables.
-    keep : bool
-        Whether the record is used again; if not, its memory is returned on the way.
-    ready : callable, optional
-        ``ready(variable, cotangent)`` is called for each variable as soon as nothing more is added to its cotangent.
-
-    Returns
-    -------
-    list
-        One cotangent for each variable, None where nothing depends on it.
+    `seeds` are the places of the results and their cotangents. Unless the record is used again (`keep`), its memory is
+    returned on the way. ``ready(variable, cotangent)`` is called for each variable as soon as nothing more is added to its
+    cotangent.
     """
     # Indexed by place: a list is cheaper than a dictionary of nodes, and needs no order to be found first.
     totals: list[Any] = [None] * len(recording.nodes)

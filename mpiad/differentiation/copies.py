@@ -26,13 +26,6 @@ _BROADCAST = "Broadcast the variable once before the first step, and update it a
 def require_equal_copies(variables: Variables, channel: Channel, call: str) -> None:
     """Raise on all ranks where their copies of a shared argument differ, under ``MPIAD_DEBUG=1``.
 
-    Parameters
-    ----------
-    variables : Variables
-        This rank's copy.
-    call : str
-        Name of the public function.
-
     Raises
     ------
     ReplicationError

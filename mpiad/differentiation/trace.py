@@ -130,15 +130,8 @@ def trace_list(
 ) -> tuple[list[Any], list[int], Recording]:
     """Run a function from a list to a list, in reverse mode: `trace_backwards` for what is called very often.
 
-    Parameters
-    ----------
-    fun : callable
-        It neither communicates nor returns a nest.
-
-    Returns
-    -------
-    values, places, recording
-        The results, where they are on the tape (-1: constant), and the record, whose first nodes are the variables.
+    The function neither communicates nor returns a nest. Returned are its results, where they are on the tape (-1:
+    constant), and the record, whose first nodes are the variables.
     """
     tape = OrderedTape()
     with tape:

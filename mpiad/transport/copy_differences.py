@@ -43,7 +43,7 @@ class Difference(NamedTuple):
 
 
 def compare(path: str, kind: str, mine: Array, theirs: Array, reference: int, others: int) -> Difference:
-    """Compare what differs in its bits, `theirs` being that of rank `reference`; `others` counts further leaves that differ."""
+    """Compare what differs in its bits; rank `reference` holds `theirs`, and so many other leaves differ, too."""
     more = f"; {others} more differ" if others else ""
     if not isinstance(mine, np.ndarray):
         text = f"{path} is {mine!r:.60} instead of rank {reference}'s {theirs!r:.60}{more}"

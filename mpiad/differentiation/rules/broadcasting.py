@@ -29,17 +29,7 @@ _ndarray, _float64 = np.ndarray, np.float64
 def fitting(operand: Array, ans: Array) -> Callable[[Array], Array] | None:
     """Return the map from cotangents of `ans` to cotangents of `operand`, None for the identity.
 
-    Parameters
-    ----------
-    operand : array or scalar
-        Operand of a broadcasting operation, maybe traced.
-    ans : array or scalar
-        Result of the operation, maybe traced.
-
-    Returns
-    -------
-    callable or None
-        Linear map, the transpose of broadcasting `operand` to the shape of `ans`.
+    It is linear, the transpose of broadcasting `operand` to the shape of `ans`; both may be traced.
     """
     # Nearly always the identity, and asked at every operation: so the commonest types first.
     kind = type(operand)
@@ -56,12 +46,7 @@ def fitting(operand: Array, ans: Array) -> Callable[[Array], Array] | None:
 def brought_home(fit: Callable[[Array], Array] | None, operand: Array, ans: Array) -> Callable[[Array], Array] | None:
     """Return a map to cotangents of an operand, with a copy to the host where the operand is there and the result isn't.
 
-    Parameters
-    ----------
-    fit : callable or None
-        From cotangents of `ans`; None for the identity.
-    operand, ans : array or scalar
-        Maybe traced.
+    `fit` maps cotangents of `ans`; None is the identity.
     """
     if arrays_of(getval(ans)) is None or arrays_of(getval(operand)) is not None:
         return fit
@@ -100,20 +85,7 @@ def _fit(shape: Shape, axes: tuple[int, ...], becomes_real: bool, dtype: np.dtyp
 
 
 def widened(tangent: Array, ans: Array) -> Array:
-    """Broadcast the tangent of one operand to the shape of the result `ans`.
-
-    Parameters
-    ----------
-    tangent : array or scalar
-        Tangent of an operand of a sum, maybe traced.
-    ans : array or scalar
-        The sum, maybe traced.
-
-    Returns
-    -------
-    array
-        Tangent of the sum.
-    """
+    """Broadcast the tangent of one operand of a sum to the shape of the sum `ans`; both may be traced."""
     value = getval(tangent)
     if type(value) is _ndarray and value.shape == ans.shape and value.dtype == ans.dtype:
         return tangent

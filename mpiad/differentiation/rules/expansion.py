@@ -13,30 +13,15 @@ __all__ = ["expand", "filled", "is_known", "kept_shape", "spread"]
 
 
 def is_known(args: tuple, kwargs: dict, names: frozenset[str]) -> bool:
-    """Tell whether a rule for a reduction knows all arguments of a call.
+    """Tell whether a rule for a reduction knows all arguments of a call: array, maybe axis, and keywords of `names`.
 
-    Parameters
-    ----------
-    args : tuple
-        Positional arguments: the array, and maybe the axis.
-    kwargs : dict
-        Keywords; NumPy's own functions pass `out=None` where they are called with a traced value.
-    names : frozenset of str
-        Keywords that the rule knows.
+    NumPy's own functions pass `out=None` where they are called with a traced value.
     """
     return len(args) <= 2 and kwargs.get("out") is None and not (kwargs.keys() - names - {"out"})
 
 
 def kept_shape(shape: Shape, axis: int | tuple[int, ...] | None) -> Shape:
-    """Return the shape of a reduction with `keepdims=True`.
-
-    Parameters
-    ----------
-    shape : tuple of int
-        Shape before the reduction.
-    axis : int, tuple of int or None
-        Axes reduced, all for None; negative ones count from the last.
-    """
+    """Return the shape of a reduction with `keepdims=True`; None reduces all axes, negative ones count from the last."""
     if axis is None:
         return (1,) * len(shape)
     kept = list(shape)
@@ -48,20 +33,7 @@ def kept_shape(shape: Shape, axis: int | tuple[int, ...] | None) -> Shape:
 def spread(g: Array, shape: Shape, kept: Shape, dtype: np.dtype) -> Array:
     """Repeat a cotangent to a shape; untraced, the result is a read-only view with strides of zero.
 
-    Parameters
-    ----------
-    g : array or scalar
-        Cotangent of a reduction, maybe traced.
-    shape : tuple of int
-        Shape to reach.
-    kept : tuple of int
-        Shape of the reduction with `keepdims=True`.
-    dtype : numpy.dtype
-        Dtype to reach; a complex cotangent stays complex.
-
-    Returns
-    -------
-    array of shape `shape`
+    The reduction with `keepdims=True` has the shape `kept`. A complex cotangent stays complex, whatever the dtype.
     """
     if type(g) in BOX_TYPES:
         return expand(g, shape, kept)
@@ -82,21 +54,7 @@ def spread(g: Array, shape: Shape, kept: Shape, dtype: np.dtype) -> Array:
 
 
 def filled(g: Array, shape: Shape, dtype: np.dtype) -> Array:
-    """Repeat a cotangent that is one number, like `spread`.
-
-    Parameters
-    ----------
-    g : scalar
-        Cotangent of a reduction to one number, maybe traced.
-    shape : tuple of int
-        Shape to reach.
-    dtype : numpy.dtype
-        Dtype to reach.
-
-    Returns
-    -------
-    array of shape `shape`
-    """
+    """Repeat a cotangent that is one number, maybe traced, like `spread`."""
     if type(g) is np.float64 and dtype == np.float64:
         # A number of NumPy's lends its memory, read-only, and lives as long as the view.
         return np.ndarray(shape, dtype, g, 0, (0,) * len(shape))
@@ -105,21 +63,7 @@ def filled(g: Array, shape: Shape, dtype: np.dtype) -> Array:
 
 @primitive
 def expand(g: Array, shape: Shape, kept: Shape) -> Array:
-    """Repeat a traced cotangent to a shape.
-
-    Parameters
-    ----------
-    g : array or scalar
-        Cotangent of a reduction.
-    shape : tuple of int
-        Shape to reach.
-    kept : tuple of int
-        Shape of the reduction with `keepdims=True`.
-
-    Returns
-    -------
-    array of shape `shape`
-    """
+    """Repeat a traced cotangent to a shape; the reduction with `keepdims=True` has the shape `kept`."""
     return np.broadcast_to(np.reshape(g, kept), shape)
 
 

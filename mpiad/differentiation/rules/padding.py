@@ -61,23 +61,10 @@ def _inner(widths: Widths, shape: Shape) -> tuple[slice, ...]:
 
 @primitive
 def fold(g: Array, widths: Widths, mode: str, shape: Shape) -> Array:
-    """Add the layers that padding copied to what they were copied from.
+    """Add the layers that padding copied to what they were copied from; return the cotangent, of the shape before padding.
 
-    Parameters
-    ----------
-    g : array
-        Cotangent of the padded array.
-    widths : list of pairs of int
-        How many elements were added before and after, for each axis.
-    mode : str
-        "edge", "reflect", "symmetric" or "wrap".
-    shape : tuple of int
-        Shape before padding.
-
-    Returns
-    -------
-    array of shape `shape`
-        Cotangent of the array.
+    `widths` says how many elements were added before and after, for each axis; `mode` is "edge", "reflect", "symmetric" or
+    "wrap".
     """
     for axis, ((before, after), n) in enumerate(zip(widths, shape)):
         if before == after == 0:

@@ -84,13 +84,7 @@ def _unit_slope(g: Array) -> Array:
 
 
 def doubled(t: Array) -> Array:
-    """Return twice a fresh value, in its memory.
-
-    Parameters
-    ----------
-    t : array or scalar
-        Value that nothing else refers to, maybe traced.
-    """
+    """Return twice a fresh value, maybe traced, in its memory: nothing else may refer to it."""
     # NumPy takes three times as long to add one element in place as to a new array.
     if type(t) is np.ndarray and t.size > 1:
         t += t

@@ -61,18 +61,7 @@ class Scatter:
         return total
 
     def mut_add(self, total: Array) -> Array:
-        """Add the cotangent to an array, in place.
-
-        Parameters
-        ----------
-        total : array of shape `shape`
-            Sum so far; changed.
-
-        Returns
-        -------
-        array
-            `total` itself.
-        """
+        """Add the cotangent to the sum so far, in place, and return that."""
         if self.repeats:
             return _add_repeated(total, self.idx, self.values)
         total[self.idx] += self.values
@@ -95,13 +84,7 @@ def _add_repeated(total: Array, idx: Index, values: Array) -> Array:
 
 
 def is_basic(idx: Index) -> bool:
-    """Tell whether NumPy answers an index with a view: integers, slices, None and Ellipsis only.
-
-    Parameters
-    ----------
-    idx : object
-        What stands between the brackets.
-    """
+    """Tell whether NumPy answers an index with a view: integers, slices, None and Ellipsis only."""
     if type(idx) is not tuple:
         return type(idx) in _BASIC
     # A loop, since this runs at each slice of each stencil; all() over a generator takes three times as long.
@@ -113,23 +96,9 @@ def is_basic(idx: Index) -> bool:
 
 @primitive
 def put(g: Array, idx: Index, repeats: bool, vs: Array) -> SparseObject:
-    """Return a traced cotangent of an array from that of its elements at `idx`.
+    """Return a traced cotangent of an array from that of its elements at `idx`, for autograd to add without writing it out.
 
-    Parameters
-    ----------
-    g : array or scalar
-        Cotangent of the elements.
-    idx : index
-        Where they were taken from.
-    repeats : bool
-        Whether `idx` may name an element more than once.
-    vs : autograd.extend.VSpace
-        Shape and dtype of the array.
-
-    Returns
-    -------
-    SparseObject
-        What autograd adds without writing out.
+    `repeats` says whether `idx` may name an element more than once; `vs` has the shape and dtype of the array.
     """
     return SparseObject(vs, Scatter(vs.shape, vs.dtype, idx, g, repeats).mut_add)
 

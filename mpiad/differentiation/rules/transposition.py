@@ -18,19 +18,7 @@ __all__ = ["tangent_by_transposition"]
 
 
 def tangent_by_transposition(rule: VjpMaker, argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
-    """Return the tangent of a result, made of its adjoint alone.
-
-    Parameters
-    ----------
-    rule : callable
-        Maker of the adjoint.
-    argnums : tuple of int
-        Which arguments have a tangent.
-    gs : sequence of array
-        These tangents.
-    ans, args, kwargs
-        The result and what it was made of; maybe traced.
-    """
+    """Return the tangent of a result by the maker of its adjoint alone; `gs` are those of the arguments `argnums`."""
     adjoint = rule(argnums, ans, args, kwargs)
     if is_device_array(getval(ans)):
         return _transposed_on_device(adjoint, gs, np.zeros_like(getval(ans)))

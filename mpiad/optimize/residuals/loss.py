@@ -59,7 +59,7 @@ class Loss:
         self._rho, self._scale = rho, scale
 
     def weighed(self, f: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
-        """Return twice this rank's cost, the residuals of its Gauss-Newton model, and the factors of the Jacobian's rows."""
+        """Return twice this rank's cost, the residuals of its Gauss-Newton model, and the factors of its Jacobian rows."""
         # Of a trial point outside of where the residuals are finite the trust region learns by the cost: nothing of ours
         # warns of it. A loss of the user's own warns as it likes.
         with np.errstate(all="ignore"):

@@ -21,32 +21,14 @@ def arrays_like(x: Array) -> ArrayModule:
 
 
 def identity(like: Array, rows: int, columns: int | None = None, k: int = 0) -> Array:
-    """Return a matrix of ones on its k-th diagonal, of the real dtype of another array.
-
-    Parameters
-    ----------
-    like : device array
-
-    Returns
-    -------
-    array of shape (rows, columns)
-    """
+    """Return a matrix of ones on its k-th diagonal, shape (rows, columns), of the real dtype of another device array."""
     arrays = arrays_like(like)
     i, j = arrays.arange(rows)[:, None], arrays.arange(rows if columns is None else columns)[None, :]
     return (j - i == k).astype(_real(like))
 
 
 def lower_triangle(like: Array, n: int) -> Array:
-    """Return a square matrix of ones below its diagonal.
-
-    Parameters
-    ----------
-    like : device array
-
-    Returns
-    -------
-    array of shape (n, n)
-    """
+    """Return a square matrix of ones below its diagonal, shape (n, n), of the dtype of another device array."""
     places = arrays_like(like).arange(n)
     return (places[None, :] < places[:, None]).astype(_real(like))
 
