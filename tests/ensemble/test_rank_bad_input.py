@@ -9,6 +9,7 @@ import pytest
 from mpi4py import MPI
 
 from mpiad.ensemble import RK45, EnsembleMPI, EnsembleProblem, Event, ODEProblem, remake, solve
+from mpiad.ensemble.compiled import kernel_solver
 
 pytestmark = pytest.mark.usefixtures("solved_by")
 
