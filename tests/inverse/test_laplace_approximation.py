@@ -9,6 +9,7 @@ from mpi4py import MPI
 
 import mpiad
 from mpiad.inverse import Bilaplacian, laplace
+from mpiad.timestepping import scan
 
 SHAPE, H, CELLS = (8, 6), 0.1, 48
 
@@ -65,6 +66,29 @@ def test_conjugate_case(linear, size):
     exact = np.sqrt(np.diag(operator @ dense @ operator.T))
     np.testing.assert_allclose(spread, exact, rtol=2.5 / np.sqrt(draws / 2))
     np.testing.assert_allclose(predicted, operator @ mean, atol=5.0 * np.max(exact) / np.sqrt(draws / 2))
+
+
+def test_a_loop_in_time_needs_no_adjoint_of_the_users(linear):
+    """Heat that is seen halfway and at the end: what it says of its start, beside powers of the step's matrix."""
+    domain, prior, covariance, _ = linear
+    seen = np.random.default_rng(5).standard_normal((4, CELLS))
+    rows = np.ascontiguousarray(seen.reshape(4, *SHAPE)[(slice(None), *domain.owned)])
+
+    def step(u, k):
+        padded = domain.exchange(u, "edge")
+        around = padded[2:, 1:-1] + padded[:-2, 1:-1] + padded[1:-1, 2:] + padded[1:-1, :-2]
+        return u + 0.2 * (around - 4.0 * u)
+
+    def residuals(m):
+        _, records = scan(step, m, 6, observe=lambda u, k: domain.gram(rows, u[None])[:, 0], checkpoints=2)
+        return 20.0 * records[2::3] * (mpiad.mpi_rank() == 0)
+
+    kept = mpiad.linearize(residuals)(prior.mean)
+    posterior = laplace(lambda v: kept.vjp(kept.jvp(v)), prior.mean, prior, 10, oversample=6)
+    matrix = np.eye(CELLS) - 0.2 * elliptic_matrix(np.ones(SHAPE), 0.0, (1.0, 1.0), fixed=False).toarray()
+    operator = 20.0 * np.concatenate([seen @ np.linalg.matrix_power(matrix, n) for n in (3, 6)])
+    dense = np.linalg.inv(operator.T @ operator + np.linalg.inv(covariance))
+    np.testing.assert_allclose(whole(domain, posterior.variance).ravel(), np.diag(dense), rtol=1e-6)
 
 
 @pytest.mark.one_rank
