@@ -1,159 +1,157 @@
-"""Stiff ensembles: solves and gradients by kernels, beside SciPy's Radau at an error that is no smaller.
+"""Stiff ensembles beside diffrax and SciPy: the least time to an error, forward and with the gradient, on one core.
 
-    python benchmarks/ensemble_stiff.py [--count 2000] [--repeats 3] [--systems robertson pollu ...]
+    python benchmarks/ensemble_stiff.py [--systems robertson pollu ...] [--count N] [--peer-count 200] [--no-peers]
 
-Each system has parameters spread by a factor of 10. Errors are those of the final states of a few trajectories against
-Radau at rtol=1e-12, relative to the largest of each component. SciPy solves the same few, with its own differences for the
-Jacobian, at the loosest tolerance of a list at which its error is no larger than that of `Rodas5P`; its time is scaled up.
-The first call compiles, or loads what an earlier process has compiled, and isn't counted. At last one trajectory that needs
-many steps among easy ones: what they pay for it.
+`benchmarks/stiff/systems.py` says what is solved. Each side runs at tolerances of a list, which gives errors and times, and
+the least time among runs whose error is small enough counts. Errors are those of a few trajectories, relative
+to the largest of each component: of the states against Radau at rtol=1e-12, of the gradient against `Rodas5P` at 1e-12,
+to which diffrax's own converge. diffrax solves fewer trajectories and SciPy those few only; their times are scaled up.
+diffrax runs where `make bench-peers` has installed it, the better of Kvaerno3 and Kvaerno5 counts. Compilation isn't
+counted on any side, and times are of the process, so that other programs hardly count. At last one trajectory that needs many steps among easy ones: what they pay for it.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
+import json
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+from reaches import report, report_missing
+from stiff.systems import FEW, SYSTEMS, System, atol, parameters  # before NumPy: it chooses the core
 
-import autograd.numpy as np
-from reaches import report
+import autograd.numpy as np  # isort: skip
 from scipy.integrate import solve_ivp
 
 import mpiad
-from mpiad.ensemble import EnsembleProblem, ODEProblem, Rodas5P, remake, solve
+from mpiad.ensemble import EnsembleProblem, ODEProblem, Rodas5P, solve
 
-FEW, LOOSER = 3, (1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8)
+HERE = Path(__file__).resolve().parent
+PEERS = HERE.parent / ".venv-peers" / "bin" / "python"
+LIMIT = 900
+TOLERANCES = (1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8)
+PEER_TOLERANCES = {"Kvaerno5": TOLERANCES, "Kvaerno3": TOLERANCES[:3]}  # at finer ones order 3 takes longer
+ERRORS = (1e-4, 1e-6)
+REACH = {"forward": 10.0, "gradient": 20.0}  # times as fast as diffrax
 HARD = 1.3  # times what the easy ones take alone
-FASTER = 10.0  # than SciPy
 
 
-class System(NamedTuple):
-    """A right-hand side, where it starts, when it ends, and parameters that are spread."""
+class Point(NamedTuple):
+    """What a side took at one tolerance: seconds for all trajectories, and how far off it was."""
 
-    f: Callable
-    u0: np.ndarray
-    end: float
-    p: np.ndarray
-
-
-def robertson(u, p, t):
-    a, b, c = p[0] * u[0], p[1] * u[1] * u[2], p[2] * u[1] ** 2
-    return [b - a, a - b - c, c]
-
-
-def oregonator(u, p, t):
-    return [p[0] * (u[1] + u[0] * (1 - 8.375e-6 * u[0] - u[1])), (u[2] - (1 + u[0]) * u[1]) / p[0], p[1] * (u[0] - u[2])]
-
-
-def hires(u, p, t):
-    a, b, c, d, e, f, g, h = (u[i] for i in range(8))
-    r = p[0] * f * h
-    return [
-        -1.71 * a + 0.43 * b + 8.32 * c + 0.0007, 1.71 * a - 8.75 * b, -10.03 * c + 0.43 * d + 0.035 * e,
-        8.32 * b + 1.71 * c - 1.12 * d, -1.745 * e + 0.43 * f + 0.43 * g,
-        -r + 0.69 * d + 1.71 * e - 0.43 * f + 0.69 * g, r - 1.81 * g, -r + 1.81 * g,
-    ]  # fmt: skip
-
-
-RATES = (
-    0.35, 26.6, 1.23e4, 8.6e-4, 8.2e-4, 1.5e4, 1.3e-4, 2.4e4, 1.65e4, 9e3, 0.022, 1.2e4, 1.88, 1.63e4, 4.8e6, 3.5e-4,
-    0.0175, 1e8, 4.44e11, 1240.0, 2.1, 5.78, 0.0474, 1780.0, 3.12,
-)  # fmt: skip
-
-
-def pollu(y, p, t):
-    k, q = RATES, p[0]
-    r = [
-        k[0] * q * y[0], k[1] * y[1] * y[3], k[2] * y[4] * y[1], k[3] * q * y[6], k[4] * q * y[6], k[5] * y[6] * y[5],
-        k[6] * q * y[8], k[7] * y[8] * y[5], k[8] * y[10] * y[1], k[9] * y[10] * y[0], k[10] * y[12], k[11] * y[9] * y[1],
-        k[12] * y[13], k[13] * y[0] * y[5], k[14] * y[2], k[15] * q * y[3], k[16] * q * y[3], k[17] * y[15], k[18] * y[15],
-        k[19] * y[16] * y[5], k[20] * y[18], k[21] * y[18], k[22] * y[0] * y[3], k[23] * y[18] * y[0], k[24] * y[19],
-    ]  # fmt: skip
-    return [
-        r[1] + r[2] + r[8] + r[10] + r[11] + r[21] + r[24] - r[0] - r[9] - r[13] - r[22] - r[23],
-        r[0] + r[20] - r[1] - r[2] - r[8] - r[11], r[0] + r[16] + r[18] + r[21] - r[14],
-        r[14] - r[1] - r[15] - r[16] - r[22], 2 * r[3] + r[5] + r[6] + r[12] + r[19] - r[2],
-        r[2] + 2 * r[17] - r[5] - r[7] - r[13] - r[19], r[12] - r[3] - r[4] - r[5], r[3] + r[4] + r[5] + r[6],
-        -r[6] - r[7], r[6] + r[8] - r[11], r[7] + r[10] - r[8] - r[9], r[8], r[9] - r[10], r[11] - r[12], r[13],
-        r[15] - r[17] - r[18], -r[19], r[19], r[22] + r[24] - r[20] - r[21] - r[23], r[23] - r[24],
-    ]  # fmt: skip
-
-
-def brusselator(u, p, t):
-    cells, rates = 20, []
-    spread = p[0] * (cells + 1) ** 2
-    for i in range(cells):
-        x, y = u[2 * i], u[2 * i + 1]
-        beside = [(u[2 * j], u[2 * j + 1]) if 0 <= j < cells else (1.0, 3.0) for j in (i - 1, i + 1)]
-        (left, below), (right, above) = beside
-        rates.append(1 + x * x * y - 4 * x + spread * (left - 2 * x + right))
-        rates.append(3 * x - x * x * y + spread * (below - 2 * y + above))
-    return rates
-
-
-PLACES = np.arange(1, 21) / 21
-SMOG = np.zeros(20)
-SMOG[[1, 3, 6, 7, 8, 16]] = 0.2, 0.04, 0.1, 0.3, 0.01, 0.007
-SYSTEMS = {
-    "robertson": System(robertson, np.array([1.0, 0.0, 0.0]), 1e4, np.array([0.04, 1e4, 3e7])),
-    "oregonator": System(oregonator, np.array([1.0, 2.0, 3.0]), 30.0, np.array([77.27, 0.161])),
-    "hires": System(hires, np.array([1.0, 0, 0, 0, 0, 0, 0, 0.0057]), 321.8122, np.array([280.0])),
-    "pollu": System(pollu, SMOG, 60.0, np.array([1.0])),
-    "brusselator": System(
-        brusselator, np.stack([1 + np.sin(2 * np.pi * PLACES), 3 + 0 * PLACES], axis=1).ravel(), 10.0, np.array([0.02])
-    ),
-}
+    seconds: float
+    error: float
+    label: str
 
 
 def best(fun: Callable, repeats: int) -> tuple[float, object]:
     """Return the least time of several calls, and what the last one returned."""
     times, made = [], fun()
     for _ in range(repeats):
-        begin = time.perf_counter()
+        begin = time.process_time()
         made = fun()
-        times.append(time.perf_counter() - begin)
+        times.append(time.process_time() - begin)
     return min(times), made
 
 
-def by_scipy(system: System, p: np.ndarray, rtol: float) -> tuple[float, np.ndarray]:
-    """Return the time that Radau takes for some trajectories, and where they end."""
-    ends, begin = [], time.perf_counter()
+def distance(found: np.ndarray, exact: np.ndarray) -> float:
+    """Return the largest error of the first trajectories, relative to the largest of each component."""
+    return float(np.max(np.abs(found[: len(exact)] - exact) / np.abs(exact).max(axis=0)))
+
+
+def ends(name: str, p: np.ndarray, rtol: float) -> np.ndarray:
+    """Return the states at the end, by kernels."""
+    system = SYSTEMS[name]
+    ensemble = EnsembleProblem(ODEProblem(system.f, system.u0, (0.0, system.end), system.p), p=p)
+    return solve(ensemble, Rodas5P(), rtol=rtol, atol=atol(rtol), max_steps=100_000, compile=True).u_end
+
+
+def gradient(name: str, p: np.ndarray, rtol: float) -> np.ndarray:
+    """Return the gradient of Σ|u|² by all parameters."""
+    return mpiad.grad(lambda p: np.sum(ends(name, p, rtol) ** 2))(p)
+
+
+def by_mpiad(name: str, case: str, p: np.ndarray, exact: np.ndarray, repeats: int) -> Iterator[Point]:
+    """Yield a point for each tolerance."""
+    for rtol in TOLERANCES:
+        seconds, found = best(partial({"forward": ends, "gradient": gradient}[case], name, p, rtol), repeats)
+        yield Point(seconds, distance(found, exact), f"{rtol:g}")
+
+
+def by_diffrax(name: str, case: str, p: np.ndarray, exact: np.ndarray, count: int) -> Iterator[Point]:
+    """Yield a point for each method and tolerance."""
+    for method, tolerances in PEER_TOLERANCES.items():
+        program = [str(PEERS), str(HERE / "stiff" / "side_diffrax.py"), name, case, method, str(count), "--rtol"]
+        done = subprocess.run([*program, *map(str, tolerances)], capture_output=True, text=True, timeout=LIMIT)
+        if done.returncode:
+            raise SystemExit(f"diffrax ended with {done.returncode}:\n{done.stderr[-2000:]}")
+        for row in map(json.loads, done.stdout.splitlines()):
+            seconds, error = row["s"] * len(p) / count, distance(np.array(row["found"]), exact)
+            yield Point(seconds, error, f"{method}, {row['rtol']:g}")
+
+
+def radau(system: System, p: np.ndarray, rtol: float) -> np.ndarray:
+    """Return the states at the end, by SciPy with its own differences for the Jacobian."""
+    found = []
     for row in p:
         rate = partial(lambda t, u, row: system.f(u, row, t), row=row)
-        found = solve_ivp(rate, (0.0, system.end), system.u0, "Radau", rtol=rtol, atol=1e-4 * rtol)
-        ends.append(found.y[:, -1])
-    return time.perf_counter() - begin, np.array(ends)
+        found.append(solve_ivp(rate, (0.0, system.end), system.u0, "Radau", rtol=rtol, atol=atol(rtol)).y[:, -1])
+    return np.array(found)
 
 
-def measure(name: str, count: int, repeats: int) -> None:
+def by_scipy(name: str, p: np.ndarray, exact: np.ndarray) -> Iterator[Point]:
+    """Yield a point for each tolerance."""
+    for rtol in TOLERANCES:
+        begin = time.process_time()
+        found = radau(SYSTEMS[name], p[: len(exact)], rtol)
+        error = distance(found, exact)
+        yield Point((time.process_time() - begin) * len(p) / len(exact), error, f"{rtol:g}")
+        if error <= min(ERRORS):
+            return
+
+
+def least(points: list[Point], error: float) -> Point | None:
+    """Return the fastest of the points whose error is small enough."""
+    return min((point for point in points if point.error <= error), default=None)
+
+
+def show(name: str, case: str, sides: dict[str, list[Point]]) -> None:
+    """Print the least time of each side to each error, and report those of the peers over mpiad's."""
+    for error in ERRORS:
+        found = {side: least(points, error) for side, points in sides.items()}
+        ours = found["mpiad"]
+        cells = [f"{side} {point.seconds:.3g} s ({point.label})" if point else f"{side} —" for side, point in found.items()]
+        print(f"{name}, {case}, error ≤ {error:g}: " + ", ".join(cells), flush=True)
+        for side, point in found.items():
+            if side != "mpiad" and ours and point:
+                reach = REACH[case] if side == "diffrax" else None
+                line = f"{name}: {case} to {error:g}, {side} / mpiad"
+                report(line, point.seconds / ours.seconds, at_least=reach)
+
+
+def measure(name: str, options: argparse.Namespace) -> None:
     """Print what one system takes."""
-    system, rng = SYSTEMS[name], np.random.default_rng(0)
-    p = system.p * 10 ** rng.uniform(-0.5, 0.5, (count, len(system.p)))
-    ensemble = EnsembleProblem(ODEProblem(system.f, system.u0, (0.0, system.end), system.p), p=p)
-    options = {"rtol": 1e-5, "atol": 1e-9, "compile": True}
-    forward, sol = best(lambda: solve(ensemble, Rodas5P(), **options), repeats)
-    backward, _ = best(
-        lambda: mpiad.grad(lambda p: np.sum(solve(remake(ensemble, p=p), Rodas5P(), **options).u_end ** 2))(p), repeats
-    )
-    few, exact = range(min(FEW, count)), by_scipy(system, p[:FEW], 1e-12)[1]
-    error = lambda ends: np.max(np.abs(ends - exact) / np.abs(exact).max(axis=0))  # noqa: E731
-    ours = error(sol.u_end[few])
-    for rtol in LOOSER:
-        theirs, ends = by_scipy(system, p[:FEW], rtol)
-        if error(ends) <= ours:
-            break
-    theirs *= count / len(few)
-    print(
-        f"{name}: {count} trajectories, {sol.naccept.mean():.0f} steps, error {ours:.1e}; solved in {forward:.3g} s, with "
-        f"their gradient in {backward:.3g} s; Radau at rtol={rtol:g} {theirs:.3g} s"
-    )
-    report(f"{name}: Radau of SciPy / Rodas5P", theirs / forward, at_least=FASTER)
-    report(f"{name}: gradient / solve", backward / forward)
+    system = SYSTEMS[name]
+    p = parameters(name, options.count or system.count)
+    few = p[: min(FEW, len(p))]
+    exact = {"forward": radau(system, few, 1e-12), "gradient": gradient(name, few, 1e-12)}
+    off = distance(ends(name, few, 1e-12), exact["forward"])
+    print(f"\n{name}: {len(p)} trajectories; Rodas5P at 1e-12 is {off:.1e} from Radau")
+    for case in REACH:
+        sides = {"mpiad": list(by_mpiad(name, case, p, exact[case], options.repeats))}
+        if options.peers:
+            sides["diffrax"] = list(by_diffrax(name, case, p, exact[case], min(options.peer_count, len(p))))
+        if case == "forward":
+            sides["Radau"] = list(by_scipy(name, p, exact[case]))
+        if options.points:
+            for side, points in sides.items():
+                for point in points:
+                    print(f"  {side} {point.label}: {point.seconds:.4g} s, error {point.error:.1e}")
+        show(name, case, sides)
 
 
 def one_hard(count: int, repeats: int) -> None:
@@ -173,16 +171,28 @@ def one_hard(count: int, repeats: int) -> None:
     report("one hard among easy ones / easy ones", hard / easy, at_most=HARD)
 
 
+def installed() -> bool:
+    """Tell whether diffrax is there."""
+    return PEERS.exists() and not subprocess.run([PEERS, "-c", "import diffrax"], capture_output=True).returncode
+
+
 def main() -> None:
     """Print a table."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--count", type=int, default=2000)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, help="trajectories; 10,000 by default, of POLLU and the Brusselator 1,000")
+    parser.add_argument("--peer-count", type=int, default=200, help="trajectories that diffrax solves")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--systems", nargs="*", default=list(SYSTEMS))
+    parser.add_argument("--systems", nargs="*", choices=SYSTEMS, default=list(SYSTEMS))
+    parser.add_argument("--points", action="store_true", help="also print each tolerance's time and error")
+    parser.add_argument("--no-peers", dest="peers", action="store_false")
     options = parser.parse_args()
+    if options.peers and not installed():
+        options.peers = False
+        print("diffrax isn't installed: make bench-peers")
+        report_missing("stiff ensembles beside diffrax", "peer not installed")
     for name in options.systems:
-        measure(name, options.count, options.repeats)
-    one_hard(options.count, options.repeats)
+        measure(name, options)
+    one_hard(options.count or 10_000, options.repeats)
 
 
 if __name__ == "__main__":
