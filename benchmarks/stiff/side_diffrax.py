@@ -50,8 +50,8 @@ def main() -> None:
     parser.add_argument("solver", choices=SOLVERS)
     parser.add_argument("n", type=int)
     parser.add_argument("--rtol", type=float, nargs="+", required=True)
-    parser.add_argument("--budget", type=float, default=3.0, help="seconds of calls that are timed, for each tolerance")
-    parser.add_argument("--limit", type=float, default=20.0, help="where a call takes more, finer tolerances are left out")
+    parser.add_argument("--budget", type=float, default=1.0, help="seconds of calls that are timed, for each tolerance")
+    parser.add_argument("--limit", type=float, default=10.0, help="where a call takes more, finer tolerances are left out")
     options = parser.parse_args()
     system = systems.SYSTEMS[options.system]
     rate = brusselator if options.system == "brusselator" else lambda t, u, p: jnp.stack(system.f(u, p, t))

@@ -19,11 +19,13 @@ from mpiad.ensemble.adjoint import Cotangents, of_ends
 from mpiad.ensemble.backends import EnsembleVectorized
 from mpiad.ensemble.batch import Batch, Parameters
 from mpiad.ensemble.coefficients import polynomials, states_at
+from mpiad.ensemble.field_jacobian import OwnJacobian
 from mpiad.ensemble.linearization import Tracing
 from mpiad.ensemble.on_device.device_run import run_of
 from mpiad.ensemble.outcome import Outcome, names_of
 from mpiad.ensemble.run import Run
 from mpiad.ensemble.seeds import Seeds
+from mpiad.ensemble.stage_systems import StageSystems
 from mpiad.errors import IntegrationError
 
 __all__ = ["pull_continuous"]
@@ -86,6 +88,7 @@ class _Adjoint:
 
     def __init__(self, run: Run, seeds: Seeds, places: Sequence[int]):
         self._run, self._saved, self._dense = run, seeds.saved, DenseStates(run)
+        self._systems = StageSystems(run, ()) if run.tableau.implicit else None
         self._by_state, self._by_leaves = Tracing(run.field, (), False), Tracing(run.field, places, False)
         batch = run.batch
         leaves: dict[int, Any] = {place: np.zeros_like(batch.p.leaves[place]) for place in places}
@@ -125,9 +128,10 @@ class _Adjoint:
         mask = mask & (now != end)
         if not mask.any():
             return
-        found, ids = self._found, self._run.chosen(mask)
+        run, found, ids = self._run, self._found, self._run.chosen(mask)
         p = Parameters([ids], [True], lambda leaves: leaves[0])
-        batch = Batch(self._rate, (len(found.u0),), found.u0[:, ids], p, now[mask], end[mask])
+        rate = OwnJacobian(self._rate, self._write) if run.tableau.implicit else self._rate
+        batch = Batch(rate, (len(found.u0),), found.u0[:, ids], p, now[mask], end[mask])
         settings = self._run.settings._replace(
             saveat=np.empty(0), record=bool(found.leaves), checkpoints=None, events=(), progress=None, ends=False,
             restarts=None,
@@ -145,6 +149,15 @@ class _Adjoint:
         leaves = run.columns(run.batch.p.leaves, ids)
         (u_bar,) = self._by_state.transposed(np.empty_like(u), u, leaves, t)(cotangent)
         return np.zeros_like(u) if u_bar is None else -u_bar
+
+    def _write(self, out: Array, cotangent: Array, ids: Array, t: Array) -> Array:
+        """Write the Jacobian of λ', -f_uᵀ, and return the derivative of λ' by time, along which u moves."""
+        leaves, ones = self._run.columns(self._run.batch.p.leaves, ids), np.ones((1, len(t)))
+        u, systems = self._dense.at(ids, t), self._systems
+        jacobian = np.zeros_like(out)
+        systems.jacobian(jacobian, u, leaves, t)
+        np.negative(np.swapaxes(jacobian, 0, 1), out=out)
+        return -systems.pull(u, leaves, t, cotangent[:, None], self._dense.rates(ids, t)[:, None], ones)[0]
 
     def _integrate(self, solved: Run, ids: Array) -> None:
         """Add ∫ f_pᵀ λ dt over all steps of λ."""
@@ -220,6 +233,14 @@ class DenseStates:
         place = self._offsets[ids] + self._number(ids, t)
         x = ((t - self._t[place]) / self._h[place]).astype(self._run.coefficients.real)
         return states_at([self._terms[power][:, place] for power in range(len(self._terms))], x)
+
+    def rates(self, ids: Array, t: Array) -> Array:
+        """Return the derivatives of these states by time."""
+        place = self._offsets[ids] + self._number(ids, t)
+        h, real = self._h[place], self._run.coefficients.real
+        x = ((t - self._t[place]) / h).astype(real)
+        terms = [power * self._terms[power][:, place] for power in range(1, len(self._terms))]
+        return states_at(terms, x) / h.astype(real)
 
     def ends(self, ids: Array, numbers: Array) -> Array:
         """Return the times after steps of trajectories, by their numbers from 0."""

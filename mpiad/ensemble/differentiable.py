@@ -89,7 +89,7 @@ class _SolvedRun:
         """Return the cotangents of arguments."""
         saved, end, *times = self.layout.parts(g)
         run, seeds = self._run, self._run.seeds(saved, end, times)
-        if self._untraced and self._options.gradient != "tangent":
+        if self._untraced and self._options.gradient != "tangent" and self._options.adjoint == "discrete":
             return dict(zip(argnums, self.pull_traced(argnums, args, g)))
         places = [k - LEAVES for k in argnums if k >= LEAVES]
         timed = START in argnums or END in argnums

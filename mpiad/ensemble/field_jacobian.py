@@ -7,11 +7,11 @@ component depends on few others (`compiled.jacobian_programs`). Tangents take on
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from mpiad._typing import Array, Tree
+from mpiad._typing import Array, Function, Tree
 from mpiad.compiling.program import Program, evaluated
 from mpiad.compiling.trace_errors import Refusal, Untraceable
 from mpiad.differentiation.bundles import Bundle
@@ -25,7 +25,7 @@ from mpiad.ensemble.compiled.traced_problem import remembered
 from mpiad.ensemble.derivative import Columns
 from mpiad.ensemble.linearization import Field, is_whole
 
-__all__ = ["Jacobian", "derived", "jacobian_of"]
+__all__ = ["Jacobian", "OwnJacobian", "derived", "jacobian_of"]
 
 _Derived = TypeVar("_Derived")
 
@@ -48,6 +48,17 @@ class Jacobian(Protocol):
         ...
 
 
+class OwnJacobian(NamedTuple):
+    """A right-hand side of the library's own, with its Jacobian: see `Jacobian.write`."""
+
+    f: Function
+    write: Callable[[Array, Array, Tree, Array], Array | None]
+
+    def __call__(self, u: Array, p: Tree, t: Array) -> Any:
+        """Return what f does."""
+        return self.f(u, p, t)
+
+
 def jacobian_of(batch: Batch) -> Jacobian:
     """Return the Jacobian of a batch's f.
 
@@ -56,6 +67,8 @@ def jacobian_of(batch: Batch) -> Jacobian:
     TypeError
         Where f can neither be traced nor be differentiated.
     """
+    if isinstance(batch.f, OwnJacobian):
+        return batch.f
     found = derived(jacobian_program, batch)
     if isinstance(found, JacobianProgram):
         return _ProgramJacobian(found, packing_of(batch.p))

@@ -54,6 +54,8 @@ class ReturnCode(NamedCode):
     """f gave NaN or infinity however small the step, or an affect did."""
     Zeno = "Zeno"
     """An event that acts came again and again with hardly any time between."""
+    InitialFailure = "InitialFailure"
+    """With a singular mass matrix: near u0 no state satisfies the algebraic equations, or they aren't of index 1."""
 
     @property
     def failed(self) -> bool:

@@ -86,7 +86,8 @@ class ODEProblem(Readable):
         What f depends on. A list of numbers becomes an array, as in `u0`.
     mass_matrix : array, shape (d, d), optional
         M of M u' = f(u, p, t), constant and the same for all trajectories; the identity by default. Where M is singular
-        this is a differential-algebraic system, of index 1, and u0 must satisfy its algebraic equations. For `Rodas5P`.
+        this is a differential-algebraic system, of index 1, and Newton's method moves u0, where M doesn't see it, to where
+        its algebraic equations hold. For `Rodas5P`.
 
     Raises
     ------

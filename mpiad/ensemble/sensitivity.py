@@ -19,6 +19,7 @@ from mpiad.ensemble.batch import Batch, Parameters
 from mpiad.ensemble.compiled.jacobian_programs import bend_program
 from mpiad.ensemble.compiled.kernel_solver import Compiler
 from mpiad.ensemble.compiled.reverse_sweep import carried_tangents
+from mpiad.ensemble.consistent_start import consistent_start
 from mpiad.ensemble.directions import numbers_of
 from mpiad.ensemble.field_jacobian import derived
 from mpiad.ensemble.members import as_state
@@ -102,8 +103,18 @@ class SensitivitySolve:
             variables = bundle.variable(x, tangents)
             if self._generator is None:
                 p = Parameters([variables], [True], lambda leaves: leaves[0])
-                return _Along(batch._replace(p=p), None, {0: tangents})
-            return _generated(bundle, self._generator, batch, variables)
+                made = _Along(batch._replace(p=p), None, {0: tangents})
+            else:
+                made = _generated(bundle, self._generator, batch, variables)
+            return self._consistent(bundle, made)
+
+    def _consistent(self, bundle: Bundle, made: _Along) -> _Along:
+        """Let a batch start where its algebraic equations hold."""
+        settings = self._settings
+        if settings.mass is None:
+            return made
+        given = consistent_start(made.given, settings.mass, settings.rtol, settings.atol).batch
+        return made._replace(given=given, u0=bundle.parts(given.u0)[1])
 
     def _tangents(self, run: Run, along: _Along, m: int) -> Array:
         """Return the tangents of the saved states, shape (m, n, n_saved, d)."""
@@ -119,7 +130,7 @@ class SensitivitySolve:
             push_run(run, directions, kept)
             return kept.saved[:, :, : run.n_saved]
         saved: Array = carried[1]
-        if self._generator is None:
+        if self._generator is None and along.u0 is None:
             return saved
         total = np.zeros_like(saved, shape=(m, *saved.shape[1:]))
         # The chain rule: what a kernel carries are tangents along single initial values and parameters.

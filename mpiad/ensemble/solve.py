@@ -17,6 +17,7 @@ from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleSerial, EnsembleV
 from mpiad.ensemble.batch import Batch, is_on_device, placed
 from mpiad.ensemble.compiled.cuda.gpu_solve import solved_on_gpu
 from mpiad.ensemble.compiled.kernel_solver import Compiler
+from mpiad.ensemble.consistent_start import consistent_start
 from mpiad.ensemble.dense_output import DenseOutput
 from mpiad.ensemble.device_solution import DeviceSolution
 from mpiad.ensemble.differentiable import differentiable
@@ -281,7 +282,12 @@ def _solved(
         )
     if on_gpu:
         return solved_on_gpu(backend, compiler, given, batch, settings, partial(_by_arrays, options, compiler))
-    return _by_arrays(options, compiler, backend, given, batch, settings)
+    if settings.mass is None or not hosted:
+        return _by_arrays(options, compiler, backend, given, batch, settings)
+    given, failed = consistent_start(given, settings.mass, settings.rtol, settings.atol)
+    sol = _by_arrays(options, compiler, backend, given, given.plain(), settings)
+    sol.codes[failed] = ReturnCode.InitialFailure.code
+    return sol
 
 
 def _check_acting(options: SolveOptions, on_device: bool) -> None:

@@ -126,6 +126,11 @@ def _mass_of(options: SolveOptions) -> Array | None:
             f"solve: the problem has a mass_matrix, which {type(options.alg).__name__} doesn't take. Take Rodas5P(), or "
             "multiply f by its inverse."
         )
+    if options.adjoint == "continuous":
+        raise NotImplementedError(
+            "solve: adjoint='continuous' isn't there for problems with a mass_matrix. Leave it out: the discrete adjoint "
+            "is exact for what was computed."
+        )
     return mass
 
 
@@ -156,11 +161,6 @@ def _check_implicit(options: SolveOptions) -> None:
     if isinstance(options.ensemblealg.local, EnsembleGPU):
         raise NotImplementedError(
             f"solve: ensemblealg={options.ensemblealg!r}, but {name} runs on the host. Take EnsembleVectorized()."
-        )
-    if options.adjoint == "continuous":
-        raise NotImplementedError(
-            f"solve: adjoint='continuous' isn't there for {name}. Leave it out: the discrete adjoint is exact for what was "
-            "computed."
         )
 
 

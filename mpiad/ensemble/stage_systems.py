@@ -71,15 +71,18 @@ class StageSystems:
         if isinstance(found, Program):
             return found
         raise NotImplementedError(
-            "solve: the tangents of a Rosenbrock method need second derivatives of what f computes, but f can't be traced "
+            "solve: derivatives of a Rosenbrock method need second derivatives of what f computes, but f can't be traced "
             f"({found}). Write it with the functions of autograd.numpy, and without branches on values."
         )
+
+    def jacobian(self, out: Array, u: Array, leaves: Sequence[Any], t: Array) -> Array | None:
+        """Write ∂f/∂u into zeros, and return ∂f/∂t, by the leaves of the parameters: see `field_jacobian`."""
+        return self._write(out, u, self._batch.p.of_columns(list(leaves), len(self._batch.shape) > 1), t)
 
     def at(self, u: Array, leaves: Sequence[Any], t: Array, h: Array) -> System:
         """Return the systems of steps of sizes h from states u, by the leaves of the parameters."""
         jacobian = np.zeros((len(u), *u.shape), u.dtype)
-        p = self._batch.p.of_columns(list(leaves), len(self._batch.shape) > 1)
-        rise = self._write(jacobian, u, p, t)
+        rise = self.jacobian(jacobian, u, leaves, t)
         matrices = jacobian * -h
         self.mass.add_to(matrices)
         return System(jacobian, rise, ColumnLU(matrices))

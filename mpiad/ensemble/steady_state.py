@@ -14,6 +14,7 @@ from mpiad._typing import Array
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleVectorized
 from mpiad.ensemble.batch import Batch, is_on_device
 from mpiad.ensemble.compiled.kernel_solver import Compiler
+from mpiad.ensemble.consistent_start import consistent_start
 from mpiad.ensemble.convergence_codes import names_of, report
 from mpiad.ensemble.damped_newton import Equations, find_roots
 from mpiad.ensemble.gpu import EnsembleGPU
@@ -209,7 +210,8 @@ def _found(given: _Given, options: SolveOptions, compiler: Compiler, numbers: ra
         options.alg, options.rtol, by_component(options.atol), options.dt, options.dtmax, options.max_steps, (),
         np.empty(0), record=False, ends=True, mass=mass_of(options.mass, batch),
     )  # fmt: skip
-    outcome = compiler.run(given.ensemblealg.local, batch, settings, batch)
+    started = consistent_start(batch, settings.mass, settings.rtol, settings.atol).batch
+    outcome = compiler.run(given.ensemblealg.local, started, settings, started)
     start = np.where(outcome.failed, np.nan, outcome.u_end)
     if batch.size:
         both = np.zeros(2, int)

@@ -119,6 +119,62 @@ def test_ways_to_the_gradient_agree():
 
 @both
 @pytest.mark.serial
+def test_an_inconsistent_start_is_made_consistent():
+    # What has no equation stays, and so does M u0 where an equation has a part of each component.
+    started = np.concatenate([dae().u0[:, :2], [[7.0], [-3.0], [0.0]]], axis=1)
+    sol = solve(remake(dae(), u0=started), Rodas5P(), **TIGHT)
+    np.testing.assert_allclose(sol.u[:, 0], dae().u0, rtol=1e-14)
+    np.testing.assert_allclose(sol.u_end, solve(dae(), Rodas5P(), **TIGHT).u_end, rtol=1e-12)
+
+    def f(u, p, t):
+        return [-u[0], u[1] ** 3 - p[0] - u[0]]
+
+    mass = np.array([[1.0, 2.0], [0.5, 1.0]])  # both rows say the same of u': 0.5 f0 = f1
+    sol = solve(EnsembleProblem(ODEProblem(f, [1.0, 1.5], (0.0, 0.1), mass_matrix=mass), p=P[:, 1:]), Rodas5P())
+    start = sol.u[:, 0].T
+    np.testing.assert_allclose(start[0] + 2 * start[1], 4.0, rtol=1e-14)
+    np.testing.assert_allclose(start[1] ** 3 - P[:, 1] - 0.5 * start[0], 0, atol=1e-13)
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("options", [{"gradient": "adjoint"}, {"gradient": "tangent"}, {"compile": True}])
+def test_derivatives_of_a_start_that_is_made_consistent(options):
+    if "compile" in options:
+        pytest.importorskip("llvmlite")
+    u0 = np.array([[1.0, 0.2, 7.0], [0.5, 0.3, 7.0], [0.1, 1.0, 7.0]])
+
+    def loss(u0, p, ensemble, **more):
+        sol = solve(remake(ensemble, u0=u0, p=p), Rodas5P(), **TIGHT, **more)
+        return anp.sum(sol.u_end[:, :2] ** 2 * np.array([1.0, 3.0]))
+
+    found = mpiad.grad(loss, (0, 1))(u0, P, dae(), **options)
+    expected = mpiad.grad(loss, (0, 1))(u0[:, :2], P, ODE)
+    np.testing.assert_allclose(found[0], np.pad(expected[0], ((0, 0), (0, 1))), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(found[1], expected[1], rtol=1e-5, atol=1e-6)
+    if options == {"gradient": "adjoint"}:
+        products = [
+            mpiad.hvp(lambda p, pair=pair: loss(pair[0], p, pair[1]))(P, P) for pair in ((u0, dae()), (u0[:, :2], ODE))
+        ]
+        np.testing.assert_allclose(*products, rtol=1e-4, atol=1e-5)
+
+
+@both
+@pytest.mark.serial
+def test_a_start_that_cannot_be_made_consistent_has_a_code():
+    def f(u, p, t):
+        return [-u[0], u[1] ** 2 + p[0]]
+
+    problem = ODEProblem(f, [1.0, 0.5], (0.0, 1.0), mass_matrix=np.diag([1.0, 0.0]))
+    squares = np.array([[1.0], [-4.0], [-9.0]])  # u1² = -1 has no solution
+    sol = solve(EnsembleProblem(problem, p=squares), Rodas5P())
+    assert sol.retcode.tolist() == ["InitialFailure", "Success", "Success"]
+    np.testing.assert_allclose(sol.u_end[1:, 1], [2, 3])
+    end = mpiad.grad(lambda p: anp.sum(solve(EnsembleProblem(problem, p=p), Rodas5P()).u_end[:, 1]))(squares)
+    np.testing.assert_allclose(end, [[0.0], [-1 / 4], [-1 / 6]])
+
+
+@both
+@pytest.mark.serial
 def test_a_system_that_has_no_solution_ends_with_a_code():
     # No component has the second equation's: every W is singular.
     def f(u, p, t):

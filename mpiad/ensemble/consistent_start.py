@@ -1,0 +1,146 @@
+"""Initial states that satisfy the algebraic equations of M u' = f, where M is singular.
+
+With the null vectors N of M and L of Mᵀ the algebraic equations are Lᵀ f(u, p, t) = 0, and what may be chosen to satisfy
+them is u0 + N z, which leaves M u0 as it is. Of index 1 is what has an invertible A = Lᵀ J N, so Newton's method finds z,
+for each trajectory by itself.
+
+Two more steps with the last A, u - N A⁻¹ Lᵀ f(u, p, t), which are ordinary traced arithmetic, hand on the derivatives: each
+step squares by how little a change of p is missed, so the first derivatives are those of the implicit function theorem, and
+the second ones are right too.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import autograd.numpy as anp
+import numpy as np
+
+from mpiad._typing import Array
+from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.column_lu import ColumnLU
+from mpiad.ensemble.derivative import derivative_of, locked
+from mpiad.ensemble.field_jacobian import jacobian_of
+from mpiad.ensemble.linearization import Field
+
+__all__ = ["ConsistentStart", "consistent_start"]
+
+_MOST_STEPS, _TRACED_STEPS = 30, 2
+# A last correction of so small a part of the tolerance is the last: the next one would be its square.
+_CLOSE = 1e-3
+
+
+class ConsistentStart(NamedTuple):
+    """A batch that starts consistently.
+
+    Parameters
+    ----------
+    batch : Batch
+        NaN where no such state was found.
+    failed : array of bool, shape (N,)
+    """
+
+    batch: Batch
+    failed: Array
+
+
+def consistent_start(given: Batch, mass: Array | None, rtol: float, atol: Array | float) -> ConsistentStart:
+    """Return a batch, which may be traced, with initial states that satisfy the algebraic equations.
+
+    Parameters
+    ----------
+    given : Batch
+        On the host.
+    mass : array, shape (d, d), or None
+    atol : float or array, shape (d, 1)
+    """
+    free = None if mass is None or not given.size else _null_vectors(mass)
+    if free is None or mass is None or not free.shape[1]:
+        return ConsistentStart(given, np.zeros(given.size, bool))
+    equations = _null_vectors(mass.T)
+    plain = given.plain()
+    # Two columns at least, wherever f is called.
+    ids = np.arange(max(2, given.size)) % given.size
+    with np.errstate(all="ignore"):
+        u, gain, found = _solved(plain, ids, free, equations, rtol, atol)
+    # What isn't found must leave no NaN in the derivatives of others.
+    gain, shift = np.where(found, gain, 0), np.where(found, u - plain.u0[:, ids], 0)
+    found = found[: given.size]
+    u0 = anp.where(found, _moved(given, ids, shift, gain), np.nan)
+    return ConsistentStart(given._replace(u0=u0), ~found)
+
+
+def _null_vectors(matrix: Array) -> Array:
+    """Return the vectors that a matrix maps to zero, shape (d, m): unit vectors where its zero columns are all."""
+    missing = len(matrix) - int(np.linalg.matrix_rank(matrix))
+    zero = np.flatnonzero(~matrix.any(axis=0))
+    if len(zero) == missing:
+        return np.eye(len(matrix))[:, zero]
+    return np.linalg.svd(matrix)[2][len(matrix) - missing :].T
+
+
+def _solved(
+    batch: Batch, ids: Array, free: Array, equations: Array, rtol: float, atol: Array | float
+) -> tuple[Array, Array, Array]:
+    """Return states, the gains N A⁻¹ Lᵀ there, shape (d, d, n), and which were found."""
+    u, p = batch.u0[:, ids].copy(), batch.p.columns(ids, len(batch.shape) > 1)
+    t, k = batch.start[ids].astype(u.real.dtype), np.empty_like(u)
+    derivative = derivative_of(batch.f, batch.shape)
+    derivative.check(locked(u), p, locked(t))
+    jacobian = jacobian_of(batch)
+    matrices, gain = np.zeros((len(u), *u.shape), u.dtype), np.zeros((len(u), *u.shape), u.dtype)
+    found = np.zeros(len(ids), bool)
+    for _ in range(_MOST_STEPS):
+        jacobian.write(matrices, u, p, t)
+        derivative.write(k, u, p, t)
+        new = _gains(matrices, free, equations)
+        # Where all equations hold nothing is to be done, of whatever index the system is.
+        holds = np.all(_products(equations.T, k) == 0, axis=0)
+        change = np.where(holds, 0, _applied(new, k))
+        gain[:, :, ~found] = np.where(holds & ~np.isfinite(new).all(axis=(0, 1)), 0, new)[:, :, ~found]
+        u = np.where(found, u, u - change)
+        # Where the tolerance is zero, no change is none of it.
+        size = np.where(change == 0, 0, np.abs(change) / (atol + rtol * np.abs(u))).max(axis=0)
+        found |= size <= _CLOSE
+        if found.all():
+            break
+    return u, gain, found
+
+
+def _gains(jacobian: Array, free: Array, equations: Array) -> Array:
+    """Return N A⁻¹ Lᵀ of columns."""
+    inner = _products(equations.T, np.swapaxes(_products(free.T, np.swapaxes(jacobian, 0, 1)), 0, 1))
+    lu, d, n = ColumnLU(inner), len(jacobian), jacobian.shape[-1]
+    gain = np.empty((d, d, n), jacobian.dtype)
+    for j in range(d):
+        right = equations[j][:, None] + np.zeros((1, n), jacobian.dtype)
+        lu.solve(right)
+        gain[:, j] = _products(free, right)
+    return gain
+
+
+def _products(matrix: Array, x: Array) -> Array:
+    """Return a constant matrix times x of shape (d, ..., n), summed term by term: no column depends on those beside it."""
+    total = np.zeros((len(matrix), *x.shape[1:]), x.dtype)
+    for i, j in np.argwhere(matrix).tolist():
+        total[i] += np.array(matrix[i, j], x.dtype) * x[j]
+    return total
+
+
+def _applied(gain: Array, k: Array) -> Array:
+    """Return the products of the matrices and vectors of columns; k may be traced."""
+    total = gain[:, 0] * k[0]
+    for j in range(1, len(gain)):
+        total = total + gain[:, j] * k[j]
+    return total
+
+
+def _moved(given: Batch, ids: Array, shift: Array, gain: Array) -> Array:
+    """Return the initial states as functions of what is traced: shifted, and brought to satisfy the equations again."""
+    real, field, p = given.plain().u0.real.dtype, Field(given), given.p
+    leaves = [leaf[..., ids] if varies else leaf for leaf, varies in zip(p.leaves, p.varies)]
+    u, t = given.u0[:, ids] + shift, (given.start * np.ones(given.size))[ids].astype(real)
+    with np.errstate(all="ignore"):
+        for _ in range(_TRACED_STEPS):
+            u = u - _applied(gain, field.array(u, leaves, t))
+    return u[:, : given.size]
