@@ -3,11 +3,12 @@
     python benchmarks/ensemble_stiff.py [--systems robertson pollu ...] [--count N] [--peer-count 200] [--no-peers]
 
 `benchmarks/stiff/systems.py` says what is solved. Each side runs at tolerances of a list, which gives errors and times, and
-the least time among runs whose error is small enough counts. Errors are those of a few trajectories, relative
-to the largest of each component, against `Rodas5P` at rtol=1e-12; that all sides converge to it shows that it is right. diffrax solves fewer trajectories and SciPy those few only; their times are scaled up.
-diffrax runs where `make bench-peers` has installed it, the better of Kvaerno3 and Kvaerno5 counts. Compilation isn't
-counted on any side, and times are of the process, so that other programs hardly count. At last one trajectory that needs
-many steps among easy ones: what they pay for it.
+the least time among runs whose error is small enough counts. Errors are those of a few trajectories, relative to the
+largest of each component, against `Rodas5P` at rtol=1e-12; that all sides converge to it shows that it is right. diffrax
+solves fewer trajectories and SciPy those few only; their times are scaled up. diffrax runs where `make bench-peers` has
+installed it, the better of Kvaerno3 and Kvaerno5 counts. Compilation isn't counted on any side, and times are of the
+process, so that other programs hardly count. At last one trajectory that needs many steps among easy ones: what they pay
+for it.
 """
 
 from __future__ import annotations
