@@ -46,7 +46,10 @@ class GivenTimes:
             event.append(np.full(batch.size, e))
         ahead = np.stack(rows)
         # Of equal times those of events that were given first.
-        self._order = np.lexsort((np.stack(event), ahead), axis=0)
+        alike = bool((ahead == ahead[:, :1]).all())  # in one order for all, then
+        first = slice(0, 1 if alike else None)
+        order = np.lexsort((np.stack(event)[:, first], ahead[:, first]), axis=0)
+        self._order = np.broadcast_to(order, ahead.shape)
         ahead = np.take_along_axis(ahead, self._order, axis=0)
         self.event = np.take_along_axis(np.stack(event), self._order, axis=0)
         self.first = np.count_nonzero(ahead < signs * batch.start, axis=0)

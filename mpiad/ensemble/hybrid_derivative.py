@@ -36,18 +36,18 @@ def hybrid_solution(solved: HybridSolve, given: Batch, options: GradientOptions)
     """Return the solution of a solve that has run, traced where `given`, the batch that it was made of, is."""
     batch, settings, codes = solved.batch, solved.settings, solved.codes
     u, u_end, reached = solved.saved, solved.u.T, solved.t
-    ids, which, times = np.concatenate([np.empty((3, 0)), *solved.happened], axis=1)
-    order = np.argsort(ids, kind="stable")
-    where: Array = times[order]
+    where: Array | None = None
     if given.traced:
-        chain = _Chain(solved, given, options)
-        u, u_end, reached, where = chain.results()
-        where = where[order]
-    who, event = np.stack([ids, which])[:, order].astype(int)
-    later: dict[str, Callable[[], Any]] = {
-        "retcode": lambda: names_of(codes),
-        "events": lambda: by_trajectory(who.tolist(), event.tolist(), where if isbox(where) else where.tolist()),
-    }
+        u, u_end, reached, where = _Chain(solved, given, options).results()
+
+    def events() -> dict:
+        ids, which, times = np.concatenate([np.empty((3, 0)), *solved.happened], axis=1)
+        order = np.argsort(ids, kind="stable")
+        who, event = np.stack([ids, which])[:, order].astype(int).tolist()
+        when = (times if where is None else where)[order]
+        return by_trajectory(who, event, when if isbox(when) else when.tolist())
+
+    later: dict[str, Callable[[], Any]] = {"retcode": lambda: names_of(codes), "events": events}
     shape = batch.shape
     return EnsembleSolution.lazy(
         later, u=anp.reshape(u, (*u.shape[:2], *shape)), t=np.array(settings.saveat),

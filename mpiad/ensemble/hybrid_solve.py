@@ -152,20 +152,20 @@ class HybridSolve:
 
     def _flow(self, ids: Array) -> None:
         """Solve from where trajectories are to where their next event is, or tspan ends."""
-        slot, signs, start = self._slot[ids], self._of(self._signs, ids), self.t[ids]
-        due, end, cut = self.given.times[slot, ids], self._of(self.batch.end, ids), self._cut[ids]
+        slot, signs, start = self._of(self._slot, ids), self._of(self._signs, ids), self._of(self.t, ids).copy()
+        due, end, cut = self._next(self.given.times, ids), self._of(self.batch.end, ids), self._of(self._cut, ids)
         ends = signs * due > signs * end if self._backward else due > end
         slot, stop = np.where(ends, AT_END, slot), np.where(ends, end, due)
         if cut.any():
             slot, stop = np.where(cut, HERE, slot), np.where(cut, start, stop)
         batch = self.batch._replace(
-            u0=self.u[:, ids], start=start, end=stop, p=self.batch.p._replace(leaves=self._leaves(ids))
+            u0=self._of(self.u, ids).copy(), start=start, end=stop, p=self.batch.p._replace(leaves=self._leaves(ids))
         )
         places = self._places(ids, stop)
         times = self._times[0 if len(self._times) == 1 else ids[:, None], np.maximum(places, 0)]
         settings = self.settings._replace(
-            events=tuple(self._as_terminal(e, ids) for e in self._found), restarts=self._restart[ids], progress=None,
-            saveat=np.where(places < 0, signs[:, None] * np.inf, times),
+            events=tuple(self._as_terminal(e, ids) for e in self._found), progress=None,
+            restarts=self._of(self._restart, ids).copy(), saveat=np.where(places < 0, signs[:, None] * np.inf, times),
         )  # fmt: skip
         outcome = self._advance(batch, settings)
         self._take(ids, slot, outcome, places, Flow(ids, slot, batch, settings, outcome, ((), (), ())))  # type: ignore[arg-type]
@@ -173,6 +173,18 @@ class HybridSolve:
     def _of(self, x: Array, ids: Array) -> Array:
         """Return an array of some trajectories, each once and in order, which nobody writes into: of all without a copy."""
         return x if len(ids) == self.batch.size else x[..., ids]
+
+    def _set(self, x: Array, ids: Array, values: Array | float) -> None:
+        """Write the values of some trajectories, each once and in order."""
+        if len(ids) == self.batch.size:
+            x[...] = values
+        else:
+            x[..., ids] = values
+
+    def _next(self, table: Array, ids: Array) -> Array:
+        """Return what a table of given times has of the next one of some trajectories."""
+        slot = self._of(self._slot, ids)
+        return self._of(table[slot[0]], ids) if (slot == slot[0]).all() else table[slot, ids]
 
     def _leaves(self, ids: Array) -> list[Any]:
         p = self.batch.p
@@ -212,17 +224,18 @@ class HybridSolve:
 
     def _take(self, ids: Array, slot: Array, outcome: Outcome, places: Array, flow: Flow) -> None:
         """Take the results of a piece."""
-        self.u[:, ids], self.t[ids] = outcome.u_end, outcome.t_reached
-        self.naccept[ids] += outcome.naccept
-        self.nreject[ids] += outcome.nreject
-        self.nf[ids] += evaluations(outcome.naccept, outcome.nreject, self.settings.alg, self.settings.dt)
+        self._set(self.u, ids, outcome.u_end)
+        self._set(self.t, ids, outcome.t_reached)
+        calls = evaluations(outcome.naccept, outcome.nreject, self.settings.alg, self.settings.dt)
+        for total, more in ((self.naccept, outcome.naccept), (self.nreject, outcome.nreject), (self.nf, calls)):
+            self._set(total, ids, self._of(total, ids) + more)
         saved = self._save(ids, outcome, places, flow.batch)
         if self.settings.record:
             self.ways.append(flow._replace(saved=saved))
-        self._restart[ids] = np.inf
-        self._side[:, ids] = 0.0
+        self._set(self._restart, ids, np.inf)
+        self._set(self._side, ids, 0.0)
         codes = outcome.codes
-        for code in np.unique(codes).tolist():
+        for code in np.flatnonzero(np.bincount(codes)).tolist():
             if code == ReturnCode.Success.code:
                 self._end(ids[(codes == code) & (slot == AT_END)], ReturnCode.Success)
                 self._end(ids[(codes == code) & (slot == HERE)], ReturnCode.Terminated)
@@ -234,8 +247,9 @@ class HybridSolve:
             self.happened.append(np.stack([ids[local].astype(float), which.astype(float), outcome.event_table[4]]))
             gone = np.abs(outcome.t_reached - flow.batch.start)
             self._meet_conditions(ids, codes == ReturnCode.Terminated.code, local, which, gone)
-        tired = ids[(self.naccept[ids] + self.nreject[ids] >= self.settings.max_steps) & (self.codes[ids] == _MOVING)]
-        self._end(tired, ReturnCode.MaxIters)
+        tired = self._of(self.naccept + self.nreject >= self.settings.max_steps, ids)
+        if tired.any():
+            self._end(ids[tired & (self.codes[ids] == _MOVING)], ReturnCode.MaxIters)
 
     def _save(self, ids: Array, outcome: Outcome, places: Array, batch: Batch) -> tuple[Array, Array, Array]:
         """Take what a piece saved; return the columns, and the places among the piece's times and among all."""
@@ -271,15 +285,18 @@ class HybridSolve:
 
     def _jump(self, e: int, ids: Array, slot: Array | None) -> None:
         """Let an event act. What it makes of a state must be finite; the trajectory ends otherwise, in the state before."""
-        own = ids[_twice(len(ids))]
+        own = (
+            ids if len(ids) > 1 else np.repeat(ids, 2)
+        )  # two columns at least, wherever functions of the user's are called
         event, p = self.settings.events[e], self._parameters(ids)
-        after = affected(event, self.batch, self.u[:, own], p, self.t[own])[:, : len(ids)]
+        after = affected(event, self.batch, self._of(self.u, own), p, self._of(self.t, own))[:, : len(ids)]
         sane = np.isfinite(after).all(axis=0)
-        self._end(ids[~sane], ReturnCode.Unstable)
-        ids, slot = ids[sane], None if slot is None else slot[sane]
-        self.u[:, ids] = after[:, sane]
+        if not sane.all():
+            self._end(ids[~sane], ReturnCode.Unstable)
+            ids, slot, after = ids[sane], None if slot is None else slot[sane], after[:, sane]
+        self._set(self.u, ids, after)
         if slot is not None:
-            self.happened.append(np.stack([ids.astype(float), np.full(len(ids), float(e)), self.t[ids]]))
+            self.happened.append(np.stack([ids.astype(float), np.full(len(ids), float(e)), self._of(self.t, ids)]))
         if self.settings.record:
             self.ways.append(Jump(ids, e, slot))
 
@@ -313,6 +330,8 @@ class HybridSolve:
 
     def _count_short(self, ids: Array) -> None:
         """Count events that follow each other at once, and end what has too many of them."""
+        if not len(ids):
+            return
         span = np.abs(self.batch.end[ids] - self.batch.start[ids])
         short = np.abs(self.t[ids] - self._last[ids]) <= _SHORT * span
         self._short[ids] = np.where(short, self._short[ids] + 1, 0)
@@ -322,16 +341,16 @@ class HybridSolve:
     def _meet_given_times(self) -> None:
         """Let the events act whose times have come, those of one time one after the other."""
         every = np.arange(self.batch.size)
-        while True:
-            due = self.given.times[self._slot, every] == self.t
+        while every.size:
+            due = self._next(self.given.times, every) == self.t
             ids = np.flatnonzero(due & (self.codes == _MOVING) & ~self._cut)
             if not ids.size:
                 return
-            slot = self._slot[ids]
-            which = self.given.event[slot, ids]
-            self._slot[ids] += 1
-            for e in np.unique(which).tolist():
-                own = ids[which == e]
-                self._jump(e, own, slot[which == e])
+            which, slot = self._next(self.given.event, ids), self._of(self._slot, ids).copy()
+            self._set(self._slot, ids, slot + 1)
+            for e in np.flatnonzero(np.bincount(which)).tolist():
+                mine = which == e
+                own, at = (ids, slot) if mine.all() else (ids[mine], slot[mine])
+                self._jump(e, own, at)
                 if self.settings.events[e].terminal:
                     self._cut[own] = True
