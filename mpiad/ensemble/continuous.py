@@ -10,6 +10,7 @@ What comes out is an approximation, to the tolerance of the solve, of the deriva
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -88,11 +89,14 @@ class _Adjoint:
 
     def __init__(self, run: Run, seeds: Seeds, places: Sequence[int]):
         self._run, self._saved, self._dense = run, seeds.saved, DenseStates(run)
-        self._systems = StageSystems(run, ()) if run.tableau.implicit else None
         self._by_state, self._by_leaves = Tracing(run.field, (), False), Tracing(run.field, places, False)
         batch = run.batch
         leaves: dict[int, Any] = {place: np.zeros_like(batch.p.leaves[place]) for place in places}
         self._found = Cotangents(of_ends(run, seeds), run.numbers(batch.size), run.numbers(batch.size), leaves)
+
+    @cached_property
+    def _systems(self) -> StageSystems:
+        return StageSystems(self._run, ())
 
     def solved(self, timed: bool) -> Cotangents:
         """Return the cotangents."""

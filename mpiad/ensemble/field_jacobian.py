@@ -7,7 +7,7 @@ component depends on few others (`compiled.jacobian_programs`). Tangents take on
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -48,15 +48,19 @@ class Jacobian(Protocol):
         ...
 
 
-class OwnJacobian(NamedTuple):
-    """A right-hand side of the library's own, with its Jacobian: see `Jacobian.write`."""
+class OwnJacobian:
+    """A right-hand side of the library's own that brings its Jacobian along; both are functions of columns."""
 
-    f: Function
-    write: Callable[[Array, Array, Tree, Array], Array | None]
+    def __init__(self, f: Function, jacobian: Callable[[Array, Array, Tree, Array], Array | None]):
+        self._f, self._jacobian = f, jacobian
 
     def __call__(self, u: Array, p: Tree, t: Array) -> Any:
         """Return what f does."""
-        return self.f(u, p, t)
+        return self._f(u, p, t)
+
+    def write(self, out: Array, u: Array, p: Tree, t: Array) -> Array | None:
+        """Write ∂f/∂u, and return ∂f/∂t: see `Jacobian`."""
+        return self._jacobian(out, u, p, t)
 
 
 def jacobian_of(batch: Batch) -> Jacobian:

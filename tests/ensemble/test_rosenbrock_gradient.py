@@ -148,9 +148,10 @@ def driven_exactly(u0, p, times):
 
 
 @pytest.mark.serial
-@pytest.mark.parametrize("name, rtol, close", [("Rosenbrock23", 1e-6, 2e-3), ("Rodas5P", 1e-9, 1e-6)])
-@pytest.mark.parametrize("backward", [False, True])
-def test_the_continuous_adjoint(name, rtol, close, backward):
+@pytest.mark.parametrize(
+    "name, backward, rtol, close", [("Rosenbrock23", False, 1e-5, 5e-3), ("Rodas5P", True, 1e-7, 2e-5)]
+)
+def test_the_continuous_adjoint(name, backward, rtol, close):
     times = np.array([0.4, 1.0, 1.7])
     u0, p = np.array([[0.5, 0.3], [2.0, 0.6]]), np.array([[50.0, 0.7], [2e3, 1.5]]) * [-1 if backward else 1, 1]
     # Backwards, of the equation with another sign of its time, comes the same.
