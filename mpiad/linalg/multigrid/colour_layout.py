@@ -9,6 +9,7 @@ are found by a shift: loops over rows would cost more than the arithmetic on sma
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterable
@@ -20,12 +21,13 @@ from mpiad.domain.allocation import empty_beside
 from mpiad.linalg.multigrid.spread import Box
 from mpiad.transport.device_arrays import arrays_of
 
-__all__ = ["Colour", "Layout", "reach"]
+__all__ = ["Colour", "Layout", "layout_of", "reach"]
 
 Colour = tuple[int, ...]
 
 
-def reach(colour: Colour, offset: Iterable[int]) -> tuple[Colour, Colour]:
+@functools.cache
+def reach(colour: Colour, offset: Colour) -> tuple[Colour, Colour]:
     """Return the colour of the points at an offset from those of a colour, and how far their entries are.
 
     Parameters
@@ -74,13 +76,15 @@ class Layout:
         self.inner = slice(margin, self.size - margin)
         self.colours: list[Colour] = list(itertools.product((0, 1), repeat=len(self.shape)))
         self.row = {colour: row for row, colour in enumerate(self.colours)}
+        # Found once: on small levels finding them takes longer than what is done there.
+        self.places = functools.cache(self._places)
 
     def shifted(self, steps: Iterable[int], sign: int = 1) -> slice:
         """Return the inner entries moved by steps along each dimension."""
         shift = sign * sum(step * stride for step, stride in zip(steps, self.strides))
         return slice(self.inner.start + shift, self.inner.stop + shift)
 
-    def places(self, colour: Colour, rim: int = 0) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+    def _places(self, colour: Colour, rim: int = 0) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
         """Return the points of a colour within its array, and within the block with `rim` points around it."""
         entries, points = [], []
         for parity, low, high, first in zip(colour, self.box.low, self.box.high, self.first):
@@ -130,3 +134,9 @@ class Layout:
             entries, points = self.places(colour, rim)
             out[(..., *points)] = whole[(..., row, *entries)]
         return out
+
+
+@functools.lru_cache(maxsize=64)
+def layout_of(box: Box) -> Layout:
+    """Return the arrays of a block, those of the last call for it: levels are made anew for each κ."""
+    return Layout(box)

@@ -16,7 +16,7 @@ import numpy as np
 from mpiad._typing import Comm, LocalArray, Rank
 from mpiad.linalg.multigrid.agglomeration import Agglomeration
 from mpiad.linalg.multigrid.coarsest import Coarsest
-from mpiad.linalg.multigrid.colour_layout import Colour, Layout, reach
+from mpiad.linalg.multigrid.colour_layout import Colour, layout_of, reach
 from mpiad.linalg.multigrid.level import Level
 from mpiad.linalg.multigrid.level_halo import LevelHalo
 from mpiad.linalg.multigrid.level_stencil import Stencil, corners, offsets, stencil_of
@@ -69,7 +69,7 @@ class _Coarser:
         if last:
             self._coarsest = Coarsest(whole, spread.periodic, plan.singular)
         else:
-            layout = Layout(self._gathering.box)  # type: ignore[arg-type]
+            layout = layout_of(self._gathering.box)  # type: ignore[arg-type]
             # With all neighbours: a coarse operator couples across corners too, also where the finest one doesn't.
             stencil = stencil_of(layout, offsets(len(spread.cuts)), whole)
             self._level = hierarchy(stencil, after, plan._replace(doubled=max(0, plan.doubled - 1)))

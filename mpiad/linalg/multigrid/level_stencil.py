@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 
@@ -22,6 +23,7 @@ def offsets(ndim: int) -> list[Offset]:
     return [offset for offset in itertools.product((-1, 0, 1), repeat=ndim) if any(offset)]
 
 
+@functools.cache
 def corners(colour: Colour) -> list[tuple[int, ...]]:
     """Return where the coarse points are that a colour is interpolated from, in entries."""
     return list(itertools.product(*[(0, 1) if odd else (0,) for odd in colour]))

@@ -16,7 +16,7 @@ from mpiad.domain.allocation import empty_beside, is_array
 from mpiad.domain.partition import Partition
 from mpiad.linalg.host_and_device import require_together
 from mpiad.linalg.multigrid.cg_vectors import over_systems
-from mpiad.linalg.multigrid.colour_layout import Layout
+from mpiad.linalg.multigrid.colour_layout import layout_of
 from mpiad.linalg.multigrid.compiled_sums import are_compiled
 from mpiad.linalg.multigrid.elliptic import Elliptic
 from mpiad.linalg.multigrid.hierarchy import Plan, hierarchy
@@ -109,7 +109,7 @@ class Multigrid:
             self._used = channel(domain.comm, "linalg.Multigrid")
             self.kappa, self.c = coefficients(self.domain, kappa, c, self._used)
             self.mean_zero = has_constants(self.operator.sides, self.c, mean_zero, self._used)
-            self._layout = Layout(spread_of(self._partition()).box(self.domain.position))
+            self._layout = layout_of(spread_of(self._partition()).box(self.domain.position))
             self._level = self._levels()
         self._medium, self._copies = Constants(self.kappa, self.c), dict[ArrayModule, Level]()
         self.history: list[float] = []
