@@ -59,7 +59,7 @@ $(VENV)/.ready-%: $(VENV)/.ready
 
 # ---- programs
 
-demo: $(VENV)/.ready ## recover a field under real terrain, on 4 ranks (DEMO="--coarsen 1": further arguments)
+demo: $(VENV)/.ready ## recover a field under real terrain, on 4 ranks (DEMO="--coarsen 3": further arguments)
 	@$(LAUNCH) --ranks 4 -- examples/terrain_inversion.py $(DEMO)
 
 bench: $(VENV)/.ready ## run all benchmarks, on 2 cores, and end with a table of what is aimed at and reached (BENCH="vi.py wave.py": these)

@@ -82,7 +82,7 @@ RUNS = [
         r"counts: (\S+) in the first epochs, (\S+) in the last", lambda first, last: last <= first,
     ),
     Small(
-        4, "examples/terrain_inversion.py", "--coarsen 12 --wells 1 --iterations 8 --least 0",
+        4, "examples/terrain_inversion.py", "--coarsen 12 --wells 1 --before 8 --iterations 8 --least 0",
         r"correlation with the true log κ +(\S+)", lambda correlation: correlation > 0.5,
     ),
 ]  # fmt: skip
