@@ -160,7 +160,7 @@ def draw_picture(path, aquifer, elevation, fields, values, heads):
     axes[1, 3].set(title="heads left out, less the predicted mean", xlabel="borehole, by its head", ylabel="m")
     axes[1, 3].legend()
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=80)
+    figure.savefig(path, dpi=120)
 
 
 def main():

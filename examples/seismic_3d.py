@@ -231,7 +231,7 @@ def draw_picture(path, ground, fields, descents, values):
     axes[2, 3].axis("off")
     axes[2, 3].text(0, 0.5, "\n".join(f"{each.name}: relative error {each.error:.3f}" for each in descents))
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=80)
+    figure.savefig(path, dpi=120)
 
 
 def main():
