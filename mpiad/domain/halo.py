@@ -229,6 +229,7 @@ defjvp(fold_halo, lambda dg, ans, g, halo, sides, scheme=IN_TURN: fold_halo(dg, 
 def _prepared_filling(out: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) -> Callable[[], Iterator[None]]:
     """Return `fill_in_place` of an array that stays: a function, whose iterator comes back while messages travel."""
     stages = list(zip(halo.stages(scheme), halo.beyond(sides, scheme)))
+    # Constants don't depend on the field: they are written before all stages, and not between messages.
     every = [side for _, beyond in stages for side in beyond]
     constants = [(out[side.ghost], sides[side.axis][side.place].filled(None)) for side in every if side.copied is None]
     constants += [(out[ghost], 0) for stage, _ in stages for ghost in stage.empty]

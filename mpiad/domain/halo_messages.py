@@ -111,6 +111,7 @@ class PreparedStage:
             yield
             messages.finish("exchange")
         except BaseException as error:
+            # GeneratorExit: the program was dropped in the middle, and the edges may still be written to.
             left = "an exception" if isinstance(error, GeneratorExit) else type(error).__name__
             messages.leave(f"{left} left a program in which messages were under way.")
             raise

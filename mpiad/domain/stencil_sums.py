@@ -94,6 +94,7 @@ class StencilSums:
         else:
             np.multiply(u, scale, out=padded[halo.interior])
         out = empty_beside(u, u.shape)
+        # Points whose neighbours are all here are summed while the halo travels.
         coming = post(padded, stage.routes, False, _TAG, halo.comm)
         if self._inside is not None:
             weighted_sum(padded, self.terms, out, self._inside, finish)

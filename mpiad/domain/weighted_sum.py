@@ -95,6 +95,7 @@ def _sum(slab: Slab, terms: Terms) -> None:
     total, room = slab.total, slab.room
     if not terms:
         total[...] = 0
+    # Pieces of equal weight are added first and multiplied once; all in two buffers that stay in the cache.
     for number, ((weight, _), pieces) in enumerate(zip(terms, slab.pieces)):
         part = room if number else total
         if len(pieces) == 1:

@@ -157,10 +157,13 @@ class _Search:
         ids = self.under_way
         u, f, rate = self._u[:, ids], self._f[:, ids], self._rate[ids]
         with np.errstate(all="ignore"):
+            # Pseudo-transient continuation: an implicit Euler step of length 1 / rate, Newton's as the rate goes to zero.
             matrix = rate[:, None, None] * np.eye(len(u)) - self._jacobian[ids]
             step = solved_each(matrix, f.T).T
             there = self._equations.values(u + step, ids)
             good = np.isfinite(there).all(axis=0)
+            # Natural monotonicity: by how much the next step with the same matrix is shorter says whether this one leads
+            # closer, whatever the scales of the equations are.
             following = solved_each(matrix, np.where(good, there - rate * step, 0.0).T).T
             contraction = np.where(good, self._size(following, u) / self._size(step, u), np.inf)
         better = contraction <= _MOST_CONTRACTION
@@ -169,6 +172,7 @@ class _Search:
         with np.errstate(divide="ignore"):
             growth = np.clip(_AIM / contraction, 1 / _MOST_GROWTH, _MOST_GROWTH)
         self._rate[ids] = rate / growth
+        # The steps have become so short that no shorter one would be better.
         self._codes[ids[self._rate[ids] > _LARGEST]] = ConvergenceCode.ConvergenceFailure.code
         self._linearise(ids[better], ConvergenceCode.ConvergenceFailure)
 

@@ -129,8 +129,10 @@ class EventWatch:
         """Write an event into the table, and return it without the columns that had ended before."""
         time = step.t[columns] + x * step.h[columns]
         time = time if step.sign is None else time * step.sign[columns]
+        # What comes after a terminal event in the same step never happens.
         known, terminal = x <= last[columns], self._events[e].terminal
         part = np.where(known, x, np.inf)
+        # All as doubles, which hold the numbers exactly: one table, and from a device one copy to the host.
         rows = step.ids[columns], np.full_like(columns, e), step.number[columns], part, time
         self._rows.append(np.stack([row.astype(float) for row in rows]))
         row = self._count + np.cumsum(np.full_like(columns, 1)) - 1
@@ -150,6 +152,7 @@ def _projected(low: Array, high: Array, before: Array, after: Array, reach: floa
 
     It is drawn by the values at both ends, `before` and `after`; `reach` is 1, halved with each evaluation.
     """
+    # Interpolate, truncate, project: as few evaluations as the secant's, and never more than one beyond bisection's.
     width, middle = high - low, 0.5 * (low + high)
     x = (after * low - before * high) / (after - before)
     away, room = middle - x, reach - 0.5 * width

@@ -232,6 +232,7 @@ class HybridSolve:
         saved = self._save(ids, outcome, places, flow.batch)
         if self.settings.record:
             self.ways.append(flow._replace(saved=saved))
+        # The next piece may begin with a step of any length, unless an event that is met now says otherwise.
         self._set(self._restart, ids, np.inf)
         self._set(self._side, ids, 0.0)
         codes = outcome.codes
@@ -247,6 +248,7 @@ class HybridSolve:
             self.happened.append(np.stack([ids[local].astype(float), which.astype(float), outcome.event_table[4]]))
             gone = np.abs(outcome.t_reached - flow.batch.start)
             self._meet_conditions(ids, codes == ReturnCode.Terminated.code, local, which, gone)
+        # Counted over all pieces: in each of them alone the limit may never be reached.
         tired = self._of(self.naccept + self.nreject >= self.settings.max_steps, ids)
         if tired.any():
             self._end(ids[tired & (self.codes[ids] == _MOVING)], ReturnCode.MaxIters)

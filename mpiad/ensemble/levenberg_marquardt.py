@@ -237,16 +237,19 @@ def _step_in_box(factor: Array, damping: Array, x: Array, lower: Array, upper: A
     fixed, end, todo = held.copy(), x.copy(), np.arange(len(x))
     for _ in range(_TURNS * x.shape[1]):
         low, high, start = lower[todo], upper[todo], end[todo]
+        # Towards the minimum of the damped model from x over the free variables, from where the last turn ended.
         step = _damped(factor[todo], damping[todo], ~fixed[todo], start - x[todo])
         bound = np.where(step < 0, low, high)
         with np.errstate(all="ignore"):
             part = np.where(step != 0, (bound - start) / step, np.inf)
+        # No further than to the nearest bound: variables that reach theirs together are all held.
         reach = part.min(axis=1, keepdims=True)
         hit = (part == reach) & (reach < 1)
         end[todo] = np.where(hit, bound, np.clip(start + np.minimum(reach, 1.0) * step, low, high))
         arrived = ~hit.any(axis=1)
         fixed[todo] |= hit
         loose = _loosest(factor[todo], damping[todo], end[todo] - x[todo], fixed[todo], end[todo] <= low, end[todo] >= high)
+        # Multipliers say which way a variable pulls at a minimum only, not where a bound has cut the way to it short.
         loose[~arrived] = False
         fixed[todo] &= ~loose
         todo = todo[~arrived | loose.any(axis=1)]

@@ -44,7 +44,9 @@ class SteadyStates:
         found = [np.zeros_like(leaves[place]) for place in places]
         if not ids.size:
             return found
+        # The implicit function theorem: f(u, p) = 0 gives du/dp = -J⁻¹ ∂f/∂p, so p̄ = (∂f/∂p)ᵀ (-J⁻ᵀ ū).
         bars = -solved_each(np.swapaxes(self._jacobian[ids], 1, 2), g[ids]).T
+        # f is called with two columns at least; the one that only fills up gives nothing.
         seeds = np.zeros((g.shape[1], len(self._columns)), g.dtype)
         seeds[:, : len(ids)] = bars
         u, own, t = self._given()

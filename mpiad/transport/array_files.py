@@ -65,6 +65,7 @@ def write_block(used: Channel, path: Path, shape: Shape, starts: Shape, block: n
     layout, part = Layout(shape, block.dtype, len(head.getvalue())), path.with_name(path.name + ".part")
 
     def write(file: MPI.File) -> None:
+        # A longer file that an earlier attempt left must not show behind the end.
         file.Set_size(layout.end)
         if used.rank == 0:
             file.Write_at(0, head.getvalue())

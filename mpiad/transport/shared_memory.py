@@ -78,9 +78,11 @@ def _common_file(comm: Comm, length: int) -> int | None:
         path = comm.bcast(path)
         if comm.rank > 0:
             file = _tried(lambda: os.open(path, os.O_RDWR))
+        # A rank on another node sees no such file, and all must know before any maps it.
         seen = not on_any_rank(comm, file is None)
     finally:
         if comm.rank == 0:
+            # Without a name it is gone when the last rank has closed it, however the program ends.
             _tried(lambda: os.unlink(path))
     if not seen and file is not None:
         os.close(file)

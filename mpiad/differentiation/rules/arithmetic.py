@@ -89,6 +89,7 @@ def divide_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     fit_x = fitting(x, ans)
 
     def vjp(g: Array) -> tuple[Array, Array]:
+        # -g x / y² is -(g / y)(x / y): the quotient is known, and one division serves both.
         of_numerator = g / y
         return _fitted(fit_x, of_numerator), _fitted(fit_y, -(of_numerator * ans))
 

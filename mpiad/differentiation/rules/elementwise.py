@@ -94,6 +94,7 @@ def _absolute_vjp(fun: Primitive) -> VjpMaker:
         sign = _space(x).sign
 
         def vjp(g: Array) -> tuple[Array]:
+            # At zero the sign is zero, as autograd has it.
             s = sign(x)
             return (np.multiply(g, s, s) if _same(g, s) else g * s,)
 

@@ -32,6 +32,7 @@ def _product_vjp(fun: Primitive) -> VjpMaker:
         if axes not in _FIRST:
             return inherited_vjp(fun, argnums, ans, args, kwargs)
         if len(argnums) == 2:
+            # x · x: both cotangents are g x, computed once; they share memory, so neither may be changed.
             if x is y and axes == (1, 1):
                 return lambda g: two_unchanged(g * x)
             first, second = _FIRST[axes], _SECOND[axes]

@@ -200,7 +200,9 @@ class _Reverse:
         lines += steps.rounded_step()
         if form.timed:
             lines += ["t_bar = 0.0", "h_bar = 0.0"]
+        # Stages aren't recorded but computed again from the state before the step.
         lines += steps.again()
+        # The last stage is f at the new state, so what it hands back belongs to that state, before the other stages.
         lines += [f"total_{c} = {at('cotangent', c)}" for c in range(d)]
         if form.stages in steps.pulled_stages:
             lines += self._pulled(form.stages)
@@ -209,7 +211,9 @@ class _Reverse:
         lines += [f"z{form.stages}_{c} = total_{c}" for c in range(d)]
         for i in reversed(steps.pulled_stages):
             lines += self._pulled(i) if i < form.stages else []
+        # What is saved inside the step is u + h Σ w k: its cotangent goes to u as it is, to the stages by `arrival`.
         value = [f" + {at('value', c)}" if form.inside else "" for c in range(d)]
+        # A lane without a trajectory is set to zero, since what it computes may be NaN.
         lines += [f"{at('cotangent', c)} = where(live > 0.0, total_{c}{value[c]}, {steps.number(0.0)})" for c in range(d)]
         if form.timed:
             lines += self._times()

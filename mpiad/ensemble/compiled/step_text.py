@@ -177,6 +177,7 @@ class Steps:
         for out, top in (("d0", "u_{}"), ("d1", "k0_{}")):
             lines += self._norm(out, top)
         lines += [
+            # So long that an explicit Euler step changes u by about a hundredth of its size.
             "h0 = 1e-6 if d0 < 1e-5 or d1 < 1e-5 else 0.01 * d0 / d1",
             "h0 = h0 if h0 < span else span",
             "h = sign * h0",
@@ -187,6 +188,7 @@ class Steps:
             *self._norm("d2", "(k1_{0} - k0_{0})"),
             "d2 = d2 / h0",
             "steepest = d1 if d1 > d2 else d2",
+            # Where the derivative is as good as zero its powers say nothing.
             "if d1 <= 1e-15 and d2 <= 1e-15:",
             "    h = max(1e-6, h0 * 1e-3)",
             "else:",
@@ -253,6 +255,8 @@ class Steps:
             f"if width <= {RESOLUTION!r}:",
             "    break",
             "middle = 0.5 * (low + high)",
+            # ITP: the secant's root, moved towards the middle so that no end of the bracket stays where it is, and no
+            # further from the middle than bisection could still make up for.
             "x = (late * low - early * high) / (late - early)",
             "away = middle - x",
             f"shift = max({TRUNCATION!r} * width * width, {0.5 * RESOLUTION!r})",
@@ -266,6 +270,7 @@ class Steps:
             inner += self.interpolated(f"y_{c}", lambda i, c=c: stage(i, c), u(c))
         inner += [
             *value,
+            # Compared with the sign before the step: at a zero, as after it, the event has happened, so `high` is there.
             "if (value > 0.0) if old > 0.0 else (value < 0.0):",
             "    low = x",
             f"    early = {self.doubled('value')}",

@@ -140,19 +140,23 @@ class LBFGS:
             if line.stuck or self._trials.count >= self._settings.maxfun:
                 break
             trial = self._trials.along(here, line.step)
+            # Along a straight line both follow from the slopes; along a path bent by bounds they are summed with the point.
             if not self._bounded:
                 trial.predicted, trial.met = trial.step * slope, trial.step * trial.slope
+            # Outside of where the objective is finite nothing is learnt but that the step was too long.
             if not trial.finite:
                 self._wall, self._memory.attempts.at_edge = min(self._wall, trial.length), True
                 self._trials.release(trial)
                 line.back_away()
                 continue
+            # Where bounds have stopped variables the slope along the path jumps, and decrease is all that can be asked.
             lower = trial.clipped and line.decreases(trial.value, trial.predicted)
             if lower or line.accepts(trial.value, trial.slope):
                 self._drop(best, here)
                 return trial
             if trial.value < best.value:
                 self._memory.put_aside(trial)
+                # Kept aside: if the search ends without its conditions, the lowest point that it met is returned.
                 trial, best = best, trial
             self._drop(trial, here)
             if self._files.interrupted:

@@ -108,6 +108,8 @@ class LineSearch:
 
     def _advance(self, trial: End, modified: bool) -> None:
         tilt = _DECREASE * self._start.slope if modified else 0.0
+        # While the decrease that is asked for isn't reached, Moré and Thuente fit the function less that decrease, of which
+        # an interval surely holds a minimiser.
         best, other, new = (_tilted(end, tilt) for end in (self._best, self._other, trial))
         step = next_step(best, other, new, self._bracketed, self._low, self._high)
         self._narrow_down(best, new, trial)
@@ -116,6 +118,7 @@ class LineSearch:
             ends = self._best.step, self._other.step
             self._low, self._high = min(ends), max(ends)
         else:
+            # Ever longer steps, as long as no minimiser is bracketed.
             growth = step - self._best.step
             self._low, self._high = step + _GROWTH[0] * growth, step + _GROWTH[1] * growth
         self.step = min(max(step, 0.0), self._farthest)
@@ -148,15 +151,19 @@ def next_step(best: End, other: End, trial: End, bracketed: bool, lowest: float,
 
     `other` is the far end of the interval where a minimiser is bracketed; else a step may go from `lowest` to `highest`.
     """
+    # A minimiser is bracketed: between the best point, from where the function falls, and a higher one.
     if trial.value > best.value:
         return _after_rise(best, trial)
     if trial.slope * best.slope < 0.0:
+        # Bracketed by slopes of two signs; the farther of both estimates, since the nearer may hardly move.
         cubic, secant = _cubic(trial, best), _secant(best, trial)
         return max(cubic, secant, key=lambda step: abs(step - trial.step))
+    # Lower, and flatter: the minimiser lies beyond, where the cubic may have none.
     if abs(trial.slope) < abs(best.slope):
         return _after_flattening(best, other, trial, bracketed, lowest, highest)
     if bracketed:
         return _cubic(trial, other)
+    # Lower, and as steep: nothing says how far to go.
     return highest if trial.step > best.step else lowest
 
 

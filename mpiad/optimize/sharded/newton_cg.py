@@ -146,6 +146,7 @@ class NewtonCG:
             self._keep(here, ending)
             if ending is not None:
                 return here, ending
+            # By a line search, or in a trust region.
             found = self._lower(here)
             if found is None:
                 ending = INTERRUPTED if self._files.interrupted else self._exhausted() or ABNORMAL
@@ -153,6 +154,7 @@ class NewtonCG:
                 return here, ending
             self._iteration, self._value_before = self._iteration + 1, here.value
             self._measure(found)
+            # Eisenstat and Walker: systems are solved as well as the last step's fall of the gradient deserves.
             self._forcing = self._next_forcing(found.norm / here.norm)
             self._stopped = self._iterates.heard(found, self.count)
             here = found
@@ -204,6 +206,7 @@ class NewtonCG:
             size = float(to_host(np.max(np.abs(point.way)))) if point.x.size else 0.0
             (size,) = self._totals.of([], [size], [])
             point.free = self._box.free(point.x, point.gradient, size, _EVERYWHERE)
+            # Variables at a bound count by their way to it, free ones by the gradient in the inner product.
             held = _dot(point.way, point.way * ~point.free)
         gradient = point.masked(point.gradient)
         represented = gradient if self._represent is None else point.masked(self._represent(gradient))
@@ -277,6 +280,7 @@ class NewtonCG:
         """Return a point that is low enough in a trust region, which grows and shrinks; None where there is none."""
         if self._radius is None:
             gradient = here.masked(here.gradient)
+            # As long as the first preconditioned step of steepest descent, in the norm in which the radius is measured.
             once = gradient if self._precondition is None else here.masked(self._precondition(gradient))
             self._radius = math.sqrt(max(self._sums(_dot(gradient, once))[0], 0.0))
         for _ in range(self._settings.maxls):
@@ -284,9 +288,11 @@ class NewtonCG:
             if found is None:
                 break
             there = self._evaluated(self._moved(here, found.way, 1.0), here)
+            # Where bounds have cut the step short, the model is asked again what it expected of what is left.
             expected = found.decrease if self._box is None else self._expected(here, there)
             ratio = (here.value - there.value) / expected if there.finite and expected > 0.0 else -math.inf
             falls = there.finite and expected > 0.0 and self._falls(here, there, _DECREASE * expected)
+            # A ratio of differences that are rounding says nothing of the model, and mustn't shrink the radius.
             if ratio < 0.25 and not (falls and ratio > 0.0 and expected <= _ROUNDING * abs(here.value)):
                 self._radius = 0.25 * found.length
             elif ratio > 0.75 and found.bound:

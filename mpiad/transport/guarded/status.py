@@ -136,6 +136,7 @@ class Responder:
             come = self._taken(_TOLD)
             if come is None:
                 time.sleep(_TICK / 10)
+            # An answer to an earlier question may come late: what it says is no longer so.
             elif come[1][0] == self._asked:
                 states[come[0]] = come[1][1]
                 missing.discard(come[0])

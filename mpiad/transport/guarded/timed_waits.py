@@ -111,6 +111,7 @@ def _nap_until(test: Callable[[], Any], waiting: Waiting) -> None:
     nap = 0.0
     while not test():
         elapsed = perf_counter() - waiting.began
+        # Most messages come soon; to sleep first would add the length of a nap to each.
         if elapsed < _YIELDS_FOR:
             _yield()
             continue
@@ -122,6 +123,7 @@ def _nap_until(test: Callable[[], Any], waiting: Waiting) -> None:
         if not _lift.deep and _expire is not None and _is_over(waiting, elapsed):
             waiting.verdict = _expire(waiting)
             continue
+        # Ever longer naps: what has taken long may take longer, and the core is needed elsewhere.
         nap = min(nap + 2e-5, _LONGEST_NAP)
         time.sleep(nap)
 

@@ -157,6 +157,7 @@ def pinv_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
         turned, back = _transposed(g), _transposed(ans)
         left = identity(x, x.shape[-2]) - anp.matmul(x, ans)
         right = identity(x, x.shape[-1]) - anp.matmul(ans, x)
+        # Golub and Pereyra: d(A⁺) = -A⁺ dA A⁺ + A⁺A⁺ᵀ dAᵀ (I - AA⁺) + (I - A⁺A) dAᵀ A⁺ᵀA⁺, transposed term by term.
         part = -anp.matmul(anp.matmul(ans, turned), ans)
         part = part + anp.matmul(anp.matmul(anp.matmul(ans, back), g), left)
         part = part + anp.matmul(anp.matmul(anp.matmul(right, g), back), ans)
