@@ -20,16 +20,9 @@ Span = tuple[int, int, Any]
 
 
 def rank_events(recorder: Recorder, rank: int, node: str, aligned: Callable[[float], float], zero: float) -> Iterator[str]:
-    """Yield a rank's events, each as the text of a JSON object.
+    """Yield a rank's events, each as the text of a JSON object; `node` names the machine.
 
-    Parameters
-    ----------
-    node : str
-        Name of the machine.
-    aligned : callable
-        From this rank's clock to the one that all ranks share.
-    zero : float
-        The beginning on that one.
+    `aligned` maps this rank's clock to the one that all ranks share, on which `zero` is the beginning.
     """
 
     def tick(time: float) -> int:

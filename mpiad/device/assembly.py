@@ -23,17 +23,7 @@ __all__ = ["array", "concatenate", "joined", "stack"]
 
 @primitive
 def joined(axis: int, *arrays: Array) -> Array:
-    """Join device arrays along an axis.
-
-    Parameters
-    ----------
-    axis : int
-    *arrays : device array
-
-    Returns
-    -------
-    device array
-    """
+    """Join device arrays along an axis."""
     return np.concatenate(arrays, axis)
 
 

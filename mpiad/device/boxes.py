@@ -84,12 +84,6 @@ class ComplexDeviceSpace(DeviceSpace):
 
 
 def register(kind: type) -> None:
-    """Let autograd trace arrays of a kind.
-
-    Parameters
-    ----------
-    kind : type
-        Type of the arrays.
-    """
+    """Let autograd trace arrays of a kind."""
     DeviceBox.register(kind)
     VSpace.register(kind, lambda x: (ComplexDeviceSpace if x.dtype.kind == "c" else DeviceSpace)(x))

@@ -15,17 +15,7 @@ __all__ = ["cast"]
 
 @primitive
 def cast(x: Array, dtype: np.dtype) -> Array:
-    """Return an array in another dtype, its real part for a real one.
-
-    Parameters
-    ----------
-    x : device array
-    dtype : numpy.dtype
-
-    Returns
-    -------
-    device array
-    """
+    """Return a device array in another dtype, its real part for a real one."""
     if x.dtype.kind == "c" and np.dtype(dtype).kind != "c":
         x = x.real
     return x.astype(dtype)

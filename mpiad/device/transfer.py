@@ -110,17 +110,7 @@ def _mapped(tree: Tree, move: Callable[[Any], Any]) -> Any:
 
 @primitive
 def array_to_device(x: Array, arrays: ArrayModule) -> Array:
-    """Copy one array or number to the device of an array module.
-
-    Parameters
-    ----------
-    x : array or number
-    arrays : ArrayModule
-
-    Returns
-    -------
-    device array
-    """
+    """Copy one array or number to the device of an array module."""
     host = np.asarray(x)
     if host.dtype.kind not in "biufc" or host.dtype.char in "gG":
         raise TypeError(
@@ -133,16 +123,7 @@ def array_to_device(x: Array, arrays: ArrayModule) -> Array:
 
 @primitive
 def array_to_host(x: Array) -> Array:
-    """Copy one device array to the host.
-
-    Parameters
-    ----------
-    x : device array
-
-    Returns
-    -------
-    array, or number of NumPy's for an array without axes
-    """
+    """Copy one device array to the host, where one without axes becomes a number of NumPy's."""
     arrays = arrays_of(x)
     return x if arrays is None else arrays.to_host(x)[()]
 

@@ -53,13 +53,9 @@ def spacing_of(
 ) -> tuple[list[float], list[float]]:
     """Return the first coordinate and the spacing along each dimension of a grid that fills an extent.
 
-    Parameters
-    ----------
-    extent : float, pair, or one of these for each dimension
-        Length from 0, or lower and upper end.
-    centred : bool
-        Whether points are the centres of equal cells; else the first and the last are on the ends (on a periodic
-        dimension the upper end is the first point again).
+    An extent is a length from 0, or lower and upper end, for all dimensions or each. Points are the centres of equal cells
+    where `centred`; else the first and the last are on the ends (on a periodic dimension the upper end is the first point
+    again).
 
     Raises
     ------

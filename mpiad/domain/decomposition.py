@@ -87,12 +87,7 @@ PerDimension: TypeAlias = "int | Sequence[int]"
 def layout(
     channel: Channel, shape: PerDimension, halo: PerDimension, periodic: bool | Sequence[bool], dims: PerDimension | None
 ) -> tuple[Partition, tuple[int, ...]]:
-    """Return the partition and the halo's width along each dimension.
-
-    Parameters
-    ----------
-    shape, halo, periodic, dims
-        As `Domain` takes them.
+    """Return the partition and the halo's width along each dimension, by arguments as `Domain` takes them.
 
     Raises
     ------

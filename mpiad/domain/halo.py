@@ -109,19 +109,7 @@ class Halo:
 
 @communicating
 def fill_halo(u: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) -> LocalArray:
-    """Return the block with its halo.
-
-    Parameters
-    ----------
-    u : array of shape (..., *halo.shape)
-    sides : Sides
-        What lies beyond physical sides.
-    scheme : str
-        One of `routes`.
-
-    Returns
-    -------
-    array of shape (..., *halo.padded)
+    """Return the block u (..., *halo.shape) with its halo, (..., *halo.padded), by what lies beyond physical sides.
 
     Ranks
     -----
@@ -171,19 +159,7 @@ def _fill_copies(out: LocalArray, stage: Stage, beyond: list[Beyond], sides: Sid
 
 @communicating
 def fold_halo(g: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) -> LocalArray:
-    """Add what belongs to halo cells to the cells that they are copies of.
-
-    Parameters
-    ----------
-    g : array of shape (..., *halo.padded)
-    sides : Sides
-        What lies beyond physical sides.
-    scheme : str
-        One of `routes`.
-
-    Returns
-    -------
-    array of shape (..., *halo.shape)
+    """Add what belongs to halo cells to the cells that they are copies of: of g (..., *halo.padded) to (..., *halo.shape).
 
     Ranks
     -----

@@ -33,14 +33,9 @@ class Coming(NamedTuple):
 
 
 def post(values: LocalArray, routes: tuple[Route, ...], backwards: bool, tag: int, comm: Comm) -> list[Coming]:
-    """Start the messages of a stage.
+    """Start the messages of a stage of values (..., *padded).
 
-    Parameters
-    ----------
-    values : array of shape (..., *padded)
-    backwards : bool
-        Whether halo cells travel to their owners, instead of owned cells to the halos that copy them.
-    comm : mpi4py intracommunicator or None
+    `backwards` halo cells travel to their owners, instead of owned cells to the halos that copy them.
     """
     # Receives first: what comes then needs no buffer of MPI's.
     coming = []

@@ -92,18 +92,8 @@ def _require_inside(points: np.ndarray, place: np.ndarray, lattice: Lattice, par
 def interpolated(padded: LocalArray, where: Location, rank: Rank, starts: np.ndarray) -> LocalArray:
     """Return a field's values at this rank's points, zeros at those of others.
 
-    Parameters
-    ----------
-    padded : array of shape (..., *padded)
-        This rank's block with the cells after it.
-    where : Location
-        Of points of shape (p...,).
-    starts : int array of shape (dimensions,)
-        Cell of the whole grid that is the first of `padded`.
-
-    Returns
-    -------
-    array of shape (..., p...)
+    `padded` (..., *padded) is this rank's block with the cells after it; its first is the cell `starts` of the whole grid.
+    The points are of shape (p...,), and the values of (..., p...).
     """
     ndim, shape = len(starts), where.owner.shape
     mine = np.flatnonzero(where.owner.reshape(-1) == rank)

@@ -90,17 +90,8 @@ def _bounds(cells: int, parts: int, index: int) -> tuple[int, int]:
 def choose_dims(shape: Shape, size: int, halo: tuple[int, ...], periodic: tuple[bool, ...]) -> tuple[int, ...] | None:
     """Return the grid of ranks with the least halo surface, None where no grid gives every rank enough cells.
 
-    Parameters
-    ----------
-    size : int
-        Number of ranks.
-    halo : tuple of int
-        Width of the halo along each dimension, which no block may be smaller than.
-
-    Returns
-    -------
-    tuple of int or None
-        Among equals the one with more ranks along the first dimensions, whose layers are contiguous in memory.
+    No block may be smaller than the halo is wide. Among equals it is the grid with more ranks along the first dimensions,
+    whose layers are contiguous in memory.
     """
     fitting = [
         dims for dims in _factorisations(size, len(shape)) if all(n // p >= max(1, h) for n, p, h in zip(shape, dims, halo))

@@ -68,16 +68,7 @@ class PointTables:
         self._kept: OrderedDict[tuple, PointTable] = OrderedDict()
 
     def table(self, points: Array, lattice: Lattice, dtype: np.dtype, call: str) -> PointTable:
-        """Return the table of points.
-
-        Parameters
-        ----------
-        points : array of shape (..., dimensions)
-            On the host, traced or not.
-        dtype : numpy.dtype
-            That of the weights.
-        call : str
-            Who asks, in errors.
+        """Return the table of points (..., dimensions), which are on the host, traced or not, with weights of this dtype.
 
         Raises
         ------
@@ -111,19 +102,7 @@ class PointTables:
 
 
 def interpolated_there(padded: LocalArray, table: PointTable, ndim: int) -> LocalArray:
-    """Return a field's values at this rank's points, zeros at those of others.
-
-    Parameters
-    ----------
-    padded : device array of shape (..., *padded)
-        This rank's block with its halo.
-    ndim : int
-        Dimensions of the grid.
-
-    Returns
-    -------
-    device array of shape (..., *shape of the points)
-    """
+    """Return a field's values at this rank's points, zeros at those of others, on the device of its padded block."""
     home: Any = arrays_of(stop(padded))
     lead, cells = padded.shape[: padded.ndim - ndim], math.prod(padded.shape[padded.ndim - ndim :])
     (places,) = table.places.on(home)

@@ -64,18 +64,8 @@ def of_root_copies(fun: Function) -> Function:
 def require_own_block(u: LocalArray, shape: Shape, ranks: int, rank: Rank, call: str) -> None:
     """Raise a ValueError where a block is one of the root's variables; warn, on rank 0, where it may be computed from one.
 
-    Parameters
-    ----------
-    u : array or number
-        What isn't of shape (..., *shape) is no block.
-    shape : tuple of int
-        Cells of this rank's block.
-    ranks : int
-        Among which the grid is divided. Where one has the whole grid, all may share it.
-    rank : int
-        This one.
-    call : str
-        Name of the public function.
+    What isn't of shape (..., *shape) is no block. The grid is divided among so many ranks: where one has the whole grid,
+    all may share it.
     """
     solve = _current.solve
     if solve is None or ranks == 1:

@@ -249,17 +249,7 @@ def _ranges(block: tuple[slice, ...]) -> str:
 
 @primitive
 def into_blocks(u: RootArray, partition: Partition) -> RootArray:
-    """Reorder a whole array by ranks.
-
-    Parameters
-    ----------
-    u : array of shape (..., *partition.shape)
-
-    Returns
-    -------
-    array of shape (cells, ...)
-        The cells of rank 0's block, then those of rank 1's, and so on.
-    """
+    """Reorder a whole array (..., *partition.shape) by ranks: (cells, ...), the cells of rank 0's block first."""
     lead = u.shape[: u.ndim - len(partition.shape)]
     out = empty_beside(u, (math.prod(partition.shape), *lead))
     start = 0
@@ -274,17 +264,7 @@ def into_blocks(u: RootArray, partition: Partition) -> RootArray:
 
 @primitive
 def from_blocks(cells: RootArray, partition: Partition) -> RootArray:
-    """Put the blocks of all ranks together.
-
-    Parameters
-    ----------
-    cells : array of shape (cells, ...)
-        As `into_blocks` returns them.
-
-    Returns
-    -------
-    array of shape (..., *partition.shape)
-    """
+    """Put the blocks of all ranks, as `into_blocks` returns them, together: an array (..., *partition.shape)."""
     lead = cells.shape[1:]
     out = empty_beside(cells, lead + partition.shape)
     start = 0

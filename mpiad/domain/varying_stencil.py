@@ -22,18 +22,7 @@ __all__ = ["products", "spread", "varying_sum"]
 
 @primitive
 def varying_sum(padded: LocalArray, weights: LocalArray) -> LocalArray:
-    """Return the weighted sums.
-
-    Parameters
-    ----------
-    padded : array of shape (..., *padded)
-    weights : array of shape (*lengths, *cells)
-        ``lengths`` are odd, one for each dimension.
-
-    Returns
-    -------
-    array of shape (..., *cells)
-    """
+    """Return the sums (..., *cells) of an array (..., *padded) by weights (*lengths, *cells) of odd lengths."""
     lengths, cells = _shapes(weights)
     like = _wider(padded, weights)
     total = zeros_beside(like, padded.shape[: padded.ndim - len(cells)] + cells)

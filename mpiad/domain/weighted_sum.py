@@ -57,15 +57,8 @@ def terms_of(weights: np.ndarray) -> Terms:
 def weighted_sum(source: LocalArray, terms: Terms, out: LocalArray, box: Box, finish: Finish | None = None) -> None:
     """Write the weighted sums of a box of cells.
 
-    Parameters
-    ----------
-    source : C-contiguous array of shape (..., *padded)
-    out : array of shape (..., *cells)
-        Cell 0 is summed from the offsets as they are.
-    box : tuple of slice
-        The cells that are written.
-    finish : callable, optional
-        Called for each slab while it is in the cache.
+    `source` (..., *padded) is C-contiguous; cell 0 of `out` (..., *cells) is summed from the offsets as they are. Each slab
+    is completed by `finish` while it is in the cache.
     """
     ndim = len(box)
     padded, lead = source.shape[source.ndim - ndim :], out.shape[: out.ndim - ndim]

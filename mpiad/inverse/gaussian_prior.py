@@ -113,14 +113,8 @@ def own_block(domain: Domain, block: LocalArray, call: str) -> LocalArray:
 def agreed_fields(domain: Domain, fields: dict[str, Any], numbers: dict[str, Any], call: str) -> list[LocalArray]:
     """Return blocks of numbers or blocks, the first of which may have any sign; check all arguments on all ranks.
 
-    Parameters
-    ----------
-    domain : Domain
-    fields : dict
-        By name: a number, or an array of shape local_shape.
-    numbers : dict
-        By name: what must be positive, a number or one for each dimension; the same on all ranks.
-    call : str
+    By their names `fields` are numbers or arrays of shape local_shape, `numbers` what must be positive, one or one for each
+    dimension, and the same on all ranks.
 
     Raises
     ------

@@ -29,15 +29,7 @@ _DECAYED = 40.0  # e to this power is beyond double precision
 def inverse_diagonal(domain: Domain, a: np.ndarray, c: float, power: int) -> LocalArray:
     """Return this rank's block of the diagonal of A⁻ᵖ, A = c - Σ a_i ∂²_i with unit spacing, and no flux through sides.
 
-    Parameters
-    ----------
-    domain : Domain
-    a : array, shape (d,)
-        One for each dimension, already divided by the square of its spacing.
-    c : float
-        Positive.
-    power : int
-        1 or 2.
+    Each of a (d,) is divided by the square of its spacing already; c is positive, and the power p is 1 or 2.
     """
     largest = c + 4.0 * sum(a)
     s = np.arange(math.log(_SMALL / largest), math.log(_DECAYED / c), _STEP)

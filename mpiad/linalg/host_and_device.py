@@ -54,12 +54,6 @@ def require_host(call: str, *values: Any) -> None:
 
 
 def through_host(solve: Callable[[LocalArray], LocalArray], r: LocalArray) -> LocalArray:
-    """Return what a function of arrays on the host makes of one, where that one lives.
-
-    Parameters
-    ----------
-    r : array
-        Untraced.
-    """
+    """Return what a function of arrays on the host makes of an untraced one, where that one lives."""
     home = arrays_of(r)
     return solve(r) if home is None else home.to_device(solve(home.to_host(r)))

@@ -32,16 +32,7 @@ _PATIENCE = 3  # new starts in a row without progress, before it counts as stall
 
 
 def iterate(method: Method, system: System, b: LocalArray, x0: LocalArray | None) -> LocalArray:
-    """Return the solution of a system.
-
-    Parameters
-    ----------
-    x0 : array of the shape of `b`, or None
-        Where to start; zero by default.
-
-    Returns
-    -------
-    array of the shape and dtype of `b`
+    """Return the solution of a system, of the shape and dtype of `b`, from `x0` or zero on.
 
     Raises
     ------

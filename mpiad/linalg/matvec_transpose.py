@@ -27,16 +27,9 @@ def transposed_function(fun: Function, like: LocalArray) -> Callable[[Any], Any]
 
 
 def transposed_preconditioner(preconditioner: Function, given: Any, rest: tuple, like: LocalArray) -> Function:
-    """Return the transpose of a preconditioner, as a function of the residual alone.
+    """Return the transpose of a preconditioner, as a function of the residual alone, which has the form of `like`.
 
-    Parameters
-    ----------
-    given : callable, "derived" or None
-        The user's `preconditioner_transpose`.
-    rest : tuple
-        The params.
-    like : array
-        Has the shape and dtype of a residual.
+    `given` is the user's `preconditioner_transpose`: a function, "derived" or None; `rest` are the params.
     """
     if given is None:
         given = getattr(preconditioner, "T", None)

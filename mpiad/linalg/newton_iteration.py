@@ -35,20 +35,10 @@ Linear = Callable[[LocalArray, float], System]
 def find_root(
     residual: Function, linear: Linear, u0: LocalArray, settings: Settings, method: Method, failures: DeferredFailures
 ) -> LocalArray:
-    """Return u where the residual is zero.
+    """Return u, of the form of `u0`, where the residual is zero.
 
-    Parameters
-    ----------
-    linear : callable
-        ``linear(u, rtol)`` makes the system with the Jacobian at u.
-    method : Method
-        Of the linear systems.
-    failures : DeferredFailures
-        Of the linear systems too: what one of them leaves unsaid, the next sum tells.
-
-    Returns
-    -------
-    array of the shape and dtype of `u0`
+    ``linear(u, rtol)`` makes the system with the Jacobian at u, for `method` to solve. `failures` are those of the linear
+    systems too: what one of them leaves unsaid, the next sum tells.
 
     Raises
     ------

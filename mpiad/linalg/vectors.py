@@ -40,14 +40,7 @@ def on_host(x: Array) -> np.ndarray:
 
 
 def add_scaled(y: LocalArray, a: LocalArray, x: LocalArray) -> None:
-    """Add to each row of `y` that of `x`, times its number in `a`.
-
-    Parameters
-    ----------
-    y, x : array of shape (k, n)
-        `y` is changed.
-    a : array of shape (k,)
-    """
+    """Add to each row of `y` (k, n), in place, that of `x`, times its number in `a` (k,)."""
     if type(y) is not np.ndarray:
         y += column(y, a) * x
     elif y.shape[1]:  # BLAS refuses vectors without entries

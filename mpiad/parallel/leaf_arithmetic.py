@@ -26,21 +26,11 @@ Formula = Callable[..., None]
 
 
 def in_blocks(formula: Formula, columns: Sequence[Sequence[Any]], results: Sequence[int]) -> list[list[Any]]:
-    """Return new leaves, computed from those at the same places.
+    """Return new leaves, a list for each result, computed from those at the same places.
 
-    Parameters
-    ----------
-    formula : callable
-        ``formula(*inputs, *outputs)`` on flat arrays of equal length, entry by entry; it writes the outputs.
-    columns : sequence of sequences of leaves
-        Leaves of the first that aren't floats or arrays of floats are left out: results have what the columns have there.
-    results : sequence of int
-        For each result the column whose leaves it resembles in shape and dtype.
-
-    Returns
-    -------
-    list of lists of leaves
-        One list for each of the results. Small arrays lie beside others in memory.
+    ``formula(*inputs, *outputs)``, on flat arrays of equal length, writes the outputs entry by entry; small arrays lie
+    beside others in memory. Leaves of the first column that aren't floats or arrays of floats are left out: results have
+    what the columns have there. `results` says for each result which column's leaves it resembles in shape and dtype.
     """
     out = [list(columns[k]) for k in results]
     together: dict[Any, list[int]] = {}

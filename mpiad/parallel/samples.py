@@ -52,16 +52,8 @@ def totals(
 ) -> Totals:
     """Return the ranks' sums, after seeing that they are about to add up the same arrays: in one message.
 
-    Parameters
-    ----------
-    count : int
-        This rank's samples.
-    before : int
-        Its samples of batches accumulated before.
-    loss : float
-        The sum of its samples' losses.
-    problem : Problem, optional
-        What is wrong with its loss.
+    They are of the samples, those of batches accumulated before, and the sum of the samples' losses; `problem` is what is
+    wrong with this rank's.
 
     Raises
     ------

@@ -109,19 +109,9 @@ def gradient_of_sum(
 ) -> Totals:  # fmt: skip
     """Return all ranks' samples and losses; hand on this rank's gradient as it is found.
 
-    Parameters
-    ----------
-    variables : Variables
-        The parameters.
-    count : int
-        This rank's samples.
-    agree : callable
-        ``agree(loss=, problem=)``: `totals` of what is known before.
-    ready : callable
-        ``ready(k, gradient)`` is called once for each trained leaf, with the gradient of the sum of this rank's samples'
-        losses.
-    early : callable, optional
-        Called before the reverse pass, where `ready` is to be called within, at the cost of a look through the record.
+    ``agree(loss=, problem=)`` returns `totals` of what is known before. ``ready(k, gradient)`` is called once for each
+    trained leaf, with the gradient of the sum of this rank's samples' losses; `early` is called before the reverse pass,
+    where `ready` is to be called within, at the cost of a look through the record.
     """
     places = variables.places
     leaves = [np.float64(leaf) if type(leaf) is float else leaf for leaf in variables.leaves]

@@ -60,17 +60,10 @@ def mpi_allgather(x: LocalArray, axis: int | None = None, comm: Comm = None) -> 
 def gather_pieces(x: LocalArray, axis: int, lengths: list[int], used: Channel) -> ReplicatedArray:
     """Collect arrays of which the caller knows that they fit, and how long each rank's is along `axis`, in one message.
 
-    Parameters
-    ----------
-    x : array
-    axis : int
-        Counted from the front.
-    lengths : list of int
-    used : Channel
-
     Ranks
     -----
-    All ranks of `used` call it, with the same axis and lengths, and pieces that differ along the axis alone.
+    All ranks of `used` call it, with the same axis, counted from the front, and lengths, and pieces that differ along the
+    axis alone.
 
     Adjoint
     -------

@@ -70,13 +70,7 @@ def _differentiates(frame: FrameType) -> bool:
 def checked_adjoint(vjp: Callable, call: str, level: int) -> Callable:
     """Return an adjoint that raises where plain autograd runs it out of order.
 
-    Parameters
-    ----------
-    vjp : callable
-    call : str
-        Name of the public function, for the message of the error.
-    level : int
-        Number of the trace; each nested derivative has an order of its own.
+    The level is the number of the trace: each nested derivative has an order of its own.
     """
     waiting = _sequence.waiting.setdefault(level, set())
     _sequence.last = number = _sequence.last + 1

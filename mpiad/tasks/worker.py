@@ -18,16 +18,8 @@ __all__ = ["work"]
 def work(line: Line, root: Rank, fun: Callable[[Any], Any], goes_on: bool, rank: Rank) -> Outcome:
     """Evaluate batches until the end, and return how it ended.
 
-    Parameters
-    ----------
-    line : Line
-    root : int
-        The root's rank on the line.
-    fun : callable
-    goes_on : bool
-        Whether failures stand among the results.
-    rank : int
-        This rank in the user's communicator, for messages.
+    `root` is a rank on the line, `rank` this one in the user's communicator, for messages; `goes_on` says whether failures
+    stand among the results.
     """
     waiting: deque[Batch] = deque()
     has_failed = False

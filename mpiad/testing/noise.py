@@ -13,17 +13,7 @@ __all__ = ["noise_like"]
 
 
 def noise_like(leaf: Array, rng: np.random.Generator) -> Any:
-    """Return normally distributed numbers in the shape and dtype of an array.
-
-    Parameters
-    ----------
-    leaf : array or number
-    rng : numpy.random.Generator
-
-    Returns
-    -------
-    array or number
-    """
+    """Return normally distributed numbers in the shape and dtype of an array or a number."""
     spec = spec_like(leaf)
     noise = rng.standard_normal(spec.shape)
     if spec.dtype.kind == "c":

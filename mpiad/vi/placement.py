@@ -22,12 +22,6 @@ __all__ = ["Constant", "all_finite", "copied", "device_of", "on_device", "placed
 def require_one_place(params: Tree, device: int | None, call: str) -> None:
     """Raise where variational parameters lie in several places, or not on the device that this rank was given.
 
-    Parameters
-    ----------
-    params : pytree of arrays
-    device : int or None
-        Of ``devices=``.
-
     Raises
     ------
     TypeError, ValueError
@@ -76,12 +70,7 @@ def all_finite(params: Tree) -> bool:
 
 
 def device_of(names: Sequence[str] | None, used: Channel, call: str) -> int | None:
-    """Make this rank's GPU the current one, and return its number; None on the cpu.
-
-    Parameters
-    ----------
-    names : sequence of str or None
-        One for each rank: "cpu", or "cuda:0" and so on.
+    """Make this rank's GPU, of the `names` "cpu", "cuda:0" and so on, the current one; return its number, None on the cpu.
 
     Raises
     ------

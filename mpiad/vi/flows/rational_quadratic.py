@@ -41,13 +41,7 @@ def numbers_per_spline(bins: int) -> int:
 
 
 def spline(x: Array, numbers: Array, bins: int, bound: float) -> tuple[Array, Array]:
-    """Return the spline's values and the logarithms of its slopes.
-
-    Parameters
-    ----------
-    x : array of shape (...)
-    numbers : array of shape (..., numbers_per_spline(bins))
-    """
+    """Return the spline's values and the logarithms of its slopes at x, by (..., numbers_per_spline(bins)) numbers."""
     b = _bin_of(x, numbers, bins, bound, of_values=False)
     slope = b.height / b.width
     # Also where the result isn't taken the formula must be finite: in the adjoint of `where` zero times NaN would be NaN.
