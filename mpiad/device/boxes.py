@@ -4,17 +4,39 @@ from __future__ import annotations
 
 from typing import Any
 
+import autograd.numpy as anp
 import numpy as np
-from autograd.extend import VSpace
+from autograd.extend import VSpace, defjvp, defvjp, primitive
 from autograd.numpy.numpy_boxes import ArrayBox
 from autograd.numpy.numpy_vspaces import ArrayVSpace
 from numpy.typing import DTypeLike
 
 from mpiad._typing import Array
-from mpiad.device.casting import cast
 from mpiad.transport.device_arrays import arrays_of
 
-__all__ = ["ComplexDeviceSpace", "DeviceBox", "DeviceSpace", "register"]
+__all__ = ["ComplexDeviceSpace", "DeviceBox", "DeviceSpace", "cast", "register"]
+
+
+@primitive
+def cast(x: Array, dtype: np.dtype) -> Array:
+    """Return a device array in another dtype, its real part for a real one."""
+    if x.dtype.kind == "c" and np.dtype(dtype).kind != "c":
+        x = x.real
+    return x.astype(dtype)
+
+
+def _back(g: Array, dtype: np.dtype) -> Any:
+    return cast(anp.real(g) if anp.iscomplexobj(g) and dtype.kind != "c" else g, dtype)
+
+
+def _cast_vjp(ans: Array, x: Array, dtype: np.dtype) -> Any:
+    # An integer's value carries no derivative, so neither does what is made of it.
+    own = x.dtype
+    return lambda g: _back(g, own)
+
+
+defvjp(cast, _cast_vjp)
+defjvp(cast, lambda g, ans, x, dtype: cast(g, dtype))
 
 
 class DeviceBox(ArrayBox):

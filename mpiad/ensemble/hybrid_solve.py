@@ -21,12 +21,11 @@ import numpy as np
 from mpiad._typing import Array, Tree
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.derivative import derivative_of, locked
-from mpiad.ensemble.evaluations import evaluations
 from mpiad.ensemble.event import Event
 from mpiad.ensemble.event_affects import affected
 from mpiad.ensemble.given_times import GivenTimes
 from mpiad.ensemble.initialization import derivative_at
-from mpiad.ensemble.outcome import Outcome, ReturnCode
+from mpiad.ensemble.outcome import Outcome, ReturnCode, evaluations
 from mpiad.ensemble.root_departure import departure, distance_ahead
 from mpiad.ensemble.settings import Settings
 

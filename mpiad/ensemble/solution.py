@@ -13,9 +13,8 @@ from autograd.tracer import getval, isbox
 
 from mpiad._typing import Array
 from mpiad.ensemble.batch import Batch
-from mpiad.ensemble.evaluations import FactorizationCounts, evaluations
 from mpiad.ensemble.events import by_trajectory
-from mpiad.ensemble.outcome import Outcome, came_through, codes_of, names_of
+from mpiad.ensemble.outcome import FactorizationCounts, Outcome, came_through, codes_of, evaluations, names_of
 from mpiad.ensemble.saving import times_of
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.statistics import mean, quantile, spread, summary

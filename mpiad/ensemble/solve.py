@@ -21,7 +21,6 @@ from mpiad.ensemble.consistent_start import consistent_start
 from mpiad.ensemble.dense_output import DenseOutput
 from mpiad.ensemble.device_solution import DeviceSolution
 from mpiad.ensemble.differentiable import differentiable
-from mpiad.ensemble.evaluations import evaluations
 from mpiad.ensemble.event import Event
 from mpiad.ensemble.gpu import EnsembleGPU
 from mpiad.ensemble.hybrid_derivative import hybrid_solution
@@ -30,7 +29,7 @@ from mpiad.ensemble.mass import mass_of
 from mpiad.ensemble.members import columns_of, initial_states, master_seed, own_members
 from mpiad.ensemble.methods.dormand_prince import RK45
 from mpiad.ensemble.on_device.device_run import run_of
-from mpiad.ensemble.outcome import ReturnCode
+from mpiad.ensemble.outcome import ReturnCode, evaluations
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
 from mpiad.ensemble.rank_outcomes import RankOutcomes, fingerprint
 from mpiad.ensemble.ranks import EnsembleMPI, Sharing, over_ranks

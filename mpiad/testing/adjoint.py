@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 
-from mpiad._typing import Comm, Function, LocalArray
+from mpiad._typing import Array, Comm, Function, LocalArray
 from mpiad.device import to_host
 from mpiad.differentiation import make_vjp
 from mpiad.primitives.cotangents import spec_like
-from mpiad.testing.noise import noise_like
 from mpiad.transport import Channel, channel
 
-__all__ = ["AdjointError", "check_adjoint"]
+__all__ = ["AdjointError", "check_adjoint", "noise_like"]
 
 
 class AdjointError(AssertionError):
@@ -114,3 +114,13 @@ def _products(used: Channel, left: tuple, right: tuple, bend: float) -> tuple[li
     flat = [np.concatenate([pair[0][side] for pair in every]) for side in (0, 1)]
     sides = [complex(math.fsum(np.real(part)), math.fsum(np.imag(part))) for part in flat]
     return sides, max(float(np.sum(np.abs(part))) for part in flat), max(pair[1] for pair in every)
+
+
+def noise_like(leaf: Array, rng: np.random.Generator) -> Any:
+    """Return normally distributed numbers in the shape and dtype of an array or a number."""
+    spec = spec_like(leaf)
+    noise = rng.standard_normal(spec.shape)
+    if spec.dtype.kind == "c":
+        noise = noise + 1j * rng.standard_normal(spec.shape)
+    noise = np.asarray(noise, dtype=spec.dtype)
+    return noise[()] if spec.arrays is None else spec.arrays.to_device(noise)

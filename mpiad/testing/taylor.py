@@ -17,7 +17,7 @@ from mpiad.device import to_host
 from mpiad.differentiation import grad, hvp, jvp, value_and_grad
 from mpiad.differentiation.trees import flatten, is_variable
 from mpiad.primitives.cotangents import spec_like
-from mpiad.testing.noise import noise_like
+from mpiad.testing.adjoint import noise_like
 from mpiad.transport import channel
 
 __all__ = ["GradientError", "check_grads"]

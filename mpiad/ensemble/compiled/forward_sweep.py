@@ -10,11 +10,10 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.compiling.arguments import aligned, argument, from_parts, from_row_parts, parts, row_parts
-from mpiad.compiling.buffer_pool import give_back, room
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.compiled.forward_kernel import fields_of
 from mpiad.ensemble.compiled.kernel_form import Form
-from mpiad.ensemble.compiled.kernel_rows import Tape, note_crossings, room_for
+from mpiad.ensemble.compiled.kernel_rows import Tape, give_back, note_crossings, room, room_for
 from mpiad.ensemble.compiled.work_shares import Paced, each, shares_of
 from mpiad.ensemble.outcome import Outcome, ReturnCode
 from mpiad.ensemble.settings import Settings

@@ -1,7 +1,12 @@
-"""Accepted steps and events as kernels write them: one row each, in the order in which lanes took or met them."""
+"""Accepted steps and events as kernels write them: one row each, in the order in which lanes took or met them.
+
+The memory of records is used again by the next solve. Fresh memory is given by the system page by page, which takes longer
+than the solve that writes to it, and a training loop records the same ensemble again and again.
+"""
 
 from __future__ import annotations
 
+import threading
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +16,7 @@ from mpiad.compiling.arguments import from_parts, is_complex
 from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.record import Steps
 
-__all__ = ["H", "T", "U", "Tape", "note_crossings", "room_for"]
+__all__ = ["H", "T", "U", "Tape", "give_back", "note_crossings", "room", "room_for"]
 
 # An event's row is the trajectory, which event, in which of its steps (from 0), the part of the step that is gone there,
 # and when; then what the step started from: its time, its signed size, and the components of the state, of a complex one
@@ -71,3 +76,27 @@ def note_crossings(outcome: Outcome, tables: list[Array]) -> None:
     # Within a step by its parts; equal ones in the order in which the events were given.
     outcome.crossings = rows = rows[np.lexsort((rows[:, 1], rows[:, 3], rows[:, 2], rows[:, 0]))]
     outcome.event_table = rows[:, :5].T
+
+
+# What is kept at most, in numbers: 128 MiB.
+_MOST = 1 << 24
+
+_lock = threading.Lock()
+_spare: list[Array] = []
+
+
+def room(size: int) -> Array:
+    """Return an array of at least so many numbers, with anything in it."""
+    with _lock:
+        for i, array in enumerate(_spare):
+            if size <= len(array) <= 2 * size:
+                return _spare.pop(i)
+    return np.empty(size)
+
+
+def give_back(arrays: list[Array]) -> None:
+    """Keep arrays from `room` for later, of which nobody has any view."""
+    with _lock:
+        for array in arrays:
+            if sum(map(len, _spare)) + len(array) <= _MOST:
+                _spare.append(array)
