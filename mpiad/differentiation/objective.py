@@ -25,7 +25,7 @@ from mpiad.transport import SUM, Channel
 from mpiad.transport.agreement import agreed
 from mpiad.transport.device_arrays import is_device_array
 
-__all__ = ["Problem", "check_objective", "problem_with", "raise_everywhere", "share", "weight_of"]
+__all__ = ["SHARE", "Problem", "check_objective", "problem_with", "raise_everywhere", "share", "weight_of"]
 
 _FLOAT64 = np.dtype(np.float64)
 _HUGE = 2**1023  # integers from here on have no float
@@ -94,7 +94,7 @@ def share(value: Array, weight: float, problem: Problem | None, channel: Channel
     elif problem is None and type(value) in Box.types:
         # Plain autograd around this call runs the adjoint where the input is traced: on all ranks, or on none.
         part = anp.where(False, anp.reshape(value, ()), np.float64(0.0))
-    return communicate(_SHARE, part, Sharing(channel, problem))
+    return communicate(SHARE, part, Sharing(channel, problem))
 
 
 class _Buffers(threading.local):
@@ -152,6 +152,6 @@ def _tangent(dx: Array, ans: Array, x: Array, p: Sharing) -> Scalar:
     return communicate(ALLREDUCE, dx, Reduction(p.channel, SUM))
 
 
-_SHARE = Operation("value_and_grad")
-_SHARE.define(_forward, _adjoint, _tangent)
-_SHARE.prepared = _prepared
+SHARE = Operation("value_and_grad")
+SHARE.define(_forward, _adjoint, _tangent)
+SHARE.prepared = _prepared

@@ -269,11 +269,13 @@ def _still(halo: Halo, layers: Callable[[int], int], sides: Sides, scheme: str) 
 
 
 fill_halo.in_place = InPlace(
-    lambda halo, *_: halo.padded, lambda halo, *_: halo.widths, _none, fill_in_place, _prepared_filling,
+    lambda halo, *_: halo.padded, lambda halo, *_: halo.padded, lambda halo, *_: halo.widths, _none, fill_in_place,
+    _prepared_filling,
     lambda halo, sides, scheme=IN_TURN: _still(halo, lambda width: width, sides, scheme), changes_given=False,
 )  # fmt: skip
 # A reflection takes its layers from behind the first one.
 fold_halo.in_place = InPlace(
-    lambda halo, *_: halo.padded, _none, lambda halo, *_: halo.widths, fold_in_place, _prepared_folding,
+    lambda halo, *_: halo.padded, lambda halo, *_: halo.shape, _none, lambda halo, *_: halo.widths, fold_in_place,
+    _prepared_folding,
     lambda halo, sides, scheme=IN_TURN: _still(halo, lambda width: 2 * width + 1, sides, scheme), changes_given=True,
 )  # fmt: skip

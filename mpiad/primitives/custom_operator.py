@@ -35,8 +35,8 @@ class InPlace(NamedTuple):
 
     Parameters
     ----------
-    shape : callable
-        The buffer's shape.
+    shape, made : callable
+        The buffer's shape, and that of the result.
     given, result : callable
         Where the argument lies in the buffer before, and the result afterwards: the first indices.
     run : callable
@@ -53,6 +53,7 @@ class InPlace(NamedTuple):
     """
 
     shape: Callable[..., Sequence[int]]
+    made: Callable[..., Sequence[int]]
     given: Callable[..., Sequence[int]]
     result: Callable[..., Sequence[int]]
     run: Callable[..., None]

@@ -7,6 +7,7 @@ pass. The first call traces both, and the program is complete when the reverse p
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from autograd.tracer import Box, getval
@@ -19,9 +20,10 @@ from mpiad.differentiation.trees import flatten
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import current, suspended
 from mpiad.programs.changed_results import Changed
+from mpiad.programs.closure import Watch
 from mpiad.programs.entry import UNKNOWN, Output, all_of, count, in_program, outputs_of, own
 from mpiad.programs.signature import Arguments
-from mpiad.programs.steps import Abandoned
+from mpiad.programs.steps import Abandoned, Traced
 from mpiad.programs.tape_node import Lease, is_simple, placed, with_tangents
 from mpiad.programs.trace_run import TraceRun, as_value, message_counts
 from mpiad.transport import Spec
@@ -56,7 +58,12 @@ def called_on_tape(jitted: Jitted, given: Arguments, args: tuple, kwargs: dict) 
         # A loop calls it again before the reverse pass has made the first call's trace a program.
         if key in jitted._under_way:
             return jitted.fun(*args, **kwargs)
-        return _traced_on_tape(jitted, key, given, boxed, args, kwargs)
+        watch = jitted._watch(key, given, args)
+        if watch is None:
+            return jitted.fun(*args, **kwargs)
+        entry = jitted.compiled_by_shapes(key, given, partial(_noted_by_shapes, jitted.fun, boxed), watch)
+        if entry is None:
+            return _traced_on_tape(jitted, key, given, boxed, args, kwargs, watch)
     values = [getval(given.leaves[k]) for k in given.traced]
     lease = Lease(entry.replays)
     count(entry.communications)
@@ -114,11 +121,25 @@ def _along(fun: Function, build: Callable, places: Sequence[int]) -> Function:
     return both
 
 
-def _traced_on_tape(jitted: Jitted, key: Any, given: Arguments, boxed: list[int], args: tuple, kwargs: dict) -> Any:
+def _noted_by_shapes(fun: Function, boxed: Sequence[int], trace: TraceRun) -> tuple:
+    """Trace a function and its reverse pass, and return what `entry_of` takes."""
+    with suspended(body=False):
+        with trace.noting():
+            run = trace.run_backwards(fun, boxed)
+        numbers, outputs = outputs_of(run.values)
+        specs = [spec_like(getval(trace.given.leaves[k])) for k in boxed]
+        with trace.noting(True):
+            made = [spec_like(x.value).zeros() for x in run.values if isinstance(x, Traced)]
+            seeds = [trace.recorder.input(as_value(g)) for g in made]
+            found = [_conformed(g, spec) for g, spec in zip(_backwards(run, outputs, seeds, len(boxed)), specs)]
+    results, gradients = outputs_of(found)
+    return [*numbers, *all_of(results, gradients)], len(numbers), outputs, run.build
+
+
+def _traced_on_tape(
+    jitted: Jitted, key: Any, given: Arguments, boxed: list[int], args: tuple, kwargs: dict, watch: Watch
+) -> Any:
     """Run the function on traced arrays on a tape of its own; the program is complete when that has run backwards."""
-    watch = jitted._watch(key, given, args)
-    if watch is None:
-        return jitted.fun(*args, **kwargs)
     tape, trace = current.tape, TraceRun(given)
     try:
         with suspended(body=False), trace.noting():

@@ -7,17 +7,32 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
+from autograd.tracer import getval
 
 from mpiad.programs.closure import Watch
 from mpiad.programs.fusion import Fusion
 from mpiad.programs.recorder import Recorder
 from mpiad.programs.replay import Replays
-from mpiad.programs.steps import Traced
+from mpiad.programs.shape_recorder import ShapeRecorder, is_large
+from mpiad.programs.signature import Arguments
+from mpiad.programs.steps import Abandoned, Traced
+from mpiad.programs.trace_run import TraceRun
 from mpiad.programs.trace_translation import program_of
-from mpiad.transport import Channel
-from mpiad.transport.channels import communications
+from mpiad.transport import Channel, calls
+from mpiad.transport.channels import communications, is_watched
 
-__all__ = ["UNKNOWN", "Entry", "Output", "all_of", "count", "entry_of", "in_program", "outputs_of", "own"]
+__all__ = [
+    "UNKNOWN",
+    "Entry",
+    "Output",
+    "all_of",
+    "count",
+    "entry_by_shapes",
+    "entry_of",
+    "in_program",
+    "outputs_of",
+    "own",
+]
 
 UNKNOWN: Any = object()
 """Stands for the entry of a signature that wasn't met before."""
@@ -101,6 +116,31 @@ def entry_of(
     schedule = Fusion(program, ahead).schedule()
     told = recorder.communications, recorder.communicates, recorder.channels
     return Entry(Replays(schedule), outputs, build, watch, *told)
+
+
+def entry_by_shapes(given: Arguments, noted: Callable[[TraceRun], tuple[Any, ...]], watch: Watch) -> Entry | None:
+    """Compile a function of large arrays before it is run; None where there are none, or where it takes more than shapes.
+
+    Parameters
+    ----------
+    given : Arguments
+    noted : callable
+        Makes the trace, and returns what `entry_of` takes between its recorder and the watch.
+    watch : Watch
+    """
+    # Under watch all that is called is shown in its turn.
+    if calls.is_noting() or is_watched() or not any(is_large(getval(given.leaves[k])) for k in given.traced):
+        return None
+    trace = TraceRun(given, ShapeRecorder)
+    try:
+        with np.errstate(all="ignore"):  # of memory that stands for results
+            numbers, ahead, outputs, build = noted(trace)
+            # What is said of complex numbers is said by the trace that runs the function, as what stands in the way is.
+            if trace.recorder.complex_line():
+                return None
+            return entry_of(trace.recorder, numbers, ahead, outputs, build, watch)
+    except (Abandoned, Exception):  # noqa: BLE001
+        return None
 
 
 def outputs_of(leaves: Sequence[Any]) -> tuple[list[int], list[Output]]:

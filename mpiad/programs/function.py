@@ -25,7 +25,7 @@ from mpiad.primitives.operation import current
 from mpiad.programs.calls_on_tape import called_on_tape
 from mpiad.programs.changed_results import Changed
 from mpiad.programs.closure import HoldsTraced, Unfollowed, Watch, watch_of
-from mpiad.programs.entry import UNKNOWN, Entry, entry_of, outputs_of, own
+from mpiad.programs.entry import UNKNOWN, Entry, entry_by_shapes, entry_of, outputs_of, own
 from mpiad.programs.listing import Listing
 from mpiad.programs.recorder import Recorder
 from mpiad.programs.signature import Arguments, arguments_of, is_plain, plain_signature
@@ -205,6 +205,9 @@ class Jitted:
             return self._as_it_is(given.key, args, kwargs)
         if entry is UNKNOWN or not entry.is_current():
             return self._traced(given, args, kwargs)
+        return self._replayed(entry, given, args, kwargs)
+
+    def _replayed(self, entry: Entry, given: Arguments, args: tuple, kwargs: dict) -> Any:
         counts = message_counts() if entry.replays.last_look >= 0 else None
         try:
             made = entry.called([given.leaves[k] for k in given.traced])
@@ -220,6 +223,9 @@ class Jitted:
         watch = self._watch(given.key, given, args)
         if watch is None:
             return self.fun(*args, **kwargs)
+        entry = self.compiled_by_shapes(given.key, given, self._noted_by_shapes, watch)
+        if entry is not None:
+            return self._replayed(entry, given, args, kwargs)
         trace = TraceRun(given)
         try:
             with trace.noting():
@@ -230,6 +236,19 @@ class Jitted:
         self._compile(given.key, trace.recorder, numbers, None, outputs, build, watch)
         # Of their own: what a trace has computed may be views of arguments and of one another.
         return build([own(leaf) for leaf in out])
+
+    def _noted_by_shapes(self, trace: TraceRun) -> tuple:
+        with trace.noting():
+            out, build = flatten(trace.run(self.fun))
+        numbers, outputs = outputs_of(out)
+        return numbers, None, outputs, build
+
+    def compiled_by_shapes(self, key: Any, given: Arguments, noted: Callable[[TraceRun], tuple], watch: Watch) -> Any:
+        """Return the entry of a program that is compiled before it is run, or None; see `entry_by_shapes`."""
+        entry = entry_by_shapes(given, noted, watch)
+        if entry is not None:
+            self._entries[key] = entry
+        return entry
 
     def _compile(self, key: Any, recorder: Recorder, *made: Any) -> None:
         """Make a trace the program of a signature; see `entry_of`."""

@@ -131,14 +131,15 @@ class Recorder(NotedValues):
         if by_values or fun in _SHAPED_BY_VALUES:
             self.refuse(f"it calls {fun.__name__}, whose result has a shape that depends on traced values")
         noted = self._noted(tuple(args)), self._noted(kwargs)
-        return self._recorded("call", fun, *noted, fun(*plain(tuple(args)), **plain(kwargs)))
+        return self._recorded("call", fun, *noted, self._computed(fun, plain(tuple(args)), plain(kwargs)))
 
     def full(self, shape: Shape, value: Array, dtype: DTypeLike) -> Any:
         """Make an array of one number, and note it."""
-        made = np.full(shape, plain(value), dtype)
+        given = tuple(shape), plain(value), np.dtype(dtype)
         if not self.is_noting():
-            return made
-        return self._recorded("full", np.full, (tuple(shape), self._noted(value), np.dtype(dtype)), {}, made)
+            return np.full(*given)
+        made = self._computed(np.full, given, {})
+        return self._recorded("full", np.full, (given[0], self._noted(value), given[2]), {}, made)
 
     def communicate(self, operation: Any, x: Any, params: Any) -> Any:
         """Run a communication on plain arrays, and note it."""
@@ -148,7 +149,7 @@ class Recorder(NotedValues):
         if envelopes and self._any_sender and rule is not None and rule[0] == "tangent":
             self.refuse(f"{operation.__name__} carries a tangent beside a message from any rank, and that isn't compiled")
         noted = self._noted(x), self._noted_request(params) if isinstance(params, Request) else params
-        made = self._run(operation.forward, plain(x), params)
+        made = self._communicated(operation, plain(x), params)
         self.channels |= channels_of(params)
         if made is not None and made is plain(x):  # what was sent is its own result
             self._step("communicate", operation, noted, ())
@@ -208,7 +209,7 @@ class Recorder(NotedValues):
         if any(hides_traced(x) for x in (*args, *kwargs.values())):
             self.refuse(f"{operator.__name__} is given functions or objects that hold traced values")
         noted = self._noted(args), self._noted(kwargs)
-        return self._recorded("operate", operator, *noted, self._run(operator.body, plain(args), plain(kwargs)))
+        return self._recorded("operate", operator, *noted, self._operated(operator, plain(args), plain(kwargs)))
 
     def communicated_by_itself(self) -> None:
         """Refuse what ranks tell each other by messages that aren't noted, before there are any."""
@@ -242,6 +243,23 @@ class Recorder(NotedValues):
         """Mark the channels on which an exception of a communication has left messages."""
         for channel, reason in self._marks:
             channel.mark(reason)
+
+    # ---- what is done with the values
+
+    def _computed(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        return fun(*args, **kwargs)
+
+    def _written_into(self, fun: Callable, args: tuple, out: Array) -> None:
+        fun(*args, out=out)
+
+    def _put(self, out: Array, place: Any, values: Any) -> None:
+        out[place] = values
+
+    def _communicated(self, operation: Any, x: Any, params: Any) -> Any:
+        return self._run(operation.forward, x, params)
+
+    def _operated(self, operator: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        return self._run(operator.body, args, kwargs)
 
     def _run(self, fun: Callable, *args: Any) -> Any:
         made = self._untold(fun, *args)
@@ -319,7 +337,7 @@ class Recorder(NotedValues):
         self._check_writing(target)
         if fun(*[np.zeros((), _dtype(x)) for x in args]).dtype != target.dtype:
             self.refuse("it writes values into an array of another dtype")
-        fun(*plain(tuple(args)), out=target.value)
+        self._written_into(fun, plain(tuple(args)), target.value)
         number = self._number(target.value)
         self._step("call", fun, noted, (number,))
         self._written(target, number)
@@ -338,7 +356,7 @@ class Recorder(NotedValues):
         noted = self._noted(target), self._noted(key), self._noted(value)
         self._check_writing(target)
         if not mended:
-            target.value[place] = new
+            self._put(target.value, place, new)
         number = self._number(target.value)
         self._step("set", None, noted, (number,))
         self._written(target, number, value if mended else None)

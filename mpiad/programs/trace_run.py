@@ -27,10 +27,17 @@ __all__ = ["PlayingBack", "TraceRun", "as_value", "message_counts"]
 
 
 class TraceRun:
-    """A trace of one call."""
+    """A trace of one call.
 
-    def __init__(self, given: Arguments):
-        self.given, self.recorder = given, Recorder(TracedArrays.kind)
+    Parameters
+    ----------
+    given : Arguments
+    recorder : type
+        `Recorder` or `ShapeRecorder`.
+    """
+
+    def __init__(self, given: Arguments, recorder: type[Recorder] = Recorder):
+        self.given, self.recorder = given, recorder(TracedArrays.kind)
         self.counts = message_counts()
 
     def run(self, fun: Function) -> Any:

@@ -60,6 +60,12 @@ class Envelope:
         counts[key] = number + 1
         return number
 
+    def give_back(self) -> None:
+        """Give the number back that it took, where nothing is sent or received."""
+        if self.answers is None and not self.reverse and self.number is not None:
+            counts = self.channel.sent if self.outgoing else self.channel.received
+            counts[self.peer, self.tag] -= 1
+
     def renew(self) -> None:
         """Take the next number, or that of the message which this one answers: for a program that runs once more."""
         self.number = self._next() if self.answers is None else self.answers.number

@@ -26,8 +26,8 @@ for drift in (0.0, 1e-15):
 UNEQUAL = """
 import numpy as np, mpiad
 from mpiad.differentiation import objective
-shared = objective._SHARE.forward
-objective._SHARE.forward = lambda x, p: shared(x, p) * (1 + 2.0**-52 * (mpiad.mpi_rank() == 1))
+shared = objective.SHARE.forward
+objective.SHARE.forward = lambda x, p: shared(x, p) * (1 + 2.0**-52 * (mpiad.mpi_rank() == 1))
 try:
     mpiad.mpi_print(mpiad.value_and_grad(lambda x: x)(1.0)[0])
 except mpiad.errors.ReplicationError as error:
