@@ -286,11 +286,10 @@ class HybridSolve:
 
     def _jump(self, e: int, ids: Array, slot: Array | None) -> None:
         """Let an event act. What it makes of a state must be finite; the trajectory ends otherwise, in the state before."""
-        own = (
-            ids if len(ids) > 1 else np.repeat(ids, 2)
-        )  # two columns at least, wherever functions of the user's are called
-        event, p = self.settings.events[e], self._parameters(ids)
-        after = affected(event, self.batch, self._of(self.u, own), p, self._of(self.t, own))[:, : len(ids)]
+        event, p, u, t = self.settings.events[e], self._parameters(ids), self._of(self.u, ids), self._of(self.t, ids)
+        if len(ids) == 1:  # two columns at least, wherever functions of the user's are called
+            u, t = np.repeat(u, 2, axis=-1), np.repeat(t, 2)
+        after = affected(event, self.batch, u, p, t)[:, : len(ids)]
         sane = np.isfinite(after).all(axis=0)
         if not sane.all():
             self._end(ids[~sane], ReturnCode.Unstable)

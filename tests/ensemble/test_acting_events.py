@@ -263,6 +263,16 @@ def test_company_changes_no_digit(solved_by):
         assert bounced(u0, p, saveat=0.5, ensemblealg=backend).u.tobytes() == many.u.tobytes()
 
 
+@pytest.mark.columns("affects are called by columns in any case")
+def test_the_only_event_is_of_the_second_of_two():
+    # Its affect is called with it twice, as many columns as there are trajectories.
+    decay = ODEProblem(lambda u, p, t: [-u[0]], [1.0], (0.0, 1.0))
+    dose = Event(times=lambda p: [p[0]], affect=lambda u, p, t: [u[0] + p[1]])
+    p = np.array([[2.0, 5.0], [0.5, 3.0]])  # the first would be after the end
+    sol = solve(EnsembleProblem(decay, p=p, u0=np.array([[1.0], [2.0]])), events=dose, **TIGHT)
+    np.testing.assert_allclose(sol.u_end[:, 0], [np.exp(-1), 2 * np.exp(-1) + 3 * np.exp(-0.5)], rtol=1e-10)
+
+
 @pytest.mark.columns("what it is about doesn't depend on the way to run")
 def test_what_ends_a_trajectory():
     decay = ODEProblem(lambda u, p, t: [-u[0]], np.array([1.0]), (0.0, 3.0))
