@@ -56,9 +56,7 @@ class CompiledSums(Sums):
 
         return run
 
-    def allocate(self, systems: int) -> None:
-        """Make room for the states of so many right-hand sides."""
-        self.state = np.zeros((systems, self._rows, self._layout.size))
+    def _rebind(self, length: int) -> None:
         for number, block in self._blocks.items():
             self._set(block, number)
 

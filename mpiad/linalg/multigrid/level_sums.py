@@ -79,6 +79,7 @@ class Sums:
     def __init__(self, layout: Layout, coefficients: LocalArray, rows: int):
         self._layout, self._coefficients, self._rows = layout, coefficients, rows
         self._groups: list[Sequence[WeightedSum]] = []
+        self._memory = zeros_beside(coefficients, (1, rows, layout.size))
         self.allocate(1)
 
     def step(self, sums: Sequence[WeightedSum]) -> Step:
@@ -95,9 +96,13 @@ class Sums:
 
     def allocate(self, systems: int) -> None:
         """Make room for the states of so many right-hand sides."""
-        self.state = zeros_beside(self._coefficients, (systems, self._rows, self._layout.size))
-        inner = self._layout.inner
-        self._part = empty_beside(self._coefficients, (systems, inner.stop - inner.start))
+        if systems > len(self._memory):
+            self._memory = zeros_beside(self._coefficients, (systems, self._rows, self._layout.size))
+        self.state, inner = self._memory[:systems], self._layout.inner
+        self._rebind(inner.stop - inner.start)
+
+    def _rebind(self, length: int) -> None:
+        self._part = empty_beside(self._coefficients, (len(self.state), length))
         # Slices are found once: on small levels finding them takes longer than using them.
         self._bound = [[self._bind(one) for one in sums] for sums in self._groups]
 

@@ -37,6 +37,8 @@ __all__ = ["Multigrid"]
 
 # Levels that are visited twice where κ jumps.
 _DOUBLED = 2
+# Right-hand sides of one cycle: each takes the memory of three more. A solve for many has that, and more, of each.
+_TOGETHER = 8
 _EXTREME = 1e8  # a contrast of κ that an error is to name
 
 
@@ -142,13 +144,16 @@ class Multigrid:
             # The operator is real, so both parts are solved apart.
             return (self(r.real) + 1j * self(r.imag)).astype(r.dtype)
         r = self._checked(r, "linalg.Multigrid")
-        if not r.size:
-            return empty_beside(r, r.shape)
         level = self._level_beside(r)
         with suspended():
-            # Only a right-hand side without a mean has a solution, whose own mean is then free: zero is taken.
-            split = self._layout.split(self._centred(self._systems(r)))
-            return self._centred(self._layout.join(level.cycle(split))).reshape(r.shape).astype(r.dtype)
+            systems = self._systems(r)
+            out = empty_beside(r, systems.shape)
+            for start in range(0, len(systems), _TOGETHER):
+                some = slice(start, start + _TOGETHER)
+                # Only a right-hand side without a mean has a solution, whose own mean is then free: zero is taken.
+                split = self._layout.split(self._centred(systems[some]))
+                out[some] = self._centred(self._layout.join(level.cycle(split)))
+            return out.reshape(r.shape)
 
     @property
     def T(self) -> Multigrid:
