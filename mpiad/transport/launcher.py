@@ -49,8 +49,8 @@ class Launcher(NamedTuple):
 # job comes before it.
 _KNOWN = (
     ("Open MPI's mpiexec", "openmpi", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
-    ("Hydra, the mpiexec of MPICH and its kin", "mpich", "HYDI_CONTROL_FD", "PMI_SIZE", "PMI_RANK"),
-    ("Hydra, the mpiexec of MPICH and its kin", "mpich", "MPI_LOCALNRANKS", "PMI_SIZE", "PMI_RANK"),
+    ("Hydra, the mpiexec of MPICH and its derivatives", "mpich", "HYDI_CONTROL_FD", "PMI_SIZE", "PMI_RANK"),
+    ("Hydra, the mpiexec of MPICH and its derivatives", "mpich", "MPI_LOCALNRANKS", "PMI_SIZE", "PMI_RANK"),
     ("Slurm's srun", "", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
     ("PALS, the mpiexec of Cray's", "mpich", "PALS_RANKID", "PMI_SIZE", "PALS_RANKID"),
     ("Flux", "", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_RANK"),
