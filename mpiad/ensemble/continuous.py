@@ -107,6 +107,7 @@ class _Adjoint:
             self._add_flow(found.end, moving, found.u0, batch.end)
         if self._saved is not None:
             times = run.saved_on_the_way(self._dense.ends)
+            # The adjoint state jumps where a state is saved, by its cotangent: so the way back is gone piece by piece.
             for place in range(times.shape[1] - 1, -1, -1):
                 self._meet(place, times[:, place], now, timed)
         self._go(moving, now, batch.start)

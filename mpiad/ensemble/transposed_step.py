@@ -119,12 +119,15 @@ class TransposedStep:
         if len(self.k) == last:
             bars[last] = total * self.h
         for j in range(len(self.k) - 1, -1, -1):
+            # The transpose of y_i = u + h Σ a_ij k_j: stage j gains h a_ij ȳ_i of later arguments and the new state.
             k_bar = self._coefficients.column(j, bars, room, self._term)
             for arrival in arrivals:
                 if j in arrival.weights:
                     k_bar[:, arrival.columns] += over_slots(arrival.value * arrival.weights[j])
+            # Taken off the list, so that the memory of each stage's trace returns at once.
             y_bar, *parts = self._pulls.pop()(k_bar)
             gains(j, parts, y_bar)
+            # Each argument begins with u.
             if y_bar is not None:
                 total += y_bar
             if j == last:

@@ -38,6 +38,7 @@ def bicgstab(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, ta
         require_iterations(system, targets / scale)
         ahead, v = preconditioned_product(system, p)
         (sv,) = _finite(system, v, (shadow, v))
+        # Along p until the residual is orthogonal to the shadow, then along that residual to the least norm.
         alpha = _quotient(rho, sv, active)
         add_scaled(x, alpha, ahead)
         add_scaled(r, -alpha, v)

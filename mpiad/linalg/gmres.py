@@ -100,6 +100,7 @@ class _Basis:
         steps = self.steps[c]
         known, right = self.hessenberg[c, : steps + 1, :steps], np.zeros(steps + 1, self.hessenberg.dtype)
         right[:1] = self.norms[c]
+        # By singular values, since the columns are dependent where the space could grow no further.
         y = np.linalg.lstsq(known, right, rcond=None)[0]
         return y, float(np.linalg.norm(right - known @ y))
 
