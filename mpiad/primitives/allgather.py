@@ -8,8 +8,8 @@ from autograd.tracer import getval
 
 from mpiad._typing import Array, Comm, LocalArray, ReplicatedArray
 from mpiad.primitives.catalogue import ALLGATHER, REDUCE_SCATTER, Dividing
+from mpiad.primitives.checks import pieces_of_all
 from mpiad.primitives.operation import communicate
-from mpiad.primitives.pieces import pieces_of_all
 from mpiad.transport import Channel, channel, collectives
 from mpiad.transport.buffers import spec_of
 

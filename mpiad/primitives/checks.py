@@ -6,12 +6,15 @@ import operator
 from collections.abc import Sequence
 
 import numpy as np
+from autograd.tracer import getval
 
 from mpiad._typing import Array
-from mpiad.transport import ANY_SOURCE, ANY_TAG, PROC_NULL, SUM, Channel, Op, Spec
+from mpiad.transport import ANY_SOURCE, ANY_TAG, PROC_NULL, SUM, Channel, Op, Spec, collectives
+from mpiad.transport.buffers import outgoing
 from mpiad.transport.mpi_operations import defined_for, name_of
+from mpiad.transport.tracing import settled
 
-__all__ = ["axis_of", "lengths_along", "partner_of", "piece_of", "reduction_of", "root_of", "tag_of"]
+__all__ = ["axis_of", "lengths_along", "partner_of", "piece_of", "pieces_of_all", "reduction_of", "root_of", "tag_of"]
 
 
 def _integer(value: Array, call: str, argument: str, allowed: str) -> int:
@@ -128,3 +131,21 @@ def piece_of(whole: Spec, axis: int | None, length: int) -> Spec:
     if axis is None:
         return whole._replace(shape=whole.shape[1:])
     return whole._replace(shape=(*whole.shape[:axis], length, *whole.shape[axis + 1 :]))
+
+
+def pieces_of_all(x: Array, axis: object, used: Channel, call: str) -> tuple[np.ndarray, int | None, list[int]]:
+    """Return this rank's piece, the axis counted from the front, and all ranks' lengths along it; collective.
+
+    Raises
+    ------
+    TypeError, ValueError
+        On all ranks, where a piece can't be sent, has no such axis, or doesn't fit the others.
+    """
+    array, place, wrong = np.zeros(0), None, None
+    try:
+        array = outgoing(getval(x), call)
+        place = axis_of(axis, array.ndim, call)
+    except (TypeError, ValueError) as error:  # the others wait for a length by now
+        wrong = error
+    like = Spec(array.shape, array.dtype)
+    return array, place, settled(collectives.lengths_of_all, used, like, place, call, wrong)

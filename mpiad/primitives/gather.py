@@ -6,9 +6,8 @@ from typing import Any
 
 from mpiad._typing import Array, Comm, LocalArray, Rank, RootArray
 from mpiad.primitives.catalogue import GATHER, SCATTER, Dividing
-from mpiad.primitives.checks import root_of
+from mpiad.primitives.checks import pieces_of_all, root_of
 from mpiad.primitives.operation import communicate
-from mpiad.primitives.pieces import pieces_of_all
 from mpiad.transport import channel, collectives
 from mpiad.transport.buffers import spec_of
 

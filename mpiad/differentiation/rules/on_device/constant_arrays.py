@@ -28,7 +28,7 @@ def identity(like: Array, rows: int, columns: int | None = None, k: int = 0) -> 
 
 
 def lower_triangle(like: Array, n: int) -> Array:
-    """Return a square matrix of ones below its diagonal, shape (n, n), of the dtype of another device array."""
+    """Return a square matrix of ones below its diagonal, shape (n, n), of the real dtype of another array."""
     places = arrays_like(like).arange(n)
     return (places[None, :] < places[:, None]).astype(_real(like))
 
