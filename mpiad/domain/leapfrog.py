@@ -42,6 +42,7 @@ def advance(u: LocalArray, before: LocalArray, factor: LocalArray, stencil: Sten
     def finish(out: LocalArray, index: tuple) -> None:
         if sums is not None:
             sums[index] = out
+        # While the slab of sums is still in the cache: one pass through memory for the whole step.
         out *= factors[index]
         out -= before[index]
         out += u[index]  # twice: without an array for 2 u
@@ -80,6 +81,7 @@ def _advance_adjoint(
 
 def _sums(u: LocalArray, stencil: StencilSums, kept: list | None) -> LocalArray:
     # All ranks decide alike: whether a tape is current is the same on all of them, whether u is traced need not be.
+    # S u was computed on the way; where further traces want derivatives of it, it is computed again as they see it.
     return kept[0] if kept and current.tape is None and not isbox(u) else apply_stencil(u, stencil)
 
 

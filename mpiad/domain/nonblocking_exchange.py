@@ -188,6 +188,7 @@ def _finish(x: None, begun: Begun) -> LocalArray:
     (stage,) = halo.stages(exchange.scheme)
     # From here on as the end of `fold_in_place` or, forwards, of `fill_in_place`.
     if exchange.backwards:
+        # Around a ring of one rank nothing travels, but what was copied is still to be added.
         for owned, ghost in stage.here:
             values[owned] += values[ghost]
         with suspended():
@@ -216,12 +217,14 @@ def _adjoint_of_end(ans: Array, x: None, begun: Begun, level: int) -> Any:
     cell, transposed = begun.cell(level), begun.exchange.transposed()
 
     def vjp(g: Array) -> None:
+        # The reverse pass meets the end first: there the cotangents set out, and they travel until the begin is met.
         cell.request = communicate(_BEGIN_OPERATION, g, transposed)
 
     return vjp
 
 
 def _tangent_of_begin(dx: Array, ans: Begun, x: Array, exchange: Exchange, level: int) -> None:
+    # Values beyond sides are constants, of which the tangent is zero; factors stay.
     along = exchange._replace(sides=homogeneous(exchange.sides))
     ans.cell(level).request = communicate(_BEGIN_OPERATION, dx, along)
 

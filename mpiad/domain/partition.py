@@ -49,6 +49,7 @@ class Partition:
         for along, n, periodic in zip(position, self.dims, self.periodic):
             if not 0 <= along < n and not periodic:
                 return None
+            # C order, as MPI's Cartesian communicators count: neighbours along the last dimension have adjacent numbers.
             number = number * n + along % n
         return number
 

@@ -61,6 +61,7 @@ class RandomFields(Decomposition):
         for field in range(count):
             for row in np.ndindex(self.local_shape[:-1]):
                 place = field
+                # A number belongs to its place in the whole grid, so that noise doesn't depend on how the grid is divided.
                 for n, i, cells in zip(self.shape, row, rows):
                     place = place * n + cells.start + i
                 start = place * self.shape[-1] + last.start
@@ -78,4 +79,5 @@ def _normals(generator: np.random.Philox, start: int, count: int) -> np.ndarray:
     odd = start % 2
     raw = generator.random_raw(2 * (count + odd))[2 * odd :].reshape(count, 2)
     uniform = ((raw >> np.uint64(11)).astype(float) + 0.5) * _UNIT
+    # Box and Muller, of each pair one normal number: a place's must not depend on what its neighbour takes.
     return np.sqrt(-2.0 * np.log(uniform[:, 0])) * np.cos(2.0 * math.pi * uniform[:, 1])

@@ -90,6 +90,7 @@ class Geometry:
         """Return the ways to neighbours whose cells the halo holds: to those beside, or to the diagonal ones."""
         for step in itertools.product(*[(-1, 0, 1) if h else (0,) for h in self.widths]):
             moved = len(step) - step.count(0)
+            # A star has no neighbours across edges and corners; a box has them all.
             if moved > 1 if diagonal else moved == 1:
                 yield step
 
@@ -123,6 +124,7 @@ class Geometry:
 def plan(geometry: Geometry, scheme: str) -> tuple[Stage, ...]:
     """Return the stages of a scheme: `IN_TURN`, `TOGETHER` or `FACES`."""
     ndim = len(geometry.shape)
+    # One dimension after the other: as few messages as there are sides, each stage waiting for the one before.
     if scheme == IN_TURN:
         return tuple(_stage_along(geometry, axis) for axis in range(ndim) if geometry.widths[axis])
     beside = list(geometry.steps(diagonal=False))
@@ -164,6 +166,7 @@ def _stage(
         peer = geometry.neighbour(step)
         if peer is None:
             continue
+        # What lies on that way for us lies the other way for the peer.
         back = tuple(-s for s in step)
         if peer == geometry.rank:
             # Around a ring of one rank the halo on one side is the block's layer at the other.

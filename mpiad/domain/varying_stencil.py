@@ -54,6 +54,7 @@ def products(g: LocalArray, padded: LocalArray, ndim: int) -> LocalArray:
     lengths = tuple(m - n + 1 for m, n in zip(padded.shape[padded.ndim - ndim :], cells))
     total = empty_beside(_wider(g, padded), lengths + cells)
     for offset, piece in _pieces(lengths, cells):
+        # Fields along leading axes share the weights, so their cotangents add up.
         total[offset] = (g * padded[piece]).reshape(-1, *cells).sum(axis=0)
     return total
 
