@@ -11,6 +11,7 @@ import inspect
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 
@@ -93,7 +94,7 @@ class CompiledSums(Sums):
 
 
 @functools.cache
-def _kernel():
+def _kernel() -> Any:
     signature = f"linked({', '.join(['int64[::1]'] * len(_TABLES) + ['float64[::1]'] * len(_FLOATS))})"
     # A product may be added without being rounded first.
     return kernel_of(inspect.getsource(sys.modules[__name__]), "weighted_sums", signature, "contract").function
