@@ -10,6 +10,7 @@ the tree. It needs an index for the packages that these environments take, and e
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shutil
 import subprocess
@@ -47,7 +48,8 @@ assert np.array_equal(gradient, 4.0 * (-5.0 if rank == 0 else 5.0) * np.ones(3))
 
 def run(*command: str | Path, cwd: Path, seconds: float = 900.0) -> str:
     """Run a command and return what it prints; exit with what it says where it fails."""
-    done = subprocess.run([*map(str, command)], cwd=cwd, capture_output=True, text=True, timeout=seconds)
+    here = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # which may lead to the tree
+    done = subprocess.run([*map(str, command)], cwd=cwd, env=here, capture_output=True, text=True, timeout=seconds)
     if done.returncode:
         raise SystemExit(f"{' '.join(map(str, command))} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
     return done.stdout
