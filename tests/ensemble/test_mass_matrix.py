@@ -9,7 +9,7 @@ from mpi4py import MPI
 from stiff_systems import SYSTEMS
 
 import mpiad
-from mpiad.ensemble import RK45, EnsembleMPI, EnsembleProblem, ODEProblem, Rodas5P, Rosenbrock23, remake, solve
+from mpiad.ensemble import RK45, EnsembleMPI, EnsembleProblem, ODEProblem, Rodas5P, Rosenbrock23, fit, remake, solve
 
 WORLD = MPI.COMM_WORLD
 both = pytest.mark.usefixtures("solved_by")
@@ -165,6 +165,22 @@ def test_second_derivatives_of_a_start_that_is_made_consistent():
         p, np.ones_like(p)
     )
     np.testing.assert_allclose(cube, -2 / 9 * 2 ** (1 / 3) * p ** (-5 / 3), rtol=1e-9)
+
+
+@pytest.mark.serial
+def test_fits_whose_start_moves_with_the_variables():
+    def f(u, p, t):
+        return [-p[0] * u[0] * u[1], u[1] ** 3 - p[1] * u[0]]
+
+    def reduced(u, p, t):
+        return [-p[0] * u[0] * (p[1] * u[0]) ** (1 / 3)]
+
+    times, truth = np.linspace(0.25, 2.0, 8), np.array([[0.7, 1.5], [1.1, 0.6]])
+    first = solve(EnsembleProblem(ODEProblem(reduced, [1.0], (0.0, 2.0)), p=truth), saveat=times, **TIGHT).u[..., 0]
+    data = {"u": np.stack([first, np.cbrt(truth[:, 1:] * first)], axis=-1)}
+    problem = ODEProblem(f, [1.0, 1.0], (0.0, 2.0), mass_matrix=np.diag([1.0, 0.0]))
+    found = fit(problem, lambda u, p, data: u - data["u"], 1.3 * truth, Rodas5P(), data=data, saveat=times, **TIGHT)
+    np.testing.assert_allclose(found.p, truth, rtol=1e-6)
 
 
 @both
