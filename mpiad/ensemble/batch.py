@@ -12,7 +12,7 @@ from mpiad._typing import Array, Function, Shape, Tree
 from mpiad.ensemble.derivative import Columns, locked
 from mpiad.transport.device_arrays import arrays_of, is_device_array
 
-__all__ = ["Batch", "Parameters", "check_place", "is_on_device", "placed", "same_for_all", "spread"]
+__all__ = ["Batch", "Parameters", "check_place", "is_on_device", "placed", "same_for_all", "spread", "two_at_least"]
 
 
 def same_for_all(x: Array) -> bool:
@@ -156,3 +156,8 @@ def check_place(batch: Batch) -> None:
 def _place(x: Array) -> str:
     found = arrays_of(x)
     return "on the host" if found is None else f"on device {found.device} ({found.name})"
+
+
+def two_at_least(count: int) -> Array:
+    """Return the numbers of so many columns, a single one twice: so functions of the user's are called (`controller`)."""
+    return np.arange(max(2, count)) % max(1, count)

@@ -17,7 +17,7 @@ import autograd.numpy as anp
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.batch import Batch, two_at_least
 from mpiad.ensemble.column_lu import ColumnLU
 from mpiad.ensemble.derivative import derivative_of, locked
 from mpiad.ensemble.field_jacobian import jacobian_of
@@ -60,7 +60,7 @@ def consistent_start(given: Batch, mass: Array | None, rtol: float, atol: Array 
     equations = _null_vectors(mass.T)
     plain = given.plain()
     # Two columns at least, wherever f is called.
-    ids = np.arange(max(2, given.size)) % given.size
+    ids = two_at_least(given.size)
     with np.errstate(all="ignore"):
         u, gain, found = _solved(plain, ids, free, equations, rtol, atol)
     # What isn't found must leave no NaN in the derivatives of others.

@@ -18,7 +18,7 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.differentiation.bundles import Bundle
-from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.batch import Batch, two_at_least
 from mpiad.ensemble.convergence_codes import ConvergenceCode
 from mpiad.ensemble.linearization import Field, Tracing
 
@@ -56,12 +56,12 @@ class Equations:
 
     def values(self, u: Array, ids: Array) -> Array:
         """Return f, shape (d, n), for states of this shape."""
-        both = np.arange(max(2, len(ids))) % len(ids)  # two columns at least, as in a solve
+        both = two_at_least(len(ids))
         return np.asarray(self._field.array(u[:, both], *self.columns(ids[both])), u.dtype)[:, : len(ids)]
 
     def linearised(self, u: Array, ids: Array) -> tuple[Array, Array]:
         """Return f, shape (d, n), and its Jacobian by the states, shape (n, d, d)."""
-        (d, n), both = u.shape, np.arange(max(2, len(ids))) % len(ids)
+        (d, n), both = u.shape, two_at_least(len(ids))
         leaves, t = self.columns(ids[both])
         given = np.zeros((1 + d, d, len(both)), u.dtype)
         given[0] = u[:, both]

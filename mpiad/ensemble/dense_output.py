@@ -16,7 +16,7 @@ import autograd.numpy as anp
 import numpy as np
 
 from mpiad._typing import Array, Comm
-from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.batch import Batch, two_at_least
 from mpiad.ensemble.coefficients import Coefficients, interpolate
 from mpiad.ensemble.derivative import derivative_of
 from mpiad.ensemble.differentiable import differentiable
@@ -150,7 +150,7 @@ class DenseOutput:
         """Return states inside steps, or at their ends, shape (d, len(ids))."""
         outcome, tableau, width = self._outcome, self._settings.alg.tableau, len(ids)
         # Two columns at least, wherever f is called.
-        columns = np.arange(max(2, width)) % width
+        columns = two_at_least(width)
         (t, h), u = steps.times(own, number), steps.states(own, number)
         t, h, u, due_of_all = t[columns], h[columns], u[:, columns], due[columns]
         p = self._batch.p.columns(ids[columns], len(self._batch.shape) > 1)

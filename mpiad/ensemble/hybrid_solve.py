@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpiad._typing import Array, Tree
-from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.batch import Batch, two_at_least
 from mpiad.ensemble.derivative import derivative_of, locked
 from mpiad.ensemble.event import Event
 from mpiad.ensemble.event_affects import affected
@@ -35,11 +35,6 @@ AT_END, HERE = -1, -2
 _MOVING = -1  # no return code yet
 # So many events in a row, each within so small a part of tspan after the one before, are without end.
 _SHORT, _MOST_SHORT = 1e-6, 10
-
-
-def _twice(count: int) -> Array:
-    """Return so many columns, two at least, wherever functions of the user's are called."""
-    return np.arange(max(2, count)) % count
 
 
 class Flow(NamedTuple):
@@ -69,7 +64,6 @@ class Jump(NamedTuple):
 
     Parameters
     ----------
-    event : int
     slot : array of int, shape (n,), or None
         At which given times; None where a condition vanished.
     """
@@ -315,7 +309,7 @@ class HybridSolve:
 
     def _rate(self, ids: Array, u: Array, t: Array) -> Array:
         """Return f in the direction of the solve for some trajectories."""
-        twice = _twice(len(ids))
+        twice = two_at_least(len(ids))
         signs, p = self._signs[ids[twice]], self._parameters(ids)
         sign = signs if self._backward else None
         return derivative_at(self._derivative, u[:, twice], p, signs * t[twice], sign)[:, : len(ids)]
@@ -324,7 +318,7 @@ class HybridSolve:
         """Return the values of an event's condition for some trajectories."""
         if not len(ids):
             return np.empty(0)
-        twice = _twice(len(ids))
+        twice = two_at_least(len(ids))
         p = self._parameters(ids)
         return self.settings.events[e].value(u[:, twice], p, t[twice])[: len(ids)]
 

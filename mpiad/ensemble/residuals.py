@@ -9,6 +9,7 @@ import numpy as np
 from mpiad._typing import Array, Function, Shape, Tree
 from mpiad.differentiation.bundles import Bundle
 from mpiad.differentiation.trees import flatten
+from mpiad.ensemble.batch import two_at_least
 from mpiad.ensemble.levenberg_marquardt import Evaluation
 from mpiad.ensemble.sensitivity import States, unit_tangents
 
@@ -53,7 +54,7 @@ class Residuals:
         """
         count, m = x.shape
         # Two columns at least, wherever the user's functions are called: sums over others are then taken alike.
-        columns = np.arange(max(2, count)) % count
+        columns = two_at_least(count)
         u = self._by_columns(states.u[columns])
         tangents = [self._by_columns(tangent[columns]) for tangent in states.tangents]
         with np.errstate(all="ignore"):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.batch import Batch, two_at_least
 from mpiad.ensemble.coefficients import Coefficients
 from mpiad.ensemble.derivative import derivative_of
 from mpiad.ensemble.linearization import Field
@@ -185,7 +185,7 @@ class Run:
     def stages_again(self, sweep: StepSweep, visit: Visit) -> tuple[Any, Array]:
         """Return the stages of a visit, and the states after it, computed as the solve did."""
         width = len(visit.t)
-        columns = np.arange(max(2, width)) % width  # two at least, as in the solve: see `controller`
+        columns = two_at_least(width)  # as in the solve
         batch, real = self.batch, self.coefficients.real
         derivative = derivative_of(batch.f, batch.shape)
         u, t, h = visit.u[:, columns], visit.t[columns], visit.h[columns]

@@ -31,19 +31,18 @@ from mpiad.ensemble.methods.dormand_prince import RK45
 from mpiad.ensemble.on_device.device_run import run_of
 from mpiad.ensemble.outcome import ReturnCode, evaluations
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
-from mpiad.ensemble.rank_outcomes import RankOutcomes, fingerprint
+from mpiad.ensemble.rank_outcomes import RankOutcomes
 from mpiad.ensemble.ranks import EnsembleMPI, Sharing, over_ranks
 from mpiad.ensemble.reduction import combined, joined, reduced
 from mpiad.ensemble.saving import save_times
 from mpiad.ensemble.settings import GradientOptions, Settings, by_component
 from mpiad.ensemble.sharded import ShardedSolution
 from mpiad.ensemble.solution import EnsembleSolution, solution_of, unshared
-from mpiad.ensemble.solve_options import SolveOptions, checked_options
+from mpiad.ensemble.solve_options import SolveOptions, checked_options, checked_together
 from mpiad.ensemble.tableaus import Algorithm
 from mpiad.errors import IntegrationError
 from mpiad.progress_line import ProgressLine
-from mpiad.transport import Channel, channel
-from mpiad.transport.agreement import alike_on_all
+from mpiad.transport import channel
 
 __all__ = ["solve"]
 
@@ -164,7 +163,7 @@ def solve(
     """
     given = SolveOptions(**locals())._replace(progress=bool(progress))  # first of all: nothing but the arguments is there
     used = channel(ensemblealg.comm, "ensemble.solve") if isinstance(ensemblealg, EnsembleMPI) else None
-    options = checked_options(given) if used is None else _checked_together(used, given)
+    options = checked_options(given) if used is None else checked_together(used, given)
     if isinstance(problem, ODEProblem):
         compiler = Compiler(options, 0)
         sol = _solved(options, compiler, EnsembleSerial(), columns_of([problem], [1]), None)
@@ -194,31 +193,6 @@ def solve(
 def _solved_problem(problem: ODEProblem | EnsembleProblem, compiler: Compiler) -> Any:
     """Return a solution's problem: it knows the kernels that solved it, and not those of a solution that it comes from."""
     return problem.read_from(compiler.kernels) if compiler.kernels or problem._kernels else problem
-
-
-def _checked_together(used: Channel, given: SolveOptions) -> SolveOptions:
-    """Return `checked_options` of the arguments, which must be the same on all ranks; what one finds wrong all raise."""
-
-    def described(options: SolveOptions) -> tuple[int, str]:
-        scalars = (
-            f"trajectories={options.trajectories}, {given.alg}, {given.ensemblealg}, rtol={given.rtol}, atol={given.atol}, "
-            f"save_everystep={given.save_everystep}, dense_output={given.dense_output}, dt={given.dt}, "
-            f"dtmax={given.dtmax}, max_steps={given.max_steps}, compile={given.compile}, progress={given.progress}, "
-            f"throw={given.throw}, {len(options.events)} events, {_kind(given.problem)}"
-        )
-        saveat = None if options.saveat is None else np.asarray(options.saveat, float)
-        # As numbers too: a text has eight digits of each, and of many not all.
-        numbers = fingerprint(scalars, saveat, np.asarray(given.atol, float), options.mass)
-        return numbers, f"saveat={given.saveat}, {scalars}"
-
-    return alike_on_all(used, lambda: checked_options(given), described, "solve")
-
-
-def _kind(problem: object) -> str:
-    """Return which functions and arrays an ensemble has: by them ranks know what is communicated."""
-    names = ("prob_func", "output_func", "reduction", "u0", "p")
-    parts = [name for name in names if getattr(problem, name, None) is not None]
-    return f"{type(problem).__name__} of {', '.join(parts) or 'nothing else'}, seed={getattr(problem, 'seed', None)}"
 
 
 def _ensemble(

@@ -14,10 +14,13 @@ from mpiad.ensemble.backends import EnsembleAlgorithm
 from mpiad.ensemble.event import Event
 from mpiad.ensemble.gpu import EnsembleGPU
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
+from mpiad.ensemble.rank_outcomes import fingerprint
 from mpiad.ensemble.tableaus import Algorithm
+from mpiad.transport import Channel
+from mpiad.transport.agreement import alike_on_all
 from mpiad.transport.device_arrays import is_device_array, named
 
-__all__ = ["SolveOptions", "checked_options"]
+__all__ = ["SolveOptions", "checked_options", "checked_together"]
 
 _LEAST_RTOL = 100 * float(np.finfo(float).eps)
 
@@ -99,6 +102,31 @@ def checked_options(options: SolveOptions) -> SolveOptions:
     # SciPy's bound: below it rounding is all that the error estimate sees.
     rtol = max(options.rtol, _LEAST_RTOL)
     return options._replace(events=events, trajectories=count, saveat=saveat, rtol=rtol, mass=_mass_of(options))
+
+
+def checked_together(used: Channel, given: SolveOptions) -> SolveOptions:
+    """Return `checked_options` of the arguments, which must be the same on all ranks; what one finds wrong all raise."""
+
+    def described(options: SolveOptions) -> tuple[int, str]:
+        scalars = (
+            f"trajectories={options.trajectories}, {given.alg}, {given.ensemblealg}, rtol={given.rtol}, atol={given.atol}, "
+            f"save_everystep={given.save_everystep}, dense_output={given.dense_output}, dt={given.dt}, "
+            f"dtmax={given.dtmax}, max_steps={given.max_steps}, compile={given.compile}, progress={given.progress}, "
+            f"throw={given.throw}, {len(options.events)} events, {_kind(given.problem)}"
+        )
+        saveat = None if options.saveat is None else np.asarray(options.saveat, float)
+        # As numbers too: a text has eight digits of each, and of many not all.
+        numbers = fingerprint(scalars, saveat, np.asarray(given.atol, float), options.mass)
+        return numbers, f"saveat={given.saveat}, {scalars}"
+
+    return alike_on_all(used, lambda: checked_options(given), described, "solve")
+
+
+def _kind(problem: object) -> str:
+    """Return which functions and arrays an ensemble has: by them ranks know what is communicated."""
+    names = ("prob_func", "output_func", "reduction", "u0", "p")
+    parts = [name for name in names if getattr(problem, name, None) is not None]
+    return f"{type(problem).__name__} of {', '.join(parts) or 'nothing else'}, seed={getattr(problem, 'seed', None)}"
 
 
 def _mass_of(options: SolveOptions) -> Array | None:

@@ -15,7 +15,7 @@ from autograd.tracer import isbox
 
 from mpiad._typing import Array
 from mpiad.differentiation.bundles import Bundle
-from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.batch import Batch, two_at_least
 from mpiad.ensemble.damped_newton import Roots, solved_each
 from mpiad.ensemble.linearization import Field, Tracing
 from mpiad.primitives.cotangents import conform, spec_like
@@ -36,7 +36,7 @@ class SteadyStates:
         self._batch, self._jacobian, self.u = batch, roots.jacobian, np.ascontiguousarray(roots.u.T)
         self._ids = np.flatnonzero(np.isfinite(self.u).all(axis=1))
         # Two columns at least, wherever f is called.
-        self._columns = np.arange(max(2, len(self._ids))) % max(1, len(self._ids))
+        self._columns = two_at_least(len(self._ids))
 
     def pull(self, places: Sequence[int], g: Array) -> list[Array]:
         """Return the cotangents of leaves of the parameters by those of the states, shape (N, d)."""
