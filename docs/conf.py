@@ -19,6 +19,7 @@ copyright = "the mpiad developers"
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
+    "sphinx.ext.intersphinx",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
@@ -27,6 +28,13 @@ extensions = [
     "linked_names",
 ]
 exclude_patterns = ["_build"]
+# Short inventories of what the pages name, kept here: pages are built, and are the same, without a network.
+_REFERENCES = {
+    "mpi4py": "https://mpi4py.readthedocs.io/en/stable/",
+    "numpy": "https://numpy.org/doc/stable/",
+    "scipy": "https://docs.scipy.org/doc/scipy/",
+}
+intersphinx_mapping = {name: (address, f"_inventories/{name}.inv") for name, address in _REFERENCES.items()}
 default_role = "code"  # in docstrings, `x` is code
 
 html_theme = "furo"

@@ -1,27 +1,28 @@
 """Link names that stand as code in the text to their reference: `mpiad.minimize`, `domain.exchange`, `numpy.pad`.
 
 Pages and docstrings write names as plain code. After a page is read, each piece of code that is the whole name of
-something public becomes a link to where it is described: ours in these pages, those of other libraries where
-`elsewhere.txt` says. Their inventories aren't asked for, so that pages are built, and are the same, without a network.
-Code that names nothing stays as it is.
+something public becomes a link to where it is described: ours in these pages, those of NumPy, SciPy and mpi4py where
+intersphinx's inventories say (autograd publishes none). Code that names nothing stays as it is.
 """
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 from docutils import nodes
 from sphinx.application import Sphinx
+from sphinx.ext.intersphinx import InventoryAdapter
 from sphinx.transforms.post_transforms import SphinxPostTransform
 from sphinx.util.nodes import make_refnode
 
 NAME = re.compile(r"([A-Za-z_][\w.]*)(\(.*\))?", re.DOTALL)
 # What pages call things by, and where they are.
 PREFIXES = ["", "mpiad.", "mpiad.linalg.", "mpiad.ensemble.", "mpiad.timestepping.", "mpiad.testing.", "mpiad.debug.",
-            "mpiad.errors.", "mpiad.extend.", "mpiad.parallel.", "mpiad.vi.", "mpiad.optimize."]  # fmt: skip
-OBJECTS = {"domain.": "mpiad.Domain.", "Domain.": "mpiad.Domain.", "np.": "numpy.", "MPI.": "mpi4py.MPI."}
-ELSEWHERE = dict(line.split() for line in Path(__file__).with_name("elsewhere.txt").read_text().splitlines())
+            "mpiad.errors.", "mpiad.extend.", "mpiad.parallel.", "mpiad.vi.", "mpiad.optimize.", "scipy.optimize.",
+            "scipy.integrate."]  # fmt: skip
+OBJECTS = {"domain.": "mpiad.Domain.", "Domain.": "mpiad.Domain.", "np.": "numpy.", "MPI.": "mpi4py.MPI.",
+           "mpi4py.MPI.COMM_WORLD.": "mpi4py.MPI.Comm."}  # fmt: skip
+AUTOGRAD = "https://github.com/HIPS/autograd/blob/master/docs/tutorial.md"
 TOO_COMMON = {"solve", "scan", "stop", "reset", "value", "step", "traced", "report", "array"}
 
 
@@ -47,14 +48,20 @@ class LinkedNames(SphinxPostTransform):
             if name.startswith(short):
                 name = long + name.removeprefix(short)
         described = self.env.get_domain("py").data["objects"]
-        for prefix in PREFIXES:
-            entry = described.get(prefix + name)
+        inventories = InventoryAdapter(self.env).main_inventory.values()
+        for long in (prefix + name for prefix in PREFIXES):
+            entry = described.get(long)
             if entry is not None:
                 page = self.env.current_document.docname
-                return make_refnode(self.app.builder, page, entry.docname, entry.node_id, literal.deepcopy(), prefix + name)
-        if name in ELSEWHERE:
-            return nodes.reference("", "", literal.deepcopy(), internal=False, refuri=ELSEWHERE[name], reftitle=name)
-        return None
+                return make_refnode(self.app.builder, page, entry.docname, entry.node_id, literal.deepcopy(), long)
+            for inventory in inventories:
+                if long in inventory:
+                    return _link_outside(literal, inventory[long].uri)
+        return _link_outside(literal, AUTOGRAD) if name in {"autograd", "autograd.grad", "autograd.numpy"} else None
+
+
+def _link_outside(literal: nodes.literal, address: str) -> nodes.reference:
+    return nodes.reference("", "", literal.deepcopy(), internal=False, refuri=address, reftitle=literal.astext())
 
 
 def _ancestors(node: nodes.Node) -> list[nodes.Node]:
