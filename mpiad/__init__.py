@@ -5,8 +5,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from mpiad.differentiation import grad, hvp, jacobian, jvp, linearize, make_hvp, make_jvp, make_vjp, value_and_grad
-from mpiad.domain import Domain
-from mpiad.optimize import minimize, mpi_optimize
 from mpiad.primitives import (
     mpi_allgather,
     mpi_allreduce,
@@ -40,11 +38,13 @@ from mpiad.primitives import (
     reset,
     stop,
 )
-from mpiad.tasks import mpi_map
 from mpiad.transport import world as _world
 
 if TYPE_CHECKING:
+    from mpiad.domain import Domain
+    from mpiad.optimize import minimize, mpi_optimize
     from mpiad.programs import jit
+    from mpiad.tasks import mpi_map
 
 __version__ = "0.1.0"
 
@@ -57,23 +57,29 @@ __all__ = [
     "mpi_waitall", "reset", "stop", "value_and_grad",
 ]  # fmt: skip
 
-# Loaded at their first use: `mpiad.debug` after `import mpiad` costs nothing where nobody looks.
+# Loaded at their first use: `mpiad.debug` after `import mpiad` costs nothing where nobody looks. All of them would
+# double what an import takes beside MPI's, NumPy's and autograd's.
 _ROOMS = (
-    "debug", "device", "ensemble", "errors", "extend", "inverse", "linalg", "parallel", "programs", "testing",
-    "timestepping", "vi",
+    "debug", "device", "domain", "ensemble", "errors", "extend", "inverse", "linalg", "optimize", "parallel", "programs",
+    "tasks", "testing", "timestepping", "vi",
 )  # fmt: skip
+_FROM_ROOMS = {
+    "Domain": "domain", "jit": "programs", "minimize": "optimize", "mpi_map": "tasks", "mpi_optimize": "optimize",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    if name == "jit":
-        return import_module(f"{__name__}.programs").jit
+    if name in _FROM_ROOMS:
+        # Kept, so that the next access doesn't come here.
+        globals()[name] = found = getattr(import_module(f"{__name__}.{_FROM_ROOMS[name]}"), name)
+        return found
     if name in _ROOMS:
         return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_ROOMS})
+    return sorted({*globals(), *_ROOMS, *_FROM_ROOMS})
 
 
 def _record_where_asked() -> None:

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache, partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -147,6 +146,8 @@ def _key(text: str) -> str:
 @cache
 def _machine() -> str:
     """Return all that decides what a text is compiled to, beside the text."""
+    from importlib.metadata import PackageNotFoundError, version  # takes 20 ms, which each import of mpiad would
+
     try:
         own = version("mpiad")
     except PackageNotFoundError:
