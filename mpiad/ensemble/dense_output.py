@@ -25,7 +25,7 @@ from mpiad.ensemble.pickled_communicator import PickledCommunicator, present
 from mpiad.ensemble.record import Steps
 from mpiad.ensemble.rosenbrock_stages import stages_for
 from mpiad.ensemble.run import INITIAL, NOWHERE, Run
-from mpiad.ensemble.settings import GradientOptions, Settings
+from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.solution import solution_of
 from mpiad.ensemble.stages import Stages
 from mpiad.primitives import mpi_allgather
@@ -49,13 +49,11 @@ class DenseOutput:
         With its steps recorded.
     given : Batch
         The batch before what is traced was made plain.
-    options : GradientOptions
-        How gradients are computed.
     """
 
-    def __init__(self, batch: Batch, settings: Settings, outcome: Outcome, given: Batch, options: GradientOptions):
+    def __init__(self, batch: Batch, settings: Settings, outcome: Outcome, given: Batch):
         self._batch, self._settings, self._outcome = batch, settings, outcome
-        self._given, self._options = given, options
+        self._given = given
         self._signs = np.where(batch.end < batch.start, -1.0, 1.0)
         self._derivative = derivative_of(batch.f, batch.shape)
 
@@ -92,7 +90,7 @@ class DenseOutput:
         )
         settings = self._settings._replace(saveat=times, record=True, ends=False)
         sol = solution_of(outcome, batch, settings)
-        return differentiable(sol, Run(batch, settings, outcome), self._given, self._options).u
+        return differentiable(sol, Run(batch, settings, outcome), self._given).u
 
     def _rows(self, times: Array, ids: Array) -> Array:
         """Return the times for each of some trajectories, shape (len(ids), n)."""

@@ -27,7 +27,6 @@ from mpiad.ensemble.field_jacobian import derived
 from mpiad.ensemble.replay import replayed, replayed_jvp, replayed_vjp
 from mpiad.ensemble.run import Run
 from mpiad.ensemble.seeds import Seeds
-from mpiad.ensemble.settings import GradientOptions
 from mpiad.ensemble.solution import EnsembleSolution, at_ends
 from mpiad.ensemble.solve_operator import END, LEAVES, START, U0, solve_operator
 from mpiad.ensemble.tangents import Directions, SavedTangents, push_run
@@ -37,7 +36,7 @@ from mpiad.transport.device_arrays import is_device_array
 __all__ = ["differentiable", "traced_results"]
 
 
-def differentiable(sol: EnsembleSolution, run: Run, batch: Batch, options: GradientOptions) -> EnsembleSolution:
+def differentiable(sol: EnsembleSolution, run: Run, batch: Batch) -> EnsembleSolution:
     """Return a solution whose states are functions of the traced batch that it was made of.
 
     Parameters
@@ -49,7 +48,7 @@ def differentiable(sol: EnsembleSolution, run: Run, batch: Batch, options: Gradi
     """
     count, d, ends = run.batch.size, len(run.batch.u0), run.settings.ends
     saved = np.empty((count, 0, d), run.batch.u0.dtype) if ends else sol.u.reshape(count, sol.u.shape[1], d)
-    u, u_end, *times = traced_results(run, saved, sol.u_end.reshape(count, d), batch, options)
+    u, u_end, *times = traced_results(run, saved, sol.u_end.reshape(count, d), batch)
     if ends:
         return at_ends(sol, lambda: batch.u0, anp.reshape(u_end, sol.u_end.shape))
     changes = {"u": anp.reshape(u, sol.u.shape), "u_end": anp.reshape(u_end, sol.u_end.shape)}
@@ -60,20 +59,20 @@ def differentiable(sol: EnsembleSolution, run: Run, batch: Batch, options: Gradi
     return dataclasses.replace(sol, **changes)
 
 
-def traced_results(run: Run, saved: Array, u_end: Array, batch: Batch, options: GradientOptions) -> list[Array]:
+def traced_results(run: Run, saved: Array, u_end: Array, batch: Batch) -> list[Array]:
     """Return the results of a run, `saved` (N, n_saved, d) and `u_end` (N, d), as functions of a traced batch.
 
     Where events were looked for, the times at which trajectories ended, (N,), and those of events, (m,), follow.
     """
-    solved = _SolvedRun(run, saved, u_end, options)
+    solved = _SolvedRun(run, saved, u_end)
     return solved.layout.parts(solve_operator(batch.u0, batch.start, batch.end, *batch.p.leaves, solved=solved))
 
 
 class _SolvedRun:
     """A run, and its results as one vector: saved and final states, and with events their times."""
 
-    def __init__(self, run: Run, u: Array, u_end: Array, options: GradientOptions):
-        self._run, self._options = run, options
+    def __init__(self, run: Run, u: Array, u_end: Array):
+        self._run, self._asked = run, run.settings
         values = [u, u_end, *((run.reached, run.crossed) if run.settings.events else ())]
         self.layout = Concatenation([spec_like(value) for value in values])
         self.vector = self.layout.vector(values)
@@ -89,7 +88,7 @@ class _SolvedRun:
         """Return the cotangents of arguments."""
         saved, end, *times = self.layout.parts(g)
         run, seeds = self._run, self._run.seeds(saved, end, times)
-        if self._untraced and self._options.gradient != "tangent" and self._options.adjoint == "discrete":
+        if self._untraced and self._asked.gradient != "tangent" and self._asked.adjoint == "discrete":
             return dict(zip(argnums, self.pull_traced(argnums, args, g)))
         places = [k - LEAVES for k in argnums if k >= LEAVES]
         timed = START in argnums or END in argnums
@@ -105,16 +104,16 @@ class _SolvedRun:
 
     def _adjoint(self, seeds: Seeds, places: Sequence[int], timed: bool) -> Cotangents:
         solver = self._run.outcome.solver
-        if self._options.adjoint == "continuous":
+        if self._asked.adjoint == "continuous":
             return pull_continuous(self._run, seeds, places, timed)
         if solver is None:
             return pull_run(self._run, seeds, places, timed)
         return pull_compiled(solver, self._run, seeds, places, timed)
 
     def _by_tangent(self, by_u0: bool, timed: bool, places: Sequence[int]) -> bool:
-        options, run = self._options, self._run
-        if options.gradient is not None or options.adjoint != "discrete":
-            return options.gradient == "tangent"
+        asked, run = self._asked, self._run
+        if asked.gradient is not None or asked.adjoint != "discrete":
+            return asked.gradient == "tangent"
         # Whether an event came or not: a trajectory's last bits don't depend on what becomes of others.
         if timed or run.settings.events:
             return False  # where times move, tangents are those of a replay, one direction after the other

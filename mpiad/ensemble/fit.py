@@ -13,7 +13,6 @@ from mpiad.ensemble.convergence_codes import report
 from mpiad.ensemble.fit_options import FitArguments, FitPlan, planned, planned_together
 from mpiad.ensemble.fit_result import FitResult, fits_of, joined_fits
 from mpiad.ensemble.levenberg_marquardt import Evaluation, minimize_each
-from mpiad.ensemble.mass import mass_of
 from mpiad.ensemble.members import master_seed, members
 from mpiad.ensemble.methods.dormand_prince import RK45
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
@@ -21,7 +20,7 @@ from mpiad.ensemble.ranks import EnsembleMPI
 from mpiad.ensemble.residuals import Residuals
 from mpiad.ensemble.saving import save_times
 from mpiad.ensemble.sensitivity import Generator, SensitivitySolve
-from mpiad.ensemble.settings import Settings, by_component
+from mpiad.ensemble.solve_options import settings_of
 from mpiad.ensemble.tableaus import Algorithm
 from mpiad.transport import Channel, channel
 from mpiad.transport.agreement import raising_together
@@ -180,12 +179,7 @@ def _fitted(given: FitArguments, plan: FitPlan, compiler: Compiler, numbers: ran
             "fit: the ensemble has traced values or device arrays, through which nothing can be differentiated or solved "
             "here. Pass mpiad.stop(x), or bring them to the host with mpiad.device.to_host."
         )
-    saveat = options.saveat[rows] if np.ndim(options.saveat) == 2 else options.saveat
-    times = batch.both_ends() if saveat is None else save_times(saveat, batch.start, batch.end)
-    settings = Settings(
-        options.alg, options.rtol, by_component(options.atol), options.dt, options.dtmax, options.max_steps, (), times,
-        record=True, mass=mass_of(options.mass, batch),
-    )  # fmt: skip
+    settings = settings_of(options, batch, save_times(options.saveat, batch, numbers.start), record=True)
     solves = SensitivitySolve(compiler, given.ensemblealg.local, batch, settings, given.prob_generator)
     misfit = Residuals(given.residuals, _rows_of(given.data, rows), batch.shape)
     tries = np.zeros(len(numbers), int)

@@ -26,19 +26,18 @@ from mpiad.ensemble.hybrid_solve import HERE, Flow, HybridSolve, Jump
 from mpiad.ensemble.linearization import Field
 from mpiad.ensemble.outcome import came_through, names_of
 from mpiad.ensemble.run import Run
-from mpiad.ensemble.settings import GradientOptions
 from mpiad.ensemble.solution import EnsembleSolution
 
 __all__ = ["hybrid_solution"]
 
 
-def hybrid_solution(solved: HybridSolve, given: Batch, options: GradientOptions) -> EnsembleSolution:
+def hybrid_solution(solved: HybridSolve, given: Batch) -> EnsembleSolution:
     """Return the solution of a solve that has run, traced where `given`, the batch that it was made of, is."""
     batch, settings, codes = solved.batch, solved.settings, solved.codes
     u, u_end, reached = solved.saved, solved.u.T, solved.t
     where: Array | None = None
     if given.traced:
-        u, u_end, reached, where = _Chain(solved, given, options).results()
+        u, u_end, reached, where = _Chain(solved, given).results()
 
     def events() -> dict:
         ids, which, times = np.concatenate([np.empty((3, 0)), *solved.happened], axis=1)
@@ -59,8 +58,8 @@ def hybrid_solution(solved: HybridSolve, given: Batch, options: GradientOptions)
 class _Chain:
     """The states, and the times, of all trajectories as traces see them, from piece to piece."""
 
-    def __init__(self, solved: HybridSolve, given: Batch, options: GradientOptions):
-        self._solved, self._given, self._options = solved, given, options
+    def __init__(self, solved: HybridSolve, given: Batch):
+        self._solved, self._given = solved, given
         self._live, self._field = came_through(solved.codes), Field(solved.batch)
         self._u, self._t, self._due = given.u0, given.start, solved.given.traced(given)
         # At which given time each trajectory is, where its piece ended there: it is that time whatever moves it.
@@ -109,7 +108,7 @@ class _Chain:
         saved: Array = np.where(still[:, None, None], plain.u0.T[:, None], way.outcome.saved)  # type: ignore[arg-type]
         times: list[Array] = [run.reached, run.crossed] if way.settings.events else []
         if batch.traced:
-            saved, u_end, *times = traced_results(run, saved, u_end, batch, self._options)
+            saved, u_end, *times = traced_results(run, saved, u_end, batch)
         reached, crossed = times or (batch.end, np.empty(0))
         u = self._drifted(anp.transpose(u_end), batch, ids, batch.end, still)
         self._note_events(way, run, reached, crossed)

@@ -9,30 +9,13 @@ from __future__ import annotations
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.ensemble.batch import Batch
 
-__all__ = ["Mass", "entries_of", "mass_of"]
-
-
-def mass_of(given: Array | None, batch: Batch) -> Array | None:
-    """Return the mass matrix of a problem in the precision of the states.
-
-    Raises
-    ------
-    ValueError
-        Where it has another shape.
-    """
-    if given is None:
-        return None
-    d = len(batch.u0)
-    if given.shape != (d, d):
-        raise ValueError(f"solve: mass_matrix must have shape {(d, d)}, as u0 has {d} components, but has {given.shape}.")
-    return given.astype(batch.u0.real.dtype)
+__all__ = ["Mass", "entries_of"]
 
 
-def entries_of(matrix: Array | None) -> tuple[tuple[int, int, float], ...] | None:
+def entries_of(matrix: Array) -> tuple[tuple[int, int, float], ...]:
     """Return the entries that aren't zero, with their places."""
-    return None if matrix is None else tuple((i, j, float(matrix[i, j])) for i, j in np.argwhere(matrix).tolist())
+    return tuple((i, j, float(matrix[i, j])) for i, j in np.argwhere(matrix).tolist())
 
 
 class Mass:
@@ -44,7 +27,7 @@ class Mass:
     """
 
     def __init__(self, matrix: Array | None, gamma: float):
-        self._gamma, self._entries = gamma, entries_of(matrix)
+        self._gamma, self._entries = gamma, None if matrix is None else entries_of(matrix)
 
     def add_to(self, matrices: Array) -> None:
         """Add M/γ to matrices, shape (d, d, n)."""

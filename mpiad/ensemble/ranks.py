@@ -1,33 +1,21 @@
-"""An ensemble divided among the ranks: each solves a contiguous share, and what is asked for is gathered.
+"""An ensemble divided into contiguous shares that take the same time, by what its trajectories cost in the last solve.
 
-While the trajectories advance, nothing is communicated. Before, the ranks compare their arguments in one message; after,
-they exchange how each trajectory went (`outcomes`: two messages, through which no derivative flows), and gather states by
-`mpi_allgather`, whose adjoint returns each rank the cotangents of its own share. A mistake on one rank is raised on all.
+What a share costs: the steps of its trajectories, and its turns, of which there are as many as its longest trajectory has
+steps. A turn has a price however few columns are left in it. So the longest trajectories belong together, and the share
+that has them gets fewer of the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
-
 import numpy as np
-from autograd.tracer import isbox
 
 from mpiad._typing import Array, Comm
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleVectorized
 from mpiad.ensemble.batch import Batch
-from mpiad.ensemble.job_progress import JobProgress
-from mpiad.ensemble.load_balance import LoadBalance
 from mpiad.ensemble.outcome import Outcome
-from mpiad.ensemble.outputs import trees_of_all
-from mpiad.ensemble.rank_outcomes import outcomes_of_all
 from mpiad.ensemble.settings import Settings
-from mpiad.ensemble.sharded import gathered, sharded
-from mpiad.ensemble.solution import EnsembleSolution
-from mpiad.transport import Channel
-from mpiad.transport.agreement import raising_together
 
-__all__ = ["EnsembleMPI", "Sharing", "over_ranks"]
+__all__ = ["EnsembleMPI"]
 
 # What a turn of the working set costs besides its columns, in numbers (columns times components), as measured for small f:
 # 1,200 for states, and 1,500 with tangents, for which f is traced at each stage. A kernel's turn is that of its lanes,
@@ -37,6 +25,9 @@ _TURN, _TRACED_TURN, _LANES = 1200.0, 1500.0, 16.0
 # which does that outside of its vector instructions. For f of few operations 7 to 12 are best, with tangents, of which a
 # step costs more, 5 to 10.
 _ENTRY, _LANE_ENTRY, _TRACED_LANE_ENTRY = 2.0, 9.0, 7.0
+# Numbers that all ranks compute from all trajectories: in so many blocks a share misses its due by a thousandth at most.
+_BLOCKS = 1024
+_TRIES = 8
 
 
 class EnsembleMPI(EnsembleAlgorithm):
@@ -98,7 +89,7 @@ class EnsembleMPI(EnsembleAlgorithm):
         if len(self._tries) != count or not count:
             return np.arange(size + 1) * count // size
         if self._bounds is None or len(self._bounds) != size + 1:
-            self._bounds = LoadBalance(self._tries, self._entry, self._turn, size).bounds()
+            self._bounds = _LoadBalance(self._tries, self._entry, self._turn, size).bounds()
         return self._bounds
 
     def remember(self, tries: Array, components: int, compiled: bool = False, traced: bool = False) -> None:
@@ -120,75 +111,64 @@ class EnsembleMPI(EnsembleAlgorithm):
             self._bounds = None
 
 
-class Sharing(NamedTuple):
-    """What an ensemble needs to be solved over ranks.
+class _LoadBalance:
+    """What trajectories cost, in steps of a column.
 
     Parameters
     ----------
-    count : int
-        N
-    local : callable
-        ``local(numbers, shown)`` solves this rank's share, and tells `shown` how many more have ended.
-    combine : callable or None
-        What an `output_func` or a `reduction` have made on the ranks that had trajectories, from which it makes ``sol.u``.
-    start : callable or None
-        Returns the initial states of all trajectories, shape (d, N), where each rank knows them.
-    evaluated : callable
-        From the numbers of accepted and rejected steps to the calls of f.
-    compiled : callable
-        Tells, after the solve, whether kernels advanced this rank's trajectories.
-    said : callable
-        Returns, after the solve, what this rank has to say of f in the log.
-    say : callable
-        ``say(logs)`` ends the wait for who says it: this rank, or another one.
-    timed : bool
-        Whether events are looked for, through whose times derivatives flow.
-    progress : bool
-        Whether rank 0 writes a line that counts all N.
+    steps : array, shape (N,)
+        Of each.
+    entry : float
+        What each costs beside its steps.
+    turn : float
+        What a turn costs beside its columns.
+    size : int
+        The number of shares.
     """
 
-    count: int
-    local: Callable[[range, Callable[[int], None] | None], EnsembleSolution]
-    combine: Callable[[list[Any]], Any] | None
-    start: Callable[[], Array] | None
-    evaluated: Callable[[Array, Array], Array]
-    compiled: Callable[[], bool]
-    said: Callable[[], str]
-    say: Callable[[bool], None]
-    timed: bool
-    progress: bool
+    def __init__(self, steps: Array, entry: float, turn: float, size: int):
+        count = len(steps)
+        width = max(1, count // (_BLOCKS * size))
+        starts = np.arange(0, count, width)
+        self._edges = np.append(starts, count)
+        self._costs = np.add.reduceat(steps, starts) + entry * np.diff(self._edges)
+        self._longest = np.maximum.reduceat(steps, starts) + entry
+        self._done = np.concatenate([[0.0], np.cumsum(self._costs)])
+        self._turn, self._size = turn, size
 
+    def bounds(self) -> Array:
+        """Return where the shares begin and end, shape (size + 1,)."""
+        own = np.zeros(self._size)
+        best = shares = self._divided(own)
+        shortest = self._slowest(best)
+        for _ in range(_TRIES):
+            # Half the way: a share that gives up its longest trajectory would get it back in the next try.
+            before, own = shares, (own + self._turns(shares)) / 2
+            shares = self._divided(own)
+            if np.array_equal(shares, before):
+                break
+            slowest = self._slowest(shares)
+            if slowest < shortest:
+                best, shortest = shares, slowest
+        return self._edges[best]
 
-def over_ranks(mpi: EnsembleMPI, used: Channel, asked: Sharing) -> EnsembleSolution:
-    """Solve an ensemble over the ranks of a communicator; all of them call it, with equal arguments.
+    def _divided(self, own: Array) -> Array:
+        """Return shares, in blocks, that are equal with these costs of the shares' own."""
+        done = self._done[1:]
+        due = np.cumsum(np.maximum((done[-1] + own.sum()) / self._size - own, 0.0))[:-1]
+        due = np.minimum(due, done[-1])  # clipped at zero, the dues may sum up to more than there is
+        inner = np.searchsorted(done, due)
+        # Before or after the block that crosses what is due, whichever is nearer.
+        inner += done[inner] - due < due - (done[inner] - self._costs[inner])
+        return np.concatenate([[0], np.maximum.accumulate(inner), [len(done)]])
 
-    What was raised on one of them is raised on all.
-    """
-    bounds = mpi.bounds(asked.count, used.size)
-    first, last = int(bounds[used.rank]), int(bounds[used.rank + 1])
-    share = _share(used, asked, range(first + 1, last + 1))
-    traced = not isinstance(share, Exception) and isbox(share.u_end)
-    share, outcomes = outcomes_of_all(used, share, asked.compiled(), traced, asked.evaluated, asked.said())
-    asked.say(outcomes.said.index(outcomes.said[used.rank]) == used.rank)
-    # Of all trajectories, the same on all ranks: they divide by it the next time, without a message.
-    mpi.remember(outcomes.tries, int(np.prod(share.u_end.shape[1:])), outcomes.compiled, outcomes.traced)
-    if not mpi.gather:
-        return sharded(share, outcomes, mpi.comm, np.arange(first, last), asked.combine is not None)
-    if asked.combine is None:
-        return gathered(used, share, outcomes, asked.start, asked.timed)
-    trees = trees_of_all(used, mpi.comm, share.u)
-    with raising_together(used, Exception):
-        made = asked.combine([tree for tree, a, b in zip(trees, bounds, bounds[1:]) if a < b or asked.count == 0])
-    return gathered(used, share, outcomes, asked.start, asked.timed, made)
+    def _turns(self, shares: Array) -> Array:
+        """Return what the shares' turns cost."""
+        filled = np.diff(shares) > 0
+        longest = np.zeros(self._size)
+        # Empty shares have no place in reduceat, whose next group begins where they do.
+        longest[filled] = np.maximum.reduceat(self._longest, shares[:-1][filled])
+        return self._turn * longest
 
-
-def _share(used: Channel, asked: Sharing, numbers: range) -> EnsembleSolution | Exception:
-    """Return what this rank has solved, or what was raised, of which the others must learn."""
-    shown = JobProgress(used, asked.count) if asked.progress else None
-    try:
-        return asked.local(numbers, shown)
-    except Exception as error:  # noqa: BLE001 raised on all ranks together
-        return error
-    finally:
-        if shown is not None:
-            shown.close()
+    def _slowest(self, shares: Array) -> float:
+        return float((np.diff(self._done[shares]) + self._turns(shares)).max())

@@ -6,6 +6,7 @@ import numpy as np
 from autograd.tracer import isbox
 
 from mpiad._typing import Array
+from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.coefficients import Coefficients, interpolate
 from mpiad.ensemble.initialization import Joint
 from mpiad.ensemble.outcome import Outcome
@@ -14,14 +15,15 @@ from mpiad.ensemble.record import Step
 __all__ = ["SavePoints", "save_times", "times_of"]
 
 
-def save_times(saveat: Array, start: Array, end: Array) -> Array:
+def save_times(saveat: Array | None, batch: Batch, first: int = 0) -> Array:
     """Return the times that `saveat` asks for.
 
     Parameters
     ----------
-    saveat : number, list of numbers, or array of shape (N, n_saved)
-        A number is the interval from the start on, and the end is saved too.
-    start, end : array, shape (N,)
+    saveat : number, list of numbers, array of shape (all, n_saved), or None
+        A number is the interval from the start on, and the end is saved too; None is both ends.
+    batch : Batch
+        N trajectories, of which the first is row `first` of `saveat`.
 
     Returns
     -------
@@ -32,7 +34,10 @@ def save_times(saveat: Array, start: Array, end: Array) -> Array:
     TypeError, ValueError
         Where a time lies outside tspan, or times aren't in the order of the solve.
     """
-    count = len(start)
+    if saveat is None:
+        return batch.both_ends()
+    start, end, count = batch.start, batch.end, batch.size
+    saveat = saveat[first : first + count] if np.ndim(saveat) == 2 else saveat
     if count and start.strides == end.strides == (0,):  # one tspan, however many trajectories
         start, end = start[:1], end[:1]
     times = np.asarray(saveat)

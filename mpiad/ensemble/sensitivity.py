@@ -89,8 +89,7 @@ class SensitivitySolve:
         """Return the saved states of some trajectories, at variables x (n, m), and their tangents along each variable."""
         along = self._along(np.ascontiguousarray(x.T), _chosen(self._batch, ids))
         batch, times = along.given.plain(), self._times if self._times.ndim == 1 else self._times[ids]
-        settings = self._settings._replace(saveat=times)
-        self._compiler.gradient = "tangent" if _is_small(along, batch) else "adjoint"
+        settings = self._settings._replace(saveat=times, gradient="tangent" if _is_small(along, batch) else "adjoint")
         outcome = self._compiler.run(self._backend, batch, settings, along.given)
         u = solution_of(outcome, batch, settings).u.reshape(len(ids), -1, len(batch.u0))
         tangents = self._tangents(Run(batch, settings, outcome), along, x.shape[1])

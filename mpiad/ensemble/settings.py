@@ -11,7 +11,7 @@ from mpiad._typing import Array
 from mpiad.ensemble.event import Event
 from mpiad.ensemble.tableaus import Algorithm
 
-__all__ = ["GradientOptions", "Settings", "by_component"]
+__all__ = ["Settings"]
 
 
 class Settings(NamedTuple):
@@ -35,6 +35,9 @@ class Settings(NamedTuple):
         Whether initial and final states are all that is saved: then there are no times in `saveat`.
     restarts : array, shape (N,), or None
         Of a piece of a solve between events that act: how long the first steps may be; None: it is a whole one.
+    gradient : {"tangent", "adjoint"} or None
+        How plain gradients are computed: by tangents or by an adjoint; None: by the number of directions.
+    adjoint : {"discrete", "continuous"}
     """
 
     alg: Algorithm
@@ -51,33 +54,11 @@ class Settings(NamedTuple):
     ends: bool = False
     mass: Array | None = None
     restarts: Array | None = None
-
-    @property
-    def acting(self) -> bool:
-        """Whether any of the events changes the state."""
-        return any(event.acts for event in self.events)
+    gradient: str | None = None
+    adjoint: str = "discrete"
 
     def share(self, rows: slice) -> Settings:
         """Return the settings of some of the trajectories."""
         restarts = None if self.restarts is None else self.restarts[rows]
         saveat = self.saveat if self.saveat is None or np.ndim(self.saveat) == 1 else self.saveat[rows]
         return self._replace(saveat=saveat, restarts=restarts)
-
-
-class GradientOptions(NamedTuple):
-    """How plain gradients are computed.
-
-    Parameters
-    ----------
-    gradient : {"tangent", "adjoint"} or None
-        By tangents or by an adjoint; None: by the number of directions.
-    adjoint : {"discrete", "continuous"}
-    """
-
-    gradient: str | None
-    adjoint: str
-
-
-def by_component(atol: Array | float) -> Array | float:
-    """Return tolerances of the components of a state as `Settings` have them; one number as it is."""
-    return atol if np.ndim(atol) == 0 else np.reshape(atol, (-1, 1))

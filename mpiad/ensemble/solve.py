@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from autograd.tracer import getval
+from autograd.tracer import getval, isbox
 
 from mpiad._typing import Array
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleSerial, EnsembleVectorized
@@ -25,24 +25,26 @@ from mpiad.ensemble.event import Event
 from mpiad.ensemble.gpu import EnsembleGPU
 from mpiad.ensemble.hybrid_derivative import hybrid_solution
 from mpiad.ensemble.hybrid_solve import HybridSolve
-from mpiad.ensemble.mass import mass_of
+from mpiad.ensemble.job_progress import JobProgress
 from mpiad.ensemble.members import columns_of, initial_states, master_seed, own_members
 from mpiad.ensemble.methods.dormand_prince import RK45
 from mpiad.ensemble.on_device.device_run import run_of
 from mpiad.ensemble.outcome import ReturnCode, evaluations
+from mpiad.ensemble.outputs import trees_of_all
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
-from mpiad.ensemble.rank_outcomes import RankOutcomes
-from mpiad.ensemble.ranks import EnsembleMPI, Sharing, over_ranks
+from mpiad.ensemble.rank_outcomes import RankOutcomes, outcomes_of_all
+from mpiad.ensemble.ranks import EnsembleMPI
 from mpiad.ensemble.reduction import combined, joined, reduced
 from mpiad.ensemble.saving import save_times
-from mpiad.ensemble.settings import GradientOptions, Settings, by_component
-from mpiad.ensemble.sharded import ShardedSolution
+from mpiad.ensemble.settings import Settings
+from mpiad.ensemble.sharded import ShardedSolution, gathered, sharded
 from mpiad.ensemble.solution import EnsembleSolution, solution_of, unshared
-from mpiad.ensemble.solve_options import SolveOptions, checked_options, checked_together
+from mpiad.ensemble.solve_options import SolveOptions, check_place_of, checked_options, checked_together, settings_of
 from mpiad.ensemble.tableaus import Algorithm
 from mpiad.errors import IntegrationError
 from mpiad.progress_line import ProgressLine
-from mpiad.transport import channel
+from mpiad.transport import Channel, channel
+from mpiad.transport.agreement import raising_together
 
 __all__ = ["solve"]
 
@@ -170,21 +172,14 @@ def solve(
         _report(sol, throw)
         sol.problem, sol.alg = _solved_problem(problem, compiler), alg
         return sol[0]
-    count = options.trajectories
-    compiler = Compiler(options, count, together=used is not None)
-    if used is None or not isinstance(ensemblealg, EnsembleMPI):
+    compiler = Compiler(options, options.trajectories, together=used is not None)
+    if used is None:
+        count = options.trajectories
         with closing(ProgressLine("trajectories", count)) if progress else nullcontext() as line:
-            sol = _ensemble(options, compiler, problem, range(1, count + 1), None if line is None else line.advance)
+            sol = _ensemble(options, compiler, range(1, count + 1), None if line is None else line.advance)
         _report(sol, throw)
     else:
-        asked = Sharing(
-            count, lambda numbers, shown: _ensemble(options, compiler, problem, numbers, shown),
-            (lambda parts: combined(problem, parts, count)) if problem.output_func or problem.reduction else None,
-            None if problem.prob_func else lambda: initial_states(problem, range(1, count + 1)),
-            partial(evaluations, alg=alg, dt=dt), lambda: bool(compiler.kernels),
-            lambda: compiler.warnings, compiler.log_warnings, bool(options.events), bool(progress),
-        )  # fmt: skip
-        sol = over_ranks(ensemblealg, used, asked)
+        sol = _over_ranks(options, compiler, used)
         _report(sol.outcomes if isinstance(sol, ShardedSolution) else sol, throw, used.rank == 0)
     sol.problem, sol.alg = _solved_problem(problem, compiler), alg
     return unshared(sol)
@@ -195,10 +190,47 @@ def _solved_problem(problem: ODEProblem | EnsembleProblem, compiler: Compiler) -
     return problem.read_from(compiler.kernels) if compiler.kernels or problem._kernels else problem
 
 
+def _over_ranks(options: SolveOptions, compiler: Compiler, used: Channel) -> EnsembleSolution:
+    """Solve an ensemble over the ranks of a communicator; all of them call it, with equal arguments.
+
+    While the trajectories advance, nothing is communicated. After, the ranks exchange how each went (two messages, through
+    which no derivative flows), and gather states by `mpi_allgather`, whose adjoint returns each rank the cotangents of its
+    own share. What was raised on one of them is raised on all.
+    """
+    problem, mpi, count = options.problem, options.ensemblealg, options.trajectories
+    bounds = mpi.bounds(count, used.size)
+    first, last = int(bounds[used.rank]), int(bounds[used.rank + 1])
+    share: EnsembleSolution | Exception
+    with closing(JobProgress(used, count)) if options.progress else nullcontext() as shown:
+        try:
+            share = _ensemble(options, compiler, range(first + 1, last + 1), shown)
+        except Exception as error:  # noqa: BLE001 of which the others must learn
+            share = error
+    traced = not isinstance(share, Exception) and isbox(share.u_end)
+    evaluated = partial(evaluations, alg=options.alg, dt=options.dt)
+    share, outcomes = outcomes_of_all(used, share, bool(compiler.kernels), traced, evaluated, compiler.warnings)
+    compiler.log_warnings(outcomes.said.index(outcomes.said[used.rank]) == used.rank)
+    # Of all trajectories, the same on all ranks: they divide by it the next time, without a message.
+    mpi.remember(outcomes.tries, int(np.prod(share.u_end.shape[1:])), outcomes.compiled, outcomes.traced)
+    makes = problem.output_func is not None or problem.reduction is not None
+    if not mpi.gather:
+        return sharded(share, outcomes, mpi.comm, np.arange(first, last), makes)
+    made = None
+    if makes:
+        trees = trees_of_all(used, mpi.comm, share.u)
+        with raising_together(used, Exception):
+            parts = [tree for tree, a, b in zip(trees, bounds, bounds[1:]) if a < b or count == 0]
+            made = combined(problem, parts, count)
+    # Initial states that each rank knows of all trajectories needn't travel.
+    start = None if problem.prob_func else partial(initial_states, problem, range(1, count + 1))
+    return gathered(used, share, outcomes, start, bool(options.events), made)
+
+
 def _ensemble(
-    options: SolveOptions, compiler: Compiler, problem: EnsembleProblem, numbers: range, shown: Callable[[int], None] | None
+    options: SolveOptions, compiler: Compiler, numbers: range, shown: Callable[[int], None] | None
 ) -> EnsembleSolution:
     """Solve some trajectories, counted from 1."""
+    problem = options.problem
     # One for all batches and repeats, so that a trajectory's generator doesn't depend on how they are cut.
     seed = master_seed(problem.seed) if problem.prob_func else 0
 
@@ -207,14 +239,14 @@ def _ensemble(
         sol = _solved(options, compiler, options.ensemblealg, batch, None if repeat > 1 else shown, numbers)
         if typical is not batch and not options.save_everystep and np.ndim(options.saveat) < 2:
             # So that ranks needn't send each other their saved times where all have the same.
-            first = typical.plain()
-            sol.t = first.both_ends() if options.saveat is None else save_times(options.saveat, first.start, first.end)
+            sol.t = save_times(options.saveat, typical.plain())
         return sol
 
     size = max(1, options.batch_size or len(numbers))
     batches = [numbers[i : i + size] for i in range(0, len(numbers), size)] or [numbers]
     if problem.output_func is None and problem.reduction is None:
-        return joined([solved(numbers) for numbers in batches])
+        parts = [solved(numbers) for numbers in batches]
+        return parts[0] if len(parts) == 1 else joined(parts)
     return reduced(problem, batches, solved)
 
 
@@ -225,34 +257,15 @@ def _solved(
     record = options.save_everystep or options.dense_output or given.traced
     # What is asked of the steps later is asked of the same parameters.
     given = given.own() if record else given
-    batch, times = given.plain(), None
+    batch = given.plain()
     on_gpu = isinstance(backend.local, EnsembleGPU)
     hosted = not (on_gpu or is_on_device(batch))
+    check_place_of(options, hosted)
+    # Where both ends are all that is saved, they are known: no time needs to be looked for, step by step.
     ends = hosted and options.saveat is None and not options.save_everystep and not options.events
-    if ends:
-        times = _NO_TIMES
-    elif options.saveat is None:
-        times = None if options.save_everystep else batch.both_ends()
-    else:
-        saveat: Any = options.saveat
-        rows = saveat[numbers.start - 1 : numbers.stop - 1] if np.ndim(saveat) == 2 else saveat
-        times = save_times(rows, batch.start, batch.end)
-    _check_shape(options.atol, batch)
-    events = tuple(event.for_states(batch.shape) for event in options.events)
-    settings = Settings(
-        alg=options.alg, rtol=options.rtol, atol=by_component(options.atol), dt=options.dt, dtmax=options.dtmax,
-        max_steps=options.max_steps, events=events, saveat=times, record=record,
-        checkpoints=None if options.save_everystep else options.checkpoints, progress=shown, ends=ends,
-        mass=mass_of(options.mass, batch),
-    )  # fmt: skip
+    times = None if options.save_everystep else _NO_TIMES if ends else save_times(options.saveat, batch, numbers.start - 1)
+    settings = settings_of(options, batch, times, record, ends, shown)
     batch = batch if on_gpu else placed(batch)
-    if settings.acting:
-        _check_acting(options, on_gpu or is_on_device(batch))
-    if options.dense_output and (on_gpu or is_on_device(batch)):
-        raise NotImplementedError(
-            "solve: dense_output=True is for solves on the host, but this one is on a device. Ask for the times by saveat, "
-            "or bring the arrays to the host with mpiad.device.to_host."
-        )
     if on_gpu:
         return solved_on_gpu(backend, compiler, given, batch, settings, partial(_by_arrays, options, compiler))
     if settings.mass is None or not hosted:
@@ -263,43 +276,23 @@ def _solved(
     return sol
 
 
-def _check_acting(options: SolveOptions, on_device: bool) -> None:
-    """Refuse what isn't there where events change the state."""
-    for name, asked, instead in (
-        ("dense_output=True", options.dense_output, "Ask for the times by saveat"),
-        ("save_everystep=True", options.save_everystep, "Ask for the times by saveat"),
-        ("arrays on a device or EnsembleGPU", on_device, "Bring them to the host with mpiad.device.to_host, and take "
-        "EnsembleVectorized()"),
-    ):  # fmt: skip
-        if asked:
-            raise NotImplementedError(f"solve: events with an affect aren't there for {name}. {instead}.")
-
-
 def _by_arrays(
     options: SolveOptions, compiler: Compiler, backend: EnsembleAlgorithm, given: Batch, batch: Batch, settings: Settings
 ) -> EnsembleSolution:
     """Solve a batch where its arrays live: on the host by a kernel, too, where that is chosen."""
-    gradient = GradientOptions(options.gradient, options.adjoint)
-    if settings.acting:
+    if options.acting:
         plan = compiler.plan(backend, batch, settings, given)
         solved = HybridSolve(partial(compiler.run_planned, backend, plan, given=given), batch, settings)
         solved.run()
-        return hybrid_solution(solved, given, gradient)
+        return hybrid_solution(solved, given)
     if is_on_device(batch):
         outcome = compiler.run_on_device(backend, batch, settings)
     else:
         outcome = compiler.run(backend, batch, settings, given)
     sol = solution_of(outcome, batch, settings)
     if given.traced:
-        sol = differentiable(sol, run_of(batch, settings, outcome), given, gradient)
-    return replace(sol, dense=DenseOutput(batch, settings, outcome, given, gradient)) if options.dense_output else sol
-
-
-def _check_shape(atol: Array | float, batch: Batch) -> None:
-    if np.ndim(atol) and np.shape(atol) != batch.shape:
-        raise ValueError(
-            f"solve: atol must be one number, or have the shape of a state, {batch.shape}, but has shape {np.shape(atol)}."
-        )
+        sol = differentiable(sol, run_of(batch, settings, outcome), given)
+    return replace(sol, dense=DenseOutput(batch, settings, outcome, given)) if options.dense_output else sol
 
 
 def _report(sol: EnsembleSolution | RankOutcomes, throw: bool, logs: bool = True) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -11,16 +12,18 @@ from autograd.tracer import isbox
 
 from mpiad._typing import Array
 from mpiad.ensemble.backends import EnsembleAlgorithm
+from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.event import Event
 from mpiad.ensemble.gpu import EnsembleGPU
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
 from mpiad.ensemble.rank_outcomes import fingerprint
+from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.tableaus import Algorithm
 from mpiad.transport import Channel
 from mpiad.transport.agreement import alike_on_all
 from mpiad.transport.device_arrays import is_device_array, named
 
-__all__ = ["SolveOptions", "checked_options", "checked_together"]
+__all__ = ["SolveOptions", "checked_options", "checked_together", "check_place_of", "settings_of"]
 
 _LEAST_RTOL = 100 * float(np.finfo(float).eps)
 
@@ -49,6 +52,11 @@ class SolveOptions(NamedTuple):
     progress: bool
     throw: bool
     mass: Any = None  # the problem's
+
+    @property
+    def acting(self) -> bool:
+        """Whether any of the events changes the state."""
+        return any(event.acts for event in self.events)
 
 
 def checked_options(options: SolveOptions) -> SolveOptions:
@@ -102,6 +110,39 @@ def checked_options(options: SolveOptions) -> SolveOptions:
     # SciPy's bound: below it rounding is all that the error estimate sees.
     rtol = max(options.rtol, _LEAST_RTOL)
     return options._replace(events=events, trajectories=count, saveat=saveat, rtol=rtol, mass=_mass_of(options))
+
+
+def settings_of(
+    options: SolveOptions, batch: Batch, saveat: Array | None, record: bool, ends: bool = False,
+    progress: Callable[[int], None] | None = None,
+) -> Settings:  # fmt: skip
+    """Return what the trajectories of a batch of plain arrays have in common: options, where needed in their precision.
+
+    Raises
+    ------
+    ValueError
+        Where `atol` or the mass matrix doesn't fit the shape of a state.
+    """
+    atol, mass, d = options.atol, options.mass, len(batch.u0)
+    if np.ndim(atol):
+        if np.shape(atol) != batch.shape:
+            raise ValueError(
+                f"solve: atol must be one number, or have the shape of a state, {batch.shape}, but has shape "
+                f"{np.shape(atol)}."
+            )
+        atol = np.reshape(atol, (-1, 1))
+    events = tuple(event.for_states(batch.shape) for event in options.events)
+    if mass is not None:
+        if mass.shape != (d, d):
+            raise ValueError(
+                f"solve: mass_matrix must have shape {(d, d)}, as u0 has {d} components, but has {mass.shape}."
+            )
+        mass = mass.astype(batch.u0.real.dtype)
+    return Settings(
+        options.alg, options.rtol, atol, options.dt, options.dtmax, options.max_steps, events, saveat, record,
+        None if options.save_everystep else options.checkpoints, progress, ends, mass,
+        gradient=options.gradient, adjoint=options.adjoint,
+    )  # fmt: skip
 
 
 def checked_together(used: Channel, given: SolveOptions) -> SolveOptions:
@@ -221,6 +262,29 @@ def _are_tolerances(atol: Array | float) -> bool:
 
 def _is_positive(value: object) -> bool:
     return isinstance(value, (int, float, np.integer, np.floating)) and bool(value > 0)
+
+
+def check_place_of(options: SolveOptions, hosted: bool) -> None:
+    """Refuse what is asked for and isn't there, on the host or on a device.
+
+    Raises
+    ------
+    NotImplementedError
+        For events with an affect, and for dense output.
+    """
+    for name, asked, instead in (
+        ("dense_output=True", options.dense_output, "Ask for the times by saveat"),
+        ("save_everystep=True", options.save_everystep, "Ask for the times by saveat"),
+        ("arrays on a device or EnsembleGPU", not hosted, "Bring them to the host with mpiad.device.to_host, and take "
+        "EnsembleVectorized()"),
+    ):  # fmt: skip
+        if asked and options.acting:
+            raise NotImplementedError(f"solve: events with an affect aren't there for {name}. {instead}.")
+    if options.dense_output and not hosted:
+        raise NotImplementedError(
+            "solve: dense_output=True is for solves on the host, but this one is on a device. Ask for the times by saveat, "
+            "or bring the arrays to the host with mpiad.device.to_host."
+        )
 
 
 def _trajectories(options: SolveOptions) -> int:

@@ -19,15 +19,13 @@ from mpiad.ensemble.convergence_codes import names_of, report
 from mpiad.ensemble.damped_newton import Equations, find_roots
 from mpiad.ensemble.gpu import EnsembleGPU
 from mpiad.ensemble.linearization import Field, check_traceable
-from mpiad.ensemble.mass import mass_of
 from mpiad.ensemble.members import columns_of, master_seed, own_members
 from mpiad.ensemble.methods.dormand_prince import RK45
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
 from mpiad.ensemble.rank_outcomes import fingerprint
 from mpiad.ensemble.ranks import EnsembleMPI
 from mpiad.ensemble.reduction import check_alike
-from mpiad.ensemble.settings import Settings, by_component
-from mpiad.ensemble.solve_options import SolveOptions, checked_options
+from mpiad.ensemble.solve_options import SolveOptions, checked_options, settings_of
 from mpiad.ensemble.steady_operator import SteadyStates, steady_operator
 from mpiad.ensemble.tableaus import Algorithm
 from mpiad.primitives.allgather import gather_pieces
@@ -206,10 +204,7 @@ def _found(given: _Given, options: SolveOptions, compiler: Compiler, numbers: ra
     """Search for some trajectories, counted from 0."""
     traced = _batch(options, numbers)
     batch = traced.plain()
-    settings = Settings(
-        options.alg, options.rtol, by_component(options.atol), options.dt, options.dtmax, options.max_steps, (),
-        np.empty(0), record=False, ends=True, mass=mass_of(options.mass, batch),
-    )  # fmt: skip
+    settings = settings_of(options, batch, np.empty(0), record=False, ends=True)
     started = consistent_start(batch, settings.mass, settings.rtol, settings.atol).batch
     outcome = compiler.run(given.ensemblealg.local, started, settings, started)
     start = np.where(outcome.failed, np.nan, outcome.u_end)
@@ -218,7 +213,7 @@ def _found(given: _Given, options: SolveOptions, compiler: Compiler, numbers: ra
         leaves, t = Equations(batch).columns(both)
         check_traceable(Field(batch), batch.u0[:, both], leaves, t)
     least = 100 * np.finfo(start.dtype).eps
-    roots = find_roots(Equations(batch), start, max(options.rtol, least), by_component(options.atol), given.max_iters)
+    roots = find_roots(Equations(batch), start, max(options.rtol, least), settings.atol, given.max_iters)
     found = SteadyStates(batch, roots)
     leaves = traced.p.leaves
     u = steady_operator(*leaves, found=found) if any(map(isbox, leaves)) else found.u

@@ -107,7 +107,8 @@ def form_of(program: Program, packing: ParameterPacking, batch: Batch, settings:
         program.groups["state"], len(packing.varying), len(packing.shared), settings.alg.tableau, settings.alg.controller,
         single=real_dtype(batch.u0.dtype) == np.float32, in_pairs=is_complex(batch.u0),
         inside=bool(events) or piece or not _at_ends(batch, settings.saveat), tolerances=np.ndim(settings.atol) > 0,
-        events=events, jacobian=linear[0], slopes=linear[1], mass=entries_of(settings.mass),
+        events=events, jacobian=linear[0], slopes=linear[1],
+        mass=None if settings.mass is None else entries_of(settings.mass),
         restarts=piece and settings.alg.tableau.error is not None,
     )  # fmt: skip
 

@@ -74,7 +74,6 @@ class Compiler:
 
     def __init__(self, options: SolveOptions, count: int, together: bool = False):
         self.compile, self._count = options.compile, count
-        self.gradient, self.adjoint = options.gradient, options.adjoint
         self.kernels: dict[str, Any] = {}
         self._together = together
         self._kept: list[tuple[Function, str]] = []
@@ -229,15 +228,15 @@ class Solver:
 
     def _directions(self, given: Batch) -> tuple[tuple[str, int], ...]:
         """Return along which numbers of a trajectory tangents are carried: none, where an adjoint will be wanted."""
-        compiler = self._compiler
+        asked = self.settings
         # With events the ends move, too.
-        moved = isbox(given.start) or isbox(given.end) or self.settings.events or self.settings.restarts is not None
-        if compiler.gradient == "adjoint" or compiler.adjoint != "discrete" or moved or self.form.tableau.implicit:
+        moved = isbox(given.start) or isbox(given.end) or asked.events or asked.restarts is not None
+        if asked.gradient == "adjoint" or asked.adjoint != "discrete" or moved or self.form.tableau.implicit:
             return ()
         found = [("u", c) for c in range(self.form.d)] if isbox(given.u0) else []
         traced = [place for place, leaf in enumerate(given.p.leaves) if isbox(leaf)]
         found += [direction for place in traced for direction in self.directions_of(place)]
-        return tuple(found) if len(found) <= FEW or compiler.gradient == "tangent" else ()
+        return tuple(found) if len(found) <= FEW or asked.gradient == "tangent" else ()
 
     def directions_of(self, place: int) -> list[tuple[str, int]]:
         """Return the directions of a leaf's numbers."""

@@ -87,9 +87,9 @@ def _by_kernel(
     packing = packing_of(host.p)
     gpu: Any = backend.local
     solver = Solver(gpu, arrays, program, batch, settings, packing, compiler.used, conditions)
-    directions = _directions(compiler, solver, given, packing) if given.traced and not settings.events else ()
+    directions = _directions(settings, solver, given, packing) if given.traced and not settings.events else ()
     carried = directions if len(directions) <= FEW else ()  # more are carried later, a few at a time
-    if carried and compiler.gradient is None and not is_small(solver.kernel(carried)):
+    if carried and settings.gradient is None and not is_small(solver.kernel(carried)):
         directions = carried = ()  # the adjoint's kernels are smaller
     if not fits(solver.kernel(carried), batch, compiler):
         return None
@@ -127,15 +127,15 @@ def _events(arrays: ArrayModule, codes: Array, rows: Array, asked: Sequence[Even
     return traced_events(found, passed, ends == ReturnCode.Terminated.code, *times)
 
 
-def _directions(compiler: Compiler, solver: Solver, given: Batch, packing: ParameterPacking) -> Directions:
+def _directions(settings: Settings, solver: Solver, given: Batch, packing: ParameterPacking) -> Directions:
     """Return along which numbers of a trajectory a gradient takes tangents: none where it takes the adjoint."""
-    if compiler.gradient == "adjoint":
+    if settings.gradient == "adjoint":
         return ()
     found = [("u", c) for c in range(solver.d)] if isbox(given.u0) else []
     for part in packing.parts:
         if isbox(given.p.leaves[part.place]):
             found += [solver.direction(j) for j in part.scalars]
-    return tuple(found) if len(found) <= FEW or compiler.gradient == "tangent" else ()
+    return tuple(found) if len(found) <= FEW or settings.gradient == "tangent" else ()
 
 
 def _shaped(x: Array, shape: Shape) -> Array:
@@ -172,13 +172,13 @@ def _unsupported(compiler: Compiler, given: Batch, host: Batch, settings: Settin
         return "p has complex numbers, and kernels on GPUs compute with real ones"
     if settings.saveat is None:
         return "kernels don't save for save_everystep=True"
-    if given.traced and compiler.adjoint != "discrete":
-        return f"kernels don't compute adjoint={compiler.adjoint!r}"
+    if given.traced and settings.adjoint != "discrete":
+        return f"kernels don't compute adjoint={settings.adjoint!r}"
     if isbox(given.start) or isbox(given.end):
         return "it is differentiated by tspan, and kernels aren't"
     if len(_traces(given)) > 1:
         return "it is differentiated twice, and kernels are once"
-    if settings.events and given.traced and (compiler.gradient == "tangent" or _forwards(given)):
+    if settings.events and given.traced and (settings.gradient == "tangent" or _forwards(given)):
         return "it is differentiated by tangents, and kernels with events= are by an adjoint"
     return None
 
