@@ -24,6 +24,7 @@ from mpiad.primitives.operation import Operation, communicate
 from mpiad.transport import SUM, Channel
 from mpiad.transport.agreement import agreed
 from mpiad.transport.device_arrays import is_device_array
+from mpiad.transport.prepared_messages import as_message
 
 __all__ = ["SHARE", "Problem", "check_objective", "problem_with", "raise_everywhere", "share", "weight_of"]
 
@@ -120,14 +121,16 @@ def _forward(x: Array, p: Sharing) -> Scalar:
 def _prepared(p: Sharing, x: Array, out: Array) -> Any:
     if p.problem is not None:
         return None
-    sent, shared = np.zeros(2), np.zeros(2)
+    going, coming = (as_message(np.zeros(2)) for _ in range(2))
+    # Numbers in memory are got and put in half the time that an array takes for it.
+    (sent, shared), number, total = (memoryview(m[0]) for m in (going, coming)), memoryview(x), memoryview(out)
 
     def run() -> None:
-        sent[1] = x
-        p.channel.data.Allreduce(sent, shared)
+        sent[1] = number[()]
+        p.channel.data.Allreduce(going, coming)
         if shared[0]:
             raise_everywhere(p.channel, None)
-        out[...] = shared[1]
+        total[()] = shared[1]
 
     return run
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import autograd.numpy as anp
@@ -17,6 +16,8 @@ from mpiad.primitives.checks import reduction_of
 from mpiad.primitives.operation import communicate, run
 from mpiad.transport import PROD, SUM, channel, collectives
 from mpiad.transport.device_arrays import arrays_of
+from mpiad.transport.device_settings import divides
+from mpiad.transport.prepared_messages import prepared_sum
 from mpiad.transport.tracing import settled
 
 __all__ = ["mpi_allreduce"]
@@ -67,8 +68,11 @@ def _forward(x: Array, p: Reduction) -> Any:
 
 
 def _prepared(p: Reduction, x: Array, out: Array) -> Any:
-    # Extremes look at what comes out.
-    return partial(collectives.sum_into, p.channel, x, out) if p.op == SUM else None
+    if p.op != SUM:  # extremes look at what comes out
+        return None
+    if divides(x.nbytes):
+        return lambda: np.copyto(out, _forward(x, p))
+    return prepared_sum(p.channel, x, out)
 
 
 def _adjoint(ans: Array, x: Array, p: Reduction) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from mpiad._typing import Array, Comm, LocalArray, Rank
@@ -11,7 +10,8 @@ from mpiad.primitives.catalogue import EXCHANGE, Exchange
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import communicate
 from mpiad.transport.buffers import outgoing, private_copy
-from mpiad.transport.messages import receive, send, swap, swap_into
+from mpiad.transport.messages import receive, send, swap
+from mpiad.transport.prepared_messages import prepared_swap
 
 __all__ = ["mpi_exchange"]
 
@@ -77,7 +77,7 @@ def _forward(x: Array, p: Exchange) -> Any:
 def _prepared(p: Exchange, x: Array, out: Array) -> Any:
     if p.there is None or p.back is None or p.back.number is None:
         return None
-    return partial(swap_into, x, p.there, out, p.back, "mpi_exchange")
+    return prepared_swap(x, p.there, out, p.back, "mpi_exchange")
 
 
 def _adjoint(ans: Array, x: Array, p: Exchange) -> Any:

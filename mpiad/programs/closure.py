@@ -73,9 +73,13 @@ class Watch:
 
     def is_the_same(self) -> bool:
         """Tell whether all is as it was."""
+        return self.comparison()()
+
+    def comparison(self) -> Callable[[], bool]:
+        """Return the function that tells it."""
         if self._check is None:
             self._check = self._written()
-        return self._check()
+        return self._check
 
     def _written(self) -> Callable[[], bool]:
         """Return the comparison as one expression, since it is made at each call: all of it takes less than half a µs."""

@@ -28,7 +28,8 @@ from mpiad.programs.closure import HoldsTraced, Unfollowed, Watch, watch_of
 from mpiad.programs.entry import UNKNOWN, Entry, entry_by_shapes, entry_of, outputs_of, own
 from mpiad.programs.listing import Listing
 from mpiad.programs.recorder import Recorder
-from mpiad.programs.signature import Arguments, arguments_of, is_plain, plain_signature
+from mpiad.programs.short_calls import MISSED, short_call
+from mpiad.programs.signature import Arguments, arguments_of
 from mpiad.programs.steps import Abandoned
 from mpiad.programs.trace_run import PlayingBack, TraceRun, message_counts
 from mpiad.transport import calls
@@ -39,6 +40,7 @@ __all__ = ["Jitted", "jit"]
 _log = logging.getLogger("mpiad")
 _boxes = Box.types
 _MOST_TRACES = 32
+_SHORT = 4
 
 
 def jit(fun: Function | None = None, *, strict: bool = False) -> Any:
@@ -99,8 +101,9 @@ class Jitted:
         functools.update_wrapper(self, fun, updated=())
         # By signature; None where it is interpreted.
         self._entries: dict[Any, Entry | None] = {}
-        # Those that are found without taking the arguments apart, which would take longer than a small program does.
-        self._plain: dict[Any, Entry] = {}
+        # The latest of those that are called without taking the arguments apart, which would take longer than a small
+        # program does.
+        self._short: list[tuple[Entry, Callable[[tuple], Any]]] = []
         self._reasons: dict[Any, str] = {}
         self._warned = False
         self._traces = 0
@@ -123,12 +126,10 @@ class Jitted:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function."""
         if not kwargs and current.tape is None and tracing.recorder is None:
-            signature = plain_signature(args)
-            entry = self._plain.get(signature)
-            if entry is not None:
-                if entry.is_current():
-                    return entry.called(args)
-                self._plain.pop(signature, None)
+            for _, call in self._short:
+                made = call(args)
+                if made is not MISSED:
+                    return made
         # Inside of another trace its operations are noted like the rest.
         if tracing.recorder is not None or not _can_compile():
             return self.fun(*args, **kwargs)
@@ -214,8 +215,10 @@ class Jitted:
         except Changed as change:
             with self._changed(given.key, change, counts):
                 return self.fun(*args, **kwargs)
-        if not kwargs and not entry.may_change and is_plain(args):
-            self._plain[plain_signature(args)] = entry
+        if not kwargs and all(known is not entry for known, _ in self._short):
+            call = short_call(entry, args, made)
+            if call is not None:
+                self._short = [(entry, call), *self._short[: _SHORT - 1]]
         return made
 
     def _traced(self, given: Arguments, args: tuple, kwargs: dict) -> Any:

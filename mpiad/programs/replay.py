@@ -38,6 +38,8 @@ class Replays:
         The buffers that each call returns.
     last_look : int
         The last step that may give something else than in the trace, so that the program can't go on; -1 for none.
+    free : dict of bool to list of Replay
+        Those that nobody uses, by whether their communications are prepared.
     """
 
     def __init__(self, schedule: Schedule):
@@ -56,20 +58,20 @@ class Replays:
                 node = schedule.program.nodes[found.data]
                 self.results.setdefault(node.inputs[0] if node.kind == "item" else found.data, []).append(b)
         self.last_look = max((at for at in range(len(schedule.steps)) if is_looked_at(schedule, at)), default=-1)
-        self._free: dict[bool, list[Replay]] = {False: [], True: []}
+        self.free: dict[bool, list[Replay]] = {False: [], True: []}
 
     def take(self) -> Replay:
         """Return one that nobody uses."""
         # Communications that are prepared aren't logged, noted, watched or interrupted.
         prepared = self.last_look < 0 and not (calls.is_noting() or is_watched() or FAULT_TOLERANT)
         try:
-            return self._free[prepared].pop()
+            return self.free[prepared].pop()
         except IndexError:
             return Replay(self, prepared)
 
     def give_back(self, replay: Replay) -> None:
         """Take one back."""
-        self._free[replay.prepared].append(replay)
+        self.free[replay.prepared].append(replay)
 
 
 class Replay:

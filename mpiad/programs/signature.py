@@ -10,11 +10,10 @@ from autograd.tracer import Box
 
 from mpiad.differentiation.trees import flatten
 
-__all__ = ["Arguments", "arguments_of", "is_plain", "plain_signature"]
+__all__ = ["Arguments", "arguments_of"]
 
 _boxes = Box.types
 _MOST = 2**62
-_PLAIN = (np.ndarray, float, np.float64)
 _NUMBERS = (float, np.floating, np.complexfloating, complex)
 
 
@@ -95,16 +94,6 @@ def arguments_of(args: tuple, kwargs: dict[str, Any], asked: Collection[Any] = (
         else:
             key.append((type(leaf), leaf if isinstance(leaf, _COMPARED) else _Object(leaf)))
     return Arguments(leaves, build, traced, tuple(key), form)
-
-
-def plain_signature(args: tuple) -> tuple[Any, ...]:
-    """Return what is equal for calls of one program, and for those of another program never, where arguments are plain."""
-    return tuple([(x.shape, x.dtype) if type(x) is np.ndarray else type(x) for x in args])
-
-
-def is_plain(args: tuple) -> bool:
-    """Tell whether arguments are nothing but arrays and floats."""
-    return all(type(x) in _PLAIN for x in args)
 
 
 def _only_positional(leaves: Sequence[Any]) -> tuple[tuple, dict]:

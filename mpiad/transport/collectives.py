@@ -18,7 +18,6 @@ from mpiad.transport.staging import way_of
 
 __all__ = [
     "allreduce", "alltoall", "barrier", "bcast", "gather", "lengths_of_all", "reduce", "reduce_scatter", "scan", "scatter",
-    "sum_into",
 ]  # fmt: skip
 
 
@@ -49,14 +48,6 @@ def _combined(channel: Channel, array: Array, op: Op) -> Array:
     room = way.room(array.shape, array.dtype)
     channel.data.Allreduce(way.lent(array), way.buffer(room), op)
     return way.home(room)
-
-
-def sum_into(channel: Channel, array: np.ndarray, out: np.ndarray) -> None:
-    """Add up every rank's array on the host, with the result on all ranks in one that is there already."""
-    if divides(array.nbytes) or pairwise_collectives.are_two(channel, array, MPI.SUM):
-        out[...] = _combined(channel, array, MPI.SUM)
-    else:
-        channel.data.Allreduce(array, out, MPI.SUM)
 
 
 def reduce(channel: Channel, x: Array, root: int, call: str) -> Array:

@@ -15,11 +15,10 @@ from mpiad.transport.envelopes import Envelope
 from mpiad.transport.staging import HOST, Way, way_of
 
 __all__ = [
-    "Receipt", "finish_receive", "finish_send", "post_receive", "post_send", "receive", "received_into", "send", "swap",
-    "swap_into",
+    "Receipt", "finish_receive", "finish_send", "post_receive", "post_send", "receive", "require_whole", "send", "swap",
+    "too_long",
 ]  # fmt: skip
 
-_ABANDONED: list[tuple] = []
 # Open MPI 5 writes a message that is too long past the end of the buffer before it reports it.
 _LOOKS_FIRST = MPI.get_vendor()[0] == "Open MPI"
 
@@ -156,37 +155,15 @@ def swap(array: Array, there: Envelope, spec: Spec, back: Envelope, call: str) -
     return value
 
 
-def swap_into(array: np.ndarray, there: Envelope, room: np.ndarray, back: Envelope, call: str) -> None:
-    """Swap two arrays on the host that stay where they are, with no object made for MPI but a status."""
-    status = MPI.Status()
-    try:
-        there.comm.Sendrecv(array, there.peer, there.mpi_tag, room, back.peer, back.mpi_tag, status)
-    except MPI.Exception as error:
-        _ABANDONED.append((array, room))  # MPI may still use them
-        if error.Get_error_class() == MPI.ERR_TRUNCATE:
-            raise ValueError(_mismatch(Spec(room.shape, room.dtype), "more bytes", back, call)) from None
-        raise
-    _require_whole(room, status, back, call)
+def too_long(error: MPI.Exception, room: np.ndarray, back: Envelope, call: str) -> ValueError | None:
+    """Return what is raised for an error of MPI's while an array was received, None where it isn't the message's length."""
+    if error.Get_error_class() != MPI.ERR_TRUNCATE:
+        return None
+    return ValueError(_mismatch(Spec(room.shape, room.dtype), "more bytes", back, call))
 
 
-def received_into(room: np.ndarray, request: Request, status: Status, back: Envelope, call: str) -> None:
-    """Wait for a receive into an array on the host that stays where it is.
-
-    Raises
-    ------
-    ValueError
-        Where the message has another number of bytes than the array.
-    """
-    try:
-        request.Wait(status)
-    except MPI.Exception as error:
-        if error.Get_error_class() == MPI.ERR_TRUNCATE:
-            raise ValueError(_mismatch(Spec(room.shape, room.dtype), "more bytes", back, call)) from None
-        raise
-    _require_whole(room, status, back, call)
-
-
-def _require_whole(room: np.ndarray, status: Status, back: Envelope, call: str) -> None:
+def require_whole(room: np.ndarray, status: Status, back: Envelope, call: str) -> None:
+    """Raise a ValueError where a message had fewer bytes than the array that it was received into, or get its pieces."""
     got = status.Get_count(MPI.BYTE)
     if got != room.nbytes:
         room[...] = _in_pieces(room, got, Spec(room.shape, room.dtype), back, np.empty_like(room), call)

@@ -1,8 +1,8 @@
-"""Messages between arrays that stay, sent and received again and again: nothing is looked up or made but MPI's requests."""
+"""Communications of arrays that stay, again and again: nothing is looked up or made but MPI's requests."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,9 +11,39 @@ from mpi4py import MPI
 from mpiad._typing import Rank
 from mpiad.transport.channels import Channel
 from mpiad.transport.envelopes import Envelope
-from mpiad.transport.messages import received_into
+from mpiad.transport.messages import require_whole, too_long
 
-__all__ = ["PreparedMessages"]
+__all__ = ["PreparedMessages", "as_message", "prepared_sum", "prepared_swap"]
+
+_ABANDONED: list[Any] = []
+
+
+def as_message(array: np.ndarray) -> list[Any]:
+    """Return a contiguous array on the host as MPI takes it without asking for its type, which would take as long again."""
+    return [array, array.size, MPI.Datatype.fromcode(array.dtype.char)]
+
+
+def prepared_sum(channel: Channel, array: np.ndarray, out: np.ndarray) -> Callable[[], object]:
+    """Return the function that adds up every rank's array, too small to be divided, with the result on all ranks."""
+    going, coming = as_message(array), as_message(out)
+    return lambda: channel.data.Allreduce(going, coming)
+
+
+def prepared_swap(array: np.ndarray, there: Envelope, room: np.ndarray, back: Envelope, call: str) -> Callable[[], object]:
+    """Return the function that swaps two arrays by addresses that are renewed before."""
+    going, coming, status, channel = as_message(array), as_message(room), MPI.Status(), there.channel
+    dest, source, reverse = there.peer, back.peer, there.reverse
+
+    def swap() -> None:
+        comm = channel.reverse if reverse else channel.data
+        try:
+            comm.Sendrecv(going, dest, there.mpi_tag, coming, source, back.mpi_tag, status)
+        except MPI.Exception as error:
+            _ABANDONED.append((going, coming))  # MPI may still use them
+            raise too_long(error, room, back, call) or error from None
+        require_whole(room, status, back, call)
+
+    return swap
 
 
 class PreparedMessages:
@@ -32,8 +62,8 @@ class PreparedMessages:
         self, channel: Channel, peers: Sequence[Rank], tag: int, going: Sequence[np.ndarray], coming: Sequence[np.ndarray]
     ):
         self._channel, self._tag = channel, tag
-        self._going = [(Envelope(channel, peer, tag, True, 0), array) for peer, array in zip(peers, going)]
-        self._coming = [(Envelope(channel, peer, tag, False, 0), array) for peer, array in zip(peers, coming)]
+        self._going = [(Envelope(channel, peer, tag, True, 0), x, as_message(x)) for peer, x in zip(peers, going)]
+        self._coming = [(Envelope(channel, peer, tag, False, 0), x, as_message(x)) for peer, x in zip(peers, coming)]
         self._sends: list[Any] = []
         self._receives: list[Any] = []
         self._status = MPI.Status()
@@ -42,12 +72,12 @@ class PreparedMessages:
         """Start all; what is sent isn't changed, and what is received isn't read, before `finish`."""
         comm, tag = self._channel.data, self._tag
         # Receives first: what comes then needs no buffer of MPI's. They are counted as those of other ranks are.
-        for envelope, room in self._coming:
+        for envelope, _, message in self._coming:
             envelope.renew()
-            self._receives.append(comm.Irecv(room, envelope.peer, tag))
-        for envelope, array in self._going:
+            self._receives.append(comm.Irecv(message, envelope.peer, tag))
+        for envelope, _, message in self._going:
             envelope.renew()
-            self._sends.append(comm.Isend(array, envelope.peer, tag))
+            self._sends.append(comm.Isend(message, envelope.peer, tag))
 
     def finish(self, call: str) -> None:
         """Wait for all.
@@ -60,8 +90,12 @@ class PreparedMessages:
             Where a message has another number of bytes than the array that it is received into.
         """
         status = self._status
-        for request, (envelope, room) in zip(self._receives, self._coming):
-            received_into(room, request, status, envelope, call)
+        for request, (envelope, room, _) in zip(self._receives, self._coming):
+            try:
+                request.Wait(status)
+            except MPI.Exception as error:
+                raise too_long(error, room, envelope, call) or error from None
+            require_whole(room, status, envelope, call)
         for request in self._sends:
             request.Wait()
         self._receives.clear()
@@ -69,10 +103,10 @@ class PreparedMessages:
 
     def leave(self, reason: str) -> None:
         """Give up in the middle: the channel is refused until it is renewed, which ends what is under way."""
-        for request, (_, room) in zip(self._receives, self._coming):
+        for request, (_, room, _) in zip(self._receives, self._coming):
             if request != MPI.REQUEST_NULL:
                 self._channel.hold("receive", request, room)
-        for request, (_, array) in zip(self._sends, self._going):
+        for request, (_, array, _) in zip(self._sends, self._going):
             self._channel.hold("send", request, array)
         self._receives.clear()
         self._sends.clear()

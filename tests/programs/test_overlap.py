@@ -145,7 +145,7 @@ def test_an_exception_while_messages_travel(where, rank, size, monkeypatch):
         monkeypatch.setattr(PreparedMessages, "finish", interrupted)
     else:
         (entry,) = jitted._entries.values()
-        ((replay,),) = [free for free in entry.replays._free.values() if free]
+        ((replay,),) = [free for free in entry.replays.free.values() if free]
         names = replay.first.__globals__
         loop = next(name for name, line in names.items() if name[0] == "k" and line is entry.replays.kernels[-1].function)
         monkeypatch.setitem(names, loop, interrupted)

@@ -40,6 +40,16 @@ def test_a_trace_for_each_shape_dtype_and_form():
     assert fun.check(X, b=2.5, a=X) == 0
 
 
+@pytest.mark.parametrize("form", [tuple, list, lambda parts: parts[1], lambda parts: (parts[0], {"sum": parts[1]}, None)])
+def test_plain_arguments_of_several_signatures_in_turn(form):
+    """They aren't taken apart, as long as one of the latest calls' was of their signature."""
+    fun = Jitted(lambda x, y: form([x * y, x + y]))
+    first = X, X[::-1], X[:1], X.astype(np.float32), X.astype(">f8"), X.reshape(5, 1)
+    calls = [(x, y) for x in first for y in (2.5, X[0])]
+    assert sum(fun.check(*args) for args in calls) <= len(calls)
+    assert [fun.check(*args) for args in [*calls, *calls[::-1], (X,) * 2, *calls[:2] * 3]] == [0] * 24 + [1] + [0] * 6
+
+
 def test_nests_by_their_forms():
     Pair = namedtuple("Pair", "u v")
     fun = Jitted(lambda p: type(p).__name__ == "dict" and p["u"] * p["v"] or p[0] * p[1] if type(p) is not dict else p["v"])
