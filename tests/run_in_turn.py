@@ -1,4 +1,4 @@
-"""Run programs one after the other in one job: `mpiexec -n 2 python run_in_turn.py a.py b.py`.
+"""Run programs one after the other in one job: `mpiexec -n 2 python run_in_turn.py a.py "b.py --size 3"`.
 
 Each runs in its own folder, as the main program, with the environment that the job began with. What its ranks print goes
 to `a.py.stdout` and `a.py.stderr` beside it: all of them append to the two, so that lines are there in the order in which
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import runpy
+import shlex
 import sys
 import traceback
 from pathlib import Path
@@ -40,6 +41,7 @@ def run(program: Path, raising: bool) -> None:
 
 
 raising = "--raising" in sys.argv
-for name in sys.argv[1 + raising :]:
-    sys.argv = [name]
-    run(Path(name), raising)
+for command in sys.argv[1 + raising :]:
+    sys.argv = shlex.split(command)
+    sys.path[0] = str(Path(sys.argv[0]).parent)
+    run(Path(sys.argv[0]), raising)

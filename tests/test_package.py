@@ -30,6 +30,14 @@ def test_what_nobody_asks_for_is_not_loaded():
     assert printed(program) == "['device', 'errors']\n"
 
 
+def test_a_domain_minimizes_though_nobody_has_asked_for_optimization():
+    program = (
+        "import numpy as np, sys, mpiad; domain = mpiad.Domain((4,)); assert 'mpiad.optimize' not in sys.modules;"
+        "print(abs(domain.minimize(lambda u: domain.sum((u - 1) ** 2), np.zeros(domain.local_shape)).x - 1).max() < 1e-6)"
+    )
+    assert printed(program) == "True\n"
+
+
 def test_other_names_are_not_there():
     with pytest.raises(AttributeError, match="'mpiad' has no attribute 'nonsense'"):
         _ = mpiad.nonsense

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
 from os import PathLike
 
 import scipy
@@ -114,6 +115,8 @@ class Minimization(Decomposition):
             # What isn't a variable may be anything.
             for leaf in [x0] if is_array(x0) else filter(is_variable, flatten(x0)[0]):
                 self._checked(leaf, self.local_shape, _CALL)
+        if not _provided:
+            import_module("mpiad.optimize")  # which provides them; it is loaded where somebody asks for it
         minimize, of_file = _provided
         if isinstance(checkpoint, (str, PathLike)):
             checkpoint = of_file(checkpoint)

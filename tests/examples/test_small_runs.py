@@ -1,4 +1,4 @@
-"""The large examples on small problems: each runs to its end on several ranks, and gets there some of the way.
+"""The large examples on small problems: each runs to its end, and gets there some of the way; several in one job.
 
 Whether they find what they are to find, alike on any number of ranks, is shown at their own sizes by the tests marked
 `thorough` beside this file.
@@ -7,6 +7,7 @@ Whether they find what they are to find, alike on any number of ranks, is shown 
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -14,7 +15,9 @@ from typing import NamedTuple
 
 import pytest
 
-pytestmark = [pytest.mark.launches, pytest.mark.limit(150)]
+pytestmark = [pytest.mark.launches, pytest.mark.limit(240)]
+
+TOGETHER = 5  # examples of one job: two ranks take a second to import what they need, and to make a first picture
 
 
 class Small(NamedTuple):
@@ -88,13 +91,33 @@ RUNS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: Path(run.program).stem)
-def test_small_problems(run: Small, mpirun: Callable[..., CompletedProcess], tmp_path: Path) -> None:
-    done = mpirun(run.ranks, run.program, *run.arguments.split(), timeout=120, cwd=tmp_path)
+def jobs() -> list[list[Small]]:
+    """Return the runs in jobs: those on as many ranks."""
+    alike: dict[int, list[Small]] = {}
+    for run in RUNS:
+        alike.setdefault(run.ranks, []).append(run)
+    return [group[i : i + TOGETHER] for group in alike.values() for i in range(0, len(group), TOGETHER)]
+
+
+@pytest.mark.parametrize("runs", jobs(), ids=lambda runs: f"{runs[0].ranks} ranks, from {Path(runs[0].program).stem} on")
+def test_small_problems(
+    runs: list[Small], mpirun: Callable[..., CompletedProcess], tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    programs = [tmp_path / Path(run.program).stem / Path(run.program).name for run in runs]
+    for program in programs:  # with its data, and the examples that it imports
+        shutil.copytree(request.config.rootpath / "examples", program.parent, ignore=shutil.ignore_patterns("__pycache__"))
+    commands = [f"{program} {run.arguments}" for run, program in zip(runs, programs)]
+    done = mpirun(runs[0].ranks, "tests/run_in_turn.py", *commands, timeout=200)
+    for run, program in zip(runs, programs):
+        stdout, stderr = (file.read_text() if file.exists() else "" for file in printed_by(program))
+        assert "isn't compiled" not in stderr
+        found = re.search(run.pattern, stdout, re.MULTILINE)
+        assert found, (run.program, stdout, stderr, done.stderr)
+        assert run.is_right(*map(float, found.groups())), (run.program, stdout)
+        (picture,) = program.parent.rglob("*.png")
+        assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "isn't compiled" not in done.stderr
-    found = re.search(run.pattern, done.stdout, re.MULTILINE)
-    assert found, done.stdout
-    assert run.is_right(*map(float, found.groups())), done.stdout
-    (picture,) = tmp_path.rglob("*.png")
-    assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
+
+
+def printed_by(program: Path) -> list[Path]:
+    return [Path(f"{program}.{kind}") for kind in ("stdout", "stderr")]
