@@ -14,8 +14,8 @@ from mpiad.compiling.program import Program
 from mpiad.differentiation.trees import flatten
 from mpiad.ensemble.batch import Parameters
 from mpiad.ensemble.compiled.kernel_form import Form
-from mpiad.ensemble.compiled.kernel_texts import cuda_text, parameter_names
-from mpiad.ensemble.compiled.parameter_packing import packing_of
+from mpiad.ensemble.compiled.kernel_texts import cuda_text
+from mpiad.ensemble.compiled.parameter_packing import names_of, packing_of
 from mpiad.ensemble.compiled.trace import trace
 from mpiad.ensemble.problem import ODEProblem
 
@@ -46,7 +46,7 @@ class Plan(NamedTuple):
 def plan_of(f, p, u0, alg, events=(), **options):
     """Return the plan of an f; u0 has shape (d, n), and events are triples of condition, terminal and direction."""
     program, packing = trace(f, (len(u0),), p, u0.dtype), packing_of(p)
-    names = parameter_names(packing.varying, packing.shared)
+    names = names_of(packing)
     form = Form(
         len(u0), len(packing.varying), len(packing.shared), alg.tableau, alg.controller, single=u0.dtype == np.float32,
         inside=True, record=True, tolerances=True, events=tuple(event[1:] for event in events), **options,

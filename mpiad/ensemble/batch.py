@@ -1,4 +1,4 @@
-"""The trajectories of one solve as columns of arrays: what every backend starts from."""
+"""The trajectories of one solve as columns of arrays, and when they are saved: what every backend starts from."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from mpiad._typing import Array, Function, Shape, Tree
 from mpiad.ensemble.derivative import Columns, locked
 from mpiad.transport.device_arrays import arrays_of, is_device_array
 
-__all__ = ["Batch", "Parameters", "check_place", "is_on_device", "placed", "same_for_all", "spread", "two_at_least"]
+__all__ = [
+    "Batch", "Parameters", "check_place", "is_on_device", "placed", "same_for_all", "save_times", "spread", "two_at_least",
+]  # fmt: skip
 
 
 def same_for_all(x: Array) -> bool:
@@ -118,6 +120,88 @@ class Batch(NamedTuple):
         leaves = [leaf[..., rows] if varies else leaf for leaf, varies in zip(self.p.leaves, self.p.varies)]
         return self._replace(
             u0=self.u0[:, rows], p=self.p._replace(leaves=leaves), start=self.start[rows], end=self.end[rows]
+        )
+
+
+def save_times(saveat: Array | None, batch: Batch, first: int = 0) -> Array:
+    """Return the times that `saveat` asks for.
+
+    Parameters
+    ----------
+    saveat : number, list of numbers, array of shape (all, n_saved), or None
+        A number is the interval from the start on, and the end is saved too; None is both ends.
+    batch : Batch
+        N trajectories, of which the first is row `first` of `saveat`.
+
+    Returns
+    -------
+    array, shape (n_saved,) or (N, n_saved)
+
+    Raises
+    ------
+    TypeError, ValueError
+        Where a time lies outside tspan, or times aren't in the order of the solve.
+    """
+    if saveat is None:
+        return batch.both_ends()
+    start, end, count = batch.start, batch.end, batch.size
+    saveat = saveat[first : first + count] if np.ndim(saveat) == 2 else saveat
+    if count and start.strides == end.strides == (0,):  # one tspan, however many trajectories
+        start, end = start[:1], end[:1]
+    times = np.asarray(saveat)
+    if times.dtype.kind not in "iuf":
+        raise TypeError(f"solve: saveat must be a number or numbers, but got {saveat!r}.")
+    times = times.astype(float)
+    if times.ndim == 0:
+        return _every(float(times), start, end)
+    if times.ndim > 2 or (times.ndim == 2 and len(times) != count):
+        raise ValueError(
+            f"solve: saveat must be a number, a list of times, or an array of shape (N, n_saved) with N = {count}, "
+            f"but has shape {times.shape}."
+        )
+    _check(times, start, end)
+    return times
+
+
+def _every(interval: float, start: Array, end: Array) -> Array:
+    if not (np.isfinite(interval) and interval > 0):
+        raise ValueError(f"solve: saveat as an interval must be above zero, but got {interval!r}.")
+    if not len(start):
+        return np.empty(0)
+    if (start != start[0]).any() or (end != end[0]).any():
+        i = int(np.argmax((start != start[0]) | (end != end[0])))
+        raise ValueError(
+            f"solve: saveat as an interval needs one tspan for all trajectories, but got ({start[0]}, {end[0]}) and "
+            f"({start[i]}, {end[i]}). Give an array of shape (N, n_saved)."
+        )
+    span = float(end[0] - start[0])
+    # A tenth of a thousand ten times isn't one in binary: the last multiple may miss the end by rounding.
+    count = int(np.floor(abs(span) / interval * (1 + 1e-12)))
+    times = start[0] + np.copysign(interval, span) * np.arange(count + 1)
+    if abs(times[-1] - end[0]) <= 1e-9 * interval:
+        times[-1] = end[0]
+        return times
+    return np.append(times, end[0])
+
+
+def _check(times: Array, start: Array, end: Array) -> None:
+    rows = np.atleast_2d(times)
+    low, high = np.minimum(start, end)[:, None], np.maximum(start, end)[:, None]
+    outside = ~((rows >= low) & (rows <= high))
+    if outside.any():
+        i, j = np.argwhere(outside)[0]
+        own = min(i, len(start) - 1)  # one tspan for all was cut to one row
+        raise ValueError(
+            f"solve: saveat must lie in tspan, but {np.broadcast_to(rows, outside.shape)[i, j]} lies outside of "
+            f"({start[own]}, {end[own]})."
+        )
+    back = (rows[:, 1:] - rows[:, :-1]) * np.where(end < start, -1, 1)[:, None] < 0
+    if back.any():
+        i, j = np.argwhere(back)[0]
+        earlier, later = np.broadcast_to(rows, (len(back), rows.shape[1]))[i, j : j + 2]
+        raise ValueError(
+            "solve: the times of saveat must be in the order of the solve, from the start of tspan on, but got "
+            f"{later} after {earlier}. Sort them."
         )
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from mpiad._typing import Array, Function, Tree
 from mpiad.differentiation.trees import flatten
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleVectorized
-from mpiad.ensemble.batch import is_on_device
+from mpiad.ensemble.batch import is_on_device, save_times
 from mpiad.ensemble.compiled.kernel_solver import Compiler
 from mpiad.ensemble.convergence_codes import report
 from mpiad.ensemble.fit_options import FitArguments, FitPlan, planned, planned_together
@@ -18,7 +18,6 @@ from mpiad.ensemble.methods.dormand_prince import RK45
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
 from mpiad.ensemble.ranks import EnsembleMPI
 from mpiad.ensemble.residuals import Residuals
-from mpiad.ensemble.saving import save_times
 from mpiad.ensemble.sensitivity import Generator, SensitivitySolve
 from mpiad.ensemble.solve_options import settings_of
 from mpiad.ensemble.tableaus import Algorithm

@@ -1,4 +1,4 @@
-"""At which times states are saved, and how they get there while the trajectories advance."""
+"""How states at given times are saved while the trajectories advance, and which times `sol(t)` asks for afterwards."""
 
 from __future__ import annotations
 
@@ -6,95 +6,12 @@ import numpy as np
 from autograd.tracer import isbox
 
 from mpiad._typing import Array
-from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.coefficients import Coefficients, interpolate
 from mpiad.ensemble.initialization import Joint
 from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.record import Step
 
-__all__ = ["SavePoints", "save_times", "times_of"]
-
-
-def save_times(saveat: Array | None, batch: Batch, first: int = 0) -> Array:
-    """Return the times that `saveat` asks for.
-
-    Parameters
-    ----------
-    saveat : number, list of numbers, array of shape (all, n_saved), or None
-        A number is the interval from the start on, and the end is saved too; None is both ends.
-    batch : Batch
-        N trajectories, of which the first is row `first` of `saveat`.
-
-    Returns
-    -------
-    array, shape (n_saved,) or (N, n_saved)
-
-    Raises
-    ------
-    TypeError, ValueError
-        Where a time lies outside tspan, or times aren't in the order of the solve.
-    """
-    if saveat is None:
-        return batch.both_ends()
-    start, end, count = batch.start, batch.end, batch.size
-    saveat = saveat[first : first + count] if np.ndim(saveat) == 2 else saveat
-    if count and start.strides == end.strides == (0,):  # one tspan, however many trajectories
-        start, end = start[:1], end[:1]
-    times = np.asarray(saveat)
-    if times.dtype.kind not in "iuf":
-        raise TypeError(f"solve: saveat must be a number or numbers, but got {saveat!r}.")
-    times = times.astype(float)
-    if times.ndim == 0:
-        return _every(float(times), start, end)
-    if times.ndim > 2 or (times.ndim == 2 and len(times) != count):
-        raise ValueError(
-            f"solve: saveat must be a number, a list of times, or an array of shape (N, n_saved) with N = {count}, "
-            f"but has shape {times.shape}."
-        )
-    _check(times, start, end)
-    return times
-
-
-def _every(interval: float, start: Array, end: Array) -> Array:
-    if not (np.isfinite(interval) and interval > 0):
-        raise ValueError(f"solve: saveat as an interval must be above zero, but got {interval!r}.")
-    if not len(start):
-        return np.empty(0)
-    if (start != start[0]).any() or (end != end[0]).any():
-        i = int(np.argmax((start != start[0]) | (end != end[0])))
-        raise ValueError(
-            f"solve: saveat as an interval needs one tspan for all trajectories, but got ({start[0]}, {end[0]}) and "
-            f"({start[i]}, {end[i]}). Give an array of shape (N, n_saved)."
-        )
-    span = float(end[0] - start[0])
-    # A tenth of a thousand ten times isn't one in binary: the last multiple may miss the end by rounding.
-    count = int(np.floor(abs(span) / interval * (1 + 1e-12)))
-    times = start[0] + np.copysign(interval, span) * np.arange(count + 1)
-    if abs(times[-1] - end[0]) <= 1e-9 * interval:
-        times[-1] = end[0]
-        return times
-    return np.append(times, end[0])
-
-
-def _check(times: Array, start: Array, end: Array) -> None:
-    rows = np.atleast_2d(times)
-    low, high = np.minimum(start, end)[:, None], np.maximum(start, end)[:, None]
-    outside = ~((rows >= low) & (rows <= high))
-    if outside.any():
-        i, j = np.argwhere(outside)[0]
-        own = min(i, len(start) - 1)  # one tspan for all was cut to one row
-        raise ValueError(
-            f"solve: saveat must lie in tspan, but {np.broadcast_to(rows, outside.shape)[i, j]} lies outside of "
-            f"({start[own]}, {end[own]})."
-        )
-    back = (rows[:, 1:] - rows[:, :-1]) * np.where(end < start, -1, 1)[:, None] < 0
-    if back.any():
-        i, j = np.argwhere(back)[0]
-        earlier, later = np.broadcast_to(rows, (len(back), rows.shape[1]))[i, j : j + 2]
-        raise ValueError(
-            "solve: the times of saveat must be in the order of the solve, from the start of tspan on, but got "
-            f"{later} after {earlier}. Sort them."
-        )
+__all__ = ["SavePoints", "times_of"]
 
 
 def times_of(t: Array, count: int | None) -> Array:

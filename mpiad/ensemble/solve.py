@@ -14,7 +14,7 @@ from autograd.tracer import getval, isbox
 
 from mpiad._typing import Array
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleSerial, EnsembleVectorized
-from mpiad.ensemble.batch import Batch, is_on_device, placed
+from mpiad.ensemble.batch import Batch, is_on_device, placed, save_times
 from mpiad.ensemble.compiled.cuda.gpu_solve import solved_on_gpu
 from mpiad.ensemble.compiled.kernel_solver import Compiler
 from mpiad.ensemble.consistent_start import consistent_start
@@ -35,7 +35,6 @@ from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
 from mpiad.ensemble.rank_outcomes import RankOutcomes, outcomes_of_all
 from mpiad.ensemble.ranks import EnsembleMPI
 from mpiad.ensemble.reduction import combined, joined, reduced
-from mpiad.ensemble.saving import save_times
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.sharded import ShardedSolution, gathered, sharded
 from mpiad.ensemble.solution import EnsembleSolution, solution_of, unshared

@@ -123,7 +123,7 @@ class _Launch:
         lanes, size = form.lanes, (stop - first) * _STEPS if form.record else 0
         rows, before = self._rows(size)
         state, turn = np.array([first, lanes, 0, 0, stop, 0]), lanes * len(form.events)
-        crossings = room_for(turn, form.d)
+        crossings = room_for(turn, form.d) if form.events else np.empty((0, 0))
         ids, place = aligned(lanes, np.dtype(np.int64)), aligned(lanes, np.dtype(np.int64))
         ids[:] = -1
         lane = *fields_of(form).room(form.dtype), ids, place, state, self.taken

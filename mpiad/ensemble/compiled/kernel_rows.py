@@ -61,10 +61,10 @@ class Tape(NamedTuple):
 def room_for(turn: int, d: int, before: Array | None = None) -> Array:
     """Return a table for events, with rows for one turn at least; after `before`, a longer one that begins with it.
 
-    A turn can bring so many events, none where no event is looked for, with states of d components.
+    A turn can bring so many events, with states of d components.
     """
     if before is None:
-        return np.empty((_EVENT_ROWS + turn if turn else 0, U + d))
+        return np.empty((_EVENT_ROWS + turn, U + d))
     longer = np.empty((2 * len(before) + turn, U + d))
     longer[: len(before)] = before
     return longer

@@ -19,14 +19,12 @@ from autograd.tracer import isbox
 from mpiad._typing import Function
 from mpiad.compiling.arguments import argument, is_complex
 from mpiad.compiling.cache import kernel_of
-from mpiad.compiling.program import Program
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleSerial, EnsembleThreads, cores
 from mpiad.ensemble.batch import Batch, check_place
 from mpiad.ensemble.compiled.forward_sweep import launch
 from mpiad.ensemble.compiled.kernel_form import Form, form_of
-from mpiad.ensemble.compiled.kernel_texts import forward_text, parameter_names, reverse_text, signature_of
-from mpiad.ensemble.compiled.parameter_packing import ParameterPacking, packing_of
-from mpiad.ensemble.compiled.traced_problem import TracedProblem, conditions_of, remembered, traced_program, warn_once
+from mpiad.ensemble.compiled.kernel_texts import forward_text, reverse_text, signature_of
+from mpiad.ensemble.compiled.traced_problem import TracedProblem, problem_of, remembered, warn_once
 from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.trial import try_once
@@ -40,8 +38,6 @@ _log = logging.getLogger("mpiad")
 
 # Fewer trajectories are solved in less time than a kernel is loaded or compiled in.
 LEAST_TRAJECTORIES = 1000
-# Up to so many directions a kernel's tangents cost less than its adjoint.
-FEW = 4
 
 
 def _threads_of(backend: EnsembleAlgorithm) -> int:
@@ -102,7 +98,7 @@ class Compiler:
         """Solve all trajectories of a batch by a plan that was made for it or one like it."""
         if plan is None:
             return backend.run(batch, settings)
-        return Solver(self, *plan, batch, settings, _threads_of(backend.local)).solved(given)
+        return Solver(self, plan, batch, settings, _threads_of(backend.local)).solved(given)
 
     def plan(self, backend: EnsembleAlgorithm, batch: Batch, settings: Settings, given: Batch) -> TracedProblem | None:
         """Try out f and the events, and return what a kernel computes where one is chosen.
@@ -113,11 +109,7 @@ class Compiler:
 
         def made() -> TracedProblem | None:
             try_once(batch, settings.events, given.traced)
-            if not wanted:
-                return None
-            program = traced_program(batch, must, self.warn)
-            found = program and conditions_of(batch, conditions, must, self.warn)
-            return None if program is None or found is None else TracedProblem(program, found)
+            return problem_of(batch, conditions, must, self.warn) if wanted else None
 
         if settings.alg.tableau.implicit and is_complex(batch.u0):
             raise NotImplementedError(
@@ -187,26 +179,17 @@ class Solver:
 
     Parameters
     ----------
-    program : Program
-        What f computes.
-    conditions : tuple of Program
-        What the conditions of the events compute.
     batch : Batch
         Of plain arrays.
     """
 
-    def __init__(
-        self, compiler: Compiler, program: Program, conditions: tuple[Program, ...], batch: Batch, settings: Settings,
-        threads: int,
-    ):  # fmt: skip
-        self._compiler, self._program, self._conditions = compiler, program, conditions
+    def __init__(self, compiler: Compiler, traced: TracedProblem, batch: Batch, settings: Settings, threads: int):
+        self._compiler, self.traced = compiler, traced
         self.batch, self.settings, self.threads = batch, settings, threads
-        self.packing: ParameterPacking = packing_of(batch.p)
-        self._names = parameter_names(self.packing.varying, self.packing.shared)
         self.every = settings.saveat is None
         self.times = argument(np.atleast_2d(np.empty(0) if settings.saveat is None else settings.saveat))
-        self.form = form_of(program, self.packing, batch, settings)
-        self.p, self.s = self.packing.split(batch.p.leaves, batch.size, self.form.dtype)
+        self.form = form_of(traced.program, traced.packing, batch, settings)
+        self.p, self.s = traced.packing.split(batch.p.leaves, batch.size, self.form.dtype)
         self.directions: tuple[tuple[str, int], ...] = ()
         self._recorded: Outcome | None = None
 
@@ -221,7 +204,7 @@ class Solver:
         return outcome
 
     def _run(self, form: Form) -> Outcome:
-        text = forward_text(self._program, form, self._names, self._conditions)
+        text = forward_text(self.traced.program, form, self.traced.names, self.traced.conditions)
         return launch(self._compiler.function("forward", text, form), form, self)
 
     # ---- derivatives
@@ -231,17 +214,9 @@ class Solver:
         asked = self.settings
         # With events the ends move, too.
         moved = isbox(given.start) or isbox(given.end) or asked.events or asked.restarts is not None
-        if asked.gradient == "adjoint" or asked.adjoint != "discrete" or moved or self.form.tableau.implicit:
+        if asked.adjoint != "discrete" or moved or self.form.tableau.implicit:
             return ()
-        found = [("u", c) for c in range(self.form.d)] if isbox(given.u0) else []
-        traced = [place for place, leaf in enumerate(given.p.leaves) if isbox(leaf)]
-        found += [direction for place in traced for direction in self.directions_of(place)]
-        return tuple(found) if len(found) <= FEW or asked.gradient == "tangent" else ()
-
-    def directions_of(self, place: int) -> list[tuple[str, int]]:
-        """Return the directions of a leaf's numbers."""
-        names = [self._names[j] for part in self.packing.parts if part.place == place for j in part.scalars]
-        return [(name[0], int(name[1:])) for name in names]
+        return self.traced.carried(given, asked.gradient)
 
     def recorded(self, outcome: Outcome) -> Outcome:
         """Return an outcome of this solver's with a record of all steps; where tangents were carried, it is made now."""
@@ -264,14 +239,14 @@ class Solver:
         for first, stop in pairwise(count * i // parts for i in range(parts + 1)):
             rows = slice(first, stop)
             batch, settings = self.batch.share(rows), self.settings.share(rows)
-            part = Solver(self._compiler, self._program, self._conditions, batch, settings, self.threads)
+            part = Solver(self._compiler, self.traced, batch, settings, self.threads)
             part.form = self.form
             yield rows, part
 
     def reverse(self, wanted: list[int], timed: bool, inside: bool) -> tuple[Any, Form]:
         """Return the reverse kernel's function for some of the program's parameters, and its form."""
-        own = [j for j in wanted if self._names[j][0] == "p"]
-        common = [j for j in wanted if self._names[j][0] == "s"]
+        names = self.traced.names
+        own, common = ([j for j in wanted if names[j][0] == kind] for kind in "ps")
         form = self.form._replace(
             wanted_varying=len(own),
             wanted_shared=len(common),
@@ -280,5 +255,5 @@ class Solver:
             tolerances=False,
             restarts=False,
         )
-        text = reverse_text(self._program, form, self._names, (*own, *common))
+        text = reverse_text(self.traced.program, form, names, (*own, *common))
         return self._compiler.function("reverse", text, form), form

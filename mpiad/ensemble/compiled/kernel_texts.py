@@ -19,20 +19,12 @@ from mpiad.ensemble.compiled.jacobian_programs import curvature_program, jacobia
 from mpiad.ensemble.compiled.kernel_form import Form
 from mpiad.ensemble.compiled.reverse_kernel import reverse_source
 
-__all__ = ["cuda_text", "forward_text", "parameter_names", "reverse_text", "signature_of"]
+__all__ = ["cuda_text", "forward_text", "reverse_text", "signature_of"]
 
 _MOST_TEXTS = 32
 # Types of arguments: of times, counts and sums; arrays of states have the states' precision.
 _ROW, _TABLE = "float64[::1]", "float64[:, ::1]"
 _NUMBERS = "int64[::1]"
-
-
-@lru_cache(_MOST_TEXTS)
-def parameter_names(varying: tuple[int, ...], shared: tuple[int, ...]) -> tuple[str, ...]:
-    """Return what a program's parameters are called: p0, p1, ... those of each trajectory, s0, s1, ... those of all."""
-    names = {number: f"p{i}" for i, number in enumerate(varying)}
-    names.update({number: f"s{i}" for i, number in enumerate(shared)})
-    return tuple(names[number] for number in range(len(names)))
 
 
 # A training loop asks for the same texts in each step.

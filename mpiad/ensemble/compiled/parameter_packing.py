@@ -18,7 +18,7 @@ from mpiad.compiling.arguments import argument, is_complex, parts, row_parts
 from mpiad.differentiation.trees import is_variable
 from mpiad.ensemble.batch import Parameters
 
-__all__ = ["ParameterPacking", "PackedLeaf", "packing_of"]
+__all__ = ["ParameterPacking", "PackedLeaf", "names_of", "packing_of"]
 
 
 class PackedLeaf(NamedTuple):
@@ -113,3 +113,9 @@ def packing_of(p: Parameters) -> ParameterPacking:
             found.append(PackedLeaf(place, shape, varies, first, is_complex(leaf)))
             first = found[-1].scalars.stop
     return ParameterPacking(tuple(found))
+
+
+def names_of(packing: ParameterPacking) -> tuple[str, ...]:
+    """Return what a program's parameters are called: p0, p1, … those of each trajectory, s0, s1, … those of all."""
+    named = {j: f"{kind}{i}" for kind in "ps" for i, j in enumerate(packing.varying if kind == "p" else packing.shared)}
+    return tuple(named[j] for j in range(packing.size))

@@ -27,7 +27,7 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
         return pull_run(run, seeds, places, timed)  # saved times aren't known
     if solver.settings.checkpoints is not None and run.outcome.last is None:
         return _in_parts(solver, run, seeds, places, timed)
-    batch, chosen = run.batch, [part for part in solver.packing.parts if part.place in places]
+    batch, chosen = run.batch, [part for part in solver.traced.packing.parts if part.place in places]
     own = [part for part in chosen if part.varies]
     common = [part for part in chosen if not part.varies]
     function, form = solver.reverse(
@@ -126,7 +126,7 @@ def carried_tangents(
         return None
     known = list(solver.directions)
     wanted = [("u", c) for c in range(solver.form.d)] if by_u0 else []
-    wanted += [direction for place in places for direction in solver.directions_of(place)]
+    wanted += [direction for place in places for direction in solver.traced.directions_of(place)]
     if not set(wanted) <= set(known):
         return None
     end, saved = run.outcome.carried

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
+from autograd.tracer import isbox
 
 from mpiad._typing import Function
 from mpiad.compiling.arguments import is_complex, real_dtype
@@ -20,11 +21,11 @@ from mpiad.compiling.program import Program
 from mpiad.compiling.trace_errors import Untraceable, place_of
 from mpiad.compiling.tracing import identity_of
 from mpiad.ensemble.batch import Batch
-from mpiad.ensemble.compiled.parameter_packing import packing_of
+from mpiad.ensemble.compiled.parameter_packing import ParameterPacking, names_of, packing_of
 from mpiad.ensemble.compiled.trace import trace, verify, verify_condition
 from mpiad.ensemble.event import Event
 
-__all__ = ["TracedProblem", "Warn", "conditions_of", "remembered", "traced_program", "warn_once"]
+__all__ = ["FEW", "TracedProblem", "Warn", "problem_of", "remembered", "warn_once"]
 
 _log = logging.getLogger("mpiad")
 
@@ -32,6 +33,8 @@ _log = logging.getLogger("mpiad")
 Warn: TypeAlias = "Callable[[Function, str], None]"
 _Found = TypeVar("_Found")
 
+# Up to so many directions a kernel's tangents cost less than its adjoint.
+FEW = 4
 MOST_COMPONENTS = 100
 # Of f: a step has four to eleven, and each is a few machine instructions for all lanes.
 MOST_OPERATIONS = 1500
@@ -46,10 +49,35 @@ _known: dict[Fingerprint, Any] = {}
 
 
 class TracedProblem(NamedTuple):
-    """What f, and the conditions of events, compute."""
+    """What f, and the conditions of events, compute, and of which numbers.
+
+    Parameters
+    ----------
+    names : tuple of str
+        What the program's parameters are called in kernels: p0, p1, … those of each trajectory, s0, s1, … those of all.
+    """
 
     program: Program
     conditions: tuple[Program, ...]
+    packing: ParameterPacking
+    names: tuple[str, ...]
+
+    def direction(self, j: int) -> tuple[str, int]:
+        """Return the direction of one of the program's parameters, along which a tangent can be carried."""
+        return self.names[j][0], int(self.names[j][1:])
+
+    def directions_of(self, place: int) -> list[tuple[str, int]]:
+        """Return the directions of a leaf's numbers."""
+        return [self.direction(j) for part in self.packing.parts if part.place == place for j in part.scalars]
+
+    def carried(self, given: Batch, gradient: str | None) -> tuple[tuple[str, int], ...]:
+        """Return along which of the traced numbers of a trajectory to carry tangents: none, where an adjoint is better."""
+        if gradient == "adjoint":
+            return ()
+        found = [("u", c) for c in range(self.program.groups["state"])] if isbox(given.u0) else []
+        for place, leaf in enumerate(given.p.leaves):
+            found += self.directions_of(place) if isbox(leaf) else []
+        return tuple(found) if len(found) <= FEW or gradient == "tangent" else ()
 
 
 def remembered(make: Callable[[], _Found | None], batch: Batch, events: Sequence[Event], *asked: object) -> _Found | None:
@@ -73,14 +101,28 @@ def remembered(make: Callable[[], _Found | None], batch: Batch, events: Sequence
     return made
 
 
-def traced_program(batch: Batch, must: bool, warn: Warn) -> Program | None:
-    """Return what f computes; None, and a word about it to `warn`, where it can't be traced or is too large.
+def problem_of(batch: Batch, events: Sequence[Event], must: bool, warn: Warn) -> TracedProblem | None:
+    """Return what f and the events' conditions compute; None, and a word about it to `warn`, where they can't be compiled.
 
     Raises
     ------
     TypeError
-        Where it must be compiled, by ``compile=True``, and can't be.
+        Where they must be, by ``compile=True``, and can't be traced.
     """
+    program = _program_of(batch, must, warn)
+    if program is None:
+        return None
+    conditions: list[Program] = []
+    for event in events:
+        condition = _condition_of(batch, event, must, warn)
+        if condition is None:
+            return None
+        conditions.append(condition)
+    packing = packing_of(batch.p)
+    return TracedProblem(program, tuple(conditions), packing, names_of(packing))
+
+
+def _program_of(batch: Batch, must: bool, warn: Warn) -> Program | None:
     try:
         program = trace(batch.f, batch.shape, batch.p, batch.u0.dtype)
         verify(program, batch)
@@ -120,23 +162,6 @@ def warn_once(f: Function, text: str, logs: bool = True) -> None:
         known.add(text)
         if logs:
             _log.warning("solve: %s.", text)
-
-
-def conditions_of(batch: Batch, events: Sequence[Event], must: bool, warn: Warn) -> tuple[Program, ...] | None:
-    """Return what the conditions compute, each a program of one output; None where one of them can't be compiled.
-
-    Raises
-    ------
-    TypeError
-        Where it must be.
-    """
-    programs = []
-    for event in events:
-        program = _condition_of(batch, event, must, warn)
-        if program is None:
-            return None
-        programs.append(program)
-    return tuple(programs)
 
 
 def _condition_of(batch: Batch, event: Event, must: bool, warn: Warn) -> Program | None:

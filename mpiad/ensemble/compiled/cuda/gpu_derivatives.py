@@ -18,14 +18,12 @@ from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.compiled.cuda.gpu_inputs import placed
 from mpiad.ensemble.compiled.cuda.gpu_solver import DeviceResults, Directions, Solver
 from mpiad.ensemble.compiled.parameter_packing import PackedLeaf
+from mpiad.ensemble.compiled.traced_problem import FEW
 from mpiad.ensemble.outcome import came_through
 from mpiad.ensemble.solve_operator import LEAVES, U0, solve_operator
 from mpiad.transport.device_arrays import is_device_array
 
-__all__ = ["FEW", "Solved", "results_of"]
-
-# Up to so many directions tangents cost less than the three runs of an adjoint.
-FEW = 4
+__all__ = ["Solved", "results_of"]
 
 
 class Solved:
@@ -66,11 +64,11 @@ class Solved:
     def _directions(self, argnums: Sequence[int]) -> Directions:
         """Return the directions of all numbers of some arguments."""
         found = [("u", c) for c in range(self.solver.d)] if U0 in argnums else []
-        return tuple(found + [self.solver.direction(j) for part in self._parts(argnums) for j in part.scalars])
+        return tuple(found + [self.solver.traced.direction(j) for part in self._parts(argnums) for j in part.scalars])
 
     def _parts(self, argnums: Sequence[int]) -> list[PackedLeaf]:
         """Return the parts of the layout that are among the arguments."""
-        return [part for part in self.solver.packing.parts if part.place + LEAVES in argnums]
+        return [part for part in self.solver.traced.packing.parts if part.place + LEAVES in argnums]
 
     def _tangents(self, wanted: Directions) -> list[tuple[Directions, DeviceResults]]:
         """Return runs that carry tangents, with the directions of each; more than a few take several."""
@@ -124,7 +122,7 @@ class Solved:
                 found[direction] = np.where(came_through(results.codes), row, 0)
         rows = {U0: [found["u", c] for c in range(self.solver.d)]} if U0 in argnums else {}
         for part in self._parts(argnums):
-            mine = [found[self.solver.direction(j)] for j in part.scalars]
+            mine = [found[self.solver.traced.direction(j)] for j in part.scalars]
             rows[part.place + LEAVES] = mine if part.varies else [np.sum(row) for row in mine]
         return {k: np.stack(row) for k, row in rows.items() if row}
 
@@ -151,7 +149,7 @@ class Solved:
         found = {("u", c): rows[U0][c] for c in range(self.solver.d)} if U0 in rows else {}
         for part in self._parts(tuple(rows)):
             flat = rows[part.place + LEAVES].reshape(len(part.scalars), -1)
-            found.update({self.solver.direction(j): flat[i] for i, j in enumerate(part.scalars)})
+            found.update({self.solver.traced.direction(j): flat[i] for i, j in enumerate(part.scalars)})
         return found
 
     def pull_traced(self, argnums: Sequence[int], args: Sequence[Any], g: Array) -> NoReturn:

@@ -13,17 +13,16 @@ from autograd.core import JVPNode
 from autograd.tracer import isbox
 
 from mpiad._typing import Array, Shape
-from mpiad.compiling.program import Program
 from mpiad.device import to_host
 from mpiad.device.transfer import array_to_device
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleVectorized
 from mpiad.ensemble.batch import Batch, is_on_device, placed
-from mpiad.ensemble.compiled.cuda.gpu_derivatives import FEW, Solved, results_of
+from mpiad.ensemble.compiled.cuda.gpu_derivatives import Solved, results_of
 from mpiad.ensemble.compiled.cuda.gpu_inputs import sample_batch
-from mpiad.ensemble.compiled.cuda.gpu_solver import Directions, Loaded, Solver
+from mpiad.ensemble.compiled.cuda.gpu_solver import Loaded, Solver
 from mpiad.ensemble.compiled.kernel_solver import Compiler
-from mpiad.ensemble.compiled.parameter_packing import ParameterPacking, packing_of
-from mpiad.ensemble.compiled.traced_problem import conditions_of, traced_program
+from mpiad.ensemble.compiled.parameter_packing import packing_of
+from mpiad.ensemble.compiled.traced_problem import FEW, TracedProblem, problem_of
 from mpiad.ensemble.device_solution import DeviceSolution, Statistics, count_failed
 from mpiad.ensemble.event import Event
 from mpiad.ensemble.events import events_of, traced_events
@@ -34,7 +33,7 @@ from mpiad.ensemble.solution import EnsembleSolution
 from mpiad.ensemble.trial import try_once
 from mpiad.transport.device_arrays import ArrayModule
 
-__all__ = ["fits", "is_small", "program_for_gpu", "solved_on_gpu"]
+__all__ = ["fits", "is_small", "problem_for_gpu", "solved_on_gpu"]
 
 # Of each thread. A step then moves about as much memory for what didn't fit into registers as arrays would move.
 MOST_LOCAL_BYTES = 8192
@@ -79,15 +78,13 @@ def _by_kernel(
 ) -> DeviceSolution | None:
     on_host = not is_on_device(batch)
     host = batch if on_host and batch.size else sample_batch(batch)
-    program = program_for_gpu(compiler, given, host, settings)
-    conditions = program and conditions_of(host, settings.events, compiler.compile is True, compiler.warn)
-    if program is None or conditions is None:
+    traced = problem_for_gpu(compiler, given, host, settings)
+    if traced is None:
         return None
     try_once(host, settings.events, given.traced)
-    packing = packing_of(host.p)
     gpu: Any = backend.local
-    solver = Solver(gpu, arrays, program, batch, settings, packing, compiler.used, conditions)
-    directions = _directions(settings, solver, given, packing) if given.traced and not settings.events else ()
+    solver = Solver(gpu, arrays, traced, batch, settings, compiler.used)
+    directions = traced.carried(given, settings.gradient) if given.traced and not settings.events else ()
     carried = directions if len(directions) <= FEW else ()  # more are carried later, a few at a time
     if carried and settings.gradient is None and not is_small(solver.kernel(carried)):
         directions = carried = ()  # the adjoint's kernels are smaller
@@ -127,23 +124,12 @@ def _events(arrays: ArrayModule, codes: Array, rows: Array, asked: Sequence[Even
     return traced_events(found, passed, ends == ReturnCode.Terminated.code, *times)
 
 
-def _directions(settings: Settings, solver: Solver, given: Batch, packing: ParameterPacking) -> Directions:
-    """Return along which numbers of a trajectory a gradient takes tangents: none where it takes the adjoint."""
-    if settings.gradient == "adjoint":
-        return ()
-    found = [("u", c) for c in range(solver.d)] if isbox(given.u0) else []
-    for part in packing.parts:
-        if isbox(given.p.leaves[part.place]):
-            found += [solver.direction(j) for j in part.scalars]
-    return tuple(found) if len(found) <= FEW or settings.gradient == "tangent" else ()
-
-
 def _shaped(x: Array, shape: Shape) -> Array:
     """Return states, along the last axis, in their shape; what is one row stays the view that it is."""
     return x if len(shape) == 1 else anp.reshape(x, (*x.shape[:-1], *shape))
 
 
-def program_for_gpu(compiler: Compiler, given: Batch, host: Batch, settings: Settings) -> Program | None:
+def problem_for_gpu(compiler: Compiler, given: Batch, host: Batch, settings: Settings) -> TracedProblem | None:
     """Return what is compiled; None, and one line in the log, where arrays solve the ensemble.
 
     In `given` some values may be traced; `host` is the same, or a few trajectories like it, as plain arrays on the host.
@@ -158,7 +144,7 @@ def program_for_gpu(compiler: Compiler, given: Batch, host: Batch, settings: Set
     must = compiler.compile is True
     reason = _unsupported(compiler, given, host, settings)
     if reason is None:
-        return traced_program(host, must, compiler.warn)
+        return problem_of(host, settings.events, must, compiler.warn)
     if must:
         raise ValueError(f"solve: compile=True, but {reason}. Leave compile out, or say compile=False.")
     compiler.warn(given.f, f"EnsembleGPU: {reason}, so EnsembleVectorized solves it by arrays")

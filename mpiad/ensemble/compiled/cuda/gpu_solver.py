@@ -17,14 +17,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.compiling.program import Program
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.compiled.cuda.cuda_events import ROWS
 from mpiad.ensemble.compiled.cuda.gpu_inputs import inputs_of, placed
 from mpiad.ensemble.compiled.cuda.gpu_shares import Share, longest_of_blocks, shares_within
 from mpiad.ensemble.compiled.kernel_form import Form, form_of
-from mpiad.ensemble.compiled.kernel_texts import cuda_text, parameter_names
-from mpiad.ensemble.compiled.parameter_packing import ParameterPacking
+from mpiad.ensemble.compiled.kernel_texts import cuda_text
+from mpiad.ensemble.compiled.traced_problem import TracedProblem
 from mpiad.ensemble.gpu import EnsembleGPU
 from mpiad.ensemble.settings import Settings
 from mpiad.transport.device_arrays import ArrayModule
@@ -86,36 +85,26 @@ class Solver:
     ----------
     arrays : ArrayModule
         Of the device.
-    program : Program
-        What f computes.
     batch : Batch
         Of plain arrays, on the host or on the device.
     told : callable
         ``told(name, loaded)`` is told which kernels are used.
-    conditions : tuple of Program
-        What the conditions of the events compute.
     """
 
     def __init__(
-        self, gpu: EnsembleGPU, arrays: ArrayModule, program: Program, batch: Batch, settings: Settings,
-        packing: ParameterPacking, told: Callable[[str, Loaded], None], conditions: tuple[Program, ...] = (),
+        self, gpu: EnsembleGPU, arrays: ArrayModule, traced: TracedProblem, batch: Batch, settings: Settings,
+        told: Callable[[str, Loaded], None],
     ):  # fmt: skip
-        self._gpu, self.arrays, self.settings, self.packing, self._told = gpu, arrays, settings, packing, told
+        self._gpu, self.arrays, self.settings, self.traced, self._told = gpu, arrays, settings, traced, told
         self._launcher = launcher_of(arrays)
-        self._program, self._conditions = program, conditions
-        self.names = parameter_names(packing.varying, packing.shared)
-        self.form = form_of(program, packing, batch, settings)._replace(record=True, tolerances=True)
+        self.form = form_of(traced.program, traced.packing, batch, settings)._replace(record=True, tolerances=True)
         self.d, self.real = self.form.d, batch.u0.dtype
-        self.inputs = inputs_of(arrays, batch, settings, packing)
+        self.inputs = inputs_of(arrays, batch, settings, traced.packing)
         self.count = self.inputs.count
         atol = settings.atol
         self._atol = (
             placed(arrays, np.ravel(atol), self.real) if np.ndim(atol) else arrays.full((self.d,), float(atol), self.real)
         )
-
-    def direction(self, j: int) -> tuple[str, int]:
-        """Return the direction of one of the program's parameters."""
-        return self.names[j][0], int(self.names[j][1:])
 
     # ---- forward
 
@@ -186,8 +175,8 @@ class Solver:
         With events `times` are the cotangents of the times at which trajectories ended, (n,), and of all events'.
         """
         full = self.arrays.full
-        wanted_own = [j for j in self.packing.varying if j in wanted]
-        wanted_common = [j for j in self.packing.shared if j in wanted]
+        wanted_own = [j for j in self.traced.packing.varying if j in wanted]
+        wanted_common = [j for j in self.traced.packing.shared if j in wanted]
         own, common = len(wanted_own), len(wanted_common)
         form = self.form._replace(wanted_varying=own, wanted_shared=common)
         # One that fails leaves its place as it was.
@@ -224,7 +213,8 @@ class Solver:
     # ---- kernels
 
     def _loaded(self, name: str, form: Form, wanted: tuple[int, ...] = ()) -> Loaded:
-        text = cuda_text(name, self._program, form, self.names, self._conditions, wanted)
+        traced = self.traced
+        text = cuda_text(name, traced.program, form, traced.names, traced.conditions, wanted)
         found = loaded(self._launcher, text, name, self._gpu.options)
         self._told(name, found)
         return found
