@@ -6,16 +6,12 @@ import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from mpiad.ensemble import on_device
 from mpiad.ensemble.batch import Batch, is_on_device
 from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.working_set import integrate
-
-if TYPE_CHECKING:  # which are checked to name one of these
-    pass
 
 __all__ = ["EnsembleAlgorithm", "EnsembleSerial", "EnsembleThreads", "EnsembleVectorized", "cores"]
 

@@ -8,7 +8,7 @@ from mpiad._typing import Array, Function, Tree
 from mpiad.differentiation.trees import flatten
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleVectorized
 from mpiad.ensemble.batch import is_on_device, save_times
-from mpiad.ensemble.compiled.kernel_solver import Compiler
+from mpiad.ensemble.compiled.kernel_choice import Compiler
 from mpiad.ensemble.convergence_codes import report
 from mpiad.ensemble.fit_options import FitArguments, FitPlan, planned, planned_together
 from mpiad.ensemble.fit_result import FitResult, fits_of, joined_fits

@@ -17,7 +17,7 @@ from mpiad.differentiation.trees import flatten
 from mpiad.ensemble.backends import EnsembleAlgorithm
 from mpiad.ensemble.batch import Batch, Parameters
 from mpiad.ensemble.compiled.jacobian_programs import bend_program
-from mpiad.ensemble.compiled.kernel_solver import Compiler
+from mpiad.ensemble.compiled.kernel_choice import Compiler
 from mpiad.ensemble.compiled.reverse_sweep import carried_tangents
 from mpiad.ensemble.consistent_start import consistent_start
 from mpiad.ensemble.directions import numbers_of

@@ -16,7 +16,7 @@ from mpiad._typing import Array
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleSerial, EnsembleVectorized
 from mpiad.ensemble.batch import Batch, is_on_device, placed, save_times
 from mpiad.ensemble.compiled.cuda.gpu_solve import solved_on_gpu
-from mpiad.ensemble.compiled.kernel_solver import Compiler
+from mpiad.ensemble.compiled.kernel_choice import Compiler
 from mpiad.ensemble.consistent_start import consistent_start
 from mpiad.ensemble.dense_output import DenseOutput
 from mpiad.ensemble.device_solution import DeviceSolution

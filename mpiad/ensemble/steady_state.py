@@ -13,7 +13,7 @@ from autograd.tracer import isbox
 from mpiad._typing import Array
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleVectorized
 from mpiad.ensemble.batch import Batch, is_on_device
-from mpiad.ensemble.compiled.kernel_solver import Compiler
+from mpiad.ensemble.compiled.kernel_choice import Compiler
 from mpiad.ensemble.consistent_start import consistent_start
 from mpiad.ensemble.convergence_codes import names_of, report
 from mpiad.ensemble.damped_newton import Equations, find_roots

@@ -9,7 +9,7 @@ import pytest
 from mpi4py import MPI
 
 from mpiad.ensemble import RK45, EnsembleMPI, EnsembleProblem, Event, ODEProblem, remake, solve
-from mpiad.ensemble.compiled import kernel_solver
+from mpiad.ensemble.compiled import kernel_choice
 
 pytestmark = pytest.mark.usefixtures("solved_by")
 
@@ -122,7 +122,7 @@ def test_what_kernels_refuse_is_refused_on_all_ranks(solved_by):
 @pytest.mark.columns("kernels say why not, and raise")
 @pytest.mark.skipif(find_spec("llvmlite") is None, reason="nothing is compiled without llvmlite")
 def test_an_f_that_cannot_be_compiled_is_told_once_by_all_ranks(caplog, monkeypatch):
-    monkeypatch.setattr(kernel_solver, "LEAST_TRAJECTORIES", N)
+    monkeypatch.setattr(kernel_choice, "LEAST_TRAJECTORIES", N)
 
     def branches(u, p, t):
         return [u[1], -u[0] if np.all(u[0] > -99) else u[0]]

@@ -1,177 +1,38 @@
-"""Solves by compiled kernels: whether there is one, its forward run, and what derivatives need of it.
-
-By ``compile="auto"`` kernels are chosen by what all ranks and all batches of a solve have in common, so all of an ensemble
-is solved one way.
-"""
+"""A batch by compiled kernels: the forward kernel's call, from a batch to its outcome, and what derivatives need of it."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from functools import cache
-from importlib.util import find_spec
+import weakref
+from collections.abc import Callable, Iterator
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from autograd.tracer import isbox
 
-from mpiad._typing import Function
-from mpiad.compiling.arguments import argument, is_complex
+from mpiad._typing import Array
+from mpiad.compiling.arguments import aligned, argument, from_parts, from_row_parts, parts, row_parts
 from mpiad.compiling.cache import kernel_of
-from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleSerial, EnsembleThreads, cores
-from mpiad.ensemble.batch import Batch, check_place
-from mpiad.ensemble.compiled.forward_sweep import launch
+from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.compiled.forward_kernel import fields_of
 from mpiad.ensemble.compiled.kernel_form import Form, form_of
+from mpiad.ensemble.compiled.kernel_rows import Tape, give_back, note_crossings, room, room_for
 from mpiad.ensemble.compiled.kernel_texts import forward_text, reverse_text, signature_of
-from mpiad.ensemble.compiled.traced_problem import TracedProblem, problem_of, remembered, warn_once
-from mpiad.ensemble.outcome import Outcome
+from mpiad.ensemble.compiled.traced_problem import TracedProblem
+from mpiad.ensemble.compiled.work_shares import Paced, each, shares_of
+from mpiad.ensemble.outcome import Outcome, ReturnCode
 from mpiad.ensemble.settings import Settings
-from mpiad.ensemble.trial import try_once
 
-if TYPE_CHECKING:  # which are checked to name a backend
-    from mpiad.ensemble.solve_options import SolveOptions
-
-__all__ = ["Compiler", "Solver"]
+__all__ = ["Solver"]
 
 _log = logging.getLogger("mpiad")
 
-# Fewer trajectories are solved in less time than a kernel is loaded or compiled in.
-LEAST_TRAJECTORIES = 1000
-
-
-def _threads_of(backend: EnsembleAlgorithm) -> int:
-    """Return by how many threads a kernel runs."""
-    if not isinstance(backend, EnsembleThreads):
-        return 1
-    return len(cores()) if backend.threads is None else max(1, backend.threads)
-
-
-@cache
-def _has_llvm() -> bool:
-    return find_spec("llvmlite") is not None
-
-
-class Compiler:
-    """What one call of `solve` compiles.
-
-    Parameters
-    ----------
-    count : int
-        How many trajectories the whole ensemble has; 0 for a single problem.
-    together : bool
-        Whether ranks solve together: what there is to say of f is then kept until they know who says it.
-
-    Attributes
-    ----------
-    kernels : dict of str to Kernel or Loaded
-        By their names, forward and reverse, those that were used.
-    """
-
-    def __init__(self, options: SolveOptions, count: int, together: bool = False):
-        self.compile, self._count = options.compile, count
-        self.kernels: dict[str, Any] = {}
-        self._together = together
-        self._kept: list[tuple[Function, str]] = []
-
-    def _is_wanted(self, backend: EnsembleAlgorithm) -> bool:
-        """Tell whether an ensemble is to be compiled, where it can be: by what all ranks and batches of it have in common.
-
-        Raises
-        ------
-        ImportError
-            With ``compile=True``, without llvmlite.
-        """
-        if self.compile is True and not _has_llvm():
-            raise ImportError("solve: compile=True needs llvmlite, which isn't installed: pip install mpiad[fast].")
-        if self.compile == "auto":
-            return self._count >= LEAST_TRAJECTORIES and not isinstance(backend, EnsembleSerial) and _has_llvm()
-        return self.compile is True
-
-    def run(self, backend: EnsembleAlgorithm, batch: Batch, settings: Settings, given: Batch) -> Outcome:
-        """Solve all trajectories of a batch, by a kernel where that is chosen; `given` is as for `plan`."""
-        return self.run_planned(backend, self.plan(backend, batch, settings, given), batch, settings, given)
-
-    def run_planned(
-        self, backend: EnsembleAlgorithm, plan: TracedProblem | None, batch: Batch, settings: Settings, given: Batch
-    ) -> Outcome:
-        """Solve all trajectories of a batch by a plan that was made for it or one like it."""
-        if plan is None:
-            return backend.run(batch, settings)
-        return Solver(self, plan, batch, settings, _threads_of(backend.local)).solved(given)
-
-    def plan(self, backend: EnsembleAlgorithm, batch: Batch, settings: Settings, given: Batch) -> TracedProblem | None:
-        """Try out f and the events, and return what a kernel computes where one is chosen.
-
-        `given` is the batch before what is traced was made plain.
-        """
-        conditions = [event for event in settings.events if event.condition is not None]
-
-        def made() -> TracedProblem | None:
-            try_once(batch, settings.events, given.traced)
-            return problem_of(batch, conditions, must, self.warn) if wanted else None
-
-        if settings.alg.tableau.implicit and is_complex(batch.u0):
-            raise NotImplementedError(
-                f"solve: {type(settings.alg).__name__} takes real states, but u0 is {batch.u0.dtype}. Give real and "
-                "imaginary parts as components."
-            )
-        must = self.compile is True
-        wanted = batch.size > 0 and self._is_wanted(backend)
-        return remembered(made, batch, settings.events, given.traced, must) if wanted else made()
-
-    def run_on_device(self, backend: EnsembleAlgorithm, batch: Batch, settings: Settings) -> Outcome:
-        """Solve all trajectories of a batch of device arrays.
-
-        Raises
-        ------
-        NotImplementedError
-            Where a kernel of the host's is asked for.
-        """
-        if self.compile is True:
-            raise NotImplementedError(
-                "solve: compile=True makes machine code for the host, but the states or parameters are device arrays. "
-                "Leave it out, or bring them to the host with mpiad.device.to_host."
-            )
-        if settings.alg.tableau.implicit:
-            raise NotImplementedError(
-                f"solve: {type(settings.alg).__name__} runs on the host, but u0 or p are device arrays. Bring them to the "
-                "host with mpiad.device.to_host."
-            )
-        check_place(batch)
-        try_once(batch, settings.events, False)
-        return backend.run(batch, settings)
-
-    def warn(self, f: Function, text: str) -> None:
-        """Log a warning about f, now or by `log_warnings`."""
-        if not self._together:
-            warn_once(f, text)
-        elif (f, text) not in self._kept:
-            self._kept.append((f, text))
-
-    @property
-    def warnings(self) -> str:
-        """What `log_warnings` will log."""
-        return "\n".join(text for _, text in self._kept)
-
-    def log_warnings(self, logs: bool) -> None:
-        """Log what was kept; `logs` is false where another rank says the same."""
-        for f, text in self._kept:
-            warn_once(f, text, logs)
-
-    def used(self, name: str, kernel: object) -> None:
-        """Note which kernel was used."""
-        self.kernels[name] = kernel
-
-    def function(self, name: str, text: str, form: Form) -> Any:
-        """Return a kernel's function, and tell how long it took to compile."""
-        more = (form.restarts, bool(form.events)) if name == "forward" else ()
-        kernel = kernel_of(text, name, signature_of(name, form.dtype, *more))
-        if name not in self.kernels or self.kernels[name].text != text:
-            how = "compiled" if kernel.origin == "compiled" else "loaded"
-            _log.info("solve: the %s kernel was %s in %.2f s.", name, how, kernel.seconds)
-        self.kernels[name] = kernel
-        return kernel.function
+# Steps of a trajectory for which there is room at first.
+_STEPS = 48
+# So many trajectories a thread takes at a time, where all take them from one count. At the end some wait for those that
+# have a block more; and each writes to cache lines of its own, but for those at the ends of blocks.
+_BLOCK = 64
 
 
 class Solver:
@@ -179,12 +40,14 @@ class Solver:
 
     Parameters
     ----------
+    kernels : dict of str to Kernel
+        By their names, forward and reverse, those that this solve has used: here they are noted.
     batch : Batch
         Of plain arrays.
     """
 
-    def __init__(self, compiler: Compiler, traced: TracedProblem, batch: Batch, settings: Settings, threads: int):
-        self._compiler, self.traced = compiler, traced
+    def __init__(self, kernels: dict[str, Any], traced: TracedProblem, batch: Batch, settings: Settings, threads: int):
+        self._kernels, self.traced = kernels, traced
         self.batch, self.settings, self.threads = batch, settings, threads
         self.every = settings.saveat is None
         self.times = argument(np.atleast_2d(np.empty(0) if settings.saveat is None else settings.saveat))
@@ -205,7 +68,17 @@ class Solver:
 
     def _run(self, form: Form) -> Outcome:
         text = forward_text(self.traced.program, form, self.traced.names, self.traced.conditions)
-        return launch(self._compiler.function("forward", text, form), form, self)
+        return launch(self._function("forward", text, form), form, self)
+
+    def _function(self, name: str, text: str, form: Form) -> Callable[..., None]:
+        """Return a kernel's function, and tell how long it took to compile."""
+        more = (form.restarts, bool(form.events)) if name == "forward" else ()
+        kernel = kernel_of(text, name, signature_of(name, form.dtype, *more))
+        if name not in self._kernels or self._kernels[name].text != text:
+            how = "compiled" if kernel.origin == "compiled" else "loaded"
+            _log.info("solve: the %s kernel was %s in %.2f s.", name, how, kernel.seconds)
+        self._kernels[name] = kernel
+        return kernel.function
 
     # ---- derivatives
 
@@ -239,7 +112,7 @@ class Solver:
         for first, stop in pairwise(count * i // parts for i in range(parts + 1)):
             rows = slice(first, stop)
             batch, settings = self.batch.share(rows), self.settings.share(rows)
-            part = Solver(self._compiler, self.traced, batch, settings, self.threads)
+            part = Solver(self._kernels, self.traced, batch, settings, self.threads)
             part.form = self.form
             yield rows, part
 
@@ -256,4 +129,153 @@ class Solver:
             restarts=False,
         )
         text = reverse_text(self.traced.program, form, names, (*own, *common))
-        return self._compiler.function("reverse", text, form), form
+        return self._function("reverse", text, form), form
+
+
+def launch(function: Callable[..., None], form: Form, solver: Solver) -> Outcome:
+    """Run the forward kernel, `function`, over all trajectories."""
+    batch, settings = solver.batch, solver.settings
+    still = batch.start == batch.end
+    outcome = _unwritten(batch, settings, still)
+    if settings.progress is not None and still.any():
+        settings.progress(int(np.count_nonzero(still)))
+    run = _Launch(function, form, solver, outcome)
+    try:
+        done = run.all()
+    except BaseException:
+        give_back(run.rooms)  # no thread is at work any more
+        raise
+    if form.record:
+        if settings.restarts is not None:
+            # One of many pieces that are all kept: no more than its own, and the next one takes the room.
+            done = [tape._replace(rows=tape.rows.copy(), before=tape.before.copy()) for tape in done]
+            give_back(run.rooms)
+            run.rooms = []
+        outcome.tapes, outcome.last = done, run.last
+        # With the outcome its tapes go, and nobody else holds them.
+        weakref.finalize(outcome, give_back, run.rooms)
+    if form.events:
+        note_crossings(outcome, run.crossings)
+    if form.directions:
+        outcome.carried = run.carried(still)
+    return outcome
+
+
+def _unwritten(batch: Batch, settings: Settings, still: Array) -> Outcome:
+    """Return an outcome into which the kernel writes all but what belongs to trajectories that don't move."""
+    (d, n), dtype = batch.u0.shape, batch.u0.dtype
+    n_saved = settings.saveat.shape[-1] if settings.saveat is not None else 0
+    outcome = Outcome(
+        # A trajectory's components lie side by side, as a solution has them.
+        np.empty((n, d), dtype).T, np.empty(n), np.empty(n, np.int8), np.empty(n, np.int64), np.empty(n, np.int64),
+        np.full((n, n_saved, d), np.nan, dtype), np.full((n, n_saved), -2, np.int32) if settings.record else None,
+        np.ones(n) if settings.events else np.broadcast_to(1.0, n),
+    )  # fmt: skip
+    if still.any():
+        outcome.u_end[:, still], outcome.t_reached[still] = batch.u0[:, still], batch.start[still]
+        outcome.codes[still], outcome.naccept[still], outcome.nreject[still] = ReturnCode.Success.code, 0, 0
+    return outcome
+
+
+class _Launch:
+    def __init__(self, function: Callable[..., None], form: Form, solver: Solver, outcome: Outcome):
+        self._function, self._form, self._solver, self._outcome = function, form, solver, outcome
+        batch, settings = solver.batch, solver.settings
+        d, count = form.d, batch.size
+        m, n_saved = len(form.directions), solver.times.shape[1]
+        self.rooms: list[Array] = []
+        self.crossings: list[Array] = []
+        # How many trajectories threads have taken, of how many, and how many at a time.
+        self.taken = np.array([0, 0, _BLOCK])
+        self.last = np.full(count if form.record else 0, -1)
+        real = form.dtype
+        self._du = np.empty((m, d, count), real)
+        self._dsaved = np.zeros((m if form.inside else 0, count, n_saved, d), real)
+        save_step = outcome.save_step
+        self._restarts = (argument(settings.restarts),) if form.restarts else ()
+        atol = argument(np.ravel(settings.atol), real)
+        # What all have in common isn't copied for each.
+        u0 = batch.u0[:, :1] if batch.u0.strides[1] == 0 else batch.u0
+        start, end = (x[:1] if batch.one_span else x for x in (batch.start, batch.end))
+        inputs = (argument(row_parts(u0), real), solver.p, solver.s, argument(start), argument(end))
+        dt = -1.0 if settings.dt is None else float(settings.dt)
+        rest = (settings.rtol, atol, dt, float(settings.dtmax), float(settings.max_steps))
+        self._given = (*inputs, solver.times, *rest)
+        self._made = (
+            parts(outcome.u_end.T), outcome.t_reached, outcome.codes, outcome.naccept, outcome.nreject,
+            parts(outcome.saved),
+            np.empty((0, n_saved), np.int32) if save_step is None else save_step, self._du, self._dsaved, self.last,
+        )  # fmt: skip
+
+    def all(self) -> list[Tape]:
+        """Solve all trajectories, and return their steps, where they are recorded."""
+        count, threads = self._solver.batch.size, self._solver.threads
+        if self._form.record or self._solver.settings.progress is not None:
+            # What is kept of a share, and what is told of it, should stay small.
+            return each(self._share, shares_of(count, threads), threads)
+        if threads == 1:
+            return each(self._share, [(0, count)], 1)
+        threads = max(1, min(threads, count // _BLOCK))
+        self.taken[:2] = 0, count
+        return each(self._share, [(0, 0)] * threads, threads)
+
+    def _share(self, bounds: tuple[int, int], pause: Callable[[], None]) -> Tape:
+        """Solve the trajectories of a share, and then what is to be taken; return their steps, where they are recorded."""
+        (first, stop), form = bounds, self._form
+        lanes, size = form.lanes, (stop - first) * _STEPS if form.record else 0
+        rows, before = self._rows(size)
+        state, turn = np.array([first, lanes, 0, 0, stop, 0]), lanes * len(form.events)
+        crossings = room_for(turn, form.d) if form.events else np.empty((0, 0))
+        ids, place = aligned(lanes, np.dtype(np.int64)), aligned(lanes, np.dtype(np.int64))
+        ids[:] = -1
+        lane = *fields_of(form).room(form.dtype), ids, place, state, self.taken
+        call, told = Paced(self._function, state), 0
+        while True:
+            events = (self._outcome.end_part, crossings) if form.events else ()
+            call(*lane, *self._given, *self._made, rows, before, *self._restarts, *events)
+            waiting, vacant, row, found, end, _ = state  # the kernel has left off there, and goes on from there
+            told = self._tell(first, waiting, lanes - vacant, told)
+            if vacant == lanes and waiting == end:
+                break
+            pause()
+            # There may be no room left for the steps of a turn, or for its events.
+            if found + turn > len(crossings):
+                crossings = room_for(turn, form.d, crossings)
+            elif form.record and row + lanes > size:
+                longer = self._rows(2 * size + 1024)
+                longer[0][:size], longer[1][:size] = rows, before
+                (rows, before), size = longer, 2 * size + 1024
+        self.crossings.append(crossings[:found])
+        return Tape(first, stop, rows[:row], before[:row])
+
+    def _tell(self, first: int, waiting: int, busy: int, told: int) -> int:
+        """Tell the progress line how many more of a share have ended; return how many have."""
+        progress, batch = self._solver.settings.progress, self._solver.batch
+        if progress is None:
+            return 0
+        ended = int(np.count_nonzero(batch.start[first:waiting] != batch.end[first:waiting])) - busy
+        progress(ended - told)
+        return ended
+
+    def _rows(self, size: int) -> tuple[Array, Array]:
+        if not size:
+            return np.empty((0, self._form.d + 2)), np.empty(0, np.int64)
+        width = self._form.d + 2
+        rows, before = room(size * width), room(size)
+        self.rooms += [rows, before]
+        return rows[: size * width].reshape(size, width), before[:size].view(np.int64)
+
+    def carried(self, still: Array) -> tuple[Array, Array]:
+        """Return the tangents of final and saved states; zero for trajectories that failed."""
+        du, dsaved, form = self._du, self._dsaved, self._form
+        unit = np.array([[kind == "u" and place == c for c in range(form.d)] for kind, place in form.directions])
+        if still.any():
+            du[:, :, still] = unit[:, :, None]
+            if len(dsaved):
+                dsaved[:, still] = unit[:, None, None]
+        failed = self._outcome.failed
+        if failed.any():
+            du[:, :, failed] = 0
+            dsaved[:, failed] = 0
+        dtype = self._outcome.u_end.dtype
+        return from_row_parts(du, dtype), from_parts(dsaved, dtype)

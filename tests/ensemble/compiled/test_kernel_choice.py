@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mpiad.ensemble import RK45, EnsembleProblem, EnsembleSerial, ODEProblem, solve
-from mpiad.ensemble.compiled import kernel_solver, traced_problem
+from mpiad.ensemble.compiled import kernel_choice, traced_problem
 
 pytestmark = [pytest.mark.serial, pytest.mark.limit(240)]
 pytest.importorskip("llvmlite")
@@ -19,7 +19,7 @@ def decay(u, p, t):
     return [-u[0]]
 
 
-def many(f, count=kernel_solver.LEAST_TRAJECTORIES, d=1):
+def many(f, count=kernel_choice.LEAST_TRAJECTORIES, d=1):
     return EnsembleProblem(ODEProblem(f, np.ones(d), (0.0, 0.1)), u0=np.ones((count, d)))
 
 
@@ -33,7 +33,7 @@ def is_compiled(sol):
 
 def test_by_size_and_backend():
     assert is_compiled(solve(many(decay)))
-    assert not is_compiled(solve(many(decay, kernel_solver.LEAST_TRAJECTORIES - 1)))
+    assert not is_compiled(solve(many(decay, kernel_choice.LEAST_TRAJECTORIES - 1)))
     assert not is_compiled(solve(many(decay), compile=False))
     # The whole ensemble counts, not a batch.
     assert is_compiled(solve(many(decay), batch_size=300))
@@ -91,7 +91,7 @@ def test_partial_functions_are_those_that_they_call(caplog, monkeypatch):
 
 
 def test_without_llvmlite(monkeypatch):
-    monkeypatch.setattr(kernel_solver, "_has_llvm", lambda: False)
+    monkeypatch.setattr(kernel_choice, "_has_llvm", lambda: False)
     assert not is_compiled(solve(many(decay)))
     with pytest.raises(ImportError, match=r"pip install mpiad\[fast\]"):
         solve(many(decay, 3), compile=True)

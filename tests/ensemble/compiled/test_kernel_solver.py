@@ -23,7 +23,7 @@ from mpiad.ensemble import (
     remake,
     solve,
 )
-from mpiad.ensemble.compiled import forward_sweep
+from mpiad.ensemble.compiled import kernel_solver
 
 # Some tests compile many kernels, which takes long on a busy machine.
 pytestmark = [pytest.mark.serial, pytest.mark.limit(240)]
@@ -120,7 +120,7 @@ def test_failures():
 
 def test_a_trajectory_alone_in_a_thread_and_in_any_lane(monkeypatch):
     whole = solve(ensemble(), trajectories=N, saveat=TIMES, compile=True, **TIGHT)
-    monkeypatch.setattr(forward_sweep, "_BLOCK", 2)
+    monkeypatch.setattr(kernel_solver, "_BLOCK", 2)
     for backend in (EnsembleSerial(), EnsembleThreads(3)):
         again = solve(ensemble(), RK45(), backend, trajectories=N, saveat=TIMES, compile=True, batch_size=7, **TIGHT)
         assert again.u.tobytes() == whole.u.tobytes()
@@ -196,7 +196,7 @@ def test_fewer_steps_at_a_time(every):
 
 def test_steps_are_recorded_part_by_part(monkeypatch):
     rows = []
-    first = forward_sweep.launch
+    first = kernel_solver.launch
     monkeypatch.setattr(
         "mpiad.ensemble.compiled.kernel_solver.launch",
         lambda function, form, solver: (rows.append((form.record, solver.batch.size)), first(function, form, solver))[1],
@@ -223,7 +223,7 @@ def test_continuous_adjoint_after_a_kernel():
 
 def test_a_record_that_outgrows_its_room(monkeypatch):
     wide = mpiad.grad(loss, 2)(U0, OWN, SHARED, SPANS, compile=True, gradient="adjoint")
-    monkeypatch.setattr(forward_sweep, "_STEPS", 1)
+    monkeypatch.setattr(kernel_solver, "_STEPS", 1)
     narrow = mpiad.grad(loss, 2)(U0, OWN, SHARED, SPANS, compile=True, gradient="adjoint")
     assert wide.tobytes() == narrow.tobytes()
 

@@ -24,7 +24,7 @@ from mpiad.ensemble import (
     remake,
     solve,
 )
-from mpiad.ensemble.compiled import forward_sweep, kernel_rows, work_shares
+from mpiad.ensemble.compiled import kernel_rows, kernel_solver, work_shares
 
 # Kernels are compiled here, which takes long on a busy machine. An interrupt that didn't come through is met by the limit.
 pytestmark = [pytest.mark.serial, pytest.mark.limit(240)]
@@ -89,14 +89,14 @@ def written(tape):
 
 
 def test_a_call_for_each_turn_changes_no_bit(calls, monkeypatch):
-    tapes, tape = [], forward_sweep.Tape
-    monkeypatch.setattr(forward_sweep, "Tape", lambda *given: tapes.append(written(made := tape(*given))) or made)
+    tapes, tape = [], kernel_solver.Tape
+    monkeypatch.setattr(kernel_solver, "Tape", lambda *given: tapes.append(written(made := tape(*given))) or made)
     whole, gradient = differentiated(WAYS[0])
     plain = states(WAYS[0])
     first, few = tapes[:], dict(calls)
     tapes.clear()
     one_turn_each(monkeypatch)
-    monkeypatch.setattr(forward_sweep, "_BLOCK", 2)
+    monkeypatch.setattr(kernel_solver, "_BLOCK", 2)
     again, same = differentiated(WAYS[0])
     assert calls[6] > few[6] + 90 and calls[4] > few[4] + 90
     assert tapes == first[: len(tapes)] and any(rows for _, _, rows, _ in tapes)

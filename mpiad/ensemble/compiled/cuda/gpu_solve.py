@@ -20,7 +20,7 @@ from mpiad.ensemble.batch import Batch, is_on_device, placed
 from mpiad.ensemble.compiled.cuda.gpu_derivatives import Solved, results_of
 from mpiad.ensemble.compiled.cuda.gpu_inputs import sample_batch
 from mpiad.ensemble.compiled.cuda.gpu_solver import Loaded, Solver
-from mpiad.ensemble.compiled.kernel_solver import Compiler
+from mpiad.ensemble.compiled.kernel_choice import Compiler
 from mpiad.ensemble.compiled.parameter_packing import packing_of
 from mpiad.ensemble.compiled.traced_problem import FEW, TracedProblem, problem_of
 from mpiad.ensemble.device_solution import DeviceSolution, Statistics, count_failed

@@ -1,0 +1,151 @@
+"""Whether a kernel solves an ensemble, and which kernels one call of `solve` compiles and uses.
+
+By ``compile="auto"`` kernels are chosen by what all ranks and all batches of a solve have in common, so all of an ensemble
+is solved one way.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+from mpiad._typing import Function
+from mpiad.compiling.arguments import is_complex
+from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleSerial, EnsembleThreads, cores
+from mpiad.ensemble.batch import Batch, check_place
+from mpiad.ensemble.compiled.kernel_solver import Solver
+from mpiad.ensemble.compiled.traced_problem import TracedProblem, problem_of, remembered, warn_once
+from mpiad.ensemble.outcome import Outcome
+from mpiad.ensemble.settings import Settings
+from mpiad.ensemble.solve_options import SolveOptions
+from mpiad.ensemble.trial import try_once
+
+__all__ = ["Compiler"]
+
+# Fewer trajectories are solved in less time than a kernel is loaded or compiled in.
+LEAST_TRAJECTORIES = 1000
+
+
+def _threads_of(backend: EnsembleAlgorithm) -> int:
+    """Return by how many threads a kernel runs."""
+    if not isinstance(backend, EnsembleThreads):
+        return 1
+    return len(cores()) if backend.threads is None else max(1, backend.threads)
+
+
+@cache
+def _has_llvm() -> bool:
+    return find_spec("llvmlite") is not None
+
+
+class Compiler:
+    """What one call of `solve` compiles.
+
+    Parameters
+    ----------
+    count : int
+        How many trajectories the whole ensemble has; 0 for a single problem.
+    together : bool
+        Whether ranks solve together: what there is to say of f is then kept until they know who says it.
+
+    Attributes
+    ----------
+    kernels : dict of str to Kernel or Loaded
+        By their names, forward and reverse, those that were used.
+    """
+
+    def __init__(self, options: SolveOptions, count: int, together: bool = False):
+        self.compile, self._count = options.compile, count
+        self.kernels: dict[str, Any] = {}
+        self._together = together
+        self._kept: list[tuple[Function, str]] = []
+
+    def _is_wanted(self, backend: EnsembleAlgorithm) -> bool:
+        """Tell whether an ensemble is to be compiled, where it can be: by what all ranks and batches of it have in common.
+
+        Raises
+        ------
+        ImportError
+            With ``compile=True``, without llvmlite.
+        """
+        if self.compile is True and not _has_llvm():
+            raise ImportError("solve: compile=True needs llvmlite, which isn't installed: pip install mpiad[fast].")
+        if self.compile == "auto":
+            return self._count >= LEAST_TRAJECTORIES and not isinstance(backend, EnsembleSerial) and _has_llvm()
+        return self.compile is True
+
+    def run(self, backend: EnsembleAlgorithm, batch: Batch, settings: Settings, given: Batch) -> Outcome:
+        """Solve all trajectories of a batch, by a kernel where that is chosen; `given` is as for `plan`."""
+        return self.run_planned(backend, self.plan(backend, batch, settings, given), batch, settings, given)
+
+    def run_planned(
+        self, backend: EnsembleAlgorithm, plan: TracedProblem | None, batch: Batch, settings: Settings, given: Batch
+    ) -> Outcome:
+        """Solve all trajectories of a batch by a plan that was made for it or one like it."""
+        if plan is None:
+            return backend.run(batch, settings)
+        return Solver(self.kernels, plan, batch, settings, _threads_of(backend.local)).solved(given)
+
+    def plan(self, backend: EnsembleAlgorithm, batch: Batch, settings: Settings, given: Batch) -> TracedProblem | None:
+        """Try out f and the events, and return what a kernel computes where one is chosen.
+
+        `given` is the batch before what is traced was made plain.
+        """
+        conditions = [event for event in settings.events if event.condition is not None]
+
+        def made() -> TracedProblem | None:
+            try_once(batch, settings.events, given.traced)
+            return problem_of(batch, conditions, must, self.warn) if wanted else None
+
+        if settings.alg.tableau.implicit and is_complex(batch.u0):
+            raise NotImplementedError(
+                f"solve: {type(settings.alg).__name__} takes real states, but u0 is {batch.u0.dtype}. Give real and "
+                "imaginary parts as components."
+            )
+        must = self.compile is True
+        wanted = batch.size > 0 and self._is_wanted(backend)
+        return remembered(made, batch, settings.events, given.traced, must) if wanted else made()
+
+    def run_on_device(self, backend: EnsembleAlgorithm, batch: Batch, settings: Settings) -> Outcome:
+        """Solve all trajectories of a batch of device arrays.
+
+        Raises
+        ------
+        NotImplementedError
+            Where a kernel of the host's is asked for.
+        """
+        if self.compile is True:
+            raise NotImplementedError(
+                "solve: compile=True makes machine code for the host, but the states or parameters are device arrays. "
+                "Leave it out, or bring them to the host with mpiad.device.to_host."
+            )
+        if settings.alg.tableau.implicit:
+            raise NotImplementedError(
+                f"solve: {type(settings.alg).__name__} runs on the host, but u0 or p are device arrays. Bring them to the "
+                "host with mpiad.device.to_host."
+            )
+        check_place(batch)
+        try_once(batch, settings.events, False)
+        return backend.run(batch, settings)
+
+    def warn(self, f: Function, text: str) -> None:
+        """Log a warning about f, now or by `log_warnings`."""
+        if not self._together:
+            warn_once(f, text)
+        elif (f, text) not in self._kept:
+            self._kept.append((f, text))
+
+    @property
+    def warnings(self) -> str:
+        """What `log_warnings` will log."""
+        return "\n".join(text for _, text in self._kept)
+
+    def log_warnings(self, logs: bool) -> None:
+        """Log what was kept; `logs` is false where another rank says the same."""
+        for f, text in self._kept:
+            warn_once(f, text, logs)
+
+    def used(self, name: str, kernel: object) -> None:
+        """Note which kernel was used."""
+        self.kernels[name] = kernel
