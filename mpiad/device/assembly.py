@@ -118,6 +118,7 @@ def stack(arrays: Sequence[Array], axis: int = 0) -> Array:
     shapes = {piece.shape for piece in arrays}
     if len(shapes) > 1:
         raise ValueError(f"stack: all arrays must have one shape, but got {sorted(shapes)}.")
+    # By an index with None, which every kind of array takes and autograd differentiates.
     lead = (slice(None),) * (axis % (len(arrays[0].shape) + 1))
     return joined(len(lead), *[piece[(*lead, None)] for piece in arrays])
 

@@ -33,5 +33,6 @@ class Constants:
         if home is None:
             return self._arrays
         if home not in self._copies:
+            # Once for each device: a gradient takes the same indices in every step.
             self._copies[home] = tuple(home.to_device(np.ascontiguousarray(array)) for array in self._arrays)
         return self._copies[home]

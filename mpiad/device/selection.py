@@ -51,6 +51,7 @@ def select(ids: Sequence[int] | int | None = None) -> int:
     chosen = _offered(ids, count)
     _check(chosen, ids, count, local)
     number = chosen[local % len(chosen)]
+    # Current for this thread from here on: cupy.asarray and kernels of the user's go there too.
     cupy.cuda.Device(number).use()
     discover()  # CuPy is loaded now, and autograd must know its arrays
     _chosen[:] = [number]

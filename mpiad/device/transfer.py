@@ -60,6 +60,7 @@ def to_device(x: Tree, device: int | None = None, *, like: Array = None) -> Tree
         if plain is None or isinstance(plain, str) or arrays_of(plain) is not None:
             return leaf
         if not found:
+            # Only now: a nest that is on a device already needs no CuPy.
             found.append(_cupy_arrays(device))
         return array_to_device(leaf, found[0])
 

@@ -100,6 +100,7 @@ def run_backward(
         else:
             _sweep_telling(recording.nodes, totals, variables, keep, ready)
     except BaseException as error:
+        # Other ranks may have sent what nobody takes any more: the next message would be mistaken for it.
         mark_unfinished(recording.channels, f"{type(error).__name__} left a reverse pass with messages under way.")
         raise
     return totals[:variables]
@@ -115,9 +116,11 @@ def _sweep_telling(
         for parent in nodes[place].inputs:
             if parent < variables:
                 first_uses[parent] = place
+    # A variable that no node takes has its cotangent, none, before the sweep begins.
     complete: dict[int, list[int]] = {}
     for variable in range(variables):
         complete.setdefault(first_uses.get(variable, len(nodes)), []).append(variable)
+    # One flag for each place: whether its cotangent was made here, so that it may be added to in place.
     owned, stop = bytearray(len(nodes)), len(nodes)
     for place in sorted(complete, reverse=True):
         _sweep(nodes, totals, range(stop - 1, place - 1, -1), keep, owned)
@@ -139,6 +142,7 @@ def _sweep(nodes: list[Any], totals: list[Any], places: range, keep: bool, owned
         elif like.dtype is not None:
             # A communication is visited whether or not anything depends on its result here: its partners wait for it.
             g = like.zeros() if g is None else conform(g, *like)
+        # The last reference is then this loop's own, which ends with the next node.
         totals[place] = None
         for parent, part in zip(node.inputs, node.pull(g)):
             total = totals[parent]

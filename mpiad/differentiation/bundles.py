@@ -57,6 +57,7 @@ class BundleNode(TangentNode):
 
 def _along(tangents: list[tuple[int, Any]], rule: Callable, value: Array, args: tuple, kwargs: dict) -> Array:
     """Return the tangent in one direction."""
+    # What is zero in this direction is left out: most directions reach few of the inputs.
     known = [(k, g) for k, g in tangents if g is not None]
     if not known:
         return None

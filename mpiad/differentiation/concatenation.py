@@ -29,7 +29,9 @@ class Concatenation:
 
     def __init__(self, specs: Sequence[Spec]):
         self.specs = list(specs)
+        # The widest of all, so that cotangents of double parts keep their digits beside single ones.
         self.dtype = np.result_type(*[spec.dtype for spec in specs]) if specs else np.dtype(float)
+        # One part on a device takes all there: a vector lives in one place.
         self._home = next((spec.arrays for spec in specs if spec.arrays is not None), None)
         self._cuts = np.cumsum([0] + [int(np.prod(spec.shape)) for spec in specs]).tolist()
 

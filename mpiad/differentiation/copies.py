@@ -37,6 +37,7 @@ def require_equal_copies(variables: Variables, channel: Channel, call: str) -> N
     """
     if compares_copies():
         said = f"{call}: shared=True says that all ranks hold the same variable x"
+        # By their paths, so that the error names the parameter that differs.
         leaves = [(path, to_host(leaf)) for path, leaf in named_leaves(variables.build(variables.leaves), "x")]
         settled(require_replicated, channel, leaves, said, _BROADCAST)
 

@@ -126,6 +126,7 @@ def grad(
     >>> print(mpiad.grad(lambda p: mpiad.mpi_allreduce(p**2) / size, shared=True)(3.0))
     6.0
     """
+    # With the value: it costs nothing beside the gradient, and the ranks must agree on it before the reverse pass anyway.
     both = _evaluator(fun, argnum, objective, shared, root, comm, "grad")
 
     def evaluate(*args: Any, **kwargs: Any) -> Any:

@@ -91,6 +91,7 @@ def jacobian(
         # One reverse pass for each entry, on all ranks: each runs the messages of the function backwards once.
         rows = [_row(traced, k, spec, weight, variables) for k in range(int(np.prod(spec.shape)))]
         leaves = [_stacked(rows, i, spec, variables) for i in range(len(variables.places))]
+        # After all rows: one sum of a large array instead of one for each entry of J.
         return variables.filled(shared_sum(leaves, comm) if shared else leaves, lambda leaf: None)
 
     return evaluate

@@ -50,6 +50,7 @@ class Linearization:
 
     def __init__(self, value: Tree, pull: Callable[[Tree], Tree]):
         self.value, self._pull = value, pull
+        # Made by the first product with the Jacobian: who asks for transposed ones alone doesn't pay for it.
         self._transposed: tuple[Traced, Variables] | None = None
 
     def vjp(self, w: Tree, *, batch: bool = False) -> Tree:
@@ -121,6 +122,7 @@ def _batched(product: Callable[[Tree], Tree], several: Tree, call: str) -> Tree:
     counts = {_count_in(leaf, call) for leaf in leaves if is_variable(leaf)}
     if len(counts) != 1 or 0 in counts:
         raise ValueError(f"{call}: with batch=True all arrays must hold the same number of directions, but hold {counts}.")
+    # One after the other: all ranks make the communications of each direction in the same order.
     found = [product(build([leaf[k] if is_variable(leaf) else leaf for leaf in leaves])) for k in range(counts.pop())]
     rows = [flatten(each)[0] for each in found]
     joined = [stack(list(column)) if is_variable(column[0]) else column[0] for column in zip(*rows)]

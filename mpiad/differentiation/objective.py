@@ -58,6 +58,7 @@ def weight_of(objective: str, channel: Channel, root: int) -> float:
     """Return the factor with which this rank's own number enters J."""
     if objective == "root":
         return 1.0 if channel.rank == root else 0.0
+    # The mean is a sum with other weights, so nothing else needs to know of it.
     return 1.0 if objective == "sum" else 1.0 / channel.size
 
 
@@ -130,6 +131,7 @@ def _prepared(p: Sharing, x: Array, out: Array) -> Any:
         p.channel.data.Allreduce(going, coming)
         if shared[0]:
             raise_everywhere(p.channel, None)
+        # In place: later steps of the program read this array.
         total[()] = shared[1]
 
     return run
@@ -148,6 +150,7 @@ def raise_everywhere(channel: Channel, problem: Problem | None) -> None:
 
 def _adjoint(ans: Array, x: Array, p: Sharing) -> Any:
     """Return the transpose of adding up with the result on all ranks: all ranks' cotangents add up."""
+    # Not SHARE again: a cotangent has no mistake of the user's to tell.
     return lambda g: communicate(ALLREDUCE, g, Reduction(p.channel, SUM))
 
 

@@ -27,6 +27,7 @@ class PhaseObserver(Protocol):
 
 
 observers: list[PhaseObserver] = []
+# Taken at import, before anyone can have swapped them.
 _bare_sweep, _bare_enter, _bare_exit = backward._sweep, OrderedTape.__enter__, OrderedTape.__exit__
 
 

@@ -45,6 +45,7 @@ _WRAPPERS = "autograd.numpy.numpy_wrapper"
 
 def explain(error: BaseException, trace: TracebackType | None) -> None:
     """Complete the text of an exception that leaves a trace, where it is known what to do instead."""
+    # Other kinds are the user's own: their text is left alone.
     if not isinstance(error, (AttributeError, KeyError, TypeError, ValueError)):
         return
     # Python shows the text of a KeyError in quotes.
@@ -67,6 +68,7 @@ def _cure_of(text: str) -> str | None:
     for pattern, cure in _CURES:
         if re.search(pattern, text, re.DOTALL):
             return cure
+    # An attribute that a traced array lacks is often a method of NumPy's, which autograd has as a function.
     method = _METHOD.search(text)
     if method is None:
         return None

@@ -25,6 +25,7 @@ from mpiad.differentiation.rules.arithmetic import ADD, DIVIDE, MULTIPLY, SUBTRA
 __all__ = ["BundleBox", "ShortcutBox", "shortened"]
 
 _ndarray = np.ndarray
+# By their exact types: subclasses of ndarray have operators of their own.
 _numbers = frozenset({float, int, np.float64, np.ndarray})
 _new = object.__new__
 _getitem: Any = ArrayBox.__getitem__

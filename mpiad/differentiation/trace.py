@@ -115,6 +115,7 @@ def trace_backwards(fun: Callable[[Tree], Any], variables: Variables, of_cotange
     discover()
     tape = OrderedTape(of_cotangents)
     with tape:
+        # Variables take the first places of the record: the reverse sweep ends where they begin.
         boxes = [new_box(variables.leaves[place], tape.number, OrderedNode.variable(tape)) for place in variables.places]
         out = fun(variables.filled(boxes))
     # The tape is still open here: an ended one can't tell its own values from constants.

@@ -56,6 +56,7 @@ def _walk_dict(tree: Tree, leaves: list[Any]) -> Callable:
     kind = type(tree) if isinstance(tree, dict) and type(tree).__init__ is dict.__init__ else dict
 
     def build(new: object) -> dict:
+        # Leaves come in the order that ranks agree on, and the dict is built in the order of the user's.
         found = {key: part(new) for key, part in parts}
         return kind((key, found[key]) for key in keys)
 
@@ -73,6 +74,7 @@ def _in_order(tree: Tree) -> list[Any]:
 def _maker(tree: Tree) -> Callable[[list[Any]], Any]:
     if hasattr(tree, "_fields"):  # a named tuple
         return lambda items: type(tree)(*items)
+    # A traced sequence has lost its type; of tuple and list the one that can't be changed.
     if isinstance(tree, SequenceBox):
         return tuple
     return type(tree)

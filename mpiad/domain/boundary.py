@@ -62,6 +62,7 @@ class Side(NamedTuple):
 
     def folded(self, halo: LocalArray, layers: LocalArray, axis: int) -> LocalArray:
         """Return what belongs to the layers, given what belongs to the halo: the transpose of `filled`'s linear part."""
+        # All layers of the halo are copies of one layer of the block, whose cotangents add up.
         total = halo if layers.shape == halo.shape else halo.sum(axis=axis, keepdims=True)
         return total if self.factor == 1 else self.factor * total
 
@@ -119,6 +120,7 @@ def _side(kind: object, call: str) -> Side:
 
 def homogeneous(sides: Sides) -> Sides:
     """Return the sides of a derivative: without the values."""
+    # Layers and factors stay: they are the linear part.
     return tuple([(low._replace(value=0), high._replace(value=0)) for low, high in sides])
 
 

@@ -75,6 +75,7 @@ def spacing_of(
 
 def _ends(extent: float | Sequence, ndim: int) -> list[tuple[float, float]]:
     if not isinstance(extent, (Sequence, np.ndarray)):
+        # One length: each dimension goes from zero to it.
         return [(0.0, float(extent))] * ndim
     if len(extent) != ndim:
         raise ValueError(

@@ -41,6 +41,7 @@ class Decomposition:
         self.neighbours = partition.neighbours(used.rank)
         self.owned = partition.block(used.rank)
         self.local_shape: Shape = tuple(s.stop - s.start for s in self.owned)
+        # Plans of exchanges are made at their first use, so a domain that only sums costs nothing.
         self._halo = Halo(partition, used.rank, self.halo, comm)
         self.padded_shape = self._halo.padded
         self.interior = self._halo.interior[1:]  # without the ellipsis in front, which users write themselves

@@ -49,6 +49,7 @@ class FieldFiles(Decomposition):
             if block.dtype.hasobject:
                 raise TypeError(f"{call}: expected numbers, but got an array of Python's objects.")
         lead, file = block.shape[: block.ndim - len(self.shape)], Path(path)
+        # Before a byte is written: ranks with other shapes would write over each other's blocks.
         require_same(self._channel, f"path={str(file)!r}, leading axes {lead}, dtype {block.dtype.str}", call)
         write_block(self._channel, file, (*lead, *self.shape), self._starts(len(lead)), block, call)
 
@@ -84,8 +85,11 @@ class FieldFiles(Decomposition):
             except (OSError, ValueError) as found:
                 error = type(found)(f"{call}: {file} can't be read: {found}.")
         raise_together(self._channel, error)
+        # One rank reads the header: a hundred that open one file keep a file system busy for longer than the broadcast
+        # takes.
         shape, dtype, offset = self._channel.data.bcast(None if layout is None else (layout[0], layout[1].str, layout[2]))
         layout, lead = Layout(shape, np.dtype(dtype), offset), shape[: len(shape) - len(self.shape)]
+        # Each reads its own block, so no rank ever holds the whole grid.
         block = np.empty((*lead, *self.local_shape), layout.dtype)
         read_block(self._channel, file, layout, self._starts(len(lead)), block, call)
         return block

@@ -97,6 +97,7 @@ class Reductions(Decomposition):
                     f"Domain.gram: expected arrays of shape (k, {', '.join(map(str, self.local_shape))}), but got "
                     f"{np.shape(getval(several))}."
                 )
+        # One product of matrices, and one message for all k l sums.
         flat = [anp.reshape(each, (np.shape(getval(each))[0], -1)) for each in (u, v)]
         return mpi_allreduce(anp.dot(flat[0], flat[1].T), comm=self.comm)
 

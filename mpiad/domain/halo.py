@@ -101,6 +101,7 @@ class Halo:
     def _one_beyond(
         self, axis: int, place: int, across: tuple[slice, ...], layers: Callable[[int, int, int], slice] | None
     ) -> Beyond:
+        # With the extent that the stage has along other dimensions, so that corners come with the last of them.
         def index(along: slice) -> Index:
             return (..., *across[:axis], along, *across[axis + 1 :])
 

@@ -61,6 +61,8 @@ def add(values: LocalArray, coming: list[Coming]) -> None:
 
 def _received(values: LocalArray, coming: list[Coming]) -> Any:
     for parts, request in coming:
+        # In the order of the routes, and not as they arrive: where halo cells overlap, sums would come in another order
+        # each time.
         message, start = mpi_wait(request), 0
         for index in parts:
             shape = values[index].shape
@@ -128,9 +130,11 @@ class _Edges:
     def __init__(self, values: np.ndarray, parts: tuple[Index, ...], apart: bool = False):
         cells = [values[index] for index in parts]
         self.copies: list[tuple[np.ndarray, np.ndarray]] = []
+        # A slab of whole rows is sent and received where it lies, without a copy.
         if len(cells) == 1 and cells[0].flags.c_contiguous and not apart:
             self.message = cells[0]
             return
+        # Several parts to one neighbour, or strided ones, travel as one contiguous message.
         self.message, start = _room(values, parts), 0
         for part in cells:
             self.copies.append((part, self.message[start : start + part.size].reshape(part.shape)))

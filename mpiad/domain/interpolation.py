@@ -66,6 +66,7 @@ def located(points: Array, lattice: Lattice, partition: Partition, call: str) ->
     # A point on the last cell lies between the one before and it, with weight one, and needs no cell beyond the grid.
     last = np.maximum(np.array(partition.shape) - 2, 0)
     base = np.where(np.array(partition.periodic), base, np.clip(base, 0, last))
+    # Traced where the points are: inside a cell the value is a polynomial of it, and the cell itself is constant.
     fraction = place - base
     cell = base % np.array(partition.shape)
     return Location(partition.owners(cell), cell, fraction)

@@ -17,6 +17,7 @@ from mpiad.transport.agreement import raising_together
 __all__ = ["Minimization", "provide"]
 
 _CALL = "Domain.minimize"
+# Not imported: the optimizers know nothing of domains, and domains lie below them.
 _provided: list[Function] = []
 
 
@@ -120,6 +121,7 @@ class Minimization(Decomposition):
         minimize, of_file = _provided
         if isinstance(checkpoint, (str, PathLike)):
             checkpoint = of_file(checkpoint)
+        # So that the file holds the whole grid, and can be read on another number of ranks.
         if isinstance(checkpoint, tuple) and getattr(checkpoint, "blocks", ()) is None:
             checkpoint = checkpoint._replace(blocks=self.owned)  # type: ignore[attr-defined]
         return minimize(

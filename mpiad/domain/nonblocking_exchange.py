@@ -135,6 +135,7 @@ def _next_number(halo: Halo) -> int:
 
 
 def _tag_of(number: int) -> int:
+    # By its number, on which the ranks agree without a message: all begin their exchanges in the same order.
     return _FIRST_TAG + number % _TAGS
 
 
@@ -183,6 +184,7 @@ def _start(x: LocalArray, exchange: Exchange) -> Begun:
 
 def _finish(x: None, begun: Begun) -> LocalArray:
     exchange, values, coming = begun.exchange, begun.values, begun.coming
+    # Of an exchange that the user keeps, the buffers are free.
     begun.done, begun.values, begun.coming = True, None, []
     halo = exchange.halo
     (stage,) = halo.stages(exchange.scheme)

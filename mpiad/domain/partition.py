@@ -113,6 +113,7 @@ def _exchanged_cells(shape: Shape, dims: tuple[int, ...], halo: tuple[int, ...],
 
 
 def _factorisations(size: int, ndim: int) -> list[tuple[int, ...]]:
+    # All of them, few as they are: which is best depends on the grid's shape, its halo and its ring dimensions.
     divisors = [k for k in range(1, size + 1) if size % k == 0]
     return [
         (*first, size // math.prod(first))

@@ -75,6 +75,7 @@ class PointTables:
         TypeError, ValueError
             As `located` does.
         """
+        # Nothing is kept of points that are traced: their weights belong to this trace.
         if isbox(points):
             return self._found(located(points, lattice, self._partition, call), dtype)
         plain: Any = np.ascontiguousarray(points)
@@ -84,6 +85,7 @@ class PointTables:
         if key not in self._kept:
             self._kept[key] = self._found(located(plain, lattice, self._partition, call), dtype)
             if len(self._kept) > _KEPT:
+                # The one that was asked for longest ago: points that move would fill the memory otherwise.
                 self._kept.popitem(last=False)
         self._kept.move_to_end(key)
         return self._kept[key]

@@ -120,6 +120,7 @@ class Points(Decomposition):
         The cotangent of `fraction`, divided by the spacing, goes to `points`.
         """
         lattice = lattice_of(self.shape, self.periodic, spacing, origin, extent, centred)
+        # There, also of points on a device: where each is decides how arrays are indexed.
         found = located(_on_host(points), lattice, self._partition, "Domain.locate")
         home = arrays_of(stop(points))
         return found if home is None else Location(*[array_to_device(part, home) for part in found])
@@ -213,6 +214,7 @@ class Points(Decomposition):
         # As floats, also where some ranks give integers: what is gathered has one dtype.
         flat = anp.reshape(points, (-1, ndim)) * 1.0
         counts = [int(n) for n in mpi_allgather(np.array([math.prod(shape)]), axis=0, comm=self.comm)]
+        # All points to all ranks, since none knows whose neighbours they have; values come back to their ranks alone.
         everywhere = mpi_allgather(flat, axis=0, comm=self.comm)
         share = self._share(u, everywhere, lattice, call)
         # Each point has one owner, and zeros elsewhere: the sum is the owner's value, and each rank gets its points' alone.

@@ -55,6 +55,7 @@ class RandomFields(Decomposition):
         key = operator.index(seed)
         if not 0 <= key < 2**128:
             raise ValueError(f"Domain.normal: seed must be an integer from 0 to 2**128 - 1, but got {seed!r:.60}.")
+        # A generator that counts: any place of its sequence is reached at once, where others must draw all before it.
         generator = np.random.Philox(key=key)
         count, (*rows, last) = math.prod(shape), self.owned
         out = np.empty((count, *self.local_shape))

@@ -50,6 +50,7 @@ def of_root_copies(fun: Function) -> Function:
     solve = _Solve()
 
     def run(x: Array, *args: Any) -> Any:
+        # Solves nest: inside of two, copies of both are refused.
         outer = _current.solve
         solve.arrays = (*(outer.arrays if outer else ()), *map(getval, flatten(x)[0]))
         _current.solve = solve

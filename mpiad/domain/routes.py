@@ -88,6 +88,7 @@ class Geometry:
 
     def steps(self, diagonal: bool) -> Iterator[Step]:
         """Return the ways to neighbours whose cells the halo holds: to those beside, or to the diagonal ones."""
+        # Along a dimension without a halo nobody is a neighbour.
         for step in itertools.product(*[(-1, 0, 1) if h else (0,) for h in self.widths]):
             moved = len(step) - step.count(0)
             # A star has no neighbours across edges and corners; a box has them all.
@@ -133,6 +134,7 @@ def plan(geometry: Geometry, scheme: str) -> tuple[Stage, ...]:
         beyond = _beyond(geometry, lambda axis: geometry.block)
         empty = tuple(geometry.ghosts(step, geometry.block) for step in diagonal)
         return (_stage(geometry, beside, geometry.block, beyond, empty),)
+    # Together: one round with more messages, for exchanges that are to overlap with computation.
     reach = [geometry.reach(axis) for axis in range(ndim)]
     # Of the dimensions after it a side covers what has come from neighbours: the rest is filled with theirs.
     beyond = _beyond(geometry, lambda axis: (*[slice(None)] * axis, *reach[axis:]))

@@ -59,6 +59,7 @@ class Placement(Decomposition):
         with raising_together(self._channel):
             if self._channel.rank == root:
                 cells = into_blocks(self._checked(u, self.shape, "Domain.scatter"), self._partition)
+        # Known to all ranks from the partition: nothing is told but the cells.
         counts = [math.prod(lengths(self._partition.block(r))) for r in range(self._channel.size)]
         block = mpi_scatter(cells, root, axis=0, counts=counts, comm=self.comm)
         return anp.moveaxis(block, 0, -1).reshape(block.shape[1:] + self.local_shape)
@@ -103,6 +104,7 @@ class Placement(Decomposition):
         cells = mpi_gather(anp.moveaxis(u.reshape((*lead, -1)), -1, 0), root, axis=0, comm=self.comm)
         if self._channel.rank == root:
             return from_blocks(cells, self._partition)
+        # Empty, but of the right number of axes, so that the same program runs on all ranks.
         return cells.reshape((*lead, 0, *self.shape[1:]))
 
     def owner(self, index: Array) -> Array:

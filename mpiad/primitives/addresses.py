@@ -23,6 +23,7 @@ def point_to_point(comm: Comm, call: str) -> Channel:
     used, tape = channel(comm, call, collective=False), current.tape
     refuse_foreign_trace(tape, call)
     if tape is not None:
+        # An exception in this trace then marks the channel, and later calls on it say that messages may be left over.
         tape.channels.add(used)
     elif operator_body.channels is not None:
         operator_body.channels.add(used)

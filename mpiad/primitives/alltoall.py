@@ -60,6 +60,7 @@ def _forward(x: Array, p: Reduction) -> Any:
 
 def _adjoint(ans: Array, x: Array, p: Reduction) -> Any:
     """Return the transpose of a permutation, which here is the permutation itself."""
+    # Blocks (r, s) and (s, r) change places, forwards as backwards.
     return lambda g: communicate(ALLTOALL, g, p)
 
 

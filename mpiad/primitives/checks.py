@@ -36,6 +36,7 @@ def root_of(root: object, channel: Channel, call: str) -> int:
 
 def partner_of(rank: object, channel: Channel, call: str, argument: str, wildcard: bool = False) -> int | None:
     """Return a partner's rank, None for no partner; a ValueError where there is no such rank."""
+    # Nearly always so: no texts are made for errors that nobody gets to see.
     if type(rank) is int and 0 <= rank < channel.size:
         return rank
     if rank is None or rank == PROC_NULL:
@@ -114,6 +115,7 @@ def lengths_along(
         return [1] * size
     length = shape[axis]
     if counts is None:
+        # As numpy.array_split divides: the first ranks take one more.
         return [length // size + (rank < length % size) for rank in range(size)]
     if np.ndim(counts) != 1:
         raise TypeError(f"{call}: counts must be a list of {size} integers, but got {type(counts).__name__} {counts!r}.")
@@ -129,6 +131,7 @@ def lengths_along(
 def piece_of(whole: Spec, axis: int | None, length: int) -> Spec:
     """Return the spec of one rank's piece of a divided array."""
     if axis is None:
+        # Without an axis the first counts the ranks, and a piece is without it.
         return whole._replace(shape=whole.shape[1:])
     return whole._replace(shape=(*whole.shape[:axis], length, *whole.shape[axis + 1 :]))
 

@@ -17,6 +17,7 @@ __all__ = ["conform", "spec_like", "tangent_of"]
 
 def spec_like(x: Array) -> Spec:
     """Return shape, dtype and place of a value, traced or not."""
+    # Nearly always so, and every node of a tape asks.
     if type(x) is np.ndarray or type(x) is np.float64:
         return Spec(x.shape, x.dtype)
     dtype = getattr(x, "dtype", None)

@@ -78,6 +78,7 @@ class Communicating:
         self.fun = fun
         self.__name__ = getattr(fun, "__name__", "operator")
         self.__doc__ = getattr(fun, "__doc__", None)
+        # Both are set later, by `defvjp` and `defjvp` of `extend`.
         self.backward: Callable | None = None
         self.forward: Callable | None = None
         self.in_place: InPlace | None = None
@@ -94,6 +95,7 @@ class Communicating:
 
     def body(self, args: tuple, kwargs: dict) -> Any:
         """Run the function on plain arrays, as one node."""
+        # Read-only: a body that wrote into its argument would change what others hold, and what adjoints were given.
         args = tuple([_lent(arg) for arg in args])
         with suspended():
             ans = self.fun(*args, **kwargs)

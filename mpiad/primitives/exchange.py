@@ -75,6 +75,7 @@ def _forward(x: Array, p: Exchange) -> Any:
 
 
 def _prepared(p: Exchange, x: Array, out: Array) -> Any:
+    # Prepared messages go in pairs, between ranks that are known: not at the ends of a chain, nor from any sender.
     if p.there is None or p.back is None or p.back.number is None:
         return None
     return prepared_swap(x, p.there, out, p.back, "mpi_exchange")
@@ -82,6 +83,7 @@ def _prepared(p: Exchange, x: Array, out: Array) -> Any:
 
 def _adjoint(ans: Array, x: Array, p: Exchange) -> Any:
     """Return the transpose of a permutation between ranks, its inverse: both directions reversed."""
+    # What comes back has the shape of x, which need not be that of what came here.
     reverse = Exchange(p.back and p.back.back(), spec_like(x), p.there and p.there.back())
     return lambda g: communicate(EXCHANGE, g, reverse)
 

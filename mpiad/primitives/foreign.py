@@ -72,6 +72,7 @@ def checked_adjoint(vjp: Callable, call: str, level: int) -> Callable:
 
     The level is the number of the trace: each nested derivative has an order of its own.
     """
+    # By trace: adjoints of an inner derivative run while those of the outer one are all still to come.
     waiting = _sequence.waiting.setdefault(level, set())
     _sequence.last = number = _sequence.last + 1
     waiting.add(number)

@@ -66,6 +66,7 @@ def _forward(x: Array, p: Dividing) -> Any:
 
 def _adjoint(ans: Array, x: Array, p: Dividing) -> Any:
     """Return the transpose of collecting the pieces: each goes back to its rank."""
+    # By the lengths of the forward pass: the ranks need not tell each other again how long their pieces are.
     return lambda g: communicate(SCATTER, g, p)
 
 

@@ -60,8 +60,10 @@ def mpi_iallreduce(x: LocalArray, comm: Comm = None) -> Request:
 
 
 def _forward(x: Array, p: Reduction) -> Request:
+    # From a copy: MPI reads it until the wait, and the caller may change x before.
     array = private_copy(outgoing(x, "mpi_iallreduce"), x)
     handle = start_allreduce(p.channel, array)
+    # No envelope: it is no message between two, and nothing of it is matched by tag.
     return Request("mpi_iallreduce", p.channel, handle, None, spec_like(array))
 
 

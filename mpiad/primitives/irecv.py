@@ -61,6 +61,7 @@ def mpi_irecv(like: Array, source: Rank, tag: int = 0, comm: Comm = None) -> Req
 
 def _forward(x: None, p: Receiving) -> Request:
     if p.back is None:
+        # Zeros at once, so that a wait treats the edge of a grid like its inside.
         return Request("mpi_irecv", None, None, p.spec.zeros(), p.spec)
     return Request("mpi_irecv", p.back.channel, post_receive(p.spec, p.back), None, p.spec, p.back)
 

@@ -36,6 +36,7 @@ def _switch(on: bool) -> None:
         if on:
             _swap(operation)
         else:
+            # The bare functions are back in place, so that nothing is paid while nobody asks.
             operation.forward, operation.adjoint, operation.tangent = operation.bare
 
 
@@ -125,6 +126,7 @@ def _recorded(name: str) -> tuple[str, Site]:
     outer = calls.current()
     if outer is not None and outer.forward_site is not None:
         return outer.forward_name or name, outer.forward_site  # an adjoint's own adjoint: the same line again
+    # From the frame of whoever applies the operation: our own frames are passed over from there on.
     site = calls.site_of(sys._getframe(2))
     return site.named(name), site
 

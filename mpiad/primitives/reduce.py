@@ -57,6 +57,7 @@ def mpi_reduce(x: LocalArray, op: Op = SUM, root: Rank = 0, comm: Comm = None) -
     used = channel(comm, "mpi_reduce")
     root = root_of(root, used, "mpi_reduce")
     if reduction_of(op, x, "mpi_reduce") == SUM:
+        # To the root alone: a sum needs nothing elsewhere for its adjoint.
         return mpi_sum(x, root, comm)
     require_sendable(getval(x), "mpi_reduce")
     # The adjoints of the others need the result on all ranks, so it goes there at once.

@@ -53,6 +53,7 @@ class Request:
 
     def cell(self, level: int) -> Cell:
         """Return what start and wait share in the trace of that number."""
+        # By the number of the trace: in nested ones the same request has an adjoint, or a tangent, in each.
         return self.cells.setdefault(level, Cell())
 
     def again(self) -> Request:
@@ -99,6 +100,7 @@ def claim(request: object, call: str) -> Request:
             "call both inside the same differentiated function, or both outside."
         )
     if request.tape is not None:
+        # From here on its trace may end.
         del request.tape.requests[id(request)]
     request.done, request.tape = True, None
     return request

@@ -59,6 +59,7 @@ def mpi_sendrecv(x: LocalArray, dest: Rank, source: Rank, tag: int = 0, comm: Co
     # On all ranks, those too that only pass x on: plain autograd is refused by all or by none.
     point_to_point(comm, "mpi_sendrecv")
     receiver, sender = pair
+    # No message: the pair is one rank, or one of it is none.
     if receiver == sender or receiver is None or sender is None:
         return x
     if used.rank == sender:

@@ -84,6 +84,7 @@ def mpi_waitall(requests: Iterable[Request]) -> list[Array]:
     >>> print([float(total) / size for total in mpiad.mpi_waitall(requests)])
     [1.0, 2.0]
     """
+    # One after the other, each a node of its own: the reverse pass starts what each of them received, in reverse order.
     return [mpi_wait(request) for request in requests]
 
 
@@ -103,6 +104,7 @@ def _forward(x: None, request: Request) -> Any:
 def _adjoint(ans: Array, x: None, request: Request, level: int) -> Any:
     """Return the start of what the adjoint of the request's own start completes."""
     cell, there = request.cell(level), request.envelope and request.envelope.back()
+    # Not the request itself, whose value would be kept until the reverse pass.
     kind, spec = request.call, request.spec
 
     def vjp(g: Array) -> None:
