@@ -55,6 +55,7 @@ def communicating(fun: Function) -> Communicating:
     >>> print(mpiad.grad(lambda x: total(x) ** 2 / size)(1.0))
     2.0
     """
+    # An object and no wrapper: tapes, plain autograd and compiled programs each ask it for other rules.
     return Communicating(fun)
 
 
@@ -86,6 +87,7 @@ def defvjp(operator: Communicating, *makers: Callable | None) -> None:
     """
 
     def backward(ans: Array, args: tuple, kwargs: dict) -> Callable:
+        # All makers now, all rules later and in this order: ranks that trace other arguments make the same messages.
         rules = [None if maker is None else maker(ans, *args, **kwargs) for maker in makers]
         return lambda g: [None if rule is None else rule(g) for rule in rules]
 
@@ -157,6 +159,8 @@ def defjvp(operator: Communicating, *rules: Callable | None) -> None:
         total = None
         for k, rule in enumerate(rules):
             if rule is not None:
+                # With zeros where an argument isn't traced here: its tangent may be communicated, and another rank may
+                # trace it.
                 part = rule(tangent_of(args[k], tangents.get(k)), ans, *args, **kwargs)
                 total = part if total is None else total + part
         return spec_like(ans).zeros() if total is None and hasattr(ans, "dtype") else total
@@ -232,6 +236,7 @@ def defadjoint(operator: Communicating, adjoint: Function) -> Communicating:
     """
     transpose = adjoint if isinstance(adjoint, Communicating) else communicating(adjoint)
     _checked(operator, "defadjoint")
+    # Each is the other's adjoint, so that second derivatives need no third operator.
     for one, other in ((operator, transpose), (transpose, operator)):
         defvjp(one, lambda ans, x, *rest, other=other, **kwargs: lambda g: other(g, *rest, **kwargs))
         defjvp(one, lambda g, ans, x, *rest, one=one, **kwargs: one(g, *rest, **kwargs))

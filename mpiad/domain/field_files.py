@@ -85,8 +85,7 @@ class FieldFiles(Decomposition):
             except (OSError, ValueError) as found:
                 error = type(found)(f"{call}: {file} can't be read: {found}.")
         raise_together(self._channel, error)
-        # One rank reads the header: a hundred that open one file keep a file system busy for longer than the broadcast
-        # takes.
+        # From one rank's reading, so that all agree on the layout, and all raise where it doesn't fit.
         shape, dtype, offset = self._channel.data.bcast(None if layout is None else (layout[0], layout[1].str, layout[2]))
         layout, lead = Layout(shape, np.dtype(dtype), offset), shape[: len(shape) - len(self.shape)]
         # Each reads its own block, so no rank ever holds the whole grid.

@@ -117,6 +117,7 @@ class Batch(NamedTuple):
 
     def share(self, rows: slice) -> Batch:
         """Return some of the trajectories."""
+        # Views: threads and shares read the same arrays.
         leaves = [leaf[..., rows] if varies else leaf for leaf, varies in zip(self.p.leaves, self.p.varies)]
         return self._replace(
             u0=self.u0[:, rows], p=self.p._replace(leaves=leaves), start=self.start[rows], end=self.end[rows]
@@ -147,6 +148,7 @@ def save_times(saveat: Array | None, batch: Batch, first: int = 0) -> Array:
     start, end, count = batch.start, batch.end, batch.size
     saveat = saveat[first : first + count] if np.ndim(saveat) == 2 else saveat
     if count and start.strides == end.strides == (0,):  # one tspan, however many trajectories
+        # Checked once, and not a million times.
         start, end = start[:1], end[:1]
     times = np.asarray(saveat)
     if times.dtype.kind not in "iuf":

@@ -27,6 +27,7 @@ def locked(array: Array) -> Array:
     """Return a read-only view; what lives on a device can't be locked."""
     if type(array) is not np.ndarray:
         return array
+    # A view, so that the array itself stays writable for whoever owns it.
     view = array.view()
     view.flags.writeable = False
     return view

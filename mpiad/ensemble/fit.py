@@ -144,6 +144,7 @@ def fit(
 
 def _compiler(plan: FitPlan, together: bool = False) -> Compiler:
     count, m = plan.start.shape
+    # As many columns as the states and their m tangents: by that "auto" weighs a kernel's compilation.
     return Compiler(plan.options, count * (1 + m), together)
 
 
@@ -156,6 +157,7 @@ def _over_ranks(given: FitArguments, mpi: EnsembleMPI, used: Channel) -> FitResu
     said, parts = zip(*used.data.allgather((compiler.warnings, mine)))
     compiler.log_warnings(said.index(compiler.warnings) == used.rank)
     every = joined_fits(parts)
+    # A trajectory's fit takes many solves: all of their steps are its cost the next time.
     mpi.remember(every._tries, 1, bool(compiler.kernels), traced=True)
     if used.rank == 0:
         report("fit", "fits", every.retcode)

@@ -114,6 +114,7 @@ def planned(given: FitArguments) -> FitPlan:
         value = getattr(given, name)
         if not isinstance(value, (int, float, np.number)) or not 0 <= value < math.inf:
             raise ValueError(f"fit: {name} must be a number, zero or more, but got {value!r}.")
+    # As SciPy's least_squares.
     most = 100 * start.shape[1] if given.max_nfev is None else given.max_nfev
     if not isinstance(most, Integral) or most < 1:
         raise ValueError(f"fit: max_nfev must be an integer above zero, but got {most!r}.")

@@ -60,6 +60,7 @@ class Tracing:
         values, places, recording = trace_list(called, given + [t] if self._timed else given)
         _write(out, values, whole)
         specs = [(place, spec_like(value)) for place, value in zip(places, values)]
+        # Their memory is free for the reverse pass, which needs their specs alone.
         del values
 
         def pull(g: Array) -> list[Any]:
@@ -149,6 +150,7 @@ def _write(out: Array, values: Sequence[Any], whole: bool) -> None:
 def _seed(part: Array, spec: Spec) -> Any:
     """Return the cotangent of a component, one that is the same for all columns included."""
     if part.shape != spec.shape:
+        # A component that depends on no column is one number for all.
         part = part.sum()
     return part if part.dtype == spec.dtype else conform(part, *spec)
 

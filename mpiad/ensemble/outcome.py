@@ -76,6 +76,7 @@ _FIRST_FAILURE = [code.failed for code in ReturnCode].index(True)
 
 def names_of(codes: Array) -> Array:
     """Return the names of the codes in an array of numbers."""
+    # Strings only where they are asked for: numbers are what is computed, joined and sent.
     return _NAMES[codes]
 
 
@@ -87,6 +88,7 @@ def codes_of(names: Array) -> Array:
 
 def came_through(codes: Array) -> Array:
     """Tell which codes in an array of numbers are of trajectories that didn't fail."""
+    # One comparison of small integers, on a device too.
     return codes < _FIRST_FAILURE
 
 

@@ -86,6 +86,7 @@ class EnsembleMPI(EnsembleAlgorithm):
 
     def bounds(self, count: int, size: int) -> Array:
         """Return where the shares of the ranks begin and end, from 0; the same on all ranks."""
+        # Nothing is known of this ensemble yet: equal numbers of trajectories.
         if len(self._tries) != count or not count:
             return np.arange(size + 1) * count // size
         if self._bounds is None or len(self._bounds) != size + 1:
@@ -107,6 +108,7 @@ class EnsembleMPI(EnsembleAlgorithm):
         lane = _TRACED_LANE_ENTRY if traced else _LANE_ENTRY
         self._tries, self._entry = tries, lane if compiled else _ENTRY
         self._turn = _LANES if compiled else (_TRACED_TURN if traced else _TURN) / max(1, components)
+        # Training loops solve alike again and again; the search for equal costs is made when costs have changed.
         if before[:2] != (self._entry, self._turn) or not np.array_equal(before[2], tries):
             self._bounds = None
 

@@ -112,12 +112,14 @@ class Steps:
         if every is not None:
             self.kept, d = Steps(-(-counts // every), d, dtype), 0
         self.counts, self.d = counts, d
+        # Longest first: the s-th sweep from the end is then a prefix of the columns, and needs no index.
         self.order = np.argsort(-counts, kind="stable")
         self.rank = np.empty_like(self.order)
         self.rank[self.order] = np.arange(len(counts))
         most = int(counts.max(initial=0))
         # How many trajectories have more than s steps.
         self.widths = len(counts) - np.cumsum(np.bincount(counts, minlength=most + 1))[:most]
+        # Two columns at least, wherever functions of the user's are called: a single one is repeated by `pad`.
         self._stored = np.maximum(self.widths, 2)
         self._offsets = np.concatenate([[0], np.cumsum(self._stored)])
         total = int(self._offsets[-1])

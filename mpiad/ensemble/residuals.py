@@ -58,6 +58,7 @@ class Residuals:
         u = self._by_columns(states.u[columns])
         tangents = [self._by_columns(tangent[columns]) for tangent in states.tangents]
         with np.errstate(all="ignore"):
+            # Once, at the first call: it costs two more.
             if not self.count:
                 self._check(x, u, ids, columns)
             r, jacobian = self._linearised(np.ascontiguousarray(x[columns].T), u, tangents, ids[columns])
@@ -66,9 +67,12 @@ class Residuals:
         table[:, :, m] = r.T[:count]
         for j, column in enumerate(jacobian):
             table[:, :, j] = column.T[:count]
+        # Of a point where the solve failed the cost is infinite, so that the step to it is refused; LAPACK needs finite
+        # numbers.
         good = np.isfinite(cost) & np.isfinite(table).all(axis=(1, 2))
         table[~good] = 0.0
         factor = np.zeros((count, m + 1, m + 1))
+        # By a QR factorisation of [J r], and not by JᵀJ, whose condition is that of J squared.
         factor[:, : min(len(r), m + 1)] = np.linalg.qr(table, mode="r")
         return Evaluation(np.where(good, cost, np.inf), factor)
 

@@ -87,6 +87,7 @@ class SensitivitySolve:
 
     def states(self, x: Array, ids: Array) -> States:
         """Return the saved states of some trajectories, at variables x (n, m), and their tangents along each variable."""
+        # Variables as rows: columns are trajectories, as everywhere in a solve.
         along = self._along(np.ascontiguousarray(x.T), _chosen(self._batch, ids))
         batch, times = along.given.plain(), self._times if self._times.ndim == 1 else self._times[ids]
         settings = self._settings._replace(saveat=times, gradient="tangent" if _is_small(along, batch) else "adjoint")
@@ -118,6 +119,7 @@ class SensitivitySolve:
     def _tangents(self, run: Run, along: _Along, m: int) -> Array:
         """Return the tangents of the saved states, shape (m, n, n_saved, d)."""
         solver, places = run.outcome.solver, list(along.leaves)
+        # What a kernel has carried on the way needs no second pass over the steps.
         carried = None if solver is None else carried_tangents(solver, run, along.u0 is not None, places, True)
         if run.tableau.implicit and isinstance(derived(bend_program, run.batch), str):
             return _replayed(run, along, m)
@@ -170,6 +172,7 @@ def _generated(bundle: Bundle, generator: Generator, batch: Batch, x: Array) -> 
         # Traced, with no tangent at all, so that what is made of it is seen to have an axis of trajectories.
         return bundle.variable(leaf, [None] * len(x))
 
+    # One pair of numbers where all have the same: generators compute with it, and see what the problem has.
     span: Any = (float(batch.start[0]), float(batch.end[0])) if batch.one_span else (batch.start, batch.end)
     p = batch.p.build([constant(leaf) if own else leaf for leaf, own in zip(batch.p.leaves, varies)])
     made = generator(ODEProblem(batch.f, constant(batch.u0.reshape(*shape, count)), span, p), x)

@@ -143,6 +143,7 @@ class EnsembleSolution(FactorizationCounts):
     @classmethod
     def lazy(cls, later: dict[str, Callable[[], Any]], **made: Any) -> Any:
         """Return a solution some of whose fields are made when they are first read."""
+        # Not by the constructor, which would ask for all fields.
         sol = object.__new__(cls)
         others = {"events": {}, "converged": False, **dict.fromkeys(("problem", "dense", "alg", "_codes", "_start"))}
         sol.__dict__.update({name: value for name, value in others.items() if name not in later}, **made, _later=later)

@@ -130,6 +130,7 @@ def settings_of(
                 f"solve: atol must be one number, or have the shape of a state, {batch.shape}, but has shape "
                 f"{np.shape(atol)}."
             )
+        # A column, as states are columns of numbers, whatever shape the user gave them.
         atol = np.reshape(atol, (-1, 1))
     events = tuple(event.for_states(batch.shape) for event in options.events)
     if mass is not None:
@@ -137,6 +138,7 @@ def settings_of(
             raise ValueError(
                 f"solve: mass_matrix must have shape {(d, d)}, as u0 has {d} components, but has {mass.shape}."
             )
+        # In the states' precision: beside float32 a double matrix would make all of the arithmetic double.
         mass = mass.astype(batch.u0.real.dtype)
     return Settings(
         options.alg, options.rtol, atol, options.dt, options.dtmax, options.max_steps, events, saveat, record,
@@ -213,6 +215,7 @@ def _check_untraced(saveat: Array) -> None:
 
 
 def _check_kinds(options: SolveOptions) -> None:
+    # Kinds before values: the checks that follow ask these objects for what they are.
     for name, kinds in (
         ("problem", (ODEProblem, EnsembleProblem)), ("alg", Algorithm), ("ensemblealg", EnsembleAlgorithm)
     ):  # fmt: skip
@@ -298,6 +301,7 @@ def _trajectories(options: SolveOptions) -> int:
         raise ValueError(
             f"solve: trajectories=N is needed, where the ensemble has no arrays u0= or p=, but got {count!r}. Say how many."
         )
+    # The rows say how many, and where it is said as well, the check below compares.
     count = next(iter(lengths.values())) if count is None else count
     if not isinstance(count, Integral) or isinstance(count, bool) or count < 0:
         raise ValueError(f"solve: trajectories must be an integer, zero or more, but got {count!r}.")

@@ -83,6 +83,7 @@ class SteadyStateSolution:
         A steady state is stable where all real parts are below zero.
         """
         found = np.full(self.jacobian.shape[:-1], np.nan, complex)
+        # At a state that isn't steady they would say nothing of stability.
         found[self.success] = np.linalg.eigvals(self.jacobian[self.success])
         return found
 
@@ -185,6 +186,7 @@ def _over_ranks(given: _Given, mpi: EnsembleMPI, used: Channel) -> SteadyStateSo
     bounds = mpi.bounds(options.trajectories, used.size)
     with raising_together(used, Exception):
         mine = _found(given, options, compiler, range(bounds[used.rank], bounds[used.rank + 1]))
+    # Also of a rank without trajectories: the gathering that follows needs one kind on all.
     kind = mine.u.shape[1:], mine.u.dtype
     parts = used.data.allgather((compiler.warnings, mine.retcode, mine.niter, mine.jacobian, kind))
     said, retcode, niter, jacobian, kinds = zip(*parts)
@@ -205,13 +207,18 @@ def _found(given: _Given, options: SolveOptions, compiler: Compiler, numbers: ra
     traced = _batch(options, numbers)
     batch = traced.plain()
     settings = settings_of(options, batch, np.empty(0), record=False, ends=True)
+    # Newton's method starts from where the solve ends: near a stable state that the trajectory comes to, and not any
+    # other.
     started = consistent_start(batch, settings.mass, settings.rtol, settings.atol).batch
     outcome = compiler.run(given.ensemblealg.local, started, settings, started)
+    # NaN where the solve failed: the search from there ends at once, and finds nothing.
     start = np.where(outcome.failed, np.nan, outcome.u_end)
     if batch.size:
+        # Traced once before the search, where an error can still say what is wrong with f; two columns, as everywhere.
         both = np.zeros(2, int)
         leaves, t = Equations(batch).columns(both)
         check_traceable(Field(batch), batch.u0[:, both], leaves, t)
+    # Below it rounding is all that a step still sees.
     least = 100 * np.finfo(start.dtype).eps
     roots = find_roots(Equations(batch), start, max(options.rtol, least), settings.atol, given.max_iters)
     found = SteadyStates(batch, roots)

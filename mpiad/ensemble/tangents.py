@@ -103,12 +103,14 @@ class _Block:
             for place, gs in directions.leaves.items()
         ]
         self._varies = [varies[place] for place in directions.leaves]
+        # What steps of one width share is made again where some trajectories have ended, and not in each step.
         self._width, self._columns = 0, slice(0, 0)
         self._step: Any = None
         self._systems = StageSystems(run, tuple(directions.leaves)) if run.tableau.implicit else None
 
     def sweep(self, end: Array) -> None:
         """Go from the first step to the last."""
+        # A copy in the order of the sweep, in which those that still go on are the first columns.
         tangents = end[:, :, self._sweep.ids]
         for visit in self._sweep.forwards():
             self._push(visit, tangents)

@@ -70,6 +70,7 @@ def as_variables(x0: Tree, call: str = "minimize") -> Tree:
     TypeError
         Where nothing in x0 can be varied, or a part of it belongs to a trace.
     """
+    # A list of numbers is a vector, as SciPy takes it; any other nest stays one.
     if isinstance(x0, (list, tuple)) and not hasattr(x0, "_fields") and x0 and all(map(_is_number, x0)):
         x0 = np.array(x0, dtype=float)
     elif _is_number(x0) or (isinstance(x0, np.ndarray) and x0.dtype.kind in "iu"):
@@ -132,6 +133,7 @@ class Packing:
         self.homes = [leaf.arrays if type(leaf) is Elsewhere else arrays_of(leaf) for leaf in found]
         self._away = any(home is not None for home in self.homes)
         self._lengths = [int(np.prod(shape)) * (1 + (dtype.kind == "c")) for shape, dtype in self._specs]
+        # A complex number is two variables, its real and its imaginary part, since methods know real ones.
         self.size = sum(self._lengths)
         # One array of doubles lies in memory as its vector does.
         self._plain = len(self._specs) == 1 and self._specs[0][1] == np.float64 and len(self._specs[0][0]) > 0
@@ -165,6 +167,7 @@ class Packing:
         leaves = flatten(tree)[0]
         if len(leaves) != len(self._leaves):
             raise TypeError(f"minimize: expected a nest of {len(self._leaves)} arrays like x0, but got {len(leaves)}.")
+        # All at once: arrays of one device travel as one copy.
         leaves = fetched(leaves) if self._away else leaves
         out, start = np.empty(self.size) if into is None else into, 0
         for place, (shape, dtype), length in zip(self._places, self._specs, self._lengths):
@@ -228,6 +231,7 @@ class PiecePacking(Packing):
     def lend(self) -> np.ndarray | None:
         """Return where the next variables may be written, shape (size,), so that `unpack` needn't copy them."""
         if self._plain and 8 * self.size >= _LARGE:
+            # A vector that nobody holds any more: fresh memory of that size costs a page fault for each 4 KiB.
             self._lent = self._pool.vector()
         return self._lent
 

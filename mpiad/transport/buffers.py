@@ -60,6 +60,7 @@ def outgoing(x: Array, call: str) -> Array:
     TypeError
         For objects, strings, sequences, masked arrays, and dtypes that MPI has no type for.
     """
+    # Nearly always so.
     if type(x) is np.ndarray and x.dtype in _DTYPES:
         return x if x.flags.c_contiguous else x.copy(order="C")
     return _converted(x, call)

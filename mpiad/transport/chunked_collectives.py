@@ -107,6 +107,7 @@ def scan(comm: Comm, array: Array, exclusive: bool) -> Array:
 def alltoall(channel: Channel, array: Array) -> Array:
     """Transpose blocks: block s of rank r becomes block r of rank s."""
     compare(channel.data, "Alltoall", array)
+    # Cut within each block, so that a piece has as much for every rank and all send at once.
     counts = [array.size // channel.size] * channel.size
     pieces = of_blocks(counts, array.dtype.itemsize)
     going, coming = departing(array, pieces), arriving(_like(array), pieces)
@@ -144,6 +145,7 @@ def reduce_scatter(channel: Channel, array: Array, counts: list[int], block: Spe
     compare(channel.data, "Reduce_scatter", array)
     pieces = of_blocks(counts, block.dtype.itemsize)
     going, coming = departing(array, pieces), arriving(block, of_block(counts, channel.rank, block.dtype.itemsize))
+    # Of each piece the ranks' parts may have other lengths, zero included: blocks needn't be equal.
     lengths = [[end - start for start, end in ranges] for ranges in pieces]
     return _passed(
         coming, len(pieces), lambda k: channel.data.Reduce_scatter(going.piece(k), coming.piece(k), lengths[k], MPI.SUM)

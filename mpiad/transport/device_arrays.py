@@ -162,6 +162,7 @@ def arrays_of(x: Array) -> ArrayModule | None:
     kind = type(x)
     if kind in _on_host:
         return None
+    # By the exact type: a subclass is registered for itself when it is met.
     maker = _makers.get(kind)
     if maker is None:
         if not hasattr(kind, "__cuda_array_interface__"):
@@ -230,6 +231,7 @@ def register_arrays(kind: type, maker: Maker, here: Callable[[], ArrayModule] | 
 
 def when_registered(listener: Callable[[type], None]) -> None:
     """Call a function with each kind of arrays that is registered, those so far at once."""
+    # Also for what comes later: CuPy is often imported after this library.
     _listeners.append(listener)
     for kind in _makers:
         listener(kind)
@@ -240,6 +242,7 @@ def discover() -> None:
 
     A trace calls it at its start: a device array that is a constant of the traced function is met by autograd first.
     """
+    # Looked for among what is loaded, never imported: that takes a second, and most programs have no GPU.
     cupy = sys.modules.get("cupy")
     kind = getattr(cupy, "ndarray", None)
     if kind is not None and kind not in _makers:

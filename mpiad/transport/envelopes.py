@@ -64,6 +64,7 @@ class Envelope:
         """Give the number back that it took, where nothing is sent or received."""
         if self.answers is None and not self.reverse and self.number is not None:
             counts = self.channel.sent if self.outgoing else self.channel.received
+            # Else the partner's next message would have another number than ours, and its adjoint another tag.
             counts[self.peer, self.tag] -= 1
 
     def renew(self) -> None:
@@ -106,10 +107,12 @@ class Envelope:
 
     def back(self) -> Envelope:
         """Return the address of the message that carries the cotangent back."""
+        # With the number of the forward message: both sides know it, in whatever order their adjoints run.
         return Envelope(self.channel, self.peer, self.tag, not self.outgoing, self.number, True, self.answers or self)
 
     def along(self) -> Envelope:
         """Return the address of the message that carries the tangent, right after this one."""
         if self.reverse:
             return self
+        # A number of its own: tangents travel among forward messages, in the order of the program.
         return Envelope(self.channel, self.peer, self.tag, self.outgoing)

@@ -55,6 +55,7 @@ def close_world() -> None:
     global _world, _finalized
     if _world is not None:
         _world.close()
+    # Also where none was open: mpi_finalize was called, and errors say so.
     _world, _finalized = None, True
 
 

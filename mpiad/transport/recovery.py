@@ -80,6 +80,7 @@ def recoverable(call: str, comm: Comm = _BY_KEYWORD, verdict: Verdict | None = N
         @functools.wraps(fun)
         def run(*args: Any, **kwargs: Any) -> Any:
             outer = _current.place
+            # An inner composite leaves it to the outermost, whose ranks are all that may wait.
             if outer is not None and verdict is None:
                 return fun(*args, **kwargs)
             _current.place = used = channel(kwargs.get("comm") if comm is _BY_KEYWORD else comm, call)
@@ -191,6 +192,7 @@ def _meeting_place(used: Channel | None, interrupted: bool) -> Channel | None:
     while True:
         revoked = [found for found in _around(used) if _is_given_up(found)]
         if not interrupted or patience.seconds > _UNTIL_NOTICED:
+            # The largest: its ranks include those of all others, and each of them comes there.
             return max(revoked, key=lambda found: found.size, default=used)
         if revoked and max(found.size for found in revoked) == MPI.COMM_WORLD.size:
             return max(revoked, key=lambda found: found.size)
@@ -280,6 +282,7 @@ def ranks_within(place: Channel, comm: Comm) -> list[int]:
     """Return the ranks in a channel of a communicator's members."""
     group, world = comm.Get_group(), MPI.COMM_WORLD.Get_group()
     members = [place.members.index(rank) for rank in group.Translate_ranks(None, world)]
+    # Handles of MPI's, of which there is a limited number.
     group.Free()
     world.Free()
     return members

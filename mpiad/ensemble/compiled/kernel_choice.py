@@ -125,6 +125,7 @@ class Compiler:
                 f"solve: {type(settings.alg).__name__} runs on the host, but u0 or p are device arrays. Bring them to the "
                 "host with mpiad.device.to_host."
             )
+        # Before f is tried out, whose own error for mixed places would name neither.
         check_place(batch)
         try_once(batch, settings.events, False)
         return backend.run(batch, settings)
@@ -133,6 +134,7 @@ class Compiler:
         """Log a warning about f, now or by `log_warnings`."""
         if not self._together:
             warn_once(f, text)
+        # Batches and repeats come here again with the same f.
         elif (f, text) not in self._kept:
             self._kept.append((f, text))
 

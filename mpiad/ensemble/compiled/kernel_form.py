@@ -101,6 +101,7 @@ class Form(NamedTuple):
 def form_of(program: Program, packing: ParameterPacking, batch: Batch, settings: Settings) -> Form:
     """Return what the kernels of a batch, without derivatives, are generated for; `program` is what f computes."""
     events = tuple((event.terminal, event.direction) for event in settings.events)
+    # Which entries are zero is part of the form: elimination is written out for those that aren't.
     linear = jacobian_program(program)[1:] if settings.alg.tableau.implicit else ((), ())
     piece = settings.restarts is not None  # of which all are to have one kernel
     return Form(

@@ -38,11 +38,13 @@ class LaneOutput:
         fields.add("p", form.varying)
         for name in ("now", "tn", "sign", "size", "end", "due", "least", "live", "rejected", "tries", "number"):
             fields.add(name, exact=True)
+        # Errors, too, in double precision: their root decides the next step, which is a time.
         for name in ("q2", "accepted", "next", "event"):
             fields.add(name, exact=True)
         if self.beta is not None:
             fields.add("q2_before", exact=True)
         fields.add("new", d)
+        # The last stage has a place of its own: of first-same-as-last pairs it is the next step's first.
         fields.add("last", d)
         if form.inside:
             fields.add("inner", d * (form.stages - 1))

@@ -86,6 +86,7 @@ def remembered(make: Callable[[], _Found | None], batch: Batch, events: Sequence
     None isn't remembered. `asked` is what else it depends on, and by which what is made here differs from what others
     remember.
     """
+    # In the place of numbers their kind and shape, by which another program would be made; other leaves count by value.
     parts = {part.place: part for part in packing_of(batch.p).parts}
     forms: list[Any] = [parts.get(place, leaf) for place, leaf in enumerate(batch.p.leaves)]
     functions = [f for event in events for f in (event.written, event.affect, event.times) if callable(f)]
@@ -96,6 +97,7 @@ def remembered(make: Callable[[], _Found | None], batch: Batch, events: Sequence
     made = make()
     if made is not None and key is not None:
         if len(_known) >= _MOST_KNOWN:
+            # The oldest one: a loop that makes its f anew each time leaves one behind in every step.
             _known.pop(next(iter(_known)))
         _known[key] = made
     return made
@@ -147,6 +149,7 @@ def changes(f: Function, program: Program, warn: Warn, name: str = "f") -> bool:
     known.add(program)
     if len(known) <= _MOST_PROGRAMS:
         return False
+    # Not kept: where one of the first ones comes back, its kernel is used again.
     known.discard(program)
     warn(
         f, f"{name} has had other constants in each of {len(known)} solves, and was compiled in each; now f is called "

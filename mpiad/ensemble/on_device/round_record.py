@@ -47,6 +47,7 @@ class Round(NamedTuple):
 
     def at(self, columns: Array) -> Round:
         """Return the round of some columns."""
+        # All but the last two fields, which aren't arrays over columns.
         taken: list[Any] = [None if array is None else np.take(array, columns, axis=-1) for array in self[:-2]]
         if not self.located:
             return Round._make([*taken, self.most, []])
@@ -125,6 +126,7 @@ class Record:
         self, batch: Batch, table: DeviceCoefficients, saves: SaveTimes | EveryStep | None, every: int | None = None
     ):
         self.batch, self.table, self.saves, self.every = batch, table, saves, every
+        # Rounds advance time upwards for all; a trajectory that goes backwards is mirrored.
         self.signs = np.where(batch.end < batch.start, -1.0, 1.0)
         self.blocks: list[Block] = []
         self.live: Array | None = None
@@ -137,6 +139,7 @@ class Record:
     def note(self, done: Round) -> None:
         """Add a round to the last block."""
         rounds = self.blocks[-1].rounds
+        # Between checkpoints states are left out, and computed again from those before.
         between = self.every is not None and len(rounds) % self.every
         rounds.append(done._replace(u=None) if between else done)
 

@@ -208,6 +208,7 @@ class ResidualEvaluation:
 def _triangle(rows: np.ndarray) -> np.ndarray:
     """Return the triangle of a QR factorisation, with rows of zeros where there are too few."""
     found = np.linalg.qr(rows, mode="r")
+    # Of one shape on all ranks, whatever their number of rows: triangles are stacked on the root.
     out = np.zeros((rows.shape[1], rows.shape[1]))
     out[: len(found)] = found
     return out

@@ -74,6 +74,7 @@ def settings_of(tol: float | None, options: dict | None) -> Settings:
     """
     given = dict(options or {})
     if "m" in given:
+        # Its name in papers.
         given["maxcor"] = given.pop("m")
     if tol is not None:
         given = {"gtol": tol, "ftol": tol, **given}
@@ -105,6 +106,7 @@ def ending_at(state: State, settings: Settings) -> Ending | None:
     if here.norm <= settings.gtol:
         return GRADIENT
     if settings.ftol > 0.0 and state.value_before < math.inf:
+        # As L-BFGS-B: relative, but absolute below one, where objectives near zero would never end.
         scale = max(abs(state.value_before), abs(here.value), 1.0)
         if state.value_before - here.value <= settings.ftol * scale:
             return REDUCTION

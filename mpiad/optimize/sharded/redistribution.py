@@ -82,6 +82,7 @@ def layout_of(specs: Sequence[tuple], checkpoint: Checkpoint, comm: Comm) -> Lay
             box = [[start, start + shape[0]]]
         else:
             box = []
+        # Of a complex array the parts are one more axis, the last.
         boxes.append([*box, *[[0, 2]] * (dtype.kind == "c")] if box else None)
     # Known on all ranks, or on none.
     known = comm.allgather(boxes)
@@ -95,11 +96,13 @@ def place_independent(vector: np.ndarray, layout: Layout, comm: Comm) -> str:
     """Return a checksum of a divided vector that doesn't depend on how it is divided; all ranks call it."""
     total, start = 0, 0
     for k, (box, shape) in enumerate(zip(layout.boxes, layout.shapes)):
+        # By bits: the checksum is of the state that goes on, not of one that is equal to rounding.
         piece = np.ascontiguousarray(vector[start : start + _length([box])], np.float64).view(np.uint64)
         axes = np.ix_(*[np.arange(*ends, dtype=np.uint64) for ends in box])
         places = np.zeros(tuple(stop - first for first, stop in box), np.uint64)
         for places_along, n in zip(axes, shape):
             places = places * np.uint64(n) + places_along
+        # Each number mixed with its place, and added up: so order and division don't matter, and places do.
         total += int(np.sum(_mixed(piece ^ _mixed(places.ravel() + np.uint64(k << 56))), dtype=np.uint64))
         start += len(piece)
     return f"{sum(comm.allgather(total)) % 2**64:016x}"

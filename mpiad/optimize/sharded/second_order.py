@@ -75,6 +75,7 @@ class SecondOrderEvaluation:
         found = self._evaluation.attempted(lambda: self._derivatives(x), lambda: unknown)
 
         def multiply(v: Array) -> Array:
+            # Counted where they are asked for: one may be made of several of the user's.
             self.products += 1
             return found.multiply(v)
 
@@ -109,6 +110,7 @@ class SecondOrderEvaluation:
 
         def multiply(v: Array) -> Array:
             if not kept:
+                # At the first product only: a point that the line search refuses takes none.
                 kept.append(self._evaluation.hessian(x))
             return kept[0](v).copy()
 
@@ -118,6 +120,7 @@ class SecondOrderEvaluation:
         """Return half the sum of all ranks' squared residuals and the regularizer's value; products of JᵀJ and its own."""
         nest = self._packing.unpack(x)
         kept = self._agreement.run(lambda: linearize(lambda x: self._agreement.run(lambda: self._residuals(x)))(nest))
+        # Jᵀr from the record of r that the products use as well.
         gradient = self._flat(self._agreement.run(lambda: kept.vjp(kept.value)))
         (value,) = self._totals.of([0.5 * float(to_host(anp.sum(kept.value**2)))], [], [])
         plain = Derivatives(value, gradient, lambda v: self._multiplied(lambda u: kept.vjp(kept.jvp(u)), v))

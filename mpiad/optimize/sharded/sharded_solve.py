@@ -80,6 +80,7 @@ class Sharded:
     """
 
     def __init__(self, used: Channel, program: Program, piece: Piece):
+        # A duplicate of its own: an interrupted solve leaves no message that the user's next call could take.
         self._program, self._piece, self._used, self._comm = program, piece, used, used.derive()
         self._totals = Totals(self._comm, program.root)
         self.agreement = StageFailures(self._comm, "minimize", "mpiad.optimize", explain)
@@ -91,6 +92,7 @@ class Sharded:
         try:
             result = self._run(callback, line)
         except Exception as error:
+            # Freeing is collective: where the ranks don't come together any more it would wait for ever.
             if not self.agreement.broken and not is_interruption(error):
                 self._close()
             raise
