@@ -155,7 +155,7 @@ def _over_ranks(given: FitArguments, mpi: EnsembleMPI, used: Channel) -> FitResu
     with raising_together(used, Exception):
         mine = _share(given, plan, compiler, range(bounds[used.rank], bounds[used.rank + 1]))
     said, parts = zip(*used.data.allgather((compiler.warnings, mine)))
-    compiler.log_warnings(said.index(compiler.warnings) == used.rank)
+    compiler.log_warnings(said, used.rank)
     every = joined_fits(parts)
     # A trajectory's fit takes many solves: all of their steps are its cost the next time.
     mpi.remember(every._tries, 1, bool(compiler.kernels), traced=True)

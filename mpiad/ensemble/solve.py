@@ -165,28 +165,21 @@ def solve(
     given = SolveOptions(**locals())._replace(progress=bool(progress))  # first of all: nothing but the arguments is there
     used = channel(ensemblealg.comm, "ensemble.solve") if isinstance(ensemblealg, EnsembleMPI) else None
     options = checked_options(given) if used is None else checked_together(used, given)
+    single, count = isinstance(problem, ODEProblem), options.trajectories
+    together = None if single else used
+    compiler = Compiler(options, 0 if single else count, together is not None)
     if isinstance(problem, ODEProblem):
-        compiler = Compiler(options, 0)
         sol = _solved(options, compiler, EnsembleSerial(), columns_of([problem], [1]), None)
-        _report(sol, throw)
-        sol.problem, sol.alg = _solved_problem(problem, compiler), alg
-        return sol[0]
-    compiler = Compiler(options, options.trajectories, together=used is not None)
-    if used is None:
-        count = options.trajectories
+    elif together is not None:
+        sol = _over_ranks(options, compiler, together)
+    else:
         with closing(ProgressLine("trajectories", count)) if progress else nullcontext() as line:
             sol = _ensemble(options, compiler, range(1, count + 1), None if line is None else line.advance)
-        _report(sol, throw)
-    else:
-        sol = _over_ranks(options, compiler, used)
-        _report(sol.outcomes if isinstance(sol, ShardedSolution) else sol, throw, used.rank == 0)
-    sol.problem, sol.alg = _solved_problem(problem, compiler), alg
-    return unshared(sol)
-
-
-def _solved_problem(problem: ODEProblem | EnsembleProblem, compiler: Compiler) -> Any:
-    """Return a solution's problem: it knows the kernels that solved it, and not those of a solution that it comes from."""
-    return problem.read_from(compiler.kernels) if compiler.kernels or problem._kernels else problem
+    _report(sol.outcomes if isinstance(sol, ShardedSolution) else sol, throw, together is None or together.rank == 0)
+    # It knows the kernels that solved it, and not those of a solution that it comes from.
+    solved = problem.read_from(compiler.kernels) if compiler.kernels or problem._kernels else problem
+    sol.problem, sol.alg = solved, alg
+    return sol[0] if single else unshared(sol)
 
 
 def _over_ranks(options: SolveOptions, compiler: Compiler, used: Channel) -> EnsembleSolution:
@@ -208,7 +201,7 @@ def _over_ranks(options: SolveOptions, compiler: Compiler, used: Channel) -> Ens
     traced = not isinstance(share, Exception) and isbox(share.u_end)
     evaluated = partial(evaluations, alg=options.alg, dt=options.dt)
     share, outcomes = outcomes_of_all(used, share, bool(compiler.kernels), traced, evaluated, compiler.warnings)
-    compiler.log_warnings(outcomes.said.index(outcomes.said[used.rank]) == used.rank)
+    compiler.log_warnings(outcomes.said, used.rank)
     # Of all trajectories, the same on all ranks: they divide by it the next time, without a message.
     mpi.remember(outcomes.tries, int(np.prod(share.u_end.shape[1:])), outcomes.compiled, outcomes.traced)
     makes = problem.output_func is not None or problem.reduction is not None

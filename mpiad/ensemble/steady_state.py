@@ -191,7 +191,7 @@ def _over_ranks(given: _Given, mpi: EnsembleMPI, used: Channel) -> SteadyStateSo
     parts = used.data.allgather((compiler.warnings, mine.retcode, mine.niter, mine.jacobian, kind))
     said, retcode, niter, jacobian, kinds = zip(*parts)
     check_alike(list(kinds), "ranks")
-    compiler.log_warnings(said.index(compiler.warnings) == used.rank)
+    compiler.log_warnings(said, used.rank)
     every = np.concatenate(retcode)
     if used.rank == 0:
         report("steady_state", "trajectories", every)

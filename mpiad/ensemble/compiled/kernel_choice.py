@@ -6,6 +6,7 @@ is solved one way.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -143,10 +144,10 @@ class Compiler:
         """What `log_warnings` will log."""
         return "\n".join(text for _, text in self._kept)
 
-    def log_warnings(self, logs: bool) -> None:
-        """Log what was kept; `logs` is false where another rank says the same."""
+    def log_warnings(self, said: Sequence[object], rank: int) -> None:
+        """Log what was kept, on the first rank that says so: `said` are the `warnings` of all, or numbers for them."""
         for f, text in self._kept:
-            warn_once(f, text, logs)
+            warn_once(f, text, logs=said.index(said[rank]) == rank)
 
     def used(self, name: str, kernel: object) -> None:
         """Note which kernel was used."""
