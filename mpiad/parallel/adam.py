@@ -100,6 +100,7 @@ class Adam:
             np.subtract(self._decayed(x, rate), step, out=new_x)
 
         moments = [flatten(state[name])[0] for name in ("first", "second")]
+        # Block by block through all of them: what the formula holds in between stays in the cache.
         new, first, second = in_blocks(formula, [leaves, given, *moments], results=(0, 2, 3))
         return {"updates": number, "first": build(first), "second": build(second)}, build(new)
 

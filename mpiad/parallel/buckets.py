@@ -54,6 +54,8 @@ class Plan:
         open_ones: dict[Any, list[int]] = {}
         filled: dict[Any, int] = {}
         groups: list[list[int]] = []
+        # From the last on: the reverse pass finishes the last layers' gradients first, and their sum starts while it goes
+        # on.
         for place in reversed(range(len(specs))):
             spec = specs[place]
             length = math.prod(spec.shape) * spec.dtype.itemsize

@@ -21,6 +21,7 @@ def clipped(arrays: list[Array], longest: float | None) -> list[Array]:
     if longest is None:
         return arrays
     norm = math.hypot(*_norms(arrays))  # which doesn't overflow where a sum of squares would
+    # One that isn't finite stays as it is: scaled down it would look like a gradient.
     if longest < norm < math.inf:
         for array in arrays:
             array *= longest / norm

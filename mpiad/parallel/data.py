@@ -109,6 +109,7 @@ class DistributedDataContainer:
         """Return the numbers of this rank's samples among those from start to stop: the first ranks have one more."""
         count = stop - start
         first = self._rank * (count // self._size) + min(self._rank, count % self._size)
+        # Some ranks may have nothing of the last batch, and take part in its step all the same.
         length = count // self._size + (self._rank < count % self._size)
         return self._order[start + first : start + first + length]
 

@@ -79,6 +79,7 @@ class DistributedOptimizer:
             raise ValueError(f"DistributedOptimizer: clip_norm must be above zero, but got {clip_norm!r}.")
         self.optimizer, self.reduction, self.accumulate = optimizer, reduction, accumulate
         self.clip_norm, self.bucket_bytes, self.comm = clip_norm, bucket_bytes, comm
+        # Kept from step to step: it is made of shapes alone, which don't change in a training.
         self._plan: Plan | None = None
 
     def setup(self, params: Tree) -> dict[str, Any]:
@@ -157,6 +158,7 @@ class DistributedOptimizer:
         with suspended():
             self._plan = plan_of(specs, self.bucket_bytes, self._plan)
             used = channel(self.comm, "DistributedOptimizer.update")
+            # Before the sums: ranks whose plans differ would add up other arrays under one another.
             total = totals(used, self._plan, "DistributedOptimizer.update", count, problem=problem)
             with Sums(used, self._plan) as sums:
                 sums.add_all(parts)

@@ -104,6 +104,7 @@ class Pending:
         for array, request in zip(self._arrays, self._requests):
             with suspended():
                 array[...] = mpi_wait(request)
+        # So that a second wait has nothing to write over what the program has computed since.
         self._arrays, self._requests = [], []
         return self._x
 

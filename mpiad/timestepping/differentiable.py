@@ -47,10 +47,12 @@ class LoopOperator:
         # Also without a traced argument: what the steps communicate has a reverse pass, in which other ranks take part.
         self._recorded = bool(self.active) or current.tape is not None
         self._state = [spec_like(leaf) for leaf in args.state]
+        # Of the active arguments alone: cotangents of all would be as large as the inputs of every step.
         self._cotangents = Concatenation([spec_like(leaves[k]) for k in self.active])
 
     def __call__(self, args: Arguments) -> tuple[list[Array], list[Array]]:
         """Return the last state and what was observed."""
+        # One node with one vector: an operator of the tape returns one array, and its cotangent comes back whole.
         vector = _run(*args.all(), loop=self)  # what is observed is known only after that
         parts = self._results.parts(vector)
         return parts[: len(self._state)], parts[len(self._state) :]

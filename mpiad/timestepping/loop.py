@@ -164,6 +164,7 @@ class _Course:
     """
 
     def __init__(self, loop: Loop, args: Arguments, observed: _Observed | None):
+        # Of this course alone: a second gradient runs the loop again, and keeps its states anew.
         self._snapshots = Snapshots(loop.kept)
         self._actions = actions(loop.steps, loop.kept)
         self.state = _own(args.state)
@@ -189,6 +190,7 @@ class _Course:
         """Run some steps with their record, and yield the last of them first."""
         state, found = self.state, []
         for span in spans(loop.stepping, action.first, action.stop):
+            # Records of all steps of the block are in memory together, which is what `recorded` bounds.
             found.append((span, loop.traced(args, span, state)))
             state = found[-1][1][1].values[: len(state)]
         while found:

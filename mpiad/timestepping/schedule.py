@@ -91,6 +91,7 @@ def _farthest(steps: int, states: int) -> int:
     next state are run r - 1 times more at most, those behind it r times with one state less. This m keeps fewest states.
     """
     repeats = 1
+    # So many steps can be reversed with these states, if none is run more often than `repeats` times.
     while comb(states + repeats, states) < steps:
         repeats += 1
     most = comb(states + repeats - 1, states)
@@ -105,6 +106,7 @@ def _places(steps: int, kept: Checkpoints) -> list[bool]:
     states = min(kept.memory + kept.disk, steps - 1)
     if not 0 < kept.memory < states:
         return [kept.memory == 0] * states
+    # Places of the stack that are read most often belong in memory: counted on a run without states.
     accesses, depth = Counter(), -1
     for action in _binomial(steps, [False] * states):
         if isinstance(action, (Keep, Restore)):

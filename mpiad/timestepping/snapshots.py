@@ -64,6 +64,7 @@ def _packed(leaf: Array, before: Any, kept: Checkpoints) -> Packed:
         if found is not None:
             return Packed([found.differences, found.corner], dtype, found[2:])
     if kept.dtype is not None and dtype in _SINGLE:
+        # A number that single precision can't hold would come back as infinity, and the gradient as NaN.
         with np.errstate(over="raise"):
             return Packed([leaf.astype(_SINGLE[dtype])], dtype)
     return Packed([leaf])
@@ -97,6 +98,7 @@ class Snapshots:
         homes = [arrays_of(leaf) if moved else None for leaf in state]
         given = [leaf if home is None else to_host(leaf) for leaf, home in zip(state, homes)]
         try:
+            # Each beside the leaf before it: two fields of one wave are alike, and their difference takes fewer bits.
             leaves = [_packed(leaf, before, self._where) for leaf, before in zip(given, [None, *given])]
         except FloatingPointError as error:
             raise FloatingPointError(
@@ -121,6 +123,7 @@ class Snapshots:
         leaves: list[Any] = []
         before = None
         for each in found:
+            # In the order in which they were packed, since each may be coded as a difference to the one before.
             before = each.leaf(before)
             leaves.append(before if each.home is None else each.home.to_device(before))
         return leaves

@@ -52,6 +52,7 @@ class Arguments(NamedTuple):
     def at(self, span: Span, state: list[Any]) -> Arguments:
         """Return the arguments of some steps: one step's own entries of the inputs, or all that several have."""
         first, stop = span
+        # One step gets its entry, as the user's function takes it; several get a row each.
         entries = first if stop == first + 1 else slice(first, stop)
         return Arguments(state, [leaf[entries] for leaf in self.inputs], self.params)
 
@@ -73,6 +74,7 @@ def spans(stepping: Stepping, first: int, stop: int) -> Iterator[Span]:
     """Yield steps that are run as one, from the first to the last."""
     while first < stop:
         count = stepping.together
+        # What is left over goes step by step: a program for each remainder would have to be compiled.
         span = Span(first, first + count if count <= stop - first else first + 1)
         yield span
         first = span.stop
@@ -111,6 +113,7 @@ class UserStepping:
         self.args = Arguments(leaves, entries, rest)
         self.build_seen: Callable[[list[Any]], Any] | None = None
         self._specs = [spec_like(leaf) for leaf in leaves]
+        # Their paths in the user's nest, for errors: a step may return one leaf of twenty wrong.
         self._names = [name for name, _ in named_leaves(state, "u0")]
 
     @property
@@ -196,6 +199,7 @@ class TangentStepping(NamedTuple):
     def run(self, span: Span, now: Arguments) -> tuple[list[Array], list[list[Array]]]:
         """Return the state after some steps and what is observed after each, all with tangents behind them."""
         a, b, c = self.counts
+        # Values first, tangents behind them: so a loop with tangents is a loop like any other, checkpoints included.
         leaves = [*now.state[:a], *now.inputs[:b], *now.params[:c]]
         places = [*range(a), *[a + k for k in self.inputs], *[a + b + k for k in self.params]]
         tangents = [*now.state[a:], *now.inputs[b:], *now.params[c:]]

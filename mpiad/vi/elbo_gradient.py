@@ -78,6 +78,7 @@ class Objective(NamedTuple):
         leaves, build = flatten(params)
         places = [k for k, leaf in enumerate(leaves) if is_variable(leaf)]
         kept = found.kept
+        # Draws that failed are left out of both terms, else the divergence would be of other draws than the loss.
         noise = noise if kept.all() else noise[numpy.flatnonzero(kept)]
         parts: list[float] = []
 
@@ -97,6 +98,8 @@ class Objective(NamedTuple):
     def _model_term(self, params: Tree, theta_of: Array, found: Evaluations) -> Array:
         values, gradients = found.values[found.kept], found.gradients[found.kept]
         if self.gradient == "pathwise":
+            # Linear in θ, with the model's gradients as constants: its derivative by φ is the chain rule, and no model
+            # runs twice.
             return np.sum(placed(gradients, stop(theta_of)) * theta_of) / len(values)
         # Each draw's baseline is the mean of the others; one draw alone has none.
         count = len(values)

@@ -77,6 +77,7 @@ class Model:
 
     def row(self, theta: Array) -> Array:
         """Return value, status and gradient at one draw."""
+        # Value, status and gradient in one row of numbers: gathered from all ranks by one message.
         row = np.zeros(2 + len(theta))
         if not np.isfinite(theta).all():  # the root ends the run
             row[1] = _NOT_FINITE
@@ -87,6 +88,7 @@ class Model:
                 # A copy: where the root evaluates too, this may be a view of the draws that its update still needs.
                 row[0], row[2:] = self._evaluated(np.array(theta))
         except Exception as error:  # noqa: BLE001  whatever a model raises costs its draw, not the run
+            # The first one: it says why, and those after it mostly the same.
             self.trace = self.trace or "".join(traceback.format_exception(error))
             row[1] = _RAISED
             return row

@@ -66,6 +66,7 @@ def all_finite(params: Tree) -> bool:
     flags: list[Any] = [np.all(np.isfinite(leaf)) for leaf in flatten(params)[0] if is_variable(leaf)]
     there = [flag for flag in flags if is_device_array(flag)]
     here = all(bool(flag) for flag in flags if not is_device_array(flag))
+    # One flag for all leaves of a device: each copy to the host waits.
     return here and (not there or bool(to_host(np.all(np.stack(there)))))
 
 
@@ -119,6 +120,7 @@ class Constant:
         there = arrays_of(stop(x))
         if there is None:
             return self.host
+        # By kind and number: two libraries may each have a device 0.
         place = there.kind, there.device
         if place not in self._copies:
             self._copies[place] = to_device(self.host, like=stop(x))

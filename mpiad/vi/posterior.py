@@ -84,6 +84,7 @@ class MeanFieldGaussian(_Gaussian):
 
     def initial(self, rng: numpy.random.Generator) -> dict[str, Array]:
         """Return the variational parameters at the start: mean and logarithm of the standard deviation."""
+        # The logarithm, so that an optimizer's step can't make a standard deviation negative.
         return {"mean": self._mean.copy(), "log_sd": numpy.log(self._sd)}
 
     def draw(self, params: Tree, noise: Array) -> tuple[Array, Array]:
