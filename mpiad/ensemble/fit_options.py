@@ -92,10 +92,7 @@ def planned(given: FitArguments) -> FitPlan:
     start = _start(given.p0)
     ensemble = EnsembleProblem(given.ensemble) if isinstance(given.ensemble, ODEProblem) else given.ensemble
     solve_like = {name: getattr(given, name) for name in SolveOptions._fields if name in FitArguments._fields}
-    options = checked_options(SolveOptions(
-        problem=ensemble, trajectories=len(start), save_everystep=False, events=(), gradient="tangent", adjoint="discrete",
-        checkpoints=None, dense_output=False, progress=False, throw=False, **solve_like,
-    ))  # fmt: skip
+    options = checked_options(SolveOptions(problem=ensemble, trajectories=len(start), gradient="tangent", **solve_like))
     _check_functions(given, ensemble)
     for leaf in flatten(given.data)[0]:
         _check_plain("data", leaf)

@@ -277,10 +277,7 @@ def _by_arrays(
         solved = HybridSolve(partial(compiler.run_planned, backend, plan, given=given), batch, settings)
         solved.run()
         return hybrid_solution(solved, given)
-    if is_on_device(batch):
-        outcome = compiler.run_on_device(backend, batch, settings)
-    else:
-        outcome = compiler.run(backend, batch, settings, given)
+    outcome = compiler.run(backend, batch, settings, given)
     sol = solution_of(outcome, batch, settings)
     if given.traced:
         sol = differentiable(sol, run_of(batch, settings, outcome), given)

@@ -35,22 +35,23 @@ class SolveOptions(NamedTuple):
     alg: Any
     ensemblealg: Any
     trajectories: Any
-    saveat: Any
-    save_everystep: bool
     rtol: Any
     atol: Any
     dt: Any
     dtmax: Any
     max_steps: Any
-    events: Any
-    batch_size: Any
-    gradient: Any
-    adjoint: Any
-    checkpoints: Any
     compile: Any
-    dense_output: bool
-    progress: bool
-    throw: bool
+    # What `fit` and `steady_state`, whose solves these are as well, needn't say.
+    saveat: Any = None
+    save_everystep: bool = False
+    events: Any = ()
+    batch_size: Any = None
+    gradient: Any = None
+    adjoint: Any = "discrete"
+    checkpoints: Any = None
+    dense_output: bool = False
+    progress: bool = False
+    throw: bool = False
     mass: Any = None  # the problem's
 
     @property

@@ -258,10 +258,7 @@ def _first(found: SteadyStateSolution) -> SteadyStateSolution:
 
 def _checked(given: _Given) -> SolveOptions:
     like_solve = {name: getattr(given, name) for name in SolveOptions._fields if name in _Given._fields}
-    options = checked_options(SolveOptions(
-        saveat=None, save_everystep=False, events=(), batch_size=None, gradient=None, adjoint="discrete", checkpoints=None,
-        dense_output=False, progress=False, throw=False, **like_solve,
-    ))  # fmt: skip
+    options = checked_options(SolveOptions(**like_solve))
     if not isinstance(given.max_iters, Integral) or given.max_iters < 1:
         raise ValueError(f"steady_state: max_iters must be an integer above zero, but got {given.max_iters!r}.")
     if getattr(given.problem, "output_func", None) is not None or getattr(given.problem, "reduction", None) is not None:

@@ -14,7 +14,7 @@ from typing import Any
 from mpiad._typing import Function
 from mpiad.compiling.arguments import is_complex
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleSerial, EnsembleThreads, cores
-from mpiad.ensemble.batch import Batch, check_place
+from mpiad.ensemble.batch import Batch, check_place, is_on_device
 from mpiad.ensemble.compiled.kernel_solver import Solver
 from mpiad.ensemble.compiled.traced_problem import TracedProblem, problem_of, remembered, warn_once
 from mpiad.ensemble.outcome import Outcome
@@ -77,7 +77,9 @@ class Compiler:
         return self.compile is True
 
     def run(self, backend: EnsembleAlgorithm, batch: Batch, settings: Settings, given: Batch) -> Outcome:
-        """Solve all trajectories of a batch, by a kernel where that is chosen; `given` is as for `plan`."""
+        """Solve all trajectories of a batch where they live, by a kernel where that is chosen; `given` is as for `plan`."""
+        if is_on_device(batch):
+            return self._run_on_device(backend, batch, settings)
         return self.run_planned(backend, self.plan(backend, batch, settings, given), batch, settings, given)
 
     def run_planned(
@@ -108,14 +110,7 @@ class Compiler:
         wanted = batch.size > 0 and self._is_wanted(backend)
         return remembered(made, batch, settings.events, given.traced, must) if wanted else made()
 
-    def run_on_device(self, backend: EnsembleAlgorithm, batch: Batch, settings: Settings) -> Outcome:
-        """Solve all trajectories of a batch of device arrays.
-
-        Raises
-        ------
-        NotImplementedError
-            Where a kernel of the host's is asked for.
-        """
+    def _run_on_device(self, backend: EnsembleAlgorithm, batch: Batch, settings: Settings) -> Outcome:
         if self.compile is True:
             raise NotImplementedError(
                 "solve: compile=True makes machine code for the host, but the states or parameters are device arrays. "
