@@ -51,6 +51,7 @@ def computed(recorder: Recorder, events: Iterable[Event]) -> dict[Place, float]:
 
     Of the main thread: only there the time between two calls is known to be the program's.
     """
+    # Of the main thread: others wait for most of their time, which would count as computing.
     mine = [event for event in events if event.thread == 0]
     found: dict[Place, float] = defaultdict(float)
     phases: list[str] = []
@@ -79,6 +80,7 @@ def computed(recorder: Recorder, events: Iterable[Event]) -> dict[Place, float]:
     passed(recorder.since + recorder.elapsed)
     reached(_END)
     for event, seconds in _inside(mine):
+        # A solve communicates inside: what it computes between its messages belongs to its own line.
         named = f"inside {event.called}"
         found[Place("backward" if event.direction == "adjoint" else "forward", named, named)] += seconds
     return dict(found)

@@ -38,6 +38,7 @@ class Mistake(NamedTuple):
 def of_start(library: Library, found: Launcher, size: int) -> list[Mistake]:
     """Return what is wrong between the launcher and the library."""
     mistakes = []
+    # The commonest one: a job of n ranks that are all rank 0, each of which computes everything.
     if found.size > 1 and size == 1:
         mistakes.append(Mistake("error", (
             f"{found.name} started {found.size} processes, but each of them is a world of one rank: mpi4py loads "
@@ -100,6 +101,7 @@ def _of_openmpi(cores: int, environment: Mapping[str, str]) -> list[Mistake]:
 
 def _family_of_mpiexec(program: str) -> str:
     try:
+        # By what it says of itself: its path may be a link, and its name is the same everywhere.
         done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=_ANSWER_SECONDS)
     except (OSError, subprocess.TimeoutExpired):
         return ""
@@ -119,6 +121,7 @@ def of_places(places: list[Place]) -> list[Mistake]:
 
 def _of_node(node: str, ranks: list[Place]) -> list[Mistake]:
     cores = len({core for place in ranks for core in place.cores})
+    # A container's limit on processor time isn't seen in the cores that it may run on.
     usable = min(cores, ranks[0].quota)
     threads = sum(max(place.threads.values(), default=1) for place in ranks)
     counted = f"{usable:g} core{'s' * (usable != 1)}" + (" (a limit of the container)" if usable < cores else "")

@@ -165,11 +165,13 @@ class Recorder:
         if len(self._noted) < self._most:
             self._noted.append(noted)
         else:
+            # Counted, so that the report says that its sums are of the first part alone.
             self.dropped += 1
 
     def _closed(self, key: object) -> list[Any] | None:
         """Return what was opened, with all that an exception left open inside it; None where its start wasn't seen."""
         opened = self._stacks.open
+        # From the innermost: what an exception has left open inside of it goes along.
         for place in range(len(opened) - 1, -1, -1):
             if opened[place][0] is key:
                 found = opened[place]

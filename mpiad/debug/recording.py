@@ -44,6 +44,7 @@ class Recording:
         """Compare the clocks and begin."""
         with _scratch() as comm:
             self.rank = comm.rank
+            # At both ends, between which a clock's drift is taken to be even.
             self._first = read_clock(comm)
         self.recorder.start()
 

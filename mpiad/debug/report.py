@@ -165,8 +165,10 @@ def _collected(recording: Recording) -> Report:
             row = mine[_key(event)]
             for column, value in enumerate((len(event.messages), nbytes, event.ended - event.began, waited), 1):
                 row[column] += value
+        # Summed up on each rank: some hundred lines travel, and not every event.
         every = comm.allgather((dict(mine), computed(recorder, recorded), recorder.elapsed, recorder.dropped))
     rows = [_row(key, columns) for key, columns in _by_rank([part[0] for part in every], [0.0] * _COLUMNS)]
+    # The longest wait first: it is what can be gained, where time spent in messages may be their size.
     rows.sort(key=lambda row: (-row.waited.sum(), -row.seconds.sum()))
     computing = [Stretch(Place(*place), seconds) for place, seconds in _by_rank([part[1] for part in every], 0.0)]
     computing.sort(key=lambda each: -each.seconds.sum())
@@ -180,6 +182,7 @@ def _key(event: Event) -> tuple[str, str]:
 
 def _by_rank(parts: list[dict], nothing: object) -> list[tuple[Any, np.ndarray]]:
     """Return the ranks' values of each key that any of them has."""
+    # In the order of ranks, and not as a set, so that all ranks have the same rows.
     keys = dict.fromkeys(key for part in parts for key in part)
     return [(key, np.array([part.get(key, nothing) for part in parts])) for key in keys]
 

@@ -133,6 +133,7 @@ class DenseOutput:
     def _numbers(self, steps: Steps, own: Array, ids: Array, due: Array) -> Array:
         """Return in which steps times lie, by bisection: that which ends at a time has it."""
         counts, sign = steps.counts[own], self._signs[ids]
+        # Of all times at once: a loop over trajectories would take longer than their solve.
         low, high = np.full(len(own), -1), counts - 1
         while (low < high).any():
             middle = np.maximum((low + high + 1) // 2, 0)

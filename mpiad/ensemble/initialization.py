@@ -56,6 +56,7 @@ class Joint:
     def __call__(self, old: Array, new: Array) -> Array:
         """Return the next working set's array."""
         if self._in_place:
+            # New ones in the places of those that ended, while others wait: nothing else is copied.
             old[..., self._order] = new
             return old
         return np.take(np.concatenate([old, new], axis=-1), self._order, axis=-1)
@@ -94,6 +95,7 @@ class Initialization:
 
     def _enter(self, ids: Array) -> Entrants:
         batch, settings, signs = self._batch, self._settings, self.signs[ids]
+        # Times in the direction of the solve, which then increase for all: comparisons need no sign.
         u, t, end = batch.u0[:, ids], batch.start[ids] * signs, batch.end[ids] * signs
         if not len(ids):
             return Entrants(ids, t, end, t, u, u)

@@ -29,6 +29,7 @@ def reduced(problem: EnsembleProblem, batches: list[range], solved: Callable[...
     kept: Any = [] if problem.u_init is None else problem.u_init
     parts, converged = [], False
     for numbers in batches:
+        # One batch after the other: what is kept of each is small, and memory is that of one.
         sol = solved(numbers)
         outputs = [_output(problem, sol, i, number, solved) for i, number in enumerate(numbers)]
         # What is kept of the batch is its outputs; the states saved on the way aren't needed any more.

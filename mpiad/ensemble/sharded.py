@@ -76,6 +76,7 @@ def _gathered_events(share: EnsembleSolution, outcomes: RankOutcomes, comm: Comm
     """Return the events of all trajectories, with times through which derivatives flow."""
     if not outcomes.events:
         return {}
+    # In the order of trajectories, by which the gathered times find their events on all ranks.
     mine = [time for i in sorted(share.events) for _, time in share.events[i]]
     everything = mpi_allgather(anp.array(mine) if mine else np.empty(0), axis=0, comm=comm)
     times = iter(everything if isbox(everything) else everything.tolist())
@@ -116,6 +117,7 @@ class ShardedSolution(EnsembleSolution):
 
     def _mean_of(self, values: Array) -> Array:
         there = ~np.isnan(getval(values))
+        # Sums and counts, and no mean of means: ranks have different numbers of survivors.
         total = mpi_allreduce(anp.sum(anp.where(there, values, 0.0), axis=0), comm=self._over)
         # Counted by entry: trajectories that failed, and times that weren't reached, weigh nothing on any rank.
         count = mpi_allreduce(there.sum(axis=0), comm=self._over)

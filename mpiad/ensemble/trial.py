@@ -38,6 +38,7 @@ def try_once(batch: Batch, events: Sequence[Event], traced: bool) -> None:
         return
     if not len(batch.u0):
         raise ValueError(f"solve: u0 must have one component at least, but has shape {batch.shape}.")
+    # Numbers that no array has as a length: what f makes of columns can't be mistaken for its components.
     width, more = _widths(batch)
     home = arrays_of(batch.u0)
     numbers = np.arange if home is None else home.arange
@@ -76,6 +77,7 @@ def _columns(batch: Batch, ids: Array) -> tuple[Array, Any, Array]:
 def _moved(u: Array, p: Tree, t: Array) -> tuple[Array, Any, Array]:
     """Return the columns with all but the first at other places, each component its own way."""
     home = arrays_of(u)
+    # Each number its own way: moved alike, a sum over columns could come out the same.
     way = np.cos((np.arange if home is None else home.arange)(u.size).reshape(u.shape))
     others = (u + MOVED * (1 + np.abs(u)) * way).astype(u.dtype)
     others[:, 0] = u[:, 0]

@@ -88,6 +88,7 @@ class Turns:
     def __init__(self, settings: Settings):
         self._settings = settings
         self._tableau, self._controller = settings.alg.tableau, settings.alg.controller
+        # All in it take each turn: how many steps each has tried is the turn, less that in which it entered.
         self._turn, self._alive, self._last_turn = 0, 0, settings.max_steps
         self._stages: Any = None
         self._sign: Array | None = None

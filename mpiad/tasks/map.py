@@ -162,6 +162,7 @@ def _run(
     if line is not None:
         line.close()
     failed, index = scheduler.failed or (None, None)
+    # In the items' order, whichever rank was done first.
     results = None if failed is not None else [scheduler.results[k] for k in range(len(scheduler.results))]
     scheduler.stop(Outcome(failed, index, results if everywhere else None))
     return Outcome(failed, index, results)

@@ -61,6 +61,7 @@ def _packed(ended: Ended, rank: Rank) -> PackedObject:
     try:
         return PackedObject.of(ended)
     except Exception:  # noqa: BLE001 - pickle raises what it likes
+        # Each by itself: one result that can't be pickled costs its item, and not the batch.
         results = [(index, _sendable(result, rank)) for index, result in ended.results]
         return PackedObject.of(ended._replace(results=results))
 

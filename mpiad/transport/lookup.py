@@ -130,6 +130,7 @@ def _lookup(comm: Comm, call: str, collective: bool) -> Channel:
     if comm == MPI.COMM_WORLD:
         return open_world()
     found = comm.Get_attr(_key())
+    # To make duplicates takes all ranks, and of a message two are there.
     if found is None and not collective:
         raise CommunicatorError(
             f"{call}: this communicator of {comm.size} ranks was never prepared, and a point-to-point call can't do it, "

@@ -189,6 +189,7 @@ def newton_settings_of(tol: float | None, options: dict | None) -> NewtonSetting
     if tol is not None:
         given = {"gtol": tol, **given}
     if given.get("preconditioner") is None:
+        # What defines the inner product mostly knows how to precondition by it: priors do.
         given["preconditioner"] = getattr(given.get("inner_product"), "precondition", None)
     for name, value in given.items():
         if name not in NewtonSettings._fields:
