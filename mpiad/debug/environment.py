@@ -59,10 +59,6 @@ class Environment(NamedTuple):
 def environment(comm: Comm = None) -> Environment:
     """Find out what this program runs on, and test that messages and gradients work.
 
-    Parameters
-    ----------
-    comm : mpi4py intracommunicator, optional
-
     Returns
     -------
     Environment

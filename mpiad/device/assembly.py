@@ -56,10 +56,6 @@ def concatenate(arrays: Sequence[Array], axis: int | None = 0) -> Array:
     axis : int or None
         None joins them flattened.
 
-    Returns
-    -------
-    array
-
     Raises
     ------
     TypeError
@@ -91,10 +87,6 @@ def stack(arrays: Sequence[Array], axis: int = 0) -> Array:
         As for `concatenate`.
     axis : int
         Place of the new axis in the result.
-
-    Returns
-    -------
-    array
 
     Raises
     ------
@@ -132,10 +124,6 @@ def array(nest: Tree, *args: Any, **kwargs: Any) -> Array:
         Beside device arrays only numbers may be on the host.
     *args, **kwargs
         Of `numpy.array`, for what is on the host.
-
-    Returns
-    -------
-    array
 
     Raises
     ------

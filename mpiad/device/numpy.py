@@ -27,16 +27,7 @@ def __dir__() -> list[str]:
 
 
 def vstack(arrays: Sequence[Array]) -> Array:
-    """Join arrays along the first axis, rows of them where they have one axis.
-
-    Parameters
-    ----------
-    arrays : sequence of array
-
-    Returns
-    -------
-    array
-    """
+    """Join arrays along the first axis, rows of them where they have one axis."""
     return concatenate([anp.atleast_2d(piece) for piece in arrays], 0)
 
 
@@ -44,59 +35,22 @@ row_stack = vstack
 
 
 def hstack(arrays: Sequence[Array]) -> Array:
-    """Join arrays along the second axis, along the first where they have one.
-
-    Parameters
-    ----------
-    arrays : sequence of array
-
-    Returns
-    -------
-    array
-    """
+    """Join arrays along the second axis, along the first where they have one."""
     pieces = [anp.atleast_1d(piece) for piece in arrays]
     return concatenate(pieces, 0 if len(pieces[0].shape) == 1 else 1)
 
 
 def dstack(arrays: Sequence[Array]) -> Array:
-    """Join arrays along the third axis.
-
-    Parameters
-    ----------
-    arrays : sequence of array
-
-    Returns
-    -------
-    array
-    """
+    """Join arrays along the third axis."""
     return concatenate([anp.atleast_3d(piece) for piece in arrays], 2)
 
 
 def column_stack(arrays: Sequence[Array]) -> Array:
-    """Join columns and matrices along the second axis.
-
-    Parameters
-    ----------
-    arrays : sequence of array
-
-    Returns
-    -------
-    array
-    """
+    """Join columns and matrices along the second axis."""
     pieces = [anp.atleast_1d(piece) for piece in arrays]
     return concatenate([piece[:, None] if len(piece.shape) == 1 else piece for piece in pieces], 1)
 
 
 def append(start: Array, values: Array, axis: int | None = None) -> Array:
-    """Join two arrays, flattened without an axis.
-
-    Parameters
-    ----------
-    start, values : array
-    axis : int, optional
-
-    Returns
-    -------
-    array
-    """
+    """Join two arrays, flattened without an axis."""
     return concatenate([start, values], axis)

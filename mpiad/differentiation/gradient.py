@@ -93,13 +93,8 @@ def grad(
 
     Parameters
     ----------
-    fun : callable
-    argnum : int or tuple of int
-    objective : {"root", "sum", "mean"}
-    shared : bool
-    root : int
-    comm : mpi4py intracommunicator, optional
-        All as in `value_and_grad`.
+    fun, argnum, objective, shared, root, comm
+        As in `value_and_grad`.
 
     Returns
     -------

@@ -187,14 +187,10 @@ def hvp(
 
     Parameters
     ----------
-    fun : callable
-    argnum : int or tuple of int
-    objective : {"root", "sum", "mean"}
+    fun, argnum, objective, root, comm
+        As in `value_and_grad`.
     shared : bool
         Whether argument and direction are one variable of which every rank holds a copy.
-    root : int
-    comm : mpi4py intracommunicator, optional
-        All as in `value_and_grad`.
 
     Returns
     -------

@@ -77,10 +77,6 @@ class Stencils(Decomposition):
         boundary : {"zero", "edge", "reflect"} or number, or a tuple
             As `stencil` takes it.
 
-        Returns
-        -------
-        Stencil
-
         Raises
         ------
         TypeError, ValueError

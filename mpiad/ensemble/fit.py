@@ -99,10 +99,6 @@ def fit(
     compile : {"auto", True, False}
         As for `solve`; "auto" compiles where N (m + 1) is at least 1,000.
 
-    Returns
-    -------
-    FitResult
-
     Raises
     ------
     NotImplementedError

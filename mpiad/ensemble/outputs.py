@@ -44,10 +44,6 @@ class _Place:
 def trees_of_all(used: Channel, comm: Comm, tree: Tree) -> list[Tree]:
     """Return the nests of all ranks.
 
-    Returns
-    -------
-    list of nest
-
     Raises
     ------
     TypeError

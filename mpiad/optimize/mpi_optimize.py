@@ -45,20 +45,10 @@ def mpi_optimize(
         put together.
     x0 : nest of arrays
         The starting point. Counts on the root only: other ranks give None or the same.
-    method : str
-        As in `minimize`, and so are all that follow.
-    bounds : sequence of (low, high) or scipy.optimize.Bounds, optional
-    constraints : LinearConstraint, NonlinearConstraint, dict, or a list of them, optional
-    root : int
-    comm : mpi4py intracommunicator, optional
-    tol : float, optional
-    options : dict, optional
-    callback : callable, optional
-    objective : {"root", "sum", "mean"}
+    method, bounds, constraints, root, comm, tol, options, callback, objective, checkpoint, progress
+        As in `minimize`.
     args : tuple
         Further arguments of f and g: this rank's own.
-    checkpoint : path or Checkpoint, optional
-    progress : bool
 
     Returns
     -------

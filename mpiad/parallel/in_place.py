@@ -118,10 +118,6 @@ def iallreduce_(x: Tree, comm: Comm = None) -> Pending:
         As for `allreduce_`. What is added up is what they hold now; nothing is written into them before `wait`.
     comm : mpi4py intracommunicator, optional
 
-    Returns
-    -------
-    Pending
-
     Raises
     ------
     TypeError

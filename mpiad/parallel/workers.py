@@ -26,10 +26,6 @@ def local_rank() -> Rank:
 def total_workers(comm: Comm = None) -> int:
     """Return the number of ranks: `mpiad.mpi_size` by its name in training programs.
 
-    Parameters
-    ----------
-    comm : mpi4py intracommunicator, optional
-
     Examples
     --------
     >>> print(mpiad.parallel.total_workers() == size)

@@ -15,10 +15,6 @@ __all__ = ["mpi_barrier"]
 def mpi_barrier(comm: Comm = None) -> None:
     """Wait until all ranks have come here.
 
-    Parameters
-    ----------
-    comm : mpi4py intracommunicator, optional
-
     Ranks
     -----
     All ranks of `comm` call it.

@@ -50,10 +50,6 @@ def mpi_init(comm: Comm = None) -> None:
 def mpi_initialized() -> bool:
     """Tell whether communication is possible.
 
-    Returns
-    -------
-    bool
-
     Examples
     --------
     >>> mpiad.mpi_initialized()
@@ -75,10 +71,6 @@ def mpi_finalize() -> None:
 def mpi_finalized() -> bool:
     """Tell whether MPI was finalised.
 
-    Returns
-    -------
-    bool
-
     Examples
     --------
     >>> mpiad.mpi_finalized()
@@ -89,14 +81,6 @@ def mpi_finalized() -> bool:
 
 def mpi_rank(comm: Comm = None) -> Rank:
     """Return this process's rank.
-
-    Parameters
-    ----------
-    comm : mpi4py intracommunicator, optional
-
-    Returns
-    -------
-    int
 
     Raises
     ------
@@ -116,14 +100,6 @@ def mpi_rank(comm: Comm = None) -> Rank:
 def mpi_size(comm: Comm = None) -> int:
     """Return the number of ranks.
 
-    Parameters
-    ----------
-    comm : mpi4py intracommunicator, optional
-
-    Returns
-    -------
-    int
-
     Raises
     ------
     TypeError
@@ -142,10 +118,6 @@ def mpi_size(comm: Comm = None) -> int:
 
 def mpi_local_rank() -> Rank:
     """Return this process's number among the ranks of its node, which decides its GPU.
-
-    Returns
-    -------
-    int
 
     Examples
     --------

@@ -55,14 +55,6 @@ def mpi_wait(request: Request) -> Array:
 def mpi_waitall(requests: Iterable[Request]) -> list[Array]:
     """Complete several requests and return their values, in their order.
 
-    Parameters
-    ----------
-    requests : iterable of Request
-
-    Returns
-    -------
-    list of array
-
     Raises
     ------
     RequestError
