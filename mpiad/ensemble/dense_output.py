@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import pickle
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any
@@ -21,18 +22,18 @@ from mpiad.ensemble.coefficients import Coefficients, interpolate
 from mpiad.ensemble.derivative import derivative_of
 from mpiad.ensemble.differentiable import differentiable
 from mpiad.ensemble.outcome import Outcome
-from mpiad.ensemble.pickled_communicator import PickledCommunicator, present
 from mpiad.ensemble.record import Steps
 from mpiad.ensemble.rosenbrock_stages import stages_for
 from mpiad.ensemble.run import INITIAL, NOWHERE, Run
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.solution import solution_of
 from mpiad.ensemble.stages import Stages
+from mpiad.errors import CommunicatorError
 from mpiad.primitives import mpi_allgather
 from mpiad.transport import channel
 from mpiad.transport.agreement import raising_together, require_same
 
-__all__ = ["DenseOutput", "GatheredOutput", "JoinedOutput"]
+__all__ = ["DenseOutput", "GatheredOutput", "JoinedOutput", "PickledCommunicator", "present"]
 
 # Numbers in one array while states are interpolated.
 _BLOCK = 32_768
@@ -225,3 +226,43 @@ class GatheredOutput:
             own = self._share(times[first : first + self._count] if times.ndim == 2 else times)
         everything = mpi_allgather(own, axis=0, comm=comm)
         return everything if only is None else everything[only]
+
+
+class LeftBehind:
+    """What stands for a communicator that a pickle couldn't take along."""
+
+    def __repr__(self) -> str:
+        return "<communicator of the program that pickled this>"
+
+
+class PickledCommunicator:
+    """A communicator on its way with a solution: copies of the solution share it, and pickles take what can be had."""
+
+    def __init__(self, comm: Comm):
+        self.comm = comm
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PickledCommunicator:
+        return self
+
+    def __reduce__(self) -> tuple[type[PickledCommunicator], tuple[Any]]:
+        try:
+            pickle.dumps(self.comm)
+        except Exception:  # noqa: BLE001 - mpi4py has raised different kinds in its versions
+            return PickledCommunicator, (LeftBehind(),)
+        return PickledCommunicator, (self.comm,)
+
+
+def present(comm: Comm, call: str, remedy: str) -> Comm:
+    """Return a solution's communicator.
+
+    Raises
+    ------
+    CommunicatorError
+        Where its pickle has left it behind.
+    """
+    if isinstance(comm, LeftBehind):
+        raise CommunicatorError(
+            f"{call}: this solution was pickled, and its communicator, which belongs to the program of then, couldn't be "
+            f"pickled with it. {remedy}"
+        )
+    return comm

@@ -13,9 +13,8 @@ import numpy as np
 from autograd.tracer import getval, isbox
 
 from mpiad._typing import Array, Comm
-from mpiad.ensemble.dense_output import GatheredOutput
+from mpiad.ensemble.dense_output import GatheredOutput, PickledCommunicator, present
 from mpiad.ensemble.outcome import names_of
-from mpiad.ensemble.pickled_communicator import PickledCommunicator, present
 from mpiad.ensemble.rank_outcomes import RankOutcomes
 from mpiad.ensemble.reduction import widened
 from mpiad.ensemble.solution import EnsembleSolution, at_ends
