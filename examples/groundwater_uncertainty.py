@@ -185,7 +185,11 @@ def main():
     )
     tell("the most probable field is found")
     kept = mpiad.linearize(aquifer.residuals)(result.x)
-    posterior = laplace(lambda v: kept.vjp(kept.jvp(v)), result.x, prior, options.pairs, oversample=10)
+
+    def several(vs: numpy.ndarray) -> numpy.ndarray:  # products with the misfit's Hessian
+        return kept.vjp(kept.jvp(vs, batch=True), batch=True)
+
+    posterior = laplace(several, result.x, prior, options.pairs, oversample=10, batch=True)
     tell("its uncertainty, too")
     samples = posterior.predict(lambda m: aquifer.observed(m)[left_out], options.draws, seed=100)
     heads = Heads(aquifer.heads[left_out], samples)

@@ -3,12 +3,16 @@
 The first cotangent that reaches a node is kept as it came, by reference: it may be shared with other nodes, or be a
 read-only view with strides of zero. Only a sum that was made here is *owned*, and further cotangents are added to it in
 place. A cotangent that is zero but for some elements (`Scatter`) is added without being written out.
+
+Several passes over one record can be made side by side, as lanes. Between communications each sweeps for itself. A
+communication is met by all lanes before any goes on, so that all ranks meet them in one order; where its adjoint takes
+several cotangents (`Together`), once for all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from autograd.core import SparseObject, sparse_add, sparse_object_types
@@ -16,12 +20,14 @@ from autograd.extend import vspace
 from autograd.tracer import Box
 
 from mpiad._typing import Array
+from mpiad.device.assembly import stack
 from mpiad.differentiation.rules.scatter_add import Scatter
 from mpiad.differentiation.tape import Recording, mark_unfinished
 from mpiad.primitives.cotangents import conform
+from mpiad.primitives.operation import Together, current
 from mpiad.transport.device_arrays import is_device_array
 
-__all__ = ["accumulate", "run_backward"]
+__all__ = ["accumulate", "run_backward", "run_backward_together"]
 
 _ndarray, _boxes = np.ndarray, Box.types
 
@@ -90,20 +96,85 @@ def run_backward(
     returned on the way. ``ready(variable, cotangent)`` is called for each variable as soon as nothing more is added to its
     cotangent.
     """
-    # Indexed by place: a list is cheaper than a dictionary of nodes, and needs no order to be found first.
-    totals: list[Any] = [None] * len(recording.nodes)
-    for place, g in seeds:
-        totals[place] = g if totals[place] is None else totals[place] + g
+    totals = _seeded(recording, seeds)
     try:
         if ready is None:
             _sweep(recording.nodes, totals, range(len(totals) - 1, variables - 1, -1), keep, bytearray(len(totals)))
         else:
             _sweep_telling(recording.nodes, totals, variables, keep, ready)
     except BaseException as error:
-        # Other ranks may have sent what nobody takes any more: the next message would be mistaken for it.
-        mark_unfinished(recording.channels, f"{type(error).__name__} left a reverse pass with messages under way.")
+        _mark(recording, error)
         raise
     return totals[:variables]
+
+
+def _seeded(recording: Recording, seeds: Iterable[tuple[int, Any]]) -> list[Any]:
+    # Indexed by place: a list is cheaper than a dictionary of nodes, and needs no order to be found first.
+    totals: list[Any] = [None] * len(recording.nodes)
+    for place, g in seeds:
+        totals[place] = g if totals[place] is None else totals[place] + g
+    return totals
+
+
+def _mark(recording: Recording, error: BaseException) -> None:
+    # Other ranks may have sent what nobody takes any more: the next message would be mistaken for it.
+    mark_unfinished(recording.channels, f"{type(error).__name__} left a reverse pass with messages under way.")
+
+
+class _Lane(NamedTuple):
+    totals: list[Any]
+    owned: bytearray
+
+
+def run_backward_together(
+    recording: Recording, seeds: Sequence[Iterable[tuple[int, Any]]], variables: int
+) -> list[list[Any]]:
+    """Return for each set of seeds what `run_backward` returns, from a record that is used again.
+
+    Ranks
+    -----
+    All ranks give as many sets.
+    """
+    nodes = recording.nodes
+    lanes = [_Lane(_seeded(recording, each), bytearray(len(nodes))) for each in seeds]
+
+    def sweep(places: range) -> None:
+        for number, lane in enumerate(lanes):
+            current.lane = number
+            _sweep(nodes, lane.totals, places, True, lane.owned)
+        current.lane = outer
+
+    stop, outer = len(nodes), current.lane
+    try:
+        for place in range(stop - 1, variables - 1, -1):
+            if nodes[place].like is None:
+                continue
+            sweep(range(stop - 1, place, -1))
+            if type(nodes[place].pull) is Together:
+                _pull_together(nodes[place], place, lanes)
+            else:
+                sweep(range(place, place - 1, -1))
+            stop = place
+        sweep(range(stop - 1, variables - 1, -1))
+    except BaseException as error:
+        _mark(recording, error)
+        raise
+    finally:
+        current.lane = outer
+    return [lane.totals[:variables] for lane in lanes]
+
+
+def _pull_together(node: Any, place: int, lanes: Sequence[_Lane]) -> None:
+    """Run the adjoint of a communication once for the cotangents of all lanes."""
+    like = node.like
+    found = [like.zeros() if (g := lane.totals[place]) is None else conform(g, *like) for lane in lanes]
+    for lane in lanes:
+        lane.totals[place] = None
+    for parent, parts in zip(node.inputs, node.pull(stack(found))):
+        if parts is None:
+            continue
+        for k, (totals, owned) in enumerate(lanes):
+            totals[parent], owned[parent] = accumulate(totals[parent], owned[parent], parts[k])
 
 
 def _sweep_telling(

@@ -9,8 +9,8 @@ import autograd.numpy as anp
 import numpy as np
 
 from mpiad._typing import Array, Comm, Function, Rank
-from mpiad.device.assembly import concatenate
-from mpiad.differentiation.backward import run_backward
+from mpiad.device.assembly import concatenate, stack
+from mpiad.differentiation.backward import run_backward, run_backward_together
 from mpiad.differentiation.copies import require_equal_copies, require_equal_objective
 from mpiad.differentiation.objective import check_objective, problem_with, share, weight_of
 from mpiad.differentiation.trace import Traced, Variables, arguments_with, no_derivative, trace_backwards, variables_of
@@ -21,7 +21,10 @@ from mpiad.transport import Spec, channel
 from mpiad.transport.device_arrays import is_device_array
 from mpiad.transport.recovery import recoverable
 
-__all__ = ["cotangents_of_variables", "grad", "gradients_of_term", "shared_sum", "value_and_grad"]
+__all__ = [
+    "cotangents_of_variables", "grad", "gradients_of_term", "several_cotangents_of_variables", "shared_sum",
+    "value_and_grad",
+]  # fmt: skip
 
 
 def value_and_grad(
@@ -185,6 +188,13 @@ def cotangents_of_variables(
     """Run backwards and return one cotangent for each variable, in its shape and dtype."""
     found = run_backward(traced.recording, seeds, len(variables.places), keep)
     return [_returned(g, variables.leaves[place]) for g, place in zip(found, variables.places)]
+
+
+def several_cotangents_of_variables(traced: Traced, seeds: list[list[tuple[int, Any]]], variables: Variables) -> list[Any]:
+    """Run a record that is kept backwards for several sets of seeds; return for each variable one more axis, the first."""
+    found = run_backward_together(traced.recording, seeds, len(variables.places))
+    leaves = [variables.leaves[place] for place in variables.places]
+    return [stack([_returned(g, leaf) for g in several]) for several, leaf in zip(zip(*found), leaves)]
 
 
 def _returned(g: Array, leaf: Array) -> Array:

@@ -17,11 +17,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from mpiad._typing import Array, Comm, Function, Rank, Tree
-from mpiad.device.assembly import stack
+from mpiad._typing import Comm, Function, Rank, Tree
 from mpiad.differentiation.copies import require_equal_copies
-from mpiad.differentiation.gradient import cotangents_of_variables, shared_sum, value_and_grad
-from mpiad.differentiation.products import make_vjp, shaped
+from mpiad.differentiation.gradient import shared_sum, value_and_grad
+from mpiad.differentiation.products import make_vjp, pulled, shaped
 from mpiad.differentiation.trace import Traced, Variables, no_derivative, trace_backwards, variables_of
 from mpiad.differentiation.trees import flatten, is_variable
 from mpiad.primitives.cotangents import spec_like
@@ -48,7 +47,7 @@ class Linearization:
     [1. 4.] [2. 0.] [0. 4.]
     """
 
-    def __init__(self, value: Tree, pull: Callable[[Tree], Tree]):
+    def __init__(self, value: Tree, pull: Callable[..., Tree]):
         self.value, self._pull = value, pull
         # Made by the first product with the Jacobian: who asks for transposed ones alone doesn't pay for it.
         self._transposed: tuple[Traced, Variables] | None = None
@@ -80,7 +79,7 @@ class Linearization:
         -------
         It can be differentiated by `w` and, in a trace around `linearize` and this, by the arguments.
         """
-        return _batched(self._pull, w, "linearize") if batch else self._pull(w)
+        return self._pull(w, batch=batch)
 
     def jvp(self, v: Tree, *, batch: bool = False) -> Tree:
         """Return the product of the Jacobian with a direction; otherwise as `vjp`, from argument to value.
@@ -88,9 +87,6 @@ class Linearization:
         The first call runs the record backwards once more, with zeros, which is how it is itself recorded: all ranks
         make it together.
         """
-        return _batched(self._push, v, "linearize") if batch else self._push(v)
-
-    def _push(self, v: Tree) -> Tree:
         if self._transposed is None:
             leaves, build = flatten(self.value)
             places = [place for place, leaf in enumerate(leaves) if is_variable(leaf)]
@@ -99,8 +95,8 @@ class Linearization:
             # Within another trace the arguments of the function may be variables, too.
             self._transposed = trace_backwards(self._pull, outputs, of_cotangents=current.tape is None), outputs
         traced, outputs = self._transposed
-        seeds = _seeds(v, traced)
-        return outputs.filled(cotangents_of_variables(traced, seeds, outputs, keep=True), no_derivative)
+        found = pulled((traced, outputs), lambda each: _seeds(each, traced), v, batch, "jvp")
+        return outputs.filled(found, no_derivative)
 
 
 def _seeds(v: Tree, traced: Traced) -> list[tuple[int, Any]]:
@@ -114,26 +110,6 @@ def _seeds(v: Tree, traced: Traced) -> list[tuple[int, Any]]:
         if place >= 0:
             found.append((place, seed))
     return found
-
-
-def _batched(product: Callable[[Tree], Tree], several: Tree, call: str) -> Tree:
-    """Return the products with each part of a nest along the first axis, put together along a new one."""
-    leaves, build = flatten(several)
-    counts = {_count_in(leaf, call) for leaf in leaves if is_variable(leaf)}
-    if len(counts) != 1 or 0 in counts:
-        raise ValueError(f"{call}: with batch=True all arrays must hold the same number of directions, but hold {counts}.")
-    # One after the other: all ranks make the communications of each direction in the same order.
-    found = [product(build([leaf[k] if is_variable(leaf) else leaf for leaf in leaves])) for k in range(counts.pop())]
-    rows = [flatten(each)[0] for each in found]
-    joined = [stack(list(column)) if is_variable(column[0]) else column[0] for column in zip(*rows)]
-    return flatten(found[0])[1](joined)
-
-
-def _count_in(leaf: Array, call: str) -> int:
-    shape = spec_like(leaf).shape
-    if not shape:
-        raise ValueError(f"{call}: with batch=True directions lie along the first axis of each array, but got a number.")
-    return shape[0]
 
 
 def linearize(fun: Function, argnum: int | tuple[int, ...] = 0) -> Callable[..., Linearization]:
@@ -264,12 +240,10 @@ def make_hvp(
             return variables.filled(shared_sum(parts, comm) if shared else parts, no_derivative)
 
         @recoverable("make_hvp", comm)
-        def one(v: Tree) -> Tree:
-            # Of a shared variable: along all copies at once, and the changes of all copies' gradients are added up.
-            return completed(pull((0.0, v)))
-
         def product(v: Tree, *, batch: bool = False) -> Tree:
-            return _batched(one, v, "make_hvp") if batch else one(v)
+            # Of a shared variable: along all copies at once, and the changes of all copies' gradients are added up. The
+            # objective gets an integer, which counts for all directions.
+            return completed(pull((0, v), batch=batch))
 
         return SecondOrder(value, completed(gradient), product)
 

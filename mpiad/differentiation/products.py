@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 from mpiad._typing import Array, Comm, Function, Rank, Tree
-from mpiad.differentiation.gradient import cotangents_of_variables, grad
-from mpiad.differentiation.trace import Variables, arguments_with, trace_backwards, trace_forwards, variables_of
-from mpiad.differentiation.trees import flatten
+from mpiad.differentiation.gradient import cotangents_of_variables, grad, several_cotangents_of_variables
+from mpiad.differentiation.trace import Traced, Variables, arguments_with, trace_backwards, trace_forwards, variables_of
+from mpiad.differentiation.trees import flatten, is_variable
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.transport.recovery import recoverable
 
-__all__ = ["hvp", "jvp", "make_jvp", "make_vjp", "shaped"]
+__all__ = ["hvp", "jvp", "make_jvp", "make_vjp", "pulled", "shaped"]
 
 
 def make_vjp(fun: Function, argnum: int | tuple[int, ...] = 0) -> Callable[..., tuple[Callable, Any]]:
@@ -28,7 +28,8 @@ def make_vjp(fun: Function, argnum: int | tuple[int, ...] = 0) -> Callable[..., 
     -------
     callable
         ``(*args) -> (vjp, value)``. ``vjp(ȳ_r)``, in the form of the value, returns x̄_r on every rank: the transpose of
-        the Jacobian of the whole program, from all ranks' results to all ranks' arguments. It may be called repeatedly.
+        the Jacobian of the whole program, from all ranks' results to all ranks' arguments. It may be called repeatedly, and
+        takes several cotangents along a first axis with ``batch=True``, as `Linearization.vjp` does.
 
     Raises
     ------
@@ -58,20 +59,52 @@ def make_vjp(fun: Function, argnum: int | tuple[int, ...] = 0) -> Callable[..., 
         if traced.problem is not None:
             raise traced.problem.kind(traced.problem.text)
 
-        def vjp(cotangent: Tree) -> Tree:
-            seeds = _seeds(cotangent, traced.values, traced.places)
-            return variables.filled(cotangents_of_variables(traced, seeds, variables, keep=True), lambda leaf: None)
+        def seeds(cotangent: Tree) -> list[tuple[int, Any]]:
+            given, values = flatten(cotangent)[0], traced.values
+            if len(given) != len(values):
+                raise TypeError(f"vjp: the value has {len(values)} leaves, so its cotangent must, but got {len(given)}.")
+            return [(place, shaped(g, value, "vjp")) for g, value, place in zip(given, values, traced.places) if place >= 0]
+
+        def vjp(cotangent: Tree, *, batch: bool = False) -> Tree:
+            return variables.filled(pulled((traced, variables), seeds, cotangent, batch, "vjp"), lambda leaf: None)
 
         return vjp, traced.build(traced.values)
 
     return evaluate
 
 
-def _seeds(cotangent: Tree, values: list[Any], places: list[int]) -> list[tuple[int, Any]]:
-    given = flatten(cotangent)[0]
-    if len(given) != len(values):
-        raise TypeError(f"vjp: the value has {len(values)} leaves, so its cotangent must, but got {len(given)}.")
-    return [(place, shaped(g, value, "vjp")) for g, value, place in zip(given, values, places) if place >= 0]
+def pulled(
+    record: tuple[Traced, Variables], seeds: Callable[[Tree], list[tuple[int, Any]]], given: Tree, batch: bool, call: str
+) -> list[Any]:
+    """Return the cotangents of the variables of a record, which is kept.
+
+    Parameters
+    ----------
+    seeds : callable
+        From a nest to the places of results and what is seeded there.
+    given : pytree of arrays
+        The nest; with `batch` several, along the first axis of each array, and so are the cotangents.
+
+    Raises
+    ------
+    ValueError
+        Where there are several, and not of all arrays as many.
+    """
+    if not batch:
+        return cotangents_of_variables(record[0], seeds(given), record[1], keep=True)
+    leaves, build = flatten(given)
+    counts = {_count_in(leaf, call) for leaf in leaves if is_variable(leaf)}
+    if len(counts) != 1 or 0 in counts:
+        raise ValueError(f"{call}: with batch=True all arrays must hold the same number of directions, but hold {counts}.")
+    apart = [build([leaf[k] if is_variable(leaf) else leaf for leaf in leaves]) for k in range(counts.pop())]
+    return several_cotangents_of_variables(record[0], [seeds(each) for each in apart], record[1])
+
+
+def _count_in(leaf: Array, call: str) -> int:
+    shape = spec_like(leaf).shape
+    if not shape:
+        raise ValueError(f"{call}: with batch=True directions lie along the first axis of each array, but got a number.")
+    return shape[0]
 
 
 def shaped(g: Array, value: Array, call: str) -> Array:

@@ -21,7 +21,7 @@ from mpiad._typing import Array
 from mpiad.differentiation.nodes import LastingNode, OrderedNode, TangentNode
 from mpiad.differentiation.refusals import explain
 from mpiad.primitives.cotangents import spec_like
-from mpiad.primitives.operation import Operation, Tape, current, suspended
+from mpiad.primitives.operation import Operation, Tape, Together, current, suspended
 from mpiad.transport import Channel, Spec
 
 __all__ = ["OrderedTape", "Recording", "TangentTape", "mark_unfinished"]
@@ -100,6 +100,8 @@ class OrderedTape(_Tape):
         # An input that has outlived its own trace is a constant.
         kept = [(k, node.index) for k, node in zip(argnums, parents) if node.tape is self]
         vjp = operation.vjp(ans, x, params, tuple([k for k, _ in kept]), self.number)
+        if operation.several:
+            vjp = Together(vjp)
         node = OrderedNode.placed(self, tuple([place for _, place in kept]), vjp, like)
         return None if dtype is None else node
 

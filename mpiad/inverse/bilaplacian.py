@@ -81,12 +81,12 @@ class Bilaplacian(GaussianPrior):
         self.variance = deviation**2
 
     def apply(self, v: LocalArray) -> LocalArray:
-        """Return the product of the inverse covariance with a block of shape local_shape; collective, differentiable."""
+        """Return the product of the inverse covariance with blocks (..., *local_shape); collective, differentiable."""
         return self._levels.matvec(self._levels.matvec(v / self._scale)) / self._scale
 
     def solve(self, g: LocalArray) -> LocalArray:
-        """Return the product of the covariance with a plain block of shape local_shape: two solves; collective."""
-        g = own_block(self.domain, g, "inverse.Bilaplacian.solve")
+        """Return the product of the covariance with plain blocks (..., *local_shape): two solves for all; collective."""
+        g = own_block(self.domain, g, "inverse.Bilaplacian.solve", several=True)
         return self._scale * self._inverse(self._inverse(self._scale * g))
 
     def precondition(self, r: LocalArray) -> LocalArray:

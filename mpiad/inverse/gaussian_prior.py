@@ -45,11 +45,11 @@ class GaussianPrior:
     noise: tuple[int, ...] = ()
 
     def apply(self, v: LocalArray) -> LocalArray:
-        """Return the product of the inverse covariance with a block of shape local_shape; collective, differentiable."""
+        """Return the product of the inverse covariance with blocks (..., *local_shape); collective, differentiable."""
         raise NotImplementedError
 
     def solve(self, g: LocalArray) -> LocalArray:
-        """Return the product of the covariance with a plain block of shape local_shape; collective."""
+        """Return the product of the covariance with plain blocks (..., *local_shape), solved for together; collective."""
         raise NotImplementedError
 
     def precondition(self, r: LocalArray) -> LocalArray:
@@ -99,13 +99,17 @@ def positive(value: object, name: str) -> float:
     raise ValueError(f"{name} must be a positive number, but got {value!r:.60}.")
 
 
-def own_block(domain: Domain, block: LocalArray, call: str) -> LocalArray:
-    """Return this rank's plain block; a ValueError on all ranks, where one has a block of another grid; collective."""
+def own_block(domain: Domain, block: LocalArray, call: str, several: bool = False) -> LocalArray:
+    """Return this rank's plain block; a ValueError on all ranks, where one has a block of another grid; collective.
+
+    With `several` it may be some blocks, along leading axes.
+    """
     with raising_together(channel(domain.comm, call)):
-        if np.shape(block) != domain.local_shape:
+        shape = np.shape(block)
+        if (shape[-len(domain.shape) :] if several else shape) != domain.local_shape:
             raise ValueError(
                 f"{call}: expected this rank's block of a field on a grid of {domain.shape} cells, of shape "
-                f"{domain.local_shape}, but got one of shape {np.shape(block)}."
+                f"{domain.local_shape}, but got one of shape {shape}."
             )
     return block
 

@@ -66,12 +66,13 @@ class H1(GaussianPrior):
         self.variance = inverse_diagonal(domain, self._rates, self._value, 1) / self._volume
 
     def apply(self, v: LocalArray) -> LocalArray:
-        """Return the product of the inverse covariance with a block of shape local_shape; collective, differentiable."""
+        """Return the product of the inverse covariance with blocks (..., *local_shape); collective, differentiable."""
         return self._volume * self._levels.matvec(v)
 
     def solve(self, g: LocalArray) -> LocalArray:
-        """Return the product of the covariance with a plain block of shape local_shape: one solve; collective."""
-        return self._levels.solve(own_block(self.domain, g, "inverse.H1.solve"), rtol=self._rtol) / self._volume
+        """Return the product of the covariance with plain blocks (..., *local_shape): one solve for all; collective."""
+        g = own_block(self.domain, g, "inverse.H1.solve", several=True)
+        return self._levels.solve(g, rtol=self._rtol) / self._volume
 
     def precondition(self, r: LocalArray) -> LocalArray:
         """Return about what `solve` does, symmetric and positive definite, by one V-cycle; collective."""

@@ -87,7 +87,7 @@ class Posterior:
 
 def laplace(
     product: Callable[[LocalArray], LocalArray], m: LocalArray, prior: GaussianPrior, k: int, *, oversample: int = 20,
-    seed: int = 0,
+    seed: int = 0, batch: bool = False,
 ) -> Posterior:  # fmt: skip
     """Approximate the posterior by a Gaussian around its most probable field.
 
@@ -105,6 +105,8 @@ def laplace(
         As in `mpiad.linalg.eigsh`.
     seed : int
         Of the random directions, which don't depend on the ranks.
+    batch : bool
+        As in `mpiad.linalg.eigsh`: whether `product` takes several fields at once, along a first axis.
 
     Returns
     -------
@@ -137,7 +139,7 @@ def laplace(
     own_block(prior.domain, m, "laplace")
     directions = prior.domain.normal(seed, (k + oversample,))
     pairs = eigsh(
-        product, m, k, mass=prior.apply, mass_solve=prior.solve, oversample=oversample, seed=directions,
+        product, m, k, mass=prior.apply, mass_solve=prior.solve, oversample=oversample, seed=directions, batch=batch,
         comm=prior.domain.comm,
     )  # fmt: skip
     if len(pairs.values) == k and pairs.values[-1] > 1.0:

@@ -30,6 +30,7 @@ __all__ = ["EigenPairs", "eigsh"]
 _CALL = "linalg.eigsh"
 _ASYMMETRY = 1e-3  # of a projected matrix, by its norm: products end at tolerances of solves
 _DEPENDENT = 1e-15  # of an eigenvalue of a Gram matrix, by the largest
+_TOGETHER = 16  # a product takes the memory of some ten vectors for each
 
 Product = Callable[[LocalArray], LocalArray]
 
@@ -67,6 +68,7 @@ def eigsh(
     mass_solve: Product | None = None,
     oversample: int = 20,
     seed: int | LocalArray = 0,
+    batch: bool = False,
     comm: Comm = None,
 ) -> EigenPairs:
     """Return about the k largest eigenvalues of A u = λ B u, and their vectors, in pieces on their ranks.
@@ -85,6 +87,9 @@ def eigsh(
     seed : int, or array of shape (k + oversample, *like.shape)
         Of the random directions; or this rank's pieces of them, such as `Domain.normal` gives, by which results don't
         depend on the ranks.
+    batch : bool
+        Whether `product`, `mass` and `mass_solve` take several pieces at once, along a first axis, as products of
+        `linearize` and `make_hvp` do with ``batch=True``. They are given up to 16.
     comm : mpi4py intracommunicator, optional
 
     Returns
@@ -129,7 +134,8 @@ def eigsh(
         if (mass is None) != (mass_solve is None):
             raise ValueError(f"{_CALL}: mass and mass_solve must be given together, but got one of them.")
     named = seed if isinstance(seed, (int, np.integer)) else "directions"
-    require_same(used, f"k={k}, oversample={oversample}, seed={named}, mass={'given' if mass else None}", _CALL)
+    given = "given" if mass else None
+    require_same(used, f"k={k}, oversample={oversample}, seed={named}, mass={given}, batch={batch}", _CALL)
     size = int(_summed(used, np.array([float(like.size)]))[0])
     if k > size:
         raise agreed(used, ValueError(f"{_CALL}: k must be at most {size}, the length of a vector, but got {k}."))
@@ -138,15 +144,14 @@ def eigsh(
             generator = np.random.Generator(np.random.Philox(key=np.array([int(seed), used.rank], np.uint64)))
             seed = generator.standard_normal((k + oversample, *like.shape))
         samples = np.asarray(seed)[:size]
-        images = _products(used, "product", product, samples)
-        ranged = images if mass_solve is None else _products(used, "mass_solve", mass_solve, images)
+        images = _products(used, "product", product, samples, batch)
+        ranged = images if mass_solve is None else _products(used, "mass_solve", mass_solve, images, batch)
         # B times the range is known: the images themselves.
         basis = _combined(_orthonormal(used, ranged, images), ranged)
         for _ in range(2):  # once more, since Gram matrices lose half of the digits
-            basis = _combined(
-                _orthonormal(used, basis, basis if mass is None else _products(used, "mass", mass, basis)), basis
-            )
-        projected = _gram(used, basis, _products(used, "product", product, basis))
+            weighed = basis if mass is None else _products(used, "mass", mass, basis, batch)
+            basis = _combined(_orthonormal(used, basis, weighed), basis)
+        projected = _gram(used, basis, _products(used, "product", product, basis, batch))
         skew = np.linalg.norm(projected - projected.T)
         if not skew <= _ASYMMETRY * np.linalg.norm(projected):
             raise agreed(used, ValueError(
@@ -158,16 +163,17 @@ def eigsh(
         return EigenPairs(values[order], _combined(vectors[:, order], basis))
 
 
-def _products(used: Channel, name: str, product: Product, vectors: LocalArray) -> LocalArray:
-    found = [np.asarray(product(vector), dtype=float) for vector in vectors]
+def _products(used: Channel, name: str, product: Product, vectors: LocalArray, batch: bool) -> LocalArray:
+    parts = [vectors[k : k + _TOGETHER] for k in range(0, len(vectors), _TOGETHER)] if batch else list(vectors)
+    found = [np.asarray(product(part), dtype=float) for part in parts]
     with raising_together(used):
-        wrong = next((each.shape for each in found if each.shape != vectors.shape[1:]), None)
-        if wrong is not None:
-            raise ValueError(
-                f"{_CALL}: {name} must return an array of the shape of like, {vectors.shape[1:]}, but returned one of "
-                f"{wrong}. Does it belong to another grid?"
-            )
-    return np.stack(found)
+        for each, part in zip(found, parts):
+            if each.shape != part.shape:
+                raise ValueError(
+                    f"{_CALL}: {name} must return an array of the shape of what it is given, {part.shape}, but returned "
+                    f"one of {each.shape}. Does it belong to another grid?"
+                )
+    return np.concatenate(found) if batch else np.stack(found)
 
 
 def _combined(coefficients: np.ndarray, vectors: LocalArray) -> LocalArray:

@@ -19,7 +19,7 @@ __all__ = [
 
 BCAST = Operation("mpi_bcast")
 SUM_TO_ROOT = Operation("mpi_sum")
-ALLREDUCE = Operation("mpi_allreduce")
+ALLREDUCE = Operation("mpi_allreduce", several=True)
 GATHER = Operation("mpi_gather")
 ALLGATHER = Operation("mpi_allgather")
 SCATTER = Operation("mpi_scatter")

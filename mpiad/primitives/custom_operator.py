@@ -74,6 +74,9 @@ class Communicating:
     True True
     """
 
+    # Whether the adjoint takes several cotangents, along axes before those of the result, and returns as many.
+    several = False
+
     def __init__(self, fun: Function):
         self.fun = fun
         self.__name__ = getattr(fun, "__name__", "operator")
@@ -116,11 +119,13 @@ class Communicating:
         """Return the function that maps the cotangent of the result to those of its traced arguments."""
         if self.backward is None:
             raise NotImplementedError(f"{self.__name__} has no adjoint: give it one with mpiad.extend.defvjp.")
-        rule = self.backward(ans, args, kwargs)
+        rule, several = self.backward(ans, args, kwargs), self.several
+        ndim = len(spec_like(ans).shape) if several else 0
 
         def vjp(g: Array) -> tuple:
+            lead = spec_like(g).shape[: -ndim or None] if several else ()
             # All of it runs, also for arguments that aren't traced here: other ranks may wait for their part.
-            return _parts(rule(g), argnums, args, self.__name__)
+            return _parts(rule(g), argnums, args, self.__name__, lead)
 
         return vjp
 
@@ -174,19 +179,21 @@ def _result(ans: Array, name: str) -> Any:
     raise TypeError(f"{name}: an operator must return one array, a number or None, but returned {type(ans).__name__}.")
 
 
-def _parts(cotangents: Any, argnums: tuple[int, ...], args: tuple, name: str) -> tuple:
+def _parts(cotangents: Any, argnums: tuple[int, ...], args: tuple, name: str, lead: tuple[int, ...]) -> tuple:
     if not isinstance(cotangents, (tuple, list)) or len(cotangents) > len(args):
         raise TypeError(
             f"{name}: its adjoint must return a tuple with the cotangent of each of {len(args)} argument(s), but returned "
             f"{type(cotangents).__name__}{f' of {len(cotangents)}' if isinstance(cotangents, (tuple, list)) else ''}."
         )
-    return tuple([_part(cotangents[k] if k < len(cotangents) else None, k, args, name) for k in argnums])
+    return tuple([_part(cotangents[k] if k < len(cotangents) else None, k, args, name, lead) for k in argnums])
 
 
-def _part(part: Array, k: int, args: tuple, name: str) -> Any:
+def _part(part: Array, k: int, args: tuple, name: str, lead: tuple[int, ...]) -> Any:
     if part is None:
         return None
     spec = spec_like(args[k])
+    if lead:
+        spec = spec._replace(shape=lead + spec.shape)
     if np.shape(part) != spec.shape:
         raise TypeError(
             f"{name}: the cotangent of argument {k} must have its shape, {spec.shape}, but the adjoint gave "

@@ -30,7 +30,9 @@ from mpiad.transport.channels import communications, operator_body
 from mpiad.transport.recovery import interruptible
 from mpiad.transport.tracing import tracing
 
-__all__ = ["Operation", "Tape", "communicate", "current", "differentiable", "refuse_suspended", "run", "suspended"]
+__all__ = [
+    "Operation", "Tape", "Together", "communicate", "current", "differentiable", "refuse_suspended", "run", "suspended",
+]  # fmt: skip
 
 _box_types = Box.types
 _NO_PARENTS: tuple = ((), ())
@@ -68,12 +70,26 @@ class Tape(Protocol):
 
 
 class _Current(threading.local):
-    """The current tape."""
+    """The current tape, and which of several reverse passes side by side is under way."""
 
     tape: Tape | None = None
+    lane = 0
 
 
 current = _Current()
+
+
+class Together:
+    """An adjoint that takes several cotangents at once, along a first axis, and returns as many for each argument."""
+
+    __slots__ = ("_pull",)
+
+    def __init__(self, pull: Callable[[Array], tuple]):
+        self._pull = pull
+
+    def __call__(self, g: Array) -> tuple:
+        """Return the cotangents of the arguments."""
+        return self._pull(g)
 
 
 class suspended:
@@ -115,10 +131,12 @@ class Operation:
     prepared : callable or None
         ``prepared(params, x, out)`` returns the same communication of an array that stays, into one that stays, as a
         function without arguments, for programs that run again and again; None where it can't be had. It isn't noted.
+    several : bool
+        Whether the adjoint takes several cotangents along a first axis, and returns as many.
     """
 
-    def __init__(self, name: str, point_to_point: bool = False, halves: bool = False):
-        self.__name__, self.point_to_point, self.halves = name, point_to_point, halves
+    def __init__(self, name: str, point_to_point: bool = False, halves: bool = False, several: bool = False):
+        self.__name__, self.point_to_point, self.halves, self.several = name, point_to_point, halves, several
         self.prepared: Callable[[Any, Array, Array], Callable[[], object] | None] | None = None
 
     def define(self, forward: Callable, adjoint: Callable, tangent: Callable) -> None:

@@ -20,13 +20,31 @@ __all__ = ["Cell", "Request", "claim", "started"]
 
 
 class Cell:
-    """What the adjoint (or tangent) of a wait and that of its start leave for each other."""
+    """What the adjoint (or tangent) of a wait and that of its start leave for each other, in each lane."""
 
-    __slots__ = ("cotangent", "request")
+    __slots__ = ("_cotangents", "_requests")
 
     def __init__(self) -> None:
-        self.cotangent: Any = None
-        self.request: Request | None = None
+        self._cotangents: dict[int, Any] = {}
+        self._requests: dict[int, Request | None] = {}
+
+    @property
+    def cotangent(self) -> Any:
+        """What has come to the wait."""
+        return self._cotangents.get(current.lane)
+
+    @cotangent.setter
+    def cotangent(self, g: Array | None) -> None:
+        self._cotangents[current.lane] = g
+
+    @property
+    def request(self) -> Request | None:
+        """What is under way."""
+        return self._requests.get(current.lane)
+
+    @request.setter
+    def request(self, request: Request | None) -> None:
+        self._requests[current.lane] = request
 
 
 class Request:

@@ -4,6 +4,8 @@ import autograd
 import autograd.numpy as anp
 import numpy as np
 import pytest
+from elliptic_matrix import elliptic_matrix
+from mpi4py import MPI
 from one_process import assert_close, directions, flat, gradients, hessian, inputs, jacobian, objective, pieces
 
 import mpiad
@@ -175,11 +177,79 @@ def test_solves_of_products(monkeypatch, rank, rank_rng):
         return solve_elliptic(domain, anp.exp(m), np.ones(domain.local_shape))
 
     monkeypatch.setattr(Multigrid, "solve", counted)
-    m, v = rank_rng(rank).standard_normal((2, *domain.local_shape))
-    kept = mpiad.linearize(state)(m)
+    m, *vs = rank_rng(rank).standard_normal((6, *domain.local_shape))
+    kept, v, vs = mpiad.linearize(state)(m), vs[0], np.stack(vs)
     assert [taken(lambda: kept.jvp(v)), taken(lambda: kept.vjp(v)), taken(lambda: kept.vjp(kept.jvp(v)))] == [1, 1, 2]
     product = mpiad.make_hvp(lambda m: domain.sum(state(m) ** 2))(m).product
     assert taken(lambda: product(v)) == 2
+    # Of five directions the right-hand sides are solved for together.
+    assert [taken(lambda: kept.jvp(vs, batch=True)), taken(lambda: kept.vjp(vs, batch=True))] == [1, 1]
+    assert taken(lambda: product(vs, batch=True)) == 2
+
+
+def test_several_directions_of_a_solve(rank_rng):
+    """Beside dense matrices: from A(κ) u = f, with A linear in κ = exp m, follows A u̇ = -A(κ ṁ) u."""
+    shape = (5, 4)
+    domain, whole = mpiad.Domain(shape), rank_rng(0)
+    m, *vs = whole.standard_normal((4, *shape))
+    matrix = elliptic_matrix(np.exp(m), 0.0, (1.0, 1.0)).toarray()
+    u = np.linalg.solve(matrix, np.ones(20))
+    turned = [elliptic_matrix(np.exp(m) * e.reshape(shape), 0.0, (1.0, 1.0)) @ u for e in np.eye(20)]
+    dense = -np.linalg.solve(matrix, np.stack(turned, axis=1))
+
+    def mine(fields):
+        return np.ascontiguousarray(np.reshape(fields, (-1, *shape))[(slice(None), *domain.owned)])
+
+    def state(m):
+        return solve_elliptic(domain, anp.exp(m), np.ones(domain.local_shape), rtol=1e-12)
+
+    kept, flat_vs = mpiad.linearize(state)(mine(m)[0]), np.reshape(vs, (3, 20))
+    along = kept.jvp(mine(vs), batch=True)
+    np.testing.assert_allclose(along, mine(flat_vs @ dense.T), atol=1e-9)
+    np.testing.assert_allclose(kept.vjp(along, batch=True), mine(flat_vs @ dense.T @ dense), atol=1e-9)
+    # Of J = Σ u²/2 the gradient is duᵀu; its change along v by differences of the dense one.
+    product = mpiad.make_hvp(lambda m: 0.5 * domain.sum(state(m) ** 2), objective="root")(mine(m)[0]).product
+    found = product(mine(vs), batch=True)
+    for each, v in zip(found, vs):
+        slopes = [_gradient_of_square(m + step * v, shape) for step in (1e-5, -1e-5)]
+        np.testing.assert_allclose(each, mine((slopes[0] - slopes[1]) / 2e-5)[0], atol=1e-6)
+
+
+def _gradient_of_square(m, shape):
+    matrix = elliptic_matrix(np.exp(m), 0.0, (1.0, 1.0)).toarray()
+    u = np.linalg.solve(matrix, np.ones(m.size))
+    back = np.linalg.solve(matrix, u)
+    units = np.eye(m.size).reshape(-1, *shape)
+    return np.array([-back @ (elliptic_matrix(np.exp(m) * e, 0.0, (1.0, 1.0)) @ u) for e in units])
+
+
+def test_several_directions_pass_messages_under_way_and_sums_of_fewer_ranks(rank, size, rank_rng):
+    """All ranks meet communications in one order, though only some of them can take several cotangents at once."""
+    right, left = (rank + 1) % size, (rank - 1) % size
+
+    def program(x):
+        coming, going = mpiad.mpi_irecv(x, left), mpiad.mpi_isend(anp.sin(x), right)
+        total = mpiad.mpi_iallreduce(x**2)
+        y = mpiad.mpi_exchange(x**3, right, left)
+        if rank == 0:  # between two exchanges, and on one rank alone
+            y = y * mpiad.mpi_allreduce(anp.sum(y), comm=MPI.COMM_SELF)
+        z = mpiad.mpi_exchange(y * x, left, right)
+        came, gone, total = mpiad.mpi_wait(coming), mpiad.mpi_wait(going), mpiad.mpi_wait(total)
+        return z * came + gone * total
+
+    def outputs(xs):
+        ys = [xs[r - 1] ** 3 for r in range(size)]
+        ys[0] = ys[0] * anp.sum(ys[0])
+        total = sum(x**2 for x in xs)
+        after = [(r + 1) % size for r in range(size)]
+        return [ys[after[r]] * xs[after[r]] * anp.sin(xs[r - 1]) + anp.sin(xs[r]) * total for r in range(size)]
+
+    xs = inputs(rank_rng, size, lambda r: (2,))
+    dense, kept = jacobian(outputs, xs), mpiad.linearize(program)(xs[rank])
+    vs = [directions(xs, seed) for seed in (1, 2, 3)]
+    mine = np.stack([v[rank] for v in vs])
+    assert_close(kept.jvp(mine, batch=True), np.stack([pieces(dense @ flat(v), xs)[rank] for v in vs]))
+    assert_close(kept.vjp(mine, batch=True), np.stack([pieces(dense.T @ flat(v), xs)[rank] for v in vs]))
 
 
 def test_forms_that_do_not_fit_are_refused(rank):

@@ -43,7 +43,7 @@ def test_conjugate_case(linear, size):
         options={"product": "gauss-newton", "regularizer": prior, "inner_product": prior, "grtol": 1e-9, "gtol": 0.0},
     )  # fmt: skip
     kept = mpiad.linearize(residuals)(result.x)
-    posterior = laplace(lambda v: kept.vjp(kept.jvp(v)), result.x, prior, 20)
+    posterior = laplace(lambda vs: kept.vjp(kept.jvp(vs, batch=True), batch=True), result.x, prior, 20, batch=True)
     dense = np.linalg.inv(operator.T @ operator + np.linalg.inv(covariance))
     mean = 0.2 + dense @ operator.T @ (data - operator @ np.full(CELLS, 0.2))
     np.testing.assert_allclose(whole(domain, result.x).ravel(), mean, atol=1e-6)

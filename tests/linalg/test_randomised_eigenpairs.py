@@ -69,7 +69,7 @@ def test_wrong_operators_are_refused_on_all_ranks(rank, size):
         eigsh(plain, like, 3, mass=plain if rank == size - 1 else None)
     with pytest.raises(ValueError, match="k must be at most 12"):
         eigsh(plain, like, 13)
-    with pytest.raises(ValueError, match=r"mass_solve must return an array of the shape of like, .*another grid"):
+    with pytest.raises(ValueError, match="mass_solve must return an array of the shape .*another grid"):
         eigsh(plain, like, 3, mass=plain, mass_solve=lambda v: v[1:] if rank == size - 1 else v)
     with pytest.raises(TypeError, match="real numbers"):
         eigsh(plain, like.astype(complex), 3)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from autograd.tracer import isbox
+
 from mpiad._typing import LocalArray
 from mpiad.differentiation import make_jvp, make_vjp
 from mpiad.domain import Domain
@@ -19,6 +21,7 @@ from mpiad.linalg.implicit import direction_of
 from mpiad.linalg.multigrid.preconditioner import Multigrid
 from mpiad.primitives import stop
 from mpiad.primitives.cotangents import spec_like, tangent_of
+from mpiad.primitives.operation import current
 from mpiad.transport import channel
 from mpiad.transport.agreement import raising_together
 from mpiad.transport.tracing import opaque
@@ -108,9 +111,13 @@ def solve_elliptic(
 
 @communicating
 def _solution(
-    b: LocalArray, kappa: LocalArray, c: LocalArray, *, levels: Multigrid, settings: dict, start: dict | None = None
-) -> LocalArray:
-    """Return the solution; κ and c are those of the levels, and are arguments for the sake of their derivatives."""
+    b: LocalArray, kappa: LocalArray, c: LocalArray, *, levels: Multigrid, settings: dict, start: dict | None = None,
+    linear: bool = False,
+) -> LocalArray:  # fmt: skip
+    """Return the solution; κ and c are those of the levels, and are arguments for the sake of their derivatives.
+
+    `linear` says that nothing is differentiated by κ and c on any rank.
+    """
     return levels.solve(b, **settings, **(start or {}))
 
 
@@ -119,16 +126,22 @@ def _product(levels: Multigrid) -> Callable:
 
 
 def _adjoint(
-    ans: LocalArray, b: LocalArray, kappa: LocalArray, c: LocalArray, *, levels: Multigrid, settings: dict, **_: Any
-) -> Callable:
+    ans: LocalArray, b: LocalArray, kappa: LocalArray, c: LocalArray, *, levels: Multigrid, settings: dict,
+    linear: bool = False, **_: Any,
+) -> Callable:  # fmt: skip
     """Return the transpose of the solution's derivative: from A u̇ = ḃ - (∂A/∂κ κ̇ + ∂A/∂c ċ) u."""
 
     def vjp(g: LocalArray) -> list:
-        # The operator is its own transpose, and the levels are made: another solve with them.
-        multiplier = _solution(g, kappa, c, levels=levels, settings=settings)
+        # Decided by the tape, on all ranks alike; an autograd trace around everything is the exception.
+        tape = current.tape
+        alone = tape is not None and tape.of_cotangents and not (isbox(kappa) or isbox(c))
+        # The operator is its own transpose, and the levels are made: another solve with them, for all cotangents.
+        multiplier = _solution(g, kappa, c, levels=levels, settings=settings, linear=alone)
+        if linear:
+            return [multiplier]
         pull, _ = make_vjp(_product(levels))([ans, kappa, c])
         # The first part, Aᵀ λ, is ū again.
-        _, of_kappa, of_c = pull(multiplier)
+        _, of_kappa, of_c = pull(multiplier, batch=len(g.shape) > len(ans.shape))
         return [multiplier, -of_kappa, -of_c]
 
     return vjp
@@ -147,3 +160,4 @@ def _tangent(
 
 defvjp_together(_solution, _adjoint)
 defjvp_together(_solution, _tangent)
+_solution.several = True
