@@ -60,6 +60,8 @@ class Linearization:
         w : pytree of arrays
             Of the form of the value; with `batch` each array has one more axis, the first, for several cotangents.
         batch : bool
+            Several take the memory of as many reverse passes, and less time: `solve_elliptic` solves for all at once, and
+            halos and sums over ranks are one message for all.
 
         Returns
         -------
