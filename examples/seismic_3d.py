@@ -181,16 +181,16 @@ class Ground:
 
 
 class Descent:
-    """One way to the most probable m: where it ended, and the seconds until each iterate."""
+    """One way to the most probable m: where it ended, and the seconds of processor time until each iterate."""
 
     def __init__(self, ground, name, fun, method, options, progress):
-        self.name, self.seconds, began = name, [0.0], time.perf_counter()
+        self.name, self.seconds, began = name, [0.0], time.process_time()
         self.result = ground.model.minimize(
             fun,
             numpy.zeros(ground.model.local_shape),
             method=method,
             options=options,
-            callback=lambda m: self.seconds.append(time.perf_counter() - began),
+            callback=lambda m: self.seconds.append(time.process_time() - began),
             progress=progress,
         )
         self.error = ground.model.norm(self.result.x - ground.truth) / ground.model.norm(ground.truth)
@@ -225,7 +225,7 @@ def draw_picture(path, ground, fields, descents, values):
             figure.colorbar(image, ax=axes[row, column], shrink=0.8)
     for descent in descents:
         axes[0, 3].semilogy(descent.seconds, descent.result.history.loss, ".-", label=descent.name)
-    axes[0, 3].set(title="objective", xlabel="s")
+    axes[0, 3].set(title="objective", xlabel="s of processor time of a rank")
     axes[0, 3].legend()
     axes[1, 3].semilogy(1 + numpy.arange(len(values)), values, ".-")
     axes[1, 3].set(title="what the records tell: eigenvalues", xlabel="number")
