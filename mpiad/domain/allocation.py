@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from mpiad._typing import Array, Shape
-from mpiad.transport.device_arrays import arrays_of, is_device_array
+from mpiad.transport.device_arrays import arrays_of
 
-__all__ = ["copy_of", "empty_beside", "is_array", "zeros_beside"]
+__all__ = ["copy_of", "empty_beside", "zeros_beside"]
 
 
 def empty_beside(u: Array, shape: Shape) -> Array:
@@ -26,8 +26,3 @@ def copy_of(u: Array) -> Array:
     """Return a copy."""
     arrays = arrays_of(u)
     return np.array(u) if arrays is None else arrays.copy(u)
-
-
-def is_array(x: Array) -> bool:
-    """Tell whether an untraced value is an array, on the host or on a device."""
-    return isinstance(x, np.ndarray) or is_device_array(x)

@@ -10,15 +10,15 @@ from typing import Any, TypeAlias
 from autograd.tracer import getval
 
 from mpiad._typing import Array, Comm, LocalArray, Shape
-from mpiad.domain.allocation import is_array
 from mpiad.domain.boundary import Sides
 from mpiad.domain.halo import Halo
-from mpiad.domain.partition import Partition, choose_dims
+from mpiad.domain.partition import Partition, choose_dims, lengths
 from mpiad.domain.root_copies import require_own_block
 from mpiad.transport import Channel, channel
 from mpiad.transport.agreement import raising_together, require_same
+from mpiad.transport.device_arrays import is_array
 
-__all__ = ["Decomposition", "layout", "lengths", "listed", "per_dimension"]
+__all__ = ["Decomposition", "layout", "listed", "per_dimension"]
 
 
 class Decomposition:
@@ -40,7 +40,7 @@ class Decomposition:
         self.position = partition.position(used.rank)
         self.neighbours = partition.neighbours(used.rank)
         self.owned = partition.block(used.rank)
-        self.local_shape: Shape = tuple(s.stop - s.start for s in self.owned)
+        self.local_shape = lengths(self.owned)
         # Plans of exchanges are made at their first use, so a domain that only sums costs nothing.
         self._halo = Halo(partition, used.rank, self.halo, comm)
         self.padded_shape = self._halo.padded
@@ -69,11 +69,6 @@ class Decomposition:
                     f"{call}: a halo of {h} can't be reflected along dimension {axis}, which has {n} cells: "
                     f"at least {needed} are needed."
                 )
-
-
-def lengths(block: tuple[slice, ...]) -> Shape:
-    """Return how many cells a block has along each dimension."""
-    return tuple(cells.stop - cells.start for cells in block)
 
 
 def listed(shape: Shape) -> str:

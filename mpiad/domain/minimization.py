@@ -10,9 +10,9 @@ import scipy
 
 from mpiad._typing import Function, LocalArray, Tree
 from mpiad.differentiation.trees import flatten, is_variable
-from mpiad.domain.allocation import is_array
 from mpiad.domain.decomposition import Decomposition
 from mpiad.transport.agreement import raising_together
+from mpiad.transport.device_arrays import is_array
 
 __all__ = ["Minimization", "provide"]
 

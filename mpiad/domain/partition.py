@@ -14,7 +14,7 @@ import numpy as np
 
 from mpiad._typing import Rank, Shape
 
-__all__ = ["Partition", "choose_dims"]
+__all__ = ["Partition", "choose_dims", "lengths"]
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,11 @@ def _bounds(cells: int, parts: int, index: int) -> tuple[int, int]:
     share, longer = divmod(cells, parts)
     start = index * share + min(index, longer)
     return start, start + share + (index < longer)
+
+
+def lengths(block: tuple[slice, ...]) -> Shape:
+    """Return how many cells a block has along each dimension."""
+    return tuple(cells.stop - cells.start for cells in block)
 
 
 def choose_dims(shape: Shape, size: int, halo: tuple[int, ...], periodic: tuple[bool, ...]) -> tuple[int, ...] | None:

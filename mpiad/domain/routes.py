@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeAlias
 
 from mpiad._typing import Rank, Shape
-from mpiad.domain.partition import Partition
+from mpiad.domain.partition import Partition, lengths
 
 __all__ = ["FACES", "IN_TURN", "TOGETHER", "Geometry", "Index", "Route", "Stage", "plan"]
 
@@ -81,7 +81,7 @@ class Geometry:
 
     def __init__(self, partition: Partition, rank: Rank, widths: tuple[int, ...]):
         self.partition, self.rank, self.widths = partition, rank, widths
-        self.shape: Shape = tuple(cells.stop - cells.start for cells in partition.block(rank))
+        self.shape: Shape = lengths(partition.block(rank))
         self.padded: Shape = tuple(n + 2 * h for n, h in zip(self.shape, widths))
         self.block = tuple(slice(h, h + n) for n, h in zip(self.shape, widths))
         self.neighbours = partition.neighbours(rank)

@@ -10,8 +10,8 @@ from autograd.extend import defjvp, defvjp, primitive
 
 from mpiad._typing import Array, LocalArray, Rank, RootArray
 from mpiad.domain.allocation import empty_beside
-from mpiad.domain.decomposition import Decomposition, lengths
-from mpiad.domain.partition import Partition
+from mpiad.domain.decomposition import Decomposition
+from mpiad.domain.partition import Partition, lengths
 from mpiad.primitives import mpi_gather, mpi_scatter
 from mpiad.transport.agreement import raising_together
 
@@ -272,7 +272,7 @@ def from_blocks(cells: RootArray, partition: Partition) -> RootArray:
     start = 0
     for rank in range(math.prod(partition.dims)):
         block = partition.block(rank)
-        shape = tuple([along.stop - along.start for along in block])
+        shape = lengths(block)
         stop = start + math.prod(shape)
         out[(..., *block)] = np.moveaxis(cells[start:stop], 0, -1).reshape(lead + shape)
         start = stop

@@ -8,10 +8,10 @@ import numpy as np
 from autograd.tracer import getval
 
 from mpiad._typing import LocalArray
-from mpiad.domain.allocation import is_array
 from mpiad.domain.leapfrog import leapfrog
 from mpiad.domain.root_copies import require_own_block
 from mpiad.domain.stencil_sums import StencilSums, apply_stencil
+from mpiad.transport.device_arrays import is_array
 
 __all__ = ["Stencil"]
 

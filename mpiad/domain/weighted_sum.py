@@ -16,6 +16,7 @@ import numpy as np
 
 from mpiad._typing import LocalArray
 from mpiad.domain.allocation import empty_beside
+from mpiad.domain.partition import lengths
 
 __all__ = ["Box", "Finish", "Terms", "terms_of", "weighted_sum"]
 
@@ -62,14 +63,14 @@ def weighted_sum(source: LocalArray, terms: Terms, out: LocalArray, box: Box, fi
     """
     ndim = len(box)
     padded, lead = source.shape[source.ndim - ndim :], out.shape[: out.ndim - ndim]
-    across = math.prod([cells.stop - cells.start for cells in box[1:]])
+    across = math.prod(lengths(box[1:]))
     start, stop = box[0].start, box[0].stop
     if stop <= start or across == 0:
         return
     long_rows = 3 * across > 2 * math.prod(padded[1:])
     # On a device all at once: there calls cost more than memory.
     rows = min(stop - start, max(1, _SLAB // across)) if type(out) is np.ndarray else stop - start
-    buffers = [empty_beside(out, (rows, *(padded[1:] if long_rows else _lengths(box[1:])))) for _ in range(2)]
+    buffers = [empty_beside(out, (rows, *(padded[1:] if long_rows else lengths(box[1:])))) for _ in range(2)]
     make = _as_long_rows if long_rows else _as_boxes
     for place in np.ndindex(lead):
         for first in range(start, stop, rows):
@@ -126,7 +127,3 @@ def _as_long_rows(field: LocalArray, terms: Terms, box: Box, buffers: Sequence[L
         pieces.append([row[first : first + length] for first in starts])
     total, room = (buffer.reshape(-1)[:length] for buffer in buffers)
     return Slab(pieces, total, room, buffers[0][(slice(0, rows), *box[1:])])
-
-
-def _lengths(box: Box) -> list[int]:
-    return [cells.stop - cells.start for cells in box]

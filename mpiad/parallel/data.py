@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from mpiad._typing import Array, Comm, Tree
+from mpiad._typing import Comm, Tree
 from mpiad.differentiation.trees import flatten
 from mpiad.parallel.samples import Items
 from mpiad.primitives import mpi_rank, mpi_size
-from mpiad.transport.device_arrays import arrays_of, is_device_array
+from mpiad.transport.device_arrays import arrays_of, is_array
 
 __all__ = ["DistributedDataContainer"]
 
@@ -144,20 +144,16 @@ def _arrays(data: Tree) -> tuple[Sequence[Any], Any] | None:
         return None  # of samples, which may be arrays themselves
     leaves, build = flatten(data)
     # An array without axes has no entry for each sample.
-    arrays = [_is_array(leaf) and leaf.ndim > 0 for leaf in leaves]
+    arrays = [is_array(leaf) and leaf.ndim > 0 for leaf in leaves]
     if leaves and all(arrays):
         return leaves, build
-    if isinstance(data, dict) or (isinstance(data, tuple) and any(map(_is_array, data))):
+    if isinstance(data, dict) or (isinstance(data, tuple) and any(map(is_array, data))):
         kinds = ", ".join(sorted({type(leaf).__name__ for leaf, is_one in zip(leaves, arrays) if not is_one}))
         raise TypeError(
             f"DistributedDataContainer: in a tuple or dict all data must be arrays with an entry for each sample, but got "
             f"{kinds or 'nothing'}. Make arrays of them, or a list with one item for each sample."
         )
     return None
-
-
-def _is_array(x: Array) -> bool:
-    return isinstance(x, np.ndarray) or is_device_array(x)
 
 
 def _length(data: Tree, arrays: tuple[Sequence[Any], Any] | None) -> int:

@@ -21,7 +21,7 @@ from numpy.typing import DTypeLike
 from mpiad._typing import Array, Scalar, Shape
 
 __all__ = [
-    "ArrayModule", "arrays_named", "arrays_of", "discover", "is_device_array", "named", "register_arrays",
+    "ArrayModule", "arrays_named", "arrays_of", "discover", "is_array", "is_device_array", "named", "register_arrays",
     "when_registered",
 ]  # fmt: skip
 
@@ -200,6 +200,11 @@ def is_device_array(x: Array) -> bool:
     """
     kind = type(x)
     return kind not in _on_host and (kind in _makers or hasattr(kind, "__cuda_array_interface__"))
+
+
+def is_array(x: Array) -> bool:
+    """Tell whether an untraced value is an array, on the host or on a device."""
+    return isinstance(x, np.ndarray) or is_device_array(x)
 
 
 def named(x: Array) -> str:

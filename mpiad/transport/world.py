@@ -73,25 +73,18 @@ def start(call: str) -> None:
         begin()
 
 
-def meet(call: str, limit: float | None = None) -> None:
-    """Wait until all ranks have come to the start; MPI alone would wait in silence for one that never does.
-
-    Parameters
-    ----------
-    call : str
-        What brings them here.
-    limit : float, optional
-        Seconds; by default ``MPIAD_TIMEOUT``, but time to load Python's modules in any case.
+def meet(call: str) -> None:
+    """Wait until all ranks have come to the start, to which `call` brings them: MPI alone would wait in silence.
 
     Raises
     ------
     DeadlockError
-        Where it takes longer.
+        Where it takes longer than ``MPIAD_TIMEOUT``, and longer than Python needs to load its modules.
     """
-    if limit is None:
-        with contextlib.suppress(ValueError):  # which `switch.start` raises, on all ranks
-            asked = watch_settings.from_environment().timeout
-            limit = None if asked is None else max(asked, _TIME_TO_LOAD)
+    limit = None
+    with contextlib.suppress(ValueError):  # which `switch.start` raises, on all ranks
+        asked = watch_settings.from_environment().timeout
+        limit = None if asked is None else max(asked, _TIME_TO_LOAD)
     request, patience, told = MPI.COMM_WORLD.Ibarrier(), Backoff(), False
     while not request.Test():
         waits = (

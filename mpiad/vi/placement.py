@@ -14,7 +14,7 @@ from mpiad.differentiation.trees import flatten, is_variable
 from mpiad.primitives import stop
 from mpiad.transport import Channel
 from mpiad.transport.agreement import raising_together
-from mpiad.transport.device_arrays import arrays_of, is_device_array
+from mpiad.transport.device_arrays import arrays_of, is_array, is_device_array
 
 __all__ = ["Constant", "all_finite", "copied", "device_of", "on_device", "placed", "require_one_place"]
 
@@ -58,7 +58,7 @@ def placed(x: Array, params: Tree) -> Array:
 def copied(params: Tree) -> Tree:
     """Return variational parameters in memory of their own."""
     leaves, build = flatten(params)
-    return build([leaf.copy() if isinstance(leaf, np.ndarray) or is_device_array(leaf) else leaf for leaf in leaves])
+    return build([leaf.copy() if is_array(leaf) else leaf for leaf in leaves])
 
 
 def all_finite(params: Tree) -> bool:

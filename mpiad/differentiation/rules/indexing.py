@@ -13,7 +13,7 @@ from autograd.tracer import getval
 from mpiad._typing import Array, Index
 from mpiad.differentiation.rules.protocol import BOX_TYPES, Argnums, Vjp, inherited_jvp, inherited_vjp
 from mpiad.differentiation.rules.scatter_add import Scatter, is_basic, put
-from mpiad.transport.device_arrays import is_device_array
+from mpiad.transport.device_arrays import is_array, is_device_array
 
 __all__ = ["JVPS", "VJPS"]
 
@@ -68,11 +68,7 @@ def _as_array_index(idx: object) -> Any:
 def _is_mask(idx: Index) -> bool:
     parts = idx if type(idx) is tuple else (idx,)
     advanced = [i for i in parts if not is_basic(i)]
-    return len(advanced) == 1 and _is_array(advanced[0]) and advanced[0].dtype == bool
-
-
-def _is_array(x: Array) -> bool:
-    return isinstance(x, np.ndarray) or is_device_array(x)
+    return len(advanced) == 1 and is_array(advanced[0]) and advanced[0].dtype == bool
 
 
 def sparse_add_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:

@@ -12,7 +12,7 @@ from autograd.tracer import isbox
 from mpiad._typing import Array, LocalArray
 from mpiad.device.constants import Constants
 from mpiad.domain import Domain
-from mpiad.domain.allocation import empty_beside, is_array
+from mpiad.domain.allocation import empty_beside
 from mpiad.domain.partition import Partition
 from mpiad.linalg.host_and_device import require_together
 from mpiad.linalg.multigrid.cg_vectors import over_systems
@@ -31,7 +31,7 @@ from mpiad.primitives import stop
 from mpiad.primitives.operation import suspended
 from mpiad.transport import SUM, channel
 from mpiad.transport.collectives import allreduce
-from mpiad.transport.device_arrays import ArrayModule, arrays_of
+from mpiad.transport.device_arrays import ArrayModule, arrays_of, is_array
 
 __all__ = ["Multigrid"]
 
