@@ -63,7 +63,7 @@ def test_writing_into_an_array_of_its_own(traces):
 
 
 def test_messages(traces, rank, size):
-    domain = Domain((12, 7), dims=(size, 1), periodic=(True, False))
+    domain = Domain((3 * size, 7), dims=(size, 1), periodic=(True, False))
     u = np.random.default_rng(rank).standard_normal(domain.local_shape)
 
     def fun(u):
