@@ -100,6 +100,20 @@ def test_derivatives_of_solutions(shape):
         np.testing.assert_allclose(on_host(mine), host, rtol=1e-6, atol=1e-7)
 
 
+def test_several_directions_at_once():
+    domain, kappa, _, b = _case((17, 14))
+    along = np.stack([np.cos(kappa), np.sin(b), kappa])
+
+    def kept(b):
+        return mpiad.linearize(lambda kappa: solve_elliptic(domain, kappa, b, rtol=1e-12))
+
+    host, there = kept(b)(kappa), kept(on_device(b))(on_device(kappa))
+    for known, found in ((host.jvp, there.jvp), (host.vjp, there.vjp)):
+        made = found(on_device(along), batch=True)
+        assert type(made) is DeviceArray
+        np.testing.assert_allclose(on_host(made), [known(v) for v in along], rtol=1e-7, atol=1e-8)
+
+
 def test_numbers_for_coefficients():
     """κ and c as numbers of the host's travel with the calls, and have derivatives that are numbers."""
     domain, _, _, b = _case((20, 18))
