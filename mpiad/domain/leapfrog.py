@@ -1,7 +1,7 @@
 """A step of a wave, u' = 2 u - u₋ + f S u, as one operator: what passes through memory is what counts.
 
-Written out, a step makes four arrays beside S u, and its reverse pass adds up five cotangents of u. Here each slab of S u
-is completed while it is in the cache, and the adjoint,
+Written out, a step makes four arrays beside S u, and its reverse pass adds up five cotangents of u. Here S u is completed
+where it is computed, or each slab of it while that is in the cache (see `Finish`), and the adjoint,
 
     ū = 2 g + Sᵀ (f g),   ū₋ = -g,   f̄ = g S u
 
@@ -20,6 +20,7 @@ from autograd.tracer import getval, isbox
 from mpiad._typing import LocalArray
 from mpiad.domain.allocation import zeros_beside
 from mpiad.domain.stencil_sums import StencilSums, apply_stencil, transposed_stencil
+from mpiad.domain.weighted_sum import Finish
 from mpiad.extend import communicating, defjvp, defjvp_together, defvjp, defvjp_together
 from mpiad.primitives.cotangents import tangent_of
 from mpiad.primitives.operation import current
@@ -39,17 +40,7 @@ def advance(u: LocalArray, before: LocalArray, factor: LocalArray, stencil: Sten
     """Return 2 u - before + factor S u, and append S u to what is kept."""
     factors = np.broadcast_to(factor, u.shape)
     sums = None if kept is None else np.empty_like(u)
-
-    def finish(out: LocalArray, index: tuple) -> None:
-        if sums is not None:
-            sums[index] = out
-        # While the slab of sums is still in the cache: one pass through memory for the whole step.
-        out *= factors[index]
-        out -= before[index]
-        out += u[index]  # twice: without an array for 2 u
-        out += u[index]
-
-    out = stencil.summed(u, finish=finish)
+    out = stencil.summed(u, finish=Finish(u, before, factors, sums))
     if kept is not None:
         kept[:] = [sums]
     return out
@@ -62,12 +53,7 @@ def retreat(g: LocalArray, factor: LocalArray, stencil: StencilSums) -> LocalArr
     # Cells that were copied beyond a side get their cotangents back one by one: no pass of the stencil does that.
     if stencil.copies_sides:
         return stencil.spread(g * factors) + 2.0 * g
-
-    def finish(out: LocalArray, index: tuple) -> None:
-        out += g[index]
-        out += g[index]
-
-    return stencil.mirrored.summed(g, factors, finish)
+    return stencil.mirrored.summed(g, factors, Finish(g))
 
 
 def _advance_adjoint(

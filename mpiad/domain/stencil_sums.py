@@ -16,6 +16,7 @@ import numpy as np
 from mpiad._typing import Array, LocalArray, Shape
 from mpiad.domain.allocation import empty_beside, zeros_beside
 from mpiad.domain.boundary import Sides, homogeneous
+from mpiad.domain.compiled_weighted_sum import compiled_weighted_sum, is_compiled
 from mpiad.domain.halo import Halo, fill_beyond, fold_beyond
 from mpiad.domain.halo_messages import add, post, put
 from mpiad.domain.routes import FACES, TOGETHER
@@ -95,13 +96,14 @@ class StencilSums:
             np.multiply(u, scale, out=padded[halo.interior])
         out = empty_beside(u, u.shape)
         # Points whose neighbours are all here are summed while the halo travels.
+        add_up = compiled_weighted_sum if is_compiled(out, self.terms, halo.shape) else weighted_sum
         coming = post(padded, stage.routes, False, _TAG, halo.comm)
         if self._inside is not None:
-            weighted_sum(padded, self.terms, out, self._inside, finish)
+            add_up(padded, self.terms, out, self._inside, finish)
         put(padded, coming)
         fill_beyond(padded, stage, halo.beyond(self.sides, self.scheme)[0], self.sides)
         for box in self._along_sides:
-            weighted_sum(padded, self.terms, out, box, finish)
+            add_up(padded, self.terms, out, box, finish)
         self.give_back(padded)
         return out
 

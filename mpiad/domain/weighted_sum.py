@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -23,10 +23,40 @@ __all__ = ["Box", "Finish", "Terms", "terms_of", "weighted_sum"]
 Terms: TypeAlias = tuple[tuple[float, tuple[tuple[int, ...], ...]], ...]
 """For each weight the offsets with that weight, counted from the lowest corner."""
 Box: TypeAlias = tuple[slice, ...]
-Finish: TypeAlias = Callable[[LocalArray, tuple], None]
-"""``finish(out, index)`` completes the sums of a slab in place: `out` is the whole result's part at `index`."""
-
 _SLAB = 32_768  # entries: smaller slabs cost more calls than the cache saves
+
+
+class Finish(NamedTuple):
+    """How sums are completed: ``factor * sums - before + u + u``, where only `u` is given ``sums + u + u``.
+
+    Parameters
+    ----------
+    u : array of the shape of the result
+    before, factor : arrays of that shape, optional
+    kept : array of that shape, optional
+        Where the sums themselves are written.
+    """
+
+    u: LocalArray
+    before: LocalArray | None = None
+    factor: LocalArray | None = None
+    kept: LocalArray | None = None
+
+    def complete(self, out: LocalArray, index: tuple) -> None:
+        """Complete the sums of a slab in place: `out` is the whole result's part at `index`."""
+        if self.kept is not None:
+            self.kept[index] = out
+        # While the slab of sums is still in the cache: one pass through memory for the whole step.
+        if self.factor is not None and self.before is not None:
+            out *= self.factor[index]
+            out -= self.before[index]
+        out += self.u[index]  # twice: without an array for 2 u
+        out += self.u[index]
+
+    def form(self) -> tuple[str, str]:
+        """Return the names of the arrays that there are, and the text of the same for one entry of each."""
+        names = " ".join(name for name, array in zip(self._fields, self) if array is not None)
+        return names, f"{'total' if self.factor is None else 'total * factor_[i] - before_[i]'} + u_[i] + u_[i]"
 
 
 class Slab(NamedTuple):
@@ -81,7 +111,7 @@ def weighted_sum(source: LocalArray, terms: Terms, out: LocalArray, box: Box, fi
             # Arithmetic on rows with gaps takes twice as long as this copy.
             out[index] = slab.sums
             if finish is not None:
-                finish(out[index], index)
+                finish.complete(out[index], index)
 
 
 def _sum(slab: Slab, terms: Terms) -> None:

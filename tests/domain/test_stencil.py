@@ -6,6 +6,7 @@ import pytest
 from scipy import ndimage
 
 import mpiad
+import mpiad.domain.compiled_weighted_sum
 import mpiad.domain.stencil_sums
 from mpiad.domain import Domain
 from mpiad.testing import check_adjoint, check_grads
@@ -228,6 +229,30 @@ def test_leapfrog_is_what_it_is_short_for(rank_rng, rng, boundary, lead):
             np.testing.assert_allclose(found[name], expected[name], 1e-10, 1e-10)
     # Small, so that the cosines don't turn within the first steps of the check.
     check_grads(loss(short), {name: 0.2 * value for name, value in z.items()})
+
+
+@pytest.mark.parametrize(
+    ("shape", "lead", "dtype"),
+    [((19,), (), "f8"), ((8, 9), (2,), "f8"), ((12, 7), (), "f4"), ((4, 5, 3), (), "f8")],
+    ids=str,
+)
+def test_compiled_sums_have_the_bits_of_numpys(shape, lead, dtype, rng, monkeypatch):
+    """Of the stencil, of the step and of its reverse pass; also of strided arrays, and where no inside is left."""
+    pytest.importorskip("llvmlite")
+    domain = Domain(shape, periodic=True)
+    laplacian = domain.laplacian()
+    u, before, g = np.moveaxis(rng.standard_normal((*lead, *domain.local_shape, 3)).astype(dtype), -1, 0)
+    factor = rng.random(domain.local_shape).astype(dtype)
+
+    def found():
+        pull, step = mpiad.make_vjp(laplacian.leapfrog, (0, 1, 2))(u, before, factor)
+        return [laplacian(u), step, laplacian.leapfrog(u, before, factor), *pull(g)]
+
+    expected = found()
+    monkeypatch.setattr(mpiad.domain.compiled_weighted_sum, "_LARGE", 1)
+    compiled = found()
+    for one, other in zip(compiled, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_leapfrog_sends_as_often_back_as_forth(rng, monkeypatch):
