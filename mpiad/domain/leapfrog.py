@@ -18,7 +18,7 @@ import numpy as np
 from autograd.tracer import getval, isbox
 
 from mpiad._typing import LocalArray
-from mpiad.domain.allocation import zeros_beside
+from mpiad.domain.allocation import empty_beside, zeros_beside
 from mpiad.domain.stencil_sums import StencilSums, apply_stencil, transposed_stencil
 from mpiad.domain.weighted_sum import Finish
 from mpiad.extend import communicating, defjvp, defjvp_together, defvjp, defvjp_together
@@ -39,7 +39,7 @@ def leapfrog(stencil: StencilSums, u: LocalArray, before: LocalArray, factor: Lo
 def advance(u: LocalArray, before: LocalArray, factor: LocalArray, stencil: StencilSums, kept: list | None) -> LocalArray:
     """Return 2 u - before + factor S u, and append S u to what is kept."""
     factors = np.broadcast_to(factor, u.shape)
-    sums = None if kept is None else np.empty_like(u)
+    sums = None if kept is None else empty_beside(u, u.shape)
     out = stencil.summed(u, finish=Finish(u, before, factors, sums))
     if kept is not None:
         kept[:] = [sums]
