@@ -146,6 +146,10 @@ class EventWatch:
         """Return the table, shape (5, m); None where nothing happened."""
         return np.concatenate(self._rows, axis=1) if self._rows else None
 
+    def forget(self) -> None:
+        """Empty the table."""
+        self._rows = []
+
 
 def _projected(low: Array, high: Array, before: Array, after: Array, reach: float) -> Array:
     """Return where ITP evaluates next: the secant's root, moved towards the middle, and no further from it than it may be.

@@ -34,29 +34,31 @@ class GivenTimes:
         In the order of the solve, the last infinitely far; NaN nowhere.
     event : array of int, shape (m + 1, N)
         Which event each is.
+    alike : bool
+        Whether they are the same for all.
     first : array of int, shape (N,)
         The first that doesn't lie before the start.
     """
 
     def __init__(self, events: Sequence[Event], batch: Batch, signs: Array):
         self._events = [(e, event) for e, event in enumerate(events) if event.times is not None]
-        rows, event = [np.full(batch.size, np.inf)], [np.full(batch.size, -1)]
-        for e, found in self._of(batch):
-            rows.append(signs * found)
-            event.append(np.full(batch.size, e))
-        ahead = np.stack(rows)
+        given = self._of(batch)
+        shape = len(given) + 1, batch.size
+        # One column serves all, where all have the same times and go the same way.
+        alike = all(np.ndim(time) == 0 for _, time in given) and bool((signs == signs[:1]).all())
+        self.alike, own = alike, signs[:1] if alike else signs
+        ahead = np.stack([np.full(len(own), np.inf), *(own * time for _, time in given)])
+        event = np.array([[-1], *([e] for e, _ in given)])
         # Of equal times those of events that were given first.
-        alike = bool((ahead == ahead[:, :1]).all())  # in one order for all, then
-        first = slice(0, 1 if alike else None)
-        order = np.lexsort((np.stack(event)[:, first], ahead[:, first]), axis=0)
-        self._order = np.broadcast_to(order, ahead.shape)
-        ahead = np.take_along_axis(ahead, self._order, axis=0)
-        self.event = np.take_along_axis(np.stack(event), self._order, axis=0)
+        order = np.lexsort((np.broadcast_to(event, ahead.shape), ahead), axis=0)
+        ahead = np.take_along_axis(ahead, order, axis=0)
+        self._order = np.broadcast_to(order, shape)
+        self.event = np.broadcast_to(event[order, 0], shape)
         self.first = np.count_nonzero(ahead < signs * batch.start, axis=0)
-        self.times = signs * ahead
+        self.times = np.broadcast_to(own * ahead, shape)
 
     def _of(self, batch: Batch) -> list[tuple[int, Any]]:
-        """Return the times by the batch's parameters, which may be traced: which event, and an array of shape (N,)."""
+        """Return which event is when, a number or of shape (N,), by the batch's parameters, which may be traced."""
         found = []
         for e, event in self._events:
             given: Any = event.times
@@ -65,7 +67,7 @@ class GivenTimes:
                 given = given if isinstance(given, (list, tuple)) or anp.ndim(given) == 2 else [given]
             for time in given:
                 self._check(getval(time), batch.size)
-                found.append((e, time * np.ones(batch.size)))
+                found.append((e, time))
         return found
 
     def _check(self, time: Array, count: int) -> None:
@@ -75,8 +77,14 @@ class GivenTimes:
                 f"column, but got {np.array2string(np.asarray(time), threshold=6)} of shape {np.shape(time)}."
             )
 
+    def passed(self, ids: Array, first: Array, stop: Array) -> Array:
+        """Return the events of some trajectories from one to another, shape (3, m): trajectories, which, and when."""
+        slot = np.arange(len(self.times))
+        row, slot = np.nonzero((first[:, None] <= slot) & (slot < stop[:, None]))
+        return np.stack([ids[row].astype(float), self.event[slot, ids[row]].astype(float), self.times[slot, ids[row]]])
+
     def traced(self, batch: Batch) -> Array:
         """Return `times` as a function of traced parameters."""
-        rows = [anp.reshape(time, (1, -1)) for _, time in self._of(batch)]
+        rows = [anp.reshape(time * np.ones(batch.size), (1, -1)) for _, time in self._of(batch)]
         every = anp.concatenate([np.full((1, batch.size), np.inf), *rows], axis=0)
         return every[self._order, np.arange(batch.size)]

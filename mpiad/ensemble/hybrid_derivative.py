@@ -22,9 +22,10 @@ from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.differentiable import traced_results
 from mpiad.ensemble.event_affects import affect_field
 from mpiad.ensemble.events import by_trajectory
-from mpiad.ensemble.hybrid_solve import HERE, Flow, HybridSolve, Jump
+from mpiad.ensemble.hybrid_solve import HybridSolve
 from mpiad.ensemble.linearization import Field
 from mpiad.ensemble.outcome import came_through, names_of
+from mpiad.ensemble.pieces import HERE, Flow, Jump
 from mpiad.ensemble.run import Run
 from mpiad.ensemble.solution import EnsembleSolution
 
@@ -34,13 +35,13 @@ __all__ = ["hybrid_solution"]
 def hybrid_solution(solved: HybridSolve, given: Batch) -> EnsembleSolution:
     """Return the solution of a solve that has run, traced where `given`, the batch that it was made of, is."""
     batch, settings, codes = solved.batch, solved.settings, solved.codes
-    u, u_end, reached = solved.saved, solved.u.T, solved.t
+    u, u_end, reached = solved.saves.states, solved.u.T, solved.t
     where: Array | None = None
     if given.traced:
         u, u_end, reached, where = _Chain(solved, given).results()
 
     def events() -> dict:
-        ids, which, times = np.concatenate([np.empty((3, 0)), *solved.happened], axis=1)
+        ids, which, times = solved.happened()
         order = np.argsort(ids, kind="stable")
         who, event = np.stack([ids, which])[:, order].astype(int).tolist()
         when = (times if where is None else where)[order]
@@ -66,7 +67,7 @@ class _Chain:
         self._at = np.full(solved.batch.size, -1)
         # Saved values as rows, and which row each is; the first is for what wasn't reached.
         self._rows: list[Array] = [np.full((1, len(solved.u)), np.nan, solved.u.dtype)]
-        self._index, self._count = np.zeros(solved.saved.shape[:2], int), 1
+        self._index, self._count = np.zeros(solved.saves.states.shape[:2], int), 1
         self._times: list[Array] = []
         for way in solved.ways:
             self._flow(way) if isinstance(way, Flow) else self._jump(way)
@@ -77,7 +78,7 @@ class _Chain:
         u = concatenate(self._rows, axis=0)[self._index]
         u_end, reached = anp.transpose(self._u), self._t
         if not live.all():
-            u = anp.where(live[:, None, None], u, solved.saved)
+            u = anp.where(live[:, None, None], u, solved.saves.states)
             u_end, reached = anp.where(live[:, None], u_end, solved.u.T), anp.where(live, reached, solved.t)
         return u, u_end, reached, concatenate(self._times) if self._times else np.empty(0)
 
@@ -145,7 +146,7 @@ class _Chain:
         # A step of second order, whose derivatives are right to that order.
         there = self._field.array(u[:, twice] + between * rate, leaves, now + between)
         rate = 0.5 * (rate + anp.where(columns[twice], there, 0.0))
-        return u + (between * rate)[:, : len(ids)]
+        return u + (between * rate)[:, : len(ids)].astype(u.dtype)
 
     def _note_events(self, way: Flow, run: Run, reached: Array, crossed: Array) -> None:
         """Note when the events of a piece were."""

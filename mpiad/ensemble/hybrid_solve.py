@@ -3,18 +3,20 @@
 Each piece is a solve of its own, of all trajectories that still move: each starts at the time and in the state that its
 last event left, and goes to its next given time, to the end of tspan, or to where a condition vanishes, which ends it as a
 terminal event does. So any way to solve serves, with its steps, saved times and derivatives, and a trajectory's numbers
-depend on no other. Step-size control begins anew with each piece.
+depend on no other. A piece's first step is the one that would have been next.
 
 Where the affect leaves a condition at its root, the next piece looks for the way back only, and its first step is so short
 that it isn't back by then (`root_departure`).
 
-The pieces are kept where derivatives are wanted: see `hybrid_derivative`.
+The pieces are kept where derivatives are wanted: see `hybrid_derivative`. Where they aren't, a kernel may let events at
+given times act itself: then all is one piece. By columns trajectories whose events come at times of their own re-enter the
+running columns (`rolling_pieces`). Both give the numbers of pieces that all go together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -26,51 +28,17 @@ from mpiad.ensemble.event_affects import affected
 from mpiad.ensemble.given_times import GivenTimes
 from mpiad.ensemble.initialization import derivative_at
 from mpiad.ensemble.outcome import Outcome, ReturnCode, evaluations
+from mpiad.ensemble.piece_saves import PieceSaves
+from mpiad.ensemble.pieces import AT_END, HERE, Flow, Jump
+from mpiad.ensemble.rolling_pieces import RollingPieces
 from mpiad.ensemble.root_departure import departure, distance_ahead
-from mpiad.ensemble.settings import Settings
+from mpiad.ensemble.settings import DueTimes, Settings
 
-__all__ = ["AT_END", "HERE", "Flow", "HybridSolve", "Jump"]
+__all__ = ["HybridSolve"]
 
-AT_END, HERE = -1, -2
 _MOVING = -1  # no return code yet
 # So many events in a row, each within so small a part of tspan after the one before, are without end.
 _SHORT, _MOST_SHORT = 1e-6, 10
-
-
-class Flow(NamedTuple):
-    """A piece: a solve of some trajectories.
-
-    Parameters
-    ----------
-    ids : array of int, shape (n,)
-        Which trajectories.
-    slot : array of int, shape (n,)
-        The given time at which the piece ends at the latest; AT_END where that is the end of tspan, and HERE where it is
-        its start, since an event has ended the trajectory.
-    saved : tuple of array of int, shape (m,)
-        Of what it saved the columns, and the places among the piece's times and among all.
-    """
-
-    ids: Array
-    slot: Array
-    batch: Batch
-    settings: Settings
-    outcome: Outcome
-    saved: tuple[Array, Array, Array]
-
-
-class Jump(NamedTuple):
-    """An event that changed the states of some trajectories, those with the numbers `ids`.
-
-    Parameters
-    ----------
-    slot : array of int, shape (n,), or None
-        At which given times; None where a condition vanished.
-    """
-
-    ids: Array
-    event: int
-    slot: Array | None
 
 
 class HybridSolve:
@@ -82,59 +50,77 @@ class HybridSolve:
         ``advance(batch, settings)`` solves a piece.
     batch : Batch
         Of plain arrays on the host.
+    way : {"rounds", "whole", "rolling"}
+        Whether pieces of all are solved together; whether `advance` lets events act itself; or whether it goes on with
+        trajectories that have ended (`Settings.again`).
 
     Attributes
     ----------
     u : array, shape (d, N)
     t, codes, naccept, nreject, nf : array, shape (N,)
-    saved : array, shape (N, n_saved, d)
+    saves : PieceSaves
     ways : list of Flow and Jump
         In their order; flows only where the settings ask for a record.
-    happened : list of array, shape (3, m)
-        Of the events of each flow, and of each jump at given times, the trajectories, which events, and when.
     """
 
-    def __init__(self, advance: Callable[[Batch, Settings], Outcome], batch: Batch, settings: Settings):
-        self.batch, self.settings, self._advance = batch, settings, advance
+    def __init__(
+        self, advance: Callable[[Batch, Settings], Outcome], batch: Batch, settings: Settings, way: str = "rounds"
+    ):
+        self.batch, self.settings, self.advance, self._way = batch, settings, advance, way
         count, events = batch.size, settings.events
         self._signs = np.where(batch.end < batch.start, -1.0, 1.0)
         self._backward = bool((self._signs < 0).any())
         self.given = GivenTimes(events, batch, self._signs)
         self._found = [e for e, event in enumerate(events) if event.times is None]
-        self._times = np.atleast_2d(settings.saveat)  # type: ignore[arg-type]
+        self._sides = [e for e in self._found if events[e].acts and not events[e].direction]  # by the side each is on
+        self.saves = PieceSaves(batch, settings.saveat, self._signs)  # type: ignore[arg-type]
         self.u, self.t, self.codes = batch.u0.copy(), batch.start.copy(), np.full(count, _MOVING)
         self.naccept, self.nreject, self.nf = (np.zeros(count, np.int64) for _ in range(3))
-        self.saved = np.full((count, self._times.shape[1], len(batch.u0)), np.nan, batch.u0.dtype)
         self._derivative = derivative_of(batch.f, batch.shape)
-        self._slot, self._place = self.given.first.copy(), np.zeros(count, int)
+        self._slot = self.given.first.copy()
         self._cut = np.zeros(count, bool)  # by terminal events, which may be others' neighbours in time
         self._restart, self._side = np.full(count, np.inf), np.zeros((len(events), count))
         self._last, self._short = batch.start.copy(), np.zeros(count, int)
         self.ways: list[Flow | Jump] = []
-        self.happened: list[Array] = []
+        self._happened: list[Array] = []
+        self._passed: tuple[Array, Array, Array] | None = None
 
     def run(self) -> None:
         """Go on until all trajectories have ended."""
         with np.errstate(all="ignore"):
             while True:
-                self._meet_given_times()
+                self.meet_given_times()
                 moving = np.flatnonzero(self.codes == _MOVING)
                 if not moving.size:
                     return
+                if self._way == "whole":
+                    return self._flow_through(moving)
+                if self._way == "rolling" and not self._sides and (self._found or not self.given.alike):
+                    return RollingPieces(self, moving).run()
                 for ids in self._alike(moving):
                     self._flow(ids)
+
+    def moving(self, ids: Array) -> Array:
+        """Tell which of some trajectories have not ended."""
+        return self.codes[ids] == _MOVING
 
     def _end(self, ids: Array, code: ReturnCode) -> None:
         self.codes[ids] = code.code
         if self.settings.progress is not None and len(ids):
             self.settings.progress(len(ids))
 
+    def happened(self) -> Array:
+        """Return the events of each flow, and of each jump at given times, shape (3, m): trajectories, which, and when."""
+        tables = [np.empty((3, 0)), *self._happened]
+        if self._passed is not None:
+            tables.append(self.given.passed(*self._passed))
+        return np.concatenate(tables, axis=1)
+
     # ---- pieces
 
     def _alike(self, ids: Array) -> list[Array]:
         """Return the trajectories by the ways in which their conditions are to vanish, where an event is for both."""
-        events = self.settings.events
-        own = [e for e in self._found if events[e].acts and not events[e].direction]
+        own = self._sides
         if not own:
             return [ids]
         for e in own:
@@ -143,8 +129,8 @@ class HybridSolve:
         kinds, which = np.unique(self._side[np.ix_(own, ids)], axis=1, return_inverse=True)
         return [ids[which.reshape(-1) == kind] for kind in range(kinds.shape[1])]
 
-    def _flow(self, ids: Array) -> None:
-        """Solve from where trajectories are to where their next event is, or tspan ends."""
+    def piece(self, ids: Array) -> tuple[Array, Batch, Settings]:
+        """Return the next pieces of some trajectories, with all saved times: their slots, see `Flow`, and what to solve."""
         slot, signs, start = self._of(self._slot, ids), self._of(self._signs, ids), self._of(self.t, ids).copy()
         due, end, cut = self._next(self.given.times, ids), self._of(self.batch.end, ids), self._of(self._cut, ids)
         ends = signs * due > signs * end if self._backward else due > end
@@ -154,14 +140,45 @@ class HybridSolve:
         batch = self.batch._replace(
             u0=self._of(self.u, ids).copy(), start=start, end=stop, p=self.batch.p._replace(leaves=self._leaves(ids))
         )
-        places = self._places(ids, stop)
-        times = self._times[0 if len(self._times) == 1 else ids[:, None], np.maximum(places, 0)]
         settings = self.settings._replace(
             events=tuple(self._as_terminal(e, ids) for e in self._found), progress=None,
-            restarts=self._of(self._restart, ids).copy(), saveat=np.where(places < 0, signs[:, None] * np.inf, times),
+            restarts=self._of(self._restart, ids).copy(), saveat=self.saves.times(ids),
         )  # fmt: skip
-        outcome = self._advance(batch, settings)
-        self._take(ids, slot, outcome, places, Flow(ids, slot, batch, settings, outcome, ((), (), ())))  # type: ignore[arg-type]
+        return slot, batch, settings
+
+    def _flow(self, ids: Array) -> None:
+        """Solve from where trajectories are to where their next event is, or tspan ends."""
+        slot, batch, settings = self.piece(ids)
+        places = self.saves.places(ids, batch.end)
+        settings = settings._replace(saveat=self.saves.due(ids, places))
+        self.finish(ids, slot, batch, settings, self.advance(batch, settings), places)
+
+    def finish(
+        self, ids: Array, slot: Array, batch: Batch, settings: Settings, outcome: Outcome, places: Array | None = None
+    ) -> None:
+        """Take the results of pieces, which may have saved all times, and let the events act that ended them."""
+        given = np.isfinite(settings.restarts)  # type: ignore[arg-type]
+        # The next piece goes on with the step that would be next, unless an event that is met now says otherwise.
+        self._set(self._restart, ids, np.where(batch.start == batch.end, settings.restarts, outcome.following))  # type: ignore[arg-type]
+        self._set(self._side, ids, 0.0)
+        places = self.saves.all_places(ids) if places is None else places
+        self._take(slot, places, Flow(ids, slot, batch, settings, outcome, ((), (), ())), given)  # type: ignore[arg-type]
+
+    def _flow_through(self, ids: Array) -> None:
+        """Solve from the start to the end, with all events on the way."""
+        first, end, p = self._of(self._slot, ids), self._of(self.batch.end, ids), self.batch.p
+        due = DueTimes(
+            self._of(self.given.times, ids), self._of(self.given.event, ids), np.stack([first, np.zeros(len(ids), int)])
+        )
+        batch = self.batch._replace(
+            u0=self._of(self.u, ids).copy(), start=self._of(self.batch.start, ids), end=end,
+            p=p._replace(leaves=self._leaves(ids)),
+        )  # fmt: skip
+        settings = self.settings._replace(events=(), progress=None, saveat=self.saves.times(ids), given_times=due)
+        outcome, slot = self.advance(batch, settings), np.full(len(ids), AT_END)
+        self._passed = ids, first, due.slots[0]
+        self._take(slot, self.saves.places(ids, end), Flow(ids, slot, batch, settings, outcome, ((), (), ())))  # type: ignore[arg-type]
+        self._set(self.nf, ids, self._of(self.nf, ids) + due.slots[1])
 
     def _of(self, x: Array, ids: Array) -> Array:
         """Return an array of some trajectories, each once and in order, which nobody writes into: of all without a copy."""
@@ -199,35 +216,18 @@ class HybridSolve:
         direction = event.direction or -int(self._side[e, ids[0]])
         return Event(event.condition, True, direction)
 
-    def _places(self, ids: Array, stop: Array) -> Array:
-        """Return which saved times come until the pieces end, at the latest, shape (n, m); -1 where there are no more."""
-        first, after = self._place[ids], self._count(ids, stop, beyond=True)
-        places = first[:, None] + np.arange(max(0, int((after - first).max(initial=0))))
-        return np.where(places < after[:, None], places, -1)
-
-    def _count(self, ids: Array, t: Array, beyond: bool) -> Array:
-        """Return how many saved times lie before t, or with `beyond` there too."""
-        times = self._times
-        if len(times) == 1 and not self._backward:
-            return np.searchsorted(times[0], t, "right" if beyond else "left")
-        signs = self._signs[ids]
-        ahead = signs[:, None] * times[0 if len(times) == 1 else ids]
-        passed = ahead <= (signs * t)[:, None] if beyond else ahead < (signs * t)[:, None]
-        return np.count_nonzero(passed, axis=1)
-
-    def _take(self, ids: Array, slot: Array, outcome: Outcome, places: Array, flow: Flow) -> None:
-        """Take the results of a piece."""
+    def _take(self, slot: Array, places: Array, flow: Flow, given: Array | bool = False) -> None:
+        """Take the results of a piece, whose first steps were `given` or not."""
+        ids, outcome = flow.ids, flow.outcome
         self._set(self.u, ids, outcome.u_end)
         self._set(self.t, ids, outcome.t_reached)
-        calls = evaluations(outcome.naccept, outcome.nreject, self.settings.alg, self.settings.dt)
+        given = given | (self.settings.dt is not None)
+        calls = evaluations(outcome.naccept, outcome.nreject, self.settings.alg, given)
         for total, more in ((self.naccept, outcome.naccept), (self.nreject, outcome.nreject), (self.nf, calls)):
             self._set(total, ids, self._of(total, ids) + more)
-        saved = self._save(ids, outcome, places, flow.batch)
+        saved = self.saves.take(ids, outcome, places, flow.batch)
         if self.settings.record:
             self.ways.append(flow._replace(saved=saved))
-        # The next piece may begin with a step of any length, unless an event that is met now says otherwise.
-        self._set(self._restart, ids, np.inf)
-        self._set(self._side, ids, 0.0)
         codes = outcome.codes
         for code in np.flatnonzero(np.bincount(codes)).tolist():
             if code == ReturnCode.Success.code:
@@ -238,27 +238,13 @@ class HybridSolve:
         if outcome.event_table is not None:
             local, which = outcome.event_table[:2].astype(int)
             which = np.array(self._found)[which]
-            self.happened.append(np.stack([ids[local].astype(float), which.astype(float), outcome.event_table[4]]))
+            self._happened.append(np.stack([ids[local].astype(float), which.astype(float), outcome.event_table[4]]))
             gone = np.abs(outcome.t_reached - flow.batch.start)
             self._meet_conditions(ids, codes == ReturnCode.Terminated.code, local, which, gone)
         # Counted over all pieces: in each of them alone the limit may never be reached.
         tired = self._of(self.naccept + self.nreject >= self.settings.max_steps, ids)
         if tired.any():
             self._end(ids[tired & (self.codes[ids] == _MOVING)], ReturnCode.MaxIters)
-
-    def _save(self, ids: Array, outcome: Outcome, places: Array, batch: Batch) -> tuple[Array, Array, Array]:
-        """Take what a piece saved; return the columns, and the places among the piece's times and among all."""
-        if not places.size:
-            none = np.empty(0, int)
-            return none, none, none
-        reached = self._count(ids, outcome.t_reached, beyond=True)
-        column, place = np.nonzero((places >= 0) & (places < reached[:, None]))
-        whole, still = places[column, place], (batch.start == batch.end)[column]
-        values = np.where(still[:, None], batch.u0.T[column], outcome.saved[column, place])  # type: ignore[index]
-        self.saved[ids[column], whole] = values
-        # What is saved at an event will be what is after it.
-        self._place[ids] = self._count(ids, outcome.t_reached, beyond=False)
-        return column, place, whole
 
     # ---- events
 
@@ -268,7 +254,7 @@ class HybridSolve:
         for e in self._found:
             if not (events[e].acts or events[e].terminal):
                 continue
-            met = np.unique(local[(which == e) & ended[local]])
+            met = np.flatnonzero(ended & (np.bincount(local[which == e], minlength=len(ids)) > 0))
             own = ids[met]
             if events[e].acts and met.size:
                 before = self._condition(e, own, self.u[:, own], self.t[own])
@@ -290,7 +276,7 @@ class HybridSolve:
             ids, slot, after = ids[sane], None if slot is None else slot[sane], after[:, sane]
         self._set(self.u, ids, after)
         if slot is not None:
-            self.happened.append(np.stack([ids.astype(float), np.full(len(ids), float(e)), self._of(self.t, ids)]))
+            self._happened.append(np.stack([ids.astype(float), np.full(len(ids), float(e)), self._of(self.t, ids)]))
         if self.settings.record:
             self.ways.append(Jump(ids, e, slot))
 
@@ -324,15 +310,13 @@ class HybridSolve:
 
     def _count_short(self, ids: Array) -> None:
         """Count events that follow each other at once, and end what has too many of them."""
-        if not len(ids):
-            return
         span = np.abs(self.batch.end[ids] - self.batch.start[ids])
         short = np.abs(self.t[ids] - self._last[ids]) <= _SHORT * span
         self._short[ids] = np.where(short, self._short[ids] + 1, 0)
         self._last[ids] = self.t[ids]
         self._end(ids[self._short[ids] >= _MOST_SHORT], ReturnCode.Zeno)
 
-    def _meet_given_times(self) -> None:
+    def meet_given_times(self) -> None:
         """Let the events act whose times have come, those of one time one after the other."""
         every = np.arange(self.batch.size)
         while every.size:

@@ -86,6 +86,10 @@ class Initialization:
         """Return the parameters of some trajectories as f takes them."""
         return self._batch.p.columns(ids, len(self._batch.shape) > 1)
 
+    def renew(self, ids: Array) -> None:
+        """Let trajectories wait again, by what the batch has become for them."""
+        self._queue = np.concatenate([self._queue, ids])
+
     def admit(self, count: int) -> Entrants:
         """Let the next trajectories enter, `count` of them where so many wait."""
         ids, self._queue = self._queue[:count], self._queue[count:]
@@ -101,13 +105,17 @@ class Initialization:
             return Entrants(ids, t, end, t, u, u)
         p, sign = self.parameters(ids), self.sign(ids)
         k = derivative_at(self.derivative, u, p, t, sign)
+        adaptive = settings.alg.tableau.error is not None
+        known = np.full(len(ids), np.inf) if settings.restarts is None or not adaptive else settings.restarts[ids]
+        given = np.isfinite(known)
         if settings.dt is not None:
             h = np.full(len(ids), settings.dt)
+        elif given.all():
+            h = known
         else:
             rate = lambda u, t: derivative_at(self.derivative, u, p, t, sign)  # noqa: E731
             h = first_step(rate, u, t, end, k, self.rtol, self.atol, settings.alg.tableau.error_order)
-        if settings.restarts is not None and settings.alg.tableau.error is not None:
-            h = np.minimum(h, settings.restarts[ids])
+        h = np.where(given, known, h)
         h = np.maximum(np.minimum(h, settings.dtmax), least_step(t))
         return Entrants(ids, t, end, h, u, k)
 

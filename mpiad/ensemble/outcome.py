@@ -18,7 +18,7 @@ __all__ = [
     "FactorizationCounts", "NamedCode", "Outcome", "ReturnCode", "came_through", "codes_of", "evaluations", "names_of",
 ]  # fmt: skip
 
-_BY_TRAJECTORY = ("t_reached", "codes", "naccept", "nreject", "saved", "save_step", "end_part")
+_BY_TRAJECTORY = ("t_reached", "codes", "naccept", "nreject", "saved", "save_step", "end_part", "following")
 
 
 class NamedCode(str, Enum):
@@ -130,6 +130,8 @@ class Outcome:
         Of a solve on a device that is to be differentiated.
     saved_times : array, shape (N, n_saved), or None
         Of a solve on a device whose every step was saved.
+    following : array, shape (N,)
+        Of a piece of a solve between events that act: the steps that would be next; infinite where there were none.
     """
 
     u_end: Array
@@ -150,6 +152,7 @@ class Outcome:
     crossings: Any = None
     record: Any = None
     saved_times: Array | None = None
+    following: Array = field(default_factory=lambda: np.empty(0))
 
     @property
     def failed(self) -> Array:
@@ -189,7 +192,14 @@ class Outcome:
         return cls(
             batch.u0.copy(), batch.start.copy(), np.full(n, ReturnCode.Success.code, np.int8),
             np.zeros(n, np.int64), np.zeros(n, np.int64), saved, save_step, np.ones(n),
+            following=np.full(0 if settings.restarts is None else n, np.inf),
         )  # fmt: skip
+
+    def chosen(self, columns: Array, table: Array | None) -> Outcome:
+        """Return the results of some trajectories, without their steps, and with another table of events."""
+        parts: dict[str, Any] = {name: getattr(self, name) for name in _BY_TRAJECTORY}
+        parts = {name: None if part is None else part[columns] for name, part in parts.items()}
+        return Outcome(self.u_end[:, columns], event_table=table, **parts)
 
     @staticmethod
     def joined(parts: list[Outcome]) -> Outcome:
@@ -214,10 +224,10 @@ def _join(arrays: list[Any]) -> Any:
     return None if arrays[0] is None else np.concatenate(arrays)
 
 
-def evaluations(naccept: Array, nreject: Array, alg: Algorithm, dt: float | None) -> Array:
-    """Return how often f was called for each trajectory, by a method whose first step was given or not."""
+def evaluations(naccept: Array, nreject: Array, alg: Algorithm, given: Array | bool) -> Array:
+    """Return how often f was called for each trajectory, whose first step was `given` or not."""
     tries = naccept + nreject
-    at_start = 1 if dt is not None else 2  # the second is a probe for the size of the first step
+    at_start = np.where(given, 1, 2)  # the second is a probe for the size of the first step
     return np.where(tries > 0, at_start + alg.tableau.calls * tries, 0)
 
 

@@ -60,6 +60,10 @@ class SavePoints:
         """Save the initial states of trajectories that enter, where asked for, and take up the next working set."""
         place = np.zeros(len(ids), int)
         due = self._due(ids, place)
+        # One that enters again has those behind it before its start.
+        while (behind := due < self._starts[ids] * self._signs[ids]).any():
+            place += behind
+            due = self._due(ids, place)
         while (at_start := due == self._starts[ids] * self._signs[ids]).any():
             self._write(ids[at_start], place[at_start], u[:, at_start], -1)
             place += at_start

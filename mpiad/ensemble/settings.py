@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -11,7 +11,25 @@ from mpiad._typing import Array
 from mpiad.ensemble.event import Event
 from mpiad.ensemble.tableaus import Algorithm
 
-__all__ = ["Settings"]
+__all__ = ["DueTimes", "Settings"]
+
+
+class DueTimes(NamedTuple):
+    """When events are to act in a kernel, of all trajectories in the order of their solves.
+
+    Parameters
+    ----------
+    times : array, shape (m + 1, N) or (m + 1, 1)
+        The last infinitely far.
+    kinds : array of int, of that shape
+        Which event each is.
+    slots : array of int, shape (2, N)
+        Of each trajectory which comes next, and after how many it has gone on; the kernel counts on.
+    """
+
+    times: Array
+    kinds: Array
+    slots: Array
 
 
 class Settings(NamedTuple):
@@ -34,10 +52,16 @@ class Settings(NamedTuple):
     ends : bool
         Whether initial and final states are all that is saved: then there are no times in `saveat`.
     restarts : array, shape (N,), or None
-        Of a piece of a solve between events that act: how long the first steps may be; None: it is a whole one.
+        Of a piece of a solve between events that act: the first steps, infinite where they are to be estimated; None: it
+        is a whole one.
     gradient : {"tangent", "adjoint"} or None
         How plain gradients are computed: by tangents or by an adjoint; None: by the number of directions.
     adjoint : {"discrete", "continuous"}
+    given_times : DueTimes or None
+        Of a solve by a kernel in which events act.
+    again : callable or None
+        ``again(ids, outcome)`` is told which trajectories have ended, and returns those that go on, with what it has then
+        written into the batch and `restarts`; the outcome has the events since the last time.
     """
 
     alg: Algorithm
@@ -56,6 +80,8 @@ class Settings(NamedTuple):
     restarts: Array | None = None
     gradient: str | None = None
     adjoint: str = "discrete"
+    given_times: DueTimes | None = None
+    again: Callable[[Array, Any], Array] | None = None
 
     def share(self, rows: slice) -> Settings:
         """Return the settings of some of the trajectories."""

@@ -297,7 +297,7 @@ def solution_of(outcome: Outcome, batch: Batch, settings: Settings) -> EnsembleS
         "_codes": codes,
         "alg": settings.alg,
     }  # fmt: skip
-    later = {"retcode": lambda: names_of(codes), "nf": lambda: evaluations(*tries, settings.alg, settings.dt)}
+    later = {"retcode": lambda: names_of(codes), "nf": lambda: evaluations(*tries, settings.alg, settings.dt is not None)}
     if outcome.event_table is None:
         made["events"] = outcome.event_times
     else:

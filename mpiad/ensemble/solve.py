@@ -199,7 +199,7 @@ def _over_ranks(options: SolveOptions, compiler: Compiler, used: Channel) -> Ens
         except Exception as error:  # noqa: BLE001 of which the others must learn
             share = error
     traced = not isinstance(share, Exception) and isbox(share.u_end)
-    evaluated = partial(evaluations, alg=options.alg, dt=options.dt)
+    evaluated = partial(evaluations, alg=options.alg, given=options.dt is not None)
     share, outcomes = outcomes_of_all(used, share, bool(compiler.kernels), traced, evaluated, compiler.warnings)
     compiler.log_warnings(outcomes.said, used.rank)
     # Of all trajectories, the same on all ranks: they divide by it the next time, without a message.
@@ -274,7 +274,10 @@ def _by_arrays(
     """Solve a batch where its arrays live: on the host by a kernel, too, where that is chosen."""
     if options.acting:
         plan = compiler.plan(backend, batch, settings, given)
-        solved = HybridSolve(partial(compiler.run_planned, backend, plan, given=given), batch, settings)
+        way = "rounds"
+        if not settings.record and (isinstance(backend.local, EnsembleVectorized) if plan is None else plan.affects):
+            way = "rolling" if plan is None else "whole"
+        solved = HybridSolve(partial(compiler.run_planned, backend, plan, given=given), batch, settings, way)
         solved.run()
         return hybrid_solution(solved, given)
     outcome = compiler.run(backend, batch, settings, given)

@@ -71,6 +71,12 @@ class StepObservers:
         self._outcome.end_part[step.ids[terminated]] = parts
         return terminated
 
+    def tell_events(self) -> None:
+        """Put the events since the last time into the outcome, in any order."""
+        self._outcome.event_table = None if self._events is None else self._events.rows()
+        if self._events is not None:
+            self._events.forget()
+
     def close(self) -> None:
         """Put the record and the events in order."""
         rows = None if self._events is None else self._events.rows()

@@ -39,6 +39,8 @@ _BLOCK = 32_768
 _LEAST_COLUMNS = 512
 # Ended columns are replaced when so many numbers have been computed for nothing: about what the replacement costs.
 _IDLE = 10_000
+# Those that wait to go on after an event, earlier: meanwhile they hold the others up.
+_WAITING = 1_250
 # Of a step: what is left to the end, where steps are fixed.
 _ROUNDING = 1e-9
 _ONE_MORE = np.array(1)
@@ -179,6 +181,7 @@ class WorkingSet(Turns):
         self._rtol, self._atol = self._initialization.rtol, self._initialization.atol
         observed = settings.record or settings.events or (outcome.saved is not None and outcome.saved.shape[1])
         self._observers = StepObservers(batch, settings, outcome, self._initialization) if observed else None
+        self._left: list[Array] = []
         self._width = max(_LEAST_COLUMNS, _BLOCK // max(1, len(batch.u0)))
         none, number = np.empty(0), np.empty(0, np.int64)
         self.ids = self.number = self.entered = number
@@ -188,9 +191,10 @@ class WorkingSet(Turns):
 
     def run(self) -> None:
         """Advance until all trajectories have ended."""
+        most = _IDLE if self._settings.again is None else _WAITING
         while self._refill():
             idle, rows = 0, len(self.u)
-            while self._alive and idle < _IDLE:
+            while self._alive and idle < most:
                 self._take_turn()
                 idle += (len(self.ids) - self._alive) * rows
         if self._observers is not None:
@@ -200,6 +204,7 @@ class WorkingSet(Turns):
 
     def _refill(self) -> bool:
         """Replace ended trajectories by waiting ones, or drop them; return whether any are left."""
+        self._renew()
         keep, before = np.flatnonzero(self.live), len(self.ids)
         new = self._initialization.admit(self._width - len(keep))
         count = len(keep) + len(new.ids)
@@ -216,6 +221,15 @@ class WorkingSet(Turns):
         if count == 1:
             self._retire(np.array([1]))
         return True
+
+    def _renew(self) -> None:
+        """Let those go on that have ended a piece only."""
+        if self._settings.again is None or not self._left:
+            return
+        if self._observers is not None:
+            self._observers.tell_events()
+        self._initialization.renew(self._settings.again(np.concatenate(self._left), self._outcome))
+        self._left = []
 
     def _join(self, new: Entrants, joined: Joint) -> None:
         zeros = np.zeros(len(new.ids), np.int64)
@@ -284,6 +298,9 @@ class WorkingSet(Turns):
         outcome.codes[ids] = code.code
         outcome.naccept[ids] = self.number[columns]
         outcome.nreject[ids] = self._turn - self.entered[columns] - self.number[columns]  # each turn was a try
+        if self._settings.restarts is not None:
+            outcome.following[ids] = self.h[columns]
+            self._left.append(ids)
         self._retire(columns)
         self._alive -= len(columns)
         if self._settings.progress is not None:

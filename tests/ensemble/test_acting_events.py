@@ -19,6 +19,7 @@ from mpiad.ensemble import (
     Rosenbrock23,
     Vern7,
     solve,
+    working_set,
 )  # fmt: skip
 
 pytestmark = [pytest.mark.serial, pytest.mark.usefixtures("solved_by")]
@@ -261,6 +262,60 @@ def test_company_changes_no_digit(solved_by):
             assert getattr(few, name).tobytes() == getattr(many, name)[chosen].tobytes()
     for backend in (EnsembleSerial(), EnsembleThreads(2)):
         assert bounced(u0, p, saveat=0.5, ensemblealg=backend).u.tobytes() == many.u.tobytes()
+
+
+@pytest.mark.parametrize(("end", "dtype"), [(6.0, float), (-1.0, np.float32)])
+def test_doses_have_the_same_digits_where_a_gradient_is_wanted(end, dtype):
+    # Without one a kernel lets events act itself, with one they are between pieces.
+    count = 25
+    p = np.array([0.8, 0.3, 1.0]) * (1 + 0.1 * np.arange(count)[:, None] * [1, 1, 0.2])
+    p = p.astype(dtype)
+    p[7, 1], p[9, 0] = np.inf, -1e4  # a dose that isn't finite, and a solution that becomes so
+    doses = [
+        Event(times=lambda p: [p[2], 2.0 * p[2]], affect=lambda u, p, t: [u[0] + p[1]]),
+        Event(
+            times=[end, 0.0, 3.0, 3.0, 1.0, -0.5],
+            affect=lambda u, p, t: [0.5 * u[0] + (t if dtype is float else 2.0) * p[1] ** 2],
+        ),
+    ]
+    problem = ODEProblem(eliminated, np.ones(1, dtype), (0.0, end))
+    options = {"events": doses, "saveat": [end * part for part in (0.0, 0.1, 0.5, 0.77, 1.0)], "max_steps": 60}
+    assert len(set(same_digits(problem, p, options).retcode.tolist())) == 3
+
+
+def same_digits(problem, p, options):
+    """Compare a solve with one that is recorded for a gradient, and return it."""
+    kept = []
+
+    def total(p):
+        kept.append(solve(EnsembleProblem(problem, p=p), **options))
+        return anp.sum(kept[0].u_end[0])
+
+    mpiad.grad(total)(p)
+    plain, pieces = solve(EnsembleProblem(problem, p=p), **options), kept[0]
+    for name in ("u", "u_end", "t_reached", "naccept", "nreject", "nf", "retcode"):
+        assert mpiad.stop(getattr(plain, name)).tobytes() == mpiad.stop(getattr(pieces, name)).tobytes(), name
+    assert plain.events == {i: [(e, float(mpiad.stop(t))) for e, t in found] for i, found in pieces.events.items()}
+    return plain
+
+
+@pytest.mark.columns("kernels solve such pieces in rounds")
+@pytest.mark.parametrize("end", [4.0, -0.5])
+def test_neurons_have_the_same_digits_where_those_that_fired_re_enter_the_columns(monkeypatch, end):
+    monkeypatch.setattr(working_set, "_BLOCK", 64)  # so that some wait for others
+    monkeypatch.setattr(working_set, "_LEAST_COLUMNS", 64)
+    p = NEURONS[0] + np.sin(np.arange(150.0))[:, None] * [1.0, 0.4, 0.1, 0.2]
+    events = [
+        FIRE,
+        Event(lambda u, p, t: u[0] - 0.5, terminal=False),
+        Event(times=lambda p: [p[0], 1.5 * p[0]], affect=lambda u, p, t: [u[0] - 0.3 * p[1]]),
+        Event(times=[end], affect=lambda u, p, t: [2.0 * u[0]]),
+        Event(lambda u, p, t: u[0] + 0.18, direction=1),
+        Event(times=[1.0], affect=lambda u, p, t: [u[0] / (p[1] < 0.8)]),
+    ]
+    problem = ODEProblem(charging, np.zeros(1), (0.0, end))
+    sol = same_digits(problem, p, {"events": events, "saveat": [end * part for part in (0.0, 0.1, 0.5, 0.77, 1.0)]})
+    assert end < 0 or set(sol.retcode.tolist()) == {"Success", "Terminated", "Unstable"}
 
 
 @pytest.mark.columns("affects are called by columns in any case")

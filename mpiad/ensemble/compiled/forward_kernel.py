@@ -18,6 +18,7 @@ import math
 from functools import lru_cache
 
 from mpiad.compiling.source import indented
+from mpiad.ensemble.compiled.jump_text import first_goal, least_of
 from mpiad.ensemble.compiled.kernel_form import Fields, Form
 from mpiad.ensemble.compiled.lane_output import LaneOutput
 from mpiad.ensemble.controller import LEAST_ERROR
@@ -48,6 +49,7 @@ class _Forward(LaneOutput):
             "            max_steps, u_end, t_reached, codes, naccept, nreject, saved, save_step, du_end, dsaved, last,",
             "            rows, before"
             + ("" if not form.restarts else ", restarts")
+            + ("" if not form.affects else ", given, kinds, slot")
             + (",\n            end_part, crossings):" if form.events else "):"),
             "    # Fields of b: " + ", ".join(self.fields),
             "    aligned_stack()",
@@ -56,6 +58,7 @@ class _Forward(LaneOutput):
             "    by_row = times.shape[0] > 1",
             "    one_span = start.shape[0] == 1",
             "    one_start = u0.shape[1] == 1",
+            *(["    one_given = given.shape[1] == 1"] if form.affects else []),
             "    waiting = state[0]",
             "    vacant = state[1]",
             "    row = state[2]",
@@ -124,14 +127,17 @@ class _Forward(LaneOutput):
             "t = start[0 if one_span else i]",
             "goal = end[0 if one_span else i]",
             "sign = -1.0 if goal < t else 1.0",
+            *(first_goal() if form.affects else []),
             "column = 0 if one_start else i",
             *[f"u_{c} = u0[{c}, column]" for c in range(d)],
             *[f"p{j} = p[{j}, i]" for j in range(form.varying)],
             steps.call("k0", "u", 0),
             "now = sign * t",
             "span = sign * goal - now",
-            *steps.first_step(),
-            *(["h = h if h < restarts[i] else restarts[i]"] if form.restarts else []),
+            *(
+                ["h = restarts[0, i]", "if not np.isfinite(h):", *indented(steps.first_step())]
+                if form.restarts else steps.first_step()
+            ),
             "h = h if h < dtmax else dtmax",
             # `least_step`: the next double has the next bits, away from zero. Adding 0.0 takes the sign from -0.0.
             "least = 10.0 * (number_of(bits_of(now + 0.0) + (1 if now >= 0.0 else -1)) - now)",
@@ -142,9 +148,9 @@ class _Forward(LaneOutput):
             *self._unit_tangents(),
             f"{at('sign')} = sign",
             f"{at('end')} = sign * goal",
-            "most = max(abs(t), abs(goal))",
+            *least_of("t", "goal"),
             # Where a step is shorter than this, it is looked at more closely.
-            f"{at('least')} = 10.0 * (number_of(bits_of(most + 0.0) + (1 if most >= 0.0 else -1)) - most)",
+            f"{at('least')} = most",
             f"{at('live')} = 1.0",
             *[f"{at(name)} = 0.0" for name in ("rejected", "tries", "number")],
             *([f"{at('q2_before')} = {LEAST_ERROR!r}"] if self.beta is not None else []),

@@ -95,11 +95,10 @@ class Compiler:
 
         `given` is the batch before what is traced was made plain.
         """
-        conditions = [event for event in settings.events if event.condition is not None]
 
         def made() -> TracedProblem | None:
             try_once(batch, settings.events, given.traced)
-            return problem_of(batch, conditions, must, self.warn) if wanted else None
+            return problem_of(batch, settings.events, must, self.warn) if wanted else None
 
         if settings.alg.tableau.implicit and is_complex(batch.u0):
             raise NotImplementedError(

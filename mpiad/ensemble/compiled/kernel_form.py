@@ -55,7 +55,9 @@ class Form(NamedTuple):
     mass : tuple of (int, int, float), or None
         The entries of the mass matrix that aren't zero; None for the identity.
     restarts : bool
-        Whether each trajectory's first step has a bound of its own.
+        Whether first steps may be given, and those that would be next are told.
+    affects : int
+        How many events act at given times, in the kernel.
     in_pairs : bool
         Whether each two components are the parts of a complex number, whose modulus counts in norms.
     """
@@ -80,6 +82,7 @@ class Form(NamedTuple):
     slopes: tuple[int, ...] = ()
     mass: tuple[tuple[int, int, float], ...] | None = None
     restarts: bool = False
+    affects: int = 0
 
     @property
     def dtype(self) -> np.dtype:

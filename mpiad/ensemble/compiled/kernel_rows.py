@@ -73,8 +73,14 @@ def room_for(turn: int, d: int, before: Array | None = None) -> Array:
 def note_crossings(outcome: Outcome, tables: list[Array]) -> None:
     """Put the events of all shares, tables of shape (m, 7 + d), into an outcome, each trajectory's in the order of time."""
     rows = np.concatenate(tables)
-    # Within a step by its parts; equal ones in the order in which the events were given.
-    outcome.crossings = rows = rows[np.lexsort((rows[:, 1], rows[:, 3], rows[:, 2], rows[:, 0]))]
+    ids, number = rows[:, 0], rows[:, 2]
+    step = ids * (number.max(initial=0.0) + 1.0) + number
+    order = np.argsort(step)
+    step = step[order]
+    if (step[1:] == step[:-1]).any():
+        # Within a step by its parts; equal ones in the order in which the events were given.
+        order = np.lexsort((rows[:, 1], rows[:, 3], number, ids))
+    outcome.crossings = rows = rows[order]
     outcome.event_table = rows[:, :5].T
 
 

@@ -51,7 +51,8 @@ class Solver:
         self.batch, self.settings, self.threads = batch, settings, threads
         self.every = settings.saveat is None
         self.times = argument(np.atleast_2d(np.empty(0) if settings.saveat is None else settings.saveat))
-        self.form = form_of(traced.program, traced.packing, batch, settings)
+        affects = 0 if settings.given_times is None else len(traced.affects)
+        self.form = form_of(traced.program, traced.packing, batch, settings)._replace(affects=affects)
         self.p, self.s = traced.packing.split(batch.p.leaves, batch.size, self.form.dtype)
         self.directions: tuple[tuple[str, int], ...] = ()
         self._recorded: Outcome | None = None
@@ -67,12 +68,14 @@ class Solver:
         return outcome
 
     def _run(self, form: Form) -> Outcome:
-        text = forward_text(self.traced.program, form, self.traced.names, self.traced.conditions)
+        traced = self.traced
+        affects = traced.affects[: form.affects]
+        text = forward_text(traced.program, form, traced.names, traced.conditions, affects)
         return launch(self._function("forward", text, form), form, self)
 
     def _function(self, name: str, text: str, form: Form) -> Callable[..., None]:
         """Return a kernel's function, and tell how long it took to compile."""
-        more = (form.restarts, bool(form.events)) if name == "forward" else ()
+        more = (form.restarts, bool(form.affects), bool(form.events)) if name == "forward" else ()
         kernel = kernel_of(text, name, signature_of(name, form.dtype, *more))
         if name not in self._kernels or self._kernels[name].text != text:
             how = "compiled" if kernel.origin == "compiled" else "loaded"
@@ -154,6 +157,8 @@ def launch(function: Callable[..., None], form: Form, solver: Solver) -> Outcome
         outcome.tapes, outcome.last = done, run.last
         # With the outcome its tapes go, and nobody else holds them.
         weakref.finalize(outcome, give_back, run.rooms)
+    if form.restarts:
+        outcome.following = run.following
     if form.events:
         note_crossings(outcome, run.crossings)
     if form.directions:
@@ -170,6 +175,7 @@ def _unwritten(batch: Batch, settings: Settings, still: Array) -> Outcome:
         np.empty((n, d), dtype).T, np.empty(n), np.empty(n, np.int8), np.empty(n, np.int64), np.empty(n, np.int64),
         np.full((n, n_saved, d), np.nan, dtype), np.full((n, n_saved), -2, np.int32) if settings.record else None,
         np.ones(n) if settings.events else np.broadcast_to(1.0, n),
+        following=np.full(0 if settings.restarts is None else n, np.inf),
     )  # fmt: skip
     if still.any():
         outcome.u_end[:, still], outcome.t_reached[still] = batch.u0[:, still], batch.start[still]
@@ -192,7 +198,12 @@ class _Launch:
         self._du = np.empty((m, d, count), real)
         self._dsaved = np.zeros((m if form.inside else 0, count, n_saved, d), real)
         save_step = outcome.save_step
-        self._restarts = (argument(settings.restarts),) if form.restarts else ()
+        # The first steps, and those that would be next.
+        self._more: list[Array] = [np.stack([settings.restarts, outcome.following])] if form.restarts else []  # type: ignore[list-item]
+        if settings.given_times is not None:
+            times, kinds, slots = settings.given_times
+            times, kinds = (x[:, :1] if x.strides[1] == 0 else x for x in (times, kinds))
+            self._more += [argument(times), argument(kinds, np.dtype(np.int64)), slots]
         atol = argument(np.ravel(settings.atol), real)
         # What all have in common isn't copied for each.
         u0 = batch.u0[:, :1] if batch.u0.strides[1] == 0 else batch.u0
@@ -206,6 +217,10 @@ class _Launch:
             parts(outcome.saved),
             np.empty((0, n_saved), np.int32) if save_step is None else save_step, self._du, self._dsaved, self.last,
         )  # fmt: skip
+
+    @property
+    def following(self) -> Array:
+        return self._more[0][1]
 
     def all(self) -> list[Tape]:
         """Solve all trajectories, and return their steps, where they are recorded."""
@@ -232,7 +247,7 @@ class _Launch:
         call, told = Paced(self._function, state), 0
         while True:
             events = (self._outcome.end_part, crossings) if form.events else ()
-            call(*lane, *self._given, *self._made, rows, before, *self._restarts, *events)
+            call(*lane, *self._given, *self._made, rows, before, *self._more, *events)
             waiting, vacant, row, found, end, _ = state  # the kernel has left off there, and goes on from there
             told = self._tell(first, waiting, lanes - vacant, told)
             if vacant == lanes and waiting == end:

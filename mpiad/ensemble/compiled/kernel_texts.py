@@ -29,9 +29,12 @@ _NUMBERS = "int64[::1]"
 
 # A training loop asks for the same texts in each step.
 @lru_cache(_MOST_TEXTS)
-def forward_text(program: Program, form: Form, names: tuple[str, ...], conditions: tuple[Program, ...] = ()) -> str:
-    """Return the text of a forward kernel, and of f, its tangents and the events' conditions before it."""
-    programs = _forward_programs(program, form, names, conditions)
+def forward_text(
+    program: Program, form: Form, names: tuple[str, ...], conditions: tuple[Program, ...] = (),
+    affects: tuple[Program, ...] = (),
+) -> str:  # fmt: skip
+    """Return the text of a forward kernel, and of f, its tangents and the events' conditions and affects before it."""
+    programs = _forward_programs(program, form, names, conditions) | {f"affect{e}": g for e, g in enumerate(affects)}
     parts = [_function(one, name, form, names, fused=name[0] == "d") for name, one in programs.items()]
     return "\n\n".join([*parts, forward_source(form, are_simple(list(programs.values())))])
 
@@ -105,14 +108,17 @@ def _function(
 
 
 @cache
-def signature_of(name: str, dtype: np.dtype, restarts: bool = False, events: bool = False) -> str:
+def signature_of(name: str, dtype: np.dtype, restarts: bool = False, affects: bool = False, events: bool = False) -> str:
     """Return the types of the arguments of the kernel "forward" or "reverse", by the states' dtype.
 
-    `restarts` says whether first steps have bounds, `events` whether the kernel looks for events.
+    `restarts` says whether first steps are given, `affects` whether events act in the kernel, `events` whether it looks for
+    them.
     """
     row, table, cube, cubes = (f"{dtype.name}[{':, ' * axes}::1]" for axes in range(4))
     kinds = (_forward if name == "forward" else _reverse)(row, table, cube, cubes)
-    more = ([_ROW] if restarts else []) + ([_ROW, _TABLE] if events else [])  # restarts; end_part, crossings
+    more = [_TABLE] if restarts else []  # restarts
+    more += [_TABLE, "int64[:, ::1]", "int64[:, ::1]"] if affects else []  # given, kinds, slot
+    more += [_ROW, _TABLE] if events else []  # end_part, crossings
     return f"void({', '.join(kinds + more)})"
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from functools import partial
 
 from mpiad.compiling.source import indented
+from mpiad.ensemble.compiled.jump_text import jump
 from mpiad.ensemble.compiled.kernel_form import Fields, Form
 from mpiad.ensemble.compiled.rosenbrock_text import steps_of
 from mpiad.ensemble.controller import PIController
@@ -76,11 +77,14 @@ class LaneOutput:
         lines = ["i = ids[l]", f"took = {at('accepted')} > 0.0", f"tn = {at('tn')}"]
         if form.events:
             lines += ["first = np.inf", "if took:", *indented(self._events())]
+        if form.affects:  # what is saved at an event is what is after it
+            lines += [f"while took and {at('due')} < tn:", *indented(self._saving()), *jump(self)]
         lines += [f"while took and {at('due')} <= tn:", *indented(self._saving())]
+        more, plus = (" and code < 0", "+") if form.affects else ("", "")
         lines += [
-            "code = -1",
+            *([] if form.affects else ["code = -1"]),
             *self._terminated(),
-            f"{'el' if self._terminated() else ''}if took and tn == {at('end')}:",
+            f"{'el' if self._terminated() else ''}if took and tn == {at('end')}{more}:",
             f"    code = {ReturnCode.Success.code}",
             *self._failing(),
             f"if code < 0 and {at('tries')} >= max_steps:",
@@ -89,14 +93,15 @@ class LaneOutput:
             *indented([
                 f"number = np.int64({at('number')} + {at('accepted')})",
                 "codes[i] = code",
-                "naccept[i] = number",
-                f"nreject[i] = np.int64({at('tries')}) - number",
+                f"naccept[i] {plus}= number",
+                f"nreject[i] {plus}= np.int64({at('tries')}) - number",
                 f"t_reached[i] = {at('sign')} * (tn if took else {at('now')})",
                 *[f"u_end[i, {c}] = {at('new', c)} if took else {at('u', c)}" for c in range(d)],
                 *[
                     f"du_end[{j // d}, {j % d}, i] = {at('dnew', j)} if took else {at('du', j)}"
                     for j in range(d * len(form.directions))
                 ],
+                *([f"restarts[1, i] = {at('next')}"] if form.restarts else []),
                 "ids[l] = -1",
                 "vacant += 1",
                 # Until another trajectory comes the lane takes steps of length zero.

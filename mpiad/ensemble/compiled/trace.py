@@ -27,9 +27,10 @@ from mpiad.ensemble.batch import Batch, Parameters
 from mpiad.ensemble.compiled.parameter_packing import packing_of
 from mpiad.ensemble.derivative import derivative_of
 from mpiad.ensemble.event import Event
+from mpiad.ensemble.event_affects import affected
 from mpiad.ensemble.trial import MOVED
 
-__all__ = ["trace", "verify", "verify_condition"]
+__all__ = ["trace", "verify", "verify_affect", "verify_condition"]
 
 _COLUMNS = 5
 
@@ -141,6 +142,21 @@ def verify_condition(program: Program, batch: Batch, event: Event) -> None:
         with np.errstate(all="ignore"):
             value = event.value(u, batch.p.columns(ids), t)
         _compare(program, batch, value.astype(u.real.dtype)[None], event.written)
+
+
+def verify_affect(program: Program, batch: Batch, event: Event) -> None:
+    """Compare a program with an event's affect at the initial states of a few trajectories.
+
+    Raises
+    ------
+    Untraceable
+        Where they differ by more than rounding.
+    """
+    if batch.size:
+        ids, u, t = _columns(batch)
+        with np.errstate(all="ignore"):
+            after = affected(event, batch, u, batch.p.columns(ids), t)
+        _compare(program, batch, after, event.affect)  # type: ignore[arg-type]
 
 
 def _columns(batch: Batch) -> tuple[Array, Array, Array]:

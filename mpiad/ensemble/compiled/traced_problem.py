@@ -17,12 +17,13 @@ from autograd.tracer import isbox
 from mpiad._typing import Function
 from mpiad.compiling.arguments import is_complex, real_dtype
 from mpiad.compiling.function_fingerprint import Fingerprint, fingerprint_of
+from mpiad.compiling.operations import OPERATIONS
 from mpiad.compiling.program import Program
 from mpiad.compiling.trace_errors import Untraceable, place_of
 from mpiad.compiling.tracing import identity_of
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.compiled.parameter_packing import ParameterPacking, names_of, packing_of
-from mpiad.ensemble.compiled.trace import trace, verify, verify_condition
+from mpiad.ensemble.compiled.trace import trace, verify, verify_affect, verify_condition
 from mpiad.ensemble.event import Event
 
 __all__ = ["FEW", "TracedProblem", "Warn", "problem_of", "remembered", "warn_once"]
@@ -49,18 +50,21 @@ _known: dict[Fingerprint, Any] = {}
 
 
 class TracedProblem(NamedTuple):
-    """What f, and the conditions of events, compute, and of which numbers.
+    """What f, and the conditions and affects of events, compute, and of which numbers.
 
     Parameters
     ----------
     names : tuple of str
         What the program's parameters are called in kernels: p0, p1, … those of each trajectory, s0, s1, … those of all.
+    affects : tuple of Program
+        Of all events, where these can act in a kernel.
     """
 
     program: Program
     conditions: tuple[Program, ...]
     packing: ParameterPacking
     names: tuple[str, ...]
+    affects: tuple[Program, ...]
 
     def direction(self, j: int) -> tuple[str, int]:
         """Return the direction of one of the program's parameters, along which a tangent can be carried."""
@@ -116,12 +120,38 @@ def problem_of(batch: Batch, events: Sequence[Event], must: bool, warn: Warn) ->
         return None
     conditions: list[Program] = []
     for event in events:
+        if event.condition is None:
+            continue
         condition = _condition_of(batch, event, must, warn)
         if condition is None:
             return None
         conditions.append(condition)
     packing = packing_of(batch.p)
-    return TracedProblem(program, tuple(conditions), packing, names_of(packing))
+    return TracedProblem(program, tuple(conditions), packing, names_of(packing), _affects_of(batch, events))
+
+
+def _affects_of(batch: Batch, events: Sequence[Event]) -> tuple[Program, ...]:
+    """Return what the affects of all events compute, where they can act in a kernel with NumPy's digits; none otherwise.
+
+    They can where all events are at given times and none ends its trajectory, and where affects have only operations that
+    are rounded alike everywhere.
+    """
+    if is_complex(batch.u0) or any(event.times is None or event.terminal for event in events):
+        return ()
+    programs: list[Program] = []
+    for event in events:
+        affect: Any = event.affect
+        try:
+            program = trace(affect, batch.shape, batch.p, batch.u0.dtype)
+            _check_precision(program, batch, affect)
+            verify_affect(program, batch, event)
+        except Untraceable:
+            return ()
+        exact = all(OPERATIONS[operation].simple for operation, arguments, _ in program.instructions if arguments)
+        if not exact or program.cost > MOST_OPERATIONS or changes(affect, program, lambda *_: None):
+            return ()
+        programs.append(program)
+    return tuple(programs)
 
 
 def _program_of(batch: Batch, must: bool, warn: Warn) -> Program | None:
@@ -170,7 +200,7 @@ def warn_once(f: Function, text: str, logs: bool = True) -> None:
 def _condition_of(batch: Batch, event: Event, must: bool, warn: Warn) -> Program | None:
     try:
         program = trace(event.written, batch.shape, batch.p, batch.u0.dtype, result=())
-        _check_precision(program, batch, event)
+        _check_precision(program, batch, event.written)
         verify_condition(program, batch, event)
     except Untraceable as error:
         if must:
@@ -186,7 +216,7 @@ def _condition_of(batch: Batch, event: Event, must: bool, warn: Warn) -> Program
     return None if not must and changes(event.written, program, warn, "a condition of the events") else program
 
 
-def _check_precision(program: Program, batch: Batch, event: Event) -> None:
-    # Conditions see time in double precision whatever the states are, and a program has one precision throughout.
+def _check_precision(program: Program, batch: Batch, f: Any) -> None:
+    # Conditions and affects see time in double precision whatever the states are; a program has one precision throughout.
     if program.reads("time") and real_dtype(batch.u0.dtype) != np.float64:
-        raise Untraceable(f"it looks at time, which is double, and u0 is {batch.u0.dtype}", place_of(event.written))
+        raise Untraceable(f"it looks at time, which is double, and u0 is {batch.u0.dtype}", place_of(f))

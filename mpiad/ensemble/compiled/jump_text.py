@@ -1,0 +1,94 @@
+"""Lines of the forward kernel on events that act at given times: a lane goes on with its next step from the state after.
+
+A solve that is to be differentiated is made of pieces instead (`hybrid_solve`), and has the same numbers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mpiad.compiling.source import indented
+from mpiad.ensemble.controller import LEAST_ERROR
+from mpiad.ensemble.outcome import ReturnCode
+
+if TYPE_CHECKING:
+    from mpiad.ensemble.compiled.lane_output import LaneOutput
+
+__all__ = ["first_goal", "jump", "least_of"]
+
+
+def least_of(t: str, goal: str) -> list[str]:
+    """Return lines for `most`: 10 times what time can resolve between t and a goal, below which a step is looked at."""
+    return [
+        f"most = max(abs({t}), abs({goal}))",
+        "most = 10.0 * (number_of(bits_of(most + 0.0) + (1 if most >= 0.0 else -1)) - most)",
+    ]
+
+
+def first_goal() -> list[str]:
+    """Return lines that make the first given time the `goal` of a trajectory that enters, where it comes before the end."""
+    return [
+        "naccept[i] = 0",
+        "nreject[i] = 0",
+        "own = 0 if one_given else i",
+        "goal = given[slot[0, i], own] if sign * given[slot[0, i], own] <= sign * goal else goal",
+    ]
+
+
+def jump(output: LaneOutput) -> list[str]:
+    """Return lines on a lane whose step may have ended at a given time: they let events act, and set its next goal.
+
+    `code` is what ends the trajectory there, or -1.
+    """
+    at, form, steps = output.at, output.form, output.steps
+    state, components = steps.state("u"), range(form.d)
+    call = ", ".join([*state, *steps.parameters, steps.rounded("t")])
+    acting = ["kind = kinds[turn, own]"]
+    for e in range(form.affects):
+        acting += [f"{'el' if e else ''}if kind == {e}:", f"    {', '.join(steps.state('w'))}, = affect{e}({call})"]
+    finite = " and ".join(f"np.isfinite(w_{c})" for c in components)
+    acting += [
+        f"if {finite}:",
+        *[f"    u_{c} = w_{c}" for c in components],
+        "    turn += 1",
+        "else:",
+        f"    code = {ReturnCode.Unstable.code}",
+    ]
+    went_on = [
+        "slot[1, i] += 1",
+        steps.call("k0", "u", 0),
+        *[f"{at('last', c)} = k0_{c}" for c in components],
+        f"{at('end')} = sign * goal",
+        *least_of("t", "goal"),
+        f"{at('least')} = most",
+        *([f"{at('q2_before')} = {LEAST_ERROR!r}"] if output.beta is not None else []),
+    ]
+    lines = [
+        # Counted over all pieces, and looked at between them.
+        f"number = np.int64({at('number')} + {at('accepted')})",
+        "naccept[i] += number",
+        f"nreject[i] += np.int64({at('tries')}) - number",
+        f"{at('number')} = -{at('accepted')}",
+        f"{at('tries')} = 0.0",
+        "turn = slot[0, i]",
+        "if naccept[i] + nreject[i] >= max_steps:",
+        f"    code = {ReturnCode.MaxIters.code}",
+        *[f"u_{c} = {at('new', c)}" for c in components],
+        *[f"p{j} = {at('p', j)}" for j in range(form.varying)],
+        "t = sign * tn",
+        "while code < 0 and given[turn, own] == t:",
+        *indented(acting),
+        "slot[0, i] = turn",
+        *[f"{at('new', c)} = u_{c}" for c in components],
+        "goal = end[0 if one_span else i]",
+        "goal = given[turn, own] if sign * given[turn, own] <= sign * goal else goal",
+        "if code < 0 and goal != t:",
+        *indented(went_on),
+    ]
+    return [
+        "code = -1",
+        "own = 0 if one_given else i",
+        f"sign = {at('sign')}",
+        f"if took and tn == {at('end')} and given[slot[0, i], own] == sign * tn:",
+        *indented(lines),
+    ]
