@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from mpiad._typing import Array
+from mpiad.transport.device_arrays import arrays_of
 
 __all__ = ["ColumnLU"]
 
@@ -25,12 +26,14 @@ class ColumnLU:
 
     def __init__(self, matrices: Array):
         self._factors = lu = matrices  # the second's diagonal as reciprocals
+        home = arrays_of(matrices)
         # For each row the columns in which another one came into its place, and which.
         self._swaps: list[tuple[int, Array, Array]] = []
         for k in range(len(lu)):
-            below = np.abs(lu[k:, k]).argmax(axis=0)
-            columns = np.flatnonzero(below)
-            if columns.size:
+            below = np.argmax(np.abs(lu[k:, k]), axis=0)
+            # On a device nobody looks, and rows may come into their own places.
+            columns = np.flatnonzero(below) if home is None else home.arange(lu.shape[-1])
+            if columns.shape[0]:
                 rows = k + below[columns]
                 self._swaps.append((k, rows, columns))
                 _swap(lu, k, rows, columns)

@@ -25,7 +25,7 @@ from mpiad.ensemble.compiled.traced_problem import remembered
 from mpiad.ensemble.derivative import Columns
 from mpiad.ensemble.linearization import Field, is_whole
 
-__all__ = ["Jacobian", "OwnJacobian", "derived", "jacobian_of"]
+__all__ = ["Jacobian", "OwnJacobian", "derived", "jacobian_of", "leaves_of"]
 
 _Derived = TypeVar("_Derived")
 
@@ -133,7 +133,7 @@ class _ProgramJacobian:
         return slope
 
     def _parameters(self, p: Tree, u: Array) -> dict[int, Array]:
-        varying, shared = self._layout.split(_leaves(p), u.shape[1], u.dtype)
+        varying, shared = self._layout.split(leaves_of(p), u.shape[1], u.dtype)
         return dict(zip(self._layout.varying, varying)) | dict(zip(self._layout.shared, shared))
 
 
@@ -150,7 +150,7 @@ class _TangentJacobian:
         with Bundle() as bundle:
             state = shortened(bundle.variable(u, [*unit, None]))
             time = shortened(bundle.variable(t, [None] * d + [np.ones_like(t)]))
-            rows = self._field.bound(_leaves(p))(state, time)
+            rows = self._field.bound(leaves_of(p))(state, time)
             whole = is_whole(rows, u.shape)
             for i, row in zip([slice(None)] if whole else range(d), rows):
                 found = bundle.parts(row)[1] or [None] * (d + 1)
@@ -162,5 +162,6 @@ class _TangentJacobian:
         return slope
 
 
-def _leaves(p: Tree) -> list:
+def leaves_of(p: Tree) -> list:
+    """Return the leaves of parameters as f takes them."""
     return p.leaves if isinstance(p, Columns) else flatten(p)[0]

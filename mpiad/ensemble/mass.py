@@ -32,7 +32,12 @@ class Mass:
     def add_to(self, matrices: Array) -> None:
         """Add M/γ to matrices, shape (d, d, n)."""
         if self._entries is None:
-            np.einsum("iin->in", matrices)[...] += np.array(1 / self._gamma, matrices.dtype)
+            diagonal = matrices.dtype.type(1 / self._gamma)
+            if isinstance(matrices, np.ndarray):
+                np.einsum("iin->in", matrices)[...] += diagonal
+            else:  # elsewhere it may be no view
+                for i in range(len(matrices)):
+                    matrices[i, i] += diagonal
             return
         for i, j, value in self._entries:
             matrices[i, j] += np.array(value / self._gamma, matrices.dtype)

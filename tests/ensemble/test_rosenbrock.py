@@ -9,7 +9,7 @@ import autograd.numpy as anp
 import numpy as np
 import pytest
 from autograd.tracer import getval
-from device_double import on_device
+from device_double import on_device, on_host
 from mpi4py import MPI
 from rosenbrock_by_hand import rodas5p, rosenbrock23, solved_by_hand
 from scipy.integrate import solve_ivp
@@ -291,6 +291,29 @@ def test_factors_beside_numpy():
         np.testing.assert_allclose(x, np.linalg.solve(flat, right.T[..., None])[..., 0].T, rtol=1e-10)
 
 
+@pytest.mark.serial
+@every_method
+def test_steps_on_a_device_are_those_of_the_host(name):
+    def spring(u, p, t):  # where it is stiff the second row is the pivot
+        return [u[1] + anp.sin(t), p[2] * u[0] * u[2] - p[0] * u[0] - p[1] * u[1], u[0] ** 2 - u[2]]
+
+    rng, alg = np.random.default_rng(5), METHODS[name][0]
+    p, u0 = np.array([1e3, 30.0, 3.0]) * rng.random((7, 3)) ** 3, 1 + rng.random((7, 3))
+    for tspan, more in (((0.0, 1.0), {"saveat": 0.3}), ((1.0, 0.9), {"saveat": [0.97]}), ((0.0, 1.0), {"max_steps": 40})):
+        events = Event(lambda u, p, t: u[2] - 0.9 - 0.1 * t) if "max_steps" in more else ()
+        sols = [
+            solve(
+                EnsembleProblem(ODEProblem(spring, np.ones(3), tspan), u0=place(u0), p=place(p)), alg, events=events, **more
+            )
+            for place in (np.array, on_device)
+        ]
+        host, found = sols
+        for field in ("retcode", "naccept", "nreject", "nf"):
+            np.testing.assert_array_equal(getattr(found, field), getattr(host, field))
+        np.testing.assert_allclose(on_host(found.u), host.u, rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(on_host(found.u_end), host.u_end, rtol=1e-9, atol=1e-12)
+
+
 def refused(problem, error, text, alg=None, **options):
     with pytest.raises(error, match=text):
         solve(problem, alg or Rodas5P(), **options)
@@ -306,7 +329,12 @@ def test_what_is_refused():
     massive = remake(many, problem=remake(stiff, mass_matrix=np.eye(3)))
     refused(massive, NotImplementedError, "adjoint='continuous'", ensemblealg=mpi, adjoint="continuous")
     refused(remake(many, problem=remake(stiff, u0=stiff.u0 + 0j)), NotImplementedError, "complex128", ensemblealg=mpi)
-    refused(remake(stiff, u0=to_device(stiff.u0, like=on_device(0.0))), NotImplementedError, "device arrays")
+    there = remake(stiff, u0=to_device(stiff.u0, like=on_device(0.0)))
+    refused(there, NotImplementedError, "has derivatives and all steps on the host only", save_everystep=True)
+    refused(remake(there, mass_matrix=np.eye(3)), NotImplementedError, "has a mass matrix on the host only")
+    weights = on_device(np.ones(3))[:, None]
+    closed = remake(there, f=lambda u, p, t: -weights * u, p=None)
+    refused(closed, TypeError, "on a device a Rosenbrock method needs the Jacobian")
     opaque = remake(stiff, f=lambda u, p, t: [-float(u[0, 0]) * u[0], u[1], u[2]])
     refused(remake(many, problem=opaque), TypeError, "needs the Jacobian of f", ensemblealg=mpi)
 

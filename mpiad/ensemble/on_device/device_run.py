@@ -14,8 +14,8 @@ from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.coefficients import DeviceCoefficients, polynomials, states_at
 from mpiad.ensemble.derivative import derivative_of
 from mpiad.ensemble.initialization import derivative_at
+from mpiad.ensemble.on_device.device_stages import DeviceStages
 from mpiad.ensemble.on_device.round_record import Block, Record
-from mpiad.ensemble.on_device.rounds import DeviceStages
 from mpiad.ensemble.on_device.saved_slots import Due
 from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.run import Run

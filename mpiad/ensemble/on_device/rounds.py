@@ -11,13 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from mpiad._typing import Array, Tree
+from mpiad._typing import Array
 from mpiad.ensemble.batch import Batch, spread
-from mpiad.ensemble.coefficients import DeviceCoefficients, polynomials
+from mpiad.ensemble.coefficients import DeviceCoefficients
 from mpiad.ensemble.controller import LEAST_ERROR
-from mpiad.ensemble.derivative import Derivative, derivative_of
+from mpiad.ensemble.derivative import derivative_of
 from mpiad.ensemble.events import EventWatch, events_of
 from mpiad.ensemble.initialization import derivative_at, first_step, least_step
+from mpiad.ensemble.on_device.device_stages import DeviceStages
+from mpiad.ensemble.on_device.rosenbrock_rounds import DeviceRosenbrockStages
 from mpiad.ensemble.on_device.round_record import Events, Record, Round
 from mpiad.ensemble.on_device.saved_slots import EveryStep, SaveTimes
 from mpiad.ensemble.outcome import Outcome, ReturnCode
@@ -26,7 +28,7 @@ from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.working_set import Turns
 from mpiad.transport.device_arrays import arrays_of
 
-__all__ = ["DeviceStages", "integrate"]
+__all__ = ["integrate"]
 
 
 def integrate(batch: Batch, settings: Settings) -> Outcome:
@@ -111,7 +113,10 @@ class DeviceWorkingSet(Turns):
         self.q2, self.rejected = np.full_like(self.h, LEAST_ERROR), self.number > 0
         self.idle = np.where(self.live, 0.0, 1.0)
         self._place = spread(self._saves.initial.sum(axis=1), batch.u0) if self._looks else self.number
-        self._stages = DeviceStages(self._table, self._derivative, k)
+        if self._tableau.implicit:
+            self._stages = DeviceRosenbrockStages(self._table, self._derivative, k, batch)
+        else:
+            self._stages = DeviceStages(self._table, self._derivative, k)
         self._begin()
 
     def _drop(self) -> None:
@@ -264,56 +269,3 @@ class DeviceWorkingSet(Turns):
                 here = self._home.to_device(np.ascontiguousarray(mask[:1] if same else mask))
                 saved = np.where(here[:, :, None], states.T[:, None], saved)
         return self._home.copy(saved)
-
-
-class DeviceStages:
-    """The stages of steps, as `Stages` on the host; each step's are new arrays.
-
-    Parameters
-    ----------
-    first : array, shape (d, n)
-        f at the present states, in the direction of the solve.
-
-    Attributes
-    ----------
-    k : array, shape (stages, d, n)
-    new : array, shape (d, n)
-        The states after the step.
-    """
-
-    k: Array
-    new: Array
-
-    def __init__(self, table: DeviceCoefficients, derivative: Derivative, first: Array):
-        self._table, self._derivative, self.first = table, derivative, first
-        self._h: Array = None
-
-    def take(self, u: Array, p: Tree, t: Array, h: Array, t_new: Array, sign: Array | None) -> None:
-        """Compute all stages and the new states; parameters as in `Stages.take`, but for h, which may be signed."""
-        table = self._table
-        self.k, self._h = table.stages(u.shape, u), h.astype(table.real)
-        self.k[0] = self.first
-        backwards = None if sign is None else sign.astype(table.real)
-        for i in range(1, table.last + 1):
-            self.new = u + self._h * table.row(i, self.k, u, u)
-            self._derivative.write(self.k[i], self.new, p, table.time(i, t, h, t_new, sign))
-            if backwards is not None:
-                self.k[i] *= backwards
-
-    def error(self, u: Array, rtol: Array | float, atol: Array | float) -> Array:
-        """Return the mean square of the error over its tolerance, shape (n,)."""
-        scale = atol + rtol * np.maximum(np.abs(u), np.abs(self.new))
-        relative = np.abs(self._h * np.tensordot(self._table.error, self.k, 1)) / scale
-        return np.sum(relative * relative, axis=0).astype(float) / len(u)
-
-    def following(self, accepted: Array) -> Array:
-        """Return f where the next step starts."""
-        return np.where(accepted, self.k[-1], self.first)
-
-    def inside(self, u: Array, x: Array) -> Array:
-        """Return the states at parts of the step, shape (m, d, n), x of shape (m, n)."""
-        terms = polynomials(self._table, u, self._h, self.k)
-        total, x = terms[-1], x[:, None].astype(self._table.real)
-        for power in range(len(terms) - 2, -1, -1):
-            total = total * x + terms[power]
-        return total
