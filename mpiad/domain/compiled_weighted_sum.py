@@ -17,7 +17,7 @@ from mpiad._typing import LocalArray, Shape
 from mpiad.compiling.cache import kernel_of
 from mpiad.domain.weighted_sum import Box, Finish, Terms
 
-__all__ = ["compiled_weighted_sum", "is_compiled"]
+__all__ = ["compiled_varying_sum", "compiled_weighted_sum", "is_compiled"]
 
 # Cells of a block below which the kernel is loaded in more time than it saves.
 _LARGE = 1 << 13
@@ -26,11 +26,11 @@ _AXES = 3
 _DTYPES = {np.dtype(np.float64): "float64", np.dtype(np.float32): "float32"}
 
 
-def is_compiled(out: LocalArray, terms: Terms, cells: Shape) -> bool:
-    """Tell whether the sums of such a block are compiled."""
+def is_compiled(out: LocalArray, terms: int, cells: Shape) -> bool:
+    """Tell whether the sums of so many terms are compiled for such a block."""
     return (
         type(out) is np.ndarray and out.dtype in _DTYPES and len(cells) <= _AXES and math.prod(cells) >= _LARGE
-        and 0 < sum(len(offsets) for _, offsets in terms) <= _MOST_TERMS and find_spec("llvmlite") is not None
+        and 0 < terms <= _MOST_TERMS and find_spec("llvmlite") is not None
     )  # fmt: skip
 
 
@@ -44,12 +44,28 @@ def compiled_weighted_sum(
     numbers, weights = _tables(terms, *shapes, bounds, out.dtype)
     kernel = _kernel(tuple([len(offsets) for _, offsets in terms]), finish and finish.form(), _DTYPES[out.dtype])
     for place in np.ndindex(out.shape[: out.ndim - ndim]):
-        arrays = [numbers, weights, source[place], out[place], *[np.ascontiguousarray(array[place]) for array in given]]
-        words = [0, 0]
-        for array in arrays:
-            words += [array.__array_interface__["data"][0], array.size]
-        block = np.array(words, np.int64)
-        kernel(block.__array_interface__["data"][0])
+        own = [np.ascontiguousarray(array[place]) for array in given]
+        _run(kernel, numbers, weights, source[place], out[place], *own)
+
+
+def compiled_varying_sum(padded: LocalArray, weights: LocalArray, out: LocalArray) -> None:
+    """Write the sums by weights of each cell's own; see `varying_sum`, whose bits these are but for the sign of a zero."""
+    ndim = weights.ndim // 2
+    offsets, cells = tuple(np.ndindex(weights.shape[:ndim])), weights.shape[ndim:]
+    whole = tuple([(0, n) for n in cells])
+    numbers, _ = _tables(((1.0, offsets),), padded.shape[padded.ndim - ndim :], cells, whole, out.dtype)
+    kernel, factors = _varying_kernel(len(offsets), _DTYPES[out.dtype]), np.ascontiguousarray(weights)
+    for place in np.ndindex(out.shape[: out.ndim - ndim]):
+        _run(kernel, numbers, factors, np.ascontiguousarray(padded[place]), out[place])
+
+
+def _run(kernel: Callable[[int], None], *arrays: np.ndarray) -> None:
+    """Run a linked kernel on contiguous arrays."""
+    words = [0, 0]
+    for array in arrays:
+        words += [array.__array_interface__["data"][0], array.size]
+    block = np.array(words, np.int64)
+    kernel(block.__array_interface__["data"][0])
 
 
 @functools.lru_cache
@@ -76,24 +92,35 @@ def _steps(shape: Shape) -> list[int]:
 def _kernel(groups: tuple[int, ...], form: tuple[str, str] | None, dtype: str) -> Callable[[int], None]:
     """Return the kernel for so many offsets of each weight."""
     names, completed = form or ("", "total")
-    arrays = ["source", "out", *names.split()]
-    views, products, k = [], [], 0
+    products, k = [], 0
     for number, group in enumerate(groups):
-        pieces = range(k, k + group)
-        views += [
-            f"p{piece} = source[there + numbers[{9 + piece}] : there + numbers[{9 + piece}] + cells]" for piece in pieces
-        ]
-        products.append(f"({' + '.join(f'p{piece}[i]' for piece in pieces)}) * w{number}")
+        products.append(f"({' + '.join(f'p{piece}[i]' for piece in range(k, k + group))}) * w{number}")
         k += group
-    views += [f"{name}_ = {name}[here : here + cells]" for name in arrays[1:]]
-    lines = [*views, "for i in range(cells):", f"    total = {' + '.join(products)}"]
-    lines += ["    kept_[i] = total"] if "kept" in arrays else []
-    lines += [f"    out_[i] = {completed}"]
+    lines = [f"    total = {' + '.join(products)}", *(["    kept_[i] = total"] if "kept" in names else [])]
+    begin = [f"w{number} = weights[{number}]" for number in range(len(groups))]
+    return _compiled(k, ["source", "out", *names.split()], begin, [], [*lines, f"    out_[i] = {completed}"], dtype)
+
+
+@functools.cache
+def _varying_kernel(terms: int, dtype: str) -> Callable[[int], None]:
+    """Return the kernel for so many offsets, each with a weight for each cell."""
+    views = [f"v{k} = weights[{k} * size + here : {k} * size + here + cells]" for k in range(terms)]
+    total = " + ".join(f"p{k}[i] * v{k}[i]" for k in range(terms))
+    begin = ["size = numbers[0] * numbers[1] * numbers[2]"]
+    return _compiled(terms, ["source", "out"], begin, views, [f"    out_[i] = {total}"], dtype)
+
+
+def _compiled(
+    pieces: int, arrays: list[str], begin: list[str], views: list[str], lines: list[str], dtype: str
+) -> Callable[[int], None]:
+    """Return a kernel that goes over rows of cells, with views of so many shifted pieces of the source."""
+    row = ["there = numbers[3] + plane * numbers[4] + row * numbers[5]"]
+    row += ["here = numbers[6] + plane * numbers[7] + row * numbers[8]"]
+    row += [f"p{k} = source[there + numbers[{9 + k}] : there + numbers[{9 + k}] + cells]" for k in range(pieces)]
+    row += [*views, *(f"{name}_ = {name}[here : here + cells]" for name in arrays[1:])]
     text = f"def sums(numbers, weights, {', '.join(arrays)}):\n    cells = numbers[2]\n"
-    text += "".join(f"    w{number} = weights[{number}]\n" for number in range(len(groups)))
+    text += "".join(f"    {line}\n" for line in begin)
     text += "    for plane in range(numbers[0]):\n        for row in range(numbers[1]):\n"
-    text += "            there = numbers[3] + plane * numbers[4] + row * numbers[5]\n"
-    text += "            here = numbers[6] + plane * numbers[7] + row * numbers[8]\n"
-    text += "".join(f"            {line}\n" for line in lines)
+    text += "".join(f"            {line}\n" for line in [*row, "for i in range(cells):", *lines])
     signature = f"linked({', '.join(['int64[::1]'] + [f'{dtype}[::1]'] * (1 + len(arrays)))})"
     return kernel_of(text, "sums", signature).function

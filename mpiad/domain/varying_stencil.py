@@ -7,6 +7,7 @@ the weights. They don't communicate; the exchange around them does.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import autograd.numpy as anp
@@ -16,6 +17,7 @@ from autograd.tracer import getval
 
 from mpiad._typing import LocalArray, Shape
 from mpiad.domain.allocation import empty_beside, zeros_beside
+from mpiad.domain.compiled_weighted_sum import compiled_varying_sum, is_compiled
 
 __all__ = ["products", "spread", "varying_sum"]
 
@@ -24,8 +26,11 @@ __all__ = ["products", "spread", "varying_sum"]
 def varying_sum(padded: LocalArray, weights: LocalArray) -> LocalArray:
     """Return the sums (..., *cells) of an array (..., *padded) by weights (*lengths, *cells) of odd lengths."""
     lengths, cells = _shapes(weights)
-    like = _wider(padded, weights)
-    total = zeros_beside(like, padded.shape[: padded.ndim - len(cells)] + cells)
+    like, shape = _wider(padded, weights), padded.shape[: padded.ndim - len(cells)] + cells
+    if padded.dtype == weights.dtype and is_compiled(like, math.prod(lengths), cells):
+        compiled_varying_sum(padded, weights, out := empty_beside(like, shape))
+        return out
+    total = zeros_beside(like, shape)
     # One array for all products, instead of a new one for each offset.
     room = np.empty_like(total)
     for offset, piece in _pieces(lengths, cells):

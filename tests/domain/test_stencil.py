@@ -245,10 +245,11 @@ def test_compiled_sums_have_the_bits_of_numpys(shape, lead, dtype, rng, monkeypa
     u, before, g = np.moveaxis(rng.standard_normal((*lead, *domain.local_shape, 3)).astype(dtype), -1, 0)
     u, g = np.asfortranarray(u), np.ascontiguousarray(g)
     factor = rng.random(domain.local_shape).astype(dtype)
+    varying = rng.random((*domain.local_shape[::-1], *[3] * len(shape))).astype(dtype).T
 
     def found():
         pull, step = mpiad.make_vjp(laplacian.leapfrog, (0, 1, 2))(u, before, factor)
-        return [laplacian(u), step, laplacian.leapfrog(u, before, factor), *pull(g)]
+        return [laplacian(u), step, laplacian.leapfrog(u, before, factor), *pull(g), domain.correlate(u, varying)]
 
     expected = found()
     monkeypatch.setattr(mpiad.domain.compiled_weighted_sum, "_LARGE", 1)
