@@ -96,7 +96,9 @@ class StencilSums:
             np.multiply(u, scale, out=padded[halo.interior])
         out = empty_beside(u, u.shape)
         # Points whose neighbours are all here are summed while the halo travels.
-        add_up = compiled_weighted_sum if is_compiled(out, int(np.count_nonzero(self.weights)), halo.shape) else weighted_sum
+        add_up = (
+            compiled_weighted_sum if is_compiled(out, int(np.count_nonzero(self.weights)), halo.shape) else weighted_sum
+        )
         coming = post(padded, stage.routes, False, _TAG, halo.comm)
         if self._inside is not None:
             add_up(padded, self.terms, out, self._inside, finish)
