@@ -14,20 +14,24 @@ import numpy as np
 from mpiad._typing import Array, Function, Tree
 from mpiad.compiling.program import Program, evaluated
 from mpiad.compiling.trace_errors import Refusal, Untraceable
+from mpiad.device.transfer import to_host
 from mpiad.differentiation.bundles import Bundle
 from mpiad.differentiation.shortcuts import shortened
 from mpiad.differentiation.trees import flatten
-from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.batch import Batch, is_on_device
 from mpiad.ensemble.compiled.jacobian_programs import JacobianProgram, jacobian_program
 from mpiad.ensemble.compiled.parameter_packing import ParameterPacking, packing_of
 from mpiad.ensemble.compiled.trace import trace, verify
 from mpiad.ensemble.compiled.traced_problem import remembered
 from mpiad.ensemble.derivative import Columns
 from mpiad.ensemble.linearization import Field, is_whole
+from mpiad.transport.device_arrays import is_device_array
 
-__all__ = ["Jacobian", "OwnJacobian", "derived", "jacobian_of", "leaves_of"]
+__all__ = ["Jacobian", "OwnJacobian", "derived", "jacobian_of"]
 
 _Derived = TypeVar("_Derived")
+# Trajectories of a device's by which a program is compared with f.
+_FEW = 3
 
 
 class Jacobian(Protocol):
@@ -76,6 +80,13 @@ def jacobian_of(batch: Batch) -> Jacobian:
     found = derived(jacobian_program, batch)
     if isinstance(found, JacobianProgram):
         return _ProgramJacobian(found, packing_of(batch.p))
+    if is_on_device(batch):
+        raise TypeError(
+            f"solve: on a device a Rosenbrock method needs the Jacobian of what f computes, but f can't be "
+            f"traced ({found}). "
+            "Write it with the functions of autograd.numpy, and without branches on values, or bring the arrays to the "
+            "host with mpiad.device.to_host."
+        )
     jacobian = _TangentJacobian(Field(batch), len(batch.u0))
     if batch.size:
         _try(jacobian, batch, str(found))
@@ -84,6 +95,7 @@ def jacobian_of(batch: Batch) -> Jacobian:
 
 def derived(derivative: Callable[[Program], _Derived], batch: Batch) -> _Derived | str:
     """Return a derivative of what a batch's f computes, or why f can't be traced; what was found before is remembered."""
+    batch = _on_host(batch)
 
     def made() -> _Derived | str:
         try:
@@ -95,6 +107,15 @@ def derived(derivative: Callable[[Program], _Derived], batch: Batch) -> _Derived
 
     found: Any = remembered(made, batch, (), derivative.__name__)
     return found
+
+
+def _on_host(batch: Batch) -> Batch:
+    """Return a few trajectories of a batch of device arrays, on the host; of one on the host itself."""
+    if not is_on_device(batch):
+        return batch
+    few = batch.share(slice(0, _FEW))
+    u0, *leaves = (to_host(x) if is_device_array(x) else x for x in (few.u0, *few.p.leaves))
+    return few._replace(u0=u0, p=few.p._replace(leaves=leaves))
 
 
 def _try(jacobian: Jacobian, batch: Batch, untraced: str) -> None:
@@ -121,7 +142,7 @@ class _ProgramJacobian:
     def write(self, out: Array, u: Array, p: Tree, t: Array) -> Array | None:
         """Write ∂f/∂u, and return ∂f/∂t."""
         if p is not self._p:  # it changes with the working set only
-            self._p, self._rows = p, self._parameters(p, u)
+            self._p, self._rows = p, self._layout.numbers(_leaves(p), u.shape[1], u.dtype)
         values = evaluated(self._program, u, self._rows, [t])
         for (i, j), value in zip(self._places, values):
             out[i, j] = value
@@ -131,10 +152,6 @@ class _ProgramJacobian:
         for i, value in zip(self._slopes, values[len(self._places) :]):
             slope[i] = value
         return slope
-
-    def _parameters(self, p: Tree, u: Array) -> dict[int, Array]:
-        varying, shared = self._layout.split(leaves_of(p), u.shape[1], u.dtype)
-        return dict(zip(self._layout.varying, varying)) | dict(zip(self._layout.shared, shared))
 
 
 class _TangentJacobian:
@@ -150,7 +167,7 @@ class _TangentJacobian:
         with Bundle() as bundle:
             state = shortened(bundle.variable(u, [*unit, None]))
             time = shortened(bundle.variable(t, [None] * d + [np.ones_like(t)]))
-            rows = self._field.bound(leaves_of(p))(state, time)
+            rows = self._field.bound(_leaves(p))(state, time)
             whole = is_whole(rows, u.shape)
             for i, row in zip([slice(None)] if whole else range(d), rows):
                 found = bundle.parts(row)[1] or [None] * (d + 1)
@@ -162,6 +179,5 @@ class _TangentJacobian:
         return slope
 
 
-def leaves_of(p: Tree) -> list:
-    """Return the leaves of parameters as f takes them."""
+def _leaves(p: Tree) -> list:
     return p.leaves if isinstance(p, Columns) else flatten(p)[0]

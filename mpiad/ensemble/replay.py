@@ -21,6 +21,7 @@ from mpiad.differentiation.trace import Variables, trace_backwards, trace_forwar
 from mpiad.ensemble.run import Run
 from mpiad.ensemble.step_sweep import Columns, LocatedEvent, Saved, StepSweep, Visit
 from mpiad.primitives.cotangents import conform, spec_like
+from mpiad.transport.device_arrays import is_device_array
 
 __all__ = ["replayed", "replayed_jvp", "replayed_vjp"]
 
@@ -236,6 +237,11 @@ class _RosenbrockStep(_Step):
     def _linearized(self, gamma: float) -> tuple[Array, Array]:
         """Return the matrices W, shape (n, d, d), and h ∂f/∂t, shape (d, n)."""
         u, t, h, field, leaves = self._u, _like(self.t, self._u), _like(self.h, self._u), self._run.field, self._leaves
+        if is_device_array(getval(u)):
+            raise NotImplementedError(
+                "solve: second derivatives of a Rosenbrock method are there on the host only, but u0 or p are device "
+                "arrays. Bring them there with mpiad.device.to_host."
+            )
         ones, units = np.ones_like(getval(u)[0]), np.eye(len(u), dtype=u.dtype)
         columns = [jvp(lambda u: field.array(u, leaves, t), u, np.outer(unit, ones))[1] for unit in units]
         rise = jvp(lambda t: field.array(u, leaves, t), t, ones)[1]

@@ -81,7 +81,7 @@ class StageSystems:
 
     def at(self, u: Array, leaves: Sequence[Any], t: Array, h: Array) -> System:
         """Return the systems of steps of sizes h from states u, by the leaves of the parameters."""
-        jacobian = np.zeros((len(u), *u.shape), u.dtype)
+        jacobian = np.zeros_like(u, shape=(len(u), *u.shape))
         rise = self.jacobian(jacobian, u, leaves, t)
         matrices = jacobian * -h
         self.mass.add_to(matrices)
@@ -95,8 +95,7 @@ class StageSystems:
 
     def rows(self, leaves: Sequence[Any], count: int, dtype: np.dtype) -> dict[int, Array]:
         """Return the numbers of the parameters as programs take them."""
-        varying, shared = self._layout.split(list(leaves), count, dtype)
-        return dict(zip(self._layout.varying, varying)) | dict(zip(self._layout.shared, shared))
+        return self._layout.numbers(list(leaves), count, dtype)
 
     def pull(self, u: Array, leaves: Sequence[Any], t: Array, right: Array, along: Array, in_time: Array) -> list[Any]:
         """Return the gradient of Σ right · (derivative of f along directions): by u, by the leaves, and by time.
@@ -107,29 +106,31 @@ class StageSystems:
         in_time : array, shape (stages, n)
         """
         count, d = u.shape[1], len(u)
-        found = evaluated(self._curvature, u, self.rows(leaves, count, u.dtype), [t], right, [*along, in_time])
-        sums = [np.broadcast_to(x, in_time.shape).sum(axis=0) for x in found]
+        found = evaluated(
+            self._curvature, u, self.rows(leaves, count, u.dtype), [t], right, [*(along[i] for i in range(d)), in_time]
+        )
+        zeros = np.zeros_like(in_time)
+        sums = [np.sum(x if np.shape(x) == zeros.shape else x + zeros, axis=0) for x in found]
         return [np.stack(sums[:d]), *(self._by_leaves(sums[d:-1], count) if self._places else []), sums[-1]]
 
     def _by_leaves(self, rows: list[Array], count: int) -> list[Array]:
         layout = self._layout
-        varying = np.array([rows[j] for j in layout.varying]).reshape(-1, count)
-        made = layout.joined(varying, np.array([rows[j].sum() for j in layout.shared]))
+        varying = [rows[j] for j in layout.varying]
+        made = layout.joined(varying, [rows[j].sum() for j in layout.shared], count)
         return [made[place] for place in self._places]
 
-    def tangent_rows(
-        self, leaves: Sequence[Any], tangents: Sequence[Sequence[Any]], count: int, dtype: np.dtype
-    ) -> list[Array]:
+    def tangent_rows(self, leaves: Sequence[Any], tangents: Sequence[Sequence[Any]], u: Array) -> list[Array]:
         """Return the tangents of the parameters' numbers, each of shape (m, n), or of one entry that is zero.
 
         Of each leaf to differentiate by `tangents` has m, None where one is zero.
         """
-        numbers, zeros = range(self._layout.size), np.zeros(count, dtype)
+        count, dtype = u.shape[-1], u.dtype
+        numbers, zeros = range(self._layout.size), np.zeros_like(u, shape=(count,))
         if not tangents:
             return [zeros[None] for _ in numbers]
         found, still = [], list(leaves)
         for part in self._layout.parts:
-            still[part.place] = np.zeros(np.shape(leaves[part.place]))
+            still[part.place] = np.zeros_like(leaves[part.place], dtype=dtype)
         for j in range(len(tangents[0])):
             filled = list(still)
             for place, gs in zip(self._places, tangents):
@@ -152,6 +153,7 @@ class StageSystems:
             Of the parameters: see `tangent_rows`.
         """
         given = self.rows(leaves, u.shape[1], u.dtype)
-        moved = [*np.swapaxes(tangents, 0, 1), *rows]
-        found = evaluated(self._bend, u, given, [t], [*along, in_time], moved)
-        return np.stack([np.broadcast_to(x, tangents[:, 0].shape) for x in found])
+        moved = [*(tangents[:, i] for i in range(len(u))), *rows]
+        found = evaluated(self._bend, u, given, [t], [*(along[i] for i in range(len(u))), in_time], moved)
+        zeros = np.zeros_like(tangents[:, 0])
+        return np.stack([x if np.shape(x) == zeros.shape else x + zeros for x in found])

@@ -34,7 +34,7 @@ class TangentRosenbrockStep(TangentStep):
     ):  # fmt: skip
         super().__init__(coefficients, write, shape, like)
         self._systems, self._leaves = systems, leaves
-        self._rows = systems.tangent_rows(leaves, along, shape[2], self.u.dtype)
+        self._rows = systems.tangent_rows(leaves, along, self.u[0])
         self._system: System
 
     def take(self, visit: Visit, tangents: Array) -> None:

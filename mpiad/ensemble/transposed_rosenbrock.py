@@ -70,7 +70,8 @@ class _TransposedRosenbrockStep(TransposedStep):
     def pull(self, cotangent: Array, arrivals: Sequence[Arrival], gains: Callable) -> Array:
         """Return the cotangent of the state before the step; only once. See `TransposedStep.pull`."""
         total, h, slopes = cotangent, self.h, self._table.slopes
-        bars, room = {self.last: total * h}, np.empty_like(total)
+        bars, room = self._coefficients.bars(total), np.empty_like(total)
+        bars[self.last] = total * h
         rights: dict[int, Array] = {}
         for j in range(self.last - 1, 0, -1):
             right = self._coefficients.column(j, bars, room, self._term).copy()
@@ -89,7 +90,7 @@ class _TransposedRosenbrockStep(TransposedStep):
                 bars[j] = y_bar * h
         order = range(1, self.last)
         right, along = (np.stack(rows, axis=1) for rows in ([rights[j] for j in order], [self.k[j] * h for j in order]))
-        in_time = np.multiply.outer(np.array(slopes, h.dtype), h)
+        in_time = np.stack([h.dtype.type(slope) * h for slope in slopes])
         by_u, *parts = self._systems.pull(self.y[0], self._leaves, self._time, right, along, in_time)
         total += by_u
         gains(0, parts, by_u)

@@ -11,7 +11,18 @@ from device_double import on_device, on_host, transfers
 
 import mpiad
 from mpiad.device import to_device, to_host
-from mpiad.ensemble import RK4, RK45, EnsembleMPI, EnsembleProblem, EnsembleVectorized, Event, ODEProblem, solve
+from mpiad.ensemble import (
+    RK4,
+    RK45,
+    EnsembleMPI,
+    EnsembleProblem,
+    EnsembleVectorized,
+    Event,
+    ODEProblem,
+    Rodas5P,
+    Rosenbrock23,
+    solve,
+)
 from mpiad.ensemble.on_device.round_record import Record
 
 _N = 17
@@ -47,6 +58,8 @@ _CASES = [
     (coupled, (0.0, 1.5), RK45(), {"saveat": 0.05}),
     (predators, (0.0, 1.5), RK45(), {"save_everystep": True}),
     (predators, (1.0, -0.5), RK45(), {"saveat": 0.2, "checkpoints": 3}),
+    (predators, (0.0, 1.5), Rosenbrock23(), {}),
+    (predators, (1.0, -0.5), Rodas5P(), {"saveat": 0.2, "checkpoints": 3}),
     (predators, (0.0, 1.5), RK4(), {"dt": 0.11, "saveat": np.sort(np.random.default_rng(1).uniform(0, 1.5, (_N, 4)))}),
 ]
 

@@ -15,6 +15,7 @@ from rosenbrock_by_hand import rodas5p, rosenbrock23, solved_by_hand
 from scipy.integrate import solve_ivp
 from stiff_systems import SYSTEMS, robertson
 
+import mpiad
 from mpiad.device import to_device
 from mpiad.ensemble import (
     EnsembleGPU,
@@ -330,8 +331,17 @@ def test_what_is_refused():
     refused(massive, NotImplementedError, "adjoint='continuous'", ensemblealg=mpi, adjoint="continuous")
     refused(remake(many, problem=remake(stiff, u0=stiff.u0 + 0j)), NotImplementedError, "complex128", ensemblealg=mpi)
     there = remake(stiff, u0=to_device(stiff.u0, like=on_device(0.0)))
-    refused(there, NotImplementedError, "has derivatives and all steps on the host only", save_everystep=True)
     refused(remake(there, mass_matrix=np.eye(3)), NotImplementedError, "has a mass matrix on the host only")
+    with pytest.raises(NotImplementedError, match="second derivatives of a Rosenbrock method are there on the host only"):
+        mpiad.hvp(lambda u: anp.sum(solve(remake(there, f=lambda u, p, t: -u, p=None, u0=u), Rodas5P()).u_end ** 2))(
+            there.u0, there.u0
+        )
+    refused(
+        remake(there, p=on_device(stiff.p)),
+        NotImplementedError,
+        "has adjoint='continuous' on the host only",
+        adjoint="continuous",
+    )
     weights = on_device(np.ones(3))[:, None]
     closed = remake(there, f=lambda u, p, t: -weights * u, p=None)
     refused(closed, TypeError, "on a device a Rosenbrock method needs the Jacobian")

@@ -115,7 +115,13 @@ class Compiler:
                 "solve: compile=True makes machine code for the host, but the states or parameters are device arrays. "
                 "Leave it out, or bring them to the host with mpiad.device.to_host."
             )
-        missing = "derivatives and all steps" if settings.record else "a mass matrix" if settings.mass is not None else ""
+        missing = (
+            "adjoint='continuous'"
+            if settings.adjoint == "continuous"
+            else "a mass matrix"
+            if settings.mass is not None
+            else ""
+        )
         if settings.alg.tableau.implicit and missing:
             raise NotImplementedError(
                 f"solve: {type(settings.alg).__name__} has {missing} on the host only, but u0 or p are device arrays. "

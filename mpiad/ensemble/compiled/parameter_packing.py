@@ -8,6 +8,7 @@ and another value makes another program.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ from mpiad._typing import Array, Shape
 from mpiad.compiling.arguments import argument, is_complex, parts, row_parts
 from mpiad.differentiation.trees import is_variable
 from mpiad.ensemble.batch import Parameters
+from mpiad.transport.device_arrays import is_device_array
 
 __all__ = ["ParameterPacking", "PackedLeaf", "names_of", "packing_of"]
 
@@ -85,15 +87,29 @@ class ParameterPacking(NamedTuple):
         common = [parts(np.ravel(leaves[p.place])) for p in self.parts if not p.varies]
         return _together(own or [np.empty((0, count))], dtype), _together(common or [np.empty(0)], dtype)
 
-    def joined(self, varying: Array, shared: Array) -> dict[int, Array]:
-        """Return, by the places of leaves, arrays of their shapes from rows of the shapes and in the order of `split`."""
+    def numbers(self, leaves: list[Any], count: int, dtype: DTypeLike) -> dict[int, Any]:
+        """Return the scalars of `count` trajectories by their numbers, as programs take them, where the leaves live."""
+        if not any(map(is_device_array, leaves)):
+            varying, shared = self.split(leaves, count, dtype)
+            return dict(zip(self.varying, varying)) | dict(zip(self.shared, shared))
+        rows: dict[int, Any] = {}
+        for part in self.parts:
+            leaf = np.reshape(leaves[part.place], (-1, count) if part.varies else (-1,))
+            found = [leaf[j] for j in range(leaf.shape[0])]
+            if part.complex:
+                found = [half for number in found for half in (number.real, number.imag)]
+            rows |= dict(zip(part.scalars, found))
+        return rows
+
+    def joined(self, varying: Sequence[Array] | Array, shared: Sequence[Array] | Array, count: int) -> dict[int, Array]:
+        """Return, by the places of leaves, arrays of their shapes from rows in the order of `split`, of `count` numbers."""
         # Parts are in the order of their scalars, so each takes the next rows.
         rows = {True: iter(varying), False: iter(shared)}
         made = {}
         for part in self.parts:
-            taken = np.array([next(rows[part.varies]) for _ in part.scalars])
+            taken = np.stack([next(rows[part.varies]) for _ in part.scalars]) if part.scalars else np.empty(0)
             taken = taken[::2] + 1j * taken[1::2] if part.complex else taken
-            shape = (*part.shape, varying.shape[1]) if part.varies else part.shape
+            shape = (*part.shape, count) if part.varies else part.shape
             made[part.place] = np.reshape(taken, shape)
         return made
 

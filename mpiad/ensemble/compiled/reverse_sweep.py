@@ -70,7 +70,9 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
         _move_ends(run, seeds, start_bar, stop_bar)
         start_bar += start.start
     leaves = {place: np.zeros_like(batch.p.leaves[place]) for place in places}
-    leaves |= {place: leaf.conj() for place, leaf in ParameterPacking(tuple(chosen)).joined(p_bar, s_bar).items()}
+    leaves |= {
+        place: leaf.conj() for place, leaf in ParameterPacking(tuple(chosen)).joined(p_bar, s_bar, p_bar.shape[1]).items()
+    }
     for place, more in start.leaves.items():
         leaves[place] = leaves[place] + more
     return Cotangents(initial, start_bar, stop_bar, leaves)

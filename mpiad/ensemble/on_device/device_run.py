@@ -14,7 +14,7 @@ from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.coefficients import DeviceCoefficients, polynomials, states_at
 from mpiad.ensemble.derivative import derivative_of
 from mpiad.ensemble.initialization import derivative_at
-from mpiad.ensemble.on_device.device_stages import DeviceStages
+from mpiad.ensemble.on_device.rosenbrock_rounds import stages_on_device
 from mpiad.ensemble.on_device.round_record import Block, Record
 from mpiad.ensemble.on_device.saved_slots import Due
 from mpiad.ensemble.outcome import Outcome
@@ -109,7 +109,8 @@ class DeviceRun(Run):
         """Return the stages of a visit, and the states after it, computed as the solve did."""
         batch, table = self.batch, self.coefficients
         derivative, p = derivative_of(batch.f, batch.shape), batch.p.of_columns(sweep.leaves, self.field.one_by_one)
-        stages = DeviceStages(table, derivative, derivative_at(derivative, visit.u, p, visit.t, None))
+        first = derivative_at(derivative, visit.u, p, visit.t, None)
+        stages = stages_on_device(table, derivative, first, batch)
         end = visit.about.t_new
         end = end if sweep.sign is None else end * sweep.sign  # type: ignore[attr-defined]
         stages.take(visit.u, p, visit.t, visit.h, end, None)

@@ -18,8 +18,7 @@ from mpiad.ensemble.controller import LEAST_ERROR
 from mpiad.ensemble.derivative import derivative_of
 from mpiad.ensemble.events import EventWatch, events_of
 from mpiad.ensemble.initialization import derivative_at, first_step, least_step
-from mpiad.ensemble.on_device.device_stages import DeviceStages
-from mpiad.ensemble.on_device.rosenbrock_rounds import DeviceRosenbrockStages
+from mpiad.ensemble.on_device.rosenbrock_rounds import stages_on_device
 from mpiad.ensemble.on_device.round_record import Events, Record, Round
 from mpiad.ensemble.on_device.saved_slots import EveryStep, SaveTimes
 from mpiad.ensemble.outcome import Outcome, ReturnCode
@@ -113,10 +112,7 @@ class DeviceWorkingSet(Turns):
         self.q2, self.rejected = np.full_like(self.h, LEAST_ERROR), self.number > 0
         self.idle = np.where(self.live, 0.0, 1.0)
         self._place = spread(self._saves.initial.sum(axis=1), batch.u0) if self._looks else self.number
-        if self._tableau.implicit:
-            self._stages = DeviceRosenbrockStages(self._table, self._derivative, k, batch)
-        else:
-            self._stages = DeviceStages(self._table, self._derivative, k)
+        self._stages = stages_on_device(self._table, self._derivative, k, batch)
         self._begin()
 
     def _drop(self) -> None:
