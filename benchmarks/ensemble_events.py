@@ -3,8 +3,8 @@
     mpiexec -n 1 python benchmarks/ensemble_events.py [--trajectories 10000] [--repeats 5]
 
 Harvests at 1, 5 or 29 given times, and where the predators become many: how long solves and their gradients take over
-those without events, by kernels, and by columns a tenth as many. An event begins steps anew, so the number of steps differs
-a little; the ratio by steps is told as well. Times are of the process, so other programs hardly count. The accuracy is that
+those without events, by kernels, and by columns a tenth as many. A solution that jumps takes other
+steps; the ratio by steps is told as well. Times are of the process, so other programs hardly count. The accuracy is that
 of values and all derivatives against closed forms.
 """
 
