@@ -16,7 +16,7 @@ from mpiad.tasks import RankGroups, sum_over
 
 WORLD = MPI.COMM_WORLD
 ITEMS = np.linspace(0.5, 2.0, 7)
-CELLS = 12  # every number of ranks up to four divides it
+CELLS = 60  # every number of ranks up to six divides it
 
 
 def divisors(size):

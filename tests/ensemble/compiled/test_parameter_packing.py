@@ -23,7 +23,7 @@ def test_rows_go_there_and_back():
     np.testing.assert_array_equal(common, [0, 1, 2, 3, 4, 5, 2.5])
     np.testing.assert_array_equal(own, tree["c"])
     assert own.dtype == common.dtype == np.float32
-    back = packing.joined(2 * own, 3 * common)
+    back = packing.joined(2 * own, 3 * common, 4)
     np.testing.assert_array_equal(back[0], 3 * tree["a"])
     np.testing.assert_array_equal(back[4], 2 * tree["c"])
     assert back[2] == 7.5 and sorted(back) == [0, 2, 4]
@@ -37,7 +37,7 @@ def test_complex_numbers_are_two_scalars_each():
     rows, scalars = packing.split([own, common, 7.0], 4, float)
     np.testing.assert_array_equal(rows, [own[0].real, own[0].imag, own[1].real, own[1].imag])
     np.testing.assert_array_equal(scalars, [1, 2, 3, 4, 7])
-    back = packing.joined(rows, scalars)
+    back = packing.joined(rows, scalars, 4)
     np.testing.assert_array_equal(back[0], own)
     np.testing.assert_array_equal(back[1], common)
 
@@ -46,7 +46,7 @@ def test_no_parameters_at_all():
     packing = packing_of(Parameters([None], [False], lambda leaves: leaves[0]))
     own, common = packing.split([None], 5, float)
     assert packing.size == 0 and own.shape == (0, 5) and common.shape == (0,)
-    assert packing.joined(own, common) == {}
+    assert packing.joined(own, common, 5) == {}
 
 
 def test_integers_that_differ_between_trajectories_are_parameters():
