@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import NamedTuple
 
 import pytest
+from _pytest.mark import ParameterSet
 
 pytestmark = [pytest.mark.launches, pytest.mark.limit(240)]
 
@@ -21,13 +22,17 @@ TOGETHER = 5  # examples of one job: two ranks take a second to import what they
 
 
 class Small(NamedTuple):
-    """A small run: its command, where its numbers stand in what it prints, and what they must be."""
+    """A small run: its command, where its numbers stand in what it prints, and what they must be.
+
+    `thorough`: another example does the same with the same parts, in less time.
+    """
 
     ranks: int
     program: str
     arguments: str
     pattern: str
     is_right: Callable[..., bool]
+    thorough: bool = False
 
 
 def is_close(relative: float) -> Callable[[float, float], bool]:
@@ -69,7 +74,7 @@ RUNS = [
     ),
     Small(
         2, "examples/predator_prey.py", "--starts 2 --iterations 12",
-        r"delta +(\S+) +SciPy +(\S+)", is_close(0.01),
+        r"delta +(\S+) +SciPy +(\S+)", is_close(0.01), thorough=True,
     ),
     Small(
         2, "examples/seismic_inversion.py", "--shape 20 22 --shots 2 --batch 1 --steps 50 --iterations 1 --least 9"
@@ -82,7 +87,7 @@ RUNS = [
     ),
     Small(
         2, "examples/sir_vi.py", "--n_agents 150 --n_timesteps 12 --n_epochs 3 --n_samples_per_epoch 5",
-        r"counts: (\S+) in the first epochs, (\S+) in the last", lambda first, last: last <= first,
+        r"counts: (\S+) in the first epochs, (\S+) in the last", lambda first, last: last <= first, thorough=True,
     ),
     Small(
         4, "examples/terrain_inversion.py", "--coarsen 12 --wells 1 --before 8 --iterations 8 --least 0",
@@ -91,15 +96,18 @@ RUNS = [
 ]  # fmt: skip
 
 
-def jobs() -> list[list[Small]]:
-    """Return the runs in jobs: those on as many ranks."""
-    alike: dict[int, list[Small]] = {}
+def jobs() -> Iterator[ParameterSet]:
+    """Yield the runs in jobs: those on as many ranks."""
+    alike: dict[tuple[int, bool], list[Small]] = {}
     for run in RUNS:
-        alike.setdefault(run.ranks, []).append(run)
-    return [group[i : i + TOGETHER] for group in alike.values() for i in range(0, len(group), TOGETHER)]
+        alike.setdefault((run.ranks, run.thorough), []).append(run)
+    for (ranks, thorough), group in alike.items():
+        for i in range(0, len(group), TOGETHER):
+            name = f"{ranks} ranks, from {Path(group[i].program).stem} on"
+            yield pytest.param(group[i : i + TOGETHER], marks=[pytest.mark.thorough] if thorough else [], id=name)
 
 
-@pytest.mark.parametrize("runs", jobs(), ids=lambda runs: f"{runs[0].ranks} ranks, from {Path(runs[0].program).stem} on")
+@pytest.mark.parametrize("runs", list(jobs()))
 def test_small_problems(
     runs: list[Small], mpirun: Callable[..., CompletedProcess], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

@@ -110,7 +110,8 @@ EVERYWHERE, MIXED = (lambda rank: True), (lambda rank: rank != 1)
         (elliptic, MIXED),
         (checkpointed, MIXED),
         pytest.param(unrolled_no_further, EVERYWHERE, marks=pytest.mark.thorough),
-        (observed, MIXED),
+        # Other ranks that are interpreted, and checkpoints over ranks, are those of the ones before.
+        pytest.param(observed, MIXED, marks=pytest.mark.one_rank),
     ],
 )
 def test_as_it_is_interpreted(fun, compiled, rank):

@@ -41,6 +41,7 @@ def scipys(name: str) -> scipy.optimize.OptimizeResult:
 
 
 @pytest.mark.limit(300)
+@pytest.mark.one_rank  # that several take as many is `test_minimisers_agree_with_one_rank`
 def test_evaluations_beside_scipy(rank: int, size: int, request: pytest.FixtureRequest) -> None:
     long = request.config.getoption("thorough") and size <= 2
     names = [name for name in PROBLEMS if long or name not in LONG]
