@@ -9,8 +9,10 @@ collects the other ranks' and ends the job; without it, it writes to stderr and 
 from __future__ import annotations
 
 import faulthandler
+import math
 import os
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
@@ -43,8 +45,13 @@ class TimeLimit:
         self.report, self.launched = report, launched
         folder = Path(report.name).parent if launched and Path(report.name).stem == "0" else None
         self.notes = {name: folder / (name + worker) for name in (CURRENT_TEST, FAILURES)} if folder else {}
+        self.started, self.seconds = -math.inf, 0.0
 
     def restart(self, seconds: float = DEFAULT) -> None:
+        # A restart ends a thread and starts another, a millisecond, twice for each of some thousand short tests.
+        if seconds == self.seconds and time.monotonic() < self.started + 1:
+            return
+        self.started, self.seconds = time.monotonic(), seconds
         faulthandler.dump_traceback_later(seconds * slowdown(), exit=not self.launched, file=self.report)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
