@@ -23,6 +23,7 @@ from pathlib import Path
 from subprocess import CompletedProcess
 
 import hypothesis
+import hypothesis.internal.conjecture.providers as hypothesis_providers
 import jitted_ways
 import launch
 import numpy as np
@@ -42,7 +43,9 @@ WORLD = MPI.COMM_WORLD
 # What of the whole suite runs on a number of ranks, where not all of it does. Two ranks exchange what more send round, and
 # each is the other's neighbour on both sides; four are the fewest that divide a grid along two axes, as solvers see it.
 WHOLE_SUITE = {
-    2: ("transport", "primitives/test_allreduce.py", "primitives/test_allgather.py", "primitives/test_reduce_scatter.py",
+    2: ("transport/guarded/test_message_headers.py", "transport/test_channels.py", "transport/test_device_messages.py",
+        "transport/test_extremes.py", "transport/test_pairwise_collectives.py", "transport/test_shared_memory.py",
+        "primitives/test_allreduce.py", "primitives/test_allgather.py", "primitives/test_reduce_scatter.py",
         "primitives/test_exchange.py", "primitives/test_sendrecv.py", "domain/test_halo.py"),
     4: ("domain", "linalg/multigrid", "linalg/test_solve.py", "linalg/test_additive_schwarz.py"),
 }  # fmt: skip
@@ -58,6 +61,9 @@ hypothesis.settings.register_profile(
     phases=(hypothesis.Phase.explicit, hypothesis.Phase.generate),
 )
 hypothesis.settings.load_profile("ranks")
+# Nor may what they draw depend on the numbers in those modules of the library that a rank happens to have loaded, which
+# takes each process seconds to read.
+hypothesis_providers.is_local_module_file = lambda path: False  # pyright: ignore[reportPrivateImportUsage]
 
 
 pytest_generate_tests = jitted_ways.generate

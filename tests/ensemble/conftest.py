@@ -46,7 +46,8 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _by_kernels(item):
-    return "callspec" in dir(item) and item.callspec.params.get("solved_by") == "kernels"
+    callspec = getattr(item, "callspec", None)
+    return callspec is not None and callspec.params.get("solved_by") == "kernels"
 
 
 @pytest.fixture(params=["columns", "kernels"])

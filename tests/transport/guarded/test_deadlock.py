@@ -60,6 +60,7 @@ def recover() -> None:
     assert mpiad.mpi_allreduce(1) == MPI.COMM_WORLD.size
 
 
+@pytest.mark.also_on(2)
 def test_all_receive_first(mode: str, rank: int, size: int) -> None:
     error = expect_deadlock(
         lambda: mpiad.mpi_recv(np.ones(3), (rank + 1) % size, tag=5), "-> rank 0", "with tag 5", "test_deadlock.py:"
