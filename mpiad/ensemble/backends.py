@@ -21,11 +21,6 @@ _log = logging.getLogger("mpiad")
 class EnsembleAlgorithm:
     """A way to run an ensemble; results don't depend on it, bit for bit."""
 
-    @property
-    def local(self) -> EnsembleAlgorithm:
-        """How a rank runs its share."""
-        return self
-
     def run(self, batch: Batch, settings: Settings) -> Outcome:
         """Solve all trajectories of a batch."""
         raise NotImplementedError

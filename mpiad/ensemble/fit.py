@@ -177,7 +177,7 @@ def _fitted(given: FitArguments, plan: FitPlan, compiler: Compiler, numbers: ran
             "here. Pass mpiad.stop(x), or bring them to the host with mpiad.device.to_host."
         )
     settings = settings_of(options, batch, save_times(options.saveat, batch, numbers.start), record=True)
-    solves = SensitivitySolve(compiler, given.ensemblealg.local, batch, settings, given.prob_generator)
+    solves = SensitivitySolve(compiler, batch, settings, given.prob_generator)
     misfit = Residuals(given.residuals, _rows_of(given.data, rows), batch.shape)
     tries = np.zeros(len(numbers), int)
 

@@ -94,6 +94,8 @@ def planned(given: FitArguments) -> FitPlan:
     solve_like = {name: getattr(given, name) for name in SolveOptions._fields if name in FitArguments._fields}
     options = checked_options(SolveOptions(problem=ensemble, trajectories=len(start), gradient="tangent", **solve_like))
     _check_functions(given, ensemble)
+    if isinstance(options.backend, EnsembleGPU):
+        raise NotImplementedError("fit: EnsembleGPU can't fit; take EnsembleVectorized() or EnsembleThreads().")
     for leaf in flatten(given.data)[0]:
         _check_plain("data", leaf)
         if leaf is not None and np.shape(leaf)[:1] != (len(start),):
@@ -129,8 +131,6 @@ def _check_functions(given: FitArguments, ensemble: EnsembleProblem) -> None:
             "fit: the ensemble has an output_func or a reduction, which a fit has no use for: residuals(u, p, data) gets "
             "the saved states. Leave them out: remake(ensemble, output_func=None, reduction=None)."
         )
-    if isinstance(given.ensemblealg.local, EnsembleGPU):
-        raise NotImplementedError("fit: EnsembleGPU can't fit; take EnsembleVectorized() or EnsembleThreads().")
 
 
 def _check_plain(name: str, x: Array) -> None:

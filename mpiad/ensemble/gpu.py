@@ -8,7 +8,6 @@ from mpiad.device.selection import own_device
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleVectorized
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.outcome import Outcome
-from mpiad.ensemble.ranks import EnsembleMPI
 from mpiad.ensemble.settings import Settings
 from mpiad.transport.device_arrays import ArrayModule, arrays_of
 from mpiad.transport.device_kernels import selected_arrays
@@ -71,8 +70,8 @@ class EnsembleGPU(EnsembleAlgorithm):
         return EnsembleVectorized().run(batch, settings)
 
 
-def device_for(backend: EnsembleAlgorithm, batch: Batch) -> ArrayModule:
-    """Return the device that solves a batch of plain arrays: where they live, else this rank's.
+def device_for(batch: Batch, together: bool) -> ArrayModule:
+    """Return the device that solves a batch of plain arrays: where they live, else this rank's where ranks solve together.
 
     Raises
     ------
@@ -85,7 +84,7 @@ def device_for(backend: EnsembleAlgorithm, batch: Batch) -> ArrayModule:
             return arrays
     try:
         # Ranks of one node must not meet on its first device; one that works alone takes what is current.
-        return selected_arrays(own_device() if isinstance(backend, EnsembleMPI) else None)
+        return selected_arrays(own_device() if together else None)
     except (ImportError, RuntimeError) as error:
         why = str(error).rstrip(".")
         raise type(error)(

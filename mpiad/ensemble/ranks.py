@@ -11,9 +11,6 @@ import numpy as np
 
 from mpiad._typing import Array, Comm
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleVectorized
-from mpiad.ensemble.batch import Batch
-from mpiad.ensemble.outcome import Outcome
-from mpiad.ensemble.settings import Settings
 
 __all__ = ["EnsembleMPI"]
 
@@ -74,15 +71,6 @@ class EnsembleMPI(EnsembleAlgorithm):
 
     def __repr__(self) -> str:
         return f"EnsembleMPI({self.inner!r}, gather={self.gather})"
-
-    @property
-    def local(self) -> EnsembleAlgorithm:
-        """How a rank runs its share."""
-        return self.inner
-
-    def run(self, batch: Batch, settings: Settings) -> Outcome:
-        """Solve all trajectories of this rank's share."""
-        return self.inner.run(batch, settings)
 
     def bounds(self, count: int, size: int) -> Array:
         """Return where the shares of the ranks begin and end, from 0; the same on all ranks."""

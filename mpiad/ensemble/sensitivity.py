@@ -14,7 +14,6 @@ from autograd.tracer import isbox
 from mpiad._typing import Array
 from mpiad.differentiation.bundles import Bundle
 from mpiad.differentiation.trees import flatten
-from mpiad.ensemble.backends import EnsembleAlgorithm
 from mpiad.ensemble.batch import Batch, Parameters
 from mpiad.ensemble.compiled.jacobian_programs import bend_program
 from mpiad.ensemble.compiled.kernel_choice import Compiler
@@ -70,7 +69,6 @@ class SensitivitySolve:
     Parameters
     ----------
     compiler : Compiler
-    backend : EnsembleAlgorithm
     batch : Batch
         Of plain arrays.
     settings : Settings
@@ -79,10 +77,8 @@ class SensitivitySolve:
         From the problem and x, by columns, to the problem with x in it; by default x are its parameters p.
     """
 
-    def __init__(
-        self, compiler: Compiler, backend: EnsembleAlgorithm, batch: Batch, settings: Settings, generator: Generator | None
-    ):
-        self._compiler, self._backend, self._generator = compiler, backend, generator
+    def __init__(self, compiler: Compiler, batch: Batch, settings: Settings, generator: Generator | None):
+        self._compiler, self._generator = compiler, generator
         self._batch, self._settings, self._times = batch, settings, np.asarray(settings.saveat)
 
     def states(self, x: Array, ids: Array) -> States:
@@ -91,7 +87,7 @@ class SensitivitySolve:
         along = self._along(np.ascontiguousarray(x.T), _chosen(self._batch, ids))
         batch, times = along.given.plain(), self._times if self._times.ndim == 1 else self._times[ids]
         settings = self._settings._replace(saveat=times, gradient="tangent" if _is_small(along, batch) else "adjoint")
-        outcome = self._compiler.run(self._backend, batch, settings, along.given)
+        outcome = self._compiler.run(batch, settings, along.given)
         u = solution_of(outcome, batch, settings).u.reshape(len(ids), -1, len(batch.u0))
         tangents = self._tangents(Run(batch, settings, outcome), along, x.shape[1])
         return States(u, tangents, outcome.naccept + outcome.nreject)

@@ -167,9 +167,10 @@ def solve(
     options = checked_options(given) if used is None else checked_together(used, given)
     single, count = isinstance(problem, ODEProblem), options.trajectories
     together = None if single else used
+    options = options._replace(backend=EnsembleSerial()) if single else options
     compiler = Compiler(options, 0 if single else count, together is not None)
     if isinstance(problem, ODEProblem):
-        sol = _solved(options, compiler, EnsembleSerial(), columns_of([problem], [1]), None)
+        sol = _solved(options, compiler, columns_of([problem], [1]), None)
     elif together is not None:
         sol = _over_ranks(options, compiler, together)
     else:
@@ -228,7 +229,7 @@ def _ensemble(
 
     def solved(numbers: range, repeat: int = 1) -> EnsembleSolution:
         batch, typical = own_members(problem, numbers, repeat, seed, options.trajectories)
-        sol = _solved(options, compiler, options.ensemblealg, batch, None if repeat > 1 else shown, numbers)
+        sol = _solved(options, compiler, batch, None if repeat > 1 else shown, numbers)
         if typical is not batch and not options.save_everystep and np.ndim(options.saveat) < 2:
             # So that ranks needn't send each other their saved times where all have the same.
             sol.t = save_times(options.saveat, typical.plain())
@@ -243,14 +244,14 @@ def _ensemble(
 
 
 def _solved(
-    options: SolveOptions, compiler: Compiler, backend: EnsembleAlgorithm, given: Batch,
-    shown: Callable[[int], None] | None, numbers: range = range(1, 2),
+    options: SolveOptions, compiler: Compiler, given: Batch, shown: Callable[[int], None] | None,
+    numbers: range = range(1, 2),
 ) -> EnsembleSolution:  # fmt: skip
     record = options.save_everystep or options.dense_output or given.traced
     # What is asked of the steps later is asked of the same parameters.
     given = given.own() if record else given
     batch = given.plain()
-    on_gpu = isinstance(backend.local, EnsembleGPU)
+    on_gpu = isinstance(options.backend, EnsembleGPU)
     hosted = not (on_gpu or is_on_device(batch))
     check_place_of(options, hosted)
     # Where both ends are all that is saved, they are known: no time needs to be looked for, step by step.
@@ -259,28 +260,28 @@ def _solved(
     settings = settings_of(options, batch, times, record, ends, shown)
     batch = batch if on_gpu else placed(batch)
     if on_gpu:
-        return solved_on_gpu(backend, compiler, given, batch, settings, partial(_by_arrays, options, compiler))
+        return solved_on_gpu(compiler, given, batch, settings, partial(_by_arrays, options, compiler))
     if settings.mass is None or not hosted:
-        return _by_arrays(options, compiler, backend, given, batch, settings)
+        return _by_arrays(options, compiler, given, batch, settings)
     given, failed = consistent_start(given, settings.mass, settings.rtol, settings.atol)
-    sol = _by_arrays(options, compiler, backend, given, given.plain(), settings)
+    sol = _by_arrays(options, compiler, given, given.plain(), settings)
     sol.codes[failed] = ReturnCode.InitialFailure.code
     return sol
 
 
 def _by_arrays(
-    options: SolveOptions, compiler: Compiler, backend: EnsembleAlgorithm, given: Batch, batch: Batch, settings: Settings
+    options: SolveOptions, compiler: Compiler, given: Batch, batch: Batch, settings: Settings
 ) -> EnsembleSolution:
     """Solve a batch where its arrays live: on the host by a kernel, too, where that is chosen."""
     if options.acting:
-        plan = compiler.plan(backend, batch, settings, given)
+        plan = compiler.plan(batch, settings, given)
         way = "rounds"
-        if not settings.record and (isinstance(backend.local, EnsembleVectorized) if plan is None else plan.affects):
+        if not settings.record and (isinstance(options.backend, EnsembleVectorized) if plan is None else plan.affects):
             way = "rolling" if plan is None else "whole"
-        solved = HybridSolve(partial(compiler.run_planned, backend, plan, given=given), batch, settings, way)
+        solved = HybridSolve(partial(compiler.run_planned, plan, given=given), batch, settings, way)
         solved.run()
         return hybrid_solution(solved, given)
-    outcome = compiler.run(backend, batch, settings, given)
+    outcome = compiler.run(batch, settings, given)
     sol = solution_of(outcome, batch, settings)
     if given.traced:
         sol = differentiable(sol, run_of(batch, settings, outcome), given)

@@ -17,6 +17,7 @@ from mpiad.ensemble.event import Event
 from mpiad.ensemble.gpu import EnsembleGPU
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
 from mpiad.ensemble.rank_outcomes import fingerprint
+from mpiad.ensemble.ranks import EnsembleMPI
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.tableaus import Algorithm
 from mpiad.transport import Channel
@@ -53,6 +54,7 @@ class SolveOptions(NamedTuple):
     progress: bool = False
     throw: bool = False
     mass: Any = None  # the problem's
+    backend: Any = None  # how this rank runs its trajectories: `ensemblealg`, or what is inside of an EnsembleMPI
 
     @property
     def acting(self) -> bool:
@@ -71,11 +73,12 @@ def checked_options(options: SolveOptions) -> SolveOptions:
         Where one of them can't be used.
     """
     _check_kinds(options)
+    given = options.ensemblealg
+    options = options._replace(backend=given.inner if isinstance(given, EnsembleMPI) else given)
     if options.alg.tableau.implicit:
         _check_implicit(options)
     _check_numbers(options)
-    given = options.events
-    events = tuple(given) if isinstance(given, (list, tuple)) else (given,)
+    events = tuple(options.events) if isinstance(options.events, (list, tuple)) else (options.events,)
     for event in events:
         if not isinstance(event, Event):
             raise TypeError(f"solve: events must be mpiad.ensemble.Event, but got {event!r}. Make one: Event(condition).")
@@ -231,7 +234,7 @@ def _check_kinds(options: SolveOptions) -> None:
 def _check_implicit(options: SolveOptions) -> None:
     """Refuse what isn't there for methods whose stages are solutions of linear systems."""
     name = type(options.alg).__name__
-    if isinstance(options.ensemblealg.local, EnsembleGPU):
+    if isinstance(options.backend, EnsembleGPU):
         raise NotImplementedError(
             f"solve: ensemblealg={options.ensemblealg!r}, but {name} runs on the host. Take EnsembleVectorized()."
         )

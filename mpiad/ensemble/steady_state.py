@@ -210,7 +210,7 @@ def _found(given: _Given, options: SolveOptions, compiler: Compiler, numbers: ra
     # Newton's method starts from where the solve ends: near a stable state that the trajectory comes to, and not any
     # other.
     started = consistent_start(batch, settings.mass, settings.rtol, settings.atol).batch
-    outcome = compiler.run(given.ensemblealg.local, started, settings, started)
+    outcome = compiler.run(started, settings, started)
     # NaN where the solve failed: the search from there ends at once, and finds nothing.
     start = np.where(outcome.failed, np.nan, outcome.u_end)
     if batch.size:
@@ -266,7 +266,7 @@ def _checked(given: _Given) -> SolveOptions:
             "steady_state: the ensemble has an output_func or a reduction, but steady states are returned as they are. "
             "Leave them out: remake(ensemble, output_func=None, reduction=None)."
         )
-    if isinstance(given.ensemblealg.local, EnsembleGPU):
+    if isinstance(options.backend, EnsembleGPU):
         raise NotImplementedError("steady_state: EnsembleGPU can't search; take EnsembleVectorized() or EnsembleThreads().")
     return options
 

@@ -57,12 +57,12 @@ class Compiler:
     """
 
     def __init__(self, options: SolveOptions, count: int, together: bool = False):
-        self.compile, self._count = options.compile, count
+        self.compile, self.backend = options.compile, options.backend
+        self._count, self.together = count, together
         self.kernels: dict[str, Any] = {}
-        self._together = together
         self._kept: list[tuple[Function, str]] = []
 
-    def _is_wanted(self, backend: EnsembleAlgorithm) -> bool:
+    def _is_wanted(self) -> bool:
         """Tell whether an ensemble is to be compiled, where it can be: by what all ranks and batches of it have in common.
 
         Raises
@@ -73,25 +73,22 @@ class Compiler:
         if self.compile is True and not _has_llvm():
             raise ImportError("solve: compile=True needs llvmlite, which isn't installed: pip install mpiad[fast].")
         if self.compile == "auto":
-            return self._count >= LEAST_TRAJECTORIES and not isinstance(backend, EnsembleSerial) and _has_llvm()
+            vectorized = self.together or not isinstance(self.backend, EnsembleSerial)
+            return self._count >= LEAST_TRAJECTORIES and vectorized and _has_llvm()
         return self.compile is True
 
-    def run(self, backend: EnsembleAlgorithm, batch: Batch, settings: Settings, given: Batch) -> Outcome:
+    def run(self, batch: Batch, settings: Settings, given: Batch) -> Outcome:
         """Solve all trajectories of a batch where they live, by a kernel where that is chosen; `given` is as for `plan`."""
-        if is_on_device(batch):
-            return self._run_on_device(backend, batch, settings)
-        return self.run_planned(backend, self.plan(backend, batch, settings, given), batch, settings, given)
+        return self.run_planned(self.plan(batch, settings, given), batch, settings, given)
 
-    def run_planned(
-        self, backend: EnsembleAlgorithm, plan: TracedProblem | None, batch: Batch, settings: Settings, given: Batch
-    ) -> Outcome:
+    def run_planned(self, plan: TracedProblem | None, batch: Batch, settings: Settings, given: Batch) -> Outcome:
         """Solve all trajectories of a batch by a plan that was made for it or one like it."""
         if plan is None:
-            return backend.run(batch, settings)
-        return Solver(self.kernels, plan, batch, settings, _threads_of(backend.local)).solved(given)
+            return self.backend.run(batch, settings)
+        return Solver(self.kernels, plan, batch, settings, _threads_of(self.backend)).solved(given)
 
-    def plan(self, backend: EnsembleAlgorithm, batch: Batch, settings: Settings, given: Batch) -> TracedProblem | None:
-        """Try out f and the events, and return what a kernel computes where one is chosen.
+    def plan(self, batch: Batch, settings: Settings, given: Batch) -> TracedProblem | None:
+        """Try out f and the events, and return what a kernel computes where one is chosen: on the host.
 
         `given` is the batch before what is traced was made plain.
         """
@@ -100,16 +97,20 @@ class Compiler:
             try_once(batch, settings.events, given.traced)
             return problem_of(batch, settings.events, must, self.warn) if wanted else None
 
+        if is_on_device(batch):
+            self._check_on_device(batch, settings)
+            try_once(batch, settings.events, False)
+            return None
         if settings.alg.tableau.implicit and is_complex(batch.u0):
             raise NotImplementedError(
                 f"solve: {type(settings.alg).__name__} takes real states, but u0 is {batch.u0.dtype}. Give real and "
                 "imaginary parts as components."
             )
         must = self.compile is True
-        wanted = batch.size > 0 and self._is_wanted(backend)
+        wanted = batch.size > 0 and self._is_wanted()
         return remembered(made, batch, settings.events, given.traced, must) if wanted else made()
 
-    def _run_on_device(self, backend: EnsembleAlgorithm, batch: Batch, settings: Settings) -> Outcome:
+    def _check_on_device(self, batch: Batch, settings: Settings) -> None:
         if self.compile is True:
             raise NotImplementedError(
                 "solve: compile=True makes machine code for the host, but the states or parameters are device arrays. "
@@ -129,12 +130,10 @@ class Compiler:
             )
         # Before f is tried out, whose own error for mixed places would name neither.
         check_place(batch)
-        try_once(batch, settings.events, False)
-        return backend.run(batch, settings)
 
     def warn(self, f: Function, text: str) -> None:
         """Log a warning about f, now or by `log_warnings`."""
-        if not self._together:
+        if not self.together:
             warn_once(f, text)
         # Batches and repeats come here again with the same f.
         elif (f, text) not in self._kept:

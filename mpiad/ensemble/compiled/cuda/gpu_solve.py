@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import autograd.numpy as anp
 import numpy as np
@@ -15,7 +14,6 @@ from autograd.tracer import isbox
 from mpiad._typing import Array, Shape
 from mpiad.device import to_host
 from mpiad.device.transfer import array_to_device
-from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleVectorized
 from mpiad.ensemble.batch import Batch, is_on_device, placed
 from mpiad.ensemble.compiled.cuda.gpu_derivatives import Solved, results_of
 from mpiad.ensemble.compiled.cuda.gpu_inputs import sample_batch
@@ -40,30 +38,28 @@ MOST_LOCAL_BYTES = 8192
 
 
 def solved_on_gpu(
-    backend: EnsembleAlgorithm, compiler: Compiler, given: Batch, batch: Batch, settings: Settings,
-    by_arrays: Callable[..., EnsembleSolution],
-) -> EnsembleSolution:  # fmt: skip
+    compiler: Compiler, given: Batch, batch: Batch, settings: Settings, by_arrays: Callable[..., EnsembleSolution]
+) -> EnsembleSolution:
     """Solve all trajectories of a batch: by a kernel where that can be, else by arrays where they live.
 
     In `given` some values may be traced; `batch` is the same as plain arrays, on a device or on the host. By arrays it is
-    ``by_arrays(backend, given, batch, settings)`` that solves.
+    ``by_arrays(given, batch, settings)`` that solves.
 
     Raises
     ------
     ImportError, RuntimeError
         Without CuPy, or without a GPU.
     """
-    arrays, on_host = device_for(backend, batch), not is_on_device(batch)
+    arrays, on_host = device_for(batch, compiler.together), not is_on_device(batch)
     with arrays.current():
-        sol = _by_kernel(backend, compiler, given, batch, settings, arrays)
+        sol = _by_kernel(compiler, given, batch, settings, arrays)
     if sol is not None:
         return sol
-    instead = EnsembleVectorized()
     compiler.compile = False  # for the host
     if not on_host:
-        return by_arrays(instead, given, placed(batch), settings)
+        return by_arrays(given, placed(batch), settings)
     moved = _moved(given, arrays)
-    sol = by_arrays(instead, moved, moved.plain(), settings)
+    sol = by_arrays(moved, moved.plain(), settings)
     return dataclasses.replace(sol, u=to_host(sol.u), u_end=to_host(sol.u_end))
 
 
@@ -74,7 +70,7 @@ def _moved(given: Batch, arrays: ArrayModule) -> Batch:
 
 
 def _by_kernel(
-    backend: EnsembleAlgorithm, compiler: Compiler, given: Batch, batch: Batch, settings: Settings, arrays: ArrayModule
+    compiler: Compiler, given: Batch, batch: Batch, settings: Settings, arrays: ArrayModule
 ) -> DeviceSolution | None:
     on_host = not is_on_device(batch)
     host = batch if on_host and batch.size else sample_batch(batch)
@@ -82,8 +78,7 @@ def _by_kernel(
     if traced is None:
         return None
     try_once(host, settings.events, given.traced)
-    gpu: Any = backend.local
-    solver = Solver(gpu, arrays, traced, batch, settings, compiler.used)
+    solver = Solver(compiler.backend, arrays, traced, batch, settings, compiler.used)
     directions = traced.carried(given, settings.gradient) if given.traced and not settings.events else ()
     carried = directions if len(directions) <= FEW else ()  # more are carried later, a few at a time
     if carried and settings.gradient is None and not is_small(solver.kernel(carried)):
