@@ -1,6 +1,6 @@
-"""LU factors of many small matrices at once, one for each column of a block.
+"""The small matrices of Rosenbrock steps, one for each column of a block: LU factors, and the mass matrix.
 
-Each operation is elementwise over the columns, so a matrix's factors depend on none beside it. A matrix that is singular,
+Each operation is elementwise over the columns, so a column's numbers depend on none beside it. A matrix that is singular,
 or isn't finite, leaves infinities or NaN in the solutions of its own column, and nothing is raised: the step that needs
 them fails by its error.
 """
@@ -12,7 +12,7 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.transport.device_arrays import arrays_of
 
-__all__ = ["ColumnLU"]
+__all__ = ["ColumnLU", "Mass", "entries_of"]
 
 
 class ColumnLU:
@@ -71,3 +71,43 @@ def _swap(x: Array, k: int, rows: Array, columns: Array) -> None:
     kept = x[k][..., columns]
     x[k][..., columns] = np.moveaxis(x[rows, ..., columns], 0, -1)
     x[rows, ..., columns] = np.moveaxis(kept, -1, 0)
+
+
+def entries_of(matrix: Array) -> tuple[tuple[int, int, float], ...]:
+    """Return the entries that aren't zero, with their places."""
+    return tuple((i, j, float(matrix[i, j])) for i, j in np.argwhere(matrix).tolist())
+
+
+class Mass:
+    """The mass matrix, or the identity, which costs nothing.
+
+    Parameters
+    ----------
+    matrix : array, shape (d, d), or None
+    """
+
+    def __init__(self, matrix: Array | None, gamma: float):
+        self._gamma, self._entries = gamma, None if matrix is None else entries_of(matrix)
+
+    def add_to(self, matrices: Array) -> None:
+        """Add M/γ to matrices, shape (d, d, n)."""
+        if self._entries is None:
+            diagonal = matrices.dtype.type(1 / self._gamma)
+            if isinstance(matrices, np.ndarray):
+                np.einsum("iin->in", matrices)[...] += diagonal
+            else:  # elsewhere it may be no view
+                for i in range(len(matrices)):
+                    matrices[i, i] += diagonal
+            return
+        for i, j, value in self._entries:
+            matrices[i, j] += np.array(value / self._gamma, matrices.dtype)
+
+    def times(self, x: Array, transposed: bool = False) -> Array:
+        """Return M x, or Mᵀ x, of x of shape (..., d, n)."""
+        if self._entries is None:
+            return x
+        total = np.zeros_like(x)
+        for i, j, value in self._entries:
+            i, j = (j, i) if transposed else (i, j)
+            total[..., i, :] += np.array(value, x.dtype) * x[..., j, :]
+        return total

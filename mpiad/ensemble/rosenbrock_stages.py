@@ -10,10 +10,9 @@ from numpy.typing import DTypeLike
 
 from mpiad._typing import Array, Tree
 from mpiad.ensemble.batch import Batch
-from mpiad.ensemble.column_lu import ColumnLU
+from mpiad.ensemble.column_lu import ColumnLU, Mass
 from mpiad.ensemble.derivative import Derivative, derivative_of
 from mpiad.ensemble.field_jacobian import Jacobian, jacobian_of
-from mpiad.ensemble.mass import Mass
 from mpiad.ensemble.rosenbrock_tableaus import RosenbrockTableau
 from mpiad.ensemble.stages import Stages
 from mpiad.ensemble.tableaus import Tableau

@@ -17,8 +17,7 @@ from mpiad.ensemble.linearization import Tracing
 from mpiad.ensemble.run import Run
 from mpiad.ensemble.stage_systems import StageSystems
 from mpiad.ensemble.step_sweep import Saved, StepSweep, Visit
-from mpiad.ensemble.tangent_rosenbrock import TangentRosenbrockStep
-from mpiad.ensemble.tangent_step import TangentStep
+from mpiad.ensemble.tangent_step import TangentRosenbrockStep, TangentStep
 
 __all__ = ["Directions", "SavedTangents", "TangentReceiver", "push_run"]
 

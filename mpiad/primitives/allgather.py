@@ -81,8 +81,4 @@ def _adjoint(ans: Array, x: Array, p: Dividing) -> Any:
     return lambda g: communicate(REDUCE_SCATTER, g, p)
 
 
-def _tangent(dx: Array, ans: Array, x: Array, p: Dividing) -> Any:
-    return communicate(ALLGATHER, dx, p)
-
-
-ALLGATHER.define(_forward, _adjoint, _tangent)
+ALLGATHER.define(_forward, _adjoint)

@@ -64,8 +64,4 @@ def _adjoint(ans: Array, x: Array, p: Reduction) -> Any:
     return lambda g: communicate(ALLTOALL, g, p)
 
 
-def _tangent(dx: Array, ans: Array, x: Array, p: Reduction) -> Any:
-    return communicate(ALLTOALL, dx, p)
-
-
-ALLTOALL.define(_forward, _adjoint, _tangent)
+ALLTOALL.define(_forward, _adjoint)

@@ -70,8 +70,4 @@ def _adjoint(ans: Array, x: Array, p: Dividing) -> Any:
     return lambda g: communicate(SCATTER, g, p)
 
 
-def _tangent(dx: Array, ans: Array, x: Array, p: Dividing) -> Any:
-    return communicate(GATHER, dx, p)
-
-
-GATHER.define(_forward, _adjoint, _tangent)
+GATHER.define(_forward, _adjoint)

@@ -139,7 +139,7 @@ class Operation:
         self.__name__, self.point_to_point, self.halves, self.several = name, point_to_point, halves, several
         self.prepared: Callable[[Any, Array, Array], Callable[[], object] | None] | None = None
 
-    def define(self, forward: Callable, adjoint: Callable, tangent: Callable) -> None:
+    def define(self, forward: Callable, adjoint: Callable, tangent: Callable | None = None) -> None:
         """Say what the operation does.
 
         Parameters
@@ -149,10 +149,12 @@ class Operation:
         adjoint : callable
             ``adjoint(ans, x, params) -> vjp``, and ``vjp(g)`` returns the cotangent of x. `g` has the shape and dtype
             of the result (zeros, where nothing depends on it), and is None where the result isn't an array.
-        tangent : callable
+        tangent : callable, optional
             ``tangent(dx, ans, x, params)`` returns the tangent of the result. `dx` has the shape and dtype of x (zeros,
-            where x isn't traced).
+            where x isn't traced). By default the operation is linear: the same of dx.
         """
+        if tangent is None:
+            tangent = lambda dx, ans, x, params: communicate(self, dx, params)  # noqa: E731
         forward = interruptible(self.__name__, forward)
         self.forward, self.adjoint, self.tangent = self.bare = (forward, adjoint, tangent)
         apply_to(self)

@@ -74,8 +74,4 @@ def _adjoint(ans: Array, x: Array, p: Dividing) -> Any:
     return lambda g: communicate(ALLGATHER, g, p)
 
 
-def _tangent(dx: Array, ans: Array, x: Array, p: Dividing) -> Any:
-    return communicate(REDUCE_SCATTER, dx, p)
-
-
-REDUCE_SCATTER.define(_forward, _adjoint, _tangent)
+REDUCE_SCATTER.define(_forward, _adjoint)

@@ -96,8 +96,4 @@ def _adjoint(ans: Array, x: Array, p: Prefix) -> Any:
     return lambda g: communicate(SCAN, g, p._replace(backwards=not p.backwards))
 
 
-def _tangent(dx: Array, ans: Array, x: Array, p: Prefix) -> Any:
-    return communicate(SCAN, dx, p)
-
-
-SCAN.define(_forward, _adjoint, _tangent)
+SCAN.define(_forward, _adjoint)

@@ -101,8 +101,4 @@ def _adjoint(ans: Array, x: Array, p: Dividing) -> Any:
     return vjp
 
 
-def _tangent(dx: Array, ans: Array, x: Array, p: Dividing) -> Any:
-    return communicate(SCATTER, dx, p)
-
-
-SCATTER.define(_forward, _adjoint, _tangent)
+SCATTER.define(_forward, _adjoint)

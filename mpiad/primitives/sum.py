@@ -65,8 +65,4 @@ def _adjoint(ans: Array, x: Array, p: Summing) -> Any:
     return lambda g: communicate(BCAST, g, Copying(p.channel, p.root, spec))
 
 
-def _tangent(dx: Array, ans: Array, x: Array, p: Summing) -> Any:
-    return communicate(SUM_TO_ROOT, dx, p)
-
-
-SUM_TO_ROOT.define(_forward, _adjoint, _tangent)
+SUM_TO_ROOT.define(_forward, _adjoint)

@@ -11,10 +11,10 @@ from mpiad._typing import Array
 from mpiad.compiling.arguments import aligned, is_complex, real_dtype
 from mpiad.compiling.program import Program
 from mpiad.ensemble.batch import Batch, same_for_all
+from mpiad.ensemble.column_lu import entries_of
 from mpiad.ensemble.compiled.jacobian_programs import jacobian_program
 from mpiad.ensemble.compiled.parameter_packing import ParameterPacking
 from mpiad.ensemble.controller import Controller
-from mpiad.ensemble.mass import entries_of
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.tableaus import Tableau
 

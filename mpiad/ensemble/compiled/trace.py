@@ -10,7 +10,8 @@ values.
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -26,11 +27,11 @@ from mpiad.compiling.tracing import first_difference, input_array, scalars, trac
 from mpiad.ensemble.batch import Batch, Parameters
 from mpiad.ensemble.compiled.parameter_packing import packing_of
 from mpiad.ensemble.derivative import derivative_of
-from mpiad.ensemble.event import Event
-from mpiad.ensemble.event_affects import affected
 from mpiad.ensemble.trial import MOVED
 
-__all__ = ["trace", "verify", "verify_affect", "verify_condition"]
+__all__ = ["trace", "verify"]
+
+Called: TypeAlias = Callable[[Array, Any, Array], Array]
 
 _COLUMNS = 5
 
@@ -112,8 +113,10 @@ def _counted(builder: Builder, numbers: list[int], shape: Shape) -> list[Symbol]
     return [Symbol(builder, number) for number in numbers]
 
 
-def verify(program: Program, batch: Batch) -> None:
+def verify(program: Program, batch: Batch, fun: Function | None = None, called: Called | None = None) -> None:
     """Compare a program with f at the initial states of a few trajectories, which are plain arrays.
+
+    Or with another function of the user's, `fun`, of which ``called(u, p, t)`` returns an array, shape (rows, n).
 
     Raises
     ------
@@ -123,40 +126,24 @@ def verify(program: Program, batch: Batch) -> None:
     if not batch.size:
         return
     ids, u, t = _columns(batch)
-    expected = np.empty_like(u)
     with np.errstate(all="ignore"):
-        derivative_of(batch.f, batch.shape).write(expected, u, batch.p.columns(ids, len(batch.shape) > 1), t)
-    _compare(program, batch, expected, batch.f)
-
-
-def verify_condition(program: Program, batch: Batch, event: Event) -> None:
-    """Compare a program of one output with an event's condition at the initial states of a few trajectories.
-
-    Raises
-    ------
-    Untraceable
-        Where they differ by more than rounding.
-    """
-    if batch.size:
-        ids, u, t = _columns(batch)
-        with np.errstate(all="ignore"):
-            value = event.value(u, batch.p.columns(ids), t)
-        _compare(program, batch, value.astype(u.real.dtype)[None], event.written)
-
-
-def verify_affect(program: Program, batch: Batch, event: Event) -> None:
-    """Compare a program with an event's affect at the initial states of a few trajectories.
-
-    Raises
-    ------
-    Untraceable
-        Where they differ by more than rounding.
-    """
-    if batch.size:
-        ids, u, t = _columns(batch)
-        with np.errstate(all="ignore"):
-            after = affected(event, batch, u, batch.p.columns(ids), t)
-        _compare(program, batch, after, event.affect)  # type: ignore[arg-type]
+        if called is None:
+            expected = np.empty_like(u)
+            derivative_of(batch.f, batch.shape).write(expected, u, batch.p.columns(ids, len(batch.shape) > 1), t)
+        else:
+            expected = called(u, batch.p.columns(ids), t)
+    rows = np.empty((len(program.outputs), u.shape[1]), u.real.dtype)
+    for row, value in zip(rows, evaluated(program, row_parts(u), _parameters(batch, ids), [t])):
+        row[:] = value
+    found = from_row_parts(rows, expected.dtype)
+    place = first_difference(found, expected, u)
+    if place is not None:
+        i, j = place
+        raise Untraceable(
+            f"it returns {expected[i, j]} for component {i} of u = {u[:, j].tolist()}, but {found[i, j]} was traced: does "
+            "it look at the types of its arguments, or keep something from call to call?",
+            place_of(fun or batch.f),
+        )
 
 
 def _columns(batch: Batch) -> tuple[Array, Array, Array]:
@@ -168,23 +155,6 @@ def _columns(batch: Batch) -> tuple[Array, Array, Array]:
         u[:, 1:] += MOVED * (1 + np.abs(u[:, 1:])) * np.exp(1j * np.arange(u[:, 1:].size)).reshape(u[:, 1:].shape)
     u.flags.writeable = t.flags.writeable = False
     return ids, u, t
-
-
-def _compare(program: Program, batch: Batch, expected: Array, fun: Function) -> None:
-    """Compare a program's outputs with what a function has returned for the same columns."""
-    ids, u, t = _columns(batch)
-    rows = np.empty((len(program.outputs), u.shape[1]), u.real.dtype)
-    for row, value in zip(rows, evaluated(program, row_parts(u), _parameters(batch, ids), [t])):
-        row[:] = value
-    found = from_row_parts(rows, expected.dtype)
-    place = first_difference(found, expected, u)
-    if place is not None:
-        i, j = place
-        raise Untraceable(
-            f"it returns {expected[i, j]} for component {i} of u = {u[:, j].tolist()}, but {found[i, j]} was traced: does "
-            "it look at the types of its arguments, or keep something from call to call?",
-            place_of(fun),
-        )
 
 
 def _parameters(batch: Batch, ids: Array) -> list[Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -23,8 +24,9 @@ from mpiad.compiling.trace_errors import Untraceable, place_of
 from mpiad.compiling.tracing import identity_of
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.compiled.parameter_packing import ParameterPacking, names_of, packing_of
-from mpiad.ensemble.compiled.trace import trace, verify, verify_affect, verify_condition
+from mpiad.ensemble.compiled.trace import trace, verify
 from mpiad.ensemble.event import Event
+from mpiad.ensemble.event_affects import affected
 
 __all__ = ["FEW", "TracedProblem", "Warn", "problem_of", "remembered", "warn_once"]
 
@@ -144,7 +146,7 @@ def _affects_of(batch: Batch, events: Sequence[Event]) -> tuple[Program, ...]:
         try:
             program = trace(affect, batch.shape, batch.p, batch.u0.dtype)
             _check_precision(program, batch, affect)
-            verify_affect(program, batch, event)
+            verify(program, batch, affect, partial(affected, event, batch))
         except Untraceable:
             return ()
         exact = all(OPERATIONS[operation].simple for operation, arguments, _ in program.instructions if arguments)
@@ -201,7 +203,7 @@ def _condition_of(batch: Batch, event: Event, must: bool, warn: Warn) -> Program
     try:
         program = trace(event.written, batch.shape, batch.p, batch.u0.dtype, result=())
         _check_precision(program, batch, event.written)
-        verify_condition(program, batch, event)
+        verify(program, batch, event.written, lambda *at: event.value(*at).astype(real_dtype(batch.u0.dtype))[None])
     except Untraceable as error:
         if must:
             raise TypeError(f"solve: compile=True, but a condition of the events can't be compiled: {error}.") from error

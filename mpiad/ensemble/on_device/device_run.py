@@ -14,7 +14,7 @@ from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.coefficients import DeviceCoefficients, polynomials, states_at
 from mpiad.ensemble.derivative import derivative_of
 from mpiad.ensemble.initialization import derivative_at
-from mpiad.ensemble.on_device.rosenbrock_rounds import stages_on_device
+from mpiad.ensemble.on_device.device_stages import stages_on_device
 from mpiad.ensemble.on_device.round_record import Block, Record
 from mpiad.ensemble.on_device.saved_slots import Due
 from mpiad.ensemble.outcome import Outcome

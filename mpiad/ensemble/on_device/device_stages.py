@@ -1,14 +1,22 @@
-"""One step of a Runge-Kutta pair on a device."""
+"""One step of a Runge-Kutta pair or a Rosenbrock method on a device: new arrays in each, and no look at any.
+
+The Jacobian is a program of what f computes, evaluated one operation after the other (`field_jacobian`).
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 
 from mpiad._typing import Array, Tree
+from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.coefficients import DeviceCoefficients, polynomials
+from mpiad.ensemble.column_lu import ColumnLU, Mass
 from mpiad.ensemble.derivative import Derivative
+from mpiad.ensemble.field_jacobian import jacobian_of
 
-__all__ = ["DeviceStages"]
+__all__ = ["DeviceRosenbrockStages", "DeviceStages", "stages_on_device"]
 
 
 class DeviceStages:
@@ -62,3 +70,54 @@ class DeviceStages:
         for power in range(len(terms) - 2, -1, -1):
             total = total * x + terms[power]
         return total
+
+
+def stages_on_device(table: DeviceCoefficients, derivative: Derivative, first: Array, batch: Batch) -> DeviceStages:
+    """Return the stages of a method's steps, of which f at the present states is the first."""
+    if table.tableau.implicit:
+        return DeviceRosenbrockStages(table, derivative, first, batch)
+    return DeviceStages(table, derivative, first)
+
+
+class DeviceRosenbrockStages(DeviceStages):
+    """The stages of steps: see `DeviceStages`. In front of the method's stages stands f at the present state."""
+
+    def __init__(self, table: DeviceCoefficients, derivative: Derivative, first: Array, batch: Batch):
+        super().__init__(table, derivative, first)
+        self._tableau: Any = table.tableau
+        self._jacobian, self._mass = jacobian_of(batch), Mass(None, self._tableau.gamma)
+
+    def take(self, u: Array, p: Tree, t: Array, h: Array, t_new: Array, sign: Array | None) -> None:
+        """Compute all stages and the new states: see `DeviceStages.take`."""
+        table, tableau = self._table, self._tableau
+        self.k, self._h = table.stages(u.shape, u), h.astype(table.real)
+        self.k[0] = self.first
+        backwards = None if sign is None else sign.astype(table.real)
+        jacobian = np.zeros_like(u, shape=(len(u), *u.shape))
+        rise = self._jacobian.write(jacobian, u, p, table.time(1, t, h, t_new, sign))
+        # Backwards in time f changes its sign, and ∂f/∂t doesn't.
+        matrices = jacobian * (-self._h if backwards is None else -self._h * backwards)
+        self._mass.add_to(matrices)
+        lu, count = ColumnLU(matrices), len(tableau.coupling)
+        for i in range(1, count + 1):
+            right = self.first
+            if i > 1:
+                right = self._evaluated(i, u, p, table.time(i, t, h, t_new, sign), backwards)
+                if i == count and tableau.ends_at_new_state:
+                    self.k[-1] = right
+                for j, weight in enumerate(tableau.coupling[i - 1]):
+                    if weight:
+                        right = right + table.real.type(weight) * self.k[j]
+            if rise is not None and tableau.slopes[i - 1]:
+                right = right + table.real.type(tableau.slopes[i - 1]) * (self._h * rise)
+            self.k[i] = right
+            lu.solve(self.k[i])
+        if not tableau.ends_at_new_state:
+            self.k[-1] = self._evaluated(count + 1, u, p, table.time(count + 1, t, h, t_new, sign), backwards)
+
+    def _evaluated(self, i: int, u: Array, p: Tree, t: Array, sign: Array | None) -> Array:
+        """Return f at the argument of stage i, which is `new` from then on."""
+        self.new = u + self._h * self._table.row(i, self.k, u, u)
+        out = np.empty_like(u)
+        self._derivative.write(out, self.new, p, t)
+        return out if sign is None else out * sign

@@ -18,7 +18,7 @@ from mpiad.ensemble.controller import LEAST_ERROR
 from mpiad.ensemble.derivative import derivative_of
 from mpiad.ensemble.events import EventWatch, events_of
 from mpiad.ensemble.initialization import derivative_at, first_step, least_step
-from mpiad.ensemble.on_device.rosenbrock_rounds import stages_on_device
+from mpiad.ensemble.on_device.device_stages import stages_on_device
 from mpiad.ensemble.on_device.round_record import Events, Record, Round
 from mpiad.ensemble.on_device.saved_slots import EveryStep, SaveTimes
 from mpiad.ensemble.outcome import Outcome, ReturnCode
