@@ -30,10 +30,10 @@ from mpiad._typing import Array, Shape
 from mpiad.programs.index_maps import Axis, IndexMap, broadcast, composed, identity, is_identity, shifted, within
 from mpiad.transport.calls import Site
 
-__all__ = ["BOOLEAN", "COMPUTED", "FLOATS", "ArrayProgram", "Call", "Node", "Slot"]
+__all__ = ["BOOLEAN", "COMPUTED", "FLOATS", "SHORT", "ArrayProgram", "Call", "Node", "Slot"]
 
 # Along axes as short as this, arrays that are put together are taken apart again.
-_SHORT = 8
+SHORT = 8
 FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
 # What loops compute with.
 BOOLEAN = np.dtype(bool)
@@ -104,6 +104,8 @@ class ArrayProgram:
     outputs : list of int
     weak : set of int
         Those nodes that are numbers of Python's.
+    componentwise : set of int
+        Those joins whose parts were computed by themselves, and stay so in sums.
     """
 
     def __init__(self) -> None:
@@ -112,6 +114,7 @@ class ArrayProgram:
         self.constants: list[Array] = []
         self.outputs: list[int] = []
         self.weak: set[int] = set()
+        self.componentwise: set[int] = set()
         self.site: Site | None = None
         self.backwards = False
         self._known: dict[Any, int] = {}
@@ -198,7 +201,7 @@ class ArrayProgram:
         """Append a function of scalars at every place; part by part, where arrays are put together of a few."""
         for x in inputs:
             node = self.nodes[x]
-            if node.kind == "join" and node.shape == tuple(shape) and node.shape[node.data] <= _SHORT:
+            if node.kind == "join" and node.shape == tuple(shape) and node.shape[node.data] <= SHORT:
                 break
         else:
             return self.add("elementwise", inputs, shape, dtype, data)
@@ -210,7 +213,10 @@ class ArrayProgram:
             given = [self.view(self._broadcast(y, shape), map, cut) for y in inputs]
             made.append(self.elementwise(given, cut, dtype, data))
             start += length
-        return self.join(made, axis)
+        joined = self.join(made, axis)
+        if not self.componentwise.isdisjoint(inputs):
+            self.componentwise.add(joined)
+        return joined
 
     def _broadcast(self, x: int, shape: Shape) -> int:
         return self.view(x, broadcast(self.nodes[x].shape, shape), shape)
@@ -252,6 +258,12 @@ class ArrayProgram:
         shape = (*first.shape[:axis], length, *first.shape[axis + 1 :])
         return self.add("join", parts, shape, first.dtype, axis)
 
+    def components(self, parts: Sequence[int], axis: int) -> int:
+        """Append arrays of length 1 along an axis, put together, that are computed by themselves."""
+        made = self.join(parts, axis)
+        self.componentwise.add(made)
+        return made
+
     def update(self, x: int, block: int, starts: Sequence[int]) -> int:
         """Append an array with another one in place of a block of as many axes."""
         node, part = self.nodes[x], self.nodes[block]
@@ -261,7 +273,7 @@ class ArrayProgram:
             return block
         for axis, (start, n, length) in enumerate(zip(starts, part.shape, node.shape)):
             # A few arrays in one: each by itself.
-            if n < length <= _SHORT and len(node.shape) > 1:
+            if n < length <= SHORT and len(node.shape) > 1:
 
                 def cut(first: int, last: int, axis: int = axis) -> int:
                     map = shifted(identity(len(node.shape)), axis, first)

@@ -8,13 +8,14 @@ would have to stay in memory for it.
 from __future__ import annotations
 
 from bisect import bisect
+from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
 
 from mpiad._typing import Shape
-from mpiad.programs.array_program import FLOATS, ArrayProgram, Node
+from mpiad.programs.array_program import FLOATS, SHORT, ArrayProgram, Node
 from mpiad.programs.index_maps import IndexMap, broadcast, composed, identity, inverse, long_axes, shifted, to_long, within
 from mpiad.programs.schedule import working_in_place
 
@@ -97,8 +98,9 @@ class Materialization:
                     uses[x].add(_Use(at, long_axes(shape), to_long(shape)))  # type: ignore[arg-type]
                 continue
             keeps = n in forced or (
-                (len(uses[n]) - 1) * (costs[n] + leaves[n] - 1) > _KEEPING and node.kind not in ("number", "view", "join")
-            )
+                len(uses[n]) > 1 and node.kind not in ("number", "view", "join")
+                and (_times(node.shape, uses[n]) - 1) * (costs[n] + leaves[n] - 1) > _KEEPING
+            )  # fmt: skip
             if keeps:
                 kept.add(n)
                 cut = min((use.cut for use in uses[n]), default=len(self.cuts)) if n in self.anchored else self._era(n)
@@ -204,6 +206,14 @@ class Materialization:
             return node.dtype
         found = [self._precision(x) or self.nodes[x].dtype for x in node.inputs]
         return max((x for x in found if x in FLOATS), key=lambda x: x.itemsize, default=None)
+
+
+def _times(shape: Shape, uses: Iterable[_Use]) -> int:
+    """Return how often an entry is computed where the array isn't kept: once for several components, read one by one."""
+    short = [k for k, n in enumerate(shape) if 1 < n <= SHORT]
+    apart = Counter(tuple([use.map[k].offset if use.map[k].source is None else None for k in short]) for use in uses)
+    every = sum(times for places, times in apart.items() if None in places or not places)
+    return every + max((times for places, times in apart.items() if None not in places and places), default=0)
 
 
 def reads_of(program: ArrayProgram, node: Node) -> Iterable[tuple[int, IndexMap]]:

@@ -15,6 +15,7 @@ from mpiad._typing import Shape
 from mpiad.compiling.symbols import choose
 from mpiad.compiling.ufuncs import scalar_function
 from mpiad.programs.array_program import FLOATS
+from mpiad.programs.contractions import dot, einsum, inner, matmul, tensordot
 from mpiad.programs.index_maps import Axis, identity
 from mpiad.programs.traced_array import cast, take
 from mpiad.programs.tracing_numpy import array_of
@@ -23,7 +24,7 @@ from mpiad.programs.values import Opaque, Value, axes_of
 if TYPE_CHECKING:
     from mpiad.programs.trace_translation import Translation
 
-__all__ = ["REDUCED", "RULES", "SPLITTING"]
+__all__ = ["FOLDING", "REDUCED", "RULES", "SPLITTING"]
 
 _DIVIDE, _MULTIPLY, _SQRT, _SUBTRACT = (
     scalar_function(ufunc) or choose for ufunc in (np.divide, np.multiply, np.sqrt, np.subtract)
@@ -73,11 +74,18 @@ def _mean(t: Translation, shape: Shape, dtype: np.dtype, x: Any, axis: Any = Non
     return t.elementwise("divide", _DIVIDE, [total, float(count)], shape, dtype)
 
 
-def _dot(t: Translation, shape: Shape, dtype: np.dtype, x: Any, y: Any) -> int:
-    if not (isinstance(x, Value) and isinstance(y, Value) and len(x.shape) == len(y.shape) == 1 and x.dtype == y.dtype):
-        raise Opaque
-    product = t.elementwise("multiply", _MULTIPLY, [x, y], x.shape, dtype)
-    return t.reduce("add", Value(t.program, product), shape=shape)
+def _product(of_more_axes: _Rule | None = None) -> _Rule:
+    def rule(t: Translation, shape: Shape, dtype: np.dtype, x: Any, y: Any) -> int:
+        if not (isinstance(x, Value) and isinstance(y, Value) and x.dtype == y.dtype):
+            raise Opaque
+        if not len(x.shape) == len(y.shape) == 1:
+            if of_more_axes is None:
+                raise Opaque
+            return of_more_axes(t, shape, dtype, x, y)
+        made = t.elementwise("multiply", _MULTIPLY, [x, y], x.shape, dtype)
+        return t.reduce("add", Value(t.program, made), shape=shape)
+
+    return rule
 
 
 def _norm(t: Translation, shape: Shape, dtype: np.dtype, x: Any, ord: object = None, axis: Any = None) -> int:  # noqa: A002
@@ -177,6 +185,9 @@ REDUCED = {
 }  # fmt: skip
 
 
+FOLDING = {name: scalar_function(ufunc) or choose for ufunc, name in REDUCED.items()}
+
+
 SPLITTING = frozenset({np.split, np.array_split})
 
 
@@ -188,7 +199,8 @@ RULES: dict[Any, _Rule] = {
     np.clip: _clip,
     np.sum: _reduced("add"), np.prod: _reduced("multiply"), np.max: _reduced("maximum"), np.amax: _reduced("maximum"),
     np.min: _reduced("minimum"), np.amin: _reduced("minimum"), np.mean: _mean, np.linalg.norm: _norm,
-    np.dot: _dot, np.vdot: _dot, np.inner: _dot, np.matmul: _dot,
+    np.dot: _product(dot), np.vdot: _product(), np.inner: _product(inner), np.matmul: _product(matmul),
+    np.einsum: einsum, np.tensordot: tensordot,
     np.reshape: _reshape, np.ravel: _reshape, np.squeeze: _reshape, np.expand_dims: _reshape, np.atleast_1d: _reshape,
     np.atleast_2d: _reshape, np.atleast_3d: _reshape,
     np.transpose: _transpose, np.swapaxes: _swapaxes, np.moveaxis: _moveaxis,

@@ -12,7 +12,7 @@ from mpiad._typing import Index, Shape
 from mpiad.compiling.ufuncs import scalar_function
 from mpiad.programs.array_program import BOOLEAN, COMPUTED, FLOATS, ArrayProgram, Call, Slot
 from mpiad.programs.index_maps import Axis, broadcast, of_key
-from mpiad.programs.numpy_functions import REDUCED, RULES, SPLITTING
+from mpiad.programs.numpy_functions import FOLDING, REDUCED, RULES, SPLITTING
 from mpiad.programs.recorder import Recorder
 from mpiad.programs.steps import Constant, Ref, Step, mapped
 from mpiad.programs.values import Opaque, Value, axes_of
@@ -187,13 +187,25 @@ class Translation:
         axes = tuple(range(ndim)) if axis is None or axis is np._NoValue else tuple(sorted(axes_of(axis, ndim)))
         if not axes:
             return x.number
-        left = tuple([n for k, n in enumerate(x.shape) if k not in axes])
         if not math.prod(x.shape):
             if name not in ("add", "multiply"):
                 raise Opaque
             return self.program.number(float(name == "multiply"), shape, x.dtype)
-        made = self.program.add("reduce", (x.number,), left, x.dtype, (name, axes))
-        return self.program.reshape(made, shape)
+        return self.program.reshape(self._folded(name, x.number, axes), shape)
+
+    def _folded(self, name: str, x: int, axes: tuple[int, ...]) -> int:
+        program, node = self.program, self.program.nodes[x]
+        left = tuple([n for k, n in enumerate(node.shape) if k not in axes])
+        if x not in program.componentwise or node.kind != "join" or len(node.inputs) != node.shape[node.data]:
+            return program.add("reduce", (x,), left, node.dtype, (name, axes))
+        if node.data not in axes:
+            place = node.data - sum(k < node.data for k in axes)
+            parts = [program.reshape(self._folded(name, part, axes), _one(left, place)) for part in node.inputs]
+            return program.components(parts, place)
+        total, *others = node.inputs
+        for part in others:
+            total = program.elementwise([total, part], program.nodes[part].shape, node.dtype, (name, FOLDING[name]))
+        return program.reshape(total, left) if axes == (node.data,) else self._folded(name, total, axes)
 
     def take(self, shape: Shape, dtype: np.dtype, x: Any, key: Index) -> int:
         """Append entries by a basic index."""
@@ -243,7 +255,7 @@ class Translation:
         """Append arrays put together along a new axis."""
         axis %= len(shape)
         parts = [self._array(x, dtype) for x in arrays]
-        unit = (*shape[:axis], 1, *shape[axis + 1 :])
+        unit = _one(shape, axis)
         return self.program.join([self.program.reshape(x.number, unit) for x in parts], axis)
 
     def _full(self, shape: Shape, value: Any, dtype: np.dtype) -> int:
@@ -293,6 +305,10 @@ class Translation:
                 ends = [self.take(shape, dtype, x, (*lead, part)) for part in (slice(n - by, None), slice(0, n - by))]
                 x = Value(self.program, self.program.join(ends, along))
         return x.number
+
+
+def _one(shape: Shape, axis: int) -> Shape:
+    return (*shape[:axis], 1, *shape[axis + 1 :])
 
 
 def _elementwise(fun: Any) -> Callable | None:
