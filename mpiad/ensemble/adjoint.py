@@ -6,14 +6,16 @@ alone; only parameters that all share are summed over columns.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from mpiad._typing import Array
 from mpiad.ensemble.event_adjoint import pull_event
+from mpiad.ensemble.jumps import FOUND
+from mpiad.ensemble.linear_jumps import LinearJumps, rates
 from mpiad.ensemble.linearization import Tracing
 from mpiad.ensemble.run import Run
 from mpiad.ensemble.seeds import Seeds
@@ -21,10 +23,10 @@ from mpiad.ensemble.step_sweep import LocatedEvent, StepSweep, Visit
 from mpiad.ensemble.transposed_rosenbrock import transposed_steps
 from mpiad.ensemble.transposed_step import Arrival, Inside, StepCotangents, TransposedStep, over_slots
 
-__all__ = ["Cotangents", "of_ends", "pull_run"]
+__all__ = ["Cotangents", "begun", "of_ends", "pull_run", "to_start"]
 
 
-@dataclass
+@dataclasses.dataclass
 class Cotangents:
     """Cotangents of what a solve started from.
 
@@ -34,29 +36,61 @@ class Cotangents:
     start, end : array, shape (N,)
     leaves : dict
         From places of leaves of the parameters to arrays in their shapes.
+    due : array, shape (slots, N)
+        Of the given times at which events act.
     """
 
     u0: Array
     start: Array
     end: Array
     leaves: dict[int, Array]
+    due: Array = dataclasses.field(default_factory=lambda: np.empty((0, 0)))
 
 
 def pull_run(run: Run, seeds: Seeds, places: Sequence[int], timed: bool) -> Cotangents:
-    """Return the cotangents of a run's inputs: by the leaves at `places`, and `timed` by the ends of tspan, too."""
+    """Return the cotangents of a run's inputs: by the leaves at `places`, and `timed` by times, too."""
     batch = run.batch
     leaves = {place: np.zeros_like(batch.p.leaves[place]) for place in places}
     found = Cotangents(of_ends(run, seeds), run.numbers(batch.size), run.numbers(batch.size), leaves)
+    # Where events act when a condition vanishes, times move in any case.
+    timed = timed or (run.jumps is not None and bool((run.jumps.slot == FOUND).any()))
+    jumps = begun(run, seeds, found, places, timed)
     step_of = transposed_steps(run, Tracing(run.field, places, timed), places)
     with np.errstate(all="ignore"):
         for sweep in run.sweeps(backwards=True):
-            _Block(run, step_of, seeds, found, sweep, timed).sweep()
+            _Block(run, step_of, seeds, found, sweep, timed, jumps).sweep()
     if timed and seeds.reached is not None:
         # Where no event came first, the time that was reached is the end of tspan itself.
         found.end += np.where(run.placed(run.live & ~run.terminated), seeds.reached, 0)
     if seeds.saved is not None:
         run.take_up(found.u0, seeds.saved, at_start=True)
+    if jumps is not None:
+        to_start(run, found, jumps)
     return found
+
+
+def begun(run: Run, seeds: Seeds, found: Cotangents, places: Sequence[int], timed: bool) -> LinearJumps | None:
+    """Return the jumps of a run, where there are any, and note what moves with the ends of trajectories after them."""
+    jumps = run.jumps
+    if jumps is None:
+        return None
+    if seeds.reached is not None:
+        found.start += np.where(run.terminated & run.live, seeds.reached, 0)
+    # What events change where tspan ends would move on to its end.
+    ids = np.flatnonzero(run.cut & ~run.terminated)
+    if timed and ids.size:
+        drift = (found.u0[:, ids] * rates(run, ids, run.outcome.u_end[:, ids], run.batch.end[ids])).real.sum(axis=0)
+        found.end[ids] += drift
+        found.start[ids] -= drift
+    return LinearJumps(run, jumps, places, timed)
+
+
+def to_start(run: Run, found: Cotangents, jumps: LinearJumps) -> None:
+    """Go back over the events at the start, and take what all events give to parameters and given times."""
+    for rows, ids in reversed(jumps.at_start):
+        found.u0[:, ids], found.start[ids] = jumps.pull(rows, found.u0[:, ids], found.start[ids])
+    jumps.add_leaves(found.leaves)
+    found.due = jumps.due
 
 
 def of_ends(run: Run, seeds: Seeds) -> Array:
@@ -70,11 +104,15 @@ def of_ends(run: Run, seeds: Seeds) -> Array:
 class _Block:
     """One block of columns on the way back."""
 
-    def __init__(self, run: Run, step_of: Callable, seeds: Seeds, found: Cotangents, sweep: StepSweep, timed: bool):
+    def __init__(
+        self, run: Run, step_of: Callable, seeds: Seeds, found: Cotangents, sweep: StepSweep, timed: bool,
+        jumps: LinearJumps | None,
+    ):  # fmt: skip
         self._run, self._step_of, self._seeds, self._found, self._sweep = run, step_of, seeds, found, sweep
-        self._timed, self._leaves = timed, sweep.leaves
+        self._timed, self._jumps, self._leaves = timed, jumps, sweep.leaves
         self._parts = {place: np.zeros_like(self._leaves[place]) for place in found.leaves}
-        self._start, self._end = (run.numbers(len(sweep.ids)) for _ in range(2))
+        # Of the time at which begins what has been gone back over.
+        self._start, self._end = found.start[sweep.ids], run.numbers(len(sweep.ids))
 
     def sweep(self) -> None:
         """Go from the last step to the first, and put what is found to its place."""
@@ -84,7 +122,7 @@ class _Block:
             self._pull(visit)
         found.u0[:, ids] = self._cotangent
         if self._timed:
-            found.start[ids] += self._start
+            found.start[ids] = self._start
             found.end[ids] += self._end
         for place, part in self._parts.items():
             if varies[place]:
@@ -94,6 +132,10 @@ class _Block:
 
     def _pull(self, visit: Visit) -> None:
         width = len(visit.t)
+        jumps: Any = self._jumps
+        jumped = self._sweep.jumps(visit)
+        for rows, own in reversed(jumped):
+            self._cotangent[:, own], self._start[own] = jumps.pull(rows, self._cotangent[:, own], self._start[own])
         columns = self._run.doubled(width)
         leaves = self._run.columns(self._leaves, columns)
         step = self._step_of(visit.of(columns), leaves)
@@ -104,8 +146,11 @@ class _Block:
         inside, arrivals = self._saved(visit, step, cotangent)
         located = self._sweep.located(visit)
         inside += [self._event(one, step, totals, leaves) for one in located if self._has_time(one)]
-        if self._timed:
+        if self._timed and self._jumps is None:
             totals.note_saved(inside)
+        elif self._timed:
+            # What is saved where an event acts is the state after it, whenever that is.
+            totals.note_saved([part._replace(value=part.value * (part.x != 0)) for part in inside])
         inside += [self._event(one, step, totals, leaves, cotangent) for one in located if one.terminal]
         if self._timed:
             totals.note_new(cotangent)
@@ -121,6 +166,8 @@ class _Block:
             self._start[:width] += totals.t_bar[:width]
             self._start[:width] -= moves
             self._end[:width] += moves
+            for rows, own in jumped[:1]:
+                self._start[own] -= jumps.lengthened(rows, totals.h_bar[own])
 
     def _saved(self, visit: Visit, step: TransposedStep, cotangent: Array) -> tuple[list[Inside], list[Arrival]]:
         """Add cotangents of values saved at the step's end, and return those of values saved inside it or before."""
@@ -155,5 +202,16 @@ class _Block:
         if cotangent is not None:
             end, time = cotangent[:, located.columns], self._seeds.reached
             cotangent[:, located.columns] = 0
-        row = 0.0 if time is None else time[located.row]
+        if self._jumps is not None and end is not None:
+            row = self._since(located)
+        else:
+            row = 0.0 if time is None else time[located.row]
         return pull_event(self._run, located, step, totals, leaves, places, end, row, self._timed)
+
+    def _since(self, located: LocatedEvent) -> Array:
+        """Return the cotangent of the time of an event that ended a step, which is what has come after it."""
+        time, crossed = self._start[located.columns], self._seeds.crossed
+        self._start[located.columns] = 0.0
+        if crossed is not None and self._run.settings.events[located.event].acts:
+            time = time + crossed[located.row]
+        return time

@@ -28,7 +28,7 @@ from mpiad.ensemble.replay import replayed, replayed_jvp, replayed_vjp
 from mpiad.ensemble.run import Run
 from mpiad.ensemble.seeds import Seeds
 from mpiad.ensemble.solution import EnsembleSolution, at_ends
-from mpiad.ensemble.solve_operator import END, LEAVES, START, U0, solve_operator
+from mpiad.ensemble.solve_operator import DUE, END, LEAVES, NO_TIMES, START, U0, solve_operator
 from mpiad.ensemble.tangents import Directions, SavedTangents, push_run
 from mpiad.primitives.cotangents import spec_like
 from mpiad.transport.device_arrays import is_device_array
@@ -59,13 +59,14 @@ def differentiable(sol: EnsembleSolution, run: Run, batch: Batch) -> EnsembleSol
     return dataclasses.replace(sol, **changes)
 
 
-def traced_results(run: Run, saved: Array, u_end: Array, batch: Batch) -> list[Array]:
+def traced_results(run: Run, saved: Array, u_end: Array, batch: Batch, due: Array = NO_TIMES) -> list[Array]:
     """Return the results of a run, `saved` (N, n_saved, d) and `u_end` (N, d), as functions of a traced batch.
 
-    Where events were looked for, the times at which trajectories ended, (N,), and those of events, (m,), follow.
+    Where events were looked for, the times at which trajectories ended, (N,), and those of events, (m,), follow. `due` are
+    the given times at which events act, (slots, N), which may be traced, too.
     """
     solved = _SolvedRun(run, saved, u_end)
-    return solved.layout.parts(solve_operator(batch.u0, batch.start, batch.end, *batch.p.leaves, solved=solved))
+    return solved.layout.parts(solve_operator(batch.u0, batch.start, batch.end, due, *batch.p.leaves, solved=solved))
 
 
 class _SolvedRun:
@@ -91,7 +92,7 @@ class _SolvedRun:
         if self._untraced and self._asked.gradient != "tangent" and self._asked.adjoint == "discrete":
             return dict(zip(argnums, self.pull_traced(argnums, args, g)))
         places = [k - LEAVES for k in argnums if k >= LEAVES]
-        timed = START in argnums or END in argnums
+        timed = not {START, END, DUE}.isdisjoint(argnums)
         if self._by_tangent(U0 in argnums, timed, places):
             if timed or run.settings.events or self._untraced:
                 return self._replayed_tangents(argnums, args, seeds)
@@ -99,7 +100,10 @@ class _SolvedRun:
             u0, leaves = contracted(run, U0 in argnums, places, parts)
             return {k: u0 if k == U0 else leaves[k - LEAVES] for k in argnums}
         found = self._adjoint(seeds, places, timed)
-        ends = {U0: lambda: found.u0, START: lambda: run.on_host(found.start), END: lambda: run.on_host(found.end)}
+        ends = {
+            U0: lambda: found.u0, START: lambda: run.on_host(found.start), END: lambda: run.on_host(found.end),
+            DUE: lambda: _padded(found.due, args[DUE]),
+        }  # fmt: skip
         return {k: ends[k]() if k < LEAVES else found.leaves[k - LEAVES] for k in argnums}
 
     def _adjoint(self, seeds: Seeds, places: Sequence[int], timed: bool) -> Cotangents:
@@ -157,7 +161,7 @@ class _SolvedRun:
     def push(self, args: Sequence[Any], tangents: Mapping[int, Any]) -> Array:
         """Return the tangent of the vector."""
         run, along = self._run, dict(tangents)
-        if START in along or END in along or run.settings.events or self._untraced:
+        if not along.keys().isdisjoint({START, END, DUE}) or run.settings.events or self._untraced:
             return self.push_traced(tuple(along), args, list(along.values()))
         u0 = along.pop(U0) if U0 in along else np.zeros_like(args[U0])
         directions = Directions(u0[None], {k - LEAVES: [g] for k, g in along.items()})
@@ -177,5 +181,12 @@ class _SolvedRun:
         return replayed_jvp(self._replayed, argnums, args, gs)
 
     def _replayed(self, args: Sequence[Any]) -> Array:
-        u0, start, end, *leaves = args
-        return self.layout.vector(replayed(self._run, u0, start, end, leaves))
+        u0, start, end, due, *leaves = args
+        return self.layout.vector(replayed(self._run, u0, start, end, leaves, due))
+
+
+def _padded(met: Array, due: Array) -> Array:
+    """Return the cotangents of all given times by those of the ones that were met, before a row for none."""
+    found = np.zeros_like(due)
+    found[: max(0, len(met) - 1)] = met[:-1]
+    return found

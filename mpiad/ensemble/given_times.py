@@ -78,10 +78,11 @@ class GivenTimes:
             )
 
     def passed(self, ids: Array, first: Array, stop: Array) -> Array:
-        """Return the events of some trajectories from one to another, shape (3, m): trajectories, which, and when."""
+        """Return the events of some trajectories from one to another, as `HybridSolve.happened` does."""
         slot = np.arange(len(self.times))
         row, slot = np.nonzero((first[:, None] <= slot) & (slot < stop[:, None]))
-        return np.stack([ids[row].astype(float), self.event[slot, ids[row]].astype(float), self.times[slot, ids[row]]])
+        row = ids[row]
+        return np.stack([row.astype(float), self.event[slot, row], self.times[slot, row], -1.0 - slot])
 
     def traced(self, batch: Batch) -> Array:
         """Return `times` as a function of traced parameters."""

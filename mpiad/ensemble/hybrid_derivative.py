@@ -21,11 +21,11 @@ from mpiad.device.assembly import concatenate
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.differentiable import traced_results
 from mpiad.ensemble.event_affects import affect_field
-from mpiad.ensemble.events import by_trajectory
+from mpiad.ensemble.events import by_trajectory, in_order
 from mpiad.ensemble.hybrid_solve import HybridSolve
 from mpiad.ensemble.linearization import Field
 from mpiad.ensemble.outcome import came_through, names_of
-from mpiad.ensemble.pieces import HERE, Flow, Jump
+from mpiad.ensemble.pieces import HERE, Acted, Flow
 from mpiad.ensemble.run import Run
 from mpiad.ensemble.solution import EnsembleSolution
 
@@ -37,11 +37,15 @@ def hybrid_solution(solved: HybridSolve, given: Batch) -> EnsembleSolution:
     batch, settings, codes = solved.batch, solved.settings, solved.codes
     u, u_end, reached = solved.saves.states, solved.u.T, solved.t
     where: Array | None = None
-    if given.traced:
+    if given.traced and solved.chained:
         u, u_end, reached, where = _Chain(solved, given).results()
+    elif given.traced:
+        run, due = Run(batch, settings, solved.outcome()), solved.given.traced(given)
+        u, u_end, reached, crossed = traced_results(run, u, u_end, given, due)
+        where = _event_times(solved, run, due, reached, crossed)
 
     def events() -> dict:
-        ids, which, times = solved.happened()
+        ids, which, times, _ = solved.happened()
         order = np.argsort(ids, kind="stable")
         who, event = np.stack([ids, which])[:, order].astype(int).tolist()
         when = (times if where is None else where)[order]
@@ -54,6 +58,20 @@ def hybrid_solution(solved: HybridSolve, given: Batch) -> EnsembleSolution:
         u_end=anp.reshape(u_end, (batch.size, *shape)), t_reached=reached, naccept=solved.naccept,
         nreject=solved.nreject, nf=solved.nf, _codes=codes, alg=settings.alg,
     )  # fmt: skip
+
+
+def _event_times(solved: HybridSolve, run: Run, due: Array, reached: Array, crossed: Array) -> Array:
+    """Return when the events of `HybridSolve.happened` were, as traces see it."""
+    ids, _, times, source = solved.happened()
+    ids, source = ids.astype(int), source.astype(int)
+    given, (slots, count) = source < 0, due.shape
+    # First all as they are, then given times, ends of trajectories, and events in their order.
+    place, live = np.arange(len(ids)), run.live[ids]
+    place[given & live] = len(ids) + ((-1 - source) * count + ids)[given & live]
+    found = run.crossed_row[np.argsort(in_order(solved.conditions()))[source[~given]]]
+    found = np.where(found < 0, ids[~given], count + found) + len(ids) + slots * count
+    place[~given & live] = found[live[~given]]
+    return concatenate([times, anp.reshape(due, (-1,)), reached, crossed])[place]
 
 
 class _Chain:
@@ -163,7 +181,7 @@ class _Chain:
 
     # ---- events
 
-    def _jump(self, way: Jump) -> None:
+    def _jump(self, way: Acted) -> None:
         solved, live = self._solved, self._live[way.ids]
         if way.slot is not None:
             time = self._alive(self._due[way.slot, way.ids], solved.given.times[way.slot, way.ids], way.ids)

@@ -8,7 +8,8 @@ depend on no other. A piece's first step is the one that would have been next.
 Where the affect leaves a condition at its root, the next piece looks for the way back only, and its first step is so short
 that it isn't back by then (`root_departure`).
 
-The pieces are kept where derivatives are wanted: see `hybrid_derivative`. Where they aren't, a kernel may let events at
+Where derivatives are wanted the steps of all pieces make one record, in which events stand between steps (`jumps`); of
+kernels the pieces themselves are kept (`hybrid_derivative`). Where they aren't, a kernel may let events at
 given times act itself: then all is one piece. By columns trajectories whose events come at times of their own re-enter the
 running columns (`rolling_pieces`). Both give the numbers of pieces that all go together.
 """
@@ -25,13 +26,17 @@ from mpiad.ensemble.batch import Batch, two_at_least
 from mpiad.ensemble.derivative import derivative_of, locked
 from mpiad.ensemble.event import Event
 from mpiad.ensemble.event_affects import affected
+from mpiad.ensemble.events import in_order
 from mpiad.ensemble.given_times import GivenTimes
 from mpiad.ensemble.initialization import derivative_at
+from mpiad.ensemble.jumps import FOUND, Jump
 from mpiad.ensemble.outcome import Outcome, ReturnCode, evaluations
 from mpiad.ensemble.piece_saves import PieceSaves
-from mpiad.ensemble.pieces import AT_END, HERE, Flow, Jump
+from mpiad.ensemble.pieces import AT_END, HERE, Acted, Flow
+from mpiad.ensemble.record import Log, Steps
 from mpiad.ensemble.rolling_pieces import RollingPieces
 from mpiad.ensemble.root_departure import departure, distance_ahead
+from mpiad.ensemble.run import FINAL
 from mpiad.ensemble.settings import DueTimes, Settings
 
 __all__ = ["HybridSolve"]
@@ -53,19 +58,22 @@ class HybridSolve:
     way : {"rounds", "whole", "rolling"}
         Whether pieces of all are solved together; whether `advance` lets events act itself; or whether it goes on with
         trajectories that have ended (`Settings.again`).
+    chained : bool
+        Whether the pieces themselves are kept, where a record is asked for, and not one record of them all.
 
     Attributes
     ----------
     u : array, shape (d, N)
     t, codes, naccept, nreject, nf : array, shape (N,)
     saves : PieceSaves
-    ways : list of Flow and Jump
-        In their order; flows only where the settings ask for a record.
+    ways : list of Flow and Acted
+        In their order, where pieces are kept.
     """
 
     def __init__(
-        self, advance: Callable[[Batch, Settings], Outcome], batch: Batch, settings: Settings, way: str = "rounds"
-    ):
+        self, advance: Callable[[Batch, Settings], Outcome], batch: Batch, settings: Settings, way: str = "rounds",
+        chained: bool = True,
+    ):  # fmt: skip
         self.batch, self.settings, self.advance, self._way = batch, settings, advance, way
         count, events = batch.size, settings.events
         self._signs = np.where(batch.end < batch.start, -1.0, 1.0)
@@ -81,7 +89,12 @@ class HybridSolve:
         self._cut = np.zeros(count, bool)  # by terminal events, which may be others' neighbours in time
         self._restart, self._side = np.full(count, np.inf), np.zeros((len(events), count))
         self._last, self._short = batch.start.copy(), np.zeros(count, int)
-        self.ways: list[Flow | Jump] = []
+        self.ways: list[Flow | Acted] = []
+        self.chained = chained and settings.record
+        self._log = Log(settings.checkpoints) if settings.record and not chained else None
+        self._steps: list[tuple[int, Steps]] = []
+        self._jumps: list[Jump] = []
+        self._tables: list[Array] = []
         self._happened: list[Array] = []
         self._passed: tuple[Array, Array, Array] | None = None
 
@@ -96,9 +109,20 @@ class HybridSolve:
                 if self._way == "whole":
                     return self._flow_through(moving)
                 if self._way == "rolling" and not self._sides and (self._found or not self.given.alike):
-                    return RollingPieces(self, moving).run()
+                    return self._keep(moving, RollingPieces(self, moving).run())
                 for ids in self._alike(moving):
                     self._flow(ids)
+
+    def _keep(self, ids: Array, outcome: Outcome, begun: Array | None = None) -> None:
+        """Keep the record of some pieces, before which trajectories had made `begun` steps, or of all pieces of some."""
+        if self._log is None:
+            return
+        if begun is None and len(ids) == self.batch.size:
+            self._steps = outcome.steps
+            return
+        for first, steps in outcome.recorded():
+            own = ids[first : first + len(steps.counts)]
+            self._log.note_again(steps, own, np.zeros(len(own), int) if begun is None else begun[first : first + len(own)])
 
     def moving(self, ids: Array) -> Array:
         """Tell which of some trajectories have not ended."""
@@ -109,9 +133,28 @@ class HybridSolve:
         if self.settings.progress is not None and len(ids):
             self.settings.progress(len(ids))
 
+    def conditions(self) -> Array:
+        """Return the table of events at which a condition vanished, see `Outcome.event_table`, as pieces met them."""
+        return np.concatenate([np.empty((5, 0)), *self._tables], axis=1)
+
+    def outcome(self) -> Outcome:
+        """Return the results with one record of all steps."""
+        batch, table = self.batch, self.conditions()
+        save_step = self.saves.steps
+        # What would be saved where the next step begins, and there is none.
+        save_step[save_step == self.naccept[:, None]] = FINAL
+        return Outcome(
+            self.u, self.t, self.codes, self.naccept, self.nreject, self.saves.states, save_step, np.ones(batch.size),
+            event_table=table[:, in_order(table)], jumps=self._jumps,
+            steps=self._steps or [(0, self._log.steps(self.naccept, len(self.u), self.u.dtype))],  # type: ignore[union-attr]
+        )  # fmt: skip
+
     def happened(self) -> Array:
-        """Return the events of each flow, and of each jump at given times, shape (3, m): trajectories, which, and when."""
-        tables = [np.empty((3, 0)), *self._happened]
+        """Return the events of each flow, and of each jump at given times, shape (4, m): trajectories, which, and when.
+
+        The last row says which row of the table of conditions each is, or -1 less the given time.
+        """
+        tables = [np.empty((4, 0)), *self._happened]
         if self._passed is not None:
             tables.append(self.given.passed(*self._passed))
         return np.concatenate(tables, axis=1)
@@ -151,7 +194,10 @@ class HybridSolve:
         slot, batch, settings = self.piece(ids)
         places = self.saves.places(ids, batch.end)
         settings = settings._replace(saveat=self.saves.due(ids, places))
-        self.finish(ids, slot, batch, settings, self.advance(batch, settings), places)
+        settings = settings if self._log is None else settings._replace(checkpoints=None)
+        outcome = self.advance(batch, settings)
+        self._keep(ids, outcome, self.naccept[ids])
+        self.finish(ids, slot, batch, settings, outcome, places)
 
     def finish(
         self, ids: Array, slot: Array, batch: Batch, settings: Settings, outcome: Outcome, places: Array | None = None
@@ -221,12 +267,12 @@ class HybridSolve:
         ids, outcome = flow.ids, flow.outcome
         self._set(self.u, ids, outcome.u_end)
         self._set(self.t, ids, outcome.t_reached)
-        given = given | (self.settings.dt is not None)
+        given, begun = given | (self.settings.dt is not None), self.naccept[ids]
         calls = evaluations(outcome.naccept, outcome.nreject, self.settings.alg, given)
         for total, more in ((self.naccept, outcome.naccept), (self.nreject, outcome.nreject), (self.nf, calls)):
             self._set(total, ids, self._of(total, ids) + more)
-        saved = self.saves.take(ids, outcome, places, flow.batch)
-        if self.settings.record:
+        saved = self.saves.take(ids, outcome, places, flow.batch, begun)
+        if self.chained:
             self.ways.append(flow._replace(saved=saved))
         codes = outcome.codes
         for code in np.flatnonzero(np.bincount(codes)).tolist():
@@ -238,7 +284,10 @@ class HybridSolve:
         if outcome.event_table is not None:
             local, which = outcome.event_table[:2].astype(int)
             which = np.array(self._found)[which]
-            self._happened.append(np.stack([ids[local].astype(float), which.astype(float), outcome.event_table[4]]))
+            _, _, number, part, time = outcome.event_table
+            row = sum(table.shape[1] for table in self._tables) + np.arange(len(local))
+            self._tables.append(np.stack([ids[local].astype(float), which, number + begun[local], part, time]))
+            self._happened.append(np.stack([ids[local].astype(float), which, time, row]))
             gone = np.abs(outcome.t_reached - flow.batch.start)
             self._meet_conditions(ids, codes == ReturnCode.Terminated.code, local, which, gone)
         # Counted over all pieces: in each of them alone the limit may never be reached.
@@ -274,11 +323,15 @@ class HybridSolve:
         if not sane.all():
             self._end(ids[~sane], ReturnCode.Unstable)
             ids, slot, after = ids[sane], None if slot is None else slot[sane], after[:, sane]
+        at = np.full(len(ids), FOUND) if slot is None else slot
+        if self._log is not None:
+            self._jumps.append(Jump(ids, self.naccept[ids], e, at, self.t[ids], self.u[:, ids], after))
         self._set(self.u, ids, after)
         if slot is not None:
-            self._happened.append(np.stack([ids.astype(float), np.full(len(ids), float(e)), self._of(self.t, ids)]))
-        if self.settings.record:
-            self.ways.append(Jump(ids, e, slot))
+            table = [ids.astype(float), np.full(len(ids), float(e)), self._of(self.t, ids), -1.0 - slot]
+            self._happened.append(np.stack(table))
+        if self.chained:
+            self.ways.append(Acted(ids, e, slot))
 
     def _look_ahead(self, e: int, ids: Array, before: Array, gone: Array) -> None:
         """Find on which side of its root a condition goes on, where the affect has left it there, and when it is back."""

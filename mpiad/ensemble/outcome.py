@@ -130,6 +130,8 @@ class Outcome:
         Of a solve on a device that is to be differentiated.
     saved_times : array, shape (N, n_saved), or None
         Of a solve on a device whose every step was saved.
+    jumps : list of Jump
+        Of a recorded solve with events that act.
     following : array, shape (N,)
         Of a piece of a solve between events that act: the steps that would be next; infinite where there were none.
     """
@@ -152,6 +154,7 @@ class Outcome:
     crossings: Any = None
     record: Any = None
     saved_times: Array | None = None
+    jumps: list[Any] = field(default_factory=list)
     following: Array = field(default_factory=lambda: np.empty(0))
 
     @property

@@ -7,6 +7,7 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.outcome import Outcome
+from mpiad.ensemble.run import INITIAL, NOWHERE
 
 __all__ = ["PieceSaves"]
 
@@ -25,11 +26,15 @@ class PieceSaves:
     Attributes
     ----------
     states : array, shape (N, n_saved, d)
+    steps : array of int, shape (N, n_saved)
+        In which of all steps each lies, where that is recorded; INITIAL before the first one, NOWHERE where it wasn't
+        reached.
     """
 
     def __init__(self, batch: Batch, saveat: Array, signs: Array):
         self._times, self._signs, self._backward = np.atleast_2d(saveat), signs, bool((signs < 0).any())
         self.states = np.full((batch.size, self._times.shape[1], len(batch.u0)), np.nan, batch.u0.dtype)
+        self.steps = np.full(self.states.shape[:2], NOWHERE)
         self._place = np.zeros(batch.size, int)
 
     def times(self, ids: Array) -> Array:
@@ -52,8 +57,11 @@ class PieceSaves:
         times = self._times[0 if len(self._times) == 1 else ids[:, None], np.maximum(places, 0)]
         return np.where(places < 0, self._signs[ids][:, None] * np.inf, times)
 
-    def take(self, ids: Array, outcome: Outcome, places: Array, batch: Batch) -> tuple[Array, Array, Array]:
-        """Take what a piece saved; return the columns, and the places among the piece's times and among all."""
+    def take(self, ids: Array, outcome: Outcome, places: Array, batch: Batch, begun: Array) -> tuple[Array, Array, Array]:
+        """Take what a piece saved; return the columns, and the places among the piece's times and among all.
+
+        `begun` are the steps made before it, (n,).
+        """
         if not places.size:
             none = np.empty(0, int)
             return none, none, none
@@ -62,6 +70,10 @@ class PieceSaves:
         whole, still = places[column, place], (batch.start == batch.end)[column]
         values = np.where(still[:, None], batch.u0.T[column], outcome.saved[column, place])  # type: ignore[index]
         self.states[ids[column], whole] = values
+        if outcome.save_step is not None:
+            number, before = outcome.save_step[column, place], begun[column]
+            first = still | (number == INITIAL)  # in the next step, at its start, where one comes before
+            self.steps[ids[column], whole] = np.where(first, np.where(before > 0, before, INITIAL), before + number)
         # What is saved at an event will be what is after it.
         self._place[ids] = self._count(ids, outcome.t_reached, beyond=False)
         return column, place, whole

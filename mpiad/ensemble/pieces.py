@@ -9,7 +9,7 @@ from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.settings import Settings
 
-__all__ = ["AT_END", "HERE", "Flow", "Jump"]
+__all__ = ["AT_END", "HERE", "Acted", "Flow"]
 
 AT_END, HERE = -1, -2
 
@@ -36,7 +36,7 @@ class Flow(NamedTuple):
     saved: tuple[Array, Array, Array]
 
 
-class Jump(NamedTuple):
+class Acted(NamedTuple):
     """An event that changed the states of some trajectories, those with the numbers `ids`.
 
     Parameters

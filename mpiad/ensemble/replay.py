@@ -1,7 +1,8 @@
 """The accepted steps of a solve once more, in functions that traces see: what derivatives of derivatives are taken of.
 
-Steps are fixed, but for the last one of each trajectory, which ends where tspan does, and for terminal events, whose times
-are roots that move. The first derivatives that plain arrays get (`adjoint`, `tangents`) are those of this function.
+Steps are fixed, but for the last one of each trajectory, which ends where tspan does, and those that end at given times of
+events; and for events that end trajectories or act, whose times are roots that move. The first derivatives that plain
+arrays get (`adjoint`, `tangents`) are those of this function.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from mpiad.device.assembly import concatenate
 from mpiad.differentiation.gradient import cotangents_of_variables
 from mpiad.differentiation.products import jvp
 from mpiad.differentiation.trace import Variables, trace_backwards, trace_forwards
+from mpiad.ensemble.event_affects import affect_field
+from mpiad.ensemble.jumps import FOUND
 from mpiad.ensemble.run import Run
 from mpiad.ensemble.step_sweep import Columns, LocatedEvent, Saved, StepSweep, Visit
 from mpiad.primitives.cotangents import conform, spec_like
@@ -31,7 +34,7 @@ _ROOT_STEPS = 2
 Replay = Callable[[list], Array]
 
 
-def replayed(run: Run, u0: Array, start: Array, end: Array, leaves: Sequence[Any]) -> list[Array]:
+def replayed(run: Run, u0: Array, start: Array, end: Array, leaves: Sequence[Any], due: Array | None = None) -> list[Array]:
     """Return the results of a run as functions of its inputs, which may be traced.
 
     Parameters
@@ -41,6 +44,8 @@ def replayed(run: Run, u0: Array, start: Array, end: Array, leaves: Sequence[Any
         On the host.
     leaves : sequence
         All leaves of the parameters.
+    due : array, shape (slots, N)
+        The given times at which events act.
 
     Returns
     -------
@@ -48,13 +53,14 @@ def replayed(run: Run, u0: Array, start: Array, end: Array, leaves: Sequence[Any
         Saved states (N, n_saved, d), zero where one failed or wasn't reached, final states (N, d), and where events were
         looked for the times at which trajectories ended (N,), and those of events (m,).
     """
-    replay = _Replay(run, start, end, leaves)
+    replay = _Replay(run, start, end, leaves, due)
     with np.errstate(all="ignore"):
         # What failed is constant: its states aren't differentiated.
         u0 = u0 if run.live.all() else anp.where(run.placed(run.live), u0, 0.0)
-        states = u0
+        states = replay.started(u0)
         for sweep in run.sweeps(whole=True):
             states = replay.through(sweep, states)
+        states = replay.ended(states)
         times = replay.times() if run.settings.events else ()
         return [replay.saved(u0, states), anp.transpose(states), *times]
 
@@ -62,11 +68,12 @@ def replayed(run: Run, u0: Array, start: Array, end: Array, leaves: Sequence[Any
 class _Replay:
     """The pieces of the results, put together at the end."""
 
-    def __init__(self, run: Run, start: Array, end: Array, leaves: Sequence[Any]):
-        self._run, self._leaves, d = run, leaves, len(run.batch.u0)
-        # Zero in value, and what is traced of both ends: steps move with them, and keep their accepted numbers.
-        self._timed = isbox(start) or isbox(end)
+    def __init__(self, run: Run, start: Array, end: Array, leaves: Sequence[Any], due: Any):
+        self._run, self._leaves, self._due, d = run, leaves, due, len(run.batch.u0)
+        self._timed = any(map(isbox, (start, end, due))) or (run.jumps is not None and (run.jumps.slot == FOUND).any())
         if self._timed:
+            # Zero in value, and what is traced of both ends: steps move with them, and keep their accepted numbers. After
+            # an event they move with that.
             self._shift, self._lengthening = (run.moved(x - getval(x)) for x in (start, end))
         # Saved values as rows, and which row each is; the first is for what wasn't reached.
         self._rows, self._count = [np.zeros_like(run.batch.u0, shape=(1, d))], 1
@@ -97,14 +104,19 @@ class _Replay:
         for located in sweep.located(visit):
             c = located.columns
             x = step.root(run.settings.events[located.event].condition, located.x, c)
-            self._crossings.append((located, sweep.ids[c], step.t[c] + x * step.h[c]))
+            time = step.t[c] + x * step.h[c]
+            self._crossings.append((located, sweep.ids[c], time))
             if located.terminal:
                 new = self._put(new, c, step.inside(x, c))
+                if run.jumps and self._timed:
+                    self._shift = self._put(self._shift, sweep.ids[c], time - getval(time))
         for part in sweep.at_end(visit):
             self._save(part, part.of(new))
         for part in sweep.inside(visit):
             x = self._stayed(part, visit, t, h) if self._timed else part.x
             self._save(part, step.inside(x, part.columns))
+        for rows, own in sweep.jumps(visit):
+            new = self._put(new, own, self._jumped(rows, new[:, own]))
         return new
 
     def _times(self, sweep: StepSweep, visit: Visit) -> tuple[Array, Array]:
@@ -115,6 +127,8 @@ class _Replay:
         # there is none to lengthen.
         ids = sweep.ids[: len(visit.t)]
         longer = anp.where(sweep.moves(visit), self._lengthening[ids] - self._shift[ids], 0.0)
+        for rows, own in sweep.jumps(visit)[:1]:
+            longer = self._put(longer, own, self._moved(rows) - self._shift[ids[own]])
         return visit.t + self._shift[ids], visit.h + longer
 
     def _stayed(self, part: Saved, visit: Visit, t: Array, h: Array) -> Array:
@@ -122,7 +136,66 @@ class _Replay:
         own = part.columns
         made = visit.h[own] != 0
         gone = visit.t[own] + part.x * visit.h[own] - t[own]
+        # What is saved where an event acts is the state after it, whenever that is.
+        made = made & (part.x != 0) if self._run.jumps else made
         return anp.where(made, gone / anp.where(made, h[own], 1.0), 0.0)
+
+    # ---- events that act
+
+    def started(self, u0: Array) -> Array:
+        """Return the states of all trajectories after events at the start."""
+        for rows in self._run.jumps.at_start() if self._run.jumps else ():
+            ids = self._run.jumps.ids[rows]  # type: ignore[union-attr]
+            u0 = self._put(u0, ids, self._jumped(rows, u0[:, ids]))
+        return u0
+
+    def ended(self, states: Array) -> Array:
+        """Return the final states by those after the last events, where these were when tspan ends."""
+        run = self._run
+        ids = np.flatnonzero(run.cut & ~run.terminated) if run.jumps and self._timed else np.empty(0, int)
+        if not ids.size:
+            return states
+        moved = self._drifted(states[:, ids], ids, run.batch.end[ids], self._lengthening[ids] - self._shift[ids])
+        return self._put(states, ids, moved)
+
+    def _moved(self, rows: Array) -> Array:
+        """Return how jumps move: given times by themselves, others as what was before them."""
+        jumps: Any = self._run.jumps
+        ids, slot = jumps.ids[rows], jumps.slot[rows]
+        due = self._due[np.maximum(slot, 0), ids]
+        return anp.where(slot == FOUND, self._shift[ids], due - getval(due))
+
+    def _jumped(self, rows: Array, u: Array) -> Array:
+        """Return the states after jumps, one of each trajectory, by those before."""
+        run, jumps = self._run, self._run.jumps
+        ids, t = jumps.ids[rows], jumps.time[rows]  # type: ignore[union-attr]
+        if self._timed:
+            moved = self._moved(rows)
+            # Of others f may not be finite, and no derivative may go there.
+            still = np.flatnonzero(jumps.still[rows])  # type: ignore[union-attr]
+            if still.size:
+                between = moved[still] - self._shift[ids[still]]
+                u = self._put(u, still, self._drifted(u[:, still], ids[still], t[still], between))
+            self._shift, t = self._put(self._shift, ids, moved), t + moved
+        which = jumps.event[rows]  # type: ignore[union-attr]
+        for event in np.unique(which).tolist():
+            own = np.flatnonzero(which == event)
+            twice = own[np.arange(max(2, len(own))) % len(own)]  # two columns at least, wherever it is called
+            field = affect_field(run.settings.events[event], run.batch)
+            after = field.array(u[:, twice], run.columns(self._leaves, ids[twice]), t[twice])
+            u = self._put(u, own, after[:, : len(own)])
+        return u
+
+    def _drifted(self, u: Array, ids: Array, t: Array, between: Array) -> Array:
+        """Return states as they move where times do that coincide: by f times what is between, which is zero."""
+        if not isbox(between):
+            return u
+        run, twice = self._run, np.arange(max(2, len(ids))) % len(ids)
+        leaves, now, between = run.columns(self._leaves, ids[twice]), t[twice], between[twice]
+        rate = run.field.array(u[:, twice], leaves, now)
+        # A step of second order, whose derivatives are right to that order.
+        rate = 0.5 * (rate + run.field.array(u[:, twice] + between * rate, leaves, now + between))
+        return u + (between * rate)[:, : len(ids)].astype(u.dtype)
 
     def _save(self, part: Saved, value: Array) -> None:
         """Note saved values of shape (d, m), or (s, d, m) where each column has several."""
@@ -161,9 +234,13 @@ class _Replay:
         if self._timed:
             # What no event ended, ended where tspan does.
             reached = reached + anp.where(run.placed(run.live & ~run.terminated), self._lengthening, 0.0)
-        ended, passed = ([one for one in self._crossings if one[0].terminal is way] for way in (True, False))
+        if self._timed and run.jumps:
+            reached = reached + anp.where(run.live & run.terminated, self._shift, 0.0)
+        events = run.settings.events
+        ends = [located.terminal and not events[located.event].acts for located, *_ in self._crossings]
+        ended, passed = ([one for one, end in zip(self._crossings, ends) if end is way] for way in (True, False))
         return (
-            self._replaced(reached, [ids for _, ids, _ in ended], [time for *_, time in ended]),
+            reached if run.jumps else self._replaced(reached, [ids for _, ids, _ in ended], [time for *_, time in ended]),
             self._replaced(run.crossed, [located.row for located, *_ in passed], [time for *_, time in passed]),
         )
 

@@ -33,12 +33,13 @@ class RollingPieces:
         self._batch = batch._replace(start=batch.start.copy(), end=batch.end.copy())
         self._rows = np.empty((5, 0))
 
-    def run(self) -> None:
-        """Go on until all have ended."""
+    def run(self) -> Outcome:
+        """Go on until all have ended; return the outcome, of which the record of steps is whole."""
         still = np.flatnonzero(self._batch.start == self._batch.end)
         outcome = self._solved.advance(self._batch, self._settings)
         if still.size:  # which never entered
             self._take(still, outcome, None)
+        return outcome
 
     def _again(self, columns: Array, outcome: Outcome) -> Array:
         """Let the events act that ended some columns, and return those that go on."""

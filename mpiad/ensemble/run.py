@@ -12,6 +12,7 @@ from mpiad._typing import Array
 from mpiad.ensemble.batch import Batch, two_at_least
 from mpiad.ensemble.coefficients import Coefficients
 from mpiad.ensemble.derivative import derivative_of
+from mpiad.ensemble.jumps import Jumps
 from mpiad.ensemble.linearization import Field
 from mpiad.ensemble.outcome import Outcome, ReturnCode
 from mpiad.ensemble.record import Steps
@@ -85,12 +86,12 @@ class Run:
     @property
     def crossed(self) -> Array:
         """When events were whose times have derivatives, or all, shape (m,), where the states live."""
-        return self.crossings.time
+        return self._with_acting("time")
 
     @property
     def crossed_ids(self) -> Array:
         """Their trajectories, shape (m,)."""
-        return self.crossings.ids
+        return self._with_acting("ids")
 
     @property
     def passed(self) -> list[tuple[int, int, int]]:
@@ -264,16 +265,64 @@ class Run:
         """The columns of the table of events, with which are terminal: see `Outcome.event_table`."""
         rows = np.empty((5, 0)) if self.outcome.event_table is None else self.outcome.event_table
         ids, event, number = rows[:3].astype(int)
-        terminal = np.array([event.terminal for event in self.settings.events], bool)[event]
-        return [ids, event, number, *rows[3:], terminal]
+        ends = np.array([event.terminal or event.acts for event in self.settings.events], bool)[event]
+        return [ids, event, number, *rows[3:], ends]
 
     @cached_property
     def crossings(self) -> Crossings:
-        """All events on the way of trajectories that didn't fail, but for those that ended one."""
-        ids, event, number, x, time, terminal = self._event_columns
+        """All events on the way of trajectories that didn't fail, but for those that ended one or acted."""
+        return self._crossings(self.live[self._event_columns[0]] & ~self._event_columns[-1])
+
+    @cached_property
+    def stops(self) -> Crossings:
+        """Those at which a step was cut short, since they ended a trajectory or acted: of two at once the later one."""
+        ids, _, number, *_, ends = self._event_columns
+        rows = np.flatnonzero(ends & self.live[ids])
+        own, step = ids[rows], number[rows]
+        return self._crossings(rows[np.append((own[1:] != own[:-1]) | (step[1:] != step[:-1]), True)[: len(rows)]])
+
+    def _crossings(self, chosen: Array) -> Crossings:
+        ids, event, number, x, time, _ = self._event_columns
         order = np.arange(len(ids)) - np.searchsorted(ids, ids)
-        chosen = self.live[ids] & ~terminal
         return Crossings(*(column[chosen] for column in (ids, order, event, number, x, time)))
+
+    @cached_property
+    def acting_row(self) -> Array:
+        """For each of the stops at which an event acted the place of its time in `crossed`."""
+        acts = np.array([event.acts for event in self.settings.events], bool)[self.stops.event]
+        return np.where(acts, len(self.crossings.ids) + np.cumsum(acts) - 1, -1)
+
+    @cached_property
+    def crossed_row(self) -> Array:
+        """For each row of the table of events the place of its time in `crossed`; -1 where a trajectory ended or failed."""
+        ids, _, number, *_, ends = self._event_columns
+        live, found = self.live[ids], np.full(len(ids), -1)
+        found[live & ~ends] = np.arange(len(self.crossings.ids))
+        rows = np.flatnonzero(live & ends)
+        own, step = ids[rows], number[rows]
+        stop = np.cumsum(np.append(False, (own[1:] != own[:-1]) | (step[1:] != step[:-1])))[: len(rows)]
+        found[rows] = self.acting_row[stop]
+        return found
+
+    def _with_acting(self, name: str) -> Array:
+        own = getattr(self.crossings, name)
+        return np.concatenate([own, getattr(self.stops, name)[self.acting_row >= 0]]) if self.jumps else own
+
+    @cached_property
+    def jumps(self) -> Jumps | None:
+        """How events changed the states of trajectories that didn't fail; None where none did."""
+        found = Jumps(self.outcome.jumps, self.live) if self.outcome.jumps else None
+        return found if found is not None and len(found.ids) else None
+
+    @cached_property
+    def cut(self) -> Array:
+        """Which trajectories' last steps end at an event and not where tspan does, array of bool, shape (N,)."""
+        if self.jumps is None:
+            return self.terminated
+        ids, number = self.jumps.ids, self.jumps.number
+        found = self.terminated.copy()
+        found[ids[number == self.counts[ids]]] = True
+        return found
 
     @cached_property
     def ending_events(self) -> Array:

@@ -1,8 +1,8 @@
 """Saved values by the steps in which they lie: where a sweep over the steps meets them.
 
 Inside a step the saved value is u + h Σ w_i(x) k_i, with x the part of the step that is gone there. The last stage k is
-the first one of the next step, so its share belongs there; in a trajectory's last step nothing follows, and the stage is
-computed for it.
+the first one of the next step, so its share belongs there; in a trajectory's last step nothing follows, or an event that
+changes the state, and the stage is computed for it.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Schedule:
     """
 
     def __init__(self, entries: Entries, column: Array, sweep: SortedSweep, coefficients: Coefficients):
-        final, inside = entries.number == sweep.counts[column] - 1, entries.x != 1
+        final, inside = sweep.is_last(column, entries.number), entries.x != 1
         visit = sweep.visit_of(column, entries.number)
         following = sweep.visit_of(column, np.where(final, entries.number, entries.number + 1))
         weights = coefficients.weights(entries.x)

@@ -275,10 +275,12 @@ def _by_arrays(
     """Solve a batch where its arrays live: on the host by a kernel, too, where that is chosen."""
     if options.acting:
         plan = compiler.plan(batch, settings, given)
-        way = "rounds"
-        if not settings.record and (isinstance(options.backend, EnsembleVectorized) if plan is None else plan.affects):
-            way = "rolling" if plan is None else "whole"
-        solved = HybridSolve(partial(compiler.run_planned, plan, given=given), batch, settings, way)
+        way, chained = "rounds", plan is not None or settings.adjoint == "continuous"
+        if plan is None and isinstance(options.backend, EnsembleVectorized) and not (settings.record and chained):
+            way = "rolling"
+        elif plan is not None and plan.affects and not settings.record:
+            way = "whole"
+        solved = HybridSolve(partial(compiler.run_planned, plan, given=given), batch, settings, way, chained)
         solved.run()
         return hybrid_solution(solved, given)
     outcome = compiler.run(batch, settings, given)

@@ -11,16 +11,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 from autograd.extend import defjvp_argnums, defvjp_argnums, primitive
 from autograd.tracer import isbox
 
 from mpiad._typing import Array
 from mpiad.primitives.cotangents import conform, spec_like
 
-__all__ = ["END", "LEAVES", "START", "U0", "DifferentiableSolve", "solve_operator"]
+__all__ = ["DUE", "END", "LEAVES", "NO_TIMES", "START", "U0", "DifferentiableSolve", "solve_operator"]
 
-# The first arguments of the function; the leaves of the parameters follow.
-U0, START, END, LEAVES = range(4)
+# The first arguments of the function, with the given times at which events act; the leaves of the parameters follow.
+U0, START, END, DUE, LEAVES = range(5)
+NO_TIMES = np.empty((0, 0))
 
 
 class DifferentiableSolve(Protocol):
@@ -49,7 +51,7 @@ class DifferentiableSolve(Protocol):
 
 
 @primitive
-def solve_operator(u0: Array, start: Array, end: Array, *leaves: Any, solved: DifferentiableSolve) -> Array:
+def solve_operator(u0: Array, start: Array, end: Array, due: Array, *leaves: Any, solved: DifferentiableSolve) -> Array:
     """Return the results of a solve, which has run before."""
     return solved.vector
 

@@ -21,7 +21,25 @@ from mpiad.ensemble.step_sweep import LocatedEvent, Saved, StepSweep, Visit
 if TYPE_CHECKING:  # a run makes its sweeps, and so imports this file
     from mpiad.ensemble.run import Run
 
-__all__ = ["Crossings", "SortedSweep"]
+__all__ = ["Crossings", "SortedSweep", "columns_of", "grouped"]
+
+
+def columns_of(sweep: SortedSweep, ids: Array) -> tuple[Array, Array]:
+    """Return which of the trajectories `ids` a sweep goes over, and their columns."""
+    order = np.argsort(sweep.ids)
+    place = np.minimum(np.searchsorted(sweep.ids, ids, sorter=order), max(0, len(order) - 1))
+    mine = np.flatnonzero(sweep.ids[order[place]] == ids) if len(order) else np.empty(0, int)
+    return mine, order[place[mine]]
+
+
+def grouped(visits: Array, kinds: Array) -> dict[int, list[Array]]:
+    """Return for each visit the places of what lies there, kind by kind."""
+    order = np.lexsort((kinds, visits))
+    v, kind = visits[order], kinds[order]
+    found: dict[int, list[Array]] = {}
+    for own in np.split(order, np.flatnonzero((v[1:] != v[:-1]) | (kind[1:] != kind[:-1])) + 1) if len(order) else ():
+        found.setdefault(int(visits[own[0]]), []).append(own)
+    return found
 
 
 class Crossings(NamedTuple):
@@ -44,17 +62,9 @@ class Crossings(NamedTuple):
 
     def by_visits(self, sweep: SortedSweep) -> dict[int, list[tuple[Array, Array]]]:
         """Return by the visits of a sweep the crossings and their columns, event by event."""
-        found: dict[int, list[tuple[Array, Array]]] = {}
-        ids = sweep.ids
-        order = np.argsort(ids)
-        place = np.minimum(np.searchsorted(ids, self.ids, sorter=order), max(0, len(ids) - 1))
-        mine = np.flatnonzero(ids[order[place]] == self.ids) if len(ids) else np.empty(0, int)
-        columns = order[place[mine]]
-        visits = sweep.visit_of(columns, self.number[mine])
-        for v, event in sorted(set(zip(visits.tolist(), self.event[mine].tolist()))):
-            chosen = (visits == v) & (self.event[mine] == event)
-            found.setdefault(v, []).append((mine[chosen], columns[chosen]))
-        return found
+        mine, columns = columns_of(sweep, self.ids)
+        groups = grouped(sweep.visit_of(columns, self.number[mine]), self.event[mine])
+        return {v: [(mine[own], columns[own]) for own in found] for v, found in groups.items()}
 
 
 class SortedSweep(StepSweep):
@@ -76,7 +86,7 @@ class SortedSweep(StepSweep):
         self.counts, self.ids = steps.counts[self._own], self._own + first
         self._every = every
         # What is looked at in each visit, or never.
-        self._terminated = run.terminated[self.ids] if run.settings.events else None
+        self._cut = run.cut[self.ids] if run.settings.events else None
 
     @cached_property
     def leaves(self) -> list[Any]:  # type: ignore[override]
@@ -124,11 +134,21 @@ class SortedSweep(StepSweep):
             yield visit
             if number + 1 < stop:  # the next stretch begins at a kept state
                 u = self._run.stages_again(self, visit)[1]
+                for rows, columns in self.jumps(visit):
+                    u[:, columns] = self._run.jumps.after[:, rows]  # type: ignore[union-attr]
 
     def _width(self, number: int) -> int:
         return int(np.count_nonzero(self.counts > number))
 
     # ---- what lies in a step
+
+    def is_last(self, column: Array, number: Array) -> Array:
+        """Tell of which steps the last stage isn't the first of the next: there is none, or it starts elsewhere."""
+        last, jumps = number == self.counts[column] - 1, self._run.jumps
+        if jumps:
+            most = int(self._run.counts.max()) + 1
+            last |= np.isin(self.ids[column] * most + number + 1, jumps.ids * most + jumps.number)
+        return last
 
     @cached_property
     def _schedule(self) -> Schedule:
@@ -152,22 +172,31 @@ class SortedSweep(StepSweep):
 
     def located(self, visit: Visit) -> Sequence[LocatedEvent]:
         """Return the events in the step."""
-        if self._terminated is None:
+        if self._cut is None:
             return ()
-        crossings, found = self._run.crossings, []
-        for chosen, columns in self._passings.get(visit.number, ()):
-            x, time = crossings.x[chosen], crossings.time[chosen]
-            found.append(LocatedEvent(int(crossings.event[chosen[0]]), False, columns, x, time, chosen))
-        columns = np.flatnonzero(self._terminated[visit.about]) + visit.about.start
-        events = self._run.ending_events[self.ids[columns]]
-        for event in np.unique(events).tolist():
-            own = columns[events == event]
-            ids, outcome = self.ids[own], self._run.outcome
-            found.append(LocatedEvent(event, True, own, outcome.end_part[ids], outcome.t_reached[ids], ids))
+        run, found = self._run, []
+        for crossings, visits, ends in ((run.crossings, self._passings, False), (run.stops, self._stops, True)):
+            for chosen, columns in visits.get(visit.number, ()):
+                x, time, event = crossings.x[chosen], crossings.time[chosen], int(crossings.event[chosen[0]])
+                # Times of events that act come after those of events on the way; an end's is that of its trajectory.
+                row = run.acting_row[chosen] if ends and run.jumps else self.ids[columns] if ends else chosen
+                found.append(LocatedEvent(event, ends, columns, x, time, row))
         return found
+
+    @cached_property
+    def _stops(self) -> dict[int, list[tuple[Array, Array]]]:
+        return self._run.stops.by_visits(self)
+
+    @cached_property
+    def _jumps(self) -> dict[int, list[tuple[Array, Array]]]:
+        return self._run.jumps.by_visits(self) if self._run.jumps else {}
+
+    def jumps(self, visit: Visit) -> Sequence[tuple[Array, Array]]:
+        """Return which jumps follow the step, in their order, and their columns."""
+        return self._jumps.get(visit.number, ())
 
     def moves(self, visit: Visit) -> Array:
         """Tell in which columns the step ends where tspan does."""
         found = np.zeros(len(visit.t), bool)
-        found[visit.about] = True if self._terminated is None else ~self._terminated[visit.about]
+        found[visit.about] = True if self._cut is None else ~self._cut[visit.about]
         return found

@@ -32,6 +32,8 @@ class StepObservers:
         self._outcome, self._batch, self._settings = outcome, batch, settings
         coefficients = Coefficients(settings.alg.tableau, batch.u0)
         self._log = Log(settings.checkpoints) if settings.record else None
+        # How many steps trajectories had made before they entered again.
+        self._begun = np.zeros(batch.size if settings.again else 0, np.int64)
         self._events = self._saves = None
         if settings.events:
             self._events = EventWatch(settings.events, coefficients, initialization.parameters)
@@ -48,7 +50,7 @@ class StepObservers:
     def see(self, step: Step, p: Tree) -> Array:
         """Look at a step; return the columns that a terminal event ends, whose step is cut short there."""
         if self._log is not None:
-            self._log.note(step)
+            self._log.note(step._replace(number=step.number + self._begun[step.ids]) if len(self._begun) else step)
         terminated = NONE
         if self._events is not None:
             found = [np.flatnonzero(mask) for mask in self._events.crossed(step, p)]
@@ -71,8 +73,9 @@ class StepObservers:
         self._outcome.end_part[step.ids[terminated]] = parts
         return terminated
 
-    def tell_events(self) -> None:
-        """Put the events since the last time into the outcome, in any order."""
+    def pause(self, ids: Array) -> None:
+        """Put the events since the last time into the outcome, in any order; trajectories have left that may go on."""
+        self._begun[ids] += self._outcome.naccept[ids]
         self._outcome.event_table = None if self._events is None else self._events.rows()
         if self._events is not None:
             self._events.forget()
@@ -83,5 +86,5 @@ class StepObservers:
         if rows is not None:
             self._outcome.event_table = rows[:, in_order(rows)]
         if self._log is not None:
-            u0 = self._batch.u0
-            self._outcome.steps = [(0, self._log.steps(self._outcome.naccept, len(u0), u0.dtype))]
+            u0, counts = self._batch.u0, self._begun if len(self._begun) else self._outcome.naccept
+            self._outcome.steps = [(0, self._log.steps(counts, len(u0), u0.dtype))]

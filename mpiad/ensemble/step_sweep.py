@@ -167,6 +167,10 @@ class StepSweep:
     def located(self, visit: Visit) -> Sequence[LocatedEvent]:
         """Return the events in the step, those on the way before those that end it."""
 
+    def jumps(self, visit: Visit) -> Sequence[tuple[Array, Array]]:
+        """Return which jumps of the run follow the step, in their order, and their columns."""
+        return ()
+
     @abstractmethod
     def moves(self, visit: Visit) -> Array:
         """Tell in which columns the step ends where tspan does: array of bool, shape (width,)."""

@@ -226,9 +226,10 @@ class WorkingSet(Turns):
         """Let those go on that have ended a piece only."""
         if self._settings.again is None or not self._left:
             return
+        left = np.concatenate(self._left)
         if self._observers is not None:
-            self._observers.tell_events()
-        self._initialization.renew(self._settings.again(np.concatenate(self._left), self._outcome))
+            self._observers.pause(left)
+        self._initialization.renew(self._settings.again(left, self._outcome))
         self._left = []
 
     def _join(self, new: Entrants, joined: Joint) -> None:

@@ -179,6 +179,11 @@ def test_doses(alg):
 
     # The third patient's second dose and the fixed one are at times of their own; the first's are at one.
     check(found, exact, (0, 1), (DOSED, RATES), tangent=isinstance(alg, Vern7))
+    again = mpiad.grad(lambda p: anp.sum(dosed(DOSED, p, alg, checkpoints=5).u_end ** 2))(RATES)
+    expected = mpiad.grad(
+        lambda p: sum(concentration(DOSED[i, 0], [p[i, j] for j in range(3)], 6.0) ** 2 for i in range(3))
+    )(RATES)
+    np.testing.assert_allclose(again, expected, rtol=1e-10, atol=1e-10 * np.abs(expected).max())
 
 
 # ---- neurons
@@ -365,6 +370,24 @@ def test_backwards_with_steps_that_are_fixed_or_of_other_methods():
         np.testing.assert_allclose(sol.u_end[0], expected, rtol=exact)
         np.testing.assert_allclose(sol.u[1, 0], np.e - 0.5, rtol=exact)
         assert [time for _, time in sol.events] == [2.0, 1.0]
+
+
+@pytest.mark.columns("affects of complex states are called by columns in any case")
+def test_an_affect_that_is_not_holomorphic():
+    def found(p):
+        turning = ODEProblem(lambda u, p, t: [1j * p[0] * u[0]], np.array([0.6 + 0.8j]), (0.0, 2.0))
+        mirrored = Event(times=lambda p: [p[1]], affect=lambda u, p, t: [p[0] * anp.conj(u[0]) * t])
+        return anp.real(solve(EnsembleProblem(turning, p=p), Vern7(), events=mirrored, **TIGHT).u_end[0, 0] * (2 - 1j))
+
+    def exact(p):
+        speed, time = p[0]
+        phase = speed * (2.0 - 2 * time)
+        real, imag = 0.6 * anp.cos(phase) + 0.8 * anp.sin(phase), 0.6 * anp.sin(phase) - 0.8 * anp.cos(phase)
+        return speed * time * (2 * real + imag)
+
+    p = np.array([[1.3, 0.7]])
+    np.testing.assert_allclose(mpiad.grad(found)(p), mpiad.grad(exact)(p), rtol=1e-10)
+    np.testing.assert_allclose(mpiad.jvp(found, p, p)[1], mpiad.jvp(exact, p, p)[1], rtol=1e-10)
 
 
 @pytest.mark.columns("numbers as states are columns of one component")

@@ -20,7 +20,7 @@ from mpiad.ensemble.compiled.cuda.gpu_solver import DeviceResults, Directions, S
 from mpiad.ensemble.compiled.parameter_packing import PackedLeaf
 from mpiad.ensemble.compiled.traced_problem import FEW
 from mpiad.ensemble.outcome import came_through
-from mpiad.ensemble.solve_operator import LEAVES, U0, solve_operator
+from mpiad.ensemble.solve_operator import LEAVES, NO_TIMES, U0, solve_operator
 from mpiad.transport.device_arrays import is_device_array
 
 __all__ = ["Solved", "results_of"]
@@ -170,7 +170,7 @@ def results_of(solved: Solved, given: Batch) -> list[Array]:
     """
     # Nobody differentiates by what isn't traced, and times would make a second array of all states.
     solved.timed = solved.timed and given.traced
-    vector = solve_operator(given.u0, given.start, given.end, *given.p.leaves, solved=solved)
+    vector = solve_operator(given.u0, given.start, given.end, NO_TIMES, *given.p.leaves, solved=solved)
     solver, n_saved = solved.solver, solved.solver.inputs.n_saved
     count, d = solver.count, solver.d
     cut = n_saved * d * count
