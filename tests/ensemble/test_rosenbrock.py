@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from autograd.tracer import getval
 from device_double import on_device, on_host
+from kernels_on_cpu import parameters_of
 from mpi4py import MPI
 from rosenbrock_by_hand import rodas5p, rosenbrock23, solved_by_hand
 from scipy.integrate import solve_ivp
@@ -31,6 +32,8 @@ from mpiad.ensemble import (
     solve,
 )
 from mpiad.ensemble.column_lu import ColumnLU
+from mpiad.ensemble.compiled.jacobian_programs import jacobian_program
+from mpiad.ensemble.compiled.trace import trace
 from mpiad.ensemble.rosenbrock_tableaus import rosenbrock
 
 WORLD = MPI.COMM_WORLD
@@ -167,6 +170,17 @@ def test_states_of_other_shapes_and_dtypes():
 def by_matrix(u, p, t):
     float(getval(u)[0, 0])
     return -p * u + anp.cos(t)
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_no_entry_of_a_jacobian_is_zero_everywhere(system):
+    stiff = SYSTEMS[system]
+    program = trace(stiff.f, stiff.u0.shape, parameters_of(stiff.p, False), float)
+    expected = stiff.jacobian(stiff.u0 + 0.3, stiff.p, 0.4), stiff.slope(stiff.u0 + 0.3, stiff.p, 0.4)
+    found = jacobian_program(program)
+    assert sorted(found.places) == sorted(map(tuple, np.argwhere(expected[0]).tolist()))
+    assert found.slopes == tuple(np.flatnonzero(expected[1]))
 
 
 @pytest.mark.serial

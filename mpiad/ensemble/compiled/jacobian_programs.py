@@ -35,12 +35,13 @@ class JacobianProgram(NamedTuple):
 @lru_cache(_MOST_PROGRAMS)
 def jacobian_program(program: Program) -> JacobianProgram:
     """Return the derivatives of f by state and time."""
-    d, along = program.groups["state"], jvp(program, wanted={"state": None, "time": None})
+    d = program.groups["state"]
     builder, outputs = Builder(), {}
-    # One direction after the other into one program: what they share is computed once, and zeros drop out.
+    # One direction after the other into one program: what they share is computed once. No other has a tangent of zero:
+    # products with it would stay, since they aren't zero where a factor isn't finite.
     for direction in range(d + 1):
-        known = {("seed", place): float(place == direction) for place in range(d + 1)}
-        new = copied(builder, along, known)
+        along = jvp(program, wanted={"time": None} if direction == d else {"state": [direction]})
+        new = copied(builder, along, {("seed", 0): 1.0})
         outputs |= {(i, direction): new[number] for i, number in enumerate(along.outputs[d:])}
     kept = {place: number for place, number in outputs.items() if builder.value(number) != 0}
     places, slopes = ([place for place in kept if (place[1] == d) is timed] for timed in (False, True))
