@@ -10,7 +10,7 @@ import pytest
 from autograd.tracer import getval
 from mpi4py import MPI
 from rosenbrock_by_hand import rodas5p, rosenbrock23
-from stiff_systems import SYSTEMS
+from stiff_systems import SYSTEMS, System
 
 import mpiad
 from mpiad.ensemble import EnsembleMPI, EnsembleProblem, Event, ODEProblem, Rodas5P, Rosenbrock23, fit, remake, solve
@@ -37,13 +37,13 @@ def loss(saved, end, weights):
     return anp.sum(weights * saved) + anp.sum(end**2)
 
 
-def loss_by_hand(step, sizes, weights, u0, p, start=0.0, end=0.0):
+def loss_by_hand(step, sizes, weights, u0, p, start=0.0, end=0.0, system=FORCED):
     """Return the loss by steps of given sizes, of which the last one ends where tspan does; both ends may be moved."""
     t, u, saved, last = SPAN[0] + start, np.asarray(u0), [], len(sizes) - 1
     for n, h in enumerate(sizes):
         size = h + (end - start if n == last else 0)
         due = [x for x in TIMES if np.real(t) < x <= np.real(t + size)]
-        new, _, inside = step(*FORCED.by_hand, u, p, t, size)
+        new, _, inside = step(*system.by_hand, u, p, t, size)
         saved += [inside((x - t) / size) for x in due]
         t, u = t + size, new
     return np.sum(weights * np.array(saved)) + np.sum(u**2)
@@ -103,6 +103,33 @@ def test_gradients_by_the_ends_of_tspan(name, way):
     found, sizes = mpiad.grad(solved, (0, 1))(*SPAN), sizes_of(alg)[0]
     expected = by_complex_steps(lambda *ends: loss_by_hand(step, sizes, WEIGHTS[0], U0[0], P[0], *ends), 0.0, 0.0)
     np.testing.assert_allclose(found, expected, rtol=1e-8)
+
+
+# Where it is stiff the last row is the pivot of the second.
+SPRING = System(
+    lambda u, p, t: [anp.cos(t) - u[0], u[2], u[0] - p[0] * u[1] - p[1] * u[2]],
+    lambda u, p, t: [[-1, 0, 0], [0, 0, 1], [1, -p[0], -p[1]]],
+    lambda u, p, t: [-np.sin(t), 0, 0],
+    np.array([0.5, 1.0, 0.0]), np.array([1e4, 200.0]), SPAN[1],
+)  # fmt: skip
+
+
+@pytest.mark.serial
+def test_gradients_by_the_ends_of_tspan_where_kernels_exchange_rows():
+    pytest.importorskip("llvmlite")
+    alg, step = METHODS["Rosenbrock23"]
+
+    def solved(start, end, **options):
+        ensemble = EnsembleProblem(ODEProblem(SPRING.f, SPRING.u0, (start, end)), p=SPRING.p[None])
+        return solve(ensemble, alg, **options, **TOLERANCES)
+
+    def total(*ends):
+        sol = solved(*ends, saveat=TIMES, compile=True)
+        return loss(sol.u[0], sol.u_end[0], 1.0)
+
+    by_hand = partial(loss_by_hand, step, np.diff(solved(*SPAN, save_everystep=True).t[0]), 1.0, SPRING.u0, SPRING.p)
+    expected = by_complex_steps(lambda *ends: by_hand(*ends, system=SPRING), 0.0, 0.0)
+    np.testing.assert_allclose(mpiad.grad(total, (0, 1))(*SPAN), expected, rtol=1e-8)
 
 
 @pytest.mark.serial

@@ -65,11 +65,12 @@ class WrittenLU:
         below = [i for i in range(k + 1, self._d) if k in rows[i]]
         self._compared.append(below)
         for i in below:
-            lines.append(f"m{k}_{i} = abs(w{i}_{k}) > abs(w{k}_{k})")
+            choice = f"swap{k}_{i}"
+            lines.append(f"{choice} = abs(w{i}_{k}) > abs(w{k}_{k})")
             for j in sorted(j for j in rows[k] | rows[i] if j >= k):
                 upper, lower = (f"w{n}_{j}" if j in rows[n] else "zero" for n in (k, i))
                 lines += [
-                    f"v = {upper}", f"w{k}_{j} = where(m{k}_{i}, {lower}, v)", f"w{i}_{j} = where(m{k}_{i}, v, {lower})"
+                    f"v = {upper}", f"w{k}_{j} = where({choice}, {lower}, v)", f"w{i}_{j} = where({choice}, v, {lower})"
                 ]  # fmt: skip
             # What is left of a row in the columns before are its factors, which stay.
             both = {j for j in rows[k] | rows[i] if j >= k}
@@ -110,7 +111,7 @@ class WrittenLU:
 
     @staticmethod
     def _exchanged(x: str, k: int, i: int) -> list[str]:
-        choice = f"m{k}_{i}"
+        choice = f"swap{k}_{i}"
         return [f"v = {x}_{k}", f"{x}_{k} = where({choice}, {x}_{i}, v)", f"{x}_{i} = where({choice}, v, {x}_{i})"]
 
 
