@@ -13,6 +13,7 @@ import numpy as np
 from mpiad.compiling.program import Program
 from mpiad.differentiation.trees import flatten
 from mpiad.ensemble.batch import Parameters
+from mpiad.ensemble.compiled.jacobian_programs import jacobian_program
 from mpiad.ensemble.compiled.kernel_form import Form
 from mpiad.ensemble.compiled.kernel_texts import cuda_text
 from mpiad.ensemble.compiled.parameter_packing import names_of, packing_of
@@ -47,9 +48,11 @@ def plan_of(f, p, u0, alg, events=(), **options):
     """Return the plan of an f; u0 has shape (d, n), and events are triples of condition, terminal and direction."""
     program, packing = trace(f, (len(u0),), p, u0.dtype), packing_of(p)
     names = names_of(packing)
+    _, jacobian, slopes = jacobian_program(program) if alg.tableau.implicit else (None, (), ())
     form = Form(
         len(u0), len(packing.varying), len(packing.shared), alg.tableau, alg.controller, single=u0.dtype == np.float32,
-        inside=True, record=True, tolerances=True, events=tuple(event[1:] for event in events), **options,
+        inside=True, record=True, tolerances=True, events=tuple(event[1:] for event in events), jacobian=jacobian,
+        slopes=slopes, **options,
     )  # fmt: skip
     return Plan(program, form, names, tuple(event[0] for event in events))
 

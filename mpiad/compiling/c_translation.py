@@ -1,8 +1,8 @@
 """Statements of the kernel language as C, which is also C++ and CUDA: what CPU and GPU kernels compute stands once.
 
 The language is that of `mpiad.compiling.translation`, but for arrays, of which each kernel has its own. A variable is
-declared where it is assigned to first, with the type of what it gets (`auto`), and belongs to that block. ``fma(a, b, c)``
-becomes ``a * b + c``, which a compiler for GPUs contracts where it may.
+declared where it is assigned to first, with the type of what it gets (`auto`), and belongs to that block; an array is the
+kernel's. ``fma(a, b, c)`` becomes ``a * b + c``, which a compiler for GPUs contracts where it may.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ __all__ = ["c_lines"]
 _CALLS = {
     "abs": "fabs({0})", "fma": "({0} * {1} + {2})", "max": "larger({0}, {1})", "min": "smaller({0}, {1})",
     "math.hypot": "hypot({0}, {1})", "math.sqrt": "sqrt({0})", "np.float64": "(double)({0})",
-    "np.isfinite": "finite_number({0})", "np.sqrt": "sqrt({0})", "where": "({0} ? {1} : {2})",
+    "np.int64": "(long long)({0})", "np.isfinite": "finite_number({0})", "np.sqrt": "sqrt({0})",
+    "where": "({0} ? {1} : {2})",
 }  # fmt: skip
 
 
@@ -37,22 +38,31 @@ def _statement(node: ast.stmt, known: set[str]) -> list[str]:
         made = [f"if ({_text(node.test)}) {{", *indented(_block(node.body, set(known)))]
         return [*made, *(["} else {", *indented(_block(node.orelse, set(known)))] if node.orelse else []), "}"]
     if isinstance(node, ast.For):
-        i, stop = ast.unparse(node.target), _text(node.iter.args[0])  # type: ignore[attr-defined]
-        return [f"for (int {i} = 0; {i} < {stop}; ++{i}) {{", *indented(_block(node.body, known | {i})), "}"]
+        i = ast.unparse(node.target)
+        return [f"for ({_counted(i, node.iter)}) {{", *indented(_block(node.body, known | {i})), "}"]
     if isinstance(node, ast.AugAssign):
         return [f"{ast.unparse(node.target)} {'-' if isinstance(node.op, ast.Sub) else '+'}= {_text(node.value)};"]
     if isinstance(node, ast.Break):
         return ["break;"]
     assert isinstance(node, ast.Assign), ast.unparse(node)  # noqa: S101 the texts are ours
     target = node.targets[0]
-    names = [ast.unparse(part) for part in (target.elts if isinstance(target, ast.Tuple) else [target])]
-    new = [name for name in names if name not in known]
+    parts = target.elts if isinstance(target, ast.Tuple) else [target]
+    names = [ast.unparse(part) for part in parts]
+    new = [name for name, part in zip(names, parts) if isinstance(part, ast.Name) and name not in known]
     known.update(names)
     if not isinstance(target, ast.Tuple):
         return [f"{'auto ' if new else ''}{names[0]} = {_text(node.value)};"]
     call: ast.Call = node.value  # type: ignore[assignment] f and its derivatives give their results to references
     given = ", ".join([*map(_text, call.args), *names])
     return [*([f"real {', '.join(new)};"] if new else []), f"{ast.unparse(call.func)}({given});"]
+
+
+def _counted(i: str, span: ast.expr) -> str:
+    """Return the head of a loop over a range, which goes down where it has a step."""
+    given = [_text(argument) for argument in span.args]  # type: ignore[attr-defined]
+    start, stop = given[:2] if len(given) > 1 else ("0", given[0])
+    before, step = (">", "--") if len(given) > 2 else ("<", "++")
+    return f"int {i} = {start}; {i} {before} {stop}; {step}{i}"
 
 
 def _text(node: ast.expr) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.ensemble.outcome import came_through, names_of
 from mpiad.ensemble.solution import EnsembleSolution
+from mpiad.ensemble.tableaus import Algorithm
 from mpiad.transport.device_arrays import ArrayModule
 
 __all__ = ["DeviceSolution", "Statistics", "count_failed"]
@@ -70,7 +71,7 @@ class DeviceSolution(EnsembleSolution):
     """
 
     @classmethod
-    def of(cls, u: Array, t: Array, u_end: Array, statistics: Statistics) -> DeviceSolution:
+    def of(cls, u: Array, t: Array, u_end: Array, statistics: Statistics, alg: Algorithm) -> DeviceSolution:
         """Return a solution.
 
         Parameters
@@ -79,7 +80,7 @@ class DeviceSolution(EnsembleSolution):
         t : array, shape (n_saved,) or (N, n_saved)
         """
         later = {name: partial(statistics.on_host, name) for name in _ASKED}
-        return cls.lazy(later, u=u, t=t, u_end=u_end, statistics=statistics)
+        return cls.lazy(later, u=u, t=t, u_end=u_end, statistics=statistics, alg=alg)
 
     @property
     def all_succeeded(self) -> bool:

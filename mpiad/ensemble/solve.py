@@ -29,7 +29,7 @@ from mpiad.ensemble.job_progress import JobProgress
 from mpiad.ensemble.members import columns_of, initial_states, master_seed, own_members
 from mpiad.ensemble.methods.dormand_prince import RK45
 from mpiad.ensemble.on_device.device_run import run_of
-from mpiad.ensemble.outcome import ReturnCode, evaluations
+from mpiad.ensemble.outcome import ReturnCode, evaluations, names_of
 from mpiad.ensemble.outputs import trees_of_all
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
 from mpiad.ensemble.rank_outcomes import RankOutcomes, outcomes_of_all
@@ -258,14 +258,18 @@ def _solved(
     ends = hosted and options.saveat is None and not options.save_everystep and not options.events
     times = None if options.save_everystep else _NO_TIMES if ends else save_times(options.saveat, batch, numbers.start - 1)
     settings = settings_of(options, batch, times, record, ends, shown)
-    batch = batch if on_gpu else placed(batch)
+    failed = None
+    if settings.mass is not None and not is_on_device(batch):
+        given, failed = consistent_start(given, settings.mass, settings.rtol, settings.atol)
+        batch = given.plain()
+    by_arrays = partial(_by_arrays, options, compiler)
     if on_gpu:
-        return solved_on_gpu(compiler, given, batch, settings, partial(_by_arrays, options, compiler))
-    if settings.mass is None or not hosted:
-        return _by_arrays(options, compiler, given, batch, settings)
-    given, failed = consistent_start(given, settings.mass, settings.rtol, settings.atol)
-    sol = _by_arrays(options, compiler, given, given.plain(), settings)
-    sol.codes[failed] = ReturnCode.InitialFailure.code
+        sol = solved_on_gpu(compiler, given, batch, settings, by_arrays)
+    else:
+        sol = by_arrays(given, placed(batch), settings)
+    if failed is not None and failed.any():
+        codes = np.where(failed, ReturnCode.InitialFailure.code, sol.codes)
+        sol._codes, sol.retcode = codes, names_of(codes)
     return sol
 
 

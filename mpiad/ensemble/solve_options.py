@@ -14,7 +14,6 @@ from mpiad._typing import Array
 from mpiad.ensemble.backends import EnsembleAlgorithm
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.event import Event
-from mpiad.ensemble.gpu import EnsembleGPU
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
 from mpiad.ensemble.rank_outcomes import fingerprint
 from mpiad.ensemble.ranks import EnsembleMPI
@@ -75,8 +74,6 @@ def checked_options(options: SolveOptions) -> SolveOptions:
     _check_kinds(options)
     given = options.ensemblealg
     options = options._replace(backend=given.inner if isinstance(given, EnsembleMPI) else given)
-    if options.alg.tableau.implicit:
-        _check_implicit(options)
     _check_numbers(options)
     events = tuple(options.events) if isinstance(options.events, (list, tuple)) else (options.events,)
     for event in events:
@@ -229,15 +226,6 @@ def _check_kinds(options: SolveOptions) -> None:
         hint = " Make one: write RK45() with brackets." if isinstance(value, type) else ""
         expected = " or ".join(kind.__name__ for kind in kinds) if isinstance(kinds, tuple) else kinds.__name__
         raise TypeError(f"solve: {name} must be an {expected}, but got {value!r}.{hint}")
-
-
-def _check_implicit(options: SolveOptions) -> None:
-    """Refuse what isn't there for methods whose stages are solutions of linear systems."""
-    name = type(options.alg).__name__
-    if isinstance(options.backend, EnsembleGPU):
-        raise NotImplementedError(
-            f"solve: ensemblealg={options.ensemblealg!r}, but {name} runs on the host. Take EnsembleVectorized()."
-        )
 
 
 def _check_numbers(options: SolveOptions) -> None:

@@ -19,7 +19,6 @@ from stiff_systems import SYSTEMS, robertson
 import mpiad
 from mpiad.device import to_device
 from mpiad.ensemble import (
-    EnsembleGPU,
     EnsembleMPI,
     EnsembleProblem,
     EnsembleSerial,
@@ -339,8 +338,6 @@ def test_what_is_refused():
     stiff = problem_of(SYSTEMS["Robertson"])
     many = EnsembleProblem(stiff, p=np.tile(stiff.p, (6, 1)))
     mpi = EnsembleMPI()
-    refused(many, NotImplementedError, "ensemblealg=", ensemblealg=EnsembleMPI(EnsembleGPU()))
-    refused(many, NotImplementedError, "ensemblealg=", ensemblealg=EnsembleGPU())
     massive = remake(many, problem=remake(stiff, mass_matrix=np.eye(3)))
     refused(massive, NotImplementedError, "adjoint='continuous'", ensemblealg=mpi, adjoint="continuous")
     refused(remake(many, problem=remake(stiff, u0=stiff.u0 + 0j)), NotImplementedError, "complex128", ensemblealg=mpi)

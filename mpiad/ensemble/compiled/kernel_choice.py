@@ -22,7 +22,7 @@ from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.solve_options import SolveOptions
 from mpiad.ensemble.trial import try_once
 
-__all__ = ["Compiler"]
+__all__ = ["Compiler", "check_implicit"]
 
 # Fewer trajectories are solved in less time than a kernel is loaded or compiled in.
 LEAST_TRAJECTORIES = 1000
@@ -38,6 +38,29 @@ def _threads_of(backend: EnsembleAlgorithm) -> int:
 @cache
 def _has_llvm() -> bool:
     return find_spec("llvmlite") is not None
+
+
+def check_implicit(batch: Batch, settings: Settings, on_device: bool = False) -> None:
+    """Refuse what methods with linear systems don't have on the host, or by arrays on a device.
+
+    Raises
+    ------
+    NotImplementedError
+    """
+    name = type(settings.alg).__name__
+    if not settings.alg.tableau.implicit:
+        return
+    if is_complex(batch.u0):
+        raise NotImplementedError(
+            f"solve: {name} takes real states, but u0 is {batch.u0.dtype}. Give real and imaginary parts as components."
+        )
+    continuous, mass = settings.adjoint == "continuous", settings.mass is not None
+    if on_device and (continuous or mass):
+        missing = "adjoint='continuous'" if continuous else "a mass matrix"
+        raise NotImplementedError(
+            f"solve: {name} has {missing} on the host only, but this solve is by arrays on a device. Bring u0 and p to the "
+            "host with mpiad.device.to_host, and take EnsembleVectorized()."
+        )
 
 
 class Compiler:
@@ -101,11 +124,7 @@ class Compiler:
             self._check_on_device(batch, settings)
             try_once(batch, settings.events, False)
             return None
-        if settings.alg.tableau.implicit and is_complex(batch.u0):
-            raise NotImplementedError(
-                f"solve: {type(settings.alg).__name__} takes real states, but u0 is {batch.u0.dtype}. Give real and "
-                "imaginary parts as components."
-            )
+        check_implicit(batch, settings)
         must = self.compile is True
         wanted = batch.size > 0 and self._is_wanted()
         return remembered(made, batch, settings.events, given.traced, must) if wanted else made()
@@ -116,18 +135,7 @@ class Compiler:
                 "solve: compile=True makes machine code for the host, but the states or parameters are device arrays. "
                 "Leave it out, or bring them to the host with mpiad.device.to_host."
             )
-        missing = (
-            "adjoint='continuous'"
-            if settings.adjoint == "continuous"
-            else "a mass matrix"
-            if settings.mass is not None
-            else ""
-        )
-        if settings.alg.tableau.implicit and missing:
-            raise NotImplementedError(
-                f"solve: {type(settings.alg).__name__} has {missing} on the host only, but u0 or p are device arrays. "
-                "Bring them there with mpiad.device.to_host."
-            )
+        check_implicit(batch, settings, on_device=True)
         # Before f is tried out, whose own error for mixed places would name neither.
         check_place(batch)
 

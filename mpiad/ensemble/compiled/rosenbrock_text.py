@@ -17,28 +17,35 @@ _MOST_LINES = 1000
 _MOST_ENTRIES = 100
 
 
-def steps_of(form: Form, fields: Fields) -> Steps:
-    """Return the lines on the steps of a form's method, which may take room in the lanes' buffer."""
-    return RosenbrockSteps(form, fields) if form.tableau.implicit else Steps(form)
+def steps_of(form: Form, fields: Fields | None = None, fused: bool = True) -> Steps:
+    """Return the lines on the steps of a form's method.
+
+    They may take room in the lanes' buffer; in kernels without lanes, in an array `lu` of each thread: see `Steps.room`.
+    """
+    return RosenbrockSteps(form, fields, fused) if form.tableau.implicit else Steps(form, fused)
 
 
 class RosenbrockSteps(Steps):
     """Lines on one step. The kernel's `jacobian` returns the entries that aren't zero, and then the derivatives by time."""
 
-    def __init__(self, form: Form, fields: Fields):
-        super().__init__(form)
+    def __init__(self, form: Form, fields: Fields | None, fused: bool):
+        super().__init__(form, fused)
         self._table: RosenbrockTableau = form.tableau  # type: ignore[assignment]
         self._mass = form.mass or tuple((i, i, 1.0) for i in range(form.d))
         places = {*form.jacobian, *((i, j) for i, j, _ in self._mass), *((i, i) for i in range(form.d))}
         self._lu = self._factors(sorted(places), fields)
 
-    def _factors(self, places: list[tuple[int, int]], fields: Fields) -> LU:
+    def _factors(self, places: list[tuple[int, int]], fields: Fields | None) -> LU:
         d = self.form.d
         if len(places) <= _MOST_ENTRIES:
             lu = WrittenLU(d, places)
             if len(lu.factors) + len(self._table.coupling) * len(lu.solved("x")) <= _MOST_LINES:
                 return lu
-        return LoopedLU(d, places, "b", fields.part("lu", LoopedLU.room(d)))
+        size = LoopedLU.room(d)
+        if fields is None:
+            self.room = size
+            return LoopedLU(d, places, "lu", 0)
+        return LoopedLU(d, places, "b", fields.part("lu", size))
 
     def matrix(self, u: str = "u") -> list[str]:
         """Return lines on the factors of W at a state, and on h ∂f/∂t."""

@@ -26,7 +26,14 @@ class Steps:
     ----------
     fused : bool
         Whether sums of products in derivatives are made of `fma`.
+
+    Attributes
+    ----------
+    room : int
+        How many numbers the array `lu` has, in kernels without lanes.
     """
+
+    room = 0
 
     def __init__(self, form: Form, fused: bool = True):
         self.form, self.fused = form, fused

@@ -117,8 +117,10 @@ class Crossings:
         form, steps = self._form, self._steps
         if not form.events:
             return []
-        last = steps.state(f"k{self._last}")
-        lines = [steps.call(f"k{self._last}", f"y{self._last}", self._last), "x = rows[3 * room + row]"]
+        last, lines = [], ["x = rows[3 * room + row]"]
+        if self._last in steps.used():
+            last = steps.state(f"k{self._last}")
+            lines.append(steps.call(f"k{self._last}", f"y{self._last}", self._last))
         lines += steps.weights(rates=True)
         for c in range(form.d):
             lines += steps.interpolated(f"at_{c}", lambda i, c=c: f"k{i}_{c}", f"y0_{c}")
@@ -132,7 +134,7 @@ class Crossings:
             inner += [f"if (event == {e}) {{", *indented(body), "}"]
         inner.append(f"row = (long long)rows[{_BEFORE} * room + row];")
         return [
-            f"real {', '.join(last)};",
+            *([f"real {', '.join(last)};"] if last else []),
             "while (row >= 0 && (long long)rows[2 * room + row] == step) {", *indented(inner), "}",
         ]  # fmt: skip
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from mpiad.compiling.c_translation import c_lines
 from mpiad.compiling.source import indented
 from mpiad.ensemble.compiled.cuda.cuda_events import EventSearch
-from mpiad.ensemble.compiled.cuda.cuda_skeleton import block, loaded_parameters, rounded_step
+from mpiad.ensemble.compiled.cuda.cuda_skeleton import block, loaded_parameters, own_memory, rounded_step
 from mpiad.ensemble.compiled.kernel_form import Form
-from mpiad.ensemble.compiled.step_text import Steps
+from mpiad.ensemble.compiled.rosenbrock_text import steps_of
 from mpiad.ensemble.controller import LEAST_ERROR, PIController
 from mpiad.ensemble.outcome import ReturnCode
 
@@ -94,7 +94,7 @@ def _power(x: str, exponent: str, out: str) -> list[str]:
 
 class _Forward:
     def __init__(self, form: Form):
-        self.form, self.d, self.steps = form, form.d, Steps(form, fused=False)
+        self.form, self.d, self.steps = form, form.d, steps_of(form, fused=False)
         self.adaptive = form.tableau.error is not None
         self.remembers = self.adaptive and isinstance(form.controller, PIController)
         self.tangents, self.watch = range(len(form.directions)), EventSearch(form, self.steps)
@@ -125,6 +125,7 @@ class _Forward:
         tolerances = len(form.numbers) if form.tolerances else 1
         made += [f"const real atol{c} = atol[{c}];" for c in range(tolerances)]
         made += ["const real rtol_ = rtol;"] if form.single else []
+        made += own_memory(self.steps)
         made.append(f"real {', '.join(state('k0'))};")
         for j, (kind, place) in enumerate(form.directions):
             made.append(f"real {', '.join(state(f'l{j}_0'))};")

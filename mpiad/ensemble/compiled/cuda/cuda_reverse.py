@@ -9,9 +9,9 @@ from __future__ import annotations
 from mpiad.compiling.c_translation import c_lines
 from mpiad.compiling.source import indented, numbered
 from mpiad.ensemble.compiled.cuda.cuda_events import Crossings, came_through
-from mpiad.ensemble.compiled.cuda.cuda_skeleton import block, loaded_parameters, rounded_step
+from mpiad.ensemble.compiled.cuda.cuda_skeleton import block, loaded_parameters, own_memory, rounded_step
 from mpiad.ensemble.compiled.kernel_form import Form
-from mpiad.ensemble.compiled.step_text import Steps
+from mpiad.ensemble.compiled.rosenbrock_text import steps_of
 
 __all__ = ["cuda_reverse_text"]
 
@@ -69,20 +69,22 @@ def cuda_reverse_text(form: Form) -> str:
 
 class _Reverse:
     def __init__(self, form: Form):
-        self.form, self.d, self.steps = form, form.d, Steps(form, fused=False)
+        self.form, self.d, self.steps = form, form.d, steps_of(form, fused=False)
         self.crossings = Crossings(form, self.steps)
+        # What the body of the loop over steps declares.
+        self.scope = {*self.steps.state(f"z{form.stages}"), *self.steps.state("total")}
         self.sums = numbered("own", form.wanted_varying) + numbered("common", form.wanted_shared)
 
     def text(self) -> str:
         made = block(
-            _KERNEL, load=self._load(), before=self._before(), met=self._met(), stages=self._stages(), back=self._back(),
-            start=self._at_end(), leave=self._leave(), events=self.crossings.begun(), whole=self.crossings.step_end(),
-            crossed=self.crossings.pulled(),
+            _KERNEL, load=self._load(), before=self._before(), met=self._met(), start=self._at_end(), leave=self._leave(),
+            stages=c_lines(self.steps.again(), self.scope), back=self._back(), events=self.crossings.begun(),
+            whole=self.crossings.step_end(), crossed=self.crossings.pulled(),
         )  # fmt: skip
         return made.replace("#declared", self.crossings.declared()).replace("#came_through", came_through(self.form))
 
     def _load(self) -> list[str]:
-        made = loaded_parameters(self.form)
+        made = loaded_parameters(self.form) + own_memory(self.steps)
         # Whatever the cotangent of one that failed is, NaN included, it isn't looked at.
         made += [f"real total_{c} = alive ? end_bar[{c} * n + i] : 0;" for c in range(self.d)]
         return made + [f"real {name} = 0;" for name in self.sums]
@@ -113,24 +115,16 @@ class _Reverse:
             "if (due < ahead) {", *indented(inside), "} else {", *indented(self._at_end()), "}",
         ]  # fmt: skip
 
-    def _stages(self) -> list[str]:
-        steps, last = self.steps, self.form.stages
-        lines = [steps.call("k0", "y0", 0)]
-        for i in range(1, last):
-            lines += [*steps.argument(f"y{i}", i, "k", "y0"), steps.call(f"k{i}", f"y{i}", i)]
-        return c_lines(lines + (steps.argument(f"y{last}", last, "k", "y0") if self.form.inside else []))
-
     def _back(self) -> list[str]:
-        last, made, new = self.form.stages, [], self.steps.state(f"z{self.form.stages}")
-        made.append(f"real {', '.join(new)};")
-        scope = {*new, *self.steps.state("total")}
-        if self.form.inside:
+        last, pulled, new = self.form.stages, self.steps.pulled_stages, self.steps.state(f"z{self.form.stages}")
+        made = [f"real {', '.join(new)};"]
+        if last in pulled:
             # The stage at the new state counts only where a state inside of this step was saved.
-            made += ["if (met) {", *indented(self._pulled(last, set(scope))), "}"]
+            made += ["if (met) {", *indented(self._pulled(last, set(self.scope))), "}"]
         # From here on the new state's cotangent is complete.
         made += [f"{z} = total_{c};" for c, z in enumerate(new)]
-        for i in range(last - 1, -1, -1):
-            made += self._pulled(i, scope)
+        for i in reversed(pulled):
+            made += self._pulled(i, self.scope) if i < last else []
         if self.form.inside:
             made += [f"total_{c} += mid_{c};" for c in range(self.d)]
         return made

@@ -6,8 +6,9 @@ import textwrap
 
 from mpiad.compiling.source import indented
 from mpiad.ensemble.compiled.kernel_form import Form
+from mpiad.ensemble.compiled.step_text import Steps
 
-__all__ = ["block", "loaded_parameters", "prelude", "rounded_step"]
+__all__ = ["block", "loaded_parameters", "own_memory", "prelude", "rounded_step"]
 
 # NVRTC has no headers; a compiler for CPUs runs through the trajectories in a loop.
 _PRELUDE = """\
@@ -67,6 +68,11 @@ def loaded_parameters(form: Form) -> list[str]:
     """Return declarations of this trajectory's parameters."""
     made = [f"const real p{j} = p[{j} * n + i];" for j in range(form.varying)]
     return made + [f"const real s{j} = s[{j}];" for j in range(form.shared)]
+
+
+def own_memory(steps: Steps) -> list[str]:
+    """Return the declaration of an array of the thread's own, where factors are too many for scalars."""
+    return [f"real lu[{steps.room}];"] if steps.room else []
 
 
 def rounded_step(form: Form) -> list[str]:

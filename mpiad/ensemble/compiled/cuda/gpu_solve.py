@@ -18,7 +18,7 @@ from mpiad.ensemble.batch import Batch, is_on_device, placed
 from mpiad.ensemble.compiled.cuda.gpu_derivatives import Solved, results_of
 from mpiad.ensemble.compiled.cuda.gpu_inputs import sample_batch
 from mpiad.ensemble.compiled.cuda.gpu_solver import Loaded, Solver
-from mpiad.ensemble.compiled.kernel_choice import Compiler
+from mpiad.ensemble.compiled.kernel_choice import Compiler, check_implicit
 from mpiad.ensemble.compiled.parameter_packing import packing_of
 from mpiad.ensemble.compiled.traced_problem import FEW, TracedProblem, problem_of
 from mpiad.ensemble.device_solution import DeviceSolution, Statistics, count_failed
@@ -49,8 +49,12 @@ def solved_on_gpu(
     ------
     ImportError, RuntimeError
         Without CuPy, or without a GPU.
+    NotImplementedError
+        For what Rosenbrock methods don't have there.
     """
-    arrays, on_host = device_for(batch, compiler.together), not is_on_device(batch)
+    on_host = not is_on_device(batch)
+    check_implicit(batch, settings, on_device=not on_host)
+    arrays = device_for(batch, compiler.together)
     with arrays.current():
         sol = _by_kernel(compiler, given, batch, settings, arrays)
     if sol is not None:
@@ -79,7 +83,8 @@ def _by_kernel(
         return None
     try_once(host, settings.events, given.traced)
     solver = Solver(compiler.backend, arrays, traced, batch, settings, compiler.used)
-    directions = traced.carried(given, settings.gradient) if given.traced and not settings.events else ()
+    by_tangents = given.traced and not settings.events and not settings.alg.tableau.implicit
+    directions = traced.carried(given, settings.gradient) if by_tangents else ()
     carried = directions if len(directions) <= FEW else ()  # more are carried later, a few at a time
     if carried and settings.gradient is None and not is_small(solver.kernel(carried)):
         directions = carried = ()  # the adjoint's kernels are smaller
@@ -90,7 +95,7 @@ def _by_kernel(
     if settings.progress is not None:
         settings.progress(batch.size)
     statistics = _statistics(solved, settings, times)
-    sol = DeviceSolution.of(_shaped(u, batch.shape), settings.saveat, _shaped(u_end, batch.shape), statistics)
+    sol = DeviceSolution.of(_shaped(u, batch.shape), settings.saveat, _shaped(u_end, batch.shape), statistics, settings.alg)
     if times:
         sol.t_reached = times[0]
     return sol
@@ -104,7 +109,7 @@ def _statistics(solved: Solved, settings: Settings, times: Sequence[Array]) -> S
     events = dict if rows is None else partial(_events, arrays, results.codes, rows, settings.events, times)
     return Statistics(
         arrays, results.codes, results.t_reached, results.naccept, results.nreject, count_failed(arrays, results.codes),
-        (at_start, settings.alg.tableau.stages - 1), events,
+        (at_start, settings.alg.tableau.calls), events,
     )  # fmt: skip
 
 
@@ -159,8 +164,9 @@ def _unsupported(compiler: Compiler, given: Batch, host: Batch, settings: Settin
         return "it is differentiated by tspan, and kernels aren't"
     if len(_traces(given)) > 1:
         return "it is differentiated twice, and kernels are once"
-    if settings.events and given.traced and (settings.gradient == "tangent" or _forwards(given)):
-        return "it is differentiated by tangents, and kernels with events= are by an adjoint"
+    adjoint_only = "with events=" if settings.events else "of Rosenbrock methods" if settings.alg.tableau.implicit else ""
+    if adjoint_only and given.traced and (settings.gradient == "tangent" or _forwards(given)):
+        return f"it is differentiated by tangents, and kernels {adjoint_only} are by an adjoint"
     return None
 
 

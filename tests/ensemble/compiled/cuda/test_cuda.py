@@ -7,10 +7,11 @@ import numpy as np
 import ode_systems
 import pytest
 from kernels_on_cpu import COMPILER, Kernels, parameters_of, plan_of
+from stiff_systems import coupled, forced, robertson
 from traced_right_hand_sides import sir
 
 import mpiad
-from mpiad.ensemble import RK4, RK45, EnsembleProblem, ODEProblem, PIController, Tsit5, solve
+from mpiad.ensemble import RK4, RK45, EnsembleProblem, ODEProblem, PIController, Rodas5P, Rosenbrock23, Tsit5, solve
 
 pytestmark = pytest.mark.serial
 compiled = pytest.mark.skipif(COMPILER is None, reason="there is no compiler of C++")
@@ -62,6 +63,12 @@ CASES = {
     "cut short": (ode_systems.lorenz, 3, [[20.0, 40.0]], None, {"max_steps": 12}),
     "blows up": (lambda u, p, t: u * u * p[0], 2, [[0.1, 2.0]], None, {}),
     "undefined": (lambda u, p, t: [anp.log(p[0] - t) + u[0]], 1, [[0.4, 1.5]], None, {}),
+    "stiff": (robertson, 3, [[0.02, 0.08], [5e3, 2e4], [1e7, 6e7]], None, {"alg": Rodas5P(), "tspan": (0.0, 30.0),
+              "times": [0.0, 0.4, 17.0]}),
+    "stiff and backwards": (forced, 2, [[-80.0, -20.0], [0.5, 0.9]], None, {"alg": Rosenbrock23(), "tspan": (0.3, -0.4),
+                            "times": [0.2, -0.1, -0.4]}),
+    # Its factors are loops over an array, and rows are exchanged.
+    "stiff and larger": (coupled, 8, None, [30.0], {"alg": Rodas5P(), "tspan": (0.0, 0.3), "times": [0.11, 0.3]}),
 }  # fmt: skip
 
 
@@ -120,7 +127,8 @@ def gradient(f, u0, p, shared, weights, alg, tspan, times, options):
 
 @compiled
 @pytest.mark.parametrize("name", [
-    "lorenz", "shared parameters", "time", "backwards", "Tsitouras", "PI", "fixed", "nest"
+    "lorenz", "shared parameters", "time", "backwards", "Tsitouras", "PI", "fixed", "nest", "stiff", "stiff and backwards",
+    "stiff and larger",
 ])  # fmt: skip
 def test_the_adjoint_is_that_of_the_vectorised_path(name, tmp_path):
     f, d, ranges, shared, options = CASES[name]

@@ -12,13 +12,13 @@ import pytest
 from kernels_on_cpu import parameters_of, plan_of
 from traced_right_hand_sides import SYSTEMS
 
-from mpiad.ensemble import RK4, RK45, PIController, Tsit5
+from mpiad.ensemble import RK4, RK45, PIController, Rodas5P, Tsit5
 from mpiad.ensemble.compiled.trace import trace
 from mpiad.ensemble.gpu import EnsembleGPU
 
 pytestmark = pytest.mark.serial
 
-METHODS = {"RK45": RK45(), "Tsit5": Tsit5(controller=PIController()), "RK4": RK4()}
+METHODS = {"RK45": RK45(), "Tsit5": Tsit5(controller=PIController()), "RK4": RK4(), "Rodas5P": Rodas5P()}
 
 
 def plan(name, dtype=np.float64, method="RK45", **options):
@@ -45,10 +45,12 @@ def directions(name):
 @pytest.mark.parametrize("name, dtype, method", [
     ("lorenz", np.float64, "RK45"), ("lorenz", np.float32, "Tsit5"), ("powers", np.float32, "RK45"),
     ("elementary", np.float64, "RK45"), ("piecewise", np.float64, "RK4"), ("limits", np.float32, "RK45"),
+    ("lorenz", np.float32, "Rodas5P"),
 ])  # fmt: skip
 def test_nvrtc_makes_ptx_of_it_without_a_warning(name, dtype, method, architecture):
     options = [*EnsembleGPU().options, f"--gpu-architecture={architecture}"]
-    for kernel, along in (("forward", ()), ("forward", directions(name)), ("reverse", ())):
+    carried = () if method == "Rodas5P" else directions(name)
+    for kernel, along in (("forward", ()), ("forward", carried), ("reverse", ())):
         ptx, log = nvrtc.ptx_of(plan(name, dtype, method, directions=along).text(kernel), options)
         assert ptx, log
         # Functions and numbers that this f doesn't need are declared all the same.
@@ -74,13 +76,14 @@ def test_a_mistake_is_found():
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc")
-@pytest.mark.parametrize("name, dtype, watched", [
-    ("lorenz", np.float64, False), ("powers", np.float32, False), ("lorenz", np.float64, True)
+@pytest.mark.parametrize("name, dtype, watched, method", [
+    ("lorenz", np.float64, False, "RK45"), ("powers", np.float32, False, "RK45"), ("lorenz", np.float64, True, "RK45"),
+    ("lorenz", np.float64, True, "Rodas5P"),
 ])  # fmt: skip
-def test_nvcc_makes_ptx_of_it(name, dtype, watched, tmp_path):
+def test_nvcc_makes_ptx_of_it(name, dtype, watched, method, tmp_path):
     options = {"events": events(name)} if watched else {"directions": (("u", 1), ("s", 0))}
     for kernel in ("forward", "reverse"):
-        (tmp_path / "kernel.cu").write_text(plan(name, dtype, **options).text(kernel))
+        (tmp_path / "kernel.cu").write_text(plan(name, dtype, method, **options).text(kernel))
         command = ["nvcc", "--ptx", "-Werror", "all-warnings", "-diag-suppress", "177,550", "kernel.cu", "-o", "kernel.ptx"]
         made = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=50)
         assert made.returncode == 0, made.stderr
