@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from autograd.tracer import Box, getval
 
 from mpiad._typing import Function
-from mpiad.differentiation.backward import run_backward
 from mpiad.differentiation.tape import TangentTape
 from mpiad.differentiation.trace import Variables, trace_forwards
 from mpiad.differentiation.trees import flatten
@@ -21,12 +20,12 @@ from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import current, suspended
 from mpiad.programs.changed_results import Changed
 from mpiad.programs.closure import Watch
-from mpiad.programs.entry import UNKNOWN, Output, all_of, count, in_program, outputs_of, own
+from mpiad.programs.entry import UNKNOWN, all_of, count, in_program, outputs_of, own
 from mpiad.programs.signature import Arguments
 from mpiad.programs.steps import Abandoned, Traced
-from mpiad.programs.tape_node import Lease, is_simple, placed, with_tangents
+from mpiad.programs.tangents_of_gradients import called_with_tangents_of_gradients, carries_tangents
+from mpiad.programs.tape_node import Lease, backwards, conformed, is_above, is_simple, placed, require_of, with_tangents
 from mpiad.programs.trace_run import TraceRun, as_value, message_counts
-from mpiad.transport import Spec
 from mpiad.transport.tracing import tracing
 
 if TYPE_CHECKING:
@@ -41,15 +40,19 @@ def called_on_tape(jitted: Jitted, given: Arguments, args: tuple, kwargs: dict) 
     """Call a compiled function within a derivative."""
     tape = current.tape
     boxed = [k for k in given.traced if type(given.leaves[k]) in _boxes]
-    if tracing.one_by_one or not is_simple(tape, [given.leaves[k] for k in boxed]):
-        return jitted.fun(*args, **kwargs)
-    if type(tape) is TangentTape:
+    boxes = [given.leaves[k] for k in boxed]
+    simple = not tracing.one_by_one and is_simple(tape, boxes)
+    if not simple and not tracing.one_by_one and carries_tangents(tape, boxes):
+        return called_with_tangents_of_gradients(jitted, given, boxed, args, kwargs)
+    if type(tape) is TangentTape and not tracing.one_by_one and (simple or is_above(tape, boxes)):
         key = "tangent", given.key
         if key in jitted._entries:
             return jitted._as_it_is(key, args, kwargs)
         if not jitted.is_followed(key, args):  # what it holds may have tangents, too
             return jitted.fun(*args, **kwargs)
-        return _called_with_tangents(jitted, tape, given, boxed)
+        return _called_with_tangents(jitted, tape, given, [k for k in boxed if given.leaves[k]._trace == tape.number])
+    if not simple:
+        return jitted.fun(*args, **kwargs)
     key = ("reverse", tuple(boxed), given.key)
     entry = jitted._entries.get(key, UNKNOWN)
     if entry is None:
@@ -77,14 +80,15 @@ def called_on_tape(jitted: Jitted, given: Arguments, args: tuple, kwargs: dict) 
     specs = [spec_like(getval(given.leaves[k])) for k in boxed]
 
     def pull(gs: list[Any]) -> list[Any]:
+        require_of(None, gs, jitted.__name__)
         count(entry.communications)
         try:
             found = lease.replay.rest(*values, *gs)
         except Changed as change:
             with suspended(body=False), jitted._changed(key, change, counts):
-                again = TraceRun(given).run_backwards(jitted.fun, boxed, plain=True)
-                found = _backwards(again, entry.outputs, gs, len(boxed))
-                return [_conformed(g, spec) for g, spec in zip(found, specs)]
+                again = TraceRun(given).run_backwards(jitted.fun, boxed, given.values())
+                found = backwards(again, entry.outputs, gs, len(boxed))
+                return [conformed(g, spec) for g, spec in zip(found, specs)]
         return [conform(g, *spec) for g, spec in zip(found, specs, strict=True)]
 
     out = [own(x.constant) if x.place is None else made[x.place] for x in entry.outputs]
@@ -96,8 +100,9 @@ def _called_with_tangents(jitted: Jitted, tape: TangentTape, given: Arguments, b
     """Call it with tangents carried along: the value and its tangent are a function of their own, compiled."""
     form = given.form, tuple(boxed)
     both = jitted.derived(form, lambda: _along(jitted.fun, given.build, boxed))
-    leaves = [getval(x) for x in given.leaves]
-    with suspended(body=False):
+    leaves = [x._value if k in boxed else x for k, x in enumerate(given.leaves)]
+    # Of a trace around this one value and tangent are functions alike.
+    with suspended(tape.outer, body=False):
         made = both(leaves, [given.leaves[k]._node.g for k in boxed])
     (values, build), (along, _) = map(flatten, made)
     return build(with_tangents(tape, values, along))
@@ -131,7 +136,7 @@ def _noted_by_shapes(fun: Function, boxed: Sequence[int], trace: TraceRun) -> tu
         with trace.noting(True):
             made = [spec_like(x.value).zeros() for x in run.values if isinstance(x, Traced)]
             seeds = [trace.recorder.input(as_value(g)) for g in made]
-            found = [_conformed(g, spec) for g, spec in zip(_backwards(run, outputs, seeds, len(boxed)), specs)]
+            found = [conformed(g, spec) for g, spec in zip(backwards(run, outputs, seeds, len(boxed)), specs)]
     results, gradients = outputs_of(found)
     return [*numbers, *all_of(results, gradients)], len(numbers), outputs, run.build
 
@@ -154,23 +159,24 @@ def _traced_on_tape(
 
     def pull(gs: list[Any]) -> list[Any]:
         nonlocal done
+        require_of(None, gs, jitted.__name__)
         with suspended(body=False):
             if done or key in jitted._entries:  # once more, on arrays that are constants by now
                 with trace.reread():
-                    found = _backwards(run, outputs, gs, len(boxed))
-                return [_conformed(g, spec) for g, spec in zip(found, specs)]
+                    found = backwards(run, outputs, gs, len(boxed))
+                return [conformed(g, spec) for g, spec in zip(found, specs)]
             done = True
             jitted._under_way.pop(key, None)
             try:
                 with trace.noting(True):
                     seeds = [trace.recorder.input(as_value(g)) for g in gs]
-                    found = [_conformed(g, spec) for g, spec in zip(_backwards(run, outputs, seeds, len(boxed)), specs)]
+                    found = [conformed(g, spec) for g, spec in zip(backwards(run, outputs, seeds, len(boxed)), specs)]
             except (Abandoned, Exception) as error:  # noqa: BLE001 (runs once more, and raises there if it is its own)
                 trace.raise_own(error)
                 jitted._give_up(key, error)
                 with trace.playing_back():
-                    again = trace.run_backwards(jitted.fun, boxed, plain=True)
-                    return [_conformed(g, spec) for g, spec in zip(_backwards(again, outputs, gs, len(boxed)), specs)]
+                    again = trace.run_backwards(jitted.fun, boxed, given.values())
+                    return [conformed(g, spec) for g, spec in zip(backwards(again, outputs, gs, len(boxed)), specs)]
         results, gradients = outputs_of(found)
         wanted = [*numbers, *all_of(results, gradients)]
         jitted._compile(key, trace.recorder, wanted, len(numbers), outputs, run.build, watch)
@@ -179,13 +185,3 @@ def _traced_on_tape(
     out = [own(value) for value in run.values]
     nodes = [given.leaves[k]._node for k in boxed]
     return run.build(placed(tape, out, in_program(outputs), nodes, pull, trace.recorder.communicates))
-
-
-def _conformed(g: Any, spec: Spec) -> Any:
-    return spec.zeros() if g is None else conform(g, *spec)
-
-
-def _backwards(run: Any, outputs: Sequence[Output], gs: Sequence[Any], variables: int) -> list[Any]:
-    places = [place for place, x in zip(run.places, outputs) if x.place is not None]
-    seeds = [(place, g) for place, g in zip(places, gs) if place >= 0]
-    return run_backward(run.recording, seeds, variables, True)

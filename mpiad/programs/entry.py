@@ -22,6 +22,7 @@ from mpiad.transport import Channel, calls
 from mpiad.transport.channels import communications, is_watched
 
 __all__ = [
+    "MOST_TRACES",
     "UNKNOWN",
     "Entry",
     "Output",
@@ -30,9 +31,13 @@ __all__ = [
     "entry_by_shapes",
     "entry_of",
     "in_program",
+    "is_shown",
     "outputs_of",
     "own",
 ]
+
+MOST_TRACES = 32
+"""So many are made of a function at most."""
 
 UNKNOWN: Any = object()
 """Stands for the entry of a signature that wasn't met before."""
@@ -118,7 +123,9 @@ def entry_of(
     return Entry(Replays(schedule), outputs, build, watch, *told)
 
 
-def entry_by_shapes(given: Arguments, noted: Callable[[TraceRun], tuple[Any, ...]], watch: Watch) -> Entry | None:
+def entry_by_shapes(
+    given: Arguments, noted: Callable[[TraceRun], tuple[Any, ...]], watch: Watch, small: bool = False
+) -> Entry | None:
     """Compile a function of large arrays before it is run; None where there are none, or where it takes more than shapes.
 
     Parameters
@@ -127,9 +134,10 @@ def entry_by_shapes(given: Arguments, noted: Callable[[TraceRun], tuple[Any, ...
     noted : callable
         Makes the trace, and returns what `entry_of` takes between its recorder and the watch.
     watch : Watch
+    small : bool
+        Whether it is to be done for small arrays, too.
     """
-    # Under watch all that is called is shown in its turn.
-    if calls.is_noting() or is_watched() or not any(is_large(getval(given.leaves[k])) for k in given.traced):
+    if is_shown() or not small and not any(is_large(getval(given.leaves[k])) for k in given.traced):
         return None
     trace = TraceRun(given, ShapeRecorder)
     try:
@@ -141,6 +149,11 @@ def entry_by_shapes(given: Arguments, noted: Callable[[TraceRun], tuple[Any, ...
             return entry_of(trace.recorder, numbers, ahead, outputs, build, watch)
     except (Abandoned, Exception):  # noqa: BLE001
         return None
+
+
+def is_shown() -> bool:
+    """Tell whether all that is called is shown in its turn."""
+    return calls.is_noting() or is_watched()
 
 
 def outputs_of(leaves: Sequence[Any]) -> tuple[list[int], list[Output]]:

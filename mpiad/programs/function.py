@@ -25,7 +25,7 @@ from mpiad.primitives.operation import current
 from mpiad.programs.calls_on_tape import called_on_tape
 from mpiad.programs.changed_results import Changed
 from mpiad.programs.closure import HoldsTraced, Unfollowed, Watch, watch_of
-from mpiad.programs.entry import UNKNOWN, Entry, entry_by_shapes, entry_of, outputs_of, own
+from mpiad.programs.entry import MOST_TRACES, UNKNOWN, Entry, entry_by_shapes, entry_of, outputs_of, own
 from mpiad.programs.listing import Listing
 from mpiad.programs.recorder import Recorder
 from mpiad.programs.short_calls import MISSED, short_call
@@ -39,7 +39,6 @@ __all__ = ["Jitted", "jit"]
 
 _log = logging.getLogger("mpiad")
 _boxes = Box.types
-_MOST_TRACES = 32
 _SHORT = 4
 
 
@@ -71,7 +70,8 @@ def jit(fun: Function | None = None, *, strict: bool = False) -> Any:
 
     Adjoint
     -------
-    As that of `fun`, at any order. In `value_and_grad(jit(f))` and `jit(value_and_grad(f))` the reverse pass is compiled.
+    As that of `fun`, at any order. In `value_and_grad(jit(f))`, `hvp(jit(f))` and `jit(value_and_grad(f))` the
+    reverse pass is compiled.
 
     Examples
     --------
@@ -277,8 +277,8 @@ class Jitted:
             self._give_up(key, _unfollowed(error))
             return None
         self._traces += 1
-        if self._traces > _MOST_TRACES:
-            said = f"it was traced {_MOST_TRACES} times already: shapes, integers or what it closes over change"
+        if self._traces > MOST_TRACES:
+            said = f"it was traced {MOST_TRACES} times already: shapes, integers or what it closes over change"
             self._give_up(key, said)
             return None
         return watch

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from autograd.tracer import Box
+from autograd.tracer import Box, getval
 
 from mpiad.differentiation.trees import flatten
 
@@ -42,6 +42,10 @@ class Arguments(NamedTuple):
     def constants(self) -> list[Any]:
         """Return those leaves that are constants of a trace."""
         return [leaf for place, leaf in enumerate(self.leaves) if place not in self.traced]
+
+    def values(self) -> list[Any]:
+        """Return the leaves without what is traced around the call."""
+        return [getval(leaf) for leaf in self.leaves]
 
 
 class _Object:

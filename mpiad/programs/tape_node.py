@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from autograd.tracer import new_box
+from autograd.tracer import Box, new_box
 
+from mpiad.differentiation.backward import run_backward
 from mpiad.differentiation.nodes import OrderedNode, TangentNode
 from mpiad.differentiation.tape import OrderedTape, TangentTape
 from mpiad.differentiation.trees import is_variable
@@ -16,8 +17,12 @@ from mpiad.programs.replay import Replays
 from mpiad.programs.steps import Traced
 from mpiad.transport import Spec
 
-__all__ = ["Lease", "is_simple", "placed", "with_tangents"]
+if TYPE_CHECKING:
+    from mpiad.programs.entry import Output
 
+__all__ = ["Lease", "backwards", "conformed", "is_above", "is_simple", "placed", "require_of", "with_tangents"]
+
+_boxes = Box.types
 _NO_VALUE = Spec(None, None)  # type: ignore[arg-type]
 
 
@@ -38,6 +43,13 @@ def is_simple(tape: Any, boxes: Sequence[Any]) -> bool:
         and all(box._trace == tape.number and getattr(box._node, "tape", None) is tape for box in boxes)
         and all(isinstance(box._value, (np.ndarray, np.generic, Traced)) for box in boxes)
     )  # fmt: skip
+
+
+def is_above(tape: Any, boxes: Sequence[Any]) -> bool:
+    """Tell whether all that is traced belongs to a trace of ours, which is the innermost one, or to those around it."""
+    return tape.outer is not None and all(
+        getattr(box._node, "tape", None) is tape if box._trace == tape.number else box._trace < tape.number for box in boxes
+    )
 
 
 def with_tangents(tape: Any, values: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
@@ -83,3 +95,30 @@ class _Slot:
     def __call__(self, g: Any) -> tuple[int]:
         self.slots[self.place] = g
         return (1,)
+
+
+def require_of(tape: Any, gs: Sequence[Any], name: str) -> None:
+    """Refuse cotangents that are traced, but by the tape of tangents around the call: the reverse pass is a program.
+
+    Raises
+    ------
+    TypeError
+    """
+    if any(type(g) in _boxes and (tape is None or getattr(g._node, "tape", None) is not tape) for g in gs):
+        raise TypeError(
+            f"jit: the reverse pass of {name} is differentiated by its cotangent, in a trace that began after the compiled "
+            "function was called, and knows that of plain numbers only. Call make_vjp inside of that trace, or give it the "
+            "function without jit."
+        )
+
+
+def conformed(g: Any, spec: Spec) -> Any:
+    """Return a cotangent in the shape and dtype of what it belongs to; zeros where there is none."""
+    return spec.zeros() if g is None else conform(g, *spec)
+
+
+def backwards(run: Any, outputs: Sequence[Output], gs: Sequence[Any], variables: int) -> list[Any]:
+    """Return the cotangents of the variables of a traced run, given those of its results that are in the program."""
+    places = [place for place, x in zip(run.places, outputs) if x.place is not None]
+    seeds = [(place, g) for place, g in zip(places, gs) if place >= 0]
+    return run_backward(run.recording, seeds, variables, True)

@@ -42,12 +42,12 @@ class TraceRun:
 
     def run(self, fun: Function) -> Any:
         """Call the function with traced arrays."""
-        args, kwargs = self.given.build(self._leaves())
+        args, kwargs = self.given.build(self.leaves())
         return fun(*args, **kwargs)
 
-    def run_backwards(self, fun: Function, boxed: Sequence[int], plain: bool = False) -> Any:
-        """Call the function on a tape."""
-        leaves = [getval(x) for x in self.given.leaves] if plain else self._leaves()
+    def run_backwards(self, fun: Function, boxed: Sequence[int], leaves: list[Any] | None = None) -> Any:
+        """Call the function on a tape, with these leaves of its arguments, or traced ones."""
+        leaves = self.leaves() if leaves is None else leaves
 
         def called(variables: list[Any]) -> Any:
             filled = list(leaves)
@@ -59,7 +59,8 @@ class TraceRun:
         variables = Variables([leaves[k] for k in boxed], list(range(len(boxed))), list)
         return trace_backwards(called, variables)
 
-    def _leaves(self) -> list[Any]:
+    def leaves(self) -> list[Any]:
+        """Return the leaves of the arguments, traced."""
         leaves = list(self.given.leaves)
         for place in self.given.traced:
             plain = getval(leaves[place])

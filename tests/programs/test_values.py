@@ -191,6 +191,36 @@ def test_higher_derivatives_and_both_modes():
 
 
 @pytest.mark.serial
+@pytest.mark.parametrize("n", [7, 10_000], ids=["small", "large"])
+def test_second_derivatives_of_a_compiled_function_are_compiled(n, monkeypatch):
+    """In any order, but reverse over reverse, and with messages: f itself isn't run any more. ∂²J/∂x² = 4 exp(2 x)."""
+    x, v = np.linspace(-1, 1, n), np.cos(np.arange(n))
+    jitted = mpiad.jit(lambda x: mpiad.mpi_exchange(mpiad.mpi_allreduce(anp.sum(anp.exp(2 * x))), 0, 0), strict=True)
+    product = mpiad.hvp(jitted)
+    along = lambda x: mpiad.jvp(mpiad.value_and_grad(jitted), x, v)  # noqa: E731
+    turned = mpiad.grad(lambda x: mpiad.jvp(jitted, x, v)[1])
+    for k in range(3):
+        e = np.exp(2 * x)
+        assert_same(product(x, v), 4 * e * v)
+        assert_same(along(x), ((np.sum(e), 2 * e), (2 * np.sum(e * v), 4 * e * v)), 1e-11)
+        assert_same(turned(x), 4 * e * v)
+        if not k:
+            monkeypatch.setattr(jitted, "fun", None)
+        x = x[::-1] * 0.5
+
+
+@pytest.mark.serial
+def test_a_reverse_pass_that_has_begun_is_not_differentiated_by_its_cotangent():
+    jitted = mpiad.jit(lambda x: x**2)
+    mpiad.make_vjp(jitted)(X)[0](Y)
+    for _ in range(2):
+        with pytest.raises(TypeError, match="Call make_vjp inside of that trace"):
+            mpiad.jvp(mpiad.make_vjp(jitted)(X)[0], Y, Y)
+    pulled = lambda x: mpiad.make_vjp(jitted)(x)[0](Y)  # noqa: E731
+    assert_same(mpiad.jvp(pulled, X, Y), (2 * X * Y, 2 * Y * Y))
+
+
+@pytest.mark.serial
 def test_pulled_back_more_than_once():
     """A program that has run forwards serves each of its cotangents, also after it was run with other arguments."""
     jitted = mpiad.jit(lambda x: anp.cumsum(anp.sin(x) * x) * x, strict=True)
