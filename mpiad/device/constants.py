@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+from autograd.tracer import getval
 
 from mpiad._typing import Array
-from mpiad.transport.device_arrays import ArrayModule
+from mpiad.transport.device_arrays import ArrayModule, arrays_of
 
 __all__ = ["Constants"]
 
@@ -22,6 +25,14 @@ class Constants:
     def __init__(self, *arrays: np.ndarray):
         self._arrays = arrays
         self._copies: dict[ArrayModule, tuple[Array, ...]] = {}
+
+    def __reduce__(self) -> Any:
+        # Without the copies, which other processes may have no device for.
+        return Constants, self._arrays
+
+    def beside(self, x: Array) -> tuple[Array, ...]:
+        """Return the arrays where another one lies, which may be traced."""
+        return self.on(arrays_of(getval(x)))
 
     def on(self, home: ArrayModule | None) -> tuple[Array, ...]:
         """Return the arrays on a device; as they are, where it is None.

@@ -39,7 +39,7 @@ def has_closed_form(posterior: Posterior, prior: Prior) -> bool:
 def closed_form(posterior: Any, params: Tree, prior: Any) -> Array:
     """Return KL(q‖prior) of two normal distributions."""
     mean, covariance = posterior.moments(params)
-    centre, inverse = (one.beside(mean) for one in prior.inverse)
+    centre, inverse = prior.inverse.beside(mean)
     # KL = ½ (tr(Σₚ⁻¹ Σ_q) + gapᵀ Σₚ⁻¹ gap - dim + log det Σₚ - log det Σ_q).
     gap = mean - centre
     log_volume = 2 * np.sum(params["log_sd"])  # of both families: L has these on its diagonal

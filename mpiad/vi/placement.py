@@ -11,12 +11,11 @@ import numpy as np
 from mpiad._typing import Array, Tree
 from mpiad.device import select, to_device, to_host
 from mpiad.differentiation.trees import flatten, is_variable
-from mpiad.primitives import stop
 from mpiad.transport import Channel
 from mpiad.transport.agreement import raising_together
 from mpiad.transport.device_arrays import arrays_of, is_array, is_device_array
 
-__all__ = ["Constant", "all_finite", "copied", "device_of", "on_device", "placed", "require_one_place"]
+__all__ = ["all_finite", "copied", "device_of", "on_device", "placed", "require_one_place"]
 
 
 def require_one_place(params: Tree, device: int | None, call: str) -> None:
@@ -106,26 +105,3 @@ def _number(name: str, used: Channel, call: str) -> int | None:
         return select(int(found[1]))
     except (ImportError, RuntimeError, ValueError) as error:
         raise ValueError(f"{call}: rank {used.rank} has no device {name!r}: {error}") from error
-
-
-class Constant:
-    """An array of the host's, copied once to each device on which it is asked for."""
-
-    def __init__(self, array: Array):
-        self.host = np.asarray(array)
-        self._copies: dict[tuple, Array] = {}
-
-    def beside(self, x: Array) -> Array:
-        """Return it where an array lies, which may be traced."""
-        there = arrays_of(stop(x))
-        if there is None:
-            return self.host
-        # By kind and number: two libraries may each have a device 0.
-        place = there.kind, there.device
-        if place not in self._copies:
-            self._copies[place] = to_device(self.host, like=stop(x))
-        return self._copies[place]
-
-    def __reduce__(self) -> Any:
-        # Without the copies, which other processes may have no device for.
-        return Constant, (self.host,)

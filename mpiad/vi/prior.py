@@ -13,8 +13,8 @@ from autograd.extend import defvjp, primitive
 
 from mpiad._typing import Array
 from mpiad.device import to_device, to_host
+from mpiad.device.constants import Constants
 from mpiad.primitives import stop
-from mpiad.vi.placement import Constant
 
 __all__ = ["Prior", "prior_of"]
 
@@ -71,34 +71,34 @@ class Prior:
         """
         # By the formula, which has derivatives of any order; SciPy's densities have a slope by differences.
         if self.joint is not None:
-            mean, factor = (one.beside(theta) for one in self._joint_terms)
+            mean, factor = self._joint_terms.beside(theta)
             scaled = np.linalg.solve(factor, (theta - mean).T)
-            log_volume = numpy.sum(numpy.log(numpy.diag(self._joint_terms[1].host)))
+            log_volume = numpy.sum(numpy.log(numpy.diag(self._joint_terms.on(None)[1])))
             return -0.5 * np.sum(scaled**2 + _LOG_2PI, axis=0) - log_volume
         if self.normal is not None:
-            mean, sd, constant = (one.beside(theta) for one in self._normal_terms)
+            mean, sd, constant = self._normal_terms.beside(theta)
             return np.sum(-0.5 * ((theta - mean) / sd) ** 2 + constant, axis=1)
         points = to_host(theta)
         found = sum(_log_density(points[:, k], one) for k, one in enumerate(self.marginals))
         return found if points is theta else to_device(found, like=stop(theta))
 
     @functools.cached_property
-    def _joint_terms(self) -> tuple[Constant, Constant]:
+    def _joint_terms(self) -> Constants:
         """Return the mean of the joint normal distribution, and the covariance's factor."""
-        return Constant(self.joint.mean), Constant(numpy.linalg.cholesky(self.joint.cov))
+        return Constants(self.joint.mean, numpy.linalg.cholesky(self.joint.cov))
 
     @functools.cached_property
-    def _normal_terms(self) -> tuple[Constant, Constant, Constant]:
+    def _normal_terms(self) -> Constants:
         """Return mean and standard deviation of independent normal distributions, and what their logarithms begin with."""
         mean, covariance = self.normal  # type: ignore[misc]
         sd = numpy.sqrt(numpy.diag(covariance))
-        return Constant(mean), Constant(sd), Constant(-0.5 * _LOG_2PI - numpy.log(sd))
+        return Constants(mean, sd, -0.5 * _LOG_2PI - numpy.log(sd))
 
     @functools.cached_property
-    def inverse(self) -> tuple[Constant, Constant]:
+    def inverse(self) -> Constants:
         """Return mean and inverse covariance, where the prior is normal."""
         mean, covariance = self.normal  # type: ignore[misc]
-        return Constant(mean), Constant(numpy.linalg.inv(covariance))
+        return Constants(mean, numpy.linalg.inv(covariance))
 
     @functools.cached_property
     def normal(self) -> tuple[Array, Array] | None:

@@ -8,8 +8,8 @@ import autograd.numpy as np
 import numpy
 
 from mpiad._typing import Array, Tree
+from mpiad.device.constants import Constants
 from mpiad.device.numpy import concatenate
-from mpiad.vi.placement import Constant
 
 __all__ = ["AffineCoupling", "evaluated", "initial_network", "joined", "length_of", "masked_network", "parted"]
 
@@ -85,17 +85,18 @@ def initial_network(inputs: int, hidden: int, outputs: int, rng: numpy.random.Ge
     return [(w, numpy.zeros(w.shape[1])) for w in weights]
 
 
-def evaluated(network: list[tuple[Array, Array]], x: Array, masks: list[Constant] | None = None) -> Array:
+def evaluated(network: list[tuple[Array, Array]], x: Array, masks: Constants | None = None) -> Array:
     """Return the network's values at points of shape (S, inputs), its weights masked where masks are given."""
+    factors = None if masks is None else masks.beside(network[0][0])
     for k, (w, b) in enumerate(network):
-        x = x @ (w if masks is None else w * masks[k].beside(w)) + b
+        x = x @ (w if factors is None else w * factors[k]) + b
         if k < len(network) - 1:
             x = np.tanh(x)
     return x
 
 
 @functools.lru_cache(maxsize=64)
-def masked_network(dim: int, hidden: int, per_output: int) -> list[Constant]:
+def masked_network(dim: int, hidden: int, per_output: int) -> Constants:
     """Return masks by which output i depends on inputs before i alone (MADE; Germain et al., 2015).
 
     Hidden units take turns in how many inputs they may see, from none on, so that also the second output depends on
@@ -105,4 +106,4 @@ def masked_network(dim: int, hidden: int, per_output: int) -> list[Constant]:
     first = numpy.arange(dim)[:, None] < seen[None, :]
     middle = seen[:, None] <= seen[None, :]
     last = seen[:, None] <= numpy.repeat(numpy.arange(dim), per_output)[None, :]
-    return [Constant(mask.astype(float)) for mask in (first, middle, last)]
+    return Constants(*[mask.astype(float) for mask in (first, middle, last)])
