@@ -6,19 +6,17 @@ cell it is continuous.
 
 from __future__ import annotations
 
-import itertools
 from typing import NamedTuple
 
-import autograd.numpy as anp
 import numpy as np
 from autograd.tracer import isbox
 
-from mpiad._typing import Array, LocalArray, Rank
+from mpiad._typing import Array
 from mpiad.domain.coordinates import Lattice
 from mpiad.domain.partition import Partition
 from mpiad.primitives import stop
 
-__all__ = ["Location", "corner_weight", "interpolated", "located"]
+__all__ = ["Location", "corner_weight", "located"]
 
 _ROUNDING = 1e-9  # in cells: points at the very end of the grid, computed by other ways, are inside
 
@@ -90,38 +88,9 @@ def _require_inside(points: np.ndarray, place: np.ndarray, lattice: Lattice, par
     )
 
 
-def interpolated(padded: LocalArray, where: Location, rank: Rank, starts: np.ndarray) -> LocalArray:
-    """Return a field's values at this rank's points, zeros at those of others.
-
-    `padded` (..., *padded) is this rank's block with the cells after it; its first is the cell `starts` of the whole grid.
-    The points are of shape (p...,), and the values of (..., p...).
-    """
-    ndim, shape = len(starts), where.owner.shape
-    mine = np.flatnonzero(where.owner.reshape(-1) == rank)
-    corner = (where.cell.reshape(-1, ndim)[mine] - starts).T
-    fraction = anp.reshape(where.fraction, (-1, ndim))[mine]
-    if padded.dtype in (np.float32, np.complex64):
-        fraction = fraction.astype(np.float32)  # the field keeps its precision
-    values = 0.0
-    for step in itertools.product((0, 1), repeat=ndim):
-        values = values + padded[(..., *(corner + np.array(step)[:, None]))] * corner_weight(fraction, step)
-    lead = padded.shape[: padded.ndim - ndim]
-    return anp.reshape(_spread(values, mine, where.owner.size), lead + shape)
-
-
 def corner_weight(fraction: Array, step: tuple[int, ...]) -> Array:
     """Return the weight of one corner of a cell: the product of those along each dimension."""
     weight = 1.0
     for axis, s in enumerate(step):
         weight = weight * (fraction[:, axis] if s else 1.0 - fraction[:, axis])
     return weight
-
-
-def _spread(values: LocalArray, mine: np.ndarray, count: int) -> LocalArray:
-    """Return values at their places among `count`, zeros at the others."""
-    if mine.size == count:
-        return values
-    others = np.setdiff1d(np.arange(count), mine)
-    zeros = np.zeros((*values.shape[:-1], others.size), values.dtype)
-    # By a permutation of what is known and zeros, which has an adjoint; writing into zeros hasn't.
-    return anp.concatenate([values, zeros], axis=-1)[..., np.argsort(np.concatenate([mine, others]))]

@@ -1,8 +1,8 @@
-"""Values between cells of fields on devices: from which cells, and by which weights, is found on the host.
+"""Values between cells: from which cells, and by which weights, is found on the host.
 
-The gather and its sums run on the device. What the host has found is copied there as a table, which is kept: a program that
-takes a field's values at the same receivers in each step copies nothing after the first one. Weights of traced points
-are traced themselves, and are copied by each call.
+What was found is kept as a table: a program that takes a field's values at the same receivers in each step looks for them
+once. For a field on a device the table is copied there, once, and the gather and its sums run there. Weights of traced
+points are traced themselves: they are found, and copied, by each call.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
+import operator
 from collections import OrderedDict
+from functools import reduce
 from typing import Any, NamedTuple
 
 import autograd.numpy as anp
@@ -25,9 +27,10 @@ from mpiad.domain.coordinates import Lattice
 from mpiad.domain.interpolation import Location, corner_weight, located
 from mpiad.domain.partition import Partition
 from mpiad.primitives import stop
+from mpiad.transport import Spec
 from mpiad.transport.device_arrays import arrays_of
 
-__all__ = ["PointTable", "PointTables", "interpolated_there"]
+__all__ = ["PointTable", "PointTables", "interpolated"]
 
 _KEPT = 8  # tables: a program has a few sets of receivers
 
@@ -94,25 +97,30 @@ class PointTables:
         ndim, owners = len(self._starts), where.owner.reshape(-1)
         mine = np.flatnonzero(owners == self._rank)
         corner = (where.cell.reshape(-1, ndim)[mine] - self._starts).T
-        fraction = anp.reshape(where.fraction, (-1, ndim))[mine]
+        fraction = anp.reshape(where.fraction, (-1, ndim))[mine].astype(dtype)  # the field keeps its precision
         steps = list(itertools.product((0, 1), repeat=ndim))
         places = [np.ravel_multi_index(tuple(corner + np.array(step)[:, None]), self._padded) for step in steps]
-        weights = anp.stack([corner_weight(fraction, step) for step in steps]).astype(dtype)
+        weights = anp.stack([corner_weight(fraction, step) for step in steps])
         order = np.argsort(np.concatenate([mine, np.flatnonzero(owners != self._rank)]))
         kept = weights if isbox(weights) else Constants(weights)
         return PointTable(Constants(np.stack(places)), Constants(order), kept, where.owner.shape)
 
 
-def interpolated_there(padded: LocalArray, table: PointTable, ndim: int) -> LocalArray:
-    """Return a field's values at this rank's points, zeros at those of others, on the device of its padded block."""
-    home: Any = arrays_of(stop(padded))
+def interpolated(padded: LocalArray, table: PointTable, ndim: int) -> LocalArray:
+    """Return a field's values at this rank's points, zeros at those of others, where its padded block lives."""
+    home, weights = arrays_of(stop(padded)), table.weights
     lead, cells = padded.shape[: padded.ndim - ndim], math.prod(padded.shape[padded.ndim - ndim :])
+    if isinstance(weights, Constants):
+        (weights,) = weights.on(home)
+    elif home is not None:
+        weights = array_to_device(weights, home)
     (places,) = table.places.on(home)
-    weights = table.weights.on(home)[0] if isinstance(table.weights, Constants) else array_to_device(table.weights, home)
-    values = anp.sum(anp.reshape(padded, (*lead, cells))[..., places] * weights, axis=-2)
+    # Corner after corner, so that a value's digits don't depend on how many points a rank owns.
+    terms = anp.reshape(padded, (*lead, cells))[..., places] * weights
+    values = reduce(operator.add, [terms[..., k, :] for k in range(len(places))])
     count, known = math.prod(table.shape), places.shape[-1]
     if known < count:
-        zeros = home.full((*lead, count - known), 0, values.dtype)
+        zeros = Spec((*lead, count - known), values.dtype, home).zeros()
         # By a permutation of what is known and zeros, which has an adjoint; writing into zeros hasn't.
         values = concatenate([values, zeros], axis=-1)[..., table.order.on(home)[0]]
     return anp.reshape(values, (*lead, *table.shape))

@@ -19,8 +19,8 @@ from mpiad.domain.boundary import sides_of
 from mpiad.domain.coordinates import Lattice, lattice_of, points_along
 from mpiad.domain.decomposition import Decomposition
 from mpiad.domain.halo import Halo, fill_halo
-from mpiad.domain.interpolation import Location, interpolated, located
-from mpiad.domain.point_tables import PointTables, interpolated_there
+from mpiad.domain.interpolation import Location, located
+from mpiad.domain.point_tables import PointTables, interpolated
 from mpiad.primitives import mpi_allgather, mpi_allreduce, mpi_reduce_scatter, stop
 from mpiad.transport.agreement import raising_together
 from mpiad.transport.device_arrays import arrays_of, named
@@ -198,11 +198,8 @@ class Points(Decomposition):
         # With its own edge beyond physical sides: those values have weight zero, but must be finite.
         sides = sides_of("edge", len(self.shape), call)
         # Points before the halo travels: nobody waits for a rank that finds one outside.
-        if arrays_of(stop(u)) is None:
-            where = located(points, lattice, self._partition, call)
-            return interpolated(fill_halo(u, self._beside, sides), where, self._channel.rank, self._first_beside)
         table = self._tables.table(points, lattice, np.zeros(0, u.dtype).real.dtype, call)
-        return interpolated_there(fill_halo(u, self._beside, sides), table, len(self.shape))
+        return interpolated(fill_halo(u, self._beside, sides), table, len(self.shape))
 
     def _interpolate_own(self, u: LocalArray, points: Array, lattice: Lattice, call: str) -> LocalArray:
         # Each rank has other points; all learn of one outside before the points travel.
@@ -227,13 +224,9 @@ class Points(Decomposition):
         return Halo(self._partition, self._channel.rank, (1,) * len(self.shape), self.comm)
 
     @cached_property
-    def _first_beside(self) -> np.ndarray:
-        """The cell of the whole grid that is the first of the block with that halo."""
-        return np.array([cells.start for cells in self.owned]) - 1
-
-    @cached_property
     def _tables(self) -> PointTables:
-        return PointTables(self._partition, self._channel.rank, self._first_beside, self._beside.padded)
+        first = np.array([cells.start for cells in self.owned]) - 1  # of the block with that halo
+        return PointTables(self._partition, self._channel.rank, first, self._beside.padded)
 
 
 def _on_host(points: Array) -> Array:

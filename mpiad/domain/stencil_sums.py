@@ -17,8 +17,8 @@ from mpiad._typing import Array, LocalArray, Shape
 from mpiad.domain.allocation import empty_beside, zeros_beside
 from mpiad.domain.boundary import Sides, homogeneous
 from mpiad.domain.compiled_weighted_sum import compiled_weighted_sum, is_compiled
-from mpiad.domain.halo import Halo, fill_beyond, fold_beyond
-from mpiad.domain.halo_messages import add, post, put
+from mpiad.domain.halo import Halo, fill_beyond, fold_in_place
+from mpiad.domain.halo_messages import post, put
 from mpiad.domain.routes import FACES, TOGETHER
 from mpiad.domain.weighted_sum import Box, Finish, Terms, terms_of, weighted_sum
 from mpiad.extend import communicating, defjvp, defvjp
@@ -111,20 +111,16 @@ class StencilSums:
 
     def spread(self, g: LocalArray) -> LocalArray:
         """Return Eᵀ Sᵀ g."""
-        halo, stage, ndim = self.halo, self._stage, len(self.halo.shape)
+        halo, ndim = self.halo, len(self.halo.shape)
         lead = g.shape[: g.ndim - ndim]
         # Around it as many zeros as the mirrored stencil reaches from the outermost halo cell.
         framed = zeros_beside(g, lead + tuple(n + 4 * r for n, r in zip(halo.shape, self.radius)))
         framed[(..., *[slice(2 * r, 2 * r + n) for n, r in zip(halo.shape, self.radius)])] = g
         total = empty_beside(g, lead + halo.padded)
         weighted_sum(framed, self.mirrored.terms, total, _all_of(halo.padded))
-        for ghost in stage.empty:
+        for ghost in self._stage.empty:
             total[ghost] = 0
-        fold_beyond(total, halo.beyond(self.sides, self.scheme)[0], self.sides, ndim)
-        coming = post(total, stage.routes, True, _TAG, halo.comm)
-        for owned, ghost in stage.here:
-            total[owned] += total[ghost]
-        add(total, coming)
+        fold_in_place(total, halo, self.sides, self.scheme)
         return total[halo.interior]
 
 

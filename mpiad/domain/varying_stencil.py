@@ -102,10 +102,9 @@ defvjp(
     lambda ans, g, u, ndim: lambda v: _of_kind(varying_sum(u, v), g),
     lambda ans, g, u, ndim: lambda v: _of_kind(spread(g, v), u),
 )
-defjvp(varying_sum, lambda du, ans, u, w: varying_sum(du, w), lambda dw, ans, u, w: varying_sum(u, dw))
-defjvp(spread, lambda dg, ans, g, w: spread(dg, w), lambda dw, ans, g, w: spread(g, dw))
-defjvp(
-    products,
-    lambda dg, ans, g, u, ndim: products(dg, u, ndim),
-    lambda du, ans, g, u, ndim: products(g, du, ndim),
-)
+for _map in (varying_sum, spread, products):
+    defjvp(
+        _map,
+        lambda g, ans, a, b, *ndim, fun=_map: fun(g, b, *ndim),
+        lambda g, ans, a, b, *ndim, fun=_map: fun(a, g, *ndim),
+    )

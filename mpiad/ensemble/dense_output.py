@@ -23,11 +23,10 @@ from mpiad.ensemble.derivative import derivative_of
 from mpiad.ensemble.differentiable import differentiable
 from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.record import Steps
-from mpiad.ensemble.rosenbrock_stages import stages_for
 from mpiad.ensemble.run import INITIAL, NOWHERE, Run
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.solution import solution_of
-from mpiad.ensemble.stages import Stages
+from mpiad.ensemble.stages import Stages, stages_for
 from mpiad.errors import CommunicatorError
 from mpiad.primitives import mpi_allgather
 from mpiad.transport import channel

@@ -16,11 +16,10 @@ from mpiad.ensemble.jumps import Jumps
 from mpiad.ensemble.linearization import Field
 from mpiad.ensemble.outcome import Outcome, ReturnCode
 from mpiad.ensemble.record import Steps
-from mpiad.ensemble.rosenbrock_stages import stages_for
 from mpiad.ensemble.seeds import Entries, Seeds
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.sorted_sweep import Crossings, SortedSweep
-from mpiad.ensemble.stages import Stages
+from mpiad.ensemble.stages import Stages, stages_for
 from mpiad.ensemble.step_sweep import Columns, StepSweep, Visit
 
 __all__ = ["FINAL", "INITIAL", "NOWHERE", "Run"]

@@ -27,8 +27,8 @@ from mpiad.ensemble.controller import LEAST_ERROR
 from mpiad.ensemble.initialization import Entrants, Initialization, Joint, least_step
 from mpiad.ensemble.outcome import Outcome, ReturnCode
 from mpiad.ensemble.record import Step
-from mpiad.ensemble.rosenbrock_stages import stages_for
 from mpiad.ensemble.settings import Settings
+from mpiad.ensemble.stages import stages_for
 from mpiad.ensemble.step_observers import NONE, StepObservers
 
 __all__ = ["Turns", "integrate"]

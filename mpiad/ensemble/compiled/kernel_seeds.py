@@ -19,9 +19,9 @@ from mpiad.ensemble.coefficients import stage_rates
 from mpiad.ensemble.compiled.kernel_rows import H, T, U
 from mpiad.ensemble.derivative import derivative_of
 from mpiad.ensemble.event_adjoint import pull_event
-from mpiad.ensemble.rosenbrock_stages import stages_for
 from mpiad.ensemble.run import INITIAL, NOWHERE, Run
 from mpiad.ensemble.seeds import Seeds
+from mpiad.ensemble.stages import stages_for
 from mpiad.ensemble.step_sweep import LocatedEvent
 from mpiad.ensemble.transposed_step import StepCotangents
 

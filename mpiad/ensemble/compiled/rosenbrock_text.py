@@ -1,4 +1,4 @@
-"""One step of a Rosenbrock method in the kernel language: see `step_text`; by columns it is that of `rosenbrock_stages`."""
+"""One step of a Rosenbrock method in the kernel language: see `step_text`; by columns it is that of `stages`."""
 
 from __future__ import annotations
 
