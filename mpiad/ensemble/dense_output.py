@@ -10,23 +10,20 @@ import dataclasses
 import hashlib
 import pickle
 from collections.abc import Callable
-from functools import cached_property
 from typing import Any
 
 import autograd.numpy as anp
 import numpy as np
 
 from mpiad._typing import Array, Comm
-from mpiad.ensemble.batch import Batch, two_at_least
-from mpiad.ensemble.coefficients import Coefficients, interpolate
-from mpiad.ensemble.derivative import derivative_of
+from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.coefficients import interpolate
 from mpiad.ensemble.differentiable import differentiable
 from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.record import Steps
 from mpiad.ensemble.run import INITIAL, NOWHERE, Run
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.solution import solution_of
-from mpiad.ensemble.stages import Stages, stages_for
 from mpiad.errors import CommunicatorError
 from mpiad.primitives import mpi_allgather
 from mpiad.transport import channel
@@ -54,8 +51,7 @@ class DenseOutput:
     def __init__(self, batch: Batch, settings: Settings, outcome: Outcome, given: Batch):
         self._batch, self._settings, self._outcome = batch, settings, outcome
         self._given = given
-        self._signs = np.where(batch.end < batch.start, -1.0, 1.0)
-        self._derivative = derivative_of(batch.f, batch.shape)
+        self._signs, self._run = np.where(batch.end < batch.start, -1.0, 1.0), Run(batch, settings, outcome)
 
     def __call__(self, times: Array, only: int | None = None) -> Array:
         """Return states, shape (N, n, …); of one trajectory (n, …).
@@ -126,10 +122,6 @@ class DenseOutput:
         values[still] = batch.u0.T[each[still]]
         return values.reshape(*rows.shape, len(batch.u0)), number.reshape(rows.shape).astype(np.int32)
 
-    @cached_property
-    def _new_stages(self) -> Callable[..., Stages]:
-        return stages_for(self._settings.alg.tableau, self._batch, self._settings.mass)
-
     def _numbers(self, steps: Steps, own: Array, ids: Array, due: Array) -> Array:
         """Return in which steps times lie, by bisection: that which ends at a time has it."""
         counts, sign = steps.counts[own], self._signs[ids]
@@ -147,17 +139,9 @@ class DenseOutput:
 
     def _inside(self, steps: Steps, own: Array, ids: Array, number: Array, due: Array) -> Array:
         """Return states inside steps, or at their ends, shape (d, len(ids))."""
-        outcome, tableau, width = self._outcome, self._settings.alg.tableau, len(ids)
-        # Two columns at least, wherever f is called.
-        columns = two_at_least(width)
-        (t, h), u = steps.times(own, number), steps.states(own, number)
-        t, h, u, due_of_all = t[columns], h[columns], u[:, columns], due[columns]
-        p = self._batch.p.columns(ids[columns], len(self._batch.shape) > 1)
-        stages = self._new_stages(u.dtype, u.shape)
+        outcome, (t, h), u = self._outcome, steps.times(own, number), steps.states(own, number)
         with np.errstate(all="ignore"):
-            self._derivative.write(stages.k[0], u, p, t.astype(u.real.dtype))
-            stages.take(u, p, t, h, t + h, None)
-            value = interpolate(Coefficients(tableau, u), u, h, stages.k, (due_of_all - t) / h)[:, :width]
+            value = interpolate(self._run.coefficients, u, h, self._run.stages_of(ids, u, t, h)[0], (due - t) / h)
         final = number == steps.counts[own] - 1
         # At the end of a step the state that the solve went on from: the interpolant gives it but for rounding.
         inner = np.flatnonzero(~final)

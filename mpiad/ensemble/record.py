@@ -4,8 +4,7 @@ While the solve runs, each turn's accepted columns are noted as a chunk. At its 
 holds the (s+1)-th step from the end of every trajectory that has so many. Trajectories are ordered by their number of
 steps, the most first, so sweep s is about the first ``widths[s]`` of this order, and the next sweep is about no others: a
 reverse pass sweeps s = 0, 1, … over arrays that only get shorter (a forward pass sweeps back from the last sweep, over
-arrays that only get longer). Each sweep's states are one contiguous block of shape (d, width), of two columns at least:
-where there is one trajectory only, it comes twice.
+arrays that only get longer). Each sweep's states are one contiguous block of shape (d, width).
 
 Memory is (d + 2) numbers per accepted step.
 """
@@ -71,7 +70,7 @@ class Sweep(NamedTuple):
     Parameters
     ----------
     ids : array of int, shape (width,)
-        The trajectories, each at its place in the order; with a single one, width is 2 and it comes twice.
+        The trajectories, each at its place in the order.
     t, h : array, shape (width,)
         Time before the step, and its signed size.
     u : array, shape (d, width)
@@ -119,9 +118,7 @@ class Steps:
         most = int(counts.max(initial=0))
         # How many trajectories have more than s steps.
         self.widths = len(counts) - np.cumsum(np.bincount(counts, minlength=most + 1))[:most]
-        # Two columns at least, wherever functions of the user's are called: a single one is repeated by `pad`.
-        self._stored = np.maximum(self.widths, 2)
-        self._offsets = np.concatenate([[0], np.cumsum(self._stored)])
+        self._offsets = np.concatenate([[0], np.cumsum(self.widths)])
         total = int(self._offsets[-1])
         self._t, self._h, self._u = np.empty(total), np.empty(total), np.empty(d * total, dtype)
 
@@ -131,17 +128,16 @@ class Steps:
     def sweep(self, s: int) -> Sweep:
         """Return the (s+1)-th steps from the end."""
         start, stop = int(self._offsets[s]), int(self._offsets[s + 1])
-        ids = self.order[: stop - start] if self.widths[s] > 1 else np.repeat(self.order[:1], 2)
         u = self._u[self.d * start : self.d * stop].reshape(self.d, stop - start)
-        return Sweep(ids, self._t[start:stop], self._h[start:stop], u)
+        return Sweep(self.order[: stop - start], self._t[start:stop], self._h[start:stop], u)
 
     def trajectory(self, i: int) -> tuple[Array, Array, Array]:
         """Return times (n,), signed sizes (n,) and states (d, n) before the n steps of a trajectory, first to last."""
         count = int(self.counts[i])
         sweeps = np.arange(count - 1, -1, -1)
-        # In a sweep's block the component c begins c widths behind the first, a width being that which is stored.
+        # In a sweep's block the component c begins c widths behind the first.
         place = self._offsets[sweeps] + self.rank[i]
-        rows = self.d * self._offsets[sweeps] + np.arange(self.d)[:, None] * self._stored[sweeps] + self.rank[i]
+        rows = self.d * self._offsets[sweeps] + np.arange(self.d)[:, None] * self.widths[sweeps] + self.rank[i]
         return self._t[place], self._h[place], self._u[rows]
 
     def times(self, ids: Array, numbers: Array) -> tuple[Array, Array]:
@@ -152,7 +148,7 @@ class Steps:
     def states(self, ids: Array, numbers: Array) -> Array:
         """Return the states before steps of the trajectories `ids`, shape (d, len(ids)), by their numbers from 0."""
         sweeps = self.counts[ids] - numbers - 1
-        rows = self.d * self._offsets[sweeps] + np.arange(self.d)[:, None] * self._stored[sweeps] + self.rank[ids]
+        rows = self.d * self._offsets[sweeps] + np.arange(self.d)[:, None] * self.widths[sweeps] + self.rank[ids]
         return self._u[rows]
 
     def chosen(self, keep: Array) -> Steps:
@@ -167,11 +163,9 @@ class Steps:
         steps = Steps(np.where(keep, self.counts, 0), self.d, self._u.dtype)
         for s in range(len(self)):
             sweep = self.sweep(s)
-            ids = sweep.ids[: self.widths[s]]
-            columns = np.flatnonzero(keep[ids])
-            ids = ids[columns]
+            columns = np.flatnonzero(keep[sweep.ids])
+            ids = sweep.ids[columns]
             steps.fill(ids, self.counts[ids] - 1 - s, sweep.t[columns], sweep.h[columns], sweep.u[:, columns])
-        steps.pad()
         return steps
 
     def fill(self, ids: Array, numbers: Array, t: Array, h: Array, u: Array) -> None:
@@ -180,18 +174,10 @@ class Steps:
         place = self._offsets[sweeps] + rank
         self._t[place], self._h[place] = t, h
         rows = self.d * self._offsets[sweeps] + rank
-        width = self._stored[sweeps]
+        width = self.widths[sweeps]
         for state in u:
             self._u[rows] = state
             rows = rows + width
-
-    def pad(self) -> None:
-        """Repeat the one trajectory of narrow sweeps, which are the last."""
-        start = int(self._offsets[np.count_nonzero(self.widths > 1)])
-        for array, rows in ((self._t[start:], 1), (self._h[start:], 1), (self._u[self.d * start :], self.d)):
-            if array.size:
-                pairs = array.reshape(-1, rows, 2)
-                pairs[..., 1] = pairs[..., 0]
 
 
 class Log:
@@ -242,7 +228,6 @@ class Log:
             while chunks:  # each is freed when it has been copied
                 (ids, numbers), (t, h), u = _several(chunks)
                 filled.fill(ids, numbers, t, h, u)
-            filled.pad()
         return steps
 
 

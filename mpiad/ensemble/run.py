@@ -184,14 +184,15 @@ class Run:
 
     def stages_again(self, sweep: StepSweep, visit: Visit) -> tuple[Any, Array]:
         """Return the stages of a visit, and the states after it, computed as the solve did."""
-        width = len(visit.t)
+        return self.stages_of(sweep.ids[: len(visit.t)], visit.u, visit.t, visit.h)
+
+    def stages_of(self, ids: Array, u: Array, t: Array, h: Array) -> tuple[list[Array], Array]:
+        """Return the stages of steps from states u, (d, n), of some trajectories, and the states after them."""
+        width, batch = len(t), self.batch
         columns = two_at_least(width)  # as in the solve
-        batch, real = self.batch, self.coefficients.real
-        derivative = derivative_of(batch.f, batch.shape)
-        u, t, h = visit.u[:, columns], visit.t[columns], visit.h[columns]
-        p = batch.p.columns(sweep.ids[:width][columns], self.field.one_by_one)
+        u, t, h, p = u[:, columns], t[columns], h[columns], batch.p.columns(ids[columns], self.field.one_by_one)
         stages = self._new_stages(u.dtype, u.shape)
-        derivative.write(stages.k[0], u, p, t.astype(real))
+        derivative_of(batch.f, batch.shape).write(stages.k[0], u, p, t.astype(self.coefficients.real))
         stages.take(u, p, t, h, t + h, None)
         return [k[:, :width] for k in stages.k], stages.new[:, :width]
 

@@ -44,7 +44,7 @@ def test_sweeps_are_aligned_by_the_end():
     assert len(steps) == outcome.naccept.max() and steps.widths.sum() == outcome.naccept.sum()
     for s in range(len(steps)):
         sweep = steps.sweep(s)
-        assert sweep.u.flags.c_contiguous and sweep.u.shape[1] == len(sweep.ids) == max(2, steps.widths[s])
+        assert sweep.u.flags.c_contiguous and sweep.u.shape[1] == len(sweep.ids) == steps.widths[s]
         assert set(sweep.ids) == set(np.flatnonzero(outcome.naccept > s))
         for j, i in enumerate(sweep.ids):
             t, h, u = (array[..., outcome.naccept[i] - 1 - s] for array in steps.trajectory(i))

@@ -54,7 +54,6 @@ class Tape(NamedTuple):
             ids, found = steps.order[:width], self.rows[row]
             steps.fill(ids, steps.counts[ids] - 1 - s, found[:, 0], found[:, 1], from_parts(found[:, 2:], dtype).T)
             row = self.before[row]
-        steps.pad()
         return steps
 
 

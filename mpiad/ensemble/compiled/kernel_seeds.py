@@ -17,11 +17,9 @@ from mpiad.compiling.arguments import from_parts
 from mpiad.ensemble.adjoint import of_ends
 from mpiad.ensemble.coefficients import stage_rates
 from mpiad.ensemble.compiled.kernel_rows import H, T, U
-from mpiad.ensemble.derivative import derivative_of
 from mpiad.ensemble.event_adjoint import pull_event
 from mpiad.ensemble.run import INITIAL, NOWHERE, Run
 from mpiad.ensemble.seeds import Seeds
-from mpiad.ensemble.stages import stages_for
 from mpiad.ensemble.step_sweep import LocatedEvent
 from mpiad.ensemble.transposed_step import StepCotangents
 
@@ -129,14 +127,10 @@ def _pulled(
 
 def _step(run: Run, rows: Array) -> _Step:
     """Return the stages of steps, computed as the solve did."""
-    batch = run.batch
-    u: Array = np.ascontiguousarray(from_parts(rows[:, U:], batch.u0.dtype).T, batch.u0.dtype)
-    t, h, real = rows[:, T], rows[:, H], u.real.dtype
-    p, derivative = batch.p.columns(rows[:, 0].astype(int)), derivative_of(batch.f, batch.shape)
-    stages = stages_for(run.tableau, batch, run.settings.mass)(u.dtype, u.shape)
-    derivative.write(stages.k[0], u, p, t.astype(real))
-    stages.take(u, p, t, h, t + h, None)
-    return _Step([u], stages.k, h.astype(real))
+    dtype = run.batch.u0.dtype
+    u: Array = np.ascontiguousarray(from_parts(rows[:, U:], dtype).T, dtype)
+    k, _ = run.stages_of(rows[:, 0].astype(int), u, rows[:, T], rows[:, H])
+    return _Step([u], k, rows[:, H].astype(u.real.dtype))
 
 
 def _merged(plain: KernelSeeds, rows: Array, value: Array) -> KernelSeeds:
