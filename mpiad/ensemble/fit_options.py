@@ -14,7 +14,6 @@ from mpiad.differentiation.trees import flatten
 from mpiad.ensemble.gpu import EnsembleGPU
 from mpiad.ensemble.levenberg_marquardt import Stopping
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
-from mpiad.ensemble.rank_outcomes import fingerprint
 from mpiad.ensemble.solve_options import SolveOptions, checked_options
 from mpiad.transport import Channel
 from mpiad.transport.agreement import alike_on_all
@@ -69,12 +68,12 @@ class FitPlan(NamedTuple):
 def planned_together(used: Channel, given: FitArguments) -> FitPlan:
     """Return `planned` of the arguments, which must be the same on all ranks; what one finds wrong all raise."""
 
-    def described(plan: FitPlan) -> tuple[int, str]:
+    def described(plan: FitPlan) -> list[Any]:
         said = ", ".join(f"{name}={getattr(given, name)}" for name in _SHORT)
         saveat = [] if plan.options.saveat is None else [np.asarray(plan.options.saveat, float)]
         shown = f"p0={given.p0!r:.60}, bounds={given.bounds!r:.60}, saveat={given.saveat!r:.60}, atol={given.atol!r:.60}"
         arrays = plan.start, plan.lower, plan.upper, np.asarray(plan.options.atol, float), *saveat
-        return fingerprint(said, *arrays), f"{shown}, {said}"
+        return [f"{shown}, {said}", said, *arrays]
 
     return alike_on_all(used, lambda: planned(given), described, "fit")
 

@@ -7,7 +7,6 @@ codes and times where they differ. Saved times that differ between ranks, and ev
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -22,21 +21,13 @@ from mpiad.ensemble.outcome import came_through, names_of
 from mpiad.ensemble.reduction import check_alike, joined_times
 from mpiad.ensemble.solution import EnsembleSolution
 from mpiad.transport import Channel
-from mpiad.transport.agreement import raise_first
+from mpiad.transport.agreement import fingerprint, raise_first
 
-__all__ = ["RankOutcomes", "outcomes_of_all", "fingerprint"]
+__all__ = ["RankOutcomes", "outcomes_of_all"]
 
 # Places in the first message.
 _WRONG, _COUNT, _KIND, _TIMES, _ACCEPTED, _REJECTED, _CODES, _REACHED = range(8)
 _REACHED_DIFFER, _CONVERGED, _COMPILED, _TRACED, _ENDS, _EVENTS, _SAID, _SIZE = range(8, 16)
-
-
-def fingerprint(*parts: Any) -> int:
-    """Return a number that is the same on all ranks for the same texts and arrays."""
-    digest = hashlib.blake2b(digest_size=8)
-    for part in parts:
-        digest.update(part.tobytes() if isinstance(part, np.ndarray) else str(part).encode())
-    return int.from_bytes(digest.digest(), "little", signed=True)
 
 
 @lru_cache(64)

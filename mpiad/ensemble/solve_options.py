@@ -15,7 +15,6 @@ from mpiad.ensemble.backends import EnsembleAlgorithm
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.event import Event
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
-from mpiad.ensemble.rank_outcomes import fingerprint
 from mpiad.ensemble.ranks import EnsembleMPI
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.tableaus import Algorithm
@@ -151,7 +150,7 @@ def settings_of(
 def checked_together(used: Channel, given: SolveOptions) -> SolveOptions:
     """Return `checked_options` of the arguments, which must be the same on all ranks; what one finds wrong all raise."""
 
-    def described(options: SolveOptions) -> tuple[int, str]:
+    def described(options: SolveOptions) -> list[Any]:
         scalars = (
             f"trajectories={options.trajectories}, {given.alg}, {given.ensemblealg}, rtol={given.rtol}, atol={given.atol}, "
             f"save_everystep={given.save_everystep}, dense_output={given.dense_output}, dt={given.dt}, "
@@ -160,8 +159,7 @@ def checked_together(used: Channel, given: SolveOptions) -> SolveOptions:
         )
         saveat = None if options.saveat is None else np.asarray(options.saveat, float)
         # As numbers too: a text has eight digits of each, and of many not all.
-        numbers = fingerprint(scalars, saveat, np.asarray(given.atol, float), options.mass)
-        return numbers, f"saveat={given.saveat}, {scalars}"
+        return [f"saveat={given.saveat}, {scalars}", scalars, saveat, np.asarray(given.atol, float), options.mass]
 
     return alike_on_all(used, lambda: checked_options(given), described, "solve")
 

@@ -22,7 +22,6 @@ from mpiad.ensemble.linearization import Field, check_traceable
 from mpiad.ensemble.members import columns_of, master_seed, own_members
 from mpiad.ensemble.methods.dormand_prince import RK45
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
-from mpiad.ensemble.rank_outcomes import fingerprint
 from mpiad.ensemble.ranks import EnsembleMPI
 from mpiad.ensemble.reduction import check_alike
 from mpiad.ensemble.solve_options import SolveOptions, checked_options, settings_of
@@ -274,9 +273,9 @@ def _checked(given: _Given) -> SolveOptions:
 def _checked_together(used: Channel, given: _Given) -> SolveOptions:
     """Return `_checked` of the arguments, which must be the same on all ranks; what one finds wrong all raise."""
 
-    def described(options: SolveOptions) -> tuple[int, str]:
+    def described(options: SolveOptions) -> list[Any]:
         said = ", ".join(f"{name}={getattr(given, name)}" for name in _Given._fields if name not in ("problem", "atol"))
         said += f", {type(given.problem).__name__}, {options.trajectories} of them"
-        return fingerprint(said, np.asarray(options.atol, float)), f"atol={given.atol!r:.60}, {said}"
+        return [f"atol={given.atol!r:.60}, {said}", said, np.asarray(options.atol, float)]
 
     return alike_on_all(used, lambda: _checked(given), described, "steady_state")

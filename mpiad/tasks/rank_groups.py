@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -56,8 +55,7 @@ class RankGroups:
 
     def __init__(self, count: int, comm: Comm = None):
         used = channel(comm, _CALL)
-        described = f"{count!r:.60} groups"
-        require_alike(used, _problem_with(count, used.size), zlib.crc32(described.encode()), described, _CALL)
+        require_alike(used, _problem_with(count, used.size), _CALL, f"{count!r:.60} groups")
         self.count, self.whole = int(count), comm
         self.index, place = divmod(used.rank, used.size // self.count)
         # Of the user's own communicator, since functions of the user's get it: our duplicate may be under watch.

@@ -6,7 +6,6 @@ joins the groups. Each item has a place of its own there, so that the sum is tak
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -130,9 +129,8 @@ def _agreed_items(used: Channel, items: Iterable[Any], fun: object, made: RankGr
             raise ValueError(f"{_CALL}: schedule must be 'static' or 'dynamic', but got {schedule!r:.60}.")
         return list(items)
 
-    def described(given: list) -> tuple[int, str]:
-        text = f"{len(given)} items, {made.count} groups, schedule={schedule!r:.60}, objective={objective!r:.60}"
-        return zlib.crc32(text.encode()), text
+    def described(given: list) -> list[str]:
+        return [f"{len(given)} items, {made.count} groups, schedule={schedule!r:.60}, objective={objective!r:.60}"]
 
     return alike_on_all(used, checked, described, _CALL)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -16,8 +17,8 @@ from mpiad.transport.exit_codes import code_of
 from mpiad.transport.tracing import settled
 
 __all__ = [
-    "Failure", "Failures", "agreed", "agreed_among", "alike_on_all", "error_of", "failures_among", "first_of",
-    "forget_agreement", "raise_first", "raise_together", "raising_together", "require_alike", "require_same",
+    "Failure", "Failures", "agreed", "agreed_among", "alike_on_all", "error_of", "failures_among", "fingerprint",
+    "first_of", "forget_agreement", "raise_first", "raise_together", "raising_together", "require_alike", "require_same",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -180,10 +181,19 @@ def _required_same(channel: Channel, described: str, call: str) -> None:
             ))  # fmt: skip
 
 
-def require_alike(channel: Channel, error: Exception | None, fingerprint: int, described: str, call: str) -> None:
+def fingerprint(*parts: Any) -> int:
+    """Return a number, in 64 bits with a sign, that is the same on all ranks for the same texts and arrays."""
+    # Python's own hash of texts differs from process to process.
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        digest.update(part.tobytes() if isinstance(part, np.ndarray) else str(part).encode())
+    return int.from_bytes(digest.digest(), "little", signed=True)
+
+
+def require_alike(channel: Channel, error: Exception | None, call: str, described: str, *compared: Any) -> None:
     """Do in one message what `raise_together` and `require_same` do in three, where all is well.
 
-    The `fingerprint` is that of the arguments, in 64 bits.
+    Errors show the arguments as `described`; texts and arrays to be compared follow, where it isn't that text.
 
     Raises
     ------
@@ -196,25 +206,25 @@ def require_alike(channel: Channel, error: Exception | None, fingerprint: int, d
     -----
     All ranks of the channel call it.
     """
-    settled(_required_alike, channel, error, fingerprint, described, call)
+    settled(_required_alike, channel, error, fingerprint(*(compared or [described])), described, call)
 
 
-def alike_on_all(channel: Channel, make: Callable[[], T], describe: Callable[[T], tuple[int, str]], call: str) -> T:
+def alike_on_all(channel: Channel, make: Callable[[], T], describe: Callable[[T], Sequence[Any]], call: str) -> T:
     """Return what `make` returns; raise on all ranks what it raises on one, or where ranks make different things.
 
-    `describe` returns the fingerprint and the text of what was made, for `require_alike`.
+    `describe` returns a text of what was made, and what is compared, as `require_alike` takes them.
 
     Ranks
     -----
     All ranks of the channel call it.
     """
-    error, made, described = None, None, (0, "")
+    error, made, described = None, None, [""]
     try:
         made = make()
-        described = describe(made)
+        described = list(describe(made))
     except Exception as found:  # noqa: BLE001 whatever it is, the other ranks must not wait on
         error = found
-    require_alike(channel, error, *described, call)
+    require_alike(channel, error, call, *described)
     return made  # type: ignore[return-value]  where there is none, all have raised
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from mpi4py import MPI
 
 from mpiad._typing import Array, Op
 from mpiad.transport import chunked_collectives, extremes, pairwise_collectives
-from mpiad.transport.agreement import raise_first
+from mpiad.transport.agreement import fingerprint, raise_first
 from mpiad.transport.buffers import Spec, contiguous, copied, outgoing
 from mpiad.transport.channels import Channel
 from mpiad.transport.device_arrays import arrays_of
@@ -137,7 +135,7 @@ def lengths_of_all(channel: Channel, like: Spec, axis: int | None, call: str, wr
         like, axis = _NOTHING, None  # it takes part all the same: the others are on their way to the same call
     shape, dtype = like.shape, like.dtype
     piece = (shape if axis is None else shape[:axis] + shape[axis + 1 :], dtype.str)
-    mine = np.array([1 if axis is None else shape[axis], _fingerprint(piece)], dtype=np.int64)
+    mine = np.array([1 if axis is None else shape[axis], fingerprint(*piece)], dtype=np.int64)
     every = np.empty((channel.size, 2), dtype=np.int64)
     if wrong is not None:
         mine[0] = _WRONG
@@ -150,16 +148,6 @@ def lengths_of_all(channel: Channel, like: Spec, axis: int | None, call: str, wr
         free = "must be equal on all ranks" if axis is None else f"may differ along axis {axis} only"
         raise ValueError(f"{call}: shapes and dtypes {free}, but got {listed}.")
     return every[:, 0].tolist()
-
-
-def _fingerprint(piece: tuple[Any, str]) -> int:
-    # Python's hash of strings differs from process to process; this one must not.
-    text = repr(piece).encode()
-    # The rule of FNV-1a, cut to 63 bits: MPI compares signed integers.
-    value = 1469598103934665603
-    for byte in text:
-        value = ((value ^ byte) * 1099511628211) & 0x7FFFFFFFFFFFFFFF
-    return value
 
 
 def gather(channel: Channel, x: Array, root: int | None, axis: int | None, lengths: list[int], call: str) -> Array:
