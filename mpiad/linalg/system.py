@@ -105,22 +105,15 @@ class System:
         return self._checked(self.failures.attempt(name, fun, rows.reshape(self._shape), again=again), name)
 
     def _checked(self, out: Array, name: str) -> LocalArray:
-        if self._home is not None and arrays_of(out) == self._home:
-            return self._checked_on_device(out, name)
+        there = self._home is not None
+        usable = (arrays_of(out) == self._home if there else isinstance(out, np.ndarray)) and out.shape == self._shape
         # A real product may stand for a complex one, but not the other way round: it would lose a part.
-        usable = self._home is None and isinstance(out, np.ndarray) and out.shape == self._shape
         if usable and (out.dtype.kind == "f" or out.dtype.kind == self.dtype.kind == "c"):
-            return np.ascontiguousarray(out, self.dtype).reshape(self.count, self.length)
+            rows = out.astype(self.dtype, copy=False)
+            rows = self._home.contiguous(rows) if there else np.ascontiguousarray(rows)
+            return rows.reshape(self.count, self.length)
         if self.failures.error is None:
-            call, there = self.settings.call, self._home is not None
-            self.failures.note(_problem_with(out, name, self._shape, self.dtype, call, there))
-        return self.full(np.nan)
-
-    def _checked_on_device(self, out: Array, name: str) -> LocalArray:
-        if out.shape == self._shape and (out.dtype.kind == "f" or out.dtype.kind == self.dtype.kind == "c"):
-            return self._home.contiguous(out.astype(self.dtype, copy=False)).reshape(self.count, self.length)
-        if self.failures.error is None:
-            self.failures.note(_problem_with(out, name, self._shape, self.dtype, self.settings.call, True))
+            self.failures.note(_problem_with(out, name, self._shape, self.dtype, self.settings.call, there))
         return self.full(np.nan)
 
     def full(self, value: float) -> LocalArray:
