@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpiad._typing import Comm, LocalArray, Rank
-from mpiad.domain.allocation import copy_of, empty_beside
 from mpiad.domain.boundary import ZERO, Sides, homogeneous
 from mpiad.domain.halo_messages import PreparedStage, add, post, put
 from mpiad.domain.partition import Partition
 from mpiad.domain.routes import IN_TURN, Geometry, Index, Stage, plan
 from mpiad.extend import InPlace, communicating, defjvp, defvjp
+from mpiad.transport.buffers import copy_of, empty_beside
 
 __all__ = ["Beyond", "Halo", "fill_beyond", "fill_halo", "fill_in_place", "fold_beyond", "fold_halo", "fold_in_place"]
 

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpiad._typing import Comm, LocalArray
-from mpiad.domain.allocation import empty_beside
 from mpiad.domain.routes import Index, Route
 from mpiad.primitives import mpi_irecv, mpi_send, mpi_wait
 from mpiad.primitives.request import Request
 from mpiad.transport import channel
+from mpiad.transport.buffers import empty_beside
 from mpiad.transport.prepared_messages import PreparedMessages
 
 __all__ = ["Coming", "PreparedStage", "add", "post", "put"]

@@ -18,12 +18,12 @@ import numpy as np
 from autograd.tracer import getval, isbox
 
 from mpiad._typing import LocalArray
-from mpiad.domain.allocation import empty_beside, zeros_beside
 from mpiad.domain.stencil_sums import StencilSums, apply_stencil, transposed_stencil
 from mpiad.domain.weighted_sum import Finish
 from mpiad.extend import communicating, defjvp, defjvp_together, defvjp, defvjp_together
 from mpiad.primitives.cotangents import tangent_of
 from mpiad.primitives.operation import current
+from mpiad.transport.buffers import empty_beside, zeros_beside
 
 __all__ = ["leapfrog"]
 

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 from weakref import ref
 
 from mpiad._typing import Array, LocalArray
-from mpiad.domain.allocation import copy_of, empty_beside
 from mpiad.domain.boundary import Sides, homogeneous
 from mpiad.domain.halo import Halo, fill_beyond, fold_beyond
 from mpiad.domain.halo_messages import Coming, add, post, put
@@ -25,6 +24,7 @@ from mpiad.primitives.addresses import point_to_point
 from mpiad.primitives.operation import Operation, communicate, suspended
 from mpiad.primitives.request import Request, claim, started
 from mpiad.transport import Spec
+from mpiad.transport.buffers import copy_of, empty_beside
 
 __all__ = ["Begun", "begin_fill", "end_fill"]
 

@@ -9,11 +9,11 @@ import numpy as np
 from autograd.extend import defjvp, defvjp, primitive
 
 from mpiad._typing import Array, LocalArray, Rank, RootArray
-from mpiad.domain.allocation import empty_beside
 from mpiad.domain.decomposition import Decomposition
 from mpiad.domain.partition import Partition, lengths
 from mpiad.primitives import mpi_gather, mpi_scatter
 from mpiad.transport.agreement import raising_together
+from mpiad.transport.buffers import empty_beside
 
 __all__ = ["Placement", "from_blocks", "into_blocks"]
 

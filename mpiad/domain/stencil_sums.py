@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from mpiad._typing import Array, LocalArray, Shape
-from mpiad.domain.allocation import empty_beside, zeros_beside
 from mpiad.domain.boundary import Sides, homogeneous
 from mpiad.domain.compiled_weighted_sum import compiled_weighted_sum, is_compiled
 from mpiad.domain.halo import Halo, fill_beyond, fold_in_place
@@ -22,6 +21,7 @@ from mpiad.domain.halo_messages import post, put
 from mpiad.domain.routes import FACES, TOGETHER
 from mpiad.domain.weighted_sum import Box, Finish, Terms, terms_of, weighted_sum
 from mpiad.extend import communicating, defjvp, defvjp
+from mpiad.transport.buffers import empty_beside, zeros_beside
 
 __all__ = ["StencilSums", "apply_stencil", "transposed_stencil"]
 

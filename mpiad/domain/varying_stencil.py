@@ -16,8 +16,8 @@ from autograd.extend import defjvp, defvjp, primitive
 from autograd.tracer import getval
 
 from mpiad._typing import LocalArray, Shape
-from mpiad.domain.allocation import empty_beside, zeros_beside
 from mpiad.domain.compiled_weighted_sum import compiled_varying_sum, is_compiled
+from mpiad.transport.buffers import empty_beside, zeros_beside
 
 __all__ = ["products", "spread", "varying_sum"]
 

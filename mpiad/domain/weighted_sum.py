@@ -15,8 +15,8 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from mpiad._typing import LocalArray
-from mpiad.domain.allocation import empty_beside
 from mpiad.domain.partition import lengths
+from mpiad.transport.buffers import empty_beside
 
 __all__ = ["Box", "Finish", "Terms", "terms_of", "weighted_sum"]
 

@@ -8,10 +8,10 @@ import numpy as np
 
 from mpiad._typing import Comm, LocalArray, Rank
 from mpiad.device.constants import Constants
-from mpiad.domain.allocation import empty_beside
 from mpiad.primitives import mpi_alltoall, mpi_irecv, mpi_send, mpi_wait
 from mpiad.primitives.operation import suspended
 from mpiad.transport import channel
+from mpiad.transport.buffers import empty_beside
 from mpiad.transport.device_arrays import arrays_of
 
 __all__ = ["GhostPlan"]

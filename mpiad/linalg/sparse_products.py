@@ -20,6 +20,7 @@ from mpiad._typing import LocalArray
 from mpiad.device.constants import Constants
 from mpiad.extend import communicating, defjvp, defvjp
 from mpiad.linalg.ghosts import GhostPlan
+from mpiad.transport.buffers import contiguous
 from mpiad.transport.device_arrays import arrays_of
 
 __all__ = ["Pattern", "ProductWith", "SegmentSums", "product", "transposed_product", "values_product"]
@@ -90,7 +91,7 @@ def transposed_product(values: LocalArray, y: LocalArray, pattern: Pattern) -> L
         _, rows = pattern.places.on(home)
         extended = pattern.by_column(_entries(values, y[..., rows]))
     part = extended[..., :own]
-    out = np.ascontiguousarray(part) if home is None else home.contiguous(part)
+    out = contiguous(part)
     pattern.plan.give(extended[..., own:], out)
     return out
 

@@ -14,7 +14,8 @@ from mpiad._typing import Array, Shape
 from mpiad.transport.device_arrays import ArrayModule, arrays_of
 
 __all__ = [
-    "Spec", "contiguous", "conversion", "copied", "outgoing", "private_copy", "require_sendable", "result", "spec_of",
+    "Spec", "contiguous", "conversion", "copied", "copy_of", "empty_beside", "outgoing", "private_copy", "require_sendable",
+    "result", "spec_of", "zeros_beside",
 ]  # fmt: skip
 
 _INEXACT = tuple(np.dtype(name) for name in ("f4", "f8", "c8", "c16"))
@@ -131,13 +132,31 @@ def private_copy(array: Array, x: Array) -> Array:
 def copied(array: Array) -> Array:
     """Return a copy of a C-contiguous array where it lies; of one without dimensions a NumPy scalar on the host."""
     arrays = arrays_of(array)
-    return result(array.copy()) if arrays is None else arrays.copy(array)
+    return result(array.copy()) if arrays is None else arrays.copy(array)  # in C order, as it goes to MPI
 
 
 def contiguous(array: Array) -> Array:
     """Return an array where it lies, C-contiguous."""
     arrays = arrays_of(array)
     return np.ascontiguousarray(array) if arrays is None else arrays.contiguous(array)
+
+
+def empty_beside(u: Array, shape: Shape) -> Array:
+    """Return a C-contiguous array without values, of the dtype of `u` and where it lives."""
+    arrays = arrays_of(u)
+    return np.empty(shape, u.dtype) if arrays is None else arrays.empty(shape, u.dtype)
+
+
+def zeros_beside(u: Array, shape: Shape) -> Array:
+    """Return a C-contiguous array of zeros, of the dtype of `u` and where it lives."""
+    arrays = arrays_of(u)
+    return np.zeros(shape, u.dtype) if arrays is None else arrays.full(shape, 0, u.dtype)
+
+
+def copy_of(u: Array) -> Array:
+    """Return a copy where an array lives."""
+    arrays = arrays_of(u)
+    return np.array(u) if arrays is None else arrays.copy(u)
 
 
 def result(array: Array) -> Array:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from mpiad._typing import Array, Comm, LocalArray, Rank
-from mpiad.domain.allocation import copy_of, empty_beside
 from mpiad.linalg.multigrid.spread import Box, Spread
 from mpiad.primitives import mpi_irecv, mpi_send, mpi_wait
 from mpiad.primitives.operation import suspended
+from mpiad.transport.buffers import copy_of, empty_beside
 
 __all__ = ["Agglomeration"]
 

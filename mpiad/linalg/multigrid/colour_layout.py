@@ -17,8 +17,8 @@ from collections.abc import Iterable
 import numpy as np
 
 from mpiad._typing import LocalArray, Shape
-from mpiad.domain.allocation import empty_beside
 from mpiad.linalg.multigrid.spread import Box
+from mpiad.transport.buffers import Spec, empty_beside
 from mpiad.transport.device_arrays import arrays_of
 
 __all__ = ["Colour", "Layout", "layout_of", "reach"]
@@ -118,8 +118,7 @@ class Layout:
         """
         if out is None:
             lead = block.shape[: block.ndim - len(self.shape)]
-            shape, home = (*lead, len(self.colours), self.size), arrays_of(block)
-            out = np.zeros(shape) if home is None else home.full(shape, 0, np.float64)
+            out = Spec((*lead, len(self.colours), self.size), np.dtype(float), arrays_of(block)).zeros()
         whole = self.whole(out)
         for row, colour in enumerate(self.colours):
             entries, points = self.places(colour)

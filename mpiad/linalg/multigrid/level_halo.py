@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpiad._typing import Comm, LocalArray, Rank
-from mpiad.domain.allocation import empty_beside
 from mpiad.linalg.multigrid.colour_layout import Colour, Layout
 from mpiad.linalg.multigrid.spread import Spread
 from mpiad.primitives import mpi_irecv, mpi_send, mpi_wait
 from mpiad.primitives.operation import suspended
+from mpiad.transport.buffers import empty_beside
 
 __all__ = ["LevelHalo"]
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from mpiad._typing import LocalArray
-from mpiad.domain.allocation import empty_beside, zeros_beside
 from mpiad.linalg.multigrid.colour_layout import Layout
+from mpiad.transport.buffers import empty_beside, zeros_beside
 
 __all__ = ["Step", "Sums", "Term", "WeightedSum"]
 

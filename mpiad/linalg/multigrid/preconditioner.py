@@ -12,7 +12,6 @@ from autograd.tracer import isbox
 from mpiad._typing import Array, LocalArray
 from mpiad.device.constants import Constants
 from mpiad.domain import Domain
-from mpiad.domain.allocation import empty_beside
 from mpiad.domain.partition import Partition
 from mpiad.linalg.host_and_device import require_together
 from mpiad.linalg.multigrid.cg_vectors import over_systems
@@ -30,6 +29,7 @@ from mpiad.linalg.vectors import on_host
 from mpiad.primitives import stop
 from mpiad.primitives.operation import suspended
 from mpiad.transport import SUM, channel
+from mpiad.transport.buffers import empty_beside
 from mpiad.transport.collectives import allreduce
 from mpiad.transport.device_arrays import ArrayModule, arrays_of, is_array
 
