@@ -34,6 +34,7 @@ from mpiad.programs.steps import Abandoned
 from mpiad.programs.trace_run import PlayingBack, TraceRun, message_counts
 from mpiad.transport import calls
 from mpiad.transport.tracing import tracing
+from mpiad.transport.world import level_of_repeats
 
 __all__ = ["Jitted", "jit"]
 
@@ -261,12 +262,8 @@ class Jitted:
             self._give_up(key, error)
             return
         line = recorder.complex_line()
-        if line and not self._warned:
-            self._warned = True
-            said = (
-                "jit: %s computes with complex numbers: %s: such operations are NumPy's, one by one; the rest is compiled."
-            )
-            _log.warning(said, self.__name__, line)
+        if line:
+            self._warn("%s computes with complex numbers: %s: such operations are NumPy's; the rest is compiled.", line)
 
     def _watch(self, key: Any, given: Arguments, args: tuple) -> Watch | None:
         try:
@@ -327,9 +324,12 @@ class Jitted:
             raise TypeError(f"jit: {self.__name__} can't be compiled: {reason}.") from (
                 error if isinstance(error, Exception) else None
             )
+        self._warn("%s isn't compiled, and runs as it is: %s.", reason)
+
+    def _warn(self, text: str, reason: str) -> None:
         if not self._warned:
             self._warned = True
-            _log.warning("jit: %s isn't compiled, and runs as it is: %s.", self.__name__, reason)
+            _log.log(level_of_repeats(), f"jit: {text}", self.__name__, reason)
 
     def _as_it_is(self, key: Any, args: tuple, kwargs: dict) -> Any:
         """Run the function for a signature that was given up; all of it, since other ranks wait for its messages."""

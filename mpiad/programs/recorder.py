@@ -317,7 +317,8 @@ class Recorder(NotedValues):
             out = results[0]
         else:
             name = getattr(fun, "__name__", repr(fun))
-            what = f"an array of {made.dtype}s" if isinstance(made, np.ndarray) else f"{type(made).__name__}, which isn't an array"
+            is_array = isinstance(made, np.ndarray)
+            what = f"an array of {made.dtype}s" if is_array else f"{type(made).__name__}, which isn't an array"
             self.refuse(f"{name} returns {what}, and may depend on traced values")
         outs = tuple([result.number for result in results])
         self._step(kind, fun, args, outs, kwargs)

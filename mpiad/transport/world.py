@@ -25,7 +25,18 @@ from mpiad.transport.signals import install_signal_handlers
 from mpiad.transport.threads import limit_threads
 from mpiad.transport.uncaught import install_hooks
 
-__all__ = ["any_rank", "at_end", "at_start", "finalize", "finalized", "initialized", "local_rank", "start"]
+__all__ = [
+    "any_rank",
+    "at_end",
+    "at_start",
+    "finalize",
+    "finalized",
+    "initialized",
+    "level_of_repeats",
+    "local_rank",
+    "speaks",
+    "start",
+]
 
 _local: tuple[int, int] | None = None
 _TIME_TO_LOAD = 20.0  # seconds; file systems make it differ from rank to rank
@@ -168,3 +179,14 @@ def _end_world() -> None:
 
 if MPI.Is_initialized() and not MPI.Is_finalized():
     start("import mpiad")
+
+
+def level_of_repeats() -> int:
+    """Return at which level this rank logs a warning that nearly all ranks have to say: on most of them it is no news."""
+    world = MPI.COMM_WORLD
+    return logging.WARNING if not is_rank() or speaks(world.rank, world.size) else logging.INFO
+
+
+def speaks(rank: int, size: int) -> bool:
+    """Tell whether a rank speaks for others: 0, 1, 2, 4, 8 and so on, and the last one, where a grid's edge often lies."""
+    return rank & (rank - 1) == 0 or rank == size - 1

@@ -12,6 +12,7 @@ from jitted import assert_same
 from mpi4py import MPI
 
 import mpiad
+from mpiad.transport.world import speaks
 
 X = np.arange(1.0, 6.0)
 LINE = __file__
@@ -129,6 +130,14 @@ def test_runs_as_it_is_with_one_warning(fun, caplog):
     if fun in (decides, iterates, checks, masks):
         for x in (X, X * 2):
             assert_same(total(x), mpiad.value_and_grad(lambda x: anp.sum(fun(x)))(x))
+
+
+def test_of_many_ranks_a_few_warn(caplog, monkeypatch):
+    assert [rank for rank in range(1000) if speaks(rank, 1000)] == [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 999]
+    monkeypatch.setattr("mpiad.transport.world.speaks", lambda rank, size: False)
+    caplog.set_level(logging.INFO, "mpiad")
+    mpiad.jit(lambda x: float(x[0]))(X)
+    assert [record.levelname for record in caplog.records if "isn't compiled" in record.getMessage()] == ["INFO"]
 
 
 @pytest.mark.parametrize("fun", FUNCTIONS, ids=lambda fun: fun.__name__)
